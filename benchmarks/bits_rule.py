@@ -18,12 +18,12 @@ from itertools import pairwise
 
 import torch
 
-from kl_lens.calibration import StoredStatistics
-from kl_lens.checkpoints import LoadedModel
-from kl_lens.quantizers.importance import column_importance
-from kl_lens.recipes import FP16, Recipe, fitting_recipe
-from kl_lens.records import Component, Plan
+from kl_lens.measuring.statistics import StoredStatistics
+from kl_lens.model import LoadedModel
+from kl_lens.run.records import Component, Plan
 from kl_lens.targets.gguf.stock import FileTensors
+from kl_lens.weights.quantizers.importance import column_importance
+from kl_lens.weights.recipes import FP16, Recipe, fitting_recipe
 
 LATTICES = ("iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s", "iq4_xs", "iq4_nl")
 OTHERS = ("q2_k", "q3_k", "q4_0", "q4_1", "q4_k", "q5_0", "q5_1", "q5_k", "q6_k", "q8_0", FP16)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import platform
 from pathlib import Path
 
-from kl_lens.environment import set_defaults
+from kl_lens.base.environment import set_defaults
 
 set_defaults()
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
-from kl_lens.checkpoints import LoadedModel  # noqa: E402
+from kl_lens.model import LoadedModel  # noqa: E402
 from kl_lens.profiling.machine import matmul_rate as profiled_rate  # noqa: E402
 
 transformers.utils.logging.set_verbosity_error()

@@ -13,9 +13,9 @@ import argparse
 import tempfile
 
 from common import machine
-from kl_lens.checkpoints import load
-from kl_lens.pipeline import Study
-from kl_lens.sensitivity.correlation import Correlation, Ranking
+from kl_lens.measuring.correlation import Correlation, Ranking
+from kl_lens.model import load
+from kl_lens.study import Study
 from result_files import Row, add_option, write
 from rivals import REFERENCES, STRESSED_PREFIX, models, shown
 from stress import plant

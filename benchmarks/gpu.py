@@ -25,18 +25,18 @@ import numpy as np
 import torch
 from scipy.stats import kendalltau
 
-from kl_lens.checkpoints import LoadedModel, load
-from kl_lens.formats import get_format
-from kl_lens.pipeline import CalibrateSettings, Workbench, perform
-from kl_lens.quantizers import InputStatistics, get_quantizer
-from kl_lens.recipes import Recipe, fitting_recipe
-from kl_lens.samples import WindowMetrics, summarise
-from kl_lens.sensitivity.engines import DEFAULT_MEMORY, Engine, FastEngine, PlainEngine
-from kl_lens.sensitivity.joint import PlanMeter
-from kl_lens.sensitivity.noise import noise_floor
-from kl_lens.sensitivity.perturbation import Candidate, find_candidates
+from kl_lens.base.units import parse_bytes
+from kl_lens.measuring.engines import DEFAULT_MEMORY, Engine, FastEngine, PlainEngine
+from kl_lens.measuring.joint import PlanMeter
+from kl_lens.measuring.noise import noise_floor
+from kl_lens.measuring.perturbation import Candidate, find_candidates
+from kl_lens.model import LoadedModel, load
+from kl_lens.run.samples import WindowMetrics, summarise
+from kl_lens.study import CalibrateSettings, Workbench, perform
 from kl_lens.text import draw_windows
-from kl_lens.units import parse_bytes
+from kl_lens.weights.formats import get_format
+from kl_lens.weights.quantizers import InputStatistics, get_quantizer
+from kl_lens.weights.recipes import Recipe, fitting_recipe
 from result_files import add_option, write_speed
 from sweep import floor_seconds
 

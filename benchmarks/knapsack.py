@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from kl_lens.formats import get_format
 from kl_lens.planning import SpeedModel, achievable_range, build_problem, pareto_frontier, plan_for_budget
-from kl_lens.records import Component, Estimate, Measurement, SensitivityTable
+from kl_lens.run.records import Component, Estimate, Measurement, SensitivityTable
 from kl_lens.targets import get_target
+from kl_lens.weights.formats import get_format
 from result_files import add_option, write_speed
 
 SHAPES = {

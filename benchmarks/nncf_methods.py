@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from kl_lens.checkpoints import LoadedModel
-from kl_lens.formats import get_format
-from kl_lens.records import Plan
+from kl_lens.model import LoadedModel
+from kl_lens.run.records import Plan
 from kl_lens.targets import get_target
 from kl_lens.targets.openvino.folder import graph_file
 from kl_lens.targets.openvino.session import ATTENTION_MASK, BEAM_IDX, read_graph
+from kl_lens.weights.formats import get_format
 
 # Label → further arguments of `compress_weights`.
 NNCF_METHODS: dict[str, dict[str, bool]] = {

@@ -18,10 +18,10 @@ from collections.abc import Iterable
 
 from common import machine
 from kl_lens import paper, planning
-from kl_lens.checkpoints import LoadedModel, load
-from kl_lens.pipeline import Study
-from kl_lens.records import SensitivityTable
-from kl_lens.sensitivity.joint import PlanMeter
+from kl_lens.measuring.joint import PlanMeter
+from kl_lens.model import LoadedModel, load
+from kl_lens.run.records import SensitivityTable
+from kl_lens.study import Study
 from kl_lens.text import evaluation_windows
 from result_files import Row, add_option, write
 from stress import STRESSED, plant

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from common import machine
 from kl_lens import planning
-from kl_lens.pipeline import EvaluateSettings, MeasureSettings, PlanSettings, Workbench, perform
-from kl_lens.positions import curve_of
-from kl_lens.records import Plan, SensitivityTable
-from kl_lens.runs import Run
+from kl_lens.run.folder import Run
+from kl_lens.run.positions import curve_of
+from kl_lens.run.records import Plan, SensitivityTable
+from kl_lens.study import EvaluateSettings, MeasureSettings, PlanSettings, Workbench, perform
 from result_files import Row, add_option, write
 
 MODELS = ("reference:mamba", "reference:mamba2", "reference:hybrid")

@@ -18,7 +18,7 @@ import torch
 import transformers
 from torch.nn import functional
 
-from kl_lens.formats import get_format
+from kl_lens.weights.formats import get_format
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()

@@ -23,14 +23,14 @@ from pathlib import Path
 import numpy as np
 
 from common import machine
-from kl_lens.calibration import gather
-from kl_lens.checkpoints import LoadedModel, load
 from kl_lens.evaluation import prepare_text
 from kl_lens.evaluation.torch_session import TorchSession
-from kl_lens.recipes import Recipe, fitting_recipe, preferred
-from kl_lens.records import Plan
+from kl_lens.measuring.statistics import gather
+from kl_lens.model import LoadedModel, load
+from kl_lens.run.records import Plan
 from kl_lens.targets import get_target
 from kl_lens.text import Windows, draw_windows
+from kl_lens.weights.recipes import Recipe, fitting_recipe, preferred
 from nncf_methods import NNCF_METHODS, put_file
 from result_files import Row, add_option, write
 from rivals import REFERENCES, STRESSED_PREFIX, Judged, Remembered, judge_files, models, shown

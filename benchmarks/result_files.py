@@ -11,7 +11,7 @@ from datetime import date
 from functools import cache
 from pathlib import Path
 
-from kl_lens.writing import whole
+from kl_lens.base.files import whole
 
 Row = dict[str, str]
 ROOT = Path(__file__).resolve().parent.parent

@@ -33,19 +33,19 @@ import torch
 from bits_rule import BitsRule
 from common import machine
 from kl_lens import planning
-from kl_lens.checkpoints import LoadedModel
-from kl_lens.errors import PlanError
+from kl_lens.base.errors import PlanError
 from kl_lens.evaluation import prepare_text
 from kl_lens.evaluation.scoring import WindowScore, score_text
 from kl_lens.evaluation.texts import EvaluationText
 from kl_lens.evaluation.torch_session import TorchSession
-from kl_lens.pipeline import CalibrateSettings, MeasureSettings, PlanSettings, Workbench, perform
-from kl_lens.pipeline.events import Events
-from kl_lens.pipeline.planning import plan_within_budget
-from kl_lens.pipeline.rivals import rival_plans
-from kl_lens.pipeline.target_planner import TargetPlanner
-from kl_lens.records import Plan
-from kl_lens.runs import Run
+from kl_lens.model import LoadedModel
+from kl_lens.run.folder import Run
+from kl_lens.run.records import Plan
+from kl_lens.study import CalibrateSettings, MeasureSettings, PlanSettings, Workbench, perform
+from kl_lens.study.events import Events
+from kl_lens.study.plan import plan_within_budget
+from kl_lens.study.rivals import rival_plans
+from kl_lens.study.target_planner import TargetPlanner
 from kl_lens.targets import SessionSettings, Target, get_target, menu_of
 from nncf_methods import put_file
 from result_files import Row, add_option, provenance, read, write

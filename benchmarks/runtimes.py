@@ -22,10 +22,10 @@ from common import machine, shape  # isort: skip  (first: it sets the environmen
 
 import torch
 
-from kl_lens.checkpoints import LoadedModel
-from kl_lens.recipes import Recipe, fitting_recipe
-from kl_lens.records import Plan
+from kl_lens.model import LoadedModel
+from kl_lens.run.records import Plan
 from kl_lens.targets import get_target
+from kl_lens.weights.recipes import Recipe, fitting_recipe
 from result_files import add_option, write_speed
 
 FORMATS = {"gguf": "fp16,q8_0,q4_0,q4_k", "openvino": "fp16,int8,int4"}

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from common import machine
-from kl_lens.pipeline import CalibrateSettings, MeasureSettings, PlanSettings, Workbench, perform
-from kl_lens.pipeline.measuring import MeasureResult
-from kl_lens.records import Estimate
-from kl_lens.units import parse_bytes
+from kl_lens.base.units import parse_bytes
+from kl_lens.run.records import Estimate
+from kl_lens.study import CalibrateSettings, MeasureSettings, PlanSettings, Workbench, perform
+from kl_lens.study.measure import MeasureResult
 from result_files import Row, add_option, write
 from rivals import REFERENCES, STRESSED_PREFIX, models, shown
 from stress import plant

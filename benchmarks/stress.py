@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from kl_lens.checkpoints import LoadedModel
-from kl_lens.errors import CheckpointError
+from kl_lens.base.errors import CheckpointError
+from kl_lens.model import LoadedModel
 
 # Where outliers are planted in the stressed variants: (components, factor), two channels each.
 STRESSED = {

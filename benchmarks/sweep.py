@@ -22,11 +22,11 @@ from common import machine, matmul_rate, shape  # isort: skip  (first: it sets t
 
 import torch
 
-from kl_lens.checkpoints import LoadedModel, load
-from kl_lens.environment import DEFAULTS
-from kl_lens.recipes import Recipe
-from kl_lens.sensitivity.engines import Engine, FastEngine, PlainEngine
-from kl_lens.sensitivity.perturbation import Candidate, find_candidates, first_block
+from kl_lens.base.environment import DEFAULTS
+from kl_lens.measuring.engines import Engine, FastEngine, PlainEngine
+from kl_lens.measuring.perturbation import Candidate, find_candidates, first_block
+from kl_lens.model import LoadedModel, load
+from kl_lens.weights.recipes import Recipe
 from result_files import add_option, write_speed
 
 MODELS = "reference:mamba,reference:mamba2,reference:hybrid,mamba-130m,mamba2-130m"

@@ -20,13 +20,13 @@ from pathlib import Path
 import torch
 
 from common import machine
-from kl_lens.calibration.tuning import TuningRates, tuned
-from kl_lens.formats import get_format
-from kl_lens.formats.gguf_blocks import GGUFFormat
-from kl_lens.pipeline import CalibrateSettings, Workbench, perform
+from kl_lens.measuring.joint import PlanMeter
+from kl_lens.measuring.statistics.tuning import TuningRates, tuned
 from kl_lens.planning import paired_difference
-from kl_lens.recipes import Recipe, fitting_recipe, preferred
-from kl_lens.sensitivity.joint import PlanMeter
+from kl_lens.study import CalibrateSettings, Workbench, perform
+from kl_lens.weights.formats import get_format
+from kl_lens.weights.formats.gguf_blocks import GGUFFormat
+from kl_lens.weights.recipes import Recipe, fitting_recipe, preferred
 from result_files import Row, add_option, write
 from rivals import REFERENCES, STRESSED_PREFIX, models, shown
 from stress import plant

@@ -29,8 +29,8 @@ def job(words: list[str], card: str | None) -> int:
     """`kl-lens`, then a line with the memory that it took."""
     import torch
 
+    from kl_lens.base.units import parse_bytes
     from kl_lens.cli.main import main
-    from kl_lens.units import parse_bytes
 
     if card is not None:
         room, (_, whole) = parse_bytes(card), torch.cuda.mem_get_info()
@@ -50,7 +50,7 @@ def write_model(name: str, place: Path, tokenizer: Path | None, device: str) -> 
     import torch
     import transformers
 
-    from kl_lens.resources import reference_path
+    from kl_lens.base.resources import reference_path
 
     with torch.device(device):
         model = shape(name).model

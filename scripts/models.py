@@ -29,13 +29,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests import families
 from tests.targets.gguf import support
 
-from kl_lens.checkpoints import LoadedModel
-from kl_lens.errors import KLLensError, UnsupportedError, one_line
-from kl_lens.recipes import Recipe
-from kl_lens.records import Plan
-from kl_lens.samples import summarise
-from kl_lens.sensitivity.engines import ENGINES
-from kl_lens.sensitivity.perturbation import Perturbation, replacements
+from kl_lens.base.errors import KLLensError, UnsupportedError, one_line
+from kl_lens.measuring.engines import ENGINES
+from kl_lens.measuring.perturbation import Perturbation, replacements
+from kl_lens.model import LoadedModel
+from kl_lens.run.records import Plan
+from kl_lens.run.samples import summarise
+from kl_lens.weights.recipes import Recipe
 
 WINDOWS, TOKENS = 2, 24
 AGREE = 2e-3  # relative difference of two KL

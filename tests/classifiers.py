@@ -11,9 +11,9 @@ import transformers
 from PIL import Image
 from torch import nn
 
-from kl_lens.checkpoints import ImageTask, LoadedModel
-from kl_lens.images import Preparation
-from kl_lens.models.mambavision import MambaVisionConfig, MambaVisionForImageClassification
+from kl_lens.model import ImageTask, LoadedModel
+from kl_lens.model.architectures.mambavision import MambaVisionConfig, MambaVisionForImageClassification
+from kl_lens.text.images import Preparation
 
 CLASSES = 10
 _COMMON = {"num_labels": CLASSES, "num_channels": 1, "hidden_act": "gelu"}

@@ -13,7 +13,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from kl_lens.environment import set_defaults
+from kl_lens.base.environment import set_defaults
 
 set_defaults()  # before torch is loaded, as the command line does
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import transformers
 
-from kl_lens import models
-from kl_lens.models.hymba import HymbaConfig
+from kl_lens.model import architectures as models
+from kl_lens.model.architectures.hymba import HymbaConfig
 
 models.register()
 VOCABULARY = 97

@@ -9,32 +9,32 @@ import pytest
 import torch
 from torch.nn import functional
 
-from kl_lens.accelerators import free_memory
-from kl_lens.calibration.tuning import TuningRates, tuned
-from kl_lens.checkpoints import Chain, States, load
-from kl_lens.errors import RunError
+from kl_lens.base.accelerators import free_memory
+from kl_lens.base.errors import RunError
 from kl_lens.evaluation.torch_session import TorchSession
-from kl_lens.formats import get_format
-from kl_lens.formats.blocks import LAYOUTS
-from kl_lens.quantizers import InputStatistics, get_quantizer
-from kl_lens.quantizers.block_scales import searched_blocks
-from kl_lens.recipes import Recipe, fitting_recipe
-from kl_lens.records import Plan
-from kl_lens.runs import CALIBRATION, Run
-from kl_lens.samples import summarise
-from kl_lens.sensitivity.choosing import chosen_engine, engine_for
-from kl_lens.sensitivity.engines import FastEngine, PlainEngine
-from kl_lens.sensitivity.metrics import TeacherRows, compare, compared_metrics
-from kl_lens.sensitivity.noise import noise_floor
-from kl_lens.sensitivity.perturbation import Perturbation, find_candidates
-from kl_lens.sensitivity.precision import TensorCores, accuracy_of, fastest_within, precision_for
-from kl_lens.sensitivity.spilling import StateRoom
-from kl_lens.sensitivity.sweep import Sweep
+from kl_lens.measuring.choosing import chosen_engine, engine_for
+from kl_lens.measuring.engines import FastEngine, PlainEngine
+from kl_lens.measuring.metrics import TeacherRows, compare, compared_metrics
+from kl_lens.measuring.noise import noise_floor
+from kl_lens.measuring.perturbation import Perturbation, find_candidates
+from kl_lens.measuring.precision import TensorCores, accuracy_of, fastest_within, precision_for
+from kl_lens.measuring.spilling import StateRoom
+from kl_lens.measuring.statistics.tuning import TuningRates, tuned
+from kl_lens.measuring.sweep import Sweep
+from kl_lens.model import Chain, States, load
+from kl_lens.run.folder import CALIBRATION, Run
+from kl_lens.run.records import Plan
+from kl_lens.run.samples import summarise
 from kl_lens.targets import deployed, get_target
+from kl_lens.weights.formats import get_format
+from kl_lens.weights.formats.blocks import LAYOUTS
+from kl_lens.weights.quantizers import InputStatistics, get_quantizer
+from kl_lens.weights.quantizers.block_scales import searched_blocks
+from kl_lens.weights.recipes import Recipe, fitting_recipe
 from tests.families import CONFIGS, tiny_model, token_ids
+from tests.measuring.conftest import loaded, some_windows
+from tests.measuring.test_engines import _one_of_each_kind
 from tests.planted import growing, larger
-from tests.sensitivity.conftest import loaded, some_windows
-from tests.sensitivity.test_engines import _one_of_each_kind
 
 needs_gpu = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="no GPU here: torch.cuda.is_available() is False"
@@ -58,7 +58,7 @@ def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
 def test_products_are_as_accurate_as_they_say(
     precision: str, most: float, shape: tuple[int, int, int]
 ) -> None:
-    from kl_lens.checkpoints.kernels.triton_products import linear
+    from kl_lens.model.kernels.triton_products import linear
 
     rows, outputs, columns = shape
     sizes = torch.logspace(
@@ -78,10 +78,10 @@ def test_products_are_as_accurate_as_they_say(
 
 @needs_gpu
 def test_scans_convolution_and_norms_equal_double_precision() -> None:
-    from kl_lens.checkpoints.kernels import triton_scan
-    from kl_lens.checkpoints.kernels.chunked_scan import chunked_scan
-    from kl_lens.checkpoints.kernels.convolution import causal_convolution_reference
-    from kl_lens.checkpoints.kernels.selective_scan import selective_scan_reference
+    from kl_lens.model.kernels import triton_scan
+    from kl_lens.model.kernels.chunked_scan import chunked_scan
+    from kl_lens.model.kernels.convolution import causal_convolution_reference
+    from kl_lens.model.kernels.selective_scan import selective_scan_reference
 
     x, dt, gate = (
         _random(2, 75, 130)[..., :65],
@@ -132,10 +132,10 @@ def test_scans_convolution_and_norms_equal_double_precision() -> None:
 def test_a_kernel_that_is_wrong_on_a_gpu_is_found_and_not_used(
     module: str, place: str, family: str, plant, factor: float, monkeypatch
 ) -> None:
-    kernels = importlib.import_module(f"kl_lens.checkpoints.kernels.{module}")
+    kernels = importlib.import_module(f"kl_lens.model.kernels.{module}")
     monkeypatch.setattr(kernels, place, plant(getattr(kernels, place), factor))
     if module == "swap":
-        monkeypatch.setattr("kl_lens.checkpoints.kernels.triton_scan.fits_chunks", lambda *_: False)
+        monkeypatch.setattr("kl_lens.model.kernels.triton_scan.fits_chunks", lambda *_: False)
     said: list[str] = []
     chain = Chain(tiny_model(family).cuda(), warn=said.append)
     assert not chain.uses_kernels()
@@ -154,7 +154,7 @@ def test_a_kernel_that_is_wrong_on_a_gpu_is_found_and_not_used(
     ],  # the others round more than 1.001
 )
 def test_wrong_products_are_found_and_torch_s_are_used(precision: str, factor: float, monkeypatch) -> None:
-    from kl_lens.checkpoints.kernels import triton_products
+    from kl_lens.model.kernels import triton_products
 
     monkeypatch.setattr(triton_products, "linear", larger(triton_products.linear, factor))
     model, said = loaded("mamba"), []
@@ -168,7 +168,7 @@ def test_wrong_products_are_found_and_torch_s_are_used(precision: str, factor: f
 @needs_gpu
 @pytest.mark.parametrize("factor", [1.001, 1.0001])
 def test_a_wrong_kl_on_a_gpu_is_found_and_computed_in_plain_torch(factor: float, monkeypatch) -> None:
-    from kl_lens.sensitivity import triton_metrics
+    from kl_lens.measuring import triton_metrics
 
     teacher, targets = 5 * _random(40, 5000), torch.arange(40).cuda()
     student = teacher + _random(40, 5000, seed=1)
@@ -221,8 +221,8 @@ def test_rows_that_overflow_the_kernel_are_done_again() -> None:
 @needs_gpu
 @pytest.mark.parametrize("name", ["int4-g64", "uint4-g64", "nf4-g64"])
 def test_error_feedback_finds_the_codes_of_the_cpu(name: str) -> None:
-    from kl_lens.quantizers.feedback import Objective, descended, fed_back
-    from kl_lens.quantizers.scales import searched_levels
+    from kl_lens.weights.quantizers.feedback import Objective, descended, fed_back
+    from kl_lens.weights.quantizers.scales import searched_levels
 
     weight, inputs = _random(70, 192).cpu(), (_random(400, 192) @ _random(192, 192)).cpu()
     moments = inputs.T @ inputs / 400
@@ -465,11 +465,9 @@ def test_a_sweep_chooses_by_noise_once_and_takes_what_the_run_kept(
 
     windows = some_windows(4, 20)
     candidates = find_candidates(mamba.anatomy, [Recipe("int8")])[0]
-    monkeypatch.setattr("kl_lens.sensitivity.choosing.engine_for", on_a_gpu)
-    monkeypatch.setattr(
-        "kl_lens.sensitivity.choosing.noise_floor", lambda *_: {"kl_teacher_to_student": noise}
-    )
-    monkeypatch.setattr("kl_lens.sensitivity.choosing.median_kls", lambda *_: [1e-4, 1e-6])
+    monkeypatch.setattr("kl_lens.measuring.choosing.engine_for", on_a_gpu)
+    monkeypatch.setattr("kl_lens.measuring.choosing.noise_floor", lambda *_: {"kl_teacher_to_student": noise})
+    monkeypatch.setattr("kl_lens.measuring.choosing.median_kls", lambda *_: [1e-4, 1e-6])
     said: list[str] = []
     assert chosen_engine(mamba, candidates, windows.ids, say=said.append).precision == chosen
     assert said == [f"computing in {chosen}, because tf32 would add noise of {noise:.1e} nats"]

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 from kl_lens import planning
-from kl_lens.journal import FILE
 from kl_lens.profiling import in_use, machine
-from kl_lens.runs import Run
-from kl_lens.subjects import artifact_digest
+from kl_lens.run.folder import Run
+from kl_lens.run.journal import FILE
+from kl_lens.run.subjects import artifact_digest
 from kl_lens.targets import get_target, read_artifact
 from kl_lens.targets.artifacts import RECORD_FILE
 from kl_lens.text import wikitext2
@@ -35,9 +35,9 @@ pytest.importorskip("openvino", reason="needs the extra openvino")
 
 COMMAND = "tests.test_kills:command"
 WARM = (
-    "tests.test_kills", "kl_lens.pipeline.running", "kl_lens.reporting.page", "openvino",
+    "tests.test_kills", "kl_lens.study.run", "kl_lens.reporting.page", "openvino",
     "kl_lens.targets.openvino.convert", "kl_lens.targets.openvino.stock", "kl_lens.targets.gguf.export", "gguf",
-    "kl_lens.sensitivity.sweep", "kl_lens.planning.budget", "transformers.models.mamba.modeling_mamba", "lzma",
+    "kl_lens.measuring.sweep", "kl_lens.planning.budget", "transformers.models.mamba.modeling_mamba", "lzma",
 )  # fmt: skip
 IN_A_ROW = 8  # kills before the command is let through
 CTRL_C = 10

@@ -14,14 +14,14 @@ import json
 import time
 from pathlib import Path
 
+import models
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-import models
-from kl_lens import models as kl_lens_models
-from kl_lens.formats import get_format
-from kl_lens.models import hymba
+from kl_lens.model import architectures as kl_lens_models
+from kl_lens.model.architectures import hymba
+from kl_lens.weights.formats import get_format
 
 BATCH = 64
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
-from kl_lens import models as kl_lens_models
+from kl_lens.model import architectures as kl_lens_models
 from models import LanguageModel, language_model, next_token_losses
 
 WINDOW = 512

@@ -18,8 +18,8 @@ from tokenizer import VOCABULARY
 from torch import Tensor, nn
 from transformers import FalconH1Config, Mamba2Config, MambaConfig, PretrainedConfig
 
-from kl_lens import models as kl_lens_models
-from kl_lens.models import hymba
+from kl_lens.model import architectures as kl_lens_models
+from kl_lens.model.architectures import hymba
 
 HIDDEN = 256
 # Large enough for the GPT-NeoX vocabulary, as in the published checkpoints.

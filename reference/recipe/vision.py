@@ -17,8 +17,12 @@ import torch
 from safetensors.torch import save_file
 from torch.nn import functional
 
-from kl_lens.images import Preparation
-from kl_lens.models.mambavision import MambaVisionConfig, MambaVisionForImageClassification, MambaVisionMixer
+from kl_lens.model.architectures.mambavision import (
+    MambaVisionConfig,
+    MambaVisionForImageClassification,
+    MambaVisionMixer,
+)
+from kl_lens.text.images import Preparation
 
 SPLITS = {"train": 1088, "valid": 272, "test": 437}  # 1,797 in all; the first two in whole windows of 16
 PREPARATION = Preparation(16, 16, mode="bilinear", mean=(0.3,), std=(0.35,))

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kl_lens.lazy import lazy_names
-from kl_lens.version import __version__ as __version__
+from kl_lens.base.lazy import lazy_names
+from kl_lens.base.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from kl_lens import text as text
-    from kl_lens.checkpoints import load as load
-    from kl_lens.errors import KLLensError as KLLensError
-    from kl_lens.pipeline.study import (
+    from kl_lens.base.errors import KLLensError as KLLensError
+    from kl_lens.model import load as load
+    from kl_lens.study.study import (
         Study as Study,
         benchmark as benchmark,
         evaluate as evaluate,

@@ -12,12 +12,12 @@ import pytest
 import tokenizers
 import transformers
 
-from kl_lens.checkpoints import LoadedModel, load
 from kl_lens.evaluation import prepare
 from kl_lens.evaluation.autopsy import Autopsy, perform_autopsy
-from kl_lens.recipes import Recipe, fitting_recipe
-from kl_lens.records import Plan
+from kl_lens.model import LoadedModel, load
+from kl_lens.run.records import Plan
 from kl_lens.targets import dissected, get_target
+from kl_lens.weights.recipes import Recipe, fitting_recipe
 from tests.hostile.aside import forked_quarantine
 
 BLOCKS = 2

@@ -14,13 +14,13 @@ import openvino.opset13 as ops
 import pytest
 import torch
 
-from kl_lens.checkpoints import LoadedModel, load
-from kl_lens.errors import KLLensError
+from kl_lens.base.errors import KLLensError
 from kl_lens.evaluation.autopsy import Autopsy
 from kl_lens.evaluation.autopsy.findings import Step
 from kl_lens.evaluation.autopsy.verdict import Evidence
-from kl_lens.pipeline.autopsying import AutopsyResult
-from kl_lens.records import Estimate
+from kl_lens.model import LoadedModel, load
+from kl_lens.run.records import Estimate
+from kl_lens.study.autopsy import AutopsyResult
 from kl_lens.targets import SessionSettings, dissected, open_session
 from kl_lens.targets.openvino.folder import IR_FILE
 from kl_lens.targets.openvino.foreign import open_foreign

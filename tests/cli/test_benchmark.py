@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 import kl_lens
-from kl_lens.checkpoints import LoadedModel
 from kl_lens.cli.benchmark import use_table
 from kl_lens.cli.main import main
+from kl_lens.model import LoadedModel
 from kl_lens.profiling import in_use
-from kl_lens.records import Plan, Profile, Quartiles
-from kl_lens.runs import Run
-from kl_lens.subjects import artifact_digest, current_results
+from kl_lens.run.folder import Run
+from kl_lens.run.records import Plan, Profile, Quartiles
+from kl_lens.run.subjects import artifact_digest, current_results
 from kl_lens.targets import export, read_artifact
 from tests.families import tiny_model
 

@@ -13,14 +13,14 @@ import pytest
 
 import kl_lens as kl
 from kl_lens import planning
-from kl_lens.calibration import StoredStatistics
-from kl_lens.checkpoints import load
+from kl_lens.base.errors import FormatError, KLLensError
 from kl_lens.cli.main import main
-from kl_lens.errors import FormatError, KLLensError
-from kl_lens.recipes import Recipe
-from kl_lens.runs import Run
-from kl_lens.subjects import current_results
+from kl_lens.measuring.statistics import StoredStatistics
+from kl_lens.model import load
+from kl_lens.run.folder import Run
+from kl_lens.run.subjects import current_results
 from kl_lens.targets import read_artifact
+from kl_lens.weights.recipes import Recipe
 
 ONE_BLOCK = ["--components", r"layers\.1\."]
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import transformers
 
+from kl_lens.base.errors import TargetError
+from kl_lens.base.resources import reference_path
 from kl_lens.cli.main import main
-from kl_lens.errors import TargetError
-from kl_lens.records import Plan
-from kl_lens.resources import reference_path
+from kl_lens.run.records import Plan
 from kl_lens.targets import export, open_session
 from kl_lens.targets.chat import chat_renderer
 from tests.families import _COMMON

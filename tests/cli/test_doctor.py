@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kl_lens.cli.main import main
-from kl_lens.pipeline import doctoring
+from kl_lens.study import doctor as doctoring
 from kl_lens.targets.gguf import library
 
 pytest.importorskip("gguf", reason="needs the extra gguf")

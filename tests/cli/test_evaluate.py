@@ -12,7 +12,7 @@ import pytest
 from kl_lens.cli.main import main
 from kl_lens.evaluation import read_scores
 from kl_lens.evaluation.evaluator import Evaluator
-from kl_lens.runs import Run
+from kl_lens.run.folder import Run
 
 pytest.importorskip("openvino", reason="needs the extra openvino")
 

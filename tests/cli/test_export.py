@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from kl_lens.base.units import human_bytes
 from kl_lens.cli.main import main
-from kl_lens.runs import Run
+from kl_lens.run.folder import Run
 from kl_lens.targets import open_session
-from kl_lens.units import human_bytes
 
 pytest.importorskip("gguf", reason="needs the extra gguf")
 pytest.importorskip("openvino", reason="needs the extra openvino")

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from kl_lens.base.errors import KLLensError
 from kl_lens.cli.flags import file_values
 from kl_lens.cli.main import USUAL, VERBS, build_parser, main, parse, settings_from
-from kl_lens.errors import KLLensError
-from kl_lens.pipeline import (
+from kl_lens.study import (
     MeasureSettings,
     PlanSettings,
     RunSettings,
     command_of,
 )
-from kl_lens.pipeline.settings import as_yaml, options_of
-from kl_lens.pipeline.verbs import HOMES, perform, settings_of
+from kl_lens.study.settings import as_yaml, options_of
+from kl_lens.study.verbs import VERBS as HOMES, perform, settings_of
 
 COMMANDS = [
     "inspect",

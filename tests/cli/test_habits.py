@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from kl_lens.base.version import __version__
 from kl_lens.cli.console import console
 from kl_lens.cli.main import VERBS, main
-from kl_lens.version import __version__
 
 
 @pytest.fixture(scope="module")

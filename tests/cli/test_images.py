@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 import kl_lens as kl
-from kl_lens.checkpoints import LoadedModel
 from kl_lens.cli.main import main, parse, settings_from
 from kl_lens.evaluation import TorchSession
-from kl_lens.pipeline.settings import command_of
-from kl_lens.recipes import parsed
-from kl_lens.records import Plan
-from kl_lens.runs import Run
+from kl_lens.model import LoadedModel
+from kl_lens.run.folder import Run
+from kl_lens.run.records import Plan
+from kl_lens.study.settings import command_of
 from kl_lens.targets import export
+from kl_lens.weights.recipes import parsed
 from tests.classifiers import classifier, image_folder, save
 
 

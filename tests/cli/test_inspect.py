@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from kl_lens.cli.main import main
-from kl_lens.records import Component
+from kl_lens.run.records import Component
 
 
 def test_the_table_names_blocks_components_and_reasons(saved, capsys: pytest.CaptureFixture[str]) -> None:

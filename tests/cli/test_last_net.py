@@ -12,7 +12,7 @@ import torch
 
 from kl_lens.cli import last_net
 from kl_lens.cli.main import main
-from kl_lens.runs import Run
+from kl_lens.run.folder import Run
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_an_unexpected_error_is_one_line_and_a_file(
         raise error
 
     Run.create(tmp_path).close()
-    monkeypatch.setattr("kl_lens.pipeline.study.perform", broken)
+    monkeypatch.setattr("kl_lens.study.study.perform", broken)
     assert main(["plan", "--run", str(tmp_path), "--paper"]) == last_net.EXIT_CODE == 70
     (file,) = (tmp_path / "log").iterdir()
     printed = capsys.readouterr().err
@@ -55,7 +55,7 @@ def test_a_full_card_is_said_in_a_line_with_what_to_do(
             "CUDA out of memory. Tried to allocate 9 GiB. GPU 0 has 8 GiB, of which …"
         )
 
-    monkeypatch.setattr("kl_lens.pipeline.study.perform", full)
+    monkeypatch.setattr("kl_lens.study.study.perform", full)
     assert main(["inspect", "reference:mamba"]) == 1
     said = capsys.readouterr().err
     assert "memory is full (CUDA out of memory. Tried to allocate 9 GiB)" in said
@@ -65,7 +65,7 @@ def test_a_full_card_is_said_in_a_line_with_what_to_do(
 def test_without_a_run_the_file_is_in_the_temporary_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("kl_lens.pipeline.study.perform", lambda *_: 1 / 0)
+    monkeypatch.setattr("kl_lens.study.study.perform", lambda *_: 1 / 0)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert main(["inspect", "reference:mamba"]) == 70
     (file,) = tmp_path.glob("unexpected-*.txt")

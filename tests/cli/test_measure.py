@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kl_lens.cli.main import main
-from kl_lens.runs import Run
+from kl_lens.run.folder import Run
 
 
 def _metrics(folder: Path) -> dict:
@@ -68,7 +68,7 @@ def test_another_text_or_dtype_in_the_same_run_is_refused(measure_arguments, cap
 KILLED = """
 import os, signal, sys
 from kl_lens.cli.main import main
-from kl_lens.runs import Run
+from kl_lens.run.folder import Run
 
 left, store = int(sys.argv[1]), Run.store_samples
 

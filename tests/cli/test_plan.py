@@ -108,7 +108,7 @@ def test_a_limit_on_the_loss_is_kept_where_it_is_judged(measured: Path, tmp_path
     """Four easy windows decide, four hard ones confirm: the plan must keep its limit there too, with its error."""
     from kl_lens.reporting.answer import target_of
     from kl_lens.reporting.data import collect
-    from kl_lens.runs import Run
+    from kl_lens.run.folder import Run
     from kl_lens.text import wikitext2
 
     hard = "\n\n".join(document.text for document in wikitext2("test").documents[:3])
@@ -160,7 +160,7 @@ def test_an_edited_plan_is_predicted_afresh(measured: Path, held_out: list[str])
 
 
 def _parameters(folder: Path) -> list[int]:
-    from kl_lens.runs import Run
+    from kl_lens.run.folder import Run
 
     with Run.open(folder) as run:
         return [c.parameters for c in run.table().components]
@@ -239,7 +239,7 @@ def test_a_budget_on_an_imported_run_says_what_it_goes_by(
     assert "plans use kl_student_to_teacher; published KLs are sums over a window, not per token" in err
     plan = json.loads((folder / "plans" / "half.json").read_text())
     assert plan["predicted_kl"] == 0.1
-    from kl_lens.runs import Run
+    from kl_lens.run.folder import Run
 
     with Run.open(folder) as run:
         head = run.table().head

@@ -9,9 +9,9 @@ import pytest
 from kl_lens.cli import progress
 from kl_lens.cli.progress import Forecast, clock_time, shown_progress
 from kl_lens.cli.screen import Screen
-from kl_lens.pipeline import MeasureSettings
-from kl_lens.pipeline.costs import JobEstimate, StageCost
-from kl_lens.pipeline.reporting import ReportSettings
+from kl_lens.study import MeasureSettings
+from kl_lens.study.costs import JobEstimate, StageCost
+from kl_lens.study.report import ReportSettings
 
 
 class Clock:

@@ -14,9 +14,9 @@ import pyarrow.parquet
 import pytest
 from huggingface_hub import ModelCard
 
+from kl_lens.base.environment import for_child
 from kl_lens.cli.main import main
-from kl_lens.environment import for_child
-from kl_lens.runs import RECOMMENDED, Run
+from kl_lens.run.folder import RECOMMENDED, Run
 from kl_lens.targets import read_artifact
 from tests.hub_server import Hub, serving
 

@@ -13,22 +13,22 @@ import pytest
 import yaml
 
 from kl_lens import planning
-from kl_lens.checkpoints import load
+from kl_lens.base.errors import KLLensError
 from kl_lens.cli.main import main, parse, settings_from
-from kl_lens.errors import KLLensError
-from kl_lens.pipeline import MeasureSettings, RunSettings, command_of, estimating, running
+from kl_lens.measuring.pieces import Job
+from kl_lens.measuring.workers import Workers
+from kl_lens.model import load
 from kl_lens.profiling import in_use
 from kl_lens.profiling.fresh import fresh_process
 from kl_lens.profiling.memory import MemoryUse
-from kl_lens.records import Plan
 from kl_lens.reporting.answer import recommended_names
 from kl_lens.reporting.data import collect
-from kl_lens.runs import Run
-from kl_lens.sensitivity.pieces import Job
-from kl_lens.sensitivity.workers import Workers
-from kl_lens.subjects import current_results
+from kl_lens.run.folder import Run
+from kl_lens.run.records import Plan
+from kl_lens.run.subjects import current_results
+from kl_lens.study import MeasureSettings, RunSettings, command_of, estimating, run as running
 from kl_lens.targets import SessionSettings, read_artifact
-from tests.sensitivity.test_pieces import contents
+from tests.measuring.test_pieces import contents
 
 pytest.importorskip("gguf", reason="needs the extra gguf")
 pytest.importorskip("openvino", reason="needs the extra openvino")
@@ -94,7 +94,7 @@ def test_the_folder_holds_the_settings_that_repeat_the_run(finished: Path, tiny_
 def test_the_checkpoint_is_opened_once(
     finished: Path, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kl_lens.pipeline import workbench
+    from kl_lens.study import workbench
 
     opened: list[str] = []
 

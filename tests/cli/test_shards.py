@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from kl_lens.cli.main import main
-from tests.sensitivity.test_pieces import contents
+from tests.measuring.test_pieces import contents
 
 
 def test_shares_by_hand_and_by_slurm_become_the_run_of_one_command(

@@ -12,9 +12,10 @@ import torch
 import transformers
 
 from kl_lens import planning
-from kl_lens.checkpoints import load
-from kl_lens.errors import BudgetError
-from kl_lens.pipeline import (
+from kl_lens.base.errors import BudgetError
+from kl_lens.model import load
+from kl_lens.run.folder import Run
+from kl_lens.study import (
     CalibrateSettings,
     ExportSettings,
     MeasureSettings,
@@ -22,13 +23,12 @@ from kl_lens.pipeline import (
     Workbench,
     perform,
 )
-from kl_lens.pipeline.events import Events
-from kl_lens.pipeline.planning import plan_within_budget
-from kl_lens.pipeline.rivals import rival_plans
-from kl_lens.pipeline.target_planner import TargetPlanner
-from kl_lens.recipes import Recipe
-from kl_lens.runs import Run
+from kl_lens.study.events import Events
+from kl_lens.study.plan import plan_within_budget
+from kl_lens.study.rivals import rival_plans
+from kl_lens.study.target_planner import TargetPlanner
 from kl_lens.targets import get_target
+from kl_lens.weights.recipes import Recipe
 from tests.byte_level import save_tokenizer
 from tests.families import VOCABULARY
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from kl_lens import planning
-from kl_lens.checkpoints import load
 from kl_lens.cli.main import main
-from kl_lens.recipes import Recipe
-from kl_lens.runs import TUNING, Run
+from kl_lens.model import load
+from kl_lens.run.folder import TUNING, Run
 from kl_lens.targets import read_artifact
+from kl_lens.weights.recipes import Recipe
 
 
 @pytest.mark.parametrize("helps", [True, False])

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from kl_lens.checkpoints.kernels import attention, swap
 from kl_lens.cli.main import main
-from kl_lens.runs import CALIBRATION, KERNELS, Run
-from kl_lens.sensitivity import metric_kernel
-from kl_lens.sensitivity.metrics import compared_metrics
+from kl_lens.measuring import metric_kernel
+from kl_lens.measuring.metrics import compared_metrics
+from kl_lens.model.kernels import attention, swap
+from kl_lens.run.folder import CALIBRATION, KERNELS, Run
 from tests.planted import growing, larger
 
 

@@ -117,21 +117,23 @@ IMPORTS_OF_PLANNING = [
 
 @pytest.mark.parametrize("source", [*IMPORTS_OF_PLANNING, "import kl_lens"])
 def test_an_import_that_runs_upwards_is_found(source: str) -> None:
-    (wrong,) = upward("kl_lens.formats.integer", source)
-    assert re.fullmatch(r"kl_lens\.formats\.integer imports kl_lens[\w.]*, which stands above it", wrong)
+    (wrong,) = upward("kl_lens.weights.formats.integer", source)
+    assert re.fullmatch(
+        r"kl_lens\.weights\.formats\.integer imports kl_lens[\w.]*, which stands above it", wrong
+    )
 
 
 @pytest.mark.parametrize(
     "source",
     [
-        "from kl_lens.errors import FormatError",
-        "from kl_lens.formats.base import Format",
+        "from kl_lens.base.errors import FormatError",
+        "from kl_lens.weights.formats.base import Format",
         "import torch",
         "'kl_lens.planning does this, and prose may say so'",
     ],
 )
 def test_imports_downwards_are_allowed(source: str) -> None:
-    assert upward("kl_lens.formats.integer", source) == []
+    assert upward("kl_lens.weights.formats.integer", source) == []
 
 
 @pytest.mark.parametrize("source", IMPORTS_OF_PLANNING)

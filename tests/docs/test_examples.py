@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kl_lens.environment import for_child
+from kl_lens.base.environment import for_child
 from kl_lens.text import wikitext2
 from tests.docs.markdown import ROOT
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kl_lens.checkpoints import LoadedModel, load
 from kl_lens.evaluation import EvaluationText, prepare_text
-from kl_lens.records import Plan
+from kl_lens.model import LoadedModel, load
+from kl_lens.run.records import Plan
 from kl_lens.targets import export
 from tests.cli.conftest import tiny_folder  # noqa: F401
 

@@ -15,9 +15,7 @@ import pytest
 
 import kl_lens as kl
 from kl_lens import planning
-from kl_lens.checkpoints import LoadedModel, load
-from kl_lens.checkpoints.kernels import swap
-from kl_lens.errors import KLLensError
+from kl_lens.base.errors import KLLensError
 from kl_lens.evaluation import (
     EvaluationText,
     Evaluator,
@@ -34,12 +32,14 @@ from kl_lens.evaluation import (
 )
 from kl_lens.evaluation.agreement import AGREES, AS_DEPLOYED, DISAGREES, IN_FLOAT32, differences, within
 from kl_lens.evaluation.scoring import WindowScore, packed
+from kl_lens.measuring.sweep import Progress, model_identity
+from kl_lens.model import LoadedModel, load
+from kl_lens.model.kernels import swap
 from kl_lens.paper import write_published
-from kl_lens.records import Plan
 from kl_lens.reporting.data import collect
-from kl_lens.runs import Run
-from kl_lens.sensitivity.sweep import Progress, model_identity
-from kl_lens.subjects import file_digest, plan_digest
+from kl_lens.run.folder import Run
+from kl_lens.run.records import Plan
+from kl_lens.run.subjects import file_digest, plan_digest
 from kl_lens.targets import export, read_artifact
 from tests.planted import growing
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 import transformers
 
-from kl_lens.checkpoints import LoadedModel
-from kl_lens.errors import TargetError
+from kl_lens.base.errors import TargetError
+from kl_lens.base.resources import reference_path
 from kl_lens.evaluation import (
     EvaluationText,
     TorchSession,
@@ -21,10 +21,10 @@ from kl_lens.evaluation import (
 )
 from kl_lens.evaluation.scoring import score_window
 from kl_lens.evaluation.texts import TextWindow
-from kl_lens.recipes import Recipe
-from kl_lens.resources import reference_path
-from kl_lens.sensitivity.perturbation import Perturbation, replacements, swapped
+from kl_lens.measuring.perturbation import Perturbation, replacements, swapped
+from kl_lens.model import LoadedModel
 from kl_lens.text import Document, TextSource, wikitext2
+from kl_lens.weights.recipes import Recipe
 
 
 def log_probabilities(model: LoadedModel, ids: tuple[int, ...]) -> np.ndarray:

@@ -11,9 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kl_lens.checkpoints import LoadedModel
+from kl_lens.base.errors import TargetError
 from kl_lens.cli.progress import Forecast
-from kl_lens.errors import TargetError
 from kl_lens.evaluation import (
     EvaluationText,
     Evaluator,
@@ -25,8 +24,9 @@ from kl_lens.evaluation import (
 )
 from kl_lens.evaluation.agreement import WINDOWS
 from kl_lens.evaluation.side_by_side import SideBySide, lanes_for, threads_of
-from kl_lens.runs import Run
-from kl_lens.sensitivity.sweep import Progress
+from kl_lens.measuring.sweep import Progress
+from kl_lens.model import LoadedModel
+from kl_lens.run.folder import Run
 
 pytest.importorskip("gguf", reason="needs the extra gguf")
 pytest.importorskip("openvino", reason="needs the extra openvino")

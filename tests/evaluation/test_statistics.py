@@ -7,11 +7,11 @@ import math
 import numpy as np
 import pytest
 
-from kl_lens.errors import KLLensError
+from kl_lens.base.errors import KLLensError
+from kl_lens.base.units import parse_share
 from kl_lens.evaluation import statistics
 from kl_lens.evaluation.tasks import judge, near_chance
-from kl_lens.records import Estimate
-from kl_lens.units import parse_share
+from kl_lens.run.records import Estimate
 
 
 def test_equal_windows_give_the_standard_error_of_a_mean() -> None:

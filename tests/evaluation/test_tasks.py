@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from kl_lens.checkpoints import LoadedModel
-from kl_lens.errors import TextError
+from kl_lens.base.errors import TextError
 from kl_lens.evaluation import JudgedModel, ScoreJournal, TaskEvaluator, TorchSession, read_scores
 from kl_lens.evaluation.task_data import LocalTask, chosen_tasks, find_tasks
-from kl_lens.recipes import Recipe
-from kl_lens.runs import Run
-from kl_lens.sensitivity.sweep import Progress
+from kl_lens.measuring.sweep import Progress
+from kl_lens.model import LoadedModel
+from kl_lens.run.folder import Run
+from kl_lens.weights.recipes import Recipe
 
 pytest.importorskip("lm_eval", reason="needs the extra eval")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kl_lens.errors import KLLensError
+from kl_lens.base.errors import KLLensError
 from kl_lens.targets import open_session, quarantine
 from tests.forking import Forks
 from tests.hostile.saying import told, took

@@ -16,8 +16,8 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from kl_lens.checkpoints import load
 from kl_lens.cli.main import main
+from kl_lens.model import load
 from kl_lens.planning import plan_path
 from tests.byte_level import save_tokenizer
 from tests.families import tiny_model

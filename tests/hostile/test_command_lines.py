@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from kl_lens.base.errors import KLLensError
 from kl_lens.cli.main import VERBS, build_parser, settings_from
-from kl_lens.errors import KLLensError
-from kl_lens.pipeline.settings import Option, Settings, options_of, with_values
-from kl_lens.pipeline.verbs import settings_of
+from kl_lens.study.settings import Option, Settings, options_of, with_values
+from kl_lens.study.verbs import settings_of
 from tests.hostile.saying import cases, says_one_line, told, within_time
 
 SLIPS = {

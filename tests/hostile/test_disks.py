@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from kl_lens.base.errors import RunError
 from kl_lens.cli.main import main
-from kl_lens.errors import RunError
-from kl_lens.journal import FILE
-from kl_lens.runs import Run
+from kl_lens.run.folder import Run
+from kl_lens.run.journal import FILE
 from tests.families import tiny_model
 from tests.forking import Forks
 from tests.reporting.sample import make_run

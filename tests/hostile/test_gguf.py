@@ -12,10 +12,10 @@ import pytest
 
 pytest.importorskip("gguf", reason="needs the extra gguf")
 
+from kl_lens.base.errors import TargetError
+from kl_lens.base.resources import reference_path
 from kl_lens.cli.main import main
-from kl_lens.errors import TargetError
-from kl_lens.records import Plan
-from kl_lens.resources import reference_path
+from kl_lens.run.records import Plan
 from kl_lens.targets import export, open_session
 from kl_lens.targets.gguf import quarantine
 from kl_lens.targets.gguf.library import find_library

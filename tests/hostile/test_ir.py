@@ -12,10 +12,10 @@ import pytest
 
 pytest.importorskip("openvino", reason="needs the extra openvino")
 
-from kl_lens.checkpoints import LoadedModel
-from kl_lens.errors import TargetError
-from kl_lens.records import Plan
-from kl_lens.subjects import file_digest
+from kl_lens.base.errors import TargetError
+from kl_lens.model import LoadedModel
+from kl_lens.run.records import Plan
+from kl_lens.run.subjects import file_digest
 from kl_lens.targets import export, open_session
 from kl_lens.targets.artifacts import RECORD_FILE
 from kl_lens.targets.openvino import quarantine

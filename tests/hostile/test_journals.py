@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from kl_lens import runs
+from kl_lens.base.errors import RunError
 from kl_lens.cli.main import main
-from kl_lens.errors import RunError
-from kl_lens.journal import FILE
-from kl_lens.runs import Run
+from kl_lens.run import folder as runs
+from kl_lens.run.folder import Run
+from kl_lens.run.journal import FILE
 from tests.hostile.saying import cases, says_one_line
 from tests.reporting.sample import make_run
 
@@ -150,7 +150,7 @@ def test_a_read_only_run_says_so(made: Path, tmp_path: Path) -> None:
 WORKS = """
 import sys
 from pathlib import Path
-from kl_lens.runs import Run
+from kl_lens.run.folder import Run
 with Run.open(Path(sys.argv[1])) as run:
     run.note_command(["kl-lens", "measure", "a model"])
     print("works", flush=True)
@@ -178,8 +178,8 @@ def test_one_process_works_in_a_run_and_another_is_told_who(made: Path, tmp_path
 IDENTIFIES = """
 import sys
 from pathlib import Path
-from kl_lens.errors import RunError
-from kl_lens.runs import Run
+from kl_lens.base.errors import RunError
+from kl_lens.run.folder import Run
 with Run.create(Path(sys.argv[1])) as run:
     print("ready", flush=True)
     sys.stdin.readline()

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 import pytest
 
-from kl_lens.errors import PlanError
+from kl_lens.base.errors import PlanError
 from kl_lens.paper import greedy_plan
-from kl_lens.records import SensitivityTable
+from kl_lens.run.records import SensitivityTable
 from tests.planning.tables import component, table_of
 
 BASELINE = 20.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kl_lens.planning import plan_for_budget, prediction_metric
-from kl_lens.records import SensitivityTable
+from kl_lens.run.records import SensitivityTable
 from tests.planning.tables import component, measurement, seed_table
 
 

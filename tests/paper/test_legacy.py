@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import transformers
 
-from kl_lens.checkpoints import LoadedModel
-from kl_lens.errors import RunError
+from kl_lens.base.errors import RunError
+from kl_lens.model import LoadedModel
 from kl_lens.paper import read_legacy, write_legacy
-from kl_lens.records import Estimate, Measurement
+from kl_lens.run.records import Estimate, Measurement
 from tests.families import tiny_model
 
 

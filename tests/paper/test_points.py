@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from kl_lens.errors import PlanError
-from kl_lens.formats import get_format
+from kl_lens.base.errors import PlanError
 from kl_lens.paper import best_paper_point, paper_points
-from kl_lens.records import Estimate, Measured, Plan, SensitivityTable
+from kl_lens.run.records import Estimate, Measured, Plan, SensitivityTable
+from kl_lens.weights.formats import get_format
 from tests.planning.tables import component, seed_lists, seed_table, table_of
 
 METRIC_KEYS = {

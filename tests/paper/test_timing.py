@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kl_lens.errors import TargetError
+from kl_lens.base.errors import TargetError
 from kl_lens.paper.timing import reached, run_app, write_report
-from kl_lens.records import ARTIFACT, Profile, Quartiles, Subject
+from kl_lens.run.records import ARTIFACT, Profile, Quartiles, Subject
 from kl_lens.targets.openvino.benchmark_app import BenchmarkApp
 from kl_lens.targets.published import AppReport
 

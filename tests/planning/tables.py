@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kl_lens.records import Component, Estimate, Measurement, SensitivityTable
+from kl_lens.run.records import Component, Estimate, Measurement, SensitivityTable
 
 SEED_FOLDER = Path(__file__).resolve().parents[3] / "shared" / "data" / "seed_sensitivity"
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from kl_lens.errors import BudgetError, PlanError
-from kl_lens.formats import get_format
+from kl_lens.base.errors import BudgetError, PlanError
 from kl_lens.planning import SpeedModel, build_problem, pareto_frontier, plan_for_budget
 from kl_lens.planning.proof import better_selection
-from kl_lens.records import SensitivityTable
+from kl_lens.run.records import SensitivityTable
+from kl_lens.weights.formats import get_format
 from tests.planning.tables import component, table_of
 
 FORMATS = ("int8", "int4", "q8_0")

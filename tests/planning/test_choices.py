@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kl_lens.errors import PlanError
+from kl_lens.base.errors import PlanError
 from kl_lens.planning import (
     Predictor,
     SpeedModel,
@@ -24,9 +24,9 @@ from kl_lens.planning import (
     uniform_plan,
 )
 from kl_lens.planning.pareto import undominated
-from kl_lens.quantizers import registry
-from kl_lens.quantizers.nearest import Nearest
-from kl_lens.records import Estimate, SensitivityTable
+from kl_lens.run.records import Estimate, SensitivityTable
+from kl_lens.weights.quantizers import registry
+from kl_lens.weights.quantizers.nearest import Nearest
 from tests.planning.tables import component, measurement, table_of
 
 NAMES = ("head", "in_proj", "dt_proj")

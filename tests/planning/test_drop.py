@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 import pytest
 
-from kl_lens.errors import BudgetError
+from kl_lens.base.errors import BudgetError
 from kl_lens.planning import plan_for_budget, plan_for_loss
-from kl_lens.records import SensitivityTable
+from kl_lens.run.records import SensitivityTable
 from tests.planning.tables import component, table_of
 
 

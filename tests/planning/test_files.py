@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from kl_lens.errors import PlanError
+from kl_lens.base.errors import PlanError
 from kl_lens.planning import plan_for_budget, plan_path, read_plan, repredicted, write_plan
-from kl_lens.records import Estimate, Measured, Plan
+from kl_lens.run.records import Estimate, Measured, Plan
 from tests.planning.tables import component, table_of
 
 COMPONENTS = (

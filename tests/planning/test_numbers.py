@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kl_lens.errors import PlanError
+from kl_lens.base.errors import PlanError
 from kl_lens.planning import Predictor, compare, cost_of, finished_plan, plan_row, verify
-from kl_lens.records import Estimate, Measured, Plan, SensitivityTable
+from kl_lens.run.records import Estimate, Measured, Plan, SensitivityTable
 from tests.planning.tables import component, measurement, table_of
 
 PARTS = (

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, strategies as st
 from scipy import stats
 
-from kl_lens.pipeline.target_planner import TargetPlanner
 from kl_lens.planning import Contender, contest, interaction, paired_difference, stock_with_our_methods
 from kl_lens.planning.rivals import LEVEL
-from kl_lens.recipes import parsed
-from kl_lens.records import Estimate, Plan
+from kl_lens.run.records import Estimate, Plan
+from kl_lens.study.target_planner import TargetPlanner
+from kl_lens.weights.recipes import parsed
 from tests.planning.tables import component, table_of
 
 DIFFICULTY = np.array([0.5, 1.0, 1.5, 2.0])  # common to all plans, as in real text

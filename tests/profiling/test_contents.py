@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from kl_lens.checkpoints import LoadedModel
-from kl_lens.errors import TargetError
-from kl_lens.formats import get_format
+from kl_lens.base.errors import TargetError
+from kl_lens.model import LoadedModel
 from kl_lens.profiling.subjects import read_timed
-from kl_lens.records import Plan
+from kl_lens.run.records import Plan
 from kl_lens.targets import export, target_of
 from kl_lens.targets.contents import BODY, HEAD, LOOKUP, Contents
+from kl_lens.weights.formats import get_format
 from tests.families import VOCABULARY, tiny_model
 
 pytest.importorskip("openvino", reason="needs the extra openvino")

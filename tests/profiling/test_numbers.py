@@ -19,7 +19,7 @@ from kl_lens.profiling.machine import (
     read_bandwidth,
 )
 from kl_lens.profiling.spread import compared, ratio_of, spread_of, spreads
-from kl_lens.records import ARTIFACT, Profile, Quartiles, Subject
+from kl_lens.run.records import ARTIFACT, Profile, Quartiles, Subject
 from kl_lens.targets.contents import BODY, HEAD, LOOKUP, Contents, StoredWeight
 
 

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kl_lens.errors import TargetError
+from kl_lens.base.errors import TargetError
 from kl_lens.profiling import in_use
 from kl_lens.profiling.machine import Bandwidth, Machine
 from kl_lens.profiling.memory import MemoryUse
 from kl_lens.profiling.spread import ratio_of
 from kl_lens.profiling.subjects import Timed
-from kl_lens.records import ARTIFACT, Profile, Subject
+from kl_lens.run.records import ARTIFACT, Profile, Subject
 from kl_lens.targets import describe_target
 from kl_lens.targets.contents import BODY, Contents, StoredWeight
 

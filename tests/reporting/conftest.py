@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kl_lens.reporting import write_report
-from kl_lens.runs import Run
+from kl_lens.run.folder import Run
 from tests.reporting.sample import make_large_run, make_run
 
 

@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 
 from kl_lens import paper, planning
-from kl_lens.formats import get_format
+from kl_lens.measuring.correlation import Point, Ranking, rank
 from kl_lens.planning.cost import component_bytes
-from kl_lens.recipes import Recipe
-from kl_lens.records import (
+from kl_lens.run.folder import CALIBRATION, EVALUATION, Run
+from kl_lens.run.records import (
     ARTIFACT,
     ORIGINAL,
     PLAN,
@@ -34,11 +34,11 @@ from kl_lens.records import (
     Score,
     Subject,
 )
-from kl_lens.runs import CALIBRATION, EVALUATION, Run
-from kl_lens.samples import WindowMetrics
-from kl_lens.sensitivity.correlation import Point, Ranking, rank
-from kl_lens.subjects import current_digest
+from kl_lens.run.samples import WindowMetrics
+from kl_lens.run.subjects import current_digest
 from kl_lens.targets import get_target
+from kl_lens.weights.formats import get_format
+from kl_lens.weights.recipes import Recipe
 
 KINDS = ("in_proj", "x_proj", "dt_proj", "out_proj")
 WINDOWS, TOKENS = 4, 64

@@ -18,7 +18,7 @@ import pytest
 from kl_lens import planning
 from kl_lens.cli.main import main
 from kl_lens.reporting import write_report
-from kl_lens.runs import Run
+from kl_lens.run.folder import Run
 from kl_lens.targets import get_target
 from tests.reporting.sample import BESIDES, add_target, make_run
 

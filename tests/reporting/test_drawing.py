@@ -8,12 +8,12 @@ import re
 import pytest
 from hypothesis import given, strategies as st
 
-from kl_lens.formats import known_formats
-from kl_lens.records import Estimate
 from kl_lens.reporting import palette
 from kl_lens.reporting.numbers import number, power_of_ten, with_error
 from kl_lens.reporting.scales import Scale, by_span, linear, logarithmic, twosided
 from kl_lens.reporting.svg import Mark, Plot
+from kl_lens.run.records import Estimate
+from kl_lens.weights.formats import known_formats
 
 _VALUES = st.lists(st.floats(1e-12, 1e12), min_size=1, max_size=20)
 

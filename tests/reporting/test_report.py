@@ -16,20 +16,20 @@ import pytest
 from rich.console import Console
 
 from kl_lens import planning
+from kl_lens.base.errors import RunError
 from kl_lens.cli.benchmark import as_json, use_table
 from kl_lens.cli.console import new_table
 from kl_lens.cli.run import add_row
-from kl_lens.errors import RunError
-from kl_lens.pipeline.benchmarking import BenchmarkResult
 from kl_lens.planning import build_problem
 from kl_lens.profiling import Machine, Report
 from kl_lens.profiling.machine import Bandwidth
-from kl_lens.records import ARTIFACT, Quartiles, Subject
 from kl_lens.reporting import write_report
 from kl_lens.reporting.answer import recommend
 from kl_lens.reporting.data import collect
 from kl_lens.reporting.explorer import DIGITS, coded
-from kl_lens.runs import Run
+from kl_lens.run.folder import Run
+from kl_lens.run.records import ARTIFACT, Quartiles, Subject
+from kl_lens.study.benchmark import BenchmarkResult
 from kl_lens.targets import get_target
 from tests.reporting.document import Element, read
 from tests.reporting.sample import BESIDES, NOISE, WINDOWS, about, add_target, make_run

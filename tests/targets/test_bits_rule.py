@@ -9,9 +9,9 @@ import torch
 import transformers
 from benchmarks.bits_rule import BitsRule, Choice, _hull
 
-from kl_lens.checkpoints import LoadedModel
-from kl_lens.quantizers import InputStatistics
-from kl_lens.recipes import Recipe, fitting_recipe, parsed
+from kl_lens.model import LoadedModel
+from kl_lens.weights.quantizers import InputStatistics
+from kl_lens.weights.recipes import Recipe, fitting_recipe, parsed
 
 
 def test_only_types_whose_bytes_gain_less_and_less_remain() -> None:

@@ -13,10 +13,10 @@ import pytest
 import transformers
 from tokenizers import Tokenizer, models
 
+from kl_lens.base.errors import TargetError
+from kl_lens.base.resources import reference_path
 from kl_lens.cli.main import main
-from kl_lens.errors import TargetError
-from kl_lens.records import Plan
-from kl_lens.resources import reference_path
+from kl_lens.run.records import Plan
 from kl_lens.targets import export, open_session
 from kl_lens.targets.tokenizer import find_tokenizer
 from tests.families import _COMMON

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import transformers
 
-from kl_lens.checkpoints import LoadedModel, load
-from kl_lens.recipes import Recipe, fitting_recipe
-from kl_lens.records import Plan
+from kl_lens.model import LoadedModel, load
+from kl_lens.run.records import Plan
 from kl_lens.targets import TARGETS, describe_target, export, read_artifact, target_of
 from kl_lens.targets.openvino import stock
 from kl_lens.targets.openvino.target import OpenVINOTarget
+from kl_lens.weights.recipes import Recipe, fitting_recipe
 from tests.families import _ATTENTION, _COMMON, tiny_model
 from tests.targets.gguf.support import _falcon_h1, _granite, tiny
 

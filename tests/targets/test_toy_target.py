@@ -12,18 +12,18 @@ import pytest
 import torch
 import transformers
 
+from kl_lens.base.digests import bytes_digest
+from kl_lens.base.errors import TargetError, UnsupportedError
 from kl_lens.cli.main import main
-from kl_lens.digests import bytes_digest
-from kl_lens.errors import TargetError, UnsupportedError
-from kl_lens.formats import Format
-from kl_lens.recipes import FP16, Recipe, fitting_recipe
-from kl_lens.records import Artifact, ExportedTensor, Plan
-from kl_lens.runs import Run
-from kl_lens.subjects import current_profiles, current_results
+from kl_lens.run.folder import Run
+from kl_lens.run.records import Artifact, ExportedTensor, Plan
+from kl_lens.run.subjects import current_profiles, current_results
 from kl_lens.targets import SessionSettings, Target, describe_target, get_target, register, target_of
 from kl_lens.targets.contents import BODY, HEAD, Contents, StoredWeight
 from kl_lens.targets.registry import TARGETS
 from kl_lens.targets.session import Logits
+from kl_lens.weights.formats import Format
+from kl_lens.weights.recipes import FP16, Recipe, fitting_recipe
 from tests.cli.conftest import tiny_folder as tiny_folder
 
 NAME = "toy"

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 import transformers
 
-from kl_lens import subjects
+from kl_lens.base.errors import TargetError
+from kl_lens.base.files import DERIVED, RECORD_FILE
+from kl_lens.base.resources import reference_path
 from kl_lens.cli.main import main
-from kl_lens.errors import TargetError
-from kl_lens.records import Plan
-from kl_lens.resources import reference_path
-from kl_lens.subjects import file_digest
+from kl_lens.run import subjects
+from kl_lens.run.records import Plan
+from kl_lens.run.subjects import file_digest
 from kl_lens.targets import export, get_target, locate, open_session, read_artifact
 from kl_lens.targets.gguf import library
 from kl_lens.targets.gguf.tokenizer import TokenizerData, tokenizer_data
-from kl_lens.writing import DERIVED, RECORD_FILE
 from tests.families import _COMMON
 from tests.targets.gguf.support import tiny
 

@@ -12,7 +12,7 @@ import pytest
 import zstandard
 from hypothesis import given, strategies as st
 
-from kl_lens.errors import TextError
+from kl_lens.base.errors import TextError
 from kl_lens.text import open_text
 from kl_lens.text.files import lines_of
 from kl_lens.text.hub import open_hub_text

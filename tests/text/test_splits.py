@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from tokenizers import Tokenizer
 
-from kl_lens.errors import TextError
+from kl_lens.base.errors import TextError
 from kl_lens.text import (
     Document,
     TextSource,

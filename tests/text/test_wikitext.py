@@ -8,8 +8,8 @@ import re
 import numpy as np
 import pytest
 
-from kl_lens.errors import TextError
-from kl_lens.resources import reference_path
+from kl_lens.base.errors import TextError
+from kl_lens.base.resources import reference_path
 from kl_lens.text import open_text, token_stream, wikitext2
 from kl_lens.text.wikitext import split_articles
 

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from tokenizers import Tokenizer
 
-from kl_lens.errors import TextError
+from kl_lens.base.errors import TextError
 from kl_lens.text import TextSource, draw_windows, evaluation_windows, open_text, token_stream
 from kl_lens.text.windows import random_starts
 

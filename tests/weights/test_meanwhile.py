@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from kl_lens.checkpoints import load
-from kl_lens.formats import gguf_blocks
-from kl_lens.pipeline.meanwhile import quantizing_for
-from kl_lens.recipes import parsed
-from kl_lens.sensitivity.perturbation import swapped
+from kl_lens.measuring.perturbation import swapped
+from kl_lens.model import load
+from kl_lens.study.meanwhile import quantizing_for
 from kl_lens.targets import get_target
+from kl_lens.weights.formats import gguf_blocks
+from kl_lens.weights.recipes import parsed
 
 pytest.importorskip("gguf", reason="needs the extra gguf")
 

@@ -7,10 +7,10 @@ import pickle
 
 import pytest
 
-from kl_lens.errors import FormatError
-from kl_lens.formats import get_format, known_formats
-from kl_lens.quantizers import known_quantizers
-from kl_lens.recipes import Recipe, fitting_recipe
+from kl_lens.base.errors import FormatError
+from kl_lens.weights.formats import get_format, known_formats
+from kl_lens.weights.quantizers import known_quantizers
+from kl_lens.weights.recipes import Recipe, fitting_recipe
 
 
 @pytest.mark.parametrize("name", [n for n in known_formats() if not get_format(n).needs_importance])

@@ -8,11 +8,11 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+from kl_lens.base.units import human_bytes
 from kl_lens.cli.console import console, new_table
 from kl_lens.evaluation.autopsy import Autopsy, TensorReport
-from kl_lens.pipeline.autopsying import AutopsyResult
 from kl_lens.reporting.numbers import number, with_error
-from kl_lens.units import human_bytes
+from kl_lens.study.autopsy import AutopsyResult
 
 _MOST_RESTORED = 8
 

@@ -7,12 +7,12 @@ from typing import Any
 from rich.table import Table
 
 from kl_lens import profiling
+from kl_lens.base.units import human_bytes
 from kl_lens.cli.console import console, new_table
-from kl_lens.pipeline.benchmarking import BenchmarkResult
-from kl_lens.records import Profile, Quartiles
 from kl_lens.reporting.answer import libraries, unmeasurable
 from kl_lens.reporting.names import subject_title
-from kl_lens.units import human_bytes
+from kl_lens.run.records import Profile, Quartiles
+from kl_lens.study.benchmark import BenchmarkResult
 
 
 def as_json(result: BenchmarkResult) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import shlex
 from typing import Any
 
 from kl_lens.cli.console import console
-from kl_lens.pipeline.calibrating import CalibrateResult
+from kl_lens.study.calibrate import CalibrateResult
 
 
 def as_json(result: CalibrateResult) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from kl_lens.cli.console import console, new_table
-from kl_lens.pipeline.doctoring import DoctorResult
+from kl_lens.study.doctor import DoctorResult
 
 
 def as_json(result: DoctorResult) -> dict[str, Any]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from kl_lens.base.units import human_bytes
 from kl_lens.cli.console import console, new_table
 from kl_lens.cli.progress import TITLES, clock_time
-from kl_lens.pipeline.costs import JobEstimate
 from kl_lens.reporting.names import runtime_title
-from kl_lens.units import human_bytes
+from kl_lens.study.costs import JobEstimate
 
 BUSY = 1.3  # times slower than idle: worth saying
 

@@ -11,10 +11,10 @@ from rich.table import Table
 from kl_lens.cli.console import console, new_table
 from kl_lens.evaluation.agreement import AGREES, AS_DEPLOYED, DISAGREES, IN_FLOAT32, Agreement
 from kl_lens.evaluation.tasks import judge, near_chance
-from kl_lens.pipeline.evaluating import EvaluateResult
-from kl_lens.positions import curve_of, shown_bins
-from kl_lens.records import Estimate, Score, Subject
 from kl_lens.reporting.names import subject_title
+from kl_lens.run.positions import curve_of, shown_bins
+from kl_lens.run.records import Estimate, Score, Subject
+from kl_lens.study.evaluate import EvaluateResult
 
 
 def as_json(result: EvaluateResult) -> dict[str, Any]:

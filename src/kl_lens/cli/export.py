@@ -6,14 +6,14 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from kl_lens.base.units import human_bytes
 from kl_lens.cli.console import console, new_table
-from kl_lens.pipeline.exporting import ExportResult
-from kl_lens.recipes import FP16
-from kl_lens.records import Artifact
 from kl_lens.reporting.names import runtime_title
+from kl_lens.run.records import Artifact
+from kl_lens.study.export import ExportResult
 from kl_lens.targets import describe_target
 from kl_lens.targets.tokenizer import TOKENIZER_FILE
-from kl_lens.units import human_bytes
+from kl_lens.weights.recipes import FP16
 
 
 def as_json(result: ExportResult) -> list[dict[str, Any]]:

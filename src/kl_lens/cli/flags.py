@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
-from kl_lens.errors import KLLensError
-from kl_lens.pipeline.settings import Option, Settings, options_of
+from kl_lens.base.errors import KLLensError
+from kl_lens.study.settings import Option, Settings, options_of
 
 
 def add_arguments(

@@ -6,7 +6,7 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from kl_lens.pipeline.generating import GenerateResult
+from kl_lens.study.generate import GenerateResult
 
 
 def as_json(result: GenerateResult) -> dict[str, Any]:

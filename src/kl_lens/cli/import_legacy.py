@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kl_lens.pipeline.importing import ImportLegacyResult
+from kl_lens.study.import_legacy import ImportLegacyResult
 
 
 def show(result: ImportLegacyResult) -> None:

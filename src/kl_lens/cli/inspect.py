@@ -8,11 +8,11 @@ from typing import Any
 
 from rich.table import Table
 
-from kl_lens.checkpoints import Anatomy, LoadedModel
+from kl_lens.base.units import human_bytes
 from kl_lens.cli.console import console, new_table
-from kl_lens.pipeline.inspecting import PRECISIONS, InspectResult, stored_bytes
-from kl_lens.records import Component
-from kl_lens.units import human_bytes
+from kl_lens.model import Anatomy, LoadedModel
+from kl_lens.run.records import Component
+from kl_lens.study.inspect import PRECISIONS, InspectResult, stored_bytes
 
 
 def show(result: InspectResult) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from kl_lens.errors import one_line
+from kl_lens.base.errors import one_line
 
 EXIT_CODE = 70  # EX_SOFTWARE of sysexits.h
 
@@ -43,7 +43,7 @@ def _folders(words: Sequence[str]) -> list[Path]:
 
 
 def _report(error: BaseException, words: Sequence[str]) -> str:
-    from kl_lens.runs import provenance
+    from kl_lens.run.folder import provenance
 
     known = provenance()
     versions = "".join(f"{name} {version}\n" for name, version in known["versions"].items())

@@ -15,20 +15,20 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from kl_lens.environment import require_thread_counts, set_defaults
+from kl_lens.base.environment import require_thread_counts, set_defaults
 
 set_defaults()
 
+from kl_lens.base.errors import KLLensError, one_line, printable, system_reason  # noqa: E402
+from kl_lens.base.version import __version__  # noqa: E402
 from kl_lens.cli.console import print_json  # noqa: E402
 from kl_lens.cli.last_net import EXIT_CODE, unexpected  # noqa: E402
 from kl_lens.cli.terminal import Terminal  # noqa: E402
-from kl_lens.errors import KLLensError, one_line, printable, system_reason  # noqa: E402
-from kl_lens.pipeline.settings import Settings, with_values  # noqa: E402
-from kl_lens.pipeline.study import Study  # noqa: E402
-from kl_lens.pipeline.verbs import settings_of  # noqa: E402
-from kl_lens.version import __version__  # noqa: E402
+from kl_lens.study.settings import Settings, with_values  # noqa: E402
+from kl_lens.study.study import Study  # noqa: E402
+from kl_lens.study.verbs import settings_of  # noqa: E402
 
-# In the order of the pipeline. The settings are in `kl_lens.pipeline`; the file here has show(result) and, for --json,
+# In the order of the pipeline. The settings are in `kl_lens.study`; the file here has show(result) and, for --json,
 # as_json(result). The help stands here so that `kl-lens --help` need not load every library.
 VERBS = {
     "run": "make smaller files of a model: measure, plan, export, test and report",
@@ -108,7 +108,7 @@ class _Say(argparse.Action):
 
 def _versions(_: object) -> str:
     """Of KL Lens, of what measures, and of each target that is installed."""
-    from kl_lens.runs import provenance
+    from kl_lens.run.folder import provenance
     from kl_lens.targets import TARGETS, describe_target
 
     known = provenance()
@@ -237,8 +237,8 @@ def _show(terminal: Terminal, result: object, wants_json: bool = False) -> None:
 
 
 def _write_config(settings: Settings, place: str) -> None:
-    from kl_lens.pipeline.settings import as_yaml
-    from kl_lens.writing import write_text
+    from kl_lens.base.files import write_text
+    from kl_lens.study.settings import as_yaml
 
     if place == "-":
         sys.stdout.write(as_yaml(settings))

@@ -7,8 +7,8 @@ from typing import Any
 
 from kl_lens.cli.console import console, new_table
 from kl_lens.cli.estimates import show_estimate
-from kl_lens.pipeline.costs import JobEstimate
-from kl_lens.pipeline.measuring import MeasureResult
+from kl_lens.study.costs import JobEstimate
+from kl_lens.study.measure import MeasureResult
 
 
 def as_json(result: MeasureResult | JobEstimate) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kl_lens.cli.console import console, new_table
-from kl_lens.pipeline.merging import MergeResult
+from kl_lens.study.merge import MergeResult
 
 
 def as_json(result: MergeResult) -> dict[str, Any]:

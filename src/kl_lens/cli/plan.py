@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from kl_lens import planning
+from kl_lens.base.units import human_bytes, human_kl
 from kl_lens.cli.console import console, new_table
-from kl_lens.pipeline.planning import PlanResult
-from kl_lens.records import Plan, SensitivityTable
-from kl_lens.units import human_bytes, human_kl
+from kl_lens.run.records import Plan, SensitivityTable
+from kl_lens.study.plan import PlanResult
 
 SHOWN_POINTS = 25
 

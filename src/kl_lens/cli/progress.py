@@ -13,8 +13,8 @@ from rich.table import Column
 from rich.text import Text
 
 from kl_lens.cli.console import console
-from kl_lens.pipeline.costs import StageCost
-from kl_lens.sensitivity.sweep import Progress
+from kl_lens.measuring.sweep import Progress
+from kl_lens.study.costs import StageCost
 
 LINE_INTERVAL = 10.0  # seconds between two plain lines
 RECENT = 0.5  # of the time so far: what a forecast goes by

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from kl_lens.base.units import human_bytes
 from kl_lens.cli.console import console, new_table
-from kl_lens.pipeline.publishing import PublishResult
-from kl_lens.units import human_bytes
+from kl_lens.study.publish import PublishResult
 
 
 def as_json(result: PublishResult) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kl_lens.cli.console import console, new_table
-from kl_lens.sensitivity.correlation import Ranking
+from kl_lens.measuring.correlation import Ranking
 
 
 def as_json(ranking: Ranking) -> dict[str, Any]:

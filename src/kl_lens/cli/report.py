@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kl_lens.pipeline.reporting import ReportResult
+from kl_lens.study.report import ReportResult
 
 
 def as_json(result: ReportResult) -> dict[str, Any]:

@@ -7,12 +7,10 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
+from kl_lens.base.units import human_bytes
 from kl_lens.cli.console import console, new_table
 from kl_lens.cli.estimates import show_estimate
 from kl_lens.cli.progress import clock_time
-from kl_lens.pipeline.costs import JobEstimate
-from kl_lens.pipeline.running import UNIFORM_FP16, RunResult
-from kl_lens.records import ARTIFACT, ORIGINAL, PLAN, Subject
 from kl_lens.reporting.answer import (
     measured_of,
     speed_ratio,
@@ -24,8 +22,10 @@ from kl_lens.reporting.data import RunView, collect
 from kl_lens.reporting.names import plan_title, runtime_title
 from kl_lens.reporting.numbers import percent, with_error
 from kl_lens.reporting.wording import of_images, of_tokens
-from kl_lens.runs import Run
-from kl_lens.units import human_bytes
+from kl_lens.run.folder import Run
+from kl_lens.run.records import ARTIFACT, ORIGINAL, PLAN, Subject
+from kl_lens.study.costs import JobEstimate
+from kl_lens.study.run import UNIFORM_FP16, RunResult
 
 RIVALS = 3  # shown beside each recommendation; the report has all
 

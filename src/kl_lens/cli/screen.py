@@ -10,15 +10,15 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kl_lens.base.errors import printable
 from kl_lens.cli.progress import TITLE_WIDTH, TITLES, Forecast, clock_time, shown_progress
 from kl_lens.cli.terminal import Terminal
-from kl_lens.errors import printable
-from kl_lens.pipeline.costs import JobEstimate
-from kl_lens.pipeline.settings import Settings
 from kl_lens.reporting.names import runtime_title
+from kl_lens.study.costs import JobEstimate
+from kl_lens.study.settings import Settings
 
 if TYPE_CHECKING:
-    from kl_lens.sensitivity.sweep import Progress
+    from kl_lens.measuring.sweep import Progress
 
 LINE_INTERVAL = 60.0  # seconds between two lines of progress where there is no terminal
 

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from kl_lens.errors import printable
-from kl_lens.pipeline.events import Events
-from kl_lens.pipeline.settings import Settings, command_of
+from kl_lens.base.errors import printable
+from kl_lens.study.events import Events
+from kl_lens.study.settings import Settings, command_of
 
 if TYPE_CHECKING:
-    from kl_lens.pipeline.costs import JobEstimate
-    from kl_lens.sensitivity.sweep import Progress
+    from kl_lens.measuring.sweep import Progress
+    from kl_lens.study.costs import JobEstimate
 
 
 class Terminal(Events):

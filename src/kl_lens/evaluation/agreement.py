@@ -33,7 +33,7 @@ from scipy.special import stdtrit
 
 from kl_lens.evaluation import statistics
 from kl_lens.evaluation.scoring import WindowScore
-from kl_lens.records import Estimate, Record, Subject
+from kl_lens.run.records import Estimate, Record, Subject
 
 WINDOWS = 4  # of the text; a wrong weight shows in each of them
 CROSS_ENTROPY_FLOOR = 1e-3  # nats per token

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kl_lens.checkpoints import LoadedModel
 from kl_lens.evaluation.judged import JudgedArtifact, JudgedModel
-from kl_lens.runs import Run
+from kl_lens.model import LoadedModel
+from kl_lens.run.folder import Run
 from kl_lens.targets import Session
 
 GENERATION = "generation"

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from kl_lens.checkpoints import LoadedModel
-from kl_lens.errors import KLLensError, TargetError, UnlearntError, one_line
+from kl_lens.base.errors import KLLensError, TargetError, UnlearntError, one_line
 from kl_lens.evaluation import agreement as rule
 from kl_lens.evaluation.agreement import Agreement
 from kl_lens.evaluation.journal import RUNTIME, WINDOW, ScoreJournal
@@ -28,9 +27,10 @@ from kl_lens.evaluation.scoring import (
 )
 from kl_lens.evaluation.side_by_side import SideBySide, lanes_for
 from kl_lens.evaluation.texts import EvaluationText
-from kl_lens.records import Score, Subject
-from kl_lens.runs import Run
-from kl_lens.sensitivity.sweep import Progress
+from kl_lens.measuring.sweep import Progress
+from kl_lens.model import LoadedModel
+from kl_lens.run.folder import Run
+from kl_lens.run.records import Score, Subject
 from kl_lens.targets.session import Logits, Session
 
 _MANY_COLUMNS, _FLOAT_BYTES = 160_000, 4  # assumed vocabulary if no model is given

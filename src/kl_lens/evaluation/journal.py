@@ -8,9 +8,9 @@ from kl_lens.evaluation.agreement import Agreement
 from kl_lens.evaluation.judged import Judged
 from kl_lens.evaluation.scoring import WindowScore
 from kl_lens.evaluation.texts import ImageWindow, TextWindow, protocol_digest
-from kl_lens.records import Score
-from kl_lens.runs import Run, provenance
-from kl_lens.subjects import current_results
+from kl_lens.run.folder import Run, provenance
+from kl_lens.run.records import Score
+from kl_lens.run.subjects import current_results
 
 SCORE, WINDOW, RUNTIME, ANSWERS, EXAMPLES, AGREEMENT = (
     "score", "score_window", "score_runtime", "task_answers", "task_examples", "agreement",

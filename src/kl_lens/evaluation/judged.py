@@ -15,15 +15,15 @@ from pathlib import Path
 
 import torch
 
-from kl_lens.checkpoints import LoadedModel
-from kl_lens.errors import FormatError, KLLensError, TargetError
+from kl_lens.base.errors import FormatError, KLLensError, TargetError
 from kl_lens.evaluation.torch_session import TorchSession
-from kl_lens.recipes import FP16, Recipe, parsed
-from kl_lens.records import ARTIFACT, ORIGINAL, PLAN, Artifact, Subject
-from kl_lens.subjects import artifact_digest, content_digest, file_digest, outside_path, plan_digest
+from kl_lens.model import LoadedModel
+from kl_lens.run.records import ARTIFACT, ORIGINAL, PLAN, Artifact, Subject
+from kl_lens.run.subjects import artifact_digest, content_digest, file_digest, outside_path, plan_digest
 from kl_lens.targets import Session
 from kl_lens.targets.registry import get_target, locate, target_of
 from kl_lens.targets.session import SessionSettings
+from kl_lens.weights.recipes import FP16, Recipe, parsed
 
 # Bytes of the original's outputs that are kept for comparing several subjects.
 REMEMBERED = 2 * 10**9

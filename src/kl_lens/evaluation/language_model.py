@@ -12,7 +12,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from kl_lens.errors import KLLensError
+from kl_lens.base.errors import KLLensError
 from kl_lens.evaluation.texts import decode
 from kl_lens.targets.session import Logits, Session
 

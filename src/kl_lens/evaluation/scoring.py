@@ -14,13 +14,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kl_lens.checkpoints.tasks import IMAGE, TEXT
-from kl_lens.errors import TargetError
+from kl_lens.base.errors import TargetError
 from kl_lens.evaluation import statistics
 from kl_lens.evaluation.texts import EvaluationText, ImageWindow, TextWindow
-from kl_lens.positions import binned, by_position, curve
-from kl_lens.records import Estimate, Record
-from kl_lens.sensitivity.metrics import KL_TEACHER_STUDENT, SAME_TOP, TeacherRows, compare
+from kl_lens.measuring.metrics import KL_TEACHER_STUDENT, SAME_TOP, TeacherRows, compare
+from kl_lens.model.tasks import IMAGE, TEXT
+from kl_lens.run.positions import binned, by_position, curve
+from kl_lens.run.records import Estimate, Record
 from kl_lens.targets.session import Logits, Session
 
 

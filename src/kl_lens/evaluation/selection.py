@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kl_lens import planning
-from kl_lens.checkpoints import ImageTask, LanguageTask, LoadedModel, Task
-from kl_lens.checkpoints.files import read_config
-from kl_lens.checkpoints.tasks import IMAGE
-from kl_lens.errors import FormatError, KLLensError, PlanError, UnlearntError
+from kl_lens.base.errors import FormatError, KLLensError, PlanError, UnlearntError
 from kl_lens.evaluation.judged import Judged, JudgedArtifact, JudgedModel
-from kl_lens.records import Plan, checked_plan_name
-from kl_lens.runs import ALL_PLANS, Run, named_plans
-from kl_lens.subjects import is_current
+from kl_lens.model import ImageTask, LanguageTask, LoadedModel, Task
+from kl_lens.model.files import read_config
+from kl_lens.model.tasks import IMAGE
+from kl_lens.run.folder import ALL_PLANS, Run, named_plans
+from kl_lens.run.records import Plan, checked_plan_name
+from kl_lens.run.subjects import is_current
 from kl_lens.targets import SessionSettings, exported_places
 from kl_lens.targets.tokenizer import artifact_tokenizer
 

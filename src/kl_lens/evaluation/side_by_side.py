@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from kl_lens.environment import processors
+from kl_lens.base.environment import processors
 from kl_lens.evaluation.judged import RUNTIME_ERRORS, JudgedArtifact
 from kl_lens.evaluation.texts import EvaluationText
 from kl_lens.targets.session import ElasticSession, Logits

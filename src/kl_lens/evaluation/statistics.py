@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kl_lens.records import Estimate
+from kl_lens.run.records import Estimate
 
 Floats = npt.NDArray[np.float64]
 

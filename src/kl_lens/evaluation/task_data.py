@@ -16,8 +16,8 @@ from typing import Any
 
 import yaml
 
-from kl_lens.errors import TextError
-from kl_lens.writing import write_text
+from kl_lens.base.errors import TextError
+from kl_lens.base.files import write_text
 
 _FILE = re.compile(r"(?P<task>.+?)_(?P<split>train|validation|test)(?![a-zA-Z]).*\.jsonl")
 _ACCURACY = [{"metric": m, "aggregation": "mean", "higher_is_better": True} for m in ("acc", "acc_norm")]

@@ -6,15 +6,15 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kl_lens.errors import one_line
+from kl_lens.base.errors import one_line
 from kl_lens.evaluation.evaluator import Outcome
 from kl_lens.evaluation.journal import ANSWERS, EXAMPLES, RUNTIME, ScoreJournal
 from kl_lens.evaluation.judged import RUNTIME_ERRORS, Judged, JudgedModel
 from kl_lens.evaluation.task_data import LocalTask
 from kl_lens.evaluation.tasks import TaskExamples, protocol_of, require_lm_eval, run_task, task_values
 from kl_lens.evaluation.texts import protocol_digest
-from kl_lens.records import ORIGINAL, Score
-from kl_lens.sensitivity.sweep import Progress
+from kl_lens.measuring.sweep import Progress
+from kl_lens.run.records import ORIGINAL, Score
 
 
 class TaskEvaluator:

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from kl_lens.errors import KLLensError, TextError, one_line
+from kl_lens.base.errors import KLLensError, TextError, one_line
 from kl_lens.evaluation import statistics
 from kl_lens.evaluation.task_data import LocalTask, write_config
-from kl_lens.records import Estimate, Record
+from kl_lens.run.records import Estimate, Record
 
 # Half the width of a 95 % interval in standard errors.
 INTERVAL = 1.96

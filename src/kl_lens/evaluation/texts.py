@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from kl_lens.checkpoints.tasks import IMAGE, TEXT, LanguageTask, Source, Task
-from kl_lens.subjects import content_digest
+from kl_lens.model.tasks import IMAGE, TEXT, LanguageTask, Source, Task
+from kl_lens.run.subjects import content_digest
 from kl_lens.text import Windows
 from kl_lens.text.documents import TextSource
 

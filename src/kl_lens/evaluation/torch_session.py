@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from kl_lens.checkpoints import LoadedModel
-from kl_lens.recipes import Recipe
-from kl_lens.sensitivity.metrics import compared_metrics
-from kl_lens.sensitivity.perturbation import Kernels, Perturbation, applied, applied_by_block, replacements
-from kl_lens.sensitivity.precision import FLOAT32, TensorCores, precision_for
-from kl_lens.sensitivity.teacher import logit_rows
+from kl_lens.measuring.metrics import compared_metrics
+from kl_lens.measuring.perturbation import Kernels, Perturbation, applied, applied_by_block, replacements
+from kl_lens.measuring.precision import FLOAT32, TensorCores, precision_for
+from kl_lens.measuring.teacher import logit_rows
+from kl_lens.model import LoadedModel
 from kl_lens.targets.session import Logits, checked_tokens
+from kl_lens.weights.recipes import Recipe
 
 
 class TorchSession:

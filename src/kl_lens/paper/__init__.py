@@ -5,7 +5,7 @@ Its timing protocol, `benchmark_app`, is `PublishedTiming`.
 
 from typing import TYPE_CHECKING
 
-from kl_lens.lazy import lazy_names
+from kl_lens.base.lazy import lazy_names
 
 if TYPE_CHECKING:
     from kl_lens.paper.greedy import GreedyResult as GreedyResult, greedy_plan as greedy_plan

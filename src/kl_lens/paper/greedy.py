@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kl_lens.errors import PlanError
+from kl_lens.base.errors import PlanError
 from kl_lens.paper.lists import (
     PUBLISHED_METRIC,
     Entry,
@@ -27,8 +27,8 @@ from kl_lens.paper.lists import (
 )
 from kl_lens.planning.cost import component_bytes, stored_recipe
 from kl_lens.planning.predict import finished_plan
-from kl_lens.recipes import FP16, Recipe
-from kl_lens.records import Component, Plan, SensitivityTable
+from kl_lens.run.records import Component, Plan, SensitivityTable
+from kl_lens.weights.recipes import FP16, Recipe
 
 # Perplexity under an assignment; the empty assignment is the FP16 model.
 Evaluate = Callable[[Mapping[str, str]], float]

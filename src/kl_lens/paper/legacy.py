@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kl_lens.checkpoints import Anatomy
-from kl_lens.errors import RunError
-from kl_lens.recipes import Recipe
-from kl_lens.records import Estimate, Measurement
-from kl_lens.writing import write_text
+from kl_lens.base.errors import RunError
+from kl_lens.base.files import write_text
+from kl_lens.model import Anatomy
+from kl_lens.run.records import Estimate, Measurement
+from kl_lens.weights.recipes import Recipe
 
 KEYS = ("sqnr_db", "kl_teacher_to_student", "kl_student_to_teacher", "delta_cross_entropy")
 LARGEST = 10**300  # JSON integers are unlimited, floats are not

@@ -6,10 +6,10 @@ import math
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
-from kl_lens.errors import PlanError
+from kl_lens.base.errors import PlanError
 from kl_lens.planning.predict import measured_recipes, require_measurements
-from kl_lens.recipes import Recipe
-from kl_lens.records import SensitivityTable
+from kl_lens.run.records import SensitivityTable
+from kl_lens.weights.recipes import Recipe
 
 # Name on the command line → key of the measurement, and whether larger is better.
 RANKING_METRICS = {

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from kl_lens.errors import PlanError
+from kl_lens.base.errors import PlanError
 from kl_lens.paper.lists import (
     PUBLISHED_METRIC,
     Entry,
@@ -31,8 +31,8 @@ from kl_lens.paper.lists import (
     sensitivity_list,
 )
 from kl_lens.planning.predict import Predictor, finished_plan
-from kl_lens.recipes import Recipe
-from kl_lens.records import Plan, SensitivityTable
+from kl_lens.run.records import Plan, SensitivityTable
+from kl_lens.weights.recipes import Recipe
 
 POINTS = 10
 MAMBA2_GPU_POINTS = 8

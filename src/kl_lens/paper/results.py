@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from kl_lens.base.files import write_text
+from kl_lens.base.units import tag_of
 from kl_lens.evaluation.journal import read_scores
 from kl_lens.evaluation.texts import EvaluationText, protocol_digest
-from kl_lens.runs import Run
-from kl_lens.units import tag_of
-from kl_lens.writing import write_text
+from kl_lens.run.folder import Run
 
 
 def write_published(run: Run, model: str, text: EvaluationText, tag: str | None = None) -> Path:

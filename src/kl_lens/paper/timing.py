@@ -13,19 +13,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kl_lens.environment import processors
-from kl_lens.errors import KLLensError, TargetError
+from kl_lens.base.environment import processors
+from kl_lens.base.errors import KLLensError, TargetError
+from kl_lens.base.files import write_text
+from kl_lens.base.units import tag_of
 from kl_lens.profiling.benchmark import Benchmark, Report
 from kl_lens.profiling.bound import decode_bound, limits_hold
 from kl_lens.profiling.in_use import UseSettings, reason_of
 from kl_lens.profiling.machine import Machine
 from kl_lens.profiling.spread import ratio
 from kl_lens.profiling.subjects import Failure, Timed, Timings, base_of
-from kl_lens.records import Profile, Quartiles, Subject
-from kl_lens.subjects import current_results
+from kl_lens.run.records import Profile, Quartiles, Subject
+from kl_lens.run.subjects import current_results
 from kl_lens.targets.published import AppReport, PublishedProgram
-from kl_lens.units import tag_of
-from kl_lens.writing import write_text
 
 PROTOCOL = "benchmark_app"
 SECONDS, QUICK_SECONDS, ITERATIONS = 60, 3, 50

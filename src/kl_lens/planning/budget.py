@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kl_lens.errors import BudgetError, PlanError
+from kl_lens.base.errors import BudgetError, PlanError
+from kl_lens.base.units import human_bytes, human_kl, human_speed, spell_bytes
 from kl_lens.planning import knapsack
 from kl_lens.planning.predict import Predictor, finished_plan, prediction_metric
 from kl_lens.planning.problem import Problem, Totals, build_problem
-from kl_lens.recipes import Recipe
-from kl_lens.records import Plan, SensitivityTable
-from kl_lens.units import human_bytes, human_kl, human_speed, spell_bytes
+from kl_lens.run.records import Plan, SensitivityTable
+from kl_lens.weights.recipes import Recipe
 
 if TYPE_CHECKING:
     from kl_lens.planning.speed import SpeedModel

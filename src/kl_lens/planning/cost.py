@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from kl_lens.errors import FormatError, PlanError
-from kl_lens.recipes import FP16, Recipe, fitting_recipe
-from kl_lens.records import Component
+from kl_lens.base.errors import FormatError, PlanError
+from kl_lens.run.records import Component
+from kl_lens.weights.recipes import FP16, Recipe, fitting_recipe
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kl_lens.errors import BudgetError
+from kl_lens.base.errors import BudgetError
 from kl_lens.planning.budget import plan_for_budget
-from kl_lens.records import Plan, SensitivityTable
+from kl_lens.run.records import Plan, SensitivityTable
 
 # Loss of an assignment in nats per token, with any safety margin included.
 Loss = Callable[[Mapping[str, str]], float]

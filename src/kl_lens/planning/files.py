@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from kl_lens.errors import FormatError, PlanError
+from kl_lens.base.errors import FormatError, PlanError
+from kl_lens.base.files import write_text
 from kl_lens.planning.cost import cost_of
-from kl_lens.recipes import FP16, Recipe
-from kl_lens.records import PLAN_FAMILIES, Component, Measured, Plan, checked_plan_name
-from kl_lens.writing import write_text
+from kl_lens.run.records import PLAN_FAMILIES, Component, Measured, Plan, checked_plan_name
+from kl_lens.weights.recipes import FP16, Recipe
 
 PLAN_FILE_VERSION = 3
 _FIELDS = {

@@ -19,13 +19,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kl_lens.errors import BudgetError
+from kl_lens.base.errors import BudgetError
+from kl_lens.base.units import human_bytes
 from kl_lens.planning.hull import Hull, hull_of
 from kl_lens.planning.pareto import undominated
 from kl_lens.planning.predict import finished_plan
 from kl_lens.planning.problem import Problem
-from kl_lens.records import Plan, SensitivityTable
-from kl_lens.units import human_bytes
+from kl_lens.run.records import Plan, SensitivityTable
 
 MOST_POINTS = 30_000
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kl_lens.errors import PlanError
+from kl_lens.base.errors import PlanError
 from kl_lens.planning.cost import stored_recipe
 from kl_lens.planning.problem import Problem, build_problem, bytes_for
-from kl_lens.recipes import Recipe
-from kl_lens.records import SensitivityTable
-from kl_lens.runs import Run
+from kl_lens.run.folder import Run
+from kl_lens.run.records import SensitivityTable
 from kl_lens.targets import Target
+from kl_lens.weights.recipes import Recipe
 
 _FIXED_BYTES = "fixed_bytes"  # kind of the run's records: target → bytes
 

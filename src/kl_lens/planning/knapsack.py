@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kl_lens.errors import PlanError
+from kl_lens.base.errors import PlanError
 from kl_lens.planning.highs import Indices, Limit, Numbers, Program, exact_sum, feasible, integral, total
 from kl_lens.planning.hull import hull_of
 from kl_lens.planning.pareto import undominated

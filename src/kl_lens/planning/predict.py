@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from kl_lens.errors import FormatError, PlanError
+from kl_lens.base.errors import FormatError, PlanError
 from kl_lens.planning.cost import cost_of, stored_recipe
-from kl_lens.recipes import FP16, Recipe
-from kl_lens.records import Estimate, Measurement, Plan, SensitivityTable, checked_plan_name
+from kl_lens.run.records import Estimate, Measurement, Plan, SensitivityTable, checked_plan_name
+from kl_lens.weights.recipes import FP16, Recipe
 
 PREDICTED_METRIC = "kl_teacher_to_student"
 OTHER_KL = "kl_student_to_teacher"

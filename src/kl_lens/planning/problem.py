@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kl_lens.errors import FormatError, PlanError
+from kl_lens.base.errors import FormatError, PlanError
 from kl_lens.planning.cost import component_bytes, fp16_bytes, stored_recipe
 from kl_lens.planning.predict import (
     Predictor,
@@ -16,8 +16,8 @@ from kl_lens.planning.predict import (
     require_measurements,
     require_sane,
 )
-from kl_lens.recipes import FP16, Recipe
-from kl_lens.records import Component, SensitivityTable
+from kl_lens.run.records import Component, SensitivityTable
+from kl_lens.weights.recipes import FP16, Recipe
 
 if TYPE_CHECKING:
     from kl_lens.planning.speed import SpeedModel

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 import scipy  # its parts load on first use: that takes seconds
 
-from kl_lens.errors import PlanError
-from kl_lens.records import Profile, SensitivityTable
-from kl_lens.runs import Run
-from kl_lens.subjects import current_profiles, recorded_artifact
+from kl_lens.base.errors import PlanError
+from kl_lens.run.folder import Run
+from kl_lens.run.records import Profile, SensitivityTable
+from kl_lens.run.subjects import current_profiles, recorded_artifact
 from kl_lens.targets import Target
 
 FEWEST = 3  # timed files of different sizes

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kl_lens.errors import PlanError
+from kl_lens.base.errors import PlanError
 from kl_lens.planning.cost import RecipeShare, cost_of
-from kl_lens.recipes import FP16, Recipe
-from kl_lens.records import Component, Plan
+from kl_lens.run.records import Component, Plan
+from kl_lens.weights.recipes import FP16, Recipe
 
 
 @dataclass(frozen=True)

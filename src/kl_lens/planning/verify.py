@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kl_lens.records import Estimate
+from kl_lens.run.records import Estimate
 
 
 @dataclass(frozen=True)

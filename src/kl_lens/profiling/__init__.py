@@ -7,9 +7,10 @@ Example:
 
 from typing import TYPE_CHECKING
 
-from kl_lens.lazy import lazy_names
+from kl_lens.base.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from kl_lens.base.units import tag_of as tag_of
     from kl_lens.profiling.benchmark import (
         Benchmark as Benchmark,
         InUse as InUse,
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
         read_timed as read_timed,
         run_places as run_places,
     )
-    from kl_lens.units import tag_of as tag_of
 else:
     # `peak` measures its own process's memory, so it must not load the benchmark's libraries.
     __getattr__, __all__ = lazy_names(__name__)

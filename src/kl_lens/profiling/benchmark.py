@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from kl_lens.errors import TargetError
+from kl_lens.base.errors import TargetError
 from kl_lens.profiling import in_use
 from kl_lens.profiling.in_use import UseSettings
 from kl_lens.profiling.machine import Machine, measure_machine
 from kl_lens.profiling.subjects import Failure, Timed, Timings, read_all
-from kl_lens.records import Profile
-from kl_lens.runs import Run, provenance
+from kl_lens.run.folder import Run, provenance
+from kl_lens.run.records import Profile
 
 QUICK_REPEATS, QUICK_TOKENS = 2, 16
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kl_lens.profiling.machine import Machine
-from kl_lens.records import Quartiles
+from kl_lens.run.records import Quartiles
 from kl_lens.targets.contents import Contents
 
 

@@ -11,8 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kl_lens.environment import for_child
-from kl_lens.errors import TargetError
+from kl_lens.base.environment import for_child
+from kl_lens.base.errors import TargetError
 from kl_lens.profiling.memory import MemoryUse
 from kl_lens.targets import TARGETS, SessionSettings
 

@@ -16,18 +16,18 @@ from typing import Any
 import numpy as np
 import psutil
 
-from kl_lens.environment import processors
-from kl_lens.errors import KLLensError, last_line
+from kl_lens.base.environment import processors
+from kl_lens.base.errors import KLLensError, last_line
+from kl_lens.base.units import human_bytes
 from kl_lens.profiling.bound import decode_bound, limits_hold, prefill_bound
 from kl_lens.profiling.fresh import fresh_process
 from kl_lens.profiling.machine import LoadMeter, Machine
 from kl_lens.profiling.memory import MemoryUse
 from kl_lens.profiling.spread import compared, spread_of, spreads
 from kl_lens.profiling.subjects import Failure, Timed, Timings, base_of
-from kl_lens.records import Profile, Quartiles
+from kl_lens.run.records import Profile, Quartiles
 from kl_lens.targets import Session, SessionSettings
 from kl_lens.targets.contents import Contents
-from kl_lens.units import human_bytes
 
 PROTOCOL = "use"
 LOADS = (

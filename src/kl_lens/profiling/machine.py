@@ -18,7 +18,7 @@ import numpy.typing as npt
 import psutil
 import torch
 
-from kl_lens.environment import processors
+from kl_lens.base.environment import processors
 
 MIB = 1 << 20
 SMALLEST_BUFFER = 256 * MIB

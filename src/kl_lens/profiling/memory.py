@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from kl_lens.environment import peak_memory
-from kl_lens.records import Record
+from kl_lens.base.environment import peak_memory
+from kl_lens.run.records import Record
 
 _STATUS = Path("/proc/self/status")
 

@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from kl_lens.errors import KLLensError
+from kl_lens.base.errors import KLLensError
 from kl_lens.profiling.memory import MemoryUse, resident
 from kl_lens.targets import SessionSettings, register, target_of
 

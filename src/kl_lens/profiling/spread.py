@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kl_lens.records import Profile, Quartiles
+from kl_lens.run.records import Profile, Quartiles
 
 # Timings where more is better; for all others, less is.
 _RATES = ("_per_second", "throughput")

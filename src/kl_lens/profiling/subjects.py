@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kl_lens.errors import KLLensError, TargetError
-from kl_lens.records import ARTIFACT, Artifact, Profile, Subject
-from kl_lens.runs import ALL_PLANS, Run, named_plans
-from kl_lens.subjects import artifact_digest, file_digest, outside_path
+from kl_lens.base.errors import KLLensError, TargetError
+from kl_lens.run.folder import ALL_PLANS, Run, named_plans
+from kl_lens.run.records import ARTIFACT, Artifact, Profile, Subject
+from kl_lens.run.subjects import artifact_digest, file_digest, outside_path
 from kl_lens.targets import TARGETS, Target, exported_places, locate, target_of
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kl_lens.errors import RunError
+from kl_lens.base.errors import RunError
+from kl_lens.base.files import write_text
 from kl_lens.reporting.data import collect
 from kl_lens.reporting.page import report_page
-from kl_lens.runs import Run
-from kl_lens.writing import write_text
+from kl_lens.run.folder import Run
 
 __all__ = ["write_report"]
 

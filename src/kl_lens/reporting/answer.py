@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kl_lens.profiling import Ratio, ratio_of
-from kl_lens.records import ARTIFACT, ORIGINAL, PLAN, Estimate, Profile, Quartiles, Score, Subject
 from kl_lens.reporting.data import Command, RunView
 from kl_lens.reporting.names import readable
 from kl_lens.reporting.numbers import count, number, percent, size, with_error
 from kl_lens.reporting.plans import PlanView
-from kl_lens.runs import RECOMMENDED
+from kl_lens.run.folder import RECOMMENDED
+from kl_lens.run.records import ARTIFACT, ORIGINAL, PLAN, Estimate, Profile, Quartiles, Score, Subject
 
 # Of a run without a plan of that name, the smallest plan that loses no more than this is the answer.
 TOLERATED = 0.02

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from kl_lens.records import ARTIFACT, ORIGINAL, Artifact, Estimate, Score, Subject
+from kl_lens.base.version import __version__
 from kl_lens.reporting import answer, palette
 from kl_lens.reporting.data import RunView
 from kl_lens.reporting.figures.sizes import drawn
@@ -20,8 +20,8 @@ from kl_lens.reporting.page import asset
 from kl_lens.reporting.plans import PlanView
 from kl_lens.reporting.sections.provenance import shown_place
 from kl_lens.reporting.sections.summary import KL_AXIS, kl_points
+from kl_lens.run.records import ARTIFACT, ORIGINAL, Artifact, Estimate, Score, Subject
 from kl_lens.targets import get_target
-from kl_lens.version import __version__
 
 CHART = "size-against-kl.svg"
 _FILES = {

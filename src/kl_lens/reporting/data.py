@@ -20,11 +20,16 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kl_lens.calibration import StoredStatistics
-from kl_lens.errors import RunError
+from kl_lens.base.errors import RunError
 from kl_lens.evaluation.autopsy import Autopsy
-from kl_lens.journal import checks_rows
-from kl_lens.records import (
+from kl_lens.measuring.correlation import Correlation, Point, Ranking, Reliability
+from kl_lens.measuring.statistics import StoredStatistics
+from kl_lens.reporting.names import runtime_title
+from kl_lens.reporting.plans import PlanView, read_plans
+from kl_lens.reporting.spaces import Line, Space, read_spaces
+from kl_lens.run.folder import KERNELS, Result, Run
+from kl_lens.run.journal import checks_rows
+from kl_lens.run.records import (
     ARTIFACT,
     ORIGINAL,
     Artifact,
@@ -36,12 +41,7 @@ from kl_lens.records import (
     SensitivityTable,
     Subject,
 )
-from kl_lens.reporting.names import runtime_title
-from kl_lens.reporting.plans import PlanView, read_plans
-from kl_lens.reporting.spaces import Line, Space, read_spaces
-from kl_lens.runs import KERNELS, Result, Run
-from kl_lens.sensitivity.correlation import Correlation, Point, Ranking, Reliability
-from kl_lens.subjects import current_profiles, current_results
+from kl_lens.run.subjects import current_profiles, current_results
 
 KL = "kl_teacher_to_student"
 

@@ -13,8 +13,6 @@ from typing import Any
 
 from kl_lens.planning import SpeedModel
 from kl_lens.planning.cost import component_bytes, stored_recipe
-from kl_lens.recipes import FP16, Recipe
-from kl_lens.records import ARTIFACT, Component, Estimate, Subject
 from kl_lens.reporting.answer import best_profiles, recommended_names, speed_of
 from kl_lens.reporting.data import RunView
 from kl_lens.reporting.figures.heatmap import places_of, rows_of
@@ -23,6 +21,8 @@ from kl_lens.reporting.palette import format_class
 from kl_lens.reporting.plans import FAMILIES, PlanView
 from kl_lens.reporting.sections.words import on_run
 from kl_lens.reporting.spaces import Space
+from kl_lens.run.records import ARTIFACT, Component, Estimate, Subject
+from kl_lens.weights.recipes import FP16, Recipe
 
 DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 MOST_WINDOWS = 24  # shown as dots; of more, evenly many

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from kl_lens.records import ARTIFACT, ORIGINAL, Plan, Subject
-from kl_lens.runs import RECOMMENDED
+from kl_lens.run.folder import RECOMMENDED
+from kl_lens.run.records import ARTIFACT, ORIGINAL, Plan, Subject
 from kl_lens.targets import TARGETS, get_target
 
 

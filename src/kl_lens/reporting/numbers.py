@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from kl_lens.records import Estimate
-from kl_lens.units import human_bytes
+from kl_lens.base.units import human_bytes
+from kl_lens.run.records import Estimate
 
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kl_lens import planning
-from kl_lens.recipes import Recipe
-from kl_lens.records import Component, Estimate, Plan
 from kl_lens.reporting.names import plan_title, short_title
+from kl_lens.run.records import Component, Estimate, Plan
+from kl_lens.weights.recipes import Recipe
 
 # Families of plans in the order in which legends list them.
 FAMILIES = {

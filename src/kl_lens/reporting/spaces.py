@@ -11,14 +11,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from kl_lens import planning
-from kl_lens.errors import KLLensError, PlanError
+from kl_lens.base.errors import KLLensError, PlanError
 from kl_lens.planning.hull import hull_of
-from kl_lens.recipes import FP16
-from kl_lens.records import SensitivityTable
 from kl_lens.reporting.names import runtime_title
 from kl_lens.reporting.plans import PlanView
-from kl_lens.runs import SCREENED, Run
+from kl_lens.run.folder import SCREENED, Run
+from kl_lens.run.records import SensitivityTable
 from kl_lens.targets import get_target
+from kl_lens.weights.recipes import FP16
 
 Line = tuple[tuple[int, float], ...]  # bytes, predicted KL
 

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
-from kl_lens.records import Estimate
 from kl_lens.reporting.markup import Html, join, tag
 from kl_lens.reporting.scales import Scale
+from kl_lens.run.records import Estimate
 
 CROWD = 200  # marks of one figure beyond which only those with a label say what they are
 SHAPES = ("circle", "square", "triangle", "diamond", "cross", "down", "star", "plus")

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kl_lens.recipes import FP16
-from kl_lens.records import Component, Estimate, SensitivityTable
 from kl_lens.reporting.data import KL
 from kl_lens.reporting.markup import Html, tag
 from kl_lens.reporting.numbers import with_error
 from kl_lens.reporting.plans import PlanView
+from kl_lens.run.records import Component, Estimate, SensitivityTable
+from kl_lens.weights.recipes import FP16
 
 
 @dataclass(frozen=True)

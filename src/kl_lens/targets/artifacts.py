@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kl_lens.errors import TargetError
-from kl_lens.records import Artifact
-from kl_lens.subjects import file_digest
-from kl_lens.writing import RECORD_FILE, settle, write_text
+from kl_lens.base.errors import TargetError
+from kl_lens.base.files import RECORD_FILE, settle, write_text
+from kl_lens.run.records import Artifact
+from kl_lens.run.subjects import file_digest
 
 if TYPE_CHECKING:
-    from kl_lens.runs import Run
+    from kl_lens.run.folder import Run
 
 
 def write_record(folder: Path, artifact: Artifact) -> None:

@@ -17,23 +17,23 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kl_lens.errors import TargetError, UnsupportedError
-from kl_lens.formats import Format
-from kl_lens.recipes import Recipe, preferred
-from kl_lens.records import Artifact, Plan
-from kl_lens.subjects import file_digest
+from kl_lens.base.errors import TargetError, UnsupportedError
+from kl_lens.base.files import replacing
+from kl_lens.run.records import Artifact, Plan
+from kl_lens.run.subjects import file_digest
 from kl_lens.targets.artifacts import earlier_artifact, read_artifact, write_record
 from kl_lens.targets.contents import FLOATS, Contents
 from kl_lens.targets.published import PublishedProgram
 from kl_lens.targets.session import Session, SessionSettings
-from kl_lens.writing import replacing
+from kl_lens.weights.formats import Format
+from kl_lens.weights.recipes import Recipe, preferred
 
 if TYPE_CHECKING:  # running an exported model must not load what exporting needs
     import torch
 
-    from kl_lens.checkpoints import LoadedModel
-    from kl_lens.formats import Quantized
+    from kl_lens.model import LoadedModel
     from kl_lens.targets.dissection import Dissection
+    from kl_lens.weights.formats import Quantized
 
 
 @dataclass(frozen=True)

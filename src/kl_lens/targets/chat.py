@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kl_lens.errors import TargetError, one_line
+from kl_lens.base.errors import TargetError, one_line
 
 if TYPE_CHECKING:
     from jinja2 import nodes

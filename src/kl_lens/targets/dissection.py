@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kl_lens.errors import TargetError
-from kl_lens.formats import Format, get_format
+from kl_lens.base.errors import TargetError
+from kl_lens.base.files import RECORD_FILE
 from kl_lens.targets.artifacts import read_artifact, require_exported
 from kl_lens.targets.chat import read_json, special_texts, template_of
 from kl_lens.targets.session import Session, SessionSettings
 from kl_lens.targets.varied_text import varied_strings
-from kl_lens.writing import RECORD_FILE
+from kl_lens.weights.formats import Format, get_format
 
 if TYPE_CHECKING:
-    from kl_lens.checkpoints import LoadedModel
+    from kl_lens.model import LoadedModel
 
 Values = Callable[[torch.Tensor], torch.Tensor]
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kl_lens.errors import TargetError
+from kl_lens.base.errors import TargetError
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 

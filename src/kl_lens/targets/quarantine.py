@@ -15,8 +15,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kl_lens.environment import for_child
-from kl_lens.errors import TargetError, one_line, printable
+from kl_lens.base.environment import for_child
+from kl_lens.base.errors import TargetError, one_line, printable
 
 # Time limit: one second per so many bytes, plus enough for the libraries to load on a busy machine.
 _SECONDS, _BYTES_PER_SECOND = 120, 20_000_000

@@ -7,15 +7,15 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kl_lens.errors import TargetError
-from kl_lens.recipes import FP16, Recipe
-from kl_lens.records import Artifact, Plan
+from kl_lens.base.errors import TargetError
+from kl_lens.run.records import Artifact, Plan
 from kl_lens.targets.artifacts import read_artifact, require_exported
 from kl_lens.targets.base import Target
 from kl_lens.targets.session import Session, SessionSettings
+from kl_lens.weights.recipes import FP16, Recipe
 
 if TYPE_CHECKING:  # opening a session must not load what exporting needs
-    from kl_lens.checkpoints import LoadedModel
+    from kl_lens.model import LoadedModel
     from kl_lens.targets.dissection import Dissection
 
 # Name → "module:class", in the order in which they are listed for users.

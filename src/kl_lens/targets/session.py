@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from kl_lens.errors import TargetError
+from kl_lens.base.errors import TargetError
 
 if TYPE_CHECKING:
     from kl_lens.targets.chat import Renderer

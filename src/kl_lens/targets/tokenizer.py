@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from kl_lens.errors import TargetError
+from kl_lens.base.errors import TargetError
 from kl_lens.targets.chat import (
     Renderer,
     chat_renderer,
@@ -90,7 +90,7 @@ def artifact_tokenizer(subject: Openable, place: str | None = None) -> Any:
     """The tokenizer for evaluation: transformers' own, which knows special tokens too, or the file's vocabulary."""
     beside = _file(subject.path, None)
     if chosen := place or (beside and beside.parent):
-        from kl_lens.checkpoints import load_tokenizer
+        from kl_lens.model import load_tokenizer
 
         return load_tokenizer(subject.path, chosen, trust_remote_code=False)
     if not target_of(subject.path).holds_vocabulary:
@@ -159,7 +159,7 @@ def _renderer(folder: Path) -> Renderer | None:
 
 
 def _from_transformers(place: str) -> ArtifactTokenizer:
-    from kl_lens.checkpoints import load_tokenizer
+    from kl_lens.model import load_tokenizer
 
     tokenizer: Any = load_tokenizer(Path(place), place, trust_remote_code=False)
     end, template = tokenizer.eos_token_id, default_template(tokenizer.chat_template)

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from kl_lens.errors import TextError
+from kl_lens.base.errors import TextError
 
 PARAGRAPH_BREAK = "\n\n"
 

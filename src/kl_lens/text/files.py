@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
 
-from kl_lens.errors import TextError
+from kl_lens.base.errors import TextError
 from kl_lens.text.documents import Document, checked_document
 
 TEXT_FIELD = "text"

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from kl_lens.errors import TextError
+from kl_lens.base.errors import TextError
 from kl_lens.text.documents import Document, TextSource, checked_document, collect
 
 DEFAULT_MAX_CHARACTERS = 16_000_000  # more than all of WikiText-2

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from kl_lens.errors import TextError
+from kl_lens.base.errors import TextError
 from kl_lens.text import wikitext
 from kl_lens.text.documents import TextSource, collect
 from kl_lens.text.files import read_path, supported_suffixes

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from kl_lens.errors import TextError
+from kl_lens.base.errors import TextError
 from kl_lens.text.documents import Document, TextSource
 from kl_lens.text.windows import Windows
 

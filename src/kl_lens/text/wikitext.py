@@ -15,8 +15,8 @@ import lzma
 import re
 from functools import lru_cache
 
-from kl_lens.errors import TextError
-from kl_lens.resources import reference_path
+from kl_lens.base.errors import TextError
+from kl_lens.base.resources import reference_path
 from kl_lens.text.documents import PARAGRAPH_BREAK, Document, TextSource
 
 NAME = "wikitext2"

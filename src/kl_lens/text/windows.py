@@ -22,7 +22,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from kl_lens.errors import TextError
+from kl_lens.base.errors import TextError
 from kl_lens.text.documents import TextSource
 from kl_lens.text.sources import open_text
 from kl_lens.text.tokens import TokenStream, token_stream

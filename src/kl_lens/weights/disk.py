@@ -14,9 +14,9 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from kl_lens.formats import Quantized
-from kl_lens.host import on_host
-from kl_lens.writing import whole, write_text
+from kl_lens.base.files import whole, write_text
+from kl_lens.base.host import on_host
+from kl_lens.weights.formats import Quantized
 
 _PARTS = ("data", "scales", "zero_points")
 

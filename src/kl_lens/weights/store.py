@@ -15,13 +15,13 @@ from typing import Protocol
 
 import torch
 
-from kl_lens.digests import bytes_digest, tensor_digest
-from kl_lens.errors import FormatError, UnlearntError
-from kl_lens.formats import Quantized
-from kl_lens.formats.scales import scales_of, with_scales
-from kl_lens.quantizers import TUNED, InputStatistics
-from kl_lens.recipes import Recipe
+from kl_lens.base.digests import bytes_digest, tensor_digest
+from kl_lens.base.errors import FormatError, UnlearntError
 from kl_lens.weights.disk import DiskCache
+from kl_lens.weights.formats import Quantized
+from kl_lens.weights.formats.scales import scales_of, with_scales
+from kl_lens.weights.quantizers import TUNED, InputStatistics
+from kl_lens.weights.recipes import Recipe
 
 DISK_BUDGET = 4 * 10**9
 MEMORY_BUDGET = 256 << 20

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 import transformers
 
-from kl_lens.checkpoints.anatomy import component_name
-from kl_lens.checkpoints.kernels import fast_kernels
-from kl_lens.checkpoints.opening import LoadedModel
-from kl_lens.checkpoints.streaming import ModelTensors
-from kl_lens.formats import get_format
-from kl_lens.recipes import Recipe
-from kl_lens.records import Artifact, Plan
+from kl_lens.model.anatomy import component_name
+from kl_lens.model.kernels import fast_kernels
+from kl_lens.model.opening import LoadedModel
+from kl_lens.model.streaming import ModelTensors
+from kl_lens.run.records import Artifact, Plan
+from kl_lens.weights.formats import get_format
+from kl_lens.weights.recipes import Recipe
 from tests import families
 
 _COMMON, _ATTENTION, _ONE_GROUP = families._COMMON, families._ATTENTION, families._ONE_GROUP

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from kl_lens.checkpoints import LoadedModel, load
-from kl_lens.errors import TargetError
-from kl_lens.formats import get_format
-from kl_lens.formats.ggml import ggml_library
-from kl_lens.formats.gguf_blocks import GGUFFormat
-from kl_lens.recipes import Recipe
-from kl_lens.records import Plan
+from kl_lens.base.errors import TargetError
+from kl_lens.model import LoadedModel, load
+from kl_lens.run.records import Plan
 from kl_lens.targets.gguf import FORMATS, as_deployed, export, open_session, quantize_activations
 from kl_lens.text import wikitext2
+from kl_lens.weights.formats import get_format
+from kl_lens.weights.formats.ggml import ggml_library
+from kl_lens.weights.formats.gguf_blocks import GGUFFormat
+from kl_lens.weights.recipes import Recipe
 from tests.families import token_ids
 from tests.targets.gguf.support import kl, matrices, quantize_weights, tiny, torch_logits
 

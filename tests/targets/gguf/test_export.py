@@ -1,4 +1,4 @@
-"""What is in the file: the integers of kl_lens.formats, every component once, fallbacks in the open."""
+"""What is in the file: the integers of kl_lens.weights.formats, every component once, fallbacks in the open."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from kl_lens.checkpoints.anatomy import component_name
-from kl_lens.checkpoints.opening import load
-from kl_lens.checkpoints.streaming import ModelTensors
-from kl_lens.errors import CheckpointError, FormatError, PlanError, TargetError
-from kl_lens.formats import get_format
-from kl_lens.records import Artifact, Plan
+from kl_lens.base.errors import CheckpointError, FormatError, PlanError, TargetError
+from kl_lens.model.anatomy import component_name
+from kl_lens.model.opening import load
+from kl_lens.model.streaming import ModelTensors
+from kl_lens.run.records import Artifact, Plan
 from kl_lens.targets.gguf import export, open_session
 from kl_lens.targets.gguf.architectures import check_complete, get_architecture
 from kl_lens.targets.gguf.header import read_header
+from kl_lens.weights.formats import get_format
 from tests import families
 from tests.families import _COMMON, CONFIGS, tiny_model
 from tests.targets.gguf import support

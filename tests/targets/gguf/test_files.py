@@ -11,9 +11,9 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
+from kl_lens.base.errors import TargetError
 from kl_lens.cli.main import main
-from kl_lens.errors import TargetError
-from kl_lens.records import Plan
+from kl_lens.run.records import Plan
 from kl_lens.targets import LOAD_MODES
 from kl_lens.targets.gguf import export, library, open_session, paging, session as session_module
 from kl_lens.targets.gguf.header import TensorEntry, check_file, read_header

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import transformers
 
-from kl_lens.checkpoints.opening import LoadedModel
-from kl_lens.pipeline.study import generate
-from kl_lens.records import Plan
-from kl_lens.resources import reference_path
+from kl_lens.base.resources import reference_path
+from kl_lens.model.opening import LoadedModel
+from kl_lens.run.records import Plan
+from kl_lens.study.study import generate
 from kl_lens.targets import export, get_target, locate, open_session
 from kl_lens.targets.gguf.header import parts_of, read_header
 from kl_lens.targets.gguf.tokenizer import tokenizer_data

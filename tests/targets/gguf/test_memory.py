@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 
 SCRIPT = """
 import json, resource, sys
-from kl_lens.records import Plan
+from kl_lens.run.records import Plan
 from kl_lens.targets.gguf import export
-from kl_lens.formats import get_format
+from kl_lens.weights.formats import get_format
 import torch
 get_format("q8_0").roundtrip(torch.randn(64, 64))  # libraries that load on first use
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

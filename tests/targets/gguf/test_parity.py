@@ -9,13 +9,13 @@ import pytest
 import torch
 import transformers
 
-from kl_lens.errors import TargetError
-from kl_lens.formats import Quantized
-from kl_lens.formats.gguf_blocks import GGUFFormat
-from kl_lens.records import Plan
+from kl_lens.base.errors import TargetError
+from kl_lens.run.records import Plan
 from kl_lens.targets.gguf import FORMATS, as_deployed, export, open_session, supported_architectures, writer
 from kl_lens.targets.gguf.menu import STAND_INS
 from kl_lens.targets.session import Session
+from kl_lens.weights.formats import Quantized
+from kl_lens.weights.formats.gguf_blocks import GGUFFormat
 from tests.families import _COMMON, OTHERS, token_ids
 from tests.targets.gguf.support import (
     CONFIGS,

@@ -12,9 +12,9 @@ import pytest
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from kl_lens.errors import TargetError
-from kl_lens.records import Plan
-from kl_lens.resources import reference_path
+from kl_lens.base.errors import TargetError
+from kl_lens.base.resources import reference_path
+from kl_lens.run.records import Plan
 from kl_lens.targets import export as write
 from kl_lens.targets.gguf import export, open_session, tokenizer as gguf_tokenizer
 from kl_lens.targets.gguf.tokenizer import _SPLITS, CONTROL, UNUSED, USER_DEFINED, tokenizer_data

@@ -12,13 +12,11 @@ import torch
 import transformers
 from safetensors import safe_open
 
-from kl_lens.checkpoints import LoadedModel, load
+from kl_lens.base.errors import TargetError, UnsupportedError
+from kl_lens.base.resources import reference_path
 from kl_lens.cli.main import main
-from kl_lens.errors import TargetError, UnsupportedError
-from kl_lens.formats.affine import AffineFormat
-from kl_lens.recipes import FP16, Recipe, fitting_recipe
-from kl_lens.records import Plan
-from kl_lens.resources import reference_path
+from kl_lens.model import LoadedModel, load
+from kl_lens.run.records import Plan
 from kl_lens.targets import (
     SessionSettings,
     describe_target,
@@ -32,6 +30,8 @@ from kl_lens.targets import (
 from kl_lens.targets.gguf.target import GGUFTarget
 from kl_lens.targets.mlx.target import MLXTarget
 from kl_lens.targets.openvino.target import OpenVINOTarget
+from kl_lens.weights.formats.affine import AffineFormat
+from kl_lens.weights.recipes import FP16, Recipe, fitting_recipe
 from tests.families import tiny_model, token_ids
 
 mx = pytest.importorskip("mlx.core", reason="needs the extra mlx")

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from kl_lens.checkpoints import LoadedModel
-from kl_lens.records import Artifact, Plan
+from kl_lens.model import LoadedModel
+from kl_lens.run.records import Artifact, Plan
 from tests.families import tiny_model
 
 pytest.importorskip("openvino", reason="needs the extra kl-lens[openvino]")

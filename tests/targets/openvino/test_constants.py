@@ -1,4 +1,4 @@
-"""The integers on disk are those of kl_lens.formats, each component exactly once."""
+"""The integers on disk are those of kl_lens.weights.formats, each component exactly once."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import nn
 
-from kl_lens.errors import TargetError
-from kl_lens.formats import get_format
-from kl_lens.formats.zero_points import ZeroPointFormat
-from kl_lens.records import Plan
+from kl_lens.base.errors import TargetError
+from kl_lens.run.records import Plan
 from kl_lens.targets import describe_target
 from kl_lens.targets.openvino import constants, export, open_session
 from kl_lens.targets.openvino.graph import build_graph
 from kl_lens.targets.openvino.session import read_graph
+from kl_lens.weights.formats import get_format
+from kl_lens.weights.formats.zero_points import ZeroPointFormat
 from tests.families import token_ids
 from tests.targets.openvino.conftest import assert_same_logits, loaded, reference, untouched
 

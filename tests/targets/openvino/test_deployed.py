@@ -11,10 +11,7 @@ import openvino.opset13 as ops
 import pytest
 import torch
 
-from kl_lens.formats import get_format
-from kl_lens.formats.zero_points import ZeroPointFormat
-from kl_lens.recipes import parsed
-from kl_lens.sensitivity.perturbation import Perturbation, replacements, swapped
+from kl_lens.measuring.perturbation import Perturbation, replacements, swapped
 from kl_lens.targets import deployed
 from kl_lens.targets.openvino import constants, open_session
 from kl_lens.targets.openvino.deployed import (
@@ -24,6 +21,9 @@ from kl_lens.targets.openvino.deployed import (
     quantize_groups,
 )
 from kl_lens.targets.openvino.session import WHOLE_ROW, compile_graph, read_graph
+from kl_lens.weights.formats import get_format
+from kl_lens.weights.formats.zero_points import ZeroPointFormat
+from kl_lens.weights.recipes import parsed
 from tests.families import token_ids
 from tests.targets.openvino.conftest import reference
 

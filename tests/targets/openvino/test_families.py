@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from kl_lens.errors import TargetError
-from kl_lens.records import Plan
+from kl_lens.base.errors import TargetError
+from kl_lens.run.records import Plan
 from kl_lens.targets import Session
 from kl_lens.targets.openvino import capture, export, open_session, rewrites
 from tests.families import token_ids

@@ -17,10 +17,10 @@ from openvino._offline_transformations import paged_attention_transformation
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from kl_lens import targets
-from kl_lens.checkpoints import LoadedModel, load
-from kl_lens.pipeline.events import Events
-from kl_lens.pipeline.generating import GenerateSettings, generate
-from kl_lens.records import Plan
+from kl_lens.model import LoadedModel, load
+from kl_lens.run.records import Plan
+from kl_lens.study.events import Events
+from kl_lens.study.generate import GenerateSettings, generate
 from kl_lens.targets.artifacts import read_artifact
 from kl_lens.targets.openvino import export, open_session
 from kl_lens.targets.openvino.tokenizer import first_difference
@@ -56,7 +56,7 @@ EXACT = {"KV_CACHE_PRECISION": "f32", "INFERENCE_PRECISION_HINT": "f32"}
 @pytest.fixture(autouse=True)
 def in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "kl_lens.pipeline.generating.open_session", functools.partial(targets.open_session, exact=True)
+        "kl_lens.study.generate.open_session", functools.partial(targets.open_session, exact=True)
     )
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import openvino as ov
 import pytest
 
-from kl_lens.handover import write_recipe
-from kl_lens.records import Plan
+from kl_lens.planning.handover import write_recipe
+from kl_lens.run.records import Plan
 from tests.targets.openvino.conftest import Exported
 
 pytest.importorskip("nncf", reason="needs the extra kl-lens[openvino]")

@@ -6,12 +6,12 @@ import platform
 
 import pytest
 
-from kl_lens.errors import CheckpointError, TargetError
-from kl_lens.formats import get_format
-from kl_lens.records import Plan
+from kl_lens.base.errors import CheckpointError, TargetError
+from kl_lens.run.records import Plan
 from kl_lens.targets import get_target
 from kl_lens.targets.openvino import PROFILES, export
 from kl_lens.targets.openvino.profiles import get_profile, realise
+from kl_lens.weights.formats import get_format
 from tests.targets.openvino.conftest import untouched
 
 IN_PROJ = "backbone.layers.0.mixer.in_proj"

@@ -10,7 +10,7 @@ import openvino.opset13 as ops
 import pytest
 import torch
 
-from kl_lens.errors import TargetError
+from kl_lens.base.errors import TargetError
 from kl_lens.targets.openvino import open_session, rewrites
 from kl_lens.targets.openvino.graph import StaticShape, build_graph
 from kl_lens.targets.openvino.session import compile_graph, read_graph, run_graph

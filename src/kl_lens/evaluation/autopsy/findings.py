@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kl_lens.records import Estimate, Record
+from kl_lens.run.records import Estimate, Record
 
 # Causes: another tensor's values, values that are not finite, another shape, unknown. Others are named in `weights.py`.
 HOLDS, INFINITE, SHAPE, OFF = "holds", "infinite", "shape", "off"

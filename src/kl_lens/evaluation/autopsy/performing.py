@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kl_lens.checkpoints import LoadedModel
-from kl_lens.errors import KLLensError, UnsupportedError, one_line
+from kl_lens.base.errors import KLLensError, UnsupportedError, one_line
 from kl_lens.evaluation import statistics
 from kl_lens.evaluation.autopsy.findings import Autopsy, Restored, Step, TensorReport
 from kl_lens.evaluation.autopsy.verdict import Evidence, listed
@@ -20,15 +19,16 @@ from kl_lens.evaluation.judged import REMEMBERED, RUNTIME_ERRORS
 from kl_lens.evaluation.scoring import WindowScore, score_logits
 from kl_lens.evaluation.texts import EvaluationText, TextWindow
 from kl_lens.evaluation.torch_session import TorchSession
-from kl_lens.positions import by_position
-from kl_lens.recipes import Recipe
-from kl_lens.records import Estimate
-from kl_lens.sensitivity.perturbation import Kernels
+from kl_lens.measuring.perturbation import Kernels
+from kl_lens.model import LoadedModel
+from kl_lens.run.positions import by_position
+from kl_lens.run.records import Estimate
 from kl_lens.targets import Session, SessionSettings, Target
 from kl_lens.targets.dissection import VOCABULARY, Disagreement, Dissection
 from kl_lens.targets.session import TokenizingSession
 from kl_lens.targets.tokenizer import find_tokenizer
 from kl_lens.targets.varied_text import other_ids
+from kl_lens.weights.recipes import Recipe
 
 STEPPED = 64  # tokens that are also fed one by one
 RESTORED_WINDOWS = 2  # enough to see which part carries most of the loss

@@ -19,8 +19,8 @@ from kl_lens.evaluation.autopsy.findings import (
     TensorReport,
 )
 from kl_lens.evaluation.autopsy.weights import Weights
-from kl_lens.positions import GROWS, PositionCurve
-from kl_lens.records import Estimate
+from kl_lens.run.positions import GROWS, PositionCurve
+from kl_lens.run.records import Estimate
 from kl_lens.targets.dissection import TOKENIZER, VOCABULARY, Disagreement
 
 # In nats per token, and as shares of the KL that a step starts from. Rounding stays far below them, a lost state, a

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from kl_lens.checkpoints import LoadedModel
 from kl_lens.evaluation.autopsy.findings import HOLDS, INFINITE, OFF, SHAPE, TensorReport
-from kl_lens.records import Component
+from kl_lens.model import LoadedModel
+from kl_lens.run.records import Component
 from kl_lens.targets.dissection import Part, StoredTensor
 
 _MOST = 3.0  # times the error of rounding to nearest

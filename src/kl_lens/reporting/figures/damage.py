@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from kl_lens.records import METRICS
+from kl_lens.measuring.correlation import Correlation, Point
 from kl_lens.reporting.data import KL
 from kl_lens.reporting.markup import Html, tag
 from kl_lens.reporting.numbers import with_error
@@ -25,7 +25,7 @@ from kl_lens.reporting.svg import (
     text,
     titled,
 )
-from kl_lens.sensitivity.correlation import Correlation, Point
+from kl_lens.run.records import METRICS
 
 METRIC_NAMES = {
     "kl_teacher_to_student": "KL",

@@ -7,13 +7,13 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from kl_lens.records import Component, Measurement
 from kl_lens.reporting.data import KL
 from kl_lens.reporting.markup import Html, join, tag
 from kl_lens.reporting.numbers import number, with_error
 from kl_lens.reporting.palette import RAMP_STEPS, ramp_class
 from kl_lens.reporting.scales import Scale, logarithmic
 from kl_lens.reporting.svg import CHARACTER, drawing, figure, line, places, text, titled
+from kl_lens.run.records import Component, Measurement
 
 _ROW, _GAP = 22.0, 1.5
 _WIDTH, _WIDE = 460.0, 864.0

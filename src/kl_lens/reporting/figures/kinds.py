@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from statistics import median, quantiles
 
-from kl_lens.records import Component, Measurement
 from kl_lens.reporting.data import KL
 from kl_lens.reporting.markup import Html, tag
 from kl_lens.reporting.numbers import number
@@ -23,6 +22,7 @@ from kl_lens.reporting.svg import (
     text,
     titled,
 )
+from kl_lens.run.records import Component, Measurement
 
 _LANE = 13.0
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kl_lens.positions import PositionCurve
 from kl_lens.reporting.markup import Html
 from kl_lens.reporting.numbers import with_error
 from kl_lens.reporting.palette import series_class
 from kl_lens.reporting.scales import by_span, linear
 from kl_lens.reporting.svg import SHAPES, Mark, Plot, ends, figure, legend
+from kl_lens.run.positions import PositionCurve
 
 
 def position_plot(title: str, axis: str, curves: Mapping[str, PositionCurve]) -> Html:

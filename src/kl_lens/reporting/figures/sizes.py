@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kl_lens.records import ORIGINAL, Estimate
 from kl_lens.reporting.markup import Html
 from kl_lens.reporting.names import runtime_title
 from kl_lens.reporting.numbers import number, size, with_error
@@ -14,6 +13,7 @@ from kl_lens.reporting.palette import series_class
 from kl_lens.reporting.plans import FAMILIES, PlanView
 from kl_lens.reporting.scales import Scale, by_span, linear, logarithmic
 from kl_lens.reporting.svg import Mark, Plot, ends, figure, legend
+from kl_lens.run.records import ORIGINAL, Estimate
 
 _STYLES = {
     ORIGINAL: (series_class(5), "plus"),

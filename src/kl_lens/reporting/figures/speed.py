@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kl_lens.profiling import ratio_of
-from kl_lens.records import Profile, Quartiles
 from kl_lens.reporting.figures.sizes import unit_of
 from kl_lens.reporting.markup import Html
 from kl_lens.reporting.names import subject_title
@@ -13,6 +12,7 @@ from kl_lens.reporting.numbers import count, number, size
 from kl_lens.reporting.palette import series_class
 from kl_lens.reporting.scales import by_span
 from kl_lens.reporting.svg import SHAPES, Mark, Plot, figure, legend
+from kl_lens.run.records import Profile, Quartiles
 
 # Timing → (title, axis, factor). Names with @N (prompt length) match without it.
 TIMINGS: dict[str, tuple[str, str, float]] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from kl_lens.records import ORIGINAL, Score, Subject
 from kl_lens.reporting.answer import recommendations
 from kl_lens.reporting.data import Generation, RunView
 from kl_lens.reporting.markup import Html, join, tag
@@ -11,6 +10,7 @@ from kl_lens.reporting.numbers import fixed_with_error
 from kl_lens.reporting.sections import Section
 from kl_lens.reporting.sections.words import heading, note, paragraph
 from kl_lens.reporting.tables import Column, layer_table, table, text_column
+from kl_lens.run.records import ORIGINAL, Score, Subject
 
 TITLE = "Details"
 

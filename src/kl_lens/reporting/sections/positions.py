@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kl_lens.positions import PositionCurve, curve_of
-from kl_lens.records import ORIGINAL
 from kl_lens.reporting.data import RunView
 from kl_lens.reporting.figures.positions import position_plot
 from kl_lens.reporting.markup import Html, join
@@ -14,6 +12,8 @@ from kl_lens.reporting.numbers import number, with_error
 from kl_lens.reporting.sections import Section
 from kl_lens.reporting.sections.words import grid, paragraph
 from kl_lens.reporting.tables import Column, table, text_column
+from kl_lens.run.positions import PositionCurve, curve_of
+from kl_lens.run.records import ORIGINAL
 
 
 def section(view: RunView) -> Section | None:

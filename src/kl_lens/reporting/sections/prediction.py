@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kl_lens.measuring.correlation import Correlation, Ranking
 from kl_lens.reporting.data import KL, RunView
 from kl_lens.reporting.figures.damage import METRIC_NAMES, damage_scatter, tau_rows
 from kl_lens.reporting.markup import Html, join
@@ -9,7 +10,6 @@ from kl_lens.reporting.numbers import number
 from kl_lens.reporting.sections import Section
 from kl_lens.reporting.sections.words import command, details, grid, heading, note, paragraph
 from kl_lens.reporting.tables import Column, table, text_column
-from kl_lens.sensitivity.correlation import Correlation, Ranking
 
 TITLE = "Does KL predict the damage?"
 _DAMAGES = {"perplexity": "change in perplexity", "divergence": "KL on held-out text"}

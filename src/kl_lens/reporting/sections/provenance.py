@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import PurePath
 from typing import Any
 
-from kl_lens.records import Profile
+from kl_lens.base.version import __version__
 from kl_lens.reporting.data import RunView, runtime_of
 from kl_lens.reporting.markup import Html, join, tag
 from kl_lens.reporting.names import runtime_title
@@ -15,7 +15,7 @@ from kl_lens.reporting.numbers import count
 from kl_lens.reporting.sections import Section
 from kl_lens.reporting.sections.words import details, heading, note
 from kl_lens.reporting.tables import Column, table, text_column
-from kl_lens.version import __version__
+from kl_lens.run.records import Profile
 
 TITLE = "Where the numbers come from"
 _TEXT_FIELDS = ("source", "split", "order", "windows", "length", "stride", "seed", "fingerprint")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kl_lens.records import Component, Measurement
 from kl_lens.reporting.data import KL, RunView
 from kl_lens.reporting.figures.heatmap import heatmaps
 from kl_lens.reporting.figures.kinds import by_kind
 from kl_lens.reporting.markup import Html, join, tag
 from kl_lens.reporting.sections import Section
 from kl_lens.reporting.sections.words import chosen, paragraph
+from kl_lens.run.records import Component, Measurement
 
 TITLE = "Sensitivity"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-from kl_lens.records import ARTIFACT, ORIGINAL, PLAN, Estimate, Score, Subject
 from kl_lens.reporting.answer import recommended_names
 from kl_lens.reporting.data import RunView, plan_or_file
 from kl_lens.reporting.figures.sizes import SizePoint, predicted_plot, size_plot
@@ -16,6 +15,7 @@ from kl_lens.reporting.sections import Section
 from kl_lens.reporting.sections.words import details, grid, paragraph
 from kl_lens.reporting.spaces import Space
 from kl_lens.reporting.tables import Cell, Column, table, text_column
+from kl_lens.run.records import ARTIFACT, ORIGINAL, PLAN, Estimate, Score, Subject
 
 TITLE = "Size against quality"
 _PAIRED = "Bars: standard error of the difference from the original."

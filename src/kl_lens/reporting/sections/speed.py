@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from kl_lens.records import Profile
 from kl_lens.reporting import answer
 from kl_lens.reporting.data import RunView, plan_or_file, runtime_of
 from kl_lens.reporting.figures.speed import speed_plot, timing_names
@@ -12,6 +11,7 @@ from kl_lens.reporting.numbers import number, percent, size
 from kl_lens.reporting.sections import Section
 from kl_lens.reporting.sections.words import grid, heading, note, paragraph
 from kl_lens.reporting.tables import Cell, Column, table, text_column
+from kl_lens.run.records import Profile
 
 TITLE = "Speed against size"
 _PROTOCOLS = {

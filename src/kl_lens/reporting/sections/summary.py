@@ -6,8 +6,6 @@ import math
 from dataclasses import dataclass
 
 from kl_lens.profiling import Ratio
-from kl_lens.recipes import FP16
-from kl_lens.records import Profile
 from kl_lens.reporting import answer, explorer
 from kl_lens.reporting.data import RunView, runtime_of
 from kl_lens.reporting.figures.sizes import SizePoint, size_plot
@@ -19,6 +17,8 @@ from kl_lens.reporting.sections import Section
 from kl_lens.reporting.sections.words import note, paragraph
 from kl_lens.reporting.spaces import Space
 from kl_lens.reporting.tables import Cell, Column, table, text_column
+from kl_lens.run.records import Profile
+from kl_lens.weights.recipes import FP16
 
 TITLE = "The answer"
 KL_AXIS = "KL from the original, nats per token"

@@ -5,7 +5,7 @@ Needs the extra `gguf` (the packages gguf and xllamacpp); a native llama.cpp is 
 
 from typing import TYPE_CHECKING
 
-from kl_lens.lazy import lazy_names
+from kl_lens.base.lazy import lazy_names
 from kl_lens.targets.gguf.export import export as export, uniform_plan as uniform_plan
 from kl_lens.targets.gguf.header import read_header as read_header
 from kl_lens.targets.gguf.library import find_library as find_library

@@ -18,9 +18,9 @@ from functools import partial
 import torch
 from torch import nn
 
-from kl_lens.errors import TargetError
-from kl_lens.recipes import FP16, Recipe
+from kl_lens.base.errors import TargetError
 from kl_lens.targets.inputs import inputs_changed
+from kl_lens.weights.recipes import FP16, Recipe
 
 # Weight formats by the block size of the type that their kernels multiply with. Q8_1, used with Q4_1 and Q5_1, has the
 # integers and scales of Q8_0, and each block's sum in half precision for the weights' minima. That last rounding

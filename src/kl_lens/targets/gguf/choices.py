@@ -7,14 +7,14 @@ from collections.abc import Mapping
 
 import torch
 
-from kl_lens.checkpoints.anatomy import component_name
-from kl_lens.checkpoints.streaming import TensorSource
-from kl_lens.errors import FormatError, PlanError
-from kl_lens.recipes import FP16, Recipe, fitting_recipe
-from kl_lens.records import ExportedTensor, Plan
+from kl_lens.base.errors import FormatError, PlanError
+from kl_lens.model.anatomy import component_name
+from kl_lens.model.streaming import TensorSource
+from kl_lens.run.records import ExportedTensor, Plan
 from kl_lens.targets.gguf.architectures import TensorRule
 from kl_lens.targets.gguf.menu import ALIASES, FORMATS, STAND_INS
 from kl_lens.targets.gguf.writer import FLOAT32, TensorJob
+from kl_lens.weights.recipes import FP16, Recipe, fitting_recipe
 
 
 def choose_recipes(plan: Plan, tensors: TensorSource) -> dict[str, Recipe | None]:

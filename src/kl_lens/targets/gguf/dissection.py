@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from kl_lens.errors import KLLensError
-from kl_lens.formats import Quantized, get_format, known_formats
-from kl_lens.formats.ggml import gguf_module
+from kl_lens.base.errors import KLLensError
 from kl_lens.targets import dissection, quarantine
 from kl_lens.targets.chat import default_template
 from kl_lens.targets.dissection import (
@@ -32,9 +30,11 @@ from kl_lens.targets.gguf.quarantine import try_out as try_all
 from kl_lens.targets.gguf.session import open_session
 from kl_lens.targets.gguf.tokenizer import UNUSED, sample_strings, tokenizer_data
 from kl_lens.targets.session import Session, SessionSettings
+from kl_lens.weights.formats import Quantized, get_format, known_formats
+from kl_lens.weights.formats.ggml import gguf_module
 
 if TYPE_CHECKING:
-    from kl_lens.checkpoints import LoadedModel
+    from kl_lens.model import LoadedModel
 
 _HEAD, _TOKENIZER = "output.weight", "tokenizer.ggml."
 # Read by people, or implied by the shapes of tensors.
@@ -48,7 +48,7 @@ class GGUFDissection(Dissection):
         self.tensors = tuple(_stored(entry) for entry in self.info.tensors)
 
     def parts(self, model: LoadedModel) -> list[Part]:
-        from kl_lens.checkpoints.streaming import ModelTensors
+        from kl_lens.model.streaming import ModelTensors
 
         shapes = ModelTensors(model.model).shapes
         held = {tensor.name: tensor for tensor in self.tensors}

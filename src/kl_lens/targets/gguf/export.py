@@ -6,20 +6,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kl_lens.formats import FP16
-from kl_lens.records import Artifact, Plan
+from kl_lens.base.version import __version__
+from kl_lens.run.records import Artifact, Plan
 from kl_lens.targets.gguf.general import end_tokens, file_name, general_metadata
 from kl_lens.targets.gguf.quarantine import HEADER_DIGEST, TOKENIZER_CHECK, header_digest
 from kl_lens.targets.gguf.tokenizer import tokenizer_data
 from kl_lens.targets.gguf.writer import FLOAT32, Header, parameter_counts, size_on_disk, write_files
-from kl_lens.version import __version__
+from kl_lens.weights.formats import FP16
 
 # The package exports `export`, so this module loads even when a file is only run: torch and transformers are imported
 # inside functions. (A lazy `export` in the package is not possible, because this module has the same name.)
 if TYPE_CHECKING:
-    from kl_lens.checkpoints import LoadedModel
-    from kl_lens.checkpoints.streaming import TensorSource
-    from kl_lens.records import ExportedTensor
+    from kl_lens.model import LoadedModel
+    from kl_lens.model.streaming import TensorSource
+    from kl_lens.run.records import ExportedTensor
     from kl_lens.targets.gguf.writer import TensorJob
     from kl_lens.weights import Statistics, WeightStore
 
@@ -58,8 +58,8 @@ def export(
     Raises:
         TargetError, PlanError, FormatError: one line; nothing is left behind.
     """
-    from kl_lens.checkpoints import LoadedModel, load_tokenizer
-    from kl_lens.checkpoints.streaming import CheckpointTensors, ModelTensors
+    from kl_lens.model import LoadedModel, load_tokenizer
+    from kl_lens.model.streaming import CheckpointTensors, ModelTensors
     from kl_lens.targets.gguf.folder import read_configuration
     from kl_lens.weights import WeightStore
 
@@ -99,8 +99,8 @@ def export(
 
 def uniform_plan(folder: Path | str, format_name: str) -> Plan:
     """One format for every component of a checkpoint that llama.cpp can hold in it, without loading the weights."""
-    from kl_lens.checkpoints.anatomy import component_name
-    from kl_lens.checkpoints.streaming import CheckpointTensors
+    from kl_lens.model.anatomy import component_name
+    from kl_lens.model.streaming import CheckpointTensors
     from kl_lens.targets.gguf.architectures import get_architecture
     from kl_lens.targets.gguf.folder import read_configuration
 
@@ -199,7 +199,7 @@ def _prepared(
     jobs = [job for job, _ in decided]
     vocabulary = next(job.shape[0] for job in jobs if job.rule.name == "token_embd.weight")
     metadata = {
-        "kl_lens.version": __version__,
+        "kl_lens.base.version": __version__,
         "kl_lens.plan": plan.name,
         "kl_lens.model_fingerprint": fingerprint,
         **{f".{key}": value for key, value in architecture.metadata(config).items()},
@@ -213,7 +213,7 @@ def _prepared(
 
 def file_bytes(model: LoadedModel, plan: Plan) -> int:
     """The exact size of the file that `export` would write for an opened model, without quantizing anything."""
-    from kl_lens.checkpoints.streaming import ModelTensors
+    from kl_lens.model.streaming import ModelTensors
 
     tensors = ModelTensors(model.model)
     try:

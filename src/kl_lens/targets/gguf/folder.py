@@ -7,10 +7,10 @@ from typing import Any
 
 import transformers
 
-from kl_lens.checkpoints import mamba_ssm
-from kl_lens.checkpoints.files import check_sizes, read_config, refuse_quantized
-from kl_lens.checkpoints.opening import why_not_loaded
-from kl_lens.errors import CheckpointError
+from kl_lens.base.errors import CheckpointError
+from kl_lens.model import mamba_ssm
+from kl_lens.model.files import check_sizes, read_config, refuse_quantized
+from kl_lens.model.opening import why_not_loaded
 from kl_lens.targets.gguf.architectures import get_architecture
 
 

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kl_lens.formats.ggml import gguf_module
-from kl_lens.recipes import FP16
-from kl_lens.records import Plan
-from kl_lens.units import tag_of
-from kl_lens.version import __version__
+from kl_lens.base.units import tag_of
+from kl_lens.base.version import __version__
+from kl_lens.run.records import Plan
+from kl_lens.weights.formats.ggml import gguf_module
+from kl_lens.weights.recipes import FP16
 
 if TYPE_CHECKING:
     from kl_lens.targets.gguf.writer import TensorJob

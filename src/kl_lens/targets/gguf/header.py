@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kl_lens.errors import TargetError, one_line, printable
-from kl_lens.formats.ggml import gguf_module
+from kl_lens.base.errors import TargetError, one_line, printable
+from kl_lens.weights.formats.ggml import gguf_module
 
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}

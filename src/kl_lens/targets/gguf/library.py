@@ -21,8 +21,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kl_lens.environment import briefly_spinning
-from kl_lens.errors import TargetError
+from kl_lens.base.environment import briefly_spinning
+from kl_lens.base.errors import TargetError
 from kl_lens.targets.session import ALL_LAYERS, LOAD_MODES
 
 ENVIRONMENT_VARIABLE = "LLAMA_CPP_LIB"

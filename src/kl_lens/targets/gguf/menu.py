@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kl_lens.formats import FP16
 from kl_lens.targets.gguf.writer import FLOAT32
+from kl_lens.weights.formats import FP16
 
 FORMATS = (  # that plans for this target may use
     FP16, "q8_0", "q6_k", "q5_k", "q4_k", "q4_0", "q4_1", "iq4_nl", "iq4_xs", "q3_k", "iq3_s", "iq3_xxs",

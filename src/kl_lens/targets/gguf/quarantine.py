@@ -9,8 +9,8 @@ import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kl_lens.errors import TargetError
-from kl_lens.records import Artifact
+from kl_lens.base.errors import TargetError
+from kl_lens.run.records import Artifact
 from kl_lens.targets import quarantine
 
 if TYPE_CHECKING:

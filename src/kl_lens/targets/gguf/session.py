@@ -12,8 +12,8 @@ from typing import Any, Self
 import numpy as np
 import psutil
 
-from kl_lens.environment import processors
-from kl_lens.errors import TargetError, printable
+from kl_lens.base.environment import processors
+from kl_lens.base.errors import TargetError, printable
 from kl_lens.targets.chat import Renderer, chat_renderer
 from kl_lens.targets.gguf.header import check_file
 from kl_lens.targets.gguf.library import LlamaLibrary, find_library

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from kl_lens.checkpoints import LoadedModel
-from kl_lens.checkpoints.anatomy import component_name
-from kl_lens.checkpoints.streaming import CheckpointTensors, ModelTensors
-from kl_lens.formats import get_format
-from kl_lens.recipes import Recipe, fitting_recipe, preferred
+from kl_lens.model import LoadedModel
+from kl_lens.model.anatomy import component_name
+from kl_lens.model.streaming import CheckpointTensors, ModelTensors
 from kl_lens.targets.base import StockRecipe
 from kl_lens.targets.gguf.architectures import get_architecture
+from kl_lens.weights.formats import get_format
+from kl_lens.weights.recipes import Recipe, fitting_recipe, preferred
 
 # Stock recipe → the type of most weights.
 _BASES = {

@@ -9,18 +9,18 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kl_lens.errors import TargetError
-from kl_lens.formats import Format
-from kl_lens.recipes import FP16, Recipe, fitting_recipe
-from kl_lens.records import Artifact, Plan
+from kl_lens.base.errors import TargetError
+from kl_lens.run.records import Artifact, Plan
 from kl_lens.targets.artifacts import read_artifact
 from kl_lens.targets.base import ExportOption, Health, StockRecipe, Target
 from kl_lens.targets.contents import FLOATS, Contents
 from kl_lens.targets.gguf.header import parts_of
 from kl_lens.targets.session import Session, SessionSettings
+from kl_lens.weights.formats import Format
+from kl_lens.weights.recipes import FP16, Recipe, fitting_recipe
 
 if TYPE_CHECKING:
-    from kl_lens.checkpoints import LoadedModel
+    from kl_lens.model import LoadedModel
     from kl_lens.targets.dissection import Dissection
 
 SUFFIX = ".gguf"
@@ -151,7 +151,7 @@ class GGUFTarget(Target):
     def shipped_digests(self, place: Path) -> dict[str, str]:
         import numpy as np
 
-        from kl_lens.digests import bytes_digest
+        from kl_lens.base.digests import bytes_digest
         from kl_lens.targets.gguf.header import check_file
 
         info = check_file(self.weight_file(place))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kl_lens.errors import TargetError, UnsupportedError
+from kl_lens.base.errors import TargetError, UnsupportedError
 from kl_lens.targets.varied_text import varied_strings
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kl_lens.errors import TargetError
-from kl_lens.formats.ggml import gguf_module
-from kl_lens.recipes import FP16, Recipe
-from kl_lens.writing import naming, replacing
+from kl_lens.base.errors import TargetError
+from kl_lens.base.files import naming, replacing
+from kl_lens.weights.formats.ggml import gguf_module
+from kl_lens.weights.recipes import FP16, Recipe
 
 if TYPE_CHECKING:
-    from kl_lens.checkpoints.streaming import TensorSource
+    from kl_lens.model.streaming import TensorSource
     from kl_lens.targets.gguf.architectures import TensorRule
     from kl_lens.targets.gguf.tokenizer import TokenizerData
     from kl_lens.weights import WeightStore
@@ -112,7 +112,7 @@ def write_files(
     Returns the files in order of their parts, and for each tensor the digests of its stored bytes and of the weight
     store's quantized weight.
     """
-    from kl_lens.digests import bytes_digest
+    from kl_lens.base.digests import bytes_digest
 
     digests: dict[str, tuple[str, str]] = {}
     with replacing(folder) as place, naming(folder / header.name):

@@ -6,10 +6,10 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kl_lens.errors import UnsupportedError, one_line
+from kl_lens.base.errors import UnsupportedError, one_line
 
 if TYPE_CHECKING:
-    from kl_lens.checkpoints import LoadedModel
+    from kl_lens.model import LoadedModel
 
 CONFIG_FILE = "config.json"
 _ROTARY = ("rope_theta", "partial_rotary_factor")

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import safe_open
 
-from kl_lens.digests import bytes_digest
+from kl_lens.base.digests import bytes_digest
 from kl_lens.targets.contents import BODY, HEAD, LOOKUP, Contents, StoredWeight
 from kl_lens.targets.mlx.export import PARTS
 from kl_lens.targets.mlx.session import MLXSession

@@ -12,8 +12,7 @@ import mlx.core as mx
 import numpy as np
 import torch
 
-from kl_lens.errors import TargetError, one_line
-from kl_lens.formats import known_formats
+from kl_lens.base.errors import TargetError, one_line
 from kl_lens.targets.chat import read_json
 from kl_lens.targets.dissection import (
     Disagreement,
@@ -29,9 +28,10 @@ from kl_lens.targets.mlx.configuration import CONFIG_FILE
 from kl_lens.targets.mlx.export import PARTS
 from kl_lens.targets.mlx.session import MLXSession
 from kl_lens.targets.session import Session, SessionSettings
+from kl_lens.weights.formats import known_formats
 
 if TYPE_CHECKING:
-    from kl_lens.checkpoints import LoadedModel
+    from kl_lens.model import LoadedModel
     from kl_lens.targets.mlx.layout import Layout
 
 _FLOATS = {mx.float32: "fp32", mx.float16: "fp16", mx.bfloat16: "bf16"}

@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kl_lens.digests import bytes_digest
-from kl_lens.errors import TargetError
-from kl_lens.formats.affine import AffineFormat
-from kl_lens.recipes import FP16, Recipe, fitting_recipe, parsed
-from kl_lens.records import Artifact, ExportedTensor, Plan
+from kl_lens.base.digests import bytes_digest
+from kl_lens.base.errors import TargetError
+from kl_lens.run.records import Artifact, ExportedTensor, Plan
 from kl_lens.targets.mlx.configuration import CONFIG_FILE
 from kl_lens.targets.mlx.writer import Entry, file_size, write_file
+from kl_lens.weights.formats.affine import AffineFormat
+from kl_lens.weights.recipes import FP16, Recipe, fitting_recipe, parsed
 
 if TYPE_CHECKING:
-    from kl_lens.checkpoints import Anatomy, LoadedModel
-    from kl_lens.formats import Quantized
+    from kl_lens.model import Anatomy, LoadedModel
     from kl_lens.targets.mlx.layout import Layout, Matrix
     from kl_lens.weights import WeightStore
+    from kl_lens.weights.formats import Quantized
 
 WEIGHT_FILE, GENERATION_FILE = "model.safetensors", "generation_config.json"
 PARTS = ("weight", "scales", "biases")

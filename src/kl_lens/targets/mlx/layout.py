@@ -19,11 +19,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kl_lens.errors import UnsupportedError, one_line
+from kl_lens.base.errors import UnsupportedError, one_line
 from kl_lens.targets.mlx.configuration import configuration_of, empty_model
 
 if TYPE_CHECKING:
-    from kl_lens.checkpoints import LoadedModel
+    from kl_lens.model import LoadedModel
 
 _TOKENS, _WHOLE = 24, 16  # of the comparison; the first are fed at once
 MOST_KL = 1e-3  # nats per token between PyTorch and mlx-lm in float32; rounding gives 1e-8

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from kl_lens.errors import TargetError, one_line
+from kl_lens.base.errors import TargetError, one_line
 from kl_lens.targets.session import Logits, checked_tokens
 
 # Tokens in one call of the model. The operations of a call wait in memory until it is computed; Mamba-1 has dozens for

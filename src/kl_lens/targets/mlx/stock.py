@@ -6,11 +6,11 @@ FP16; mlx-lm stores some in 8 bits.
 
 from __future__ import annotations
 
-from kl_lens.checkpoints import LoadedModel
-from kl_lens.recipes import FP16, Recipe
-from kl_lens.records import Component
+from kl_lens.model import LoadedModel
+from kl_lens.run.records import Component
 from kl_lens.targets.base import StockRecipe
 from kl_lens.targets.mlx.layout import Layout
+from kl_lens.weights.recipes import FP16, Recipe
 
 _UNIFORM = ((4, 64), (4, 32), (4, 128), (3, 64), (5, 64), (6, 64), (8, 64))  # bits, group size
 _USUAL = ((4, 64), (8, 64))  # mlx-lm's default, and what is called lossless

@@ -9,17 +9,17 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kl_lens.errors import TargetError, UnsupportedError
-from kl_lens.formats import Format
-from kl_lens.recipes import FP16, Recipe
-from kl_lens.records import Artifact, Plan
+from kl_lens.base.errors import TargetError, UnsupportedError
+from kl_lens.run.records import Artifact, Plan
 from kl_lens.targets.artifacts import read_artifact
 from kl_lens.targets.base import Health, StockRecipe, Target
 from kl_lens.targets.contents import Contents
 from kl_lens.targets.session import Session, SessionSettings
+from kl_lens.weights.formats import Format
+from kl_lens.weights.recipes import FP16, Recipe
 
 if TYPE_CHECKING:
-    from kl_lens.checkpoints import LoadedModel
+    from kl_lens.model import LoadedModel
     from kl_lens.targets.dissection import Dissection
     from kl_lens.targets.mlx.layout import Layout
 
@@ -41,7 +41,7 @@ class MLXTarget(Target):
     # -- what it can hold ----------------------------------------------------------------------------------
 
     def holds(self, fmt: Format, shape: Sequence[int]) -> str | None:
-        from kl_lens.formats.affine import AffineFormat
+        from kl_lens.weights.formats.affine import AffineFormat
 
         if fmt.name != FP16 and not isinstance(fmt, AffineFormat):
             return f"MLX has no format {fmt.name!r}; it has {', '.join(self.formats)}"
@@ -49,7 +49,7 @@ class MLXTarget(Target):
 
     @property
     def formats(self) -> tuple[str, ...]:
-        from kl_lens.formats.affine import BITS, GROUPS
+        from kl_lens.weights.formats.affine import BITS, GROUPS
 
         return (*(f"affine{bits}-g{group}" for bits in BITS for group in GROUPS), FP16)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kl_lens.writing import naming
+from kl_lens.base.files import naming
 
 _BYTES = {"F32": 4, "U32": 4, "F16": 2, "U8": 1}
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kl_lens.lazy import lazy_names
-from kl_lens.records import Artifact, Plan
+from kl_lens.base.lazy import lazy_names
+from kl_lens.run.records import Artifact, Plan
 
 if TYPE_CHECKING:
-    from kl_lens.checkpoints import LoadedModel
+    from kl_lens.model import LoadedModel
     from kl_lens.targets.openvino.profiles import PROFILES as PROFILES, DeviceProfile as DeviceProfile
     from kl_lens.targets.openvino.session import (
         OpenVINOSession as OpenVINOSession,

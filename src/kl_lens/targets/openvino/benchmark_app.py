@@ -11,10 +11,10 @@ import re
 import sys
 from pathlib import Path
 
-from kl_lens.errors import TargetError
+from kl_lens.base.errors import TargetError
+from kl_lens.base.files import write_text
 from kl_lens.targets.openvino.folder import graph_file
 from kl_lens.targets.published import AppReport, PublishedProgram
-from kl_lens.writing import write_text
 
 _LINE = r"\[ INFO \]\s+{name}:\s+([0-9.]+) (us|ms|s|iterations|FPS)\s*$"
 _TO_MILLISECONDS = {"us": 1e-3, "ms": 1.0, "s": 1e3}

@@ -21,8 +21,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from kl_lens.checkpoints.patching import patched, with_globals
-from kl_lens.errors import TargetError
+from kl_lens.base.errors import TargetError
+from kl_lens.model.patching import patched, with_globals
 
 # Families whose exported logits are tested against PyTorch's, whole prompts, chunks and single tokens. Any other that
 # can be traced is exported, too, once its graph has been proven on the model itself (`graph.py`).

@@ -19,18 +19,18 @@ import openvino.opset13 as ops
 import torch
 from torch import nn
 
-from kl_lens.checkpoints import Anatomy
-from kl_lens.digests import bytes_digest
-from kl_lens.errors import TargetError
-from kl_lens.formats import Format, Quantized
-from kl_lens.formats.microscaling import MicroscalingFormat
-from kl_lens.formats.normal_float import NormalFloatFormat
-from kl_lens.formats.zero_points import ZeroPointFormat
-from kl_lens.recipes import FP16, Recipe
-from kl_lens.records import Component
+from kl_lens.base.digests import bytes_digest
+from kl_lens.base.errors import TargetError
+from kl_lens.model import Anatomy
+from kl_lens.run.records import Component
 from kl_lens.targets.openvino.profiles import Realised
 from kl_lens.targets.openvino.rewrites import operations
 from kl_lens.weights import WeightStore
+from kl_lens.weights.formats import Format, Quantized
+from kl_lens.weights.formats.microscaling import MicroscalingFormat
+from kl_lens.weights.formats.normal_float import NormalFloatFormat
+from kl_lens.weights.formats.zero_points import ZeroPointFormat
+from kl_lens.weights.recipes import FP16, Recipe
 from kl_lens.weights.store import moved
 
 SMALL = 64  # constants up to this size may be anything the converter computed: epsilons, scales, shapes

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from kl_lens.records import Artifact
+from kl_lens.run.records import Artifact
 from kl_lens.targets.contents import BODY, HEAD, LOOKUP, Contents, StoredWeight
 from kl_lens.targets.openvino.folder import IR_FILE
 from kl_lens.targets.openvino.session import HEAD_NODE, read_graph

@@ -15,11 +15,10 @@ import openvino as ov
 import torch
 import transformers
 
-from kl_lens.checkpoints import LoadedModel
-from kl_lens.environment import peak_memory
-from kl_lens.errors import TargetError, last_line
-from kl_lens.recipes import FP16
-from kl_lens.records import Artifact, ExportedTensor, Plan
+from kl_lens.base.environment import peak_memory
+from kl_lens.base.errors import TargetError, last_line
+from kl_lens.model import LoadedModel
+from kl_lens.run.records import Artifact, ExportedTensor, Plan
 from kl_lens.targets.openvino import constants, rewrites
 from kl_lens.targets.openvino.folder import GENERATION_FILE, IR_FILE
 from kl_lens.targets.openvino.graph import StaticShape, graph_of, on_cpu, require_family
@@ -34,6 +33,7 @@ from kl_lens.targets.openvino.session import (
     run_graph,
 )
 from kl_lens.targets.openvino.tokenizer import write_tokenizer
+from kl_lens.weights.recipes import FP16
 
 UNPLANNED = (FP16, "fp32")
 ACTIBA_TOKENS = 128

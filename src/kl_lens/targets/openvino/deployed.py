@@ -25,11 +25,11 @@ from functools import partial
 import torch
 from torch import nn
 
-from kl_lens.formats import Format, Quantized
-from kl_lens.formats.integer import SignedScaleFormat
-from kl_lens.formats.zero_points import ZeroPointFormat
-from kl_lens.recipes import Recipe
 from kl_lens.targets.inputs import Change, inputs_changed
+from kl_lens.weights.formats import Format, Quantized
+from kl_lens.weights.formats.integer import SignedScaleFormat
+from kl_lens.weights.formats.zero_points import ZeroPointFormat
+from kl_lens.weights.recipes import Recipe
 
 
 def quantize_activations(x: torch.Tensor) -> torch.Tensor:

@@ -15,10 +15,7 @@ import numpy.typing as npt
 import openvino as ov
 import torch
 
-from kl_lens.errors import TargetError, last_line
-from kl_lens.formats import Format, get_format, known_formats, microscaling, normal_float
-from kl_lens.formats.integer import SignedScaleFormat
-from kl_lens.formats.zero_points import ZeroPointFormat
+from kl_lens.base.errors import TargetError, last_line
 from kl_lens.targets import dissection, quarantine
 from kl_lens.targets.artifacts import read_artifact
 from kl_lens.targets.chat import default_template
@@ -30,9 +27,12 @@ from kl_lens.targets.openvino.rewrites import is_constant, operations
 from kl_lens.targets.openvino.session import read_graph
 from kl_lens.targets.openvino.tokenizer import first_difference
 from kl_lens.targets.session import Session, SessionSettings
+from kl_lens.weights.formats import Format, get_format, known_formats, microscaling, normal_float
+from kl_lens.weights.formats.integer import SignedScaleFormat
+from kl_lens.weights.formats.zero_points import ZeroPointFormat
 
 if TYPE_CHECKING:
-    from kl_lens.checkpoints import LoadedModel
+    from kl_lens.model import LoadedModel
 
 _ALIKE = 0.5  # correlation of a constant without a name and its parameter
 _SHAPING = ("Reshape", "Transpose", "Squeeze", "Unsqueeze")

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import openvino as ov
 
-from kl_lens.errors import TargetError, UnsupportedError, last_line
+from kl_lens.base.errors import TargetError, UnsupportedError, last_line
 from kl_lens.targets import quarantine
 from kl_lens.targets.openvino.session import (
     ATTENTION_MASK,

@@ -23,7 +23,7 @@ import openvino.opset13 as ops
 import torch
 from torch import nn
 
-from kl_lens.errors import TargetError, UnsupportedError, one_line
+from kl_lens.base.errors import TargetError, UnsupportedError, one_line
 from kl_lens.targets.openvino import rewrites, scans, session
 from kl_lens.targets.openvino.capture import (
     FAMILIES,

@@ -1,4 +1,4 @@
-"""Runs an exported image classifier: one image at a time, by the ids of `kl_lens.images`."""
+"""Runs an exported image classifier: one image at a time, by the ids of `kl_lens.text.images`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import openvino as ov
 
-from kl_lens.errors import TargetError
-from kl_lens.images import Preparation, pixels_of
+from kl_lens.base.errors import TargetError
 from kl_lens.targets.session import Logits
+from kl_lens.text.images import Preparation, pixels_of
 
 INPUT = "pixel_values"
 

@@ -14,8 +14,8 @@ import openvino as ov
 import torch
 from torch import nn
 
-from kl_lens.checkpoints import ImageTask
-from kl_lens.errors import TargetError
+from kl_lens.base.errors import TargetError
+from kl_lens.model import ImageTask
 from kl_lens.targets.openvino.graph import convert_quietly, remembered
 from kl_lens.targets.openvino.image_session import INPUT, ImageSession
 from kl_lens.targets.openvino.rewrites import apply

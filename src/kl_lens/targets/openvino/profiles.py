@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kl_lens.checkpoints import Anatomy
-from kl_lens.errors import FormatError, TargetError
-from kl_lens.formats import Format
-from kl_lens.formats.integer import SignedScaleFormat
-from kl_lens.formats.microscaling import MicroscalingFormat
-from kl_lens.formats.normal_float import NormalFloatFormat
-from kl_lens.formats.zero_points import ZeroPointFormat
-from kl_lens.recipes import FP16, Recipe, fitting_recipe, parsed
+from kl_lens.base.errors import FormatError, TargetError
+from kl_lens.model import Anatomy
+from kl_lens.weights.formats import Format
+from kl_lens.weights.formats.integer import SignedScaleFormat
+from kl_lens.weights.formats.microscaling import MicroscalingFormat
+from kl_lens.weights.formats.normal_float import NormalFloatFormat
+from kl_lens.weights.formats.zero_points import ZeroPointFormat
+from kl_lens.weights.recipes import FP16, Recipe, fitting_recipe, parsed
 
 _FLOATS = (NormalFloatFormat, MicroscalingFormat)
 _EXPANDED = ("uint2-g64", "mxfp4")

@@ -6,7 +6,7 @@ import hashlib
 import re
 from pathlib import Path
 
-from kl_lens.records import Artifact
+from kl_lens.run.records import Artifact
 from kl_lens.targets import quarantine
 from kl_lens.targets.artifacts import read_artifact
 from kl_lens.targets.openvino.folder import graph_file

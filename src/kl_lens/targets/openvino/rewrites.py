@@ -21,7 +21,7 @@ import numpy.typing as npt
 import openvino as ov
 import openvino.opset13 as ops
 
-from kl_lens.errors import TargetError
+from kl_lens.base.errors import TargetError
 from kl_lens.targets.openvino.scans import constant, length
 
 REWRITES = ("cumba", "reduba", "actiba")

@@ -1,7 +1,7 @@
 """The state-space scans as OpenVINO operations, for any number of tokens and any initial state.
 
 Both forms take time as the first axis and no batch axis: one sequence at a time. The references that they are
-tested against are the plain recurrences beside KL Lens's own kernels (`checkpoints/kernels`).
+tested against are the plain recurrences beside KL Lens's own kernels (`model/kernels`).
 """
 
 from __future__ import annotations

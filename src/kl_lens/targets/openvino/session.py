@@ -17,17 +17,17 @@ import numpy.typing as npt
 import openvino as ov
 import openvino.opset13 as ops
 
-from kl_lens.environment import processors
-from kl_lens.errors import TargetError, last_line
-from kl_lens.formats import get_format
-from kl_lens.images import Preparation
-from kl_lens.records import Artifact
+from kl_lens.base.environment import processors
+from kl_lens.base.errors import TargetError, last_line
+from kl_lens.base.files import DERIVED
+from kl_lens.run.records import Artifact
 from kl_lens.targets.artifacts import read_artifact
 from kl_lens.targets.openvino.folder import graph_file
 from kl_lens.targets.openvino.image_session import ImageSession
 from kl_lens.targets.openvino.rewrites import equal_batches, is_gated
 from kl_lens.targets.session import Logits, Session, checked_tokens
-from kl_lens.writing import DERIVED
+from kl_lens.text.images import Preparation
+from kl_lens.weights.formats import get_format
 
 ATTENTION_MASK, BEAM_IDX = (
     "attention_mask",

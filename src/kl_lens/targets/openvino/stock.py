@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import itertools
 
-from kl_lens.checkpoints import LoadedModel
-from kl_lens.formats.integer import NNCF_SMALLEST_SCALE
-from kl_lens.recipes import Recipe, fitting_recipe
+from kl_lens.model import LoadedModel
 from kl_lens.targets.base import StockRecipe
+from kl_lens.weights.formats.integer import NNCF_SMALLEST_SCALE
+from kl_lens.weights.recipes import Recipe, fitting_recipe
 
 BACKUP = Recipe("int8")
 _GRIDS = {"INT4_SYM": "int4", "INT4_ASYM": "uint4"}

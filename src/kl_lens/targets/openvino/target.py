@@ -11,23 +11,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kl_lens.errors import TargetError
-from kl_lens.formats import Format
-from kl_lens.recipes import FP16, Recipe, fitting_recipe, parsed
-from kl_lens.records import Artifact, Plan
+from kl_lens.base.errors import TargetError
+from kl_lens.run.records import Artifact, Plan
 from kl_lens.targets.artifacts import read_artifact
 from kl_lens.targets.base import ExportOption, StockRecipe, Target
 from kl_lens.targets.contents import Contents
 from kl_lens.targets.openvino.benchmark_app import BenchmarkApp
 from kl_lens.targets.openvino.folder import IR_FILE, TOKENIZER_FILE, WEIGHT_FILE, graph_file
 from kl_lens.targets.session import Session, SessionSettings
+from kl_lens.weights.formats import Format
+from kl_lens.weights.recipes import FP16, Recipe, fitting_recipe, parsed
 
 if TYPE_CHECKING:
     import torch
 
-    from kl_lens.checkpoints import LoadedModel
-    from kl_lens.formats import Quantized
+    from kl_lens.model import LoadedModel
     from kl_lens.targets.dissection import Dissection
+    from kl_lens.weights.formats import Quantized
 
 _ARM = ("aarch64", "arm64")
 # Bytes that a quantized matrix adds to the .xml, compared with an FP16 one: its decompression nodes. (symmetric, in

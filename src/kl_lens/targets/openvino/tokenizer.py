@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import openvino as ov
 
-from kl_lens.errors import one_line
+from kl_lens.base.errors import one_line
 from kl_lens.targets.openvino.folder import DETOKENIZER_FILE, TOKENIZER_FILE
 from kl_lens.targets.openvino.rewrites import number_names
 from kl_lens.targets.varied_text import other_ids, varied_strings

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kl_lens.errors import TargetError, UnsupportedError
+from kl_lens.base.errors import TargetError, UnsupportedError
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
 Factors = float | torch.Tensor  # one, or (rows, 1)

@@ -1,0 +1,90 @@
+"""Environment variables for libraries, processors, memory."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from kl_lens.base.errors import KLLensError
+
+DEFAULTS = {
+    # Threads that spin while they wait take cores from other threads: on a busy machine two spinning threads are slower
+    # than one. Read when torch loads OpenMP.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    # With mimalloc (torch on Linux ARM), freed memory goes back to the system after 10 ms, and the next tensor of the
+    # same size pays for every page again: a tenth of a forward's time. Two seconds keep the buffers of a loop and still
+    # release memory between stages.
+    "MIMALLOC_PURGE_DELAY": "2000",
+}
+
+SPINS = "1000"
+# Prefixes of …_NUM_THREADS, which libraries read when they load, and the most that is accepted: with a million threads
+# the process ends without a word.
+THREAD_VARIABLES = ("OMP", "MKL", "OPENBLAS", "NUMBA")
+_MOST_THREADS = 4096
+
+
+def set_defaults() -> None:
+    """Sets variables that the user has not set. Call before torch is first imported."""
+    for name, value in DEFAULTS.items():
+        os.environ.setdefault(name, value)
+
+
+def require_thread_counts() -> None:
+    """Raises for numbers of threads that libraries cannot use; some crash, others ignore them with a page of text."""
+    for name in (f"{prefix}_NUM_THREADS" for prefix in THREAD_VARIABLES):
+        value = os.environ.get(name) or "1"
+        counts = value.split(",") if name.startswith("OMP") else [value]  # OpenMP takes one per level
+        if not all(re.fullmatch("[0-9]{1,4}", n.strip()) and 1 <= int(n) <= _MOST_THREADS for n in counts):
+            raise KLLensError(
+                f"{name}={value}: expected a number of threads from 1 to {_MOST_THREADS}; change it, or: unset {name}"
+            )
+
+
+@contextmanager
+def briefly_spinning() -> Iterator[None]:
+    """Around loading a library that brings OpenMP: its threads spin for some microseconds, then sleep.
+
+    llama.cpp's threads wait for each other hundreds of times per token. With two threads, sleeping at once (the setting
+    in `DEFAULTS`, which PyTorch needs) costs a fifth of the speed; spinning for long stalls when another process wants
+    the cores. The user's own setting wins.
+    """
+    name = "GOMP_SPINCOUNT"
+    if name in os.environ or os.environ.get("OMP_WAIT_POLICY", "PASSIVE") != DEFAULTS["OMP_WAIT_POLICY"]:
+        yield
+        return
+    os.environ[name] = SPINS
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+def for_child() -> dict[str, str]:
+    """Environment for a child Python: it can import what this one can."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
+def processors() -> int:
+    """Number of processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def peak_memory() -> int:
+    """Peak memory of this process in bytes (or of the one that started it, if larger)."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def available_memory() -> int:
+    """Free memory in bytes, without swapping."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            lines = dict(line.split(":", 1) for line in file)
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):  # not Linux: all memory
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

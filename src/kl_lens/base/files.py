@@ -1,0 +1,173 @@
+"""Atomic writing of files, and of folders whose files change all together or not at all.
+
+A process can be killed at any moment. One file is written next to its place and renamed. Several files that belong
+together are written into a hidden folder; one rename makes them count, and the next process that comes finishes moving
+them. What a killed process left is removed by the next one that writes there.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from kl_lens.base.errors import KLLensError
+
+RECORD_FILE = "artifact.json"  # describes the other files; moved last, removed first
+DERIVED = ".compiled"  # compiled by a runtime from the files; deleted with them
+_WRITING, _DECIDED = ".writing", ".decided"
+
+
+def write_text(path: Path, content: str) -> None:
+    """Replaces the content of `path` atomically; on failure the old file stays."""
+    with whole(path) as temporary:
+        temporary.write_text(content, encoding="utf-8")
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """Yields a temporary path that is renamed to the real one at the end."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _clear_files(path.parent)
+    temporary, handle = _locked_file(path)
+    try:
+        with naming(path):
+            yield temporary
+            # mkstemp makes private files; a result is for everybody who may read the folder.
+            os.chmod(temporary, 0o666 & ~_umask())
+            os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Errors of the system that name no file get this one's name."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        # A full disk does not say where it was met, and numpy says only what it could not write.
+        full = error.errno is None and any(word in str(error) for word in ("written", "free space"))
+        number = errno.ENOSPC if full else error.errno
+        if number is None:
+            raise
+        raise OSError(number, os.strerror(number), str(path)) from error
+
+
+def _locked_file(path: Path) -> tuple[Path, int]:
+    """A new file; its lock shows that its writer is alive."""
+    while True:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}.", suffix=_WRITING)
+        _lock(handle, wait=True)
+        if os.fstat(handle).st_nlink:  # else another process removed it before it was locked
+            return Path(name), handle
+        os.close(handle)
+
+
+def _clear_files(folder: Path) -> None:
+    """Removes temporary files of killed processes."""
+    for leftover in folder.glob(f".*{_WRITING}"):
+        with suppress(OSError):
+            handle = os.open(leftover, os.O_RDONLY)
+            try:
+                if leftover.is_file() and _lock(handle, wait=False):
+                    leftover.unlink()
+            finally:
+                os.close(handle)
+
+
+# -- folders -------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """Yields an empty folder. At the end its files move to `folder` all together; on failure, or if the process is
+    killed, the old files stay. Other files in the folder are not touched."""
+    new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        if not _lock(handle, wait=False):
+            raise KLLensError(f"{folder}: another process is writing there; wait until it is done")
+        _finish(folder)
+        for leftover in folder.glob(f"{_WRITING}*"):
+            shutil.rmtree(leftover)
+        place = folder / _WRITING
+        place.mkdir()
+        try:
+            yield place
+            os.rename(place, folder / _DECIDED)
+        except BaseException:
+            shutil.rmtree(place, ignore_errors=True)
+            if new:
+                with suppress(OSError):
+                    folder.rmdir()
+            raise
+        _finish(folder)
+    finally:
+        os.close(handle)
+
+
+def settle(folder: Path) -> None:
+    """Finishes what a killed process had decided. Call before reading a folder's record."""
+    if not (folder / _DECIDED).exists():
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        _lock(handle, wait=True)  # the holder is only moving files
+        _finish(folder)
+    except OSError as error:
+        raise KLLensError(
+            f"{folder}: an export was interrupted here and cannot be finished ({error.strerror}); export again"
+        ) from error
+    finally:
+        os.close(handle)
+
+
+def _finish(folder: Path) -> None:
+    """Moves the files; every step can be repeated. Meanwhile the folder has no record, so that none can describe the
+    wrong files."""
+    decided = folder / _DECIDED
+    if not decided.is_dir():
+        return
+    moved = sorted(decided.iterdir(), key=lambda path: path.name == RECORD_FILE)
+    if moved:
+        (folder / RECORD_FILE).unlink(missing_ok=True)
+        shutil.rmtree(folder / DERIVED, ignore_errors=True)
+    for path in moved:
+        place = folder / path.name
+        if place.is_dir():
+            shutil.rmtree(place)
+        os.replace(path, place)
+        path.unlink(missing_ok=True)  # of two links to one file, rename leaves both
+    decided.rmdir()
+
+
+def _lock(handle: int, *, wait: bool) -> bool:
+    """Whether this process has the lock; True on file systems without locks."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError as error:
+        return error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
+    return True
+
+
+def _umask() -> int:
+    with _READING_UMASK:  # it can only be read by changing it
+        mask = os.umask(0)
+        os.umask(mask)
+    return mask
+
+
+_READING_UMASK = threading.Lock()

@@ -1,6 +1,0 @@
-"""Calibration: statistics of every component's inputs on a text, gathered once and stored in the run folder."""
-
-from kl_lens.calibration.gathering import gather
-from kl_lens.calibration.stored import RunStatistics, StoredStatistics
-
-__all__ = ["RunStatistics", "StoredStatistics", "gather"]

@@ -1,0 +1,249 @@
+"""Which metric predicts real damage? Each candidate's metrics against its measured change in perplexity.
+
+The damage is the paired change in cross-entropy on held-out text. A second measure is the KL from the original there,
+which has no first-order term (docs/method.md). Kendall's τ says how well a metric, measured on calibration text, orders
+the candidates by damage; its confidence interval is a bootstrap over candidates. The damage's own error limits how
+large τ can get: the split-half τ of the damage shows that limit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import scipy  # its parts load on first use: that takes seconds
+
+from kl_lens.base.errors import RunError
+from kl_lens.run.folder import CALIBRATION, EVALUATION, Run, role_as
+from kl_lens.run.records import Estimate
+from kl_lens.run.samples import WindowMetrics, summarise
+
+# Metric → +1 if larger means more damage, -1 if less.
+DIRECTIONS = {
+    "kl_teacher_to_student": 1,
+    "kl_student_to_teacher": 1,
+    "mse": 1,
+    "sqnr_db": -1,
+    "delta_cross_entropy": 1,
+}
+BOOTSTRAPS = 1000
+# If the error is a larger share of the spread than this, noise affects the order as much as the damage does.
+LARGE_ERROR_SHARE = 1 / 3
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Correlation:
+    """Kendall's τ between a metric on calibration text and the damage on held-out text."""
+
+    damage: str  # perplexity (change in cross-entropy) or divergence (KL from the original)
+    metric: str
+    format: str
+    with_head: bool
+    calibration: str  # which text, and what share of its windows
+    candidates: int
+    tau: float
+    low: float  # 95 % interval, bootstrap over candidates
+    high: float
+    p_value: float
+
+
+@dataclass(frozen=True)
+class Reliability:
+    """How precisely the damage is known, for one format."""
+
+    format: str
+    with_head: bool
+    spread: float  # standard deviation of the damage over candidates, nats
+    median_error: float  # median standard error of one candidate's damage, nats
+    split_half_tau: float  # between the damage on even and on odd windows
+
+    @property
+    def is_noisy(self) -> bool:
+        return not self.median_error <= LARGE_ERROR_SHARE * self.spread
+
+
+@dataclass(frozen=True)
+class Point:
+    """One candidate in the figure: its metrics and its damage."""
+
+    component: str
+    format: str
+    is_head: bool
+    metrics: dict[str, Estimate]
+    damage: Estimate  # change in cross-entropy on held-out text, nats per token
+    delta_perplexity: Estimate
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """The result of `kl-lens rank`."""
+
+    perplexity: float  # of the original model on the held-out text, per token
+    evaluation_tokens: int
+    points: tuple[Point, ...]
+    correlations: tuple[Correlation, ...]
+    reliabilities: tuple[Reliability, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def rank(run: Run, shares: Sequence[float] = (1.0, 0.1, 0.05), seed: int = 0) -> Ranking:
+    """Correlates every metric with the damage, for each format, with and without the head.
+
+    For each share, the first so many calibration windows are used. Other calibration texts of the run (roles
+    `calibration:…`) are used whole.
+    """
+    damage = _samples(run, EVALUATION)
+    if not damage:
+        raise RunError(f"{run.folder} holds no damage measurements; run: kl-lens rank --run {run.folder}")
+    entropy, tokens = run.teacher_cross_entropy(EVALUATION)
+    head = run.identity["head"]
+    texts = [role for role in run.roles() if role == CALIBRATION or role.startswith(f"{CALIBRATION}:")]
+    correlations: list[Correlation] = []
+    reliabilities: list[Reliability] = []
+    full = _samples(run, CALIBRATION)
+    points = [
+        _point(key, full[key], damage[key], entropy, key[0] == head) for key in sorted(damage) if key in full
+    ]
+    for format_name in sorted({key[1] for key in damage}):
+        for with_head in (True, False):
+            keys = [k for k in damage if k[1] == format_name and (with_head or k[0] != head)]
+            if len(keys) < 3:
+                continue
+            reliabilities.append(_reliability(format_name, with_head, [damage[k] for k in keys]))
+            for role in texts:
+                samples = full if role == CALIBRATION else _samples(run, role)
+                for share in _distinct(shares, samples) if role == CALIBRATION else (1.0,):
+                    label = _label(role, share, samples)
+                    correlations += _correlate(
+                        {k: samples[k] for k in keys if k in samples},
+                        damage,
+                        share,
+                        format_name,
+                        with_head,
+                        label,
+                        seed,
+                    )
+    return Ranking(math.exp(entropy), tokens, tuple(points), tuple(correlations), tuple(reliabilities))
+
+
+Samples = Mapping[tuple[str, str], list[WindowMetrics]]
+
+
+def _samples(run: Run, role: str) -> dict[tuple[str, str], list[WindowMetrics]]:
+    """The run's default kind of measurements: weights alone, or with a target's activations."""
+    role = role_as(role, run.usual_target)
+    return {key: run.samples(role, *key) for key in run.measured_windows(role)}
+
+
+def _distinct(shares: Sequence[float], samples: Samples) -> list[float]:
+    """Shares with different numbers of windows: with few windows, 10 % and 5 % can both mean one."""
+    windows = min((len(s) for s in samples.values()), default=1)
+    return list({max(1, round(share * windows)): share for share in reversed(shares)}.values())[::-1]
+
+
+def _label(role: str, share: float, samples: Samples) -> str:
+    text = role.partition(":")[2] or "in domain"
+    windows = min(len(s) for s in samples.values()) if samples else 0
+    return f"{text}, {max(1, round(share * windows))} of {windows} windows"
+
+
+def _point(
+    key: tuple[str, str],
+    samples: list[WindowMetrics],
+    damage: list[WindowMetrics],
+    entropy: float,
+    is_head: bool,
+) -> Point:
+    change = summarise(damage)["delta_cross_entropy"]
+    perplexity = math.exp(entropy)
+    grown = math.exp(min(change.value, 700.0))
+    delta = Estimate(perplexity * (grown - 1), perplexity * grown * change.standard_error)
+    return Point(*key, is_head=is_head, metrics=summarise(samples), damage=change, delta_perplexity=delta)
+
+
+def _damage(windows: Sequence[WindowMetrics]) -> float:
+    return sum(w.delta_cross_entropy for w in windows) / sum(w.targets for w in windows)
+
+
+def _divergence(windows: Sequence[WindowMetrics]) -> float:
+    return sum(w.kl_teacher_to_student for w in windows) / sum(w.tokens for w in windows)
+
+
+def _reliability(format_name: str, with_head: bool, damages: Sequence[list[WindowMetrics]]) -> Reliability:
+    estimates = [summarise(d)["delta_cross_entropy"] for d in damages]
+    even, odd = [_damage(d[::2]) for d in damages], [_damage(d[1::2] or d) for d in damages]
+    return Reliability(
+        format=format_name,
+        with_head=with_head,
+        spread=float(np.std([e.value for e in estimates], ddof=1)),
+        median_error=float(np.median([e.standard_error for e in estimates])),
+        split_half_tau=float(scipy.stats.kendalltau(even, odd).statistic),
+    )
+
+
+def _correlate(
+    samples: Samples,
+    damage: Samples,
+    share: float,
+    format_name: str,
+    with_head: bool,
+    label: str,
+    seed: int,
+) -> list[Correlation]:
+    keys = list(samples)
+    if len(keys) < 3:
+        return []
+    targets = {
+        "perplexity": np.array([_damage(damage[k]) for k in keys]),
+        "divergence": np.array([_divergence(damage[k]) for k in keys]),
+    }
+    summaries = [summarise(samples[k][: max(1, round(share * len(samples[k])))]) for k in keys]
+    correlations = []
+    for kind, metric in itertools.product(targets, DIRECTIONS):
+        values = DIRECTIONS[metric] * np.array([s[metric].value for s in summaries])
+        result = scipy.stats.kendalltau(values, targets[kind])
+        low, high = _interval(values, targets[kind], seed)
+        correlations.append(
+            Correlation(
+                kind,
+                metric,
+                format_name,
+                with_head,
+                label,
+                len(keys),
+                float(result.statistic),
+                low,
+                high,
+                float(result.pvalue),
+            )
+        )
+    return correlations
+
+
+def _interval(values: Floats, target: Floats, seed: int) -> tuple[float, float]:
+    """95 % interval of τ-b by bootstrap. A draw is one weight per candidate, so all draws take three products."""
+    count = len(values)
+    x = np.sign(values[:, None] - values[None, :])
+    y = np.sign(target[:, None] - target[None, :])
+    weights = (
+        np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), BOOTSTRAPS).astype(float)
+    )
+
+    def total(pairs: Floats) -> Floats:
+        return np.einsum("bi,bi->b", weights @ pairs, weights)
+
+    untied = np.sqrt(total(np.abs(x)) * total(np.abs(y)))
+    drawn = total(x * y)[untied > 0] / untied[untied > 0]
+    if not len(drawn):
+        return math.nan, math.nan
+    low, high = np.quantile(drawn, [0.025, 0.975])
+    return float(low), float(high)

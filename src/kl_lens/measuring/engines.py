@@ -1,0 +1,499 @@
+"""Two engines that measure the same thing: `plain`, which is easy to check by reading, and `fast`.
+
+Both yield, for every perturbation, the metrics of every window. The plain engine runs the whole model for each
+perturbation and compares in plain torch. The fast engine starts at the first perturbed block from the teacher's cached
+states, runs only the parts of that block whose inputs or weights differ, stacks candidates of one block into a
+shared suffix when batches are small, and computes logits and metrics in chunks of rows.
+"""
+
+from __future__ import annotations
+
+import gc
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from kl_lens.base.accelerators import free_memory, runs_triton
+from kl_lens.measuring.input_major import InputMajor, gains_by_input_major
+from kl_lens.measuring.metrics import (
+    Floats,
+    TeacherRows,
+    compare,
+    compared_metrics,
+    kernels_hold,
+    mended,
+    window_metrics,
+)
+from kl_lens.measuring.perturbation import (
+    Kernels,
+    Perturbation,
+    Replacement,
+    applied,
+    first_block,
+    replacements,
+)
+from kl_lens.measuring.precision import FLOAT32, TensorCores, precision_for
+from kl_lens.measuring.teacher import Batch, Teacher, batch_tokens, window_bytes
+from kl_lens.model import LoadedModel, States
+from kl_lens.run.samples import WindowMetrics
+
+Finish = Callable[[], list[list[WindowMetrics]]]
+Rows = Callable[[], Floats]  # waits for the result of `compare`
+
+DEFAULT_MEMORY = 8 * 10**9  # on a GPU: most of what is free there
+
+
+def memory_on(device: torch.device, budget: int) -> int:
+    """The budget; for the default on a GPU, most of its free memory. Some stays free because the model's own code,
+    which runs for the noise floor, takes a gigabyte or more on any card."""
+    if device.type != "cuda" or budget != DEFAULT_MEMORY:
+        return budget
+    free = free_memory(device)
+    return int(0.85 * max(free - (5 << 28), free // 4))
+
+
+class Engine(ABC):
+    """Measures perturbations on windows of ids."""
+
+    name: ClassVar[str]
+    precision = FLOAT32
+    sharers = 1  # processes that share the memory for states
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        memory_budget: int = DEFAULT_MEMORY,
+        deployed: Kernels | None = None,
+        precision: str | None = None,
+        *,
+        scratch: Path | None = None,
+        remembers_parts: bool = True,
+    ) -> None:
+        """
+        Args:
+            precision: of matrix products, see `precision.py`; the plain engine always uses float32.
+            scratch: a folder for states that do not fit into memory.
+            remembers_parts: keep outputs of block parts; pays if each candidate changes one part.
+        """
+        self.model = model
+        self.deployed = deployed
+        self.scratch, self.remembers_parts = scratch, remembers_parts
+        self.chain = model.chain
+        # Before anything is perturbed.
+        self.chain.uses_kernels()
+        self.chain.distrust(compared_metrics(self.chain.device.type))
+        self.memory_budget = memory_on(self.chain.device, memory_budget)
+        self.vocabulary = model.anatomy.component(model.anatomy.head).shape[0]
+
+    def perturbed(
+        self, perturbation: Perturbation, weights: Sequence[Replacement]
+    ) -> AbstractContextManager[None]:
+        """Within, the model has the perturbation's weights and, as deployed, the runtime's activations."""
+        return applied(self.model, perturbation.recipes, weights, self.deployed)
+
+    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+        """The original model's logits, in this engine's precision."""
+        return self.chain.full_logits(ids)
+
+    @property
+    def states_budget(self) -> int:
+        """Bytes for the teacher's states; the rest of the budget is working memory."""
+        return self.memory_budget // 2 // self.sharers
+
+    def slabs(self, ids: torch.Tensor) -> list[range]:
+        """Ranges of windows whose teacher states fit into the memory budget."""
+        most = self.slab_windows(ids.shape[1])
+        return [range(first, min(first + most, len(ids))) for first in range(0, len(ids), most)]
+
+    def slab_windows(self, length: int) -> int:
+        """Windows in a slab: whole batches, so that batches do not depend on where slabs end."""
+        width = int(self.chain.head.weight.shape[1])  # type: ignore[index]
+        most = max(1, self.states_budget // window_bytes(self.chain, length, width, self.vocabulary))
+        return most - most % min(most, self.batch_windows(length))
+
+    @abstractmethod
+    def batch_windows(self, length: int) -> int:
+        """Windows of this length that run together."""
+
+    @abstractmethod
+    def prepare(self, ids: torch.Tensor) -> None:
+        """Runs the teacher on these windows (one slab); `measure` compares against it."""
+
+    def groups(self, perturbations: Sequence[Perturbation], rows: int | None = None) -> Iterator[list[int]]:
+        """Indices of perturbations that are measured together. `rows`: of a batch; None: of the prepared ones."""
+        for index in range(len(perturbations)):
+            yield [index]
+
+    @abstractmethod
+    def started(self, perturbations: Sequence[Perturbation]) -> Finish:
+        """Starts measuring one group. Calling the result waits for the windows of each perturbation."""
+
+    def in_turn(
+        self, perturbations: Sequence[Perturbation], groups: Iterable[list[int]]
+    ) -> Iterator[tuple[list[int], list[list[WindowMetrics]]]]:
+        """These groups with their results. A GPU works on the next group while the last one's numbers are summed."""
+        behind = 1 if self.chain.device.type == "cuda" else 0
+        waiting: deque[tuple[list[int], Finish]] = deque()
+        for group in groups:
+            own = [perturbations[index] for index in group]
+            start: Finish | None = None
+            with suppress(torch.OutOfMemoryError):
+                start = self.started(own)
+            if start is None:  # finish what waits, and try again with all that it held, one at a time
+                yield from ((done, finish()) for done, finish in waiting)
+                waiting.clear()
+                for index in group:
+                    _empty_gpu()
+                    yield [index], self.started([perturbations[index]])()
+                continue
+            waiting.append((group, start))
+            while len(waiting) > behind:
+                done, finish = waiting.popleft()
+                yield done, finish()
+        for done, finish in waiting:
+            yield done, finish()
+
+    def measure(self, perturbations: Sequence[Perturbation]) -> list[list[WindowMetrics]]:
+        """The windows of each perturbation."""
+        measured: dict[int, list[WindowMetrics]] = {}
+        for group, results in self.in_turn(perturbations, self.groups(perturbations)):
+            measured.update(zip(group, results, strict=True))
+        return [measured[index] for index in range(len(perturbations))]
+
+    @abstractmethod
+    def teacher_cross_entropy(self) -> Floats:
+        """The teacher's summed cross-entropy on each prepared window."""
+
+
+class PlainEngine(Engine):
+    """One full forward per perturbation, by the model's own code. The reference."""
+
+    name = "plain"
+
+    def prepare(self, ids: torch.Tensor) -> None:
+        self.ids = ids.to(self.chain.device)
+        self.targets = self.chain.task.targets(self.ids)
+        self.per_batch = self.batch_windows(ids.shape[1])
+        # The teacher runs once if its logits fit, and slabs are cut so that they do.
+        keep = ids.numel() * self.vocabulary * 4 <= self.memory_budget // 2
+        self._kept: dict[int, TeacherRows] = {}  # free the last slab before the next one
+        self._kept = {w.start: self._run_teacher(w) for w in self._batches()} if keep else {}
+
+    def batch_windows(self, length: int) -> int:
+        """A few at a time, so that whole logits fit."""
+        limit = self.memory_budget // 8 // (4 * self.vocabulary * length)
+        return max(1, min(self.chain.task.rows_at_once // length, limit))
+
+    def _batches(self) -> Iterator[slice]:
+        for first in range(0, len(self.ids), self.per_batch):
+            yield slice(first, min(first + self.per_batch, len(self.ids)))
+
+    def _teacher(self, windows: slice) -> TeacherRows:
+        return self._kept.get(windows.start) or self._run_teacher(windows)
+
+    def _run_teacher(self, windows: slice) -> TeacherRows:
+        logits = self.chain.full_logits(self.ids[windows]).flatten(0, 1)
+        return TeacherRows.of(logits, self.targets[windows].flatten())
+
+    def teacher_cross_entropy(self) -> Floats:
+        return np.concatenate(
+            [
+                self._teacher(windows).cross_entropy.cpu().numpy().reshape(-1, self.ids.shape[1]).sum(1)
+                for windows in self._batches()
+            ]
+        )
+
+    def started(self, perturbations: Sequence[Perturbation]) -> Finish:
+        results = [self._measure_one(perturbation) for perturbation in perturbations]
+        return lambda: results
+
+    def _measure_one(self, perturbation: Perturbation) -> list[WindowMetrics]:
+        time = self.ids.shape[1]
+        metrics: list[WindowMetrics] = []
+        weights = replacements(self.model, perturbation, self.deployed)
+        for windows in self._batches():
+            teacher = self._teacher(windows)
+            with self.perturbed(perturbation, weights):
+                student = self.chain.full_logits(self.ids[windows]).flatten(0, 1)
+            rows = compare(teacher, student, kernel=False).reshape(-1, time, 5)
+            signal = teacher.logits.square().sum(-1, dtype=torch.float64).cpu().numpy().reshape(-1, time)
+            for window, values, power in zip(range(windows.start, windows.stop), rows, signal, strict=True):
+                metrics.append(
+                    window_metrics(window, values, power, _count(self.targets[window]), self.vocabulary)
+                )
+        return metrics
+
+
+class Student:
+    """A prepared perturbation: its weights, the first block that differs from the teacher, and its own head, if any."""
+
+    def __init__(self, model: LoadedModel, perturbation: Perturbation, kernels: Kernels | None) -> None:
+        self.perturbation = perturbation
+        self.weights = replacements(model, perturbation, kernels)
+        self.start = first_block(model.anatomy, perturbation)
+        head = model.chain.head.weight
+        self.has_own_head = any(parameter is head for parameter, _ in self.weights)
+
+
+class FastEngine(Engine):
+    """Runs only suffixes, from cached states, with chunked logits: the same numbers for far less work."""
+
+    name = "fast"
+    _teacher: Teacher | None = None
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        memory_budget: int = DEFAULT_MEMORY,
+        deployed: Kernels | None = None,
+        precision: str | None = None,
+        **how: Any,
+    ) -> None:
+        super().__init__(model, memory_budget, deployed, **how)
+        # As deployed, a runtime's rounding is modelled: as exactly as in float32, whatever is asked for.
+        self.precision = precision_for(precision if deployed is None else None, model)
+        self.batch_tokens = batch_tokens(self.chain, self.memory_budget)
+
+    @cached_property
+    def _layout(self) -> InputMajor | TensorCores:
+        """What makes products faster: tensor cores, or copies of weights. Which weights are copied depends on model and
+        budget, never on the windows, because a resumed sweep must repeat the same arithmetic."""
+        if self.precision != FLOAT32:
+            return TensorCores([*self.chain.blocks, self.chain.head], self.precision)
+        useful = self.deployed is None and gains_by_input_major(self.chain.device)
+        return InputMajor([*self.chain.blocks, self.chain.head], self.memory_budget // 8 if useful else 0)
+
+    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+        with self._layout.active() if self.precision != FLOAT32 else nullcontext():
+            return self.chain.full_logits(ids)
+
+    @property
+    def states_budget(self) -> int:
+        return max(0, self.memory_budget // 2 - self._layout.bytes) // self.sharers
+
+    def prepare(self, ids: torch.Tensor) -> None:
+        self.ids = ids.to(self.chain.device)
+        self._teacher = None  # free the last slab first: two would not fit
+        run = partial(
+            Teacher,
+            self.chain,
+            self.ids,
+            budget=self.states_budget,
+            vocabulary=self.vocabulary,
+            layout=self._layout,
+            # As deployed, unperturbed parts may give other outputs too.
+            remember_parts=self.remembers_parts and self.deployed is None,
+            tokens=self.batch_tokens,
+        )
+        with suppress(torch.OutOfMemoryError):
+            self._teacher = run()
+        if self._teacher is None:
+            _empty_gpu()
+            self._teacher = run()
+        self._signal = [self.teacher.signal(batch) for batch in self.teacher.batches]
+        # Counted here once: reading a value from a GPU waits for all its pending work.
+        self._counts = [(batch.targets >= 0).sum(1).tolist() for batch in self.teacher.batches]
+
+    @property
+    def teacher(self) -> Teacher:
+        if self._teacher is None:
+            raise RuntimeError("prepare() comes first")
+        return self._teacher
+
+    def teacher_cross_entropy(self) -> Floats:
+        return self.teacher.cross_entropy()
+
+    def _students(self, perturbations: Sequence[Perturbation]) -> list[Student]:
+        """Prepared perturbations. On a GPU in a stream of their own, because quantizing waits for its own results."""
+        if self.chain.device.type != "cuda":
+            return [Student(self.model, perturbation, self.deployed) for perturbation in perturbations]
+        main = torch.cuda.current_stream()
+        with torch.cuda.stream(self._beside):
+            students = [Student(self.model, perturbation, self.deployed) for perturbation in perturbations]
+        main.wait_stream(self._beside)
+        for student in students:
+            for _, weight in student.weights:
+                weight.record_stream(main)
+        return students
+
+    @cached_property
+    def _beside(self) -> torch.cuda.Stream:
+        torch.cuda.synchronize()  # weights must have arrived
+        return torch.cuda.Stream(priority=-1)
+
+    def started(self, perturbations: Sequence[Perturbation]) -> Finish:
+        students = self._students(perturbations)
+        batches, signals, counts = self.teacher.batches, self._signal, self._counts
+        measured = [self._measure_batch(batch, students) for batch in batches]
+
+        def finish() -> list[list[WindowMetrics]]:
+            metrics: list[list[WindowMetrics]] = [[] for _ in students]
+            for batch, signal, targets, members in zip(batches, signals, counts, measured, strict=True):
+                for windows, rows in zip(metrics, members, strict=True):
+                    windows += self._windows(batch, rows(), signal, targets)
+            return metrics
+
+        return finish
+
+    def batch_windows(self, length: int) -> int:
+        return max(1, self.batch_tokens // length)
+
+    def groups(self, perturbations: Sequence[Perturbation], rows: int | None = None) -> Iterator[list[int]]:
+        """Neighbours that differ from the teacher in the same single block can share a stacked suffix."""
+        rows = rows or max(batch.rows for batch in self.teacher.batches)
+        most = max(1, self.batch_tokens // rows)
+        group: list[int] = []
+        room = 0
+        for index, perturbation in enumerate(perturbations):
+            block = self._only_block(perturbation)
+            size = 4 * sum(self.model.anatomy.component(name).parameters for name in perturbation.recipes)
+            fits = group and block is not None and block == self._only_block(perturbations[group[0]])
+            if group and not (fits and len(group) < most and size <= room):
+                yield group
+                group = []
+            # For the group's weights: the experts of a layer are one component, and may take gigabytes.
+            room = (room if group else self.memory_budget // 8) - size
+            group.append(index)
+        if group:
+            yield group
+
+    def _only_block(self, perturbation: Perturbation) -> int | None:
+        blocks: set[int] = set()
+        for name in perturbation.recipes:
+            component = self.model.anatomy.component(name)
+            if not component.blocks:
+                return None
+            blocks.update(component.blocks)
+        return blocks.pop() if len(blocks) == 1 else None
+
+    def _measure_batch(self, batch: Batch, students: Sequence[Student]) -> list[Rows]:
+        """(rows, 5) for each student."""
+        with self.teacher.running():
+            return self._measure_running(batch, students)
+
+    def _measure_running(self, batch: Batch, students: Sequence[Student]) -> list[Rows]:
+        if len(students) == 1:
+            states = self._states(batch, students[0])
+            return self._compare(batch, [states], students[0] if students[0].has_own_head else None)
+        block = students[0].start
+        outputs = []
+        for student in students:
+            with self.perturbed(student.perturbation, student.weights):
+                outputs.append(self._first_block(batch, student))
+        hidden = self.chain.run(States.stacked(outputs), batch.calls, block + 1)
+        states = self.chain.finish(hidden, batch.calls)
+        return self._compare(batch, list(states.chunk(len(students))))
+
+    def _states(self, batch: Batch, student: Student) -> torch.Tensor:
+        """The states that enter the student's head."""
+        if student.start == len(self.chain):
+            return batch.states
+        with self.perturbed(student.perturbation, student.weights):
+            if student.start < 0:
+                calls = self.chain.calls(batch.calls.ids)
+                return self.chain.finish(self.chain.run(calls.hidden, calls, 0), calls)
+            hidden = self.chain.run(self._first_block(batch, student), batch.calls, student.start + 1)
+            return self.chain.finish(hidden, batch.calls)
+
+    def _first_block(self, batch: Batch, student: Student) -> States:
+        """Output of the first perturbed block; its unaffected parts do not run again."""
+        block = student.start
+        memo = batch.memos[block]
+        if memo is None:
+            return self.chain.run(batch.inputs[block], batch.calls, block, block + 1)
+        perturbed = {id(parameter) for parameter, _ in student.weights}
+        with memo.replaying(perturbed):
+            return self.chain.run(batch.inputs[block], batch.calls, block, block + 1)
+
+    def _compare(
+        self, batch: Batch, states: Sequence[torch.Tensor], own_head: Student | None = None
+    ) -> list[Rows]:
+        """`own_head`: the student, if its head is perturbed too; the teacher's logits use the original head."""
+        if runs_triton(self.chain.device) and kernels_hold(self.chain.device):
+            return self._compare_on_gpu(batch, states, own_head)
+        parts: list[list[Floats]] = [[] for _ in states]
+        for rows, teacher in self.teacher.rows(batch):
+            for member, entering in enumerate(states):
+                logits = self._logits(entering.flatten(0, 1)[rows], own_head)
+                parts[member].append(compare(teacher, logits))
+        return [partial(np.concatenate, part) for part in parts]
+
+    def _compare_on_gpu(
+        self, batch: Batch, states: Sequence[torch.Tensor], own_head: Student | None
+    ) -> list[Rows]:
+        """The same without waiting for the GPU: the next student is quantized meanwhile."""
+        from kl_lens.measuring.triton_metrics import SharedHead, compare_logits
+
+        head, scale = self.chain.head.weight, self.chain.head_scale
+        fused = self.precision != FLOAT32 and scale is not None and own_head is None
+        shared = SharedHead(head, scale) if fused else None  # type: ignore[arg-type]
+        flat = [entering.flatten(0, 1) for entering in states]
+        originals = batch.states.flatten(0, 1)
+        parts: list[list[torch.Tensor]] = [[] for _ in states]
+        for rows, teacher in self.teacher.rows(batch):
+            given = teacher.logits, teacher.lse, teacher.top, teacher.targets
+            for part, entering in zip(parts, flat, strict=True):
+                if shared is not None:
+                    part.append(shared.compare(entering[rows], originals[rows], *given))
+                else:
+                    part.append(compare_logits(*given, self._logits(entering[rows], own_head).float()))
+
+        def both(entering: torch.Tensor, bad: torch.Tensor) -> tuple[TeacherRows, torch.Tensor]:
+            at = bad.to(entering.device)
+            with self.teacher.running():
+                original = self.chain.logits(originals[at])
+                return TeacherRows.of(original, batch.targets.flatten()[at]), self._logits(
+                    entering[at], own_head
+                ).float()
+
+        def later(rows: torch.Tensor, entering: torch.Tensor) -> Rows:
+            """Starts the copy to the host now; the caller waits for it later while the GPU goes on."""
+            there = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+            there.copy_(rows, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+
+            def wait() -> Floats:
+                arrived.synchronize()
+                return mended(there.numpy(), partial(both, entering))
+
+            return wait
+
+        return [later(torch.cat(part), entering) for part, entering in zip(parts, flat, strict=True)]
+
+    def _logits(self, states: torch.Tensor, own_head: Student | None) -> torch.Tensor:
+        if own_head is None:
+            return self.chain.logits(states)
+        with self.perturbed(own_head.perturbation, own_head.weights):
+            return self.chain.logits(states)
+
+    def _windows(
+        self, batch: Batch, rows: Floats, signal: Floats, targets: Sequence[int]
+    ) -> list[WindowMetrics]:
+        time = batch.targets.shape[1]
+        by_window, power = rows.reshape(-1, time, 5), signal.reshape(-1, time)
+        return [
+            window_metrics(window, by_window[k], power[k], targets[k], self.vocabulary)
+            for k, window in enumerate(batch.windows)
+        ]
+
+
+def _empty_gpu() -> None:
+    """Uncollected cycles may hold gigabytes of its memory."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def _count(targets: torch.Tensor) -> int:
+    """Rows that have a true next token."""
+    return int((targets >= 0).sum())
+
+
+ENGINES: dict[str, type[Engine]] = {FastEngine.name: FastEngine, PlainEngine.name: PlainEngine}

@@ -1,0 +1,105 @@
+"""Measures whole plans on held-out text: many components perturbed at once, with the sweep's engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kl_lens.measuring.choosing import engine_for
+from kl_lens.measuring.engines import DEFAULT_MEMORY, FastEngine
+from kl_lens.measuring.metrics import check_finite
+from kl_lens.measuring.perturbation import Kernels, Perturbation
+from kl_lens.model import LoadedModel
+from kl_lens.run.records import Estimate
+from kl_lens.run.samples import WindowMetrics, summarise, window_kl
+from kl_lens.text import Windows
+from kl_lens.weights.recipes import FP16, Recipe, parsed
+
+
+@dataclass(frozen=True)
+class JointResult:
+    """A plan's loss on some text."""
+
+    kl: Estimate  # KL(original ‖ planned), nats per token
+    delta_cross_entropy: Estimate
+    perplexity: Estimate  # per token, of the planned model
+    original_perplexity: float
+    windows: npt.NDArray[np.float64]  # mean KL of each window
+
+
+class PlanMeter:
+    """Measures plans against the original model on fixed windows; each plan once.
+
+    Components at `fp16` keep their weights: the original is the checkpoint as loaded, and its reference points are
+    FP16 already.
+
+    Example:
+        >>> meter = PlanMeter(model, windows)
+        >>> meter.measure({"backbone.layers.0.mixer.in_proj": "int4"}).kl
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        windows: Windows,
+        memory_budget: int = DEFAULT_MEMORY,
+        deployed: Kernels | None = None,
+    ) -> None:
+        """`deployed`: measure with the activations of a runtime's kernels, not only with quantized weights."""
+        self.model = model
+        self.text = windows
+        # A plan changes nearly every part, so recorded outputs would hardly be used.
+        self._engine = engine_for(
+            FastEngine.name, model, windows.ids, memory_budget, deployed, remembers_parts=False
+        )
+        self._slabs = self._engine.slabs(windows.ids)
+        self._prepared: range | None = None
+        self._entropy: dict[int, float] = {}
+        self._known: dict[tuple[tuple[str, Recipe], ...], JointResult] = {}
+
+    def kl_by_window(self, assignment: Mapping[str, str]) -> npt.NDArray[np.float64]:
+        return self.measure(assignment).windows
+
+    def perplexity(self, assignment: Mapping[str, str]) -> float:
+        return self.measure(assignment).perplexity.value
+
+    @property
+    def known(self) -> list[tuple[dict[str, Recipe], JointResult]]:
+        """The plans measured so far, with their results."""
+        return [(dict(key), result) for key, result in self._known.items() if key]
+
+    def measure(self, assignment: Mapping[str, str]) -> JointResult:
+        key = tuple(sorted((name, recipe) for name, recipe in parsed(assignment).items() if recipe != FP16))
+        if key not in self._known:
+            self._known[key] = self._result(self._windows(Perturbation(dict(key))))
+        return self._known[key]
+
+    def _windows(self, perturbation: Perturbation) -> list[WindowMetrics]:
+        metrics: list[WindowMetrics] = []
+        for slab in self._slabs:
+            if self._prepared != slab:
+                self._engine.prepare(self.text.ids[slab.start : slab.stop])
+                self._prepared = slab
+                entropies = self._engine.teacher_cross_entropy()
+                self._entropy.update(zip(slab, entropies.tolist(), strict=True))
+            metrics += self._engine.measure([perturbation])[0]
+        check_finite("this plan", [(k, w.kl_teacher_to_student) for k, w in enumerate(metrics)])
+        return metrics
+
+    def _result(self, windows: list[WindowMetrics]) -> JointResult:
+        summary = summarise(windows)
+        entropy = sum(self._entropy.values()) / sum(w.targets for w in windows)
+        change = summary["delta_cross_entropy"]
+        value = math.exp(min(entropy + change.value, 700.0))
+        return JointResult(
+            kl=summary["kl_teacher_to_student"],
+            delta_cross_entropy=change,
+            # Only the error of the change: the part that both models share cancels when plans are compared.
+            perplexity=Estimate(value, value * change.standard_error),
+            original_perplexity=math.exp(entropy),
+            windows=window_kl(windows),
+        )

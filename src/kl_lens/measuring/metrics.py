@@ -1,0 +1,213 @@
+"""How a perturbed model's output distributions differ from the original's, token by token.
+
+Everything is computed from one chunk of rows at a time, so memory never grows with tokens × vocabulary. On CPU the
+row kernel of `metric_kernel` does the work, on a GPU those of `triton_metrics`; elsewhere, and as the reference, plain
+torch does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kl_lens.base.accelerators import runs_triton
+from kl_lens.base.errors import RunError
+from kl_lens.measuring import metric_kernel
+from kl_lens.model.kernels import Comparison
+from kl_lens.run.samples import WindowMetrics
+
+Floats = npt.NDArray[np.float64]  # (rows, 5), or one value per row or window
+
+
+@dataclass(frozen=True)
+class TeacherRows:
+    """The original model's side of some rows."""
+
+    logits: torch.Tensor  # (rows, vocabulary), float32
+    lse: torch.Tensor  # (rows,), float64
+    top: torch.Tensor  # (rows,), int64
+    targets: torch.Tensor  # (rows,), int64: the true next token, -1 where there is none
+
+    @classmethod
+    def of(cls, logits: torch.Tensor, targets: torch.Tensor) -> Self:
+        return cls.computed(logits, targets, kernel=kernels_hold(logits.device))
+
+    @classmethod
+    def computed(cls, logits: torch.Tensor, targets: torch.Tensor, *, kernel: bool) -> Self:
+        logits = logits.float()
+        if kernel and logits.device.type == "cpu":
+            rows = logits.contiguous().numpy()
+            lse = torch.from_numpy(metric_kernel.log_sum_exp(rows))
+            top = torch.from_numpy(rows.argmax(-1))  # ten times as fast as torch's
+        else:
+            lse, top = torch.logsumexp(logits.double(), -1), logits.argmax(-1)
+        return cls(logits, lse, top, targets)
+
+    def some(self, rows: torch.Tensor) -> Self:
+        """A few of the rows, by index."""
+        at = rows.to(self.lse.device)
+        return replace(
+            self, logits=self.logits[at], lse=self.lse[at], top=self.top[at], targets=self.targets[at]
+        )
+
+    @property
+    def cross_entropy(self) -> torch.Tensor:
+        """Per row, in nats; 0 where there is no target."""
+        has_target = self.targets >= 0
+        at_target = self.logits.gather(1, self.targets.clamp(min=0)[:, None])[:, 0].double()
+        return torch.where(has_target, self.lse - at_target, 0.0)
+
+
+# Columns of the array that compare() returns.
+KL_TEACHER_STUDENT, KL_STUDENT_TEACHER, SQUARED_ERROR, DELTA_CROSS_ENTROPY, SAME_TOP = range(5)
+
+
+def compare(teacher: TeacherRows, student: torch.Tensor, *, kernel: bool = True) -> Floats:
+    """(rows, 5): both divergences, Σ squared error, change in cross-entropy, same top token."""
+    student = student.float()
+    if kernel and kernels_hold(student.device):
+        return _compare_by_kernel(teacher, student)
+    return _compare_reference(teacher, student)
+
+
+def _compare_by_kernel(teacher: TeacherRows, student: torch.Tensor) -> Floats:
+    if student.device.type == "cpu":
+        return metric_kernel.compare_rows(
+            teacher.logits.contiguous().numpy(),
+            teacher.lse.numpy(),
+            teacher.top.numpy(),
+            student.contiguous().numpy(),
+            teacher.targets.numpy(),
+        )
+    from kl_lens.measuring.triton_metrics import compare_logits
+
+    t = teacher
+    rows = compare_logits(t.logits, t.lse, t.top, t.targets, student).cpu().numpy()
+    return mended(rows, lambda bad: (t.some(bad), student[bad]))
+
+
+def kernels_hold(device: torch.device) -> bool:
+    """Whether there are kernels for this device, and they are right."""
+    if device.type != "cpu" and not runs_triton(device):
+        return False
+    return all(comparison.holds for comparison in compared_metrics(device.type))
+
+
+# Largest mean error of a row's metrics, relative to each; sound kernels are off by 1e-6. With a shared head, the
+# difference of the logits comes from a product of halves.
+_ROUNDING, _ROUNDING_OF_HALVES = 3e-5, 5e-4
+
+
+@cache
+def compared_metrics(device: str) -> list[Comparison]:
+    """The kernels that compare logits beside the textbook's formulas in double precision, on random rows."""
+    generator = torch.Generator().manual_seed(0)
+    states, moves = torch.randn(2, 60, 64, generator=generator)
+    head = torch.randn(2500, 64, generator=generator) / 4  # three tiles, the last one not full
+    moved = states + moves * torch.logspace(-2, 0, 60)[:, None]
+    states, moved, head = (tensor.to(device) for tensor in (states, moved, head))
+    targets = torch.arange(60, device=device)
+    teacher = TeacherRows.computed(states @ head.T, targets, kernel=True)
+    student = moved @ head.T
+
+    exact = _textbook(teacher.logits.double(), student.double(), targets).cpu().numpy()
+    sizes = np.abs(exact)
+    sizes[:, DELTA_CROSS_ENTROPY] = sizes[:, DELTA_CROSS_ENTROPY].mean()  # those of single rows may be zero
+
+    def error(rows: Floats) -> float:
+        return float((np.abs(rows[:, :4] - exact) / sizes).mean(0).max())
+
+    found = [Comparison("KL", error(_compare_by_kernel(teacher, student)), _ROUNDING)]
+    if device != "cpu":
+        from kl_lens.measuring.triton_metrics import SharedHead, compare_logits
+
+        given = teacher.logits, teacher.lse, teacher.top, targets
+        rows = compare_logits(*given, student - teacher.logits, moved=True).cpu().numpy()
+        found.append(Comparison("KL from differences", error(rows), _ROUNDING))
+        rows = SharedHead(head, 1.0).compare(moved, states, *given).cpu().numpy()
+        found.append(Comparison("KL behind a shared head", error(rows), _ROUNDING_OF_HALVES))
+    return found
+
+
+def _textbook(teacher: torch.Tensor, student: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The first four columns of `compare`, from logits in double precision."""
+    log_p, log_q = teacher.log_softmax(-1), student.log_softmax(-1)
+    at = targets[:, None]
+    columns = (
+        (log_p.exp() * (log_p - log_q)).sum(-1),
+        (log_q.exp() * (log_q - log_p)).sum(-1),
+        (student - teacher).square().sum(-1),
+        (log_p.gather(1, at) - log_q.gather(1, at))[:, 0],
+    )
+    return torch.stack(columns, 1)
+
+
+def mended(rows: Floats, again: Callable[[torch.Tensor], tuple[TeacherRows, torch.Tensor]]) -> Floats:
+    """The rows from a GPU's kernels; those that are NaN or infinite are computed again in plain torch.
+
+    The kernels overflow where a student is certain of a token that the teacher thinks impossible. `again` gives the
+    logits of both models for some rows.
+    """
+    wrong = torch.from_numpy(np.flatnonzero(~np.isfinite(rows).all(1)))
+    for bad in wrong.split(256) if len(wrong) else ():
+        rows[bad.numpy()] = _compare_reference(*again(bad))
+    return rows
+
+
+def _compare_reference(teacher: TeacherRows, student: torch.Tensor) -> Floats:
+    """The same in plain torch, float32 with double sums; metric_kernel's docstring explains the formulas."""
+    lse = torch.logsumexp(student.double(), -1)
+    log_p = teacher.logits - teacher.lse.float()[:, None]
+    d = (student - teacher.logits) - (lse - teacher.lse).float()[:, None]
+    p, q = log_p.exp(), (student - lse.float()[:, None]).exp()
+    # q - p - p·d loses precision for small d; there the first terms of the series are exact.
+    small = d.abs() < 0.1
+    square = p * d * d
+    forward = torch.where(small, square * (1 / 2 + d * (1 / 6 + d * (1 / 24 + d / 120))), q - p - p * d)
+    backward = torch.where(small, square * (1 / 2 + d * (1 / 3 + d * (1 / 8 + d / 30))), q * d - q + p)
+    has_target = teacher.targets >= 0
+    at_target = teacher.targets.clamp(min=0)[:, None]
+    teacher_there = teacher.logits.gather(1, at_target)[:, 0].double() - teacher.lse
+    student_there = student.gather(1, at_target)[:, 0].double() - lse
+    columns = (
+        forward.sum(-1, dtype=torch.float64),
+        backward.sum(-1, dtype=torch.float64),
+        (student - teacher.logits).square().sum(-1, dtype=torch.float64),
+        torch.where(has_target, teacher_there - student_there, 0.0),
+        (student.gather(1, teacher.top[:, None])[:, 0] >= student.amax(-1)).double(),
+    )
+    return torch.stack(columns, 1).cpu().numpy()
+
+
+def window_metrics(window: int, rows: Floats, signal: Floats, targets: int, vocabulary: int) -> WindowMetrics:
+    """One window's sums, from its rows of compare() and the teacher's Σ squared logits of each row."""
+    sums = rows.sum(0)
+    return WindowMetrics(
+        window=window,
+        tokens=len(rows),
+        targets=targets,
+        kl_teacher_to_student=float(sums[KL_TEACHER_STUDENT]),
+        kl_student_to_teacher=float(sums[KL_STUDENT_TEACHER]),
+        squared_error=float(sums[SQUARED_ERROR]) / vocabulary,
+        signal=float(signal.sum()) / vocabulary,
+        delta_cross_entropy=float(sums[DELTA_CROSS_ENTROPY]),
+        same_top=float(sums[SAME_TOP]),
+        token_kl=rows[:, KL_TEACHER_STUDENT].astype(np.float32).tobytes(),
+    )
+
+
+def check_finite(what: str, windows: Sequence[tuple[int, float]]) -> None:
+    """Refuses (window, value) pairs with NaN or infinity: stored, they would spoil every plan made from them."""
+    for window, value in windows:
+        if not math.isfinite(value):
+            raise RunError(
+                f"{what}: the logits on window {window} are NaN or infinite, so nothing can be measured; "
+                "check the weights, or compute in float32"
+            )

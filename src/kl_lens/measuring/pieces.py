@@ -1,0 +1,240 @@
+"""Cuts a sweep into pieces for any process to do: some groups of candidates on some windows.
+
+Which windows share a batch and which candidates share a suffix is decided for the whole sweep. A piece has whole
+batches and whole groups, so it gives the same bits in any process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kl_lens.measuring.choosing import chosen_engine
+from kl_lens.measuring.engines import Engine
+from kl_lens.measuring.metrics import check_finite
+from kl_lens.measuring.noise import noise_floor
+from kl_lens.measuring.perturbation import Candidate, Kernels
+from kl_lens.model import LoadedModel
+from kl_lens.run.samples import WindowMetrics
+from kl_lens.weights.recipes import Recipe
+
+Group = tuple[int, ...]  # indices into the sweep's whole list of candidates
+Done = Mapping[tuple[str, str], set[int]]  # (component, format) → windows
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some groups on some windows; `noise`: measure the noise floor too."""
+
+    windows: tuple[int, ...]
+    groups: tuple[Group, ...]
+    work: float
+    noise: bool = False
+
+    def left(self, candidates: Sequence[Candidate], done: Done) -> Piece | None:
+        """The piece without finished windows and groups; None if nothing is left."""
+
+        def lacks(group: Group, windows: Iterable[int]) -> bool:
+            return any(not done.get(key_of(candidates[index]), set()).issuperset(windows) for index in group)
+
+        windows = tuple(w for w in self.windows if any(lacks(group, [w]) for group in self.groups))
+        groups = tuple(group for group in self.groups if lacks(group, windows))
+        share = len(windows) * len(groups) / max(1, len(self.windows) * len(self.groups))
+        return replace(self, windows=windows, groups=groups, work=self.work * share) if groups else None
+
+    def named(self, candidates: Sequence[Candidate]) -> str:
+        """For messages: which candidates on which windows."""
+        first, last = candidates[self.groups[0][0]], candidates[self.groups[-1][-1]]
+        to = "" if first == last else f" to {last}"
+        return f"{first}{to} on windows {self.windows[0]} to {self.windows[-1]}"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a sweep is divided. The same layout gives the same bits."""
+
+    batch: int  # windows that run together
+    groups: tuple[Group, ...]
+    engine: str
+    precision: str  # of products
+    device: str
+    windows: int  # of the text
+    slab: int = field(compare=False)  # windows whose teacher states fit into memory
+    fault: str = ""  # why our kernels are not used, if they should be
+
+    @classmethod
+    def of(cls, engine: Engine, candidates: Sequence[Candidate], ids: torch.Tensor) -> Layout:
+        length, count = int(ids.shape[1]), len(ids)
+        slab = engine.slab_windows(length)
+        batch = min(engine.batch_windows(length), slab, count)
+        groups = engine.groups([candidate.perturbation for candidate in candidates], batch * length)
+        return cls(
+            batch,
+            tuple(map(tuple, groups)),
+            engine.name,
+            engine.precision,
+            engine.chain.device.type,
+            count,
+            slab,
+            engine.chain.fault,
+        )
+
+    def whole(self, costs: Sequence[float]) -> list[Piece]:
+        """The whole sweep, a slab at a time. `costs`: of each candidate on one window."""
+        return [self._piece(range(*ends), self.groups, costs) for ends in _cut(self.windows, self.slab)]
+
+    def share(self, costs: Sequence[float], index: int, count: int) -> list[Piece]:
+        """Share `index` (from 1) of `count` shares of equal work, cut by batch and within a batch by group."""
+        whole = sum(costs) * self.windows
+        pieces: list[Piece] = []
+        before = 0.0
+        for ends in _cut(self.windows, self.batch):
+            windows, mine = range(*ends), []
+            for group in self.groups:
+                work = _cost(group, costs) * len(windows)
+                if index - 1 == min(count - 1, int((before + work / 2) / whole * count)):
+                    mine.append(group)
+                before += work
+            if mine:
+                piece = self._piece(windows, tuple(mine), costs)
+                last = pieces[-1] if pieces else None
+                together = (*last.windows, *windows) if last else ()
+                if last and last.groups == piece.groups and len(together) <= self.slab:
+                    pieces[-1] = self._piece(together, last.groups, costs)
+                else:
+                    pieces.append(piece)
+        return pieces
+
+    def spread(self, costs: Sequence[float], workers: int, each: int = 16) -> list[Piece]:
+        """About `each` pieces per worker. The windows are cut into few ranges, because a worker has to run the teacher
+        on each range that it works on."""
+        batches = -(-self.windows // self.batch)
+        stretch = self.batch * max(1, min(batches // max(1, workers), self.slab // self.batch))
+        size = sum(costs) * self.windows / (workers * each)
+        pieces = []
+        for ends in _cut(self.windows, stretch):
+            windows = range(*ends)
+            some: list[Group] = []
+            for group in self.groups:
+                some.append(group)
+                if sum(_cost(g, costs) for g in some) * len(windows) >= size:
+                    pieces.append(self._piece(windows, tuple(some), costs))
+                    some = []
+            if some:
+                pieces.append(self._piece(windows, tuple(some), costs))
+        return pieces
+
+    def _piece(self, windows: Sequence[int], groups: tuple[Group, ...], costs: Sequence[float]) -> Piece:
+        """The piece with the first group on the first window also measures the noise floor."""
+        work = sum(_cost(group, costs) for group in groups) * len(windows)
+        return Piece(tuple(windows), groups, work, windows[0] == 0 and groups[0] == self.groups[0])
+
+
+@dataclass(frozen=True)
+class Found:
+    """Results that are committed together: the teacher on some windows, or a group of candidates."""
+
+    teacher: tuple[tuple[int, int, float], ...] = ()  # window, tokens with a target, summed cross-entropy
+    noise: Mapping[str, float] | None = None
+    candidates: tuple[tuple[int, tuple[WindowMetrics, ...]], ...] = ()  # index → its windows
+    seconds: float = 0.0  # per candidate
+
+
+class PieceRunner:
+    """Does pieces of one sweep in this process and keeps the teacher of the last windows."""
+
+    def __init__(
+        self, engine: Engine, candidates: Sequence[Candidate], ids: torch.Tensor, sharers: int = 1
+    ) -> None:
+        """`sharers`: processes that share the engine's memory budget."""
+        self.engine, self.candidates, self.ids = engine, candidates, ids
+        self.layout = Layout.of(engine, candidates, ids)
+        self._first = ids[: self.layout.slab]
+        if sharers > 1:  # smaller slabs, but the same batches and so the same bits
+            engine.sharers = sharers
+            slab = max(self.layout.batch, engine.slab_windows(int(ids.shape[1])))
+            self.layout = replace(self.layout, slab=slab)
+        self._every = [candidate.perturbation for candidate in candidates]
+        self._prepared: tuple[int, ...] = ()
+
+    def do(self, piece: Piece) -> Iterator[Found]:
+        """Whole groups on whole batches, a slab at a time."""
+        for first, stop in _cut(len(piece.windows), self.layout.slab):
+            windows = piece.windows[first:stop]
+            if windows != self._prepared:
+                yield self._prepare(windows)
+            if piece.noise and first == 0:
+                yield Found(noise=noise_floor(self.engine, self._first))
+            begin = time.perf_counter()
+            for group, results in self.engine.in_turn(self._every, map(list, piece.groups)):
+                seconds, begin = (time.perf_counter() - begin) / len(group), time.perf_counter()
+                members = [self._renumbered(i, m, windows) for i, m in zip(group, results, strict=True)]
+                yield Found(candidates=tuple(members), seconds=seconds)
+
+    def _prepare(self, windows: tuple[int, ...]) -> Found:
+        ids = self.ids[list(windows)]
+        self._prepared = ()
+        self.engine.prepare(ids)
+        self._prepared = windows
+        entropies = self.engine.teacher_cross_entropy()
+        check_finite("the original model", [(windows[k], float(e)) for k, e in enumerate(entropies)])
+        counts = (self.engine.chain.task.targets(ids) >= 0).sum(1).tolist()
+        rows = zip(windows, counts, entropies, strict=True)
+        return Found(teacher=tuple((w, n, float(e)) for w, n, e in rows))
+
+    def _renumbered(
+        self, index: int, metrics: Sequence[WindowMetrics], windows: Sequence[int]
+    ) -> tuple[int, tuple[WindowMetrics, ...]]:
+        name = str(self.candidates[index])
+        check_finite(name, [(windows[w.window], w.kl_teacher_to_student) for w in metrics])
+        return index, tuple(replace(w, window=windows[w.window]) for w in metrics)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One sweep, for any process that has the model open."""
+
+    candidates: Sequence[Candidate]
+    ids: npt.NDArray[np.int64]
+    engine: str
+    memory_budget: int
+    deployed: Kernels | None
+    precision: str | None  # requested
+    known: str | None  # the run's precision
+    statistics: str | None = None  # digest of those that methods learn from
+    run: str = ""  # the folder that holds them
+
+    def runner(self, model: LoadedModel, sharers: int = 1, **how: Any) -> PieceRunner:
+        """`how`: more arguments of `chosen_engine`."""
+        ids = torch.from_numpy(np.array(self.ids))
+        engine = chosen_engine(
+            model,
+            self.candidates,
+            ids,
+            self.engine,
+            self.memory_budget,
+            self.deployed,
+            self.precision,
+            self.known,
+            **how,
+        )
+        return PieceRunner(engine, self.candidates, ids, sharers)
+
+
+def key_of(candidate: Candidate) -> tuple[str, Recipe]:
+    return candidate.component.name, candidate.recipe
+
+
+def _cost(group: Group, costs: Sequence[float]) -> float:
+    return sum(costs[index] for index in group)
+
+
+def _cut(count: int, most: int) -> Iterator[tuple[int, int]]:
+    for first in range(0, count, most):
+        yield first, min(first + most, count)

@@ -1,0 +1,111 @@
+"""How exactly a GPU multiplies: `float32` on its general cores, or on tensor cores.
+
+`tf32x3` is nearly as accurate as float32 and several times as fast. `tf32` and `bf16` are faster still, and add noise
+to every number; a run reports how much. The choice is part of the run's identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from kl_lens.base.accelerators import runs_triton
+from kl_lens.base.errors import RunError
+from kl_lens.model import Chain, LoadedModel
+from kl_lens.model.kernels.checking import ROUNDING, Comparison, replacing
+from kl_lens.model.patching import has_own_forward, patched
+
+FLOAT32, TF32X3, TF32, BF16 = PRECISIONS = ("float32", "tf32x3", "tf32", "bf16")
+PRODUCTS = "matrix products"
+_SOUND: WeakKeyDictionary[Chain, dict[str, bool]] = WeakKeyDictionary()  # precisions that were compared
+
+
+def _rounding(precision: str, depth: int) -> float:
+    """Largest relative error of a sound product. Tensor cores cut off their sums instead of rounding them."""
+    return {TF32: 1e-3, BF16: 1e-2}.get(precision, ROUNDING + 1e-8 * depth)
+
+
+def has_tensor_cores(model: LoadedModel) -> bool:
+    first = next(model.model.parameters())
+    return (
+        runs_triton(first.device)
+        and first.dtype == torch.float32
+        and torch.cuda.get_device_capability(first.device) >= (8, 0)  # the kernels' tiles need Ampere
+    )
+
+
+def precision_for(wanted: str | None, model: LoadedModel) -> str:
+    """The wanted precision, or the fastest with float32's accuracy. Raises if the hardware does not have it."""
+    possible = has_tensor_cores(model)
+    if wanted is None:
+        return _checked(TF32X3, model) if possible else FLOAT32
+    if wanted != FLOAT32 and not possible:
+        first = next(model.model.parameters())
+        raise RunError(
+            f"--precision {wanted}: needs an Ampere GPU or later, Triton, and a model in float32; this one is in "
+            f"{str(first.dtype).removeprefix('torch.')} on {first.device.type}; leave the option out"
+        )
+    return _checked(wanted, model)
+
+
+def _checked(precision: str, model: LoadedModel) -> str:
+    """The precision; float32 where our products turn out to be wrong."""
+    if precision == FLOAT32:
+        return FLOAT32
+    known = _SOUND.setdefault(model.chain, {})
+    if precision not in known:
+        found = compared_products(model, precision)
+        known[precision] = all(comparison.holds for comparison in found)
+        model.chain.distrust(found)
+    return precision if known[precision] else FLOAT32
+
+
+def compared_products(model: LoadedModel, precision: str) -> list[Comparison]:
+    """Our products beside torch's."""
+    products = TensorCores([*model.chain.blocks, model.chain.head], precision).active()
+    return [c for c in model.chain.compared_kernels(around=products) if c.kernel == PRODUCTS]
+
+
+class TensorCores:
+    """The float32 linear layers among some modules, multiplying on tensor cores."""
+
+    bytes = 0  # nothing is kept
+
+    def __init__(self, modules: Iterable[nn.Module], precision: str) -> None:
+        self._precision = precision
+        every = dict.fromkeys(m for outer in modules for m in outer.modules())
+        layers = [m for m in every if type(m) is nn.Linear and m.weight.dtype == torch.float32]
+        self._forwards = [(module, self._forward(module)) for module in layers]
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        with patched(pair for pair in self._forwards if has_own_forward(pair[0])):
+            yield
+
+    def _forward(self, module: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
+        from kl_lens.model.kernels.triton_products import linear
+
+        def multiply(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            if input.dtype != torch.float32:
+                return functional.linear(input, weight, bias)
+            return linear(input, weight, bias, self._precision)
+
+        ours = replacing(
+            PRODUCTS, functional.linear, multiply, _rounding(self._precision, module.in_features)
+        )
+        return lambda input: ours(input, module.weight, module.bias)
+
+
+def fastest_within(noise: float, medians: Sequence[float]) -> str:
+    """`tf32` where its noise lies a factor of 100 under every format's median candidate; else float32's accuracy."""
+    return TF32 if medians and noise * 100 <= min(medians) else TF32X3
+
+
+def accuracy_of(precision: str) -> str:
+    """The accuracy that a run records: float32 and `tf32x3` count as the same."""
+    return FLOAT32 if precision == TF32X3 else precision

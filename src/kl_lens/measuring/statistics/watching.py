@@ -1,0 +1,121 @@
+"""Watches the inputs of every matrix product with given weights.
+
+Hooks on modules miss projections that a model multiplies by their weight (Mamba-1's `dt_proj`) and experts that are
+slices of one parameter. So this watches the products themselves: if an operand lies in a weight's memory, the other
+operand holds its inputs.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from kl_lens.base.errors import CheckpointError
+
+_LINEAR = ("linear",)
+_PRODUCTS = ("matmul", "__matmul__", "mm", "bmm")
+
+
+class Sink(Protocol):
+    """Receives the inputs of one weight."""
+
+    columns: int
+    in_parts: bool  # a product used only some of the columns
+
+    def add(self, inputs: torch.Tensor, expert: int = 0) -> bool:
+        """Adds inputs of shape (…, columns); False if they are not all finite."""
+
+
+class Moments:
+    """Sums of x xᵀ over the inputs of one weight, per expert.
+
+    Each product is float32; sums are float64, so that many windows cost no precision.
+    """
+
+    def __init__(self, shape: Sequence[int], device: torch.device) -> None:
+        self.columns = shape[-1]
+        self.stacked = len(shape) == 3
+        self.experts = shape[0] if self.stacked else 1
+        size = (self.experts, self.columns, self.columns)
+        self.sums = torch.zeros(size, dtype=torch.float64, device=device)
+        self.tokens = [0] * self.experts
+        self.in_parts = False  # a product used only some of the columns: the moments are incomplete
+
+    def add(self, inputs: torch.Tensor, expert: int = 0) -> bool:
+        """Adds inputs of shape (…, columns); False, and nothing added, if they are not all finite."""
+        rows = inputs.reshape(-1, self.columns).float()
+        product = rows.T @ rows
+        if not bool(torch.isfinite(product.diagonal().sum())):
+            return False
+        self.sums[expert] += product
+        self.tokens[expert] += rows.shape[0]
+        return True
+
+
+class ProductWatch(TorchFunctionMode):
+    """Within the block, every product with a watched weight adds its inputs to that weight's moments.
+
+    `place(inputs)` says where inputs that are not finite come from.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, torch.Tensor],
+        moments: Mapping[str, Sink],
+        place: Callable[[torch.Tensor], str],
+    ) -> None:
+        super().__init__()
+        self._moments = moments
+        self._place = place
+        ordered = sorted((weights[name].data_ptr(), name, weights[name]) for name in moments)
+        self._starts = [start for start, _, _ in ordered]
+        self._weights = [(name, weight) for _, name, weight in ordered]
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _LINEAR and len(args) > 1:
+            self._see(args[0], args[1], transposed=False)
+        elif name in _PRODUCTS and len(args) > 1:
+            left, right = args[0], args[1]
+            # weight · x: the inputs are the columns of x; x · weightᵀ: its rows.
+            if not self._see(right.mT if right.dim() > 1 else right, left, transposed=False):
+                self._see(left, right, transposed=True)
+        return func(*args, **(kwargs or {}))
+
+    def _see(self, inputs: torch.Tensor, operand: torch.Tensor, *, transposed: bool) -> bool:
+        """Adds the inputs if the operand is (part of) a watched weight, (rows, columns) or its transpose."""
+        owner = self._owner(operand)
+        if owner is None:
+            return False
+        name, expert = owner
+        moments = self._moments[name]
+        matrix = operand.mT if transposed else operand
+        if matrix.shape[-1] != moments.columns or inputs.shape[-1] != moments.columns or expert is None:
+            moments.in_parts = True
+        elif not moments.add(inputs, expert):
+            raise CheckpointError(
+                f"{name}: its inputs hold NaN or infinity {self._place(inputs)}; "
+                "repair the checkpoint, or load it in float32"
+            )
+        return True
+
+    def _owner(self, operand: torch.Tensor) -> tuple[str, int | None] | None:
+        """The weight whose memory holds the operand, and its expert (None: not one whole expert)."""
+        at = operand.data_ptr()
+        index = bisect.bisect_right(self._starts, at) - 1
+        if index < 0:
+            return None
+        name, weight = self._weights[index]
+        offset = (at - self._starts[index]) // weight.element_size()
+        if offset >= weight.numel() or operand.dtype != weight.dtype:
+            return None
+        size = math.prod(weight.shape[-2:])
+        expert = offset // size
+        return name, expert if offset + operand.numel() <= (expert + 1) * size else None

@@ -1,0 +1,318 @@
+"""The sweep: measures every candidate on every window, commits each result, and resumes where it stopped."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from kl_lens.base.errors import RunError
+from kl_lens.measuring.engines import DEFAULT_MEMORY, FastEngine, memory_on
+from kl_lens.measuring.perturbation import Candidate, Kernels
+from kl_lens.measuring.pieces import Done, Found, Job, Layout, Piece, PieceRunner, key_of
+from kl_lens.measuring.precision import FLOAT32, accuracy_of
+from kl_lens.measuring.teacher import window_bytes
+from kl_lens.measuring.workers import Workers
+from kl_lens.model import LoadedModel
+from kl_lens.run.folder import CALIBRATION, KERNELS, Run, role_as
+from kl_lens.run.samples import summarise
+from kl_lens.text import Windows
+
+# Quantizing one weight takes as long as so many multiplications of a forward pass; measured on two ARM cores.
+QUANTIZING = {"gptq": 1.5e4}
+LEAST_WINDOWS, MOST_WINDOWS = 4, 64
+GPU_WORK = 3.4e15  # multiplications: 32 windows for 2.7 billion parameters
+
+
+@dataclass
+class Progress:
+    """What a progress display needs; the command line replaces the callbacks."""
+
+    started: Callable[[float, float], None] = lambda total, done: None  # total work, work already done
+    advanced: Callable[[float, str], None] = lambda work, what: None
+    message: Callable[[str], None] = lambda text: None
+
+    def as_one(self, expected: float) -> Progress:
+        """Shows several pieces of work as one of at least the expected amount."""
+        done = 0.0
+
+        def started(total: float, already: float) -> None:
+            nonlocal done
+            whole = max(expected, done + total)
+            done += already
+            self.started(whole, done)
+
+        def advanced(work: float, what: str) -> None:
+            nonlocal done
+            done += work
+            self.advanced(work, what)
+
+        return Progress(started, advanced, self.message)
+
+
+@dataclass(frozen=True)
+class SweepResult:
+    """How a sweep went; the numbers themselves are in the run."""
+
+    candidates: int
+    windows: int
+    tokens: int
+    measured: int  # candidate × window pairs measured now
+    reused: int  # pairs that the run had already
+    seconds: float
+    precision: str = FLOAT32  # of products
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Measures candidates on windows into a run.
+
+    Example:
+        >>> with Run.create(folder) as run:
+        ...     Sweep(model, run).measure(candidates, windows)
+    """
+
+    model: LoadedModel
+    run: Run
+    engine: str = FastEngine.name
+    memory_budget: int = DEFAULT_MEMORY
+    progress: Progress = field(default_factory=Progress)
+    deployed: Kernels | None = None  # measure with a runtime's activations, not only quantized weights
+    precision: str | None = None  # of products on a GPU; None: the run's, or the fastest that is exact enough
+    share: tuple[int, int] | None = None  # (3, 16): only the third of sixteen shares
+    workers: Workers | None = None  # that do the measuring in other processes
+
+    def measure(
+        self,
+        candidates: Sequence[Candidate],
+        windows: Windows,
+        role: str = CALIBRATION,
+        *,
+        noise: bool = True,
+    ) -> SweepResult:
+        """Measures all candidates on all windows, except what the run already holds, and the noise floor."""
+        begin = time.perf_counter()
+        self.identify(windows, role)
+        learnt = self.bind(candidates)
+        text, role = role, self._role(role)
+        costs = [self._work(candidate) for candidate in candidates]
+        known = self.run.identity.get("precision")
+        ids, kernels = windows.ids.cpu().numpy().astype(np.int64), self.deployed
+        job = Job(
+            candidates,
+            ids,
+            self.engine,
+            self.memory_budget,
+            kernels,
+            self.precision,
+            known,
+            learnt,
+            str(self.run.folder.absolute()),
+        )
+        layout, pieces, results = self._begun(job, costs)
+        if self.deployed is None and layout.engine == FastEngine.name:
+            self.run.identify({"precision": accuracy_of(layout.precision)})
+        self.run.store(KERNELS, role, layout.fault or None)
+        if self.workers and layout.fault:  # this process has not seen it
+            self.model.warn(f"{layout.fault}; transformers' own code computes this model instead")
+        done = self.run.measured_windows(role)
+        quantizing = [quantizing_work(c, windows.length) / len(windows) for c in candidates]
+        shown = [cost + q for cost, q in zip(costs, quantizing, strict=True)]
+        reused = self._say_how_much(candidates, pieces, shown, done)
+        if self.share:
+            self.run.store("sweep", role, [list(key_of(candidate)) for candidate in candidates])
+        left = [piece for piece in (each.left(candidates, done) for each in pieces) if piece]
+        if not noise or self.run.load("noise", role) is not None:
+            left = [replace(piece, noise=False) for piece in left]
+        elif left and not self.share and not self.workers:
+            left[0] = replace(left[0], noise=True)
+        if left and self.workers:  # their results come in any order
+            self.run.expect(role, map(key_of, candidates), self._dtype)
+        measured = sum(self._commit(found, candidates, shown, done, (text, role)) for found in results(left))
+        return SweepResult(
+            candidates=len(candidates),
+            windows=len(windows),
+            tokens=windows.tokens,
+            measured=measured,
+            reused=reused,
+            seconds=time.perf_counter() - begin,
+            precision=layout.precision,
+        )
+
+    def _begun(
+        self, job: Job, costs: Sequence[float]
+    ) -> tuple[Layout, list[Piece], Callable[[list[Piece]], Iterator[Found]]]:
+        """The layout, the pieces, and a function that does them: in this process, or with workers."""
+        here = partial(job.runner, self.model, say=self.progress.message, scratch=self.run.folder)
+        workers = self.workers
+        if workers is None:
+            runner = here()
+            pieces = runner.layout.share(costs, *self.share) if self.share else runner.layout.whole(costs)
+            return runner.layout, pieces, partial(self._done_here, runner)
+        layout = workers.begin(job)
+
+        def results(pieces: list[Piece]) -> Iterator[Found]:
+            if not (left := (yield from workers.do(pieces))):
+                return
+            if (runner := here()).layout != layout:
+                raise RunError(
+                    f"{len(left)} pieces of the sweep failed on every worker: {workers.reason}; the rest is measured; "
+                    "run the same command to try again"
+                )
+            yield from self._done_here(runner, left)
+
+        return layout, layout.spread(costs, workers.count), results
+
+    def _done_here(self, runner: PieceRunner, pieces: Sequence[Piece]) -> Iterator[Found]:
+        for piece in pieces:
+            self.progress.message(f"original model on {len(piece.windows)} windows")
+            yield from runner.do(piece)
+
+    @property
+    def _dtype(self) -> str:
+        return str(next(self.model.model.parameters()).dtype).removeprefix("torch.")
+
+    def _say_how_much(
+        self, candidates: Sequence[Candidate], pieces: Sequence[Piece], costs: Sequence[float], done: Done
+    ) -> int:
+        """Tells the progress display how much is left; returns the pairs that exist already."""
+        reused, finished, total = 0, 0.0, 0.0
+        for index, windows in (
+            (i, piece.windows) for piece in pieces for group in piece.groups for i in group
+        ):
+            there = len(done.get(key_of(candidates[index]), set()).intersection(windows))
+            reused, finished = reused + there, finished + costs[index] * there
+            total += costs[index] * len(windows)
+        self.progress.started(total, finished)
+        return reused
+
+    def _commit(
+        self,
+        found: Found,
+        candidates: Sequence[Candidate],
+        costs: Sequence[float],
+        done: Done,
+        roles: tuple[str, str],  # of the text, and of its measurements
+    ) -> int:
+        """Returns how many candidate × window pairs were new."""
+        text, role = roles
+        if found.teacher:
+            self.run.store_teacher(text, found.teacher)
+        if found.noise is not None:
+            self.run.store("noise", role, found.noise)
+        measured = 0
+        for index, metrics in found.candidates:
+            candidate = candidates[index]
+            known = done.get(key_of(candidate), set())
+            fresh = [w for w in metrics if w.window not in known]
+            if fresh:
+                self.run.store_samples(role, *key_of(candidate), fresh, found.seconds, self._dtype)
+                measured += len(fresh)
+                self.progress.advanced(costs[index] * len(fresh), str(candidate))
+        return measured
+
+    def kl(self, candidate: Candidate, windows: int, role: str = CALIBRATION) -> float | None:
+        """The KL of a candidate on the first windows; None if it was not measured."""
+        samples = self.run.samples(self._role(role), *key_of(candidate), windows=windows)
+        return summarise(samples)["kl_teacher_to_student"].value if samples else None
+
+    def _role(self, text: str) -> str:
+        """The role of measurements on a text, which includes the target whose activations were used."""
+        return role_as(text, self.deployed.name if self.deployed else None)
+
+    def identify(self, windows: Windows, role: str = CALIBRATION) -> None:
+        """Records the run's model and text, or refuses others than the recorded ones."""
+        self.run.identify(model_identity(self.model))
+        known = windows.provenance()
+        identity = {name: known[name] for name in ("source", "split", "order", "length", "seed", "stride")}
+        self.run.identify_text(role, identity, [_hash(row) for row in windows.ids])
+        self.run.store("text", role, known)
+
+    def bind(self, candidates: Sequence[Candidate]) -> str | None:
+        """Records the digest of the statistics that learnt recipes use: results from different ones must not be
+        mixed."""
+        learnt = self.model.weights.learnt_by(candidate.recipe for candidate in candidates)
+        if learnt is not None:
+            self.run.identify({"statistics": learnt})
+        return learnt
+
+    def operations_left(
+        self, candidates: Sequence[Candidate], windows: Windows, role: str = CALIBRATION
+    ) -> float:
+        """Approximate multiplications for everything that the run does not hold yet."""
+        done = self.run.measured_windows(self._role(role))
+        left = [len(windows) - len(done.get(key_of(c), set()) & {*range(len(windows))}) for c in candidates]
+        return 2.0 * windows.length * sum(n * self._work(c) for n, c in zip(left, candidates, strict=True))
+
+    def _work(self, candidate: Candidate) -> float:
+        return work_of(self.model, candidate, self.engine)
+
+
+def work_of(model: LoadedModel, candidate: Candidate, engine: str = FastEngine.name) -> float:
+    """Relative cost of a candidate: the parameters of the blocks it runs through, and twice the head's."""
+    anatomy = model.anatomy
+    blocks = sum(c.parameters for c in anatomy.candidates if c.block is not None) / max(1, anatomy.blocks)
+    head = anatomy.component(anatomy.head).parameters
+    return blocks * (blocks_run(model, candidate) if engine == FastEngine.name else anatomy.blocks) + 2 * head
+
+
+def blocks_run(model: LoadedModel, candidate: Candidate) -> int:
+    """How many blocks a candidate runs through."""
+    anatomy, start = model.anatomy, candidate.component.block
+    if start is None:
+        start = anatomy.blocks if candidate.component.name == anatomy.head != anatomy.embedding else 0
+    return anatomy.blocks - start
+
+
+def quantizing_work(candidate: Candidate, length: int) -> float:
+    """Cost of quantizing a candidate's weight, in units of `work_of` per window; for forecasts only."""
+    return candidate.component.parameters * QUANTIZING.get(candidate.recipe.method, 0.0) / length
+
+
+def error_work(candidate: Candidate) -> float:
+    """Cost of quantizing the few rows that show a candidate's error, in the same units."""
+    return 10.0 * candidate.component.shape[-1] ** 2
+
+
+def windows_by_cost(model: LoadedModel, candidates: Sequence[Candidate], length: int) -> int:
+    """How many windows to measure on by default: on a CPU as many as take about as long as quantizing, on a GPU as many
+    as its allowance of multiplications permits and four rounds of its free memory hold. Counted, not timed, so that a
+    busy machine changes nothing."""
+    once = {
+        candidate.component.name: candidate for candidate in candidates
+    }.values()  # about what a plan needs
+    each = length * sum(work_of(model, candidate) for candidate in once)
+    quantizing = sum(quantizing_work(candidate, 1) for candidate in once)
+    most = MOST_WINDOWS
+    if on_gpu := model.chain.device.type == "cuda":
+        states = memory_on(model.chain.device, DEFAULT_MEMORY) // 2
+        head = model.anatomy.component(model.anatomy.head)
+        most = min(most, 4 * states // window_bytes(model.chain, length, head.shape[1], head.shape[0]))
+    most = min(most, int((GPU_WORK if on_gpu else quantizing) / each))
+    return max(LEAST_WINDOWS, most // LEAST_WINDOWS * LEAST_WINDOWS)
+
+
+def model_identity(model: LoadedModel) -> dict[str, object]:
+    """What a run stores about its model."""
+    anatomy = model.anatomy
+    return {
+        "model": model.name,
+        "source": model.source,
+        "tokenizer": model.tokenizer_source,
+        "model_type": anatomy.model_type,
+        "model_fingerprint": model.fingerprint,
+        "dtype": str(next(model.model.parameters()).dtype).removeprefix("torch."),
+        "head": anatomy.head,
+        "embedding": anatomy.embedding,
+        "components": [c.to_json() for c in anatomy.components],
+        **model.task.identity,
+    }
+
+
+def _hash(ids: torch.Tensor) -> str:
+    return hashlib.blake2b(ids.cpu().to(torch.int64).numpy().tobytes(), digest_size=8).hexdigest()

@@ -1,0 +1,396 @@
+"""Does the pieces of a sweep in other processes: on this machine, or on a Ray cluster.
+
+A worker is a standard process pool of one process, or a Ray actor. It has its own copy of the model. If it dies, the
+piece it was doing is done again, by another worker or by the process that asked. Nothing is stored here: the sweep
+commits results as they arrive.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import signal
+import socket
+import sys
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, ProcessPoolExecutor, wait
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from multiprocessing import active_children, get_context, parent_process
+from pathlib import Path
+from threading import Thread
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from kl_lens.base.environment import THREAD_VARIABLES, available_memory, processors
+from kl_lens.base.errors import KLLensError, RunError, last_line, one_line
+from kl_lens.base.units import human_bytes
+from kl_lens.base.version import __version__
+from kl_lens.measuring.engines import DEFAULT_MEMORY, memory_on
+from kl_lens.measuring.pieces import Found, Job, Layout, Piece, PieceRunner
+from kl_lens.measuring.statistics import StoredStatistics
+from kl_lens.model import LoadedModel, load
+from kl_lens.run.samples import METRICS_VERSION
+
+MANY_CORES, LEAST_WORKERS = 8, 4  # on fewer cores, one process keeps all of them busy
+# Operations per core below which starting workers costs more than it saves: on 16 cores a quarter of this took one
+# process 15.9 s, of which workers saved a third, and starting them took 17 s.
+LEAST_OPERATIONS = 1.5e12
+# Memory of a process before it opens a model: Python, torch, transformers, compiled kernels.
+PROCESS_BYTES = 600 * 10**6
+_MOST = 4  # workers per processor; more would only wait for each other
+_SETBACKS = 3  # after so many failures without a result between them, no more workers are started
+_RAY_SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # 15, the default, leaves workers almost no time if anything else runs
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+
+
+def workers_by_default(cores: int, copy_bytes: int, budget: int, free: int, operations: float) -> int:
+    """The default number of processes for a sweep on a CPU; 1: only this one, with all threads.
+
+    Products of a small model are too small for many cores, but candidates are independent. So the default is workers
+    with two threads each: on 16 cores they were as fast as twice as many with one thread, at half the memory and
+    starting time. If so many copies (weights, and the states of a batch) do not fit into the memory budget and free
+    memory, half as many with twice the threads, and so on.
+    """
+    if cores < MANY_CORES or operations < cores * LEAST_OPERATIONS:
+        return 1
+    counts = [cores >> step for step in range(1, cores.bit_length())]
+    fitting = (n for n in counts if n * copy_bytes <= budget and n * (copy_bytes + PROCESS_BYTES) <= free)
+    return next((n for n in fitting if n >= LEAST_WORKERS), 1)
+
+
+def threads_here() -> int:
+    """The threads torch uses: one per core of this process, or OMP_NUM_THREADS."""
+    return min(processors(), torch.get_num_threads())
+
+
+@dataclass(frozen=True)
+class Order:
+    """The model that every worker opens, and with what."""
+
+    model: str  # a name or path valid on every machine
+    how: Mapping[str, Any]  # dtype, device, …
+    fingerprint: str
+    threads: int = 1
+    gpus: float = 0.0
+    sharers: int = 1  # workers that share the memory budget
+    version: tuple[str, int] = (__version__, METRICS_VERSION)
+
+
+class Worker:
+    """In a process of its own: opens the model once, and does pieces of one sweep after another."""
+
+    def __init__(self, order: Order) -> None:
+        self._order, self._number = order, 0
+        self._model: LoadedModel | None = None
+        self._runner: PieceRunner | None = None
+
+    def do(
+        self, number: int, job: Job, layout: Layout | None, piece: Piece | None
+    ) -> list[Found] | Layout | str:
+        """The results of a piece, or without one the layout of the sweep; as text, why it failed.
+
+        `layout`: that of the other workers.
+        """
+        try:
+            if number != self._number or self._runner is None:
+                self._runner = None  # free the last sweep's teacher first
+                self._runner, self._number = self._prepared(job), number
+            if layout not in (None, self._runner.layout):
+                raise RunError(
+                    "it would compute differently from the others: another kind of device, less memory, or a kernel "
+                    "that is wrong there"
+                )
+            return self._runner.layout if piece is None else list(self._runner.do(piece))
+        except Exception as error:  # a library's error costs one piece, not the sweep
+            kind = "" if isinstance(error, KLLensError) else f"{type(error).__name__}: "
+            return f"worker {os.getpid()} on {platform.node()}: {kind}{one_line(error, 500)}"
+
+    def _prepared(self, job: Job) -> PieceRunner:
+        model = self._model = self._model or self._opened()
+        if job.statistics is not None:
+            stored = StoredStatistics.held_by(Path(job.run))
+            if stored is None or stored.digest != job.statistics:
+                raise RunError(
+                    f"it cannot read the statistics in {job.run}; put the run on a shared disk, or measure methods "
+                    "without statistics"
+                )
+            model.weights.learn_from(StoredStatistics.open(Path(job.run), model))
+        device, gpus = model.chain.device, self._order.gpus
+        if device.type == "cuda" and job.memory_budget == DEFAULT_MEMORY and gpus < 1:  # it shares the GPU
+            job = replace(job, memory_budget=int(memory_on(device, DEFAULT_MEMORY) * gpus))
+        return job.runner(model, self._order.sharers)
+
+    def _opened(self) -> LoadedModel:
+        import numba
+
+        order, own = self._order, (__version__, METRICS_VERSION)
+        if order.version != own:
+            raise RunError(
+                "it has kl-lens {} (metrics {}), the command {} (metrics {}); install the same version "
+                "everywhere".format(*own, *order.version)
+            )
+        torch.set_num_threads(order.threads)
+        numba.set_num_threads(min(order.threads, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
+        model = load(order.model, **order.how)
+        model.warn = lambda _: None  # the layout says it
+        if model.fingerprint != order.fingerprint:
+            raise RunError(f"{order.model} has other weights there than here")
+        return model
+
+
+class Workers:
+    """Maps the pieces of a sweep to results as they come.
+
+    Example:
+        >>> with hired(order, 2) as workers:
+        ...     Sweep(model, run, workers=workers).measure(candidates, windows)
+    """
+
+    def __init__(self, hire: Callable[[], _Process | _Actor], count: int, say: Callable[[str], None]) -> None:
+        self.count, self._hire, self._say = count, hire, say
+        self._number = 0  # of the sweep
+        self._busy: dict[Future[Any], tuple[_Process | _Actor, int, Piece | None]] = {}
+        self._idle: dict[_Process | _Actor, tuple[int, ...]] = {}  # worker → windows whose teacher it has
+        self.reason = ""  # why a worker failed last
+
+    def begin(self, job: Job) -> Layout:
+        """Starts a sweep. The first worker that is ready says how it is divided."""
+        self._job, self._number, self._setbacks = job, self._number + 1, 0
+        self._layout: Layout | None = None
+        idle, self._idle = self._idle, {}
+        lacking = self.count - len(idle) - len(self._busy)
+        for worker in [*idle, *(self._hire() for _ in range(lacking))]:
+            self._give(worker)
+        while self._layout is None:
+            if not self._busy:
+                raise KLLensError(f"no worker could start: {self.reason}")
+            if not self._heard():
+                self._say("waiting for the first worker to start")
+        return self._layout
+
+    def do(self, pieces: Sequence[Piece]) -> Generator[Found, None, list[Piece]]:
+        """Yields results as they come; returns the pieces that no worker could do."""
+        queue, again, found = list(pieces), list[Piece](), list[Found]()
+        while True:
+            while self._idle and (left := queue or again):  # what failed comes last
+                worker, windows = self._idle.popitem()
+                self._give(worker, _taken(left, windows))
+            yield from found  # workers do not wait until this is committed
+            if not self._busy or not (queue or again or any(piece for _, _, piece in self._busy.values())):
+                return queue + again
+            found = []
+            for piece, answer in self._heard():
+                if piece is not None and isinstance(answer, str):
+                    again.append(piece)
+                elif piece is not None:
+                    found += answer
+
+    def close(self) -> None:
+        for worker in (*self._idle, *(worker for worker, _, _ in self._busy.values())):
+            worker.end()
+
+    def _give(self, worker: _Process | _Actor, piece: Piece | None = None) -> None:
+        try:
+            future = worker.submit(self._number, self._job, self._layout, piece)
+        except BrokenExecutor as error:  # it died while it had nothing to do
+            future = Future()
+            future.set_exception(error)
+        self._busy[future] = worker, self._number, piece
+
+    def _heard(self) -> list[tuple[Piece | None, Any]]:
+        """Waits for answers; replaces workers that failed."""
+        heard = []
+        for future in wait(self._busy, 30, FIRST_COMPLETED).done:
+            worker, number, piece = self._busy.pop(future)
+            try:
+                answer = future.result()
+            except Exception as error:  # BrokenProcessPool, or one of Ray's
+                answer = f"a worker died: {last_line(error)}"
+            heard.append((piece, answer))
+            if isinstance(answer, str):
+                worker.end()
+                self.reason, self._setbacks = answer, self._setbacks + 1
+                replaced = self._setbacks <= _SETBACKS
+                self._say(f"{answer}; {'starting another' if replaced else 'going on without it'}")
+                if replaced:
+                    self._give(self._hire())
+            elif piece is None:
+                self._idle[worker] = ()
+                if number == self._number:
+                    self._layout = self._layout or answer
+            else:
+                self._idle[worker], self._setbacks = piece.windows, 0
+        return heard
+
+
+def _taken(pieces: list[Piece], windows: tuple[int, ...]) -> Piece:
+    """The largest piece on these windows, whose teacher the worker has, or on those with the most work left."""
+    left: dict[tuple[int, ...], float] = {}
+    for piece in pieces:
+        left[piece.windows] = left.get(piece.windows, 0.0) + piece.work
+    best = max(pieces, key=lambda piece: (piece.windows == windows, left[piece.windows], piece.work))
+    pieces.remove(best)
+    return best
+
+
+@contextmanager
+def hired(
+    order: Order,
+    count: int | None,
+    ray: str | None = None,
+    gpus_each: float | None = None,
+    copy_bytes: int = 0,
+    say: Callable[[str], None] = lambda text: None,
+) -> Iterator[Workers]:
+    """Workers on this machine, or on the Ray cluster at this address.
+
+    Args:
+        count: None: one; on a cluster one per GPU, or per machine without GPUs.
+        copy_bytes: of one worker's model.
+    """
+    with ExitStack() as ending:
+        if ray is None:
+            order, count = _on_this_machine(order, count or 1, copy_bytes + PROCESS_BYTES)
+        else:
+            library = _ray()
+            ending.callback(library.shutdown)
+            order, count = _on_ray(library, ray, order, count, gpus_each)
+        workers = Workers(lambda: _Actor(library, order) if ray else _Process(order), count, say)
+        ending.callback(workers.close)
+        yield workers
+
+
+def _on_this_machine(order: Order, count: int, each: int) -> tuple[Order, int]:
+    free = available_memory()
+    most = max(1, min(_MOST * processors(), free // each))
+    if count > most:
+        raise KLLensError(
+            f"--workers {count}: {processors()} processors and {human_bytes(free)} of free memory are enough for "
+            f"{most}; each needs {human_bytes(each)}"
+        )
+    return replace(order, threads=max(1, threads_here() // count), sharers=count), count
+
+
+class _Process:
+    """A process pool of one process: a worker that dies breaks no other's."""
+
+    def __init__(self, order: Order) -> None:
+        with _starting(order.threads):
+            before = active_children()
+            self._pool = ProcessPoolExecutor(1, get_context("spawn"), _become, (order,))
+            self._pool.submit(int)
+            self._processes = [child for child in active_children() if child not in before]
+
+    def submit(self, *work: object) -> Future[Any]:
+        return self._pool.submit(_do, *work)
+
+    def end(self) -> None:
+        for process in self._processes:
+            process.kill()
+        self._pool.shutdown()
+
+
+@contextmanager
+def _starting(threads: int) -> Iterator[None]:
+    """What a process inherits that starts within: the number of threads of its libraries; Ctrl-C, which only the parent
+    answers; and no script of the user's, which it would run again."""
+    environment, main = dict(os.environ), sys.modules["__main__"]
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        os.environ |= {f"{name}_NUM_THREADS": str(threads) for name in THREAD_VARIABLES}
+        os.environ["PYTHONWARNINGS"] = "ignore"  # such as of locks that a killed process did not give back
+        sys.modules["__main__"] = ModuleType("__main__")
+        yield
+    finally:
+        sys.modules["__main__"] = main
+        os.environ.clear()
+        os.environ |= environment
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+_worker: Worker  # in a process of a pool
+
+
+def _become(order: Order) -> None:
+    """The process becomes a worker, which shows nothing and ends with the process that started it."""
+    global _worker
+    _worker = Worker(order)
+    with open(os.devnull, "w") as nothing:
+        for stream in (1, 2):
+            os.dup2(nothing.fileno(), stream)
+    Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent_process().join()  # type: ignore[union-attr]
+    os._exit(1)
+
+
+def _do(*work: Any) -> Any:
+    return _worker.do(*work)
+
+
+class _Actor:
+    """A worker on a Ray cluster."""
+
+    def __init__(self, ray: Any, order: Order) -> None:
+        self._ray = ray
+        options = {"num_cpus": order.threads, "num_gpus": order.gpus, "scheduling_strategy": "SPREAD"}
+        self._actor = ray.remote(Worker).options(**options).remote(order)
+
+    def submit(self, *work: object) -> Future[Any]:
+        return self._actor.do.remote(*work).future()
+
+    def end(self) -> None:
+        self._ray.kill(self._actor)
+
+
+def _ray() -> Any:
+    for name, value in _RAY_SETTINGS.items():
+        os.environ.setdefault(name, value)
+    try:
+        import ray
+    except ImportError:
+        raise KLLensError("--ray needs Ray; install it with: pip install 'kl-lens[ray]'") from None
+    return ray
+
+
+def _on_ray(
+    ray: Any, address: str, order: Order, count: int | None, gpus_each: float | None
+) -> tuple[Order, int]:
+    """Connects to a cluster; the order with each worker's threads and GPUs, and the number of workers."""
+    how: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    try:
+        if address == "local":
+            how |= {"num_cpus": max(processors(), count or 1), "include_dashboard": False}
+        elif address != "auto":  # Ray itself tries for minutes
+            host, _, port = address.removeprefix("ray://").rpartition(":")
+            socket.create_connection((host, int(port)), timeout=10).close()
+        ray.init(address, **how)
+    except (Exception, SystemExit) as error:  # Ray raises many kinds
+        raise KLLensError(
+            f"--ray {address}: no cluster answers there ({one_line(error)}); give HOST:PORT of its head (ray start "
+            "--head), auto, or local"
+        ) from None
+    there = ray.cluster_resources()
+    cpus, gpus = int(there.get("CPU", 0)), there.get("GPU", 0.0)
+    wanted = str(order.how.get("device", "cpu"))
+    on_gpu = wanted.startswith("cuda") or (wanted == "auto" and gpus >= 1)
+    each = float(on_gpu) if gpus_each is None else gpus_each
+    nodes = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
+    count = count or (int(gpus / each) if each else len(nodes)) or 1
+    if count > cpus or each * count > gpus:
+        raise KLLensError(
+            f"--ray {address}: {count} workers need a CPU and {each:g} GPUs each; there are {cpus} CPUs and {gpus:g} "
+            "GPUs; use fewer --workers"
+        )
+    # As many threads as possible with each worker inside one machine.
+    fitting = (t for t in range(cpus // count, 1, -1) if sum(cpu // t for cpu in nodes) >= count)
+    return replace(order, threads=next(fitting, 1), gpus=each), count

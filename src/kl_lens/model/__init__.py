@@ -1,0 +1,24 @@
+"""Opens a model, finds its components, and runs any part of it."""
+
+from kl_lens.model.anatomy import Anatomy, anatomy_of
+from kl_lens.model.chain import BlockCalls, Chain
+from kl_lens.model.linking import States
+from kl_lens.model.opening import LoadedModel, load, load_tokenizer, model_folder, own_images, pinned
+from kl_lens.model.tasks import ImageTask, LanguageTask, Task
+
+__all__ = [
+    "Anatomy",
+    "BlockCalls",
+    "Chain",
+    "ImageTask",
+    "LanguageTask",
+    "LoadedModel",
+    "States",
+    "Task",
+    "anatomy_of",
+    "load",
+    "load_tokenizer",
+    "model_folder",
+    "own_images",
+    "pinned",
+]

@@ -1,0 +1,268 @@
+"""The components of a model: one record per weight, whether it may be quantized, and why not."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from kl_lens.base.errors import CheckpointError
+from kl_lens.model.chain import Chain
+from kl_lens.model.norms import groups_of
+from kl_lens.model.products import summed_along_last_axis
+from kl_lens.run.records import Component
+
+# Siblings that runtimes fuse into one matmul. Members of a group in one parent module share a format.
+FUSED_GROUPS = (
+    frozenset({"q_proj", "k_proj", "v_proj"}),
+    frozenset({"query", "key", "value"}),
+    frozenset({"gate_proj", "up_proj"}),
+    frozenset({"w1", "w3"}),
+)
+
+REASONS = {
+    "conv1d": "short convolution: a few weights per channel, runtimes need it in full precision",
+    "conv2d": "two-dimensional convolution: formats are for matrices",
+    "A_log": "state decay: acts through exp(exp(.)), runtimes need it in full precision",
+    "D": "skip weights of the state-space layer: one per channel",
+    "dt_bias": "time-step bias: acts through softplus, one per channel",
+    "norm": "normalisation weights: one per channel",
+    "bias": "bias: one per channel",
+    "router": "expert router: tiny, and decides which experts run",
+    "vector": "not a matrix: one number per channel",
+    "input_major": "stored input-major (in × out); per-row formats do not apply",
+    "table": "a lookup table, not a matrix product",
+    "unseen": "not used in any matrix product of a forward",
+}
+
+
+def component_name(parameter: str, dimensions: int) -> str:
+    """The component of a parameter: the module's name for matrices, else the parameter's own."""
+    owner, _, leaf = parameter.rpartition(".")
+    return owner if leaf == "weight" and dimensions >= 2 else parameter
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """Every weight of a model, each once, in the order the model uses them."""
+
+    model_type: str
+    components: tuple[Component, ...]
+    blocks: int
+    embedding: str  # component that holds the embedding; empty if there is none
+    head: str  # component that holds the head; the embedding if they are tied
+    notes: tuple[str, ...] = ()
+
+    @property
+    def candidates(self) -> tuple[Component, ...]:
+        """The components that may be quantized."""
+        return tuple(c for c in self.components if c.quantizable)
+
+    @property
+    def parameters(self) -> int:
+        return sum(c.parameters for c in self.components)
+
+    def component(self, name: str) -> Component:
+        for candidate in self.components:
+            if candidate.name == name or name in candidate.tied_with:
+                return candidate
+        raise CheckpointError(f"there is no component {name!r}; `kl-lens inspect` lists them all")
+
+
+def anatomy_of(model: nn.Module, chain: Chain) -> Anatomy:
+    """Finds every weight of the model. A weight with several names is one component."""
+    names_of: dict[int, list[str]] = defaultdict(list)
+    parameter_of: dict[int, nn.Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        key = _identity(parameter)
+        names_of[key].append(name)
+        parameter_of[key] = parameter
+    describe = _Describer(model, chain)
+    components = [describe.component(parameter_of[key], names) for key, names in names_of.items()]
+    components = _in_order(_with_siblings(components), len(chain))
+    holder = {c.weight: c.name for c in components}
+    config = model.config
+    return Anatomy(
+        model_type=str(getattr(config, "model_type", type(model).__name__)),
+        components=tuple(components),
+        blocks=len(chain),
+        embedding="" if describe.embedding_weight is None else holder[names_of[describe.embedding_weight][0]],
+        head=holder[names_of[describe.head_weight][0]],
+        notes=tuple(_notes(config)),
+    )
+
+
+class _Describer:
+    """Makes the record of a weight from its place in the module tree."""
+
+    def __init__(self, model: nn.Module, chain: Chain) -> None:
+        self.modules = dict(model.named_modules(remove_duplicate=False))
+        # `GraniteMoeHybridAttention` is attention, not a mixture of experts: the model's name does not count.
+        self.model_prefix = type(model).__name__.partition("For")[0]
+        self.blocks_name = chain.blocks_name
+        embedding = chain.task.embedding(model)
+        self.head_kind = chain.task.head_kind
+        self.embedding_weight = None if embedding is None else _identity(embedding.weight)
+        self.head_weight = _identity(chain.head.weight)
+        loose = {name: p for name, p in model.named_parameters() if self._is_loose(name, p)}
+        ids = chain.task.blank(1, 5)
+        summed = summed_along_last_axis(lambda: chain.full_logits(ids), loose)
+        self.summed = {_identity(loose[name]): answer for name, answer in summed.items()}
+
+    def _is_loose(self, name: str, parameter: nn.Parameter) -> bool:
+        """A matrix, or a stack of them, outside a `Linear`: its orientation must be found by watching a forward."""
+        owner, leaf = _place(name)
+        if parameter.dim() < 2 or leaf in ("A_log", "A", "D") or leaf.endswith("bias"):
+            return False
+        if _identity(parameter) in (self.embedding_weight, self.head_weight):
+            return False
+        return not isinstance(self.modules[owner], (nn.Linear, nn.Conv1d))
+
+    def component(self, parameter: nn.Parameter, names: Sequence[str]) -> Component:
+        owner, leaf = _place(names[0])
+        kind, family, reason = self._classify(parameter, owner, leaf)
+        labels = [component_name(name, parameter.dim()) for name in names]
+        blocks = sorted({index for name in names for index in self._block_of(name)})
+        if _identity(parameter) in (self.embedding_weight, self.head_weight):
+            blocks = []
+        return Component(
+            name=labels[0],
+            weight=names[0],
+            kind=kind,
+            family=family,
+            block=blocks[0] if blocks else None,
+            blocks=tuple(blocks),
+            shape=tuple(parameter.shape),
+            parameters=parameter.numel(),
+            tied_with=tuple(labels[1:]),
+            quantizable=reason is None,
+            reason=reason,
+        )
+
+    def _block_of(self, name: str) -> Iterator[int]:
+        prefix = self.blocks_name + "."
+        if name.startswith(prefix):
+            yield int(name[len(prefix) :].split(".", 1)[0])
+
+    def _classify(self, parameter: nn.Parameter, owner: str, leaf: str) -> tuple[str, str, str | None]:
+        """(kind, family, why it is not quantizable or None)."""
+        identity = _identity(parameter)
+        if identity == self.embedding_weight:
+            return "embedding", "embedding", None
+        if identity == self.head_weight:
+            return self.head_kind, "head", None
+        module = self.modules[owner]
+        kind = _last_word(owner) if leaf == "weight" else leaf
+        family = self._family(owner, kind)
+        if isinstance(module, nn.Conv1d):
+            return kind if leaf == "weight" else "bias", family, REASONS["conv1d"]
+        if isinstance(module, nn.Conv2d) and leaf == "weight":
+            return kind, family, _sized("conv2d", parameter)
+        if leaf in ("A_log", "A", "D", "dt_bias"):
+            return leaf, family, REASONS["A_log" if leaf == "A" else leaf]
+        if leaf == "bias" or leaf.endswith("_bias"):
+            return "bias", family, REASONS["bias"]
+        if "norm" in type(module).__name__.lower():
+            return "norm", family, REASONS["norm"]
+        along_last = self.summed.get(identity)
+        if parameter.dim() == 3 and "expert" in type(module).__name__.lower():
+            transposed = getattr(module, "is_transposed", False) or along_last is False
+            return kind, "moe", _sized("input_major", parameter) if transposed else None
+        if "router" in type(module).__name__.lower() or kind == "router" or (kind, family) == ("gate", "moe"):
+            return "router", "moe", REASONS["router"]
+        if isinstance(module, nn.Linear):
+            return kind, family, None
+        return kind.removesuffix("_weight"), family, _why_not(module, parameter, along_last)
+
+    def _family(self, owner: str, kind: str) -> str:
+        """From the nearest enclosing module that is clearly a state-space, attention or MLP layer."""
+        path = owner
+        while path:
+            module = self.modules[path]
+            children = {name for name, _ in module.named_children()}
+            direct = {name for name, _ in module.named_parameters(recurse=False)}
+            word = f"{type(module).__name__.removeprefix(self.model_prefix)} {_last_word(path)}".lower()
+            if {"A_log", "D"} <= direct | children or ({"A", "D"} <= direct and "conv1d" in children):
+                return "ssm"
+            if "moe" in word or "expert" in word:
+                return "moe"
+            if "attention" in word or "attn" in word or {"q_proj", "k_proj", "v_proj"} <= children:
+                return "attention"
+            if "mlp" in word or "feed_forward" in word or {"up_proj", "down_proj"} <= children:
+                return "mlp"
+            if path == self.blocks_name:
+                break
+            path = path.rpartition(".")[0]
+        return "norm" if "norm" in kind.lower() else "other"
+
+
+def _why_not(module: nn.Module, parameter: nn.Parameter, along_last: bool | None) -> str | None:
+    """Why a parameter outside a `Linear` is not quantizable, or None."""
+    if max(parameter.shape, default=0) == parameter.numel():
+        return REASONS["vector"]
+    if isinstance(module, nn.Embedding):
+        return _sized("table", parameter)
+    if along_last is None:
+        return _sized("unseen", parameter)
+    return None if along_last else _sized("input_major", parameter)
+
+
+def _sized(reason: str, parameter: nn.Parameter) -> str:
+    return f"{REASONS[reason]}; its {parameter.numel():,} values are not quantized"
+
+
+def _identity(parameter: Any) -> int:
+    """Equal for two names of one weight, whether they share the object or only the storage."""
+    return parameter.data_ptr() if parameter.device.type != "meta" else id(parameter)
+
+
+def _place(name: str) -> tuple[str, str]:
+    """Module and name of a parameter; list indices are skipped, as in `mixer.A_log.0`."""
+    owner, _, leaf = name.rpartition(".")
+    if leaf.isdigit():
+        owner, _, leaf = owner.rpartition(".")
+    return owner, leaf
+
+
+def _last_word(path: str) -> str:
+    """`layers.3.mixer.in_proj` → `in_proj`; list indices are skipped: `adapter_list.0` → `adapter_list`."""
+    words = [part for part in path.split(".") if not part.isdigit()]
+    return words[-1] if words else path
+
+
+def _with_siblings(components: Sequence[Component]) -> list[Component]:
+    by_parent: dict[str, list[Component]] = defaultdict(list)
+    for component in components:
+        if component.quantizable:
+            by_parent[component.name.rpartition(".")[0]].append(component)
+    fused: dict[str, tuple[str, ...]] = {}
+    for members in by_parent.values():
+        for group in FUSED_GROUPS:
+            together = [m.name for m in members if m.kind in group]
+            if len(together) > 1:
+                fused.update({name: tuple(n for n in together if n != name) for name in together})
+    return [replace(c, fused_with=fused.get(c.name, ())) for c in components]
+
+
+def _in_order(components: Sequence[Component], blocks: int) -> list[Component]:
+    """Embedding, blocks in order, then the rest; stable inside a block."""
+
+    def place(component: Component) -> int:
+        if component.kind == "embedding":
+            return -2
+        if component.block is not None:
+            return component.block
+        return blocks + (1 if component.family == "head" else 0)
+
+    return sorted(components, key=place)
+
+
+def _notes(config: object) -> Iterator[str]:
+    if (groups := groups_of(config)) > 1:
+        yield (
+            f"The gated norm is computed in {groups} groups, as the model's authors and llama.cpp compute it. "
+            "transformers would normalise over all groups at once."
+        )

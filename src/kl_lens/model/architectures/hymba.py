@@ -1,0 +1,377 @@
+"""Hymba (nvidia/Hymba-1.5B-Base and -Instruct): attention and Mamba heads in parallel in every block.
+
+The published code needs CUDA packages and an old transformers. This is the same function in plain PyTorch, with the
+published names of parameters and settings, written from the paper (arXiv 2411.13676) and what that code computes:
+
+- learned *meta tokens* come before every text, at its first positions, and give no logits;
+- one `in_proj` makes queries, keys, values, the Mamba heads' input and their gate; both outputs are normalised and
+  averaged before `out_proj`;
+- a few layers attend to everything, the others to the last `sliding_window` positions, to themselves, and to the meta
+  tokens;
+- in a group of `kv_reuse_group` all layers attend to the keys and values of the first.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+from kl_lens.base.errors import CheckpointError
+
+_NTK_FACTOR = 2  # fixed in the published code, not in config.json
+# The supported settings: those of published checkpoints, or equivalent ones.
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "mlp_hidden_act": ("silu",),
+    "kq_norm": ("none", None),
+    "memory_tokens_interspersed_every": (0,),
+    "num_mamba": (1,),
+    "rope_type": ("ntk", "default", None),
+}
+KeysValues = tuple[Tensor, Tensor]
+
+
+class HymbaConfig(PretrainedConfig):
+    """The published settings; defaults are those of Hymba-1.5B. Settings of its CUDA kernels have no effect."""
+
+    model_type = "hymba"
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int = 32001,
+        hidden_size: int = 1600,
+        intermediate_size: int = 5504,
+        num_hidden_layers: int = 32,
+        num_attention_heads: int = 25,
+        num_key_value_heads: int = 5,
+        hidden_act: str = "silu",
+        mlp_hidden_act: str = "silu",
+        initializer_range: float = 0.02,
+        rms_norm_eps: float = 1e-6,
+        sliding_window: int | None = 1024,
+        global_attn_idx: list[int] | None = None,
+        kv_reuse_group: list[list[int]] | None = None,
+        kv_reuse_every_i_layer: int = -1,
+        num_memory_tokens: int = 128,
+        max_position_embeddings: int = 8192,
+        orig_max_position_embeddings: int | None = 2048,
+        rope: bool = True,
+        rope_theta: float = 10000.0,
+        rope_type: str | None = "ntk",
+        mamba_d_state: int = 16,
+        mamba_d_conv: int = 4,
+        mamba_expand: float = 2,
+        mamba_dt_rank: int | str = "auto",
+        mamba_conv_bias: bool = True,
+        mamba_proj_bias: bool = False,
+        mamba_inner_layernorms: bool = True,
+        tie_word_embeddings: bool = True,
+        **others: Any,
+    ) -> None:
+        others.pop("attn_implementation", None)  # "flex": transformers would look for it
+        for name, value in list(locals().items()):
+            if name not in ("self", "others", "__class__"):
+                setattr(self, name, value)
+        if mamba_dt_rank == "auto":
+            self.mamba_dt_rank = math.ceil(hidden_size / 16)
+        given: dict[str, Any] = {"tie_word_embeddings": tie_word_embeddings, **others}
+        super().__init__(**given)
+        for name, allowed in _ONLY.items():
+            if (value := getattr(self, name, allowed[0])) not in allowed:
+                raise CheckpointError(
+                    f"config.json: {name} is {value!r}; KL Lens supports only {allowed[0]!r}, as published"
+                )
+
+    @property
+    def inner_size(self) -> int:
+        """Total width of the Mamba heads, and of the values of attention."""
+        return int(self.mamba_expand * self.hidden_size)
+
+    def keys_from(self, layer: int) -> int:
+        """The layer whose keys and values this one attends to."""
+        if self.kv_reuse_group is not None:
+            return next((group[0] for group in self.kv_reuse_group if layer in group), layer)
+        every = self.kv_reuse_every_i_layer
+        return layer - layer % every if every > 0 else layer
+
+    def is_global(self, layer: int) -> bool:
+        return self.sliding_window is None or self.global_attn_idx is None or layer in self.global_attn_idx
+
+
+class HymbaRMSNorm(nn.Module):
+    def __init__(self, width: int, epsilon: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.epsilon = epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.epsilon)).to(
+            x.dtype
+        )
+
+
+# Names and arguments are those of transformers' mixers, so that the fast kernels and the exporter can replace these
+# functions.
+
+
+def causal_conv1d_fn(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "") -> Tensor:
+    """Depthwise convolution: x (batch, channels, time), weight (channels, kernel)."""
+    padded = functional.pad(x, (weight.shape[1] - 1, 0))
+    y = functional.conv1d(padded, weight.unsqueeze(1), bias, groups=weight.shape[0])
+    return functional.silu(y) if activation else y
+
+
+def mamba_selective_scan(
+    x: Tensor,  # (batch, channels, time)
+    dt: Tensor,
+    A: Tensor,  # (channels, states)
+    B: Tensor,  # (batch, states, time)
+    C: Tensor,
+    D: Tensor,
+    z: Tensor,
+    *_: Any,
+    **__: Any,
+) -> Tensor:
+    """h ← exp(Δ·A)·h + Δ·x ⊗ B with Δ = softplus(dt), y = C·h + D·x, gated by SiLU(z)."""
+    step = functional.softplus(dt.float())
+    inflow = step * x.float()
+    state = torch.zeros(x.shape[0], *A.shape, device=x.device)
+    outputs = []
+    for t in range(x.shape[2]):
+        decay = torch.exp(step[:, :, t, None] * A)
+        state = decay * state + inflow[:, :, t, None] * B[:, None, :, t].float()
+        outputs.append((state * C[:, None, :, t].float()).sum(-1))
+    y = torch.stack(outputs, -1) + D[:, None] * x
+    return y * functional.silu(z.float())
+
+
+def _rotated(x: Tensor, rotary: Tensor | None) -> Tensor:
+    """Rotary embedding of x (batch, heads, time, width)."""
+    if rotary is None:
+        return x
+    first, second = x.chunk(2, -1)
+    cosine, sine = rotary
+    return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1).to(x.dtype)
+
+
+class HymbaBlock(nn.Module):
+    """The hybrid heads of one layer."""
+
+    def __init__(self, config: HymbaConfig, layer_idx: int) -> None:
+        super().__init__()
+        hidden, inner, states, rank = (
+            config.hidden_size, config.inner_size, config.mamba_d_state, int(config.mamba_dt_rank)
+        )  # fmt: skip
+        self.layer_idx = layer_idx
+        self.heads, self.key_heads = config.num_attention_heads, config.num_key_value_heads
+        share = self.key_heads / self.heads
+        own = [int(share * hidden), int(share * inner)] if config.keys_from(layer_idx) == layer_idx else []
+        self.sizes = [hidden, *own, inner, inner]  # queries, own keys and values, Mamba, gate
+        self.scan_sizes = [rank, states, states]
+        self.in_proj = nn.Linear(hidden, sum(self.sizes), bias=config.mamba_proj_bias)
+        self.out_proj = nn.Linear(inner, hidden, bias=config.mamba_proj_bias)
+        self.conv1d = nn.Conv1d(inner, inner, config.mamba_d_conv, groups=inner, bias=config.mamba_conv_bias)
+        # Lists of one, as published.
+        self.x_proj = nn.ModuleList([nn.Linear(inner, sum(self.scan_sizes), bias=False)])
+        self.dt_proj = nn.ModuleList([nn.Linear(rank, inner)])
+        self.A_log = nn.ParameterList([torch.arange(1.0, states + 1).log().repeat(inner, 1)])
+        self.D = nn.ParameterList([torch.ones(inner)])
+        self.pre_avg_layernorm1, self.pre_avg_layernorm2 = (
+            HymbaRMSNorm(inner, config.rms_norm_eps) for _ in range(2)
+        )
+        self.with_inner_norms = config.mamba_inner_layernorms
+        if self.with_inner_norms:
+            self.dt_layernorm = HymbaRMSNorm(rank, config.rms_norm_eps)
+            self.B_layernorm, self.C_layernorm = (HymbaRMSNorm(states, config.rms_norm_eps) for _ in range(2))
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        mask: Tensor | None = None,
+        rotary: Tensor | None = None,
+        shared: KeysValues | None = None,
+        past_key_values: Any = None,
+    ) -> tuple[Tensor, KeysValues]:
+        query, *own, x, gate = self.in_proj(hidden_states).split(self.sizes, -1)
+        if shared is None:
+            key, value = (part.unflatten(-1, (self.key_heads, -1)).transpose(1, 2) for part in own)
+            shared = _rotated(key, rotary), value
+            if past_key_values is not None:
+                shared = past_key_values.update(*shared, self.layer_idx)
+        attended = self._attend(query, shared, mask, rotary)
+
+        x = x.transpose(1, 2)
+        if past_key_values is not None:
+            x = past_key_values.update_conv_state(
+                x, self.layer_idx, conv_kernel_size=self.conv1d.kernel_size[0]
+            )
+        x = causal_conv1d_fn(x, self.conv1d.weight.squeeze(1), self.conv1d.bias, activation="silu")
+        step, b, c = self.x_proj[0](x.transpose(1, 2)).split(self.scan_sizes, -1)
+        if self.with_inner_norms:
+            step, b, c = self.dt_layernorm(step), self.B_layernorm(b), self.C_layernorm(c)
+        scanned = mamba_selective_scan(
+            x,
+            self.dt_proj[0](step).transpose(1, 2),
+            -torch.exp(self.A_log[0].float()),
+            b.transpose(1, 2),
+            c.transpose(1, 2),
+            D=self.D[0].float(),
+            z=gate.transpose(1, 2),
+            delta_softplus=True,
+        )
+        scanned = scanned.transpose(1, 2).to(attended.dtype)
+        mean = (self.pre_avg_layernorm1(attended) + self.pre_avg_layernorm2(scanned)) / 2
+        return self.out_proj(mean), shared
+
+    def _attend(
+        self, query: Tensor, shared: KeysValues, mask: Tensor | None, rotary: Tensor | None
+    ) -> Tensor:
+        query = _rotated(query.unflatten(-1, (self.heads, -1)).transpose(1, 2), rotary)
+        key, value = (part.repeat_interleave(self.heads // self.key_heads, 1) for part in shared)
+        mixed = functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None
+        )
+        return mixed.transpose(1, 2).flatten(2)
+
+
+class HymbaMLP(nn.Module):
+    def __init__(self, config: HymbaConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class HymbaFeedForward(nn.Module):
+    """A mixture of one expert, as published: `moe.experts.0`."""
+
+    def __init__(self, config: HymbaConfig) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([HymbaMLP(config)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.experts[0](x)
+
+
+class HymbaDecoderLayer(nn.Module):
+    def __init__(self, config: HymbaConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.mamba = HymbaBlock(config, layer_idx)
+        self.input_layernorm = HymbaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        if config.intermediate_size > 0:
+            self.moe = HymbaFeedForward(config)
+            self.pre_moe_layernorm = HymbaRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, hidden_states: Tensor, **arguments: Any) -> tuple[Tensor, KeysValues]:
+        """Returns hidden states, and the keys and values it attended to."""
+        mixed, shared = self.mamba(self.input_layernorm(hidden_states), **arguments)
+        hidden_states = hidden_states + mixed
+        if hasattr(self, "moe"):
+            hidden_states = hidden_states + self.moe(self.pre_moe_layernorm(hidden_states))
+        return hidden_states, shared
+
+
+class HymbaPreTrainedModel(PreTrainedModel):
+    config_class = HymbaConfig
+    base_model_prefix = "model"
+    _supports_sdpa = True
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, (nn.Linear, nn.Conv1d, nn.Embedding)):
+            nn.init.normal_(module.weight, std=self.config.initializer_range)
+        if isinstance(module, (nn.Linear, nn.Conv1d)) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+
+class HymbaModel(HymbaPreTrainedModel):
+    def __init__(self, config: HymbaConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(HymbaDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.final_layernorm = HymbaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        if config.num_memory_tokens > 0:
+            self.memory_tokens = nn.Parameter(torch.randn(config.num_memory_tokens, config.hidden_size))
+        self.post_init()
+
+    def forward(self, input_ids: Tensor, past_key_values: Any = None, **_: Any) -> BaseModelOutputWithPast:
+        """`past_key_values` comes from an exporter: convolutions, keys and values. It handles the scan states
+        itself."""
+        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        hidden = self.embed_tokens(input_ids)
+        length = hidden.shape[1]
+        if self.config.num_memory_tokens > 0:
+            # All of them before the first token, none later; without a branch, for tracing.
+            seen = torch.as_tensor(past).clamp(max=self.config.num_memory_tokens)
+            meta = self.memory_tokens[seen:].to(hidden.dtype)
+            hidden = torch.cat([meta.expand(hidden.shape[0], -1, -1), hidden], 1)
+        positions = torch.arange(hidden.shape[1], device=hidden.device) + past
+        rotary = self._rotary(positions) if self.config.rope else None
+        masks = self._masks(positions, past, by_itself=past_key_values is None)
+        given: dict[int, KeysValues] = {}
+        for index, layer in enumerate(self.layers):
+            hidden, given[index] = layer(
+                hidden,
+                mask=masks[self.config.is_global(index)],
+                rotary=rotary,
+                shared=given.get(self.config.keys_from(index)),
+                past_key_values=past_key_values,
+            )
+        hidden = self.final_layernorm(hidden)[:, -length:]
+        return BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=past_key_values)
+
+    def _rotary(self, positions: Tensor) -> Tensor:
+        """Cosines and sines, (2, positions, half a head)."""
+        width = self.config.hidden_size // self.config.num_attention_heads
+        base = self.config.rope_theta
+        if self.config.rope_type == "ntk":
+            longer = self.config.max_position_embeddings / self.config.orig_max_position_embeddings
+            base *= (_NTK_FACTOR * longer - (_NTK_FACTOR - 1)) ** (width / (width - 2))
+        exponents = torch.arange(0, width, 2, device=positions.device).float() / width
+        angles = positions.float()[:, None] * base**-exponents
+        return torch.stack([angles.cos(), angles.sin()])
+
+    def _masks(self, positions: Tensor, past: Any, *, by_itself: bool) -> dict[bool, Tensor | None]:
+        """Attention masks of global layers (True) and of others; None: all earlier positions."""
+        window, meta = self.config.sliding_window, self.config.num_memory_tokens
+        if by_itself and (window is None or positions.shape[0] - 1 - meta <= window):
+            return {True: None, False: None}
+        keys = torch.arange(positions.shape[0] + past, device=positions.device)
+        distance = positions[:, None] - keys[None]
+        before = distance >= 0
+        near = before if window is None else before & ((distance <= window) | (keys < meta)[None])
+        return {True: None if by_itself else before, False: near}
+
+
+class HymbaForCausalLM(HymbaPreTrainedModel):
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 (transformers')
+
+    def __init__(self, config: HymbaConfig) -> None:
+        super().__init__(config)
+        self.model = HymbaModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.embed_tokens
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def forward(
+        self, input_ids: Tensor, past_key_values: Any = None, use_cache: bool | None = None, **_: Any
+    ) -> CausalLMOutputWithPast:
+        output = self.model(input_ids, past_key_values=past_key_values)
+        return CausalLMOutputWithPast(
+            logits=self.lm_head(output.last_hidden_state), past_key_values=past_key_values
+        )

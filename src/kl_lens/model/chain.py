@@ -1,0 +1,459 @@
+"""The model as a chain: embedding → blocks → final norm → head, found by watching one forward.
+
+The blocks are the `ModuleList` whose members run once each, in order, each taking the output of the one before.
+Everything around them stays the model's own code: to get the arguments of each block, or to get from the last block to
+the logits, the model's own `forward` runs with its blocks bypassed. So masks, rotary embeddings, meta tokens, shared
+blocks, logit scaling and whatever a new architecture has come out right without being known. What blocks pass on
+besides the hidden states is carried along (`linking.py`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from kl_lens.base.errors import CheckpointError, one_line
+from kl_lens.model.finding import check_linked, find_blocks
+from kl_lens.model.kernels import Comparison, Watch, fast_kernels, replaceable
+from kl_lens.model.linking import (
+    HIDDEN,
+    Arguments,
+    Board,
+    Given,
+    States,
+    board_contents,
+    hidden_of,
+    marked,
+    marks_in,
+    written_boards,
+)
+from kl_lens.model.patching import patched, without_weights
+from kl_lens.model.tasks import LanguageTask, Task
+
+# Allowed difference of the chain's logits from the model's own, relative to the largest: rounding of two orders of one
+# computation.
+ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-8}
+_HALF_ROUNDING = 3e-2
+# Our kernels are compared one by one, which sees small errors. The logits show large ones of what is around them. Deep
+# models amplify the last bits, so much is allowed.
+_AROUND_KERNELS, _AROUND_KERNELS_IN_HALF = 1e-3, 1e-1
+# Tokens of the comparison: enough for our attention, which leaves short windows to torch, and no multiple of any chunk.
+CHECKED_TOKENS = 136
+
+
+def warn(text: str) -> None:
+    """Without a command line to show it."""
+    warnings.warn(text, stacklevel=2)
+
+
+class _Stop(Exception):
+    """Ends a forward early."""
+
+
+@dataclass(frozen=True)
+class BlockCalls:
+    """For one batch of ids: the input of the first block, and every block's other arguments."""
+
+    ids: torch.Tensor  # (batch, time), or (windows, images)
+    hidden: torch.Tensor  # (batch, positions, width): positions may exceed time (meta tokens)
+    arguments: tuple[Arguments, ...]
+    last_taker: dict[Given, int] = field(default_factory=dict, repr=False)
+
+    @property
+    def batch(self) -> int:
+        return self.ids.shape[0]
+
+
+class Chain:
+    """Runs any range of a model's blocks from given hidden states.
+
+    Example:
+        >>> calls = chain.calls(ids)
+        >>> half = chain.run(calls.hidden, calls, 0, 12)
+        >>> final = chain.run(half, calls, 12, len(chain))
+        >>> logits = chain.logits(chain.finish(final, calls))    # equals model(ids).logits
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        fast: bool = True,
+        task: Task | None = None,
+        warn: Callable[[str], None] = warn,
+    ) -> None:
+        """`warn` hears of a kernel that turns out to be wrong."""
+        self.model = model
+        self.fast = fast
+        self.fault = ""  # why our kernels are not used, if they should be
+        self._warn = warn
+        self.task = task or LanguageTask()
+        self.head = self.task.head(model)
+        self._batched: dict[int, tuple[tuple[bool, ...], ...]] = {}  # by length
+        self._doubts: dict[int, str | None] = {}  # by length
+        self._unchecked = {False, True}  # kernels without and with gradients
+        self._watch()
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    # -- finding the chain ------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Finds the blocks, their outputs and the boards they write to, in a small forward."""
+        ids = self.task.sample(self.model, 2, 5).to(self.device)
+        ids[1, :3] = ids[0, :3]  # a causal model gives both rows the same logits there
+        self.blocks_name, self.blocks = find_blocks(
+            self.model, lambda: self._first_forward(ids), self.task.lists, self.head
+        )
+        calls, outputs, self._boards = self._record(ids)
+        check_linked(self.model, self.blocks_name, calls, outputs)
+        hidden = [_hidden(*call) for call in calls]
+        self.state_size = sum(map(self.task.state_size, hidden))  # values per row in the inputs of all blocks
+        last = outputs[-1][0] if isinstance(outputs[-1], (tuple, list)) else outputs[-1]
+        self._reshapes = len({states.shape for states in (*hidden, last)}) > 1
+        self._outputs = [pytree.tree_flatten(output) for output in outputs]
+        self.head_scale = self._find_head_scale(ids)
+
+    def _first_forward(self, ids: torch.Tensor) -> None:
+        try:
+            logits = self._forward(ids).float()
+        except Exception as error:  # a model's own code may raise anything
+            raise CheckpointError(
+                f"{type(self.model).__name__}: the model's own forward fails on {ids.shape[1]} {self.task.unit} "
+                f"({type(error).__name__}: {one_line(error)}); config.json and code do not fit together"
+            ) from error
+        if self.task.generates and float((logits[0, :3] - logits[1, :3]).abs().max()) > self._rounding(
+            logits
+        ):
+            raise CheckpointError(
+                f"{type(self.model).__name__} is not causal: its output for a token depends on later "
+                "tokens; KL Lens measures causal language models, and image classifiers with --task image"
+            )
+
+    def _rounding(self, logits: torch.Tensor) -> float:
+        """What two ways to compute these logits may differ by."""
+        return ROUNDING.get(next(self.model.parameters()).dtype, _HALF_ROUNDING) * float(logits.abs().max())
+
+    def _record(self, ids: torch.Tensor) -> tuple[list[Arguments], list[Any], frozenset[str]]:
+        """Each block's call and output in a full forward, and the dictionary arguments that blocks write to."""
+        calls: list[Arguments] = []
+        outputs: list[Any] = []
+        before: list[dict[str, dict[Any, Any]]] = []
+        boards: set[str] = set()
+
+        def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
+            before.append(board_contents((args, kwargs)))
+
+        def leave(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            calls.append((args, kwargs))
+            outputs.append(output)
+            boards.update(written_boards((args, kwargs), before[-1]))
+
+        with ExitStack() as hooks:
+            for block in self.blocks:
+                hooks.enter_context(block.register_forward_pre_hook(enter, with_kwargs=True))
+                hooks.enter_context(block.register_forward_hook(leave, with_kwargs=True))
+            self._forward(ids)
+        return calls, outputs, frozenset(boards)
+
+    def _batched_arguments(self, ids: torch.Tensor) -> tuple[tuple[bool, ...], ...]:
+        """For every argument of every block: is its first axis the batch?
+
+        Found by comparing a batch of two with a batch of three at the length in use: the mask of a sliding window, for
+        example, exists only if the text is longer than the window.
+        """
+        length = ids.shape[1]
+        if length not in self._batched:
+            two, three = (self.calls(ids[:1].repeat(rows, 1)) for rows in (2, 3))
+            sizes = (two.hidden.shape[0], three.hidden.shape[0])
+            self._batched[length] = tuple(
+                tuple(
+                    isinstance(a, torch.Tensor) and a.dim() > 0 and (a.shape[0], b.shape[0]) == sizes
+                    for a, b in zip(pytree.tree_leaves(smaller), pytree.tree_leaves(larger), strict=True)
+                )
+                for smaller, larger in zip(two.arguments, three.arguments, strict=True)
+            )
+        return self._batched[length]
+
+    def _find_head_scale(self, ids: torch.Tensor) -> float | None:
+        """The factor between the head's output and the logits; None if it is not a plain factor."""
+        seen: list[torch.Tensor] = []
+        with self.head.register_forward_hook(lambda _m, _a, output: seen.append(output)):
+            logits = self._forward(ids)
+        if len(seen) != 1 or (given := self.task.by_row(seen[0], ids)).shape != logits.shape:
+            return None
+        given, logits = given.float(), logits.float()  # models may convert the head's output
+        largest = int(given.abs().argmax())
+        scale = float(logits.flatten()[largest] / given.flatten()[largest])
+        for candidate in (1.0, scale):
+            if torch.allclose(given * candidate, logits, rtol=1e-6, atol=0):
+                return candidate
+        return None
+
+    # -- trusting it ------------------------------------------------------------------------------------
+
+    def doubt(self, ids: torch.Tensor) -> str | None:
+        """Why this model cannot be run in parts on windows of this length; None if it can.
+
+        Tested on the first window, once per length: run in two parts, and stacked from the middle on, the chain must
+        give the logits of the model's own forward.
+        """
+        length = ids.shape[1]
+        if length not in self._doubts:
+            self._doubts[length] = self._find_doubt(ids[:1].to(self.device))
+        return self._doubts[length]
+
+    def _find_doubt(self, ids: torch.Tensor) -> str | None:
+        expected = self.full_logits(ids).float()
+        try:
+            calls = self.calls(ids)
+            middle = len(self) // 2
+            half = self.run(calls.hidden, calls, 0, middle)
+            logits = self.logits(self.finish(self.run(half, calls, middle), calls)).float()
+            stacked = self.run(half.repeated(2), calls, middle)
+            copies = self.logits(self.finish(stacked, calls)).float()
+        except Exception as error:  # a block may raise anything for unexpected arguments
+            return f"its blocks cannot be run in parts ({type(error).__name__}: {one_line(error)})"
+        off = float((logits - expected).abs().max())
+        # A larger batch rounds differently, and a token may go to another expert, so only most rows must agree.
+        off_stacked = float((copies - expected).abs().amax(-1).median())
+        if max(off, off_stacked) <= self._rounding(expected):
+            return None
+        return (
+            f"run in parts, its logits are off by {max(off, off_stacked):.1e} "
+            f"where the largest is {float(expected.abs().max()):.1e}"
+        )
+
+    def uses_kernels(self, *, gradients: bool = False) -> bool:
+        """Whether our kernels are used. Before that, they are compared with the library's own code, once."""
+        if self.fast and gradients in self._unchecked:
+            self._unchecked.remove(gradients)
+            self.distrust(self.compared_kernels(gradients=gradients))
+        return self.fast
+
+    def distrust(self, comparisons: Iterable[Comparison]) -> None:
+        """Our kernels are not used again if one of them is wrong."""
+        wrong = next((each for each in comparisons if not each.holds), None)
+        if wrong is not None and self.fast:
+            self.fast = False
+            self.fault = f"our kernel for {wrong.kernel} is wrong here"
+            self._warn(
+                f"{self.fault} (off by {wrong.error:.1e}, rounding allows {wrong.limit:.1e}): transformers' own code "
+                "computes this model instead, which is slower; please report this, with what kl-lens doctor prints"
+            )
+
+    def compared_kernels(
+        self,
+        ids: torch.Tensor | None = None,
+        *,
+        gradients: bool = False,
+        around: AbstractContextManager[Any] | None = None,
+    ) -> list[Comparison]:
+        """Our kernels beside the library's own code, on a short window; `around`: with more kernels, active within."""
+        rows = CHECKED_TOKENS if self.task.generates else 2
+        most = getattr(getattr(self.model, "config", None), "max_position_embeddings", None)
+        ids = self.task.sample(self.model, 1, min(rows, most or rows)) if ids is None else ids
+        ids = ids.to(self.device)
+        watch = Watch(gradients=gradients)
+        with watch.watching(), around or nullcontext():
+            logits = self._forward(ids).float()
+        found = list(watch.found.values())
+        if gradients or around is not None:
+            return found
+        with suppress(Exception), torch.inference_mode():  # code of a checkpoint may need a GPU: see `Watch`
+            expected = self.task.forward(self.model, ids).float()
+            # As in `_find_doubt`: most rows must agree.
+            off = (logits - expected).abs().amax(-1).median() / expected.abs().max().clamp(min=1e-30)
+            dtype = next(self.model.parameters()).dtype
+            limit = _AROUND_KERNELS if dtype in ROUNDING else _AROUND_KERNELS_IN_HALF
+            if bool(expected.isfinite().all()):
+                found.append(Comparison("all layers together", float(off), limit))
+        return found
+
+    # -- running ------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @contextmanager
+    def kernels(self, *, gradients: bool = False) -> Iterator[None]:
+        """Uses our fast kernels inside the model's layers, if enabled and right."""
+        self.uses_kernels(gradients=gradients)
+        with self._kernels():
+            yield
+
+    def _kernels(self) -> AbstractContextManager[Any]:
+        return fast_kernels(self.model, self._replaceable) if self.fast else nullcontext()
+
+    @cached_property
+    def _replaceable(self) -> list[nn.Module]:
+        return replaceable(self.model)
+
+    def _forward(self, ids: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode(), self._kernels():
+            return self.task.forward(self.model, ids)
+
+    def full_logits(self, ids: torch.Tensor) -> torch.Tensor:
+        """The model's own forward: (batch, time, vocabulary)."""
+        self.uses_kernels()
+        return self._forward(ids.to(self.device))
+
+    def final_states(self, ids: torch.Tensor) -> torch.Tensor:
+        """The inputs of the head in the model's own forward: (batch, time, width)."""
+        self.uses_kernels()
+        with _stopping_at(self.head) as seen:
+            self._forward(ids.to(self.device))
+        return self.task.by_row(seen[0], ids)
+
+    def calls(self, ids: torch.Tensor) -> BlockCalls:
+        """The input of the first block for these ids, and the other arguments of every block."""
+        self.uses_kernels()
+        ids = ids.to(self.device)
+        calls: list[Arguments] = []
+        given: dict[int, Given] = {}
+        states: list[torch.Tensor] = []  # kept alive, so that their ids stay unique
+
+        def bypass(args: Any, kwargs: Any) -> torch.Tensor:
+            hidden = _hidden(args, kwargs)
+            calls.append(marked((args, kwargs), given, self._boards))
+            states.append(hidden)
+            if self._reshapes and len(calls) == len(self):  # the model's next step needs another shape
+                raise _Stop
+            passed = hidden.view_as(hidden)  # the same states as a distinct object
+            given[id(passed)] = Given(len(calls) - 1, 0)
+            states.append(passed)
+            return passed
+
+        with self._blocks_bypassed(bypass), _stopping_at(self.head):
+            self._forward(ids)
+        return BlockCalls(ids, states[0], tuple(calls), marks_in(calls))
+
+    def run(
+        self, states: States | torch.Tensor, calls: BlockCalls, start: int, stop: int | None = None
+    ) -> States:
+        """Runs blocks `start` to `stop` (exclusive) on the states that enter block `start`.
+
+        `states` may stack k copies of the batch along the first axis; the arguments are repeated to fit. A plain tensor
+        will do for the first block, or if nothing else passes between blocks.
+        """
+        stop = len(self) if stop is None else stop
+        if isinstance(states, torch.Tensor):
+            states = States(states)
+        copies, remainder = divmod(states.hidden.shape[0], calls.hidden.shape[0])
+        if remainder or not copies:
+            raise ValueError(
+                f"{states.hidden.shape[0]} sequences are not a multiple of the batch of {calls.batch}"
+            )
+        with torch.inference_mode(), self._kernels():
+            for index in range(start, stop):
+                states = self._run_block(index, states, calls, copies)
+        return states
+
+    def _run_block(self, index: int, states: States, calls: BlockCalls, copies: int) -> States:
+        boards: dict[Board, Any] = {}
+
+        def value_of(mark: Any) -> Any:
+            if mark is HIDDEN:
+                return states.hidden
+            if isinstance(mark, Given):
+                return states.carried[mark]
+            if isinstance(mark, Board):
+                return boards.setdefault(mark, mark.filled(states.carried.get(mark, {})))
+            return mark
+
+        args, kwargs = pytree.tree_map(value_of, self._repeated(calls, index, copies))
+        output = self.blocks[index](*args, **kwargs)
+        hidden = output[0] if isinstance(output, (tuple, list)) else output
+        if not calls.last_taker and not boards:
+            return States(hidden)
+        leaves = pytree.tree_leaves(output)
+        carried: dict[Given | Board, Any] = {
+            mark: leaves[mark.leaf] if mark.block == index else states.carried[mark]
+            for mark, last in calls.last_taker.items()
+            if mark.block <= index < last
+        }
+        carried.update({mark: dict(board) for mark, board in boards.items()})
+        return States(hidden, carried)
+
+    def _repeated(self, calls: BlockCalls, index: int, copies: int) -> Arguments:
+        if copies == 1:
+            return calls.arguments[index]
+        leaves, structure = pytree.tree_flatten(calls.arguments[index])
+        batched = self._batched_arguments(calls.ids)[index]
+        repeated = [
+            leaf.repeat(copies, *[1] * (leaf.dim() - 1)) if follows else leaf
+            for leaf, follows in zip(leaves, batched, strict=True)
+        ]
+        return pytree.tree_unflatten(repeated, structure)
+
+    def finish(self, states: States | torch.Tensor, calls: BlockCalls) -> torch.Tensor:
+        """From the last block's output to the head's input: (batch, time, width)."""
+        hidden = states.hidden if isinstance(states, States) else states
+        ids = calls.ids.repeat(hidden.shape[0] // calls.hidden.shape[0], 1)
+        with self._blocks_bypassed(lambda args, kwargs: hidden), _stopping_at(self.head) as seen:
+            self._forward(ids)
+        return self.task.by_row(seen[0], ids)
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """Logits of head inputs, (…, width) → (…, vocabulary)."""
+        with torch.inference_mode():
+            if self.head_scale is not None:
+                logits = self.head(states)
+                return logits if self.head_scale == 1.0 else logits.mul_(self.head_scale)
+            # Something follows the head: use the model's own code on these states.
+            rows = states.reshape(1, -1, states.shape[-1])
+            ids = self.task.blank(*rows.shape[:2]).to(self.device)
+            given = self.head.register_forward_pre_hook(lambda _module, _args: (self.task.at_head(rows),))
+            with given, self._blocks_bypassed(_hidden):
+                logits = self._forward(ids)
+            return logits.reshape(*states.shape[:-1], -1)
+
+    def _blocks_bypassed(
+        self, hidden_for: Callable[[Any, Any], torch.Tensor]
+    ) -> AbstractContextManager[None]:
+        """Within the block, each block returns `hidden_for(args, kwargs)`, and marks for its other outputs."""
+
+        def stand_in(index: int) -> Callable[..., Any]:
+            leaves, structure = self._outputs[index]
+            marks = [
+                Given(index, n) if isinstance(leaf, torch.Tensor) else leaf for n, leaf in enumerate(leaves)
+            ]
+
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                return pytree.tree_unflatten([hidden_for(args, kwargs), *marks[1:]], structure)
+
+            return without_weights(forward)
+
+        return patched((block, stand_in(index)) for index, block in enumerate(self.blocks))
+
+
+@contextmanager
+def _stopping_at(module: nn.Module) -> Iterator[list[torch.Tensor]]:
+    """Within the block, a forward stops at `module`; yields its inputs."""
+    seen: list[torch.Tensor] = []
+
+    def stop(_: nn.Module, args: tuple[Any, ...]) -> None:
+        seen.append(args[0])
+        raise _Stop
+
+    with module.register_forward_pre_hook(stop), suppress(_Stop):
+        yield seen
+
+
+def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    hidden = hidden_of(args, kwargs)
+    if hidden is None:
+        raise CheckpointError(
+            "a block was called without hidden states (batch, positions, width) or (batch, channels, height, width)"
+        )
+    return hidden

@@ -1,0 +1,199 @@
+"""Checks a checkpoint's files before anything is loaded, so that errors are one line."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from kl_lens.base.errors import CheckpointError, one_line
+
+INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+SINGLE = ("model.safetensors", "pytorch_model.bin")
+# Settings that count layers, which have at least one tensor each, and settings that are the length of an axis.
+_LAYER_COUNT = re.compile(r"^n(um)?_(\w+_)?layers?$")
+_AXIS = re.compile(r"^(d_model|\w*(size|_dim|_rank|_width|_heads|_experts))$")
+# Types of tensors, as safetensors and torch spell them: plain floats, and numbers of one byte or less.
+_FLOATS = re.compile(r"B?F(16|32|64)|b?float(16|32|64)")
+_NARROW = re.compile(r"([FIU]|u?int|float)[468](_\w+)?")
+_SCALE = re.compile("scale|SCB|absmax")  # in the names of their scales
+_PICKLED_TENSOR = 256  # least bytes of a tensor in a pickle
+_ALWAYS_FINE = 1000  # sizes below this are never refused
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Reads and checks config.json."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise CheckpointError(
+            f"{folder} is not a model: it has no config.json; give a Hugging Face model folder"
+        )
+    config = _read_json(path)
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} is not a JSON object; download it again")
+    classes = config.get("auto_map", {})
+    if not isinstance(classes, dict) or not all(isinstance(each, (str, list)) for each in classes.values()):
+        raise CheckpointError(
+            f"{path}: auto_map must name the checkpoint's own classes, not {config['auto_map']!r}; remove it"
+        )
+    kind = config.get("model_type")
+    if kind is not None and not isinstance(kind, str):
+        raise CheckpointError(f"{path}: model_type must be a name, not {kind!r}; download it again")
+    return config
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The weight files, safetensors before pickles. Raises if one is missing or outside the folder."""
+    for name in INDEXES:
+        index = folder / name
+        if index.is_file():
+            return [_inside(folder, path) for path in _shards(index)]
+    for name in SINGLE:
+        if (folder / name).is_file():
+            return [_inside(folder, folder / name)]
+    raise CheckpointError(
+        f"{folder} has a config.json but no weights ({' or '.join(SINGLE)}, or shards with an index); "
+        "download the weights too"
+    )
+
+
+def _inside(folder: Path, path: Path) -> Path:
+    """Raises for a link out of the folder, except to the hub's cache (`blobs`)."""
+    place = path.resolve()
+    if not place.is_relative_to(folder.resolve()) and place.parent.name != "blobs":
+        raise CheckpointError(f"{path} is a link to {place}, outside its folder; copy the weights there")
+    return path
+
+
+def check_weight_files(folder: Path) -> None:
+    """Raises for a missing shard or a damaged safetensors file."""
+    for path in weight_files(folder):
+        _count_tensors(path)
+
+
+def weight_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in weight_files(folder))
+
+
+def is_quantized(name: str, kind: str) -> bool:
+    """Whether a tensor of this type holds weights that are no plain floats; indexes, masks and counters do not."""
+    narrow = _NARROW.fullmatch(kind) and not name.endswith("bias")  # old GPT-2 files keep masks as attn.bias
+    return bool(narrow or name.endswith("weight")) and not _FLOATS.fullmatch(kind)
+
+
+def quant_method(config: dict[str, Any]) -> str | None:
+    """What quantized the weights, according to config.json."""
+    settings = config.get("quantization_config")
+    return str(settings.get("quant_method")) if isinstance(settings, dict) else None
+
+
+def refuse_quantized(folder: Path, config: dict[str, Any], what_to_do: str | None = None) -> None:
+    """Raises for stored weights that mean nothing without scales, if there are none or nothing says how to use them.
+
+    `what_to_do`: raise for all quantized weights, with this advice; None: transformers will multiply with the scales.
+    """
+    types = dict(_types(folder))
+    scaled = {name.rpartition(".")[0] for name in types if _SCALE.search(name.rpartition(".")[2])}
+    method = quant_method(config)
+    for name, kind in types.items():
+        if not is_quantized(name, kind):
+            continue
+        if not scaled & {name, name.rpartition(".")[0]}:
+            reason = "and the files hold no scales for it"
+        elif method is None:
+            reason = "and config.json has no quantization_config that says how to read it"
+        elif what_to_do:
+            reason = f"quantized with {method}"
+        else:
+            continue
+        advice = what_to_do or "give the original checkpoint, in 16 or 32 bits"
+        raise CheckpointError(f"{folder}: {name} is stored as {kind}, {reason}; {advice}")
+
+
+def _types(folder: Path) -> Iterator[tuple[str, str]]:
+    """The name and type of every tensor in the weight files."""
+    for path in weight_files(folder):
+        if path.suffix == ".safetensors":
+            with safe_open(path, framework="numpy") as file:
+                yield from ((name, file.get_slice(name).get_dtype()) for name in file.keys())  # noqa: SIM118
+        else:
+            import torch
+
+            with suppress(Exception):  # opening the model says what is wrong with the file
+                held = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+                yield from ((name, str(tensor.dtype).removeprefix("torch.")) for name, tensor in held.items())
+
+
+def check_sizes(folder: Path, config: dict[str, Any]) -> None:
+    """Raises for counts and sizes that cannot fit weights of this size; a library would try to allocate them."""
+    tensors = sum(_count_tensors(path) for path in weight_files(folder))
+    stored = weight_bytes(folder)
+    pickled = any(path.suffix != ".safetensors" for path in weight_files(folder))
+    most_layers = max(tensors, _ALWAYS_FINE) if pickled else tensors
+    parts = [config, *(value for value in config.values() if isinstance(value, dict))]
+    for name, value in (item for part in parts for item in part.items()):
+        if not isinstance(value, int):
+            continue
+        if _LAYER_COUNT.match(name) and value > most_layers:
+            raise CheckpointError(
+                f"{folder / 'config.json'}: {name} is {value}, but the weights have only {tensors} tensors; "
+                "weights and config.json do not belong together"
+            )
+        if _AXIS.match(name) and value > max(stored, _ALWAYS_FINE):
+            raise CheckpointError(
+                f"{folder / 'config.json'}: {name} is {value}, but the weights have only {stored} bytes; "
+                "weights and config.json do not belong together"
+            )
+
+
+def _count_tensors(path: Path) -> int:
+    if path.suffix != ".safetensors":
+        return path.stat().st_size // _PICKLED_TENSOR
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return len(file.keys())
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{path} is not a complete safetensors file ({one_line(error)}); download it again"
+        ) from error
+
+
+def _read_json(path: Path) -> Any:
+    def refuse_nan(constant: str) -> float:
+        if constant == "NaN":  # infinity is fine: Mamba-2's time_step_limit
+            raise ValueError("it contains NaN")
+        return float(constant)
+
+    try:
+        return json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse_nan)
+    except (ValueError, RecursionError) as error:  # ValueError: not JSON or not UTF-8
+        raise CheckpointError(f"{path} is not valid JSON ({one_line(error)}); download it again") from error
+
+
+def and_more(items: Sequence[Any]) -> str:
+    """What to write behind the first of these."""
+    return f" (and {len(items) - 1} more)" if len(items) > 1 else ""
+
+
+def _shards(index: Path) -> list[Path]:
+    content = _read_json(index)
+    places = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(places, dict) or not places or "metadata" not in content:
+        raise CheckpointError(
+            f"{index} is not a valid shard index: it needs metadata and a weight_map; download it again"
+        )
+    names = sorted({str(name) for name in places.values()})
+    for name in names:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise CheckpointError(f"{index} names {name}, which is outside its folder; download it again")
+    missing = [name for name in names if not (index.parent / name).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{index.parent}: shard {missing[0]} of {len(names)} is missing{and_more(missing)}; finish the download"
+        )
+    return [index.parent / name for name in names]

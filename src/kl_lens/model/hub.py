@@ -1,0 +1,221 @@
+"""Models on the Hugging Face hub: the files that are needed, of one commit, from the local cache if they are there."""
+
+from __future__ import annotations
+
+import errno
+import fnmatch
+import glob
+import json
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from typing import Protocol
+
+from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download, try_to_load_from_cache
+from huggingface_hub.errors import (
+    GatedRepoError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from kl_lens.base.errors import CheckpointError, one_line
+from kl_lens.base.units import human_bytes
+from kl_lens.model.files import INDEXES, SINGLE, weight_files
+
+_NAME = re.compile(r"^[\w.-]+(/[\w.-]+)?(@[\w./-]+)?$")
+_COMMIT = re.compile(r"^[0-9a-f]{40}$")
+# Everything but weights. Indexes of weights are chosen with the weights.
+_SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.py", "README.md")
+_CONNECT_SECONDS = 10.0
+_LOOK_SECONDS = 0.5  # between two looks at how much has arrived
+
+
+class Progress(Protocol):
+    """What a display of progress offers."""
+
+    @property
+    def started(self) -> Callable[[float, float], None]: ...
+
+    @property
+    def advanced(self) -> Callable[[float, str], None]: ...
+
+
+Watch = Callable[[str], AbstractContextManager[Progress]]
+
+
+def split_name(text: str, revision: str | None = None) -> tuple[str, str | None]:
+    """`org/name@v1` → name and revision. Raises if it is no hub id, or names two revisions."""
+    if not _NAME.match(text) or text.startswith((".", "/")):
+        raise CheckpointError(f"{text}: no such folder, and not a hub id (owner/name)")
+    repo, _, named = text.partition("@")
+    if named and revision and named != revision:
+        raise CheckpointError(f"{text} and --revision {revision}: give only one revision")
+    return repo, named or revision
+
+
+def download(
+    text: str, revision: str | None = None, *, weights: bool = True, watch: Watch | None = None
+) -> Path:
+    """The folder of a snapshot, named after its commit. A commit that is in the cache needs no network.
+
+    Args:
+        weights: also the weights: safetensors, or .bin files if there are no others.
+        watch: opens a display of progress, by its title.
+    """
+    repo, revision = split_name(text, revision)
+    if revision and _COMMIT.match(revision) and (folder := _cached(repo, revision, weights)):
+        return folder
+    try:
+        return _from_hub(repo, revision, weights, watch)
+    except CheckpointError:
+        raise
+    except Exception as error:  # of the client, of its HTTP library, of the system
+        usable = not isinstance(error, RevisionNotFoundError) and not _is_full(error)
+        if usable and (folder := _cached(repo, revision, weights)):  # no connection, or no longer on the hub
+            return folder
+        raise CheckpointError(_why(repo, revision, error)) from error
+
+
+def pinned_name(folder: Path) -> str:
+    """`org/name@commit` of a snapshot folder."""
+    return f"{folder.parent.parent.name.removeprefix('models--').replace('--', '/', 1)}@{folder.name}"
+
+
+def _from_hub(repo: str, revision: str | None, weights: bool, watch: Watch | None) -> Path:
+    info = HfApi().model_info(repo, revision=revision, files_metadata=True, timeout=_CONNECT_SECONDS)
+    sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+    chosen = [name for name in sizes if _is_small(name)]
+    if weights:
+        chosen += _weights(info.id, str(info.sha), sizes)
+    lacking = [
+        name
+        for name in chosen
+        if not isinstance(try_to_load_from_cache(info.id, name, revision=info.sha), str)
+    ]
+    needed = sum(sizes[name] for name in lacking)
+    cache = Path(constants.HF_HUB_CACHE)
+    _require_room(repo, needed, cache)
+    title = f"downloading {repo}" if info.id == repo else f"downloading {info.id} (renamed from {repo})"
+    blobs = cache / f"models--{info.id.replace('/', '--')}" / "blobs"
+    with _watched(title, needed, blobs, watch):
+        patterns = [glob.escape(name) for name in chosen]
+        return Path(snapshot_download(info.id, revision=revision, allow_patterns=patterns))
+
+
+def _is_small(name: str) -> bool:
+    if name.endswith(".index.json"):
+        return False
+    return name.endswith(".py") or ("/" not in name and any(fnmatch.fnmatch(name, p) for p in _SMALL_FILES))
+
+
+def _weights(repo: str, commit: str, sizes: dict[str, int]) -> list[str]:
+    """The names of the weight files and their index: safetensors before .bin twins."""
+    for index, single in zip(INDEXES, SINGLE, strict=True):
+        if index in sizes:
+            content = json.loads(Path(hf_hub_download(repo, index, revision=commit)).read_bytes())
+            shards = sorted(set(content["weight_map"].values()))
+            if missing := [name for name in shards if name not in sizes]:
+                raise CheckpointError(f"{repo}: {index} names {missing[0]}, which the hub does not have")
+            return [index, *shards]
+        if single in sizes:
+            return [single]
+    held = [
+        name
+        for name in sizes
+        if name.endswith((".gguf", ".onnx", ".pth", ".pt", ".msgpack", ".h5", ".safetensors"))
+    ]
+    instead = f" (it has {held[0]})" if held else ""
+    raise CheckpointError(
+        f"{repo} has no safetensors weights{instead}; name the repository of the original model, with "
+        f"config.json and {SINGLE[0]}"
+    )
+
+
+def _require_room(repo: str, needed: int, cache: Path) -> None:
+    place = next(folder for folder in (cache, *cache.parents) if folder.is_dir())
+    if needed > (free := shutil.disk_usage(place).free):
+        raise CheckpointError(
+            f"{repo} needs {human_bytes(needed)} in {cache}, where {human_bytes(free)} are free; free some space, or "
+            "set HF_HOME to a place on another disk"
+        )
+
+
+def _cached(repo: str, revision: str | None, weights: bool) -> Path | None:
+    """The snapshot in the cache, if it is whole."""
+    try:
+        folder = Path(
+            snapshot_download(repo, revision=revision, local_files_only=True, allow_patterns=["config.json"])
+        )
+        if weights:
+            weight_files(folder)
+        return folder
+    except (OSError, ValueError, CheckpointError):
+        return None
+
+
+def _why(repo: str, revision: str | None, error: Exception) -> str:
+    """One line about an error of the client."""
+    at = f" at revision {revision}" if revision else ""
+    if isinstance(error, GatedRepoError):
+        return f"{repo} is gated; accept its terms on the hub and run `hf auth login`"
+    if isinstance(error, RevisionNotFoundError):
+        return f"{repo} has no revision {revision!r}"
+    if isinstance(error, RepositoryNotFoundError):
+        return f"{repo}: no such folder here and no such repository on the hub (private ones need `hf auth login`)"
+    if _is_full(error):
+        return (
+            f"{repo}: the disk of {constants.HF_HUB_CACHE} is full; free some space, or set HF_HOME to a place on "
+            "another disk, and run the command again: finished files are kept"
+        )
+    if isinstance(error, LocalEntryNotFoundError | ConnectionError) or "Connect" in type(error).__name__:
+        return (
+            f"{repo}{at} is not a folder, is not in the local hub cache as a whole, and the hub cannot be reached; "
+            "check the spelling, go online once, or give a folder"
+        )
+    return f"{repo}{at} could not be downloaded from the hub: {one_line(error)}"
+
+
+def _is_full(error: BaseException | None) -> bool:
+    """Whether a full disk is behind an error of the client."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+@contextmanager
+def _watched(title: str, total: int, blobs: Path, watch: Watch | None) -> Iterator[None]:
+    """Shows how much has arrived in the cache: the client's own bars differ from version to version."""
+    if watch is None or not total:
+        yield
+        return
+
+    def arrived() -> int:
+        sizes = 0
+        for file in blobs.glob("*"):
+            with suppress(OSError):  # renamed meanwhile
+                sizes += file.stat().st_size
+        return sizes
+
+    def look(progress: Progress) -> None:
+        before = arrived()
+        progress.started(float(total), 0.0)
+        while not done.wait(_LOOK_SECONDS):
+            now = arrived()
+            progress.advanced(float(now - before), "")
+            before = now
+
+    done = threading.Event()
+    with watch(title) as progress:
+        looking = threading.Thread(target=look, args=(progress,), daemon=True)
+        looking.start()
+        try:
+            yield
+        finally:
+            done.set()
+            looking.join()

@@ -1,0 +1,560 @@
+"""Opens a model: a folder, a hub id, `reference:NAME`, or a `mamba_ssm` folder."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import re
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
+from copy import copy
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from kl_lens.base.digests import tensor_digest
+from kl_lens.base.errors import CheckpointError, FormatError, one_line
+from kl_lens.base.resources import reference_path
+from kl_lens.model import architectures as models, mamba_ssm
+from kl_lens.model.anatomy import Anatomy, anatomy_of
+from kl_lens.model.chain import Chain, warn
+from kl_lens.model.files import (
+    and_more,
+    check_sizes,
+    is_quantized,
+    quant_method,
+    read_config,
+    refuse_quantized,
+    weight_bytes,
+)
+from kl_lens.model.hub import Watch, download, pinned_name
+from kl_lens.model.norms import groups_of, normalise_per_group
+from kl_lens.model.residency import (
+    AUTO,
+    DISK,
+    MEMORY,
+    PLACES,
+    Residency,
+    belongs_on_disk,
+    join_twins,
+    without_weights,
+)
+from kl_lens.model.tasks import (
+    IMAGE,
+    TEXT,
+    TIMM,
+    ImageTask,
+    LanguageTask,
+    Task,
+    is_timm,
+    task_of,
+    vocabulary_size,
+)
+from kl_lens.run.records import Component
+from kl_lens.text.images import DIGITS
+from kl_lens.weights import DISK_BUDGET, WeightStore, state_of
+
+REFERENCES = ("mamba", "mamba2", "hybrid", "hymba", "vision")
+# Left in files by older versions of transformers; computed anew, or of no use to a causal language model.
+_HARMLESS = re.compile(
+    r"(\.inv_freq|\.masked_bias|\.attn(ention)?\.bias|\.position_ids|\.num_batches_tracked)$|^mtp\."
+)
+_LOADERS: dict[str, Any] = {
+    TEXT: transformers.AutoModelForCausalLM,
+    IMAGE: transformers.AutoModelForImageClassification,
+}
+_LARGEST_TOKEN = 2**24  # sixty times the largest known vocabulary
+
+
+@dataclass
+class LoadedModel:
+    """An opened model with its tokenizer, chain of blocks, anatomy and weight store."""
+
+    name: str
+    folder: Path
+    model: torch.nn.Module
+    tokenizer: Any | None
+    layout: str = "transformers"
+    source: str = ""  # argument of load() that opens it again
+    tokenizer_source: str | None = None
+    fast: bool = field(default=True, repr=False)
+    classifier: ImageTask | None = field(default=None, repr=False)  # of an image classifier
+    residency: Residency | None = field(default=None, repr=False)  # if its weights stay on disk
+    digest: str | None = field(default=None, repr=False)  # of its weights, where they were read one by one
+    not_on_disk: str = field(default="", repr=False)  # why they could not stay there, if they should
+    warn: Callable[[str], None] = field(
+        default=warn, repr=False
+    )  # hears of a kernel that turns out to be wrong
+
+    def __post_init__(self) -> None:
+        normalise_per_group(self.model)
+
+    @property
+    def task(self) -> Task:
+        """What its batches are, and what is right."""
+        return self.classifier or LanguageTask(self.tokenizer, self.name, vocabulary_size(self.model))
+
+    @cached_property
+    def chain(self) -> Chain:
+        return Chain(self.model, fast=self.fast, task=self.task, warn=lambda text: self.warn(text))
+
+    @cached_property
+    def anatomy(self) -> Anatomy:
+        return anatomy_of(self.model, self.chain)
+
+    @cached_property
+    def weights(self) -> WeightStore:
+        """The quantized weights of this model, for every use."""
+        return WeightStore(ModelWeights(self))
+
+    def with_store(self, **store: Any) -> LoadedModel:
+        """The same model with its own weight store; `store`: arguments of `WeightStore` besides the source.
+
+        So one opened model can serve several runs without affecting each other.
+        """
+        # Room for a plan, its rivals and what else was measured: nothing is quantized twice.
+        room = max(DISK_BUDGET, sum(4 * c.parameters for c in self.anatomy.candidates))
+        twin = copy(self)
+        twin.__dict__["weights"] = WeightStore(ModelWeights(twin), **{"disk_budget": room, **store})
+        return twin
+
+    @property
+    def config(self) -> Any:
+        return self.model.config
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of the configuration's shape and of every weight: two models with one fingerprint are one."""
+        # A run that was measured with transformers' norm over all groups is a run of another model.
+        return self._weights_digest + ("-grouped-norm" if groups_of(self.config) > 1 else "")
+
+    @property
+    def _weights_digest(self) -> str:
+        if self.digest is not None:
+            return self.digest
+        digest = hashlib.blake2b(digest_size=16)
+        for name, tensor in sorted(self.model.state_dict().items()):
+            digest.update(
+                tensor_digest(tensor, about=f"{name} {tuple(tensor.shape)} {tensor.dtype}").encode()
+            )
+        return digest.hexdigest()
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A parameter's values, read from disk if they are not in memory."""
+        parameter = self.model.get_parameter(name)
+        return parameter.detach() if self.residency is None else self.residency.original(parameter)
+
+    def present(self, module: torch.nn.Module) -> AbstractContextManager[None]:
+        """Within the block, the weights of `module` are in memory: a block's, or for the whole model those outside the
+        blocks."""
+        return nullcontext() if self.residency is None else self.residency.present(module)
+
+    def require_memory(self, what: str) -> None:
+        """Raises if the weights are not all in memory; `what` needs them."""
+        if self.residency is not None:
+            raise CheckpointError(
+                f"{self.name}: {what} needs the weights in memory; open it with weights='memory'"
+            )
+
+    def parameters_of(self, component: Component) -> list[torch.nn.Parameter]:
+        """Every parameter object with this weight: one, unless a library ties by storage."""
+        suffix = component.weight.removeprefix(component.name)
+        names = [component.weight, *(other + suffix for other in component.tied_with)]
+        unique = {id(p): p for p in (self.model.get_parameter(name) for name in names)}
+        return list(unique.values())
+
+    @property
+    def unread_tokens(self) -> str | None:
+        """A line about tokens that the embedding has no row for; None: there are none."""
+        rows = None if self.tokenizer is None or self.classifier else vocabulary_size(self.model)
+        known = {} if rows is None else self.tokenizer.get_vocab()  # type: ignore[union-attr]
+        beyond = sorted((token, text) for text, token in known.items() if token >= rows)
+        if not beyond:
+            return None
+        token, text = beyond[0]
+        return (
+            f"the embedding has {rows} rows, and the tokenizer {len(beyond)} tokens more, from {text!r} ({token}) on: "
+            "text with one of them is refused; if this is not the model's own tokenizer, give that with --tokenizer"
+        )
+
+    def require_tokenizer(self) -> Any:
+        return LanguageTask(self.tokenizer, self.name).require_tokenizer()
+
+
+class ModelWeights:
+    """The weights of an opened model, as a `WeightSource`."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        self._model = model
+
+    @property
+    def device(self) -> torch.device:
+        return next(self._model.model.parameters()).device
+
+    def weight(self, component: str) -> torch.Tensor:
+        entry = self._model.anatomy.component(component)
+        if not entry.quantizable:
+            raise FormatError(f"{component} cannot be quantized: {entry.reason}")
+        return self._model.tensor(entry.weight)
+
+    def state(self, component: str) -> Hashable:
+        residency, entry = self._model.residency, self._model.anatomy.component(component)
+        parameter = self._model.model.get_parameter(entry.weight)
+        return None if residency and residency.is_untouched(parameter) else state_of(parameter)
+
+
+def load(
+    source: str | Path,
+    *,
+    dtype: torch.dtype | str = torch.float32,
+    device: str | torch.device = "cpu",
+    revision: str | None = None,
+    tokenizer: str | Path | None = None,
+    trust_remote_code: bool = False,
+    fast: bool = True,
+    task: str | None = None,
+    images: str | None = None,
+    weights: str = MEMORY,
+    memory_budget: int | None = None,
+) -> LoadedModel:
+    """Opens a causal language model, or an image classifier.
+
+    Args:
+        source: a folder, a hub id (`org/name` or `org/name@revision`), or `reference:mamba|mamba2|hybrid|hymba|vision`.
+        dtype: data type for computing. Use float32: half precision hides the damage of 8 bits in its own noise.
+        device: where to compute; `auto`: the GPU if there is one and the model fits.
+        revision: branch, tag or commit on the hub.
+        tokenizer: folder, `tokenizer.json` or hub id, if the model has none or you want another.
+        trust_remote_code: run the Python code that comes with the checkpoint. Off unless you read that code.
+        fast: use KL Lens's own CPU kernels inside the runner.
+        task: `text` or `image` (default: from config.json).
+        images: default folder of images for a classifier.
+        weights: `memory`; `disk`: read one block at a time; `auto`: `disk` for a language model that does not fit.
+            `disk` works for measuring, statistics and quantizing only.
+        memory_budget: bytes for such a model (default: free memory).
+
+    Raises:
+        CheckpointError: says in one line what is wrong and what to do.
+
+    Example:
+        >>> model = load("reference:mamba")
+        >>> len(model.chain), len(model.anatomy.candidates)
+    """
+    folder = model_folder(source, revision=revision)
+    config = read_config(folder)
+    is_folder = os.path.isdir(os.path.expanduser(source))
+    known = pinned_name(folder) if _is_on_hub(source) else str(source)  # opens the same weights again
+    name = folder.name if is_folder else known.partition("@")[0]
+    chosen = _dtype(dtype)
+    place = _chosen_device(folder, chosen, weights) if device == AUTO else _device(device)
+    check_sizes(folder, config)
+    refuse_quantized(folder, config)
+    models.register()
+    kind = task_of(config, task)
+    layout = "mamba_ssm" if mamba_ssm.is_layout(config) else "transformers"
+    residency: Residency | None = None
+    read: Residency | None = None
+    not_on_disk = ""
+    if weights not in PLACES:
+        raise CheckpointError(f"weights is {weights!r}; expected one of {', '.join(PLACES)}")
+    model: Any = None
+    if kind == TEXT and belongs_on_disk(folder, chosen, place, weights, memory_budget):
+        try:
+            read, model = _from_disk(folder, config, chosen, place, trust_remote_code, memory_budget)
+            residency = read
+        except CheckpointError as error:
+            if weights == DISK:
+                raise
+            not_on_disk = str(error)
+    elif kind == TEXT and place.type == "cuda" and chosen == torch.float32:
+        try:
+            read, model = _from_disk(folder, config, chosen, place, trust_remote_code, None, whole=True)
+        except torch.OutOfMemoryError as error:
+            raise CheckpointError(
+                f"{name} does not fit onto {place}: {one_line(error)}; use --device cpu"
+            ) from error
+        except (CheckpointError, NotImplementedError):
+            # torch raises the latter for a parameter that the files lack. transformers fills such ones in foreign code,
+            # and opens other files, through the host's memory; if it cannot, it says what is wrong.
+            pass
+    if model is None:
+        if layout == "mamba_ssm":
+            model = mamba_ssm.load(folder, config, chosen)
+        else:
+            model = _load_transformers(folder, config, chosen, trust_remote_code, kind)
+        _refuse_broken_numbers(folder, model)
+        if kind == TEXT:
+            join_twins(model, lambda one, two: model.get_parameter(one).equal(model.get_parameter(two)))
+    try:
+        model = model.to(place).eval().requires_grad_(False)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise CheckpointError(
+            f"{name} cannot be moved to {place}: {one_line(error)}; use --device cpu"
+        ) from error
+    return LoadedModel(
+        name=name,
+        folder=folder,
+        model=model,
+        tokenizer=load_tokenizer(folder, tokenizer, trust_remote_code),
+        layout=layout,
+        source=str(folder.resolve()) if is_folder else known,
+        tokenizer_source=None if tokenizer is None else str(tokenizer),
+        fast=fast,
+        classifier=ImageTask.of(folder, config, images or own_images(source)) if kind == IMAGE else None,
+        residency=residency,
+        digest=None if read is None else read.fingerprint,
+        not_on_disk=not_on_disk,
+    )
+
+
+def own_images(source: str | Path) -> str | None:
+    """The images that ship with a model."""
+    return DIGITS if str(source) == "reference:vision" else None
+
+
+def model_folder(source: str | Path, *, revision: str | None = None, watch: Watch | None = None) -> Path:
+    """The model's local folder; downloads from the hub if it is not in the cache."""
+    text = str(source)
+    if revision and not _is_on_hub(source):
+        raise CheckpointError(
+            f"--revision {revision} works with hub ids only; leave it out: {text} is no hub id"
+        )
+    if text.startswith("reference:"):
+        name = text.partition(":")[2]
+        if name not in REFERENCES:
+            raise CheckpointError(f"there is no reference model {name!r}; known are {', '.join(REFERENCES)}")
+        return reference_path(name)
+    # Not pathlib's expanduser and is_dir: they raise for an unknown user or a name that is too long.
+    path = Path(os.path.expanduser(text))
+    if os.path.isdir(path):
+        return path
+    if os.path.isfile(path):
+        raise CheckpointError(f"{text} is a file; give the folder with config.json and the weights")
+    return download(text, revision, watch=watch)
+
+
+def pinned(source: str | Path, revision: str | None, watch: Watch) -> str:
+    """A source whose content cannot change: of a hub id, `org/name@commit`, downloaded. Others stay as they are."""
+    folder = model_folder(source, revision=revision, watch=watch)
+    return pinned_name(folder) if _is_on_hub(source) else str(source)
+
+
+def _is_on_hub(source: str | Path) -> bool:
+    return not (str(source).startswith("reference:") or os.path.isdir(os.path.expanduser(source)))
+
+
+def _from_disk(
+    folder: Path,
+    config: dict[str, Any],
+    dtype: torch.dtype,
+    device: torch.device,
+    trust_remote_code: bool,
+    budget: int | None,
+    *,
+    whole: bool = False,
+) -> tuple[Residency, torch.nn.Module]:
+    """A model whose matrices are read from disk when needed; `whole`: now, straight to the device."""
+    refuse_quantized(folder, config, "use --weights memory")
+    if mamba_ssm.is_layout(config):
+        with without_weights():
+            model: Any = mamba_ssm.empty_model(folder, config).to(dtype)
+    else:
+        parsed = _parsed(folder, config, dtype, trust_remote_code, TEXT)
+        try:
+            with without_weights():
+                model = _LOADERS[TEXT].from_config(parsed, dtype=dtype, trust_remote_code=trust_remote_code)
+        except Exception as error:  # what a library raises over a strange setting can be anything
+            raise CheckpointError(why_not_loaded(folder, config, error)) from error
+    residency = Residency(model, folder, model.config.model_type, dtype, device, budget, whole=whole)
+    _refuse_bad_tensors(folder, {"unexpected_keys": residency.unused})
+    return residency, model
+
+
+def _load_transformers(
+    folder: Path, config: dict[str, Any], dtype: torch.dtype, trust_remote_code: bool, task: str
+) -> torch.nn.Module:
+    parsed = _parsed(folder, config, dtype, trust_remote_code, task)
+    try:
+        model, info = _LOADERS[task].from_pretrained(
+            folder,
+            config=parsed,
+            dtype=dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+        )
+    except Exception as error:  # what a library raises over a strange setting can be anything
+        raise CheckpointError(why_not_loaded(folder, config, error)) from error
+    _refuse_bad_tensors(folder, info)
+    if quant_method(config):
+        for name, tensor in model.state_dict().items():
+            if is_quantized(name, kind := str(tensor.dtype).removeprefix("torch.")):
+                raise CheckpointError(
+                    f"{folder}: transformers keeps {name} as {kind}; give the original checkpoint, in 16 or 32 bits"
+                )
+        model._weight_conversions = None  # they would quantize what is converted or saved from here
+    return model
+
+
+def _parsed(
+    folder: Path, config: dict[str, Any], dtype: torch.dtype, trust_remote_code: bool, task: str
+) -> Any:
+    """The configuration as transformers reads it. Raises if it does not fit the files."""
+    kind = config.get("model_type", TIMM if is_timm(config) else None)
+    if "auto_map" in config and not trust_remote_code and kind not in transformers.CONFIG_MAPPING:
+        raise CheckpointError(
+            f"{folder} has its own Python code ({config['auto_map'].get('AutoModelForCausalLM', 'auto_map')}); "
+            "read it, then allow it with --trust-remote-code"
+        )
+    if "auto_map" not in config and kind not in transformers.CONFIG_MAPPING:
+        raise CheckpointError(
+            f"{folder / 'config.json'}: transformers {transformers.__version__} does not know model_type {kind!r}; "
+            "update transformers, or use a checkpoint with its own code (--trust-remote-code)"
+        )
+    try:
+        parsed = transformers.AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=trust_remote_code
+        )
+        with torch.device("meta"):  # names and shapes only
+            empty = _LOADERS[task].from_config(parsed, trust_remote_code=trust_remote_code)
+    except Exception as error:  # as above
+        raise CheckpointError(why_not_loaded(folder, config, error)) from error
+    _refuse_more_than_the_files_hold(folder, empty)
+    if quant_method(config) in ("fp8", "mxfp4"):
+        parsed.quantization_config["dequantize"] = True  # with a GPU too
+    if getattr(parsed, "rescale_every", 0) and dtype != torch.float16:
+        # RWKV halves its hidden states and weights every few blocks, so that float16 does not overflow.
+        parsed.rescale_every = 0  # the same function with the weights of the file
+    return parsed
+
+
+def why_not_loaded(folder: Path, config: dict[str, Any], error: Exception) -> str:
+    """One line about a library's error over a checkpoint."""
+    if isinstance(error, KeyError):  # an unknown name, for example of an activation function
+        for name, value in config.items():
+            if isinstance(value, str) and error.args == (value,):
+                return f"{folder / 'config.json'}: {name} is {value!r}, which transformers does not know"
+    if method := quant_method(config):
+        return (
+            f"{folder}: the weights are already quantized ({method}), and transformers cannot turn them into floats "
+            f"({one_line(error)}); give the original checkpoint, in 16 or 32 bits"
+        )
+    return f"{folder} could not be loaded: {type(error).__name__}: {one_line(error)}"
+
+
+def _refuse_more_than_the_files_hold(folder: Path, empty: torch.nn.Module) -> None:
+    """Raises before memory is allocated: no checkpoint stores a parameter in less than two bits."""
+    wanted, stored = sum(p.numel() for p in empty.parameters()), weight_bytes(folder)
+    if wanted > 4 * stored:
+        raise CheckpointError(
+            f"{folder}: config.json describes {wanted:,} parameters, but the weights have only {stored:,} bytes; "
+            "weights and config.json do not belong together"
+        )
+
+
+def _refuse_broken_numbers(folder: Path, model: torch.nn.Module) -> None:
+    """Raises for NaN or infinity: every measurement would be wrong."""
+    for name, tensor in model.state_dict().items():
+        if not tensor.is_floating_point() or not tensor.numel():
+            continue
+        low, high = (float(value) for value in tensor.aminmax())
+        if not (math.isfinite(low) and math.isfinite(high)):
+            what = "NaN" if math.isnan(low) else f"infinite in {str(tensor.dtype).removeprefix('torch.')}"
+            raise CheckpointError(f"{folder}: a number in {name} is {what}; the weights are damaged")
+
+
+def _refuse_bad_tensors(folder: Path, info: dict[str, Any]) -> None:
+    """transformers fills missing tensors with random numbers and continues; we must not."""
+    mismatched = sorted(info.get("mismatched_keys") or ())
+    if mismatched:
+        name, in_file, in_model = mismatched[0]
+        raise CheckpointError(
+            f"{folder}: tensor {name} has shape {tuple(in_file)}, config.json asks for {tuple(in_model)}"
+            f"{and_more(mismatched)}; weights and config.json do not belong together"
+        )
+    missing = sorted(info.get("missing_keys") or ())
+    if missing:
+        raise CheckpointError(
+            f"{folder}: the weights lack {missing[0]}{and_more(missing)}; download the checkpoint again, "
+            "or check that config.json belongs to these weights"
+        )
+    unused = sorted(name for name in info.get("unexpected_keys") or () if not _HARMLESS.search(name))
+    if unused:
+        raise CheckpointError(
+            f"{folder}: the weights have {unused[0]}{and_more(unused)}, which config.json does not describe; "
+            "weights and config.json do not belong together"
+        )
+
+
+def load_tokenizer(folder: Path, override: str | Path | None, trust_remote_code: bool) -> Any | None:
+    """The tokenizer of a checkpoint, or the one at `override`: a folder, a tokenizer.json, a hub id."""
+    place = Path(override) if override is not None else folder
+    if os.path.isfile(place):
+        try:
+            return _reasonable(transformers.PreTrainedTokenizerFast(tokenizer_file=str(place)), place)
+        except Exception as error:  # as below
+            raise CheckpointError(f"{place} is not a tokenizer.json: {one_line(error)}") from error
+    if override is not None and not os.path.isdir(place):
+        place = download(str(override), weights=False)  # weights may be gigabytes
+    if not any((place / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        if override is not None:
+            raise CheckpointError(
+                f"{override} has no tokenizer (tokenizer.json, tokenizer.model or vocab.json)"
+            )
+        return None
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            place, local_files_only=True, trust_remote_code=trust_remote_code
+        )
+        return _reasonable(tokenizer, place)
+    except Exception as error:  # tokenizers raises bare Exception on a broken tokenizer.json
+        raise CheckpointError(f"the tokenizer in {place} could not be read: {one_line(error)}") from error
+
+
+def _reasonable(tokenizer: Any, place: Path) -> Any:
+    """Raises for a huge token id: tokenizers fill all gaps below it, which takes gigabytes. And for settings that only
+    matter once it is used."""
+    largest = max(tokenizer.get_vocab().values(), default=0)
+    if largest > _LARGEST_TOKEN:
+        raise CheckpointError(f"{place} has a token with the id {largest}, larger than any vocabulary")
+    tokenizer("a")
+    return tokenizer
+
+
+def _chosen_device(folder: Path, dtype: torch.dtype, weights: str) -> torch.device:
+    """The GPU, unless there is none or the whole model does not fit."""
+    gpu = torch.device("cuda")
+    if not torch.cuda.is_available() or (
+        weights == MEMORY and belongs_on_disk(folder, dtype, gpu, AUTO, None)
+    ):
+        return torch.device("cpu")
+    return gpu
+
+
+def _device(device: str | torch.device) -> torch.device:
+    """A torch device that exists."""
+    try:
+        chosen = torch.device(device)
+        torch.empty(0, device=chosen)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise CheckpointError(
+            f"--device {device}: torch has no such device here ({one_line(error, 120)}); use cpu"
+        ) from error
+    if chosen.type == "cuda" and chosen.index is not None:
+        torch.cuda.set_device(chosen)  # Triton uses the current device
+    return chosen
+
+
+def _dtype(dtype: torch.dtype | str) -> torch.dtype:
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    named = getattr(torch, dtype, None)
+    if not isinstance(named, torch.dtype) or not named.is_floating_point:
+        raise CheckpointError(f"{dtype!r} is not a floating-point dtype; use float32, bfloat16 or float16")
+    return named

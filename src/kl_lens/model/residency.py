@@ -1,0 +1,498 @@
+"""Models larger than memory: matrices stay on disk and are loaded while their part of the model runs.
+
+A block's matrices are read when it is entered and released when it is left; the next block's are read meanwhile.
+Vectors, and what is outside the blocks if there is room, stay in memory. So every forward is right by itself, and code
+that takes many states through a block before the next one (`present`) reads it once. A matrix that is not there is full
+of NaN: what is forgotten is seen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from kl_lens.base.accelerators import free_memory
+from kl_lens.base.digests import tensor_digest
+from kl_lens.base.environment import available_memory, processors
+from kl_lens.base.errors import CheckpointError, one_line
+from kl_lens.model.files import check_weight_files, weight_files
+from kl_lens.model.patching import needs_no_weights
+from kl_lens.model.streaming import CheckpointTensors, assemblies_of
+
+AUTO, MEMORY, DISK = PLACES = ("auto", "memory", "disk")
+_TYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "BOOL": torch.bool,
+}  # fmt: skip
+_AT_ONCE = 16 << 20  # bytes per read: a fast disk needs several threads
+# Shares of free GPU memory, and of a budget, for weights that stay.
+_SHARE_OF_CARD, _SHARE_OF_BUDGET = 0.5, 1 / 3
+BLOCKS_AT_ONCE = 3  # the previous, the current and the next one
+_FITS = 0.6  # the rest is for states
+
+
+class DiskTensors(CheckpointTensors):
+    """The weights of a folder of safetensors, read with pread and never mapped: mapped pages count as memory, and the
+    process dies if the file is truncated."""
+
+    def __init__(self, folder: Path, model_type: str, *, pinned: bool = False) -> None:
+        check_weight_files(folder)
+        self._files = weight_files(folder)
+        pickled = next((path for path in self._files if path.suffix != ".safetensors"), None)
+        if pickled is not None:
+            raise CheckpointError(
+                f"{pickled}: only safetensors can stay on disk; convert it, or use --weights memory"
+            )
+        self._pinned = pinned
+        self._readers = ThreadPoolExecutor(min(8, processors()), thread_name_prefix="kl-lens-file")
+        self._handles = [os.open(path, os.O_RDONLY) for path in self._files]
+        self._closing = weakref.finalize(self, _close, self._handles)  # also when garbage-collected
+        self._seen = [_state(handle) for handle in self._handles]
+        self._tables = [_header(path) for path in self._files]
+        self.aliases = {}
+        self._assemblies = assemblies_of(self._stored(model_type))
+        self.shapes = {name: assembly.shape for name, assembly in self._assemblies.items()}
+
+    def stored_bytes(self, name: str) -> int:
+        parts = (self._tables[part.file][part.name]["data_offsets"] for part in self._assemblies[name].parts)
+        return sum(end - begin for begin, end in parts)
+
+    def close(self) -> None:
+        self._readers.shutdown()
+        self._closing()
+
+    def _list(self, index: int) -> list[tuple[str, tuple[int, ...]]]:
+        return [(name, tuple(entry["shape"])) for name, entry in self._tables[index].items()]
+
+    def _tensor(self, index: int, name: str) -> torch.Tensor:
+        entry, path = self._tables[index][name], self._files[index]
+        if entry["dtype"] not in _TYPES:
+            raise CheckpointError(f"{path}: {name} is stored as {entry['dtype']}; use --weights memory")
+        tensor = torch.empty(entry["shape"], dtype=_TYPES[entry["dtype"]], pin_memory=self._pinned)
+        if tensor.numel():
+            self._fill(index, name, entry["data_offsets"][0], tensor)
+        return tensor
+
+    def _fill(self, index: int, name: str, at: int, tensor: torch.Tensor) -> None:
+        view = tensor.reshape(-1).view(torch.uint8).numpy().data
+
+        def read(first: int) -> bool:
+            last = min(first + _AT_ONCE, len(view))
+            while first < last:
+                got = os.preadv(self._handles[index], [view[first:last]], at + first)
+                if not got:
+                    return False
+                first += got
+            return True
+
+        try:
+            places = range(0, len(view), _AT_ONCE)
+            whole = all(self._readers.map(read, places) if len(places) > 1 else map(read, places))
+            untouched = whole and _state(self._handles[index]) == self._seen[index]
+        except OSError as error:
+            raise CheckpointError(f"{self._files[index]} cannot be read ({one_line(error)})") from error
+        if not untouched:
+            raise CheckpointError(
+                f"{self._files[index]} was changed while {name} was read from it; restore it and run the command "
+                "again: measurements are kept"
+            )
+
+
+def _close(handles: list[int]) -> None:
+    while handles:
+        os.close(handles.pop())
+
+
+def _state(handle: int) -> tuple[int, int]:
+    known = os.fstat(handle)
+    return known.st_size, known.st_mtime_ns
+
+
+def _header(path: Path) -> dict[str, Any]:
+    """A safetensors file's table, with offsets from the start of the file."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        table = json.loads(file.read(length))
+    table.pop("__metadata__", None)
+    for entry in table.values():
+        entry["data_offsets"] = [8 + length + place for place in entry["data_offsets"]]
+    return dict(table)
+
+
+def join_twins(model: nn.Module, same: Callable[[str, str], bool]) -> None:
+    """Ties embedding and head if the same matrix is stored twice, as in Mamba-2 checkpoints whose config.json does not
+    say so. The same function with one matrix less in every file.
+
+    Args:
+        same: whether the parameters of these names are equal.
+    """
+    try:
+        modules = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
+    except NotImplementedError:
+        return  # foreign code may not say which they are; then they stay two components
+    first, second = (getattr(module, "weight", None) for module in modules)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    if (
+        first is not second
+        and {id(first), id(second)} <= names.keys()
+        and same(names[id(second)], names[id(first)])
+    ):
+        modules[1].weight = first
+        config: Any = model.config
+        config.tie_word_embeddings = True  # for saving it again
+
+
+@contextmanager
+def without_weights() -> Iterator[None]:
+    """Models made within the block have real buffers, and parameters that take no memory."""
+    original = nn.Module.register_parameter
+
+    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and parameter.device.type != "meta":
+            parameter = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+        original(module, name, parameter)
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+def belongs_on_disk(
+    folder: Path, dtype: torch.dtype, device: torch.device, place: str, budget: int | None
+) -> bool:
+    """Whether a model does not fit into the budget if given, else into free memory."""
+    if place != AUTO:
+        return place == DISK
+    room = budget
+    if room is None:
+        room = int(_FITS * (free_memory(device) if device.type == "cuda" else available_memory()))
+    elif device.type == "cuda":
+        room = min(room, int(_FITS * free_memory(device)))
+    return _numbers(folder, dtype) * dtype.itemsize > room
+
+
+def _numbers(folder: Path, dtype: torch.dtype) -> int:
+    """Number of values in the files; for pickles, as if stored in this type."""
+    return sum(
+        sum(math.prod(entry["shape"]) for entry in _header(path).values())
+        if path.suffix == ".safetensors"
+        else path.stat().st_size // dtype.itemsize
+        for path in weight_files(folder)
+    )
+
+
+@dataclass(eq=False)
+class _Matrix:
+    """One matrix that is loaded and released."""
+
+    parameter: nn.Parameter
+    name: str  # on disk
+    absent: torch.Tensor  # NaN in the matrix's shape, taking no memory
+    loaded: torch.Tensor | None = None
+    holders: int = 0
+
+    @property
+    def is_absent(self) -> bool:
+        return self.parameter.data_ptr() == self.absent.data_ptr()
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """A matrix on its device, or on its way there."""
+
+    tensor: torch.Tensor
+    there: torch.cuda.Event | None = None
+
+
+class Residency:
+    """Loads and releases a model's matrices.
+
+    Example:
+        >>> with model.residency.present(model.chain.blocks[3]):
+        ...     states = [model.chain.run(s, calls, 3, 4) for s in states]      # reads the block once
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        folder: Path,
+        model_type: str,
+        dtype: torch.dtype,
+        device: torch.device,
+        budget: int | None,
+        *,
+        whole: bool = False,
+    ) -> None:
+        """Gives a model made `without_weights` its vectors and the matrices that stay; `whole`: all of them."""
+        self.device, self.dtype = device, dtype
+        self.tensors = DiskTensors(folder, model_type, pinned=device.type == "cuda")
+        self._folder = folder
+        self._model = model
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="kl-lens-read")
+        self._ahead: dict[nn.Module, Future[dict[str, _Arrival]]] = {}
+        self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._left: torch.cuda.Event | None = None
+        self._host_room = 0
+        self._matrices: dict[int, _Matrix] = {}  # by id of the parameter
+        self.kept: dict[str, torch.Tensor] = {}  # for a GPU: stored form, on the card or in host memory
+        self._units: dict[nn.Module, list[_Matrix]] = {}
+        self._next: dict[nn.Module, nn.Module] = {}
+        join_twins(model, self.tensors.is_twice)
+        self._place_parameters()
+        self.fingerprint = self._checked()
+        if whole:
+            self._bring_all()
+        else:
+            self._divide(budget)
+
+    # -- opening ----------------------------------------------------------------------------------------------
+
+    def _place_parameters(self) -> None:
+        """Reads vectors and buffers; matrices get placeholders."""
+        model, shapes = self._model, self.tensors.shapes
+        names: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        fresh: dict[int, nn.Parameter] = {}
+        used: set[str] = set()
+        for module in model.modules():
+            for leaf, empty in module._parameters.items():
+                if empty is None:
+                    continue
+                if id(empty) not in fresh:
+                    spelled = names[id(empty)]
+                    place = self._place(spelled, tuple(empty.shape))
+                    used.update(spelled)
+                    fresh[id(empty)] = self._parameter(place, empty)
+                module._parameters[leaf] = fresh[id(empty)]
+        for name, buffer in model.named_buffers():
+            if name in shapes:
+                used.add(name)
+                buffer.copy_(self.tensors.read(name).reshape(buffer.shape))
+        self.unused = sorted(set(shapes) - used)
+        model.to(self.device)  # buffers; parameters are there
+
+    def _place(self, names: list[str], shape: tuple[int, ...]) -> str:
+        """The name on disk of a parameter with these names in the model."""
+        name = next((n for n in names if n in self.tensors.shapes), None)
+        if name is not None and self.tensors.shapes[name] == shape:
+            return name
+        found = "no such tensor" if name is None else f"one of shape {self.tensors.shapes[name]}"
+        raise CheckpointError(
+            f"{self._folder}: {names[0]} should have shape {shape}, but the files have {found}; use --weights memory, "
+            "or check that config.json belongs to these weights"
+        )
+
+    def _parameter(self, name: str, wanted: nn.Parameter) -> nn.Parameter:
+        if wanted.dim() < 2:
+            return nn.Parameter(self._brought(self.tensors.read(name)), requires_grad=False)
+        absent = torch.full((), math.nan, dtype=self.dtype, device=self.device).expand(wanted.shape)
+        parameter = nn.Parameter(absent, requires_grad=False)
+        self._matrices[id(parameter)] = _Matrix(parameter, name, absent)
+        return parameter
+
+    def _checked(self) -> str:
+        """The fingerprint the model would have in memory; raises for NaN or infinity. Reads everything once."""
+        digest = hashlib.blake2b(digest_size=16)
+        for name, tensor in sorted(self._model.state_dict(keep_vars=True).items()):
+            matrix = self._matrices.get(id(tensor))
+            values = (
+                tensor.detach().cpu() if matrix is None else self.tensors.read(matrix.name).to(self.dtype)
+            )
+            digest.update(
+                tensor_digest(values, about=f"{name} {tuple(values.shape)} {values.dtype}").encode()
+            )
+            if values.is_floating_point() and values.numel():
+                low, high = (float(value) for value in values.aminmax())
+                if not (math.isfinite(low) and math.isfinite(high)):
+                    what = (
+                        "NaN" if math.isnan(low) else f"infinite in {str(self.dtype).removeprefix('torch.')}"
+                    )
+                    raise CheckpointError(
+                        f"{self._folder}: a number in {name} is {what}; the weights are damaged"
+                    )
+        return digest.hexdigest()
+
+    def _bring_all(self) -> None:
+        """One matrix at a time, so that a GPU's model is never in the host's memory."""
+        for matrix in self._matrices.values():
+            matrix.parameter.data = self._brought(self.tensors.read(matrix.name))
+        self._matrices.clear()
+        self.close()
+
+    def _divide(self, budget: int | None) -> None:
+        """Decides what stays in memory: everything outside the blocks if there is room; blocks come and go."""
+        if self.device.type == "cuda":
+            free = free_memory(self.device)
+            room = int(_SHARE_OF_CARD * (free if budget is None else min(free, budget)))
+        else:
+            room = int(_SHARE_OF_BUDGET * (available_memory() if budget is None else budget))
+        self._blocks = blocks = _largest_list(self._model)
+        inside = {id(p) for block in blocks for p in block.parameters()}
+        outside = [m for key, m in self._matrices.items() if key not in inside]
+        sizes = [sum(self._bytes(m) for m in self._of(block)) for block in blocks]
+        self.block_bytes = max(sizes, default=0)
+        self.resident_bytes = sum(p.nbytes for p in self._model.parameters() if p.dim() < 2)
+        room -= BLOCKS_AT_ONCE * self.block_bytes
+        if sum(map(self._bytes, outside)) <= room:
+            for matrix in outside:
+                matrix.parameter.data = self._brought(self.tensors.read(matrix.name))
+                room -= self._bytes(matrix)
+                self.resident_bytes += self._bytes(matrix)
+                del self._matrices[id(matrix.parameter)]
+        else:
+            owners = [
+                m for m in self._model.modules() if any(id(p) not in inside for p in m._parameters.values())
+            ]
+            for module in owners:
+                self._watch(module, [m for m in self._own(module) if id(m.parameter) not in inside])
+        for block in blocks:
+            self._watch(block, self._of(block))
+        self._next = {b: n for b, n in pairwise(blocks) if b in self._units and n in self._units}
+        if self.device.type == "cuda":
+            self._host_room = available_memory() // 2
+            names = {m.name for block in blocks for m in self._of(block)}
+            stored = sum(map(self.tensors.stored_bytes, names))
+            if stored <= room:  # for example in half precision: all stay on the card
+                self.kept = {name: self.tensors.read(name).to(self.device) for name in sorted(names)}
+
+    def _of(self, module: nn.Module) -> list[_Matrix]:
+        return [self._matrices[id(p)] for p in module.parameters() if id(p) in self._matrices]
+
+    def _own(self, module: nn.Module) -> list[_Matrix]:
+        return [self._matrices[id(p)] for p in module._parameters.values() if id(p) in self._matrices]
+
+    def _bytes(self, matrix: _Matrix) -> int:
+        return matrix.parameter.numel() * self.dtype.itemsize
+
+    def _watch(self, module: nn.Module, matrices: list[_Matrix]) -> None:
+        if not matrices:
+            return
+        self._units[module] = matrices
+        module.register_forward_pre_hook(
+            lambda block, _: None if needs_no_weights(block) else self._enter(block)
+        )
+        module.register_forward_hook(
+            lambda block, *_: None if needs_no_weights(block) else self._leave(block), always_call=True
+        )
+
+    # -- loading and releasing ---------------------------------------------------------------------------------------
+
+    @contextmanager
+    def present(self, module: nn.Module) -> Iterator[None]:
+        """Within the block, the matrices of `module` are loaded and the next block's are being read; for the whole
+        model: everything outside the blocks."""
+        around = [m for m in self._units if m not in self._blocks] if module is self._model else [module]
+        with ExitStack() as held:
+            for unit in around:
+                if unit in self._units:
+                    self._enter(unit)
+                    held.callback(self._leave, unit)
+            yield
+
+    def original(self, parameter: torch.Tensor) -> torch.Tensor:
+        """A parameter's values, loaded or not."""
+        matrix = self._matrices.get(id(parameter))
+        if matrix is None or not matrix.is_absent:
+            return parameter.detach()
+        return self._brought(self._stored(matrix.name))
+
+    def is_untouched(self, parameter: torch.Tensor) -> bool:
+        """Whether its values, loaded or not, are those on disk."""
+        matrix = self._matrices.get(id(parameter))
+        if matrix is None:
+            return False
+        there = matrix.loaded is not None and parameter.data_ptr() == matrix.loaded.data_ptr()
+        return matrix.is_absent or there
+
+    def _enter(self, module: nn.Module) -> None:
+        matrices = self._units[module]
+        wanted = [m for m in matrices if m.is_absent]
+        if wanted:
+            ahead = self._ahead.pop(module, None)
+            there = ahead.result() if ahead is not None else {}
+            there |= self._fetched([m for m in wanted if m.name not in there], None)
+            for matrix in wanted:
+                matrix.loaded = self._handed_over(there[matrix.name])
+                matrix.parameter.data = matrix.loaded
+        for matrix in matrices:
+            matrix.holders += 1
+        following = self._next.get(module)
+        if following is not None and following not in self._ahead:
+            absent = [m for m in self._units[following] if m.is_absent]
+            self._ahead = (
+                {following: self._reader.submit(self._fetched, absent, self._left)} if absent else {}
+            )
+
+    def _leave(self, module: nn.Module) -> None:
+        for matrix in self._units[module]:
+            matrix.holders = max(0, matrix.holders - 1)
+            if matrix.holders or matrix.loaded is None:
+                continue
+            if matrix.parameter.data_ptr() == matrix.loaded.data_ptr():
+                matrix.parameter.data = matrix.absent
+            matrix.loaded = None
+        if self._copy_stream is not None and module in self._next:
+            self._left = torch.cuda.Event()
+            self._left.record(torch.cuda.current_stream(self.device))
+
+    def _fetched(self, matrices: list[_Matrix], left: torch.cuda.Event | None) -> dict[str, _Arrival]:
+        """Reads matrices. A GPU gets them while it computes, but not before it has `left` an earlier block: the host
+        runs ahead and would fill it with blocks."""
+        if self._copy_stream is None:
+            return {m.name: _Arrival(self._brought(self._stored(m.name))) for m in matrices}
+        if left is not None:
+            left.synchronize()
+        with torch.cuda.stream(self._copy_stream):
+            brought = {m.name: self._brought(self._stored(m.name)) for m in matrices}
+            there = torch.cuda.Event()
+            there.record(self._copy_stream)
+        return {name: _Arrival(tensor, there) for name, tensor in brought.items()}
+
+    def _handed_over(self, arrival: _Arrival) -> torch.Tensor:
+        if arrival.there is not None:
+            here = torch.cuda.current_stream(self.device)
+            here.wait_event(arrival.there)
+            arrival.tensor.record_stream(here)
+        return arrival.tensor
+
+    def _stored(self, name: str) -> torch.Tensor:
+        """The stored form: kept on the card or in host memory while there is room, else from disk."""
+        if name in self.kept:
+            return self.kept[name]
+        with torch.inference_mode(False):
+            tensor = self.tensors.read(name)
+        if 0 < tensor.nbytes <= self._host_room:
+            self._host_room -= tensor.nbytes
+            self.kept[name] = tensor = tensor if tensor.is_pinned() else tensor.pin_memory()
+        return tensor
+
+    def _brought(self, stored: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode(False):
+            return stored.to(self.device, non_blocking=True).to(self.dtype)
+
+    def close(self) -> None:
+        self._reader.shutdown(cancel_futures=True)
+        self.tensors.close()
+
+
+def _largest_list(model: nn.Module) -> list[nn.Module]:
+    """The list with most of the parameters: the blocks."""
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+    return list(max(lists, key=lambda m: sum(p.numel() for p in m.parameters()), default=[]))

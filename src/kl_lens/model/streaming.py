@@ -1,0 +1,299 @@
+"""Reads weights one tensor at a time: from a model in memory, or from a checkpoint on disk that never is.
+
+Both use transformers' parameter names, from which component names are made. Checkpoints on disk often use older names
+or store each expert apart; `CheckpointTensors` translates.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import re
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+
+from kl_lens.base.errors import CheckpointError, one_line
+from kl_lens.model.anatomy import component_name
+from kl_lens.model.files import and_more, check_weight_files, weight_files
+
+
+class TensorSource(ABC):
+    """Named tensors, read one by one; `weight` makes it a `WeightSource`."""
+
+    device = torch.device("cpu")
+    aliases: dict[str, str]  # second name of a tied weight → its first
+    shapes: dict[str, tuple[int, ...]]  # each weight once: a tied head has no entry
+
+    @cached_property
+    def _parameters(self) -> dict[str, str]:
+        return {component_name(name, len(shape)): name for name, shape in self.shapes.items()}
+
+    def place(self, name: str) -> int:
+        """Tensors with the same number are best read together."""
+        return 0
+
+    @abstractmethod
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor on the CPU in its stored type."""
+
+    def weight(self, component: str) -> torch.Tensor:
+        if component not in self._parameters:
+            raise CheckpointError(f"the checkpoint has no component {component!r}")
+        return self.read(self._parameters[component])
+
+    def state(self, component: str) -> Hashable:
+        """Files are assumed not to change."""
+        return None
+
+    def close(self) -> None:  # noqa: B027 - memory needs no closing
+        """Closes open files."""
+
+
+class ModelTensors(TensorSource):
+    """The weights of a transformers model in memory."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._tensors: dict[str, torch.Tensor] = {}
+        self.aliases: dict[str, str] = {}
+        first: dict[tuple[int, tuple[int, ...]], str] = {}
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            key = (tensor.data_ptr(), tuple(tensor.shape))
+            if key in first:
+                self.aliases[name] = first[key]
+            else:
+                first[key] = name
+                self._tensors[name] = tensor.detach()
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._tensors[name].cpu()
+
+
+# How names on disk differ from transformers' modules: (pattern, replacement).
+_RENAMES = (
+    (re.compile(r"^backbone\.embedding\."), "backbone.embeddings."),
+    (re.compile(r"\.block_sparse_moe\.input_linear\.weight$"), ".block_sparse_moe.experts.gate_up_proj"),
+    (re.compile(r"\.block_sparse_moe\.output_linear\.weight$"), ".block_sparse_moe.experts.down_proj"),
+    (re.compile(r"\.block_sparse_moe\.router\.layer\.weight$"), ".block_sparse_moe.router.weight"),
+)
+# The same for one family: some of these patterns mean something else elsewhere.
+_OF_FAMILY = {
+    "nemotron_h": ((re.compile(r"^backbone\."), "model."),),
+    "kimi_linear": (
+        (re.compile(r"\.block_sparse_moe\."), ".mlp."),
+        (re.compile(r"\.self_attn\.(f_a_proj|f_b_proj|dt_bias|A_log)"), r".self_attn.forget_gate.\1"),
+    ),
+    "bailing_hybrid": (
+        (re.compile(r"^model\.word_embeddings\."), "model.embed_tokens."),
+        (re.compile(r"\.attention\."), ".self_attn."),
+        (re.compile(r"\.self_attn\.(f_proj|dt_bias|A_log)"), r".self_attn.forget_gate.\1"),
+        (re.compile(r"\.self_attn\.dense\."), ".self_attn.o_proj."),
+        (re.compile(r"\.gate\.expert_bias$"), ".gate.e_score_correction_bias"),
+    ),
+    # Published Qwen3.5 checkpoints hold a vision tower too.
+    **dict.fromkeys(
+        ("qwen3_5_text", "qwen3_5_moe_text"), ((re.compile(r"^model\.language_model\."), "model."),)
+    ),
+}
+_NOT_READ = re.compile(
+    r"^(mtp|model\.visual)\."
+)  # extra heads and vision towers: no part of the language model
+_CONVOLUTION = re.compile(r"^(.*\.)([qkv])_conv1d\.weight$")
+_ONE_EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w[123])\.weight$")
+_MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # Mixtral's names for them, and LFM2's
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """One tensor of one file."""
+
+    file: int
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Assembly:
+    """A transformers parameter made from stored tensors."""
+
+    parts: tuple[_Stored, ...]
+    shape: tuple[int, ...]
+    join: Callable[[Sequence[torch.Tensor]], torch.Tensor]
+
+
+class CheckpointTensors(TensorSource):
+    """The weights of a checkpoint folder, with one file open at a time."""
+
+    def __init__(self, folder: Path, config: Any) -> None:
+        check_weight_files(folder)
+        self._files = weight_files(folder)
+        self._open_index: int | None = None
+        self._open: Any = None
+        self._stack = ExitStack()
+        stored = self._stored(config.model_type)
+        self._assemblies = assemblies_of(stored)
+        self.aliases: dict[str, str] = {}
+        embedding = next(
+            (n for n in self._assemblies if n.endswith(("embeddings.weight", "embed_tokens.weight"))), None
+        )
+        if embedding and (
+            getattr(config, "tie_word_embeddings", False) or self.is_twice("lm_head.weight", embedding)
+        ):
+            self._assemblies.pop("lm_head.weight", None)
+            self.aliases["lm_head.weight"] = embedding
+        self.shapes = {name: assembly.shape for name, assembly in self._assemblies.items()}
+        _require_shapes(folder, config, self.shapes, self.aliases)
+
+    def is_twice(self, name: str, other: str) -> bool:
+        """Whether one matrix is stored under both names; an opened model has it once (`join_twins`). They are read one
+        at a time, so that both are never in memory."""
+        one, two = self._assemblies.get(name), self._assemblies.get(other)
+        return bool(one and two and one.shape == two.shape) and self._digest(name) == self._digest(other)
+
+    def _digest(self, name: str) -> bytes:
+        """Of its values as float32 with −0 as 0, so that it agrees with comparing an opened model."""
+        digest = hashlib.blake2b()
+        for rows in self.read(name).split(4096):
+            digest.update((rows.float() + 0.0).contiguous().numpy().data)
+        return digest.digest()
+
+    def place(self, name: str) -> int:
+        return self._assemblies[name].parts[0].file
+
+    def read(self, name: str) -> torch.Tensor:
+        assembly = self._assemblies[name]
+        return assembly.join([self._tensor(part.file, part.name) for part in assembly.parts])
+
+    def close(self) -> None:
+        self._stack.close()
+        self._open = self._open_index = None
+
+    def _stored(self, model_type: str) -> dict[str, _Stored]:
+        stored: dict[str, _Stored] = {}
+        for index in range(len(self._files)):
+            for name, shape in self._list(index):
+                if _NOT_READ.match(name):
+                    continue
+                wanted = name
+                for pattern, replacement in (*_RENAMES, *_OF_FAMILY.get(model_type, ())):
+                    wanted = pattern.sub(replacement, wanted)
+                stored[wanted] = _Stored(index, name, shape)
+        return stored
+
+    def _list(self, index: int) -> list[tuple[str, tuple[int, ...]]]:
+        handle = self._file(index)
+        if isinstance(handle, dict):
+            return [(name, tuple(tensor.shape)) for name, tensor in handle.items()]
+        return [(name, tuple(handle.get_slice(name).get_shape())) for name in handle.keys()]  # noqa: SIM118
+
+    def _tensor(self, index: int, name: str) -> torch.Tensor:
+        handle = self._file(index)
+        tensor: torch.Tensor = handle[name] if isinstance(handle, dict) else handle.get_tensor(name)
+        return tensor
+
+    def _file(self, index: int) -> Any:
+        if self._open_index != index:
+            self.close()
+            path = self._files[index]
+            try:
+                if path.suffix == ".safetensors":
+                    self._open = self._stack.enter_context(safe_open(path, framework="pt"))
+                else:
+                    self._open = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            except (SafetensorError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+                raise CheckpointError(
+                    f"{path} cannot be read ({one_line(error)}); download it again"
+                ) from error
+            self._open_index = index
+        return self._open
+
+
+def _require_shapes(
+    folder: Path, config: Any, shapes: dict[str, tuple[int, ...]], aliases: dict[str, str]
+) -> None:
+    """Raises for missing tensors and for shapes that differ from config.json, as opening the model would."""
+    try:
+        with torch.device("meta"):
+            wanted = transformers.AutoModelForCausalLM.from_config(config).state_dict()
+    except Exception as error:  # what a library raises over a strange setting can be anything
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        raise CheckpointError(
+            f"{folder}: config.json does not describe a model ({reason}); download it again"
+        ) from error
+    if missing := sorted(set(wanted) - set(shapes) - set(aliases)):
+        raise CheckpointError(
+            f"{folder}: the weights lack {missing[0]}{and_more(missing)}; download the checkpoint again, or check "
+            "that config.json belongs to these weights"
+        )
+    for name, shape in shapes.items():
+        if name in wanted and tuple(wanted[name].shape) != shape:
+            raise CheckpointError(
+                f"{folder}: tensor {name} has shape {shape}, config.json asks for {tuple(wanted[name].shape)}; "
+                "weights and config.json do not belong together"
+            )
+
+
+def assemblies_of(stored: dict[str, _Stored]) -> dict[str, _Assembly]:
+    """One assembly per transformers parameter; separate experts are stacked."""
+    assemblies: dict[str, _Assembly] = {}
+    experts: dict[str, dict[str, dict[int, _Stored]]] = defaultdict(lambda: defaultdict(dict))
+    convolutions: dict[str, dict[str, _Stored]] = defaultdict(dict)
+    for name, item in stored.items():
+        if match := _ONE_EXPERT.match(name):
+            experts[match[1]][_MIXTRAL.get(match[3], match[3])][int(match[2])] = item
+        elif match := _CONVOLUTION.match(name):
+            convolutions[match[1]][match[2]] = item
+        else:
+            assemblies[name] = _Assembly((item,), item.shape, lambda parts: parts[0])
+    for owner, kernels in convolutions.items():
+        ordered_kernels = tuple(kernels[part] for part in sorted(kernels, key="qkv".index))
+        channels = sum(kernel.shape[0] for kernel in ordered_kernels)
+        assemblies[f"{owner}conv1d.weight"] = _Assembly(
+            ordered_kernels, (channels, *ordered_kernels[0].shape[1:]), lambda parts: torch.cat(list(parts))
+        )
+    for owner, kinds in experts.items():
+        ordered = {kind: _in_order(owner, kind, items) for kind, items in kinds.items()}
+        if "gate_proj" in ordered:
+            gates, ups = ordered.pop("gate_proj"), ordered.pop("up_proj", [])
+            if [gate.shape for gate in gates] != [up.shape for up in ups]:
+                raise CheckpointError(
+                    f"{owner}: {len(gates)} gate_proj and {len(ups)} up_proj do not fit together; download the "
+                    "checkpoint again"
+                )
+            assemblies[f"{owner}.gate_up_proj"] = _gate_up(gates, ups)
+        for kind, items in ordered.items():
+            shape = (len(items), *items[0].shape)
+            assemblies[f"{owner}.{kind}"] = _Assembly(
+                tuple(items), shape, lambda parts: torch.stack(list(parts))
+            )
+    return assemblies
+
+
+def _in_order(owner: str, kind: str, items: dict[int, _Stored]) -> list[_Stored]:
+    if sorted(items) != list(range(len(items))):
+        raise CheckpointError(f"{owner}: experts {sorted(items)} of {kind} have gaps in their numbers")
+    if len(shapes := {item.shape for item in items.values()}) > 1 or len(*shapes) != 2:
+        raise CheckpointError(
+            f"{owner}: {kind} of its experts must be matrices of one shape, not {sorted(shapes)}"
+        )
+    return [items[index] for index in range(len(items))]
+
+
+def _gate_up(gates: list[_Stored], ups: list[_Stored]) -> _Assembly:
+    """transformers keeps each expert's gate rows above its up rows."""
+    count, (rows, columns) = len(gates), gates[0].shape
+
+    def join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([torch.stack(list(parts[:count])), torch.stack(list(parts[count:]))], dim=1)
+
+    return _Assembly((*gates, *ups), (count, 2 * rows, columns), join)

@@ -1,0 +1,400 @@
+"""The task of a model: the only place that distinguishes language models from image classifiers.
+
+All other code sees batches of ids, (windows, rows), and logits, (windows, rows, classes). A row is a token and its
+class the next token, or an image and its class what it shows. KL compares the rows' distributions; damage is the loss
+of likelihood of the true class.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import nn
+
+from kl_lens.base.errors import CheckpointError, TextError
+from kl_lens.text import KNOWN_NAMES, Windows, draw_windows, evaluation_windows
+from kl_lens.text.documents import TextSource
+from kl_lens.text.images import (
+    ImageSource,
+    Picture,
+    Preparation,
+    add_picture,
+    labels_of,
+    open_images,
+    pixels_of,
+)
+from kl_lens.text.images.windows import draw_images, images_from_start
+
+TEXT, IMAGE = "text", "image"
+TIMM = "timm_wrapper"  # transformers' model type
+Source = TextSource | ImageSource | str
+
+
+class Task(ABC):
+    """Batches, head and targets of a model."""
+
+    name: ClassVar[str]
+    unit: ClassVar[str]  # name of a window's rows
+    head_kind: ClassVar[str]
+    window_length: ClassVar[int]  # default rows of a window
+    judged_length: ClassVar[int]  # default for evaluation
+    lists: ClassVar[tuple[type[nn.Module], ...]] = (nn.ModuleList,)  # containers of blocks
+    generates: ClassVar[bool]  # whether it generates text
+
+    @property
+    @abstractmethod
+    def key(self) -> Hashable:
+        """Equal keys cut equal windows from a source."""
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a run stores about it, besides the model."""
+        return {}
+
+    # -- what a batch is -----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def drawn(
+        self,
+        source: Source,
+        *,
+        windows: int,
+        length: int | None = None,
+        seed: int = 42,
+        split: str | None = None,
+    ) -> Windows:
+        """Windows at random places."""
+
+    @abstractmethod
+    def from_start(
+        self,
+        source: Source,
+        *,
+        length: int | None = None,
+        stride: int | None = None,
+        limit: int | None = None,
+        split: str | None = None,
+    ) -> Windows:
+        """Windows from the beginning."""
+
+    @abstractmethod
+    def sample(self, model: nn.Module, windows: int, rows: int) -> torch.Tensor:
+        """Random ids, to watch a model with."""
+
+    @abstractmethod
+    def blank(self, windows: int, rows: int) -> torch.Tensor:
+        """Ids that are all equal."""
+
+    @property
+    @abstractmethod
+    def rows_at_once(self) -> int:
+        """Rows per forward: enough for fast products, few enough for the caches."""
+
+    @abstractmethod
+    def id_limit(self, classes: int) -> int:
+        """Upper limit of ids."""
+
+    # -- what the head gives -------------------------------------------------------------------------------
+
+    @abstractmethod
+    def embedding(self, model: nn.Module) -> nn.Module | None:
+        """The embedding table, if any."""
+
+    @abstractmethod
+    def head(self, model: nn.Module) -> nn.Module:
+        """The linear layer to the classes."""
+
+    @abstractmethod
+    def forward(self, model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+        """The model's own logits: (windows, rows, classes)."""
+
+    @abstractmethod
+    def by_row(self, at_head: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Inputs or outputs of the head as (windows, rows, width)."""
+
+    @abstractmethod
+    def at_head(self, rows: torch.Tensor) -> torch.Tensor:
+        """(1, rows, width) in the head's shape."""
+
+    @abstractmethod
+    def state_size(self, hidden: torch.Tensor) -> int:
+        """Values per row in the states of a block."""
+
+    # -- what damage is ------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def targets(self, ids: torch.Tensor) -> torch.Tensor:
+        """(windows, rows): the true class of each row, −1 if unknown."""
+
+
+@dataclass(frozen=True)
+class LanguageTask(Task):
+    """Token ids in, the next token's distribution out."""
+
+    tokenizer: Any = None
+    model_name: str = "the model"
+    rows: int | None = None  # of the embedding; None: not known
+
+    name, unit, head_kind = TEXT, "tokens", "lm_head"
+    window_length, judged_length = 512, 2048
+    generates = True
+
+    @property
+    def key(self) -> Hashable:
+        return id(self.require_tokenizer())
+
+    def require_tokenizer(self) -> Any:
+        if self.tokenizer is None:
+            raise CheckpointError(
+                f"{self.model_name} has no tokenizer of its own; pass one with --tokenizer FOLDER_OR_ID "
+                "(the state-spaces/* originals use GPT-NeoX's: EleutherAI/gpt-neox-20b)"
+            )
+        return self.tokenizer
+
+    def drawn(
+        self,
+        source: Source,
+        *,
+        windows: int,
+        length: int | None = None,
+        seed: int = 42,
+        split: str | None = None,
+    ) -> Windows:
+        length = length or self.window_length
+        return self._fitting(
+            draw_windows(_text(source), self.require_tokenizer(), windows, length, seed, split)
+        )
+
+    def from_start(
+        self,
+        source: Source,
+        *,
+        length: int | None = None,
+        stride: int | None = None,
+        limit: int | None = None,
+        split: str | None = None,
+    ) -> Windows:
+        length = length or self.judged_length
+        return self._fitting(
+            evaluation_windows(_text(source), self.require_tokenizer(), length, stride, limit, split)
+        )
+
+    def _fitting(self, windows: Windows) -> Windows:
+        """Raises for a token that the embedding has no row for."""
+        if self.rows is not None and (beyond := windows.ids[windows.ids >= self.rows]).numel():
+            token = int(beyond[0])
+            raise TextError(
+                f"{windows.label}: {self.require_tokenizer().decode([token])!r} is token {token}, but the embedding of "
+                f"{self.model_name} has only {self.rows} rows; give the model's own tokenizer with --tokenizer"
+            )
+        return windows
+
+    def sample(self, model: nn.Module, windows: int, rows: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(0, vocabulary_size(model), (windows, rows), generator=generator)
+
+    def blank(self, windows: int, rows: int) -> torch.Tensor:
+        return torch.zeros(windows, rows, dtype=torch.long)
+
+    @property
+    def rows_at_once(self) -> int:
+        return 4096
+
+    def id_limit(self, classes: int) -> int:
+        return classes
+
+    def embedding(self, model: nn.Module) -> nn.Module | None:
+        return model.get_input_embeddings()  # type: ignore[operator]
+
+    def head(self, model: nn.Module) -> nn.Module:
+        head: nn.Module | None = None
+        if hasattr(model, "get_output_embeddings"):
+            head = model.get_output_embeddings()  # type: ignore[operator]
+        head = _last_linear(model, vocabulary_size(model)) if head is None else head
+        if head is None:
+            raise CheckpointError(
+                f"{type(model).__name__} has no language-model head (a linear layer to the vocabulary); "
+                "KL Lens measures causal language models, and image classifiers with --task image"
+            )
+        return head
+
+    def forward(self, model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+        output = model(input_ids=ids, use_cache=False)
+        return output.logits if hasattr(output, "logits") else output[0]
+
+    def by_row(self, at_head: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return at_head
+
+    def at_head(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows
+
+    def state_size(self, hidden: torch.Tensor) -> int:
+        return hidden.shape[-1]
+
+    def targets(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -1)], 1)
+
+
+@dataclass(frozen=True, eq=False)
+class ImageTask(Task):
+    """Images in, a distribution over classes out."""
+
+    preparation: Preparation
+    classes: int
+    label_names: Mapping[str, int] = field(default_factory=dict)
+    images: str | None = None  # default source of images
+
+    name, unit, head_kind = IMAGE, "images", "head"
+    window_length = judged_length = 16
+    lists = (nn.ModuleList, nn.Sequential)  # as in timm
+    generates = False
+
+    @classmethod
+    def of(cls, folder: Path, config: Mapping[str, Any], images: str | None = None) -> ImageTask:
+        """From the files next to the weights, of a checkpoint or of an exported model."""
+        names = {str(label): int(number) for number, label in (config.get("id2label") or {}).items()}
+        classes = len(names) or int(config.get("num_classes") or config.get("num_labels") or 1000)
+        if names == {f"LABEL_{number}": number for number in range(classes)}:  # transformers' placeholders
+            names = {}
+        return cls(Preparation.of(folder, config), classes, names, images)
+
+    @property
+    def key(self) -> Hashable:
+        return self.preparation, self.classes, tuple(self.label_names.items()), self.images
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {"task": self.name, "images": self.images}
+
+    def _opened(self, source: Source, split: str | None, *, for_evaluation: bool) -> ImageSource:
+        if isinstance(source, ImageSource):
+            return source
+        if isinstance(source, TextSource):
+            raise TextError(
+                f"{source.label} is text, and this model classifies images; give a folder of images"
+            )
+        base, _, named = source.partition(":")
+        if base in KNOWN_NAMES:  # a command's default text: use that split of the run's images
+            if self.images is None:
+                raise TextError("this model classifies images: give some with --images FOLDER")
+            source, split = self.images, named or split
+        return open_images(source, split, for_evaluation=for_evaluation)
+
+    def drawn(
+        self,
+        source: Source,
+        *,
+        windows: int,
+        length: int | None = None,
+        seed: int = 42,
+        split: str | None = None,
+    ) -> Windows:
+        opened = self._opened(source, split, for_evaluation=False)
+        how: dict[str, Any] = {"windows": windows, "length": length or self.window_length, "seed": seed}
+        return draw_images(opened, self.preparation, self.label_names, self.classes, **how)
+
+    def from_start(
+        self,
+        source: Source,
+        *,
+        length: int | None = None,
+        stride: int | None = None,
+        limit: int | None = None,
+        split: str | None = None,
+    ) -> Windows:
+        opened = self._opened(source, split, for_evaluation=True)
+        if any(entry.label is None for entry in opened.entries):
+            raise TextError(
+                f"{opened.label}: evaluation needs labels; sort the images into folders by class, or give a labels.csv"
+            )
+        length = length or self.judged_length
+        if stride not in (None, length):
+            raise TextError(f"{opened.label}: windows of images do not overlap; --stride works only for text")
+        return images_from_start(
+            opened, self.preparation, self.label_names, self.classes, length=length, limit=limit
+        )
+
+    def sample(self, model: nn.Module, windows: int, rows: int) -> torch.Tensor:
+        generator = np.random.default_rng(0)
+        shape = self.preparation.shape
+        noise = [generator.integers(0, 256, shape, dtype=np.uint8) for _ in range(windows * rows)]
+        return torch.tensor([add_picture(Picture("noise", each, 0)) for each in noise]).reshape(windows, rows)
+
+    def blank(self, windows: int, rows: int) -> torch.Tensor:
+        black = add_picture(Picture("black", np.zeros(self.preparation.shape, np.uint8), 0))
+        return torch.full((windows, rows), black)
+
+    @property
+    def rows_at_once(self) -> int:
+        return max(1, min(4096, 2**20 // (self.preparation.height * self.preparation.width)))
+
+    def id_limit(self, classes: int) -> int:
+        return 2**63
+
+    def embedding(self, model: nn.Module) -> nn.Module | None:
+        return None
+
+    def head(self, model: nn.Module) -> nn.Module:
+        head = _last_linear(model, self.classes)
+        if head is None:
+            raise CheckpointError(
+                f"{type(model).__name__} has no linear layer to {self.classes} classes; "
+                "KL Lens measures image classifiers that end in one"
+            )
+        return head
+
+    def forward(self, model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+        parameter = next(model.parameters())
+        pixels = torch.from_numpy(self.preparation.normalised(pixels_of(ids.flatten().tolist())))
+        output = model(pixels.to(parameter.device, parameter.dtype))
+        logits = output if isinstance(output, torch.Tensor) else output["logits"]
+        return logits.reshape(*ids.shape, -1)
+
+    def by_row(self, at_head: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return at_head.reshape(*ids.shape, -1)
+
+    def at_head(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.flatten(0, 1)
+
+    def state_size(self, hidden: torch.Tensor) -> int:
+        return hidden[0].numel()
+
+    def targets(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.tensor(labels_of(ids.flatten().tolist()), device=ids.device).reshape(ids.shape)
+
+
+def vocabulary_size(model: nn.Module) -> int:
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    return int(embedding.weight.shape[0])
+
+
+def _last_linear(model: nn.Module, width: int) -> nn.Module | None:
+    wide = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == width]
+    return wide[-1] if wide else None
+
+
+def _text(source: Source) -> TextSource | str:
+    if isinstance(source, ImageSource):
+        raise TextError(f"{source.label} are images, and this is a language model; give text")
+    return source
+
+
+def is_timm(config: Mapping[str, Any]) -> bool:
+    """A folder saved by timm, without a model_type; transformers opens it if timm is installed."""
+    return "pretrained_cfg" in config and "architecture" in config
+
+
+def task_of(config: Mapping[str, Any], wanted: str | None = None) -> str:
+    """`text` or `image`: `wanted`, or from config.json's architectures."""
+    if wanted is not None:
+        return wanted
+    given = config.get("architectures")
+    names = [str(name) for name in given] if isinstance(given, (list, tuple)) else []
+    is_classifier = is_timm(config) or any(name.endswith("ForImageClassification") for name in names)
+    return IMAGE if is_classifier or config.get("model_type") == "mambavision" else TEXT

@@ -1,0 +1,569 @@
+"""The run folder: the journal `run.sqlite` and plain files.
+
+Each measurement is committed as it is made, so a kill loses only the work in progress. The first measurement fixes what
+the run is about (model, text, seed, metrics version). A later command that does not fit is refused, with the difference
+named; one that asks for more adds to the run.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import sqlite3
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import astuple
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from kl_lens.base.errors import PlanError, RunError
+from kl_lens.base.units import parse_names
+from kl_lens.base.version import __version__
+from kl_lens.run.journal import FILE, LOCK_SECONDS, Journal, checks_rows, journal_errors
+from kl_lens.run.lock import Hold
+from kl_lens.run.records import Component, Measurement, SensitivityTable, Subject, checked_plan_name
+from kl_lens.run.samples import METRICS_VERSION, WINDOW_FIELDS, WindowMetrics, summarise
+
+SCHEMA_VERSION = 3  # of the journal's tables
+
+_SCHEMA = """
+CREATE TABLE identity (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE texts (role TEXT PRIMARY KEY, identity TEXT NOT NULL);
+CREATE TABLE windows (
+    role TEXT, window INTEGER, hash TEXT NOT NULL, tokens INTEGER, teacher_cross_entropy REAL,
+    PRIMARY KEY (role, window));
+CREATE TABLE samples (
+    role TEXT, component TEXT, format TEXT, window INTEGER, tokens INTEGER, targets INTEGER,
+    kl_teacher_to_student REAL, kl_student_to_teacher REAL, squared_error REAL, signal REAL,
+    delta_cross_entropy REAL, same_top REAL, token_kl BLOB,
+    PRIMARY KEY (role, component, format, window)) WITHOUT ROWID;
+CREATE TABLE effort (
+    role TEXT, component TEXT, format TEXT, seconds REAL, compute_dtype TEXT,
+    PRIMARY KEY (role, component, format));
+CREATE TABLE records (
+    kind TEXT, name TEXT, value TEXT NOT NULL, created REAL, PRIMARY KEY (kind, name));
+CREATE TABLE results (
+    kind TEXT, what TEXT, plan TEXT, target TEXT, settings TEXT, digest TEXT, name TEXT, value TEXT NOT NULL,
+    created REAL, PRIMARY KEY (kind, what, plan, target, settings, digest, name));
+CREATE TABLE pieces (
+    kind TEXT, identity TEXT, name TEXT, value TEXT NOT NULL, PRIMARY KEY (kind, identity, name)) WITHOUT ROWID;
+CREATE TABLE commands (started REAL, command TEXT, provenance TEXT);
+"""
+
+CALIBRATION, EVALUATION = "calibration", "evaluation"  # roles of texts
+TUNING = "tuning"  # kind of record: a text that a plan was tuned on
+SCREENED = (
+    "screened"  # kind of records: what a staged search measured, of how many candidates, for which limit
+)
+KERNELS = "kernels"  # kind of record: why transformers' own code computed, where our kernels should have
+WEIGHTS = "weights"  # measurements without a target's activations
+ALL_PLANS = "all"
+RECOMMENDED = "recommended"  # name of plans, kind of records: what the last `kl-lens run` recommends
+RECIPES = "recipes"  # folder: plans in the languages of other tools
+STATISTICS = "statistics/statistics.json"  # describes the run's statistics
+# Names for the parts of a run's identity.
+_MEANINGS = {
+    "model_fingerprint": "the model's weights",
+    "model": "the model",
+    "metrics_version": "the definition of the metrics",
+    "precision": "the precision of matrix products",
+    "statistics": "the set of statistics",
+}
+
+
+def recommended_name(target: str | None, limit: str = "") -> str:
+    """What `kl-lens run` calls the plan it recommends. `limit`: the user's, so that files of several limits can be in
+    one run. (No dot before the target: `.gguf` would make a folder look like a file.)"""
+    return "-".join(filter(None, (RECOMMENDED, target, limit)))
+
+
+def role_as(role: str, target: str | None) -> str:
+    """The role of measurements with a target's activations: `calibration@gguf`. The text is the same."""
+    return role if target in (None, WEIGHTS) else f"{role}@{target}"
+
+
+class Result(NamedTuple):
+    """One result about a subject: a score, a profile, a verdict, a text sample."""
+
+    subject: Subject
+    name: str  # unique for this kind and subject
+    value: Any
+
+
+class Run:
+    """One run folder, open for reading and writing.
+
+    Example:
+        >>> with Run.open(Path("runs/mamba")) as run:
+        ...     print(run.table().formats)
+    """
+
+    def __init__(self, folder: Path, connection: Journal) -> None:
+        self.folder = folder
+        self.journal = connection
+        self._hold: Hold | None = None
+
+    @classmethod
+    def create(cls, folder: Path) -> Self:
+        """Opens the run folder; creates it if missing."""
+        folder = Path(folder)
+        try:
+            if folder.exists() and not folder.is_dir():
+                raise RunError(f"{folder} is a file; --run needs a folder")
+            if (folder / "config.json").exists() and not (folder / FILE).exists():
+                raise RunError(f"{folder} holds a model (config.json); use another --run")
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunError(f"{folder} cannot be written ({error.strerror}); use another --run") from error
+        with journal_errors(folder / FILE):
+            connection = sqlite3.connect(folder / FILE, timeout=LOCK_SECONDS, factory=Journal)
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+            connection.execute("PRAGMA synchronous=NORMAL")
+            if connection.execute("PRAGMA user_version").fetchone() != (SCHEMA_VERSION,):
+                _make_tables(folder, connection)
+        except BaseException:
+            connection.close()
+            raise
+        return cls(folder, connection)
+
+    @classmethod
+    def open(cls, folder: Path) -> Self:
+        """Opens a run that must exist."""
+        try:
+            there = (Path(folder) / FILE).is_file()
+        except OSError as error:  # the name is too long, or the folder is not readable
+            raise RunError(f"{folder} cannot be read ({error.strerror}); use another --run") from error
+        if not there:
+            raise RunError(f"{folder} has no run; make one with: kl-lens measure MODEL --run {folder}")
+        return cls.create(folder)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.journal.close()
+        if self._hold is not None:
+            self._hold.release()
+
+    # -- what the run is about -------------------------------------------------------------------------
+
+    @checks_rows
+    def identify(self, model: Mapping[str, Any]) -> None:
+        """Sets the model of the run, or raises if it has another one."""
+        given = {**model, "metrics_version": METRICS_VERSION}
+        with self.journal.alone():  # if two processes bring two models, the second is refused
+            if "dtype" in model:
+                self.require_dtype(model["dtype"])
+            rows = self.journal.execute("SELECT key, value FROM identity").fetchall()
+            known = {key: json.loads(value) for key, value in rows if key in _MEANINGS}
+            for key, value in given.items():
+                if known.get(key, value) != value:
+                    raise RunError(
+                        f"{self.folder} was made with another {_MEANINGS[key].removeprefix('the ')}: "
+                        f"{key} is {known[key]!r} there and {value!r} now; use another --run"
+                    )
+            self.journal.executemany(
+                "INSERT OR IGNORE INTO identity VALUES (?, ?)", [(k, json.dumps(v)) for k, v in given.items()]
+            )
+
+    def require_dtype(self, dtype: str) -> None:
+        """Raises if the run was made with another one: in it, the weights of the same model are others."""
+        made_with = self.identity.get("dtype", dtype)
+        if made_with != dtype:
+            raise RunError(
+                f"{self.folder} was made with --dtype {made_with}, not {dtype}; give --dtype {made_with}, or use "
+                "another --run"
+            )
+
+    @checks_rows
+    def identify_text(self, role: str, identity: Mapping[str, Any], hashes: Sequence[str]) -> None:
+        """Sets the text of a role (calibration, evaluation, …), or raises if it has another one.
+
+        More windows may be added; existing ones must be the same.
+        """
+        with self.journal.alone():
+            row = self.journal.execute("SELECT identity FROM texts WHERE role = ?", (role,)).fetchone()
+            if row is not None:
+                known = json.loads(row[0])
+                for key, value in identity.items():
+                    if known.get(key) != value:
+                        raise RunError(
+                            f"{self.folder}: its {role} text has {key} {known.get(key)!r}, now it is {value!r}; "
+                            "use another --run, or the text, length and seed of this one"
+                        )
+            stored = dict(
+                self.journal.execute("SELECT window, hash FROM windows WHERE role = ?", (role,)).fetchall()
+            )
+            for index, value in enumerate(hashes):
+                if stored.get(index, value) != value:
+                    raise RunError(
+                        f"{self.folder}: {role} window {index} has other tokens than before; use another --run"
+                    )
+            self.journal.execute("INSERT OR IGNORE INTO texts VALUES (?, ?)", (role, json.dumps(identity)))
+            self.journal.executemany(
+                "INSERT OR IGNORE INTO windows (role, window, hash) VALUES (?, ?, ?)",
+                [(role, index, value) for index, value in enumerate(hashes)],
+            )
+
+    @property
+    @checks_rows
+    def identity(self) -> dict[str, Any]:
+        rows = self.journal.execute("SELECT key, value FROM identity").fetchall()
+        return {key: json.loads(value) for key, value in rows}
+
+    @checks_rows
+    def text_identity(self, role: str) -> dict[str, Any] | None:
+        row = self.journal.execute("SELECT identity FROM texts WHERE role = ?", (role,)).fetchone()
+        if row is None:
+            return None
+        (count,) = self.journal.execute("SELECT count(*) FROM windows WHERE role = ?", (role,)).fetchone()
+        return json.loads(row[0]) | {"windows": count}
+
+    def roles(self) -> list[str]:
+        return [role for (role,) in self.journal.execute("SELECT role FROM texts ORDER BY rowid")]
+
+    def note_command(self, command: Sequence[str]) -> None:
+        """Records a command that writes, and locks the run until it is closed."""
+        self._hold = self._hold or Hold(self.folder, command)
+        row = (time.time(), json.dumps(list(command)), json.dumps(provenance()))
+        self._write("INSERT INTO commands VALUES (?, ?, ?)", row)
+
+    @checks_rows
+    def commands(self) -> list[dict[str, Any]]:
+        rows = self.journal.execute(
+            "SELECT started, command, provenance FROM commands ORDER BY started"
+        ).fetchall()
+        if any(not 0 <= float(started) < 2**40 for started, _, _ in rows):
+            raise ValueError("not a time")
+        return [
+            {"started": float(s), "command": list(json.loads(c)), "provenance": dict(json.loads(p))}
+            for s, c, p in rows
+        ]
+
+    # -- measurements ----------------------------------------------------------------------------------
+
+    def store_teacher(self, role: str, windows: Iterable[tuple[int, int, float]]) -> None:
+        """(window, tokens with a target, the teacher's summed cross-entropy on them)."""
+        rows = [(tokens, total, role, window) for window, tokens, total in windows]
+        change = "UPDATE windows SET tokens = ?, teacher_cross_entropy = ? WHERE role = ? AND window = ?"
+        self._write(change, *rows)
+
+    @checks_rows
+    def teacher_cross_entropy(self, role: str) -> tuple[float, int]:
+        """The teacher's mean cross-entropy per token on a role's text, and the number of tokens."""
+        total, tokens = self.journal.execute(
+            "SELECT sum(teacher_cross_entropy), sum(tokens) FROM windows WHERE role = ? AND tokens > 0",
+            (role,),
+        ).fetchone()
+        if not tokens:
+            raise RunError(f"{self.folder} holds no {role} measurements yet")
+        return total / tokens, tokens
+
+    def store_samples(
+        self,
+        role: str,
+        component: str,
+        format_name: str,
+        windows: Sequence[WindowMetrics],
+        seconds: float,
+        compute_dtype: str,
+    ) -> None:
+        """Commits some windows of one candidate: the unit of work that a kill can lose."""
+        marks = ", ".join("?" for _ in WINDOW_FIELDS)
+        with self.journal:
+            self.journal.executemany(
+                f"INSERT OR REPLACE INTO samples (role, component, format, {', '.join(WINDOW_FIELDS)}) "
+                f"VALUES (?, ?, ?, {marks})",
+                [(role, component, format_name, *astuple(w)) for w in windows],
+            )
+            self.journal.execute(
+                "INSERT INTO effort VALUES (?, ?, ?, ?, ?) ON CONFLICT (role, component, format) "
+                "DO UPDATE SET seconds = seconds + excluded.seconds",
+                (role, component, format_name, seconds, compute_dtype),
+            )
+
+    def expect(self, role: str, candidates: Iterable[tuple[str, str]], compute_dtype: str) -> None:
+        """Fixes the order of candidates (component, format) before their results arrive."""
+        rows = [(role, *key, 0.0, compute_dtype) for key in candidates]
+        self._write("INSERT OR IGNORE INTO effort VALUES (?, ?, ?, ?, ?)", *rows)
+
+    def put_in_order(self, role: str, candidates: Iterable[tuple[str, str]]) -> None:
+        """Sorts stored candidates into the order of the sweep."""
+        place = {key: index for index, key in enumerate(candidates)}
+        with self.journal.alone():
+            rows = self.journal.execute(
+                "SELECT * FROM effort WHERE role = ? ORDER BY rowid", (role,)
+            ).fetchall()
+            rows.sort(key=lambda row: place.get(row[1:3], len(place)))
+            self.journal.execute("DELETE FROM effort WHERE role = ?", (role,))
+            self.journal.executemany("INSERT INTO effort VALUES (?, ?, ?, ?, ?)", rows)
+
+    def measured_windows(self, role: str) -> dict[tuple[str, str], set[int]]:
+        """(component, format) → windows that are done."""
+        done: dict[tuple[str, str], set[int]] = {}
+        for component, format_name, window in self.journal.execute(
+            "SELECT component, format, window FROM samples WHERE role = ?", (role,)
+        ):
+            done.setdefault((component, format_name), set()).add(window)
+        return done
+
+    @checks_rows
+    def samples(
+        self, role: str, component: str, format_name: str, windows: int | None = None
+    ) -> list[WindowMetrics]:
+        """The windows of one candidate, in order; `windows`: only the first ones."""
+        limit = "" if windows is None else f" AND window < {int(windows)}"
+        rows = self.journal.execute(
+            f"SELECT {', '.join(WINDOW_FIELDS)} FROM samples "
+            f"WHERE role = ? AND component = ? AND format = ?{limit} ORDER BY window",
+            (role, component, format_name),
+        )
+        return [WindowMetrics(*row) for row in rows]
+
+    def window_kl(self, role: str) -> dict[tuple[str, str], list[float]]:
+        """(component, format) → mean KL per token of each window, in order."""
+        values: dict[tuple[str, str], list[float]] = {}
+        query = "SELECT component, format, kl_teacher_to_student / tokens FROM samples WHERE role = ? ORDER BY window"
+        for component, format_name, value in self.journal.execute(query, (role,)):
+            values.setdefault((component, format_name), []).append(value)
+        return values
+
+    @checks_rows
+    def measurements(self, role: str = CALIBRATION, windows: int | None = None) -> list[Measurement]:
+        """One record per candidate, in the order of first measurement."""
+        measurements = []
+        query = "SELECT component, format, seconds, compute_dtype FROM effort WHERE role = ? ORDER BY rowid"
+        for component, format_name, seconds, dtype in self.journal.execute(query, (role,)).fetchall():
+            samples = self.samples(role, component, format_name, windows)
+            if samples:
+                measurements.append(
+                    Measurement(
+                        component=component,
+                        format=format_name,
+                        metrics=summarise(samples),
+                        tokens=sum(s.tokens for s in samples),
+                        windows=len(samples),
+                        compute_dtype=dtype,
+                        seconds=seconds,
+                    )
+                )
+        return measurements
+
+    def measured_role(self, target: str | None = None, role: str = CALIBRATION) -> str:
+        """The role to read for a target: measured with its activations, else weights alone. Without a target: weights
+        alone, else whatever was measured first."""
+        there = [name for name in self._measured_roles() if name.partition("@")[0] == role]
+        wanted = [role_as(role, target), role]
+        return next((name for name in wanted if name in there), there[0] if there and not target else role)
+
+    def _measured_roles(self) -> list[str]:
+        rows = self.journal.execute("SELECT role FROM effort GROUP BY role ORDER BY min(rowid)").fetchall()
+        return [role for (role,) in rows]
+
+    def kinds(self) -> tuple[str, ...]:
+        """What was measured on the calibration text, in words."""
+        roles = [name.partition("@")[::2] for name in self._measured_roles()]
+        computed_as = [target for role, target in roles if role == CALIBRATION]
+        return tuple(f"as {target} computes" if target else "weights alone" for target in computed_as)
+
+    @property
+    def usual_target(self) -> str | None:
+        """The target whose measurements are read by default; None for weights alone."""
+        return self.measured_role().partition("@")[2] or None
+
+    @checks_rows
+    def table(
+        self, role: str = CALIBRATION, windows: int | None = None, target: str | None = None
+    ) -> SensitivityTable:
+        """All measurements of a role and the components they are about; `target`: with its activations."""
+        identity = self.identity
+        if "components" not in identity:
+            raise RunError(
+                f"{self.folder} has no measurements; make some with: kl-lens measure MODEL --run {self.folder}"
+            )
+        imported = self.imported() if role == CALIBRATION and target is None else []
+        if "@" not in role:
+            role = self.measured_role(target, role)
+        measurements = imported or self.measurements(role, windows)
+        return SensitivityTable(
+            model=identity["model"],
+            model_type=identity["model_type"],
+            components=tuple(Component.from_json(c) for c in identity["components"]),
+            head=identity["head"],
+            embedding=identity["embedding"],
+            measurements=tuple(measurements),
+            statistics=identity.get("statistics"),
+        )
+
+    def forget_learnt(self, formats: Iterable[str]) -> None:
+        """Deletes the measurements of these recipes, and the digest of their statistics."""
+        rows = [(name,) for name in formats]
+        with self.journal:
+            for table in ("samples", "effort"):
+                self.journal.executemany(f"DELETE FROM {table} WHERE format = ?", rows)
+            self.journal.execute("DELETE FROM identity WHERE key = 'statistics'")
+
+    @property
+    def statistics(self) -> str | None:
+        """The digest of the statistics in the run folder, complete or not."""
+        try:
+            index = json.loads((self.folder / STATISTICS).read_text(encoding="utf-8"))
+            return str(index["digest"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    # -- other records ---------------------------------------------------------------------------------
+
+    def store(self, kind: str, name: str, value: Any) -> None:
+        """Stores a JSON record (noise, ranking, artifact, …)."""
+        row = (kind, name, json.dumps(value), time.time())
+        self._write("INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?)", row)
+
+    @checks_rows
+    def load(self, kind: str, name: str) -> Any | None:
+        return self._value("SELECT value FROM records WHERE kind = ? AND name = ?", kind, name)
+
+    def _value(self, query: str, *values: str) -> Any | None:
+        row = self.journal.execute(query, values).fetchone()
+        return None if row is None else json.loads(row[0])
+
+    def _write(self, change: str, *rows: Sequence[Any]) -> None:
+        with self.journal:
+            self.journal.executemany(change, rows)
+
+    @checks_rows
+    def load_all(self, kind: str) -> dict[str, Any]:
+        rows = self.journal.execute(
+            "SELECT name, value FROM records WHERE kind = ? ORDER BY created", (kind,)
+        ).fetchall()
+        return {name: json.loads(value) for name, value in rows}
+
+    # -- results about subjects ------------------------------------------------------------------------
+
+    def store_result(self, kind: str, subject: Subject, name: str, value: Any) -> None:
+        """Stores a result; replaces an earlier one of the same name, subject and digest."""
+        row = (kind, *_columns(subject), name, json.dumps(value), time.time())
+        self._write("INSERT OR REPLACE INTO results VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
+
+    @checks_rows
+    def results(self, kind: str) -> list[Result]:
+        """All results of a kind; `kl_lens.run.subjects.current_results` leaves out outdated ones."""
+        rows = self.journal.execute(
+            "SELECT what, plan, target, settings, digest, name, value FROM results WHERE kind = ? "
+            "ORDER BY created, rowid",
+            (kind,),
+        ).fetchall()
+        return [
+            Result(
+                Subject(what, plan or None, target or None, dict(json.loads(settings)), digest),
+                name,
+                json.loads(value),
+            )
+            for what, plan, target, settings, digest, name, value in rows
+        ]
+
+    def forget_result(self, kind: str, subject: Subject, name: str) -> None:
+        same = "what = ? AND plan = ? AND target = ? AND settings = ? AND digest = ?"
+        row = (kind, *_columns(subject), name)
+        self._write(f"DELETE FROM results WHERE kind = ? AND {same} AND name = ?", row)
+
+    def forget_results(self, kind: str) -> None:
+        self._write("DELETE FROM results WHERE kind = ?", (kind,))
+
+    def store_piece(self, kind: str, identity: str, name: str, value: Any) -> None:
+        """Stores an intermediate value under an identity: a hash of everything the number depends on."""
+        row = (kind, identity, name, json.dumps(value))
+        self._write("INSERT OR REPLACE INTO pieces VALUES (?, ?, ?, ?)", row)
+
+    @checks_rows
+    def load_piece(self, kind: str, identity: str, name: str) -> Any | None:
+        query = "SELECT value FROM pieces WHERE kind = ? AND identity = ? AND name = ?"
+        return self._value(query, kind, identity, name)
+
+    @checks_rows
+    def artifact_folder(self, name: str) -> Path:
+        """Folder of the artifact `TARGET/PLAN`: in the run, which may have moved, or where it was written."""
+        inside = self.folder / "artifacts" / name
+        record = self.load("artifact", name)
+        return inside if record is None or inside.is_dir() else Path(record["folder"])
+
+    def recommended(self, target: str | None) -> str:
+        """Name of the plan that the last `kl-lens run` recommends for a target."""
+        usual = recommended_name(target)
+        return self.load(RECOMMENDED, usual) or usual
+
+    @checks_rows
+    def imported(self) -> list[Measurement]:
+        """Published measurements, read by `import-legacy`."""
+        return [Measurement.from_json(m) for m in (self.load("imported", "measurements") or [])]
+
+
+def _columns(subject: Subject) -> tuple[str, ...]:
+    settings = json.dumps(subject.settings, sort_keys=True)
+    return subject.what, subject.plan or "", subject.target or "", settings, subject.digest
+
+
+def _make_tables(folder: Path, connection: Journal) -> None:
+    """Creates the tables of a new journal; raises for a journal of another version."""
+    with connection.alone():  # if two processes create it, the second finds it complete
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        if version == SCHEMA_VERSION:
+            return
+        (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        if version or tables:
+            what_to_do = "update KL Lens" if version > SCHEMA_VERSION else "measure again"
+            raise RunError(
+                f"{folder / FILE} is a journal of version {version}, and this KL Lens reads version {SCHEMA_VERSION}; "
+                f"{what_to_do}, or use another --run"
+            )
+        for statement in _SCHEMA.split(";"):
+            connection.execute(statement)
+        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+
+def named_plans(text: str) -> tuple[str, ...] | None:
+    """Parses `small,large`; None for `all`."""
+    if text == ALL_PLANS:
+        return None
+    names = tuple(checked_plan_name(name) for name in parse_names(text))
+    if not names:
+        raise PlanError(f"{text!r} names no plan; give small, or small,large, or {ALL_PLANS}")
+    return names
+
+
+def provenance() -> dict[str, Any]:
+    """Versions and machine, stored with every command."""
+    return {
+        "versions": dict(_versions()),
+        "machine": platform.machine(),
+        "system": f"{platform.system()} {platform.release()}",
+        "command": sys.argv[1:],
+    }
+
+
+@cache
+def _versions() -> dict[str, str]:
+    versions = {"kl-lens": __version__, "python": platform.python_version()}
+    for package in _packages():
+        with suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return versions
+
+
+def _packages() -> tuple[str, ...]:
+    """The packages it depends on, with extras but without developers' tools."""
+    try:
+        lines = metadata.requires("kl-lens") or []
+    except metadata.PackageNotFoundError:  # run from its source
+        lines = []
+    names = [re.split(r"[^\w.-]", line)[0] for line in lines if not re.search("extra == .dev", line)]
+    return tuple(dict.fromkeys(name for name in names if name != "kl-lens"))

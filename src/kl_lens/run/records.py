@@ -1,0 +1,393 @@
+"""The records that stages exchange: plain, typed, JSON-serialisable."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from functools import cache
+from typing import Any, Self
+
+from kl_lens.base.errors import PlanError
+
+
+class Record:
+    """Mixin: a dataclass that goes to JSON and comes back unchanged."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)  # type: ignore[call-overload]
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Checks names and types of all fields; ValueError names the first that is wrong."""
+        if not isinstance(data, Mapping):
+            raise ValueError(f"{cls.__name__}: expected a record, found {_shown(data)}")
+        kinds = _kinds(cls)  # type: ignore[arg-type]
+        if unknown := set(data) - set(kinds):
+            raise ValueError(f"{cls.__name__}: unknown fields {sorted(map(str, unknown))}")
+        if missing := [f.name for f in fields(cls) if f.name not in data and _is_required(f)]:  # type: ignore[arg-type]
+            raise ValueError(f"{cls.__name__}: {missing[0]} is missing")
+        return cls(**{k: _checked(v, kinds[k], f"{cls.__name__}.{k}") for k, v in data.items()})
+
+
+@cache
+def _kinds(record: type) -> dict[str, Any]:
+    return {f.name: typing.get_type_hints(record)[f.name] for f in fields(record)}
+
+
+def _is_required(entry: Any) -> bool:
+    return entry.default is MISSING and entry.default_factory is MISSING
+
+
+def _checked(value: Any, kind: Any, name: str) -> Any:
+    """Converts a JSON value to the field's type: lists to tuples, dictionaries to records."""
+    if kind is Any or (value is None and kind is types.NoneType):
+        return value
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin is types.UnionType:
+        others = [each for each in inner if each is not types.NoneType]
+        return None if value is None and len(others) < len(inner) else _checked(value, others[0], name)
+    if origin in (tuple, Sequence) and isinstance(value, (list, tuple)):
+        return tuple(_checked(each, inner[0], name) for each in value)
+    if origin is dict and isinstance(value, dict):
+        return {str(key): _checked(each, inner[1], f"{name}[{key}]") for key, each in value.items()}
+    if isinstance(kind, type) and issubclass(kind, Record):
+        return value if isinstance(value, kind) else kind.from_json(value)
+    plain = (int, float) if kind is float else kind
+    if origin is None and isinstance(value, plain) and (kind is bool or not isinstance(value, bool)):
+        return value
+    raise ValueError(f"{name}: expected {getattr(kind, '__name__', kind)}, found {_shown(value)}")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:39]}…"
+
+
+@dataclass(frozen=True)
+class Component(Record):
+    """One weight matrix (or stack of expert matrices) that can have its own format."""
+
+    name: str  # dotted PyTorch module name, or parameter name if a module has several
+    weight: str  # dotted name of the parameter that holds the weight
+    kind: str  # in_proj, x_proj, q_proj, embedding, lm_head, conv1d, …
+    family: str  # ssm, attention, mlp, moe, embedding, head, other
+    block: int | None  # index of its block; None outside the blocks
+    shape: tuple[int, ...]  # (rows, columns), or (experts, rows, columns)
+    parameters: int
+    blocks: tuple[int, ...] = ()  # every block that uses this weight, if several share it
+    tied_with: tuple[str, ...] = ()  # other names of the same weight
+    fused_with: tuple[str, ...] = ()  # siblings that runtimes fuse into one matmul (q/k/v, gate/up)
+    quantizable: bool = True
+    reason: str | None = None  # why it is not quantizable
+
+
+@dataclass(frozen=True)
+class Estimate(Record):
+    """A mean with its standard error; nan if undefined."""
+
+    value: float
+    standard_error: float = float("nan")
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """An undefined error is null in files: those are strict JSON."""
+        error = data.get("standard_error")
+        return super().from_json({**data, "standard_error": math.nan if error is None else error})
+
+
+@dataclass(frozen=True)
+class Measurement(Record):
+    """The effect of quantizing one component to one format on the model's output."""
+
+    component: str
+    format: str
+    metrics: dict[str, Estimate]
+    tokens: int
+    windows: int
+    compute_dtype: str
+    seconds: float
+
+
+_PLAN_NAME = re.compile(
+    r"(?!all$|-)[A-Za-z0-9._-]{1,80}"
+)  # --plan all means every plan, -x looks like a flag
+# Where a plan comes from: one recipe for all components, the paper's points, an exact budget, γ-greedy, a stock recipe,
+# anything else.
+PLAN_FAMILIES = ("uniform", "paper", "exact", "greedy", "stock", "other")
+
+
+def checked_plan_name(name: str) -> str:
+    """Returns a valid plan name or raises: it becomes part of file names, commands and records."""
+    if not isinstance(name, str) or not _PLAN_NAME.fullmatch(name) or set(name) == {"."}:
+        raise PlanError(
+            f"{name!r} is not a valid plan name: use letters, digits, dots, dashes and underscores, at most 80, "
+            "no dash in front; `all` means every plan"
+        )
+    return name
+
+
+@dataclass(frozen=True)
+class Measured(Record):
+    """The effect of a whole plan on the model on held-out text, computed in PyTorch."""
+
+    kl: Estimate  # KL(original ‖ planned), nats per token
+    perplexity: Estimate  # per token, of the planned model
+    original_perplexity: float
+    text: str
+    windows: int
+
+    @property
+    def rise(self) -> Estimate:
+        """Of the perplexity, as a share of the original's."""
+        change = self.perplexity.value / self.original_perplexity - 1
+        return Estimate(change, self.perplexity.standard_error / self.original_perplexity)
+
+    @property
+    def place(self) -> str:
+        """`wikitext2:valid, 4 windows`."""
+        return f"{self.text}, {self.windows} window{'' if self.windows == 1 else 's'}"
+
+    def to_json(self) -> dict[str, Any]:
+        """An undefined error (of a single window) is null."""
+        data = asdict(self)
+        for estimate in (data["kl"], data["perplexity"]):
+            if not math.isfinite(estimate["standard_error"]):
+                estimate["standard_error"] = None
+        return data
+
+
+@dataclass(frozen=True)
+class Plan(Record):
+    """Which recipe each component gets. Components not named stay FP16."""
+
+    name: str
+    assignment: dict[str, str]  # component name → recipe, as `kl_lens.weights.recipes` spells it
+    made_by: str  # for people only
+    predicted_kl: float | None = None
+    bytes: int | None = None  # of the weights
+    notes: dict[str, Any] = field(default_factory=dict)
+    family: str = "other"  # of PLAN_FAMILIES
+    measured: Measured | None = None
+    limits: dict[str, float] = field(
+        default_factory=dict
+    )  # by the user: bytes, kl, seconds (per token), drop, loss
+    fixed_bytes: int = 0  # bytes of the file besides the weights
+    statistics: str | None = None  # digest of the statistics behind recipes that learn
+    target: str | None = None  # the target it was made for
+    interaction: float = 1.0  # how much more whole plans lose than their parts; included in `predicted_kl`
+    contest: str | None = None  # how it compares with stock recipes, in a sentence
+    edited: bool = False  # by hand since KL Lens wrote it
+
+    @property
+    def missed(self) -> Estimate | None:
+        """The loss on held-out text (of KL, or the rise of perplexity) if that, with its error, is above the limit."""
+        if self.measured is None:
+            return None
+        loss = self.measured.rise if "drop" in self.limits else self.measured.kl
+        most = self.limits.get("drop", self.limits.get("loss", math.inf))
+        error = 0.0 if math.isnan(loss.standard_error) else loss.standard_error  # of one window
+        return loss if loss.value + error > most else None
+
+    @property
+    def file_bytes(self) -> int | None:
+        """Size of the target's file, or of the weights without a target."""
+        return None if self.bytes is None else self.bytes + self.fixed_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"measured": self.measured.to_json() if self.measured else None}
+
+
+@dataclass(frozen=True)
+class SensitivityTable:
+    """All measurements of a run and the components they are about: the input of planning."""
+
+    model: str
+    model_type: str
+    components: tuple[Component, ...]  # every weight of the model, quantizable or not
+    head: str  # component that holds the head; the embedding if they are tied
+    embedding: str
+    measurements: tuple[Measurement, ...]
+    statistics: str | None = None  # digest of the statistics behind recipes that learn
+
+    @property
+    def candidates(self) -> tuple[Component, ...]:
+        return tuple(c for c in self.components if c.quantizable)
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Measured formats, in order of first appearance."""
+        return tuple(dict.fromkeys(m.format for m in self.measurements))
+
+    def to_pandas(self) -> Any:
+        """A DataFrame of `rows`."""
+        import pandas  # optional dependency
+
+        return pandas.DataFrame(self.rows())
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row per component and recipe: every metric, and its standard error as `…_se`."""
+        components = {c.name: c for c in self.components}
+        rows = []
+        for m in self.measurements:
+            about = components[m.component]
+            row: dict[str, Any] = {"component": m.component, "recipe": m.format}
+            row |= {name: getattr(about, name) for name in ("kind", "family", "block", "parameters")}
+            for name, metric in m.metrics.items():
+                row |= {name: metric.value, f"{name}_se": metric.standard_error}
+            rows.append(row)
+        return rows
+
+
+# Metrics of a Measurement. Both KLs are means per token in nats; "teacher" is the original model.
+METRICS = {
+    "kl_teacher_to_student": "KL(teacher ‖ student), nats per token",
+    "kl_student_to_teacher": "KL(student ‖ teacher), nats per token",
+    "mse": "mean squared error of the logits",
+    "sqnr_db": "signal to quantization noise ratio of the logits, dB (larger is better)",
+    "delta_cross_entropy": "change in cross-entropy against the true next token, nats per token",
+    "same_top": "share of tokens whose most likely next token stays the same",
+    "kl_p99": "99th percentile of KL(teacher ‖ student) over tokens",
+    "kl_max": "largest KL(teacher ‖ student) of any token",
+}
+
+
+@dataclass(frozen=True)
+class ExportedTensor(Record):
+    """Where a component is in an artifact, and its format there."""
+
+    component: str
+    runtime_name: str  # the runtime's own tensor name
+    planned: str  # recipe
+    realised: str
+    bytes: int
+    reason: str | None = None  # why realised differs from planned
+    digest: str = ""  # of the bytes in the file
+    weights: str = ""  # of the quantized weight in the weight store; empty without a recipe (norms in F32)
+
+
+@dataclass(frozen=True)
+class Artifact(Record):
+    """One exported model: files that a runtime loads."""
+
+    target: str  # openvino, gguf, mlx
+    plan: str  # name of the plan
+    files: tuple[str, ...]  # relative to the artifact's record
+    tensors: tuple[ExportedTensor, ...]
+    planned_bytes: int
+    realised_bytes: int  # of the files that the runtime loads (`Target.loaded_bytes`)
+    model: str
+    model_fingerprint: str
+    settings: dict[str, Any] = field(default_factory=dict)  # device profile, rewrites, versions, …
+    digests: dict[str, str] = field(default_factory=dict)  # file → digest of its bytes as they were exported
+
+
+ORIGINAL, PLAN, ARTIFACT = "original", "plan", "artifact"
+
+
+@dataclass(frozen=True)
+class Subject(Record):
+    """What was scored or timed: the original, a plan computed in PyTorch, or an exported artifact.
+
+    `settings` holds what differs from the usual case: `{"exact": True}`, `{"device": "GPU"}`, `{"activations":
+    "deployed"}`, and for a file outside the run its `{"path": …}`.
+    """
+
+    what: str  # original, plan, artifact
+    plan: str | None = None
+    target: str | None = None  # of an artifact; for a plan: the target whose stored weights it uses
+    settings: dict[str, Any] = field(default_factory=dict)
+    digest: str = ""  # of the recipes or of the artifact's record
+
+    @property
+    def label(self) -> str:
+        """For people: `original`, `torch/small`, `torch/small as gguf`, `gguf/small (exact)`, a path."""
+        if self.what == ORIGINAL:
+            return ORIGINAL
+        settings = dict(self.settings)
+        path = settings.pop("path", None)
+        if self.what == PLAN:
+            stored = f" as {self.target}" if self.target else ""
+            return f"torch/{self.plan}{stored}" + (" deployed" if "activations" in settings else "")
+        return (f"{self.target}/{self.plan}" if path is None else str(path)) + _bracketed(settings)
+
+    @property
+    def key(self) -> str:
+        """Identifies the subject without its digest."""
+        return json.dumps([self.what, self.plan, self.target, self.settings], sort_keys=True)
+
+    @property
+    def own_plan(self) -> str | None:
+        """The plan of the run; None for the original and for files outside the run."""
+        return None if self.what == ORIGINAL or "path" in self.settings else self.plan
+
+    @property
+    def is_usual(self) -> bool:
+        """A plan by itself, or a file run as deployed."""
+        return not (set(self.settings) - {"path"}) and (self.what != PLAN or self.target is None)
+
+    def __hash__(self) -> int:
+        return hash((self.key, self.digest))
+
+
+def _bracketed(settings: Mapping[str, Any]) -> str:
+    words = {"device": "on {}", "gpu_layers": "{} GPU layers", "exact": "exact", "load": "{}"}
+    parts = [words.get(name, name + " {}").format(value) for name, value in settings.items() if value]
+    return f" ({', '.join(parts)})" if parts else ""
+
+
+@dataclass(frozen=True)
+class Score(Record):
+    """The quality of the original, a plan in PyTorch or an exported file on one text or task."""
+
+    subject: Subject
+    kind: str  # perplexity, divergence, task
+    what: str  # the text ("wikitext2:test") or the task ("arc_easy")
+    values: dict[str, Estimate]  # token_perplexity, word_perplexity, kl_mean, acc, …
+    tokens: int  # scored tokens; for a task, examples
+    protocol: dict[str, Any]  # window, stride, limit, few-shot, …: what the number means
+    runtime: dict[str, Any]  # library, version, device, threads; dtype for PyTorch
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Quartiles(Record):
+    """Median and quartiles of repeated timings."""
+
+    median: float
+    low: float
+    high: float
+    repeats: int
+
+
+@dataclass(frozen=True)
+class Profile(Record):
+    """Speed and size of an exported file on one device with one protocol."""
+
+    subject: Subject
+    protocol: str  # "use" (loading, prompt, generation) or "benchmark_app" (the paper's)
+    device: str
+    threads: int
+    # use: load_seconds, first_token_seconds@N (N prompt tokens), seconds_per_token, tokens_per_second,
+    # prefill_tokens_per_second@N; benchmark_app: latency_ms, throughput_fps.
+    timings: dict[str, Quartiles]
+    # Relative to the FP16 subject of the same session, same names; larger is better. Low and high are a 95 %
+    # interval. `profiling.ratio_of` decides whether one may be shown.
+    ratios: dict[str, Quartiles]
+    peak_memory_bytes: int | None
+    file_bytes: int
+    bound: dict[str, float]  # bytes_per_token, read_bandwidth, tokens_per_second, share; prefill likewise
+    settings: dict[str, Any]  # repeats, warm-up, quick or not, prompt lengths
+    runtime: dict[str, Any]
+    # Shares of all processors during timing: stolen (by the host), used by others, asked (threads over processors);
+    # unknown ones are missing.
+    load: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """A run keeps the provenance with it."""
+        return super().from_json({key: value for key, value in data.items() if key != "provenance"})

@@ -1,0 +1,91 @@
+"""What the journal stores per window, and how reported numbers are computed from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import numpy.typing as npt
+
+from kl_lens.run.records import Estimate
+
+# What a stored number means. Raise it, with a dated reason, whenever a metric's definition changes.
+# 1 (2026-11-15): first version.
+METRICS_VERSION = 1
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class WindowMetrics:
+    """Sums over the tokens of one window; every reported number is computed from them."""
+
+    window: int
+    tokens: int  # rows compared
+    targets: int  # rows that have a true next token
+    kl_teacher_to_student: float
+    kl_student_to_teacher: float
+    squared_error: float  # mean over the vocabulary, summed over tokens
+    signal: float  # the teacher's mean squared logit, summed over tokens
+    delta_cross_entropy: float
+    same_top: float
+    token_kl: bytes  # KL(teacher ‖ student) of every token, float32
+
+
+WINDOW_FIELDS = tuple(f.name for f in fields(WindowMetrics))
+
+
+def window_kl(windows: Sequence[WindowMetrics]) -> Floats:
+    """Mean KL(teacher ‖ student) per token of each window."""
+    return np.array([w.kl_teacher_to_student / w.tokens for w in windows])
+
+
+def summarise(windows: Sequence[WindowMetrics]) -> dict[str, Estimate]:
+    """Means per token with standard errors over windows, for every metric of `records.METRICS`."""
+    if not windows:
+        raise ValueError("no windows to summarise")
+    tokens = np.array([w.tokens for w in windows], float)
+    targets = np.array([w.targets for w in windows], float)
+
+    def mean(name: str, weight: Floats = tokens) -> Estimate:
+        return _weighted(np.array([getattr(w, name) for w in windows]), weight)
+
+    error, signal = mean("squared_error"), mean("signal")
+    token_kl = np.concatenate([np.frombuffer(w.token_kl, np.float32) for w in windows])
+    return {
+        "kl_teacher_to_student": mean("kl_teacher_to_student"),
+        "kl_student_to_teacher": mean("kl_student_to_teacher"),
+        "mse": error,
+        "sqnr_db": _decibels(signal, error, windows),
+        "delta_cross_entropy": mean("delta_cross_entropy", targets),
+        "same_top": mean("same_top"),
+        "kl_p99": Estimate(float(np.quantile(token_kl, 0.99))),
+        "kl_max": Estimate(float(token_kl.max())),
+    }
+
+
+def _weighted(sums: Floats, weights: Floats) -> Estimate:
+    """Σ sums / Σ weights, with the standard error of that ratio over windows."""
+    if not weights.any():  # images without labels
+        return Estimate(float("nan"))
+    value = float(sums.sum() / weights.sum())
+    count = len(sums)
+    if count < 2:
+        return Estimate(value)
+    residual = sums - value * weights
+    spread = float(np.sqrt((residual**2).sum() / (count - 1) / count))
+    return Estimate(value, spread / float(weights.mean()))
+
+
+def _decibels(signal: Estimate, error: Estimate, windows: Sequence[WindowMetrics]) -> Estimate:
+    """10 log10 of signal over error; infinite if nothing changed. Standard error by the delta method."""
+    if error.value == 0.0:
+        return Estimate(float("inf"))
+    value = 10 * float(np.log10(signal.value / error.value))
+    if len(windows) < 2:
+        return Estimate(value)
+    signals = np.array([w.signal / w.tokens for w in windows])
+    errors = np.array([w.squared_error / w.tokens for w in windows])
+    relative = signals / signal.value - errors / error.value
+    return Estimate(value, 10 / np.log(10) * float(relative.std(ddof=1) / np.sqrt(len(windows))))

@@ -1,0 +1,85 @@
+"""`doctor`: what is installed, and the command that fixes what is missing."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from importlib import metadata
+from typing import TYPE_CHECKING, ClassVar
+
+from kl_lens.study.events import Events
+from kl_lens.study.settings import WithLlamaCpp
+from kl_lens.targets import TARGETS, describe_target
+from kl_lens.targets.base import Health
+
+if TYPE_CHECKING:  # torch may not be installed
+    from kl_lens.model.kernels import Comparison
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorSettings(WithLlamaCpp):
+    verb: ClassVar[str] = "doctor"
+    opens_models: ClassVar[bool] = False
+
+
+@dataclass(frozen=True)
+class DoctorResult:
+    parts: dict[str, Health]  # PyTorch, then each target
+
+    @property
+    def exit_code(self) -> int:
+        return 1 if any(health.problem for health in self.parts.values()) else 0
+
+
+def doctor(settings: DoctorSettings, events: Events) -> DoctorResult:
+    targets = {describe_target(name).title: describe_target(name).health() for name in TARGETS}
+    torch = _torch()
+    kernels = {"Kernels": _kernels()} if torch.runtime else {}
+    return DoctorResult({"PyTorch": torch, **kernels, **targets})
+
+
+def _torch() -> Health:
+    """Needed for measuring and planning, not for `generate`."""
+    python = f"Python {platform.python_version()} on {platform.machine()}"
+    try:
+        import torch
+    except ImportError:
+        return Health("", (python,), "not installed: nothing can be measured", "pip install kl-lens")
+    facts = [python, f"{torch.get_num_threads()} threads"]
+    facts.append(torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no CUDA device")
+    facts.append(f"transformers {metadata.version('transformers')}, numba {metadata.version('numba')}")
+    return Health(f"torch {torch.__version__}", tuple(facts))
+
+
+def _kernels() -> Health:
+    """Ours beside transformers' and torch's own code, in the embedded models, where they run."""
+    import torch
+
+    from kl_lens.measuring.metrics import compared_metrics
+    from kl_lens.measuring.precision import PRECISIONS, compared_products, has_tensor_cores
+    from kl_lens.model import load
+
+    found: dict[str, Comparison] = {}
+
+    def add(device: str, comparisons: Iterable[Comparison], suffix: str = "") -> None:
+        for new in comparisons:
+            name = f"{new.kernel}{suffix} on {device}"
+            worst = max(new, found.get(name, new), key=lambda c: c.error / c.limit)
+            found[name] = replace(worst, kernel=name)
+
+    for device, title in {"cpu": "the CPU", "cuda": "the GPU"}.items():
+        if device == "cuda" and not torch.cuda.is_available():
+            continue
+        for name in ("mamba", "mamba2", "hybrid"):
+            model = load(f"reference:{name}", device=device)
+            add(title, model.chain.compared_kernels())
+            add(title, model.chain.compared_kernels(gradients=True))
+            for precision in PRECISIONS[1:] if has_tensor_cores(model) else ():
+                add(title, compared_products(model, precision), f" in {precision}")
+        add(title, compared_metrics(device))
+    wrong = [str(comparison) for comparison in found.values() if not comparison.holds]
+    problem = (
+        "; ".join(wrong) and f"wrong: {'; '.join(wrong)}. transformers' own code is used; please report this"
+    )
+    return Health("compared with transformers and torch", tuple(map(str, found.values())), problem)

@@ -1,0 +1,69 @@
+"""What a command reports while it works."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # `generate` runs on small devices and does without torch
+    from kl_lens.measuring.sweep import Progress
+    from kl_lens.study.costs import JobEstimate
+    from kl_lens.study.settings import Settings
+
+
+class Events:
+    """Receives notes, warnings and progress; this one ignores them. The command line shows them."""
+
+    def note(self, text: str) -> None:
+        """What is happening now."""
+
+    def warn(self, text: str) -> None:
+        """Something the user should know."""
+
+    def fail(self, text: str) -> None:
+        """What a user of `run` should see at once, such as why a part failed that the rest does not need."""
+        self.warn(text)
+
+    def wrote(self, text: str) -> None:
+        """A piece of generated text."""
+
+    def ask(self) -> str | None:
+        """The next thing that somebody says in a conversation; None: nothing more."""
+        return None
+
+    def progress(self, title: str) -> AbstractContextManager[Progress]:
+        from kl_lens.measuring.sweep import Progress
+
+        return nullcontext(Progress())
+
+    def heading(self, text: str) -> None:
+        """The next step of `run`."""
+
+    def keep_in(self, folder: Path) -> None:
+        """`run` starts in this folder: logs go there."""
+
+    def expect(self, estimate: JobEstimate) -> None:
+        """What the stages of `run` should take."""
+
+    def stage(self, settings: Settings) -> AbstractContextManager[None]:
+        """Wraps a stage of `run`."""
+        return nullcontext()
+
+    def result(self, result: object) -> None:
+        """The result of a stage of `run`; None if it was already done."""
+
+
+class Stopped(KeyboardInterrupt):
+    """Ctrl-C, with a message that says what was kept."""
+
+
+@contextmanager
+def going_on(folder: Path | None) -> Iterator[None]:
+    """Turns Ctrl-C into a message that the run folder keeps what was done."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        kept = f"; {folder} keeps what was done. Run the same command to continue." if folder else ""
+        raise Stopped(f"stopped{kept}") from None

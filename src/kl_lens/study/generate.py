@@ -1,0 +1,199 @@
+"""`generate`: text from an exported model, or a conversation with it, and how fast it came.
+
+Needs the runtime and numpy, nothing more.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from kl_lens.base.environment import peak_memory
+from kl_lens.base.errors import TargetError
+from kl_lens.study.events import Events
+from kl_lens.study.settings import (
+    LAYERS,
+    LOAD_HELP,
+    LOADS,
+    SEED,
+    THREADS,
+    TOKENS,
+    WithLlamaCpp,
+    number,
+    option,
+)
+from kl_lens.targets import open_session
+from kl_lens.targets.session import Logits, Session
+from kl_lens.targets.tokenizer import ArtifactTokenizer, find_tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateSettings(WithLlamaCpp):
+    verb: ClassVar[str] = "generate"
+    opens_models: ClassVar[bool] = False
+
+    artifact: Path = option(help="an exported folder, or a .gguf file", positional=True, metavar="ARTIFACT")
+    prompt: str | None = option(
+        None, "text to go on from; with --chat the first thing you say", metavar="TEXT"
+    )
+    chat: bool = option(
+        False, "a conversation by the model's chat template, line by line from standard input; /quit ends it"
+    )
+    max_new_tokens: int | None = option(
+        None, "stop after so many (default: 64; 1024 for an answer of --chat)", kind=TOKENS
+    )
+    temperature: float = option(
+        0.0, "0: always the likeliest token", kind=number(1000, of=float), metavar="T"
+    )
+    seed: int = option(0, "for a temperature above 0", kind=SEED, metavar="S")
+    tokenizer: str | None = option(
+        None,
+        "folder, tokenizer.json or hub id (default: beside the artifact, or inside a .gguf file)",
+        metavar="PLACE",
+    )
+    device: str = option("CPU", "device of OpenVINO or MLX")
+    threads: int | None = option(None, "default: the runtime's own choice", kind=THREADS)
+    gpu_layers: int = option(0, "llama.cpp: layers on a GPU, or all", kind=LAYERS)
+    load: str = option("auto", LOAD_HELP, choices=LOADS)
+
+    def check(self) -> None:
+        super().check()
+        if not self.prompt and not self.chat:
+            raise TargetError("give --prompt some text to go on from, or --chat for a conversation")
+
+
+@dataclass(frozen=True)
+class GenerateResult:
+    """With `chat`, the last prompt and answer; counts and speeds are of all turns."""
+
+    prompt: str
+    text: str
+    prompt_tokens: int
+    new_tokens: int
+    prompt_tokens_per_second: float
+    tokens_per_second: float
+    ms_per_token: float
+    runtime: dict[str, Any]
+    load_seconds: float
+    peak_memory_bytes: int
+
+
+def generate(settings: GenerateSettings, events: Events) -> GenerateResult:
+    begin = time.perf_counter()
+    session = open_session(
+        settings.artifact,
+        device=settings.device.upper(),
+        threads=settings.threads,
+        gpu_layers=settings.gpu_layers,
+        load=settings.load,
+    )
+    load_seconds = time.perf_counter() - begin
+    try:
+        tokenizer = find_tokenizer(session, settings.artifact, settings.tokenizer)
+        writer = _Writer(settings, session, tokenizer, events)
+        prompt, text = _conversation(writer) if settings.chat else _continued(writer, settings.prompt or "")
+        return GenerateResult(
+            prompt=prompt,
+            text=text,
+            prompt_tokens=writer.read,
+            new_tokens=writer.written,
+            prompt_tokens_per_second=writer.read / max(writer.read_seconds, 1e-9),
+            tokens_per_second=writer.written / max(writer.write_seconds, 1e-9),
+            ms_per_token=1000 * writer.write_seconds / max(1, writer.written),
+            runtime=session.description,
+            load_seconds=load_seconds,
+            peak_memory_bytes=peak_memory(),
+        )
+    finally:
+        session.close()
+
+
+def _continued(writer: _Writer, prompt: str) -> tuple[str, str]:
+    """The prompt and what the model writes behind it."""
+    ids = writer.tokenizer.begin(prompt)
+    if not ids:
+        raise TargetError("the prompt holds no tokens")
+    text = writer.write(ids, shown_before=prompt)
+    if not (prompt + text).endswith("\n"):  # a pipe's reader wants whole lines
+        writer.events.wrote("\n")
+    return prompt, text
+
+
+def _conversation(writer: _Writer) -> tuple[str, str]:
+    """Turn by turn until the input ends; the last thing said, and its answer."""
+    tokenizer, events, settings = writer.tokenizer, writer.events, writer.settings
+    if tokenizer.render is None:
+        raise TargetError(
+            f"{settings.artifact} has no chat template; give it a text with --prompt TEXT instead"
+        )
+    messages: list[dict[str, str]] = []
+    said = settings.prompt or events.ask()
+    while said is not None and said.strip() != "/quit":
+        if said.strip():
+            messages.append({"role": "user", "content": said})
+            answer = writer.write(tokenizer.encode(tokenizer.render(messages)))
+            events.wrote("\n")
+            messages.append({"role": "assistant", "content": answer})
+        said = events.ask()
+    return (messages[-2]["content"], messages[-1]["content"]) if messages else ("", "")
+
+
+class _Writer:
+    """Writes with one session, which keeps what it has read: a prompt that goes on from there is not read again."""
+
+    def __init__(
+        self, settings: GenerateSettings, session: Session, tokenizer: ArtifactTokenizer, events: Events
+    ) -> None:
+        self.settings, self.session, self.tokenizer, self.events = settings, session, tokenizer, events
+        self.read = self.written = 0  # tokens
+        self.read_seconds = self.write_seconds = 0.0
+        self._fed: list[int] = []  # what the session's state has seen
+        self._random = np.random.default_rng(settings.seed)
+        self._most = settings.max_new_tokens or (1024 if settings.chat else 64)
+
+    def write(self, ids: list[int], shown_before: str = "") -> str:
+        """What the model writes behind `ids`, shown as it comes."""
+        known = len(self._fed)
+        if known == 0 or known >= len(ids) or ids[:known] != self._fed:
+            self.session.reset()
+            known = 0
+        if (wrong := next((i for i in ids if i >= self.session.vocabulary), None)) is not None:
+            raise TargetError(
+                f"{self.tokenizer.decode([wrong])!r} is token {wrong}, but {self.settings.artifact} has only "
+                f"{self.session.vocabulary} tokens; give the model's own tokenizer with --tokenizer"
+            )
+        begin = time.perf_counter()
+        logits = self.session.prefill(ids[known:])
+        self.read_seconds += time.perf_counter() - begin
+        self.read += len(ids) - known
+        self._fed = list(ids)
+        self.events.wrote(shown_before)
+        new: list[int] = []
+        shown = ""
+        begin = time.perf_counter()
+        for _ in range(self._most):
+            token = _choose(logits, self.settings.temperature, self._random)
+            if token in self.tokenizer.ends:
+                break
+            new.append(token)
+            whole = self.tokenizer.decode(new)
+            # A character can be spread over several tokens; wait until it is whole.
+            if not whole.endswith("\ufffd"):
+                self.events.wrote(whole[len(shown) :])
+                shown = whole
+            logits = self.session.step(token)
+        self.write_seconds += time.perf_counter() - begin
+        self.written += len(new)
+        self._fed += new
+        return self.tokenizer.decode(new)
+
+
+def _choose(logits: Logits, temperature: float, random: np.random.Generator) -> int:
+    if temperature == 0:
+        return int(logits.argmax())
+    weights = np.exp((logits - logits.max()).astype(np.float64) / temperature)
+    return int(random.choice(len(weights), p=weights / weights.sum()))

@@ -1,0 +1,39 @@
+"""`report`: a run as one HTML file."""
+
+from __future__ import annotations
+
+import webbrowser
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from kl_lens.reporting import write_report
+from kl_lens.run.folder import Run
+from kl_lens.study.events import Events
+from kl_lens.study.settings import OfRun, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportSettings(OfRun):
+    verb: ClassVar[str] = "report"
+    opens_models: ClassVar[bool] = False
+
+    out: Path | None = option(None, "where to write (default: RUN/report.html)", metavar="FILE")
+    open: bool = option(False, "open it in the browser")
+
+
+@dataclass(frozen=True)
+class ReportResult:
+    path: Path
+    opened: bool | None = None  # None: without --open
+
+
+def report(settings: ReportSettings, events: Events) -> ReportResult:
+    with Run.open(settings.run_folder) as run:
+        path = write_report(run, settings.out)
+    if not settings.open:
+        return ReportResult(path)
+    opened = webbrowser.open(path.resolve().as_uri())
+    if not opened:
+        events.warn(f"no browser found; open {path} yourself")
+    return ReportResult(path, opened)

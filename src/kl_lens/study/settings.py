@@ -1,0 +1,437 @@
+"""The settings of a command: a frozen dataclass. Each field also describes its command-line flag.
+
+The command line, a YAML file and Python fill the same dataclasses; `command_of` turns them back into a command line.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import types
+import typing
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from kl_lens.base import units
+from kl_lens.base.errors import KLLensError
+from kl_lens.targets import ALL_LAYERS, LOAD_MODES, TARGETS
+
+VERB_MODEL = (
+    "folder, hub id (org/name or org/name@revision), or reference:mamba, reference:mamba2, reference:hybrid, "
+    "reference:hymba, reference:vision"
+)
+DEFAULT_MODEL, DEFAULT_RUN = "reference:mamba", "runs/reference-mamba"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a value is parsed, checked and written as one word."""
+
+    parse: Callable[[str], Any]
+    spell: Callable[[Any], str] = str
+    metavar: str | None = None
+    type: type = str  # of the value, or of each of several
+    least: int = 0  # of numbers
+    most: int = 0
+
+    def refusal(self, value: Any) -> str | None:
+        """What was expected instead of this value; None if the value is fine."""
+        if self.type in (str, Path):
+            if not isinstance(value, str | Path):
+                return "text"
+            return None if _is_plain(str(value)) else "UTF-8 text without null characters"
+        fits = isinstance(value, int if self.type is int else int | float) and not isinstance(value, bool)
+        if fits and self.least <= value <= self.most:  # not true of nan
+            return None
+        return f"{'a whole number' if self.type is int else 'a number'} from {self.least:,} to {self.most:,}"
+
+
+def _is_plain(text: str) -> bool:
+    """File names and the journal can hold it."""
+    try:
+        return b"\0" not in text.encode()
+    except UnicodeEncodeError:  # command-line bytes that are not UTF-8
+        return False
+
+
+def number(most: int, least: int = 0, of: type = int, metavar: str | None = "N") -> Kind:
+    return Kind(of, str, metavar, of, least, most)
+
+
+def _layers(text: str) -> int:
+    if text != "all" and not text.isdigit():
+        raise KLLensError(f"{text}: give a number of layers, or all")
+    return ALL_LAYERS if text == "all" else int(text)
+
+
+def _spell_layers(count: int) -> str:
+    return "all" if count >= ALL_LAYERS else str(count)
+
+
+AUTO = "auto"
+LOADS = (AUTO, *LOAD_MODES)
+LOAD_HELP = "llama.cpp: how weights are loaded (plain: not repacked for kernels)"
+# Where weights are; repeats `checkpoints.residency`, which would load torch.
+_, MEMORY, DISK = PLACES = (AUTO, "memory", "disk")
+MOST_THREADS = 512  # with more, llama.cpp ends the process
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+# Larger than any real use, small enough that a typo does not ask for terabytes.
+COUNT = number(1_000_000, 1)
+TOKENS = number(1 << 20, 1)
+SEED = number(2**62)
+THREADS = number(MOST_THREADS, 1)
+LAYERS = Kind(_layers, _spell_layers, "N", int, 0, ALL_LAYERS)
+SIZE = Kind(units.parse_bytes, units.spell_bytes, "SIZE", int, 0, 10**18)
+SHARE = Kind(units.parse_share, units.spell_share, "SHARE", float, 0, 1)
+NAMES = Kind(units.parse_names, ",".join, "LIST")
+_PLAIN = {
+    str: Kind(str),
+    int: number(2**62),
+    float: number(10**9, of=float, metavar=None),
+    Path: Kind(Path, type=Path),
+}
+
+
+@dataclass(frozen=True)
+class Option:
+    """A settings field as a command-line option."""
+
+    name: str  # of the field
+    flag: str  # --window-length; empty for positional arguments
+    kind: Kind
+    default: Any
+    help: str = ""
+    metavar: str | tuple[str, ...] | None = None
+    group: str = ""
+    choices: Collection[str] = ()
+    required: bool = False
+    is_switch: bool = False
+    nargs: str | int | None = None  # as in argparse
+    bare: Any = None  # the value if the flag is given without one
+    repeated: bool = False
+    several: bool = False  # its value is a tuple
+    excludes: str = ""  # options with the same word here exclude each other
+    within: str = ""  # the mapping field that holds it
+
+    @property
+    def title(self) -> str:
+        """Its name in YAML files and messages, without leading dashes."""
+        return self.flag.removeprefix("--") or self.name
+
+    @property
+    def meaning(self) -> str:
+        """The help text, with the default if there is one."""
+        if self.required or self.is_switch or self.default in (None, (), ""):
+            return self.help
+        default = f"default: {self.spelled(self.default)}"
+        return f"{self.help} ({default})" if self.help else default
+
+    @property
+    def has_many(self) -> bool:
+        return self.nargs in ("*", "+") or isinstance(self.nargs, int)
+
+    def read(self, text: str) -> Any:
+        """Parses one word; raises KLLensError if it is not valid."""
+        if (
+            not text.strip() and text != self.bare and self.kind.parse in (str, Path)
+        ):  # Path("") is the current folder
+            raise KLLensError(f"{self.flag or self.name} is empty; give it a value, or leave it out")
+        try:
+            value = self.kind.parse(text)
+        except KLLensError as error:
+            raise KLLensError(f"{self.flag or self.name} {error}") from None
+        except ValueError:
+            expected = self.kind.refusal(None) or "something else"
+            raise KLLensError(f"{self.flag or self.name} {_short(text)}: expected {expected}") from None
+        self._check_each(value)
+        return value
+
+    def check(self, value: Any) -> None:
+        """Raises KLLensError if the value is not valid."""
+        if value is None and self.default is None and not self.required:
+            return
+        if isinstance(value, tuple) != self.several:
+            expected = "a tuple of values" if self.several else "one value"
+            raise KLLensError(f"{self.flag or self.name} {_short(value)}: expected {expected}")
+        if isinstance(self.nargs, int) and not all(
+            isinstance(one, tuple) and len(one) == self.nargs for one in value
+        ):
+            raise KLLensError(
+                f"{self.flag or self.name} {_short(value)}: expected {self.nargs} values each time"
+            )
+        self._check_each(value)
+
+    def _check_each(self, value: Any) -> None:
+        each = value if isinstance(value, tuple) else (value,)
+        for one in itertools.chain(*each) if each and isinstance(each[0], tuple) and self.repeated else each:
+            if self.is_switch:
+                expected = None if isinstance(one, bool) else "true or false"
+            elif self.choices:
+                fits = isinstance(one, str) and one in self.choices
+                expected = None if fits else f"one of {', '.join(self.choices)}"
+            else:
+                expected = self.kind.refusal(one)
+            if expected is not None:
+                raise KLLensError(f"{self.flag or self.name} {_short(one)}: expected {expected}")
+
+    def spelled(self, value: Any) -> str:
+        """The value as one string, for help and YAML."""
+        return ",".join(map(str, value)) if self.repeated or self.has_many else self.kind.spell(value)
+
+    def from_python(self, value: Any) -> Any:
+        """Accepts a Python value or its command-line spelling. `check` validates it later."""
+        if self.is_switch:
+            return (True if self.bare is None else self.bare) if value else self.default
+        if isinstance(value, str | Path):
+            word = self.read(str(value))
+            return (word,) if self.has_many or self.repeated else word
+        if not isinstance(value, list | tuple):
+            return (value,) if self.several else value
+        return tuple(
+            self.from_python(one)[0] if self.has_many and isinstance(one, str | Path) else one
+            for one in value
+        )
+
+    def words(self, value: Any) -> list[str]:
+        """The command-line words that give this value."""
+        front = [self.flag] if self.flag else []
+        if self.is_switch or (self.bare is not None and value == self.bare):
+            return front
+        if self.repeated:
+            each = value if self.has_many else [(one,) for one in value]
+            return [word for one in each for word in (*front, *map(str, one))]
+        return [*front, *map(str, value)] if self.has_many else [*front, self.kind.spell(value)]
+
+
+def option(default: Any = MISSING, help: str = "", *, positional: bool = False, **metadata: Any) -> Any:
+    """A settings field; `metadata` are fields of `Option`. Without a default it is required."""
+    if positional:
+        metadata["flag"] = ""
+    return field(default=default, metadata={"help": help, **metadata})
+
+
+def grouped(title: str) -> Callable[..., Any]:
+    """`option` for a group of flags under a heading."""
+    return partial(option, group=title)
+
+
+def options_of(settings: type[Settings]) -> tuple[Option, ...]:
+    """The options of a verb, in the order of its fields."""
+    return _options_of(settings)  # type: ignore[arg-type]  # mypy does not know that classes are hashable
+
+
+@cache
+def _options_of(settings: type[Settings]) -> tuple[Option, ...]:
+    hints = typing.get_type_hints(settings)
+    options: list[Option] = []
+    for f in fields(settings):
+        metadata = dict(f.metadata)
+        if "spread" in metadata:
+            options += metadata["spread"](f.name)
+            continue
+        kind = metadata.pop("kind", None) or _PLAIN.get(_bare_type(hints[f.name]), _PLAIN[str])
+        flag = metadata.pop("flag", f"--{f.name.replace('_', '-')}")
+        required = f.default is MISSING
+        default = None if required else f.default
+        switch = hints[f.name] is bool
+        several = any(
+            typing.get_origin(part) is tuple for part in (hints[f.name], *typing.get_args(hints[f.name]))
+        )
+        metadata = {"metavar": kind.metavar, "several": several} | metadata
+        options.append(Option(f.name, flag, kind, default, required=required, is_switch=switch, **metadata))
+    return tuple(options)
+
+
+def values_of(settings: Settings) -> Iterator[tuple[Option, Any]]:
+    """Every option with its value."""
+    for each in options_of(type(settings)):
+        held = getattr(settings, each.within or each.name)
+        yield each, held.get(each.name) if each.within else held
+
+
+def from_python(settings: type[T], values: Mapping[str, Any]) -> T:
+    """Settings from Python keywords: values, or strings as on the command line ("4.5MB", "int4,int8")."""
+    known = {each.name: each for each in options_of(settings)}
+    if unknown := [name for name in values if name not in known]:
+        raise KLLensError(f"{settings.verb} has no setting {unknown[0]!r}; it has {', '.join(sorted(known))}")
+    given = {name: known[name].from_python(value) for name, value in values.items() if value is not None}
+    if missing := [each.name for each in known.values() if each.required and each.name not in given]:
+        raise KLLensError(f"{settings.verb} needs {missing[0]}: {known[missing[0]].help}")
+    return with_values(settings, given)
+
+
+def with_values(settings: type[T], values: Mapping[str, Any]) -> T:
+    """Settings from values by option name."""
+    given: dict[str, Any] = {}
+    for each in options_of(settings):
+        if each.name in values:
+            (given.setdefault(each.within, {}) if each.within else given)[each.name] = values[each.name]
+    return settings(**given)
+
+
+def _bare_type(hint: Any) -> Any:
+    """`int | None` → int, `tuple[Path, ...]` → Path."""
+    if isinstance(hint, types.UnionType):
+        hint = next(part for part in typing.get_args(hint) if part is not types.NoneType)
+    return typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else hint
+
+
+def _short(value: Any, most: int = 60) -> str:
+    """A value, shortened for error messages."""
+    try:
+        text = str(value) if isinstance(value, str | Path | float) else repr(value)
+    except ValueError:  # Python refuses to print numbers with thousands of digits
+        text = "(a very large number)"
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+T = TypeVar("T", bound="Settings")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    verb: ClassVar[str]
+    opens_models: ClassVar[bool] = True  # the command's function takes a workbench
+
+    def check(self) -> None:
+        """Raises KLLensError if these settings cannot work. `perform` calls it before anything is opened.
+
+        This checks each value, and options that exclude each other; subclasses add their own rules.
+        """
+        given: dict[str, str] = {}
+        for each, value in values_of(self):
+            each.check(value)
+            if not each.excludes or value == each.default:
+                continue
+            if (other := given.setdefault(each.excludes, each.flag)) != each.flag:
+                raise KLLensError(f"{other} and {each.flag}: give only one of them")
+
+
+def command_of(settings: Settings) -> list[str]:
+    """The arguments of `kl-lens` that give these settings; defaults are left out."""
+    alone: list[str] = []
+    flagged: list[str] = []
+    for each, value in values_of(settings):
+        if value is None or (value == each.default and not each.required):
+            continue
+        (flagged if each.flag else alone).extend(each.words(value))
+    return [settings.verb, *alone, *flagged]
+
+
+def as_yaml(settings: Settings) -> str:
+    """The settings under the names of their flags, those left empty not named."""
+    import yaml  # only `run` needs it
+
+    values = {}
+    for each, value in values_of(settings):
+        if value is not None and (value != () or value != each.default):
+            plain = isinstance(value, bool | int | float) and str(value) == each.kind.spell(value)
+            values[each.title] = value if plain else each.spelled(value)
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+loading = grouped("loading the model")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loading(Settings):
+    """Which model, and how it is opened."""
+
+    model: str | None = option(None, "the run's model, if it has moved", metavar="MODEL")
+    revision: str | None = loading(None, "branch, tag or commit on the hub")
+    tokenizer: str | None = loading(
+        None, "use another tokenizer: a folder, tokenizer.json or hub id", metavar="PLACE"
+    )
+    dtype: str = loading("float32", "data type for computing", choices=DTYPES)
+    device: str = loading(AUTO, "where to compute: cpu, cuda, cuda:1, …; auto: the GPU if there is one")
+    trust_remote_code: bool = loading(False, "run the Python code that comes with the checkpoint")
+    task: str | None = loading(
+        None, "what the model processes (default: from its config.json)", choices=("text", "image")
+    )
+    images: str | None = loading(
+        None,
+        "images for a classifier: a folder of CLASS/*.png, with or without train/, val/ and test/",
+        metavar="FOLDER",
+    )
+
+    def check(self) -> None:
+        super().check()
+        # Only the spelling; whether the device exists is checked when the model is opened.
+        if not re.fullmatch(r"auto|cpu|mps|xpu(:\d{1,3})?|cuda(:\d{1,3})?", str(self.device)):
+            flag = next(each.flag for each in options_of(type(self)) if each.name == "device")
+            raise KLLensError(
+                f"{flag} {_short(self.device)}: expected cpu, cuda, cuda:1, …, or auto (a GPU if there is one)"
+            )
+
+    @property
+    def how(self) -> dict[str, Any]:
+        """The loading settings, to pass on to another command."""
+        return {name: getattr(self, name) for name in LOADING_NAMES}
+
+
+LOADING_NAMES = ("revision", "tokenizer", "dtype", "device", "trust_remote_code", "task", "images")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FromDisk(Loading):
+    """For commands that can work on a model larger than memory."""
+
+    weights: str = loading(
+        "auto",
+        "where weights are kept; disk: read one block at a time, with the same results; auto: disk if the model does "
+        "not fit into free memory, or into --memory-budget",
+        choices=PLACES,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithLlamaCpp(Settings):
+    """For commands that may run llama.cpp."""
+
+    llama_cpp: Path | None = option(
+        None,
+        "the llama.cpp to use: a libllama file, or a folder with one (default: $LLAMA_CPP_LIB, or what is installed)",
+        metavar="PATH",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfRun(Settings):
+    """For commands on an existing run."""
+
+    run: str | None = option(None, f"the run folder (default: {DEFAULT_RUN})", metavar="DIR")
+
+    @property
+    def run_folder(self) -> Path:
+        return Path(self.run or DEFAULT_RUN)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfModel(Loading):
+    """For commands on a model (default: the embedded one)."""
+
+    model: str = option(DEFAULT_MODEL, VERB_MODEL, positional=True, metavar="MODEL", nargs="?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOut(Settings):
+    """Text that plans are measured on; it must not overlap the calibration text."""
+
+    held_out: str = option("wikitext2:valid", "text that plans are measured on", metavar="TEXT")
+    held_out_windows: int = option(32, "number of windows", kind=COUNT)
+
+
+def new_run_folder(run: str | None, model_name: str) -> Path:
+    """--run DIR, or runs/<model>."""
+    return Path(run) if run else Path("runs") / units.tag_of(model_name)
+
+
+def chosen_targets(names: tuple[str, ...] | None, *others: str) -> tuple[str, ...]:
+    """The targets of --targets, or all of them and `others`."""
+    known = (*others, *TARGETS)
+    if unknown := [name for name in names or () if name not in known]:
+        raise KLLensError(f"--targets: no target is called {unknown[0]!r}; there are {', '.join(known)}")
+    return known if names is None else names

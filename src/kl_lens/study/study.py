@@ -1,0 +1,236 @@
+"""`Study`: one model, one run folder, one method per command. The command line uses it too."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kl_lens.base.errors import KLLensError
+from kl_lens.study.events import Events
+from kl_lens.study.settings import (
+    DEFAULT_MODEL,
+    LOADING_NAMES,
+    Settings,
+    from_python,
+    new_run_folder,
+    options_of,
+)
+from kl_lens.study.verbs import perform, settings_of
+
+if TYPE_CHECKING:  # `generate` runs on small devices and loads no torch
+    from kl_lens.evaluation.autopsy import Autopsy
+    from kl_lens.measuring.correlation import Ranking
+    from kl_lens.measuring.statistics import StoredStatistics
+    from kl_lens.model import LoadedModel
+    from kl_lens.planning import Frontier
+    from kl_lens.run.records import Plan, Profile, Score, SensitivityTable
+    from kl_lens.study.generate import GenerateResult
+    from kl_lens.study.inspect import InspectResult
+    from kl_lens.study.run import RunResult
+    from kl_lens.study.workbench import Workbench
+
+
+class Study:
+    """One model, one run folder, one target.
+
+    Each method does the same as the command of that name. It takes the command's flags as keywords, with underscores
+    (see `kl-lens measure --help-all`), stores its results in the run folder, and prints nothing. The folder and the
+    target are filled in from the study.
+
+    Args:
+        model: a folder, a hub id, `reference:mamba`, or a model from `kl_lens.load`.
+        target: the runtime to measure, plan and export for, such as `gguf` or `openvino`.
+        folder: the run folder (default: runs/<model>). Work that is already done there is not repeated.
+        events: receives notes, warnings and progress.
+        loading: how the model is opened: `device`, `dtype`, `revision`, `tokenizer`, `trust_remote_code`, …
+
+    Example:
+        >>> study = Study("reference:mamba", target="gguf", folder="runs/mamba")
+        >>> study.calibrate(); study.measure()
+        >>> plan = study.plan(max_bytes="4.5MB")
+        >>> file = study.export(plan)
+        >>> study.evaluate(file); study.report()
+        >>> study.table.to_pandas()
+    """
+
+    def __init__(
+        self,
+        model: str | Path | LoadedModel = DEFAULT_MODEL,
+        target: str | None = None,
+        folder: str | Path | None = None,
+        *,
+        events: Events | None = None,
+        **loading: Any,
+    ) -> None:
+        self._model, self._folder = model, folder
+        self.events = events or Events()
+        if target is not None:
+            from kl_lens.targets import describe_target
+
+            describe_target(target)
+        self.target = target
+        self._loading = loading
+        if unknown := sorted(set(loading) - set(LOADING_NAMES)):
+            raise KLLensError(
+                f"Study has no setting {unknown[0]!r}; it has model, target, folder, events, {', '.join(LOADING_NAMES)}"
+            )
+
+    @cached_property
+    def bench(self) -> Workbench:
+        """What the commands share: the opened model, windows of text, the original's outputs."""
+        from kl_lens.study.workbench import Workbench
+
+        bench = Workbench(self.events)
+        if not isinstance(self._model, str | Path):
+            bench.given = self._model
+        return bench
+
+    @property
+    def model(self) -> LoadedModel:
+        """The opened model."""
+        return self.bench.model(self.settings("inspect"))  # type: ignore[arg-type]
+
+    @cached_property
+    def folder(self) -> Path:
+        """The run folder."""
+        return Path(self._folder) if self._folder is not None else new_run_folder(None, self.model.name)
+
+    @property
+    def table(self) -> SensitivityTable:
+        """The measurements for the target, one row for each component and recipe."""
+        from kl_lens.run.folder import Run
+
+        with Run.open(self.folder) as run:
+            return run.table(target=self.target)
+
+    # -- every verb goes through these two --------------------------------------------------------------------
+
+    def settings(self, verb: str, **given: Any) -> Settings:
+        """The settings of a command: the given values, and model, target and folder from the study."""
+        kind = settings_of(verb)
+        name = self._model if isinstance(self._model, str | Path) else self._model.source or self._model.name
+        known = {"model": str(name), "target": self.target, **self._loading}
+        if verb == "run" and self.target is not None:
+            known["targets"] = (self.target,)
+        names = {option.name for option in options_of(kind)}
+        if "run" in names:
+            known["run"] = str(self.folder) if self._folder is None and verb != "run" else self._folder
+        own = {name: value for name, value in known.items() if name in names}
+        return from_python(kind, own | given)
+
+    def do(self, settings: Settings) -> Any:
+        """Runs a command and returns its whole result; the methods below return the main part of it."""
+        return perform(settings, self.bench if settings.opens_models else None, self.events)
+
+    # -- the verbs --------------------------------------------------------------------------------------------
+
+    def run(self, **flags: Any) -> RunResult:
+        """All stages in order, for the study's target or, without one, for all targets."""
+        return self.do(self.settings("run", **flags))
+
+    def inspect(self, **flags: Any) -> InspectResult:
+        """The model's blocks and components."""
+        return self.do(self.settings("inspect", **flags))
+
+    def calibrate(self, **flags: Any) -> StoredStatistics:
+        """Gathers statistics of every component's inputs on a text. Recipes such as `q4_k+gptq` need them."""
+        return self.do(self.settings("calibrate", **flags)).statistics
+
+    def measure(self, **flags: Any) -> SensitivityTable:
+        """How much each component suffers from each format of the target. An interrupted sweep is resumed."""
+        _complete(self.do(self.settings("measure", **flags)))
+        return self.table
+
+    def rank(self, **flags: Any) -> Ranking:
+        """Which metric predicts the damage on held-out text."""
+        return self.do(self.settings("rank", **flags))
+
+    def plan(self, **flags: Any) -> Plan:
+        """The best plan within `max_bytes="4.5MB"`, `max_loss=0.01`, `max_drop="3%"`, …; the last of several."""
+        if flags.get("frontier"):
+            raise KLLensError("plan(frontier=True): call Study.frontier() instead")
+        return self.do(self.settings("plan", **flags)).plans[-1]
+
+    def frontier(self, **flags: Any) -> Frontier:
+        """The Pareto frontier of bytes and KL."""
+        return self.do(self.settings("plan", frontier=True, **flags)).frontier
+
+    def export(self, plan: Plan | str | None = None, **flags: Any) -> Path:
+        """Writes a plan, or with `format="q8_0"` the whole model, as files of the target. Returns their folder.
+
+        A plan that was changed in Python is written to the run folder first.
+        """
+        if plan is not None:
+            flags["plan"] = plan if isinstance(plan, str) else self._kept(plan)
+        return self.do(self.settings("export", **flags)).artifacts[-1][0]
+
+    def evaluate(self, *files: Path | str, **flags: Any) -> list[Score]:
+        """Perplexity and KL from the original for these files, or for all files of the run; `tasks=` adds tasks."""
+        result = _complete(self.do(self.settings("evaluate", artifact=files, **flags)))
+        return result.outcome.scores
+
+    def benchmark(self, *files: Path | str, **flags: Any) -> list[Profile]:
+        """Speed and memory of these files, or of all files of the run."""
+        return _complete(self.do(self.settings("benchmark", artifacts=files, **flags))).report.profiles
+
+    def autopsy(self, file: Path | str, **flags: Any) -> Autopsy:
+        """What is wrong with a file of this model, whoever made it."""
+        kept = self._folder is not None and self.folder.is_dir()  # a run is optional here
+        return self.do(
+            self.settings("autopsy", file=file, run=self._folder if kept else None, **flags)
+        ).autopsy
+
+    def generate(self, file: Path | str, prompt: str, **flags: Any) -> GenerateResult:
+        """Text from an exported model."""
+        return self.do(self.settings("generate", artifact=file, prompt=prompt, **flags))
+
+    def report(self, **flags: Any) -> Path:
+        """Writes the run as one HTML file and returns its path."""
+        return self.do(self.settings("report", **flags)).path
+
+    def publish(self, to: str, **flags: Any) -> Path:
+        """Writes the target's file with its model card to a folder, and uploads it unless `dry_run`."""
+        return self.do(self.settings("publish", to=to, **flags)).folder
+
+    def _kept(self, plan: Plan) -> str:
+        """Writes the plan to the run folder if it differs from the stored one; returns its name."""
+        from kl_lens import planning
+        from kl_lens.run.folder import Run
+
+        path = planning.plan_path(self.folder / "plans", plan.name)
+        with Run.open(self.folder) as run:
+            components = run.table().components
+        if not path.exists() or planning.read_plan(path, components) != plan:
+            planning.write_plan(plan, path, components)
+        return plan.name
+
+
+# -- files without a run folder --------------------------------------------------------------------------
+
+
+def evaluate(*files: Path | str, **flags: Any) -> list[Score]:
+    """Scores of exported folders or `.gguf` files; with `model=…` also their KL from the original."""
+    return _alone("evaluate", artifact=files, **flags).outcome.scores
+
+
+def benchmark(*files: Path | str, **flags: Any) -> list[Profile]:
+    """Speed and memory of exported folders or `.gguf` files."""
+    return _alone("benchmark", artifacts=files, **flags).report.profiles
+
+
+def generate(file: Path | str, prompt: str, **flags: Any) -> GenerateResult:
+    """Text from an exported folder or a `.gguf` file; with `chat=True` an answer by its chat template."""
+    return _alone("generate", artifact=file, prompt=prompt, **flags)
+
+
+def _alone(verb: str, **given: Any) -> Any:
+    return _complete(Study().do(from_python(settings_of(verb), given)))
+
+
+def _complete(result: Any) -> Any:
+    """Raises if part of the work failed (the command line would return exit code 1)."""
+    if failures := getattr(result, "failures", None):
+        subject, reason = next(iter(failures.items()))
+        raise KLLensError(reason if reason.startswith(subject) else f"{subject}: {reason}")
+    return result

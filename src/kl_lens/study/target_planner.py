@@ -1,0 +1,174 @@
+"""Sizes and losses of plans: what `plan` and the staged search ask of a target and a model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from kl_lens import planning
+from kl_lens.base.errors import PlanError
+from kl_lens.base.units import human_bytes
+from kl_lens.measuring.joint import JointResult, PlanMeter
+from kl_lens.model import LoadedModel
+from kl_lens.planning.verify import spell_estimate
+from kl_lens.run.folder import Run
+from kl_lens.run.records import Estimate, Measured, Plan, SensitivityTable
+from kl_lens.study.events import Events
+from kl_lens.study.plan_settings import PlanSettings
+from kl_lens.study.workbench import Workbench
+from kl_lens.targets import computed_as, get_target
+from kl_lens.weights.recipes import parsed
+
+ROUNDS = 4  # of correcting a plan for the size of its file
+
+
+class TargetPlanner:
+    """Sizes and measures plans for one target (None: weights alone, no file).
+
+    The model is opened only when something has to be measured or sized.
+    """
+
+    def __init__(self, settings: PlanSettings, run: Run, bench: Workbench) -> None:
+        self._settings, self._run, self._bench = settings, run, bench
+        self.target = get_target(settings.target) if settings.target else None
+
+    @property
+    def model(self) -> LoadedModel:
+        return self._bench.model_of(self._run, self._settings)
+
+    @property
+    def halves(self) -> tuple[PlanMeter, PlanMeter]:
+        """Meters on both halves of the held-out text: the first decides, the second confirms. A limit on the loss is
+        kept on both."""
+        held_out = self._bench.held_out(self._settings, self._run, self.model.task)
+        middle = (len(held_out) + 1) // 2
+        if middle == len(held_out):
+            raise PlanError("--held-out-windows must be at least 2: one half decides, the other confirms")
+        kind = None if self.target is None else computed_as(self.target)
+        first, second = held_out.first(middle), held_out.after(middle)
+        return self._bench.meter(self.model, first, kind), self._bench.meter(self.model, second, kind)
+
+    def lost(self, assignment: Mapping[str, str], limits: Mapping[str, float]) -> float:
+        """What a plan loses in nats per token, of what is limited, with one standard error: on little text plans would
+        otherwise be too small. Of both halves the larger; the second is measured if the first is within the limit."""
+        first, second = (half.measure for half in self.halves)
+        loss = _limited(first(assignment), limits)
+        decided = loss.value + loss.standard_error
+        if not decided <= nats_allowed(limits):
+            return decided
+        loss = _limited(second(assignment), limits)
+        return max(decided, loss.value + (0.0 if math.isnan(loss.standard_error) else loss.standard_error))
+
+    def keeps(self, assignment: Mapping[str, str], limits: Mapping[str, float]) -> bool:
+        """Whether a plan loses no more than the limits allow, on both halves."""
+        allowed = nats_allowed(limits)
+        return math.isinf(allowed) or self.lost(assignment, limits) <= allowed
+
+    def interaction(self, table: SensitivityTable, plans: Sequence[Plan]) -> float:
+        """How much more whole plans lose than the sum of their parts, over all plans measured on the first half."""
+        meter, predictor = self.halves[0], planning.Predictor(table)
+        for plan in plans:
+            meter.measure(plan.assignment)
+        sums = [(predictor.total(assignment), result.kl.value) for assignment, result in meter.known]
+        return planning.interaction((total.value, kl) for total, kl in sums if total is not None)
+
+    def other_text(self, rivals: Sequence[Plan]) -> float:
+        """How much more plans lose on the second half than on the first, from the rival that loses most: its ratio has
+        the smallest error."""
+        first, second = self.halves
+        losses = [(second.measure(rival.assignment).kl.value, rival.assignment) for rival in rivals]
+        worst = max(losses, key=lambda loss: loss[0], default=None)
+        return planning.interaction([(first.measure(worst[1]).kl.value, worst[0])] if worst else [])
+
+    def sized(self, plan: Plan, *, exact: bool = True) -> Plan:
+        """The plan with the size of its file; `exact=False`: a quick upper bound."""
+        if self.target is None:
+            return plan
+        size = (self.target.exact_file_bytes if exact else self.target.file_bytes)(self.model, plan)
+        return replace(plan, target=self.target.name, fixed_bytes=size - (plan.bytes or 0))
+
+    def fitted(self, make: Callable[[int], Plan], max_bytes: int | None, others: Sequence[Plan] = ()) -> Plan:
+        """The plan with the least predicted loss whose file fits: from `make(bytes besides the weights)`, called until
+        the size is right, or one of `others`."""
+        if self.target is None or max_bytes is None:
+            return self.sized(make(0))
+        fixed = self.fixed_bytes
+        best: Plan | None = None
+        for _ in range(ROUNDS):
+            made = make(fixed)
+            plan = self.sized(made)
+            size = plan.file_bytes
+            assert size is not None
+            if size <= max_bytes and (best is None or _loses_less(plan, best)):
+                best = plan
+            # Correct the bytes besides the weights. A byte too many can cost a plan that just fits.
+            wrong = plan.fixed_bytes - made.fixed_bytes
+            if wrong == 0 or (wrong > 0 and best is not None):
+                break
+            fixed += wrong if best is not None else max(wrong, size - max_bytes)
+        for other in others:
+            # Check the weights first: most files need not be written.
+            if (other.bytes or 0) + self.fixed_bytes > max_bytes or (best and not _loses_less(other, best)):
+                continue
+            plan = self.sized(replace(other, name=made.name, limits=made.limits))
+            if (plan.file_bytes or 0) <= max_bytes:
+                best = plan
+        if best is not None:
+            return best
+        raise PlanError(
+            f"no plan gives a {self.target.title} file of at most {human_bytes(max_bytes)}; raise the budget"
+        )
+
+    @cached_property
+    def fixed_bytes(self) -> int:
+        """The bytes of the target's file besides the weights, for the FP16 plan."""
+        if self.target is None:
+            return 0
+        weights = sum(2 * c.parameters for c in self.model.anatomy.components)
+        return self.sized(Plan("fp16", {}, "fp16", bytes=weights), exact=False).fixed_bytes
+
+
+def nats_allowed(limits: Mapping[str, float]) -> float:
+    """The loss per token that a user's limits allow: of KL (`loss`), or of cross-entropy (`drop`)."""
+    return math.log1p(limits["drop"]) if "drop" in limits else limits.get("loss", math.inf)
+
+
+def _limited(result: JointResult, limits: Mapping[str, float]) -> Estimate:
+    return result.delta_cross_entropy if "drop" in limits else result.kl
+
+
+def _loses_less(plan: Plan, other: Plan) -> bool:
+    return (plan.predicted_kl or 0.0) < (other.predicted_kl or 0.0)
+
+
+def verified(
+    plan: Plan, table: SensitivityTable, meter: PlanMeter, events: Events | None = None, factor: float = 1.0
+) -> Plan:
+    """The plan with its measured loss on the meter's text. Prediction: the sum of its parts, times `factor`."""
+    learnt = meter.model.weights.learnt_by(parsed(plan.assignment).values(), plan.statistics)
+    result = meter.measure(plan.assignment)
+    measured = Measured(
+        result.kl, result.perplexity, result.original_perplexity, meter.text.label, len(result.windows)
+    )
+    events, plan = events or Events(), replace(plan, measured=measured, statistics=learnt)
+    if (loss := plan.missed) is not None:
+        what, most = ("perplexity rises by", "drop") if "drop" in plan.limits else ("the KL is", "loss")
+        events.fail(
+            f"{plan.name} misses its target: {what} {spell_estimate(loss)} on {measured.place}, and at most "
+            f"{plan.limits[most]:g} was asked for"
+        )
+    parts = planning.Predictor(table).total(plan.assignment)
+    if parts is None:
+        return plan
+    predicted = Estimate(factor * parts.value, factor * parts.standard_error)
+    verification = planning.verify(predicted, result.kl)
+    if verification.explained is False:
+        events.warn(f"{plan.name}: {verification.message}")
+    return replace(
+        plan,
+        notes=plan.notes | {"verification": verification.message},
+        predicted_kl=predicted.value,
+        interaction=factor,
+    )

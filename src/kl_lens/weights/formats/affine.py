@@ -1,0 +1,87 @@
+"""MLX's affine integers: a scale and a bias, both float16, for every group. `mx.quantize` of a float16 matrix, bit for
+bit, in float32 except for what is stored:
+
+    s = max((max − min)/(2^bits − 1), 1e-7), negative where |min| ≤ |max|
+    edge = min where |min| > |max|, else max;  k = round half to even(edge / s)
+    s = edge / k, b = edge where k is not 0; else b = 0     (so that zero is a level)
+    q = clip(round half to even((w − b) / s), 0, 2^bits − 1)
+    w′ = q · fp16(s) + fp16(b)
+
+MLX computes w′ in the type of the activations. In float32 it is exactly this: the product is exact, the sum is rounded
+once. In float16 its CPU kernels round product and sum, and on Metal that depends on the kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from kl_lens.weights.formats.base import Quantized
+from kl_lens.weights.formats.integer import GroupedFormat
+from kl_lens.weights.formats.registry import FP16, register
+
+if TYPE_CHECKING:
+    import torch
+
+SMALLEST_SCALE = 1e-7
+BITS, GROUPS = (2, 3, 4, 5, 6, 8), (128, 64, 32)
+_PACKED_AT_ONCE = 1 << 22
+
+
+@dataclass(frozen=True)
+class AffineFormat(GroupedFormat):
+    """`Quantized.data` is uint8, `.zero_points` the biases: the values of code 0, float16, shaped as the scales."""
+
+    def _bytes(self, shape: tuple[int, ...]) -> int:
+        return super()._bytes(shape) + self._groups(shape) * self.scale_dtype.itemsize
+
+    def _pack(self, quantized: Quantized) -> npt.NDArray[np.uint8]:
+        """One stream of bits, the first code in the lowest; a row always ends with a 32-bit word."""
+        codes = quantized.data.cpu().contiguous().numpy().reshape(-1, 8)
+        packed = np.empty((len(codes), self.bits), np.uint8)
+        shifts = np.arange(8, dtype="<u8") * self.bits
+        for first in range(0, len(codes), _PACKED_AT_ONCE):
+            part = slice(first, first + _PACKED_AT_ONCE)
+            words = np.bitwise_or.reduce(codes[part].astype("<u8") << shifts, axis=-1)
+            packed[part] = words.view(np.uint8).reshape(-1, 8)[:, : self.bits]
+        return packed.reshape(-1)
+
+    def _quantize(self, weight: torch.Tensor) -> Quantized:
+        import torch
+
+        top = 2**self.bits - 1
+        half = weight.half().float()  # mlx-lm converts the model to float16 first
+        groups = half.unflatten(-1, (-1, self._columns_per_group(weight.shape)))  # (…, rows, groups, group)
+        low, high = torch.aminmax(groups, dim=-1, keepdim=True)
+        # A tensor as divisor: GPUs turn division by a number into a product with its rounded inverse.
+        scales = ((high - low) / torch.full_like(high, top)).clamp_min(SMALLEST_SCALE)
+        downwards = low.abs() > high.abs()
+        scales, edges = torch.where(downwards, scales, -scales), torch.where(downwards, low, high)
+        steps = (edges / scales).round()
+        away = steps != 0
+        scales = torch.where(away, edges / torch.where(away, steps, 1), scales)
+        biases = torch.where(away, edges, 0)
+        codes = ((groups - biases) / scales).round_().clamp_(0, top)
+        return Quantized(
+            self.name,
+            tuple(weight.shape),
+            codes.to(torch.uint8).flatten(-2),
+            scales.squeeze(-1).to(self.scale_dtype),
+            biases.squeeze(-1).to(self.scale_dtype),
+        )
+
+    def _dequantize(self, quantized: Quantized) -> torch.Tensor:
+        assert quantized.scales is not None
+        assert quantized.zero_points is not None
+        groups = quantized.data.float().unflatten(-1, (-1, self._columns_per_group(quantized.shape)))
+        groups = groups.mul_(quantized.scales.float().unsqueeze(-1))
+        return groups.add_(quantized.zero_points.float().unsqueeze(-1)).flatten(-2)
+
+
+for _bits in BITS:
+    for _group in GROUPS:
+        _smaller = [f"affine{_bits}-g{group}" for group in GROUPS if group < _group]
+        register(AffineFormat(f"affine{_bits}-g{_group}", _bits, _group, False, fallback=(*_smaller, FP16)))

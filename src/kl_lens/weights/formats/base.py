@@ -1,0 +1,147 @@
+"""The interface of weight formats, and the checks they share.
+
+A weight is a tensor of shape (rows, columns) or (experts, rows, columns). A row is one output channel; groups and
+blocks run along the columns, as in the runtimes' matrix products.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from kl_lens.base.digests import tensor_digest
+from kl_lens.base.errors import FormatError
+from kl_lens.base.host import on_host
+
+if TYPE_CHECKING:  # names and sizes of formats need no torch
+    import torch
+
+# FP16 cannot hold more. For larger weights NNCF silently writes an infinite scale and llama.cpp an infinite block. No
+# trained model comes near, so every format refuses them.
+LARGEST_MAGNITUDE = 65504.0
+
+
+@dataclass(frozen=True, eq=False)
+class Quantized:
+    """A weight as an artifact stores it."""
+
+    format: str
+    shape: tuple[int, ...]
+    # int8 (uint8 where unsigned), one per weight; uint8 GGUF blocks (…, rows, bytes per row); float16 values
+    data: torch.Tensor
+    scales: torch.Tensor | None = None  # (…, rows, groups); GGUF keeps them inside the blocks
+    zero_points: torch.Tensor | None = (
+        None  # shaped as the scales: codes of 0 (uint8), or values of code 0 (float16)
+    )
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal digests mean equal weights, bit for bit."""
+        parts = (part for part in (self.data, self.scales, self.zero_points) if part is not None)
+        return tensor_digest(*parts, about=f"{self.format} {self.shape}")
+
+    def known_as(self, digest: str) -> Quantized:
+        """The same, with a digest that need not be computed again."""
+        self.__dict__["digest"] = digest
+        return self
+
+
+@dataclass(frozen=True)
+class Format(ABC):
+    """One way to store a weight."""
+
+    name: str
+    bits: int
+    group_size: int | None  # weights that share one scale; None: the whole row
+    symmetric: bool
+    fallback: tuple[str, ...] = ()  # formats to try, in order, for shapes this one does not fit
+
+    @property
+    def block(self) -> int:
+        """The number of columns must be a multiple of this."""
+        return self.group_size or 1
+
+    @property
+    def searches(self) -> bool:
+        """Whether quantizing searches over scales, so that caching pays."""
+        return False
+
+    @property
+    def needs_importance(self) -> bool:
+        """Whether quantizing needs the importance of each column."""
+        return False
+
+    def fits(self, shape: Sequence[int]) -> str | None:
+        """Why a weight of this shape cannot be stored, or None."""
+        if len(shape) not in (2, 3) or min(shape) < 1:
+            return f"shape {tuple(shape)} is neither (rows, columns) nor (experts, rows, columns)"
+        if shape[-1] % self.block:
+            return f"{shape[-1]} columns do not divide into blocks of {self.block}"
+        return None
+
+    def bytes(self, shape: Sequence[int]) -> int:
+        """Exact size on disk: integers, scales and packing, without alignment in the file."""
+        self._require_fit(tuple(shape), "weight")
+        return self._bytes(tuple(shape))
+
+    def bits_per_weight(self, shape: Sequence[int]) -> float:
+        return 8 * self.bytes(shape) / math.prod(shape)
+
+    def quantize(self, weight: torch.Tensor, name: str = "weight") -> Quantized:
+        """The stored form; `name` is for error messages."""
+        self._require_fit(tuple(weight.shape), name)
+        return self._quantize(checked_float32(weight, name))
+
+    def dequantize(self, quantized: Quantized) -> torch.Tensor:
+        """The float32 values that a runtime computes with."""
+        self._require_own(quantized)
+        return self._dequantize(quantized)
+
+    def roundtrip(self, weight: torch.Tensor, name: str = "weight") -> torch.Tensor:
+        """The float32 values that a runtime computes with after storing `weight`, on the weight's device."""
+        return self.dequantize(self.quantize(weight, name))
+
+    def pack(self, quantized: Quantized) -> npt.NDArray[np.uint8]:
+        """The data as in a file, without scales."""
+        self._require_own(quantized)
+        return self._pack(quantized)
+
+    @abstractmethod
+    def _bytes(self, shape: tuple[int, ...]) -> int: ...
+
+    @abstractmethod
+    def _quantize(self, weight: torch.Tensor) -> Quantized: ...
+
+    @abstractmethod
+    def _dequantize(self, quantized: Quantized) -> torch.Tensor: ...
+
+    def _pack(self, quantized: Quantized) -> npt.NDArray[np.uint8]:
+        return on_host(quantized.data).contiguous().numpy().reshape(-1).view(np.uint8)
+
+    def _require_fit(self, shape: tuple[int, ...], name: str) -> None:
+        if reason := self.fits(shape):
+            raise FormatError(f"{name}: {self.name} cannot hold it: {reason}; choose another format")
+
+    def _require_own(self, quantized: Quantized) -> None:
+        if quantized.format != self.name:
+            raise FormatError(f"these are {quantized.format} data, not {self.name}")
+
+
+def checked_float32(weight: torch.Tensor, name: str) -> torch.Tensor:
+    """The weight in float32; raises if it is not finite or too large."""
+    if not weight.dtype.is_floating_point:
+        raise FormatError(f"{name}: expected floating-point weights, found {weight.dtype}")
+    values = weight.detach().float()
+    low, high = (float(v) for v in values.aminmax())  # NaN anywhere makes both NaN
+    if not (math.isfinite(low) and math.isfinite(high)):
+        raise FormatError(f"{name}: has NaN or infinity; repair the checkpoint or download it again")
+    if (largest := max(-low, high)) > LARGEST_MAGNITUDE:
+        raise FormatError(f"{name}: has {largest:g}, above FP16's {LARGEST_MAGNITUDE:g}; rescale the weight")
+    return values

@@ -1,0 +1,161 @@
+"""GGUF's block formats, quantized as llama.cpp does it, bit for bit.
+
+Q8_0, Q4_0, Q4_1, Q5_0 and Q5_1 are rounded in torch, on the weight's device (`blocks.py`); the K-quants and the IQ
+types, which search for good scales, go through ggml's C function itself, and so does everything that is told how much
+each column matters. Back to float32 they come in torch, IQ2 and IQ3 by gguf-py.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kl_lens.base.errors import FormatError
+from kl_lens.base.host import on_host
+from kl_lens.weights.formats.base import LARGEST_MAGNITUDE, Format, Quantized, checked_float32
+from kl_lens.weights.formats.ggml import gguf_module, quantize_rows
+from kl_lens.weights.formats.registry import FP16, register
+
+if TYPE_CHECKING:
+    import torch
+
+# Such small blocks are stored with a scale of zero anyway, and below about 2^−120 the C code divides by zero, with a
+# result that depends on the processor. Make them plain zeros.
+SMALLEST_MAGNITUDE = 2.0**-60
+_WIDE = 1 << 14  # values per row for gguf-py
+
+
+@dataclass(frozen=True)
+class GGUFFormat(Format):
+    """One ggml type: `block_size` weights in `block_bytes` bytes, scales included."""
+
+    block_size: int = 32
+    block_bytes: int = 34
+
+    @property
+    def block(self) -> int:
+        return self.block_size
+
+    @property
+    def searches(self) -> bool:
+        return self.name.startswith("iq") or self.name.endswith("_k")
+
+    @property
+    def needs_importance(self) -> bool:
+        return self.name in ("iq2_xs", "iq2_xxs")  # as `ggml_quantize_requires_imatrix` says
+
+    @property
+    def takes_importance(self) -> bool:
+        """Whether the importance of columns changes anything."""
+        return self.name != "q8_0"
+
+    @property
+    def gguf_type(self) -> str:
+        """The type's name in gguf-py and llama.cpp."""
+        return self.name.upper()
+
+    def quantize(self, weight: torch.Tensor, name: str = "weight") -> Quantized:
+        if self.needs_importance:
+            raise FormatError(
+                f"{name}: {self.name} needs the importance of columns; "
+                f"run kl-lens calibrate and use {self.name}+imatrix"
+            )
+        return super().quantize(weight, name)
+
+    def quantize_with(
+        self, weight: torch.Tensor, importance: torch.Tensor, name: str = "weight"
+    ) -> Quantized:
+        """The stored form, searched with llama.cpp's importance weighting.
+
+        Args:
+            importance: mean square of each column's input, (columns,); or (experts, columns) for stacked experts.
+        """
+        self._require_fit(tuple(weight.shape), name)
+        values = checked_float32(weight, name)
+        try:
+            stored = self._blocks(values, importance.detach().float().cpu())
+        except FormatError as error:
+            raise FormatError(f"{name}: {error}") from None
+        # The search can move minima outside FP16's range, but only near its end.
+        if (
+            float(values.abs().max()) > LARGEST_MAGNITUDE / 2
+            and not self._dequantize(stored).isfinite().all()
+        ):
+            raise FormatError(f"{name}: {self.name} cannot hold weights so close to FP16's end; rescale them")
+        return stored
+
+    def _bytes(self, shape: tuple[int, ...]) -> int:
+        return math.prod(shape) // self.block_size * self.block_bytes
+
+    def _quantize(self, weight: torch.Tensor) -> Quantized:
+        return self._blocks(weight, None)
+
+    def _blocks(self, weight: torch.Tensor, importance: torch.Tensor | None) -> Quantized:
+        import torch
+
+        from kl_lens.weights.formats.blocks import nearest
+
+        whole = torch.nn.functional.hardshrink(weight, SMALLEST_MAGNITUDE)
+        if importance is None and not self.searches:
+            return nearest(self.name, whole, self.block_bytes)
+        ggml_type = gguf_module().GGMLQuantizationType[self.gguf_type]
+        rows = on_host(whole.flatten(0, -2)).numpy()
+        row_bytes = weight.shape[-1] // self.block_size * self.block_bytes
+        if importance is None or importance.dim() == 1:
+            weighed = None if importance is None else importance.numpy()
+            blocks = quantize_rows(rows, int(ggml_type), row_bytes, weighed)
+        elif weight.dim() == 3 and len(importance) == len(weight):
+            pairs = zip(np.split(rows, len(weight)), importance.numpy(), strict=True)
+            blocks = np.concatenate(
+                [quantize_rows(part, int(ggml_type), row_bytes, one) for part, one in pairs]
+            )
+        else:
+            shapes = f"{tuple(importance.shape)} does not fit a weight of {tuple(weight.shape)}"
+            raise FormatError(f"importance of shape {shapes}")
+        data = torch.from_numpy(blocks).reshape(*weight.shape[:-1], -1)
+        return Quantized(self.name, tuple(weight.shape), data.to(weight.device))
+
+    def _dequantize(self, quantized: Quantized) -> torch.Tensor:
+        import torch
+
+        from kl_lens.weights.formats.blocks import LAYOUTS, dequantized
+
+        if self.name in LAYOUTS:
+            return dequantized(LAYOUTS[self.name], quantized.data, self.block_size, self.block_bytes)
+        gguf = gguf_module()
+        blocks = self._wide(quantized.data.cpu().numpy(), self.block_bytes)
+        values = gguf.dequantize(blocks, gguf.GGMLQuantizationType[self.gguf_type])
+        return torch.from_numpy(values).reshape(quantized.shape).to(quantized.data.device)
+
+    def _wide(self, values: npt.NDArray[Any], block: int) -> npt.NDArray[Any]:
+        """The same blocks in wider rows, which gives the same bits because blocks are independent. gguf-py works on
+        sixteen rows at a time, so narrow rows take two to five times as long."""
+        count = values.size // block
+        most = max(1, _WIDE // self.block_size)
+        side_by_side = max((n for n in range(1, most + 1) if count % n == 0), default=1)
+        return values.reshape(-1, side_by_side * block)
+
+
+# If 256 does not divide the columns, the first replacement is llama.cpp's own (`tensor_type_fallback`). For the others
+# llama.cpp has no rule; FP16 is its last resort.
+register(GGUFFormat("q8_0", 8, 32, True, (FP16,), 32, 34))
+register(GGUFFormat("q6_k", 6, 16, True, ("q8_0", FP16), 256, 210))
+register(GGUFFormat("q5_k", 5, 32, False, ("q5_1", FP16), 256, 176))
+register(GGUFFormat("q4_k", 4, 32, False, ("q5_0", FP16), 256, 144))
+register(GGUFFormat("q4_0", 4, 32, True, (FP16,), 32, 18))
+register(GGUFFormat("q5_0", 5, 32, True, (FP16,), 32, 22))
+register(GGUFFormat("q5_1", 5, 32, False, (FP16,), 32, 24))
+register(GGUFFormat("q4_1", 4, 32, False, (FP16,), 32, 20))
+register(GGUFFormat("iq4_nl", 4, 32, True, (FP16,), 32, 18))
+register(GGUFFormat("iq4_xs", 4, 32, True, ("iq4_nl", FP16), 256, 136))
+register(GGUFFormat("q3_k", 3, 16, True, ("q4_0", FP16), 256, 110))
+register(GGUFFormat("iq3_s", 3, 32, True, ("iq4_nl", FP16), 256, 110))
+register(GGUFFormat("iq3_xxs", 3, 32, True, ("iq4_nl", FP16), 256, 98))
+register(GGUFFormat("q2_k", 2, 16, False, ("q4_0", FP16), 256, 84))
+register(GGUFFormat("iq2_s", 2, 16, True, ("iq4_nl", FP16), 256, 82))
+register(GGUFFormat("iq2_xs", 2, 16, True, ("iq4_nl", FP16), 256, 74))
+register(GGUFFormat("iq2_xxs", 2, 32, True, ("iq4_nl", FP16), 256, 66))

@@ -1,0 +1,140 @@
+"""Symmetric integers with one scale per row or per group, as in NNCF and in the paper.
+
+NNCF's INT4_SYM and INT8_SYM, bit for bit, with f = 2^(bits−1), in float32:
+
+    s = |min|/f where |min| ≥ max, else −max/f      (about half of the scales are negative)
+    s = 2^−23 where |s| < 2^−23                     (zero rows; loses the sign)
+    q = clip(round half to even(w / s), −f, f−1)    (with the float32 scale)
+    w′ = q · fp16(s)                                (only the stored scale is rounded)
+
+The element of largest magnitude lands on −f, so no level is wasted. Where both signs reach almost the same
+magnitude, or a row is one positive constant, the other extreme wants +f and is clipped to f−1: an error
+of up to one whole step (12 % of a constant positive row at 4 bits).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from kl_lens.weights.formats.base import Format, Quantized
+from kl_lens.weights.formats.registry import register
+
+if TYPE_CHECKING:
+    import torch
+
+NNCF_SMALLEST_SCALE = 2.0**-23  # float32's machine epsilon; still exact in FP16, as a subnormal
+
+
+@dataclass(frozen=True)
+class GroupedFormat(Format):
+    """Numbers of a few bits with one scale per row or group."""
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """Data type of scales; FP16 as in NNCF."""
+        import torch
+
+        return torch.float16
+
+    def stored_scales(self, scales: torch.Tensor) -> torch.Tensor:
+        """Scales in float32, as a file holds them."""
+        return scales.to(self.scale_dtype)
+
+    def _bytes(self, shape: tuple[int, ...]) -> int:
+        # Small numbers are packed across rows: only the last byte can be partly empty.
+        numbers = (math.prod(shape) * self.bits + 7) // 8
+        return numbers + self._groups(shape) * self.scale_dtype.itemsize
+
+    def _pack(self, quantized: Quantized) -> npt.NDArray[np.uint8]:
+        return super()._pack(quantized) if self.bits == 8 else pack_codes(quantized.data, self.bits)
+
+    def _columns_per_group(self, shape: tuple[int, ...]) -> int:
+        return self.group_size or shape[-1]
+
+    def _groups(self, shape: tuple[int, ...]) -> int:
+        return math.prod(shape[:-1]) * (shape[-1] // self._columns_per_group(shape))
+
+
+def pack_codes(numbers: torch.Tensor, bits: int) -> npt.NDArray[np.uint8]:
+    """OpenVINO's types of 2 and 4 bits: the first number in the lowest bits of a byte."""
+    import torch
+
+    values, each = numbers.cpu().to(torch.int8).numpy().reshape(-1).view(np.uint8), 8 // bits
+    codes = np.append(values, np.zeros(-values.size % each, np.uint8)) & np.uint8(2**bits - 1)
+    packed = codes[0::each].copy()
+    for place in range(1, each):
+        packed |= codes[place::each] << np.uint8(place * bits)
+    return packed
+
+
+@dataclass(frozen=True)
+class IntegerFormat(GroupedFormat):
+    def _quantize(self, weight: torch.Tensor) -> Quantized:
+        import torch
+
+        levels = 2 ** (self.bits - 1)
+        groups = weight.unflatten(-1, (-1, self._columns_per_group(weight.shape)))  # (…, rows, groups, group)
+        scales = self._scales(groups, levels)
+        integers = (groups / scales).round_().clamp_(-levels, levels - 1).to(torch.int8)
+        return Quantized(
+            self.name, tuple(weight.shape), integers.flatten(-2), scales.squeeze(-1).to(self.scale_dtype)
+        )
+
+    def _dequantize(self, quantized: Quantized) -> torch.Tensor:
+        assert quantized.scales is not None
+        groups = quantized.data.float().unflatten(-1, (-1, self._columns_per_group(quantized.shape)))
+        return groups.mul_(quantized.scales.float().unsqueeze(-1)).flatten(-2)
+
+    @abstractmethod
+    def _scales(self, groups: torch.Tensor, levels: int) -> torch.Tensor:
+        """One float32 scale per group, with the last axis kept."""
+
+
+@dataclass(frozen=True)
+class SignedScaleFormat(IntegerFormat):
+    """NNCF's symmetric modes; the formula is in the module's docstring."""
+
+    def _scales(self, groups: torch.Tensor, levels: int) -> torch.Tensor:
+        import torch
+
+        low, high = torch.aminmax(groups, dim=-1, keepdim=True)
+        scales = torch.where(low.abs() >= high, low.abs(), -high) / levels
+        return torch.where(scales.abs() < NNCF_SMALLEST_SCALE, NNCF_SMALLEST_SCALE, scales)
+
+
+@dataclass(frozen=True)
+class AbsoluteMaximumFormat(IntegerFormat):
+    """max|w|/(f−1), float32 scales: what the published sensitivity code measured. No runtime stores it."""
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        import torch
+
+        return torch.float32
+
+    def _scales(self, groups: torch.Tensor, levels: int) -> torch.Tensor:
+        import torch
+
+        largest = groups.abs().amax(-1, keepdim=True)
+        # A tensor as divisor: GPUs turn division by a number into a product with its rounded inverse.
+        scales = largest / torch.full_like(largest, levels - 1)
+        return torch.where(scales == 0, 1.0, scales)
+
+
+register(SignedScaleFormat("int8", bits=8, group_size=None, symmetric=True))
+register(SignedScaleFormat("int4", bits=4, group_size=None, symmetric=True))
+register(AbsoluteMaximumFormat("int8-absmax", bits=8, group_size=None, symmetric=True))
+register(AbsoluteMaximumFormat("int4-absmax", bits=4, group_size=None, symmetric=True))
+
+# If groups do not divide the columns, NNCF stops with an error by default. When allowed to adjust, it takes the largest
+# power of two from 32 up that divides them, or else its 8-bit backup. So do these.
+register(SignedScaleFormat("int4-g128", 4, 128, True, fallback=("int4-g64", "int4-g32", "int8")))
+register(SignedScaleFormat("int4-g64", 4, 64, True, fallback=("int4-g32", "int8")))
+register(SignedScaleFormat("int4-g32", 4, 32, True, fallback=("int8",)))
+register(SignedScaleFormat("int8-g128", 8, 128, True, fallback=("int8",)))

@@ -1,0 +1,137 @@
+"""Error feedback: round column after column, and let later columns make up for the errors of earlier ones.
+
+The loss is tr(E H Eᵀ) with E = W − Q and H = E[x xᵀ]. With H = R Rᵀ, R upper triangular, and M = R with its columns
+divided by their diagonal, it is Σⱼ Rⱼⱼ² |Eⱼ + Σₖ Eₖ Mₖⱼ|², k < j: rounding wⱼ + Σₖ Eₖ Mₖⱼ column by column
+minimises each term in turn. That is GPTQ's rule (the Cholesky factor of H⁻¹ that it uses is R⁻¹), without the inverse.
+Important columns come first, because nothing can make up for the errors of the last ones.
+
+Then follow rounds of coordinate descent and scale fitting on the same sum. Each can only make it smaller.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+
+from kl_lens.weights.quantizers.kernels import descend, round_in_order
+from kl_lens.weights.quantizers.levels import Levels
+from kl_lens.weights.quantizers.scales import refitted
+
+BLOCK = 128  # errors pass column by column within a block, and by one matrix product to later blocks
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Damped second moments, with the order and the factor that error feedback needs."""
+
+    moments: torch.Tensor  # (columns, columns), float32, damped
+    order: torch.Tensor  # columns, the most important first
+    mixing: torch.Tensor  # (columns, columns), unit upper triangular, in that order
+    # (columns,), in the original order: Rⱼⱼ², the part of a column's error that later ones cannot absorb.
+    remaining: torch.Tensor
+
+    @classmethod
+    def of(cls, moments: torch.Tensor, damping: float) -> Objective:
+        """Adds `damping` × the diagonal's mean to it, so that columns that were never active count a little too."""
+        exact = moments.double()
+        mean = exact.diagonal().mean()
+        added = damping * torch.where(mean == 0, 1.0, mean)
+        exact = exact + torch.eye(len(exact), dtype=exact.dtype, device=exact.device) * added
+        order = torch.argsort(exact.diagonal(), descending=True, stable=True)
+        # cholesky() gives a lower factor; flipping before and after gives the upper one.
+        factor = torch.linalg.cholesky(exact[order][:, order].flip(0, 1)).flip(0, 1)
+        diagonal = factor.diagonal()
+        remaining = torch.empty_like(diagonal)
+        remaining[order] = diagonal.square()
+        return cls(exact.float(), order, (factor / diagonal).float().contiguous(), remaining.float())
+
+
+@lru_cache(maxsize=1)
+def last_objective(moments: torch.Tensor, damping: float) -> Objective:
+    """`Objective.of`, kept for the next recipe of the same component. (Tensors are compared by identity.)"""
+    return Objective.of(moments, damping)
+
+
+def fed_back(weight: torch.Tensor, levels: Levels, objective: Objective) -> torch.Tensor:
+    """Codes of a weight (rows, columns), rounded in order of importance with error feedback."""
+    order, mixing = objective.order, objective.mixing
+    ordered = weight[:, order]
+    codes, errors = torch.empty_like(ordered), torch.empty_like(ordered)
+    for first in range(0, weight.shape[1], BLOCK):
+        block = slice(first, first + BLOCK)
+        own = ordered[:, block].contiguous()
+        wanted = own + errors[:, :first] @ mixing[:first, block]
+        codes[:, block], errors[:, block] = round_in_order(
+            wanted, own, mixing[block, block].contiguous(), levels, order[block]
+        )
+    back = torch.empty_like(codes)
+    back[:, order] = codes
+    return back
+
+
+def descended(
+    weight: torch.Tensor, levels: Levels, codes: torch.Tensor, objective: Objective
+) -> torch.Tensor:
+    """The codes after one round of coordinate descent."""
+    codes, moments = codes.clone(), objective.moments
+    errors = weight - levels.values(codes)
+    columns = torch.arange(weight.shape[1], device=weight.device)
+    for first in range(0, weight.shape[1], BLOCK):
+        block = slice(first, first + BLOCK)
+        pull = errors @ moments[:, block]
+        own, left = codes[:, block].contiguous(), errors[:, block].contiguous()
+        descend(pull, moments[block, block].contiguous(), own, left, levels, columns[block])
+        codes[:, block], errors[:, block] = own, left
+    return codes
+
+
+def with_fitted_scales(
+    weight: torch.Tensor, levels: Levels, codes: torch.Tensor, objective: Objective
+) -> Levels:
+    """The levels with each group's scale (and bias) refitted to these codes, rounded to what can be stored."""
+    if levels.fixed:
+        return levels
+    if levels.offsets is not None:
+        return _with_fitted_biases(weight, levels, codes, objective)
+    places, moments = levels.places(codes), objective.moments
+    scales = levels.scales.clone()
+    errors = weight - levels.values(codes)
+    for g in range(scales.shape[1]):
+        block = slice(g * levels.group, (g + 1) * levels.group)
+        own = places[:, block]
+        pull = ((errors @ moments[:, block]) * own).sum(-1)
+        curvature = ((own @ moments[block, block]) * own).sum(-1)
+        wanted = scales[:, g] + torch.where(curvature > 0, pull / curvature, 0)
+        step = refitted(scales[:, g], wanted) - scales[:, g]
+        step = torch.where(2 * pull * step > curvature * step.square(), step, 0)
+        scales[:, g] += step
+        errors[:, block] -= own * step[:, None]
+    return levels.with_scales(scales, levels.zero_points)
+
+
+def _with_fitted_biases(
+    weight: torch.Tensor, levels: Levels, codes: torch.Tensor, objective: Objective
+) -> Levels:
+    """Scale and bias of a group together: alone, each could hardly move against the other."""
+    moments, errors = objective.moments, weight - levels.values(codes)
+    assert levels.offsets is not None
+    scales, offsets = levels.scales.clone(), levels.offsets.clone()
+    for g in range(scales.shape[1]):
+        block = slice(g * levels.group, (g + 1) * levels.group)
+        own, inner = codes[:, block], moments[block, block]
+        pull = errors @ moments[:, block]
+        scale_pull, bias_pull = (pull * own).sum(-1), pull.sum(-1)
+        square, mixed, ones = ((own @ inner) * own).sum(-1), (own @ inner).sum(-1), inner.sum()
+        determinant = square * ones - mixed.square()
+        wanted = (scale_pull * ones - bias_pull * mixed) / determinant
+        step = refitted(scales[:, g], scales[:, g] + torch.where(determinant > 0, wanted, 0)) - scales[:, g]
+        shift = (offsets[:, g] + (bias_pull - step * mixed) / ones).half().float() - offsets[:, g]
+        gain = 2 * (scale_pull * step + bias_pull * shift)
+        gain -= square * step.square() + 2 * mixed * step * shift + ones * shift.square()
+        step, shift = (torch.where(gain > 0, part, 0) for part in (step, shift))
+        scales[:, g] += step
+        offsets[:, g] += shift
+        errors[:, block] -= own * step[:, None] + shift[:, None]
+    return replace(levels, scales=scales, offsets=offsets)

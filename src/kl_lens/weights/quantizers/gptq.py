@@ -1,0 +1,117 @@
+"""`gptq`: error feedback (`feedback.py`) with scales from an importance-weighted search.
+
+Scales are searched twice: once with columns weighted by importance, once by the part of their error that later columns
+cannot absorb. Which is better differs from layer to layer, so each row takes the best of both and of plain rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kl_lens.weights.formats import Format, Quantized
+from kl_lens.weights.formats.gguf_blocks import GGUFFormat
+from kl_lens.weights.quantizers.importance import column_importance
+from kl_lens.weights.quantizers.learnt import LearningQuantizer
+from kl_lens.weights.quantizers.registry import register
+from kl_lens.weights.quantizers.search import GROUPED
+
+if TYPE_CHECKING:
+    import torch
+
+    from kl_lens.weights.quantizers.feedback import Objective
+
+# ggml's types where every weight has its own code: `formats.blocks.LAYOUTS`, repeated to avoid importing torch.
+BLOCKS = (
+    "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs",
+)  # fmt: skip
+LATTICES = ("iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s")  # where 4 or 8 weights share a code
+# Moments from few tokens are noisy, more so with many columns. So the diagonal's mean × (DAMPING + SCARCITY · columns /
+# tokens) is added to the diagonal. Both tuned by KL of reference:mamba on WikiText-2 valid: docs/method.md.
+DAMPING, SCARCITY = 0.1, 4.0
+ROUNDS = 3  # of coordinate descent
+
+
+class ErrorFeedback(LearningQuantizer):
+    name = "gptq"
+    version = 2  # 2: damping depends on the number of tokens
+
+    def suits(self, fmt: Format) -> str | None:
+        if isinstance(fmt, GROUPED) or fmt.name in (*BLOCKS, *LATTICES):
+            return None
+        return f"{fmt.name} has no levels to choose from"
+
+    def _rounding(
+        self, fmt: Format, moments: torch.Tensor, tokens: int
+    ) -> Callable[[torch.Tensor], Quantized]:
+        from kl_lens.weights.quantizers.choosing import best_rows
+        from kl_lens.weights.quantizers.feedback import last_objective
+
+        damping = DAMPING + SCARCITY * len(moments) / max(tokens, 1)
+        objective, importance = last_objective(moments, damping), column_importance(moments)
+        ways = _on_groups
+        if isinstance(fmt, GGUFFormat):
+            ways = _on_lattices if fmt.name in LATTICES else _on_blocks
+        return lambda weight: best_rows(weight, fmt, moments, ways(weight, fmt, importance, objective))
+
+
+def _on_groups(
+    weight: torch.Tensor, fmt: Format, importance: torch.Tensor, objective: Objective
+) -> list[Quantized]:
+    """Round to nearest, searched scales, and error feedback with two sets of scales."""
+    from kl_lens.weights.quantizers.feedback import descended, fed_back, with_fitted_scales
+    from kl_lens.weights.quantizers.scales import searched_levels, stored
+
+    ways = [fmt.quantize(weight)]
+    for weighed in (importance, objective.remaining):
+        levels = searched_levels(weight, fmt, weighed)
+        if weighed is importance:
+            ways.append(stored(fmt, levels, levels.rounded(weight)))
+        codes = fed_back(weight, levels, objective)
+        for _ in range(ROUNDS):
+            levels = with_fitted_scales(weight, levels, codes, objective)
+            codes = descended(weight, levels, codes, objective)
+        ways.append(stored(fmt, levels, codes))
+    return ways
+
+
+def _on_blocks(
+    weight: torch.Tensor, fmt: Format, importance: torch.Tensor, objective: Objective
+) -> list[Quantized]:
+    """ggml's rounding, ggml's with importance, and error feedback with two sets of scales."""
+    from kl_lens.weights.quantizers.block_scales import weighed_blocks
+    from kl_lens.weights.quantizers.blocks import block_levels, with_codes
+    from kl_lens.weights.quantizers.feedback import descended, fed_back
+
+    assert isinstance(fmt, GGUFFormat)
+    # Plain rounding never won a row on the references; skip it where a GPU would wait for ggml's CPU search.
+    ways = [] if fmt.searches and weight.device.type != "cpu" else [fmt.quantize(weight)]
+    for weighed in (importance, objective.remaining):
+        blocks = weighed_blocks(fmt, weight, weighed)
+        if weighed is importance:
+            ways.append(blocks)
+        levels = block_levels(fmt, blocks)
+        codes = fed_back(weight, levels, objective)
+        for _ in range(ROUNDS):
+            codes = descended(weight, levels, codes, objective)
+        ways.append(with_codes(fmt, blocks, codes))
+    return ways
+
+
+def _on_lattices(
+    weight: torch.Tensor, fmt: Format, importance: torch.Tensor, objective: Objective
+) -> list[Quantized]:
+    """ggml's with importance, and error feedback with two sets of scales."""
+    from kl_lens.weights.quantizers.lattices import fed_back_blocks
+
+    assert isinstance(fmt, GGUFFormat)
+    ways = []
+    for weighed in (importance, objective.remaining):
+        blocks = fmt.quantize_with(weight, weighed)
+        if weighed is importance:
+            ways.append(blocks)
+        ways.append(fed_back_blocks(fmt, weight, blocks, objective))
+    return ways
+
+
+register(ErrorFeedback())

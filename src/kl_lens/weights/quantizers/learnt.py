@@ -1,0 +1,70 @@
+"""Shared by all methods that learn from text: checks, a loop over experts, rows in pieces."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kl_lens.base.accelerators import elements_at_once
+from kl_lens.base.errors import FormatError
+from kl_lens.weights.formats import Format, Quantized
+from kl_lens.weights.formats.base import checked_float32
+from kl_lens.weights.quantizers.base import InputStatistics, Quantizer
+
+if TYPE_CHECKING:
+    import torch
+
+
+class LearningQuantizer(Quantizer):
+    """A method for one matrix and the second moments of its inputs."""
+
+    learns = True
+
+    def quantize(
+        self, weight: torch.Tensor, fmt: Format, name: str, statistics: InputStatistics | None
+    ) -> Quantized:
+        import torch
+
+        if statistics is None:
+            raise FormatError(f"{name}: {self.name} needs calibration statistics, and there are none")
+        if reason := self.suits(fmt) or fmt.fits(tuple(weight.shape)):
+            raise FormatError(f"{name}: {fmt.name}+{self.name} cannot hold it: {reason}")
+        moments = statistics.second_moments.to(weight.device)
+        expected = (*weight.shape[:-2], weight.shape[-1], weight.shape[-1])
+        if moments.shape[-2:] != expected[-2:] or moments.shape not in (expected, expected[-2:]):
+            raise FormatError(
+                f"{name}: its statistics have shape {tuple(moments.shape)}, expected {expected}: "
+                "they belong to another model; gather them again"
+            )
+        if not bool(torch.isfinite(moments).all()):
+            raise FormatError(f"{name}: its statistics hold NaN or infinity; gather them again")
+        values = checked_float32(weight, name)
+        experts = values if values.dim() == 3 else values[None]
+        pieces: list[Quantized] = []
+        for index, expert in enumerate(experts):
+            own, tokens = (moments, 0) if moments.dim() == 2 else (moments[index], index)
+            rounding = self._rounding(fmt, own, statistics.tokens[tokens])
+            step = max(1, elements_at_once(expert.device) // expert.shape[1])
+            pieces += [rounding(expert[first : first + step]) for first in range(0, len(expert), step)]
+        return _together(pieces, tuple(weight.shape))
+
+    @abstractmethod
+    def _rounding(
+        self, fmt: Format, moments: torch.Tensor, tokens: int
+    ) -> Callable[[torch.Tensor], Quantized]:
+        """A function that quantizes rows, (rows, columns) in float32. The moments (columns, columns) of so many tokens
+        are finite, possibly all zero."""
+
+
+def _together(pieces: list[Quantized], shape: tuple[int, ...]) -> Quantized:
+    import torch
+
+    def joined(parts: list[torch.Tensor | None]) -> torch.Tensor | None:
+        there = [part for part in parts if part is not None]
+        return torch.cat(there).reshape(*shape[:-1], -1) if there else None
+
+    data = joined([piece.data for piece in pieces])
+    assert data is not None
+    scales, zero_points = joined([p.scales for p in pieces]), joined([p.zero_points for p in pieces])
+    return Quantized(pieces[0].format, shape, data, scales, zero_points)

@@ -1,0 +1,99 @@
+"""The values that a weight can take once its group's scale is fixed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from kl_lens.base.host import constant
+
+
+@dataclass(frozen=True, eq=False)
+class Levels:
+    """Value = scale · place + offset. Places are the whole codes from `lowest` to `highest`, less the zero point;
+    or the entries of a table, with codes as indices.
+
+    Groups are runs of `group` columns. Rows do not depend on each other. Codes are float32 tensors here.
+    """
+
+    group: int
+    scales: torch.Tensor  # (rows, groups), float32, as a runtime computes with them
+    lowest: int
+    highest: int
+    zero_points: torch.Tensor | None = None  # (rows, groups), float32
+    table: tuple[float, ...] | None = None  # ascending
+    offsets: torch.Tensor | None = None  # (rows, groups), float32: the minima stored beside a block's scales
+    fixed: bool = False  # scales are powers of two: too coarse to be fitted to codes
+
+    def with_scales(self, scales: torch.Tensor, zero_points: torch.Tensor | None = None) -> Levels:
+        return replace(self, scales=scales, zero_points=zero_points)
+
+    @cached_property
+    def inverses(self) -> torch.Tensor:
+        return torch.where(self.scales == 0, 0, 1 / torch.where(self.scales == 0, 1, self.scales))
+
+    @cached_property
+    def shifts(self) -> torch.Tensor:
+        """The value of code 0: the offset less zero point × scale."""
+        offsets = torch.zeros_like(self.scales) if self.offsets is None else self.offsets
+        return offsets if self.zero_points is None else offsets - self.zero_points * self.scales
+
+    @cached_property
+    def _table(self) -> torch.Tensor:
+        return constant(torch.tensor(self.table or (0.0,), dtype=torch.float32), self.scales.device)
+
+    @cached_property
+    def _borders(self) -> torch.Tensor:
+        return (self._table[1:] + self._table[:-1]) / 2
+
+    def rounded(self, weight: torch.Tensor) -> torch.Tensor:
+        """Codes of the nearest levels, (rows, columns)."""
+        grouped = weight.unflatten(-1, (-1, self.group))
+        return self._codes(grouped, self.inverses.unsqueeze(-1), self.shifts.unsqueeze(-1)).flatten(-2)
+
+    def values(self, codes: torch.Tensor) -> torch.Tensor:
+        """The values of all codes, (rows, columns)."""
+        grouped = self._looked_up(codes).unflatten(-1, (-1, self.group))
+        return torch.addcmul(self.shifts.unsqueeze(-1), grouped, self.scales.unsqueeze(-1)).flatten(-2)
+
+    def places(self, codes: torch.Tensor) -> torch.Tensor:
+        """The factors of the scales, (rows, columns)."""
+        looked_up = self._looked_up(codes)
+        if self.zero_points is None:
+            return looked_up
+        return (looked_up.unflatten(-1, (-1, self.group)) - self.zero_points.unsqueeze(-1)).flatten(-2)
+
+    def nearest(self, values: torch.Tensor, column: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes of the levels nearest to one column's values (rows,), and the levels themselves."""
+        g = column // self.group
+        codes = self._codes(values, self.inverses[:, g], self.shifts[:, g])
+        return codes, self.value(codes, column)
+
+    def value(self, codes: torch.Tensor, column: int) -> torch.Tensor:
+        g = column // self.group
+        return self._looked_up(codes) * self.scales[:, g] + self.shifts[:, g]
+
+    def arrays(self, columns: torch.Tensor) -> tuple[Any, ...]:
+        """The kernels' arguments: the columns' groups, and all scales."""
+        return (
+            (columns // self.group).to(torch.int32).numpy(),
+            self.scales.numpy(),
+            self.inverses.numpy(),
+            self.shifts.numpy(),
+            np.float32(self.lowest),
+            np.float32(self.highest),
+            self._table.numpy(),
+        )
+
+    def _codes(self, values: torch.Tensor, inverses: torch.Tensor, shifts: torch.Tensor) -> torch.Tensor:
+        scaled = (values - shifts) * inverses
+        if self.table is None:
+            return scaled.round_().clamp_(self.lowest, self.highest)
+        return torch.bucketize(scaled.contiguous(), self._borders).float()
+
+    def _looked_up(self, codes: torch.Tensor) -> torch.Tensor:
+        return codes if self.table is None else self._table[codes.long()]

@@ -1,0 +1,174 @@
+"""Writers of files and folders, real processes, killed with SIGKILL before each thing that they do to a file."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kl_lens.base.errors import KLLensError
+from kl_lens.base.files import RECORD_FILE, naming, replacing, settle, write_text
+from kl_lens.targets.artifacts import read_artifact
+
+# Ends the process before the n-th thing that Python does to a file of a folder; audit events cannot be missed.
+KILLED = """
+import os, signal, sys
+folder, moment = sys.argv[1], int(sys.argv[2])
+EVENTS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.chmod", "shutil.rmtree")
+def hook(event, arguments):
+    global moment
+    if event in EVENTS and any(str(a).startswith(folder) for a in arguments):
+        if moment == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        moment -= 1
+"""
+EXPORT = """
+from pathlib import Path
+from kl_lens.base.files import replacing
+def export(folder, version):
+    with replacing(Path(folder)) as place:
+        for name in ("graph.xml", "graph.bin", "artifact.json"):
+            (place / name).write_text(version)
+"""
+WRITE = "from pathlib import Path; from kl_lens.base.files import write_text\n"
+FILES = ("graph.xml", "graph.bin", RECORD_FILE)
+
+
+def killed_at(moment: int, folder: Path, code: str) -> bool:
+    """Whether the process was killed at that moment, and not done before it."""
+    prepared, acted = code.rsplit("\n", 1)
+    script = f"{prepared}\n{KILLED}\nsys.addaudithook(hook)\n{acted}"
+    done = subprocess.run([sys.executable, "-c", script, str(folder), str(moment)], capture_output=True)
+    assert done.returncode in (0, -signal.SIGKILL), done.stderr.decode()
+    return done.returncode != 0
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in folder.iterdir() if path.is_file()}
+
+
+def test_a_killed_export_leaves_the_old_files_or_the_new_with_their_record(tmp_path: Path) -> None:
+    old, new = dict.fromkeys(FILES, "old"), dict.fromkeys(FILES, "new")
+    seen, moment = [], 0
+    while True:
+        folder = tmp_path / str(moment)
+        with replacing(folder) as place:
+            for name in FILES:
+                (place / name).write_text("old")
+        (folder / "mine.txt").write_text("of the user")
+        (folder / ".compiled").mkdir()
+        was_killed = killed_at(moment, folder, f"{EXPORT}\nexport({str(folder)!r}, 'new')")
+        # Who looks without asking sees one of both, or no record; never a record beside the other's files.
+        raw = contents(folder)
+        assert RECORD_FILE not in raw or {raw[name] for name in FILES} == {raw[RECORD_FILE]}
+        settle(folder)
+        found = contents(folder)
+        assert found.pop("mine.txt") == "of the user"
+        assert found in (old, new)
+        # What was compiled of the old files does not outlive them.
+        assert (folder / ".compiled").exists() == (found == old)
+        with replacing(folder) as place:
+            (place / "graph.bin").write_text("later")
+        assert not [p.name for p in folder.iterdir() if p.name.startswith(".")]  # no leftovers
+        if not was_killed:
+            break
+        seen.append(found)
+        moment += 1
+    assert old in seen
+    assert new in seen
+    assert moment > 8
+
+
+def test_a_killed_writer_of_a_file_leaves_the_old_one_or_the_new(tmp_path: Path) -> None:
+    path, moment = tmp_path / "plan.json", 0
+    while True:
+        write_text(path, "old")
+        was_killed = killed_at(moment, tmp_path, f"{WRITE}\nwrite_text(Path({str(path)!r}), 'new')")
+        assert path.read_text() in ("old", "new")
+        write_text(tmp_path / "another.json", "clears what was left")
+        assert {p.name for p in tmp_path.iterdir()} == {"plan.json", "another.json"}
+        if not was_killed:
+            break
+        moment += 1
+    assert path.read_text() == "new"
+    assert moment >= 3
+
+
+def test_a_failed_export_leaves_what_was_there(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "folder"
+    with pytest.raises(FileNotFoundError), replacing(folder) as place:
+        (place / "nowhere" / "graph.bin").write_text("half")
+    assert not folder.exists()
+
+
+def test_one_process_writes_to_a_folder_at_a_time(tmp_path: Path) -> None:
+    handle = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    with pytest.raises(KLLensError, match="another process is writing"), replacing(tmp_path):
+        pass
+    os.close(handle)
+    with replacing(tmp_path) as place:
+        (place / "x").write_text("1")
+    assert contents(tmp_path) == {"x": "1"}
+
+
+def test_a_file_being_written_is_not_removed(tmp_path: Path) -> None:
+    from kl_lens.base.files import whole
+
+    with whole(tmp_path / "slow.gguf") as temporary:
+        temporary.write_text("half")
+        write_text(tmp_path / "fast.json", "{}")
+        assert temporary.exists()
+    assert contents(tmp_path) == {"slow.gguf": "half", "fast.json": "{}"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["gguf", "openvino"])
+def test_a_real_export_killed_at_any_moment_leaves_a_whole_artifact(target: str, tmp_path: Path) -> None:
+    """The command line itself, killed before every few things that it does to its folder."""
+    pytest.importorskip(target, reason=f"needs the extra {target}")
+    from kl_lens.cli.main import main
+    from kl_lens.targets import get_target
+
+    folder = tmp_path / "made"
+    formats = ("q8_0", "q4_0") if target == "gguf" else ("int8", "int4")
+
+    def command(fmt: str) -> list[str]:
+        return ["export", "reference:mamba", "--target", target, "--format", fmt, "--out", str(folder)]
+
+    def whole_as() -> str:
+        """The plan of the artifact there, whose every tensor must be what the record says."""
+        artifact = read_artifact(folder)
+        held = get_target(target).shipped_digests(folder)
+        assert len(held) > 10
+        assert {t.runtime_name: t.digest for t in artifact.tensors if t.runtime_name in held} == held
+        return artifact.plan
+
+    moment, seen = 0, set()
+    while True:
+        assert main(command(formats[0])) == 0
+        run = f"from kl_lens.cli.main import main\nmain({json.dumps(command(formats[1]))})"
+        was_killed = killed_at(moment, folder, run)
+        seen.add(whole_as())
+        if not was_killed:
+            break
+        moment += 3 if target == "gguf" else 5
+    assert seen == {f"uniform_{fmt}" for fmt in formats}
+    assert not [p.name for p in folder.iterdir() if p.name.startswith(".")]
+
+
+@pytest.mark.parametrize(
+    "said", ["4096 requested and 0 written", "Not enough free space to write 4096 bytes after offset 0"]
+)
+def test_a_full_disk_that_numpy_met_names_the_file(tmp_path: Path, said: str) -> None:
+    with (
+        pytest.raises(OSError, match=r"No space left on device.*model\.gguf"),
+        naming(tmp_path / "model.gguf"),
+    ):
+        raise OSError(said)

@@ -1,0 +1,36 @@
+"""The shipped files are found in a checkout and in an installed wheel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kl_lens.base.errors import KLLensError
+from kl_lens.base.resources import find_resource, reference_path
+
+
+def test_shipped_text_is_found() -> None:
+    assert reference_path("text", "wikitext2").is_dir()
+
+
+def test_checkout_and_wheel_layouts(tmp_path: Path) -> None:
+    package = tmp_path / "src" / "kl_lens"
+    (tmp_path / "reference" / "mamba").mkdir(parents=True)
+    package.mkdir(parents=True)
+    (tmp_path / "pyproject.toml").touch()
+    assert find_resource(package, "mamba") == tmp_path / "reference" / "mamba"
+
+    installed = tmp_path / "site-packages" / "kl_lens"
+    (installed / "_reference" / "mamba").mkdir(parents=True)
+    assert find_resource(installed, "mamba") == installed / "_reference" / "mamba"
+
+
+def test_missing_files_are_reported(tmp_path: Path) -> None:
+    package = tmp_path / "lib" / "site-packages" / "kl_lens"
+    (tmp_path / "lib" / "reference").mkdir(parents=True)  # somebody else's
+    package.mkdir(parents=True)
+    with pytest.raises(KLLensError, match="mamba: the reference files are missing from this installation"):
+        find_resource(package, "mamba")
+    with pytest.raises(KLLensError, match="mamba9: not among the reference files"):
+        reference_path("mamba9")

@@ -1,0 +1,249 @@
+"""Statistics of inputs: the moments of what really enters each product, kept, resumed, and refused where they lie."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from kl_lens.base.errors import CheckpointError, FormatError, RunError
+from kl_lens.measuring.statistics import StoredStatistics, gather, gathering as gathering_module
+from kl_lens.measuring.statistics.watching import Moments
+from kl_lens.model import LoadedModel
+from kl_lens.model.tasks import LanguageTask
+from kl_lens.text import Windows
+from tests.families import CONFIGS, tiny_model, token_ids
+
+
+def _opened(family: str) -> LoadedModel:
+    return LoadedModel(family, Path(), tiny_model(family), None)
+
+
+def _windows(count: int = 3, length: int = 20, seed: int = 1) -> Windows:
+    ids = token_ids(count, length, seed)
+    starts = tuple(range(0, count * length, length))
+    return Windows(ids, "test", None, "sequential", None, length, starts, ((),) * count, count * length)
+
+
+@pytest.fixture(autouse=True)
+def _two_windows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LanguageTask, "rows_at_once", 40)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_moments_are_those_of_every_linear_layers_inputs(family: str, tmp_path: Path) -> None:
+    model, windows = _opened(family), _windows()
+    statistics = gather(model, windows, tmp_path)
+    expected: dict[str, Moments] = {}
+
+    def note(name: str) -> object:
+        def hook(module: nn.Linear, args: tuple[torch.Tensor, ...]) -> None:
+            moments = expected.setdefault(name, Moments(module.weight.shape, module.weight.device))
+            moments.add(args[0].double())
+
+        return hook
+
+    for component in model.anatomy.candidates:
+        for name in (component.name, *component.tied_with):
+            module = dict(model.model.named_modules(remove_duplicate=False)).get(name)
+            if isinstance(module, nn.Linear):
+                module.register_forward_pre_hook(note(component.name))  # type: ignore[arg-type]
+    model.chain.full_logits(windows.ids)
+    assert expected
+    for name, moments in expected.items():
+        found = statistics.of(name)
+        torch.testing.assert_close(
+            found.second_moments, (moments.sums[0] / moments.tokens[0]).float(), rtol=2e-3, atol=2e-4
+        )
+        assert found.tokens == tuple(moments.tokens)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_every_candidate_has_statistics_of_its_shape(family: str, tmp_path: Path) -> None:
+    model = _opened(family)
+    statistics = gather(model, _windows(), tmp_path)
+    for component in model.anatomy.candidates:
+        found = statistics.of(component.name)
+        assert found.second_moments.shape == (*component.shape[:-2], component.shape[-1], component.shape[-1])
+        assert torch.equal(found.second_moments, found.second_moments.mT)
+
+
+@pytest.mark.parametrize("family", ["mamba", "falcon_mamba", "jamba"])
+def test_the_time_step_projection_is_seen_though_no_hook_on_it_fires(family: str, tmp_path: Path) -> None:
+    model, windows = _opened(family), _windows()
+    statistics = gather(model, windows, tmp_path)
+    component = next(c for c in model.anatomy.candidates if c.kind == "dt_proj")
+    mixer = model.model.get_submodule(component.name.rpartition(".")[0])
+    rank = component.shape[-1]
+    seen: list[torch.Tensor] = []
+    source = mixer.dt_layernorm if hasattr(mixer, "dt_layernorm") else mixer.x_proj
+    source.register_forward_hook(lambda _m, _a, output: seen.append(output[..., :rank]))
+    model.chain.full_logits(windows.ids)
+    inputs = seen[0].reshape(-1, rank)
+    if family == "falcon_mamba":  # normalised behind x_proj, by a function
+        inputs = inputs * torch.rsqrt(inputs.square().mean(-1, keepdim=True) + mixer.rms_eps)
+    torch.testing.assert_close(
+        statistics.of(component.name).second_moments, inputs.T @ inputs / len(inputs), rtol=1e-3, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("family", ["jamba_experts", "granitemoehybrid", "nemotron_h"])
+def test_experts_have_their_own_moments(family: str, tmp_path: Path) -> None:
+    model, windows = _opened(family), _windows(6, 60)
+    statistics = gather(model, windows, tmp_path)
+    first = next(c for c in model.anatomy.candidates if len(c.shape) == 3)
+    experts = model.model.get_submodule(first.name.rpartition(".")[0])
+    seen: list[tuple[torch.Tensor, ...]] = []
+    experts.register_forward_pre_hook(lambda _m, args: seen.append(args))
+    model.chain.full_logits(windows.ids)
+    inputs, chosen = seen[0][0].reshape(-1, first.shape[-1]), seen[0][1].reshape(windows.tokens, -1)
+    found = statistics.of(first.name)
+    for expert in range(first.shape[0]):
+        own = inputs[(chosen == expert).any(-1)]
+        assert found.tokens[expert] == len(own) > first.shape[-1]
+        torch.testing.assert_close(found.second_moments[expert], own.T @ own / len(own), rtol=1e-3, atol=1e-4)
+
+
+def test_an_untied_embedding_has_equal_columns_and_a_note(tmp_path: Path) -> None:
+    model = _opened("mamba2")
+    statistics = gather(model, _windows(), tmp_path)
+    assert torch.equal(statistics.of("backbone.embeddings").second_moments, torch.eye(64))
+    assert "lookup table" in statistics.notes["backbone.embeddings"]
+
+
+def test_a_killed_gathering_resumes_with_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, windows = _opened("zamba2"), _windows()  # its shared block runs in layers 1 and 5
+    whole = gather(model, windows, tmp_path / "whole")
+
+    def stop(done: int, blocks: int) -> None:
+        if done == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        gather(model, windows, tmp_path / "parts", progress=stop)
+    with pytest.raises(RunError, match="stopped before"):
+        StoredStatistics.open(tmp_path / "parts", model)
+    written = (tmp_path / "parts/statistics/block-000.safetensors").stat().st_mtime_ns
+    parts = gather(model, windows, tmp_path / "parts")
+    assert (tmp_path / "parts/statistics/block-000.safetensors").stat().st_mtime_ns == written
+    for component in model.anatomy.candidates:
+        assert torch.equal(
+            parts.of(component.name).second_moments, whole.of(component.name).second_moments
+        ), component.name
+    assert parts.digest == whole.digest == StoredStatistics.open(tmp_path / "parts", model, windows).digest
+
+
+def test_weights_with_the_same_inputs_share_one_stored_matrix(tmp_path: Path) -> None:
+    gather(_opened("llama"), _windows(), tmp_path)
+    stored = load_file(tmp_path / "statistics/block-000.safetensors")
+    assert len(stored) == 4  # q, k, v together; o; gate and up together; down
+
+
+def test_statistics_of_another_model_or_text_are_refused(tmp_path: Path) -> None:
+    model = _opened("mamba")
+    gather(model, _windows(), tmp_path)
+    other = LoadedModel("mamba", Path(), tiny_model("mamba", seed=5), None)
+    with pytest.raises(RunError, match="another model"):
+        gather(other, _windows(), tmp_path)
+    with pytest.raises(RunError, match="another model"):
+        StoredStatistics.open(tmp_path, other)
+    with pytest.raises(RunError, match="another text"):
+        gather(model, _windows(seed=2), tmp_path)
+    with pytest.raises(RunError, match="another text"):
+        StoredStatistics.open(tmp_path, model, _windows(seed=2))
+    with pytest.raises(RunError, match="kl-lens calibrate"):
+        StoredStatistics.open(tmp_path / "nothing", model)
+
+
+def test_a_damaged_file_is_named_and_gathered_again(tmp_path: Path) -> None:
+    model, windows = _opened("mamba"), _windows()
+    whole = gather(model, windows, tmp_path)
+    name = "backbone.layers.1.mixer.in_proj"
+    before = whole.of(name).second_moments
+    (tmp_path / "statistics/block-001.safetensors").write_bytes(b"rubbish")
+    with pytest.raises(FormatError, match=r"block-001\.safetensors is damaged"):
+        whole.of(name)
+    assert torch.equal(gather(model, windows, tmp_path).of(name).second_moments, before)
+    (tmp_path / "statistics/statistics.json").write_text("{")
+    with pytest.raises(RunError, match="cannot be read"):
+        StoredStatistics.open(tmp_path, model)
+
+
+def test_a_component_without_statistics_is_named(tmp_path: Path) -> None:
+    statistics = gather(_opened("mamba"), _windows(), tmp_path)
+    with pytest.raises(FormatError, match="no_such"):
+        statistics.of("no_such")
+
+
+def test_activations_that_are_not_finite_name_the_component_and_the_window(tmp_path: Path) -> None:
+    model, windows = _opened("mamba"), _windows(4)
+    assert len(model.chain)  # watched while the model was whole
+    bad = int(windows.ids[2, 0])
+    windows.ids[windows.ids == bad] = bad + 1
+    windows.ids[2, 0] = bad
+    model.model.get_input_embeddings().weight.data[bad] = torch.nan
+    with pytest.raises(CheckpointError, match=r"layers\.0\.mixer\.in_proj: .* in window 2;"):
+        gather(model, windows, tmp_path)
+
+
+def test_an_expert_that_saw_few_tokens_is_filled_up_with_the_mean_of_all() -> None:
+    moments = Moments((3, 5, 2), torch.device("cpu"))
+    moments.add(torch.tensor([[2.0, 0.0]] * 3), expert=0)
+    moments.add(torch.tensor([[0.0, 4.0]]), expert=1)
+    means = gathering_module.mean_moments(moments)
+    overall = torch.tensor([[3.0, 0.0], [0.0, 4.0]])
+    assert torch.equal(means[0], torch.tensor([[4.0, 0.0], [0.0, 0.0]]))  # more tokens than columns: its own
+    assert torch.equal(means[1], (torch.tensor([[0.0, 0.0], [0.0, 16.0]]) + overall) / 2)
+    assert torch.equal(means[2], overall)  # never routed to
+
+
+def test_experts_without_enough_tokens_are_noted_and_those_without_any_refused(tmp_path: Path) -> None:
+    model = _opened("jamba_experts")
+    statistics = gather(model, _windows(1, 20), tmp_path)
+    name = next(c.name for c in model.anatomy.candidates if len(c.shape) == 3)
+    assert "filled up" in statistics.notes[name]
+    index = tmp_path / "statistics/statistics.json"
+    content = json.loads(index.read_text())
+    content["components"][name] |= {
+        "file": None,
+        "columns": None,
+        "note": "no token was routed to its experts",
+    }
+    index.write_text(json.dumps(content))
+    with pytest.raises(FormatError, match=f"{name}: no token was routed"):
+        StoredStatistics.open(tmp_path, model).of(name)
+
+
+def test_inputs_that_are_always_zero_count_alike_with_a_note(tmp_path: Path) -> None:
+    model = _opened("mamba")
+    model.model.get_submodule("backbone.layers.1.norm").weight.data.zero_()
+    statistics = gather(model, _windows(), tmp_path)
+    name = "backbone.layers.1.mixer.in_proj"
+    assert torch.equal(statistics.of(name).second_moments, torch.eye(64))
+    assert "all zero" in statistics.notes[name]
+
+
+def test_a_product_with_some_of_the_columns_only_is_not_taken_for_the_whole(tmp_path: Path) -> None:
+    model = _opened("llama")
+    layer = model.model.get_submodule("model.layers.0.mlp.down_proj")
+    layer.forward = lambda x: x[..., :48] @ layer.weight[:, :48].T + x[..., 48:] @ layer.weight[:, 48:].T
+    statistics = gather(model, _windows(), tmp_path)
+    with pytest.raises(FormatError, match=r"layers\.0\.mlp\.down_proj: used only in parts"):
+        statistics.of("model.layers.0.mlp.down_proj")
+
+
+def test_files_are_read_back_as_they_were_stored(tmp_path: Path) -> None:
+    model = _opened("mamba")
+    statistics = gather(model, _windows(), tmp_path)
+    reopened = StoredStatistics.open(tmp_path, model)
+    name = model.anatomy.head
+    assert torch.equal(statistics.of(name).second_moments, reopened.of(name).second_moments)
+    save_file({}, tmp_path / "statistics/outside.safetensors")  # whole, but without the head
+    with pytest.raises(FormatError, match="damaged"):
+        reopened.of(name)

@@ -1,0 +1,91 @@
+"""Tuning: the KL falls, the file stays as large, and the model stays as it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kl_lens.base.errors import FormatError
+from kl_lens.measuring.perturbation import Perturbation, replacements, swapped
+from kl_lens.measuring.statistics.tuning import TuningRates, _Tunable, tuned
+from kl_lens.model import LoadedModel
+from kl_lens.weights.formats.scales import scales_of, with_scales
+from kl_lens.weights.recipes import Recipe, fitting_recipe
+from tests.measuring.statistics.test_gathering import _opened, _windows
+
+RATES = TuningRates(rate=5e-3, epochs=4, batch=4, steps=1)
+
+
+def _loss(model: LoadedModel, plan: dict[str, Recipe], ids: torch.Tensor) -> float:
+    original = model.chain.full_logits(ids).log_softmax(-1)
+    with swapped(replacements(model, Perturbation(plan))):
+        student = model.chain.full_logits(ids).log_softmax(-1)
+    return float((original.exp() * (original - student)).sum(-1).mean())
+
+
+def _in_folder(family: str, folder: Path) -> LoadedModel:
+    return _opened(family).with_store(folder=folder / "weights")
+
+
+def _spelled(plan: dict[str, Recipe], made: dict, tag: str = "0a") -> dict[str, Recipe]:  # type: ignore[type-arg]
+    return {n: Recipe(r.grid.name, f"tuned-{tag}") if n in made else r for n, r in plan.items()}
+
+
+@pytest.mark.parametrize(
+    ("family", "recipe"),
+    [("mamba", "int4"), ("mamba2", "uint4-g32"), ("falcon_h1", "q4_1"), ("jamba_experts", "int4"),
+     ("llama", "affine3-g32")],
+)  # fmt: skip
+def test_the_kl_falls_and_codes_and_model_stay(family: str, recipe: str, tmp_path: Path) -> None:
+    model, windows = _in_folder(family, tmp_path), _windows(12)
+    before = {name: p.clone() for name, p in model.model.named_parameters()}
+    plan = {c.name: fitting_recipe(Recipe(recipe), c.shape)[0] for c in model.anatomy.candidates}
+    done: list[int] = []
+    made = tuned(model, plan, windows.ids, RATES, lambda step, steps: done.append(step))
+    assert done == list(range(1, 13))
+    assert all(torch.equal(p, before[name]) for name, p in model.model.named_parameters())
+    assert not any(p.requires_grad for p in model.model.parameters())
+    recipes = _spelled(plan, made)
+    for name, quantized in made.items():
+        grid, plain = plan[name].grid, model.weights.quantized(name, plan[name])
+        assert with_scales(grid, quantized, scales_of(grid, plain)).digest == plain.digest  # the same codes
+        model.weights.keep_tuned(name, recipes[name], quantized)
+        assert model.weights.digest(name, recipes[name]) == quantized.digest != plain.digest
+    assert _loss(model, recipes, windows.ids) < _loss(model, plan, windows.ids)
+
+
+@pytest.mark.parametrize("name", ["q2_k", "q3_k", "q4_k", "q6_k", "iq4_xs", "q4_1", "int4-g64", "uint4-g64"])
+def test_weights_of_the_loop_are_those_of_the_file(name: str) -> None:
+    recipe = Recipe(name)
+    quantized = recipe.grid.quantize(torch.randn(4, 512, generator=torch.Generator().manual_seed(0)))
+    weight = _Tunable(quantized, recipe)
+    assert torch.equal(weight.values(), recipe.grid.dequantize(quantized))
+    for factor in weight.factors:
+        factor.data += 0.2 * torch.randn(factor.shape, generator=torch.Generator().manual_seed(1))
+    stored = weight.stored()
+    assert torch.equal(weight.values(), recipe.grid.dequantize(stored))
+    assert stored.digest != quantized.digest
+    weight.values().square().sum().backward()
+    assert all(factor.grad is not None and factor.grad.any() for factor in weight.factors)
+
+
+def test_a_tuned_recipe_is_read_from_the_run_and_takes_factors_into_its_scales(tmp_path: Path) -> None:
+    model = _in_folder("mamba", tmp_path)
+    component = model.anatomy.candidates[1].name
+    recipe = Recipe.parse("INT4+tuned-0a")
+    assert (recipe, recipe.is_tuned, recipe.grid.name) == ("int4+tuned-0a", True, "int4")
+    with pytest.raises(FormatError, match="is not in this run; tune the plan: kl-lens plan --tune"):
+        model.weights.quantized(component, recipe)
+    plain = model.weights.quantized(component, Recipe("int4"))
+    model.weights.keep_tuned(component, recipe, plain)
+    assert model.weights.has_tuned(component, recipe)
+    doubled = model.weights.quantized(component, recipe, 2.0)
+    assert torch.equal(doubled.data, plain.data)
+    assert torch.equal(scales_of(recipe.grid, doubled)[0], 2 * scales_of(recipe.grid, plain)[0])
+    assert (
+        fitting_recipe(Recipe("q4_k", "tuned-0a"), (8, 32))[0] == "q5_0"
+    )  # of another format nothing was tuned
+    with pytest.raises(FormatError, match="this store has none"):
+        _opened("mamba").weights.keep_tuned(component, recipe, plain)

@@ -1,0 +1,252 @@
+"""A sweep in pieces, by candidates and by windows, done by any process and joined in any order, gives the same bits."""
+
+from __future__ import annotations
+
+import random
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from kl_lens.base.errors import KLLensError, RunError
+from kl_lens.measuring.engines import FastEngine, PlainEngine
+from kl_lens.measuring.perturbation import find_candidates
+from kl_lens.measuring.pieces import Layout, PieceRunner
+from kl_lens.measuring.sweep import Sweep
+from kl_lens.measuring.teacher import window_bytes
+from kl_lens.model.tasks import LanguageTask
+from kl_lens.run.folder import CALIBRATION, Run
+from kl_lens.run.merging import merge, missing
+from kl_lens.study.spreading import shard_name, share_of
+from kl_lens.weights.recipes import Recipe
+from tests.measuring.conftest import loaded, some_windows
+
+SHARDS = 16
+
+
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three windows of twenty tokens run together, so that seven are cut by windows too."""
+    monkeypatch.setattr(LanguageTask, "rows_at_once", 60)
+
+
+def contents(folder: Path) -> dict[str, list]:
+    """All that was measured, to the last bit; not how long it took."""
+    with Run.open(folder) as run:
+        tables = {
+            "samples": "SELECT * FROM samples ORDER BY role, component, format, window",
+            "windows": "SELECT * FROM windows ORDER BY role, window",
+            "order": "SELECT role, component, format FROM effort ORDER BY rowid",
+            "identity": "SELECT * FROM identity ORDER BY key",
+            "noise": "SELECT name, value FROM records WHERE kind = 'noise'",
+        }
+        return {name: run.journal.execute(query).fetchall() for name, query in tables.items()}
+
+
+def effort(folder: Path) -> float:
+    with Run.open(folder) as run:
+        return sum(m.seconds for m in run.measurements())
+
+
+def swept(folder: Path, model, windows, share=None, formats=("int4", "int8"), engine="fast") -> Path:
+    with Run.create(folder) as run:
+        candidates, _ = find_candidates(model.anatomy, [Recipe(name) for name in formats])
+        Sweep(model, run, engine, share=share).measure(candidates, windows)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
+    """The sweep in one process, and in sixteen shares."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LanguageTask, "rows_at_once", 60)
+        folder, model, windows = tmp_path_factory.mktemp("shards"), loaded("mamba"), some_windows(7, 20)
+        whole = swept(folder / "whole", model, windows)
+        parts = [
+            swept(folder / shard_name(index, SHARDS), model, windows, (index, SHARDS))
+            for index in range(1, SHARDS + 1)
+        ]
+    return whole, parts
+
+
+def test_shares_in_any_order_give_the_sweep_of_one_process_to_the_last_bit(shards, tmp_path) -> None:
+    whole, parts = shards
+    run = tmp_path / "run"
+    order = random.Random(3).sample(parts, len(parts))
+    joined, refused = merge(run, order)
+    assert not refused
+    assert contents(run) == contents(whole)
+    assert sum(j.taken for j in joined) == len(contents(whole)["samples"])
+    assert effort(run) == pytest.approx(sum(effort(part) for part in parts))
+
+
+def test_joining_again_changes_nothing(shards, tmp_path) -> None:
+    whole, parts = shards
+    run = tmp_path / "run"
+    merge(run, parts[8:])
+    with Run.open(run) as half:
+        assert missing(half) > 0
+    merge(run, parts)
+    before, seconds = contents(run), effort(run)
+    joined, refused = merge(run, random.Random(1).sample(parts, len(parts)))
+    assert not refused
+    assert (sum(j.taken for j in joined), sum(j.differing for j in joined)) == (0, 0)
+    assert (contents(run), effort(run)) == (before, seconds)
+    assert before == contents(whole)
+    with Run.open(run) as joined_run:
+        assert missing(joined_run) == 0
+
+
+def test_a_share_has_windows_that_do_not_begin_at_zero(shards) -> None:
+    with Run.open(shards[1][-1]) as run:
+        windows = {window for done in run.measured_windows(CALIBRATION).values() for window in done}
+    assert windows
+    assert 0 not in windows
+
+
+def _cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def _other_bytes(path: Path) -> None:
+    connection = sqlite3.connect(path)
+    with connection:
+        connection.execute("UPDATE samples SET token_kl = zeroblob(length(token_kl))")
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    "damage", [_cut_short, _other_bytes, lambda path: path.write_bytes(b"no journal" * 100)]
+)
+def test_a_damaged_share_is_refused_by_name_and_the_others_are_joined(shards, tmp_path, damage) -> None:
+    whole, parts = shards
+    broken = tmp_path / "05-of-16"
+    broken.mkdir()
+    damaged = broken / "run.sqlite"
+    with sqlite3.connect(parts[4] / "run.sqlite") as source, sqlite3.connect(damaged) as copy:
+        source.backup(copy)
+    damage(damaged)
+    run = tmp_path / "run"
+    others = [part for part in parts if part is not parts[4]]
+    joined, refused = merge(run, [broken, *others])
+    assert list(refused) == [str(broken)]
+    assert str(damaged) in refused[str(broken)]
+    assert "\n" not in refused[str(broken)]
+    assert [j.source for j in joined] == others
+    assert set(contents(run)["samples"]) < set(contents(whole)["samples"])
+    merge(run, [parts[4]])
+    assert contents(run) == contents(whole)
+
+
+def test_shares_of_another_text_model_or_meaning_are_refused_by_name(shards, tmp_path, monkeypatch) -> None:
+    _, parts = shards
+    other_text = swept(tmp_path / "00-text", loaded("mamba"), some_windows(7, 20, seed=2), (1, 16))
+    other_model = swept(tmp_path / "00-model", loaded("mamba2"), some_windows(7, 20), (1, 16))
+    empty = tmp_path / "empty"
+    Run.create(empty).close()
+    monkeypatch.setattr("kl_lens.run.folder.METRICS_VERSION", 0)
+    other_meaning = swept(tmp_path / "00-meaning", loaded("mamba"), some_windows(7, 20), (1, 16))
+    monkeypatch.undo()
+    strangers = {
+        other_text: "calibration text has seed 1, now it is 2",
+        other_model: "another model",
+        other_meaning: "metrics_version is 0 there and 1 now",
+        empty: "holds no measurements",
+        tmp_path / "nowhere": "has no run",
+        tmp_path / "run": "is the run itself",
+    }
+    joined, refused = merge(tmp_path / "run", [*strangers, *parts])
+    assert [j.source for j in joined] == parts
+    assert set(refused) == {str(path) for path in strangers}
+    for path, reason in strangers.items():
+        assert reason in refused[str(path)]
+
+
+def test_numbers_that_differ_are_kept_and_counted(shards, tmp_path) -> None:
+    _, parts = shards
+    run = tmp_path / "run"
+    merge(run, [parts[0]])
+    before = contents(run)
+    model = loaded("mamba")
+    same = swept(tmp_path / "plain", model, some_windows(7, 20), engine="plain")
+    joined, refused = merge(run, [same])
+    assert not refused
+    assert joined[0].differing > 0
+    assert set(before["samples"]) < set(contents(run)["samples"])
+
+
+@pytest.mark.parametrize("engine", [FastEngine, PlainEngine])
+@pytest.mark.parametrize("count", [1, 2, 5, 16, 400])
+def test_every_piece_is_in_one_share_and_shares_are_even(mamba, engine, count: int) -> None:
+    candidates, _ = find_candidates(mamba.anatomy, [Recipe("int4")])
+    layout = Layout.of(engine(mamba), candidates, some_windows(7, 20).ids)
+    costs = [float(1 + index % 3) for index in range(len(candidates))]
+    seen: list[tuple[int, int]] = []
+    work = []
+    for index in range(1, count + 1):
+        pieces = layout.share(costs, index, count)
+        seen += [(w, i) for p in pieces for w in p.windows for group in p.groups for i in group]
+        work.append(sum(piece.work for piece in pieces))
+    assert sorted(seen) == [(w, i) for w in range(7) for i in range(len(candidates))]
+    largest = max(sum(costs[i] for i in group) for group in layout.groups) * layout.batch
+    assert max(work) <= sum(costs) * 7 / count + largest
+    spread = layout.spread(costs, count)
+    taken = [(w, i) for p in spread for w in p.windows for group in p.groups for i in group]
+    assert sorted(taken) == sorted(seen)
+    assert sum(piece.noise for piece in spread) == 1
+
+
+def test_processes_that_share_the_memory_keep_fewer_windows_and_compute_alike(mamba, monkeypatch) -> None:
+    # On ARM, copies of weights would take a part of the budget.
+    monkeypatch.setattr("kl_lens.measuring.engines.gains_by_input_major", lambda _: False)
+    ids, candidates = some_windows(24, 20).ids, find_candidates(mamba.anatomy, [Recipe("int4")])[0]
+    engine = FastEngine(mamba)
+    width, vocabulary = mamba.chain.head.weight.shape[1], engine.vocabulary
+    budget = 2 * 13 * window_bytes(mamba.chain, 20, width, vocabulary)  # half of it is for states
+    alone, *others = (PieceRunner(FastEngine(mamba, budget), candidates, ids, n).layout for n in (1, 2, 16))
+    assert (alone.batch, alone.slab) == (3, 12)
+    assert [each.slab for each in others] == [6, 3], "a whole batch at the least"
+    assert all(each == alone for each in others)
+
+
+@pytest.mark.parametrize(
+    ("variables", "share"),
+    [
+        ({"ID": "3", "COUNT": "16"}, (3, 16)),
+        ({"ID": "0", "COUNT": "16", "MIN": "0"}, (1, 16)),
+        ({"ID": "15", "COUNT": "16", "MIN": "0", "MAX": "15"}, (16, 16)),
+        ({"ID": "14", "COUNT": "3", "MIN": "10", "STEP": "2"}, (3, 3)),
+    ],
+)
+def test_a_slurm_array_says_which_share(variables, share) -> None:
+    environment = {f"SLURM_ARRAY_TASK_{name}": value for name, value in variables.items()}
+    assert share_of("slurm", environment) == share
+
+
+@pytest.mark.parametrize(
+    ("text", "variables", "message"),
+    [
+        ("17/16", {}, "write 3/16"),
+        ("0/16", {}, "write 3/16"),
+        ("three", {}, "write 3/16"),
+        ("slurm", {}, "SLURM_ARRAY_TASK_ID is not set"),
+        ("slurm", {"ID": "3"}, "SLURM_ARRAY_TASK_COUNT is not set"),
+        ("slurm", {"ID": "7", "COUNT": "3", "MIN": "1"}, "task 7 does not belong to 3 tasks"),
+    ],
+)
+def test_invalid_shards_are_refused(text, variables, message) -> None:
+    environment = {f"SLURM_ARRAY_TASK_{name}": value for name, value in variables.items()}
+    with pytest.raises(KLLensError, match=message):
+        share_of(text, environment)
+
+
+def test_a_killed_share_goes_on_and_gives_the_same_bits(shards, tmp_path) -> None:
+    _, parts = shards
+    copy, model, windows = tmp_path / "share", loaded("mamba"), some_windows(7, 20)
+    swept(copy, model, windows, (5, SHARDS))
+    with sqlite3.connect(copy / "run.sqlite") as connection:
+        connection.execute("DELETE FROM samples WHERE format = 'int8'")
+    swept(copy, model, windows, (5, SHARDS))
+    assert contents(copy)["samples"] == contents(parts[4])["samples"]
+    with pytest.raises(RunError, match="another"):
+        swept(copy, loaded("mamba2"), windows, (5, SHARDS))

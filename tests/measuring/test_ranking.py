@@ -1,0 +1,113 @@
+"""Ranking: τ is near one where a metric tells the truth, and noise is called noise."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from kl_lens.base.errors import RunError
+from kl_lens.measuring.correlation import rank
+from kl_lens.run.folder import CALIBRATION, EVALUATION, Run
+from kl_lens.run.samples import WindowMetrics
+
+
+def _window(index: int, kl: float, damage: float, error: float) -> WindowMetrics:
+    token_kl = np.full(10, kl, np.float32).tobytes()
+    return WindowMetrics(index, 10, 10, 10 * kl, 11 * kl, 10 * error, 1000.0, 10 * damage, 9.0, token_kl)
+
+
+def _run(tmp_path, damage_noise: float, candidates: int = 12) -> Run:
+    """Damage equal to KL up to noise; squared errors that rank the other way round."""
+    random = np.random.default_rng(0)
+    run = Run.create(tmp_path)
+    run.identify({"model": "m", "model_type": "mamba", "head": "head", "embedding": "e", "components": []})
+    for role, seed in ((CALIBRATION, 1), (EVALUATION, 2)):
+        run.identify_text(role, {"length": 10, "seed": seed}, [f"{role}{w}" for w in range(20)])
+    run.store_teacher(EVALUATION, [(w, 10, 20.0) for w in range(20)])
+    for index in range(candidates):
+        name, kl = ("head" if index == 0 else f"c{index}"), 0.01 * (index + 1)
+        calibration = [_window(w, kl, 0.0, 1.0 / (index + 1)) for w in range(20)]
+        held_out = [_window(w, kl, kl + damage_noise * random.normal(), 1.0) for w in range(20)]
+        run.store_samples(CALIBRATION, name, "int4", calibration, 1.0, "float32")
+        run.store_samples(EVALUATION, name, "int4", held_out, 1.0, "float32")
+    return run
+
+
+def _tau(ranking, metric: str, with_head: bool = True) -> float:
+    wanted = ("perplexity", metric, with_head)
+    (tau,) = {c.tau for c in ranking.correlations if (c.damage, c.metric, c.with_head) == wanted}
+    return tau
+
+
+def test_a_metric_that_orders_like_the_damage_has_tau_one(tmp_path) -> None:
+    with _run(tmp_path, damage_noise=0.001) as run:
+        ranking = rank(run)
+    assert _tau(ranking, "kl_teacher_to_student") == pytest.approx(1.0)
+    assert _tau(ranking, "mse") == pytest.approx(-1.0)
+    assert _tau(ranking, "sqnr_db") == pytest.approx(-1.0), "larger is better: turned round before comparing"
+    assert {c.candidates for c in ranking.correlations} == {12, 11}, "with and without the head"
+    assert not any(r.is_noisy for r in ranking.reliabilities)
+    assert ranking.perplexity == pytest.approx(np.exp(2.0))
+
+
+def test_divergence_is_a_damage_that_noise_in_the_labels_does_not_touch(tmp_path) -> None:
+    with _run(tmp_path, damage_noise=2.0) as run:
+        ranking = rank(run)
+    taus = {
+        c.tau for c in ranking.correlations if (c.damage, c.metric) == ("divergence", "kl_teacher_to_student")
+    }
+    assert min(taus) == pytest.approx(1.0)
+
+
+def test_intervals_contain_tau_and_p_values_are_small(tmp_path) -> None:
+    with _run(tmp_path, damage_noise=0.05) as run:
+        ranking = rank(run)
+    for correlation in ranking.correlations:
+        if correlation.metric == "delta_cross_entropy":
+            continue  # zero for every candidate of this fixture: nothing to order
+        assert correlation.low - 1e-9 <= correlation.tau <= correlation.high + 1e-9
+    best = [c for c in ranking.correlations if c.metric == "kl_teacher_to_student" and c.with_head]
+    assert all(c.p_value < 0.01 for c in best)
+
+
+def test_noise_is_called_noise(tmp_path) -> None:
+    with _run(tmp_path, damage_noise=2.0) as run:
+        ranking = rank(run)
+    assert all(r.is_noisy for r in ranking.reliabilities)
+    assert all(abs(r.split_half_tau) < 0.8 for r in ranking.reliabilities)
+
+
+def test_restricted_calibration_uses_the_first_windows(tmp_path) -> None:
+    with _run(tmp_path, damage_noise=0.001) as run:
+        labels = {c.calibration for c in rank(run).correlations}
+    assert labels == {
+        "in domain, 20 of 20 windows",
+        "in domain, 2 of 20 windows",
+        "in domain, 1 of 20 windows",
+    }
+
+
+def test_other_calibration_texts_stand_beside(tmp_path) -> None:
+    with _run(tmp_path, damage_noise=0.001) as run:
+        run.identify_text("calibration:novels", {"length": 10, "seed": 1}, ["x"])
+        for index in range(12):
+            name = "head" if index == 0 else f"c{index}"
+            run.store_samples(
+                "calibration:novels", name, "int4", [_window(0, 1.0 / (index + 1), 0, 1)], 1.0, "float32"
+            )
+        novels = [c for c in rank(run).correlations if c.calibration.startswith("novels")]
+    assert {round(c.tau, 6) for c in novels if c.metric == "kl_teacher_to_student"} == {-1.0}
+
+
+def test_the_result_is_plain_json(tmp_path) -> None:
+    with _run(tmp_path, damage_noise=0.001) as run:
+        data = json.loads(json.dumps(rank(run).to_json()))
+    assert len(data["points"]) == 12
+    assert data["points"][0]["delta_perplexity"]["value"] > 0
+
+
+def test_without_damage_there_is_nothing_to_rank(tmp_path) -> None:
+    with Run.create(tmp_path) as run, pytest.raises(RunError, match="kl-lens rank"):
+        rank(run)

@@ -1,0 +1,142 @@
+"""A real Ray cluster of two nodes: equal to the last bit, whatever is killed."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+ray = pytest.importorskip("ray", reason="needs kl-lens[ray]")
+
+import psutil  # noqa: E402
+
+from kl_lens.base.environment import for_child  # noqa: E402
+from kl_lens.base.errors import KLLensError  # noqa: E402
+from kl_lens.measuring.sweep import Progress  # noqa: E402
+from kl_lens.measuring.workers import _RAY_SETTINGS, hired  # noqa: E402
+from tests.measuring.conftest import some_windows  # noqa: E402
+from tests.measuring.test_pieces import contents  # noqa: E402
+from tests.measuring.test_workers import World, samples_in, script  # noqa: E402
+
+KILLS, EVERY = 10, 5  # workers, each after so many commits more (there are 68)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """Windows of 512 tokens, of which eight run together: six batches."""
+    return World.made(tmp_path_factory.mktemp("world"), some_windows(48, 512))
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    from ray.cluster_utils import Cluster
+
+    for name, value in _RAY_SETTINGS.items():
+        os.environ.setdefault(name, value)
+    nodes = _patiently(lambda: Cluster(initialize_head=True, head_node_args={"num_cpus": 1}))
+    _patiently(lambda: nodes.add_node(num_cpus=1))
+    yield nodes
+    nodes.shutdown()
+
+
+def _patiently(start: Callable[[], Any], times: int = 5) -> Any:
+    """Ray gives a node half a minute to start, which a busy machine may not keep."""
+    for left in reversed(range(times)):
+        try:
+            return start()
+        except Exception as error:
+            if not left or "timed out during startup" not in str(error):
+                raise
+    return None
+
+
+def actors() -> list[psutil.Process]:
+    """The processes of actors that are there, on whichever node."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if any("ray::Worker" in word for word in process.info["cmdline"] or []):
+            found.append(process)
+    return found
+
+
+def test_two_nodes_give_the_sweep_of_one_process_to_the_last_bit(cluster, world: World, tmp_path) -> None:
+    with hired(world.order, 2, cluster.address) as workers:
+        world.swept(tmp_path, workers)
+        assert len({node["NodeID"] for node in ray.nodes() if node["Alive"]}) == 2
+    assert contents(tmp_path) == world.whole
+
+
+def test_workers_killed_at_random_moments(cluster, world: World, tmp_path) -> None:
+    """Ten times, each a moment after something was committed: nothing of that is lost, and all is done."""
+    moments, said = random.Random(0), list[str]()
+    commits, killed = count(1), list[int]()
+
+    def kill(work: float, what: str) -> None:
+        """The driver waits meanwhile, so that no sweep is over before its kills."""
+        if next(commits) % EVERY or len(killed) == KILLS:
+            return
+        time.sleep(moments.uniform(0.0, 1.0))
+        while not (alive := actors()):
+            time.sleep(0.1)
+        victim = moments.choice(alive)
+        victim.kill()
+        victim.wait(60)
+        killed.append(victim.pid)
+
+    with hired(world.order, 2, cluster.address, say=said.append) as workers:
+        world.swept(tmp_path, workers, Progress(advanced=kill))
+    print(f"killed {len(killed)} workers after {next(commits)} commits; {len(said)} lines: {said}")
+    assert len(set(killed)) == KILLS
+    assert sum("a worker died" in line and "starting another" in line for line in said) == KILLS
+    assert contents(tmp_path) == world.whole
+
+
+def test_a_node_that_leaves_is_done_without(cluster, world: World, tmp_path) -> None:
+    node = _patiently(lambda: cluster.add_node(num_cpus=1))
+    left: list[Any] = []
+
+    def leave(work: float, what: str) -> None:
+        if not left:
+            left.append(node)
+            cluster.remove_node(node, allow_graceful=False)
+
+    with hired(world.order, 3, cluster.address) as workers:
+        world.swept(tmp_path, workers, Progress(advanced=leave))
+    assert left
+    assert contents(tmp_path) == world.whole
+
+
+def test_a_killed_driver_resumes(cluster, world: World, tmp_path) -> None:
+    command = script(world, tmp_path, cluster.address)
+    driver = subprocess.Popen(command, stdout=subprocess.PIPE, env=for_child())
+    while driver.poll() is None and samples_in(tmp_path / "run") < 50:
+        time.sleep(0.05)
+    driver.kill()
+    driver.wait()
+    assert driver.returncode == -signal.SIGKILL
+    there = samples_in(tmp_path / "run")
+    assert 50 <= there < len(world.whole["samples"])
+    again = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=for_child())
+    assert int(again.stdout) == len(world.whole["samples"]) - there
+    assert contents(tmp_path / "run") == world.whole
+
+
+def test_an_address_without_a_cluster_is_one_line(world: World) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        nobody = f"127.0.0.1:{unused.getsockname()[1]}"
+    for address in (nobody, "head"):
+        with (
+            pytest.raises(KLLensError, match=f"--ray {address}: no cluster answers there .* give HOST:PORT"),
+            hired(world.order, 1, address),
+        ):
+            raise AssertionError("it was opened")

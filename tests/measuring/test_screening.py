@@ -1,0 +1,90 @@
+"""Predictions of what candidates lose."""
+
+from __future__ import annotations
+
+import pytest
+
+from kl_lens.measuring.perturbation import Candidate
+from kl_lens.measuring.pieces import key_of
+from kl_lens.measuring.screening import ALIKE, Screen, is_worth_it
+from kl_lens.run.records import Component
+from kl_lens.weights.recipes import Recipe
+
+ERRORS = {"q4_k": 16.0, "q5_k": 4.0, "q6_k": 1.0, "q8_0": 0.1}
+MENU = [Recipe("q4_k", "gptq"), Recipe("q5_k", "gptq"), Recipe("q6_k", "gptq"), Recipe("q8_0")]
+
+
+def component(index: int, kind: str) -> Component:
+    name = f"layers.{index}.{kind}"
+    return Component(name, f"{name}.weight", kind, "ssm", index, (256, 256), 256 * 256)
+
+
+@pytest.fixture
+def candidates() -> list[Candidate]:
+    return [
+        Candidate(component(i, kind), r) for i in range(5) for kind in ("in_proj", "out_proj") for r in MENU
+    ]
+
+
+def error(candidate: Candidate) -> float:
+    better = 0.5 if candidate.recipe.method == "gptq" else 1.0
+    return better * ERRORS[candidate.recipe.grid.name] * (1 + (candidate.component.block or 0))
+
+
+def kl(candidate: Candidate) -> float:
+    """A sensitivity of each component times its error."""
+    return 1e-4 * (3 + (candidate.component.block or 0)) ** 2 * error(candidate)
+
+
+def test_predictions_follow_errors(candidates: list[Candidate]) -> None:
+    screen = Screen(candidates)
+    assert len(screen.first) == 10  # one anchor each
+    assert {c.recipe.method for c in screen.first} == {"imatrix"}
+    errors = {key_of(c): error(c) for c in screen.needed}
+    first = {key_of(c): kl(c) for c in screen.first}
+    predicted = screen.predicted(errors, first, {})
+    assert predicted == pytest.approx({key_of(c): kl(c) for c in candidates})
+
+
+def test_formats_that_take_no_importance_are_screened_without_it(candidates: list[Candidate]) -> None:
+    integers = [Candidate(c.component, Recipe("int4-g64", "gptq")) for c in candidates if c.recipe == MENU[0]]
+    assert {c.recipe for c in Screen(integers).first} == {Recipe("int4-g64")}
+
+
+def test_what_was_measured_corrects_its_component_and_its_kind(candidates: list[Candidate]) -> None:
+    screen = Screen(candidates)
+    errors = {key_of(c): error(c) for c in screen.needed}
+    first = {key_of(c): kl(c) for c in screen.first}
+
+    def truth(candidate: Candidate) -> float:
+        """Activations add to q6_k in `out_proj`, and one component is more sensitive than its anchor says."""
+        name, recipe = key_of(candidate)
+        rounded = 3.0 if recipe.grid.name == "q6_k" and candidate.component.kind == "out_proj" else 1.0
+        return kl(candidate) * rounded * (2.0 if name == "layers.1.out_proj" else 1.0)
+
+    some = [c for c in candidates if c.recipe.grid.name in ("q5_k", "q6_k") and c.component.block != 4]
+    predicted = screen.predicted(errors, first, {key_of(c): truth(c) for c in some})
+    assert predicted == pytest.approx({key_of(c): truth(c) for c in candidates})
+
+
+def test_only_clear_losers_of_no_fewer_bytes_are_left_out(candidates: list[Candidate]) -> None:
+    both = [*candidates, Candidate(candidates[0].component, Recipe("q4_k"))]
+    errors = {key_of(c): error(c) for c in both}
+    assert Screen(both).undominated(errors) == candidates
+    near = errors | {key_of(both[-1]): 1.1 * errors[key_of(both[0])]}
+    assert Screen(both).undominated(near) == both
+
+
+def test_small_menus_are_not_screened(candidates: list[Candidate]) -> None:
+    small = [c for c in candidates if c.recipe.grid.name != "q8_0"]
+    assert not is_worth_it(small, with_a_limit=True)
+    assert is_worth_it(candidates, with_a_limit=True)
+    assert not is_worth_it(candidates, with_a_limit=False)  # one recipe per format: none can lose to another
+
+
+def test_in_a_deep_model_some_components_stand_for_others_of_their_kind() -> None:
+    deep = [Candidate(component(i, kind), r) for i in range(20) for kind in ("in", "out") for r in MENU]
+    screen = Screen(deep)
+    assert len(screen.needed) == 2 * (ALIKE * len(MENU) + 20)  # and every anchor
+    errors = screen.completed({key_of(c): error(c) for c in screen.needed})
+    assert errors == pytest.approx({key_of(c): error(c) for c in (*deep, *screen.first)})

@@ -1,0 +1,399 @@
+"""More model than memory: weights that stay on disk give the numbers of weights in memory, to the last bit."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kl_lens.base.errors import CheckpointError, RunError
+from kl_lens.evaluation.torch_session import TorchSession
+from kl_lens.measuring.choosing import engine_for
+from kl_lens.measuring.joint import PlanMeter
+from kl_lens.measuring.perturbation import Candidate, Perturbation, find_candidates
+from kl_lens.measuring.spilling import StateRoom
+from kl_lens.measuring.statistics import gather
+from kl_lens.measuring.streamed import StreamedEngine
+from kl_lens.measuring.sweep import Progress, Sweep
+from kl_lens.model import LoadedModel, States, load, opening
+from kl_lens.model.files import read_config
+from kl_lens.model.residency import BLOCKS_AT_ONCE
+from kl_lens.model.tasks import LanguageTask
+from kl_lens.run.folder import CALIBRATION, Run
+from kl_lens.run.journal import FILE
+from kl_lens.run.records import Estimate, Plan
+from kl_lens.run.samples import WindowMetrics
+from kl_lens.study.autopsy import AutopsySettings
+from kl_lens.study.evaluate import EvaluateSettings
+from kl_lens.study.events import Events
+from kl_lens.study.export import ExportSettings
+from kl_lens.study.measure import MeasureSettings
+from kl_lens.study.plan_settings import PlanSettings
+from kl_lens.study.workbench import Workbench
+from kl_lens.targets import deployed, export
+from kl_lens.weights.recipes import Recipe
+from tests.families import CONFIGS
+from tests.forking import Forks
+from tests.measuring.conftest import some_windows
+from tests.measuring.test_pieces import contents
+
+LITTLE = 10  # bytes: not even the head stays in memory
+# Tied and untied heads, blocks that share weights, mixtures of experts, what passes between blocks besides states.
+QUICK = ("mamba", "zamba2", "jamba_experts", "gemma2")
+FAMILIES = [
+    pytest.param(f, marks=() if f in QUICK else pytest.mark.slow) for f in [*CONFIGS, "lfm2_moe", "gpt2"]
+]
+
+
+@pytest.fixture(autouse=True)
+def _two_windows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LanguageTask, "rows_at_once", 40)
+
+
+def _on_disk(folder: Path, budget: int = LITTLE) -> LoadedModel:
+    model = load(folder, weights="disk", memory_budget=budget)
+    assert model.residency is not None
+    return model
+
+
+def _matrices(model: LoadedModel) -> dict[str, bool]:
+    """Every matrix, and whether it is in memory."""
+    named = model.model.named_parameters()
+    return {name: not bool(p.isnan().any()) for name, p in named if p.dim() > 1}
+
+
+def _measured(
+    model: LoadedModel, perturbations: list[Perturbation], budget: int, spills: bool | None = None, target: str = ""
+) -> list[list[WindowMetrics]]:  # fmt: skip
+    windows = some_windows(3, 20)
+    engine = engine_for("fast", model, windows.ids, budget, deployed(target or None))
+    assert isinstance(engine, StreamedEngine) == (model.residency is not None)
+    engine.spills = spills  # type: ignore[attr-defined]
+    results: list[list[WindowMetrics]] = [[] for _ in perturbations]
+    for slab in engine.slabs(windows.ids):
+        engine.prepare(windows.ids[slab.start : slab.stop])
+        for metrics, more in zip(results, engine.measure(perturbations), strict=True):
+            metrics += [replace(window, window=slab.start + window.window) for window in more]
+    return results
+
+
+def _table(run: Run) -> dict[tuple[str, str], dict[str, Estimate]]:
+    return {(m.component, m.format): m.metrics for m in run.measurements()}
+
+
+def _candidates(model: LoadedModel, pattern: str = "") -> list[Candidate]:
+    return find_candidates(model.anatomy, [Recipe("int4"), Recipe("int8")], pattern)[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_on_disk_gives_the_numbers_of_one_in_memory(family: str, saved) -> None:
+    folder = saved(family)
+    memory, disk = load(folder), _on_disk(folder)
+    assert disk.fingerprint == memory.fingerprint
+    assert disk.anatomy == memory.anatomy
+    candidates = _candidates(memory)
+    # Every kind of component (the embedding comes first, an untied head last), a block of two that run stacked.
+    some = [candidates[0], *candidates[:: max(1, len(candidates) // 8)], *candidates[4:6], candidates[-1]]
+    perturbations = [candidate.perturbation for candidate in dict.fromkeys(some)]
+    assert _measured(disk, perturbations, 10**9) == _measured(memory, perturbations, 10**9)
+    assert not any(_matrices(disk).values()), "what is not in use is not in memory"
+
+
+def test_little_memory_makes_slabs_waves_and_files_not_other_numbers(saved, monkeypatch) -> None:
+    folder = saved("zamba2")
+    memory, disk = load(folder), _on_disk(folder)
+    some = [candidate.perturbation for candidate in _candidates(memory)[::7]]
+    expected = _measured(memory, some, 10**9)
+    waves: list[int] = []
+    through = StreamedEngine._through
+    monkeypatch.setattr(
+        StreamedEngine, "_through", lambda self, wave, *rest: waves.append(len(wave)) or through(self, wave, *rest)
+    )  # fmt: skip
+    written: list[int] = []
+    close = StateRoom.__exit__
+    monkeypatch.setattr(
+        StateRoom, "__exit__", lambda room, *error: written.append(room.spilled) or close(room, *error)
+    )
+    # A third of what the weights leave is for states: twelve of two windows, four of them the teacher's.
+    assert disk.residency is not None
+    width = disk.chain.state_size // len(disk.chain)
+    weights = BLOCKS_AT_ONCE * disk.residency.block_bytes + disk.residency.resident_bytes
+    budget = 3 * 12 * 2 * 20 * width * 4 + weights + 9
+    assert _measured(disk, some, budget, spills=False) == expected
+    assert len(waves) == 3, "two slabs, the first of two waves"
+    assert not any(written)
+    waves.clear()
+    assert _measured(disk, some, budget, spills=True) == expected
+    assert len(waves) == 2, "what memory has no room for goes to a file, and along"
+    assert any(written)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_goes_straight_to_a_gpu_is_what_transformers_loads(family: str, saved) -> None:
+    folder = saved(family)
+    how = (folder, read_config(folder), torch.float32, torch.device("cpu"), False, None)
+    _, model = opening._from_disk(*how, whole=True)
+    expected, ids = load(folder), some_windows(1, 20).ids
+    assert model.state_dict().keys() == expected.model.state_dict().keys()
+    with torch.inference_mode():
+        assert torch.equal(model.eval()(ids).logits, expected.model(ids).logits)
+
+
+def test_a_block_is_there_while_it_runs_and_never_more_than_two(saved) -> None:
+    model = _on_disk(saved("mamba2"), 10**7)
+    assert _matrices(model)["backbone.embeddings.weight"], (
+        "what stands around the blocks stays where there is room"
+    )
+    read: list[str] = []
+    residency = model.residency
+    assert residency is not None
+    original = residency.tensors.read
+    residency.tensors.read = lambda name: read.append(name) or original(name)  # type: ignore[method-assign, func-returns-value]
+    there: list[set[str]] = []
+
+    def look(*_: object) -> None:
+        there.append(
+            {name.split(".")[2] for name, present in _matrices(model).items() if present and "layers" in name}
+        )
+
+    for block in model.chain.blocks:
+        block.mixer.out_proj.register_forward_pre_hook(look)  # type: ignore[union-attr, operator]
+    read.clear()
+    _measured(model, [c.perturbation for c in _candidates(model, r"layers\.[02]\.")], 10**9)
+    assert set(map(frozenset, there)) == {frozenset(str(index)) for index in range(4)}
+    once = sum(name.startswith("backbone.layers.3.") for name in read)
+    # Two forwards compare the kernels, three prove the chain, the teacher runs once, and all candidates together once.
+    assert once == 7 * len(
+        [
+            name
+            for name in residency.tensors.shapes
+            if name.startswith("backbone.layers.3.") and len(residency.tensors.shapes[name]) > 1
+        ]
+    )
+
+
+def test_weights_stored_in_half_precision_are_computed_with_in_float32(saved) -> None:
+    folder = saved("mamba2")
+    load(folder, dtype="bfloat16").model.save_pretrained(folder)
+    memory, disk = load(folder), _on_disk(folder)
+    assert memory.fingerprint == disk.fingerprint
+    some = [candidate.perturbation for candidate in _candidates(memory, "in_proj")]
+    assert _measured(disk, some, 10**9) == _measured(memory, some, 10**9)
+
+
+def test_as_deployed_and_whole_plans_are_the_same_too(saved) -> None:
+    folder = saved("zamba2")
+    memory, disk = load(folder), _on_disk(folder)
+    some = [c.perturbation for c in find_candidates(memory.anatomy, [Recipe("q8_0")])[0][::7]]
+    assert _measured(disk, some, 10**9, target="gguf") == _measured(memory, some, 10**9, target="gguf")
+    plan = {c.name: "int4" for c in memory.anatomy.candidates}
+    windows = some_windows(3, 20)
+    found, expected = (PlanMeter(model, windows).measure(plan) for model in (disk, memory))
+    assert found.windows.tolist() == expected.windows.tolist()
+    assert found.perplexity == expected.perplexity
+
+
+@pytest.mark.parametrize(
+    "family", [*(pytest.param(f, marks=pytest.mark.slow) for f in ("mamba", "zamba2")), "jamba_experts"]
+)
+def test_statistics_and_what_methods_make_of_them_are_the_same(family: str, saved, tmp_path) -> None:
+    folder = saved(family)
+    digests = []
+    for model in (load(folder), _on_disk(folder)):
+        place = tmp_path / str(model.residency is None)
+        statistics = gather(model, some_windows(3, 20), place)
+        model.weights.learn_from(statistics)
+        recipes = {c.name: Recipe("int4", "gptq") for c in model.anatomy.candidates}
+        files = {path.name: path.read_bytes() for path in (place / "statistics").iterdir()}
+        digests.append((model.weights.digests(recipes), files))
+    assert digests[0] == digests[1]
+
+
+def test_the_plain_engine_works_on_disk(saved) -> None:
+    folder = saved("mamba")
+    ids = some_windows(2, 20).ids
+    found = []
+    for model in (load(folder), _on_disk(folder)):
+        engine = engine_for("plain", model, ids)
+        engine.prepare(ids)
+        found.append(engine.measure([c.perturbation for c in _candidates(model, r"layers\.2\.mixer\.dt")]))
+    assert found[0] == found[1]
+
+
+def test_a_file_that_is_cut_short_is_named_and_the_sweep_goes_on_where_it_stopped(saved, tmp_path) -> None:
+    folder, windows = saved("mamba"), some_windows(4, 20)
+    model, budget = _on_disk(folder), 4 * 20 * 64 * 3 * 30
+    candidates = _candidates(model, r"layers\.[13]\.")
+    with Run.create(tmp_path / "whole") as run:
+        Sweep(model, run, memory_budget=budget).measure(candidates, windows)
+        whole = _table(run)
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+
+    def cut(work: float, what: str) -> None:
+        with file.open("r+b") as opened:  # the same file, as somebody's copying over it would do
+            opened.truncate(len(content) // 2)
+
+    with (
+        Run.create(tmp_path / "parts") as run,
+        pytest.raises(CheckpointError, match=r"model\.safetensors was changed"),
+    ):
+        Sweep(model, run, memory_budget=budget, progress=Progress(advanced=cut)).measure(candidates, windows)
+    file.write_bytes(content)
+    with Run.create(tmp_path / "parts") as run:
+        kept = sum(map(len, run.measured_windows(CALIBRATION).values()))
+        assert 0 < kept < len(candidates) * len(windows), "a wave was committed"
+        Sweep(_on_disk(folder), run, memory_budget=budget).measure(candidates, windows)
+        assert _table(run) == whole
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(saved, tmp_path, monkeypatch) -> None:
+    model, run_folder = _on_disk(saved("mamba")), tmp_path / "run"
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(StreamedEngine, "spills", True)
+    monkeypatch.setattr("kl_lens.measuring.spilling.os.pwrite", full)
+    with Run.create(run_folder) as run:
+        before = sorted(path.name for path in run_folder.iterdir())
+        with pytest.raises(
+            RunError, match=r"run: 0\.0 GB of states cannot be kept there \(.*No space left"
+        ) as caught:
+            Sweep(model, run, memory_budget=1000).measure(_candidates(model), some_windows(2, 20))
+        assert "\n" not in str(caught.value)
+        assert sorted(path.name for path in run_folder.iterdir()) == before
+
+
+def sweep_from_disk(folder: str, run: str, spills: bool, pieces: int) -> None:
+    """What a fork does: six slabs of two windows each; of states either several waves, or a file. Killed as it stores
+    the next piece after so many."""
+    LanguageTask.rows_at_once = 40  # type: ignore[assignment, method-assign]
+    StreamedEngine.spills = spills
+    store, left = Run.store_samples, iter(range(pieces, -1, -1))
+
+    def stored_or_killed(*arguments: object) -> None:
+        if next(left, 0) == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        store(*arguments)
+
+    Run.store_samples = stored_or_killed  # type: ignore[method-assign, assignment]
+    model = _on_disk(Path(folder))
+    with Run.create(Path(run)) as journal:
+        Sweep(model, journal, memory_budget=4 * 20 * 64 * 3 * 30).measure(
+            _candidates(model), some_windows(12, 20)
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spills", [True, False])
+def test_killed_between_pieces_it_goes_on_to_the_same_bits_and_leaves_nothing(
+    spills: bool, saved, tmp_path, monkeypatch
+) -> None:
+    model, run, elsewhere = str(saved("mamba")), tmp_path / "run", tmp_path / "temporary"
+    elsewhere.mkdir()
+    monkeypatch.setenv("TMPDIR", str(elsewhere))
+    with Forks(__name__) as forks:
+
+        def sweep(pieces: int) -> int:
+            return forks.call(f"{__name__}:sweep_from_disk", [model, str(run), spills, pieces]).code
+
+        assert sweep(10**6) == 0
+        expected, files = contents(run), {path.name for path in run.iterdir()}
+        shutil.rmtree(run)
+        stored = [0]
+        for pieces in (0, 1, 4, 0, 9):
+            assert sweep(pieces) == -signal.SIGKILL
+            left = {path.name for path in run.iterdir()}
+            assert left <= files | {f"{FILE}-wal", f"{FILE}-shm"}, "states have no name"
+            stored.append(len(contents(run)["samples"]))
+        assert stored == sorted(stored)
+        assert 0 < stored[-1] < len(expected["samples"])
+        assert sweep(10**6) == 0
+        assert contents(run) == expected
+        assert {path.name for path in run.iterdir()} == files
+        assert list(elsewhere.iterdir()) == []
+
+
+def test_states_on_disk_have_no_name_and_come_back_as_they_were(tmp_path) -> None:
+    """A file without a name is gone with its process, however that ends."""
+    hidden, carried = torch.randn(2, 3, 4), {"router": torch.arange(3), "layer": 7}
+    with StateRoom(0, tmp_path) as room:
+        for key in "abc":
+            room.put(key, States(hidden, carried))  # type: ignore[arg-type]
+        size = room.spilled
+        found = room.take("b")
+        room.put("d", States(hidden))
+        assert room.spilled == size, "places are used again"
+        assert list(tmp_path.iterdir()) == []
+    assert torch.equal(found.hidden, hidden)
+    assert found.carried["layer"] == 7  # type: ignore[index]
+    assert torch.equal(found.carried["router"], carried["router"])  # type: ignore[index, arg-type]
+
+
+def test_a_model_is_left_on_disk_where_it_does_not_fit_and_verbs_share_it_where_it_does(saved) -> None:
+    folder = saved("mamba")
+    size = sum(parameter.nbytes for parameter in load(folder).model.parameters())
+    assert load(folder, weights="auto").residency is None
+    assert load(folder, weights="auto", memory_budget=size // 2).residency is not None
+    bench = Workbench()
+    small = bench.model(MeasureSettings(model=str(folder), memory_budget=size // 2))
+    fits = bench.model(MeasureSettings(model=str(folder)))
+    assert small.residency is not None
+    assert fits.residency is None
+    assert bench.model(MeasureSettings(model=str(folder), weights="memory")) is fits
+    assert bench.model(MeasureSettings(model=str(folder), memory_budget=size // 2)) is fits, "already exists"
+    assert bench.model(MeasureSettings(model=str(folder), weights="disk")).residency is not None
+
+
+def test_verbs_that_cannot_choose_take_it_as_it_was_opened(saved) -> None:
+    bench, how = Workbench(), {"model": str(saved("mamba"))}
+    opened = bench.model(MeasureSettings(weights="disk", memory_budget=10**8, **how))
+    assert bench.model(PlanSettings(**how)) is opened
+    assert bench.model(EvaluateSettings(**how)) is opened
+    assert bench.model(ExportSettings(target="gguf", **how)) is opened
+    whole = bench.model(AutopsySettings(file=Path("some.gguf"), **how))
+    assert whole.residency is None
+    assert bench.model(ExportSettings(target="openvino", **how)) is whole
+
+
+@pytest.mark.parametrize("family", ["mamba", "zamba2", "granitemoehybrid"])
+def test_whole_plans_write_the_same_logits_and_leave_nothing_in_memory(family: str, saved) -> None:
+    folder = saved(family)
+    memory, disk = load(folder), _on_disk(folder)
+    plan = {c.component.name: c.recipe for c in find_candidates(memory.anatomy, [Recipe("q8_0")])[0]}
+    ids = some_windows(1, 20).ids[0].tolist()
+    for recipes, kernels in (({}, None), (plan, None), (plan, deployed("gguf"))):
+        found, expected = (TorchSession(m, recipes, deployed=kernels).logits(ids) for m in (disk, memory))
+        np.testing.assert_array_equal(found, expected)
+        assert not any(_matrices(disk).values())
+
+
+def test_what_needs_all_weights_at_once_says_so(saved, tmp_path) -> None:
+    pytest.importorskip("openvino", reason="needs the extra openvino")
+    with pytest.raises(CheckpointError, match="exporting to OpenVINO needs the weights in memory"):
+        export(_on_disk(saved("mamba")), Plan("fp16", {}, "a test"), "openvino", tmp_path)
+
+
+def test_pickles_are_read_whole_with_a_warning_or_refused(saved, monkeypatch) -> None:
+    folder = saved("mamba")
+    state = load(folder).model.state_dict()
+    (folder / "model.safetensors").unlink()
+    torch.save(state, folder / "pytorch_model.bin")
+    warned: list[str] = []
+    events = Events()
+    monkeypatch.setattr(events, "warn", warned.append)
+    model = Workbench(events).model(MeasureSettings(model=str(folder), memory_budget=LITTLE))
+    assert model.residency is None
+    assert len(warned) == 1
+    assert "has to be loaded whole" in warned[0]
+    assert "only safetensors can stay on disk" in warned[0]
+    with pytest.raises(CheckpointError, match="only safetensors can stay on disk"):
+        load(folder, weights="disk")

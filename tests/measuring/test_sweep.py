@@ -1,0 +1,161 @@
+"""The sweep and its journal: nothing lost, nothing repeated, nothing mixed up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kl_lens.base.errors import RunError
+from kl_lens.measuring.engines import ENGINES
+from kl_lens.measuring.perturbation import find_candidates
+from kl_lens.measuring.sweep import Progress, Sweep, windows_by_cost
+from kl_lens.run.folder import CALIBRATION, Run
+from kl_lens.weights.recipes import Recipe
+from tests.measuring.conftest import loaded, some_windows
+
+
+def _candidates(model, formats=("int4", "int8"), pattern=r"layers\.[13]\."):
+    return find_candidates(model.anatomy, [Recipe.parse(name) for name in formats], pattern)[0]
+
+
+def _table(run: Run) -> dict[tuple[str, str], dict]:
+    return {(m.component, m.format): m.metrics for m in run.measurements()}
+
+
+def test_every_candidate_is_measured_once(mamba, tmp_path) -> None:
+    with Run.create(tmp_path) as run:
+        first = Sweep(mamba, run).measure(_candidates(mamba), some_windows(6, 20))
+        assert (first.measured, first.reused) == (16 * 6, 0)
+        table = _table(run)
+        again = Sweep(mamba, run).measure(_candidates(mamba), some_windows(6, 20))
+        assert (again.measured, again.reused) == (0, 16 * 6)
+        assert _table(run) == table
+
+
+def test_an_interrupted_sweep_goes_on_and_gives_the_same_table(mamba, tmp_path) -> None:
+    windows = some_windows(6, 20)
+    with Run.create(tmp_path / "whole") as run:
+        Sweep(mamba, run).measure(_candidates(mamba), windows)
+        whole = _table(run)
+    count = 0
+
+    def stop_after_five(work: float, what: str) -> None:
+        nonlocal count
+        count += 1
+        if count == 5:
+            raise KeyboardInterrupt
+
+    with Run.create(tmp_path / "parts") as run:
+        with pytest.raises(KeyboardInterrupt):
+            Sweep(mamba, run, progress=Progress(advanced=stop_after_five)).measure(
+                _candidates(mamba), windows
+            )
+        assert len(_table(run)) == 5
+    with Run.create(tmp_path / "parts") as run:
+        result = Sweep(mamba, run).measure(_candidates(mamba), windows)
+        assert result.measured == 11 * 6
+        assert _table(run) == whole, "to the last bit"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_nan_logits_are_refused_and_never_stored(engine: str, tmp_path, monkeypatch) -> None:
+    model = loaded("mamba")
+    weight = model.model.get_parameter("backbone.norm_f.weight")
+    assert len(model.chain) == 4, "opened while it was whole"
+    with Run.create(tmp_path / "original") as run:
+        weight.data[3] = float("nan")
+        with pytest.raises(RunError, match="the original model: the logits on window 0 are NaN"):
+            Sweep(model, run, engine).measure(_candidates(model), some_windows(2, 20))
+        assert _table(run) == {}
+        weight.data[3] = 1.0
+    with Run.create(tmp_path / "candidate") as run:
+        weight_of_one = model.model.get_parameter("backbone.layers.1.mixer.dt_proj.weight")
+        broken = torch.full_like(weight_of_one, float("nan"))
+        monkeypatch.setattr("kl_lens.measuring.engines.replacements", lambda *_: [(weight_of_one, broken)])
+        with pytest.raises(RunError, match=r"layers\.1\.mixer\.\w+ int4: the logits on window 0 are NaN"):
+            Sweep(model, run, engine).measure(_candidates(model), some_windows(2, 20))
+        assert _table(run) == {}
+
+
+def test_more_windows_and_more_formats_add_to_the_run(mamba, tmp_path) -> None:
+    with Run.create(tmp_path) as run:
+        Sweep(mamba, run).measure(_candidates(mamba, ["int4"]), some_windows(4, 20))
+        more = Sweep(mamba, run).measure(_candidates(mamba, ["int4"]), some_windows(10, 20))
+        assert (more.measured, more.reused) == (8 * 6, 8 * 4)
+        both = Sweep(mamba, run).measure(_candidates(mamba), some_windows(10, 20))
+        assert (both.measured, both.reused) == (8 * 10, 8 * 10)
+        grown = _table(run)
+    with Run.create(tmp_path / "at once") as run:
+        Sweep(mamba, run).measure(_candidates(mamba), some_windows(10, 20))
+        at_once = _table(run)
+    for key, metrics in at_once.items():
+        for name, estimate in metrics.items():
+            assert grown[key][name].value == pytest.approx(estimate.value, rel=1e-4, abs=1e-9)
+
+
+def test_progress_starts_where_an_earlier_run_stopped(mamba, tmp_path) -> None:
+    seen = []
+    with Run.create(tmp_path) as run:
+        Sweep(mamba, run).measure(_candidates(mamba, ["int4"]), some_windows(4, 20))
+        progress = Progress(started=lambda total, done: seen.append(done / total))
+        Sweep(mamba, run, progress=progress).measure(_candidates(mamba), some_windows(4, 20))
+    assert seen == [pytest.approx(0.5)]
+
+
+def test_another_model_is_refused(mamba, tmp_path) -> None:
+    with Run.create(tmp_path) as run:
+        Sweep(mamba, run).measure(_candidates(mamba)[:1], some_windows(2, 20))
+        mamba.model.get_parameter("backbone.layers.0.mixer.D")[0] += 1
+        del mamba.fingerprint
+        with pytest.raises(RunError, match=r"model_fingerprint is '.*' there and '.*' now"):
+            Sweep(mamba, run).measure(_candidates(mamba)[:1], some_windows(2, 20))
+
+
+@pytest.mark.parametrize(
+    ("other", "difference"),
+    [(some_windows(2, 20, seed=2), "seed 1, now it is 2"), (some_windows(2, 21), "length 20, now it is 21")],
+)
+def test_another_text_is_refused(mamba, tmp_path, other, difference) -> None:
+    with Run.create(tmp_path) as run:
+        Sweep(mamba, run).measure(_candidates(mamba)[:1], some_windows(2, 20))
+        with pytest.raises(RunError, match=difference):
+            Sweep(mamba, run).measure(_candidates(mamba)[:1], other)
+
+
+def test_a_run_of_another_version_of_the_metrics_is_refused(mamba, tmp_path, monkeypatch) -> None:
+    with Run.create(tmp_path) as run:
+        Sweep(mamba, run).measure(_candidates(mamba)[:1], some_windows(2, 20))
+        monkeypatch.setattr("kl_lens.run.folder.METRICS_VERSION", 999)
+        with pytest.raises(
+            RunError, match="definition of the metrics: metrics_version is 1 there and 999 now"
+        ):
+            Sweep(mamba, run).measure(_candidates(mamba)[:1], some_windows(2, 20))
+
+
+def test_the_noise_floor_is_measured_and_far_below_the_signal(mamba, tmp_path) -> None:
+    with Run.create(tmp_path) as run:
+        Sweep(mamba, run).measure(_candidates(mamba), some_windows(6, 20))
+        noise = run.load("noise", CALIBRATION)["kl_teacher_to_student"]
+        smallest = min(m["kl_teacher_to_student"].value for m in _table(run).values())
+    assert 0 <= noise < smallest / 100
+
+
+def test_a_folder_without_a_run_is_one_line(tmp_path) -> None:
+    with pytest.raises(RunError, match="has no run; make one with: kl-lens measure"):
+        Run.open(tmp_path)
+    (tmp_path / "run.sqlite").write_text(
+        "something else entirely, and long enough to be no database header at all"
+    )
+    with pytest.raises(RunError, match="is not a KL Lens journal"):
+        Run.open(tmp_path)
+    with pytest.raises(RunError, match="is a file"):
+        Run.create(tmp_path / "run.sqlite")
+
+
+def test_the_default_number_of_windows_is_counted_from_their_cost(mamba, monkeypatch) -> None:
+    quick, slow = _candidates(mamba, ("int4",)), _candidates(mamba, ("int4+gptq",))
+    assert windows_by_cost(mamba, quick, 32) == 4  # quantizing is quick, so windows are few
+    monkeypatch.setattr("kl_lens.measuring.sweep.QUANTIZING", {"gptq": 1e4})
+    assert windows_by_cost(mamba, slow, 32) == 28
+    assert windows_by_cost(mamba, slow, 4096) == 4
+    assert windows_by_cost(mamba, slow, 1) == 64

@@ -1,0 +1,319 @@
+"""Workers: equal to one process to the last bit, whatever dies, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import BrokenExecutor, Future
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from kl_lens.base.environment import for_child
+from kl_lens.base.errors import KLLensError, RunError
+from kl_lens.cli.main import main
+from kl_lens.measuring.perturbation import Candidate, find_candidates
+from kl_lens.measuring.sweep import Progress, Sweep, SweepResult
+from kl_lens.measuring.workers import LEAST_OPERATIONS, Order, Worker, Workers, hired, workers_by_default
+from kl_lens.model import LoadedModel, load
+from kl_lens.model.tasks import LanguageTask
+from kl_lens.run.folder import Run
+from kl_lens.study.events import Events
+from kl_lens.study.measure import MeasureSettings
+from kl_lens.study.spreading import workers_for
+from kl_lens.text import Windows
+from kl_lens.weights.recipes import Recipe
+from tests.families import tiny_model
+from tests.measuring.conftest import some_windows
+from tests.measuring.test_pieces import contents
+
+GB = 10**9
+PAUSE = 1.0  # seconds after each of 68 commits
+
+
+@dataclass
+class World:
+    """A model in a folder that workers can open, and what its sweep gives in one process."""
+
+    model: LoadedModel
+    order: Order
+    candidates: list[Candidate]
+    windows: Windows
+    folder: Path
+    whole: dict[str, list[Any]]
+
+    @classmethod
+    def made(cls, folder: Path, windows: Windows) -> World:
+        tiny_model("mamba").save_pretrained(folder / "model")
+        world = cls.opened(folder, windows)
+        world.swept(folder / "whole", None)
+        world.whole = contents(folder / "whole")
+        return world
+
+    @classmethod
+    def opened(cls, folder: Path, windows: Windows) -> World:
+        """Without the sweep to compare with."""
+        place, how = str(folder / "model"), {"dtype": "float32", "device": "cpu"}
+        model = load(place, **how)
+        candidates = find_candidates(model.anatomy, [Recipe("int4"), Recipe("int8")])[0]
+        return cls(model, Order(place, how, model.fingerprint), candidates, windows, folder, {})
+
+    def swept(self, folder: Path, workers: Workers | None, progress: Progress | None = None) -> SweepResult:
+        with Run.create(folder) as run:
+            sweep = Sweep(self.model, run, workers=workers, progress=progress or Progress())
+            return sweep.measure(self.candidates, self.windows)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """Windows of 512 tokens, of which eight run together: other processes have our defaults, not our patches."""
+    return World.made(tmp_path_factory.mktemp("world"), some_windows(9, 512))
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """For workers in this process: three windows of twenty tokens run together."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LanguageTask, "rows_at_once", 60)
+        yield World.made(tmp_path_factory.mktemp("small"), some_windows(7, 20))
+
+
+def processes(of: psutil.Process | None = None) -> list[psutil.Process]:
+    """The processes of workers that are there."""
+    children = (of or psutil.Process()).children()
+    return [child for child in children if "multiprocessing.spawn" in " ".join(child.cmdline())]
+
+
+def test_a_worker_that_is_killed_costs_one_piece_and_a_resumed_sweep_does_the_rest(
+    world: World, tmp_path
+) -> None:
+    said: list[str] = []
+    killed: list[int] = []
+
+    def kill(work: float, what: str) -> None:
+        if not killed:
+            victim = processes()[0]
+            killed.append(victim.pid)
+            victim.kill()
+
+    with hired(world.order, 2, say=said.append) as workers:
+        assert world.swept(tmp_path, workers, Progress(advanced=kill)).measured == len(world.whole["samples"])
+        assert contents(tmp_path) == world.whole
+        assert [line for line in said if "a worker died" in line and "starting another" in line]
+        with Run.open(tmp_path) as run:
+            run.journal.execute("DELETE FROM samples WHERE component LIKE '%layers.2%'")
+            run.journal.commit()
+        resumed = world.swept(tmp_path, workers)
+        assert 0 < resumed.measured < resumed.reused
+    assert contents(tmp_path) == world.whole
+    assert not processes()
+
+
+class Inside:
+    """A worker in this process, which `dies(number, call, piece)` ends."""
+
+    made = 0
+
+    def __init__(self, world: World, order: Order, dies: Callable[[int, Any], bool]) -> None:
+        Inside.made += 1
+        self._worker, self._number, self._dies, self.dead = Worker(order), Inside.made, dies, False
+        if order == world.order:
+            self._worker._model = world.model  # opened once for all
+
+    def submit(self, *work: Any) -> Future[Any]:
+        answer = Future[Any]()
+        self.dead = self.dead or self._dies(self._number, work[-1])
+        if self.dead:
+            answer.set_exception(BrokenExecutor("out of memory"))
+        else:
+            answer.set_result(self._worker.do(*work))
+        return answer
+
+    def end(self) -> None:
+        self.dead = True
+
+
+@pytest.fixture
+def inside(small: World, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Workers, list[str]]]:
+    def workers(
+        dies: Callable[[int, Any], bool] = lambda *_: False, order: Order = small.order
+    ) -> tuple[Workers, list[str]]:
+        said: list[str] = []
+        monkeypatch.setattr(Inside, "made", 0)
+        return Workers(lambda: Inside(small, order, dies), 2, said.append), said  # type: ignore[arg-type,return-value]
+
+    return workers
+
+
+def test_pieces_of_workers_that_die_are_done_again(small: World, inside, tmp_path) -> None:
+    deaths = random.Random(5)
+    workers, said = inside(lambda number, piece: piece is not None and number <= 8 and deaths.random() < 0.3)
+    small.swept(tmp_path, workers)
+    assert Inside.made > 4
+    assert len(said) == Inside.made - 2
+    assert contents(tmp_path) == small.whole
+
+
+def test_what_no_worker_can_do_is_done_by_this_process(small: World, inside, tmp_path) -> None:
+    workers, said = inside(lambda number, piece: piece is not None)
+    small.swept(tmp_path, workers)
+    assert Inside.made == 2 + 3
+    assert "a worker died: out of memory; going on without it" in said
+    assert contents(tmp_path) == small.whole
+
+
+def test_a_process_that_computes_differently_does_not_do_it(small: World, inside, tmp_path) -> None:
+    """As if workers had another device: what they left undone is not mixed with results from here."""
+    workers, _ = inside(lambda number, piece: piece is not None and piece.groups[-1][-1] == 33)
+    begin = workers.begin
+    workers.begin = lambda job: begin(replace(job, engine="plain"))
+    with pytest.raises(
+        RunError, match=r"^\d pieces of the sweep failed on every worker: a worker died: out of"
+    ):
+        small.swept(tmp_path, workers)
+    with Run.open(tmp_path) as run:
+        assert len(run.measurements()) > 20
+    job, layout = workers._job, replace(workers._layout, batch=1)
+    assert "it would compute differently" in Worker(small.order).do(1, job, layout, None)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"fingerprint": "other"}, "has other weights there than here"),
+        ({"model": "/nowhere/at/all"}, "/nowhere/at/all"),
+        ({"version": ("9.9", 1)}, r"it has kl-lens .* the command 9\.9 \(metrics 1\)"),
+    ],
+)
+def test_workers_that_cannot_open_the_model_end_the_command_with_one_line(
+    small: World, inside, tmp_path, change, message
+) -> None:
+    workers, said = inside(order=replace(small.order, **change))
+    with pytest.raises(KLLensError, match=f"no worker could start: worker .*{message}") as raised:
+        small.swept(tmp_path, workers)
+    assert "\n" not in str(raised.value)
+    assert len(said) == 5
+
+
+@pytest.mark.parametrize(
+    ("cores", "copy", "free", "work", "count"),
+    [
+        (16, 0.3 * GB, 64 * GB, 1e14, 8),
+        (12, 0.3 * GB, 64 * GB, 1e14, 6),
+        (8, 0.3 * GB, 64 * GB, 1e14, 4),
+        (16, 1.5 * GB, 64 * GB, 1e14, 4),  # eight copies are more than the budget of 8 GB
+        (16, 0.9 * GB, 10 * GB, 1e14, 4),  # or than what is free, with what a process itself takes
+        (16, 4 * GB, 64 * GB, 1e15, 1),  # two large workers gain nothing
+        (16, 0.3 * GB, 64 * GB, 16 * LEAST_OPERATIONS - 1e9, 1),  # over before the workers have started
+        (7, 0.3 * GB, 64 * GB, 1e15, 1),
+    ],
+)
+def test_how_many_workers_a_machine_gets_by_itself(cores, copy, free, work, count) -> None:
+    assert workers_by_default(cores, int(copy), 8 * GB, int(free), work) == count
+
+
+@pytest.mark.parametrize(("count", "operations"), [(2, 0.0), (1, 1e15)])
+def test_no_worker_is_started_for_finished_work_or_for_one_process(world: World, count, operations) -> None:
+    settings = MeasureSettings(model=world.order.model, workers=count)
+    with workers_for(settings, settings, 8 * GB, world.model, operations, Events()) as workers:
+        assert workers is None
+
+
+@pytest.mark.parametrize(("count", "copy"), [(10**6, 0), (2, 10**15)])
+def test_more_than_the_machine_has_is_refused_before_anything_starts(world: World, count, copy) -> None:
+    with (
+        pytest.raises(KLLensError, match="of free memory are enough for"),
+        hired(world.order, count, copy_bytes=copy),
+    ):
+        raise AssertionError("it was opened")
+    assert not processes()
+
+
+def test_without_ray_the_command_says_what_to_install(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    (tmp_path / "text.txt").write_text("word " * 5000)
+    words = ["measure", "reference:mamba", "--text", str(tmp_path / "text.txt"), "--windows", "2"]
+    words += ["--window-length", "16", "--run", str(tmp_path / "run"), "--ray", "local"]
+    assert main(words) == 1
+    assert "--ray needs Ray; install it with: pip install 'kl-lens[ray]'" in capsys.readouterr().err
+    assert main([*words, "--shard", "1/2"]) == 1
+    assert "give only one of them" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_weights_may_stay_on_disk_there(world: World, tmp_path) -> None:
+    how = {**world.order.how, "weights": "disk", "memory_budget": 10}
+    with hired(replace(world.order, how=how), 2) as workers:
+        world.swept(tmp_path, workers)
+    assert contents(tmp_path) == world.whole
+
+
+# A script without `if __name__ == "__main__"`: workers must not run it again.
+SCRIPT = """
+import sys, time
+from pathlib import Path
+from kl_lens.measuring.sweep import Progress
+from kl_lens.measuring.workers import hired
+from tests.measuring.conftest import some_windows
+from tests.measuring.test_workers import World
+folder, windows, run, pause, *ray = sys.argv[1:]
+world = World.opened(Path(folder), some_windows(int(windows), 512))
+with hired(world.order, 2, *ray) as workers:
+    pausing = Progress(advanced=lambda work, what: time.sleep(float(pause)))
+    print(world.swept(Path(run), workers, pausing).measured)
+"""
+
+
+def script(world: World, folder: Path, *ray: str, pause: float = 0.0) -> list[str]:
+    """A command that sweeps a world with two workers into folder/run; `pause` after each commit leaves time to disturb
+    it."""
+    (folder / "script.py").write_text(SCRIPT)
+    words = [world.folder, len(world.windows), folder / "run", pause, *ray]
+    return [sys.executable, str(folder / "script.py"), *map(str, words)]
+
+
+def samples_in(folder: Path) -> int:
+    """Candidate × window pairs in a run; another process may be writing it."""
+    if not (folder / "run.sqlite").exists():
+        return 0
+    try:
+        with Run.open(folder) as run:
+            return sum(len(windows) for windows in run.measured_windows("calibration").values())
+    except Exception:  # it is just making the file
+        return 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ctrl_c")
+@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGINT])
+def test_workers_end_with_their_driver_and_what_it_committed_is_kept(world: World, tmp_path, ending) -> None:
+    driver = subprocess.Popen(
+        script(world, tmp_path, pause=PAUSE), stderr=subprocess.PIPE, env=for_child(), start_new_session=True
+    )
+    while driver.poll() is None and not samples_in(tmp_path / "run"):
+        time.sleep(0.02)
+    workers = processes(psutil.Process(driver.pid))
+    assert len(workers) == 2
+    if ending == signal.SIGKILL:
+        driver.kill()
+    else:
+        os.killpg(driver.pid, signal.SIGINT)  # as Ctrl-C does: to the driver and its workers
+    said = driver.communicate(timeout=60)[1].decode()
+    psutil.wait_procs(workers, timeout=30)
+    assert not [process for process in workers if process.is_running()]
+    if ending == signal.SIGINT:
+        assert said.count("Traceback") == 1, "the driver's own"
+        assert said.rstrip().endswith("KeyboardInterrupt")
+    there = samples_in(tmp_path / "run")
+    assert 0 < there < len(world.whole["samples"])
+    again = subprocess.run(script(world, tmp_path), stdout=subprocess.PIPE, check=True, env=for_child())
+    assert int(again.stdout) == len(world.whole["samples"]) - there
+    assert contents(tmp_path / "run") == world.whole

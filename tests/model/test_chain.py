@@ -1,0 +1,212 @@
+"""The chain: any stretch of blocks, run by itself, computes what the model computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kl_lens.base.errors import CheckpointError
+from kl_lens.model import Chain, load
+from tests.families import CONFIGS, UNUSUAL, tiny_model, token_ids
+
+LINKED = [family for family in UNUSUAL if family != "rwkv"]
+
+
+@pytest.mark.parametrize("family", [*CONFIGS, *LINKED])
+def test_two_halves_equal_the_whole(family: str) -> None:
+    model, ids = tiny_model(family), token_ids(2, 37)
+    chain = Chain(model, fast=False)
+    with torch.inference_mode():
+        expected = model(ids, use_cache=False).logits
+    calls = chain.calls(ids)
+    middle = len(chain) // 2
+    half = chain.run(calls.hidden, calls, 0, middle)
+    final = chain.run(half, calls, middle)
+    logits = chain.logits(chain.finish(final, calls))
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_our_kernels_agree_with_the_librarys(family: str) -> None:
+    model, ids = tiny_model(family), token_ids(2, 37)
+    with torch.inference_mode():
+        expected = model(ids, use_cache=False).logits
+    logits = Chain(model, fast=True).full_logits(ids)
+    # Two float32 computations of one function; deep hybrids amplify the last bits.
+    assert (logits - expected).abs().max() <= 5e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("family", [*CONFIGS, *LINKED])
+def test_stacked_copies_of_a_batch_give_each_copy_its_own_result(family: str) -> None:
+    model, ids = tiny_model(family), token_ids(2, 19)
+    chain = Chain(model)
+    calls = chain.calls(ids)
+    alone = chain.logits(chain.finish(chain.run(calls.hidden, calls, 0), calls))
+    stacked = chain.run(calls.hidden.repeat(3, 1, 1), calls, 0)
+    logits = chain.logits(chain.finish(stacked, calls))
+    for copy in logits.split(2):
+        torch.testing.assert_close(copy, alone, rtol=1e-5, atol=1e-5)
+
+
+def test_the_blocks_can_be_run_in_parts() -> None:
+    chain, ids = Chain(tiny_model("mamba")), token_ids(1, 8)
+    calls = chain.calls(ids)
+    entering = chain.run(calls.hidden, calls, 0, 3)
+    whole = chain.run(calls.hidden, calls, 0)
+    torch.testing.assert_close(chain.run(entering, calls, 3).hidden, whole.hidden)
+
+
+def test_remote_code_with_meta_tokens_runs_through_the_same_path(remote_code_folder) -> None:
+    model = load(remote_code_folder, trust_remote_code=True)
+    chain, ids = model.chain, token_ids(2, 9)
+    calls = chain.calls(ids)
+    assert calls.hidden.shape[1] == 9 + 3, "three meta tokens stand in front"
+    final = chain.run(chain.run(calls.hidden, calls, 0, 1), calls, 1)
+    logits = chain.logits(chain.finish(final, calls))
+    assert logits.shape == (2, 9, 97)
+    torch.testing.assert_close(logits, chain.full_logits(ids))
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = tiny_model("mamba2")
+    Chain(model).full_logits(token_ids(1, 5))
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_failing_block_leaves_the_model_as_it_was() -> None:
+    model = tiny_model("mamba")
+    chain = Chain(model)
+    ids = token_ids(1, 5)
+    calls = chain.calls(ids)
+    with pytest.raises(RuntimeError):
+        chain.run(torch.zeros(1, 5, 3), calls, 0)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_blocks_that_do_not_form_a_chain_are_refused() -> None:
+    class Doubling(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = torch.nn.Embedding(11, 8)
+            self.layers = torch.nn.ModuleList([torch.nn.Linear(8, 8) for _ in range(2)])
+            self.head = torch.nn.Linear(8, 11)
+
+        def get_input_embeddings(self) -> torch.nn.Module:
+            return self.embedding
+
+        def forward(self, input_ids: torch.Tensor, use_cache: bool = False) -> tuple[torch.Tensor]:
+            hidden = self.embedding(input_ids)
+            for layer in self.layers:
+                hidden = layer(2 * hidden)  # changed between blocks
+            return (self.head(hidden),)
+
+    with pytest.raises(CheckpointError, match=r"layers\.1 does not take the output of layers\.0"):
+        Chain(Doubling())
+
+
+class Linked(torch.nn.Module):
+    """Three blocks; each gives keys and values besides the hidden states, and `link` says what becomes of them."""
+
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix, self.key, self.value = (torch.nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, hidden, shared=None, notes=None):
+            own = (self.key(hidden), self.value(hidden))
+            key, value = own if shared is None else shared
+            if notes is not None:
+                notes["last"] = key = notes.get("last", 0) + key
+            return hidden + torch.tanh(self.mix(hidden)) * key.cumsum(1) + value, own
+
+    def __init__(self, link) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = torch.nn.Embedding(97, 8)
+        self.layers = torch.nn.ModuleList([self.Block() for _ in range(3)])
+        self.head = torch.nn.Linear(8, 97)
+        self.link = link
+
+    def get_input_embeddings(self) -> torch.nn.Module:
+        return self.embedding
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool = False) -> tuple[torch.Tensor]:
+        hidden, shared = self.embedding(input_ids), None
+        notes = {} if self.link == "notes" else None
+        for layer in self.layers:
+            taken = self.link(shared) if callable(self.link) and shared is not None else None
+            hidden, shared = layer(hidden, taken, notes=notes)
+        return (self.head(hidden),)
+
+
+@pytest.mark.parametrize(
+    "link", [lambda shared: (shared[0], shared[1]), "notes"], ids=["tuple", "dictionary"]
+)
+def test_what_blocks_hand_to_each_other_is_carried_along(link) -> None:
+    chain, ids = Chain(Linked(link)), token_ids(2, 12)
+    calls = chain.calls(ids)
+    half = chain.run(calls.hidden, calls, 0, 1)
+    assert half.carried, "something besides the hidden states leaves the first block"
+    for _ in range(2):  # nothing is left over from the first time
+        logits = chain.logits(chain.finish(chain.run(half, calls, 1), calls))
+        torch.testing.assert_close(logits, chain.full_logits(ids))
+    assert chain.doubt(ids) is None
+
+
+def test_what_is_changed_on_its_way_raises_a_doubt() -> None:
+    doubt = Chain(Linked(lambda shared: (2 * shared[0], shared[1]))).doubt(token_ids(2, 12))
+    assert doubt is not None
+    assert "cannot be run in parts" in doubt
+    assert "\n" not in doubt
+
+
+def test_what_the_model_keeps_for_itself_raises_a_doubt() -> None:
+    """A first block whose output the model adds behind the last: nothing that a block is called with shows it."""
+
+    class Aside(Linked):
+        def forward(self, input_ids: torch.Tensor, use_cache: bool = False) -> tuple[torch.Tensor]:
+            hidden = first = self.embedding(input_ids)
+            for index, layer in enumerate(self.layers):
+                hidden, _ = layer(hidden)
+                first = hidden if index == 0 else first
+            return (self.head(hidden + first),)
+
+    doubt = Chain(Aside(None)).doubt(token_ids(1, 12))
+    assert doubt is not None
+    assert "off by" in doubt
+
+
+def test_which_arguments_follow_the_batch_is_learnt_at_the_length_in_use() -> None:
+    """A mask for a sliding window is there only when the text is longer than the window."""
+    chain = Chain(tiny_model("mistral"))
+    for length in (5, 24):
+        ids = token_ids(2, length)
+        calls = chain.calls(ids)
+        copies = chain.run(calls.hidden.repeat(3, 1, 1), calls, 0)
+        alone = chain.run(calls.hidden, calls, 0)
+        for copy in copies.hidden.split(2):
+            torch.testing.assert_close(copy, alone.hidden, rtol=1e-5, atol=1e-5)
+
+
+def test_a_model_whose_own_forward_fails_says_so_in_one_line() -> None:
+    model = tiny_model("llama")
+    model.model.layers[1].mlp.up_proj = torch.nn.Linear(63, 96)
+    with pytest.raises(CheckpointError, match="LlamaForCausalLM: the model's own forward fails") as caught:
+        Chain(model)
+    assert "\n" not in str(caught.value)
+
+
+def test_rwkv_in_half_precision_is_refused_with_a_hint() -> None:
+    with pytest.raises(CheckpointError, match="open it in float32"):
+        Chain(tiny_model("rwkv"))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_a_head_whose_logits_the_model_widens(dtype: str) -> None:
+    assert load("reference:mamba", dtype=dtype).chain.head_scale == 1.0
+
+
+def test_auto_is_the_gpu_where_there_is_one() -> None:
+    expected = "cuda" if torch.cuda.is_available() else "cpu"
+    assert load("reference:mamba", device="auto").chain.device.type == expected

@@ -1,0 +1,223 @@
+"""Models from the hub, with the real client, from a small hub on this machine."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import huggingface_hub.file_download
+import pytest
+
+from kl_lens.base.errors import CheckpointError
+from kl_lens.base.resources import reference_path
+from kl_lens.measuring.sweep import model_identity
+from kl_lens.model import load, load_tokenizer, model_folder
+from kl_lens.model.hub import Progress, download
+from kl_lens.run.folder import Run
+from kl_lens.study.inspect import InspectSettings
+from kl_lens.study.workbench import Workbench
+from tests.hub_server import Hub
+
+SHARDED = {"max_shard_size": "100KB"}
+
+
+@pytest.fixture
+def tiny(hub: Hub, saved: Callable[..., Path]) -> Hub:
+    """`org/tiny`: sharded, with the twins and the rest that repositories collect."""
+    repository = hub.add("org/tiny", saved("llama", **SHARDED))
+    names = [name for name in repository.files if name.endswith(".safetensors")]
+    assert len(names) > 1
+    index = json.dumps({"metadata": {}, "weight_map": {"a": "pytorch_model-1-of-1.bin"}}).encode()
+    repository.files |= {
+        "pytorch_model-1-of-1.bin": b"x" * 1000,
+        "pytorch_model.bin.index.json": index,
+        "consolidated.safetensors": b"x" * 1000,
+        "onnx/config.json": b"{}",
+        "model.gguf": b"x" * 1000,
+        "README.md": b"# Tiny",
+    }
+    return hub
+
+
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+def test_only_the_files_that_are_needed_come(tiny: Hub) -> None:
+    model = load("org/tiny")
+    commit = tiny.repositories["org/tiny"].commit
+    assert (model.name, model.source) == ("org/tiny", f"org/tiny@{commit}")
+    come = {path.name for path in model.folder.iterdir()}
+    assert come == {n for n in tiny.repositories["org/tiny"].files if n.startswith(("model-", "model.safetensors"))} | {
+        "config.json", "generation_config.json", "README.md"
+    }  # fmt: skip
+    assert not {"pytorch_model-1-of-1.bin", "consolidated.safetensors", "model.gguf"} & tiny.downloaded()
+
+
+def test_a_commit_in_the_cache_asks_the_hub_nothing(tiny: Hub) -> None:
+    folder = model_folder("org/tiny")
+    tiny.requests.clear()
+    assert model_folder(f"org/tiny@{folder.name}") == folder
+    assert model_folder("org/tiny", revision=folder.name) == folder
+    assert not tiny.requests
+
+
+def test_offline_the_cache_is_used_and_a_part_is_not_taken_for_the_whole(
+    tiny: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = model_folder("org/tiny")
+    offline(monkeypatch)
+    assert model_folder("org/tiny") == folder
+    next(folder.glob("*-00002-*.safetensors")).unlink()
+    with pytest.raises(CheckpointError, match=r"org/tiny .*local hub cache as a whole.*go online once"):
+        model_folder("org/tiny")
+
+
+def test_without_a_connection_the_cache_is_used(tiny: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = model_folder("org/tiny")
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # nobody listens
+    assert model_folder("org/tiny") == folder
+    with pytest.raises(CheckpointError, match=r"org/other .*the hub cannot be reached"):
+        model_folder("org/other")
+
+
+def test_a_cut_connection_continues_where_it_was_cut(tiny: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 10_000)  # what it keeps at a time
+    name = next(n for n in tiny.repositories["org/tiny"].files if "-00002-" in n)
+    tiny.break_after[name] = 30_000
+    folder = model_folder("org/tiny")
+    content = tiny.repositories["org/tiny"].files[name]
+    assert (folder / name).read_bytes() == content
+    assert tiny.ranges == [f"{name} bytes=30000-"]
+    assert tiny.sent[name] == len(content)
+
+
+def test_after_an_interruption_finished_files_stay(tiny: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    stops = next(n for n in tiny.repositories["org/tiny"].files if "-00002-" in n)
+    original = huggingface_hub.file_download.http_get
+
+    def stopped(url: str, *words: object, **named: object) -> None:
+        if stops in url:
+            raise KeyboardInterrupt
+        original(url, *words, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(huggingface_hub.file_download, "http_get", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            model_folder("org/tiny")
+    before = dict(tiny.sent)
+    model_folder("org/tiny")
+    again = {name for name, size in tiny.sent.items() if before.get(name, 0) not in (0, size)}
+    assert stops not in before
+    assert not again, "what was whole is not sent twice"
+
+
+def test_a_run_records_the_commit_and_opens_it_again(tiny: Hub, tmp_path: Path) -> None:
+    repository = tiny.repositories["org/tiny"]
+    commit = repository.commit
+    bench = Workbench()
+    with Run.create(tmp_path / "run") as run:
+        run.identify(model_identity(bench.model(InspectSettings(model="org/tiny"))))
+        repository.files["README.md"] = b"# Changed"  # main moves on
+        assert repository.commit != commit
+        assert run.identity["source"] == f"org/tiny@{commit}"
+        again = bench.model_of(run, InspectSettings(model=None, revision="main"))  # type: ignore[arg-type]
+        assert again.folder.name == commit
+        assert again.model is bench.model(InspectSettings(model="org/tiny")).model, "opened once"
+
+
+def test_progress_is_shown(tiny: Hub) -> None:
+    seen: list[tuple[str, float]] = []
+
+    @contextmanager
+    def watch(title: str) -> Iterator[Progress]:
+        yield SimpleNamespace(
+            started=lambda total, done: seen.append((title, total)), advanced=lambda *_: None
+        )
+
+    folder = download("org/tiny", watch=watch)
+    index = folder / "model.safetensors.index.json"  # it had to be read to know the shards
+    assert seen == [
+        ("downloading org/tiny", sum(f.stat().st_size for f in folder.iterdir()) - index.stat().st_size)
+    ]
+    download("org/tiny", watch=watch)
+    assert len(seen) == 1, "nothing to come"
+
+
+def test_a_renamed_repository_goes_by_its_new_name(tiny: Hub) -> None:
+    tiny.add("old/name", renamed_to="org/tiny")
+    model = load("old/name")
+    assert model.source == f"org/tiny@{tiny.repositories['org/tiny'].commit}"
+
+
+def test_a_revision_may_stand_behind_the_name(tiny: Hub) -> None:
+    tiny.repositories["org/tiny"].tags["v1"] = tiny.repositories["org/tiny"].commit
+    assert model_folder("org/tiny@v1") == model_folder("org/tiny", revision="v1")
+    with pytest.raises(CheckpointError, match="org/tiny@v1 and --revision v2: give only one"):
+        model_folder("org/tiny@v1", revision="v2")
+    with pytest.raises(CheckpointError, match="org/tiny has no revision 'v9'"):
+        model_folder("org/tiny@v9")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("org/missing", r"org/missing: no such folder here and no such repository on the hub \(private ones"),
+        ("org/private", r"org/private: no such folder here and no such repository on the hub \(private ones"),
+        ("org/gated", r"org/gated is gated; accept its terms on the hub and run `hf auth login`"),
+        (
+            "org/gguf",
+            r"org/gguf has no safetensors weights \(it has model.gguf\); name the repository of the original",
+        ),
+        (
+            "org/lost",
+            r"org/lost: model.safetensors.index.json names gone.safetensors, which the hub does not have",
+        ),
+    ],
+)
+def test_one_line_says_what_is_wrong(hub: Hub, saved: Callable[..., Path], name: str, says: str) -> None:
+    folder = saved("llama")
+    hub.add("org/private", folder, private=True)
+    hub.add("org/gated", folder, gated=True)
+    hub.add("org/gguf").files |= {"model.gguf": b"GGUF", "README.md": b""}
+    hub.add("org/lost").files["model.safetensors.index.json"] = b'{"weight_map": {"a": "gone.safetensors"}}'
+    with pytest.raises(CheckpointError, match=says) as error:
+        load(name)
+    assert "\n" not in str(error.value)
+
+
+def test_pickles_are_taken_where_there_is_nothing_else(hub: Hub, saved: Callable[..., Path]) -> None:
+    files = hub.add("org/pickled", saved("llama")).files
+    files["pytorch_model.bin"] = files.pop("model.safetensors")
+    assert (model_folder("org/pickled") / "pytorch_model.bin").is_file()
+
+
+def test_a_disk_without_room_is_seen_before_anything_comes(
+    tiny: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda place: SimpleNamespace(free=1000))
+    with pytest.raises(
+        CheckpointError, match=r"org/tiny needs \d.* kB in .*, where 1.00 kB are free; .*HF_HOME"
+    ):
+        model_folder("org/tiny")
+
+
+def test_a_disk_that_fills_up_meanwhile(tiny: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(huggingface_hub.file_download, "http_get", full)
+    with pytest.raises(CheckpointError, match=r"org/tiny: the disk of .* is full; .*finished files are kept"):
+        model_folder("org/tiny")
+
+
+def test_of_a_tokenizer_no_weights_come(hub: Hub) -> None:
+    hub.add("org/words", reference_path("mamba"))
+    tokenizer = load_tokenizer(Path("nowhere"), "org/words", trust_remote_code=False)
+    assert tokenizer.decode(tokenizer("Hello")["input_ids"]) == "Hello"
+    assert "model.safetensors" not in hub.downloaded()

@@ -1,0 +1,110 @@
+"""Mamba-2 with several groups computes what its authors' code computes, and not what transformers does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+from torch.nn import functional
+
+from kl_lens.model import LoadedModel, load
+from kl_lens.model.kernels.swap import _is_rms_norm
+from tests import families
+from tests.families import tiny_model, token_ids
+
+IDS = token_ids(2, 21)
+
+
+def _rms(x: torch.Tensor, weight: torch.Tensor, epsilon: float, groups: int = 1) -> torch.Tensor:
+    parts = x.unflatten(-1, (groups, -1))
+    parts = parts / (parts.pow(2).mean(-1, keepdim=True) + epsilon).sqrt()
+    return parts.flatten(-2) * weight
+
+
+def _mamba2(weights: dict[str, torch.Tensor], config: transformers.Mamba2Config) -> torch.Tensor:
+    """Mamba-2 token by token, from its definition: (batch, time, vocabulary). Nothing of transformers is in it."""
+    heads, size, groups, states = config.num_heads, config.head_dim, config.n_groups, config.state_size
+    inner, epsilon = heads * size, config.layer_norm_epsilon
+    hidden = weights["backbone.embeddings.weight"][IDS]
+    for index in range(config.num_hidden_layers):
+        prefix = f"backbone.layers.{index}."
+        w = {name.removeprefix(prefix): t for name, t in weights.items() if name.startswith(prefix)}
+        normed = _rms(hidden, w["norm.weight"], epsilon)
+        z, mixed, dt = (normed @ w["mixer.in_proj.weight"].T).split(
+            [inner, inner + 2 * groups * states, heads], dim=-1
+        )
+        taps = w["mixer.conv1d.weight"]
+        padded = functional.pad(mixed.transpose(1, 2), (taps.shape[-1] - 1, 0))
+        mixed = functional.conv1d(padded, taps, w["mixer.conv1d.bias"], groups=len(taps))
+        x, b, c = (
+            functional.silu(mixed).transpose(1, 2).split([inner, groups * states, groups * states], dim=-1)
+        )
+        x = x.unflatten(-1, (heads, size))
+        b, c = (t.unflatten(-1, (groups, states)).repeat_interleave(heads // groups, dim=2) for t in (b, c))
+        dt = functional.softplus(dt + w["mixer.dt_bias"])
+        state, rows = torch.zeros(len(IDS), heads, size, states), []
+        for t in range(IDS.shape[1]):
+            decay = torch.exp(-torch.exp(w["mixer.A_log"]) * dt[:, t])[..., None, None]
+            state = decay * state + (dt[:, t, :, None] * x[:, t])[..., None] * b[:, t, :, None]
+            rows.append((state * c[:, t, :, None]).sum(-1) + w["mixer.D"][:, None] * x[:, t])
+        gated = torch.stack(rows, 1).flatten(-2) * functional.silu(z)
+        hidden = hidden + _rms(gated, w["mixer.norm.weight"], epsilon, groups) @ w["mixer.out_proj.weight"].T
+    return _rms(hidden, weights["backbone.norm_f.weight"], epsilon) @ weights["lm_head.weight"].T
+
+
+def test_mamba2_with_groups_is_what_its_definition_says(saved) -> None:
+    original = tiny_model("mamba2_groups")
+    expected = _mamba2(dict(original.state_dict()), original.config)
+    folder = saved("mamba2_groups")
+    in_memory, on_disk = load(folder), load(folder, weights="disk")
+    for model in (in_memory, on_disk):
+        torch.testing.assert_close(model.chain.full_logits(IDS), expected, rtol=1e-4, atol=1e-4)
+    assert in_memory.fingerprint == on_disk.fingerprint
+    with torch.inference_mode():
+        assert (original(IDS, use_cache=False).logits - expected).abs().max() > 0.1, (
+            "transformers alone differs"
+        )
+
+
+def test_a_mamba_ssm_checkpoint_with_groups_opens(tmp_path: Path) -> None:
+    original = tiny_model("mamba2_groups")
+    settings = {"layer": "Mamba2", "d_state": 16, "headdim": 16, "chunk_size": 16, "ngroups": 2}
+    config = {"d_model": 64, "n_layer": 4, "vocab_size": 97, "ssm_cfg": settings, "tie_embeddings": False}
+    config["pad_vocab_size_multiple"] = 1
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    weights = original.state_dict()
+    names = {name: name.replace("backbone.embeddings.", "backbone.embedding.") for name in weights}
+    save_file({names[n]: w.contiguous() for n, w in weights.items()}, tmp_path / "model.safetensors")
+    found = load(tmp_path).chain.full_logits(IDS)
+    torch.testing.assert_close(found, _mamba2(dict(weights), original.config), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["bamba", "granitemoehybrid"])
+def test_hybrids_with_groups_normalise_each_by_itself(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = families.CONFIGS[family]()
+    config.mamba_n_groups = 2
+    monkeypatch.setitem(families.CONFIGS, family, lambda: config)
+    model = LoadedModel(family, Path(), tiny_model(family), None)
+    norms = [m for m in model.model.modules() if type(m).__name__.endswith("RMSNormGated")]
+    assert norms
+    for norm in norms:
+        x, gate = torch.randn(2, 3, 5, norm.weight.numel())
+        expected = _rms(x * functional.silu(gate), norm.weight, norm.variance_epsilon, 2)
+        torch.testing.assert_close(norm(x, gate), expected)
+
+
+def test_a_run_of_the_other_norm_is_not_gone_on_with() -> None:
+    with_groups = LoadedModel("", Path(), tiny_model("mamba2_groups"), None)
+    assert with_groups.fingerprint.endswith("-grouped-norm")
+
+
+def test_the_gpu_norm_is_not_used_for_groups() -> None:
+    """One class may have one group here and several there: each is tried by itself."""
+    from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
+
+    assert _is_rms_norm(Zamba2RMSNormGated(64, 64))
+    assert not _is_rms_norm(Zamba2RMSNormGated(64, 32))

@@ -1,0 +1,413 @@
+"""Opening models: every layout that is promised, and one clear line for everything that is wrong."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+
+from kl_lens.base.errors import CheckpointError
+from kl_lens.model import load
+from kl_lens.model.streaming import CheckpointTensors
+from tests.families import CONFIGS, tiny_model, token_ids
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_every_family_opens_from_a_folder(family: str, saved) -> None:
+    folder = saved(family)
+    model = load(folder)
+    assert model.tokenizer is None
+    assert next(model.model.parameters()).dtype == torch.float32
+    assert not any(p.requires_grad for p in model.model.parameters())
+    with torch.inference_mode():
+        expected = tiny_model(family)(token_ids(1, 9), use_cache=False).logits
+    torch.testing.assert_close(model.chain.full_logits(token_ids(1, 9)), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_shards_open(saved) -> None:
+    folder = saved("llama", max_shard_size="100KB")
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    assert load(folder).anatomy.model_type == "llama"
+
+
+def test_dtype_and_device_are_as_asked(saved) -> None:
+    folder = saved("mamba")
+    assert next(load(folder, dtype="bfloat16").model.parameters()).dtype == torch.bfloat16
+    with pytest.raises(CheckpointError, match="int8"):
+        load(folder, dtype="int8")
+
+
+def test_the_fingerprint_follows_the_weights(saved) -> None:
+    folder = saved("mamba")
+    first, second = load(folder), load(folder)
+    assert first.fingerprint == second.fingerprint
+    weights = load_file(folder / "model.safetensors")
+    weights["backbone.layers.0.mixer.in_proj.weight"][0, 0] += 1
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert load(folder).fingerprint != first.fingerprint
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_matrix_stored_as_embedding_and_as_head_is_one_component(saved, dtype: torch.dtype) -> None:
+    """Checkpoints of Mamba-2 are stored so, and their config.json does not say that the two are tied. Values count."""
+    folder = saved("mamba2")
+    weights = load_file(folder / "model.safetensors")
+    assert "lm_head.weight" in weights, "untied"
+    embedding = weights["backbone.embeddings.weight"]
+    embedding.copy_(embedding.to(dtype))[0, 0] = 0
+    weights["lm_head.weight"] = embedding.to(dtype, copy=True)
+    weights["lm_head.weight"][0, 0] = -0.0
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    model, on_disk = load(folder), load(folder, weights="disk")
+    assert model.anatomy.head == model.anatomy.embedding == "backbone.embeddings"
+    assert model.anatomy.component("lm_head").tied_with == ("lm_head",)
+    assert on_disk.anatomy == model.anatomy
+    assert on_disk.fingerprint == model.fingerprint
+    with closing(CheckpointTensors(folder, AutoConfig.from_pretrained(folder))) as stored:
+        assert stored.aliases == {"lm_head.weight": "backbone.embeddings.weight"}
+
+    weights["lm_head.weight"][-1, -1] += 1
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    for place in ("memory", "disk"):
+        assert load(folder, weights=place).anatomy.head == "lm_head", "nearly the same is not the same"
+
+
+# -- the layout of the hub's cache --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved) -> str:
+    """One model in the local hub cache, in the hub's own folder layout, and no way to the hub."""
+    folder = saved("mamba")
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repo = tmp_path / "hub" / "models--somebody--tiny-mamba"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text(commit)
+    (repo / "snapshots").mkdir()
+    shutil.copytree(folder, repo / "snapshots" / commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    return "somebody/tiny-mamba"
+
+
+def test_a_hub_id_opens_offline_from_the_cache(hub_cache: str) -> None:
+    model = load(hub_cache)
+    assert model.name == hub_cache
+    assert model.anatomy.blocks == 4
+
+
+def test_a_commit_of_a_hub_id_opens_and_another_is_refused(hub_cache: str) -> None:
+    assert load(hub_cache, revision="0123456789abcdef0123456789abcdef01234567").name == hub_cache
+    with pytest.raises(CheckpointError, match="at revision v2"):
+        load(hub_cache, revision="v2")
+
+
+def test_a_hub_id_that_is_nowhere_says_so(hub_cache: str) -> None:
+    with pytest.raises(CheckpointError, match=r"nobody/nothing .*not in the local hub cache.*give a folder"):
+        load("nobody/nothing")
+
+
+# -- the mamba_ssm layout -----------------------------------------------------------------------------------
+
+
+def _as_mamba_ssm(folder: Path, family: str, *, pickled: bool) -> torch.nn.Module:
+    """Writes a tiny model the way the state-spaces/* originals are written."""
+    model = tiny_model(family)
+    weights = {
+        name.replace("backbone.embeddings.", "backbone.embedding."): tensor.clone()
+        for name, tensor in model.state_dict().items()
+    }
+    # A vocabulary of 97 padded to 104, as pad_vocab_size_multiple 8 asks.
+    for name in ("backbone.embedding.weight", "lm_head.weight"):
+        weights[name] = torch.cat([weights[name], torch.zeros(7, 64)])
+    if family == "mamba2":
+        weights["lm_head.weight"] = weights["backbone.embedding.weight"].clone()
+    folder.mkdir()
+    settings = {"d_state": 8, "dt_rank": 5}
+    if family == "mamba2":
+        settings = {"layer": "Mamba2", "d_state": 16, "headdim": 16, "chunk_size": 16}
+    config = {
+        "d_model": 64,
+        "n_layer": 4,
+        "vocab_size": 97,
+        "ssm_cfg": settings,
+        "rms_norm": True,
+        "residual_in_fp32": True,
+        "fused_add_norm": True,
+        "pad_vocab_size_multiple": 8,
+        "tie_embeddings": True,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    if pickled:
+        torch.save(weights, folder / "pytorch_model.bin")
+    else:
+        save_file({k: v.contiguous() for k, v in weights.items()}, folder / "model.safetensors")
+    return model
+
+
+@pytest.mark.parametrize("family", ["mamba", "mamba2"])
+@pytest.mark.parametrize("pickled", [True, False])
+def test_the_mamba_ssm_layout_opens(family: str, pickled: bool, tmp_path: Path) -> None:
+    original = _as_mamba_ssm(tmp_path / "original", family, pickled=pickled)
+    model = load(tmp_path / "original")
+    assert model.layout == "mamba_ssm"
+    ids = token_ids(2, 11)
+    with torch.inference_mode():
+        head = original.backbone.embeddings.weight if family == "mamba2" else original.lm_head.weight
+        expected = original.backbone(ids, use_cache=False).last_hidden_state @ head.T
+    logits = model.chain.full_logits(ids)
+    assert logits.shape[-1] == 104, "padded to a multiple of 8"
+    torch.testing.assert_close(logits[..., :97], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_mamba_ssm_model_says_which_tokenizer_to_pass(tmp_path: Path) -> None:
+    _as_mamba_ssm(tmp_path / "original", "mamba", pickled=False)
+    with pytest.raises(CheckpointError, match=r"--tokenizer .*EleutherAI/gpt-neox-20b"):
+        load(tmp_path / "original").require_tokenizer()
+
+
+def test_a_tokenizer_file_can_be_passed(tmp_path: Path, shared: Path) -> None:
+    _as_mamba_ssm(tmp_path / "original", "mamba", pickled=False)
+    model = load(tmp_path / "original", tokenizer=shared / "data/tokenizers/gpt_neox_20b_tokenizer.json")
+    assert model.require_tokenizer().decode(model.tokenizer("Hello world")["input_ids"]) == "Hello world"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attn_layer_idx": [1]}, "attention layers"),
+        ({"rms_norm": False}, "LayerNorm"),
+        ({"ssm_cfg": {"layer": "Mamba3"}}, "Mamba3"),
+        ({"d_intermediate": 128}, "MLP"),
+    ],
+)
+def test_mamba_ssm_settings_that_transformers_lacks_are_refused(change, message, tmp_path: Path) -> None:
+    folder = tmp_path / "original"
+    _as_mamba_ssm(folder, "mamba", pickled=False)
+    config = json.loads((folder / "config.json").read_text()) | change
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=message):
+        load(folder)
+
+
+def test_a_pickle_that_holds_code_is_not_run(tmp_path: Path) -> None:
+    _as_mamba_ssm(tmp_path / "original", "mamba", pickled=True)
+    marker = tmp_path / "owned"
+
+    class Attack:
+        def __reduce__(self):
+            return (Path.touch, (marker,))
+
+    (tmp_path / "original/pytorch_model.bin").write_bytes(pickle.dumps(Attack()))
+    with pytest.raises(CheckpointError, match="is damaged or holds more than tensors"):
+        load(tmp_path / "original")
+    assert not marker.exists()
+
+
+# -- remote code --------------------------------------------------------------------------------------------
+
+
+def test_remote_code_runs_only_when_allowed(remote_code_folder: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has its own Python code .*--trust-remote-code"):
+        load(remote_code_folder)
+    assert load(remote_code_folder, trust_remote_code=True).anatomy.blocks == 3
+
+
+# -- what is wrong, in one line -----------------------------------------------------------------------------
+
+
+def _break_config(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": ')
+
+
+def _remove_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def _rename_family(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "caterpillar"}))
+
+
+def _remove_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def _truncate(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def _foreign(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"this is no safetensors file at all")
+
+
+def _drop_tensor(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights["backbone.layers.2.mixer.out_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _reshape_tensor(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights["backbone.layers.1.mixer.in_proj.weight"] = torch.zeros(256, 63)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _extra_tensor(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights["backbone.layers.4.mixer.D"] = torch.zeros(128)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _configured(**changes: object) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | changes))
+
+    return change
+
+
+def _holding(value: float, name: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        weights[name].view(-1)[-1] = value
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_extra_tensor, r"have backbone\.layers\.4\.mixer\.D, which config\.json does not describe"),
+        (_configured(num_hidden_layers=2), r"have backbone\.layers\.2\.\S+ \(and 19 more\), which config"),
+        (
+            _configured(num_hidden_layers=10**12),
+            "num_hidden_layers is 1000000000000, but the weights have only 42 ",
+        ),
+        (
+            _configured(hidden_size=10**12),
+            r"hidden_size is 1000000000000, but the weights have only \d+ bytes",
+        ),
+        (
+            _configured(hidden_size=300_000),
+            r"describes [\d,]+ parameters, but the weights have only [\d,]+ bytes",
+        ),
+        (_configured(hidden_size="abc"), "hidden_size"),
+        (_configured(hidden_act="nonsense"), "hidden_act is 'nonsense'"),
+        (_configured(vocab_size=-1), "negative dimension"),
+        (_configured(auto_map=None), "auto_map must name"),
+        (_configured(auto_map=["x"]), "auto_map must name"),
+        (_configured(layer_norm_epsilon=float("nan")), "it contains NaN"),
+        (_holding(float("nan"), "backbone.layers.1.mixer.A_log"), r"layers\.1\.mixer\.A_log is NaN"),
+        (_holding(float("nan"), "backbone.norm_f.weight"), r"norm_f\.weight is NaN"),
+        (_holding(float("-inf"), "backbone.layers.0.mixer.D"), r"layers\.0\.mixer\.D is infinite in float32"),
+        (_remove_config, "no config.json"),
+        (_break_config, "not valid JSON"),
+        (_rename_family, "does not know model_type 'caterpillar'"),
+        (_remove_weights, "no weights"),
+        (_truncate, "not a complete safetensors file"),
+        (_foreign, "not a complete safetensors file"),
+        (_drop_tensor, r"lack backbone\.layers\.2\.mixer\.out_proj\.weight"),
+        (_reshape_tensor, r"in_proj\.weight has shape \(256, 63\), config\.json asks for \(256, 64\)"),
+    ],
+)
+def test_a_damaged_folder_gives_one_line_that_says_what_is_wrong(damage, message, saved) -> None:
+    folder = saved("mamba")
+    damage(folder)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_deeply_nested_json_is_refused(saved) -> None:
+    folder = saved("mamba")
+    (folder / "config.json").write_text("[" * 100_000 + "]" * 100_000)
+    with pytest.raises(CheckpointError, match="not valid JSON"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda index: index.pop("metadata"), "needs metadata and a weight_map"),
+        (lambda index: index.update(weight_map=[1]), "needs metadata and a weight_map"),
+        (
+            lambda index: index["weight_map"].update({"model.norm.weight": "../elsewhere.safetensors"}),
+            r"names \.\./elsewhere\.safetensors, which is outside its folder",
+        ),
+    ],
+)
+def test_an_index_is_read_with_care(change, message, saved) -> None:
+    folder = saved("llama", max_shard_size="100KB")
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    change(index)
+    path.write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=message):
+        load(folder)
+
+
+def test_buffers_of_older_versions_do_no_harm(saved) -> None:
+    folder = saved("llama")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert load(folder).anatomy.model_type == "llama"
+
+
+def test_a_number_too_large_for_half_precision_is_named(saved) -> None:
+    folder = saved("mamba")
+    _holding(1e6, "backbone.layers.0.mixer.D")(folder)
+    assert load(folder).layout == "transformers"
+    with pytest.raises(CheckpointError, match=r"layers\.0\.mixer\.D is infinite in float16"):
+        load(folder, dtype="float16")
+
+
+def test_rwkv_keeps_its_weights_and_its_function(saved) -> None:
+    """By itself it halves hidden states and weights every few blocks, which only half precision needs."""
+    folder, ids = saved("rwkv"), token_ids(2, 9)
+    model = load(folder)
+    before = model.fingerprint
+    logits = model.chain.full_logits(ids)
+    del model.fingerprint
+    assert model.fingerprint == before
+    with torch.inference_mode():
+        expected = tiny_model("rwkv")(ids, use_cache=False).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_missing_shard_is_named(saved) -> None:
+    folder = saved("llama", max_shard_size="100KB")
+    lost = sorted(folder.glob("*.safetensors"))[1]
+    lost.unlink()
+    with pytest.raises(CheckpointError, match=rf"shard {lost.name} of \d+ is missing.*finish the download"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("reference:elephant", "known are mamba, mamba2, hybrid"),
+        ("./nowhere/at/all", "no such folder"),
+        ("a b c", "no such folder"),
+    ],
+)
+def test_a_source_that_does_not_exist_is_one_line(source: str, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        load(source)
+
+
+def test_a_file_is_not_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(CheckpointError, match="is a file; give the folder"):
+        load(tmp_path / "model.safetensors")

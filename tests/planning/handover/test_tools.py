@@ -1,0 +1,267 @@
+"""What other tools make of our plans: the type of every tensor is the planned one.
+
+llama-quantize, AutoRound and ModelOpt are not among our dependencies: without them their tests are skipped, and what
+the files say is still compared. NNCF's test is beside those of OpenVINO, which make its graph.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+import yaml
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from kl_lens.base.errors import PlanError, UnlearntError
+from kl_lens.cli.main import main
+from kl_lens.measuring.statistics import gather
+from kl_lens.model import LoadedModel
+from kl_lens.planning.handover import TOOLS, write_recipe
+from kl_lens.run.records import Plan
+from kl_lens.targets.gguf import export
+from kl_lens.weights.recipes import Recipe, fitting_recipe
+from tests.cli.conftest import measure_arguments, tiny_folder  # noqa: F401
+from tests.families import tiny_model, token_ids
+from tests.measuring.statistics.test_gathering import _windows
+
+INTEGERS = ("int4-g32", "int8-g128", "fp16", "uint4-g64")
+
+
+def opened(family: str) -> LoadedModel:
+    return LoadedModel(family, Path(), tiny_model(family), None)
+
+
+def in_turn(model: LoadedModel, formats: tuple[str, ...], *without: str) -> Plan:
+    """The formats in turn, where they fit; fp16 for families of components that a tool cannot quantize."""
+    chosen = {}
+    for index, component in enumerate(model.anatomy.candidates):
+        wanted = Recipe.parse(formats[index % len(formats)])
+        fits = wanted.grid.fits(component.shape) is None and component.family not in without
+        chosen[component.name] = str(wanted if fits else "fp16")
+    return Plan("mixed", chosen, "test")
+
+
+def quantized(plan: Plan) -> dict[str, Recipe]:
+    return {name: Recipe.parse(text) for name, text in plan.assignment.items() if text != "fp16"}
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+# -- llama.cpp --------------------------------------------------------------------------------------------------
+
+
+def gguf_plan(model: LoadedModel) -> Plan:
+    """Recipes that learn and that do not, replaced as in the file where they do not fit."""
+    formats = ("q4_0+imatrix", "q8_0", "fp16", "iq4_nl+imatrix", "q5_0")
+    chosen = {
+        c.name: str(fitting_recipe(Recipe.parse(formats[i % len(formats)]), c.shape)[0])
+        for i, c in enumerate(model.anatomy.candidates)
+    }
+    return Plan("mixed", chosen, "test")
+
+
+@pytest.fixture(scope="module", params=["mamba", "mamba2", "jamba"])
+def handed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A plan, its recipe for llama.cpp, and our own file of it."""
+    pytest.importorskip("gguf")
+    folder = tmp_path_factory.mktemp(request.param)
+    model = opened(request.param)
+    statistics = gather(model, _windows(), folder)
+    model = model.with_store(statistics=statistics)
+    plan = gguf_plan(model)
+    made = write_recipe("llama.cpp", model, plan, folder / "recipe", statistics)
+    ours = export(model, plan, folder / "ours", include_tokenizer=False)
+    whole = export(model, Plan("f16", {}, "test"), folder / "f16", include_tokenizer=False)
+    return {
+        "made": made, "folder": folder, "statistics": statistics, "artifact": ours,
+        "ours": folder / "ours" / ours.files[0], "f16": folder / "f16" / whole.files[0],
+    }  # fmt: skip
+
+
+def tensors(path: Path) -> dict[str, Any]:
+    import gguf
+
+    return {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+
+
+def test_every_matrix_has_one_line_with_its_type(handed: dict[str, Any]) -> None:
+    lines = (handed["folder"] / "recipe/tensor-types.txt").read_text().split()
+    patterns = [line.rpartition("=")[::2] for line in lines]
+    named = 0
+    for name, tensor in tensors(handed["ours"]).items():
+        found = [
+            kind for pattern, _, kind in (line.rpartition("=") for line in lines) if re.search(pattern, name)
+        ]
+        assert len(found) <= 1
+        if found:
+            assert found[0] == tensor.tensor_type.name.lower()
+            named += 1
+        else:  # llama-quantize leaves it alone
+            assert tensor.tensor_type.name == "F32"
+    assert named == len(patterns)
+    assert "--imatrix" in handed["made"].use
+
+
+def test_the_importance_matrix_holds_our_statistics(handed: dict[str, Any]) -> None:
+    found = tensors(handed["folder"] / "recipe/imatrix.gguf")
+    learnt = [t for t in handed["artifact"].tensors if Recipe.parse(t.planned).quantizer.learns]
+    assert learnt
+    assert {name.removesuffix(".in_sum2").removesuffix(".counts") for name in found} == {
+        t.runtime_name for t in learnt
+    }
+    for tensor in learnt:
+        statistics = handed["statistics"].of(tensor.component)
+        sums, counts = (
+            found[f"{tensor.runtime_name}.in_sum2"].data,
+            found[f"{tensor.runtime_name}.counts"].data,
+        )
+        importance = np.atleast_2d(statistics.importance.numpy())
+        assert counts.reshape(-1).tolist() == [float(max(1, n)) for n in statistics.tokens]
+        used = importance.sum(1) > 0
+        assert np.allclose((sums / counts)[used], importance[used], rtol=1e-5, atol=1e-5 * importance.max())
+
+
+def test_llama_quantize_gives_every_tensor_its_type(handed: dict[str, Any]) -> None:
+    if shutil.which("llama-quantize") is None:
+        pytest.skip("needs llama.cpp's llama-quantize on PATH")
+    out = handed["folder"] / "theirs.gguf"
+    words = (
+        handed["made"].use.replace("MODEL-F16.gguf", str(handed["f16"])).replace("MODEL-mixed.gguf", str(out))
+    )
+    result = subprocess.run([*words.split(), "1"], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-2000:]
+    theirs, ours = tensors(out), tensors(handed["ours"])
+    assert {n: t.tensor_type.name for n, t in theirs.items()} == {
+        n: t.tensor_type.name for n, t in ours.items()
+    }
+
+
+def test_llama_cpp_refuses_what_it_lacks_by_name(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    model = opened("mamba")
+    name = model.anatomy.candidates[1].name
+    with pytest.raises(PlanError, match=re.escape(name)):
+        write_recipe("llama.cpp", model, Plan("p", {name: "int4"}, "test"), tmp_path / "a")
+    with pytest.raises(UnlearntError, match=re.escape(name)):
+        write_recipe("llama.cpp", model, Plan("p", {name: "q4_0+imatrix"}, "test"), tmp_path / "b")
+    assert not list(tmp_path.iterdir())
+
+
+# -- tools that read PyTorch's or MLX's layers ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_what_a_tool_cannot_say_is_refused_with_the_component(tool: str, tmp_path: Path) -> None:
+    model = opened("mamba")
+    name = model.anatomy.candidates[1].name
+    foreign = "q4_0" if tool != "llama.cpp" else "nf4"
+    with pytest.raises(PlanError, match=re.escape(name)):
+        write_recipe(tool, model, Plan("p", {name: foreign}, "test"), tmp_path / "recipe")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("tool", ["auto-round", "modelopt"])
+def test_a_tied_embedding_is_refused(tool: str, tmp_path: Path) -> None:
+    model = opened("mamba")
+    with pytest.raises(PlanError, match=r"backbone\.embeddings: it quantizes only Linear"):
+        write_recipe(tool, model, Plan("p", {model.anatomy.embedding: "int8"}, "test"), tmp_path / "recipe")
+
+
+@pytest.mark.parametrize("family", ["mamba", "falcon_h1", "jamba", "nemotron_h"])
+def test_mlx_lm_gives_every_layer_its_bits(family: str, tmp_path: Path) -> None:
+    utils = pytest.importorskip("mlx_lm.utils", reason="needs mlx-lm")
+    model = opened(family)
+    plan = in_turn(model, INTEGERS, "moe")
+    write_recipe("mlx-lm", model, plan, tmp_path)
+    layers = read_json(tmp_path / "quantization.json")
+    config = model.config.to_dict()
+    kind, arguments = utils._get_classes(config)
+    theirs, _ = utils.quantize_model(
+        kind(arguments.from_dict(config)),
+        config,
+        32,
+        4,
+        quant_predicate=lambda path, *_: layers.pop(path, False),
+    )
+    assert not layers
+    found = {path: layer for path, layer in theirs.named_modules() if hasattr(layer, "bits")}
+    prefix = "backbone." if family == "nemotron_h" else "model."  # what mlx-lm calls it
+    ours = {re.sub(r"^model\.", prefix, name): recipe.grid for name, recipe in quantized(plan).items()}
+    assert {path: (layer.bits, layer.group_size) for path, layer in found.items()} == {
+        name: (fmt.bits, fmt.group_size) for name, fmt in ours.items()
+    }
+
+
+def test_auto_round_gives_every_layer_its_bits(tmp_path: Path) -> None:
+    auto_round = pytest.importorskip("auto_round", reason="needs AutoRound")
+    model = opened("falcon_h1")
+    plan = in_turn(model, INTEGERS, "embedding", "head")
+    odd = next(c.name for c in model.anatomy.candidates if c.kind == "in_proj")
+    with pytest.raises(PlanError, match=f"{re.escape(odd)}: its shape"):
+        write_recipe("auto-round", model, plan, tmp_path)
+    plan = Plan("p", plan.assignment | {c: "fp16" for c in plan.assignment if c.endswith("in_proj")}, "test")
+    write_recipe("auto-round", model, plan, tmp_path)
+    layers = read_json(tmp_path / "layer_config.json")
+    words = Tokenizer(WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]")
+    rounded = auto_round.AutoRound(
+        model.model, tokenizer, scheme="W4A16", layer_config=layers, iters=0, disable_opt_rtn=True
+    )
+    rounded.quantize()
+    found = {
+        name: (module.bits, module.group_size, module.sym)
+        for name, module in model.model.named_modules()
+        if getattr(module, "bits", 16) < 16
+    }
+    assert found == {
+        name: (r.grid.bits, r.grid.group_size or -1, r.grid.symmetric) for name, r in quantized(plan).items()
+    }
+
+
+def test_modelopt_gives_every_layer_its_bits(tmp_path: Path) -> None:
+    mtq = pytest.importorskip("modelopt.torch.quantization", reason="needs NVIDIA's ModelOpt")
+    model = opened("falcon_h1")
+    plan = in_turn(model, ("int4-g32", "int8", "fp16", "int4"), "embedding", "head")
+    write_recipe("modelopt", model, plan, tmp_path)
+    theirs = mtq.quantize(
+        model.model,
+        yaml.safe_load((tmp_path / "quant_cfg.yaml").read_text(encoding="utf-8")),
+        lambda m: m(input_ids=token_ids(1, 8)),
+    )
+    found = {}
+    for name, module in theirs.named_modules():
+        quantizer = getattr(module, "weight_quantizer", None)
+        if quantizer is not None and quantizer.is_enabled:
+            found[name] = (quantizer.num_bits, (quantizer.block_sizes or {}).get(-1))
+        assert not getattr(getattr(module, "input_quantizer", None), "is_enabled", False)
+    assert found == {name: (r.grid.bits, r.grid.group_size) for name, r in quantized(plan).items()}
+    assert isinstance(theirs, torch.nn.Module)
+
+
+def test_the_command_writes_the_files_and_says_how_to_use_them(
+    measure_arguments: list[str],  # noqa: F811
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = ["--run", str(tmp_path / "run")]
+    assert main([*measure_arguments, "--formats", "int8"]) == 0
+    assert main(["plan", *run, "--uniform", "int8", "--write-recipe", "nncf"]) == 0
+    file = tmp_path / "run/recipes/uniform_int8.nncf/nncf_recipe.py"
+    assert '"mode": "int8_sym"' in file.read_text(encoding="utf-8")
+    assert "from nncf_recipe import compress" in capsys.readouterr().out
+    assert main(["plan", *run, "--plan", "uniform_int8", "--write-recipe", "mlx-lm"]) == 1
+    assert "mlx-lm cannot express plan uniform_int8: backbone.embeddings: it has nothing like int8" in (
+        capsys.readouterr().err.replace("\n", " ")
+    )
+    assert main(["plan", *run, "--uniform", "int8", "--write-recipe", "nncf", "--dry-run"]) == 1

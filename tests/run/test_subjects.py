@@ -1,0 +1,162 @@
+"""Who results are about, how a run keeps them, and which of them are about what is there now."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, strategies as st
+from tests.reporting.sample import about, make_run
+
+from kl_lens.base.errors import PlanError
+from kl_lens.reporting.data import collect
+from kl_lens.run.folder import Run, named_plans, provenance
+from kl_lens.run.records import ARTIFACT, ORIGINAL, PLAN, Score, Subject, checked_plan_name
+from kl_lens.run.subjects import (
+    current_results,
+    file_digest,
+    is_current,
+    outside_path,
+    plan_digest,
+)
+
+
+@pytest.mark.parametrize(
+    ("subject", "label"),
+    [
+        (Subject(ORIGINAL), "original"),
+        (Subject(PLAN, "small"), "torch/small"),
+        (Subject(PLAN, "small", "gguf"), "torch/small as gguf"),
+        (Subject(PLAN, "small", "gguf", {"activations": "deployed"}), "torch/small as gguf deployed"),
+        (Subject(ARTIFACT, "small", "gguf"), "gguf/small"),
+        (
+            Subject(ARTIFACT, "small", "openvino", {"device": "GPU", "exact": True}),
+            "openvino/small (on GPU, exact)",
+        ),
+        (Subject(ARTIFACT, "small", "gguf", {"path": "/a/b"}), "/a/b"),
+    ],
+)
+def test_labels_are_what_people_read(subject: Subject, label: str) -> None:
+    assert subject.label == label
+
+
+@given(st.text(max_size=100))
+def test_a_plan_name_is_safe_as_a_file_or_refused(name: str) -> None:
+    try:
+        checked_plan_name(name)
+    except PlanError:
+        return
+    assert Path(name).name == name
+    assert len(name) <= 80
+    assert not set(name) & set(" ()/\\,")
+
+
+@pytest.mark.parametrize("name", ["best (v2)", "a as b", "../x", "/x", "..", "a,b", " x", "", "x" * 81])
+def test_hostile_plan_names_are_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="is not a valid plan name"):
+        checked_plan_name(name)
+    with Run.create(tmp_path) as run:
+        assert not is_current(run, Subject(PLAN, name, digest=plan_digest({}, None)))
+
+
+def test_plans_are_named_one_by_one() -> None:
+    assert named_plans("small, large,small") == ("small", "large")
+    assert named_plans("all") is None
+    with pytest.raises(PlanError, match="names no plan"):
+        named_plans(" ,")
+
+
+def test_results_come_back_with_their_subjects_and_states_side_by_side(tmp_path: Path) -> None:
+    first = Subject(ARTIFACT, "small", "gguf", {"exact": True}, "1")
+    second = replace(first, digest="2")
+    with Run.create(tmp_path) as run:
+        run.store_result("score", first, "a", {"x": 1})
+        run.store_result("score", second, "a", {"x": 2})
+        run.store_result("score", second, "a", {"x": 3})
+        run.store_result("score", Subject(ORIGINAL), "a", {"x": 4})
+        run.store_result("profile", first, "a", {"x": 5})
+        assert run.results("score") == [
+            (first, "a", {"x": 1}), (second, "a", {"x": 3}), (Subject(ORIGINAL), "a", {"x": 4}),
+        ]  # fmt: skip
+        run.forget_result("score", first, "a")
+        assert [r.subject for r in run.results("score")] == [second, Subject(ORIGINAL)]
+        run.forget_results("score")
+        assert (run.results("score"), len(run.results("profile"))) == ([], 1)
+
+
+def test_a_score_keeps_its_subject_in_json() -> None:
+    subject = Subject(ARTIFACT, "small", "gguf", {"device": "GPU"}, "d")
+    score = Score(subject, "perplexity", "t", {}, 1, {}, {}, 0.0)
+    assert Score.from_json(json.loads(json.dumps(score.to_json()))) == score
+
+
+def test_a_plan_that_was_edited_takes_its_scores_with_it_and_back(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", stages=("plan", "evaluate"))
+    path = folder / "plans/small.json"
+    before = path.read_text()
+    with Run.open(folder) as run:
+
+        def scored() -> set[str]:
+            return {result.subject.label for result in current_results(run, "score")}
+
+        assert {"torch/small", "torch/recommended", "original"} <= scored()
+        path.write_text(before.replace('"int4"', '"int8"', 1))
+        assert scored() & {"torch/small", "torch/recommended"} == {"torch/recommended"}
+        assert "torch/small" not in {score.subject.label for score in collect(run).scores}
+        path.write_text(before.replace('"int4"', '"INT4"', 1))  # only spelled in another way
+        assert "torch/small" in scored()
+        path.unlink()
+        assert "torch/small" not in scored()
+        path.write_text(before)
+        assert "torch/small" in scored()
+
+
+def test_an_artifact_that_was_exported_again_takes_its_results_with_it(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", stages=("plan", "evaluate", "benchmark", "generate"))
+    place = folder / "artifacts/openvino/recommended/artifact.json"
+    record = json.loads(place.read_text())
+    with Run.open(folder) as run:
+        subject = about(run, "openvino", "recommended")
+        run.store_result("agreement", subject, "t", {"what": "t", "verdict": "agrees"})
+
+        def kinds() -> set[str]:
+            view = collect(run)
+            found = {"score": view.scores, "profile": view.profiles, "generation": view.generations}
+            shown = {k for k, records in found.items() if subject in {r.subject for r in records}}
+            return shown | {"agreement" for (judged, _) in view.verdicts if judged == subject}
+
+        assert kinds() == {"score", "profile", "generation", "agreement"}
+        for change in (
+            {"settings": {"rewrites": ["actiba"]}},
+            {"tensors": [t | {"digest": "of other bytes"} for t in record["tensors"]]},
+            {"model_fingerprint": "of another model"},
+        ):
+            place.write_text(json.dumps(record | change))
+            assert kinds() == set(), change
+        place.write_text(json.dumps(record | {"settings": {"export_seconds": 9.0}}))
+        assert kinds() == {"score", "profile", "generation", "agreement"}  # the same, made more slowly
+
+
+def test_files_from_outside_are_current_as_long_as_their_content_is(tmp_path: Path) -> None:
+    file = tmp_path / "gguf" / "small"
+    file.parent.mkdir()
+    file.write_bytes(b"one")
+    with Run.create(tmp_path / "run") as run:
+        own = Subject(ARTIFACT, "small", "gguf")
+        outside = replace(own, settings={"path": outside_path(file)})
+        assert outside.label != own.label
+        assert outside.own_plan is None
+        judged = replace(outside, digest=file_digest(file))
+        assert is_current(run, judged)
+        file.write_bytes(b"two")
+        assert not is_current(run, judged)
+        file.unlink()
+        assert is_current(run, judged)  # nothing else has taken its name
+
+
+def test_provenance_names_what_we_work_with_and_not_the_developers_tools() -> None:
+    versions = provenance()["versions"]
+    assert {"kl-lens", "python", "torch", "transformers", "numpy"} <= set(versions)
+    assert not {"pytest", "ruff", "mypy"} & set(versions)

@@ -1,0 +1,240 @@
+"""Names, bytes, shapes, fallbacks and errors: what every format promises, whatever its numerics."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from kl_lens.base.errors import FormatError
+from kl_lens.weights.formats import fitting_format, get_format, known_formats, register
+from kl_lens.weights.formats.affine import AffineFormat
+from kl_lens.weights.formats.zero_points import ZeroPointFormat
+
+NEEDS_TEXT = ["iq2_xs", "iq2_xxs"]  # ggml aborts without the importance of columns
+FROM_2024 = ["q4_1", "iq4_nl", "iq4_xs", "q3_k", "iq3_s", "iq3_xxs", "q2_k", "iq2_s"]
+GGUF = ["q8_0", "q6_k", "q5_k", "q4_k", "q4_0", "q5_0", "q5_1", *FROM_2024]
+GROUPED = ["int4-g128", "int4-g64", "int4-g32", "int8-g128"]
+ZERO_POINTS = ["uint4", "uint4-g128", "uint4-g64", "uint4-g32", "uint2-g64"]
+NORMAL = ["nf4", "nf4-g128", "nf4-g64", "nf4-g32"]
+AFFINE = [f"affine{bits}-g{group}" for bits in (2, 3, 4, 5, 6, 8) for group in (128, 64, 32)]
+OPENVINO = ["int8", "int4", "int8-absmax", "int4-absmax", *GROUPED, *ZERO_POINTS, *NORMAL, "mxfp4"]
+ALL = ["fp16", *OPENVINO, *AFFINE, *GGUF]
+# ggml builds tables for IQ2_S, six seconds long.
+every_format = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "iq2_s" else name for name in ALL]
+)
+
+
+def needs_gguf(name: str) -> None:
+    if name in GGUF:
+        pytest.importorskip("gguf", reason="the extra 'gguf' is not installed")
+    if name.endswith("_k") or name.startswith("iq"):
+        pytest.importorskip("xllamacpp", reason="the extra 'gguf' is not installed")
+
+
+def test_known_formats() -> None:
+    assert list(known_formats()) == [*ALL, *NEEDS_TEXT]
+    assert get_format("Q4_K") is get_format("q4_k")
+
+
+def test_unknown_format_lists_the_known_ones() -> None:
+    with pytest.raises(FormatError, match=r"unknown format 'int3'; known: fp16, int8, int4"):
+        get_format("int3")
+
+
+def test_a_name_is_registered_once() -> None:
+    with pytest.raises(FormatError, match="'int4' is registered twice"):
+        register(dataclasses.replace(get_format("int4"), bits=8))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "expected"),
+    [
+        ("fp16", (3, 5), 30),
+        ("int8", (3, 5), 15 + 3 * 2),
+        ("int4", (3, 5), 8 + 3 * 2),  # 15 nibbles in 8 bytes
+        ("int4", (2, 3, 5), 15 + 6 * 2),
+        ("int4-absmax", (3, 5), 8 + 3 * 4),
+        ("int4-g128", (768, 1536), 768 * 1536 // 2 + 768 * 12 * 2),
+        ("int4-g32", (768, 1536), 768 * 1536 // 2 + 768 * 48 * 2),
+        ("int8-g128", (4, 256), 4 * 256 + 4 * 2 * 2),
+        ("q8_0", (10, 64), 10 * 2 * 34),
+        ("q4_0", (10, 64), 10 * 2 * 18),
+        ("q4_k", (8, 10, 512), 80 * 2 * 144),
+        ("q5_k", (10, 512), 10 * 2 * 176),
+        ("q6_k", (10, 512), 10 * 2 * 210),
+        ("uint4", (3, 5), 8 + 3 * 2 + 2),  # three zero points in two bytes
+        ("uint4-g32", (768, 1536), 768 * 1536 // 2 + 768 * 48 * 2 + 768 * 24),
+        ("uint2-g64", (3, 64), 3 * 16 + 3 * 2 + 1),
+        ("mxfp4", (768, 1536), 768 * 1536 // 2 + 768 * 48),  # a byte for every 32 columns
+        ("nf4-g64", (768, 1536), 768 * 1536 // 2 + 768 * 24 * 2),
+        ("affine3-g64", (768, 1536), 768 * 1536 * 3 // 8 + 768 * 24 * 4),  # a scale and a bias
+        ("iq4_xs", (10, 512), 10 * 2 * 136),
+        ("q2_k", (10, 512), 10 * 2 * 84),
+        ("iq2_xxs", (10, 512), 10 * 2 * 66),
+    ],
+)
+def test_bytes(name: str, shape: tuple[int, ...], expected: int) -> None:
+    assert get_format(name).bytes(shape) == expected
+
+
+@every_format
+@pytest.mark.parametrize("shape", [(3, 256), (5, 512), (2, 3, 256)])
+def test_bytes_are_those_of_the_packed_weight(name: str, shape: tuple[int, ...]) -> None:
+    needs_gguf(name)
+    fmt = get_format(name)
+    stored = fmt.quantize(torch.randn(shape, generator=torch.Generator().manual_seed(0)))
+    scales = 0 if stored.scales is None else stored.scales.nbytes
+    zero_points = fmt.pack_zero_points(stored).nbytes if isinstance(fmt, ZeroPointFormat) else 0
+    if isinstance(fmt, AffineFormat):
+        assert stored.zero_points is not None
+        zero_points = stored.zero_points.nbytes
+    assert fmt.pack(stored).nbytes + scales + zero_points == fmt.bytes(shape)
+    assert fmt.bits_per_weight(shape) == 8 * fmt.bytes(shape) / torch.Size(shape).numel()
+
+
+def test_an_odd_number_of_nibbles_packs_low_half_first() -> None:
+    fmt = get_format("int4")
+    stored = fmt.quantize(torch.tensor([[-8.0, 1.0, -3.0]]))
+    assert stored.data.tolist() == [[-8, 1, -3]]
+    assert fmt.pack(stored).tolist() == [0x18, 0x0D]
+
+
+def test_two_bits_pack_four_numbers_to_the_byte() -> None:
+    fmt = get_format("uint2-g64")
+    weight = torch.tensor([-1.0, 0.0, 1.0, 2.0]).repeat(16)[None]
+    stored = fmt.quantize(weight)
+    assert fmt.pack(stored).tolist() == [0b11100100] * 16
+    assert isinstance(fmt, ZeroPointFormat)
+    assert fmt.pack_zero_points(stored).tolist() == [1]
+    assert torch.equal(fmt.dequantize(stored), weight)
+
+
+def test_fits_gives_the_reason() -> None:
+    assert get_format("q8_0").fits((768, 48)) == "48 columns do not divide into blocks of 32"
+    assert get_format("q8_0").fits((768, 64)) is None
+    assert get_format("q4_k").fits((768, 128)) == "128 columns do not divide into blocks of 256"
+    assert get_format("int4").fits((768, 47)) is None
+    assert "neither (rows, columns) nor" in str(get_format("int4").fits((768,)))
+    assert "neither (rows, columns) nor" in str(get_format("fp16").fits((768, 0)))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "columns", "given"),
+    [
+        ("int4-g128", 256, "int4-g128"),
+        ("int4-g128", 192, "int4-g64"),
+        ("int4-g128", 96, "int4-g32"),
+        ("int4-g128", 48, "int8"),
+        ("int8-g128", 48, "int8"),
+        ("uint4-g128", 192, "uint4-g64"),
+        ("uint4-g128", 96, "uint4-g32"),
+        ("uint4-g64", 48, "int8"),
+        ("affine4-g128", 96, "affine4-g32"),
+        ("affine4-g64", 48, "fp16"),
+        ("nf4-g128", 96, "nf4-g32"),
+        ("nf4-g32", 48, "int8"),
+        ("uint2-g64", 96, "int4-g32"),
+        ("mxfp4", 48, "int8"),
+        ("q4_k", 256, "q4_k"),
+        ("q4_k", 96, "q5_0"),
+        ("q5_k", 96, "q5_1"),
+        ("q6_k", 96, "q8_0"),
+        ("q4_k", 48, "fp16"),
+        ("q6_k", 48, "fp16"),
+        ("q4_0", 48, "fp16"),
+        ("q3_k", 96, "q4_0"),
+        ("q2_k", 96, "q4_0"),
+        ("iq4_xs", 96, "iq4_nl"),
+        ("iq3_s", 96, "iq4_nl"),
+        ("iq2_xxs", 96, "iq4_nl"),
+        ("iq2_xxs", 48, "fp16"),
+    ],
+)
+def test_the_format_that_fits(wanted: str, columns: int, given: str) -> None:
+    fmt, reason = fitting_format(wanted, (10, columns))
+    assert fmt.name == given
+    if wanted == given:
+        assert reason is None
+    else:
+        assert reason is not None
+        assert reason.startswith(f"{wanted}: {columns} columns do not divide")
+        assert reason.endswith(f"stored as {given}")
+
+
+def test_resolve_refuses_what_nothing_holds() -> None:
+    with pytest.raises(FormatError, match=r"shape \(5,\) is neither"):
+        fitting_format("q4_k", (5,))
+
+
+@every_format
+@pytest.mark.parametrize(
+    ("value", "complaint"),
+    [
+        (float("nan"), "has NaN or infinity"),
+        (float("inf"), "has NaN or infinity"),
+        (-float("inf"), "has NaN or infinity"),
+        (7e4, r"has 70000, above FP16's 65504"),
+        (-7e4, r"has 70000, above FP16's 65504"),
+    ],
+)
+def test_bad_values_name_the_tensor(name: str, value: float, complaint: str) -> None:
+    weight = torch.zeros(2, 256)
+    weight[1, 7] = value
+    with pytest.raises(FormatError, match=rf"^layers\.3\.x_proj\.weight: {complaint}"):
+        get_format(name).roundtrip(weight, "layers.3.x_proj.weight")
+
+
+def test_a_shape_that_does_not_fit_names_the_tensor() -> None:
+    with pytest.raises(FormatError, match=r"^dt_proj: q8_0 cannot hold it: 48 columns"):
+        get_format("q8_0").quantize(torch.zeros(4, 48), "dt_proj")
+
+
+def test_integers_are_not_weights() -> None:
+    with pytest.raises(FormatError, match=r"^ids: expected floating-point weights, found torch\.int64"):
+        get_format("int8").quantize(torch.zeros(4, 48, dtype=torch.int64), "ids")
+
+
+def test_data_of_another_format_are_refused() -> None:
+    stored = get_format("int8").quantize(torch.ones(2, 4))
+    with pytest.raises(FormatError, match="int8 data, not int4"):
+        get_format("int4").dequantize(stored)
+
+
+@every_format
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_any_float_dtype_is_computed_in_float32(name: str, dtype: torch.dtype) -> None:
+    needs_gguf(name)
+    weight = torch.randn(3, 256, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
+    kept = weight.detach().clone()
+    values = get_format(name).roundtrip(weight)
+    assert values.dtype == torch.float32
+    assert not values.requires_grad
+    assert torch.equal(values, get_format(name).roundtrip(kept.float()))
+    assert torch.equal(weight, kept)
+
+
+@every_format
+def test_strides_do_not_matter(name: str) -> None:
+    needs_gguf(name)
+    weight = torch.randn(256, 6, generator=torch.Generator().manual_seed(2)).T
+    assert not weight.is_contiguous()
+    assert torch.equal(get_format(name).roundtrip(weight), get_format(name).roundtrip(weight.contiguous()))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@every_format
+def test_a_gpu_gives_the_same_bits(name: str) -> None:
+    needs_gguf(name)
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(300, 512, generator=generator) * torch.logspace(-9, 3, 300)[:, None]
+    fmt = get_format(name)
+    here, there = fmt.quantize(weight), fmt.quantize(weight.cuda())
+    assert there.data.is_cuda
+    assert torch.equal(here.data, there.data.cpu())
+    for ours, theirs in [(here.scales, there.scales), (here.zero_points, there.zero_points)]:
+        if ours is not None and theirs is not None:
+            assert torch.equal(ours, theirs.cpu())
+    assert torch.equal(fmt.dequantize(here), fmt.dequantize(there).cpu())

@@ -1,0 +1,273 @@
+"""Our GGUF blocks against ggml's C code."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kl_lens.base.errors import FormatError
+from kl_lens.weights.formats import Quantized, get_format
+from kl_lens.weights.formats.blocks import LAYOUTS
+from kl_lens.weights.formats.ggml import ggml_library, gguf_module, quantize_rows
+from kl_lens.weights.formats.gguf_blocks import GGUFFormat
+from kl_lens.weights.recipes import Recipe
+
+gguf = pytest.importorskip("gguf", reason="the extra 'gguf' is not installed")
+pytest.importorskip("xllamacpp", reason="the extra 'gguf' is not installed")
+
+SIMPLE = ["q8_0", "q4_0", "q4_1", "q5_0", "q5_1"]
+FORMATS = [*SIMPLE, "q6_k", "q5_k", "q4_k", "q3_k", "q2_k", "iq4_nl", "iq4_xs", "iq3_s", "iq3_xxs"]
+# The tables that ggml builds for its two-bit types take one, three and six seconds.
+TWO_BITS = ["iq2_xxs", *(pytest.param(name, marks=pytest.mark.slow) for name in ("iq2_xs", "iq2_s"))]
+EVERY = [*FORMATS, *TWO_BITS]
+
+
+def gguf_format(name: str) -> GGUFFormat:
+    fmt = get_format(name)
+    assert isinstance(fmt, GGUFFormat)
+    return fmt
+
+
+def awkward_matrix() -> torch.Tensor:
+    """Rows of many sizes and kinds. Nothing below 2^−60, where C's own result is not defined."""
+    random = torch.Generator().manual_seed(0)
+    w = torch.randn(64, 512, generator=random) * torch.logspace(-9, 4, 64)[:, None]
+    w[0] = 0
+    w[1], w[2] = 0.3, -0.3
+    w[3], w[4] = w[43].abs(), -w[43].abs()
+    w[5] = torch.randint(-16, 17, (512,), generator=random) / 2
+    w[6, ::2], w[6, 1::2] = 1.0, -1.0
+    w[7] = torch.randn(512, generator=random) * 10.0 ** torch.randint(-10, 3, (512,), generator=random)
+    w[8, 9] = 65504
+    return w.clamp(-65504, 65504)
+
+
+def importance() -> torch.Tensor:
+    return torch.rand(512, generator=torch.Generator().manual_seed(5)) ** 4
+
+
+def encoded(fmt: GGUFFormat, w: torch.Tensor) -> Quantized:
+    return fmt.quantize_with(w, importance()) if fmt.needs_importance else fmt.quantize(w)
+
+
+@pytest.mark.parametrize("name", [*FORMATS, "iq2_xxs", "iq2_xs", "iq2_s"])
+def test_sizes_are_ggml_s(name: str) -> None:
+    fmt = gguf_format(name)
+    kind = gguf.GGMLQuantizationType[fmt.gguf_type]
+    assert (fmt.block_size, fmt.block_bytes) == gguf.GGML_QUANT_SIZES[kind]
+    assert fmt.needs_importance == ggml_library().ggml_quantize_requires_imatrix(int(kind))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_blocks_equal_ggml_s(name: str) -> None:
+    """gguf-py's blocks are C's; where C is what runs, nothing is lost around the call."""
+    fmt = gguf_format(name)
+    w = awkward_matrix()
+    kind = gguf.GGMLQuantizationType[fmt.gguf_type]
+    from_c = np.empty(fmt.bytes(w.shape), np.uint8)
+    source = np.ascontiguousarray(w.numpy())
+    ggml_library().ggml_quantize_chunk(int(kind), source.ctypes.data, from_c.ctypes.data, 0, *w.shape, None)
+    assert np.array_equal(fmt.pack(fmt.quantize(w)), from_c)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_any_bytes_stand_for_the_values_that_gguf_py_gives_them(name: str) -> None:
+    fmt = gguf_format(name)
+    data = torch.randint(0, 256, (40, 4 * fmt.block_bytes), generator=torch.Generator().manual_seed(0)).byte()
+    with np.errstate(all="ignore"):
+        expected = gguf.dequantize(data.numpy(), gguf.GGMLQuantizationType[fmt.gguf_type])
+    found = fmt.dequantize(Quantized(name, expected.shape, data)).numpy()
+    there = np.isfinite(expected)
+    assert np.array_equal(found[there].view(np.uint32), expected[there].view(np.uint32))
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_blocks_with_importance_equal_ggml_s(name: str) -> None:
+    """And only its proportions count, down to the smallest and up to the largest numbers."""
+    fmt = gguf_format(name)
+    w = awkward_matrix()[9:].clamp(-3e4, 3e4)
+    kind = gguf.GGMLQuantizationType[fmt.gguf_type]
+    from_c = np.empty(fmt.bytes(w.shape), np.uint8)
+    source, columns = np.ascontiguousarray(w.numpy()), importance().numpy()
+    ggml_library().ggml_quantize_chunk(
+        int(kind), source.ctypes.data, from_c.ctypes.data, 0, *w.shape, columns.ctypes.data
+    )
+    stored = fmt.quantize_with(w, importance())
+    assert np.array_equal(fmt.pack(stored), from_c)
+    for power in (-100, 120):
+        assert torch.equal(fmt.quantize_with(w, importance() * 2.0**power).data, stored.data)
+    if not fmt.needs_importance:
+        assert torch.equal(stored.data, fmt.quantize(w).data) == (not fmt.takes_importance)
+
+
+@pytest.mark.parametrize("name", ["q4_0", "q4_k", "q3_k", "iq4_xs", "iq3_xxs"])
+def test_importance_lowers_the_error_it_weighs(name: str) -> None:
+    fmt = gguf_format(name)
+    w = torch.randn(32, 512, generator=torch.Generator().manual_seed(6))
+    plain, weighed = fmt.roundtrip(w), fmt.dequantize(fmt.quantize_with(w, importance()))
+    error = [((values - w).square() * importance()).mean() for values in (plain, weighed)]
+    assert error[1] < 0.9 * error[0]
+
+
+def test_experts_have_an_importance_of_their_own() -> None:
+    fmt = gguf_format("q4_k")
+    w = torch.randn(2, 3, 512, generator=torch.Generator().manual_seed(7))
+    both = torch.stack([importance(), importance().flip(0)])
+    stacked = fmt.quantize_with(w, both)
+    alone = [fmt.quantize_with(w[i], both[i]) for i in range(2)]
+    assert torch.equal(stacked.data, torch.stack([a.data for a in alone]))
+    assert torch.equal(fmt.quantize_with(w, both[0]).data[0], alone[0].data)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda i: i[:100], r"importance has shape \(100,\) where \(512,\) was expected"),
+        (
+            lambda i: i.expand(3, -1),
+            r"importance of shape \(3, 512\) does not fit a weight of \(4, 512\)",
+        ),
+        (lambda i: -i, "importance holds NaN, infinity or a negative number"),
+        (lambda i: i / 0, "importance holds NaN, infinity or a negative number"),
+        (lambda i: i * 0, "importance is zero for every column"),
+    ],
+)
+def test_importance_that_ggml_would_choke_on(change: Any, complaint: str) -> None:
+    with pytest.raises(FormatError, match=rf"^layers\.0\.in_proj: {complaint}"):
+        gguf_format("q4_k").quantize_with(torch.ones(4, 512), change(importance()), "layers.0.in_proj")
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_columns_that_never_matter_do_no_harm(name: str) -> None:
+    """Whole blocks without importance, next to numbers of every size: finite values, and no abort."""
+    fmt = gguf_format(name)
+    columns = importance()
+    columns[:256] = 0
+    columns[300:] *= torch.logspace(-30, 0, 212)
+    assert fmt.dequantize(fmt.quantize_with(awkward_matrix().clamp(-3e4, 3e4), columns)).isfinite().all()
+
+
+def test_a_minimum_beyond_fp16_is_refused() -> None:
+    w = torch.full((1, 32), -60000.0)
+    w[0, ::2] = torch.linspace(-65504, 65504, 16)
+    columns = torch.where(torch.arange(32) % 2 == 0, 1e-6, 1.0)
+    columns[::7] = 1.0
+    with pytest.raises(FormatError, match=r"^w: q4_1 cannot hold weights so close to FP16's end"):
+        gguf_format("q4_1").quantize_with(w, columns, "w")
+
+
+@pytest.mark.parametrize("name", ["iq2_xxs", "iq2_xs"])
+def test_what_needs_importance_is_refused_without(name: str) -> None:
+    with pytest.raises(
+        FormatError, match=rf"^w: {name} needs the importance of columns; .* use {name}\+imatrix"
+    ):
+        get_format(name).quantize(torch.ones(1, 256), "w")
+    with pytest.raises(
+        FormatError, match=rf"recipe '{name}': {name} cannot be made without calibration text"
+    ):
+        Recipe.parse(name)
+    kind = gguf.GGMLQuantizationType[name.upper()]
+    with pytest.raises(FormatError, match=f"{name.upper()} needs the importance of columns"):
+        quantize_rows(np.zeros((1, 256), np.float32), int(kind), row_bytes=66)
+
+
+def test_columns_that_do_not_divide_do_not_reach_ggml() -> None:
+    with pytest.raises(FormatError, match="Q4_K: 100 columns do not divide into blocks of 256"):
+        quantize_rows(np.zeros((1, 100), np.float32), int(gguf.GGMLQuantizationType.Q4_K), row_bytes=144)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_values_equal_ggml_s(name: str) -> None:
+    fmt = gguf_format(name)
+    stored = encoded(fmt, awkward_matrix())
+    c_name = fmt.name[:-1] + "K" if fmt.name.endswith("_k") else fmt.name
+    dequantize = ggml_library()[f"dequantize_row_{c_name}"]
+    dequantize.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+    dequantize.restype = None
+    blocks = fmt.pack(stored)
+    values = np.empty(stored.shape, np.float32)
+    dequantize(blocks.ctypes.data, values.ctypes.data, values.size)
+    assert np.array_equal(fmt.dequantize(stored).numpy(), values)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("q8_0", 0.0054),
+        ("q6_k", 0.0178),
+        ("q5_k", 0.0363),
+        ("q5_0", 0.043),
+        ("q4_k", 0.0715),
+        ("q4_0", 0.086),
+        ("q4_1", 0.078),
+        ("iq4_nl", 0.0763),
+        ("iq4_xs", 0.0769),
+        ("q3_k", 0.151),
+        ("iq3_s", 0.166),
+        ("iq3_xxs", 0.214),
+        ("q2_k", 0.297),
+        ("uint4", 0.127),
+        ("uint4-g128", 0.101),
+        ("uint4-g64", 0.0912),
+        ("uint4-g32", 0.0809),
+        ("nf4", 0.105),
+        ("nf4-g64", 0.092),
+        ("uint2-g64", 0.463),
+        ("mxfp4", 0.115),
+    ],
+)
+def test_error_on_gaussian_weights(name: str, expected: float) -> None:
+    w = torch.randn(256, 1024, generator=torch.Generator().manual_seed(1))
+    error = (get_format(name).roundtrip(w) - w).square().mean().sqrt()
+    assert float(error) == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("size", [1e-45, 1e-41, 1e-38, 1e-30, 1e-20, 1e-12])
+def test_tiny_blocks_are_zero(name: str, size: float) -> None:
+    w = torch.randn(2, 256, generator=torch.Generator().manual_seed(2)) * size
+    fmt = get_format(name)
+    stored = fmt.quantize(w)
+    assert (fmt.dequantize(stored) == 0).all()
+    if size <= 1e-20:  # below 2^−60: plain zeros on every processor, integers included
+        assert torch.equal(stored.data, fmt.quantize(torch.zeros(2, 256)).data)
+
+
+def test_threads_change_nothing() -> None:
+    before = torch.get_num_threads()
+    fmt, w = get_format("q4_k"), awkward_matrix()
+    try:
+        torch.set_num_threads(1)
+        alone = fmt.quantize(w)
+        torch.set_num_threads(3)
+        assert torch.equal(fmt.quantize(w).data, alone.data)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_wrong_size_is_noticed() -> None:
+    kind = int(gguf.GGMLQuantizationType.Q4_K)
+    with pytest.raises(FormatError, match="ggml wrote 288 bytes where 320 were expected"):
+        quantize_rows(np.zeros((2, 256), np.float32), kind, row_bytes=160)
+
+
+@pytest.mark.parametrize(("package", "name"), [("gguf", "q6_k"), ("xllamacpp", "q4_k")])
+def test_a_missing_package_says_how_to_get_it(
+    package: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)  # Python's own way to say "not installed"
+    gguf_module.cache_clear()
+    ggml_library.cache_clear()
+    try:
+        with pytest.raises(FormatError, match=rf"need the package {package}: pip install 'kl-lens\[gguf\]'"):
+            get_format(name).quantize(torch.zeros(1, 256))
+        assert get_format(name).bytes((1, 256)) > 0  # planning needs no package
+    finally:
+        monkeypatch.undo()
+        gguf_module.cache_clear()
+        ggml_library.cache_clear()

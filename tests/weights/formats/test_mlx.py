@@ -1,0 +1,83 @@
+"""MLX's affine formats are what `mx.quantize` stores and `mx.dequantize` computes with, bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from kl_lens.weights.formats import Quantized, get_format
+from kl_lens.weights.formats.affine import BITS, GROUPS
+from kl_lens.weights.quantizers import InputStatistics, get_quantizer
+
+mx = pytest.importorskip("mlx.core", reason="needs the extra mlx")
+
+NAMES = [f"affine{bits}-g{group}" for bits in BITS for group in GROUPS]
+
+
+def _weight() -> torch.Tensor:
+    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)) * 0.05
+    weight[0] = 0.0
+    weight[1], weight[2] = 0.3, -0.3
+    weight[3], weight[4] = weight[3].abs(), -weight[4].abs()
+    weight[5, :128] = 0.0
+    weight[6] *= 1e-6
+    weight[7] *= 1e5
+    weight[8, ::7] = 3e-8  # float16's smallest numbers
+    return weight
+
+
+def _values(name: str, stored: Quantized) -> np.ndarray:
+    """What MLX makes of the bytes, in float32."""
+    fmt = get_format(name)
+    rows = stored.shape[0]
+    packed = mx.array(fmt.pack(stored).view(np.uint32).reshape(rows, -1))
+    assert stored.scales is not None
+    assert stored.zero_points is not None
+    scales, biases = (mx.array(part.float().numpy()) for part in (stored.scales, stored.zero_points))
+    return np.array(mx.dequantize(packed, scales, biases, group_size=fmt.group_size, bits=fmt.bits))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rounding_to_nearest_is_that_of_mlx(name: str) -> None:
+    fmt, weight = get_format(name), _weight()
+    stored = fmt.quantize(weight)
+    codes, scales, biases = mx.quantize(
+        mx.array(weight.numpy()).astype(mx.float16), group_size=fmt.group_size, bits=fmt.bits
+    )
+    assert fmt.pack(stored).tobytes() == np.array(codes).tobytes()
+    for ours, theirs in ((stored.scales, scales), (stored.zero_points, biases)):
+        assert ours is not None
+        assert ours.numpy().tobytes() == np.array(theirs).tobytes()
+    np.testing.assert_array_equal(fmt.dequantize(stored).numpy(), _values(name, stored))
+
+
+@pytest.mark.parametrize("name", ["affine2-g64", "affine3-g32", "affine8-g128"])
+@pytest.mark.parametrize("method", ["search", "gptq"])
+def test_learnt_weights_are_what_mlx_computes_with(name: str, method: str) -> None:
+    weight = _weight()[9:33]
+    inputs = torch.randn(2048, 256, generator=torch.Generator().manual_seed(1)) * torch.linspace(0.1, 2, 256)
+    statistics = InputStatistics(inputs.T @ inputs / len(inputs), (len(inputs),))
+    stored = get_quantizer(method).quantize(weight, get_format(name), "layer", statistics)
+    np.testing.assert_array_equal(get_format(name).dequantize(stored).numpy(), _values(name, stored))
+
+
+def test_a_bias_on_one_side_of_zero_is_free() -> None:
+    """With a zero point, a group far from zero would lose most levels to the way there."""
+    weight = 1 + 0.01 * torch.randn(8, 64, generator=torch.Generator().manual_seed(2))
+    statistics = InputStatistics(torch.eye(64), (1000,))
+    fmt = get_format("affine4-g64")
+    learnt = fmt.dequantize(get_quantizer("search").quantize(weight, fmt, "layer", statistics))
+    plain, zeros = fmt.roundtrip(weight), get_format("uint4-g64").roundtrip(weight)
+    loss = [float((weight - values).square().sum()) for values in (learnt, plain, zeros)]
+    assert loss[0] < 0.8 * loss[1]
+    assert loss[0] < 0.05 * loss[2]
+
+
+def test_experts_are_packed_one_below_the_other() -> None:
+    fmt = get_format("affine5-g32")
+    stored = fmt.quantize(_weight().reshape(4, 16, 256))
+    flat = replace(stored, shape=(64, 256), data=stored.data.reshape(64, 256))
+    assert fmt.pack(stored).tobytes() == fmt.pack(flat).tobytes()
