@@ -1,4 +1,4 @@
-"""Which metric predicts damage: `kl-lens measure` and `kl-lens rank` on several models.
+"""Which metric predicts damage: `kl-lens measure` and `kl-lens paper rank` on several models.
 
     python benchmarks/correlations.py [--models reference:mamba,stressed:reference:mamba,FOLDER,…]
                                       [--texts novels.txt] [--write docs/results/correlations.csv]

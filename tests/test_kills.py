@@ -89,7 +89,7 @@ def commands(model: Path, run: Path) -> dict[str, list[str]]:
     of_run = ["--run", str(run)]
     return {
         "measure": ["measure", str(model), *of_run, *text, "--formats", "int4,int8"],
-        "rank": ["rank", *of_run, "--evaluation-text", f"{model}/judged.txt", "--evaluation-windows", "3"],
+        "rank": ["paper", "rank", *of_run, "--evaluation-text", f"{model}/judged.txt", "--evaluation-windows", "3"],
         "plan": ["plan", *of_run, "--name", "small", "--max-bpw", "7", "--verify", *held],
         "export openvino": ["export", *of_run, "--target", "openvino", "--plan", "small", "--fallback"],
         "export gguf": ["export", str(model), *of_run, "--target", "gguf", "--format", "q8_0"],

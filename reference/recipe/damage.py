@@ -2,9 +2,9 @@
 
     python reference/recipe/damage.py --folder reference/hymba --windows windows.npz --out damage.json
 
-What `kl-lens measure` and `kl-lens rank` do on any machine, without their CPU kernels' packages: for a GPU host with
-torch, triton and transformers alone. `windows.npz` holds token ids: `calibration` and `test`, (windows, tokens) each.
-Results are written after every format, so that a run that is cut short leaves what it has.
+What `kl-lens measure` and `kl-lens paper rank` do on any machine, without their CPU kernels' packages: for a GPU host
+with torch, triton and transformers alone. `windows.npz` holds token ids: `calibration` and `test`, (windows, tokens)
+each. Results are written after every format, so that a run that is cut short leaves what it has.
 """
 
 from __future__ import annotations

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from models import LanguageModel, language_model, next_token_losses
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from kl_lens.model import architectures as kl_lens_models
-from models import LanguageModel, language_model, next_token_losses
 
 WINDOW = 512
 

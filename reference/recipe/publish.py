@@ -7,10 +7,9 @@ from pathlib import Path
 import evaluate
 import numpy as np
 import torch
+from models import LanguageModel
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
-
-from models import LanguageModel
 
 MOST_BYTES = 12_000_000
 

@@ -26,11 +26,10 @@ import prepare
 import torch
 from check import check_scans
 from data import MIXTURE
+from models import PUBLISHED, configuration, language_model, next_token_losses
 from optimizer import Optimizer
 from publish import save_checkpoint, verify_checkpoint
 from torch import Tensor
-
-from models import PUBLISHED, configuration, language_model, next_token_losses
 
 MODELS = ("mamba", "mamba2", "hybrid", "hymba")  # those that ship
 # Set for the process of each model when several train side by side: the names of all of them.

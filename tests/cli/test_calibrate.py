@@ -239,7 +239,7 @@ def test_text_used_for_calibration_is_refused_for_evaluation(
     capsys.readouterr()
     assert main([*plan, "--held-out", texts["learnt"]]) == 1
     assert "share" in capsys.readouterr().err
-    assert main(["rank", "--run", str(tmp_path / "run"), "--evaluation-text", texts["learnt"]]) == 1
+    assert main(["paper", "rank", "--run", str(tmp_path / "run"), "--evaluation-text", texts["learnt"]]) == 1
     assert "share" in capsys.readouterr().err
     assert main([*plan, "--held-out", texts["judging"]]) == 0
 
@@ -248,7 +248,7 @@ def test_evaluation_text_is_refused_for_calibration(
     measure: list[str], texts: dict[str, str], tmp_path: Path, capsys
 ) -> None:
     assert main([*measure, "--formats", "int4"]) == 0
-    rank = ["rank", "--run", str(tmp_path / "run"), "--evaluation-windows", "2"]
+    rank = ["paper", "rank", "--run", str(tmp_path / "run"), "--evaluation-windows", "2"]
     assert main([*rank, "--evaluation-text", texts["judging"]]) == 0
     capsys.readouterr()
     calibrate = ["calibrate", "--run", str(tmp_path / "run"), "--windows", "4", "--text", texts["judging"]]

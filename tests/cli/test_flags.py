@@ -25,7 +25,7 @@ COMMANDS = [
     "inspect some/model --components --dtype bfloat16",
     "measure some/model --text notes.txt --windows 8 --formats int4,q4_k --memory-budget 1.5GB",
     "measure --target gguf --exhaustive --legacy-json out.json",
-    "rank --run runs/x --other-text a.txt --other-text b.txt",
+    "paper rank --run runs/x --other-text a.txt --other-text b.txt",
     "plan --paper --gpu --metric sqnr --uniform fp16,int8 --max-drop 3% --min-speed 30.5",
     "plan --compare one two",
     "export --target gguf --plan a,b --without-tokenizer",
@@ -38,7 +38,7 @@ COMMANDS = [
     "autopsy a.gguf --against some/model --windows 4",
     "report --out a.html",
     "publish runs/x gguf --to org/name --base-model org/original --private --dry-run",
-    "import-legacy --model m --bits 4 a.json --bits 8 b.json",
+    "paper import --model m --bits 4 a.json --bits 8 b.json",
     "run some/model --max-bytes 1.234567MB --targets '' --without rank,report",
 ]
 

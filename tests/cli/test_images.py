@@ -59,7 +59,7 @@ def test_from_images_to_a_proven_file(folder: Path, images: Path, tmp_path: Path
         == 0
     )
     capsys.readouterr()
-    assert main(["rank", "--run", str(run), "--evaluation-windows", "2", "--json"]) == 0
+    assert main(["paper", "rank", "--run", str(run), "--evaluation-windows", "2", "--json"]) == 0
     capsys.readouterr()
     assert main(["export", "--run", str(run), "--target", "openvino", "--plan", "uniform_int8"]) == 0
     capsys.readouterr()

@@ -137,7 +137,8 @@ def test_rank_says_which_metric_predicts_damage(measure_arguments, tiny_folder, 
     random.Random(1).shuffle(words)
     held_out.write_text(" ".join(words))
     arguments = [
-        "rank", "--run", str(tmp_path / "run"), "--evaluation-text", str(held_out), "--evaluation-windows", "6",
+        "paper", "rank", "--run", str(tmp_path / "run"), "--evaluation-text", str(held_out),
+        "--evaluation-windows", "6",
     ]  # fmt: skip
     capsys.readouterr()
     assert main([*arguments, "--other-text", str(_novel(tmp_path))]) == 0
@@ -157,7 +158,14 @@ def _novel(tmp_path: Path) -> Path:
 
 def test_rank_refuses_text_that_was_calibrated_on(measure_arguments, tiny_folder, tmp_path, capsys) -> None:
     assert main(measure_arguments) == 0
-    same = ["rank", "--run", str(tmp_path / "run"), "--evaluation-text", str(tiny_folder / "text.txt")]
+    same = [
+        "paper",
+        "rank",
+        "--run",
+        str(tmp_path / "run"),
+        "--evaluation-text",
+        str(tiny_folder / "text.txt"),
+    ]
     assert main(same) == 1
     assert "text.txt" in capsys.readouterr().err
 
@@ -166,7 +174,17 @@ def test_published_measurements_become_a_run(tiny_folder, tmp_path, capsys) -> N
     path = tmp_path / "published.json"
     path.write_text(json.dumps({"lm_head": {"kl_student_to_teacher": 3.0}}))
     folder = tmp_path / "imported"
-    arguments = ["import-legacy", "--bits", "4", str(path), "--model", str(tiny_folder), "--run", str(folder)]
+    arguments = [
+        "paper",
+        "import",
+        "--bits",
+        "4",
+        str(path),
+        "--model",
+        str(tiny_folder),
+        "--run",
+        str(folder),
+    ]
     assert main(arguments) == 0
     with Run.open(folder) as run:
         (measurement,) = run.table().measurements

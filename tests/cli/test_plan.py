@@ -227,7 +227,7 @@ def test_a_budget_on_an_imported_run_says_what_it_goes_by(
     tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "imported"
-    words = ["import-legacy", "--model", str(tiny_folder), "--run", str(folder)]
+    words = ["paper", "import", "--model", str(tiny_folder), "--run", str(folder)]
     for bits, damage in ((4, 2.0), (8, 0.1)):
         path = tmp_path / f"{bits}.json"
         row = {"kl_teacher_to_student": 4.9e8 - damage, "kl_student_to_teacher": damage}

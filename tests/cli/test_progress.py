@@ -97,7 +97,7 @@ def test_a_stage_that_does_not_come_or_is_done_already_is_not_waited_for() -> No
     forecast.expect(
         [StageCost("calibrate", None, 100.0), StageCost("measure", "a", 50.0), StageCost("report", None, 5.0)]
     )
-    forecast.begin("rank")  # was not expected, and says nothing about the others
+    forecast.begin("paper")  # was not expected, and says nothing about the others
     clock.now += 1000
     forecast.end()
     assert forecast.left == 155

@@ -79,7 +79,7 @@ def test_every_stage_leaves_its_records(finished: Path) -> None:
         samples = {result.subject.label for result in current_results(run, "generation")}
         assert samples == {"original", f"openvino/{BEST}"}
         verbs = [entry["command"][1] for entry in run.commands()]
-    order = ["run", "plan", "export", "evaluate", "measure", "rank", "calibrate", "benchmark"]
+    order = ["run", "plan", "export", "evaluate", "measure", "paper", "calibrate", "benchmark"]
     assert sorted(dict.fromkeys(verbs), key=verbs.index) == order
     report = (finished / "report.html").read_text()
     assert BEST in report

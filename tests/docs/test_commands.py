@@ -22,7 +22,7 @@ RUN, NOT_RUN, PYTHON, OUTPUT = "bash", "console", "python", "text"
 SHORTER = {
     "calibrate": {"--windows": "2", "--window-length": "32"},
     "measure": {"--windows": "2", "--window-length": "32"},
-    "rank": {"--evaluation-windows": "2"},
+    "paper": {"--evaluation-windows": "2"},
     "plan": {"--held-out-windows": "4"},
     "evaluate": {"--window": "64", "--limit": "3"},
     "benchmark": {"--repeats": "1", "--prompt-lengths": "8", "--new-tokens": "2"},

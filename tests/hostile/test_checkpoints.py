@@ -294,7 +294,7 @@ def test_changed_published_files(cases: int, healthy: Path, tmp_path: Path, caps
     layers = {
         f"backbone.layers.{n}.mixer.{kind}": entry for n in range(4) for kind in ("in_proj", "out_proj")
     }
-    words = ["import-legacy", "--model", str(healthy), "--bits", "4", str(file), "--run", str(run)]
+    words = ["paper", "import", "--model", str(healthy), "--bits", "4", str(file), "--run", str(run)]
     file.write_text(json.dumps(layers))
     assert main(words) == 0
     shutil.rmtree(run)

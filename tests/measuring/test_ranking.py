@@ -109,5 +109,5 @@ def test_the_result_is_plain_json(tmp_path) -> None:
 
 
 def test_without_damage_there_is_nothing_to_rank(tmp_path) -> None:
-    with Run.create(tmp_path) as run, pytest.raises(RunError, match="kl-lens rank"):
+    with Run.create(tmp_path) as run, pytest.raises(RunError, match="kl-lens paper rank"):
         rank(run)

@@ -36,7 +36,6 @@ VERBS = {
     "calibrate": "gather statistics of every component's inputs, for GPTQ and importance matrices",
     "measure": "quantize one component at a time and measure the KL of the output",
     "merge": "join the measurements of several processes",
-    "rank": "compare metrics: which one predicts the loss on held-out text",
     "plan": "choose a format for every component, for a size or a loss",
     "export": "write a plan as OpenVINO IR or GGUF, with exactly the weights that were measured",
     "evaluate": "measure perplexity, KL from the original and task accuracy of plans and files",
@@ -45,7 +44,7 @@ VERBS = {
     "generate": "generate text with an exported file",
     "report": "write a run as one HTML page",
     "publish": "share a file with its proof: a model card, its chart, its recipe, on the Hugging Face hub",
-    "import-legacy": "read published sensitivity files into a run",
+    "paper": "reproduce the paper: rank its metrics, read its published files",
     "doctor": "check what is installed, and say how to fix what is missing",
 }
 
@@ -56,7 +55,7 @@ USUAL = {
     "inspect": "--components --device --dtype --tokenizer --revision --trust-remote-code",
     "calibrate": "--run --text --windows --window-length --rescaled --again --device",
     "measure": "--run --target --formats --methods --text --windows --components --device --workers --estimate",
-    "rank": "--run --evaluation-text --evaluation-windows --other-text --device",
+    "paper": "--run --evaluation-text --evaluation-windows --other-text --bits --model --device",
     "plan": "--run --target --max-bytes --max-bpw --max-loss --max-drop --rivals --verify --frontier --uniform --name",
     "export": "--run --plan --format --out --stream --device-profile --static-tokens --fallback --device",
     "evaluate": "--run --plan --targets --perplexity --divergence --window --limit --tasks --max-drop --threads",
@@ -187,7 +186,7 @@ def _add_arguments(parser: argparse.ArgumentParser, verb: str, everything: bool)
 
 
 def _shown_by(verb: str) -> Any:
-    return importlib.import_module(f"kl_lens.cli.{verb.replace('-', '_')}")
+    return importlib.import_module(f"kl_lens.cli.{verb}")
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:

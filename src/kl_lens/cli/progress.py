@@ -28,7 +28,7 @@ TITLES = {
     "inspect": "Reading the model",
     "calibrate": "Gathering statistics",
     "measure": "Measuring sensitivity",
-    "rank": "Ranking metrics",
+    "paper": "Ranking metrics",
     "plan": "Planning",
     "export": "Writing files",
     "evaluate": "Evaluating",

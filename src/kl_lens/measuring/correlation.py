@@ -83,7 +83,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Ranking:
-    """The result of `kl-lens rank`."""
+    """The result of `kl-lens paper rank`."""
 
     perplexity: float  # of the original model on the held-out text, per token
     evaluation_tokens: int
@@ -103,7 +103,9 @@ def rank(run: Run, shares: Sequence[float] = (1.0, 0.1, 0.05), seed: int = 0) ->
     """
     damage = _samples(run, EVALUATION)
     if not damage:
-        raise RunError(f"{run.folder} holds no damage measurements; run: kl-lens rank --run {run.folder}")
+        raise RunError(
+            f"{run.folder} holds no damage measurements; run: kl-lens paper rank --run {run.folder}"
+        )
     entropy, tokens = run.teacher_cross_entropy(EVALUATION)
     head = run.identity["head"]
     texts = [role for role in run.roles() if role == CALIBRATION or role.startswith(f"{CALIBRATION}:")]

@@ -9,14 +9,18 @@ from kl_lens.base.lazy import lazy_names
 
 if TYPE_CHECKING:
     from kl_lens.paper.greedy import GreedyResult as GreedyResult, greedy_plan as greedy_plan
-    from kl_lens.paper.legacy import read_legacy as read_legacy, write_legacy as write_legacy
-    from kl_lens.paper.lists import PUBLISHED_METRIC as PUBLISHED_METRIC, RANKING_METRICS as RANKING_METRICS
+    from kl_lens.paper.layouts import (
+        read_legacy as read_legacy,
+        write_legacy as write_legacy,
+        write_published as write_published,
+    )
     from kl_lens.paper.points import (
         PIPELINES as PIPELINES,
+        PUBLISHED_METRIC as PUBLISHED_METRIC,
+        RANKING_METRICS as RANKING_METRICS,
         best_paper_point as best_paper_point,
         paper_points as paper_points,
     )
-    from kl_lens.paper.results import write_published as write_published
     from kl_lens.paper.timing import PublishedTiming as PublishedTiming
 else:
     # Planning needs only numpy; the rest needs torch.

@@ -16,18 +16,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kl_lens.base.errors import PlanError
-from kl_lens.paper.lists import (
+from kl_lens.paper.points import (
     PUBLISHED_METRIC,
+    RANKING_METRICS,
     Entry,
     excluded_components,
-    metric_label,
     paper_formats,
     ranked,
-    sensitivity_list,
 )
 from kl_lens.planning.cost import component_bytes, stored_recipe
 from kl_lens.planning.predict import finished_plan
-from kl_lens.run.records import Component, Plan, SensitivityTable
+from kl_lens.run.records import Plan, SensitivityTable
 from kl_lens.weights.recipes import FP16, Recipe
 
 # Perplexity under an assignment; the empty assignment is the FP16 model.
@@ -38,11 +37,8 @@ Evaluate = Callable[[Mapping[str, str]], float]
 class GreedyResult:
     plan: Plan
     baseline: float
-    limit: float  # γ × baseline
     perplexity: float  # of the plan
     evaluations: int  # including the baseline
-    accepted: tuple[Entry, ...]
-    rejected: tuple[Entry, ...]
 
 
 def greedy_plan(
@@ -64,94 +60,61 @@ def greedy_plan(
         raise PlanError(f"--gamma {gamma:g} demands better than FP16; give 1 or more, such as 1.10")
     exclude = excluded_components(table, no_head=no_head)
     formats, prefix = (formats, "") if formats else paper_formats(table)
-    order = ranked([sensitivity_list(table, Recipe.parse(f), metric, exclude) for f in formats], metric)
-    search = _Search({c.name: c for c in table.candidates}, order, evaluate)
-    baseline = search.perplexity({})
+    order = ranked(table, [Recipe.parse(f) for f in formats], metric, exclude)
+    components = {c.name: c for c in table.candidates}
+    known: dict[frozenset[tuple[str, str]], float] = {}  # each assignment is evaluated once
+
+    def perplexity(assignment: Mapping[str, str]) -> float:
+        key = frozenset(assignment.items())
+        if key not in known:
+            known[key] = float(evaluate(dict(assignment)))
+        return known[key]
+
+    def with_entry(assignment: dict[str, Recipe], entry: Entry) -> dict[str, Recipe]:
+        """The same assignment if the entry would not make its component smaller."""
+        component = components[entry.component]
+        recipe = stored_recipe(component, entry.recipe)[0]
+        current = assignment.get(entry.component, FP16)
+        saves = component_bytes(component, recipe) < component_bytes(component, current)
+        return assignment | {entry.component: recipe} if saves else assignment
+
+    def with_head(length: int) -> dict[str, Recipe]:
+        assignment: dict[str, Recipe] = {}
+        for entry in order[:length]:
+            assignment = with_entry(assignment, entry)
+        return assignment
+
+    baseline = perplexity({})
     if not (math.isfinite(baseline) and baseline > 0):
         raise PlanError(f"the FP16 model's perplexity is {baseline}; check the text and the checkpoint")
-    search.limit = gamma * baseline
-    accepted, rejected = search.run(0 if exhaustive else search.longest_head())
-    assignment = search.applied(accepted)
-    perplexity = search.perplexity(assignment)
+    limit = gamma * baseline
+    # A head of `low` entries is acceptable; longer than `high` is assumed not to be.
+    low, high = 0, 0 if exhaustive else len(order)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if perplexity(with_head(middle)) <= limit:  # False for nan
+            low = middle
+        else:
+            high = middle - 1
+    assignment = with_head(low)
+    for entry in order[low:]:
+        longer = with_entry(assignment, entry)
+        if longer != assignment and perplexity(longer) <= limit:
+            assignment = longer
     notes = {
         "gamma": gamma,
-        "deciding_perplexity": perplexity,
+        "deciding_perplexity": perplexity(assignment),
         "deciding_perplexity_of_the_original": baseline,
-        "evaluations": search.evaluations,
+        "evaluations": len(known),
         "exhaustive": exhaustive,
         "metric": metric,
     }
     plan = finished_plan(
         table,
-        name or f"{prefix}{metric_label(metric)}_gamma{gamma:.2f}{'_exhaustive' if exhaustive else ''}",
+        name or f"{prefix}{RANKING_METRICS[metric][1]}_gamma{gamma:.2f}{'_exhaustive' if exhaustive else ''}",
         assignment,
         "greedy under a perplexity budget",
         notes,
         family="greedy",
     )
-    return GreedyResult(
-        plan, baseline, search.limit, perplexity, search.evaluations, tuple(accepted), tuple(rejected)
-    )
-
-
-class _Search:
-    """Evaluates each assignment once, and counts evaluations."""
-
-    def __init__(
-        self, components: Mapping[str, Component], order: Sequence[Entry], evaluate: Evaluate
-    ) -> None:
-        self.components = components
-        self.order = order
-        self.evaluate = evaluate
-        self.limit = math.inf
-        self.evaluations = 0
-        self.known: dict[frozenset[tuple[str, str]], float] = {}
-
-    def perplexity(self, assignment: Mapping[str, str]) -> float:
-        key = frozenset(assignment.items())
-        if key not in self.known:
-            self.evaluations += 1
-            self.known[key] = float(self.evaluate(dict(assignment)))
-        return self.known[key]
-
-    def acceptable(self, entries: Sequence[Entry]) -> bool:
-        return self.perplexity(self.applied(entries)) <= self.limit  # False for nan
-
-    def applied(self, entries: Sequence[Entry]) -> dict[str, Recipe]:
-        assignment: dict[str, Recipe] = {}
-        for entry in entries:
-            if self._saves(entry, assignment):
-                assignment[entry.component] = self._stored(entry)
-        return assignment
-
-    def longest_head(self) -> int:
-        """How many entries from the start can be accepted together, by binary search."""
-        low, high = 0, len(self.order)  # low is acceptable; everything above high is assumed not to be
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.acceptable(self.order[:middle]):
-                low = middle
-            else:
-                high = middle - 1
-        return low
-
-    def run(self, head: int) -> tuple[list[Entry], list[Entry]]:
-        """Accepts the first `head` entries, then tries the others one by one."""
-        accepted = list(self.order[:head])
-        rejected: list[Entry] = []
-        for entry in self.order[head:]:
-            if not self._saves(entry, self.applied(accepted)):
-                continue
-            if self.acceptable([*accepted, entry]):
-                accepted.append(entry)
-            else:
-                rejected.append(entry)
-        return accepted, rejected
-
-    def _saves(self, entry: Entry, assignment: Mapping[str, Recipe]) -> bool:
-        component = self.components[entry.component]
-        current = assignment.get(entry.component, FP16)
-        return component_bytes(component, self._stored(entry)) < component_bytes(component, current)
-
-    def _stored(self, entry: Entry) -> Recipe:
-        return stored_recipe(self.components[entry.component], entry.recipe)[0]
+    return GreedyResult(plan, baseline, perplexity(assignment), len(known))

@@ -18,27 +18,78 @@ llama.cpp has neither INT4 nor INT8. If q4_0 and q8_0 were measured instead, the
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
 
 from kl_lens.base.errors import PlanError
-from kl_lens.paper.lists import (
-    PUBLISHED_METRIC,
-    Entry,
-    excluded_components,
-    metric_label,
-    paper_formats,
-    ranked,
-    sensitivity_list,
-)
-from kl_lens.planning.predict import Predictor, finished_plan
+from kl_lens.planning.predict import Predictor, finished_plan, measured_recipes, require_measurements
 from kl_lens.run.records import Plan, SensitivityTable
 from kl_lens.weights.recipes import Recipe
 
 POINTS = 10
 MAMBA2_GPU_POINTS = 8
-
 # Pipeline → prefix of its names. `cpu` and `gpu-int4` merge both lists, `gpu` takes the 8-bit list only.
 PIPELINES = {"cpu": "", "gpu": "gpu_", "gpu-int4": "gpu_int4_"}
+# Name on the command line → key of the measurement, its name in plans, and whether larger is better.
+RANKING_METRICS = {
+    "kl_student_to_teacher": ("kl_student_to_teacher", "kl", False),
+    "kl_teacher_to_student": ("kl_teacher_to_student", "kl_teacher_to_student", False),
+    "sqnr": ("sqnr_db", "sqnr", True),
+    "mse": ("mse", "mse", False),
+    "delta_cross_entropy": ("delta_cross_entropy", "delta_cross_entropy", False),
+}
+PUBLISHED_METRIC = "kl_student_to_teacher"
+# The paper's 4-bit and 8-bit formats, and llama.cpp's nearest → prefix of plan names.
+FORMAT_PAIRS = {("int4", "int8"): "", ("q4_0", "q8_0"): "ggml_"}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of a sensitivity list."""
+
+    component: str
+    recipe: Recipe
+    value: float
+
+
+def paper_formats(table: SensitivityTable, *, eight_bits_alone: bool = False) -> tuple[tuple[str, ...], str]:
+    """The measured pair of formats (the paper's, if both were), and the prefix of its plans."""
+    measured = set(measured_recipes(table))
+    pairs = [(pair[1:] if eight_bits_alone else pair, prefix) for pair, prefix in FORMAT_PAIRS.items()]
+    return max(pairs, key=lambda pair: len(measured.intersection(pair[0])))
+
+
+def excluded_components(table: SensitivityTable, *, no_head: bool) -> frozenset[str]:
+    """Components missing from the published lists: an untied embedding, and the head with `no_head`."""
+    tied = table.embedding == table.head
+    return frozenset([table.embedding] * (not tied) + [table.head] * no_head)
+
+
+def ranked(
+    table: SensitivityTable, recipes: Sequence[Recipe], metric: str, exclude: Container[str]
+) -> list[Entry]:
+    """The merged lists of these recipes, least sensitive first.
+
+    Ties keep the order of the recipes, then the model's order. NaN ranks as the worst.
+    """
+    key, _, larger_is_better = RANKING_METRICS[metric]
+    entries = []
+    for recipe in recipes:
+        require_measurements(table, recipe)
+        measured = {m.component: m.metrics for m in table.measurements if m.format == recipe}
+        for name in (c.name for c in table.candidates if c.name in measured and c.name not in exclude):
+            if key not in measured[name]:
+                raise PlanError(
+                    f"{name} in {recipe}: {key} was not measured; use another --metric or measure again"
+                )
+            entries.append(Entry(name, recipe, measured[name][key].value))
+
+    def damage(entry: Entry) -> float:
+        if math.isnan(entry.value):
+            return math.inf
+        return -entry.value if larger_is_better else entry.value
+
+    return sorted(entries, key=damage)
 
 
 def paper_points(
@@ -53,42 +104,34 @@ def paper_points(
     The head is included unless `no_head`. conv1d is not (it is not quantizable), nor is an untied embedding, which the
     published lists do not have.
     """
-    if pipeline not in PIPELINES:
-        raise PlanError(f"unknown pipeline {pipeline!r}; choose one of {', '.join(PIPELINES)}")
     exclude = excluded_components(table, no_head=no_head)
     formats, prefix = paper_formats(table, eight_bits_alone=pipeline == "gpu")
     recipes = [Recipe(name) for name in formats]
-    lists = [sensitivity_list(table, recipe, metric, exclude) for recipe in recipes]
-    order = ranked(lists, metric)
+    order = ranked(table, recipes, metric, exclude)
     predictor = Predictor(table)
     prefix += PIPELINES[pipeline]
-    made_by = f"the paper's points, {pipeline} pipeline, ranked by {metric}"
-    shared_notes: dict[str, object] = {"metric": metric, "pipeline": pipeline, "head": not no_head}
+
+    def plan(name: str, assignment: dict[str, Recipe], family: str, **notes: object) -> Plan:
+        notes = {"metric": metric, "pipeline": pipeline, "head": not no_head, **notes}
+        made_by = f"the paper's points, {pipeline} pipeline, ranked by {metric}"
+        return finished_plan(table, f"{prefix}{name}", assignment, made_by, notes, predictor, family=family)
+
     planned = [c.name for c in table.candidates if c.name not in exclude]
-    plans = [
-        finished_plan(
-            table,
-            f"{prefix}uniform_{recipe}",
-            dict.fromkeys(planned, recipe),
-            made_by,
-            shared_notes,
-            predictor,
-            family="uniform",
+    plans = [plan(f"uniform_{r}", dict.fromkeys(planned, r), "uniform") for r in reversed(recipes)]
+    # The GPU script cuts the 8-bit list of a Mamba-2 into eight.
+    points = MAMBA2_GPU_POINTS if pipeline == "gpu" and table.model_type == "mamba2" else POINTS
+    step = (len(order) - 1) // points
+    if step <= 0:
+        raise PlanError(
+            f"the paper's points need at least {points + 1} measurements, but there are {len(order)}; "
+            "measure more components or use a budget instead"
         )
-        for recipe in reversed(recipes)
-    ]
-    for index, cut in enumerate(cuts(order, points_of(table, pipeline)), start=1):
-        plans.append(
-            finished_plan(
-                table,
-                f"{prefix}{metric_label(metric)}_point{index:02d}",
-                assignment_of(cut),
-                made_by,
-                {**shared_notes, "entries": len(cut), "entries_in_all": len(order)},
-                predictor,
-                family="paper",
-            )
-        )
+    for index in range(1, points + 1):
+        cut = order[: step * index]
+        name = f"{RANKING_METRICS[metric][1]}_point{index:02d}"
+        # The later entry of a component wins.
+        chosen = {entry.component: entry.recipe for entry in cut}
+        plans.append(plan(name, chosen, "paper", entries=len(cut), entries_in_all=len(order)))
     return plans
 
 
@@ -106,25 +149,3 @@ def best_paper_point(plans: Sequence[Plan], rival: Plan) -> Plan | None:
     if all(p.measured for p in fitting):
         return min(fitting, key=lambda p: p.measured.kl.value if p.measured else math.inf)
     return min(fitting, key=lambda p: p.predicted_kl or 0.0)
-
-
-def cuts(order: Sequence[Entry], points: int) -> list[list[Entry]]:
-    """Growing heads of a sorted list."""
-    without_worst = order[:-1]
-    step = len(without_worst) // points  # (n − 1) // 10
-    if step == 0:
-        raise PlanError(
-            f"the paper's points need at least {points + 1} measurements, but there are {len(order)}; "
-            "measure more components or use a budget instead"
-        )
-    return [list(without_worst[: step * i]) for i in range(1, points + 1)]
-
-
-def assignment_of(entries: Sequence[Entry]) -> dict[str, Recipe]:
-    """Component → recipe; the later entry of a component wins."""
-    return {entry.component: entry.recipe for entry in entries}
-
-
-def points_of(table: SensitivityTable, pipeline: str) -> int:
-    """Ten points; the GPU script cuts the 8-bit list of a Mamba-2 into eight."""
-    return MAMBA2_GPU_POINTS if pipeline == "gpu" and table.model_type == "mamba2" else POINTS

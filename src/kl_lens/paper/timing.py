@@ -91,20 +91,15 @@ class PublishedTiming:
         log = folder / LOG_FOLDER / f"{tag_of(_model_name(subject.subject))}_{device}_{self.tag}.log"
         seconds = QUICK_SECONDS if settings.quick else SECONDS
         report, command = run_app(program, subject.path, log, seconds=seconds, device=device, threads=threads)
-        timings = {
-            # benchmark_app gives extremes, not quartiles; they are in the settings.
-            "latency_ms": Quartiles(report.median_ms, report.median_ms, report.median_ms, report.iterations),
-            "throughput_fps": Quartiles(
-                report.throughput_fps, report.throughput_fps, report.throughput_fps, report.iterations
-            ),
-        }
+        # benchmark_app gives extremes, not quartiles; they are in the settings.
+        medians = {"latency_ms": report.median_ms, "throughput_fps": report.throughput_fps}
+        timings = {name: Quartiles(value, value, value, report.iterations) for name, value in medians.items()}
         base_timings = results.profiles[base.name].timings if base.name in results.profiles else timings
         values = {name: ratio(name, timings[name].median, base_timings[name].median) for name in timings}
         contents = subject.target.contents(subject.path)
-        speed = report.throughput_fps
-        bound = (
-            decode_bound(contents, machine, context=0, tokens_per_second=speed) if limits_hold(device) else {}
-        )
+        bound = {}
+        if limits_hold(device):
+            bound = decode_bound(contents, machine, context=0, tokens_per_second=report.throughput_fps)
         return Profile(
             subject=subject.subject,
             protocol=PROTOCOL,
@@ -137,24 +132,19 @@ class PublishedTiming:
         )
 
 
-def reached(report: AppReport, seconds: float, iterations: int) -> bool:
-    return report.duration_seconds >= seconds and report.iterations >= iterations
-
-
 def run_app(
     program: PublishedProgram,
     place: Path,
     log: Path,
     *,
     seconds: int = SECONDS,
-    iterations: int = ITERATIONS,
     device: str = "CPU",
     threads: int | None = None,
     run: Callable[[Sequence[str]], tuple[int, str]] | None = None,
 ) -> tuple[AppReport, list[str]]:
     """Runs until both limits are reached; the log keeps every attempt. Returns the report and its command."""
     run = run or _run
-    ask_seconds, ask_iterations, texts = seconds, iterations, []
+    ask_seconds, ask_iterations, texts = seconds, ITERATIONS, []
     for _ in range(ATTEMPTS):
         command = program.command(
             place,
@@ -170,11 +160,11 @@ def run_app(
         if code:
             raise TargetError(f"{PROTOCOL} failed: {program.complaint(text)}; see {log}")
         report = program.read(texts[-1])
-        if reached(report, seconds, iterations):
+        if report.duration_seconds >= seconds and report.iterations >= ITERATIONS:
             return report, command
         ask_seconds, ask_iterations = 2 * ask_seconds, 2 * ask_iterations
     raise TargetError(
-        f"{PROTOCOL} did not reach {seconds} s and {iterations} iterations in {ATTEMPTS} attempts; see {log}"
+        f"{PROTOCOL} did not reach {seconds} s and {ITERATIONS} iterations in {ATTEMPTS} attempts; see {log}"
     )
 
 
@@ -197,28 +187,26 @@ def _model_name(subject: Subject) -> str:
 
 def write_report(folder: Path, device: str, tag: str, profiles: Sequence[Profile]) -> Path:
     """`latency_throughput_{device}_{tag}_report.csv`, one row per model."""
-    columns = ("model", "device", "latency_median_ms", "latency_average_ms", "latency_min_ms", "latency_max_ms",
-               "throughput_fps", "iterations", "seconds", "size_bytes", "quick")  # fmt: skip
+    rows = [
+        {
+            "model": _model_name(profile.subject),
+            "device": profile.device,
+            "latency_median_ms": f"{profile.timings['latency_ms'].median:.6g}",
+            "latency_average_ms": f"{profile.settings['average_ms']:.6g}",
+            "latency_min_ms": f"{profile.settings['min_ms']:.6g}",
+            "latency_max_ms": f"{profile.settings['max_ms']:.6g}",
+            "throughput_fps": f"{profile.timings['throughput_fps'].median:.6g}",
+            "iterations": profile.settings["reached_iterations"],
+            "seconds": f"{profile.settings['reached_seconds']:.6g}",
+            "size_bytes": profile.file_bytes,
+            "quick": profile.settings["quick"],
+        }
+        for profile in profiles
+    ]
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(columns)
-    for profile in profiles:
-        settings = profile.settings
-        writer.writerow(
-            (
-                _model_name(profile.subject),
-                profile.device,
-                f"{profile.timings['latency_ms'].median:.6g}",
-                f"{settings['average_ms']:.6g}",
-                f"{settings['min_ms']:.6g}",
-                f"{settings['max_ms']:.6g}",
-                f"{profile.timings['throughput_fps'].median:.6g}",
-                settings["reached_iterations"],
-                f"{settings['reached_seconds']:.6g}",
-                profile.file_bytes,
-                settings["quick"],
-            )
-        )
+    writer = csv.DictWriter(text, rows[0], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
     path = folder / f"latency_throughput_{device}_{tag}_report.csv"
     write_text(path, text.getvalue())
     return path

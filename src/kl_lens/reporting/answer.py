@@ -167,15 +167,10 @@ def commands_for(view: RunView, plan: PlanView) -> list[str]:
     if whole and plan.name in view.recommended:
         return [whole[-1].line]
     lines: dict[str, None] = {}
-    for command in [*_last(view.commands, ("measure", "import-legacy")), *_planning(view, plan)]:
+    measured = [c for c in view.commands if c.verb == "measure" or c.words[1:3] == ("paper", "import")]
+    for command in [*measured[-1:], *_planning(view, plan)]:
         lines[command.line] = None
     return list(lines)
-
-
-def _last(commands: Sequence[Command], verbs: Sequence[str]) -> list[Command]:
-    """The last command with one of these verbs."""
-    matching = [c for c in commands if c.verb in verbs]
-    return matching[-1:]
 
 
 def _planning(view: RunView, plan: PlanView) -> list[Command]:

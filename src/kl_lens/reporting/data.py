@@ -239,7 +239,9 @@ def _ranking(run: Run) -> Ranking | None:
             reliabilities=tuple(Reliability(**r) for r in stored["reliabilities"]),
         )
     except (KeyError, TypeError) as error:
-        raise RunError(f"{run.folder}: the ranking cannot be read ({error}); repeat kl-lens rank") from error
+        raise RunError(
+            f"{run.folder}: the ranking cannot be read ({error}); repeat kl-lens paper rank"
+        ) from error
 
 
 def _point(value: Mapping[str, Any]) -> Point:

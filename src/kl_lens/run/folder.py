@@ -503,7 +503,7 @@ class Run:
 
     @checks_rows
     def imported(self) -> list[Measurement]:
-        """Published measurements, read by `import-legacy`."""
+        """Published measurements, read by `kl-lens paper import`."""
         return [Measurement.from_json(m) for m in (self.load("imported", "measurements") or [])]
 
 

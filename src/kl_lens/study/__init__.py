@@ -3,7 +3,7 @@
 Example:
     >>> study = Study("reference:mamba", folder="runs/mine")
     >>> study.measure(windows=8)
-    >>> study.do(RankSettings(run="runs/mine", evaluation_windows=8))
+    >>> study.do(PaperSettings(what="rank", run="runs/mine"))
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ if TYPE_CHECKING:
     from kl_lens.study.events import Events as Events
     from kl_lens.study.export import ExportSettings as ExportSettings
     from kl_lens.study.generate import GenerateSettings as GenerateSettings
-    from kl_lens.study.import_legacy import ImportLegacySettings as ImportLegacySettings
     from kl_lens.study.inspect import InspectSettings as InspectSettings
     from kl_lens.study.measure import MeasureSettings as MeasureSettings
     from kl_lens.study.merge import MergeSettings as MergeSettings
+    from kl_lens.study.paper import PaperSettings as PaperSettings
     from kl_lens.study.plan_settings import PlanSettings as PlanSettings
-    from kl_lens.study.rank import RankSettings as RankSettings
     from kl_lens.study.report import ReportSettings as ReportSettings
     from kl_lens.study.run import RunSettings as RunSettings
     from kl_lens.study.settings import command_of as command_of

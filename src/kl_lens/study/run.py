@@ -42,8 +42,8 @@ from kl_lens.study.inspect import InspectSettings
 from kl_lens.study.meanwhile import quantizing_for
 from kl_lens.study.measure import Calibration, MeasureSettings, calibration_text
 from kl_lens.study.menus import menu_for
+from kl_lens.study.paper import PaperSettings
 from kl_lens.study.plan_settings import ALL, TUNING_WINDOWS, USUAL, PlanSettings, check_held_out
-from kl_lens.study.rank import RankSettings
 from kl_lens.study.report import ReportSettings
 from kl_lens.study.settings import (
     COUNT,
@@ -425,7 +425,8 @@ class _RunStages:
         settings, inputs = self.settings, self.stages.measurements()
         if "rank" not in settings.without:
             self.stages.do(
-                RankSettings(
+                PaperSettings(
+                    what="rank",
                     evaluation_text=settings.evaluation_text,
                     evaluation_windows=_judged(settings, self.model),
                     **settings.worker_settings,

@@ -144,7 +144,7 @@ class Study:
 
     def rank(self, **flags: Any) -> Ranking:
         """Which metric predicts the damage on held-out text."""
-        return self.do(self.settings("rank", **flags))
+        return self.do(self.settings("paper", what="rank", **flags))
 
     def plan(self, **flags: Any) -> Plan:
         """The best plan within `max_bytes="4.5MB"`, `max_loss=0.01`, `max_drop="3%"`, …; the last of several."""

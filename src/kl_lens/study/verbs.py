@@ -19,7 +19,6 @@ VERBS = (
     "calibrate",
     "measure",
     "merge",
-    "rank",
     "plan",
     "export",
     "evaluate",
@@ -28,15 +27,14 @@ VERBS = (
     "generate",
     "report",
     "publish",
-    "import-legacy",
+    "paper",
     "doctor",
 )
 
 
 def settings_of(verb: str) -> type[Settings]:
-    """`import-legacy` → ImportLegacySettings."""
-    name = "".join(part.capitalize() for part in verb.split("-")) + "Settings"
-    return getattr(_home(verb), name)
+    """`plan` → PlanSettings."""
+    return getattr(_home(verb), f"{verb.capitalize()}Settings")
 
 
 def perform(settings: Settings, bench: Workbench | None = None, events: Events | None = None) -> Any:
@@ -50,7 +48,7 @@ def perform(settings: Settings, bench: Workbench | None = None, events: Events |
         from kl_lens.targets.gguf.library import use_library
 
         use_library(settings.llama_cpp)
-    function: Callable[..., Any] = getattr(_home(settings.verb), settings.verb.replace("-", "_"))
+    function: Callable[..., Any] = getattr(_home(settings.verb), settings.verb)
     if not settings.opens_models:
         return function(settings, events or Events())
     from kl_lens.study.workbench import Workbench
@@ -59,4 +57,4 @@ def perform(settings: Settings, bench: Workbench | None = None, events: Events |
 
 
 def _home(verb: str) -> Any:
-    return importlib.import_module(f"kl_lens.study.{verb.replace('-', '_')}")
+    return importlib.import_module(f"kl_lens.study.{verb}")

@@ -33,7 +33,7 @@ class Workbench:
     Example:
         >>> bench = Workbench()
         >>> perform(MeasureSettings(windows=8), bench)
-        >>> perform(RankSettings(evaluation_windows=8), bench)
+        >>> perform(PlanSettings(max_bytes=4_500_000), bench)
     """
 
     def __init__(self, events: Events | None = None) -> None:

@@ -1,6 +1,7 @@
-"""The published layout of sensitivity files: {layer: {"sqnr_db", "kl_teacher_to_student", …}}, one per bit width.
+"""Files in the paper's layouts. Sensitivity: {layer: {"sqnr_db", "kl_teacher_to_student", …}}, one per bit width;
+perplexity: {model: {point: perplexity}}.
 
-Numbers are read as they are. In the published files `kl_teacher_to_student` is about 5e8 in every row (their code
+Sensitivities are read as they are. In the published files `kl_teacher_to_student` is about 5e8 in every row (their code
 passes probabilities instead of log-probabilities), and both KLs are sums over a sequence, not means per token;
 `kl_student_to_teacher`, `sqnr_db` and `delta_cross_entropy` can still be used for ranking.
 """
@@ -14,7 +15,11 @@ from typing import Any
 
 from kl_lens.base.errors import RunError
 from kl_lens.base.files import write_text
+from kl_lens.base.units import tag_of
+from kl_lens.evaluation.journal import read_scores
+from kl_lens.evaluation.texts import EvaluationText, protocol_digest
 from kl_lens.model import Anatomy
+from kl_lens.run.folder import Run
 from kl_lens.run.records import Estimate, Measurement
 from kl_lens.weights.recipes import Recipe
 
@@ -87,3 +92,18 @@ def _measurement(
     return Measurement(
         component, format_name, metrics, tokens=0, windows=0, compute_dtype="published", seconds=0.0
     )
+
+
+def write_published(run: Run, model: str, text: EvaluationText, tag: str | None = None) -> Path:
+    """`perplexity_results_{tag}.json`: token perplexities of everything in the run that was scored on this text.
+
+    A plan computed in PyTorch is named after the plan; files are `TARGET/PLAN`.
+    """
+    points = {
+        score.subject.label.removeprefix("torch/"): score.values["token_perplexity"].value
+        for score in read_scores(run, "perplexity")
+        if protocol_digest(score.protocol) == text.digest
+    }
+    path = run.folder / f"perplexity_results_{tag_of(tag or Path(text.label).name)}.json"
+    write_text(path, json.dumps({model: points}, indent=1) + "\n")
+    return path

@@ -1,18 +1,29 @@
-"""`kl-lens rank`: which metric predicts the loss."""
+"""`kl-lens paper`: which metric predicts the loss, or what was read."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from kl_lens.cli.console import console, new_table
 from kl_lens.measuring.correlation import Ranking
+from kl_lens.study.paper import Imported
 
 
-def as_json(ranking: Ranking) -> dict[str, Any]:
-    return ranking.to_json()
+def as_json(result: Ranking | Imported) -> dict[str, Any]:
+    return (
+        asdict(result) | {"folder": str(result.folder)} if isinstance(result, Imported) else result.to_json()
+    )
 
 
-def show(ranking: Ranking) -> None:
+def show(result: Ranking | Imported) -> None:
+    if isinstance(result, Imported):
+        print(f"imported {result.measurements} published measurements of {result.model} into {result.folder}")
+    else:
+        _show_ranking(result)
+
+
+def _show_ranking(ranking: Ranking) -> None:
     title = "Kendall τ between a metric and the damage (95 % interval)"
     words = ("damage", "format", "head", "calibration", "metric")
     table = new_table(title, words, ("candidates", "τ", "interval", "p"))

@@ -1,0 +1,126 @@
+"""`paper`: what only a reproduction of the paper needs. Ranks metrics, and reads published measurements."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+from kl_lens.base.errors import RunError
+from kl_lens.measuring.correlation import Ranking, rank
+from kl_lens.measuring.engines import DEFAULT_MEMORY
+from kl_lens.measuring.perturbation import Candidate
+from kl_lens.measuring.sweep import Sweep, model_identity
+from kl_lens.paper import read_legacy
+from kl_lens.run.folder import CALIBRATION, EVALUATION, Run
+from kl_lens.run.records import Component
+from kl_lens.study.events import Events, going_on
+from kl_lens.study.settings import COUNT, SIZE, FromDisk, OfRun, command_of, new_run_folder, option
+from kl_lens.study.spreading import SeveralProcesses, workers_for
+from kl_lens.study.workbench import Workbench
+from kl_lens.targets import deployed
+from kl_lens.text import Windows, refuse_overlap
+from kl_lens.weights.recipes import Recipe
+
+RANK, IMPORT = "rank", "import"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaperSettings(SeveralProcesses, FromDisk, OfRun):
+    verb: ClassVar[str] = "paper"
+
+    what: str = option(
+        help="rank: which metric predicts the loss on held-out text; import: read published sensitivity files",
+        positional=True,
+        choices=(RANK, IMPORT),
+    )
+    evaluation_text: str = option("wikitext2:test", "rank: held-out text", metavar="TEXT")
+    evaluation_windows: int = option(128, "rank: windows of held-out text", kind=COUNT)
+    other_text: tuple[str, ...] = option(
+        (), "rank: also measure on this out-of-domain text (may be repeated)", repeated=True, metavar="TEXT"
+    )
+    memory_budget: int = option(DEFAULT_MEMORY, "rank: for cached states", kind=SIZE)
+    bits: tuple[tuple[str, str], ...] = option(
+        (), "import: bit width and file; may be repeated", nargs=2, repeated=True, metavar=("BITS", "FILE")
+    )
+
+    def check(self) -> None:
+        super().check()
+        if self.what == IMPORT and not (self.model and self.bits):
+            raise RunError("paper import needs --model MODEL and --bits BITS FILE")
+        for bits, _ in self.bits:
+            if bits not in map(str, range(1, 17)):
+                raise RunError(f"--bits {bits[:20]}: expected 1 to 16, then a file")
+
+
+@dataclass(frozen=True)
+class Imported:
+    folder: Path
+    model: str
+    measurements: int
+
+
+def paper(settings: PaperSettings, bench: Workbench, events: Events) -> Ranking | Imported:
+    return (_imported if settings.what == IMPORT else _ranking)(settings, bench, events)
+
+
+def _imported(settings: PaperSettings, bench: Workbench, events: Events) -> Imported:
+    model = bench.model(settings)
+    measurements = []
+    for bits, path in settings.bits:
+        measurements += read_legacy(Path(path), int(bits), model.anatomy)
+    with Run.create(new_run_folder(settings.run, model.name)) as run:
+        if run.roles():
+            raise RunError(f"{run.folder} already holds measurements; import into another --run")
+        run.identify(model_identity(model))
+        run.store("imported", "measurements", [m.to_json() for m in measurements])
+        run.note_command(["kl-lens", *command_of(settings)])
+    return Imported(run.folder, model.name, len(measurements))
+
+
+def _ranking(settings: PaperSettings, bench: Workbench, events: Events) -> Ranking:
+    """Measures every candidate of a run on held-out text and stores the ranking."""
+    with Run.open(settings.run_folder) as run:
+        run.note_command(["kl-lens", *command_of(settings)])
+        # With Ray, this process computes nothing.
+        model = bench.model_of(run, replace(settings, device="cpu") if settings.ray else settings)
+        calibration = bench.calibration(run, model.task)
+        held_out = bench.from_start(
+            settings.evaluation_text, model.task, length=calibration.length, limit=settings.evaluation_windows
+        )
+        bench.refuse_overlap(run, held_out, model.task)
+        candidates, kernels = _measured(run), deployed(run.usual_target)
+        # Read the statistics before the progress bar starts.
+        model.weights.learnt_by(candidate.recipe for candidate in candidates)
+        left = Sweep(model, run, deployed=kernels).operations_left(candidates, held_out, EVALUATION)
+        budget, others = settings.memory_budget, settings.other_text
+        with (
+            going_on(run.folder),
+            workers_for(settings, settings, budget, model, left + len(others), events) as workers,
+        ):
+
+            def sweep(windows: Windows, role: str, title: str) -> None:
+                with events.progress(title) as progress:
+                    Sweep(
+                        model, run, memory_budget=budget, progress=progress, deployed=kernels, workers=workers
+                    ).measure(candidates, windows, role)
+
+            sweep(held_out, EVALUATION, "damage on held-out text")
+            how = run.text_identity(CALIBRATION) or {}
+            for text in others:
+                other = model.task.drawn(text, **{name: how[name] for name in ("windows", "length", "seed")})
+                refuse_overlap(other, held_out)
+                sweep(other, f"{CALIBRATION}:{Path(other.source).stem}", f"calibration on {other.source}")
+        ranking = rank(run)
+        run.store("ranking", "latest", ranking.to_json())
+        return ranking
+
+
+def _measured(run: Run) -> list[Candidate]:
+    components = {c["name"]: Component.from_json(c) for c in run.identity.get("components", [])}
+    measured = run.measured_windows(run.measured_role())
+    candidates = [Candidate(components[name], Recipe.parse(text)) for name, text in measured]
+    if not candidates:
+        raise RunError(f"{run.folder} holds no measurements; run kl-lens measure first")
+    order = {name: index for index, name in enumerate(components)}
+    return sorted(candidates, key=lambda c: (order[c.component.name], c.recipe))
