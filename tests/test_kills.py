@@ -22,12 +22,13 @@ from kl_lens.profiling import in_use, machine
 from kl_lens.run.folder import Run
 from kl_lens.run.journal import FILE
 from kl_lens.run.subjects import artifact_digest
-from kl_lens.targets import get_target, read_artifact
+from kl_lens.targets import read_artifact
 from kl_lens.targets.artifacts import RECORD_FILE
 from kl_lens.text import wikitext2
 from tests.byte_level import save_tokenizer
 from tests.families import tiny_model
 from tests.forking import Ended, Forks
+from tests.shipped import shipped_digests
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("gguf", reason="needs the extra gguf")
@@ -158,7 +159,7 @@ def require_whole(folder: Path) -> None:
 def held_by(folder: Path) -> str:
     """The digest of an artifact, whose every tensor must be in its files as its record says."""
     artifact = read_artifact(folder)
-    held = get_target(artifact.target).shipped_digests(folder)
+    held = shipped_digests(folder)
     assert len(held) > 5
     assert {t.runtime_name: t.digest for t in artifact.tensors if t.runtime_name in held} == held
     return artifact_digest(artifact)

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.shipped import shipped_digests
 
 from kl_lens.base.errors import KLLensError
 from kl_lens.base.files import RECORD_FILE, naming, replacing, settle, write_text
@@ -134,7 +135,6 @@ def test_a_real_export_killed_at_any_moment_leaves_a_whole_artifact(target: str,
     """The command line itself, killed before every few things that it does to its folder."""
     pytest.importorskip(target, reason=f"needs the extra {target}")
     from kl_lens.cli.main import main
-    from kl_lens.targets import get_target
 
     folder = tmp_path / "made"
     formats = ("q8_0", "q4_0") if target == "gguf" else ("int8", "int4")
@@ -145,7 +145,7 @@ def test_a_real_export_killed_at_any_moment_leaves_a_whole_artifact(target: str,
     def whole_as() -> str:
         """The plan of the artifact there, whose every tensor must be what the record says."""
         artifact = read_artifact(folder)
-        held = get_target(target).shipped_digests(folder)
+        held = shipped_digests(folder)
         assert len(held) > 10
         assert {t.runtime_name: t.digest for t in artifact.tensors if t.runtime_name in held} == held
         return artifact.plan

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import shutil
 import struct
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,8 +19,7 @@ from kl_lens.base.errors import TargetError
 from kl_lens.base.resources import reference_path
 from kl_lens.cli.main import main
 from kl_lens.run.records import Plan
-from kl_lens.targets import export, open_session
-from kl_lens.targets.gguf import quarantine
+from kl_lens.targets import export, open_session, quarantine
 from kl_lens.targets.gguf.library import find_library
 from tests.hostile.aside import forked_quarantine, opens
 from tests.hostile.saying import cases, says_one_line
@@ -33,6 +35,12 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("healthy")
     artifact = export(reference_path("mamba"), Plan("plain", {}, "hand"), "gguf", folder)
     return folder / artifact.files[0]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm() -> Iterator[None]:
+    with forked_quarantine("kl_lens.targets.gguf.session", "gguf", __name__):
+        yield
 
 
 def with_number(healthy: Path, place: Path, key: str, code: str, value: float) -> Path:
@@ -54,36 +62,30 @@ CONTRADICTIONS = {
 
 
 @pytest.mark.parametrize("name", CONTRADICTIONS)
-def test_what_would_end_llama_cpp_is_found_in_the_header(
+def test_what_would_end_llama_cpp_ends_another_process(
     name: str, healthy: Path, tmp_path: Path, capsys
 ) -> None:
-    key, code, value = CONTRADICTIONS[name]
-    file = with_number(healthy, tmp_path / "bad.gguf", key, code, value)
+    file = with_number(healthy, tmp_path / "bad.gguf", *CONTRADICTIONS[name])
     line = says_one_line(["generate", str(file), "--prompt", "The", "--max-new-tokens", "2"], capsys)
-    assert f"bad.gguf: {key}" in line or "bad.gguf: mamba needs" in line
+    assert "bad.gguf: llama.cpp c" in line  # crashes on it, or cannot load it
 
 
-def test_what_only_llama_cpp_finds_ends_another_process(
-    healthy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The process ends on unexpected files: here a module aborts in its place, or takes all the memory."""
-    (tmp_path / "ending.py").write_text(
-        "import os, sys\n"
-        "def try_out(path):\n"
-        "    if path.stem == 'large':\n"
-        "        bytearray(1 << 36)\n"
-        "    print('GGML_ASSERT(x) failed', file=sys.stderr, flush=True); os.abort()\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(quarantine, "__name__", "ending")
+def ending(place: Path) -> None:
+    """For the other process, in llama.cpp's place."""
+    if place.stem == "large":
+        bytearray(1 << 36)
+    print("GGML_ASSERT(x) failed", file=sys.stderr, flush=True)
+    os.abort()
+
+
+def test_how_another_process_ends_is_said(tmp_path: Path) -> None:
     for name, reason in {
         "bare": r"crashes on it with SIGABRT \(GGML_ASSERT",
         "large": r"takes more than \d+ MB",
     }.items():
-        file = tmp_path / f"{name}.gguf"
-        shutil.copy(healthy, file)
+        (file := tmp_path / f"{name}.gguf").touch()
         with pytest.raises(TargetError, match=rf"{name}\.gguf: .*{reason}"):
-            open_session(file)
+            quarantine.require_opens(ending, file, [file], "llama.cpp")
 
 
 def test_a_file_of_ours_is_not_opened_twice(healthy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,16 +100,8 @@ def test_the_other_files_go_on(healthy: Path, tmp_path: Path, capsys) -> None:
     text.write_text("The history of the city begins with a river and a road. " * 40)
     good = tmp_path / "good.gguf"
     shutil.copy(healthy, good)
-    words = [
-        "evaluate",
-        str(bad),
-        str(good),
-        "--model",
-        "reference:mamba",
-        "--perplexity",
-        str(text),
-    ]
-    code = main([*words, "--limit", "1", "--window", "64"])
+    words = f"evaluate {bad} {good} --model reference:mamba --perplexity {text} --limit 1 --window 64"
+    code = main(words.split())
     printed = capsys.readouterr()
     assert code != 0
     assert "bad.gguf" in printed.err
@@ -139,9 +133,8 @@ def changed(data: bytes, draw: random.Random) -> bytes:
 @cases(3, 400)
 def test_changed_files_never_end_the_process(cases: int, healthy: Path, tmp_path: Path) -> None:
     draw, data = random.Random(cases), healthy.read_bytes()
-    with forked_quarantine("kl_lens.targets.gguf.session", "kl_lens.targets.gguf.quarantine", "gguf"):
-        for case in range(cases):
-            file = tmp_path / f"{case}.gguf"
-            file.write_bytes(changed(data, draw))
-            opens(file)
-            file.unlink()
+    for case in range(cases):
+        file = tmp_path / f"{case}.gguf"
+        file.write_bytes(changed(data, draw))
+        opens(file)
+        file.unlink()

@@ -14,11 +14,12 @@ import transformers
 
 from kl_lens.model import LoadedModel, load
 from kl_lens.run.records import Plan
-from kl_lens.targets import TARGETS, describe_target, export, read_artifact, target_of
+from kl_lens.targets import TARGETS, describe_target, export, read_artifact
 from kl_lens.targets.openvino import stock
 from kl_lens.targets.openvino.target import OpenVINOTarget
 from kl_lens.weights.recipes import Recipe, fitting_recipe
 from tests.families import _ATTENTION, _COMMON, tiny_model
+from tests.shipped import shipped_digests
 from tests.targets.gguf.support import _falcon_h1, _granite, tiny
 
 
@@ -264,7 +265,7 @@ def test_digests_are_those_of_the_bytes_in_the_file(
     name = "backbone.layers.0.mixer.in_proj"
     for plan in ({}, {name: recipe}):
         export(mamba, Plan("p", plan, "test"), target, tmp_path / str(len(plan)))
-    before, after = (target_of(tmp_path / n).shipped_digests(tmp_path / n) for n in ("0", "1"))
+    before, after = (shipped_digests(tmp_path / n) for n in ("0", "1"))
     changed = {tensor for tensor in before if before[tensor] != after[tensor]}
     tensors = read_artifact(tmp_path / "1").tensors
     assert changed == {t.runtime_name for t in tensors if t.component == name}

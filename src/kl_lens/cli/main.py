@@ -106,15 +106,13 @@ class _Say(argparse.Action):
 
 
 def _versions(_: object) -> str:
-    """Of KL Lens, of what measures, and of each target that is installed."""
+    """Of KL Lens and of the packages that it uses."""
     from kl_lens.run.folder import provenance
-    from kl_lens.targets import TARGETS, describe_target
 
     known = provenance()
-    installed = known["versions"]
-    shown = ["torch", "transformers", *(p for target in TARGETS for p in describe_target(target).runtimes)]
-    rest = "".join(f"{name} {installed[name]}\n" for name in dict.fromkeys(shown) if name in installed)
-    return f"kl-lens {__version__}\nPython {installed['python']} on {known['machine']}\n{rest}"
+    packages = {k: v for k, v in known["versions"].items() if k not in ("kl-lens", "python")}
+    rest = "".join(f"{name} {version}\n" for name, version in packages.items())
+    return f"kl-lens {__version__}\nPython {known['versions']['python']} on {known['machine']}\n{rest}"
 
 
 def _completion(shell: str) -> str:

@@ -25,7 +25,7 @@ from kl_lens.profiling.spread import ratio
 from kl_lens.profiling.subjects import Failure, Timed, Timings, base_of
 from kl_lens.run.records import Profile, Quartiles, Subject
 from kl_lens.run.subjects import current_results
-from kl_lens.targets.published import AppReport, PublishedProgram
+from kl_lens.targets.openvino.benchmark_app import AppReport, BenchmarkApp
 
 PROTOCOL = "benchmark_app"
 SECONDS, QUICK_SECONDS, ITERATIONS = 60, 3, 50
@@ -98,7 +98,7 @@ class PublishedTiming:
         values = {name: ratio(name, timings[name].median, base_timings[name].median) for name in timings}
         contents = subject.target.contents(subject.path)
         bound = {}
-        if limits_hold(device):
+        if contents is not None and limits_hold(device):
             bound = decode_bound(contents, machine, context=0, tokens_per_second=report.throughput_fps)
         return Profile(
             subject=subject.subject,
@@ -133,7 +133,7 @@ class PublishedTiming:
 
 
 def run_app(
-    program: PublishedProgram,
+    program: BenchmarkApp,
     place: Path,
     log: Path,
     *,

@@ -162,7 +162,7 @@ class _Record:
     """The measurements of one subject so far."""
 
     memory: MemoryUse
-    contents: Contents
+    contents: Contents | None
     loads: list[float] = field(default_factory=list)
     rounds: list[dict[str, float]] = field(default_factory=list)
     turns: dict[str, list[float]] = field(default_factory=dict)  # of all rounds, for ratios
@@ -306,7 +306,7 @@ def _profile(
     }
     speed = timings["tokens_per_second"].median
     bound: dict[str, float] = {}
-    if limits_hold(str(record.runtime.get("device", ""))):
+    if record.contents is not None and limits_hold(str(record.runtime.get("device", ""))):
         bound = decode_bound(record.contents, machine, context=settings.context, tokens_per_second=speed)
         bound |= prefill_bound(record.contents, machine, timings)
     return Profile(

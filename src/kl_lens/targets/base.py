@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import re
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,6 @@ from kl_lens.run.records import Artifact, Plan
 from kl_lens.run.subjects import file_digest
 from kl_lens.targets.artifacts import earlier_artifact, read_artifact, write_record
 from kl_lens.targets.contents import FLOATS, Contents
-from kl_lens.targets.published import PublishedProgram
 from kl_lens.targets.session import Session, SessionSettings
 from kl_lens.weights.formats import Format
 from kl_lens.weights.recipes import Recipe, preferred
@@ -71,8 +69,66 @@ class Health:
     mend: str = ""  # the command that fixes it
 
 
-class Target(ABC):
-    """One runtime: its formats, how to export to it, run it and time it, and how its kernels round.
+class Extras:
+    """What a target may offer besides; the defaults offer nothing."""
+
+    options: ClassVar[tuple[ExportOption, ...]] = ()  # of its export, besides model, plan and folder
+    usual: ClassVar[bool] = True  # `kl-lens run` makes its files unasked, where its packages are installed
+    recipe_tool: ClassVar[str | None] = None  # of `handover.TOOLS`: the runtime's own quantizer
+    streams: ClassVar[bool] = False  # whether `export` also takes a checkpoint folder, tensor by tensor
+    holds_vocabulary: ClassVar[bool] = False  # whether its sessions can tokenize with the file's vocabulary
+    published: ClassVar[Any] = None  # `openvino.benchmark_app`: the benchmark program that publications quote
+    besides: ClassVar[str] = "the header"  # what its files hold besides weights
+    exact_options: ClassVar[str] = ""  # how its users get the arithmetic of an exact session
+
+    @property
+    def small_formats(self) -> tuple[str, ...]:
+        """Formats below four bits, small ones first. Quantizing to them takes longer, so plans choose from them only if
+        asked to, or if no file of the short menu is as small as it should be."""
+        return ()
+
+    def unsupported(self, model_type: str) -> str | None:
+        """Why this runtime cannot run such models. None: it can, or only trying shows it (`UnsupportedError`)."""
+        return None
+
+    def uniform_plan(self, folder: Path, format_name: str) -> Plan:
+        """One format for everything in a checkpoint, without loading it; only for targets that stream."""
+        raise NotImplementedError
+
+    def owns(self, path: Path) -> bool:
+        """Whether a bare file is this target's, judged by its name only."""
+        return False
+
+    def contents(self, place: Path) -> Contents | None:
+        """The weights and states that one token reads, for the memory bound; None: not known."""
+        return None
+
+    def dissects(self, path: Path) -> bool:
+        """Whether `dissect` takes this file or folder, judged by names only."""
+        return False
+
+    def dissect(self, place: Path) -> Dissection:
+        """Takes any of its files apart, whoever made it, for an autopsy."""
+        raise NotImplementedError
+
+    def device_label(self, settings: SessionSettings) -> str:
+        """The device's name in a profile."""
+        return settings.device
+
+    def fewest_threads(self, place: Path) -> int | None:
+        """The fewest threads with which several sessions may run in one process; None: one session at a time.
+
+        With fewer threads results differ; more threads change speed only.
+        """
+        return None
+
+    def in_float32(self, settings: SessionSettings) -> SessionSettings | None:
+        """These settings with float32 arithmetic. None: the runtime has none, or they have it already."""
+        return None
+
+
+class Target(Extras, ABC):
+    """One runtime: what it holds, how its files are written and opened, and how its kernels round.
 
     Its module imports without the runtime's packages; methods import them when needed.
     """
@@ -81,54 +137,8 @@ class Target(ABC):
     title: ClassVar[str]  # llama.cpp: as shown
     extra: ClassVar[str]  # of `pip install kl-lens[EXTRA]`
     packages: ClassVar[tuple[str, ...]]  # required; the last one's version is the runtime's
-    options: ClassVar[tuple[ExportOption, ...]] = ()  # of its export, besides model, plan and folder
-    usual: ClassVar[bool] = (
-        True  # whether `kl-lens run` makes files for it unasked, where its packages are installed
-    )
-    recipe_tool: ClassVar[str | None] = None  # of `handover.TOOLS`: the runtime's own quantizer
-    streams: ClassVar[bool] = False  # whether `export` also takes a checkpoint folder, tensor by tensor
-    holds_vocabulary: ClassVar[bool] = False  # whether its sessions can tokenize with the file's vocabulary
-    published: PublishedProgram | None = None  # the benchmark that publications quote
     loads: ClassVar[tuple[str, ...]]  # suffixes of the files that the runtime loads; only these count as size
-    besides: ClassVar[str] = "the header"  # what those files hold besides weights
     methods: ClassVar[tuple[str, ...]] = ()  # quantization methods of its menu, best first
-    exact_options: ClassVar[str] = ""  # how its users get the arithmetic of an exact session
-
-    @property
-    def runtimes(self) -> list[str]:
-        """The packages of its extra."""
-        try:
-            lines = metadata.requires("kl-lens") or []
-        except metadata.PackageNotFoundError:  # run from its source
-            return list(self.packages)
-        of_extra = re.compile(rf"""extra == ['"]{self.extra}['"]""")
-        return [re.split(r"[^\w.-]", line)[0] for line in lines if of_extra.search(line)]
-
-    def lacks(self) -> str | None:
-        """None, or that packages are missing and what to type."""
-        try:
-            for package in self.packages:
-                importlib.import_module(package)
-        except ImportError:
-            return f"target {self.name} needs more packages: pip install 'kl-lens[{self.extra}]'"
-        return None
-
-    def require(self) -> None:
-        """Raises UnsupportedError, with what to install, if packages are missing."""
-        if reason := self.lacks():
-            raise UnsupportedError(reason)
-
-    def prepare(self) -> None:
-        """Loads its libraries, so that memory measured afterwards is the model's alone."""
-        self.require()
-
-    def health(self) -> Health:
-        """Whether it runs here."""
-        try:
-            self.require()
-        except UnsupportedError:
-            return Health("", problem="not installed", mend=f"pip install 'kl-lens[{self.extra}]'")
-        return Health(f"{self.packages[-1]} {self.version}")
 
     # -- what it can hold ----------------------------------------------------------------------------------
 
@@ -151,24 +161,25 @@ class Target(ABC):
         """A shorter menu for a first look; 8 bits are rounded to nearest, because learning hardly helps there."""
         return self.menu
 
-    @property
-    def small_formats(self) -> tuple[str, ...]:
-        """Formats below four bits, small ones first. Quantizing to them takes longer, so plans choose from them only if
-        asked to, or if no file of the short menu is as small as it should be."""
-        return ()
-
     def recipes(self, formats: Sequence[str]) -> tuple[Recipe, ...]:
         return tuple(preferred(name, self.methods) for name in formats)
-
-    def unsupported(self, model_type: str) -> str | None:
-        """Why this runtime cannot run such models. None: it can, or only trying shows it (`UnsupportedError`)."""
-        return None
 
     def stock_recipes(self, model: LoadedModel) -> tuple[StockRecipe, ...]:
         """The runtime's stock recipes for this model."""
         return ()
 
     # -- files ---------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def write(self, model: LoadedModel | Path, plan: Plan, folder: Path, **options: Any) -> Artifact:
+        """Writes only the files, to an empty folder."""
+
+    def try_out(self, place: Path) -> str | None:
+        """Opens new files, or files without a record; TargetError if the runtime cannot, or would crash.
+
+        Returns a note if no runtime is installed.
+        """
+        return None
 
     def export(self, model: LoadedModel | Path, plan: Plan, folder: Path, **options: Any) -> Artifact:
         """Writes the files and their record (`artifact.json`). On an error, the folder stays as it was.
@@ -200,14 +211,6 @@ class Target(ABC):
             (folder / name).unlink(missing_ok=True)
         return artifact
 
-    def try_out(self, place: Path) -> str | None:
-        """Opens what `write` wrote, or raises TargetError. Returns a note if no runtime is installed."""
-        return None
-
-    @abstractmethod
-    def write(self, model: LoadedModel | Path, plan: Plan, folder: Path, **options: Any) -> Artifact:
-        """Writes only the files, to an empty folder."""
-
     def loaded_bytes(self, place: Path) -> int:
         """The "size" in budgets, plans, tables and reports: bytes of the files that the runtime loads, for an exported
         folder or a bare file. Our record, tokenizers and configurations do not count."""
@@ -228,17 +231,9 @@ class Target(ABC):
         """Bytes that a matrix in this format adds to the files beyond its own, compared with FP16."""
         return 0
 
-    def uniform_plan(self, folder: Path, format_name: str) -> Plan:
-        """One format for everything in a checkpoint, without loading it; only for targets that stream."""
-        raise TargetError(f"{self.title} needs the whole model in memory; it cannot stream {folder}")
-
-    def owns(self, path: Path) -> bool:
-        """Whether a file is this target's, judged by its name only."""
-        return False
-
-    @abstractmethod
-    def weight_file(self, place: Path) -> Path:
-        """The file that holds the weights, of an exported folder or a bare file."""
+    def is_all_floating(self, place: Path) -> bool:
+        """Whether nothing in it is quantized, so that it can serve as the FP16 baseline."""
+        return all(tensor.realised.lower() in FLOATS for tensor in read_artifact(place).tensors)
 
     def how_to_run(self, repository: str, artifact: Artifact) -> str:
         """Shell commands that generate text with files from a repository on the hub."""
@@ -249,23 +244,29 @@ class Target(ABC):
             f'kl-lens generate {folder} --prompt "The history of the city"'
         )
 
-    def is_all_floating(self, place: Path) -> bool:
-        """Whether nothing in it is quantized, so that it can serve as the FP16 baseline."""
-        return all(tensor.realised.lower() in FLOATS for tensor in read_artifact(place).tensors)
-
-    @abstractmethod
-    def contents(self, place: Path) -> Contents:
-        """The weights and states that one token reads."""
-
-    @abstractmethod
-    def shipped_digests(self, place: Path) -> dict[str, str]:
-        """Tensor name → digest of its bytes as the file holds them now; compare with the artifact's record."""
-
     # -- running -------------------------------------------------------------------------------------------
 
     @abstractmethod
     def open(self, place: Path, settings: SessionSettings, *, cold: bool = False) -> Session:
         """Opens a session. `cold`: without caches of earlier compilations."""
+
+    def lacks(self) -> str | None:
+        """None, or that packages are missing and what to type."""
+        try:
+            for package in self.packages:
+                importlib.import_module(package)
+        except ImportError:
+            return f"target {self.name} needs more packages: pip install 'kl-lens[{self.extra}]'"
+        return None
+
+    def require(self) -> None:
+        """Raises UnsupportedError, with what to install, if packages are missing."""
+        if reason := self.lacks():
+            raise UnsupportedError(reason)
+
+    def prepare(self) -> None:
+        """Loads its libraries, so that memory measured afterwards is the model's alone."""
+        self.require()
 
     @property
     def version(self) -> str:
@@ -274,6 +275,12 @@ class Target(ABC):
             return metadata.version(self.packages[-1])
         except metadata.PackageNotFoundError:
             return "none"
+
+    def health(self) -> Health:
+        """Whether it runs here."""
+        if self.lacks():
+            return Health("", problem="not installed", mend=f"pip install 'kl-lens[{self.extra}]'")
+        return Health(f"{self.packages[-1]} {self.version}")
 
     def check_device(self, settings: SessionSettings) -> None:
         """Raises TargetError if its runtime lacks the device that these settings name: results are labelled with it."""
@@ -287,29 +294,6 @@ class Target(ABC):
         """Raises TargetError if its runtime does not have this device."""
         if device != "CPU":
             raise TargetError(f"--device {device}: {self.title} runs on CPU only")
-
-    def device_label(self, settings: SessionSettings) -> str:
-        """The device's name in a profile."""
-        return settings.device
-
-    def dissects(self, path: Path) -> bool:
-        """Whether `dissect` takes this file or folder, judged by names only."""
-        return self.owns(path)
-
-    def dissect(self, place: Path) -> Dissection:
-        """Takes any of its files apart, whoever made it, for an autopsy."""
-        raise UnsupportedError(f"KL Lens cannot take files of {self.title} apart")
-
-    def fewest_threads(self, place: Path) -> int | None:
-        """The fewest threads with which several sessions may run in one process; None: one session at a time.
-
-        With fewer threads results differ; more threads change speed only.
-        """
-        return None
-
-    def in_float32(self, settings: SessionSettings) -> SessionSettings | None:
-        """These settings with float32 arithmetic. None: the runtime has none, or they have it already."""
-        return None
 
     # -- what its kernels do -------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Opens files from elsewhere in a separate process first. On some files a native runtime crashes, hangs or takes all
 memory; in a separate process that becomes an error about the file.
 
-python -m kl_lens.targets.quarantine MODULE PLACE: `try_out(PLACE)` of that module.
+python -m kl_lens.targets.quarantine MODULE:FUNCTION PLACE FILES…: calls that function with the place.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kl_lens.base.environment import for_child
@@ -25,8 +25,8 @@ _MEMORY, _MEMORY_PER_BYTE = 3 << 29, 16
 _stood: set[tuple[object, ...]] = set()  # files that passed, with their sizes and times
 
 
-def require_opens(module: str, place: Path, files: Sequence[Path], runtime: str) -> None:
-    """Raises TargetError if opening this place would crash or hang the process."""
+def require_opens(try_out: Callable[[Path], None], place: Path, files: Sequence[Path], runtime: str) -> None:
+    """Raises TargetError if `try_out(place)` fails, crashes or hangs."""
     states = [file.stat() for file in files]
     stamp = (str(place.resolve()), *((state.st_size, state.st_mtime_ns) for state in states))
     if stamp in _stood:
@@ -37,7 +37,7 @@ def require_opens(module: str, place: Path, files: Sequence[Path], runtime: str)
     again = "export or download it again"
     try:
         done = subprocess.run(
-            [sys.executable, "-m", __name__, module, str(place), *map(str, files)],
+            [sys.executable, "-m", __name__, f"{try_out.__module__}:{try_out.__name__}", str(place), *map(str, files)],
             stdin=subprocess.DEVNULL, capture_output=True, env=environment, timeout=limit,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
@@ -54,11 +54,11 @@ def require_opens(module: str, place: Path, files: Sequence[Path], runtime: str)
 
 
 def main() -> int:
-    module, place, *files = sys.argv[1:]
+    (module, _, function), place, *files = sys.argv[1].partition(":"), *sys.argv[2:]
     most = _MEMORY + _MEMORY_PER_BYTE * sum(os.path.getsize(file) for file in files)
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     try:
-        importlib.import_module(module).try_out(Path(place))
+        getattr(importlib.import_module(module), function)(Path(place))
     except MemoryError:
         print(f"{place}: opening it takes more than {most >> 20} MB of memory", file=sys.stderr)
         return 1

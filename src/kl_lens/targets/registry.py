@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kl_lens.base.errors import TargetError
 from kl_lens.run.records import Artifact, Plan
-from kl_lens.targets.artifacts import read_artifact, require_exported
+from kl_lens.targets.artifacts import earlier_artifact, read_artifact, require_exported
 from kl_lens.targets.base import Target
 from kl_lens.targets.session import Session, SessionSettings
 from kl_lens.weights.recipes import FP16, Recipe
@@ -67,21 +67,20 @@ def target_of(path: Path | str) -> Target:
 def locate(path: Path | str) -> tuple[Path, Artifact | None]:
     """The exported folder and its record, or a bare file and None. A file of an exported folder means the folder.
 
-    Every command that opens files calls this. Raises TargetError if they differ from what was exported.
+    Every command that opens files calls this, and nothing else guards it. Raises TargetError if files differ from what
+    was exported, or if the runtime crashes on a file without a record.
     """
     path = Path(path)
-    if not path.is_file():
-        if _owner(path) or (path.suffix and not path.is_dir()):
-            raise TargetError(f"{path}: no such file")
-        folder, artifact = path, read_artifact(path)
+    if path.is_file():
+        folder, artifact = path.parent, earlier_artifact(path.parent)
+        if artifact is None or path.name not in artifact.files:
+            if owner := _owner(path):
+                get_target(owner).try_out(path)
+            return path, None
+    elif _owner(path) or (path.suffix and not path.is_dir()):
+        raise TargetError(f"{path}: no such file")
     else:
-        folder = path.parent
-        try:
-            artifact = read_artifact(folder)
-        except TargetError:
-            return path, None
-        if path.name not in artifact.files:
-            return path, None
+        folder, artifact = path, read_artifact(path)
     require_exported(folder, artifact)
     return folder, artifact
 

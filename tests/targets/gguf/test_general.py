@@ -20,6 +20,7 @@ from kl_lens.targets import export, get_target, locate, open_session
 from kl_lens.targets.gguf.header import parts_of, read_header
 from kl_lens.targets.gguf.tokenizer import tokenizer_data
 from tests.families import _COMMON
+from tests.shipped import shipped_digests
 from tests.targets.gguf.support import tiny
 
 gguf = pytest.importorskip("gguf", reason="needs the extra gguf")
@@ -151,7 +152,7 @@ def test_parts(checkpoint: Path, exported: Path, tmp_path: Path) -> None:
     assert [(t.name, t.shape, t.type) for t in split.tensors] == [
         (t.name, t.shape, t.type) for t in whole.tensors
     ]
-    assert target.shipped_digests(tmp_path) == target.shipped_digests(exported)
+    assert shipped_digests(tmp_path) == shipped_digests(exported)
     with open_session(exported, threads=1) as one, open_session(last, threads=1) as several:
         assert (one.logits([1, 2, 3]) == several.logits([1, 2, 3])).all()
     assert locate(last)[0] == tmp_path

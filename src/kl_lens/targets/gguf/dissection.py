@@ -26,8 +26,7 @@ from kl_lens.targets.dissection import (
 from kl_lens.targets.gguf.architectures import get_architecture
 from kl_lens.targets.gguf.general import end_tokens
 from kl_lens.targets.gguf.header import TensorEntry, read_header
-from kl_lens.targets.gguf.quarantine import try_out as try_all
-from kl_lens.targets.gguf.session import open_session
+from kl_lens.targets.gguf.session import GGUFSession, try_out
 from kl_lens.targets.gguf.tokenizer import UNUSED, sample_strings, tokenizer_data
 from kl_lens.targets.session import Session, SessionSettings
 from kl_lens.weights.formats import Quantized, get_format, known_formats
@@ -43,7 +42,7 @@ _WITHOUT_EFFECT = ("context_length", "feed_forward_length", "vocab_size")
 
 class GGUFDissection(Dissection):
     def __init__(self, path: Path) -> None:
-        self.info = read_header(path)  # not check_file: what llama.cpp aborts on is a finding
+        self.info = read_header(path)
         self.place, self.files = self.info.paths[0], self.info.paths
         self.tensors = tuple(_stored(entry) for entry in self.info.tensors)
 
@@ -105,11 +104,8 @@ class GGUFDissection(Dissection):
         return "take the tokenizer from the original: convert it with --vocab-only and copy its keys"
 
     def open(self, settings: SessionSettings) -> Session:
-        quarantine.require_opens(__name__, self.place, self.files, "llama.cpp")
-        return open_session(
-            self.place, threads=settings.threads, gpu_layers=settings.gpu_layers, load=settings.load,
-            exact_attention=settings.exact,
-        )  # fmt: skip
+        quarantine.require_opens(try_out, self.place, self.files, "llama.cpp")
+        return GGUFSession.of(self.place, settings)
 
     def strings(self, tokenizer: Any) -> list[str]:
         return sample_strings(self._tokenizer(tokenizer).check)
@@ -117,11 +113,6 @@ class GGUFDissection(Dissection):
     def _tokenizer(self, tokenizer: Any, ends: list[int] | None = None) -> Any:
         """The original's as a file should hold it. Rows that only one of the two has are not its concern."""
         return tokenizer_data(tokenizer, 1 + max(tokenizer.get_vocab().values(), default=0), ends or [])
-
-
-def try_out(path: Path) -> None:
-    """In a separate process. Other tokens than those of the record are for the autopsy to say."""
-    try_all(path, same_tokens=False)
 
 
 def _stored(entry: TensorEntry) -> StoredTensor:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kl_lens.base.version import __version__
 from kl_lens.run.records import Artifact, Plan
 from kl_lens.targets.gguf.general import end_tokens, file_name, general_metadata
-from kl_lens.targets.gguf.quarantine import HEADER_DIGEST, TOKENIZER_CHECK, header_digest
-from kl_lens.targets.gguf.tokenizer import tokenizer_data
+from kl_lens.targets.gguf.tokenizer import TOKENIZER_CHECK, tokenizer_data
 from kl_lens.targets.gguf.writer import FLOAT32, Header, parameter_counts, size_on_disk, write_files
 from kl_lens.weights.formats import FP16
 
@@ -166,7 +165,6 @@ def export_weights(
             "tokenizer": text.pre if text else "none",
             "tensor_bytes": sum(job.bytes for job in jobs),
             "fallbacks": sum(1 for record in records if record.realised not in (record.planned, FLOAT32)),
-            HEADER_DIGEST: header_digest(files[0]),
             **({TOKENIZER_CHECK: text.check} if text else {}),
             "notes": [*architecture.notes(config), *(text.notes if text else ())],
             **({"statistics": learnt} if learnt else {}),
@@ -199,7 +197,7 @@ def _prepared(
     jobs = [job for job, _ in decided]
     vocabulary = next(job.shape[0] for job in jobs if job.rule.name == "token_embd.weight")
     metadata = {
-        "kl_lens.base.version": __version__,
+        "kl_lens.version": __version__,
         "kl_lens.plan": plan.name,
         "kl_lens.model_fingerprint": fingerprint,
         **{f".{key}": value for key, value in architecture.metadata(config).items()},

@@ -1,8 +1,7 @@
-"""Reads a GGUF file's header and refuses files that llama.cpp would abort on.
+"""Reads what a GGUF file says about itself and where its tensors are; clear errors for broken files.
 
-On some files llama.cpp aborts the whole process, and nothing can catch that: a convolution in F16, an unknown expansion
-factor. They are found here first. The tokenizer's long lists are skipped, so this takes milliseconds for any
-vocabulary.
+gguf's own reader makes an array of every token, which takes seconds for a large vocabulary, and loops without end on
+some damaged lengths. Here the tokenizer's long lists are only counted: milliseconds for any vocabulary.
 """
 
 from __future__ import annotations
@@ -11,26 +10,19 @@ import math
 import mmap
 import re
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kl_lens.base.errors import TargetError, one_line, printable
+from kl_lens.targets.contents import BODY, HEAD, LOOKUP, Contents, StoredWeight
 from kl_lens.weights.formats.ggml import gguf_module
 
-_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-_CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+# Number types of metadata by their code, as `struct` spells them.
+_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _LONGEST_KEPT_ARRAY = 4096
-
-# Kernels read these as float32 whatever their type says.
-_FLOAT32_ONLY = re.compile(r"\.ssm_(conv1d\.(weight|bias)|a|d|dt\.bias)$|norm(\.weight)?$")
-_EXPANSION_OF_TWO = ("mamba", "jamba", "granitehybrid")
-_ALIGNMENTS = [2**power for power in range(3, 17)]
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
-_BLOCK = re.compile(r"^blk\.(\d+)\.")
-_MOST_BLOCKS = 512  # llama.cpp's own limit
 
 
 @dataclass(frozen=True)
@@ -55,51 +47,35 @@ class FileInfo:
     def architecture(self) -> str:
         return str(self.metadata.get("general.architecture", "?"))
 
-
-class _Damaged(Exception):
-    pass
-
-
-class _Cursor:
-    def __init__(self, data: mmap.mmap, whole: bool) -> None:
-        self.data, self.whole = data, whole
-        self.at = 0
-
-    def take(self, count: int) -> bytes:
-        if count < 0 or self.at + count > len(self.data):
-            raise _Damaged("it ends inside its header")
-        self.at += count
-        return self.data[self.at - count : self.at]
-
-    def number(self, kind: int) -> Any:
-        return struct.unpack("<" + _CODES[kind], self.take(_SIZES[kind]))[0]
-
-    def text(self) -> str:
-        return self.take(self.number(10)).decode(errors="replace")
-
-    def value(self, kind: int) -> Any:
-        if kind == _STRING:
-            return self.text()
-        if kind == _ARRAY:
-            return self.array()
-        if kind not in _SIZES:
-            raise _Damaged(f"it has a value of unknown type {kind}")
-        return self.number(kind)
-
-    def array(self) -> Any:
-        kind, count = self.number(4), self.number(10)
-        if kind in _SIZES:
-            if count > _LONGEST_KEPT_ARRAY and not self.whole:
-                self.take(count * _SIZES[kind])
-                return f"[{count} values]"
-            return list(struct.unpack(f"<{count}{_CODES[kind]}", self.take(count * _SIZES[kind])))
-        if kind != _STRING:
-            raise _Damaged(f"it has an array of unknown type {kind}")
-        if self.whole:
-            return [self.text() for _ in range(count)]
-        for _ in range(count):
-            self.take(self.number(10))
-        return f"[{count} strings]"
+    def contents(self) -> Contents:
+        """What one token reads, from llama.cpp's tensor names. States are F32; keys and values are F16 by default."""
+        prefix, shapes = self.architecture, {entry.name: entry.shape for entry in self.tensors}
+        head = "output.weight" if "output.weight" in shapes else "token_embd.weight"
+        experts = self.metadata.get(f"{prefix}.expert_count") or 0
+        chosen = self.metadata.get(f"{prefix}.expert_used_count") or experts
+        weights = []
+        for entry in self.tensors:
+            role, share = BODY, 1.0
+            if entry.name == head:
+                role = HEAD
+            elif entry.name == "token_embd.weight":
+                role, share = LOOKUP, 1 / entry.shape[0]
+            elif "_exps." in entry.name and experts:
+                share = chosen / experts
+            weights.append(StoredWeight(entry.name, entry.bytes, math.prod(entry.shape), role, share))
+        inner, state, width = (
+            self.metadata.get(f"{prefix}.{key}", 0)
+            for key in ("ssm.inner_size", "ssm.state_size", "embedding_length")
+        )
+        fixed, growing = 0, 0
+        for name, shape in shapes.items():
+            if name.endswith(".ssm_conv1d.weight"):
+                fixed += 4 * (inner * state + shape[0] * (shape[-1] - 1))
+            elif re.search(r"\.attn_[kv]\.weight$", name):
+                growing += 2 * shape[0]
+            elif name.endswith(".attn_qkv.weight"):
+                growing += 2 * (shape[0] - width)
+        return Contents(tuple(weights), fixed, growing)
 
 
 def parts_of(path: Path) -> tuple[Path, ...]:
@@ -111,11 +87,11 @@ def parts_of(path: Path) -> tuple[Path, ...]:
 
 
 def read_header(path: Path, *, whole: bool = False) -> FileInfo:
-    """Parses the headers of a file and its other parts; checks that every tensor lies inside its file.
+    """The headers of a file and its other parts; checks that every tensor lies inside its file.
 
     `whole`: with the tokenizer's long lists, which are otherwise only counted.
     """
-    first, *others = [_read_one(part, whole) for part in parts_of(path)]
+    first, *others = [_read_part(part, whole) for part in parts_of(path)]
     tensors = (*first.tensors, *(entry for other in others for entry in other.tensors))
     count = first.metadata.get("split.tensors.count", len(tensors))
     if others and count != len(tensors):
@@ -125,7 +101,7 @@ def read_header(path: Path, *, whole: bool = False) -> FileInfo:
     return FileInfo(first.metadata, tensors, parts_of(path))
 
 
-def _read_one(path: Path, whole: bool) -> FileInfo:
+def _read_part(path: Path, whole: bool) -> FileInfo:
     if not path.is_file():
         raise TargetError(
             f"{path}: no such file; give a .gguf file that `kl-lens export --target gguf` wrote"
@@ -136,97 +112,88 @@ def _read_one(path: Path, whole: bool) -> FileInfo:
         if data[:4] != b"GGUF":
             raise TargetError(f"{path} is not a GGUF file: it begins with {bytes(data[:4])!r}, not b'GGUF'")
         try:
-            return _parse(_Cursor(data, whole), len(data), path)
+            return _Reader(data, whole).read(path)
         except (_Damaged, struct.error, OverflowError, MemoryError) as error:
             reason = printable(one_line(error)) if isinstance(error, _Damaged) else "its header is invalid"
             raise TargetError(f"{path} is damaged: {reason}; export or download it again") from error
 
 
-def _parse(cursor: _Cursor, size: int, path: Path) -> FileInfo:
-    cursor.take(4)
-    version = cursor.number(4)
-    if version not in (2, 3):
-        raise _Damaged(f"it has GGUF version {version}, not 2 or 3")
-    tensors, keys = cursor.number(10), cursor.number(10)
-    metadata = {}
-    for _ in range(keys):
-        key = cursor.text()
-        metadata[key] = cursor.value(cursor.number(4))
-    raw = [_entry(cursor) for _ in range(tensors)]
-    alignment = metadata.get("general.alignment", 32)
-    if alignment not in _ALIGNMENTS:
-        raise _Damaged(f"general.alignment is {str(alignment)[:40]!r}, not a power of two from 8 on")
-    start = math.ceil(cursor.at / alignment) * alignment
-    placed = tuple(
-        TensorEntry(name, shape, kind, start + at, count, path) for name, shape, kind, at, count in raw
-    )
-    for entry in placed:
-        if entry.offset + entry.bytes > size:
-            raise _Damaged(
-                f"tensor {entry.name} needs bytes up to {entry.offset + entry.bytes} but the file has {size}"
-            )
-    return FileInfo(metadata, placed, (path,))
+class _Damaged(Exception):
+    pass
 
 
-def _entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], str, int, int]:
-    gguf = gguf_module()
-    name = cursor.text()
-    dimensions = cursor.number(4)
-    if dimensions > 4:
-        raise _Damaged(f"tensor {name} has {dimensions} dimensions")
-    shape = tuple(cursor.number(10) for _ in range(dimensions))[::-1]
-    try:
-        kind = gguf.GGMLQuantizationType(cursor.number(4))
-    except ValueError:
-        raise _Damaged(f"tensor {name} has a type that gguf does not know") from None
-    block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-    return name, shape, kind.name, cursor.number(10), math.prod(shape) // block * block_bytes
+class _Reader:
+    """Reads a header from its beginning to its end."""
 
+    def __init__(self, data: mmap.mmap, whole: bool) -> None:
+        self.data, self.whole, self.at = data, whole, 4
 
-def check_file(path: Path) -> FileInfo:
-    """`read_header`, and raises TargetError for files that llama.cpp would abort on."""
-    info = read_header(path)
-    if info.architecture == "?":
-        raise TargetError(f"{path} names no architecture (general.architecture); export it again")
-    for entry in info.tensors:
-        if _FLOAT32_ONLY.search(entry.name) and entry.type != "F32":
-            raise TargetError(
-                f"{path}: tensor {printable(entry.name[:80])} is {entry.type}, but llama.cpp reads it as F32; "
-                "export it again"
-            )
-    if problem := next(_contradictions(info), None):
-        raise TargetError(f"{path}: {printable(problem[:240])}; export or download it again")
-    return info
+    def read(self, path: Path) -> FileInfo:
+        if (version := self.number("I")) not in (2, 3):
+            raise _Damaged(f"it has GGUF version {version}, not 2 or 3")
+        tensors, keys = self.number("Q"), self.number("Q")
+        metadata = {}
+        for _ in range(keys):
+            key = self.text()
+            metadata[key] = self.value(self.number("I"))
+        entries = [self.entry() for _ in range(tensors)]
+        alignment = metadata.get("general.alignment", 32)
+        if alignment not in [2**power for power in range(3, 17)]:
+            raise _Damaged(f"general.alignment is {str(alignment)[:40]!r}, not a power of two from 8 on")
+        start, size = math.ceil(self.at / alignment) * alignment, len(self.data)
+        placed = tuple(
+            TensorEntry(name, shape, kind, start + at, count, path)
+            for name, shape, kind, at, count in entries
+        )
+        for each in placed:
+            if (end := each.offset + each.bytes) > size:
+                raise _Damaged(f"tensor {each.name} needs bytes up to {end} but the file has {size}")
+        return FileInfo(metadata, placed, (path,))
 
+    def take(self, count: int) -> bytes:
+        if count < 0 or self.at + count > len(self.data):
+            raise _Damaged("it ends inside its header")
+        self.at += count
+        return self.data[self.at - count : self.at]
 
-def _contradictions(info: FileInfo) -> Iterator[str]:
-    """Settings that are impossible or contradict the tensors. On some, llama.cpp aborts, hangs or divides by zero."""
-    metadata, architecture = info.metadata, info.architecture
+    def number(self, code: str) -> Any:
+        return struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}")))[0]
 
-    def setting(name: str) -> Any:
-        return metadata.get(f"{architecture}.{name}")
+    def text(self) -> str:
+        return self.take(self.number("Q")).decode(errors="replace")
 
-    counts = ("block_count", "embedding_length", "context_length", "rope.dimension_count")
-    for name in counts:
-        value = setting(name)
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            yield f"{architecture}.{name} is {str(value)[:40]}, not a positive number"
-    for name in ("layer_norm_rms_epsilon", "layer_norm_epsilon"):
-        value = setting(f"attention.{name}")
-        if value is not None and not (isinstance(value, float) and 0 <= value < 1):
-            yield f"{architecture}.attention.{name} is {str(value)[:40]}, not a small positive number"
-    blocks = {int(match[1]) for entry in info.tensors if (match := _BLOCK.match(entry.name))}
-    count, width, rope = setting("block_count"), setting("embedding_length"), setting("rope.dimension_count")
-    if count is not None and (count > _MOST_BLOCKS or max(blocks, default=-1) >= count):
-        yield f"{architecture}.block_count is {count}, but its tensors are of {len(blocks)} blocks"
-    if rope is not None and rope % 2:
-        yield f"{architecture}.rope.dimension_count is {rope}, not an even number"
-    inner = setting("ssm.inner_size")
-    if architecture in _EXPANSION_OF_TWO and inner is not None and inner != 2 * (width or 0):
-        yield f"{architecture} needs an inner size of twice {width}, but it is {inner}"
-    embedding = next((entry for entry in info.tensors if entry.name == "token_embd.weight"), None)
-    if embedding is not None and width is not None and embedding.shape[1:] != (width,):
-        yield f"{architecture}.embedding_length is {width}, but the embedding has the shape {embedding.shape}"
-    tokens = re.fullmatch(r"\[(\d+) strings\]", str(metadata.get("tokenizer.ggml.tokens")))
-    if embedding is not None and tokens and int(tokens[1]) != embedding.shape[0]:
-        yield f"its tokenizer has {tokens[1]} tokens, but the embedding has the shape {embedding.shape}"
+    def value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self.text()
+        if kind == _ARRAY:
+            return self.array(self.number("I"), self.number("Q"))
+        if kind not in _NUMBERS:
+            raise _Damaged(f"it has a value of unknown type {kind}")
+        return self.number(_NUMBERS[kind])
+
+    def array(self, kind: int, count: int) -> Any:
+        if kind in _NUMBERS:
+            data = self.take(count * struct.calcsize(f"<{_NUMBERS[kind]}"))
+            kept = self.whole or count <= _LONGEST_KEPT_ARRAY
+            return list(struct.unpack(f"<{count}{_NUMBERS[kind]}", data)) if kept else f"[{count} values]"
+        if kind != _STRING:
+            raise _Damaged(f"it has an array of unknown type {kind}")
+        if self.whole:
+            return [self.text() for _ in range(count)]
+        for _ in range(count):
+            self.take(self.number("Q"))
+        return f"[{count} strings]"
+
+    def entry(self) -> tuple[str, tuple[int, ...], str, int, int]:
+        """Name, shape, type, offset from the first tensor, and bytes."""
+        gguf = gguf_module()
+        name = self.text()
+        if (dimensions := self.number("I")) > 4:
+            raise _Damaged(f"tensor {name} has {dimensions} dimensions")
+        shape = tuple(self.number("Q") for _ in range(dimensions))[::-1]
+        try:
+            kind = gguf.GGMLQuantizationType(self.number("I"))
+        except ValueError:
+            raise _Damaged(f"tensor {name} has a type that gguf does not know") from None
+        block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        return name, shape, kind.name, self.number("Q"), math.prod(shape) // block * block_bytes

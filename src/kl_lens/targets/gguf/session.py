@@ -14,11 +14,13 @@ import psutil
 
 from kl_lens.base.environment import processors
 from kl_lens.base.errors import TargetError, printable
+from kl_lens.targets.artifacts import earlier_artifact
 from kl_lens.targets.chat import Renderer, chat_renderer
-from kl_lens.targets.gguf.header import check_file
+from kl_lens.targets.gguf.header import read_header
 from kl_lens.targets.gguf.library import LlamaLibrary, find_library
 from kl_lens.targets.gguf.paging import ProgressCallback, can_give_back, give_back, giving_back, set_apart
-from kl_lens.targets.session import LOAD_MODES, Logits, checked_tokens
+from kl_lens.targets.gguf.tokenizer import TOKENIZER_CHECK, differing_string
+from kl_lens.targets.session import LOAD_MODES, Logits, SessionSettings, checked_tokens
 
 # Tokens in one call of llama_decode. llama.cpp keeps the logits of all of them, so this bounds that memory.
 BATCH = 512
@@ -35,8 +37,8 @@ class GGUFSession:
     `prefill` and `logits` use the first, `step` the second.
 
     Args:
-        path: the .gguf file, or one of its parts. It is checked before llama.cpp sees it, which aborts on some
-            damaged files.
+        path: the .gguf file, or one of its parts. llama.cpp aborts on some damaged files: open files from
+            elsewhere with `kl_lens.open_session`, which tries them in another process first.
         threads: all processors this process may use, unless given.
         gpu_layers: layers to put on a GPU, where the library has one.
         load: how weights come into memory, one of `LOAD_MODES`. `auto` is `lean` (`read` where that is not possible),
@@ -61,7 +63,7 @@ class GGUFSession:
     ) -> None:
         self._context: int | None = None
         self._model: int | None = None
-        self.file = check_file(Path(path))
+        self.file = read_header(Path(path))
         self.path = self.file.paths[0]
         self._library: LlamaLibrary = find_library()
         if gpu_layers:
@@ -75,6 +77,16 @@ class GGUFSession:
         self.load = load if load != AUTO else self._fitting_load()
         self.exact_attention = exact_attention
         self._load(context)
+
+    @classmethod
+    def of(cls, path: Path, settings: SessionSettings) -> Self:
+        return cls(
+            path,
+            threads=settings.threads,
+            gpu_layers=settings.gpu_layers,
+            load=settings.load,
+            exact_attention=settings.exact,
+        )
 
     def _fitting_load(self) -> str | None:
         if not self._library.has_load_modes:
@@ -232,9 +244,13 @@ class GGUFSession:
             raise TargetError(f"{self.path}: this session is closed")
         return self._context
 
+    @property
+    def has_vocabulary(self) -> bool:
+        return self.file.metadata.get("tokenizer.ggml.model", "no_vocab") not in ("no_vocab", "none")
+
     def require_vocabulary(self) -> None:
         """llama.cpp aborts the process if it has to tokenize without a vocabulary."""
-        if self.file.metadata.get("tokenizer.ggml.model", "no_vocab") in ("no_vocab", "none"):
+        if not self.has_vocabulary:
             raise TargetError(f"{self.path} holds no tokenizer; pass one with --tokenizer")
 
     def _feed(self, ids: Sequence[int], *, every: bool) -> Logits:
@@ -285,3 +301,21 @@ class GGUFSession:
 
 
 open_session = GGUFSession
+
+
+def try_out(place: Path) -> None:
+    """For `quarantine`: opens a file and uses all of it. In an exported folder, text must be split as recorded."""
+    artifact = earlier_artifact(place)
+    with GGUFSession(place / artifact.files[0] if artifact else place, threads=1) as session:
+        logits = session.prefill([0, min(1, session.vocabulary - 1)])
+        session.step(int(logits.argmax()))
+        if not session.has_vocabulary:
+            return
+        session.detokenize(session.tokenize("The history of 12 cities."))
+        check = artifact.settings.get(TOKENIZER_CHECK) if artifact else None
+        if check and (text := differing_string(session.tokenize, check)) is not None:
+            pre = session.file.metadata.get("tokenizer.ggml.pre")
+            raise TargetError(
+                f"{session.path}: llama.cpp's tokenizer ({pre}) splits text unlike the model's; export with "
+                f"--without-tokenizer, for use with token ids. First difference: {text[:60]!r}"
+            )

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from kl_lens.base.errors import TargetError
 from kl_lens.run.records import Artifact, Plan
+from kl_lens.targets import quarantine
 from kl_lens.targets.artifacts import read_artifact
 from kl_lens.targets.base import ExportOption, Health, StockRecipe, Target
 from kl_lens.targets.contents import FLOATS, Contents
-from kl_lens.targets.gguf.header import parts_of
+from kl_lens.targets.gguf.header import parts_of, read_header
 from kl_lens.targets.session import Session, SessionSettings
 from kl_lens.weights.formats import Format
 from kl_lens.weights.recipes import FP16, Recipe, fitting_recipe
@@ -95,14 +96,15 @@ class GGUFTarget(Target):
         return export(model, plan, folder, **options)
 
     def try_out(self, place: Path) -> str | None:
+        """In another process: on some files llama.cpp aborts or hangs."""
         from kl_lens.targets.gguf.library import find_library
-        from kl_lens.targets.gguf.quarantine import require_opened
+        from kl_lens.targets.gguf.session import try_out
 
         try:
             find_library()
         except TargetError:
             return "no llama.cpp is installed here, so the file was not opened; kl-lens doctor says what to install"
-        require_opened(self.weight_file(place))
+        quarantine.require_opens(try_out, place, parts_of(self.weight_file(place)), self.title)
         return None
 
     def file_bytes(self, model: LoadedModel, plan: Plan) -> int:
@@ -138,46 +140,17 @@ class GGUFTarget(Target):
 
     def is_all_floating(self, place: Path) -> bool:
         """From the file itself, which may have no record."""
-        from kl_lens.targets.gguf.header import check_file
-
-        return all(entry.type.lower() in FLOATS for entry in check_file(self.weight_file(place)).tensors)
+        return all(entry.type.lower() in FLOATS for entry in read_header(self.weight_file(place)).tensors)
 
     def contents(self, place: Path) -> Contents:
-        from kl_lens.targets.gguf.contents import file_contents
-        from kl_lens.targets.gguf.header import check_file
-
-        return file_contents(check_file(self.weight_file(place)))
-
-    def shipped_digests(self, place: Path) -> dict[str, str]:
-        import numpy as np
-
-        from kl_lens.base.digests import bytes_digest
-        from kl_lens.targets.gguf.header import check_file
-
-        info = check_file(self.weight_file(place))
-        data = {path: np.memmap(path, np.uint8, "r") for path in info.paths}
-        return {
-            entry.name: bytes_digest(data[entry.path][entry.offset : entry.offset + entry.bytes])
-            for entry in info.tensors
-        }
+        return read_header(self.weight_file(place)).contents()
 
     # -- running -------------------------------------------------------------------------------------------
 
     def open(self, place: Path, settings: SessionSettings, *, cold: bool = False) -> Session:
-        from kl_lens.targets.gguf.header import check_file
-        from kl_lens.targets.gguf.quarantine import require_safe
-        from kl_lens.targets.gguf.session import open_session
+        from kl_lens.targets.gguf.session import GGUFSession
 
-        if not cold:  # a cold session already runs in its own process
-            check_file(self.weight_file(place))
-            require_safe(self.weight_file(place), self._record_of(place))
-        return open_session(
-            self.weight_file(place),
-            threads=settings.threads,
-            gpu_layers=settings.gpu_layers,
-            load=settings.load,
-            exact_attention=settings.exact,
-        )
+        return GGUFSession.of(self.weight_file(place), settings)
 
     def dissects(self, path: Path) -> bool:
         return self.owns(path) or (path.is_dir() and any(path.glob(f"*{SUFFIX}")))
@@ -186,14 +159,6 @@ class GGUFTarget(Target):
         from kl_lens.targets.gguf.dissection import GGUFDissection
 
         return GGUFDissection(parts_of(place if self.owns(place) else min(place.glob(f"*{SUFFIX}")))[0])
-
-    def _record_of(self, place: Path) -> Artifact | None:
-        """The record of a folder, or of a file's folder."""
-        try:
-            artifact = read_artifact(place.parent if self.owns(place) else place)
-        except TargetError:
-            return None
-        return artifact if self.weight_file(place).name in artifact.files else None
 
     @property
     def version(self) -> str:

@@ -20,6 +20,7 @@ from kl_lens.targets.varied_text import varied_strings
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 BYTE_LEVEL, SENTENCEPIECE = "gpt2", "llama"  # tokenizer.ggml.model
 SPACES = "default"  # SentencePiece's pre-tokenizer: only spaces
+TOKENIZER_CHECK = "tokenizer_check"  # of an artifact's settings: input of `differing_string`
 
 _LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

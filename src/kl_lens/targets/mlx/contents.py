@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import safe_open
 
-from kl_lens.base.digests import bytes_digest
 from kl_lens.targets.contents import BODY, HEAD, LOOKUP, Contents, StoredWeight
 from kl_lens.targets.mlx.export import PARTS
 from kl_lens.targets.mlx.session import MLXSession
@@ -52,19 +51,6 @@ def file_contents(file: Path) -> Contents:
         fixed, growing = session.state_bytes()
     # In float32 here; the file's own types, which a GPU uses, have half of that.
     return Contents(tuple(weights), fixed // 2, growing / 2)
-
-
-def digests(file: Path) -> dict[str, str]:
-    """Tensor → digest of its bytes; a quantized matrix with its scales and biases."""
-    arrays: dict[str, npt.NDArray[Any]] = dict(_arrays(file))
-    found = {}
-    for name, array in arrays.items():
-        path, _, part = name.rpartition(".")
-        if part in PARTS[1:] and f"{path}.scales" in arrays:
-            continue
-        more = [arrays[f"{path}.{p}"] for p in PARTS[1:] if part == "weight" and f"{path}.{p}" in arrays]
-        found[name] = bytes_digest(array, *more)
-    return found
 
 
 def _arrays(file: Path) -> Iterator[tuple[str, npt.NDArray[Any]]]:

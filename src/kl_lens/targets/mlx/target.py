@@ -132,11 +132,6 @@ class MLXTarget(Target):
 
         return file_contents(self.weight_file(place))
 
-    def shipped_digests(self, place: Path) -> dict[str, str]:
-        from kl_lens.targets.mlx.contents import digests
-
-        return digests(self.weight_file(place))
-
     def is_all_floating(self, place: Path) -> bool:
         """From the configuration: a folder may have no record."""
         config = json.loads((self.weight_file(place).parent / "config.json").read_text(encoding="utf-8"))

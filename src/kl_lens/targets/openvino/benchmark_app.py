@@ -9,18 +9,34 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from kl_lens.base.errors import TargetError
 from kl_lens.base.files import write_text
 from kl_lens.targets.openvino.folder import graph_file
-from kl_lens.targets.published import AppReport, PublishedProgram
 
 _LINE = r"\[ INFO \]\s+{name}:\s+([0-9.]+) (us|ms|s|iterations|FPS)\s*$"
 _TO_MILLISECONDS = {"us": 1e-3, "ms": 1.0, "s": 1e3}
 
 
-class BenchmarkApp(PublishedProgram):
+@dataclass(frozen=True)
+class AppReport:
+    """The figures that it printed."""
+
+    iterations: int
+    duration_seconds: float
+    median_ms: float
+    average_ms: float
+    min_ms: float
+    max_ms: float
+    throughput_fps: float
+    threads: int | None = None  # that OpenVINO chose, if it says so
+
+
+class BenchmarkApp:
+    """How to call it and read its output; `paper/timing.py` decides when and how often."""
+
     def input_shapes(self, place: Path) -> str | None:
         """One token. benchmark_app fills inputs at random, so `beam_idx` finds no state and every token starts from
         zeros: the same work."""
@@ -58,7 +74,10 @@ class BenchmarkApp(PublishedProgram):
         return words
 
     def read(self, text: str) -> AppReport:
-        """Latencies are printed in milliseconds, or in microseconds when the model is fast."""
+        """Latencies are printed in milliseconds, or in microseconds when the model is fast.
+
+        Raises TargetError with the program's own message if there is no report.
+        """
 
         def find(name: str) -> tuple[float, str]:
             match = re.search(_LINE.format(name=name), text, re.MULTILINE)
@@ -81,3 +100,8 @@ class BenchmarkApp(PublishedProgram):
             throughput_fps=find("Throughput")[0],
             threads=int(threads[1]) if threads else None,
         )
+
+    def complaint(self, text: str) -> str:
+        """The program's last line, which on failure is the innermost reason."""
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        return (lines or ["it printed nothing"])[-1]

@@ -54,7 +54,7 @@ class OpenVINODissection(Dissection):
         self.files = tuple(file for file in bare if file.is_file())
         if self.place not in self.files:
             raise TargetError(f"{self.place}: no such file")
-        quarantine.require_opens(__name__, self.place, self.files, "OpenVINO")
+        quarantine.require_opens(try_out, self.place, self.files, "OpenVINO")
         try:
             self.usual_settings = read_artifact(self.place.parent).target == "openvino"
         except TargetError:

@@ -139,7 +139,7 @@ def open_foreign(path: Path, settings: SessionSettings) -> ForeignSession:
     """Opens it, after a try in a separate process."""
     _feedable(path)
     files = [file for file in (path, path.with_suffix(".bin")) if file.is_file()]
-    quarantine.require_opens(__name__, path, files, "OpenVINO")
+    quarantine.require_opens(try_out, path, files, "OpenVINO")
     return ForeignSession(path, settings)
 
 

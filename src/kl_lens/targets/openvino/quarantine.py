@@ -46,7 +46,7 @@ def require_safe(folder: Path) -> bool:
         return ours
     graph = graph_file(folder)
     files = [path for path in (graph, graph.with_suffix(".bin")) if path.is_file()]
-    quarantine.require_opens(__name__, folder, files, "OpenVINO")
+    quarantine.require_opens(try_out, folder, files, "OpenVINO")
     return False
 
 

@@ -169,16 +169,6 @@ class OpenVINOTarget(Target):
         require_safe(place)
         return graph_contents(place, read_artifact(place))
 
-    def shipped_digests(self, place: Path) -> dict[str, str]:
-        from kl_lens.targets.openvino.constants import stored_digests
-        from kl_lens.targets.openvino.quarantine import require_safe
-        from kl_lens.targets.openvino.session import read_graph
-
-        require_safe(place)
-        names = {tensor.runtime_name for tensor in read_artifact(place).tensors}
-        held = stored_digests(read_graph(graph_file(place)))
-        return {name: digest for name, digest in held.items() if name in names}
-
     # -- running -------------------------------------------------------------------------------------------
 
     def open(self, place: Path, settings: SessionSettings, *, cold: bool = False) -> Session:
