@@ -317,7 +317,7 @@ def test_as_deployed_tensor_cores_give_what_float32_gives(family: str, target: s
     ):
         engine.prepare(ids)
         results = engine.measure([*some, Perturbation({n: r for p in some for n, r in p.recipes.items()})])
-        found[engine.precision] = np.array([[w.kl_teacher_to_student for w in each] for each in results])
+        found[engine.precision] = np.array([[w.kl for w in each] for each in results])
     np.testing.assert_allclose(found["tf32x3"].sum(1), found["float32"].sum(1), rtol=0.2)
     by_window = (found["tf32x3"] - found["float32"]).sum(0)
     error = by_window.std(ddof=1) / np.sqrt(len(by_window))
@@ -337,7 +337,7 @@ def test_little_memory_changes_the_work_not_the_numbers() -> None:
         for slab in engine.slabs(ids):
             engine.prepare(ids[slab.start : slab.stop])
             for values, windows in zip(found, engine.measure(perturbations), strict=True):
-                values += [w.kl_teacher_to_student for w in windows]
+                values += [w.kl for w in windows]
         return [sum(values) for values in found]
 
     assert measured(100_000) == pytest.approx(measured(10**9), rel=1e-4)

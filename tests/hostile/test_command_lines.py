@@ -86,10 +86,6 @@ SLIPS = {
     "a flag like no other": (["plan", "--zzz"], "there is no --zzz; see kl-lens plan --help-all"),
     "rivals without a target": (["plan", "--max-bpw", "6", "--rivals"], "name it with --target"),
     "nothing to plan": (["plan"], "say what to plan"),
-    "an existing folder for a rescaled model": (
-        ["calibrate", "reference:mamba", "--rescaled", "docs"],
-        "--rescaled docs",
-    ),
     "a stride longer than the window": (["evaluate", "--window", "8", "--stride", "9"], "--stride 9"),
     "a limit on tasks without any": (["evaluate", "--max-drop", "3%"], "--tasks"),
     "task files without tasks": (["run", "--task-data", "docs"], "--task-data"),

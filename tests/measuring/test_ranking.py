@@ -11,11 +11,11 @@ from kl_lens.base.errors import RunError
 from kl_lens.measuring.correlation import rank
 from kl_lens.run.folder import CALIBRATION, EVALUATION, Run
 from kl_lens.run.samples import WindowMetrics
+from tests.samples import window_of
 
 
 def _window(index: int, kl: float, damage: float, error: float) -> WindowMetrics:
-    token_kl = np.full(10, kl, np.float32).tobytes()
-    return WindowMetrics(index, 10, 10, 10 * kl, 11 * kl, 10 * error, 1000.0, 10 * damage, 9.0, token_kl)
+    return window_of(index, 10, kl, 1.1 * kl, error, damage)
 
 
 def _run(tmp_path, damage_noise: float, candidates: int = 12) -> Run:

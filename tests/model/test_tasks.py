@@ -47,11 +47,7 @@ def test_kl_of_both_engines_is_that_of_two_forwards_in_float64(name: str) -> Non
     results = []
     for engine in (FastEngine(model), PlainEngine(model)):
         engine.prepare(ids)
-        results.append(
-            np.array(
-                [[w.kl_teacher_to_student for w in windows] for windows in engine.measure(perturbations)]
-            )
-        )
+        results.append(np.array([[w.kl for w in windows] for windows in engine.measure(perturbations)]))
     np.testing.assert_allclose(*results, rtol=1e-3, atol=1e-9)
     wide = classifier(name)
     wide.model.double()
@@ -88,7 +84,7 @@ def test_damage_is_what_the_true_class_loses() -> None:
     after = model.chain.full_logits(ids).log_softmax(-1)
     labels = model.task.targets(ids)[..., None]
     lost = (before - after).gather(-1, labels).sum((1, 2))
-    np.testing.assert_allclose([w.delta_cross_entropy for w in found], lost, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose([w.sums["delta_cross_entropy"] for w in found], lost, rtol=1e-4, atol=1e-6)
     assert [w.targets for w in found] == [4, 4]
 
 

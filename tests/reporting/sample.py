@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
 from kl_lens import paper, planning
 from kl_lens.measuring.correlation import Point, Ranking, rank
 from kl_lens.planning.cost import component_bytes
@@ -39,6 +37,7 @@ from kl_lens.run.subjects import current_digest
 from kl_lens.targets import get_target
 from kl_lens.weights.formats import get_format
 from kl_lens.weights.recipes import Recipe
+from tests.samples import window_of
 
 KINDS = ("in_proj", "x_proj", "dt_proj", "out_proj")
 WINDOWS, TOKENS = 4, 64
@@ -185,10 +184,7 @@ def _measure(
 
 
 def _window(window: int, kl: float, change: float) -> WindowMetrics:
-    return WindowMetrics(
-        window, TOKENS, TOKENS, kl * TOKENS, 1.1 * kl * TOKENS, 2 * kl * TOKENS, 9.0 * TOKENS, change * TOKENS,
-        TOKENS * max(0.0, 1 - kl), np.full(TOKENS, kl, np.float32).tobytes(),
-    )  # fmt: skip
+    return window_of(window, TOKENS, kl, 1.1 * kl, 2 * kl, change, max(0.0, 1 - kl), signal=9.0)
 
 
 def _plan(run: Run, verified: bool) -> list[Plan]:

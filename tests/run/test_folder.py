@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.planning.tables import component
+from tests.samples import window_of
 
 from kl_lens.base.errors import RunError
 from kl_lens.run.folder import CALIBRATION, Run
@@ -14,7 +15,7 @@ from kl_lens.run.samples import WindowMetrics
 
 
 def sample(kl: float) -> WindowMetrics:
-    return WindowMetrics(0, 4, 4, 4 * kl, 4 * kl, 1.0, 2.0, 0.0, 4.0, b"\0" * 16)
+    return window_of(0, 4, kl, kl)
 
 
 def store(run: Run, role: str, kl: float) -> None:
@@ -57,7 +58,7 @@ def test_a_journal_of_another_version_is_refused_in_one_line(
     journal.close()
     before = (tmp_path / "run.sqlite").read_bytes()
     with pytest.raises(
-        RunError, match=f"is a journal of version {version}, .* reads version 3; {what_to_do}, or use"
+        RunError, match=f"is a journal of version {version}, .* reads version 4; {what_to_do}, or use"
     ):
         Run.open(tmp_path)
     assert (tmp_path / "run.sqlite").read_bytes() == before

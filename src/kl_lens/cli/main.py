@@ -53,7 +53,7 @@ VERBS = {
 USUAL = {
     "run": "--run --targets --max-loss --max-drop --max-bytes --budget --windows --text --device --without --estimate",
     "inspect": "--components --device --dtype --tokenizer --revision --trust-remote-code",
-    "calibrate": "--run --text --windows --window-length --rescaled --again --device",
+    "calibrate": "--run --text --windows --window-length --again --device",
     "measure": "--run --target --formats --methods --text --windows --components --device --workers --estimate",
     "paper": "--run --evaluation-text --evaluation-windows --other-text --bits --model --device",
     "plan": "--run --target --max-bytes --max-bpw --max-loss --max-drop --rivals --verify --frontier --uniform --name",

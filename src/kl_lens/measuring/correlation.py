@@ -173,11 +173,11 @@ def _point(
 
 
 def _damage(windows: Sequence[WindowMetrics]) -> float:
-    return sum(w.delta_cross_entropy for w in windows) / sum(w.targets for w in windows)
+    return sum(w.sums["delta_cross_entropy"] for w in windows) / sum(w.targets for w in windows)
 
 
 def _divergence(windows: Sequence[WindowMetrics]) -> float:
-    return sum(w.kl_teacher_to_student for w in windows) / sum(w.tokens for w in windows)
+    return sum(w.kl for w in windows) / sum(w.tokens for w in windows)
 
 
 def _reliability(format_name: str, with_head: bool, damages: Sequence[list[WindowMetrics]]) -> Reliability:

@@ -31,6 +31,7 @@ from kl_lens.measuring.metrics import (
     mended,
     window_metrics,
 )
+from kl_lens.measuring.objectives import OBJECTIVES
 from kl_lens.measuring.perturbation import (
     Kernels,
     Perturbation,
@@ -222,7 +223,8 @@ class PlainEngine(Engine):
             teacher = self._teacher(windows)
             with self.perturbed(perturbation, weights):
                 student = self.chain.full_logits(self.ids[windows]).flatten(0, 1)
-            rows = compare(teacher, student, kernel=False).reshape(-1, time, 5)
+            rows = compare(teacher, student, kernel=False)
+            rows = rows.reshape(-1, time, rows.shape[1])
             signal = teacher.logits.square().sum(-1, dtype=torch.float64).cpu().numpy().reshape(-1, time)
             for window, values, power in zip(range(windows.start, windows.stop), rows, signal, strict=True):
                 metrics.append(
@@ -374,7 +376,7 @@ class FastEngine(Engine):
         return blocks.pop() if len(blocks) == 1 else None
 
     def _measure_batch(self, batch: Batch, students: Sequence[Student]) -> list[Rows]:
-        """(rows, 5) for each student."""
+        """(rows, columns) for each student."""
         with self.teacher.running():
             return self._measure_running(batch, students)
 
@@ -416,7 +418,7 @@ class FastEngine(Engine):
         self, batch: Batch, states: Sequence[torch.Tensor], own_head: Student | None = None
     ) -> list[Rows]:
         """`own_head`: the student, if its head is perturbed too; the teacher's logits use the original head."""
-        if runs_triton(self.chain.device) and kernels_hold(self.chain.device):
+        if runs_triton(self.chain.device) and kernels_hold(self.chain.device) and not OBJECTIVES:
             return self._compare_on_gpu(batch, states, own_head)
         parts: list[list[Floats]] = [[] for _ in states]
         for rows, teacher in self.teacher.rows(batch):
@@ -478,7 +480,7 @@ class FastEngine(Engine):
         self, batch: Batch, rows: Floats, signal: Floats, targets: Sequence[int]
     ) -> list[WindowMetrics]:
         time = batch.targets.shape[1]
-        by_window, power = rows.reshape(-1, time, 5), signal.reshape(-1, time)
+        by_window, power = rows.reshape(-1, time, rows.shape[1]), signal.reshape(-1, time)
         return [
             window_metrics(window, by_window[k], power[k], targets[k], self.vocabulary)
             for k, window in enumerate(batch.windows)

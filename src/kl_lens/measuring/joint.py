@@ -87,7 +87,7 @@ class PlanMeter:
                 entropies = self._engine.teacher_cross_entropy()
                 self._entropy.update(zip(slab, entropies.tolist(), strict=True))
             metrics += self._engine.measure([perturbation])[0]
-        check_finite("this plan", [(k, w.kl_teacher_to_student) for k, w in enumerate(metrics)])
+        check_finite("this plan", [(k, w.kl) for k, w in enumerate(metrics)])
         return metrics
 
     def _result(self, windows: list[WindowMetrics]) -> JointResult:

@@ -20,10 +20,11 @@ import torch
 from kl_lens.base.accelerators import runs_triton
 from kl_lens.base.errors import RunError
 from kl_lens.measuring import metric_kernel
+from kl_lens.measuring.objectives import OBJECTIVES
 from kl_lens.model.kernels import Comparison
-from kl_lens.run.samples import WindowMetrics
+from kl_lens.run.samples import KL, WindowMetrics
 
-Floats = npt.NDArray[np.float64]  # (rows, 5), or one value per row or window
+Floats = npt.NDArray[np.float64]  # (rows, columns), or one value per row or window
 
 
 @dataclass(frozen=True)
@@ -65,16 +66,21 @@ class TeacherRows:
         return torch.where(has_target, self.lse - at_target, 0.0)
 
 
-# Columns of the array that compare() returns.
-KL_TEACHER_STUDENT, KL_STUDENT_TEACHER, SQUARED_ERROR, DELTA_CROSS_ENTROPY, SAME_TOP = range(5)
+# The columns that kernels compute; those of other objectives follow.
+BUILT_IN = (KL, "kl_student_to_teacher", "squared_error", "delta_cross_entropy", "same_top")
+KL_TEACHER_STUDENT, KL_STUDENT_TEACHER, SQUARED_ERROR, DELTA_CROSS_ENTROPY, SAME_TOP = range(len(BUILT_IN))
 
 
 def compare(teacher: TeacherRows, student: torch.Tensor, *, kernel: bool = True) -> Floats:
-    """(rows, 5): both divergences, Σ squared error, change in cross-entropy, same top token."""
+    """(rows, columns): both divergences, Σ squared error, change in cross-entropy, same top token, and a column for
+    each of `OBJECTIVES`."""
     student = student.float()
-    if kernel and kernels_hold(student.device):
-        return _compare_by_kernel(teacher, student)
-    return _compare_reference(teacher, student)
+    by_kernel = kernel and kernels_hold(student.device)
+    rows = (_compare_by_kernel if by_kernel else _compare_reference)(teacher, student)
+    if not OBJECTIVES:
+        return rows
+    others = [each.rows(teacher.logits, student, teacher.targets) for each in OBJECTIVES.values()]
+    return np.column_stack([rows, *(values.double().cpu().numpy() for values in others)])
 
 
 def _compare_by_kernel(teacher: TeacherRows, student: torch.Tensor) -> Floats:
@@ -188,19 +194,11 @@ def _compare_reference(teacher: TeacherRows, student: torch.Tensor) -> Floats:
 
 def window_metrics(window: int, rows: Floats, signal: Floats, targets: int, vocabulary: int) -> WindowMetrics:
     """One window's sums, from its rows of compare() and the teacher's Σ squared logits of each row."""
-    sums = rows.sum(0)
-    return WindowMetrics(
-        window=window,
-        tokens=len(rows),
-        targets=targets,
-        kl_teacher_to_student=float(sums[KL_TEACHER_STUDENT]),
-        kl_student_to_teacher=float(sums[KL_STUDENT_TEACHER]),
-        squared_error=float(sums[SQUARED_ERROR]) / vocabulary,
-        signal=float(signal.sum()) / vocabulary,
-        delta_cross_entropy=float(sums[DELTA_CROSS_ENTROPY]),
-        same_top=float(sums[SAME_TOP]),
-        token_kl=rows[:, KL_TEACHER_STUDENT].astype(np.float32).tobytes(),
-    )
+    sums = dict(zip((*BUILT_IN, *OBJECTIVES), rows.sum(0).tolist(), strict=True))
+    sums["squared_error"] /= vocabulary
+    sums["signal"] = float(signal.sum()) / vocabulary
+    token_kl = rows[:, KL_TEACHER_STUDENT].astype(np.float32).tobytes()
+    return WindowMetrics(window, len(rows), targets, sums, token_kl)
 
 
 def check_finite(what: str, windows: Sequence[tuple[int, float]]) -> None:

@@ -64,7 +64,7 @@ def name_pattern(text: str | None) -> re.Pattern[str]:
     """--components as a regular expression; without one, every name."""
     try:
         return re.compile(text or "")
-    except (re.error, OverflowError, RecursionError) as error:
+    except (re.error, OverflowError, RecursionError, TypeError) as error:
         raise RunError(f"--components {text!r} is not a regular expression: {error}") from error
 
 

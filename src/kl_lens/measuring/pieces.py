@@ -192,7 +192,7 @@ class PieceRunner:
         self, index: int, metrics: Sequence[WindowMetrics], windows: Sequence[int]
     ) -> tuple[int, tuple[WindowMetrics, ...]]:
         name = str(self.candidates[index])
-        check_finite(name, [(windows[w.window], w.kl_teacher_to_student) for w in metrics])
+        check_finite(name, [(windows[w.window], w.kl) for w in metrics])
         return index, tuple(replace(w, window=windows[w.window]) for w in metrics)
 
 

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from kl_lens.paper.points import (
         PIPELINES as PIPELINES,
         PUBLISHED_METRIC as PUBLISHED_METRIC,
-        RANKING_METRICS as RANKING_METRICS,
         best_paper_point as best_paper_point,
         paper_points as paper_points,
     )

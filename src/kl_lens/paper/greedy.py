@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from kl_lens.base.errors import PlanError
 from kl_lens.paper.points import (
     PUBLISHED_METRIC,
-    RANKING_METRICS,
     Entry,
     excluded_components,
+    label,
     paper_formats,
     ranked,
 )
@@ -111,7 +111,7 @@ def greedy_plan(
     }
     plan = finished_plan(
         table,
-        name or f"{prefix}{RANKING_METRICS[metric][1]}_gamma{gamma:.2f}{'_exhaustive' if exhaustive else ''}",
+        name or f"{prefix}{label(metric)}_gamma{gamma:.2f}{'_exhaustive' if exhaustive else ''}",
         assignment,
         "greedy under a perplexity budget",
         notes,

@@ -30,15 +30,7 @@ POINTS = 10
 MAMBA2_GPU_POINTS = 8
 # Pipeline → prefix of its names. `cpu` and `gpu-int4` merge both lists, `gpu` takes the 8-bit list only.
 PIPELINES = {"cpu": "", "gpu": "gpu_", "gpu-int4": "gpu_int4_"}
-# Name on the command line → key of the measurement, its name in plans, and whether larger is better.
-RANKING_METRICS = {
-    "kl_student_to_teacher": ("kl_student_to_teacher", "kl", False),
-    "kl_teacher_to_student": ("kl_teacher_to_student", "kl_teacher_to_student", False),
-    "sqnr": ("sqnr_db", "sqnr", True),
-    "mse": ("mse", "mse", False),
-    "delta_cross_entropy": ("delta_cross_entropy", "delta_cross_entropy", False),
-}
-PUBLISHED_METRIC = "kl_student_to_teacher"
+PUBLISHED_METRIC = "kl_student_to_teacher"  # in plan names: kl
 # The paper's 4-bit and 8-bit formats, and llama.cpp's nearest → prefix of plan names.
 FORMAT_PAIRS = {("int4", "int8"): "", ("q4_0", "q8_0"): "ggml_"}
 
@@ -65,6 +57,11 @@ def excluded_components(table: SensitivityTable, *, no_head: bool) -> frozenset[
     return frozenset([table.embedding] * (not tied) + [table.head] * no_head)
 
 
+def label(metric: str) -> str:
+    """A metric in plan names."""
+    return "kl" if metric == PUBLISHED_METRIC else metric
+
+
 def ranked(
     table: SensitivityTable, recipes: Sequence[Recipe], metric: str, exclude: Container[str]
 ) -> list[Entry]:
@@ -72,7 +69,8 @@ def ranked(
 
     Ties keep the order of the recipes, then the model's order. NaN ranks as the worst.
     """
-    key, _, larger_is_better = RANKING_METRICS[metric]
+    larger_is_better = metric in ("sqnr", "same_top")
+    key = "sqnr_db" if metric == "sqnr" else metric
     entries = []
     for recipe in recipes:
         require_measurements(table, recipe)
@@ -128,7 +126,7 @@ def paper_points(
         )
     for index in range(1, points + 1):
         cut = order[: step * index]
-        name = f"{RANKING_METRICS[metric][1]}_point{index:02d}"
+        name = f"{label(metric)}_point{index:02d}"
         # The later entry of a component wins.
         chosen = {entry.component: entry.recipe for entry in cut}
         plans.append(plan(name, chosen, "paper", entries=len(cut), entries_in_all=len(order)))

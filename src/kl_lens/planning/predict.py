@@ -13,8 +13,8 @@ from kl_lens.weights.recipes import FP16, Recipe
 
 PREDICTED_METRIC = "kl_teacher_to_student"
 OTHER_KL = "kl_student_to_teacher"
-# Metrics that can be summed over components; larger must be worse, so SQNR is excluded.
-ADDITIVE_METRICS = (PREDICTED_METRIC, OTHER_KL, "mse", "delta_cross_entropy")
+# Metrics that cannot be summed over components, or where larger is better.
+NOT_ADDITIVE = ("sqnr_db", "same_top", "kl_p99", "kl_max")
 
 # A KL is at most the largest gap between two logits. This many times the entropy of a uniform guess leaves room for
 # ruined models, and for published values, which are sums over a window.
@@ -87,10 +87,13 @@ def prediction_metric(table: SensitivityTable) -> tuple[str, str | None]:
 
 def require_sane(table: SensitivityTable, metric: str) -> None:
     """Raises if the metric cannot be summed, or if a value is impossible."""
-    if metric not in ADDITIVE_METRICS:
-        raise PlanError(f"{metric} cannot be added up over components; choose {', '.join(ADDITIVE_METRICS)}")
-    if table.measurements and not any(metric in m.metrics for m in table.measurements):
-        raise PlanError(f"{table.model}: no measurement has {metric}; use another --metric, or measure again")
+    known = {name: None for m in table.measurements for name in m.metrics if name not in NOT_ADDITIVE}
+    if metric in NOT_ADDITIVE:
+        raise PlanError(f"{metric} cannot be added up over components; choose {', '.join(known)}")
+    if table.measurements and metric not in known:
+        raise PlanError(
+            f"{table.model}: no measurement has {metric}; use another --metric ({', '.join(known)}), or measure again"
+        )
     most = _most(table)
     for m in table.measurements:
         if why := _impossible(m, metric, most):
@@ -109,10 +112,12 @@ def _usable(table: SensitivityTable, metric: str) -> bool:
 def _impossible(measurement: Measurement, metric: str, most: float) -> str | None:
     """Why a value cannot be a KL, or None. Infinity can: a next token became impossible."""
     estimate = measurement.metrics.get(metric)
-    if metric not in (PREDICTED_METRIC, OTHER_KL) or estimate is None or estimate.value == math.inf:
+    if estimate is None or estimate.value == math.inf:
         return None
     if math.isnan(estimate.value):
         return "which is not a number"
+    if metric not in (PREDICTED_METRIC, OTHER_KL):
+        return None
     error = estimate.standard_error if math.isfinite(estimate.standard_error) else 0.0
     if estimate.value < -(_NOISE + 4 * error):
         return "but a KL is never negative"

@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -27,9 +26,9 @@ from kl_lens.base.version import __version__
 from kl_lens.run.journal import FILE, LOCK_SECONDS, Journal, checks_rows, journal_errors
 from kl_lens.run.lock import Hold
 from kl_lens.run.records import Component, Measurement, SensitivityTable, Subject, checked_plan_name
-from kl_lens.run.samples import METRICS_VERSION, WINDOW_FIELDS, WindowMetrics, summarise
+from kl_lens.run.samples import KL, METRICS_VERSION, WINDOW_FIELDS, WindowMetrics, summarise
 
-SCHEMA_VERSION = 3  # of the journal's tables
+SCHEMA_VERSION = 4  # of the journal's tables
 
 _SCHEMA = """
 CREATE TABLE identity (key TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -39,8 +38,7 @@ CREATE TABLE windows (
     PRIMARY KEY (role, window));
 CREATE TABLE samples (
     role TEXT, component TEXT, format TEXT, window INTEGER, tokens INTEGER, targets INTEGER,
-    kl_teacher_to_student REAL, kl_student_to_teacher REAL, squared_error REAL, signal REAL,
-    delta_cross_entropy REAL, same_top REAL, token_kl BLOB,
+    sums TEXT, token_kl BLOB,
     PRIMARY KEY (role, component, format, window)) WITHOUT ROWID;
 CREATE TABLE effort (
     role TEXT, component TEXT, format TEXT, seconds REAL, compute_dtype TEXT,
@@ -283,7 +281,7 @@ class Run:
             self.journal.executemany(
                 f"INSERT OR REPLACE INTO samples (role, component, format, {', '.join(WINDOW_FIELDS)}) "
                 f"VALUES (?, ?, ?, {marks})",
-                [(role, component, format_name, *astuple(w)) for w in windows],
+                [(role, component, format_name, *w.row) for w in windows],
             )
             self.journal.execute(
                 "INSERT INTO effort VALUES (?, ?, ?, ?, ?) ON CONFLICT (role, component, format) "
@@ -327,14 +325,14 @@ class Run:
             f"WHERE role = ? AND component = ? AND format = ?{limit} ORDER BY window",
             (role, component, format_name),
         )
-        return [WindowMetrics(*row) for row in rows]
+        return [WindowMetrics.from_row(*row) for row in rows]
 
     def window_kl(self, role: str) -> dict[tuple[str, str], list[float]]:
         """(component, format) → mean KL per token of each window, in order."""
         values: dict[tuple[str, str], list[float]] = {}
-        query = "SELECT component, format, kl_teacher_to_student / tokens FROM samples WHERE role = ? ORDER BY window"
-        for component, format_name, value in self.journal.execute(query, (role,)):
-            values.setdefault((component, format_name), []).append(value)
+        query = "SELECT component, format, sums, tokens FROM samples WHERE role = ? ORDER BY window"
+        for component, format_name, sums, tokens in self.journal.execute(query, (role,)):
+            values.setdefault((component, format_name), []).append(json.loads(sums)[KL] / tokens)
         return values
 
     @checks_rows

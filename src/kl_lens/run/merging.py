@@ -115,7 +115,7 @@ def _checked(run: Run) -> _Source:
         total = float(token_kl.sum(dtype=np.float64))
         if len(token_kl) != window.tokens or not all(math.isfinite(v) for v in _numbers(window)):
             raise ValueError(f"window {window.window} holds no measurement")
-        if not math.isclose(total, window.kl_teacher_to_student, rel_tol=1e-4, abs_tol=1e-9 * window.tokens):
+        if not math.isclose(total, window.kl, rel_tol=1e-4, abs_tol=1e-9 * window.tokens):
             raise ValueError(f"window {window.window} does not add up")
     texts = {}
     for role in run.roles():
@@ -135,14 +135,14 @@ def _text(run: Run, role: str) -> dict[str, Any]:
 
 
 def _numbers(window: WindowMetrics) -> tuple[float, ...]:
-    return tuple(float(getattr(window, name)) for name in WINDOW_FIELDS if name != "token_kl")
+    return window.window, window.tokens, window.targets, *window.sums.values()
 
 
 def _samples(run: Run) -> Iterator[tuple[str, str, str, WindowMetrics]]:
     fields = ", ".join(WINDOW_FIELDS)
     query = f"SELECT role, component, format, {fields} FROM samples ORDER BY role, component, format, window"
     for role, component, name, *values in run.journal.execute(query):
-        yield role, component, name, WindowMetrics(*values)
+        yield role, component, name, WindowMetrics.from_row(*values)
 
 
 def _joined(run: Run, source: _Source) -> Joined:
@@ -168,8 +168,7 @@ def _joined(run: Run, source: _Source) -> Joined:
                     differing += not _same(run, key, window)
                     continue
                 taken[key] += 1
-                values = (getattr(window, field) for field in WINDOW_FIELDS)
-                run.journal.execute(f"INSERT INTO samples VALUES ({marks})", (*key, *values))
+                run.journal.execute(f"INSERT INTO samples VALUES ({marks})", (*key, *window.row))
             for key, count in taken.items():
                 *_, seconds, dtype = effort[key]
                 run.journal.execute(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +15,9 @@ from kl_lens.run.records import Estimate
 # What a stored number means. Raise it, with a dated reason, whenever a metric's definition changes.
 # 1 (2026-11-15): first version.
 METRICS_VERSION = 1
+
+KL = "kl_teacher_to_student"
+_BUILT_IN = (KL, "kl_student_to_teacher", "squared_error", "signal", "delta_cross_entropy", "same_top")
 
 Floats = npt.NDArray[np.float64]
 
@@ -24,13 +29,22 @@ class WindowMetrics:
     window: int
     tokens: int  # rows compared
     targets: int  # rows that have a true next token
-    kl_teacher_to_student: float
-    kl_student_to_teacher: float
-    squared_error: float  # mean over the vocabulary, summed over tokens
-    signal: float  # the teacher's mean squared logit, summed over tokens
-    delta_cross_entropy: float
-    same_top: float
+    sums: Mapping[str, float]  # name → sum over tokens; of squares: the mean over the vocabulary
     token_kl: bytes  # KL(teacher ‖ student) of every token, float32
+
+    @property
+    def kl(self) -> float:
+        """Σ KL(teacher ‖ student)."""
+        return self.sums[KL]
+
+    @property
+    def row(self) -> tuple[Any, ...]:
+        """As the journal stores it."""
+        return self.window, self.tokens, self.targets, json.dumps(self.sums), self.token_kl
+
+    @classmethod
+    def from_row(cls, window: int, tokens: int, targets: int, sums: str, token_kl: bytes) -> Self:
+        return cls(window, tokens, targets, json.loads(sums), token_kl)
 
 
 WINDOW_FIELDS = tuple(f.name for f in fields(WindowMetrics))
@@ -38,23 +52,25 @@ WINDOW_FIELDS = tuple(f.name for f in fields(WindowMetrics))
 
 def window_kl(windows: Sequence[WindowMetrics]) -> Floats:
     """Mean KL(teacher ‖ student) per token of each window."""
-    return np.array([w.kl_teacher_to_student / w.tokens for w in windows])
+    return np.array([w.kl / w.tokens for w in windows])
 
 
 def summarise(windows: Sequence[WindowMetrics]) -> dict[str, Estimate]:
-    """Means per token with standard errors over windows, for every metric of `records.METRICS`."""
+    """Means per token with standard errors over windows: every metric of `records.METRICS`, and other objectives that
+    all windows have."""
     if not windows:
         raise ValueError("no windows to summarise")
     tokens = np.array([w.tokens for w in windows], float)
     targets = np.array([w.targets for w in windows], float)
 
     def mean(name: str, weight: Floats = tokens) -> Estimate:
-        return _weighted(np.array([getattr(w, name) for w in windows]), weight)
+        return _weighted(np.array([w.sums[name] for w in windows]), weight)
 
     error, signal = mean("squared_error"), mean("signal")
     token_kl = np.concatenate([np.frombuffer(w.token_kl, np.float32) for w in windows])
+    others = [n for n in windows[0].sums if n not in _BUILT_IN and all(n in w.sums for w in windows)]
     return {
-        "kl_teacher_to_student": mean("kl_teacher_to_student"),
+        KL: mean(KL),
         "kl_student_to_teacher": mean("kl_student_to_teacher"),
         "mse": error,
         "sqnr_db": _decibels(signal, error, windows),
@@ -62,6 +78,7 @@ def summarise(windows: Sequence[WindowMetrics]) -> dict[str, Estimate]:
         "same_top": mean("same_top"),
         "kl_p99": Estimate(float(np.quantile(token_kl, 0.99))),
         "kl_max": Estimate(float(token_kl.max())),
+        **{name: mean(name) for name in others},
     }
 
 
@@ -85,7 +102,7 @@ def _decibels(signal: Estimate, error: Estimate, windows: Sequence[WindowMetrics
     value = 10 * float(np.log10(signal.value / error.value))
     if len(windows) < 2:
         return Estimate(value)
-    signals = np.array([w.signal / w.tokens for w in windows])
-    errors = np.array([w.squared_error / w.tokens for w in windows])
+    signals = np.array([w.sums["signal"] / w.tokens for w in windows])
+    errors = np.array([w.sums["squared_error"] / w.tokens for w in windows])
     relative = signals / signal.value - errors / error.value
     return Estimate(value, 10 / np.log(10) * float(relative.std(ddof=1) / np.sqrt(len(windows))))

@@ -5,15 +5,13 @@ Other commands only read these statistics. If a recipe needs them and there are 
 
 from __future__ import annotations
 
-import os
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from kl_lens.base.errors import RunError
 from kl_lens.measuring.statistics import StoredStatistics, gather
-from kl_lens.measuring.statistics.rescaling import Rescaling, changed_weights, rescalings, write_rescaled
 from kl_lens.measuring.sweep import model_identity
 from kl_lens.model import LoadedModel
 from kl_lens.run.folder import CALIBRATION, EVALUATION, Run
@@ -36,7 +34,6 @@ from kl_lens.text import Windows, refuse_overlap
 from kl_lens.weights.recipes import Recipe
 
 DEFAULT_TEXT, DEFAULT_WINDOWS, DEFAULT_SEED = "wikitext2:train", 32, 42
-RESCALED_FOR = Recipe("int4-g64", "gptq")  # rescaling is kept if it lowers this recipe's error
 _text = grouped("text that methods learn from")
 
 
@@ -88,21 +85,10 @@ class CalibrateSettings(LearningText, FromDisk):
         None, "the model, if --run is new", positional=True, nargs="?", metavar="MODEL"
     )
     run: str | None = option(None, "the run folder (default: runs/<model>)", metavar="DIR")
-    rescaled: str | None = option(
-        None,
-        "also write an equivalent checkpoint that is easier to quantize: powers of two are moved from columns that are "
-        "hard to round into the norms before them",
-        metavar="FOLDER",
-    )
     again: bool = option(
         False,
         "gather new statistics, and discard measurements that used the old ones",
     )
-
-    def check(self) -> None:
-        super().check()
-        if self.rescaled is not None and os.path.lexists(self.rescaled):
-            raise RunError(f"--rescaled {self.rescaled}: already exists; name a new folder")
 
 
 @dataclass(frozen=True)
@@ -110,7 +96,6 @@ class CalibrateResult:
     folder: Path  # of the run
     model: str  # name that opens the model
     statistics: StoredStatistics
-    rescaled: tuple[Rescaling, ...] = ()
 
     @property
     def text(self) -> dict[str, Any]:
@@ -119,12 +104,10 @@ class CalibrateResult:
 
 
 def calibrate(settings: CalibrateSettings, bench: Workbench, events: Events) -> CalibrateResult:
-    # Rescaling changes weights of the whole model.
-    loading = replace(settings, weights="memory") if settings.rescaled is not None else settings
     if settings.model is None:
         with Run.open(Path(settings.run or DEFAULT_RUN)) as run:
-            return _calibrated(run, bench.model_of(run, loading), settings, bench, events)
-    model = bench.model(loading)
+            return _calibrated(run, bench.model_of(run, settings), settings, bench, events)
+    model = bench.model(settings)
     folder = new_run_folder(settings.run, model.name)
     if not (folder / FILE).exists():
         settings.drawn(None, model, bench)  # a text that cannot be used leaves no run behind
@@ -144,15 +127,7 @@ def _calibrated(
     bench.drop_statistics()
     for component, note in statistics.notes.items():
         events.note(f"{component}: {note}")
-    rescaled = None if settings.rescaled is None else _rescaled(model, statistics, Path(settings.rescaled))
-    return CalibrateResult(run.folder, model.source or model.name, statistics, rescaled or ())
-
-
-def _rescaled(model: LoadedModel, statistics: StoredStatistics, folder: Path) -> tuple[Rescaling, ...]:
-    found = tuple(rescalings(model, statistics, RESCALED_FOR))
-    if any(one.exponent for one in found):
-        write_rescaled(model, changed_weights(model, found), folder)
-    return found
+    return CalibrateResult(run.folder, model.source or model.name, statistics)
 
 
 def forget(run: Run) -> None:

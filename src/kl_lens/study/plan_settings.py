@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kl_lens.base.errors import PlanError
-from kl_lens.paper import PUBLISHED_METRIC, RANKING_METRICS
+from kl_lens.paper import PUBLISHED_METRIC
 from kl_lens.planning.handover import TOOLS
 from kl_lens.run.records import checked_plan_name
 from kl_lens.study.settings import (
@@ -58,8 +58,9 @@ class PlanSettings(HeldOut, FromDisk, OfRun):
     gpu_int4: bool = _paper(False, "the GPU pipeline with INT4", excludes="pipeline")
     metric: str | None = _paper(
         None,
-        f"metric that ranks components (default: {PUBLISHED_METRIC} for the paper's points, otherwise {KL})",
-        choices=tuple(RANKING_METRICS),
+        f"minimise this (default: {PUBLISHED_METRIC} for the paper's points, otherwise {KL}): mse, "
+        "delta_cross_entropy, another objective that was measured, or for the paper's points sqnr",
+        metavar="NAME",
     )
     no_head: bool = option(False, "keep the head in FP16, as the published models do")
     uniform: tuple[str, ...] = option(
