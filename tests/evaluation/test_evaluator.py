@@ -24,7 +24,6 @@ from kl_lens.evaluation import (
     Outcome,
     ScoreJournal,
     SessionSettings,
-    evaluate_text,
     given_subjects,
     prepare_text,
     read_scores,
@@ -50,15 +49,13 @@ TARGETS = ("openvino", "gguf")
 SETTINGS = SessionSettings(threads=1)
 
 
-def judged(
-    model: LoadedModel, folder: Path, text: EvaluationText, run_folder: Path, **options: object
-) -> Outcome:
+def judged(model: LoadedModel, folder: Path, text: EvaluationText, run_folder: Path, *kinds: str) -> Outcome:
     file = JudgedArtifact(folder, SETTINGS)
     counterpart = file.counterpart(model)
     assert counterpart is not None
     with Run.create(run_folder) as run:
         evaluator = Evaluator(ScoreJournal(run), JudgedModel(model))
-        return evaluator.judge_text([counterpart, file], text, **options)
+        return evaluator.judge_text([counterpart, file], text, kinds or ("perplexity", "divergence"))
 
 
 def labels(records: Sequence[Any]) -> list[str]:
@@ -147,11 +144,11 @@ def test_a_file_agrees_with_the_same_weights_in_pytorch(
 
 
 @pytest.mark.parametrize(
-    ("divergence", "factor"), [(True, 1.1), pytest.param(False, 1.5, marks=pytest.mark.slow)]
+    ("kinds", "factor"), [((), 1.1), pytest.param(("perplexity",), 1.5, marks=pytest.mark.slow)]
 )
 def test_a_file_with_other_weights_is_flagged(
     shipped: Path,
-    divergence: bool,
+    kinds: tuple[str, ...],
     factor: float,
     reference: LoadedModel,
     reference_text: EvaluationText,
@@ -161,9 +158,7 @@ def test_a_file_with_other_weights_is_flagged(
     shutil.copytree(shipped, folder)  # with the runtime's compiled copy, which must not hide the damage
     with_other_scales(folder, shipped.name, factor)
     with_digests(folder)  # an exporter with a mistake would record what it wrote: the numbers must tell
-    (agreement,) = judged(
-        reference, folder, reference_text, tmp_path / "run", divergence=divergence
-    ).agreements
+    (agreement,) = judged(reference, folder, reference_text, tmp_path / "run", *kinds).agreements
     assert agreement.verdict == DISAGREES
 
 
@@ -260,9 +255,9 @@ def test_a_longer_text_uses_the_windows_that_are_there(
     longer = prepare_text(str(tiny_folder / "text.txt"), model.tokenizer, window=48, limit=8)
     advanced: list[str] = []
     with Run.create(tmp_path / "run") as run:
-        Evaluator(ScoreJournal(run), JudgedModel(model)).judge_text([], text, divergence=False)
+        Evaluator(ScoreJournal(run), JudgedModel(model)).judge_text([], text, ("perplexity",))
         progress = Progress(advanced=lambda _, what: advanced.append(what))
-        Evaluator(ScoreJournal(run), JudgedModel(model), progress).judge_text([], longer, divergence=False)
+        Evaluator(ScoreJournal(run), JudgedModel(model), progress).judge_text([], longer, ("perplexity",))
         assert len(read_scores(run, "perplexity")) == 2  # two protocols, two scores
     assert len(advanced) == 2
 
@@ -295,7 +290,7 @@ def test_a_file_cut_short_is_refused_in_one_line(
     largest = max(folder.iterdir(), key=lambda file: file.stat().st_size)
     largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
     with pytest.raises(KLLensError) as caught:
-        evaluate_text(JudgedArtifact(folder, SETTINGS), text)
+        JudgedArtifact(folder, SETTINGS).open()
     assert str(folder) in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -343,10 +338,10 @@ def test_files_from_elsewhere_never_take_the_place_of_the_runs_own(
     with run_with(tmp_path / "run", model) as run:
         run.store("artifact", "openvino/eight", read_artifact(own).to_json() | {"folder": str(own)})
         before = run_subjects(run, model, SETTINGS)
-        Evaluator(ScoreJournal(run), JudgedModel(model)).judge_text(before.subjects, text, divergence=False)
+        Evaluator(ScoreJournal(run), JudgedModel(model)).judge_text(before.subjects, text, ("perplexity",))
         scores = {score.subject: score.values for score in read_scores(run)}
         others = given_subjects([Path("original"), Path("openvino/eight")], SETTINGS, model, run)
-        Evaluator(ScoreJournal(run), JudgedModel(model)).judge_text(others.subjects, text, divergence=False)
+        Evaluator(ScoreJournal(run), JudgedModel(model)).judge_text(others.subjects, text, ("perplexity",))
         after = {score.subject: score.values for score in read_scores(run)}
         assert {subject: after[subject] for subject in scores} == scores
         new = {subject.label for subject in set(after) - set(scores)}
@@ -368,9 +363,7 @@ def test_scores_and_verdicts_of_an_earlier_plan_or_file_are_not_current(
         run.store("artifact", "openvino/eight", artifact.to_json() | {"folder": str(own), "of_plan": of_plan})
         selection = run_subjects(run, model, SETTINGS)
         assert selection.notes == []
-        Evaluator(ScoreJournal(run), JudgedModel(model)).judge_text(
-            selection.subjects, text, divergence=False
-        )
+        Evaluator(ScoreJournal(run), JudgedModel(model)).judge_text(selection.subjects, text, ("perplexity",))
         assert labels(read_scores(run)) == ["original", "torch/eight", "openvino/eight"]
         assert [s.label for s, _ in collect(run).verdicts] == ["openvino/eight"]
 

@@ -15,12 +15,12 @@ from kl_lens.evaluation import (
     EvaluationText,
     TorchSession,
     divergence_values,
-    perplexity_values,
+    likelihood_values,
     prepare_text,
     score_text,
 )
-from kl_lens.evaluation.scoring import score_window
-from kl_lens.evaluation.texts import TextWindow
+from kl_lens.evaluation.scoring import score_logits
+from kl_lens.evaluation.texts import text_window
 from kl_lens.measuring.perturbation import Perturbation, replacements, swapped
 from kl_lens.model import LoadedModel
 from kl_lens.text import Document, TextSource, wikitext2
@@ -47,7 +47,7 @@ def test_perplexity_by_hand(model: LoadedModel, tiny_folder, stride: int | None)
         table = log_probabilities(model, item.ids)
         losses.append([-table[t - 1, item.ids[t]] for t in range(first, 48)])
     scores = score_text(TorchSession(model), text)
-    values = perplexity_values(scores)
+    values = likelihood_values(scores)
     every = np.concatenate(losses)
     assert text.protocol["tokens"] == len(every) == sum(s.targets for s in scores)
     assert values["token_perplexity"].value == pytest.approx(math.exp(every.mean()), rel=1e-6)
@@ -71,7 +71,7 @@ def test_words_are_counted_where_they_begin() -> None:
     scored = {
         start + offset
         for start, item in zip(text.windows.starts, text.items, strict=True)
-        for offset in range(item.first_target, 64)
+        for offset in range(item.first_row + 1, 64)
     }
     begins = [
         i
@@ -90,7 +90,7 @@ def test_perplexity_is_lm_evals_own_on_the_same_text(model: LoadedModel, text: E
     from kl_lens.evaluation.language_model import SessionLM
 
     theirs = huggingface.HFLM(pretrained=model.model, tokenizer=model.tokenizer, batch_size=1, max_length=48)
-    requests = [(None, list(i.ids[: i.first_target]), list(i.ids[i.first_target :])) for i in text.items]
+    requests = [(None, list(i.ids[: i.first_row + 1]), list(i.answers)) for i in text.items]
     found = theirs._loglikelihood_tokens(requests, disable_tqdm=True)
     scores = score_text(TorchSession(model), text)
     assert [-s.nll for s in scores] == pytest.approx([total for total, _ in found], abs=2e-4)
@@ -101,7 +101,7 @@ def test_perplexity_is_lm_evals_own_on_the_same_text(model: LoadedModel, text: E
     assert ours == pytest.approx(theirs.loglikelihood_rolling(request, disable_tqdm=True), abs=5e-4)
     # The same in our windows: the first one begins with that token.
     ids = [model.tokenizer.eos_token_id, *model.tokenizer.encode(passage)[:47]]
-    window = score_window(TorchSession(model), TextWindow(tuple(ids), 1, 1, ""))
+    window = score_logits(TorchSession(model).logits(ids), text_window(tuple(ids)))
     first = [Instance("loglikelihood_rolling", {}, (model.tokenizer.decode(ids[1:]),), 0)]
     assert -window.nll == pytest.approx(theirs.loglikelihood_rolling(first, disable_tqdm=True)[0], abs=2e-4)
 
@@ -152,11 +152,7 @@ def test_a_torch_session_goes_on_where_it_was(model: LoadedModel, text: Evaluati
 
 
 def test_nan_logits_are_refused(model: LoadedModel, text: EvaluationText) -> None:
-    class Broken(TorchSession):
-        def logits(self, ids):
-            logits = super().logits(ids)
-            logits[5, 3] = np.nan
-            return logits
-
+    logits = TorchSession(model).logits(text.items[0].ids)
+    logits[5, 3] = np.nan
     with pytest.raises(TargetError, match="not finite"):
-        score_window(Broken(model), text.items[0])
+        score_logits(logits, text.items[0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,7 @@ from kl_lens.evaluation import (
     side_by_side as module,
 )
 from kl_lens.evaluation.agreement import WINDOWS
-from kl_lens.evaluation.side_by_side import SideBySide, lanes_for, threads_of
+from kl_lens.evaluation.side_by_side import lanes_for, side_by_side
 from kl_lens.measuring.sweep import Progress
 from kl_lens.model import LoadedModel
 from kl_lens.run.folder import Run
@@ -71,123 +71,55 @@ def test_files_judged_at_once_get_the_scores_of_one_after_the_other(
     assert found["together"] == found["alone"]
 
 
-def test_what_was_settled_by_hand_is_left_as_it_is(
-    files: list[JudgedArtifact], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one, other, _ = files
+def test_how_many_run_at_once(files: list[JudgedArtifact], monkeypatch: pytest.MonkeyPatch) -> None:
+    gguf, openvino, other = files
     alone = (1, [])
-    assert lanes_for([one, JudgedArtifact(other.path, SessionSettings(threads=2))], 0) == alone
+    assert lanes_for([gguf, JudgedArtifact(other.path, SessionSettings(threads=2))], 0) == alone
     on_gpu = JudgedArtifact(other.path)
     on_gpu.settings = SessionSettings(gpu_layers=1)
-    assert lanes_for([one, on_gpu], 0) == alone
-    assert lanes_for([one], 0) == alone
+    assert lanes_for([gguf, on_gpu], 0) == alone
+    assert lanes_for([gguf], 0) == alone
     assert lanes_for(files, 1 << 60) == alone  # no room for logits
-
-
-def test_what_needs_more_threads_waits_for_its_turn(
-    files: list[JudgedArtifact], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gguf, openvino, other = files
     for least, chosen in ((2, [gguf, other]), (None, [gguf, other]), (1, files)):
         monkeypatch.setattr(type(openvino.target), "fewest_threads", lambda target, place, n=least: n)
         assert lanes_for(files, 0) == (2, chosen)
-    monkeypatch.setattr(type(openvino.target), "fewest_threads", lambda target, place: 2)
-    monkeypatch.setattr(module, "processors", lambda: 4)
-    assert lanes_for(files, 0) == (2, files)  # two threads each for all, rather than one each for some
-
-
-def test_the_last_file_does_not_run_alone(
-    files: list[JudgedArtifact], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "processors", lambda: 16)
-    for count, lanes in ((5, 5), (8, 8), (9, 5)):  # nine: two rounds with three threads each
-        many = [JudgedArtifact(files[0].path, SessionSettings(), plan=str(index)) for index in range(count)]
-        assert lanes_for(many, 0) == (lanes, many)
-
-
-def test_no_processor_is_left_over(files: list[JudgedArtifact], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "processors", lambda: 8)
-    assert list(threads_of(files).values()) == [3, 3, 2]
+    assert lanes_for(files, 0) == (3, files)
 
 
-def test_those_left_share_all_processors(
-    files: list[JudgedArtifact], text: EvaluationText, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The long file's first window ends when the short file is done, whichever thread is quicker."""
-    one, _, other = (JudgedArtifact(file.path, SessionSettings()) for file in files)
-    alone, opened, shared_out = threading.Event(), JudgedArtifact.open, threads_of
-
-    def waiting(judged: JudgedArtifact, threads: int | None = None) -> object:
-        session = opened(judged, threads)
-        if judged is other:
-            logits = session.logits
-            session.logits = lambda ids: (logits(ids), alone.wait())[0]
-        return session
-
-    def seen(running: Collection[JudgedArtifact]) -> dict[JudgedArtifact, int]:
-        if list(running) == [other]:
-            alone.set()
-        return shared_out(running)
-
-    monkeypatch.setattr(module, "processors", lambda: 4)
-    monkeypatch.setattr(module, "threads_of", seen)
-    monkeypatch.setattr(JudgedArtifact, "open", waiting)
-    used = [
-        item.runtime["threads"]
-        for item in SideBySide({one: [0], other: [0, 1, 2, 3]}, text, 2)
-        if item.judged is other
-    ]
-    assert used[0] == 2
-    assert used[-1] == 4
-
-
-def test_a_file_that_fails_or_is_dropped_does_not_hold_up_the_others(
-    files: list[JudgedArtifact], text: EvaluationText, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    broken, unwanted, sound = files
-
-    def gone() -> None:
-        raise TargetError("it is gone")
-
-    monkeypatch.setattr(broken, "check", gone)
-    lanes = SideBySide({judged: [0, 1, 2, 3] for judged in files}, text, 2)
-    found = []
-    for item in lanes:
-        found.append((item.judged, item.window))
-        if item.judged is unwanted:
-            lanes.drop(unwanted)
-    assert [window for judged, window in found if judged is sound] == [0, 1, 2, 3]
-    assert [window for judged, window in found if judged is unwanted] == [0]
-    assert all(judged is not broken for judged, _ in found)
-
-
-def test_a_file_with_nan_logits_is_named_after_one_window(
+def test_a_file_that_fails_does_not_hold_up_the_others(
     files: list[JudgedArtifact],
     model: LoadedModel,
     text: EvaluationText,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    opened, asked = JudgedArtifact.open, []
+    opened = JudgedArtifact.open
 
     def damaged(judged: JudgedArtifact, threads: int | None = None) -> object:
         session = opened(judged, threads)
         if judged.target.name == "openvino":
             logits = session.logits
-            session.logits = lambda ids: asked.append(1) or logits(ids) * np.nan
+            session.logits = lambda ids: logits(ids) * np.nan
         return session
 
+    def gone() -> None:
+        raise TargetError("it is gone")
+
     monkeypatch.setattr(JudgedArtifact, "open", damaged)
+    broken = JudgedArtifact(files[0].path, SessionSettings(), "broken")
+    broken._identity = "another"
+    monkeypatch.setattr(broken, "check", gone)
     with Run.create(tmp_path / "run") as run:
-        outcome = Evaluator(ScoreJournal(run), JudgedModel(model)).judge_text(files, text)
-    assert list(outcome.failures) == [files[1].label]
+        outcome = Evaluator(ScoreJournal(run), JudgedModel(model)).judge_text([broken, *files[:2]], text)
+    assert outcome.failures.keys() == {broken.label, files[1].label}
     assert "not finite" in outcome.failures[files[1].label]
-    assert len(asked) <= 4  # those that were under way, and one more when it was judged alone
+    assert files[0].subject in {score.subject for score in outcome.scores}
 
 
 def test_threads_stop_when_iteration_stops(files: list[JudgedArtifact], text: EvaluationText) -> None:
     before = threading.active_count()
-    arriving = iter(SideBySide({judged: [0, 1, 2, 3] for judged in files}, text, 2))
+    arriving = side_by_side({judged: [0, 1, 2, 3] for judged in files}, text, 2)
     next(arriving)
     with pytest.raises(KeyboardInterrupt):
         arriving.throw(KeyboardInterrupt)  # type: ignore[attr-defined]
@@ -199,7 +131,7 @@ def test_a_mistake_of_ours_is_not_swallowed(
 ) -> None:
     monkeypatch.setattr(files[0], "open", lambda threads: {}["nothing"])
     with pytest.raises(KeyError, match="nothing"):
-        list(SideBySide({judged: [0] for judged in files}, text, 2))
+        list(side_by_side({judged: [0] for judged in files}, text, 2))
 
 
 def test_several_threads_find_one_library(exported: Exported) -> None:

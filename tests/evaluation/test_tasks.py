@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from kl_lens.base.errors import TextError
-from kl_lens.evaluation import JudgedModel, ScoreJournal, TaskEvaluator, TorchSession, read_scores
-from kl_lens.evaluation.task_data import LocalTask, chosen_tasks, find_tasks
+from kl_lens.evaluation import JudgedModel, ScoreJournal, TorchSession, read_scores
+from kl_lens.evaluation.tasks import TaskData, chosen_tasks, judge_task, local_tasks, run_task, task_values
 from kl_lens.measuring.sweep import Progress
 from kl_lens.model import LoadedModel
 from kl_lens.run.folder import Run
@@ -21,7 +21,6 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 from kl_lens.evaluation.language_model import SessionLM
-from kl_lens.evaluation.tasks import run_task, task_values
 
 ROWS = {
     "arc_easy_test.jsonl": [
@@ -101,17 +100,18 @@ def test_local_files_give_lm_evals_results(
 
 
 def test_the_samples_that_stand_beside_some_checkouts(shared: Path, ours: SessionLM) -> None:
-    found = find_tasks(shared / "data/tasks")
+    found = local_tasks(shared / "data/tasks")
     assert set(found) >= {"arc_easy", "hellaswag", "lambada_openai", "piqa"}
     for task in found.values():
         (examples,) = run_task(ours, task, limit=2)
         assert len(examples.metrics["acc"]) == 2
 
 
-def test_few_shot_and_limit(ours: SessionLM, task_data: Path) -> None:
+def test_few_shot_and_limit(model: LoadedModel, ours: SessionLM, task_data: Path) -> None:
     (task,) = chosen_tasks(task_data, ["arc_easy"])
     counted: list[int] = []
-    (plain,) = run_task(ours, task, limit=3, requests=counted.append)
+    counting = SessionLM(TorchSession(model), model.tokenizer, max_length=64, begun=counted.append)
+    (plain,) = run_task(counting, task, limit=3)
     (shown,) = run_task(ours, task, limit=3, few_shot=1)
     assert counted == [12]
     assert len(plain.metrics["acc"]) == len(shown.metrics["acc"]) == 3
@@ -142,15 +142,14 @@ def test_an_interrupted_task_goes_on(
             raise KeyboardInterrupt  # not a signal: tests/conftest.py, `ctrl_c`
 
     with Run.create(tmp_path / "run") as run:
-        stopped = TaskEvaluator(ScoreJournal(run), model.tokenizer, progress=Progress(advanced=stop))
         with pytest.raises(KeyboardInterrupt):
-            stopped.judge_task(subjects, task)
+            judge_task(ScoreJournal(run), subjects, task, model.tokenizer, progress=Progress(advanced=stop))
         assert [score.subject.label for score in read_scores(run)] == ["original"]
         calls = _counted(monkeypatch)
-        resumed = TaskEvaluator(ScoreJournal(run), model.tokenizer).judge_task(subjects, task)
+        resumed = judge_task(ScoreJournal(run), subjects, task, model.tokenizer)
         assert 0 < len(calls) < 20  # of the second subject's twenty requests, what was left
     with Run.create(tmp_path / "whole") as run:
-        whole = TaskEvaluator(ScoreJournal(run), model.tokenizer).judge_task(subjects, task)
+        whole = judge_task(ScoreJournal(run), subjects, task, model.tokenizer)
     assert [s.values for s in resumed.scores] == [s.values for s in whole.scores]
 
 
@@ -170,13 +169,13 @@ def test_what_is_missing_is_named(task_data: Path, tmp_path: Path, ours: Session
     with pytest.raises(TextError, match=r"has no winogrande_test\.jsonl .* it has arc_easy"):
         chosen_tasks(task_data, ["winogrande"])
     with pytest.raises(TextError, match="no such folder"):
-        find_tasks(tmp_path / "nowhere")
+        local_tasks(tmp_path / "nowhere")
     (tmp_path / "piqa_validation.jsonl").write_text("no json\n")
     with pytest.raises(TextError, match=r"piqa_validation\.jsonl: its first line is not a JSON"):
-        run_task(ours, LocalTask("piqa", {"validation": tmp_path / "piqa_validation.jsonl"}))
+        run_task(ours, TaskData("piqa", {"validation": tmp_path / "piqa_validation.jsonl"}))
     (tmp_path / "piqa_validation.jsonl").write_text('{"other": 1}\n')
     with pytest.raises(TextError, match="task piqa"):
-        run_task(ours, LocalTask("piqa", {"validation": tmp_path / "piqa_validation.jsonl"}))
+        run_task(ours, TaskData("piqa", {"validation": tmp_path / "piqa_validation.jsonl"}))
 
 
 @pytest.mark.slow
@@ -188,8 +187,8 @@ def test_a_task_of_the_users_own_and_the_hub_out_of_reach(
     (examples,) = run_task(ours, task)
     assert (examples.chance, len(examples.metrics["acc"])) == (0.5, 1)
     with pytest.raises(TextError, match="lm-eval has no such task"):
-        run_task(ours, "no_such_task")
+        run_task(ours, TaskData("no_such_task"))
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(TextError, match=r"task piqa: .*--task-data DIR"):
-        run_task(ours, "piqa")
+        run_task(ours, TaskData("piqa"))

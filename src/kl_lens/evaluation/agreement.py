@@ -31,9 +31,9 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import stdtrit
 
-from kl_lens.evaluation import statistics
 from kl_lens.evaluation.scoring import WindowScore
 from kl_lens.run.records import Estimate, Record, Subject
+from kl_lens.run.samples import ratio
 
 WINDOWS = 4  # of the text; a wrong weight shows in each of them
 CROSS_ENTROPY_FLOOR = 1e-3  # nats per token
@@ -84,7 +84,7 @@ def _judged(ours: Sequence[Tokens], theirs: Sequence[Tokens], floor: float) -> t
         starts = STRETCH * np.arange(max(1, len(one) // STRETCH))  # the last stretch takes what is left over
         sums.append(np.add.reduceat(one.astype(float) - other, starts))
         sizes.append(np.diff([*starts, len(one)]).astype(float))
-    change = statistics.ratio(np.concatenate(sums), np.concatenate(sizes))
+    change = ratio(np.concatenate(sums), np.concatenate(sizes))
     stretches = sum(map(len, sums))
     if stretches < 2:  # too little to tell scatter from a difference
         return change, SCATTER * floor

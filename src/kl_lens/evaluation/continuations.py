@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 
 from kl_lens.evaluation.judged import JudgedArtifact, JudgedModel
 from kl_lens.model import LoadedModel
@@ -14,18 +14,16 @@ GENERATION = "generation"
 NEW_TOKENS = 32
 
 
-def likeliest(session: Session, tokenizer: Any, prompt: str) -> str:
-    """Greedy continuation of a prompt; stops at the end of text."""
+def likeliest(session: Session, ids: Sequence[int], end: int | None, most: int) -> Iterator[int]:
+    """The likeliest tokens after these, until the end of text."""
     session.reset()
-    logits = session.prefill(tokenizer.encode(prompt, add_special_tokens=False))
-    new: list[int] = []
-    for _ in range(NEW_TOKENS):
+    logits = session.prefill(ids)
+    for _ in range(most):
         token = int(logits.argmax())
-        if token == tokenizer.eos_token_id:
-            break
-        new.append(token)
+        if token == end:
+            return
+        yield token
         logits = session.step(token)
-    return str(tokenizer.decode(new))
 
 
 def store_continuations(
@@ -36,11 +34,9 @@ def store_continuations(
     # Shown side by side, so all must have the same prompts.
     run.forget_results(GENERATION)
     for judged in (JudgedModel(model), *artifacts):
-        session = judged.open()
-        try:
+        with closing(judged.open()) as session:
             for prompt in prompts:
-                text = likeliest(session, tokenizer, prompt)
-                value = {"prompt": prompt, "text": text, "runtime": session.description}
+                ids = tokenizer.encode(prompt, add_special_tokens=False)
+                new = list(likeliest(session, ids, tokenizer.eos_token_id, NEW_TOKENS))
+                value = {"prompt": prompt, "text": tokenizer.decode(new), "runtime": session.description}
                 run.store_result(GENERATION, judged.subject, prompt, value)
-        finally:
-            session.close()

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from kl_lens.evaluation.agreement import Agreement
 from kl_lens.evaluation.judged import Judged
 from kl_lens.evaluation.scoring import WindowScore
-from kl_lens.evaluation.texts import ImageWindow, TextWindow, protocol_digest
+from kl_lens.evaluation.texts import Window, protocol_digest
 from kl_lens.run.folder import Run, provenance
 from kl_lens.run.records import Score
 from kl_lens.run.subjects import current_results
 
-SCORE, WINDOW, RUNTIME, ANSWERS, EXAMPLES, AGREEMENT = (
-    "score", "score_window", "score_runtime", "task_answers", "task_examples", "agreement",
-)  # fmt: skip
+SCORE, AGREEMENT = "score", "agreement"
+WINDOW, RUNTIME, ANSWERS, EXAMPLES = "window_score", "score_runtime", "task_answers", "task_examples"
 
 
 class ScoreJournal:
@@ -41,12 +41,18 @@ class ScoreJournal:
         self.run.store_piece(kind, judged.identity, name, value)
         self._fresh.add((kind, judged.identity, name))
 
-    def window(
-        self, judged: Judged, window: TextWindow | ImageWindow, *, divergence: bool
-    ) -> WindowScore | None:
-        """A window's score, if stored with everything needed; older versions stored no losses of single tokens."""
-        stored = self.load(WINDOW, judged, window.key) or {}
-        if stored.get("token_nll") is None or (divergence and stored["token_kl"] is None):
+    def kept(self, kind: str, judged: Judged, name: str, compute: Callable[[], Any]) -> Any:
+        """What is stored, or else is computed and stored now."""
+        if (value := self.load(kind, judged, name)) is None:
+            value = compute()
+            judged.check()
+            self.store(kind, judged, name, value)
+        return value
+
+    def window(self, judged: Judged, window: Window, *, divergence: bool) -> WindowScore | None:
+        """A window's score, if stored with everything needed."""
+        stored = self.load(WINDOW, judged, window.key)
+        if stored is None or (divergence and stored["token_kl"] is None):
             return None
         return WindowScore.from_json(stored)
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 import platform
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -65,7 +67,6 @@ class JudgedModel(Judged):
         self.model = model
         self.recipes = dict(recipes or {})
         self.subject = subject or Subject(ORIGINAL, digest=plan_digest({}, model.fingerprint))
-        self._identities: dict[bool, str] = {}  # with our kernels, and by transformers' own code
 
     @classmethod
     def of_plan(
@@ -80,19 +81,17 @@ class JudgedModel(Judged):
     def as_deployed(self) -> str | None:
         return self.subject.target if "activations" in self.subject.settings else None
 
+    @cached_property
+    def _weights(self) -> object:
+        return self.model.weights.digests(self.recipes)
+
     @property
     def identity(self) -> str:
-        fast = self.model.chain.uses_kernels()
-        if fast not in self._identities:
-            self._identities[fast] = self._identity(fast)
-        return self._identities[fast]
-
-    def _identity(self, fast: bool) -> str:
-        parameter = next(self.model.model.parameters())
+        parameter, fast = next(self.model.model.parameters()), self.model.chain.uses_kernels()
         return content_digest(
             {
                 "model": self.model.fingerprint,
-                "weights": self.model.weights.digests(self.recipes),
+                "weights": self._weights,
                 "dtype": str(parameter.dtype),
                 "deployed": self.as_deployed,
                 "runtime": [torch.__version__, parameter.device.type, platform.machine()],
@@ -129,8 +128,10 @@ class JudgedArtifact(Judged):
             outside | self.settings.unusual,
             artifact_digest(self.artifact) if self.artifact else file_digest(self.path),
         )
-        self.files = _files(self.path, self.artifact)
-        self._seen = _stamps(self.label, self.files)
+        # The files that hold weights and graph.
+        names = [self.path] if self.artifact is None else [self.path / name for name in self.artifact.files]
+        self.files = tuple(path for path in names if path.is_file())
+        self._seen = self._stamps()
         self._identity = content_digest(
             {
                 "files": [file_digest(file) for file in self.files],
@@ -150,24 +151,34 @@ class JudgedArtifact(Judged):
         return self.target.open(self.path, replace(self.settings, threads=threads), cold=True)
 
     def check(self) -> None:
-        if _stamps(self.label, self.files) != self._seen:
+        if self._stamps() != self._seen:
             raise TargetError(f"{self.path}: its files changed during the evaluation; evaluate it again")
+
+    def _stamps(self) -> list[tuple[int, int]]:
+        try:
+            return [(status.st_size, status.st_mtime_ns) for status in map(Path.stat, self.files)]
+        except OSError as error:
+            raise TargetError(f"{error.filename} is gone; export {self.label} again") from None
 
     def counterpart(self, model: LoadedModel) -> JudgedModel | None:
         """The same weights in PyTorch, `torch/PLAN as TARGET`: those in the file, which may differ from the planned
         ones. None for a file without a record."""
         if self.artifact is None:
             return None
-        recipes = realised_recipes(model, self.artifact)
-        _check_weights(model, self.artifact, recipes)
+        recipes = _realised_recipes(model, self.artifact)
+        for tensor in self.artifact.tensors:
+            known = recipes.get(tensor.component) if tensor.weights else None
+            if known is not None and model.weights.digest(tensor.component, known) != tensor.weights:
+                raise TargetError(
+                    f"{tensor.component} in {tensor.realised} is not the exported weight (another quantizer version or "
+                    "other statistics); export it again"
+                )
         return JudgedModel(model, recipes, self._stand_in())
 
     def emulated(self, model: LoadedModel) -> JudgedModel | None:
         """The counterpart with the runtime's activations; None if those are not modelled."""
-        if self.artifact is None:
-            return None
-        recipes = realised_recipes(model, self.artifact)
-        if not self.target.models_activations(self.settings, recipes):
+        recipes = {} if self.artifact is None else _realised_recipes(model, self.artifact)
+        if self.artifact is None or not self.target.models_activations(self.settings, recipes):
             return None
         return JudgedModel(model, recipes, self._stand_in(activations="deployed"))
 
@@ -187,47 +198,16 @@ def planned_recipes(model: LoadedModel, assignment: Mapping[str, str]) -> dict[s
     return {c.name: recipes.get(c.name, FP16) for c in model.anatomy.candidates}
 
 
-def realised_recipes(model: LoadedModel, artifact: Artifact) -> dict[str, Recipe]:
+def _realised_recipes(model: LoadedModel, artifact: Artifact) -> dict[str, Recipe]:
     """The recipe of every quantizable component in an artifact, without those kept in float32."""
     if artifact.model_fingerprint and artifact.model_fingerprint != model.fingerprint:
         raise TargetError(
             f"it was exported from another model ({artifact.model}) than the one it is compared with ({model.name})"
         )
-    held = {tensor.component: _recipe(tensor.realised) for tensor in artifact.tensors}
-    return {c.name: recipe for c in model.anatomy.candidates if (recipe := held.get(c.name)) is not None}
-
-
-def _recipe(text: str) -> Recipe | None:
-    try:
-        return Recipe.parse(text)
-    except FormatError:
-        return None
-
-
-def _check_weights(model: LoadedModel, artifact: Artifact, recipes: Mapping[str, Recipe]) -> None:
-    """Raises if PyTorch would compute with other weights than were exported."""
+    candidates = {component.name for component in model.anatomy.candidates}
+    held = {}
     for tensor in artifact.tensors:
-        known = tensor.weights and tensor.component in recipes
-        if known and model.weights.digest(tensor.component, Recipe.parse(tensor.realised)) != tensor.weights:
-            raise TargetError(
-                f"{tensor.component} in {tensor.realised} is not the exported weight (another quantizer version or "
-                "other statistics); export it again"
-            )
-
-
-def _files(path: Path, artifact: Artifact | None) -> tuple[Path, ...]:
-    """The files that hold weights and graph."""
-    if artifact is None:
-        return (path,)
-    return tuple(path / name for name in artifact.files if (path / name).is_file())
-
-
-def _stamps(name: str, files: tuple[Path, ...]) -> list[tuple[int, int]]:
-    stamps = []
-    for file in files:
-        try:
-            status = file.stat()
-        except OSError:
-            raise TargetError(f"{file} is gone; export {name} again") from None
-        stamps.append((status.st_size, status.st_mtime_ns))
-    return stamps
+        with suppress(FormatError):  # a type without a recipe
+            if tensor.component in candidates:
+                held[tensor.component] = Recipe.parse(tensor.realised)
+    return held

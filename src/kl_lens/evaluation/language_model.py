@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from lm_eval.api.instance import Instance
@@ -13,6 +13,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from kl_lens.base.errors import KLLensError
+from kl_lens.evaluation.continuations import likeliest
 from kl_lens.evaluation.texts import decode
 from kl_lens.targets.session import Logits, Session
 
@@ -24,14 +25,6 @@ TokenRequest = tuple[Any, list[int], list[int]]  # (text or None, context, conti
 Answer = tuple[float, bool]
 
 
-class Answers(Protocol):
-    """Stores answers between runs of a command."""
-
-    def load(self, key: str) -> Any | None: ...
-
-    def store(self, key: str, value: Any) -> None: ...
-
-
 class SessionLM(TemplateLM):  # type: ignore[misc]
     """A session as a model for lm-eval.
 
@@ -40,10 +33,9 @@ class SessionLM(TemplateLM):  # type: ignore[misc]
     (A, B, C, D) all read the same row.
 
     Args:
-        session: of any runtime.
-        tokenizer: a transformers tokenizer, or one from `kl_lens.evaluation.artifact_tokenizer`.
         max_length: longer inputs lose their beginning, as in lm-eval's own classes.
-        answers: stores finished answers, so that an interrupted task can resume.
+        kept: given a key and a function, returns stored answers, or stores what the function returns.
+        begun: called with the number of requests.
         advanced: called with the number of answered requests.
     """
 
@@ -53,55 +45,56 @@ class SessionLM(TemplateLM):  # type: ignore[misc]
         tokenizer: Any,
         *,
         max_length: int = 2048,
-        answers: Answers | None = None,
+        kept: Callable[[str, Callable[[], list[Any]]], list[Any]] = lambda key, answer: answer(),
+        begun: Callable[[int], None] = lambda count: None,
         advanced: Callable[[int], None] = lambda count: None,
     ) -> None:
         super().__init__()
-        self.session = session
-        self.tokenizer = tokenizer
-        self.max_length = max_length
-        self._answers = answers
-        self._advanced = advanced
+        self.session, self.tokenizer, self.max_length = session, tokenizer, max_length
+        self._stored, self._begun, self._advanced = kept, begun, advanced
         self._last: tuple[list[int], Logits] | None = None
 
-    @property
-    def eot_token_id(self) -> int:
-        for name in ("eos_token_id", "bos_token_id"):
+    def _special(self, *names: str) -> int:
+        for name in names:
             if getattr(self.tokenizer, name, None) is not None:
                 return int(getattr(self.tokenizer, name))
         raise KLLensError("this task needs a start token, and the tokenizer has no beginning or end token")
 
     @property
+    def eot_token_id(self) -> int:
+        return self._special("eos_token_id", "bos_token_id")
+
+    @property
     def prefix_token_id(self) -> int:
-        beginning = getattr(self.tokenizer, "bos_token_id", None)
-        return self.eot_token_id if beginning is None else int(beginning)
+        return self._special("bos_token_id", "eos_token_id")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Adds the tokenizer's special tokens by default, as lm-eval's own class for transformers does."""
-        options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
         beginning = getattr(self.tokenizer, "bos_token", None)
         if add_special_tokens is None and beginning and string.startswith(beginning):
-            options = {"add_special_tokens": False}
+            add_special_tokens = False
+        options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
         return [int(token) for token in self.tokenizer.encode(string, **options)]
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[Answer]:
+        self._begun(len(requests))
         return super().loglikelihood(requests, disable_tqdm=True)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
-        totals = []
+        windows: list[list[TokenRequest]] = []
         for request in requests:
-            (text,) = request.args
             pairs = get_rolling_token_windows(
-                token_list=self.tok_encode(text),
+                token_list=self.tok_encode(request.args[0]),
                 prefix_token=self.prefix_token_id,
                 max_seq_len=self.max_length,
                 context_len=1,
             )
-            windows: list[TokenRequest] = [(None, *make_disjoint_window(pair)) for pair in pairs]
-            totals.append(sum(answer for answer, _ in self._loglikelihood_tokens(windows)))
-        return totals
+            windows.append([(None, *make_disjoint_window(pair)) for pair in pairs])
+        self._begun(sum(map(len, windows)))
+        return [sum(answer for answer, _ in self._loglikelihood_tokens(each)) for each in windows]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
+        self._begun(len(requests))
         return [self._kept([list(request.args)], self._generate)[0] for request in requests]
 
     def _loglikelihood_tokens(self, requests: Sequence[TokenRequest], **_: Any) -> list[Answer]:
@@ -114,50 +107,36 @@ class SessionLM(TemplateLM):  # type: ignore[misc]
     def _kept(self, requests: list[list[Any]], answer: Callable[..., Any]) -> list[Any]:
         """Stored or new answers to these requests."""
         key = hashlib.blake2b(json.dumps([self.max_length, requests]).encode(), digest_size=12).hexdigest()
-        answers = self._answers.load(key) if self._answers else None
-        if answers is None:
-            answers = [answer(*request) for request in requests]
-            if self._answers:
-                self._answers.store(key, answers)
+        answers = self._stored(key, lambda: [answer(*request) for request in requests])
         self._advanced(len(requests))
         return answers
 
     def _likelihood(self, context: list[int], continuation: list[int]) -> Answer:
         """ln p(continuation | context), and whether each token was the most likely one."""
         fed = [*context, *continuation][-(self.max_length + 1) :][:-1]
-        rows = self._logits(fed)[-len(continuation) :].astype(np.float64)
+        if self._last is None or self._last[0] != fed:
+            self._last = (fed, self.session.logits(fed))
+        rows = self._last[1][-len(continuation) :].astype(np.float64)
         scored = np.asarray(continuation[-len(rows) :])
         largest = rows.max(-1)
         normaliser = largest + np.log(np.exp(rows - largest[:, None]).sum(-1))
         chosen = rows[np.arange(len(rows)), scored]
         return float((chosen - normaliser).sum()), bool((rows.argmax(-1) == scored).all())
 
-    def _logits(self, fed: list[int]) -> Logits:
-        if self._last is None or self._last[0] != fed:
-            self._last = (fed, self.session.logits(fed))
-        return self._last[1]
-
     def _generate(self, context: str, settings: dict[str, Any]) -> str:
         if settings.get("do_sample") or float(settings.get("temperature") or 0) > 0:
             raise KLLensError("only greedy generation is supported; this task asks for sampling")
         stops = settings.get("until") or []
-        stops = [stops] if isinstance(stops, str) else list(stops)
+        stops = [stop for stop in ([stops] if isinstance(stops, str) else stops) if stop]
         most = int(settings.get("max_gen_toks") or LONGEST_GENERATION)
-        end = getattr(self.tokenizer, "eos_token_id", None)
-        self.session.reset()
         ids = self.tok_encode(context)[-max(1, self.max_length - most) :]
-        logits = self.session.prefill(ids)
         new: list[int] = []
-        for _ in range(most):
-            token = int(logits.argmax())
-            if token == end:
-                break
+        text = ""
+        for token in likeliest(self.session, ids, getattr(self.tokenizer, "eos_token_id", None), most):
             new.append(token)
             text = decode(self.tokenizer, new)
-            if any(stop and stop in text for stop in stops):
+            if any(stop in text for stop in stops):
                 break
-            logits = self.session.step(token)
-        text = decode(self.tokenizer, new)
         for stop in stops:
-            text = text.split(stop)[0] if stop else text
+            text = text.split(stop)[0]
         return text

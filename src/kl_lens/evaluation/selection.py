@@ -40,8 +40,7 @@ class Selection:
         """Adds an exported folder or file; `name` (`TARGET/PLAN`) if it belongs to the run."""
         try:
             judged = JudgedArtifact(path, settings, None if name is None else name.partition("/")[2])
-            reason = _no_session(judged)
-            if reason is not None:
+            if reason := _no_session(judged):
                 self.notes.append(f"{judged.label} is not evaluated: {reason}")
                 return
             if model is not None:
@@ -85,9 +84,13 @@ def run_subjects(
         plans: names of plans, separated by commas, or `all`.
         targets: `torch` for plans in PyTorch, and names of targets for files; default: all.
     """
-    selection = Selection()
-    known = _plans(run, selection)
-    wanted = named_plans(plans)
+    selection, wanted, known = Selection(), named_plans(plans), dict[str, Plan]()
+    components = run.table().components
+    for path in sorted((run.folder / "plans").glob("*.json")):
+        try:
+            known[checked_plan_name(path.stem)] = planning.read_plan(path, components)
+        except KLLensError as error:
+            selection.failures[f"{TORCH}/{path.stem}"] = str(error)
     for asked in wanted or ():
         if asked not in known:
             raise PlanError(
@@ -99,26 +102,13 @@ def run_subjects(
         for name, plan in chosen.items():
             try:
                 judged = JudgedModel.of_plan(model, name, plan.assignment, plan.statistics)
+                selection.subjects.append(judged)
             except FormatError as error:  # made with other statistics than the run has now
                 selection.failures[f"{TORCH}/{name}"] = str(error)
-                continue
-            selection.subjects.append(judged)
     for (target, made_from), place in exported_places(run).items():
         if (targets is None or target in targets) and (wanted is None or made_from in wanted):
             selection.add_artifact(place, settings, model, f"{target}/{made_from}", run)
     return selection
-
-
-def _plans(run: Run, selection: Selection) -> dict[str, Plan]:
-    """The plans of the run; unreadable ones become failures."""
-    components = run.table().components
-    plans = {}
-    for path in sorted((run.folder / "plans").glob("*.json")):
-        try:
-            plans[checked_plan_name(path.stem)] = planning.read_plan(path, components)
-        except KLLensError as error:
-            selection.failures[f"{TORCH}/{path.stem}"] = str(error)
-    return plans
 
 
 def artifact_task(judged: JudgedArtifact, tokenizer: str | None = None, images: str | None = None) -> Task:
@@ -129,10 +119,11 @@ def artifact_task(judged: JudgedArtifact, tokenizer: str | None = None, images: 
     return LanguageTask(artifact_tokenizer(judged, tokenizer), judged.label)
 
 
-def _no_session(judged: JudgedArtifact) -> str | None:
+def _no_session(judged: JudgedArtifact) -> str:
+    """Why it cannot be run; empty: it can."""
     settings = {} if judged.artifact is None else judged.artifact.settings
     if not settings.get("with_head", True):
         return "it was exported without its head, for benchmark_app"
     if settings.get("static_tokens"):
         return f"it is a static forward of {settings['static_tokens']} tokens, for benchmark_app"
-    return None
+    return ""

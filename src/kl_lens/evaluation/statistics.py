@@ -14,18 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kl_lens.run.records import Estimate
-
-Floats = npt.NDArray[np.float64]
+from kl_lens.run.samples import Floats, ratio, ratio_error
 
 _LARGEST_EXPONENT = 700.0  # e^709 is the largest double; a destroyed model may exceed it
-
-
-def ratio(sums: Floats, weights: Floats) -> Estimate:
-    """Σ sums / Σ weights with the standard error of that ratio over windows (nan for a single one)."""
-    if not weights.sum():  # a text without spaces has no words
-        return Estimate(math.nan)
-    value = float(sums.sum() / weights.sum())
-    return Estimate(value, _error(sums - value * weights, float(weights.sum())))
 
 
 def perplexity(nll: Floats, weights: Floats) -> Estimate:
@@ -39,7 +30,7 @@ def perplexity_change(nll: Floats, original: Floats, weights: Floats) -> Estimat
     """Perplexity minus the original's on the same windows, with a paired error."""
     ours, theirs = ratio(nll, weights).value, ratio(original, weights).value
     residuals = _exp(ours) * (nll - ours * weights) - _exp(theirs) * (original - theirs * weights)
-    return Estimate(_exp(ours) - _exp(theirs), _error(residuals, float(weights.sum())))
+    return Estimate(_exp(ours) - _exp(theirs), ratio_error(residuals, weights))
 
 
 def quantile(windows: Sequence[npt.NDArray[np.float32]], share: float) -> Estimate:
@@ -78,14 +69,6 @@ def paired_drop(before: Floats, after: Floats) -> Estimate:
     count = len(change) + 2
     differing, balance = float((change != 0).sum()) + 1, float(change.sum())
     return Estimate(float(change.mean()), math.sqrt(differing - balance**2 / count) / count)
-
-
-def _error(residuals: Floats, total_weight: float) -> float:
-    """Standard error of Σ residuals / total weight, for residuals that sum to zero."""
-    count = len(residuals)
-    if count < 2:
-        return math.nan
-    return float(np.sqrt((residuals**2).sum() * count / (count - 1))) / total_weight
 
 
 def _exp(value: float) -> float:

@@ -1,27 +1,104 @@
-"""Tasks with lm-eval: accuracy, its paired drop against the original, and whether that is within a limit."""
+"""Tasks with lm-eval: accuracy, its paired drop against the original, and whether that is within a limit.
+
+Local files are named `arc_easy_test.jsonl` or `hellaswag_validation_2000.jsonl`: the task, then the split. Their rows
+have the fields of lm-eval's own data set, or one of the plain layouts below. lm-eval's prompts, choices and metrics are
+used for a task that it knows, with only the data set replaced; others need a plain layout.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
+import json
 import logging
+import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
 from kl_lens.base.errors import KLLensError, TextError, one_line
+from kl_lens.base.files import write_text
 from kl_lens.evaluation import statistics
-from kl_lens.evaluation.task_data import LocalTask, write_config
-from kl_lens.run.records import Estimate, Record
+from kl_lens.evaluation.evaluator import Outcome
+from kl_lens.evaluation.journal import ANSWERS, EXAMPLES, RUNTIME, ScoreJournal
+from kl_lens.evaluation.judged import RUNTIME_ERRORS, Judged, JudgedModel
+from kl_lens.evaluation.texts import protocol_digest
+from kl_lens.measuring.sweep import Progress
+from kl_lens.run.records import ORIGINAL, Estimate, Record, Score
 
-# Half the width of a 95 % interval in standard errors.
-INTERVAL = 1.96
+INTERVAL = 1.96  # half the width of a 95 % interval in standard errors
 NEAR_CHANCE = 2.0  # standard errors
 PASS, FAIL, UNDECIDED = "pass", "fail", "not decided"
+_FILE = re.compile(r"(?P<task>.+?)_(?P<split>train|validation|test)(?![a-zA-Z]).*\.jsonl")
+_MEAN = {"aggregation": "mean", "higher_is_better": True}
+_PERPLEXITY = {"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False}
+# Fields of a row → settings for lm-eval.
+_LAYOUTS: dict[tuple[str, ...], dict[str, Any]] = {
+    ("choices", "gold", "query"): {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{query}}\nAnswer:",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "{{gold}}",
+        "metric_list": [{"metric": "acc", **_MEAN}, {"metric": "acc_norm", **_MEAN}],
+    },
+    ("context", "continuation"): {
+        "output_type": "loglikelihood",
+        "doc_to_text": "{{context}}",
+        "doc_to_target": "{{' ' + continuation}}",
+        "metric_list": [_PERPLEXITY, {"metric": "acc", **_MEAN}],
+    },
+}
+_OWN_QUERY = {"process_docs": None, "should_decontaminate": False, "doc_to_decontamination_query": None}
+
+
+@dataclass(frozen=True)
+class TaskData:
+    """A task, and where its examples are."""
+
+    name: str
+    files: dict[str, Path] = field(default_factory=dict)  # split → file; none: the data comes from the hub
+
+    @property
+    def source(self) -> dict[str, Any]:
+        digest = hashlib.blake2b(digest_size=12)
+        for split, path in sorted(self.files.items()):
+            digest.update(split.encode() + path.read_bytes())
+        names = [path.name for path in self.files.values()]
+        return {"data": names or "hub", "fingerprint": digest.hexdigest() if names else None}
+
+
+def local_tasks(folder: Path) -> dict[str, TaskData]:
+    """The tasks with files in a folder."""
+    if not folder.is_dir():
+        raise TextError(f"--task-data {folder}: no such folder")
+    tasks: dict[str, TaskData] = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        if match := _FILE.fullmatch(path.name):
+            tasks.setdefault(match["task"], TaskData(match["task"])).files.setdefault(match["split"], path)
+    return tasks
+
+
+def chosen_tasks(folder: Path | None, names: Sequence[str]) -> list[TaskData]:
+    """The tasks with these names: from the hub, or from a folder."""
+    if folder is None:
+        return [TaskData(name) for name in names]
+    present = local_tasks(folder)
+    if missing := [name for name in names if name not in present]:
+        raise TextError(
+            f"--task-data {folder} has no {missing[0]}_test.jsonl or {missing[0]}_validation.jsonl; "
+            f"it has {', '.join(present) or 'no tasks'}"
+        )
+    return [present[name] for name in names]
+
+
+# -- results -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -49,10 +126,9 @@ def task_values(examples: TaskExamples, original: TaskExamples | None = None) ->
             continue
         values[name] = statistics.mean(per_example)
         if original is not None and len(original.metrics.get(name, ())) == len(per_example):
-            pair = (np.asarray(original.metrics[name], float), per_example)
-            if not examples.higher_is_better.get(name, True):
-                pair = (per_example, pair[0])
-            values[f"{name}_drop"] = statistics.paired_drop(*pair)
+            sign = 1 if examples.higher_is_better.get(name, True) else -1
+            before = np.asarray(original.metrics[name], float)
+            values[f"{name}_drop"] = statistics.paired_drop(*(before, per_example)[::sign])
     return values
 
 
@@ -69,57 +145,130 @@ def judge(drop: Estimate, limit: float) -> str:
 
 def near_chance(accuracy: Estimate, chance: float | None) -> bool:
     """Whether this accuracy is within two standard errors of guessing; a drop from it says little."""
-    if chance is None:
-        return False
-    return abs(accuracy.value - chance) <= NEAR_CHANCE * accuracy.standard_error
+    return chance is not None and abs(accuracy.value - chance) <= NEAR_CHANCE * accuracy.standard_error
+
+
+def judge_task(
+    journal: ScoreJournal,
+    subjects: Sequence[Judged],
+    task: TaskData,
+    tokenizer: Any,
+    *,
+    max_length: int = 2048,
+    limit: int | None = None,
+    few_shot: int | None = None,
+    progress: Progress | None = None,
+) -> Outcome:
+    """Scores of all subjects on one task, stored in the journal; the original, if included, goes first.
+
+    Args:
+        journal: also stores answers, a few at a time, so that an interrupted task can resume.
+        max_length: tokens of context and continuation together.
+        limit: only the first examples of each task.
+        few_shot: examples in each prompt (default: the task's own number).
+    """
+    require_lm_eval()
+    from kl_lens.evaluation.language_model import SessionLM
+
+    progress = progress or Progress()
+    protocol = {
+        "task": task.name,
+        **task.source,
+        "limit": limit,
+        "few_shot": few_shot,
+        "max_length": max_length,
+    }
+    outcome, original = Outcome(), dict[str, TaskExamples]()
+    order = sorted(subjects, key=lambda judged: judged.subject.what != ORIGINAL)
+
+    def answered(position: int, judged: Judged) -> list[dict[str, Any]]:
+        judged.check()
+        with contextlib.closing(judged.open()) as session:
+            journal.store(RUNTIME, judged, "", session.description)
+            model = SessionLM(
+                session,
+                tokenizer,
+                max_length=max_length,
+                kept=lambda key, answer: journal.kept(ANSWERS, judged, key, answer),
+                begun=lambda count: progress.started(float(count * len(order)), float(count * position)),
+                advanced=lambda count: progress.advanced(float(count), judged.label),
+            )
+            return [one.to_json() for one in run_task(model, task, limit=limit, few_shot=few_shot)]
+
+    for position, judged in enumerate(order):
+        begin, is_original = time.perf_counter(), judged.subject.what == ORIGINAL
+        try:
+            compute = functools.partial(answered, position, judged)
+            known = journal.kept(EXAMPLES, judged, protocol_digest(protocol), compute)
+        except RUNTIME_ERRORS as error:
+            if isinstance(judged, JudgedModel):
+                raise
+            outcome.failures[judged.label] = one_line(error)
+            continue
+        for examples in map(TaskExamples.from_json, known):
+            if is_original:
+                original[examples.task] = examples
+            about = {name: getattr(examples, name) for name in ("few_shot", "version", "chance")}
+            score = Score(
+                subject=judged.subject,
+                kind="task",
+                what=examples.task,
+                values=task_values(examples, None if is_original else original.get(examples.task)),
+                tokens=len(next(iter(examples.metrics.values()))),
+                protocol=protocol | about,
+                runtime=journal.runtime(judged),
+                seconds=time.perf_counter() - begin,
+            )
+            journal.store_score(score)
+            outcome.scores.append(score)
+    return outcome
+
+
+# -- lm-eval -------------------------------------------------------------------------------------------------
+
+
+def require_lm_eval() -> None:
+    try:
+        import lm_eval  # noqa: F401
+    except ImportError as error:
+        raise KLLensError("--tasks needs more packages: pip install 'kl-lens[eval]'") from error
 
 
 def run_task(
-    language_model: Any,
-    task: LocalTask | str,
-    *,
-    limit: int | None = None,
-    few_shot: int | None = None,
-    requests: Callable[[int], None] = lambda count: None,
+    language_model: Any, task: TaskData, *, limit: int | None = None, few_shot: int | None = None
 ) -> list[TaskExamples]:
-    """Runs one task, or all tasks of a group such as `lambada`.
-
-    Args:
-        language_model: a `SessionLM`, or any other lm-eval model.
-        task: local files, or the name of an lm-eval task, whose data then comes from the hub.
-        limit: only the first examples.
-        few_shot: examples in the prompt (default: the task's own number).
-        requests: called with the number of requests before the first is answered.
-    """
-    require_lm_eval()
+    """Runs one task, or all tasks of a group such as `lambada`, with any lm-eval model."""
     from lm_eval import evaluate
 
     with _quiet(), tempfile.TemporaryDirectory() as scratch:
-        loaded = _load(task, Path(scratch))
-        for one in loaded["tasks"].values():
-            _few_shot(one, few_shot)
-        requests(sum(_request_count(one, limit) for one in loaded["tasks"].values()))
+        loaded = _loaded(task, Path(scratch))
+        for one in loaded["tasks"].values():  # lm-eval's own rule: a task fixed at zero keeps it
+            own = one.get_config("num_fewshot")
+            shown = own if few_shot is None or own == 0 else few_shot
+            one.set_config(key="num_fewshot", value=shown or 0)
+            one.set_fewshot_seed(seed=1234)
         results: Any = evaluate(
             lm=language_model, task_dict=loaded, limit=limit, log_samples=True, bootstrap_iters=0
         )
         return [_examples(name, one, results) for name, one in loaded["tasks"].items()]
 
 
-def _load(task: LocalTask | str, scratch: Path) -> Any:
+def _loaded(task: TaskData, scratch: Path) -> Any:
     try:
-        if isinstance(task, LocalTask):
-            return _manager(index=False).load([str(write_config(task, _own_file(task.name), scratch))])
-        if task not in _manager().all_tasks:
-            raise TextError(f"--tasks {task}: lm-eval has no such task; `lm-eval ls tasks` lists them")
-        return _manager().load([task])
+        if task.files:
+            write_text(scratch / f"{task.name}.yaml", yaml.safe_dump(_config(task, scratch)))
+            return _manager(index=False).load([str(scratch / f"{task.name}.yaml")])
+        if task.name not in _manager().all_tasks:
+            raise TextError(f"--tasks {task.name}: lm-eval has no such task; `lm-eval ls tasks` lists them")
+        return _manager().load([task.name])
     except KLLensError:
         raise
     except Exception as error:  # datasets and the hub raise all kinds of errors: no connection, gated, moved
-        if isinstance(task, LocalTask):
+        if task.files:
             raise TextError(f"task {task.name}: its files cannot be read: {one_line(error)}") from error
         raise TextError(
-            f"task {task}: its data could not be downloaded from the hub ({one_line(error)}); "
-            f"go online, or give local files with --task-data DIR ({task}_test.jsonl)"
+            f"task {task.name}: its data could not be downloaded from the hub ({one_line(error)}); "
+            f"go online, or give local files with --task-data DIR ({task.name}_test.jsonl)"
         ) from error
 
 
@@ -129,6 +278,37 @@ def _manager(*, index: bool = True) -> Any:
     from lm_eval.tasks import TaskManager
 
     return TaskManager(include_defaults=index)
+
+
+def _config(task: TaskData, scratch: Path) -> dict[str, Any]:
+    """An lm-eval task that reads the local files; `scratch` is the cache of `datasets`."""
+    judged = next((split for split in ("test", "validation") if split in task.files), None)
+    if judged is None:
+        raise TextError(f"{task.files['train']}: only a training split; add a _test or _validation file")
+    row, known = _first_row(task.files[judged]), _own_file(task.name)
+    layout = next((settings for fields, settings in _LAYOUTS.items() if set(fields) <= set(row)), None)
+    if layout is None and known is None:
+        raise TextError(
+            f"{task.files[judged]}: lm-eval has no task {task.name!r}, so rows need the fields "
+            f"{' or '.join(map('+'.join, _LAYOUTS))}; they have {', '.join(row)}"
+        )
+    own = {split: split if split in task.files else None for split in ("train", "validation", "test")}
+    return {
+        **({} if known is None else {"include": str(known)}),
+        "task": task.name,
+        "dataset_path": "json",
+        "dataset_name": None,
+        "dataset_kwargs": {
+            "data_files": {split: str(path.resolve()) for split, path in task.files.items()},
+            "cache_dir": str(scratch / "datasets"),
+        },
+        # Few-shot examples come from the training file or, without one, from the others.
+        "training_split": own["train"],
+        "validation_split": own["validation"],
+        "test_split": own["test"],
+        "fewshot_split": own["train"],
+        **({} if layout is None else layout | _OWN_QUERY),
+    }
 
 
 def _own_file(name: str) -> Path | None:
@@ -142,56 +322,36 @@ def _own_file(name: str) -> Path | None:
     return None if entry is None else entry.yaml_path
 
 
-def require_lm_eval() -> None:
+def _first_row(path: Path) -> dict[str, Any]:
     try:
-        import lm_eval  # noqa: F401
-    except ImportError as error:
-        raise KLLensError("--tasks needs more packages: pip install 'kl-lens[eval]'") from error
+        with path.open(encoding="utf-8") as file:
+            row = json.loads(next((line for line in file if line.strip()), "null"))
+    except (ValueError, OSError) as error:
+        raise TextError(f"{path}: its first line is not a JSON object ({error})") from None
+    if not isinstance(row, dict):
+        raise TextError(f"{path}: empty, or its first line is not a JSON object")
+    return row
 
 
-def _few_shot(task: Any, few_shot: int | None) -> None:
-    """lm-eval's own rule: a task fixed at zero keeps it; others take `few_shot`, default zero."""
-    own = task.get_config("num_fewshot")
-    if few_shot is not None and own != 0:
-        task.set_config(key="num_fewshot", value=few_shot)
-    elif own is None:
-        task.set_config(key="num_fewshot", value=0)
-    task.set_fewshot_seed(seed=1234)
-
-
-def _request_count(task: Any, limit: int | None) -> int:
-    documents = len(task.eval_docs) if limit is None else min(limit, len(task.eval_docs))
-    if task.OUTPUT_TYPE != "multiple_choice" or not documents:
-        return documents
-    return sum(len(task.doc_to_choice(task.eval_docs[index])) for index in range(documents))
-
-
-def _examples(name: str, task: Any, results: Any) -> TaskExamples:
-    samples = results["samples"][name]
+def _examples(name: str, task: Any, results: Mapping[str, Any]) -> TaskExamples:
+    samples, better = results["samples"][name], results["higher_is_better"][name]
     metrics: dict[str, list[tuple[int, float]]] = {}
     for sample in samples:
         for metric in sample["metrics"]:
-            value = sample[metric]
-            if isinstance(value, bool | int | float):
+            if isinstance(sample[metric], bool | int | float):
                 label = metric if sample["filter"] == "none" else f"{metric}@{sample['filter']}"
-                metrics.setdefault(label, []).append((int(sample["doc_id"]), float(value)))
+                metrics.setdefault(label, []).append((int(sample["doc_id"]), float(sample[metric])))
     if not metrics:
         raise KLLensError(f"task {name} has no numeric metric per example, so it cannot be compared")
-    better = results.get("higher_is_better", {}).get(name, {})
+    choices = [len(task.doc_to_choice(s["doc"])) for s in samples if task.OUTPUT_TYPE == "multiple_choice"]
     return TaskExamples(
         task=name,
         metrics={label: tuple(value for _, value in sorted(pairs)) for label, pairs in metrics.items()},
         higher_is_better={label: bool(better.get(label.split("@")[0], True)) for label in metrics},
-        chance=_chance(task, samples),
-        version=str(results.get("versions", {}).get(name, "")),
-        few_shot=int(task.get_config("num_fewshot") or 0),
+        chance=float(np.mean([1 / count for count in choices])) if choices else None,
+        version=str(results["versions"].get(name, "")),
+        few_shot=int(task.get_config("num_fewshot")),
     )
-
-
-def _chance(task: Any, samples: Sequence[Any]) -> float | None:
-    if task.OUTPUT_TYPE != "multiple_choice":
-        return None
-    return float(np.mean([1 / len(task.doc_to_choice(sample["doc"])) for sample in samples]))
 
 
 @contextlib.contextmanager
@@ -202,26 +362,10 @@ def _quiet() -> Iterator[None]:
 
     datasets.disable_progress_bars()
     bars, module.tqdm = module.tqdm, functools.partial(module.tqdm, disable=True)
-    loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets", "huggingface_hub")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
     try:
         yield
     finally:
         module.tqdm = bars
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-
-
-def protocol_of(task: LocalTask | str, limit: int | None, few_shot: int | None) -> dict[str, Any]:
-    """The settings that define a task's result: files, limit, few-shot."""
-    if isinstance(task, LocalTask):
-        source: dict[str, Any] = {
-            "data": [path.name for path in task.files.values()],
-            "fingerprint": task.fingerprint,
-        }
-        name = task.name
-    else:
-        source, name = {"data": "hub", "fingerprint": None}, task
-    return {"task": name, **source, "limit": limit, "few_shot": few_shot}
+        logging.disable(before)

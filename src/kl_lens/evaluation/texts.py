@@ -5,54 +5,43 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
-from kl_lens.model.tasks import IMAGE, TEXT, LanguageTask, Source, Task
+from kl_lens.model.tasks import TEXT, LanguageTask, Source, Task
 from kl_lens.run.subjects import content_digest
 from kl_lens.text import Windows
 from kl_lens.text.documents import TextSource
 
 
 @dataclass(frozen=True)
-class TextWindow:
-    """One window; tokens from `first_target` on are scored."""
+class Window:
+    """One window of tokens or images."""
 
     ids: tuple[int, ...]
-    first_target: int
-    words: int  # words that begin in the scored tokens
-    key: str  # hash of tokens and first target, so that stored scores are found again in any longer text
-
-    @property
-    def answers(self) -> tuple[int, ...]:
-        """The true tokens."""
-        return self.ids[self.first_target :]
+    first_row: int  # of the logits that are scored
+    answers: tuple[int, ...]  # the true tokens or classes of those rows
+    words: int = 0  # that begin in the scored tokens
 
     @property
     def rows(self) -> slice:
-        """The logits that predict the answers."""
-        return slice(self.first_target - 1, -1)
+        return slice(self.first_row, self.first_row + len(self.answers))
 
     @property
     def targets(self) -> int:
         return len(self.answers)
 
+    @cached_property
+    def key(self) -> str:
+        """By what is scored, so that stored scores are found again in any longer text."""
+        content = np.asarray([self.first_row + 1, *self.ids], np.int64)
+        return hashlib.blake2b(content.tobytes(), digest_size=12).hexdigest()
 
-@dataclass(frozen=True)
-class ImageWindow:
-    """One window of images, all of them scored."""
 
-    ids: tuple[int, ...]
-    answers: tuple[int, ...]
-    key: str
-
-    words: ClassVar[int] = 0
-    rows: ClassVar[slice] = slice(None)
-
-    @property
-    def targets(self) -> int:
-        return len(self.answers)
+def text_window(ids: tuple[int, ...], first_target: int = 1, words: int = 0) -> Window:
+    """Tokens from `first_target` on are scored: each by the logits before it."""
+    return Window(ids, first_target - 1, ids[first_target:], words)
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +49,7 @@ class EvaluationText:
     """A text or images in windows, with the protocol that a perplexity must state."""
 
     windows: Windows
-    items: tuple[TextWindow | ImageWindow, ...]
+    items: tuple[Window, ...]
     limit: int | None
     task: str = TEXT
 
@@ -109,61 +98,32 @@ def prepare(
     stride: int | None = None,
     limit: int | None = None,
 ) -> EvaluationText:
-    """Evaluation data for a task, in windows of tokens or images."""
-    return _PREPARED[task.name](source, task, window=window or task.judged_length, stride=stride, limit=limit)
+    """Cuts a text or images into windows, one every `stride` tokens, and counts what will be scored.
 
-
-def _prepare_images(
-    source: Source, task: Task, *, window: int, stride: int | None, limit: int | None
-) -> EvaluationText:
-    windows = task.from_start(source, length=window, limit=limit)
-    items = tuple(
-        ImageWindow(tuple(ids), tuple(labels), _key(ids, 0))
-        for ids, labels in zip(windows.ids.tolist(), task.targets(windows.ids).tolist(), strict=True)
-    )
-    return EvaluationText(windows, items, limit, IMAGE)
-
-
-def prepare_text(
-    source: TextSource | str,
-    tokenizer: Any,
-    *,
-    window: int = 2048,
-    stride: int | None = None,
-    limit: int | None = None,
-) -> EvaluationText:
-    """Cuts a text into windows, one every `stride` tokens, and counts what will be scored.
-
-    With a stride below the window length, windows overlap and only the last `stride` tokens of each are scored, so that
-    every token has at least window − stride tokens of context. Without overlap a window's first token is not scored,
-    because nothing precedes it.
+    With a stride below the window length, windows of text overlap and only the last `stride` tokens of each are scored,
+    so that every token has at least window − stride tokens of context. Without overlap a window's first token is not
+    scored, because nothing precedes it.
 
     A word is counted where it begins: words of the window's text from one token before the first scored one, minus the
     words in that token.
     """
-    return _prepare_tokens(source, LanguageTask(tokenizer), window=window, stride=stride, limit=limit)
+    windows = task.from_start(source, length=window or task.judged_length, stride=stride, limit=limit)
+    items, every = [], windows.ids.tolist()
+    if isinstance(task, LanguageTask):
+        tokenizer = task.require_tokenizer()
+        for index, ids in enumerate(every):
+            before = (first := windows.first_target(index)) - 1
+            words = [len(decode(tokenizer, part).split()) for part in (ids[before:], ids[before:first])]
+            items.append(text_window(tuple(ids), first, words[0] - words[1]))
+    else:
+        for ids, labels in zip(every, task.targets(windows.ids).tolist(), strict=True):
+            items.append(Window(tuple(ids), 0, tuple(labels)))
+    return EvaluationText(windows, tuple(items), limit, task.name)
 
 
-def _prepare_tokens(
-    source: Source, task: Task, *, window: int, stride: int | None, limit: int | None
-) -> EvaluationText:
-    assert isinstance(task, LanguageTask)
-    tokenizer = task.require_tokenizer()
-    windows = task.from_start(source, length=window, stride=stride, limit=limit)
-    items = []
-    for index in range(len(windows)):
-        ids = windows.ids[index].tolist()
-        first = windows.first_target(index)
-        words = _words(tokenizer, ids[first - 1 :]) - _words(tokenizer, ids[first - 1 : first])
-        items.append(TextWindow(tuple(ids), first, words, _key(ids, first)))
-    return EvaluationText(windows, tuple(items), limit)
-
-
-_PREPARED = {TEXT: _prepare_tokens, IMAGE: _prepare_images}
-
-
-def _words(tokenizer: Any, ids: list[int]) -> int:
-    return len(decode(tokenizer, ids).split())
+def prepare_text(source: TextSource | str, tokenizer: Any, **how: int | None) -> EvaluationText:
+    """`prepare` for a language model without its checkpoint."""
+    return prepare(source, LanguageTask(tokenizer), **how)
 
 
 def decode(tokenizer: Any, ids: list[int]) -> str:
@@ -171,8 +131,3 @@ def decode(tokenizer: Any, ids: list[int]) -> str:
     if hasattr(tokenizer, "backend_tokenizer"):
         return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
     return str(tokenizer.decode(ids))
-
-
-def _key(ids: list[int], first_target: int) -> str:
-    digest = hashlib.blake2b(np.asarray([first_target, *ids], np.int64).tobytes(), digest_size=12)
-    return digest.hexdigest()

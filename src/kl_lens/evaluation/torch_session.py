@@ -43,9 +43,7 @@ class TorchSession:
     ) -> None:
         model.chain.uses_kernels()  # before anything is perturbed
         model.chain.distrust(compared_metrics("cpu"))
-        self._model = model
-        self._recipes = dict(recipes or {})
-        self._deployed = deployed
+        self._model, self._recipes, self._deployed = model, dict(recipes or {}), deployed
         # A component that its recipe does not change (FP16 of an FP16 checkpoint) needs no copy.
         # With the model on disk, weights are made block by block.
         at_once = self._recipes if model.residency is None else {}
@@ -58,16 +56,12 @@ class TorchSession:
         self.precision = FLOAT32 if deployed is not None else precision_for(None, model)
         parts = [*model.chain.blocks, model.chain.head] if self.precision != FLOAT32 else []
         self._layout = TensorCores(parts, self.precision)
-        self._vocabulary = int(model.anatomy.component(model.anatomy.head).shape[0])
+        self.vocabulary = int(model.anatomy.component(model.anatomy.head).shape[0])
         self._fed: list[int] = []
         self._remembers = remember > 0
         self._room, self._logits_room = remember // 2, remember // 2
         self._states: dict[bytes, torch.Tensor] = {}
         self._kept_logits: dict[bytes, Logits] = {}
-
-    @property
-    def vocabulary(self) -> int:
-        return self._vocabulary
 
     @property
     def description(self) -> dict[str, Any]:
@@ -102,8 +96,8 @@ class TorchSession:
         key = np.asarray(tokens, np.int64).tobytes()
         if key in self._kept_logits:
             return self._kept_logits[key]
-        rows = np.empty((len(tokens), self._vocabulary), np.float32)
-        chunk = logit_rows(self._vocabulary)
+        rows = np.empty((len(tokens), self.vocabulary), np.float32)
+        chunk = logit_rows(self.vocabulary)
         with self._applied():
             if len(tokens) <= chunk and not self._remembers:  # tasks: one plain forward is faster
                 rows[:] = self._model.chain.full_logits(torch.tensor([tokens]))[0].float().cpu().numpy()
@@ -118,11 +112,10 @@ class TorchSession:
         return rows
 
     def close(self) -> None:
-        self._weights = []
-        self._states, self._kept_logits = {}, {}
+        self._weights, self._states, self._kept_logits = [], {}, {}
 
     def _checked(self, ids: Sequence[int]) -> list[int]:
-        return checked_tokens(ids, self._model.task.id_limit(self._vocabulary), self._model.name)
+        return checked_tokens(ids, self._model.task.id_limit(self.vocabulary), self._model.name)
 
     @contextmanager
     def _applied(self) -> Iterator[None]:

@@ -64,7 +64,7 @@ def summarise(windows: Sequence[WindowMetrics]) -> dict[str, Estimate]:
     targets = np.array([w.targets for w in windows], float)
 
     def mean(name: str, weight: Floats = tokens) -> Estimate:
-        return _weighted(np.array([w.sums[name] for w in windows]), weight)
+        return ratio(np.array([w.sums[name] for w in windows]), weight)
 
     error, signal = mean("squared_error"), mean("signal")
     token_kl = np.concatenate([np.frombuffer(w.token_kl, np.float32) for w in windows])
@@ -82,17 +82,20 @@ def summarise(windows: Sequence[WindowMetrics]) -> dict[str, Estimate]:
     }
 
 
-def _weighted(sums: Floats, weights: Floats) -> Estimate:
-    """Σ sums / Σ weights, with the standard error of that ratio over windows."""
-    if not weights.any():  # images without labels
+def ratio(sums: Floats, weights: Floats) -> Estimate:
+    """Σ sums / Σ weights, with the standard error of that ratio over windows (nan for a single one)."""
+    if not weights.any():  # images without labels, a text without words
         return Estimate(float("nan"))
     value = float(sums.sum() / weights.sum())
-    count = len(sums)
-    if count < 2:
-        return Estimate(value)
-    residual = sums - value * weights
-    spread = float(np.sqrt((residual**2).sum() / (count - 1) / count))
-    return Estimate(value, spread / float(weights.mean()))
+    return Estimate(value, ratio_error(sums - value * weights, weights))
+
+
+def ratio_error(residuals: Floats, weights: Floats) -> float:
+    """The standard error of Σ residuals / Σ weights, for residuals that sum to zero."""
+    count = len(residuals)
+    if count < 2 or not weights.any():
+        return float("nan")
+    return float(np.sqrt((residuals**2).sum() / (count - 1) / count)) / float(weights.mean())
 
 
 def _decibels(signal: Estimate, error: Estimate, windows: Sequence[WindowMetrics]) -> Estimate:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 from kl_lens import evaluation
 from kl_lens.base.errors import KLLensError
 from kl_lens.evaluation.agreement import DISAGREES
-from kl_lens.evaluation.task_data import LocalTask, chosen_tasks
-from kl_lens.evaluation.tasks import FAIL, judge, require_lm_eval
+from kl_lens.evaluation.evaluator import DIVERGENCE, PERPLEXITY, POSITIONS
+from kl_lens.evaluation.tasks import FAIL, TaskData, chosen_tasks, judge, judge_task, require_lm_eval
 from kl_lens.model import LanguageTask, LoadedModel, Task
 from kl_lens.paper import write_published
 from kl_lens.run.folder import ALL_PLANS, Run
@@ -41,7 +41,7 @@ from kl_lens.study.settings import (
 )
 from kl_lens.study.workbench import Workbench
 
-DEFAULT_TEXT, POSITIONS = "wikitext2:test", "positions"
+DEFAULT_TEXT = "wikitext2:test"
 TORCH = "torch"
 _what = grouped("what to measure (default: --perplexity --divergence)")
 _tasks, _running = grouped("tasks (lm-eval)"), grouped("running")
@@ -210,8 +210,8 @@ class _Evaluation:
             for name, kinds in self._texts().items():
                 self._judge_text(name, kinds)
             if self.settings.positions is not None:
-                self._judge_text(self.settings.positions, {POSITIONS, "divergence"})
-            for task in self._tasks():
+                self._judge_text(self.settings.positions, {POSITIONS})
+            for task in chosen_tasks(self.settings.task_data, self.settings.tasks or ()):
                 self._judge_task(task)
         return self.result
 
@@ -262,9 +262,9 @@ class _Evaluation:
             perplexity, divergence = DEFAULT_TEXT, "" if self.original is not None else None
         wanted: dict[str, set[str]] = {}
         if perplexity is not None:
-            wanted.setdefault(perplexity, set()).add("perplexity")
+            wanted.setdefault(perplexity, set()).add(PERPLEXITY)
         if divergence is not None:
-            wanted.setdefault(divergence or perplexity or DEFAULT_TEXT, set()).add("divergence")
+            wanted.setdefault(divergence or perplexity or DEFAULT_TEXT, set()).add(DIVERGENCE)
         return wanted
 
     def _judge_text(self, name: str, kinds: set[str]) -> None:
@@ -280,39 +280,29 @@ class _Evaluation:
         with self.events.progress(text.label) as progress:
             evaluator = evaluation.Evaluator(self.journal, self.original, progress)
             try:
-                self.result.outcome.add(
-                    evaluator.judge_text(
-                        self.selection.subjects,
-                        text,
-                        perplexity="perplexity" in kinds,
-                        divergence="divergence" in kinds,
-                        positions=POSITIONS in kinds,
-                    )
-                )
+                self.result.outcome.add(evaluator.judge_text(self.selection.subjects, text, kinds))
             finally:
                 evaluator.close()
-        if "perplexity" in kinds and self.model is not None and settings.is_kept and self.task.generates:
+        if PERPLEXITY in kinds and self.model is not None and settings.is_kept and self.task.generates:
             self.result.written.append(write_published(self.run, self.model.name, text, settings.tag))
-
-    def _tasks(self) -> Sequence[LocalTask | str]:
-        names = list(self.settings.tasks or ())
-        return chosen_tasks(self.settings.task_data, names) if names and self.settings.task_data else names
 
     def _task_tokenizer(self) -> Any:
         if not isinstance(self.task, LanguageTask):
             raise KLLensError("--tasks needs a language model; this one classifies images")
         return self.task.require_tokenizer()
 
-    def _judge_task(self, task: LocalTask | str) -> None:
+    def _judge_task(self, task: TaskData) -> None:
         settings = self.settings
         subjects = [*([] if self.original is None else [self.original]), *self.selection.subjects]
-        with self.events.progress(task if isinstance(task, str) else task.name) as progress:
-            evaluator = evaluation.TaskEvaluator(
+        with self.events.progress(task.name) as progress:
+            outcome = judge_task(
                 self.journal,
+                subjects,
+                task,
                 self._task_tokenizer(),
                 max_length=settings.window or self.task.judged_length,
                 limit=settings.task_limit,
                 few_shot=settings.few_shot,
                 progress=progress,
             )
-            self.result.outcome.add(evaluator.judge_task(subjects, task))
+            self.result.outcome.add(outcome)

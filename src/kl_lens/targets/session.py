@@ -73,14 +73,6 @@ class Session(Protocol):
 
 
 @runtime_checkable
-class ElasticSession(Session, Protocol):
-    """A session whose number of threads can change between calls."""
-
-    def use_threads(self, count: int) -> None:
-        """From the next call on."""
-
-
-@runtime_checkable
 class TokenizingSession(Session, Protocol):
     """A session that can tokenize with the vocabulary inside its file."""
 

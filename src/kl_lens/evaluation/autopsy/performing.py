@@ -11,13 +11,12 @@ import numpy as np
 import torch
 
 from kl_lens.base.errors import KLLensError, UnsupportedError, one_line
-from kl_lens.evaluation import statistics
 from kl_lens.evaluation.autopsy.findings import Autopsy, Restored, Step, TensorReport
 from kl_lens.evaluation.autopsy.verdict import Evidence, listed
 from kl_lens.evaluation.autopsy.weights import alone, examine, together
 from kl_lens.evaluation.judged import REMEMBERED, RUNTIME_ERRORS
-from kl_lens.evaluation.scoring import WindowScore, score_logits
-from kl_lens.evaluation.texts import EvaluationText, TextWindow
+from kl_lens.evaluation.scoring import WindowScore, mean_kl as _mean, score_logits
+from kl_lens.evaluation.texts import EvaluationText, text_window
 from kl_lens.evaluation.torch_session import TorchSession
 from kl_lens.measuring.perturbation import Kernels
 from kl_lens.model import LoadedModel
@@ -274,7 +273,7 @@ class _Chain:
             whole = session.logits(ids)
             session.reset()
             single = np.stack([session.step(token) for token in ids])
-            apart = _mean([score_logits(single, TextWindow(tuple(ids), 1, 0, ""), whole)])
+            apart = _mean([score_logits(single, text_window(tuple(ids)), whole)])
             self.found.steps["f"] = Step("f", title, apart=apart, beside="d")
         except RUNTIME_ERRORS as error:
             self.found.steps["f"] = Step("f", title, failure=one_line(error))
@@ -325,7 +324,7 @@ class _Chain:
         """What the original loses on a window of text if it is fed the file's ids, nats per token."""
         assert self._teacher is not None
         try:
-            losses = [score_logits(self._teacher.logits(i), TextWindow(tuple(i), 1, 0, "")).nll for i in ids]
+            losses = [score_logits(self._teacher.logits(i), text_window(tuple(i))).nll for i in ids]
         except KLLensError:  # ids that the model does not have
             return None
         return max(losses[0] - losses[1], 0.0) / len(ids[1])
@@ -394,11 +393,6 @@ def _carried(
         share = gain / whole if math.isfinite(gain) and whole else float(gain > 0)
         gains.append(Restored(what, types, gain, share, bits))
     return sorted(gains, key=lambda each: -each.kl)
-
-
-def _mean(scores: Sequence[WindowScore]) -> Estimate:
-    sums = np.array([float(score.kl().sum(dtype=float)) for score in scores])
-    return statistics.ratio(sums, np.array([float(score.targets) for score in scores]))
 
 
 def _excess(report: TensorReport) -> float:
