@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from kl_lens.profiling import in_use
+from kl_lens.profiling.fresh import fresh_process
+from kl_lens.profiling.memory import MemoryUse
+from kl_lens.targets import SessionSettings
 from kl_lens.text import wikitext2
 from tests.families import VOCABULARY, tiny_model
 
@@ -30,6 +35,20 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     (folder / "text.txt").write_text(text)
     return folder
+
+
+@pytest.fixture(scope="package", autouse=True)
+def files_are_weighed_once() -> Iterator[None]:
+    """One process that loads a file is enough for each target: each takes seconds to load its libraries."""
+    known: dict[str, MemoryUse] = {}
+
+    def weigh(place: Path, target: str, settings: SessionSettings) -> MemoryUse:
+        return known.get(target) or known.setdefault(target, fresh_process(place, target, settings))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(in_use, "fresh_process", weigh)
+        patch.setattr(in_use, "LOADS", 1)
+        yield
 
 
 @pytest.fixture

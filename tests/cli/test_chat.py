@@ -68,7 +68,7 @@ def test_a_conversation(
     exported: Path,
     tokenizer: Any,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capsys,
 ) -> None:
     lines = ["Who built it?", "And when? naïve 🙂", "Why"]
     monkeypatch.setattr(
@@ -81,7 +81,7 @@ def test_a_conversation(
 
 
 def test_a_prompt_is_the_first_turn_and_the_input_may_end(
-    exported: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    exported: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("Why"))
     flags = ["--chat", "--prompt", "Who?", "--max-new-tokens", "3", "--threads", "1"]
@@ -90,7 +90,7 @@ def test_a_prompt_is_the_first_turn_and_the_input_may_end(
     assert capsys.readouterr().out == "".join(f"{answer}\n" for answer in answers)
 
 
-def test_without_a_template_one_line_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_template_one_line_says_so(tmp_path: Path, capsys) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(reference_path("mamba"))
     settings = {**_COMMON, "vocab_size": len(tokenizer), "num_hidden_layers": 1, "state_size": 8}
     export(tiny(transformers.MambaConfig(**settings), tokenizer), Plan("p", {}, "test"), "gguf", tmp_path)

@@ -29,7 +29,7 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     library.found_library.cache_clear()
 
 
-def doctor(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, dict[str, str]]]:
+def doctor(capsys, *words: str) -> tuple[int, dict[str, dict[str, str]]]:
     capsys.readouterr()
     code = main(["doctor", "--json", *words])
     return code, json.loads(capsys.readouterr().out)
@@ -40,9 +40,7 @@ def wheel() -> Path:
     return next(path for origin, path in library.candidates() if origin == library.WHEEL)
 
 
-def test_the_wheel_works_and_a_native_build_is_faster(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_wheel_works_and_a_native_build_is_faster(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     only = (library.WHEEL, wheel())
     monkeypatch.setattr(library, "candidates", lambda: iter([only]))
     library.found_library.cache_clear()
@@ -52,9 +50,7 @@ def test_the_wheel_works_and_a_native_build_is_faster(
     assert FASTER in str(parts["llama.cpp"]["facts"])
 
 
-def test_a_library_is_named_by_its_path_or_its_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_library_is_named_by_its_path_or_its_folder(tmp_path: Path, capsys) -> None:
     """However deep in a package, under whatever version's name; processes that are started use it too."""
     package = tmp_path / "bins/linux"
     package.mkdir(parents=True)
@@ -67,9 +63,7 @@ def test_a_library_is_named_by_its_path_or_its_folder(
         assert os.environ[library.ENVIRONMENT_VARIABLE] == str(place)
 
 
-def test_what_is_no_library_is_refused_and_not_kept(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_no_library_is_refused_and_not_kept(tmp_path: Path, capsys) -> None:
     assert main(["doctor", "--llama-cpp", str(tmp_path)]) == 1
     assert f"{tmp_path}: no llama.cpp library there" in capsys.readouterr().err
     (tmp_path / "libllama.so").write_bytes(b"no library")
@@ -78,7 +72,7 @@ def test_what_is_no_library_is_refused_and_not_kept(
     assert os.environ[library.ENVIRONMENT_VARIABLE] == ""
 
 
-def test_nothing_installed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_installed(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setattr(library, "candidates", lambda: iter(()))
     library.found_library.cache_clear()
     code, parts = doctor(capsys)

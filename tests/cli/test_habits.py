@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -46,20 +45,6 @@ def test_bash_completes(scripts: Path, typed: str, offered: str) -> None:
     assert (answer.stdout.strip(), answer.stderr) == (offered, "")
 
 
-def test_fish_completes(scripts: Path) -> None:
-    if not shutil.which("fish"):
-        pytest.skip("needs fish")
-    asked = f'source {scripts / "fish"}; complete -C"kl-lens run --menu "'
-    answer = subprocess.run(["fish", "-c", asked], capture_output=True, text=True, check=True)
-    assert [line.split("\t")[0] for line in answer.stdout.splitlines()] == ["full", "short", "small"]
-
-
-def test_zsh_reads_its_script(scripts: Path) -> None:
-    if not shutil.which("zsh"):
-        pytest.skip("needs zsh")
-    subprocess.run(["zsh", "-n", scripts / "zsh"], check=True)
-
-
 def test_every_verb_and_flag_is_in_every_script(scripts: Path) -> None:
     for script in scripts.iterdir():
         text = script.read_text()
@@ -67,9 +52,8 @@ def test_every_verb_and_flag_is_in_every_script(scripts: Path) -> None:
         assert "write-config" in text
 
 
-def test_versions(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        main(["--version"])
+def test_versions(capsys) -> None:
+    assert main(["--version"]) == 0
     first, _, *rest = capsys.readouterr().out.splitlines()
     assert first == f"kl-lens {__version__}"
     assert {"torch", "transformers"} <= {line.split()[0] for line in rest}

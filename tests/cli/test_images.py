@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 import kl_lens as kl
-from kl_lens.cli.main import main, parse, settings_from
+from kl_lens.cli.main import main
 from kl_lens.evaluation import TorchSession
 from kl_lens.model import LoadedModel
 from kl_lens.run.folder import Run
 from kl_lens.run.records import Plan
-from kl_lens.study.settings import command_of
 from kl_lens.targets import export
 from kl_lens.weights.recipes import parsed
 from tests.classifiers import classifier, image_folder, save
@@ -31,18 +30,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _measure(folder: Path, images: Path, run: Path, *more: str) -> int:
-    words = [
-        "--task",
-        "image",
-        "--images",
-        str(images),
-        "--windows",
-        "4",
-        "--window-length",
-        "8",
-        "--run",
-        str(run),
-    ]
+    words = f"--task image --images {images} --windows 4 --window-length 8 --run {run}".split()
     return main(["measure", str(folder), *words, *more])
 
 
@@ -153,12 +141,3 @@ def test_run_does_it_all_at_once(folder: Path, images: Path, tmp_path: Path, cap
     assert "nats per image" in out
     assert "token" not in out
     assert "kl-lens generate" not in out
-
-
-def test_yaml_says_the_same(tmp_path: Path) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text("model: some-model\ntask: image\nimages: some/folder\nwindow-length: 8\n")
-    from_file = settings_from(parse(["run", "--config", str(file)]))
-    words = ["run", "some-model", "--task", "image", "--images", "some/folder", "--window-length", "8"]
-    assert from_file == settings_from(parse(words))
-    assert command_of(from_file) == words

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-
-import pytest
 
 from kl_lens.cli.main import main
 from kl_lens.run.records import Component
 
 
-def test_the_table_names_blocks_components_and_reasons(saved, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_names_blocks_components_and_reasons(saved, capsys) -> None:
     assert main(["inspect", str(saved("falcon_h1"))]) == 0
     out = capsys.readouterr().out
     for expected in (
@@ -26,7 +22,7 @@ def test_the_table_names_blocks_components_and_reasons(saved, capsys: pytest.Cap
         assert expected in out
 
 
-def test_json_gives_the_records_and_exact_bytes(saved, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_gives_the_records_and_exact_bytes(saved, capsys) -> None:
     assert main(["inspect", str(saved("mamba")), "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     components = data["components"]
@@ -42,16 +38,14 @@ def test_json_gives_the_records_and_exact_bytes(saved, capsys: pytest.CaptureFix
     assert Component.from_json({k: v for k, v in in_proj.items() if k != "bytes"}).kind == "in_proj"
 
 
-def test_every_component_can_be_listed(saved, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_component_can_be_listed(saved, capsys) -> None:
     assert main(["inspect", str(saved("zamba2")), "--components"]) == 0
     assert "shared_transformer" in capsys.readouterr().out
 
 
-def test_a_folder_without_a_model_is_one_line_and_exit_code_one(tmp_path) -> None:
-    finished = subprocess.run(
-        [sys.executable, "-m", "kl_lens.cli.main", "inspect", str(tmp_path)], capture_output=True, text=True
-    )
-    assert finished.returncode == 1
-    assert finished.stdout == ""
-    assert finished.stderr.count("\n") == 1
-    assert "no config.json" in finished.stderr
+def test_a_folder_without_a_model_is_one_line_and_exit_code_one(tmp_path, capsys) -> None:
+    assert main(["inspect", str(tmp_path)]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert "no config.json" in printed.err

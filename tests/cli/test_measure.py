@@ -136,10 +136,9 @@ def test_rank_says_which_metric_predicts_damage(measure_arguments, tiny_folder, 
     words = text.split()
     random.Random(1).shuffle(words)
     held_out.write_text(" ".join(words))
-    arguments = [
-        "paper", "rank", "--run", str(tmp_path / "run"), "--evaluation-text", str(held_out),
-        "--evaluation-windows", "6",
-    ]  # fmt: skip
+    arguments = (
+        f"paper rank --run {tmp_path / 'run'} --evaluation-text {held_out} --evaluation-windows 6".split()
+    )
     capsys.readouterr()
     assert main([*arguments, "--other-text", str(_novel(tmp_path))]) == 0
     out = capsys.readouterr().out
@@ -158,34 +157,6 @@ def _novel(tmp_path: Path) -> Path:
 
 def test_rank_refuses_text_that_was_calibrated_on(measure_arguments, tiny_folder, tmp_path, capsys) -> None:
     assert main(measure_arguments) == 0
-    same = [
-        "paper",
-        "rank",
-        "--run",
-        str(tmp_path / "run"),
-        "--evaluation-text",
-        str(tiny_folder / "text.txt"),
-    ]
+    same = f"paper rank --run {tmp_path / 'run'} --evaluation-text {tiny_folder / 'text.txt'}".split()
     assert main(same) == 1
     assert "text.txt" in capsys.readouterr().err
-
-
-def test_published_measurements_become_a_run(tiny_folder, tmp_path, capsys) -> None:
-    path = tmp_path / "published.json"
-    path.write_text(json.dumps({"lm_head": {"kl_student_to_teacher": 3.0}}))
-    folder = tmp_path / "imported"
-    arguments = [
-        "paper",
-        "import",
-        "--bits",
-        "4",
-        str(path),
-        "--model",
-        str(tiny_folder),
-        "--run",
-        str(folder),
-    ]
-    assert main(arguments) == 0
-    with Run.open(folder) as run:
-        (measurement,) = run.table().measurements
-    assert measurement.metrics["kl_student_to_teacher"].value == 3.0

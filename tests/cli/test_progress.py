@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from kl_lens.cli import progress
-from kl_lens.cli.progress import Forecast, clock_time, shown_progress
+from kl_lens.cli.progress import Forecast, shown_progress
 from kl_lens.cli.screen import Screen
 from kl_lens.study import MeasureSettings
 from kl_lens.study.costs import JobEstimate, StageCost
@@ -107,7 +107,7 @@ def test_a_stage_that_does_not_come_or_is_done_already_is_not_waited_for() -> No
 
 
 def test_inside_a_stage_of_a_run_the_time_left_is_that_of_the_whole_run(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
     monkeypatch.setattr(progress.time, "monotonic", clock)
@@ -141,16 +141,7 @@ def test_inside_a_stage_of_a_run_the_time_left_is_that_of_the_whole_run(
     ]
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0:00"), (53.2, "0:53"), (600, "10:00"), (3723, "1:02:03")]
-)
-def test_times_read_like_a_clock(seconds: float, text: str) -> None:
-    assert clock_time(seconds) == text
-
-
-def test_where_there_is_no_terminal_it_is_read_line_by_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_there_is_no_terminal_it_is_read_line_by_line(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(progress.time, "monotonic", clock)
     with shown_progress("Measuring sensitivity", interval=10) as shown:

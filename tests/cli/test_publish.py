@@ -30,7 +30,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
     target = ["--run", run, "--target", "openvino"]
     for words in (
         ["measure", str(tiny_folder), *target, "--formats", "int4,int8", *text],
-        ["plan", *target, "--max-bpw", "9", "--name", "recommended-openvino", "--rivals",
+        ["plan", *target, "--max-bpw", "9", "--name", "recommended-openvino", "--rivals", "usual",
          "--write-recipe", "nncf", *held_out],
         ["export", *target, "--plan", "recommended-openvino,stock.int8_sym", "--fallback"],
         ["evaluate", "--run", run, "--plan", "recommended-openvino,stock.int8_sym", "--targets", "openvino",
@@ -52,18 +52,7 @@ def signed_in(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Hub:
 
 
 def test_the_folder_holds_the_file_and_its_proof(run: Path) -> None:
-    words = [
-        "publish",
-        str(run),
-        "openvino",
-        "--to",
-        "me/tiny",
-        "--dry-run",
-        "--base-model",
-        "org/tiny",
-        "--license",
-        "mit",
-    ]
+    words = f"publish {run} openvino --to me/tiny --dry-run --base-model org/tiny --license mit".split()
     assert main(words) == 0
     folder = run / "published/openvino"
     exported = run / "artifacts/openvino/recommended-openvino"
@@ -110,7 +99,7 @@ def test_the_folder_holds_the_file_and_its_proof(run: Path) -> None:
     assert (run / "published/stock.int8_sym/plan.json").is_file()
 
 
-def test_it_is_uploaded(run: Path, signed_in: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_is_uploaded(run: Path, signed_in: Hub, capsys) -> None:
     assert main(["publish", str(run), "openvino", "--to", "me/tiny", "--private", "--license", "mit"]) == 0
     repository = signed_in.repositories["me/tiny"]
     assert repository.private
@@ -122,7 +111,7 @@ def test_it_is_uploaded(run: Path, signed_in: Hub, capsys: pytest.CaptureFixture
 
 
 def test_what_cannot_be_published_says_why(
-    run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     def said(*words: str) -> str:
         assert main(["publish", str(run), "openvino", *words]) == 1
@@ -165,26 +154,12 @@ def test_from_the_hub_and_back(saved: Callable[..., Path], tiny_folder: Path, tm
                 command, cwd=tmp_path, env=environment | more, capture_output=True, text=True, check=False
             )
 
-        little = (
-            "--targets openvino --formats int4,int8 --budget 85% --windows 2 --window-length 32 --threads 1"
-        )
-        text = [
-            "--text",
-            str(tiny_folder / "text.txt"),
-            "--held-out",
-            "wikitext2:test",
-            "--held-out-windows",
-            "2",
-        ]
-        test = [
-            "--evaluation-text",
-            "wikitext2:train",
-            "--evaluation-windows",
-            "2",
-            "--without",
-            "benchmark,report",
-        ]
-        done = kl_lens("run", "org/tiny", *little.split(), *text, *test)
+        little = f"""
+            --targets openvino --formats int4,int8 --budget 85% --windows 2 --window-length 32 --threads 1
+            --text {tiny_folder / "text.txt"} --held-out wikitext2:test --held-out-windows 2
+            --evaluation-text wikitext2:train --evaluation-windows 2 --without benchmark,report
+        """
+        done = kl_lens("run", "org/tiny", *little.split())
         assert done.returncode == 0, done.stderr
         assert f"model: org/tiny@{commit}" in (tmp_path / "runs/org-tiny/run.yaml").read_text()
         assert "pytorch_model.bin" not in hub.downloaded()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shlex
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import yaml
@@ -18,48 +19,38 @@ from kl_lens.cli.main import main, parse, settings_from
 from kl_lens.measuring.pieces import Job
 from kl_lens.measuring.workers import Workers
 from kl_lens.model import load
-from kl_lens.profiling import in_use
-from kl_lens.profiling.fresh import fresh_process
-from kl_lens.profiling.memory import MemoryUse
 from kl_lens.reporting.answer import recommended_names
 from kl_lens.reporting.data import collect
 from kl_lens.run.folder import Run
 from kl_lens.run.records import Plan
 from kl_lens.run.subjects import current_results
-from kl_lens.study import MeasureSettings, RunSettings, command_of, estimating, run as running
-from kl_lens.targets import SessionSettings, read_artifact
+from kl_lens.study import MeasureSettings, RunSettings, command_of, estimating, run as running, workbench
+from kl_lens.targets import read_artifact
 from tests.measuring.test_pieces import contents
 
 pytest.importorskip("gguf", reason="needs the extra gguf")
 pytest.importorskip("openvino", reason="needs the extra openvino")
 
 BEST = "recommended-openvino-kl0.05"
-SMALL = [
-    "--windows", "3", "--window-length", "32", "--evaluation-windows", "3", "--held-out-windows", "4",
-    "--repeats", "1", "--threads", "1",
-]  # fmt: skip
+SMALL = "--windows 3 --window-length 32 --evaluation-windows 3 --held-out-windows 4 --repeats 1 --threads 1"
 
 
 def words(folder: Path, tiny: Path, *more: str) -> list[str]:
     loss = [] if "--budget" in more else ["--max-loss", "0.05"]
-    return ["run", str(tiny), "--run", str(folder), "--text", str(tiny / "text.txt"), *SMALL, *loss, *more,
-            "--held-out", "wikitext2:test", "--evaluation-text", "wikitext2:train"]  # fmt: skip
+    given = f"run {tiny} --run {folder} --text {tiny / 'text.txt'} --held-out wikitext2:test {SMALL}"
+    return [*given.split(), *loss, *more, "--evaluation-text", "wikitext2:train"]
 
 
 @pytest.fixture(scope="module")
 def finished(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole") / "run"
-    weighed: dict[str, MemoryUse] = {}
-
-    def weigh(place: Path, target: str, settings: SessionSettings) -> MemoryUse:
-        """One process that loads a file is enough here: each takes seconds to load its libraries."""
-        return weighed.get(target) or weighed.setdefault(target, fresh_process(place, target, settings))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(in_use, "fresh_process", weigh)
-        patch.setattr(in_use, "LOADS", 1)
-        assert main(words(folder, tiny_folder, "--paper")) == 0
+    assert main(words(folder, tiny_folder, "--paper")) == 0
     return folder
+
+
+@pytest.fixture
+def folder(finished: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
 def test_every_stage_leaves_its_records(finished: Path) -> None:
@@ -91,49 +82,75 @@ def test_the_folder_holds_the_settings_that_repeat_the_run(finished: Path, tiny_
     assert settings_from(parse(["run", "--config", str(finished / "run.yaml")])) == asked
 
 
-def test_the_checkpoint_is_opened_once(
-    finished: Path, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from kl_lens.study import workbench
-
+@pytest.fixture(scope="module")
+def again(finished: Path, tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Again:
+    """The run once more, after its plan and its file were deleted."""
+    folder = tmp_path_factory.mktemp("again") / "run"
+    shutil.copytree(finished, folder, ignore=shutil.ignore_patterns("log", BEST, f"{BEST}.json"))
     opened: list[str] = []
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        opening = workbench.load
+        patch.setattr(
+            workbench, "load", lambda source, **how: opened.append(source) or opening(source, **how)
+        )
+        patch.setattr("sys.stdout", out)
+        patch.setattr("sys.stderr", err)
+        assert main(words(folder, tiny_folder, "--without", "evaluate,benchmark")) == 0
+    return Again(folder, opened, out.getvalue(), err.getvalue())
 
-    def counting(source: str, **how: object) -> object:
-        opened.append(source)
-        return load(source, **how)
 
-    load = workbench.load
-    monkeypatch.setattr(workbench, "load", counting)
-    folder = tmp_path / "run"
-    shutil.copytree(finished, folder)
-    assert main(words(folder, tiny_folder, "--again", "--without", "benchmark", "--targets", "openvino")) == 0
-    assert opened == [str(tiny_folder)]
+class Again(NamedTuple):
+    folder: Path
+    opened: list[str]
+    out: str
+    err: str
+
+    @property
+    def log(self) -> str:
+        (file,) = (self.folder / "log").glob("run-*.log")
+        return file.read_text(encoding="utf-8")
 
 
-def test_every_stage_is_shown_as_a_command_that_does_the_same(
-    finished: Path, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "run"
-    shutil.copytree(finished, folder)
-    assert main(words(folder, tiny_folder, "--verbose", "--without", "evaluate,benchmark,report")) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("== kl-lens ")]
+def test_the_checkpoint_is_opened_once(again: Again, tiny_folder: Path) -> None:
+    assert again.opened == [str(tiny_folder)]
+
+
+def test_every_stage_is_shown_as_a_command_that_does_the_same(again: Again) -> None:
+    lines = [line for line in again.log.splitlines() if line.startswith("== kl-lens ")]
     commands = [shlex.split(line)[2:] for line in lines]
-    verbs = [command[0] for command in commands]
-    assert verbs == [
-        "inspect",
-        "plan",
-        "export",
-        "export",
-        "calibrate",
-        "measure",
-        "plan",
-        "export",
-    ]  # FP16 to both targets
+    verbs = "inspect plan export export calibrate measure plan export report"  # FP16 to both targets
+    assert [command[0] for command in commands] == verbs.split()
     for command in commands:
         assert command_of(settings_from(parse(command))) == command
-    with Run.open(folder) as run:
-        noted = [entry["command"][1:] for entry in run.commands()]
-    assert commands[5] in noted
+    with Run.open(again.folder) as run:
+        assert commands[5] in [entry["command"][1:] for entry in run.commands()]
+
+
+def test_only_what_was_deleted_is_done_again(again: Again, finished: Path) -> None:
+    assert again.err.count("already done") >= 3
+    plans = [json.loads((folder / f"plans/{BEST}.json").read_text()) for folder in (finished, again.folder)]
+    assert plans[0]["assignment"] == plans[1]["assignment"]
+    assert (again.folder / "artifacts/openvino" / BEST / "openvino_model.bin").is_file()
+
+
+def test_it_ends_with_a_screenful_and_the_rest_is_in_the_log(again: Again) -> None:
+    lines = again.out.splitlines()
+    assert len(lines) <= 24
+    # The answer in two lines: size and perplexity; the target and whether it is met.
+    assert re.match(r"OpenVINO: [\d.]+ [kM]B, \d+ % of FP16", lines[1])
+    assert re.match(r"  Target: KL ≤ 0\.05 nats per token \(--max-loss\)\. ", lines[2])
+    for words_ in ("│ INT8_SYM", "│ INT4_SYM-G128", "│ recommended"):
+        assert words_ in again.out
+    internal = re.compile(r"stock\.|uniform_|recommended-openvino(?!')|openvino/")
+    assert not [line for line in lines if internal.search(line) and not line.startswith("Next:")]
+    assert f"kl-lens report --run {again.folder} --open" in again.out
+    assert lines[-1].startswith("Next: kl-lens generate ")
+    # One line for each stage, with its time.
+    assert re.search(r"^Measuring sensitivity, OpenVINO +\d+:\d\d", again.err, re.MULTILINE)
+    assert len(again.err.splitlines()) <= 24
+    for told in ("Quantizable components", "Sensitivity, from least"):
+        assert told in again.log
 
 
 def read(folder: Path, name: str) -> Plan:
@@ -168,23 +185,21 @@ def test_no_rival_that_is_no_larger_is_as_good(finished: Path) -> None:
             assert rival.name in best.contest
 
 
-@pytest.mark.parametrize("budget", ["90%", pytest.param("95%", marks=pytest.mark.slow)])
 def test_a_run_with_another_limit_gets_its_own_file_and_replaces_none(
-    finished: Path, tiny_folder: Path, tmp_path: Path, budget: str, capsys: pytest.CaptureFixture[str]
+    folder: Path, tiny_folder: Path, capsys
 ) -> None:
-    folder, name = tmp_path / "run", f"recommended-openvino-{budget[:-1]}pct"
-    shutil.copytree(finished, folder)
+    name = "recommended-openvino-90pct"
     mine = [folder / f"plans/{BEST}.json", *(folder / "artifacts/openvino" / BEST).glob("*.[xbj]*")]
     before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in mine}
     quick = ["--without", "evaluate,benchmark,report", "--targets", "openvino", "--rivals", "none"]
-    assert main(words(folder, tiny_folder, "--budget", budget, *quick)) == 0
-    assert on_disk(folder, name) <= int(budget[:-1]) / 100 * on_disk(folder, "uniform_fp16")
+    assert main(words(folder, tiny_folder, "--budget", "90%", *quick)) == 0
+    assert on_disk(folder, name) <= 0.9 * on_disk(folder, "uniform_fp16")
     assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in mine} == before
     said = capsys.readouterr().out
     assert f"Next: kl-lens generate {folder}/artifacts/openvino/{name} " in said
     rows = [line for line in said.splitlines() if "│ recommended" in line]
     assert len(rows) == 1
-    assert f"│ recommended {budget[:-1]}pct" in rows[0]
+    assert "│ recommended 90pct" in rows[0]
     assert "±" not in rows[0], "the file of the first run was evaluated, this one was not"
     with Run.open(folder) as run:
         view = collect(run)
@@ -197,11 +212,7 @@ def test_a_run_with_another_limit_gets_its_own_file_and_replaces_none(
         assert recommended_names(collect(run)) == {BEST}
 
 
-def test_a_plan_of_a_used_name_replaces_it_and_says_so(
-    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "run"
-    shutil.copytree(finished, folder)
+def test_a_plan_of_a_used_name_replaces_it_and_says_so(folder: Path, capsys) -> None:
     file = folder / "artifacts/openvino" / BEST / "openvino_model.bin"
     before = file.read_bytes()
     plan = ["plan", "--run", str(folder), "--target", "openvino", "--max-bpw", "15", "--name", BEST]
@@ -218,16 +229,11 @@ def test_a_plan_of_a_used_name_replaces_it_and_says_so(
         assert f"openvino/{BEST}" not in {r.subject.label for r in current_results(run, "score")}
 
 
-@pytest.mark.parametrize("windows", ["2", "3"])
-def test_one_window_does_not_decide_between_our_plan_and_stock_recipes(
-    finished: Path, tmp_path: Path, windows: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The other window, or two, are for the search. With one, any rival "is not measurably worse"."""
-    folder = tmp_path / "run"
-    shutil.copytree(finished, folder)
+def test_one_window_does_not_decide_between_our_plan_and_stock_recipes(folder: Path, capsys) -> None:
+    """The other window is for the search. With one, any rival "is not measurably worse"."""
     limit = (read(folder, "stock.int8_sym").file_bytes or 0) - 1
     plan = ["plan", "--run", str(folder), "--target", "openvino", "--max-bytes", str(limit), "--name", "few"]
-    held_out = ["--rivals", "--held-out", "wikitext2:test", "--held-out-windows", windows]
+    held_out = ["--rivals", "--held-out", "wikitext2:test", "--held-out-windows", "2"]
     assert main([*plan, *held_out]) == 0
     few = read(folder, "few")
     assert few.family == "exact"
@@ -237,28 +243,9 @@ def test_one_window_does_not_decide_between_our_plan_and_stock_recipes(
     assert few.contest in capsys.readouterr().err
 
 
-def test_what_is_done_is_not_done_again(
-    finished: Path, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "run"
-    shutil.copytree(finished, folder)
-    shutil.rmtree(folder / "artifacts/openvino" / BEST)
-    before = (folder / f"plans/{BEST}.json").read_bytes()
-    assert main(words(folder, tiny_folder, "--without", "benchmark")) == 0
-    out = capsys.readouterr().out
-    # The plans are remembered; what was deleted is exported anew.
-    assert log_of(folder).count("already done") >= 3
-    assert (folder / f"plans/{BEST}.json").read_bytes() == before
-    assert (folder / "artifacts/openvino" / BEST / "openvino_model.bin").is_file()
-    assert "OpenVINO: " in out
-    assert "Next: kl-lens generate" in out
-
-
 def test_a_stage_that_others_do_not_need_may_fail(
-    finished: Path, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, tiny_folder: Path, tmp_path: Path, capsys
 ) -> None:
-    folder = tmp_path / "run"
-    shutil.copytree(finished, folder)
     tasks = ["--tasks", "arc_easy", "--task-data", str(tmp_path / "nowhere")]
     assert main(words(folder, tiny_folder, *tasks, "--without", "benchmark")) == 1
     captured = capsys.readouterr()
@@ -268,62 +255,7 @@ def test_a_stage_that_others_do_not_need_may_fail(
     assert (folder / "report.html").is_file()
 
 
-def test_a_plan_that_another_stage_overwrote_is_made_again(
-    finished: Path, tiny_folder: Path, tmp_path: Path
-) -> None:
-    folder = tmp_path / "run"
-    shutil.copytree(finished, folder)
-    quick = ["--without", "rank,evaluate,benchmark,report", "--targets", "openvino"]
-    plan = folder / f"plans/{BEST}.json"
-    made = plan.read_text()
-    plan.unlink()
-    assert main(words(folder, tiny_folder, *quick)) == 0
-    assert yaml.safe_load(plan.read_text())["assignment"] == yaml.safe_load(made)["assignment"]
-
-
-def log_of(folder: Path) -> str:
-    """Of the last run there."""
-    return max((folder / "log").glob("run-*.log")).read_text(encoding="utf-8")
-
-
-def test_it_ends_with_a_screenful_and_the_rest_is_in_the_log(
-    finished: Path, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "run"
-    shutil.copytree(finished, folder)
-    shutil.rmtree(folder / "log")
-    assert main(words(folder, tiny_folder, "--without", "evaluate,benchmark")) == 0
-    captured = capsys.readouterr()
-    lines = captured.out.splitlines()
-    assert len(lines) <= 24
-    # The answer in two lines: size and perplexity; the target and whether it is met.
-    assert re.fullmatch(
-        r"OpenVINO: [\d.]+ [kM]B, \d+ % of FP16, perplexity [\d.]+ \(original [\d.]+\)\.", lines[1]
-    )
-    target = r"  Target: KL ≤ 0\.05 nats per token \(--max-loss\)\. Measured on test text: \S+ ± \S+\."
-    assert re.match(target, lines[2])
-    for words_ in ("│ INT8_SYM", "│ INT4_SYM-G128", "│ recommended"):
-        assert words_ in captured.out
-    internal = re.compile(r"stock\.|uniform_|recommended-openvino(?!')|openvino/")
-    assert not [line for line in lines if internal.search(line) and not line.startswith("Next:")]
-    assert f"kl-lens report --run {folder} --open" in captured.out
-    assert lines[-1].startswith("Next: kl-lens generate ")
-    # One line for each stage, with its time.
-    assert re.search(r"^Measuring sensitivity, OpenVINO +\d+:\d\d$", captured.err, re.MULTILINE)
-    assert re.search(r"^Planning, OpenVINO +already done$", captured.err, re.MULTILINE)
-    assert len(captured.err.splitlines()) <= 24
-    for told in (
-        "== kl-lens inspect",
-        "== kl-lens plan",
-        "Quantizable components",
-        "Sensitivity, from least",
-    ):
-        assert told in log_of(folder)
-
-
-def test_an_estimate_names_every_stage_and_does_nothing(
-    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_estimate_names_every_stage_and_does_nothing(tiny_folder: Path, tmp_path: Path, capsys) -> None:
     asked = ["run", str(tiny_folder), "--run", str(tmp_path / "run"), "--window-length", "32", "--estimate"]
     assert main([*asked, "--without", "benchmark"]) == 0
     said = capsys.readouterr().out
@@ -355,14 +287,14 @@ class Ticks:
 
 
 def test_the_estimate_and_the_start_of_the_run_say_the_same_however_busy_the_machine_is(
-    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tiny_folder: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def nothing(stages: object) -> None:
         raise KLLensError("begun")
 
     monkeypatch.setattr(running._RunStages, "run", nothing)
     idle = []
-    for busy, more, code in ((1.0, ["--estimate"], 0), (8.0, [], 1), (3.0, ["--verbose"], 1)):
+    for busy, more, code in ((1.0, ["--estimate"], 0), (8.0, [], 1)):
         monkeypatch.setattr(estimating, "time", Ticks(busy))
         assert main(words(tmp_path / f"run-{busy}", tiny_folder, "--targets", "openvino", *more)) == code
         said = "".join(capsys.readouterr())
@@ -373,7 +305,7 @@ def test_the_estimate_and_the_start_of_the_run_say_the_same_however_busy_the_mac
 
 
 def test_too_little_room_is_told_before_anything_else(
-    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tiny_folder: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def nothing(stages: object) -> None:
         raise KLLensError("begun")
@@ -387,17 +319,15 @@ def test_too_little_room_is_told_before_anything_else(
 
 
 def test_a_runtime_that_does_not_support_the_model_is_not_a_failure(
-    finished: Path, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, tiny_folder: Path, capsys
 ) -> None:
-    folder = tmp_path / "run"
-    shutil.copytree(finished, folder)
     code = main(words(folder, tiny_folder, "--targets", "gguf", "--without", "evaluate,benchmark,report"))
     assert code == 0
     assert "kl-lens run: not exported to gguf" in capsys.readouterr().err
     assert read(folder, "recommended-kl0.05").target is None  # without a target, weights are planned
 
 
-def test_a_yaml_file_equals_the_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_yaml_file_equals_the_flags_and_flags_win(tmp_path: Path, capsys) -> None:
     flags = [
         "--windows",
         "5",
@@ -415,51 +345,14 @@ def test_a_yaml_file_equals_the_flags(tmp_path: Path, capsys: pytest.CaptureFixt
     assert settings["model"] == "some-model"
     assert (settings["windows"], settings["budget"], settings["trust-remote-code"]) == (5, "60%", True)
     file = tmp_path / "run.yaml"
-    file.write_text(text)
+    file.write_text(text + "max-drop:\n")  # left empty: as if it were not there
     assert main(["run", "--config", str(file), "--write-config", str(tmp_path / "again.yaml")]) == 0
     assert yaml.safe_load((tmp_path / "again.yaml").read_text()) == settings
-
-
-def test_flags_win_over_the_file_on_either_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text("windows: 5\nformats: [int8, q4_0]\n")
     for number in (9, 4):  # 4 is the flag's own default, and typed all the same
-        for flags in (
-            ["--windows", f"{number}", "--config", str(file)],
-            ["--config", str(file), "--windows", f"{number}"],
-        ):
-            assert main(["run", *flags, "--write-config"]) == 0
-            settings = yaml.safe_load(capsys.readouterr().out)
-            assert settings["windows"] == number
-            assert settings["formats"] == "int8,q4_0"
-
-
-def test_a_setting_left_empty_is_as_if_it_were_not_there(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text("max-drop:\nwindows: 5\n")
-    assert main(["run", "--config", str(file), "--write-config"]) == 0
-    assert "max-drop" not in yaml.safe_load(capsys.readouterr().out)
-
-
-@pytest.mark.parametrize(
-    ("content", "complaint"),
-    [
-        ("windos: 5", "windos"),
-        ("windows: many", "many"),
-        ("windows: [", "not YAML"),
-        ("- windows", "windows: 16"),
-        ("again: 3", "true or false"),
-    ],
-)
-def test_a_wrong_file_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, complaint: str
-) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text(content)
-    assert main(["run", "--config", str(file), "--write-config"]) != 0
-    assert complaint in capsys.readouterr().err
+        for words in (f"--windows {number} --config {file}", f"--config {file} --windows {number}"):
+            assert main(["run", *words.split(), "--write-config"]) == 0
+            again = yaml.safe_load(capsys.readouterr().out)
+            assert (again["windows"], again["formats"]) == (number, "int8,q8_0")
 
 
 def test_formats_go_to_the_targets_that_hold_them() -> None:
@@ -491,17 +384,6 @@ def test_a_small_size_offers_formats_below_four_bits(asked: dict[str, Any], smal
     limit = {name: value for name, value in asked.items() if name in ("max_bytes", "max_loss")}
     if "menu" not in asked and "budget" not in asked:
         assert MeasureSettings(model="m", target="gguf", **limit).menu_for(anatomy)[0] == smallest
-
-
-def test_wrong_words_are_refused_before_any_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = ["run", "--run", str(tmp_path / "new")]
-    assert main([*run, "--without", "measure"]) != 0
-    assert "measure" in capsys.readouterr().err
-    assert main([*run, "--targets", "openvino,gguf", "--formats", "int4,int4-g64+gptq"]) != 0
-    assert "--formats int4,int4-g64+gptq: llama.cpp supports none of them" in capsys.readouterr().err
-    assert main([*run, "--config", str(tmp_path / "none.yaml")]) != 0
-    assert "none.yaml" in capsys.readouterr().err
-    assert not (tmp_path / "new").exists()
 
 
 @pytest.fixture(scope="module")
@@ -544,7 +426,7 @@ def test_from_disk_a_run_finds_the_same(tmp_path: Path) -> None:
         folder = tmp_path / place
         more = ["--targets", "gguf", "--formats", "q8_0,q5_0,q4_1,q4_0", "--rivals", "none"]
         more += ["--without", "benchmark,report", "--weights", place]
-        assert main(["run", "reference:mamba", "--run", str(folder), *SMALL, *more]) == 0
+        assert main(["run", "reference:mamba", "--run", str(folder), *SMALL.split(), *more]) == 0
         with Run.open(folder) as run:
             scores = {r.subject.label: r.value["values"] for r in current_results(run, "score")}
         assert len(scores) == 3, "the original, FP16, the plan"
@@ -552,31 +434,10 @@ def test_from_disk_a_run_finds_the_same(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
-def test_weights_on_disk_are_refused_with_what_needs_them_in_memory(
-    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for more, named in ((("--targets", "gguf,openvino"), "--targets openvino"), (("--tune",), "--tune")):
-        assert (
-            main(["run", str(tiny_folder), "--run", str(tmp_path / "new"), "--weights", "disk", *more]) == 1
-        )
-        assert f"--weights disk does not work with {named}" in capsys.readouterr().err
-    assert not (tmp_path / "new").exists()
-
-
 @pytest.mark.slow
 def test_a_plan_that_learnt_is_also_written_for_the_runtimes_own_quantizer(tmp_path: Path) -> None:
     little = ["--windows", "2", "--window-length", "32", "--held-out-windows", "2", "--rivals", "none"]
-    words = [
-        "run",
-        "reference:mamba",
-        "--run",
-        str(tmp_path),
-        "--targets",
-        "gguf",
-        "--budget",
-        "45%",
-        *little,
-    ]
+    words = [*f"run reference:mamba --run {tmp_path} --targets gguf --budget 45%".split(), *little]
     words += ["--formats", "q8_0,q4_0+imatrix", "--without", "evaluate,benchmark,report"]
     assert main(words) == 0
     recipe = tmp_path / "recipes" / "recommended-gguf-45pct.llama.cpp"

@@ -21,7 +21,7 @@ def test_tuned_weights_reach_the_file_if_held_out_text_agrees(
     measure_arguments: list[str],
     tiny_folder: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    capsys,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = tmp_path / "run"
@@ -31,7 +31,7 @@ def test_tuned_weights_reach_the_file_if_held_out_text_agrees(
     assert main([*measure_arguments, "--formats", "q4_0"]) == 0
     plan = [
         "plan", "--run", str(run), "--max-bpw", "6", "--name", "small", "--held-out", "wikitext2:test",
-        "--held-out-windows", "4", "--tune", "16", "--verify",
+        "--held-out-windows", "4", "--tune", "8", "--verify",
     ]  # fmt: skip
     capsys.readouterr()
     assert main(plan) == 0
@@ -59,7 +59,7 @@ def test_tuned_weights_reach_the_file_if_held_out_text_agrees(
             assert tensor.weights != store.digest(name, Recipe(tuned[name].grid.name))
     with Run.open(run) as opened:
         ((digest, text),) = opened.load_all(TUNING).items()
-        assert text["windows"] == 16
+        assert text["windows"] == 8
         opened.store(TUNING, digest, text | {"source": "wikitext2", "split": "test", "windows": 1000})
     capsys.readouterr()
     assert main(plan) == 1  # a plan is not judged on text that one was tuned on

@@ -32,7 +32,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, kernel: str, factor: float) -> str:
     return "Mamba-1 scan"
 
 
-def warnings_in(capsys: pytest.CaptureFixture[str]) -> list[str]:
+def warnings_in(capsys) -> list[str]:
     return [line for line in capsys.readouterr().err.splitlines() if "is wrong here" in line]
 
 
@@ -41,16 +41,15 @@ def measured(folder: Path) -> list[float]:
         return [m.metrics["kl_teacher_to_student"].value for m in run.measurements() if m.format == "int8"]
 
 
-@pytest.mark.parametrize("factor", [1.001, 1.0001])
 @pytest.mark.parametrize("kernel", ["selective_scan", "compare_rows"])
 def test_every_verb_says_it_once_and_does_without(
-    kernel: str, factor: float, measure_arguments, tiny_folder: Path, tmp_path: Path, monkeypatch, capsys
+    kernel: str, measure_arguments, tiny_folder: Path, tmp_path: Path, monkeypatch, capsys
 ) -> None:
     run, text = str(tmp_path / "run"), str(tiny_folder / "text.txt")
     sound = [*measure_arguments, "--run", str(tmp_path / "sound"), "--formats", "int8"]
     assert main(sound) == 0
     compared_metrics.cache_clear()
-    name = plant(monkeypatch, kernel, factor)
+    name = plant(monkeypatch, kernel, 1.0001)
     capsys.readouterr()
     commands = {
         "fast": [*measure_arguments, "--formats", "int8"],
@@ -59,16 +58,7 @@ def test_every_verb_says_it_once_and_does_without(
         "evaluate": ["evaluate", "--run", run, "--window", "32", "--limit", "2"],
     }
     if kernel == "selective_scan":  # the other is not used
-        commands["calibrate"] = [
-            "calibrate",
-            str(tiny_folder),
-            "--run",
-            run,
-            "--text",
-            text,
-            "--windows",
-            "2",
-        ]
+        commands["calibrate"] = f"calibrate {tiny_folder} --run {run} --text {text} --windows 2".split()
     for which, command in commands.items():
         assert main(command) == 0, which
         (line,) = warnings_in(capsys)

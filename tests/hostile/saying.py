@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,12 +10,10 @@ from typing import Any
 
 import pytest
 
-from kl_lens.cli.last_net import EXIT_CODE
+from kl_lens.cli.failures import UNEXPECTED
 from kl_lens.cli.main import main
 
-TOLD: Counter[tuple[str, str]] = Counter()  # (test, how its commands ended), for the summary
-MOST_MEMORY = 2 << 30
-PEAK = {"bytes": 0}  # the most memory that a command on hostile input took
+MOST_MEMORY = 2 << 30  # that a command on hostile input may take
 
 
 def cases(few: int, many: int) -> Callable[[Any], Any]:
@@ -34,10 +30,9 @@ def says_one_line(words: Sequence[str], capsys: Any, *, may_succeed: bool = Fals
     except SystemExit as end:  # argparse
         code = end.code
     printed = capsys.readouterr()
-    took(max(0, _status("VmHWM") - before))
+    assert _status("VmHWM") - before < MOST_MEMORY, words
     assert "Traceback" not in printed.err + printed.out, (words, printed.err)
     if may_succeed and code == 0:
-        told("worked")
         return ""
     assert code not in (0, None), (words, printed)
     assert isinstance(code, int)
@@ -45,8 +40,7 @@ def says_one_line(words: Sequence[str], capsys: Any, *, may_succeed: bool = Fals
     last = printed.err.rstrip("\n").split("\n")[-1]
     assert last.startswith("kl-lens"), (words, printed.err)
     assert last.isprintable(), last
-    told("unexpected, one line" if code == EXIT_CODE else "one clear line")
-    assert code != EXIT_CODE, (words, last)
+    assert code != UNEXPECTED, (words, last)
     return last
 
 
@@ -64,16 +58,6 @@ def within_time(seconds: int, about: object) -> Iterator[None]:
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
-
-
-def told(how: str) -> None:
-    test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition("::")[2].partition(" ")[0]
-    TOLD[test.partition("[")[0], how] += 1
-
-
-def took(memory: int) -> None:
-    PEAK["bytes"] = max(PEAK["bytes"], memory)
-    assert memory < MOST_MEMORY
 
 
 def _peak_from_now() -> int:

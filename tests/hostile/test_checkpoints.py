@@ -50,21 +50,22 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def folder(healthy: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(healthy, tmp_path / "model"))
+
+
 @cases(12, 700)
-def test_changed_configurations(cases: int, healthy: Path, tmp_path: Path, capsys) -> None:
+def test_changed_configurations(cases: int, folder: Path, healthy: Path, capsys) -> None:
     draw = random.Random(cases)
     known = json.loads((healthy / "config.json").read_text())
-    folder = tmp_path / "model"
-    shutil.copytree(healthy, folder)
     for _ in range(cases):
         (folder / "config.json").write_text(json.dumps(known | {draw.choice(KEYS): draw.choice(ODD)}))
         says_one_line(["inspect", str(folder)], capsys, may_succeed=True)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", "[" * 5000, "\x00", '{"model_type": "mamba"}'])
-def test_files_that_are_not_configurations(content: str, healthy: Path, tmp_path: Path, capsys) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(healthy, folder)
+def test_files_that_are_not_configurations(content: str, folder: Path, capsys) -> None:
     (folder / "config.json").write_text(content)
     says_one_line(["inspect", str(folder)], capsys)
 
@@ -81,9 +82,7 @@ INDEXES: list[Any] = [
 
 
 @pytest.mark.parametrize("index", INDEXES, ids=json.dumps)
-def test_indexes_that_make_no_sense(index: Any, healthy: Path, tmp_path: Path, capsys) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(healthy, folder)
+def test_indexes_that_make_no_sense(index: Any, folder: Path, tmp_path: Path, capsys) -> None:
     (folder / "model.safetensors").rename(tmp_path / "outside.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     for words in (["inspect", str(folder)], ["export", str(folder), "--target", "gguf", "--format", "q8_0"]):
@@ -91,10 +90,8 @@ def test_indexes_that_make_no_sense(index: Any, healthy: Path, tmp_path: Path, c
 
 
 @cases(4, 300)
-def test_changed_indexes(cases: int, healthy: Path, tmp_path: Path, capsys) -> None:
+def test_changed_indexes(cases: int, folder: Path, capsys) -> None:
     draw = random.Random(cases)
-    folder = tmp_path / "model"
-    shutil.copytree(healthy, folder)
     (folder / "model.safetensors").rename(folder / "part.safetensors")
     with safe_open(folder / "part.safetensors", framework="numpy") as file:
         places = dict.fromkeys(file.keys(), "part.safetensors")
@@ -104,9 +101,7 @@ def test_changed_indexes(cases: int, healthy: Path, tmp_path: Path, capsys) -> N
         says_one_line(["inspect", str(folder)], capsys, may_succeed=True)
 
 
-def test_links_to_elsewhere_are_not_followed(healthy: Path, tmp_path: Path, capsys) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(healthy, folder)
+def test_links_to_elsewhere_are_not_followed(folder: Path, healthy: Path, tmp_path: Path, capsys) -> None:
     for place, word in ((tmp_path / "elsewhere", "outside its folder"), (tmp_path / "blobs", "")):
         place.mkdir()
         shutil.copy(healthy / "model.safetensors", place / "weights")
@@ -116,11 +111,9 @@ def test_links_to_elsewhere_are_not_followed(healthy: Path, tmp_path: Path, caps
 
 
 def test_a_checkpoint_that_config_does_not_describe_is_not_exported(
-    healthy: Path, tmp_path: Path, capsys
+    folder: Path, tmp_path: Path, capsys
 ) -> None:
     """Streaming looks at one tensor at a time, and asks the same questions as opening the model."""
-    folder = tmp_path / "model"
-    shutil.copytree(healthy, folder)
     known = json.loads((folder / "config.json").read_text())
     for change in ({"vocab_size": -1}, {"vocab_size": 5}, {"num_hidden_layers": 2}, {"state_size": 3}):
         (folder / "config.json").write_text(json.dumps(known | change))
@@ -175,11 +168,9 @@ def quantize(folder: Path, weight: str, scale: str, dtype: torch.dtype, settings
 
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_quantized_weights_are_never_taken_for_floats(
-    name: str, healthy: Path, tmp_path: Path, capsys
+    name: str, folder: Path, tmp_path: Path, capsys
 ) -> None:
     *how, said = QUANTIZED[name]
-    folder = tmp_path / "model"
-    shutil.copytree(healthy, folder)
     quantize(folder, *how)  # type: ignore[arg-type]
     words = ["measure", str(folder), "--run", str(tmp_path / "out")]
     for each in (words, [*words, "--weights", "disk"], ["export", str(folder), *Q8_0, "--out", words[-1]]):
@@ -206,10 +197,9 @@ def test_an_encoder_is_not_measured_as_a_causal_model(causal: bool, tmp_path: Pa
     assert ("BertLMHeadModel is not causal" in line) != causal
 
 
-def test_tokens_without_a_row_in_the_embedding(healthy: Path, tmp_path: Path, capsys) -> None:
+def test_tokens_without_a_row_in_the_embedding(folder: Path, tmp_path: Path, capsys) -> None:
     """The text is refused, not the model: many tokenizers have tokens that no text contains."""
-    folder, out = tmp_path / "model", str(tmp_path / "out")
-    shutil.copytree(healthy, folder)
+    out = str(tmp_path / "out")
     (tmp_path / "text.txt").write_text("The history of the city. " * 200)
     save_tokenizer(folder, [(tmp_path / "text.txt").read_text()], vocabulary=300)
     text = ["--text", str(tmp_path / "text.txt"), "--windows", "2", "--window-length", "16", "--run", out]
@@ -254,15 +244,7 @@ def test_a_model_with_code_of_its_own_is_refused_by_its_family(
         "openvino": "cannot be exported to OpenVINO",
         "gguf": "llama.cpp has no parallel_heads architecture",
     }.items():
-        words = [
-            "--trust-remote-code",
-            "--target",
-            target,
-            "--format",
-            "fp16",
-            "--out",
-            str(tmp_path / "out"),
-        ]
+        words = f"--trust-remote-code --target {target} --format fp16 --out {tmp_path / 'out'}".split()
         assert reason in says_one_line(["export", str(remote_code_folder), *words], capsys)
 
 
@@ -305,10 +287,8 @@ def test_changed_published_files(cases: int, healthy: Path, tmp_path: Path, caps
 
 
 @cases(15, 2500)
-def test_changed_weight_files(cases: int, healthy: Path, tmp_path: Path, capsys) -> None:
+def test_changed_weight_files(cases: int, folder: Path, healthy: Path, capsys) -> None:
     draw = random.Random(cases)
-    folder = tmp_path / "model"
-    shutil.copytree(healthy, folder)
     data = (healthy / "model.safetensors").read_bytes()
     for _ in range(cases):
         changed = bytearray(data[: draw.choice([len(data), draw.randrange(len(data))])])

@@ -30,8 +30,7 @@ def _measurement(component: str, format_name: str, kl: float) -> Measurement:
 def test_one_file_per_bit_width(mamba, tmp_path) -> None:
     name = "backbone.layers.0.mixer.in_proj"
     written = write_legacy(
-        tmp_path / "tiny.json",
-        [_measurement(name, "int4", 0.5), _measurement(name, "int8", 0.25)],
+        tmp_path / "tiny.json", [_measurement(name, "int4", 0.5), _measurement(name, "int8", 0.25)]
     )
     assert [path.name for path in written] == ["tiny_4bit.json", "tiny_8bit.json"]
     four = json.loads(written[0].read_text())

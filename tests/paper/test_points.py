@@ -59,26 +59,6 @@ def test_ten_points_of_the_published_lists(metric: str, head: bool) -> None:
             assert assignment["lm_head"] == "fp16"
 
 
-def test_last_point_of_published_kl_leaves_out_the_four_worst_entries() -> None:
-    plans = {p.name: p for p in paper_points(seed_table())}
-    last = plans["kl_point10"].assignment
-    # 194 entries, the worst (the head at 4 bits) dropped, 190 of 193 used: the head at 8 bits, the first
-    # x_proj and the last out_proj at 4 bits are behind the last cut.
-    assert plans["kl_point10"].notes["entries"] == 190
-    assert {name: fmt for name, fmt in last.items() if fmt != "int4"} == {
-        "lm_head": "fp16",
-        "backbone.layers.0.mixer.x_proj": "int8",
-        "backbone.layers.23.mixer.out_proj": "int8",
-    }
-
-
-def test_uniform_plans_cover_everything_that_may_be_quantized() -> None:
-    with_head = {p.name: p for p in paper_points(seed_table())}
-    without = {p.name: p for p in paper_points(seed_table(), no_head=True)}
-    assert set(with_head["uniform_int4"].assignment.values()) == {"int4"}
-    assert [n for n, f in without["uniform_int8"].assignment.items() if f == "fp16"] == ["lm_head"]
-
-
 def test_bytes_of_a_point_are_exact() -> None:
     table = seed_table()
     plan = next(p for p in paper_points(table, no_head=True) if p.name == "kl_point05")
@@ -125,19 +105,6 @@ def test_the_gpu_script_cuts_mamba2_into_eight() -> None:
     for plan, layers in zip(plans, (6, 12, 18, 24, 30, 36, 42, 48), strict=True):
         assert [name for name, fmt in plan.assignment.items() if fmt == "int8"] == order[:layers]
         assert plan.notes["entries"] == layers
-
-
-@pytest.mark.parametrize("pipeline", ["cpu", "gpu-int4"])
-def test_the_other_scripts_make_ten_points_of_mamba2(pipeline: str) -> None:
-    """98 entries: (98 − 1) // 10 = 9, so 9, 18, …, 90 of them; the GPU script with INT4 has no cap."""
-    plans = [p for p in paper_points(mamba2_table(), pipeline=pipeline) if p.family == "paper"]
-    assert [p.name[-7:] for p in plans] == [f"point{i:02d}" for i in range(1, 11)]
-    assert [p.notes["entries"] for p in plans] == [9, 18, 27, 36, 45, 54, 63, 72, 81, 90]
-
-
-def test_families_tell_uniform_plans_from_points() -> None:
-    plans = paper_points(mamba2_table(), pipeline="gpu")
-    assert [p.family for p in plans] == ["uniform"] + ["paper"] * 8
 
 
 def small_table(kls: dict[tuple[str, str], float], **options: str) -> SensitivityTable:

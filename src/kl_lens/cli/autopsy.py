@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
 
 from kl_lens.base.units import human_bytes
-from kl_lens.cli.console import console, new_table
+from kl_lens.cli.console import console, table
 from kl_lens.evaluation.autopsy import Autopsy, TensorReport
 from kl_lens.reporting.numbers import number, with_error
 from kl_lens.study.autopsy import AutopsyResult
@@ -51,30 +52,44 @@ def _contents(found: Autopsy) -> Table:
     groups: dict[tuple[str, str], list[TensorReport]] = defaultdict(list)
     for tensor in found.tensors:
         groups[tensor.kind or "–", tensor.type].append(tensor)
-    numbers = ("tensors", "size", "weight error", "rounding alone")
-    table = new_table(f"{found.file}, {human_bytes(found.bytes)}", ("kind", "type"), numbers)
-    for (kind, stored), tensors in groups.items():
-        errors = [max((e for e in each if e is not None), default=None) for each in (
-            [t.error for t in tensors], [t.own_error for t in tensors])]  # fmt: skip
-        shown = [number(error) if error is not None else "–" for error in errors]
-        table.add_row(kind, stored, str(len(tensors)), human_bytes(sum(t.bytes for t in tensors)), *shown)
-    return table
+    rows = [
+        {
+            "kind": kind,
+            "type": stored,
+            "tensors": str(len(tensors)),
+            "size": human_bytes(sum(t.bytes for t in tensors)),
+            "weight error": _largest(t.error for t in tensors),
+            "rounding alone": _largest(t.own_error for t in tensors),
+        }
+        for (kind, stored), tensors in groups.items()
+    ]
+    return table(f"{found.file}, {human_bytes(found.bytes)}", rows)
+
+
+def _largest(errors: Iterable[float | None]) -> str:
+    return number(max((e for e in errors if e is not None), default=None))
 
 
 def _chain(found: Autopsy) -> Table:
     title = (
         f"KL from {found.original} on {found.text}, nats per token" if found.original else "The file alone"
     )
-    table = new_table(title, ("", "step"), ("KL", "apart"), ("",))
-    for step in found.steps:
-        kl = "" if step.kl is None else with_error(step.kl)
-        apart = "" if step.apart is None else f"{with_error(step.apart)} ({step.beside})"
-        table.add_row(step.letter, step.title, kl, apart, escape(step.failure or step.note))
-    return table
+    rows = [
+        {
+            "": step.letter,
+            "step": step.title,
+            "KL": "" if step.kl is None else with_error(step.kl),
+            "apart": "" if step.apart is None else f"{with_error(step.apart)} ({step.beside})",
+            "note": escape(step.failure or step.note),
+        }
+        for step in found.steps
+    ]
+    return table(title, rows)
 
 
 def _restored(found: Autopsy) -> Table:
-    table = new_table("What exact weights would gain", ("part", "type"), ("KL", "share"))
-    for each in found.restored[:_MOST_RESTORED]:
-        table.add_row(each.what, each.type, number(each.kl), f"{each.share:.0%}")
-    return table
+    rows = [
+        {"part": each.what, "type": each.type, "KL": number(each.kl), "share": f"{each.share:.0%}"}
+        for each in found.restored[:_MOST_RESTORED]
+    ]
+    return table("What exact weights would gain", rows)

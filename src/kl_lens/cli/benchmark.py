@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
-
-from rich.table import Table
 
 from kl_lens import profiling
 from kl_lens.base.units import human_bytes
-from kl_lens.cli.console import console, new_table
+from kl_lens.cli.console import Row, console, table
 from kl_lens.reporting.answer import libraries, unmeasurable
 from kl_lens.reporting.names import subject_title
-from kl_lens.run.records import Profile, Quartiles
+from kl_lens.run.records import Profile
 from kl_lens.study.benchmark import BenchmarkResult
 
 
@@ -21,7 +20,7 @@ def as_json(result: BenchmarkResult) -> dict[str, Any]:
         "profiles": [_profile_json(p) for p in report.profiles],
         "failures": result.failures,
         "notes": report.notes,
-        "csv": None if report.csv is None else str(report.csv),
+        "csv": report.csv,
     }
 
 
@@ -37,64 +36,61 @@ def show(result: BenchmarkResult) -> None:
     used = [p for p in report.profiles if p.protocol == "use"]
     timed = [p for p in report.profiles if p.protocol == "benchmark_app"]
     if used:
-        out.print(use_table(used))
+        title = "Speed and memory: median (quartiles; for × FP16 the 95 % interval)"
+        out.print(table(title, use_rows(used)))
     if timed:
-        out.print(_app_table(timed))
+        out.print(table("benchmark_app, the published protocol", _app_rows(timed)))
     for line in [*_remarks(report, used, timed), *report.notes]:
         out.print(line, soft_wrap=True)
 
 
-def _spread(spread: Quartiles, scale: float, digits: int) -> str:
-    low, median, high = (format(scale * v, f".{digits}f") for v in (spread.low, spread.median, spread.high))
-    return f"{median} ({low}–{high})"
-
-
-def use_table(profiles: list[Profile]) -> Table:
-    lengths = profiles[0].settings["prompt_lengths"]
-    numbers = ("size", "load s", *(f"first token ms @{n}" for n in lengths), "ms/token", "tokens/s",
-               "× FP16", "peak memory", "of it model", "limit tokens/s", "share of limit")  # fmt: skip
-    table = new_table(
-        "Speed and memory: median (quartiles; for × FP16 the 95 % interval)", ("file",), numbers
-    )
+def use_rows(profiles: Sequence[Profile]) -> list[Row]:
+    rows = []
     for p in profiles:
-        ratio = profiling.ratio_of(p, "tokens_per_second")
-        table.add_row(
-            subject_title(p.subject),
-            human_bytes(p.file_bytes),
-            f"{p.timings['load_seconds'].median:.2f}",
-            *(f"{1e3 * p.timings[f'first_token_seconds@{n}'].median:.1f}" for n in lengths),
-            _spread(p.timings["seconds_per_token"], 1e3, 2),
-            f"{p.timings['tokens_per_second'].median:.1f}",
-            ratio.brief + ("" if p.settings["ratios_to_fp16"] else " *"),
-            human_bytes(p.peak_memory_bytes or 0),
-            human_bytes(p.settings["memory"]["model_bytes"]),
-            f"{p.bound['tokens_per_second']:.0f}" if p.bound else "–",
-            f"{p.bound['share']:.2f}" if p.bound else "–",
+        step = p.timings["seconds_per_token"]
+        low, median, high = (f"{1e3 * v:.2f}" for v in (step.low, step.median, step.high))
+        first = {
+            f"first token ms @{n}": f"{1e3 * p.timings[f'first_token_seconds@{n}'].median:.1f}"
+            for n in p.settings["prompt_lengths"]
+        }
+        rows.append(
+            {
+                "file": subject_title(p.subject),
+                "size": human_bytes(p.file_bytes),
+                "load s": f"{p.timings['load_seconds'].median:.2f}",
+                **first,
+                "ms/token": f"{median} ({low}–{high})",
+                "tokens/s": f"{p.timings['tokens_per_second'].median:.1f}",
+                "× FP16": _ratio(p, "tokens_per_second"),
+                "peak memory": human_bytes(p.peak_memory_bytes or 0),
+                "of it model": human_bytes(p.settings["memory"]["model_bytes"]),
+                "limit tokens/s": f"{p.bound['tokens_per_second']:.0f}" if p.bound else "–",
+                "share of limit": f"{p.bound['share']:.2f}" if p.bound else "–",
+            }
         )
-    return table
+    return rows
 
 
-def _app_table(profiles: list[Profile]) -> Table:
-    numbers = ("size", "median ms", "average ms", "min ms", "max ms", "inferences/s", "× FP16",
-               "iterations", "seconds", "share of limit")  # fmt: skip
-    table = new_table("benchmark_app, the published protocol", ("file", "one inference"), numbers)
-    for p in profiles:
-        s = p.settings
-        table.add_row(
-            subject_title(p.subject),
-            s["signature"],
-            human_bytes(p.file_bytes),
-            f"{p.timings['latency_ms'].median:.2f}",
-            f"{s['average_ms']:.2f}",
-            f"{s['min_ms']:.2f}",
-            f"{s['max_ms']:.2f}",
-            f"{p.timings['throughput_fps'].median:.1f}",
-            profiling.ratio_of(p, "latency_ms").brief + ("" if s["ratios_to_fp16"] else " *"),
-            f"{s['reached_iterations']}",
-            f"{s['reached_seconds']:.1f}",
-            f"{p.bound['share']:.2f}" if p.bound else "–",
-        )
-    return table
+def _app_rows(profiles: Sequence[Profile]) -> list[Row]:
+    return [
+        {
+            "file": subject_title(p.subject),
+            "one inference": p.settings["signature"],
+            "size": human_bytes(p.file_bytes),
+            "median ms": f"{p.timings['latency_ms'].median:.2f}",
+            **{f"{name} ms": f"{p.settings[f'{name}_ms']:.2f}" for name in ("average", "min", "max")},
+            "inferences/s": f"{p.timings['throughput_fps'].median:.1f}",
+            "× FP16": _ratio(p, "latency_ms"),
+            "iterations": f"{p.settings['reached_iterations']}",
+            "seconds": f"{p.settings['reached_seconds']:.1f}",
+            "share of limit": f"{p.bound['share']:.2f}" if p.bound else "–",
+        }
+        for p in profiles
+    ]
+
+
+def _ratio(profile: Profile, name: str) -> str:
+    return profiling.ratio_of(profile, name).brief + ("" if profile.settings["ratios_to_fp16"] else " *")
 
 
 def _remarks(report: profiling.Report, used: list[Profile], timed: list[Profile]) -> list[str]:

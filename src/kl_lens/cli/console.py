@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # `kl-lens generate` runs on small devices: libraries load in the functions that need them
     from rich.console import Console
     from rich.table import Table
+
+Row = dict[str, str]  # heading → cell
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -21,33 +26,39 @@ def console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, width=None if stream.isatty() else 220, highlight=False)
 
 
-def new_table(
-    title: str, left: Sequence[str] = (), right: Sequence[str] = (), fold: Sequence[str] = ()
-) -> Table:
-    """A table with columns of words, then of numbers, then of long words."""
+def table(title: str, rows: Sequence[Row | None]) -> Table:
+    """None is a line between rows. Columns of numbers are aligned right; those without any cell are left out."""
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left")
-    for column in left:
-        table.add_column(column)
-    for column in right:
-        table.add_column(column, justify="right")
-    for column in fold:
-        table.add_column(column, overflow="fold")
-    return table
+    shown = Table(title=title, title_justify="left")
+    cells = {heading: [row.get(heading, "") for row in rows if row] for row in rows if row for heading in row}
+    cells = {heading: column for heading, column in cells.items() if any(column)}
+    for heading, column in cells.items():
+        numbers = all(re.match(r"(\[bold\])?([-+−]?\d|–|∞|$)", cell) for cell in column)
+        shown.add_column(heading, justify="right" if numbers else "left", overflow="fold")
+    for row in rows:
+        if row is None:
+            shown.add_section()
+        else:
+            shown.add_row(*(row.get(heading, "") for heading in cells))
+    return shown
 
 
 def print_json(data: Any) -> None:
-    """Strict JSON: what is not a number (an error that is not defined) becomes null."""
-    json.dump(_finite(data), sys.stdout, indent=1, allow_nan=False)
+    json.dump(_plain(data), sys.stdout, indent=1, allow_nan=False)
     print()
 
 
-def _finite(data: Any) -> Any:
+def _plain(data: Any) -> Any:
+    """As strict JSON has it: what is not a number (an error that is not defined) becomes null."""
+    if hasattr(data, "to_json"):
+        return _plain(data.to_json())
+    if is_dataclass(data):
+        return {field.name: _plain(getattr(data, field.name)) for field in fields(data)}
+    if isinstance(data, Path):
+        return str(data)
     if isinstance(data, float):
         return data if math.isfinite(data) else None
     if isinstance(data, dict):
-        return {key: _finite(value) for key, value in data.items()}
-    if isinstance(data, list | tuple):
-        return [_finite(value) for value in data]
-    return data
+        return {key: _plain(value) for key, value in data.items()}
+    return [_plain(value) for value in data] if isinstance(data, list | tuple) else data

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kl_lens.base.units import human_bytes
-from kl_lens.cli.console import console, new_table
+from kl_lens.cli.console import console, table
 from kl_lens.reporting.names import runtime_title
 from kl_lens.run.records import Artifact
 from kl_lens.study.export import ExportResult
@@ -21,20 +21,19 @@ def as_json(result: ExportResult) -> list[dict[str, Any]]:
 
 
 def show(result: ExportResult) -> None:
-    table = new_table(
-        "Exported", ("plan", "for"), ("planned", "on disk"), ("differs from the plan", "folder")
-    )
-    for folder, artifact in result.artifacts:
-        table.add_row(
-            artifact.plan,
-            runtime_title(artifact.target),
-            human_bytes(artifact.planned_bytes),
-            human_bytes(artifact.realised_bytes),
-            _lowered(artifact),
-            str(folder),
-        )
+    rows = [
+        {
+            "plan": artifact.plan,
+            "for": runtime_title(artifact.target),
+            "planned": human_bytes(artifact.planned_bytes),
+            "on disk": human_bytes(artifact.realised_bytes),
+            "differs from the plan": _lowered(artifact),
+            "folder": str(folder),
+        }
+        for folder, artifact in result.artifacts
+    ]
     out = console()
-    out.print(table)
+    out.print(table("Exported", rows))
     for _, artifact in result.artifacts:
         out.print(f"{artifact.plan}: {_sizes(artifact)}.", soft_wrap=True)
     notes = [note for _, artifact in result.artifacts for note in artifact.settings.get("notes", ())]

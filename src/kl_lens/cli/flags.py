@@ -1,9 +1,9 @@
-"""Settings from flags and from YAML files, and back: one dataclass, three ways to fill it."""
+"""Settings from flags and from YAML files: one dataclass, two ways to fill it."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ def add_arguments(
     `shown`: the flags that the help names; None: all. What it leaves out works all the same. Returns how many it is.
     """
     left_out = 0
-    parser.usage = " ".join(["%(prog)s", *_needed(settings), "[OPTIONS]"])
+    needed = []
     groups: dict[str, Any] = {"": parser}
     for option in options_of(settings):
         if option.group not in groups:
@@ -29,23 +29,15 @@ def add_arguments(
         is_shown = shown is None or option.flag in shown or option.required or not option.flag
         left_out += not is_shown
         help_text = (option.meaning.replace("%", "%%") or None) if is_shown else argparse.SUPPRESS
-        groups[option.group].add_argument(*_names(option), **_behaviour(option), help=help_text)
-    return left_out
-
-
-def _needed(settings: type[Settings]) -> Iterator[str]:
-    """What stands alone, and the flags that have to be there."""
-    for option in options_of(settings):
+        groups[option.group].add_argument(option.flag or option.name, **_behaviour(option), help=help_text)
         metavar = option.metavar or "|".join(option.choices)
         values = " ".join(metavar) if isinstance(metavar, tuple) else metavar
         if not option.flag:
-            yield {"?": f"[{values}]", "*": f"[{values} ...]"}.get(str(option.nargs), values)
+            needed.append({"?": f"[{values}]", "*": f"[{values} ...]"}.get(str(option.nargs), values))
         elif option.required:
-            yield f"{option.flag} {values}"
-
-
-def _names(option: Option) -> tuple[str, ...]:
-    return (option.flag or option.name,)
+            needed.append(f"{option.flag} {values}")
+    parser.usage = " ".join(["%(prog)s", *needed, "[OPTIONS]"])
+    return left_out
 
 
 def _behaviour(option: Option) -> dict[str, Any]:
@@ -55,23 +47,14 @@ def _behaviour(option: Option) -> dict[str, Any]:
     if option.is_switch:
         const = True if option.bare is None else option.bare
         return behaviour | {"action": "store_const", "const": const}
-    behaviour["type"] = _reader(option)
+    # argparse converts even its default, for what stands alone and is left out.
+    behaviour["type"] = lambda text: text if text is argparse.SUPPRESS else option.read(text)
     for name, value in (("metavar", option.metavar), ("choices", option.choices), ("nargs", option.nargs)):
         if value:
             behaviour[name] = value
     if option.nargs == "?" and option.flag:
         behaviour["const"] = option.bare
     return behaviour | ({"action": "append"} if option.repeated else {})
-
-
-def _reader(option: Option) -> Any:
-    """The option's own reader, whose errors name the flag."""
-
-    def parse(text: str) -> Any:
-        # argparse converts even this, for what stands alone and is left out
-        return text if text is argparse.SUPPRESS else option.read(text)
-
-    return parse
 
 
 def typed_values(settings: type[Settings], arguments: argparse.Namespace) -> dict[str, Any]:
@@ -84,9 +67,6 @@ def typed_values(settings: type[Settings], arguments: argparse.Namespace) -> dic
 
 def _frozen(value: Any) -> Any:
     return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
-
-
-# -- YAML ------------------------------------------------------------------------------------------------------
 
 
 def file_values(settings: type[Settings], file: str) -> dict[str, Any]:

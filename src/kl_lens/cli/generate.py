@@ -1,16 +1,10 @@
-"""`kl-lens generate`: the text comes as it is made; then how fast it came."""
+"""`kl-lens generate`: the text is printed while it is made; then come the speeds."""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
-from typing import Any
 
 from kl_lens.study.generate import GenerateResult
-
-
-def as_json(result: GenerateResult) -> dict[str, Any]:
-    return asdict(result)
 
 
 def show(result: GenerateResult) -> None:

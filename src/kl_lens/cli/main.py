@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,17 +19,18 @@ from kl_lens.base.environment import require_thread_counts, set_defaults
 
 set_defaults()
 
-from kl_lens.base.errors import KLLensError, one_line, printable, system_reason  # noqa: E402
+from kl_lens.base.errors import KLLensError, printable  # noqa: E402
 from kl_lens.base.version import __version__  # noqa: E402
 from kl_lens.cli.console import print_json  # noqa: E402
-from kl_lens.cli.last_net import EXIT_CODE, unexpected  # noqa: E402
+from kl_lens.cli.failures import UNEXPECTED, explained  # noqa: E402
 from kl_lens.cli.terminal import Terminal  # noqa: E402
 from kl_lens.study.settings import Settings, with_values  # noqa: E402
 from kl_lens.study.study import Study  # noqa: E402
 from kl_lens.study.verbs import settings_of  # noqa: E402
 
-# In the order of the pipeline. The settings are in `kl_lens.study`; the file here has show(result) and, for --json,
-# as_json(result). The help stands here so that `kl-lens --help` need not load every library.
+# In the order of the pipeline. The settings are in `kl_lens.study`; the file here has show(result) and, where --json
+# prints something else than the result's own fields, as_json(result). With the help here, `kl-lens --help` loads no
+# library.
 VERBS = {
     "run": "make smaller files of a model: measure, plan, export, test and report",
     "inspect": "show a model's blocks, components and sizes",
@@ -93,19 +94,7 @@ class _Parser(argparse.ArgumentParser):
         super().error(printable(message))
 
 
-class _Say(argparse.Action):
-    """Prints a text that takes a while to make, and stops."""
-
-    def __init__(self, *words: Any, text: Callable[[Any], str], **named: Any) -> None:
-        super().__init__(*words, **named)
-        self._text = text
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        print(self._text(values), end="")
-        parser.exit()
-
-
-def _versions(_: object) -> str:
+def _versions() -> str:
     """Of KL Lens and of the packages that it uses."""
     from kl_lens.run.folder import provenance
 
@@ -113,12 +102,6 @@ def _versions(_: object) -> str:
     packages = {k: v for k, v in known["versions"].items() if k not in ("kl-lens", "python")}
     rest = "".join(f"{name} {version}\n" for name, version in packages.items())
     return f"kl-lens {__version__}\nPython {known['versions']['python']} on {known['machine']}\n{rest}"
-
-
-def _completion(shell: str) -> str:
-    from kl_lens.cli.completion import completion
-
-    return completion(shell, build_parser())
 
 
 def build_parser(
@@ -134,21 +117,15 @@ def build_parser(
         "writes GGUF and OpenVINO files, and measures what they lose. Start with: kl-lens run MODEL --targets gguf",
     )
     parser.add_argument(
-        "--version",
-        action=_Say,
-        nargs=0,
-        text=_versions,
-        help="show the versions of KL Lens and the runtimes",
+        "--version", action="store_true", help="show the versions of KL Lens and the runtimes"
     )
     parser.add_argument(
         "--completion",
-        action=_Say,
         choices=("bash", "zsh", "fish"),
-        text=_completion,
         help='print a script that completes commands: eval "$(kl-lens --completion bash)"',
     )
     parser.add_argument("--debug", action="store_true", help="show tracebacks and library messages")
-    subparsers = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    subparsers = parser.add_subparsers(dest="verb", metavar="VERB")
     for verb, help_text in VERBS.items():
         description = help_text[0].upper() + help_text[1:] + "."
         subparser = subparsers.add_parser(verb, help=help_text, description=description)
@@ -165,31 +142,26 @@ def _add_arguments(parser: argparse.ArgumentParser, verb: str, everything: bool)
     usual = USUAL[verb].split() if verb in USUAL and not everything else None
     if left_out := add_arguments(parser, settings_of(verb), usual):
         parser.epilog = f"kl-lens {verb} --help-all shows {left_out} more flags."
-    if hasattr(_shown_by(verb), "as_json"):
+    if verb != "run":
         parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    if verb == "run":
-        parser.add_argument(
-            "--verbose", action="store_true", help="show the output of every stage, not only in the log"
-        )
-        parser.add_argument(
-            "--config", metavar="FILE", help="settings as YAML, named like the flags; flags win"
-        )
-        parser.add_argument(
-            "--write-config",
-            nargs="?",
-            const="-",
-            metavar="FILE",
-            help="write the settings as YAML (to the screen, or to FILE) and stop",
-        )
-
-
-def _shown_by(verb: str) -> Any:
-    return importlib.import_module(f"kl_lens.cli.{verb}")
+        return
+    parser.add_argument("--config", metavar="FILE", help="settings as YAML, named like the flags; flags win")
+    parser.add_argument(
+        "--write-config",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="write the settings as YAML (to the screen, or to FILE) and stop",
+    )
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """The arguments of one command, loading only what its verb needs."""
-    return build_parser(_verb(words), everything="--help-all" in words).parse_args(words)
+    parser = build_parser(_verb(words), everything="--help-all" in words)
+    arguments = parser.parse_args(words)
+    if not (arguments.verb or arguments.version or arguments.completion):
+        parser.error("the following arguments are required: VERB")
+    return arguments
 
 
 def _verb(words: Sequence[str]) -> list[str]:
@@ -207,14 +179,26 @@ def settings_from(arguments: argparse.Namespace) -> Settings:
 
 
 def execute(arguments: argparse.Namespace) -> int:
+    if arguments.version or arguments.completion:
+        from kl_lens.cli.completion import completion
+
+        script = arguments.completion and completion(arguments.completion, build_parser())
+        sys.stdout.write(script or _versions())
+        return 0
     settings = settings_from(arguments)
     if place := getattr(arguments, "write_config", None):
+        from kl_lens.base.files import write_text
+        from kl_lens.study.settings import as_yaml
+
         settings.check()
-        _write_config(settings, place)
+        if place == "-":
+            sys.stdout.write(as_yaml(settings))
+        else:
+            write_text(Path(place), as_yaml(settings))
         return 0
     wants_json = getattr(arguments, "json", False)
-    terminal = Terminal(settings.verb, _show, writes=not wants_json)
-    if not getattr(arguments, "verbose", True):
+    terminal = Terminal(settings.verb, writes=not wants_json)
+    if settings.verb == "run":
         from kl_lens.cli.screen import Screen
 
         terminal = Screen(settings.verb, _show)
@@ -224,23 +208,13 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def _show(terminal: Terminal, result: object, wants_json: bool = False) -> None:
-    shown_by = _shown_by(terminal.verb)
+    verb = importlib.import_module(f"kl_lens.cli.{terminal.verb}")
     if wants_json:
-        print_json(shown_by.as_json(result))
+        print_json(verb.as_json(result) if hasattr(verb, "as_json") else result)
     else:
-        shown_by.show(result)
+        verb.show(result)
     for subject, reason in getattr(result, "failures", {}).items():
         terminal.fail(reason if reason.startswith(subject) else f"{subject}: {reason}")
-
-
-def _write_config(settings: Settings, place: str) -> None:
-    from kl_lens.base.files import write_text
-    from kl_lens.study.settings import as_yaml
-
-    if place == "-":
-        sys.stdout.write(as_yaml(settings))
-        return
-    write_text(Path(place), as_yaml(settings))
 
 
 def _quiet_libraries() -> None:
@@ -273,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not arguments.debug:
             _quiet_libraries()
         code = execute(arguments)
-        sys.stdout.flush()  # while a full disk can still be told
+        sys.stdout.flush()  # here, where a full disk can still be reported
         return code
     except (SystemExit, GeneratorExit):  # argparse has said what is wrong
         raise
@@ -283,30 +257,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `kl-lens … | head`
         _drop_output()
         return 141
-    except BaseException as error:  # libraries in Rust panic with what is no Exception
-        code, line = _said(error, words)
-        if "--debug" in words and code != EXIT_CODE:
+    except BaseException as error:  # a panic in a Rust library is not an Exception
+        if isinstance(error, OSError) and error.filename is None:
+            _drop_output()  # it may be what is full, and would be tried again at the end
+        code, line = explained(error, words)
+        if "--debug" in words and code != UNEXPECTED:
             raise
         if "--debug" in words:
             traceback.print_exception(error)
         print(f"{program}: {printable(line)}", file=sys.stderr)
         return code
-
-
-def _said(error: BaseException, words: Sequence[str]) -> tuple[int, str]:
-    """The exit code, and the one line about it."""
-    if isinstance(error, KLLensError):
-        return error.exit_code, " ".join(str(error).split("\n"))
-    if isinstance(error, OSError) and (line := system_reason(error)):
-        if error.filename is None:
-            _drop_output()  # it may be what is full, and would be tried again at the end
-        return KLLensError.exit_code, line
-    if type(error).__name__ == "OutOfMemoryError":  # torch's, which may not be loaded
-        return KLLensError.exit_code, (
-            f"GPU memory is full ({one_line(error).partition('. GPU')[0]}); what was measured is kept. Run the same "
-            "command with --weights disk, or measure with a smaller --memory-budget"
-        )
-    return EXIT_CODE, unexpected(error, words)
 
 
 def _open_streams() -> None:

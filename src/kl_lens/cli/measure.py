@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from kl_lens.cli.console import console, new_table
-from kl_lens.cli.estimates import show_estimate
+from kl_lens.cli.console import console, table
+from kl_lens.cli.progress import show_estimate
 from kl_lens.study.costs import JobEstimate
 from kl_lens.study.measure import MeasureResult
 
@@ -14,33 +14,32 @@ from kl_lens.study.measure import MeasureResult
 def as_json(result: MeasureResult | JobEstimate) -> dict[str, Any]:
     if isinstance(result, JobEstimate):
         return asdict(result) | {"seconds": result.seconds, "disk": result.disk}
-    return {"noise_floor": result.noise, "measurements": [m.to_json() for m in result.measurements]}
+    return {"noise_floor": result.noise, "measurements": result.measurements}
 
 
 def show(result: MeasureResult | JobEstimate) -> None:
     if isinstance(result, JobEstimate):
         show_estimate(result)
         return
-    numbers = ("KL, nats", "±", "KL 99 %", "MSE", "SQNR, dB", "ΔCE, nats", "same top")
-    title = f"Sensitivity, from least to most (per {result.unit.removesuffix('s')})"
-    table = new_table(title, ("component", "format"), numbers)
+    rows = []
     for m in sorted(result.measurements, key=lambda m: m.metrics["kl_teacher_to_student"].value):
         kl = m.metrics["kl_teacher_to_student"]
-        mark = "" if kl.value > result.noise else " (noise)"
-        table.add_row(
-            m.component,
-            m.format,
-            f"{kl.value:.3e}{mark}",
-            f"{kl.standard_error:.1e}",
-            f"{m.metrics['kl_p99'].value:.2e}",
-            f"{m.metrics['mse'].value:.2e}",
-            f"{m.metrics['sqnr_db'].value:.1f}",
-            f"{m.metrics['delta_cross_entropy'].value:+.2e}",
-            f"{m.metrics['same_top'].value:.2%}",
+        rows.append(
+            {
+                "component": m.component,
+                "format": m.format,
+                "KL, nats": f"{kl.value:.3e}{'' if kl.value > result.noise else ' (noise)'}",
+                "±": f"{kl.standard_error:.1e}",
+                "KL 99 %": f"{m.metrics['kl_p99'].value:.2e}",
+                "MSE": f"{m.metrics['mse'].value:.2e}",
+                "SQNR, dB": f"{m.metrics['sqnr_db'].value:.1f}",
+                "ΔCE, nats": f"{m.metrics['delta_cross_entropy'].value:+.2e}",
+                "same top": f"{m.metrics['same_top'].value:.2%}",
+            }
         )
     sweep, out = result.sweep, console()
     products = "" if sweep.precision == "float32" else f", with products in {sweep.precision}"
-    out.print(table)
+    out.print(table(f"Sensitivity, from least to most (per {result.unit.removesuffix('s')})", rows))
     out.print(
         f"{sweep.candidates} candidates × {sweep.windows} windows ({sweep.tokens:,} {result.unit} each); "
         f"{sweep.measured} candidate × window pairs measured in {sweep.seconds:.1f} s, {sweep.reused} reused. "

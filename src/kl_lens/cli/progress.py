@@ -1,4 +1,4 @@
-"""Progress of long work: a bar that ends in a line with the time it took, or plain lines where there is no terminal."""
+"""Progress of long work: a bar, or plain lines where there is no terminal; and what all of it should take."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
-from rich.progress import BarColumn, Progress as Bar, ProgressColumn, Task, TextColumn
+from rich.progress import BarColumn, Progress as Bar, TextColumn
 from rich.table import Column
-from rich.text import Text
 
-from kl_lens.cli.console import console
+from kl_lens.base.units import human_bytes
+from kl_lens.cli.console import console, table
 from kl_lens.measuring.sweep import Progress
-from kl_lens.study.costs import StageCost
+from kl_lens.reporting.names import runtime_title
+from kl_lens.study.costs import JobEstimate, StageCost
 
 LINE_INTERVAL = 10.0  # seconds between two plain lines
-RECENT = 0.5  # of the time so far: what a forecast goes by
 CAUTION = 0.1  # of all that is expected
-TOGETHER = 0.05  # seconds: several candidates that were measured at once arrive one by one
+BUSY = 1.3  # times slower than idle: worth saying
 TITLE_WIDTH = 34  # what follows a title stands in one column
 _ALONE = StageCost("", None, 1.0)  # of unknown length
 _UNEXPECTED = StageCost("", None, 0.0)
@@ -46,10 +45,27 @@ def clock_time(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-class Passed(NamedTuple):
-    kind: str
-    said: float  # seconds that it should take
-    taken: float
+def stage_title(verb: str, target: str | None) -> str:
+    return TITLES[verb] + (f", {runtime_title(target)}" if target else "")
+
+
+def in_all(estimate: JobEstimate) -> str:
+    idle = estimate.seconds / estimate.load
+    busy = f"; {clock_time(idle)} on an idle machine" if estimate.load > BUSY else ""
+    return f"About {clock_time(estimate.seconds)} in all{busy}."
+
+
+def show_estimate(result: JobEstimate) -> None:
+    """What `run --estimate` and `measure --estimate` print."""
+
+    def row(title: str, seconds: float, disk: int) -> dict[str, str]:
+        return {"stage": title, "time": clock_time(seconds), "disk": human_bytes(disk) if disk else ""}
+
+    rows = [row(stage_title(s.verb, s.target), s.seconds, s.disk) for s in result.stages]
+    total = row("in all", result.seconds, result.disk)
+    out = console()
+    out.print(table(f"Estimate for {result.windows} calibration windows", [*rows, None, total]))
+    out.print(f"{in_all(result)} Memory: about {human_bytes(result.memory)}. Nothing was measured.")
 
 
 class Forecast:
@@ -63,7 +79,7 @@ class Forecast:
         self._clock = clock
         self._to_come: list[StageCost] = []
         self._expected: dict[str, float] = {}  # kind → seconds of all stages
-        self._passed: list[Passed] = []
+        self._passed: list[tuple[str, float, float]] = []  # kind, seconds expected, seconds taken
         self._scope = ""  # what the time left is of
         self._begin(_ALONE)
 
@@ -88,13 +104,13 @@ class Forecast:
         """The stage is over. `counts`: it was not done already."""
         if counts and self._expected and self._stage.seconds:
             spent = self._clock() - self._begun
-            self._passed.append(Passed(self._stage.kind, self._stage.seconds, spent))
+            self._passed.append((self._stage.kind, self._stage.seconds, spent))
         self._begin(_UNEXPECTED)
 
     def _begin(self, stage: StageCost) -> None:
         self._stage, self._begun = stage, self._clock()
         self.total = self.done = self._before = 0.0
-        self._seen = [(self._begun, 0.0)]  # when how much was done; the first: the beginning
+        self._seen = [(self._begun, 0.0)]  # when how much was done: the beginning, the first piece, the last
 
     def start(self, total: float, done: float) -> None:
         """`done`: so far, or by an earlier run."""
@@ -104,13 +120,9 @@ class Forecast:
         self.total, self.done = total, done
 
     def advance(self, work: float) -> None:
-        if not work:  # only something to show
-            return
-        self.done += work
-        now = self._clock()
-        if len(self._seen) > 2 and now - self._seen[-1][0] < TOGETHER:  # the rest of what was done together
-            self._seen.pop()
-        self._seen.append((now, self.done))
+        if work:
+            self.done += work
+            self._seen = [*self._seen[:2], (self._clock(), self.done)]
 
     @property
     def share(self) -> float:
@@ -126,36 +138,29 @@ class Forecast:
         def at_this_pace(kind: str, seconds: float) -> float:
             # A part of all stages counts as passed on time, so that short ones say little about the rest.
             on_time = CAUTION * self._expected.get(kind, 0.0)
-            said = on_time + sum(each.said for each in passed if each.kind == kind)
-            taken = on_time + sum(each.taken for each in passed if each.kind == kind)
-            return seconds * taken / said if said else seconds
+            expected = on_time + sum(said for each, said, _ in passed if each == kind)
+            taken = on_time + sum(spent for each, _, spent in passed if each == kind)
+            return seconds * taken / expected if expected else seconds
 
-        now = self._stage.seconds - self._said(self.done - self._before)
+        now = self._stage.seconds - self._seconds_of(self.done - self._before)
         waited = self._clock() - self._seen[-1][0]
         later = sum(at_this_pace(stage.kind, stage.seconds) for stage in self._to_come)
         return max(0.0, at_this_pace(self._stage.kind, now) - waited) + later
 
-    def _lately(self) -> Iterator[Passed]:
-        """The last while of this stage. The first piece has one-time work in it (loading, compiling) and is no sample
-        of the pace. Neither is what is long past: machines get busier and calmer."""
+    def _lately(self) -> Iterator[tuple[str, float, float]]:
+        """This stage so far. The first of several pieces has one-time work in it (loading, compiling), and says little
+        about the pace."""
         if len(self._seen) > 1 and self._stage.seconds:
-            begin, (last, done) = self._seen[0][0], self._seen[-1]
-            recent = [s for s in self._seen[1:-1] if s[0] >= last - RECENT * (last - begin)]
-            since, before = next(iter(recent or self._seen[-2:]))
-            yield Passed(self._stage.kind, self._said(done - before), last - since)
+            (since, before), (last, done) = self._seen[-2:]
+            yield self._stage.kind, self._seconds_of(done - before), last - since
 
-    def _said(self, work: float) -> float:
-        """The seconds that so much work of this stage should take."""
+    def _seconds_of(self, work: float) -> float:
+        """The seconds that this part of the stage should take."""
         return self._stage.seconds * work / (self.total - self._before) if self.total > self._before else 0.0
 
     def __str__(self) -> str:
         left = "" if self.left is None else f"{clock_time(self.left)} left{self._scope}"
         return f"{100 * self.share:3.0f} %  {left}" if self.total else ""
-
-
-class _Told(ProgressColumn):
-    def render(self, task: Task) -> Text:
-        return Text(str(task.fields["forecast"]))
 
 
 @contextmanager
@@ -167,15 +172,13 @@ def shown_progress(
     if not sys.stderr.isatty():
         yield _lines(title, forecast, interval, details)
         return
-    columns: list[ProgressColumn] = [
+    columns = (
         TextColumn("{task.description}", table_column=Column(min_width=TITLE_WIDTH)),
         BarColumn(18),
-        _Told(table_column=Column(min_width=24, no_wrap=True)),
-    ]
-    if details:
-        columns.append(
-            TextColumn("{task.fields[what]}", style="dim", table_column=Column(no_wrap=True, ratio=1))
-        )
+        TextColumn("{task.fields[forecast]}", table_column=Column(min_width=24, no_wrap=True)),
+        *[TextColumn("{task.fields[what]}", style="dim", table_column=Column(no_wrap=True, ratio=1))]
+        * details,
+    )
     with Bar(*columns, console=console(stderr=True), transient=True, expand=True) as bar:
         task = bar.add_task(title, total=None, forecast=forecast, what="")
 

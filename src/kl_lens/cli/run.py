@@ -5,19 +5,10 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from rich.table import Table
-
 from kl_lens.base.units import human_bytes
-from kl_lens.cli.console import console, new_table
-from kl_lens.cli.estimates import show_estimate
-from kl_lens.cli.progress import clock_time
-from kl_lens.reporting.answer import (
-    measured_of,
-    speed_ratio,
-    target_of,
-    unmeasurable,
-    value_of,
-)
+from kl_lens.cli.console import Row, console, table
+from kl_lens.cli.progress import clock_time, show_estimate
+from kl_lens.reporting.answer import measured_of, speed_ratio, target_of, unmeasurable, value_of
 from kl_lens.reporting.data import RunView, collect
 from kl_lens.reporting.names import plan_title, runtime_title
 from kl_lens.reporting.numbers import percent, with_error
@@ -37,14 +28,15 @@ def show(result: RunResult | JobEstimate) -> None:
     with Run.open(result.folder) as run:
         view = collect(run)
     out = console()
-    table = new_table("", ("for", "file"), ("size", "KL, nats", "perplexity", "speed, × FP16"))
     told = of_tokens if result.generates else of_images
     answers: list[str] = []
+    rows: list[Row | None] = []
     for target, names in result.plans.items():
         answers += _answer(view, names[-1], target)
         for name in _nearest(view, names, target):
-            add_row(table, view, name, target, loud=name == names[-1])
-        table.add_section()
+            row = row_of(view, name, target)
+            rows.append({h: f"[bold]{cell}[/]" for h, cell in row.items()} if name == names[-1] else row)
+        rows.append(None)
     used = [p for p in view.profiles if p.protocol == "use"]
     lines = [*map(told, _protocol(view, result)), *unmeasurable(used)]
     lines += [f"Failed, see the log: kl-lens {command}" for command in result.failed]
@@ -53,8 +45,11 @@ def show(result: RunResult | JobEstimate) -> None:
     for place in list(result.exported.values())[: int(result.generates)]:
         lines.append(f'Next: kl-lens generate {shlex.quote(str(place))} --prompt "The history of the city"')
     out.print()
-    for part in [*map(told, answers), table, f"Done in {clock_time(result.seconds)}.", *lines]:
-        out.print(part, soft_wrap=not isinstance(part, Table))
+    for line in map(told, answers):
+        out.print(line, soft_wrap=True)
+    out.print(table("", rows))
+    for line in [f"Done in {clock_time(result.seconds)}.", *lines]:
+        out.print(line, soft_wrap=True)
 
 
 def _answer(view: RunView, name: str, target: str) -> list[str]:
@@ -83,22 +78,21 @@ def _nearest(view: RunView, names: Sequence[str], target: str) -> list[str]:
     return sorted([*rivals, names[-1]], key=lambda n: -size[n])
 
 
-def add_row(table: Table, view: RunView, name: str, target: str, *, loud: bool) -> None:
+def row_of(view: RunView, name: str, target: str) -> Row:
     subject = _subject(target, name)
     size = view.subject_bytes(subject)
     kl = value_of(view, subject, "divergence", "kl_mean")
     perplexity = value_of(view, subject, "perplexity", "token_perplexity")
     timed = [p for p in view.profiles if p.subject.key == subject.key and p.protocol == "use"]
     ratio = speed_ratio(timed[-1]) if timed else None
-    table.add_row(
-        runtime_title(target),
-        plan_title(name),
-        human_bytes(size) if size else "",
-        with_error(kl) if kl else "",
-        f"{perplexity.value:.2f}" if perplexity else "",
-        ratio.brief if ratio else "",
-        style="bold" if loud else None,
-    )
+    return {
+        "for": runtime_title(target),
+        "file": plan_title(name),
+        "size": human_bytes(size) if size else "",
+        "KL, nats": with_error(kl) if kl else "",
+        "perplexity": f"{perplexity.value:.2f}" if perplexity else "",
+        "speed, × FP16": ratio.brief if ratio else "",
+    }
 
 
 def _protocol(view: RunView, result: RunResult) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -11,11 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kl_lens.base.errors import printable
-from kl_lens.cli.progress import TITLE_WIDTH, TITLES, Forecast, clock_time, shown_progress
+from kl_lens.cli.progress import TITLE_WIDTH, Forecast, clock_time, in_all, shown_progress, stage_title
 from kl_lens.cli.terminal import Terminal
-from kl_lens.reporting.names import runtime_title
 from kl_lens.study.costs import JobEstimate
-from kl_lens.study.settings import Settings
+from kl_lens.study.settings import Settings, command_of
 
 if TYPE_CHECKING:
     from kl_lens.measuring.sweep import Progress
@@ -27,7 +27,8 @@ class Screen(Terminal):
     """Stages with their time on standard error; everything else goes to `RUN/log/`."""
 
     def __init__(self, verb: str, show: Callable[[Terminal, Any], None]) -> None:
-        super().__init__(verb, show)
+        super().__init__(verb)
+        self._show = show  # prints the result of a stage
         self._log: Path | None = None
         self._early = ""  # said before there was a folder
         self._progress: Progress | None = None  # of the stage
@@ -36,7 +37,7 @@ class Screen(Terminal):
 
     def expect(self, estimate: JobEstimate) -> None:
         self._forecast.expect(estimate.stages)
-        super().expect(estimate)
+        self.heading(in_all(estimate))
 
     def keep_in(self, folder: Path) -> None:
         self._log = folder / "log" / time.strftime("run-%Y%m%d-%H%M%S.log")
@@ -47,17 +48,13 @@ class Screen(Terminal):
     def note(self, text: str) -> None:
         self._write(printable(text, kept="\n") + "\n")
 
-    def warn(self, text: str) -> None:
-        self.note(f"kl-lens {self.verb}: {text}")
-
     def fail(self, text: str) -> None:
         self.warn(text)
         self._say(printable(f"kl-lens {self.verb}: {text}"))
 
     def heading(self, text: str) -> None:
         self.note(f"\n== {text}")
-        if not text.startswith("kl-lens "):  # a stage that is no verb
-            self._say(text.capitalize())
+        self._say(text.capitalize())
 
     def progress(self, title: str) -> AbstractContextManager[Progress]:
         if self._progress is None:  # before the first stage
@@ -66,20 +63,18 @@ class Screen(Terminal):
 
     @contextmanager
     def stage(self, settings: Settings) -> Iterator[None]:
+        self.note(f"\n== kl-lens {shlex.join(command_of(settings))}")
+        outer, self.verb = self.verb, settings.verb
         target = next((t for n in ("target", "as_deployed") if (t := getattr(settings, n, None))), None)
         begin, self._done_already = time.monotonic(), False
         self._forecast.begin(settings.verb, target)
-        title = TITLES[settings.verb] + (f", {runtime_title(target)}" if target else "")
+        title = stage_title(settings.verb, target)
         try:
-            with (
-                super().stage(settings),
-                shown_progress(
-                    title, LINE_INTERVAL, details=False, forecast=self._forecast
-                ) as self._progress,
-            ):
+            shown = shown_progress(title, LINE_INTERVAL, details=False, forecast=self._forecast)
+            with shown as self._progress:
                 yield
         finally:
-            self._progress = None
+            self._progress, self.verb = None, outer
         spent = "already done" if self._done_already else clock_time(time.monotonic() - begin)
         self._forecast.end(counts=not self._done_already)
         left = f"  about {clock_time(left)} left" if (left := self._forecast.left) else ""
@@ -87,9 +82,9 @@ class Screen(Terminal):
 
     def result(self, result: object) -> None:
         self._done_already = result is None
-        shown = StringIO()
-        with redirect_stdout(shown):
-            super().result(result)
+        with redirect_stdout(StringIO()) as shown:
+            if result is not None:
+                self._show(self, result)
         self._write(shown.getvalue())
 
     def _say(self, text: str) -> None:
