@@ -10,11 +10,42 @@ import torch
 from kl_lens.model import Chain
 from kl_lens.model.kernels import attention, fast_kernels, swap
 from kl_lens.model.kernels.chunked_scan import chunked_scan
-from kl_lens.model.kernels.convolution import causal_convolution, causal_convolution_reference
+from kl_lens.model.kernels.convolution import causal_convolution
 from kl_lens.model.kernels.head_scan import head_scan
-from kl_lens.model.kernels.selective_scan import selective_scan, selective_scan_reference
+from kl_lens.model.kernels.selective_scan import selective_scan
 from tests.families import CONFIGS, tiny_model, token_ids
 from tests.planted import growing, larger
+
+
+def selective_scan_reference(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    initial_state: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The recurrence as written above, in the dtype of its inputs: what `selective_scan` is tested against."""
+    batch, time, channels = x.shape
+    h = x.new_zeros(batch, channels, a.shape[1]) if initial_state is None else initial_state
+    outputs = []
+    for t in range(time):
+        step = dt[:, t, :, None]
+        h = torch.exp(step * a) * h + step * x[:, t, :, None] * b[:, t, None, :]
+        outputs.append((h * c[:, t, None, :]).sum(-1))
+    return torch.stack(outputs, 1), h
+
+
+def causal_convolution_reference(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, with_silu: bool = False
+) -> torch.Tensor:
+    """The same by torch's grouped convolution."""
+    width = weight.shape[-1]
+    y = torch.nn.functional.conv1d(
+        x.transpose(1, 2), weight[:, None], bias, padding=width - 1, groups=x.shape[-1]
+    )
+    y = y[..., : x.shape[1]].transpose(1, 2)
+    return torch.nn.functional.silu(y) if with_silu else y
 
 
 def recurrence(

@@ -71,7 +71,7 @@ def test_a_matrix_stored_as_embedding_and_as_head_is_one_component(saved, dtype:
     assert model.anatomy.component("lm_head").tied_with == ("lm_head",)
     assert on_disk.anatomy == model.anatomy
     assert on_disk.fingerprint == model.fingerprint
-    with closing(CheckpointTensors(folder, AutoConfig.from_pretrained(folder))) as stored:
+    with closing(CheckpointTensors.fitting(folder, AutoConfig.from_pretrained(folder))) as stored:
         assert stored.aliases == {"lm_head.weight": "backbone.embeddings.weight"}
 
     weights["lm_head.weight"][-1, -1] += 1

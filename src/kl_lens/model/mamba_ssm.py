@@ -12,28 +12,12 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors.torch import load_file
 
 from kl_lens.base.errors import CheckpointError, one_line
-from kl_lens.model.files import weight_files
 
 
 def is_layout(config: dict[str, Any]) -> bool:
     return "model_type" not in config and {"d_model", "n_layer", "vocab_size"} <= set(config)
-
-
-def load(folder: Path, config: dict[str, Any], dtype: torch.dtype) -> torch.nn.Module:
-    """A transformers model with the folder's weights."""
-    with torch.device("meta"):  # takes no memory until the shapes are checked
-        model: Any = empty_model(folder, config)
-    weights = _read_weights(folder)
-    if "lm_head.weight" not in weights and config.get("tie_embeddings", True):
-        weights["lm_head.weight"] = weights.get("backbone.embeddings.weight", torch.empty(0))
-    _check_shapes(folder, model.state_dict(), weights)
-    model.load_state_dict({name: w.to(dtype, copy=True) for name, w in weights.items()}, assign=True)
-    if config.get("tie_embeddings", True):
-        model.lm_head.weight = model.get_input_embeddings().weight
-    return model
 
 
 def empty_model(folder: Path, config: dict[str, Any]) -> torch.nn.Module:
@@ -109,35 +93,4 @@ def _refuse_what_transformers_lacks(folder: Path, config: dict[str, Any]) -> Non
             raise CheckpointError(
                 f"{folder}: this mamba_ssm checkpoint has {what}, which transformers' Mamba classes do not "
                 "compute; use a checkpoint in the transformers layout"
-            )
-
-
-def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
-    weights: dict[str, torch.Tensor] = {}
-    for path in weight_files(folder):
-        if path.suffix == ".safetensors":
-            weights.update(load_file(path))
-            continue
-        try:
-            weights.update(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
-        except Exception as error:  # the unpickler raises many kinds of errors
-            raise CheckpointError(
-                f"{path} is damaged or holds more than tensors ({one_line(error, 80)}); convert it to safetensors with "
-                "the tool that made it"
-            ) from error
-    return {name.replace("backbone.embedding.", "backbone.embeddings."): t for name, t in weights.items()}
-
-
-def _check_shapes(folder: Path, wanted: dict[str, torch.Tensor], weights: dict[str, torch.Tensor]) -> None:
-    missing = sorted(set(wanted) - set(weights))
-    if missing:
-        raise CheckpointError(f"{folder}: the weights lack {missing[0]}; config.json and weights do not fit")
-    extra = sorted(set(weights) - set(wanted))
-    if extra:
-        raise CheckpointError(f"{folder}: the weights have {extra[0]}, which config.json does not describe")
-    for name, tensor in wanted.items():
-        if tuple(weights[name].shape) != tuple(tensor.shape):
-            raise CheckpointError(
-                f"{folder}: tensor {name} has shape {tuple(weights[name].shape)}, config.json asks for "
-                f"{tuple(tensor.shape)}; weights and config.json do not belong together"
             )

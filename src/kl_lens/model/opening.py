@@ -271,7 +271,8 @@ def load(
             if weights == DISK:
                 raise
             not_on_disk = str(error)
-    elif kind == TEXT and place.type == "cuda" and chosen == torch.float32:
+    own_reader = layout == "mamba_ssm" or (kind == TEXT and place.type == "cuda" and chosen == torch.float32)
+    if model is None and own_reader:
         try:
             read, model = _from_disk(folder, config, chosen, place, trust_remote_code, None, whole=True)
         except torch.OutOfMemoryError as error:
@@ -279,14 +280,12 @@ def load(
                 f"{name} does not fit onto {place}: {one_line(error)}; use --device cpu"
             ) from error
         except (CheckpointError, NotImplementedError):
+            if layout == "mamba_ssm":
+                raise
             # torch raises the latter for a parameter that the files lack. transformers fills such ones in foreign code,
             # and opens other files, through the host's memory; if it cannot, it says what is wrong.
-            pass
     if model is None:
-        if layout == "mamba_ssm":
-            model = mamba_ssm.load(folder, config, chosen)
-        else:
-            model = _load_transformers(folder, config, chosen, trust_remote_code, kind)
+        model = _load_transformers(folder, config, chosen, trust_remote_code, kind)
         _refuse_broken_numbers(folder, model)
         if kind == TEXT:
             join_twins(model, lambda one, two: model.get_parameter(one).equal(model.get_parameter(two)))

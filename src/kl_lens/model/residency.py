@@ -9,10 +9,7 @@ of NaN: what is forgotten is seen.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
-import os
-import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -26,111 +23,17 @@ from torch import nn
 
 from kl_lens.base.accelerators import free_memory
 from kl_lens.base.digests import tensor_digest
-from kl_lens.base.environment import available_memory, processors
-from kl_lens.base.errors import CheckpointError, one_line
-from kl_lens.model.files import check_weight_files, weight_files
+from kl_lens.base.environment import available_memory
+from kl_lens.base.errors import CheckpointError
+from kl_lens.model.files import weight_files
 from kl_lens.model.patching import needs_no_weights
-from kl_lens.model.streaming import CheckpointTensors, assemblies_of
+from kl_lens.model.streaming import CheckpointTensors, safetensors_header
 
 AUTO, MEMORY, DISK = PLACES = ("auto", "memory", "disk")
-_TYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
-    "BOOL": torch.bool,
-}  # fmt: skip
-_AT_ONCE = 16 << 20  # bytes per read: a fast disk needs several threads
 # Shares of free GPU memory, and of a budget, for weights that stay.
 _SHARE_OF_CARD, _SHARE_OF_BUDGET = 0.5, 1 / 3
 BLOCKS_AT_ONCE = 3  # the previous, the current and the next one
 _FITS = 0.6  # the rest is for states
-
-
-class DiskTensors(CheckpointTensors):
-    """The weights of a folder of safetensors, read with pread and never mapped: mapped pages count as memory, and the
-    process dies if the file is truncated."""
-
-    def __init__(self, folder: Path, model_type: str, *, pinned: bool = False) -> None:
-        check_weight_files(folder)
-        self._files = weight_files(folder)
-        pickled = next((path for path in self._files if path.suffix != ".safetensors"), None)
-        if pickled is not None:
-            raise CheckpointError(
-                f"{pickled}: only safetensors can stay on disk; convert it, or use --weights memory"
-            )
-        self._pinned = pinned
-        self._readers = ThreadPoolExecutor(min(8, processors()), thread_name_prefix="kl-lens-file")
-        self._handles = [os.open(path, os.O_RDONLY) for path in self._files]
-        self._closing = weakref.finalize(self, _close, self._handles)  # also when garbage-collected
-        self._seen = [_state(handle) for handle in self._handles]
-        self._tables = [_header(path) for path in self._files]
-        self.aliases = {}
-        self._assemblies = assemblies_of(self._stored(model_type))
-        self.shapes = {name: assembly.shape for name, assembly in self._assemblies.items()}
-
-    def stored_bytes(self, name: str) -> int:
-        parts = (self._tables[part.file][part.name]["data_offsets"] for part in self._assemblies[name].parts)
-        return sum(end - begin for begin, end in parts)
-
-    def close(self) -> None:
-        self._readers.shutdown()
-        self._closing()
-
-    def _list(self, index: int) -> list[tuple[str, tuple[int, ...]]]:
-        return [(name, tuple(entry["shape"])) for name, entry in self._tables[index].items()]
-
-    def _tensor(self, index: int, name: str) -> torch.Tensor:
-        entry, path = self._tables[index][name], self._files[index]
-        if entry["dtype"] not in _TYPES:
-            raise CheckpointError(f"{path}: {name} is stored as {entry['dtype']}; use --weights memory")
-        tensor = torch.empty(entry["shape"], dtype=_TYPES[entry["dtype"]], pin_memory=self._pinned)
-        if tensor.numel():
-            self._fill(index, name, entry["data_offsets"][0], tensor)
-        return tensor
-
-    def _fill(self, index: int, name: str, at: int, tensor: torch.Tensor) -> None:
-        view = tensor.reshape(-1).view(torch.uint8).numpy().data
-
-        def read(first: int) -> bool:
-            last = min(first + _AT_ONCE, len(view))
-            while first < last:
-                got = os.preadv(self._handles[index], [view[first:last]], at + first)
-                if not got:
-                    return False
-                first += got
-            return True
-
-        try:
-            places = range(0, len(view), _AT_ONCE)
-            whole = all(self._readers.map(read, places) if len(places) > 1 else map(read, places))
-            untouched = whole and _state(self._handles[index]) == self._seen[index]
-        except OSError as error:
-            raise CheckpointError(f"{self._files[index]} cannot be read ({one_line(error)})") from error
-        if not untouched:
-            raise CheckpointError(
-                f"{self._files[index]} was changed while {name} was read from it; restore it and run the command "
-                "again: measurements are kept"
-            )
-
-
-def _close(handles: list[int]) -> None:
-    while handles:
-        os.close(handles.pop())
-
-
-def _state(handle: int) -> tuple[int, int]:
-    known = os.fstat(handle)
-    return known.st_size, known.st_mtime_ns
-
-
-def _header(path: Path) -> dict[str, Any]:
-    """A safetensors file's table, with offsets from the start of the file."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        table = json.loads(file.read(length))
-    table.pop("__metadata__", None)
-    for entry in table.values():
-        entry["data_offsets"] = [8 + length + place for place in entry["data_offsets"]]
-    return dict(table)
 
 
 def join_twins(model: nn.Module, same: Callable[[str, str], bool]) -> None:
@@ -190,7 +93,7 @@ def belongs_on_disk(
 def _numbers(folder: Path, dtype: torch.dtype) -> int:
     """Number of values in the files; for pickles, as if stored in this type."""
     return sum(
-        sum(math.prod(entry["shape"]) for entry in _header(path).values())
+        sum(math.prod(entry["shape"]) for entry in safetensors_header(path).values())
         if path.suffix == ".safetensors"
         else path.stat().st_size // dtype.itemsize
         for path in weight_files(folder)
@@ -241,7 +144,9 @@ class Residency:
     ) -> None:
         """Gives a model made `without_weights` its vectors and the matrices that stay; `whole`: all of them."""
         self.device, self.dtype = device, dtype
-        self.tensors = DiskTensors(folder, model_type, pinned=device.type == "cuda")
+        self.tensors = CheckpointTensors(folder, model_type, pinned=device.type == "cuda")
+        if not whole:
+            self.tensors.refuse_pickles()
         self._folder = folder
         self._model = model
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="kl-lens-read")

@@ -7,21 +7,24 @@ or store each expert apart; `CheckpointTensors` translates.
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 import pickle
 import re
+import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import transformers
-from safetensors import SafetensorError, safe_open
 
+from kl_lens.base.environment import processors
 from kl_lens.base.errors import CheckpointError, one_line
 from kl_lens.model.anatomy import component_name
 from kl_lens.model.files import and_more, check_weight_files, weight_files
@@ -113,6 +116,14 @@ _ONE_EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w
 _MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # Mixtral's names for them, and LFM2's
 
 
+_TYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "BOOL": torch.bool,
+}  # fmt: skip
+_AT_ONCE = 16 << 20  # bytes per read: a fast disk needs several threads
+
+
 @dataclass(frozen=True)
 class _Stored:
     """One tensor of one file."""
@@ -132,27 +143,44 @@ class _Assembly:
 
 
 class CheckpointTensors(TensorSource):
-    """The weights of a checkpoint folder, with one file open at a time."""
+    """The weights of a checkpoint folder. safetensors are read with pread and never mapped: mapped pages count as
+    memory, and the process dies if the file is truncated."""
 
-    def __init__(self, folder: Path, config: Any) -> None:
+    def __init__(self, folder: Path, model_type: str, *, pinned: bool = False) -> None:
         check_weight_files(folder)
         self._files = weight_files(folder)
-        self._open_index: int | None = None
-        self._open: Any = None
-        self._stack = ExitStack()
-        stored = self._stored(config.model_type)
-        self._assemblies = assemblies_of(stored)
-        self.aliases: dict[str, str] = {}
+        self._pinned = pinned
+        self._readers = ThreadPoolExecutor(min(8, processors()), thread_name_prefix="kl-lens-file")
+        self._handles = [os.open(path, os.O_RDONLY) for path in self._files]
+        self._closing = weakref.finalize(self, _close, self._handles)  # also when garbage-collected
+        self._seen = [_state(handle) for handle in self._handles]
+        self._tables = [_contents(path) for path in self._files]
+        self.aliases = {}
+        self._assemblies = assemblies_of(self._stored(model_type))
+        self.shapes = {name: assembly.shape for name, assembly in self._assemblies.items()}
+
+    @classmethod
+    def fitting(cls, folder: Path, config: Any) -> Self:
+        """Checked against transformers' model of this configuration, with a tied head as the embedding's alias."""
+        self = cls(folder, config.model_type)
         embedding = next(
-            (n for n in self._assemblies if n.endswith(("embeddings.weight", "embed_tokens.weight"))), None
+            (n for n in self.shapes if n.endswith(("embeddings.weight", "embed_tokens.weight"))), None
         )
         if embedding and (
             getattr(config, "tie_word_embeddings", False) or self.is_twice("lm_head.weight", embedding)
         ):
-            self._assemblies.pop("lm_head.weight", None)
+            self.shapes.pop("lm_head.weight", None)
             self.aliases["lm_head.weight"] = embedding
-        self.shapes = {name: assembly.shape for name, assembly in self._assemblies.items()}
         _require_shapes(folder, config, self.shapes, self.aliases)
+        return self
+
+    def refuse_pickles(self) -> None:
+        """Raises for files that cannot be read a part at a time."""
+        pickled = next((path for path in self._files if path.suffix != ".safetensors"), None)
+        if pickled is not None:
+            raise CheckpointError(
+                f"{pickled}: only safetensors can stay on disk; convert it, or use --weights memory"
+            )
 
     def is_twice(self, name: str, other: str) -> bool:
         """Whether one matrix is stored under both names; an opened model has it once (`join_twins`). They are read one
@@ -170,52 +198,96 @@ class CheckpointTensors(TensorSource):
     def place(self, name: str) -> int:
         return self._assemblies[name].parts[0].file
 
+    def stored_bytes(self, name: str) -> int:
+        parts = (self._tables[part.file][part.name]["data_offsets"] for part in self._assemblies[name].parts)
+        return sum(end - begin for begin, end in parts)
+
     def read(self, name: str) -> torch.Tensor:
         assembly = self._assemblies[name]
         return assembly.join([self._tensor(part.file, part.name) for part in assembly.parts])
 
     def close(self) -> None:
-        self._stack.close()
-        self._open = self._open_index = None
+        self._readers.shutdown()
+        self._closing()
 
     def _stored(self, model_type: str) -> dict[str, _Stored]:
         stored: dict[str, _Stored] = {}
-        for index in range(len(self._files)):
-            for name, shape in self._list(index):
+        for index, table in enumerate(self._tables):
+            for name, entry in table.items():
                 if _NOT_READ.match(name):
                     continue
                 wanted = name
                 for pattern, replacement in (*_RENAMES, *_OF_FAMILY.get(model_type, ())):
                     wanted = pattern.sub(replacement, wanted)
-                stored[wanted] = _Stored(index, name, shape)
+                shape = entry.shape if isinstance(entry, torch.Tensor) else entry["shape"]
+                stored[wanted] = _Stored(index, name, tuple(shape))
         return stored
 
-    def _list(self, index: int) -> list[tuple[str, tuple[int, ...]]]:
-        handle = self._file(index)
-        if isinstance(handle, dict):
-            return [(name, tuple(tensor.shape)) for name, tensor in handle.items()]
-        return [(name, tuple(handle.get_slice(name).get_shape())) for name in handle.keys()]  # noqa: SIM118
-
     def _tensor(self, index: int, name: str) -> torch.Tensor:
-        handle = self._file(index)
-        tensor: torch.Tensor = handle[name] if isinstance(handle, dict) else handle.get_tensor(name)
+        entry, path = self._tables[index][name], self._files[index]
+        if isinstance(entry, torch.Tensor):
+            return entry.clone()  # not the mapped file
+        if entry["dtype"] not in _TYPES:
+            raise CheckpointError(f"{path}: {name} is stored as {entry['dtype']}; use --weights memory")
+        tensor = torch.empty(entry["shape"], dtype=_TYPES[entry["dtype"]], pin_memory=self._pinned)
+        if tensor.numel():
+            self._fill(index, name, entry["data_offsets"][0], tensor)
         return tensor
 
-    def _file(self, index: int) -> Any:
-        if self._open_index != index:
-            self.close()
-            path = self._files[index]
-            try:
-                if path.suffix == ".safetensors":
-                    self._open = self._stack.enter_context(safe_open(path, framework="pt"))
-                else:
-                    self._open = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            except (SafetensorError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-                raise CheckpointError(
-                    f"{path} cannot be read ({one_line(error)}); download it again"
-                ) from error
-            self._open_index = index
-        return self._open
+    def _fill(self, index: int, name: str, at: int, tensor: torch.Tensor) -> None:
+        view = tensor.reshape(-1).view(torch.uint8).numpy().data
+
+        def read(first: int) -> bool:
+            last = min(first + _AT_ONCE, len(view))
+            while first < last:
+                got = os.preadv(self._handles[index], [view[first:last]], at + first)
+                if not got:
+                    return False
+                first += got
+            return True
+
+        try:
+            places = range(0, len(view), _AT_ONCE)
+            whole = all(self._readers.map(read, places) if len(places) > 1 else map(read, places))
+            untouched = whole and _state(self._handles[index]) == self._seen[index]
+        except OSError as error:
+            raise CheckpointError(f"{self._files[index]} cannot be read ({one_line(error)})") from error
+        if not untouched:
+            raise CheckpointError(
+                f"{self._files[index]} was changed while {name} was read from it; restore it and run the command "
+                "again: measurements are kept"
+            )
+
+
+def _close(handles: list[int]) -> None:
+    while handles:
+        os.close(handles.pop())
+
+
+def _state(handle: int) -> tuple[int, int]:
+    known = os.fstat(handle)
+    return known.st_size, known.st_mtime_ns
+
+
+def safetensors_header(path: Path) -> dict[str, Any]:
+    """A safetensors file's table, with offsets from the start of the file."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        table = json.loads(file.read(length))
+    table.pop("__metadata__", None)
+    for entry in table.values():
+        entry["data_offsets"] = [8 + length + place for place in entry["data_offsets"]]
+    return dict(table)
+
+
+def _contents(path: Path) -> dict[str, Any]:
+    """What describes each tensor of a file; of a pickle, the tensor itself, mapped."""
+    if path.suffix == ".safetensors":
+        return safetensors_header(path)
+    try:
+        return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{path} cannot be read ({one_line(error)}); download it again") from error
 
 
 def _require_shapes(

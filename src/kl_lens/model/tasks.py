@@ -7,7 +7,6 @@ of likelihood of the true class.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,114 +35,23 @@ TIMM = "timm_wrapper"  # transformers' model type
 Source = TextSource | ImageSource | str
 
 
-class Task(ABC):
-    """Batches, head and targets of a model."""
-
-    name: ClassVar[str]
-    unit: ClassVar[str]  # name of a window's rows
-    head_kind: ClassVar[str]
-    window_length: ClassVar[int]  # default rows of a window
-    judged_length: ClassVar[int]  # default for evaluation
-    lists: ClassVar[tuple[type[nn.Module], ...]] = (nn.ModuleList,)  # containers of blocks
-    generates: ClassVar[bool]  # whether it generates text
-
-    @property
-    @abstractmethod
-    def key(self) -> Hashable:
-        """Equal keys cut equal windows from a source."""
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """What a run stores about it, besides the model."""
-        return {}
-
-    # -- what a batch is -----------------------------------------------------------------------------------
-
-    @abstractmethod
-    def drawn(
-        self,
-        source: Source,
-        *,
-        windows: int,
-        length: int | None = None,
-        seed: int = 42,
-        split: str | None = None,
-    ) -> Windows:
-        """Windows at random places."""
-
-    @abstractmethod
-    def from_start(
-        self,
-        source: Source,
-        *,
-        length: int | None = None,
-        stride: int | None = None,
-        limit: int | None = None,
-        split: str | None = None,
-    ) -> Windows:
-        """Windows from the beginning."""
-
-    @abstractmethod
-    def sample(self, model: nn.Module, windows: int, rows: int) -> torch.Tensor:
-        """Random ids, to watch a model with."""
-
-    @abstractmethod
-    def blank(self, windows: int, rows: int) -> torch.Tensor:
-        """Ids that are all equal."""
-
-    @property
-    @abstractmethod
-    def rows_at_once(self) -> int:
-        """Rows per forward: enough for fast products, few enough for the caches."""
-
-    @abstractmethod
-    def id_limit(self, classes: int) -> int:
-        """Upper limit of ids."""
-
-    # -- what the head gives -------------------------------------------------------------------------------
-
-    @abstractmethod
-    def embedding(self, model: nn.Module) -> nn.Module | None:
-        """The embedding table, if any."""
-
-    @abstractmethod
-    def head(self, model: nn.Module) -> nn.Module:
-        """The linear layer to the classes."""
-
-    @abstractmethod
-    def forward(self, model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-        """The model's own logits: (windows, rows, classes)."""
-
-    @abstractmethod
-    def by_row(self, at_head: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Inputs or outputs of the head as (windows, rows, width)."""
-
-    @abstractmethod
-    def at_head(self, rows: torch.Tensor) -> torch.Tensor:
-        """(1, rows, width) in the head's shape."""
-
-    @abstractmethod
-    def state_size(self, hidden: torch.Tensor) -> int:
-        """Values per row in the states of a block."""
-
-    # -- what damage is ------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def targets(self, ids: torch.Tensor) -> torch.Tensor:
-        """(windows, rows): the true class of each row, −1 if unknown."""
-
-
 @dataclass(frozen=True)
-class LanguageTask(Task):
+class LanguageTask:
     """Token ids in, the next token's distribution out."""
 
     tokenizer: Any = None
     model_name: str = "the model"
     rows: int | None = None  # of the embedding; None: not known
 
-    name, unit, head_kind = TEXT, "tokens", "lm_head"
-    window_length, judged_length = 512, 2048
-    generates = True
+    name: ClassVar = TEXT
+    unit: ClassVar = "tokens"  # a window's rows
+    head_kind: ClassVar = "lm_head"
+    window_length: ClassVar = 512  # usual rows of a window
+    judged_length: ClassVar = 2048  # usual for evaluation
+    lists: ClassVar[tuple[type[nn.Module], ...]] = (nn.ModuleList,)  # containers of blocks
+    generates: ClassVar = True
+    identity: ClassVar[dict[str, Any]] = {}  # what a run stores about it, besides the model
+    rows_at_once: ClassVar = 4096  # per forward: enough for fast products, few enough for the caches
 
     @property
     def key(self) -> Hashable:
@@ -202,10 +110,6 @@ class LanguageTask(Task):
     def blank(self, windows: int, rows: int) -> torch.Tensor:
         return torch.zeros(windows, rows, dtype=torch.long)
 
-    @property
-    def rows_at_once(self) -> int:
-        return 4096
-
     def id_limit(self, classes: int) -> int:
         return classes
 
@@ -242,7 +146,7 @@ class LanguageTask(Task):
 
 
 @dataclass(frozen=True, eq=False)
-class ImageTask(Task):
+class ImageTask:
     """Images in, a distribution over classes out."""
 
     preparation: Preparation
@@ -250,10 +154,13 @@ class ImageTask(Task):
     label_names: Mapping[str, int] = field(default_factory=dict)
     images: str | None = None  # default source of images
 
-    name, unit, head_kind = IMAGE, "images", "head"
-    window_length = judged_length = 16
-    lists = (nn.ModuleList, nn.Sequential)  # as in timm
-    generates = False
+    name: ClassVar = IMAGE
+    unit: ClassVar = "images"
+    head_kind: ClassVar = "head"
+    window_length: ClassVar = 16
+    judged_length: ClassVar = 16
+    lists: ClassVar[tuple[type[nn.Module], ...]] = (nn.ModuleList, nn.Sequential)  # as in timm
+    generates: ClassVar = False
 
     @classmethod
     def of(cls, folder: Path, config: Mapping[str, Any], images: str | None = None) -> ImageTask:
@@ -377,6 +284,9 @@ def vocabulary_size(model: nn.Module) -> int:
 def _last_linear(model: nn.Module, width: int) -> nn.Module | None:
     wide = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == width]
     return wide[-1] if wide else None
+
+
+Task = LanguageTask | ImageTask
 
 
 def _text(source: Source) -> TextSource | str:

@@ -42,15 +42,3 @@ def causal_convolution(
     offset = np.zeros(x.shape[-1], np.float32) if bias is None else bias.detach().to(torch.float32).numpy()
     _convolve(x.detach().to(torch.float32).contiguous().numpy(), taps, offset, with_silu, y.numpy())
     return y
-
-
-def causal_convolution_reference(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, with_silu: bool = False
-) -> torch.Tensor:
-    """The same by torch's grouped convolution."""
-    width = weight.shape[-1]
-    y = torch.nn.functional.conv1d(
-        x.transpose(1, 2), weight[:, None], bias, padding=width - 1, groups=x.shape[-1]
-    )
-    y = y[..., : x.shape[1]].transpose(1, 2)
-    return torch.nn.functional.silu(y) if with_silu else y

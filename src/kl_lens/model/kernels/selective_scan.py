@@ -3,8 +3,7 @@
     h[t] = exp(Δ[t]·A) ⊙ h[t-1] + Δ[t]·x[t] ⊗ B[t]        h: (channels, states)
     y[t] = h[t] · C[t]
 
-`selective_scan_reference` is that recurrence, line by line. `selective_scan` computes the same in numba:
-one task per sequence and block of channels, the state of the block in cache, and an inner loop over channels
+In numba: one task per sequence and block of channels, the state of the block in cache, and an inner loop over channels
 that the compiler turns into SIMD code.
 """
 
@@ -141,22 +140,3 @@ def selective_scan(
         CHANNEL_BLOCK,
     )
     return torch.from_numpy(y), torch.from_numpy(state).transpose(1, 2)
-
-
-def selective_scan_reference(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor,
-    initial_state: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The recurrence as written above, in the dtype of its inputs: what `selective_scan` is tested against."""
-    batch, time, channels = x.shape
-    h = x.new_zeros(batch, channels, a.shape[1]) if initial_state is None else initial_state
-    outputs = []
-    for t in range(time):
-        step = dt[:, t, :, None]
-        h = torch.exp(step * a) * h + step * x[:, t, :, None] * b[:, t, None, :]
-        outputs.append((h * c[:, t, None, :]).sum(-1))
-    return torch.stack(outputs, 1), h

@@ -68,7 +68,7 @@ def _jobs(model: LoadedModel, plan: Plan) -> list[TensorJob]:
     architecture = get_architecture(model.config.model_type)
     architecture.require(model.config)
     on_disk = model.residency is not None
-    tensors = CheckpointTensors(model.folder, model.config) if on_disk else ModelTensors(model.model)
+    tensors = CheckpointTensors.fitting(model.folder, model.config) if on_disk else ModelTensors(model.model)
     try:
         recipes, shapes = choose_recipes(plan, tensors), tensors.shapes
         rules = architecture.tensors(model.config, shapes)

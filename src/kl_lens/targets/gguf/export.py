@@ -67,13 +67,13 @@ def export(
         config, name, source = model.config, model.name, model.folder
         store = model.weights
         streamed = model.residency is not None
-        tensors = CheckpointTensors(model.folder, config) if streamed else ModelTensors(model.model)
+        tensors = CheckpointTensors.fitting(model.folder, config) if streamed else ModelTensors(model.model)
         own_tokenizer = model.tokenizer
         fingerprint = fingerprint or model.fingerprint
     else:
         source = Path(model)
         config, name = read_configuration(source), source.resolve().name
-        tensors = CheckpointTensors(source, config)
+        tensors = CheckpointTensors.fitting(source, config)
         store = WeightStore(tensors, statistics, weights_folder, memory_budget=0)
         own_tokenizer = (
             load_tokenizer(source, None, False) if include_tokenizer and tokenizer is None else None
@@ -107,7 +107,7 @@ def uniform_plan(folder: Path | str, format_name: str) -> Plan:
     config = read_configuration(source)
     architecture = get_architecture(config.model_type)
     architecture.require(config)
-    shapes = CheckpointTensors(source, config).shapes
+    shapes = CheckpointTensors.fitting(source, config).shapes
     chosen = {
         component_name(rule.parameter, len(shapes[rule.parameter])): format_name
         for rule in architecture.tensors(config, shapes)

@@ -159,7 +159,9 @@ class FileTensors:
     def places(self) -> dict[str, Place]:
         model = self._model
         on_disk = model.residency is not None
-        tensors = CheckpointTensors(model.folder, model.config) if on_disk else ModelTensors(model.model)
+        tensors = (
+            CheckpointTensors.fitting(model.folder, model.config) if on_disk else ModelTensors(model.model)
+        )
         try:
             shapes = tensors.shapes
         finally:

@@ -21,7 +21,7 @@ import numpy as np
 
 from kl_lens.base.errors import TextError, one_line
 from kl_lens.base.resources import reference_path
-from kl_lens.text.images.album import UNLABELLED, Pixels
+from kl_lens.text.images.album import Pixels
 
 DIGITS = "digits"
 TRAIN, VALID, TEST = SPLITS = ("train", "valid", "test")
@@ -167,9 +167,3 @@ def _read(path: Path) -> Pixels:
             return np.asarray(image.convert("L" if grey else "RGB")).reshape(image.height, image.width, -1)
     except Exception as error:  # Pillow raises many kinds of errors for damaged files
         raise TextError(f"{path} is not a readable image: {one_line(error)}") from error
-
-
-def label_numbers(source: ImageSource, names: Mapping[str, int], classes: int) -> list[int]:
-    """The right output of the model for each image, or UNLABELLED."""
-    numbers = source.classes(names, classes)
-    return [UNLABELLED if entry.label is None else numbers[entry.label] for entry in source.entries]

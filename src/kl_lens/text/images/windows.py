@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Mapping
 
 import torch
 
 from kl_lens.base.errors import TextError
-from kl_lens.text.images.album import Picture, add_picture
+from kl_lens.text.images.album import UNLABELLED, Picture, add_picture
 from kl_lens.text.images.preparing import Preparation
-from kl_lens.text.images.sources import ImageSource, label_numbers
+from kl_lens.text.images.sources import ImageSource
 from kl_lens.text.windows import UsedDocument, Windows
 
 
@@ -26,9 +25,7 @@ def draw_images(
             f"{source.label}: {windows} windows of {length} images need {windows * length:,} images, there are "
             f"{available:,}: ask for at most {available // length} windows, or give more"
         )
-    order = list(range(available))
-    random.Random(seed).shuffle(order)
-    return _cut(source, preparation, names, classes, order[: windows * length], length, "drawn", seed)
+    return _cut(source, preparation, names, classes, windows, length, seed)
 
 
 def images_from_start(
@@ -40,29 +37,30 @@ def images_from_start(
     count = min(available // length, limit or available)
     if not count:
         raise TextError(f"{source.label}: {available} images, fewer than one window of {length}: give more")
-    order = list(range(available))
-    random.Random(0).shuffle(order)
-    return _cut(source, preparation, names, classes, order[: count * length], length, "sequential", None)
+    return _cut(source, preparation, names, classes, count, length, None)
 
 
 def _cut(
     source: ImageSource, preparation: Preparation, names: Mapping[str, int], classes: int,
-    order: Sequence[int], length: int, kind: Literal["drawn", "sequential"], seed: int | None,
+    windows: int, length: int, seed: int | None,
 ) -> Windows:  # fmt: skip
-    labels = label_numbers(source, names, classes)
-    pictures = [
-        Picture(source.entries[k].name, preparation.prepare(source.entries[k].read()), labels[k])
-        for k in order
-    ]
+    """`seed` None: from the start."""
+    order = list(range(len(source.entries)))
+    random.Random(seed or 0).shuffle(order)
+    numbers = source.classes(names, classes)
+    pictures = []
+    for entry in (source.entries[k] for k in order[: windows * length]):
+        label = UNLABELLED if entry.label is None else numbers[entry.label]
+        pictures.append(Picture(entry.name, preparation.prepare(entry.read()), label))
     documents = [UsedDocument(picture.name, picture.sha256) for picture in pictures]
-    starts = tuple(range(0, len(order), length))
+    starts = tuple(range(0, len(pictures), length))
     return Windows(
         ids=torch.tensor([add_picture(picture) for picture in pictures]).reshape(-1, length),
         source=source.name,
         split=source.split,
-        order=kind,
+        order="sequential" if seed is None else "drawn",
         seed=seed,
-        stride=length if kind == "sequential" else None,
+        stride=length if seed is None else None,
         starts=starts,
         documents=tuple(tuple(documents[start : start + length]) for start in starts),
         stream_tokens=len(source.entries),
