@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from kl_lens.base.errors import FormatError, UnlearntError
-from kl_lens.weights import GivenWeights, WeightStore, state_of
 from kl_lens.weights.formats import Format, Quantized, get_format
 from kl_lens.weights.quantizers import InputStatistics, Quantizer, registry as quantizers
 from kl_lens.weights.recipes import Recipe
+from kl_lens.weights.store import GivenWeights, WeightStore, state_of
 
 NAME = "layers.0.in_proj"
 INT8, DOUBLED = Recipe("int8"), Recipe("int8", "doubling")

@@ -57,7 +57,7 @@ from kl_lens.model.tasks import (
 )
 from kl_lens.run.records import Component
 from kl_lens.text.images import DIGITS
-from kl_lens.weights import DISK_BUDGET, WeightStore, state_of
+from kl_lens.weights.store import DISK_BUDGET, WeightStore, state_of
 
 REFERENCES = ("mamba", "mamba2", "hybrid", "hymba", "vision")
 # Left in files by older versions of transformers; computed anew, or of no use to a causal language model.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import pickle
 import re
 import weakref
 from abc import ABC, abstractmethod
@@ -286,8 +285,11 @@ def _contents(path: Path) -> dict[str, Any]:
         return safetensors_header(path)
     try:
         return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{path} cannot be read ({one_line(error)}); download it again") from error
+    except Exception as error:  # the unpickler raises many kinds of errors
+        raise CheckpointError(
+            f"{path} is damaged or holds more than tensors ({one_line(error, 80)}); download it again, or convert it "
+            "to safetensors with the tool that made it"
+        ) from error
 
 
 def _require_shapes(

@@ -14,8 +14,8 @@ import torch
 from kl_lens.base.host import on_host
 from kl_lens.model import LoadedModel
 from kl_lens.targets.base import StockRecipe
-from kl_lens.weights import GivenWeights, WeightStore
 from kl_lens.weights.recipes import parsed
+from kl_lens.weights.store import GivenWeights, WeightStore
 
 
 class _Originals(GivenWeights):

@@ -1,5 +1,2 @@
-"""(component, recipe) → the exact bytes that are measured, evaluated and exported."""
-
-from kl_lens.weights.store import DISK_BUDGET, GivenWeights, Statistics, WeightSource, WeightStore, state_of
-
-__all__ = ["DISK_BUDGET", "GivenWeights", "Statistics", "WeightSource", "WeightStore", "state_of"]
+"""(component, recipe) → the exact bytes that are measured, evaluated and exported. Import from the modules: a small
+device that runs a file needs recipes and formats, and no torch."""

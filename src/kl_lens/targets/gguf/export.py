@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kl_lens.model.streaming import TensorSource
     from kl_lens.run.records import ExportedTensor
     from kl_lens.targets.gguf.writer import TensorJob
-    from kl_lens.weights import Statistics, WeightStore
+    from kl_lens.weights.store import Statistics, WeightStore
 
 PART_BYTES = 50 * 10**9  # the largest file that the Hugging Face hub takes
 
@@ -60,7 +60,7 @@ def export(
     from kl_lens.model import LoadedModel, load_tokenizer
     from kl_lens.model.streaming import CheckpointTensors, ModelTensors
     from kl_lens.targets.gguf.folder import read_configuration
-    from kl_lens.weights import WeightStore
+    from kl_lens.weights.store import WeightStore
 
     tensors: TensorSource
     if isinstance(model, LoadedModel):

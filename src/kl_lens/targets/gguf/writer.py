@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kl_lens.model.streaming import TensorSource
     from kl_lens.targets.gguf.architectures import TensorRule
     from kl_lens.targets.gguf.tokenizer import TokenizerData
-    from kl_lens.weights import WeightStore
+    from kl_lens.weights.store import WeightStore
 
 FLOAT32 = "fp32"  # for everything that is not a matrix product; not a format of plans
 

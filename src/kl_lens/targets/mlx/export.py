@@ -24,8 +24,8 @@ from kl_lens.weights.recipes import FP16, Recipe, fitting_recipe, parsed
 if TYPE_CHECKING:
     from kl_lens.model import Anatomy, LoadedModel
     from kl_lens.targets.mlx.layout import Layout, Matrix
-    from kl_lens.weights import WeightStore
     from kl_lens.weights.formats import Quantized
+    from kl_lens.weights.store import WeightStore
 
 WEIGHT_FILE, GENERATION_FILE = "model.safetensors", "generation_config.json"
 PARTS = ("weight", "scales", "biases")

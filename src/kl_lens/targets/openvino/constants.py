@@ -25,13 +25,12 @@ from kl_lens.model import Anatomy
 from kl_lens.run.records import Component
 from kl_lens.targets.openvino.profiles import Realised
 from kl_lens.targets.openvino.rewrites import operations
-from kl_lens.weights import WeightStore
 from kl_lens.weights.formats import Format, Quantized
 from kl_lens.weights.formats.microscaling import MicroscalingFormat
 from kl_lens.weights.formats.normal_float import NormalFloatFormat
 from kl_lens.weights.formats.zero_points import ZeroPointFormat
 from kl_lens.weights.recipes import FP16, Recipe
-from kl_lens.weights.store import moved
+from kl_lens.weights.store import WeightStore, moved
 
 SMALL = 64  # constants up to this size may be anything the converter computed: epsilons, scales, shapes
 OURS = "kl_lens/"  # prefix of constants that we add: masks, ones, tables

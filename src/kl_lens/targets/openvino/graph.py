@@ -33,7 +33,7 @@ from kl_lens.targets.openvino.capture import (
     example_inputs,
     prepared,
 )
-from kl_lens.weights import state_of
+from kl_lens.weights.store import state_of
 
 PROOF_TOKENS, PROOF_PARTS = 24, (7, 8, 9)
 PROOF_SHARE = 1e-3  # of the logits' range
