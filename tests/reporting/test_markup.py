@@ -17,8 +17,8 @@ def test_text_is_escaped_and_markup_is_not() -> None:
 
 
 def test_attributes_are_quoted_and_escaped() -> None:
-    made = tag("svg", aria_label='"><script>', viewbox="0 0 1 1", hidden=True, id=None)
-    assert made == '<svg aria-label="&quot;&gt;&lt;script&gt;" viewBox="0 0 1 1" hidden></svg>'
+    made = tag("a", aria_label='"><script>', class_="x", hidden=True, id=None)
+    assert made == '<a aria-label="&quot;&gt;&lt;script&gt;" class="x" hidden></a>'
 
 
 def test_characters_that_html_forbids_are_shown_as_replaced() -> None:

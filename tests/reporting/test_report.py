@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import shutil
 from collections.abc import Callable
@@ -17,29 +16,26 @@ from kl_lens import planning
 from kl_lens.base.errors import RunError
 from kl_lens.cli.benchmark import as_json, use_rows
 from kl_lens.cli.run import row_of
-from kl_lens.planning import build_problem
 from kl_lens.profiling import Machine, Report
 from kl_lens.profiling.machine import Bandwidth
 from kl_lens.reporting import write_report
-from kl_lens.reporting.answer import recommend
+from kl_lens.reporting.answer import recommendations
 from kl_lens.reporting.data import collect
-from kl_lens.reporting.explorer import DIGITS, coded
+from kl_lens.reporting.sections.explorer import Explorer
 from kl_lens.run.folder import Run
 from kl_lens.run.records import ARTIFACT, Quartiles, Subject
 from kl_lens.study.benchmark import BenchmarkResult
 from kl_lens.targets import get_target
 from tests.reporting.document import Element, read
-from tests.reporting.sample import BESIDES, NOISE, WINDOWS, about, add_target, make_run
+from tests.reporting.sample import BESIDES, about, add_target, make_run
 
 MakePage = Callable[..., str]
-SECTIONS = ["answer", "sensitivity", "prediction", "sizes", "speed", "details", "provenance"]
+SECTIONS = ["answer", "sizes", "files", "prediction", "speed", "details", "provenance"]
 HOSTILE = (
-    "<script>alert(1)</script>",
-    '"><img src=x onerror=alert(1)>',
     "</script><script>alert(1)</script>",
+    '"><img src=x onerror=alert(1)>',
     "</title></style><svg onload=alert(1)>",
-    "' onmouseover='alert(1)",
-    "<!-- ]]> -->",
+    "' onmouseover='alert(1) <!-- ]]> -->",
 )
 
 
@@ -49,17 +45,22 @@ def section(page: str, name: str) -> Element:
     return found
 
 
-def test_all_sections_are_there_in_order(sample_page: str) -> None:
-    sections = [e.attributes["id"] for e in read(sample_page).all("section")]
-    assert sections == SECTIONS
-    numbers = [h.words.split()[0] for h in read(sample_page).all("h2")]
-    assert numbers == [str(n + 1) for n in range(len(SECTIONS))]
+def marks(element: Element) -> list[str]:
+    """The descriptions of dots and cells."""
+    return [p.attributes["aria-label"] for p in element.all("path") if "aria-label" in p.attributes]
 
 
-def test_the_answer_comes_first_in_plain_words_with_its_command(sample_page: str) -> None:
+def data_of(page: str) -> dict[str, Any]:
+    block = read(page).with_id("explorer-data")
+    assert block is not None
+    return dict(json.loads(block.words))
+
+
+def test_the_answer_comes_first_with_the_command_that_makes_it(sample_page: str) -> None:
+    assert [e.attributes["id"] for e in read(sample_page).all("section")] == SECTIONS
     words = section(sample_page, "answer").words
-    assert re.search(r"recommended: [\d.]+ kB, \d+ % of FP16", words)
-    assert re.search(r"Perplexity (rises|falls|goes)", words)
+    assert re.search(r"recommended: [\d.]+ kB, \d+ % of FP16; KL [\d.e-]+ ± [\d.e-]+ nats per token", words)
+    assert re.search(r"perplexity [\d.]+, original 26.00 \(\+[\d.]+ %", words)
     assert re.search(
         r"Speed against the FP16 file on CPU: [\d.]+ \([\d.]+–[\d.]+\) times \(OpenVINO\)", words
     )
@@ -67,21 +68,83 @@ def test_the_answer_comes_first_in_plain_words_with_its_command(sample_page: str
     assert "kl-lens measure sample-mamba --run runs/sample" in words
 
 
-def test_the_heat_map_has_a_cell_for_every_component_and_format(sample_page: str) -> None:
-    titles = [t.words for t in section(sample_page, "sensitivity").all("title")]
-    for name in ("backbone.layers.0.mixer.in_proj", "backbone.layers.3.mixer.dt_proj"):
-        assert [t for t in titles if t.startswith(f"{name}\nint4: KL ")]
-        assert [t for t in titles if t.startswith(f"{name}\nint8: KL ")]
-    assert [t for t in titles if t.startswith("backbone.embeddings\nint4")]
+def test_a_targets_answer_names_the_largest_stock_file_that_is_no_larger(tmp_path: Path) -> None:
+    with Run.open(add_target(make_run(tmp_path / "run", stages=("plan", "verify")))) as run:
+        table, folder = run.table(), run.folder / "plans"
+        whole = planning.read_plan(folder / "recommended.json", table.components)
+        own = planning.read_plan(folder / "recommended-openvino.json", table.components)
+        made = [replace(planning.uniform_plan(table, name), name=f"stock.{name}", family="stock", target="openvino")
+                for name in ("int4", "int8")]  # fmt: skip
+        for plan in (own, *made):
+            path = planning.plan_path(folder, plan.name)
+            planning.write_plan(replace(plan, measured=whole.measured), path, table.components)
+        words = section(write_report(run).read_text(encoding="utf-8"), "answer").words
+    assert "INT4, the nearest stock file that is no larger" in words
+    assert "loses 1 times as much" in words
+    assert "INT8" not in words
 
 
-def test_the_noise_floor_is_named_and_cells_below_it_are_hatched(sample_page: str) -> None:
-    found = section(sample_page, "sensitivity")
-    assert f"noise floor {NOISE:.2e}".replace("e-07", "e-7") in found.words
-    hatched = [p for p in found.all("path") if p.attributes.get("class") == "hatch"]
-    buried = [t.words for t in found.all("title") if "within the noise of measuring" in t.words]
-    assert len(hatched) == len(buried) > 0
-    assert all("dt_proj" in words for words in buried)
+def test_every_candidate_is_in_the_map_and_what_is_within_the_noise_says_so(sample_page: str) -> None:
+    cells = [words for words in marks(section(sample_page, "sizes")) if ": KL " in words]
+    assert len(cells) == 17
+    assert [words for words in cells if words.startswith("backbone.layers.0.mixer.in_proj\nint")]
+    [space] = data_of(sample_page)["spaces"]
+    assert [len([kl for kl in kls if kl]) for kls in space["kls"]] == [17, 17, 0]  # int4, int8, fp16
+    told = [kl[1] for kls in space["kls"] for kl in kls if kl]
+    assert sum("within the noise of measuring" in words for words in told) > 0
+    components = data_of(sample_page)["components"]
+    buried = {
+        c for kls in space["kls"] for c, kl in zip(components, kls, strict=True) if kl and "noise" in kl[1]
+    }
+    assert all("dt_proj" in name for name in buried)
+
+
+def test_the_slider_goes_from_the_smallest_file_to_fp16_and_never_rises(
+    sample_run: Path, sample_page: str
+) -> None:
+    with Run.open(sample_run) as run:
+        view = collect(run)
+    explorer = Explorer(view, view.spaces[None])
+    sizes = [p.bytes for p in explorer.positions]
+    least, _ = planning.achievable_range(view.spaces[None].problem).bytes
+    assert (sizes[0], sizes[-1]) == (least, view.fp16_bytes)
+    assert sizes == sorted(set(sizes))
+    kls = [p.kl for p in explorer.positions]
+    assert kls == sorted(kls, reverse=True)
+    assert kls[-1] == 0
+    [space] = data_of(sample_page)["spaces"]
+    assert [row[0] for row in space["positions"]] == sizes
+    for row, position in zip(space["positions"], explorer.positions, strict=True):
+        stored = [space["recipes"]["0123456789".index(digit)] for digit in row[4]]
+        assert stored == [position.stored[c.name] for c in explorer.components]
+
+
+def test_a_file_that_loses_less_than_any_plan_of_its_size_is_on_the_frontier(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", stages=("plan", "verify"))
+    with Run.open(folder) as run:
+        path = planning.plan_path(folder / "plans", "uniform_int4")
+        plan = planning.read_plan(path, run.table().components)
+        assert plan.measured
+        better = replace(plan.measured.kl, value=plan.measured.kl.value / 3)
+        planning.write_plan(
+            replace(plan, measured=replace(plan.measured, kl=better)), path, run.table().components
+        )
+        view = collect(run)
+    explorer = Explorer(view, view.spaces[None])
+    [at] = [i for i, p in enumerate(explorer.positions) if p.file and p.file.name == "uniform_int4"]
+    assert all(p.kl < better.value for p in explorer.positions[at + 1 :])
+    assert "no plan of this size loses less" in explorer.words(explorer.positions[at])[2]
+    assert all("uniform_int4" not in explorer.words(p)[2] for p in explorer.positions[:at])
+
+
+def test_a_targets_choices_are_in_bytes_of_its_file(tmp_path: Path) -> None:
+    with Run.open(add_target(make_run(tmp_path / "run", stages=()))) as run:
+        table, spaces = run.table(), collect(run).spaces
+        assert list(spaces) == ["openvino"]
+        expected = planning.build_problem(table, fixed_bytes=BESIDES, target=get_target("openvino"))
+        assert spaces["openvino"].problem == expected
+        run.store("fixed_bytes", "openvino", None)
+        assert "No slider for OpenVINO: the run does not say what its" in write_report(run).read_text()
 
 
 def test_tau_is_given_for_every_metric_format_and_calibration(sample_page: str) -> None:
@@ -92,50 +155,43 @@ def test_tau_is_given_for_every_metric_format_and_calibration(sample_page: str) 
             for format_name in ("int4", "int8"):
                 assert [r for r in rows if metric in r and text in r and format_name in r], (metric, text)
     assert "95 % interval" in found.words
-    dots = [t.words for t in found.all("title") if "change in perplexity" in t.words]
+    dots = [words for words in marks(found) if "change in perplexity" in words]
     assert len(dots) == 2 * 17  # 4 blocks of 4 kinds and the embedding, in two formats
 
 
-def test_every_plan_is_in_the_size_figures_with_the_frontier(sample_page: str) -> None:
-    found = section(sample_page, "sizes")
-    titles = {t.words.partition("\n")[0] for t in found.all("title")}
-    assert {"the original", "INT8", "INT4", "recommended", "small"} <= titles
-    assert {f"kl_point{i:02}" for i in range(1, 11)} <= titles
-    captions = [f.all("b")[0].words for f in found.all("figure")]
-    assert captions == ["Size against perplexity: weights alone", "Predicted against measured"]
+def test_every_plan_is_in_the_charts_and_tables(sample_page: str) -> None:
+    plans = {"INT8", "INT4", "recommended", "small", *(f"kl_point{i:02}" for i in range(1, 11))}
+    for name in ("sizes", "files"):
+        assert plans <= {words.partition("\n")[0] for words in marks(section(sample_page, name))}
+    captions = [f.all("b")[0].words for f in section(sample_page, "files").all("figure")]
+    assert captions == ["Predicted against measured"]
+    table = read(sample_page).with_id("layers")
+    assert table is not None
+    assert [th.words for th in table.all("th")] == ["component", "in the plan", "weights", "int4", "int8"]
+    assert [row.words.count("±") for row in table.all("tr")[1:]] == [2] * 17
 
 
-def test_the_first_figure_is_size_against_kl_with_the_frontier_and_plans_that_can_be_pinned(
-    sample_page: str,
-) -> None:
-    found = section(sample_page, "answer").all("figure")[0]
-    assert "Size against KL: weights alone" in found.words
-    assert "frontier, predicted" in found.words
-    plans = {p.attributes["data-plan"] for p in found.all("path") if "data-plan" in p.attributes}
-    assert {"/recommended", "/uniform_int8", "/kl_point05"} <= plans
-
-
-def test_speed_is_drawn_per_target_with_the_bandwidth_bound(sample_page: str) -> None:
+def test_speed_is_drawn_for_each_device_and_protocol_with_the_bandwidth_bound(sample_page: str) -> None:
     found = section(sample_page, "speed")
-    for words in (
-        "Throughput against size",
-        "limit of the machine",
-        "OpenVINO",
-        "llama.cpp",
-    ):
-        assert words in found.words
-    assert "Latency against size" not in found.words  # the inverse of throughput says nothing new
-    dashed = [p for p in found.all("path") if "dashed" in p.attributes.get("class", "")]
-    assert len(dashed) >= 2  # two targets; the key has one more
-    assert "9.00 GB per second" in found.words
-
-
-def test_each_device_and_protocol_has_its_own_figures(sample_page: str) -> None:
-    headings = [h.words for h in section(sample_page, "speed").all("h3")]
-    assert headings == [
+    assert [h.words for h in found.all("h3")] == [
         "CPU, 2 threads: as a user sees it",
         "GPU.0, 1 thread: the published protocol (benchmark_app)",
     ]
+    for words in ("Tokens per second against size", "limit of the machine", "9.00 GB per second"):
+        assert words in found.words
+    assert {"OpenVINO", "llama.cpp"} <= {text.words for text in found.all("text")}
+
+
+def test_medians_that_contradict_a_ratio_are_named(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", stages=("plan", "benchmark"))
+    with Run.open(folder) as run:
+        assert "something disturbed them" not in section(write_report(run).read_text(), "speed").words
+        for subject, name, value in run.results("profile"):
+            if subject.label == "gguf/small" and value["protocol"] == "use":
+                value["timings"]["tokens_per_second"]["median"] *= 2
+                run.store_result("profile", subject, name, value)
+        words = section(write_report(run).read_text(), "speed").words
+    assert "something disturbed them: small, llama.cpp." in words
 
 
 def test_a_ratio_that_is_not_to_fp16_is_not_shown_as_one(tmp_path: Path) -> None:
@@ -199,106 +255,6 @@ def test_a_change_within_twice_its_error_is_called_chance(tmp_path: Path) -> Non
     assert "which may be chance" in section(page, "answer").words
 
 
-def test_the_layer_table_has_every_component_with_its_kl_in_every_recipe(sample_page: str) -> None:
-    table = read(sample_page).with_id("layers")
-    assert table is not None
-    heads = [th.words for th in table.all("th")]
-    assert heads == ["component", "kind", "block", "weights", "int4", "int8", "in the plan"]
-    rows = table.all("tr")[1:]
-    assert len(rows) == 17
-    assert all(row.words.count("±") == 2 for row in rows)
-
-
-def data_of(page: str) -> dict[str, Any]:
-    block = read(page).with_id("explorer-data")
-    assert block is not None
-    return dict(json.loads(block.words))
-
-
-def test_the_page_holds_every_choice_that_planning_has_to_the_byte(
-    sample_run: Path, sample_page: str
-) -> None:
-    of_run = data_of(sample_page)["run"]
-    [space] = of_run["spaces"]
-    with Run.open(sample_run) as run:
-        problem = build_problem(run.table())
-    assert space["fixed"] == problem.fixed_bytes
-    recipes = space["recipes"]
-    for (members, choices, sizes, kls), group in zip(space["groups"], problem.groups, strict=True):
-        assert tuple(of_run["components"][m][0] for m in members) == group.members
-        assert [recipes[c] for c in choices] == [c.recipe for c in group.choices]
-        assert (sizes, kls) == ([c.bytes for c in group.choices], [c.kl for c in group.choices])
-
-
-def test_a_targets_choices_are_in_bytes_of_its_file(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run", stages=())
-    with Run.open(add_target(folder)) as run:
-        table, spaces = run.table(), collect(run).spaces
-    assert list(spaces) == ["openvino"]
-    expected = planning.build_problem(table, fixed_bytes=BESIDES, target=get_target("openvino"))
-    assert spaces["openvino"].problem.groups == expected.groups
-    assert spaces["openvino"].problem.fixed_bytes == expected.fixed_bytes
-    cheapest = {c.recipe: c.bytes for c in expected.groups[0].choices}
-    assert cheapest != {c.recipe: c.bytes for c in build_problem(table).groups[0].choices}
-
-
-def test_without_a_slider_the_page_says_why(tmp_path: Path) -> None:
-    with Run.open(add_target(make_run(tmp_path / "run"))) as run:
-        run.store("fixed_bytes", "openvino", None)
-        page = write_report(run).read_text()
-        assert "No slider for OpenVINO: the run does not say what its OpenVINO file needs" in page
-        planning.store_fixed_bytes(run, get_target("openvino"), BESIDES)
-        page = write_report(run).read_text()
-    assert "No slider" not in page
-
-
-def test_speeds_in_the_page_are_those_of_planning(tmp_path: Path) -> None:
-    with Run.open(add_target(make_run(tmp_path / "run"))) as run:
-        page = write_report(run).read_text()
-        [space] = [space for space in data_of(page)["run"]["spaces"] if space["target"] == "openvino"]
-        table, target = run.table(), get_target("openvino")
-        speed = planning.speed_model(run, table, target)
-    problem = planning.build_problem(table, speed=speed, target=target, fixed_bytes=BESIDES)
-    given = space["speed"]
-    assert given["constant"] == problem.fixed_seconds
-    assert speed.basis == given["basis"]
-    for (members, recipes, sizes, _), group in zip(space["groups"], problem.groups, strict=True):
-        found = [
-            0.0 if members[0] == given["lookup"] else given["rates"][r] * b
-            for r, b in zip(recipes, sizes, strict=True)
-        ]
-        assert found == [choice.seconds for choice in group.choices]
-    # The sample's seconds are proportional to its files' bytes.
-    assert speed.off < 1e-3
-    assert min(speed.rates.values()) == pytest.approx(max(speed.rates.values()), rel=1e-3)
-
-
-def test_the_page_holds_every_plan_and_every_measurement(sample_run: Path, sample_page: str) -> None:
-    of_run = data_of(sample_page)["run"]
-    [space] = of_run["spaces"]
-    with Run.open(sample_run) as run:
-        view = collect(run)
-    assert {p["name"] for p in space["plans"]} == {p.name for p in view.plans}
-    names = [c[0] for c in of_run["components"]]
-    for plan in space["plans"]:
-        stored = {n: space["recipes"][DIGITS.index(d)] for n, d in zip(names, plan["codes"], strict=True)}
-        found = view.plan(plan["name"])
-        assert found is not None
-        assert stored == found.stored
-    assert [len(rows) for rows in space["measured"]] == [2] * 17
-    windows = space["measured"][0][0][4]
-    assert len(windows) == 2 * WINDOWS
-
-
-def test_a_windows_kl_survives_its_two_digits_to_a_percent() -> None:
-    values = [1e-11, 3.3e-7, 0.0123, 4.5, 0.0, math.inf]
-    text = coded(values)
-    levels = [62 * DIGITS.index(a) + DIGITS.index(b) for a, b in zip(text[::2], text[1::2], strict=True)]
-    back = [1e-12 * 10 ** (15 * level / 3843) for level in levels]
-    assert back[:4] == pytest.approx(values[:4], rel=0.01)
-    assert back[4:] == pytest.approx([1e-12, 1e3])
-
-
 def test_tasks_and_samples_are_shown(sample_page: str) -> None:
     found = section(sample_page, "details")
     assert "arc_easy: acc" in found.words
@@ -350,7 +306,7 @@ def test_nothing_on_the_page_asks_for_anything(sample_page: str) -> None:
     assert all(a.attributes["href"].startswith("#") for a in tree.all("a"))
     assert all("src" not in s.attributes for s in tree.all("script"))
     style = "".join(s.words for s in tree.all("style"))
-    assert re.findall(r"url\(([^)]*)\)", style) == ["#hatch"]
+    assert re.findall(r"url\(([^)]*)\)", style) == []
     assert "@import" not in style
     [policy] = [m for m in tree.all("meta") if m.attributes.get("http-equiv") == "Content-Security-Policy"]
     assert policy.attributes["content"].startswith("default-src 'none'")
@@ -359,10 +315,9 @@ def test_nothing_on_the_page_asks_for_anything(sample_page: str) -> None:
 @pytest.mark.parametrize(
     ("stages", "absent"),
     [
-        ((), {"answer", "prediction", "sizes", "speed"}),
+        ((), {"answer", "files", "prediction", "speed"}),
         (("plan",), {"prediction", "speed"}),
-        (("rank",), {"answer", "sizes", "speed"}),
-        (("plan", "evaluate"), {"prediction", "speed"}),
+        (("rank",), {"answer", "files", "speed"}),
     ],
 )
 def test_a_stage_that_was_not_done_has_no_section_and_leaves_no_gap(
@@ -381,19 +336,10 @@ def test_an_empty_run_still_makes_a_page(tmp_path: Path) -> None:
     assert [s.attributes["id"] for s in read(page).all("section")] == ["provenance"]
 
 
-def test_the_reader_chooses_whose_heat_maps_to_see(tmp_path: Path) -> None:
-    with Run.open(add_target(make_run(tmp_path / "run"))) as run:
-        found = section(write_report(run).read_text(encoding="utf-8"), "sensitivity")
-    assert [label.words for label in found.all("label")] == ["OpenVINO", "weights alone"]
-    panels = [e for e in found.all("div") if e.attributes.get("class") == "panel"]
-    assert len(panels) == 2
-    assert all("int4: KL " in panel.words for panel in panels)
-
-
 @pytest.mark.parametrize("text", HOSTILE)
 def test_a_hostile_model_name_and_prompt_stay_text(make_page: MakePage, text: str) -> None:
     tree = read(make_page(model=text, prompt=text, stages=("generate",)))
-    assert len(tree.all("script")) == 1  # our own
+    assert len(tree.all("script")) == 2  # our own, and its data
     assert tree.all("img") == []
     assert [key for e in _elements(tree) for key in e.attributes if key.startswith("on")] == []
     assert tree.all("h1")[0].words == f"KL Lens: {text}"
@@ -424,8 +370,7 @@ def test_without_a_recommended_plan_the_smallest_that_loses_little_is_the_answer
     (folder / "plans" / "recommended.json").unlink()
     with Run.open(folder) as run:
         view = collect(run)
-    answer = recommend(view)
-    assert answer is not None
+    [answer] = recommendations(view)
     assert "within 2 % of the original's" in answer.rule
     kept = [
         p for p in view.plans
@@ -443,11 +388,10 @@ def test_a_plan_that_was_not_verified_is_not_called_good(make_page: MakePage) ->
 def test_400_components_in_8_recipes_stay_below_a_megabyte_and_a_half(large_run: Path) -> None:
     with Run.open(large_run) as run:
         path = write_report(run)
-    page = path.read_text(encoding="utf-8")
-    of_run = data_of(page)["run"]
-    assert len(of_run["components"]) >= 400
-    assert {len(rows) for rows in of_run["spaces"][0]["measured"]} == {8}
-    assert 500_000 < path.stat().st_size < 1_500_000
+    data = data_of(path.read_text(encoding="utf-8"))
+    assert len(data["components"]) >= 400
+    assert sum(len(list(filter(None, kls))) for kls in data["spaces"][0]["kls"]) >= 8 * 400
+    assert path.stat().st_size < 1_500_000
 
 
 def test_a_damaged_record_is_named(tmp_path: Path) -> None:

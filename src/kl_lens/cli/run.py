@@ -12,7 +12,6 @@ from kl_lens.reporting.answer import measured_of, speed_ratio, target_of, unmeas
 from kl_lens.reporting.data import RunView, collect
 from kl_lens.reporting.names import plan_title, runtime_title
 from kl_lens.reporting.numbers import percent, with_error
-from kl_lens.reporting.wording import of_images, of_tokens
 from kl_lens.run.folder import Run
 from kl_lens.run.records import ARTIFACT, ORIGINAL, PLAN, Subject
 from kl_lens.study.costs import JobEstimate
@@ -28,7 +27,6 @@ def show(result: RunResult | JobEstimate) -> None:
     with Run.open(result.folder) as run:
         view = collect(run)
     out = console()
-    told = of_tokens if result.generates else of_images
     answers: list[str] = []
     rows: list[Row | None] = []
     for target, names in result.plans.items():
@@ -38,14 +36,14 @@ def show(result: RunResult | JobEstimate) -> None:
             rows.append({h: f"[bold]{cell}[/]" for h, cell in row.items()} if name == names[-1] else row)
         rows.append(None)
     used = [p for p in view.profiles if p.protocol == "use"]
-    lines = [*map(told, _protocol(view, result)), *unmeasurable(used)]
+    lines = [*_protocol(view, result), *unmeasurable(used)]
     lines += [f"Failed, see the log: kl-lens {command}" for command in result.failed]
     if (result.folder / "report.html").is_file():
         lines.append(f"Report: kl-lens report --run {shlex.quote(str(result.folder))} --open")
     for place in list(result.exported.values())[: int(result.generates)]:
         lines.append(f'Next: kl-lens generate {shlex.quote(str(place))} --prompt "The history of the city"')
     out.print()
-    for line in map(told, answers):
+    for line in answers:
         out.print(line, soft_wrap=True)
     out.print(table("", rows))
     for line in [f"Done in {clock_time(result.seconds)}.", *lines]:
@@ -67,7 +65,7 @@ def _answer(view: RunView, name: str, target: str) -> list[str]:
         f"{percent(size / base)} of FP16" if base else "",
         f"perplexity {own.value:.2f} (original {original.value:.2f})" if own and original else "",
     ]
-    return [", ".join(filter(None, words)) + ".", f"  {target_of(plan)}{measured_of(view, plan)}"]
+    return [", ".join(filter(None, words)) + ".", f"  {target_of(plan, view.unit)}{measured_of(view, plan)}"]
 
 
 def _nearest(view: RunView, names: Sequence[str], target: str) -> list[str]:
@@ -102,7 +100,8 @@ def _protocol(view: RunView, result: RunResult) -> list[str]:
         return []
     test, settings = scores[-1], result.settings
     return [
-        f"Test text: {test.what}, {test.tokens:,} tokens; KL is from the original, per token.",
+        f"Test {view.unit.text}: {test.what}, {test.tokens:,} {view.unit.one}s; KL is from the original, per "
+        f"{view.unit.one}.",
         f"Small samples: {settings.windows} calibration and {settings.evaluation_windows} test windows. For more: "
         "--windows, --evaluation-windows.",
     ]

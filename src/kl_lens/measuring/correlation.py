@@ -11,8 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +19,7 @@ import scipy  # its parts load on first use: that takes seconds
 
 from kl_lens.base.errors import RunError
 from kl_lens.run.folder import CALIBRATION, EVALUATION, Run, role_as
-from kl_lens.run.records import Estimate
+from kl_lens.run.records import Estimate, Record
 from kl_lens.run.samples import WindowMetrics, summarise
 
 # Metric → +1 if larger means more damage, -1 if less.
@@ -39,7 +38,7 @@ Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Correlation:
+class Correlation(Record):
     """Kendall's τ between a metric on calibration text and the damage on held-out text."""
 
     damage: str  # perplexity (change in cross-entropy) or divergence (KL from the original)
@@ -55,7 +54,7 @@ class Correlation:
 
 
 @dataclass(frozen=True)
-class Reliability:
+class Reliability(Record):
     """How precisely the damage is known, for one format."""
 
     format: str
@@ -70,7 +69,7 @@ class Reliability:
 
 
 @dataclass(frozen=True)
-class Point:
+class Point(Record):
     """One candidate in the figure: its metrics and its damage."""
 
     component: str
@@ -82,7 +81,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Ranking:
+class Ranking(Record):
     """The result of `kl-lens paper rank`."""
 
     perplexity: float  # of the original model on the held-out text, per token
@@ -90,9 +89,6 @@ class Ranking:
     points: tuple[Point, ...]
     correlations: tuple[Correlation, ...]
     reliabilities: tuple[Reliability, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def rank(run: Run, shares: Sequence[float] = (1.0, 0.1, 0.05), seed: int = 0) -> Ranking:

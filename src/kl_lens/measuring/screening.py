@@ -116,6 +116,12 @@ class Screen:
             if not any(own <= _size(c) and e < errors[key_of(c)] for own, e in best[c.component.name])
         ]
 
+    def first_from(self, errors: Mapping[Key, float], measured: Mapping[Key, float]) -> dict[Key, float]:
+        """The values of `first` by what was measured of the same components."""
+        ratios = _medians((key[0], value / max(errors[key], 1e-30)) for key, value in measured.items())
+        anchors = map(key_of, self.first)
+        return {key: ratios[key[0]] * errors[key] for key in anchors if key[0] in ratios}
+
     def predicted(
         self, errors: Mapping[Key, float], first: Mapping[Key, float], measured: Mapping[Key, float]
     ) -> dict[Key, float]:

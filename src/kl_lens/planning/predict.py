@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from kl_lens.base.errors import FormatError, PlanError
 from kl_lens.planning.cost import cost_of, stored_recipe
-from kl_lens.run.records import Estimate, Measurement, Plan, SensitivityTable, checked_plan_name
+from kl_lens.run.records import PREDICTED, Estimate, Measurement, Plan, SensitivityTable, checked_plan_name
 from kl_lens.weights.recipes import FP16, Recipe
 
 PREDICTED_METRIC = "kl_teacher_to_student"
@@ -32,6 +32,7 @@ class Predictor:
     def __init__(self, table: SensitivityTable, metric: str | None = None) -> None:
         self.metric = metric or prediction_metric(table)[0]
         self._measured: dict[tuple[str, str], Estimate] = {}
+        self._predicted: set[tuple[str, str]] = set()
         components = {c.name: c for c in table.components}
         through_fallback: dict[tuple[str, str], Estimate] = {}
         for m in table.measurements:
@@ -40,7 +41,10 @@ class Predictor:
                 continue
             clamped = Estimate(0.0 if estimate.value < 0 else estimate.value, estimate.standard_error)
             stored, reason = stored_recipe(components[m.component], m.format)
-            self._measured.setdefault((m.component, Recipe.parse(m.format)), clamped)
+            parsed = m.component, Recipe.parse(m.format)
+            if m.compute_dtype == PREDICTED and parsed not in self._measured:
+                self._predicted.add(parsed)
+            self._measured.setdefault(parsed, clamped)
             if reason is not None:
                 through_fallback.setdefault((m.component, stored), clamped)
         # A replacement recipe was measured under the name of the wanted one.
@@ -55,6 +59,10 @@ class Predictor:
 
     def unmeasured(self, assignment: Mapping[str, str]) -> tuple[str, ...]:
         return tuple(c for c, r in assignment.items() if self.estimate(c, r) is None)
+
+    def predicted(self, assignment: Mapping[str, str]) -> list[str]:
+        """Components whose damage was predicted, not measured."""
+        return [c for c, r in assignment.items() if (c, r) in self._predicted]
 
     def total(self, assignment: Mapping[str, str]) -> Estimate | None:
         """Predicted KL of a plan; None if a part was never measured.
@@ -157,6 +165,8 @@ def finished_plan(
         remarks["predicted_kl_standard_error"] = finite_or_none(predicted.standard_error)
     else:
         remarks["unmeasured"] = list(predictor.unmeasured(settled))
+    if guessed := predictor.predicted(settled):
+        remarks["predicted"] = guessed
     if predictor.metric != PREDICTED_METRIC:
         remarks["predicted_by"] = predictor.metric
     value = finite_or_none(predicted.value) if predicted is not None else None
@@ -179,7 +189,7 @@ def uniform_plan(table: SensitivityTable, recipe: str, *, no_head: bool = False)
 def repredicted(plan: Plan, table: SensitivityTable) -> Plan:
     """The same assignment with bytes and prediction computed again, for a plan edited by hand."""
     fresh = finished_plan(table, plan.name, plan.assignment, plan.made_by)
-    stale = ("fallbacks", "predicted_kl_standard_error", "unmeasured", "predicted_by")
+    stale = ("fallbacks", "predicted_kl_standard_error", "unmeasured", "predicted", "predicted_by")
     kept = {key: value for key, value in plan.notes.items() if key not in stale}
     return replace(
         plan,

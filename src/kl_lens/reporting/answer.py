@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kl_lens.profiling import Ratio, ratio_of
-from kl_lens.reporting.data import Command, RunView
-from kl_lens.reporting.names import readable
+from kl_lens.reporting.data import RunView
+from kl_lens.reporting.names import Unit, readable
 from kl_lens.reporting.numbers import count, number, percent, size, with_error
 from kl_lens.reporting.plans import PlanView
 from kl_lens.run.folder import RECOMMENDED
@@ -25,12 +25,25 @@ class Answer:
 
 
 def recommendations(view: RunView) -> list[Answer]:
-    """One for each target that the run has one for; else the one for the run as a whole, if any."""
-    named = [plan for plan in view.plans if plan.target and plan.name in view.recommended]
+    """One for each target that the run has one for; else the one for the run as a whole, if any: its recommended plan,
+    or the smallest verified one that keeps perplexity."""
+    named = [plan for plan in view.plans if plan.name in view.recommended]
+    named = sorted((p for p in named if p.target), key=lambda p: p.target or "") or named[:1]
     if named:
-        return [Answer(plan, _why(plan)) for plan in sorted(named, key=lambda plan: plan.target or "")]
-    single = recommend(view)
-    return [] if single is None else [single]
+        return [Answer(plan, _why(plan)) for plan in named]
+    verified = [p for p in view.plans if p.kl is not None and p.bytes < view.fp16_bytes]
+    kept = [p for p in verified if _relative_loss(p) <= TOLERATED]
+    if kept:
+        rule = (
+            f'The run has no plan called "{RECOMMENDED}"; this is the smallest verified plan whose held-out perplexity '
+            f"stays within {100 * TOLERATED:g} % of the original's."
+        )
+        return [Answer(min(kept, key=lambda p: p.bytes), rule)]
+    rule = (
+        f"No verified plan keeps held-out perplexity within {100 * TOLERATED:g} % of the original's; this is the one "
+        "with the least measured KL."
+    )
+    return [Answer(min(verified, key=lambda p: p.kl.value if p.kl else math.inf), rule)] if verified else []
 
 
 def recommended_names(view: RunView) -> frozenset[str]:
@@ -42,14 +55,14 @@ def _why(plan: PlanView) -> str:
     return f"Against stock recipes: {readable(contest)}." if contest else target_of(plan)
 
 
-def target_of(plan: PlanView) -> str:
+def target_of(plan: PlanView, unit: Unit | None = None) -> str:
     """What the plan had to meet."""
-    limits, lost = plan.plan.limits, plan.plan.missed
+    limits, lost, unit = plan.plan.limits, plan.plan.missed, unit or Unit()
     if "loss" in limits:
-        missed = "" if lost is None else f" Missed on held-out text: {with_error(lost)}."
-        return f"Target: KL ≤ {limits['loss']:g} nats per token (--max-loss).{missed}"
+        missed = "" if lost is None else f" Missed on held-out {unit.text}: {with_error(lost)}."
+        return f"Target: KL ≤ {limits['loss']:g} nats per {unit.one} (--max-loss).{missed}"
     if "drop" in limits:
-        missed = "" if lost is None else f" Missed on held-out text: {percent(lost.value, 2)}."
+        missed = "" if lost is None else f" Missed on held-out {unit.text}: {percent(lost.value, 2)}."
         return f"Target: perplexity rises by at most {percent(limits['drop'], 1)} (--max-drop).{missed}"
     if "bytes" in limits:
         return f"Target: at most {size(limits['bytes'])} (--max-bytes)."
@@ -69,42 +82,24 @@ def measured_of(view: RunView, plan: PlanView) -> str:
             return ""
         rise, error = (percent(v / original.value, 2) for v in (change.value, change.standard_error))
         missed = change.value / original.value > limits["drop"]
-        return f" Measured on test text: {rise} ± {error}{' (above the target)' if missed else ''}."
+        return (
+            f" Measured on test {view.unit.text}: {rise} ± {error}{' (above the target)' if missed else ''}."
+        )
     kl = value_of(view, subject, "divergence", "kl_mean")
     if kl is None:
         return ""
     name = "Measured" if "loss" in limits else "KL measured"
-    unit = "" if "loss" in limits else " nats per token"
+    unit = "" if "loss" in limits else f" {view.nats}"
     missed = kl.value > limits.get("loss", math.inf)
-    return f" {name} on test text: {with_error(kl)}{unit}{' (above the target)' if missed else ''}."
+    return (
+        f" {name} on test {view.unit.text}: {with_error(kl)}{unit}{' (above the target)' if missed else ''}."
+    )
 
 
 def value_of(view: RunView, subject: Subject, kind: str, name: str) -> Estimate | None:
     """The last score of its kind."""
     scores = [s for s in view.scores if s.subject.key == subject.key and s.kind == kind]
     return scores[-1].values.get(name) if scores else None
-
-
-def recommend(view: RunView) -> Answer | None:
-    """The run's recommended plan, its first target's; else the smallest verified one that keeps perplexity."""
-    named = next((p for p in view.plans if p.name in view.recommended), None)
-    if named is not None:
-        return Answer(named, _why(named))
-    verified = [p for p in view.plans if p.kl is not None and p.bytes < view.fp16_bytes]
-    if not verified:
-        return None
-    kept = [p for p in verified if _relative_loss(p) <= TOLERATED]
-    if kept:
-        rule = (
-            f'The run has no plan called "{RECOMMENDED}"; this is the smallest verified plan whose held-out perplexity '
-            f"stays within {100 * TOLERATED:g} % of the original's."
-        )
-        return Answer(min(kept, key=lambda p: p.bytes), rule)
-    rule = (
-        f"No verified plan keeps held-out perplexity within {100 * TOLERATED:g} % of the original's; this is the one "
-        "with the least measured KL."
-    )
-    return Answer(min(verified, key=lambda p: p.kl.value if p.kl else math.inf), rule)
 
 
 def _relative_loss(plan: PlanView) -> float:
@@ -166,19 +161,13 @@ def commands_for(view: RunView, plan: PlanView) -> list[str]:
     whole = [c for c in view.commands if c.verb == "run"]
     if whole and plan.name in view.recommended:
         return [whole[-1].line]
-    lines: dict[str, None] = {}
-    measured = [c for c in view.commands if c.verb == "measure" or c.words[1:3] == ("paper", "import")]
-    for command in [*measured[-1:], *_planning(view, plan)]:
-        lines[command.line] = None
-    return list(lines)
-
-
-def _planning(view: RunView, plan: PlanView) -> list[Command]:
+    measured = [c for c in view.commands if c.verb == "measure" or c.words[1:3] == ("paper", "import")][-1:]
     planned = [c for c in view.commands if c.verb == "plan"]
     named = [c for c in planned if plan.name in c.words]
     if not named and plan.family in ("paper", "uniform"):
         named = [c for c in planned if "--paper" in c.words]
-    return named or [c for c in planned if not {"--paper", "--frontier"} & set(c.words)]
+    named = named or [c for c in planned if not {"--paper", "--frontier"} & set(c.words)]
+    return list(dict.fromkeys(command.line for command in (*measured, *named)))
 
 
 def libraries(profiles: Sequence[Profile]) -> list[str]:

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import yaml
 
 from kl_lens.base.version import __version__
-from kl_lens.reporting import answer, palette
+from kl_lens.reporting import answer
 from kl_lens.reporting.data import RunView
-from kl_lens.reporting.figures.sizes import drawn
-from kl_lens.reporting.markup import Html, escape
 from kl_lens.reporting.names import plan_title, readable, runtime_title
 from kl_lens.reporting.numbers import percent, size, with_error
-from kl_lens.reporting.page import asset
 from kl_lens.reporting.plans import PlanView
+from kl_lens.reporting.sections.explorer import Explorer
 from kl_lens.reporting.sections.provenance import shown_place
-from kl_lens.reporting.sections.summary import KL_AXIS, kl_points
 from kl_lens.run.records import ARTIFACT, ORIGINAL, Artifact, Estimate, Score, Subject
 from kl_lens.targets import get_target
 
@@ -66,7 +62,7 @@ def card(
         f"# {_cell(repository.rpartition('/')[2])}",
         _lead(view, plan, artifact, score, about.get("base_model")),
         f"![Size against KL of this file and of stock recipes]({CHART})",
-        "Lower and further left is better. Bars: one standard error. Dashed: the best plan of each size, predicted.",
+        "Lower and further left is better. Bars: one standard error. Line: the best known at each size.",
         "## Against stock recipes",
         _rivals(view, plan),
         f"KL is from the original, per token: {_text(score)}. Lower is better; ± is one standard error.",
@@ -95,21 +91,9 @@ def card(
 
 def chart(view: RunView, plan: PlanView) -> str:
     """Size against KL as a stand-alone SVG on white, whatever the reader's theme is."""
-    space = view.spaces[plan.target]
-    points = [
-        replace(p, recommended=own, label="this file" if own else p.label)
-        for p in kl_points(view, space)[0]
-        for own in [p.plan == f"{plan.target}/{plan.name}"]
-    ]
-    plot = drawn(f"Size against KL: {space.title}", points, KL_AXIS, space.frontier, True)
-    style = asset("report.css")
-    rules = style.partition("@media")[0] + style.partition("/* Figures */")[2].partition("/* Tables */")[0]
-    colours = palette.stylesheet().replace("@media print", "@media not all")
-    root = f'<svg xmlns="http://www.w3.org/2000/svg" data-theme="light" width="{1.5 * plot.width:.0f}" '
-    body = plot.render().replace("<svg ", Html(root), 1)
-    head, bracket, rest = body.partition(">")
-    font = "svg{font-family:system-ui,sans-serif;background:#fff}:root{--paper:#fff}"
-    return f"{head}{bracket}<style>{escape(Html(colours + rules + font))}</style>{rest}\n"
+    drawn = Explorer(view, view.spaces[plan.target]).chart(plan.name)
+    drawn.spec["background"] = "#ffffff"
+    return drawn._repr_svg_()
 
 
 def _lead(view: RunView, plan: PlanView, artifact: Artifact, score: Score, base_model: object) -> str:

@@ -1,15 +1,7 @@
 """What the report shows, read from a run folder once and handed on as plain values.
 
-Everything comes from records that other stages wrote; nothing is measured here. Kinds of record that are read:
-
-- measurements, noise floor (`noise`), `text` and `ranking` of the run; plans in `RUN/plans`;
-- `artifact`: what `export` wrote, for sizes on disk;
-- results about subjects, those that are current: `score` and `profile`, `Score` and `Profile` of records.py, whatever
-  else their JSON holds; `agreement`, for the verdict on each file. A profile's settings say what its ratios are to
-  (`ratios_to`, `ratios_to_fp16`) and whether it was `quick`;
-- `autopsy`: what `kl-lens autopsy` found in a file;
-- `generation`, another such result: one sample of text, `{"prompt": str, "text": str}`, where `text` does not repeat
-  the prompt. Samples with the same prompt are put side by side; other keys (`runtime`, `seed`, …) are not shown.
+Everything comes from records that other stages wrote; nothing is measured here. Results about subjects are read as far
+as they are current. `generation` is `{"prompt": str, "text": str}`; samples with the same prompt are put side by side.
 """
 
 from __future__ import annotations
@@ -22,12 +14,11 @@ from typing import Any, TypeVar
 
 from kl_lens.base.errors import RunError
 from kl_lens.evaluation.autopsy import Autopsy
-from kl_lens.measuring.correlation import Correlation, Point, Ranking, Reliability
-from kl_lens.measuring.statistics import StoredStatistics
-from kl_lens.reporting.names import runtime_title
+from kl_lens.measuring.correlation import Ranking
+from kl_lens.reporting.frontier import Space, read_spaces
+from kl_lens.reporting.names import UNITS, Unit, runtime_title
 from kl_lens.reporting.plans import PlanView, read_plans
-from kl_lens.reporting.spaces import Line, Space, read_spaces
-from kl_lens.run.folder import KERNELS, Result, Run
+from kl_lens.run.folder import KERNELS, Run
 from kl_lens.run.journal import checks_rows
 from kl_lens.run.records import (
     ARTIFACT,
@@ -49,7 +40,7 @@ AnyRecord = TypeVar("AnyRecord", bound=Record)
 
 
 @dataclass(frozen=True)
-class Generation:
+class Generation(Record):
     subject: Subject
     prompt: str
     text: str
@@ -90,7 +81,6 @@ class RunView:
     texts: dict[str, dict[str, Any]]
     measured: tuple[str, ...]  # what was measured: weights alone, or as which targets compute
     commands: tuple[Command, ...]
-    seen: dict[str, dict[str, Any]]  # component → its weights' spread, its inputs' largest columns
 
     @property
     def model(self) -> str:
@@ -107,10 +97,13 @@ class RunView:
     def fp16_bytes(self) -> int:
         return sum(2 * c.parameters for c in self.components)
 
-    def frontier(self, target: str | None) -> Line:
-        """The target's own; of what it has none, that of weights alone."""
-        space = self.spaces.get(target) or self.spaces.get(None)
-        return space.frontier if space else ()
+    @property
+    def unit(self) -> Unit:
+        return UNITS.get(str(self.identity.get("task")), Unit())
+
+    @property
+    def nats(self) -> str:
+        return f"nats per {self.unit.one}"
 
     def fp16_of(self, target: str | None) -> int:
         """Bytes of FP16: of the target's file where there is one, else of the weights."""
@@ -132,6 +125,25 @@ class RunView:
             return self.artifacts[stored].realised_bytes
         plan = self.plan(subject.own_plan)
         return plan.bytes if plan else None
+
+    def plans_of(self, target: str | None) -> list[PlanView]:
+        """The target's own, and those without a target that were written as its files."""
+        if target is None:
+            return [p for p in self.plans if p.target is None]
+        return [p for p in self.plans if p.target == target or f"{target}/{p.name}" in self.artifacts]
+
+    def bytes_of(self, plan: PlanView, target: str | None) -> int:
+        """Of the target's file where it was written; else as planned."""
+        written = self.subject_bytes(Subject(ARTIFACT, plan.name, target)) if target else None
+        return written or plan.bytes
+
+    def measured_kl(self, plan: PlanView, target: str | None) -> tuple[Estimate | None, str]:
+        """Of the target's file where it was evaluated, else of the plan in PyTorch; and on which text."""
+        wanted = Subject(ARTIFACT, plan.name, target).key
+        scores = [s for s in self.scores if s.kind == "divergence" and s.subject.key == wanted]
+        if target and scores:
+            return scores[-1].values.get("kl_mean"), f"files, on {scores[-1].what}"
+        return plan.kl, f"in PyTorch, on {plan.measured_on or f'held-out {self.unit.text}'}"
 
 
 def runtime_of(subject: Subject) -> str:
@@ -163,59 +175,52 @@ def collect(run: Run) -> RunView:
         for name, value in run.load_all("artifact").items()
     }
     spaces, without_slider = read_spaces(run, plans)
+    ranking = run.load("ranking", "latest")
+
+    def read(kind: str, record: type[AnyRecord]) -> tuple[AnyRecord, ...]:
+        return tuple(
+            _record(run, kind, result.name, result.value, record, subject=result.subject)
+            for result in current_results(run, kind)
+        )
+
     return RunView(
         folder=str(run.folder),
         identity=identity,
         table=table,
         noise=noise.get(KL),
         kernels=run.load(KERNELS, run.measured_role()),
-        ranking=_ranking(run),
+        ranking=_record(run, "ranking", "latest", ranking, Ranking) if ranking else None,
         plans=plans,
         recommended=frozenset(run.recommended(plan.target) for plan in plans),
         spaces=spaces,
         without_slider=without_slider,
         artifacts=artifacts,
-        scores=tuple(_record(run, "score", r.name, r.value, Score) for r in current_results(run, "score")),
+        scores=read("score", Score),
         profiles=current_profiles(run),
-        generations=tuple(_generation(run, result) for result in current_results(run, "generation")),
-        autopsies=tuple(
-            _record(run, "autopsy", r.name, r.value, Autopsy) for r in current_results(run, "autopsy")
-        ),
-        verdicts=_verdicts(run),
+        generations=read("generation", Generation),
+        autopsies=read("autopsy", Autopsy),
+        verdicts={
+            (subject, str(value.get("what"))): str(value.get("verdict"))
+            for subject, _, value in current_results(run, "agreement")
+        },
         measured=run.kinds(),
-        texts={role: _text(run, role) for role in run.roles()},
+        texts={
+            role: (run.load("text", role) or {}) | (run.text_identity(role) or {}) for role in run.roles()
+        },
         commands=tuple(_command(entry) for entry in run.commands()),
-        seen=held.shown() if (held := StoredStatistics.held_by(run.folder)) else {},
     )
 
 
-def _record(run: Run, kind: str, name: str, value: Mapping[str, Any], record: type[AnyRecord]) -> AnyRecord:
+def _record(
+    run: Run, kind: str, name: str, value: Mapping[str, Any], record: type[AnyRecord], **more: Any
+) -> AnyRecord:
     known = {f.name for f in fields(record)}  # type: ignore[arg-type]
     try:
-        return record.from_json({k: v for k, v in value.items() if k in known})
+        return record.from_json({k: v for k, v in {**more, **value}.items() if k in known})
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise RunError(
             f"{run.folder}: {kind} {name!r} cannot be read ({error}); repeat what made it"
         ) from error
-
-
-def _generation(run: Run, result: Result) -> Generation:
-    if not isinstance(result.value, Mapping) or not {"prompt", "text"} <= set(result.value):
-        raise RunError(
-            f"{run.folder}: generation {result.name!r} has no prompt and text; repeat what made it"
-        )
-    return Generation(result.subject, str(result.value["prompt"]), str(result.value["text"]))
-
-
-def _verdicts(run: Run) -> dict[tuple[Subject, str], str]:
-    return {
-        (subject, str(value.get("what"))): str(value.get("verdict"))
-        for subject, _, value in current_results(run, "agreement")
-    }
-
-
-def _text(run: Run, role: str) -> dict[str, Any]:
-    return (run.load("text", role) or {}) | (run.text_identity(role) or {})
 
 
 def _command(entry: Mapping[str, Any]) -> Command:
@@ -224,32 +229,3 @@ def _command(entry: Mapping[str, Any]) -> Command:
     # However it was started, this is what to type; the place of the program is nobody's business.
     typed = ["kl-lens" if program in ("kl-lens", "main.py", "__main__.py") else program, *words[1:]]
     return Command(shlex.join(typed), tuple(typed), float(entry["started"]), dict(entry["provenance"]))
-
-
-def _ranking(run: Run) -> Ranking | None:
-    stored = run.load("ranking", "latest")
-    if stored is None:
-        return None
-    try:
-        return Ranking(
-            perplexity=stored["perplexity"],
-            evaluation_tokens=stored["evaluation_tokens"],
-            points=tuple(_point(p) for p in stored["points"]),
-            correlations=tuple(Correlation(**c) for c in stored["correlations"]),
-            reliabilities=tuple(Reliability(**r) for r in stored["reliabilities"]),
-        )
-    except (KeyError, TypeError) as error:
-        raise RunError(
-            f"{run.folder}: the ranking cannot be read ({error}); repeat kl-lens paper rank"
-        ) from error
-
-
-def _point(value: Mapping[str, Any]) -> Point:
-    return Point(
-        component=value["component"],
-        format=value["format"],
-        is_head=value["is_head"],
-        metrics={name: Estimate(**estimate) for name, estimate in value["metrics"].items()},
-        damage=Estimate(**value["damage"]),
-        delta_perplexity=Estimate(**value["delta_perplexity"]),
-    )

@@ -1,4 +1,4 @@
-"""HTML and SVG as text in which nothing from outside can become markup.
+"""HTML as text in which nothing from outside can become markup.
 
 Every piece of a page is an `Html`; whatever is a plain `str` is escaped on its way into a tag. A model's name, a prompt
 or a file name can therefore only ever be read, never run, and there is no call that one could forget.
@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-_VOID = {"meta", "link", "br", "input", "col", "rect", "circle", "line", "path", "use"}
+_VOID = {"meta", "link", "br", "input", "col"}
 # Characters that HTML does not allow, whatever their escape; a reader should see that something was there.
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 # These turn the direction of what follows them, so that a name can read as another one.
@@ -29,8 +29,12 @@ def escape(value: object) -> Html:
     """What a reader sees as `value`, in text and in quoted attributes."""
     if isinstance(value, Html):
         return value
-    text = _DIRECTION.sub("\ufffd", _CONTROL.sub("\ufffd", str(value)))
-    return Html(html.escape(text, quote=True))
+    return Html(html.escape(clean(value), quote=True))
+
+
+def clean(value: object) -> str:
+    """Text without characters that a page cannot hold, or that make a name read as another one."""
+    return _DIRECTION.sub("\ufffd", _CONTROL.sub("\ufffd", str(value)))
 
 
 def join(parts: Iterable[object]) -> Html:
@@ -49,11 +53,10 @@ def tag(name: str, *children: object, **attributes: object) -> Html:
         if value is None or value is False:
             continue
         label = key.removesuffix("_").replace("_", "-")
-        label = "viewBox" if label == "viewbox" else label  # the one name in SVG that has a capital
         words.append(label if value is True else f'{label}="{escape(value)}"')
     opening = " ".join(words)
     if name in _VOID and not children:
-        return Html(f"<{opening}/>" if name not in ("meta", "link", "br", "input", "col") else f"<{opening}>")
+        return Html(f"<{opening}>")
     return Html(f"<{opening}>{join(children)}</{name}>")
 
 

@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 from kl_lens.run.folder import RECOMMENDED
 from kl_lens.run.records import ARTIFACT, ORIGINAL, Plan, Subject
 from kl_lens.targets import TARGETS, get_target
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What a run counts: tokens of text, or images of which each has a class."""
+
+    one: str = "token"
+    text: str = "text"
+    guess: str = "next token"
+    perplexity: str = "token perplexity"
+
+
+UNITS = {"image": Unit("image", "images", "class", "perplexity over classes")}  # by task; others: Unit()
 
 
 def runtime_title(target: str | None) -> str:

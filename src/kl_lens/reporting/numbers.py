@@ -7,8 +7,6 @@ import math
 from kl_lens.base.units import human_bytes
 from kl_lens.run.records import Estimate
 
-_SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-
 
 def number(value: float | None, digits: int = 3) -> str:
     """`0.0123`, `1.2e-7`, `–` for what is not known."""
@@ -52,13 +50,6 @@ def percent(share: float, decimals: int = 0) -> str:
 
 def count(number_: int, noun: str) -> str:
     return f"{number_} {noun}" if number_ == 1 else f"{number_} {noun}s"
-
-
-def power_of_ten(exponent: int) -> str:
-    """Labels of log axes: plain numbers near one, powers further out."""
-    if -2 <= exponent <= 3:
-        return f"{10.0**exponent:g}"
-    return f"10{str(exponent).translate(_SUPERSCRIPT)}"
 
 
 def size(count: float | None) -> str:

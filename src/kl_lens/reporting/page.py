@@ -8,91 +8,56 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Callable, Sequence
 from importlib import resources
 
-from kl_lens.reporting import palette
 from kl_lens.reporting.data import RunView
-from kl_lens.reporting.markup import Html, tag
+from kl_lens.reporting.markup import escape, join, tag
 from kl_lens.reporting.sections import (
-    Section,
     autopsy,
     details,
+    explorer,
+    files,
     positions,
     prediction,
     provenance,
-    sensitivity,
-    sizes,
     speed,
     summary,
 )
-from kl_lens.reporting.wording import TOLD, of_tokens
 
-_HATCH = Html(
-    '<svg class="defs" aria-hidden="true"><defs><pattern id="hatch" width="5" height="5" patternUnits="userSpaceOnUse">'
-    '<path d="M0 5L5 0"/></pattern></defs></svg>'
-)
+SECTIONS = (summary, explorer, files, prediction, positions, speed, autopsy, details, provenance)
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; \
+script-src 'sha256-{digest}'; img-src data:; base-uri 'none'; form-action 'none'">
+<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="referrer" content="no-referrer">
+<link rel="icon" href="data:,"><title>{title}</title><style>{style}</style></head>
+<body><svg class="defs" aria-hidden="true"><defs><pattern id="hatch" width="5" height="5" \
+patternUnits="userSpaceOnUse"><path d="M0 5L5 0"/></pattern></defs></svg>
+<div class="page"><header><h1>{title}</h1><button type="button" class="toggle" hidden>Dark</button>
+<nav aria-label="Sections"><ul>{links}</ul></nav></header><main>{body}</main></div>
+<script>{script}</script></body></html>
+"""
 
 
 def report_page(view: RunView) -> str:
-    """The report of one run."""
-    modules = (summary, sensitivity, prediction, positions, sizes, speed, autopsy, details, provenance)
-    told = TOLD.get(view.identity.get("task"), of_tokens)
-    sections = [part for module in modules if (part := module.section(view)) is not None]
-    return page(f"KL Lens: {view.model}", sections, told)
-
-
-def page(title: str, sections: Sequence[Section], told: Callable[[str], str] = of_tokens) -> str:
-    """`told` puts our own words otherwise, where tokens are images."""
-    script = told("\n".join(asset(name) for name in ("knapsack.js", "explorer.js", "report.js")))
-    style = Html(palette.stylesheet() + "\n" + asset("report.css"))
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = (
-        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:; "
-        "base-uri 'none'; form-action 'none'"
-    )
-    head = tag(
-        "head",
-        Html('<meta charset="utf-8">'),
-        tag("meta", http_equiv="Content-Security-Policy", content=policy),
-        tag("meta", name_="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name_="referrer", content="no-referrer"),
-        Html('<link rel="icon" href="data:,">'),
-        tag("title", title),
-        tag("style", style),
-    )
-    top = tag(
-        "header",
-        tag("h1", title),
-        tag("button", "Dark", type="button", class_="toggle", hidden=True),
-        _contents(sections),
-    )
-    body = tag(
-        "body",
-        _HATCH,
-        tag(
-            "div",
-            top,
-            tag("main", *(Html(told(_section(n, s))) for n, s in enumerate(sections, 1))),
-            class_="page",
+    """The report of one run. What it has nothing for has no section."""
+    shown = [part for module in SECTIONS if (part := module.section(view)) is not None]
+    titles = [f"{number} {part.title}" for number, part in enumerate(shown, 1)]
+    script = asset("report.js")
+    return _PAGE.format(
+        digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        title=escape(f"KL Lens: {view.model}"),
+        style=asset("report.css"),
+        links=join(
+            tag("li", tag("a", t, href=f"#{p.identifier}")) for t, p in zip(titles, shown, strict=True)
         ),
-        tag("script", Html(script)),
+        body=join(
+            tag("section", tag("h2", t), p.body, id=p.identifier) for t, p in zip(titles, shown, strict=True)
+        ),
+        script=script,
     )
-    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
-
-
-def _contents(sections: Sequence[Section]) -> Html:
-    links = [
-        tag("li", tag("a", f"{number} {section.title}", href=f"#{section.identifier}"))
-        for number, section in enumerate(sections, 1)
-    ]
-    return tag("nav", tag("ul", *links), aria_label="Sections")
-
-
-def _section(number: int, section: Section) -> Html:
-    return tag("section", tag("h2", f"{number} {section.title}"), section.body, id=section.identifier)
 
 
 def asset(name: str) -> str:
-    """A file of the page: its style, its scripts."""
+    """A file of the page: its style, its script."""
     return resources.files("kl_lens.reporting").joinpath("assets", name).read_text(encoding="utf-8")

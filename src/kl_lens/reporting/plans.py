@@ -28,60 +28,29 @@ class PlanView:
     plan: Plan
     row: planning.PlanRow
     stored: dict[str, Recipe]  # what each component really has
+    name: str
+    target: str | None  # that it was made for
+    family: str
+    title: str
     label: str  # short, for figures: p05, INT8
-
-    @property
-    def name(self) -> str:
-        return self.plan.name
-
-    @property
-    def title(self) -> str:
-        return plan_title(self.plan.name)
-
-    @property
-    def family(self) -> str:
-        return self.plan.family
-
-    @property
-    def kl(self) -> Estimate | None:
-        """Measured as a whole on held-out text."""
-        return self.plan.measured.kl if self.plan.measured else None
-
-    @property
-    def perplexity(self) -> Estimate | None:
-        return self.plan.measured.perplexity if self.plan.measured else None
-
-    @property
-    def original_perplexity(self) -> float | None:
-        return self.plan.measured.original_perplexity if self.plan.measured else None
-
-    @property
-    def measured_on(self) -> str | None:
-        return self.plan.measured.place if self.plan.measured else None
-
-    @property
-    def target(self) -> str | None:
-        """The target it was made for."""
-        return self.plan.target
-
-    @property
-    def bytes(self) -> int:
-        """Of the target's file, where it was made for one; else of the weights."""
-        return self.row.bytes + self.plan.fixed_bytes
+    bytes: int  # of the target's file, where it was made for one; else of the weights
+    kl: Estimate | None  # measured as a whole on held-out text
+    perplexity: Estimate | None
+    original_perplexity: float | None
+    measured_on: str | None
 
 
 def read_plans(folder: Path, components: tuple[Component, ...]) -> tuple[PlanView, ...]:
     """All plans of a run: families in order, each from large to small."""
-    plans = [planning.read_plan(path, components) for path in sorted(folder.glob("*.json"))]
-    order = list(FAMILIES)
-    views = [_plan_view(plan, components) for plan in plans]
+    order, views = list(FAMILIES), []
+    for path in sorted(folder.glob("*.json")):
+        plan = planning.read_plan(path, components)
+        row, seen = planning.plan_row(plan, components), plan.measured
+        known = (seen.kl, seen.perplexity, seen.original_perplexity, seen.place) if seen else (None,) * 4
+        views.append(
+            PlanView(
+                plan, row, planning.cost_of(components, plan.assignment).stored, plan.name, plan.target, plan.family,
+                plan_title(plan.name), short_title(plan), row.bytes + plan.fixed_bytes, *known,
+            )
+        )  # fmt: skip
     return tuple(sorted(views, key=lambda p: (order.index(p.family), -p.bytes, p.name)))
-
-
-def _plan_view(plan: Plan, components: tuple[Component, ...]) -> PlanView:
-    return PlanView(
-        plan=plan,
-        row=planning.plan_row(plan, components),
-        stored=planning.cost_of(components, plan.assignment).stored,
-        label=short_title(plan),
-    )

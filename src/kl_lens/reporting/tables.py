@@ -5,12 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kl_lens.reporting.data import KL
 from kl_lens.reporting.markup import Html, tag
-from kl_lens.reporting.numbers import with_error
-from kl_lens.reporting.plans import PlanView
-from kl_lens.run.records import Component, Estimate, SensitivityTable
-from kl_lens.weights.recipes import FP16
 
 
 @dataclass(frozen=True)
@@ -40,6 +35,7 @@ def table(
     sortable: bool = True,
     highlight: Sequence[int] = (),
     caption: str | None = None,
+    tall: bool = False,
 ) -> Html:
     head = tag(
         "tr",
@@ -57,7 +53,14 @@ def table(
         id=identifier,
         class_="sortable" if sortable else None,
     )
-    return tag("div", whole, class_="scroll", tabindex="0", role="region", aria_label=caption or "table")
+    return tag(
+        "div",
+        whole,
+        class_="scroll tall" if tall else "scroll",
+        tabindex="0",
+        role="region",
+        aria_label=caption or "table",
+    )
 
 
 def _cell(value: object, column: Column) -> Html:
@@ -66,49 +69,3 @@ def _cell(value: object, column: Column) -> Html:
         sort = None if value.value is None else f"{value.value:.9g}"
         return tag("td", value.text, class_=style, data_v=sort)
     return tag("td", value, class_=style)
-
-
-def layer_table(measured: SensitivityTable, plan: PlanView | None, index: int) -> Html:
-    """One row for each component, KL in one column for each recipe; the other metrics are in the component's page."""
-    by_component: dict[str, dict[str, Estimate]] = {}
-    for m in measured.measurements:
-        if KL in m.metrics:
-            by_component.setdefault(m.component, {})[m.format] = m.metrics[KL]
-    shown = [c for c in measured.components if c.name in by_component]
-    formats = list(dict.fromkeys(name for row in by_component.values() for name in row))
-    columns = [text_column("component"), text_column("kind"), Column("block"), Column("weights"),
-               *(Column(name, hint=f"KL at {name}, nats per token, ± standard error") for name in formats),
-               Column("in the plan", number=False, hint="its recipe in the recommended plan")]  # fmt: skip
-    rows = [_layer_row(c, by_component[c.name], formats, plan) for c in shown]
-    identifier = f"layers-{index}" if index else "layers"
-    search = tag("input", type="search", data_filter="0", placeholder="part of a name")
-    kinds = [tag("option", kind) for kind in sorted({c.kind for c in shown})]
-    select = tag("select", tag("option", "all", value=""), *kinds, data_filter=1)
-    controls = tag(
-        "div",
-        tag("label", "component ", search),
-        tag("label", "kind ", select),
-        tag("output", f"{len(rows)} rows"),
-        class_="controls",
-        data_for=identifier,
-        hidden=True,
-    )
-    whole = table(
-        columns, rows, identifier=identifier, caption="KL of every component in every recipe, nats per token"
-    )
-    return tag(
-        "div", controls, Html(whole.replace('class="scroll"', 'class="scroll tall"', 1)), class_="layers"
-    )
-
-
-def _layer_row(
-    component: Component, kls: dict[str, Estimate], formats: Sequence[str], plan: PlanView | None
-) -> list[object]:
-    return [
-        component.name,
-        component.kind,
-        "–" if component.block is None else component.block,
-        component.parameters,
-        *(with_error(kls.get(f)) for f in formats),
-        "–" if plan is None else plan.stored.get(component.name, FP16),
-    ]

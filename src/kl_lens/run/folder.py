@@ -25,7 +25,15 @@ from kl_lens.base.units import parse_names
 from kl_lens.base.version import __version__
 from kl_lens.run.journal import FILE, LOCK_SECONDS, Journal, checks_rows, journal_errors
 from kl_lens.run.lock import Hold
-from kl_lens.run.records import Component, Measurement, SensitivityTable, Subject, checked_plan_name
+from kl_lens.run.records import (
+    PREDICTED,
+    Component,
+    Estimate,
+    Measurement,
+    SensitivityTable,
+    Subject,
+    checked_plan_name,
+)
 from kl_lens.run.samples import KL, METRICS_VERSION, WINDOW_FIELDS, WindowMetrics, summarise
 
 SCHEMA_VERSION = 4  # of the journal's tables
@@ -55,9 +63,7 @@ CREATE TABLE commands (started REAL, command TEXT, provenance TEXT);
 
 CALIBRATION, EVALUATION = "calibration", "evaluation"  # roles of texts
 TUNING = "tuning"  # kind of record: a text that a plan was tuned on
-SCREENED = (
-    "screened"  # kind of records: what a staged search measured, of how many candidates, for which limit
-)
+SCREENED = "screened"  # kind of records: what a staged search measured, for which limit, and what it predicts
 KERNELS = "kernels"  # kind of record: why transformers' own code computed, where our kernels should have
 WEIGHTS = "weights"  # measurements without a target's activations
 ALL_PLANS = "all"
@@ -380,9 +386,19 @@ class Run:
 
     @checks_rows
     def table(
-        self, role: str = CALIBRATION, windows: int | None = None, target: str | None = None
+        self,
+        role: str = CALIBRATION,
+        windows: int | None = None,
+        target: str | None = None,
+        *,
+        predicted: bool = False,
     ) -> SensitivityTable:
-        """All measurements of a role and the components they are about; `target`: with its activations."""
+        """All measurements of a role and the components they are about.
+
+        Args:
+            target: with its activations.
+            predicted: also what was not measured and has a predicted KL.
+        """
         identity = self.identity
         if "components" not in identity:
             raise RunError(
@@ -392,6 +408,14 @@ class Run:
         if "@" not in role:
             role = self.measured_role(target, role)
         measurements = imported or self.measurements(role, windows)
+        if predicted:
+            known = {(m.component, m.format) for m in measurements}
+            rows = (self.load(SCREENED, role) or {}).get("predicted", ())
+            measurements += [
+                Measurement(name, recipe, {KL: Estimate(kl, 0.0)}, 0, 0, PREDICTED, 0.0)
+                for name, recipe, kl in rows
+                if (name, recipe) not in known
+            ]
         return SensitivityTable(
             model=identity["model"],
             model_type=identity["model_type"],

@@ -243,6 +243,7 @@ class SensitivityTable:
         return rows
 
 
+PREDICTED = "predicted"  # `compute_dtype` of a Measurement that was not measured
 # Metrics of a Measurement. Both KLs are means per token in nats; "teacher" is the original model.
 METRICS = {
     "kl_teacher_to_student": "KL(teacher ‖ student), nats per token",

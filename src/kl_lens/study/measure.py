@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -210,7 +210,7 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
         _require_statistics(candidates, whole, settings)
         with going_on(folder), events.progress("measuring") as shown:
             sweep.bind(candidates)
-            everything, screen = len(candidates), None
+            everything, screen, errors = len(candidates), None, dict[screening.Key, float]()
             if screen := _screen(settings, candidates, whole):
                 shown = shown.as_one(expected_work(model, screen, windows))
                 errors = _errors(screen, model, shown)
@@ -220,16 +220,19 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
                 sweep = replace(sweep, workers=workers, progress=shown)
                 if screen and settings.limits:
                     staged = StagedSearch(sweep, _planner(settings, run, bench), screen, errors, windows)
-                    result, candidates = staged.measure(settings.limits)
+                    result, candidates, losses = staged.measure(settings.limits)
                 else:
                     result = sweep.measure(candidates, windows)
+                    losses = _losses(screen, errors, sweep, candidates, len(windows)) if screen else {}
         _say_unfit(unfit, events)
         role = role_as(CALIBRATION, target)
         if len(candidates) < everything:
             limit = {name: value for name, value in asdict(settings.limits).items() if value is not None}
             chosen = [key_of(candidate) for candidate in candidates]
+            rest = set(losses) - set(chosen)
+            predicted = [(*key, max(value, 0.0)) for key, value in losses.items() if key in rest]
             known = {"measured": len(candidates), "of": everything, "limit": limit, "chosen": chosen}
-            run.store(SCREENED, role, known)
+            run.store(SCREENED, role, known | {"predicted": predicted})
             events.note(
                 f"measured {len(candidates)} of {everything} candidates: by their predicted KL, no good plan "
                 f"{'near this limit ' if limit else ''}uses the others; --exhaustive measures all"
@@ -287,6 +290,19 @@ def _screen(settings: MeasureSettings, candidates: Sequence[Candidate], run: Pat
 def _errors(screen: screening.Screen, model: LoadedModel, progress: Progress) -> dict[screening.Key, float]:
     progress.started(sum(map(error_work, screen.needed)), 0)
     return screening.output_errors(model, screen, lambda c: progress.advanced(error_work(c), str(c)))
+
+
+def _losses(
+    screen: screening.Screen,
+    errors: Mapping[screening.Key, float],
+    sweep: Sweep,
+    candidates: Sequence[Candidate],
+    windows: int,
+) -> dict[screening.Key, float]:
+    """The KL of every candidate, predicted from those that were measured."""
+    values = ((key_of(c), sweep.kl(c, windows, CALIBRATION)) for c in candidates)
+    measured = {key: value for key, value in values if value is not None}
+    return screen.predicted(errors, screen.first_from(errors, measured), measured)
 
 
 def _planner(settings: MeasureSettings, run: Run, bench: Workbench) -> TargetPlanner:

@@ -46,7 +46,7 @@ class PlanResult:
 
 def plan(settings: PlanSettings, bench: Workbench, events: Events) -> PlanResult:
     with Run.open(settings.run_folder) as run:
-        table = run.table(target=settings.target)
+        table = run.table(target=settings.target, predicted=_wants_predictions(settings, run))
         folder = run.folder / "plans"
         if settings.compare:
             plans = [_read(folder, name, table) for name in settings.compare]
@@ -58,8 +58,13 @@ def plan(settings: PlanSettings, bench: Workbench, events: Events) -> PlanResult
             return _frontier(settings, table, planner, events)
         if not settings.dry_run:
             run.note_command(["kl-lens", *command_of(settings)])
-        _warn_of_another_limit(settings, run, events)
         plans = _made(settings, run, table, planner, events)
+        for each in plans:
+            if predicted := each.notes.get("predicted"):
+                events.note(
+                    f"{each.name}: the KL of {len(predicted)} of {len(each.assignment)} components was predicted, not "
+                    "measured; kl-lens measure with this limit measures them"
+                )
         if settings.tune:
             plans = [with_tuning(each, settings.tune, run, planner, bench, events) for each in plans]
         if settings.rivals:
@@ -120,16 +125,12 @@ def _require_storable(settings: PlanSettings, table: SensitivityTable, planner: 
         )
 
 
-def _warn_of_another_limit(settings: PlanSettings, run: Run, events: Events) -> None:
-    """A staged search measured what plans near its own limit use."""
+def _wants_predictions(settings: PlanSettings, run: Run) -> bool:
+    """Whether a plan may use what was only predicted. A staged search has measured what plans of its own limit use."""
     known = (run.load(SCREENED, run.measured_role(settings.target)) or {}).get("limit")
     names = ("max_bytes", "max_loss", "max_drop")
     asked = {name: value for name in names if (value := getattr(settings, name)) is not None}
-    if known and asked and asked != known:
-        events.warn(
-            "the run measured what plans of another limit use; for the best plan of this one, first repeat kl-lens "
-            "measure with this limit, or with --exhaustive"
-        )
+    return settings.frontier or bool(settings.limits and asked != known)
 
 
 def _frontier(

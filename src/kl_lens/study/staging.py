@@ -20,7 +20,7 @@ from kl_lens.measuring.screening import PART, Key, Screen
 from kl_lens.measuring.sweep import Sweep, SweepResult, error_work, quantizing_work, work_of
 from kl_lens.model import LoadedModel
 from kl_lens.run.folder import CALIBRATION
-from kl_lens.run.records import Estimate, Measurement, Plan, SensitivityTable
+from kl_lens.run.records import PREDICTED, Estimate, Measurement, Plan, SensitivityTable
 from kl_lens.study.plan_settings import KL
 from kl_lens.study.target_planner import TargetPlanner
 from kl_lens.text import Windows
@@ -77,8 +77,8 @@ class StagedSearch:
         self._sweep, self._planner, self._screen, self._windows = sweep, planner, screen, windows
         self._errors, self._table = errors, sweep.run.table()
 
-    def measure(self, limits: Limits) -> tuple[SweepResult, list[Candidate]]:
-        """Measures what plans within the limits choose; also returns these candidates."""
+    def measure(self, limits: Limits) -> tuple[SweepResult, list[Candidate], dict[Key, float]]:
+        """Measures what plans within the limits choose; also returns these candidates, and every one's KL."""
         few = self._windows.first(_few(self._windows))
         results = [self._sweep.measure(self._screen.first, few, SCREENING, noise=False)]
         first = self._values(self._screen.first, SCREENING, len(few))
@@ -112,7 +112,8 @@ class StagedSearch:
             for shares in OF_LOSS:
                 room = self._room(known(), room, limits)
                 measure([self._plan(known(UNSURE), max_kl=share * room) for share in shares])
-        return _together(results, len(chosen)), chosen
+        measured = self._values(chosen, CALIBRATION, len(self._windows))
+        return _together(results, len(chosen)), chosen, self._screen.predicted(self._errors, first, measured)
 
     def _plan(self, table: SensitivityTable, **limit: float) -> Plan:
         planner = self._planner
@@ -153,7 +154,7 @@ class StagedSearch:
     def _with(self, values: Mapping[Key, float]) -> SensitivityTable:
         """The run's table with these values as its measurements."""
         rows = (
-            Measurement(name, recipe, {KL: Estimate(max(value, 0.0), 0.0)}, 0, 0, "predicted", 0.0)
+            Measurement(name, recipe, {KL: Estimate(max(value, 0.0), 0.0)}, 0, 0, PREDICTED, 0.0)
             for (name, recipe), value in values.items()
         )
         return replace(self._table, measurements=tuple(rows))

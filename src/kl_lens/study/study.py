@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # `generate` runs on small devices and loads no torch
     from kl_lens.measuring.correlation import Ranking
     from kl_lens.measuring.statistics import StoredStatistics
     from kl_lens.model import LoadedModel
-    from kl_lens.planning import Frontier
+    from kl_lens.reporting.notebook import PlottedFrontier, PlottedTable
     from kl_lens.run.records import Plan, Profile, Score, SensitivityTable
     from kl_lens.study.generate import GenerateResult
     from kl_lens.study.inspect import InspectResult
@@ -97,12 +97,13 @@ class Study:
         return Path(self._folder) if self._folder is not None else new_run_folder(None, self.model.name)
 
     @property
-    def table(self) -> SensitivityTable:
-        """The measurements for the target, one row for each component and recipe."""
+    def table(self) -> PlottedTable:
+        """The measurements for the target, one row for each component and recipe; `table.plot()` draws them."""
+        from kl_lens.reporting.notebook import PlottedTable
         from kl_lens.run.folder import Run
 
         with Run.open(self.folder) as run:
-            return run.table(target=self.target)
+            return PlottedTable(**vars(run.table(target=self.target)))
 
     # -- every verb goes through these two --------------------------------------------------------------------
 
@@ -152,9 +153,11 @@ class Study:
             raise KLLensError("plan(frontier=True): call Study.frontier() instead")
         return self.do(self.settings("plan", **flags)).plans[-1]
 
-    def frontier(self, **flags: Any) -> Frontier:
-        """The Pareto frontier of bytes and KL."""
-        return self.do(self.settings("plan", frontier=True, **flags)).frontier
+    def frontier(self, **flags: Any) -> PlottedFrontier:
+        """The Pareto frontier of bytes and KL; `frontier.plot()` draws it."""
+        from kl_lens.reporting.notebook import PlottedFrontier
+
+        return PlottedFrontier(**vars(self.do(self.settings("plan", frontier=True, **flags)).frontier))
 
     def export(self, plan: Plan | str | None = None, **flags: Any) -> Path:
         """Writes a plan, or with `format="q8_0"` the whole model, as files of the target. Returns their folder.
@@ -186,8 +189,10 @@ class Study:
         return self.do(self.settings("generate", artifact=file, prompt=prompt, **flags))
 
     def report(self, **flags: Any) -> Path:
-        """Writes the run as one HTML file and returns its path."""
-        return self.do(self.settings("report", **flags)).path
+        """Writes the run as one HTML file and returns its path; a notebook shows the page."""
+        from kl_lens.reporting.notebook import ReportFile
+
+        return ReportFile(self.do(self.settings("report", **flags)).path)
 
     def publish(self, to: str, **flags: Any) -> Path:
         """Writes the target's file with its model card to a folder, and uploads it unless `dry_run`."""

@@ -1,157 +1,163 @@
-// Everything on the page can be read without this script. It adds tooltips that follow pointer, finger and keyboard,
-// sorting and filtering of tables, and a switch between light and dark. It sends nothing and loads nothing.
+// The page can be read without this script. It adds the slider, the map's switch, tooltips that follow pointer, finger
+// and keyboard, sorting and filtering of tables, and a switch between light and dark. It sends and loads nothing.
+// Words only ever go in as text: what a model or file is called stays text.
 (() => {
   const tip = document.createElement("div");
   tip.id = "tip";
   tip.hidden = true;
   tip.setAttribute("role", "tooltip");
   document.body.append(tip);
-
-  // Only ever textContent: what a model or file is called stays text.
-  let shownAt = 0;
+  const hide = () => { tip.hidden = true; };
   const show = (words, x, y) => {
-    shownAt = scrollY;
     tip.textContent = words;
     tip.hidden = false;
-    const box = tip.getBoundingClientRect();
-    const left = Math.min(Math.max(8, x + 14), innerWidth - box.width - 8);
-    const above = y - box.height - 12;
-    tip.style.left = `${Math.max(8, left)}px`;
+    const box = tip.getBoundingClientRect(), above = y - box.height - 12;
+    tip.style.left = `${Math.max(8, Math.min(x + 14, innerWidth - box.width - 8))}px`;
     tip.style.top = `${above > 8 ? above : Math.min(y + 18, innerHeight - box.height - 8)}px`;
   };
-  const hide = () => { tip.hidden = true; };
 
-  // The browser's own tooltips come late and not at all on a phone: titles move here, for as long as the script runs.
-  const words = new WeakMap();
-  for (const group of document.querySelectorAll("g.marks")) {
-    const marks = [];
-    for (const mark of group.children) {
-      const title = mark.querySelector("title");
-      if (!title) continue;
-      words.set(mark, title.textContent);
-      title.remove();
-      mark.setAttribute("tabindex", marks.length ? "-1" : "0");
-      marks.push(mark);
-    }
-    const go = (from, to) => {
-      if (!to) return;
-      from.setAttribute("tabindex", "-1");
-      to.setAttribute("tabindex", "0");
-      to.focus();
-    };
+  // Charts: the description of each dot or cell is its tooltip; arrows move from one to the next.
+  const MARK = "path[aria-label]";
+  for (const group of document.querySelectorAll("figure g.dots_marks, figure g.cells_marks")) {
+    const marks = [...group.querySelectorAll(MARK)];
+    marks.forEach((mark, i) => mark.setAttribute("tabindex", i ? "-1" : "0"));
+    group.closest("div[role=img]")?.setAttribute("role", "group");
     group.addEventListener("keydown", (event) => {
-      const at = marks.indexOf(event.target);
-      const next = { ArrowRight: at + 1, ArrowDown: at + 1, ArrowLeft: at - 1, ArrowUp: at - 1, Home: 0, End: marks.length - 1 }[event.key];
-      if (at < 0 || next === undefined) return;
+      const at = marks.indexOf(event.target), last = marks.length - 1;
+      const next = { ArrowRight: at + 1, ArrowDown: at + 1, ArrowLeft: at - 1, ArrowUp: at - 1, Home: 0, End: last }[event.key];
+      if (event.key === "Enter") event.target.dispatchEvent(new MouseEvent("click", { bubbles: true }));
+      if (marks[next] === undefined) return;
       event.preventDefault();
-      go(marks[at], marks[next]);
+      marks[at].setAttribute("tabindex", "-1");
+      marks[next].setAttribute("tabindex", "0");
+      marks[next].focus();
     });
-    const point = (event) => {
-      const said = words.get(event.target);
-      if (said === undefined) hide();
-      else show(said, event.clientX, event.clientY);
-    };
-    group.addEventListener("pointermove", point);
-    group.addEventListener("pointerdown", point);
-    group.addEventListener("pointerleave", (event) => { if (event.pointerType === "mouse") hide(); });
-    group.addEventListener("focusin", (event) => {
-      const said = words.get(event.target);
-      if (said === undefined) return;
-      event.target.setAttribute("role", "img");
-      event.target.setAttribute("aria-label", said);
-      const box = event.target.getBoundingClientRect();
-      if (event.target.matches(":focus-visible")) show(said, box.left + box.width / 2, box.top);
-    });
-    group.addEventListener("focusout", hide);
   }
-  document.addEventListener("pointerdown", (event) => {
-    if (!event.target.closest("g.marks, [data-tip]")) hide();
-  });
-  document.addEventListener("keydown", (event) => { if (event.key === "Escape") hide(); });
-  // Scrolled away from what it explains; the event of a scroll that was over before the tip appeared does not count.
-  addEventListener("scroll", (event) => {
-    if (event.target !== document || Math.abs(scrollY - shownAt) > 4) hide();
-  }, { passive: true, capture: true });
-
-  // Whatever else has words of its own.
-  const tipped = (event) => event.target.closest?.("[data-tip]");
-  document.addEventListener("pointerover", (event) => { if (tipped(event)) show(tipped(event).dataset.tip, event.clientX, event.clientY); });
-  document.addEventListener("pointerout", (event) => { if (tipped(event) && event.pointerType === "mouse") hide(); });
+  const point = (event) => {
+    const mark = event.target.closest?.(`figure ${MARK}`);
+    if (mark) show(mark.getAttribute("aria-label"), event.clientX, event.clientY);
+    else hide();
+  };
+  document.addEventListener("pointermove", point);
+  document.addEventListener("pointerdown", point);
   document.addEventListener("focusin", (event) => {
-    const at = tipped(event);
-    if (!at?.matches(":focus-visible")) return;
-    const box = at.getBoundingClientRect();
-    show(at.dataset.tip, box.left + box.width / 2, box.top);
+    if (!event.target.matches(`figure ${MARK}:focus-visible`)) return;
+    const box = event.target.getBoundingClientRect();
+    show(event.target.getAttribute("aria-label"), box.left + box.width / 2, box.top);
   });
-  document.addEventListener("focusout", (event) => { if (tipped(event)) hide(); });
+  document.addEventListener("focusout", hide);
+  document.addEventListener("keydown", (event) => { if (event.key === "Escape") hide(); });
+
+  // The slider walks the frontier that Python computed; the map shows the plan at the slider, or one format.
+  const block = document.getElementById("explorer-data");
+  const { components, spaces } = block ? JSON.parse(block.textContent) : { spaces: [] };
+  const DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz";
+  const parsed = (text) => {
+    const match = /^\s*([\d.]+(?:e[-+]?\d+)?)\s*([kmg]?)/i.exec(text.replaceAll(",", ""));
+    return match ? Number(match[1]) * { "": 1, k: 1e3, m: 1e6, g: 1e9 }[match[2].toLowerCase()] : NaN;
+  };
+  for (const place of document.querySelectorAll(".explorer")) {
+    const space = spaces[place.dataset.space], find = (selector) => place.querySelector(selector);
+    const slider = find("input[type=range]"), select = find("select"), reading = find(".reading"), made = find(".made");
+    const cells = [...place.querySelectorAll(".cells_marks path")], hatches = [...place.querySelectorAll(".hatch_marks path")];
+    const title = find(".map figcaption b"), about = find(".component");
+    const here = document.createElementNS("http://www.w3.org/2000/svg", "circle");
+    here.setAttribute("r", 8);
+    here.setAttribute("class", "here");
+    find(".line svg .role-mark")?.parentNode.append(here);
+    const told = (recipe, c) => `${space.recipes[recipe]}: ${space.kls[recipe]?.[c]?.[1] ?? "no number"}`;
+    const paint = () => {
+      const codes = space.positions[slider.value][4], plan = select.value === "plan";
+      title.textContent = plan ? "The plan above (colours: bits per weight)" : `What each component loses alone in ${space.recipes[select.value]}`;
+      cells.forEach((cell, k) => {
+        const c = space.cells[k], recipe = plan ? DIGITS.indexOf(codes[c]) : Number(select.value);
+        const [level, , predicted] = space.kls[recipe]?.[c] ?? [];
+        cell.setAttribute("fill", plan ? space.colours[recipe] ?? "var(--grid)" : level === undefined ? "var(--grid)" : `var(--h${level})`);
+        cell.setAttribute("aria-label", `${components[c]}\n${told(recipe, c)}`);
+        hatches[k].setAttribute("opacity", predicted ? 1 : 0);
+      });
+    };
+    const move = () => {
+      const [bytes, kl, x, y, , size, loss, rest, file] = space.positions[slider.value];
+      [size, loss, rest].forEach((words, i) => { reading.children[i].textContent = words; });
+      made.textContent = file ? `made already: ${file}` : `${space.command} --max-bytes ${bytes} --name plan-${size.replace(" ", "")}`;
+      slider.setAttribute("aria-valuetext", `${size}, ${loss}`);
+      Object.assign(place.dataset, { bytes, kl, file });
+      here.setAttribute("cx", x);
+      here.setAttribute("cy", y);
+      if (select.value === "plan") paint();
+    };
+    const open = (cell) => {
+      const c = space.cells[cells.indexOf(cell)];
+      if (c === undefined) return;
+      about.replaceChildren(document.createElement("b"), document.createElement("ul"));
+      about.children[0].textContent = components[c];
+      space.kls.forEach((kls, recipe) => {
+        const item = document.createElement("li");
+        item.textContent = told(recipe, c) + (DIGITS[recipe] === space.positions[slider.value][4][c] ? " (in the plan above)" : "");
+        if (kls[c].length) about.children[1].append(item);
+      });
+    };
+    for (const field of place.querySelectorAll(".limit")) {
+      field.addEventListener("change", () => {
+        const limit = parsed(field.value), by = Number(field.dataset.by);
+        const fits = space.positions.map((p, i) => i).filter((i) => space.positions[i][by] <= limit);
+        if (fits.length) slider.value = by ? fits[0] : fits.at(-1);
+        move();
+      });
+    }
+    slider.addEventListener("input", move);
+    select.addEventListener("change", paint);
+    find(".map").addEventListener("click", (event) => open(event.target));
+    for (const hidden of place.querySelectorAll("[hidden]")) hidden.hidden = false;
+    move();
+  }
 
   // Tables: numbers as numbers, text as people sort it (layers.2 before layers.10); what is not known goes last.
   const collator = new Intl.Collator("en", { numeric: true });
-  const value = (row, column, numeric) => {
-    const cell = row.cells[column];
-    const text = cell.dataset.v ?? cell.textContent;
-    if (!numeric) return text;
-    return parseFloat(text.replaceAll(",", "").replace("∞", "Infinity"));
-  };
   for (const table of document.querySelectorAll("table.sortable")) {
     const heads = [...table.tHead.rows[0].cells];
     heads.forEach((head, column) => {
-      const button = document.createElement("button");
+      const button = document.createElement("button"), numeric = head.classList.contains("n");
       button.type = "button";
       button.append(...head.childNodes);
       head.append(button);
-      const numeric = head.classList.contains("n");
+      const value = ({ cells: { [column]: cell } }) => {
+        const text = cell.dataset.v ?? cell.textContent;
+        return numeric ? parseFloat(text.replaceAll(",", "").replace("∞", "Infinity")) : text;
+      };
       button.addEventListener("click", () => {
         const before = head.getAttribute("aria-sort");
         // The first click on a number puts the largest on top: that is what one looks for.
-        const ascending = before ? before === "descending" : !numeric;
+        const ascending = before ? before === "descending" : !numeric, sign = ascending ? 1 : -1;
         for (const other of heads) other.removeAttribute("aria-sort");
         head.setAttribute("aria-sort", ascending ? "ascending" : "descending");
-        const body = table.tBodies[0];
-        const rows = [...body.rows].map((row) => [value(row, column, numeric), row]);
+        const rows = [...table.tBodies[0].rows].map((row) => [value(row), row]);
         rows.sort(([a], [b]) => {
-          if (!numeric) return (ascending ? 1 : -1) * collator.compare(a, b);
+          if (!numeric) return sign * collator.compare(a, b);
           if (Number.isNaN(a) || Number.isNaN(b)) return Number.isNaN(a) - Number.isNaN(b);
-          return a === b ? 0 : (ascending ? 1 : -1) * (a < b ? -1 : 1);
+          return a === b ? 0 : sign * (a < b ? -1 : 1);
         });
-        body.append(...rows.map(([, row]) => row));
+        table.tBodies[0].append(...rows.map(([, row]) => row));
       });
     });
   }
   for (const controls of document.querySelectorAll(".controls")) {
-    const table = document.getElementById(controls.dataset.for);
-    const fields = [...controls.querySelectorAll("[data-filter]")];
-    const output = controls.querySelector("output");
+    const rows = [...document.getElementById(controls.dataset.for).tBodies[0].rows];
+    const field = controls.querySelector("[data-filter]");
     controls.hidden = false;
-    const filter = () => {
-      let shown = 0;
-      for (const row of table.tBodies[0].rows) {
-        const fits = fields.every((field) => {
-          const text = row.cells[Number(field.dataset.filter)].textContent;
-          if (!field.value) return true;
-          return field.tagName === "SELECT" ? text === field.value : text.toLowerCase().includes(field.value.toLowerCase());
-        });
-        row.hidden = !fits;
-        shown += fits;
-      }
-      output.textContent = `${shown} of ${table.tBodies[0].rows.length} rows`;
-    };
-    for (const field of fields) field.addEventListener("input", filter);
-    filter();
+    field.addEventListener("input", () => {
+      for (const row of rows) row.hidden = !row.cells[0].textContent.toLowerCase().includes(field.value.toLowerCase());
+      controls.querySelector("output").textContent = `${rows.filter((row) => !row.hidden).length} of ${rows.length} rows`;
+    });
   }
 
   // Light or dark: what the system says, until the button says otherwise.
-  const button = document.querySelector(".toggle");
-  if (button) {
-    const system = matchMedia("(prefers-color-scheme: dark)");
-    const isDark = () => (document.documentElement.dataset.theme ?? (system.matches ? "dark" : "light")) === "dark";
-    const name = () => { button.textContent = isDark() ? "Light" : "Dark"; };
-    button.hidden = false;
-    button.addEventListener("click", () => {
-      document.documentElement.dataset.theme = isDark() ? "light" : "dark";
-      name();
-    });
-    system.addEventListener("change", name);
-    name();
-  }
+  const button = document.querySelector(".toggle"), system = matchMedia("(prefers-color-scheme: dark)");
+  const isDark = () => (document.documentElement.dataset.theme ?? (system.matches ? "dark" : "light")) === "dark";
+  const name = () => { button.textContent = isDark() ? "Light" : "Dark"; };
+  button.hidden = false;
+  button.addEventListener("click", () => { document.documentElement.dataset.theme = isDark() ? "light" : "dark"; name(); });
+  system.addEventListener("change", name);
+  name();
 })();

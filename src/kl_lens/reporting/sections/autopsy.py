@@ -8,8 +8,7 @@ from kl_lens.evaluation.autopsy import Autopsy
 from kl_lens.reporting.data import RunView
 from kl_lens.reporting.markup import Html, join, tag
 from kl_lens.reporting.numbers import number, size, with_error
-from kl_lens.reporting.sections import Section
-from kl_lens.reporting.sections.words import heading, note, paragraph
+from kl_lens.reporting.sections.words import Section, heading, note, paragraph
 from kl_lens.reporting.tables import Column, table, text_column
 
 TITLE = "Autopsies"
@@ -18,15 +17,15 @@ TITLE = "Autopsies"
 def section(view: RunView) -> Section | None:
     if not view.autopsies:
         return None
-    return Section("autopsies", TITLE, join(_autopsy(found) for found in view.autopsies))
+    return Section("autopsies", TITLE, join(_autopsy(view, found) for found in view.autopsies))
 
 
-def _autopsy(found: Autopsy) -> Html:
+def _autopsy(view: RunView, found: Autopsy) -> Html:
     rows = [
         [step.letter, step.title, with_error(step.kl), with_error(step.apart), step.failure or step.note]
         for step in found.steps
     ]
-    columns = [text_column(""), text_column("step"), Column("KL", hint="from the original, nats per token"),
+    columns = [text_column(""), text_column("step"), Column("KL", hint=f"from the original, {view.nats}"),
                Column("apart", hint="KL from the same computation one step before"), text_column("")]  # fmt: skip
     items = [
         tag("li", tag("b", "Wrong: " if finding.is_fault else "Note: "), finding.words,

@@ -2,30 +2,61 @@
 
 from __future__ import annotations
 
-from kl_lens.reporting.answer import recommendations
-from kl_lens.reporting.data import Generation, RunView
+from kl_lens.reporting import answer
+from kl_lens.reporting.data import KL, Generation, RunView
 from kl_lens.reporting.markup import Html, join, tag
 from kl_lens.reporting.names import subject_title
-from kl_lens.reporting.numbers import fixed_with_error
-from kl_lens.reporting.sections import Section
-from kl_lens.reporting.sections.words import heading, note, paragraph
-from kl_lens.reporting.tables import Column, layer_table, table, text_column
-from kl_lens.run.records import ORIGINAL, Score, Subject
+from kl_lens.reporting.numbers import fixed_with_error, number, with_error
+from kl_lens.reporting.plans import PlanView
+from kl_lens.reporting.sections.words import Section, details, heading, note, paragraph
+from kl_lens.reporting.tables import Cell, Column, table, text_column
+from kl_lens.run.records import ORIGINAL, PREDICTED, Score, SensitivityTable, Subject
+from kl_lens.weights.recipes import FP16
 
 TITLE = "Details"
 
 
 def section(view: RunView) -> Section | None:
-    plans = {each.plan.target: each.plan for each in recommendations(view)}
+    plans = {each.plan.target: each.plan for each in answer.recommendations(view)}
     parts: list[Html | None] = []
     tables = [(space.target, space.title, space.table) for space in view.spaces.values()]
     if not tables and view.table:
         tables = [(None, "as published", view.table)]
     for index, (target, title, of) in enumerate(tables):
         if of.measurements:
-            parts += [heading(f"Every layer, {title}"), layer_table(of, plans.get(target), index)]
+            parts.append(details(f"Every layer, {title}", *_layers(view, of, plans.get(target), index)))
     parts += [_tasks(view), _samples(view)]
     return Section("details", TITLE, join(parts)) if any(parts) else None
+
+
+def _layers(view: RunView, of: SensitivityTable, plan: PlanView | None, index: int) -> list[Html]:
+    """One row for each component, KL in one column for each recipe; what was predicted has a sign before it."""
+    known = {(m.component, m.format): m for m in of.measurements if KL in m.metrics}
+    formats = list(dict.fromkeys(name for _, name in known))
+    shown = [c for c in of.components if any((c.name, name) in known for name in formats)]
+    columns = [text_column("component"), text_column("in the plan"), Column("weights"), *map(Column, formats)]
+
+    def kl(name: str, format_name: str) -> object:
+        m = known.get((name, format_name))
+        if m is None:
+            return "–"
+        value = m.metrics[KL]
+        predicted = m.compute_dtype == PREDICTED
+        return Cell(f"≈ {number(value.value, 2)}" if predicted else with_error(value), value.value)
+
+    rows = [
+        [c.name, "–" if plan is None else plan.stored.get(c.name, FP16), c.parameters,
+         *(kl(c.name, name) for name in formats)]
+        for c in shown
+    ]  # fmt: skip
+    identifier = f"layers-{index}" if index else "layers"
+    search = tag(
+        "label", "component ", tag("input", type="search", data_filter="0", placeholder="part of a name")
+    )
+    output = tag("output", f"{len(rows)} rows")
+    controls = tag("div", search, output, class_="controls", data_for=identifier, hidden=True)
+    caption = f"KL of every component in every recipe, {view.nats} (≈: predicted)"
+    return [controls, table(columns, rows, identifier=identifier, caption=caption, tall=True)]
 
 
 def _tasks(view: RunView) -> Html | None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from kl_lens.reporting.charts import SERIES, Chart, Dot, Line, axis, scatter
 from kl_lens.reporting.data import RunView
-from kl_lens.reporting.figures.positions import position_plot
 from kl_lens.reporting.markup import Html, join
 from kl_lens.reporting.names import subject_title
 from kl_lens.reporting.numbers import number, with_error
-from kl_lens.reporting.sections import Section
-from kl_lens.reporting.sections.words import grid, paragraph
+from kl_lens.reporting.sections.words import Section, figure, grid, paragraph
 from kl_lens.reporting.tables import Column, table, text_column
 from kl_lens.run.positions import PositionCurve, curve_of
 from kl_lens.run.records import ORIGINAL
@@ -28,21 +27,33 @@ def section(view: RunView) -> Section | None:
             for s in chosen
             if s.subject.what == ORIGINAL and (c := curve_of(s, "cross_entropy"))
         }
-        shown = [
-            position_plot(title, "nats per token", curves)
-            for title, curves in (("KL from the original", lost), ("Cross-entropy", own))
-            if curves
-        ]
+        shown = [("KL from the original", lost), ("Cross-entropy", own)]
         parts += [
             paragraph(
                 f"{what[0]}, windows of {what[1]:,} tokens: the mean of each stretch of positions. Slopes are taken in "
                 "each window, their errors over windows. Where the cross-entropy of the original itself rises, "
                 "the model is beyond the length that it was trained for."
             ),
-            grid(shown),
+            grid(figure(title, _chart(view.nats, curves)) for title, curves in shown if curves),
             _table(lost),
         ]
     return Section("positions", "Does the loss grow along the text?", join(parts)) if parts else None
+
+
+def _chart(nats: str, curves: Mapping[str, PositionCurve]) -> Chart:
+    """One line per model or plan; error bars: one standard error over windows."""
+    starts = next(iter(curves.values())).starts
+    width = starts[1] if len(starts) > 1 else 1
+    dots, lines = [], []
+    for index, (name, curve) in enumerate(curves.items()):
+        points = [(start + width / 2, mean.value) for start, mean in zip(starts, curve.means, strict=True)]
+        lines.append(Line(points, f"s{index % len(SERIES)}"))
+        for (x, y), mean, start in zip(points, curve.means, starts, strict=True):
+            words = f"{name}\npositions {start:,} to {start + width:,}: {with_error(mean)} {nats}"
+            error = mean.standard_error if mean.standard_error == mean.standard_error else 0.0
+            dots.append(Dot(x, y, words, name, y - error, y + error))
+    across = axis("position in the window, tokens", [0, starts[-1] + width], log=False)
+    return scatter(across, axis(nats, [d.y for d in dots]), dots, lines)
 
 
 def _table(curves: Mapping[str, PositionCurve]) -> Html:

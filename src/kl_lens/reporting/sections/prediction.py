@@ -2,68 +2,93 @@
 
 from __future__ import annotations
 
-from kl_lens.measuring.correlation import Correlation, Ranking
+import math
+
+from kl_lens.measuring.correlation import Ranking
+from kl_lens.reporting.charts import Chart, Dot, Line, axis, scatter
 from kl_lens.reporting.data import KL, RunView
-from kl_lens.reporting.figures.damage import METRIC_NAMES, damage_scatter, tau_rows
 from kl_lens.reporting.markup import Html, join
-from kl_lens.reporting.numbers import number
-from kl_lens.reporting.sections import Section
-from kl_lens.reporting.sections.words import command, details, grid, heading, note, paragraph
+from kl_lens.reporting.numbers import number, with_error
+from kl_lens.reporting.sections.words import Section, command, details, figure, grid, note, paragraph
 from kl_lens.reporting.tables import Column, table, text_column
 
 TITLE = "Does KL predict the damage?"
-_DAMAGES = {"perplexity": "change in perplexity", "divergence": "KL on held-out text"}
+METRIC_NAMES = {
+    "kl_teacher_to_student": "KL",
+    "kl_student_to_teacher": "reverse KL",
+    "mse": "MSE of logits",
+    "sqnr_db": "SQNR",
+    "delta_cross_entropy": "Δ cross-entropy",
+}
 
 
 def section(view: RunView) -> Section | None:
     ranking = view.ranking
     if ranking is None or not ranking.points:
         return None
-    formats = list(dict.fromkeys(p.format for p in ranking.points))
+    text, formats = view.unit.text, list(dict.fromkeys(p.format for p in ranking.points))
+    damages = {"perplexity": "change in perplexity", "divergence": f"KL on held-out {text}"}
     parts = [
         paragraph(
-            "Each dot is one component in one format: its KL on calibration text against what it does to "
-            f"{ranking.evaluation_tokens:,} tokens of held-out text, where the original's token perplexity is "
-            f"{ranking.perplexity:.2f}. Error bars: one standard error, paired with the original; squares: the head."
+            f"Each dot is one component in one format: its KL on calibration {text} against what it does to "
+            f"{ranking.evaluation_tokens:,} {view.unit.one}s of held-out {text}, where the original's "
+            f"{view.unit.perplexity} is {ranking.perplexity:.2f}. Bars: one standard error, paired with the original."
         ),
-        grid(
-            damage_scatter(f, [p for p in ranking.points if p.format == f], _caption(ranking, f))
-            for f in formats
-        ),
-        heading("Every metric, with little and with foreign calibration text"),
-        grid(
-            tau_rows(f"{f}: against the {_DAMAGES.get(damage, damage)}", correlations)
-            for damage in dict.fromkeys(c.damage for c in ranking.correlations)
-            for f in formats
-            if (correlations := _main(ranking, damage, f))
-        ),
-        *_reliability(ranking),
-        details("All correlations", _table(ranking)),
+        grid(figure(f, _damage(view, ranking, f), _caption(ranking, f)) for f in formats),
+        *_reliability(ranking, text),
+        details(f"Every metric, with little and with foreign calibration {text}", _table(ranking, damages)),
     ]
     return Section("prediction", TITLE, join(parts))
 
 
-def _main(ranking: Ranking, damage: str, format_name: str) -> list[Correlation]:
-    """All components, the head too."""
-    return [c for c in ranking.correlations if c.with_head and (c.damage, c.format) == (damage, format_name)]
+def _damage(view: RunView, ranking: Ranking, format_name: str) -> Chart:
+    """KL on calibration text against the change in perplexity on held-out text."""
+    shown = [
+        p for p in ranking.points if p.format == format_name and KL in p.metrics and p.metrics[KL].value > 0
+    ]
+    changes = [p.delta_perplexity for p in shown]
+    errors = sorted(
+        c.standard_error for c in changes if math.isfinite(c.standard_error) and c.standard_error > 0
+    )
+    reach = max((abs(c.value) for c in changes if math.isfinite(c.value)), default=1.0)
+    usual = errors[len(errors) // 2] if errors else reach / 100
+    around = usual if reach > 20 * usual else 0.0  # linear within the usual error, logarithmic beyond
+    few = len(shown) <= 150  # or the page grows by a megabyte
+    dots = [
+        Dot(
+            p.metrics[KL].value, c.value,
+            few * (f"{p.component}\n{format_name}: KL {with_error(p.metrics[KL])} {view.nats}\n"
+                   f"change in perplexity {with_error(c)}"),
+            "the head" if p.is_head else "components",
+            *((c.value - c.standard_error, c.value + c.standard_error) if few else ()),
+        )
+        for p, c in zip(shown, changes, strict=True) if math.isfinite(c.value)
+    ]  # fmt: skip
+    x = axis(f"KL on calibration {view.unit.text}, {view.nats}", [d.x for d in dots], log=True)
+    ends = [v for d in dots for v in (d.y, d.low, d.high) if v is not None and math.isfinite(v)]
+    y = axis("change in perplexity" + (" (log beyond its error)" if around else ""), [0.0, *ends], log=False,
+             around=around)  # fmt: skip
+    return scatter(x, y, dots, [Line([(x.low, 0.0), (x.high, 0.0)])])
 
 
 def _caption(ranking: Ranking, format_name: str) -> str:
-    correlations = [c for c in _main(ranking, "perplexity", format_name) if c.metric == KL]
-    if not correlations:
+    wanted = (True, "perplexity", format_name, KL)
+    best = next(
+        (c for c in ranking.correlations if (c.with_head, c.damage, c.format, c.metric) == wanted), None
+    )
+    if best is None:
         return ""
-    best = correlations[0]
     interval = f"95 % interval {best.low:.2f} to {best.high:.2f}"
     return f"Kendall's τ {best.tau:.2f} ({interval}), {best.candidates} components."
 
 
-def _reliability(ranking: Ranking) -> list[Html]:
+def _reliability(ranking: Ranking, text: str) -> list[Html]:
     lines = []
     for r in ranking.reliabilities:
         if r.with_head:
             words = (
                 f"{r.format}: the damage spreads by {number(r.spread)} nats over components, the median error of one "
-                f"is {number(r.median_error, 2)}, and two halves of the held-out text agree with τ "
+                f"is {number(r.median_error, 2)}, and two halves of the held-out {text} agree with τ "
                 f"{r.split_half_tau:.2f}"
             )
             more = [": noise limits every τ here; more ", command("--evaluation-windows"), " would help."]
@@ -71,7 +96,7 @@ def _reliability(ranking: Ranking) -> list[Html]:
     return lines
 
 
-def _table(ranking: Ranking) -> Html:
+def _table(ranking: Ranking, damages: dict[str, str]) -> Html:
     columns = [
         text_column("damage"), text_column("format"), text_column("head"),
         text_column("calibration"), text_column("metric"), Column("candidates"), Column("τ"),
@@ -79,7 +104,7 @@ def _table(ranking: Ranking) -> Html:
     ]  # fmt: skip
     rows = [
         [
-            _DAMAGES.get(c.damage, c.damage), c.format, "with" if c.with_head else "without", c.calibration,
+            damages.get(c.damage, c.damage), c.format, "with" if c.with_head else "without", c.calibration,
             METRIC_NAMES.get(c.metric, c.metric), c.candidates, f"{c.tau:.3f}", f"{c.low:.3f}", f"{c.high:.3f}",
             f"{c.p_value:.1e}",
         ]

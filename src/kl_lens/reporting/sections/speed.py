@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kl_lens.reporting import answer
+from kl_lens.reporting.charts import SERIES, Dot, Line, axis, scatter, unit_of
 from kl_lens.reporting.data import RunView, plan_or_file, runtime_of
-from kl_lens.reporting.figures.speed import speed_plot, timing_names
 from kl_lens.reporting.markup import Html, join
 from kl_lens.reporting.names import subject_title
-from kl_lens.reporting.numbers import number, percent, size
-from kl_lens.reporting.sections import Section
-from kl_lens.reporting.sections.words import grid, heading, note, paragraph
+from kl_lens.reporting.numbers import count, number, percent, size
+from kl_lens.reporting.sections.words import Section, details, figure, heading, note
 from kl_lens.reporting.tables import Cell, Column, table, text_column
 from kl_lens.run.records import Profile
 
@@ -18,19 +19,25 @@ _PROTOCOLS = {
     "use": "as a user sees it",
     "benchmark_app": "the published protocol (benchmark_app)",
 }
+# What is drawn: the first that was timed.
+_TIMINGS = {
+    "tokens_per_second": "tokens per second",
+    "throughput_fps": "inferences per second",
+    "latency_ms": "milliseconds per inference",
+}
+_NEAR = 3.0  # a limit further above the timings than this would squash them
 
 
 def section(view: RunView) -> Section | None:
     if not view.profiles:
         return None
-    stars = answer.recommended_names(view)
     groups: dict[tuple[str, str], list[Profile]] = {}
     for profile in view.profiles:
         groups.setdefault((profile.device, profile.protocol), []).append(profile)
-    parts: list[Html] = [
-        paragraph(
-            "Medians of repeated timings, quartiles as error bars. Ratios are taken within one session against the "
-            "FP16 file of the same runtime, with 95 % intervals."
+    parts: list[Html | None] = [
+        note(
+            "Speeds are medians of all turns, bars their quartiles. × FP16 compares the turns that nothing disturbed, "
+            "of one session, with a 95 % interval."
         )
     ]
     for (device, protocol), profiles in groups.items():
@@ -38,47 +45,63 @@ def section(view: RunView) -> Section | None:
         title = f"{device}, {' or '.join(map(str, threads))} thread{'s' if threads != [1] else ''}: "
         parts += [
             heading(title + _PROTOCOLS.get(protocol, protocol)),
-            grid(
-                speed_plot(
-                    timing,
-                    profiles,
-                    lambda p: _label(view, p),
-                    lambda p: runtime_of(p.subject),
-                    recommended=lambda p: plan_or_file(p.subject) in stars,
-                )
-                for timing in timing_names(profiles)
-            ),
-            *_bandwidth(profiles),
-            *_warnings(profiles),
-            _table(profiles),
+            _chart(view, profiles),
+            *_notes(profiles),
+            details("Timings", _table(profiles)),
         ]
     return Section("speed", TITLE, join(parts))
 
 
-def _label(view: RunView, profile: Profile) -> str:
-    name = plan_or_file(profile.subject)
-    plan = view.plan(name)
-    if plan is not None and plan.family == "paper":  # ten of them per target; their tooltips tell
-        return ""
-    return plan.label if plan else name.rpartition("/")[2]
-
-
-def _bandwidth(profiles: list[Profile]) -> list[Html]:
-    rates = [p.bound["read_bandwidth"] for p in profiles if p.bound.get("read_bandwidth")]
-    if not rates:
-        return []
-    words = (
-        f"Dashed: what {size(max(rates))} per second of memory bandwidth, measured beside the timings, allows when "
-        "every weight that a token needs is read once; for prompts, also what its arithmetic allows."
+def _chart(view: RunView, profiles: Sequence[Profile]) -> Html | None:
+    """Over file size, one series per runtime."""
+    timing = next((name for name in _TIMINGS if any(name in p.timings for p in profiles)), None)
+    if timing is None:
+        return None
+    title = _TIMINGS[timing]
+    shown = [p for p in profiles if timing in p.timings]
+    divisor, unit = unit_of(max(p.file_bytes for p in shown))
+    stars = answer.recommended_names(view)
+    dots, lines = [], []
+    for index, runtime in enumerate(dict.fromkeys(runtime_of(p.subject) for p in shown)):
+        limits = []
+        for p in (p for p in shown if runtime_of(p.subject) == runtime):
+            spread, name = p.timings[timing], plan_or_file(p.subject)
+            words = f"{subject_title(p.subject)}, {p.device}, {count(p.threads, 'thread')}\n{size(p.file_bytes)}\n"
+            words += f"{title}: {number(spread.median)}, quartiles {number(spread.low)} to "
+            words += f"{number(spread.high)}, {spread.repeats} repeats"
+            plan = view.plan(name)
+            label = "" if plan and plan.family == "paper" else plan.label if plan else name.rpartition("/")[2]
+            label = f"{label} ★" if name in stars else label
+            dots.append(Dot(p.file_bytes / divisor, spread.median, words, runtime, spread.low,
+                            spread.high, label))  # fmt: skip
+            if limit := p.bound.get(timing):
+                limits.append((p.file_bytes / divisor, limit))
+        lines.append(Line(sorted(limits), f"s{index % len(SERIES)}", dashed=True))
+    fastest = max(d.y for d in dots)
+    lines = [line for line in lines if line.points and max(y for _, y in line.points) <= _NEAR * fastest]
+    y = axis(
+        title,
+        [v for d in dots for v in (d.low or d.y, d.high or d.y)] + [v for s in lines for _, v in s.points],
     )
-    if any(p.bound.get("fits_in_cache") for p in profiles):
-        words += " A file that fits into the processor's caches may lie above it."
-    return [note(words)]
+    caption = "Dashed: the limit of the machine's memory." if lines else ""
+    x = axis(f"size of the file, {unit}", [d.x for d in dots])
+    return figure(f"{title[0].upper()}{title[1:]} against size", scatter(x, y, dots, lines), caption)
 
 
-def _warnings(profiles: list[Profile]) -> list[Html]:
-    notes = [note(line) for line in answer.libraries(profiles)]
-    notes += [note(line) for line in answer.unmeasurable(profiles)]
+def _notes(profiles: Sequence[Profile]) -> list[Html]:
+    notes = []
+    if rates := [p.bound["read_bandwidth"] for p in profiles if p.bound.get("read_bandwidth")]:
+        words = (
+            f"The bound is what {size(max(rates))} per second of memory bandwidth, measured beside the timings, allows "
+            "when every weight that a token needs is read once."
+        )
+        if any(p.bound.get("fits_in_cache") for p in profiles):
+            words += " A file that fits into the processor's caches may be above it."
+        notes.append(note(words))
+    notes += [note(line) for line in (*answer.libraries(profiles), *answer.unmeasurable(profiles))]
+    if disturbed := [subject_title(p.subject) for p in profiles if _contradicted(p, profiles)]:
+        words = "The medians of these differ from × FP16 by more than 10 %, so something disturbed them: "
+        notes.append(note(f"{words}{'; '.join(disturbed)}."))
     if any(p.settings.get("quick") for p in profiles):
         notes.append(note("Some of these are quick timings, too short to publish."))
     if any(not p.settings.get("ratios_to_fp16", True) for p in profiles):
@@ -86,7 +109,18 @@ def _warnings(profiles: list[Profile]) -> list[Html]:
     return notes
 
 
-def _table(profiles: list[Profile]) -> Html:
+def _contradicted(profile: Profile, profiles: Sequence[Profile]) -> bool:
+    """Whether the medians of a file and of its FP16 file say something else than their ratio."""
+    ratio, speed = answer.speed_ratio(profile), answer.speed_of(profile)
+    base = next((p for p in profiles if p.subject.label == profile.settings.get("ratios_to")), None)
+    other = answer.speed_of(base) if base else None
+    if not (ratio and ratio.spread and not ratio.obstacle and speed and other):
+        return False
+    seen = speed[1].median / other[1].median
+    return not ratio.spread.low / 1.1 <= seen <= ratio.spread.high * 1.1
+
+
+def _table(profiles: Sequence[Profile]) -> Html:
     columns = [
         text_column("file"), Column("size"), Column("speed"), Column("quartiles"), Column("× FP16"),
         Column("first token, ms"), Column("load, s"), Column("peak memory"), Column("of the bound"),

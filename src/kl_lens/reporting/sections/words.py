@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
+from kl_lens.reporting.charts import Chart
 from kl_lens.reporting.data import RunView
 from kl_lens.reporting.markup import Html, join, tag
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page. What the run has nothing for has no section."""
+
+    identifier: str
+    title: str
+    body: Html
 
 
 def paragraph(*parts: object) -> Html:
@@ -19,6 +30,12 @@ def note(*parts: object) -> Html:
 
 def heading(words: str) -> Html:
     return tag("h3", words)
+
+
+def figure(title: str, chart: Chart, caption: str = "") -> Html:
+    words = [tag("b", title), *([" ", tag("span", caption)] if caption else [])]
+    picture = tag("div", chart.svg(), class_="scroll", role="img", aria_label=title)
+    return tag("figure", tag("figcaption", *words), picture)
 
 
 def grid(figures: Iterable[Html | None]) -> Html:

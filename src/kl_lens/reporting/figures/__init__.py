@@ -1,1 +1,0 @@
-"""The figures: each takes plain values and gives an HTML figure with an SVG in it."""

@@ -1,0 +1,289 @@
+"""Any other size: a slider over the best known plan or file of each, the frontier, and the map of all components."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from kl_lens.base.units import human_speed
+from kl_lens.planning.cost import stored_recipe
+from kl_lens.reporting import charts
+from kl_lens.reporting.answer import recommended_names, unmeasurable
+from kl_lens.reporting.data import KL, RunView
+from kl_lens.reporting.frontier import Position, Space, frontier
+from kl_lens.reporting.markup import Html, join, json_block, tag
+from kl_lens.reporting.numbers import count, number, percent, size, with_error
+from kl_lens.reporting.plans import FAMILIES
+from kl_lens.reporting.sections.words import Section, chosen, figure, note, on_run
+from kl_lens.run.records import PREDICTED, Component, Estimate, Measurement
+from kl_lens.weights.recipes import FP16, Recipe
+
+TITLE = "Any other size"
+DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+_NOTHING = 1e-8  # a KL below this is rounding, and would stretch a logarithmic axis over decades of it
+
+
+def section(view: RunView) -> Section | None:
+    if not view.spaces or not view.table:
+        return None
+    explorers = [Explorer(view, space) for space in view.spaces.values()]
+    panels = [(e.space.title, e.panel(index)) for index, e in enumerate(explorers)]
+    data = {"components": [c.name for c in explorers[0].components], "spaces": [e.data() for e in explorers]}
+    notes = [note(line) for line in view.without_slider]
+    return Section(
+        "sizes", TITLE, join([chosen("for", "For", panels), *notes, json_block("explorer-data", data)])
+    )
+
+
+@dataclass(frozen=True)
+class Explorer:
+    """What is shown for one target."""
+
+    view: RunView
+    space: Space
+
+    @cached_property
+    def components(self) -> list[Component]:
+        return [c for c in self.view.components if c.quantizable]
+
+    @cached_property
+    def files(self) -> list[Position]:
+        """Plans whose KL was measured as a whole."""
+        found = []
+        for plan in self.view.plans_of(self.space.target):
+            kl = self.view.measured_kl(plan, self.space.target)[0]
+            if kl is not None and set(plan.stored.values()) != {FP16}:
+                size_ = self.view.bytes_of(plan, self.space.target)
+                found.append(Position(size_, kl.value, plan.stored, None, plan, kl.standard_error))
+        return found
+
+    @cached_property
+    def positions(self) -> list[Position]:
+        return frontier(self.space, self.files)
+
+    @cached_property
+    def known(self) -> dict[tuple[str, Recipe], Measurement]:
+        """What each component loses in each recipe, measured or predicted."""
+        by_name = {c.name: c for c in self.components}
+        shown = [m for m in self.space.table.measurements if KL in m.metrics and m.component in by_name]
+        shown.sort(key=lambda m: m.compute_dtype == PREDICTED)
+        found: dict[tuple[str, Recipe], Measurement] = {}
+        for m in shown:
+            found.setdefault((m.component, stored_recipe(by_name[m.component], m.format)[0]), m)
+        return found
+
+    def predicted(self, position: Position) -> int:
+        """Components whose loss was not measured."""
+        rows = (self.known.get(pair) for pair in position.stored.items())
+        return sum(row is not None and row.compute_dtype == PREDICTED for row in rows)
+
+    @cached_property
+    def recipes(self) -> list[Recipe]:
+        """Every recipe that has a number or is in a plan, fewest bits first."""
+        named = {recipe for _, recipe in self.known} | {r for p in self.positions for r in p.stored.values()}
+        return sorted(named, key=lambda r: (r.grid.bits, r))[: len(DIGITS)]
+
+    # -- the frontier -------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _axes(self) -> tuple[charts.Axis, charts.Axis, float]:
+        divisor, unit = charts.unit_of(self.positions[-1].bytes)
+        kls = [v for p in [*self.files, *self.positions] if (v := p.kl) > _NOTHING]
+        x = charts.axis(f"size, {unit}", [p.bytes / divisor for p in self.positions], log=False)
+        return x, charts.axis(f"KL from the original, {self.view.nats}", kls or [0.1], log=True), divisor
+
+    def chart(self, own: str | None = None) -> charts.Chart:
+        """`own`: the name of the plan to show as `this file`; else recommended plans have a star."""
+        x, y, divisor = self._axes
+        stars = {own} if own else recommended_names(self.view)
+        dots = []
+        for p in sorted(self.files, key=lambda p: p.file is not None and p.file.name not in stars):
+            assert p.file is not None
+            if p.kl > _NOTHING:
+                star, error = p.file.name in stars, p.error if p.error and math.isfinite(p.error) else 0.0
+                label = "this file" if own and star else p.file.label
+                words = f"{p.file.title}\n{size(p.bytes)}\nKL {self._kl(p)} {self.view.nats}, measured"
+                series = charts.RECOMMENDED if star else FAMILIES[p.file.family]
+                dots.append(
+                    charts.Dot(p.bytes / divisor, p.kl, words, series, p.kl - error, p.kl + error, label)
+                )
+        return charts.scatter(x, y, dots, self._lines(divisor, y.low))
+
+    def _lines(self, divisor: float, lowest: float) -> list[charts.Line]:
+        """Dashed where a plan has predicted parts."""
+        lines: list[charts.Line] = []
+        for before, after in zip(self.positions, self.positions[1:], strict=False):
+            dashed = self.predicted(after) + self.predicted(before) > 0
+            ends = [(p.bytes / divisor, max(p.kl, lowest)) for p in (before, after)]
+            if lines and lines[-1].dashed == dashed:
+                lines[-1] = charts.Line([*lines[-1].points, ends[1]], dashed=dashed)
+            else:
+                lines.append(charts.Line(ends, dashed=dashed))
+        return lines
+
+    # -- words --------------------------------------------------------------------------------------------------------
+
+    def _kl(self, position: Position) -> str:
+        return (
+            number(position.kl)
+            if position.error is None
+            else with_error(Estimate(position.kl, position.error))
+        )
+
+    def words(self, position: Position) -> tuple[str, str, str]:
+        """Size; KL; the rest."""
+        share = percent(position.bytes / self.view.fp16_of(self.space.target))
+        if position.file:
+            whose = "Stock file" if position.file.family == "stock" else "File of this run"
+            rest = f"{whose} {position.file.title}, {share} of FP16, as measured: no plan of this size loses less."
+            return size(position.bytes), f"KL {self._kl(position)}", rest
+        weights = {c.name: c.parameters for c in self.components}
+        formats = Counter[Recipe]()
+        for name, recipe in position.stored.items():
+            formats[recipe] += weights.get(name, 0)
+        parts = [f"{share} of FP16"]
+        if predicted := self.predicted(position):
+            parts.append(f"{predicted} of {count(len(self.components), 'component')} predicted, not measured")
+        if position.seconds and not self._busy:
+            parts.append(f"about {human_speed(position.seconds)}")
+        whole = sum(formats.values())
+        made = ", ".join(
+            f"{recipe} {percent(n / whole)}" for recipe, n in formats.most_common() if n / whole >= 0.005
+        )
+        kl = "the original" if position.kl <= _NOTHING else f"predicted KL {number(position.kl)}"
+        return size(position.bytes), kl, f"{'; '.join(parts)}. Of the weights: {made}."
+
+    @cached_property
+    def _busy(self) -> list[str]:
+        """Where speeds could not be compared, none is predicted."""
+        return unmeasurable([p for p in self.view.profiles if p.subject.target == self.space.target])
+
+    # -- the map ------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _levels(self) -> charts.Axis:
+        return charts.axis("", [m.metrics[KL].value for m in self.known.values()], log=True)
+
+    def level(self, kl: float) -> int:
+        return self._levels.level(kl, len(charts.RAMP))
+
+    @cached_property
+    def cells(self) -> list[tuple[int, str, int | None]]:
+        """Component, row and block of each cell."""
+        rows = rows_of(self.components)
+        return [(i, rows[c.name], b) for i, c in enumerate(self.components) for b in c.blocks or (c.block,)]
+
+    @cached_property
+    def usual(self) -> Recipe:
+        """The recipe that the map shows first: what most components have a number in; then fewer bits."""
+        found = Counter(recipe for _, recipe in self.known)
+        return max(found, key=lambda r: (found[r], -r.grid.bits, r))
+
+    def map(self) -> charts.Chart:
+        shown = []
+        for i, row, block in self.cells:
+            m = self.known.get((self.components[i].name, self.usual))
+            words = f"{self.components[i].name}\n{self.usual}: {self.told(m) if m else 'no number'}"
+            level = "grid" if m is None else f"h{self.level(m.metrics[KL].value)}"
+            shown.append(
+                charts.Cell(row, block, level, words, m is not None and m.compute_dtype == PREDICTED)
+            )
+        return charts.grid_map(shown, 1 + max((b for _, _, b in self.cells if b is not None), default=0))
+
+    def told(self, m: Measurement) -> str:
+        kl, noise = m.metrics[KL], self.space.noise
+        if m.compute_dtype == PREDICTED:
+            return f"KL about {number(kl.value, 2)}, predicted"
+        buried = ", within the noise of measuring" if noise is not None and kl.value <= noise else ""
+        return f"KL {with_error(kl)}{buried}"
+
+    # -- the panel ----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def start(self) -> int:
+        """Where the slider stands at first: at the recommended size."""
+        wanted = [p.bytes for p in self.files if p.file and p.file.name in recommended_names(self.view)]
+        limit = wanted[0] if wanted else self.positions[len(self.positions) // 2].bytes
+        return max([i for i, p in enumerate(self.positions) if p.bytes <= limit], default=0)
+
+    def panel(self, index: int) -> Html:
+        words = self.words(self.positions[self.start])
+        knobs = tag(
+            "div",
+            tag("label", "Size at most ", tag("input", type="text", class_="limit", data_by="0", size=9)),
+            tag("label", "or KL at most ", tag("input", type="text", class_="limit", data_by="1", size=9)),
+            class_="knobs", hidden=True,
+        )  # fmt: skip
+        slider = tag("input", type="range", min=0, max=len(self.positions) - 1, value=self.start, hidden=True,
+                     aria_label=f"Size of the file, {self.space.title}")  # fmt: skip
+        reading = tag(
+            "p", tag("b", words[0]), " ", tag("b", words[1]), " ", tag("span", words[2]), class_="reading"
+        )
+        line = tag("pre", tag("code", class_="made"), hidden=True)
+        texts = dict.fromkeys(
+            self.view.measured_kl(p.file, self.space.target)[1] for p in self.files if p.file
+        )
+        dashed = ", dashed where parts of a plan were predicted, not measured" if self._any_predicted else ""
+        caption = f"Line: the best known at each size{dashed}."
+        caption += f" Dots: measured ({'; '.join(texts)}) ± one standard error." if texts else ""
+        options = [tag("option", "the plan above", value="plan")] + [
+            tag("option", recipe, value=str(i), selected=recipe == self.usual)
+            for i, recipe in enumerate(self.recipes) if recipe != FP16
+        ]  # fmt: skip
+        switch = tag("label", "Show ", tag("select", *options), class_="switch", hidden=True)
+        low, high = (number(v, 2) for v in (self._levels.low, self._levels.high))
+        ramp = [tag("i", style=f"background:var(--h{i})") for i in range(len(charts.RAMP))]
+        scale = tag("p", f"KL {low} ", *ramp, f" {high} {self.view.nats}, for all formats.",
+                    " Hatched: predicted." if self._any_predicted else "", class_="note ramp")  # fmt: skip
+        maps = tag("div", switch, figure(f"What each component loses alone in {self.usual}", self.map()), scale,
+                   tag("div", class_="component"), class_="map")  # fmt: skip
+        return tag(
+            "div", knobs, slider, reading, line,
+            tag("div", tag("div", figure(f"Size against KL: {self.space.title}", self.chart(), caption), class_="line"),
+                maps, class_="grid"),
+            class_="explorer", data_space=index,
+        )  # fmt: skip
+
+    @cached_property
+    def _any_predicted(self) -> bool:
+        return any(m.compute_dtype == PREDICTED for m in self.known.values())
+
+    def data(self) -> dict[str, Any]:
+        x, y, divisor = self._axes
+        target = ["--target", self.space.target] if self.space.target else []
+        code = {recipe: DIGITS[i] for i, recipe in enumerate(self.recipes)}
+        positions = [
+            [p.bytes, p.kl, round(x.place(p.bytes / divisor, charts.WIDTH), 1),
+             round(charts.HEIGHT - y.place(max(p.kl, y.low), charts.HEIGHT), 1),
+             "".join(code.get(p.stored.get(c.name, FP16), "-") for c in self.components), *self.words(p),
+             p.file.name if p.file else ""]
+            for p in self.positions
+        ]  # fmt: skip
+        return {
+            "start": self.start,
+            "command": on_run(self.view, "plan", *target),
+            "recipes": self.recipes,
+            "colours": [charts.bits_colour(recipe.grid.bits) for recipe in self.recipes],
+            "cells": [i for i, _, _ in self.cells],
+            "positions": positions,
+            "kls": [[self._coded(c, recipe) for c in self.components] for recipe in self.recipes],
+        }
+
+    def _coded(self, component: Component, recipe: Recipe) -> list[Any]:
+        """Level, words, whether it was predicted."""
+        m = self.known.get((component.name, recipe))
+        if m is None:
+            return []
+        return [self.level(m.metrics[KL].value), self.told(m), int(m.compute_dtype == PREDICTED)]
+
+
+def rows_of(components: Sequence[Component]) -> Mapping[str, str]:
+    """Component → the row it stands in: its kind, or its name within the block where a block has several of a kind."""
+    found = Counter((c.kind, block) for c in components for block in c.blocks or (c.block,))
+    crowded = {kind for (kind, _), n in found.items() if n > 1}
+    return {c.name: re.sub(r"^.*?\.\d+\.", "", c.name) if c.kind in crowded else c.kind for c in components}

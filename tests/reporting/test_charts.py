@@ -1,0 +1,103 @@
+"""Axes, labels and colours of charts, and numbers as people write them."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+from hypothesis import given, strategies as st
+
+from kl_lens.reporting import charts
+from kl_lens.reporting.charts import Axis, Cell, Dot, axis, grid_map, scatter
+from kl_lens.reporting.numbers import number, with_error
+from kl_lens.reporting.page import asset
+from kl_lens.run.records import Estimate
+from kl_lens.weights.formats import get_format, known_formats
+
+
+@given(st.lists(st.floats(1e-12, 1e12), min_size=1, max_size=20), st.sampled_from([True, False, None]))
+def test_an_axis_holds_its_values_in_order_and_a_log_axis_has_a_few_ticks(
+    values: list[float], log: bool | None
+) -> None:
+    made = axis("", values, log=log)
+    places = [made.place(v, 100) for v in sorted(values)]
+    assert places == sorted(places)
+    assert all(-1e-6 <= place <= 100 + 1e-6 for place in places)
+    if made.log:
+        assert 1 <= len(charts.log_ticks(made.low, made.high)) <= 12
+
+
+def test_an_axis_turns_logarithmic_where_values_span_a_decade() -> None:
+    assert not axis("", [20.0, 25.0]).log
+    assert axis("", [20.0, 4589.0]).log
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0123, "0.0123"),
+        (1.234e-7, "1.23e-7"),
+        (math.nan, "–"),
+        (math.inf, "∞"),
+        (0.0, "0"),
+        (1234567.0, "1.23e6"),
+    ],
+)
+def test_numbers_read_as_people_write_them(value: float, text: str) -> None:
+    assert number(value) == text
+
+
+def test_an_error_is_shown_where_there_is_one() -> None:
+    assert with_error(Estimate(0.5, 0.01)) == "0.50 ± 0.01"
+    assert with_error(Estimate(0.00913, 4.6e-4)) == "0.0091 ± 0.0005"
+    assert with_error(Estimate(1.234e-9, 3e-11)) == "1.23e-9 ± 3e-11"
+    assert with_error(Estimate(0.5)) == "0.5"
+
+
+def test_labels_cover_neither_each_other_nor_an_axis() -> None:
+    unit = Axis("", 0, 1)
+    dots = [Dot(0.5 + i / 1000, 0.5, "m", label=f"plan number {i}") for i in range(30)]
+    dots += [Dot(0.0, 0.01, "m", label="at the corner")]
+    placed = charts._placed(unit, unit, dots, charts.WIDTH, charts.HEIGHT)
+    boxes = []
+    for i, label in placed.items():
+        half = 3.4 * len(label["label"])
+        middle = unit.place(dots[i].x, charts.WIDTH) + label["dx"]
+        middle += {"left": half, "right": -half, "center": 0}[label["align"]]
+        y = charts.HEIGHT - unit.place(dots[i].y, charts.HEIGHT) + label["dy"]
+        boxes.append((middle - half, y - 7, middle + half, y + 7))
+    assert 2 <= len(boxes) < 30
+    assert not [1 for i, one in enumerate(boxes) for two in boxes[:i] if charts._overlap(one, two)]
+    assert all(left >= 0 and right <= charts.WIDTH for left, _, right, _ in boxes)
+
+
+def test_hostile_words_stay_words_in_a_chart() -> None:
+    words = '"></path><script>alert(1)</script>&\x00'
+    unit = Axis(words, 0, 1)
+    drawn = scatter(unit, unit, [Dot(0.5, 0.5, words, words, label="<b>"), Dot(0.1, 0.1, "other", "s")]).svg()
+    assert "<script" not in drawn
+    assert "<b>" not in drawn
+    assert "alert(1)" in drawn
+    assert "<script" not in grid_map([Cell(words, 0, "h3", words)], 2).svg()
+
+
+def test_every_format_has_the_colour_of_its_bits_and_every_colour_is_in_the_stylesheet() -> None:
+    style = asset("report.css")
+    names = [f"s{i}" for i in range(len(charts.SERIES))] + [f"h{i}" for i in range(len(charts.RAMP))]
+    for name in (*names, *(f"b{bits}" for bits in charts.BITS)):
+        light = charts.colour(name).removesuffix(")").partition(",")[2]
+        assert f"--{name}: light-dark({light}, #" in style
+    for name in known_formats():
+        assert charts.bits_colour(get_format(name).bits).startswith("var(--b")
+
+
+def test_the_ramp_goes_one_way_in_lightness_on_paper_and_in_the_dark() -> None:
+    pairs = re.findall(r"--h\d+: light-dark\((#\w+), (#\w+)\)", asset("report.css"))
+    for ramp, falls in ((next(zip(*pairs, strict=True)), True), ([dark for _, dark in pairs], False)):
+        lightness = [
+            sum(w * (int(c[i : i + 2], 16) / 255) ** 2.2 for w, i in ((0.2126, 1), (0.7152, 3), (0.0722, 5)))
+            for c in ramp
+        ]
+        assert len(lightness) == len(charts.RAMP)
+        assert lightness == sorted(lightness, reverse=falls)
