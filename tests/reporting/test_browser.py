@@ -243,7 +243,7 @@ def test_it_fits_the_screen_and_keeps_its_contrast(
     assert abs(_brightness(ink) - _brightness(paper)) > 150
     small = page.evaluate(
         "[...document.querySelectorAll('figure text')].filter(t => t.getBoundingClientRect().width && "
-        "t.getScreenCTM().a * parseFloat(getComputedStyle(t).fontSize) < 8.5).length"
+        "Math.hypot(t.getScreenCTM().a, t.getScreenCTM().b) * parseFloat(getComputedStyle(t).fontSize) < 8.5).length"
     )
     assert small == 0
     assert _clipped(page) == []

@@ -79,9 +79,9 @@ def test_a_targets_answer_names_the_largest_stock_file_that_is_no_larger(tmp_pat
             path = planning.plan_path(folder, plan.name)
             planning.write_plan(replace(plan, measured=whole.measured), path, table.components)
         words = section(write_report(run).read_text(encoding="utf-8"), "answer").words
-    assert "INT4, the nearest stock file that is no larger" in words
+    assert "INT8, the nearest stock file that is no larger" in words
     assert "loses 1 times as much" in words
-    assert "INT8" not in words
+    assert "INT4" not in words
 
 
 def test_every_candidate_is_in_the_map_and_what_is_within_the_noise_says_so(sample_page: str) -> None:

@@ -12,7 +12,7 @@ from kl_lens.reporting.names import Unit, readable
 from kl_lens.reporting.numbers import count, number, percent, size, with_error
 from kl_lens.reporting.plans import PlanView
 from kl_lens.run.folder import RECOMMENDED
-from kl_lens.run.records import ARTIFACT, ORIGINAL, PLAN, Estimate, Profile, Quartiles, Score, Subject
+from kl_lens.run.records import ARTIFACT, ORIGINAL, PLAN, Estimate, Profile, Quartiles, Subject
 
 # Of a run without a plan of that name, the smallest plan that loses no more than this is the answer.
 TOLERATED = 0.02
@@ -136,24 +136,19 @@ def unmeasurable(profiles: Sequence[Profile]) -> list[str]:
     return list(dict.fromkeys(f"Speed against FP16 {ratio.words}." for ratio in ratios if ratio.obstacle))
 
 
-def quality_scores(view: RunView, plan: PlanView) -> list[tuple[Score, Estimate | None]]:
-    """Perplexities of the plan, each with the original's under the same protocol; files before PyTorch."""
-    pairs = []
-    for score in view.scores:
-        if (
-            score.kind == "perplexity"
-            and score.subject.own_plan == plan.name
-            and "token_perplexity" in score.values
-        ):
-            original = next(
-                (s for s in view.scores if s.subject.what == ORIGINAL and same_protocol(s, score)), None
-            )
-            pairs.append((score, original.values.get("token_perplexity") if original else None))
-    return sorted(pairs, key=lambda pair: pair[0].subject.what == PLAN)
-
-
-def same_protocol(one: Score, other: Score) -> bool:
-    return (one.kind, one.what, one.protocol) == (other.kind, other.what, other.protocol)
+def perplexities(view: RunView, plan: PlanView) -> tuple[float, float, float] | None:
+    """Of the plan (its file before PyTorch), of the original by the same protocol, and the error of the difference."""
+    ours = [s for s in view.scores if s.kind == "perplexity" and s.subject.own_plan == plan.name]
+    originals = [s for s in view.scores if s.kind == "perplexity" and s.subject.what == ORIGINAL]
+    for score in sorted(ours, key=lambda s: s.subject.what == PLAN):
+        same = [s for s in originals if (s.what, s.protocol) == (score.what, score.protocol)]
+        value, change = score.values.get("token_perplexity"), score.values.get("token_perplexity_change")
+        if same and value:
+            error = change.standard_error if change else math.nan
+            return value.value, same[0].values["token_perplexity"].value, error
+    if plan.perplexity is not None and plan.original_perplexity:
+        return plan.perplexity.value, plan.original_perplexity, plan.perplexity.standard_error
+    return None
 
 
 def commands_for(view: RunView, plan: PlanView) -> list[str]:

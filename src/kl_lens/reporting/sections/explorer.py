@@ -29,15 +29,16 @@ _NOTHING = 1e-8  # a KL below this is rounding, and would stretch a logarithmic 
 
 
 def section(view: RunView) -> Section | None:
-    if not view.spaces or not view.table:
-        return None
-    explorers = [Explorer(view, space) for space in view.spaces.values()]
-    panels = [(e.space.title, e.panel(index)) for index, e in enumerate(explorers)]
-    data = {"components": [c.name for c in explorers[0].components], "spaces": [e.data() for e in explorers]}
-    notes = [note(line) for line in view.without_slider]
-    return Section(
-        "sizes", TITLE, join([chosen("for", "For", panels), *notes, json_block("explorer-data", data)])
-    )
+    parts = [note(line) for line in view.without_slider]
+    explorers = [Explorer(view, space) for space in view.spaces.values()] if view.table else []
+    if explorers:
+        panels = [(e.space.title, e.panel(index)) for index, e in enumerate(explorers)]
+        data = {
+            "components": [c.name for c in explorers[0].components],
+            "spaces": [e.data() for e in explorers],
+        }
+        parts = [chosen("for", "For", panels), *parts, json_block("explorer-data", data)]
+    return Section("sizes", TITLE, join(parts)) if parts else None
 
 
 @dataclass(frozen=True)

@@ -81,24 +81,15 @@ def _nearest(view: RunView, plan: PlanView, kl: Estimate | None) -> str:
 
 
 def _perplexity(view: RunView, plan: PlanView) -> str:
-    for score, original in answer.quality_scores(view, plan):
-        if original is not None:
-            change = score.values.get("token_perplexity_change")
-            error = change.standard_error if change else math.nan
-            return _change(score.values["token_perplexity"].value, original.value, error)
-    if plan.perplexity is not None and plan.original_perplexity:
-        return _change(plan.perplexity.value, plan.original_perplexity, plan.perplexity.standard_error)
-    return ""
-
-
-def _change(value: float, original: float, error: float) -> str:
     """A change within twice its own error is called what it is."""
+    if (known := answer.perplexities(view, plan)) is None:
+        return ""
+    value, original, error = known
     change = value - original
-    known = f" ± {percent(error / original, 1)}" if math.isfinite(error) else ""
+    bars = f" ± {percent(error / original, 1)}" if math.isfinite(error) else ""
     chance = ", which may be chance" if abs(change) < 2 * error else ""
-    sign = "+" if change >= 0 else "−"
-    share = percent(abs(change) / original, 1)
-    return f"; perplexity {value:.2f}, original {original:.2f} ({sign}{share}{known}{chance})"
+    share = f"{'+' if change >= 0 else '−'}{percent(abs(change) / original, 1)}"
+    return f"; perplexity {value:.2f}, original {original:.2f} ({share}{bars}{chance})"
 
 
 def _speed(view: RunView, plan: PlanView) -> str:
