@@ -44,6 +44,8 @@ def test_predictions_follow_errors(candidates: list[Candidate]) -> None:
     first = {key_of(c): kl(c) for c in screen.first}
     predicted = screen.predicted(errors, first, {})
     assert predicted == pytest.approx({key_of(c): kl(c) for c in candidates})
+    measured = {key_of(c): kl(c) for c in candidates if c.recipe.grid.name == "q8_0"}
+    assert screen.predicted(errors, screen.first_from(errors, measured), measured) == pytest.approx(predicted)
 
 
 def test_formats_that_take_no_importance_are_screened_without_it(candidates: list[Candidate]) -> None:

@@ -15,12 +15,14 @@ import pytest
 from kl_lens import planning
 from kl_lens.base.errors import RunError
 from kl_lens.cli.benchmark import as_json, use_rows
+from kl_lens.cli.main import main
 from kl_lens.cli.run import row_of
 from kl_lens.profiling import Machine, Report
 from kl_lens.profiling.machine import Bandwidth
 from kl_lens.reporting import write_report
 from kl_lens.reporting.answer import recommendations
 from kl_lens.reporting.data import collect
+from kl_lens.reporting.notebook import PlottedFrontier, PlottedTable, ReportFile
 from kl_lens.reporting.sections.explorer import Explorer
 from kl_lens.run.folder import Run
 from kl_lens.run.records import ARTIFACT, Quartiles, Subject
@@ -135,6 +137,40 @@ def test_a_file_that_loses_less_than_any_plan_of_its_size_is_on_the_frontier(tmp
     assert all(p.kl < better.value for p in explorer.positions[at + 1 :])
     assert "no plan of this size loses less" in explorer.words(explorer.positions[at])[2]
     assert all("uniform_int4" not in explorer.words(p)[2] for p in explorer.positions[:at])
+
+
+def test_what_was_not_measured_is_predicted_by_page_and_plan_alike_and_said_to_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_run(tmp_path / "run", stages=())
+    with Run.open(folder) as run:
+        rows = [(c.name, "int4-g32", 1e-4) for c in run.table().candidates]
+        rows.append((rows[0][0], "int4", 1e-9))  # has been measured since
+        run.store("screened", "calibration", {"limit": {"max_loss": 0.01}, "predicted": rows})
+        measured, known = run.table(), run.table(predicted=True)
+        view = collect(run)
+        page = write_report(run).read_text(encoding="utf-8")
+    assert len(known.measurements) == len(measured.measurements) + 17
+    explorer = Explorer(view, view.spaces[None])
+    guessed = [explorer.predicted(position) for position in explorer.positions]
+    assert guessed[-1] == 0  # FP16
+    at = guessed.index(max(guessed))
+    assert (
+        f"{guessed[at]} of 17 components predicted, not measured" in explorer.words(explorer.positions[at])[2]
+    )
+    assert "KL about 1e-4, predicted" in page
+    assert "Hatched: predicted." in page
+    assert "≈ 1e-4" in section(page, "details").words
+    budget = ["--max-bytes", str(explorer.positions[at].bytes), "--dry-run"]
+    assert main(["plan", "--run", str(folder), *budget, "--json"]) == 0
+    told = capsys.readouterr()
+    [plan] = json.loads(told.out)
+    assert f"the KL of {guessed[at]} of 17 components was predicted" in told.err.replace("\n", " ")
+    assert plan["predicted_kl"] == pytest.approx(explorer.positions[at].kl, rel=1e-9)
+    assert (
+        main(["plan", "--run", str(folder), "--max-loss", "0.01", "--dry-run"]) == 1
+    )  # no model to verify it with
+    assert "predicted" not in capsys.readouterr().err
 
 
 def test_a_targets_choices_are_in_bytes_of_its_file(tmp_path: Path) -> None:
@@ -406,3 +442,17 @@ def test_a_damaged_record_is_named(tmp_path: Path) -> None:
 def test_a_report_cannot_replace_a_folder(sample_run: Path, tmp_path: Path) -> None:
     with Run.open(sample_run) as run, pytest.raises(RunError, match="is a folder"):
         write_report(run, tmp_path)
+
+
+def test_a_notebook_shows_the_page_the_frontier_and_the_table(sample_run: Path) -> None:
+    with Run.open(sample_run) as run:
+        table, page = PlottedTable(**vars(run.table())), ReportFile(write_report(run))
+    assert page.is_file()
+    assert page._repr_html_().startswith('<iframe srcdoc="&lt;!doctype html&gt;')
+    assert "</script>" not in page._repr_html_()
+    frontier = PlottedFrontier(**vars(planning.pareto_frontier(planning.build_problem(table))))
+    assert len(frontier) > 1
+    assert "predicted KL, nats" in frontier._repr_svg_()
+    assert "var(" not in frontier._repr_svg_()  # programs that know no stylesheet
+    drawn = table.plot("int8")._repr_svg_()
+    assert drawn.count("int8: KL") == 17

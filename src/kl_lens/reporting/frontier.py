@@ -16,7 +16,7 @@ from kl_lens.planning.hull import hull_of
 from kl_lens.reporting.names import runtime_title
 from kl_lens.reporting.plans import PlanView
 from kl_lens.run.folder import Run
-from kl_lens.run.records import SensitivityTable
+from kl_lens.run.records import Estimate, SensitivityTable
 from kl_lens.targets import get_target
 from kl_lens.weights.recipes import FP16, Recipe
 
@@ -32,7 +32,7 @@ class Position:
     stored: Mapping[str, Recipe]
     seconds: float | None = None  # per token, predicted
     file: PlanView | None = None
-    error: float | None = None  # of a measured KL
+    measured: Estimate | None = None  # of the file
 
 
 @dataclass(frozen=True)

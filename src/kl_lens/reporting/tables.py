@@ -1,22 +1,14 @@
-"""Tables: plain HTML that the script makes sortable and filterable."""
+"""Tables: plain HTML that the script makes sortable."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kl_lens.reporting.markup import Html, tag
 
-
-@dataclass(frozen=True)
-class Column:
-    label: str
-    number: bool = True
-    hint: str | None = None
-
-
-def text_column(label: str) -> Column:
-    return Column(label, number=False)
+_NUMBER = re.compile(r"[-−+≈∞–]? ?\d|[-−∞–]$|not measurable")
 
 
 @dataclass(frozen=True)
@@ -28,44 +20,37 @@ class Cell:
 
 
 def table(
-    columns: Sequence[Column],
+    heads: Sequence[str],
     rows: Iterable[Sequence[object]],
     *,
+    caption: str,
     identifier: str | None = None,
     sortable: bool = True,
     highlight: Sequence[int] = (),
-    caption: str | None = None,
     tall: bool = False,
 ) -> Html:
-    head = tag(
-        "tr",
-        *(tag("th", c.label, scope="col", class_="n" if c.number else None, title=c.hint) for c in columns),
-    )
-    body = []
-    for index, row in enumerate(rows):
-        cells = [_cell(value, column) for value, column in zip(row, columns, strict=True)]
-        body.append(tag("tr", *cells, class_="loud" if index in highlight else None))
+    """Columns of numbers are aligned to the right. `highlight`: rows that stand out; `tall`: scrolls by itself."""
+    rows = list(rows)
+    columns = list(zip(*rows, strict=True)) or [()] * len(heads)
+    styles = ["n" if column and all(map(_is_number, column)) else None for column in columns]
+    head = [tag("th", words, scope="col", class_=style) for words, style in zip(heads, styles, strict=True)]
+    body = [
+        tag("tr", *map(_cell, row, styles), class_="loud" if index in highlight else None)
+        for index, row in enumerate(rows)
+    ]
     whole = tag(
-        "table",
-        *([tag("caption", caption)] if caption else []),
-        tag("thead", head),
-        tag("tbody", *body),
-        id=identifier,
+        "table", tag("caption", caption), tag("thead", tag("tr", *head)), tag("tbody", *body), id=identifier,
         class_="sortable" if sortable else None,
-    )
-    return tag(
-        "div",
-        whole,
-        class_="scroll tall" if tall else "scroll",
-        tabindex="0",
-        role="region",
-        aria_label=caption or "table",
-    )
+    )  # fmt: skip
+    scroll = "scroll tall" if tall else "scroll"
+    return tag("div", whole, class_=scroll, tabindex="0", role="region", aria_label=caption)
 
 
-def _cell(value: object, column: Column) -> Html:
-    style = "n" if column.number else None
-    if isinstance(value, Cell):
-        sort = None if value.value is None else f"{value.value:.9g}"
-        return tag("td", value.text, class_=style, data_v=sort)
-    return tag("td", value, class_=style)
+def _is_number(value: object) -> bool:
+    return isinstance(value, Cell | int | float) or bool(_NUMBER.match(str(value)))
+
+
+def _cell(value: object, style: str | None) -> Html:
+    if not isinstance(value, Cell):
+        return tag("td", value, class_=style)
+    return tag("td", value.text, class_=style, data_v=None if value.value is None else f"{value.value:.9g}")

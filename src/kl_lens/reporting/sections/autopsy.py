@@ -9,7 +9,7 @@ from kl_lens.reporting.data import RunView
 from kl_lens.reporting.markup import Html, join, tag
 from kl_lens.reporting.numbers import number, size, with_error
 from kl_lens.reporting.sections.words import Section, heading, note, paragraph
-from kl_lens.reporting.tables import Column, table, text_column
+from kl_lens.reporting.tables import table
 
 TITLE = "Autopsies"
 
@@ -25,8 +25,7 @@ def _autopsy(view: RunView, found: Autopsy) -> Html:
         [step.letter, step.title, with_error(step.kl), with_error(step.apart), step.failure or step.note]
         for step in found.steps
     ]
-    columns = [text_column(""), text_column("step"), Column("KL", hint=f"from the original, {view.nats}"),
-               Column("apart", hint="KL from the same computation one step before"), text_column("")]  # fmt: skip
+    columns = ["", "step", "KL", "apart", ""]
     items = [
         tag("li", tag("b", "Wrong: " if finding.is_fault else "Note: "), finding.words,
             "" if finding.kl is None else f" ({number(finding.kl)} nats)", ". ", finding.advice)

@@ -9,7 +9,7 @@ from kl_lens.reporting.names import subject_title
 from kl_lens.reporting.numbers import fixed_with_error, number, with_error
 from kl_lens.reporting.plans import PlanView
 from kl_lens.reporting.sections.words import Section, details, heading, note, paragraph
-from kl_lens.reporting.tables import Cell, Column, table, text_column
+from kl_lens.reporting.tables import Cell, table
 from kl_lens.run.records import ORIGINAL, PREDICTED, Score, SensitivityTable, Subject
 from kl_lens.weights.recipes import FP16
 
@@ -34,7 +34,7 @@ def _layers(view: RunView, of: SensitivityTable, plan: PlanView | None, index: i
     known = {(m.component, m.format): m for m in of.measurements if KL in m.metrics}
     formats = list(dict.fromkeys(name for _, name in known))
     shown = [c for c in of.components if any((c.name, name) in known for name in formats)]
-    columns = [text_column("component"), text_column("in the plan"), Column("weights"), *map(Column, formats)]
+    columns = ["component", "in the plan", "weights", *formats]
 
     def kl(name: str, format_name: str) -> object:
         m = known.get((name, format_name))
@@ -65,8 +65,8 @@ def _tasks(view: RunView) -> Html | None:
         return None
     names = list(dict.fromkeys((s.what, metric) for s in scores for metric in s.values))
     subjects = sorted(dict.fromkeys(s.subject for s in scores), key=lambda s: s.what != ORIGINAL)
-    columns = [text_column("file")]
-    columns += [Column(f"{what}: {metric}", hint=f"{metric} on {what}") for what, metric in names]
+    columns = ["file"]
+    columns += [f"{what}: {metric}" for what, metric in names]
     rows: list[list[object]] = []
     for subject in subjects:
         cells: list[object] = [subject_title(subject)]

@@ -20,7 +20,7 @@ from kl_lens.reporting.markup import Html, join, json_block, tag
 from kl_lens.reporting.numbers import count, number, percent, size, with_error
 from kl_lens.reporting.plans import FAMILIES
 from kl_lens.reporting.sections.words import Section, chosen, figure, note, on_run
-from kl_lens.run.records import PREDICTED, Component, Estimate, Measurement
+from kl_lens.run.records import PREDICTED, Component, Measurement
 from kl_lens.weights.recipes import FP16, Recipe
 
 TITLE = "Any other size"
@@ -60,7 +60,7 @@ class Explorer:
             kl = self.view.measured_kl(plan, self.space.target)[0]
             if kl is not None and set(plan.stored.values()) != {FP16}:
                 size_ = self.view.bytes_of(plan, self.space.target)
-                found.append(Position(size_, kl.value, plan.stored, None, plan, kl.standard_error))
+                found.append(Position(size_, kl.value, plan.stored, None, plan, kl))
         return found
 
     @cached_property
@@ -79,7 +79,9 @@ class Explorer:
         return found
 
     def predicted(self, position: Position) -> int:
-        """Components whose loss was not measured."""
+        """Components whose loss was not measured; of a file, the whole was."""
+        if position.file:
+            return 0
         rows = (self.known.get(pair) for pair in position.stored.items())
         return sum(row is not None and row.compute_dtype == PREDICTED for row in rows)
 
@@ -106,9 +108,12 @@ class Explorer:
         for p in sorted(self.files, key=lambda p: p.file is not None and p.file.name not in stars):
             assert p.file is not None
             if p.kl > _NOTHING:
-                star, error = p.file.name in stars, p.error if p.error and math.isfinite(p.error) else 0.0
+                star, error = p.file.name in stars, p.measured.standard_error if p.measured else 0.0
+                error = error if math.isfinite(error) else 0.0
                 label = "this file" if own and star else p.file.label
-                words = f"{p.file.title}\n{size(p.bytes)}\nKL {self._kl(p)} {self.view.nats}, measured"
+                words = (
+                    f"{p.file.title}\n{size(p.bytes)}\nKL {with_error(p.measured)} {self.view.nats}, measured"
+                )
                 series = charts.RECOMMENDED if star else FAMILIES[p.file.family]
                 dots.append(
                     charts.Dot(p.bytes / divisor, p.kl, words, series, p.kl - error, p.kl + error, label)
@@ -129,20 +134,13 @@ class Explorer:
 
     # -- words --------------------------------------------------------------------------------------------------------
 
-    def _kl(self, position: Position) -> str:
-        return (
-            number(position.kl)
-            if position.error is None
-            else with_error(Estimate(position.kl, position.error))
-        )
-
     def words(self, position: Position) -> tuple[str, str, str]:
         """Size; KL; the rest."""
         share = percent(position.bytes / self.view.fp16_of(self.space.target))
         if position.file:
             whose = "Stock file" if position.file.family == "stock" else "File of this run"
             rest = f"{whose} {position.file.title}, {share} of FP16, as measured: no plan of this size loses less."
-            return size(position.bytes), f"KL {self._kl(position)}", rest
+            return size(position.bytes), f"KL {with_error(position.measured)}", rest
         weights = {c.name: c.parameters for c in self.components}
         formats = Counter[Recipe]()
         for name, recipe in position.stored.items():

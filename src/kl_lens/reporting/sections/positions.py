@@ -10,7 +10,7 @@ from kl_lens.reporting.markup import Html, join
 from kl_lens.reporting.names import subject_title
 from kl_lens.reporting.numbers import number, with_error
 from kl_lens.reporting.sections.words import Section, figure, grid, paragraph
-from kl_lens.reporting.tables import Column, table, text_column
+from kl_lens.reporting.tables import table
 from kl_lens.run.positions import PositionCurve, curve_of
 from kl_lens.run.records import ORIGINAL
 
@@ -57,10 +57,7 @@ def _chart(nats: str, curves: Mapping[str, PositionCurve]) -> Chart:
 
 
 def _table(curves: Mapping[str, PositionCurve]) -> Html:
-    columns = [
-        text_column("model"), Column("first stretch"), Column("last stretch"),
-        Column("slope per 1,000 tokens"), text_column("trend"),
-    ]  # fmt: skip
+    columns = ["model", "first stretch", "last stretch", "slope per 1,000 tokens", "trend"]
     rows = [
         [name, number(c.means[0].value), number(c.means[-1].value), with_error(c.slope), c.trend]
         for name, c in curves.items()

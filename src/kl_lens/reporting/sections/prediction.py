@@ -10,7 +10,7 @@ from kl_lens.reporting.data import KL, RunView
 from kl_lens.reporting.markup import Html, join
 from kl_lens.reporting.numbers import number, with_error
 from kl_lens.reporting.sections.words import Section, command, details, figure, grid, note, paragraph
-from kl_lens.reporting.tables import Column, table, text_column
+from kl_lens.reporting.tables import table
 
 TITLE = "Does KL predict the damage?"
 METRIC_NAMES = {
@@ -97,11 +97,7 @@ def _reliability(ranking: Ranking, text: str) -> list[Html]:
 
 
 def _table(ranking: Ranking, damages: dict[str, str]) -> Html:
-    columns = [
-        text_column("damage"), text_column("format"), text_column("head"),
-        text_column("calibration"), text_column("metric"), Column("candidates"), Column("τ"),
-        Column("low"), Column("high"), Column("p"),
-    ]  # fmt: skip
+    columns = ["damage", "format", "head", "calibration", "metric", "candidates", "τ", "low", "high", "p"]
     rows = [
         [
             damages.get(c.damage, c.damage), c.format, "with" if c.with_head else "without", c.calibration,

@@ -11,7 +11,7 @@ from kl_lens.reporting.markup import Html, join, tag
 from kl_lens.reporting.names import runtime_title
 from kl_lens.reporting.numbers import count
 from kl_lens.reporting.sections.words import Section, details, note
-from kl_lens.reporting.tables import Column, table, text_column
+from kl_lens.reporting.tables import table
 
 TITLE = "Where the numbers come from"
 _TEXT_FIELDS = ("source", "split", "order", "windows", "length", "stride", "seed")
@@ -65,8 +65,6 @@ def _pairs(pairs: dict[str, object]) -> Html:
 def _texts(view: RunView) -> Html:
     if not view.texts:
         return note("No text: the measurements were imported.")
-    columns = [text_column("used for")]
-    columns += [Column(name, number=name in ("windows", "length", "stride", "seed")) for name in _TEXT_FIELDS]
     rows, documents = [], []
     for role, text in view.texts.items():
         values = ["–" if text.get(name) is None else text[name] for name in _TEXT_FIELDS]
@@ -78,7 +76,13 @@ def _texts(view: RunView) -> Html:
         ]
         documents += [tag("li", words, tag("code", digest)) for words, digest in shown]
     refused = "A run whose held-out or test windows overlap those of calibration is refused."
-    return join([table(columns, rows, sortable=False), note(refused), tag("ul", *documents, class_="plain")])
+    return join(
+        [
+            table(["used for", *_TEXT_FIELDS], rows, sortable=False, caption="Texts, splits and seeds"),
+            note(refused),
+            tag("ul", *documents, class_="plain"),
+        ]
+    )
 
 
 def _commands(view: RunView) -> Html:

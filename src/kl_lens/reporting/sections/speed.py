@@ -11,7 +11,7 @@ from kl_lens.reporting.markup import Html, join
 from kl_lens.reporting.names import subject_title
 from kl_lens.reporting.numbers import count, number, percent, size
 from kl_lens.reporting.sections.words import Section, details, figure, heading, note
-from kl_lens.reporting.tables import Cell, Column, table, text_column
+from kl_lens.reporting.tables import Cell, table
 from kl_lens.run.records import Profile
 
 TITLE = "Speed against size"
@@ -121,10 +121,8 @@ def _contradicted(profile: Profile, profiles: Sequence[Profile]) -> bool:
 
 
 def _table(profiles: Sequence[Profile]) -> Html:
-    columns = [
-        text_column("file"), Column("size"), Column("speed"), Column("quartiles"), Column("× FP16"),
-        Column("first token, ms"), Column("load, s"), Column("peak memory"), Column("of the bound"),
-    ]  # fmt: skip
+    columns = ["file", "size", "speed", "quartiles", "× FP16", "first token, ms", "load, s", "peak memory",
+               "of the bound"]  # fmt: skip
     rows = [_row(p) for p in sorted(profiles, key=lambda p: (runtime_of(p.subject), -p.file_bytes))]
     return table(columns, rows, caption="Timings")
 
