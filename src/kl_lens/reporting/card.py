@@ -56,9 +56,8 @@ def card(
     """The whole card. `about`: its front matter."""
     target, file = get_target(str(plan.target)), Subject(ARTIFACT, plan.name, plan.target)
     base, stock = about.get("base_model"), plan.plan.notes.get("taken_over")
-    versions = next(
-        (c.provenance["versions"] for c in reversed(view.commands) if "versions" in c.provenance), {}
-    )
+    known = [c.provenance["versions"] for c in view.commands if "versions" in c.provenance]
+    versions = known[-1] if known else {}
     matter = yaml.safe_dump(dict(about), sort_keys=False, allow_unicode=True, width=1000)
     page = Environment(undefined=StrictUndefined, autoescape=False, keep_trailing_newline=True)
     page.filters["cell"] = _cell

@@ -97,7 +97,8 @@ def read_spaces(run: Run, plans: Sequence[PlanView]) -> tuple[dict[str | None, S
 
 def _space(run: Run, name: str | None, plans: Sequence[PlanView]) -> Space:
     table, target = run.table(target=name, predicted=True), get_target(name) if name else None
-    ours = next((p.plan for p in plans if p.target == name and p.family != "stock"), None)
+    made = [p.plan for p in plans if p.target == name and p.family != "stock"]
+    ours = next((plan for plan in made if plan.name == run.recommended(name)), made[0] if made else None)
     speed, no_speed = None, ""
     try:
         speed = planning.speed_model(run, table, target) if target else None

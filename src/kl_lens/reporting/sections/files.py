@@ -39,7 +39,7 @@ def _scores(view: RunView, stars: frozenset[str]) -> list[Html]:
         if score.kind in ("perplexity", "divergence"):
             subjects = texts.setdefault(f"Files on {score.what}: {_amount(view, score)}", {})
             subjects.setdefault(score.subject, {})[score.kind] = score
-    columns = ["file", "size", "KL", "predicted KL", view.unit.perplexity, "change, paired", "word perplexity",
+    columns = ["file", "size", "KL", "predicted KL", view.unit.perplexity, "word perplexity", "change, paired",
                f"same top {view.unit.guess.split()[-1]}, %", "speed, × FP16", "peak memory",
                "agrees with PyTorch"]  # fmt: skip
     tables = []
@@ -63,9 +63,11 @@ def _score_row(view: RunView, subject: Subject, scores: Sequence[Score]) -> list
         Cell(size(bytes_), bytes_),
         "0" if subject.what == ORIGINAL else with_error(values.get("kl_mean")),
         number(plan.row.predicted_kl if plan else None),
-        fixed_with_error(values.get("token_perplexity")),
-        fixed_with_error(values.get("token_perplexity_change"), 3),
-        fixed_with_error(values.get("word_perplexity")),
+        *(
+            f"{values[name].value:.2f}" if name in values else "–"
+            for name in ("token_perplexity", "word_perplexity")
+        ),
+        fixed_with_error(values.get("token_perplexity_change")),
         f"{100 * top.value:.2f}" if top else "–",
         ratio.brief if ratio else "–",
         Cell(size(memory), memory) if memory else "–",
@@ -102,8 +104,8 @@ def _protocol(view: RunView) -> str:
     texts = list(dict.fromkeys(p.measured_on for p in view.plans if p.measured_on))
     words = "KL in nats, ± one standard error; of perplexities, that of the difference from the original. "
     words += "Predicted KL: the sum of what each component loses alone"
-    factor = next((p.plan.interaction for p in view.plans if p.plan.interaction != 1), None)
-    words += "." if factor is None else f", times {factor:.3f}, which other plans were seen to lose more."
+    factor = next((space.factor for space in view.spaces.values() if space.factor != 1), None)
+    words += "." if factor is None else f", times {factor:.3f}: other plans were seen to lose that much more."
     held_out = (
         f" Held-out {view.unit.text}: {'; '.join(texts)}, plans in PyTorch that rounds as the runtime does."
     )
