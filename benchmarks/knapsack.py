@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from kl_lens.planning import SpeedModel, achievable_range, build_problem, pareto_frontier, plan_for_budget
+from kl_lens.planning import SpeedModel, build_problem, frontier, plan_for_budget
 from kl_lens.run.records import Component, Estimate, Measurement, SensitivityTable
 from kl_lens.targets import get_target
 from kl_lens.weights.formats import get_format
@@ -44,15 +44,18 @@ def random_table(name: str, formats: Sequence[str], generator: np.random.Generat
 
 def questions(table: SensitivityTable, speed: SpeedModel) -> Iterator[tuple[str, Callable[[], float]]]:
     """(question, a call that solves it and returns the gap)."""
+    problem, timed = build_problem(table), build_problem(table, speed=speed)
     for bpw in BITS:
-        yield "least KL, bytes", lambda bpw=bpw: plan_for_budget(table, max_bpw=bpw).gap
+        yield "least KL, bytes", lambda bpw=bpw: plan_for_budget(problem, max_bpw=bpw).gap
     for kl in (1e-4, 1e-3, 1e-2, 1e-1):
-        yield "least bytes, KL", lambda kl=kl: plan_for_budget(table, max_kl=kl).gap
-    slowest = achievable_range(build_problem(table, speed=speed)).seconds[1]
-    limits = {"min_speed": 1 / (0.75 * slowest), "speed": speed}
+        yield "least bytes, KL", lambda kl=kl: plan_for_budget(problem, max_kl=kl).gap
+    pace = 1 / (0.75 * timed.reach("seconds")[1])
     for bpw in BITS[1:4]:
-        yield "least KL, bytes and speed", lambda bpw=bpw: plan_for_budget(table, max_bpw=bpw, **limits).gap
-    yield "frontier", lambda: pareto_frontier(build_problem(table)).within - 1
+        yield (
+            "least KL, bytes and speed",
+            lambda bpw=bpw: plan_for_budget(timed, max_bpw=bpw, min_speed=pace).gap,
+        )
+    yield "frontier", lambda: 0.0 * len(frontier(problem))
 
 
 def main() -> None:

@@ -65,7 +65,9 @@ def compare(model: LoadedModel, label: str, arguments: argparse.Namespace) -> li
     rows = []
     for point in points:
         limit = int(point.bytes or 0)
-        exact = planning.plan_for_budget(table, max_bytes=limit, keep_fused=False).plan
+        exact = planning.plan_for_budget(
+            planning.build_problem(table, keep_fused=False), max_bytes=limit
+        ).plan
         plans = {
             "paper": dict(point.assignment),
             "exact": dict(exact.assignment),

@@ -182,7 +182,7 @@ def test_with_a_limit_only_what_plans_near_it_choose_is_measured(
         assert main([*near, *limit]) == 0
     with Run.open(tmp_path / "run") as run:
         measured = run.measured_windows("calibration")
-        planned = planning.plan_for_budget(run.table(), max_bytes=225_000).plan
+        planned = planning.plan_for_budget(planning.build_problem(run.table()), max_bytes=225_000).plan
     assert 0 < len(measured) < 4 * 4  # of four components in four formats
     assert all(windows == {0, 1} for windows in measured.values())  # screening on fewer windows is kept apart
     assert "unmeasured" not in planned.notes

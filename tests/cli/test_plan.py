@@ -182,7 +182,7 @@ def test_calibration_text_is_refused_as_held_out_text(measured: Path, tiny_folde
 
 def test_the_frontier(measured: Path, capsys) -> None:
     assert main(["plan", "--run", str(measured), "--frontier"]) == 0
-    assert "Complete." in capsys.readouterr().out
+    assert "For any size between: --max-bytes SIZE" in capsys.readouterr().out
     assert main(["plan", "--run", str(measured), "--frontier", "--json"]) == 0
     points = json.loads(capsys.readouterr().out)
     assert [p["bytes"] for p in points] == sorted(p["bytes"] for p in points)

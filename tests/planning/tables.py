@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kl_lens.planning import BudgetSolution, build_problem, plan_for_budget
 from kl_lens.run.records import Component, Estimate, Measurement, SensitivityTable
 
 SEED_FOLDER = Path(__file__).resolve().parents[3] / "shared" / "data" / "seed_sensitivity"
@@ -21,9 +24,6 @@ def component(
     fused_with: Sequence[str] = (),
     tied_with: Sequence[str] = (),
 ) -> Component:
-    parameters = 1
-    for side in shape:
-        parameters *= side
     return Component(
         name=name,
         weight=f"{name}.weight",
@@ -31,7 +31,7 @@ def component(
         family="ssm",
         block=None,
         shape=shape,
-        parameters=parameters,
+        parameters=math.prod(shape),
         tied_with=tuple(tied_with),
         fused_with=tuple(fused_with),
         quantizable=quantizable,
@@ -68,6 +68,15 @@ def table_of(
     return SensitivityTable(
         "org/tiny-model", model_type, tuple(components), head, embedding or head, measurements
     )
+
+
+LIMITS = ("max_bytes", "max_bpw", "max_kl", "min_speed", "minimise", "name")
+
+
+def best(table: SensitivityTable, **how: Any) -> BudgetSolution:
+    """The best plan of a table: limits, and what there is to choose from."""
+    limits = {name: how.pop(name) for name in LIMITS if name in how}
+    return plan_for_budget(build_problem(table, **how), **limits)
 
 
 def seed_lists() -> dict[int, dict[str, dict[str, float]]]:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kl_lens.base.errors import PlanError
@@ -18,16 +17,14 @@ from kl_lens.planning import (
     build_problem,
     cost_of,
     finished_plan,
-    pareto_frontier,
-    plan_for_budget,
+    frontier,
     prediction_metric,
     uniform_plan,
 )
-from kl_lens.planning.pareto import undominated
 from kl_lens.run.records import Estimate, SensitivityTable
 from kl_lens.weights.quantizers import registry
 from kl_lens.weights.quantizers.nearest import Nearest
-from tests.planning.tables import component, measurement, table_of
+from tests.planning.tables import best, component, measurement, table_of
 
 NAMES = ("head", "in_proj", "dt_proj")
 PARTS = (component("head", (128, 64)), component("in_proj", (128, 64)), component("dt_proj", (64, 48)))
@@ -52,7 +49,7 @@ def measured_table(*recipes: str) -> SensitivityTable:
 @pytest.mark.usefixtures("clever")
 def test_a_method_costs_no_bytes_and_competes_with_plain_rounding() -> None:
     table = measured_table("int8", "int4", "int4+clever")
-    plan = plan_for_budget(table, max_bytes=cost_of(PARTS, dict.fromkeys(NAMES, "int4")).bytes).plan
+    plan = best(table, max_bytes=cost_of(PARTS, dict.fromkeys(NAMES, "int4")).bytes).plan
     assert set(plan.assignment.values()) == {"int4+clever"}
     assert plan.predicted_kl == pytest.approx(0.3)
     assert [share.recipe for share in cost_of(PARTS, plan.assignment).shares] == ["int4+clever"]
@@ -83,7 +80,7 @@ def test_a_fallback_keeps_the_method() -> None:
 def test_speeds_need_not_know_methods() -> None:
     table = measured_table("int4+clever")
     speed = SpeedModel(0.0, {"fp16": 1.0, "int4": 0.0}, 1.0)
-    plan = plan_for_budget(table, min_speed=1e-3, speed=speed).plan
+    plan = best(table, min_speed=1e-3, speed=speed).plan
     assert set(plan.assignment.values()) == {"int4+clever"}
 
 
@@ -110,8 +107,7 @@ def test_a_plan_for_a_target_holds_only_what_it_can_hold() -> None:
     table = measured_table("int4", "int8")
     problem = build_problem(table, target=a_target(only_eight_bits))
     assert {c.recipe for g in problem.groups for c in g.choices} == {"fp16", "int8"}
-    assert problem.refused["dt_proj", "int4"] == "no kernel for int4 of 48 columns"
-    plan = plan_for_budget(table, max_kl=9.0, target=a_target(only_eight_bits)).plan
+    plan = best(table, max_kl=9.0, target=a_target(only_eight_bits)).plan
     assert set(plan.assignment.values()) == {"int8"}
 
 
@@ -135,19 +131,19 @@ def test_a_component_that_a_target_can_hold_in_no_way_is_named() -> None:
 def test_a_limit_in_bytes_is_the_files() -> None:
     table = measured_table("int4", "int8")
     weights = cost_of(PARTS, dict.fromkeys(NAMES, "int8")).bytes
-    alone = plan_for_budget(table, max_bytes=weights)
-    within = plan_for_budget(table, max_bytes=weights + 1000, fixed_bytes=1000)
+    alone = best(table, max_bytes=weights)
+    within = best(table, max_bytes=weights + 1000, fixed_bytes=1000)
     assert within.plan.assignment == alone.plan.assignment
     assert within.totals.bytes == weights + 1000
     assert (within.plan.bytes, within.plan.fixed_bytes) == (weights, 1000)
     assert within.plan.limits == {"bytes": weights + 1000}
-    tight = plan_for_budget(table, max_bytes=weights + 999, fixed_bytes=1000)
+    tight = best(table, max_bytes=weights + 999, fixed_bytes=1000)
     assert (tight.plan.bytes or 0) < weights
     # Bits per weight stay those of the weights.
     bits = 8 * weights / sum(p.parameters for p in PARTS)
-    assert plan_for_budget(table, max_bpw=bits, fixed_bytes=1000).plan.assignment == alone.plan.assignment
+    assert best(table, max_bpw=bits, fixed_bytes=1000).plan.assignment == alone.plan.assignment
     assert (
-        pareto_frontier(build_problem(table, fixed_bytes=1000))[0].bytes
+        frontier(build_problem(table, fixed_bytes=1000))[0].bytes
         == 1000 + cost_of(PARTS, dict.fromkeys(NAMES, "int4")).bytes
     )
 
@@ -165,14 +161,14 @@ def with_kl(value: float, error: float = 0.0) -> SensitivityTable:
 )
 def test_what_cannot_be_a_kl_is_not_optimised(value: float, complaint: str) -> None:
     with pytest.raises(PlanError, match=f"in_proj in int4: kl_teacher_to_student is .*{complaint}"):
-        plan_for_budget(with_kl(value), max_bpw=6.0)
+        best(with_kl(value), max_bpw=6.0)
 
 
 def test_noise_below_zero_and_ruin_are_kls() -> None:
-    assert plan_for_budget(with_kl(-1e-6), max_kl=0.0).plan.assignment["in_proj"] == "int4"
-    assert plan_for_budget(with_kl(-0.01, error=0.003), max_kl=0.0).plan.assignment["in_proj"] == "int4"
+    assert best(with_kl(-1e-6), max_kl=0.0).plan.assignment["in_proj"] == "int4"
+    assert best(with_kl(-0.01, error=0.003), max_kl=0.0).plan.assignment["in_proj"] == "int4"
     for ruin in (90.0, math.inf):
-        assert plan_for_budget(with_kl(ruin), max_kl=0.5).plan.assignment["in_proj"] == "int8"
+        assert best(with_kl(ruin), max_kl=0.5).plan.assignment["in_proj"] == "int8"
 
 
 def test_sqnr_cannot_be_added_up() -> None:
@@ -182,20 +178,3 @@ def test_sqnr_cannot_be_added_up() -> None:
 
 def test_the_usual_metric_needs_no_reason() -> None:
     assert prediction_metric(measured_table("int4")) == ("kl_teacher_to_student", None)
-
-
-@pytest.mark.parametrize("quantities", [2, 3])
-def test_the_one_filter_keeps_what_nothing_beats(quantities: int) -> None:
-    random = np.random.default_rng(3)
-    for count in (0, 1, 7, 40):
-        rows = random.integers(0, 6, size=(count, quantities))
-        expected = [
-            i
-            for i, row in enumerate(rows)
-            if not any(
-                (other <= row).all() and ((other < row).any() or j < i)
-                for j, other in enumerate(rows)
-                if j != i
-            )
-        ]
-        assert sorted(undominated(*rows.T)) == expected

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from kl_lens.base.errors import PlanError
-from kl_lens.planning import plan_for_budget, plan_path, read_plan, repredicted, write_plan
+from kl_lens.planning import plan_path, read_plan, repredicted, write_plan
 from kl_lens.run.records import Estimate, Measured, Plan
-from tests.planning.tables import component, table_of
+from tests.planning.tables import best, component, table_of
 
 COMPONENTS = (
     component("backbone.embeddings", (256, 64), tied_with=["lm_head"]),
@@ -30,7 +30,7 @@ TABLE = table_of(
 
 @pytest.fixture
 def written(tmp_path: Path) -> Path:
-    plan = plan_for_budget(TABLE, max_bpw=6.5, name="mine").plan
+    plan = best(TABLE, max_bpw=6.5, name="mine").plan
     return write_plan(plan, plan_path(tmp_path / "plans", plan.name), COMPONENTS)
 
 
@@ -42,7 +42,7 @@ def edit(path: Path, **changes: Any) -> Path:
 
 def test_a_plan_comes_back_unchanged(written: Path) -> None:
     plan = read_plan(written, COMPONENTS)
-    assert plan == plan_for_budget(TABLE, max_bpw=6.5, name="mine").plan
+    assert plan == best(TABLE, max_bpw=6.5, name="mine").plan
     assert write_plan(plan, written, COMPONENTS).read_text() == written.read_text()
     assert [p.name for p in written.parent.iterdir()] == ["mine.json"]  # no temporary files left
 
@@ -241,7 +241,7 @@ def test_names_that_commands_could_not_hold(tmp_path: Path, name: str) -> None:
     with pytest.raises(PlanError, match="is not a valid plan name: use letters"):
         write_plan(Plan(name, {}, "test"), path, COMPONENTS)
     with pytest.raises(PlanError, match="is not a valid plan name: use letters"):
-        plan_for_budget(TABLE, max_bpw=6.5, name=name)
+        best(TABLE, max_bpw=6.5, name=name)
 
 
 def test_a_plan_is_written_under_its_own_name_only(tmp_path: Path) -> None:

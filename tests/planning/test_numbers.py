@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
-
-import numpy as np
 import pytest
 
 from kl_lens.base.errors import PlanError
-from kl_lens.planning import Predictor, compare, cost_of, finished_plan, plan_row, verify
-from kl_lens.run.records import Estimate, Measured, Plan, SensitivityTable
-from tests.planning.tables import component, measurement, table_of
+from kl_lens.planning import Predictor, cost_of, differences, finished_plan, verify
+from kl_lens.run.records import Estimate, Plan, SensitivityTable
+from tests.planning.tables import component, measurement
 
 PARTS = (
     component("head", (100, 64), tied_with=["embedding"]),
@@ -74,7 +70,7 @@ def test_verification_weighs_the_difference_against_the_errors() -> None:
     assert verify(predicted, Estimate(0.11, 0.004)).explained is True  # exactly 2 × hypot(3, 4) = 10
     worse = verify(predicted, Estimate(0.15, 0.004))
     assert worse.explained is False
-    assert worse.ratio == pytest.approx(1.5)
+    assert "(1.5 times)" in worse.message
     assert "warning" in worse.message
     assert "10.0 standard errors" in worse.message
     assert "add up to more" in worse.message
@@ -84,35 +80,10 @@ def test_verification_weighs_the_difference_against_the_errors() -> None:
     assert "without a known error" in unknown.message
 
 
-def test_verification_from_windows() -> None:
-    windows = np.array([0.1, 0.2, 0.3, 0.4])
-    measured = verify(Estimate(0.25, 0.0), windows).measured
-    assert measured.value == pytest.approx(0.25)
-    assert measured.standard_error == pytest.approx(np.std(windows, ddof=1) / 2)
-    assert math.isnan(verify(Estimate(0.25, 0.0), windows[:1]).measured.standard_error)
-
-
 def test_comparison_shows_where_plans_differ() -> None:
-    kls = {(n, f): 0.1 for n in ("head", "in_proj", "dt_proj") for f in ("int8", "int4")}
-    table = table_of(PARTS, kls)
-    one = finished_plan(table, "one", {"in_proj": "int4"}, "test")
-    two = finished_plan(table, "two", {"in_proj": "int8", "dt_proj": "int4"}, "test")
-    two = replace(two, measured=Measured(Estimate(0.3), Estimate(21.0), 20.0, "wikitext2:valid", 1))
-    shown = compare([one, two], PARTS)
-    assert [(d.component, d.recipes) for d in shown.differences] == [
-        ("in_proj", ("int4", "int8")),
-        ("dt_proj", ("fp16", "int4")),
-    ]
-    assert [row.bytes for row in shown.rows] == [one.bytes, two.bytes]
-    assert [row.predicted_kl for row in shown.rows] == pytest.approx([0.1, 0.2])
-    assert [row.measured_kl for row in shown.rows] == [None, 0.3]
-    assert [row.perplexity for row in shown.rows] == [None, 21.0]
-    assert shown.rows[0].shares_text == "fp16 2 (53.4 %), int4 1 (46.2 %), kept 1 (0.4 %)"
+    one = Plan("one", {"in_proj": "int4"}, "test")
+    two = Plan("two", {"in_proj": "int8", "dt_proj": "int4"}, "test")
+    assert differences([one, two], PARTS) == {"in_proj": ("int4", "int8"), "dt_proj": ("fp16", "int4")}
+    assert cost_of(PARTS, one.assignment).shares_text == "fp16 2 (53.4 %), int4 1 (46.2 %), kept 1 (0.4 %)"
     with pytest.raises(PlanError, match="at least two plans"):
-        compare([one], PARTS)
-
-
-def test_a_bare_plan_has_a_row_too() -> None:
-    row = plan_row(Plan("bare", {}, "hand"), PARTS)
-    assert row.bits_per_weight == 16
-    assert (row.predicted_kl, row.perplexity) == (None, None)
+        differences([one], PARTS)

@@ -11,7 +11,14 @@ import pytest
 from hypothesis import given, strategies as st
 from scipy import stats
 
-from kl_lens.planning import Contender, contest, interaction, paired_difference, stock_with_our_methods
+from kl_lens.planning import (
+    Contender,
+    build_problem,
+    contest,
+    interaction,
+    paired_difference,
+    stock_with_our_methods,
+)
 from kl_lens.planning.rivals import LEVEL
 from kl_lens.run.records import Estimate, Plan
 from kl_lens.study.target_planner import TargetPlanner
@@ -160,6 +167,8 @@ def test_stock_assignments_get_our_methods_where_they_are_no_larger() -> None:
         holds=lambda grid, shape: "not here" if grid.name == "q8_0" else None, overhead=lambda grid: 10
     )
     mixture = parsed({"head": "int8", "in_proj": "int4", "k": "int8"})
-    [found] = stock_with_our_methods(table, [mixture], target=target)
+    problem = build_problem(table, target=target, keep_fused=False)
+    [found] = stock_with_our_methods(problem, [mixture])
     assert found == {"head": "int8+search", "in_proj": "int4", "k": "int8+search"}
-    assert stock_with_our_methods(table, [mixture], target=target, recipes=["int8"]) == []
+    only = build_problem(table, target=target, keep_fused=False, recipes=["int8"])
+    assert stock_with_our_methods(only, [mixture]) == []

@@ -37,6 +37,7 @@ from kl_lens.run.subjects import current_digest
 from kl_lens.targets import get_target
 from kl_lens.weights.formats import get_format
 from kl_lens.weights.recipes import Recipe
+from tests.planning.tables import best
 from tests.samples import window_of
 
 KINDS = ("in_proj", "x_proj", "dt_proj", "out_proj")
@@ -123,9 +124,7 @@ def add_target(folder: Path, target: str = "openvino") -> Path:
     with Run.open(folder) as run:
         table, name = run.table(), f"recommended-{target}"
         planning.store_fixed_bytes(run, get_target(target), BESIDES)
-        made = planning.plan_for_budget(
-            table, max_bpw=10, name=name, fixed_bytes=BESIDES, target=get_target(target)
-        ).plan
+        made = best(table, max_bpw=10, name=name, fixed_bytes=BESIDES, target=get_target(target)).plan
         planning.write_plan(
             replace(made, target=target), planning.plan_path(folder / "plans", name), table.components
         )
@@ -191,8 +190,8 @@ def _plan(run: Run, verified: bool) -> list[Plan]:
     table = run.table()
     made = paper.paper_points(table)
     whole = sum(2 * c.parameters for c in table.components)
-    exact = planning.plan_for_budget(table, max_bytes=0.45 * whole, name="recommended").plan
-    small = planning.plan_for_budget(table, max_bytes=0.35 * whole, name="small").plan
+    exact = best(table, max_bytes=0.45 * whole, name="recommended").plan
+    small = best(table, max_bytes=0.35 * whole, name="small").plan
     random_ = random.Random(5)
     finished = []
     for plan in [*made, exact, small]:

@@ -137,7 +137,7 @@ def test_the_slider_covers_every_size_never_rises_and_agrees_with_plan(
     sizes, kls = [int(at["bytes"]) for at in seen], [float(at["kl"]) for at in seen]
     with Run.open(report.parent) as run:
         table = run.table()
-    least, _ = planning.achievable_range(planning.build_problem(table)).bytes
+    least, _ = planning.build_problem(table).reach("bytes")
     assert (sizes[0], sizes[-1]) == (least, sum(2 * c.parameters for c in table.components))
     assert sizes == sorted(sizes)
     assert kls == sorted(kls, reverse=True)

@@ -108,7 +108,7 @@ def test_the_slider_goes_from_the_smallest_file_to_fp16_and_never_rises(
         view = collect(run)
     explorer = Explorer(view, view.spaces[None])
     sizes = [p.bytes for p in explorer.positions]
-    least, _ = planning.achievable_range(view.spaces[None].problem).bytes
+    least, _ = view.spaces[None].problem.reach("bytes")
     assert (sizes[0], sizes[-1]) == (least, view.fp16_bytes)
     assert sizes == sorted(set(sizes))
     kls = [p.kl for p in explorer.positions]
@@ -453,7 +453,7 @@ def test_a_notebook_shows_the_page_the_frontier_and_the_table(sample_run: Path) 
     assert page.is_file()
     assert page._repr_html_().startswith('<iframe srcdoc="&lt;!doctype html&gt;')
     assert "</script>" not in page._repr_html_()
-    frontier = PlottedFrontier(**vars(planning.pareto_frontier(planning.build_problem(table))))
+    frontier = PlottedFrontier(planning.frontier(planning.build_problem(table)))
     assert len(frontier) > 1
     assert "predicted KL, nats" in frontier._repr_svg_()
     assert "var(" not in frontier._repr_svg_()  # programs that know no stylesheet

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from kl_lens import planning
@@ -20,7 +21,7 @@ def as_json(result: PlanResult) -> Any:
         return {"plans": result.plans, "recipes": recipes}
     if result.differences is None:
         return result.plans
-    return {"plans": result.plans, "differences": {d.component: d.recipes for d in result.differences}}
+    return {"plans": result.plans, "differences": result.differences}
 
 
 def show(result: PlanResult) -> None:
@@ -30,23 +31,24 @@ def show(result: PlanResult) -> None:
         return
     rows = []
     for plan in result.plans:
-        row = planning.plan_row(plan, result.table.components)
+        cost, measured = planning.cost_of(result.table.components, plan.assignment), plan.measured
         rows.append(
             {
-                "plan": row.name,
-                "size": human_bytes(row.bytes),
-                "bits/weight": f"{row.bits_per_weight:.3f}",
-                "predicted KL": _number(row.predicted_kl, ".4e"),
-                "measured KL": _number(row.measured_kl, ".4e"),
-                "perplexity": _number(row.perplexity, ".3f"),
-                "components per format (share of the weights)": row.shares_text,
+                "plan": plan.name,
+                "size": human_bytes(cost.bytes),
+                "bits/weight": f"{cost.bits_per_weight:.3f}",
+                "predicted KL": _number(plan.predicted_kl, ".4e"),
+                "measured KL": _number(measured.kl.value if measured else None, ".4e"),
+                "perplexity": _number(measured.perplexity.value if measured else None, ".3f"),
+                "components per format (share of the weights)": cost.shares_text,
             }
         )
     out.print(table(f"Plans for {result.table.model}", rows))
     if result.differences is not None:
         names = [plan.name for plan in result.plans]
         rows = [
-            {"component": d.component} | dict(zip(names, d.recipes, strict=False)) for d in result.differences
+            {"component": component} | dict(zip(names, recipes, strict=False))
+            for component, recipes in result.differences.items()
         ]
         out.print(table("Where they differ", rows) if rows else "The plans are the same.")
         return
@@ -61,12 +63,11 @@ def _number(value: float | None, pattern: str) -> str:
     return "" if value is None else format(value, pattern)
 
 
-def _show_frontier(model: str, frontier: planning.Frontier) -> None:
-    rows = [
-        {"size": human_bytes(p.bytes), "predicted KL": human_kl(p.kl)} for p in frontier.thinned(SHOWN_POINTS)
-    ]
+def _show_frontier(model: str, frontier: Sequence[planning.FrontierPoint]) -> None:
+    last = len(frontier) - 1
+    places = sorted({round(i * last / (SHOWN_POINTS - 1)) for i in range(SHOWN_POINTS)})
+    shown = [frontier[place] for place in places]
+    rows = [{"size": human_bytes(point.bytes), "predicted KL": human_kl(point.kl)} for point in shown]
     out = console()
     out.print(table(f"Pareto frontier of {model}: {len(frontier):,} plans", rows))
-    merged = f"Approximate: each plan is within ×{frontier.within:.3f} of the optimum."
-    out.print("Complete." if frontier.complete else merged)
-    out.print(f"{SHOWN_POINTS} of them shown; --json gives all. For any size between: --max-bytes SIZE.")
+    out.print(f"{len(rows)} of them shown; --json gives all. For any size between: --max-bytes SIZE.")

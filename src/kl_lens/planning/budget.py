@@ -1,27 +1,22 @@
-"""Exact budgets: the best plan under limits on bytes, predicted KL and predicted speed."""
+"""Exact budgets: the best plan under limits on bytes, predicted KL and predicted speed, or on a measured loss."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kl_lens.base.errors import BudgetError, PlanError
 from kl_lens.base.units import human_bytes, human_kl, human_speed, spell_bytes
 from kl_lens.planning import knapsack
-from kl_lens.planning.predict import Predictor, finished_plan, prediction_metric
-from kl_lens.planning.problem import Problem, Totals, build_problem
-from kl_lens.run.records import Plan, SensitivityTable
+from kl_lens.planning.hull import hull_of
+from kl_lens.planning.predict import finished_plan
+from kl_lens.planning.problem import QUANTITIES, Problem, Totals
+from kl_lens.run.records import Plan
 from kl_lens.weights.recipes import Recipe
 
-if TYPE_CHECKING:
-    from kl_lens.planning.speed import SpeedModel
-    from kl_lens.targets import Target
-
-QUANTITIES = ("bytes", "kl", "seconds")  # fields of `Choice` and `Totals`
 _HUMAN = {"bytes": human_bytes, "kl": human_kl, "seconds": human_speed}
 _OPTION = {"bytes": "--max-bytes", "kl": "--max-kl", "seconds": "--min-speed"}
 _BEST = {"bytes": "smallest bytes", "kl": "smallest kl", "seconds": "highest speed"}
@@ -32,138 +27,104 @@ class BudgetSolution:
     """A plan, and the proof of its optimality."""
 
     plan: Plan
-    totals: Totals  # bytes are those of the file if `fixed_bytes` was given
+    totals: Totals  # bytes are those of the file if the problem has `fixed_bytes`
     minimised: str  # of QUANTITIES
     gap: float  # relative; 0.0: proven optimal (to 1e-9, HiGHS's arithmetic)
-    variables: int
     seconds: float = field(compare=False)
 
 
 @dataclass(frozen=True)
-class AchievableRange:
-    """Smallest and largest possible value of each quantity over all plans."""
+class FrontierPoint:
+    bytes: int
+    kl: float
 
-    bytes: tuple[int, int]
-    kl: tuple[float, float]
-    seconds: tuple[float, float]
+
+def frontier(problem: Problem) -> tuple[FrontierPoint, ...]:
+    """Plans that no other beats in both bytes and predicted KL, smallest first: the corners of the convex hull.
+
+    `plan_for_budget` finds the best plan of any size between two of them.
+    """
+    amounts = _amounts(problem)
+    hull = hull_of(*([each.astype(float) for each in amounts[quantity]] for quantity in ("kl", "bytes")))
+    points = zip(hull.amounts, hull.costs, strict=True)
+    return tuple(FrontierPoint(problem.fixed.bytes + int(size), float(kl)) for size, kl in points)
 
 
 def plan_for_budget(
-    table: SensitivityTable,
+    problem: Problem,
     *,
     max_bytes: float | None = None,
     max_bpw: float | None = None,
     max_kl: float | None = None,
     min_speed: float | None = None,
-    speed: SpeedModel | None = None,
     minimise: str | None = None,
-    recipes: Sequence[str] | None = None,
-    exclude: Collection[str] = (),
-    no_head: bool = False,
-    keep_fused: bool = True,
-    metric: str | None = None,
-    target: Target | None = None,
-    fixed_bytes: int = 0,
     name: str | None = None,
 ) -> BudgetSolution:
     """The best plan within the limits, proven by a mixed-integer solver.
 
     By default it minimises bytes if KL is limited and bytes are not, otherwise predicted KL. `min_speed` is in tokens
-    per second, as `speed` predicts them. For the other arguments see `build_problem`. With `fixed_bytes`, `max_bytes`
-    is the size of the file; `max_bpw` always counts weights. Raises BudgetError with the possible range if no plan
-    meets the limits.
+    per second, as the problem's model of speed predicts them. `max_bytes` counts what the problem counts, the file or
+    the weights; `max_bpw` always counts weights. Raises BudgetError with the possible range if no plan meets the
+    limits.
     """
-    if min_speed is not None and speed is None:
-        raise PlanError("a limit on speed needs the speeds of the target's files: `speed_model`")
-    usual, why_unusual = prediction_metric(table)
-    problem = build_problem(
-        table,
-        recipes=recipes,
-        exclude=exclude,
-        no_head=no_head,
-        keep_fused=keep_fused,
-        speed=speed,
-        metric=metric or usual,
-        target=target,
-        fixed_bytes=fixed_bytes,
-    )
     limits, flags = _limits(problem, max_bytes, max_bpw, max_kl, min_speed)
     goal = minimise or ("bytes" if "kl" in limits and "bytes" not in limits else "kl")
-    if goal not in QUANTITIES or (goal == "seconds" and speed is None):
-        raise PlanError(f"cannot minimise {goal!r}; choose bytes or kl, or seconds with speeds of the target")
-    selection, optimum = solve(problem, goal, limits, flags)
-    totals = problem.totals(selection)
+    if goal not in QUANTITIES:
+        raise PlanError(f"cannot minimise {goal!r}; choose {', '.join(QUANTITIES)}")
+    if problem.speed is None and "seconds" in (goal, *limits):
+        raise PlanError("a limit on speed needs the speeds of the target's files: `speed_model`")
+    optimum = _solve(problem, goal, limits, flags)
+    totals = problem.totals(optimum.selection)
     notes: dict[str, object] = {
         "minimised": goal,
-        "metric": metric or usual,
+        "metric": problem.predictor.metric,
         "mip_gap": optimum.gap,
-        "formats": list(recipes) if recipes is not None else "all measured",
-        "fused_siblings_together": keep_fused,
+        "formats": "all measured" if problem.formats is None else list(problem.formats),
+        "fused_siblings_together": problem.keeps_fused,
     }
-    if why_unusual and metric is None:
-        notes["why_this_metric"] = why_unusual
-    if speed is not None:
+    if problem.speed is not None:
         notes["predicted_seconds_per_token"] = totals.seconds
     plan = finished_plan(
-        table,
-        name or _name(goal, limits, target),
-        problem.assignment(selection),
+        problem.table,
+        name or _name(goal, limits, problem),
+        problem.assignment(optimum.selection),
         "exact budget",
         notes,
-        Predictor(table, metric or usual),
+        problem.predictor,
         family="exact",
     )
     assert plan.bytes is not None
     besides = totals.bytes - plan.bytes
-    grids = (Recipe.parse(plan.assignment[c.name]).grid for c in table.candidates)
-    grown = sum(target.overhead(grid) for grid in grids) if target else 0
-    assert besides == fixed_bytes + grown, "the plan's bytes must be those that the solver added up"
+    grids = (Recipe.parse(plan.assignment[c.name]).grid for c in problem.table.candidates)
+    grown = sum(problem.target.overhead(grid) for grid in grids) if problem.target else 0
+    assert besides == problem.besides_bytes + grown, "the plan's bytes must be those that the solver added up"
     plan = replace(plan, limits=limits, fixed_bytes=besides)
-    return BudgetSolution(plan, totals, goal, optimum.gap, optimum.variables, optimum.seconds)
+    return BudgetSolution(plan, totals, goal, optimum.gap, optimum.seconds)
 
 
-def achievable_range(problem: Problem) -> AchievableRange:
-    def ends(values: list[tuple[float, float]], fixed: float = 0.0) -> tuple[float, float]:
-        return fixed + math.fsum(v[0] for v in values), fixed + math.fsum(v[1] for v in values)
-
-    groups = [g.choices for g in problem.groups]
-    sizes = ends([(min(c.bytes for c in g), max(c.bytes for c in g)) for g in groups], problem.fixed_bytes)
-    return AchievableRange(
-        bytes=(int(sizes[0]), int(sizes[1])),
-        kl=ends([(min(c.kl for c in g), max(c.kl for c in g)) for g in groups]),
-        seconds=ends(
-            [(min(c.seconds for c in g), max(c.seconds for c in g)) for g in groups], problem.fixed_seconds
-        ),
-    )
-
-
-def solve(
-    problem: Problem, goal: str, limits: dict[str, float], flags: Mapping[str, str] | None = None
-) -> tuple[list[int], knapsack.Optimum]:
-    """The selection that minimises `goal` within limits on the other quantities (totals, including fixed parts).
-
-    `flags`: quantity → its limit as the user gave it, for messages.
-    """
-    flags = flags or {quantity: _flag(quantity, most) for quantity, most in limits.items()}
+def _solve(
+    problem: Problem, goal: str, limits: Mapping[str, float], flags: Mapping[str, str]
+) -> knapsack.Optimum:
+    """Minimises `goal` within limits on totals. `flags`: quantity → its limit as the user gave it, for messages."""
     _require_each_possible(problem, limits, flags)
     amounts = _amounts(problem)
-    fixed = {"bytes": problem.fixed_bytes, "kl": 0.0, "seconds": problem.fixed_seconds}
-    rows = [knapsack.Limit(amounts[q], most - fixed[q]) for q, most in limits.items() if q != goal]
+    rows = [
+        knapsack.Limit(amounts[q], most - getattr(problem.fixed, q))
+        for q, most in limits.items()
+        if q != goal
+    ]
     optimum = knapsack.minimise(amounts[goal], rows)
     # A limit on the goal itself needs no row: compare the minimum with it.
-    if optimum is None or (
-        goal in limits and getattr(problem.totals(optimum.selection), goal) > limits[goal]
-    ):
+    if optimum is None or getattr(problem.totals(optimum.selection), goal) > limits.get(goal, math.inf):
         raise BudgetError(_contradiction(problem, limits, flags))
-    return optimum.selection, optimum
+    return optimum
 
 
 def _amounts(problem: Problem) -> dict[str, list[knapsack.Numbers]]:
-    groups = [g.choices for g in problem.groups]
+    """Whole numbers stay whole."""
     return {
-        "bytes": [np.array([c.bytes for c in g], dtype=np.int64) for g in groups],
-        "kl": [np.array([c.kl for c in g], dtype=np.float64) for g in groups],
-        "seconds": [np.array([c.seconds for c in g], dtype=np.float64) for g in groups],
+        quantity: [np.array([getattr(c, quantity) for c in g.choices]) for g in problem.groups]
+        for quantity in QUANTITIES
     }
 
 
@@ -178,41 +139,37 @@ def _limits(
     limits: dict[str, float] = {} if max_bytes is None else {"bytes": max_bytes}
     flags: dict[str, str] = {}
     if max_bpw is not None:
-        size = max_bpw * problem.parameters / 8 + problem.besides_bytes
+        size = max_bpw * _parameters(problem) / 8 + problem.besides_bytes
         if "bytes" not in limits or not size >= limits["bytes"]:
             limits["bytes"], flags["bytes"] = size, f"--max-bpw {max_bpw:g}"
     if max_kl is not None:
         limits["kl"] = max_kl
     if min_speed is not None:
-        if not min_speed > 0:
-            raise PlanError(
-                f"--min-speed {min_speed:g} is not a limit; give a number of tokens per second above 0"
-            )
-        limits["seconds"] = 1 / min_speed
+        limits["seconds"] = 1 / min_speed if min_speed > 0 else math.inf
+        flags |= {} if min_speed > 0 else {"seconds": f"--min-speed {min_speed:g}"}
     if not limits:
         raise PlanError("no budget given; set at least one of --max-bytes, --max-bpw, --max-kl, --min-speed")
     for quantity, most in limits.items():
         if not math.isfinite(most):
             given = flags.get(quantity) or f"{_OPTION[quantity]} {most}"
             raise PlanError(f"{given} is not a limit; give a number")
-        if quantity == "bytes":
-            limits[quantity] = math.floor(most)
-    return limits, {quantity: _flag(quantity, most) for quantity, most in limits.items()} | flags
+    if "bytes" in limits:
+        limits["bytes"] = math.floor(limits["bytes"])
+    return limits, {q: f"{_OPTION[q]} {_HUMAN[q](most)}" for q, most in limits.items()} | flags
 
 
-def _flag(quantity: str, most: float) -> str:
-    return f"{_OPTION[quantity]} {_HUMAN[quantity](most)}"
+def _parameters(problem: Problem) -> int:
+    return sum(c.parameters for c in problem.table.components)
 
 
-def _require_each_possible(problem: Problem, limits: dict[str, float], flags: Mapping[str, str]) -> None:
-    possible = achievable_range(problem)
+def _require_each_possible(problem: Problem, limits: Mapping[str, float], flags: Mapping[str, str]) -> None:
     for quantity, most in limits.items():
-        low, high = getattr(possible, quantity)
+        low, high = problem.reach(quantity)
         if most < low:
             show = _HUMAN[quantity]
             extra = ""
             if quantity == "bytes":
-                bits = [8 * (end - problem.besides_bytes) / problem.parameters for end in (low, high)]
+                bits = [8 * (end - problem.besides_bytes) / _parameters(problem) for end in (low, high)]
                 extra = f" ({bits[0]:.3f} to {bits[1]:.3f} bits per weight)"
             raise BudgetError(
                 f"{flags[quantity]} cannot be met: plans from these measurements range from "
@@ -221,22 +178,22 @@ def _require_each_possible(problem: Problem, limits: dict[str, float], flags: Ma
             )
 
 
-def _contradiction(problem: Problem, limits: dict[str, float], flags: Mapping[str, str]) -> str:
+def _contradiction(problem: Problem, limits: Mapping[str, float], flags: Mapping[str, str]) -> str:
     """Explains limits that are possible one by one but not together."""
     facts = []
     for quantity in limits:
         others = {q: most for q, most in limits.items() if q != quantity}
         try:
-            selection, _ = solve(problem, quantity, others)
+            optimum = _solve(problem, quantity, others, flags)
         except BudgetError:
             continue
-        reached = getattr(problem.totals(selection), quantity)
+        reached = getattr(problem.totals(optimum.selection), quantity)
         rest = " and ".join(flags[q] for q in others)
         facts.append(f"with {rest} the {_BEST[quantity]} is {_HUMAN[quantity](reached)}")
     return f"{' and '.join(flags.values())} cannot be met together: {'; '.join(facts)}; relax one of them"
 
 
-def _name(goal: str, limits: dict[str, float], target: Target | None) -> str:
+def _name(goal: str, limits: Mapping[str, float], problem: Problem) -> str:
     """A plan with another limit, or for another target, has another name."""
     parts = [f"least_{goal}_at"]
     if "bytes" in limits:
@@ -245,4 +202,68 @@ def _name(goal: str, limits: dict[str, float], target: Target | None) -> str:
         parts.append(f"kl{limits['kl']:g}")
     if "seconds" in limits:
         parts.append(f"{1 / limits['seconds']:g}tps".replace("+", ""))
-    return "_".join(parts) + (f"-{target.name}" if target else "")
+    return "_".join(parts) + (f"-{problem.target.name}" if problem.target else "")
+
+
+@dataclass(frozen=True)
+class LossResult:
+    plan: Plan
+    loss: float  # measured, of the plan
+    evaluations: int
+
+
+def plan_for_loss(
+    problem: Problem,
+    loss: Callable[[Mapping[str, str]], float],
+    *,
+    max_loss: float,
+    evaluations: int = 6,
+    name: str | None = None,
+) -> LossResult:
+    """The smallest plan found whose measured loss is at most `max_loss` nats per token.
+
+    The additive prediction understates what many components lose together. So each plan is measured as a whole, and
+    the limit on predicted KL is moved until the measured loss just fits.
+
+    Args:
+        loss: of an assignment in nats per token, measured on text that no later evaluation uses, with any safety margin
+            included: KL from the original, or log(1 + x) for a perplexity that may grow by a share x.
+        evaluations: most plans to measure; more come closer to the limit.
+    """
+    if not max_loss > 0:
+        raise BudgetError("the allowed loss must be above 0; only FP16 loses nothing")
+    fitting: LossResult | None = None
+    good, bad = 0.0, math.inf  # KL limits that led to a loss within the limit, and above it
+    limit, closest = max_loss, math.inf
+    for count in range(1, evaluations + 1):
+        plan = plan_for_budget(problem, max_kl=limit, name=name).plan
+        measured = loss(plan.assignment)
+        if not math.isfinite(measured):
+            raise BudgetError(
+                f"the measured loss of a plan is {measured}; use more held-out text (--held-out-windows)"
+            )
+        closest = min(closest, measured)
+        if measured <= max_loss:
+            good = limit
+            if fitting is None or (plan.bytes or 0) <= (fitting.plan.bytes or 0):
+                fitting = LossResult(plan, measured, count)
+            # Loss is roughly proportional to predicted KL; the next measurement catches a step too far.
+            wanted = limit * min(2.0, max(1.1, max_loss / max(measured, max_loss / 2)))
+        else:
+            bad = limit
+            wanted = 0.95 * limit * max_loss / measured
+        limit = wanted if good < wanted < bad else (good + bad) / 2
+        if math.isfinite(bad) and bad - good < 0.03 * bad:
+            break
+    if fitting is None:
+        raise BudgetError(
+            f"no plan within a loss of {max_loss:.4g} nats per token found in {evaluations} tries; the closest "
+            f"lost {closest:.4g}: allow more loss, or also measure larger formats (int8, q8_0)"
+        )
+    plan = replace(
+        fitting.plan,
+        made_by=f"{fitting.plan.made_by}, the limit set by measuring whole plans",
+        limits={"loss": max_loss},
+        notes=fitting.plan.notes | {"evaluations": count},
+    )
+    return LossResult(plan, fitting.loss, count)

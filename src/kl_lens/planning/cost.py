@@ -6,13 +6,12 @@ bytes each. The size of a recipe depends on its format only, not on the method.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from kl_lens.base.errors import FormatError, PlanError
-from kl_lens.run.records import Component
+from kl_lens.run.records import Component, Plan
 from kl_lens.weights.recipes import FP16, Recipe, fitting_recipe
 
 
@@ -40,6 +39,12 @@ class Cost:
     @property
     def bits_per_weight(self) -> float:
         return 8 * self.bytes / self.parameters if self.parameters else 0.0
+
+    @property
+    def shares_text(self) -> str:
+        """`int8 40 (61.2 %), int4 10 (8.0 %), kept 73 (0.3 %)`: components, and share of all weights."""
+        rows = [(share.recipe if share.quantizable else "kept", share) for share in self.shares]
+        return ", ".join(f"{what} {row.components} ({100 * row.share:.1f} %)" for what, row in rows)
 
 
 @lru_cache(maxsize=65536)
@@ -71,7 +76,9 @@ def component_bytes(component: Component, recipe: Recipe) -> int:
 def cost_of(components: Iterable[Component], assignment: Mapping[str, str]) -> Cost:
     """Computes the size. Recipes that do not fit are replaced; `fallbacks` says why."""
     components = tuple(components)
-    require_known(components, assignment)
+    if unknown := sorted(set(assignment) - {c.name for c in components}):
+        more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+        raise PlanError(f"the model has no component {unknown[0]!r}{more}; `kl-lens inspect` lists them all")
     stored: dict[str, Recipe] = {}
     fallbacks: dict[str, str] = {}
     total = 0
@@ -94,29 +101,23 @@ def cost_of(components: Iterable[Component], assignment: Mapping[str, str]) -> C
     return Cost(total, parameters, stored, fallbacks, _shares(components, stored, parameters))
 
 
-def require_known(components: Iterable[Component], assignment: Mapping[str, str]) -> None:
-    unknown = sorted(set(assignment) - {c.name for c in components})
-    if unknown:
-        more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
-        raise PlanError(f"the model has no component {unknown[0]!r}{more}; `kl-lens inspect` lists them all")
-
-
 def _shares(
     components: tuple[Component, ...], stored: Mapping[str, Recipe], total: int
 ) -> tuple[RecipeShare, ...]:
-    count: Counter[Recipe] = Counter()
-    weights: Counter[Recipe] = Counter()
-    kept_components = kept_weights = 0
-    for component in components:
-        if component.quantizable:
-            count[stored[component.name]] += 1
-            weights[stored[component.name]] += component.parameters
-        else:
-            kept_components += 1
-            kept_weights += component.parameters
-    # Most bits first in every table.
-    recipes = sorted(count, key=lambda recipe: (-recipe.grid.bits, recipe))
-    rows = [RecipeShare(r, count[r], weights[r], weights[r] / total) for r in recipes]
-    if kept_components:
-        rows.append(RecipeShare(FP16, kept_components, kept_weights, kept_weights / total, quantizable=False))
+    """Most bits first; last, what cannot be quantized."""
+    rows = []
+    for recipe in sorted(set(stored.values()), key=lambda recipe: (-recipe.grid.bits, recipe)):
+        weights = [c.parameters for c in components if stored.get(c.name) == recipe]
+        rows.append(RecipeShare(recipe, len(weights), sum(weights), sum(weights) / total))
+    if kept := [c.parameters for c in components if not c.quantizable]:
+        rows.append(RecipeShare(FP16, len(kept), sum(kept), sum(kept) / total, quantizable=False))
     return tuple(rows)
+
+
+def differences(plans: Sequence[Plan], components: Sequence[Component]) -> dict[str, tuple[Recipe, ...]]:
+    """Every component on which plans differ, in the model's order, with its recipe in each."""
+    if len(plans) < 2:
+        raise PlanError("comparing needs at least two plans")
+    stored = [cost_of(components, plan.assignment).stored for plan in plans]
+    recipes = {c.name: tuple(each.get(c.name, FP16) for each in stored) for c in components}
+    return {name: each for name, each in recipes.items() if len(set(each)) > 1}

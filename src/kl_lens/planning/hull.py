@@ -1,8 +1,7 @@
-"""The lower convex hull of a multiple-choice knapsack: bounds, and provably optimal points.
+"""The lower convex hull of a multiple-choice knapsack: provably optimal points.
 
 With a price per unit instead of the budget (Lagrange), each group can be solved alone. The selections that are best for
-some price are the corners of the lower convex hull of all plans. Each is the exact optimum at its own amount, and the
-lines between them are a lower bound everywhere else.
+some price are the corners of the lower convex hull of all plans. Each is the exact optimum at its own amount.
 """
 
 from __future__ import annotations
@@ -24,16 +23,8 @@ class Hull:
 
     start: tuple[int, ...]  # choice of each group at the smallest amount
     steps: tuple[tuple[int, int], ...]  # (group, choice it changes to)
-    step_amounts: Array  # what each step adds to the amount
-    step_costs: Array  # and to the cost: negative, steepest first
     amounts: Array  # total amount at the start and after each step
     costs: Array  # total cost likewise; decreasing and convex
-
-    def bound(self, amount: float) -> float:
-        """A lower bound on the cost of any selection of at most this amount."""
-        if amount < self.amounts[0]:
-            return float("inf")
-        return float(np.interp(amount, self.amounts, self.costs))
 
     def selection(self, step: int) -> list[int]:
         """The selection after that many steps: an exact optimum at its own amount."""
@@ -76,16 +67,10 @@ def hull_of(costs: Sequence[Array], amounts: Sequence[Array]) -> Hull:
     return Hull(
         start=tuple(start),
         steps=tuple((group, choice) for _, group, choice, _, _ in steps),
-        step_amounts=np.array([step[3] for step in steps]),
-        step_costs=np.array([step[4] for step in steps]),
         amounts=np.cumsum([first_amount, *(step[3] for step in steps)]),
-        costs=sums_from_the_end(last_cost, np.array([step[4] for step in steps])),
+        # Adding from the small end keeps small values exact.
+        costs=np.cumsum([last_cost, *(-step[4] for step in reversed(steps))])[::-1],
     )
-
-
-def sums_from_the_end(last: float, changes: Array) -> Array:
-    """Running sums that end at `last`; adding from the small end keeps small values exact."""
-    return np.cumsum(np.concatenate([[last], -changes[::-1]]))[::-1]
 
 
 def _corners(cost: Array, amount: Array) -> list[int]:

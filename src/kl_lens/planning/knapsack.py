@@ -1,108 +1,107 @@
 """The multiple-choice knapsack, solved to proven optimality with HiGHS.
 
-Picks one choice per group so that the total cost is minimal and every limit holds. Choices that cannot be in the best
-selection are removed first. `highs` solves the rest, with costs scaled so that the optimum is large compared with the
-solver's absolute tolerances.
+Picks one choice per group so that the total cost is minimal and every limit holds. HiGHS works in floating point with
+absolute tolerances of 1e-6, so its "feasible" and "optimal" can be slightly wrong. Therefore:
+
+- choices that cannot be in the best selection are removed first;
+- integer amounts are shifted and divided by their greatest common divisor, real ones scaled to the limit, and costs so
+  that the optimum is large compared with the tolerances;
+- every answer is added up again exactly. If it slightly breaks a limit, a cut excludes exactly this selection, and the
+  solver runs again.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import math
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+import scipy  # its parts load on first use: that takes seconds
 
 from kl_lens.base.errors import PlanError
-from kl_lens.planning.highs import Indices, Limit, Numbers, Program, exact_sum, feasible, integral, total
 from kl_lens.planning.hull import hull_of
-from kl_lens.planning.pareto import undominated
-from kl_lens.planning.proof import better_selection
 
-__all__ = ["Limit", "Numbers", "Optimum", "minimise"]
+Numbers = npt.NDArray[np.int64] | npt.NDArray[np.float64]  # whole numbers below 2^53, or reals
+Indices = npt.NDArray[np.intp]
 
 # A bound this close to the value (relatively) is equal to it within HiGHS's precision.
 ARITHMETIC = 1e-9
-MOST_SECONDS = 60.0
+MOST_SECONDS, MOST_SOLVES = 60.0, 40
 SCALED_OPTIMUM = 1e4  # the optimum is scaled to this; HiGHS's 1e-6 is then 1e-10 of it
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The sum of the chosen amounts, one array per group, may be at most `most`."""
+
+    amounts: Sequence[Numbers]
+    most: float
+
+    def holds(self, selection: Sequence[int]) -> bool:
+        return total(self.amounts, selection) <= self.most
 
 
 @dataclass(frozen=True)
 class Optimum:
     selection: list[int]
     gap: float  # relative distance to the proven bound; 0.0: proven optimal
-    variables: int  # choices left when HiGHS started
-    solves: int
     seconds: float
 
 
 def minimise(costs: Sequence[Numbers], limits: Sequence[Limit]) -> Optimum | None:
     """The best selection, or None if no selection meets the limits."""
     started = time.perf_counter()
-    alive = [np.sort(undominated(c, *(limit.amounts[g] for limit in limits))) for g, c in enumerate(costs)]
-    cheapest = [int(index[np.argmin(costs[g][index])]) for g, index in enumerate(alive)]
-    if feasible(cheapest, limits):
-        return Optimum(cheapest, 0.0, len(alive), 0, time.perf_counter() - started)
-    alive_or_none = _within_limits(alive, limits)
-    if alive_or_none is None:
+    alive = [undominated(c, *(limit.amounts[g] for limit in limits)) for g, c in enumerate(costs)]
+    cheapest = [int(i[np.argmin(c[i])]) for c, i in zip(costs, alive, strict=True)]
+    if all(limit.holds(cheapest) for limit in limits):
+        return Optimum(cheapest, 0.0, time.perf_counter() - started)
+    fitting = _within_limits(alive, limits)
+    if fitting is None:
         return None
-    alive = alive_or_none
+    alive = fitting
     incumbent = _first_guess(costs, limits, alive)
-    solves = 0
     while True:
         if incumbent is not None:
             alive = _not_worse_than(alive, costs, total(costs, incumbent))
-        program = Program(costs, limits, alive)
-        scale = _scale(costs, alive, incumbent, program)
-        answer = program.solve(scale, MOST_SECONDS - (time.perf_counter() - started))
-        solves += answer.solves
-        if answer.selection is None:
-            if answer.stopped and incumbent is None:
+        program = _Program(costs, limits, alive)
+        scale = _scale(costs, program, incumbent)
+        selection, bound, stopped = program.solve(scale, MOST_SECONDS - (time.perf_counter() - started))
+        if selection is None:
+            if stopped and incumbent is None:
                 raise PlanError(f"no plan found within {MOST_SECONDS:g} s; use fewer --formats")
             if incumbent is None:
                 return None
-            answer.selection = incumbent  # HiGHS ran out of time, or rejected the incumbent by a tolerance
-        value, excess = total(costs, answer.selection), _excess(costs, alive, answer.selection)
-        variables = sum(map(len, alive))
+            selection = incumbent  # HiGHS ran out of time, or rejected the incumbent by a tolerance
+        excess = _excess(costs, alive, selection)
         # If the first scale was bad, the answer gives a better one.
-        if integral(costs) or answer.stopped or excess == 0 or 1e2 <= excess * scale <= 1e8:
+        if integral(costs) or stopped or excess == 0 or 1e2 <= excess * scale <= 1e8:
             step = 1 / scale if integral(costs) else 0.0
-            gap = _relative_gap(value, answer.bound, step)
-            selection, gap = _closed_gap(costs, limits, alive, answer.selection, gap, step)
-            return Optimum(selection, gap, variables, solves, time.perf_counter() - started)
-        incumbent = answer.selection
+            gap = _relative_gap(total(costs, selection), bound, step)
+            return Optimum(selection, gap, time.perf_counter() - started)
+        incumbent = selection
 
 
-def _closed_gap(
-    costs: Sequence[Numbers],
-    limits: Sequence[Limit],
-    alive: list[Indices],
-    selection: list[int],
-    gap: float,
-    step: float,
-) -> tuple[list[int], float]:
-    """If HiGHS leaves a gap and there is one limit, an exact search closes it."""
-    if gap == 0.0 or len(limits) != 1:
-        return selection, gap
-    prices = [c[i].astype(float) for c, i in zip(costs, alive, strict=True)]
-    amounts = [a[i].astype(float) for a, i in zip(limits[0].amounts, alive, strict=True)]
-    while True:
-        value = total(costs, selection)
-        improvement = step or ARITHMETIC * abs(value)
-        finished, better = better_selection(prices, amounts, float(limits[0].most), value, improvement)
-        if better is not None:
-            candidate = [int(index[pick]) for index, pick in zip(alive, better, strict=True)]
-            if feasible(candidate, limits) and total(costs, candidate) < value:
-                selection = candidate
-                continue
-        return selection, 0.0 if finished and better is None else gap
+def undominated(*quantities: Numbers) -> Indices:
+    """Indices of elements that no other beats or equals in every quantity; of equals, the first is kept."""
+    rows = np.stack(quantities, axis=1)
+    no_worse = (rows[None, :, :] <= rows[:, None, :]).all(axis=2)  # [i, j]: j is not worse than i
+    place = np.arange(len(rows))
+    beaten = no_worse & (~no_worse.T | (place[None, :] < place[:, None]))
+    return np.flatnonzero(~beaten.any(axis=1))
 
 
 def _within_limits(alive: list[Indices], limits: Sequence[Limit]) -> list[Indices] | None:
     """Drops choices that break a limit even if all other groups take their smallest."""
     for limit in limits:
         least = [a[i].min() for a, i in zip(limit.amounts, alive, strict=True)]
-        room = limit.most - exact_sum(least)
+        room = limit.most - math.fsum(least)
         if room < -ARITHMETIC * abs(limit.most):
             return None
         slack = room + (0 if integral(limit.amounts) else ARITHMETIC * abs(limit.most))
@@ -120,35 +119,32 @@ def _first_guess(costs: Sequence[Numbers], limits: Sequence[Limit], alive: list[
     prices = [c[i].astype(float) for c, i in zip(costs, alive, strict=True)]
     picks = hull_of(prices, amounts).fill(amounts, float(limits[0].most))
     selection = [int(index[pick]) for index, pick in zip(alive, picks, strict=True)]
-    return selection if feasible(selection, limits) else None
+    return selection if limits[0].holds(selection) else None
 
 
 def _not_worse_than(alive: list[Indices], costs: Sequence[Numbers], value: float) -> list[Indices]:
     """Drops choices that cost more than a known selection even if all other groups take their cheapest."""
     cheapest = [c[i].min() for c, i in zip(costs, alive, strict=True)]
-    room = (value - exact_sum(cheapest)) + ARITHMETIC * abs(value)
+    room = (value - math.fsum(cheapest)) + ARITHMETIC * abs(value)
     return [i[c[i] - low <= room] for c, i, low in zip(costs, alive, cheapest, strict=True)]
 
 
-def _scale(
-    costs: Sequence[Numbers], alive: list[Indices], incumbent: list[int] | None, program: Program
-) -> float:
+def _scale(costs: Sequence[Numbers], program: _Program, incumbent: list[int] | None) -> float:
     """A scale at which HiGHS's tolerances are negligible."""
     if integral(costs):
-        extra = np.concatenate([c[i] - c[i].min() for c, i in zip(costs, alive, strict=True)])
-        return 1.0 / (int(np.gcd.reduce(extra)) or 1)
+        return 1.0 / (int(np.gcd.reduce(program.extra)) or 1)
     if incumbent is not None:
-        size = _excess(costs, alive, incumbent)
+        size = _excess(costs, program.alive, incumbent)
     else:
-        size = sum(float(np.median(c[i] - c[i].min())) for c, i in zip(costs, alive, strict=True))
+        size = sum(float(np.median(c[i] - c[i].min())) for c, i in zip(costs, program.alive, strict=True))
         if size > 0:
             size = program.relaxed(SCALED_OPTIMUM / size) or size
     return SCALED_OPTIMUM / size if size > 0 else 1.0
 
 
-def _excess(costs: Sequence[Numbers], alive: list[Indices], selection: Sequence[int]) -> float:
+def _excess(costs: Sequence[Numbers], alive: Sequence[Indices], selection: Sequence[int]) -> float:
     """Cost above the cheapest choice of every group."""
-    return float(exact_sum([c[s] - c[i].min() for c, i, s in zip(costs, alive, selection, strict=True)]))
+    return math.fsum(c[s] - c[i].min() for c, i, s in zip(costs, alive, selection, strict=True))
 
 
 def _relative_gap(value: float, bound: float, step: float) -> float:
@@ -158,3 +154,110 @@ def _relative_gap(value: float, bound: float, step: float) -> float:
         return 0.0
     relative = distance / abs(value) if value else 0.0
     return 0.0 if relative < ARITHMETIC else relative
+
+
+class _Program:
+    """The integer program over the remaining choices of each group."""
+
+    def __init__(self, costs: Sequence[Numbers], limits: Sequence[Limit], alive: Sequence[Indices]) -> None:
+        self.limits, self.alive = limits, alive
+        self.starts = np.cumsum([0, *map(len, alive)])
+        owner = np.repeat(np.arange(len(alive)), [len(index) for index in alive])
+        self.base, self.extra = _above_least(costs, alive)
+        count = len(self.extra)
+        shape = (len(alive), count)
+        one_each = scipy.sparse.csr_array((np.ones(count), (owner, np.arange(count))), shape=shape)
+        self.rows = [
+            scipy.optimize.LinearConstraint(one_each, 1, 1),
+            *(_row(limit, alive) for limit in limits),
+        ]
+
+    def relaxed(self, scale: float) -> float:
+        """Cost above the cheapest choices in the linear relaxation: a rough size of the optimum."""
+        result = self._run(scale, integer=False, seconds=60.0)
+        return float(result.fun) / scale if result.fun is not None else 0.0
+
+    def solve(self, scale: float, seconds: float) -> tuple[list[int] | None, float, bool]:
+        """A selection that is feasible in exact arithmetic, a lower bound of the cost, and whether time ran out."""
+        deadline = time.perf_counter() + seconds
+        bound = self.base
+        for _ in range(MOST_SOLVES):
+            result = self._run(scale, integer=True, seconds=deadline - time.perf_counter())
+            if result.mip_dual_bound is not None and math.isfinite(result.mip_dual_bound):
+                bound = max(bound, self.base + result.mip_dual_bound / scale)
+            stopped = result.status == 1
+            if result.x is None:
+                return None, bound, stopped
+            picks = [int(np.argmax(each)) for each in np.split(result.x, self.starts[1:-1])]
+            selection = [int(index[pick]) for index, pick in zip(self.alive, picks, strict=True)]
+            if all(limit.holds(selection) for limit in self.limits):
+                return selection, bound, stopped
+            if stopped:
+                break
+            chosen = np.zeros((1, len(self.extra)))
+            chosen[0, self.starts[:-1] + picks] = 1
+            cut = scipy.optimize.LinearConstraint(scipy.sparse.csr_array(chosen), -np.inf, len(picks) - 1)
+            self.rows.append(cut)
+        return None, bound, True
+
+    def _run(self, scale: float, *, integer: bool, seconds: float) -> Any:
+        with _silent_stdout():
+            return scipy.optimize.milp(
+                self.extra * scale,
+                constraints=self.rows,
+                integrality=np.full(len(self.extra), int(integer)),
+                bounds=scipy.optimize.Bounds(0, 1),
+                options={"mip_rel_gap": 0.0, "time_limit": max(0.1, seconds)},
+            )
+
+
+def _row(limit: Limit, alive: Sequence[Indices]) -> scipy.optimize.LinearConstraint:
+    """One limit for HiGHS: amounts above each group's minimum, in units that suit its tolerances."""
+    least, extra = _above_least(limit.amounts, alive)
+    room = limit.most - least
+    if integral(limit.amounts):
+        unit = int(np.gcd.reduce(extra)) or 1
+        room = math.floor(room) // unit
+        coefficients = (extra // unit).astype(float)
+        half = 0.5  # amounts are whole units: half a unit absorbs rounding and admits nothing
+    else:
+        # Keep the unit above the limit's rounding error and above the smallest float.
+        unit_size = max(room / 1e6, abs(limit.most) * 1e-15, 1e-290)
+        coefficients, room, half = extra / unit_size, room / unit_size, 1e-6
+    row = scipy.sparse.csr_array(coefficients.reshape(1, -1))
+    return scipy.optimize.LinearConstraint(row, -np.inf, room + half)
+
+
+def _above_least(amounts: Sequence[Numbers], alive: Sequence[Indices]) -> tuple[float, Numbers]:
+    """The sum of the smallest amounts of all groups, and by how much each choice is above its group's smallest."""
+    left = [a[i] for a, i in zip(amounts, alive, strict=True)]
+    return math.fsum(each.min() for each in left), np.concatenate([each - each.min() for each in left])
+
+
+def total(amounts: Sequence[Numbers], selection: Sequence[int]) -> float:
+    """Exact for whole numbers, correctly rounded for others."""
+    return math.fsum(a[s] for a, s in zip(amounts, selection, strict=True))
+
+
+def integral(amounts: Sequence[Numbers]) -> bool:
+    return all(np.issubdtype(a.dtype, np.integer) for a in amounts)
+
+
+@contextlib.contextmanager
+def _silent_stdout() -> Iterator[None]:
+    """HiGHS sometimes prints a debugging line from C, which would end up in `--json` output."""
+    try:
+        flush = ctypes.CDLL(None).fflush
+        flush(None)
+        saved, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    except (OSError, TypeError, AttributeError):  # no C library of this kind, or no standard output
+        yield
+        return
+    try:
+        os.dup2(nowhere, 1)
+        yield
+    finally:
+        flush(None)
+        os.dup2(saved, 1)
+        os.close(saved)
+        os.close(nowhere)

@@ -3,35 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kl_lens.base.errors import FormatError, PlanError
 from kl_lens.planning.cost import component_bytes, fp16_bytes, stored_recipe
-from kl_lens.planning.predict import (
-    Predictor,
-    measured_recipes,
-    prediction_metric,
-    require_measurements,
-    require_sane,
-)
+from kl_lens.planning.predict import Predictor, measured_recipes, require_measurements, require_sane
 from kl_lens.run.records import Component, SensitivityTable
 from kl_lens.weights.recipes import FP16, Recipe
 
 if TYPE_CHECKING:
     from kl_lens.planning.speed import SpeedModel
+    from kl_lens.run.folder import Run
     from kl_lens.targets import Target
+
+QUANTITIES = ("bytes", "kl", "seconds")  # fields of `Choice` and `Totals`
+_FIXED_BYTES = "fixed_bytes"  # kind of the run's records: target → bytes
 
 
 @dataclass(frozen=True)
-class Choice:
+class Totals:
+    bytes: int
+    kl: float
+    seconds: float  # per token; 0 without a model of speed
+
+
+@dataclass(frozen=True)
+class Choice(Totals):
     """One recipe for all members of a group."""
 
     recipe: Recipe
-    bytes: int
-    kl: float
-    seconds: float = 0.0  # per token; 0 without a model of speed
 
 
 @dataclass(frozen=True)
@@ -43,22 +45,18 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Totals:
-    bytes: int
-    kl: float
-    seconds: float
-
-
-@dataclass(frozen=True)
 class Problem:
     """What a plan decides (groups) and what is fixed."""
 
+    table: SensitivityTable = field(compare=False)
+    predictor: Predictor = field(compare=False)
     groups: tuple[Group, ...]
-    fixed_bytes: int  # weights without a choice, and the rest of the file
-    fixed_seconds: float
-    parameters: int
-    besides_bytes: int = 0  # the part of `fixed_bytes` that is not weights
-    refused: Mapping[tuple[str, Recipe], str] = field(default_factory=dict)  # (component, recipe) → why not
+    fixed: Totals  # weights without a choice, and the rest of the file
+    besides_bytes: int  # the part of the fixed bytes that is not weights
+    target: Target | None
+    speed: SpeedModel | None
+    formats: Sequence[str] | None  # the user's choice
+    keeps_fused: bool
 
     def assignment(self, selection: Sequence[int]) -> dict[str, Recipe]:
         return {
@@ -70,31 +68,27 @@ class Problem:
     def totals(self, selection: Sequence[int]) -> Totals:
         chosen = [group.choices[index] for group, index in zip(self.groups, selection, strict=True)]
         return Totals(
-            bytes=self.fixed_bytes + sum(c.bytes for c in chosen),
+            bytes=self.fixed.bytes + sum(c.bytes for c in chosen),
             kl=math.fsum(c.kl for c in chosen),
-            seconds=math.fsum([self.fixed_seconds, *(c.seconds for c in chosen)]),
+            seconds=math.fsum([self.fixed.seconds, *(c.seconds for c in chosen)]),
         )
+
+    def reach(self, quantity: str) -> tuple[float, float]:
+        """The smallest and the largest possible total."""
+        values = [[getattr(choice, quantity) for choice in group.choices] for group in self.groups]
+        fixed = getattr(self.fixed, quantity)
+        return math.fsum([fixed, *map(min, values)]), math.fsum([fixed, *map(max, values)])
 
 
 def bytes_for(component: Component, recipe: Recipe, target: Target | None) -> int:
     """Bytes of a component, with the overhead in the target's file."""
-    extra = target.overhead(recipe.grid) if target else 0
-    return component_bytes(component, recipe) + extra
-
-
-def _why_not(component: Component, recipe: Recipe, target: Target) -> str | None:
-    """Why this component cannot have this recipe on the target, or None."""
-    reason = target.holds(recipe.grid, component.shape)
-    if reason is None and bytes_for(component, recipe, target) > fp16_bytes(component):
-        return "the file would not become smaller"
-    return reason
+    return component_bytes(component, recipe) + (target.overhead(recipe.grid) if target else 0)
 
 
 def build_problem(
     table: SensitivityTable,
     *,
     recipes: Sequence[str] | None = None,
-    exclude: Collection[str] = (),
     no_head: bool = False,
     keep_fused: bool = True,
     speed: SpeedModel | None = None,
@@ -105,46 +99,32 @@ def build_problem(
     """Builds the problem for `plan`, its frontier and the report's slider.
 
     A group's choices are FP16 and each of `recipes` (default: all measured ones that a runtime can store) that all its
-    members were measured in. Components in `exclude`, and the head with `no_head`, stay FP16.
+    members were measured in.
 
     Args:
+        no_head: the head stays FP16.
         speed: the target's model of speed, for seconds per token.
         metric: the damage to sum up (default: `prediction_metric`).
         target: only recipes that it supports; sizes include its overhead per recipe.
         fixed_bytes: bytes of the target's file besides the weights (header, tokenizer, float32 vectors); sizes and
             limits in bytes are then those of the file.
     """
-    metric = metric or prediction_metric(table)[0]
-    require_sane(table, metric)
-    menu = _menu(table, recipes)
-    exclude = {*exclude, *([table.head] if no_head else [])}
-    by_name = {c.name: c for c in table.components}
-    if unknown := sorted(set(exclude) - set(by_name)):
-        raise PlanError(f"cannot exclude {unknown[0]!r}: no such component; `kl-lens inspect` lists them all")
-    free = [c for c in table.candidates if c.name not in exclude]
-    fixed = [c for c in table.components if not c.quantizable or c.name in exclude]
     predictor = Predictor(table, metric)
-    clusters = _clusters(free) if keep_fused else [(c,) for c in free]
-    refused: dict[tuple[str, Recipe], str] = {}
+    require_sane(table, predictor.metric)
+    menu = _menu(table, recipes)
+    head = table.head if no_head else None
+    free = [c for c in table.candidates if c.name != head]
+    fixed = [c for c in table.components if not c.quantizable or c.name == head]
     groups = tuple(
-        Group(
-            tuple(c.name for c in members),
-            _choices(members, menu, predictor, speed, target, refused),
-        )
-        for members in clusters
+        Group(tuple(c.name for c in members), _choices(members, menu, predictor, speed, target))
+        for members in (_clusters(free) if keep_fused else [(c,) for c in free])
     )
-    fixed_seconds = 0.0
+    seconds = 0.0
     if speed is not None:  # weights that are never quantized are in its constant
-        excluded = (c for c in fixed if c.quantizable)
-        fixed_seconds = speed.constant + sum(speed.of(c.name, FP16, fp16_bytes(c)) for c in excluded)
-    return Problem(
-        groups=groups,
-        fixed_bytes=fixed_bytes + sum(fp16_bytes(c) for c in fixed),
-        fixed_seconds=fixed_seconds,
-        parameters=sum(c.parameters for c in table.components),
-        besides_bytes=fixed_bytes,
-        refused=refused,
-    )
+        heads = (c for c in fixed if c.quantizable)
+        seconds = speed.constant + sum(speed.of(c.name, FP16, fp16_bytes(c)) for c in heads)
+    kept = Totals(fixed_bytes + sum(fp16_bytes(c) for c in fixed), 0.0, seconds)
+    return Problem(table, predictor, groups, kept, fixed_bytes, target, speed, recipes, keep_fused)
 
 
 def _menu(table: SensitivityTable, recipes: Sequence[str] | None) -> list[Recipe]:
@@ -186,9 +166,9 @@ def _choices(
     predictor: Predictor,
     speed: SpeedModel | None,
     target: Target | None,
-    refused: dict[tuple[str, Recipe], str],
 ) -> tuple[Choice, ...]:
     choices: dict[Recipe, Choice] = {}
+    refused: list[str] = []
     for wanted in (FP16, *menu):
         stored = {stored_recipe(member, wanted)[0] for member in members}
         if len(stored) > 1:
@@ -198,15 +178,39 @@ def _choices(
         values = [e.value for e in estimates if e is not None and math.isfinite(e.value)]
         if recipe in choices or len(values) < len(members):
             continue
-        if target is not None:
-            reasons = {(m.name, recipe): why for m in members if (why := _why_not(m, recipe, target))}
-            refused |= reasons
-            if reasons:
-                continue
+        reasons = [why for m in members if target and (why := _why_not(m, recipe, target))]
+        if reasons:
+            refused += reasons[:1]
+            continue
         size = sum(bytes_for(member, recipe, target) for member in members)
         seconds = speed.of(members[0].name, recipe.grid.name, size) if speed else 0.0
-        choices[recipe] = Choice(recipe, size, math.fsum(values), seconds)
+        choices[recipe] = Choice(size, math.fsum(values), seconds, recipe)
     if not choices:
-        told = "; ".join(why for (name, _), why in refused.items() if name == members[0].name)
+        told = "; ".join(refused)
         raise PlanError(f"{members[0].name}: the target supports none of its recipes: {told}; measure others")
     return tuple(choices.values())
+
+
+def _why_not(component: Component, recipe: Recipe, target: Target) -> str | None:
+    """Why this component cannot have this recipe on the target, or None."""
+    reason = target.holds(recipe.grid, component.shape)
+    if reason is None and bytes_for(component, recipe, target) > fp16_bytes(component):
+        return "the file would not become smaller"
+    return reason
+
+
+def store_fixed_bytes(run: Run, target: Target, fixed_bytes: int) -> None:
+    """Stores the bytes of the target's file besides the weights; the report cannot compute them without the model."""
+    run.store(_FIXED_BYTES, target.name, fixed_bytes)
+
+
+def stored_fixed_bytes(run: Run, target: Target | None) -> int:
+    if target is None:
+        return 0
+    known = run.load(_FIXED_BYTES, target.name)
+    if known is None:
+        raise PlanError(
+            f"the run does not say what its {target.title} file needs besides the weights; "
+            f"write any plan with: kl-lens plan --target {target.name}"
+        )
+    return int(known)

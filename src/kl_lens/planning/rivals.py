@@ -4,12 +4,16 @@ not to be worse; what the text is too short to tell decides nothing."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import scipy  # its parts load on first use
+
+from kl_lens.planning.cost import stored_recipe
+from kl_lens.planning.problem import Problem, bytes_for
+from kl_lens.weights.recipes import Recipe
 
 Windows = npt.NDArray[np.float64]  # mean KL of every window of a fixed text
 LEVEL = 0.05  # of our KL: what a rival may lose more and be as good; at 6 bits, 0.6 % of the bytes change it as much
@@ -124,3 +128,30 @@ def _listed(names: Sequence[str]) -> str:
 
 def _are(names: Sequence[str]) -> str:
     return "are" if len(names) > 1 else "is"
+
+
+def stock_with_our_methods(
+    problem: Problem, stock: Sequence[Mapping[str, Recipe]]
+) -> list[dict[str, Recipe]]:
+    """A target's stock recipes with our methods: each component gets the recipe with the least damage that is no
+    larger than the stock recipe's.
+
+    `problem`: without groups, because fused siblings may differ here. A stock recipe smaller than anything measured is
+    left out.
+    """
+    by_name = {c.name: c for c in problem.table.components}
+    found = []
+    for one in stock:
+        sizes = {
+            name: bytes_for(by_name[name], stored_recipe(by_name[name], recipe)[0], problem.target)
+            for name, recipe in one.items()
+        }
+        fitting = {
+            group.members[0]: [c for c in group.choices if c.bytes <= sizes.get(group.members[0], math.inf)]
+            for group in problem.groups
+        }
+        if all(fitting.values()):
+            found.append(
+                {name: min(each, key=lambda c: (c.kl, c.bytes)).recipe for name, each in fitting.items()}
+            )
+    return found

@@ -82,7 +82,7 @@ def card(
         stock=stock and plan_title(str(stock)),
         target=answer.target_of(plan),
         verdicts=sorted({v for (s, _), v in view.verdicts.items() if s.key == file.key}),
-        shares=plan.row.shares,
+        shares=plan.cost.shares,
         texts=_texts(view, plan, score),
         extra=target.extra,
         version=__version__,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from pathlib import Path
 
-from kl_lens.planning import Frontier
+from kl_lens.planning import FrontierPoint
 from kl_lens.reporting.charts import RAMP, Cell, Chart, Line, axis, grid_map, scatter, unit_of
 from kl_lens.reporting.data import KL
 from kl_lens.reporting.numbers import with_error
@@ -21,15 +21,13 @@ class ReportFile(type(Path())):  # type: ignore[misc]
         return f'<iframe srcdoc="{page}" style="width:100%;height:900px;border:0"></iframe>'
 
 
-class PlottedFrontier(Frontier):
+class PlottedFrontier(tuple[FrontierPoint, ...]):
     """A frontier with its picture."""
 
     def plot(self) -> Chart:
         """Size against predicted KL."""
-        divisor, unit = unit_of(float(self.sizes[-1]))
-        points = [
-            (b / divisor, kl) for b, kl in zip(self.sizes.tolist(), self.kls.tolist(), strict=True) if kl > 0
-        ]
+        divisor, unit = unit_of(float(self[-1].bytes))
+        points = [(point.bytes / divisor, point.kl) for point in self if point.kl > 0]
         x = axis(f"size, {unit}", [point[0] for point in points], log=False)
         y = axis("predicted KL, nats", [point[1] for point in points], log=True)
         return scatter(x, y, [], [Line(points, "s0")])

@@ -26,7 +26,7 @@ class PlanView:
     """A plan with its cost and with what is known of its quality."""
 
     plan: Plan
-    row: planning.PlanRow
+    cost: planning.Cost
     stored: dict[str, Recipe]  # what each component really has
     name: str
     target: str | None  # that it was made for
@@ -45,12 +45,12 @@ def read_plans(folder: Path, components: tuple[Component, ...]) -> tuple[PlanVie
     order, views = list(FAMILIES), []
     for path in sorted(folder.glob("*.json")):
         plan = planning.read_plan(path, components)
-        row, seen = planning.plan_row(plan, components), plan.measured
+        cost, seen = planning.cost_of(components, plan.assignment), plan.measured
         known = (seen.kl, seen.perplexity, seen.original_perplexity, seen.place) if seen else (None,) * 4
         views.append(
             PlanView(
-                plan, row, planning.cost_of(components, plan.assignment).stored, plan.name, plan.target, plan.family,
-                plan_title(plan.name), short_title(plan), row.bytes + plan.fixed_bytes, *known,
+                plan, cost, cost.stored, plan.name, plan.target, plan.family,
+                plan_title(plan.name), short_title(plan), cost.bytes + plan.fixed_bytes, *known,
             )
         )  # fmt: skip
     return tuple(sorted(views, key=lambda p: (order.index(p.family), -p.bytes, p.name)))

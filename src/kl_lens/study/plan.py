@@ -27,7 +27,7 @@ from kl_lens.study.tune import with_tuning
 from kl_lens.study.workbench import Workbench
 from kl_lens.targets import exported_places
 from kl_lens.weights.formats import get_format
-from kl_lens.weights.recipes import FP16
+from kl_lens.weights.recipes import FP16, Recipe
 
 OUR_STOCK = "a stock recipe with our methods"
 
@@ -39,8 +39,8 @@ class PlanResult:
     table: SensitivityTable
     plans: list[Plan] = field(default_factory=list)
     written_to: Path | None = None
-    differences: Sequence[planning.Difference] | None = None  # of --compare
-    frontier: planning.Frontier | None = None
+    differences: dict[str, tuple[Recipe, ...]] | None = None  # of --compare
+    frontier: tuple[planning.FrontierPoint, ...] | None = None
     handovers: Sequence[Handover] = ()  # of --write-recipe
 
 
@@ -50,7 +50,7 @@ def plan(settings: PlanSettings, bench: Workbench, events: Events) -> PlanResult
         folder = run.folder / "plans"
         if settings.compare:
             plans = [_read(folder, name, table) for name in settings.compare]
-            return PlanResult(table, plans, differences=planning.compare(plans, table.components).differences)
+            return PlanResult(table, plans, differences=planning.differences(plans, table.components))
         planner = TargetPlanner(settings, run, bench)
         if settings.limits or settings.frontier:
             _require_storable(settings, table, planner)
@@ -143,7 +143,7 @@ def _frontier(
         fixed_bytes=planner.fixed_bytes,
         **settings.choice,
     )
-    return PlanResult(table, frontier=planning.pareto_frontier(problem))
+    return PlanResult(table, frontier=planning.frontier(problem))
 
 
 def _read(folder: Path, name: str, table: SensitivityTable) -> Plan:
@@ -214,12 +214,10 @@ def _within_loss(
         assert settings.max_loss is not None
         asked, limits = f"{settings.max_loss:g} nats", {"loss": settings.max_loss}
     result = planning.plan_for_loss(
-        table,
+        planning.build_problem(table, target=planner.target, **settings.choice),
         lambda assignment: planner.lost(assignment, limits),
         max_loss=nats_allowed(limits),
         name=settings.name,
-        target=planner.target,
-        **settings.choice,
     )
     events.note(
         f"target {asked}: {result.evaluations} plans measured; the smallest that fits loses at most {result.loss:.4g} "
@@ -240,19 +238,16 @@ def plan_within_budget(
     solutions: list[planning.BudgetSolution] = []
 
     def make(fixed_bytes: int) -> Plan:
-        solutions.append(
-            planning.plan_for_budget(
-                table,
-                speed=speed,
-                minimise=settings.minimise,
-                metric=metric,
-                name=settings.name,
-                target=planner.target,
-                fixed_bytes=fixed_bytes,
-                **settings.budgets,
-                **settings.choice,
-            )
+        problem = planning.build_problem(
+            table,
+            speed=speed,
+            metric=metric,
+            target=planner.target,
+            fixed_bytes=fixed_bytes,
+            **settings.choice,
         )
+        limits, goal = settings.budgets, settings.minimise
+        solutions.append(planning.plan_for_budget(problem, minimise=goal, name=settings.name, **limits))
         return solutions[-1].plan
 
     # The solver adds up upper bounds; a stock recipe's file is measured to the byte and may fit where the bounds do
@@ -277,13 +272,12 @@ def _our_stock_plans(
     """The target's stock recipes with our methods."""
     assert planner.target is not None
     stock = planner.target.stock_recipes(planner.model)
-    made = planning.stock_with_our_methods(
-        table, [one.assignment for one in stock], target=planner.target, metric=metric, **settings.choice
+    problem = planning.build_problem(
+        table, metric=metric, target=planner.target, keep_fused=False, **settings.choice
     )
-    predictor = planning.Predictor(table, metric)
     return [
-        planning.finished_plan(table, "stock", assignment, OUR_STOCK, predictor=predictor)
-        for assignment in made
+        planning.finished_plan(table, "stock", assignment, OUR_STOCK, predictor=problem.predictor)
+        for assignment in planning.stock_with_our_methods(problem, [one.assignment for one in stock])
     ]
 
 

@@ -115,15 +115,10 @@ class StagedSearch:
         measured = self._values(chosen, CALIBRATION, len(self._windows))
         return _together(results, len(chosen)), chosen, self._screen.predicted(self._errors, first, measured)
 
-    def _plan(self, table: SensitivityTable, **limit: float) -> Plan:
-        planner = self._planner
-        how: dict[str, Any] = {
-            "target": planner.target,
-            "fixed_bytes": planner.fixed_bytes,
-            "metric": KL,
-            **limit,
-        }
-        return planning.plan_for_budget(table, **how).plan
+    def _plan(self, table: SensitivityTable, **limit: Any) -> Plan:
+        target, fixed_bytes = self._planner.target, self._planner.fixed_bytes
+        problem = planning.build_problem(table, target=target, fixed_bytes=fixed_bytes, metric=KL)
+        return planning.plan_for_budget(problem, **limit).plan
 
     def _room(self, table: SensitivityTable, room: float, limits: Limits) -> float:
         """The sum of KLs at which whole plans reach the limit on the held-out half that decides, with one standard
@@ -140,13 +135,17 @@ class StagedSearch:
 
     def _stock(self, table: SensitivityTable, loss: float, most: int) -> set[Key]:
         """Stock recipes with our methods that fit and lose less, by bytes that only a written file shows."""
-        planner, predictor = self._planner, planning.Predictor(table, KL)
+        planner = self._planner
         if planner.target is None:
             return set()
         stock = [one.assignment for one in planner.target.stock_recipes(planner.model)]
         found: set[Key] = set()
-        for assignment in planning.stock_with_our_methods(table, stock, target=planner.target, metric=KL):
-            total, size = predictor.total(assignment), planning.cost_of(table.components, assignment).bytes
+        problem = planning.build_problem(table, target=planner.target, metric=KL, keep_fused=False)
+        for assignment in planning.stock_with_our_methods(problem, stock):
+            total, size = (
+                problem.predictor.total(assignment),
+                planning.cost_of(table.components, assignment).bytes,
+            )
             if size + planner.fixed_bytes <= most and total is not None and total.value < loss:
                 found |= set(assignment.items())
         return found

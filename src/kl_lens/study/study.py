@@ -157,7 +157,7 @@ class Study:
         """The Pareto frontier of bytes and KL; `frontier.plot()` draws it."""
         from kl_lens.reporting.notebook import PlottedFrontier
 
-        return PlottedFrontier(**vars(self.do(self.settings("plan", frontier=True, **flags)).frontier))
+        return PlottedFrontier(self.do(self.settings("plan", frontier=True, **flags)).frontier)
 
     def export(self, plan: Plan | str | None = None, **flags: Any) -> Path:
         """Writes a plan, or with `format="q8_0"` the whole model, as files of the target. Returns their folder.

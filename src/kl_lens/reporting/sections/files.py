@@ -62,7 +62,7 @@ def _score_row(view: RunView, subject: Subject, scores: Sequence[Score]) -> list
         subject_title(subject),
         Cell(size(bytes_), bytes_),
         "0" if subject.what == ORIGINAL else with_error(values.get("kl_mean")),
-        number(plan.row.predicted_kl if plan else None),
+        number(plan.plan.predicted_kl if plan else None),
         *(
             f"{values[name].value:.2f}" if name in values else "–"
             for name in ("token_perplexity", "word_perplexity")
@@ -90,9 +90,9 @@ def _plans(view: RunView, stars: frozenset[str]) -> Html:
                f"perplexity, {text}", "formats: components (share of the weights)"]  # fmt: skip
     rows: list[Sequence[object]] = [
         [p.name, FAMILIES[p.family], Cell(size(p.bytes), p.bytes),
-         Cell(percent(p.bytes / view.fp16_of(p.target), 1), p.bytes), f"{p.row.bits_per_weight:.2f}",
-         number(p.row.predicted_kl), with_error(p.kl), fixed_with_error(p.perplexity),
-         p.row.shares_text.replace(" %", "\u00a0%")]
+         Cell(percent(p.bytes / view.fp16_of(p.target), 1), p.bytes), f"{p.cost.bits_per_weight:.2f}",
+         number(p.plan.predicted_kl), with_error(p.kl), fixed_with_error(p.perplexity),
+         p.cost.shares_text.replace(" %", "\u00a0%")]
         for p in view.plans
     ]  # fmt: skip
     highlight = [i for i, p in enumerate(view.plans) if p.name in stars]
@@ -115,9 +115,9 @@ def _protocol(view: RunView) -> str:
 def _predicted(view: RunView, stars: frozenset[str]) -> Html | None:
     """Is the prediction what the whole plan loses?"""
     shown = [
-        (p, p.row.predicted_kl, p.kl)
+        (p, p.plan.predicted_kl, p.kl)
         for p in view.plans
-        if p.kl is not None and p.row.predicted_kl and p.row.predicted_kl > 0 and p.kl.value > 0
+        if p.kl is not None and p.plan.predicted_kl and p.plan.predicted_kl > 0 and p.kl.value > 0
     ]
     if len(shown) < 2:
         return None

@@ -37,7 +37,7 @@ def _card(view: RunView, found: answer.Answer) -> Html:
     if kl is not None:
         first += ["KL ", tag("b", with_error(kl)), f" {view.nats}"]
     else:
-        first += [f"predicted KL {number(plan.row.predicted_kl)} {view.nats}, not measured yet"]
+        first += [f"predicted KL {number(plan.plan.predicted_kl)} {view.nats}, not measured yet"]
     parts = [
         tag("p", *first, _perplexity(view, plan), ".", class_="lead"),
         paragraph(_nearest(view, plan, kl)),
