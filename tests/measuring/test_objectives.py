@@ -18,6 +18,7 @@ from kl_lens.run.folder import Run
 from kl_lens.run.records import SensitivityTable
 from kl_lens.weights.recipes import Recipe
 from tests.measuring.conftest import some_windows
+from tests.planning.tables import best
 
 RANK = "true_rank"
 
@@ -51,13 +52,11 @@ def test_plans_minimise_another_objective(
 
     whole, gains = sum(2 * c.parameters for c in table.components), []
     for share in (0.32, 0.36, 0.42):
-        plans = [
-            planning.plan_for_budget(table, max_bytes=share * whole, metric=m).plan for m in (None, RANK)
-        ]
+        plans = [best(table, max_bytes=share * whole, metric=m).plan for m in (None, RANK)]
         by_kl, by_rank = (planning.Predictor(table, RANK).total(plan.assignment) for plan in plans)
         assert plans[1].predicted_kl == by_rank.value
         assert plans[1].notes["predicted_by"] == RANK
         gains.append(by_kl.value - by_rank.value)
     assert min(gains) >= 0 < max(gains)
     with pytest.raises(PlanError, match=rf"no measurement has {RANK}; use another --metric \(kl_teacher"):
-        planning.plan_for_budget(without, max_bytes=0.4 * whole, metric=RANK)
+        best(without, max_bytes=0.4 * whole, metric=RANK)
