@@ -222,7 +222,7 @@ def test_rows_that_overflow_the_kernel_are_done_again() -> None:
 @pytest.mark.parametrize("name", ["int4-g64", "uint4-g64", "nf4-g64"])
 def test_error_feedback_finds_the_codes_of_the_cpu(name: str) -> None:
     from kl_lens.weights.quantizers.feedback import Objective, descended, fed_back
-    from kl_lens.weights.quantizers.scales import searched_levels
+    from kl_lens.weights.quantizers.group_scales import searched_levels
 
     weight, inputs = _random(70, 192).cpu(), (_random(400, 192) @ _random(192, 192)).cpu()
     moments = inputs.T @ inputs / 400

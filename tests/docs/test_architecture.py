@@ -127,7 +127,7 @@ def test_an_import_that_runs_upwards_is_found(source: str) -> None:
     "source",
     [
         "from kl_lens.base.errors import FormatError",
-        "from kl_lens.weights.formats.base import Format",
+        "from kl_lens.weights.formats.format import Format",
         "import torch",
         "'kl_lens.planning does this, and prose may say so'",
     ],

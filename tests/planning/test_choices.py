@@ -22,7 +22,7 @@ from kl_lens.planning import (
     uniform_plan,
 )
 from kl_lens.run.records import Estimate, SensitivityTable
-from kl_lens.weights.quantizers import registry
+from kl_lens.weights.quantizers import quantizer
 from kl_lens.weights.quantizers.nearest import Nearest
 from tests.planning.tables import best, component, measurement, table_of
 
@@ -38,7 +38,7 @@ class Clever(Nearest):
 
 @pytest.fixture
 def clever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(registry.QUANTIZERS, "clever", Clever())
+    monkeypatch.setitem(quantizer.QUANTIZERS, "clever", Clever())
 
 
 def measured_table(*recipes: str) -> SensitivityTable:

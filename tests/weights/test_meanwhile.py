@@ -17,6 +17,7 @@ from kl_lens.weights.recipes import parsed
 pytest.importorskip("gguf", reason="needs the extra gguf")
 
 
+@pytest.mark.slow
 def test_the_cache_gets_the_original_weights_whatever_the_model_holds_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from kl_lens.base.errors import FormatError, UnlearntError
 from kl_lens.weights.formats import Format, Quantized, get_format
-from kl_lens.weights.quantizers import InputStatistics, Quantizer, registry as quantizers
+from kl_lens.weights.quantizers import InputStatistics, Quantizer, quantizer as quantizers
 from kl_lens.weights.recipes import Recipe
 from kl_lens.weights.store import GivenWeights, WeightStore, state_of
 

@@ -22,9 +22,9 @@ QUICK = tuple(
     and name not in ("uint4-g128", "uint4-g64", "nf4-g128", "nf4-g64")
     and (not name.startswith("affine") or name in ("affine3-g32", "affine8-g32"))
 )
-NNCF = ("int8", "int4", "int4-g128", "int4-g64", "int4-g32", "int8-g128")
+NNCF = ("int8", "int4", "int4-g32", "int8-g128")
 
-quick = settings(max_examples=40)
+quick = settings(max_examples=15)
 
 
 def installed(name: str) -> bool:
@@ -235,7 +235,7 @@ def test_values_are_finite_and_zero_stays_zero(name: str, data: st.DataObject) -
 
 @pytest.mark.parametrize("name", params(*QUICK))
 @given(data=st.data())
-@settings(max_examples=15)
+@settings(max_examples=6)
 def test_rows_are_independent(name: str, data: st.DataObject) -> None:
     """So experts can be stacked, and rows split among threads or machines."""
     fmt = get_format(name)
@@ -275,7 +275,7 @@ def test_constant_rows(bits: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["fp16", "int8", "int4", "int8-absmax", "int4-absmax"])
-@pytest.mark.parametrize("shape", [(1, 1), (1, 9), (9, 1), (1, 1, 1), (2, 1, 3)])
+@pytest.mark.parametrize("shape", [(1, 1), (9, 1), (2, 1, 3)])
 def test_thin_shapes(name: str, shape: tuple[int, ...]) -> None:
     values = get_format(name).roundtrip(-torch.ones(shape))
     torch.testing.assert_close(values, -torch.ones(shape), rtol=1e-6, atol=0)

@@ -12,13 +12,12 @@ from kl_lens.weights.formats import get_format
 from kl_lens.weights.formats.blocks import LAYOUTS
 from kl_lens.weights.quantizers import InputStatistics, get_quantizer
 from kl_lens.weights.quantizers.block_scales import searched_blocks
-from kl_lens.weights.quantizers.blocks import block_levels, with_codes
-from kl_lens.weights.quantizers.choosing import row_losses
 from kl_lens.weights.quantizers.feedback import Objective, descended, fed_back, with_fitted_scales
 from kl_lens.weights.quantizers.gptq import BLOCKS, DAMPING, SCARCITY
+from kl_lens.weights.quantizers.group_scales import searched_levels, try_scales, try_scales_on_cpu
 from kl_lens.weights.quantizers.kernels import descend, round_in_order
-from kl_lens.weights.quantizers.levels import Levels
-from kl_lens.weights.quantizers.scales import searched_levels, try_scales, try_scales_on_cpu
+from kl_lens.weights.quantizers.learnt import row_losses
+from kl_lens.weights.quantizers.levels import Levels, block_levels, with_codes
 from kl_lens.weights.recipes import Recipe
 
 TOKENS = 10**6  # that moments rest on: enough

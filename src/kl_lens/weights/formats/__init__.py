@@ -4,8 +4,15 @@
 `Quantized` behind it.
 """
 
-from kl_lens.weights.formats.base import Format, Quantized
-from kl_lens.weights.formats.registry import FP16, fitting_format, get_format, known_formats, register
+from kl_lens.weights.formats.format import (
+    FP16,
+    Format,
+    Quantized,
+    fitting_format,
+    get_format,
+    known_formats,
+    register,
+)
 
 # Importing a module registers its formats, in the order they are shown.
 # isort: off

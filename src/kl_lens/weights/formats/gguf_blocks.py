@@ -16,9 +16,15 @@ import numpy.typing as npt
 
 from kl_lens.base.errors import FormatError
 from kl_lens.base.host import on_host
-from kl_lens.weights.formats.base import LARGEST_MAGNITUDE, Format, Quantized, checked_float32
+from kl_lens.weights.formats.format import (
+    FP16,
+    LARGEST_MAGNITUDE,
+    Format,
+    Quantized,
+    checked_float32,
+    register,
+)
 from kl_lens.weights.formats.ggml import gguf_module, quantize_rows
-from kl_lens.weights.formats.registry import FP16, register
 
 if TYPE_CHECKING:
     import torch

@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kl_lens.weights.formats.base import Format, Quantized
-from kl_lens.weights.formats.registry import FP16, register
+from kl_lens.weights.formats.format import FP16, Format, Quantized, register
 
 if TYPE_CHECKING:
     import torch

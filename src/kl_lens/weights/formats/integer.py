@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kl_lens.weights.formats.base import Format, Quantized
-from kl_lens.weights.formats.registry import register
+from kl_lens.weights.formats.format import Format, Quantized, register
 
 if TYPE_CHECKING:
     import torch

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kl_lens.weights.formats.base import Format, Quantized
 from kl_lens.weights.formats.blocks import LAYOUTS, small_scales, write_small_scales
+from kl_lens.weights.formats.format import Format, Quantized
 from kl_lens.weights.formats.gguf_blocks import GGUFFormat
 
 

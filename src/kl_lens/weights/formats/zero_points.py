@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kl_lens.weights.formats.base import Quantized
+from kl_lens.weights.formats.format import Quantized, register
 from kl_lens.weights.formats.integer import NNCF_SMALLEST_SCALE, GroupedFormat, pack_codes
-from kl_lens.weights.formats.registry import register
 
 if TYPE_CHECKING:
     import torch

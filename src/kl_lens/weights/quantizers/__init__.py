@@ -3,8 +3,14 @@
 To add one, write a file that ends in `register(…)` and import it here.
 """
 
-from kl_lens.weights.quantizers.base import InputStatistics, Quantizer
-from kl_lens.weights.quantizers.registry import TUNED, get_quantizer, known_quantizers, register
+from kl_lens.weights.quantizers.quantizer import (
+    TUNED,
+    InputStatistics,
+    Quantizer,
+    get_quantizer,
+    known_quantizers,
+    register,
+)
 
 # Importing a module registers its quantizers, in the order in which they are listed for users.
 # isort: off
@@ -12,7 +18,8 @@ from kl_lens.weights.quantizers import nearest as nearest
 from kl_lens.weights.quantizers import search as search
 from kl_lens.weights.quantizers import importance as importance
 from kl_lens.weights.quantizers import gptq as gptq
-from kl_lens.weights.quantizers import tuned as tuned
 # isort: on
+
+register(nearest.Tuned())
 
 __all__ = ["TUNED", "InputStatistics", "Quantizer", "get_quantizer", "known_quantizers", "register"]

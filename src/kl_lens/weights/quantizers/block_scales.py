@@ -14,7 +14,7 @@ from kl_lens.base.host import constant
 from kl_lens.weights.formats import Quantized
 from kl_lens.weights.formats.blocks import IQ4_LEVELS, LAYOUTS, Layout, with_scales
 from kl_lens.weights.formats.gguf_blocks import SMALLEST_MAGNITUDE, GGUFFormat
-from kl_lens.weights.quantizers.blocks import block_levels, with_codes
+from kl_lens.weights.quantizers.levels import block_levels, with_codes
 
 _REFITS = 2
 _NEAR = torch.linspace(-0.9, 0.9, 19)  # where a group's largest weight may lie, relative to the last code

@@ -15,9 +15,9 @@ from functools import lru_cache
 
 import torch
 
+from kl_lens.weights.quantizers.group_scales import refitted
 from kl_lens.weights.quantizers.kernels import descend, round_in_order
 from kl_lens.weights.quantizers.levels import Levels
-from kl_lens.weights.quantizers.scales import refitted
 
 BLOCK = 128  # errors pass column by column within a block, and by one matrix product to later blocks
 

@@ -13,7 +13,7 @@ from kl_lens.weights.formats import Format, Quantized
 from kl_lens.weights.formats.gguf_blocks import GGUFFormat
 from kl_lens.weights.quantizers.importance import column_importance
 from kl_lens.weights.quantizers.learnt import LearningQuantizer
-from kl_lens.weights.quantizers.registry import register
+from kl_lens.weights.quantizers.quantizer import register
 from kl_lens.weights.quantizers.search import GROUPED
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ class ErrorFeedback(LearningQuantizer):
     def _rounding(
         self, fmt: Format, moments: torch.Tensor, tokens: int
     ) -> Callable[[torch.Tensor], Quantized]:
-        from kl_lens.weights.quantizers.choosing import best_rows
         from kl_lens.weights.quantizers.feedback import last_objective
+        from kl_lens.weights.quantizers.learnt import best_rows
 
         damping = DAMPING + SCARCITY * len(moments) / max(tokens, 1)
         objective, importance = last_objective(moments, damping), column_importance(moments)
@@ -60,7 +60,7 @@ def _on_groups(
 ) -> list[Quantized]:
     """Round to nearest, searched scales, and error feedback with two sets of scales."""
     from kl_lens.weights.quantizers.feedback import descended, fed_back, with_fitted_scales
-    from kl_lens.weights.quantizers.scales import searched_levels, stored
+    from kl_lens.weights.quantizers.group_scales import searched_levels, stored
 
     ways = [fmt.quantize(weight)]
     for weighed in (importance, objective.remaining):
@@ -80,8 +80,8 @@ def _on_blocks(
 ) -> list[Quantized]:
     """ggml's rounding, ggml's with importance, and error feedback with two sets of scales."""
     from kl_lens.weights.quantizers.block_scales import weighed_blocks
-    from kl_lens.weights.quantizers.blocks import block_levels, with_codes
     from kl_lens.weights.quantizers.feedback import descended, fed_back
+    from kl_lens.weights.quantizers.levels import block_levels, with_codes
 
     assert isinstance(fmt, GGUFFormat)
     # Plain rounding never won a row on the references; skip it where a GPU would wait for ggml's CPU search.
@@ -102,7 +102,7 @@ def _on_lattices(
     weight: torch.Tensor, fmt: Format, importance: torch.Tensor, objective: Objective
 ) -> list[Quantized]:
     """ggml's with importance, and error feedback with two sets of scales."""
-    from kl_lens.weights.quantizers.lattices import fed_back_blocks
+    from kl_lens.weights.quantizers.lattice_rounding import fed_back_blocks
 
     assert isinstance(fmt, GGUFFormat)
     ways = []

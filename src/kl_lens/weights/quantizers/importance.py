@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kl_lens.weights.formats import Format, Quantized
 from kl_lens.weights.formats.gguf_blocks import GGUFFormat
 from kl_lens.weights.quantizers.learnt import LearningQuantizer
-from kl_lens.weights.quantizers.registry import register
+from kl_lens.weights.quantizers.quantizer import register
 
 if TYPE_CHECKING:
     import torch

@@ -1,16 +1,16 @@
-"""Shared by all methods that learn from text: checks, a loop over experts, rows in pieces."""
+"""Shared by all methods that learn from text: checks, a loop over experts, rows in pieces, the best of several."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from kl_lens.base.accelerators import elements_at_once
 from kl_lens.base.errors import FormatError
 from kl_lens.weights.formats import Format, Quantized
-from kl_lens.weights.formats.base import checked_float32
-from kl_lens.weights.quantizers.base import InputStatistics, Quantizer
+from kl_lens.weights.formats.format import checked_float32
+from kl_lens.weights.quantizers.quantizer import InputStatistics, Quantizer
 
 if TYPE_CHECKING:
     import torch
@@ -68,3 +68,35 @@ def _together(pieces: list[Quantized], shape: tuple[int, ...]) -> Quantized:
     assert data is not None
     scales, zero_points = joined([p.scales for p in pieces]), joined([p.zero_points for p in pieces])
     return Quantized(pieces[0].format, shape, data, scales, zero_points)
+
+
+def row_losses(
+    weight: torch.Tensor, fmt: Format, quantized: Quantized, moments: torch.Tensor
+) -> torch.Tensor:
+    """e H eᵀ of every row's error e, (rows,)."""
+    errors = weight - fmt.dequantize(quantized)
+    return ((errors @ moments) * errors).sum(-1)
+
+
+def best_rows(
+    weight: torch.Tensor, fmt: Format, moments: torch.Tensor, choices: Sequence[Quantized]
+) -> Quantized:
+    """Each row from the choice with the smallest loss; ties go to the first."""
+    import torch
+
+    losses = torch.stack([row_losses(weight, fmt, choice, moments) for choice in choices])
+    best = losses.argmin(0)
+
+    def picked(parts: list[torch.Tensor | None]) -> torch.Tensor | None:
+        there = [part for part in parts if part is not None]
+        if not there:
+            return None
+        rows = torch.arange(len(best), device=best.device)
+        return torch.stack(there)[best, rows]
+
+    data = picked([c.data for c in choices])
+    assert data is not None
+    return Quantized(
+        fmt.name, tuple(weight.shape), data, picked([c.scales for c in choices]),
+        picked([c.zero_points for c in choices]),
+    )  # fmt: skip

@@ -1,18 +1,20 @@
-"""Round to nearest: the format's own rule, bit for bit the same as NNCF and ggml without data."""
+"""The methods that need no statistics."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kl_lens.base.errors import FormatError
 from kl_lens.weights.formats import Format, Quantized
-from kl_lens.weights.quantizers.base import InputStatistics, Quantizer
-from kl_lens.weights.quantizers.registry import register
+from kl_lens.weights.quantizers.quantizer import TUNED, InputStatistics, Quantizer, register
 
 if TYPE_CHECKING:
     import torch
 
 
 class Nearest(Quantizer):
+    """The format's own rule, bit for bit the same as NNCF and ggml without data."""
+
     name = "rtn"
 
     def suits(self, fmt: Format) -> str | None:
@@ -27,6 +29,17 @@ class Nearest(Quantizer):
         self, weight: torch.Tensor, fmt: Format, name: str, statistics: InputStatistics | None
     ) -> Quantized:
         return fmt.quantize(weight, name)
+
+
+class Tuned(Quantizer):
+    """Weights that were tuned on text; the weight store reads them from the run folder."""
+
+    name = TUNED
+
+    def quantize(
+        self, weight: torch.Tensor, fmt: Format, name: str, statistics: InputStatistics | None
+    ) -> Quantized:
+        raise FormatError(f"{name}: tuned weights are made by kl-lens plan --tune, for a whole plan")
 
 
 register(Nearest())

@@ -14,7 +14,7 @@ from kl_lens.weights.formats.normal_float import NormalFloatFormat
 from kl_lens.weights.formats.zero_points import ZeroPointFormat
 from kl_lens.weights.quantizers.importance import column_importance
 from kl_lens.weights.quantizers.learnt import LearningQuantizer
-from kl_lens.weights.quantizers.registry import register
+from kl_lens.weights.quantizers.quantizer import register
 
 if TYPE_CHECKING:
     import torch
@@ -35,8 +35,8 @@ class ScaleSearch(LearningQuantizer):
     def _rounding(
         self, fmt: Format, moments: torch.Tensor, tokens: int
     ) -> Callable[[torch.Tensor], Quantized]:
-        from kl_lens.weights.quantizers.choosing import best_rows
-        from kl_lens.weights.quantizers.scales import searched_levels, stored
+        from kl_lens.weights.quantizers.group_scales import searched_levels, stored
+        from kl_lens.weights.quantizers.learnt import best_rows
 
         importance = column_importance(moments)
 

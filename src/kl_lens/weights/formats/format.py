@@ -1,4 +1,4 @@
-"""The interface of weight formats, and the checks they share.
+"""The interface of weight formats, the checks they share, and the formats by name.
 
 A weight is a tensor of shape (rows, columns) or (experts, rows, columns). A row is one output channel; groups and
 blocks run along the columns, as in the runtimes' matrix products.
@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -145,3 +145,43 @@ def checked_float32(weight: torch.Tensor, name: str) -> torch.Tensor:
     if (largest := max(-low, high)) > LARGEST_MAGNITUDE:
         raise FormatError(f"{name}: has {largest:g}, above FP16's {LARGEST_MAGNITUDE:g}; rescale the weight")
     return values
+
+
+FP16 = "fp16"  # the format of weights without another
+
+_formats: dict[str, Format] = {}
+
+AnyFormat = TypeVar("AnyFormat", bound=Format)
+
+
+def register(fmt: AnyFormat) -> AnyFormat:
+    """Registers a format. A new format is one file that ends in this call."""
+    if fmt.name in _formats:
+        raise FormatError(f"format {fmt.name!r} is registered twice")
+    _formats[fmt.name] = fmt
+    return fmt
+
+
+def known_formats() -> tuple[str, ...]:
+    """All names, in order of registration."""
+    return tuple(_formats)
+
+
+def get_format(name: str) -> Format:
+    try:
+        return _formats[name.lower()]
+    except KeyError:
+        raise FormatError(f"unknown format {name!r}; known: {', '.join(_formats)}") from None
+
+
+def fitting_format(fmt: Format | str, shape: Sequence[int]) -> tuple[Format, str | None]:
+    """The format for a weight of this shape, and why it differs from the wanted one (or None)."""
+    wanted = get_format(fmt) if isinstance(fmt, str) else fmt
+    reason = wanted.fits(shape)
+    if reason is None:
+        return wanted, None
+    for name in wanted.fallback:
+        substitute = get_format(name)
+        if substitute.fits(shape) is None:
+            return substitute, f"{wanted.name}: {reason}; stored as {name}"
+    raise FormatError(f"no format can replace {wanted.name}: {reason}")

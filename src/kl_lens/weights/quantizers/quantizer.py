@@ -1,4 +1,4 @@
-"""The interface of a quantizer, and the input statistics that it may use."""
+"""What a quantizer is, the input statistics that it may use, and the quantizers by name."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from kl_lens.base.errors import FormatError
 from kl_lens.weights.formats import Format, Quantized
 
 if TYPE_CHECKING:  # recipes are read and spelled without torch
@@ -45,3 +46,26 @@ class Quantizer(ABC):
         self, weight: torch.Tensor, fmt: Format, name: str, statistics: InputStatistics | None
     ) -> Quantized:
         """The weight on the format's grid. Error messages use `name`."""
+
+
+TUNED = "tuned"  # recipes spell it with the digest of a tuning: `q4_k+tuned-1f2e3d4c`
+QUANTIZERS: dict[str, Quantizer] = {}
+
+
+def register(quantizer: Quantizer) -> Quantizer:
+    if quantizer.name in QUANTIZERS:
+        raise FormatError(f"quantizer {quantizer.name!r} is registered twice")
+    QUANTIZERS[quantizer.name] = quantizer
+    return quantizer
+
+
+def known_quantizers() -> tuple[str, ...]:
+    """The names of all quantizers, in order of registration."""
+    return tuple(QUANTIZERS)
+
+
+def get_quantizer(name: str) -> Quantizer:
+    try:
+        return QUANTIZERS[TUNED if name.lower().startswith(f"{TUNED}-") else name.lower()]
+    except KeyError:
+        raise FormatError(f"unknown method {name!r}; known: {', '.join(QUANTIZERS)}") from None
