@@ -51,13 +51,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def machine_and_texts_read_once() -> Iterator[None]:
-    """The machine for all benchmarks, from little memory: where caches are large, to read what none holds takes many
-    seconds. Texts: the tokens of more of them are kept than in a command."""
-    short = functools.partial(machine.read_bandwidth, buffer_bytes=32 << 20, repeats=2)
+    """The machine for all benchmarks, from little memory. Texts: the tokens of more of them are kept."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(machine, "read_bandwidth", short)
+        patch.setattr(machine, "BUFFER_BYTES", 32 << 20)
         patch.setattr(tokens, "_KEPT_STREAMS", 16)
-        patch.setattr(benchmark, "measure_machine", functools.cache(benchmark.measure_machine))
+        patch.setattr(benchmark, "read_bandwidth", functools.cache(benchmark.read_bandwidth))
         yield
 
 

@@ -46,8 +46,7 @@ def command(words: list[str]) -> int:
     """What a fork does: the command line, on a machine whose limits are quickly measured."""
     from kl_lens.cli.main import main
 
-    machine.SMALLEST_BUFFER = machine.MIB
-    machine.last_level_cache = lambda *_: machine.MIB  # type: ignore[assignment]
+    machine.BUFFER_BYTES = 1 << 20
     in_use.LOADS = 1
     return main(words)
 

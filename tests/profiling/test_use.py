@@ -11,15 +11,13 @@ import pytest
 
 from kl_lens.base.errors import TargetError
 from kl_lens.profiling import in_use
-from kl_lens.profiling.machine import Bandwidth, Machine
+from kl_lens.profiling.benchmark import Benchmark, Report
 from kl_lens.profiling.memory import MemoryUse
 from kl_lens.profiling.spread import ratio_of
-from kl_lens.profiling.subjects import Timed
+from kl_lens.profiling.subjects import Timed, UseSettings
 from kl_lens.run.records import ARTIFACT, Profile, Subject
 from kl_lens.targets import describe_target
-from kl_lens.targets.contents import BODY, Contents, StoredWeight
-
-MACHINE = Machine(Bandwidth(1e9, 1e9, 2, 1 << 20, 3), 1e9, None)
+from kl_lens.targets.contents import Contents
 
 
 class Ticking:
@@ -62,17 +60,19 @@ class Ticking:
 def test_a_round_times_every_prompt_and_then_the_text() -> None:
     session = Ticking()
     player = in_use.Player(session, clock=lambda: session.now)
-    for act, tokens in in_use.acts_of(in_use.UseSettings(prompt_lengths=(8, 2), new_tokens=6)):
+    for act, tokens in in_use.acts_of(UseSettings(prompt_lengths=(8, 2), new_tokens=6)):
         act(player, tokens)
     assert player.timings == {
         "first_token_seconds@2": 2.0,
-        "prefill_tokens_per_second@2": 1.0,
         "first_token_seconds@8": 8.0,
-        "prefill_tokens_per_second@8": 1.0,
         "seconds_per_token": 2.0,
         "tokens_per_second": 0.5,
     }
-    assert player.turns == {"@2": [2.0], "@8": [8.0], "": [2.0, 2.0]}  # six tokens: turns of four and two
+    text = [2.0, 2.0]  # six tokens: turns of four and two
+    assert player.turns == {
+        "first_token_seconds@2": [2.0], "first_token_seconds@8": [8.0], "seconds_per_token": text,
+        "tokens_per_second": text,
+    }  # fmt: skip
 
 
 def test_the_first_token_of_a_turn_does_not_count_and_the_quickest_stands_for_it() -> None:
@@ -81,13 +81,8 @@ def test_the_first_token_of_a_turn_does_not_count_and_the_quickest_stands_for_it
     player = in_use.Player(session, clock=lambda: next(ticks))
     player._token = 7
     player.write(4)
-    assert player.turns == {"": [2.0]}
+    assert player.turns["seconds_per_token"] == [2.0]
     assert player.timings["seconds_per_token"] == 4.0  # what a user feels: the mean of 3, 2 and 7
-
-
-def test_all_artifacts_get_the_same_prompts() -> None:
-    assert in_use.prompts_for(50, (3, 5)) == in_use.prompts_for(50, (3, 5))
-    assert [len(p) for p in in_use.prompts_for(50, (3, 5))] == [3, 5]
 
 
 @pytest.fixture
@@ -96,14 +91,12 @@ def three(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Timed], list[str], dict
     log: list[str] = []
     breaks: dict[str, int | None] = {}
 
-    def load(self: in_use.Sessions, subject: Timed) -> Ticking:
-        return Ticking(log, subject.name, breaks.get(subject.name))
-
-    contents = Contents((StoredWeight("w", 1000, 500, BODY),), 0, 0)
-    monkeypatch.setattr(in_use.Sessions, "load", load)
-    monkeypatch.setattr(in_use, "fresh_process", lambda *_: MemoryUse(100, 250, 0.5))
     target = describe_target("gguf")
-    monkeypatch.setattr(type(target), "contents", lambda self, path: contents)
+    methods = {"open": lambda self, path, settings: Ticking(log, path.name, breaks.get(path.name)),
+            "contents": lambda self, path: Contents(1000, 0, 0)}  # fmt: skip
+    for method, ours in methods.items():
+        monkeypatch.setattr(type(target), method, ours)
+    monkeypatch.setattr(in_use, "fresh_process", lambda *_: MemoryUse(100, 250))
     subjects = [
         Timed(Subject(ARTIFACT, target="gguf", settings={"path": n}), Path(n), target, 1000, n == "a")
         for n in ("a", "b", "c")
@@ -111,17 +104,33 @@ def three(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Timed], list[str], dict
     return subjects, log, breaks
 
 
-SETTINGS = in_use.UseSettings(prompt_lengths=(4,), new_tokens=2, repeats=2)
+SETTINGS = UseSettings(prompt_lengths=(4,), new_tokens=2, repeats=2)
+
+
+class Stored(Benchmark):
+    """Keeps what it is told to store."""
+
+    def __init__(self, settings: UseSettings = SETTINGS) -> None:
+        super().__init__(settings, ())
+        self.stored: list[Profile] = []
+
+    def store(self, profile: Profile, partial: bool = False) -> None:
+        self.stored.append(profile)
+
+    def time(self, subjects: Sequence[Timed]) -> tuple[dict[str, Profile], Report]:
+        report = Report(1e9)
+        in_use.InUse().measure(subjects, self, report)
+        return {profile.subject.label: profile for profile in report.profiles}, report
 
 
 def test_artifacts_take_turns(three: tuple) -> None:
     subjects, log, _ = three
-    results = in_use.benchmark_use(subjects, SETTINGS, MACHINE)
+    profiles, _ = Stored().time(subjects)
     rounds = [log[start : start + 3] for start in range(0, len(log), 3)]
     assert len(rounds) == 3  # one to warm up, two that count
     assert all(sorted(each) == ["a", "b", "c"] for each in rounds)
     assert len({tuple(each) for each in rounds}) > 1  # nobody is always the first
-    profile = results.profiles["b"]
+    profile = profiles["b"]
     assert profile.timings["seconds_per_token"].repeats == 2
     assert profile.settings["ratios_to"] == "a"
     assert profile.settings["ratios_to_fp16"]
@@ -141,8 +150,8 @@ def test_files_alternate_every_few_tokens(three: tuple, monkeypatch: pytest.Monk
         return step(self, token)
 
     monkeypatch.setattr(Ticking, "step", logged)
-    settings = in_use.UseSettings(prompt_lengths=(4,), new_tokens=10, repeats=1)
-    in_use.benchmark_use(subjects, settings, MACHINE)
+    settings = UseSettings(prompt_lengths=(4,), new_tokens=10, repeats=1)
+    Stored(settings).time(subjects)
     prompts, first, second, rest = log[:3], log[3:15], log[15:27], log[27:33]
     for turn, tokens in ((prompts, 1), (first, 4), (second, 4), (rest, 2)):
         names = turn[::tokens]
@@ -153,49 +162,38 @@ def test_files_alternate_every_few_tokens(three: tuple, monkeypatch: pytest.Monk
 def test_the_profile_says_how_busy_the_machine_was(three: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_use.LoadMeter, "read", lambda self: {"stolen": 0.42, "others": 0.1})
     monkeypatch.setattr(in_use, "processors", lambda: 6)
-    profile = in_use.benchmark_use(three[0], SETTINGS, MACHINE).profiles["b"]
+    profile = Stored().time(three[0])[0]["b"]
     assert profile.load == {"stolen": 0.42, "others": 0.1, "asked": 0.5}  # three threads
     assert "tokens_per_second" not in profile.ratios  # two turns are too few for an interval
     assert ratio_of(profile, "tokens_per_second").words.startswith("not measurable here: too few turns")
 
 
-def test_without_room_for_all_each_is_loaded_for_its_round(
+def test_without_room_for_all_they_run_one_after_the_other(
     three: tuple, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     subjects, log, _ = three
     monkeypatch.setattr(in_use, "MEMORY_PER_FILE_BYTE", 1e15)
-    results = in_use.benchmark_use(subjects, SETTINGS, MACHINE)
-    assert log == [
-        "a",
-        "b",
-        "c",
-        *["a", "a", "b", "b", "c", "c"] * 2,
-    ]  # a warm-up of its own before each turn
-    assert (
-        results.profiles["a"]
-        .settings["interleaving"]
-        .startswith("loaded again for each round, one at a time")
-    )
+    profiles, _ = Stored().time(subjects)
+    assert log == ["a"] * 3 + ["b"] * 3 + ["c"] * 3
+    assert profiles["a"].settings["interleaving"].startswith("one after the other: together they need")
+    assert profiles["c"].settings["ratios_to"] == "a"
 
 
 def test_one_that_breaks_half_way_costs_the_others_nothing(three: tuple) -> None:
     subjects, log, breaks = three
     breaks["b"] = 2  # warm-up and first round, then no more
-    stored: list[Profile] = []
-    results = in_use.benchmark_use(
-        subjects, SETTINGS, MACHINE, store=lambda profile, partial: stored.append(profile)
-    )
+    benchmark = Stored()
+    _, report = benchmark.time(subjects)
     assert sorted(log) == ["a"] * 3 + ["b"] * 2 + ["c"] * 3
-    (failure,) = results.failures
+    (failure,) = report.failures
     assert failure.subject == "b"
     assert "the file is gone (while round 2 of 2)" in failure.reason
-    assert [(p.subject.label, p.settings["repeats"]) for p in stored] == [
+    assert [(p.subject.label, p.settings["repeats"]) for p in benchmark.stored] == [
         ("a", 1), ("b", 1), ("c", 1), ("a", 2), ("c", 2),
     ]  # fmt: skip
 
 
 def test_without_fp16_ratios_are_to_the_first_and_say_so(three: tuple) -> None:
     subjects, _, _ = three
-    results = in_use.benchmark_use(subjects[1:], SETTINGS, MACHINE)
-    assert results.profiles["c"].settings["ratios_to"] == "b"
-    assert not results.profiles["c"].settings["ratios_to_fp16"]
+    settings = Stored().time(subjects[1:])[0]["c"].settings
+    assert (settings["ratios_to"], settings["ratios_to_fp16"]) == ("b", False)

@@ -303,12 +303,12 @@ def _profile(subject: Subject, size: int, whole: int, bandwidth: float, share: f
     timings = {
         "load_seconds": spread(0.2), "first_token_seconds@32": spread(9 / rate),
         "first_token_seconds@128": spread(30 / rate),
-        "prefill_tokens_per_second@128": spread(128 * rate / 30), "seconds_per_token": spread(1 / rate),
+        "seconds_per_token": spread(1 / rate),
         "tokens_per_second": spread(rate),
     }  # fmt: skip
     ratio = spread(whole / size)
     bound = {"bytes_per_token": float(size), "read_bandwidth": bandwidth, "tokens_per_second": bandwidth / size,
-             "share": share, "prefill_seconds@128": 10 / rate, "fits_in_cache": 1.0}  # fmt: skip
+             "share": share}  # fmt: skip
     return Profile(
         subject, "use", "CPU", 2, timings, {"tokens_per_second": ratio, "seconds_per_token": ratio}, 120_000_000, size,
         bound, {"repeats": 5, "ratios_to": f"{subject.target}/fp16", "ratios_to_fp16": True},

@@ -17,8 +17,7 @@ from kl_lens.base.errors import RunError
 from kl_lens.cli.benchmark import as_json, use_rows
 from kl_lens.cli.main import main
 from kl_lens.cli.run import row_of
-from kl_lens.profiling import Machine, Report
-from kl_lens.profiling.machine import Bandwidth
+from kl_lens.profiling import Report
 from kl_lens.reporting import write_report
 from kl_lens.reporting.answer import recommendations
 from kl_lens.reporting.data import collect
@@ -266,8 +265,7 @@ def test_screen_table_report_and_json_agree_on_what_a_speed_is_worth(
     assert words in section(page, "answer").words
     assert brief in section(page, "speed").words
     profiles = [p for p in view.profiles if p.protocol == "use"]
-    machine = Machine(Bandwidth(1e9, 1e9, 2, 1 << 20, 3), 1e9, None)
-    told = as_json(BenchmarkResult(Report(machine, profiles), folder))["profiles"][0]["ratios"]
+    told = as_json(BenchmarkResult(Report(1e9, profiles), folder))["profiles"][0]["ratios"]
     memory = {"prompt_lengths": [128], "memory": {"model_bytes": 1}}
     complete = [replace(p, settings=p.settings | memory) for p in profiles]
     assert brief in use_rows(complete)[0]["× FP16"]

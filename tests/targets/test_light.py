@@ -17,7 +17,7 @@ from kl_lens.base.errors import TargetError
 from kl_lens.base.resources import reference_path
 from kl_lens.cli.main import main
 from kl_lens.run.records import Plan
-from kl_lens.targets import export, open_session
+from kl_lens.targets import TARGETS, export, open_session
 from kl_lens.targets.tokenizer import find_tokenizer
 from tests.families import _COMMON
 from tests.targets.gguf.support import tiny
@@ -35,9 +35,7 @@ status = main(sys.argv[1:])
 print("loaded", *(name for name in {HEAVY} if name in sys.modules))
 sys.exit(status)
 """
-PEAK = COMMAND.replace(
-    "from kl_lens.cli.main import main\n", "from kl_lens.profiling.peak import main\n"
-).replace("main(sys.argv[1:])", "main()")
+PEAK = COMMAND.replace("kl_lens.cli.main", "kl_lens.profiling.memory").replace("main(sys", "main(*sys")
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +88,7 @@ def test_generate(target: str, exported: dict[str, Path], tokenizer: Any) -> Non
 
 @pytest.mark.parametrize("target", ["gguf", "openvino"])
 def test_the_process_that_weighs_a_model(target: str, exported: dict[str, Path]) -> None:
-    use, loaded = _run(PEAK, str(exported[target]), "--threads", "1")
+    use, loaded = _run(PEAK, str(exported[target]), target, TARGETS[target], '{"threads": 1}')
     assert loaded == []
     assert 0 < use["base_bytes"] < use["peak_bytes"]
 

@@ -94,22 +94,12 @@ def _ratio(profile: Profile, name: str) -> str:
 
 
 def _remarks(report: profiling.Report, used: list[Profile], timed: list[Profile]) -> list[str]:
-    machine = report.machine
-    cache = machine.last_level_cache
     lines = [
-        f"This machine reads {machine.bandwidth.best / 1e9:.1f} GB/s with "
-        f"{machine.bandwidth.threads} thread(s) (median {machine.bandwidth.median / 1e9:.1f}), multiplies "
-        f"{machine.matmul_rate / 1e9:.0f} GFLOP/s in float32"
-        + (f", last-level cache {human_bytes(cache)}." if cache else ".")
+        f"This machine reads {report.bandwidth / 1e9:.1f} GB/s from memory with all threads: that is the limit."
     ]
-    if slower := machine.bandwidth_at_threads:
+    if any(p.bound.get("share", 0) > 1 for p in report.profiles):
         lines.append(
-            f"With {slower.threads} thread(s) it reads {slower.best / 1e9:.1f} GB/s; the limit is that of all threads."
-        )
-    if any(p.bound.get("fits_in_cache") for p in report.profiles):
-        lines.append(
-            "Some files fit into the last-level cache: their weights need not come from memory, and their share of the "
-            "limit may exceed 1."
+            "A share above 1: the file fits into the processor's caches and is not read from memory."
         )
     if not_fp16 := sorted(
         {p.settings["ratios_to"] for p in used + timed if not p.settings["ratios_to_fp16"]}

@@ -18,11 +18,8 @@ from kl_lens.base.errors import KLLensError, TargetError
 from kl_lens.base.files import write_text
 from kl_lens.base.units import tag_of
 from kl_lens.profiling.benchmark import Benchmark, Report
-from kl_lens.profiling.bound import decode_bound, limits_hold
-from kl_lens.profiling.in_use import UseSettings, reason_of
-from kl_lens.profiling.machine import Machine
-from kl_lens.profiling.spread import ratio
-from kl_lens.profiling.subjects import Failure, Timed, Timings, base_of
+from kl_lens.profiling.machine import bound_of, limits_hold
+from kl_lens.profiling.subjects import Timed, UseSettings, base_of, failure_of
 from kl_lens.run.records import Profile, Quartiles, Subject
 from kl_lens.run.subjects import current_results
 from kl_lens.targets.openvino.benchmark_app import AppReport, BenchmarkApp
@@ -47,27 +44,28 @@ class PublishedTiming:
     def measure(self, subjects: Sequence[Timed], benchmark: Benchmark, report: Report) -> None:
         """Times artifacts whose target has such a program; logs go to `folder`/log/benchmark_log."""
         folder = self.folder or (benchmark.run.folder if benchmark.run else Path())
-        outcome = Timings()
+        done: dict[str, Profile] = {}
         timed = [s for s in subjects if s.target.published is not None]
         for subject in timed:
             try:
                 # Ratios are relative to earlier artifacts; FP16 comes first.
-                base = base_of(subject, [s for s in timed if s.name in outcome.profiles] + [subject])
-                profile = self._profile(subject, base, outcome, benchmark.settings, report.machine, folder)
-                outcome.profiles[subject.name] = profile
+                base = base_of(subject, [s for s in timed if s.name in done] + [subject])
+                earlier = done.get(base.name)
+                profile = self._profile(subject, base, earlier, benchmark.settings, report.bandwidth, folder)
+                done[subject.name] = profile
                 benchmark.store(profile)
             except (KLLensError, RuntimeError, OSError) as error:
-                outcome.failures.append(Failure(subject.name, reason_of(subject, error)))
+                report.failures.append(failure_of(subject, error))
             benchmark.advanced(f"{subject.name}, benchmark_app")
         if skipped := [s for s in subjects if s.target.published is None]:
             runtimes = " and ".join(dict.fromkeys(s.target.title for s in skipped))
             names = ", ".join(s.name for s in skipped)
             report.notes.append(f"{runtimes} has no benchmark_app: {names} not run with it")
-        report.add(outcome)
-        if rows := self._rows(benchmark, outcome):
+        report.profiles += done.values()
+        if rows := self._rows(benchmark, done):
             report.csv = write_report(folder, benchmark.settings.device, self.tag, rows)
 
-    def _rows(self, benchmark: Benchmark, outcome: Timings) -> list[Profile]:
+    def _rows(self, benchmark: Benchmark, done: dict[str, Profile]) -> list[Profile]:
         """Profiles of this tag and device: earlier ones of the run, and the new ones."""
         rows: dict[str, Profile] = {}
         for result in current_results(benchmark.run, "profile") if benchmark.run else ():
@@ -75,15 +73,15 @@ class PublishedTiming:
             same = (profile.protocol, profile.device) == (PROTOCOL, benchmark.settings.device)
             if same and profile.settings["tag"] == self.tag:
                 rows[profile.subject.label] = profile
-        return list((rows | outcome.profiles).values())
+        return list((rows | done).values())
 
     def _profile(
         self,
         subject: Timed,
         base: Timed,
-        results: Timings,
+        earlier: Profile | None,
         settings: UseSettings,
-        machine: Machine,
+        bandwidth: float,
         folder: Path,
     ) -> Profile:
         program, device, threads = subject.target.published, settings.device, settings.threads
@@ -94,19 +92,21 @@ class PublishedTiming:
         # benchmark_app gives extremes, not quartiles; they are in the settings.
         medians = {"latency_ms": report.median_ms, "throughput_fps": report.throughput_fps}
         timings = {name: Quartiles(value, value, value, report.iterations) for name, value in medians.items()}
-        base_timings = results.profiles[base.name].timings if base.name in results.profiles else timings
-        values = {name: ratio(name, timings[name].median, base_timings[name].median) for name in timings}
-        contents = subject.target.contents(subject.path)
-        bound = {}
+        before = earlier.timings if earlier else timings
+        ratios = {
+            "latency_ms": before["latency_ms"].median / report.median_ms,
+            "throughput_fps": report.throughput_fps / before["throughput_fps"].median,
+        }
+        contents, bound = subject.target.contents(subject.path), dict[str, float]()
         if contents is not None and limits_hold(device):
-            bound = decode_bound(contents, machine, context=0, tokens_per_second=report.throughput_fps)
+            bound = bound_of(contents, bandwidth, 0, report.throughput_fps)
         return Profile(
             subject=subject.subject,
             protocol=PROTOCOL,
             device=device,
             threads=report.threads or threads or processors(),
             timings=timings,
-            ratios={name: Quartiles(value, value, value, 1) for name, value in values.items()},
+            ratios={name: Quartiles(value, value, value, 1) for name, value in ratios.items()},
             peak_memory_bytes=None,
             file_bytes=subject.file_bytes,
             bound=bound,

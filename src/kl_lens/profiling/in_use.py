@@ -8,58 +8,35 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import psutil
 
 from kl_lens.base.environment import processors
-from kl_lens.base.errors import KLLensError, last_line
+from kl_lens.base.errors import KLLensError
 from kl_lens.base.units import human_bytes
-from kl_lens.profiling.bound import decode_bound, limits_hold, prefill_bound
-from kl_lens.profiling.fresh import fresh_process
-from kl_lens.profiling.machine import LoadMeter, Machine
-from kl_lens.profiling.memory import MemoryUse
-from kl_lens.profiling.spread import compared, spread_of, spreads
-from kl_lens.profiling.subjects import Failure, Timed, Timings, base_of
+from kl_lens.profiling.benchmark import Benchmark, Report
+from kl_lens.profiling.machine import LoadMeter, bound_of, limits_hold
+from kl_lens.profiling.memory import MemoryUse, fresh_process
+from kl_lens.profiling.spread import compared, spread_of
+from kl_lens.profiling.subjects import Timed, UseSettings, base_of, failure_of
 from kl_lens.run.records import Profile, Quartiles
-from kl_lens.targets import Session, SessionSettings
+from kl_lens.targets import Session
 from kl_lens.targets.contents import Contents
 
 PROTOCOL = "use"
-LOADS = (
-    3  # timed loads of each artifact, after one that fills the file cache and the cache of compiled graphs
-)
+# Timed loads of each artifact, after one that fills the file cache and the cache of compiled graphs.
+LOADS = 3
 TURN_TOKENS = 4  # tokens that an artifact generates per turn
 # Memory relative to the file: expanded or repacked weights come on top of mapped ones.
 MEMORY_PER_FILE_BYTE = 2.5
 FREE_SHARE = 0.7  # of free memory that all sessions may use
 
 Clock = Callable[[], float]
-
-
-@dataclass(frozen=True)
-class UseSettings:
-    prompt_lengths: tuple[int, ...] = (32, 128, 512)
-    new_tokens: int = 64
-    repeats: int = 5
-    device: str = "CPU"
-    threads: int | None = None
-    gpu_layers: int = 0
-    load: str = "auto"
-    quick: bool = False
-
-    @property
-    def runtime(self) -> SessionSettings:
-        return SessionSettings(self.device, self.threads, self.gpu_layers, load=self.load)
-
-    @property
-    def context(self) -> float:
-        """Mean context of a generated token: text is generated after the longest prompt."""
-        return max(self.prompt_lengths) + (self.new_tokens - 1) / 2
 
 
 class Player:
@@ -72,8 +49,8 @@ class Player:
         self._text: list[list[float]] = []  # seconds per token, by turn
 
     def read(self, length: int) -> None:
-        """Times a prompt up to the choice of the first token."""
-        (prompt,) = prompts_for(self.session.vocabulary, (length,))
+        """Times a random prompt, the same for all artifacts, up to the choice of the first token."""
+        prompt = np.random.default_rng(0).integers(0, self.session.vocabulary, length).tolist()
         self.session.reset()
         started = self._clock()
         self._token = int(self.session.prefill(prompt).argmax())
@@ -92,18 +69,17 @@ class Player:
     @property
     def timings(self) -> dict[str, float]:
         """The timings of the round; text as the mean over all tokens."""
-        timings: dict[str, float] = {}
-        for length, seconds in self._prompts.items():
-            timings[f"first_token_seconds@{length}"] = seconds
-            timings[f"prefill_tokens_per_second@{length}"] = length / seconds
         each = float(np.mean([seconds for turn in self._text for seconds in turn]))
-        return timings | {"seconds_per_token": each, "tokens_per_second": 1 / each}
+        prompts = {f"first_token_seconds@{length}": seconds for length, seconds in self._prompts.items()}
+        return prompts | {"seconds_per_token": each, "tokens_per_second": 1 / each}
 
     @property
     def turns(self) -> dict[str, list[float]]:
-        """Seconds of every turn, for ratios: of a prompt, or of the fastest token."""
-        prompts = {f"@{length}": [seconds] for length, seconds in self._prompts.items()}
-        return prompts | {"": [min(turn) for turn in self._text]}
+        """Seconds of every turn by the names of the timings, for ratios: of a prompt, or of the fastest token."""
+        text = [min(turn) for turn in self._text]
+        return {name: [self.timings[name]] for name in self.timings if "@" in name} | {
+            "seconds_per_token": text, "tokens_per_second": text
+        }  # fmt: skip
 
 
 def acts_of(settings: UseSettings) -> list[tuple[Callable[[Player, int], None], int]]:
@@ -111,50 +87,6 @@ def acts_of(settings: UseSettings) -> list[tuple[Callable[[Player, int], None], 
     starts = range(0, settings.new_tokens, TURN_TOKENS)
     reading = [(Player.read, length) for length in sorted(settings.prompt_lengths)]
     return reading + [(Player.write, min(TURN_TOKENS, settings.new_tokens - start)) for start in starts]
-
-
-def prompts_for(vocabulary: int, lengths: Sequence[int]) -> list[list[int]]:
-    """Random prompts, the same for all artifacts."""
-    random = np.random.default_rng(0)
-    return [random.integers(0, vocabulary, length).tolist() for length in lengths]
-
-
-class Sessions:
-    """The sessions of all subjects: kept open if memory allows, otherwise opened for each round."""
-
-    def __init__(self, subjects: Sequence[Timed], settings: UseSettings) -> None:
-        self._settings = settings
-        need = int(sum(s.file_bytes for s in subjects) * MEMORY_PER_FILE_BYTE)
-        free = psutil.virtual_memory().available
-        self.resident = need < FREE_SHARE * free
-        self.description = (
-            f"all loaded at once, taking turns of {TURN_TOKENS} tokens"
-            if self.resident
-            else f"loaded again for each round, one at a time: together they need {human_bytes(need)}, "
-            f"{human_bytes(free)} are free"
-        )
-        self._open: dict[str, Session] = {}
-
-    def load(self, subject: Timed) -> Session:
-        return subject.target.open(subject.path, self._settings.runtime)
-
-    @contextmanager
-    def borrow(self, subject: Timed) -> Iterator[Session]:
-        session = self._open.get(subject.name)
-        if session is None:
-            session = self.load(subject)
-            if self.resident:
-                self._open[subject.name] = session
-        try:
-            yield session
-        finally:
-            if not self.resident:
-                session.close()
-
-    def close(self) -> None:
-        for session in self._open.values():
-            session.close()
-        self._open.clear()
 
 
 @dataclass
@@ -168,174 +100,154 @@ class _Record:
     turns: dict[str, list[float]] = field(default_factory=dict)  # of all rounds, for ratios
     runtime: dict[str, Any] = field(default_factory=dict)
 
-    def add(self, player: Player, *, counts: bool) -> None:
+    def add(self, player: Player) -> None:
         self.runtime = player.session.description
-        if counts:
-            self.rounds.append(player.timings)
-            for name, seconds in player.turns.items():
-                self.turns.setdefault(name, []).extend(seconds)
+        self.rounds.append(player.timings)
+        for name, seconds in player.turns.items():
+            self.turns.setdefault(name, []).extend(seconds)
+
+    def ratios_to(self, base: _Record) -> dict[str, Quartiles]:
+        """Ratios by the names of the timings, if they have an interval; the base itself is 1."""
+        if self is base:
+            return {name: Quartiles(1.0, 1.0, 1.0, len(self.rounds)) for name in self.turns}
+        found = {name: compared(turns, base.turns[name]) for name, turns in self.turns.items()}
+        return {name: spread for name, spread in found.items() if spread is not None}
 
 
-def runnable(subjects: Sequence[Timed]) -> list[Timed]:
-    """The subjects that can generate text."""
-    return [s for s in subjects if s.static_tokens is None and s.with_head]
+class InUse:
+    """Times loading, the first token and text generation."""
+
+    def steps(self, subjects: Sequence[Timed], settings: UseSettings) -> int:
+        return len([s for s in subjects if _generates(s)]) * (2 + settings.repeats + 1)
+
+    def measure(self, subjects: Sequence[Timed], benchmark: Benchmark, report: Report) -> None:
+        """Profiles go to the benchmark's `store` after every round, so that a stop loses one round. A subject that
+        fails is left out from then on; what was stored before stays."""
+        report.notes += [
+            f"{subject.name} cannot generate text (static shape or no head); time it with --protocol benchmark_app"
+            for subject in subjects
+            if not _generates(subject)
+        ]
+        generating = [subject for subject in subjects if _generates(subject)]
+        report.profiles += _Turns(generating, benchmark, report).profiles.values()
 
 
-def steps_of(subjects: Sequence[Timed], settings: UseSettings) -> int:
-    """How many times `advanced` will be called."""
-    return len(subjects) * (2 + settings.repeats + 1)
+def _generates(subject: Timed) -> bool:
+    return subject.static_tokens is None and subject.with_head
 
 
-def benchmark_use(
-    subjects: Sequence[Timed],
-    settings: UseSettings,
-    machine: Machine,
-    *,
-    store: Callable[[Profile, bool], None] = lambda profile, partial: None,
-    advanced: Callable[[str], None] = lambda what: None,
-) -> Timings:
-    """Profiles of all subjects.
+class _Turns:
+    """All rounds of all artifacts."""
 
-    `store` gets the profiles after every round, so that a stop loses one round. A subject that fails is left out from
-    then on; what was stored before stays.
-    """
-    results = Timings()
-    records: dict[str, _Record] = {}
-    alive = list(subjects)
+    def __init__(self, subjects: Sequence[Timed], benchmark: Benchmark, report: Report) -> None:
+        self._benchmark, self._settings, self._report = benchmark, benchmark.settings, report
+        self._alive = list(subjects)
+        self._records: dict[str, _Record] = {}
+        self.profiles: dict[str, Profile] = {}
+        for subject in subjects:
+            self._attempt("loading it in a fresh process", subject, self._examine)
+            benchmark.advanced(f"{subject.name}, loading it in a fresh process")
+        need = int(sum(s.file_bytes for s in self._alive) * MEMORY_PER_FILE_BYTE)
+        free = psutil.virtual_memory().available
+        if need < FREE_SHARE * free:
+            self._interleaving = f"all loaded at once, taking turns of {TURN_TOKENS} tokens"
+            groups = [list(self._alive)]
+        else:
+            self._interleaving = (
+                f"one after the other: together they need {human_bytes(need)}, {human_bytes(free)} are free"
+            )
+            groups = [[subject] for subject in self._alive]
+        self._meter = LoadMeter()
+        for group in groups:
+            self._play(group)
 
-    def attempt(what: str, subject: Timed, work: Callable[..., None], *arguments: Any) -> None:
-        try:
-            work(subject, *arguments)
-        except (KLLensError, RuntimeError, OSError) as error:
-            results.failures.append(Failure(subject.name, f"{reason_of(subject, error)} (while {what})"))
-            alive.remove(subject)
+    def _attempt(self, during: str, subject: Timed, work: Callable[[Timed], None]) -> None:
+        if subject in self._alive:
+            try:
+                work(subject)
+            except (KLLensError, RuntimeError, OSError) as error:
+                self._report.failures.append(failure_of(subject, error, during))
+                self._alive.remove(subject)
 
-    def play(number: int, together: Sequence[Timed]) -> None:
-        what = f"round {number} of {settings.repeats}" if number else "warming up"
-        order = random.Random(number)
-        players: dict[str, Player] = {}
+    def _examine(self, subject: Timed) -> None:
+        memory = fresh_process(subject.path, subject.target.name, self._settings.runtime)
+        self._records[subject.name] = _Record(memory, subject.target.contents(subject.path))
+
+    def _play(self, group: Sequence[Timed]) -> None:
+        """All rounds of artifacts that are open at the same time."""
+        sessions: dict[str, Session] = {}
+
+        def load(subject: Timed) -> None:
+            for number in range(LOADS + 1):
+                started = time.perf_counter()
+                session = subject.target.open(subject.path, self._settings.runtime)
+                if number:
+                    self._records[subject.name].loads.append(time.perf_counter() - started)
+                if number < LOADS:
+                    session.close()
+            sessions[subject.name] = stack.enter_context(closing(session))
+
         with ExitStack() as stack:
+            for subject in group:
+                self._attempt("timing its loading", subject, load)
+                self._benchmark.advanced(f"{subject.name}, timing its loading")
+            for number in range(self._settings.repeats + 1):
+                during = f"round {number} of {self._settings.repeats}" if number else "warming up"
+                players = {name: Player(session) for name, session in sessions.items()}
+                order = random.Random(number)
+                for act, tokens in acts_of(self._settings):
+                    for subject in order.sample(group, len(group)):
+                        self._attempt(during, subject, lambda s: act(players[s.name], tokens))  # noqa: B023
+                for subject in group:
+                    if number and subject in self._alive:
+                        self._records[subject.name].add(players[subject.name])
+                    self._benchmark.advanced(f"{subject.name}, {during}")
+                for subject in [s for s in group if number and s in self._alive]:
+                    profile = self.profiles[subject.name] = self._profile(subject)
+                    self._benchmark.store(profile, partial=number < self._settings.repeats)
 
-            def enter(subject: Timed) -> None:
-                players[subject.name] = Player(stack.enter_context(sessions.borrow(subject)))
-
-            def move(subject: Timed, act: Callable[[Player, int], None], tokens: int) -> None:
-                act(players[subject.name], tokens)
-
-            for subject in together:
-                attempt(what, subject, enter)
-            # A session opened just now has to warm up first.
-            for _ in range(2 if number and not sessions.resident else 1):
-                players |= {name: Player(player.session) for name, player in players.items()}
-                for act, tokens in acts_of(settings):
-                    for subject in order.sample(together, len(together)):
-                        if subject in alive:
-                            attempt(what, subject, move, act, tokens)
-            for subject in together:
-                if subject in alive:
-                    records[subject.name].add(players[subject.name], counts=number > 0)
-                advanced(f"{subject.name}, {what}")
-
-    for subject in list(alive):
-        attempt(what := "loading it in a fresh process", subject, _examine, records, settings)
-        advanced(f"{subject.name}, {what}")
-    sessions = Sessions(alive, settings)
-    try:
-        for subject in list(alive):
-            attempt(what := "timing its loading", subject, _time_loads, sessions, records)
-            advanced(f"{subject.name}, {what}")
-        meter = LoadMeter()
-        for number in range(settings.repeats + 1):
-            for together in [list(alive)] if sessions.resident else [[subject] for subject in alive]:
-                play(number, together)
-            if number:
-                for subject in alive:
-                    base = base_of(subject, alive)
-                    profile = _profile(subject, base, records, settings, machine, sessions.description)
-                    asked = {"asked": profile.threads / processors()} if limits_hold(profile.device) else {}
-                    profile = replace(profile, load=meter.read() | asked)
-                    results.profiles[subject.name] = profile
-                    store(profile, number < settings.repeats)
-    finally:
-        sessions.close()
-    return results
-
-
-def reason_of(subject: Timed, error: Exception) -> str:
-    """The last line of an error, with the artifact's path in it."""
-    reason = last_line(error)
-    return reason if str(subject.path) in reason else f"{subject.path}: {reason}"
-
-
-def _examine(subject: Timed, records: dict[str, _Record], settings: UseSettings) -> None:
-    memory = fresh_process(subject.path, subject.target.name, settings.runtime)
-    records[subject.name] = _Record(memory, subject.target.contents(subject.path))
-
-
-def _time_loads(subject: Timed, sessions: Sessions, records: dict[str, _Record]) -> None:
-    for number in range(LOADS + 1):
-        started = time.perf_counter()
-        session = sessions.load(subject)
-        if number:
-            records[subject.name].loads.append(time.perf_counter() - started)
-        session.close()
+    def _profile(self, subject: Timed) -> Profile:
+        settings, record = self._settings, self._records[subject.name]
+        base = base_of(subject, [s for s in self._alive if self._records[s.name].rounds])
+        timings = {"load_seconds": spread_of(record.loads)}
+        timings |= {name: spread_of([r[name] for r in record.rounds]) for name in record.rounds[0]}
+        threads, load, bound = (
+            _threads(record.runtime, settings.threads),
+            self._meter.read(),
+            dict[str, float](),
+        )
+        if limits_hold(str(record.runtime.get("device", ""))):
+            load["asked"] = threads / processors()
+            if record.contents is not None:
+                speed = timings["tokens_per_second"].median
+                bound = bound_of(record.contents, self._report.bandwidth, settings.context, speed)
+        return Profile(
+            subject=subject.subject,
+            protocol=PROTOCOL,
+            device=subject.target.device_label(settings.runtime),
+            threads=threads,
+            timings=timings,
+            ratios=record.ratios_to(self._records[base.name]),
+            peak_memory_bytes=record.memory.peak_bytes,
+            file_bytes=subject.file_bytes,
+            bound=bound,
+            settings={
+                "prompt_lengths": list(settings.prompt_lengths),
+                "new_tokens": settings.new_tokens,
+                "generated_after": max(settings.prompt_lengths),
+                "repeats": len(record.rounds),
+                "quick": settings.quick,
+                "interleaving": self._interleaving,
+                "ratios_to": base.name,
+                "ratios_to_fp16": base.is_fp16,
+                "memory": record.memory.to_json() | {"model_bytes": record.memory.model_bytes},
+            },
+            runtime=record.runtime,
+            load=load,
+        )
 
 
-def _ratios(own: _Record, base: _Record) -> dict[str, Quartiles]:
-    """Ratios by the names of the timings, if they have an interval; the base itself is 1."""
-    if own is base:
-        return {name: Quartiles(1.0, 1.0, 1.0, len(own.rounds)) for name in own.rounds[0]}
-    found = {key: compared(own.turns[key], base.turns[key]) for key in own.turns}
-    spread_by_name = {name: found["".join(name.partition("@")[1:])] for name in own.rounds[0]}
-    return {name: spread for name, spread in spread_by_name.items() if spread is not None}
-
-
-def _profile(
-    subject: Timed,
-    base: Timed,
-    records: dict[str, _Record],
-    settings: UseSettings,
-    machine: Machine,
-    interleaving: str,
-) -> Profile:
-    record = records[subject.name]
-    timings = {
-        "load_seconds": spread_of(record.loads),
-        "first_load_seconds": spread_of([record.memory.load_seconds]),
-        **spreads(record.rounds),
-    }
-    speed = timings["tokens_per_second"].median
-    bound: dict[str, float] = {}
-    if record.contents is not None and limits_hold(str(record.runtime.get("device", ""))):
-        bound = decode_bound(record.contents, machine, context=settings.context, tokens_per_second=speed)
-        bound |= prefill_bound(record.contents, machine, timings)
-    return Profile(
-        subject=subject.subject,
-        protocol=PROTOCOL,
-        device=subject.target.device_label(settings.runtime),
-        threads=threads_of(record.runtime, settings.threads),
-        timings=timings,
-        ratios=_ratios(record, records[base.name]),
-        peak_memory_bytes=record.memory.peak_bytes,
-        file_bytes=subject.file_bytes,
-        bound=bound,
-        settings={
-            "prompt_lengths": list(settings.prompt_lengths),
-            "new_tokens": settings.new_tokens,
-            "generated_after": max(settings.prompt_lengths),
-            "repeats": len(record.rounds),
-            "warm_up_rounds": 1,
-            "quick": settings.quick,
-            "interleaving": interleaving,
-            "ratios_to": base.name,
-            "ratios_to_fp16": base.is_fp16,
-            "memory": record.memory.to_json() | {"model_bytes": record.memory.model_bytes},
-        },
-        runtime=record.runtime,
-    )
-
-
-def threads_of(runtime: dict[str, Any], asked: int | None) -> int:
+def _threads(runtime: dict[str, Any], asked: int | None) -> int:
     """The number of threads the runtime reports; otherwise the requested one, or all processors."""
     for key in ("threads", "inference_num_threads"):
         text = str(runtime.get(key, ""))

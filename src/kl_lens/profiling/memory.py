@@ -1,14 +1,53 @@
-"""Resident memory of this process, and the record of a fresh process."""
+"""Peak memory of a fresh process that loads an artifact and generates a little.
+
+The process reads the number itself, from VmHWM. `ru_maxrss`, which its parent could read, is wrong here: on Linux a
+child inherits the peak of the process that started it, and a benchmark is large.
+
+python -m kl_lens.profiling.memory ARTIFACT TARGET MODULE:CLASS SETTINGS
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from kl_lens.base.environment import peak_memory
+from kl_lens.base.environment import for_child, peak_memory
+from kl_lens.base.errors import KLLensError, TargetError
 from kl_lens.run.records import Record
+from kl_lens.targets import TARGETS, SessionSettings, get_target, register
 
+PROMPT_TOKENS, NEW_TOKENS = 32, 8
 _STATUS = Path("/proc/self/status")
+
+
+@dataclass(frozen=True)
+class MemoryUse(Record):
+    """Resident memory of one fresh process, mapped pages of the model's file included."""
+
+    base_bytes: int  # the interpreter and its libraries, before the model is loaded
+    peak_bytes: int  # largest, from start to end
+
+    @property
+    def model_bytes(self) -> int:
+        """Memory added by loading and running the model."""
+        return self.peak_bytes - self.base_bytes
+
+
+def fresh_process(place: Path, target: str, settings: SessionSettings) -> MemoryUse:
+    """Loads the artifact in its own process, so that a crash of the runtime ends only that process."""
+    arguments = [str(place), target, TARGETS[target], json.dumps(asdict(settings))]
+    done = subprocess.run(
+        [sys.executable, "-m", __name__, *arguments], capture_output=True, text=True, env=for_child()
+    )
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        crashed = f"the process ended with code {done.returncode}"
+        reason = lines[-1] if lines and done.returncode > 0 else crashed
+        raise TargetError(reason if str(place) in reason else f"{place} cannot be loaded: {reason}")
+    return MemoryUse.from_json(json.loads(done.stdout.splitlines()[-1]))
 
 
 def resident(field: str) -> int:
@@ -20,15 +59,25 @@ def resident(field: str) -> int:
     return peak_memory()  # macOS has no /proc, only the peak
 
 
-@dataclass(frozen=True)
-class MemoryUse(Record):
-    """Resident memory of one fresh process, mapped pages of the model's file included."""
+def main(place: str, name: str, where: str, settings: str) -> int:
+    try:
+        register(name, where)
+        target = get_target(name)
+        target.prepare()  # libraries count as base; loading the model starts after them
+        base = resident("VmRSS")
+        # Cold: a cached compiled graph would hide the compiler's memory.
+        session = target.open(Path(place), SessionSettings(**json.loads(settings)), cold=True)
+        logits = session.prefill([index % session.vocabulary for index in range(PROMPT_TOKENS)])
+        for _ in range(NEW_TOKENS):
+            logits = session.step(int(logits.argmax()))
+        use = MemoryUse(base, resident("VmHWM"))
+        session.close()
+    except KLLensError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(json.dumps(use.to_json()))
+    return 0
 
-    base_bytes: int  # the interpreter and its libraries, before the model is loaded
-    peak_bytes: int  # largest, from start to end
-    load_seconds: float  # loading without a graph compiled earlier
 
-    @property
-    def model_bytes(self) -> int:
-        """Memory added by loading and running the model."""
-        return self.peak_bytes - self.base_bytes
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

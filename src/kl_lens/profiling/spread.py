@@ -8,15 +8,12 @@ those differ much from the low quantile, most turns were disturbed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from kl_lens.run.records import Profile, Quartiles
-
-# Timings where more is better; for all others, less is.
-_RATES = ("_per_second", "throughput")
 
 LOW = 0.1  # quantile of turns that represents a file
 CONFIDENCE, DRAWS = 0.95, 1000
@@ -28,8 +25,6 @@ NOTICED = 0.05  # share of processor time worth reporting
 # with one thread it took 3.9 ms, and was 1.4 times as fast in 4 or 8 bits.
 CROWDED = 1.3
 
-Rounds = Sequence[Mapping[str, float]]  # one mapping of timings per round
-
 
 def spread_of(values: Sequence[float]) -> Quartiles:
     """Median and quartiles (linear interpolation)."""
@@ -37,20 +32,10 @@ def spread_of(values: Sequence[float]) -> Quartiles:
     return Quartiles(median, low, high, len(values))
 
 
-def spreads(rounds: Rounds) -> dict[str, Quartiles]:
-    return {name: spread_of([r[name] for r in rounds]) for name in rounds[0]} if rounds else {}
-
-
-def ratio(name: str, value: float, base: float) -> float:
-    """How many times better than the base; 2: twice as fast."""
-    is_rate = any(mark in name for mark in _RATES)
-    return value / base if is_rate else base / value
-
-
 def compared(seconds: Sequence[float], base: Sequence[float]) -> Quartiles | None:
     """Speed relative to the base with its 95 % interval, from seconds of the same turns; None if there are too few."""
-    times = np.array([base, seconds], np.float64)
-    turns = times.shape[1]
+    turns = min(len(base), len(seconds))
+    times = np.array([base[:turns], seconds[:turns]], np.float64)
     if turns < FEWEST_TURNS:
         return None
     drawn = times[:, np.random.default_rng(0).integers(0, turns, (DRAWS, turns))]  # (2, draws, turns)

@@ -1,16 +1,37 @@
-"""What to benchmark: exported folders of a run, or given folders and files."""
+"""What to benchmark, and how: exported folders of a run, or given folders and files."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from kl_lens.base.errors import KLLensError, TargetError
+from kl_lens.base.errors import KLLensError, TargetError, last_line
 from kl_lens.run.folder import ALL_PLANS, Run, named_plans
-from kl_lens.run.records import ARTIFACT, Artifact, Profile, Subject
+from kl_lens.run.records import ARTIFACT, Artifact, Subject
 from kl_lens.run.subjects import artifact_digest, file_digest, outside_path
-from kl_lens.targets import TARGETS, Target, exported_places, locate, target_of
+from kl_lens.targets import TARGETS, SessionSettings, Target, exported_places, locate, target_of
+
+
+@dataclass(frozen=True)
+class UseSettings:
+    prompt_lengths: tuple[int, ...] = (32, 128, 512)
+    new_tokens: int = 64
+    repeats: int = 5
+    device: str = "CPU"
+    threads: int | None = None
+    gpu_layers: int = 0
+    load: str = "auto"
+    quick: bool = False  # too short to publish; marked in the record
+
+    @property
+    def runtime(self) -> SessionSettings:
+        return SessionSettings(self.device, self.threads, self.gpu_layers, load=self.load)
+
+    @property
+    def context(self) -> float:
+        """Mean context of a generated token: text is generated after the longest prompt."""
+        return max(self.prompt_lengths) + (self.new_tokens - 1) / 2
 
 
 @dataclass(frozen=True)
@@ -34,15 +55,15 @@ class Timed:
         return None if self.artifact is None else self.artifact.settings.get("static_tokens")
 
     @property
+    def with_head(self) -> bool:
+        return self.artifact is None or bool(self.artifact.settings.get("with_head", True))
+
+    @property
     def signature(self) -> str:
         """What one call computes; only equal ones are compared."""
         if self.static_tokens is None:
             return "any tokens, with state"
         return f"{self.static_tokens} tokens{'' if self.with_head else ', no head'}"
-
-    @property
-    def with_head(self) -> bool:
-        return self.artifact is None or bool(self.artifact.settings.get("with_head", True))
 
 
 @dataclass(frozen=True)
@@ -53,64 +74,47 @@ class Failure:
     reason: str
 
 
-@dataclass
-class Timings:
-    """Profiles by subject, and what could not be measured."""
-
-    profiles: dict[str, Profile] = field(default_factory=dict)
-    failures: list[Failure] = field(default_factory=list)
+def failure_of(subject: Timed, error: Exception, during: str = "") -> Failure:
+    """The last line of an error, with the artifact's path in it."""
+    reason = last_line(error)
+    if str(subject.path) not in reason:
+        reason = f"{subject.path}: {reason}"
+    return Failure(subject.name, reason + (f" (while {during})" if during else ""))
 
 
 Known = Mapping[Path, tuple[str, str]]  # exports of a run: folder → (target, plan)
 
 
 def read_timed(path: Path, known: Known | None = None) -> Timed:
-    """Raises TargetError if the artifact is missing, damaged or of the wrong size."""
+    """Raises TargetError if the artifact is missing or damaged."""
     place, artifact = locate(path)
     target = target_of(place)
-    size = _checked_size(place, target, artifact)
     digest = file_digest(place) if artifact is None else artifact_digest(artifact)
-    of_run = (known or {}).get(place.resolve())
-    if of_run is not None:
+    if (of_run := (known or {}).get(place.resolve())) is not None:
         subject = Subject(ARTIFACT, of_run[1], of_run[0], digest=digest)
     else:  # outside the run
         plan = None if artifact is None else artifact.plan
         subject = Subject(ARTIFACT, plan, target.name, {"path": outside_path(place)}, digest)
-    return Timed(subject, place, target, size, target.is_all_floating(place), artifact)
-
-
-def _checked_size(place: Path, target: Target, artifact: Artifact | None) -> int:
-    """Bytes that the runtime loads; raises if they differ from the record."""
     size = target.loaded_bytes(place)
-    if artifact is not None and size != artifact.realised_bytes:
-        raise TargetError(
-            f"{place} has {size} bytes, but its record says {artifact.realised_bytes}; export it again"
-        )
-    return size
+    return Timed(subject, place, target, size, target.is_all_floating(place), artifact)
 
 
 def run_places(run: Run, *, plans: str = ALL_PLANS, targets: Sequence[str] = tuple(TARGETS)) -> list[Path]:
     """The exported folders of a run."""
-    places = exported_places(run)
-    wanted = named_plans(plans)
+    places, wanted = exported_places(run), named_plans(plans)
     chosen = [
         place
         for (target, plan), place in places.items()
         if target in targets and (wanted is None or plan in wanted)
     ]
     if not chosen:
-        raise TargetError(_nothing(run, plans, targets, sorted("/".join(key) for key in places)))
+        what, name = ("nothing", "") if wanted is None else (f"no plan {plans!r}", f" --plan {plans}")
+        there = f"; it has {', '.join(sorted('/'.join(key) for key in places))}" if places else ""
+        raise TargetError(
+            f"{run.folder} has {what} for {' or '.join(targets)}{there}; "
+            f"export with: kl-lens export --run {run.folder} --target {targets[0]}{name}"
+        )
     return chosen
-
-
-def _nothing(run: Run, plan: str, targets: Sequence[str], names: Sequence[str]) -> str:
-    wanted = f"no plan {plan!r} for" if plan != ALL_PLANS else "nothing for"
-    there = f"; it has {', '.join(names)}" if names else ""
-    name = "" if plan == ALL_PLANS else f" --plan {plan}"
-    return (
-        f"{run.folder} has {wanted} {' or '.join(targets)}{there}; "
-        f"export with: kl-lens export --run {run.folder} --target {targets[0]}{name}"
-    )
 
 
 def read_all(places: Iterable[Path], run: Run | None) -> tuple[list[Timed], list[Failure]]:

@@ -373,15 +373,15 @@ class Profile(Record):
     protocol: str  # "use" (loading, prompt, generation) or "benchmark_app" (the paper's)
     device: str
     threads: int
-    # use: load_seconds, first_token_seconds@N (N prompt tokens), seconds_per_token, tokens_per_second,
-    # prefill_tokens_per_second@N; benchmark_app: latency_ms, throughput_fps.
+    # use: load_seconds, first_token_seconds@N (N prompt tokens), seconds_per_token, tokens_per_second;
+    # benchmark_app: latency_ms, throughput_fps.
     timings: dict[str, Quartiles]
     # Relative to the FP16 subject of the same session, same names; larger is better. Low and high are a 95 %
     # interval. `profiling.ratio_of` decides whether one may be shown.
     ratios: dict[str, Quartiles]
     peak_memory_bytes: int | None
     file_bytes: int
-    bound: dict[str, float]  # bytes_per_token, read_bandwidth, tokens_per_second, share; prefill likewise
+    bound: dict[str, float]  # bytes_per_token, read_bandwidth, tokens_per_second, share
     settings: dict[str, Any]  # repeats, warm-up, quick or not, prompt lengths
     runtime: dict[str, Any]
     # Shares of all processors during timing: stolen (by the host), used by others, asked (threads over processors);

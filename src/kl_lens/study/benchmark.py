@@ -86,10 +86,16 @@ class BenchmarkSettings(WithLlamaCpp, OfRun):
 
     @property
     def use(self) -> profiling.UseSettings:
-        names = ("prompt_lengths", "new_tokens", "repeats", "threads", "gpu_layers", "load")
-        how = {name: getattr(self, name) for name in names}
-        settings = profiling.UseSettings(device=self.device.upper(), **how)
-        return profiling.quick(settings) if self.quick else settings
+        return profiling.UseSettings(
+            self.prompt_lengths,
+            min(self.new_tokens, 16) if self.quick else self.new_tokens,
+            min(self.repeats, 2) if self.quick else self.repeats,
+            self.device.upper(),
+            self.threads,
+            self.gpu_layers,
+            self.load,
+            self.quick,
+        )
 
 
 @dataclass(frozen=True)

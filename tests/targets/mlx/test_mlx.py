@@ -164,7 +164,7 @@ def test_stock_recipes_are_what_mlx_lm_converts_to(
     assert (
         sizes.kv_bytes_per_position == 2 * 2 * 2 * 64 * hybrid.config.num_hidden_layers
     )  # keys, values, float16
-    assert sizes.weight_bytes_per_token == pytest.approx(target.loaded_bytes(file), rel=0.01)
+    assert sizes.weight_bytes == pytest.approx(target.loaded_bytes(file), rel=0.01)
 
 
 def test_a_tied_matrix_that_a_checkpoint_holds_twice_is_stored_once(tmp_path: Path) -> None:

@@ -93,10 +93,9 @@ def _notes(profiles: Sequence[Profile]) -> list[Html]:
     if rates := [p.bound["read_bandwidth"] for p in profiles if p.bound.get("read_bandwidth")]:
         words = (
             f"The bound is what {size(max(rates))} per second of memory bandwidth, measured beside the timings, allows "
-            "when every weight that a token needs is read once."
+            "when every weight that a token needs is read once. A file that fits into the processor's caches may be "
+            "above it."
         )
-        if any(p.bound.get("fits_in_cache") for p in profiles):
-            words += " A file that fits into the processor's caches may be above it."
         notes.append(note(words))
     notes += [note(line) for line in (*answer.libraries(profiles), *answer.unmeasurable(profiles))]
     if disturbed := [subject_title(p.subject) for p in profiles if _contradicted(p, profiles)]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kl_lens.base.errors import TargetError, one_line, printable
-from kl_lens.targets.contents import BODY, HEAD, LOOKUP, Contents, StoredWeight
+from kl_lens.targets.contents import Contents
 from kl_lens.weights.formats.ggml import gguf_module
 
 # Number types of metadata by their code, as `struct` spells them.
@@ -50,19 +50,15 @@ class FileInfo:
     def contents(self) -> Contents:
         """What one token reads, from llama.cpp's tensor names. States are F32; keys and values are F16 by default."""
         prefix, shapes = self.architecture, {entry.name: entry.shape for entry in self.tensors}
-        head = "output.weight" if "output.weight" in shapes else "token_embd.weight"
+        untied = "output.weight" in shapes
         experts = self.metadata.get(f"{prefix}.expert_count") or 0
         chosen = self.metadata.get(f"{prefix}.expert_used_count") or experts
-        weights = []
+        read = 0.0
         for entry in self.tensors:
-            role, share = BODY, 1.0
-            if entry.name == head:
-                role = HEAD
-            elif entry.name == "token_embd.weight":
-                role, share = LOOKUP, 1 / entry.shape[0]
-            elif "_exps." in entry.name and experts:
-                share = chosen / experts
-            weights.append(StoredWeight(entry.name, entry.bytes, math.prod(entry.shape), role, share))
+            if entry.name == "token_embd.weight" and untied:
+                read += entry.bytes / entry.shape[0]
+            else:
+                read += entry.bytes * (chosen / experts if "_exps." in entry.name and experts else 1)
         inner, state, width = (
             self.metadata.get(f"{prefix}.{key}", 0)
             for key in ("ssm.inner_size", "ssm.state_size", "embedding_length")
@@ -75,7 +71,7 @@ class FileInfo:
                 growing += 2 * shape[0]
             elif name.endswith(".attn_qkv.weight"):
                 growing += 2 * (shape[0] - width)
-        return Contents(tuple(weights), fixed, growing)
+        return Contents(read, fixed, growing)
 
 
 def parts_of(path: Path) -> tuple[Path, ...]:

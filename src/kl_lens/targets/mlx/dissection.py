@@ -25,7 +25,7 @@ from kl_lens.targets.dissection import (
     setting,
 )
 from kl_lens.targets.mlx.configuration import CONFIG_FILE
-from kl_lens.targets.mlx.export import PARTS
+from kl_lens.targets.mlx.file import PARTS
 from kl_lens.targets.mlx.session import MLXSession
 from kl_lens.targets.session import Session, SessionSettings
 from kl_lens.weights.formats import known_formats

@@ -17,7 +17,7 @@ from kl_lens.base.digests import bytes_digest
 from kl_lens.base.errors import TargetError
 from kl_lens.run.records import Artifact, ExportedTensor, Plan
 from kl_lens.targets.mlx.configuration import CONFIG_FILE
-from kl_lens.targets.mlx.writer import Entry, file_size, write_file
+from kl_lens.targets.mlx.file import PARTS, Entry, file_size, write_file
 from kl_lens.weights.formats.affine import AffineFormat
 from kl_lens.weights.recipes import FP16, Recipe, fitting_recipe, parsed
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from kl_lens.weights.store import WeightStore
 
 WEIGHT_FILE, GENERATION_FILE = "model.safetensors", "generation_config.json"
-PARTS = ("weight", "scales", "biases")
 _FLOATS = {"F16": np.float16, "F32": np.float32}
 
 

@@ -128,7 +128,7 @@ class MLXTarget(Target):
         return super().loaded_bytes(place.parent if self.owns(place) else place)
 
     def contents(self, place: Path) -> Contents:
-        from kl_lens.targets.mlx.contents import file_contents
+        from kl_lens.targets.mlx.file import file_contents
 
         return file_contents(self.weight_file(place))
 
