@@ -13,8 +13,8 @@ import argparse
 import tempfile
 
 from common import machine
-from kl_lens.measuring.correlation import Correlation, Ranking
 from kl_lens.model import load
+from kl_lens.paper.ranking import Correlation, Ranking
 from kl_lens.study import Study
 from result_files import Row, add_option, write
 from rivals import REFERENCES, STRESSED_PREFIX, models, shown

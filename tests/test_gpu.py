@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -12,10 +13,9 @@ from torch.nn import functional
 from kl_lens.base.accelerators import free_memory
 from kl_lens.base.errors import RunError
 from kl_lens.evaluation.torch_session import TorchSession
-from kl_lens.measuring.choosing import chosen_engine, engine_for
+from kl_lens.measuring.choosing import Job, engine_for, noise_floor
 from kl_lens.measuring.engines import FastEngine, PlainEngine
 from kl_lens.measuring.metrics import TeacherRows, compare, compared_metrics
-from kl_lens.measuring.noise import noise_floor
 from kl_lens.measuring.perturbation import Perturbation, find_candidates
 from kl_lens.measuring.precision import TensorCores, accuracy_of, fastest_within, precision_for
 from kl_lens.measuring.spilling import StateRoom
@@ -396,7 +396,7 @@ def test_evaluation_in_pytorch_multiplies_as_the_sweep_does() -> None:
 @needs_gpu
 def test_states_go_to_the_host_and_then_to_a_file(tmp_path) -> None:
     hidden = _random(2, 3, 4)
-    with StateRoom(hidden.nbytes, tmp_path, host=hidden.nbytes) as room:
+    with closing(StateRoom(hidden.nbytes, tmp_path, host=hidden.nbytes)) as room:
         for key in "abc":
             room.put(key, States(hidden))
         assert room.spilled == hidden.nbytes
@@ -469,10 +469,11 @@ def test_a_sweep_chooses_by_noise_once_and_takes_what_the_run_kept(
     monkeypatch.setattr("kl_lens.measuring.choosing.noise_floor", lambda *_: {"kl_teacher_to_student": noise})
     monkeypatch.setattr("kl_lens.measuring.choosing.median_kls", lambda *_: [1e-4, 1e-6])
     said: list[str] = []
-    assert chosen_engine(mamba, candidates, windows.ids, say=said.append).precision == chosen
+    assert Job(candidates, windows.ids.numpy()).engine_on(mamba, said.append).precision == chosen
     assert said == [f"computing in {chosen}, because tf32 would add noise of {noise:.1e} nats"]
     assert accuracy_of(chosen) == kept
-    assert chosen_engine(mamba, candidates, windows.ids, known=kept, say=said.append).precision == chosen
+    again = Job(candidates, windows.ids.numpy(), known=kept).engine_on(mamba, said.append)
+    assert again.precision == chosen
     assert len(said) == 1, "not tried again"
 
 

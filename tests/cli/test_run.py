@@ -16,7 +16,7 @@ import yaml
 from kl_lens import planning
 from kl_lens.base.errors import KLLensError
 from kl_lens.cli.main import main, parse, settings_from
-from kl_lens.measuring.pieces import Job
+from kl_lens.measuring.choosing import Job
 from kl_lens.measuring.workers import Workers
 from kl_lens.model import load
 from kl_lens.reporting.answer import recommended_names

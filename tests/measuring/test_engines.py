@@ -15,6 +15,13 @@ from kl_lens.weights.recipes import Recipe
 from tests.families import CONFIGS, UNUSUAL, token_ids
 from tests.measuring.conftest import loaded
 
+# Tied and untied heads, blocks that share weights, experts, attention beside a state-space mixer, an unusual one.
+QUICK = ("mamba", "mamba2", "zamba2", "jamba_experts", "falcon_h1", "gemma2")
+FAMILIES = [
+    pytest.param(f, marks=() if f in QUICK else pytest.mark.slow)
+    for f in [*CONFIGS, *sorted(UNUSUAL.keys() - {"rwkv"})]
+]
+
 
 def _one_of_each_kind(model) -> list[Perturbation]:
     """The first and the last component of every kind, in both formats, and one joint plan."""
@@ -29,7 +36,7 @@ def _one_of_each_kind(model) -> list[Perturbation]:
     return [c.perturbation for c in dict.fromkeys(chosen.values())] + [Perturbation(joint)]
 
 
-@pytest.mark.parametrize("family", [*CONFIGS, *sorted(UNUSUAL.keys() - {"rwkv"})])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_fast_equals_plain(family: str) -> None:
     model, ids = loaded(family), token_ids(5, 24)
     perturbations = _one_of_each_kind(model)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -19,13 +17,12 @@ ray = pytest.importorskip("ray", reason="needs kl-lens[ray]")
 
 import psutil  # noqa: E402
 
-from kl_lens.base.environment import for_child  # noqa: E402
 from kl_lens.base.errors import KLLensError  # noqa: E402
 from kl_lens.measuring.sweep import Progress  # noqa: E402
 from kl_lens.measuring.workers import _RAY_SETTINGS, hired  # noqa: E402
 from tests.measuring.conftest import some_windows  # noqa: E402
 from tests.measuring.test_pieces import contents  # noqa: E402
-from tests.measuring.test_workers import World, samples_in, script  # noqa: E402
+from tests.measuring.test_workers import World  # noqa: E402
 
 KILLS, EVERY = 10, 5  # workers, each after so many commits more (there are 68)
 
@@ -98,36 +95,6 @@ def test_workers_killed_at_random_moments(cluster, world: World, tmp_path) -> No
     assert len(set(killed)) == KILLS
     assert sum("a worker died" in line and "starting another" in line for line in said) == KILLS
     assert contents(tmp_path) == world.whole
-
-
-def test_a_node_that_leaves_is_done_without(cluster, world: World, tmp_path) -> None:
-    node = _patiently(lambda: cluster.add_node(num_cpus=1))
-    left: list[Any] = []
-
-    def leave(work: float, what: str) -> None:
-        if not left:
-            left.append(node)
-            cluster.remove_node(node, allow_graceful=False)
-
-    with hired(world.order, 3, cluster.address) as workers:
-        world.swept(tmp_path, workers, Progress(advanced=leave))
-    assert left
-    assert contents(tmp_path) == world.whole
-
-
-def test_a_killed_driver_resumes(cluster, world: World, tmp_path) -> None:
-    command = script(world, tmp_path, cluster.address)
-    driver = subprocess.Popen(command, stdout=subprocess.PIPE, env=for_child())
-    while driver.poll() is None and samples_in(tmp_path / "run") < 50:
-        time.sleep(0.05)
-    driver.kill()
-    driver.wait()
-    assert driver.returncode == -signal.SIGKILL
-    there = samples_in(tmp_path / "run")
-    assert 50 <= there < len(world.whole["samples"])
-    again = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=for_child())
-    assert int(again.stdout) == len(world.whole["samples"]) - there
-    assert contents(tmp_path / "run") == world.whole
 
 
 def test_an_address_without_a_cluster_is_one_line(world: World) -> None:

@@ -30,6 +30,8 @@ def test_every_candidate_is_measured_once(mamba, tmp_path) -> None:
         again = Sweep(mamba, run).measure(_candidates(mamba), some_windows(6, 20))
         assert (again.measured, again.reused) == (0, 16 * 6)
         assert _table(run) == table
+        noise = run.load("noise", CALIBRATION)["kl_teacher_to_student"]
+        assert 0 <= noise < min(m["kl_teacher_to_student"].value for m in table.values()) / 100
 
 
 def test_an_interrupted_sweep_goes_on_and_gives_the_same_table(mamba, tmp_path) -> None:
@@ -82,7 +84,10 @@ def test_more_windows_and_more_formats_add_to_the_run(mamba, tmp_path) -> None:
         Sweep(mamba, run).measure(_candidates(mamba, ["int4"]), some_windows(4, 20))
         more = Sweep(mamba, run).measure(_candidates(mamba, ["int4"]), some_windows(10, 20))
         assert (more.measured, more.reused) == (8 * 6, 8 * 4)
-        both = Sweep(mamba, run).measure(_candidates(mamba), some_windows(10, 20))
+        seen: list[float] = []
+        progress = Progress(started=lambda total, done: seen.append(done / total))
+        both = Sweep(mamba, run, progress=progress).measure(_candidates(mamba), some_windows(10, 20))
+        assert seen == [pytest.approx(0.5)], "it starts where the earlier sweep stopped"
         assert (both.measured, both.reused) == (8 * 10, 8 * 10)
         grown = _table(run)
     with Run.create(tmp_path / "at once") as run:
@@ -91,15 +96,6 @@ def test_more_windows_and_more_formats_add_to_the_run(mamba, tmp_path) -> None:
     for key, metrics in at_once.items():
         for name, estimate in metrics.items():
             assert grown[key][name].value == pytest.approx(estimate.value, rel=1e-4, abs=1e-9)
-
-
-def test_progress_starts_where_an_earlier_run_stopped(mamba, tmp_path) -> None:
-    seen = []
-    with Run.create(tmp_path) as run:
-        Sweep(mamba, run).measure(_candidates(mamba, ["int4"]), some_windows(4, 20))
-        progress = Progress(started=lambda total, done: seen.append(done / total))
-        Sweep(mamba, run, progress=progress).measure(_candidates(mamba), some_windows(4, 20))
-    assert seen == [pytest.approx(0.5)]
 
 
 def test_another_model_is_refused(mamba, tmp_path) -> None:
@@ -130,14 +126,6 @@ def test_a_run_of_another_version_of_the_metrics_is_refused(mamba, tmp_path, mon
             RunError, match="definition of the metrics: metrics_version is 1 there and 999 now"
         ):
             Sweep(mamba, run).measure(_candidates(mamba)[:1], some_windows(2, 20))
-
-
-def test_the_noise_floor_is_measured_and_far_below_the_signal(mamba, tmp_path) -> None:
-    with Run.create(tmp_path) as run:
-        Sweep(mamba, run).measure(_candidates(mamba), some_windows(6, 20))
-        noise = run.load("noise", CALIBRATION)["kl_teacher_to_student"]
-        smallest = min(m["kl_teacher_to_student"].value for m in _table(run).values())
-    assert 0 <= noise < smallest / 100
 
 
 def test_a_folder_without_a_run_is_one_line(tmp_path) -> None:

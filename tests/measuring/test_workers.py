@@ -264,19 +264,19 @@ from kl_lens.measuring.sweep import Progress
 from kl_lens.measuring.workers import hired
 from tests.measuring.conftest import some_windows
 from tests.measuring.test_workers import World
-folder, windows, run, pause, *ray = sys.argv[1:]
+folder, windows, run, pause = sys.argv[1:]
 world = World.opened(Path(folder), some_windows(int(windows), 512))
-with hired(world.order, 2, *ray) as workers:
+with hired(world.order, 2) as workers:
     pausing = Progress(advanced=lambda work, what: time.sleep(float(pause)))
     print(world.swept(Path(run), workers, pausing).measured)
 """
 
 
-def script(world: World, folder: Path, *ray: str, pause: float = 0.0) -> list[str]:
+def script(world: World, folder: Path, pause: float = 0.0) -> list[str]:
     """A command that sweeps a world with two workers into folder/run; `pause` after each commit leaves time to disturb
     it."""
     (folder / "script.py").write_text(SCRIPT)
-    words = [world.folder, len(world.windows), folder / "run", pause, *ray]
+    words = [world.folder, len(world.windows), folder / "run", pause]
     return [sys.executable, str(folder / "script.py"), *map(str, words)]
 
 

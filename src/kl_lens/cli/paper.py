@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kl_lens.cli.console import console, table
-from kl_lens.measuring.correlation import Ranking
+from kl_lens.paper.ranking import Ranking
 from kl_lens.study.paper import Imported
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from kl_lens.base.accelerators import free_memory, runs_triton
-from kl_lens.measuring.input_major import InputMajor, gains_by_input_major
+from kl_lens.measuring.input_major import FasterProducts, InputMajor, gains_by_input_major
 from kl_lens.measuring.metrics import (
     Floats,
     TeacherRows,
@@ -41,7 +41,7 @@ from kl_lens.measuring.perturbation import (
     replacements,
 )
 from kl_lens.measuring.precision import FLOAT32, TensorCores, precision_for
-from kl_lens.measuring.teacher import Batch, Teacher, batch_tokens, window_bytes
+from kl_lens.measuring.teacher import Batch, Teacher, batch_tokens, logit_rows, window_bytes
 from kl_lens.model import LoadedModel, States
 from kl_lens.run.samples import WindowMetrics
 
@@ -181,55 +181,44 @@ class PlainEngine(Engine):
     def prepare(self, ids: torch.Tensor) -> None:
         self.ids = ids.to(self.chain.device)
         self.targets = self.chain.task.targets(self.ids)
-        self.per_batch = self.batch_windows(ids.shape[1])
+        most = self.batch_windows(ids.shape[1])
+        self._batches = [range(first, min(first + most, len(ids))) for first in range(0, len(ids), most)]
         # The teacher runs once if its logits fit, and slabs are cut so that they do.
         keep = ids.numel() * self.vocabulary * 4 <= self.memory_budget // 2
-        self._kept: dict[int, TeacherRows] = {}  # free the last slab before the next one
-        self._kept = {w.start: self._run_teacher(w) for w in self._batches()} if keep else {}
+        self._kept: dict[range, TeacherRows] = {}  # free the last slab before the next one
+        self._kept = {windows: self._run_teacher(windows) for windows in self._batches} if keep else {}
 
     def batch_windows(self, length: int) -> int:
         """A few at a time, so that whole logits fit."""
         limit = self.memory_budget // 8 // (4 * self.vocabulary * length)
         return max(1, min(self.chain.task.rows_at_once // length, limit))
 
-    def _batches(self) -> Iterator[slice]:
-        for first in range(0, len(self.ids), self.per_batch):
-            yield slice(first, min(first + self.per_batch, len(self.ids)))
+    def _teacher(self, windows: range) -> TeacherRows:
+        return self._kept.get(windows) or self._run_teacher(windows)
 
-    def _teacher(self, windows: slice) -> TeacherRows:
-        return self._kept.get(windows.start) or self._run_teacher(windows)
+    def _run_teacher(self, windows: range) -> TeacherRows:
+        return TeacherRows.of(self._logits(windows), self.targets[windows.start : windows.stop].flatten())
 
-    def _run_teacher(self, windows: slice) -> TeacherRows:
-        logits = self.chain.full_logits(self.ids[windows]).flatten(0, 1)
-        return TeacherRows.of(logits, self.targets[windows].flatten())
+    def _logits(self, windows: range) -> torch.Tensor:
+        return self.chain.full_logits(self.ids[windows.start : windows.stop]).flatten(0, 1)
 
     def teacher_cross_entropy(self) -> Floats:
-        return np.concatenate(
-            [
-                self._teacher(windows).cross_entropy.cpu().numpy().reshape(-1, self.ids.shape[1]).sum(1)
-                for windows in self._batches()
-            ]
-        )
+        rows = [self._teacher(windows).cross_entropy.cpu().numpy() for windows in self._batches]
+        return np.concatenate([r.reshape(-1, self.ids.shape[1]).sum(1) for r in rows])
 
     def started(self, perturbations: Sequence[Perturbation]) -> Finish:
         results = [self._measure_one(perturbation) for perturbation in perturbations]
         return lambda: results
 
     def _measure_one(self, perturbation: Perturbation) -> list[WindowMetrics]:
-        time = self.ids.shape[1]
         metrics: list[WindowMetrics] = []
         weights = replacements(self.model, perturbation, self.deployed)
-        for windows in self._batches():
+        for windows in self._batches:
             teacher = self._teacher(windows)
             with self.perturbed(perturbation, weights):
-                student = self.chain.full_logits(self.ids[windows]).flatten(0, 1)
-            rows = compare(teacher, student, kernel=False)
-            rows = rows.reshape(-1, time, rows.shape[1])
-            signal = teacher.logits.square().sum(-1, dtype=torch.float64).cpu().numpy().reshape(-1, time)
-            for window, values, power in zip(range(windows.start, windows.stop), rows, signal, strict=True):
-                metrics.append(
-                    window_metrics(window, values, power, _count(self.targets[window]), self.vocabulary)
-                )
+                rows = compare(teacher, self._logits(windows), kernel=False)
+            counts = (self.targets[windows.start : windows.stop] >= 0).sum(1).tolist()
+            metrics += window_metrics(windows, rows, teacher.signal, counts, self.vocabulary)
         return metrics
 
 
@@ -240,15 +229,15 @@ class Student:
         self.perturbation = perturbation
         self.weights = replacements(model, perturbation, kernels)
         self.start = first_block(model.anatomy, perturbation)
-        head = model.chain.head.weight
-        self.has_own_head = any(parameter is head for parameter, _ in self.weights)
+        self.perturbed = {id(parameter) for parameter, _ in self.weights}
+        self.has_own_head = id(model.chain.head.weight) in self.perturbed
 
 
 class FastEngine(Engine):
     """Runs only suffixes, from cached states, with chunked logits: the same numbers for far less work."""
 
     name = "fast"
-    _teacher: Teacher | None = None
+    teacher: Teacher  # once `prepare` has run
 
     def __init__(
         self,
@@ -264,13 +253,15 @@ class FastEngine(Engine):
         self.batch_tokens = batch_tokens(self.chain, self.memory_budget)
 
     @cached_property
-    def _layout(self) -> InputMajor | TensorCores:
+    def _layout(self) -> FasterProducts:
         """What makes products faster: tensor cores, or copies of weights. Which weights are copied depends on model and
         budget, never on the windows, because a resumed sweep must repeat the same arithmetic."""
         if self.precision != FLOAT32:
             return TensorCores([*self.chain.blocks, self.chain.head], self.precision)
-        useful = self.deployed is None and gains_by_input_major(self.chain.device)
-        return InputMajor([*self.chain.blocks, self.chain.head], self.memory_budget // 8 if useful else 0)
+        # Copies of weights on disk would be made again at every read.
+        useful = self.deployed is None and self.model.residency is None
+        most = self.memory_budget // 8 if useful and gains_by_input_major(self.chain.device) else 0
+        return InputMajor([*self.chain.blocks, self.chain.head], most)
 
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
         with self._layout.active() if self.precision != FLOAT32 else nullcontext():
@@ -278,39 +269,40 @@ class FastEngine(Engine):
 
     @property
     def states_budget(self) -> int:
-        return max(0, self.memory_budget // 2 - self._layout.bytes) // self.sharers
-
-    def prepare(self, ids: torch.Tensor) -> None:
-        self.ids = ids.to(self.chain.device)
-        self._teacher = None  # free the last slab first: two would not fit
-        run = partial(
-            Teacher,
-            self.chain,
-            self.ids,
-            budget=self.states_budget,
-            vocabulary=self.vocabulary,
-            layout=self._layout,
-            # As deployed, unperturbed parts may give other outputs too.
-            remember_parts=self.remembers_parts and self.deployed is None,
-            tokens=self.batch_tokens,
-        )
-        with suppress(torch.OutOfMemoryError):
-            self._teacher = run()
-        if self._teacher is None:
-            _empty_gpu()
-            self._teacher = run()
-        self._signal = [self.teacher.signal(batch) for batch in self.teacher.batches]
-        # Counted here once: reading a value from a GPU waits for all its pending work.
-        self._counts = [(batch.targets >= 0).sum(1).tolist() for batch in self.teacher.batches]
+        return self._in_memory
 
     @property
-    def teacher(self) -> Teacher:
-        if self._teacher is None:
-            raise RuntimeError("prepare() comes first")
-        return self._teacher
+    def _in_memory(self) -> int:
+        return max(0, self.memory_budget // 2 - self._layout.bytes) // self.sharers
+
+    @property
+    def row_chunk(self) -> int:
+        """Rows of logits that are computed at once."""
+        return logit_rows(self.vocabulary, None if self.chain.device.type == "cpu" else self._in_memory)
+
+    def prepare(self, ids: torch.Tensor) -> None:
+        self.__dict__.pop("teacher", None)  # free the last slab first: two would not fit
+        ids = ids.to(self.chain.device)
+        with suppress(torch.OutOfMemoryError):
+            self.teacher = self._run_teacher(ids)
+            return
+        _empty_gpu()
+        self.teacher = self._run_teacher(ids)
+
+    def _run_teacher(self, ids: torch.Tensor) -> Teacher:
+        return Teacher(
+            self.model,
+            ids,
+            self._layout,
+            tokens=self.batch_tokens,
+            row_chunk=self.row_chunk,
+            budget=self.states_budget,
+            # As deployed, unperturbed parts may give other outputs too.
+            remember_parts=self.remembers_parts and self.deployed is None,
+        )
 
     def teacher_cross_entropy(self) -> Floats:
-        return self.teacher.cross_entropy()
+        return np.concatenate([batch.cross_entropy for batch in self.teacher.batches])
 
     def _students(self, perturbations: Sequence[Perturbation]) -> list[Student]:
         """Prepared perturbations. On a GPU in a stream of their own, because quantizing waits for its own results."""
@@ -332,14 +324,13 @@ class FastEngine(Engine):
 
     def started(self, perturbations: Sequence[Perturbation]) -> Finish:
         students = self._students(perturbations)
-        batches, signals, counts = self.teacher.batches, self._signal, self._counts
-        measured = [self._measure_batch(batch, students) for batch in batches]
+        measured = [(batch, self._measure_batch(batch, students)) for batch in self.teacher.batches]
 
         def finish() -> list[list[WindowMetrics]]:
             metrics: list[list[WindowMetrics]] = [[] for _ in students]
-            for batch, signal, targets, members in zip(batches, signals, counts, measured, strict=True):
+            for batch, members in measured:
                 for windows, rows in zip(metrics, members, strict=True):
-                    windows += self._windows(batch, rows(), signal, targets)
+                    windows += self._windows(batch, rows())
             return metrics
 
         return finish
@@ -378,20 +369,16 @@ class FastEngine(Engine):
     def _measure_batch(self, batch: Batch, students: Sequence[Student]) -> list[Rows]:
         """(rows, columns) for each student."""
         with self.teacher.running():
-            return self._measure_running(batch, students)
-
-    def _measure_running(self, batch: Batch, students: Sequence[Student]) -> list[Rows]:
-        if len(students) == 1:
-            states = self._states(batch, students[0])
-            return self._compare(batch, [states], students[0] if students[0].has_own_head else None)
-        block = students[0].start
-        outputs = []
-        for student in students:
-            with self.perturbed(student.perturbation, student.weights):
-                outputs.append(self._first_block(batch, student))
-        hidden = self.chain.run(States.stacked(outputs), batch.calls, block + 1)
-        states = self.chain.finish(hidden, batch.calls)
-        return self._compare(batch, list(states.chunk(len(students))))
+            if len(students) == 1:
+                states = self._states(batch, students[0])
+                return self._compare(batch, [states], students[0] if students[0].has_own_head else None)
+            outputs = []
+            for student in students:
+                with self.perturbed(student.perturbation, student.weights):
+                    outputs.append(self._first_block(batch, student))
+            hidden = self.chain.run(States.stacked(outputs), batch.calls, students[0].start + 1)
+            states = self.chain.finish(hidden, batch.calls)
+            return self._compare(batch, list(states.chunk(len(students))))
 
     def _states(self, batch: Batch, student: Student) -> torch.Tensor:
         """The states that enter the student's head."""
@@ -406,12 +393,8 @@ class FastEngine(Engine):
 
     def _first_block(self, batch: Batch, student: Student) -> States:
         """Output of the first perturbed block; its unaffected parts do not run again."""
-        block = student.start
-        memo = batch.memos[block]
-        if memo is None:
-            return self.chain.run(batch.inputs[block], batch.calls, block, block + 1)
-        perturbed = {id(parameter) for parameter, _ in student.weights}
-        with memo.replaying(perturbed):
+        block, memo = student.start, batch.memos[student.start]
+        with memo.replaying(student.perturbed) if memo else nullcontext():
             return self.chain.run(batch.inputs[block], batch.calls, block, block + 1)
 
     def _compare(
@@ -476,26 +459,14 @@ class FastEngine(Engine):
         with self.perturbed(own_head.perturbation, own_head.weights):
             return self.chain.logits(states)
 
-    def _windows(
-        self, batch: Batch, rows: Floats, signal: Floats, targets: Sequence[int]
-    ) -> list[WindowMetrics]:
-        time = batch.targets.shape[1]
-        by_window, power = rows.reshape(-1, time, rows.shape[1]), signal.reshape(-1, time)
-        return [
-            window_metrics(window, by_window[k], power[k], targets[k], self.vocabulary)
-            for k, window in enumerate(batch.windows)
-        ]
+    def _windows(self, batch: Batch, rows: Floats) -> list[WindowMetrics]:
+        return window_metrics(batch.windows, rows, batch.signal, batch.counts, self.vocabulary)
 
 
 def _empty_gpu() -> None:
     """Uncollected cycles may hold gigabytes of its memory."""
     gc.collect()
     torch.cuda.empty_cache()
-
-
-def _count(targets: torch.Tensor) -> int:
-    """Rows that have a true next token."""
-    return int((targets >= 0).sum())
 
 
 ENGINES: dict[str, type[Engine]] = {FastEngine.name: FastEngine, PlainEngine.name: PlainEngine}

@@ -23,33 +23,34 @@ def gains_by_input_major(device: torch.device) -> bool:
     return device.type == "cpu" and platform.machine() in ("aarch64", "arm64")
 
 
-class InputMajor:
-    """The float32 linear layers among some modules, with copies of their weights."""
+class FasterProducts:
+    """The float32 linear layers among some modules, which multiply in a faster way while this is active."""
 
-    def __init__(self, modules: Iterable[nn.Module], most_bytes: int) -> None:
-        """Copies weights until `most_bytes` are used."""
-        self.bytes = 0
-        self._copies: dict[nn.Linear, tuple[int, torch.Tensor]] = {}
-        for module in dict.fromkeys(m for outer in modules for m in outer.modules()):
-            if type(module) is not nn.Linear or module.weight.dtype != torch.float32:
-                continue
-            if not has_own_forward(module):
-                continue
-            weight = module.weight.detach()
-            if self.bytes + weight.nbytes > most_bytes:
-                break
-            self.bytes += weight.nbytes
-            self._copies[module] = (weight.data_ptr(), weight.t().contiguous().t())
+    bytes = 0  # of copies of weights
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        every = dict.fromkeys(m for outer in modules for m in outer.modules())
+        self._layers = [m for m in every if type(m) is nn.Linear and m.weight.dtype == torch.float32]
+        self._forwards: dict[nn.Linear, Callable[[torch.Tensor], torch.Tensor]] = {}
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Within, the layers multiply by the copies."""
-        with patched(
-            (module, _forward(module, *kept))
-            for module, kept in self._copies.items()
-            if has_own_forward(module)
-        ):
+        with patched(pair for pair in self._forwards.items() if has_own_forward(pair[0])):
             yield
+
+
+class InputMajor(FasterProducts):
+    """By copies of their weights."""
+
+    def __init__(self, modules: Iterable[nn.Module], most_bytes: int) -> None:
+        """Copies weights until `most_bytes` are used."""
+        super().__init__(modules)
+        for layer in filter(has_own_forward, self._layers):
+            weight = layer.weight.detach()
+            if self.bytes + weight.nbytes > most_bytes:
+                break
+            self.bytes += weight.nbytes
+            self._forwards[layer] = _forward(layer, weight.data_ptr(), weight.t().contiguous().t())
 
 
 def _forward(module: nn.Linear, place: int, copy: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -34,25 +34,16 @@ class _Call:
     output: Any
 
     def matches(self, leaves: list[Any], structure: pytree.TreeSpec, by_value: bool) -> bool:
-        same = _same if by_value else _identical
-        return structure == self.structure and all(map(same, self.leaves, leaves))
+        pairs = zip(self.leaves, leaves, strict=True)
+        return structure == self.structure and all(_same(*pair, by_value=by_value) for pair in pairs)
 
 
-def _same(recorded: Any, given: Any) -> bool:
-    if isinstance(recorded, torch.Tensor):
-        if recorded is given:
-            return True
-        return (
-            isinstance(given, torch.Tensor)
-            and recorded.dtype == given.dtype
-            and recorded.shape == given.shape
-            and torch.equal(recorded, given)
-        )
-    return type(recorded) is type(given) and bool(recorded == given)
-
-
-def _identical(recorded: Any, given: Any) -> bool:
-    return recorded is given if isinstance(recorded, torch.Tensor) else _same(recorded, given)
+def _same(recorded: Any, given: Any, *, by_value: bool = True) -> bool:
+    if recorded is given or type(recorded) is not type(given):
+        return recorded is given
+    if not isinstance(recorded, torch.Tensor):
+        return bool(recorded == given)
+    return by_value and recorded.dtype == given.dtype and torch.equal(recorded, given)
 
 
 def _is_plain(tree: Any) -> bool:

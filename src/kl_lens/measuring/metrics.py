@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Self
 
@@ -51,12 +51,15 @@ class TeacherRows:
             lse, top = torch.logsumexp(logits.double(), -1), logits.argmax(-1)
         return cls(logits, lse, top, targets)
 
-    def some(self, rows: torch.Tensor) -> Self:
+    def some(self, rows: torch.Tensor | slice) -> Self:
         """A few of the rows, by index."""
-        at = rows.to(self.lse.device)
-        return replace(
-            self, logits=self.logits[at], lse=self.lse[at], top=self.top[at], targets=self.targets[at]
-        )
+        at = rows if isinstance(rows, slice) else rows.to(self.lse.device)
+        return type(self)(self.logits[at], self.lse[at], self.top[at], self.targets[at])
+
+    @property
+    def signal(self) -> Floats:
+        """Σ squared logits of each row."""
+        return self.logits.square().sum(-1, dtype=torch.float64).cpu().numpy()
 
     @property
     def cross_entropy(self) -> torch.Tensor:
@@ -192,13 +195,21 @@ def _compare_reference(teacher: TeacherRows, student: torch.Tensor) -> Floats:
     return torch.stack(columns, 1).cpu().numpy()
 
 
-def window_metrics(window: int, rows: Floats, signal: Floats, targets: int, vocabulary: int) -> WindowMetrics:
-    """One window's sums, from its rows of compare() and the teacher's Σ squared logits of each row."""
-    sums = dict(zip((*BUILT_IN, *OBJECTIVES), rows.sum(0).tolist(), strict=True))
-    sums["squared_error"] /= vocabulary
-    sums["signal"] = float(signal.sum()) / vocabulary
-    token_kl = rows[:, KL_TEACHER_STUDENT].astype(np.float32).tobytes()
-    return WindowMetrics(window, len(rows), targets, sums, token_kl)
+def window_metrics(
+    windows: Sequence[int], rows: Floats, signal: Floats, targets: Sequence[int], vocabulary: int
+) -> list[WindowMetrics]:
+    """The sums of each window, from the rows of compare() and the teacher's Σ squared logits of each row."""
+    by_window = rows.reshape(len(windows), -1, rows.shape[1])
+    metrics = []
+    for window, values, power, count in zip(
+        windows, by_window, signal.reshape(len(windows), -1), targets, strict=True
+    ):
+        sums = dict(zip((*BUILT_IN, *OBJECTIVES), values.sum(0).tolist(), strict=True))
+        sums["squared_error"] /= vocabulary
+        sums["signal"] = float(power.sum()) / vocabulary
+        token_kl = values[:, KL_TEACHER_STUDENT].astype(np.float32).tobytes()
+        metrics.append(WindowMetrics(window, len(values), count, sums, token_kl))
+    return metrics
 
 
 def check_finite(what: str, windows: Sequence[tuple[int, float]]) -> None:

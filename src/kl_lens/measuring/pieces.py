@@ -9,18 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from kl_lens.measuring.choosing import chosen_engine
+from kl_lens.measuring.choosing import Job, noise_floor
 from kl_lens.measuring.engines import Engine
 from kl_lens.measuring.metrics import check_finite
-from kl_lens.measuring.noise import noise_floor
-from kl_lens.measuring.perturbation import Candidate, Kernels
-from kl_lens.model import LoadedModel
+from kl_lens.measuring.perturbation import Candidate
 from kl_lens.run.samples import WindowMetrics
 from kl_lens.weights.recipes import Recipe
 
@@ -47,12 +43,6 @@ class Piece:
         groups = tuple(group for group in self.groups if lacks(group, windows))
         share = len(windows) * len(groups) / max(1, len(self.windows) * len(self.groups))
         return replace(self, windows=windows, groups=groups, work=self.work * share) if groups else None
-
-    def named(self, candidates: Sequence[Candidate]) -> str:
-        """For messages: which candidates on which windows."""
-        first, last = candidates[self.groups[0][0]], candidates[self.groups[-1][-1]]
-        to = "" if first == last else f" to {last}"
-        return f"{first}{to} on windows {self.windows[0]} to {self.windows[-1]}"
 
 
 @dataclass(frozen=True)
@@ -149,18 +139,17 @@ class Found:
 class PieceRunner:
     """Does pieces of one sweep in this process and keeps the teacher of the last windows."""
 
-    def __init__(
-        self, engine: Engine, candidates: Sequence[Candidate], ids: torch.Tensor, sharers: int = 1
-    ) -> None:
+    def __init__(self, job: Job, engine: Engine, sharers: int = 1) -> None:
         """`sharers`: processes that share the engine's memory budget."""
-        self.engine, self.candidates, self.ids = engine, candidates, ids
-        self.layout = Layout.of(engine, candidates, ids)
-        self._first = ids[: self.layout.slab]
+        self.engine, self.candidates = engine, job.candidates
+        self.ids = torch.from_numpy(np.array(job.ids))
+        self.layout = Layout.of(engine, self.candidates, self.ids)
+        self._first = self.ids[: self.layout.slab]
         if sharers > 1:  # smaller slabs, but the same batches and so the same bits
             engine.sharers = sharers
-            slab = max(self.layout.batch, engine.slab_windows(int(ids.shape[1])))
+            slab = max(self.layout.batch, engine.slab_windows(int(self.ids.shape[1])))
             self.layout = replace(self.layout, slab=slab)
-        self._every = [candidate.perturbation for candidate in candidates]
+        self._every = [candidate.perturbation for candidate in self.candidates]
         self._prepared: tuple[int, ...] = ()
 
     def do(self, piece: Piece) -> Iterator[Found]:
@@ -194,37 +183,6 @@ class PieceRunner:
         name = str(self.candidates[index])
         check_finite(name, [(windows[w.window], w.kl) for w in metrics])
         return index, tuple(replace(w, window=windows[w.window]) for w in metrics)
-
-
-@dataclass(frozen=True)
-class Job:
-    """One sweep, for any process that has the model open."""
-
-    candidates: Sequence[Candidate]
-    ids: npt.NDArray[np.int64]
-    engine: str
-    memory_budget: int
-    deployed: Kernels | None
-    precision: str | None  # requested
-    known: str | None  # the run's precision
-    statistics: str | None = None  # digest of those that methods learn from
-    run: str = ""  # the folder that holds them
-
-    def runner(self, model: LoadedModel, sharers: int = 1, **how: Any) -> PieceRunner:
-        """`how`: more arguments of `chosen_engine`."""
-        ids = torch.from_numpy(np.array(self.ids))
-        engine = chosen_engine(
-            model,
-            self.candidates,
-            ids,
-            self.engine,
-            self.memory_budget,
-            self.deployed,
-            self.precision,
-            self.known,
-            **how,
-        )
-        return PieceRunner(engine, self.candidates, ids, sharers)
 
 
 def key_of(candidate: Candidate) -> tuple[str, Recipe]:

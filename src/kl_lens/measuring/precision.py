@@ -6,8 +6,7 @@ to every number; a run reports how much. The choice is part of the run's identit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,9 +15,9 @@ from torch.nn import functional
 
 from kl_lens.base.accelerators import runs_triton
 from kl_lens.base.errors import RunError
+from kl_lens.measuring.input_major import FasterProducts
 from kl_lens.model import Chain, LoadedModel
 from kl_lens.model.kernels.checking import ROUNDING, Comparison, replacing
-from kl_lens.model.patching import has_own_forward, patched
 
 FLOAT32, TF32X3, TF32, BF16 = PRECISIONS = ("float32", "tf32x3", "tf32", "bf16")
 PRODUCTS = "matrix products"
@@ -71,21 +70,13 @@ def compared_products(model: LoadedModel, precision: str) -> list[Comparison]:
     return [c for c in model.chain.compared_kernels(around=products) if c.kernel == PRODUCTS]
 
 
-class TensorCores:
-    """The float32 linear layers among some modules, multiplying on tensor cores."""
-
-    bytes = 0  # nothing is kept
+class TensorCores(FasterProducts):
+    """On tensor cores."""
 
     def __init__(self, modules: Iterable[nn.Module], precision: str) -> None:
+        super().__init__(modules)
         self._precision = precision
-        every = dict.fromkeys(m for outer in modules for m in outer.modules())
-        layers = [m for m in every if type(m) is nn.Linear and m.weight.dtype == torch.float32]
-        self._forwards = [(module, self._forward(module)) for module in layers]
-
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        with patched(pair for pair in self._forwards if has_own_forward(pair[0])):
-            yield
+        self._forwards = {layer: self._forward(layer) for layer in self._layers}
 
     def _forward(self, module: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
         from kl_lens.model.kernels.triton_products import linear

@@ -11,8 +11,7 @@ import tempfile
 from collections.abc import Hashable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -33,14 +32,15 @@ class _OnDisk:
 
 
 def bytes_of(states: States) -> int:
-    return sum(leaf.nbytes for leaf in _leaves(states) if isinstance(leaf, torch.Tensor))
+    leaves = pytree.tree_leaves((states.hidden, dict(states.carried)))
+    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
 class StateRoom:
     """States by key; `take` returns them on the device they came from.
 
     Example:
-        >>> with StateRoom(10**9, folder) as room:
+        >>> with closing(StateRoom(10**9, folder)) as room:
         ...     room.put("a", states)
         ...     states = room.take("a")
     """
@@ -53,12 +53,7 @@ class StateRoom:
         self._free: dict[int, list[int]] = {}  # size → free offsets in the file
         self._end = 0
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         self._kept.clear()
         if self._file is not None:
             self._file.close()
@@ -131,7 +126,3 @@ def room_beside(device: torch.device, folder: Path | None) -> tuple[int, int]:
     """Bytes for states in host memory and on disk: half of what is free in each."""
     host = available_memory() // 2 if device.type != "cpu" else 0
     return host, shutil.disk_usage(folder or tempfile.gettempdir()).free // 2
-
-
-def _leaves(states: States) -> list[Any]:
-    return pytree.tree_leaves((states.hidden, dict(states.carried)))

@@ -9,21 +9,16 @@ together. The others form another *wave*, which starts at its first candidate's 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
+from contextlib import AbstractContextManager, closing, nullcontext
 
-import numpy as np
 import torch
 from torch import nn
 
-from kl_lens.measuring.engines import FastEngine, Rows, Student
-from kl_lens.measuring.input_major import InputMajor
+from kl_lens.measuring.engines import FastEngine, Student
 from kl_lens.measuring.memo import BlockMemo
-from kl_lens.measuring.metrics import Floats
 from kl_lens.measuring.perturbation import Perturbation, first_block
-from kl_lens.measuring.precision import FLOAT32, TensorCores
-from kl_lens.measuring.spilling import StateRoom, bytes_of, room_beside
-from kl_lens.measuring.teacher import Batch, Teacher, logit_rows
+from kl_lens.measuring.spilling import StateRoom, room_beside
+from kl_lens.measuring.teacher import Batch, Teacher
 from kl_lens.model import BlockCalls, LoadedModel, States
 from kl_lens.model.residency import BLOCKS_AT_ONCE, Residency
 from kl_lens.run.records import Component
@@ -36,57 +31,12 @@ _CANDIDATES, _TEACHERS = 8, 4
 _FOR_MEMO = 1 / 8
 
 
-class StreamedTeacher(Teacher):
-    """The original's run over some windows. It keeps the inputs of the first block and of the head."""
-
-    def __init__(
-        self, model: LoadedModel, ids: torch.Tensor, layout: InputMajor | TensorCores, rows: int, tokens: int
-    ) -> None:
-        """`rows` of logits are computed at once, and `tokens` run together."""
-        self.chain = chain = model.chain
-        self._layout = layout
-        self.row_chunk, self.keep_logits = rows, False
-        per_batch = max(1, tokens // ids.shape[1])
-        parts = [range(first, min(first + per_batch, len(ids))) for first in range(0, len(ids), per_batch)]
-        calls = [chain.calls(ids[part.start : part.stop]) for part in parts]
-        states = [States(call.hidden) for call in calls]
-        self.row_bytes = 0  # most bytes per row between two blocks
-        with self.running():
-            for index, block in enumerate(chain.blocks):
-                with model.present(block):
-                    for number, call in enumerate(calls):
-                        states[number] = chain.run(states[number], call, index, index + 1)
-                largest = max(bytes_of(s) // c.ids.numel() for s, c in zip(states, calls, strict=True))
-                self.row_bytes = max(self.row_bytes, largest)
-            finals = [chain.finish(s, call) for s, call in zip(states, calls, strict=True)]
-        del states
-        targets = [chain.task.targets(ids[p.start : p.stop]).to(chain.device) for p in parts]
-        made = zip(parts, calls, finals, targets, strict=True)
-        self.batches = [Batch(windows, call, [], [], final, aim) for windows, call, final, aim in made]
-        with model.present(chain.head):
-            self._seen = [self._both(batch) for batch in self.batches]
-
-    def _both(self, batch: Batch) -> tuple[Floats, Floats]:
-        """Cross-entropy and Σ squared logits of each row, computing the logits once."""
-        seen = [
-            (t.cross_entropy.cpu().numpy(), t.logits.square().sum(-1, dtype=torch.float64).cpu().numpy())
-            for _, t in self.rows(batch)
-        ]
-        return np.concatenate([e for e, _ in seen]), np.concatenate([s for _, s in seen])
-
-    def cross_entropy(self) -> Floats:
-        pairs = zip(self.batches, self._seen, strict=True)
-        return np.concatenate([seen[0].reshape(b.targets.shape).sum(1) for b, seen in pairs])
-
-    def signal(self, batch: Batch) -> Floats:
-        return next(seen[1] for b, seen in zip(self.batches, self._seen, strict=True) if b is batch)
-
-
 class _Flight:
     """A group of perturbations on its way through the blocks."""
 
     def __init__(self, group: list[int], members: list[Perturbation], model: LoadedModel, start: int) -> None:
         self.group, self.members, self._model, self.start = group, members, model, start
+        self.metrics: list[list[WindowMetrics]] = [[] for _ in members]
         self.calls: list[BlockCalls] = []  # its own, if it differs from the teacher before the first block
 
     def among(self, choose: Callable[[Component], bool]) -> list[Perturbation]:
@@ -109,19 +59,11 @@ class StreamedEngine(FastEngine):
     """The same numbers with only a few blocks in memory at a time."""
 
     spills: bool | None = None  # spill states beyond memory; None: if that saves reading
-    _teacher: StreamedTeacher | None = None
 
     @property
     def residency(self) -> Residency:
         assert self.model.residency is not None
         return self.model.residency
-
-    @cached_property
-    def _layout(self) -> InputMajor | TensorCores:
-        """No copies of weights: they would be made again at every read."""
-        if self.precision != FLOAT32:
-            return TensorCores([*self.chain.blocks, self.chain.head], self.precision)
-        return InputMajor([], 0)
 
     @property
     def states_budget(self) -> int:
@@ -136,19 +78,10 @@ class StreamedEngine(FastEngine):
         most = max(1, self.states_budget // (length * width * 4 * (_CANDIDATES + _TEACHERS)))
         return most - most % min(most, self.batch_windows(length))
 
-    def prepare(self, ids: torch.Tensor) -> None:
-        self.ids = ids.to(self.chain.device)
-        self._teacher = None
-        rows = logit_rows(self.vocabulary, None if self.chain.device.type == "cpu" else super().states_budget)
-        self._teacher = StreamedTeacher(self.model, self.ids, self._layout, rows, self.batch_tokens)
-        self._signal = [self.teacher.signal(batch) for batch in self.teacher.batches]
-        self._counts = [(batch.targets >= 0).sum(1).tolist() for batch in self.teacher.batches]
-
-    @property
-    def teacher(self) -> StreamedTeacher:
-        if self._teacher is None:
-            raise RuntimeError("prepare() comes first")
-        return self._teacher
+    def _run_teacher(self, ids: torch.Tensor) -> Teacher:
+        return Teacher(
+            self.model, ids, self._layout, tokens=self.batch_tokens, row_chunk=self.row_chunk, budget=None
+        )
 
     def in_turn(
         self, perturbations: Sequence[Perturbation], groups: Iterable[list[int]]
@@ -160,7 +93,8 @@ class StreamedEngine(FastEngine):
             flights.append(_Flight(group, members, self.model, start))
         flights.sort(key=lambda flight: flight.start)
         host, disk = room_beside(self.chain.device, self.scratch)
-        waves = list(self._waves(flights, self._wave_room(host + disk)))
+        each, room = self._teacher_bytes // _TEACHERS, self._wave_room(host + disk) - self._teacher_bytes
+        waves = list(_filled(flights, lambda f: each * (len(f.members) + (f.start < 0)), room))
         # The teacher moves along and stops where the next wave starts.
         entering = [States(batch.calls.hidden) for batch in self.teacher.batches]
         at = 0
@@ -168,12 +102,13 @@ class StreamedEngine(FastEngine):
             following = [f.start for later in waves[place + 1 :] for f in later if f.start < len(self.chain)]
             starts = [f.start for f in wave if f.start < len(self.chain)]
             goal = max([at, *([min(following)] if following else starts)])
-            with StateRoom(max(0, self.states_budget - self._teacher_bytes), self.scratch, host) as shelf:
+            memory = max(0, self.states_budget - self._teacher_bytes)
+            with closing(StateRoom(memory, self.scratch, host)) as shelf:
                 self._through(wave, shelf, at, entering, goal)
-                results = self._compared(wave, shelf)
+                self._compare_wave(wave, shelf)
             at = goal
-            for flight, metrics in zip(wave, results, strict=True):
-                yield flight.group, metrics
+            for flight in wave:
+                yield flight.group, flight.metrics
 
     def _wave_room(self, beside: int) -> int:
         """Bytes for a wave's states. Reading a block again costs its size, spilling a state twice its size."""
@@ -185,21 +120,6 @@ class StreamedEngine(FastEngine):
     def _teacher_bytes(self) -> int:
         """The teacher's states: inputs of the first block, the current one, the next one and the head."""
         return _TEACHERS * sum(batch.rows for batch in self.teacher.batches) * self.teacher.row_bytes
-
-    def _waves(self, flights: Sequence[_Flight], room: int) -> Iterator[list[_Flight]]:
-        """Flights in block order, as many as fit and at least one."""
-        each = self._teacher_bytes // _TEACHERS
-        wave: list[_Flight] = []
-        size = self._teacher_bytes
-        for flight in flights:
-            own = each * (len(flight.members) + (flight.start < 0))
-            if wave and size + own > room:
-                yield wave
-                wave, size = [], self._teacher_bytes
-            wave.append(flight)
-            size += own
-        if wave:
-            yield wave
 
     def _through(
         self, wave: Sequence[_Flight], shelf: StateRoom, at: int, entering: list[States], goal: int
@@ -243,10 +163,9 @@ class StreamedEngine(FastEngine):
         outputs = []
         for perturbation in flight.here(flight.start):
             student = Student(self.model, perturbation, self.deployed)
-            perturbed = {id(parameter) for parameter, _ in student.weights}
             with (
                 self.perturbed(perturbation, student.weights),
-                memo.replaying(perturbed) if memo else nullcontext(),
+                memo.replaying(student.perturbed) if memo else nullcontext(),
             ):
                 outputs.append(self.chain.run(entered, batch.calls, flight.start, flight.start + 1))
         return outputs[0] if len(outputs) == 1 else States.stacked(outputs)
@@ -268,48 +187,31 @@ class StreamedEngine(FastEngine):
             return nullcontext()
         return self.perturbed(some, Student(self.model, some, self.deployed).weights)
 
-    def _compared(self, wave: Sequence[_Flight], shelf: StateRoom) -> list[list[list[WindowMetrics]]]:
-        """The windows of each member of each flight."""
-        metrics: list[list[list[WindowMetrics]]] = [[[] for _ in flight.members] for flight in wave]
+    def _compare_wave(self, wave: Sequence[_Flight], shelf: StateRoom) -> None:
         with self.model.present(self.chain.head), self.teacher.running():
-            seen = zip(self.teacher.batches, self._signal, self._counts, strict=True)
-            for number, (batch, signal, targets) in enumerate(seen):
-                for places, some in self._portions(wave, batch):
-                    found = self._rows(some, batch, number, shelf)
-                    for place, members in zip(places, found, strict=True):
-                        for windows, rows in zip(metrics[place], members, strict=True):
-                            windows += self._windows(batch, rows(), signal, targets)
-        return metrics
+            for number, batch in enumerate(self.teacher.batches):
+                most = self.states_budget // max(1, batch.states.nbytes)
+                # Each portion, whose final states fit into memory, computes the teacher's logits.
+                for portion in _filled(wave, lambda flight: len(flight.members), most):
+                    self._compare_portion(portion, batch, number, shelf)
 
-    def _portions(self, wave: Sequence[_Flight], batch: Batch) -> Iterator[tuple[list[int], list[_Flight]]]:
-        """Flights whose final states of a batch fit into memory. Each portion computes the teacher's logits."""
-        each = batch.states.nbytes
-        most = max(1, self.states_budget // max(1, each))
-        places: list[int] = []
-        for place, flight in enumerate(wave):
-            if places and sum(len(wave[p].members) for p in places) + len(flight.members) > most:
-                yield places, [wave[p] for p in places]
-                places = []
-            places.append(place)
-        yield places, [wave[p] for p in places]
-
-    def _rows(
+    def _compare_portion(
         self, flights: Sequence[_Flight], batch: Batch, number: int, shelf: StateRoom
-    ) -> list[list[Rows]]:
-        """The rows of each flight's members; members with their own head one by one."""
-        found: dict[int, list[Rows]] = {}
-        together: list[tuple[int, list[torch.Tensor]]] = []
-        for place, flight in enumerate(flights):
+    ) -> None:
+        """All members together; those with their own head one by one."""
+        together: list[tuple[list[WindowMetrics], torch.Tensor]] = []
+        for flight in flights:
             states = self._final(flight, batch, number, shelf)
             head = Student(self.model, flight.outside[0], self.deployed) if len(states) == 1 else None
             if head is not None and head.has_own_head:
-                found[place] = self._compare(batch, states, head)
+                (rows,) = self._compare(batch, states, head)
+                flight.metrics[0] += self._windows(batch, rows())
             else:
-                together.append((place, states))
-        rows = iter(self._compare(batch, [s for _, states in together for s in states]) if together else ())
-        for place, states in together:
-            found[place] = [next(rows) for _ in states]
-        return [found[place] for place in range(len(flights))]
+                together += zip(flight.metrics, states, strict=True)
+        if together:
+            found = self._compare(batch, [states for _, states in together])
+            for (windows, _), rows in zip(together, found, strict=True):
+                windows += self._windows(batch, rows())
 
     def _final(self, flight: _Flight, batch: Batch, number: int, shelf: StateRoom) -> list[torch.Tensor]:
         """Each member's input of the head."""
@@ -319,3 +221,15 @@ class StreamedEngine(FastEngine):
         with self._perturbed(flight.outside):
             final = self.chain.finish(states, self._calls(flight, number))
         return list(final.chunk(len(flight.members)))
+
+
+def _filled(flights: Iterable[_Flight], size: Callable[[_Flight], int], most: int) -> Iterator[list[_Flight]]:
+    """In order, as many as fit and at least one."""
+    some: list[_Flight] = []
+    for flight in flights:
+        if some and sum(map(size, some)) + size(flight) > most:
+            yield some
+            some = []
+        some.append(flight)
+    if some:
+        yield some

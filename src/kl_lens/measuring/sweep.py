@@ -12,9 +12,10 @@ import numpy as np
 import torch
 
 from kl_lens.base.errors import RunError
+from kl_lens.measuring.choosing import Job
 from kl_lens.measuring.engines import DEFAULT_MEMORY, FastEngine, memory_on
 from kl_lens.measuring.perturbation import Candidate, Kernels
-from kl_lens.measuring.pieces import Done, Found, Job, Layout, Piece, PieceRunner, key_of
+from kl_lens.measuring.pieces import Done, Found, Layout, Piece, PieceRunner, key_of
 from kl_lens.measuring.precision import FLOAT32, accuracy_of
 from kl_lens.measuring.teacher import window_bytes
 from kl_lens.measuring.workers import Workers
@@ -100,32 +101,30 @@ class Sweep:
         self.identify(windows, role)
         learnt = self.bind(candidates)
         text, role = role, self._role(role)
-        costs = [self._work(candidate) for candidate in candidates]
-        known = self.run.identity.get("precision")
-        ids, kernels = windows.ids.cpu().numpy().astype(np.int64), self.deployed
         job = Job(
             candidates,
-            ids,
+            windows.ids.cpu().numpy().astype(np.int64),
             self.engine,
             self.memory_budget,
-            kernels,
+            self.deployed,
             self.precision,
-            known,
+            self.run.identity.get("precision"),
             learnt,
             str(self.run.folder.absolute()),
         )
+        costs = [self._work(candidate) for candidate in candidates]
         layout, pieces, results = self._begun(job, costs)
         if self.deployed is None and layout.engine == FastEngine.name:
             self.run.identify({"precision": accuracy_of(layout.precision)})
         self.run.store(KERNELS, role, layout.fault or None)
         if self.workers and layout.fault:  # this process has not seen it
             self.model.warn(f"{layout.fault}; transformers' own code computes this model instead")
-        done = self.run.measured_windows(role)
-        quantizing = [quantizing_work(c, windows.length) / len(windows) for c in candidates]
-        shown = [cost + q for cost, q in zip(costs, quantizing, strict=True)]
-        reused = self._say_how_much(candidates, pieces, shown, done)
         if self.share:
             self.run.store("sweep", role, [list(key_of(candidate)) for candidate in candidates])
+        done = self.run.measured_windows(role)
+        quantizing = [quantizing_work(c, windows.length) / len(windows) for c in candidates]
+        shown = [cost + more for cost, more in zip(costs, quantizing, strict=True)]
+        reused = self._say_how_much(candidates, pieces, shown, done)
         left = [piece for piece in (each.left(candidates, done) for each in pieces) if piece]
         if not noise or self.run.load("noise", role) is not None:
             left = [replace(piece, noise=False) for piece in left]
@@ -133,22 +132,31 @@ class Sweep:
             left[0] = replace(left[0], noise=True)
         if left and self.workers:  # their results come in any order
             self.run.expect(role, map(key_of, candidates), self._dtype)
-        measured = sum(self._commit(found, candidates, shown, done, (text, role)) for found in results(left))
+        measured = 0
+        for found in results(left):
+            if found.teacher:
+                self.run.store_teacher(text, found.teacher)
+            if found.noise is not None:
+                self.run.store("noise", role, found.noise)
+            for index, metrics in found.candidates:
+                fresh = [w for w in metrics if w.window not in done.get(key_of(candidates[index]), ())]
+                if fresh:
+                    key, measured = key_of(candidates[index]), measured + len(fresh)
+                    self.run.store_samples(role, *key, fresh, found.seconds, self._dtype)
+                    self.progress.advanced(shown[index] * len(fresh), str(candidates[index]))
+        seconds = time.perf_counter() - begin
         return SweepResult(
-            candidates=len(candidates),
-            windows=len(windows),
-            tokens=windows.tokens,
-            measured=measured,
-            reused=reused,
-            seconds=time.perf_counter() - begin,
-            precision=layout.precision,
+            len(candidates), len(windows), windows.tokens, measured, reused, seconds, layout.precision
         )
 
     def _begun(
         self, job: Job, costs: Sequence[float]
     ) -> tuple[Layout, list[Piece], Callable[[list[Piece]], Iterator[Found]]]:
         """The layout, the pieces, and a function that does them: in this process, or with workers."""
-        here = partial(job.runner, self.model, say=self.progress.message, scratch=self.run.folder)
+
+        def here() -> PieceRunner:
+            return PieceRunner(job, job.engine_on(self.model, self.progress.message, self.run.folder))
+
         workers = self.workers
         if workers is None:
             runner = here()
@@ -182,39 +190,13 @@ class Sweep:
     ) -> int:
         """Tells the progress display how much is left; returns the pairs that exist already."""
         reused, finished, total = 0, 0.0, 0.0
-        for index, windows in (
-            (i, piece.windows) for piece in pieces for group in piece.groups for i in group
-        ):
-            there = len(done.get(key_of(candidates[index]), set()).intersection(windows))
-            reused, finished = reused + there, finished + costs[index] * there
-            total += costs[index] * len(windows)
+        for piece in pieces:
+            for index in (index for group in piece.groups for index in group):
+                there = len(done.get(key_of(candidates[index]), set()).intersection(piece.windows))
+                reused, finished = reused + there, finished + costs[index] * there
+                total += costs[index] * len(piece.windows)
         self.progress.started(total, finished)
         return reused
-
-    def _commit(
-        self,
-        found: Found,
-        candidates: Sequence[Candidate],
-        costs: Sequence[float],
-        done: Done,
-        roles: tuple[str, str],  # of the text, and of its measurements
-    ) -> int:
-        """Returns how many candidate × window pairs were new."""
-        text, role = roles
-        if found.teacher:
-            self.run.store_teacher(text, found.teacher)
-        if found.noise is not None:
-            self.run.store("noise", role, found.noise)
-        measured = 0
-        for index, metrics in found.candidates:
-            candidate = candidates[index]
-            known = done.get(key_of(candidate), set())
-            fresh = [w for w in metrics if w.window not in known]
-            if fresh:
-                self.run.store_samples(role, *key_of(candidate), fresh, found.seconds, self._dtype)
-                measured += len(fresh)
-                self.progress.advanced(costs[index] * len(fresh), str(candidate))
-        return measured
 
     def kl(self, candidate: Candidate, windows: int, role: str = CALIBRATION) -> float | None:
         """The KL of a candidate on the first windows; None if it was not measured."""

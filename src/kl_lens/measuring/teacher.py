@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from kl_lens.measuring.input_major import InputMajor
+from kl_lens.measuring.input_major import FasterProducts
 from kl_lens.measuring.memo import BlockMemo
 from kl_lens.measuring.metrics import Floats, TeacherRows
-from kl_lens.measuring.precision import TensorCores
-from kl_lens.model import BlockCalls, Chain, States
+from kl_lens.measuring.spilling import bytes_of
+from kl_lens.model import BlockCalls, Chain, LoadedModel, States
 
 # Most bytes and rows of logits computed at once. Three hundred rows are enough for full speed; with a small vocabulary,
 # more than a thousand no longer fit into the caches.
@@ -45,13 +45,14 @@ class Batch:
 
     windows: range  # indices into the ids that were given
     calls: BlockCalls
-    inputs: list[States]  # of each block
-    memos: list[BlockMemo | None]  # outputs of each block's parts, where memory sufficed
-    states: torch.Tensor  # (windows, time, width): the head's inputs
     targets: torch.Tensor  # (windows, time): the true classes, -1 where there is none
-    logits: torch.Tensor | None = None  # (windows · time, vocabulary), kept when memory suffices
-    lse: torch.Tensor | None = None
-    top: torch.Tensor | None = None
+    inputs: list[States] = field(default_factory=list)  # of each block
+    memos: list[BlockMemo | None] = field(default_factory=list)  # outputs of its parts, where memory sufficed
+    states: torch.Tensor = field(init=False)  # (windows, time, width): the head's inputs
+    kept: TeacherRows | None = None  # logits of all rows, when memory suffices
+    cross_entropy: Floats = field(init=False)  # of each window, summed
+    signal: Floats = field(init=False)  # Σ squared logits of each row
+    counts: list[int] = field(init=False)  # rows of each window that have a true class
 
     @property
     def rows(self) -> int:
@@ -59,35 +60,58 @@ class Batch:
 
 
 class Teacher:
-    """Runs the model once over `ids` and keeps block inputs, final states and, within the budget, logits and the
-    outputs of the blocks' parts."""
+    """Runs the model once over `ids`, all windows through one block before the next. Keeps the head's inputs and,
+    within a budget, block inputs, logits and the outputs of the blocks' parts."""
 
     def __init__(
         self,
-        chain: Chain,
+        model: LoadedModel,
         ids: torch.Tensor,
+        layout: FasterProducts,
         *,
-        budget: int,
-        vocabulary: int,
-        layout: InputMajor | TensorCores,
-        remember_parts: bool,
         tokens: int,
+        row_chunk: int,
+        budget: int | None,
+        remember_parts: bool = False,
     ) -> None:
-        """`budget`: bytes for everything kept; what remains goes to outputs of the blocks' parts. `tokens`: how many
-        run together."""
-        self.chain = chain
-        self._layout = layout
-        self.row_chunk = logit_rows(vocabulary, None if chain.device.type == "cpu" else budget)
-        per_batch = max(1, tokens // ids.shape[1])
-        # Slabs are cut so that this holds, unless one window alone is too large; then logits are computed each time.
-        self.keep_logits = ids.numel() * vocabulary * 4 <= budget
-        width = int(chain.head.weight.shape[1])  # type: ignore[index]
+        """
+        Args:
+            tokens: how many run together.
+            row_chunk: how many rows of logits are computed at once.
+            budget: bytes for everything kept; what remains goes to outputs of the blocks' parts. None: for a model on
+                disk, only the inputs of the first block and of the head are kept.
+        """
+        self.chain = chain = model.chain
+        self._layout, self.row_chunk, self._keeps_inputs = layout, row_chunk, budget is not None
+        vocabulary, width = model.anatomy.component(model.anatomy.head).shape
         kept = len(ids) * window_bytes(chain, ids.shape[1], width, vocabulary)
-        self._memory_left = budget - kept if remember_parts else 0
+        self._memory_left = budget - kept if budget is not None and remember_parts else 0
         self._memo_row_bytes = 0.0  # of the last block that was recorded
-        self.batches: list[Batch] = []
+        per_batch = max(1, tokens // ids.shape[1])
+        self.batches = []
         for first in range(0, len(ids), per_batch):
-            self.batches.append(self._run(ids, range(first, min(first + per_batch, len(ids)))))
+            part = ids[first : first + per_batch]
+            targets = chain.task.targets(part).to(chain.device)
+            self.batches.append(Batch(range(first, first + len(part)), chain.calls(part), targets))
+        states = [States(batch.calls.hidden) for batch in self.batches]
+        self.row_bytes = 0  # most bytes per row between two blocks
+        with self.running():
+            for index, block in enumerate(chain.blocks):
+                with model.present(block):
+                    for number, batch in enumerate(self.batches):
+                        states[number] = self._run_block(index, states[number], batch)
+                        self.row_bytes = max(self.row_bytes, bytes_of(states[number]) // batch.rows)
+            for batch in self.batches:
+                batch.states = chain.finish(states.pop(0), batch.calls)
+        with model.present(chain.head):
+            for batch in self.batches:
+                # Slabs are cut so that this holds, unless one window is too large; then logits are computed each time.
+                if budget is not None and ids.numel() * vocabulary * 4 <= budget:
+                    self._keep(batch)
+                seen = [(t.cross_entropy.cpu().numpy(), t.signal) for _, t in self.rows(batch)]
+                entropies, signals = map(np.concatenate, zip(*seen, strict=True))
+                batch.cross_entropy = entropies.reshape(batch.targets.shape).sum(1)
+                batch.signal, batch.counts = signals, (batch.targets >= 0).sum(1).tolist()
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -95,38 +119,24 @@ class Teacher:
         with self.chain.kernels(), self._layout.active():
             yield
 
-    def _run(self, ids: torch.Tensor, windows: range) -> Batch:
-        part = ids[windows.start : windows.stop]
-        calls = self.chain.calls(part)
-        inputs: list[States] = []
-        memos: list[BlockMemo | None] = []
-        entering = States(calls.hidden)
-        with self.running():
-            for index in range(len(self.chain)):
-                inputs.append(entering)
-                entering, memo = self._run_block(index, entering, calls)
-                memos.append(memo)
-            states = self.chain.finish(entering, calls)
-        targets = self.chain.task.targets(part).to(states.device)
-        batch = Batch(windows, calls, inputs, memos, states, targets)
-        if self.keep_logits:
-            self._keep(batch)
-        return batch
-
-    def _run_block(self, index: int, states: States, calls: BlockCalls) -> tuple[States, BlockMemo | None]:
-        """The block's output and, while memory lasts, its memo."""
-        rows = calls.ids.numel()
-        if self._memory_left <= self._memo_row_bytes * rows:
-            return self.chain.run(states, calls, index, index + 1), None
-        memo = BlockMemo(self.chain.blocks[index])
-        with memo.recording():
-            output = self.chain.run(states, calls, index, index + 1)
-        size = memo.bytes
-        self._memo_row_bytes = size / rows
-        if size > self._memory_left:
-            return output, None
-        self._memory_left -= size
-        return output, memo
+    def _run_block(self, index: int, states: States, batch: Batch) -> States:
+        """The block's output; notes its input and, while memory lasts, the outputs of its parts."""
+        if self._keeps_inputs:
+            batch.inputs.append(states)
+        memo = None
+        if self._memory_left > self._memo_row_bytes * batch.rows:
+            memo = BlockMemo(self.chain.blocks[index])
+        with memo.recording() if memo else nullcontext():
+            output = self.chain.run(states, batch.calls, index, index + 1)
+        if memo is not None:
+            size = memo.bytes
+            self._memo_row_bytes = size / batch.rows
+            if size > self._memory_left:
+                memo = None
+            else:
+                self._memory_left -= size
+        batch.memos.append(memo)
+        return output
 
     def _keep(self, batch: Batch) -> None:
         """Allocates one tensor for the logits first: joining parts would need twice the memory."""
@@ -136,41 +146,23 @@ class Teacher:
         for rows in self._chunks(batch):
             part = first if rows.start == 0 else self._rows_of(batch, rows)
             logits[rows], lse[rows], top[rows] = part.logits, part.lse, part.top
-        batch.logits, batch.lse, batch.top = logits, lse, top
+        batch.kept = TeacherRows(logits, lse, top, batch.targets.flatten())
 
     def _chunks(self, batch: Batch) -> Iterator[slice]:
         for first in range(0, batch.rows, self.row_chunk):
             yield slice(first, min(first + self.row_chunk, batch.rows))
 
     def _rows_of(self, batch: Batch, rows: slice) -> TeacherRows:
-        targets = batch.targets.flatten()[rows]
-        if batch.logits is not None and batch.lse is not None and batch.top is not None:
-            return TeacherRows(batch.logits[rows], batch.lse[rows], batch.top[rows], targets)
+        if batch.kept is not None:
+            return batch.kept.some(rows)
         with self.running():
             logits = self.chain.logits(batch.states.flatten(0, 1)[rows])
-        return TeacherRows.of(logits, targets)
+        return TeacherRows.of(logits, batch.targets.flatten()[rows])
 
     def rows(self, batch: Batch) -> Iterator[tuple[slice, TeacherRows]]:
         """The teacher's logits, a chunk of rows at a time."""
         for rows in self._chunks(batch):
             yield rows, self._rows_of(batch, rows)
-
-    def cross_entropy(self) -> Floats:
-        """Summed over each window's tokens."""
-        return np.concatenate(
-            [
-                np.concatenate([t.cross_entropy.cpu().numpy() for _, t in self.rows(batch)])
-                .reshape(batch.targets.shape)
-                .sum(1)
-                for batch in self.batches
-            ]
-        )
-
-    def signal(self, batch: Batch) -> Floats:
-        """Σ squared logits of each row."""
-        return np.concatenate(
-            [t.logits.square().sum(-1, dtype=torch.float64).cpu().numpy() for _, t in self.rows(batch)]
-        )
 
 
 def window_bytes(chain: Chain, time: int, width: int, vocabulary: int) -> int:

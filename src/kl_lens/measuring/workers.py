@@ -29,8 +29,9 @@ from kl_lens.base.environment import THREAD_VARIABLES, available_memory, process
 from kl_lens.base.errors import KLLensError, RunError, last_line, one_line
 from kl_lens.base.units import human_bytes
 from kl_lens.base.version import __version__
+from kl_lens.measuring.choosing import Job
 from kl_lens.measuring.engines import DEFAULT_MEMORY, memory_on
-from kl_lens.measuring.pieces import Found, Job, Layout, Piece, PieceRunner
+from kl_lens.measuring.pieces import Found, Layout, Piece, PieceRunner
 from kl_lens.measuring.statistics import StoredStatistics
 from kl_lens.model import LoadedModel, load
 from kl_lens.run.samples import METRICS_VERSION
@@ -125,7 +126,7 @@ class Worker:
         device, gpus = model.chain.device, self._order.gpus
         if device.type == "cuda" and job.memory_budget == DEFAULT_MEMORY and gpus < 1:  # it shares the GPU
             job = replace(job, memory_budget=int(memory_on(device, DEFAULT_MEMORY) * gpus))
-        return job.runner(model, self._order.sharers)
+        return PieceRunner(job, job.engine_on(model), self._order.sharers)
 
     def _opened(self) -> LoadedModel:
         import numba
@@ -257,7 +258,14 @@ def hired(
     """
     with ExitStack() as ending:
         if ray is None:
-            order, count = _on_this_machine(order, count or 1, copy_bytes + PROCESS_BYTES)
+            count, each, free = count or 1, copy_bytes + PROCESS_BYTES, available_memory()
+            most = max(1, min(_MOST * processors(), free // each))
+            if count > most:
+                raise KLLensError(
+                    f"--workers {count}: {processors()} processors and {human_bytes(free)} of free memory are enough "
+                    f"for {most}; each needs {human_bytes(each)}"
+                )
+            order = replace(order, threads=max(1, threads_here() // count), sharers=count)
         else:
             library = _ray()
             ending.callback(library.shutdown)
@@ -265,17 +273,6 @@ def hired(
         workers = Workers(lambda: _Actor(library, order) if ray else _Process(order), count, say)
         ending.callback(workers.close)
         yield workers
-
-
-def _on_this_machine(order: Order, count: int, each: int) -> tuple[Order, int]:
-    free = available_memory()
-    most = max(1, min(_MOST * processors(), free // each))
-    if count > most:
-        raise KLLensError(
-            f"--workers {count}: {processors()} processors and {human_bytes(free)} of free memory are enough for "
-            f"{most}; each needs {human_bytes(each)}"
-        )
-    return replace(order, threads=max(1, threads_here() // count), sharers=count), count
 
 
 class _Process:

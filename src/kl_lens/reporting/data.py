@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from kl_lens.base.errors import RunError
 from kl_lens.evaluation.autopsy import Autopsy
-from kl_lens.measuring.correlation import Ranking
+from kl_lens.paper.ranking import Ranking
 from kl_lens.reporting.frontier import Space, read_spaces
 from kl_lens.reporting.names import UNITS, Unit, runtime_title
 from kl_lens.reporting.plans import PlanView, read_plans

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import ClassVar
 
 from kl_lens.base.errors import KLLensError, UnlearntError
-from kl_lens.measuring import methods, screening
+from kl_lens.measuring import screening
 from kl_lens.measuring.engines import DEFAULT_MEMORY, ENGINES
-from kl_lens.measuring.perturbation import Candidate, find_candidates, name_pattern
+from kl_lens.measuring.perturbation import Candidate, crossed, find_candidates, name_pattern
 from kl_lens.measuring.pieces import key_of
 from kl_lens.measuring.precision import PRECISIONS
 from kl_lens.measuring.statistics import StoredStatistics
@@ -159,7 +159,7 @@ class MeasureSettings(SeveralProcesses, Calibration, HeldOut, OfModel, FromDisk)
             )
         if not self.menu:
             raise KLLensError("--formats names no format; give for example int4,int8")
-        methods.crossed(self.menu, self.methods)
+        crossed(self.menu, self.methods)
         name_pattern(self.components)
 
 
@@ -177,7 +177,7 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
     share = settings.share
     # With Ray, this process computes nothing.
     model = bench.model(replace(settings, device="cpu") if settings.ray else settings)
-    recipes, unsuited = methods.crossed(settings.menu_for(model.anatomy), settings.methods)
+    recipes, unsuited = crossed(settings.menu_for(model.anatomy), settings.methods)
     candidates, unfit = find_candidates(model.anatomy, recipes, settings.components)
     if settings.estimate:
         return _estimate(settings, model, candidates)

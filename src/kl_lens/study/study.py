@@ -20,9 +20,9 @@ from kl_lens.study.verbs import perform, settings_of
 
 if TYPE_CHECKING:  # `generate` runs on small devices and loads no torch
     from kl_lens.evaluation.autopsy import Autopsy
-    from kl_lens.measuring.correlation import Ranking
     from kl_lens.measuring.statistics import StoredStatistics
     from kl_lens.model import LoadedModel
+    from kl_lens.paper.ranking import Ranking
     from kl_lens.reporting.notebook import PlottedFrontier, PlottedTable
     from kl_lens.run.records import Plan, Profile, Score, SensitivityTable
     from kl_lens.study.generate import GenerateResult

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from kl_lens.base.errors import CheckpointError, FormatError, RunError
-from kl_lens.measuring.statistics import StoredStatistics, gather, gathering as gathering_module
+from kl_lens.measuring.statistics import StoredStatistics, gather
 from kl_lens.measuring.statistics.watching import Moments
 from kl_lens.model import LoadedModel
 from kl_lens.model.tasks import LanguageTask
-from kl_lens.text import Windows
-from tests.families import CONFIGS, tiny_model, token_ids
-
-
-def _opened(family: str) -> LoadedModel:
-    return LoadedModel(family, Path(), tiny_model(family), None)
-
-
-def _windows(count: int = 3, length: int = 20, seed: int = 1) -> Windows:
-    ids = token_ids(count, length, seed)
-    starts = tuple(range(0, count * length, length))
-    return Windows(ids, "test", None, "sequential", None, length, starts, ((),) * count, count * length)
+from tests.families import CONFIGS, tiny_model
+from tests.measuring.conftest import loaded, some_windows
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +25,7 @@ def _two_windows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_the_moments_are_those_of_every_linear_layers_inputs(family: str, tmp_path: Path) -> None:
-    model, windows = _opened(family), _windows()
+    model, windows = loaded(family), some_windows(3, 20)
     statistics = gather(model, windows, tmp_path)
     expected: dict[str, Moments] = {}
 
@@ -60,13 +49,7 @@ def test_the_moments_are_those_of_every_linear_layers_inputs(family: str, tmp_pa
             found.second_moments, (moments.sums[0] / moments.tokens[0]).float(), rtol=2e-3, atol=2e-4
         )
         assert found.tokens == tuple(moments.tokens)
-
-
-@pytest.mark.parametrize("family", CONFIGS)
-def test_every_candidate_has_statistics_of_its_shape(family: str, tmp_path: Path) -> None:
-    model = _opened(family)
-    statistics = gather(model, _windows(), tmp_path)
-    for component in model.anatomy.candidates:
+    for component in model.anatomy.candidates:  # and every other weight has moments of its shape
         found = statistics.of(component.name)
         assert found.second_moments.shape == (*component.shape[:-2], component.shape[-1], component.shape[-1])
         assert torch.equal(found.second_moments, found.second_moments.mT)
@@ -74,7 +57,7 @@ def test_every_candidate_has_statistics_of_its_shape(family: str, tmp_path: Path
 
 @pytest.mark.parametrize("family", ["mamba", "falcon_mamba", "jamba"])
 def test_the_time_step_projection_is_seen_though_no_hook_on_it_fires(family: str, tmp_path: Path) -> None:
-    model, windows = _opened(family), _windows()
+    model, windows = loaded(family), some_windows(3, 20)
     statistics = gather(model, windows, tmp_path)
     component = next(c for c in model.anatomy.candidates if c.kind == "dt_proj")
     mixer = model.model.get_submodule(component.name.rpartition(".")[0])
@@ -93,7 +76,7 @@ def test_the_time_step_projection_is_seen_though_no_hook_on_it_fires(family: str
 
 @pytest.mark.parametrize("family", ["jamba_experts", "granitemoehybrid", "nemotron_h"])
 def test_experts_have_their_own_moments(family: str, tmp_path: Path) -> None:
-    model, windows = _opened(family), _windows(6, 60)
+    model, windows = loaded(family), some_windows(6, 60)
     statistics = gather(model, windows, tmp_path)
     first = next(c for c in model.anatomy.candidates if len(c.shape) == 3)
     experts = model.model.get_submodule(first.name.rpartition(".")[0])
@@ -109,8 +92,8 @@ def test_experts_have_their_own_moments(family: str, tmp_path: Path) -> None:
 
 
 def test_an_untied_embedding_has_equal_columns_and_a_note(tmp_path: Path) -> None:
-    model = _opened("mamba2")
-    statistics = gather(model, _windows(), tmp_path)
+    model = loaded("mamba2")
+    statistics = gather(model, some_windows(3, 20), tmp_path)
     assert torch.equal(statistics.of("backbone.embeddings").second_moments, torch.eye(64))
     assert "lookup table" in statistics.notes["backbone.embeddings"]
 
@@ -118,7 +101,7 @@ def test_an_untied_embedding_has_equal_columns_and_a_note(tmp_path: Path) -> Non
 def test_a_killed_gathering_resumes_with_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, windows = _opened("zamba2"), _windows()  # its shared block runs in layers 1 and 5
+    model, windows = loaded("zamba2"), some_windows(3, 20)  # its shared block runs in layers 1 and 5
     whole = gather(model, windows, tmp_path / "whole")
 
     def stop(done: int, blocks: int) -> None:
@@ -136,53 +119,47 @@ def test_a_killed_gathering_resumes_with_the_same_bits(
         assert torch.equal(
             parts.of(component.name).second_moments, whole.of(component.name).second_moments
         ), component.name
-    assert parts.digest == whole.digest == StoredStatistics.open(tmp_path / "parts", model, windows).digest
+    assert parts.digest == whole.digest == StoredStatistics.open(tmp_path / "parts", model).digest
 
 
 def test_weights_with_the_same_inputs_share_one_stored_matrix(tmp_path: Path) -> None:
-    gather(_opened("llama"), _windows(), tmp_path)
+    gather(loaded("llama"), some_windows(3, 20), tmp_path)
     stored = load_file(tmp_path / "statistics/block-000.safetensors")
     assert len(stored) == 4  # q, k, v together; o; gate and up together; down
 
 
 def test_statistics_of_another_model_or_text_are_refused(tmp_path: Path) -> None:
-    model = _opened("mamba")
-    gather(model, _windows(), tmp_path)
+    model = loaded("mamba")
+    gather(model, some_windows(3, 20), tmp_path)
     other = LoadedModel("mamba", Path(), tiny_model("mamba", seed=5), None)
     with pytest.raises(RunError, match="another model"):
-        gather(other, _windows(), tmp_path)
+        gather(other, some_windows(3, 20), tmp_path)
     with pytest.raises(RunError, match="another model"):
         StoredStatistics.open(tmp_path, other)
     with pytest.raises(RunError, match="another text"):
-        gather(model, _windows(seed=2), tmp_path)
-    with pytest.raises(RunError, match="another text"):
-        StoredStatistics.open(tmp_path, model, _windows(seed=2))
+        gather(model, some_windows(3, 20, seed=2), tmp_path)
     with pytest.raises(RunError, match="kl-lens calibrate"):
         StoredStatistics.open(tmp_path / "nothing", model)
 
 
 def test_a_damaged_file_is_named_and_gathered_again(tmp_path: Path) -> None:
-    model, windows = _opened("mamba"), _windows()
+    model, windows = loaded("mamba"), some_windows(3, 20)
     whole = gather(model, windows, tmp_path)
     name = "backbone.layers.1.mixer.in_proj"
     before = whole.of(name).second_moments
     (tmp_path / "statistics/block-001.safetensors").write_bytes(b"rubbish")
     with pytest.raises(FormatError, match=r"block-001\.safetensors is damaged"):
         whole.of(name)
+    with pytest.raises(FormatError, match="no_such"):
+        whole.of("no_such")
     assert torch.equal(gather(model, windows, tmp_path).of(name).second_moments, before)
     (tmp_path / "statistics/statistics.json").write_text("{")
     with pytest.raises(RunError, match="cannot be read"):
         StoredStatistics.open(tmp_path, model)
 
 
-def test_a_component_without_statistics_is_named(tmp_path: Path) -> None:
-    statistics = gather(_opened("mamba"), _windows(), tmp_path)
-    with pytest.raises(FormatError, match="no_such"):
-        statistics.of("no_such")
-
-
 def test_activations_that_are_not_finite_name_the_component_and_the_window(tmp_path: Path) -> None:
-    model, windows = _opened("mamba"), _windows(4)
+    model, windows = loaded("mamba"), some_windows(4, 20)
     assert len(model.chain)  # watched while the model was whole
     bad = int(windows.ids[2, 0])
     windows.ids[windows.ids == bad] = bad + 1
@@ -196,7 +173,7 @@ def test_an_expert_that_saw_few_tokens_is_filled_up_with_the_mean_of_all() -> No
     moments = Moments((3, 5, 2), torch.device("cpu"))
     moments.add(torch.tensor([[2.0, 0.0]] * 3), expert=0)
     moments.add(torch.tensor([[0.0, 4.0]]), expert=1)
-    means = gathering_module.mean_moments(moments)
+    means = moments.means
     overall = torch.tensor([[3.0, 0.0], [0.0, 4.0]])
     assert torch.equal(means[0], torch.tensor([[4.0, 0.0], [0.0, 0.0]]))  # more tokens than columns: its own
     assert torch.equal(means[1], (torch.tensor([[0.0, 0.0], [0.0, 16.0]]) + overall) / 2)
@@ -204,46 +181,28 @@ def test_an_expert_that_saw_few_tokens_is_filled_up_with_the_mean_of_all() -> No
 
 
 def test_experts_without_enough_tokens_are_noted_and_those_without_any_refused(tmp_path: Path) -> None:
-    model = _opened("jamba_experts")
-    statistics = gather(model, _windows(1, 20), tmp_path)
+    model = loaded("jamba_experts")
+    statistics = gather(model, some_windows(1, 20), tmp_path)
     name = next(c.name for c in model.anatomy.candidates if len(c.shape) == 3)
     assert "filled up" in statistics.notes[name]
-    index = tmp_path / "statistics/statistics.json"
-    content = json.loads(index.read_text())
-    content["components"][name] |= {
-        "file": None,
-        "columns": None,
-        "note": "no token was routed to its experts",
-    }
-    index.write_text(json.dumps(content))
+    statistics._components[name] |= {"file": None, "columns": None, "note": "no token was routed to it"}
     with pytest.raises(FormatError, match=f"{name}: no token was routed"):
-        StoredStatistics.open(tmp_path, model).of(name)
+        statistics.of(name)
 
 
 def test_inputs_that_are_always_zero_count_alike_with_a_note(tmp_path: Path) -> None:
-    model = _opened("mamba")
+    model = loaded("mamba")
     model.model.get_submodule("backbone.layers.1.norm").weight.data.zero_()
-    statistics = gather(model, _windows(), tmp_path)
+    statistics = gather(model, some_windows(3, 20), tmp_path)
     name = "backbone.layers.1.mixer.in_proj"
     assert torch.equal(statistics.of(name).second_moments, torch.eye(64))
     assert "all zero" in statistics.notes[name]
 
 
 def test_a_product_with_some_of_the_columns_only_is_not_taken_for_the_whole(tmp_path: Path) -> None:
-    model = _opened("llama")
+    model = loaded("llama")
     layer = model.model.get_submodule("model.layers.0.mlp.down_proj")
     layer.forward = lambda x: x[..., :48] @ layer.weight[:, :48].T + x[..., 48:] @ layer.weight[:, 48:].T
-    statistics = gather(model, _windows(), tmp_path)
+    statistics = gather(model, some_windows(3, 20), tmp_path)
     with pytest.raises(FormatError, match=r"layers\.0\.mlp\.down_proj: used only in parts"):
         statistics.of("model.layers.0.mlp.down_proj")
-
-
-def test_files_are_read_back_as_they_were_stored(tmp_path: Path) -> None:
-    model = _opened("mamba")
-    statistics = gather(model, _windows(), tmp_path)
-    reopened = StoredStatistics.open(tmp_path, model)
-    name = model.anatomy.head
-    assert torch.equal(statistics.of(name).second_moments, reopened.of(name).second_moments)
-    save_file({}, tmp_path / "statistics/outside.safetensors")  # whole, but without the head
-    with pytest.raises(FormatError, match="damaged"):
-        reopened.of(name)

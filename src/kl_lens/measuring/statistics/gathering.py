@@ -17,7 +17,7 @@ from kl_lens.base.errors import CheckpointError
 from kl_lens.measuring.statistics.stored import LOOKED_UP, NO_INPUT, StoredStatistics
 from kl_lens.measuring.statistics.watching import Moments, ProductWatch
 from kl_lens.model import LoadedModel, States
-from kl_lens.model.chain import BlockCalls, Chain
+from kl_lens.model.chain import BlockCalls
 from kl_lens.run.records import Component
 from kl_lens.text import Windows
 from kl_lens.weights.quantizers import InputStatistics
@@ -45,7 +45,7 @@ def gather(
     stored = StoredStatistics.begun(run, model, windows)
     missing = [c for c in model.anatomy.candidates if c.name not in stored]
     if missing:
-        with experts_one_by_one(model.model):
+        with _experts_one_by_one(model.model):
             _Gathering(model, windows, stored, missing).run(progress)
     return stored
 
@@ -59,7 +59,8 @@ class _Gathering:
         self._stored = stored
         self._missing = missing
         self._tokens = windows.tokens
-        self._batches = in_batches(windows, self._chain)
+        size = max(1, self._chain.task.rows_at_once // windows.length)
+        self._batches = windows.ids.split(size)
         self._moments: dict[str, Moments] = {}
 
     def run(self, progress: Callable[[int, int], None]) -> None:
@@ -110,25 +111,24 @@ class _Gathering:
     def _store(self, file: str, components: Sequence[Component]) -> None:
         statistics: dict[str, InputStatistics] = {}
         notes: dict[str, str] = {}
-        for component in components:
-            moments = self._moments.pop(component.name)
-            if moments.in_parts or not any(moments.tokens):
-                note = "used only in parts" if moments.in_parts else "never used in a matrix product"
-                if moments.stacked and not moments.in_parts:
-                    note = "no token of this text was routed to its experts"
-                self._stored.add_without_moments(component.name, note, None, 0)
-                continue
-            if not bool(moments.sums.any()):
-                columns, tokens = moments.columns, sum(moments.tokens)
-                self._stored.add_without_moments(component.name, NO_INPUT, columns, tokens)
-                continue
-            statistics[component.name] = InputStatistics(mean_moments(moments), tuple(moments.tokens))
-            if few := [
-                str(e) for e, n in enumerate(moments.tokens) if n < moments.columns and moments.stacked
-            ]:
-                notes[component.name] = (
-                    f"experts {', '.join(few)} saw fewer tokens than they have columns: filled up with the overall mean"
-                )
+        for name in (c.name for c in components):
+            moments = self._moments.pop(name)
+            if moments.in_parts:
+                self._stored.add_without_moments(name, "used only in parts", None, 0)
+            elif not any(moments.tokens):
+                unused = "never used in a matrix product"
+                note = "no token of this text was routed to its experts" if moments.stacked else unused
+                self._stored.add_without_moments(name, note, None, 0)
+            elif not bool(moments.sums.any()):
+                self._stored.add_without_moments(name, NO_INPUT, moments.columns, sum(moments.tokens))
+            else:
+                statistics[name] = InputStatistics(moments.means, tuple(moments.tokens))
+                few = [str(e) for e, n in enumerate(moments.tokens) if n < moments.columns]
+                if few and moments.stacked:
+                    notes[name] = (
+                        f"experts {', '.join(few)} saw fewer tokens than they have columns: filled up with the overall "
+                        "mean"
+                    )
         self._stored.add(file, statistics, notes, self._weights_of(components))
 
     def _check_states(self, states: torch.Tensor, where: str, number: int) -> None:
@@ -151,22 +151,8 @@ class _Gathering:
         return f"in windows {first} to {first + count - 1}"
 
 
-def in_batches(windows: Windows, chain: Chain) -> list[torch.Tensor]:
-    size = max(1, chain.task.rows_at_once // windows.length)
-    return [windows.ids[first : first + size] for first in range(0, len(windows), size)]
-
-
-def mean_moments(moments: Moments) -> torch.Tensor:
-    """E[x xᵀ] in float32; an expert with fewer tokens than columns is filled up with the mean over all experts."""
-    tokens = torch.tensor(moments.tokens, dtype=torch.float64, device=moments.sums.device)[:, None, None]
-    overall = moments.sums.sum(0) / tokens.sum()
-    lacking = (moments.columns - tokens).clamp_min(0) if moments.stacked else torch.zeros_like(tokens)
-    means = ((moments.sums + lacking * overall) / (tokens + lacking)).float()
-    return means if moments.stacked else means[0]
-
-
 @contextmanager
-def experts_one_by_one(model: Any) -> Iterator[None]:
+def _experts_one_by_one(model: Any) -> Iterator[None]:
     """Makes transformers multiply with each expert's slice; its faster ways copy the experts."""
     before = getattr(getattr(model, "config", None), "_experts_implementation", None)
     if before in (None, "eager") or not hasattr(model, "set_experts_implementation"):

@@ -48,15 +48,23 @@ class StoredStatistics:
         self._components = components
 
     @classmethod
-    def open(cls, run: Path, model: LoadedModel, windows: Windows | None = None) -> StoredStatistics:
-        """The statistics of a run. Raises if they are of another model, or of another text than `windows`."""
-        stored = cls._of(run, identity_of(model, windows) if windows else _model_identity(model))
-        missing = [c.name for c in model.anatomy.candidates if c.name not in stored._components]
-        if missing:
+    def open(cls, run: Path, model: LoadedModel) -> StoredStatistics:
+        """The statistics of a run. Raises if they are of another model, or not complete."""
+        stored = cls.of_fingerprint(run, model.fingerprint)
+        if missing := stored._missing(model):
             raise RunError(
                 f"{stored.folder}: gathering stopped before {missing[0]} (and {len(missing) - 1} more); continue with: "
                 f"kl-lens calibrate --run {run}"
             )
+        return stored
+
+    @classmethod
+    def of_fingerprint(cls, run: Path, fingerprint: str | None) -> StoredStatistics:
+        """The statistics of a run, for a model that need not be opened. Raises if they are of another one."""
+        stored = cls.held_by(run)
+        if stored is None:
+            raise RunError(f"{run} has no statistics; gather them with: kl-lens calibrate MODEL --run {run}")
+        stored._require({"version": VERSION, "model_fingerprint": fingerprint})
         return stored
 
     @classmethod
@@ -73,24 +81,25 @@ class StoredStatistics:
             raise RunError(f"{path} cannot be read: {error}; delete {folder} and gather again") from error
 
     @classmethod
-    def of_fingerprint(cls, run: Path, fingerprint: str | None) -> StoredStatistics:
-        """The statistics of a run, for a model that is not opened. Raises if they are of another one."""
-        return cls._of(run, {"version": VERSION, "model_fingerprint": fingerprint})
-
-    def covers(self, model: LoadedModel) -> bool:
-        """Whether every component of the model is there."""
-        return all(c.name in self._components for c in model.anatomy.candidates)
-
-    @classmethod
     def begun(cls, run: Path, model: LoadedModel, windows: Windows) -> StoredStatistics:
         """The existing statistics of this model and text, to add to."""
-        identity = identity_of(model, windows)
+        identity = {
+            "version": VERSION, "model": model.name, "model_fingerprint": model.fingerprint,
+            "text": windows.provenance(), "text_fingerprint": windows.fingerprint,
+        }  # fmt: skip
         stored = cls.held_by(run)
         if stored is None:
             return cls(run / FOLDER, identity, {})
         stored._require(identity)
         intact = {name: entry for name, entry in stored._components.items() if stored._is_readable(name)}
         return cls(stored.folder, identity, intact)
+
+    def covers(self, model: LoadedModel) -> bool:
+        """Whether every component of the model is there."""
+        return not self._missing(model)
+
+    def _missing(self, model: LoadedModel) -> list[str]:
+        return [c.name for c in model.anatomy.candidates if c.name not in self._components]
 
     @property
     def digest(self) -> str:
@@ -131,7 +140,7 @@ class StoredStatistics:
         file: str,
         moments: Mapping[str, InputStatistics],
         notes: Mapping[str, str],
-        weights: Mapping[str, torch.Tensor] | None = None,
+        weights: Mapping[str, torch.Tensor],
     ) -> None:
         """Writes finished components to a file, then to the index; `weights`: see `add_weights`."""
         tensors: dict[str, torch.Tensor] = {}
@@ -147,8 +156,9 @@ class StoredStatistics:
                 "inputs": _largest_columns(statistics.second_moments),
             }  # fmt: skip
         if tensors:
-            self._write(file, tensors)
-        self.add_weights(weights or {})
+            with whole(self.folder / file) as temporary:
+                save_file(tensors, temporary)
+        self.add_weights(weights)
 
     def add_without_moments(self, component: str, note: str, columns: int | None, tokens: int) -> None:
         """Records a component whose columns count equally (`columns` given), or about which nothing is known (None)."""
@@ -170,14 +180,6 @@ class StoredStatistics:
         }
         return {name: entry for name, entry in entries.items() if entry}
 
-    @classmethod
-    def _of(cls, run: Path, identity: Mapping[str, Any]) -> StoredStatistics:
-        stored = cls.held_by(run)
-        if stored is None:
-            raise RunError(f"{run} has no statistics; gather them with: kl-lens calibrate MODEL --run {run}")
-        stored._require(identity)
-        return stored
-
     def _require(self, identity: Mapping[str, Any]) -> None:
         meanings = {
             "version": "another version of KL Lens",
@@ -197,10 +199,6 @@ class StoredStatistics:
         except FormatError:
             return self._components[component]["file"] is None
         return True
-
-    def _write(self, file: str, tensors: dict[str, torch.Tensor]) -> None:
-        with whole(self.folder / file) as temporary:
-            save_file(tensors, temporary)
 
     def _write_index(self) -> None:
         index = {"identity": self.identity, "digest": self.digest, "components": self._components}
@@ -228,16 +226,6 @@ class RunStatistics:
 
     def of(self, component: str, device: torch.device | str = "cpu") -> InputStatistics:
         return self._stored.of(component, device)
-
-
-def identity_of(model: LoadedModel, windows: Windows) -> dict[str, Any]:
-    """Version, model and text of the statistics."""
-    text = windows.provenance()
-    return {**_model_identity(model), "text": text, "text_fingerprint": windows.fingerprint}
-
-
-def _model_identity(model: LoadedModel) -> dict[str, Any]:
-    return {"version": VERSION, "model": model.name, "model_fingerprint": model.fingerprint}
 
 
 def _largest_columns(moments: torch.Tensor, count: int = 8) -> dict[str, Any]:

@@ -10,25 +10,14 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from kl_lens.base.errors import CheckpointError
 
-_LINEAR = ("linear",)
 _PRODUCTS = ("matmul", "__matmul__", "mm", "bmm")
-
-
-class Sink(Protocol):
-    """Receives the inputs of one weight."""
-
-    columns: int
-    in_parts: bool  # a product used only some of the columns
-
-    def add(self, inputs: torch.Tensor, expert: int = 0) -> bool:
-        """Adds inputs of shape (…, columns); False if they are not all finite."""
 
 
 class Moments:
@@ -40,10 +29,9 @@ class Moments:
     def __init__(self, shape: Sequence[int], device: torch.device) -> None:
         self.columns = shape[-1]
         self.stacked = len(shape) == 3
-        self.experts = shape[0] if self.stacked else 1
-        size = (self.experts, self.columns, self.columns)
-        self.sums = torch.zeros(size, dtype=torch.float64, device=device)
-        self.tokens = [0] * self.experts
+        experts = shape[0] if self.stacked else 1
+        self.sums = torch.zeros(experts, self.columns, self.columns, dtype=torch.float64, device=device)
+        self.tokens = [0] * experts
         self.in_parts = False  # a product used only some of the columns: the moments are incomplete
 
     def add(self, inputs: torch.Tensor, expert: int = 0) -> bool:
@@ -56,6 +44,15 @@ class Moments:
         self.tokens[expert] += rows.shape[0]
         return True
 
+    @property
+    def means(self) -> torch.Tensor:
+        """E[x xᵀ] in float32; an expert with fewer tokens than columns is filled up with the mean over all experts."""
+        tokens = torch.tensor(self.tokens, dtype=torch.float64, device=self.sums.device)[:, None, None]
+        overall = self.sums.sum(0) / tokens.sum()
+        lacking = (self.columns - tokens).clamp_min(0) if self.stacked else torch.zeros_like(tokens)
+        means = ((self.sums + lacking * overall) / (tokens + lacking)).float()
+        return means if self.stacked else means[0]
+
 
 class ProductWatch(TorchFunctionMode):
     """Within the block, every product with a watched weight adds its inputs to that weight's moments.
@@ -66,7 +63,7 @@ class ProductWatch(TorchFunctionMode):
     def __init__(
         self,
         weights: Mapping[str, torch.Tensor],
-        moments: Mapping[str, Sink],
+        moments: Mapping[str, Moments],
         place: Callable[[torch.Tensor], str],
     ) -> None:
         super().__init__()
@@ -80,7 +77,7 @@ class ProductWatch(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "")
-        if name in _LINEAR and len(args) > 1:
+        if name == "linear" and len(args) > 1:
             self._see(args[0], args[1], transposed=False)
         elif name in _PRODUCTS and len(args) > 1:
             left, right = args[0], args[1]

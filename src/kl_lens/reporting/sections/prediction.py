@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from kl_lens.measuring.correlation import Ranking
+from kl_lens.paper.ranking import Ranking
 from kl_lens.reporting.charts import Chart, Dot, Line, axis, scatter
 from kl_lens.reporting.data import KL, RunView
 from kl_lens.reporting.markup import Html, join

@@ -107,7 +107,8 @@ def rank(run: Run, shares: Sequence[float] = (1.0, 0.1, 0.05), seed: int = 0) ->
     texts = [role for role in run.roles() if role == CALIBRATION or role.startswith(f"{CALIBRATION}:")]
     correlations: list[Correlation] = []
     reliabilities: list[Reliability] = []
-    full = _samples(run, CALIBRATION)
+    calibrations = {role: _samples(run, role) for role in texts}
+    full = calibrations.get(CALIBRATION, {})
     points = [
         _point(key, full[key], damage[key], entropy, key[0] == head) for key in sorted(damage) if key in full
     ]
@@ -117,19 +118,15 @@ def rank(run: Run, shares: Sequence[float] = (1.0, 0.1, 0.05), seed: int = 0) ->
             if len(keys) < 3:
                 continue
             reliabilities.append(_reliability(format_name, with_head, [damage[k] for k in keys]))
-            for role in texts:
-                samples = full if role == CALIBRATION else _samples(run, role)
-                for share in _distinct(shares, samples) if role == CALIBRATION else (1.0,):
-                    label = _label(role, share, samples)
-                    correlations += _correlate(
-                        {k: samples[k] for k in keys if k in samples},
-                        damage,
-                        share,
-                        format_name,
-                        with_head,
-                        label,
-                        seed,
-                    )
+            for role, samples in calibrations.items():
+                own = {k: samples[k] for k in keys if k in samples}
+                for count, of in _counts(shares if role == CALIBRATION else (1.0,), samples):
+                    label = f"{role.partition(':')[2] or 'in domain'}, {count} of {of} windows"
+                    found = _correlate(own, damage, count / of, seed)
+                    correlations += [
+                        Correlation(kind, metric, format_name, with_head, label, len(own), *numbers)
+                        for (kind, metric), numbers in found.items()
+                    ]
     return Ranking(math.exp(entropy), tokens, tuple(points), tuple(correlations), tuple(reliabilities))
 
 
@@ -142,16 +139,11 @@ def _samples(run: Run, role: str) -> dict[tuple[str, str], list[WindowMetrics]]:
     return {key: run.samples(role, *key) for key in run.measured_windows(role)}
 
 
-def _distinct(shares: Sequence[float], samples: Samples) -> list[float]:
-    """Shares with different numbers of windows: with few windows, 10 % and 5 % can both mean one."""
+def _counts(shares: Sequence[float], samples: Samples) -> list[tuple[int, int]]:
+    """Different numbers of windows for these shares, each with that of all windows: with few, 10 % and 5 % can both
+    mean one."""
     windows = min((len(s) for s in samples.values()), default=1)
-    return list({max(1, round(share * windows)): share for share in reversed(shares)}.values())[::-1]
-
-
-def _label(role: str, share: float, samples: Samples) -> str:
-    text = role.partition(":")[2] or "in domain"
-    windows = min(len(s) for s in samples.values()) if samples else 0
-    return f"{text}, {max(1, round(share * windows))} of {windows} windows"
+    return [(count, windows) for count in dict.fromkeys(max(1, round(s * windows)) for s in shares)]
 
 
 def _point(
@@ -189,42 +181,23 @@ def _reliability(format_name: str, with_head: bool, damages: Sequence[list[Windo
 
 
 def _correlate(
-    samples: Samples,
-    damage: Samples,
-    share: float,
-    format_name: str,
-    with_head: bool,
-    label: str,
-    seed: int,
-) -> list[Correlation]:
-    keys = list(samples)
-    if len(keys) < 3:
-        return []
+    samples: Samples, damage: Samples, share: float, seed: int
+) -> dict[tuple[str, str], tuple[float, float, float, float]]:
+    """(damage, metric) → τ, both ends of its interval, and its p-value."""
+    if len(samples) < 3:
+        return {}
     targets = {
-        "perplexity": np.array([_damage(damage[k]) for k in keys]),
-        "divergence": np.array([_divergence(damage[k]) for k in keys]),
+        "perplexity": np.array([_damage(damage[k]) for k in samples]),
+        "divergence": np.array([_divergence(damage[k]) for k in samples]),
     }
-    summaries = [summarise(samples[k][: max(1, round(share * len(samples[k])))]) for k in keys]
-    correlations = []
+    summaries = [summarise(windows[: max(1, round(share * len(windows)))]) for windows in samples.values()]
+    found = {}
     for kind, metric in itertools.product(targets, DIRECTIONS):
         values = DIRECTIONS[metric] * np.array([s[metric].value for s in summaries])
         result = scipy.stats.kendalltau(values, targets[kind])
-        low, high = _interval(values, targets[kind], seed)
-        correlations.append(
-            Correlation(
-                kind,
-                metric,
-                format_name,
-                with_head,
-                label,
-                len(keys),
-                float(result.statistic),
-                low,
-                high,
-                float(result.pvalue),
-            )
-        )
-    return correlations
+        interval = _interval(values, targets[kind], seed)
+        found[kind, metric] = (float(result.statistic), *interval, float(result.pvalue))
+    return found
 
 
 def _interval(values: Floats, target: Floats, seed: int) -> tuple[float, float]:

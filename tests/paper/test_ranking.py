@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kl_lens.base.errors import RunError
-from kl_lens.measuring.correlation import rank
+from kl_lens.paper.ranking import rank
 from kl_lens.run.folder import CALIBRATION, EVALUATION, Run
 from kl_lens.run.samples import WindowMetrics
 from tests.samples import window_of
