@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kl_lens.targets.gguf import supported_architectures
+from kl_lens.targets.gguf.architectures import supported_architectures
 from tests.docs.markdown import ROOT
 
 ROWS: dict[str, dict[str, Any]] = {

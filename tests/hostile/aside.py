@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -24,7 +24,11 @@ def look(words: list[str]) -> int:
 @contextmanager
 def forked_quarantine(*modules: str) -> Iterator[None]:
     """Within, a file that is tried out aside is so by a fork that has the libraries already."""
-    with Forks("tests.hostile.aside", *modules) as forks, pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        patch.setenv(
+            "GGML_NO_BACKTRACE", "1"
+        )  # as the quarantine does: otherwise it spends seconds in a debugger
+        forks = stack.enter_context(Forks("tests.hostile.aside", *modules))
 
         def run(words: list[str], **_: Any) -> subprocess.CompletedProcess[bytes]:
             ended = forks.call("tests.hostile.aside:look", [words[3:]], limit=600)

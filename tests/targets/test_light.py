@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -96,41 +95,26 @@ def test_the_process_that_weighs_a_model(target: str, exported: dict[str, Path])
 def test_lazy_packages_have_every_name_they_promise() -> None:
     import kl_lens
     from kl_lens import profiling
-    from kl_lens.targets import gguf, openvino
+    from kl_lens.targets import openvino
 
-    for package in (kl_lens, profiling, gguf, openvino):
+    for package in (kl_lens, profiling, openvino):
         for name in package.__all__:
             assert getattr(package, name) is not None
         with pytest.raises(AttributeError, match="no_such_name"):
             _ = package.no_such_name
 
 
-def test_export_stays_a_function_when_its_module_is_loaded() -> None:
-    program = (
-        "import kl_lens.targets.gguf.export; from kl_lens.targets.gguf import export; assert callable(export)"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True)
-
-
-TEXTS = [
-    "",
-    " ",
-    "Plain words.",
-    "  two  spaces\n\nand lines\t",
-    "naïve café 北京 🙂",
-    "a<|endoftext|>b",
-    "don't , stop .",
-]
-
-
-@pytest.mark.parametrize("by", ["folder", "file"])
 def test_the_tokenizer_beside_a_model_is_what_transformers_reads(
-    by: str, exported: dict[str, Path], tokenizer: Any
+    exported: dict[str, Path], tokenizer: Any
 ) -> None:
-    folder = exported["openvino"]
-    place = None if by == "folder" else str(folder / "tokenizer.json")
-    found = find_tokenizer(object(), folder, place)  # type: ignore[arg-type]
-    for text in TEXTS:
+    found = find_tokenizer(None, exported["openvino"])
+    for text in (
+        "",
+        "  two  spaces\n\nand lines\t",
+        "naïve café 北京 🙂",
+        "a<|endoftext|>b",
+        "don't , stop .",
+    ):
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         assert found.encode(text) == ids
         assert found.decode(ids) == tokenizer.decode(ids)
@@ -147,7 +131,6 @@ def test_the_tokenizer_beside_a_model_is_what_transformers_reads(
         ({"tokenizer_config.json": {"eos_token": {"content": "b", "lstrip": False}}}, {1}),
         ({"tokenizer_config.json": {"eos_token": None}, "special_tokens_map.json": {"eos_token": "c"}}, {2}),
         ({"generation_config.json": {"eos_token_id": [0, 2]}}, {0, 2}),
-        ({"generation_config.json": {"eos_token_id": 1}}, {1}),
         ({"tokenizer_config.json": {"eos_token": "not in the vocabulary"}}, set()),
         ({}, set()),
     ],
@@ -158,7 +141,7 @@ def test_where_the_end_token_is_found(files: dict[str, Any], ends: set[int], tmp
     words.save(str(tmp_path / "tokenizer.json"))
     for name, data in files.items():
         (tmp_path / name).write_text(json.dumps(data))
-    found = find_tokenizer(object(), tmp_path)  # type: ignore[arg-type]
+    found = find_tokenizer(None, tmp_path)
     assert found.ends == ends
 
 
@@ -167,14 +150,14 @@ def test_limits_inside_a_tokenizer_do_not_cut_a_prompt(tmp_path: Path, exported:
     whole = cut.encode(PROMPT, add_special_tokens=False).ids
     cut.enable_truncation(2)
     cut.save(str(tmp_path / "tokenizer.json"))
-    assert find_tokenizer(object(), tmp_path).encode(PROMPT) == whole  # type: ignore[arg-type]
+    assert find_tokenizer(None, tmp_path).encode(PROMPT) == whole
 
 
 def test_spaces_are_cleaned_up_as_transformers_does(tmp_path: Path) -> None:
     words = Tokenizer(models.WordLevel({"stop": 0, ".": 1}, unk_token="stop"))
     settings = {"clean_up_tokenization_spaces": True}
     transformers.PreTrainedTokenizerFast(tokenizer_object=words, **settings).save_pretrained(tmp_path)
-    assert find_tokenizer(object(), tmp_path).decode([0, 1]) == "stop."  # type: ignore[arg-type]
+    assert find_tokenizer(None, tmp_path).decode([0, 1]) == "stop."
 
 
 def test_a_folder_without_tokenizer_json_is_read_by_transformers(
@@ -185,7 +168,7 @@ def test_a_folder_without_tokenizer_json_is_read_by_transformers(
     merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in specification["merges"]]
     (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
-    found = find_tokenizer(object(), exported["openvino"], str(tmp_path))  # type: ignore[arg-type]
+    found = find_tokenizer(None, exported["openvino"], str(tmp_path))
     assert found.encode(PROMPT) == tokenizer(PROMPT)["input_ids"]
 
 
@@ -204,16 +187,12 @@ def test_a_file_without_a_vocabulary_is_refused_and_the_process_lives(
         session.detokenize([1, 2])
 
 
-@pytest.mark.parametrize("content", ["", "{", '{"model": 1}'])
-def test_damaged_tokenizers_are_named(content: str, exported: dict[str, Path], tmp_path: Path) -> None:
-    folder = tmp_path / "copy"
-    shutil.copytree(
-        exported["openvino"], folder, ignore=shutil.ignore_patterns("*.bin", "*.xml", ".compiled")
-    )
-    (folder / "tokenizer.json").write_text(content)
-    with pytest.raises(TargetError, match=r"copy/tokenizer\.json cannot be read") as caught:
-        find_tokenizer(object(), folder)  # type: ignore[arg-type]
+@pytest.mark.parametrize("content", ["", '{"model": 1}'])
+def test_damaged_tokenizers_are_named(content: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(TargetError, match=r"/tokenizer\.json cannot be read") as caught:
+        find_tokenizer(None, tmp_path)
     assert "\n" not in str(caught.value)
-    (folder / "tokenizer.json").unlink()
+    (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(TargetError, match="holds no tokenizer"):
-        find_tokenizer(object(), folder)  # type: ignore[arg-type]
+        find_tokenizer(None, tmp_path)

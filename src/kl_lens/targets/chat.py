@@ -64,13 +64,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def chat_renderer(template: str, special: Mapping[str, str], where: str) -> Renderer:
-    """Messages → the text that the model reads, up to where its answer begins.
-
-    Args:
-        template: Jinja source.
-        special: texts of the special tokens that templates name: bos_token, eos_token and others.
-        where: the file that the template is from, for errors.
-    """
+    """Messages → the text that the model reads, up to where its answer begins. `special`: texts of the
+    special tokens that templates name (bos_token, eos_token); `where`: the template's file, for errors."""
     import jinja2
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment

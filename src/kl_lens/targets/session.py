@@ -34,14 +34,9 @@ class SessionSettings:
     @property
     def unusual(self) -> dict[str, Any]:
         """Settings that differ from the defaults, for a subject's record; without threads, which change only speed."""
-        settings: dict[str, Any] = {} if self.device == "CPU" else {"device": self.device}
-        settings |= (
-            {"gpu_layers": "all" if self.gpu_layers >= ALL_LAYERS else self.gpu_layers}
-            if self.gpu_layers
-            else {}
-        )
-        settings |= {"load": self.load} if self.load != "auto" else {}
-        return settings | ({"exact": True} if self.exact else {})
+        layers = "all" if self.gpu_layers >= ALL_LAYERS else self.gpu_layers
+        settings = {"device": self.device, "gpu_layers": layers, "load": self.load, "exact": self.exact}
+        return {key: value for key, value in settings.items() if value not in ("CPU", 0, "auto")}
 
 
 @runtime_checkable

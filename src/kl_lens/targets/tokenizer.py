@@ -35,13 +35,10 @@ class ArtifactTokenizer:
 
 
 def find_tokenizer(session: Session | None, artifact: Path, place: str | None = None) -> ArtifactTokenizer:
-    """The tokenizer of a session, without transformers where possible.
+    """The tokenizer of an exported folder or a bare file; llama.cpp's sessions can tokenize by themselves.
 
-    Args:
-        session: of the artifact; llama.cpp's can tokenize by itself.
-        artifact: an exported folder or a bare file.
-        place: a folder, a tokenizer.json or a hub id to use instead of what comes with the artifact. transformers
-            loads only for a hub id, and for a folder without tokenizer.json.
+    `place`: a folder, a tokenizer.json or a hub id to use instead of what comes with the artifact. transformers loads
+    only for a hub id, and for a folder without tokenizer.json.
     """
     if (file := _file(artifact, place)) is not None:
         return _from_file(file)

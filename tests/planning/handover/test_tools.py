@@ -27,7 +27,7 @@ from kl_lens.measuring.statistics import gather
 from kl_lens.model import LoadedModel
 from kl_lens.planning.handover import TOOLS, write_recipe
 from kl_lens.run.records import Plan
-from kl_lens.targets.gguf import export
+from kl_lens.targets.gguf.export import export
 from kl_lens.weights.recipes import Recipe, fitting_recipe
 from tests.cli.conftest import measure_arguments, tiny_folder  # noqa: F401
 from tests.families import tiny_model, token_ids

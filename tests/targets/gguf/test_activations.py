@@ -11,9 +11,12 @@ import pytest
 import torch
 
 from kl_lens.base.errors import TargetError
-from kl_lens.model import LoadedModel, load
+from kl_lens.model import load
 from kl_lens.run.records import Plan
-from kl_lens.targets.gguf import FORMATS, as_deployed, export, open_session, quantize_activations
+from kl_lens.targets.gguf.activations import as_deployed, quantize_activations
+from kl_lens.targets.gguf.choices import FORMATS
+from kl_lens.targets.gguf.export import export
+from kl_lens.targets.gguf.session import open_session
 from kl_lens.text import wikitext2
 from kl_lens.weights.formats import get_format
 from kl_lens.weights.formats.ggml import ggml_library
@@ -141,7 +144,7 @@ def test_each_component_alone_as_llama_cpp_computes_it(name: str, component: str
     planned = "fp16" if component.endswith("dt_proj") else "q8_0"
     exact = dict.fromkeys(matrices(model), "fp32")
     artifact = export(model, Plan("p", exact | {component: planned}, "test"), tmp_path, fingerprint="-")
-    with open_session(tmp_path / artifact.files[0], threads=1, exact_attention=True) as session:
+    with open_session(tmp_path / artifact.files[0], threads=1, exact=True) as session:
         found = np.stack([session.step(int(token)) for token in ids[0]])
     formats = quantize_weights(model, artifact)
     assert formats == {component: planned}
@@ -167,32 +170,30 @@ def test_unknown_components_and_eager_experts_are_refused() -> None:
         pass
 
 
-@pytest.mark.parametrize(("family", "format_name"), [("mamba", "q8_0"), ("hybrid", "q4_0")])
-def test_predicted_kl_is_the_kl_of_the_file(family: str, format_name: str, tmp_path: Path) -> None:
+MORE = [
+    (family, name) for family in ("mamba", "mamba2", "hybrid") for name in ("q8_0", "q6_k", "q4_k", "q4_0")
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "format_name", "windows", "tolerance"),
+    [
+        ("mamba", "q8_0", 2, 0.15),
+        ("hybrid", "q4_0", 2, 0.15),
+        *(pytest.param(*each, 16, 0.04, marks=pytest.mark.slow) for each in MORE),
+    ],
+)
+def test_predicted_kl_is_the_kl_of_the_file(
+    family: str, format_name: str, windows: int, tolerance: float, tmp_path: Path
+) -> None:
     """On a trained model. Rounding is chaotic: single tokens differ, and the mean over few of them by a few %."""
     model = load(f"reference:{family}")
-    _check_prediction(model, format_name, tmp_path, windows=2, tolerance=0.15)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("format_name", ["q8_0", "q6_k", "q4_k", "q4_0"])
-@pytest.mark.parametrize("family", ["mamba", "mamba2", "hybrid"])
-def test_predicted_kl_is_the_kl_of_the_file_on_more_text(
-    family: str, format_name: str, tmp_path: Path
-) -> None:
-    model = load(f"reference:{family}")
-    _check_prediction(model, format_name, tmp_path, windows=16, tolerance=0.04)
-
-
-def _check_prediction(
-    model: LoadedModel, format_name: str, folder: Path, windows: int, tolerance: float
-) -> None:
     ids = model.tokenizer(wikitext2("test").joined()[: windows * 4000])["input_ids"]
     text = torch.tensor(ids[: windows * 256]).reshape(windows, 256)
     teacher = torch_logits(model, text)
     plan = Plan("p", {c.name: format_name for c in model.anatomy.candidates}, "test")
-    artifact = export(model, plan, folder, fingerprint="-")
-    with open_session(folder / artifact.files[0], threads=1) as session:
+    artifact = export(model, plan, tmp_path, fingerprint="-")
+    with open_session(tmp_path / artifact.files[0], threads=1) as session:
         found = np.concatenate([session.logits(window.tolist()) for window in text])
     formats = quantize_weights(model, artifact)
     weights_only = kl(teacher, torch_logits(model, text))[0]

@@ -15,8 +15,10 @@ from kl_lens.base.errors import TargetError
 from kl_lens.cli.main import main
 from kl_lens.run.records import Plan
 from kl_lens.targets import LOAD_MODES
-from kl_lens.targets.gguf import export, library, open_session, paging, session as session_module
+from kl_lens.targets.gguf import library, paging, session as session_module
+from kl_lens.targets.gguf.export import export
 from kl_lens.targets.gguf.header import TensorEntry, read_header
+from kl_lens.targets.gguf.session import open_session
 from tests.targets.gguf.support import tiny, uniform
 
 gguf = pytest.importorskip("gguf")
@@ -54,7 +56,10 @@ def test_every_way_of_loading_gives_the_same_logits(tmp_path: Path, monkeypatch:
     for load in ("auto", *LOAD_MODES):
         with open_session(tmp_path / artifact.files[0], threads=1, load=load) as session:
             found[load] = np.concatenate([session.logits(tokens), session.step(3)[None]])
-            assert session.description["load_mode"] == ("lean" if load == "auto" else load)
+            described = session.description
+            assert described["load_mode"] == ("lean" if load == "auto" else load)
+    assert (described["runtime"], described["threads"]) == ("llama.cpp", 1)
+    assert "=" in described["build_flags"]
     assert given_back.call_count >= 2 * len(blocks) > 0
     size = np.abs(found["read"]).max()
     for load in ("auto", "lean", "mapped"):
@@ -85,14 +90,6 @@ def test_large_tensors_of_a_mapped_file_lie_apart_from_what_is_still_used(tmp_pa
         assert view[:] == path.read_bytes()[4096:]
 
 
-def test_a_large_embedding_is_cut_into_few_pieces() -> None:
-    """A process may have 65,530 mappings; what is used up here is missing for threads and buffers."""
-    table = TensorEntry("token_embd.weight", (1, 1), "F16", 4096, 5 << 30, Path())
-    pieces = list(paging.stretches_of(table))
-    assert len(pieces) <= 1024
-    assert pieces[-1][1] <= 4096 + table.bytes
-
-
 def test_a_file_that_free_memory_does_not_hold_is_mapped(
     whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,7 +109,7 @@ def test_ways_of_loading_that_a_library_does_not_have(whole: Path, monkeypatch: 
         assert session.description["load_mode"] == "the library's default"
 
 
-@pytest.mark.parametrize("share", [0.0, 0.00001, 0.001, 0.01, 0.3, 0.99, 0.9999])
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 0.9999])
 def test_truncated_files_are_named(whole: Path, tmp_path: Path, share: float) -> None:
     data = whole.read_bytes()
     path = tmp_path / "cut.gguf"
@@ -142,7 +139,7 @@ def test_random_damage_never_escapes_as_another_error(whole: Path, tmp_path: Pat
     random = np.random.default_rng(0)
     path = tmp_path / "x.gguf"
     refused = 0
-    for _ in range(200):
+    for _ in range(100):
         damaged = bytearray(data[:6000])  # the header, and tensors that reach beyond the end
         for place in random.integers(0, 4000, 4):
             damaged[place] = random.integers(256)
@@ -151,7 +148,7 @@ def test_random_damage_never_escapes_as_another_error(whole: Path, tmp_path: Pat
             read_header(path)
         except TargetError:
             refused += 1
-    assert refused == 200
+    assert refused == 100
 
 
 def _write(path: Path, architecture: str, tensors: dict[str, np.ndarray], **numbers: int) -> None:
@@ -201,11 +198,10 @@ def test_gpu_layers_without_a_gpu_are_refused(whole: Path) -> None:
 
 
 @pytest.mark.parametrize("verb", ["evaluate", "generate --prompt a"])
-@pytest.mark.parametrize("device", ["NPU", "gpu"])
-def test_a_device_that_llama_cpp_lacks_is_refused(whole: Path, verb: str, device: str, capsys) -> None:
+def test_a_device_that_llama_cpp_lacks_is_refused(whole: Path, verb: str, capsys) -> None:
     """It would run on the processor and be labelled with the device."""
-    assert main([*verb.split(), str(whole), "--device", device]) == 1
-    assert f"--device {device.upper()}: llama.cpp runs on CPU; --gpu-layers N puts" in capsys.readouterr().err
+    assert main([*verb.split(), str(whole), "--device", "npu"]) == 1
+    assert "--device NPU: llama.cpp runs on CPU; --gpu-layers N puts" in capsys.readouterr().err
 
 
 def test_no_layers_on_a_gpu_means_no_gpu(monkeypatch: pytest.MonkeyPatch, whole: Path) -> None:
@@ -220,15 +216,6 @@ def test_no_layers_on_a_gpu_means_no_gpu(monkeypatch: pytest.MonkeyPatch, whole:
     assert ctypes.c_void_p.from_buffer(own.model_parameters(4)).value is None  # any that there is
     with open_session(whole, threads=1) as session:
         assert (session.logits(range(40)) == expected).all()
-
-
-def test_descriptions_name_library_flags_and_threads(whole: Path) -> None:
-    with open_session(whole, threads=1) as session:
-        described = session.description
-    assert described["runtime"] == "llama.cpp"
-    assert described["threads"] == 1
-    assert "=" in described["build_flags"]
-    assert described["version"] != "unknown"
 
 
 def test_state_space_models_have_no_length_limit(tmp_path: Path) -> None:

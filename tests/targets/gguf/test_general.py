@@ -17,7 +17,7 @@ from kl_lens.model.opening import LoadedModel
 from kl_lens.run.records import Plan
 from kl_lens.study.study import generate
 from kl_lens.targets import export, get_target, locate, open_session
-from kl_lens.targets.gguf.header import parts_of, read_header
+from kl_lens.targets.gguf.header import read_header
 from kl_lens.targets.gguf.tokenizer import tokenizer_data
 from tests.families import _COMMON
 from tests.shipped import shipped_digests
@@ -108,7 +108,7 @@ def test_a_card_that_makes_no_sense_says_nothing(checkpoint: Path, tmp_path: Pat
         assert read_header(tmp_path / "out" / artifact.files[0]).metadata["general.name"] == "Odd"
 
 
-def _model(checkpoint: Path) -> LoadedModel:
+def _model() -> LoadedModel:
     settings = {**_COMMON, "hidden_size": 256, "num_hidden_layers": 1, "state_size": 8}
     return tiny(transformers.MambaConfig(**settings), name="owner/Mamba2-451k")
 
@@ -124,16 +124,16 @@ def _model(checkpoint: Path) -> LoadedModel:
         ),
     ],
 )
-def test_names_by_the_convention(plan: Plan, encoding: str, checkpoint: Path, tmp_path: Path) -> None:
-    artifact = export(_model(checkpoint), plan, "gguf", tmp_path)
+def test_names_by_the_convention(plan: Plan, encoding: str, tmp_path: Path) -> None:
+    artifact = export(_model(), plan, "gguf", tmp_path)
     assert artifact.files == (f"Mamba2-451K-{encoding}.gguf",)
     said = read_header(tmp_path / artifact.files[0]).metadata
     assert said["general.source.repo_url"] == "https://huggingface.co/owner/Mamba2-451k"
     assert said["general.organization"] == "Owner"
 
 
-def test_another_export_to_the_same_folder_leaves_one_file(checkpoint: Path, tmp_path: Path) -> None:
-    model = _model(checkpoint)
+def test_another_export_to_the_same_folder_leaves_one_file(tmp_path: Path) -> None:
+    model = _model()
     export(model, Plan("p", {}, "test"), "gguf", tmp_path)
     artifact = export(model, Plan("p", {"backbone.embeddings": "q8_0"}, "test"), "gguf", tmp_path)
     assert [path.name for path in tmp_path.glob("*.gguf")] == list(artifact.files)
@@ -159,12 +159,6 @@ def test_parts(checkpoint: Path, exported: Path, tmp_path: Path) -> None:
     last.unlink()
     with pytest.raises(Exception, match=rf"{last.name}"):
         target.contents(tmp_path / artifact.files[0])
-
-
-def test_parts_are_found_by_name() -> None:
-    names = [path.name for path in parts_of(Path("a/x-00002-of-00002.gguf"))]
-    assert names == ["x-00001-of-00002.gguf", "x-00002-of-00002.gguf"]
-    assert parts_of(Path("a/x.gguf")) == (Path("a/x.gguf"),)
 
 
 def test_named_templates_and_the_end_of_a_turn(checkpoint: Path) -> None:

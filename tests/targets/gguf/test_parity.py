@@ -11,8 +11,11 @@ import transformers
 
 from kl_lens.base.errors import TargetError
 from kl_lens.run.records import Plan
-from kl_lens.targets.gguf import FORMATS, as_deployed, export, open_session, supported_architectures, writer
-from kl_lens.targets.gguf.menu import STAND_INS
+from kl_lens.targets.gguf.activations import as_deployed
+from kl_lens.targets.gguf.architectures import get_architecture, supported_architectures
+from kl_lens.targets.gguf.choices import FORMATS
+from kl_lens.targets.gguf.export import export
+from kl_lens.targets.gguf.session import open_session
 from kl_lens.targets.session import Session
 from kl_lens.weights.formats import Quantized
 from kl_lens.weights.formats.gguf_blocks import GGUFFormat
@@ -45,7 +48,7 @@ def test_float32_logits_equal_pytorch(name: str, tmp_path: Path) -> None:
     model = tiny(name)
     expected = torch_logits(model, IDS)
     artifact = export(model, uniform(model, "fp32"), tmp_path, fingerprint="-")
-    with open_session(tmp_path / artifact.files[0], threads=1, exact_attention=True) as session:
+    with open_session(tmp_path / artifact.files[0], threads=1, exact=True) as session:
         assert isinstance(session, Session)
         found = session.logits(IDS[0].tolist())
         assert found.shape == expected.shape
@@ -82,27 +85,27 @@ def test_heads_that_change_places_keep_their_bytes(tmp_path: Path) -> None:
     formats = {t.component: t.realised for t in artifact.tensors if t.component.endswith("out_proj")}
     assert set(formats.values()) == {"q5_0"}, "blocks of 256 are longer than a head"
     assert "longer than a head (32 columns)" in artifact.settings["notes"][0]
-    with open_session(tmp_path / artifact.files[0], threads=1, exact_attention=True) as session:
+    with open_session(tmp_path / artifact.files[0], threads=1, exact=True) as session:
         short = _short_prompts(session)
     with as_deployed(model.model, quantize_weights(model, artifact)):
         expected = torch_logits(model, SHORT)
     assert _equal(short, expected, 1e-3) >= 0.75
 
 
-QUANTIZED = [
-    "mamba",
-    "mamba2",
-    "jamba",
-    "jamba with experts",
-    "granitemoehybrid",
-    "bamba",
-    "nemotron_h with experts",
-    "qwen3_5_text, two value heads to a key head",
-]
-
-
-@pytest.mark.parametrize("format_name", ["fp16", "q8_0", "q4_0"])
-@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize(
+    ("name", "format_name"),
+    [
+        ("mamba", "fp16"),
+        ("mamba", "q8_0"),
+        ("mamba2", "q4_0"),
+        ("jamba", "fp16"),
+        ("jamba with experts", "q8_0"),
+        ("granitemoehybrid", "q4_0"),
+        ("bamba", "q8_0"),
+        ("nemotron_h with experts", "q4_0"),
+        ("qwen3_5_text, two value heads to a key head", "q8_0"),
+    ],
+)
 def test_quantized_logits_equal_pytorch_with_the_same_weights(
     name: str, format_name: str, tmp_path: Path
 ) -> None:
@@ -115,7 +118,7 @@ def test_quantized_logits_equal_pytorch_with_the_same_weights(
     model = tiny(name)
     original = torch_logits(model, IDS)
     artifact = export(model, uniform(model, format_name), tmp_path, fingerprint="-")
-    with open_session(tmp_path / artifact.files[0], threads=1, exact_attention=True) as session:
+    with open_session(tmp_path / artifact.files[0], threads=1, exact=True) as session:
         found = np.stack([session.step(int(token)) for token in IDS[0]])
         short = _short_prompts(session)
     with as_deployed(model.model, quantize_weights(model, artifact)):
@@ -138,27 +141,26 @@ def _equal(found: np.ndarray, expected: np.ndarray, within: float = 1e-4) -> flo
     return float((np.abs(found - expected).max(-1) < within).mean())
 
 
-@pytest.mark.parametrize("format_name", ["fp16", "q8_0", "q4_0"])
+@pytest.mark.parametrize("format_name", ["fp16", "q4_0"])
 def test_falcon_h1_with_its_factors_inside_the_weights(format_name: str, tmp_path: Path) -> None:
     """Scaled weights have their scales rounded elsewhere, so logits agree only as well as the format is fine."""
     model = tiny("falcon_h1")
     original = torch_logits(model, IDS)
     artifact = export(model, uniform(model, format_name), tmp_path, fingerprint="-")
-    with open_session(tmp_path / artifact.files[0], threads=1, exact_attention=True) as session:
+    with open_session(tmp_path / artifact.files[0], threads=1, exact=True) as session:
         found = session.logits(IDS[0].tolist())
     with as_deployed(model.model, quantize_weights(model, artifact)):
         expected = torch_logits(model, IDS)
-    assert kl(expected, found)[0] < {"fp16": 2e-6, "q8_0": 3e-4, "q4_0": 3e-4}[format_name]
-    assert kl(original, found)[0] < {"fp16": 2e-6, "q8_0": 1e-3, "q4_0": 0.1}[format_name]
+    assert kl(expected, found)[0] < {"fp16": 2e-6, "q4_0": 3e-4}[format_name]
+    assert kl(original, found)[0] < {"fp16": 2e-6, "q4_0": 0.1}[format_name]
 
 
-@pytest.mark.parametrize("format_name", ["q6_k", "q5_k", "q4_k"])
-def test_k_quants_equal_pytorch_with_the_same_weights(format_name: str, tmp_path: Path) -> None:
+def test_k_quants_equal_pytorch_with_the_same_weights(tmp_path: Path) -> None:
     settings = {**_COMMON, "hidden_size": 256, "num_hidden_layers": 2, "state_size": 8}
     model = tiny(transformers.MambaConfig(**settings))
-    artifact = export(model, uniform(model, format_name), tmp_path, fingerprint="-")
+    artifact = export(model, uniform(model, "q4_k"), tmp_path, fingerprint="-")
     formats = quantize_weights(model, artifact)
-    assert formats["backbone.layers.0.mixer.in_proj"] == format_name
+    assert formats["backbone.layers.0.mixer.in_proj"] == "q4_k"
     with as_deployed(model.model, formats):
         expected = torch_logits(model, SHORT)
     with open_session(tmp_path / artifact.files[0], threads=1) as session:
@@ -191,8 +193,6 @@ REFUSED = {
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_what_llama_cpp_would_compute_differently_is_refused_in_one_line(message: str) -> None:
-    from kl_lens.targets.gguf.architectures import get_architecture
-
     config = REFUSED[message]()
     with pytest.raises(TargetError) as caught:
         get_architecture(config.model_type).require(config)
@@ -233,12 +233,3 @@ def test_every_type_in_one_file(types: list[str], tmp_path: Path, monkeypatch: p
     with as_deployed(model.model, formats):
         expected = torch_logits(model, IDS)
     assert kl(expected, found)[0] < 0.01 * kl(teacher, found)[0]
-
-
-def test_every_type_has_a_number_of_its_own_in_the_header() -> None:
-    """`general.file_type`, as gguf-py knows them: the plain variant where llama.cpp mixes types under one name."""
-    names = {name: f"MOSTLY_{name.upper()}" for name in writer._FILE_TYPES}
-    names |= {name: f"MOSTLY_{name.upper()}_S" for name in ("q2_k", "q3_k", "q4_k", "q5_k")}
-    names |= {"fp32": "ALL_F32", "fp16": "MOSTLY_F16"}
-    assert {name: gguf.LlamaFileType[kind] for name, kind in names.items()} == writer._FILE_TYPES
-    assert set(writer._FILE_TYPES) == set(STAND_INS)

@@ -9,26 +9,21 @@ from __future__ import annotations
 import re
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from kl_lens.base.errors import UnlearntError
 from kl_lens.measuring.statistics import StoredStatistics
 from kl_lens.model import LoadedModel
-from kl_lens.model.streaming import CheckpointTensors, ModelTensors
 from kl_lens.planning.handover.base import Handover, own_rounding, refusal
 from kl_lens.run.records import Plan
 from kl_lens.targets.gguf.architectures import get_architecture
-from kl_lens.targets.gguf.choices import choose_recipes, decide
-from kl_lens.targets.gguf.writer import FLOAT32
+from kl_lens.targets.gguf.choices import FLOAT32, TensorJob, choose_recipes, decide
+from kl_lens.targets.gguf.export import source_of
 from kl_lens.weights.formats import FP16
 from kl_lens.weights.formats.ggml import gguf_module
 from kl_lens.weights.quantizers.importance import column_importance
 from kl_lens.weights.recipes import NEAREST
-
-if TYPE_CHECKING:
-    from kl_lens.targets.gguf.writer import TensorJob
 
 TYPES, IMPORTANCE = "tensor-types.txt", "imatrix.gguf"
 _SPELLED = {FP16: "f16", FLOAT32: "f32"}
@@ -67,14 +62,10 @@ def _jobs(model: LoadedModel, plan: Plan) -> list[TensorJob]:
     """The matrices of the GGUF file whose type `llama-quantize` chooses."""
     architecture = get_architecture(model.config.model_type)
     architecture.require(model.config)
-    on_disk = model.residency is not None
-    tensors = CheckpointTensors.fitting(model.folder, model.config) if on_disk else ModelTensors(model.model)
-    try:
-        recipes, shapes = choose_recipes(plan, tensors), tensors.shapes
-        rules = architecture.tensors(model.config, shapes)
-        jobs = [decide(rule, shapes, recipes, fallback=False)[0] for rule in rules]
-    finally:
-        tensors.close()
+    with source_of(model) as source:
+        recipes, shapes = choose_recipes(plan, source.tensors), source.tensors.shapes
+    rules = architecture.tensors(model.config, shapes)
+    jobs = [decide(rule, shapes, recipes, fallback=False)[0] for rule in rules]
     chosen = []
     for job in jobs:
         if any(part in job.rule.name for part in _KEPT):

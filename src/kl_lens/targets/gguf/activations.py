@@ -36,12 +36,7 @@ _ON_X86 = platform.machine().lower() in ("x86_64", "amd64")
 
 
 def quantize_activations(activations: torch.Tensor, format_name: str) -> torch.Tensor:
-    """The float32 activations that llama.cpp multiplies with a weight of this format.
-
-    Args:
-        activations: (…, columns of the weight).
-        format_name: the weight's format. `fp32` leaves them alone.
-    """
+    """The float32 activations (…, columns) that llama.cpp multiplies with a weight of this format."""
     if format_name == "fp32":
         return activations
     if format_name in (FP16, "f16"):
@@ -95,12 +90,9 @@ def _blocked(activations: torch.Tensor, size: int) -> torch.Tensor:
 
 @contextmanager
 def as_deployed(model: nn.Module, recipes: Mapping[str, Recipe]) -> Iterator[None]:
-    """Within, the named components' inputs are rounded as llama.cpp would round them.
+    """Within, the named components' inputs are rounded as llama.cpp would round them; weights are left alone.
 
-    Args:
-        model: a transformers causal language model. Its weights are left alone: quantize those too.
-        recipes: component name → the recipe it is *realised* in (after fallbacks). Components that are not named
-            get exact activations. A tied embedding stands for the head.
+    `recipes`: component → the recipe it is *realised* in (after fallbacks). A tied embedding stands for the head.
     """
     changes = {c: partial(quantize_activations, format_name=r.grid.name) for c, r in recipes.items()}
     with inputs_changed(model, changes):

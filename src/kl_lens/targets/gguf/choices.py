@@ -4,17 +4,43 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
 from kl_lens.base.errors import FormatError, PlanError
 from kl_lens.model.anatomy import component_name
+from kl_lens.model.files import and_more
 from kl_lens.model.streaming import TensorSource
 from kl_lens.run.records import ExportedTensor, Plan
 from kl_lens.targets.gguf.architectures import TensorRule
-from kl_lens.targets.gguf.menu import ALIASES, FORMATS, STAND_INS
-from kl_lens.targets.gguf.writer import FLOAT32, TensorJob
 from kl_lens.weights.recipes import FP16, Recipe, fitting_recipe
+
+FLOAT32 = "fp32"  # for everything that is not a matrix product; not a format of plans
+FORMATS = (  # that plans for this target may use
+    FP16, "q8_0", "q6_k", "q5_k", "q4_k", "q4_0", "q4_1", "iq4_nl", "iq4_xs", "q3_k", "iq3_s", "iq3_xxs",
+    "q2_k", "iq2_s", "iq2_xs", "iq2_xxs",
+)  # fmt: skip
+STAND_INS = (*FORMATS, "q5_0", "q5_1", FLOAT32)  # also in files: fallbacks and exact copies
+_ALIASES = {"f16": FP16, "f32": FLOAT32}  # llama.cpp's own spelling
+
+
+@dataclass(frozen=True)
+class TensorJob:
+    """One tensor of the file: its source, shape and recipe."""
+
+    rule: TensorRule
+    component: str
+    shape: tuple[int, ...]
+    recipe: Recipe | None  # None: F32
+
+    @property
+    def format(self) -> str:
+        return FLOAT32 if self.recipe is None else self.recipe.grid.name
+
+    @property
+    def bytes(self) -> int:
+        return 4 * math.prod(self.shape) if self.recipe is None else self.recipe.grid.bytes(self.shape)
 
 
 def choose_recipes(plan: Plan, tensors: TensorSource) -> dict[str, Recipe | None]:
@@ -25,13 +51,11 @@ def choose_recipes(plan: Plan, tensors: TensorSource) -> dict[str, Recipe | None
         component_name(alias, len(shapes[first])): component_name(first, len(shapes[first]))
         for alias, first in tensors.aliases.items()
     }
-    unknown = sorted(set(plan.assignment) - components - set(tied))
-    if unknown:
-        more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
-        raise PlanError(f"plan {plan.name}: the model has no component {', '.join(unknown[:3])}{more}")
+    if unknown := sorted(set(plan.assignment) - components - set(tied)):
+        raise PlanError(f"plan {plan.name}: the model has no component {unknown[0]}{and_more(unknown)}")
     chosen: dict[str, Recipe | None] = {}
     for component, planned in plan.assignment.items():
-        spelling = ALIASES.get(planned, planned)
+        spelling = _ALIASES.get(planned, planned)
         name = spelling.partition("+")[0]
         if name not in STAND_INS:
             raise PlanError(
@@ -62,14 +86,11 @@ def decide(
         shape = tuple(rule.transform(torch.empty(source, device="meta")).shape)
         component = component_name(rule.parameter, len(source))
     planned = recipes.get(component, FP16)
-    recipe: Recipe | None = None
-    reason: str | None = None
+    recipe, reason, refused = None, None, False
     if rule.float32:
         reason = "llama.cpp computes with it in F32"
         refused = planned not in (FP16, None)
-    elif planned is None:
-        refused = False
-    else:
+    elif planned is not None:
         recipe, reason = fitting_recipe(planned, rule.stretch(shape))
         refused = reason is not None
     if refused and not fallback:

@@ -105,7 +105,7 @@ class GGUFDissection(Dissection):
 
     def open(self, settings: SessionSettings) -> Session:
         quarantine.require_opens(try_out, self.place, self.files, "llama.cpp")
-        return GGUFSession.of(self.place, settings)
+        return GGUFSession(self.place, settings)
 
     def strings(self, tokenizer: Any) -> list[str]:
         return sample_strings(self._tokenizer(tokenizer).check)

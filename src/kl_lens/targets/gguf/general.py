@@ -6,28 +6,21 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kl_lens.base.units import tag_of
 from kl_lens.base.version import __version__
 from kl_lens.run.records import Plan
+from kl_lens.targets.gguf.choices import TensorJob
 from kl_lens.weights.formats.ggml import gguf_module
 from kl_lens.weights.recipes import FP16
-
-if TYPE_CHECKING:
-    from kl_lens.targets.gguf.writer import TensorJob
 
 _HUB = "https://huggingface.co/"
 
 
-def general_metadata(folder: Path | None, name: str, counts: tuple[int, int, int, int]) -> Any:
-    """gguf's `Metadata`, from the model card, config.json, generation_config.json and the model's name.
-
-    Args:
-        folder: of the checkpoint, if any; missing or unreadable files are ignored.
-        name: a folder's name, or a hub id.
-        counts: of parameters: all, shared, of one expert, and how many experts.
-    """
+def general_metadata(folder: Path, name: str, counts: tuple[int, int, int, int]) -> Any:
+    """gguf's `Metadata`, from the model card, the settings in the checkpoint's folder and the model's name (a folder's
+    or a hub id). `counts` of parameters: all, shared, of one expert, and how many experts."""
     gguf = gguf_module()
     try:
         card, config = gguf.Metadata.load_model_card(folder), gguf.Metadata.load_hf_parameters(folder)
@@ -72,12 +65,12 @@ def _usable(metadata: Any) -> bool:
     )
 
 
-def _generation_settings(folder: Path | None) -> dict[str, Any]:
+def _generation_settings(folder: Path) -> dict[str, Any]:
     settings = gguf_module().Metadata.load_generation_config(folder)
     return settings if isinstance(settings, dict) else {}
 
 
-def end_tokens(folder: Path | None) -> list[int]:
+def end_tokens(folder: Path) -> list[int]:
     """Tokens that end a text, from the model's generation settings."""
     ids = _generation_settings(folder).get("eos_token_id")
     return [one for one in (ids if isinstance(ids, list) else [ids]) if isinstance(one, int)]

@@ -8,16 +8,15 @@ default was found there. A library with another layout is refused, never guessed
 from __future__ import annotations
 
 import ctypes
-import ctypes.util
 import importlib.util
 import os
 import re
-import shutil
 import struct
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +27,8 @@ from kl_lens.targets.session import ALL_LAYERS, LOAD_MODES
 ENVIRONMENT_VARIABLE = "LLAMA_CPP_LIB"
 WHEEL = "xllamacpp"  # of the extra `gguf`: runs everywhere, so it leaves this processor's best instructions unused
 _FINDING = threading.Lock()
-_NAMES = ("libllama.so", "libllama.dylib", "llama.dll")
 # For example libllama.v0.5.0.so, libllama.cuda.v0.5.0.so, libllama.so.0.
-_VERSIONED = re.compile(r"(lib)?llama(\.(cuda|vulkan|metal))?(\.v?\d[\d.]*)?\.(so|dylib|dll)(\.\d+)*")
+_FILE = re.compile(r"(lib)?llama(\.(cuda|vulkan|metal))?(\.v?\d[\d.]*)?\.(so|dylib|dll)(\.\d+)*")
 _ERROR_LEVEL = 4
 _STRUCT_BYTES = 512
 
@@ -52,10 +50,10 @@ class Parameters(ctypes.Structure):
     _fields_ = (("data", ctypes.c_uint8 * _STRUCT_BYTES),)
 
     def integer(self, offset: int) -> int:
-        return int(struct.unpack_from("<i", bytes(self.data), offset)[0])
+        return int(struct.unpack_from("<i", self.data, offset)[0])
 
-    def set_integer(self, offset: int, value: int) -> None:
-        ctypes.memmove(ctypes.addressof(self) + offset, struct.pack("<i", value), 4)
+    def put(self, offset: int, value: int, code: str = "<i") -> None:
+        struct.pack_into(code, self.data, offset, value)
 
 
 class Batch(ctypes.Structure):
@@ -153,23 +151,21 @@ class LlamaLibrary:
         parameters: Parameters = self.functions.llama_model_default_params()
         offset, defaults = _GPU_LAYERS
         self.require_default(parameters, "n_gpu_layers", offset, defaults)
-        parameters.set_integer(offset, gpu_layers)
+        parameters.put(offset, gpu_layers)
         if gpu_layers == 0 and self.has_gpu:
             # Otherwise a prompt's products would still run on the GPU, in half precision.
-            for place in (0, 4):
-                self.require_default(parameters, "devices", place, (0,))
-            nowhere = ctypes.c_void_p(ctypes.addressof(_NO_DEVICES))
-            ctypes.memmove(ctypes.addressof(parameters), ctypes.byref(nowhere), 8)
+            self.require_default(parameters, "devices", 0, (0,))
+            parameters.put(0, ctypes.addressof(_NO_DEVICES), "<Q")
         if load is not None:
             if not self.has_load_modes:
                 raise TargetError(
                     f"--load {load}: {self.path} has no load modes that KL Lens knows; leave it out"
                 )
             mode, repacked = _LOADS[load]
-            parameters.set_integer(_LOAD_MODE[0], mode)
+            parameters.put(_LOAD_MODE[0], mode)
             parameters.data[_REPACK] = repacked
             if callback is not None:
-                ctypes.memmove(ctypes.addressof(parameters) + _CALLBACK, ctypes.addressof(callback), 8)
+                parameters.put(_CALLBACK, ctypes.cast(callback, ctypes.c_void_p).value or 0, "<Q")
         return parameters
 
     def context_parameters(self, context: int, batch: int, exact_attention: bool) -> Parameters:
@@ -177,10 +173,10 @@ class LlamaLibrary:
         for name, (offset, defaults) in _CONTEXT_FIELDS.items():
             self.require_default(parameters, name, offset, defaults)
         for name, value in {"n_ctx": context, "n_batch": batch, "n_ubatch": min(batch, 512)}.items():
-            parameters.set_integer(_CONTEXT_FIELDS[name][0], value)
+            parameters.put(_CONTEXT_FIELDS[name][0], value)
         if exact_attention:
             for offset in self.attention_offsets(parameters):
-                parameters.set_integer(offset, 0)  # flash attention off; F32 keys; F32 values
+                parameters.put(offset, 0)  # flash attention off; F32 keys; F32 values
         return parameters
 
     def attention_offsets(self, parameters: Parameters) -> tuple[int, int, int]:
@@ -209,34 +205,9 @@ class LlamaLibrary:
             )
 
 
-def library_in(folder: Path) -> Path | None:
-    """The libllama in a folder or its subfolders."""
-    files = (path for path in sorted(folder.rglob("*llama*")) if _VERSIONED.fullmatch(path.name))
-    return min(files, key=lambda path: (len(path.parts), len(path.name)), default=None)
-
-
-def candidates() -> Iterator[tuple[str, Path]]:
-    """Libraries worth trying, best first: native builds, then the portable wheel."""
-    if folder := _package_folder("llama_cpp"):
-        yield from (("llama-cpp-python", folder / "lib" / name) for name in _NAMES)
-    if installed := ctypes.util.find_library("llama"):
-        yield "system", Path(installed)
-    for tool in ("llama-cli", "llama-server", "llama-bench"):
-        if executable := shutil.which(tool):
-            beside = Path(executable).resolve().parent
-            for place in (beside, beside.parent / "lib"):
-                yield from ((f"beside {tool}", place / name) for name in _NAMES)
-    if folder := _package_folder(WHEEL):
-        yield from ((WHEEL, path) for path in sorted(folder.glob("xllamacpp*.so")))
-        yield from ((WHEEL, path) for path in sorted(folder.glob("xllamacpp*.pyd")))
-
-
 def find_library() -> LlamaLibrary:
-    """The llama.cpp library to use; the same one for the life of the process, in all threads.
-
-    Searched in this order: `LLAMA_CPP_LIB` (a library, or a folder with one), llama-cpp-python, the system's library
-    path, beside llama.cpp's tools on PATH, and xllamacpp.
-    """
+    """The llama.cpp library to use, the same one in all threads: the wheel, or that of `LLAMA_CPP_LIB` (a file, or a
+    folder with one), which is used or refused, never replaced."""
     with _FINDING:  # opened twice, it would log to a freed callback
         return found_library(os.environ.get(ENVIRONMENT_VARIABLE))
 
@@ -248,33 +219,35 @@ def use_library(path: Path) -> None:
     os.environ[ENVIRONMENT_VARIABLE] = str(path)
 
 
+def wheel() -> Path | None:
+    """The library in the wheel, if that is installed."""
+    spec = importlib.util.find_spec(WHEEL)  # finds the package without importing it
+    folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
+    files = (path for folder in folders for path in sorted(folder.glob(f"{WHEEL}*")))
+    return next((path for path in files if path.suffix in (".so", ".pyd")), None)
+
+
 @cache
 def found_library(chosen: str | None) -> LlamaLibrary:
-    """`chosen`: the user's own, a library or a folder with one. It is used or refused, never replaced."""
-    if chosen:
-        place = Path(chosen)
-        own = library_in(place) if place.is_dir() else place
-        if own is None or (own.is_absolute() and not own.is_file()):
-            raise TargetError(
-                f"{place}: no llama.cpp library there; --llama-cpp and {ENVIRONMENT_VARIABLE} take a libllama file, "
-                "or a folder with one"
-            )
-        return open_library("your choice", own)
-    reasons = []
-    for origin, path in candidates():
-        if path.is_absolute() and not path.is_file():
-            continue
-        try:
-            return open_library(origin, path)
-        except TargetError as error:
-            reasons.append(str(error))
-    tried = f" ({'; '.join(reasons)})" if reasons else ""
-    raise TargetError(
-        f"no llama.cpp library found{tried}; pip install 'kl-lens[gguf]', or name one with --llama-cpp"
-    )
+    if not chosen and (installed := wheel()):
+        return _opened(installed, f"{WHEEL} {metadata.version(WHEEL)}", origin=WHEEL)
+    if not chosen:
+        raise TargetError(
+            "no llama.cpp library found; pip install 'kl-lens[gguf]', or name one with --llama-cpp"
+        )
+    place = Path(chosen)
+    if place.is_dir():
+        files = [path for path in sorted(place.rglob("*llama*")) if _FILE.fullmatch(path.name)]
+        place = min(files, key=lambda path: (len(path.parts), len(path.name)), default=place)
+    if place.is_dir() or (place.is_absolute() and not place.is_file()):
+        raise TargetError(
+            f"{chosen}: no llama.cpp library there; --llama-cpp and {ENVIRONMENT_VARIABLE} take a libllama file, "
+            "or a folder with one"
+        )
+    return _opened(place, "", origin="your choice")
 
 
-def open_library(origin: str, path: Path) -> LlamaLibrary:
+def _opened(path: Path, package: str, origin: str) -> LlamaLibrary:
     try:
         with briefly_spinning():
             functions = ctypes.CDLL(str(path))
@@ -286,7 +259,8 @@ def open_library(origin: str, path: Path) -> LlamaLibrary:
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(functions, name)
         function.restype, function.argtypes = result, list(arguments)
-    library = LlamaLibrary(path, origin, functions, _version(functions, origin))
+    version = ", ".join([*([package] if package else []), *_versions(functions)]) or "unknown"
+    library = LlamaLibrary(path, origin, functions, version)
 
     def log(level: int, text: bytes | None, _: object) -> None:
         if level == _ERROR_LEVEL and text:
@@ -313,26 +287,9 @@ def _load_backends(functions: ctypes.CDLL, path: Path) -> None:
         functions.ggml_backend_load_all()
 
 
-def _version(functions: ctypes.CDLL, origin: str) -> str:
-    parts = []
-    package = {"llama-cpp-python": "llama_cpp_python", "xllamacpp": "xllamacpp"}.get(origin)
-    if package:
-        from importlib.metadata import PackageNotFoundError, version
-
-        try:
-            parts.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            parts.append(package)
+def _versions(functions: ctypes.CDLL) -> Iterator[str]:
     for label, name in (("llama.cpp", "llama_version"), ("ggml", "ggml_version"), ("commit", "ggml_commit")):
         if hasattr(functions, name):
             function = getattr(functions, name)
             function.restype, function.argtypes = ctypes.c_char_p, []
-            parts.append(f"{label} {(function() or b'?').decode()}")
-    return ", ".join(parts) or "unknown"
-
-
-def _package_folder(name: str) -> Path | None:
-    spec = importlib.util.find_spec(name)  # finds the package without importing it
-    for folder in (spec.submodule_search_locations or ()) if spec else ():
-        return Path(folder)
-    return None
+            yield f"{label} {(function() or b'?').decode()}"

@@ -17,7 +17,7 @@ from kl_lens.base.errors import TargetError, printable
 from kl_lens.targets.artifacts import earlier_artifact
 from kl_lens.targets.chat import Renderer, chat_renderer
 from kl_lens.targets.gguf.header import read_header
-from kl_lens.targets.gguf.library import LlamaLibrary, find_library
+from kl_lens.targets.gguf.library import find_library
 from kl_lens.targets.gguf.paging import ProgressCallback, can_give_back, give_back, giving_back, set_apart
 from kl_lens.targets.gguf.tokenizer import TOKENIZER_CHECK, differing_string
 from kl_lens.targets.session import LOAD_MODES, Logits, SessionSettings, checked_tokens
@@ -36,101 +36,77 @@ class GGUFSession:
     Prompts and single tokens go through different kernels in llama.cpp, whose results differ in the last bits:
     `prefill` and `logits` use the first, `step` the second.
 
-    Args:
-        path: the .gguf file, or one of its parts. llama.cpp aborts on some damaged files: open files from
-            elsewhere with `kl_lens.open_session`, which tries them in another process first.
-        threads: all processors this process may use, unless given.
-        gpu_layers: layers to put on a GPU, where the library has one.
-        load: how weights come into memory, one of `LOAD_MODES`. `auto` is `lean` (`read` where that is not possible),
-            which keeps only the copy that kernels use. A file larger than free memory is mapped without repacking.
-        context: tokens to make room for in attention caches; the model's own length up to 8192 unless given.
-        exact_attention: keys and values in F32 and no flash attention, to measure only the loss of a plan.
-            llama.cpp's default rounds them to F16, and its CPU flash attention also sums in F16.
+    llama.cpp aborts on some damaged files: open files from elsewhere with `kl_lens.open_session`, which tries them in
+    another process first.
 
-    Raises:
-        TargetError: one line that says what is wrong with the file, the library or the options.
+    Args:
+        path: the .gguf file, or one of its parts.
+        settings: `load` is one of `LOAD_MODES`. `auto` is `lean` (`read` where that is not possible), which keeps only
+            the copy that kernels use. A file larger than free memory is mapped without repacking.
+            `exact`: keys and values in F32 and no flash attention, to measure only the loss of a plan. llama.cpp's
+            default rounds them to F16, and its CPU flash attention also sums in F16.
+        context: tokens to make room for in attention caches; the model's own length up to 8192 unless given.
     """
 
     def __init__(
-        self,
-        path: str | Path,
-        *,
-        threads: int | None = None,
-        gpu_layers: int = 0,
-        load: str = AUTO,
-        context: int | None = None,
-        exact_attention: bool = False,
+        self, path: str | Path, settings: SessionSettings | None = None, *, context: int | None = None
     ) -> None:
         self._context: int | None = None
         self._model: int | None = None
+        self._settings = settings or SessionSettings()
         self.file = read_header(Path(path))
         self.path = self.file.paths[0]
-        self._library: LlamaLibrary = find_library()
-        if gpu_layers:
-            self._library.require_gpu(gpu_layers)
+        self._library = find_library()
+        if self._settings.gpu_layers:
+            self._library.require_gpu(self._settings.gpu_layers)
+        threads, load = self._settings.threads, self._settings.load
         if load != AUTO and load not in LOAD_MODES:
             raise TargetError(f"--load {load}: unknown; choose from {', '.join((AUTO, *LOAD_MODES))}")
         if threads is not None and threads < 1:
             raise TargetError(f"threads must be at least 1, not {threads}")
-        self.threads = threads or processors()
-        self.gpu_layers = gpu_layers
         self.load = load if load != AUTO else self._fitting_load()
-        self.exact_attention = exact_attention
-        self._load(context)
-
-    @classmethod
-    def of(cls, path: Path, settings: SessionSettings) -> Self:
-        return cls(
-            path,
-            threads=settings.threads,
-            gpu_layers=settings.gpu_layers,
-            load=settings.load,
-            exact_attention=settings.exact,
-        )
+        self._load()
+        functions = self._library.functions
+        self.endless = bool(functions.llama_model_is_recurrent(self._model))
+        self._vocab = functions.llama_model_get_vocab(self._model)
+        self._vocabulary = int(functions.llama_vocab_n_tokens(self._vocab))
+        trained = int(functions.llama_model_n_ctx_train(self._model))
+        self.threads = threads or processors()
+        self._make_context(max(context or min(trained, LARGEST_DEFAULT_CONTEXT), 1))
 
     def _fitting_load(self) -> str | None:
         if not self._library.has_load_modes:
             return None
-        fits = (
-            sum(path.stat().st_size for path in self.file.paths)
-            < FREE_SHARE * psutil.virtual_memory().available
-        )
-        return ("lean" if can_give_back else "read") if fits else "mapped-plain"
+        size = sum(path.stat().st_size for path in self.file.paths)
+        if size >= FREE_SHARE * psutil.virtual_memory().available:
+            return "mapped-plain"
+        return "lean" if can_give_back else "read"
 
-    def _load(self, context: int | None) -> None:
-        functions = self._library.functions
+    def _load(self) -> None:
         self._library.errors.clear()
         lean = ProgressCallback(giving_back(self.file.paths)) if self.load == "lean" else None
-        parameters = self._library.model_parameters(self.gpu_layers, self.load, lean)
-        self._model = functions.llama_model_load_from_file(os.fsencode(self.path), parameters)
+        parameters = self._library.model_parameters(self._settings.gpu_layers, self.load, lean)
+        load = self._library.functions.llama_model_load_from_file
+        self._model = load(os.fsencode(self.path), parameters)
         if lean is not None:
             give_back(self.file.paths)
             set_apart(self.file.tensors)
         if not self._model:
             raise TargetError(f"{self.path}: llama.cpp cannot load it: {self._complaint()}")
-        trained = int(functions.llama_model_n_ctx_train(self._model))
-        self.endless = bool(functions.llama_model_is_recurrent(self._model))
-        self._vocab = functions.llama_model_get_vocab(self._model)
-        self._vocabulary = int(functions.llama_vocab_n_tokens(self._vocab))
-        self._make_context(max(context or min(trained, LARGEST_DEFAULT_CONTEXT), 1))
 
     def _make_context(self, wanted: int) -> None:
         functions = self._library.functions
         self._batch_size = min(BATCH, wanted)
-        settings = self._library.context_parameters(wanted, self._batch_size, self.exact_attention)
-        self._context = functions.llama_init_from_model(self._model, settings)
+        parameters = self._library.context_parameters(wanted, self._batch_size, self._settings.exact)
+        self._context = functions.llama_init_from_model(self._model, parameters)
         if not self._context:
             message = self._complaint()
             self.close()
             raise TargetError(f"{self.path}: llama.cpp cannot make a context of {wanted}: {message}")
-        self.use_threads(self.threads)
+        functions.llama_set_n_threads(self._context, self.threads, self.threads)
         self.context = int(functions.llama_n_ctx(self._context))
         self._batch = functions.llama_batch_init(self._batch_size, 0, 1)
         self._position = 0
-
-    def use_threads(self, count: int) -> None:
-        self.threads = count
-        self._library.functions.llama_set_n_threads(self._open_context, count, count)
 
     @property
     def vocabulary(self) -> int:
@@ -138,7 +114,7 @@ class GGUFSession:
 
     @property
     def description(self) -> dict[str, Any]:
-        library = self._library
+        library, gpu_layers = self._library, self._settings.gpu_layers
         return {
             "runtime": "llama.cpp",
             "library": str(library.path.name),
@@ -146,11 +122,11 @@ class GGUFSession:
             "version": library.version,
             "build_flags": library.system_info,
             "gpu_support": library.has_gpu,
-            "device": "GPU" if self.gpu_layers else "CPU",
-            "gpu_layers": self.gpu_layers,
+            "device": "GPU" if gpu_layers else "CPU",
+            "gpu_layers": gpu_layers,
             "threads": self.threads,
             "context": self.context,
-            "attention": "F32, plain" if self.exact_attention else "the library's default (F16 cache, flash)",
+            "attention": "F32, plain" if self._settings.exact else "the library's default (F16 cache, flash)",
             "load_mode": self.load or "the library's default",
             "file": self.path.name,
             "architecture": self.file.architecture,
@@ -300,13 +276,15 @@ class GGUFSession:
         return printable(lines[0]) if lines else "it gave no reason"
 
 
-open_session = GGUFSession
+def open_session(path: str | Path, *, context: int | None = None, **settings: Any) -> GGUFSession:
+    """`settings`: fields of `SessionSettings`."""
+    return GGUFSession(path, SessionSettings(**settings), context=context)
 
 
 def try_out(place: Path) -> None:
     """For `quarantine`: opens a file and uses all of it. In an exported folder, text must be split as recorded."""
     artifact = earlier_artifact(place)
-    with GGUFSession(place / artifact.files[0] if artifact else place, threads=1) as session:
+    with open_session(place / artifact.files[0] if artifact else place, threads=1) as session:
         logits = session.prefill([0, min(1, session.vocabulary - 1)])
         session.step(int(logits.argmax()))
         if not session.has_vocabulary:

@@ -12,13 +12,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from kl_lens.model import LoadedModel
 from kl_lens.model.anatomy import component_name
-from kl_lens.model.streaming import CheckpointTensors, ModelTensors
 from kl_lens.targets.base import StockRecipe
 from kl_lens.targets.gguf.architectures import get_architecture
+from kl_lens.targets.gguf.export import source_of
 from kl_lens.weights.formats import get_format
 from kl_lens.weights.recipes import Recipe, fitting_recipe, preferred
 
@@ -89,6 +88,12 @@ class FileTensors:
 
     def __init__(self, model: LoadedModel) -> None:
         self._model, self._architecture = model, get_architecture(model.config.model_type)
+        metadata = self._architecture.metadata(model.config)
+        self._blocks, self._experts = int(metadata["block_count"]), int(metadata.get("expert_count", 0))
+        # Queries per key, in the first block, which is where llama.cpp looks.
+        counts = (metadata.get(f"attention.head_count{end}", 0) for end in ("", "_kv"))
+        heads, keys = (count[0] if isinstance(count, list | tuple) else count for count in counts)
+        self._queries = int(heads) // int(keys) if keys else 0
 
     def recipes(self, name: str, methods: tuple[str, ...]) -> dict[str, Recipe]:
         anatomy, chosen = self._model.anatomy, {}
@@ -158,14 +163,8 @@ class FileTensors:
     @cached_property
     def places(self) -> dict[str, Place]:
         model = self._model
-        on_disk = model.residency is not None
-        tensors = (
-            CheckpointTensors.fitting(model.folder, model.config) if on_disk else ModelTensors(model.model)
-        )
-        try:
-            shapes = tensors.shapes
-        finally:
-            tensors.close()
+        with source_of(model) as source:
+            shapes = source.tensors.shapes
         named = {
             rule.name: component_name(rule.parameter, len(shapes[rule.parameter]))
             for rule in self._architecture.tensors(model.config, shapes)
@@ -185,25 +184,6 @@ class FileTensors:
     @property
     def _values(self) -> int:
         return max((place.count + 1 for place in self.places.values() if place.part == "values"), default=0)
-
-    @cached_property
-    def _metadata(self) -> dict[str, Any]:
-        return dict(self._architecture.metadata(self._model.config))
-
-    @property
-    def _blocks(self) -> int:
-        return int(self._metadata["block_count"])
-
-    @property
-    def _experts(self) -> int:
-        return int(self._metadata.get("expert_count", 0))
-
-    @property
-    def _queries(self) -> int:
-        """Per key, in the first block, which is where llama.cpp looks."""
-        heads, keys = (self._metadata.get(f"attention.head_count{end}", 0) for end in ("", "_kv"))
-        one, other = (value[0] if isinstance(value, list | tuple) else value for value in (heads, keys))
-        return int(one) // int(other) if other else 0
 
 
 def _head(name: str, shape: Sequence[int]) -> str:

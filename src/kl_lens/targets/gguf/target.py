@@ -15,6 +15,7 @@ from kl_lens.targets import quarantine
 from kl_lens.targets.artifacts import read_artifact
 from kl_lens.targets.base import ExportOption, Health, StockRecipe, Target
 from kl_lens.targets.contents import FLOATS, Contents
+from kl_lens.targets.gguf import library
 from kl_lens.targets.gguf.header import parts_of, read_header
 from kl_lens.targets.session import Session, SessionSettings
 from kl_lens.weights.formats import Format
@@ -39,23 +40,18 @@ class GGUFTarget(Target):
             "include_tokenizer", "--without-tokenizer", "a file that works with token ids only", given=False
         ),
         ExportOption(
-            "part_bytes",
-            "--part-size",
-            "split files with more bytes of weights than this (default: 50GB)",
-            "size",
+            "part_bytes", "--part-size", "split files with more weights than this (default: 50GB)", "size"
         ),
     )
 
     def prepare(self) -> None:
-        from kl_lens.targets.gguf.library import find_library
-
         self.require()
-        find_library()
+        library.find_library()
 
     # -- what it can hold ----------------------------------------------------------------------------------
 
     def holds(self, fmt: Format, shape: Sequence[int]) -> str | None:
-        from kl_lens.targets.gguf.menu import FORMATS, STAND_INS
+        from kl_lens.targets.gguf.choices import FORMATS, STAND_INS
 
         if fmt.name not in STAND_INS:
             return f"GGUF has no format {fmt.name!r}; it has {', '.join(FORMATS)}"
@@ -77,11 +73,9 @@ class GGUFTarget(Target):
         from kl_lens.targets.gguf.architectures import supported_architectures
 
         known = supported_architectures()
-        return (
-            None
-            if model_type in known
-            else f"llama.cpp does not support {model_type} models; it supports {', '.join(known)}"
-        )
+        if model_type in known:
+            return None
+        return f"llama.cpp does not support {model_type} models; it supports {', '.join(known)}"
 
     def stock_recipes(self, model: LoadedModel) -> tuple[StockRecipe, ...]:
         from kl_lens.targets.gguf.stock import stock_recipes
@@ -97,11 +91,10 @@ class GGUFTarget(Target):
 
     def try_out(self, place: Path) -> str | None:
         """In another process: on some files llama.cpp aborts or hangs."""
-        from kl_lens.targets.gguf.library import find_library
         from kl_lens.targets.gguf.session import try_out
 
         try:
-            find_library()
+            library.find_library()
         except TargetError:
             return "no llama.cpp is installed here, so the file was not opened; kl-lens doctor says what to install"
         quarantine.require_opens(try_out, place, parts_of(self.weight_file(place)), self.title)
@@ -150,7 +143,7 @@ class GGUFTarget(Target):
     def open(self, place: Path, settings: SessionSettings, *, cold: bool = False) -> Session:
         from kl_lens.targets.gguf.session import GGUFSession
 
-        return GGUFSession.of(self.weight_file(place), settings)
+        return GGUFSession(self.weight_file(place), settings)
 
     def dissects(self, path: Path) -> bool:
         return self.owns(path) or (path.is_dir() and any(path.glob(f"*{SUFFIX}")))
@@ -163,44 +156,38 @@ class GGUFTarget(Target):
     @property
     def version(self) -> str:
         """xllamacpp's version, and the library named instead of it, if any."""
-        from kl_lens.targets.gguf.library import ENVIRONMENT_VARIABLE
-
         try:
             version = metadata.version("xllamacpp")
         except metadata.PackageNotFoundError:
             version = "none"
-        return f"{version} {os.environ.get(ENVIRONMENT_VARIABLE, '')}"
+        return f"{version} {os.environ.get(library.ENVIRONMENT_VARIABLE, '')}"
 
     def check_device(self, settings: SessionSettings) -> None:
-        from kl_lens.targets.gguf.library import find_library
-
         if settings.device != "CPU":
             raise TargetError(
                 f"--device {settings.device}: llama.cpp runs on CPU; --gpu-layers N puts layers on a GPU"
             )
         if settings.gpu_layers:
-            find_library().require_gpu(settings.gpu_layers)
+            library.find_library().require_gpu(settings.gpu_layers)
 
     def device_label(self, settings: SessionSettings) -> str:
         """llama.cpp has no device names: layers are on a GPU or not."""
         return "GPU" if settings.gpu_layers else "CPU"
 
     def health(self) -> Health:
-        from kl_lens.targets.gguf.library import WHEEL, find_library
-
         basic = super().health()
         if basic.problem:
             return basic
         try:
-            library = find_library()
+            found = library.find_library()
         except TargetError as error:
             return Health("", problem=str(error), mend="pip install 'kl-lens[gguf]'")
-        facts = [f"from {library.origin}: {library.path}"]
-        if library.has_gpu:
+        facts = [f"from {found.origin}: {found.path}"]
+        if found.has_gpu:
             facts.append("has a GPU (--gpu-layers)")
-        if library.origin == WHEEL:
+        if found.origin == library.WHEEL:
             facts.append(f"a llama.cpp built for this processor is faster: {BUILDING}")
-        return Health(library.version, tuple(facts))
+        return Health(found.version, tuple(facts))
 
     def fewest_threads(self, place: Path) -> int:
         return 1

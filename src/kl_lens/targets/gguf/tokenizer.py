@@ -83,16 +83,8 @@ class TokenizerData:
 
 
 def tokenizer_data(tokenizer: Any, vocabulary: int, ends: Sequence[int] = ()) -> TokenizerData:
-    """The tokenizer for a model whose embedding has `vocabulary` rows.
-
-    Args:
-        tokenizer: a transformers tokenizer.
-        vocabulary: rows of the embedding; those without a token get a name that no text contains.
-        ends: further tokens that end a text, from the model's generation settings.
-
-    Raises:
-        TargetError: llama.cpp has no equivalent of this tokenizer.
-    """
+    """A transformers tokenizer for a model whose embedding has `vocabulary` rows. Rows without a token get a name that
+    no text contains. `ends`: further tokens that end a text. TargetError: llama.cpp has no equivalent."""
     specification = _specification(tokenizer)
     model, pre, notes, switches = _splitting(specification)
     names = {index: text for text, index in specification["model"]["vocab"].items()}
@@ -116,13 +108,19 @@ def tokenizer_data(tokenizer: Any, vocabulary: int, ends: Sequence[int] = ()) ->
             tokens.append(f"[PAD{index}]")
             types.append(UNUSED)
     merges = [m.split(" ") if isinstance(m, str) else m for m in specification["model"]["merges"]]
-    special, template = _special(tokenizer), _chat_template(tokenizer)
+    attributes = {"bos": "bos", "eos": "eos", "padding": "pad", "unknown": "unk"}
+    found = {name: getattr(tokenizer, f"{short}_token_id") for name, short in attributes.items()}
+    special = {name: int(index) for name, index in found.items() if index is not None}
+    template = getattr(tokenizer, "chat_template", None) or None
+    if isinstance(template, dict):  # several, such as `default` and `tool_use`
+        template = [{"name": name, "template": text} for name, text in template.items()]
     # If a file names no end token, llama.cpp takes token 11, whatever that is. Name one that no text contains.
     silent = [index for index, kind in enumerate(types) if kind in (CONTROL, UNUSED)]
     known = [index for index in (special.get("eos"), *ends) if index is not None and index < vocabulary]
     samples = [token["content"] for token in added.values()][:20]
     form = _FORMS.get(notes[-1], "all") if notes else "all"
-    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in _samples(form, samples)]
+    check = {"form": form, "special": samples}
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in sample_strings(check)]
     return TokenizerData(
         model=model,
         pre=pre,
@@ -133,7 +131,7 @@ def tokenizer_data(tokenizer: Any, vocabulary: int, ends: Sequence[int] = ()) ->
         special=special | _ends(list(dict.fromkeys(known)) or silent[:1], tokens, template),
         switches=_added_around(tokenizer) | switches,
         chat_template=template,
-        check={"form": form, "special": samples, "checksums": _checksums(ids)},
+        check=check | {"checksums": _checksums(ids)},
         notes=notes,
     )
 
@@ -147,12 +145,9 @@ def differing_string(encode: Callable[[str], list[int]], check: Mapping[str, Any
 
 
 def sample_strings(check: Mapping[str, Any]) -> list[str]:
-    return _samples(check["form"], check["special"])
-
-
-def _samples(form: str, special: Sequence[str]) -> list[str]:
     """Strings that llama.cpp must tokenize like the model's tokenizer, except those that the notes mention."""
-    strings = varied_strings(300, special=() if form == "unspaced" else special)
+    form = check["form"]
+    strings = varied_strings(300, special=() if form == "unspaced" else check["special"])
     strings = [unicodedata.normalize("NFC", text) for text in strings]
     if form == "ascii":
         return [text for text in strings if text.isascii()]
@@ -229,8 +224,7 @@ def _space_scheme(specification: dict[str, Any]) -> str:
     if not normalizers and len(steps) == 1 and steps[0]["type"] == "Metaspace" and not steps[0].get("split"):
         return str(steps[0].get("prepend_scheme", "always"))
     raise _unknown(
-        f"it is SentencePiece with the normalizer {'+'.join(n['type'] for n in normalizers) or 'none'} and the "
-        f"pre-tokenizer {_names(steps)}"
+        f"it is SentencePiece with the normalizer {_names(normalizers)} and the pre-tokenizer {_names(steps)}"
     )
 
 
@@ -241,12 +235,8 @@ def _steps(step: dict[str, Any] | None, inner: str) -> list[dict[str, Any]]:
 
 
 def _names(steps: list[dict[str, Any]]) -> str:
-    described = [
-        f"{step['type']}({str((step.get('pattern') or {}).get('Regex', ''))[:40]})"
-        if step["type"] == "Split"
-        else step["type"]
-        for step in steps
-    ]
+    patterns = [str((step.get("pattern") or {}).get("Regex", ""))[:40] for step in steps]
+    described = [step["type"] + f"({p})" * bool(p) for step, p in zip(steps, patterns, strict=True)]
     return "+".join(described) or "none"
 
 
@@ -264,16 +254,6 @@ def _scores(tokens: Sequence[str], merges: Sequence[Sequence[str]]) -> list[floa
     for rank, pair in enumerate(merges):
         ranks.setdefault("".join(pair), rank)
     return [-float(ranks.get(token, len(merges))) for token in tokens]
-
-
-def _special(tokenizer: Any) -> dict[str, int]:
-    special = {
-        "bos": tokenizer.bos_token_id,
-        "eos": tokenizer.eos_token_id,
-        "padding": tokenizer.pad_token_id,
-        "unknown": tokenizer.unk_token_id,
-    }
-    return {name: int(index) for name, index in special.items() if index is not None}
 
 
 def _ends(
@@ -297,11 +277,3 @@ def _added_around(tokenizer: Any) -> dict[str, bool]:
         "add_bos_token": bool(longer and full[0] == tokenizer.bos_token_id),
         "add_eos_token": bool(longer and full[-1] == tokenizer.eos_token_id),
     }
-
-
-def _chat_template(tokenizer: Any) -> str | list[dict[str, str]] | None:
-    """The template, or several with their names (`default`, `tool_use`, …)."""
-    template: str | dict[str, str] | None = getattr(tokenizer, "chat_template", None)
-    if isinstance(template, dict):
-        return [{"name": name, "template": text} for name, text in template.items()] or None
-    return template or None

@@ -4,59 +4,24 @@ from __future__ import annotations
 
 import math
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from kl_lens.base.digests import bytes_digest
 from kl_lens.base.errors import TargetError
 from kl_lens.base.files import naming, replacing
+from kl_lens.model.streaming import TensorSource
+from kl_lens.targets.gguf.choices import FLOAT32, TensorJob
+from kl_lens.targets.gguf.tokenizer import TokenizerData
 from kl_lens.weights.formats.ggml import gguf_module
-from kl_lens.weights.recipes import FP16, Recipe
-
-if TYPE_CHECKING:
-    from kl_lens.model.streaming import TensorSource
-    from kl_lens.targets.gguf.architectures import TensorRule
-    from kl_lens.targets.gguf.tokenizer import TokenizerData
-    from kl_lens.weights.store import WeightStore
-
-FLOAT32 = "fp32"  # for everything that is not a matrix product; not a format of plans
-
-# general.file_type, which tools show: the type of most weights.
-_FILE_TYPES = {
-    FLOAT32: 0, FP16: 1, "q4_0": 2, "q8_0": 7, "q5_0": 8, "q5_1": 9, "q4_k": 14, "q5_k": 16, "q6_k": 18,
-    "q4_1": 3, "q3_k": 11, "iq2_xxs": 19, "iq2_xs": 20, "q2_k": 21, "iq3_xxs": 23, "iq4_nl": 25, "iq3_s": 26,
-    "iq2_s": 28, "iq4_xs": 30,
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class TensorJob:
-    """One tensor of the file: its source, shape and recipe."""
-
-    rule: TensorRule
-    component: str
-    shape: tuple[int, ...]
-    recipe: Recipe | None  # None: F32
-
-    @property
-    def format(self) -> str:
-        return FLOAT32 if self.recipe is None else self.recipe.grid.name
-
-    @property
-    def bytes(self) -> int:
-        return 4 * math.prod(self.shape) if self.recipe is None else self.recipe.grid.bytes(self.shape)
-
-
-@dataclass(frozen=True)
-class Stored:
-    """One tensor as the file holds it."""
-
-    data: npt.NDArray[np.uint8]
-    weights: str = ""  # digest of the weight store's quantized weight, if that was stored
+from kl_lens.weights.recipes import FP16
+from kl_lens.weights.store import WeightStore
 
 
 @dataclass(frozen=True)
@@ -80,9 +45,12 @@ class Header:
         )
         writer.add_type("model")
         self.general.set_gguf_meta_model(writer)
-        _add_metadata(writer, self.architecture, self.metadata)
+        for key, value in self.metadata.items():
+            if value or not isinstance(value, str | list | tuple):
+                name = self.architecture + key if key.startswith(".") else key
+                writer.add_key_value(name, *_typed(value))
         _add_tokenizer(writer, self.tokenizer)
-        writer.add_file_type(_file_type(self.jobs))
+        writer.add_file_type(self._file_type())
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         for job in self.jobs:
             _announce(writer, job)
@@ -90,6 +58,15 @@ class Header:
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         return writer
+
+    def _file_type(self) -> int:
+        """The type of most weights, which tools show; the plain variant where llama.cpp mixes types under one name."""
+        sizes = Counter[str]()
+        for job in self.jobs:
+            sizes[job.format] += math.prod(job.shape)
+        most, types = max(sizes, key=lambda name: sizes[name]), gguf_module().LlamaFileType
+        name = {FLOAT32: "ALL_F32", FP16: "MOSTLY_F16"}.get(most, f"MOSTLY_{most.upper()}")
+        return int(types[f"{name}_S" if f"{name}_S" in types.__members__ else name])
 
 
 def size_on_disk(header: Header) -> int:
@@ -112,16 +89,14 @@ def write_files(
     Returns the files in order of their parts, and for each tensor the digests of its stored bytes and of the weight
     store's quantized weight.
     """
-    from kl_lens.base.digests import bytes_digest
-
     digests: dict[str, tuple[str, str]] = {}
     with replacing(folder) as place, naming(folder / header.name):
         writer = header.begin(place)
         try:
             for job in header.jobs:
-                stored = stored_tensor(job, tensors, store)
-                writer.write_tensor_data(stored.data)
-                digests[job.rule.name] = (bytes_digest(stored.data), stored.weights)
+                data, weights = _stored(job, tensors, store)
+                writer.write_tensor_data(data)
+                digests[job.rule.name] = (bytes_digest(data), weights)
         finally:
             writer.close()
         names = sorted(path.name for path in place.iterdir())
@@ -137,18 +112,18 @@ def parameter_counts(jobs: Sequence[TensorJob]) -> tuple[int, int, int, int]:
     return counts
 
 
-def stored_tensor(job: TensorJob, tensors: TensorSource, store: WeightStore) -> Stored:
-    """The tensor as the file holds it: the store's rows, in the file's order."""
+def _stored(job: TensorJob, tensors: TensorSource, store: WeightStore) -> tuple[npt.NDArray[np.uint8], str]:
+    """The tensor's bytes, and the digest of the store's quantized weight if they are its rows in the file's order."""
     rule = job.rule
     if rule.parameter is None:
-        return Stored(np.zeros(job.bytes, np.uint8))
+        return np.zeros(job.bytes, np.uint8), ""
     if job.recipe is None:
         values = rule.arranged(tensors.read(rule.parameter).float() * rule.factors).contiguous()
         if not bool(values.isfinite().all()):
             raise TargetError(
                 f"{rule.parameter}: has NaN or infinity; repair the checkpoint or download it again"
             )
-        return Stored(values.numpy().reshape(-1).view(np.uint8))
+        return values.numpy().reshape(-1).view(np.uint8), ""
     quantized = store.quantized(job.component, job.recipe, rule.factors)
     rows = rule.arranged(quantized.data)
     if tuple(rows.shape[:-1]) != job.shape[:-1]:
@@ -157,7 +132,7 @@ def stored_tensor(job: TensorJob, tensors: TensorSource, store: WeightStore) -> 
         )
     packed = job.recipe.grid.pack(replace(quantized, data=rows, shape=job.shape))
     own = isinstance(rule.factors, float) and rule.factors == 1.0
-    return Stored(packed, quantized.digest if own else "")
+    return packed, quantized.digest if own else ""
 
 
 def _announce(writer: Any, job: TensorJob) -> None:
@@ -173,19 +148,13 @@ def _announce(writer: Any, job: TensorJob) -> None:
     writer.add_tensor_info(job.rule.name, shape, np.dtype(np.uint8), job.bytes, raw_dtype=kind)
 
 
-def _add_metadata(writer: Any, architecture: str, metadata: dict[str, Any]) -> None:
-    for key, value in metadata.items():
-        name = architecture + key if key.startswith(".") else key
-        if isinstance(value, bool):
-            writer.add_bool(name, value)
-        elif isinstance(value, int):
-            writer.add_uint32(name, value)
-        elif isinstance(value, float):
-            writer.add_float32(name, value)
-        elif isinstance(value, str):
-            writer.add_string(name, value)
-        else:
-            writer.add_array(name, [int(item) for item in value])
+def _typed(value: Any) -> tuple[Any, Any]:
+    """A value of metadata with its type."""
+    kinds = gguf_module().GGUFValueType
+    if isinstance(value, list | tuple):
+        return [int(item) for item in value], kinds.ARRAY
+    known = {bool: kinds.BOOL, int: kinds.UINT32, float: kinds.FLOAT32, str: kinds.STRING}
+    return value, next(kind for own, kind in known.items() if isinstance(value, own))
 
 
 def _add_tokenizer(writer: Any, tokenizer: TokenizerData | None) -> None:
@@ -206,10 +175,3 @@ def _add_tokenizer(writer: Any, tokenizer: TokenizerData | None) -> None:
         writer.add_bool(f"tokenizer.ggml.{name}", switch)
     if tokenizer.chat_template is not None:
         writer.add_chat_template(tokenizer.chat_template)
-
-
-def _file_type(jobs: Sequence[TensorJob]) -> int:
-    sizes: dict[str, int] = {}
-    for job in jobs:
-        sizes[job.format] = sizes.get(job.format, 0) + math.prod(job.shape)
-    return _FILE_TYPES[max(sizes, key=lambda name: sizes[name])]

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ class Architecture:
     metadata: Callable[[Any], Metadata]
     tensors: Callable[[Any, Shapes], list[TensorRule]]
     refusals: Callable[[Any], Iterable[str | None]]  # reasons why this configuration is not supported
-    notes: Callable[[Any], Sequence[str]] = field(default=lambda _: ())  # known small differences
+    notes: Callable[[Any], Sequence[str]]  # known small differences
 
     def require(self, config: Any) -> None:
         for reason in self.refusals(config):
@@ -78,8 +79,21 @@ class Architecture:
 _architectures: dict[str, Architecture] = {}
 
 
-def register(architecture: Architecture) -> None:
-    _architectures[architecture.model_type] = architecture
+def register(
+    names: Mapping[str, str | Callable[[Any], str]],
+    metadata: Callable[[Any], Metadata],
+    tensors: Callable[[Any, Shapes], list[TensorRule]],
+    refusals: Callable[[Any], Iterable[str | None]],
+    notes: Callable[[Any], Sequence[str]] = lambda _: (),
+) -> None:
+    """`names`: transformers' name → llama.cpp's, or a function that gives it for a configuration."""
+    for model_type, name in names.items():
+        named = name if callable(name) else partial(_always, name)
+        _architectures[model_type] = Architecture(model_type, named, metadata, tensors, refusals, notes)
+
+
+def _always(name: str, _: Any) -> str:
+    return name
 
 
 def supported_architectures() -> tuple[str, ...]:

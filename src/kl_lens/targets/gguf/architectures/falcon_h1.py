@@ -15,14 +15,7 @@ from typing import Any
 import torch
 
 from kl_lens.targets.gguf.architectures import parts
-from kl_lens.targets.gguf.architectures.base import (
-    Architecture,
-    Factors,
-    Metadata,
-    Shapes,
-    TensorRule,
-    register,
-)
+from kl_lens.targets.gguf.architectures.base import Factors, Metadata, Shapes, TensorRule, register
 
 _HEAD = "lm_head.weight"
 
@@ -92,4 +85,4 @@ def _refusals(config: Any) -> Iterable[str | None]:
     yield parts.refuse_rope_scaling(config)
 
 
-register(Architecture("falcon_h1", lambda _: "falcon-h1", _metadata, _tensors, _refusals))
+register({"falcon_h1": "falcon-h1"}, _metadata, _tensors, _refusals)

@@ -6,14 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kl_lens.targets.gguf.architectures import parts
-from kl_lens.targets.gguf.architectures.base import (
-    Architecture,
-    Metadata,
-    Shapes,
-    TensorRule,
-    as_is,
-    register,
-)
+from kl_lens.targets.gguf.architectures.base import Metadata, Shapes, TensorRule, as_is, register
 
 _ATTENTION = ("attention", "full_attention")  # transformers renamed it in version 5
 
@@ -78,10 +71,7 @@ def _tensors(config: Any, shapes: Shapes) -> list[TensorRule]:
     key = parts.interleaved_heads(config.num_key_value_heads, rotary) if rotary else as_is
     for index, attention in enumerate(_attention_layers(config)):
         block, layer = f"blk.{index}", f"model.layers.{index}"
-        rules += [
-            TensorRule(f"{block}.attn_norm.weight", f"{layer}.input_layernorm.weight", float32=True),
-            TensorRule(f"{block}.ffn_norm.weight", f"{layer}.{second_norm}.weight", float32=True),
-        ]
+        rules += parts.norms(block, layer, {"attn_norm": "input_layernorm", "ffn_norm": second_norm})
         if attention:
             rules += parts.attention_layer(block, f"{layer}.self_attn", query=query, key=key)
         else:
@@ -116,5 +106,4 @@ def _refusals(config: Any) -> Iterable[str | None]:
     yield parts.refuse_rope_scaling(config) if _rotary(config) else None
 
 
-for _model_type in ("granitemoehybrid", "bamba"):
-    register(Architecture(_model_type, lambda _: "granitehybrid", _metadata, _tensors, _refusals))
+register({"granitemoehybrid": "granitehybrid", "bamba": "granitehybrid"}, _metadata, _tensors, _refusals)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kl_lens.targets.gguf.architectures import parts
-from kl_lens.targets.gguf.architectures.base import Architecture, Metadata, Shapes, TensorRule, register
+from kl_lens.targets.gguf.architectures.base import Metadata, Shapes, TensorRule, register
 
 
 def _is_attention(config: Any, index: int) -> bool:
@@ -36,20 +36,13 @@ def _tensors(config: Any, shapes: Shapes) -> list[TensorRule]:
     rules = parts.ends("model.embed_tokens.weight", "model.final_layernorm.weight", "lm_head.weight", shapes)
     for index in range(config.num_hidden_layers):
         block, layer = f"blk.{index}", f"model.layers.{index}"
-        rules += [
-            TensorRule(f"{block}.attn_norm.weight", f"{layer}.input_layernorm.weight", float32=True),
-            TensorRule(f"{block}.ffn_norm.weight", f"{layer}.pre_ff_layernorm.weight", float32=True),
-        ]
+        rules += parts.norms(block, layer, {"attn_norm": "input_layernorm", "ffn_norm": "pre_ff_layernorm"})
         if _is_attention(config, index):
             rules += parts.attention_layer(block, f"{layer}.self_attn")
         else:
             rules += parts.mamba1_layer(block, f"{layer}.mamba", shapes)
-            rules += [
-                TensorRule(
-                    f"{block}.ssm_{part}_norm.weight", f"{layer}.mamba.{part}_layernorm.weight", float32=True
-                )
-                for part in ("dt", "b", "c")
-            ]
+            names = {f"ssm_{part}_norm": f"mamba.{part}_layernorm" for part in ("dt", "b", "c")}
+            rules += parts.norms(block, layer, names)
         mlp = f"{layer}.feed_forward"
         if _has_experts(config, index):
             rules += parts.gated_experts(block, f"{mlp}.router.weight", f"{mlp}.experts")
@@ -64,4 +57,4 @@ def _refusals(config: Any) -> Iterable[str | None]:
     yield parts.refuse_activation(config)
 
 
-register(Architecture("jamba", lambda _: "jamba", _metadata, _tensors, _refusals))
+register({"jamba": "jamba"}, _metadata, _tensors, _refusals)

@@ -11,16 +11,8 @@ from typing import Any
 import torch
 
 from kl_lens.targets.gguf.architectures import parts
-from kl_lens.targets.gguf.architectures.base import (
-    Architecture,
-    Metadata,
-    Shapes,
-    TensorRule,
-    Transform,
-    register,
-)
+from kl_lens.targets.gguf.architectures.base import Metadata, Shapes, TensorRule, Transform, register
 
-_NAMES = {"kimi_linear": "kimi-linear", "bailing_hybrid": "bailingmoe3"}
 _EPSILON = 1e-6  # of the norms of keys, queries and the latent: a constant of the model's code
 
 
@@ -135,10 +127,9 @@ def _tensors(config: Any, shapes: Shapes) -> list[TensorRule]:
     for index, kind in enumerate(config.layer_types):
         block, layer = f"blk.{index}", f"model.layers.{index}"
         mixer, mlp = f"{layer}.self_attn", f"{layer}.mlp"
-        rules += [
-            TensorRule(f"{block}.attn_norm.weight", f"{layer}.input_layernorm.weight", float32=True),
-            TensorRule(f"{block}.ffn_norm.weight", f"{layer}.post_attention_layernorm.weight", float32=True),
-        ]
+        rules += parts.norms(
+            block, layer, {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+        )
         if kind == "full_attention":
             rules += _attention_layer(config, block, mixer)
         else:
@@ -179,14 +170,5 @@ def _notes(config: Any) -> tuple[str, ...]:
     )
 
 
-for _model_type in _NAMES:
-    register(
-        Architecture(
-            _model_type,
-            lambda config: _NAMES[config.model_type],
-            _metadata,
-            _tensors,
-            _refusals,
-            notes=_notes,
-        )
-    )
+_NAMES = {"kimi_linear": "kimi-linear", "bailing_hybrid": "bailingmoe3"}
+register(_NAMES, _metadata, _tensors, _refusals, _notes)

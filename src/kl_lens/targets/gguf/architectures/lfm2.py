@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kl_lens.targets.gguf.architectures import parts
-from kl_lens.targets.gguf.architectures.base import Architecture, Metadata, Shapes, TensorRule, register
+from kl_lens.targets.gguf.architectures.base import Metadata, Shapes, TensorRule, register
 
 
 def _has_experts(config: Any, index: int) -> bool:
@@ -56,10 +56,7 @@ def _tensors(config: Any, shapes: Shapes) -> list[TensorRule]:
     rules[1] = TensorRule("token_embd_norm.weight", "model.embedding_norm.weight", float32=True)
     for index, kind in enumerate(config.layer_types):
         block, layer = f"blk.{index}", f"model.layers.{index}"
-        rules += [
-            TensorRule(f"{block}.attn_norm.weight", f"{layer}.operator_norm.weight", float32=True),
-            TensorRule(f"{block}.ffn_norm.weight", f"{layer}.ffn_norm.weight", float32=True),
-        ]
+        rules += parts.norms(block, layer, {"attn_norm": "operator_norm", "ffn_norm": "ffn_norm"})
         if kind == "conv":
             taps = f"{layer}.conv.conv.weight"
             rules += [
@@ -73,12 +70,9 @@ def _tensors(config: Any, shapes: Shapes) -> list[TensorRule]:
                 TensorRule(f"{block}.attn_{part}.weight", f"{attention}.{part}_proj.weight") for part in "qkv"
             ]
             rules.append(TensorRule(f"{block}.attn_output.weight", f"{attention}.out_proj.weight"))
-            rules += [
-                TensorRule(
-                    f"{block}.attn_{part}_norm.weight", f"{attention}.{part}_layernorm.weight", float32=True
-                )
-                for part in "qk"
-            ]
+            rules += parts.norms(
+                block, attention, {f"attn_{part}_norm": f"{part}_layernorm" for part in "qk"}
+            )
         mlp = f"{layer}.feed_forward"
         if _has_experts(config, index):
             rules += parts.gated_experts(block, f"{mlp}.gate.weight", f"{mlp}.experts")
@@ -100,9 +94,4 @@ def _refusals(config: Any) -> Iterable[str | None]:
             yield "it has no bias for its experts, but llama.cpp's lfm2moe requires one"
 
 
-for _model_type in ("lfm2", "lfm2_moe"):
-    register(
-        Architecture(
-            _model_type, lambda config: config.model_type.replace("_", ""), _metadata, _tensors, _refusals
-        )
-    )
+register({"lfm2": "lfm2", "lfm2_moe": "lfm2moe"}, _metadata, _tensors, _refusals)

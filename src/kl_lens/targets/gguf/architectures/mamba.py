@@ -6,14 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kl_lens.targets.gguf.architectures import parts
-from kl_lens.targets.gguf.architectures.base import (
-    ENDLESS_CONTEXT,
-    Architecture,
-    Metadata,
-    Shapes,
-    TensorRule,
-    register,
-)
+from kl_lens.targets.gguf.architectures.base import ENDLESS_CONTEXT, Metadata, Shapes, TensorRule, register
 
 
 def _metadata(config: Any) -> Metadata:
@@ -69,6 +62,6 @@ def _falcon_notes(config: Any) -> tuple[str, ...]:
     )
 
 
-register(Architecture("mamba", lambda _: "mamba", _metadata, _tensors, _refusals))
-register(Architecture("mamba2", lambda _: "mamba2", _metadata, _tensors, _mamba2_refusals))
-register(Architecture("falcon_mamba", lambda _: "mamba", _metadata, _tensors, _refusals, notes=_falcon_notes))
+register({"mamba": "mamba"}, _metadata, _tensors, _refusals)
+register({"mamba2": "mamba2"}, _metadata, _tensors, _mamba2_refusals)
+register({"falcon_mamba": "mamba"}, _metadata, _tensors, _refusals, _falcon_notes)

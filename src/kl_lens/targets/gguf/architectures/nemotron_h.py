@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kl_lens.targets.gguf.architectures import parts
-from kl_lens.targets.gguf.architectures.base import Architecture, Metadata, Shapes, TensorRule, register
+from kl_lens.targets.gguf.architectures.base import Metadata, Shapes, TensorRule, register
 
 _KINDS = {"linear_attention": "mamba", "full_attention": "attention"}  # transformers' names since version 5
 
@@ -112,13 +112,8 @@ def _notes(config: Any) -> tuple[str, ...]:
     )
 
 
-register(
-    Architecture(
-        "nemotron_h",
-        lambda config: "nemotron_h_moe" if _has_experts(config) else "nemotron_h",
-        _metadata,
-        _tensors,
-        _refusals,
-        notes=_notes,
-    )
-)
+def _name(config: Any) -> str:
+    return "nemotron_h_moe" if _has_experts(config) else "nemotron_h"
+
+
+register({"nemotron_h": _name}, _metadata, _tensors, _refusals, _notes)

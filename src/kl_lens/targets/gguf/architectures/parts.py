@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -92,6 +92,14 @@ def ends(embedding: str, norm: str, head: str, shapes: Shapes) -> list[TensorRul
     if head in shapes:
         rules.append(TensorRule("output.weight", head))
     return rules
+
+
+def norms(block: str, layer: str, names: Mapping[str, str], transform: Transform = as_is) -> list[TensorRule]:
+    """`names`: of the norms in llama.cpp → in transformers."""
+    return [
+        TensorRule(f"{block}.{name}.weight", f"{layer}.{own}.weight", transform, float32=True)
+        for name, own in names.items()
+    ]
 
 
 def convolution(block: str, mixer: str, shapes: Shapes) -> list[TensorRule]:

@@ -11,17 +11,7 @@ from typing import Any
 import torch
 
 from kl_lens.targets.gguf.architectures import parts
-from kl_lens.targets.gguf.architectures.base import (
-    Architecture,
-    Metadata,
-    Shapes,
-    TensorRule,
-    Transform,
-    as_is,
-    register,
-)
-
-_NAMES = {"qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"}
+from kl_lens.targets.gguf.architectures.base import Metadata, Shapes, TensorRule, Transform, as_is, register
 
 
 def _plus_one(tensor: torch.Tensor) -> torch.Tensor:
@@ -167,10 +157,7 @@ def _tensors(config: Any, shapes: Shapes) -> list[TensorRule]:
             rules += parts.attention_layer(block, f"{layer}.self_attn")
         else:
             rules += _delta_layer(config, block, f"{layer}.linear_attn")
-        rules += [
-            TensorRule(f"{block}.{name}.weight", f"{layer}.{norm}.weight", _plus_one, float32=True)
-            for name, norm in norms.items()
-        ]
+        rules += parts.norms(block, layer, norms, _plus_one)
         mlp = f"{layer}.mlp"
         rules += _experts(block, mlp) if _has_experts(config) else parts.gated_mlp(block, mlp)
     return rules
@@ -199,14 +186,5 @@ def _notes(config: Any) -> tuple[str, ...]:
     )
 
 
-for _model_type in _NAMES:
-    register(
-        Architecture(
-            _model_type,
-            lambda config: _NAMES[config.model_type],
-            _metadata,
-            _tensors,
-            _refusals,
-            notes=_notes,
-        )
-    )
+_NAMES = {"qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"}
+register(_NAMES, _metadata, _tensors, _refusals, _notes)
