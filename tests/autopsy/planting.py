@@ -61,9 +61,8 @@ def _change_gguf(folder: Path, name: str, how: Change) -> None:
     data, kind = gguf_bytes(folder, name), gguf.GGMLQuantizationType[entry.type]
     rows = data.reshape(-1, data.size // max(entry.shape[0], 1))
     new = how(gguf.dequantize(rows, kind).reshape(entry.shape))
-    data[:] = (
-        gguf.quants.quantize(new.astype(np.float32).reshape(len(rows), -1), kind).view(np.uint8).reshape(-1)
-    )
+    blocks = gguf.quants.quantize(new.astype(np.float32).reshape(len(rows), -1), kind)
+    data[:] = blocks.view(np.uint8).reshape(-1)
 
 
 def _change_ir(folder: Path, name: str, how: Change) -> None:
@@ -85,11 +84,8 @@ def _change_mlx(folder: Path, name: str, how: Change) -> None:
     with mx.stream(mx.cpu):
         mx.eval(list(arrays.values()))
         if f"{path}.scales" in arrays:
-            parts, form = (
-                [f"{path}.{part}" for part in ("weight", "scales", "biases")],
-                section.get(path, section),
-            )
-            form = {key: form[key] for key in ("group_size", "bits")}
+            parts = [f"{path}.{part}" for part in ("weight", "scales", "biases")]
+            form = {key: section.get(path, section)[key] for key in ("group_size", "bits")}
             new = how(np.array(mx.dequantize(*(arrays[part] for part in parts), **form).astype(mx.float32)))
             arrays |= dict(zip(parts, mx.quantize(mx.array(new).astype(mx.float16), **form), strict=True))
         else:
@@ -135,10 +131,8 @@ def rewritten(
         new = (tensors or {}).get(entry.name, entry)
         if new is entry:
             data = np.memmap(old, np.uint8, "r", entry.offset, (entry.bytes,)).reshape(*entry.shape[:-1], -1)
-            kind = gguf.GGMLQuantizationType[entry.type]
-            writer.add_tensor(
-                entry.name, data.view(np.float32) if entry.type == "F32" else data, raw_dtype=kind
-            )
+            data = data.view(np.float32) if entry.type == "F32" else data
+            writer.add_tensor(entry.name, data, raw_dtype=gguf.GGMLQuantizationType[entry.type])
         elif new is not None:
             writer.add_tensor(entry.name, new.astype(np.float16))
     writer.write_header_to_file()

@@ -15,9 +15,12 @@ import pytest
 import torch
 
 from kl_lens.base.errors import KLLensError
-from kl_lens.evaluation.autopsy import Autopsy
+from kl_lens.evaluation import TorchSession
+from kl_lens.evaluation.autopsy import Autopsy, performing
 from kl_lens.evaluation.autopsy.findings import Step
 from kl_lens.evaluation.autopsy.verdict import Evidence
+from kl_lens.evaluation.autopsy.weights import Weights
+from kl_lens.measuring.sweep import Progress
 from kl_lens.model import LoadedModel, load
 from kl_lens.run.records import Estimate
 from kl_lens.study.autopsy import AutopsyResult
@@ -27,7 +30,7 @@ from kl_lens.targets.openvino.foreign import open_foreign
 from tests.autopsy import planting
 from tests.autopsy.conftest import Examine, Sound
 
-MATRICES = (
+MATRICES = [
     "ssm_in",
     "ssm_out",
     "attn_q",
@@ -37,7 +40,7 @@ MATRICES = (
     "ffn_gate",
     "ffn_up",
     "ffn_down",
-)
+]
 
 
 def code(found: Autopsy) -> int:
@@ -54,17 +57,13 @@ def test_sound_files(sound: Sound, examine: Examine, target: str, fmt: str) -> N
     assert code(found) == 0
     assert found.headline.startswith("Nothing is wrong: it loses what")
     assert [step.letter for step in found.steps if step.letter != "c"] == [*"abdefg"]
-    assert all(
-        tensor.error is not None
-        for tensor in found.tensors
-        if not tensor.name.startswith(("kl_lens/", "Const"))
-    )
+    own = [tensor for tensor in found.tensors if not tensor.name.startswith(("kl_lens/", "Const"))]
+    assert all(tensor.error is not None for tensor in own)
     kls = {step.letter: step.kl.value for step in found.steps if step.kl is not None}
     assert kls["a"] == 0 < kls["b"]
     assert found.rounding_kl is None or found.rounding_kl.value == pytest.approx(kls["b"], rel=1e-6)
-    assert kls["e"] == pytest.approx(
-        kls["c" if target == "gguf" else "b"], rel=0.2
-    )  # llama.cpp always rounds
+    rounding = "c" if target == "gguf" else "b"  # llama.cpp always rounds
+    assert kls["e"] == pytest.approx(kls[rounding], rel=0.2)
 
 
 def test_what_the_runtime_adds_is_said_to_be_activations() -> None:
@@ -75,6 +74,37 @@ def test_what_the_runtime_adds_is_said_to_be_activations() -> None:
     assert "Its weights lose 0.000713; plain rounding to the same types loses 0.000713" in headline
     assert "The rest, 0.00182, is activations" in headline
     assert "with exact settings it loses 0.00072" in headline
+
+
+def test_nothing_is_said_about_weights_that_were_not_compared() -> None:
+    steps = {letter: Step(letter, "", Estimate(0.0)) for letter in "ab"}
+    steps["d"] = Step("d", "", Estimate(0.3), apart=Estimate(0.3), beside="b")
+    weights = Weights(uncompared=["x.A_log"])
+    headline, findings = Evidence("OpenVINO", "", steps=steps, weights=weights).judged()
+    assert "Not compared, and perhaps the cause: x.A_log" in headline
+    said = [finding.words for finding in findings]
+    assert "Not compared, because not found in the file: x.A_log" in said
+    assert "It is not the weights" not in str(said)
+
+
+def test_the_time_left_goes_by_what_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds for a token: PyTorch 1, the runtime 4, and 6 in long windows."""
+    now, left = [0.0], list[float]()
+    monkeypatch.setattr(performing.time, "monotonic", lambda: now[0])
+    pace = performing._Pace(Progress(started=lambda total, done: left.append(total - done)))
+    pace.to_come.update({"torch": 30, "runtime": 10, "long runtime": 100})
+
+    class Runtime(TorchSession):
+        def __init__(self, seconds: float) -> None:
+            self.seconds = seconds
+
+        def logits(self, ids: range) -> None:
+            now[0] += self.seconds * len(ids)
+
+    pace.computed(Runtime(1), range(10), "torch")
+    pace.computed(Runtime(4), range(10), "runtime")
+    pace.computed(Runtime(6), range(50), "long runtime")
+    assert left[1:] == [20 * 1 + 100 * 4, 20 * 1 + 50 * 6]
 
 
 # -- IRs of others -----------------------------------------------------------------------------------------------
@@ -127,11 +157,8 @@ def test_a_foreign_ir_with_cache_positions(copied: Sound, examine: Examine) -> N
     assert not found.faults, found.faults
     assert code(found) == 0
     assert "u8" in {tensor.type for tensor in found.tensors}
-    assert not [
-        tensor.name
-        for tensor in found.tensors
-        if not tensor.component and "kl_lens/" not in tensor.name and tensor.bytes > 999
-    ]
+    large = [tensor for tensor in found.tensors if "kl_lens/" not in tensor.name and tensor.bytes > 999]
+    assert all(tensor.component for tensor in large)
 
 
 @pytest.mark.slow
@@ -139,13 +166,9 @@ def test_places_of_the_convolution_are_fed_where_the_graph_counts_those(copied: 
     folder, ids = copied("openvino"), list(range(40, 60))
     planting.regraphed(folder, with_input("cache_position", one_per_tap))
     settings = SessionSettings(threads=1, exact=True)
-    foreign, own = (
-        open_foreign(folder / IR_FILE, settings),
-        open_session(sound("openvino"), threads=1, exact=True),
-    )
+    foreign = open_foreign(folder / IR_FILE, settings)
+    own = open_session(sound("openvino"), threads=1, exact=True)
     assert np.allclose(foreign.logits(ids), own.logits(ids), atol=1e-3)
-    foreign.close()
-    own.close()
 
 
 def test_what_cannot_be_fed_is_not_checked(copied: Sound, examine: Examine) -> None:
@@ -203,7 +226,10 @@ def test_a_rescaled_file_is_sound(copied: Sound, examine: Examine) -> None:
 # -- another model -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("noise", "says"), [(1.5, "Another model"), (0.1, "Another version of the model")])
+@pytest.mark.parametrize(
+    ("noise", "says"),
+    [(1.5, "Another model"), pytest.param(0.1, "Another version of the model", marks=pytest.mark.slow)],
+)
 def test_other_weights_everywhere(copied: Sound, examine: Examine, noise: float, says: str) -> None:
     folder, draw = copied("gguf"), np.random.default_rng(0)
     for name in [f"blk.{block}.{part}.weight" for block in (0, 1) for part in MATRICES]:
@@ -238,9 +264,8 @@ def test_a_file_alone(sound: Sound, copied: Sound, examine: Examine) -> None:
     assert {step.letter for step in found.steps} == {"d", "f"}
     damaged = copied("gguf")
     planting.gguf_bytes(damaged, "blk.1.ssm_out.weight")[:2] = np.array([np.inf], np.float16).view(np.uint8)
-    assert (
-        "blk.1.ssm_out.weight (Q8_0): 32 of 65,536 values are not finite" in examine(damaged, None).headline
-    )
+    words = "blk.1.ssm_out.weight (Q8_0): 32 of 65,536 values are not finite"
+    assert words in examine(damaged, None).headline
 
 
 @pytest.mark.parametrize(

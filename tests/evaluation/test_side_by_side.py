@@ -134,7 +134,8 @@ def test_a_mistake_of_ours_is_not_swallowed(
         list(side_by_side({judged: [0] for judged in files}, text, 2))
 
 
-def test_several_threads_find_one_library(exported: Exported) -> None:
+@pytest.mark.slow
+def test_several_threads_find_one_library() -> None:
     """In a fresh process that has not looked for llama.cpp before."""
     script = """
 import sys, threading

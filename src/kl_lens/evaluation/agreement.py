@@ -1,25 +1,14 @@
 """Is the exported file what was measured? Compares it with the same weights in PyTorch, on the first windows of a text.
 
 The rule. Both models read the same tokens, so equal weights and equal arithmetic would give equal numbers on every
-window; how much the text varies plays no part. Two differences are checked, paired by window:
+window; how much the text varies plays no part. Two differences are checked, paired by token: cross-entropy, and KL from
+the original, which sees changes that leave the perplexity alone, and cannot cancel. Rounding that differs from token to
+token scatters around zero: a difference within three of its own standard errors is such scatter, and may be ten times
+as large. The scatter is that of stretches of eight tokens, because four windows alone would say little about it.
 
-- cross-entropy: at most 0.001 nats per token (0.1 % of the perplexity);
-- KL from the original, if measured: at most 2 % of PyTorch's KL plus 0.0001 nats. KL sees changes that leave the
-  perplexity alone, and it cannot cancel.
-
-Rounding that differs from token to token scatters around zero. A difference within three of its own standard errors is
-such scatter, and may be up to ten times as large as the limits above. The scatter is that of stretches of eight tokens:
-four windows alone would say little about it, and Student's t would let three times as much pass.
-
-Runtimes round activations to 8 bits for their integer kernels, which is a real and significant loss and not the file's
-fault. So PyTorch computes with the activations that the runtime's kernels see, where they are modelled
-(`Target.activations`). If both hold, the file *agrees as deployed*: it holds the measured weights. If not, or without
-such a model, PyTorch computes plainly; if both hold then, the file *agrees*. If that does not settle it (half-precision
-arithmetic, kernels that are not modelled), the runtime computes the same file in float32 if it can; if the rule holds
-then, the file *agrees in float32*. Otherwise PyTorch's side is looked at: our kernels beside transformers' own code, on
-this text. If they are wrong, everything is judged again without them. If they are right, the file *DISAGREES*: it is
-not what was measured. The models' own standard errors are shown but decide nothing: they are errors of the text, ten
-and more times larger than the effect of a wrong scale.
+Runtimes round activations to 8 bits for their integer kernels, which is a real loss and not the file's fault. So the
+file is first compared with PyTorch as deployed, where those kernels are modelled (`Target.activations`), then with
+plain PyTorch, then both in float32. If all fail and our kernels in PyTorch are right, it is not what was measured.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from kl_lens.base.errors import KLLensError
 from kl_lens.evaluation.continuations import likeliest
@@ -81,17 +80,7 @@ class SessionLM(TemplateLM):  # type: ignore[misc]
         return super().loglikelihood(requests, disable_tqdm=True)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
-        windows: list[list[TokenRequest]] = []
-        for request in requests:
-            pairs = get_rolling_token_windows(
-                token_list=self.tok_encode(request.args[0]),
-                prefix_token=self.prefix_token_id,
-                max_seq_len=self.max_length,
-                context_len=1,
-            )
-            windows.append([(None, *make_disjoint_window(pair)) for pair in pairs])
-        self._begun(sum(map(len, windows)))
-        return [sum(answer for answer, _ in self._loglikelihood_tokens(each)) for each in windows]
+        raise KLLensError("tasks that score whole texts have no examples to pair; use --perplexity TEXT")
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
         self._begun(len(requests))

@@ -31,6 +31,7 @@ class TorchSession:
         deployed: compute with weights and activations as this runtime's kernels see them.
         remember: bytes of outputs to keep. The teacher sees the same windows once per student: it keeps the logits of
             the first ones, and the final states of others, for which only the head runs again.
+        values: parameters or buffers by name, in place of what the recipes make of the weights.
     """
 
     def __init__(
@@ -40,18 +41,21 @@ class TorchSession:
         *,
         deployed: Kernels | None = None,
         remember: int = 0,
+        values: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         model.chain.uses_kernels()  # before anything is perturbed
         model.chain.distrust(compared_metrics("cpu"))
         self._model, self._recipes, self._deployed = model, dict(recipes or {}), deployed
         # A component that its recipe does not change (FP16 of an FP16 checkpoint) needs no copy.
         # With the model on disk, weights are made block by block.
-        at_once = self._recipes if model.residency is None else {}
-        self._weights = [
-            (parameter, weight)
-            for parameter, weight in replacements(model, Perturbation(at_once), deployed)
-            if not torch.equal(parameter.data, weight)
-        ]
+        if values is None:
+            at_once = Perturbation(self._recipes if model.residency is None else {})
+            made = [(p, w) for p, w in replacements(model, at_once, deployed) if not torch.equal(p.data, w)]
+        else:
+            own: dict[str, Any] = dict(model.model.named_buffers())
+            own |= dict(model.model.named_parameters(remove_duplicate=False))
+            made = [(own[name], value.to(own[name])) for name, value in values.items() if name in own]
+        self._weights = made
         # The same precision as the sweep on a GPU; as deployed, float32.
         self.precision = FLOAT32 if deployed is not None else precision_for(None, model)
         parts = [*model.chain.blocks, model.chain.head] if self.precision != FLOAT32 else []

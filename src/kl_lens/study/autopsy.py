@@ -9,7 +9,6 @@ from typing import ClassVar
 from kl_lens import evaluation
 from kl_lens.base.errors import KLLensError, TargetError
 from kl_lens.evaluation.autopsy import Autopsy, perform_autopsy
-from kl_lens.evaluation.autopsy.performing import expected_work
 from kl_lens.model import LanguageTask, LoadedModel
 from kl_lens.run.folder import Run
 from kl_lens.run.positions import BIN, longest_window
@@ -81,11 +80,9 @@ def autopsy(settings: AutopsySettings, bench: Workbench, events: Events) -> Auto
     target, dissection = dissected(settings.file)
     model, text, long = _original(settings, bench)
     with events.progress("autopsy") as progress:
-        progress.started(expected_work(text, long), 0.0)
         found = perform_autopsy(
-            dissection, target, model, text,
-            long=long, threads=settings.threads, advanced=progress.advanced,
-        )  # fmt: skip
+            dissection, target, model, text, long=long, threads=settings.threads, progress=progress
+        )
     result = AutopsyResult(found)
     if settings.run is not None and model is not None and text is not None:
         try:

@@ -6,9 +6,6 @@ from dataclasses import dataclass
 
 from kl_lens.run.records import Estimate, Record
 
-# Causes: another tensor's values, values that are not finite, another shape, unknown. Others are named in `weights.py`.
-HOLDS, INFINITE, SHAPE, OFF = "holds", "infinite", "shape", "off"
-
 
 @dataclass(frozen=True)
 class TensorReport(Record):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,16 +17,16 @@ from kl_lens.evaluation.autopsy.findings import Autopsy, Restored, Step, TensorR
 from kl_lens.evaluation.autopsy.verdict import Evidence, listed
 from kl_lens.evaluation.autopsy.weights import alone, examine, together
 from kl_lens.evaluation.judged import REMEMBERED, RUNTIME_ERRORS
-from kl_lens.evaluation.scoring import WindowScore, mean_kl as _mean, score_logits
-from kl_lens.evaluation.texts import EvaluationText, text_window
+from kl_lens.evaluation.scoring import WindowScore, mean_kl, score_logits
+from kl_lens.evaluation.texts import EvaluationText, Window, text_window
 from kl_lens.evaluation.torch_session import TorchSession
-from kl_lens.measuring.perturbation import Kernels
+from kl_lens.measuring.sweep import Progress
 from kl_lens.model import LoadedModel
 from kl_lens.run.positions import by_position
 from kl_lens.run.records import Estimate
 from kl_lens.targets import Session, SessionSettings, Target
 from kl_lens.targets.dissection import VOCABULARY, Disagreement, Dissection
-from kl_lens.targets.session import TokenizingSession
+from kl_lens.targets.session import Logits, TokenizingSession
 from kl_lens.targets.tokenizer import find_tokenizer
 from kl_lens.targets.varied_text import other_ids
 from kl_lens.weights.recipes import Recipe
@@ -32,28 +34,11 @@ from kl_lens.weights.recipes import Recipe
 STEPPED = 64  # tokens that are also fed one by one
 RESTORED_WINDOWS = 2  # enough to see which part carries most of the loss
 RESTORED_ALONE = 6  # components of the worst kind that are restored one by one
-IN_TORCH = 0.5  # of the time that a runtime takes for a token, roughly
 NEGLIGIBLE = 1e-4  # nats per token: nothing to look for
 MOST_GROUPS = 24  # of damaged tensors whose cost is measured
-
-
-class FileInTorch(TorchSession):
-    """The original with a file's weights and, with `deployed`, its runtime's activations."""
-
-    def __init__(
-        self,
-        model: LoadedModel,
-        values: Mapping[str, torch.Tensor],
-        formats: Mapping[str, str] | None = None,
-        deployed: Kernels | None = None,
-        remember: int = 0,
-    ) -> None:
-        super().__init__(model, remember=remember)
-        own: dict[str, Any] = dict(model.model.named_buffers())
-        own |= dict(model.model.named_parameters(remove_duplicate=False))
-        self._weights = [(own[n], v.to(own[n])) for n, v in values.items() if n in own]
-        self._recipes = {name: Recipe(fmt) for name, fmt in (formats or {}).items()}
-        self._deployed = deployed
+# What computes, for the forecast. Until it was seen it is taken to be like the last word of its name.
+TORCH, RUNTIME, EXACT, LONG = "torch", "runtime", "exact runtime", "long "
+_UNSEEN = 2.0  # times PyTorch's seconds for a token: a runtime that was not seen yet
 
 
 def perform_autopsy(
@@ -64,17 +49,16 @@ def perform_autopsy(
     *,
     long: EvaluationText | None = None,
     threads: int | None = None,
-    advanced: Callable[[float, str], None] = lambda work, title: None,
+    progress: Progress | None = None,
 ) -> Autopsy:
     """Looks at a file, and compares it with the original if that is given.
 
     Args:
         long: longer windows of text, to see whether the loss grows along them.
         threads: of the runtime.
-        advanced: called with work that was done, of `expected_work`, and the title of the step.
     """
-    chain = _Chain(dissection, target, model, text, long, SessionSettings(threads=threads), advanced)
-    evidence = chain.evidence()
+    settings = SessionSettings(threads=threads)
+    evidence = _Chain(dissection, target, model, text, long, settings, progress or Progress()).evidence()
     headline, findings = evidence.judged()
     return Autopsy(
         file=str(dissection.place), target=target.name, bytes=sum(path.stat().st_size for path in dissection.files),
@@ -84,31 +68,62 @@ def perform_autopsy(
     )  # fmt: skip
 
 
+class _Pace:
+    """Says how many seconds are left: the tokens to come, at the pace that was seen of what computes them."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.to_come: Counter[str] = Counter()  # what computes → tokens
+        self.title = ""
+        self._progress, self._done, self._last = progress, 0.0, time.monotonic()
+        self._seen: dict[str, float] = {}  # seconds for a token
+
+    def begins(self, title: str) -> None:
+        self.title = title
+        self._progress.advanced(0.0, title)
+
+    def computed(self, session: Session, ids: Sequence[int], what: str) -> Logits:
+        begin = time.monotonic()
+        logits = session.logits(ids)
+        now = time.monotonic()
+        self._seen[what] = (now - begin) / len(ids)
+        self.to_come[what] = max(0, self.to_come[what] - len(ids))
+        self._done += now - self._last
+        self._progress.advanced(now - self._last, self.title)
+        self._last = now
+        left = sum(tokens * self._for_a_token(each) for each, tokens in self.to_come.items())
+        self._progress.started(self._done + left, self._done)
+        return logits
+
+    def _for_a_token(self, what: str) -> float:
+        seen = self._seen.get(what) or self._seen.get(what.split()[-1])
+        return seen or _UNSEEN * self._seen.get(TORCH, 0.0)
+
+
 class _Chain:
     def __init__(
         self, dissection: Dissection, target: Target, model: LoadedModel | None, text: EvaluationText | None,
-        long: EvaluationText | None, settings: SessionSettings, advanced: Callable[[float, str], None],
+        long: EvaluationText | None, settings: SessionSettings, progress: Progress,
     ) -> None:  # fmt: skip
         self.dissection, self.target, self.model, self.text = dissection, target, model, text
-        self.long, self.settings, self._progress, self._title = long, settings, advanced, ""
+        self.long, self.settings, self.pace = long, settings, _Pace(progress)
         self.found = Evidence(target.title, target.exact_options, "" if model is None else model.name)
+        self.recipes: dict[str, Recipe] = {}  # of components whose kernels' activations are known
         self._teacher: TorchSession | None = None
         self._beside: dict[str, TorchSession] = {}  # letter → the session that later steps are compared with
 
-    def _advanced(self, title: str = "", work: float = 0.0) -> None:
-        """A step with this title begins, or so much of it was done."""
-        self._title = title or self._title
-        self._progress(work, self._title)
-
     def evidence(self) -> Evidence:
-        self._advanced("reading its tensors")
+        self.pace.begins("reading its tensors")
         found, found.changed = self.found, self.dissection.changed()
         if self.model is None or self.text is None:
             found.weights.reports = [alone(tensor) for tensor in self.dissection.tensors]
             found.damage = [(group, None) for group in together(found.weights.reports)]
         else:
-            self._compare(self.model)
+            self._compare(self.model, self.text)
         self._in_runtime()
+        groups = together(found.weights.reports)
+        if "b" in found.steps and (groups or (found.kl("b") or 0.0) > NEGLIGIBLE):
+            self.pace.begins("restoring components")
+            self._restore(groups)
         if found.rounds_too_much:
             found.inputs = self._rounded_inputs()
         weights, apart = found.weights, found.apart(found.decides)
@@ -122,7 +137,7 @@ class _Chain:
 
     # -- in PyTorch ------------------------------------------------------------------------------------------
 
-    def _compare(self, model: LoadedModel) -> None:
+    def _compare(self, model: LoadedModel, text: EvaluationText) -> None:
         found, dissection = self.found, self.dissection
         self._teacher = TorchSession(model, remember=REMEMBERED)
         found.steps["a"] = Step("a", "the original in float32", Estimate(0.0, 0.0))
@@ -138,19 +153,28 @@ class _Chain:
             found.unchecked.append(f"its weights were not compared: {one_line(error)}")
             found.weights.reports = [alone(tensor) for tensor in dissection.tensors]
             return
+        formats = weights.formats.items()
+        self.recipes = {name: Recipe(fmt) for name, fmt in formats if fmt not in ("fp32", "bf16")}
+        rounds = dissection.usual_settings and self.target.models_activations(self.settings, self.recipes)
+        self._expect(text, 2 + rounds)
         without = [*weights.left_out, *weights.uncompared]
         note = f"without {listed(without)}" if without else ""
         file = self._session(weights.held, remember=REMEMBERED)
-        self._step("b", "the original with the file's weights", file, note=note)
-        formats = self._formats()
-        recipes = {name: Recipe(fmt) for name, fmt in formats.items()}
-        if dissection.usual_settings and self.target.models_activations(self.settings, recipes):
-            deployed = self._session(weights.held, formats, remember=REMEMBERED)
-            self._step("c", f"the same with {self.target.title}'s activations", deployed, beside="b")
-        groups = together(weights.reports)
-        if groups or (found.kl("b") or 0.0) > NEGLIGIBLE:
-            self._advanced("restoring components")
-            self._restore(groups)
+        self._step("b", "the original with the file's weights", file, TORCH, note=note)
+        if rounds:
+            deployed = self._session(weights.held, self.recipes, remember=REMEMBERED)
+            title = f"the same with {self.target.title}'s activations"
+            self._step("c", title, deployed, TORCH, beside="b")
+
+    def _expect(self, text: EvaluationText, passes: int) -> None:
+        """What is to come, in tokens. `passes`: of PyTorch over the whole text."""
+        whole, few = (sum(len(w.ids) for w in text.items[:count]) for count in (None, RESTORED_WINDOWS))
+        reports = self.found.weights.reports
+        groups, kinds = len(together(reports)), len({report.kind for report in reports})
+        parts = 2 + min(groups, MOST_GROUPS) + kinds + RESTORED_ALONE
+        self.pace.to_come.update({TORCH: passes * whole + parts * few, RUNTIME: whole, EXACT: whole})
+        length = sum(len(window.ids) for window in self.long.items) if self.long else 0
+        self.pace.to_come.update({LONG + TORCH: length, LONG + RUNTIME: length})
 
     def _restore(self, groups: Sequence[Sequence[TensorReport]]) -> None:
         """What each fault costs in a file that is otherwise sound, so that none hides behind another; then what kinds
@@ -159,7 +183,7 @@ class _Chain:
         held = {report.name: weights.parameters.get(report.name, "") for report in weights.reports}
         odd = {held[report.name] for group in groups for report in group} & weights.rounded.keys()
         sound = weights.held | {name: weights.rounded[name] for name in odd}
-        found.rounding = _mean(self._scores(self._session(weights.rounded))[0])
+        found.rounding = mean_kl(self._scores(self._session(weights.rounded), TORCH)[0])
         whole = self._few(sound)
 
         def cost(group: Sequence[TensorReport]) -> float | None:
@@ -175,8 +199,7 @@ class _Chain:
 
         found.damage = [(group, cost(group) if i < MOST_GROUPS else None) for i, group in enumerate(groups)]
         found.damaged_by = self._few(weights.held) - whole
-        changed = [r for r in weights.reports if r.component and (r.error or 0.0) > 1e-6]
-        kinds = _by_kind(changed)
+        kinds = _by_kind([r for r in weights.reports if r.component and (r.error or 0.0) > 1e-6])
         found.restored = _carried(kinds, whole, without)
         worst = kinds[found.restored[0].what] if found.restored else []
         single = {r.component: [r] for r in sorted(worst, key=_excess)[-RESTORED_ALONE:] if worst[1:]}
@@ -184,125 +207,108 @@ class _Chain:
         found.restored = sorted(everything, key=lambda each: -each.kl)
 
     def _session(
-        self, values: Mapping[str, torch.Tensor], formats: Mapping[str, str] | None = None, remember: int = 0
-    ) -> FileInTorch:
-        """The original with other values; with `formats`, rounded activations."""
+        self,
+        values: Mapping[str, torch.Tensor],
+        recipes: Mapping[str, Recipe] | None = None,
+        remember: int = 0,
+    ) -> TorchSession:
+        """The original with other values; with `recipes`, also with the activations of their kernels."""
         assert self.model is not None
-        return FileInTorch(self.model, values, formats, None if formats is None else self.target, remember)
-
-    def _formats(self) -> dict[str, str]:
-        """The types whose kernels' activations are known."""
-        return {name: fmt for name, fmt in self.found.weights.formats.items() if fmt not in ("fp32", "bf16")}
+        deployed = None if recipes is None else self.target
+        return TorchSession(self.model, recipes, deployed=deployed, remember=remember, values=values)
 
     def _rounded_inputs(self) -> list[Restored]:
         """What each kind of component loses by its rounded inputs."""
-        weights, formats = self.found.weights, self._formats()
+        weights, recipes = self.found.weights, self.recipes
 
         def without(reports: Sequence[TensorReport]) -> float:
             names = {report.component for report in reports}
-            return self._few(weights.held, {name: fmt for name, fmt in formats.items() if name not in names})
+            return self._few(
+                weights.held, {name: each for name, each in recipes.items() if name not in names}
+            )
 
-        kinds = _by_kind([report for report in weights.reports if report.component in formats])
-        return _carried(kinds, self._few(weights.held, formats), without)
+        kinds = _by_kind([report for report in weights.reports if report.component in recipes])
+        return _carried(kinds, self._few(weights.held, recipes), without)
 
     # -- in the runtime --------------------------------------------------------------------------------------
 
     def _in_runtime(self) -> None:
         title = f"the file in {self.target.title}"
         beside = next((letter for letter in "cb" if letter in self._beside), "")
-        if (session := self._opened("d", title, self.settings)) is None:
-            self._compare_tokens(None)
-            return
-        try:
-            if self._teacher is not None:
-                self._step("d", title, session, beside=beside)
-            else:
-                self._finite(title, session)
-            if not self.found.failure("d"):
-                self._token_by_token(session)
+        with self._opened("d", title, self.settings) as session:
+            if session is not None:
+                self._runs(title, session, beside)
             self._compare_tokens(session)
-            if not self.found.failure("d"):
+            if session is not None and not self.found.failure("d"):
                 self._by_position(session)
-        finally:
-            session.close()
-        if self._teacher is None or self.found.failure("d"):
+        if self._teacher is None or session is None or self.found.failure("d"):
             return
         if self.target.in_float32(self.settings) is not None and "b" in self._beside:
             beside = "b"  # its exact settings leave activations alone
         title += ", exact settings"
-        if (session := self._opened("e", title, replace(self.settings, exact=True, threads=1))) is not None:
+        with self._opened("e", title, replace(self.settings, exact=True, threads=1)) as session:
+            if session is not None:
+                self._step("e", title, session, EXACT, beside=beside)
+
+    @contextmanager
+    def _opened(self, letter: str, title: str, settings: SessionSettings) -> Iterator[Session | None]:
+        """None if it cannot be opened; the step says why."""
+        session = None
+        with self._begun(letter, title):
             try:
-                self._step("e", title, session, beside=beside)
-            finally:
-                session.close()
+                session = self.dissection.open(settings)
+            except UnsupportedError as error:
+                self.found.unchecked.append(f"it was not run: {one_line(error)}")
+                self.found.steps[letter] = Step(letter, title, note=f"not checked: {one_line(error)}")
+        with nullcontext() if session is None else closing(session):
+            yield session
 
-    def _opened(self, letter: str, title: str, settings: SessionSettings) -> Session | None:
-        self._advanced(title)
-        try:
-            return self.dissection.open(settings)
-        except UnsupportedError as error:
-            self.found.unchecked.append(f"it was not run: {one_line(error)}")
-            self.found.steps[letter] = Step(letter, title, note=f"not checked: {one_line(error)}")
-            return None
-        except RUNTIME_ERRORS as error:
-            self.found.steps[letter] = Step(letter, title, failure=one_line(error))
-            return None
-
-    def _finite(self, title: str, session: Session) -> None:
-        """Without an original: does it compute numbers at all?"""
-        failure = ""
-        try:
-            if not np.isfinite(session.logits(self._ids(session))).all():
-                failure = "its logits are not finite"
-        except RUNTIME_ERRORS as error:
-            failure = one_line(error)
-        note = "" if failure else "its logits are finite"
-        self.found.steps["d"] = Step("d", title, failure=failure, note=note)
-
-    def _ids(self, session: Session) -> list[int]:
-        if self.text is not None:
-            return list(self.text.items[0].ids[:STEPPED])
-        return [int(token) for token in np.random.default_rng(0).integers(0, session.vocabulary, STEPPED)]
-
-    def _token_by_token(self, session: Session) -> None:
-        if not getattr(session, "stateful", True):
+    def _runs(self, title: str, session: Session, beside: str) -> None:
+        """All at once, beside the original or alone; then token by token."""
+        ids = self.text.items[0].ids if self.text is not None else np.arange(STEPPED) % session.vocabulary
+        window = text_window(tuple(int(token) for token in ids[:STEPPED]))
+        if self._teacher is not None:
+            self._step("d", title, session, RUNTIME, beside=beside)
+        else:
+            with self._begun("d", title):
+                score_logits(session.logits(window.ids), window)  # raises if they are not finite
+                self.found.steps["d"] = Step("d", title, note="its logits are finite")
+        if self.found.failure("d") or not getattr(session, "stateful", True):
             return
-        title, ids = f"{STEPPED} tokens one by one", self._ids(session)
-        self._advanced(title)
-        try:
-            whole = session.logits(ids)
+        title = f"{STEPPED} tokens one by one"
+        with self._begun("f", title):
+            whole = session.logits(window.ids)
             session.reset()
-            single = np.stack([session.step(token) for token in ids])
-            apart = _mean([score_logits(single, text_window(tuple(ids)), whole)])
+            single = np.stack([session.step(token) for token in window.ids])
+            apart = mean_kl([score_logits(single, window, whole)])
             self.found.steps["f"] = Step("f", title, apart=apart, beside="d")
-        except RUNTIME_ERRORS as error:
-            self.found.steps["f"] = Step("f", title, failure=one_line(error))
 
     def _by_position(self, session: Session) -> None:
         if self.model is None or self.long is None:
             return
-        length = len(self.long.items[0].ids)
-        title = f"the file in {self.target.title}, {len(self.long.items)} windows of {length:,} tokens"
-        self._advanced(title)
-        original = TorchSession(self.model)
-        try:
-            scores = []
-            for window in self.long.items:
-                scores.append(score_logits(session.logits(window.ids), window, original.logits(window.ids)))
-                self._advanced(work=(1 + IN_TORCH) * length)
-        except RUNTIME_ERRORS as error:
-            self.found.steps["h"] = Step("h", title, note=f"not measured: {one_line(error)}")
-            return
-        curve = by_position([score.kl() for score in scores])
-        self.found.curve = curve
-        self.found.steps["h"] = Step("h", title, _mean(scores), note=f"along the text: {curve.trend}")
+        windows, original = self.long.items, TorchSession(self.model)
+        title = f"the file in {self.target.title}, {len(windows)} windows of {len(windows[0].ids):,} tokens"
+
+        def score(window: Window) -> WindowScore:
+            own = self.pace.computed(session, window.ids, LONG + RUNTIME)
+            return score_logits(own, window, self.pace.computed(original, window.ids, LONG + TORCH))
+
+        with self._begun("h", title):
+            scores = [score(window) for window in windows]
+            self.found.curve = curve = by_position([score.kl() for score in scores])
+            self.found.steps["h"] = Step("h", title, mean_kl(scores), note=f"along the text: {curve.trend}")
 
     def _compare_tokens(self, session: Session | None) -> None:
         if self.model is None or self.text is None or (tokenizer := self.model.tokenizer) is None:
             return
         title, words = "the tokenizer's ids", ""
         try:
-            own, strings = self._encoder(session), self.dissection.strings(tokenizer)
+            if isinstance(session, TokenizingSession):  # the file's own way to ids
+                session.require_vocabulary()
+                own: Callable[[str], list[int]] = session.tokenize
+            else:
+                own = find_tokenizer(session, self.dissection.files[0]).encode
+            strings = self.dissection.strings(tokenizer)
             pairs = ((own(text), tokenizer(text, add_special_tokens=False)["input_ids"]) for text in strings)
             if (pair := next((pair for pair in pairs if pair[0] != list(pair[1])), None)) is not None:
                 words = other_ids(*pair, tokenizer)
@@ -312,13 +318,6 @@ class _Chain:
         except KLLensError as error:
             note = f"not compared: {one_line(error)}"
         self.found.steps["g"] = Step("g", title, failure=words, note=note)
-
-    def _encoder(self, session: Session | None) -> Callable[[str], list[int]]:
-        """The file's own way to ids."""
-        if isinstance(session, TokenizingSession):
-            session.require_vocabulary()
-            return session.tokenize
-        return find_tokenizer(session, self.dissection.files[0]).encode
 
     def _tokens_cost(self, *ids: Sequence[int]) -> float | None:
         """What the original loses on a window of text if it is fed the file's ids, nats per token."""
@@ -331,45 +330,45 @@ class _Chain:
 
     # -- scores ----------------------------------------------------------------------------------------------
 
-    def _step(self, letter: str, title: str, session: Session, *, beside: str = "", note: str = "") -> None:
-        self._advanced(title)
+    @contextmanager
+    def _begun(self, letter: str, title: str) -> Iterator[None]:
+        """A step; if it fails, it says why."""
+        self.pace.begins(title)
         try:
-            scores, apart = self._scores(session, self._beside.get(beside))
+            yield
         except RUNTIME_ERRORS as error:
-            self.found.steps[letter] = Step(letter, title, failure=one_line(error), note=note)
-            return
-        if isinstance(session, TorchSession):
-            self._beside[letter] = session
-        both = _mean(scores), _mean(apart) if apart else None
-        self.found.steps[letter] = Step(letter, title, *both, beside=beside, note=note)
+            self.found.steps[letter] = Step(letter, title, failure=one_line(error))
+
+    def _step(
+        self, letter: str, title: str, session: Session, what: str, *, beside: str = "", note: str = ""
+    ) -> None:
+        with self._begun(letter, title):
+            scores, apart = self._scores(session, what, self._beside.get(beside))
+            if isinstance(session, TorchSession):
+                self._beside[letter] = session
+            both = mean_kl(scores), mean_kl(apart) if apart else None
+            self.found.steps[letter] = Step(letter, title, *both, beside=beside, note=note)
 
     def _scores(
-        self, session: Session, other: Session | None = None, windows: int | None = None
+        self, session: Session, what: str, other: Session | None = None, windows: int | None = None
     ) -> tuple[list[WindowScore], list[WindowScore]]:
         """From the original, and from another step."""
         assert self.text is not None
         assert self._teacher is not None
         scores, apart = [], []
         for window in self.text.items[:windows]:
-            logits = session.logits(window.ids)
+            logits = self.pace.computed(session, window.ids, what)
             scores.append(score_logits(logits, window, self._teacher.logits(window.ids)))
             if other is not None:
                 apart.append(score_logits(logits, window, other.logits(window.ids)))
-            self._advanced(work=len(window.ids) * (IN_TORCH if isinstance(session, TorchSession) else 1.0))
         return scores, apart
 
-    def _few(self, values: Mapping[str, torch.Tensor], formats: Mapping[str, str] | None = None) -> float:
+    def _few(self, values: Mapping[str, torch.Tensor], recipes: Mapping[str, Recipe] | None = None) -> float:
         try:
-            session = self._session(values, formats)
-            return _mean(self._scores(session, windows=RESTORED_WINDOWS)[0]).value
+            session = self._session(values, recipes)
+            return mean_kl(self._scores(session, TORCH, windows=RESTORED_WINDOWS)[0]).value
         except KLLensError:  # not finite
             return float("inf")
-
-
-def expected_work(text: EvaluationText | None, long: EvaluationText | None) -> float:
-    """In tokens that the runtime reads. The steps read the text about six times, and long windows once on each side."""
-    short, longer = (sum(len(w.ids) for w in each.items) if each else 0 for each in (text, long))
-    return 6 * short + (1 + IN_TORCH) * longer
 
 
 def _by_kind(reports: Sequence[TensorReport]) -> dict[str, list[TensorReport]]:

@@ -8,17 +8,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from kl_lens.evaluation.autopsy.findings import (
-    HOLDS,
-    INFINITE,
-    OFF,
-    SHAPE,
-    Finding,
-    Restored,
-    Step,
-    TensorReport,
-)
-from kl_lens.evaluation.autopsy.weights import Weights
+from kl_lens.evaluation.autopsy.findings import Finding, Restored, Step, TensorReport
+from kl_lens.evaluation.autopsy.weights import HOLDS, INFINITE, OFF, SHAPE, Weights
 from kl_lens.run.positions import GROWS, PositionCurve
 from kl_lens.run.records import Estimate
 from kl_lens.targets.dissection import TOKENIZER, VOCABULARY, Disagreement
@@ -71,9 +62,8 @@ class Evidence:
     exact_options: str  # how a user of this runtime gets exact arithmetic
     original: str = ""
     weights: Weights = field(default_factory=Weights)
-    damage: Sequence[
-        tuple[Sequence[TensorReport], float | None]
-    ] = ()  # tensors that share a mistake, its cost
+    # Tensors that share a mistake, and its cost.
+    damage: Sequence[tuple[Sequence[TensorReport], float | None]] = ()
     damaged_by: float = 0.0  # what all of them cost together
     steps: dict[str, Step] = field(default_factory=dict)
     restored: Sequence[Restored] = ()
@@ -125,11 +115,8 @@ class Evidence:
         notes = [f"Not checked: {words}" for words in self.unchecked]
         compared = "b" in self.steps
         extra = [r.name for r in self.weights.reports if compared and r.error is None and not r.problem]
-        for names, why in (
-            (self.weights.uncompared, "not found in the file"),
-            (extra, "not of the original"),
-        ):
-            notes += [f"Not compared, because {why}: {listed(names)}"] if names else []
+        lists = {"not found in the file": self.weights.uncompared, "not of the original": extra}
+        notes += [f"Not compared, because {why}: {listed(names)}" for why, names in lists.items() if names]
         notes += [f"It is no longer what KL Lens exported: {self.changed}"] if self.changed else []
         found += [Finding("file", "", words, is_fault=False) for words in notes]
         if self.curve is not None and self.curve.trend == GROWS:
@@ -153,9 +140,8 @@ class Evidence:
         words = f"Nothing is wrong: it loses what {self._usual().type} loses{lost}."
         plain, (weights, whole, exact) = self.rounding, (self.kl(letter) or 0.0 for letter in "bde")
         if plain is not None and max(plain.value, weights) > _ROUNDING:
-            words += (
-                f" Its weights lose {short(weights)}; plain rounding to the same types loses {shown(plain)}."
-            )
+            words += f" Its weights lose {short(weights)}; plain rounding to the same types loses "
+            words += f"{shown(plain)}."
         if (rest := whole - weights) > max(_REST * whole, _ROUNDING / 5):
             words += f" The rest, {short(rest)}, is activations, which {self.runtime} computes in fewer bits"
             words += f": with exact settings it loses {short(exact)}." if "e" in self.steps else "."
@@ -186,10 +172,8 @@ class Evidence:
                 "quantize the original's weights",
             )
         example = f"{strange[0].name}: {strange[0].problem}" if strange else f"{missing[0]} is missing"
-        words = (
-            f"{what}: check --against. {count} of {total} tensors are not those of {self.original}: {example}"
-        )
-        return Finding("weights", "all tensors", words, advice)
+        words = f"{what}: check --against. {count} of {total} tensors are not those of {self.original}: "
+        return Finding("weights", "all tensors", words + example, advice)
 
     def _damages(self) -> Iterator[Finding]:
         if missing := self.weights.missing:
@@ -216,10 +200,8 @@ class Evidence:
             if report.float_only and not report.is_float and not report.problem:
                 unusual.setdefault(report.kind or re.sub(r"\d+", "N", report.name), []).append(report)
         for kind, reports in unusual.items():
-            carried, names = (
-                shares.get(f"all {kind}") or shares.get(reports[0].component),
-                [r.name for r in reports],
-            )
+            carried = shares.get(f"all {kind}") or shares.get(reports[0].component)
+            names = [report.name for report in reports]
             words = f"{listed(names)} is {reports[0].type}: runtimes expect {kind} in floating point"
             words += f"; it carries {carried.share:.0%} of the weights' loss" if carried is not None else ""
             fault = carried is not None and carried.share > _UNUSUAL_SHARE
@@ -234,9 +216,8 @@ class Evidence:
             words = f"{worst.share:.0%} of the loss of the weights is in {worst.what} ({worst.type}), at "
             words += f"{worst.bits:.1f} bits where most of the file has {usual:.1f}"
             coarse = worst.bits < _COARSER * usual
-            yield Finding(
-                "type", own, words, "store them in a larger type" if coarse else "", worst.kl, coarse
-            )
+            advice = "store them in a larger type" if coarse else ""
+            yield Finding("type", own, words, advice, worst.kl, coarse)
 
     # -- what computes with them ---------------------------------------------------------------------------------
 
@@ -245,9 +226,9 @@ class Evidence:
             return
         before, after = self.kl("b"), self.kl("c")
         added = None if after is None or before is None else after - before
-        cost = (
-            "overflow" if added is None else f"add {short(added)} nats to {short(before or 0)} of the weights"
-        )
+        cost = "overflow"
+        if added is not None:
+            cost = f"add {short(added)} nats to {short(before or 0)} of the weights"
         worst = self.inputs[0].what if self.inputs else "the matrices behind them"
         where = f", most of it before {worst} ({self.inputs[0].type})" if self.inputs else ""
         words = f"The activations do not survive rounding: {self.runtime}'s kernels {cost}{where}"
@@ -263,26 +244,23 @@ class Evidence:
             words = [each.words for each in wrong] + [ids] * (kind == VOCABULARY and bool(ids))
             if words:
                 start = "its tokenizer is not the original's: " if kind == VOCABULARY else ""
-                advice = (
-                    "; ".join(dict.fromkeys(each.advice for each in wrong)) or "copy the original's tokenizer"
-                )
+                advice = "; ".join(dict.fromkeys(each.advice for each in wrong))
                 step = "tokenizer" if kind == VOCABULARY else kind
-                yield Finding(step, kind, _sentence(start + "; ".join(words)), advice, cost)
+                text = _sentence(start + "; ".join(words))
+                yield Finding(step, kind, text, advice or "copy the original's tokenizer", cost)
         for each in self.disagreements:
             if each.about == TOKENIZER or each.matters is False:
-                yield Finding(
-                    each.about, each.name, _sentence(each.words), each.advice, None, bool(each.matters)
-                )
+                text, fault = _sentence(each.words), bool(each.matters)
+                yield Finding(each.about, each.name, text, each.advice, is_fault=fault)
 
     def _runtime(self, blamed: set[str]) -> Iterator[Finding]:
         """`blamed`: steps in which faults were found already, so that the runtime is not blamed for them."""
         runtime, retry = self.runtime, f"try another version of {self.runtime}; if that changes nothing, "
         if refused := self.failure("d"):
             explained = bool(blamed - {"tokenizer"})
+            words = f"{runtime} does not run it: {refused}"
             advice = "" if explained else retry + "convert the model with another tool"
-            yield Finding(
-                "runtime", "", f"{runtime} does not run it: {refused}", advice, is_fault=not explained
-            )
+            yield Finding("runtime", "", words, advice, is_fault=not explained)
             return
         apart, weights = self.apart(self.decides), self.weights
         if apart is not None and "metadata" not in blamed and not weights.left_out and not weights.missing:

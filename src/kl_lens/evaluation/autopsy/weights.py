@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 
-from kl_lens.evaluation.autopsy.findings import HOLDS, INFINITE, OFF, SHAPE, TensorReport
+from kl_lens.evaluation.autopsy.findings import TensorReport
 from kl_lens.model import LoadedModel
 from kl_lens.run.records import Component
 from kl_lens.targets.dissection import Part, StoredTensor
 
+# Causes: another tensor's values, values that are not finite, another shape, unknown. `_predictions` has others.
+HOLDS, INFINITE, SHAPE, OFF = "holds", "infinite", "shape", "off"
 _MOST = 3.0  # times the error of rounding to nearest
 _LEAST = 2e-3  # relative error that no rounding explains, in types that are almost exact
 _UNKNOWN = 0.5  # the same for a type that we cannot round to
@@ -142,9 +144,7 @@ def _examine(
         whole = part.written(put, into.get(name, state[name]))
         lost = whole is None or not bool(whole.isfinite().all())
         if into is found.held and (lost or (name in into and values.numel() == state[name].numel())):
-            found.left_out.append(
-                tensor.name
-            )  # also a second tensor for one parameter: the model has one place
+            found.left_out.append(tensor.name)  # also a second tensor for one parameter, which has one place
         if whole is not None and not lost:
             into[name] = whole
     if tensor.format and component is not None and component.quantizable:
