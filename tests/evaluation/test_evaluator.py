@@ -203,38 +203,6 @@ def test_if_pytorch_is_the_side_that_is_wrong_it_is_computed_again_and_said(
     assert [runtime["kernels"] for runtime in runtimes] == ["our kernel for Mamba-1 scan is wrong here"]
 
 
-def test_an_evaluation_interrupted_and_resumed_gives_the_same_numbers(
-    model: LoadedModel, text: EvaluationText, tmp_path: Path
-) -> None:
-    assignment = {"backbone.layers.0.mixer.in_proj": "int4"}
-    plan = JudgedModel.of_plan(model, "plan", assignment)
-    windows = []
-
-    def stop(_: float, what: str) -> None:
-        windows.append(what)
-        if len(windows) == len(text.items) + 3:
-            raise KeyboardInterrupt  # not a signal: tests/conftest.py, `ctrl_c`
-
-    with Run.create(tmp_path / "run") as run, pytest.raises(KeyboardInterrupt):
-        Evaluator(ScoreJournal(run), JudgedModel(model), Progress(advanced=stop)).judge_text([plan], text)
-    with Run.open(tmp_path / "run") as run:  # another process would find the same
-        assert labels(read_scores(run)) == ["original"]
-        begun: list[tuple[float, float]] = []
-        advanced: list[str] = []
-        progress = Progress(
-            started=lambda total, done: begun.append((total, done)),
-            advanced=lambda _, what: advanced.append(what),
-        )
-        resumed = Evaluator(ScoreJournal(run), JudgedModel(model), progress).judge_text([plan], text)
-        assert [done / total for total, done in begun] == [(len(text.items) + 3) / (2 * len(text.items))]
-        assert len(advanced) == len(text.items) - 3
-        afresh = Evaluator(ScoreJournal(run, again=True), JudgedModel(model)).judge_text([plan], text)
-    with Run.create(tmp_path / "whole") as run:
-        whole = Evaluator(ScoreJournal(run), JudgedModel(model)).judge_text([plan], text)
-    assert [s.values for s in resumed.scores] == [s.values for s in whole.scores]
-    assert [s.values for s in afresh.scores] == [s.values for s in whole.scores]
-
-
 def test_a_longer_text_uses_the_windows_that_are_there(
     model: LoadedModel, text: EvaluationText, tiny_folder: Path, tmp_path: Path
 ) -> None:
@@ -265,17 +233,6 @@ def test_a_file_that_vanishes_half_way_is_named_and_the_others_go_on(
         assert list(outcome.failures) == ["openvino/doomed"]
         assert largest.name in outcome.failures["openvino/doomed"]
         assert set(labels(read_scores(run))) == {"original", "torch/after"}
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_a_file_cut_short_is_refused_in_one_line(target: str, exported: Callable[[str], Path]) -> None:
-    folder = exported(target)
-    largest = max(folder.iterdir(), key=lambda file: file.stat().st_size)
-    largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
-    with pytest.raises(KLLensError) as caught:
-        JudgedArtifact(folder, SETTINGS).open()
-    assert str(folder) in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_identities_change_with_what_makes_the_numbers(
@@ -384,8 +341,3 @@ def test_files_in_python(model: LoadedModel, exported: Callable[[str], Path], ti
     assert alone.values["token_perplexity"] == beside.values["token_perplexity"]
     assert apart.values["kl_mean"].value > 0
     assert alone.protocol["tokens"] == 4 * 47
-    bare = exported("gguf")
-    (bare / "artifact.json").unlink()
-    (file,) = bare.glob("*.gguf")
-    with pytest.raises(KLLensError, match="holds no tokenizer"):
-        kl.evaluate(file, **options)

@@ -9,7 +9,6 @@ from kl_lens.evaluation.selection import Selection, artifact_task, given_subject
 from kl_lens.evaluation.texts import EvaluationText, prepare, prepare_text
 from kl_lens.evaluation.torch_session import TorchSession
 from kl_lens.targets import SessionSettings
-from kl_lens.targets.tokenizer import artifact_tokenizer
 
 __all__ = [
     "Agreement",
@@ -24,7 +23,6 @@ __all__ = [
     "SessionSettings",
     "TorchSession",
     "artifact_task",
-    "artifact_tokenizer",
     "divergence_values",
     "given_subjects",
     "likelihood_values",
