@@ -333,14 +333,6 @@ class Run:
         )
         return [WindowMetrics.from_row(*row) for row in rows]
 
-    def window_kl(self, role: str) -> dict[tuple[str, str], list[float]]:
-        """(component, format) → mean KL per token of each window, in order."""
-        values: dict[tuple[str, str], list[float]] = {}
-        query = "SELECT component, format, sums, tokens FROM samples WHERE role = ? ORDER BY window"
-        for component, format_name, sums, tokens in self.journal.execute(query, (role,)):
-            values.setdefault((component, format_name), []).append(json.loads(sums)[KL] / tokens)
-        return values
-
     @checks_rows
     def measurements(self, role: str = CALIBRATION, windows: int | None = None) -> list[Measurement]:
         """One record per candidate, in the order of first measurement."""
