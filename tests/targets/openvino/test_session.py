@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -55,14 +54,6 @@ def test_the_cache_does_not_mix_settings(exported: Callable) -> None:
     if exact.description["machine"] == "aarch64":
         assert np.abs(a - b).max() > 1e-4  # 8-bit activations leave a trace
     assert (folder / CACHE_FOLDER).is_dir()
-
-
-def test_description(exported: Callable) -> None:
-    description = open_session(exported("mamba").folder, exact=True, threads=1).description
-    assert description["library"] == "openvino"
-    assert description["mode"] == "exact"
-    assert "float32" in description["inference_precision_hint"]
-    assert description["inference_num_threads"] == "1"
 
 
 def test_settings_of_a_deployment() -> None:
@@ -151,11 +142,3 @@ def test_a_model_without_its_head_is_for_other_tools(exported: Callable) -> None
     assert "lm_head" not in (case.folder / "openvino_model.xml").read_text()
     with pytest.raises(TargetError, match="without its head"):
         open_session(case.folder)
-
-
-def test_the_record_beside_the_files(exported: Callable) -> None:
-    case = exported("mamba")
-    record = json.loads((case.folder / RECORD_FILE).read_text())
-    assert set(record["files"]) >= {"openvino_model.xml", "openvino_model.bin", "config.json"}
-    assert all((case.folder / name).is_file() for name in record["files"])
-    assert not list(case.folder.glob(".writing-*"))

@@ -21,10 +21,8 @@ from kl_lens.model import LoadedModel
 from kl_lens.run.records import Artifact, ExportedTensor, Plan
 from kl_lens.targets.openvino import constants, rewrites
 from kl_lens.targets.openvino.folder import GENERATION_FILE, IR_FILE
-from kl_lens.targets.openvino.graph import StaticShape, graph_of, on_cpu, require_family
-from kl_lens.targets.openvino.images import image_graph_of
-from kl_lens.targets.openvino.profiles import Realised, expanded, get_profile, realise
-from kl_lens.targets.openvino.quarantine import GRAPH_DIGEST, graph_digest
+from kl_lens.targets.openvino.graph import StaticShape, graph_of, image_graph_of, on_cpu
+from kl_lens.targets.openvino.profiles import DeviceProfile, Realised, expanded, get_profile, realise
 from kl_lens.targets.openvino.session import (
     HEAD_NODE,
     compile_graph,
@@ -72,40 +70,24 @@ def export(
     """
     started = time.perf_counter()
     model.require_memory("exporting to OpenVINO")
-    task = model.classifier
-    module = on_cpu(model.model)
-    if task is None:
-        require_family(module)
     profile = get_profile(device_profile)
-    needs_length = profile.static_only and task is None
-    static = _static_shape(needs_length, profile.unrolled, profile.name, static_tokens)
-    if not with_head and static is None:
-        raise TargetError("a graph without its head makes sense only with --static-tokens N")
-    if unplanned not in UNPLANNED:
-        raise TargetError(f"weights outside the plan can be {' or '.join(UNPLANNED)}, not {unplanned!r}")
+    static = _static_shape(model, profile, static_tokens, with_head)
     chunked = any(c.kind == "A_log" and len(c.shape) == 1 for c in model.anatomy.components)
     chosen = tuple(profile.default_rewrites(chunked) if rewrites is None else rewrites)
+    if unplanned not in UNPLANNED:
+        raise TargetError(f"weights outside the plan can be {' or '.join(UNPLANNED)}, not {unplanned!r}")
+    if model.classifier is not None and "actiba" in chosen:
+        raise TargetError("actiba is for language models, not for images")
     realised = realise(plan.assignment, model.anatomy, profile, fallback=fallback)
     learnt = model.weights.learnt_by((each.recipe for each in realised.values()), plan.statistics)
 
-    if task is None:
-        graph = graph_of(module, static=static, with_head=with_head)
-    elif static is not None or not with_head or "actiba" in chosen:
-        raise TargetError(
-            "--static-tokens, --without-head and actiba are for language models, not for images"
-        )
-    else:
-        graph = image_graph_of(module, task)
-    _rewrites.weights_on_the_right(graph)
-    if with_head:
-        _name_head(graph)
-    anatomy = model.anatomy
-    weight_map = constants.map_weights(
-        graph, module, anatomy, without_head=not with_head, may_fold=task is not None
-    )
+    graph, weight_map = _graph(model, static, with_head)
     placed = constants.place_weights(
-        weight_map, model.weights, anatomy.components, realised, baseline=unplanned
+        weight_map, model.weights, model.anatomy.components, realised, baseline=unplanned
     )
+    place = Path(folder)
+    place.mkdir(parents=True, exist_ok=True)
+    plain = graph.clone() if "actiba" in chosen else None
     settings: dict[str, Any] = {
         "device_profile": device_profile,
         "rewrites": list(chosen),
@@ -113,42 +95,57 @@ def export(
         "with_head": with_head,
         "unplanned": unplanned,
         "folded_away": weight_map.folded,
-        "family": anatomy.model_type,
+        "family": model.anatomy.model_type,
         "versions": {module.__name__: module.__version__ for module in (ov, torch, transformers)},
         **({"statistics": learnt} if learnt else {}),
-        **({} if task is None else {"task": task.name}),
+        **({} if model.classifier is None else {"task": model.classifier.name}),
+        "rewritten": _rewrites.apply(graph, chosen),
     }
-
-    place = Path(folder)
-    place.mkdir(parents=True, exist_ok=True)
-    plain = graph.clone() if "actiba" in chosen else None
-    settings["rewritten"] = _rewrites.apply(graph, chosen)
     _save(graph, place / IR_FILE)
-    if plain is not None:
-        _rewrites.apply(plain, tuple(name for name in chosen if name != "actiba"))
-        with tempfile.TemporaryDirectory(dir=place) as beside:
-            without = Path(beside) / "without_actiba.xml"
-            _save(plain, without)
-            settings["actiba"] = _actiba_cost(without, place / IR_FILE, model, static_tokens, with_head)
     del graph
+    if plain is not None:
+        settings["actiba"] = _actiba_cost(plain, chosen, place, model, static_tokens, with_head)
     constants.check_saved(read_graph(place / IR_FILE), placed)
+    notes = _write_beside(model, place, with_tokenizer=with_tokenizer, converses=static is None)
+    if notes := [note for note in (*notes, _expanded_here(realised)) if note]:
+        settings["notes"] = notes
+    settings["export_seconds"] = round(time.perf_counter() - started, 2)
+    settings["export_peak_bytes"] = peak_memory()
+    return _artifact(model, plan, realised, placed, place, settings)
+
+
+def _graph(
+    model: LoadedModel, static: StaticShape | None, with_head: bool
+) -> tuple[ov.Model, constants.WeightMap]:
+    """The model as a float32 graph, and where its weights are."""
+    module, task = on_cpu(model.model), model.classifier
+    graph = (
+        graph_of(module, static=static, with_head=with_head) if task is None else image_graph_of(module, task)
+    )
+    _rewrites.weights_on_the_right(graph)
+    if with_head:
+        _name_head(graph)
+    found = constants.map_weights(
+        graph, module, model.anatomy, without_head=not with_head, may_fold=task is not None
+    )
+    return graph, found
+
+
+def _write_beside(
+    model: LoadedModel, place: Path, *, with_tokenizer: bool, converses: bool
+) -> list[str | None]:
+    """Configuration and tokenizer; returns notes about them."""
     model.config.save_pretrained(place)
     if (generation := model.folder / GENERATION_FILE).is_file():
         shutil.copyfile(generation, place / GENERATION_FILE)
-    if model.tokenizer is not None and with_tokenizer:
+    if model.classifier is not None:
+        model.classifier.preparation.write(place)
+    if not with_tokenizer:
+        return []
+    if model.tokenizer is not None:
         model.tokenizer.save_pretrained(place)
-    converses = with_tokenizer and task is None and static is None
-    missing = write_tokenizer(model.tokenizer, place) if converses else None
-    beyond = model.unread_tokens if with_tokenizer else None
-    if notes := [note for note in (beyond, missing, _expanded_here(realised)) if note]:
-        settings["notes"] = notes
-    if task is not None:
-        task.preparation.write(place)
-    files = tuple(sorted(path.name for path in place.iterdir()))
-    settings[GRAPH_DIGEST] = graph_digest(place / IR_FILE)
-    settings["export_seconds"] = round(time.perf_counter() - started, 2)
-    settings["export_peak_bytes"] = peak_memory()
-    return _artifact(model, plan, realised, placed, files, place, settings)
+    speaks = converses and model.classifier is None
+    return [model.unread_tokens, write_tokenizer(model.tokenizer, place) if speaks else None]
 
 
 _rewrites = rewrites  # `export` has an argument with that name
@@ -176,14 +173,23 @@ def _save(graph: ov.Model, path: Path) -> None:
         ) from error
 
 
-def _static_shape(required: bool, unrolled: bool, profile: str, tokens: int | None) -> StaticShape | None:
+def _static_shape(
+    model: LoadedModel, profile: DeviceProfile, tokens: int | None, with_head: bool
+) -> StaticShape | None:
+    """None: a graph with state."""
+    if model.classifier is not None:
+        if tokens is not None or not with_head:
+            raise TargetError("--static-tokens and --without-head are for language models, not for images")
+        return None
     if tokens is None:
-        if required:
-            raise TargetError(f"profile {profile} needs fixed shapes: give --static-tokens N")
+        if profile.static_only:
+            raise TargetError(f"profile {profile.name} needs fixed shapes: give --static-tokens N")
+        if not with_head:
+            raise TargetError("a graph without its head makes sense only with --static-tokens N")
         return None
     if tokens < 1:
         raise TargetError(f"--static-tokens has to be at least 1, not {tokens}")
-    return StaticShape(tokens, unroll=unrolled)
+    return StaticShape(tokens, unroll=profile.unrolled)
 
 
 def _name_head(graph: ov.Model) -> None:
@@ -201,7 +207,6 @@ def _artifact(
     plan: Plan,
     realised: dict[str, Realised],
     placed: dict[str, constants.Placed],
-    files: tuple[str, ...],
     place: Path,
     settings: dict[str, Any],
 ) -> Artifact:
@@ -235,7 +240,7 @@ def _artifact(
     return Artifact(
         target="openvino",
         plan=plan.name,
-        files=files,
+        files=tuple(sorted(path.name for path in place.iterdir())),
         tensors=tuple(tensors),
         planned_bytes=planned,
         realised_bytes=0,  # the target counts what its runtime loads
@@ -246,7 +251,12 @@ def _artifact(
 
 
 def _actiba_cost(
-    plain: Path, rewritten: Path, model: LoadedModel, static_tokens: int | None, with_head: bool
+    plain: ov.Model,
+    chosen: Sequence[str],
+    place: Path,
+    model: LoadedModel,
+    static_tokens: int | None,
+    with_head: bool,
 ) -> dict[str, Any]:
     """The error bound of the tables and the KL per token that they cost, measured on this CPU."""
     cost: dict[str, Any] = {"error_bound": _rewrites.table_error(), "segments": _rewrites.TABLE_SEGMENTS}
@@ -255,10 +265,13 @@ def _actiba_cost(
     tokens = static_tokens or ACTIBA_TOKENS
     ids = np.random.default_rng(0).integers(0, int(model.config.vocab_size), tokens).tolist()
     cost["measured_on"] = f"{tokens} random tokens"
-    before, after = (
-        log_softmax(run_graph(compile_graph(read_graph(path), "CPU", exact=True), ids))
-        for path in (plain, rewritten)
-    )
-    per_token = (np.exp(before) * (before - after)).sum(-1)
-    cost["kl_nats_per_token"] = float(per_token.mean())
+    _rewrites.apply(plain, tuple(name for name in chosen if name != "actiba"))
+    with tempfile.TemporaryDirectory() as beside:
+        without = Path(beside) / "without_actiba.xml"
+        _save(plain, without)
+        before, after = (
+            log_softmax(run_graph(compile_graph(read_graph(path), "CPU", exact=True), ids))
+            for path in (without, place / IR_FILE)
+        )
+    cost["kl_nats_per_token"] = float((np.exp(before) * (before - after)).sum(-1).mean())
     return cost

@@ -20,6 +20,7 @@ from kl_lens.targets import dissection, quarantine
 from kl_lens.targets.artifacts import read_artifact
 from kl_lens.targets.chat import default_template
 from kl_lens.targets.dissection import Disagreement, Dissection, Part, StoredTensor, Texts, setting
+from kl_lens.targets.openvino import session
 from kl_lens.targets.openvino.constants import raw_bytes
 from kl_lens.targets.openvino.folder import DETOKENIZER_FILE, IR_FILE, TOKENIZER_FILE
 from kl_lens.targets.openvino.foreign import open_foreign
@@ -47,7 +48,7 @@ _EPSILONS = 1e-9, 1e-2  # what a norm adds lies between
 
 
 class OpenVINODissection(Dissection):
-    def __init__(self, place: Path, open_own: Callable[[Path, SessionSettings], Session]) -> None:
+    def __init__(self, place: Path, open_own: Callable[..., Session]) -> None:
         self._open_own = open_own  # of a folder that KL Lens exported
         self.place = place if place.suffix == ".xml" else place / IR_FILE
         bare = (self.place, self.place.with_suffix(".bin"))
@@ -135,7 +136,9 @@ class OpenVINODissection(Dissection):
 
     def open(self, settings: SessionSettings) -> Session:
         if self.usual_settings:
-            return self._open_own(self.place.parent, settings)
+            if changed := bool(self.changed()):
+                quarantine.require_opens(session.try_out, self.folder, self.files, "OpenVINO")
+            return self._open_own(self.folder, settings, cold=changed)
         return open_foreign(self.place, settings)
 
 

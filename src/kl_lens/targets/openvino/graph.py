@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from kl_lens.base.errors import TargetError, UnsupportedError, one_line
+from kl_lens.model import ImageTask
 from kl_lens.targets.openvino import rewrites, scans, session
 from kl_lens.targets.openvino.capture import (
     FAMILIES,
@@ -36,7 +37,7 @@ from kl_lens.targets.openvino.capture import (
 from kl_lens.weights.store import state_of
 
 PROOF_TOKENS, PROOF_PARTS = 24, (7, 8, 9)
-PROOF_SHARE = 1e-3  # of the logits' range
+PROOF_SHARE = 1e-3  # largest difference from PyTorch: of the logits' range, or of an image's largest logit
 MAX_UNROLLED = scans.CHUNK  # tokens of a graph without loops: one chunk of Mamba-2, a large graph of Mamba-1
 
 
@@ -110,16 +111,12 @@ def _prove(model: nn.Module, family: str) -> None:
         graph = _build(model, None, True)
         with torch.no_grad():
             expected = model(input_ids=ids, use_cache=False).logits[0].float().numpy()
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "proof.xml"
-            rewrites.apply(graph, ())
-            ov.save_model(graph, path, compress_to_fp16=False)
-            compiled = session.compile_graph(session.read_graph(path), "CPU", exact=True)
-            whole = session.run_graph(compiled, ids[0].tolist())
-            request, parts = session.new_request(compiled), []
-            for part in np.split(ids.numpy(), PROOF_PARTS, 1):
-                request.infer({"input_ids": part})
-                parts.append(np.array(request.get_output_tensor(0).data[0]))
+        compiled = _compiled(graph)
+        whole = session.run_graph(compiled, ids[0].tolist())
+        request, parts = session.new_request(compiled), []
+        for part in np.split(ids.numpy(), PROOF_PARTS, 1):
+            request.infer({"input_ids": part})
+            parts.append(np.array(request.get_output_tensor(0).data[0]))
     except TargetError as error:
         raise UnsupportedError(refused + one_line(error)) from error
     except Exception as error:  # a model's code may raise anything when it meets our cache
@@ -132,6 +129,55 @@ def _prove(model: nn.Module, family: str) -> None:
             f"{refused}the converted graph gives other logits than PyTorch, off by {off:.1e} in a range of "
             f"{float(np.ptp(expected)):.1e}"
         )
+
+
+def _compiled(graph: ov.Model) -> ov.CompiledModel:
+    """As an export would be: rewritten, saved, read again."""
+    shipped = graph.clone()
+    rewrites.apply(shipped, ())
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "graph.xml"
+        ov.save_model(shipped, path, compress_to_fp16=False)
+        return session.compile_graph(session.read_graph(path), "CPU", exact=True)
+
+
+class _Classifier(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        output = self.model(pixels)
+        return output if isinstance(output, torch.Tensor) else output["logits"]
+
+
+def image_graph_of(model: nn.Module, task: ImageTask) -> ov.Model:
+    """An image classifier: one prepared image in, logits out, no state. Cached, with every weight in float32."""
+    return remembered(model, task.preparation, partial(_build_images, model, task))
+
+
+def _build_images(model: nn.Module, task: ImageTask) -> ov.Model:
+    """No architecture is listed: a graph whose logits on noise differ from PyTorch's is refused."""
+    shape = task.preparation.shape
+    with torch.no_grad():
+        graph = convert_quietly(_Classifier(model), (torch.zeros(1, *shape),))
+    graph.reshape([1, *shape])
+    graph.inputs[0].get_tensor().set_names({"pixel_values"})
+    graph.get_parameters()[0].set_friendly_name("pixel_values")
+    graph.outputs[0].get_tensor().set_names({"logits"})
+    graph.get_results()[0].set_friendly_name("logits")
+    graph.validate_nodes_and_infer_types()
+    ids = task.sample(model, 1, 4)
+    with torch.inference_mode():
+        expected = task.forward(model, ids)[0].float().cpu().numpy()
+    given = session.ImageSession(_compiled(graph), task.preparation, {}).logits(ids[0].tolist())
+    off = float(np.abs(given - expected).max() / np.abs(expected).max())
+    if not off <= PROOF_SHARE:
+        raise TargetError(
+            f"{type(model).__name__}: OpenVINO {ov.__version__} gives logits that are off by {off:.1e} of the "
+            "largest; it cannot be exported"
+        )
+    return graph
 
 
 def _build(model: nn.Module, static: StaticShape | None, with_head: bool) -> ov.Model:

@@ -238,13 +238,6 @@ class Table:
     reach: float
     bound: float  # largest error anywhere, from the second derivative and from the tails
 
-    def __call__(self, x: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-        """The same arithmetic in numpy, for tests and for the bound."""
-        inner = len(self.slopes) - 2
-        place = np.floor((np.asarray(x, np.float64) + self.reach) * (inner / (2 * self.reach))) + 1
-        index = np.clip(place, 0, inner + 1).astype(np.int64)
-        return self.slopes[index] * x + self.offsets[index]
-
 
 def make_table(function: str) -> Table:
     """The table of `silu` or `softplus`.

@@ -6,6 +6,7 @@ tested against are the plain recurrences beside KL Lens's own kernels (`model/ke
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -73,16 +74,8 @@ def selective_scan(inputs: Inputs, channels: int, states: int) -> tuple[Value, V
     body = ov.Model(
         [ops.result(after), ops.result(y)], [step, inflow, into, out_of, rates, before], "selective_scan"
     )
-    iterator = ops.tensor_iterator()
-    iterator.set_body(body)
     sliced = ((step, dt), (inflow, ops.multiply(x, dt)), (into, b), (out_of, c))
-    for parameter, value in sliced:
-        iterator.set_sliced_input(parameter, _output(value), 0, 1, 1, -1, 0)
-    iterator.set_invariant_input(rates, _output(transposed(a, [1, 0])))
-    iterator.set_merged_input(before, _output(state), body.results[0].output(0))
-    last = iterator.get_iter_value(body.results[0].output(0), -1)
-    outputs = iterator.get_concatenated_slices(body.results[1].output(0), 0, 1, 1, -1, 0)
-    return outputs, last
+    return _iterated(body, (before, state), sliced, [(rates, transposed(a, [1, 0]))])
 
 
 def unrolled_selective_scan(inputs: Inputs, states: int, tokens: int) -> tuple[Value, Value]:
@@ -121,15 +114,12 @@ def delta_scan(inputs: Inputs, shape: tuple[int, ...]) -> tuple[Value, Value]:
     after = ops.add(kept, ops.multiply(reshaped(tokens["key"], [heads, keys, 1]), news))
     y = reshaped(ops.matmul(q, after, False, False), [1, heads, values])
     body = ov.Model([ops.result(after), ops.result(y)], [*tokens.values(), decay, before], "delta_scan")
-    iterator = ops.tensor_iterator()
-    iterator.set_body(body)
-    for name, whole in {"query": query, "key": key, "value": value, "beta": beta}.items():
-        sliced = reshaped(whole, [-1, heads, 1, widths[name]])
-        iterator.set_sliced_input(tokens[name], _output(sliced), 0, 1, 1, -1, 0)
-    iterator.set_sliced_input(decay, _output(reshaped(ops.exp(g), [-1, heads, decays, 1])), 0, 1, 1, -1, 0)
-    iterator.set_merged_input(before, _output(state), body.results[0].output(0))
-    last = iterator.get_iter_value(body.results[0].output(0), -1)
-    return iterator.get_concatenated_slices(body.results[1].output(0), 0, 1, 1, -1, 0), last
+    sliced = [
+        (tokens[name], reshaped(whole, [-1, heads, 1, widths[name]]))
+        for name, whole in {"query": query, "key": key, "value": value, "beta": beta}.items()
+    ]
+    sliced.append((decay, reshaped(ops.exp(g), [-1, heads, decays, 1])))
+    return _iterated(body, (before, state), sliced)
 
 
 def weighted_start(channels: int) -> Value:
@@ -163,15 +153,7 @@ def weighted_scan(inputs: Inputs, shape: tuple[int, ...]) -> tuple[Value, Value]
     y = ops.divide(numerator, denominator)
     after = ops.concat(list(joined(ops.add(most, w), k)), 0)
     body = ov.Model([ops.result(after), ops.result(y)], [k, v, w, u, before], "weighted_scan")
-    iterator = ops.tensor_iterator()
-    iterator.set_body(body)
-    iterator.set_sliced_input(k, _output(key), 0, 1, 1, -1, 0)
-    iterator.set_sliced_input(v, _output(value), 0, 1, 1, -1, 0)
-    iterator.set_invariant_input(w, _output(decay))
-    iterator.set_invariant_input(u, _output(first))
-    iterator.set_merged_input(before, _output(state), body.results[0].output(0))
-    last = iterator.get_iter_value(body.results[0].output(0), -1)
-    return iterator.get_concatenated_slices(body.results[1].output(0), 0, 1, 1, -1, 0), last
+    return _iterated(body, (before, state), [(k, key), (v, value)], [(w, decay), (u, first)])
 
 
 def chunked_scan(inputs: Inputs, sizes: Sizes, *, single: bool = False) -> tuple[Value, Value]:
@@ -294,14 +276,26 @@ def _between_chunks(
     before = ops.parameter(list(shape), np.float32)
     after = ops.add(ops.multiply(keep, before), plus)
     body = ov.Model([ops.result(after), ops.result(before)], [keep, plus, before], "between_chunks")
+    return _iterated(body, (before, state), [(keep, surviving), (plus, added)])
+
+
+def _iterated(
+    body: ov.Model,
+    state: tuple[Value, Value],
+    sliced: Sequence[tuple[Value, Value]],
+    whole: Sequence[tuple[Value, Value]] = (),
+) -> tuple[Value, Value]:
+    """Runs a body over the first axis of what is sliced (pairs of its parameter and a value). Its first result is the
+    next state, its second what this step gives. Returns all steps' results and the last state."""
     iterator = ops.tensor_iterator()
     iterator.set_body(body)
-    iterator.set_sliced_input(keep, _output(surviving), 0, 1, 1, -1, 0)
-    iterator.set_sliced_input(plus, _output(added), 0, 1, 1, -1, 0)
-    iterator.set_merged_input(before, _output(state), body.results[0].output(0))
+    for parameter, value in sliced:
+        iterator.set_sliced_input(parameter, _output(value), 0, 1, 1, -1, 0)
+    for parameter, value in whole:
+        iterator.set_invariant_input(parameter, _output(value))
+    iterator.set_merged_input(state[0], _output(state[1]), body.results[0].output(0))
     last = iterator.get_iter_value(body.results[0].output(0), -1)
-    entering = iterator.get_concatenated_slices(body.results[1].output(0), 0, 1, 1, -1, 0)
-    return entering, last
+    return iterator.get_concatenated_slices(body.results[1].output(0), 0, 1, 1, -1, 0), last
 
 
 def _padded(value: Value, padding: Value, rank: int) -> Value:

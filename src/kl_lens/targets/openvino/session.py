@@ -23,10 +23,9 @@ from kl_lens.base.files import DERIVED
 from kl_lens.run.records import Artifact
 from kl_lens.targets.artifacts import read_artifact
 from kl_lens.targets.openvino.folder import graph_file
-from kl_lens.targets.openvino.image_session import ImageSession
-from kl_lens.targets.openvino.rewrites import equal_batches, is_gated
+from kl_lens.targets.openvino.rewrites import is_gated
 from kl_lens.targets.session import Logits, Session, checked_tokens
-from kl_lens.text.images import Preparation
+from kl_lens.text.images import Preparation, pixels_of
 from kl_lens.weights.formats import get_format
 
 ATTENTION_MASK, BEAM_IDX = (
@@ -96,7 +95,6 @@ def open_session(
             f"{folder} was exported without its head, for benchmark_app; a session needs logits: export with the head"
         )
     graph = read_graph(graph_file(folder))
-    equal_batches(graph)  # for IRs written before export did so
     static = artifact.settings.get("static_tokens")
     of_images = artifact.settings.get("task") == "image"
     length = graph.inputs[0].get_partial_shape()[1]
@@ -125,6 +123,12 @@ def open_session(
         description = {"mode": "exact" if exact else "deployed", "plan": artifact.plan}
         return ImageSession(compiled, Preparation.of(folder, {}), describe(compiled, device) | description)
     return OpenVINOSession(compiled, artifact, device, exact, static, folder)
+
+
+def try_out(folder: Path) -> None:
+    """For `quarantine`: opens an exported folder and runs it."""
+    session = open_session(folder, threads=1, cache=False)
+    session.logits([0, min(1, session.vocabulary - 1)])
 
 
 def describe(compiled: ov.CompiledModel, device: str) -> dict[str, Any]:
@@ -206,14 +210,11 @@ class OpenVINOSession:
         return self._run([token], np.array([0]))[-1]
 
     def logits(self, ids: Sequence[int]) -> Logits:
-        if self._static is not None:
-            return self._run_static(ids)
         self.reset()
-        parts = [
-            self._run(part, np.arange(len(part)))
-            for part in (ids[i : i + LOGITS_CHUNK] for i in range(0, len(ids), LOGITS_CHUNK))
-        ]
-        return np.concatenate(parts) if parts else self._run(ids, np.arange(0))
+        if self._static is not None:
+            return self._run_static(ids, self._static)
+        chunks = [ids[i : i + LOGITS_CHUNK] for i in range(0, len(ids), LOGITS_CHUNK)] or [ids]
+        return np.concatenate([self._run(chunk, np.arange(len(chunk))) for chunk in chunks])
 
     def close(self) -> None:
         self._request = None
@@ -224,38 +225,62 @@ class OpenVINOSession:
             raise TargetError("this session is closed")
         return self._compiled
 
-    def _tokens(self, ids: Sequence[int]) -> npt.NDArray[np.int64]:
-        return np.array([checked_tokens(ids, self._vocabulary, self._artifact.plan)], np.int64)
-
     def _run(self, ids: Sequence[int], rows: npt.NDArray[np.int64]) -> Logits:
-        tokens = self._tokens(ids)
-        self._infer({"input_ids": tokens, "rows": rows})
-        return np.array(self._request.get_output_tensor(0).data[0], np.float32)
+        tokens = checked_tokens(ids, self._vocabulary, self._artifact.plan)
+        return self._infer({"input_ids": np.array([tokens], np.int64), "rows": rows})
 
-    def _infer(self, inputs: dict[str, npt.NDArray[np.int64]]) -> None:
+    def _run_static(self, ids: Sequence[int], most: int) -> Logits:
+        """Pads shorter prompts at the end, which a causal model does not see."""
+        tokens = checked_tokens(ids, self._vocabulary, self._artifact.plan)
+        if len(tokens) > most:
+            raise TargetError(f"this model takes {most} tokens at most, got {len(tokens)}")
+        padded = np.array([tokens + [0] * (most - len(tokens))], np.int64)
+        return self._infer({"input_ids": padded})[: len(tokens)]
+
+    def _infer(self, inputs: dict[str, npt.NDArray[np.int64]]) -> Logits:
         self._open()
         try:
             self._request.infer(inputs)
         except RuntimeError as error:
             raise TargetError(f"{self._place}: OpenVINO cannot run it: {last_line(error)}") from error
+        return np.array(self._request.get_output_tensor(0).data[0], np.float32)
 
-    def _run_static(self, ids: Sequence[int]) -> Logits:
-        """Pads shorter prompts at the end, which a causal model does not see."""
-        assert self._static is not None
-        tokens = self._tokens(ids)
-        if tokens.shape[1] > self._static:
-            raise TargetError(f"this model takes {self._static} tokens at most, got {tokens.shape[1]}")
-        padded = np.zeros((1, self._static), np.int64)
-        padded[:, : tokens.shape[1]] = tokens
-        self._infer({"input_ids": padded})
-        return np.array(self._request.get_output_tensor(0).data[0, : tokens.shape[1]], np.float32)
+
+class ImageSession:
+    """Classifies one image at a time, by the ids of `kl_lens.text.images`. There is no next token."""
+
+    def __init__(
+        self, compiled: ov.CompiledModel, preparation: Preparation, description: dict[str, Any]
+    ) -> None:
+        self._request: Any = compiled.create_infer_request()
+        self._preparation, self.description = preparation, description
+        self.vocabulary = int(compiled.outputs[0].get_partial_shape()[1].get_length())
+
+    def reset(self) -> None:
+        """There is nothing to forget."""
+
+    def logits(self, ids: Sequence[int]) -> Logits:
+        if self._request is None:
+            raise TargetError("this session is closed")
+        rows = np.empty((len(ids), self.vocabulary), np.float32)
+        for row, image in zip(rows, self._preparation.normalised(pixels_of(ids)), strict=True):
+            self._request.infer([image[None]])
+            row[:] = self._request.get_output_tensor(0).data[0]
+        return rows
+
+    def prefill(self, ids: Sequence[int]) -> Logits:
+        raise TargetError("this file classifies images; there are no prompts to feed it or to time")
+
+    def step(self, token: int) -> Logits:
+        raise TargetError("this file classifies images; there is no next token to ask for or to time")
+
+    def close(self) -> None:
+        self._request = None
 
 
 def _fix_sequences(graph: ov.Model) -> None:
     """Fixes the number of sequences to one. As it is on disk, for GenAI, the graph copies its states at every token."""
     parameters = {parameter.get_friendly_name(): parameter for parameter in graph.get_parameters()}
-    if BEAM_IDX not in parameters:  # an IR from before GenAI could open it
-        return
     only = ops.constant(np.zeros(1, np.int32))
     for reader in parameters[BEAM_IDX].output(0).get_target_inputs():
         reader.replace_source_output(only.output(0))
