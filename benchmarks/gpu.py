@@ -32,7 +32,7 @@ from kl_lens.measuring.joint import PlanMeter
 from kl_lens.measuring.perturbation import Candidate, find_candidates
 from kl_lens.model import LoadedModel, load
 from kl_lens.run.samples import WindowMetrics, summarise
-from kl_lens.study import CalibrateSettings, Workbench, perform
+from kl_lens.study import CalibrateSettings, Session, perform
 from kl_lens.text import draw_windows
 from kl_lens.weights.formats import get_format
 from kl_lens.weights.quantizers import InputStatistics, get_quantizer
@@ -167,11 +167,11 @@ def types(name: str, arguments: argparse.Namespace) -> None:
     for draw in range(arguments.draws):
         kl: dict[str, list[float]] = {}
         for device in ("cpu", "cuda"):
-            bench = Workbench()
+            session = Session()
             with tempfile.TemporaryDirectory() as folder:
-                settings = CalibrateSettings(model=name, run=folder, device=device, windows=4, seed=draw)
-                perform(settings, bench)
-                model = bench.in_run(bench.model(settings), Path(folder))
+                settings = CalibrateSettings.of(model=name, run=folder, device=device, windows=4, seed=draw)
+                perform(settings, session)
+                model = session.in_run(session.model(name, settings.opening), Path(folder))
                 test = model.task.from_start("wikitext2:test", length=512, limit=8)
                 meter = PlanMeter(model, test)
                 for recipe in (Recipe(*each.split("+")) for each in arguments.recipes.split(",")):

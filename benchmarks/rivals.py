@@ -41,11 +41,10 @@ from kl_lens.evaluation.torch_session import TorchSession
 from kl_lens.model import LoadedModel
 from kl_lens.run.folder import Run
 from kl_lens.run.records import Plan
-from kl_lens.study import CalibrateSettings, MeasureSettings, PlanSettings, Workbench, perform
+from kl_lens.study import CalibrateSettings, MeasureSettings, Session, perform
 from kl_lens.study.events import Events
 from kl_lens.study.plan import plan_within_budget
-from kl_lens.study.rivals import rival_plans
-from kl_lens.study.target_planner import TargetPlanner
+from kl_lens.study.planner import TargetPlanner, rival_plans
 from kl_lens.targets import SessionSettings, Target, get_target, menu_of
 from nncf_methods import put_file
 from result_files import Row, add_option, provenance, read, write
@@ -110,8 +109,8 @@ def judge_files(
 
 
 def compare(name: str, target: Target, arguments: argparse.Namespace, folder: Path) -> list[Row]:
-    bench = Workbench()
-    measured = MeasureSettings(
+    session = Session()
+    measured = MeasureSettings.of(
         model=name.removeprefix(STRESSED_PREFIX),
         run=str(folder),
         target=target.name,
@@ -119,23 +118,22 @@ def compare(name: str, target: Target, arguments: argparse.Namespace, folder: Pa
         formats=menu_of(target, full=not arguments.short, small=arguments.below_four or target.name == "mlx"),
         windows=arguments.windows,
     )
-    model = bench.model(measured)
+    model = session.model(measured.model)
     if name.startswith(STRESSED_PREFIX):
         plant(model, measured.model)
     if reason := target.unsupported(model.anatomy.model_type):
         print(f"{name}, {target.name}: {reason}", flush=True)
         return []
-    statistics = perform(CalibrateSettings(model=measured.model, run=str(folder)), bench).statistics
-    perform(measured, bench)
-    model = bench.in_run(model, folder)
+    statistics = perform(CalibrateSettings.of(model=measured.model, run=str(folder)), session).statistics
+    perform(measured, session)
+    model = session.in_run(model, folder)
     tokenizer = model.require_tokenizer()
     text = prepare_text("wikitext2:test", tokenizer, window=512, limit=arguments.test_windows)
     teacher = Remembered(TorchSession(model))
     rows = []
     with Run.open(folder) as run:
         table = run.table(target=target.name)
-        settings = PlanSettings(run=str(folder), target=target.name, model=measured.model, name="ours")
-        planner = TargetPlanner(settings, run, bench)
+        planner = TargetPlanner(session, run, target.name, model=measured.model)
         known: dict[str, Judged] = {}
 
         weights = sum(c.parameters for c in model.anatomy.candidates)
@@ -169,13 +167,15 @@ def compare(name: str, target: Target, arguments: argparse.Namespace, folder: Pa
             size = file.stat().st_size
             rivals[file.stem] = lambda file=file, size=size: judge_files(target, file, size, text, teacher)
         if target.name == "openvino" and not arguments.data_free:
-            ids = bench.drawn_again(statistics.identity["text"], model.task).ids
+            ids = session.drawn_again(statistics.identity["text"], model.task).ids
             rivals |= with_data(model, target, ids, text, teacher)
         for rival, make_file in rivals.items():
             theirs = make_file()
-            within = replace(settings, max_bytes=theirs.bytes)
             try:
-                ours = judged(plan_within_budget(within, run, table, planner, Events()))
+                within = plan_within_budget(
+                    planner, run, table, Events(), max_bytes=theirs.bytes, name="ours"
+                )
+                ours = judged(within)
             except PlanError as error:
                 print(f"{name}, {target.name}, {rival}: none of our plans is as small: {error}", flush=True)
                 continue

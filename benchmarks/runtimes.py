@@ -47,8 +47,8 @@ def timed(
     """Format → its profile, as `kl-lens benchmark --json` prints it."""
     words = ["--json", "--threads", str(threads), "--repeats", str(arguments.repeats)]
     words += ["--prompt-lengths", str(arguments.prompt), "--new-tokens", str(arguments.tokens)]
-    words += ["--llama-cpp", library] if library else []
-    command = [sys.executable, "-c", COMMAND, "benchmark", *map(str, files.values()), *words]
+    first = ["--llama-cpp", library] if library else []
+    command = [sys.executable, "-c", COMMAND, *first, "benchmark", *map(str, files.values()), *words]
     found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
     return {Path(profile["subject"]).name: profile for profile in found["profiles"]}
 

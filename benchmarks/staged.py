@@ -20,7 +20,7 @@ from typing import Any
 from common import machine
 from kl_lens.base.units import parse_bytes
 from kl_lens.run.records import Estimate
-from kl_lens.study import CalibrateSettings, MeasureSettings, PlanSettings, Workbench, perform
+from kl_lens.study import CalibrateSettings, MeasureSettings, PlanSettings, Session, perform
 from kl_lens.study.measure import MeasureResult
 from result_files import Row, add_option, write
 from rivals import REFERENCES, STRESSED_PREFIX, models, shown
@@ -34,44 +34,44 @@ def processor_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def measured(bench: Workbench, **how: Any) -> tuple[MeasureResult, float]:
+def measured(session: Session, **how: Any) -> tuple[MeasureResult, float]:
     begin = processor_seconds()
-    result = perform(MeasureSettings(**how), bench)
+    result = perform(MeasureSettings.of(**how), session)
     assert isinstance(result, MeasureResult)
     return result, processor_seconds() - begin
 
 
 def planned(
-    bench: Workbench, folder: Path, arguments: argparse.Namespace, **limit: Any
+    session: Session, folder: Path, arguments: argparse.Namespace, **limit: Any
 ) -> tuple[int, Estimate]:
     """The plan's size and its KL on text that the search has not seen."""
     how = {"run": str(folder), "target": arguments.target}
-    perform(PlanSettings(name="plan", held_out_windows=SEARCHED, **how, **limit), bench)
-    check = PlanSettings(plan="plan", verify=True, held_out_windows=arguments.held_out_windows, **how)
-    plan = perform(check, bench).plans[-1]
+    perform(PlanSettings.of(name="plan", held_out_windows=SEARCHED, **how, **limit), session)
+    check = PlanSettings.of(plan="plan", verify=True, held_out_windows=arguments.held_out_windows, **how)
+    plan = perform(check, session).plans[-1]
     assert plan.measured is not None
     return plan.file_bytes or 0, plan.measured.kl
 
 
 def compare(name: str, arguments: argparse.Namespace, place: Path) -> Row:
-    bench, limit = Workbench(), {"max_loss": arguments.max_loss}
+    session, limit = Session(), {"max_loss": arguments.max_loss}
     if arguments.max_bytes:
         limit = {"max_bytes": parse_bytes(arguments.max_bytes)}
     staged_run, whole_run = place / "staged", place / "whole"
     given = name.removeprefix(STRESSED_PREFIX)
-    model = bench.model(MeasureSettings(model=given))
+    model = session.model(given)
     if name != given:
         plant(model, given)
-        bench.given = model
-    perform(CalibrateSettings(model=given, run=str(staged_run)), bench)
+        session = Session(given=model)
+    perform(CalibrateSettings.of(model=given, run=str(staged_run)), session)
     shutil.copytree(staged_run, whole_run)
     how = {"model": given, "target": arguments.target, "windows": arguments.windows}
     # The staged search first: what is compiled on the way counts against it.
     held_out = {"held_out_windows": SEARCHED}
-    staged, staged_seconds = measured(bench, run=str(staged_run), **limit, **held_out, **how)
-    whole, whole_seconds = measured(bench, run=str(whole_run), exhaustive=True, **how)
-    our_bytes, our_kl = planned(bench, staged_run, arguments, **limit)
-    best_bytes, best_kl = planned(bench, whole_run, arguments, max_bytes=our_bytes)
+    staged, staged_seconds = measured(session, run=str(staged_run), **limit, **held_out, **how)
+    whole, whole_seconds = measured(session, run=str(whole_run), exhaustive=True, **how)
+    our_bytes, our_kl = planned(session, staged_run, arguments, **limit)
+    best_bytes, best_kl = planned(session, whole_run, arguments, max_bytes=our_bytes)
     return {
         "model": shown(name),
         "target": arguments.target,

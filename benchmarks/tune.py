@@ -23,7 +23,7 @@ from common import machine
 from kl_lens.measuring.joint import PlanMeter
 from kl_lens.measuring.statistics.tuning import TuningRates, tuned
 from kl_lens.planning import paired_difference
-from kl_lens.study import CalibrateSettings, Workbench, perform
+from kl_lens.study import CalibrateSettings, Session, perform
 from kl_lens.weights.formats import get_format
 from kl_lens.weights.formats.gguf_blocks import GGUFFormat
 from kl_lens.weights.recipes import Recipe, fitting_recipe, preferred
@@ -35,13 +35,13 @@ KEY = ("model", "grid", "rate", "windows", "epochs")
 
 
 def compare(name: str, arguments: argparse.Namespace, folder: Path) -> Iterator[Row]:
-    bench, given = Workbench(), name.removeprefix(STRESSED_PREFIX)
-    loading = CalibrateSettings(model=given, run=str(folder), device=arguments.device)
-    model = bench.model(loading)
+    session, given = Session(), name.removeprefix(STRESSED_PREFIX)
+    loading = CalibrateSettings.of(model=given, run=str(folder), device=arguments.device)
+    model = session.model(given, loading.opening)
     if name != given:
         plant(model, given)
-    learnt = perform(loading, bench).statistics.identity["text"]
-    model = bench.in_run(model, folder)
+    learnt = perform(loading, session).statistics.identity["text"]
+    model = session.in_run(model, folder)
     windows = model.task.drawn("wikitext2:train", windows=arguments.windows, length=512, seed=7)
     apart = [all(abs(start - other) >= 512 for other in learnt["starts"]) for start in windows.starts]
     ids = windows.ids[torch.tensor(apart)]

@@ -10,6 +10,7 @@ import pytest
 
 import kl_lens as kl
 from kl_lens.cli.main import main, parse, settings_from
+from kl_lens.study.settings import Settings
 from kl_lens.targets import read_artifact
 from tests.docs.markdown import README, blocks, commands
 
@@ -60,7 +61,7 @@ def test_the_readme_shows_the_same_job_in_both_languages() -> None:
     seen: dict[str, object] = {}
 
     class Listening(kl.Study):
-        def do(self, settings: kl.pipeline.settings.Settings) -> object:
+        def do(self, settings: Settings) -> object:
             seen[settings.verb] = settings
             raise StopIteration
 
@@ -97,7 +98,7 @@ def test_a_plan_that_was_changed_in_python_is_what_is_exported(study: kl.Study) 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda s: s.measure(engine="reference"), "--engine reference: expected one of fast, plain"),
+        (lambda s: s.measure(precision="int3"), "--precision int3: expected one of"),
         (lambda s: s.measure(windows="many"), "--windows many: expected"),
         (lambda s: s.measure(windows=-1), "--windows -1: expected"),
         (lambda s: s.plan(max_bytes="4 stones"), "is not a size; give for example 90MB"),

@@ -143,26 +143,11 @@ def test_without_statistics_measure_names_the_command_that_gathers_them(
     assert learnt["seed"] != measured["seed"]
 
 
-def test_methods_are_crossed_with_formats_and_what_has_no_meaning_is_said_once(
-    measure: list[str], calibrate: list[str], tmp_path: Path, capsys
-) -> None:
-    assert main(calibrate) == 0
-    wanted = ["--formats", "int4,q4_0,int8+gptq", "--methods", "rtn,search,gptq"]
-    assert main([*measure, *wanted, "--exhaustive"]) == 0
-    err = capsys.readouterr().err
-    assert err.count("q4_0+search") == 1
-    assert _formats(tmp_path / "run") == {
-        "int4", "int4+search", "int4+gptq", "q4_0", "q4_0+gptq", "int8+gptq",
-    }  # fmt: skip
-    with Run.open(tmp_path / "run") as run:
-        assert run.table().statistics == run.statistics
-
-
 def test_recipes_that_lose_to_one_of_no_more_bytes_are_left_out(
     measure: list[str], calibrate: list[str], tmp_path: Path, capsys
 ) -> None:
     assert main(calibrate) == 0
-    wanted = ["--formats", "int4,int8", "--methods", "rtn,gptq"]
+    wanted = ["--formats", "int4,int4+gptq,int8,int8+gptq"]
     assert main([*measure, *wanted]) == 0
     assert "measured 8 of 16 candidates" in capsys.readouterr().err
     assert _formats(tmp_path / "run") == {"int4+gptq", "int8+gptq"}
@@ -175,7 +160,7 @@ def test_with_a_limit_only_what_plans_near_it_choose_is_measured(
 ) -> None:
     assert main(calibrate) == 0
     near = [
-        *measure, "--formats", "int4,int4-g64,int4-g32,int8", "--methods", "gptq", "--json",
+        *measure, "--formats", "int4+gptq,int4-g64+gptq,int4-g32+gptq,int8+gptq", "--json",
         "--held-out", texts["judging"], "--held-out-windows", "4",
     ]  # fmt: skip
     for limit in (["--max-bytes", "225kB"], ["--max-drop", "0.001%"]):

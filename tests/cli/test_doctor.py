@@ -31,7 +31,7 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def doctor(capsys, *words: str) -> tuple[int, dict[str, dict[str, str]]]:
     capsys.readouterr()
-    code = main(["doctor", "--json", *words])
+    code = main([*words, "doctor", "--json"])
     return code, json.loads(capsys.readouterr().out)
 
 
@@ -56,10 +56,10 @@ def test_a_library_is_named_by_its_path_or_its_folder(tmp_path: Path, capsys) ->
 
 
 def test_what_is_no_library_is_refused_and_not_kept(tmp_path: Path, capsys) -> None:
-    assert main(["doctor", "--llama-cpp", str(tmp_path)]) == 1
+    assert main(["--llama-cpp", str(tmp_path), "doctor"]) == 1
     assert f"{tmp_path}: no llama.cpp library there" in capsys.readouterr().err
     (tmp_path / "libllama.so").write_bytes(b"no library")
-    assert main(["doctor", "--llama-cpp", str(tmp_path)]) == 1
+    assert main(["--llama-cpp", str(tmp_path), "doctor"]) == 1
     assert "libllama.so cannot be loaded" in capsys.readouterr().err
     assert os.environ[library.ENVIRONMENT_VARIABLE] == ""
 

@@ -30,7 +30,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _measure(folder: Path, images: Path, run: Path, *more: str) -> int:
-    words = f"--task image --images {images} --windows 4 --window-length 8 --run {run}".split()
+    words = f"--images {images} --windows 4 --window-length 8 --run {run}".split()
     return main(["measure", str(folder), *words, *more])
 
 

@@ -46,7 +46,7 @@ def test_the_papers_points(measured: Path, capsys) -> None:
 
 
 def test_gpu_points_hold_no_int4(measured: Path) -> None:
-    assert main(["plan", "--run", str(measured), "--paper", "--gpu", "--metric", "sqnr"]) == 0
+    assert main(["plan", "--run", str(measured), "--paper", "gpu", "--metric", "sqnr"]) == 0
     assert set(_plan(measured, "gpu_sqnr_point05")["assignment"].values()) <= {"int8", "fp16"}
 
 
@@ -62,11 +62,6 @@ def test_an_impossible_budget_is_exit_code_two_with_the_range(measured: Path, ca
     err = capsys.readouterr().err
     assert "kB" in err
     assert err.strip().count("\n") == 0
-
-
-def test_dry_run_writes_nothing(measured: Path) -> None:
-    assert main(["plan", "--run", str(measured), "--max-kl", "0.01", "--name", "ghost", "--dry-run"]) == 0
-    assert not (measured / "plans" / "ghost.json").exists()
 
 
 def test_verify_measures_on_held_out_text(measured: Path, held_out: list[str], capsys) -> None:

@@ -10,7 +10,7 @@ from kl_lens.cli import progress
 from kl_lens.cli.progress import Forecast, shown_progress
 from kl_lens.cli.screen import Screen
 from kl_lens.study import MeasureSettings
-from kl_lens.study.costs import JobEstimate, StageCost
+from kl_lens.study.events import JobEstimate, StageCost
 from kl_lens.study.report import ReportSettings
 
 
@@ -111,19 +111,20 @@ def test_inside_a_stage_of_a_run_the_time_left_is_that_of_the_whole_run(
 ) -> None:
     clock = Clock()
     monkeypatch.setattr(progress.time, "monotonic", clock)
-    estimate = JobEstimate(
-        (StageCost("measure", "gguf", 240.0), StageCost("report", None, 60.0)), 0, 4, load=2.0
-    )
+    estimate = JobEstimate((StageCost("measure", "gguf", 240.0), StageCost("report", None, 60.0)), 0, 4)
     screen = Screen("run", lambda terminal, result: None)
     for expected in (None, estimate):
         if expected is not None:
             screen.expect(expected)
-        with screen.stage(MeasureSettings(model="m", target="gguf")), screen.progress("measuring") as shown:
+        with (
+            screen.stage(MeasureSettings.of(model="m", target="gguf")),
+            screen.progress("measuring") as shown,
+        ):
             shown.started(4.0, 0.0)
             for _ in range(4):
                 clock.now += 60
                 shown.advanced(1.0, "layers.0 int4")
-    with screen.stage(ReportSettings(run="run")):
+    with screen.stage(ReportSettings.of(run="run")):
         clock.now += 60
     assert capsys.readouterr().err.splitlines() == [
         "Measuring sensitivity, llama.cpp: 25 %  3:00 left in this stage",
@@ -131,7 +132,7 @@ def test_inside_a_stage_of_a_run_the_time_left_is_that_of_the_whole_run(
         "Measuring sensitivity, llama.cpp: 75 %  1:00 left in this stage",
         "Measuring sensitivity, llama.cpp: 100 %  0:00 left in this stage",
         "Measuring sensitivity, llama.cpp   4:00",
-        "About 5:00 in all; 2:30 on an idle machine.",
+        "About 5:00 in all.",
         "Measuring sensitivity, llama.cpp: 25 %  4:00 left in all",
         "Measuring sensitivity, llama.cpp: 50 %  3:00 left in all",
         "Measuring sensitivity, llama.cpp: 75 %  2:00 left in all",

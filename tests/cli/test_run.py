@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from kl_lens import planning
+from kl_lens import model, planning
 from kl_lens.base.errors import KLLensError
 from kl_lens.cli.main import main, parse, settings_from
 from kl_lens.measuring.choosing import Job
@@ -24,8 +24,9 @@ from kl_lens.reporting.data import collect
 from kl_lens.run.folder import Run
 from kl_lens.run.records import Plan
 from kl_lens.run.subjects import current_results
-from kl_lens.study import MeasureSettings, RunSettings, command_of, estimating, run as running, workbench
-from kl_lens.targets import read_artifact
+from kl_lens.study import RunSettings, command_of, run as running
+from kl_lens.study.measure import menu_for
+from kl_lens.targets import get_target, read_artifact
 from tests.measuring.test_pieces import contents
 
 pytest.importorskip("gguf", reason="needs the extra gguf")
@@ -90,10 +91,8 @@ def again(finished: Path, tiny_folder: Path, tmp_path_factory: pytest.TempPathFa
     opened: list[str] = []
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
-        opening = workbench.load
-        patch.setattr(
-            workbench, "load", lambda source, **how: opened.append(source) or opening(source, **how)
-        )
+        opening = model.load
+        patch.setattr(model, "load", lambda source, **how: opened.append(source) or opening(source, **how))
         patch.setattr("sys.stdout", out)
         patch.setattr("sys.stderr", err)
         assert main(words(folder, tiny_folder, "--without", "evaluate,benchmark")) == 0
@@ -272,38 +271,6 @@ def test_an_estimate_names_every_stage_and_does_nothing(tiny_folder: Path, tmp_p
     assert not (tmp_path / "run").exists()
 
 
-class Ticks:
-    """Every look at the clock takes a tick, more of them on a busy machine."""
-
-    def __init__(self, load: float) -> None:
-        self._now, self._load = 0.0, load
-
-    def thread_time(self, ticks: float = 1.0) -> float:
-        self._now += 0.003 * ticks
-        return self._now
-
-    def perf_counter(self) -> float:
-        return self.thread_time(self._load)
-
-
-def test_the_estimate_and_the_start_of_the_run_say_the_same_however_busy_the_machine_is(
-    tiny_folder: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def nothing(stages: object) -> None:
-        raise KLLensError("begun")
-
-    monkeypatch.setattr(running._RunStages, "run", nothing)
-    idle = []
-    for busy, more, code in ((1.0, ["--estimate"], 0), (8.0, [], 1)):
-        monkeypatch.setattr(estimating, "time", Ticks(busy))
-        assert main(words(tmp_path / f"run-{busy}", tiny_folder, "--targets", "openvino", *more)) == code
-        said = "".join(capsys.readouterr())
-        found = re.search(r"About (\S+) in all; (\S+) on an idle machine\.", said)
-        assert found is not None, said
-        idle.append(found[2])
-    assert len(set(idle)) == 1
-
-
 def test_too_little_room_is_told_before_anything_else(
     tiny_folder: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -356,7 +323,7 @@ def test_a_yaml_file_equals_the_flags_and_flags_win(tmp_path: Path, capsys) -> N
 
 
 def test_formats_go_to_the_targets_that_hold_them() -> None:
-    settings = RunSettings(model="m", formats=("int8", "q4_k+imatrix", "int4-g64"))
+    settings = RunSettings.of(model="m", formats=("int8", "q4_k+imatrix", "int4-g64"))
     assert settings.menu_of("openvino") == ["int8", "int4-g64"]
     assert settings.menu_of("gguf") == ["q4_k+imatrix"]
 
@@ -378,12 +345,11 @@ def test_a_small_size_offers_formats_below_four_bits(asked: dict[str, Any], smal
     anatomy = load(
         "reference:mamba2"
     ).anatomy  # 5.35 million weights that can be quantized: 2.84 MB in IQ4_XS
-    assert RunSettings(model="m", **asked).menu_of("gguf", anatomy)[0] == smallest
+    assert RunSettings.of(model="m", **asked).menu_of("gguf", anatomy)[0] == smallest
     fewest = "affine2-g128+gptq" if asked.get("menu") == "small" else "affine3-g128+gptq"  # 2.17 MB
-    assert RunSettings(model="m", **asked).menu_of("mlx", anatomy)[0] == fewest
-    limit = {name: value for name, value in asked.items() if name in ("max_bytes", "max_loss")}
+    assert RunSettings.of(model="m", **asked).menu_of("mlx", anatomy)[0] == fewest
     if "menu" not in asked and "budget" not in asked:
-        assert MeasureSettings(model="m", target="gguf", **limit).menu_for(anatomy)[0] == smallest
+        assert menu_for(get_target("gguf"), anatomy, asked.get("max_bytes"))[0] == smallest
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,6 @@
-"""`kl-lens measure --shard`, `merge` and `--estimate` as a user types them."""
+"""`kl-lens measure --shard` and `merge` as a user types them."""
 
 from __future__ import annotations
-
-import json
-from pathlib import Path
 
 from kl_lens.cli.main import main
 from tests.measuring.test_pieces import contents
@@ -48,21 +45,3 @@ def test_what_is_missing_and_what_is_refused_is_said(measure_arguments, tmp_path
     assert main([*measure_arguments, "--shard", "4/3"]) == 1
     assert main([*measure_arguments, "--shard", "1/3", "--workers", "2"]) == 1
     assert "--shard and --workers: workers already share the whole sweep" in capsys.readouterr().err
-
-
-def test_an_estimate_says_time_memory_and_disk_and_measures_nothing(
-    measure_arguments, tmp_path, capsys
-) -> None:
-    asked = [*measure_arguments, "--estimate"]
-    assert main([*asked, "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    (stage,) = said["stages"]  # nothing to calibrate
-    assert stage["verb"] == "measure"
-    assert said["windows"] == 4
-    for name in ("seconds", "memory", "disk"):
-        assert said[name] > 0, name
-    assert main([*asked, "--formats", "int4+gptq,int8"]) == 0
-    shown = capsys.readouterr().out
-    for part in ("Gathering statistics", "Measuring sensitivity", "Memory: about"):
-        assert part in shown
-    assert not Path(measure_arguments[3]).exists()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,11 @@ from kl_lens import planning
 from kl_lens.base.errors import BudgetError
 from kl_lens.model import load
 from kl_lens.run.folder import Run
-from kl_lens.study import CalibrateSettings, ExportSettings, MeasureSettings, PlanSettings, Workbench, perform
+from kl_lens.study import CalibrateSettings, ExportSettings, MeasureSettings, PlanSettings, Session, perform
 from kl_lens.study.events import Events
 from kl_lens.study.plan import plan_within_budget
-from kl_lens.study.rivals import rival_plans
-from kl_lens.study.target_planner import TargetPlanner
+from kl_lens.study.planner import TargetPlanner, rival_plans
+from kl_lens.study.settings import HeldOut
 from kl_lens.targets import get_target
 from kl_lens.weights.recipes import Recipe
 from tests.byte_level import save_tokenizer
@@ -63,25 +62,18 @@ def require_never_worse(
 ) -> None:
     pytest.importorskip(target_name, reason=f"needs the extra {target_name}")
     target = get_target(target_name)
-    bench, few = Workbench(), opened(config, tiny_folder, place)
-    perform(CalibrateSettings(**few, windows=4), bench)
-    perform(MeasureSettings(**few, windows=4, target=target_name), bench)
-    settings = PlanSettings(
-        run=str(place / "run"),
-        target=target_name,
-        name="ours",
-        held_out_windows=8,
-        held_out="wikitext2:train",
-    )
+    session, few = Session(), opened(config, tiny_folder, place)
+    perform(CalibrateSettings.of(**few, windows=4), session)
+    perform(MeasureSettings.of(**few, windows=4, target=target_name), session)
+    held_out = HeldOut(held_out="wikitext2:train", held_out_windows=8)
     with Run.open(place / "run") as run:
-        table, planner = run.table(target=target_name), TargetPlanner(settings, run, bench)
+        table, planner = run.table(target=target_name), TargetPlanner(session, run, target_name, held_out)
         meter = planner.halves[1]
         for rival in rival_plans(planner, table, None, everything=True):
             limit = rival.file_bytes
             assert limit == target.exact_file_bytes(planner.model, rival)
             try:
-                within = replace(settings, max_bytes=limit)
-                ours = plan_within_budget(within, run, table, planner, Events())
+                ours = plan_within_budget(planner, run, table, Events(), max_bytes=limit, name="ours")
             except BudgetError:  # the short menu has nothing as small
                 continue
             assert (ours.file_bytes or 0) <= (limit or 0), rival.name
@@ -108,18 +100,19 @@ def test_our_plan_is_never_worse_on_other_shapes(
 @pytest.mark.slow  # ggml prepares its tables for every IQ type
 def test_a_size_below_four_bits_is_met_with_smaller_types(tiny_folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("gguf", reason="needs the extra gguf")
-    bench, few = Workbench(), opened(mamba(256, 2, tie_word_embeddings=True), tiny_folder, tmp_path)
+    session, few = Session(), opened(mamba(256, 2, tie_word_embeddings=True), tiny_folder, tmp_path)
     weights = sum(c.parameters for c in load(few["model"]).anatomy.components)
     limit = int(3 * weights / 8) + 30_000  # the file's header, and matrices that do not fit, besides
-    perform(CalibrateSettings(**few, windows=8), bench)
-    perform(MeasureSettings(**few, windows=8, target="gguf", max_bytes=limit), bench)
+    perform(CalibrateSettings.of(**few, windows=8), session)
+    perform(MeasureSettings.of(**few, windows=8, target="gguf", max_bytes=limit), session)
     (plan,) = perform(
-        PlanSettings(model=few["model"], run=few["run"], target="gguf", name="small", max_bytes=limit), bench
+        PlanSettings.of(model=few["model"], run=few["run"], target="gguf", name="small", max_bytes=limit),
+        session,
     ).plans
     assert {Recipe.parse(recipe).grid.bits for recipe in plan.assignment.values()} & {2, 3}
     settings = ExportSettings(
         model=few["model"], run=few["run"], target="gguf", plan="small", options={"include_tokenizer": False}
     )
-    ((_, artifact),) = perform(settings, bench).artifacts  # llama.cpp has opened it
+    ((_, artifact),) = perform(settings, session).artifacts  # llama.cpp has opened it
     assert artifact.realised_bytes <= limit
     assert {t.component: t.realised for t in artifact.tensors}.items() >= plan.assignment.items()

@@ -53,7 +53,6 @@ def test_every_verb_says_it_once_and_does_without(
     capsys.readouterr()
     commands = {
         "fast": [*measure_arguments, "--formats", "int8"],
-        "plain": [*measure_arguments, "--formats", "int4", "--engine", "plain"],
         "plan": ["plan", "--run", run, "--max-loss", "1", "--held-out-windows", "4"],
         "evaluate": ["evaluate", "--run", run, "--window", "32", "--limit", "2"],
     }

@@ -15,6 +15,7 @@ import torch
 from kl_lens.base.errors import CheckpointError, RunError
 from kl_lens.evaluation.torch_session import TorchSession
 from kl_lens.measuring.choosing import engine_for
+from kl_lens.measuring.engines import DEFAULT_MEMORY
 from kl_lens.measuring.joint import PlanMeter
 from kl_lens.measuring.perturbation import Candidate, Perturbation, find_candidates
 from kl_lens.measuring.spilling import StateRoom
@@ -28,13 +29,8 @@ from kl_lens.model.tasks import LanguageTask
 from kl_lens.run.folder import CALIBRATION, Run
 from kl_lens.run.records import Estimate, Plan
 from kl_lens.run.samples import WindowMetrics
-from kl_lens.study.autopsy import AutopsySettings
-from kl_lens.study.evaluate import EvaluateSettings
 from kl_lens.study.events import Events
-from kl_lens.study.export import ExportSettings
-from kl_lens.study.measure import MeasureSettings
-from kl_lens.study.plan_settings import PlanSettings
-from kl_lens.study.workbench import Workbench
+from kl_lens.study.session import Session
 from kl_lens.targets import deployed, export
 from kl_lens.weights.recipes import Recipe
 from tests.families import CONFIGS
@@ -269,20 +265,22 @@ def test_a_model_is_left_on_disk_where_it_does_not_fit_and_verbs_share_it_where_
     size = sum(parameter.nbytes for parameter in load(folder).model.parameters())
     assert load(folder, weights="auto").residency is None
     assert load(folder, weights="auto", memory_budget=size // 2).residency is not None
-    bench = Workbench()
-    small = bench.model(MeasureSettings(model=str(folder), memory_budget=size // 2))
-    fits = bench.model(MeasureSettings(model=str(folder)))
+    session, name = Session(), str(folder)
+    small = session.model(name, weights="auto", memory_budget=size // 2)
+    fits = session.model(name, weights="auto", memory_budget=DEFAULT_MEMORY)
     assert small.residency is not None
     assert fits.residency is None
-    assert bench.model(MeasureSettings(model=str(folder), weights="memory")) is fits
-    assert bench.model(MeasureSettings(model=str(folder), memory_budget=size // 2)) is fits, "already exists"
-    bench, how = Workbench(), {"model": str(folder)}
-    opened = bench.model(MeasureSettings(weights="disk", memory_budget=10**8, **how))
-    for settings in (PlanSettings(**how), EvaluateSettings(**how), ExportSettings(target="gguf", **how)):
-        assert bench.model(settings) is opened, "verbs that cannot choose take it as it was opened"
-    whole = bench.model(AutopsySettings(file=Path("some.gguf"), **how))
+    assert session.model(name, weights="memory") is fits
+    assert session.model(name, weights="auto", memory_budget=size // 2) is fits, "already exists"
+    session = Session()
+    opened = session.model(name, weights="disk", memory_budget=10**8)
+    for weights in ("auto", None):
+        assert session.model(name, weights=weights) is opened, (
+            "verbs that cannot choose take it as it was opened"
+        )
+    whole = session.model(name, weights="memory")
     assert whole.residency is None
-    assert bench.model(ExportSettings(target="openvino", **how)) is whole
+    assert session.model(name) is whole
 
 
 @pytest.mark.parametrize("family", ["zamba2", "granitemoehybrid"])
@@ -311,7 +309,7 @@ def test_pickles_are_read_whole_with_a_warning_or_refused(saved, monkeypatch) ->
     warned: list[str] = []
     events = Events()
     monkeypatch.setattr(events, "warn", warned.append)
-    model = Workbench(events).model(MeasureSettings(model=str(folder), memory_budget=LITTLE))
+    model = Session(events).model(str(folder), weights="auto", memory_budget=LITTLE)
     assert model.residency is None
     assert len(warned) == 1
     assert "has to be loaded whole" in warned[0]

@@ -27,7 +27,7 @@ from kl_lens.model import LoadedModel, load
 from kl_lens.model.tasks import LanguageTask
 from kl_lens.run.folder import Run
 from kl_lens.study.events import Events
-from kl_lens.study.measure import MeasureSettings
+from kl_lens.study.settings import Opening, Processes
 from kl_lens.study.spreading import workers_for
 from kl_lens.text import Windows
 from kl_lens.weights.recipes import Recipe
@@ -222,8 +222,10 @@ def test_how_many_workers_a_machine_gets_by_itself(cores, copy, free, work, coun
 
 @pytest.mark.parametrize(("count", "operations"), [(2, 0.0), (1, 1e15)])
 def test_no_worker_is_started_for_finished_work_or_for_one_process(world: World, count, operations) -> None:
-    settings = MeasureSettings(model=world.order.model, workers=count)
-    with workers_for(settings, settings, 8 * GB, world.model, operations, Events()) as workers:
+    with workers_for(
+        Processes(workers=count), world.model, name=world.order.model, opening=Opening(), weights="auto",
+        memory_budget=8 * GB, operations=operations, events=Events(),
+    ) as workers:  # fmt: skip
         assert workers is None
 
 

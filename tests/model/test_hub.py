@@ -19,8 +19,7 @@ from kl_lens.measuring.sweep import model_identity
 from kl_lens.model import load, load_tokenizer, model_folder
 from kl_lens.model.hub import Progress, download
 from kl_lens.run.folder import Run
-from kl_lens.study.inspect import InspectSettings
-from kl_lens.study.workbench import Workbench
+from kl_lens.study.session import Session
 from tests.hub_server import Hub
 
 SHARDED = {"max_shard_size": "100KB"}
@@ -120,15 +119,15 @@ def test_after_an_interruption_finished_files_stay(tiny: Hub, monkeypatch: pytes
 def test_a_run_records_the_commit_and_opens_it_again(tiny: Hub, tmp_path: Path) -> None:
     repository = tiny.repositories["org/tiny"]
     commit = repository.commit
-    bench = Workbench()
+    session = Session()
     with Run.create(tmp_path / "run") as run:
-        run.identify(model_identity(bench.model(InspectSettings(model="org/tiny"))))
+        run.identify(model_identity(session.model("org/tiny")))
         repository.files["README.md"] = b"# Changed"  # main moves on
         assert repository.commit != commit
         assert run.identity["source"] == f"org/tiny@{commit}"
-        again = bench.model_of(run, InspectSettings(model=None, revision="main"))  # type: ignore[arg-type]
+        again = session.model_of(run)
         assert again.folder.name == commit
-        assert again.model is bench.model(InspectSettings(model="org/tiny")).model, "opened once"
+        assert again.model is session.model("org/tiny").model, "opened once"
 
 
 def test_progress_is_shown(tiny: Hub) -> None:

@@ -21,7 +21,7 @@ from kl_lens.planning import (
 )
 from kl_lens.planning.rivals import LEVEL
 from kl_lens.run.records import Estimate, Plan
-from kl_lens.study.target_planner import TargetPlanner
+from kl_lens.study.planner import TargetPlanner
 from kl_lens.weights.recipes import parsed
 from tests.planning.tables import component, table_of
 

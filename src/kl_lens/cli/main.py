@@ -24,7 +24,7 @@ from kl_lens.base.version import __version__  # noqa: E402
 from kl_lens.cli.console import print_json  # noqa: E402
 from kl_lens.cli.failures import UNEXPECTED, explained  # noqa: E402
 from kl_lens.cli.terminal import Terminal  # noqa: E402
-from kl_lens.study.settings import Settings, with_values  # noqa: E402
+from kl_lens.study.settings import Settings  # noqa: E402
 from kl_lens.study.study import Study  # noqa: E402
 from kl_lens.study.verbs import settings_of  # noqa: E402
 
@@ -53,9 +53,9 @@ VERBS = {
 # The flags that `kl-lens VERB --help` shows; `--help-all` shows all. Verbs that are not here have few.
 USUAL = {
     "run": "--run --targets --max-loss --max-drop --max-bytes --budget --windows --text --device --without --estimate",
-    "inspect": "--components --device --dtype --tokenizer --revision --trust-remote-code",
+    "inspect": "--components --device --dtype --tokenizer --trust-remote-code",
     "calibrate": "--run --text --windows --window-length --again --device",
-    "measure": "--run --target --formats --methods --text --windows --components --device --workers --estimate",
+    "measure": "--run --target --formats --text --windows --components --device --workers --shard",
     "paper": "--run --evaluation-text --evaluation-windows --other-text --bits --model --device",
     "plan": "--run --target --max-bytes --max-bpw --max-loss --max-drop --rivals --verify --frontier --uniform --name",
     "export": "--run --plan --format --out --stream --device-profile --static-tokens --fallback --device",
@@ -82,8 +82,8 @@ class _Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def _instead(self, flag: str) -> str:
-        if flag == "--debug":
-            return " behind a command; put it in front: kl-lens --debug …"
+        if flag in ("--debug", "--llama-cpp"):
+            return f" behind a command; put it in front: kl-lens {flag} …"
         known = list(self._option_string_actions)
         close = [name for name in known if name.startswith(flag)][:4]
         if close := close or difflib.get_close_matches(flag, known, 1):
@@ -125,6 +125,13 @@ def build_parser(
         help='print a script that completes commands: eval "$(kl-lens --completion bash)"',
     )
     parser.add_argument("--debug", action="store_true", help="show tracebacks and library messages")
+    parser.add_argument(
+        "--llama-cpp",
+        type=Path,
+        metavar="PATH",
+        help="the llama.cpp to use: a libllama file, or a folder with one (default: $LLAMA_CPP_LIB, or what is "
+        "installed)",
+    )
     subparsers = parser.add_subparsers(dest="verb", metavar="VERB")
     for verb, help_text in VERBS.items():
         description = help_text[0].upper() + help_text[1:] + "."
@@ -175,7 +182,7 @@ def settings_from(arguments: argparse.Namespace) -> Settings:
     settings = settings_of(arguments.verb)
     file = getattr(arguments, "config", None)
     from_file = file_values(settings, file) if file else {}
-    return with_values(settings, from_file | typed_values(settings, arguments))
+    return settings.of(**from_file | typed_values(settings, arguments))
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -185,6 +192,10 @@ def execute(arguments: argparse.Namespace) -> int:
         script = arguments.completion and completion(arguments.completion, build_parser())
         sys.stdout.write(script or _versions())
         return 0
+    if arguments.llama_cpp:
+        from kl_lens.targets.gguf.library import use_library
+
+        use_library(arguments.llama_cpp)
     settings = settings_from(arguments)
     if place := getattr(arguments, "write_config", None):
         from kl_lens.base.files import write_text

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 from kl_lens.cli.console import console, table
-from kl_lens.cli.progress import show_estimate
-from kl_lens.study.costs import JobEstimate
 from kl_lens.study.measure import MeasureResult
 
 
-def as_json(result: MeasureResult | JobEstimate) -> dict[str, Any]:
-    if isinstance(result, JobEstimate):
-        return asdict(result) | {"seconds": result.seconds, "disk": result.disk}
+def as_json(result: MeasureResult) -> dict[str, Any]:
     return {"noise_floor": result.noise, "measurements": result.measurements}
 
 
-def show(result: MeasureResult | JobEstimate) -> None:
-    if isinstance(result, JobEstimate):
-        show_estimate(result)
-        return
+def show(result: MeasureResult) -> None:
     rows = []
     for m in sorted(result.measurements, key=lambda m: m.metrics["kl_teacher_to_student"].value):
         kl = m.metrics["kl_teacher_to_student"]

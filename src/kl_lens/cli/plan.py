@@ -53,8 +53,7 @@ def show(result: PlanResult) -> None:
         out.print(table("Where they differ", rows) if rows else "The plans are the same.")
         return
     count = len(result.plans)
-    where = f"written to {result.written_to}" if result.written_to else "nothing was written (--dry-run)"
-    out.print(f"{count} plan{'s' if count != 1 else ''}, {where}.")
+    out.print(f"{count} plan{'s' if count != 1 else ''}, written to {result.written_to}.")
     for handover in result.handovers:
         out.print(f"Written: {', '.join(map(str, handover.files))}. Use:\n{handover.use}", soft_wrap=True)
 

@@ -14,11 +14,10 @@ from kl_lens.base.units import human_bytes
 from kl_lens.cli.console import console, table
 from kl_lens.measuring.sweep import Progress
 from kl_lens.reporting.names import runtime_title
-from kl_lens.study.costs import JobEstimate, StageCost
+from kl_lens.study.events import JobEstimate, StageCost
 
 LINE_INTERVAL = 10.0  # seconds between two plain lines
 CAUTION = 0.1  # of all that is expected
-BUSY = 1.3  # times slower than idle: worth saying
 TITLE_WIDTH = 34  # what follows a title stands in one column
 _ALONE = StageCost("", None, 1.0)  # of unknown length
 _UNEXPECTED = StageCost("", None, 0.0)
@@ -50,9 +49,7 @@ def stage_title(verb: str, target: str | None) -> str:
 
 
 def in_all(estimate: JobEstimate) -> str:
-    idle = estimate.seconds / estimate.load
-    busy = f"; {clock_time(idle)} on an idle machine" if estimate.load > BUSY else ""
-    return f"About {clock_time(estimate.seconds)} in all{busy}."
+    return f"About {clock_time(estimate.seconds)} in all."
 
 
 def show_estimate(result: JobEstimate) -> None:

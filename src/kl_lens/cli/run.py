@@ -14,7 +14,7 @@ from kl_lens.reporting.names import plan_title, runtime_title
 from kl_lens.reporting.numbers import percent, with_error
 from kl_lens.run.folder import Run
 from kl_lens.run.records import ARTIFACT, ORIGINAL, PLAN, Subject
-from kl_lens.study.costs import JobEstimate
+from kl_lens.study.events import JobEstimate
 from kl_lens.study.run import UNIFORM_FP16, RunResult
 
 RIVALS = 3  # shown beside each recommendation; the report has all
@@ -102,8 +102,8 @@ def _protocol(view: RunView, result: RunResult) -> list[str]:
     return [
         f"Test {view.unit.text}: {test.what}, {test.tokens:,} {view.unit.one}s; KL is from the original, per "
         f"{view.unit.one}.",
-        f"Small samples: {settings.windows} calibration and {settings.evaluation_windows} test windows. For more: "
-        "--windows, --evaluation-windows.",
+        f"Small samples: {settings.calibration.windows} calibration and {settings.evaluation_windows} test windows. "
+        "For more: --windows, --evaluation-windows.",
     ]
 
 

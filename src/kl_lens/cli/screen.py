@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kl_lens.base.errors import printable
 from kl_lens.cli.progress import TITLE_WIDTH, Forecast, clock_time, in_all, shown_progress, stage_title
 from kl_lens.cli.terminal import Terminal
-from kl_lens.study.costs import JobEstimate
+from kl_lens.study.events import JobEstimate
 from kl_lens.study.settings import Settings, command_of
 
 if TYPE_CHECKING:

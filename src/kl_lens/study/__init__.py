@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from kl_lens.study.measure import MeasureSettings as MeasureSettings
     from kl_lens.study.merge import MergeSettings as MergeSettings
     from kl_lens.study.paper import PaperSettings as PaperSettings
-    from kl_lens.study.plan_settings import PlanSettings as PlanSettings
+    from kl_lens.study.plan import PlanSettings as PlanSettings
     from kl_lens.study.report import ReportSettings as ReportSettings
     from kl_lens.study.run import RunSettings as RunSettings
+    from kl_lens.study.session import Session as Session
     from kl_lens.study.settings import command_of as command_of
     from kl_lens.study.study import Study as Study
     from kl_lens.study.verbs import perform as perform
-    from kl_lens.study.workbench import Workbench as Workbench
 else:
     # `generate` runs on small devices and loads no torch.
     __getattr__, __all__ = lazy_names(__name__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
@@ -15,33 +16,31 @@ from kl_lens.run.positions import BIN, longest_window
 from kl_lens.run.records import ARTIFACT, Subject
 from kl_lens.run.subjects import file_digest, outside_path
 from kl_lens.study.evaluate import DEFAULT_TEXT
-from kl_lens.study.events import Events
-from kl_lens.study.plan import plan
-from kl_lens.study.plan_settings import PlanSettings
+from kl_lens.study.plan import plan_within_budget
+from kl_lens.study.planner import TargetPlanner
+from kl_lens.study.session import Session
 from kl_lens.study.settings import (
     COUNT,
     MEMORY,
     THREADS,
     TOKENS,
     VERB_MODEL,
-    Loading,
-    WithLlamaCpp,
+    Opening,
+    Settings,
     command_of,
-    number,
+    group,
     option,
 )
-from kl_lens.study.workbench import Workbench
-from kl_lens.targets import Target, computed_as, deployed, dissected
-from kl_lens.targets.dissection import Dissection
+from kl_lens.targets import computed_as, deployed, dissected
 
 KIND = "autopsy"  # of the run's results
 LOGITS = 2**28  # of a long window: 1 GB
+LONG_WINDOWS = 4  # show whether the loss grows along the text
 
 
 @dataclass(frozen=True, kw_only=True)
-class AutopsySettings(WithLlamaCpp, Loading):
+class AutopsySettings(Settings):
     verb: ClassVar[str] = "autopsy"
-    weights: ClassVar[str] = MEMORY  # it looks at all of them
 
     file: Path = option(
         help="a .gguf file, an OpenVINO .xml, or a folder of llama.cpp, OpenVINO or mlx-lm",
@@ -51,6 +50,7 @@ class AutopsySettings(WithLlamaCpp, Loading):
     model: str | None = option(
         None, f"the original model: {VERB_MODEL} (default: the run's)", flag="--against", metavar="MODEL"
     )
+    opening: Opening = group(Opening)
     run: str | None = option(
         None,
         "a run of this model: keeps the result for its report, and plans for the same bytes",
@@ -59,9 +59,6 @@ class AutopsySettings(WithLlamaCpp, Loading):
     text: str = option(DEFAULT_TEXT, "text that everything is measured on", metavar="TEXT")
     windows: int = option(8, "number of windows", kind=COUNT)
     window_length: int = option(256, "tokens per window", kind=TOKENS)
-    positions: int = option(
-        4, "long windows, to see whether the loss grows along the text; 0: do not look", kind=number(64)
-    )
     threads: int | None = option(None, "of the runtime (default: its own choice)", kind=THREADS)
 
 
@@ -76,79 +73,57 @@ class AutopsyResult:
         return 2 if self.autopsy.faults else 3 if self.autopsy.unchecked else 0
 
 
-def autopsy(settings: AutopsySettings, bench: Workbench, events: Events) -> AutopsyResult:
+def autopsy(settings: AutopsySettings, session: Session) -> AutopsyResult:
     target, dissection = dissected(settings.file)
-    model, text, long = _original(settings, bench)
-    with events.progress("autopsy") as progress:
-        found = perform_autopsy(
-            dissection, target, model, text, long=long, threads=settings.threads, progress=progress
-        )
-    result = AutopsyResult(found)
-    if settings.run is not None and model is not None and text is not None:
+    with ExitStack() as stack:
+        run = stack.enter_context(Run.open(Path(settings.run))) if settings.run is not None else None
+        model, text, long = None, None, None
+        if run is not None:
+            model = session.model_of(run, settings.model, settings.opening, weights=MEMORY)
+        elif settings.model is not None:
+            model = session.model(settings.model, settings.opening, weights=MEMORY)
+        if model is not None:
+            if not isinstance(model.task, LanguageTask):
+                raise TargetError(
+                    f"{model.name}: autopsy compares language models; this one classifies images"
+                )
+            text = evaluation.prepare(
+                settings.text, model.task, window=settings.window_length, limit=settings.windows
+            )
+            long = _long_windows(settings.text, model, settings.window_length)
+        with session.events.progress("autopsy") as progress:
+            found = perform_autopsy(
+                dissection, target, model, text, long=long, threads=settings.threads, progress=progress
+            )
+        if run is None or model is None or text is None:
+            return AutopsyResult(found)
+        notes = []
         try:
-            result.autopsy = _with_plan(found, settings, target, model, text, bench, events)
+            # What the run's measurements make of the same bytes, measured on the same text.
+            planner = TargetPlanner(session, run, target.name, model=settings.model, opening=settings.opening)
+            table = run.table(target=target.name, predicted=True)
+            ours = plan_within_budget(planner, run, table, session.events, max_bytes=found.bytes)
+            recipes = evaluation.planned_recipes(model, ours.assignment)
+            as_deployed = evaluation.TorchSession(model, recipes, deployed=deployed(computed_as(target)))
+            scores = evaluation.score_text(as_deployed, text, evaluation.TorchSession(model))
+            kl = evaluation.divergence_values(scores)["kl_mean"]
+            found = replace(found, planned_kl=kl, planned_bytes=ours.file_bytes)
         except KLLensError as error:
-            result.notes.append(f"No plan of the same bytes: {error}")
-        _store(result.autopsy, dissection, target, settings)
-    return result
-
-
-def _original(
-    settings: AutopsySettings, bench: Workbench
-) -> tuple[LoadedModel | None, evaluation.EvaluationText | None, evaluation.EvaluationText | None]:
-    """The original, the text, and longer windows of it."""
-    if settings.run is not None:
-        with Run.open(Path(settings.run)) as run:
-            model = bench.model_of(run, settings)
-    elif settings.model is not None:
-        model = bench.model(settings)
-    else:
-        return None, None, None
-    if not isinstance(model.task, LanguageTask):
-        raise TargetError(f"{model.name}: autopsy compares language models; this one classifies images")
-    text = evaluation.prepare(
-        settings.text, model.task, window=settings.window_length, limit=settings.windows
-    )
-    return model, text, _long_windows(settings, model)
-
-
-def _long_windows(settings: AutopsySettings, model: LoadedModel) -> evaluation.EvaluationText | None:
-    """As long as the model and memory allow; None if the text has fewer than two."""
-    vocabulary = model.anatomy.component(model.anatomy.head).shape[-2]
-    length = min(longest_window(model.config), LOGITS // vocabulary) // BIN * BIN
-    if settings.positions < 2 or length <= settings.window_length:
-        return None
-    text = evaluation.prepare(settings.text, model.task, window=length, limit=settings.positions)
-    whole = tuple(window for window in text.items if len(window.ids) == length)
-    return replace(text, items=whole) if len(whole) > 1 else None
-
-
-def _with_plan(
-    found: Autopsy,
-    settings: AutopsySettings,
-    target: Target,
-    model: LoadedModel,
-    text: evaluation.EvaluationText,
-    bench: Workbench,
-    events: Events,
-) -> Autopsy:
-    """What the run's measurements make of the same bytes, measured on the same text."""
-    wanted = PlanSettings(
-        run=settings.run, model=settings.model, target=target.name, max_bytes=found.bytes, dry_run=True,
-        **settings.how,
-    )  # fmt: skip
-    ours = plan(wanted, bench, events).plans[-1]
-    recipes = evaluation.planned_recipes(model, ours.assignment)
-    session = evaluation.TorchSession(model, recipes, deployed=deployed(computed_as(target)))
-    scores = evaluation.score_text(session, text, evaluation.TorchSession(model))
-    kl = evaluation.divergence_values(scores)["kl_mean"]
-    return replace(found, planned_kl=kl, planned_bytes=ours.file_bytes)
-
-
-def _store(found: Autopsy, dissection: Dissection, target: Target, settings: AutopsySettings) -> None:
-    """Once for each file: a later autopsy replaces it."""
-    weights = dissection.files[-1]
-    subject = Subject(ARTIFACT, None, target.name, {"path": outside_path(weights)}, file_digest(weights))
-    with Run.open(Path(settings.run or "")) as run:
+            notes.append(f"No plan of the same bytes: {error}")
+        # Once for each file: a later autopsy replaces it.
+        weights = dissection.files[-1]
+        subject = Subject(ARTIFACT, None, target.name, {"path": outside_path(weights)}, file_digest(weights))
         run.note_command(["kl-lens", *command_of(settings)])
         run.store_result(KIND, subject, found.text, found.to_json())
+        return AutopsyResult(found, notes)
+
+
+def _long_windows(name: str, model: LoadedModel, usual: int) -> evaluation.EvaluationText | None:
+    """As long as the model and memory allow; None if that is not longer, or the text has fewer than two."""
+    vocabulary = model.anatomy.component(model.anatomy.head).shape[-2]
+    length = min(longest_window(model.config), LOGITS // vocabulary) // BIN * BIN
+    if length <= usual:
+        return None
+    text = evaluation.prepare(name, model.task, window=length, limit=LONG_WINDOWS)
+    whole = tuple(window for window in text.items if len(window.ids) == length)
+    return replace(text, items=whole) if len(whole) > 1 else None

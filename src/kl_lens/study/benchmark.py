@@ -13,20 +13,18 @@ from kl_lens.base.errors import KLLensError
 from kl_lens.base.units import parse_names
 from kl_lens.paper.timing import PublishedTiming
 from kl_lens.run.folder import ALL_PLANS, Run
-from kl_lens.study.events import Events
+from kl_lens.study.session import Session
 from kl_lens.study.settings import (
     COUNT,
-    LAYERS,
-    LOAD_HELP,
-    LOADS,
+    DEFAULT_RUN,
     NAMES,
-    THREADS,
     TOKENS,
     Kind,
-    OfRun,
-    WithLlamaCpp,
+    Runtime,
+    Settings,
     chosen_targets,
     command_of,
+    group,
     grouped,
     option,
 )
@@ -46,9 +44,8 @@ def _lengths(text: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchmarkSettings(WithLlamaCpp, OfRun):
+class BenchmarkSettings(Settings):
     verb: ClassVar[str] = "benchmark"
-    opens_models: ClassVar[bool] = False
 
     artifacts: tuple[Path, ...] = option(
         (),
@@ -60,17 +57,13 @@ class BenchmarkSettings(WithLlamaCpp, OfRun):
     run: str | None = option(None, "the run folder; stores the results", metavar="DIR")
     plan: str = option(ALL_PLANS, "plans of the run: a, or a,b, or all", metavar="NAMES")
     targets: tuple[str, ...] | None = option(None, "default: all", kind=NAMES)
-    device: str = option("CPU", "device: CPU, GPU or NPU (OpenVINO), CPU or GPU (MLX)")
-    threads: int | None = option(None, "default: all processors", kind=THREADS)
-    gpu_layers: int = option(0, "llama.cpp: layers on a GPU, or all", kind=LAYERS)
-    load: str = option("auto", LOAD_HELP, choices=LOADS)
+    runtime: Runtime = group(Runtime)
     protocol: str = option(
         "use",
         "use: loading, prompt and generation; benchmark_app: the paper's protocol, 60 s per IR",
         choices=("use", "benchmark_app", "both"),
     )
     quick: bool = option(False, "a short run to try things out; marked as such in the results")
-    tag: str | None = option(None, "part of the CSV's name (default: the model's name)", metavar="TAG")
     prompt_lengths: tuple[int, ...] = _use(
         (32, 128, 512),
         "prompt lengths in tokens",
@@ -83,19 +76,6 @@ class BenchmarkSettings(WithLlamaCpp, OfRun):
     def check(self) -> None:
         super().check()
         chosen_targets(self.targets)
-
-    @property
-    def use(self) -> profiling.UseSettings:
-        return profiling.UseSettings(
-            self.prompt_lengths,
-            min(self.new_tokens, 16) if self.quick else self.new_tokens,
-            min(self.repeats, 2) if self.quick else self.repeats,
-            self.device.upper(),
-            self.threads,
-            self.gpu_layers,
-            self.load,
-            self.quick,
-        )
 
 
 @dataclass(frozen=True)
@@ -112,33 +92,35 @@ class BenchmarkResult:
         return 1 if self.report.failures else 0
 
 
-def _timings(settings: BenchmarkSettings, model: str) -> tuple[profiling.Timing, ...]:
-    in_use, published = profiling.InUse(), PublishedTiming(profiling.tag_of(settings.tag or model))
-    chosen: dict[str, tuple[profiling.Timing, ...]] = {
-        "use": (in_use,), "benchmark_app": (published,), "both": (in_use, published)
-    }  # fmt: skip
-    return chosen[settings.protocol]
-
-
-def benchmark(settings: BenchmarkSettings, events: Events) -> BenchmarkResult:
-    targets = chosen_targets(settings.targets)
+def benchmark(settings: BenchmarkSettings, session: Session) -> BenchmarkResult:
+    runtime = settings.runtime
+    use = profiling.UseSettings(
+        settings.prompt_lengths,
+        min(settings.new_tokens, 16) if settings.quick else settings.new_tokens,
+        min(settings.repeats, 2) if settings.quick else settings.repeats,
+        runtime.device.upper(), runtime.threads, runtime.gpu_layers, runtime.load, settings.quick,
+    )  # fmt: skip
     with ExitStack() as stack:
         run = None
         if settings.run or not settings.artifacts:
-            run = stack.enter_context(Run.open(settings.run_folder))
+            run = stack.enter_context(Run.open(Path(settings.run or DEFAULT_RUN)))
+            run.note_command(["kl-lens", *command_of(settings)])
         places: Sequence[Path] = settings.artifacts
-        if not places:
-            assert run is not None
-            places = profiling.run_places(run, plans=settings.plan, targets=targets)
-        progress = stack.enter_context(events.progress("benchmark"))
+        if run is not None and not places:
+            places = profiling.run_places(run, plans=settings.plan, targets=chosen_targets(settings.targets))
+        progress = stack.enter_context(session.events.progress("benchmark"))
+        model = run.identity.get("model", "model") if run else "model"
+        published = PublishedTiming(profiling.tag_of(model))
+        timings: dict[str, tuple[profiling.Timing, ...]] = {
+            "use": (profiling.InUse(),),
+            "benchmark_app": (published,),
+            "both": (profiling.InUse(), published),
+        }
         measuring = profiling.Benchmark(
-            settings=settings.use,
-            timings=_timings(settings, run.identity.get("model", "model") if run else "model"),
+            settings=use,
+            timings=timings[settings.protocol],
             run=run,
             started=lambda total: progress.started(total, 0),
             advanced=lambda what: progress.advanced(1, what),
         )
-        if run is not None:
-            run.note_command(["kl-lens", *command_of(settings)])
-        report = measuring.measure(places)
-        return BenchmarkResult(report, None if run is None else run.folder)
+        return BenchmarkResult(measuring.measure(places), None if run is None else run.folder)

@@ -6,30 +6,34 @@ Other commands only read these statistics. If a recipe needs them and there are 
 from __future__ import annotations
 
 import shutil
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from kl_lens.base.errors import RunError
 from kl_lens.measuring.statistics import StoredStatistics, gather
 from kl_lens.measuring.sweep import model_identity
 from kl_lens.model import LoadedModel
 from kl_lens.run.folder import CALIBRATION, EVALUATION, Run
 from kl_lens.run.journal import FILE
-from kl_lens.study.events import Events, going_on
+from kl_lens.study.events import going_on
+from kl_lens.study.session import Session
 from kl_lens.study.settings import (
     COUNT,
     DEFAULT_RUN,
     SEED,
     TOKENS,
-    FromDisk,
+    Opening,
     Settings,
     command_of,
+    group,
     grouped,
     new_run_folder,
+    of_run,
     option,
+    place_of_weights,
 )
-from kl_lens.study.workbench import Workbench
 from kl_lens.text import Windows, refuse_overlap
 from kl_lens.weights.recipes import Recipe
 
@@ -38,7 +42,7 @@ _text = grouped("text that methods learn from")
 
 
 @dataclass(frozen=True, kw_only=True)
-class LearningText(Settings):
+class LearningText:
     """The text that statistics are gathered on; defaults come from the run."""
 
     text: str | None = _text(
@@ -56,35 +60,29 @@ class LearningText(Settings):
         kind=SEED,
     )
 
-    @property
-    def is_given(self) -> bool:
-        return any(value is not None for value in (self.text, self.windows, self.window_length, self.seed))
-
-    def drawn(self, run: Run | None, model: LoadedModel, bench: Workbench) -> Windows:
+    def drawn(self, run: Run | None, model: LoadedModel, session: Session) -> Windows:
         measured = (run and run.text_identity(CALIBRATION)) or {}
         text, split = self.text or DEFAULT_TEXT, None
         if self.text is None and measured:
             text, split = measured["source"], measured["split"]
-        how: dict[str, Any] = {
-            "length": self.window_length or measured.get("length", model.task.window_length),
-            "seed": measured.get("seed", DEFAULT_SEED) + 1 if self.seed is None else self.seed,
-            "split": split,
-        }
-        windows = self.windows
-        if windows is None:
-            available = bench.drawn(text, model.task, windows=1, **how).stream_tokens // how["length"]
-            windows = min(DEFAULT_WINDOWS, available)
-        return bench.drawn(text, model.task, windows=windows, **how)
+        length = self.window_length or measured.get("length", model.task.window_length)
+        seed = measured.get("seed", DEFAULT_SEED) + 1 if self.seed is None else self.seed
+        drawn = partial(session.drawn, text, model.task, length=length, seed=seed, split=split)
+        windows = self.windows or min(DEFAULT_WINDOWS, drawn(windows=1).stream_tokens // length)
+        return drawn(windows=windows)
 
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrateSettings(LearningText, FromDisk):
+class CalibrateSettings(Settings):
     verb: ClassVar[str] = "calibrate"
 
     model: str | None = option(
         None, "the model, if --run is new", positional=True, nargs="?", metavar="MODEL"
     )
-    run: str | None = option(None, "the run folder (default: runs/<model>)", metavar="DIR")
+    opening: Opening = group(Opening)
+    weights: str = place_of_weights()
+    learning: LearningText = group(LearningText)
+    run: str | None = of_run("runs/<model>")
     again: bool = option(
         False,
         "gather new statistics, and discard measurements that used the old ones",
@@ -103,34 +101,31 @@ class CalibrateResult:
         return text
 
 
-def calibrate(settings: CalibrateSettings, bench: Workbench, events: Events) -> CalibrateResult:
-    if settings.model is None:
-        with Run.open(Path(settings.run or DEFAULT_RUN)) as run:
-            return _calibrated(run, bench.model_of(run, settings), settings, bench, events)
-    model = bench.model(settings)
-    folder = new_run_folder(settings.run, model.name)
-    if not (folder / FILE).exists():
-        settings.drawn(None, model, bench)  # a text that cannot be used leaves no run behind
-    with Run.create(folder) as run:
-        return _calibrated(run, model, settings, bench, events)
+def calibrate(settings: CalibrateSettings, session: Session) -> CalibrateResult:
+    with ExitStack() as stack:
+        if settings.model is None:
+            run = stack.enter_context(Run.open(Path(settings.run or DEFAULT_RUN)))
+            model = session.model_of(run, None, settings.opening, weights=settings.weights)
+        else:
+            model = session.model(settings.model, settings.opening, weights=settings.weights)
+            folder = new_run_folder(settings.run, model.name)
+            if not (folder / FILE).exists():
+                # A text that cannot be used leaves no run behind.
+                settings.learning.drawn(None, model, session)
+            run = stack.enter_context(Run.create(folder))
+        run.identify(model_identity(model))
+        run.note_command(["kl-lens", *command_of(settings)])
+        if settings.again:
+            settings.learning.drawn(run, model, session)  # a text that cannot be used deletes nothing
+            _forget(run)
+        statistics = _gathered(run, model, settings.learning, session)
+        session.drop_statistics()
+        for component, note in statistics.notes.items():
+            session.events.note(f"{component}: {note}")
+        return CalibrateResult(run.folder, model.source or model.name, statistics)
 
 
-def _calibrated(
-    run: Run, model: LoadedModel, settings: CalibrateSettings, bench: Workbench, events: Events
-) -> CalibrateResult:
-    run.identify(model_identity(model))
-    run.note_command(["kl-lens", *command_of(settings)])
-    if settings.again:
-        settings.drawn(run, model, bench)  # a text that cannot be used deletes nothing
-        forget(run)
-    statistics = _gathered(run, model, settings, bench, events)
-    bench.drop_statistics()
-    for component, note in statistics.notes.items():
-        events.note(f"{component}: {note}")
-    return CalibrateResult(run.folder, model.source or model.name, statistics)
-
-
-def forget(run: Run) -> None:
+def _forget(run: Run) -> None:
     """Deletes a run's statistics and the measurements of recipes that used them."""
     stored = StoredStatistics.held_by(run.folder)
     if stored is not None:
@@ -139,44 +134,32 @@ def forget(run: Run) -> None:
     run.forget_learnt(name for name in formats if Recipe.parse(name).quantizer.learns)
 
 
-def _gathered(
-    run: Run, model: LoadedModel, text: LearningText, bench: Workbench, events: Events
-) -> StoredStatistics:
+def _gathered(run: Run, model: LoadedModel, text: LearningText, session: Session) -> StoredStatistics:
     """The run's statistics; gathers what is missing or damaged. Raises if they come from another text."""
     stored = StoredStatistics.held_by(run.folder)
-    if stored is None or text.is_given:
-        windows = text.drawn(run, model, bench)
+    if stored is None or text != LearningText():
+        windows = text.drawn(run, model, session)
     else:  # continue with the text it was started with
-        windows = bench.drawn_again(stored.identity["text"], model.task)
+        windows = session.drawn_again(stored.identity["text"], model.task)
     if stored is not None and stored.covers(model):
         return gather(model, windows, run.folder)
-    _refuse_judging_text(run, windows, model, bench)
-    events.note(
+    _refuse_judging_text(run, windows, model, session)
+    session.events.note(
         f"gathering statistics on {windows.label}, {len(windows)} windows of {windows.length} {model.task.unit}, "
         f"into {run.folder / 'statistics'}"
     )
-    with going_on(run.folder), events.progress("calibrating") as shown:
+    with going_on(run.folder), session.events.progress("calibrating") as shown:
         shown.started(len(model.chain), 0)
         return gather(
             model, windows, run.folder, progress=lambda done, blocks: shown.advanced(1, f"block {done - 1}")
         )
 
 
-def _refuse_judging_text(run: Run, windows: Windows, model: LoadedModel, bench: Workbench) -> None:
+def _refuse_judging_text(run: Run, windows: Windows, model: LoadedModel, session: Session) -> None:
     """Raises if methods would learn from evaluation text. Later commands check their own texts."""
-    texts = bench.judging
+    texts = session.judging
     if (known := run.text_identity(EVALUATION)) is not None:
         how = {"length": known["length"], "stride": known["stride"], "limit": known["windows"]}
         texts = [*texts, model.task.from_start(known["source"], split=known["split"], **how)]
     for judging in texts:
         refuse_overlap(windows, judging)
-
-
-def for_streaming(run: Run, fingerprint: str | None) -> StoredStatistics:
-    """The statistics for an export that does not open the model."""
-    try:
-        return StoredStatistics.of_fingerprint(run.folder, fingerprint)
-    except RunError as error:
-        raise RunError(
-            f"--stream does not open the model, so it cannot gather statistics: {error}"
-        ) from error

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import TYPE_CHECKING, ClassVar
 
-from kl_lens.study.events import Events
-from kl_lens.study.settings import WithLlamaCpp
+from kl_lens.study.session import Session
+from kl_lens.study.settings import Settings
 from kl_lens.targets import TARGETS, describe_target
 from kl_lens.targets.base import Health
 
@@ -18,9 +18,8 @@ if TYPE_CHECKING:  # torch may not be installed
 
 
 @dataclass(frozen=True, kw_only=True)
-class DoctorSettings(WithLlamaCpp):
+class DoctorSettings(Settings):
     verb: ClassVar[str] = "doctor"
-    opens_models: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class DoctorResult:
         return 1 if any(health.problem for health in self.parts.values()) else 0
 
 
-def doctor(settings: DoctorSettings, events: Events) -> DoctorResult:
+def doctor(settings: DoctorSettings, session: Session) -> DoctorResult:
     targets = {describe_target(name).title: describe_target(name).health() for name in TARGETS}
     torch = _torch()
     kernels = {"Kernels": _kernels()} if torch.runtime else {}

@@ -1,16 +1,46 @@
-"""What a command reports while it works."""
+"""What a command reports while it works, and what its stages should take."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # `generate` runs on small devices and does without torch
     from kl_lens.measuring.sweep import Progress
-    from kl_lens.study.costs import JobEstimate
     from kl_lens.study.settings import Settings
+
+
+IN_RUNTIME, IN_MODEL = "runtime", "model"  # kinds of stages; how far they are off differs
+
+
+@dataclass(frozen=True)
+class StageCost:
+    verb: str
+    target: str | None
+    seconds: float
+    disk: int = 0
+
+    @property
+    def kind(self) -> str:
+        return IN_RUNTIME if self.verb in ("export", "evaluate", "generate", "benchmark") else IN_MODEL
+
+
+@dataclass(frozen=True)
+class JobEstimate:
+    stages: tuple[StageCost, ...]  # as they come
+    memory: int
+    windows: int
+
+    @property
+    def seconds(self) -> float:
+        return sum(stage.seconds for stage in self.stages)
+
+    @property
+    def disk(self) -> int:
+        return sum(stage.disk for stage in self.stages)
 
 
 class Events:

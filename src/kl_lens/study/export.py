@@ -8,28 +8,30 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from kl_lens import planning
-from kl_lens.base.errors import FormatError, PlanError
+from kl_lens.base.errors import FormatError, PlanError, RunError
 from kl_lens.base.units import human_bytes, parse_names
+from kl_lens.measuring.statistics import StoredStatistics
 from kl_lens.measuring.sweep import model_identity
 from kl_lens.model import LoadedModel, load_tokenizer, model_folder
 from kl_lens.run.folder import ALL_PLANS, Run, named_plans
 from kl_lens.run.records import Artifact, Plan
 from kl_lens.run.subjects import artifact_digest, plan_digest
-from kl_lens.study.calibrate import for_streaming
-from kl_lens.study.events import Events
+from kl_lens.study.session import QUANTIZED, Session
 from kl_lens.study.settings import (
+    DEFAULT_RUN,
     MEMORY,
     SIZE,
     Kind,
-    Loading,
+    Opening,
     Option,
-    WithLlamaCpp,
+    Settings,
     command_of,
+    group,
     new_run_folder,
     number,
+    of_run,
     option,
 )
-from kl_lens.study.workbench import WEIGHTS, Workbench
 from kl_lens.targets import TARGETS, describe_target, earlier_artifact, export as write_files, get_target
 from kl_lens.weights.recipes import FP16, Recipe, parsed
 
@@ -51,29 +53,18 @@ def _target_options(within: str) -> list[Option]:
     options: dict[str, Option] = {}
     for name in TARGETS:
         for each in describe_target(name).options:
-            kind = _KINDS[each.kind]
-            switch = each.kind == "switch"
-            options.setdefault(
-                each.flag,
-                Option(
-                    each.keyword,
-                    each.flag,
-                    kind,
-                    None,
-                    each.help,
-                    kind.metavar,
-                    name,
-                    is_switch=switch,
-                    bare=each.given if switch else None,
-                    several=each.kind == "names",
-                    within=within,
-                ),
-            )
+            kind, switch = _KINDS[each.kind], each.kind == "switch"
+            option = Option(
+                each.keyword, each.flag, kind, None, each.help, kind.metavar, name,
+                is_switch=switch, bare=each.given if switch else None, several=each.kind == "names",
+                attribute=each.keyword, within=within,
+            )  # fmt: skip
+            options.setdefault(each.flag, option)
     return list(options.values())
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportSettings(WithLlamaCpp, Loading):
+class ExportSettings(Settings):
     verb: ClassVar[str] = "export"
 
     model: str | None = option(
@@ -83,7 +74,8 @@ class ExportSettings(WithLlamaCpp, Loading):
         nargs="?",
         metavar="MODEL",
     )
-    run: str | None = option(None, "the run folder (default: runs/<model>)", metavar="DIR")
+    opening: Opening = group(Opening)
+    run: str | None = of_run("runs/<model>")
     target: str = option(choices=TARGETS)
     plan: str = option(ALL_PLANS, "plans of the run: a, or a,b, or all", metavar="NAMES")
     format: str | None = option(
@@ -100,18 +92,17 @@ class ExportSettings(WithLlamaCpp, Loading):
         "not compared with the run's (--format always streams if possible)",
     )
 
-    @property
-    def run_folder(self) -> Path:
-        return Path(self.run or "runs/reference-mamba")
-
     def check(self) -> None:
         super().check()
         if self.format is None and self.run is None and self.model is not None:
             raise PlanError(
                 "say what to export: --format FORMAT for a whole model, or --run DIR [--plan NAME] for plans"
             )
-        if self.format:
-            _named_model(self)
+        if self.format and self.model is None:
+            raise PlanError(
+                "--format exports a whole model: name it, as in: kl-lens export MODEL "
+                f"--target {self.target} --format {self.format}"
+            )
         target = describe_target(self.target)
         if self.stream and not target.streams:
             raise PlanError(
@@ -124,11 +115,6 @@ class ExportSettings(WithLlamaCpp, Loading):
                 raise PlanError(f"{each.flag} does not work with --target {target.name}")
 
     @property
-    def weights(self) -> str | None:
-        """Where they must be; None: anywhere."""
-        return None if describe_target(self.target).streams else MEMORY
-
-    @property
     def target_options(self) -> dict[str, Any]:
         target = get_target(self.target)
         return {o.keyword: self.options[o.keyword] for o in target.options if o.keyword in self.options}
@@ -139,13 +125,14 @@ class ExportResult:
     artifacts: list[tuple[Path, Artifact]]
 
 
-def export(settings: ExportSettings, bench: Workbench, events: Events) -> ExportResult:
-    if settings.format:
-        if _learns(settings.format):
-            return ExportResult([_model_with_statistics(settings, settings.format, bench, events)])
-        return ExportResult([_plain_model(settings, settings.format, bench, events)])
-    with Run.open(settings.run_folder) as run:
-        return _plans_of(run, settings, bench, events)
+def export(settings: ExportSettings, session: Session) -> ExportResult:
+    exporter = _Exporter(settings, session)
+    if settings.format is None:
+        with Run.open(Path(settings.run or DEFAULT_RUN)) as run:
+            return ExportResult(exporter.plans_of(run))
+    if _learns(settings.format):
+        return ExportResult([exporter.model_with_statistics(settings.format)])
+    return ExportResult([exporter.plain_model(settings.format)])
 
 
 def _learns(recipe: str) -> bool:
@@ -155,157 +142,130 @@ def _learns(recipe: str) -> bool:
         return False
 
 
-def _named_model(settings: ExportSettings) -> str:
-    if settings.model is None:
-        raise PlanError(
-            "--format exports a whole model: name it, as in: kl-lens export MODEL "
-            f"--target {settings.target} --format {settings.format}"
-        )
-    return settings.model
-
-
-def _model_with_statistics(
-    settings: ExportSettings, recipe: str, bench: Workbench, events: Events
-) -> tuple[Path, Artifact]:
-    """One recipe for all weights, with the statistics of a run."""
-    name = _named_model(settings)
-    if settings.stream:
-        folder = new_run_folder(settings.run, name)
-        source = _streamed(settings, name)
-        with Run.open(folder) as run:
-            plan = get_target(settings.target).uniform_plan(source, recipe)
-            return _written(run, settings, source, plan, events, settings.out)
-    model = bench.model(settings)
-    folder = new_run_folder(settings.run, model.name)
-    model = bench.in_run(model, folder)
-    learnt = model.weights.learnt_by([Recipe.parse(recipe)])
-    with Run.create(folder) as run:
-        run.identify(model_identity(model))
-        run.note_command(["kl-lens", *command_of(settings)])
-        plan = replace(_uniform(model, recipe), statistics=learnt)
-        _quantize(model, plan, settings, events)
-        return _written(run, settings, model, plan, events, settings.out)
-
-
-def _plain_model(
-    settings: ExportSettings, fmt: str, bench: Workbench, events: Events
-) -> tuple[Path, Artifact]:
-    source = _named_model(settings)
-    extra = settings.target_options
-    model: LoadedModel | Path
-    target = get_target(settings.target)
-    if target.streams:
-        # Read one tensor at a time, so that a large model is never in memory.
-        model = model_folder(source, revision=settings.revision)
-        plan, name = target.uniform_plan(model, fmt), source
-        if settings.tokenizer:
-            extra["tokenizer"] = load_tokenizer(model, settings.tokenizer, settings.trust_remote_code)
-    else:
-        model = bench.model(settings)
-        plan, name = _uniform(model, fmt), model.name
-    folder = settings.out or new_run_folder(settings.run, name) / "artifacts" / settings.target / plan.name
-    return folder, _export(model, plan, settings, folder, extra, events)
-
-
-def _export(
-    model: LoadedModel | Path,
-    plan: Plan,
-    settings: ExportSettings,
-    folder: Path,
-    extra: dict[str, Any],
-    events: Events,
-) -> Artifact:
-    """Writes the files, and says so if they replace others of the same name."""
-    earlier = earlier_artifact(folder)
-    artifact = write_files(model, plan, settings.target, folder, **extra)
-    if earlier is not None and artifact_digest(earlier) != artifact_digest(artifact):
-        events.warn(
-            f"{folder}: the files of an earlier export ({human_bytes(earlier.realised_bytes)}) were replaced"
-        )
-    return artifact
-
-
 def _uniform(model: LoadedModel, name: str) -> Plan:
     assignment = {} if name in (FP16, "f16") else {c.name: name for c in model.anatomy.candidates}
     return Plan(name=f"uniform_{name.replace('+', '.')}", assignment=assignment, made_by="--format")
 
 
-def _plans_of(run: Run, settings: ExportSettings, bench: Workbench, events: Events) -> ExportResult:
-    components = run.table().components
-    folder = run.folder / "plans"
-    names = named_plans(settings.plan)
-    if names is None:
-        names = tuple(sorted(path.stem for path in folder.glob("*.json")))
-        if not names:
-            raise PlanError(
-                f"{run.folder} has no plans; make some with: kl-lens plan --run {run.folder} --paper"
+class _Exporter:
+    def __init__(self, settings: ExportSettings, session: Session) -> None:
+        self.settings, self.session, self.events = settings, session, session.events
+        self.target = get_target(settings.target)
+        self.weights = None if self.target.streams else MEMORY  # where they must be; None: anywhere
+
+    def plans_of(self, run: Run) -> list[tuple[Path, Artifact]]:
+        settings, folder = self.settings, run.folder / "plans"
+        names = named_plans(settings.plan)
+        if names is None:
+            names = tuple(sorted(path.stem for path in folder.glob("*.json")))
+            if not names:
+                raise PlanError(
+                    f"{run.folder} has no plans; make some with: kl-lens plan --run {run.folder} --paper"
+                )
+        components = run.table().components
+        plans = [planning.read_plan(planning.plan_path(folder, name), components) for name in names]
+        model: LoadedModel | Path
+        if settings.stream:
+            model = model_folder(settings.model or run.identity["source"])
+        else:
+            model = self.session.model_of(run, settings.model, settings.opening, weights=self.weights)
+        run.note_command(["kl-lens", *command_of(settings)])
+        made = []
+        for plan in plans:
+            if isinstance(model, LoadedModel):
+                self._quantize(model, plan)
+            self.events.note(f"exporting {plan.name} to {settings.target}")
+            place = (settings.out or run.folder / "artifacts" / settings.target) / plan.name
+            made.append(self._written(run, model, plan, place))
+        return made
+
+    def model_with_statistics(self, recipe: str) -> tuple[Path, Artifact]:
+        """One recipe for all weights, with the statistics of a run."""
+        settings, name = self.settings, self.settings.model or ""
+        if settings.stream:
+            source = model_folder(name)
+            with Run.open(new_run_folder(settings.run, name)) as run:
+                return self._written(run, source, self.target.uniform_plan(source, recipe), settings.out)
+        model = self.session.model(name, settings.opening, weights=self.weights)
+        folder = new_run_folder(settings.run, model.name)
+        model = self.session.in_run(model, folder)
+        learnt = model.weights.learnt_by([Recipe.parse(recipe)])
+        with Run.create(folder) as run:
+            run.identify(model_identity(model))
+            run.note_command(["kl-lens", *command_of(settings)])
+            plan = replace(_uniform(model, recipe), statistics=learnt)
+            self._quantize(model, plan)
+            return self._written(run, model, plan, settings.out)
+
+    def plain_model(self, fmt: str) -> tuple[Path, Artifact]:
+        settings, name = self.settings, self.settings.model or ""
+        extra = settings.target_options
+        model: LoadedModel | Path
+        if self.target.streams:
+            # Read one tensor at a time, so that a large model is never in memory.
+            model = model_folder(name)
+            plan = self.target.uniform_plan(model, fmt)
+            extra |= self._tokenizer(model)
+        else:
+            model = self.session.model(name, settings.opening, weights=self.weights)
+            plan, name = _uniform(model, fmt), model.name
+        folder = (
+            settings.out or new_run_folder(settings.run, name) / "artifacts" / settings.target / plan.name
+        )
+        return folder, self._export(model, plan, folder, extra)
+
+    def _tokenizer(self, model: Path) -> dict[str, Any]:
+        opening = self.settings.opening
+        if opening.tokenizer is None:
+            return {}
+        return {"tokenizer": load_tokenizer(model, opening.tokenizer, opening.trust_remote_code)}
+
+    def _quantize(self, model: LoadedModel, plan: Plan) -> None:
+        """Quantizes with methods that learn, showing progress; the store keeps the results for the export."""
+        store, target = model.weights, self.target
+        recipes = parsed(plan.assignment)
+        if store.learnt_by(recipes.values(), plan.statistics) is None:
+            return
+        chosen = [(model.anatomy.component(name), recipe) for name, recipe in recipes.items()]
+        fits = [(c, r) for c, r in chosen if target.holds(r.grid, c.shape) is None]
+        allowed = not any(o.keyword == "fallback" and o.given for o in target.options)
+        if not (len(fits) == len(chosen) or allowed or self.settings.options.get("fallback")):
+            return  # the export will raise; do not spend minutes first
+        todo = [(c, r) for c, r in fits if r.quantizer.learns]
+        with self.events.progress(f"quantizing {plan.name}") as shown:
+            shown.started(sum(float(c.parameters * c.shape[-1]) for c, _ in todo), 0)
+            for component, recipe in todo:
+                store.digest(component.name, recipe)
+                shown.advanced(float(component.parameters * component.shape[-1]), component.name)
+
+    def _written(
+        self, run: Run, model: LoadedModel | Path, plan: Plan, folder: Path | None
+    ) -> tuple[Path, Artifact]:
+        target = self.settings.target
+        folder = folder or run.folder / "artifacts" / target / plan.name
+        extra, fingerprint = self.settings.target_options, run.identity.get("model_fingerprint")
+        if isinstance(model, Path):
+            extra |= {"fingerprint": fingerprint, "weights_folder": run.folder / QUANTIZED}
+            extra |= self._tokenizer(model)
+            if any(_learns(recipe) for recipe in plan.assignment.values()):
+                try:
+                    extra["statistics"] = StoredStatistics.of_fingerprint(run.folder, fingerprint)
+                except RunError as error:
+                    raise RunError(
+                        f"--stream does not open the model, so it cannot gather statistics: {error}"
+                    ) from error
+        artifact = self._export(model, plan, folder, extra)
+        digest = plan_digest(plan.assignment, fingerprint, plan.statistics or run.statistics)
+        about = {"folder": str(folder.resolve()), "of_plan": digest}
+        run.store("artifact", f"{target}/{plan.name}", artifact.to_json() | about)
+        return folder, artifact
+
+    def _export(self, model: LoadedModel | Path, plan: Plan, folder: Path, extra: dict[str, Any]) -> Artifact:
+        """Writes the files, and says so if they replace others of the same name."""
+        earlier = earlier_artifact(folder)
+        artifact = write_files(model, plan, self.settings.target, folder, **extra)
+        if earlier is not None and artifact_digest(earlier) != artifact_digest(artifact):
+            self.events.warn(
+                f"{folder}: the files of an earlier export ({human_bytes(earlier.realised_bytes)}) were replaced"
             )
-    plans = [planning.read_plan(planning.plan_path(folder, name), components) for name in names]
-    model = _source(run, settings, bench)
-    run.note_command(["kl-lens", *command_of(settings)])
-    made = []
-    for plan in plans:
-        if isinstance(model, LoadedModel):
-            _quantize(model, plan, settings, events)
-        events.note(f"exporting {plan.name} to {settings.target}")
-        made.append(_written(run, settings, model, plan, events))
-    return ExportResult(made)
-
-
-def _source(run: Run, settings: ExportSettings, bench: Workbench) -> LoadedModel | Path:
-    if not settings.stream:
-        return bench.model_of(run, settings)
-    return _streamed(settings, settings.model or run.identity["source"])
-
-
-def _streamed(settings: ExportSettings, source: str) -> Path:
-    return model_folder(source, revision=settings.revision)
-
-
-def _quantize(model: LoadedModel, plan: Plan, settings: ExportSettings, events: Events) -> None:
-    """Quantizes with methods that learn, showing progress; the store keeps the results for the export."""
-    store = model.weights
-    recipes = parsed(plan.assignment)
-    if store.learnt_by(recipes.values(), plan.statistics) is None:
-        return
-    chosen = [(model.anatomy.component(name), recipe) for name, recipe in recipes.items()]
-    target = get_target(settings.target)
-    todo = [(c, r) for c, r in chosen if r.quantizer.learns and target.holds(r.grid, c.shape) is None]
-    fits = all(target.holds(r.grid, c.shape) is None for c, r in chosen)
-    allowed = not any(o.keyword == "fallback" and o.given for o in target.options)
-    if not (fits or allowed or settings.options.get("fallback")):
-        return  # the export will raise; do not spend minutes first
-    with events.progress(f"quantizing {plan.name}") as shown:
-        shown.started(sum(float(c.parameters * c.shape[-1]) for c, _ in todo), 0)
-        for component, recipe in todo:
-            store.digest(component.name, recipe)
-            shown.advanced(float(component.parameters * component.shape[-1]), component.name)
-
-
-def _written(
-    run: Run,
-    settings: ExportSettings,
-    model: LoadedModel | Path,
-    plan: Plan,
-    events: Events,
-    folder: Path | None = None,
-) -> tuple[Path, Artifact]:
-    folder = folder or (settings.out or run.folder / "artifacts" / settings.target) / plan.name
-    extra = settings.target_options
-    if isinstance(model, Path):
-        fingerprint = run.identity.get("model_fingerprint")
-        extra["fingerprint"] = fingerprint
-        if settings.tokenizer:
-            extra["tokenizer"] = load_tokenizer(model, settings.tokenizer, settings.trust_remote_code)
-        if any(_learns(recipe) for recipe in plan.assignment.values()):
-            extra["statistics"] = for_streaming(run, fingerprint)
-        extra["weights_folder"] = run.folder / WEIGHTS
-    artifact = _export(model, plan, settings, folder, extra, events)
-    about = {
-        "folder": str(folder.resolve()),
-        "of_plan": plan_digest(
-            plan.assignment, run.identity["model_fingerprint"], plan.statistics or run.statistics
-        ),
-    }
-    run.store("artifact", f"{settings.target}/{plan.name}", artifact.to_json() | about)
-    return folder, artifact
+        return artifact

@@ -6,7 +6,7 @@ Needs the runtime and numpy, nothing more.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,26 +15,16 @@ import numpy as np
 from kl_lens.base.environment import peak_memory
 from kl_lens.base.errors import TargetError
 from kl_lens.study.events import Events
-from kl_lens.study.settings import (
-    LAYERS,
-    LOAD_HELP,
-    LOADS,
-    SEED,
-    THREADS,
-    TOKENS,
-    WithLlamaCpp,
-    number,
-    option,
-)
+from kl_lens.study.session import Session
+from kl_lens.study.settings import SEED, TOKENS, Runtime, Settings, group, number, option
 from kl_lens.targets import open_session
-from kl_lens.targets.session import Logits, Session
+from kl_lens.targets.session import Logits, Session as RuntimeSession
 from kl_lens.targets.tokenizer import ArtifactTokenizer, find_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateSettings(WithLlamaCpp):
+class GenerateSettings(Settings):
     verb: ClassVar[str] = "generate"
-    opens_models: ClassVar[bool] = False
 
     artifact: Path = option(help="an exported folder, or a .gguf file", positional=True, metavar="ARTIFACT")
     prompt: str | None = option(
@@ -55,10 +45,7 @@ class GenerateSettings(WithLlamaCpp):
         "folder, tokenizer.json or hub id (default: beside the artifact, or inside a .gguf file)",
         metavar="PLACE",
     )
-    device: str = option("CPU", "device of OpenVINO or MLX")
-    threads: int | None = option(None, "default: the runtime's own choice", kind=THREADS)
-    gpu_layers: int = option(0, "llama.cpp: layers on a GPU, or all", kind=LAYERS)
-    load: str = option("auto", LOAD_HELP, choices=LOADS)
+    runtime: Runtime = group(Runtime)
 
     def check(self) -> None:
         super().check()
@@ -82,19 +69,13 @@ class GenerateResult:
     peak_memory_bytes: int
 
 
-def generate(settings: GenerateSettings, events: Events) -> GenerateResult:
+def generate(settings: GenerateSettings, session: Session) -> GenerateResult:
     begin = time.perf_counter()
-    session = open_session(
-        settings.artifact,
-        device=settings.device.upper(),
-        threads=settings.threads,
-        gpu_layers=settings.gpu_layers,
-        load=settings.load,
-    )
+    opened = open_session(settings.artifact, **asdict(settings.runtime.session()))
     load_seconds = time.perf_counter() - begin
     try:
-        tokenizer = find_tokenizer(session, settings.artifact, settings.tokenizer)
-        writer = _Writer(settings, session, tokenizer, events)
+        tokenizer = find_tokenizer(opened, settings.artifact, settings.tokenizer)
+        writer = _Writer(settings, opened, tokenizer, session.events)
         prompt, text = _conversation(writer) if settings.chat else _continued(writer, settings.prompt or "")
         return GenerateResult(
             prompt=prompt,
@@ -104,12 +85,12 @@ def generate(settings: GenerateSettings, events: Events) -> GenerateResult:
             prompt_tokens_per_second=writer.read / max(writer.read_seconds, 1e-9),
             tokens_per_second=writer.written / max(writer.write_seconds, 1e-9),
             ms_per_token=1000 * writer.write_seconds / max(1, writer.written),
-            runtime=session.description,
+            runtime=opened.description,
             load_seconds=load_seconds,
             peak_memory_bytes=peak_memory(),
         )
     finally:
-        session.close()
+        opened.close()
 
 
 def _continued(writer: _Writer, prompt: str) -> tuple[str, str]:
@@ -146,7 +127,11 @@ class _Writer:
     """Writes with one session, which keeps what it has read: a prompt that goes on from there is not read again."""
 
     def __init__(
-        self, settings: GenerateSettings, session: Session, tokenizer: ArtifactTokenizer, events: Events
+        self,
+        settings: GenerateSettings,
+        session: RuntimeSession,
+        tokenizer: ArtifactTokenizer,
+        events: Events,
     ) -> None:
         self.settings, self.session, self.tokenizer, self.events = settings, session, tokenizer, events
         self.read = self.written = 0  # tokens

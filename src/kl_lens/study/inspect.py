@@ -7,18 +7,19 @@ from typing import ClassVar
 
 from kl_lens.model import LoadedModel
 from kl_lens.run.records import Component
-from kl_lens.study.events import Events
-from kl_lens.study.settings import OfModel, option
-from kl_lens.study.workbench import Workbench
+from kl_lens.study.session import Session
+from kl_lens.study.settings import Opening, Settings, group, of_model, option
 from kl_lens.weights.formats import FP16, get_format
 
 PRECISIONS = (FP16, "int8", "int4")
 
 
 @dataclass(frozen=True, kw_only=True)
-class InspectSettings(OfModel):
+class InspectSettings(Settings):
     verb: ClassVar[str] = "inspect"
 
+    model: str = of_model()
+    opening: Opening = group(Opening)
     components: bool = option(False, "one row per component instead of per block")
 
 
@@ -28,8 +29,8 @@ class InspectResult:
     by_component: bool
 
 
-def inspect(settings: InspectSettings, bench: Workbench, events: Events) -> InspectResult:
-    return InspectResult(bench.model(settings), settings.components)
+def inspect(settings: InspectSettings, session: Session) -> InspectResult:
+    return InspectResult(session.model(settings.model, settings.opening), settings.components)
 
 
 def stored_bytes(component: Component, precision: str) -> int:

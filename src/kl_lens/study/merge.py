@@ -10,14 +10,13 @@ from kl_lens.base.errors import RunError
 from kl_lens.run import merging
 from kl_lens.run.folder import Run
 from kl_lens.run.merging import Joined, shards_of
-from kl_lens.study.events import Events
+from kl_lens.study.session import Session
 from kl_lens.study.settings import Settings, command_of, option
 
 
 @dataclass(frozen=True, kw_only=True)
 class MergeSettings(Settings):
     verb: ClassVar[str] = "merge"
-    opens_models: ClassVar[bool] = False
 
     run: str = option(
         help="the run folder to merge into; created if missing",
@@ -45,7 +44,7 @@ class MergeResult:
         return 1 if self.failures else 0
 
 
-def merge(settings: MergeSettings, events: Events) -> MergeResult:
+def merge(settings: MergeSettings, session: Session) -> MergeResult:
     folder = Path(settings.run)
     sources = [Path(source) for source in settings.sources] or shards_of(folder)
     if not sources:

@@ -14,10 +14,23 @@ from kl_lens.paper import read_legacy
 from kl_lens.paper.ranking import Ranking, rank
 from kl_lens.run.folder import CALIBRATION, EVALUATION, Run
 from kl_lens.run.records import Component
-from kl_lens.study.events import Events, going_on
-from kl_lens.study.settings import COUNT, SIZE, FromDisk, OfRun, command_of, new_run_folder, option
-from kl_lens.study.spreading import SeveralProcesses, workers_for
-from kl_lens.study.workbench import Workbench
+from kl_lens.study.events import going_on
+from kl_lens.study.session import Session
+from kl_lens.study.settings import (
+    COUNT,
+    DEFAULT_RUN,
+    Opening,
+    Processes,
+    Settings,
+    command_of,
+    group,
+    moved_model,
+    new_run_folder,
+    of_run,
+    option,
+    place_of_weights,
+)
+from kl_lens.study.spreading import workers_for
 from kl_lens.targets import deployed
 from kl_lens.text import Windows, refuse_overlap
 from kl_lens.weights.recipes import Recipe
@@ -26,7 +39,7 @@ RANK, IMPORT = "rank", "import"
 
 
 @dataclass(frozen=True, kw_only=True)
-class PaperSettings(SeveralProcesses, FromDisk, OfRun):
+class PaperSettings(Settings):
     verb: ClassVar[str] = "paper"
 
     what: str = option(
@@ -34,12 +47,16 @@ class PaperSettings(SeveralProcesses, FromDisk, OfRun):
         positional=True,
         choices=(RANK, IMPORT),
     )
+    run: str | None = of_run()
+    model: str | None = moved_model()
+    opening: Opening = group(Opening)
+    weights: str = place_of_weights()
+    processes: Processes = group(Processes)
     evaluation_text: str = option("wikitext2:test", "rank: held-out text", metavar="TEXT")
     evaluation_windows: int = option(128, "rank: windows of held-out text", kind=COUNT)
     other_text: tuple[str, ...] = option(
         (), "rank: also measure on this out-of-domain text (may be repeated)", repeated=True, metavar="TEXT"
     )
-    memory_budget: int = option(DEFAULT_MEMORY, "rank: for cached states", kind=SIZE)
     bits: tuple[tuple[str, str], ...] = option(
         (), "import: bit width and file; may be repeated", nargs=2, repeated=True, metavar=("BITS", "FILE")
     )
@@ -60,12 +77,12 @@ class Imported:
     measurements: int
 
 
-def paper(settings: PaperSettings, bench: Workbench, events: Events) -> Ranking | Imported:
-    return (_imported if settings.what == IMPORT else _ranking)(settings, bench, events)
+def paper(settings: PaperSettings, session: Session) -> Ranking | Imported:
+    return (_imported if settings.what == IMPORT else _ranking)(settings, session)
 
 
-def _imported(settings: PaperSettings, bench: Workbench, events: Events) -> Imported:
-    model = bench.model(settings)
+def _imported(settings: PaperSettings, session: Session) -> Imported:
+    model = session.model(settings.model or "", settings.opening)
     measurements = []
     for bits, path in settings.bits:
         measurements += read_legacy(Path(path), int(bits), model.anatomy)
@@ -78,37 +95,47 @@ def _imported(settings: PaperSettings, bench: Workbench, events: Events) -> Impo
     return Imported(run.folder, model.name, len(measurements))
 
 
-def _ranking(settings: PaperSettings, bench: Workbench, events: Events) -> Ranking:
+def _ranking(settings: PaperSettings, session: Session) -> Ranking:
     """Measures every candidate of a run on held-out text and stores the ranking."""
-    with Run.open(settings.run_folder) as run:
+    events, wanted = session.events, settings.opening
+    with Run.open(Path(settings.run or DEFAULT_RUN)) as run:
         run.note_command(["kl-lens", *command_of(settings)])
         # With Ray, this process computes nothing.
-        model = bench.model_of(run, replace(settings, device="cpu") if settings.ray else settings)
-        calibration = bench.calibration(run, model.task)
-        held_out = bench.from_start(
+        opening = replace(wanted, device="cpu") if settings.processes.ray else wanted
+        model = session.model_of(run, settings.model, opening, weights=settings.weights)
+        calibration = session.calibration(run, model.task)
+        held_out = session.from_start(
             settings.evaluation_text, model.task, length=calibration.length, limit=settings.evaluation_windows
         )
-        bench.refuse_overlap(run, held_out, model.task)
+        session.refuse_overlap(run, held_out, model.task)
         candidates, kernels = _measured(run), deployed(run.usual_target)
         # Read the statistics before the progress bar starts.
         model.weights.learnt_by(candidate.recipe for candidate in candidates)
         left = Sweep(model, run, deployed=kernels).operations_left(candidates, held_out, EVALUATION)
-        budget, others = settings.memory_budget, settings.other_text
+        others = settings.other_text
         with (
             going_on(run.folder),
-            workers_for(settings, settings, budget, model, left + len(others), events) as workers,
+            workers_for(
+                settings.processes,
+                model,
+                name=settings.model,
+                opening=wanted,
+                weights=settings.weights,
+                memory_budget=DEFAULT_MEMORY,
+                operations=left + len(others),
+                events=events,
+            ) as workers,
         ):
 
             def sweep(windows: Windows, role: str, title: str) -> None:
                 with events.progress(title) as progress:
-                    Sweep(
-                        model, run, memory_budget=budget, progress=progress, deployed=kernels, workers=workers
-                    ).measure(candidates, windows, role)
+                    how = Sweep(model, run, progress=progress, deployed=kernels, workers=workers)
+                    how.measure(candidates, windows, role)
 
             sweep(held_out, EVALUATION, "damage on held-out text")
-            how = run.text_identity(CALIBRATION) or {}
-            for text in others:
-                other = model.task.drawn(text, **{name: how[name] for name in ("windows", "length", "seed")})
+            text = run.text_identity(CALIBRATION) or {}
+            for name in others:
+                other = model.task.drawn(name, **{key: text[key] for key in ("windows", "length", "seed")})
                 refuse_overlap(other, held_out)
                 sweep(other, f"{CALIBRATION}:{Path(other.source).stem}", f"calibration on {other.source}")
         ranking = rank(run)

@@ -13,6 +13,7 @@ from kl_lens.base.errors import KLLensError, RunError, one_line
 from kl_lens.base.files import RECORD_FILE, replacing
 from kl_lens.run.folder import RECIPES, Run, recommended_name
 from kl_lens.study.events import Events
+from kl_lens.study.session import Session
 from kl_lens.study.settings import Settings, option
 from kl_lens.targets import TARGETS, earlier_artifact, locate
 
@@ -22,7 +23,6 @@ _INHERITED = ("license", "license_name", "license_link", "language")
 @dataclass(frozen=True, kw_only=True)
 class PublishSettings(Settings):
     verb: ClassVar[str] = "publish"
-    opens_models: ClassVar[bool] = False
 
     run: str = option(help="the run folder", positional=True, metavar="RUN")
     target: str = option(help="whose file to publish", positional=True, choices=TARGETS, metavar="TARGET")
@@ -65,15 +65,15 @@ class PublishResult:
     url: str | None  # None: nothing was uploaded
 
 
-def publish(settings: PublishSettings, events: Events) -> PublishResult:
+def publish(settings: PublishSettings, session: Session) -> PublishResult:
     with Run.open(Path(settings.run)) as run:
         name = settings.plan or run.recommended(settings.target)
         place = settings.target if name == recommended_name(settings.target) else name
         folder = settings.out or run.folder / "published" / place
-        card = _write(run, settings, name, folder, events)
+        card = _write(run, settings, name, folder, session.events)
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     files = {str(path.relative_to(folder)): path.stat().st_size for path in paths}
-    url = None if settings.dry_run else _upload(settings, folder, card, events)
+    url = None if settings.dry_run else _upload(settings, folder, card, session.events)
     return PublishResult(folder, files, url)
 
 
@@ -160,16 +160,11 @@ def _upload(settings: PublishSettings, folder: Path, card: Any, events: Events) 
             folder_path=folder,
             commit_message=f"Upload {settings.target} files by KL Lens",
         )
-    except HfHubHTTPError as error:
-        status = error.response.status_code
-        if status in (401, 403):
+    except Exception as error:  # also of the client's HTTP library; a card that the hub does not accept
+        if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403):
             raise KLLensError(
                 f"{settings.to}: the hub does not let you write there; run `hf auth login` with a token that may write"
             ) from error
-        raise KLLensError(
-            f"{settings.to} could not be uploaded: {one_line(error)}; {folder} is complete"
-        ) from error
-    except Exception as error:  # of the client's HTTP library; a card that the hub does not accept
         raise KLLensError(
             f"{settings.to} could not be uploaded: {one_line(error)}; {folder} is complete"
         ) from error

@@ -9,15 +9,15 @@ from typing import ClassVar
 
 from kl_lens.reporting import write_report
 from kl_lens.run.folder import Run
-from kl_lens.study.events import Events
-from kl_lens.study.settings import OfRun, option
+from kl_lens.study.session import Session
+from kl_lens.study.settings import DEFAULT_RUN, Settings, of_run, option
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReportSettings(OfRun):
+class ReportSettings(Settings):
     verb: ClassVar[str] = "report"
-    opens_models: ClassVar[bool] = False
 
+    run: str | None = of_run()
     out: Path | None = option(None, "where to write (default: RUN/report.html)", metavar="FILE")
     open: bool = option(False, "open it in the browser")
 
@@ -28,12 +28,12 @@ class ReportResult:
     opened: bool | None = None  # None: without --open
 
 
-def report(settings: ReportSettings, events: Events) -> ReportResult:
-    with Run.open(settings.run_folder) as run:
+def report(settings: ReportSettings, session: Session) -> ReportResult:
+    with Run.open(Path(settings.run or DEFAULT_RUN)) as run:
         path = write_report(run, settings.out)
     if not settings.open:
         return ReportResult(path)
     opened = webbrowser.open(path.resolve().as_uri())
     if not opened:
-        events.warn(f"no browser found; open {path} yourself")
+        session.events.warn(f"no browser found; open {path} yourself")
     return ReportResult(path, opened)

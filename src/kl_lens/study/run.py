@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from kl_lens import planning
 from kl_lens.base.environment import processors
@@ -32,19 +32,18 @@ from kl_lens.paper import best_paper_point
 from kl_lens.planning.handover import write_recipe
 from kl_lens.run.folder import CALIBRATION, RECIPES, RECOMMENDED, Run, recommended_name
 from kl_lens.study.benchmark import BenchmarkSettings
-from kl_lens.study.calibrate import CalibrateSettings
-from kl_lens.study.costs import JobEstimate
-from kl_lens.study.estimating import Estimator
-from kl_lens.study.evaluate import TORCH, EvaluateSettings, check_tasks
-from kl_lens.study.events import Events, going_on
+from kl_lens.study.calibrate import CalibrateSettings, LearningText
+from kl_lens.study.estimating import estimate
+from kl_lens.study.evaluate import TORCH, EvaluateSettings
+from kl_lens.study.events import JobEstimate, going_on
 from kl_lens.study.export import ExportSettings
 from kl_lens.study.inspect import InspectSettings
 from kl_lens.study.meanwhile import quantizing_for
-from kl_lens.study.measure import Calibration, MeasureSettings, calibration_text
-from kl_lens.study.menus import menu_for
-from kl_lens.study.paper import PaperSettings
-from kl_lens.study.plan_settings import ALL, TUNING_WINDOWS, USUAL, PlanSettings, check_held_out
+from kl_lens.study.measure import MeasureSettings, menu_for
+from kl_lens.study.paper import RANK, PaperSettings
+from kl_lens.study.plan import ALL, TUNING_WINDOWS, USUAL, PlanSettings
 from kl_lens.study.report import ReportSettings
+from kl_lens.study.session import QUANTIZED, Session
 from kl_lens.study.settings import (
     COUNT,
     DISK,
@@ -53,20 +52,27 @@ from kl_lens.study.settings import (
     SHARE,
     SIZE,
     THREADS,
-    FromDisk,
+    Calibration,
     HeldOut,
-    OfModel,
-    WithLlamaCpp,
+    Opening,
+    Processes,
+    Runtime,
+    Settings,
+    Tasks,
     as_yaml,
+    calibration_text,
     chosen_targets,
     command_of,
+    group,
     grouped,
     new_run_folder,
+    of_model,
+    of_run,
     option,
+    place_of_weights,
 )
-from kl_lens.study.spreading import SeveralProcesses
 from kl_lens.study.stages import Stages
-from kl_lens.study.workbench import WEIGHTS, Workbench
+from kl_lens.study.staging import Limits
 from kl_lens.targets import (
     describe_target,
     earlier_artifact,
@@ -91,13 +97,20 @@ _proof = grouped("checking the result")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunSettings(WithLlamaCpp, SeveralProcesses, HeldOut, Calibration, OfModel, FromDisk):
+class RunSettings(Settings):
     verb: ClassVar[str] = "run"
 
-    run: str | None = option(None, "the run folder (default: runs/<model>)", metavar="DIR")
-    windows: int | None = calibration_text(  # type: ignore[assignment]
-        None, "number of windows (default: 4 to 64, as many as cost no more than quantizing)", kind=COUNT
+    model: str = of_model()
+    opening: Opening = group(Opening)
+    weights: str = place_of_weights()
+    calibration: Calibration = group(
+        Calibration,
+        windows=calibration_text(
+            None, "number of windows (default: 4 to 64, as many as cost no more than quantizing)", kind=COUNT
+        ),
     )
+    processes: Processes = group(Processes)
+    run: str | None = of_run("runs/<model>")
     formats: tuple[str, ...] | None = option(
         None,
         "formats to choose from, for every target that supports them (default: each target's menu)",
@@ -146,16 +159,10 @@ class RunSettings(WithLlamaCpp, SeveralProcesses, HeldOut, Calibration, OfModel,
         bare=TUNING_WINDOWS,
         metavar="WINDOWS",
     )
-    held_out: str = _proof("wikitext2:valid", "text that plans are measured on", metavar="TEXT")
-    held_out_windows: int = _proof(8, "number of windows", kind=COUNT)
-    tasks: tuple[str, ...] | None = _proof(
-        None, "also evaluate these lm-eval tasks (needs kl-lens[eval])", kind=NAMES
-    )
-    task_data: Path | None = _proof(None, "local task files, instead of the hub", metavar="DIR")
-    task_limit: int | None = _proof(None, "only the first N examples of each task", kind=COUNT)
+    held_out: HeldOut = group(HeldOut, held_out_windows=_proof(8, "number of windows", kind=COUNT))
+    tasks: Tasks = group(Tasks)
     repeats: int = _proof(3, "repeats of each timing", kind=COUNT)
     threads: int | None = _proof(None, "threads of the runtimes (default: all)", kind=THREADS)
-    prompt: str | None = _proof(None, "prompt for text samples (default: two built-in ones)")
     without: tuple[str, ...] = _proof(
         (), "stages to skip, of rank, evaluate, benchmark, report", kind=NAMES, metavar="STAGES"
     )
@@ -213,8 +220,8 @@ class RunSettings(WithLlamaCpp, SeveralProcesses, HeldOut, Calibration, OfModel,
             raise KLLensError(f"--without {unknown[0]!r}: only {', '.join(OPTIONAL_STAGES)} can be skipped")
         for target in self.wanted:
             self.menu_of(target)
-        check_held_out(self.held_out_windows, searches=self.max_bytes is None and self.budget is None)
-        check_tasks(self.tasks, task_data=self.task_data, task_limit=self.task_limit)
+        self.held_out.check(searches=self.max_bytes is None and self.budget is None)
+        self.tasks.check()
         if self.weights == DISK and (why := self.needs_memory()):
             raise KLLensError(
                 f"--weights disk does not work with {why}, which needs the whole model in memory"
@@ -232,7 +239,6 @@ class RunResult:
     folder: Path
     plans: dict[str, list[str]]  # target (torch: none) → plans that were compared, the recommendation last
     exported: dict[str, Path]  # target → folder of the recommendation there
-    stage_seconds: dict[str, float]
     failed: list[str]  # commands that failed
     seconds: float
     generates: bool = True  # the model writes text
@@ -242,25 +248,25 @@ class RunResult:
         return 1 if self.failed else 0
 
 
-def run(settings: RunSettings, bench: Workbench, events: Events) -> RunResult | JobEstimate:
-    begin = time.perf_counter()
+def run(settings: RunSettings, session: Session) -> RunResult | JobEstimate:
+    begin, events = time.perf_counter(), session.events
     # Opened in memory, it stays there for all stages.
-    model = bench.model(replace(settings, weights=MEMORY) if settings.needs_memory() else settings)
+    weights = MEMORY if settings.needs_memory() else settings.weights
+    model = session.model(settings.model, settings.opening, weights=weights)
     settings = replace(settings, evaluation_windows=_judged(settings, model))
     if settings.estimate:
-        return _estimate(settings, model, settings.windows or _windows(settings, model, None))
+        return _estimate(settings, model, settings.calibration.windows or _windows(settings, model, None))
     folder = new_run_folder(settings.run, model.name)
     with Run.create(folder) as journal:
         journal.identify(model_identity(model))
         new = journal.text_identity(CALIBRATION) is None
-        windows = settings.windows or _windows(settings, model, journal)
-        settings = replace(settings, windows=windows)
+        windows = settings.calibration.windows or _windows(settings, model, journal)
+        settings = replace(settings, calibration=replace(settings.calibration, windows=windows))
         journal.note_command(["kl-lens", *command_of(settings)])  # and holds the lock until the end
         events.keep_in(folder)
         # What repeats this run elsewhere: `kl-lens run --config RUN/run.yaml`.
-        pinned = replace(settings, model=model.source or settings.model, revision=None)
-        write_text(folder / "run.yaml", as_yaml(pinned))
-        stages = Stages(folder, bench, events, again=settings.again)
+        write_text(folder / "run.yaml", as_yaml(replace(settings, model=model.source or settings.model)))
+        stages = Stages(folder, session, again=settings.again)
         if new:
             with suppress(KLLensError):  # it cannot be estimated
                 expected = _estimate(settings, model, windows)
@@ -271,17 +277,16 @@ def run(settings: RunSettings, bench: Workbench, events: Events) -> RunResult | 
                         f"{human_bytes(free)} are free"
                     )
         with going_on(folder):
-            plans, exported = _RunStages(settings, model, stages, bench, events).run()
+            plans, exported = _RunStages(settings, model, stages, session).run()
     seconds = time.perf_counter() - begin
-    how_it_went = (plans, exported, stages.seconds, stages.failures, seconds)
-    return RunResult(settings, folder, *how_it_went, model.task.generates)
+    return RunResult(settings, folder, plans, exported, stages.failures, seconds, model.task.generates)
 
 
 def _windows(settings: RunSettings, model: LoadedModel, journal: Run | None) -> int:
     """The default number: that of the run if it was begun, or what is cheap for all menus."""
     if journal is not None and (known := journal.text_identity(CALIBRATION)):
         return int(known["windows"])
-    length = settings.window_length or model.task.window_length
+    length = settings.calibration.window_length or model.task.window_length
     menus = [settings.menu_of(target, model.anatomy) for target in settings.wanted]
     recipes = [Recipe.parse(recipe) for recipe in dict.fromkeys(r for menu in menus for r in menu)]
     return windows_by_cost(model, find_candidates(model.anatomy, recipes)[0], length)
@@ -299,35 +304,33 @@ def _estimate(settings: RunSettings, model: LoadedModel, windows: int) -> JobEst
     if not usable:
         raise KLLensError("--estimate needs a target that supports the model")
     menus = {t: map(Recipe.parse, settings.menu_of(t, model.anatomy)) for t in usable}
-    estimator = Estimator(
+    return estimate(
         model,
         {target: find_candidates(model.anatomy, [*menu])[0] for target, menu in menus.items()},
         windows=windows,
-        length=settings.window_length or model.task.window_length,
-        held_out=settings.held_out_windows,
+        length=settings.calibration.window_length or model.task.window_length,
+        held_out=settings.held_out.held_out_windows,
         staged=not settings.exhaustive,
+        judged=_judged(settings, model),
+        repeats=settings.repeats,
+        without=settings.without,
     )
-    return estimator.run(judged=_judged(settings, model), repeats=settings.repeats, without=settings.without)
 
 
 class _RunStages:
-    def __init__(
-        self, settings: RunSettings, model: LoadedModel, stages: Stages, bench: Workbench, events: Events
-    ) -> None:
+    def __init__(self, settings: RunSettings, model: LoadedModel, stages: Stages, session: Session) -> None:
         self.settings, self.model, self.stages = settings, model, stages
-        self.bench, self.events = bench, events
-        self.folder = stages.folder
-        # For every stage that opens the run's model.
-        self.of_run: dict[str, Any] = {"run": str(self.folder), **settings.how}
-        self.from_disk = self.of_run | {"weights": settings.weights}  # where a command can choose
-        self.opens_files = self.of_run | {"llama_cpp": settings.llama_cpp}
-        self.held_out = {name: getattr(settings, name) for name in ("held_out", "held_out_windows")}
+        self.session, self.events, self.folder = session, session.events, stages.folder
+        self.place = str(self.folder)
+        self.planning = partial(
+            PlanSettings, run=self.place, opening=settings.opening, weights=settings.weights
+        )
 
     def run(self) -> tuple[dict[str, list[str]], dict[str, Path]]:
         settings = self.settings
-        self.stages.do(InspectSettings(model=settings.model, **settings.how))
+        self.stages.do(InspectSettings(model=settings.model, opening=settings.opening))
         self.stages.do(
-            PlanSettings(uniform=(FP16,), **self.from_disk),
+            self.planning(uniform=(FP16,)),
             key="plan fp16",
             outputs=[f"plans/{UNIFORM_FP16}.json"],
         )
@@ -348,7 +351,7 @@ class _RunStages:
             with self._meanwhile(target):
                 self._measure(target)
             self._plan(target)
-        self.bench.drop_meters()
+        self.session.drop_meters()
         plans = {target or TORCH: self._compared(target) for target in aims}
         exported = {
             t: self.folder / "artifacts" / t / plans[t][-1]
@@ -357,9 +360,7 @@ class _RunStages:
         }
         every = list(dict.fromkeys(name for names in plans.values() for name in names))
         if "evaluate" not in settings.without:
-            shared = ("again", "tasks", "task_data", "task_limit")
-            more = {name: getattr(settings, name) for name in shared}
-            self._evaluate(every, tuple(exported) or (TORCH,), **more)
+            self._evaluate(every, tuple(exported) or (TORCH,), settings.tasks, again=settings.again)
         if self.model.task.generates:
             if "evaluate" not in settings.without:
                 self._write_samples(exported)
@@ -368,7 +369,7 @@ class _RunStages:
         else:
             self.events.note("no text samples and no timing: this model classifies images")
         if "report" not in settings.without:
-            self.stages.do(ReportSettings(run=str(self.folder)))
+            self.stages.do(ReportSettings(run=self.place))
         return plans, exported
 
     def _menu(self, target: str | None) -> Sequence[str]:
@@ -382,31 +383,40 @@ class _RunStages:
                 recipes |= set(stock.assignment.values())
         if not any(Recipe.parse(recipe).quantizer.learns for recipe in recipes):
             return
-        stored = StoredStatistics.held_by(self.folder)
+        stored, text = StoredStatistics.held_by(self.folder), self.settings.calibration
         self.stages.do(
             CalibrateSettings(
-                text=self.settings.text,
-                window_length=self.settings.window_length,
-                seed=self.settings.seed
-                + 1,  # not the sweep's: no method is measured on the text it learned from
-                **self.from_disk,
+                run=self.place,
+                learning=LearningText(
+                    text=text.text,
+                    window_length=text.window_length,
+                    seed=text.seed + 1,  # not the sweep's: no method is measured on the text it learned from
+                ),
+                opening=self.settings.opening,
+                weights=self.settings.weights,
             ),
             key="calibrate",
             lost=stored is None or not stored.covers(self.model),
         )
 
     def _measure(self, target: str | None, formats: Sequence[str] | None = None) -> None:
-        shared = ("model", "text", "windows", "window_length", "seed", "exhaustive")
-        limit = self._limit(target) if formats is None and not self.settings.exhaustive else {}
+        settings = self.settings
+        limit = self._limit(target) if formats is None and not settings.exhaustive else Limits()
         self.stages.do(
             MeasureSettings(
-                formats=tuple(formats or self._menu(target)),
+                model=settings.model,
+                opening=settings.opening,
+                weights=settings.weights,
+                run=self.place,
                 target=target,
-                **limit,
-                **self.held_out,
-                **{name: getattr(self.settings, name) for name in shared},
-                **self.settings.worker_settings,
-                **self.from_disk,
+                formats=tuple(formats or self._menu(target)),
+                calibration=settings.calibration,
+                max_bytes=limit.max_bytes,
+                max_loss=limit.max_loss,
+                max_drop=limit.max_drop,
+                exhaustive=settings.exhaustive,
+                held_out=settings.held_out,
+                processes=settings.processes,
             )
         )
 
@@ -417,7 +427,7 @@ class _RunStages:
             return nullcontext()
         stock = get_target(target).stock_recipes(self.model)
         usual = [one for one in stock if one.usual or self.settings.rivals == ALL]
-        return quantizing_for(usual, self.model, self.folder / WEIGHTS)
+        return quantizing_for(usual, self.model, self.folder / QUANTIZED)
 
     def _paper(self) -> None:
         """Reproduces the paper: measures weights alone, ranks metrics, makes its points."""
@@ -426,17 +436,19 @@ class _RunStages:
         if "rank" not in settings.without:
             self.stages.do(
                 PaperSettings(
-                    what="rank",
+                    what=RANK,
+                    run=self.place,
+                    opening=settings.opening,
+                    weights=settings.weights,
                     evaluation_text=settings.evaluation_text,
                     evaluation_windows=_judged(settings, self.model),
-                    **settings.worker_settings,
-                    **self.from_disk,
+                    processes=settings.processes,
                 ),
                 key="rank",
                 inputs=inputs,
             )
         self.stages.do(
-            PlanSettings(paper=True, verify=True, **self.held_out, **self.from_disk),
+            self.planning(paper="cpu", verify=True, held_out=settings.held_out),
             key="plan paper",
             inputs=inputs,
             outputs=["plans/uniform_int?.json", "plans/*_point[0-9][0-9].json"],
@@ -444,17 +456,24 @@ class _RunStages:
 
     def _plan(self, target: str | None) -> None:
         """Plans for a target and compares with stock recipes."""
-        rivals = None if target is None or self.settings.rivals == NONE else self.settings.rivals
-        name = self.settings.recommended(target)
+        settings, limit = self.settings, self._limit(target)
+        name = settings.recommended(target)
         self.stages.do(
-            PlanSettings(
-                name=name, target=target, rivals=rivals, verify=True, tune=self.settings.tune,
-                **self._limit(target), **self.held_out, **self.from_disk,
+            self.planning(
+                name=name,
+                target=target,
+                rivals=None if target is None or settings.rivals == NONE else settings.rivals,
+                verify=True,
+                tune=settings.tune,
+                max_bytes=limit.max_bytes,
+                max_loss=limit.max_loss,
+                max_drop=limit.max_drop,
+                held_out=settings.held_out,
             ),
             key=f"plan {name}",
             inputs=self.stages.measurements(target),
             outputs=[f"plans/{name}.json"],
-        )  # fmt: skip
+        )
         with Run.open(self.folder) as journal:
             journal.store(RECOMMENDED, recommended_name(target), name)
         self._hand_over(target)
@@ -471,21 +490,21 @@ class _RunStages:
         )
         place = self.folder / RECIPES / f"{plan.name}.{tool}"
         with suppress(PlanError):
-            model = self.bench.in_run(self.model, self.folder)  # recipes learn from the run's statistics
+            model = self.session.in_run(self.model, self.folder)  # recipes learn from the run's statistics
             write_recipe(tool, model, plan, place, StoredStatistics.held_by(self.folder))
 
-    def _limit(self, target: str | None) -> dict[str, Any]:
+    def _limit(self, target: str | None) -> Limits:
         settings = self.settings
         if settings.max_drop is not None:
-            return {"max_drop": settings.max_drop}
+            return Limits(max_drop=settings.max_drop)
         if settings.max_bytes is not None:
-            return {"max_bytes": settings.max_bytes}
+            return Limits(max_bytes=settings.max_bytes)
         if settings.budget is None:
-            return {"max_loss": settings.max_loss}
+            return Limits(max_loss=settings.max_loss)
         whole = sum(2 * c.parameters for c in self.model.anatomy.components)
         if target is not None:
             whole = read_artifact(self.folder / "artifacts" / target / UNIFORM_FP16).realised_bytes
-        return {"max_bytes": int(settings.budget * whole)}
+        return Limits(max_bytes=int(settings.budget * whole))
 
     def _compared(self, target: str | None) -> list[str]:
         """The plans to export and compare for a target, the recommendation last."""
@@ -500,17 +519,13 @@ class _RunStages:
         own = [p for p in own if p.name in ours or not p.name.startswith(of_runs)]
         own.sort(key=lambda p: -(p.file_bytes or 0))
         names = [UNIFORM_FP16, *(p.name for p in own if target is not None)]
-        if self.settings.paper and self._holds_paper(target):
+        grids = [get_format(name) for name in PAPER_FORMATS]
+        held = target is None or not any(get_target(target).holds(grid, _ANY_SHAPE) for grid in grids)
+        if self.settings.paper and held:
             points = [p for p in plans.values() if p.target in (None, target)]
             best = best_paper_point(points, plans[name])
             names += [*(f"uniform_{fmt}" for fmt in reversed(PAPER_FORMATS)), *([best.name] if best else [])]
         return [*(n for n in dict.fromkeys(names) if n in plans and n != name), name]
-
-    def _holds_paper(self, target: str | None) -> bool:
-        """Whether the target supports the paper's formats."""
-        square = (256, 256)
-        grids = [get_format(name) for name in PAPER_FORMATS]
-        return target is None or not any(get_target(target).holds(grid, square) for grid in grids)
 
     def _export(self, target: str, plans: Sequence[str], key: str = "") -> bool:
         """Whether the plans were exported. An architecture that the runtime does not support is not a failure."""
@@ -519,7 +534,11 @@ class _RunStages:
             self.stages.do(
                 # `fallback`: formats the runtime cannot hold are replaced; the export's table says which and why.
                 ExportSettings(
-                    target=target, plan=",".join(plans), options={"fallback": True}, **self.opens_files
+                    run=self.place,
+                    target=target,
+                    plan=",".join(plans),
+                    options={"fallback": True},
+                    opening=self.settings.opening,
                 ),
                 key=f"export {target} {key}".strip(),
                 inputs=self.stages.files(*(f"plans/{name}.json" for name in plans)),
@@ -536,52 +555,57 @@ class _RunStages:
             return False
         return True
 
-    def _evaluate(self, plans: Sequence[str], targets: tuple[str, ...], **more: Any) -> None:
+    def _evaluate(
+        self,
+        plans: Sequence[str],
+        targets: tuple[str, ...],
+        tasks: Tasks | None = None,
+        *,
+        again: bool = False,
+    ) -> None:
         settings = self.settings
         self.stages.do(
             EvaluateSettings(
+                run=self.place,
+                opening=settings.opening,  # its --device is the runtime's; PyTorch uses the run's device
                 plan=",".join(plans),
                 targets=targets,
                 perplexity=settings.evaluation_text,
                 divergence="",
-                window=settings.window_length or self.model.task.window_length,
+                window=settings.calibration.window_length or self.model.task.window_length,
                 limit=settings.evaluation_windows,
-                threads=settings.threads,
-                **more,
-                **self.opens_files,  # its --device is the runtime's; PyTorch uses the run's device
+                runtime=Runtime(threads=settings.threads),
+                tasks=tasks or Tasks(),
+                again=again,
             ),
             optional=True,
         )
 
     def _write_samples(self, exported: dict[str, Path]) -> None:
         """Text by the original and by the recommended files, for the report."""
-        prompts = (self.settings.prompt,) if self.settings.prompt else PROMPTS
         if self.model.residency is not None and not self.model.residency.kept:
             self.events.note("no text samples: every token would read the whole model from disk")
             return
         self.events.heading("text samples")
-        begin = time.perf_counter()
         try:
             with Run.open(self.folder) as journal:
                 files = [JudgedArtifact(place, plan=place.name) for place in exported.values()]
-                store_continuations(journal, self.model, files, prompts)
+                store_continuations(journal, self.model, files, PROMPTS)
         except (KLLensError, RuntimeError, OSError) as error:
             self.events.fail(f"no text samples: {error}")
             self.stages.failures.append("generate")
-        self.stages.seconds["samples"] = time.perf_counter() - begin
 
     def _benchmark(self, plans: Sequence[str], targets: tuple[str, ...]) -> None:
         artifacts = [f"artifacts/{target}/{plan}/artifact.json" for target in targets for plan in plans]
         self.stages.do(
             BenchmarkSettings(
-                run=str(self.folder),
-                llama_cpp=self.settings.llama_cpp,
+                run=self.place,
                 plan=",".join(plans),
                 targets=targets,
                 repeats=self.settings.repeats,
                 prompt_lengths=(32, 128),
                 new_tokens=32,
-                threads=self.settings.threads,
+                runtime=Runtime(threads=self.settings.threads),
             ),
             key=f"benchmark {plans[-1]}",
             # Another version may have another speed.

@@ -1,6 +1,7 @@
 """The settings of a command: a frozen dataclass. Each field also describes its command-line flag.
 
 The command line, a YAML file and Python fill the same dataclasses; `command_of` turns them back into a command line.
+Settings that several commands pass on together are a group: a dataclass of its own, held by one field.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ import re
 import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from kl_lens.base import units
-from kl_lens.base.errors import KLLensError
-from kl_lens.targets import ALL_LAYERS, LOAD_MODES, TARGETS
+from kl_lens.base.errors import KLLensError, PlanError
+from kl_lens.targets import ALL_LAYERS, LOAD_MODES, TARGETS, SessionSettings
 
 VERB_MODEL = (
     "folder, hub id (org/name or org/name@revision), or reference:mamba, reference:mamba2, reference:hybrid, "
@@ -36,15 +37,18 @@ class Kind:
     type: type = str  # of the value, or of each of several
     least: int = 0  # of numbers
     most: int = 0
+    pattern: str = ""  # of text
+    expected: str = "UTF-8 text without null characters"
 
     def refusal(self, value: Any) -> str | None:
         """What was expected instead of this value; None if the value is fine."""
         if self.type in (str, Path):
             if not isinstance(value, str | Path):
                 return "text"
-            return None if _is_plain(str(value)) else "UTF-8 text without null characters"
-        fits = isinstance(value, int if self.type is int else int | float) and not isinstance(value, bool)
-        if fits and self.least <= value <= self.most:  # not true of nan
+            fits = _is_plain(str(value)) and (not self.pattern or re.fullmatch(self.pattern, str(value)))
+            return None if fits else self.expected
+        is_number = isinstance(value, int if self.type is int else int | float)
+        if is_number and not isinstance(value, bool) and self.least <= value <= self.most:  # not true of nan
             return None
         return f"{'a whole number' if self.type is int else 'a number'} from {self.least:,} to {self.most:,}"
 
@@ -72,9 +76,7 @@ def _spell_layers(count: int) -> str:
 
 
 AUTO = "auto"
-LOADS = (AUTO, *LOAD_MODES)
-LOAD_HELP = "llama.cpp: how weights are loaded (plain: not repacked for kernels)"
-# Where weights are; repeats `checkpoints.residency`, which would load torch.
+# Where weights are; repeats `model.residency`, which would load torch.
 _, MEMORY, DISK = PLACES = (AUTO, "memory", "disk")
 MOST_THREADS = 512  # with more, llama.cpp ends the process
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -87,6 +89,11 @@ LAYERS = Kind(_layers, _spell_layers, "N", int, 0, ALL_LAYERS)
 SIZE = Kind(units.parse_bytes, units.spell_bytes, "SIZE", int, 0, 10**18)
 SHARE = Kind(units.parse_share, units.spell_share, "SHARE", float, 0, 1)
 NAMES = Kind(units.parse_names, ",".join, "LIST")
+DEVICE = Kind(
+    str,
+    pattern=r"auto|cpu|mps|xpu(:\d{1,3})?|cuda(:\d{1,3})?",
+    expected="cpu, cuda, cuda:1, …, or auto (a GPU if there is one)",
+)
 _PLAIN = {
     str: Kind(str),
     int: number(2**62),
@@ -99,7 +106,7 @@ _PLAIN = {
 class Option:
     """A settings field as a command-line option."""
 
-    name: str  # of the field
+    name: str  # as a keyword in Python
     flag: str  # --window-length; empty for positional arguments
     kind: Kind
     default: Any
@@ -114,7 +121,8 @@ class Option:
     repeated: bool = False
     several: bool = False  # its value is a tuple
     excludes: str = ""  # options with the same word here exclude each other
-    within: str = ""  # the mapping field that holds it
+    attribute: str = ""  # the field
+    within: str = ""  # the field that holds the group or mapping which it is in
 
     @property
     def title(self) -> str:
@@ -218,6 +226,12 @@ def grouped(title: str) -> Callable[..., Any]:
     return partial(option, group=title)
 
 
+def group(kind: type[Any], **changed: Any) -> Any:
+    """A field with a group of settings. `changed`: its options that are different in this command."""
+    usual = kind(**{name: one.default for name, one in changed.items()})
+    return field(default=usual, metadata={"holds": kind, "changed": changed})
+
+
 def options_of(settings: type[Settings]) -> tuple[Option, ...]:
     """The options of a verb, in the order of its fields."""
     return _options_of(settings)  # type: ignore[arg-type]  # mypy does not know that classes are hashable
@@ -228,31 +242,41 @@ def _options_of(settings: type[Settings]) -> tuple[Option, ...]:
     hints = typing.get_type_hints(settings)
     options: list[Option] = []
     for f in fields(settings):
-        metadata = dict(f.metadata)
-        if "spread" in metadata:
-            options += metadata["spread"](f.name)
-            continue
-        kind = metadata.pop("kind", None) or _PLAIN.get(_bare_type(hints[f.name]), _PLAIN[str])
-        flag = metadata.pop("flag", f"--{f.name.replace('_', '-')}")
-        required = f.default is MISSING
-        default = None if required else f.default
-        switch = hints[f.name] is bool
-        several = any(
-            typing.get_origin(part) is tuple for part in (hints[f.name], *typing.get_args(hints[f.name]))
-        )
-        metadata = {"metavar": kind.metavar, "several": several} | metadata
-        options.append(Option(f.name, flag, kind, default, required=required, is_switch=switch, **metadata))
+        if "spread" in f.metadata:
+            options += f.metadata["spread"](f.name)
+        elif "holds" in f.metadata:
+            kind, changed = f.metadata["holds"], f.metadata["changed"]
+            inner = typing.get_type_hints(kind)
+            options += [
+                _option(changed.get(g.name, g), g.name, inner[g.name], within=f.name) for g in fields(kind)
+            ]
+        else:
+            options.append(_option(f, f.name, hints[f.name]))
     return tuple(options)
+
+
+def _option(f: Field[Any], name: str, hint: Any, within: str = "") -> Option:
+    metadata = dict(f.metadata)
+    kind = metadata.pop("kind", None) or _PLAIN.get(_bare_type(hint), _PLAIN[str])
+    flag = metadata.pop("flag", f"--{name.replace('_', '-')}")
+    several = any(typing.get_origin(part) is tuple for part in (hint, *typing.get_args(hint)))
+    described: dict[str, Any] = {"name": name, "metavar": kind.metavar, "several": several} | metadata
+    required = f.default is MISSING
+    default = None if required else f.default
+    return Option(
+        flag=flag, kind=kind, default=default, required=required, is_switch=hint is bool, attribute=name,
+        within=within, **described,
+    )  # fmt: skip
 
 
 def values_of(settings: Settings) -> Iterator[tuple[Option, Any]]:
     """Every option with its value."""
     for each in options_of(type(settings)):
-        held = getattr(settings, each.within or each.name)
-        yield each, held.get(each.name) if each.within else held
+        held = getattr(settings, each.within) if each.within else settings
+        yield each, held.get(each.name) if isinstance(held, Mapping) else getattr(held, each.attribute)
 
 
-def from_python(settings: type[T], values: Mapping[str, Any]) -> T:
+def from_python(settings: type[S], values: Mapping[str, Any]) -> S:
     """Settings from Python keywords: values, or strings as on the command line ("4.5MB", "int4,int8")."""
     known = {each.name: each for each in options_of(settings)}
     if unknown := [name for name in values if name not in known]:
@@ -260,16 +284,7 @@ def from_python(settings: type[T], values: Mapping[str, Any]) -> T:
     given = {name: known[name].from_python(value) for name, value in values.items() if value is not None}
     if missing := [each.name for each in known.values() if each.required and each.name not in given]:
         raise KLLensError(f"{settings.verb} needs {missing[0]}: {known[missing[0]].help}")
-    return with_values(settings, given)
-
-
-def with_values(settings: type[T], values: Mapping[str, Any]) -> T:
-    """Settings from values by option name."""
-    given: dict[str, Any] = {}
-    for each in options_of(settings):
-        if each.name in values:
-            (given.setdefault(each.within, {}) if each.within else given)[each.name] = values[each.name]
-    return settings(**given)
+    return settings.of(**given)
 
 
 def _bare_type(hint: Any) -> Any:
@@ -288,13 +303,30 @@ def _short(value: Any, most: int = 60) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
-T = TypeVar("T", bound="Settings")
+S = TypeVar("S", bound="Settings")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     verb: ClassVar[str]
-    opens_models: ClassVar[bool] = True  # the command's function takes a workbench
+
+    @classmethod
+    def of(cls, **values: Any) -> Self:
+        """Settings from values by option name, those in groups too."""
+        usual = {f.name: {} if f.default is MISSING else f.default for f in fields(cls)}
+        given: dict[str, Any] = {}
+        for each in options_of(cls):
+            if each.name not in values:
+                continue
+            if not each.within:
+                given[each.attribute] = values[each.name]
+                continue
+            held = given.get(each.within, usual[each.within])
+            value = {each.attribute: values[each.name]}
+            given[each.within] = (
+                replace(held, **value) if hasattr(held, "__dataclass_fields__") else held | value
+            )
+        return cls(**given)
 
     def check(self) -> None:
         """Raises KLLensError if these settings cannot work. `perform` calls it before anything is opened.
@@ -333,95 +365,164 @@ def as_yaml(settings: Settings) -> str:
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
+# -- groups ---------------------------------------------------------------------------------------------------
+
 loading = grouped("loading the model")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loading(Settings):
-    """Which model, and how it is opened."""
+class Opening:
+    """How a model is opened."""
 
-    model: str | None = option(None, "the run's model, if it has moved", metavar="MODEL")
-    revision: str | None = loading(None, "branch, tag or commit on the hub")
     tokenizer: str | None = loading(
         None, "use another tokenizer: a folder, tokenizer.json or hub id", metavar="PLACE"
     )
     dtype: str = loading("float32", "data type for computing", choices=DTYPES)
-    device: str = loading(AUTO, "where to compute: cpu, cuda, cuda:1, …; auto: the GPU if there is one")
-    trust_remote_code: bool = loading(False, "run the Python code that comes with the checkpoint")
-    task: str | None = loading(
-        None, "what the model processes (default: from its config.json)", choices=("text", "image")
+    device: str = loading(
+        AUTO, "where to compute: cpu, cuda, cuda:1, …; auto: the GPU if there is one", kind=DEVICE
     )
+    trust_remote_code: bool = loading(False, "run the Python code that comes with the checkpoint")
     images: str | None = loading(
         None,
         "images for a classifier: a folder of CLASS/*.png, with or without train/, val/ and test/",
         metavar="FOLDER",
     )
 
-    def check(self) -> None:
-        super().check()
-        # Only the spelling; whether the device exists is checked when the model is opened.
-        if not re.fullmatch(r"auto|cpu|mps|xpu(:\d{1,3})?|cuda(:\d{1,3})?", str(self.device)):
-            flag = next(each.flag for each in options_of(type(self)) if each.name == "device")
-            raise KLLensError(
-                f"{flag} {_short(self.device)}: expected cpu, cuda, cuda:1, …, or auto (a GPU if there is one)"
-            )
 
-    @property
-    def how(self) -> dict[str, Any]:
-        """The loading settings, to pass on to another command."""
-        return {name: getattr(self, name) for name in LOADING_NAMES}
-
-
-LOADING_NAMES = ("revision", "tokenizer", "dtype", "device", "trust_remote_code", "task", "images")
+OPENING_NAMES = tuple(f.name for f in fields(Opening))
+calibration_text = grouped("calibration text")
 
 
 @dataclass(frozen=True, kw_only=True)
-class FromDisk(Loading):
-    """For commands that can work on a model larger than memory."""
+class Calibration:
+    """The text that the sweep measures on."""
 
-    weights: str = loading(
-        "auto",
-        "where weights are kept; disk: read one block at a time, with the same results; auto: disk if the model does "
-        "not fit into free memory, or into --memory-budget",
-        choices=PLACES,
+    text: str = calibration_text(
+        "wikitext2:train", "name:split, or a .txt, .jsonl, .jsonl.zst or .parquet file or folder"
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class WithLlamaCpp(Settings):
-    """For commands that may run llama.cpp."""
-
-    llama_cpp: Path | None = option(
-        None,
-        "the llama.cpp to use: a libllama file, or a folder with one (default: $LLAMA_CPP_LIB, or what is installed)",
-        metavar="PATH",
+    windows: int | None = calibration_text(64, "number of windows", kind=COUNT)
+    window_length: int | None = calibration_text(
+        None, "tokens per window (default: 512; 16 images)", kind=TOKENS
     )
+    seed: int = calibration_text(42, "chooses the windows", kind=SEED)
 
 
 @dataclass(frozen=True, kw_only=True)
-class OfRun(Settings):
-    """For commands on an existing run."""
-
-    run: str | None = option(None, f"the run folder (default: {DEFAULT_RUN})", metavar="DIR")
-
-    @property
-    def run_folder(self) -> Path:
-        return Path(self.run or DEFAULT_RUN)
-
-
-@dataclass(frozen=True, kw_only=True)
-class OfModel(Loading):
-    """For commands on a model (default: the embedded one)."""
-
-    model: str = option(DEFAULT_MODEL, VERB_MODEL, positional=True, metavar="MODEL", nargs="?")
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeldOut(Settings):
+class HeldOut:
     """Text that plans are measured on; it must not overlap the calibration text."""
 
     held_out: str = option("wikitext2:valid", "text that plans are measured on", metavar="TEXT")
     held_out_windows: int = option(32, "number of windows", kind=COUNT)
+
+    def check(self, *, searches: bool) -> None:
+        """`searches`: plans are measured until mean + standard error of the loss fits."""
+        if searches and self.held_out_windows < 3:
+            raise PlanError(
+                f"--held-out-windows {self.held_out_windows}: --max-loss and --max-drop need at least 3; "
+                "the first half is used for the search and needs two windows for a standard error"
+            )
+        if self.held_out_windows < 2:
+            raise PlanError("--held-out-windows must be at least 2: one half decides, the other confirms")
+
+
+several = grouped("several processes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Processes:
+    """Where a sweep runs: this process, several on this machine, or a Ray cluster."""
+
+    ray: str | None = several(
+        None,
+        "HOST:PORT of a Ray cluster, or local for this machine (needs kl-lens[ray])",
+        metavar="ADDRESS",
+    )
+    workers: int | None = several(
+        None,
+        "number of processes, on this machine or with --ray on the cluster (default: several on 8 or more cores if "
+        "that is faster; with --ray one per GPU, or per machine without GPUs); 1: only this process",
+        kind=COUNT,
+    )
+    gpus_per_worker: float | None = several(
+        None,
+        "with --ray (default: 1 if workers use GPUs; 0.5: two workers share one)",
+        kind=number(64, of=float),
+        metavar="G",
+    )
+
+
+_tasks = grouped("tasks (lm-eval)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tasks:
+    """Tasks of lm-eval."""
+
+    tasks: tuple[str, ...] | None = _tasks(
+        None, "for example arc_easy,hellaswag,lambada_openai,piqa (needs kl-lens[eval])", kind=NAMES
+    )
+    task_data: Path | None = _tasks(None, "local NAME_test.jsonl files, instead of the hub", metavar="DIR")
+    task_limit: int | None = _tasks(None, "only the first N examples of each task", kind=COUNT)
+
+    def check(self) -> None:
+        """Raises if lm-eval is missing, or if something is said about tasks and none is named."""
+        if self.tasks is None:
+            for flag, value in (("--task-data", self.task_data), ("--task-limit", self.task_limit)):
+                if value is not None:
+                    raise KLLensError(f"{flag} needs tasks; name them with --tasks")
+            return
+        if not self.tasks:
+            raise KLLensError("--tasks names no task; give for example arc_easy,piqa")
+        from kl_lens.evaluation.tasks import require_lm_eval
+
+        require_lm_eval()
+
+
+_running = grouped("running")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runtime:
+    """How a runtime opens a file."""
+
+    device: str = _running("CPU", "device: CPU, GPU or NPU (OpenVINO), CPU or GPU (MLX)", metavar="DEVICE")
+    threads: int | None = _running(None, "default: the runtime's own choice", kind=THREADS)
+    gpu_layers: int = _running(0, "llama.cpp: layers on a GPU, or all", kind=LAYERS)
+    load: str = _running(
+        AUTO,
+        "llama.cpp: how weights are loaded (plain: not repacked for kernels)",
+        choices=(AUTO, *LOAD_MODES),
+    )
+
+    def session(self, *, exact: bool = False) -> SessionSettings:
+        return SessionSettings(self.device.upper(), self.threads, self.gpu_layers, exact, self.load)
+
+
+# -- options that several commands have ---------------------------------------------------------------------
+
+
+def of_run(default: str = DEFAULT_RUN) -> Any:
+    return option(None, f"the run folder (default: {default})", metavar="DIR")
+
+
+def of_model() -> Any:
+    """For commands on a model (default: the embedded one)."""
+    return option(DEFAULT_MODEL, VERB_MODEL, positional=True, metavar="MODEL", nargs="?")
+
+
+def moved_model() -> Any:
+    """For commands on a run."""
+    return option(None, "the run's model, if it has moved", metavar="MODEL")
+
+
+def place_of_weights() -> Any:
+    """For commands that can work on a model larger than memory."""
+    return loading(
+        AUTO,
+        "where weights are kept; disk: read one block at a time, with the same results; auto: disk if the model does "
+        "not fit into free memory, or into --memory-budget",
+        choices=PLACES,
+    )
 
 
 def new_run_folder(run: str | None, model_name: str) -> Path:

@@ -6,8 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, replace
 
 from kl_lens.base.environment import available_memory
 from kl_lens.base.errors import KLLensError
@@ -18,75 +17,49 @@ from kl_lens.measuring.workers import Order, Workers, hired, threads_here, worke
 from kl_lens.model import LoadedModel, own_images
 from kl_lens.model.residency import BLOCKS_AT_ONCE
 from kl_lens.study.events import Events
-from kl_lens.study.settings import COUNT, FromDisk, Settings, grouped, number
+from kl_lens.study.settings import Opening, Processes
 
 SLURM = "slurm"
-several = grouped("several processes")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SeveralProcesses(Settings):
-    """Where a sweep runs: this process, several on this machine, or a Ray cluster."""
-
-    ray: str | None = several(
-        None,
-        "HOST:PORT of a Ray cluster, or local for this machine (needs kl-lens[ray])",
-        metavar="ADDRESS",
-    )
-    workers: int | None = several(
-        None,
-        "number of processes, on this machine or with --ray on the cluster (default: several on 8 or more cores if "
-        "that is faster; with --ray one per GPU, or per machine without GPUs); 1: only this process",
-        kind=COUNT,
-    )
-    gpus_per_worker: float | None = several(
-        None,
-        "with --ray (default: 1 if workers use GPUs; 0.5: two workers share one)",
-        kind=number(64, of=float),
-        metavar="G",
-    )
-
-    @property
-    def worker_settings(self) -> dict[str, Any]:
-        """These settings, to pass on to another command."""
-        return {name: getattr(self, name) for name in ("ray", "workers", "gpus_per_worker")}
 
 
 def workers_for(
-    settings: SeveralProcesses,
-    loading: FromDisk,
-    budget: int,
+    processes: Processes,
     model: LoadedModel,
+    *,
+    name: str | None,
+    opening: Opening,
+    weights: str,
+    memory_budget: int,
     operations: float,
     events: Events,
 ) -> AbstractContextManager[Workers | None]:
     """The workers for a sweep, or None to measure in this process.
 
     Args:
-        loading: says what opens the model.
-        budget: of memory.
+        name: what opens the model (default: where it came from), with `opening` and `weights`.
         operations: work left to do; with none, no process is started.
     """
-    weights = _weights(model)
-    count = settings.workers
-    if settings.ray is None:
-        count = count or _by_default(model, weights, budget, operations)
+    copy = _weights(model)
+    count = processes.workers
+    if processes.ray is None:
+        count = count or _by_default(model, copy, memory_budget, operations)
         if count == 1 or not operations:
             return nullcontext()
         if model.chain.device.type != "cpu":
             raise KLLensError(
                 f"--workers {count} on {model.chain.device}: GPU workers need Ray; add --ray local or --device cpu"
             )
-        if settings.workers is None:
+        if processes.workers is None:
             events.note(f"measuring with {count} processes; --workers 1 uses only this one")
-    place = loading.model or model.source or model.name
-    how = dict(loading.how) | {"images": _absolute(loading.images or own_images(place))}
-    if settings.ray is None:  # resolve `auto` here
-        how["device"] = model.chain.device.type
+        opening = replace(opening, device=model.chain.device.type)  # `auto` is decided here
+    place = name or model.source or model.name
+    images = _absolute(opening.images or own_images(place))
     # Each worker checks whether the weights fit into its memory.
-    how |= {"weights": loading.weights, "memory_budget": None if budget == DEFAULT_MEMORY else budget}
+    room = None if memory_budget == DEFAULT_MEMORY else memory_budget
+    task = "image" if images else None
+    how = asdict(replace(opening, images=images)) | {"task": task, "weights": weights, "memory_budget": room}
     order = Order(_absolute(place) or place, how, model.fingerprint)
-    return hired(order, count, settings.ray, settings.gpus_per_worker, weights, events.note)
+    return hired(order, count, processes.ray, processes.gpus_per_worker, copy, events.note)
 
 
 def _by_default(model: LoadedModel, weights: int, budget: int, operations: float) -> int:

@@ -5,17 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from kl_lens.base.errors import KLLensError
 from kl_lens.run.folder import SCREENED, Run
-from kl_lens.study.events import Events
+from kl_lens.study.session import Session
 from kl_lens.study.settings import Settings, command_of
 from kl_lens.study.verbs import perform
-from kl_lens.study.workbench import Workbench
 
 
 class Stages:
@@ -24,10 +21,9 @@ class Stages:
     `failures` lists failed stages that later stages do not depend on.
     """
 
-    def __init__(self, folder: Path, bench: Workbench, events: Events, *, again: bool = False) -> None:
+    def __init__(self, folder: Path, session: Session, *, again: bool = False) -> None:
         self.folder, self.again = folder, again
-        self._bench, self._events = bench, events
-        self.seconds: dict[str, float] = {}
+        self._session, self._events = session, session.events
         self.failures: list[str] = []
 
     def do(
@@ -53,19 +49,22 @@ class Stages:
         # A run folder may be moved; its stages still count as done.
         done = {"words": ["RUN" if word == str(self.folder) else word for word in words], "inputs": inputs}
         with self._events.stage(settings):
-            if key and not self.again and not lost and self._remembered(key) == self._with(done, outputs):
-                self._events.result(None)
-                return
+            if key and not self.again and not lost:
+                with Run.open(self.folder) as run:
+                    known = run.load("stage", key)
+                if known == done | {"outputs": self.files(*outputs)}:
+                    self._events.result(None)
+                    return
             if not self._performed(settings, optional):
                 self.failures.append(shlex.join(words))
             elif key:
+                # With a digest of the outputs: if they are deleted or overwritten, the stage runs again.
                 with Run.open(self.folder) as run:
-                    run.store("stage", key, self._with(done, outputs))
+                    run.store("stage", key, done | {"outputs": self.files(*outputs)})
 
     def _performed(self, settings: Settings, optional: bool) -> bool:
-        begin = time.perf_counter()
         try:
-            result = perform(settings, self._bench, self._events)
+            result = perform(settings, self._session)
             self._events.result(result)
             return getattr(result, "exit_code", 0) == 0
         except KLLensError as error:
@@ -73,17 +72,6 @@ class Stages:
                 raise
             self._events.fail(str(error))
             return False
-        finally:
-            spent = time.perf_counter() - begin
-            self.seconds[settings.verb] = self.seconds.get(settings.verb, 0.0) + spent
-
-    def _with(self, done: dict[str, Any], outputs: Sequence[str]) -> dict[str, Any]:
-        """Adds a digest of the outputs: if they were deleted or overwritten, the stage runs again."""
-        return done | {"outputs": self.files(*outputs)}
-
-    def _remembered(self, key: str) -> object:
-        with Run.open(self.folder) as run:
-            return run.load("stage", key)
 
     # -- what stages depend on -------------------------------------------------------------------------
 

@@ -10,7 +10,6 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 from kl_lens import planning
 from kl_lens.base.errors import BudgetError
@@ -21,8 +20,7 @@ from kl_lens.measuring.sweep import Sweep, SweepResult, error_work, quantizing_w
 from kl_lens.model import LoadedModel
 from kl_lens.run.folder import CALIBRATION
 from kl_lens.run.records import PREDICTED, Estimate, Measurement, Plan, SensitivityTable
-from kl_lens.study.plan_settings import KL
-from kl_lens.study.target_planner import TargetPlanner
+from kl_lens.study.planner import KL, TargetPlanner
 from kl_lens.text import Windows
 from kl_lens.weights.recipes import parsed
 
@@ -115,10 +113,12 @@ class StagedSearch:
         measured = self._values(chosen, CALIBRATION, len(self._windows))
         return _together(results, len(chosen)), chosen, self._screen.predicted(self._errors, first, measured)
 
-    def _plan(self, table: SensitivityTable, **limit: Any) -> Plan:
+    def _plan(
+        self, table: SensitivityTable, *, max_bytes: float | None = None, max_kl: float | None = None
+    ) -> Plan:
         target, fixed_bytes = self._planner.target, self._planner.fixed_bytes
         problem = planning.build_problem(table, target=target, fixed_bytes=fixed_bytes, metric=KL)
-        return planning.plan_for_budget(problem, **limit).plan
+        return planning.plan_for_budget(problem, max_bytes=max_bytes, max_kl=max_kl).plan
 
     def _room(self, table: SensitivityTable, room: float, limits: Limits) -> float:
         """The sum of KLs at which whole plans reach the limit on the held-out half that decides, with one standard

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from kl_lens.base.errors import KLLensError
 from kl_lens.study.events import Events
+from kl_lens.study.session import Session
 from kl_lens.study.settings import (
     DEFAULT_MODEL,
-    LOADING_NAMES,
+    OPENING_NAMES,
+    Opening,
     Settings,
     from_python,
     new_run_folder,
@@ -28,7 +30,6 @@ if TYPE_CHECKING:  # `generate` runs on small devices and loads no torch
     from kl_lens.study.generate import GenerateResult
     from kl_lens.study.inspect import InspectResult
     from kl_lens.study.run import RunResult
-    from kl_lens.study.workbench import Workbench
 
 
 class Study:
@@ -43,7 +44,7 @@ class Study:
         target: the runtime to measure, plan and export for, such as `gguf` or `openvino`.
         folder: the run folder (default: runs/<model>). Work that is already done there is not repeated.
         events: receives notes, warnings and progress.
-        loading: how the model is opened: `device`, `dtype`, `revision`, `tokenizer`, `trust_remote_code`, …
+        loading: how the model is opened: `device`, `dtype`, `tokenizer`, `trust_remote_code`, …
 
     Example:
         >>> study = Study("reference:mamba", target="gguf", folder="runs/mamba")
@@ -71,25 +72,17 @@ class Study:
             describe_target(target)
         self.target = target
         self._loading = loading
-        if unknown := sorted(set(loading) - set(LOADING_NAMES)):
+        given = None if isinstance(model, str | Path) else model
+        self.session = Session(self.events, given)  # what the commands share
+        if unknown := sorted(set(loading) - set(OPENING_NAMES)):
             raise KLLensError(
-                f"Study has no setting {unknown[0]!r}; it has model, target, folder, events, {', '.join(LOADING_NAMES)}"
+                f"Study has no setting {unknown[0]!r}; it has model, target, folder, events, {', '.join(OPENING_NAMES)}"
             )
-
-    @cached_property
-    def bench(self) -> Workbench:
-        """What the commands share: the opened model, windows of text, the original's outputs."""
-        from kl_lens.study.workbench import Workbench
-
-        bench = Workbench(self.events)
-        if not isinstance(self._model, str | Path):
-            bench.given = self._model
-        return bench
 
     @property
     def model(self) -> LoadedModel:
         """The opened model."""
-        return self.bench.model(self.settings("inspect"))  # type: ignore[arg-type]
+        return self.session.model(str(self._model), Opening(**self._loading))
 
     @cached_property
     def folder(self) -> Path:
@@ -122,7 +115,7 @@ class Study:
 
     def do(self, settings: Settings) -> Any:
         """Runs a command and returns its whole result; the methods below return the main part of it."""
-        return perform(settings, self.bench if settings.opens_models else None, self.events)
+        return perform(settings, self.session)
 
     # -- the verbs --------------------------------------------------------------------------------------------
 

@@ -14,9 +14,9 @@ from kl_lens.measuring.statistics.tuning import TuningRates, tuned
 from kl_lens.model import LoadedModel
 from kl_lens.run.folder import TUNING, Run
 from kl_lens.run.records import Plan
-from kl_lens.study.events import Events, going_on
-from kl_lens.study.target_planner import TargetPlanner
-from kl_lens.study.workbench import Workbench
+from kl_lens.study.events import going_on
+from kl_lens.study.planner import TargetPlanner
+from kl_lens.study.session import Session
 from kl_lens.text import Windows, refuse_overlap
 from kl_lens.weights.formats.scales import scales_of
 from kl_lens.weights.quantizers import TUNED
@@ -25,17 +25,15 @@ from kl_lens.weights.recipes import FP16, Recipe, parsed
 VERSION = 1  # raise it when the same plan and text give other weights
 
 
-def with_tuning(
-    plan: Plan, windows: int, run: Run, planner: TargetPlanner, bench: Workbench, events: Events
-) -> Plan:
+def with_tuning(plan: Plan, windows: int, run: Run, planner: TargetPlanner, session: Session) -> Plan:
     """The plan with tuned weights, or the plan itself if its KL did not fall."""
-    model, meter = planner.model, planner.halves[0]
+    model, meter, events = planner.model, planner.halves[0], session.events
     recipes = {name: recipe for name, recipe in parsed(plan.assignment).items() if recipe != FP16}
     model.weights.learnt_by(recipes.values(), plan.statistics)
-    drawn = _drawn(windows, run, model, bench)
+    drawn = _drawn(windows, run, model, session)
     for half in planner.halves:
         refuse_overlap(drawn, half.text)
-    text = _unused(drawn, run, model, bench)
+    text = _unused(drawn, run, model, session)
     rates = TuningRates()
     facts = [VERSION, model.fingerprint, model.weights.digests(recipes), text.fingerprint, asdict(rates)]
     digest = hashlib.blake2b(json.dumps(facts).encode(), digest_size=4).hexdigest()
@@ -73,21 +71,21 @@ def with_tuning(
     )  # fmt: skip
 
 
-def _drawn(windows: int, run: Run, model: LoadedModel, bench: Workbench) -> Windows:
+def _drawn(windows: int, run: Run, model: LoadedModel, session: Session) -> Windows:
     """Windows of the run's calibration text at other places than those that measured or taught methods."""
-    measured = bench.calibration(run, model.task)
+    measured = session.calibration(run, model.task)
     assert measured.seed is not None
-    return bench.drawn(
+    return session.drawn(
         measured.source, model.task, split=measured.split, length=measured.length, seed=measured.seed + 2,
         windows=min(windows, measured.stream_tokens // measured.length),
     )  # fmt: skip
 
 
-def _unused(drawn: Windows, run: Run, model: LoadedModel, bench: Workbench) -> Windows:
+def _unused(drawn: Windows, run: Run, model: LoadedModel, session: Session) -> Windows:
     """The windows that share nothing with those that measured or taught methods."""
     learnt = StoredStatistics.held_by(run.folder)
-    used = [bench.calibration(run, model.task)]
-    used += [bench.drawn_again(learnt.identity["text"], model.task)] if learnt else []
+    used = [session.calibration(run, model.task)]
+    used += [session.drawn_again(learnt.identity["text"], model.task)] if learnt else []
     taken = [start for text in used if text.label == drawn.label for start in text.starts]
     apart = [i for i, start in enumerate(drawn.starts) if all(abs(start - t) >= drawn.length for t in taken)]
     if not apart:

@@ -1,59 +1,46 @@
-"""Finds the settings class and the function of each command. A command's libraries load on first use."""
+"""The commands: where each has its settings and its function. A command's libraries load on first use."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kl_lens.study.events import Events
-from kl_lens.study.settings import Settings, WithLlamaCpp
+from kl_lens.study.session import Session
+from kl_lens.study.settings import Settings
 
-if TYPE_CHECKING:
-    from kl_lens.study.workbench import Workbench
-
-# In pipeline order. A new command needs one module here and one in `cli/` that shows its result.
-VERBS = (
-    "run",
-    "inspect",
-    "calibrate",
-    "measure",
-    "merge",
-    "plan",
-    "export",
-    "evaluate",
-    "benchmark",
-    "autopsy",
-    "generate",
-    "report",
-    "publish",
-    "paper",
-    "doctor",
-)
+# In pipeline order: verb → its settings, in the module of that name, beside the function of that name. A new command
+# needs one line here and one module in `cli/` that shows its result.
+VERBS = {
+    "run": "RunSettings",
+    "inspect": "InspectSettings",
+    "calibrate": "CalibrateSettings",
+    "measure": "MeasureSettings",
+    "merge": "MergeSettings",
+    "plan": "PlanSettings",
+    "export": "ExportSettings",
+    "evaluate": "EvaluateSettings",
+    "benchmark": "BenchmarkSettings",
+    "autopsy": "AutopsySettings",
+    "generate": "GenerateSettings",
+    "report": "ReportSettings",
+    "publish": "PublishSettings",
+    "paper": "PaperSettings",
+    "doctor": "DoctorSettings",
+}
 
 
 def settings_of(verb: str) -> type[Settings]:
-    """`plan` → PlanSettings."""
-    return getattr(_home(verb), f"{verb.capitalize()}Settings")
+    return getattr(_home(verb), VERBS[verb])
 
 
-def perform(settings: Settings, bench: Workbench | None = None, events: Events | None = None) -> Any:
+def perform(settings: Settings, session: Session | None = None) -> Any:
     """Checks the settings, runs the command and returns its result. Prints nothing.
 
     Example:
-        >>> perform(MeasureSettings(model="reference:mamba", windows=8)).measurements
+        >>> perform(MeasureSettings.of(model="reference:mamba", windows=8)).measurements
     """
     settings.check()
-    if isinstance(settings, WithLlamaCpp) and settings.llama_cpp is not None:
-        from kl_lens.targets.gguf.library import use_library
-
-        use_library(settings.llama_cpp)
-    function: Callable[..., Any] = getattr(_home(settings.verb), settings.verb)
-    if not settings.opens_models:
-        return function(settings, events or Events())
-    from kl_lens.study.workbench import Workbench
-
-    return function(settings, bench or Workbench(events), events or Events())
+    return getattr(_home(settings.verb), settings.verb)(settings, session or Session())
 
 
 def _home(verb: str) -> Any:

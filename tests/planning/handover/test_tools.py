@@ -264,4 +264,4 @@ def test_the_command_writes_the_files_and_says_how_to_use_them(
     assert "mlx-lm cannot express plan uniform_int8: backbone.embeddings: it has nothing like int8" in (
         capsys.readouterr().err.replace("\n", " ")
     )
-    assert main(["plan", *run, "--uniform", "int8", "--write-recipe", "nncf", "--dry-run"]) == 1
+    assert main(["plan", *run, "--frontier", "--write-recipe", "nncf"]) == 1

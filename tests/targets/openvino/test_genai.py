@@ -19,8 +19,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from kl_lens import targets
 from kl_lens.model import LoadedModel, load
 from kl_lens.run.records import Plan
-from kl_lens.study.events import Events
 from kl_lens.study.generate import GenerateSettings, generate
+from kl_lens.study.session import Session
 from kl_lens.targets.artifacts import read_artifact
 from kl_lens.targets.openvino import export, open_session
 from kl_lens.targets.openvino.tokenizer import first_difference
@@ -93,8 +93,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 def ours(folder: Path, prompt: str) -> str:
     """Without the special tokens, which GenAI leaves out of a text."""
-    settings = GenerateSettings(artifact=folder, prompt=prompt, max_new_tokens=NEW_TOKENS)
-    return generate(settings, Events()).text.replace(TURN, "")
+    settings = GenerateSettings.of(artifact=folder, prompt=prompt, max_new_tokens=NEW_TOKENS)
+    return generate(settings, Session()).text.replace(TURN, "")
 
 
 def readable(text: str) -> str:

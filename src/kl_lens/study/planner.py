@@ -1,11 +1,11 @@
-"""Sizes and losses of plans: what `plan` and the staged search ask of a target and a model."""
+"""Sizes and losses of plans, alone and beside stock recipes: for `plan`, the staged search and `autopsy`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from kl_lens import planning
 from kl_lens.base.errors import PlanError
@@ -16,11 +16,12 @@ from kl_lens.planning.verify import spell_estimate
 from kl_lens.run.folder import Run
 from kl_lens.run.records import Estimate, Measured, Plan, SensitivityTable
 from kl_lens.study.events import Events
-from kl_lens.study.plan_settings import PlanSettings
-from kl_lens.study.workbench import Workbench
+from kl_lens.study.session import Session
+from kl_lens.study.settings import HeldOut, Opening
 from kl_lens.targets import computed_as, get_target
-from kl_lens.weights.recipes import parsed
+from kl_lens.weights.recipes import FP16, Recipe, parsed
 
+KL = "kl_teacher_to_student"
 ROUNDS = 4  # of correcting a plan for the size of its file
 
 
@@ -30,25 +31,38 @@ class TargetPlanner:
     The model is opened only when something has to be measured or sized.
     """
 
-    def __init__(self, settings: PlanSettings, run: Run, bench: Workbench) -> None:
-        self._settings, self._run, self._bench = settings, run, bench
-        self.target = get_target(settings.target) if settings.target else None
+    def __init__(
+        self,
+        session: Session,
+        run: Run,
+        target: str | None = None,
+        held_out: HeldOut | None = None,
+        *,
+        model: str | None = None,
+        opening: Opening | None = None,
+        weights: str | None = None,
+    ) -> None:
+        """`model`, `opening`, `weights`: what opens the run's model."""
+        self._session, self._run, self._held_out = session, run, held_out or HeldOut()
+        self._opened = partial(session.model_of, run, model, opening, weights=weights)
+        self.target = get_target(target) if target else None
 
     @property
     def model(self) -> LoadedModel:
-        return self._bench.model_of(self._run, self._settings)
+        return self._opened()
 
     @property
     def halves(self) -> tuple[PlanMeter, PlanMeter]:
         """Meters on both halves of the held-out text: the first decides, the second confirms. A limit on the loss is
         kept on both."""
-        held_out = self._bench.held_out(self._settings, self._run, self.model.task)
+        model = self.model
+        held_out = self._session.held_out(self._held_out, self._run, model.task)
         middle = (len(held_out) + 1) // 2
         if middle == len(held_out):
             raise PlanError("--held-out-windows must be at least 2: one half decides, the other confirms")
         kind = None if self.target is None else computed_as(self.target)
         first, second = held_out.first(middle), held_out.after(middle)
-        return self._bench.meter(self.model, first, kind), self._bench.meter(self.model, second, kind)
+        return self._session.meter(model, first, kind), self._session.meter(model, second, kind)
 
     def lost(self, assignment: Mapping[str, str], limits: Mapping[str, float]) -> float:
         """What a plan loses in nats per token, of what is limited, with one standard error: on little text plans would
@@ -172,3 +186,93 @@ def verified(
         predicted_kl=predicted.value,
         interaction=factor,
     )
+
+
+# -- stock recipes ---------------------------------------------------------------------------------------------
+
+
+def with_rivals(
+    planner: TargetPlanner,
+    table: SensitivityTable,
+    plans: Sequence[Plan],
+    events: Events,
+    *,
+    everything: bool,
+    verify: bool,
+) -> list[Plan]:
+    """Measures the plans and the target's stock recipes in the same way; a stock recipe that wins replaces the plan.
+
+    `everything`: all stock recipes, not only the usual ones; `verify`: measure them even without a plan.
+    """
+    rivals = rival_plans(planner, table, plans[-1] if plans else None, everything=everything)
+    if not plans and not verify:
+        return rivals
+    meter = planner.halves[1]
+    factor = planner.interaction(table, plans) * planner.other_text(rivals)
+    measured = [verified(each, table, meter, events, factor) for each in (*plans, *rivals)]
+    if not plans:
+        return measured
+    ours, others = measured[len(plans) - 1], measured[len(plans) :]
+    same = next((each for each in others if _stored(each) == _stored(ours)), None)
+    contest = judged(planner, ours, [each for each in others if each is not same])
+    sentence = contest.sentence(same.name if same else None)
+    # One window decides nothing, whatever the rivals are: the user should ask for more.
+    (events.fail if contest.unknown and contest.windows < 2 else events.note)(f"{ours.name}: {sentence}")
+    if contest.winner == ours.name:
+        notes = ours.notes | ({"taken_over": same.name} if same else {})
+        kept = [replace(ours, contest=sentence, notes=notes)]
+    else:
+        winner = next(each for each in others if each.name == contest.winner)
+        made_by = f"{winner.made_by}; replaces our own plan"
+        notes = winner.notes | {"taken_over": winner.name}
+        taken = replace(
+            winner, name=ours.name, made_by=made_by, notes=notes, limits=ours.limits, contest=sentence
+        )
+        kept = [planner.sized(replace(ours, name=f"{ours.name}.own")), planner.sized(taken)]
+    return [*measured[: len(plans) - 1], *others, *kept]
+
+
+def _stored(plan: Plan) -> dict[str, Recipe]:
+    return {name: recipe for name, recipe in parsed(plan.assignment).items() if recipe != FP16}
+
+
+def rival_plans(
+    planner: TargetPlanner, table: SensitivityTable, ours: Plan | None, *, everything: bool
+) -> list[Plan]:
+    """The target's stock recipes as plans: all, or the usual ones and the largest that is no larger than ours."""
+    assert planner.target is not None
+    stock = planner.target.stock_recipes(planner.model)
+    made = {
+        one.plan_name: planning.finished_plan(
+            table, one.plan_name, dict(one.assignment), one.origin, family="stock"
+        )
+        for one in stock
+    }
+    if everything:
+        return [planner.sized(plan) for plan in made.values()]
+    usual = {one.plan_name: planner.sized(made[one.plan_name]) for one in stock if one.usual}
+    size = (ours.file_bytes if ours else None) or 0
+    # Reversed, so that of two equal sizes the one with an importance matrix comes first.
+    below = [plan for plan in reversed(made.values()) if (plan.bytes or 0) + planner.fixed_bytes <= size]
+    for plan in sorted(below, key=lambda plan: -(plan.bytes or 0)):
+        nearest = planner.sized(plan)
+        if (nearest.file_bytes or 0) <= size:
+            usual[nearest.name] = nearest
+            break
+    return list(usual.values())
+
+
+def judged(planner: TargetPlanner, ours: Plan, rivals: Sequence[Plan]) -> planning.Contest:
+    """Our plan against its rivals on the second half of the text. All files are sized under our plan's name, because
+    some files contain it."""
+    meter = planner.halves[1]
+
+    def contender(plan: Plan) -> planning.Contender:
+        size = planner.sized(replace(plan, name=ours.name)).file_bytes or 0
+        return planning.Contender(plan.name, size, meter.kl_by_window(plan.assignment))
+
+    def keeps(rival: planning.Contender) -> bool:
+        return planner.keeps(by_name[rival.name].assignment, ours.limits)
+
+    by_name = {plan.name: plan for plan in rivals}
+    return planning.contest(contender(ours), [contender(each) for each in rivals], keeps=keeps)

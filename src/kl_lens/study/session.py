@@ -1,0 +1,226 @@
+"""What the commands of a study share: the model is opened once, each text is cut into windows once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kl_lens.base.errors import RunError
+from kl_lens.study.events import Events
+from kl_lens.study.settings import AUTO, MEMORY, HeldOut, Opening
+
+if TYPE_CHECKING:  # `generate` runs on small devices and loads no torch
+    from kl_lens.measuring.joint import PlanMeter
+    from kl_lens.model import LoadedModel, Task
+    from kl_lens.run.folder import Run
+    from kl_lens.text import Windows
+
+# A meter keeps its teacher, which may fill the memory budget. Two are needed: one per half of the held-out text.
+KEPT_METERS = 2
+QUANTIZED = "weights"  # folder in a run: quantized weights that were expensive to make
+
+_Source = tuple[str, Opening]  # a folder, or a hub id with its commit, and how it is opened
+
+
+class Session:
+    """Commands that are given the same session share what they open.
+
+    Example:
+        >>> session = Session()
+        >>> perform(MeasureSettings.of(windows=8), session)
+        >>> perform(PlanSettings(max_loss=0.01), session)
+    """
+
+    def __init__(self, events: Events | None = None, given: LoadedModel | None = None) -> None:
+        """`given`: a model opened elsewhere; used for all settings."""
+        self.events, self._given = events or Events(), given
+        self._pinned: dict[str, str] = {}  # name → the same, with its commit
+        self._in_memory: dict[_Source, LoadedModel] = {}
+        self._on_disk: dict[tuple[_Source, str, int | None], LoadedModel] = {}
+        self._last_on_disk: dict[_Source, LoadedModel] = {}
+        self._in_run: dict[tuple[int, Path, Path], LoadedModel] = {}
+        self._drawn: dict[tuple[object, ...], Windows] = {}
+        self._from_start: dict[tuple[object, ...], Windows] = {}
+        self._apart: set[tuple[str, str]] = set()  # fingerprints of texts that do not overlap
+        self._meters: dict[tuple[int, str, str | None], PlanMeter] = {}  # the last used last
+
+    # -- models -----------------------------------------------------------------------------------------------
+
+    def model(
+        self,
+        name: str,
+        opening: Opening | None = None,
+        *,
+        weights: str | None = None,
+        memory_budget: int | None = None,
+    ) -> LoadedModel:
+        """The opened model. `weights`: where they have to be; None: in memory, or on disk if it is open there."""
+        if self._given is not None:
+            return self._given
+        from kl_lens.measuring.engines import DEFAULT_MEMORY
+        from kl_lens.model import own_images, pinned
+
+        opening = opening or Opening()
+        opening = replace(opening, images=opening.images or own_images(name))
+        if name not in self._pinned:
+            self._pinned[name] = pinned(name, None, watch=self.events.progress)
+        place = os.path.expanduser(name)
+        key = (os.path.realpath(place) if os.path.isdir(place) else self._pinned[name], opening)
+        as_opened = weights != MEMORY and memory_budget is None
+        if as_opened and key not in self._in_memory and key in self._last_on_disk:
+            return self._last_on_disk[key]
+        if weights in (None, MEMORY) or (weights == AUTO and key in self._in_memory):
+            if key not in self._in_memory:
+                self._in_memory[key] = self._load(name, opening)
+            return self._in_memory[key]
+        known = (key, weights, memory_budget)
+        if known not in self._on_disk:
+            room = None if memory_budget == DEFAULT_MEMORY else memory_budget
+            model = self._load(name, opening, weights=weights, memory_budget=room)
+            if model.not_on_disk:
+                self.events.warn(
+                    f"{model.name} is larger than the memory budget, but has to be loaded whole: {model.not_on_disk}"
+                )
+            if model.residency is None:  # share it with commands that want it in memory
+                return self._in_memory.setdefault(key, model)
+            self.events.note(f"{model.name}: weights stay on disk and are read one block at a time")
+            self._on_disk[known] = self._last_on_disk[key] = model
+        return self._on_disk[known]
+
+    def _load(self, name: str, opening: Opening, **where: Any) -> LoadedModel:
+        from kl_lens.model import load
+
+        task = "image" if opening.images else None
+        model = load(self._pinned[name], **asdict(opening), task=task, **where)
+        model.warn = self.events.fail
+        return model
+
+    def model_of(
+        self,
+        run: Run,
+        name: str | None = None,
+        opening: Opening | None = None,
+        *,
+        weights: str | None = None,
+        memory_budget: int | None = None,
+    ) -> LoadedModel:
+        """The model of a run, from its recorded place or from --model. Raises if its weights differ."""
+        from kl_lens.measuring.sweep import model_identity
+
+        known, opening = run.identity, opening or Opening()
+        place = name or known.get("source") or known.get("model")
+        opening = replace(
+            opening,
+            tokenizer=opening.tokenizer or known.get("tokenizer"),
+            images=opening.images or known.get("images"),
+        )
+        model = self.model(str(place), opening, weights=weights, memory_budget=memory_budget)
+        if known.get("model_fingerprint") != model.fingerprint:
+            run.require_dtype(str(model_identity(model)["dtype"]))
+            raise RunError(
+                f"{place} is not the model of {run.folder}: its weights differ; name the right one with --model"
+            )
+        return self.in_run(model, run.folder)
+
+    def in_run(self, model: LoadedModel, folder: Path, learn_from: Path | None = None) -> LoadedModel:
+        """The model with the weight store of a run. Methods learn from the statistics in `learn_from` (default: the
+        same folder; a shard uses its run's)."""
+        from kl_lens.measuring.statistics import RunStatistics
+
+        learnt = learn_from or folder
+        key = (id(model), folder.resolve(), learnt.resolve())
+        if key not in self._in_run:
+            self._in_run[key] = model.with_store(
+                folder=folder / QUANTIZED, statistics=RunStatistics(learnt, model)
+            )
+        return self._in_run[key]
+
+    def drop_statistics(self) -> None:
+        """Drops statistics opened before `calibrate` wrote new ones."""
+        self._in_run.clear()
+        self.drop_meters()
+
+    # -- texts ------------------------------------------------------------------------------------------------
+
+    def drawn(
+        self, text: str, task: Task, *, windows: int, length: int | None, seed: int, split: str | None = None
+    ) -> Windows:
+        """Windows at random places of a text; see `Task.drawn`."""
+        length = length or task.window_length
+        key = (text, task.key, windows, length, seed, split)
+        if key not in self._drawn:
+            self._drawn[key] = task.drawn(text, windows=windows, length=length, seed=seed, split=split)
+        return self._drawn[key]
+
+    def from_start(self, text: str, task: Task, *, length: int, limit: int) -> Windows:
+        """Windows from the beginning of a text; see `Task.from_start`."""
+        key = (text, task.key, length, limit)
+        if key not in self._from_start:
+            self._from_start[key] = task.from_start(text, length=length, limit=limit)
+        return self._from_start[key]
+
+    @property
+    def judging(self) -> list[Windows]:
+        """The evaluation texts opened so far."""
+        return [*self._from_start.values()]
+
+    def calibration(self, run: Run, task: Task) -> Windows:
+        """The calibration windows of a run, drawn again."""
+        from kl_lens.run.folder import CALIBRATION
+
+        identity = run.text_identity(CALIBRATION)
+        if identity is None:
+            raise RunError(f"{run.folder} holds no measurements made by KL Lens; run kl-lens measure first")
+        return self.drawn_again(identity, task)
+
+    def drawn_again(self, identity: Mapping[str, Any], task: Task) -> Windows:
+        """The windows that a record describes."""
+        how = {name: identity[name] for name in ("windows", "length", "seed", "split")}
+        return self.drawn(identity["source"], task, **how)
+
+    def held_out(self, wanted: HeldOut, run: Run, task: Task) -> Windows:
+        """The windows of --held-out. Raises if they overlap the run's calibration text."""
+        from kl_lens.run.folder import CALIBRATION
+
+        text = run.text_identity(CALIBRATION)
+        length = text["length"] if text else task.window_length
+        windows = self.from_start(wanted.held_out, task, length=length, limit=wanted.held_out_windows)
+        self.refuse_overlap(run, windows, task)
+        return windows
+
+    def refuse_overlap(self, run: Run, windows: Windows, task: Task) -> None:
+        """Raises if the run was measured on, calibrated with or tuned on part of this text. Pairs are compared once."""
+        from kl_lens.measuring.statistics import StoredStatistics
+        from kl_lens.run.folder import CALIBRATION, TUNING
+        from kl_lens.text import refuse_overlap
+
+        learnt = StoredStatistics.held_by(run.folder)
+        texts = [run.text_identity(CALIBRATION), None if learnt is None else learnt.identity["text"]]
+        for identity in (*texts, *run.load_all(TUNING).values()):
+            if identity is None:
+                continue
+            drawn = self.drawn_again(identity, task)
+            if (key := (drawn.fingerprint, windows.fingerprint)) not in self._apart:
+                refuse_overlap(drawn, windows)
+                self._apart.add(key)
+
+    # -- whole plans ------------------------------------------------------------------------------------------
+
+    def meter(self, model: LoadedModel, windows: Windows, target: str | None = None) -> PlanMeter:
+        """Measures whole plans on a text; `target`: with activations as its kernels quantize them."""
+        from kl_lens.measuring.joint import PlanMeter
+        from kl_lens.targets import deployed
+
+        key = (id(model), windows.fingerprint, target)
+        meter = self._meters.pop(key, None) or PlanMeter(model, windows, deployed=deployed(target))
+        self._meters[key] = meter
+        while len(self._meters) > KEPT_METERS:
+            self._meters.pop(next(iter(self._meters)))
+        return meter
+
+    def drop_meters(self) -> None:
+        """Frees the states that meters hold."""
+        self._meters.clear()
