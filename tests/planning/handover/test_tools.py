@@ -31,7 +31,7 @@ from kl_lens.targets.gguf.export import export
 from kl_lens.weights.recipes import Recipe, fitting_recipe
 from tests.cli.conftest import measure_arguments, tiny_folder  # noqa: F401
 from tests.families import tiny_model, token_ids
-from tests.measuring.statistics.test_gathering import _windows
+from tests.measuring.conftest import some_windows
 
 INTEGERS = ("int4-g32", "int8-g128", "fp16", "uint4-g64")
 
@@ -77,7 +77,7 @@ def handed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     pytest.importorskip("gguf")
     folder = tmp_path_factory.mktemp(request.param)
     model = opened(request.param)
-    statistics = gather(model, _windows(), folder)
+    statistics = gather(model, some_windows(3, 20), folder)
     model = model.with_store(statistics=statistics)
     plan = gguf_plan(model)
     made = write_recipe("llama.cpp", model, plan, folder / "recipe", statistics)
