@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Self
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -36,18 +34,6 @@ class WindowMetrics:
     def kl(self) -> float:
         """Σ KL(teacher ‖ student)."""
         return self.sums[KL]
-
-    @property
-    def row(self) -> tuple[Any, ...]:
-        """As the journal stores it."""
-        return self.window, self.tokens, self.targets, json.dumps(self.sums), self.token_kl
-
-    @classmethod
-    def from_row(cls, window: int, tokens: int, targets: int, sums: str, token_kl: bytes) -> Self:
-        return cls(window, tokens, targets, json.loads(sums), token_kl)
-
-
-WINDOW_FIELDS = tuple(f.name for f in fields(WindowMetrics))
 
 
 def window_kl(windows: Sequence[WindowMetrics]) -> Floats:
