@@ -46,11 +46,11 @@ RECIPES = "recipes"  # folder: plans in the languages of other tools
 STATISTICS = "statistics/statistics.json"  # describes the run's statistics
 # Names for the parts of a run's identity.
 _MEANINGS = {
-    "model_fingerprint": "the model's weights",
-    "model": "the model",
-    "metrics_version": "the definition of the metrics",
-    "precision": "the precision of matrix products",
-    "statistics": "the set of statistics",
+    "model_fingerprint": "model's weights",
+    "model": "model",
+    "metrics_version": "definition of the metrics",
+    "precision": "precision of matrix products",
+    "statistics": "set of statistics",
 }
 
 
@@ -135,7 +135,7 @@ class Run:
             for key, value in given.items():
                 if key in _MEANINGS and known.get(key, value) != value:
                     raise RunError(
-                        f"{self.folder} was made with another {_MEANINGS[key].removeprefix('the ')}: "
+                        f"{self.folder} was made with another {_MEANINGS[key]}: "
                         f"{key} is {known[key]!r} there and {value!r} now; use another --run"
                     )
             rows = [(key, json.dumps(value)) for key, value in given.items()]
