@@ -14,7 +14,7 @@ import pytest
 
 from kl_lens.base.errors import RunError
 from kl_lens.cli.main import main
-from kl_lens.run import folder as runs
+from kl_lens.run import journal
 from kl_lens.run.folder import Run
 from kl_lens.run.journal import FILE
 from tests.hostile.saying import cases, says_one_line
@@ -114,7 +114,7 @@ def test_a_journal_of_another_program(tmp_path: Path, capsys) -> None:
 
 
 def test_a_locked_journal_says_so(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "LOCK_SECONDS", 0.05)
+    monkeypatch.setattr(journal, "LOCK_SECONDS", 0.05)
     holder = sqlite3.connect(made / FILE)
     holder.execute("BEGIN EXCLUSIVE")
     try:

@@ -19,8 +19,6 @@ from kl_lens.run.positions import (
     GROWS,
     LONGEST,
     STEADY,
-    bin_width,
-    binned,
     by_position,
     longest_window,
     shown_bins,
@@ -60,9 +58,11 @@ def test_a_trend_is_only_claimed_beyond_its_error(slope: float, trend: str) -> N
 
 def test_bins_hold_every_token_once() -> None:
     values = np.random.default_rng(1).random(8191).astype(np.float32)
-    assert len(binned(values)) == 16
-    assert binned(values).sum() == pytest.approx(values.sum(dtype=np.float64))
-    assert bin_width(1023) == 256
+    curve = by_position([values])
+    assert len(curve.starts) == 16
+    held = np.diff(curve.starts, append=8191) @ [mean.value for mean in curve.means]
+    assert held == pytest.approx(values.sum(dtype=np.float64))
+    assert by_position([values[:1023]]).starts == (0, 256, 512, 768)
     assert shown_bins(16) == [0, 1, 3, 7, 15]
     assert shown_bins(5) == [0, 1, 3, 4]
 

@@ -119,8 +119,6 @@ class Sweep:
         self.run.store(KERNELS, role, layout.fault or None)
         if self.workers and layout.fault:  # this process has not seen it
             self.model.warn(f"{layout.fault}; transformers' own code computes this model instead")
-        if self.share:
-            self.run.store("sweep", role, [list(key_of(candidate)) for candidate in candidates])
         done = self.run.measured_windows(role)
         quantizing = [quantizing_work(c, windows.length) / len(windows) for c in candidates]
         shown = [cost + more for cost, more in zip(costs, quantizing, strict=True)]
@@ -130,7 +128,7 @@ class Sweep:
             left = [replace(piece, noise=False) for piece in left]
         elif left and not self.share and not self.workers:
             left[0] = replace(left[0], noise=True)
-        if left and self.workers:  # their results come in any order
+        if self.share or (left and self.workers):  # results come in any order
             self.run.expect(role, map(key_of, candidates), self._dtype)
         measured = 0
         for found in results(left):

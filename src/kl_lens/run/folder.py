@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import platform
 import re
-import sqlite3
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +22,7 @@ from typing import Any, NamedTuple, Self
 from kl_lens.base.errors import PlanError, RunError
 from kl_lens.base.units import parse_names
 from kl_lens.base.version import __version__
-from kl_lens.run.journal import FILE, LOCK_SECONDS, Journal, checks_rows, journal_errors
+from kl_lens.run.journal import FILE, Journal, checks_rows
 from kl_lens.run.lock import Hold
 from kl_lens.run.records import (
     PREDICTED,
@@ -34,32 +33,7 @@ from kl_lens.run.records import (
     Subject,
     checked_plan_name,
 )
-from kl_lens.run.samples import KL, METRICS_VERSION, WINDOW_FIELDS, WindowMetrics, summarise
-
-SCHEMA_VERSION = 4  # of the journal's tables
-
-_SCHEMA = """
-CREATE TABLE identity (key TEXT PRIMARY KEY, value TEXT NOT NULL);
-CREATE TABLE texts (role TEXT PRIMARY KEY, identity TEXT NOT NULL);
-CREATE TABLE windows (
-    role TEXT, window INTEGER, hash TEXT NOT NULL, tokens INTEGER, teacher_cross_entropy REAL,
-    PRIMARY KEY (role, window));
-CREATE TABLE samples (
-    role TEXT, component TEXT, format TEXT, window INTEGER, tokens INTEGER, targets INTEGER,
-    sums TEXT, token_kl BLOB,
-    PRIMARY KEY (role, component, format, window)) WITHOUT ROWID;
-CREATE TABLE effort (
-    role TEXT, component TEXT, format TEXT, seconds REAL, compute_dtype TEXT,
-    PRIMARY KEY (role, component, format));
-CREATE TABLE records (
-    kind TEXT, name TEXT, value TEXT NOT NULL, created REAL, PRIMARY KEY (kind, name));
-CREATE TABLE results (
-    kind TEXT, what TEXT, plan TEXT, target TEXT, settings TEXT, digest TEXT, name TEXT, value TEXT NOT NULL,
-    created REAL, PRIMARY KEY (kind, what, plan, target, settings, digest, name));
-CREATE TABLE pieces (
-    kind TEXT, identity TEXT, name TEXT, value TEXT NOT NULL, PRIMARY KEY (kind, identity, name)) WITHOUT ROWID;
-CREATE TABLE commands (started REAL, command TEXT, provenance TEXT);
-"""
+from kl_lens.run.samples import KL, METRICS_VERSION, WindowMetrics, summarise
 
 CALIBRATION, EVALUATION = "calibration", "evaluation"  # roles of texts
 TUNING = "tuning"  # kind of record: a text that a plan was tuned on
@@ -72,11 +46,11 @@ RECIPES = "recipes"  # folder: plans in the languages of other tools
 STATISTICS = "statistics/statistics.json"  # describes the run's statistics
 # Names for the parts of a run's identity.
 _MEANINGS = {
-    "model_fingerprint": "the model's weights",
-    "model": "the model",
-    "metrics_version": "the definition of the metrics",
-    "precision": "the precision of matrix products",
-    "statistics": "the set of statistics",
+    "model_fingerprint": "model's weights",
+    "model": "model",
+    "metrics_version": "definition of the metrics",
+    "precision": "precision of matrix products",
+    "statistics": "set of statistics",
 }
 
 
@@ -107,9 +81,9 @@ class Run:
         ...     print(run.table().formats)
     """
 
-    def __init__(self, folder: Path, connection: Journal) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.journal = connection
+        self.journal = Journal(folder / FILE)
         self._hold: Hold | None = None
 
     @classmethod
@@ -124,17 +98,7 @@ class Run:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RunError(f"{folder} cannot be written ({error.strerror}); use another --run") from error
-        with journal_errors(folder / FILE):
-            connection = sqlite3.connect(folder / FILE, timeout=LOCK_SECONDS, factory=Journal)
-        try:
-            connection.execute("PRAGMA journal_mode=WAL")
-            connection.execute("PRAGMA synchronous=NORMAL")
-            if connection.execute("PRAGMA user_version").fetchone() != (SCHEMA_VERSION,):
-                _make_tables(folder, connection)
-        except BaseException:
-            connection.close()
-            raise
-        return cls(folder, connection)
+        return cls(folder)
 
     @classmethod
     def open(cls, folder: Path) -> Self:
@@ -167,17 +131,15 @@ class Run:
         with self.journal.alone():  # if two processes bring two models, the second is refused
             if "dtype" in model:
                 self.require_dtype(model["dtype"])
-            rows = self.journal.execute("SELECT key, value FROM identity").fetchall()
-            known = {key: json.loads(value) for key, value in rows if key in _MEANINGS}
+            known = self.identity
             for key, value in given.items():
-                if known.get(key, value) != value:
+                if key in _MEANINGS and known.get(key, value) != value:
                     raise RunError(
-                        f"{self.folder} was made with another {_MEANINGS[key].removeprefix('the ')}: "
+                        f"{self.folder} was made with another {_MEANINGS[key]}: "
                         f"{key} is {known[key]!r} there and {value!r} now; use another --run"
                     )
-            self.journal.executemany(
-                "INSERT OR IGNORE INTO identity VALUES (?, ?)", [(k, json.dumps(v)) for k, v in given.items()]
-            )
+            rows = [(key, json.dumps(value)) for key, value in given.items()]
+            self.journal.write("INSERT OR IGNORE INTO identity VALUES (?, ?)", rows)
 
     def require_dtype(self, dtype: str) -> None:
         """Raises if the run was made with another one: in it, the weights of the same model are others."""
@@ -195,57 +157,52 @@ class Run:
         More windows may be added; existing ones must be the same.
         """
         with self.journal.alone():
-            row = self.journal.execute("SELECT identity FROM texts WHERE role = ?", (role,)).fetchone()
-            if row is not None:
-                known = json.loads(row[0])
-                for key, value in identity.items():
-                    if known.get(key) != value:
-                        raise RunError(
-                            f"{self.folder}: its {role} text has {key} {known.get(key)!r}, now it is {value!r}; "
-                            "use another --run, or the text, length and seed of this one"
-                        )
-            stored = dict(
-                self.journal.execute("SELECT window, hash FROM windows WHERE role = ?", (role,)).fetchall()
-            )
+            known = self.text_identity(role) or identity
+            for key, value in identity.items():
+                if known.get(key) != value:
+                    raise RunError(
+                        f"{self.folder}: its {role} text has {key} {known.get(key)!r}, now it is {value!r}; "
+                        "use another --run, or the text, length and seed of this one"
+                    )
+            stored = self.window_hashes(role)
             for index, value in enumerate(hashes):
                 if stored.get(index, value) != value:
                     raise RunError(
                         f"{self.folder}: {role} window {index} has other tokens than before; use another --run"
                     )
-            self.journal.execute("INSERT OR IGNORE INTO texts VALUES (?, ?)", (role, json.dumps(identity)))
-            self.journal.executemany(
-                "INSERT OR IGNORE INTO windows (role, window, hash) VALUES (?, ?, ?)",
-                [(role, index, value) for index, value in enumerate(hashes)],
-            )
+            self.journal.write("INSERT OR IGNORE INTO texts VALUES (?, ?)", [(role, json.dumps(identity))])
+            rows = [(role, index, value) for index, value in enumerate(hashes)]
+            self.journal.write("INSERT OR IGNORE INTO windows (role, window, hash) VALUES (?, ?, ?)", rows)
 
     @property
     @checks_rows
     def identity(self) -> dict[str, Any]:
-        rows = self.journal.execute("SELECT key, value FROM identity").fetchall()
+        rows = self.journal.rows("SELECT key, value FROM identity")
         return {key: json.loads(value) for key, value in rows}
 
     @checks_rows
     def text_identity(self, role: str) -> dict[str, Any] | None:
-        row = self.journal.execute("SELECT identity FROM texts WHERE role = ?", (role,)).fetchone()
-        if row is None:
-            return None
-        (count,) = self.journal.execute("SELECT count(*) FROM windows WHERE role = ?", (role,)).fetchone()
-        return json.loads(row[0]) | {"windows": count}
+        """What the text of a role is, and the number of its windows."""
+        rows = self.journal.rows("SELECT identity FROM texts WHERE role = ?", role)
+        return json.loads(rows[0][0]) | {"windows": len(self.window_hashes(role))} if rows else None
+
+    def window_hashes(self, role: str) -> dict[int, str]:
+        return dict(
+            self.journal.rows("SELECT window, hash FROM windows WHERE role = ? ORDER BY window", role)
+        )
 
     def roles(self) -> list[str]:
-        return [role for (role,) in self.journal.execute("SELECT role FROM texts ORDER BY rowid")]
+        return [role for (role,) in self.journal.rows("SELECT role FROM texts ORDER BY rowid")]
 
     def note_command(self, command: Sequence[str]) -> None:
         """Records a command that writes, and locks the run until it is closed."""
         self._hold = self._hold or Hold(self.folder, command)
         row = (time.time(), json.dumps(list(command)), json.dumps(provenance()))
-        self._write("INSERT INTO commands VALUES (?, ?, ?)", row)
+        self.journal.write("INSERT INTO commands VALUES (?, ?, ?)", [row])
 
     @checks_rows
     def commands(self) -> list[dict[str, Any]]:
-        rows = self.journal.execute(
-            "SELECT started, command, provenance FROM commands ORDER BY started"
-        ).fetchall()
+        rows = self.journal.rows("SELECT started, command, provenance FROM commands ORDER BY started")
         if any(not 0 <= float(started) < 2**40 for started, _, _ in rows):
             raise ValueError("not a time")
         return [
@@ -259,15 +216,13 @@ class Run:
         """(window, tokens with a target, the teacher's summed cross-entropy on them)."""
         rows = [(tokens, total, role, window) for window, tokens, total in windows]
         change = "UPDATE windows SET tokens = ?, teacher_cross_entropy = ? WHERE role = ? AND window = ?"
-        self._write(change, *rows)
+        self.journal.write(change, rows)
 
     @checks_rows
     def teacher_cross_entropy(self, role: str) -> tuple[float, int]:
         """The teacher's mean cross-entropy per token on a role's text, and the number of tokens."""
-        total, tokens = self.journal.execute(
-            "SELECT sum(teacher_cross_entropy), sum(tokens) FROM windows WHERE role = ? AND tokens > 0",
-            (role,),
-        ).fetchone()
+        query = "SELECT sum(teacher_cross_entropy), sum(tokens) FROM windows WHERE role = ? AND tokens > 0"
+        ((total, tokens),) = self.journal.rows(query, role)
         if not tokens:
             raise RunError(f"{self.folder} holds no {role} measurements yet")
         return total / tokens, tokens
@@ -282,41 +237,28 @@ class Run:
         compute_dtype: str,
     ) -> None:
         """Commits some windows of one candidate: the unit of work that a kill can lose."""
-        marks = ", ".join("?" for _ in WINDOW_FIELDS)
-        with self.journal:
-            self.journal.executemany(
-                f"INSERT OR REPLACE INTO samples (role, component, format, {', '.join(WINDOW_FIELDS)}) "
-                f"VALUES (?, ?, ?, {marks})",
-                [(role, component, format_name, *w.row) for w in windows],
-            )
-            self.journal.execute(
+        rows = [
+            (role, component, format_name, w.window, w.tokens, w.targets, json.dumps(w.sums), w.token_kl)
+            for w in windows
+        ]
+        with self.journal.alone():
+            self.journal.write("INSERT OR REPLACE INTO samples VALUES (?, ?, ?, ?, ?, ?, ?, ?)", rows)
+            self.journal.write(
                 "INSERT INTO effort VALUES (?, ?, ?, ?, ?) ON CONFLICT (role, component, format) "
                 "DO UPDATE SET seconds = seconds + excluded.seconds",
-                (role, component, format_name, seconds, compute_dtype),
+                [(role, component, format_name, seconds, compute_dtype)],
             )
 
     def expect(self, role: str, candidates: Iterable[tuple[str, str]], compute_dtype: str) -> None:
         """Fixes the order of candidates (component, format) before their results arrive."""
         rows = [(role, *key, 0.0, compute_dtype) for key in candidates]
-        self._write("INSERT OR IGNORE INTO effort VALUES (?, ?, ?, ?, ?)", *rows)
-
-    def put_in_order(self, role: str, candidates: Iterable[tuple[str, str]]) -> None:
-        """Sorts stored candidates into the order of the sweep."""
-        place = {key: index for index, key in enumerate(candidates)}
-        with self.journal.alone():
-            rows = self.journal.execute(
-                "SELECT * FROM effort WHERE role = ? ORDER BY rowid", (role,)
-            ).fetchall()
-            rows.sort(key=lambda row: place.get(row[1:3], len(place)))
-            self.journal.execute("DELETE FROM effort WHERE role = ?", (role,))
-            self.journal.executemany("INSERT INTO effort VALUES (?, ?, ?, ?, ?)", rows)
+        self.journal.write("INSERT OR IGNORE INTO effort VALUES (?, ?, ?, ?, ?)", rows)
 
     def measured_windows(self, role: str) -> dict[tuple[str, str], set[int]]:
         """(component, format) → windows that are done."""
         done: dict[tuple[str, str], set[int]] = {}
-        for component, format_name, window in self.journal.execute(
-            "SELECT component, format, window FROM samples WHERE role = ?", (role,)
-        ):
+        query = "SELECT component, format, window FROM samples WHERE role = ?"
+        for component, format_name, window in self.journal.rows(query, role):
             done.setdefault((component, format_name), set()).add(window)
         return done
 
@@ -325,20 +267,22 @@ class Run:
         self, role: str, component: str, format_name: str, windows: int | None = None
     ) -> list[WindowMetrics]:
         """The windows of one candidate, in order; `windows`: only the first ones."""
-        limit = "" if windows is None else f" AND window < {int(windows)}"
-        rows = self.journal.execute(
-            f"SELECT {', '.join(WINDOW_FIELDS)} FROM samples "
-            f"WHERE role = ? AND component = ? AND format = ?{limit} ORDER BY window",
-            (role, component, format_name),
+        rows = self.journal.rows(
+            "SELECT window, tokens, targets, sums, token_kl FROM samples "
+            "WHERE role = ? AND component = ? AND format = ? AND window < ? ORDER BY window",
+            *(role, component, format_name, sys.maxsize if windows is None else windows),
         )
-        return [WindowMetrics.from_row(*row) for row in rows]
+        return [
+            WindowMetrics(window, tokens, targets, json.loads(sums), kl)
+            for window, tokens, targets, sums, kl in rows
+        ]
 
     @checks_rows
     def measurements(self, role: str = CALIBRATION, windows: int | None = None) -> list[Measurement]:
         """One record per candidate, in the order of first measurement."""
         measurements = []
         query = "SELECT component, format, seconds, compute_dtype FROM effort WHERE role = ? ORDER BY rowid"
-        for component, format_name, seconds, dtype in self.journal.execute(query, (role,)).fetchall():
+        for component, format_name, seconds, dtype in self.journal.rows(query, role):
             samples = self.samples(role, component, format_name, windows)
             if samples:
                 measurements.append(
@@ -354,6 +298,7 @@ class Run:
                 )
         return measurements
 
+    @checks_rows
     def measured_role(self, target: str | None = None, role: str = CALIBRATION) -> str:
         """The role to read for a target: measured with its activations, else weights alone. Without a target: weights
         alone, else whatever was measured first."""
@@ -362,9 +307,10 @@ class Run:
         return next((name for name in wanted if name in there), there[0] if there and not target else role)
 
     def _measured_roles(self) -> list[str]:
-        rows = self.journal.execute("SELECT role FROM effort GROUP BY role ORDER BY min(rowid)").fetchall()
-        return [role for (role,) in rows]
+        query = "SELECT role FROM effort GROUP BY role ORDER BY min(rowid)"
+        return [role for (role,) in self.journal.rows(query)]
 
+    @checks_rows
     def kinds(self) -> tuple[str, ...]:
         """What was measured on the calibration text, in words."""
         roles = [name.partition("@")[::2] for name in self._measured_roles()]
@@ -396,10 +342,13 @@ class Run:
             raise RunError(
                 f"{self.folder} has no measurements; make some with: kl-lens measure MODEL --run {self.folder}"
             )
-        imported = self.imported() if role == CALIBRATION and target is None else []
+        published = role == CALIBRATION and target is None and self.load("imported", "measurements")
         if "@" not in role:
             role = self.measured_role(target, role)
-        measurements = imported or self.measurements(role, windows)
+        if published:
+            measurements = [Measurement.from_json(each) for each in published]
+        else:
+            measurements = self.measurements(role, windows)
         if predicted:
             known = {(m.component, m.format) for m in measurements}
             rows = (self.load(SCREENED, role) or {}).get("predicted", ())
@@ -421,10 +370,10 @@ class Run:
     def forget_learnt(self, formats: Iterable[str]) -> None:
         """Deletes the measurements of these recipes, and the digest of their statistics."""
         rows = [(name,) for name in formats]
-        with self.journal:
+        with self.journal.alone():
             for table in ("samples", "effort"):
-                self.journal.executemany(f"DELETE FROM {table} WHERE format = ?", rows)
-            self.journal.execute("DELETE FROM identity WHERE key = 'statistics'")
+                self.journal.write(f"DELETE FROM {table} WHERE format = ?", rows)
+            self.journal.write("DELETE FROM identity WHERE key = 'statistics'")
 
     @property
     def statistics(self) -> str | None:
@@ -440,25 +389,19 @@ class Run:
     def store(self, kind: str, name: str, value: Any) -> None:
         """Stores a JSON record (noise, ranking, artifact, …)."""
         row = (kind, name, json.dumps(value), time.time())
-        self._write("INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?)", row)
+        self.journal.write("INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?)", [row])
 
     @checks_rows
     def load(self, kind: str, name: str) -> Any | None:
         return self._value("SELECT value FROM records WHERE kind = ? AND name = ?", kind, name)
 
     def _value(self, query: str, *values: str) -> Any | None:
-        row = self.journal.execute(query, values).fetchone()
-        return None if row is None else json.loads(row[0])
-
-    def _write(self, change: str, *rows: Sequence[Any]) -> None:
-        with self.journal:
-            self.journal.executemany(change, rows)
+        rows = self.journal.rows(query, *values)
+        return json.loads(rows[0][0]) if rows else None
 
     @checks_rows
     def load_all(self, kind: str) -> dict[str, Any]:
-        rows = self.journal.execute(
-            "SELECT name, value FROM records WHERE kind = ? ORDER BY created", (kind,)
-        ).fetchall()
+        rows = self.journal.rows("SELECT name, value FROM records WHERE kind = ? ORDER BY created", kind)
         return {name: json.loads(value) for name, value in rows}
 
     # -- results about subjects ------------------------------------------------------------------------
@@ -466,16 +409,16 @@ class Run:
     def store_result(self, kind: str, subject: Subject, name: str, value: Any) -> None:
         """Stores a result; replaces an earlier one of the same name, subject and digest."""
         row = (kind, *_columns(subject), name, json.dumps(value), time.time())
-        self._write("INSERT OR REPLACE INTO results VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
+        self.journal.write("INSERT OR REPLACE INTO results VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", [row])
 
     @checks_rows
     def results(self, kind: str) -> list[Result]:
         """All results of a kind; `kl_lens.run.subjects.current_results` leaves out outdated ones."""
-        rows = self.journal.execute(
+        rows = self.journal.rows(
             "SELECT what, plan, target, settings, digest, name, value FROM results WHERE kind = ? "
             "ORDER BY created, rowid",
-            (kind,),
-        ).fetchall()
+            kind,
+        )
         return [
             Result(
                 Subject(what, plan or None, target or None, dict(json.loads(settings)), digest),
@@ -488,15 +431,15 @@ class Run:
     def forget_result(self, kind: str, subject: Subject, name: str) -> None:
         same = "what = ? AND plan = ? AND target = ? AND settings = ? AND digest = ?"
         row = (kind, *_columns(subject), name)
-        self._write(f"DELETE FROM results WHERE kind = ? AND {same} AND name = ?", row)
+        self.journal.write(f"DELETE FROM results WHERE kind = ? AND {same} AND name = ?", [row])
 
     def forget_results(self, kind: str) -> None:
-        self._write("DELETE FROM results WHERE kind = ?", (kind,))
+        self.journal.write("DELETE FROM results WHERE kind = ?", [(kind,)])
 
     def store_piece(self, kind: str, identity: str, name: str, value: Any) -> None:
         """Stores an intermediate value under an identity: a hash of everything the number depends on."""
         row = (kind, identity, name, json.dumps(value))
-        self._write("INSERT OR REPLACE INTO pieces VALUES (?, ?, ?, ?)", row)
+        self.journal.write("INSERT OR REPLACE INTO pieces VALUES (?, ?, ?, ?)", [row])
 
     @checks_rows
     def load_piece(self, kind: str, identity: str, name: str) -> Any | None:
@@ -515,33 +458,10 @@ class Run:
         usual = recommended_name(target)
         return self.load(RECOMMENDED, usual) or usual
 
-    @checks_rows
-    def imported(self) -> list[Measurement]:
-        """Published measurements, read by `kl-lens paper import`."""
-        return [Measurement.from_json(m) for m in (self.load("imported", "measurements") or [])]
-
 
 def _columns(subject: Subject) -> tuple[str, ...]:
     settings = json.dumps(subject.settings, sort_keys=True)
     return subject.what, subject.plan or "", subject.target or "", settings, subject.digest
-
-
-def _make_tables(folder: Path, connection: Journal) -> None:
-    """Creates the tables of a new journal; raises for a journal of another version."""
-    with connection.alone():  # if two processes create it, the second finds it complete
-        (version,) = connection.execute("PRAGMA user_version").fetchone()
-        if version == SCHEMA_VERSION:
-            return
-        (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
-        if version or tables:
-            what_to_do = "update KL Lens" if version > SCHEMA_VERSION else "measure again"
-            raise RunError(
-                f"{folder / FILE} is a journal of version {version}, and this KL Lens reads version {SCHEMA_VERSION}; "
-                f"{what_to_do}, or use another --run"
-            )
-        for statement in _SCHEMA.split(";"):
-            connection.execute(statement)
-        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
 
 def named_plans(text: str) -> tuple[str, ...] | None:
@@ -566,18 +486,12 @@ def provenance() -> dict[str, Any]:
 
 @cache
 def _versions() -> dict[str, str]:
+    """Of the packages it depends on, with extras but without developers' tools."""
     versions = {"kl-lens": __version__, "python": platform.python_version()}
-    for package in _packages():
-        with suppress(metadata.PackageNotFoundError):
-            versions[package] = metadata.version(package)
+    with suppress(metadata.PackageNotFoundError):  # run from its source
+        for line in metadata.requires("kl-lens") or ():
+            package = re.split(r"[^\w.-]", line)[0]
+            if not re.search("extra == .dev", line) and package not in versions:
+                with suppress(metadata.PackageNotFoundError):
+                    versions[package] = metadata.version(package)
     return versions
-
-
-def _packages() -> tuple[str, ...]:
-    """The packages it depends on, with extras but without developers' tools."""
-    try:
-        lines = metadata.requires("kl-lens") or []
-    except metadata.PackageNotFoundError:  # run from its source
-        lines = []
-    names = [re.split(r"[^\w.-]", line)[0] for line in lines if not re.search("extra == .dev", line)]
-    return tuple(dict.fromkeys(name for name in names if name != "kl-lens"))

@@ -1,101 +1,133 @@
-"""SQLite connection to `run.sqlite` with one-line errors: damaged, locked, not a journal, not writable, disk full."""
+"""The journal `run.sqlite`: its tables, and SQLite with one-line errors: damaged, locked, not a journal, not writable,
+disk full."""
 
 from __future__ import annotations
 
 import functools
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from kl_lens.base.errors import RunError, one_line
 
 FILE = "run.sqlite"
 LOCK_SECONDS = 30.0  # how long to wait for another process
+SCHEMA_VERSION = 4  # of the journal's tables
 
-_ELSEWHERE = "use another --run"
+_SCHEMA = """
+CREATE TABLE identity (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE texts (role TEXT PRIMARY KEY, identity TEXT NOT NULL);
+CREATE TABLE windows (
+    role TEXT, window INTEGER, hash TEXT NOT NULL, tokens INTEGER, teacher_cross_entropy REAL,
+    PRIMARY KEY (role, window));
+CREATE TABLE samples (
+    role TEXT, component TEXT, format TEXT, window INTEGER, tokens INTEGER, targets INTEGER,
+    sums TEXT, token_kl BLOB,
+    PRIMARY KEY (role, component, format, window)) WITHOUT ROWID;
+CREATE TABLE effort (
+    role TEXT, component TEXT, format TEXT, seconds REAL, compute_dtype TEXT,
+    PRIMARY KEY (role, component, format));
+CREATE TABLE records (
+    kind TEXT, name TEXT, value TEXT NOT NULL, created REAL, PRIMARY KEY (kind, name));
+CREATE TABLE results (
+    kind TEXT, what TEXT, plan TEXT, target TEXT, settings TEXT, digest TEXT, name TEXT, value TEXT NOT NULL,
+    created REAL, PRIMARY KEY (kind, what, plan, target, settings, digest, name));
+CREATE TABLE pieces (
+    kind TEXT, identity TEXT, name TEXT, value TEXT NOT NULL, PRIMARY KEY (kind, identity, name)) WITHOUT ROWID;
+CREATE TABLE commands (started REAL, command TEXT, provenance TEXT);
+"""
+
+_BUSY = "is in use by another process; wait for that one, or use another --run"
+_CLOSED = "cannot be opened ({}); the folder must be writable, even to read a run"
 _REASONS = {
-    sqlite3.SQLITE_BUSY: "is in use by another process; wait for that one, or {elsewhere}",
-    sqlite3.SQLITE_LOCKED: "is in use by another process; wait for that one, or {elsewhere}",
+    sqlite3.SQLITE_BUSY: _BUSY,
+    sqlite3.SQLITE_LOCKED: _BUSY,
     sqlite3.SQLITE_FULL: "cannot grow: the disk is full; free space and run the command again (results are kept)",
-    sqlite3.SQLITE_READONLY: "cannot be written ({error}), even to read a run; make its folder writable, or copy it",
-    sqlite3.SQLITE_CANTOPEN: "cannot be opened ({error}); the folder must be writable, even to read a run",
-    sqlite3.SQLITE_PERM: "cannot be opened ({error}); the folder must be writable, even to read a run",
-    sqlite3.SQLITE_IOERR: "cannot be read or written ({error}); is the disk full or gone? {elsewhere}",
-    sqlite3.SQLITE_NOTADB: "is not a KL Lens journal ({error}); {elsewhere}",
+    sqlite3.SQLITE_READONLY: "cannot be written ({}), even to read a run; make its folder writable, or copy it",
+    sqlite3.SQLITE_CANTOPEN: _CLOSED,
+    sqlite3.SQLITE_PERM: _CLOSED,
+    sqlite3.SQLITE_IOERR: "cannot be read or written ({}); is the disk full or gone? use another --run",
+    sqlite3.SQLITE_NOTADB: "is not a KL Lens journal ({}); use another --run",
 }
-_DAMAGED = "is damaged ({error}); restore it from a copy, or {elsewhere}"
+_DAMAGED = "is damaged ({}); restore it from a copy, or use another --run"
 # Bugs of the program, not damage of the file.
 _OURS = (sqlite3.ProgrammingError, sqlite3.IntegrityError, sqlite3.InterfaceError, sqlite3.NotSupportedError)
 _ODD = (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError, RecursionError)
 
 
-@contextmanager
-def journal_errors(path: Path) -> Iterator[None]:
-    """Turns SQLite's errors into a RunError that names the file and says what to do."""
-    try:
-        yield
-    except _OURS:
-        raise
-    except (sqlite3.Error, UnicodeDecodeError) as error:  # UnicodeDecodeError: names of tables and columns
-        code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the upper bits are extended codes
-        reason = _REASONS.get(code, _DAMAGED).format(error=one_line(error), elsewhere=_ELSEWHERE)
-        raise RunError(f"{path} {reason}") from error
+class Journal(sqlite3.Connection):
+    """`rows`, `write` and `alone` raise a RunError that names the file and says what to do."""
+
+    def __init__(self, path: Path) -> None:
+        """Opens it; creates the tables of a new one, and raises for one of another version."""
+        self.path = path
+        with self._errors():
+            super().__init__(path, timeout=LOCK_SECONDS)
+            try:
+                self.execute("PRAGMA journal_mode=WAL")
+                self.execute("PRAGMA synchronous=NORMAL")
+                if self._version() != SCHEMA_VERSION:
+                    self._make_tables()
+            except BaseException:
+                self.close()
+                raise
+
+    def rows(self, query: str, *values: Any) -> list[Any]:
+        with self._errors():
+            return self.execute(query, values).fetchall()
+
+    def write(self, change: str, rows: Iterable[Sequence[Any]] = ((),)) -> None:
+        """Makes the change once for each row, in one transaction."""
+        with self.alone():
+            self.executemany(change, rows)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """A transaction in which no other process can write; one inside another is a part of it."""
+        with self._errors():
+            if self.in_transaction:
+                yield
+            else:
+                with self:
+                    self.execute("BEGIN IMMEDIATE")
+                    yield
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except _OURS:
+            raise
+        except (
+            sqlite3.Error,
+            UnicodeDecodeError,
+        ) as error:  # UnicodeDecodeError: names of tables and columns
+            code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the upper bits are extended codes
+            reason = _REASONS.get(code, _DAMAGED).format(one_line(error))
+            raise RunError(f"{self.path} {reason}") from error
+
+    def _version(self) -> int:
+        return int(self.execute("PRAGMA user_version").fetchone()[0])
+
+    def _make_tables(self) -> None:
+        with self.alone():  # if two processes create it, the second finds it complete
+            version = self._version()
+            if version == SCHEMA_VERSION:
+                return
+            if version or self.execute("SELECT * FROM sqlite_master").fetchone():
+                what_to_do = "update KL Lens" if version > SCHEMA_VERSION else "measure again"
+                raise RunError(
+                    f"{self.path} is a journal of version {version}, and this KL Lens reads version {SCHEMA_VERSION}; "
+                    f"{what_to_do}, or use another --run"
+                )
+            for statement in _SCHEMA.split(";"):
+                self.execute(statement)
+            self.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def _explained(method: Method) -> Method:
-    @functools.wraps(method)
-    def explained(self: Any, *arguments: Any) -> Any:
-        with journal_errors(self.path):
-            return method(self, *arguments)
-
-    return explained  # type: ignore[return-value]
-
-
-class _Cursor(sqlite3.Cursor):
-    """Wraps reading too: damage may only show when rows are fetched."""
-
-    @property
-    def path(self) -> Path:
-        return self.connection.path  # type: ignore[attr-defined]
-
-    execute = _explained(sqlite3.Cursor.execute)
-    executemany = _explained(sqlite3.Cursor.executemany)
-    executescript = _explained(sqlite3.Cursor.executescript)
-    fetchone = _explained(sqlite3.Cursor.fetchone)
-    fetchall = _explained(sqlite3.Cursor.fetchall)
-    __next__ = _explained(sqlite3.Cursor.__next__)
-
-
-class Journal(sqlite3.Connection):
-    """`with journal:` commits or rolls back, as in sqlite3."""
-
-    def __init__(self, database: Any, *arguments: Any, **options: Any) -> None:
-        self.path = Path(database)
-        super().__init__(database, *arguments, **options)
-
-    def cursor(self, *_: Any) -> _Cursor:  # type: ignore[override]
-        return super().cursor(_Cursor)
-
-    def execute(self, *arguments: Any) -> sqlite3.Cursor:
-        return self.cursor().execute(*arguments)
-
-    def executemany(self, *arguments: Any) -> sqlite3.Cursor:
-        return self.cursor().executemany(*arguments)
-
-    def executescript(self, *arguments: Any) -> sqlite3.Cursor:
-        return self.cursor().executescript(*arguments)
-
-    __exit__ = _explained(sqlite3.Connection.__exit__)
-
-    def alone(self) -> Self:
-        """`with journal.alone():` is a transaction in which no other process can write."""
-        self.execute("BEGIN IMMEDIATE")
-        return self
 
 
 def checks_rows(method: Method) -> Method:
@@ -106,7 +138,7 @@ def checks_rows(method: Method) -> Method:
         try:
             return method(self, *arguments, **options)
         except _ODD as error:
-            reason = _DAMAGED.format(error=f"{type(error).__name__}: {one_line(error)}", elsewhere=_ELSEWHERE)
+            reason = _DAMAGED.format(f"{type(error).__name__}: {one_line(error)}")
             raise RunError(f"{self.folder / FILE} {reason}") from error
 
     return checked  # type: ignore[return-value]

@@ -6,25 +6,23 @@ the others are merged. Each is merged in one transaction; what the run already h
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from kl_lens.base.errors import KLLensError, RunError
 from kl_lens.run.folder import Run
 from kl_lens.run.journal import FILE, checks_rows
-from kl_lens.run.samples import METRICS_VERSION, WINDOW_FIELDS, WindowMetrics
+from kl_lens.run.samples import METRICS_VERSION
 from kl_lens.run.subjects import content_digest
 
 SHARDS = "shards"  # folder in a run for `measure --shard`
-SWEEP = "sweep"  # record of a shard: the whole list of candidates
+_EFFORT = "SELECT * FROM effort ORDER BY rowid"  # every candidate of a sweep, in its order
 
 
 @dataclass(frozen=True)
@@ -37,18 +35,6 @@ class Joined:
     differing: int  # of those: the numbers differ, and the run kept its own
 
 
-@dataclass(frozen=True)
-class _Source:
-    folder: Path
-    identity: dict[str, Any]
-    texts: dict[str, tuple[dict[str, Any], list[str]]]  # role → identity, and the hash of each window
-
-    @property
-    def about(self) -> str:
-        texts = {role: identity for role, (identity, _) in self.texts.items()}
-        return content_digest([self.identity.get("model_fingerprint"), texts])
-
-
 def shards_of(run: Path) -> list[Path]:
     return sorted(path.parent for path in (run / SHARDS).glob(f"*/{FILE}"))
 
@@ -57,147 +43,95 @@ def merge(
     folder: Path, sources: Sequence[Path], command: Sequence[str] = ()
 ) -> tuple[list[Joined], dict[str, str]]:
     """What was merged, sorted by name, and source → why it was refused."""
-    found: list[_Source] = []
+    about: dict[Path, str] = {}
     refused: dict[str, str] = {}
     for path in sorted({os.path.realpath(each): Path(each) for each in sources}.values()):
         try:
             if os.path.realpath(path) == os.path.realpath(folder):
                 raise RunError(f"{path} is the run itself")
-            with Run.open(path) as run:
-                found.append(_checked(run))
+            with Run.open(path) as source:
+                about[path] = _checked(source)
         except KLLensError as error:
             refused[str(path)] = str(error)
-    if not found:
+    if not about:
         return [], refused
     # Start with what most sources are about, so that an odd one out is refused and not the rest.
-    common = Counter(source.about for source in found)
-    found.sort(key=lambda source: -common[source.about])
+    common = Counter(about.values())
     joined = []
     with Run.create(folder) as run:
         if command:
             run.note_command(command)
-        for source in found:
+        for path in sorted(about, key=lambda path: -common[about[path]]):
             try:
-                joined.append(_joined(run, source))
+                with Run.open(path) as source, run.journal.alone():
+                    joined.append(_joined(source, run))
             except KLLensError as error:
-                refused[str(source.folder)] = str(error)
-        for role in run.load_all(SWEEP):
-            run.put_in_order(role, [tuple(key) for key in run.load(SWEEP, role) or []])
+                refused[str(path)] = str(error)
     return sorted(joined, key=lambda each: each.source), refused
 
 
 def missing(run: Run) -> int:
     """Candidate × window pairs that no shard has measured yet."""
     total = 0
-    for role, keys in run.load_all(SWEEP).items():
-        count = (run.text_identity(role.partition("@")[0]) or {"windows": 0})["windows"]
-        done = run.measured_windows(role)
-        total += sum(count - len(done.get((component, name), ())) for component, name in keys)
+    for role, component, name, *_ in run.journal.rows(_EFFORT):
+        total += len(run.window_hashes(role.partition("@")[0])) - len(run.samples(role, component, name))
     return total
 
 
 @checks_rows
-def _checked(run: Run) -> _Source:
-    """Reads what a journal is about. Raises if it is damaged or of another metrics version."""
-    (verdict,) = run.journal.execute("PRAGMA quick_check(1)").fetchone()
+def _checked(source: Run) -> str:
+    """A digest of what a journal is about. Raises if it is damaged or of another metrics version."""
+    ((verdict,),) = source.journal.rows("PRAGMA quick_check(1)")
     if verdict != "ok":
         raise ValueError(verdict)
-    identity = run.identity
-    if "model_fingerprint" not in identity or not run.roles():
-        raise RunError(f"{run.folder} holds no measurements")
+    identity = source.identity
+    if "model_fingerprint" not in identity or not source.roles():
+        raise RunError(f"{source.folder} holds no measurements")
     if identity.get("metrics_version") != METRICS_VERSION:
         raise RunError(
-            f"{run.folder} was made with another definition of the metrics: metrics_version is "
+            f"{source.folder} was made with another definition of the metrics: metrics_version is "
             f"{identity.get('metrics_version')!r} there and {METRICS_VERSION!r} now; measure it again"
         )
-    for _, _, _, window in _samples(run):
-        token_kl = np.frombuffer(window.token_kl, np.float32)
-        total = float(token_kl.sum(dtype=np.float64))
-        if len(token_kl) != window.tokens or not all(math.isfinite(v) for v in _numbers(window)):
-            raise ValueError(f"window {window.window} holds no measurement")
-        if not math.isclose(total, window.kl, rel_tol=1e-4, abs_tol=1e-9 * window.tokens):
-            raise ValueError(f"window {window.window} does not add up")
-    texts = {}
-    for role in run.roles():
-        rows = run.journal.execute(
-            "SELECT window, hash FROM windows WHERE role = ? ORDER BY window", (role,)
-        ).fetchall()
-        if [window for window, _ in rows] != list(range(len(rows))):
+    for key in source.journal.rows(_EFFORT):
+        for window in source.samples(*key[:3]):
+            token_kl = np.frombuffer(window.token_kl, np.float32)
+            total = float(token_kl.sum(dtype=np.float64))
+            numbers = window.window, window.tokens, window.targets, *window.sums.values()
+            if len(token_kl) != window.tokens or not all(math.isfinite(number) for number in numbers):
+                raise ValueError(f"window {window.window} holds no measurement")
+            if not math.isclose(total, window.kl, rel_tol=1e-4, abs_tol=1e-9 * window.tokens):
+                raise ValueError(f"window {window.window} does not add up")
+    for role in source.roles():
+        hashes = source.window_hashes(role)
+        if list(hashes) != list(range(len(hashes))):
             raise ValueError(f"windows of {role} are missing")
-        texts[role] = _text(run, role), [value for _, value in rows]
-    return _Source(run.folder, identity, texts)
+    texts = {role: source.text_identity(role) for role in source.roles()}
+    return content_digest([identity["model_fingerprint"], texts])
 
 
-def _text(run: Run, role: str) -> dict[str, Any]:
-    identity = dict(run.text_identity(role) or {})
-    identity.pop("windows", None)
-    return identity
-
-
-def _numbers(window: WindowMetrics) -> tuple[float, ...]:
-    return window.window, window.tokens, window.targets, *window.sums.values()
-
-
-def _samples(run: Run) -> Iterator[tuple[str, str, str, WindowMetrics]]:
-    fields = ", ".join(WINDOW_FIELDS)
-    query = f"SELECT role, component, format, {fields} FROM samples ORDER BY role, component, format, window"
-    for role, component, name, *values in run.journal.execute(query):
-        yield role, component, name, WindowMetrics.from_row(*values)
-
-
-def _joined(run: Run, source: _Source) -> Joined:
-    """Merges a source in one transaction. Its time is counted in proportion to the new windows."""
-    with Run.open(source.folder) as other:
-        run.identify({key: value for key, value in source.identity.items() if key != "metrics_version"})
-        for role, (identity, hashes) in source.texts.items():
-            run.identify_text(role, identity, hashes)
-        effort = {
-            tuple(row[:3]): row
-            for row in other.journal.execute("SELECT * FROM effort ORDER BY rowid").fetchall()
-        }
-        there = {role: run.measured_windows(role) for role, _, _ in effort}
-        taken: Counter[tuple[str, str, str]] = Counter()
-        every: Counter[tuple[str, str, str]] = Counter()
-        differing = 0
-        marks = ", ".join("?" for _ in range(3 + len(WINDOW_FIELDS)))
-        with run.journal.alone():
-            for role, component, name, window in _samples(other):
-                key = (role, component, name)
-                every[key] += 1
-                if window.window in there.get(role, {}).get((component, name), ()):
-                    differing += not _same(run, key, window)
-                    continue
-                taken[key] += 1
-                run.journal.execute(f"INSERT INTO samples VALUES ({marks})", (*key, *window.row))
-            for key, count in taken.items():
-                *_, seconds, dtype = effort[key]
-                run.journal.execute(
-                    "INSERT INTO effort VALUES (?, ?, ?, ?, ?) ON CONFLICT (role, component, format) "
-                    "DO UPDATE SET seconds = seconds + excluded.seconds",
-                    (*key, seconds * count / every[key], dtype),
-                )
-            _take_windows_and_records(run, other)
-    return Joined(source.folder, taken.total(), every.total() - taken.total(), differing)
-
-
-def _same(run: Run, key: tuple[str, str, str], window: WindowMetrics) -> bool:
-    query = "SELECT token_kl FROM samples WHERE role = ? AND component = ? AND format = ? AND window = ?"
-    return bool(run.journal.execute(query, (*key, window.window)).fetchone()[0] == window.token_kl)
-
-
-def _take_windows_and_records(run: Run, other: Run) -> None:
-    """Teacher values for windows where the run has none, noise, texts, and the lists of candidates."""
-    query = "SELECT tokens, teacher_cross_entropy, role, window FROM windows WHERE tokens IS NOT NULL"
-    run.journal.executemany(
+@checks_rows
+def _joined(source: Run, run: Run) -> Joined:
+    """Adds what the run does not have: samples with their share of the time, the teacher's values, noise, texts."""
+    run.identify(source.identity)
+    for role in source.roles():
+        identity = dict(source.text_identity(role) or {})
+        identity.pop("windows")
+        run.identify_text(role, identity, list(source.window_hashes(role).values()))
+    taken = known = differing = 0
+    for role, component, name, seconds, dtype in source.journal.rows(_EFFORT):
+        there = {window.window: window.token_kl for window in run.samples(role, component, name)}
+        windows = source.samples(role, component, name)
+        fresh = [window for window in windows if window.window not in there]
+        differing += sum(there.get(window.window, window.token_kl) != window.token_kl for window in windows)
+        taken, known = taken + len(fresh), known + len(windows) - len(fresh)
+        share = len(fresh) / max(1, len(windows))
+        run.store_samples(role, component, name, fresh, seconds * share, dtype)
+    run.journal.write(
         "UPDATE windows SET tokens = ?, teacher_cross_entropy = ? WHERE role = ? AND window = ? AND tokens IS NULL",
-        other.journal.execute(query).fetchall(),
+        source.journal.rows("SELECT tokens, teacher_cross_entropy, role, window FROM windows"),
     )
-    query = "SELECT kind, name, value, created FROM records WHERE kind IN ('noise', 'text')"
-    run.journal.executemany(
-        "INSERT OR IGNORE INTO records VALUES (?, ?, ?, ?)", other.journal.execute(query).fetchall()
+    run.journal.write(
+        "INSERT OR IGNORE INTO records VALUES (?, ?, ?, ?)",
+        source.journal.rows("SELECT * FROM records WHERE kind IN ('noise', 'text')"),
     )
-    for role, keys in other.load_all(SWEEP).items():
-        known = run.load(SWEEP, role) or []
-        both = known + [key for key in keys if key not in known]
-        row = (SWEEP, role, json.dumps(both), 0.0)
-        run.journal.execute("INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?)", row)
+    return Joined(source.folder, taken, known, differing)

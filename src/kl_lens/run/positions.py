@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kl_lens.run.records import Estimate, Score
+from kl_lens.run.samples import ratio
 
 BIN, FEWEST_BINS = 512, 4
 LONGEST = 8192  # tokens of a window by default, where the model allows so many
@@ -75,39 +76,20 @@ def longest_window(config: Any) -> int:
     return min(LONGEST, int(getattr(text, "max_position_embeddings", None) or LONGEST))
 
 
-def bin_width(tokens: int) -> int:
-    """512 tokens, or fewer for at least four bins."""
-    return max(1, min(BIN, math.ceil(tokens / FEWEST_BINS)))
-
-
-def binned(tokens: Floats) -> npt.NDArray[np.float64]:
-    """The sums of a window's values in each bin of positions."""
-    edges = np.arange(0, len(tokens), bin_width(len(tokens)))
-    return np.add.reduceat(tokens.astype(np.float64), edges)
-
-
 def by_position(windows: Sequence[Floats]) -> PositionCurve:
-    """KL by position, from the KL of every token of every window. All windows have the same length.
+    """KL by position, from the KL of every token of every window. All windows have the same length. Bins have 512
+    tokens, or fewer for at least four bins.
 
     Example:
         >>> by_position([score.kl() for score in scores]).slope
     """
-    return curve([binned(window) for window in windows], len(windows[0]))
-
-
-def curve(sums: Sequence[Floats] | npt.NDArray[np.float64], tokens: int) -> PositionCurve:
-    """The same, from the sums per bin of windows with so many tokens."""
-    width = bin_width(tokens)
-    starts = np.arange(0, tokens, width)
-    counts = np.minimum(starts + width, tokens) - starts
-    means = np.array(sums) / counts  # (windows, bins)
+    tokens = len(windows[0])
+    starts = np.arange(0, tokens, max(1, min(BIN, math.ceil(tokens / FEWEST_BINS))))
+    counts = np.diff(starts, append=tokens)
+    means = np.add.reduceat(np.array(windows, np.float64), starts, axis=1) / counts  # (windows, bins)
     places = (starts + counts / 2) / 1000
     away = counts * (places - np.average(places, weights=counts))
     slopes = means @ away / (away @ places) if len(starts) > 1 else np.zeros(len(means))
-    each = tuple(_mean(column) for column in means.T)
-    return PositionCurve(tuple(int(start) for start in starts), each, _mean(slopes), len(means))
-
-
-def _mean(values: npt.NDArray[np.float64]) -> Estimate:
-    error = float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-    return Estimate(float(values.mean()), error)
+    once = np.ones(len(means))
+    each = tuple(ratio(column, once) for column in means.T)
+    return PositionCurve(tuple(starts.tolist()), each, ratio(slopes, once), len(means))

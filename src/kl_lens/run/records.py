@@ -19,7 +19,8 @@ class Record:
     """Mixin: a dataclass that goes to JSON and comes back unchanged."""
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)  # type: ignore[call-overload]
+        """Strict JSON: an undefined standard error is null."""
+        return asdict(self, dict_factory=_strict)  # type: ignore[call-overload]
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
@@ -32,6 +33,10 @@ class Record:
         if missing := [f.name for f in fields(cls) if f.name not in data and _is_required(f)]:  # type: ignore[arg-type]
             raise ValueError(f"{cls.__name__}: {missing[0]} is missing")
         return cls(**{k: _checked(v, kinds[k], f"{cls.__name__}.{k}") for k, v in data.items()})
+
+
+def _strict(entries: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: None if name == "standard_error" and not math.isfinite(v) else v for name, v in entries}
 
 
 @cache
@@ -95,7 +100,6 @@ class Estimate(Record):
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """An undefined error is null in files: those are strict JSON."""
         error = data.get("standard_error")
         return super().from_json({**data, "standard_error": math.nan if error is None else error})
 
@@ -152,14 +156,6 @@ class Measured(Record):
         """`wikitext2:valid, 4 windows`."""
         return f"{self.text}, {self.windows} window{'' if self.windows == 1 else 's'}"
 
-    def to_json(self) -> dict[str, Any]:
-        """An undefined error (of a single window) is null."""
-        data = asdict(self)
-        for estimate in (data["kl"], data["perplexity"]):
-            if not math.isfinite(estimate["standard_error"]):
-                estimate["standard_error"] = None
-        return data
-
 
 @dataclass(frozen=True)
 class Plan(Record):
@@ -197,9 +193,6 @@ class Plan(Record):
     def file_bytes(self) -> int | None:
         """Size of the target's file, or of the weights without a target."""
         return None if self.bytes is None else self.bytes + self.fixed_bytes
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"measured": self.measured.to_json() if self.measured else None}
 
 
 @dataclass(frozen=True)
@@ -244,17 +237,6 @@ class SensitivityTable:
 
 
 PREDICTED = "predicted"  # `compute_dtype` of a Measurement that was not measured
-# Metrics of a Measurement. Both KLs are means per token in nats; "teacher" is the original model.
-METRICS = {
-    "kl_teacher_to_student": "KL(teacher ‖ student), nats per token",
-    "kl_student_to_teacher": "KL(student ‖ teacher), nats per token",
-    "mse": "mean squared error of the logits",
-    "sqnr_db": "signal to quantization noise ratio of the logits, dB (larger is better)",
-    "delta_cross_entropy": "change in cross-entropy against the true next token, nats per token",
-    "same_top": "share of tokens whose most likely next token stays the same",
-    "kl_p99": "99th percentile of KL(teacher ‖ student) over tokens",
-    "kl_max": "largest KL(teacher ‖ student) of any token",
-}
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Self
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -37,18 +35,6 @@ class WindowMetrics:
         """Σ KL(teacher ‖ student)."""
         return self.sums[KL]
 
-    @property
-    def row(self) -> tuple[Any, ...]:
-        """As the journal stores it."""
-        return self.window, self.tokens, self.targets, json.dumps(self.sums), self.token_kl
-
-    @classmethod
-    def from_row(cls, window: int, tokens: int, targets: int, sums: str, token_kl: bytes) -> Self:
-        return cls(window, tokens, targets, json.loads(sums), token_kl)
-
-
-WINDOW_FIELDS = tuple(f.name for f in fields(WindowMetrics))
-
 
 def window_kl(windows: Sequence[WindowMetrics]) -> Floats:
     """Mean KL(teacher ‖ student) per token of each window."""
@@ -56,8 +42,8 @@ def window_kl(windows: Sequence[WindowMetrics]) -> Floats:
 
 
 def summarise(windows: Sequence[WindowMetrics]) -> dict[str, Estimate]:
-    """Means per token with standard errors over windows: every metric of `records.METRICS`, and other objectives that
-    all windows have."""
+    """Means per token with standard errors over windows: the metrics of a Measurement, and other objectives that all
+    windows have. KL in nats; the teacher is the original model."""
     if not windows:
         raise ValueError("no windows to summarise")
     tokens = np.array([w.tokens for w in windows], float)
@@ -72,10 +58,10 @@ def summarise(windows: Sequence[WindowMetrics]) -> dict[str, Estimate]:
     return {
         KL: mean(KL),
         "kl_student_to_teacher": mean("kl_student_to_teacher"),
-        "mse": error,
-        "sqnr_db": _decibels(signal, error, windows),
-        "delta_cross_entropy": mean("delta_cross_entropy", targets),
-        "same_top": mean("same_top"),
+        "mse": error,  # of the logits
+        "sqnr_db": _decibels(signal, error, windows),  # of the logits; larger is better
+        "delta_cross_entropy": mean("delta_cross_entropy", targets),  # against the true next token
+        "same_top": mean("same_top"),  # share of tokens whose most likely next token stays the same
         "kl_p99": Estimate(float(np.quantile(token_kl, 0.99))),
         "kl_max": Estimate(float(token_kl.max())),
         **{name: mean(name) for name in others},
