@@ -80,8 +80,7 @@ def test_products_are_as_accurate_as_they_say(
 def test_scans_convolution_and_norms_equal_double_precision() -> None:
     from kl_lens.model.kernels import triton_scan
     from kl_lens.model.kernels.chunked_scan import chunked_scan
-    from kl_lens.model.kernels.convolution import causal_convolution_reference
-    from kl_lens.model.kernels.selective_scan import selective_scan_reference
+    from tests.model.test_kernels import causal_convolution_reference, selective_scan_reference
 
     x, dt, gate = (
         _random(2, 75, 130)[..., :65],

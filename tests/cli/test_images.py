@@ -114,7 +114,7 @@ def test_what_is_for_language_models_is_refused_in_one_line(
     capsys.readouterr()
     assert main(["export", "--run", str(run), "--target", "gguf"]) == 1
     assert "mambavision" in capsys.readouterr().err
-    assert main(["measure", "reference:mamba", "--task", "image", "--run", str(run)]) == 1
+    assert main(["measure", "reference:mamba", "--images", str(images), "--run", str(run)]) == 1
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
 
 

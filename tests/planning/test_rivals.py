@@ -146,8 +146,7 @@ def test_a_stock_recipe_that_fits_by_its_written_size_wins_over_sums_of_bounds()
     planner = TargetPlanner.__new__(TargetPlanner)
     planner.target = SimpleNamespace(name="toy", title="Toy", exact_file_bytes=size)  # type: ignore[assignment]
     planner.__dict__["fixed_bytes"] = 100
-    planner._run = planner._settings = SimpleNamespace()  # type: ignore[assignment]
-    planner._bench = SimpleNamespace(model_of=lambda run, settings: None)  # type: ignore[assignment]
+    planner._opened = lambda: None  # type: ignore[assignment, return-value]
     small = Plan("ours", {"head": "int4"}, "exact budget", 0.5, 500, limits={"bytes": 1100}, fixed_bytes=120)
     whole = Plan("mixture", {"head": "int8"}, "a mixture", 0.1, 1000)
     assert planner.fitted(lambda fixed: small, 1100).file_bytes == 620

@@ -160,7 +160,7 @@ def test_what_was_not_measured_is_predicted_by_page_and_plan_alike_and_said_to_b
     assert "KL about 0.0012, predicted" in page
     assert "Hatched: predicted." in page
     assert "≈ 0.0012" in section(page, "details").words
-    budget = ["--max-bytes", str(explorer.positions[at].bytes), "--dry-run"]
+    budget = ["--max-bytes", str(explorer.positions[at].bytes)]
     assert main(["plan", "--run", str(folder), *budget, "--json"]) == 0
     told = capsys.readouterr()
     [plan] = json.loads(told.out)
