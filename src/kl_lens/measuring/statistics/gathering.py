@@ -95,7 +95,6 @@ class _Gathering:
         self._store("outside.safetensors", multiplied)
         for component in looked_up:
             self._stored.add_without_moments(component.name, LOOKED_UP, component.shape[-1], self._tokens)
-            self._stored.add_weights(self._weights_of([component]))
 
     def _watch(self, components: Sequence[Component]) -> Callable[[int], ProductWatch]:
         for component in components:
@@ -129,7 +128,7 @@ class _Gathering:
                         f"experts {', '.join(few)} saw fewer tokens than they have columns: filled up with the overall "
                         "mean"
                     )
-        self._stored.add(file, statistics, notes, self._weights_of(components))
+        self._stored.add(file, statistics, notes)
 
     def _check_states(self, states: torch.Tensor, where: str, number: int) -> None:
         if not bool(torch.isfinite(states).all()):

@@ -135,14 +135,8 @@ class StoredStatistics:
             ) from error
         return InputStatistics(_unpacked(packed.to(device), entry["columns"]), tokens)
 
-    def add(
-        self,
-        file: str,
-        moments: Mapping[str, InputStatistics],
-        notes: Mapping[str, str],
-        weights: Mapping[str, torch.Tensor],
-    ) -> None:
-        """Writes finished components to a file, then to the index; `weights`: see `add_weights`."""
+    def add(self, file: str, moments: Mapping[str, InputStatistics], notes: Mapping[str, str]) -> None:
+        """Writes finished components to a file, then to the index."""
         tensors: dict[str, torch.Tensor] = {}
         for name, statistics in moments.items():
             packed = _packed(statistics.second_moments)
@@ -153,32 +147,17 @@ class StoredStatistics:
             self._components[name] = {
                 "file": file, "under": under, "columns": statistics.second_moments.shape[-1],
                 "tokens": list(statistics.tokens), "note": notes.get(name),
-                "inputs": _largest_columns(statistics.second_moments),
             }  # fmt: skip
         if tensors:
             with whole(self.folder / file) as temporary:
                 save_file(tensors, temporary)
-        self.add_weights(weights)
+        self._write_index()
 
     def add_without_moments(self, component: str, note: str, columns: int | None, tokens: int) -> None:
         """Records a component whose columns count equally (`columns` given), or about which nothing is known (None)."""
         entry = {"file": None, "under": None, "columns": columns, "tokens": [tokens], "note": note}
         self._components[component] = entry
         self._write_index()
-
-    def add_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Stores the distribution of weights, for the report only."""
-        for name, values in weights.items():
-            if name in self._components:
-                self._components[name]["weights"] = _spread(values)
-        self._write_index()
-
-    def shown(self) -> dict[str, dict[str, Any]]:
-        """Component → distribution of its weights and the largest columns of its inputs."""
-        entries = {
-            n: {k: e[k] for k in ("weights", "inputs") if e.get(k)} for n, e in self._components.items()
-        }
-        return {name: entry for name, entry in entries.items() if entry}
 
     def _require(self, identity: Mapping[str, Any]) -> None:
         meanings = {
@@ -226,24 +205,6 @@ class RunStatistics:
 
     def of(self, component: str, device: torch.device | str = "cpu") -> InputStatistics:
         return self._stored.of(component, device)
-
-
-def _largest_columns(moments: torch.Tensor, count: int = 8) -> dict[str, Any]:
-    """Root mean square of the inputs over all columns, and of the largest ones."""
-    squares = moments.diagonal(dim1=-2, dim2=-1).reshape(-1, moments.shape[-1]).mean(0)
-    values, columns = squares.clamp_min(0).sqrt().topk(min(count, len(squares)))
-    largest = [[int(c), float(f"{v:.4g}")] for c, v in zip(columns, values.tolist(), strict=True)]
-    return {"rms": float(f"{squares.mean().sqrt().item():.4g}"), "largest": largest}
-
-
-def _spread(weights: torch.Tensor, bars: int = 33, reach: float = 4.0) -> dict[str, Any]:
-    """Root mean square (rms), the largest value in rms, and a histogram from −4 to 4 rms in thousandths."""
-    values = weights.detach().float().flatten()
-    rms = values.square().mean().sqrt().clamp_min(1e-30)
-    counts = torch.histc(values / rms, bars, -reach, reach)
-    shares = (1000 * counts / values.numel()).round().int().tolist()
-    most = (values.abs().max() / rms).item()
-    return {"rms": float(f"{rms.item():.4g}"), "most": float(f"{most:.4g}"), "bars": shares}
 
 
 def _packed(moments: torch.Tensor) -> torch.Tensor:
