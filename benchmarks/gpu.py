@@ -235,10 +235,7 @@ def main() -> None:
     parser.add_argument("--precisions", default=PRECISIONS)
     parser.add_argument("--memory-budget", type=parse_bytes, default=DEFAULT_MEMORY)
     parser.add_argument(
-        "--every",
-        type=int,
-        default=1,
-        help="measure every Nth candidate and scale the seconds up",
+        "--every", type=int, default=1, help="measure every Nth candidate, scale the seconds up"
     )
     parser.add_argument("--without-plain", action="store_true")
     parser.add_argument("--format", default="int4-g64")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 
+import kl_lens
 from kl_lens.base.errors import KLLensError
 from kl_lens.cli.flags import file_values
 from kl_lens.cli.main import USUAL, VERBS, build_parser, main, parse, settings_from
@@ -61,6 +63,27 @@ def test_every_verb_has_settings_and_says_what_each_means() -> None:
         for option in options_of(settings_of(verb)):
             named = option.meaning or option.choices or option.metavar
             assert named, f"kl-lens {verb} {option.flag}"
+
+
+# Of git, llama.cpp, mlx-lm, the hub's client, Ray and Slurm, and colours of the report.
+OTHERS = {
+    "--head", "--tensor-type-file", "--imatrix", "--grid", "--array", "--local-dir", "--chat-template", "--vocab-only",
+    "--flash-attn", "--cache-type-k", "--cache-type-v", "--hf-repo", "--hf-file", "--q-bits", "--q-group-size",
+    "--quant-predicate", "--inference",
+}  # fmt: skip
+
+
+def flags_of(parser: argparse.ArgumentParser) -> set[str]:
+    flags = {flag for action in parser._actions for flag in action.option_strings}
+    verbs = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return flags.union(*(flags_of(inner) for action in verbs for inner in action.choices.values()))
+
+
+def test_messages_name_flags_that_exist() -> None:
+    known = flags_of(build_parser()) | OTHERS
+    for path in sorted(Path(kl_lens.__file__).parent.rglob("*.py")):
+        named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", path.read_text(encoding="utf-8")))
+        assert named <= known, path
 
 
 def test_the_help_shows_the_flags_that_people_use(capsys) -> None:

@@ -157,7 +157,7 @@ def test_a_renamed_repository_goes_by_its_new_name(tiny: Hub) -> None:
 def test_a_revision_may_stand_behind_the_name(tiny: Hub) -> None:
     tiny.repositories["org/tiny"].tags["v1"] = tiny.repositories["org/tiny"].commit
     assert model_folder("org/tiny@v1") == model_folder("org/tiny", revision="v1")
-    with pytest.raises(CheckpointError, match="org/tiny@v1 and --revision v2: give only one"):
+    with pytest.raises(CheckpointError, match="org/tiny@v1 and revision v2: give only one"):
         model_folder("org/tiny@v1", revision="v2")
     with pytest.raises(CheckpointError, match="org/tiny has no revision 'v9'"):
         model_folder("org/tiny@v9")

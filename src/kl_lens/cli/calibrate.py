@@ -26,5 +26,5 @@ def show(result: CalibrateResult) -> None:
         f"Statistics {result.statistics.digest} of {result.statistics.identity['model']}: {label}, {text['windows']} "
         f"windows of {text['length']} tokens, in {result.statistics.folder}"
     )
-    command = ["measure", result.model, "--run", str(result.folder), "--formats", "int4-g64,int8"]
-    out.print(f"Next: kl-lens {shlex.join(command)} --methods rtn,gptq", soft_wrap=True)
+    command = ["measure", result.model, "--run", str(result.folder), "--formats", "int4-g64,int4-g64+gptq"]
+    out.print(f"Next: kl-lens {shlex.join(command)}", soft_wrap=True)

@@ -136,7 +136,7 @@ class Chain:
         ):
             raise CheckpointError(
                 f"{type(self.model).__name__} is not causal: its output for a token depends on later "
-                "tokens; KL Lens measures causal language models, and image classifiers with --task image"
+                "tokens; KL Lens measures causal language models, and image classifiers with --images FOLDER"
             )
 
     def _rounding(self, logits: torch.Tensor) -> float:

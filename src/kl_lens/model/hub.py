@@ -53,7 +53,7 @@ def split_name(text: str, revision: str | None = None) -> tuple[str, str | None]
         raise CheckpointError(f"{text}: no such folder, and not a hub id (owner/name)")
     repo, _, named = text.partition("@")
     if named and revision and named != revision:
-        raise CheckpointError(f"{text} and --revision {revision}: give only one revision")
+        raise CheckpointError(f"{text} and revision {revision}: give only one")
     return repo, named or revision
 
 

@@ -321,7 +321,7 @@ def model_folder(source: str | Path, *, revision: str | None = None, watch: Watc
     text = str(source)
     if revision and not _is_on_hub(source):
         raise CheckpointError(
-            f"--revision {revision} works with hub ids only; leave it out: {text} is no hub id"
+            f"revision {revision} works with hub ids only; leave it out: {text} is no hub id"
         )
     if text.startswith("reference:"):
         name = text.partition(":")[2]

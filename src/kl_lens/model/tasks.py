@@ -124,7 +124,7 @@ class LanguageTask:
         if head is None:
             raise CheckpointError(
                 f"{type(model).__name__} has no language-model head (a linear layer to the vocabulary); "
-                "KL Lens measures causal language models, and image classifiers with --task image"
+                "KL Lens measures causal language models, and image classifiers with --images FOLDER"
             )
         return head
 
