@@ -122,17 +122,31 @@ class Screen:
         anchors = map(key_of, self.first)
         return {key: ratios[key[0]] * errors[key] for key in anchors if key[0] in ratios}
 
+    def samples(self, measured: Mapping[Key, float]) -> list[Candidate]:
+        """One component of each kind in each recipe that nothing of its kind was measured in."""
+        kinds = {name: anchor.component.kind for name, anchor in self._anchors.items()}
+        known = {(kinds[name], recipe) for name, recipe in measured}
+        unknown: dict[Hashable, list[Candidate]] = {}
+        for each in self.candidates:
+            if (each.component.kind, each.recipe) not in known:
+                unknown.setdefault((each.component.kind, each.recipe), []).append(each)
+        return [group[len(group) // 2] for group in unknown.values()]
+
     def predicted(
-        self, errors: Mapping[Key, float], first: Mapping[Key, float], measured: Mapping[Key, float]
+        self,
+        errors: Mapping[Key, float],
+        first: Mapping[Key, float],
+        measured: Mapping[Key, float],
+        samples: Mapping[Key, float] | None = None,
     ) -> dict[Key, float]:
         """The KL of every candidate: measured, or predicted from the values of `first` and corrected by what was
-        measured of the same component and of others of its kind."""
+        measured of the same component and of others of its kind, `samples` (on less text) among it."""
         raw: dict[Key, float] = {}
         for key in map(key_of, self.candidates):
             anchor = key_of(self._anchors[key[0]])
             raw[key] = max(first.get(anchor, 0.0), 0.0) / max(errors[anchor], 1e-30) * errors[key]
         # What was measured differs from its prediction by a factor of its kind and recipe and one of the component.
-        ratios = {key: value / raw[key] for key, value in measured.items() if raw[key] > 0}
+        ratios = {k: v / raw[k] for k, v in {**(samples or {}), **measured}.items() if raw[k] > 0}
         kinds = {name: anchor.component.kind for name, anchor in self._anchors.items()}
         usual = statistics.median(ratios.values()) if ratios else 1.0
         alike = _medians(((kinds[name], recipe), ratio) for (name, recipe), ratio in ratios.items())

@@ -111,7 +111,12 @@ class StagedSearch:
                 room = self._room(known(), room, limits)
                 measure([self._plan(known(UNSURE), max_kl=share * room) for share in shares])
         measured = self._values(chosen, CALIBRATION, len(self._windows))
-        return _together(results, len(chosen)), chosen, self._screen.predicted(self._errors, first, measured)
+        others = self._screen.samples(measured)
+        if others:
+            results.append(self._sweep.measure(others, few, SCREENING, noise=False))
+        samples = self._values(others, SCREENING, len(few))
+        predicted = self._screen.predicted(self._errors, first, measured, samples)
+        return _together(results, len(chosen)), chosen, predicted
 
     def _plan(
         self, table: SensitivityTable, *, max_bytes: float | None = None, max_kl: float | None = None
