@@ -69,6 +69,18 @@ def test_what_was_measured_corrects_its_component_and_its_kind(candidates: list[
     assert predicted == pytest.approx({key_of(c): truth(c) for c in candidates})
 
 
+def test_a_sample_corrects_recipes_of_which_nothing_was_measured(candidates: list[Candidate]) -> None:
+    screen = Screen(candidates)
+    errors = {key_of(c): error(c) for c in screen.needed}
+    first = {key_of(c): kl(c) for c in screen.first}
+    truth = {key_of(c): kl(c) * (3.0 if c.recipe.grid.name == "q8_0" else 1.0) for c in candidates}
+    measured = {key: kl for key, kl in truth.items() if key[1].grid.name != "q8_0"}
+    samples = screen.samples(measured)
+    assert [c.component.name for c in samples] == ["layers.2.in_proj", "layers.2.out_proj"]
+    predicted = screen.predicted(errors, first, measured, {key_of(c): truth[key_of(c)] for c in samples})
+    assert predicted == pytest.approx(truth)
+
+
 def test_only_clear_losers_of_no_fewer_bytes_are_left_out(candidates: list[Candidate]) -> None:
     both = [*candidates, Candidate(candidates[0].component, Recipe("q4_k"))]
     errors = {key_of(c): error(c) for c in both}
