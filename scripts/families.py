@@ -24,15 +24,16 @@ def _name(row: Row) -> str:
 
 def short(rows: list[Row]) -> Iterator[str]:
     """For README.md: families of which the same files can be written share a line."""
-    yield "| family | OpenVINO | GGUF |"
-    yield "|---|---|---|"
-    groups: dict[tuple[bool, bool, bool], list[str]] = {}
+    yield "| family | OpenVINO | GGUF | MLX |"
+    yield "|---|---|---|---|"
+    groups: dict[tuple[bool, ...], list[str]] = {}
     for row in rows:
-        kind = (not row["recurrent"], not row["gguf"], not row["openvino"])
+        kind = (not row["recurrent"], *(not row[target] for target in ("gguf", "openvino", "mlx")))
         groups.setdefault(kind, []).append(_name(row))
-    for (other, no_gguf, no_openvino), names in sorted(groups.items()):
-        if not other or not (no_gguf and no_openvino):
-            yield f"| {', '.join(names)} | {'–' if no_openvino else '✓'} | {'–' if no_gguf else '✓'} |"
+    for (other, *lacking), names in sorted(groups.items()):
+        if not other or not all(lacking):
+            gguf, openvino, mlx = ("–" if lacks else "✓" for lacks in lacking)
+            yield f"| {', '.join(names)} | {openvino} | {gguf} | {mlx} |"
 
 
 def full(rows: list[Row]) -> Iterator[str]:
