@@ -15,230 +15,16 @@ from kl_lens.model.architectures.hymba import HymbaConfig
 models.register()
 VOCABULARY = 97
 
-_MAMBA2 = {
-    "mamba_n_heads": 8,
-    "mamba_d_head": 16,
-    "mamba_d_state": 16,
-    "mamba_n_groups": 2,
-    "mamba_expand": 2,
-    "mamba_chunk_size": 16,
-}
-_ONE_GROUP = {**_MAMBA2, "mamba_n_groups": 1}  # as published Bamba and Granite checkpoints have it
-_ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
+Config = Callable[..., transformers.PretrainedConfig]
 _COMMON = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
-
-
-def _mamba() -> transformers.PretrainedConfig:
-    return transformers.MambaConfig(**_COMMON, num_hidden_layers=4, state_size=8, time_step_rank=5)
-
-
-def _falcon_mamba() -> transformers.PretrainedConfig:
-    return transformers.FalconMambaConfig(**_COMMON, num_hidden_layers=3, state_size=8, time_step_rank=5)
-
-
-def _mamba2(groups: int = 1) -> transformers.PretrainedConfig:
-    return transformers.Mamba2Config(
-        **_COMMON,
-        num_hidden_layers=4,
-        state_size=16,
-        num_heads=8,
-        head_dim=16,
-        n_groups=groups,
-        chunk_size=16,
-    )
-
-
-def _falcon_h1() -> transformers.PretrainedConfig:
-    return transformers.FalconH1Config(
-        **_COMMON,
-        **_ATTENTION,
-        **_MAMBA2,
-        num_hidden_layers=3,
-        mamba_d_ssm=128,
-        mamba_rms_norm=True,
-        lm_head_multiplier=0.5,
-        embedding_multiplier=2.0,
-        key_multiplier=0.7,
-        ssm_multipliers=[0.9, 0.8, 0.7, 1.1, 1.2],
-    )
-
-
-def _zamba2() -> transformers.PretrainedConfig:
-    return transformers.Zamba2Config(
-        **_COMMON,
-        num_hidden_layers=7,
-        layers_block_type=["mamba", "hybrid", "mamba", "hybrid", "mamba", "hybrid", "mamba"],
-        mamba_d_state=16,
-        mamba_ngroups=2,
-        n_mamba_heads=8,
-        mamba_headdim=16,
-        num_mem_blocks=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        intermediate_size=96,
-        chunk_size=16,
-        use_shared_attention_adapter=True,
-        adapter_rank=8,
-        use_mem_rope=True,
-    )
-
-
-def _jamba(experts: int) -> transformers.PretrainedConfig:
-    return transformers.JambaConfig(
-        **_COMMON,
-        **_ATTENTION,
-        num_hidden_layers=4,
-        attn_layer_period=2,
-        attn_layer_offset=1,
-        expert_layer_period=2,
-        expert_layer_offset=1,
-        num_experts=experts,
-        num_experts_per_tok=min(2, experts),
-        mamba_d_state=8,
-        mamba_dt_rank=5,
-        use_mamba_kernels=False,
-    )
-
-
-def _bamba() -> transformers.PretrainedConfig:
-    return transformers.BambaConfig(
-        **_COMMON, **_ATTENTION, **_ONE_GROUP, num_hidden_layers=4, attn_layer_indices=[1, 3]
-    )
-
-
-def _nemotron_h() -> transformers.PretrainedConfig:
-    return transformers.NemotronHConfig(
-        **_COMMON,
-        **_ATTENTION,
-        layers_block_type=["mamba", "mlp", "attention", "moe", "mamba", "mlp"],
-        head_dim=16,
-        mamba_num_heads=8,
-        mamba_head_dim=16,
-        ssm_state_size=16,
-        n_groups=2,
-        chunk_size=16,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=48,
-        moe_shared_expert_intermediate_size=48,
-        n_group=1,
-        topk_group=1,
-    )
-
-
-def _granitemoehybrid() -> transformers.PretrainedConfig:
-    return transformers.GraniteMoeHybridConfig(
-        **_COMMON,
-        **_ATTENTION,
-        **_ONE_GROUP,
-        num_hidden_layers=4,
-        layer_types=["mamba", "attention", "mamba", "attention"],
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        shared_intermediate_size=48,
-        logits_scaling=3.0,
-        embedding_multiplier=2.0,
-        residual_multiplier=0.5,
-    )
-
-
-def _llama() -> transformers.PretrainedConfig:
-    return transformers.LlamaConfig(**_COMMON, **_ATTENTION, num_hidden_layers=3)
-
-
-def _gemma2() -> transformers.PretrainedConfig:
-    """Not a promised family: it has a soft cap behind the head and tied weights, which nothing else here has."""
-    return transformers.Gemma2Config(
-        **_COMMON, **_ATTENTION, num_hidden_layers=2, head_dim=16, final_logit_softcapping=5.0
-    )
-
-
-CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
-    "mamba": _mamba,
-    "falcon_mamba": _falcon_mamba,
-    "mamba2": _mamba2,
-    "falcon_h1": _falcon_h1,
-    "zamba2": _zamba2,
-    "jamba": functools.partial(_jamba, 1),
-    "jamba_experts": functools.partial(_jamba, 4),
-    "bamba": _bamba,
-    "nemotron_h": _nemotron_h,
-    "granitemoehybrid": _granitemoehybrid,
-    "llama": _llama,
-    "gemma2": _gemma2,
-}
-
-
-def _zaya() -> transformers.PretrainedConfig:
-    """Each block hands a router state to the next."""
-    return transformers.ZayaConfig(
-        **_COMMON, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-        num_experts=4, moe_intermediate_size=48, router_hidden_size=16,
-    )  # fmt: skip
-
-
-def _gemma4() -> transformers.PretrainedConfig:
-    """The last blocks take keys and values from a dictionary that earlier ones fill."""
-    return transformers.Gemma4TextConfig(
-        **_COMMON, **_ATTENTION, num_hidden_layers=4, head_dim=16, global_head_dim=16, num_kv_shared_layers=2,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
-        hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCABULARY, sliding_window=512,
-    )  # fmt: skip
-
-
-def _mistral() -> transformers.PretrainedConfig:
-    """A sliding window shorter than the text: below its length there is no mask at all."""
-    return transformers.MistralConfig(**_COMMON, **_ATTENTION, num_hidden_layers=3, sliding_window=8)
-
-
-def _recurrent_gemma() -> transformers.PretrainedConfig:
-    """Gates are stacks of matrices, input-major; attention with a sliding window."""
-    return transformers.RecurrentGemmaConfig(
-        **_COMMON, **_ATTENTION, num_hidden_layers=3, lru_width=64, attention_window_size=8
-    )
-
-
-def _zamba() -> transformers.PretrainedConfig:
-    """x_proj and dt_proj are stacks of matrices, one for each head, and no modules."""
-    return transformers.ZambaConfig(
-        **_COMMON | {"hidden_size": 96}, num_hidden_layers=4, layers_block_type=["mamba", "hybrid", "mamba", "hybrid"],
-        num_attention_heads=4, num_key_value_heads=4, intermediate_size=96, attention_hidden_size=192,
-        attention_head_dim=48, mamba_d_state=8, mamba_dt_rank=5, n_mamba_heads=2, use_mamba_kernels=False,
-    )  # fmt: skip
-
-
-def _hymba() -> transformers.PretrainedConfig:
-    """Meta tokens, a window shorter than the text, keys and values that neighbours share; not transformers' own."""
-    return HymbaConfig(
-        **_COMMON, **_ATTENTION, num_hidden_layers=5, global_attn_idx=[0, 4], kv_reuse_group=[[1, 2, 3]],
-        sliding_window=6, num_memory_tokens=3, mamba_d_state=8, mamba_dt_rank=5,
-    )  # fmt: skip
-
-
-def _rwkv() -> transformers.PretrainedConfig:
-    """Halves its hidden states after every second block, unless it is told not to."""
-    return transformers.RwkvConfig(**_COMMON, num_hidden_layers=4, rescale_every=2)
-
-
-# Built otherwise than the promised families: what the chain and the anatomy must not be fooled by.
-UNUSUAL: dict[str, Callable[[], transformers.PretrainedConfig]] = {
-    "mamba2_groups": functools.partial(_mamba2, 2),  # transformers normalises otherwise than the authors
-    "zaya": _zaya,
-    "gemma4_text": _gemma4,
-    "mistral": _mistral,
-    "recurrent_gemma": _recurrent_gemma,
-    "zamba": _zamba,
-    "rwkv": _rwkv,
-    "hymba": _hymba,
-}
-
-
+    "vocab_size": VOCABULARY, "hidden_size": 64, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+_ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
+_MAMBA2 = {
+    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_expand": 2,
+    "mamba_chunk_size": 16,
+}  # fmt: skip
+_ONE_GROUP = {**_MAMBA2, "mamba_n_groups": 1}  # as published Bamba and Granite checkpoints have it
 _HYBRID = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
 _DELTA = {
@@ -247,13 +33,88 @@ _DELTA = {
 _LATENT = {"kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
 
 
-def _tiny(config: str, **settings: Any) -> Callable[..., transformers.PretrainedConfig]:
-    common = {**_COMMON, **_ATTENTION, "num_hidden_layers": 4, **settings}
-    return lambda **changes: getattr(transformers, config)(**{**common, **changes})
+def _bare(config: str | type, **settings: Any) -> Config:
+    made = getattr(transformers, config) if isinstance(config, str) else config
+    return lambda **changes: made(**{**_COMMON, **settings, **changes})
 
+
+def _tiny(config: str | type, **settings: Any) -> Config:
+    return _bare(config, **{**_ATTENTION, "num_hidden_layers": 4, **settings})
+
+
+_mamba2 = _bare(
+    "Mamba2Config", num_hidden_layers=4, state_size=16, num_heads=8, head_dim=16, n_groups=1, chunk_size=16
+)
+_jamba = _tiny(
+    "JambaConfig", attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1,
+    num_experts=1, num_experts_per_tok=1, mamba_d_state=8, mamba_dt_rank=5,
+)  # fmt: skip
+CONFIGS: dict[str, Config] = {
+    "mamba": _bare("MambaConfig", num_hidden_layers=4, state_size=8, time_step_rank=5),
+    "falcon_mamba": _bare("FalconMambaConfig", num_hidden_layers=3, state_size=8, time_step_rank=5),
+    "mamba2": _mamba2,
+    "falcon_h1": _tiny(
+        "FalconH1Config", **_MAMBA2, num_hidden_layers=3, mamba_d_ssm=128, mamba_rms_norm=True, lm_head_multiplier=0.5,
+        embedding_multiplier=2.0, key_multiplier=0.7, ssm_multipliers=[0.9, 0.8, 0.7, 1.1, 1.2],
+    ),
+    "zamba2": _tiny(
+        "Zamba2Config", num_hidden_layers=7, layers_block_type=["mamba", "hybrid"] * 3 + ["mamba"], mamba_d_state=16,
+        mamba_ngroups=2, n_mamba_heads=8, mamba_headdim=16, num_mem_blocks=2, num_key_value_heads=4, chunk_size=16,
+        use_shared_attention_adapter=True, adapter_rank=8, use_mem_rope=True,
+    ),
+    "jamba": _jamba,
+    "jamba_experts": functools.partial(_jamba, num_experts=4, num_experts_per_tok=2),
+    "bamba": _tiny("BambaConfig", **_ONE_GROUP, attn_layer_indices=[1, 3]),
+    "nemotron_h": _bare(
+        "NemotronHConfig", **_ATTENTION, layers_block_type=["mamba", "mlp", "attention", "moe", "mamba", "mlp"],
+        head_dim=16, mamba_num_heads=8, mamba_head_dim=16, ssm_state_size=16, n_groups=2, chunk_size=16, **_EXPERTS,
+        n_routed_experts=4, moe_shared_expert_intermediate_size=48, n_group=1, topk_group=1,
+    ),
+    "granitemoehybrid": _tiny(
+        "GraniteMoeHybridConfig", **_ONE_GROUP, layer_types=["mamba", "attention"] * 2, num_local_experts=4,
+        num_experts_per_tok=2, shared_intermediate_size=48, logits_scaling=3.0, embedding_multiplier=2.0,
+        residual_multiplier=0.5,
+    ),
+    "llama": _tiny("LlamaConfig", num_hidden_layers=3),
+    # Not a promised family: it has a soft cap behind the head and tied weights, which nothing else here has.
+    "gemma2": _tiny("Gemma2Config", num_hidden_layers=2, head_dim=16, final_logit_softcapping=5.0),
+}  # fmt: skip
+
+# Built otherwise than the promised families: what the chain and the anatomy must not be fooled by.
+UNUSUAL: dict[str, Config] = {
+    # transformers normalises otherwise than the authors
+    "mamba2_groups": functools.partial(_mamba2, n_groups=2),
+    # each block hands a router state to the next
+    "zaya": _bare(
+        "ZayaConfig", num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=4,
+        moe_intermediate_size=48, router_hidden_size=16,
+    ),
+    # the last blocks take keys and values from a dictionary that earlier ones fill
+    "gemma4_text": _tiny(
+        "Gemma4TextConfig", head_dim=16, global_head_dim=16, num_kv_shared_layers=2, sliding_window=512,
+        layer_types=["sliding_attention", "full_attention"] * 2, hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=VOCABULARY,
+    ),
+    # a sliding window shorter than the text: below its length there is no mask at all
+    "mistral": _tiny("MistralConfig", num_hidden_layers=3, sliding_window=8),
+    # gates are stacks of matrices, input-major; attention with a sliding window
+    "recurrent_gemma": _tiny("RecurrentGemmaConfig", num_hidden_layers=3, lru_width=64, attention_window_size=8),
+    # x_proj and dt_proj are stacks of matrices, one for each head, and no modules
+    "zamba": _tiny(
+        "ZambaConfig", hidden_size=96, layers_block_type=["mamba", "hybrid"] * 2, num_key_value_heads=4,
+        attention_hidden_size=192, attention_head_dim=48, mamba_d_state=8, mamba_dt_rank=5, n_mamba_heads=2,
+    ),
+    # halves its hidden states after every second block, unless it is told not to
+    "rwkv": _bare("RwkvConfig", num_hidden_layers=4, rescale_every=2),
+    # meta tokens, a window shorter than the text, keys and values that neighbours share; not transformers' own
+    "hymba": _tiny(
+        HymbaConfig, num_hidden_layers=5, global_attn_idx=[0, 4], kv_reuse_group=[[1, 2, 3]], sliding_window=6,
+        num_memory_tokens=3, mamba_d_state=8, mamba_dt_rank=5,
+    ),
+}  # fmt: skip
 
 # What else docs/models.md tells of: short convolutions, linear attention, and the transformers people use most.
-OTHERS: dict[str, Callable[..., transformers.PretrainedConfig]] = {
+OTHERS: dict[str, Config] = {
     "lfm2": _tiny("Lfm2Config", layer_types=["conv", "full_attention", "conv", "conv"]),
     "lfm2_moe": _tiny(
         "Lfm2MoeConfig", layer_types=["conv", "full_attention", "conv", "conv"], num_dense_layers=1, num_experts=4,
@@ -289,7 +150,7 @@ OTHERS: dict[str, Callable[..., transformers.PretrainedConfig]] = {
         hc_lowrank=8, hc_count=2, indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=64,
         indexer_compress_ratio=4, **_EXPERTS, **_DELTA,
     ),
-    "xlstm": lambda: transformers.xLSTMConfig(**_COMMON, num_hidden_layers=3, num_heads=4, chunk_size=16),
+    "xlstm": _bare("xLSTMConfig", num_hidden_layers=3, num_heads=4, chunk_size=16),
     "qwen2": _tiny("Qwen2Config"),
     "qwen3": _tiny("Qwen3Config", head_dim=16),
     "qwen3_moe": _tiny("Qwen3MoeConfig", head_dim=16, num_experts=4, **_EXPERTS),

@@ -13,7 +13,7 @@ LINKED = [family for family in UNUSUAL if family != "rwkv"]
 
 
 @pytest.mark.parametrize("family", [*CONFIGS, *LINKED])
-def test_two_halves_equal_the_whole(family: str) -> None:
+def test_two_halves_and_stacked_copies_equal_the_whole(family: str) -> None:
     model, ids = tiny_model(family), token_ids(2, 37)
     chain = Chain(model, fast=False)
     with torch.inference_mode():
@@ -21,39 +21,11 @@ def test_two_halves_equal_the_whole(family: str) -> None:
     calls = chain.calls(ids)
     middle = len(chain) // 2
     half = chain.run(calls.hidden, calls, 0, middle)
-    final = chain.run(half, calls, middle)
-    logits = chain.logits(chain.finish(final, calls))
+    logits = chain.logits(chain.finish(chain.run(half, calls, middle), calls))
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=2e-6)
-
-
-@pytest.mark.parametrize("family", CONFIGS)
-def test_our_kernels_agree_with_the_librarys(family: str) -> None:
-    model, ids = tiny_model(family), token_ids(2, 37)
-    with torch.inference_mode():
-        expected = model(ids, use_cache=False).logits
-    logits = Chain(model, fast=True).full_logits(ids)
-    # Two float32 computations of one function; deep hybrids amplify the last bits.
-    assert (logits - expected).abs().max() <= 5e-5 * expected.abs().max()
-
-
-@pytest.mark.parametrize("family", [*CONFIGS, *LINKED])
-def test_stacked_copies_of_a_batch_give_each_copy_its_own_result(family: str) -> None:
-    model, ids = tiny_model(family), token_ids(2, 19)
-    chain = Chain(model)
-    calls = chain.calls(ids)
-    alone = chain.logits(chain.finish(chain.run(calls.hidden, calls, 0), calls))
     stacked = chain.run(calls.hidden.repeat(3, 1, 1), calls, 0)
-    logits = chain.logits(chain.finish(stacked, calls))
-    for copy in logits.split(2):
-        torch.testing.assert_close(copy, alone, rtol=1e-5, atol=1e-5)
-
-
-def test_the_blocks_can_be_run_in_parts() -> None:
-    chain, ids = Chain(tiny_model("mamba")), token_ids(1, 8)
-    calls = chain.calls(ids)
-    entering = chain.run(calls.hidden, calls, 0, 3)
-    whole = chain.run(calls.hidden, calls, 0)
-    torch.testing.assert_close(chain.run(entering, calls, 3).hidden, whole.hidden)
+    for copy in chain.logits(chain.finish(stacked, calls)).split(2):
+        torch.testing.assert_close(copy, logits, rtol=1e-5, atol=1e-5)
 
 
 def test_remote_code_with_meta_tokens_runs_through_the_same_path(remote_code_folder) -> None:
@@ -69,19 +41,11 @@ def test_remote_code_with_meta_tokens_runs_through_the_same_path(remote_code_fol
 
 def test_the_model_is_left_as_it_was() -> None:
     model = tiny_model("mamba2")
-    Chain(model).full_logits(token_ids(1, 5))
+    chain = Chain(model)
+    with pytest.raises(RuntimeError):  # whatever happens
+        chain.run(torch.zeros(1, 5, 3), chain.calls(token_ids(1, 5)), 0)
     assert not any("forward" in vars(module) for module in model.modules())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-
-
-def test_a_failing_block_leaves_the_model_as_it_was() -> None:
-    model = tiny_model("mamba")
-    chain = Chain(model)
-    ids = token_ids(1, 5)
-    calls = chain.calls(ids)
-    with pytest.raises(RuntimeError):
-        chain.run(torch.zeros(1, 5, 3), calls, 0)
-    assert not any("forward" in vars(module) for module in model.modules())
 
 
 def test_blocks_that_do_not_form_a_chain_are_refused() -> None:
@@ -204,7 +168,7 @@ def test_rwkv_in_half_precision_is_refused_with_a_hint() -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
 def test_a_head_whose_logits_the_model_widens(dtype: str) -> None:
-    assert load("reference:mamba", dtype=dtype).chain.head_scale == 1.0
+    assert Chain(tiny_model("mamba").to(getattr(torch, dtype))).head_scale == 1.0
 
 
 def test_auto_is_the_gpu_where_there_is_one() -> None:

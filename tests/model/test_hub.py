@@ -17,7 +17,7 @@ from kl_lens.base.errors import CheckpointError
 from kl_lens.base.resources import reference_path
 from kl_lens.measuring.sweep import model_identity
 from kl_lens.model import load, load_tokenizer, model_folder
-from kl_lens.model.hub import Progress, download
+from kl_lens.model.hub import download
 from kl_lens.run.folder import Run
 from kl_lens.study.session import Session
 from tests.hub_server import Hub
@@ -43,10 +43,6 @@ def tiny(hub: Hub, saved: Callable[..., Path]) -> Hub:
     return hub
 
 
-def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-
-
 def test_only_the_files_that_are_needed_come(tiny: Hub) -> None:
     model = load("org/tiny")
     commit = tiny.repositories["org/tiny"].commit
@@ -66,54 +62,18 @@ def test_a_commit_in_the_cache_asks_the_hub_nothing(tiny: Hub) -> None:
     assert not tiny.requests
 
 
-def test_offline_the_cache_is_used_and_a_part_is_not_taken_for_the_whole(
-    tiny: Hub, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("change", [("HF_HUB_OFFLINE", True), ("ENDPOINT", "http://127.0.0.1:9")])
+def test_without_the_hub_the_cache_is_used_and_a_part_is_not_taken_for_the_whole(
+    change: tuple[str, object], tiny: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = model_folder("org/tiny")
-    offline(monkeypatch)
+    monkeypatch.setattr(f"huggingface_hub.constants.{change[0]}", change[1])
     assert model_folder("org/tiny") == folder
+    with pytest.raises(CheckpointError, match=r"org/other at revision v2 .*the hub cannot be reached"):
+        model_folder("org/other", revision="v2")
     next(folder.glob("*-00002-*.safetensors")).unlink()
     with pytest.raises(CheckpointError, match=r"org/tiny .*local hub cache as a whole.*go online once"):
         model_folder("org/tiny")
-
-
-def test_without_a_connection_the_cache_is_used(tiny: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = model_folder("org/tiny")
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # nobody listens
-    assert model_folder("org/tiny") == folder
-    with pytest.raises(CheckpointError, match=r"org/other .*the hub cannot be reached"):
-        model_folder("org/other")
-
-
-def test_a_cut_connection_continues_where_it_was_cut(tiny: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 10_000)  # what it keeps at a time
-    name = next(n for n in tiny.repositories["org/tiny"].files if "-00002-" in n)
-    tiny.break_after[name] = 30_000
-    folder = model_folder("org/tiny")
-    content = tiny.repositories["org/tiny"].files[name]
-    assert (folder / name).read_bytes() == content
-    assert tiny.ranges == [f"{name} bytes=30000-"]
-    assert tiny.sent[name] == len(content)
-
-
-def test_after_an_interruption_finished_files_stay(tiny: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    stops = next(n for n in tiny.repositories["org/tiny"].files if "-00002-" in n)
-    original = huggingface_hub.file_download.http_get
-
-    def stopped(url: str, *words: object, **named: object) -> None:
-        if stops in url:
-            raise KeyboardInterrupt
-        original(url, *words, **named)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(huggingface_hub.file_download, "http_get", stopped)
-        with pytest.raises(KeyboardInterrupt):
-            model_folder("org/tiny")
-    before = dict(tiny.sent)
-    model_folder("org/tiny")
-    again = {name for name, size in tiny.sent.items() if before.get(name, 0) not in (0, size)}
-    assert stops not in before
-    assert not again, "what was whole is not sent twice"
 
 
 def test_a_run_records_the_commit_and_opens_it_again(tiny: Hub, tmp_path: Path) -> None:
@@ -134,7 +94,7 @@ def test_progress_is_shown(tiny: Hub) -> None:
     seen: list[tuple[str, float]] = []
 
     @contextmanager
-    def watch(title: str) -> Iterator[Progress]:
+    def watch(title: str) -> Iterator[SimpleNamespace]:
         yield SimpleNamespace(
             started=lambda total, done: seen.append((title, total)), advanced=lambda *_: None
         )

@@ -22,7 +22,8 @@ def _card(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_size_and_kind(name: str) -> None:
+def test_size_kind_tokenizer_and_perplexity_are_what_the_card_says(name: str) -> None:
+    """Perplexity on the first windows of WikiText-2 test; the card's figure is over all of it."""
     folder = reference_path(name)
     assert sum(path.stat().st_size for path in folder.iterdir()) <= 12e6
     with safe_open(folder / "model.safetensors", framework="pt") as file:
@@ -30,31 +31,20 @@ def test_size_and_kind(name: str) -> None:
     model = load(f"reference:{name}")
     assert type(model.model).__name__ == CLASSES[name]
     assert 2e6 <= model.anatomy.parameters <= 6e6
-    assert len(model.require_tokenizer()) == 4096
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_perplexity_is_what_the_card_says_and_far_below_a_five_gram(name: str) -> None:
-    """On the first windows of WikiText-2 test; the card's figure is over all of it."""
+    tokenizer = model.require_tokenizer()
+    assert len(tokenizer) == 4096
+    for text in ("Hello  world\n\n", "naïve – 漢字 🙂", " = Title = \n", "1234567", "\x00\x07"):
+        assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
     card = _card(name)
     stated = float(re.search(r"this checkpoint\*\* \| \*\*([\d.]+)\*\*", card)[1])
     ngram = float(re.search(r"5-gram.*all the training text \| ([\d.]+)", card)[1])
     assert stated < ngram / (1.4 if name == "hymba" else 2)
-    model = load(f"reference:{name}")
-    ids = evaluation_windows("wikitext2:test", model.tokenizer, length=512, limit=8).ids
     losses = []
-    for window in ids:
+    for window in evaluation_windows("wikitext2:test", tokenizer, length=512, limit=4).ids:
         log_p = model.chain.full_logits(window[None])[0].log_softmax(-1)
         losses.append(-log_p[:-1].gather(1, window[1:, None]).mean())
     mean, error = torch.stack(losses).mean(), torch.stack(losses).std() / math.sqrt(len(losses))
     assert abs(mean - math.log(stated)) < 3 * error + 0.05
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_the_tokenizer_round_trips_any_text(name: str) -> None:
-    tokenizer = load(f"reference:{name}").tokenizer
-    for text in ("Hello  world\n\n", "naïve – 漢字 🙂", " = Title = \n", "1234567", "\x00\x07"):
-        assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
 
 
 @pytest.mark.parametrize("name", CLASSES)

@@ -13,6 +13,7 @@ from torch.nn import functional
 from kl_lens.measuring.engines import FastEngine, PlainEngine
 from kl_lens.measuring.perturbation import Perturbation, find_candidates
 from kl_lens.model import load
+from kl_lens.model.kernels.checking import InDouble
 from kl_lens.model.tasks import task_of
 from kl_lens.text.images import pixels_of
 from kl_lens.weights.recipes import Recipe
@@ -175,7 +176,7 @@ def test_mambavision_is_the_published_function_under_the_published_names() -> No
             window = block(window, f"levels.1.blocks.{index}", attends=index == 2)
         rows.append(window.transpose(1, 2).reshape(2, -1, 4, 4))
     x = batch_norm(torch.cat(rows, 2)[:, :, :5], "norm").mean((2, 3))
-    with torch.no_grad():
+    with torch.no_grad(), InDouble():
         torch.testing.assert_close(model(images).logits, linear(x, "head"), rtol=1e-9, atol=1e-9)
 
 

@@ -119,7 +119,8 @@ class TorchSession:
         self._weights, self._states, self._kept_logits = [], {}, {}
 
     def _checked(self, ids: Sequence[int]) -> list[int]:
-        return checked_tokens(ids, self._model.task.id_limit(self.vocabulary), self._model.name)
+        limit = self.vocabulary if self._model.task.generates else 2**63  # images have any id
+        return checked_tokens(ids, limit, self._model.name)
 
     @contextmanager
     def _applied(self) -> Iterator[None]:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from kl_lens.base.errors import CheckpointError
 from kl_lens.model.chain import Chain
 from kl_lens.model.norms import groups_of
-from kl_lens.model.products import summed_along_last_axis
 from kl_lens.run.records import Component
 
 # Siblings that runtimes fuse into one matmul. Members of a group in one parent module share a format.
@@ -103,13 +104,13 @@ class _Describer:
         # `GraniteMoeHybridAttention` is attention, not a mixture of experts: the model's name does not count.
         self.model_prefix = type(model).__name__.partition("For")[0]
         self.blocks_name = chain.blocks_name
-        embedding = chain.task.embedding(model)
+        embedding: Any = model.get_input_embeddings() if chain.task.generates else None  # type: ignore[operator]
         self.head_kind = chain.task.head_kind
         self.embedding_weight = None if embedding is None else _identity(embedding.weight)
         self.head_weight = _identity(chain.head.weight)
         loose = {name: p for name, p in model.named_parameters() if self._is_loose(name, p)}
         ids = chain.task.blank(1, 5)
-        summed = summed_along_last_axis(lambda: chain.full_logits(ids), loose)
+        summed = _summed_along_last_axis(lambda: chain.full_logits(ids), loose)
         self.summed = {_identity(loose[name]): answer for name, answer in summed.items()}
 
     def _is_loose(self, name: str, parameter: nn.Parameter) -> bool:
@@ -266,3 +267,62 @@ def _notes(config: object) -> Iterator[str]:
             f"The gated norm is computed in {groups} groups, as the model's authors and llama.cpp compute it. "
             "transformers would normalise over all groups at once."
         )
+
+
+# Function name → positions of its left and right matrix among the arguments.
+_PRODUCTS = {
+    **dict.fromkeys(("matmul", "__matmul__", "mm", "bmm"), (0, 1)),
+    "__rmatmul__": (1, 0),
+    **dict.fromkeys(("addmm", "baddbmm"), (1, 2)),
+}
+
+
+class _Watcher(TorchFunctionMode):
+    """Watches along which axis parameters are multiplied.
+
+    Formats quantize along the last axis, which must be the one that a product sums over. For a `Linear` that is known.
+    A parameter that a module multiplies itself (`self.x_proj_weight @ x`) may be either way round.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.seen: dict[str, set[bool]] = {name: set() for name in parameters}
+        self._parameters = parameters
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name == "linear":
+            weight = args[1] if len(args) > 1 else (kwargs or {}).get("weight")
+            self._note(weight, -1)
+        elif name in _PRODUCTS and len(args) > max(_PRODUCTS[name]):
+            left, right = _PRODUCTS[name]
+            self._note(args[left], -1)
+            self._note(args[right], -2)
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, tensor: Any, axis: int) -> None:
+        if not isinstance(tensor, torch.Tensor) or tensor.dim() < 2:
+            return
+        place = tensor.data_ptr()
+        for name, parameter in self._parameters.items():
+            # Compare present addresses: weights on disk are somewhere else each time, or have no size.
+            if (
+                0
+                <= place - parameter.data_ptr()
+                < min(parameter.nbytes, parameter.untyped_storage().nbytes())
+            ):
+                whole = tensor.shape[axis] == parameter.shape[-1]
+                self.seen[name].add(whole and tensor.stride(axis) == parameter.stride(-1))
+
+
+def _summed_along_last_axis(
+    forward: Callable[[], Any], parameters: Mapping[str, torch.Tensor]
+) -> dict[str, bool | None]:
+    """For each parameter: do all products of it, or of its views, sum over its last axis? None: no product."""
+    if not parameters:
+        return {}
+    with _Watcher(parameters) as watcher:
+        forward()
+    return {name: all(seen) if seen else None for name, seen in watcher.seen.items()}

@@ -10,7 +10,7 @@ besides the hidden states is carried along (`linking.py`).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,7 +21,6 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from kl_lens.base.errors import CheckpointError, one_line
-from kl_lens.model.finding import check_linked, find_blocks
 from kl_lens.model.kernels import Comparison, Watch, fast_kernels, replaceable
 from kl_lens.model.linking import (
     HIDDEN,
@@ -67,10 +66,6 @@ class BlockCalls:
     arguments: tuple[Arguments, ...]
     last_taker: dict[Given, int] = field(default_factory=dict, repr=False)
 
-    @property
-    def batch(self) -> int:
-        return self.ids.shape[0]
-
 
 class Chain:
     """Runs any range of a model's blocks from given hidden states.
@@ -111,13 +106,14 @@ class Chain:
         """Finds the blocks, their outputs and the boards they write to, in a small forward."""
         ids = self.task.sample(self.model, 2, 5).to(self.device)
         ids[1, :3] = ids[0, :3]  # a causal model gives both rows the same logits there
-        self.blocks_name, self.blocks = find_blocks(
+        self.blocks_name, self.blocks = _find_blocks(
             self.model, lambda: self._first_forward(ids), self.task.lists, self.head
         )
         calls, outputs, self._boards = self._record(ids)
-        check_linked(self.model, self.blocks_name, calls, outputs)
-        hidden = [_hidden(*call) for call in calls]
-        self.state_size = sum(map(self.task.state_size, hidden))  # values per row in the inputs of all blocks
+        _check_linked(self.model, self.blocks_name, calls, outputs)
+        hidden = [hidden_of(*call) for call in calls]
+        # Values per row (token, or image) in the inputs of all blocks.
+        self.state_size = sum(h.shape[-1] if self.task.generates else h[0].numel() for h in hidden)
         last = outputs[-1][0] if isinstance(outputs[-1], (tuple, list)) else outputs[-1]
         self._reshapes = len({states.shape for states in (*hidden, last)}) > 1
         self._outputs = [pytree.tree_flatten(output) for output in outputs]
@@ -189,7 +185,7 @@ class Chain:
         seen: list[torch.Tensor] = []
         with self.head.register_forward_hook(lambda _m, _a, output: seen.append(output)):
             logits = self._forward(ids)
-        if len(seen) != 1 or (given := self.task.by_row(seen[0], ids)).shape != logits.shape:
+        if len(seen) != 1 or (given := seen[0].reshape(*ids.shape, -1)).shape != logits.shape:
             return None
         given, logits = given.float(), logits.float()  # models may convert the head's output
         largest = int(given.abs().argmax())
@@ -219,7 +215,7 @@ class Chain:
             middle = len(self) // 2
             half = self.run(calls.hidden, calls, 0, middle)
             logits = self.logits(self.finish(self.run(half, calls, middle), calls)).float()
-            stacked = self.run(half.repeated(2), calls, middle)
+            stacked = self.run(States.stacked([half, half]), calls, middle)
             copies = self.logits(self.finish(stacked, calls)).float()
         except Exception as error:  # a block may raise anything for unexpected arguments
             return f"its blocks cannot be run in parts ({type(error).__name__}: {one_line(error)})"
@@ -313,7 +309,7 @@ class Chain:
         self.uses_kernels()
         with _stopping_at(self.head) as seen:
             self._forward(ids.to(self.device))
-        return self.task.by_row(seen[0], ids)
+        return seen[0].reshape(*ids.shape, -1)
 
     def calls(self, ids: torch.Tensor) -> BlockCalls:
         """The input of the first block for these ids, and the other arguments of every block."""
@@ -324,7 +320,7 @@ class Chain:
         states: list[torch.Tensor] = []  # kept alive, so that their ids stay unique
 
         def bypass(args: Any, kwargs: Any) -> torch.Tensor:
-            hidden = _hidden(args, kwargs)
+            hidden = hidden_of(args, kwargs)
             calls.append(marked((args, kwargs), given, self._boards))
             states.append(hidden)
             if self._reshapes and len(calls) == len(self):  # the model's next step needs another shape
@@ -352,7 +348,7 @@ class Chain:
         copies, remainder = divmod(states.hidden.shape[0], calls.hidden.shape[0])
         if remainder or not copies:
             raise ValueError(
-                f"{states.hidden.shape[0]} sequences are not a multiple of the batch of {calls.batch}"
+                f"{states.hidden.shape[0]} sequences are not a multiple of the batch of {calls.ids.shape[0]}"
             )
         with torch.inference_mode(), self._kernels():
             for index in range(start, stop):
@@ -402,7 +398,7 @@ class Chain:
         ids = calls.ids.repeat(hidden.shape[0] // calls.hidden.shape[0], 1)
         with self._blocks_bypassed(lambda args, kwargs: hidden), _stopping_at(self.head) as seen:
             self._forward(ids)
-        return self.task.by_row(seen[0], ids)
+        return seen[0].reshape(*ids.shape, -1)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """Logits of head inputs, (…, width) → (…, vocabulary)."""
@@ -413,8 +409,9 @@ class Chain:
             # Something follows the head: use the model's own code on these states.
             rows = states.reshape(1, -1, states.shape[-1])
             ids = self.task.blank(*rows.shape[:2]).to(self.device)
-            given = self.head.register_forward_pre_hook(lambda _module, _args: (self.task.at_head(rows),))
-            with given, self._blocks_bypassed(_hidden):
+            entering = rows if self.task.generates else rows.flatten(0, 1)
+            given = self.head.register_forward_pre_hook(lambda _module, _args: (entering,))
+            with given, self._blocks_bypassed(hidden_of):
                 logits = self._forward(ids)
             return logits.reshape(*states.shape[:-1], -1)
 
@@ -450,10 +447,45 @@ def _stopping_at(module: nn.Module) -> Iterator[list[torch.Tensor]]:
         yield seen
 
 
-def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    hidden = hidden_of(args, kwargs)
-    if hidden is None:
+def _find_blocks(
+    model: nn.Module, forward: Callable[[], Any], kinds: tuple[type[nn.Module], ...], head: nn.Module
+) -> tuple[str, Sequence[nn.Module]]:
+    """The list with the most parameters whose members run once each, in order, before the head."""
+    lists: list[tuple[str, Any]] = [
+        (name, m) for name, m in model.named_modules() if isinstance(m, kinds) and head not in m.modules()
+    ]
+    order: list[tuple[int, int]] = []
+    with ExitStack() as hooks:
+        for number, (_, members) in enumerate(lists):
+            for index, member in enumerate(members):
+                hook = lambda *_, number=number, index=index: order.append((number, index))  # noqa: E731
+                hooks.enter_context(member.register_forward_pre_hook(hook))
+        forward()
+    chains = [
+        (name, members)
+        for number, (name, members) in enumerate(lists)
+        if len(members) and [index for which, index in order if which == number] == list(range(len(members)))
+    ]
+    if not chains:
         raise CheckpointError(
-            "a block was called without hidden states (batch, positions, width) or (batch, channels, height, width)"
+            f"{type(model).__name__}: found no chain of blocks (a ModuleList whose members run once each, "
+            f"in order) among {[name for name, _ in lists] or 'no lists at all'}; "
+            "KL Lens needs a model of the form embedding → blocks → norm → head"
         )
-    return hidden
+    name, members = max(chains, key=lambda chain: sum(p.numel() for p in chain[1].parameters()))
+    return name, list(members)
+
+
+def _check_linked(model: nn.Module, name: str, calls: list[Arguments], outputs: list[Any]) -> None:
+    """Raises if a block does not take exactly the output of the one before: then it could not be run alone."""
+    for index, (call, output) in enumerate(zip(calls[1:], outputs[:-1], strict=True)):
+        given = output[0] if isinstance(output, (tuple, list)) else output
+        taken = hidden_of(*call)
+        if taken.shape == given.shape and torch.equal(taken, given):
+            continue
+        rescales = getattr(getattr(model, "config", None), "rescale_every", 0)
+        hint = "; it rescales them for half precision (rescale_every): open it in float32" if rescales else ""
+        raise CheckpointError(
+            f"{name}.{index + 1} does not take the output of {name}.{index}: {type(model).__name__} changes the hidden "
+            f"states between blocks, so KL Lens cannot run its blocks in parts{hint}"
+        )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
+import torch
 from safetensors import SafetensorError, safe_open
 
 from kl_lens.base.errors import CheckpointError, one_line
@@ -22,8 +25,24 @@ _AXIS = re.compile(r"^(d_model|\w*(size|_dim|_rank|_width|_heads|_experts))$")
 _FLOATS = re.compile(r"B?F(16|32|64)|b?float(16|32|64)")
 _NARROW = re.compile(r"([FIU]|u?int|float)[468](_\w+)?")
 _SCALE = re.compile("scale|SCB|absmax")  # in the names of their scales
-_PICKLED_TENSOR = 256  # least bytes of a tensor in a pickle
+# Left in files by older versions of transformers; computed anew, or of no use to a causal language model.
+_HARMLESS = re.compile(
+    r"(\.inv_freq|\.masked_bias|\.attn(ention)?\.bias|\.position_ids|\.num_batches_tracked)$|^mtp\."
+)
 _ALWAYS_FINE = 1000  # sizes below this are never refused
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor of a weight file."""
+
+    path: Path
+    name: str
+    kind: str  # its type, as the file spells it
+    shape: tuple[int, ...]
+    bytes: int
+    begin: int = 0  # in a safetensors file
+    pickled: torch.Tensor | None = field(default=None, compare=False, repr=False)  # of other files, mapped
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -70,12 +89,6 @@ def _inside(folder: Path, path: Path) -> Path:
     return path
 
 
-def check_weight_files(folder: Path) -> None:
-    """Raises for a missing shard or a damaged safetensors file."""
-    for path in weight_files(folder):
-        _count_tensors(path)
-
-
 def weight_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in weight_files(folder))
 
@@ -97,7 +110,7 @@ def refuse_quantized(folder: Path, config: dict[str, Any], what_to_do: str | Non
 
     `what_to_do`: raise for all quantized weights, with this advice; None: transformers will multiply with the scales.
     """
-    types = dict(_types(folder))
+    types = {tensor.name: tensor.kind for tensor in stored_tensors(folder)}
     scaled = {name.rpartition(".")[0] for name in types if _SCALE.search(name.rpartition(".")[2])}
     method = quant_method(config)
     for name, kind in types.items():
@@ -115,52 +128,95 @@ def refuse_quantized(folder: Path, config: dict[str, Any], what_to_do: str | Non
         raise CheckpointError(f"{folder}: {name} is stored as {kind}, {reason}; {advice}")
 
 
-def _types(folder: Path) -> Iterator[tuple[str, str]]:
-    """The name and type of every tensor in the weight files."""
-    for path in weight_files(folder):
-        if path.suffix == ".safetensors":
-            with safe_open(path, framework="numpy") as file:
-                yield from ((name, file.get_slice(name).get_dtype()) for name in file.keys())  # noqa: SIM118
-        else:
-            import torch
-
-            with suppress(Exception):  # opening the model says what is wrong with the file
-                held = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-                yield from ((name, str(tensor.dtype).removeprefix("torch.")) for name, tensor in held.items())
-
-
 def check_sizes(folder: Path, config: dict[str, Any]) -> None:
     """Raises for counts and sizes that cannot fit weights of this size; a library would try to allocate them."""
-    tensors = sum(_count_tensors(path) for path in weight_files(folder))
-    stored = weight_bytes(folder)
-    pickled = any(path.suffix != ".safetensors" for path in weight_files(folder))
-    most_layers = max(tensors, _ALWAYS_FINE) if pickled else tensors
+    tensors, stored = len(stored_tensors(folder)), weight_bytes(folder)
     parts = [config, *(value for value in config.values() if isinstance(value, dict))]
     for name, value in (item for part in parts for item in part.items()):
         if not isinstance(value, int):
             continue
-        if _LAYER_COUNT.match(name) and value > most_layers:
+        held = ""
+        if _LAYER_COUNT.match(name) and value > tensors:
+            held = f"{tensors} tensors"
+        elif _AXIS.match(name) and value > max(stored, _ALWAYS_FINE):
+            held = f"{stored} bytes"
+        if held:
             raise CheckpointError(
-                f"{folder / 'config.json'}: {name} is {value}, but the weights have only {tensors} tensors; "
-                "weights and config.json do not belong together"
-            )
-        if _AXIS.match(name) and value > max(stored, _ALWAYS_FINE):
-            raise CheckpointError(
-                f"{folder / 'config.json'}: {name} is {value}, but the weights have only {stored} bytes; "
-                "weights and config.json do not belong together"
+                f"{folder / 'config.json'}: {name} is {value}, but the weights have only {held}; weights and "
+                "config.json do not belong together"
             )
 
 
-def _count_tensors(path: Path) -> int:
-    if path.suffix != ".safetensors":
-        return path.stat().st_size // _PICKLED_TENSOR
+def stored_tensors(folder: Path) -> list[Stored]:
+    """Every tensor of the weight files. Raises for a damaged file."""
+    return [tensor for path in weight_files(folder) for tensor in _contents(path)]
+
+
+def _contents(path: Path) -> Iterator[Stored]:
+    if path.suffix == ".safetensors":
+        try:
+            with safe_open(path, framework="numpy"), path.open("rb") as file:  # the first checks it
+                length = int.from_bytes(file.read(8), "little")
+                table = json.loads(file.read(length))
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{path} is not a complete safetensors file ({one_line(error)}); download it again"
+            ) from error
+        table.pop("__metadata__", None)
+        for name, entry in table.items():
+            begin, end = entry["data_offsets"]
+            yield Stored(path, name, entry["dtype"], tuple(entry["shape"]), end - begin, 8 + length + begin)
+        return
     try:
-        with safe_open(path, framework="numpy") as file:
-            return len(file.keys())
-    except (SafetensorError, OSError) as error:
+        held = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
+        for name, tensor in held.items():
+            kind = str(tensor.dtype).removeprefix("torch.")
+            yield Stored(path, name, kind, tuple(tensor.shape), tensor.nbytes, pickled=tensor)
+    except Exception as error:  # the unpickler raises many kinds of errors
         raise CheckpointError(
-            f"{path} is not a complete safetensors file ({one_line(error)}); download it again"
+            f"{path} is damaged or holds more than tensors ({one_line(error, 80)}); download it again, or convert it "
+            "to safetensors with the tool that made it"
         ) from error
+
+
+def refuse_broken_numbers(folder: Path, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raises for NaN or infinity: every measurement would be wrong."""
+    for name, tensor in named:
+        if not tensor.is_floating_point() or not tensor.numel():
+            continue
+        low, high = (float(value) for value in tensor.aminmax())
+        if not (math.isfinite(low) and math.isfinite(high)):
+            what = "NaN" if math.isnan(low) else f"infinite in {str(tensor.dtype).removeprefix('torch.')}"
+            raise CheckpointError(f"{folder}: a number in {name} is {what}; the weights are damaged")
+
+
+def refuse_misfits(
+    folder: Path,
+    *,
+    missing: Iterable[str] = (),
+    unused: Iterable[str] = (),
+    mismatched: Iterable[tuple[str, Any, Any]] = (),
+) -> None:
+    """Raises for tensors that the model needs or the files have alone, or that differ in shape (file's, model's).
+
+    transformers fills what is missing with random numbers and continues; we must not.
+    """
+    belong = "weights and config.json do not belong together"
+    if wrong := sorted(mismatched):
+        name, stored, wanted = wrong[0]
+        raise CheckpointError(
+            f"{folder}: tensor {name} has shape {tuple(stored)}, config.json asks for {tuple(wanted)}"
+            f"{and_more(wrong)}; {belong}"
+        )
+    if lacking := sorted(missing):
+        raise CheckpointError(
+            f"{folder}: the weights lack {lacking[0]}{and_more(lacking)}; download the checkpoint again, or check "
+            "that config.json belongs to these weights"
+        )
+    if extra := sorted(name for name in unused if not _HARMLESS.search(name)):
+        raise CheckpointError(
+            f"{folder}: the weights have {extra[0]}{and_more(extra)}, which config.json does not describe; {belong}"
+        )
 
 
 def _read_json(path: Path) -> Any:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import errno
-import fnmatch
 import glob
 import json
 import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import (
@@ -28,33 +28,13 @@ from kl_lens.model.files import INDEXES, SINGLE, weight_files
 
 _NAME = re.compile(r"^[\w.-]+(/[\w.-]+)?(@[\w./-]+)?$")
 _COMMIT = re.compile(r"^[0-9a-f]{40}$")
-# Everything but weights. Indexes of weights are chosen with the weights.
-_SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.py", "README.md")
+# Everything but weights; their indexes are chosen with them.
+_SMALL_FILE = re.compile(r"\.py$|^[^/]*(?<!\.index)\.(json|txt|model|jinja)$|^README\.md$")
 _CONNECT_SECONDS = 10.0
-_LOOK_SECONDS = 0.5  # between two looks at how much has arrived
 
 
-class Progress(Protocol):
-    """What a display of progress offers."""
-
-    @property
-    def started(self) -> Callable[[float, float], None]: ...
-
-    @property
-    def advanced(self) -> Callable[[float, str], None]: ...
-
-
-Watch = Callable[[str], AbstractContextManager[Progress]]
-
-
-def split_name(text: str, revision: str | None = None) -> tuple[str, str | None]:
-    """`org/name@v1` → name and revision. Raises if it is no hub id, or names two revisions."""
-    if not _NAME.match(text) or text.startswith((".", "/")):
-        raise CheckpointError(f"{text}: no such folder, and not a hub id (owner/name)")
-    repo, _, named = text.partition("@")
-    if named and revision and named != revision:
-        raise CheckpointError(f"{text} and revision {revision}: give only one")
-    return repo, named or revision
+# Opens a display of progress, by its title: with `started(total, done)` and `advanced(work, what)`.
+Watch = Callable[[str], AbstractContextManager[Any]]
 
 
 def download(
@@ -66,7 +46,12 @@ def download(
         weights: also the weights: safetensors, or .bin files if there are no others.
         watch: opens a display of progress, by its title.
     """
-    repo, revision = split_name(text, revision)
+    if not _NAME.match(text) or text.startswith((".", "/")):
+        raise CheckpointError(f"{text}: no such folder, and not a hub id (owner/name)")
+    repo, _, named = text.partition("@")
+    if named and revision and named != revision:
+        raise CheckpointError(f"{text} and revision {revision}: give only one")
+    revision = named or revision
     if revision and _COMMIT.match(revision) and (folder := _cached(repo, revision, weights)):
         return folder
     try:
@@ -88,28 +73,23 @@ def pinned_name(folder: Path) -> str:
 def _from_hub(repo: str, revision: str | None, weights: bool, watch: Watch | None) -> Path:
     info = HfApi().model_info(repo, revision=revision, files_metadata=True, timeout=_CONNECT_SECONDS)
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
-    chosen = [name for name in sizes if _is_small(name)]
+    chosen = [name for name in sizes if _SMALL_FILE.search(name)]
     if weights:
         chosen += _weights(info.id, str(info.sha), sizes)
-    lacking = [
-        name
-        for name in chosen
-        if not isinstance(try_to_load_from_cache(info.id, name, revision=info.sha), str)
-    ]
-    needed = sum(sizes[name] for name in lacking)
+    cached = {name: try_to_load_from_cache(info.id, name, revision=info.sha) for name in chosen}
+    needed = sum(sizes[name] for name, place in cached.items() if not isinstance(place, str))
     cache = Path(constants.HF_HUB_CACHE)
-    _require_room(repo, needed, cache)
+    place = next(folder for folder in (cache, *cache.parents) if folder.is_dir())
+    if needed > (free := shutil.disk_usage(place).free):
+        raise CheckpointError(
+            f"{repo} needs {human_bytes(needed)} in {cache}, where {human_bytes(free)} are free; free some space, or "
+            "set HF_HOME to a place on another disk"
+        )
     title = f"downloading {repo}" if info.id == repo else f"downloading {info.id} (renamed from {repo})"
     blobs = cache / f"models--{info.id.replace('/', '--')}" / "blobs"
     with _watched(title, needed, blobs, watch):
         patterns = [glob.escape(name) for name in chosen]
         return Path(snapshot_download(info.id, revision=revision, allow_patterns=patterns))
-
-
-def _is_small(name: str) -> bool:
-    if name.endswith(".index.json"):
-        return False
-    return name.endswith(".py") or ("/" not in name and any(fnmatch.fnmatch(name, p) for p in _SMALL_FILES))
 
 
 def _weights(repo: str, commit: str, sizes: dict[str, int]) -> list[str]:
@@ -123,25 +103,13 @@ def _weights(repo: str, commit: str, sizes: dict[str, int]) -> list[str]:
             return [index, *shards]
         if single in sizes:
             return [single]
-    held = [
-        name
-        for name in sizes
-        if name.endswith((".gguf", ".onnx", ".pth", ".pt", ".msgpack", ".h5", ".safetensors"))
-    ]
-    instead = f" (it has {held[0]})" if held else ""
+    others = (".gguf", ".onnx", ".pth", ".pt", ".msgpack", ".h5", ".safetensors")
+    held = next((name for name in sizes if name.endswith(others)), "")
+    instead = f" (it has {held})" if held else ""
     raise CheckpointError(
         f"{repo} has no safetensors weights{instead}; name the repository of the original model, with "
         f"config.json and {SINGLE[0]}"
     )
-
-
-def _require_room(repo: str, needed: int, cache: Path) -> None:
-    place = next(folder for folder in (cache, *cache.parents) if folder.is_dir())
-    if needed > (free := shutil.disk_usage(place).free):
-        raise CheckpointError(
-            f"{repo} needs {human_bytes(needed)} in {cache}, where {human_bytes(free)} are free; free some space, or "
-            "set HF_HOME to a place on another disk"
-        )
 
 
 def _cached(repo: str, revision: str | None, weights: bool) -> Path | None:
@@ -202,20 +170,17 @@ def _watched(title: str, total: int, blobs: Path, watch: Watch | None) -> Iterat
                 sizes += file.stat().st_size
         return sizes
 
-    def look(progress: Progress) -> None:
-        before = arrived()
+    def look(progress: Any, before: int) -> None:
         progress.started(float(total), 0.0)
-        while not done.wait(_LOOK_SECONDS):
+        while not done.wait(0.5):
             now = arrived()
             progress.advanced(float(now - before), "")
             before = now
 
     done = threading.Event()
-    with watch(title) as progress:
-        looking = threading.Thread(target=look, args=(progress,), daemon=True)
-        looking.start()
+    with watch(title) as progress, ThreadPoolExecutor(1) as looking:
+        looking.submit(look, progress, arrived())
         try:
             yield
         finally:
             done.set()
-            looking.join()

@@ -15,15 +15,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from kl_lens.base.errors import CheckpointError
 
-class _Hidden:
-    """Marks the hidden states in a recorded call."""
-
-    def __repr__(self) -> str:
-        return "<hidden states>"
-
-
-HIDDEN = _Hidden()
+HIDDEN = object()  # marks the hidden states in a recorded call
 
 
 @dataclass(frozen=True)
@@ -54,43 +48,30 @@ class States:
     hidden: torch.Tensor  # (batch, positions, width), or (batch, channels, height, width)
     carried: Mapping[Given | Board, Any] = field(default_factory=dict)  # a tensor, or a board's contents
 
-    def repeated(self, copies: int) -> States:
-        """The batch repeated along the first axis."""
-        return States.stacked([self] * copies)
-
     @staticmethod
     def stacked(parts: Sequence[States]) -> States:
         """Joins several batches at the same block."""
+
+        def joined(first: Any, *others: Any) -> Any:
+            return torch.cat([first, *others]) if isinstance(first, torch.Tensor) and first.dim() else first
+
         hidden = torch.cat([part.hidden for part in parts])
-        trees = [pytree.tree_flatten(dict(part.carried)) for part in parts]
-        structure = trees[0][1]
-        leaves = [_joined(group) for group in zip(*(branch for branch, _ in trees), strict=True)]
-        return States(hidden, pytree.tree_unflatten(leaves, structure))
-
-
-def _joined(parts: Sequence[Any]) -> Any:
-    first = parts[0]
-    return torch.cat(list(parts)) if isinstance(first, torch.Tensor) and first.dim() else first
+        return States(hidden, pytree.tree_map(joined, *(dict(part.carried) for part in parts)))
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def is_hidden(value: Any, axes: int = 3) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() == axes and value.is_floating_point()
-
-
-def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """The hidden states among a block's arguments: (batch, positions, width), else an image with four axes."""
+    given = [*args[:1], kwargs.get("hidden_states"), *args, *kwargs.values()]
+    real = [value for value in given if isinstance(value, torch.Tensor) and value.is_floating_point()]
     for axes in (3, 4):
-        if args and is_hidden(args[0], axes):
-            return args[0]
-        if is_hidden(kwargs.get("hidden_states"), axes):
-            return kwargs["hidden_states"]
-        hidden = next((value for value in [*args, *kwargs.values()] if is_hidden(value, axes)), None)
-        if hidden is not None:
-            return hidden
-    return None
+        if found := [value for value in real if value.dim() == axes]:
+            return found[0]
+    raise CheckpointError(
+        "a block was called without hidden states (batch, positions, width) or (batch, channels, height, width)"
+    )
 
 
 def marked(call: Arguments, given: Mapping[int, Given], boards: frozenset[str]) -> Arguments:

@@ -10,7 +10,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 
 from kl_lens.base.errors import CheckpointError, one_line
@@ -20,60 +19,43 @@ def is_layout(config: dict[str, Any]) -> bool:
     return "model_type" not in config and {"d_model", "n_layer", "vocab_size"} <= set(config)
 
 
-def empty_model(folder: Path, config: dict[str, Any]) -> torch.nn.Module:
-    """The transformers model for a configuration, without weights."""
+def configuration(folder: Path, config: dict[str, Any]) -> transformers.PretrainedConfig:
+    """transformers' configuration of the same model. Raises for what transformers' classes compute differently."""
+    settings = config.get("ssm_cfg") or {}
     _refuse_what_transformers_lacks(folder, config)
     try:
-        if (config.get("ssm_cfg") or {}).get("layer", "Mamba1") == "Mamba2":
-            return transformers.Mamba2ForCausalLM(mamba2_config(config))
-        return transformers.MambaForCausalLM(mamba1_config(config))
+        width, multiple = config["d_model"], int(config.get("pad_vocab_size_multiple", 8))
+        common = {
+            "vocab_size": math.ceil(int(config["vocab_size"]) / multiple) * multiple,
+            "hidden_size": width,
+            "num_hidden_layers": config["n_layer"],
+            "conv_kernel": settings.get("d_conv", 4),
+            "expand": settings.get("expand", 2),
+            "use_conv_bias": settings.get("conv_bias", True),
+            "use_bias": settings.get("bias", False),
+            "layer_norm_epsilon": 1e-5,
+            "residual_in_fp32": config.get("residual_in_fp32", True),
+            "tie_word_embeddings": config.get("tie_embeddings", True),
+        }
+        if settings.get("layer", "Mamba1") == "Mamba1":
+            return transformers.MambaConfig(
+                **common,
+                state_size=settings.get("d_state", 16),
+                time_step_rank=settings.get("dt_rank", "auto"),
+            )
+        head = settings.get("headdim", 64)
+        return transformers.Mamba2Config(
+            **common,
+            state_size=settings.get("d_state", 128),
+            head_dim=head,
+            num_heads=common["expand"] * width // head,
+            n_groups=settings.get("ngroups", 1),
+            chunk_size=settings.get("chunk_size", 256),
+        )
     except Exception as error:  # a library may raise anything for a strange setting
         raise CheckpointError(
             f"{folder / 'config.json'} does not describe a model: {type(error).__name__}: {one_line(error)}"
         ) from error
-
-
-def padded_vocabulary(config: dict[str, Any]) -> int:
-    multiple = int(config.get("pad_vocab_size_multiple", 8))
-    return math.ceil(int(config["vocab_size"]) / multiple) * multiple
-
-
-def mamba1_config(config: dict[str, Any]) -> transformers.MambaConfig:
-    settings = config.get("ssm_cfg") or {}
-    rank = settings.get("dt_rank", "auto")
-    return transformers.MambaConfig(
-        **_of_both(config, settings),
-        state_size=settings.get("d_state", 16),
-        time_step_rank=math.ceil(config["d_model"] / 16) if rank == "auto" else rank,
-    )
-
-
-def mamba2_config(config: dict[str, Any]) -> transformers.Mamba2Config:
-    settings = config.get("ssm_cfg") or {}
-    width = settings.get("headdim", 64)
-    return transformers.Mamba2Config(
-        **_of_both(config, settings),
-        state_size=settings.get("d_state", 128),
-        head_dim=width,
-        num_heads=settings.get("expand", 2) * config["d_model"] // width,
-        n_groups=settings.get("ngroups", 1),
-        chunk_size=settings.get("chunk_size", 256),
-    )
-
-
-def _of_both(config: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "vocab_size": padded_vocabulary(config),
-        "hidden_size": config["d_model"],
-        "num_hidden_layers": config["n_layer"],
-        "conv_kernel": settings.get("d_conv", 4),
-        "expand": settings.get("expand", 2),
-        "use_conv_bias": settings.get("conv_bias", True),
-        "use_bias": settings.get("bias", False),
-        "layer_norm_epsilon": 1e-5,
-        "residual_in_fp32": config.get("residual_in_fp32", True),
-        "tie_word_embeddings": config.get("tie_embeddings", True),
-    }
 
 
 def _refuse_what_transformers_lacks(folder: Path, config: dict[str, Any]) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import math
 import os
-import re
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
@@ -17,18 +14,18 @@ from typing import Any
 import torch
 import transformers
 
-from kl_lens.base.digests import tensor_digest
 from kl_lens.base.errors import CheckpointError, FormatError, one_line
 from kl_lens.base.resources import reference_path
 from kl_lens.model import architectures as models, mamba_ssm
 from kl_lens.model.anatomy import Anatomy, anatomy_of
 from kl_lens.model.chain import Chain, warn
 from kl_lens.model.files import (
-    and_more,
     check_sizes,
     is_quantized,
     quant_method,
     read_config,
+    refuse_broken_numbers,
+    refuse_misfits,
     refuse_quantized,
     weight_bytes,
 )
@@ -42,6 +39,7 @@ from kl_lens.model.residency import (
     Residency,
     belongs_on_disk,
     join_twins,
+    weights_digest,
     without_weights,
 )
 from kl_lens.model.tasks import (
@@ -60,10 +58,6 @@ from kl_lens.text.images import DIGITS
 from kl_lens.weights.store import DISK_BUDGET, WeightStore, state_of
 
 REFERENCES = ("mamba", "mamba2", "hybrid", "hymba", "vision")
-# Left in files by older versions of transformers; computed anew, or of no use to a causal language model.
-_HARMLESS = re.compile(
-    r"(\.inv_freq|\.masked_bias|\.attn(ention)?\.bias|\.position_ids|\.num_batches_tracked)$|^mtp\."
-)
 _LOADERS: dict[str, Any] = {
     TEXT: transformers.AutoModelForCausalLM,
     IMAGE: transformers.AutoModelForImageClassification,
@@ -87,9 +81,7 @@ class LoadedModel:
     residency: Residency | None = field(default=None, repr=False)  # if its weights stay on disk
     digest: str | None = field(default=None, repr=False)  # of its weights, where they were read one by one
     not_on_disk: str = field(default="", repr=False)  # why they could not stay there, if they should
-    warn: Callable[[str], None] = field(
-        default=warn, repr=False
-    )  # hears of a kernel that turns out to be wrong
+    warn: Callable[[str], None] = field(default=warn, repr=False)  # hears of a kernel that is wrong
 
     def __post_init__(self) -> None:
         normalise_per_group(self.model)
@@ -130,19 +122,10 @@ class LoadedModel:
     @cached_property
     def fingerprint(self) -> str:
         """A hash of the configuration's shape and of every weight: two models with one fingerprint are one."""
+        named = sorted(self.model.state_dict().items()) if self.digest is None else []
         # A run that was measured with transformers' norm over all groups is a run of another model.
-        return self._weights_digest + ("-grouped-norm" if groups_of(self.config) > 1 else "")
-
-    @property
-    def _weights_digest(self) -> str:
-        if self.digest is not None:
-            return self.digest
-        digest = hashlib.blake2b(digest_size=16)
-        for name, tensor in sorted(self.model.state_dict().items()):
-            digest.update(
-                tensor_digest(tensor, about=f"{name} {tuple(tensor.shape)} {tensor.dtype}").encode()
-            )
-        return digest.hexdigest()
+        grouped = "-grouped-norm" if groups_of(self.config) > 1 else ""
+        return (self.digest or weights_digest(named)) + grouped
 
     def tensor(self, name: str) -> torch.Tensor:
         """A parameter's values, read from disk if they are not in memory."""
@@ -250,31 +233,28 @@ def load(
     is_folder = os.path.isdir(os.path.expanduser(source))
     known = pinned_name(folder) if _is_on_hub(source) else str(source)  # opens the same weights again
     name = folder.name if is_folder else known.partition("@")[0]
+    if weights not in PLACES:
+        raise CheckpointError(f"weights is {weights!r}; expected one of {', '.join(PLACES)}")
     chosen = _dtype(dtype)
-    place = _chosen_device(folder, chosen, weights) if device == AUTO else _device(device)
+    place = _device(device, folder, chosen, weights)
     check_sizes(folder, config)
     refuse_quantized(folder, config)
     models.register()
     kind = task_of(config, task)
     layout = "mamba_ssm" if mamba_ssm.is_layout(config) else "transformers"
-    residency: Residency | None = None
-    read: Residency | None = None
-    not_on_disk = ""
-    if weights not in PLACES:
-        raise CheckpointError(f"weights is {weights!r}; expected one of {', '.join(PLACES)}")
-    model: Any = None
+    how = (folder, config, chosen, place, trust_remote_code)
+    residency, read, not_on_disk = None, None, ""
     if kind == TEXT and belongs_on_disk(folder, chosen, place, weights, memory_budget):
         try:
-            read, model = _from_disk(folder, config, chosen, place, trust_remote_code, memory_budget)
-            residency = read
+            read = residency = _from_disk(*how, memory_budget)
         except CheckpointError as error:
             if weights == DISK:
                 raise
             not_on_disk = str(error)
-    own_reader = layout == "mamba_ssm" or (kind == TEXT and place.type == "cuda" and chosen == torch.float32)
-    if model is None and own_reader:
+    to_gpu = kind == TEXT and place.type == "cuda" and chosen == torch.float32
+    if read is None and (to_gpu or layout == "mamba_ssm"):
         try:
-            read, model = _from_disk(folder, config, chosen, place, trust_remote_code, None, whole=True)
+            read = _from_disk(*how, None, whole=True)
         except torch.OutOfMemoryError as error:
             raise CheckpointError(
                 f"{name} does not fit onto {place}: {one_line(error)}; use --device cpu"
@@ -284,13 +264,9 @@ def load(
                 raise
             # torch raises the latter for a parameter that the files lack. transformers fills such ones in foreign code,
             # and opens other files, through the host's memory; if it cannot, it says what is wrong.
-    if model is None:
-        model = _load_transformers(folder, config, chosen, trust_remote_code, kind)
-        _refuse_broken_numbers(folder, model)
-        if kind == TEXT:
-            join_twins(model, lambda one, two: model.get_parameter(one).equal(model.get_parameter(two)))
     try:
-        model = model.to(place).eval().requires_grad_(False)
+        model: Any = _load_transformers(*how, kind) if read is None else read.model.eval()
+        model.requires_grad_(False)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise CheckpointError(
             f"{name} cannot be moved to {place}: {one_line(error)}; use --device cpu"
@@ -356,26 +332,28 @@ def _from_disk(
     budget: int | None,
     *,
     whole: bool = False,
-) -> tuple[Residency, torch.nn.Module]:
+) -> Residency:
     """A model whose matrices are read from disk when needed; `whole`: now, straight to the device."""
     refuse_quantized(folder, config, "use --weights memory")
     if mamba_ssm.is_layout(config):
-        with without_weights():
-            model: Any = mamba_ssm.empty_model(folder, config).to(dtype)
+        parsed = mamba_ssm.configuration(folder, config)
     else:
         parsed = _parsed(folder, config, dtype, trust_remote_code, TEXT)
-        try:
-            with without_weights():
-                model = _LOADERS[TEXT].from_config(parsed, dtype=dtype, trust_remote_code=trust_remote_code)
-        except Exception as error:  # what a library raises over a strange setting can be anything
-            raise CheckpointError(why_not_loaded(folder, config, error)) from error
-    residency = Residency(model, folder, model.config.model_type, dtype, device, budget, whole=whole)
-    _refuse_bad_tensors(folder, {"unexpected_keys": residency.unused})
-    return residency, model
+    try:
+        with without_weights():
+            model = _LOADERS[TEXT].from_config(parsed, dtype=dtype, trust_remote_code=trust_remote_code)
+    except Exception as error:  # what a library raises over a strange setting can be anything
+        raise CheckpointError(why_not_loaded(folder, config, error)) from error
+    return Residency(model, folder, model.config.model_type, dtype, device, budget, whole=whole)
 
 
 def _load_transformers(
-    folder: Path, config: dict[str, Any], dtype: torch.dtype, trust_remote_code: bool, task: str
+    folder: Path,
+    config: dict[str, Any],
+    dtype: torch.dtype,
+    device: torch.device,
+    trust_remote_code: bool,
+    task: str,
 ) -> torch.nn.Module:
     parsed = _parsed(folder, config, dtype, trust_remote_code, task)
     try:
@@ -390,7 +368,12 @@ def _load_transformers(
         )
     except Exception as error:  # what a library raises over a strange setting can be anything
         raise CheckpointError(why_not_loaded(folder, config, error)) from error
-    _refuse_bad_tensors(folder, info)
+    refuse_misfits(
+        folder,
+        missing=info["missing_keys"],
+        unused=info["unexpected_keys"],
+        mismatched=info["mismatched_keys"],
+    )
     if quant_method(config):
         for name, tensor in model.state_dict().items():
             if is_quantized(name, kind := str(tensor.dtype).removeprefix("torch.")):
@@ -398,7 +381,10 @@ def _load_transformers(
                     f"{folder}: transformers keeps {name} as {kind}; give the original checkpoint, in 16 or 32 bits"
                 )
         model._weight_conversions = None  # they would quantize what is converted or saved from here
-    return model
+    refuse_broken_numbers(folder, model.state_dict().items())
+    if task == TEXT:
+        join_twins(model, lambda one, two: model.get_parameter(one).equal(model.get_parameter(two)))
+    return model.to(device).eval()
 
 
 def _parsed(
@@ -424,7 +410,14 @@ def _parsed(
             empty = _LOADERS[task].from_config(parsed, trust_remote_code=trust_remote_code)
     except Exception as error:  # as above
         raise CheckpointError(why_not_loaded(folder, config, error)) from error
-    _refuse_more_than_the_files_hold(folder, empty)
+    wanted, stored = sum(p.numel() for p in empty.parameters()), weight_bytes(folder)
+    if (
+        wanted > 4 * stored
+    ):  # before memory is allocated: no checkpoint stores a parameter in less than two bits
+        raise CheckpointError(
+            f"{folder}: config.json describes {wanted:,} parameters, but the weights have only {stored:,} bytes; "
+            "weights and config.json do not belong together"
+        )
     if quant_method(config) in ("fp8", "mxfp4"):
         parsed.quantization_config["dequantize"] = True  # with a GPU too
     if getattr(parsed, "rescale_every", 0) and dtype != torch.float16:
@@ -447,97 +440,44 @@ def why_not_loaded(folder: Path, config: dict[str, Any], error: Exception) -> st
     return f"{folder} could not be loaded: {type(error).__name__}: {one_line(error)}"
 
 
-def _refuse_more_than_the_files_hold(folder: Path, empty: torch.nn.Module) -> None:
-    """Raises before memory is allocated: no checkpoint stores a parameter in less than two bits."""
-    wanted, stored = sum(p.numel() for p in empty.parameters()), weight_bytes(folder)
-    if wanted > 4 * stored:
-        raise CheckpointError(
-            f"{folder}: config.json describes {wanted:,} parameters, but the weights have only {stored:,} bytes; "
-            "weights and config.json do not belong together"
-        )
-
-
-def _refuse_broken_numbers(folder: Path, model: torch.nn.Module) -> None:
-    """Raises for NaN or infinity: every measurement would be wrong."""
-    for name, tensor in model.state_dict().items():
-        if not tensor.is_floating_point() or not tensor.numel():
-            continue
-        low, high = (float(value) for value in tensor.aminmax())
-        if not (math.isfinite(low) and math.isfinite(high)):
-            what = "NaN" if math.isnan(low) else f"infinite in {str(tensor.dtype).removeprefix('torch.')}"
-            raise CheckpointError(f"{folder}: a number in {name} is {what}; the weights are damaged")
-
-
-def _refuse_bad_tensors(folder: Path, info: dict[str, Any]) -> None:
-    """transformers fills missing tensors with random numbers and continues; we must not."""
-    mismatched = sorted(info.get("mismatched_keys") or ())
-    if mismatched:
-        name, in_file, in_model = mismatched[0]
-        raise CheckpointError(
-            f"{folder}: tensor {name} has shape {tuple(in_file)}, config.json asks for {tuple(in_model)}"
-            f"{and_more(mismatched)}; weights and config.json do not belong together"
-        )
-    missing = sorted(info.get("missing_keys") or ())
-    if missing:
-        raise CheckpointError(
-            f"{folder}: the weights lack {missing[0]}{and_more(missing)}; download the checkpoint again, "
-            "or check that config.json belongs to these weights"
-        )
-    unused = sorted(name for name in info.get("unexpected_keys") or () if not _HARMLESS.search(name))
-    if unused:
-        raise CheckpointError(
-            f"{folder}: the weights have {unused[0]}{and_more(unused)}, which config.json does not describe; "
-            "weights and config.json do not belong together"
-        )
-
-
 def load_tokenizer(folder: Path, override: str | Path | None, trust_remote_code: bool) -> Any | None:
     """The tokenizer of a checkpoint, or the one at `override`: a folder, a tokenizer.json, a hub id."""
     place = Path(override) if override is not None else folder
-    if os.path.isfile(place):
-        try:
-            return _reasonable(transformers.PreTrainedTokenizerFast(tokenizer_file=str(place)), place)
-        except Exception as error:  # as below
-            raise CheckpointError(f"{place} is not a tokenizer.json: {one_line(error)}") from error
-    if override is not None and not os.path.isdir(place):
+    is_file = os.path.isfile(place)
+    if override is not None and not is_file and not os.path.isdir(place):
         place = download(str(override), weights=False)  # weights may be gigabytes
-    if not any((place / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-        if override is not None:
-            raise CheckpointError(
-                f"{override} has no tokenizer (tokenizer.json, tokenizer.model or vocab.json)"
-            )
-        return None
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json")
+    if not is_file and not any((place / name).exists() for name in names):
+        if override is None:
+            return None
+        raise CheckpointError(f"{override} has no tokenizer (tokenizer.json, tokenizer.model or vocab.json)")
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            place, local_files_only=True, trust_remote_code=trust_remote_code
-        )
-        return _reasonable(tokenizer, place)
+        if is_file:
+            tokenizer: Any = transformers.PreTrainedTokenizerFast(tokenizer_file=str(place))
+        else:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                place, local_files_only=True, trust_remote_code=trust_remote_code
+            )
+        # Tokenizers fill all gaps below a huge token id, which takes gigabytes.
+        largest = max(tokenizer.get_vocab().values(), default=0)
+        if largest > _LARGEST_TOKEN:
+            raise ValueError(f"it has a token with the id {largest}, larger than any vocabulary")
+        tokenizer("a")  # some settings only matter once it is used
+        return tokenizer
     except Exception as error:  # tokenizers raises bare Exception on a broken tokenizer.json
         raise CheckpointError(f"the tokenizer in {place} could not be read: {one_line(error)}") from error
 
 
-def _reasonable(tokenizer: Any, place: Path) -> Any:
-    """Raises for a huge token id: tokenizers fill all gaps below it, which takes gigabytes. And for settings that only
-    matter once it is used."""
-    largest = max(tokenizer.get_vocab().values(), default=0)
-    if largest > _LARGEST_TOKEN:
-        raise CheckpointError(f"{place} has a token with the id {largest}, larger than any vocabulary")
-    tokenizer("a")
-    return tokenizer
-
-
-def _chosen_device(folder: Path, dtype: torch.dtype, weights: str) -> torch.device:
-    """The GPU, unless there is none or the whole model does not fit."""
-    gpu = torch.device("cuda")
-    if not torch.cuda.is_available() or (
-        weights == MEMORY and belongs_on_disk(folder, dtype, gpu, AUTO, None)
-    ):
-        return torch.device("cpu")
-    return gpu
-
-
-def _device(device: str | torch.device) -> torch.device:
-    """A torch device that exists."""
+def _device(
+    device: str | torch.device, folder: Path, dtype: torch.dtype, weights: str = MEMORY
+) -> torch.device:
+    """A torch device that exists; `auto`: the GPU, unless there is none or the whole model does not fit."""
+    if device == AUTO:
+        gpu = torch.device("cuda")
+        fits = torch.cuda.is_available() and not (
+            weights == MEMORY and belongs_on_disk(folder, dtype, gpu, AUTO, None)
+        )
+        device = gpu if fits else "cpu"
     try:
         chosen = torch.device(device)
         torch.empty(0, device=chosen)
@@ -551,9 +491,7 @@ def _device(device: str | torch.device) -> torch.device:
 
 
 def _dtype(dtype: torch.dtype | str) -> torch.dtype:
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    named = getattr(torch, dtype, None)
+    named = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype, None)
     if not isinstance(named, torch.dtype) or not named.is_floating_point:
         raise CheckpointError(f"{dtype!r} is not a floating-point dtype; use float32, bfloat16 or float16")
     return named

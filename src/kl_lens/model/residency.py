@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -24,10 +24,9 @@ from torch import nn
 from kl_lens.base.accelerators import free_memory
 from kl_lens.base.digests import tensor_digest
 from kl_lens.base.environment import available_memory
-from kl_lens.base.errors import CheckpointError
-from kl_lens.model.files import weight_files
+from kl_lens.model.files import refuse_broken_numbers, refuse_misfits, stored_tensors
 from kl_lens.model.patching import needs_no_weights
-from kl_lens.model.streaming import CheckpointTensors, safetensors_header
+from kl_lens.model.streaming import CheckpointTensors
 
 AUTO, MEMORY, DISK = PLACES = ("auto", "memory", "disk")
 # Shares of free GPU memory, and of a budget, for weights that stay.
@@ -82,22 +81,18 @@ def belongs_on_disk(
     """Whether a model does not fit into the budget if given, else into free memory."""
     if place != AUTO:
         return place == DISK
-    room = budget
-    if room is None:
-        room = int(_FITS * (free_memory(device) if device.type == "cuda" else available_memory()))
-    elif device.type == "cuda":
-        room = min(room, int(_FITS * free_memory(device)))
-    return _numbers(folder, dtype) * dtype.itemsize > room
+    on_gpu = device.type == "cuda"
+    free = int(_FITS * (free_memory(device) if on_gpu else available_memory()))
+    room = free if budget is None else min(budget, free) if on_gpu else budget
+    return sum(math.prod(tensor.shape) for tensor in stored_tensors(folder)) * dtype.itemsize > room
 
 
-def _numbers(folder: Path, dtype: torch.dtype) -> int:
-    """Number of values in the files; for pickles, as if stored in this type."""
-    return sum(
-        sum(math.prod(entry["shape"]) for entry in safetensors_header(path).values())
-        if path.suffix == ".safetensors"
-        else path.stat().st_size // dtype.itemsize
-        for path in weight_files(folder)
-    )
+def weights_digest(named: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """Of tensors by their names: two models with one digest are one."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in named:
+        digest.update(tensor_digest(tensor, about=f"{name} {tuple(tensor.shape)} {tensor.dtype}").encode())
+    return digest.hexdigest()
 
 
 @dataclass(eq=False)
@@ -115,12 +110,8 @@ class _Matrix:
         return self.parameter.data_ptr() == self.absent.data_ptr()
 
 
-@dataclass(frozen=True)
-class _Arrival:
-    """A matrix on its device, or on its way there."""
-
-    tensor: torch.Tensor
-    there: torch.cuda.Event | None = None
+# Matrices by their names on disk; on a GPU, what to wait for before they are used.
+_Arrivals = tuple[dict[str, torch.Tensor], torch.cuda.Event | None]
 
 
 class Residency:
@@ -148,9 +139,9 @@ class Residency:
         if not whole:
             self.tensors.refuse_pickles()
         self._folder = folder
-        self._model = model
+        self.model = model
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="kl-lens-read")
-        self._ahead: dict[nn.Module, Future[dict[str, _Arrival]]] = {}
+        self._ahead: dict[nn.Module, Future[_Arrivals]] = {}
         self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._left: torch.cuda.Event | None = None
         self._host_room = 0
@@ -160,7 +151,7 @@ class Residency:
         self._next: dict[nn.Module, nn.Module] = {}
         join_twins(model, self.tensors.is_twice)
         self._place_parameters()
-        self.fingerprint = self._checked()
+        self.fingerprint = weights_digest(self._checked())
         if whole:
             self._bring_all()
         else:
@@ -170,39 +161,32 @@ class Residency:
 
     def _place_parameters(self) -> None:
         """Reads vectors and buffers; matrices get placeholders."""
-        model, shapes = self._model, self.tensors.shapes
+        shapes = self.tensors.shapes
         names: dict[int, list[str]] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
+        wanted: dict[int, nn.Parameter] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
-        fresh: dict[int, nn.Parameter] = {}
-        used: set[str] = set()
-        for module in model.modules():
-            for leaf, empty in module._parameters.items():
-                if empty is None:
-                    continue
-                if id(empty) not in fresh:
-                    spelled = names[id(empty)]
-                    place = self._place(spelled, tuple(empty.shape))
-                    used.update(spelled)
-                    fresh[id(empty)] = self._parameter(place, empty)
-                module._parameters[leaf] = fresh[id(empty)]
-        for name, buffer in model.named_buffers():
-            if name in shapes:
-                used.add(name)
-                buffer.copy_(self.tensors.read(name).reshape(buffer.shape))
-        self.unused = sorted(set(shapes) - used)
-        model.to(self.device)  # buffers; parameters are there
-
-    def _place(self, names: list[str], shape: tuple[int, ...]) -> str:
-        """The name on disk of a parameter with these names in the model."""
-        name = next((n for n in names if n in self.tensors.shapes), None)
-        if name is not None and self.tensors.shapes[name] == shape:
-            return name
-        found = "no such tensor" if name is None else f"one of shape {self.tensors.shapes[name]}"
-        raise CheckpointError(
-            f"{self._folder}: {names[0]} should have shape {shape}, but the files have {found}; use --weights memory, "
-            "or check that config.json belongs to these weights"
+            wanted[id(parameter)] = parameter
+        # One of the names of a shared parameter is that on disk.
+        stored = {key: next((n for n in spelled if n in shapes), "") for key, spelled in names.items()}
+        buffers = {name: buffer for name, buffer in self.model.named_buffers() if name in shapes}
+        refuse_misfits(
+            self._folder,
+            missing=[names[key][0] for key, name in stored.items() if not name],
+            unused=shapes.keys() - buffers.keys() - {name for spelled in names.values() for name in spelled},
+            mismatched=[
+                (name, shapes[name], wanted[key].shape)
+                for key, name in stored.items()
+                if name and shapes[name] != wanted[key].shape
+            ],
         )
+        fresh = {key: self._parameter(name, wanted[key]) for key, name in stored.items()}
+        for module in self.model.modules():
+            own = module._parameters
+            own.update({leaf: fresh[id(empty)] for leaf, empty in own.items() if empty is not None})
+        for name, buffer in buffers.items():
+            buffer.copy_(self.tensors.read(name).reshape(buffer.shape))
+        self.model.to(self.device)  # buffers; parameters are there
 
     def _parameter(self, name: str, wanted: nn.Parameter) -> nn.Parameter:
         if wanted.dim() < 2:
@@ -212,27 +196,15 @@ class Residency:
         self._matrices[id(parameter)] = _Matrix(parameter, name, absent)
         return parameter
 
-    def _checked(self) -> str:
-        """The fingerprint the model would have in memory; raises for NaN or infinity. Reads everything once."""
-        digest = hashlib.blake2b(digest_size=16)
-        for name, tensor in sorted(self._model.state_dict(keep_vars=True).items()):
+    def _checked(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor as the model would have it in memory, by its name, read once. Raises for NaN or infinity."""
+        for name, tensor in sorted(self.model.state_dict(keep_vars=True).items()):
             matrix = self._matrices.get(id(tensor))
             values = (
                 tensor.detach().cpu() if matrix is None else self.tensors.read(matrix.name).to(self.dtype)
             )
-            digest.update(
-                tensor_digest(values, about=f"{name} {tuple(values.shape)} {values.dtype}").encode()
-            )
-            if values.is_floating_point() and values.numel():
-                low, high = (float(value) for value in values.aminmax())
-                if not (math.isfinite(low) and math.isfinite(high)):
-                    what = (
-                        "NaN" if math.isnan(low) else f"infinite in {str(self.dtype).removeprefix('torch.')}"
-                    )
-                    raise CheckpointError(
-                        f"{self._folder}: a number in {name} is {what}; the weights are damaged"
-                    )
-        return digest.hexdigest()
+            refuse_broken_numbers(self._folder, [(name, values)])
+            yield name, values
 
     def _bring_all(self) -> None:
         """One matrix at a time, so that a GPU's model is never in the host's memory."""
@@ -248,12 +220,11 @@ class Residency:
             room = int(_SHARE_OF_CARD * (free if budget is None else min(free, budget)))
         else:
             room = int(_SHARE_OF_BUDGET * (available_memory() if budget is None else budget))
-        self._blocks = blocks = _largest_list(self._model)
+        self._blocks = blocks = _largest_list(self.model)
         inside = {id(p) for block in blocks for p in block.parameters()}
         outside = [m for key, m in self._matrices.items() if key not in inside]
-        sizes = [sum(self._bytes(m) for m in self._of(block)) for block in blocks]
-        self.block_bytes = max(sizes, default=0)
-        self.resident_bytes = sum(p.nbytes for p in self._model.parameters() if p.dim() < 2)
+        self.block_bytes = max((sum(map(self._bytes, self._of(block))) for block in blocks), default=0)
+        self.resident_bytes = sum(p.nbytes for p in self.model.parameters() if p.dim() < 2)
         room -= BLOCKS_AT_ONCE * self.block_bytes
         if sum(map(self._bytes, outside)) <= room:
             for matrix in outside:
@@ -262,11 +233,9 @@ class Residency:
                 self.resident_bytes += self._bytes(matrix)
                 del self._matrices[id(matrix.parameter)]
         else:
-            owners = [
-                m for m in self._model.modules() if any(id(p) not in inside for p in m._parameters.values())
-            ]
-            for module in owners:
-                self._watch(module, [m for m in self._own(module) if id(m.parameter) not in inside])
+            for module in self.model.modules():
+                own = self._of(module, recurse=False)
+                self._watch(module, [m for m in own if id(m.parameter) not in inside])
         for block in blocks:
             self._watch(block, self._of(block))
         self._next = {b: n for b, n in pairwise(blocks) if b in self._units and n in self._units}
@@ -277,11 +246,8 @@ class Residency:
             if stored <= room:  # for example in half precision: all stay on the card
                 self.kept = {name: self.tensors.read(name).to(self.device) for name in sorted(names)}
 
-    def _of(self, module: nn.Module) -> list[_Matrix]:
-        return [self._matrices[id(p)] for p in module.parameters() if id(p) in self._matrices]
-
-    def _own(self, module: nn.Module) -> list[_Matrix]:
-        return [self._matrices[id(p)] for p in module._parameters.values() if id(p) in self._matrices]
+    def _of(self, module: nn.Module, *, recurse: bool = True) -> list[_Matrix]:
+        return [self._matrices[id(p)] for p in module.parameters(recurse) if id(p) in self._matrices]
 
     def _bytes(self, matrix: _Matrix) -> int:
         return matrix.parameter.numel() * self.dtype.itemsize
@@ -303,7 +269,7 @@ class Residency:
     def present(self, module: nn.Module) -> Iterator[None]:
         """Within the block, the matrices of `module` are loaded and the next block's are being read; for the whole
         model: everything outside the blocks."""
-        around = [m for m in self._units if m not in self._blocks] if module is self._model else [module]
+        around = [m for m in self._units if m not in self._blocks] if module is self.model else [module]
         with ExitStack() as held:
             for unit in around:
                 if unit in self._units:
@@ -331,11 +297,10 @@ class Residency:
         wanted = [m for m in matrices if m.is_absent]
         if wanted:
             ahead = self._ahead.pop(module, None)
-            there = ahead.result() if ahead is not None else {}
-            there |= self._fetched([m for m in wanted if m.name not in there], None)
+            found = self._handed_over(ahead.result()) if ahead is not None else {}
+            found |= self._handed_over(self._fetched([m for m in wanted if m.name not in found], None))
             for matrix in wanted:
-                matrix.loaded = self._handed_over(there[matrix.name])
-                matrix.parameter.data = matrix.loaded
+                matrix.loaded = matrix.parameter.data = found[matrix.name]
         for matrix in matrices:
             matrix.holders += 1
         following = self._next.get(module)
@@ -354,28 +319,25 @@ class Residency:
                 matrix.parameter.data = matrix.absent
             matrix.loaded = None
         if self._copy_stream is not None and module in self._next:
-            self._left = torch.cuda.Event()
-            self._left.record(torch.cuda.current_stream(self.device))
+            self._left = torch.cuda.current_stream(self.device).record_event()
 
-    def _fetched(self, matrices: list[_Matrix], left: torch.cuda.Event | None) -> dict[str, _Arrival]:
+    def _fetched(self, matrices: list[_Matrix], left: torch.cuda.Event | None) -> _Arrivals:
         """Reads matrices. A GPU gets them while it computes, but not before it has `left` an earlier block: the host
         runs ahead and would fill it with blocks."""
-        if self._copy_stream is None:
-            return {m.name: _Arrival(self._brought(self._stored(m.name))) for m in matrices}
         if left is not None:
             left.synchronize()
-        with torch.cuda.stream(self._copy_stream):
+        with nullcontext() if self._copy_stream is None else torch.cuda.stream(self._copy_stream):
             brought = {m.name: self._brought(self._stored(m.name)) for m in matrices}
-            there = torch.cuda.Event()
-            there.record(self._copy_stream)
-        return {name: _Arrival(tensor, there) for name, tensor in brought.items()}
+            return brought, None if self._copy_stream is None else self._copy_stream.record_event()
 
-    def _handed_over(self, arrival: _Arrival) -> torch.Tensor:
-        if arrival.there is not None:
+    def _handed_over(self, arrivals: _Arrivals) -> dict[str, torch.Tensor]:
+        brought, there = arrivals
+        if there is not None:
             here = torch.cuda.current_stream(self.device)
-            here.wait_event(arrival.there)
-            arrival.tensor.record_stream(here)
-        return arrival.tensor
+            here.wait_event(there)
+            for tensor in brought.values():
+                tensor.record_stream(here)
+        return brought
 
     def _stored(self, name: str) -> torch.Tensor:
         """The stored form: kept on the card or in host memory while there is room, else from disk."""

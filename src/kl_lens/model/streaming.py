@@ -7,16 +7,15 @@ or store each expert apart; `CheckpointTensors` translates.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
-import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
+from io import FileIO
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,7 +25,7 @@ import transformers
 from kl_lens.base.environment import processors
 from kl_lens.base.errors import CheckpointError, one_line
 from kl_lens.model.anatomy import component_name
-from kl_lens.model.files import and_more, check_weight_files, weight_files
+from kl_lens.model.files import Stored, refuse_misfits, stored_tensors, weight_files
 
 
 class TensorSource(ABC):
@@ -124,19 +123,10 @@ _AT_ONCE = 16 << 20  # bytes per read: a fast disk needs several threads
 
 
 @dataclass(frozen=True)
-class _Stored:
-    """One tensor of one file."""
-
-    file: int
-    name: str
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class _Assembly:
     """A transformers parameter made from stored tensors."""
 
-    parts: tuple[_Stored, ...]
+    parts: tuple[Stored, ...]
     shape: tuple[int, ...]
     join: Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
@@ -146,16 +136,18 @@ class CheckpointTensors(TensorSource):
     memory, and the process dies if the file is truncated."""
 
     def __init__(self, folder: Path, model_type: str, *, pinned: bool = False) -> None:
-        check_weight_files(folder)
-        self._files = weight_files(folder)
         self._pinned = pinned
         self._readers = ThreadPoolExecutor(min(8, processors()), thread_name_prefix="kl-lens-file")
-        self._handles = [os.open(path, os.O_RDONLY) for path in self._files]
-        self._closing = weakref.finalize(self, _close, self._handles)  # also when garbage-collected
-        self._seen = [_state(handle) for handle in self._handles]
-        self._tables = [_contents(path) for path in self._files]
+        self._files = {path: path.open("rb", buffering=0) for path in weight_files(folder)}
+        self._seen = {path: _state(file) for path, file in self._files.items()}
         self.aliases = {}
-        self._assemblies = assemblies_of(self._stored(model_type))
+        renames = (*_RENAMES, *_OF_FAMILY.get(model_type, ()))
+        stored = {
+            reduce(lambda name, rename: rename[0].sub(rename[1], name), renames, tensor.name): tensor
+            for tensor in stored_tensors(folder)
+            if not _NOT_READ.match(tensor.name)
+        }
+        self._assemblies = assemblies_of(stored)
         self.shapes = {name: assembly.shape for name, assembly in self._assemblies.items()}
 
     @classmethod
@@ -170,7 +162,23 @@ class CheckpointTensors(TensorSource):
         ):
             self.shapes.pop("lm_head.weight", None)
             self.aliases["lm_head.weight"] = embedding
-        _require_shapes(folder, config, self.shapes, self.aliases)
+        try:
+            with torch.device("meta"):
+                wanted = transformers.AutoModelForCausalLM.from_config(config).state_dict()
+        except Exception as error:  # what a library raises over a strange setting can be anything
+            reason = f"{type(error).__name__}: {one_line(error)}"
+            raise CheckpointError(
+                f"{folder}: config.json does not describe a model ({reason}); download it again"
+            ) from error
+        refuse_misfits(
+            folder,
+            missing=wanted.keys() - self.shapes.keys() - self.aliases.keys(),
+            mismatched=[
+                (name, shape, wanted[name].shape)
+                for name, shape in self.shapes.items()
+                if name in wanted and wanted[name].shape != shape
+            ],
+        )
         return self
 
     def refuse_pickles(self) -> None:
@@ -195,51 +203,39 @@ class CheckpointTensors(TensorSource):
         return digest.digest()
 
     def place(self, name: str) -> int:
-        return self._assemblies[name].parts[0].file
+        return list(self._files).index(self._assemblies[name].parts[0].path)
 
     def stored_bytes(self, name: str) -> int:
-        parts = (self._tables[part.file][part.name]["data_offsets"] for part in self._assemblies[name].parts)
-        return sum(end - begin for begin, end in parts)
+        return sum(part.bytes for part in self._assemblies[name].parts)
 
     def read(self, name: str) -> torch.Tensor:
         assembly = self._assemblies[name]
-        return assembly.join([self._tensor(part.file, part.name) for part in assembly.parts])
+        return assembly.join([self._tensor(part) for part in assembly.parts])
 
     def close(self) -> None:
         self._readers.shutdown()
-        self._closing()
+        for file in self._files.values():
+            file.close()
 
-    def _stored(self, model_type: str) -> dict[str, _Stored]:
-        stored: dict[str, _Stored] = {}
-        for index, table in enumerate(self._tables):
-            for name, entry in table.items():
-                if _NOT_READ.match(name):
-                    continue
-                wanted = name
-                for pattern, replacement in (*_RENAMES, *_OF_FAMILY.get(model_type, ())):
-                    wanted = pattern.sub(replacement, wanted)
-                shape = entry.shape if isinstance(entry, torch.Tensor) else entry["shape"]
-                stored[wanted] = _Stored(index, name, tuple(shape))
-        return stored
-
-    def _tensor(self, index: int, name: str) -> torch.Tensor:
-        entry, path = self._tables[index][name], self._files[index]
-        if isinstance(entry, torch.Tensor):
-            return entry.clone()  # not the mapped file
-        if entry["dtype"] not in _TYPES:
-            raise CheckpointError(f"{path}: {name} is stored as {entry['dtype']}; use --weights memory")
-        tensor = torch.empty(entry["shape"], dtype=_TYPES[entry["dtype"]], pin_memory=self._pinned)
+    def _tensor(self, stored: Stored) -> torch.Tensor:
+        if stored.pickled is not None:
+            return stored.pickled.clone()  # not the mapped file
+        if stored.kind not in _TYPES:
+            raise CheckpointError(
+                f"{stored.path}: {stored.name} is stored as {stored.kind}; use --weights memory"
+            )
+        tensor = torch.empty(stored.shape, dtype=_TYPES[stored.kind], pin_memory=self._pinned)
         if tensor.numel():
-            self._fill(index, name, entry["data_offsets"][0], tensor)
+            self._fill(stored, tensor.reshape(-1).view(torch.uint8).numpy().data)
         return tensor
 
-    def _fill(self, index: int, name: str, at: int, tensor: torch.Tensor) -> None:
-        view = tensor.reshape(-1).view(torch.uint8).numpy().data
+    def _fill(self, stored: Stored, view: memoryview) -> None:
+        file = self._files[stored.path]
 
         def read(first: int) -> bool:
             last = min(first + _AT_ONCE, len(view))
             while first < last:
-                got = os.preadv(self._handles[index], [view[first:last]], at + first)
+                got = os.preadv(file.fileno(), [view[first:last]], stored.begin + first)
                 if not got:
                     return False
                 first += got
@@ -248,80 +244,26 @@ class CheckpointTensors(TensorSource):
         try:
             places = range(0, len(view), _AT_ONCE)
             whole = all(self._readers.map(read, places) if len(places) > 1 else map(read, places))
-            untouched = whole and _state(self._handles[index]) == self._seen[index]
+            untouched = whole and _state(file) == self._seen[stored.path]
         except OSError as error:
-            raise CheckpointError(f"{self._files[index]} cannot be read ({one_line(error)})") from error
+            raise CheckpointError(f"{stored.path} cannot be read ({one_line(error)})") from error
         if not untouched:
             raise CheckpointError(
-                f"{self._files[index]} was changed while {name} was read from it; restore it and run the command "
+                f"{stored.path} was changed while {stored.name} was read from it; restore it and run the command "
                 "again: measurements are kept"
             )
 
 
-def _close(handles: list[int]) -> None:
-    while handles:
-        os.close(handles.pop())
-
-
-def _state(handle: int) -> tuple[int, int]:
-    known = os.fstat(handle)
+def _state(file: FileIO) -> tuple[int, int]:
+    known = os.fstat(file.fileno())
     return known.st_size, known.st_mtime_ns
 
 
-def safetensors_header(path: Path) -> dict[str, Any]:
-    """A safetensors file's table, with offsets from the start of the file."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        table = json.loads(file.read(length))
-    table.pop("__metadata__", None)
-    for entry in table.values():
-        entry["data_offsets"] = [8 + length + place for place in entry["data_offsets"]]
-    return dict(table)
-
-
-def _contents(path: Path) -> dict[str, Any]:
-    """What describes each tensor of a file; of a pickle, the tensor itself, mapped."""
-    if path.suffix == ".safetensors":
-        return safetensors_header(path)
-    try:
-        return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
-    except Exception as error:  # the unpickler raises many kinds of errors
-        raise CheckpointError(
-            f"{path} is damaged or holds more than tensors ({one_line(error, 80)}); download it again, or convert it "
-            "to safetensors with the tool that made it"
-        ) from error
-
-
-def _require_shapes(
-    folder: Path, config: Any, shapes: dict[str, tuple[int, ...]], aliases: dict[str, str]
-) -> None:
-    """Raises for missing tensors and for shapes that differ from config.json, as opening the model would."""
-    try:
-        with torch.device("meta"):
-            wanted = transformers.AutoModelForCausalLM.from_config(config).state_dict()
-    except Exception as error:  # what a library raises over a strange setting can be anything
-        reason = f"{type(error).__name__}: {one_line(error)}"
-        raise CheckpointError(
-            f"{folder}: config.json does not describe a model ({reason}); download it again"
-        ) from error
-    if missing := sorted(set(wanted) - set(shapes) - set(aliases)):
-        raise CheckpointError(
-            f"{folder}: the weights lack {missing[0]}{and_more(missing)}; download the checkpoint again, or check "
-            "that config.json belongs to these weights"
-        )
-    for name, shape in shapes.items():
-        if name in wanted and tuple(wanted[name].shape) != shape:
-            raise CheckpointError(
-                f"{folder}: tensor {name} has shape {shape}, config.json asks for {tuple(wanted[name].shape)}; "
-                "weights and config.json do not belong together"
-            )
-
-
-def assemblies_of(stored: dict[str, _Stored]) -> dict[str, _Assembly]:
+def assemblies_of(stored: dict[str, Stored]) -> dict[str, _Assembly]:
     """One assembly per transformers parameter; separate experts are stacked."""
     assemblies: dict[str, _Assembly] = {}
-    experts: dict[str, dict[str, dict[int, _Stored]]] = defaultdict(lambda: defaultdict(dict))
-    convolutions: dict[str, dict[str, _Stored]] = defaultdict(dict)
+    experts: dict[str, dict[str, dict[int, Stored]]] = defaultdict(lambda: defaultdict(dict))
+    convolutions: dict[str, dict[str, Stored]] = defaultdict(dict)
     for name, item in stored.items():
         if match := _ONE_EXPERT.match(name):
             experts[match[1]][_MIXTRAL.get(match[3], match[3])][int(match[2])] = item
@@ -330,44 +272,38 @@ def assemblies_of(stored: dict[str, _Stored]) -> dict[str, _Assembly]:
         else:
             assemblies[name] = _Assembly((item,), item.shape, lambda parts: parts[0])
     for owner, kernels in convolutions.items():
-        ordered_kernels = tuple(kernels[part] for part in sorted(kernels, key="qkv".index))
-        channels = sum(kernel.shape[0] for kernel in ordered_kernels)
-        assemblies[f"{owner}conv1d.weight"] = _Assembly(
-            ordered_kernels, (channels, *ordered_kernels[0].shape[1:]), lambda parts: torch.cat(list(parts))
-        )
+        parts = tuple(kernels[part] for part in sorted(kernels, key="qkv".index))
+        shape = (sum(kernel.shape[0] for kernel in parts), *parts[0].shape[1:])
+        assemblies[f"{owner}conv1d.weight"] = _Assembly(parts, shape, lambda parts: torch.cat(list(parts)))
     for owner, kinds in experts.items():
         ordered = {kind: _in_order(owner, kind, items) for kind, items in kinds.items()}
         if "gate_proj" in ordered:
-            gates, ups = ordered.pop("gate_proj"), ordered.pop("up_proj", [])
+            gates, ups = ordered.pop("gate_proj"), ordered.pop("up_proj", ())
             if [gate.shape for gate in gates] != [up.shape for up in ups]:
                 raise CheckpointError(
                     f"{owner}: {len(gates)} gate_proj and {len(ups)} up_proj do not fit together; download the "
                     "checkpoint again"
                 )
-            assemblies[f"{owner}.gate_up_proj"] = _gate_up(gates, ups)
+            rows, columns = gates[0].shape
+            shape = (len(gates), 2 * rows, columns)
+            assemblies[f"{owner}.gate_up_proj"] = _Assembly((*gates, *ups), shape, _gates_above_ups)
         for kind, items in ordered.items():
             shape = (len(items), *items[0].shape)
-            assemblies[f"{owner}.{kind}"] = _Assembly(
-                tuple(items), shape, lambda parts: torch.stack(list(parts))
-            )
+            assemblies[f"{owner}.{kind}"] = _Assembly(items, shape, lambda parts: torch.stack(list(parts)))
     return assemblies
 
 
-def _in_order(owner: str, kind: str, items: dict[int, _Stored]) -> list[_Stored]:
+def _in_order(owner: str, kind: str, items: dict[int, Stored]) -> tuple[Stored, ...]:
     if sorted(items) != list(range(len(items))):
         raise CheckpointError(f"{owner}: experts {sorted(items)} of {kind} have gaps in their numbers")
     if len(shapes := {item.shape for item in items.values()}) > 1 or len(*shapes) != 2:
         raise CheckpointError(
             f"{owner}: {kind} of its experts must be matrices of one shape, not {sorted(shapes)}"
         )
-    return [items[index] for index in range(len(items))]
+    return tuple(items[index] for index in range(len(items)))
 
 
-def _gate_up(gates: list[_Stored], ups: list[_Stored]) -> _Assembly:
+def _gates_above_ups(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """transformers keeps each expert's gate rows above its up rows."""
-    count, (rows, columns) = len(gates), gates[0].shape
-
-    def join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        return torch.cat([torch.stack(list(parts[:count])), torch.stack(list(parts[count:]))], dim=1)
-
-    return _Assembly((*gates, *ups), (count, 2 * rows, columns), join)
+    count = len(parts) // 2
+    return torch.cat([torch.stack(list(parts[:count])), torch.stack(list(parts[count:]))], dim=1)

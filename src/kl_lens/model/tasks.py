@@ -66,15 +66,8 @@ class LanguageTask:
         return self.tokenizer
 
     def drawn(
-        self,
-        source: Source,
-        *,
-        windows: int,
-        length: int | None = None,
-        seed: int = 42,
-        split: str | None = None,
+        self, source: Source, *, windows: int, length: int, seed: int = 42, split: str | None = None
     ) -> Windows:
-        length = length or self.window_length
         return self._fitting(
             draw_windows(_text(source), self.require_tokenizer(), windows, length, seed, split)
         )
@@ -83,12 +76,11 @@ class LanguageTask:
         self,
         source: Source,
         *,
-        length: int | None = None,
+        length: int,
         stride: int | None = None,
         limit: int | None = None,
         split: str | None = None,
     ) -> Windows:
-        length = length or self.judged_length
         return self._fitting(
             evaluation_windows(_text(source), self.require_tokenizer(), length, stride, limit, split)
         )
@@ -110,17 +102,9 @@ class LanguageTask:
     def blank(self, windows: int, rows: int) -> torch.Tensor:
         return torch.zeros(windows, rows, dtype=torch.long)
 
-    def id_limit(self, classes: int) -> int:
-        return classes
-
-    def embedding(self, model: nn.Module) -> nn.Module | None:
-        return model.get_input_embeddings()  # type: ignore[operator]
-
     def head(self, model: nn.Module) -> nn.Module:
-        head: nn.Module | None = None
-        if hasattr(model, "get_output_embeddings"):
-            head = model.get_output_embeddings()  # type: ignore[operator]
-        head = _last_linear(model, vocabulary_size(model)) if head is None else head
+        own: Any = getattr(model, "get_output_embeddings", lambda: None)()
+        head = _last_linear(model, vocabulary_size(model)) if own is None else own
         if head is None:
             raise CheckpointError(
                 f"{type(model).__name__} has no language-model head (a linear layer to the vocabulary); "
@@ -131,15 +115,6 @@ class LanguageTask:
     def forward(self, model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
         output = model(input_ids=ids, use_cache=False)
         return output.logits if hasattr(output, "logits") else output[0]
-
-    def by_row(self, at_head: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        return at_head
-
-    def at_head(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows
-
-    def state_size(self, hidden: torch.Tensor) -> int:
-        return hidden.shape[-1]
 
     def targets(self, ids: torch.Tensor) -> torch.Tensor:
         return torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -1)], 1)
@@ -194,23 +169,17 @@ class ImageTask:
         return open_images(source, split, for_evaluation=for_evaluation)
 
     def drawn(
-        self,
-        source: Source,
-        *,
-        windows: int,
-        length: int | None = None,
-        seed: int = 42,
-        split: str | None = None,
+        self, source: Source, *, windows: int, length: int, seed: int = 42, split: str | None = None
     ) -> Windows:
         opened = self._opened(source, split, for_evaluation=False)
-        how: dict[str, Any] = {"windows": windows, "length": length or self.window_length, "seed": seed}
-        return draw_images(opened, self.preparation, self.label_names, self.classes, **how)
+        named = (self.preparation, self.label_names, self.classes)
+        return draw_images(opened, *named, windows=windows, length=length, seed=seed)
 
     def from_start(
         self,
         source: Source,
         *,
-        length: int | None = None,
+        length: int,
         stride: int | None = None,
         limit: int | None = None,
         split: str | None = None,
@@ -220,12 +189,10 @@ class ImageTask:
             raise TextError(
                 f"{opened.label}: evaluation needs labels; sort the images into folders by class, or give a labels.csv"
             )
-        length = length or self.judged_length
         if stride not in (None, length):
             raise TextError(f"{opened.label}: windows of images do not overlap; --stride works only for text")
-        return images_from_start(
-            opened, self.preparation, self.label_names, self.classes, length=length, limit=limit
-        )
+        named = (self.preparation, self.label_names, self.classes)
+        return images_from_start(opened, *named, length=length, limit=limit)
 
     def sample(self, model: nn.Module, windows: int, rows: int) -> torch.Tensor:
         generator = np.random.default_rng(0)
@@ -240,12 +207,6 @@ class ImageTask:
     @property
     def rows_at_once(self) -> int:
         return max(1, min(4096, 2**20 // (self.preparation.height * self.preparation.width)))
-
-    def id_limit(self, classes: int) -> int:
-        return 2**63
-
-    def embedding(self, model: nn.Module) -> nn.Module | None:
-        return None
 
     def head(self, model: nn.Module) -> nn.Module:
         head = _last_linear(model, self.classes)
@@ -262,15 +223,6 @@ class ImageTask:
         output = model(pixels.to(parameter.device, parameter.dtype))
         logits = output if isinstance(output, torch.Tensor) else output["logits"]
         return logits.reshape(*ids.shape, -1)
-
-    def by_row(self, at_head: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        return at_head.reshape(*ids.shape, -1)
-
-    def at_head(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows.flatten(0, 1)
-
-    def state_size(self, hidden: torch.Tensor) -> int:
-        return hidden[0].numel()
 
     def targets(self, ids: torch.Tensor) -> torch.Tensor:
         return torch.tensor(labels_of(ids.flatten().tolist()), device=ids.device).reshape(ids.shape)
@@ -304,7 +256,5 @@ def task_of(config: Mapping[str, Any], wanted: str | None = None) -> str:
     """`text` or `image`: `wanted`, or from config.json's architectures."""
     if wanted is not None:
         return wanted
-    given = config.get("architectures")
-    names = [str(name) for name in given] if isinstance(given, (list, tuple)) else []
-    is_classifier = is_timm(config) or any(name.endswith("ForImageClassification") for name in names)
+    is_classifier = is_timm(config) or "ForImageClassification" in str(config.get("architectures"))
     return IMAGE if is_classifier or config.get("model_type") == "mambavision" else TEXT

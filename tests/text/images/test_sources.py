@@ -147,7 +147,7 @@ def test_calibration_and_evaluation_share_no_image(tmp_path: Path) -> None:
 
 def test_what_a_verb_calls_text_means_the_models_own_images() -> None:
     with pytest.raises(TextError, match="--images FOLDER"):
-        TASK.drawn("wikitext2:train", windows=1)
+        TASK.drawn("wikitext2:train", windows=1, length=4)
     own = ImageTask(PREPARATION, 10, images="digits")
     assert own.from_start("wikitext2:valid", length=4, limit=1).label == "digits:valid"
 

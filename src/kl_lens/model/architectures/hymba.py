@@ -21,6 +21,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+# Called by these names: fast kernels and exporters replace them.
+from transformers.models.mamba.modeling_mamba import causal_conv1d_fn, mamba_selective_scan
 
 from kl_lens.base.errors import CheckpointError
 
@@ -42,47 +46,41 @@ class HymbaConfig(PretrainedConfig):
 
     model_type = "hymba"
 
-    def __init__(
-        self,
-        *,
-        vocab_size: int = 32001,
-        hidden_size: int = 1600,
-        intermediate_size: int = 5504,
-        num_hidden_layers: int = 32,
-        num_attention_heads: int = 25,
-        num_key_value_heads: int = 5,
-        hidden_act: str = "silu",
-        mlp_hidden_act: str = "silu",
-        initializer_range: float = 0.02,
-        rms_norm_eps: float = 1e-6,
-        sliding_window: int | None = 1024,
-        global_attn_idx: list[int] | None = None,
-        kv_reuse_group: list[list[int]] | None = None,
-        kv_reuse_every_i_layer: int = -1,
-        num_memory_tokens: int = 128,
-        max_position_embeddings: int = 8192,
-        orig_max_position_embeddings: int | None = 2048,
-        rope: bool = True,
-        rope_theta: float = 10000.0,
-        rope_type: str | None = "ntk",
-        mamba_d_state: int = 16,
-        mamba_d_conv: int = 4,
-        mamba_expand: float = 2,
-        mamba_dt_rank: int | str = "auto",
-        mamba_conv_bias: bool = True,
-        mamba_proj_bias: bool = False,
-        mamba_inner_layernorms: bool = True,
-        tie_word_embeddings: bool = True,
-        **others: Any,
-    ) -> None:
+    vocab_size: int = 32001
+    hidden_size: int = 1600
+    intermediate_size: int = 5504
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 25
+    num_key_value_heads: int = 5
+    hidden_act: str = "silu"
+    mlp_hidden_act: str = "silu"
+    mlp_bias: bool = False
+    initializer_range: float = 0.02
+    rms_norm_eps: float = 1e-6
+    sliding_window: int | None = 1024
+    global_attn_idx: list[int] | None = None
+    kv_reuse_group: list[list[int]] | None = None
+    kv_reuse_every_i_layer: int = -1
+    num_memory_tokens: int = 128
+    max_position_embeddings: int = 8192
+    orig_max_position_embeddings: int | None = 2048
+    rope: bool = True
+    rope_theta: float = 10000.0
+    rope_type: str | None = "ntk"
+    mamba_d_state: int = 16
+    mamba_d_conv: int = 4
+    mamba_expand: float = 2
+    mamba_dt_rank: int | str = "auto"
+    mamba_conv_bias: bool = True
+    mamba_proj_bias: bool = False
+    mamba_inner_layernorms: bool = True
+    tie_word_embeddings: bool = True
+
+    def __post_init__(self, **others: Any) -> None:
         others.pop("attn_implementation", None)  # "flex": transformers would look for it
-        for name, value in list(locals().items()):
-            if name not in ("self", "others", "__class__"):
-                setattr(self, name, value)
-        if mamba_dt_rank == "auto":
-            self.mamba_dt_rank = math.ceil(hidden_size / 16)
-        given: dict[str, Any] = {"tie_word_embeddings": tie_word_embeddings, **others}
-        super().__init__(**given)
+        if self.mamba_dt_rank == "auto":
+            self.mamba_dt_rank = math.ceil(self.hidden_size / 16)
+        super().__post_init__(**others)
         for name, allowed in _ONLY.items():
             if (value := getattr(self, name, allowed[0])) not in allowed:
                 raise CheckpointError(
@@ -103,54 +101,6 @@ class HymbaConfig(PretrainedConfig):
 
     def is_global(self, layer: int) -> bool:
         return self.sliding_window is None or self.global_attn_idx is None or layer in self.global_attn_idx
-
-
-class HymbaRMSNorm(nn.Module):
-    def __init__(self, width: int, epsilon: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.epsilon = epsilon
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.epsilon)).to(
-            x.dtype
-        )
-
-
-# Names and arguments are those of transformers' mixers, so that the fast kernels and the exporter can replace these
-# functions.
-
-
-def causal_conv1d_fn(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "") -> Tensor:
-    """Depthwise convolution: x (batch, channels, time), weight (channels, kernel)."""
-    padded = functional.pad(x, (weight.shape[1] - 1, 0))
-    y = functional.conv1d(padded, weight.unsqueeze(1), bias, groups=weight.shape[0])
-    return functional.silu(y) if activation else y
-
-
-def mamba_selective_scan(
-    x: Tensor,  # (batch, channels, time)
-    dt: Tensor,
-    A: Tensor,  # (channels, states)
-    B: Tensor,  # (batch, states, time)
-    C: Tensor,
-    D: Tensor,
-    z: Tensor,
-    *_: Any,
-    **__: Any,
-) -> Tensor:
-    """h ← exp(Δ·A)·h + Δ·x ⊗ B with Δ = softplus(dt), y = C·h + D·x, gated by SiLU(z)."""
-    step = functional.softplus(dt.float())
-    inflow = step * x.float()
-    state = torch.zeros(x.shape[0], *A.shape, device=x.device)
-    outputs = []
-    for t in range(x.shape[2]):
-        decay = torch.exp(step[:, :, t, None] * A)
-        state = decay * state + inflow[:, :, t, None] * B[:, None, :, t].float()
-        outputs.append((state * C[:, None, :, t].float()).sum(-1))
-    y = torch.stack(outputs, -1) + D[:, None] * x
-    return y * functional.silu(z.float())
 
 
 def _rotated(x: Tensor, rotary: Tensor | None) -> Tensor:
@@ -185,12 +135,12 @@ class HymbaBlock(nn.Module):
         self.A_log = nn.ParameterList([torch.arange(1.0, states + 1).log().repeat(inner, 1)])
         self.D = nn.ParameterList([torch.ones(inner)])
         self.pre_avg_layernorm1, self.pre_avg_layernorm2 = (
-            HymbaRMSNorm(inner, config.rms_norm_eps) for _ in range(2)
+            LlamaRMSNorm(inner, config.rms_norm_eps) for _ in range(2)
         )
         self.with_inner_norms = config.mamba_inner_layernorms
         if self.with_inner_norms:
-            self.dt_layernorm = HymbaRMSNorm(rank, config.rms_norm_eps)
-            self.B_layernorm, self.C_layernorm = (HymbaRMSNorm(states, config.rms_norm_eps) for _ in range(2))
+            self.dt_layernorm = LlamaRMSNorm(rank, config.rms_norm_eps)
+            self.B_layernorm, self.C_layernorm = (LlamaRMSNorm(states, config.rms_norm_eps) for _ in range(2))
 
     def forward(
         self,
@@ -242,23 +192,12 @@ class HymbaBlock(nn.Module):
         return mixed.transpose(1, 2).flatten(2)
 
 
-class HymbaMLP(nn.Module):
-    def __init__(self, config: HymbaConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 class HymbaFeedForward(nn.Module):
     """A mixture of one expert, as published: `moe.experts.0`."""
 
     def __init__(self, config: HymbaConfig) -> None:
         super().__init__()
-        self.experts = nn.ModuleList([HymbaMLP(config)])
+        self.experts = nn.ModuleList([LlamaMLP(config)])
 
     def forward(self, x: Tensor) -> Tensor:
         return self.experts[0](x)
@@ -268,10 +207,10 @@ class HymbaDecoderLayer(nn.Module):
     def __init__(self, config: HymbaConfig, layer_idx: int) -> None:
         super().__init__()
         self.mamba = HymbaBlock(config, layer_idx)
-        self.input_layernorm = HymbaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         if config.intermediate_size > 0:
             self.moe = HymbaFeedForward(config)
-            self.pre_moe_layernorm = HymbaRMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.pre_moe_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, hidden_states: Tensor, **arguments: Any) -> tuple[Tensor, KeysValues]:
         """Returns hidden states, and the keys and values it attended to."""
@@ -287,19 +226,13 @@ class HymbaPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     _supports_sdpa = True
 
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, (nn.Linear, nn.Conv1d, nn.Embedding)):
-            nn.init.normal_(module.weight, std=self.config.initializer_range)
-        if isinstance(module, (nn.Linear, nn.Conv1d)) and module.bias is not None:
-            nn.init.zeros_(module.bias)
-
 
 class HymbaModel(HymbaPreTrainedModel):
     def __init__(self, config: HymbaConfig) -> None:
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(HymbaDecoderLayer(config, i) for i in range(config.num_hidden_layers))
-        self.final_layernorm = HymbaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.final_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         if config.num_memory_tokens > 0:
             self.memory_tokens = nn.Parameter(torch.randn(config.num_memory_tokens, config.hidden_size))
         self.post_init()
@@ -361,12 +294,6 @@ class HymbaForCausalLM(HymbaPreTrainedModel):
         self.model = HymbaModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.model.embed_tokens
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.lm_head
 
     def forward(
         self, input_ids: Tensor, past_key_values: Any = None, use_cache: bool | None = None, **_: Any

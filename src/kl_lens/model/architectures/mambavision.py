@@ -16,67 +16,34 @@ from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import ImageClassifierOutputWithNoAttention
 
+# Called by this name: fast kernels and exporters replace it.
+from transformers.models.mamba.modeling_mamba import mamba_selective_scan
+
 STATES, KERNEL = 8, 3  # of the mixer, fixed in the published code
 
 
 class MambaVisionConfig(PretrainedConfig):
     model_type = "mambavision"
 
-    def __init__(
-        self,
-        depths: tuple[int, ...] = (1, 3, 8, 4),
-        num_heads: tuple[int, ...] = (2, 4, 8, 16),
-        window_size: tuple[int, ...] = (8, 8, 14, 7),
-        dim: int = 80,
-        in_dim: int = 32,
-        mlp_ratio: float = 4,
-        in_chans: int = 3,
-        layer_scale: float | None = None,
-        layer_scale_conv: float | None = None,
-        convolution_stages: int = 2,
-        patch_strides: tuple[int, int] = (2, 2),
-        **kwargs: Any,
-    ) -> None:
-        """`convolution_stages` and `patch_strides` are our additions for small images; defaults are as published."""
-        self.depths, self.num_heads, self.window_size = list(depths), list(num_heads), list(window_size)
-        self.dim, self.in_dim, self.mlp_ratio, self.in_chans = dim, in_dim, mlp_ratio, in_chans
-        self.layer_scale, self.layer_scale_conv = layer_scale, layer_scale_conv
-        self.convolution_stages, self.patch_strides = convolution_stages, list(patch_strides)
-        if "num_classes" in kwargs:
-            kwargs.setdefault("num_labels", kwargs.pop("num_classes"))
-        elif "id2label" not in kwargs:
-            kwargs.setdefault("num_labels", 1000)
-        super().__init__(**kwargs)
+    depths: list[int] | tuple[int, ...] = (1, 3, 8, 4)
+    num_heads: list[int] | tuple[int, ...] = (2, 4, 8, 16)
+    window_size: list[int] | tuple[int, ...] = (8, 8, 14, 7)
+    dim: int = 80
+    in_dim: int = 32
+    mlp_ratio: float = 4
+    in_chans: int = 3
+    layer_scale: float | None = None
+    layer_scale_conv: float | None = None
+    # Our additions, for small images; as published by default.
+    convolution_stages: int = 2
+    patch_strides: list[int] | tuple[int, int] = (2, 2)
 
-
-def mamba_selective_scan(
-    hidden_states: torch.Tensor,  # (batch, channels, time)
-    dt: torch.Tensor,
-    A: torch.Tensor,  # (channels, states)
-    B: torch.Tensor,  # (batch, states, time)
-    C: torch.Tensor,
-    D: torch.Tensor | None = None,
-    z: torch.Tensor | None = None,
-    delta_bias: torch.Tensor | None = None,
-    delta_softplus: bool = False,
-    return_last_state: bool = False,
-    **_: Any,
-) -> Any:
-    """The recurrence, step by step; fast kernels replace a function of this name."""
-    if delta_bias is not None:
-        dt = dt + delta_bias[:, None]
-    if delta_softplus:
-        dt = functional.softplus(dt)
-    decay = torch.exp(A[None, :, None, :] * dt[..., None])  # (batch, channels, time, states)
-    entering = (dt * hidden_states)[..., None] * B.transpose(1, 2)[:, None]
-    state, states = torch.zeros_like(entering[:, :, 0]), []
-    for step in range(hidden_states.shape[2]):
-        state = decay[:, :, step] * state + entering[:, :, step]
-        states.append(state)
-    y = (torch.stack(states, 2) * C.transpose(1, 2)[:, None]).sum(-1)
-    y = y if D is None else y + hidden_states * D[:, None]
-    y = y if z is None else y * functional.silu(z)
-    return (y, state) if return_last_state else y
+    def __post_init__(self, **others: Any) -> None:
+        if "num_classes" in others:
+            others.setdefault("num_labels", others.pop("num_classes"))
+        elif self.id2label is None:
+            others.setdefault("num_labels", 1000)
+        super().__post_init__(**others)
 
 
 class MambaVisionMixer(nn.Module):

@@ -15,7 +15,7 @@ import torch
 from numba import njit, prange
 
 from kl_lens.model.kernels.tile_product import WIDTH, accumulate, multiply
-from kl_lens.model.kernels.vector_math import FAST_MATH, LANES, LOG2_E, exp2_decay, largest
+from kl_lens.model.kernels.vector_math import FAST_MATH, LANES, LOG2_E, exp2_decay, largest, plain
 
 # Query rows per task. Their scores against a thousand keys are 64 KB.
 ROWS = 16
@@ -127,11 +127,5 @@ def causal_attention(
     values = values.reshape(batch, shared, time + padding, -1, WIDTH).transpose(2, 3)
     out = torch.empty(batch, time, heads, value.shape[3])
     factor = np.float32((1 / math.sqrt(width) if scale is None else scale) * float(LOG2_E))
-    _attend(
-        query.detach().contiguous().numpy(),
-        keys.detach().contiguous().numpy(),
-        values.detach().contiguous().numpy(),
-        factor,
-        out.numpy(),
-    )
+    _attend(plain(query), plain(keys), plain(values), factor, out.numpy())
     return out

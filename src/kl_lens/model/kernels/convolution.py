@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numba import njit, prange
 
-from kl_lens.model.kernels.vector_math import FAST_MATH, silu
+from kl_lens.model.kernels.vector_math import FAST_MATH, plain, silu
 
 
 @njit(parallel=True, fastmath=FAST_MATH, error_model="numpy", cache=True)
@@ -38,7 +38,6 @@ def causal_convolution(
 ) -> torch.Tensor:
     """x: (batch, time, channels), weight: (channels, width) → (batch, time, channels), float32, on CPU."""
     y = torch.empty(x.shape, dtype=torch.float32)
-    taps = weight.detach().to(torch.float32).T.contiguous().numpy()
-    offset = np.zeros(x.shape[-1], np.float32) if bias is None else bias.detach().to(torch.float32).numpy()
-    _convolve(x.detach().to(torch.float32).contiguous().numpy(), taps, offset, with_silu, y.numpy())
+    offset = np.zeros(x.shape[-1], np.float32) if bias is None else plain(bias)
+    _convolve(plain(x), plain(weight.T), offset, with_silu, y.numpy())
     return y

@@ -17,7 +17,7 @@ import torch
 from numba import njit, prange
 
 from kl_lens.model.kernels.tile_product import WIDTH, accumulate, multiply
-from kl_lens.model.kernels.vector_math import FAST_MATH, LOG2_E, exp2_decay
+from kl_lens.model.kernels.vector_math import FAST_MATH, LOG2_E, exp2_decay, plain
 
 # Steps per chunk, a multiple of four: long enough for the products, short enough for what is quadratic in it.
 CHUNK = 16
@@ -126,20 +126,9 @@ def _scan(x, dt, a, b, c, scores, skip, state, y, head_width):  # type: ignore[n
                 head = (first + k) // head_width
                 end = min(width, (head + 1) * head_width - first)
                 decay[k:end] = _head(
-                    x[sequence, start:stop],
-                    first + k,
-                    dt[sequence, start:stop, head],
-                    a[head],
-                    skip[head],
-                    scores[sequence, chunk, group],
-                    rate,
-                    weights,
-                    inflow,
-                    kept,
-                    result,
-                    k,
-                    end,
-                )
+                    x[sequence, start:stop], first + k, dt[sequence, start:stop, head], a[head], skip[head],
+                    scores[sequence, chunk, group], rate, weights, inflow, kept, result, k, end,
+                )  # fmt: skip
                 k = end
             for n in range(states):
                 row = h[n]
@@ -170,9 +159,6 @@ def head_scan(
     batch, time, heads, width = x.shape
     states = b.shape[3]
     channels = heads * width
-
-    def plain(tensor: torch.Tensor) -> np.ndarray:
-        return tensor.detach().to(torch.float32).contiguous().numpy()
 
     def in_chunks(vectors: torch.Tensor) -> torch.Tensor:
         """(batch, time, groups, states) → (batch, chunks, groups, CHUNK, states), padded with zeros."""

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numba import njit, prange
 
-from kl_lens.model.kernels.vector_math import FAST_MATH, LOG2_E, exp2_decay, silu, softplus
+from kl_lens.model.kernels.vector_math import FAST_MATH, LOG2_E, exp2_decay, plain, silu, softplus
 
 # Channels per task. The states and rates of a block (2 × 16 × 256 × 4 bytes = 32 KB) stay in the L1 cache.
 CHANNEL_BLOCK = 256
@@ -111,32 +111,15 @@ def selective_scan(
     """
     batch, _, channels = x.shape
     states = a.shape[1]
-
-    def plain(tensor: torch.Tensor) -> np.ndarray:
-        return tensor.detach().to(torch.float32).contiguous().numpy()
-
-    def vector(tensor: torch.Tensor | None) -> np.ndarray:
-        return np.zeros(channels, np.float32) if tensor is None else plain(tensor)
-
-    if initial_state is None:
-        state = np.zeros((batch, states, channels), np.float32)
-    else:
-        state = plain(initial_state.transpose(1, 2)).copy()
+    none = np.zeros(channels, np.float32)
+    state = np.zeros((batch, states, channels), np.float32)
+    if initial_state is not None:
+        state[:] = plain(initial_state.transpose(1, 2))
     inputs = plain(x)
     y = np.empty(x.shape, np.float32)
     _scan(
-        inputs,
-        plain(dt),
-        vector(dt_bias),
-        dt_softplus,
-        plain(a.T) * LOG2_E,
-        plain(b),
-        plain(c),
-        vector(skip),
-        inputs if gate is None else plain(gate),
-        gate is not None,
-        state,
-        y,
-        CHANNEL_BLOCK,
-    )
+        inputs, plain(dt), none if dt_bias is None else plain(dt_bias), dt_softplus, plain(a.T) * LOG2_E, plain(b),
+        plain(c), none if skip is None else plain(skip), inputs if gate is None else plain(gate), gate is not None,
+        state, y, CHANNEL_BLOCK,
+    )  # fmt: skip
     return torch.from_numpy(y), torch.from_numpy(state).transpose(1, 2)

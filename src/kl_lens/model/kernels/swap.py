@@ -36,156 +36,129 @@ def _is_inference(*tensors: torch.Tensor | None) -> bool:
     return not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors))
 
 
-def _scan_for(tensor: torch.Tensor, states: int, *others: torch.Tensor | None) -> Function | None:
-    """The selective scan for this device, or None."""
-    if not _is_inference(tensor, *others):
-        return tracked_scan
-    if tensor.device.type == "cpu":
-        return selective_scan
-    if not runs_triton(tensor.device):
-        return None
-    from kl_lens.model.kernels import triton_scan
+def _selective_scan(
+    original: Function,
+    hidden_states: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    delta_bias: torch.Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    **kwargs: Any,
+) -> Any:
+    kernel: Function | None = None
+    if not _is_inference(hidden_states, dt, A, B, C, D, z, delta_bias):
+        kernel = tracked_scan
+    elif hidden_states.device.type == "cpu":
+        kernel = selective_scan
+    elif runs_triton(hidden_states.device):
+        from kl_lens.model.kernels import triton_scan
 
-    return triton_scan.selective_scan_gpu if triton_scan.fits_selective(states) else None
-
-
-def _mamba_selective_scan(original: Function) -> Function:
-    def scan(
-        hidden_states: torch.Tensor,
-        dt: torch.Tensor,
-        A: torch.Tensor,
-        B: torch.Tensor,
-        C: torch.Tensor,
-        D: torch.Tensor | None = None,
-        z: torch.Tensor | None = None,
-        delta_bias: torch.Tensor | None = None,
-        delta_softplus: bool = False,
-        return_last_state: bool = False,
-        **kwargs: Any,
-    ) -> Any:
-        kernel = _scan_for(hidden_states, A.shape[-1], dt, A, B, C, D, z, delta_bias)
-        if kernel is None:
-            return original(
-                hidden_states, dt, A, B, C, D, z, delta_bias, delta_softplus, return_last_state, **kwargs
-            )
-        # transformers passes (batch, channels, time) and (batch, states, time).
-        y, state = kernel(
-            hidden_states.transpose(1, 2),
-            dt.transpose(1, 2),
-            A,
-            B.transpose(1, 2),
-            C.transpose(1, 2),
-            dt_bias=delta_bias,
-            dt_softplus=delta_softplus,
-            skip=D,
-            gate=None if z is None else z.transpose(1, 2),
-        )
-        y = y.transpose(1, 2)
-        return (y, state) if return_last_state else y
-
-    return replacing("Mamba-1 scan", original, scan)
-
-
-def _mamba2_chunk_scan(original: Function) -> Function:
-    def scan(
-        hidden_states: torch.Tensor,
-        dt: torch.Tensor,
-        A: torch.Tensor,
-        B: torch.Tensor,
-        C: torch.Tensor,
-        chunk_size: int,
-        D: torch.Tensor | None = None,
-        dt_bias: torch.Tensor | None = None,
-        initial_states: torch.Tensor | None = None,
-        dt_softplus: bool = False,
-        dt_limit: tuple[float, float] = (0.0, float("inf")),
-        return_final_states: bool = False,
-        **kwargs: Any,
-    ) -> Any:
-        inference = _is_inference(hidden_states, dt, A, B, C, D, dt_bias)
-        if inference and runs_triton(hidden_states.device):
-            from triton.runtime.errors import OutOfResources
-
-            from kl_lens.model.kernels import triton_scan
-
-            if triton_scan.fits_chunks(hidden_states.shape[3], B.shape[3]):
-                with suppress(OutOfResources):  # a card with little shared memory
-                    y, state = triton_scan.head_scan_gpu(
-                        hidden_states, dt, A, B, C, initial_states,
-                        dt_bias=dt_bias, dt_softplus=dt_softplus, dt_limit=dt_limit, skip=D,
-                    )  # fmt: skip
-                    return (y, state) if return_final_states else y
-        x, step = hidden_states.float(), dt.float()
-        if dt_bias is not None:
-            step = step + dt_bias.float()
-        if dt_softplus:
-            step = functional.softplus(step)
-        step = step.clamp(*dt_limit)
-        if inference and x.device.type == "cpu":
-            y, state = head_scan(x, step, A, B, C, initial_states, skip=D)
-        else:
-            y, state = chunked_scan(x, step, A.float(), B.float(), C.float(), initial_states)
-            if D is not None:
-                y = y + x * D[..., None]
-        y = y.contiguous()  # callers use .view() on it
-        return (y, state) if return_final_states else y
-
-    return replacing("Mamba-2 scan", original, scan)
-
-
-def _causal_conv1d_fn(original: Function) -> Function:
-    def convolve(
-        hidden_states: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        activation: str | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        on_gpu = runs_triton(hidden_states.device)
-        fits = (on_gpu or hidden_states.device.type == "cpu") and _is_inference(hidden_states, weight, bias)
-        if not fits or activation not in (None, "silu", "swish") or kwargs.get("seq_idx") is not None:
-            return original(hidden_states, weight, bias=bias, activation=activation, **kwargs)
-        kernel: Function = causal_convolution
-        if on_gpu:
-            from kl_lens.model.kernels.triton_scan import causal_convolution_gpu as kernel
-        y = kernel(hidden_states.transpose(1, 2), weight, bias, with_silu=activation is not None)
-        return y.transpose(1, 2).to(hidden_states.dtype)
-
-    return replacing("convolution", original, convolve)
-
-
-def _causal_or(original: Function) -> Function:
-    """Our causal attention if there is no mask or bias and it is known to be faster; else the library's."""
-
-    def attend(
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        dropout: float = 0.0,
-        scaling: float | None = None,
-        is_causal: bool | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        unusual = dropout or any(
-            kwargs.get(name) is not None for name in ("position_bias", "cache", "softcap")
-        )
-        if (
-            causal
-            and attention_mask is None
-            and not unusual
-            and _is_inference(query, key, value)
-            and is_faster(query, key)
-        ):
-            return causal_attention(query, key, value, scaling), None
+        kernel = triton_scan.selective_scan_gpu if triton_scan.fits_selective(A.shape[-1]) else None
+    if kernel is None:
         return original(
-            module, query, key, value, attention_mask,
-            dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs,
-        )  # fmt: skip
+            hidden_states, dt, A, B, C, D, z, delta_bias, delta_softplus, return_last_state, **kwargs
+        )
+    # transformers passes (batch, channels, time) and (batch, states, time).
+    x, dt, B, C = (tensor.transpose(1, 2) for tensor in (hidden_states, dt, B, C))
+    gate = None if z is None else z.transpose(1, 2)
+    y, state = kernel(x, dt, A, B, C, dt_bias=delta_bias, dt_softplus=delta_softplus, skip=D, gate=gate)
+    y = y.transpose(1, 2)
+    return (y, state) if return_last_state else y
 
-    return replacing("attention", original, attend)
+
+def _chunk_scan(
+    original: Function,
+    hidden_states: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    chunk_size: int,
+    D: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    initial_states: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    **kwargs: Any,
+) -> Any:
+    inference = _is_inference(hidden_states, dt, A, B, C, D, dt_bias)
+    if inference and runs_triton(hidden_states.device):
+        from triton.runtime.errors import OutOfResources
+
+        from kl_lens.model.kernels import triton_scan
+
+        if triton_scan.fits_chunks(hidden_states.shape[3], B.shape[3]):
+            with suppress(OutOfResources):  # a card with little shared memory
+                y, state = triton_scan.head_scan_gpu(
+                    hidden_states, dt, A, B, C, initial_states,
+                    dt_bias=dt_bias, dt_softplus=dt_softplus, dt_limit=dt_limit, skip=D,
+                )  # fmt: skip
+                return (y, state) if return_final_states else y
+    x, step = hidden_states.float(), dt.float()
+    if dt_bias is not None:
+        step = step + dt_bias.float()
+    if dt_softplus:
+        step = functional.softplus(step)
+    step = step.clamp(*dt_limit)
+    if inference and x.device.type == "cpu":
+        y, state = head_scan(x, step, A, B, C, initial_states, skip=D)
+    else:
+        y, state = chunked_scan(x, step, A.float(), B.float(), C.float(), initial_states)
+        if D is not None:
+            y = y + x * D[..., None]
+    y = y.contiguous()  # callers use .view() on it
+    return (y, state) if return_final_states else y
+
+
+def _convolve(
+    original: Function,
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    **kwargs: Any,
+) -> Any:
+    on_gpu = runs_triton(hidden_states.device)
+    fits = (on_gpu or hidden_states.device.type == "cpu") and _is_inference(hidden_states, weight, bias)
+    if not fits or activation not in (None, "silu", "swish") or kwargs.get("seq_idx") is not None:
+        return original(hidden_states, weight, bias=bias, activation=activation, **kwargs)
+    kernel: Function = causal_convolution
+    if on_gpu:
+        from kl_lens.model.kernels.triton_scan import causal_convolution_gpu as kernel
+    y = kernel(hidden_states.transpose(1, 2), weight, bias, with_silu=activation is not None)
+    return y.transpose(1, 2).to(hidden_states.dtype)
+
+
+def _attend(
+    original: Function,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Our causal attention if there is no mask or bias and it is known to be faster; else the library's."""
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    named = (kwargs.get(name) for name in ("position_bias", "cache", "softcap"))
+    usual = causal and attention_mask is None and not dropout and all(value is None for value in named)
+    if usual and _is_inference(query, key, value) and is_faster(query, key):
+        return causal_attention(query, key, value, scaling), None
+    options = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
+    return original(module, query, key, value, attention_mask, **options)
+
+
+def _replaced(kernel: str, ours: Function) -> Function:
+    return lambda original: replacing(kernel, original, functools.partial(ours, original))
 
 
 class _AttentionFunctions:
@@ -196,21 +169,20 @@ class _AttentionFunctions:
 
     def get_interface(self, implementation: str, default: Function) -> Function:
         chosen: Function = self._original.get_interface(implementation, default)
-        return _causal_or(chosen) if implementation == "sdpa" else chosen
+        return _replaced("attention", _attend)(chosen) if implementation == "sdpa" else chosen
+
+    def __getitem__(self, implementation: str) -> Function:
+        return self.get_interface(implementation, self._original[implementation])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._original, name)
 
-    def __getitem__(self, implementation: str) -> Function:
-        chosen: Function = self._original[implementation]
-        return _causal_or(chosen) if implementation == "sdpa" else chosen
-
 
 # The library's name → our replacement. A new kernel is one line here.
 REPLACEMENTS: dict[str, Callable[[Any], Any]] = {
-    "mamba_selective_scan": _mamba_selective_scan,
-    "mamba2_chunk_scan": _mamba2_chunk_scan,
-    "causal_conv1d_fn": _causal_conv1d_fn,
+    "mamba_selective_scan": _replaced("Mamba-1 scan", _selective_scan),
+    "mamba2_chunk_scan": _replaced("Mamba-2 scan", _chunk_scan),
+    "causal_conv1d_fn": _replaced("convolution", _convolve),
     "ALL_ATTENTION_FUNCTIONS": _AttentionFunctions,
 }
 
@@ -262,12 +234,9 @@ def _is_rms_norm(module: torch.nn.Module) -> bool:
 
 def _norm_on_gpu(module: torch.nn.Module) -> Function | None:
     """A one-pass forward of a norm; None if the module is not one or there is no gain."""
-    weight = getattr(module, "weight", None)
-    if not (
-        isinstance(weight, torch.Tensor) and weight.dtype == torch.float32 and runs_triton(weight.device)
-    ):
-        return None
-    if not _is_rms_norm(module):
+    weight: Any = getattr(module, "weight", None)
+    on_gpu = isinstance(weight, torch.Tensor) and runs_triton(weight.device)
+    if not (on_gpu and weight.dtype == torch.float32 and _is_rms_norm(module)):
         return None
     from kl_lens.model.kernels.triton_scan import rms_norm_gpu
 

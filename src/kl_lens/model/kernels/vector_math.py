@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 from numba import njit, types
 from numba.extending import intrinsic
 
@@ -11,18 +12,15 @@ LOG2_E = np.float32(1.4426950408889634)
 _ROUNDER = np.float32(12582912.0)
 _LARGEST_EXPONENT = np.float32(126.0)
 # 2^f on [-1/2, 1/2] with a largest relative error of 1.9e-9 (weighted least squares, iterated to equal ripple).
-_P0, _P1, _P2, _P3, _P4, _P5, _P6 = (
-    np.float32(c)
-    for c in (
-        1.0000000005542005,
-        0.6931472057374122,
-        0.2402264689031655,
-        0.055503287765051305,
-        0.009618488996532993,
-        0.0013399931449460045,
-        0.00015345800256696837,
-    )
+_P0, _P1, _P2, _P3 = map(
+    np.float32, (1.0000000005542005, 0.6931472057374122, 0.2402264689031655, 0.055503287765051305)
 )
+_P4, _P5, _P6 = map(np.float32, (0.009618488996532993, 0.0013399931449460045, 0.00015345800256696837))
+
+
+def plain(tensor: torch.Tensor) -> np.ndarray:
+    """A dense float32 array for numba."""
+    return tensor.detach().to(torch.float32).contiguous().numpy()
 
 
 @intrinsic

@@ -187,8 +187,7 @@ def read_configuration(folder: Path) -> Any:
     check_sizes(folder, raw)
     refuse_quantized(folder, raw, "give the original checkpoint, in 16 or 32 bits")
     if mamba_ssm.is_layout(raw):
-        version2 = (raw.get("ssm_cfg") or {}).get("layer", "Mamba1") == "Mamba2"
-        return mamba_ssm.mamba2_config(raw) if version2 else mamba_ssm.mamba1_config(raw)
+        return mamba_ssm.configuration(folder, raw)
     kind = str(raw.get("model_type"))
     text = raw.get("text_config")
     if isinstance(text, dict) and text.get("model_type") == f"{kind}_text":
