@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import kl_lens
-from kl_lens.cli.benchmark import use_rows
+from kl_lens.cli.judging import use_rows
 from kl_lens.cli.main import main
 from kl_lens.model import LoadedModel
 from kl_lens.run.folder import Run

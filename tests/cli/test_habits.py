@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 
 from kl_lens.base.version import __version__
-from kl_lens.cli.console import console
 from kl_lens.cli.main import VERBS, main
+from kl_lens.cli.terminal import console
 
 
 @pytest.fixture(scope="module")
 def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from kl_lens.cli.completion import SHELLS, completion
+    from kl_lens.cli.completion import completion
     from kl_lens.cli.main import build_parser
 
     folder = tmp_path_factory.mktemp("completion")
-    for shell in SHELLS:
+    for shell in ("bash", "zsh", "fish"):
         (folder / shell).write_text(completion(shell, build_parser()))
     return folder
 

@@ -8,7 +8,7 @@ import pytest
 
 from kl_lens.cli import progress
 from kl_lens.cli.progress import Forecast, shown_progress
-from kl_lens.cli.screen import Screen
+from kl_lens.cli.run import Screen
 from kl_lens.study import MeasureSettings
 from kl_lens.study.events import JobEstimate, StageCost
 from kl_lens.study.report import ReportSettings

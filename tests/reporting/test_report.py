@@ -14,7 +14,7 @@ import pytest
 
 from kl_lens import planning
 from kl_lens.base.errors import RunError
-from kl_lens.cli.benchmark import as_json, use_rows
+from kl_lens.cli.judging import json_benchmark as as_json, use_rows
 from kl_lens.cli.main import main
 from kl_lens.cli.run import row_of
 from kl_lens.profiling import Report

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 _BASH = """_kl_lens() {{
   local word words= verb= now=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}}
@@ -18,13 +19,11 @@ _BASH = """_kl_lens() {{
 }}
 complete -o default -F _kl_lens kl-lens
 """
-SHELLS = ("bash", "zsh", "fish")
 
 
 def completion(shell: str, parser: argparse.ArgumentParser) -> str:
     """A script for the shell to read when it starts."""
-    subparsers = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
-    verbs = {verb: _flags(subparsers.choices[verb]) for verb in subparsers.choices}
+    verbs = {verb: _flags(subparser) for verb, subparser in subparsers_of(parser).items()}
     if shell == "fish":
         lines = [f"complete -c kl-lens -n __fish_use_subcommand -f -a '{' '.join(verbs)}'"]
         lines += [f"complete -c kl-lens -n __fish_use_subcommand -l {flag[2:]}" for flag in _flags(parser)]
@@ -51,6 +50,11 @@ def completion(shell: str, parser: argparse.ArgumentParser) -> str:
         ),
     )
     return f"autoload -U +X bashcompinit && bashcompinit\n{script}" if shell == "zsh" else script
+
+
+def subparsers_of(parser: argparse.ArgumentParser) -> dict[str, Any]:
+    """By verb."""
+    return next(dict(a.choices) for a in parser._actions if isinstance(a, argparse._SubParsersAction))
 
 
 def _flags(parser: argparse.ArgumentParser) -> dict[str, list[str] | None]:

@@ -21,15 +21,14 @@ set_defaults()
 
 from kl_lens.base.errors import KLLensError, printable  # noqa: E402
 from kl_lens.base.version import __version__  # noqa: E402
-from kl_lens.cli.console import print_json  # noqa: E402
+from kl_lens.cli.completion import completion, subparsers_of  # noqa: E402
 from kl_lens.cli.failures import UNEXPECTED, explained  # noqa: E402
-from kl_lens.cli.terminal import Terminal  # noqa: E402
+from kl_lens.cli.terminal import Terminal, console, print_json  # noqa: E402
 from kl_lens.study.settings import Settings  # noqa: E402
 from kl_lens.study.study import Study  # noqa: E402
 from kl_lens.study.verbs import settings_of  # noqa: E402
 
-# In the order of the pipeline. The settings are in `kl_lens.study`; the file here has show(result) and, where --json
-# prints something else than the result's own fields, as_json(result). With the help here, `kl-lens --help` loads no
+# In the order of the pipeline. The settings are in `kl_lens.study`; with the help here, `kl-lens --help` loads no
 # library.
 VERBS = {
     "run": "make smaller files of a model: measure, plan, export, test and report",
@@ -49,7 +48,13 @@ VERBS = {
     "doctor": "check what is installed, and say how to fix what is missing",
 }
 
-
+# Where show_VERB(result) is and, where --json prints something else than the result's own fields, json_VERB(result).
+SCREENS = {
+    "kl_lens.cli.run": ("run",),
+    "kl_lens.cli.making": ("inspect", "calibrate", "measure", "merge", "plan", "export"),
+    "kl_lens.cli.judging": ("evaluate", "benchmark", "autopsy", "paper"),
+    "kl_lens.cli.simple": ("generate", "report", "publish", "doctor"),
+}
 # The flags that `kl-lens VERB --help` shows; `--help-all` shows all. Verbs that are not here have few.
 USUAL = {
     "run": "--run --targets --max-loss --max-drop --max-bytes --budget --windows --text --device --without --estimate",
@@ -71,24 +76,20 @@ class _Parser(argparse.ArgumentParser):
     def __init__(self, **named: Any) -> None:
         super().__init__(allow_abbrev=False, **named)
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        words = list(args)
-        if self._subparsers:  # the words behind the verb are for its own parser
-            words = list(itertools.takewhile(lambda word: word.startswith("-"), words))
+    def check_flags(self, words: Sequence[str]) -> None:
+        """Raises for the first that does not exist, before argparse asks for what is missing."""
         for word in itertools.takewhile(lambda word: word != "--", words):
-            flag = word.partition("=")[0]
-            if flag.startswith("--") and " " not in word and flag not in self._option_string_actions:
-                self.error(f"there is no {flag}{self._instead(flag)}")
-        return super().parse_known_args(args, namespace)
-
-    def _instead(self, flag: str) -> str:
-        if flag in ("--debug", "--llama-cpp"):
-            return f" behind a command; put it in front: kl-lens {flag} …"
-        known = list(self._option_string_actions)
-        close = [name for name in known if name.startswith(flag)][:4]
-        if close := close or difflib.get_close_matches(flag, known, 1):
-            return f"; did you mean {' or '.join(close)}?"
-        return f"; see {self.prog} --help{'-all' * ('--help-all' in known)}"
+            flag, known = word.partition("=")[0], list(self._option_string_actions)
+            if not flag.startswith("--") or " " in word or flag in known:
+                continue
+            close = [name for name in known if name.startswith(flag)][:4]
+            if flag in ("--debug", "--llama-cpp"):
+                instead = f" behind a command; put it in front: kl-lens {flag} …"
+            elif close := close or difflib.get_close_matches(flag, known, 1):
+                instead = f"; did you mean {' or '.join(close)}?"
+            else:
+                instead = f"; see {self.prog} --help{'-all' * ('--help-all' in known)}"
+            self.error(f"there is no {flag}{instead}")
 
     def error(self, message: str) -> NoReturn:
         super().error(printable(message))
@@ -104,9 +105,7 @@ def _versions() -> str:
     return f"kl-lens {__version__}\nPython {known['versions']['python']} on {known['machine']}\n{rest}"
 
 
-def build_parser(
-    verbs: Collection[str] = tuple(VERBS), *, everything: bool = True
-) -> argparse.ArgumentParser:
+def build_parser(verbs: Collection[str] = tuple(VERBS), *, everything: bool = True) -> _Parser:
     """The whole command line; only the arguments of `verbs` are filled in, for each loads its libraries.
 
     `everything`: the help names every flag, not only the usual ones.
@@ -165,6 +164,10 @@ def _add_arguments(parser: argparse.ArgumentParser, verb: str, everything: bool)
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """The arguments of one command, loading only what its verb needs."""
     parser = build_parser(_verb(words), everything="--help-all" in words)
+    before = list(itertools.takewhile(lambda word: word not in VERBS, words))
+    parser.check_flags(before)
+    for verb in words[len(before) : len(before) + 1]:
+        subparsers_of(parser)[verb].check_flags(words[len(before) + 1 :])
     arguments = parser.parse_args(words)
     if not (arguments.verb or arguments.version or arguments.completion):
         parser.error("the following arguments are required: VERB")
@@ -187,8 +190,6 @@ def settings_from(arguments: argparse.Namespace) -> Settings:
 
 def execute(arguments: argparse.Namespace) -> int:
     if arguments.version or arguments.completion:
-        from kl_lens.cli.completion import completion
-
         script = arguments.completion and completion(arguments.completion, build_parser())
         sys.stdout.write(script or _versions())
         return 0
@@ -210,40 +211,33 @@ def execute(arguments: argparse.Namespace) -> int:
     wants_json = getattr(arguments, "json", False)
     terminal = Terminal(settings.verb, writes=not wants_json)
     if settings.verb == "run":
-        from kl_lens.cli.screen import Screen
+        from kl_lens.cli.run import Screen
 
-        terminal = Screen(settings.verb, _show)
+        terminal = Screen(settings.verb, show)
     result = Study(events=terminal).do(settings)
-    _show(terminal, result, wants_json)
+    show(terminal, result, wants_json)
     return int(getattr(result, "exit_code", 0))
 
 
-def _show(terminal: Terminal, result: object, wants_json: bool = False) -> None:
-    verb = importlib.import_module(f"kl_lens.cli.{terminal.verb}")
+def show(terminal: Terminal, result: object, wants_json: bool = False) -> None:
+    """Prints a verb's result, and what failed."""
+    home = importlib.import_module(next(name for name, verbs in SCREENS.items() if terminal.verb in verbs))
     if wants_json:
-        print_json(verb.as_json(result) if hasattr(verb, "as_json") else result)
+        as_json = getattr(home, f"json_{terminal.verb}", None)
+        print_json(as_json(result) if as_json else result)
     else:
-        verb.show(result)
+        for each in getattr(home, f"show_{terminal.verb}")(result):
+            console().print(each, soft_wrap=isinstance(each, str))
     for subject, reason in getattr(result, "failures", {}).items():
         terminal.fail(reason if reason.startswith(subject) else f"{subject}: {reason}")
 
 
 def _quiet_libraries() -> None:
-    """Libraries' own progress bars and advice would mix with ours."""
+    """Libraries' own progress bars and advice would mix with ours. They read this when they load."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    # For when it loads later, if at all: `generate` runs on small devices and does without it.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    if "transformers" in sys.modules:
-        from transformers.utils import logging as library
-
-        library.set_verbosity_error()
-        library.disable_progress_bar()
-    if "huggingface_hub" in sys.modules:
-        from huggingface_hub import utils as hub
-
-        hub.disable_progress_bars()  # type: ignore[attr-defined]  # ours are shown
-        hub.logging.set_verbosity_error()
     logging.getLogger("nncf").setLevel(logging.ERROR)
 
 
@@ -254,10 +248,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _open_streams()
         require_thread_counts()
-        arguments = parse(words)
-        if not arguments.debug:
+        if "--debug" not in words:
             _quiet_libraries()
-        code = execute(arguments)
+        code = execute(parse(words))
         sys.stdout.flush()  # here, where a full disk can still be reported
         return code
     except (SystemExit, GeneratorExit):  # argparse has said what is wrong
@@ -281,17 +274,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_streams() -> None:
-    """Raises if standard output is closed. Of the other two, a closed one becomes /dev/null: the next file that is
-    opened would get its number, and libraries would write into that."""
+    """Raises if standard output is closed. A closed stream becomes /dev/null first: the next file that is opened would
+    get its number, and libraries would write into that."""
     closed = sys.stdout is None
-    if closed or sys.stdin is None or sys.stderr is None:
-        while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
-            pass
-        os.close(number)
-        sys.stdin, sys.stdout, sys.stderr = (
-            stream or open(number, mode, closefd=False)  # noqa: SIM115
-            for number, (stream, mode) in enumerate(((sys.stdin, "r"), (sys.stdout, "w"), (sys.stderr, "w")))
-        )
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number: this one
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115
     if closed:
         raise KLLensError("standard output is closed; use >/dev/null to discard the result")
 

@@ -10,11 +10,10 @@ from contextlib import contextmanager
 from rich.progress import BarColumn, Progress as Bar, TextColumn
 from rich.table import Column
 
-from kl_lens.base.units import human_bytes
-from kl_lens.cli.console import console, table
+from kl_lens.cli.terminal import console
 from kl_lens.measuring.sweep import Progress
 from kl_lens.reporting.names import runtime_title
-from kl_lens.study.events import JobEstimate, StageCost
+from kl_lens.study.events import StageCost
 
 LINE_INTERVAL = 10.0  # seconds between two plain lines
 CAUTION = 0.1  # of all that is expected
@@ -46,23 +45,6 @@ def clock_time(seconds: float) -> str:
 
 def stage_title(verb: str, target: str | None) -> str:
     return TITLES[verb] + (f", {runtime_title(target)}" if target else "")
-
-
-def in_all(estimate: JobEstimate) -> str:
-    return f"About {clock_time(estimate.seconds)} in all."
-
-
-def show_estimate(result: JobEstimate) -> None:
-    """What `run --estimate` and `measure --estimate` print."""
-
-    def row(title: str, seconds: float, disk: int) -> dict[str, str]:
-        return {"stage": title, "time": clock_time(seconds), "disk": human_bytes(disk) if disk else ""}
-
-    rows = [row(stage_title(s.verb, s.target), s.seconds, s.disk) for s in result.stages]
-    total = row("in all", result.seconds, result.disk)
-    out = console()
-    out.print(table(f"Estimate for {result.windows} calibration windows", [*rows, None, total]))
-    out.print(f"{in_all(result)} Memory: about {human_bytes(result.memory)}. Nothing was measured.")
 
 
 class Forecast:

@@ -1,13 +1,27 @@
-"""`kl-lens run`: what it says in the end, on one screen: the answers, a small table, the next command."""
+"""`kl-lens run`: one line for each stage while it works; in the end the answers, a small table, the next command."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
 
+from kl_lens.base.errors import printable
 from kl_lens.base.units import human_bytes
-from kl_lens.cli.console import Row, console, table
-from kl_lens.cli.progress import clock_time, show_estimate
+from kl_lens.cli.progress import (
+    TITLE_WIDTH,
+    Forecast,
+    clock_time,
+    shown_progress,
+    stage_title,
+)
+from kl_lens.cli.terminal import Row, Shown, Terminal, table
+from kl_lens.measuring.sweep import Progress
 from kl_lens.reporting.answer import measured_of, speed_ratio, target_of, unmeasurable, value_of
 from kl_lens.reporting.data import RunView, collect
 from kl_lens.reporting.names import plan_title, runtime_title
@@ -16,38 +30,124 @@ from kl_lens.run.folder import Run
 from kl_lens.run.records import ARTIFACT, ORIGINAL, PLAN, Subject
 from kl_lens.study.events import JobEstimate
 from kl_lens.study.run import UNIFORM_FP16, RunResult
+from kl_lens.study.settings import Settings, command_of
 
+LINE_INTERVAL = 60.0  # seconds between two lines of progress where there is no terminal
 RIVALS = 3  # shown beside each recommendation; the report has all
 
 
-def show(result: RunResult | JobEstimate) -> None:
+class Screen(Terminal):
+    """Stages with their time on standard error; everything else goes to `RUN/log/`."""
+
+    def __init__(self, verb: str, show: Callable[[Terminal, Any], None]) -> None:
+        super().__init__(verb)
+        self._show = show  # prints the result of a stage
+        self._log: Path | None = None
+        self._early = ""  # said before there was a folder
+        self._progress: Progress | None = None  # of the stage
+        self._done_already = False
+        self._forecast = Forecast()
+
+    def expect(self, estimate: JobEstimate) -> None:
+        self._forecast.expect(estimate.stages)
+        self.heading(_in_all(estimate))
+
+    def keep_in(self, folder: Path) -> None:
+        self._log = folder / "log" / time.strftime("run-%Y%m%d-%H%M%S.log")
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        self._write(self._early)
+        self._say(f"Log: {self._log}")
+
+    def note(self, text: str) -> None:
+        self._write(printable(text, kept="\n") + "\n")
+
+    def fail(self, text: str) -> None:
+        self.warn(text)
+        self._say(printable(f"kl-lens {self.verb}: {text}"))
+
+    def heading(self, text: str) -> None:
+        self.note(f"\n== {text}")
+        self._say(text.capitalize())
+
+    def progress(self, title: str) -> AbstractContextManager[Progress]:
+        if self._progress is None:  # before the first stage
+            return shown_progress(title.capitalize(), LINE_INTERVAL, details=False)
+        return nullcontext(self._progress)
+
+    @contextmanager
+    def stage(self, settings: Settings) -> Iterator[None]:
+        self.note(f"\n== kl-lens {shlex.join(command_of(settings))}")
+        outer, self.verb = self.verb, settings.verb
+        target = next((t for n in ("target", "as_deployed") if (t := getattr(settings, n, None))), None)
+        begin, self._done_already = time.monotonic(), False
+        self._forecast.begin(settings.verb, target)
+        title = stage_title(settings.verb, target)
+        try:
+            shown = shown_progress(title, LINE_INTERVAL, details=False, forecast=self._forecast)
+            with shown as self._progress:
+                yield
+        finally:
+            self._progress, self.verb = None, outer
+        spent = "already done" if self._done_already else clock_time(time.monotonic() - begin)
+        self._forecast.end(counts=not self._done_already)
+        left = f"  about {clock_time(left)} left" if (left := self._forecast.left) else ""
+        self._say(f"{title:{TITLE_WIDTH}} {spent}{left}")
+
+    def result(self, result: object) -> None:
+        self._done_already = result is None
+        with redirect_stdout(StringIO()) as shown:
+            if result is not None:
+                self._show(self, result)
+        self._write(shown.getvalue())
+
+    def _say(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    def _write(self, text: str) -> None:
+        if self._log is None:
+            self._early += text
+            return
+        with self._log.open("a", encoding="utf-8") as file:
+            file.write(text)
+
+
+# -- in the end ----------------------------------------------------------------------------------------------
+
+
+def show_run(result: RunResult | JobEstimate) -> Shown:
     if isinstance(result, JobEstimate):
-        show_estimate(result)
+        rows = [_cost(stage_title(s.verb, s.target), s.seconds, s.disk) for s in result.stages]
+        total = _cost("in all", result.seconds, result.disk)
+        yield table(f"Estimate for {result.windows} calibration windows", [*rows, None, total])
+        yield f"{_in_all(result)} Memory: about {human_bytes(result.memory)}. Nothing was measured."
         return
     with Run.open(result.folder) as run:
         view = collect(run)
-    out = console()
-    answers: list[str] = []
-    rows: list[Row | None] = []
+    files: list[Row | None] = []
+    yield ""
     for target, names in result.plans.items():
-        answers += _answer(view, names[-1], target)
+        yield from _answer(view, names[-1], target)
         for name in _nearest(view, names, target):
             row = row_of(view, name, target)
-            rows.append({h: f"[bold]{cell}[/]" for h, cell in row.items()} if name == names[-1] else row)
-        rows.append(None)
-    used = [p for p in view.profiles if p.protocol == "use"]
-    lines = [*_protocol(view, result), *unmeasurable(used)]
-    lines += [f"Failed, see the log: kl-lens {command}" for command in result.failed]
+            files.append({h: f"[bold]{cell}[/]" for h, cell in row.items()} if name == names[-1] else row)
+        files.append(None)
+    yield table("", files)
+    yield f"Done in {clock_time(result.seconds)}."
+    yield from _protocol(view, result)
+    yield from unmeasurable([p for p in view.profiles if p.protocol == "use"])
+    yield from (f"Failed, see the log: kl-lens {command}" for command in result.failed)
     if (result.folder / "report.html").is_file():
-        lines.append(f"Report: kl-lens report --run {shlex.quote(str(result.folder))} --open")
+        yield f"Report: kl-lens report --run {shlex.quote(str(result.folder))} --open"
     for place in list(result.exported.values())[: int(result.generates)]:
-        lines.append(f'Next: kl-lens generate {shlex.quote(str(place))} --prompt "The history of the city"')
-    out.print()
-    for line in answers:
-        out.print(line, soft_wrap=True)
-    out.print(table("", rows))
-    for line in [f"Done in {clock_time(result.seconds)}.", *lines]:
-        out.print(line, soft_wrap=True)
+        yield f'Next: kl-lens generate {shlex.quote(str(place))} --prompt "The history of the city"'
+
+
+def _in_all(estimate: JobEstimate) -> str:
+    return f"About {clock_time(estimate.seconds)} in all."
+
+
+def _cost(title: str, seconds: float, disk: int) -> Row:
+    return {"stage": title, "time": clock_time(seconds), "disk": human_bytes(disk) if disk else ""}
 
 
 def _answer(view: RunView, name: str, target: str) -> list[str]:

@@ -1,20 +1,78 @@
-"""What a verb says while it works, shown in a terminal."""
+"""What a command shows: results on standard output; notes, warnings and progress on standard error."""
 
 from __future__ import annotations
 
+import json
+import math
+import re
 import sys
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from kl_lens.base.errors import printable
 from kl_lens.study.events import Events
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # `kl-lens generate` runs on small devices: libraries load in the functions that need them
+    from rich.console import Console
+    from rich.table import Table
+
     from kl_lens.measuring.sweep import Progress
+
+Row = dict[str, str]  # heading → cell
+Shown = Iterable["Table | str"]  # a result: tables, and lines in rich's markup
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console that keeps tables whole when the output is a file or a pipe."""
+    from rich.console import Console
+
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr, width=None if stream.isatty() else 220, highlight=False)
+
+
+def table(title: str, rows: Sequence[Row | None]) -> Table:
+    """None is a line between rows. Columns of numbers are aligned right; those without any cell are left out."""
+    from rich.table import Table
+
+    shown = Table(title=title, title_justify="left")
+    cells = {heading: [row.get(heading, "") for row in rows if row] for row in rows if row for heading in row}
+    cells = {heading: column for heading, column in cells.items() if any(column)}
+    for heading, column in cells.items():
+        numbers = all(re.match(r"(\[bold\])?([-+−]?\d|–|∞|$)", cell) for cell in column)
+        shown.add_column(heading, justify="right" if numbers else "left", overflow="fold")
+    for row in rows:
+        if row is None:
+            shown.add_section()
+        else:
+            shown.add_row(*(row.get(heading, "") for heading in cells))
+    return shown
+
+
+def print_json(data: Any) -> None:
+    json.dump(_plain(data), sys.stdout, indent=1, allow_nan=False)
+    print()
+
+
+def _plain(data: Any) -> Any:
+    """As strict JSON has it: what is not a number (an error that is not defined) becomes null."""
+    if hasattr(data, "to_json"):
+        return _plain(data.to_json())
+    if is_dataclass(data):
+        return {field.name: _plain(getattr(data, field.name)) for field in fields(data)}
+    if isinstance(data, float):
+        return data if math.isfinite(data) else None
+    if isinstance(data, dict):
+        return {key: _plain(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_plain(value) for value in data]
+    return str(data) if isinstance(data, Path) else data
 
 
 class Terminal(Events):
-    """Shows what a verb says: notes, warnings and progress on standard error, generated text on standard output."""
+    """Shows what a verb says. `writes`: also the text that it generates, on standard output."""
 
     def __init__(self, verb: str, *, writes: bool = True) -> None:
         self.verb, self._writes = verb, writes

@@ -1,0 +1,383 @@
+"""What `evaluate`, `benchmark`, `autopsy` and `paper` show."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from kl_lens import profiling
+from kl_lens.base.units import human_bytes
+from kl_lens.cli.terminal import Row, Shown, table
+from kl_lens.evaluation.agreement import AGREES, AS_DEPLOYED, DISAGREES, IN_FLOAT32, Agreement
+from kl_lens.evaluation.autopsy import Autopsy, TensorReport
+from kl_lens.evaluation.tasks import judge, near_chance
+from kl_lens.paper.ranking import Ranking
+from kl_lens.reporting.answer import libraries, unmeasurable
+from kl_lens.reporting.names import subject_title
+from kl_lens.reporting.numbers import fixed_with_error, number, with_error
+from kl_lens.run.positions import curve_of, shown_bins
+from kl_lens.run.records import Estimate, Profile, Score, Subject
+from kl_lens.study.autopsy import AutopsyResult
+from kl_lens.study.benchmark import BenchmarkResult
+from kl_lens.study.evaluate import EvaluateResult
+from kl_lens.study.paper import Imported
+
+# -- evaluate ------------------------------------------------------------------------------------------------
+
+# Task → title, and for each column its name, its value, a factor and the decimals.
+_LIKELIHOODS = {
+    "text": (
+        "Perplexity",
+        (("token perplexity", "token_perplexity", 1, 3), ("word perplexity", "word_perplexity", 1, 2)),
+    ),
+    "image": (
+        "Classification",
+        (("top-1, %", "top1", 100, 2), ("cross-entropy, nats", "cross_entropy", 1, 4)),
+    ),
+}
+_VERDICTS = {
+    AGREES: "yes",
+    AS_DEPLOYED: "yes, as deployed",
+    IN_FLOAT32: "yes, in float32",
+    DISAGREES: "[bold red]NO[/]",
+}
+_REMARKS = {
+    AS_DEPLOYED: "As deployed: the file has the weights that were measured. The runtime also rounds activations; "
+    "PyTorch agrees when it rounds them too.",
+    IN_FLOAT32: "In float32: the file has the weights that were measured. The runtime's default arithmetic is coarser; "
+    "in float32 it agrees with PyTorch.",
+}
+
+
+def json_evaluate(result: EvaluateResult) -> dict[str, Any]:
+    return {
+        "scores": [_labelled(score) for score in result.outcome.scores],
+        "agreements": [_labelled(agreement) for agreement in result.outcome.agreements],
+        "verdicts": result.verdicts,
+        "failures": result.failures,
+        "notes": result.notes,
+        "files": result.written,
+    }
+
+
+def _labelled(record: Score | Agreement) -> dict[str, Any]:
+    """A record as JSON for people: subjects by their labels."""
+    labels = {name: value.label for name, value in vars(record).items() if isinstance(value, Subject)}
+    return record.to_json() | labels
+
+
+def show_evaluate(result: EvaluateResult) -> Shown:
+    agreements, scores = result.outcome.agreements, result.outcome.scores
+    shows = {"perplexity": _likelihood, "divergence": _divergence, "positions": _positions}
+    for kind, show in shows.items():
+        for text in dict.fromkeys(score.what for score in scores if score.kind == kind):
+            group = [score for score in scores if (score.kind, score.what) == (kind, text)]
+            yield show(group, agreements)
+            yield _protocol(group[0])
+    if tasks := [_task_row(score, result.max_drop) for score in scores if score.kind == "task"]:
+        yield table("Tasks", tasks)
+        yield (
+            "Drop: the original's accuracy minus this one's, in percentage points, paired by example; verdicts by the "
+            "95 % interval of the drop of acc."
+        )
+    labels = {"cross_entropy": "cross-entropy", "kl_mean": "KL from the original"}
+    for agreement in (each for each in agreements if each.verdict == DISAGREES):
+        changes = [f"{labels[name]} by {with_error(c)}" for name, c in agreement.differences.items()]
+        one, other = subject_title(agreement.subject), subject_title(agreement.compared_with)
+        yield (
+            f"[bold red]{one} DISAGREES with {other}[/] on the same windows: {', '.join(changes)} nats per token. "
+            "PyTorch computes what transformers' own code computes, so the file is not what was measured: export it "
+            "again. (Arithmetic that is not modelled, for example on a GPU, can look the same.)"
+        )
+    yield from (text for verdict, text in _REMARKS.items() if verdict in {a.verdict for a in agreements})
+    yield from result.notes
+    yield from (f"Written: {path}" for path in result.written)
+
+
+def _task(score: Score) -> str:
+    return str(score.protocol.get("task", "text"))
+
+
+def _cell(score: Score, name: str, decimals: int, factor: int = 1, *, signed: bool = False) -> str:
+    value = score.values.get(name)
+    if value is None:
+        return ""
+    sign = "+" if signed and value.value >= 0 else ""
+    return sign + fixed_with_error(Estimate(factor * value.value, factor * value.standard_error), decimals)
+
+
+def _likelihood(scores: list[Score], agreements: list[Agreement]) -> Table:
+    beside = {a.subject: a for a in agreements if a.what == scores[0].what}
+    title, columns = _LIKELIHOODS[_task(scores[0])]
+    rows = []
+    for score in scores:
+        row = {"model": subject_title(score.subject)}
+        for heading, name, factor, decimals in columns:
+            row[heading] = _cell(score, name, decimals, factor)
+            row[f"Δ {heading}"] = _cell(score, f"{name}_change", decimals, factor, signed=True)
+        if agreement := beside.get(score.subject):
+            change = agreement.differences["cross_entropy"].value
+            row["agrees with PyTorch?"] = f"{_VERDICTS[agreement.verdict]} ({change:+.1e} nats)"
+        rows.append(row)
+    return table(f"{title} on {scores[0].what}", rows)
+
+
+def _divergence(scores: list[Score], _: list[Agreement]) -> Table:
+    row, best = {"text": ("token", "token"), "image": ("image", "class")}[_task(scores[0])]
+    names = {"mean": "kl_mean", "median": "kl_median", "99 %": "kl_p99", "99.9 %": "kl_p999", "max": "kl_max"}
+    rows = [
+        {"model": subject_title(score.subject)}
+        | {heading: with_error(score.values[name]) for heading, name in names.items()}
+        | {f"same top {best}, %": _cell(score, "same_top", 2, 100)}
+        for score in scores
+    ]
+    return table(f"KL from the original on {scores[0].what}, nats per {row}", rows)
+
+
+def _positions(scores: list[Score], _: list[Agreement]) -> Table:
+    """The first bin, the last, and some between."""
+    rows = []
+    for score in scores:
+        if curve := curve_of(score, "kl") or curve_of(score, "cross_entropy"):
+            name = subject_title(score.subject) + ("" if curve_of(score, "kl") else ": cross-entropy")
+            some = shown_bins(len(curve.starts))
+            row = {"model": name} | {f"from {curve.starts[i]:,}": number(curve.means[i].value) for i in some}
+            rows.append(row | {"slope per 1,000 tokens": with_error(curve.slope), "trend": curve.trend})
+    return table(f"KL from the original by position on {scores[0].what}, nats per token", rows)
+
+
+def _task_row(score: Score, limit: float | None) -> Row:
+    accuracies = ("acc", "acc_norm")
+    row = {"task": score.what, "model": subject_title(score.subject), "examples": str(score.tokens)}
+    row |= {f"{name}, %": _cell(score, name, 2, 100) for name in accuracies}
+    row |= {f"drop of {name}": _cell(score, f"{name}_drop", 2, 100, signed=True) for name in accuracies}
+    if limit is not None and "acc_drop" in score.values:
+        row[f"≤ {100 * limit:g} points?"] = judge(score.values["acc_drop"], limit)
+    notes = []
+    chance = score.protocol.get("chance")
+    near = [n for n in accuracies if n in score.values and near_chance(score.values[n], chance)]
+    if near and chance is not None:
+        notes.append(f"{' and '.join(near)} near chance ({100 * chance:.0f} %)")
+    others = [n for n in score.values if n not in accuracies and not n.endswith("_drop")]
+    notes += [f"{name.replace('_', ' ')} {with_error(score.values[name])}" for name in others]
+    return row | {"note": ", ".join(notes)}
+
+
+def _protocol(score: Score) -> str:
+    p = score.protocol
+    errors = "± is one standard error over windows; Δ is the change from the original, paired by window."
+    if _task(score) == "image":
+        return f"{p['windows']} windows of {p['window']} images. {errors}"
+    overlap = "" if p["stride"] == p["window"] else f", the last {p['stride']} tokens of each scored"
+    text = f"{p['tokens']:,} tokens, {p['words']:,} words"
+    return f"{p['windows']} windows of {p['window']} tokens{overlap}; {text}. {errors}"
+
+
+# -- benchmark -----------------------------------------------------------------------------------------------
+
+
+def json_benchmark(result: BenchmarkResult) -> dict[str, Any]:
+    report = result.report
+    profiles = [_profile_json(p) for p in report.profiles]
+    return {"profiles": profiles, "failures": result.failures, "notes": report.notes, "csv": report.csv}
+
+
+def _profile_json(profile: Profile) -> dict[str, Any]:
+    """The record, with ratios as they are shown."""
+    names = profile.ratios.keys() | {"tokens_per_second" if profile.protocol == "use" else "latency_ms"}
+    ratios = {name: profiling.ratio_of(profile, name).to_json() for name in sorted(names)}
+    return profile.to_json() | {"subject": profile.subject.label, "ratios": ratios}
+
+
+def show_benchmark(result: BenchmarkResult) -> Shown:
+    report = result.report
+    used = [p for p in report.profiles if p.protocol == "use"]
+    timed = [p for p in report.profiles if p.protocol == "benchmark_app"]
+    if used:
+        title = "Speed and memory: median (quartiles; for × FP16 the 95 % interval)"
+        yield table(title, use_rows(used))
+    if timed:
+        yield table("benchmark_app, the published protocol", [_app_row(p) for p in timed])
+    yield f"This machine reads {report.bandwidth / 1e9:.1f} GB/s from memory with all threads: that is the limit."
+    if any(p.bound.get("share", 0) > 1 for p in report.profiles):
+        yield "A share above 1: the file fits into the processor's caches and is not read from memory."
+    others = sorted({p.settings["ratios_to"] for p in report.profiles if not p.settings["ratios_to_fp16"]})
+    if others:
+        yield f"* no FP16 file was there: ratios are to {', '.join(others)}."
+    if used:
+        yield from _circumstances(used[0])
+    yield from (*unmeasurable(used), *libraries(used))
+    if any(p.settings["quick"] for p in report.profiles):
+        yield "--quick: too short to publish; the records say so."
+    if report.csv is not None:
+        yield f"Written: {report.csv}; logs in {report.csv.parent / 'log/benchmark_log'}."
+    yield from report.notes
+
+
+def use_rows(profiles: Sequence[Profile]) -> list[Row]:
+    rows = []
+    for p in profiles:
+        step = p.timings["seconds_per_token"]
+        low, median, high = (f"{1e3 * v:.2f}" for v in (step.low, step.median, step.high))
+        first = {
+            f"first token ms @{n}": f"{1e3 * p.timings[f'first_token_seconds@{n}'].median:.1f}"
+            for n in p.settings["prompt_lengths"]
+        }
+        rows.append(
+            {
+                "file": subject_title(p.subject),
+                "size": human_bytes(p.file_bytes),
+                "load s": f"{p.timings['load_seconds'].median:.2f}",
+                **first,
+                "ms/token": f"{median} ({low}–{high})",
+                "tokens/s": f"{p.timings['tokens_per_second'].median:.1f}",
+                "× FP16": _ratio(p, "tokens_per_second"),
+                "peak memory": human_bytes(p.peak_memory_bytes or 0),
+                "of it model": human_bytes(p.settings["memory"]["model_bytes"]),
+                "limit tokens/s": f"{p.bound['tokens_per_second']:.0f}" if p.bound else "–",
+                "share of limit": f"{p.bound['share']:.2f}" if p.bound else "–",
+            }
+        )
+    return rows
+
+
+def _app_row(p: Profile) -> Row:
+    return {
+        "file": subject_title(p.subject),
+        "one inference": p.settings["signature"],
+        "size": human_bytes(p.file_bytes),
+        "median ms": f"{p.timings['latency_ms'].median:.2f}",
+        **{f"{name} ms": f"{p.settings[f'{name}_ms']:.2f}" for name in ("average", "min", "max")},
+        "inferences/s": f"{p.timings['throughput_fps'].median:.1f}",
+        "× FP16": _ratio(p, "latency_ms"),
+        "iterations": f"{p.settings['reached_iterations']}",
+        "seconds": f"{p.settings['reached_seconds']:.1f}",
+        "share of limit": f"{p.bound['share']:.2f}" if p.bound else "–",
+    }
+
+
+def _ratio(profile: Profile, name: str) -> str:
+    return profiling.ratio_of(profile, name).brief + ("" if profile.settings["ratios_to_fp16"] else " *")
+
+
+def _circumstances(first: Profile) -> Iterable[str]:
+    how = first.settings
+    yield (
+        f"{how['new_tokens']} tokens generated after {how['generated_after']}; {how['repeats']} round(s); "
+        f"{how['interleaving']}. Peak memory is of a fresh process, {human_bytes(how['memory']['base_bytes'])} of it "
+        "before the model is loaded."
+    )
+    lost = [f"{100 * first.load[name]:.0f} % {name}" for name in ("stolen", "others") if name in first.load]
+    if lost:
+        yield f"Processor time lost meanwhile: {', '.join(lost)}."
+
+
+# -- autopsy -------------------------------------------------------------------------------------------------
+
+_MOST_RESTORED = 8
+
+
+def json_autopsy(result: AutopsyResult) -> dict[str, Any]:
+    return result.autopsy.to_json() | {"faults": len(result.autopsy.faults), "notes": result.notes}
+
+
+def show_autopsy(result: AutopsyResult) -> Shown:
+    found = result.autopsy
+    yield _contents(found)
+    if found.steps:
+        yield _chain(found)
+        yield "± is one standard error over windows. “apart”: KL from the step named there, where equal is right."
+    if found.restored:
+        rows = [
+            {"part": each.what, "type": each.type, "KL": number(each.kl), "share": f"{each.share:.0%}"}
+            for each in found.restored[:_MOST_RESTORED]
+        ]
+        yield table("What exact weights would gain", rows)
+    for finding in found.findings:
+        label = "[bold red]Wrong[/]" if finding.is_fault else "Note"
+        cost = "" if finding.kl is None else f" ({number(finding.kl)} nats)"
+        advice = f" What to do: {escape(finding.advice)}." if finding.advice else ""
+        yield f"{label} ({finding.step}): {escape(finding.words)}{cost}.{advice}"
+    if found.planned_kl is not None:
+        size = human_bytes(found.planned_bytes or found.bytes)
+        yield f"Our plan from this run: KL {with_error(found.planned_kl)} at {size} (in PyTorch, same text)."
+    yield from map(escape, result.notes)
+    yield f"[bold]{escape(found.headline)}[/]"
+
+
+def _contents(found: Autopsy) -> Table:
+    """Tensors by kind and type."""
+
+    def largest(errors: Iterable[float | None]) -> str:
+        return number(max((e for e in errors if e is not None), default=None))
+
+    groups: dict[tuple[str, str], list[TensorReport]] = defaultdict(list)
+    for tensor in found.tensors:
+        groups[tensor.kind or "–", tensor.type].append(tensor)
+    rows = [
+        {
+            "kind": kind,
+            "type": stored,
+            "tensors": str(len(tensors)),
+            "size": human_bytes(sum(t.bytes for t in tensors)),
+            "weight error": largest(t.error for t in tensors),
+            "rounding alone": largest(t.own_error for t in tensors),
+        }
+        for (kind, stored), tensors in groups.items()
+    ]
+    return table(f"{found.file}, {human_bytes(found.bytes)}", rows)
+
+
+def _chain(found: Autopsy) -> Table:
+    of = f"KL from {found.original} on {found.text}, nats per token" if found.original else "The file alone"
+    rows = [
+        {
+            "": step.letter,
+            "step": step.title,
+            "KL": "" if step.kl is None else with_error(step.kl),
+            "apart": "" if step.apart is None else f"{with_error(step.apart)} ({step.beside})",
+            "note": escape(step.failure or step.note),
+        }
+        for step in found.steps
+    ]
+    return table(of, rows)
+
+
+# -- paper ---------------------------------------------------------------------------------------------------
+
+
+def show_paper(result: Ranking | Imported) -> Shown:
+    if isinstance(result, Imported):
+        yield f"imported {result.measurements} published measurements of {result.model} into {result.folder}"
+        return
+    rows = [
+        {
+            "damage": c.damage,
+            "format": c.format,
+            "head": "with" if c.with_head else "without",
+            "calibration": c.calibration,
+            "metric": c.metric,
+            "candidates": str(c.candidates),
+            "τ": f"{c.tau:.3f}",
+            "interval": f"{c.low:.3f} … {c.high:.3f}",
+            "p": f"{c.p_value:.1e}",
+        }
+        for c in result.correlations
+    ]
+    yield table("Kendall τ between a metric and the damage (95 % interval)", rows)
+    yield (
+        "Damage: change in cross-entropy (perplexity) and KL from the original (divergence), "
+        f"on {result.evaluation_tokens:,} held-out tokens, paired; "
+        f"the original's token perplexity there is {result.perplexity:.3f}."
+    )
+    noisy = ": errors are large compared with the spread, so noise limits τ; raise --evaluation-windows"
+    for r in result.reliabilities:
+        yield (
+            f"{r.format}, {'with' if r.with_head else 'without'} the head: spread of the damage {r.spread:.2e} nats, "
+            f"median error {r.median_error:.1e}, split-half τ {r.split_half_tau:.3f}"
+            + (noisy if r.is_noisy else ".")
+        )

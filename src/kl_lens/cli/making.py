@@ -1,0 +1,291 @@
+"""What `inspect`, `calibrate`, `measure`, `merge`, `plan` and `export` show."""
+
+from __future__ import annotations
+
+import shlex
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from kl_lens import planning
+from kl_lens.base.units import human_bytes, human_kl
+from kl_lens.cli.terminal import Row, Shown, table
+from kl_lens.model import Anatomy
+from kl_lens.reporting.names import runtime_title
+from kl_lens.run.records import Artifact, Component
+from kl_lens.study.calibrate import CalibrateResult
+from kl_lens.study.export import ExportResult
+from kl_lens.study.inspect import PRECISIONS, InspectResult, stored_bytes
+from kl_lens.study.measure import MeasureResult
+from kl_lens.study.merge import MergeResult
+from kl_lens.study.plan import PlanResult
+from kl_lens.targets import describe_target
+from kl_lens.targets.tokenizer import TOKENIZER_FILE
+from kl_lens.weights.recipes import FP16
+
+_SHOWN_POINTS = 25  # of a frontier
+
+# -- inspect -------------------------------------------------------------------------------------------------
+
+
+def show_inspect(result: InspectResult) -> Shown:
+    model, anatomy = result.model, result.model.anatomy
+    tied = "head tied to the embedding" if anatomy.head == anatomy.embedding else "own head"
+    yield (
+        f"[bold]{model.name}[/]  {anatomy.model_type}, {anatomy.blocks} blocks, {anatomy.parameters:,} parameters, "
+        f"{len(anatomy.candidates)} quantizable components, {tied}"
+    )
+    yield table("Quantizable components", [*(_components if result.by_component else _blocks)(anatomy)])
+    groups: dict[tuple[str, str], list[Component]] = defaultdict(list)
+    for component in anatomy.components:
+        if not component.quantizable:
+            groups[component.kind, component.reason or ""].append(component)
+    rows = [
+        {"kind": kind, "tensors": str(len(members)), "parameters": _parameters(members), "why": reason}
+        for (kind, reason), members in groups.items()
+    ]
+    yield table("Left alone", rows)
+    yield from (f"Note: {note}" for note in anatomy.notes)
+
+
+def _blocks(anatomy: Anatomy) -> Iterator[Row | None]:
+    """One row per block and family, and sums."""
+    groups: dict[tuple[str, str], list[Component]] = defaultdict(list)
+    for component in anatomy.candidates:
+        shared = f" (shared by {len(component.blocks)})" if len(component.blocks) > 1 else ""
+        place = component.family if component.block is None else f"{component.block}{shared}"
+        groups[place, component.family].append(component)
+    what = "components (rows × columns)"
+    for (place, family), members in groups.items():
+        shapes = ", ".join(f"{c.kind} {_shape(c)}" for c in members)
+        yield {"block": place, "family": family, what: shapes} | _sizes(members)
+    yield None
+    left_alone = [c for c in anatomy.components if not c.quantizable]
+    sums = {"quantizable": anatomy.candidates, "left alone": left_alone, "[bold]all[/]": anatomy.components}
+    yield from ({what: name} | _sizes(members) for name, members in sums.items())
+
+
+def _components(anatomy: Anatomy) -> Iterator[Row | None]:
+    for c in anatomy.candidates:
+        relations = [f"= {name}" for name in c.tied_with]
+        relations += [f"~ {name.rpartition('.')[2]}" for name in c.fused_with]
+        row = {"component": c.name, "kind": c.kind, "family": c.family, "shape": _shape(c)}
+        yield row | {"tied with, or fused by runtimes with": ", ".join(relations)} | _sizes([c])
+    yield None
+    yield {"component": "[bold]all components, and what is left alone[/]"} | _sizes(anatomy.components)
+
+
+def _sizes(components: Sequence[Component]) -> Row:
+    sizes = {p.upper(): human_bytes(sum(stored_bytes(c, p) for c in components)) for p in PRECISIONS}
+    return {"parameters": _parameters(components)} | sizes
+
+
+def _parameters(components: Sequence[Component]) -> str:
+    return f"{sum(c.parameters for c in components):,}"
+
+
+def _shape(component: Component) -> str:
+    return "×".join(str(size) for size in component.shape)
+
+
+def json_inspect(result: InspectResult) -> dict[str, Any]:
+    def bytes_of(*components: Component) -> dict[str, int]:
+        return {p: sum(stored_bytes(c, p) for c in components) for p in PRECISIONS}
+
+    model, anatomy = result.model, result.model.anatomy
+    return {
+        **{name: getattr(model, name) for name in ("name", "layout", "fingerprint")},
+        **{name: getattr(anatomy, name) for name in ("model_type", "blocks", "embedding", "head")},
+        "parameters": anatomy.parameters,
+        "bytes": bytes_of(*anatomy.components),
+        "notes": anatomy.notes,
+        "components": [c.to_json() | {"bytes": bytes_of(c)} for c in anatomy.components],
+    }
+
+
+# -- calibrate, measure, merge -------------------------------------------------------------------------------
+
+
+def show_calibrate(result: CalibrateResult) -> Shown:
+    text, statistics = result.text, result.statistics
+    label = f"{text['source']}:{text['split']}" if text["split"] else text["source"]
+    yield (
+        f"Statistics {statistics.digest} of {statistics.identity['model']}: {label}, {text['windows']} windows of "
+        f"{text['length']} tokens, in {statistics.folder}"
+    )
+    command = ["measure", result.model, "--run", str(result.folder), "--formats", "int4-g64,int4-g64+gptq"]
+    yield f"Next: kl-lens {shlex.join(command)}"
+
+
+def json_calibrate(result: CalibrateResult) -> dict[str, Any]:
+    text = {name: result.text[name] for name in ("source", "split", "windows", "length", "seed")}
+    statistics = result.statistics
+    return {"folder": result.folder, "digest": statistics.digest, "text": text, "notes": statistics.notes}
+
+
+def show_measure(result: MeasureResult) -> Shown:
+    rows = []
+    for m in sorted(result.measurements, key=lambda m: m.metrics["kl_teacher_to_student"].value):
+        kl = m.metrics["kl_teacher_to_student"]
+        rows.append(
+            {
+                "component": m.component,
+                "format": m.format,
+                "KL, nats": f"{kl.value:.3e}{'' if kl.value > result.noise else ' (noise)'}",
+                "±": f"{kl.standard_error:.1e}",
+                "KL 99 %": f"{m.metrics['kl_p99'].value:.2e}",
+                "MSE": f"{m.metrics['mse'].value:.2e}",
+                "SQNR, dB": f"{m.metrics['sqnr_db'].value:.1f}",
+                "ΔCE, nats": f"{m.metrics['delta_cross_entropy'].value:+.2e}",
+                "same top": f"{m.metrics['same_top'].value:.2%}",
+            }
+        )
+    sweep = result.sweep
+    products = "" if sweep.precision == "float32" else f", with products in {sweep.precision}"
+    yield table(f"Sensitivity, from least to most (per {result.unit.removesuffix('s')})", rows)
+    yield (
+        f"{sweep.candidates} candidates × {sweep.windows} windows ({sweep.tokens:,} {result.unit} each); "
+        f"{sweep.measured} candidate × window pairs measured in {sweep.seconds:.1f} s, {sweep.reused} reused. "
+        f"Noise floor: KL {result.noise:.1e}{products}."
+    )
+    if result.shard is not None:
+        yield f"This is share {result.shard}. When all are done: kl-lens merge {result.folder.parent.parent}"
+    else:
+        yield f"Next: kl-lens plan --run {result.folder}"
+
+
+def json_measure(result: MeasureResult) -> dict[str, Any]:
+    return {"noise_floor": result.noise, "measurements": result.measurements}
+
+
+def show_merge(result: MergeResult) -> Shown:
+    rows = [
+        {
+            "from": str(each.source),
+            "new": str(each.taken),
+            "already there": str(each.known),
+            "already there, different": str(each.differing),
+        }
+        for each in result.joined
+    ]
+    if rows:
+        yield table("Joined candidate × window pairs", rows)
+    if result.missing:
+        yield f"No shard has measured {result.missing} candidate × window pairs. Measure them without --shard."
+    elif rows:
+        yield f"Next: kl-lens plan --run {result.folder}"
+
+
+# -- plan ----------------------------------------------------------------------------------------------------
+
+
+def show_plan(result: PlanResult) -> Shown:
+    if result.frontier is not None:
+        yield from _frontier(result.table.model, result.frontier)
+        return
+    rows = []
+    for plan in result.plans:
+        cost, measured = planning.cost_of(result.table.components, plan.assignment), plan.measured
+        rows.append(
+            {
+                "plan": plan.name,
+                "size": human_bytes(cost.bytes),
+                "bits/weight": f"{cost.bits_per_weight:.3f}",
+                "predicted KL": "" if plan.predicted_kl is None else f"{plan.predicted_kl:.4e}",
+                "measured KL": f"{measured.kl.value:.4e}" if measured else "",
+                "perplexity": f"{measured.perplexity.value:.3f}" if measured else "",
+                "components per format (share of the weights)": cost.shares_text,
+            }
+        )
+    yield table(f"Plans for {result.table.model}", rows)
+    if result.differences is not None:
+        names = [plan.name for plan in result.plans]
+        rows = [
+            {"component": component} | dict(zip(names, recipes, strict=False))
+            for component, recipes in result.differences.items()
+        ]
+        yield table("Where they differ", rows) if rows else "The plans are the same."
+        return
+    count = len(result.plans)
+    yield f"{count} plan{'s' if count != 1 else ''}, written to {result.written_to}."
+    for handover in result.handovers:
+        yield f"Written: {', '.join(map(str, handover.files))}. Use:\n{handover.use}"
+
+
+def _frontier(model: str, frontier: Sequence[planning.FrontierPoint]) -> Shown:
+    last = len(frontier) - 1
+    places = sorted({round(i * last / (_SHOWN_POINTS - 1)) for i in range(_SHOWN_POINTS)})
+    points = [frontier[place] for place in places]
+    rows = [{"size": human_bytes(point.bytes), "predicted KL": human_kl(point.kl)} for point in points]
+    yield table(f"Pareto frontier of {model}: {len(frontier):,} plans", rows)
+    yield f"{len(rows)} of them shown; --json gives all. For any size between: --max-bytes SIZE."
+
+
+def json_plan(result: PlanResult) -> Any:
+    if result.frontier is not None:
+        return [{"bytes": point.bytes, "predicted_kl": point.kl} for point in result.frontier]
+    if result.handovers:
+        recipes = [{"files": each.files, "use": each.use} for each in result.handovers]
+        return {"plans": result.plans, "recipes": recipes}
+    if result.differences is None:
+        return result.plans
+    return {"plans": result.plans, "differences": result.differences}
+
+
+# -- export --------------------------------------------------------------------------------------------------
+
+
+def show_export(result: ExportResult) -> Shown:
+    rows = [
+        {
+            "plan": artifact.plan,
+            "for": runtime_title(artifact.target),
+            "planned": human_bytes(artifact.planned_bytes),
+            "on disk": human_bytes(artifact.realised_bytes),
+            "differs from the plan": _lowered(artifact),
+            "folder": str(folder),
+        }
+        for folder, artifact in result.artifacts
+    ]
+    yield table("Exported", rows)
+    yield from (f"{artifact.plan}: {_bytes_of(artifact)}." for _, artifact in result.artifacts)
+    notes = [note for _, artifact in result.artifacts for note in artifact.settings.get("notes", ())]
+    command, why = _next(*result.artifacts[0])
+    yield from (f"Note: {note}." for note in dict.fromkeys([*notes, *why]))
+    yield f"Next: kl-lens {command}"
+
+
+def json_export(result: ExportResult) -> list[dict[str, Any]]:
+    return [artifact.to_json() | {"folder": folder} for folder, artifact in result.artifacts]
+
+
+def _lowered(artifact: Artifact) -> str:
+    lowered = [t for t in artifact.tensors if t.reason and t.planned not in (FP16, t.realised)]
+    return f"{len(lowered)}, e.g. {lowered[0].component}: {lowered[0].reason}" if lowered else ""
+
+
+def _bytes_of(artifact: Artifact) -> str:
+    """Where the bytes on disk come from."""
+    stored = sum({tensor.runtime_name: tensor.bytes for tensor in artifact.tensors}.values())
+    others = sorted({tensor.realised for tensor in artifact.tensors if tensor.realised != tensor.planned})
+    differing = f"stored as {' or '.join(others)} instead" if others else "that it does without"
+    parts = {
+        f"tensors {differing}": stored - artifact.planned_bytes,
+        describe_target(artifact.target).besides: artifact.realised_bytes - stored,
+    }
+    told = [f"{'+' if n > 0 else '−'} {human_bytes(abs(n))} for {what}" for what, n in parts.items() if n]
+    planned = f"{human_bytes(artifact.planned_bytes)} of weights as planned"
+    return " ".join([f"{human_bytes(artifact.realised_bytes)} on disk =", planned, *told])
+
+
+def _next(folder: Path, artifact: Artifact) -> tuple[str, list[str]]:
+    """A command that works with these files, and why it is not the usual one."""
+    place, settings = shlex.quote(str(folder)), artifact.settings
+    if "task" in settings:
+        return f"evaluate {place} --images FOLDER", []
+    if settings.get("static_tokens"):
+        return f"benchmark {place} --protocol benchmark_app", []
+    if settings.get("tokenizer", "none") == "none" and TOKENIZER_FILE not in artifact.files:
+        return f"benchmark {place}", ["it holds no tokenizer; generate takes one with --tokenizer"]
+    return f'generate {place} --prompt "Once upon a time"', []
