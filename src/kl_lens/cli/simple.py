@@ -11,7 +11,6 @@ from kl_lens.cli.terminal import Shown, table
 if TYPE_CHECKING:
     from kl_lens.study.doctor import DoctorResult
     from kl_lens.study.generate import GenerateResult
-    from kl_lens.study.paper import Imported
     from kl_lens.study.publish import PublishResult
     from kl_lens.study.report import ReportResult
 
