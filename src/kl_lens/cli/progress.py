@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from rich.console import Console
 from rich.progress import BarColumn, Progress as Bar, TextColumn
 from rich.table import Column
 
-from kl_lens.cli.terminal import console
 from kl_lens.measuring.sweep import Progress
 from kl_lens.reporting.names import runtime_title
 from kl_lens.study.events import StageCost
@@ -158,7 +158,7 @@ def shown_progress(
         *[TextColumn("{task.fields[what]}", style="dim", table_column=Column(no_wrap=True, ratio=1))]
         * details,
     )
-    with Bar(*columns, console=console(stderr=True), transient=True, expand=True) as bar:
+    with Bar(*columns, console=Console(stderr=True), transient=True, expand=True) as bar:
         task = bar.add_task(title, total=None, forecast=forecast, what="")
 
         def started(total: float, done: float) -> None:

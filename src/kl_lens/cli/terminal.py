@@ -25,12 +25,11 @@ Row = dict[str, str]  # heading → cell
 Shown = Iterable["Table | str"]  # a result: tables, and lines in rich's markup
 
 
-def console(*, stderr: bool = False) -> Console:
+def console() -> Console:
     """A console that keeps tables whole when the output is a file or a pipe."""
     from rich.console import Console
 
-    stream = sys.stderr if stderr else sys.stdout
-    return Console(stderr=stderr, width=None if stream.isatty() else 220, highlight=False)
+    return Console(width=None if sys.stdout.isatty() else 220, highlight=False)
 
 
 def table(title: str, rows: Sequence[Row | None]) -> Table:
