@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from kl_lens.cli.main import main
-from kl_lens.evaluation import read_scores
-from kl_lens.evaluation.evaluator import Evaluator
+from kl_lens.evaluation import evaluator, read_scores
 from kl_lens.run.folder import Run
 
 pytest.importorskip("openvino", reason="needs the extra openvino")
@@ -86,13 +85,13 @@ def test_what_was_done_is_not_done_again(run_folder: Path, held_out: str, capsys
     command = ["--run", str(run_folder), "--plan", "large", "--perplexity", held_out]
     first = evaluated(capsys, *command)
     scored: list[int] = []
-    original = Evaluator.score_window
+    original = evaluator.score_logits
 
-    def counting(self, logits, text, index, *rest):
-        scored.append(index)
-        return original(self, logits, text, index, *rest)
+    def counting(logits, window, *rest):
+        scored.append(window.targets)
+        return original(logits, window, *rest)
 
-    monkeypatch.setattr(Evaluator, "score_window", counting)
+    monkeypatch.setattr(evaluator, "score_logits", counting)
     assert evaluated(capsys, *command)["scores"] == first["scores"]
     assert scored == []
     evaluated(capsys, *command, "--again")
@@ -101,17 +100,17 @@ def test_what_was_done_is_not_done_again(run_folder: Path, held_out: str, capsys
 
 def test_stopped_and_taken_up_again(run_folder: Path, held_out: str, capsys, monkeypatch) -> None:
     command = ["--run", str(run_folder), "--perplexity", held_out, "--divergence", "--targets", "torch"]
-    original = Evaluator.score_window
+    original = evaluator.score_logits
     scored: list[int] = []
 
-    def interrupted(self, logits, text, index, *rest):
+    def interrupted(logits, window, *rest):
         if len(scored) == 6:
             raise KeyboardInterrupt  # not a signal: tests/conftest.py, `ctrl_c`
-        scored.append(index)
-        return original(self, logits, text, index, *rest)
+        scored.append(window.targets)
+        return original(logits, window, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Evaluator, "score_window", interrupted)
+        patch.setattr(evaluator, "score_logits", interrupted)
         assert main(["evaluate", *command, *SHORT]) == 130
     assert "Run the same command to continue" in capsys.readouterr().err
     with Run.open(run_folder) as run:

@@ -9,11 +9,10 @@ import pytest
 
 from kl_lens.base.errors import TextError
 from kl_lens.evaluation import JudgedModel, ScoreJournal, TorchSession, read_scores
-from kl_lens.evaluation.tasks import TaskData, chosen_tasks, judge_task, local_tasks, run_task, task_values
+from kl_lens.evaluation.tasks import TaskData, chosen_tasks, judge_task, run_task
 from kl_lens.measuring.sweep import Progress
 from kl_lens.model import LoadedModel
 from kl_lens.run.folder import Run
-from kl_lens.weights.recipes import Recipe
 
 pytest.importorskip("lm_eval", reason="needs the extra eval")
 
@@ -100,40 +99,17 @@ def test_local_files_give_lm_evals_results(
 
 
 def test_the_samples_that_stand_beside_some_checkouts(shared: Path, ours: SessionLM) -> None:
-    found = local_tasks(shared / "data/tasks")
-    assert set(found) >= {"arc_easy", "hellaswag", "lambada_openai", "piqa"}
-    for task in found.values():
+    for task in chosen_tasks(shared / "data/tasks", ["arc_easy", "hellaswag", "lambada_openai", "piqa"]):
         (examples,) = run_task(ours, task, limit=2)
         assert len(examples.metrics["acc"]) == 2
-
-
-def test_few_shot_and_limit(model: LoadedModel, ours: SessionLM, task_data: Path) -> None:
-    (task,) = chosen_tasks(task_data, ["arc_easy"])
-    counted: list[int] = []
-    counting = SessionLM(TorchSession(model), model.tokenizer, max_length=64, begun=counted.append)
-    (plain,) = run_task(counting, task, limit=3)
-    (shown,) = run_task(ours, task, limit=3, few_shot=1)
-    assert counted == [12]
-    assert len(plain.metrics["acc"]) == len(shown.metrics["acc"]) == 3
-    assert (plain.few_shot, shown.few_shot) == (0, 1)
-
-
-def test_drops_are_paired_by_example(model: LoadedModel, ours: SessionLM, task_data: Path) -> None:
-    (task,) = chosen_tasks(task_data, ["arc_easy"])
-    damaged = TorchSession(model, {c.name: Recipe("int4") for c in model.anatomy.candidates})
-    (before,) = run_task(ours, task)
-    (after,) = run_task(SessionLM(damaged, model.tokenizer, max_length=64), task)
-    values = task_values(after, before)
-    lost = [a - b for a, b in zip(before.metrics["acc"], after.metrics["acc"], strict=True)]
-    assert values["acc_drop"].value == pytest.approx(sum(lost) / len(lost))
 
 
 def test_an_interrupted_task_goes_on(
     model: LoadedModel, task_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kl_lens.evaluation.language_model.ANSWERS_TOGETHER", 4)
-    (task,) = chosen_tasks(task_data, ["arc_easy"])
-    subjects = [JudgedModel(model), JudgedModel.of_plan(model, "x", {"backbone.embeddings": "int4"})]
+    (task,), names = chosen_tasks(task_data, ["arc_easy"]), [c.name for c in model.anatomy.candidates]
+    subjects = [JudgedModel(model), JudgedModel.of_plan(model, "x", dict.fromkeys(names, "int4"))]
     asked: list[str] = []
 
     def stop(_: float, what: str) -> None:
@@ -145,31 +121,24 @@ def test_an_interrupted_task_goes_on(
         with pytest.raises(KeyboardInterrupt):
             judge_task(ScoreJournal(run), subjects, task, model.tokenizer, progress=Progress(advanced=stop))
         assert [score.subject.label for score in read_scores(run)] == ["original"]
-        calls = _counted(monkeypatch)
+        calls, logits = list[int](), TorchSession.logits
+        monkeypatch.setattr(
+            TorchSession, "logits", lambda self, ids: calls.append(len(ids)) or logits(self, ids)
+        )
         resumed = judge_task(ScoreJournal(run), subjects, task, model.tokenizer)
         assert 0 < len(calls) < 20  # of the second subject's twenty requests, what was left
     with Run.create(tmp_path / "whole") as run:
         whole = judge_task(ScoreJournal(run), subjects, task, model.tokenizer)
     assert [s.values for s in resumed.scores] == [s.values for s in whole.scores]
-
-
-def _counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    calls: list[int] = []
-    original = TorchSession.logits
-
-    def counting(self: TorchSession, ids):
-        calls.append(len(ids))
-        return original(self, ids)
-
-    monkeypatch.setattr(TorchSession, "logits", counting)
-    return calls
+    before, after = (s.values["acc"].value for s in whole.scores)
+    assert whole.scores[1].values["acc_drop"].value == pytest.approx(before - after)  # paired by example
 
 
 def test_what_is_missing_is_named(task_data: Path, tmp_path: Path, ours: SessionLM) -> None:
     with pytest.raises(TextError, match=r"has no winogrande_test\.jsonl .* it has arc_easy"):
         chosen_tasks(task_data, ["winogrande"])
     with pytest.raises(TextError, match="no such folder"):
-        local_tasks(tmp_path / "nowhere")
+        chosen_tasks(tmp_path / "nowhere", [])
     (tmp_path / "piqa_validation.jsonl").write_text("no json\n")
     with pytest.raises(TextError, match=r"piqa_validation\.jsonl: its first line is not a JSON"):
         run_task(ours, TaskData("piqa", {"validation": tmp_path / "piqa_validation.jsonl"}))

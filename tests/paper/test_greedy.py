@@ -31,12 +31,9 @@ class Additive:
     def __init__(
         self, table: SensitivityTable, scale: float, bonus: Mapping[str, float] | None = None
     ) -> None:
-        self.damage = {
-            (m.component, m.format): m.metrics["kl_teacher_to_student"].value for m in table.measurements
-        }
-        self.scale = scale
-        self.bonus = bonus or {}
-        self.calls = 0
+        kl = "kl_teacher_to_student"
+        self.damage = {(m.component, m.format): m.metrics[kl].value for m in table.measurements}
+        self.scale, self.bonus, self.calls = scale, bonus or {}, 0
 
     def __call__(self, assignment: Mapping[str, str]) -> float:
         self.calls += 1
@@ -44,7 +41,7 @@ class Additive:
         return BASELINE * math.exp(self.scale * total)
 
 
-@pytest.mark.parametrize("gamma", [1.0, 1.001, 1.05, 1.10, 1.5, 100.0])
+@pytest.mark.parametrize("gamma", [1.0, 1.05, 1.5, 100.0])
 @pytest.mark.parametrize("formats", [("int8",), ("int4", "int8")])
 def test_binary_search_agrees_with_one_by_one_on_additive_damage(
     gamma: float, formats: tuple[str, ...]
@@ -92,11 +89,10 @@ def test_a_component_never_grows_again() -> None:
     kls = {("c0", "int4"): 0.1, ("c0", "int8"): 0.2}
     result = greedy_plan(table_of([component("c0")], kls, head="c0"), lambda _: BASELINE)
     assert result.plan.assignment == {"c0": "int4"}
-
-
-def test_perplexity_that_is_not_a_number_is_not_within_any_budget() -> None:
-    table = chain(3)
-    result = greedy_plan(table, lambda a: math.nan if "c2" in a else BASELINE, formats=("int8",), gamma=10.0)
+    # A perplexity that is not a number is within no budget.
+    result = greedy_plan(
+        chain(3), lambda a: math.nan if "c2" in a else BASELINE, formats=("int8",), gamma=10.0
+    )
     assert result.plan.assignment == {"c0": "int8", "c1": "int8", "c2": "fp16"}
 
 

@@ -11,8 +11,10 @@ import transformers
 from kl_lens.base.errors import RunError
 from kl_lens.model import LoadedModel
 from kl_lens.paper import read_legacy, write_legacy
-from kl_lens.run.records import Estimate, Measurement
+from kl_lens.planning import prediction_metric
+from kl_lens.run.records import Estimate, Measurement, SensitivityTable
 from tests.families import tiny_model
+from tests.planning.tables import best, component, measurement, seed_table
 
 
 @pytest.fixture(scope="module")
@@ -20,10 +22,11 @@ def mamba() -> LoadedModel:
     return LoadedModel("mamba", Path(), tiny_model("mamba"), None, source="mamba")
 
 
+KEYS = ("sqnr_db", "kl_teacher_to_student", "kl_student_to_teacher", "delta_cross_entropy")
+
+
 def _measurement(component: str, format_name: str, kl: float) -> Measurement:
-    metrics = dict.fromkeys(
-        ("sqnr_db", "kl_teacher_to_student", "kl_student_to_teacher", "delta_cross_entropy"), Estimate(kl)
-    )
+    metrics = dict.fromkeys(KEYS, Estimate(kl))
     return Measurement(component, format_name, metrics, 1, 1, "float32", 0.0)
 
 
@@ -33,24 +36,12 @@ def test_one_file_per_bit_width(mamba, tmp_path) -> None:
         tmp_path / "tiny.json", [_measurement(name, "int4", 0.5), _measurement(name, "int8", 0.25)]
     )
     assert [path.name for path in written] == ["tiny_4bit.json", "tiny_8bit.json"]
-    four = json.loads(written[0].read_text())
-    assert four == {
-        name: {
-            "sqnr_db": 0.5,
-            "kl_teacher_to_student": 0.5,
-            "kl_student_to_teacher": 0.5,
-            "delta_cross_entropy": 0.5,
-        }
-    }
+    assert json.loads(written[0].read_text()) == {name: dict.fromkeys(KEYS, 0.5)}
+    (tmp_path / "head.json").write_text(json.dumps({"lm_head": {"sqnr_db": 1.0}}))
+    (tied,) = read_legacy(tmp_path / "head.json", 4, mamba.anatomy)
+    assert tied.component == "backbone.embeddings"
     (back,) = read_legacy(written[1], 8, mamba.anatomy)
     assert (back.component, back.format, back.metrics["sqnr_db"].value) == (name, "int8", 0.25)
-
-
-def test_a_tied_heads_name_finds_its_component(mamba, tmp_path) -> None:
-    path = tmp_path / "f.json"
-    path.write_text(json.dumps({"lm_head": {"sqnr_db": 1.0}}))
-    (measurement,) = read_legacy(path, 4, mamba.anatomy)
-    assert measurement.component == "backbone.embeddings"
 
 
 @pytest.mark.parametrize(
@@ -84,3 +75,35 @@ def test_the_published_files_can_be_read(shared: Path) -> None:
         assert len(found) == 97
         worst = max(found, key=lambda m: m.metrics["kl_student_to_teacher"].value)
         assert worst.component == anatomy.head
+
+
+def test_of_published_measurements_the_direction_that_is_a_kl_is_chosen_and_said() -> None:
+    """As published: 5e8 for everything in one direction, and the damage in the other."""
+    damage = {
+        ("head", "int4"): 3575.0,
+        ("head", "int8"): 101.0,
+        ("in_proj", "int4"): 20.9,
+        ("in_proj", "int8"): 0.07,
+    }
+    measurements = tuple(
+        measurement(name, fmt, kl_teacher_to_student=4.9e8 - kl, kl_student_to_teacher=kl)
+        for (name, fmt), kl in damage.items()
+    )
+    parts = (component("head", (128, 64)), component("in_proj", (128, 64)))
+    table = SensitivityTable("published", "mamba", parts, "head", "head", measurements)
+    metric, why = prediction_metric(table)
+    assert metric == "kl_student_to_teacher"
+    assert "no value of kl_teacher_to_student can be a KL (about 4.9e+08)" in (why or "")
+    plan = best(table, max_bpw=8.5, name="mine").plan
+    # By the garbage the head, with the larger damage, would look like the better one to quantize.
+    assert plan.assignment == {"head": "int8", "in_proj": "int8"}
+    assert plan.predicted_kl == pytest.approx(101.07)
+    assert plan.notes["metric"] == plan.notes["predicted_by"] == "kl_student_to_teacher"
+
+
+def test_the_published_lists_of_mamba_130m() -> None:
+    plan = best(seed_table(), max_bpw=9.0).plan
+    assert plan.notes["metric"] == "kl_student_to_teacher"
+    # 194 entries, of which the sane ones add up to far less than one value of the garbage.
+    assert plan.predicted_kl is not None
+    assert plan.predicted_kl < 1000

@@ -11,7 +11,7 @@ import pytest
 
 from kl_lens.base.errors import TargetError
 from kl_lens.model import LoadedModel
-from kl_lens.profiling.subjects import read_timed
+from kl_lens.profiling.benchmark import read_timed
 from kl_lens.run.records import Plan
 from kl_lens.targets import export, read_artifact, target_of
 from kl_lens.targets.contents import Contents

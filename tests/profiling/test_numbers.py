@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import namedtuple
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,12 +15,7 @@ from kl_lens.run.records import ARTIFACT, Profile, Quartiles, Subject
 from kl_lens.targets.contents import Contents
 
 
-def test_a_spread_is_the_median_and_the_quartiles() -> None:
-    assert spread_of([5.0, 1.0, 4.0, 2.0, 3.0]) == Quartiles(3.0, 2.0, 4.0, 5)
-    assert spread_of([7.0]) == Quartiles(7.0, 7.0, 7.0, 1)
-
-
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("disturbed", [0.0, 0.3, 0.6])
 def test_disturbances_leave_the_true_ratio_in_the_interval(seed: int, disturbed: float) -> None:
     """Turns of which any share is slowed up to fifteen times, and a machine whose own speed drifts by a tenth."""
@@ -38,7 +34,8 @@ def test_disturbances_leave_the_true_ratio_in_the_interval(seed: int, disturbed:
         assert found.high < 1.1 * found.low
 
 
-def test_few_turns_have_no_interval_and_equal_files_a_ratio_of_one() -> None:
+def test_spreads_few_turns_have_no_interval_and_equal_files_a_ratio_of_one() -> None:
+    assert spread_of([5.0, 1.0, 4.0, 2.0, 3.0]) == Quartiles(3.0, 2.0, 4.0, 5)
     assert compared([1.0] * 4, [2.0] * 4) is None
     assert compared([2.0] * 5, [2.0] * 5) == Quartiles(1.0, 1.0, 1.0, 5)
 
@@ -48,21 +45,18 @@ def profile(low: float, high: float, **load: float) -> Profile:
     return Profile(Subject(ARTIFACT, "p", "gguf"), "use", "CPU", 2, {}, ratios, None, 1, {}, {}, {}, load)
 
 
+BUSY = "not measurable here: the machine was busy"
+
+
 @pytest.mark.parametrize(
     ("found", "words"),
     [
         (profile(1.2, 1.3, stolen=0.2, others=0.05, asked=1.0), "1.25 (1.20–1.30)"),
-        (
-            profile(0.25, 2.12, stolen=0.42, others=0.1),
-            "not measurable here: the machine was busy (42 % stolen)",
-        ),
-        (profile(0.25, 2.12, others=0.3), "not measurable here: the machine was busy (30 % used by others)"),
-        (profile(0.25, 2.12, stolen=0.01), "not measurable here: the machine was busy"),
+        (profile(0.25, 2.12, stolen=0.42, others=0.1), f"{BUSY} (42 % stolen)"),
+        (profile(0.25, 2.12, others=0.3), f"{BUSY} (30 % used by others)"),
+        (profile(0.25, 2.12, stolen=0.01), BUSY),
         # Every token was disturbed alike: a narrow interval around nothing.
-        (
-            profile(1.0, 1.02, others=0.5, asked=1.0),
-            "not measurable here: the machine was busy (50 % used by others)",
-        ),
+        (profile(1.0, 1.02, others=0.5, asked=1.0), f"{BUSY} (50 % used by others)"),
         (profile(1.0, 1.0, others=0.5, asked=1.0), "1.00"),  # the base itself
         (profile(1.2, 1.3), "1.25 (1.20–1.30)"),  # where the load is not known
     ],
@@ -72,7 +66,6 @@ def test_a_ratio_is_shown_with_its_interval_or_not_at_all(found: Profile, words:
     assert ratio.words == words
     shown = ratio.to_json()
     assert ("median" in shown) == ("not_measurable" not in shown) == (ratio.brief != "not measurable")
-    assert Profile.from_json(found.to_json()) == found
 
 
 def test_load_is_what_others_took_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,27 +78,16 @@ def test_load_is_what_others_took_meanwhile(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(machine_module.psutil.Process, "cpu_times", lambda self: used.pop(0))
     # 50 s of users, of which 10 are a guest's and 30 ours; 10 idle, 40 stolen; 100 in all.
     assert LoadMeter().read() == pytest.approx({"stolen": 0.4, "others": 0.2})
-
-
-def test_load_is_unknown_where_the_system_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing() -> None:
-        raise FileNotFoundError("/proc/stat")
-
-    monkeypatch.setattr(machine_module.psutil, "cpu_times", missing)
-    assert LoadMeter().read() == {}
+    monkeypatch.setattr(machine_module.psutil, "cpu_times", lambda: Path("/proc/none").stat())
+    assert LoadMeter().read() == {}  # where the system does not tell
 
 
 def test_a_token_reads_weights_state_and_keys() -> None:
     bound = bound_of(Contents(188.0, 12, 0.5), 1000.0, context=100, tokens_per_second=2.0)
     expected = {"bytes_per_token": 250, "read_bandwidth": 1000, "tokens_per_second": 4, "share": 0.5}
     assert bound == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("device", "holds"), [("CPU", True), ("AUTO", True), ("GPU", False), ("GPU.1", False)]
-)
-def test_a_gpu_has_limits_of_its_own(device: str, holds: bool) -> None:
-    assert limits_hold(device) == holds
+    devices = {"CPU": True, "AUTO": True, "GPU": False, "GPU.1": False}  # GPUs have memory of their own
+    assert {device: limits_hold(device) for device in devices} == devices
 
 
 def test_what_is_timed_reads_every_byte() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +33,6 @@ from kl_lens.run.records import (
     Score,
     Subject,
 )
-from kl_lens.run.samples import WindowMetrics
 from kl_lens.run.subjects import current_digest
 from kl_lens.targets import get_target
 from kl_lens.weights.formats import get_format
@@ -111,8 +111,13 @@ def make_large_run(folder: Path) -> Path:
     kinds = [f"{kind}_proj" for kind in ("in", "x", "dt", "out", "q", "k", "v", "o")]
     formats = ("int4", "int8", "int4-g32", "int4-g64", "q8_0", "q4_0", "q5_0", "q5_1")
     make_run(folder, blocks=50, kinds=kinds, formats=formats, stages=("plan", "verify"))
-    with Run.open(folder) as run:
-        store_points(run)
+    with Run.open(folder) as run:  # a ranking without its intervals, which would take a minute
+        points = tuple(
+            Point(m.component, m.format, False, m.metrics, damage=kl, delta_perplexity=Estimate(9 * kl.value, kl.value))
+            for m in run.measurements()
+            if (kl := m.metrics["kl_teacher_to_student"])
+        )  # fmt: skip
+        run.store("ranking", "latest", Ranking(21.0, 4096, points, (), ()).to_json())
     return folder
 
 
@@ -138,16 +143,6 @@ def about(run: Run, what: str, plan: str | None = None) -> Subject:
     else:
         subject = Subject(ARTIFACT, plan, what)
     return replace(subject, digest=current_digest(run, subject) or "")
-
-
-def store_points(run: Run) -> None:
-    """A ranking without its intervals, which take a minute to draw for thousands of candidates."""
-    points = [
-        Point(m.component, m.format, False, m.metrics, damage=kl, delta_perplexity=Estimate(9 * kl.value, kl.value))
-        for m in run.measurements()
-        if (kl := m.metrics["kl_teacher_to_student"])
-    ]  # fmt: skip
-    run.store("ranking", "latest", Ranking(21.0, 4096, tuple(points), (), ()).to_json())
 
 
 def _damage(component: Component, format_name: str, blocks: int) -> float:
@@ -178,12 +173,10 @@ def _measure(
             windows = []
             for window in range(WINDOWS):
                 kl = _damage(component, format_name, blocks) * random_.lognormvariate(0, 0.3)
-                windows.append(_window(window, kl, random_.gauss(0.4 * kl, 0.6 * math.sqrt(kl) * 0.02)))
+                change = random_.gauss(0.4 * kl, 0.6 * math.sqrt(kl) * 0.02)
+                same = max(0.0, 1 - kl)
+                windows.append(window_of(window, TOKENS, kl, 1.1 * kl, 2 * kl, change, same, signal=9.0))
             run.store_samples(role, component.name, format_name, windows, 0.1, "float32")
-
-
-def _window(window: int, kl: float, change: float) -> WindowMetrics:
-    return window_of(window, TOKENS, kl, 1.1 * kl, 2 * kl, change, max(0.0, 1 - kl), signal=9.0)
 
 
 def _plan(run: Run, verified: bool) -> list[Plan]:
@@ -203,29 +196,11 @@ def _plan(run: Run, verified: bool) -> list[Plan]:
         done = replace(plan, measured=measured)
         planning.write_plan(done, planning.plan_path(run.folder / "plans", plan.name), table.components)
         finished.append(done)
-    run.note_command(["kl-lens", "plan", "--run", "runs/sample", "--paper", "--verify"])
+    run.note_command(shlex.split("kl-lens plan --run runs/sample --paper --verify"))
     run.note_command(
-        [
-            "kl-lens",
-            "plan",
-            "--run",
-            "runs/sample",
-            "--max-bytes",
-            "80kB",
-            "--name",
-            "recommended",
-            "--verify",
-        ]
+        shlex.split("kl-lens plan --run runs/sample --max-bytes 80kB --name recommended --verify")
     )
     return finished
-
-
-def add_records(run: Run) -> None:
-    """What `export`, `evaluate`, `benchmark` and `generate` would add to a run that has plans."""
-    parts = run.table().components
-    plans = [planning.read_plan(p, parts) for p in sorted((run.folder / "plans").glob("*.json"))]
-    _evaluate(run, plans)
-    _benchmark(run, plans)
 
 
 def _evaluate(run: Run, plans: Sequence[Plan]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -220,27 +219,22 @@ def test_speed_is_drawn_for_each_device_and_protocol_with_the_bandwidth_bound(sa
     assert {"OpenVINO", "llama.cpp"} <= {text.words for text in found.all("text")}
 
 
-def test_medians_that_contradict_a_ratio_are_named(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run", stages=("plan", "benchmark"))
-    with Run.open(folder) as run:
-        assert "something disturbed them" not in section(write_report(run).read_text(), "speed").words
-        for subject, name, value in run.results("profile"):
-            if subject.label == "gguf/small" and value["protocol"] == "use":
-                value["timings"]["tokens_per_second"]["median"] *= 2
-                run.store_result("profile", subject, name, value)
-        words = section(write_report(run).read_text(), "speed").words
-    assert "something disturbed them: small, llama.cpp." in words
-
-
-def test_a_ratio_that_is_not_to_fp16_is_not_shown_as_one(tmp_path: Path) -> None:
+def test_a_ratio_that_is_not_to_fp16_is_not_shown_as_one_and_chance_is_called_chance(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", stages=("plan", "evaluate", "benchmark"))
     with Run.open(folder) as run:
+        (score,) = [r for r in run.results("score")
+                    if r.subject.label == "openvino/recommended" and r.name.startswith("perplexity")]  # fmt: skip
+        score.value["values"]["token_perplexity_change"]["standard_error"] = 9.0
+        score.value["runtime"] = {"found": "your choice", "version": "ggml 0.25.3, commit 0123abc"}
+        run.store_result("score", *score)
         for subject, name, value in run.results("profile"):
             settings = {"ratios_to_fp16": False, "ratios_to": "gguf/small"}
             run.store_result("profile", subject, name, value | {"settings": settings})
         page = write_report(run).read_text(encoding="utf-8")
     assert "Speed against the FP16 file" not in section(page, "answer").words
     assert "no ratio is given" in section(page, "speed").words
+    assert "which may be chance" in section(page, "answer").words  # within twice its error
+    assert "judged, OpenVINOggml 0.25.3, commit 0123abc" in section(page, "provenance").words
 
 
 @pytest.mark.parametrize(
@@ -279,60 +273,20 @@ def test_screen_table_report_and_json_agree_on_what_a_speed_is_worth(
         assert told == {"tokens_per_second": ratio}
 
 
-def test_a_change_within_twice_its_error_is_called_chance(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run", stages=("plan", "evaluate"))
-    with Run.open(folder) as run:
-        (found,) = [
-            r for r in run.results("score")
-            if r.subject.label == "openvino/recommended" and r.name.startswith("perplexity")
-        ]  # fmt: skip
-        found.value["values"]["token_perplexity_change"]["standard_error"] = 9.0
-        run.store_result("score", *found)
-        page = write_report(run).read_text(encoding="utf-8")
-    assert "which may be chance" in section(page, "answer").words
-
-
-def test_tasks_and_samples_are_shown(sample_page: str) -> None:
+def test_tasks_samples_and_provenance_are_shown_and_places_on_the_authors_disk_are_not(
+    sample_page: str,
+) -> None:
     found = section(sample_page, "details")
     assert "arc_easy: acc" in found.words
     assert "0.413 ± 0.012" in found.words
-    quotes = [q.words for q in found.all("blockquote")]
-    assert quotes == [
-        "The history of the city is long, says original.",
-        "The history of the city is long, says openvino/recommended.",
+    assert [q.words for q in found.all("blockquote")] == [
+        f"The history of the city is long, says {who}." for who in ("original", "openvino/recommended")
     ]
-
-
-def test_provenance_names_the_library_that_judged_a_file(sample_run: Path, tmp_path: Path) -> None:
-    """Which may never have been timed."""
-    folder = shutil.copytree(sample_run, tmp_path / "run")
-    with Run.open(folder) as run:
-        score = next(s for s in collect(run).scores if s.subject.what == ARTIFACT)
-        runtime = {"found": "your choice", "version": "ggml 0.25.3, commit 0123abc"}
-        run.store_result("score", score.subject, "again", replace(score, runtime=runtime).to_json())
-        words = section(write_report(run).read_text(encoding="utf-8"), "provenance").words
-    assert "judged, OpenVINOggml 0.25.3, commit 0123abc" in words
-
-
-def test_provenance_names_model_text_splits_seeds_versions_and_commands(sample_page: str) -> None:
     words = section(sample_page, "provenance").words
-    for expected in (
-        "ffffffffffffffff",
-        "wikitext2",
-        "train",
-        "test",
-        "42",
-        "torch",
-        "abc123",
-        "kl-lens plan",
-    ):
+    for expected in ("f" * 16, "wikitext2", "train", "test", "42", "torch", "abc123", "kl-lens plan"):
         assert expected in words
-
-
-def test_places_on_the_authors_disk_stay_there(sample_page: str) -> None:
-    assert "/somewhere/private" not in sample_page
-    assert "/opt/venv" not in sample_page
-    assert "elsewhere" not in sample_page
+    for private in ("/somewhere/private", "/opt/venv", "elsewhere"):
+        assert private not in sample_page
 
 
 def test_nothing_on_the_page_asks_for_anything(sample_page: str) -> None:
@@ -365,16 +319,12 @@ def test_a_stage_that_was_not_done_has_no_section_and_leaves_no_gap(
     headings = [h.words for h in tree.all("h2")]
     assert [words.split()[0] for words in headings] == [str(n + 1) for n in range(len(headings))]
     assert [a.words for a in tree.all("nav")[0].all("a")] == headings
+    answer = tree.with_id("answer")
+    assert answer is None or "not measured yet" in answer.words  # not verified: not called good
 
 
-def test_an_empty_run_still_makes_a_page(tmp_path: Path) -> None:
-    with Run.create(tmp_path / "empty") as run:
-        page = write_report(run).read_text(encoding="utf-8")
-    assert [s.attributes["id"] for s in read(page).all("section")] == ["provenance"]
-
-
-@pytest.mark.parametrize("text", HOSTILE)
-def test_a_hostile_model_name_and_prompt_stay_text(make_page: MakePage, text: str) -> None:
+def test_a_hostile_model_name_and_prompt_stay_text(make_page: MakePage) -> None:
+    text = " ".join(HOSTILE)
     tree = read(make_page(model=text, prompt=text, stages=("generate",)))
     assert len(tree.all("script")) == 2  # our own, and its data
     assert tree.all("img") == []
@@ -416,11 +366,6 @@ def test_without_a_recommended_plan_the_smallest_that_loses_little_is_the_answer
     assert answer.plan.bytes == min(p.bytes for p in kept)
 
 
-def test_a_plan_that_was_not_verified_is_not_called_good(make_page: MakePage) -> None:
-    words = section(make_page(stages=("plan",)), "answer").words
-    assert "not measured yet" in words
-
-
 @pytest.mark.slow
 def test_400_components_in_8_recipes_stay_below_a_megabyte_and_a_half(large_run: Path) -> None:
     with Run.open(large_run) as run:
@@ -431,18 +376,18 @@ def test_400_components_in_8_recipes_stay_below_a_megabyte_and_a_half(large_run:
     assert path.stat().st_size < 1_500_000
 
 
-def test_a_damaged_record_is_named(tmp_path: Path) -> None:
+def test_an_empty_run_still_makes_a_page_and_a_damaged_record_is_named(tmp_path: Path) -> None:
+    with Run.create(tmp_path / "empty") as run:
+        page = write_report(run).read_text(encoding="utf-8")
+        assert [s.attributes["id"] for s in read(page).all("section")] == ["provenance"]
+        with pytest.raises(RunError, match="is a folder"):
+            write_report(run, tmp_path)
     folder = make_run(tmp_path / "run", stages=("plan",))
     with Run.open(folder) as run:
         subject = about(run, "torch", "small")
         run.store_result("score", subject, "perplexity|t|d", {"subject": subject.to_json()})
         with pytest.raises(RunError, match=r"score 'perplexity\|t\|d' cannot be read"):
             write_report(run)
-
-
-def test_a_report_cannot_replace_a_folder(sample_run: Path, tmp_path: Path) -> None:
-    with Run.open(sample_run) as run, pytest.raises(RunError, match="is a folder"):
-        write_report(run, tmp_path)
 
 
 def test_a_notebook_shows_the_page_the_frontier_and_the_table(sample_run: Path) -> None:

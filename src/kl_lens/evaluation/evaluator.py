@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
@@ -27,12 +26,11 @@ from kl_lens.evaluation.texts import EvaluationText
 from kl_lens.measuring.sweep import Progress
 from kl_lens.model import LoadedModel
 from kl_lens.run.records import Estimate, Score, Subject
-from kl_lens.targets.session import Logits, Session
+from kl_lens.targets.session import Session
 
 PERPLEXITY, DIVERGENCE, POSITIONS = "perplexity", "divergence", "positions"  # kinds of scores
 _MANY_COLUMNS, _FLOAT_BYTES = 160_000, 4  # assumed vocabulary if no model is given
 _CHECKED = 512  # ids of a window: transformers' own scans are slow
-_IN_TORCH = 0.5  # of the time that a runtime takes for a window, roughly
 
 
 @dataclass
@@ -92,8 +90,8 @@ class Evaluator:
         order += [subject for subject in subjects if subject is not self.original]
         files = [judged for judged in order if isinstance(judged, JudgedArtifact)]
         compared = 0 if self.model is None else len({file.identity for file in files})
-        work = _IN_TORCH * compared * text.first(rule.WINDOWS).targets
-        self.progress = self.progress.as_one(work + _work(order, text))
+        work = _work(order, text) + compared * text.first(rule.WINDOWS).targets
+        self.progress = self.progress.as_one(work)
         self._say_how_much(order, text, divergence)
         if self.original is not None:  # all others are compared with it
             self._windows(self.original, text, divergence=False)
@@ -145,21 +143,13 @@ class Evaluator:
     def _say_how_much(self, every: Sequence[Judged], text: EvaluationText, divergence: bool) -> None:
         """Tells the progress display what comes now, and how much of it the journal has."""
         single = {judged.identity: judged for judged in every}.values()
-        known = [(j, self._known(j, text, divergence and j is not self.original).values()) for j in single]
-        done = sum(_weight(judged) * window.targets for judged, windows in known for window in windows)
-        self.progress.started(_work(every, text), done)
+        known = [self._known(j, text, divergence and j is not self.original).values() for j in single]
+        self.progress.started(_work(every, text), sum(w.targets for windows in known for w in windows))
 
     def _at_once(self, files: Sequence[JudgedArtifact], text: EvaluationText, divergence: bool) -> None:
         """Runs several files at once and stores their scores; `_windows` computes what is still missing."""
-        missing, turns = {}, Counter[str]()
-
-        def turn(judged: JudgedArtifact) -> int:
-            """Runtimes take turns: one is slower than another, and the forecast goes by what has passed."""
-            turns[judged.target.name] += 1
-            return turns[judged.target.name]
-
-        single = {judged.identity: judged for judged in files}.values()  # two may be the same file
-        for judged in sorted(single, key=turn):
+        missing = {}
+        for judged in {judged.identity: judged for judged in files}.values():  # two may be the same file
             known = self._known(judged, text, divergence)
             if left := [index for index in range(len(text.items)) if index not in known]:
                 missing[judged] = left
@@ -187,22 +177,15 @@ class Evaluator:
 
     def _keep(self, item: Arrived, text: EvaluationText, divergence: bool) -> WindowScore:
         """Scores a window and stores it."""
-        window = text.items[item.window]
-        score = self.score_window(item.logits, text, item.window, divergence, item.seconds)
+        window, begin = text.items[item.window], perf_counter()
+        score = score_logits(
+            item.logits, window, self._teacher_session().logits(window.ids) if divergence else None
+        )
+        score = replace(score, seconds=item.seconds + perf_counter() - begin)
         self.journal.store(RUNTIME, item.judged, "", item.runtime)
         self.journal.store(WINDOW, item.judged, window.key, score.to_json())
-        work = _weight(item.judged) * window.targets
-        self.progress.advanced(work, f"{item.judged.label}, window {item.window + 1}")
+        self.progress.advanced(window.targets, f"{item.judged.label}, window {item.window + 1}")
         return score
-
-    def score_window(
-        self, logits: Logits, text: EvaluationText, index: int, divergence: bool, seconds: float
-    ) -> WindowScore:
-        """`seconds`: time for the logits."""
-        item, begin = text.items[index], perf_counter()
-        teacher = self._teacher_session().logits(item.ids) if divergence else None
-        score = score_logits(logits, item, teacher)
-        return replace(score, seconds=seconds + perf_counter() - begin)
 
     def _teacher_session(self) -> Session:
         assert self.original is not None
@@ -219,15 +202,15 @@ class Evaluator:
         kinds: Collection[str],
     ) -> Iterator[Score]:
         values: dict[str, dict[str, Estimate]] = {}
-        others = self.original is not None and judged is not self.original
+        base = None
+        if self.original is not None and judged is not self.original:
+            base = windows[self.original.identity]
         if POSITIONS in kinds:
-            values[POSITIONS] = position_values(scores, divergence=others)
-        else:
-            if PERPLEXITY in kinds:
-                base = windows[self.original.identity] if others and self.original is not None else None
-                values[PERPLEXITY] = likelihood_values(scores, base, text.task)
-            if DIVERGENCE in kinds and others:
-                values[DIVERGENCE] = divergence_values(scores)
+            values[POSITIONS] = position_values(scores, divergence=base is not None)
+        if PERPLEXITY in kinds:
+            values[PERPLEXITY] = likelihood_values(scores, base, text.task)
+        if DIVERGENCE in kinds and base is not None:
+            values[DIVERGENCE] = divergence_values(scores)
         for kind, found in values.items():
             score = Score(
                 subject=judged.subject,
@@ -292,8 +275,4 @@ class Evaluator:
 
 
 def _work(every: Sequence[Judged], text: EvaluationText) -> float:
-    return text.targets * sum(_weight(j) for j in {judged.identity: judged for judged in every}.values())
-
-
-def _weight(judged: Judged) -> float:
-    return _IN_TORCH if isinstance(judged, JudgedModel) else 1.0
+    return float(text.targets * len({judged.identity for judged in every}))

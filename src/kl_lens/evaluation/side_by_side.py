@@ -6,11 +6,10 @@ only, so the results are the same as one by one. The threads only compute logits
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +23,6 @@ from kl_lens.targets.session import Logits, Session
 MOST = 8  # files at once
 _MEMORY_PER_FILE_BYTE = 2.5  # memory of a loaded file relative to its size
 _FREE_SHARE = 0.5  # of free memory to use
-_PATIENCE = 0.1  # seconds between checks for a stop
 
 
 @dataclass(frozen=True)
@@ -85,46 +83,32 @@ def side_by_side(
     Every file gets a new thread: llama.cpp's AMX tiles do not survive OpenVINO's in the same thread
     (docs/troubleshooting.md).
     """
-    arrived: queue.Queue[Arrived | BaseException | None] = queue.Queue(maxsize=1)
-    places, stopped, threads = threading.Semaphore(lanes), threading.Event(), processors() // lanes
+    waiting, threads = list(missing), processors() // lanes
+    running: dict[Future[Arrived | None], tuple[ThreadPoolExecutor, Generator[Arrived]]] = {}
 
-    def hand_over(item: Arrived | BaseException | None) -> None:
-        while not stopped.is_set():
-            with suppress(queue.Full):
-                arrived.put(item, timeout=_PATIENCE)
-                return
+    def of_file(judged: JudgedArtifact) -> Generator[Arrived]:
+        """Runs in the file's thread, one window at a time."""
+        judged.check()
+        with closing(judged.open(threads)) as session:
+            yield from computed(judged, session, text, missing[judged])
 
-    def run(judged: JudgedArtifact) -> None:
-        with places:
-            try:
-                if not stopped.is_set():
-                    judged.check()
-                    with closing(judged.open(threads)) as session:
-                        for item in computed(judged, session, text, missing[judged]):
-                            hand_over(item)
-                            if stopped.is_set():
-                                return
-            except RUNTIME_ERRORS:
-                pass  # reported when it is scored alone
-            except BaseException as error:
-                hand_over(error)
-            finally:
-                hand_over(None)
-
-    running = [threading.Thread(target=run, args=(judged,), daemon=True) for judged in missing]
     try:
-        for thread in running:
-            thread.start()
-        left = len(running)
-        while left:
-            item = arrived.get()
-            if isinstance(item, BaseException):
-                raise item
-            if item is None:
-                left -= 1
+        while waiting or running:
+            while waiting and len(running) < lanes:
+                thread, logits = ThreadPoolExecutor(1), of_file(waiting.pop(0))
+                running[thread.submit(next, logits, None)] = thread, logits
+            done = next(iter(wait(running, return_when=FIRST_COMPLETED).done))
+            try:
+                arrived = done.result()
+            except RUNTIME_ERRORS:
+                arrived = None  # reported when it is scored alone
+            thread, logits = running.pop(done)
+            if arrived is None:
+                thread.shutdown()
             else:
-                yield item
+                running[thread.submit(next, logits, None)] = thread, logits
+                yield arrived
     finally:
-        stopped.set()
-        for thread in running:
-            thread.join()
+        for thread, logits in running.values():
+            thread.submit(logits.close)  # after the window that it computes now
+            thread.shutdown()

@@ -74,22 +74,16 @@ class TaskData:
         return {"data": names or "hub", "fingerprint": digest.hexdigest() if names else None}
 
 
-def local_tasks(folder: Path) -> dict[str, TaskData]:
-    """The tasks with files in a folder."""
-    if not folder.is_dir():
-        raise TextError(f"--task-data {folder}: no such folder")
-    tasks: dict[str, TaskData] = {}
-    for path in sorted(folder.glob("*.jsonl")):
-        if match := _FILE.fullmatch(path.name):
-            tasks.setdefault(match["task"], TaskData(match["task"])).files.setdefault(match["split"], path)
-    return tasks
-
-
 def chosen_tasks(folder: Path | None, names: Sequence[str]) -> list[TaskData]:
     """The tasks with these names: from the hub, or from a folder."""
     if folder is None:
         return [TaskData(name) for name in names]
-    present = local_tasks(folder)
+    if not folder.is_dir():
+        raise TextError(f"--task-data {folder}: no such folder")
+    present: dict[str, TaskData] = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        if match := _FILE.fullmatch(path.name):
+            present.setdefault(match["task"], TaskData(match["task"])).files.setdefault(match["split"], path)
     if missing := [name for name in names if name not in present]:
         raise TextError(
             f"--task-data {folder} has no {missing[0]}_test.jsonl or {missing[0]}_validation.jsonl; "
@@ -156,7 +150,6 @@ def judge_task(
     *,
     max_length: int = 2048,
     limit: int | None = None,
-    few_shot: int | None = None,
     progress: Progress | None = None,
 ) -> Outcome:
     """Scores of all subjects on one task, stored in the journal; the original, if included, goes first.
@@ -165,57 +158,50 @@ def judge_task(
         journal: also stores answers, a few at a time, so that an interrupted task can resume.
         max_length: tokens of context and continuation together.
         limit: only the first examples of each task.
-        few_shot: examples in each prompt (default: the task's own number).
     """
     require_lm_eval()
     from kl_lens.evaluation.language_model import SessionLM
 
     progress = progress or Progress()
-    protocol = {
-        "task": task.name,
-        **task.source,
-        "limit": limit,
-        "few_shot": few_shot,
-        "max_length": max_length,
-    }
+    protocol = {"task": task.name, **task.source, "limit": limit, "max_length": max_length}
     outcome, original = Outcome(), dict[str, TaskExamples]()
     order = sorted(subjects, key=lambda judged: judged.subject.what != ORIGINAL)
-
-    def answered(position: int, judged: Judged) -> list[dict[str, Any]]:
-        judged.check()
-        with contextlib.closing(judged.open()) as session:
-            journal.store(RUNTIME, judged, "", session.description)
-            model = SessionLM(
-                session,
-                tokenizer,
-                max_length=max_length,
-                kept=lambda key, answer: journal.kept(ANSWERS, judged, key, answer),
-                begun=lambda count: progress.started(float(count * len(order)), float(count * position)),
-                advanced=lambda count: progress.advanced(float(count), judged.label),
-            )
-            return [one.to_json() for one in run_task(model, task, limit=limit, few_shot=few_shot)]
-
     for position, judged in enumerate(order):
-        begin, is_original = time.perf_counter(), judged.subject.what == ORIGINAL
+
+        def examples(position: int = position, judged: Judged = judged) -> list[dict[str, Any]]:
+            judged.check()
+            with contextlib.closing(judged.open()) as session:
+                journal.store(RUNTIME, judged, "", session.description)
+                model = SessionLM(
+                    session,
+                    tokenizer,
+                    max_length=max_length,
+                    kept=lambda key, answer: journal.kept(ANSWERS, judged, key, answer),
+                    begun=lambda count: progress.started(float(count * len(order)), float(count * position)),
+                    advanced=lambda count: progress.advanced(float(count), judged.label),
+                )
+                return [one.to_json() for one in run_task(model, task, limit=limit)]
+
+        begin = time.perf_counter()
         try:
-            compute = functools.partial(answered, position, judged)
-            known = journal.kept(EXAMPLES, judged, protocol_digest(protocol), compute)
+            known = journal.kept(EXAMPLES, judged, protocol_digest(protocol), examples)
         except RUNTIME_ERRORS as error:
             if isinstance(judged, JudgedModel):
                 raise
             outcome.failures[judged.label] = one_line(error)
             continue
-        for examples in map(TaskExamples.from_json, known):
-            if is_original:
-                original[examples.task] = examples
-            about = {name: getattr(examples, name) for name in ("few_shot", "version", "chance")}
+        for found in map(TaskExamples.from_json, known):
+            values = task_values(found, original.get(found.task))
+            if judged.subject.what == ORIGINAL:
+                original[found.task] = found
             score = Score(
                 subject=judged.subject,
                 kind="task",
-                what=examples.task,
-                values=task_values(examples, None if is_original else original.get(examples.task)),
-                tokens=len(next(iter(examples.metrics.values()))),
-                protocol=protocol | about,
+                what=found.task,
+                values=values,
+                tokens=len(next(iter(found.metrics.values()))),
+                protocol=protocol
+                | {name: getattr(found, name) for name in ("few_shot", "version", "chance")},
                 runtime=journal.runtime(judged),
                 seconds=time.perf_counter() - begin,
             )
@@ -234,18 +220,14 @@ def require_lm_eval() -> None:
         raise KLLensError("--tasks needs more packages: pip install 'kl-lens[eval]'") from error
 
 
-def run_task(
-    language_model: Any, task: TaskData, *, limit: int | None = None, few_shot: int | None = None
-) -> list[TaskExamples]:
+def run_task(language_model: Any, task: TaskData, *, limit: int | None = None) -> list[TaskExamples]:
     """Runs one task, or all tasks of a group such as `lambada`, with any lm-eval model."""
     from lm_eval import evaluate
 
     with _quiet(), tempfile.TemporaryDirectory() as scratch:
         loaded = _loaded(task, Path(scratch))
-        for one in loaded["tasks"].values():  # lm-eval's own rule: a task fixed at zero keeps it
-            own = one.get_config("num_fewshot")
-            shown = own if few_shot is None or own == 0 else few_shot
-            one.set_config(key="num_fewshot", value=shown or 0)
+        for one in loaded["tasks"].values():
+            one.set_config(key="num_fewshot", value=one.get_config("num_fewshot") or 0)
             one.set_fewshot_seed(seed=1234)
         results: Any = evaluate(
             lm=language_model, task_dict=loaded, limit=limit, log_samples=True, bootstrap_iters=0
@@ -292,7 +274,9 @@ def _config(task: TaskData, scratch: Path) -> dict[str, Any]:
             f"{task.files[judged]}: lm-eval has no task {task.name!r}, so rows need the fields "
             f"{' or '.join(map('+'.join, _LAYOUTS))}; they have {', '.join(row)}"
         )
-    own = {split: split if split in task.files else None for split in ("train", "validation", "test")}
+    train, validation, test = (
+        name if name in task.files else None for name in ("train", "validation", "test")
+    )
     return {
         **({} if known is None else {"include": str(known)}),
         "task": task.name,
@@ -303,10 +287,10 @@ def _config(task: TaskData, scratch: Path) -> dict[str, Any]:
             "cache_dir": str(scratch / "datasets"),
         },
         # Few-shot examples come from the training file or, without one, from the others.
-        "training_split": own["train"],
-        "validation_split": own["validation"],
-        "test_split": own["test"],
-        "fewshot_split": own["train"],
+        "training_split": train,
+        "validation_split": validation,
+        "test_split": test,
+        "fewshot_split": train,
         **({} if layout is None else layout | _OWN_QUERY),
     }
 
@@ -325,12 +309,9 @@ def _own_file(name: str) -> Path | None:
 def _first_row(path: Path) -> dict[str, Any]:
     try:
         with path.open(encoding="utf-8") as file:
-            row = json.loads(next((line for line in file if line.strip()), "null"))
-    except (ValueError, OSError) as error:
-        raise TextError(f"{path}: its first line is not a JSON object ({error})") from None
-    if not isinstance(row, dict):
-        raise TextError(f"{path}: empty, or its first line is not a JSON object")
-    return row
+            return dict(json.loads(next(line for line in file if line.strip())))
+    except (ValueError, TypeError, OSError, StopIteration):
+        raise TextError(f"{path}: its first line is not a JSON object") from None
 
 
 def _examples(name: str, task: Any, results: Mapping[str, Any]) -> TaskExamples:

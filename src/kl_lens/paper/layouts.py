@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from kl_lens.base.errors import RunError
 from kl_lens.base.files import write_text
@@ -21,30 +20,26 @@ from kl_lens.evaluation.texts import EvaluationText, protocol_digest
 from kl_lens.model import Anatomy
 from kl_lens.run.folder import Run
 from kl_lens.run.records import Estimate, Measurement
-from kl_lens.weights.recipes import Recipe
 
 KEYS = ("sqnr_db", "kl_teacher_to_student", "kl_student_to_teacher", "delta_cross_entropy")
-LARGEST = 10**300  # JSON integers are unlimited, floats are not
+LARGEST = 10**300
 FORMAT_OF_BITS = {4: "int4", 8: "int8"}
 
 
 def write_legacy(path: Path, measurements: Sequence[Measurement]) -> list[Path]:
     """Writes one file per format: PATH for a single one, else NAME_4bit.json and so on."""
     names = list(dict.fromkeys(m.format for m in measurements))
+    suffixes = {name: f"{bits}bit" for bits, name in FORMAT_OF_BITS.items()}
     written = []
     for name in names:
         content = {
             m.component: {key: m.metrics[key].value for key in KEYS} for m in measurements if m.format == name
         }
-        target = path if len(names) == 1 else path.with_name(f"{path.stem}_{_suffix(name)}{path.suffix}")
+        own = f"{path.stem}_{suffixes.get(name, name)}{path.suffix}"
+        target = path if len(names) == 1 else path.with_name(own)
         write_text(target, json.dumps(content, indent=2))
         written.append(target)
     return written
-
-
-def _suffix(format_name: str) -> str:
-    bits = Recipe.parse(format_name).grid.bits
-    return f"{bits}bit" if FORMAT_OF_BITS.get(bits) == format_name else format_name
 
 
 def read_legacy(path: Path, bits: int, anatomy: Anatomy) -> list[Measurement]:
@@ -72,26 +67,20 @@ def read_legacy(path: Path, bits: int, anatomy: Anatomy) -> list[Measurement]:
             f"{path} names {unknown[0]}{f' and {len(unknown) - 1} more' if len(unknown) > 1 else ''}, which the model "
             "does not have (or which is not quantizable); is --model the right one?"
         )
-    return [
-        _measurement(path, by_name[layer].name, layer, FORMAT_OF_BITS[bits], entry)
-        for layer, entry in data.items()
-    ]
-
-
-def _measurement(
-    path: Path, component: str, layer: str, format_name: str, entry: dict[str, Any]
-) -> Measurement:
-    metrics = {}
-    for key, value in entry.items():
-        whole = isinstance(value, int) and not isinstance(value, bool) and abs(value) < LARGEST
-        if not (whole or isinstance(value, float)):
-            raise RunError(f"{path}: {layer}: {key} is {value!r}, expected a number")
-        metrics[key] = Estimate(float(value))
-    if not set(metrics) & set(KEYS):
-        raise RunError(f"{path}: {layer} has none of {', '.join(KEYS)}")
-    return Measurement(
-        component, format_name, metrics, tokens=0, windows=0, compute_dtype="published", seconds=0.0
-    )
+    found = []
+    for layer, entry in data.items():
+        for key, value in entry.items():
+            # JSON integers are unlimited, floats are not; and bool is an int.
+            if type(value) is not float and not (type(value) is int and abs(value) < LARGEST):
+                raise RunError(f"{path}: {layer}: {key} is {value!r}, expected a number")
+        if not set(entry) & set(KEYS):
+            raise RunError(f"{path}: {layer} has none of {', '.join(KEYS)}")
+        metrics = {key: Estimate(float(value)) for key, value in entry.items()}
+        name, fmt = by_name[layer].name, FORMAT_OF_BITS[bits]
+        found.append(
+            Measurement(name, fmt, metrics, tokens=0, windows=0, compute_dtype="published", seconds=0.0)
+        )
+    return found
 
 
 def write_published(run: Run, model: str, text: EvaluationText, tag: str | None = None) -> Path:

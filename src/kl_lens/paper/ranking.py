@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +30,8 @@ DIRECTIONS = {
     "sqnr_db": -1,
     "delta_cross_entropy": 1,
 }
+HARM = "delta_cross_entropy"
+DAMAGES = {"perplexity": HARM, "divergence": "kl_teacher_to_student"}  # on held-out text
 BOOTSTRAPS = 1000
 # If the error is a larger share of the spread than this, noise affects the order as much as the damage does.
 LARGE_ERROR_SHARE = 1 / 3
@@ -97,40 +99,54 @@ def rank(run: Run, shares: Sequence[float] = (1.0, 0.1, 0.05), seed: int = 0) ->
     For each share, the first so many calibration windows are used. Other calibration texts of the run (roles
     `calibration:…`) are used whole.
     """
-    damage = _samples(run, EVALUATION)
-    if not damage:
+    windows = _samples(run, EVALUATION)
+    if not windows:
         raise RunError(
             f"{run.folder} holds no damage measurements; run: kl-lens paper rank --run {run.folder}"
         )
+    damage = {key: summarise(own) for key, own in windows.items()}
     entropy, tokens = run.teacher_cross_entropy(EVALUATION)
     head = run.identity["head"]
     texts = [role for role in run.roles() if role == CALIBRATION or role.startswith(f"{CALIBRATION}:")]
-    correlations: list[Correlation] = []
-    reliabilities: list[Reliability] = []
     calibrations = {role: _samples(run, role) for role in texts}
     full = calibrations.get(CALIBRATION, {})
     points = [
-        _point(key, full[key], damage[key], entropy, key[0] == head) for key in sorted(damage) if key in full
+        _point(key, summarise(full[key]), damage[key][HARM], math.exp(entropy), key[0] == head)
+        for key in sorted(damage)
+        if key in full
     ]
+    correlations: list[Correlation] = []
+    reliabilities: list[Reliability] = []
     for format_name in sorted({key[1] for key in damage}):
         for with_head in (True, False):
             keys = [k for k in damage if k[1] == format_name and (with_head or k[0] != head)]
             if len(keys) < 3:
                 continue
-            reliabilities.append(_reliability(format_name, with_head, [damage[k] for k in keys]))
+            halves = [[summarise(windows[k][at::2] or windows[k])[HARM].value for k in keys] for at in (0, 1)]
+            harms = [damage[k][HARM] for k in keys]
+            reliabilities.append(
+                Reliability(
+                    format=format_name,
+                    with_head=with_head,
+                    spread=float(np.std([harm.value for harm in harms], ddof=1)),
+                    median_error=float(np.median([harm.standard_error for harm in harms])),
+                    split_half_tau=float(scipy.stats.kendalltau(*halves).statistic),
+                )
+            )
             for role, samples in calibrations.items():
-                own = {k: samples[k] for k in keys if k in samples}
-                for count, of in _counts(shares if role == CALIBRATION else (1.0,), samples):
-                    label = f"{role.partition(':')[2] or 'in domain'}, {count} of {of} windows"
-                    found = _correlate(own, damage, count / of, seed)
+                own = [k for k in keys if k in samples]
+                most = min((len(s) for s in samples.values()), default=1)
+                # With few windows, 10 % and 5 % can both mean one.
+                parts = (max(1, round(share * most)) for share in (shares if role == CALIBRATION else (1.0,)))
+                for count in dict.fromkeys(parts) if len(own) > 2 else ():
+                    label = f"{role.partition(':')[2] or 'in domain'}, {count} of {most} windows"
+                    first = [samples[k][: max(1, round(count / most * len(samples[k])))] for k in own]
+                    found = _correlated([summarise(part) for part in first], [damage[k] for k in own], seed)
                     correlations += [
                         Correlation(kind, metric, format_name, with_head, label, len(own), *numbers)
                         for (kind, metric), numbers in found.items()
                     ]
     return Ranking(math.exp(entropy), tokens, tuple(points), tuple(correlations), tuple(reliabilities))
-
-
-Samples = Mapping[tuple[str, str], list[WindowMetrics]]
 
 
 def _samples(run: Run, role: str) -> dict[tuple[str, str], list[WindowMetrics]]:
@@ -139,63 +155,26 @@ def _samples(run: Run, role: str) -> dict[tuple[str, str], list[WindowMetrics]]:
     return {key: run.samples(role, *key) for key in run.measured_windows(role)}
 
 
-def _counts(shares: Sequence[float], samples: Samples) -> list[tuple[int, int]]:
-    """Different numbers of windows for these shares, each with that of all windows: with few, 10 % and 5 % can both
-    mean one."""
-    windows = min((len(s) for s in samples.values()), default=1)
-    return [(count, windows) for count in dict.fromkeys(max(1, round(s * windows)) for s in shares)]
-
-
 def _point(
-    key: tuple[str, str],
-    samples: list[WindowMetrics],
-    damage: list[WindowMetrics],
-    entropy: float,
-    is_head: bool,
+    key: tuple[str, str], metrics: dict[str, Estimate], harm: Estimate, perplexity: float, is_head: bool
 ) -> Point:
-    change = summarise(damage)["delta_cross_entropy"]
-    perplexity = math.exp(entropy)
-    grown = math.exp(min(change.value, 700.0))
-    delta = Estimate(perplexity * (grown - 1), perplexity * grown * change.standard_error)
-    return Point(*key, is_head=is_head, metrics=summarise(samples), damage=change, delta_perplexity=delta)
+    grown = math.exp(min(harm.value, 700.0))
+    delta = Estimate(perplexity * (grown - 1), perplexity * grown * harm.standard_error)
+    return Point(*key, is_head=is_head, metrics=metrics, damage=harm, delta_perplexity=delta)
 
 
-def _damage(windows: Sequence[WindowMetrics]) -> float:
-    return sum(w.sums["delta_cross_entropy"] for w in windows) / sum(w.targets for w in windows)
+Metrics = Sequence[dict[str, Estimate]]  # of each candidate
 
 
-def _divergence(windows: Sequence[WindowMetrics]) -> float:
-    return sum(w.kl for w in windows) / sum(w.tokens for w in windows)
-
-
-def _reliability(format_name: str, with_head: bool, damages: Sequence[list[WindowMetrics]]) -> Reliability:
-    estimates = [summarise(d)["delta_cross_entropy"] for d in damages]
-    even, odd = [_damage(d[::2]) for d in damages], [_damage(d[1::2] or d) for d in damages]
-    return Reliability(
-        format=format_name,
-        with_head=with_head,
-        spread=float(np.std([e.value for e in estimates], ddof=1)),
-        median_error=float(np.median([e.standard_error for e in estimates])),
-        split_half_tau=float(scipy.stats.kendalltau(even, odd).statistic),
-    )
-
-
-def _correlate(
-    samples: Samples, damage: Samples, share: float, seed: int
+def _correlated(
+    metrics: Metrics, damage: Metrics, seed: int
 ) -> dict[tuple[str, str], tuple[float, float, float, float]]:
     """(damage, metric) → τ, both ends of its interval, and its p-value."""
-    if len(samples) < 3:
-        return {}
-    targets = {
-        "perplexity": np.array([_damage(damage[k]) for k in samples]),
-        "divergence": np.array([_divergence(damage[k]) for k in samples]),
-    }
-    summaries = [summarise(windows[: max(1, round(share * len(windows)))]) for windows in samples.values()]
     found = {}
-    for kind, metric in itertools.product(targets, DIRECTIONS):
-        values = DIRECTIONS[metric] * np.array([s[metric].value for s in summaries])
-        result = scipy.stats.kendalltau(values, targets[kind])
-        interval = _interval(values, targets[kind], seed)
+    for kind, metric in itertools.product(DAMAGES, DIRECTIONS):
+        values = DIRECTIONS[metric] * np.array([each[metric].value for each in metrics])
+        target = np.array([each[DAMAGES[kind]].value for each in damage])
+        result, interval = scipy.stats.kendalltau(values, target), _interval(values, target, seed)
         found[kind, metric] = (float(result.statistic), *interval, float(result.pvalue))
     return found
 

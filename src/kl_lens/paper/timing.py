@@ -17,9 +17,8 @@ from kl_lens.base.environment import processors
 from kl_lens.base.errors import KLLensError, TargetError
 from kl_lens.base.files import write_text
 from kl_lens.base.units import tag_of
-from kl_lens.profiling.benchmark import Benchmark, Report
+from kl_lens.profiling.benchmark import Benchmark, Report, Timed, UseSettings, base_of
 from kl_lens.profiling.machine import bound_of, limits_hold
-from kl_lens.profiling.subjects import Timed, UseSettings, base_of, failure_of
 from kl_lens.run.records import Profile, Quartiles, Subject
 from kl_lens.run.subjects import current_results
 from kl_lens.targets.openvino.benchmark_app import AppReport, BenchmarkApp
@@ -36,14 +35,13 @@ class PublishedTiming:
     """The paper's protocol as a `Timing` of `kl_lens.profiling.Benchmark`."""
 
     tag: str = "kl-lens"  # part of the names of logs and the CSV
-    folder: Path | None = None  # where they go (default: the run's folder)
 
     def steps(self, subjects: Sequence[Timed], settings: UseSettings) -> int:
         return sum(s.target.published is not None for s in subjects)
 
     def measure(self, subjects: Sequence[Timed], benchmark: Benchmark, report: Report) -> None:
-        """Times artifacts whose target has such a program; logs go to `folder`/log/benchmark_log."""
-        folder = self.folder or (benchmark.run.folder if benchmark.run else Path())
+        """Times artifacts whose target has such a program; logs and the CSV go to the run's folder."""
+        folder, device = benchmark.run.folder if benchmark.run else Path(), benchmark.settings.runtime.device
         done: dict[str, Profile] = {}
         timed = [s for s in subjects if s.target.published is not None]
         for subject in timed:
@@ -55,25 +53,24 @@ class PublishedTiming:
                 done[subject.name] = profile
                 benchmark.store(profile)
             except (KLLensError, RuntimeError, OSError) as error:
-                report.failures.append(failure_of(subject, error))
+                report.failed(subject, error)
             benchmark.advanced(f"{subject.name}, benchmark_app")
         if skipped := [s for s in subjects if s.target.published is None]:
             runtimes = " and ".join(dict.fromkeys(s.target.title for s in skipped))
             names = ", ".join(s.name for s in skipped)
             report.notes.append(f"{runtimes} has no benchmark_app: {names} not run with it")
         report.profiles += done.values()
-        if rows := self._rows(benchmark, done):
-            report.csv = write_report(folder, benchmark.settings.device, self.tag, rows)
-
-    def _rows(self, benchmark: Benchmark, done: dict[str, Profile]) -> list[Profile]:
-        """Profiles of this tag and device: earlier ones of the run, and the new ones."""
-        rows: dict[str, Profile] = {}
+        rows: dict[str, Profile] = {}  # of this tag and device: earlier ones of the run, and the new ones
         for result in current_results(benchmark.run, "profile") if benchmark.run else ():
             profile = Profile.from_json(result.value)
-            same = (profile.protocol, profile.device) == (PROTOCOL, benchmark.settings.device)
-            if same and profile.settings["tag"] == self.tag:
+            if (profile.protocol, profile.device, profile.settings.get("tag")) == (
+                PROTOCOL,
+                device,
+                self.tag,
+            ):
                 rows[profile.subject.label] = profile
-        return list((rows | done).values())
+        if rows | done:
+            report.csv = write_report(folder, device, self.tag, list((rows | done).values()))
 
     def _profile(
         self,
@@ -84,8 +81,9 @@ class PublishedTiming:
         bandwidth: float,
         folder: Path,
     ) -> Profile:
-        program, device, threads = subject.target.published, settings.device, settings.threads
+        program, runtime = subject.target.published, settings.runtime
         assert program is not None
+        device, threads = runtime.device, runtime.threads
         log = folder / LOG_FOLDER / f"{tag_of(_model_name(subject.subject))}_{device}_{self.tag}.log"
         seconds = QUICK_SECONDS if settings.quick else SECONDS
         report, command = run_app(program, subject.path, log, seconds=seconds, device=device, threads=threads)
@@ -121,7 +119,7 @@ class PublishedTiming:
                 "min_ms": report.min_ms,
                 "max_ms": report.max_ms,
                 "data_shape": program.input_shapes(subject.path),
-                "signature": "1 token, with state" if subject.static_tokens is None else subject.signature,
+                "signature": subject.signature or "1 token, with state",
                 "plugin_settings": f"{PROTOCOL}'s defaults, as published",
                 "command": command,
                 "log": str(log),

@@ -11,10 +11,15 @@ from kl_lens.base.lazy import lazy_names
 
 if TYPE_CHECKING:
     from kl_lens.base.units import tag_of as tag_of
-    from kl_lens.profiling.benchmark import Benchmark as Benchmark, Report as Report, Timing as Timing
+    from kl_lens.profiling.benchmark import (
+        Benchmark as Benchmark,
+        Report as Report,
+        Timing as Timing,
+        UseSettings as UseSettings,
+        run_places as run_places,
+    )
     from kl_lens.profiling.in_use import InUse as InUse
     from kl_lens.profiling.spread import Ratio as Ratio, ratio_of as ratio_of
-    from kl_lens.profiling.subjects import UseSettings as UseSettings, run_places as run_places
 else:
     # `memory` measures its own process, so it must not load the benchmark's libraries.
     __getattr__, __all__ = lazy_names(__name__)

@@ -1,17 +1,56 @@
-"""`kl-lens benchmark` without the printing: timing protocols and records."""
+"""`kl-lens benchmark` without the printing: what is timed, how, and where the results go."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from kl_lens.base.errors import TargetError
+from kl_lens.base.errors import KLLensError, TargetError, last_line
 from kl_lens.profiling.machine import read_bandwidth
-from kl_lens.profiling.subjects import Failure, Timed, UseSettings, read_all
-from kl_lens.run.folder import Run, provenance
-from kl_lens.run.records import Profile
+from kl_lens.run.folder import ALL_PLANS, Run, named_plans, provenance
+from kl_lens.run.records import ARTIFACT, Artifact, Profile, Subject
+from kl_lens.run.subjects import artifact_digest, file_digest, outside_path
+from kl_lens.targets import TARGETS, SessionSettings, Target, exported_places, locate, target_of
+
+
+@dataclass(frozen=True)
+class UseSettings:
+    prompt_lengths: tuple[int, ...] = (32, 128, 512)
+    new_tokens: int = 64
+    repeats: int = 5
+    runtime: SessionSettings = field(default_factory=SessionSettings)
+    quick: bool = False  # too short to publish; marked in the record
+
+    @property
+    def context(self) -> float:
+        """Mean context of a generated token: text is generated after the longest prompt."""
+        return max(self.prompt_lengths) + (self.new_tokens - 1) / 2
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One artifact, checked."""
+
+    subject: Subject
+    path: Path  # what a session opens
+    target: Target
+    file_bytes: int
+    is_fp16: bool  # nothing is quantized: the base of ratios
+    artifact: Artifact | None = None  # None for a bare file
+
+    @property
+    def name(self) -> str:
+        return self.subject.label
+
+    @property
+    def signature(self) -> str:
+        """What one call computes; only equal ones are compared. Empty for a file that generates text."""
+        settings = {} if self.artifact is None else self.artifact.settings
+        tokens = settings.get("static_tokens")
+        head = "" if settings.get("with_head", True) else ", no head"
+        return f"{tokens or 'any'} tokens{head}" if tokens or head else ""
 
 
 @dataclass
@@ -20,9 +59,16 @@ class Report:
 
     bandwidth: float  # bytes per second that this machine reads from memory
     profiles: list[Profile] = field(default_factory=list)
-    failures: list[Failure] = field(default_factory=list)
+    failures: dict[str, str] = field(default_factory=dict)  # artifact → why it could not be benchmarked
     notes: list[str] = field(default_factory=list)
     csv: Path | None = None
+
+    def failed(self, subject: Timed, error: Exception, during: str = "") -> None:
+        """The last line of an error, with the artifact's path in it."""
+        reason = last_line(error)
+        if str(subject.path) not in reason:
+            reason = f"{subject.path}: {reason}"
+        self.failures[subject.name] = reason + (f" (while {during})" if during else "")
 
 
 class Timing(Protocol):
@@ -47,7 +93,7 @@ class Benchmark:
 
     def measure(self, places: Sequence[Path]) -> Report:
         """Benchmarks artifacts; those that fail are listed in the report. Raises TargetError if all fail."""
-        subjects, failures = read_all(places, self.run)
+        subjects, failures = _read_all(places, self.run)
         usable, notes = list[Timed](), list[str]()
         for subject in subjects:
             try:
@@ -56,7 +102,7 @@ class Benchmark:
             except TargetError as error:
                 notes.append(f"{subject.name} left out: {error}")
         if not usable:  # measuring the machine takes seconds, so check first
-            raise TargetError("; ".join([*(failure.reason for failure in failures), *notes]))
+            raise TargetError("; ".join([*failures.values(), *notes]))
         self.started(max(1, sum(timing.steps(usable, self.settings) for timing in self.timings)))
         report = Report(read_bandwidth(), failures=failures, notes=notes)
         for timing in self.timings:
@@ -74,3 +120,60 @@ class Benchmark:
             self.run.forget_result("profile", profile.subject, f"{name}|partial")
         value = profile.to_json() | {"provenance": provenance()}
         self.run.store_result("profile", profile.subject, name + partial * "|partial", value)
+
+
+def base_of(subject: Timed, subjects: Sequence[Timed]) -> Timed:
+    """The base of ratios: the FP16 subject of the same target and signature, else the first one."""
+    same = [s for s in subjects if s.target is subject.target and s.signature == subject.signature]
+    return next((s for s in same if s.is_fp16), same[0])
+
+
+# -- which artifacts -------------------------------------------------------------------------------------------
+
+Known = Mapping[Path, tuple[str, str]]  # exports of a run: folder → (target, plan)
+
+
+def read_timed(path: Path, known: Known | None = None) -> Timed:
+    """Raises TargetError if the artifact is missing or damaged."""
+    place, artifact = locate(path)
+    target = target_of(place)
+    digest = file_digest(place) if artifact is None else artifact_digest(artifact)
+    if (of_run := (known or {}).get(place.resolve())) is not None:
+        subject = Subject(ARTIFACT, of_run[1], of_run[0], digest=digest)
+    else:  # outside the run
+        plan = None if artifact is None else artifact.plan
+        subject = Subject(ARTIFACT, plan, target.name, {"path": outside_path(place)}, digest)
+    size = target.loaded_bytes(place)
+    return Timed(subject, place, target, size, target.is_all_floating(place), artifact)
+
+
+def run_places(run: Run, *, plans: str = ALL_PLANS, targets: Sequence[str] = tuple(TARGETS)) -> list[Path]:
+    """The exported folders of a run."""
+    places, wanted = exported_places(run), named_plans(plans)
+    chosen = [
+        place
+        for (target, plan), place in places.items()
+        if target in targets and (wanted is None or plan in wanted)
+    ]
+    if not chosen:
+        what, name = ("nothing", "") if wanted is None else (f"no plan {plans!r}", f" --plan {plans}")
+        there = f"; it has {', '.join(sorted('/'.join(key) for key in places))}" if places else ""
+        raise TargetError(
+            f"{run.folder} has {what} for {' or '.join(targets)}{there}; "
+            f"export with: kl-lens export --run {run.folder} --target {targets[0]}{name}"
+        )
+    return chosen
+
+
+def _read_all(places: Iterable[Path], run: Run | None) -> tuple[list[Timed], dict[str, str]]:
+    """Readable artifacts, FP16 first within each target, and failures."""
+    known = {} if run is None else {place.resolve(): key for key, place in exported_places(run).items()}
+    subjects, failures = [], {}
+    for path in places:
+        try:
+            subjects.append(read_timed(path, known))
+        except KLLensError as error:
+            failures["/".join(known.get(path.resolve(), (str(path),)))] = str(error)
+    order = list(TARGETS)
+    subjects.sort(key=lambda s: (order.index(s.target.name), not s.is_fp16))
+    return subjects, failures

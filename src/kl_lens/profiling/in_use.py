@@ -19,11 +19,10 @@ import psutil
 from kl_lens.base.environment import processors
 from kl_lens.base.errors import KLLensError
 from kl_lens.base.units import human_bytes
-from kl_lens.profiling.benchmark import Benchmark, Report
+from kl_lens.profiling.benchmark import Benchmark, Report, Timed, UseSettings, base_of
 from kl_lens.profiling.machine import LoadMeter, bound_of, limits_hold
 from kl_lens.profiling.memory import MemoryUse, fresh_process
 from kl_lens.profiling.spread import compared, spread_of
-from kl_lens.profiling.subjects import Timed, UseSettings, base_of, failure_of
 from kl_lens.run.records import Profile, Quartiles
 from kl_lens.targets import Session
 from kl_lens.targets.contents import Contents
@@ -118,7 +117,7 @@ class InUse:
     """Times loading, the first token and text generation."""
 
     def steps(self, subjects: Sequence[Timed], settings: UseSettings) -> int:
-        return len([s for s in subjects if _generates(s)]) * (2 + settings.repeats + 1)
+        return len([s for s in subjects if not s.signature]) * (2 + settings.repeats + 1)
 
     def measure(self, subjects: Sequence[Timed], benchmark: Benchmark, report: Report) -> None:
         """Profiles go to the benchmark's `store` after every round, so that a stop loses one round. A subject that
@@ -126,14 +125,10 @@ class InUse:
         report.notes += [
             f"{subject.name} cannot generate text (static shape or no head); time it with --protocol benchmark_app"
             for subject in subjects
-            if not _generates(subject)
+            if subject.signature
         ]
-        generating = [subject for subject in subjects if _generates(subject)]
+        generating = [subject for subject in subjects if not subject.signature]
         report.profiles += _Turns(generating, benchmark, report).profiles.values()
-
-
-def _generates(subject: Timed) -> bool:
-    return subject.static_tokens is None and subject.with_head
 
 
 class _Turns:
@@ -166,7 +161,7 @@ class _Turns:
             try:
                 work(subject)
             except (KLLensError, RuntimeError, OSError) as error:
-                self._report.failures.append(failure_of(subject, error, during))
+                self._report.failed(subject, error, during)
                 self._alive.remove(subject)
 
     def _examine(self, subject: Timed) -> None:
@@ -211,11 +206,8 @@ class _Turns:
         base = base_of(subject, [s for s in self._alive if self._records[s.name].rounds])
         timings = {"load_seconds": spread_of(record.loads)}
         timings |= {name: spread_of([r[name] for r in record.rounds]) for name in record.rounds[0]}
-        threads, load, bound = (
-            _threads(record.runtime, settings.threads),
-            self._meter.read(),
-            dict[str, float](),
-        )
+        threads = _threads(record.runtime, settings.runtime.threads)
+        load, bound = self._meter.read(), dict[str, float]()
         if limits_hold(str(record.runtime.get("device", ""))):
             load["asked"] = threads / processors()
             if record.contents is not None:

@@ -1,16 +1,19 @@
-"""The answer first: which plan, how small, how good, how fast, and what to type to get it again."""
+"""The answer first: for each target which plan, how small, how good, how fast, and what to type to get it again."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 
 from kl_lens.profiling import Ratio, ratio_of
-from kl_lens.reporting.data import RunView
-from kl_lens.reporting.names import Unit, readable
+from kl_lens.reporting.data import RunView, runtime_of
+from kl_lens.reporting.frontier import PlanView
+from kl_lens.reporting.layout import Section, details, note, paragraph
+from kl_lens.reporting.markup import Html, join, tag
+from kl_lens.reporting.names import Unit, readable, runtime_title
 from kl_lens.reporting.numbers import count, number, percent, size, with_error
-from kl_lens.reporting.plans import PlanView
 from kl_lens.run.folder import RECOMMENDED
 from kl_lens.run.records import ARTIFACT, ORIGINAL, PLAN, Estimate, Profile, Quartiles, Subject
 
@@ -30,29 +33,23 @@ def recommendations(view: RunView) -> list[Answer]:
     named = [plan for plan in view.plans if plan.name in view.recommended]
     named = sorted((p for p in named if p.target), key=lambda p: p.target or "") or named[:1]
     if named:
-        return [Answer(plan, _why(plan)) for plan in named]
-    verified = [p for p in view.plans if p.kl is not None and p.bytes < view.fp16_bytes]
-    kept = [p for p in verified if _relative_loss(p) <= TOLERATED]
-    if kept:
-        rule = (
-            f'The run has no plan called "{RECOMMENDED}"; this is the smallest verified plan whose held-out perplexity '
-            f"stays within {100 * TOLERATED:g} % of the original's."
-        )
-        return [Answer(min(kept, key=lambda p: p.bytes), rule)]
+        against = [(p, readable(p.plan.contest or "")) for p in named]
+        return [Answer(p, f"Against stock recipes: {won}." if won else target_of(p)) for p, won in against]
+    kept = [
+        p
+        for p in view.plans
+        if p.perplexity is not None and p.original_perplexity and p.bytes < view.fp16_bytes
+        and p.perplexity.value <= (1 + TOLERATED) * p.original_perplexity
+    ]  # fmt: skip
     rule = (
-        f"No verified plan keeps held-out perplexity within {100 * TOLERATED:g} % of the original's; this is the one "
-        "with the least measured KL."
+        f'The run has no plan called "{RECOMMENDED}"; this is the smallest verified plan whose held-out perplexity '
+        f"stays within {100 * TOLERATED:g} % of the original's."
     )
-    return [Answer(min(verified, key=lambda p: p.kl.value if p.kl else math.inf), rule)] if verified else []
+    return [Answer(min(kept, key=lambda p: p.bytes), rule)] if kept else []
 
 
 def recommended_names(view: RunView) -> frozenset[str]:
     return frozenset(each.plan.name for each in recommendations(view))
-
-
-def _why(plan: PlanView) -> str:
-    contest = plan.plan.contest
-    return f"Against stock recipes: {readable(contest)}." if contest else target_of(plan)
 
 
 def target_of(plan: PlanView, unit: Unit | None = None) -> str:
@@ -97,22 +94,9 @@ def measured_of(view: RunView, plan: PlanView) -> str:
 
 
 def value_of(view: RunView, subject: Subject, kind: str, name: str) -> Estimate | None:
-    """The last score of its kind."""
-    scores = [s for s in view.scores if s.subject.key == subject.key and s.kind == kind]
-    return scores[-1].values.get(name) if scores else None
-
-
-def _relative_loss(plan: PlanView) -> float:
-    if plan.perplexity is None or not plan.original_perplexity:
-        return math.inf
-    return plan.perplexity.value / plan.original_perplexity - 1
-
-
-def best_profiles(view: RunView, plan: PlanView) -> list[Profile]:
-    """The plan's speed as a user feels it: one profile per target and device."""
-    profiles = [p for p in view.profiles if p.subject.own_plan == plan.name]
-    use = [p for p in profiles if p.protocol == "use"]
-    return use or profiles
+    """From the last score of its kind."""
+    score = view.score(subject, kind)
+    return score.values.get(name) if score else None
 
 
 def speed_of(profile: Profile) -> tuple[str, Quartiles] | None:
@@ -174,3 +158,94 @@ def libraries(profiles: Sequence[Profile]) -> list[str]:
         for r in runtimes
     )
     return list(dict.fromkeys(lines))
+
+
+# -- the section ----------------------------------------------------------------------------------------------
+
+
+def section(view: RunView) -> Section | None:
+    answers = recommendations(view)
+    if not answers:
+        return None
+    cards = [_card(view, each) for each in answers]
+    commands = commands_for(view, answers[0].plan)
+    again = details("To make it again", tag("pre", tag("code", "\n".join(commands)))) if commands else None
+    return Section("answer", "The answer", join([tag("div", *cards, class_="grid answers"), again]))
+
+
+def _card(view: RunView, found: Answer) -> Html:
+    plan = found.plan
+    stock = plan.plan.notes.get("taken_over")
+    title = runtime_title(plan.target) if plan.target else plan.title
+    base, bytes_ = view.fp16_of(plan.target), view.bytes_of(plan, plan.target)
+    kl, where = view.measured_kl(plan, plan.target)
+    first = [tag("b", title), f": {size(bytes_)}, {percent(bytes_ / base)} of FP16; "]
+    if kl is not None:
+        first += ["KL ", tag("b", with_error(kl)), f" {view.nats}"]
+    else:
+        first += [f"predicted KL {number(plan.plan.predicted_kl)} {view.nats}, not measured yet"]
+    parts = [
+        tag("p", *first, _perplexity(view, plan), ".", class_="lead"),
+        paragraph(_nearest(view, plan, kl)),
+        note(
+            found.rule if plan.plan.contest or not plan.plan.limits else "",
+            f" {target_of(plan, view.unit)}{measured_of(view, plan)}" if plan.plan.limits else "",
+            f" Measured: {where}." if kl is not None else "",
+            f" The file follows the stock recipe {stock}." if stock else "",
+            _speed(view, plan),
+        ),
+    ]
+    if artifact := view.artifacts.get(f"{plan.target}/{plan.name}"):
+        place = PurePath(view.folder, "artifacts", artifact.target, plan.name)
+        weights = next((f for f in artifact.files if f.endswith(".gguf")), "")
+        does = f'generate {place} --prompt "The history of the city"'
+        verb = f"evaluate {place}" if view.unit.one == "image" else does
+        parts.append(tag("pre", tag("code", f"{place / weights}\n\nkl-lens {verb}")))
+    return tag("article", *parts)
+
+
+def _nearest(view: RunView, plan: PlanView, kl: Estimate | None) -> str:
+    """The largest stock file that is no larger, and how much more it loses."""
+    own = view.bytes_of(plan, plan.target)
+    stock = [
+        p for p in view.plans_of(plan.target) if p.family == "stock" and view.bytes_of(p, plan.target) <= own
+    ]
+    judged = [(p, loss) for p in stock if (loss := view.measured_kl(p, plan.target)[0]) is not None]
+    if kl is None or not judged:
+        return "No stock file that was measured is as small." if kl and plan.target else ""
+    rival, loss = max(judged, key=lambda pair: view.bytes_of(pair[0], plan.target))
+    words = (
+        f"{rival.title}, the nearest stock file that is no larger ({size(view.bytes_of(rival, plan.target))})"
+    )
+    if not kl.value > 0 or not math.isfinite(loss.value):
+        return f"{words}: KL {with_error(loss)}."
+    ratio = loss.value / kl.value
+    much = f"loses {number(ratio, 2)} times as much" if ratio >= 1 else f"loses less ({percent(ratio)} of it)"
+    return f"{words}, {much}: KL {with_error(loss)}."
+
+
+def _perplexity(view: RunView, plan: PlanView) -> str:
+    """A change within twice its own error is called what it is."""
+    if (known := perplexities(view, plan)) is None:
+        return ""
+    value, original, error = known
+    change = value - original
+    bars = f" ± {percent(error / original, 1)}" if math.isfinite(error) else ""
+    chance = ", which may be chance" if abs(change) < 2 * error else ""
+    share = f"{'+' if change >= 0 else '−'}{percent(abs(change) / original, 1)}"
+    return f"; perplexity {value:.2f}, original {original:.2f} ({share}{bars}{chance})"
+
+
+def _speed(view: RunView, plan: PlanView) -> str:
+    profiles = [p for p in view.profiles if p.subject.own_plan == plan.name]
+    profiles = [p for p in profiles if p.protocol == "use"] or profiles
+    timed = [(p, r) for p in profiles if (r := speed_ratio(p)) is not None]
+    if not timed:
+        return ""
+    said = [
+        (r.words if r.obstacle else f"{r.brief} times")
+        + ("" if plan.target else f" ({runtime_of(p.subject)})")
+        for p, r in timed
+    ]
+    quick = ", by a quick timing" if any(p.settings.get("quick") for p, _ in timed) else ""
+    return f" Speed against the FP16 file on {timed[0][0].device}: {' and '.join(said)}{quick}."

@@ -12,10 +12,10 @@ from jinja2 import Environment, StrictUndefined
 from kl_lens.base.version import __version__
 from kl_lens.reporting import answer
 from kl_lens.reporting.data import RunView
+from kl_lens.reporting.frontier import PlanView
 from kl_lens.reporting.names import plan_title, readable, runtime_title
 from kl_lens.reporting.numbers import percent, size, with_error
 from kl_lens.reporting.page import asset
-from kl_lens.reporting.plans import PlanView
 from kl_lens.reporting.sections.explorer import Explorer
 from kl_lens.reporting.sections.provenance import shown_place
 from kl_lens.run.records import ARTIFACT, ORIGINAL, Artifact, Score, Subject
@@ -26,9 +26,7 @@ CHART = "size-against-kl.svg"
 
 def score_of(view: RunView, plan: PlanView) -> Score | None:
     """How far the plan's file is from the original on test text."""
-    subject = Subject(ARTIFACT, plan.name, plan.target)
-    scores = [s for s in view.scores if s.kind == "divergence" and s.subject.key == subject.key]
-    return scores[-1] if scores else None
+    return view.score(Subject(ARTIFACT, plan.name, plan.target), "divergence")
 
 
 def front_matter(
@@ -107,11 +105,8 @@ def _rivals(view: RunView, plan: PlanView) -> list[list[str]]:
         file = Subject(ARTIFACT, each.name, plan.target)
         kl = answer.value_of(view, file, "divergence", "kl_mean")
         perplexity = answer.value_of(view, file, "perplexity", "token_perplexity")
-        title, seen = (
-            "this file" if each is plan else each.title,
-            f"{perplexity.value:.2f}" if perplexity else "–",
-        )
-        cells = [title, size(view.bytes_of(each, plan.target)), with_error(kl), seen]
+        title, bytes_ = "this file" if each is plan else each.title, view.bytes_of(each, plan.target)
+        cells = [title, size(bytes_), with_error(kl), f"{perplexity.value:.2f}" if perplexity else "–"]
         if kl:
             rows.append([f"**{cell}**" for cell in cells] if each is plan else cells)
     return rows

@@ -15,9 +15,8 @@ from typing import Any, TypeVar
 from kl_lens.base.errors import RunError
 from kl_lens.evaluation.autopsy import Autopsy
 from kl_lens.paper.ranking import Ranking
-from kl_lens.reporting.frontier import Space, read_spaces
+from kl_lens.reporting.frontier import PlanView, Space, read_plans, read_spaces
 from kl_lens.reporting.names import UNITS, Unit, runtime_title
-from kl_lens.reporting.plans import PlanView, read_plans
 from kl_lens.run.folder import KERNELS, Run
 from kl_lens.run.journal import checks_rows
 from kl_lens.run.records import (
@@ -126,6 +125,11 @@ class RunView:
         plan = self.plan(subject.own_plan)
         return plan.bytes if plan else None
 
+    def score(self, subject: Subject, kind: str) -> Score | None:
+        """The last of its kind."""
+        found = [s for s in self.scores if s.kind == kind and s.subject.key == subject.key]
+        return found[-1] if found else None
+
     def plans_of(self, target: str | None) -> list[PlanView]:
         """The target's own, and those without a target that were written as its files."""
         if target is None:
@@ -139,10 +143,9 @@ class RunView:
 
     def measured_kl(self, plan: PlanView, target: str | None) -> tuple[Estimate | None, str]:
         """Of the target's file where it was evaluated, else of the plan in PyTorch; and on which text."""
-        wanted = Subject(ARTIFACT, plan.name, target).key
-        scores = [s for s in self.scores if s.kind == "divergence" and s.subject.key == wanted]
-        if target and scores:
-            return scores[-1].values.get("kl_mean"), f"files, on {scores[-1].what}"
+        score = self.score(Subject(ARTIFACT, plan.name, target), "divergence") if target else None
+        if score is not None:
+            return score.values.get("kl_mean"), f"files, on {score.what}"
         return plan.kl, f"in PyTorch, on {plan.measured_on or f'held-out {self.unit.text}'}"
 
 

@@ -9,22 +9,27 @@ from __future__ import annotations
 import base64
 import hashlib
 from importlib import resources
+from pathlib import Path
 
-from kl_lens.reporting.data import RunView
+from kl_lens.base.errors import RunError
+from kl_lens.base.files import write_text
+from kl_lens.reporting import answer
+from kl_lens.reporting.data import RunView, collect
 from kl_lens.reporting.markup import escape, join, tag
-from kl_lens.reporting.sections import (
-    autopsy,
-    details,
-    explorer,
-    files,
-    positions,
-    prediction,
-    provenance,
-    speed,
-    summary,
-)
+from kl_lens.reporting.sections import details, explorer, files, positions, prediction, provenance, speed
+from kl_lens.run.folder import Run
 
-SECTIONS = (summary, explorer, files, prediction, positions, speed, autopsy, details, provenance)
+SECTIONS = (
+    answer.section,
+    explorer.section,
+    files.section,
+    prediction.section,
+    positions.section,
+    speed.section,
+    details.autopsies,
+    details.section,
+    provenance.section,
+)
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; \
@@ -39,9 +44,27 @@ patternUnits="userSpaceOnUse"><path d="M0 5L5 0"/></pattern></defs></svg>
 """
 
 
+def write_report(run: Run, path: Path | None = None) -> Path:
+    """Writes the report of a run, to `RUN/report.html` unless told otherwise; gives the path back.
+
+    Example:
+        >>> with Run.open(Path("runs/mamba")) as run:
+        ...     print(write_report(run))
+    """
+    path = path or run.folder / "report.html"
+    if path.is_dir():
+        raise RunError(f"{path} is a folder; --out wants a file")
+    content = report_page(collect(run))
+    try:
+        write_text(path, content)
+    except OSError as error:
+        raise RunError(f"{path} cannot be written ({error.strerror}); use another --out") from error
+    return path
+
+
 def report_page(view: RunView) -> str:
     """The report of one run. What it has nothing for has no section."""
-    shown = [part for module in SECTIONS if (part := module.section(view)) is not None]
+    shown = [part for section in SECTIONS if (part := section(view)) is not None]
     titles = [f"{number} {part.title}" for number, part in enumerate(shown, 1)]
     script = asset("report.js")
     return _PAGE.format(

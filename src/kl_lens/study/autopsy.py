@@ -10,9 +10,8 @@ from typing import ClassVar
 from kl_lens import evaluation
 from kl_lens.base.errors import KLLensError, TargetError
 from kl_lens.evaluation.autopsy import Autopsy, perform_autopsy
-from kl_lens.model import LanguageTask, LoadedModel
+from kl_lens.model import LanguageTask
 from kl_lens.run.folder import Run
-from kl_lens.run.positions import BIN, longest_window
 from kl_lens.run.records import ARTIFACT, Subject
 from kl_lens.run.subjects import file_digest, outside_path
 from kl_lens.study.evaluate import DEFAULT_TEXT
@@ -34,8 +33,6 @@ from kl_lens.study.settings import (
 from kl_lens.targets import computed_as, deployed, dissected
 
 KIND = "autopsy"  # of the run's results
-LOGITS = 2**28  # of a long window: 1 GB
-LONG_WINDOWS = 4  # show whether the loss grows along the text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +74,7 @@ def autopsy(settings: AutopsySettings, session: Session) -> AutopsyResult:
     target, dissection = dissected(settings.file)
     with ExitStack() as stack:
         run = stack.enter_context(Run.open(Path(settings.run))) if settings.run is not None else None
-        model, text, long = None, None, None
+        model, text = None, None
         if run is not None:
             model = session.model_of(run, settings.model, settings.opening, weights=MEMORY)
         elif settings.model is not None:
@@ -90,10 +87,9 @@ def autopsy(settings: AutopsySettings, session: Session) -> AutopsyResult:
             text = evaluation.prepare(
                 settings.text, model.task, window=settings.window_length, limit=settings.windows
             )
-            long = _long_windows(settings.text, model, settings.window_length)
         with session.events.progress("autopsy") as progress:
             found = perform_autopsy(
-                dissection, target, model, text, long=long, threads=settings.threads, progress=progress
+                dissection, target, model, text, threads=settings.threads, progress=progress
             )
         if run is None or model is None or text is None:
             return AutopsyResult(found)
@@ -116,14 +112,3 @@ def autopsy(settings: AutopsySettings, session: Session) -> AutopsyResult:
         run.note_command(["kl-lens", *command_of(settings)])
         run.store_result(KIND, subject, found.text, found.to_json())
         return AutopsyResult(found, notes)
-
-
-def _long_windows(name: str, model: LoadedModel, usual: int) -> evaluation.EvaluationText | None:
-    """As long as the model and memory allow; None if that is not longer, or the text has fewer than two."""
-    vocabulary = model.anatomy.component(model.anatomy.head).shape[-2]
-    length = min(longest_window(model.config), LOGITS // vocabulary) // BIN * BIN
-    if length <= usual:
-        return None
-    text = evaluation.prepare(name, model.task, window=length, limit=LONG_WINDOWS)
-    whole = tuple(window for window in text.items if len(window.ids) == length)
-    return replace(text, items=whole) if len(whole) > 1 else None

@@ -85,7 +85,7 @@ class BenchmarkResult:
 
     @property
     def failures(self) -> dict[str, str]:
-        return {failure.subject: failure.reason for failure in self.report.failures}
+        return self.report.failures
 
     @property
     def exit_code(self) -> int:
@@ -93,13 +93,13 @@ class BenchmarkResult:
 
 
 def benchmark(settings: BenchmarkSettings, session: Session) -> BenchmarkResult:
-    runtime = settings.runtime
     use = profiling.UseSettings(
         settings.prompt_lengths,
         min(settings.new_tokens, 16) if settings.quick else settings.new_tokens,
         min(settings.repeats, 2) if settings.quick else settings.repeats,
-        runtime.device.upper(), runtime.threads, runtime.gpu_layers, runtime.load, settings.quick,
-    )  # fmt: skip
+        settings.runtime.session(),
+        settings.quick,
+    )
     with ExitStack() as stack:
         run = None
         if settings.run or not settings.artifacts:

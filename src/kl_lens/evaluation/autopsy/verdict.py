@@ -10,17 +10,13 @@ from dataclasses import dataclass, field, replace
 
 from kl_lens.evaluation.autopsy.findings import Finding, Restored, Step, TensorReport
 from kl_lens.evaluation.autopsy.weights import HOLDS, INFINITE, OFF, SHAPE, Weights
-from kl_lens.run.positions import GROWS, PositionCurve
 from kl_lens.run.records import Estimate
 from kl_lens.targets.dissection import TOKENIZER, VOCABULARY, Disagreement
 
 # In nats per token, and as shares of the KL that a step starts from. Rounding stays far below them, a lost state, a
 # wrong setting or a wrong kernel far above.
 _ROUNDING, _ROUNDING_SHARE, _DRIFT = 5e-4, 0.1, 3.0
-_ACTIVATIONS, _ACTIVATIONS_TIMES = (
-    0.02,
-    4.0,
-)  # 8-bit activations often cost one to three times what weights do
+_ACTIVATIONS, _ACTIVATIONS_TIMES = 0.02, 4.0  # 8-bit ones often cost one to three times what weights do
 _DEFAULTS, _DEFAULTS_SHARE = 0.01, 0.5
 _CARRIES = 0.5  # of the loss, in tensors of a coarser type than most
 _COARSER = 0.75  # of the bits of most weights
@@ -73,7 +69,6 @@ class Evidence:
     rounding: Estimate | None = None
     unchecked: list[str] = field(default_factory=list)
     changed: str = ""  # that it is no longer what KL Lens exported
-    curve: PositionCurve | None = None  # of the file's loss along long windows
 
     def kl(self, letter: str) -> float | None:
         step = self.steps.get(letter)
@@ -119,10 +114,6 @@ class Evidence:
         notes += [f"Not compared, because {why}: {listed(names)}" for why, names in lists.items() if names]
         notes += [f"It is no longer what KL Lens exported: {self.changed}"] if self.changed else []
         found += [Finding("file", "", words, is_fault=False) for words in notes]
-        if self.curve is not None and self.curve.trend == GROWS:
-            words = f"Its loss grows along the text by {shown(self.curve.slope)} nats per 1,000 tokens"
-            advice = "compare plans with kl-lens evaluate --positions; more bits for state-space components may help"
-            found.append(Finding("prompt", "", words, advice, is_fault=False))
         found.sort(key=_rank)
         faults = [finding for finding in found if finding.is_fault]
         more = f" (and {len(faults) - 1} more: see the findings)" if faults[1:] else ""

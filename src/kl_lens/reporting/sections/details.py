@@ -1,16 +1,18 @@
-"""Every layer, task results, and what the models write."""
+"""What autopsies found; every layer, task results, and what the models write."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from kl_lens.evaluation.autopsy import Autopsy
 from kl_lens.reporting import answer
-from kl_lens.reporting.data import KL, Generation, RunView
+from kl_lens.reporting.data import KL, RunView
+from kl_lens.reporting.frontier import PlanView
+from kl_lens.reporting.layout import Cell, Section, details, heading, note, paragraph, table
 from kl_lens.reporting.markup import Html, join, tag
 from kl_lens.reporting.names import subject_title
-from kl_lens.reporting.numbers import fixed_with_error, number, with_error
-from kl_lens.reporting.plans import PlanView
-from kl_lens.reporting.sections.words import Section, details, heading, note, paragraph
-from kl_lens.reporting.tables import Cell, table
-from kl_lens.run.records import ORIGINAL, PREDICTED, Score, SensitivityTable, Subject
+from kl_lens.reporting.numbers import fixed_with_error, number, size, with_error
+from kl_lens.run.records import ORIGINAL, PREDICTED, SensitivityTable
 from kl_lens.weights.recipes import FP16
 
 TITLE = "Details"
@@ -63,40 +65,60 @@ def _tasks(view: RunView) -> Html | None:
     scores = [s for s in view.scores if s.kind == "task"]
     if not scores:
         return None
+    latest = {(s.subject, s.what): s for s in scores}
     names = list(dict.fromkeys((s.what, metric) for s in scores for metric in s.values))
     subjects = sorted(dict.fromkeys(s.subject for s in scores), key=lambda s: s.what != ORIGINAL)
-    columns = ["file"]
-    columns += [f"{what}: {metric}" for what, metric in names]
-    rows: list[list[object]] = []
+    rows = []
     for subject in subjects:
-        cells: list[object] = [subject_title(subject)]
-        for what, metric in names:
-            latest = _latest(scores, subject, what)
-            cells.append(fixed_with_error(latest.values.get(metric), 3) if latest else "–")
-        rows.append(cells)
+        own = {what: latest[subject, what].values for what, _ in names if (subject, what) in latest}
+        cells = [fixed_with_error(own.get(what, {}).get(metric), 3) for what, metric in names]
+        rows.append([subject_title(subject), *cells])
+    columns = ["file", *(f"{what}: {metric}" for what, metric in names)]
     examples = ", ".join(f"{what} {n:,}" for what, n in {s.what: s.tokens for s in scores}.items())
     return join(
         [table(columns, rows, caption="Task results"), note(f"± one standard error; examples: {examples}.")]
     )
 
 
-def _latest(scores: list[Score], subject: Subject, what: str) -> Score | None:
-    return next((s for s in reversed(scores) if (s.subject, s.what) == (subject, what)), None)
-
-
 def _samples(view: RunView) -> Html | None:
     if not view.generations:
         return None
-    prompts = list(dict.fromkeys(g.prompt for g in view.generations))
-    blocks = []
-    for prompt in prompts:
-        generations = [g for g in view.generations if g.prompt == prompt]
-        generations.sort(key=lambda g: g.subject.what != ORIGINAL)
-        blocks.append(tag("div", *(_sample(g) for g in generations), class_="samples"))
+    blocks: dict[str, list[Html]] = {}
+    for sample in sorted(view.generations, key=lambda g: g.subject.what != ORIGINAL):
+        quote = tag("blockquote", tag("b", sample.prompt), sample.text)
+        whose = tag("span", subject_title(sample.subject), class_="what")
+        blocks.setdefault(sample.prompt, []).append(tag("div", whose, quote))
     words = "The prompt in bold, then what the model wrote. Two good models may differ after one close call."
-    return join([heading("Samples of text"), paragraph(words), *blocks])
+    shown = [tag("div", *samples, class_="samples") for samples in blocks.values()]
+    return join([heading("Samples of text"), paragraph(words), *shown])
 
 
-def _sample(generation: Generation) -> Html:
-    quote = tag("blockquote", tag("b", generation.prompt), generation.text)
-    return tag("div", tag("span", subject_title(generation.subject), class_="what"), quote)
+def autopsies(view: RunView) -> Section | None:
+    if not view.autopsies:
+        return None
+    return Section("autopsies", "Autopsies", join(_autopsy(view, found) for found in view.autopsies))
+
+
+def _autopsy(view: RunView, found: Autopsy) -> Html:
+    rows = [
+        [step.letter, step.title, with_error(step.kl), with_error(step.apart), step.failure or step.note]
+        for step in found.steps
+    ]
+    columns = ["", "step", "KL", "apart", ""]
+    items = [
+        tag("li", tag("b", "Wrong: " if finding.is_fault else "Note: "), finding.words,
+            "" if finding.kl is None else f" ({number(finding.kl)} nats)", ". ", finding.advice)
+        for finding in found.findings
+    ]  # fmt: skip
+    planned = None
+    if found.planned_kl is not None:
+        bytes_ = size(found.planned_bytes or found.bytes)
+        planned = paragraph(
+            f"Our plan from this run: KL {with_error(found.planned_kl)} at {bytes_}, in PyTorch."
+        )
+    return join([
+        heading(f"{Path(found.file).name}, {size(found.bytes)}"), paragraph(tag("b", found.headline)),
+        tag("ul", *items) if items else None,
+        table(columns, rows, sortable=False, caption=f"Step by step on {found.text}"), planned,
+        note("Each step changes one thing. ± is one standard error over windows."),
+    ])  # fmt: skip

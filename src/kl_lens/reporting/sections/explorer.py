@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,11 +16,10 @@ from kl_lens.planning.cost import stored_recipe
 from kl_lens.reporting import charts
 from kl_lens.reporting.answer import recommended_names, unmeasurable
 from kl_lens.reporting.data import KL, RunView
-from kl_lens.reporting.frontier import Position, Space, frontier
+from kl_lens.reporting.frontier import FAMILIES, Position, Space, frontier
+from kl_lens.reporting.layout import Section, chosen, figure, note
 from kl_lens.reporting.markup import Html, join, json_block, tag
 from kl_lens.reporting.numbers import count, number, percent, size, with_error
-from kl_lens.reporting.plans import FAMILIES
-from kl_lens.reporting.sections.words import Section, chosen, figure, note, on_run
 from kl_lens.run.records import PREDICTED, Component, Measurement
 from kl_lens.weights.recipes import FP16, Recipe
 
@@ -264,8 +264,7 @@ class Explorer:
             for p in self.positions
         ]  # fmt: skip
         return {
-            "start": self.start,
-            "command": on_run(self.view, "plan", *target),
+            "command": shlex.join(["kl-lens", "plan", "--run", self.view.folder, *target]),
             "recipes": self.recipes,
             "colours": [charts.bits_colour(recipe.grid.bits) for recipe in self.recipes],
             "cells": [i for i, _, _ in self.cells],

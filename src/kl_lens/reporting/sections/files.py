@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from kl_lens.reporting import answer
 from kl_lens.reporting.charts import RECOMMENDED, Dot, Line, axis, scatter
 from kl_lens.reporting.data import RunView
+from kl_lens.reporting.frontier import FAMILIES
+from kl_lens.reporting.layout import Cell, Section, details, figure, note, table
 from kl_lens.reporting.markup import Html, join
 from kl_lens.reporting.names import subject_title
 from kl_lens.reporting.numbers import fixed_with_error, number, percent, size, with_error
-from kl_lens.reporting.plans import FAMILIES
-from kl_lens.reporting.sections.words import Section, details, figure, note
-from kl_lens.reporting.tables import Cell, table
 from kl_lens.run.records import ORIGINAL, Score, Subject
 
 TITLE = "The files"

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 
 from kl_lens.reporting.charts import SERIES, Chart, Dot, Line, axis, scatter
 from kl_lens.reporting.data import RunView
+from kl_lens.reporting.layout import Section, figure, grid, paragraph, table
 from kl_lens.reporting.markup import Html, join
 from kl_lens.reporting.names import subject_title
 from kl_lens.reporting.numbers import number, with_error
-from kl_lens.reporting.sections.words import Section, figure, grid, paragraph
-from kl_lens.reporting.tables import table
 from kl_lens.run.positions import PositionCurve, curve_of
 from kl_lens.run.records import ORIGINAL
 

@@ -7,10 +7,9 @@ import math
 from kl_lens.paper.ranking import Ranking
 from kl_lens.reporting.charts import Chart, Dot, Line, axis, scatter
 from kl_lens.reporting.data import KL, RunView
+from kl_lens.reporting.layout import Section, command, details, figure, grid, note, paragraph, table
 from kl_lens.reporting.markup import Html, join
 from kl_lens.reporting.numbers import number, with_error
-from kl_lens.reporting.sections.words import Section, command, details, figure, grid, note, paragraph
-from kl_lens.reporting.tables import table
 
 TITLE = "Does KL predict the damage?"
 METRIC_NAMES = {

@@ -7,11 +7,10 @@ from pathlib import PurePath
 
 from kl_lens.base.version import __version__
 from kl_lens.reporting.data import RunView, runtime_of
+from kl_lens.reporting.layout import Section, details, note, table
 from kl_lens.reporting.markup import Html, join, tag
 from kl_lens.reporting.names import runtime_title
 from kl_lens.reporting.numbers import count
-from kl_lens.reporting.sections.words import Section, details, note
-from kl_lens.reporting.tables import table
 
 TITLE = "Where the numbers come from"
 _TEXT_FIELDS = ("source", "split", "order", "windows", "length", "stride", "seed")

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from kl_lens.reporting import answer
 from kl_lens.reporting.charts import SERIES, Dot, Line, axis, scatter, unit_of
 from kl_lens.reporting.data import RunView, plan_or_file, runtime_of
+from kl_lens.reporting.layout import Cell, Section, details, figure, heading, note, table
 from kl_lens.reporting.markup import Html, join
 from kl_lens.reporting.names import subject_title
 from kl_lens.reporting.numbers import count, number, percent, size
-from kl_lens.reporting.sections.words import Section, details, figure, heading, note
-from kl_lens.reporting.tables import Cell, table
 from kl_lens.run.records import Profile
 
 TITLE = "Speed against size"
@@ -98,25 +97,11 @@ def _notes(profiles: Sequence[Profile]) -> list[Html]:
         )
         notes.append(note(words))
     notes += [note(line) for line in (*answer.libraries(profiles), *answer.unmeasurable(profiles))]
-    if disturbed := [subject_title(p.subject) for p in profiles if _contradicted(p, profiles)]:
-        words = "The medians of these differ from × FP16 by more than 10 %, so something disturbed them: "
-        notes.append(note(f"{words}{'; '.join(disturbed)}."))
     if any(p.settings.get("quick") for p in profiles):
         notes.append(note("Some of these are quick timings, too short to publish."))
     if any(not p.settings.get("ratios_to_fp16", True) for p in profiles):
         notes.append(note("Where a runtime had no FP16 file beside the others, no ratio is given."))
     return notes
-
-
-def _contradicted(profile: Profile, profiles: Sequence[Profile]) -> bool:
-    """Whether the medians of a file and of its FP16 file say something else than their ratio."""
-    ratio, speed = answer.speed_ratio(profile), answer.speed_of(profile)
-    base = next((p for p in profiles if p.subject.label == profile.settings.get("ratios_to")), None)
-    other = answer.speed_of(base) if base else None
-    if not (ratio and ratio.spread and not ratio.obstacle and speed and other):
-        return False
-    seen = speed[1].median / other[1].median
-    return not ratio.spread.low / 1.1 <= seen <= ratio.spread.high * 1.1
 
 
 def _table(profiles: Sequence[Profile]) -> Html:
