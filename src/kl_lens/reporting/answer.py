@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import PurePath
 
 from kl_lens.profiling import Ratio, ratio_of
@@ -15,41 +14,30 @@ from kl_lens.reporting.markup import Html, join, tag
 from kl_lens.reporting.names import Unit, readable, runtime_title
 from kl_lens.reporting.numbers import count, number, percent, size, with_error
 from kl_lens.run.folder import RECOMMENDED
-from kl_lens.run.records import ARTIFACT, ORIGINAL, PLAN, Estimate, Profile, Quartiles, Subject
+from kl_lens.run.records import ARTIFACT, ORIGINAL, PLAN, Estimate, Profile, Subject
 
 # Of a run without a plan of that name, the smallest plan that loses no more than this is the answer.
 TOLERATED = 0.02
+_RULE = (
+    f'The run has no plan called "{RECOMMENDED}"; this is the smallest verified plan whose held-out perplexity stays '
+    f"within {100 * TOLERATED:g} % of the original's. "
+)
 
 
-@dataclass(frozen=True)
-class Answer:
-    plan: PlanView
-    rule: str  # why this one, in words
-
-
-def recommendations(view: RunView) -> list[Answer]:
+def recommendations(view: RunView) -> list[PlanView]:
     """One for each target that the run has one for; else the one for the run as a whole, if any: its recommended plan,
     or the smallest verified one that keeps perplexity."""
     named = [plan for plan in view.plans if plan.name in view.recommended]
-    named = sorted((p for p in named if p.target), key=lambda p: p.target or "") or named[:1]
     if named:
-        against = [(p, readable(p.plan.contest or "")) for p in named]
-        return [Answer(p, f"Against stock recipes: {won}." if won else target_of(p)) for p, won in against]
-    kept = [
-        p
-        for p in view.plans
-        if p.perplexity is not None and p.original_perplexity and p.bytes < view.fp16_bytes
-        and p.perplexity.value <= (1 + TOLERATED) * p.original_perplexity
-    ]  # fmt: skip
-    rule = (
-        f'The run has no plan called "{RECOMMENDED}"; this is the smallest verified plan whose held-out perplexity '
-        f"stays within {100 * TOLERATED:g} % of the original's."
-    )
-    return [Answer(min(kept, key=lambda p: p.bytes), rule)] if kept else []
+        return sorted((p for p in named if p.target), key=lambda p: p.target or "") or named[:1]
+    verified = [p for p in view.plans if p.perplexity is not None and p.bytes < view.fp16_bytes]
+    most = 1 + TOLERATED
+    kept = [p for p in verified if p.perplexity.value <= most * (p.original_perplexity or 0.0)]  # type: ignore[union-attr]
+    return [min(kept, key=lambda p: p.bytes)] if kept else []
 
 
 def recommended_names(view: RunView) -> frozenset[str]:
-    return frozenset(each.plan.name for each in recommendations(view))
+    return frozenset(plan.name for plan in recommendations(view))
 
 
 def target_of(plan: PlanView, unit: Unit | None = None) -> str:
@@ -71,40 +59,27 @@ def target_of(plan: PlanView, unit: Unit | None = None) -> str:
 def measured_of(view: RunView, plan: PlanView) -> str:
     """What the file loses on test text, in the target's own unit."""
     subject = Subject(ARTIFACT, plan.name, plan.target) if plan.target else Subject(PLAN, plan.name)
-    limits = plan.plan.limits
+    limits, kl = plan.plan.limits, value_of(view, subject, "divergence", "kl_mean")
     if "drop" in limits:
         original = value_of(view, Subject(ORIGINAL), "perplexity", "token_perplexity")
         change = value_of(view, subject, "perplexity", "token_perplexity_change")
         if change is None or original is None:
             return ""
-        rise, error = (percent(v / original.value, 2) for v in (change.value, change.standard_error))
-        missed = change.value / original.value > limits["drop"]
-        return (
-            f" Measured on test {view.unit.text}: {rise} ± {error}{' (above the target)' if missed else ''}."
-        )
-    kl = value_of(view, subject, "divergence", "kl_mean")
-    if kl is None:
+        lost, error = (v / original.value for v in (change.value, change.standard_error))
+        words, limit = f"{percent(lost, 2)} ± {percent(error, 2)}", limits["drop"]
+    elif kl is None:
         return ""
-    name = "Measured" if "loss" in limits else "KL measured"
-    unit = "" if "loss" in limits else f" {view.nats}"
-    missed = kl.value > limits.get("loss", math.inf)
-    return (
-        f" {name} on test {view.unit.text}: {with_error(kl)}{unit}{' (above the target)' if missed else ''}."
-    )
+    else:
+        lost, limit = kl.value, limits.get("loss", math.inf)
+        words = with_error(kl) + ("" if "loss" in limits else f" {view.nats}")
+    name, above = "Measured" if limits.keys() & {"loss", "drop"} else "KL measured", lost > limit
+    return f" {name} on test {view.unit.text}: {words}{' (above the target)' if above else ''}."
 
 
 def value_of(view: RunView, subject: Subject, kind: str, name: str) -> Estimate | None:
     """From the last score of its kind."""
     score = view.score(subject, kind)
     return score.values.get(name) if score else None
-
-
-def speed_of(profile: Profile) -> tuple[str, Quartiles] | None:
-    """The one timing that says it best, and its unit."""
-    for name, unit in (("tokens_per_second", "tokens/s"), ("throughput_fps", "inferences/s")):
-        if name in profile.timings:
-            return unit, profile.timings[name]
-    return None
 
 
 def speed_ratio(profile: Profile) -> Ratio | None:
@@ -120,42 +95,26 @@ def unmeasurable(profiles: Sequence[Profile]) -> list[str]:
     return list(dict.fromkeys(f"Speed against FP16 {ratio.words}." for ratio in ratios if ratio.obstacle))
 
 
-def perplexities(view: RunView, plan: PlanView) -> tuple[float, float, float] | None:
-    """Of the plan (its file before PyTorch), of the original by the same protocol, and the error of the difference."""
-    ours = [s for s in view.scores if s.kind == "perplexity" and s.subject.own_plan == plan.name]
-    originals = [s for s in view.scores if s.kind == "perplexity" and s.subject.what == ORIGINAL]
-    for score in sorted(ours, key=lambda s: s.subject.what == PLAN):
-        same = [s for s in originals if (s.what, s.protocol) == (score.what, score.protocol)]
-        value, change = score.values.get("token_perplexity"), score.values.get("token_perplexity_change")
-        if same and value:
-            error = change.standard_error if change else math.nan
-            return value.value, same[0].values["token_perplexity"].value, error
-    if plan.perplexity is not None and plan.original_perplexity:
-        return plan.perplexity.value, plan.original_perplexity, plan.perplexity.standard_error
-    return None
-
-
 def commands_for(view: RunView, plan: PlanView) -> list[str]:
     """What to type to get this plan again, in order, each line once."""
     whole = [c for c in view.commands if c.verb == "run"]
     if whole and plan.name in view.recommended:
         return [whole[-1].line]
     measured = [c for c in view.commands if c.verb == "measure" or c.words[1:3] == ("paper", "import")][-1:]
-    planned = [c for c in view.commands if c.verb == "plan"]
+    planned = [c for c in view.commands if c.verb == "plan" and "--frontier" not in c.words]
+    of_paper = plan.family in ("paper", "uniform")
     named = [c for c in planned if plan.name in c.words]
-    if not named and plan.family in ("paper", "uniform"):
-        named = [c for c in planned if "--paper" in c.words]
-    named = named or [c for c in planned if not {"--paper", "--frontier"} & set(c.words)]
+    named = named or [c for c in planned if ("--paper" in c.words) == of_paper]
     return list(dict.fromkeys(command.line for command in (*measured, *named)))
 
 
 def libraries(profiles: Sequence[Profile]) -> list[str]:
     """What ran them, where that may be one of several libraries."""
-    runtimes = [profile.runtime for profile in profiles if "found" in profile.runtime]
     lines = (
         f"{r['runtime']} here is {r['library']} from {r['found']} ({r['version']}), {count(r['threads'], 'thread')}, "
         f"weights loaded by {r['load_mode']}."
-        for r in runtimes
+        for r in (profile.runtime for profile in profiles)
+        if "found" in r
     )
     return list(dict.fromkeys(lines))
 
@@ -167,15 +126,14 @@ def section(view: RunView) -> Section | None:
     answers = recommendations(view)
     if not answers:
         return None
-    cards = [_card(view, each) for each in answers]
-    commands = commands_for(view, answers[0].plan)
+    cards = [_card(view, plan) for plan in answers]
+    commands = commands_for(view, answers[0])
     again = details("To make it again", tag("pre", tag("code", "\n".join(commands)))) if commands else None
     return Section("answer", "The answer", join([tag("div", *cards, class_="grid answers"), again]))
 
 
-def _card(view: RunView, found: Answer) -> Html:
-    plan = found.plan
-    stock = plan.plan.notes.get("taken_over")
+def _card(view: RunView, plan: PlanView) -> Html:
+    stock, contest = plan.plan.notes.get("taken_over"), plan.plan.contest
     title = runtime_title(plan.target) if plan.target else plan.title
     base, bytes_ = view.fp16_of(plan.target), view.bytes_of(plan, plan.target)
     kl, where = view.measured_kl(plan, plan.target)
@@ -188,8 +146,10 @@ def _card(view: RunView, found: Answer) -> Html:
         tag("p", *first, _perplexity(view, plan), ".", class_="lead"),
         paragraph(_nearest(view, plan, kl)),
         note(
-            found.rule if plan.plan.contest or not plan.plan.limits else "",
-            f" {target_of(plan, view.unit)}{measured_of(view, plan)}" if plan.plan.limits else "",
+            "" if plan.name in view.recommended else _RULE,
+            f"Against stock recipes: {readable(contest)}. " if contest else "",
+            target_of(plan, view.unit),
+            measured_of(view, plan) if plan.plan.limits else "",
             f" Measured: {where}." if kl is not None else "",
             f" The file follows the stock recipe {stock}." if stock else "",
             _speed(view, plan),
@@ -225,10 +185,24 @@ def _nearest(view: RunView, plan: PlanView, kl: Estimate | None) -> str:
 
 
 def _perplexity(view: RunView, plan: PlanView) -> str:
-    """A change within twice its own error is called what it is."""
-    if (known := perplexities(view, plan)) is None:
+    """Of the plan (its file before PyTorch) beside the original's by the same protocol. A change within twice its own
+    error is called what it is."""
+    scores = [s for s in view.scores if s.kind == "perplexity" and "token_perplexity" in s.values]
+    originals = {f"{s.what} {s.protocol}": s for s in scores if s.subject.what == ORIGINAL}
+    ours = [s for s in scores if s.subject.own_plan == plan.name and f"{s.what} {s.protocol}" in originals]
+    if ours:
+        score = min(ours, key=lambda s: s.subject.what == PLAN)
+        original = originals[f"{score.what} {score.protocol}"].values["token_perplexity"].value
+        value = score.values["token_perplexity"].value
+        error = score.values.get("token_perplexity_change", Estimate(0.0)).standard_error
+    elif plan.perplexity is not None and plan.original_perplexity:
+        value, original, error = (
+            plan.perplexity.value,
+            plan.original_perplexity,
+            plan.perplexity.standard_error,
+        )
+    else:
         return ""
-    value, original, error = known
     change = value - original
     bars = f" ± {percent(error / original, 1)}" if math.isfinite(error) else ""
     chance = ", which may be chance" if abs(change) < 2 * error else ""

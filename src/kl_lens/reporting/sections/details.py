@@ -19,7 +19,7 @@ TITLE = "Details"
 
 
 def section(view: RunView) -> Section | None:
-    plans = {each.plan.target: each.plan for each in answer.recommendations(view)}
+    plans = {plan.target: plan for plan in answer.recommendations(view)}
     parts: list[Html | None] = []
     tables = [(space.target, space.title, space.table) for space in view.spaces.values()]
     if not tables and view.table:

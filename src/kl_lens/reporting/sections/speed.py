@@ -112,7 +112,11 @@ def _table(profiles: Sequence[Profile]) -> Html:
 
 
 def _row(profile: Profile) -> list[object]:
-    speed, ratio = answer.speed_of(profile), answer.speed_ratio(profile)
+    units = {"tokens_per_second": "tokens/s", "throughput_fps": "inferences/s"}
+    speed = next(
+        ((unit, profile.timings[name]) for name, unit in units.items() if name in profile.timings), None
+    )
+    ratio = answer.speed_ratio(profile)
     firsts = [n for n in profile.timings if n.startswith("first_token_seconds@")]
     first = max(firsts, key=lambda n: int(n.partition("@")[2]), default=None)
     load = profile.timings.get("load_seconds")
