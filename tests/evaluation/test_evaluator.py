@@ -12,9 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import kl_lens as kl
 from kl_lens import planning
-from kl_lens.base.errors import KLLensError
 from kl_lens.evaluation import (
     EvaluationText,
     Evaluator,
@@ -285,7 +283,7 @@ def test_files_from_elsewhere_never_take_the_place_of_the_runs_own(
         assert points["original"] == scores[original]["token_perplexity"].value
 
 
-def test_scores_and_verdicts_of_an_earlier_plan_or_file_are_not_current(
+def test_a_file_of_an_earlier_plan_is_said_to_be_one(
     model: LoadedModel, text: EvaluationText, exported: Callable[[str], Path], tmp_path: Path
 ) -> None:
     own = tmp_path / "run/artifacts/openvino/eight"
@@ -295,43 +293,14 @@ def test_scores_and_verdicts_of_an_earlier_plan_or_file_are_not_current(
     with run_with(tmp_path / "run", model, eight=assignment) as run:
         of_plan = plan_digest(assignment, model.fingerprint)
         run.store("artifact", "openvino/eight", artifact.to_json() | {"folder": str(own), "of_plan": of_plan})
-        with pytest.raises(KLLensError, match="has no plan 'p05'; it has eight"):
-            run_subjects(run, model, SETTINGS, plans="p05")
         selection = run_subjects(run, model, SETTINGS)
         assert selection.notes == []
         Evaluator(ScoreJournal(run), JudgedModel(model)).judge_text(selection.subjects, text, ("perplexity",))
         assert labels(read_scores(run)) == ["original", "torch/eight", "openvino/eight"]
         assert [s.label for s, _ in collect(run).verdicts] == ["openvino/eight"]
-
-        # Another export of the same weights, with other rewrites: the graph computes something else.
-        record = json.loads((own / "artifact.json").read_text())
-        changed = record | {"settings": record["settings"] | {"rewrites": ["actiba"]}}
-        (own / "artifact.json").write_text(json.dumps(changed))
-        assert labels(read_scores(run)) == ["original", "torch/eight"]
-        assert collect(run).verdicts == {}
-        (own / "artifact.json").write_text(json.dumps(record))
-        assert "openvino/eight" in labels(read_scores(run))
-
-        # Another plan under the old name: neither its old scores nor the file made from it are of it.
         path = planning.plan_path(run.folder / "plans", "eight")
-        before = path.read_text()
-        path.write_text(before.replace('"int8"', '"int4"', 1))
+        path.write_text(path.read_text().replace('"int8"', '"int4"', 1))
         assert labels(read_scores(run)) == ["original"]
         assert collect(run).verdicts == {}
         (note,) = run_subjects(run, model, SETTINGS).notes
         assert note == "openvino/eight was exported from an older version of its plan; export it again"
-        path.write_text(before)
-        assert labels(read_scores(run)) == ["original", "torch/eight", "openvino/eight"]
-
-
-def test_files_in_python(model: LoadedModel, exported: Callable[[str], Path], tiny_folder: Path) -> None:
-    options = {"perplexity": str(tiny_folder / "text.txt"), "window": 48, "limit": 4}
-    folder = exported("openvino")
-    (alone,) = kl.evaluate(folder, exact=True, threads=1, **options)
-    own = {"model": str(model.source), "divergence": "", "exact": True, "threads": 1}
-    original, *_, beside, apart = kl.evaluate(str(folder), **own, **options)
-    assert original.subject.label == "original"
-    assert original.values["token_perplexity"].value > 1
-    assert alone.values["token_perplexity"] == beside.values["token_perplexity"]
-    assert apart.values["kl_mean"].value > 0
-    assert alone.protocol["tokens"] == 4 * 47

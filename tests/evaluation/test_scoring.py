@@ -120,7 +120,7 @@ def test_divergence_by_hand(model: LoadedModel, text: EvaluationText) -> None:
     assert values["same_top"].value == pytest.approx(np.concatenate(same).mean())
 
 
-def test_a_remembering_original_diverges_from_itself_by_nothing(
+def test_a_torch_session_remembers_goes_on_where_it_was_and_refuses_what_is_no_number(
     model: LoadedModel, text: EvaluationText
 ) -> None:
     teacher = TorchSession(model, remember=10**8)
@@ -128,11 +128,7 @@ def test_a_remembering_original_diverges_from_itself_by_nothing(
         values = divergence_values(score_text(TorchSession(model), text, teacher))
         assert values["kl_max"].value < 1e-9
         assert values["same_top"].value == 1
-
-
-def test_a_torch_session_goes_on_where_it_was(model: LoadedModel, text: EvaluationText) -> None:
-    ids = text.items[0].ids[:20]
-    session = TorchSession(model, INT4)
+    ids, session = text.items[0].ids[:20], TorchSession(model, INT4)
     whole = session.logits(ids)
     session.reset()
     session.prefill(ids[:12])
@@ -140,9 +136,6 @@ def test_a_torch_session_goes_on_where_it_was(model: LoadedModel, text: Evaluati
     np.testing.assert_allclose(session.step(ids[19]), whole[-1], atol=2e-5)
     with pytest.raises(TargetError, match="outside the vocabulary"):
         session.step(97)
-
-
-def test_nan_logits_are_refused(model: LoadedModel, text: EvaluationText) -> None:
     logits = TorchSession(model).logits(text.items[0].ids)
     logits[5, 3] = np.nan
     with pytest.raises(TargetError, match="not finite"):

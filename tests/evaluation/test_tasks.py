@@ -9,7 +9,7 @@ import pytest
 
 from kl_lens.base.errors import TextError
 from kl_lens.evaluation import JudgedModel, ScoreJournal, TorchSession, read_scores
-from kl_lens.evaluation.tasks import TaskData, chosen_tasks, judge_task, run_task
+from kl_lens.evaluation.tasks import TaskData, chosen_tasks
 from kl_lens.measuring.sweep import Progress
 from kl_lens.model import LoadedModel
 from kl_lens.run.folder import Run
@@ -19,7 +19,7 @@ pytest.importorskip("lm_eval", reason="needs the extra eval")
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
-from kl_lens.evaluation.language_model import SessionLM
+from kl_lens.evaluation.language_model import SessionLM, judge_task, run_task
 
 ROWS = {
     "arc_easy_test.jsonl": [

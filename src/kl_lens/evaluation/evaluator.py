@@ -243,7 +243,7 @@ class Evaluator:
             if (plain := judged.counterpart(model)) is None:
                 return
             verdict, same_weights = rule.DISAGREES, known.get(plain.identity, plain.subject)
-            for meaning, other in self._sides(judged, model, plain):
+            for meaning, other in _sides(judged, plain):
                 self._say_how_much([other], text, divergence)
                 found = self._windows(other, text, divergence)
                 ours, theirs = (found, theirs) if isinstance(other, JudgedArtifact) else (ours, found)
@@ -262,16 +262,15 @@ class Evaluator:
             Agreement(judged.subject, same_weights, decided_by, text.label, verdict, changes)
         )
 
-    def _sides(
-        self, judged: JudgedArtifact, model: LoadedModel, plain: JudgedModel
-    ) -> Iterator[tuple[str, Judged]]:
-        """What a file is compared with until one agrees, and what that then means: PyTorch with the runtime's
-        activations, PyTorch; last, the same file in float32 in place of the file."""
-        if (emulated := judged.emulated(model)) is not None:
-            yield rule.AS_DEPLOYED, emulated
-        yield rule.AGREES, plain
-        if (exact := judged.in_float32()) is not None:
-            yield rule.IN_FLOAT32, exact
+
+def _sides(judged: JudgedArtifact, plain: JudgedModel) -> Iterator[tuple[str, Judged]]:
+    """What a file is compared with until one agrees, and what that then means: PyTorch with the runtime's activations,
+    PyTorch; last, the same file in float32 in place of the file."""
+    if (emulated := judged.emulated(plain)) is not None:
+        yield rule.AS_DEPLOYED, emulated
+    yield rule.AGREES, plain
+    if (exact := judged.in_float32()) is not None:
+        yield rule.IN_FLOAT32, exact
 
 
 def _work(every: Sequence[Judged], text: EvaluationText) -> float:

@@ -22,7 +22,7 @@ from kl_lens.evaluation.torch_session import TorchSession
 from kl_lens.model import LoadedModel
 from kl_lens.run.records import ARTIFACT, ORIGINAL, PLAN, Artifact, Subject
 from kl_lens.run.subjects import artifact_digest, content_digest, file_digest, outside_path, plan_digest
-from kl_lens.targets import Session
+from kl_lens.targets import Session, Target
 from kl_lens.targets.registry import get_target, locate, target_of
 from kl_lens.targets.session import SessionSettings
 from kl_lens.weights.recipes import FP16, Recipe, parsed
@@ -56,16 +56,17 @@ class Judged(ABC):
 
 
 class JudgedModel(Judged):
-    """The checkpoint in PyTorch, quantized by recipes; without recipes, the original.
-
-    A subject with `activations` in its settings computes with activations as its target's kernels see them.
-    """
+    """The checkpoint in PyTorch, quantized by recipes; without recipes, the original. `deployed`: with activations as
+    this target's kernels see them."""
 
     def __init__(
-        self, model: LoadedModel, recipes: Mapping[str, Recipe] | None = None, subject: Subject | None = None
+        self,
+        model: LoadedModel,
+        recipes: Mapping[str, Recipe] | None = None,
+        subject: Subject | None = None,
+        deployed: Target | None = None,
     ) -> None:
-        self.model = model
-        self.recipes = dict(recipes or {})
+        self.model, self.recipes, self.deployed = model, dict(recipes or {}), deployed
         self.subject = subject or Subject(ORIGINAL, digest=plan_digest({}, model.fingerprint))
 
     @classmethod
@@ -76,10 +77,6 @@ class JudgedModel(Judged):
         learnt = model.weights.learnt_by(parsed(assignment).values(), statistics)
         subject = Subject(PLAN, name, digest=plan_digest(assignment, model.fingerprint, learnt))
         return cls(model, planned_recipes(model, assignment), subject)
-
-    @property
-    def as_deployed(self) -> str | None:
-        return self.subject.target if "activations" in self.subject.settings else None
 
     @cached_property
     def _weights(self) -> object:
@@ -93,16 +90,15 @@ class JudgedModel(Judged):
                 "model": self.model.fingerprint,
                 "weights": self._weights,
                 "dtype": str(parameter.dtype),
-                "deployed": self.as_deployed,
+                "deployed": self.deployed and self.deployed.name,
                 "runtime": [torch.__version__, parameter.device.type, platform.machine()],
                 **({} if fast else {"kernels": "transformers"}),
             }
         )
 
     def open(self) -> Session:
-        kernels = get_target(self.as_deployed) if self.as_deployed else None
         remember = REMEMBERED if self.subject.what == ORIGINAL else 0
-        return TorchSession(self.model, self.recipes, deployed=kernels, remember=remember)
+        return TorchSession(self.model, self.recipes, deployed=self.deployed, remember=remember)
 
 
 class JudgedArtifact(Judged):
@@ -175,12 +171,11 @@ class JudgedArtifact(Judged):
                 )
         return JudgedModel(model, recipes, self._stand_in())
 
-    def emulated(self, model: LoadedModel) -> JudgedModel | None:
+    def emulated(self, plain: JudgedModel) -> JudgedModel | None:
         """The counterpart with the runtime's activations; None if those are not modelled."""
-        recipes = {} if self.artifact is None else _realised_recipes(model, self.artifact)
-        if self.artifact is None or not self.target.models_activations(self.settings, recipes):
+        if not self.target.models_activations(self.settings, plain.recipes):
             return None
-        return JudgedModel(model, recipes, self._stand_in(activations="deployed"))
+        return JudgedModel(plain.model, plain.recipes, self._stand_in(activations="deployed"), self.target)
 
     def in_float32(self) -> JudgedArtifact | None:
         """The same file computed in float32; None if the runtime cannot, or already does."""

@@ -13,7 +13,7 @@ from kl_lens import evaluation
 from kl_lens.base.errors import KLLensError
 from kl_lens.evaluation.agreement import DISAGREES
 from kl_lens.evaluation.evaluator import DIVERGENCE, PERPLEXITY, POSITIONS
-from kl_lens.evaluation.tasks import FAIL, TaskData, chosen_tasks, judge, judge_task
+from kl_lens.evaluation.tasks import FAIL, TaskData, chosen_tasks, judge
 from kl_lens.model import LanguageTask, LoadedModel, Task
 from kl_lens.paper import write_published
 from kl_lens.run.folder import ALL_PLANS, Run
@@ -253,6 +253,8 @@ class _Evaluation:
     def _judge_task(self, task: TaskData) -> None:
         if not isinstance(self.task, LanguageTask):
             raise KLLensError("--tasks needs a language model; this one classifies images")
+        from kl_lens.evaluation.language_model import judge_task  # needs lm-eval
+
         subjects = [*([] if self.original is None else [self.original]), *self.subjects]
         with self.session.events.progress(task.name) as progress:
             outcome = judge_task(
