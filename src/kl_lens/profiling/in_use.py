@@ -95,22 +95,17 @@ class _Record:
     memory: MemoryUse
     contents: Contents | None
     loads: list[float] = field(default_factory=list)
-    rounds: list[dict[str, float]] = field(default_factory=list)
-    turns: dict[str, list[float]] = field(default_factory=dict)  # of all rounds, for ratios
-    runtime: dict[str, Any] = field(default_factory=dict)
-
-    def add(self, player: Player) -> None:
-        self.runtime = player.session.description
-        self.rounds.append(player.timings)
-        for name, seconds in player.turns.items():
-            self.turns.setdefault(name, []).extend(seconds)
+    rounds: list[Player] = field(default_factory=list)
 
     def ratios_to(self, base: _Record) -> dict[str, Quartiles]:
         """Ratios by the names of the timings, if they have an interval; the base itself is 1."""
-        if self is base:
-            return {name: Quartiles(1.0, 1.0, 1.0, len(self.rounds)) for name in self.turns}
-        found = {name: compared(turns, base.turns[name]) for name, turns in self.turns.items()}
-        return {name: spread for name, spread in found.items() if spread is not None}
+        found = {}
+        for name in self.rounds[0].timings:
+            ours, theirs = ([t for r in record.rounds for t in r.turns[name]] for record in (self, base))
+            one = Quartiles(1.0, 1.0, 1.0, len(self.rounds))
+            if (spread := one if self is base else compared(ours, theirs)) is not None:
+                found[name] = spread
+        return found
 
 
 class InUse:
@@ -195,7 +190,7 @@ class _Turns:
                         self._attempt(during, subject, lambda s: act(players[s.name], tokens))  # noqa: B023
                 for subject in group:
                     if number and subject in self._alive:
-                        self._records[subject.name].add(players[subject.name])
+                        self._records[subject.name].rounds.append(players[subject.name])
                     self._benchmark.advanced(f"{subject.name}, {during}")
                 for subject in [s for s in group if number and s in self._alive]:
                     profile = self.profiles[subject.name] = self._profile(subject)
@@ -205,10 +200,11 @@ class _Turns:
         settings, record = self._settings, self._records[subject.name]
         base = base_of(subject, [s for s in self._alive if self._records[s.name].rounds])
         timings = {"load_seconds": spread_of(record.loads)}
-        timings |= {name: spread_of([r[name] for r in record.rounds]) for name in record.rounds[0]}
-        threads = _threads(record.runtime, settings.runtime.threads)
+        rounds, runtime = [player.timings for player in record.rounds], record.rounds[-1].session.description
+        timings |= {name: spread_of([each[name] for each in rounds]) for name in rounds[0]}
+        threads = _threads(runtime, settings.runtime.threads)
         load, bound = self._meter.read(), dict[str, float]()
-        if limits_hold(str(record.runtime.get("device", ""))):
+        if limits_hold(str(runtime.get("device", ""))):
             load["asked"] = threads / processors()
             if record.contents is not None:
                 speed = timings["tokens_per_second"].median
@@ -234,7 +230,7 @@ class _Turns:
                 "ratios_to_fp16": base.is_fp16,
                 "memory": record.memory.to_json() | {"model_bytes": record.memory.model_bytes},
             },
-            runtime=record.runtime,
+            runtime=runtime,
             load=load,
         )
 

@@ -121,6 +121,7 @@ class _Comparison:
     def perform(self) -> None:
         found, runtime = self.found, self.runtime
         found.steps["a"] = Step("a", "the original in float32", Estimate(0.0, 0.0))
+        self.progress.started(4.0 * len(self.text.items), 0.0)
         self.progress.advanced(0.0, "reading its tensors")
         self._in_pytorch()
         session = None

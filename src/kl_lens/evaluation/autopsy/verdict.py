@@ -158,10 +158,8 @@ class Evidence:
         close = [r for r in strange if r.error is not None and r.error < _TWICE]
         what, advice = "Another model", "give the checkpoint that the file was made from"
         if len(close) > len(strange) / 2:
-            what, advice = (
-                "Another version of the model, or quantized twice",
-                "quantize the original's weights",
-            )
+            what = "Another version of the model, or quantized twice"
+            advice = "quantize the original's weights"
         example = f"{strange[0].name}: {strange[0].problem}" if strange else f"{missing[0]} is missing"
         words = f"{what}: check --against. {count} of {total} tensors are not those of {self.original}: "
         return Finding("weights", "all tensors", words + example, advice)
@@ -199,10 +197,8 @@ class Evidence:
             fault = fault or any(name in self.failure("d") for name in names)
             advice, cost = f"keep {kind} in F32 or F16" if fault else "", carried.kl if carried else None
             yield Finding("type", names[0], words, advice, cost, fault)
-        worst = next((e for e in self.restored if e.what.startswith("all ") or e.share > _CARRIES), None)
-        if worst is None or (self.kl("b") or 0.0) < _VISIBLE or worst.share < _CARRIES:
-            return
-        if (own := worst.what.removeprefix("all ")) not in unusual:
+        worst = self.restored[0] if self.restored and (self.kl("b") or 0.0) >= _VISIBLE else None
+        if worst and worst.share >= _CARRIES and (own := worst.what.removeprefix("all ")) not in unusual:
             usual = self._usual(own).bits
             words = f"{worst.share:.0%} of the loss of the weights is in {worst.what} ({worst.type}), at "
             words += f"{worst.bits:.1f} bits where most of the file has {usual:.1f}"
@@ -215,11 +211,9 @@ class Evidence:
     def _activations(self) -> Iterator[Finding]:
         if not self.rounds_too_much:
             return
-        before, after = self.kl("b"), self.kl("c")
-        added = None if after is None or before is None else after - before
-        cost = "overflow"
-        if added is not None:
-            cost = f"add {short(added)} nats to {short(before or 0)} of the weights"
+        before, after = self.kl("b") or 0.0, self.kl("c")
+        added = None if after is None else after - before
+        cost = "overflow" if added is None else f"add {short(added)} nats to {short(before)} of the weights"
         worst = self.inputs[0].what if self.inputs else "the matrices behind them"
         where = f", most of it before {worst} ({self.inputs[0].type})" if self.inputs else ""
         words = f"The activations do not survive rounding: {self.runtime}'s kernels {cost}{where}"
