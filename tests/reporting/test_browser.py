@@ -260,12 +260,19 @@ def _brightness(colour: str) -> float:
     return sum(numbers) / 3
 
 
-def test_the_button_switches_between_light_and_dark(desktop: Opened) -> None:
-    page = desktop.page
-    before = page.evaluate("getComputedStyle(document.body).backgroundColor")
+def test_the_button_switches_between_light_and_dark_and_print_is_white_without_controls(
+    desktop: Opened,
+) -> None:
+    page, paper = desktop.page, "getComputedStyle(document.body).backgroundColor"
+    before = page.evaluate(paper)
     page.locator("header .toggle").click()
-    assert page.evaluate("getComputedStyle(document.body).backgroundColor") != before
+    assert page.evaluate(paper) != before
     assert page.locator("header .toggle").inner_text() == "Light"
+    page.emulate_media(media="print")
+    assert page.evaluate(paper) == "rgb(255, 255, 255)"
+    assert page.locator(".controls").is_hidden()
+    assert page.evaluate("(t => t.scrollHeight <= t.clientHeight)(document.querySelector('.tall'))")
+    page.emulate_media(media="screen")
 
 
 def test_without_scripts_everything_is_still_there(browser: Any, report: Path) -> None:
@@ -283,33 +290,14 @@ def test_without_scripts_everything_is_still_there(browser: Any, report: Path) -
     page.context.close()
 
 
-def test_it_prints_on_white_without_controls(browser: Any, report: Path) -> None:
-    found = opened(browser, report, DESKTOP, color_scheme="dark")
-    page = found.page
-    page.emulate_media(media="print")
-    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
-    assert page.locator(".controls").is_hidden()
-    assert page.evaluate(
-        "document.querySelector('.tall').scrollHeight <= document.querySelector('.tall').clientHeight"
-    )
-    page.context.close()
-
-
 @pytest.fixture(scope="session")
 def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The accessibility checker that browsers use; from npm, and only for this."""
     folder, npm = tmp_path_factory.mktemp("axe"), shutil.which("npm")
     if npm is None:
         pytest.skip("no npm to fetch axe-core with")
-    fetched = subprocess.run(
-        [npm, "pack", "axe-core@4.10.3", "--silent"],
-        cwd=folder,
-        capture_output=True,
-        timeout=120,
-        check=False,
-    )
-    archives = list(folder.glob("*.tgz"))
-    if fetched.returncode or not archives:
+    subprocess.run([npm, "pack", "axe-core@4.10.3", "--silent"], cwd=folder, capture_output=True, timeout=120)
+    if not (archives := list(folder.glob("*.tgz"))):
         pytest.skip("npm could not fetch axe-core")
     with tarfile.open(archives[0]) as archive:
         member = archive.extractfile("package/axe.min.js")

@@ -9,8 +9,7 @@ from pathlib import PurePath
 from kl_lens.profiling import Ratio, ratio_of
 from kl_lens.reporting.data import RunView, runtime_of
 from kl_lens.reporting.frontier import PlanView
-from kl_lens.reporting.layout import Section, details, note, paragraph
-from kl_lens.reporting.markup import Html, join, tag
+from kl_lens.reporting.markup import Html, Section, details, join, note, tag
 from kl_lens.reporting.names import Unit, readable, runtime_title
 from kl_lens.reporting.numbers import count, number, percent, size, with_error
 from kl_lens.run.folder import RECOMMENDED
@@ -144,7 +143,7 @@ def _card(view: RunView, plan: PlanView) -> Html:
         first += [f"predicted KL {number(plan.plan.predicted_kl)} {view.nats}, not measured yet"]
     parts = [
         tag("p", *first, _perplexity(view, plan), ".", class_="lead"),
-        paragraph(_nearest(view, plan, kl)),
+        tag("p", _nearest(view, plan, kl)),
         note(
             "" if plan.name in view.recommended else _RULE,
             f"Against stock recipes: {readable(contest)}. " if contest else "",

@@ -8,14 +8,11 @@ from kl_lens.evaluation.autopsy import Autopsy
 from kl_lens.reporting import answer
 from kl_lens.reporting.data import KL, RunView
 from kl_lens.reporting.frontier import PlanView
-from kl_lens.reporting.layout import Cell, Section, details, heading, note, paragraph, table
-from kl_lens.reporting.markup import Html, join, tag
+from kl_lens.reporting.markup import Cell, Html, Section, details, join, note, table, tag
 from kl_lens.reporting.names import subject_title
 from kl_lens.reporting.numbers import fixed_with_error, number, size, with_error
 from kl_lens.run.records import ORIGINAL, PREDICTED, SensitivityTable
 from kl_lens.weights.recipes import FP16
-
-TITLE = "Details"
 
 
 def section(view: RunView) -> Section | None:
@@ -28,7 +25,7 @@ def section(view: RunView) -> Section | None:
         if of.measurements:
             parts.append(details(f"Every layer, {title}", *_layers(view, of, plans.get(target), index)))
     parts += [_tasks(view), _samples(view)]
-    return Section("details", TITLE, join(parts)) if any(parts) else None
+    return Section("details", "Details", join(parts)) if any(parts) else None
 
 
 def _layers(view: RunView, of: SensitivityTable, plan: PlanView | None, index: int) -> list[Html]:
@@ -90,7 +87,7 @@ def _samples(view: RunView) -> Html | None:
         blocks.setdefault(sample.prompt, []).append(tag("div", whose, quote))
     words = "The prompt in bold, then what the model wrote. Two good models may differ after one close call."
     shown = [tag("div", *samples, class_="samples") for samples in blocks.values()]
-    return join([heading("Samples of text"), paragraph(words), *shown])
+    return join([tag("h3", "Samples of text"), tag("p", words), *shown])
 
 
 def autopsies(view: RunView) -> Section | None:
@@ -113,11 +110,11 @@ def _autopsy(view: RunView, found: Autopsy) -> Html:
     planned = None
     if found.planned_kl is not None:
         bytes_ = size(found.planned_bytes or found.bytes)
-        planned = paragraph(
-            f"Our plan from this run: KL {with_error(found.planned_kl)} at {bytes_}, in PyTorch."
+        planned = tag(
+            "p", f"Our plan from this run: KL {with_error(found.planned_kl)} at {bytes_}, in PyTorch."
         )
     return join([
-        heading(f"{Path(found.file).name}, {size(found.bytes)}"), paragraph(tag("b", found.headline)),
+        tag("h3", f"{Path(found.file).name}, {size(found.bytes)}"), tag("p", tag("b", found.headline)),
         tag("ul", *items) if items else None,
         table(columns, rows, sortable=False, caption=f"Step by step on {found.text}"), planned,
         note("Each step changes one thing. ± is one standard error over windows."),

@@ -17,13 +17,11 @@ from kl_lens.reporting import charts
 from kl_lens.reporting.answer import recommended_names, unmeasurable
 from kl_lens.reporting.data import KL, RunView
 from kl_lens.reporting.frontier import FAMILIES, Position, Space, frontier
-from kl_lens.reporting.layout import Section, chosen, figure, note
-from kl_lens.reporting.markup import Html, join, json_block, tag
+from kl_lens.reporting.markup import Html, Section, chosen, figure, join, json_block, note, tag
 from kl_lens.reporting.numbers import count, number, percent, size, with_error
 from kl_lens.run.records import PREDICTED, Component, Measurement
 from kl_lens.weights.recipes import FP16, Recipe
 
-TITLE = "Any other size"
 DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _NOTHING = 1e-8  # a KL below this is rounding, and would stretch a logarithmic axis over decades of it
 
@@ -38,7 +36,7 @@ def section(view: RunView) -> Section | None:
             "spaces": [e.data() for e in explorers],
         }
         parts = [chosen("for", "For", panels), *parts, json_block("explorer-data", data)]
-    return Section("sizes", TITLE, join(parts)) if parts else None
+    return Section("sizes", "Any other size", join(parts)) if parts else None
 
 
 @dataclass(frozen=True)
@@ -239,14 +237,11 @@ class Explorer:
         ramp = [tag("i", style=f"background:var(--h{i})") for i in range(len(charts.RAMP))]
         scale = tag("p", f"KL {low} ", *ramp, f" {high} {self.view.nats}, for all formats.",
                     " Hatched: predicted." if self._any_predicted else "", class_="note ramp")  # fmt: skip
-        maps = tag("div", switch, figure(f"What each component loses alone in {self.usual}", self.map()), scale,
+        maps = tag("div", switch, figure(f"What each component loses alone in {self.usual}", self.map().svg()), scale,
                    tag("div", class_="component"), class_="map")  # fmt: skip
-        return tag(
-            "div", knobs, slider, reading, line,
-            tag("div", tag("div", figure(f"Size against KL: {self.space.title}", self.chart(), caption), class_="line"),
-                maps, class_="grid"),
-            class_="explorer", data_space=index,
-        )  # fmt: skip
+        sizes = figure(f"Size against KL: {self.space.title}", self.chart().svg(), caption)
+        both = tag("div", tag("div", sizes, class_="line"), maps, class_="grid")
+        return tag("div", knobs, slider, reading, line, both, class_="explorer", data_space=index)
 
     @cached_property
     def _any_predicted(self) -> bool:

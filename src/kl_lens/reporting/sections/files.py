@@ -8,13 +8,10 @@ from kl_lens.reporting import answer
 from kl_lens.reporting.charts import RECOMMENDED, Dot, Line, axis, scatter
 from kl_lens.reporting.data import RunView
 from kl_lens.reporting.frontier import FAMILIES
-from kl_lens.reporting.layout import Cell, Section, details, figure, note, table
-from kl_lens.reporting.markup import Html, join
+from kl_lens.reporting.markup import Cell, Html, Section, details, figure, join, note, table
 from kl_lens.reporting.names import subject_title
 from kl_lens.reporting.numbers import fixed_with_error, number, percent, size, with_error
 from kl_lens.run.records import ORIGINAL, Score, Subject
-
-TITLE = "The files"
 
 
 def section(view: RunView) -> Section | None:
@@ -28,7 +25,7 @@ def section(view: RunView) -> Section | None:
         note(_protocol(view)),
         details("Predicted against measured KL", chart) if chart else None,
     ]
-    return Section("files", TITLE, join(parts))
+    return Section("files", "The files", join(parts))
 
 
 def _scores(view: RunView, stars: frozenset[str]) -> list[Html]:
@@ -131,4 +128,4 @@ def _predicted(view: RunView, stars: frozenset[str]) -> Html | None:
     ratios = sorted(kl.value / predicted for _, predicted, kl in shown)
     caption = f"Dashed: as predicted. Measured / predicted: {ratios[0]:.2f} to {ratios[-1]:.2f}, median "
     chart = scatter(x, y, dots, [Line([(x.low, x.low), (x.high, x.high)], dashed=True)])
-    return figure("Predicted against measured", chart, f"{caption}{ratios[len(ratios) // 2]:.2f}.")
+    return figure("Predicted against measured", chart.svg(), f"{caption}{ratios[len(ratios) // 2]:.2f}.")

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 from kl_lens.reporting.charts import SERIES, Chart, Dot, Line, axis, scatter
 from kl_lens.reporting.data import RunView
-from kl_lens.reporting.layout import Section, figure, grid, paragraph, table
-from kl_lens.reporting.markup import Html, join
+from kl_lens.reporting.markup import Html, Section, figure, grid, join, table, tag
 from kl_lens.reporting.names import subject_title
 from kl_lens.reporting.numbers import number, with_error
 from kl_lens.run.positions import PositionCurve, curve_of
@@ -28,12 +27,13 @@ def section(view: RunView) -> Section | None:
         }
         shown = [("KL from the original", lost), ("Cross-entropy", own)]
         parts += [
-            paragraph(
+            tag(
+                "p",
                 f"{what[0]}, windows of {what[1]:,} tokens: the mean of each stretch of positions. Slopes are taken in "
                 "each window, their errors over windows. Where the cross-entropy of the original itself rises, "
-                "the model is beyond the length that it was trained for."
+                "the model is beyond the length that it was trained for.",
             ),
-            grid(figure(title, _chart(view.nats, curves)) for title, curves in shown if curves),
+            grid(figure(title, _chart(view.nats, curves).svg()) for title, curves in shown if curves),
             _table(lost),
         ]
     return Section("positions", "Does the loss grow along the text?", join(parts)) if parts else None

@@ -7,11 +7,9 @@ import math
 from kl_lens.paper.ranking import Ranking
 from kl_lens.reporting.charts import Chart, Dot, Line, axis, scatter
 from kl_lens.reporting.data import KL, RunView
-from kl_lens.reporting.layout import Section, command, details, figure, grid, note, paragraph, table
-from kl_lens.reporting.markup import Html, join
+from kl_lens.reporting.markup import Html, Section, details, figure, grid, join, note, table, tag
 from kl_lens.reporting.numbers import number, with_error
 
-TITLE = "Does KL predict the damage?"
 METRIC_NAMES = {
     "kl_teacher_to_student": "KL",
     "kl_student_to_teacher": "reverse KL",
@@ -28,16 +26,17 @@ def section(view: RunView) -> Section | None:
     text, formats = view.unit.text, list(dict.fromkeys(p.format for p in ranking.points))
     damages = {"perplexity": "change in perplexity", "divergence": f"KL on held-out {text}"}
     parts = [
-        paragraph(
+        tag(
+            "p",
             f"Each dot is one component in one format: its KL on calibration {text} against what it does to "
             f"{ranking.evaluation_tokens:,} {view.unit.one}s of held-out {text}, where the original's "
-            f"{view.unit.perplexity} is {ranking.perplexity:.2f}. Bars: one standard error, paired with the original."
+            f"{view.unit.perplexity} is {ranking.perplexity:.2f}. Bars: one standard error, paired with the original.",
         ),
-        grid(figure(f, _damage(view, ranking, f), _caption(ranking, f)) for f in formats),
+        grid(figure(f, _damage(view, ranking, f).svg(), _caption(ranking, f)) for f in formats),
         *_reliability(ranking, text),
         details(f"Every metric, with little and with foreign calibration {text}", _table(ranking, damages)),
     ]
-    return Section("prediction", TITLE, join(parts))
+    return Section("prediction", "Does KL predict the damage?", join(parts))
 
 
 def _damage(view: RunView, ranking: Ranking, format_name: str) -> Chart:
@@ -90,7 +89,7 @@ def _reliability(ranking: Ranking, text: str) -> list[Html]:
                 f"is {number(r.median_error, 2)}, and two halves of the held-out {text} agree with τ "
                 f"{r.split_half_tau:.2f}"
             )
-            more = [": noise limits every τ here; more ", command("--evaluation-windows"), " would help."]
+            more = [": noise limits every τ here; more ", tag("code", "--evaluation-windows"), " would help."]
             lines.append(note(words, *(more if r.is_noisy else ["."])))
     return lines
 

@@ -7,12 +7,10 @@ from pathlib import PurePath
 
 from kl_lens.base.version import __version__
 from kl_lens.reporting.data import RunView, runtime_of
-from kl_lens.reporting.layout import Section, details, note, table
-from kl_lens.reporting.markup import Html, join, tag
+from kl_lens.reporting.markup import Html, Section, details, join, note, table, tag
 from kl_lens.reporting.names import runtime_title
 from kl_lens.reporting.numbers import count
 
-TITLE = "Where the numbers come from"
 _TEXT_FIELDS = ("source", "split", "order", "windows", "length", "stride", "seed")
 
 
@@ -24,7 +22,7 @@ def section(view: RunView) -> Section:
         details("Versions and machine", _pairs(_machine(view))),
         note(f"Report written by kl-lens {__version__}."),
     ]
-    return Section("provenance", TITLE, join(parts))
+    return Section("provenance", "Where the numbers come from", join(parts))
 
 
 def shown_place(value: object) -> str:

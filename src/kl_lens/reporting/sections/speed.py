@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from kl_lens.reporting import answer
 from kl_lens.reporting.charts import SERIES, Dot, Line, axis, scatter, unit_of
 from kl_lens.reporting.data import RunView, plan_or_file, runtime_of
-from kl_lens.reporting.layout import Cell, Section, details, figure, heading, note, table
-from kl_lens.reporting.markup import Html, join
+from kl_lens.reporting.markup import Cell, Html, Section, details, figure, join, note, table, tag
 from kl_lens.reporting.names import subject_title
 from kl_lens.reporting.numbers import count, number, percent, size
 from kl_lens.run.records import Profile
 
-TITLE = "Speed against size"
 _PROTOCOLS = {
     "use": "as a user sees it",
     "benchmark_app": "the published protocol (benchmark_app)",
@@ -43,12 +41,12 @@ def section(view: RunView) -> Section | None:
         threads = sorted({p.threads for p in profiles})
         title = f"{device}, {' or '.join(map(str, threads))} thread{'s' if threads != [1] else ''}: "
         parts += [
-            heading(title + _PROTOCOLS.get(protocol, protocol)),
+            tag("h3", title + _PROTOCOLS.get(protocol, protocol)),
             _chart(view, profiles),
             *_notes(profiles),
             details("Timings", _table(profiles)),
         ]
-    return Section("speed", TITLE, join(parts))
+    return Section("speed", "Speed against size", join(parts))
 
 
 def _chart(view: RunView, profiles: Sequence[Profile]) -> Html | None:
@@ -84,7 +82,7 @@ def _chart(view: RunView, profiles: Sequence[Profile]) -> Html | None:
     )
     caption = "Dashed: the limit of the machine's memory." if lines else ""
     x = axis(f"size of the file, {unit}", [d.x for d in dots])
-    return figure(f"{title[0].upper()}{title[1:]} against size", scatter(x, y, dots, lines), caption)
+    return figure(f"{title[0].upper()}{title[1:]} against size", scatter(x, y, dots, lines).svg(), caption)
 
 
 def _notes(profiles: Sequence[Profile]) -> list[Html]:
