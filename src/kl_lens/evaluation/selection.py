@@ -40,7 +40,9 @@ class Selection:
         """Adds an exported folder or file; `name` (`TARGET/PLAN`) if it belongs to the run."""
         try:
             judged = JudgedArtifact(path, settings, None if name is None else name.partition("/")[2])
-            if reason := _no_session(judged):
+            made = {} if judged.artifact is None else judged.artifact.settings
+            if made.get("static_tokens") or not made.get("with_head", True):
+                reason = "it has a static shape or no head, for benchmark_app"
                 self.notes.append(f"{judged.label} is not evaluated: {reason}")
                 return
             if model is not None:
@@ -117,13 +119,3 @@ def artifact_task(judged: JudgedArtifact, tokenizer: str | None = None, images: 
     if settings.get("task") == IMAGE:
         return ImageTask.of(judged.path, read_config(judged.path), images)
     return LanguageTask(artifact_tokenizer(judged, tokenizer), judged.label)
-
-
-def _no_session(judged: JudgedArtifact) -> str:
-    """Why it cannot be run; empty: it can."""
-    settings = {} if judged.artifact is None else judged.artifact.settings
-    if not settings.get("with_head", True):
-        return "it was exported without its head, for benchmark_app"
-    if settings.get("static_tokens"):
-        return f"it is a static forward of {settings['static_tokens']} tokens, for benchmark_app"
-    return ""

@@ -156,11 +156,6 @@ def runtime_of(subject: Subject) -> str:
     return runtime_title(subject.target) if subject.own_plan else "other files"
 
 
-def plan_or_file(subject: Subject) -> str:
-    """What a subject is called beside others of its runtime."""
-    return subject.own_plan or subject.label
-
-
 @checks_rows
 def collect(run: Run) -> RunView:
     """Reads a run. What is not there is None or empty; what cannot be read is an error that names it."""

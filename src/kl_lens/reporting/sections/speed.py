@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kl_lens.reporting import answer
 from kl_lens.reporting.charts import SERIES, Dot, Line, axis, scatter, unit_of
-from kl_lens.reporting.data import RunView, plan_or_file, runtime_of
+from kl_lens.reporting.data import RunView, runtime_of
 from kl_lens.reporting.markup import Cell, Html, Section, details, figure, join, note, table, tag
 from kl_lens.reporting.names import subject_title
 from kl_lens.reporting.numbers import count, number, percent, size
@@ -62,7 +62,7 @@ def _chart(view: RunView, profiles: Sequence[Profile]) -> Html | None:
     for index, runtime in enumerate(dict.fromkeys(runtime_of(p.subject) for p in shown)):
         limits = []
         for p in (p for p in shown if runtime_of(p.subject) == runtime):
-            spread, name = p.timings[timing], plan_or_file(p.subject)
+            spread, name = p.timings[timing], p.subject.own_plan or p.subject.label
             words = f"{subject_title(p.subject)}, {p.device}, {count(p.threads, 'thread')}\n{size(p.file_bytes)}\n"
             words += f"{title}: {number(spread.median)}, quartiles {number(spread.low)} to "
             words += f"{number(spread.high)}, {spread.repeats} repeats"
