@@ -128,8 +128,8 @@ def test_little_memory_makes_slabs_waves_and_files_not_other_numbers(saved, monk
 @pytest.mark.parametrize("family", QUICK)
 def test_what_goes_straight_to_a_gpu_is_what_transformers_loads(family: str, saved) -> None:
     folder = saved(family)
-    how = (folder, read_config(folder), torch.float32, torch.device("cpu"), False, None)
-    model = opening._from_disk(*how, whole=True).model
+    checkpoint = opening._Checkpoint(folder, read_config(folder), "text", torch.float32, torch.device("cpu"))
+    model = checkpoint.streamed(None, whole=True).model
     expected, ids = load(folder), some_windows(1, 20).ids
     assert model.state_dict().keys() == expected.model.state_dict().keys()
     with torch.inference_mode():

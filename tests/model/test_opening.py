@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import pickle
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from kl_lens.base.errors import CheckpointError
-from kl_lens.model import load
+from kl_lens.model import LoadedModel, load
 from kl_lens.model.streaming import CheckpointTensors
 from tests.families import CONFIGS, tiny_model, token_ids
 
@@ -32,13 +34,50 @@ def test_every_family_opens_from_a_folder(family: str, saved) -> None:
     torch.testing.assert_close(model.chain.full_logits(token_ids(1, 9)), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_shards_open_and_a_missing_one_is_named(saved) -> None:
-    folder = saved("llama", max_shard_size="100KB")
-    lost = sorted(folder.glob("*.safetensors"))[1]
-    assert load(folder).anatomy.model_type == "llama"
-    lost.unlink()
-    with pytest.raises(CheckpointError, match=rf"shard {lost.name} of \d+ is missing.*finish the download"):
-        load(folder)
+def _shards(suffix: str, save: Callable[..., object]) -> Callable[[Path], None]:
+    """The weights in two files, and an index that lists them in another order than they are stored in."""
+
+    def change(folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        (folder / "model.safetensors").unlink()
+        names = {f"part-{half}-of-2.{suffix}": sorted(weights)[half::2] for half in (1, 0)}
+        for file, held in names.items():
+            save({name: weights[name] for name in held}, folder / file)
+        places = {name: file for file, held in names.items() for name in reversed(held)}
+        stem = "model" if suffix == "safetensors" else "pytorch_model"
+        index = {"metadata": {"total_size": 1}, "weight_map": places}
+        (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps(index))
+
+    return change
+
+
+def _pickled(**how: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin", **how)
+        (folder / "model.safetensors").unlink()
+
+    return change
+
+
+LAYOUTS: dict[str, Callable[[Path], None]] = {
+    "shards": _shards("safetensors", functools.partial(save_file, metadata={"format": "pt"})),
+    "pickled shards": _shards("bin", torch.save),
+    "pickled": _pickled(),
+    "pickled by an old torch": _pickled(_use_new_zipfile_serialization=False),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_files_open_however_they_are_stored(layout: str, saved) -> None:
+    folder = saved("mamba")
+    expected = load(folder).fingerprint
+    LAYOUTS[layout](folder)
+    assert load(folder).fingerprint == expected
+    lost = next(iter(sorted(folder.glob("part-1*"))), None)
+    if lost is not None:
+        lost.unlink()
+        with pytest.raises(CheckpointError, match=rf"shard {lost.name} of 2 is missing.*finish the download"):
+            load(folder)
 
 
 def test_dtype_and_device_are_as_asked(saved) -> None:
@@ -84,7 +123,7 @@ def test_a_matrix_stored_as_embedding_and_as_head_is_one_component(saved, dtype:
 # -- the mamba_ssm layout -----------------------------------------------------------------------------------
 
 
-def _as_mamba_ssm(folder: Path, family: str, *, pickled: bool) -> torch.nn.Module:
+def _as_mamba_ssm(folder: Path, family: str, *, pickled: bool = False) -> torch.nn.Module:
     """Writes a tiny model the way the state-spaces/* originals are written."""
     model = tiny_model(family)
     weights = {
@@ -94,15 +133,17 @@ def _as_mamba_ssm(folder: Path, family: str, *, pickled: bool) -> torch.nn.Modul
     # A vocabulary of 97 padded to 104, as pad_vocab_size_multiple 8 asks.
     for name in ("backbone.embedding.weight", "lm_head.weight"):
         weights[name] = torch.cat([weights[name], torch.zeros(7, 64)])
-    if family == "mamba2":
-        weights["lm_head.weight"] = weights["backbone.embedding.weight"].clone()
-    folder.mkdir()
-    settings = {"d_state": 8, "dt_rank": 5}
-    if family == "mamba2":
-        settings = {"layer": "Mamba2", "d_state": 16, "headdim": 16, "chunk_size": 16}
+    mamba2 = {
+        "layer": "Mamba2",
+        "d_state": 16,
+        "headdim": 16,
+        "chunk_size": 16,
+        "ngroups": 1 + (family != "mamba2"),
+    }
     config = {
-        "d_model": 64, "n_layer": 4, "vocab_size": 97, "ssm_cfg": settings, "rms_norm": True, "residual_in_fp32": True,
-        "fused_add_norm": True, "pad_vocab_size_multiple": 8, "tie_embeddings": True,
+        "d_model": 64, "n_layer": 4, "vocab_size": 97, "rms_norm": True, "residual_in_fp32": True,
+        "fused_add_norm": True, "pad_vocab_size_multiple": 8, "tie_embeddings": family == "mamba",
+        "ssm_cfg": {"d_state": 8, "dt_rank": 5} if family == "mamba" else mamba2,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     if pickled:
@@ -112,30 +153,25 @@ def _as_mamba_ssm(folder: Path, family: str, *, pickled: bool) -> torch.nn.Modul
     return model
 
 
-@pytest.mark.parametrize("family", ["mamba", "mamba2"])
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "mamba2_groups"])
 @pytest.mark.parametrize("pickled", [True, False])
-def test_the_mamba_ssm_layout_opens(family: str, pickled: bool, tmp_path: Path) -> None:
-    original = _as_mamba_ssm(tmp_path / "original", family, pickled=pickled)
-    model = load(tmp_path / "original")
+def test_the_mamba_ssm_layout_opens_and_says_which_tokenizer_to_pass(
+    family: str, pickled: bool, tmp_path: Path
+) -> None:
+    original = _as_mamba_ssm(tmp_path, family, pickled=pickled)
+    model, ids = load(tmp_path), token_ids(2, 11)
     assert model.layout == "mamba_ssm"
-    ids = token_ids(2, 11)
-    with torch.inference_mode():
-        head = original.backbone.embeddings.weight if family == "mamba2" else original.lm_head.weight
-        expected = original.backbone(ids, use_cache=False).last_hidden_state @ head.T
     logits = model.chain.full_logits(ids)
     assert logits.shape[-1] == 104, "padded to a multiple of 8"
+    expected = LoadedModel(family, Path(), original, None).chain.full_logits(ids)  # with the authors' norm
     torch.testing.assert_close(logits[..., :97], expected, rtol=1e-4, atol=1e-4)
-
-
-def test_a_mamba_ssm_model_says_which_tokenizer_to_pass(tmp_path: Path) -> None:
-    _as_mamba_ssm(tmp_path / "original", "mamba", pickled=False)
     with pytest.raises(CheckpointError, match=r"--tokenizer .*EleutherAI/gpt-neox-20b"):
-        load(tmp_path / "original").require_tokenizer()
+        model.require_tokenizer()
 
 
 def test_a_tokenizer_file_can_be_passed(tmp_path: Path, shared: Path) -> None:
-    _as_mamba_ssm(tmp_path / "original", "mamba", pickled=False)
-    model = load(tmp_path / "original", tokenizer=shared / "data/tokenizers/gpt_neox_20b_tokenizer.json")
+    _as_mamba_ssm(tmp_path, "mamba")
+    model = load(tmp_path, tokenizer=shared / "data/tokenizers/gpt_neox_20b_tokenizer.json")
     assert model.require_tokenizer().decode(model.tokenizer("Hello world")["input_ids"]) == "Hello world"
 
 
@@ -146,27 +182,27 @@ def test_a_tokenizer_file_can_be_passed(tmp_path: Path, shared: Path) -> None:
         ({"rms_norm": False}, "LayerNorm"),
         ({"ssm_cfg": {"layer": "Mamba3"}}, "Mamba3"),
         ({"d_intermediate": 128}, "MLP"),
+        ({"ssm_cfg": {"layer": "Mamba2", "d_ssm": 64}}, "channels beside the scan"),
     ],
 )
 def test_mamba_ssm_settings_that_transformers_lacks_are_refused(change, message, tmp_path: Path) -> None:
-    folder = tmp_path / "original"
-    _as_mamba_ssm(folder, "mamba", pickled=False)
-    _configured(**change)(folder)
+    _as_mamba_ssm(tmp_path, "mamba")
+    _configured(**change)(tmp_path)
     with pytest.raises(CheckpointError, match=message):
-        load(folder)
+        load(tmp_path)
 
 
 def test_a_pickle_that_holds_code_is_not_run(tmp_path: Path) -> None:
-    _as_mamba_ssm(tmp_path / "original", "mamba", pickled=True)
+    _as_mamba_ssm(tmp_path, "mamba", pickled=True)
     marker = tmp_path / "owned"
 
     class Attack:
         def __reduce__(self):
             return (Path.touch, (marker,))
 
-    (tmp_path / "original/pytorch_model.bin").write_bytes(pickle.dumps(Attack()))
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Attack()))
     with pytest.raises(CheckpointError, match="is damaged or holds more than tensors"):
-        load(tmp_path / "original")
+        load(tmp_path)
     assert not marker.exists()
 
 
@@ -294,10 +330,13 @@ def test_an_index_is_read_with_care(change, message, saved) -> None:
         load(folder)
 
 
-def test_buffers_of_older_versions_do_no_harm(saved) -> None:
+def test_buffers_of_older_versions_do_no_harm_and_what_is_left_out_is_said(saved) -> None:
     folder = saved("llama")
     _holding("model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(8))(folder)
-    assert load(folder).anatomy.model_type == "llama"
+    assert not load(folder).notes
+    _holding("mtp.layers.0.eh_proj.weight", torch.ones(8, 8))(folder)
+    for weights in ("memory", "disk"):
+        assert "Not opened: mtp.layers.0.eh_proj.weight. Heads" in load(folder, weights=weights).notes[0]
 
 
 def test_a_number_too_large_for_half_precision_is_named(saved) -> None:

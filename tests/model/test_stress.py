@@ -20,13 +20,10 @@ def _model(family: str) -> LoadedModel:
 
 STRESSABLE = {
     "mamba": {"in_proj", "dt_proj"},
-    "falcon_mamba": {"in_proj"},
     "mamba2": {"in_proj", "out_proj"},
     "falcon_h1": {"in_proj", "out_proj", "q_proj", "o_proj", "gate_proj", "down_proj"},
     "jamba": {"in_proj", "q_proj", "o_proj", "down_proj"},
-    "bamba": {"in_proj", "out_proj", "q_proj", "o_proj", "down_proj"},
     "nemotron_h": {"in_proj", "out_proj", "q_proj", "o_proj", "up_proj"},
-    "granitemoehybrid": {"in_proj", "out_proj", "q_proj", "o_proj"},
     "llama": {"q_proj", "o_proj", "gate_proj", "down_proj"},
 }
 

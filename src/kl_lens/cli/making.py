@@ -46,7 +46,7 @@ def show_inspect(result: InspectResult) -> Shown:
         for (kind, reason), members in groups.items()
     ]
     yield table("Left alone", rows)
-    yield from (f"Note: {note}" for note in anatomy.notes)
+    yield from (f"Note: {note}" for note in model.notes)
 
 
 def _blocks(anatomy: Anatomy) -> Iterator[Row | None]:
@@ -99,7 +99,7 @@ def json_inspect(result: InspectResult) -> dict[str, Any]:
         **{name: getattr(anatomy, name) for name in ("model_type", "blocks", "embedding", "head")},
         "parameters": anatomy.parameters,
         "bytes": bytes_of(*anatomy.components),
-        "notes": anatomy.notes,
+        "notes": model.notes,
         "components": [c.to_json() | {"bytes": bytes_of(c)} for c in anatomy.components],
     }
 

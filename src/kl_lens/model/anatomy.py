@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -82,17 +82,29 @@ def anatomy_of(model: nn.Module, chain: Chain) -> Anatomy:
         names_of[key].append(name)
         parameter_of[key] = parameter
     describe = _Describer(model, chain)
-    components = [describe.component(parameter_of[key], names) for key, names in names_of.items()]
-    components = _in_order(_with_siblings(components), len(chain))
+    components = _with_siblings(
+        [describe.component(parameter_of[key], names) for key, names in names_of.items()]
+    )
     holder = {c.weight: c.name for c in components}
-    config = model.config
+    blocks = len(chain)
+
+    def place(c: Component) -> int:
+        """Embedding, blocks in order, then the rest, the head last; stable inside a block."""
+        last = blocks + (c.family == "head") if c.block is None else c.block
+        return -1 if c.kind == "embedding" else last
+
+    groups = groups_of(model.config)
+    note = (
+        f"The gated norm is computed in {groups} groups, as the model's authors and llama.cpp compute it. "
+        "transformers would normalise over all groups at once."
+    )
     return Anatomy(
-        model_type=str(getattr(config, "model_type", type(model).__name__)),
-        components=tuple(components),
-        blocks=len(chain),
+        model_type=str(getattr(model.config, "model_type", type(model).__name__)),
+        components=tuple(sorted(components, key=place)),
+        blocks=blocks,
         embedding="" if describe.embedding_weight is None else holder[names_of[describe.embedding_weight][0]],
         head=holder[names_of[describe.head_weight][0]],
-        notes=tuple(_notes(config)),
+        notes=(note,) if groups > 1 else (),
     )
 
 
@@ -108,10 +120,12 @@ class _Describer:
         self.head_kind = chain.task.head_kind
         self.embedding_weight = None if embedding is None else _identity(embedding.weight)
         self.head_weight = _identity(chain.head.weight)
-        loose = {name: p for name, p in model.named_parameters() if self._is_loose(name, p)}
+        loose = [p for name, p in model.named_parameters() if self._is_loose(name, p)]
         ids = chain.task.blank(1, 5)
-        summed = _summed_along_last_axis(lambda: chain.full_logits(ids), loose)
-        self.summed = {_identity(loose[name]): answer for name, answer in summed.items()}
+        with _Watcher(loose) as watcher:
+            if loose:
+                chain.full_logits(ids)
+        self.summed = watcher.seen
 
     def _is_loose(self, name: str, parameter: nn.Parameter) -> bool:
         """A matrix, or a stack of them, outside a `Linear`: its orientation must be found by watching a forward."""
@@ -126,9 +140,10 @@ class _Describer:
         owner, leaf = _place(names[0])
         kind, family, reason = self._classify(parameter, owner, leaf)
         labels = [component_name(name, parameter.dim()) for name in names]
-        blocks = sorted({index for name in names for index in self._block_of(name)})
-        if _identity(parameter) in (self.embedding_weight, self.head_weight):
-            blocks = []
+        outside = _identity(parameter) in (self.embedding_weight, self.head_weight)
+        prefix = self.blocks_name + "."
+        inside = [] if outside else [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+        blocks = sorted({int(name.split(".", 1)[0]) for name in inside})
         return Component(
             name=labels[0],
             weight=names[0],
@@ -142,11 +157,6 @@ class _Describer:
             quantizable=reason is None,
             reason=reason,
         )
-
-    def _block_of(self, name: str) -> Iterator[int]:
-        prefix = self.blocks_name + "."
-        if name.startswith(prefix):
-            yield int(name[len(prefix) :].split(".", 1)[0])
 
     def _classify(self, parameter: nn.Parameter, owner: str, leaf: str) -> tuple[str, str, str | None]:
         """(kind, family, why it is not quantizable or None)."""
@@ -168,7 +178,8 @@ class _Describer:
             return "bias", family, REASONS["bias"]
         if "norm" in type(module).__name__.lower():
             return "norm", family, REASONS["norm"]
-        along_last = self.summed.get(identity)
+        seen = self.summed.get(identity)
+        along_last = all(seen) if seen else None  # None: in no product
         if parameter.dim() == 3 and "expert" in type(module).__name__.lower():
             transposed = getattr(module, "is_transposed", False) or along_last is False
             return kind, "moe", _sized("input_major", parameter) if transposed else None
@@ -235,45 +246,21 @@ def _last_word(path: str) -> str:
 
 
 def _with_siblings(components: Sequence[Component]) -> list[Component]:
-    by_parent: dict[str, list[Component]] = defaultdict(list)
-    for component in components:
-        if component.quantizable:
-            by_parent[component.name.rpartition(".")[0]].append(component)
-    fused: dict[str, tuple[str, ...]] = {}
-    for members in by_parent.values():
-        for group in FUSED_GROUPS:
-            together = [m.name for m in members if m.kind in group]
-            if len(together) > 1:
-                fused.update({name: tuple(n for n in together if n != name) for name in together})
+    together: dict[tuple[str, frozenset[str]], list[str]] = defaultdict(list)
+    for c in components:
+        for group in FUSED_GROUPS if c.quantizable else ():
+            if c.kind in group:
+                together[c.name.rpartition(".")[0], group].append(c.name)
+    fused = {name: tuple(n for n in names if n != name) for names in together.values() for name in names}
     return [replace(c, fused_with=fused.get(c.name, ())) for c in components]
 
 
-def _in_order(components: Sequence[Component], blocks: int) -> list[Component]:
-    """Embedding, blocks in order, then the rest; stable inside a block."""
-
-    def place(component: Component) -> int:
-        if component.kind == "embedding":
-            return -2
-        if component.block is not None:
-            return component.block
-        return blocks + (1 if component.family == "head" else 0)
-
-    return sorted(components, key=place)
-
-
-def _notes(config: object) -> Iterator[str]:
-    if (groups := groups_of(config)) > 1:
-        yield (
-            f"The gated norm is computed in {groups} groups, as the model's authors and llama.cpp compute it. "
-            "transformers would normalise over all groups at once."
-        )
-
-
-# Function name → positions of its left and right matrix among the arguments.
+# Function name → its arguments that are matrices, each with the axis that is summed over.
 _PRODUCTS = {
-    **dict.fromkeys(("matmul", "__matmul__", "mm", "bmm"), (0, 1)),
-    "__rmatmul__": (1, 0),
-    **dict.fromkeys(("addmm", "baddbmm"), (1, 2)),
+    "linear": ((1, -1),),
+    **dict.fromkeys(("matmul", "__matmul__", "mm", "bmm"), ((0, -1), (1, -2))),
+    "__rmatmul__": ((1, -1), (0, -2)),
+    **dict.fromkeys(("addmm", "baddbmm"), ((1, -1), (2, -2))),
 }
 
 
@@ -284,45 +271,27 @@ class _Watcher(TorchFunctionMode):
     A parameter that a module multiplies itself (`self.x_proj_weight @ x`) may be either way round.
     """
 
-    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__()
-        self.seen: dict[str, set[bool]] = {name: set() for name in parameters}
-        self._parameters = parameters
+        self._parameters = {_identity(p): p for p in parameters}
+        # For each parameter: whether products of it, or of its views, sum over its last axis.
+        self.seen: dict[int, set[bool]] = {key: set() for key in self._parameters}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        name = getattr(func, "__name__", "")
-        if name == "linear":
-            weight = args[1] if len(args) > 1 else (kwargs or {}).get("weight")
-            self._note(weight, -1)
-        elif name in _PRODUCTS and len(args) > max(_PRODUCTS[name]):
-            left, right = _PRODUCTS[name]
-            self._note(args[left], -1)
-            self._note(args[right], -2)
+        given = [*args, *(kwargs or {}).values()]
+        for position, axis in _PRODUCTS.get(getattr(func, "__name__", ""), ()):
+            if position < len(given):
+                self._note(given[position], axis)
         return func(*args, **(kwargs or {}))
 
     def _note(self, tensor: Any, axis: int) -> None:
         if not isinstance(tensor, torch.Tensor) or tensor.dim() < 2:
             return
-        place = tensor.data_ptr()
-        for name, parameter in self._parameters.items():
+        for key, parameter in self._parameters.items():
             # Compare present addresses: weights on disk are somewhere else each time, or have no size.
-            if (
-                0
-                <= place - parameter.data_ptr()
-                < min(parameter.nbytes, parameter.untyped_storage().nbytes())
-            ):
+            size = min(parameter.nbytes, parameter.untyped_storage().nbytes())
+            if 0 <= tensor.data_ptr() - parameter.data_ptr() < size:
                 whole = tensor.shape[axis] == parameter.shape[-1]
-                self.seen[name].add(whole and tensor.stride(axis) == parameter.stride(-1))
-
-
-def _summed_along_last_axis(
-    forward: Callable[[], Any], parameters: Mapping[str, torch.Tensor]
-) -> dict[str, bool | None]:
-    """For each parameter: do all products of it, or of its views, sum over its last axis? None: no product."""
-    if not parameters:
-        return {}
-    with _Watcher(parameters) as watcher:
-        forward()
-    return {name: all(seen) if seen else None for name, seen in watcher.seen.items()}
+                self.seen[key].add(whole and tensor.stride(axis) == parameter.stride(-1))

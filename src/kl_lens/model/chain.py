@@ -10,9 +10,9 @@ besides the hidden states is carried along (`linking.py`).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -22,18 +22,7 @@ from torch.utils import _pytree as pytree
 
 from kl_lens.base.errors import CheckpointError, one_line
 from kl_lens.model.kernels import Comparison, Watch, fast_kernels, replaceable
-from kl_lens.model.linking import (
-    HIDDEN,
-    Arguments,
-    Board,
-    Given,
-    States,
-    board_contents,
-    hidden_of,
-    marked,
-    marks_in,
-    written_boards,
-)
+from kl_lens.model.linking import HIDDEN, Arguments, Board, Given, States, hidden_of, marked
 from kl_lens.model.patching import patched, without_weights
 from kl_lens.model.tasks import LanguageTask, Task
 
@@ -64,7 +53,12 @@ class BlockCalls:
     ids: torch.Tensor  # (batch, time), or (windows, images)
     hidden: torch.Tensor  # (batch, positions, width): positions may exceed time (meta tokens)
     arguments: tuple[Arguments, ...]
-    last_taker: dict[Given, int] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def last_taker(self) -> dict[Given, int]:
+        """Every tensor that a block takes from an earlier one → the last block that takes it."""
+        leaves = ((i, leaf) for i, call in enumerate(self.arguments) for leaf in pytree.tree_leaves(call))
+        return {leaf: index for index, leaf in leaves if isinstance(leaf, Given)}
 
 
 class Chain:
@@ -104,12 +98,12 @@ class Chain:
 
     def _watch(self) -> None:
         """Finds the blocks, their outputs and the boards they write to, in a small forward."""
-        ids = self.task.sample(self.model, 2, 5).to(self.device)
+        ids = self.task.sample(self.model, 2, 5)
         ids[1, :3] = ids[0, :3]  # a causal model gives both rows the same logits there
         self.blocks_name, self.blocks = _find_blocks(
             self.model, lambda: self._first_forward(ids), self.task.lists, self.head
         )
-        calls, outputs, self._boards = self._record(ids)
+        calls, outputs, at_head, logits = self._record(ids)
         _check_linked(self.model, self.blocks_name, calls, outputs)
         hidden = [hidden_of(*call) for call in calls]
         # Values per row (token, or image) in the inputs of all blocks.
@@ -117,7 +111,7 @@ class Chain:
         last = outputs[-1][0] if isinstance(outputs[-1], (tuple, list)) else outputs[-1]
         self._reshapes = len({states.shape for states in (*hidden, last)}) > 1
         self._outputs = [pytree.tree_flatten(output) for output in outputs]
-        self.head_scale = self._find_head_scale(ids)
+        self.head_scale = _factor(at_head, logits)
 
     def _first_forward(self, ids: torch.Tensor) -> None:
         try:
@@ -127,9 +121,8 @@ class Chain:
                 f"{type(self.model).__name__}: the model's own forward fails on {ids.shape[1]} {self.task.unit} "
                 f"({type(error).__name__}: {one_line(error)}); config.json and code do not fit together"
             ) from error
-        if self.task.generates and float((logits[0, :3] - logits[1, :3]).abs().max()) > self._rounding(
-            logits
-        ):
+        off = float((logits[0, :3] - logits[1, :3]).abs().max())
+        if self.task.generates and off > self._rounding(logits):
             raise CheckpointError(
                 f"{type(self.model).__name__} is not causal: its output for a token depends on later "
                 "tokens; KL Lens measures causal language models, and image classifiers with --images FOLDER"
@@ -139,27 +132,38 @@ class Chain:
         """What two ways to compute these logits may differ by."""
         return ROUNDING.get(next(self.model.parameters()).dtype, _HALF_ROUNDING) * float(logits.abs().max())
 
-    def _record(self, ids: torch.Tensor) -> tuple[list[Arguments], list[Any], frozenset[str]]:
-        """Each block's call and output in a full forward, and the dictionary arguments that blocks write to."""
+    def _record(
+        self, ids: torch.Tensor
+    ) -> tuple[list[Arguments], list[Any], list[torch.Tensor], torch.Tensor]:
+        """Each block's call and output in a full forward, what leaves the head, and the logits. Notes the boards:
+        dictionary arguments that blocks write to."""
         calls: list[Arguments] = []
         outputs: list[Any] = []
+        at_head: list[torch.Tensor] = []
         before: list[dict[str, dict[Any, Any]]] = []
         boards: set[str] = set()
 
         def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
-            before.append(board_contents((args, kwargs)))
+            before.append({name: dict(v) for name, v in kwargs.items() if isinstance(v, MutableMapping)})
 
         def leave(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             calls.append((args, kwargs))
             outputs.append(output)
-            boards.update(written_boards((args, kwargs), before[-1]))
+            for name, old in before[-1].items():
+                now = kwargs[name]
+                if old.keys() != now.keys() or any(old[key] is not now[key] for key in old):
+                    boards.add(name)
 
         with ExitStack() as hooks:
             for block in self.blocks:
                 hooks.enter_context(block.register_forward_pre_hook(enter, with_kwargs=True))
                 hooks.enter_context(block.register_forward_hook(leave, with_kwargs=True))
-            self._forward(ids)
-        return calls, outputs, frozenset(boards)
+            hooks.enter_context(
+                self.head.register_forward_hook(lambda _m, _a, output: at_head.append(output))
+            )
+            logits = self._forward(ids)
+        self._boards = frozenset(boards)
+        return calls, outputs, at_head, logits
 
     def _batched_arguments(self, ids: torch.Tensor) -> tuple[tuple[bool, ...], ...]:
         """For every argument of every block: is its first axis the batch?
@@ -180,21 +184,6 @@ class Chain:
             )
         return self._batched[length]
 
-    def _find_head_scale(self, ids: torch.Tensor) -> float | None:
-        """The factor between the head's output and the logits; None if it is not a plain factor."""
-        seen: list[torch.Tensor] = []
-        with self.head.register_forward_hook(lambda _m, _a, output: seen.append(output)):
-            logits = self._forward(ids)
-        if len(seen) != 1 or (given := seen[0].reshape(*ids.shape, -1)).shape != logits.shape:
-            return None
-        given, logits = given.float(), logits.float()  # models may convert the head's output
-        largest = int(given.abs().argmax())
-        scale = float(logits.flatten()[largest] / given.flatten()[largest])
-        for candidate in (1.0, scale):
-            if torch.allclose(given * candidate, logits, rtol=1e-6, atol=0):
-                return candidate
-        return None
-
     # -- trusting it ------------------------------------------------------------------------------------
 
     def doubt(self, ids: torch.Tensor) -> str | None:
@@ -203,10 +192,9 @@ class Chain:
         Tested on the first window, once per length: run in two parts, and stacked from the middle on, the chain must
         give the logits of the model's own forward.
         """
-        length = ids.shape[1]
-        if length not in self._doubts:
-            self._doubts[length] = self._find_doubt(ids[:1].to(self.device))
-        return self._doubts[length]
+        if ids.shape[1] not in self._doubts:
+            self._doubts[ids.shape[1]] = self._find_doubt(ids[:1])
+        return self._doubts[ids.shape[1]]
 
     def _find_doubt(self, ids: torch.Tensor) -> str | None:
         expected = self.full_logits(ids).float()
@@ -258,7 +246,6 @@ class Chain:
         rows = CHECKED_TOKENS if self.task.generates else 2
         most = getattr(getattr(self.model, "config", None), "max_position_embeddings", None)
         ids = self.task.sample(self.model, 1, min(rows, most or rows)) if ids is None else ids
-        ids = ids.to(self.device)
         watch = Watch(gradients=gradients)
         with watch.watching(), around or nullcontext():
             logits = self._forward(ids).float()
@@ -266,7 +253,7 @@ class Chain:
         if gradients or around is not None:
             return found
         with suppress(Exception), torch.inference_mode():  # code of a checkpoint may need a GPU: see `Watch`
-            expected = self.task.forward(self.model, ids).float()
+            expected = self.task.forward(self.model, ids.to(self.device)).float()
             # As in `_find_doubt`: most rows must agree.
             off = (logits - expected).abs().amax(-1).median() / expected.abs().max().clamp(min=1e-30)
             dtype = next(self.model.parameters()).dtype
@@ -297,18 +284,18 @@ class Chain:
 
     def _forward(self, ids: torch.Tensor) -> torch.Tensor:
         with torch.inference_mode(), self._kernels():
-            return self.task.forward(self.model, ids)
+            return self.task.forward(self.model, ids.to(self.device))
 
     def full_logits(self, ids: torch.Tensor) -> torch.Tensor:
         """The model's own forward: (batch, time, vocabulary)."""
         self.uses_kernels()
-        return self._forward(ids.to(self.device))
+        return self._forward(ids)
 
     def final_states(self, ids: torch.Tensor) -> torch.Tensor:
         """The inputs of the head in the model's own forward: (batch, time, width)."""
         self.uses_kernels()
         with _stopping_at(self.head) as seen:
-            self._forward(ids.to(self.device))
+            self._forward(ids)
         return seen[0].reshape(*ids.shape, -1)
 
     def calls(self, ids: torch.Tensor) -> BlockCalls:
@@ -332,7 +319,7 @@ class Chain:
 
         with self._blocks_bypassed(bypass), _stopping_at(self.head):
             self._forward(ids)
-        return BlockCalls(ids, states[0], tuple(calls), marks_in(calls))
+        return BlockCalls(ids, states[0], tuple(calls))
 
     def run(
         self, states: States | torch.Tensor, calls: BlockCalls, start: int, stop: int | None = None
@@ -408,7 +395,7 @@ class Chain:
                 return logits if self.head_scale == 1.0 else logits.mul_(self.head_scale)
             # Something follows the head: use the model's own code on these states.
             rows = states.reshape(1, -1, states.shape[-1])
-            ids = self.task.blank(*rows.shape[:2]).to(self.device)
+            ids = self.task.blank(*rows.shape[:2])
             entering = rows if self.task.generates else rows.flatten(0, 1)
             given = self.head.register_forward_pre_hook(lambda _module, _args: (entering,))
             with given, self._blocks_bypassed(hidden_of):
@@ -445,6 +432,19 @@ def _stopping_at(module: nn.Module) -> Iterator[list[torch.Tensor]]:
 
     with module.register_forward_pre_hook(stop), suppress(_Stop):
         yield seen
+
+
+def _factor(at_head: list[torch.Tensor], logits: torch.Tensor) -> float | None:
+    """The factor between the head's output and the logits; None if it is not a plain factor."""
+    if len(at_head) != 1 or at_head[0].numel() != logits.numel():
+        return None
+    given, found = (
+        at_head[0].flatten().float(),
+        logits.flatten().float(),
+    )  # models may convert the head's output
+    largest = int(given.abs().argmax())
+    factors = (1.0, float(found[largest] / given[largest]))
+    return next((f for f in factors if torch.allclose(given * f, found, rtol=1e-6, atol=0)), None)
 
 
 def _find_blocks(

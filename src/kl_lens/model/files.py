@@ -25,10 +25,10 @@ _AXIS = re.compile(r"^(d_model|\w*(size|_dim|_rank|_width|_heads|_experts))$")
 _FLOATS = re.compile(r"B?F(16|32|64)|b?float(16|32|64)")
 _NARROW = re.compile(r"([FIU]|u?int|float)[468](_\w+)?")
 _SCALE = re.compile("scale|SCB|absmax")  # in the names of their scales
-# Left in files by older versions of transformers; computed anew, or of no use to a causal language model.
-_HARMLESS = re.compile(
-    r"(\.inv_freq|\.masked_bias|\.attn(ention)?\.bias|\.position_ids|\.num_batches_tracked)$|^mtp\."
-)
+# Heads for further tokens, and vision towers: no part of the language model.
+LEFT_OUT = re.compile(r"^(mtp|model\.visual)\.")
+# Left in files by older versions of transformers, and computed anew.
+_HARMLESS = re.compile(r"\.(inv_freq|masked_bias|attn(ention)?\.bias|position_ids|num_batches_tracked)$")
 _ALWAYS_FINE = 1000  # sizes below this are never refused
 
 
@@ -213,7 +213,7 @@ def refuse_misfits(
             f"{folder}: the weights lack {lacking[0]}{and_more(lacking)}; download the checkpoint again, or check "
             "that config.json belongs to these weights"
         )
-    if extra := sorted(name for name in unused if not _HARMLESS.search(name)):
+    if extra := sorted(n for n in unused if not _HARMLESS.search(n) and not LEFT_OUT.match(n)):
         raise CheckpointError(
             f"{folder}: the weights have {extra[0]}{and_more(extra)}, which config.json does not describe; {belong}"
         )

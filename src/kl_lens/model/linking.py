@@ -86,27 +86,3 @@ def marked(call: Arguments, given: Mapping[int, Given], boards: frozenset[str]) 
 
     kwargs = {name: Board(name, copy.copy(v)) if name in boards else v for name, v in kwargs.items()}
     return pytree.tree_map(mark, (args, kwargs))
-
-
-def marks_in(arguments: Sequence[Arguments]) -> dict[Given, int]:
-    """Every tensor that a block takes from an earlier one → the last block that takes it."""
-    return {
-        leaf: index
-        for index, call in enumerate(arguments)
-        for leaf in pytree.tree_leaves(call)
-        if isinstance(leaf, Given)
-    }
-
-
-def written_boards(before: Arguments, contents: Mapping[str, Mapping[Any, Any]]) -> set[str]:
-    """The arguments whose contents differ from `contents`, taken before the call."""
-    now = board_contents(before)
-    return {
-        name
-        for name, old in contents.items()
-        if old.keys() != now[name].keys() or any(old[key] is not now[name][key] for key in old)
-    }
-
-
-def board_contents(call: Arguments) -> dict[str, dict[Any, Any]]:
-    return {name: dict(value) for name, value in call[1].items() if isinstance(value, MutableMapping)}

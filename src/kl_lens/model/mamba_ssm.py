@@ -51,6 +51,7 @@ def configuration(folder: Path, config: dict[str, Any]) -> transformers.Pretrain
             num_heads=common["expand"] * width // head,
             n_groups=settings.get("ngroups", 1),
             chunk_size=settings.get("chunk_size", 256),
+            time_step_limit=tuple(settings.get("dt_limit", (0.0, math.inf))),
         )
     except Exception as error:  # a library may raise anything for a strange setting
         raise CheckpointError(
@@ -69,6 +70,7 @@ def _refuse_what_transformers_lacks(folder: Path, config: dict[str, Any]) -> Non
         "a gate after the norm (norm_before_gate)": bool(settings.get("norm_before_gate")),
         "no gated norm (rmsnorm false)": settings.get("rmsnorm", True) is False,
         "one D per channel (D_has_hdim)": bool(settings.get("D_has_hdim")),
+        "channels beside the scan (d_ssm)": settings.get("d_ssm") is not None,
     }
     for what, present in refused.items():
         if present:

@@ -20,6 +20,8 @@ from kl_lens.model import architectures as models, mamba_ssm
 from kl_lens.model.anatomy import Anatomy, anatomy_of
 from kl_lens.model.chain import Chain, warn
 from kl_lens.model.files import (
+    LEFT_OUT,
+    and_more,
     check_sizes,
     is_quantized,
     quant_method,
@@ -27,6 +29,7 @@ from kl_lens.model.files import (
     refuse_broken_numbers,
     refuse_misfits,
     refuse_quantized,
+    stored_tensors,
     weight_bytes,
 )
 from kl_lens.model.hub import Watch, download, pinned_name
@@ -81,6 +84,7 @@ class LoadedModel:
     residency: Residency | None = field(default=None, repr=False)  # if its weights stay on disk
     digest: str | None = field(default=None, repr=False)  # of its weights, where they were read one by one
     not_on_disk: str = field(default="", repr=False)  # why they could not stay there, if they should
+    left_out: tuple[str, ...] = field(default=(), repr=False)  # stored tensors that are not in the model
     warn: Callable[[str], None] = field(default=warn, repr=False)  # hears of a kernel that is wrong
 
     def __post_init__(self) -> None:
@@ -102,7 +106,7 @@ class LoadedModel:
     @cached_property
     def weights(self) -> WeightStore:
         """The quantized weights of this model, for every use."""
-        return WeightStore(ModelWeights(self))
+        return WeightStore(self)
 
     def with_store(self, **store: Any) -> LoadedModel:
         """The same model with its own weight store; `store`: arguments of `WeightStore` besides the source.
@@ -112,7 +116,7 @@ class LoadedModel:
         # Room for a plan, its rivals and what else was measured: nothing is quantized twice.
         room = max(DISK_BUDGET, sum(4 * c.parameters for c in self.anatomy.candidates))
         twin = copy(self)
-        twin.__dict__["weights"] = WeightStore(ModelWeights(twin), **{"disk_budget": room, **store})
+        twin.__dict__["weights"] = WeightStore(twin, **{"disk_budget": room, **store})
         return twin
 
     @property
@@ -126,6 +130,23 @@ class LoadedModel:
         # A run that was measured with transformers' norm over all groups is a run of another model.
         grouped = "-grouped-norm" if groups_of(self.config) > 1 else ""
         return (self.digest or weights_digest(named)) + grouped
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def weight(self, component: str) -> torch.Tensor:
+        """The weight of a component that may be quantized; with `state`, this makes it a `WeightSource`."""
+        entry = self.anatomy.component(component)
+        if not entry.quantizable:
+            raise FormatError(f"{component} cannot be quantized: {entry.reason}")
+        return self.tensor(entry.weight)
+
+    def state(self, component: str) -> Hashable:
+        """Changes with the component's weight."""
+        parameter = self.model.get_parameter(self.anatomy.component(component).weight)
+        untouched = self.residency is not None and self.residency.is_untouched(parameter)
+        return None if untouched else state_of(parameter)
 
     def tensor(self, name: str) -> torch.Tensor:
         """A parameter's values, read from disk if they are not in memory."""
@@ -165,30 +186,17 @@ class LoadedModel:
             "text with one of them is refused; if this is not the model's own tokenizer, give that with --tokenizer"
         )
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know about how it was opened."""
+        if not self.left_out:
+            return self.anatomy.notes
+        what = f"{self.left_out[0]}{and_more(self.left_out)}"
+        line = f"Not opened: {what}. Heads for further tokens and vision towers are no part of the language model."
+        return (*self.anatomy.notes, line)
+
     def require_tokenizer(self) -> Any:
         return LanguageTask(self.tokenizer, self.name).require_tokenizer()
-
-
-class ModelWeights:
-    """The weights of an opened model, as a `WeightSource`."""
-
-    def __init__(self, model: LoadedModel) -> None:
-        self._model = model
-
-    @property
-    def device(self) -> torch.device:
-        return next(self._model.model.parameters()).device
-
-    def weight(self, component: str) -> torch.Tensor:
-        entry = self._model.anatomy.component(component)
-        if not entry.quantizable:
-            raise FormatError(f"{component} cannot be quantized: {entry.reason}")
-        return self._model.tensor(entry.weight)
-
-    def state(self, component: str) -> Hashable:
-        residency, entry = self._model.residency, self._model.anatomy.component(component)
-        parameter = self._model.model.get_parameter(entry.weight)
-        return None if residency and residency.is_untouched(parameter) else state_of(parameter)
 
 
 def load(
@@ -242,11 +250,11 @@ def load(
     models.register()
     kind = task_of(config, task)
     layout = "mamba_ssm" if mamba_ssm.is_layout(config) else "transformers"
-    how = (folder, config, chosen, place, trust_remote_code)
+    checkpoint = _Checkpoint(folder, config, kind, chosen, place, trust_remote_code)
     residency, read, not_on_disk = None, None, ""
     if kind == TEXT and belongs_on_disk(folder, chosen, place, weights, memory_budget):
         try:
-            read = residency = _from_disk(*how, memory_budget)
+            read = residency = checkpoint.streamed(memory_budget)
         except CheckpointError as error:
             if weights == DISK:
                 raise
@@ -254,7 +262,7 @@ def load(
     to_gpu = kind == TEXT and place.type == "cuda" and chosen == torch.float32
     if read is None and (to_gpu or layout == "mamba_ssm"):
         try:
-            read = _from_disk(*how, None, whole=True)
+            read = checkpoint.streamed(None, whole=True)
         except torch.OutOfMemoryError as error:
             raise CheckpointError(
                 f"{name} does not fit onto {place}: {one_line(error)}; use --device cpu"
@@ -265,7 +273,7 @@ def load(
             # torch raises the latter for a parameter that the files lack. transformers fills such ones in foreign code,
             # and opens other files, through the host's memory; if it cannot, it says what is wrong.
     try:
-        model: Any = _load_transformers(*how, kind) if read is None else read.model.eval()
+        model: Any = checkpoint.loaded() if read is None else read.model.eval()
         model.requires_grad_(False)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise CheckpointError(
@@ -284,6 +292,7 @@ def load(
         residency=residency,
         digest=None if read is None else read.fingerprint,
         not_on_disk=not_on_disk,
+        left_out=tuple(t.name for t in stored_tensors(folder) if LEFT_OUT.match(t.name)),
     )
 
 
@@ -323,107 +332,103 @@ def _is_on_hub(source: str | Path) -> bool:
     return not (str(source).startswith("reference:") or os.path.isdir(os.path.expanduser(source)))
 
 
-def _from_disk(
-    folder: Path,
-    config: dict[str, Any],
-    dtype: torch.dtype,
-    device: torch.device,
-    trust_remote_code: bool,
-    budget: int | None,
-    *,
-    whole: bool = False,
-) -> Residency:
-    """A model whose matrices are read from disk when needed; `whole`: now, straight to the device."""
-    refuse_quantized(folder, config, "use --weights memory")
-    if mamba_ssm.is_layout(config):
-        parsed = mamba_ssm.configuration(folder, config)
-    else:
-        parsed = _parsed(folder, config, dtype, trust_remote_code, TEXT)
-    try:
-        with without_weights():
-            model = _LOADERS[TEXT].from_config(parsed, dtype=dtype, trust_remote_code=trust_remote_code)
-    except Exception as error:  # what a library raises over a strange setting can be anything
-        raise CheckpointError(why_not_loaded(folder, config, error)) from error
-    return Residency(model, folder, model.config.model_type, dtype, device, budget, whole=whole)
+@dataclass(frozen=True)
+class _Checkpoint:
+    """A folder, and how it is opened."""
 
+    folder: Path
+    config: dict[str, Any]
+    task: str
+    dtype: torch.dtype
+    device: torch.device
+    trusted: bool = False
 
-def _load_transformers(
-    folder: Path,
-    config: dict[str, Any],
-    dtype: torch.dtype,
-    device: torch.device,
-    trust_remote_code: bool,
-    task: str,
-) -> torch.nn.Module:
-    parsed = _parsed(folder, config, dtype, trust_remote_code, task)
-    try:
-        model, info = _LOADERS[task].from_pretrained(
-            folder,
-            config=parsed,
-            dtype=dtype,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-            local_files_only=True,
-            trust_remote_code=trust_remote_code,
+    def streamed(self, budget: int | None, *, whole: bool = False) -> Residency:
+        """A language model whose matrices are read from disk when needed; `whole`: now, straight to the device."""
+        refuse_quantized(self.folder, self.config, "use --weights memory")
+        parsed = self._parsed()
+        try:
+            with without_weights():
+                model = _LOADERS[TEXT].from_config(parsed, dtype=self.dtype, trust_remote_code=self.trusted)
+        except Exception as error:  # what a library raises over a strange setting can be anything
+            raise CheckpointError(why_not_loaded(self.folder, self.config, error)) from error
+        return Residency(
+            model, self.folder, model.config.model_type, self.dtype, self.device, budget, whole=whole
         )
-    except Exception as error:  # what a library raises over a strange setting can be anything
-        raise CheckpointError(why_not_loaded(folder, config, error)) from error
-    refuse_misfits(
-        folder,
-        missing=info["missing_keys"],
-        unused=info["unexpected_keys"],
-        mismatched=info["mismatched_keys"],
-    )
-    if quant_method(config):
-        for name, tensor in model.state_dict().items():
-            if is_quantized(name, kind := str(tensor.dtype).removeprefix("torch.")):
-                raise CheckpointError(
-                    f"{folder}: transformers keeps {name} as {kind}; give the original checkpoint, in 16 or 32 bits"
+
+    def loaded(self) -> torch.nn.Module:
+        """By transformers."""
+        parsed = self._parsed()
+        try:
+            model, info = _LOADERS[self.task].from_pretrained(
+                self.folder,
+                config=parsed,
+                dtype=self.dtype,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                local_files_only=True,
+                trust_remote_code=self.trusted,
+            )
+        except Exception as error:  # as above
+            raise CheckpointError(why_not_loaded(self.folder, self.config, error)) from error
+        found = {kind: info[f"{kind}_keys"] for kind in ("missing", "mismatched")}
+        refuse_misfits(self.folder, **found, unused=info["unexpected_keys"])
+        if quant_method(self.config):
+            for name, tensor in model.state_dict().items():
+                if is_quantized(name, kind := str(tensor.dtype).removeprefix("torch.")):
+                    raise CheckpointError(
+                        f"{self.folder}: transformers keeps {name} as {kind}; give the original checkpoint, in 16 or "
+                        "32 bits"
+                    )
+            model._weight_conversions = None  # they would quantize what is converted or saved from here
+        refuse_broken_numbers(self.folder, model.state_dict().items())
+        if self.task == TEXT:
+            join_twins(model, lambda one, two: model.get_parameter(one).equal(model.get_parameter(two)))
+        return model.to(self.device).eval()
+
+    def _parsed(self) -> Any:
+        """The configuration as transformers reads it. Raises if it does not fit the files."""
+        folder, config = self.folder, self.config
+        is_ssm = mamba_ssm.is_layout(config)
+        kind = config.get("model_type", TIMM if is_timm(config) else None)
+        known = is_ssm or kind in transformers.CONFIG_MAPPING
+        if "auto_map" in config and not self.trusted and not known:
+            code = config["auto_map"].get("AutoModelForCausalLM", "auto_map")
+            raise CheckpointError(
+                f"{folder} has its own Python code ({code}); read it, then allow it with --trust-remote-code"
+            )
+        if "auto_map" not in config and not known:
+            raise CheckpointError(
+                f"{folder / 'config.json'}: transformers {transformers.__version__} does not know model_type {kind!r}; "
+                "update transformers, or use a checkpoint with its own code (--trust-remote-code)"
+            )
+        try:
+            parsed = (
+                mamba_ssm.configuration(folder, config)
+                if is_ssm
+                else transformers.AutoConfig.from_pretrained(
+                    folder, local_files_only=True, trust_remote_code=self.trusted
                 )
-        model._weight_conversions = None  # they would quantize what is converted or saved from here
-    refuse_broken_numbers(folder, model.state_dict().items())
-    if task == TEXT:
-        join_twins(model, lambda one, two: model.get_parameter(one).equal(model.get_parameter(two)))
-    return model.to(device).eval()
-
-
-def _parsed(
-    folder: Path, config: dict[str, Any], dtype: torch.dtype, trust_remote_code: bool, task: str
-) -> Any:
-    """The configuration as transformers reads it. Raises if it does not fit the files."""
-    kind = config.get("model_type", TIMM if is_timm(config) else None)
-    if "auto_map" in config and not trust_remote_code and kind not in transformers.CONFIG_MAPPING:
-        raise CheckpointError(
-            f"{folder} has its own Python code ({config['auto_map'].get('AutoModelForCausalLM', 'auto_map')}); "
-            "read it, then allow it with --trust-remote-code"
-        )
-    if "auto_map" not in config and kind not in transformers.CONFIG_MAPPING:
-        raise CheckpointError(
-            f"{folder / 'config.json'}: transformers {transformers.__version__} does not know model_type {kind!r}; "
-            "update transformers, or use a checkpoint with its own code (--trust-remote-code)"
-        )
-    try:
-        parsed = transformers.AutoConfig.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=trust_remote_code
-        )
-        with torch.device("meta"):  # names and shapes only
-            empty = _LOADERS[task].from_config(parsed, trust_remote_code=trust_remote_code)
-    except Exception as error:  # as above
-        raise CheckpointError(why_not_loaded(folder, config, error)) from error
-    wanted, stored = sum(p.numel() for p in empty.parameters()), weight_bytes(folder)
-    if (
-        wanted > 4 * stored
-    ):  # before memory is allocated: no checkpoint stores a parameter in less than two bits
-        raise CheckpointError(
-            f"{folder}: config.json describes {wanted:,} parameters, but the weights have only {stored:,} bytes; "
-            "weights and config.json do not belong together"
-        )
-    if quant_method(config) in ("fp8", "mxfp4"):
-        parsed.quantization_config["dequantize"] = True  # with a GPU too
-    if getattr(parsed, "rescale_every", 0) and dtype != torch.float16:
-        # RWKV halves its hidden states and weights every few blocks, so that float16 does not overflow.
-        parsed.rescale_every = 0  # the same function with the weights of the file
-    return parsed
+            )
+            with torch.device("meta"):  # names and shapes only
+                empty = _LOADERS[self.task].from_config(parsed, trust_remote_code=self.trusted)
+        except CheckpointError:
+            raise
+        except Exception as error:  # as above
+            raise CheckpointError(why_not_loaded(folder, config, error)) from error
+        wanted, stored = sum(p.numel() for p in empty.parameters()), weight_bytes(folder)
+        # Before memory is allocated: no checkpoint stores a parameter in less than two bits.
+        if wanted > 4 * stored:
+            raise CheckpointError(
+                f"{folder}: config.json describes {wanted:,} parameters, but the weights have only {stored:,} bytes; "
+                "weights and config.json do not belong together"
+            )
+        if quant_method(config) in ("fp8", "mxfp4"):
+            parsed.quantization_config["dequantize"] = True  # with a GPU too
+        if getattr(parsed, "rescale_every", 0) and self.dtype != torch.float16:
+            # RWKV halves its hidden states and weights every few blocks, so that float16 does not overflow.
+            parsed.rescale_every = 0  # the same function with the weights of the file
+        return parsed
 
 
 def why_not_loaded(folder: Path, config: dict[str, Any], error: Exception) -> str:

@@ -25,7 +25,7 @@ import transformers
 from kl_lens.base.environment import processors
 from kl_lens.base.errors import CheckpointError, one_line
 from kl_lens.model.anatomy import component_name
-from kl_lens.model.files import Stored, refuse_misfits, stored_tensors, weight_files
+from kl_lens.model.files import LEFT_OUT, Stored, refuse_misfits, stored_tensors, weight_files
 
 
 class TensorSource(ABC):
@@ -106,9 +106,6 @@ _OF_FAMILY = {
         ("qwen3_5_text", "qwen3_5_moe_text"), ((re.compile(r"^model\.language_model\."), "model."),)
     ),
 }
-_NOT_READ = re.compile(
-    r"^(mtp|model\.visual)\."
-)  # extra heads and vision towers: no part of the language model
 _CONVOLUTION = re.compile(r"^(.*\.)([qkv])_conv1d\.weight$")
 _ONE_EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w[123])\.weight$")
 _MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # Mixtral's names for them, and LFM2's
@@ -145,7 +142,7 @@ class CheckpointTensors(TensorSource):
         stored = {
             reduce(lambda name, rename: rename[0].sub(rename[1], name), renames, tensor.name): tensor
             for tensor in stored_tensors(folder)
-            if not _NOT_READ.match(tensor.name)
+            if not LEFT_OUT.match(tensor.name)
         }
         self._assemblies = assemblies_of(stored)
         self.shapes = {name: assembly.shape for name, assembly in self._assemblies.items()}

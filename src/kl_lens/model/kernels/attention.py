@@ -104,19 +104,12 @@ def is_faster(query: torch.Tensor, key: torch.Tensor) -> bool:
 
 
 def causal_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None = None
+    query: torch.Tensor,  # (batch, heads, time, width)
+    key: torch.Tensor,  # (batch, shared heads, time, width); heads are a multiple of the shared ones
+    value: torch.Tensor,  # (batch, shared heads, time, value width)
+    scale: float | None = None,  # of the scores; 1/√width when not given
 ) -> torch.Tensor:
-    """Attention of each position to itself and all before it, in float32 on CPU.
-
-    Args:
-        query: (batch, heads, time, width).
-        key: (batch, shared heads, time, width); heads are a multiple of the shared ones.
-        value: (batch, shared heads, time, value width).
-        scale: of the scores; 1/√width when not given.
-
-    Returns:
-        (batch, time, heads, value width).
-    """
+    """Attention of each position to itself and all before it, in float32 on CPU: (batch, time, heads, value width)."""
     batch, heads, time, width = query.shape
     shared = key.shape[1]
     padding = -time % WIDTH

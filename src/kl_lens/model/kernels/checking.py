@@ -84,7 +84,8 @@ class Watch:
         with torch.inference_mode(False), torch.enable_grad() if self._gradients else torch.no_grad():
             try:
                 with InDouble():
-                    _, exact = self._results(plain, pytree.tree_map(_double, given))
+                    wide = pytree.tree_map(lambda x: x.double() if _is_real(x) else x, given)
+                    _, exact = self._results(plain, wide)
             except (
                 Exception
             ):  # code of a checkpoint may run on a GPU or in float32 only: nothing to compare with
@@ -96,13 +97,10 @@ class Watch:
                 if not error <= limit:
                     _, theirs = self._results(plain, given)
                     limit = max(limit, _AS_THE_LIBRARY * _largest_error(theirs[part], right))
-                self._note(Comparison(kernel + part, error, limit))
+                worst = self.found.get(kernel + part)
+                if worst is None or not error / limit <= worst.error / worst.limit:
+                    self.found[kernel + part] = Comparison(kernel + part, error, limit)
         return result
-
-    def _note(self, new: Comparison) -> None:
-        worst = self.found.get(new.kernel)
-        if worst is None or not new.error / new.limit <= worst.error / worst.limit:
-            self.found[new.kernel] = new
 
     def _results(self, function: Function, given: Given) -> tuple[Any, dict[str, list[torch.Tensor]]]:
         """What a function returns, the tensors in it, and the gradients of its inputs where they are asked for."""
@@ -118,7 +116,7 @@ class Watch:
         ramps = [torch.linspace(-1, 1, x.numel(), device=x.device).to(x.dtype).view_as(x) for x in outputs]
         gradients = torch.autograd.grad(outputs, inputs, ramps, allow_unused=True, materialize_grads=True)
         parts = {TRACKED: [x.detach() for x in outputs], GRADIENTS: list(gradients)}
-        return pytree.tree_map(_detached, result), parts
+        return pytree.tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, result), parts
 
 
 _WATCH: ContextVar[Watch | None] = ContextVar("watch", default=None)
@@ -149,14 +147,6 @@ def _without_packages(original: Function) -> Function:
 
 def _is_real(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-
-def _double(value: Any) -> Any:
-    return value.double() if _is_real(value) else value
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 def _stored(results: Sequence[torch.Tensor]) -> float:

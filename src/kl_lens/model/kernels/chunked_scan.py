@@ -1,13 +1,13 @@
-"""The scan of Mamba-2 (one decay per head), in chunks of batched matrix products.
+"""The scan of Mamba-2 (one decay per head), in chunks of batched matrix products: for autograd, and for GPUs that
+Triton's kernel does not fit. CPUs have `head_scan`.
 
     h[t] = exp(Δ[t]·A) h[t-1] + Δ[t]·x[t] ⊗ B[t]        h: (heads, head width, states)
     y[t] = h[t] · C[t]
 
-Inside a chunk of Q tokens the outputs are a masked Q × Q product, as in attention; between chunks only the
-state is carried. B and C are shared by all heads of a group, so C·Bᵀ is formed once per group, and the decays
-are applied to x, which makes each product one matmul over all heads of the group. No intermediate is larger
-than (batch, chunks, heads, Q, Q). For GPUs and for
-autograd; CPUs have `head_scan`. Tests hold it against the recurrence above.
+Inside a chunk of Q tokens the outputs are a masked Q × Q product, as in attention; between chunks only the state is
+carried. B and C are shared by all heads of a group, so C·Bᵀ is formed once per group, and the decays are applied to x,
+which makes each product one matmul over all heads of the group. No intermediate is larger than (batch, chunks, heads,
+Q, Q).
 """
 
 from __future__ import annotations
@@ -18,31 +18,18 @@ CHUNK = 64
 
 
 def chunked_scan(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor,
-    initial_state: torch.Tensor | None = None,
-    chunk: int = CHUNK,
+    x: torch.Tensor,  # (batch, time, heads, width)
+    dt: torch.Tensor,  # time steps Δ ≥ 0, after softplus and clamping, (batch, time, heads)
+    a: torch.Tensor,  # decay rates A ≤ 0, (heads,)
+    b: torch.Tensor,  # input vectors, (batch, time, groups, states)
+    c: torch.Tensor,  # output vectors, as b
+    initial_state: torch.Tensor | None = None,  # (batch, heads, width, states)
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scan in the dtype of its inputs; differentiable, on any device.
-
-    Args:
-        x: inputs, (batch, time, heads, width).
-        dt: time steps Δ ≥ 0, after softplus and clamping, (batch, time, heads).
-        a: decay rates A ≤ 0, (heads,).
-        b: input vectors, (batch, time, groups, states).
-        c: output vectors, (batch, time, groups, states).
-        initial_state: (batch, heads, width, states); zeros when not given.
-
-    Returns:
-        outputs (batch, time, heads, width) and the last state (batch, heads, width, states).
-    """
+    """Outputs, as x, and the last state, in the dtype of the inputs; differentiable, on any device."""
     batch, time, heads, width = x.shape
     groups, states = b.shape[2:]
     heads_per_group = heads // groups
-    chunk = min(chunk, time)
+    chunk = min(CHUNK, time)
     chunks = -(-time // chunk)
     padding = chunks * chunk - time
 
@@ -50,10 +37,8 @@ def chunked_scan(
     inflow = x * dt[..., None]
     log_decay = dt * a
     if padding:
-        inflow = torch.nn.functional.pad(inflow, (0, 0, 0, 0, 0, padding))
+        inflow, b, c = (torch.nn.functional.pad(each, (0, 0, 0, 0, 0, padding)) for each in (inflow, b, c))
         log_decay = torch.nn.functional.pad(log_decay, (0, 0, 0, padding))
-        b = torch.nn.functional.pad(b, (0, 0, 0, 0, 0, padding))
-        c = torch.nn.functional.pad(c, (0, 0, 0, 0, 0, padding))
 
     # (batch·chunks, groups, …): tokens are rows, the heads of a group lie side by side in the columns.
     inflow = inflow.reshape(batch * chunks, chunk, groups, heads_per_group, width)

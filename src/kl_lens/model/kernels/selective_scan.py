@@ -80,34 +80,21 @@ def _scan(x, dt, dt_bias, use_softplus, a, b, c, skip, gate, use_gate, state, y,
 
 
 def selective_scan(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor,
-    initial_state: torch.Tensor | None = None,
+    x: torch.Tensor,  # (batch, time, channels)
+    dt: torch.Tensor,  # time steps Δ ≥ 0, as x
+    a: torch.Tensor,  # decay rates A ≤ 0, (channels, states)
+    b: torch.Tensor,  # input vectors, (batch, time, states)
+    c: torch.Tensor,  # output vectors, as b
+    initial_state: torch.Tensor | None = None,  # (batch, channels, states)
     *,
-    dt_bias: torch.Tensor | None = None,
-    dt_softplus: bool = False,
-    skip: torch.Tensor | None = None,
-    gate: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,  # added to dt, (channels,)
+    dt_softplus: bool = False,  # Δ is softplus(dt + dt_bias)
+    skip: torch.Tensor | None = None,  # skip · x is added to the outputs, (channels,)
+    gate: torch.Tensor | None = None,  # outputs are multiplied by SiLU(gate), as x
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The scan in float32 on CPU, with what stands around it in a Mamba layer done on the way.
 
-    Args:
-        x: inputs, (batch, time, channels).
-        dt: time steps Δ ≥ 0, (batch, time, channels).
-        a: decay rates A ≤ 0, (channels, states).
-        b: input vectors, (batch, time, states).
-        c: output vectors, (batch, time, states).
-        initial_state: (batch, channels, states); zeros when not given.
-        dt_bias: added to dt, (channels,).
-        dt_softplus: Δ is softplus(dt + dt_bias).
-        skip: adds skip · x to the outputs, (channels,).
-        gate: multiplies the outputs by SiLU(gate), (batch, time, channels).
-
-    Returns:
-        outputs (batch, time, channels) and the last state (batch, channels, states), both float32.
+    Returns outputs, as x, and the last state, (batch, channels, states).
     """
     batch, _, channels = x.shape
     states = a.shape[1]
