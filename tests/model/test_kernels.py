@@ -18,50 +18,47 @@ from tests.families import CONFIGS, tiny_model, token_ids
 from tests.planted import growing, larger
 
 
-def recurrence(x, dt, a, b, c, state=None):
+def recurrence(x, dt, a, b, c):
     """Token by token, in double precision. x, dt: (batch, time, channels); a: (channels, states); b, c: (batch, time,
-    channels or 1, states); state: (batch, channels, states)."""
+    states), or (batch, time, channels, states)."""
     x, dt, a, b, c = (tensor.double() for tensor in (x, dt, a, b, c))
-    h = x.new_zeros(len(x), *a.shape) if state is None else state.double()
-    outputs = []
+    b, c = (tensor[:, :, None] if tensor.dim() == 3 else tensor for tensor in (b, c))
+    h, outputs = x.new_zeros(len(x), *a.shape), []
     for t in range(x.shape[1]):
         h = torch.exp(dt[:, t, :, None] * a) * h + (dt[:, t] * x[:, t])[..., None] * b[:, t]
         outputs.append((h * c[:, t]).sum(-1))
-    return torch.stack(outputs, 1), h
+    return torch.stack(outputs, 1)
 
 
-def recurrence2(x, dt, a, b, c, state=None):
+def recurrence2(x, dt, a, b, c):
     """The same with the shapes of Mamba-2: heads that share a decay, groups that share b and c."""
     heads, width, states = *x.shape[2:], b.shape[3]
     b, c = (tensor.repeat_interleave(heads * width // b.shape[2], 2) for tensor in (b, c))
     dt, rates = dt.repeat_interleave(width, 2), a.repeat_interleave(width)[:, None].expand(-1, states)
-    y, h = recurrence(x.flatten(2), dt, rates, b, c, None if state is None else state.flatten(1, 2))
-    return y.unflatten(2, (heads, width)), h.unflatten(1, (heads, width))
+    return recurrence(x.flatten(2), dt, rates, b, c).unflatten(2, (heads, width))
 
 
 def _mamba1(batch: int, time: int, channels: int, states: int, step: float = -2.0):
-    """x, dt, a, b, c and a first state."""
+    """x, dt, a, b, c."""
     torch.manual_seed(batch * time + channels)
     a = -torch.exp(
         torch.arange(1, states + 1.0).log().repeat(channels, 1) + 0.1 * torch.randn(channels, states)
     )
     dt = functional.softplus(torch.randn(batch, time, channels) + step)
     b, c = torch.randn(2, batch, time, states)
-    return (torch.randn(batch, time, channels), dt, a, b, c), torch.randn(batch, channels, states)
+    return torch.randn(batch, time, channels), dt, a, b, c
 
 
 def _mamba2(batch: int, time: int, heads: int, width: int, groups: int, states: int, strength: float = 1):
     torch.manual_seed(time + heads)
     dt = functional.softplus(torch.randn(batch, time, heads) - 2) + strength - 1
     b, c = torch.randn(2, batch, time, groups, states)
-    inputs = (torch.randn(batch, time, heads, width), dt, -strength * torch.arange(1.0, heads + 1), b, c)
-    return inputs, torch.randn(batch, heads, width, states)
+    return torch.randn(batch, time, heads, width), dt, -strength * torch.arange(1.0, heads + 1), b, c
 
 
-def _equal(found, expected, rounding: float = 1e-5) -> None:
-    for ours, right in zip(found, expected, strict=True):
-        largest = max(1.0, float(right.abs().max()))
-        torch.testing.assert_close(ours.double(), right, rtol=rounding, atol=rounding * largest)
+def _equal(ours: torch.Tensor, right: torch.Tensor, rounding: float = 1e-5) -> None:
+    largest = max(1.0, float(right.abs().max()))
+    torch.testing.assert_close(ours.double(), right, rtol=rounding, atol=rounding * largest)
 
 
 @pytest.mark.parametrize(
@@ -76,11 +73,8 @@ def _equal(found, expected, rounding: float = 1e-5) -> None:
     ],
 )
 def test_selective_scan_equals_the_recurrence(shape: tuple[int, ...]) -> None:
-    (x, dt, a, b, c), start = _mamba1(*shape)
-    for state in (None, start):
-        _equal(
-            selective_scan(x, dt, a, b, c, state), recurrence(x, dt, a, b[:, :, None], c[:, :, None], state)
-        )
+    inputs = _mamba1(*shape)
+    _equal(selective_scan(*inputs), recurrence(*inputs))
 
 
 @pytest.mark.parametrize(
@@ -95,22 +89,20 @@ def test_selective_scan_equals_the_recurrence(shape: tuple[int, ...]) -> None:
 )
 @pytest.mark.parametrize("scan", [head_scan, chunked_scan])
 def test_scans_of_mamba2_equal_the_recurrence(scan, shape: tuple[int, ...]) -> None:
-    inputs, start = _mamba2(*shape)
+    inputs = _mamba2(*shape)
     if scan is chunked_scan:  # in the precision of its inputs
         inputs = tuple(tensor.double() for tensor in inputs)
-    for state in (None, start):
-        _equal(scan(*inputs, state), recurrence2(*inputs, state), 1e-5 if scan is head_scan else 1e-10)
+    _equal(scan(*inputs), recurrence2(*inputs), 1e-5 if scan is head_scan else 1e-10)
 
 
 def test_what_stands_around_a_scan_is_done_on_the_way() -> None:
-    (x, _, a, b, c), _ = _mamba1(2, 33, 40, 7)
+    x, _, a, b, c = _mamba1(2, 33, 40, 7)
     raw, gate, (bias, skip) = *(6 * torch.randn(2, 2, 33, 40)), torch.randn(2, 40)
-    y, _ = selective_scan(x, raw, a, b, c, dt_bias=bias, dt_softplus=True, skip=skip, gate=gate)
-    expected, _ = recurrence(x, functional.softplus((raw + bias).double()), a, b[:, :, None], c[:, :, None])
-    _equal([y], [(expected + skip * x) * functional.silu(gate.double())])
-    inputs, _ = _mamba2(1, 33, 4, 8, 1, 6)
-    y, _ = head_scan(*inputs, skip=bias[:4])
-    _equal([y], [recurrence2(*inputs)[0] + bias[:4, None] * inputs[0]])
+    y = selective_scan(x, raw, a, b, c, dt_bias=bias, dt_softplus=True, skip=skip, gate=gate)
+    expected = recurrence(x, functional.softplus((raw + bias).double()), a, b, c)
+    _equal(y, (expected + skip * x) * functional.silu(gate.double()))
+    inputs = _mamba2(1, 33, 4, 8, 1, 6)
+    _equal(head_scan(*inputs, skip=bias[:4]), recurrence2(*inputs) + bias[:4, None] * inputs[0])
 
 
 @pytest.mark.parametrize("with_silu", [True, False])
@@ -137,7 +129,7 @@ def test_attention_equals_torchs_in_double_precision(shape: tuple[int, ...], siz
     expected = functional.scaled_dot_product_attention(
         query.double(), keys, values, is_causal=True, scale=0.3
     )
-    _equal([ours], [expected.transpose(1, 2)], 1e-5 if size == 3 else 2e-3)
+    _equal(ours, expected.transpose(1, 2), 1e-5 if size == 3 else 2e-3)
 
 
 def test_attention_with_a_mask_is_left_to_the_library(monkeypatch) -> None:
@@ -193,9 +185,9 @@ def test_a_nan_that_enters_a_kernel_comes_out_of_it() -> None:
     """A broken weight must show in the logits, not be computed away."""
     for scan, made in ((selective_scan, _mamba1(2, 33, 64, 16)), (head_scan, _mamba2(2, 33, 4, 16, 1, 8))):
         for broken in range(5):
-            inputs = [tensor.clone() for tensor in made[0]]
+            inputs = [tensor.clone() for tensor in made]
             inputs[broken].view(-1)[-1] = float("nan")
-            assert scan(*inputs)[0].isnan().any()
+            assert scan(*inputs).isnan().any()
     query, key, value = torch.randn(3, 1, 2, 40, 16).unbind()
     query[0, 0, 5, 3] = float("nan")
     assert attention.causal_attention(query, key, value, 0.25).isnan().any()
@@ -309,15 +301,15 @@ def test_double_precision_is_computed_in_double_precision(family: str, monkeypat
     from transformers.models.mamba.modeling_mamba import mamba_selective_scan
     from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
 
-    inputs, _ = _mamba1(1, 70, 12, 4) if family == "mamba" else _mamba2(1, 70, 4, 8, 2, 6)
+    inputs = _mamba1(1, 70, 12, 4) if family == "mamba" else _mamba2(1, 70, 4, 8, 2, 6)
     x, dt, a, b, c = (t.double() for t in inputs)
     if family == "mamba":
         turned = (x.mT, dt.mT, a, b.mT, c.mT)
         found = swap.REPLACEMENTS["mamba_selective_scan"](mamba_selective_scan)(*turned).mT
-        expected, _ = recurrence(x, dt, a, b[:, :, None], c[:, :, None])
+        expected = recurrence(x, dt, a, b, c)
     else:
         found = swap.REPLACEMENTS["mamba2_chunk_scan"](mamba2_chunk_scan)(x, dt, a, b, c, 16)
-        expected, _ = recurrence2(x, dt, a, b, c)
+        expected = recurrence2(x, dt, a, b, c)
     assert found.dtype == torch.float64
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     for name in ("selective_scan", "head_scan", "causal_convolution"):

@@ -23,9 +23,8 @@ def chunked_scan(
     a: torch.Tensor,  # decay rates A ≤ 0, (heads,)
     b: torch.Tensor,  # input vectors, (batch, time, groups, states)
     c: torch.Tensor,  # output vectors, as b
-    initial_state: torch.Tensor | None = None,  # (batch, heads, width, states)
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs, as x, and the last state, in the dtype of the inputs; differentiable, on any device."""
+) -> torch.Tensor:
+    """The outputs, as x, in the dtype of the inputs; differentiable, on any device."""
     batch, time, heads, width = x.shape
     groups, states = b.shape[2:]
     heads_per_group = heads // groups
@@ -68,11 +67,7 @@ def chunked_scan(
 
     # Between chunks: the plain recurrence, one step per chunk.
     decay_of_chunk = cumulative[..., -1].exp().view(batch, chunks, groups, 1, heads_per_group, 1)
-    if initial_state is None:
-        state = x.new_zeros(batch, groups, states, heads_per_group, width)
-    else:
-        state = initial_state.to(x.dtype).view(batch, groups, heads_per_group, width, states)
-        state = state.permute(0, 1, 4, 2, 3)
+    state = x.new_zeros(batch, groups, states, heads_per_group, width)
     entering = []
     for index in range(chunks):
         entering.append(state)
@@ -85,5 +80,4 @@ def chunked_scan(
     carried = (carried * from_start[..., None]).transpose(1, 2).reshape(batch, chunks * chunk, heads, width)
 
     y = within.transpose(1, 2).reshape(batch, chunks * chunk, heads, width) + carried
-    last = state.permute(0, 1, 3, 4, 2).reshape(batch, heads, width, states)
-    return y[:, :time], last
+    return y[:, :time]

@@ -90,11 +90,10 @@ def _scores(b, c, out):  # type: ignore[no-untyped-def]
 
 
 @njit(parallel=True, fastmath=FAST_MATH, error_model="numpy", cache=True)
-def _scan(x, dt, a, b, c, scores, skip, state, y, head_width):  # type: ignore[no-untyped-def]
+def _scan(x, dt, a, b, c, scores, skip, y, head_width):  # type: ignore[no-untyped-def]
     """x, y: (batch, time, channels); dt: (batch, time, heads); a: (heads,), times log2(e); skip: (heads,);
     b: (batch, chunks, groups, states, CHUNK); c: (batch, chunks, groups, CHUNK, states), zero behind the end of time;
-    scores: (batch, chunks, groups, CHUNK, CHUNK), c · b; states are a multiple of four;
-    state: (batch, states, channels), the first state in, the last one out.
+    scores: (batch, chunks, groups, CHUNK, CHUNK), c · b; states are a multiple of four.
     Blocks never cross the border between two groups; the lanes that a short block leaves over stay zero."""
     batch, time, channels = x.shape
     chunks, groups, states = b.shape[1], b.shape[2], b.shape[3]
@@ -107,9 +106,6 @@ def _scan(x, dt, a, b, c, scores, skip, state, y, head_width):  # type: ignore[n
         first = group * per_group + offset
         width = min(WIDTH, per_group - offset)
         h = np.zeros((states, WIDTH), np.float32)
-        for n in range(states):
-            for k in range(width):
-                h[n, k] = state[sequence, n, first + k]
         result = np.zeros((CHUNK, WIDTH), np.float32)
         inflow = np.zeros((CHUNK, WIDTH), np.float32)
         kept = np.zeros((CHUNK, WIDTH), np.float32)
@@ -140,9 +136,6 @@ def _scan(x, dt, a, b, c, scores, skip, state, y, head_width):  # type: ignore[n
                 row, given = y[sequence, start + t, first : first + width], result[t]
                 for k in range(width):
                     row[k] = given[k]
-        for n in range(states):
-            for k in range(width):
-                state[sequence, n, first + k] = h[n, k]
 
 
 def head_scan(
@@ -151,11 +144,10 @@ def head_scan(
     a: torch.Tensor,
     b: torch.Tensor,
     c: torch.Tensor,
-    initial_state: torch.Tensor | None = None,
     *,
     skip: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Arguments and results as those of `chunked_scan`, in float32 on CPU; `skip` · x is added to the outputs."""
+) -> torch.Tensor:
+    """Arguments and result as those of `chunked_scan`, in float32 on CPU; `skip` · x is added to the outputs."""
     batch, time, heads, width = x.shape
     states = b.shape[3]
     channels = heads * width
@@ -169,13 +161,9 @@ def head_scan(
     # Not as a batched product of torch: one library call for each of hundreds of tiny ones took as long as the scan.
     scores = np.empty((*inputs.shape[:3], CHUNK, CHUNK), np.float32)
     _scores(inputs.flatten(0, 2).numpy(), outputs.flatten(0, 2).numpy(), scores.reshape(-1, CHUNK, CHUNK))
-    state = np.zeros((batch, inputs.shape[3], channels), np.float32)
-    if initial_state is not None:
-        state[:, :states] = plain(initial_state.reshape(batch, channels, states).transpose(1, 2))
     y = np.empty((batch, time, channels), np.float32)
     _scan(
         plain(x).reshape(batch, time, channels), plain(dt), plain(a) * LOG2_E, inputs.numpy(), outputs.numpy(),
-        scores, np.zeros(heads, np.float32) if skip is None else plain(skip), state, y, width,
+        scores, np.zeros(heads, np.float32) if skip is None else plain(skip), y, width,
     )  # fmt: skip
-    last = torch.from_numpy(state[:, :states]).transpose(1, 2).reshape(batch, heads, width, states)
-    return torch.from_numpy(y).view(batch, time, heads, width), last
+    return torch.from_numpy(y).view(batch, time, heads, width)

@@ -20,9 +20,9 @@ CHANNEL_BLOCK = 256
 
 
 @njit(parallel=True, fastmath=FAST_MATH, error_model="numpy", cache=True)
-def _scan(x, dt, dt_bias, use_softplus, a, b, c, skip, gate, use_gate, state, y, block):  # type: ignore[no-untyped-def]
+def _scan(x, dt, dt_bias, use_softplus, a, b, c, skip, gate, use_gate, y, block):  # type: ignore[no-untyped-def]
     """x, dt, gate, y: (batch, time, channels); a: (states, channels), times log2(e); b, c: (batch, time, states);
-    dt_bias, skip: (channels,); state: (batch, states, channels), the first state in, the last one out."""
+    dt_bias, skip: (channels,)."""
     batch, time, channels = x.shape
     states = a.shape[0]
     blocks = (channels + block - 1) // block
@@ -32,11 +32,10 @@ def _scan(x, dt, dt_bias, use_softplus, a, b, c, skip, gate, use_gate, state, y,
         width = min(block, channels - first)
         # Own copies of a block's rows: contiguous, in cache, and known to the compiler not to overlap.
         rate = np.empty((states, width), np.float32)
-        h = np.empty((states, width), np.float32)
+        h = np.zeros((states, width), np.float32)
         for n in range(states):
             for d in range(width):
                 rate[n, d] = a[n, first + d]
-                h[n, d] = state[sequence, n, first + d]
         step = np.empty(width, np.float32)
         inflow = np.empty(width, np.float32)
         total = np.empty(width, np.float32)
@@ -74,9 +73,6 @@ def _scan(x, dt, dt_bias, use_softplus, a, b, c, skip, gate, use_gate, state, y,
             else:
                 for d in range(width):
                     y[sequence, t, first + d] = total[d]
-        for n in range(states):
-            for d in range(width):
-                state[sequence, n, first + d] = h[n, d]
 
 
 def selective_scan(
@@ -85,28 +81,19 @@ def selective_scan(
     a: torch.Tensor,  # decay rates A ≤ 0, (channels, states)
     b: torch.Tensor,  # input vectors, (batch, time, states)
     c: torch.Tensor,  # output vectors, as b
-    initial_state: torch.Tensor | None = None,  # (batch, channels, states)
     *,
     dt_bias: torch.Tensor | None = None,  # added to dt, (channels,)
     dt_softplus: bool = False,  # Δ is softplus(dt + dt_bias)
     skip: torch.Tensor | None = None,  # skip · x is added to the outputs, (channels,)
     gate: torch.Tensor | None = None,  # outputs are multiplied by SiLU(gate), as x
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scan in float32 on CPU, with what stands around it in a Mamba layer done on the way.
-
-    Returns outputs, as x, and the last state, (batch, channels, states).
-    """
-    batch, _, channels = x.shape
-    states = a.shape[1]
-    none = np.zeros(channels, np.float32)
-    state = np.zeros((batch, states, channels), np.float32)
-    if initial_state is not None:
-        state[:] = plain(initial_state.transpose(1, 2))
+) -> torch.Tensor:
+    """The outputs, as x, in float32 on CPU, with what stands around the scan in a Mamba layer done on the way."""
+    none = np.zeros(x.shape[2], np.float32)
     inputs = plain(x)
     y = np.empty(x.shape, np.float32)
     _scan(
         inputs, plain(dt), none if dt_bias is None else plain(dt_bias), dt_softplus, plain(a.T) * LOG2_E, plain(b),
         plain(c), none if skip is None else plain(skip), inputs if gate is None else plain(gate), gate is not None,
-        state, y, CHANNEL_BLOCK,
+        y, CHANNEL_BLOCK,
     )  # fmt: skip
-    return torch.from_numpy(y), torch.from_numpy(state).transpose(1, 2)
+    return torch.from_numpy(y)

@@ -51,7 +51,9 @@ def _selective_scan(
     **kwargs: Any,
 ) -> Any:
     kernel: Function | None = None
-    if not _is_inference(hidden_states, dt, A, B, C, D, z, delta_bias):
+    if return_last_state:
+        pass  # for a cache, which nothing here uses
+    elif not _is_inference(hidden_states, dt, A, B, C, D, z, delta_bias):
         kernel = tracked_scan
     elif hidden_states.device.type == "cpu":
         kernel = selective_scan
@@ -66,9 +68,8 @@ def _selective_scan(
     # transformers passes (batch, channels, time) and (batch, states, time).
     x, dt, B, C = (tensor.transpose(1, 2) for tensor in (hidden_states, dt, B, C))
     gate = None if z is None else z.transpose(1, 2)
-    y, state = kernel(x, dt, A, B, C, dt_bias=delta_bias, dt_softplus=delta_softplus, skip=D, gate=gate)
-    y = y.transpose(1, 2)
-    return (y, state) if return_last_state else y
+    y = kernel(x, dt, A, B, C, dt_bias=delta_bias, dt_softplus=delta_softplus, skip=D, gate=gate)
+    return y.transpose(1, 2)
 
 
 def _chunk_scan(
@@ -80,13 +81,15 @@ def _chunk_scan(
     C: torch.Tensor,
     chunk_size: int,
     D: torch.Tensor | None = None,
+    *,
     dt_bias: torch.Tensor | None = None,
-    initial_states: torch.Tensor | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
-    return_final_states: bool = False,
     **kwargs: Any,
 ) -> Any:
+    options = {"dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
+    if kwargs.get("initial_states") is not None or kwargs.get("return_final_states"):
+        return original(hidden_states, dt, A, B, C, chunk_size, D=D, **options, **kwargs)
     inference = _is_inference(hidden_states, dt, A, B, C, D, dt_bias)
     if inference and runs_triton(hidden_states.device):
         from triton.runtime.errors import OutOfResources
@@ -95,11 +98,7 @@ def _chunk_scan(
 
         if triton_scan.fits_chunks(hidden_states.shape[3], B.shape[3]):
             with suppress(OutOfResources):  # a card with little shared memory
-                y, state = triton_scan.head_scan_gpu(
-                    hidden_states, dt, A, B, C, initial_states,
-                    dt_bias=dt_bias, dt_softplus=dt_softplus, dt_limit=dt_limit, skip=D,
-                )  # fmt: skip
-                return (y, state) if return_final_states else y
+                return triton_scan.head_scan_gpu(hidden_states, dt, A, B, C, skip=D, **options)
     x, step = hidden_states.float(), dt.float()
     if dt_bias is not None:
         step = step + dt_bias.float()
@@ -107,13 +106,10 @@ def _chunk_scan(
         step = functional.softplus(step)
     step = step.clamp(*dt_limit)
     if inference and x.device.type == "cpu":
-        y, state = head_scan(x, step, A, B, C, initial_states, skip=D)
-    else:
-        y, state = chunked_scan(x, step, A.float(), B.float(), C.float(), initial_states)
-        if D is not None:
-            y = y + x * D[..., None]
-    y = y.contiguous()  # callers use .view() on it
-    return (y, state) if return_final_states else y
+        return head_scan(x, step, A, B, C, skip=D)
+    y = chunked_scan(x, step, A.float(), B.float(), C.float())
+    y = y if D is None else y + x * D[..., None]
+    return y.contiguous()  # callers use .view() on it
 
 
 def _convolve(

@@ -57,19 +57,19 @@ def tracked_scan(
     dt_softplus: bool = False,
     skip: torch.Tensor | None = None,
     gate: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Arguments and results of `selective_scan`, with gradients. What is between is computed again for them."""
+) -> torch.Tensor:
+    """Arguments and result of `selective_scan`, with gradients. What is between is computed again for them."""
     step = dt.float() if dt_bias is None else dt.float() + dt_bias
     step = functional.softplus(step) if dt_softplus else step
-    y, state = checkpoint(_outputs, x, step, a, b, c, use_reentrant=False)
+    y = checkpoint(_outputs, x, step, a, b, c, use_reentrant=False)
     y = y if skip is None else y + skip * x
-    return y if gate is None else y * functional.silu(gate.float()), state
+    return y if gate is None else y * functional.silu(gate.float())
 
 
 def _outputs(
     x: torch.Tensor, step: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
     x, step, b, c = (tensor.float().transpose(0, 1) for tensor in (x, step, b, c))  # (time, batch, …)
     decay = torch.exp(step[..., None] * a)  # (time, batch, channels, states)
     states = _Recurrence.apply(decay, (step * x)[..., None] * b[:, :, None])
-    return torch.einsum("tbcs,tbs->btc", states, c), states[-1]
+    return torch.einsum("tbcs,tbs->btc", states, c)

@@ -50,9 +50,8 @@ def _turn(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _selective(  # type: ignore[no-untyped-def]
-    x, dt, bias, a, b, c, skip, gate, start, y, last, time, x_s, x_t, dt_s, dt_t, b_s, b_t, c_s, c_t, z_s,
-    z_t, D: tl.constexpr, N: tl.constexpr, SOFTPLUS: tl.constexpr, GATE: tl.constexpr, START: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x, dt, bias, a, b, c, skip, gate, y, time, x_s, x_t, dt_s, dt_t, b_s, b_t, c_s, c_t, z_s, z_t,
+    D: tl.constexpr, N: tl.constexpr, SOFTPLUS: tl.constexpr, GATE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program owns one sequence and a block of channels; their states stay in registers while it walks through
     time. Strides are those of sequences (_s) and time (_t)."""
@@ -64,10 +63,7 @@ def _selective(  # type: ignore[no-untyped-def]
     offset = tl.load(bias + channel, mask=inside, other=0.0)
     through = tl.load(skip + channel, mask=inside, other=0.0)
     sequence = tl.program_id(1).to(tl.int64)
-    if START:
-        state = tl.load(start + sequence * (D * N) + tile, mask=inside[:, None], other=0.0)
-    else:
-        state = tl.zeros((BLOCK, N), tl.float32)
+    state = tl.zeros((BLOCK, N), tl.float32)
     x += sequence * x_s + channel
     dt += sequence * dt_s + channel
     b += sequence * b_s + n
@@ -86,7 +82,6 @@ def _selective(  # type: ignore[no-untyped-def]
         if GATE:
             result *= _silu(tl.load(gate + t * z_t, mask=inside, other=0.0))
         tl.store(y + t * D, result, mask=inside)
-    tl.store(last + sequence * (D * N) + tile, state, mask=inside[:, None])
 
 
 def fits_selective(states: int) -> bool:
@@ -106,16 +101,14 @@ def selective_scan_gpu(
     a: torch.Tensor,
     b: torch.Tensor,
     c: torch.Tensor,
-    initial_state: torch.Tensor | None = None,
     *,
     dt_bias: torch.Tensor | None = None,
     dt_softplus: bool = False,
     skip: torch.Tensor | None = None,
     gate: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Arguments and results as those of `selective_scan`, on a GPU."""
+) -> torch.Tensor:
+    """Arguments and result as those of `selective_scan`, on a GPU."""
     batch, time, channels = x.shape
-    states = a.shape[1]
     none = x.new_zeros(channels, dtype=torch.float32)
     if dt.stride(1) == 1 and dt.dtype == torch.float32:  # as Mamba-1's projection leaves it: time innermost
         turned = torch.empty(batch, time, channels, dtype=torch.float32, device=x.device)
@@ -128,17 +121,14 @@ def selective_scan_gpu(
     x, dt, b, c = (_rows(tensor) for tensor in (x, dt, b, c))
     z = x if gate is None else _rows(gate)
     y = torch.empty(batch, time, channels, dtype=torch.float32, device=x.device)
-    last = torch.empty(batch, channels, states, dtype=torch.float32, device=x.device)
     strides = [tensor.stride(axis) for tensor in (x, dt, b, c, z) for axis in (0, 1)]
     grid = (triton.cdiv(channels, CHANNELS), batch)
     _selective[grid](
         x, dt, none if dt_bias is None else dt_bias.float(), a.float().contiguous(), b, c,
-        none if skip is None else skip.float(), z,
-        none if initial_state is None else initial_state.float().contiguous(), y, last, time, *strides,
-        D=channels, N=states, SOFTPLUS=dt_softplus, GATE=gate is not None, START=initial_state is not None,
-        BLOCK=CHANNELS, num_warps=1,
+        none if skip is None else skip.float(), z, y, time, *strides,
+        D=channels, N=a.shape[1], SOFTPLUS=dt_softplus, GATE=gate is not None, BLOCK=CHANNELS, num_warps=1,
     )  # fmt: skip
-    return y, last
+    return y
 
 
 @triton.jit
@@ -164,9 +154,8 @@ def _product(a, a_low, b, b_low):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _chunks(  # type: ignore[no-untyped-def]
-    x, dt, bias, a, b, c, skip, start, y, last, time, lowest, highest, per_group, x_s, x_t, dt_s, dt_t, b_s,
-    b_t, c_s, c_t, H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, SOFTPLUS: tl.constexpr,
-    START: tl.constexpr, Q: tl.constexpr,
+    x, dt, bias, a, b, c, skip, y, time, lowest, highest, per_group, x_s, x_t, dt_s, dt_t, b_s, b_t, c_s,
+    c_t, H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, SOFTPLUS: tl.constexpr, Q: tl.constexpr,
 ):  # fmt: skip
     """One program owns one head of one sequence; its state (N, P) stays in registers while it walks through chunks of Q
     tokens, each of them four small products. Formulas as in `chunked_scan`."""
@@ -175,11 +164,7 @@ def _chunks(  # type: ignore[no-untyped-def]
     p, n, q = tl.arange(0, P), tl.arange(0, N), tl.arange(0, Q)
     rate = tl.load(a + head) * 1.4426950408889634
     offset, through = tl.load(bias + head), tl.load(skip + head)
-    at_state = (sequence * H + head) * (P * N) + p[None, :] * N + n[:, None]
-    if START:
-        state = tl.load(start + at_state)
-    else:
-        state = tl.zeros((N, P), tl.float32)
+    state = tl.zeros((N, P), tl.float32)
     x += sequence * x_s + head * P
     dt += sequence * dt_s + head
     b += sequence * b_s + (head // per_group) * N
@@ -213,7 +198,6 @@ def _chunks(  # type: ignore[no-untyped-def]
         high, low, scale = _split(values * (tl.exp2(whole - so_far) * step)[:, None])
         added = _product(tl.trans(b_high), tl.trans(b_low), high, low) * (scale * b_scale)
         state = state * tl.exp2(whole) + added
-    tl.store(last + at_state, state)
 
 
 def fits_chunks(width: int, states: int) -> bool:
@@ -229,14 +213,13 @@ def head_scan_gpu(
     a: torch.Tensor,
     b: torch.Tensor,
     c: torch.Tensor,
-    initial_state: torch.Tensor | None = None,
     *,
     dt_bias: torch.Tensor | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     skip: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Arguments and results as those of `head_scan`, on a GPU; `dt` as the projection gave it."""
+) -> torch.Tensor:
+    """Arguments and result as those of `head_scan`, on a GPU; `dt` as the projection gave it."""
     batch, time, heads, width = x.shape
     groups, states = b.shape[2:]
     none = x.new_zeros(heads, dtype=torch.float32)
@@ -244,18 +227,15 @@ def head_scan_gpu(
     # Heads, and groups, of one token lie side by side.
     x, b, c = (t if t.stride(2) == t.shape[3] else t.contiguous() for t in (x, b, c))
     y = torch.empty(batch, time, heads, width, dtype=torch.float32, device=x.device)
-    last = torch.empty(batch, heads, width, states, dtype=torch.float32, device=x.device)
     strides = [tensor.stride(axis) for tensor in (x, dt, b, c) for axis in (0, 1)]
     grid: Any = (heads, batch)
     _chunks[grid](
         x, dt, none if dt_bias is None else dt_bias.float(), a.float().contiguous(), b, c,
-        none if skip is None else skip.float(),
-        none if initial_state is None else initial_state.float().contiguous(), y, last, time,
-        float(dt_limit[0]), float(dt_limit[1]), heads // groups, *strides,
-        H=heads, P=width, N=states, SOFTPLUS=dt_softplus, START=initial_state is not None, Q=CHUNK,
+        none if skip is None else skip.float(), y, time, float(dt_limit[0]), float(dt_limit[1]), heads // groups,
+        *strides, H=heads, P=width, N=states, SOFTPLUS=dt_softplus, Q=CHUNK,
         num_warps=4 if width * states <= 1 << 13 else 8, num_stages=1,
     )  # fmt: skip
-    return y, last
+    return y
 
 
 @triton.jit
