@@ -13,6 +13,7 @@ from kl_lens.model import LoadedModel, load
 from kl_lens.model.kernels.swap import _is_rms_norm
 from tests import families
 from tests.families import tiny_model, token_ids
+from tests.model.test_kernels import recurrence2
 
 IDS = token_ids(2, 21)
 
@@ -41,15 +42,10 @@ def _mamba2(weights: dict[str, torch.Tensor], config: transformers.Mamba2Config)
         x, b, c = (
             functional.silu(mixed).transpose(1, 2).split([inner, groups * states, groups * states], dim=-1)
         )
-        x = x.unflatten(-1, (heads, size))
-        b, c = (t.unflatten(-1, (groups, states)).repeat_interleave(heads // groups, dim=2) for t in (b, c))
+        x, (b, c) = x.unflatten(-1, (heads, size)), (t.unflatten(-1, (groups, states)) for t in (b, c))
         dt = functional.softplus(dt + w["mixer.dt_bias"])
-        state, rows = torch.zeros(len(IDS), heads, size, states), []
-        for t in range(IDS.shape[1]):
-            decay = torch.exp(-torch.exp(w["mixer.A_log"]) * dt[:, t])[..., None, None]
-            state = decay * state + (dt[:, t, :, None] * x[:, t])[..., None] * b[:, t, :, None]
-            rows.append((state * c[:, t, :, None]).sum(-1) + w["mixer.D"][:, None] * x[:, t])
-        gated = torch.stack(rows, 1).flatten(-2) * functional.silu(z)
+        scanned = recurrence2(x, dt, -torch.exp(w["mixer.A_log"]), b, c) + w["mixer.D"][:, None] * x
+        gated = scanned.float().flatten(-2) * functional.silu(z)
         hidden = hidden + _rms(gated, w["mixer.norm.weight"], epsilon, groups) @ w["mixer.out_proj.weight"].T
     return _rms(hidden, weights["backbone.norm_f.weight"], epsilon) @ weights["lm_head.weight"].T
 

@@ -309,27 +309,6 @@ def test_a_damaged_folder_gives_one_line_that_says_what_is_wrong(damage, message
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda index: index.pop("metadata"), "needs metadata and a weight_map"),
-        (lambda index: index.update(weight_map=[1]), "needs metadata and a weight_map"),
-        (
-            lambda index: index["weight_map"].update({"model.norm.weight": "../elsewhere.safetensors"}),
-            r"names \.\./elsewhere\.safetensors, which is outside its folder",
-        ),
-    ],
-)
-def test_an_index_is_read_with_care(change, message, saved) -> None:
-    folder = saved("llama", max_shard_size="100KB")
-    path = folder / "model.safetensors.index.json"
-    index = json.loads(path.read_text())
-    change(index)
-    path.write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=message):
-        load(folder)
-
-
 def test_buffers_of_older_versions_do_no_harm_and_what_is_left_out_is_said(saved) -> None:
     folder = saved("llama")
     _holding("model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(8))(folder)

@@ -61,17 +61,6 @@ def test_planted_channels_are_outliers_and_make_the_component_sensitive() -> Non
     assert damage() > 10 * before
 
 
-def test_only_the_chosen_components_are_touched() -> None:
-    model = _model("mamba")
-    originals = {name: p.clone() for name, p in model.model.named_parameters()}
-    stress(model, r"layers\.2\..*dt_proj")
-    changed = {n for n, p in model.model.named_parameters() if not torch.equal(p, originals[n])}
-    assert changed == {
-        "backbone.layers.2.mixer.dt_proj.weight",
-        "backbone.layers.2.mixer.x_proj.weight",
-    }
-
-
 def test_what_cannot_be_stressed_is_an_error_that_says_what_can() -> None:
     with pytest.raises(CheckpointError, match=r"no component .* matches 'x_proj'.*dt_proj, in_proj"):
         stress(_model("mamba"), "x_proj")

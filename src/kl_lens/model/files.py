@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -14,6 +15,7 @@ from zipfile import is_zipfile
 import torch
 from safetensors import SafetensorError, safe_open
 
+from kl_lens.base.digests import tensor_digest
 from kl_lens.base.errors import CheckpointError, one_line
 
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -188,6 +190,14 @@ def refuse_broken_numbers(folder: Path, named: Iterable[tuple[str, torch.Tensor]
         if not (math.isfinite(low) and math.isfinite(high)):
             what = "NaN" if math.isnan(low) else f"infinite in {str(tensor.dtype).removeprefix('torch.')}"
             raise CheckpointError(f"{folder}: a number in {name} is {what}; the weights are damaged")
+
+
+def weights_digest(named: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """Of tensors by their names: two models with one digest are one."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in named:
+        digest.update(tensor_digest(tensor, about=f"{name} {tuple(tensor.shape)} {tensor.dtype}").encode())
+    return digest.hexdigest()
 
 
 def refuse_misfits(

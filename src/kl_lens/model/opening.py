@@ -16,43 +16,19 @@ import transformers
 
 from kl_lens.base.errors import CheckpointError, FormatError, one_line
 from kl_lens.base.resources import reference_path
-from kl_lens.model import architectures as models, mamba_ssm
+from kl_lens.model import architectures, files, mamba_ssm
 from kl_lens.model.anatomy import Anatomy, anatomy_of
 from kl_lens.model.chain import Chain, warn
-from kl_lens.model.files import (
-    LEFT_OUT,
-    and_more,
-    check_sizes,
-    is_quantized,
-    quant_method,
-    read_config,
-    refuse_broken_numbers,
-    refuse_misfits,
-    refuse_quantized,
-    stored_tensors,
-    weight_bytes,
-)
 from kl_lens.model.hub import Watch, download, pinned_name
 from kl_lens.model.norms import groups_of, normalise_per_group
-from kl_lens.model.residency import (
-    AUTO,
-    DISK,
-    MEMORY,
-    PLACES,
-    Residency,
-    belongs_on_disk,
-    join_twins,
-    weights_digest,
-    without_weights,
-)
+from kl_lens.model.residency import AUTO, DISK, MEMORY, Residency, belongs_on_disk, join_twins, weightless
 from kl_lens.model.tasks import (
     IMAGE,
     TEXT,
-    TIMM,
     ImageTask,
     LanguageTask,
     Task,
-    is_timm,
+    model_type,
     task_of,
     vocabulary_size,
 )
@@ -129,7 +105,7 @@ class LoadedModel:
         named = sorted(self.model.state_dict().items()) if self.digest is None else []
         # A run that was measured with transformers' norm over all groups is a run of another model.
         grouped = "-grouped-norm" if groups_of(self.config) > 1 else ""
-        return (self.digest or weights_digest(named)) + grouped
+        return (self.digest or files.weights_digest(named)) + grouped
 
     @property
     def device(self) -> torch.device:
@@ -191,7 +167,7 @@ class LoadedModel:
         """What a user should know about how it was opened."""
         if not self.left_out:
             return self.anatomy.notes
-        what = f"{self.left_out[0]}{and_more(self.left_out)}"
+        what = f"{self.left_out[0]}{files.and_more(self.left_out)}"
         line = f"Not opened: {what}. Heads for further tokens and vision towers are no part of the language model."
         return (*self.anatomy.notes, line)
 
@@ -237,17 +213,15 @@ def load(
         >>> len(model.chain), len(model.anatomy.candidates)
     """
     folder = model_folder(source, revision=revision)
-    config = read_config(folder)
+    config = files.read_config(folder)
     is_folder = os.path.isdir(os.path.expanduser(source))
     known = pinned_name(folder) if _is_on_hub(source) else str(source)  # opens the same weights again
     name = folder.name if is_folder else known.partition("@")[0]
-    if weights not in PLACES:
-        raise CheckpointError(f"weights is {weights!r}; expected one of {', '.join(PLACES)}")
     chosen = _dtype(dtype)
     place = _device(device, folder, chosen, weights)
-    check_sizes(folder, config)
-    refuse_quantized(folder, config)
-    models.register()
+    files.check_sizes(folder, config)
+    files.refuse_quantized(folder, config)
+    architectures.register()
     kind = task_of(config, task)
     layout = "mamba_ssm" if mamba_ssm.is_layout(config) else "transformers"
     checkpoint = _Checkpoint(folder, config, kind, chosen, place, trust_remote_code)
@@ -292,7 +266,7 @@ def load(
         residency=residency,
         digest=None if read is None else read.fingerprint,
         not_on_disk=not_on_disk,
-        left_out=tuple(t.name for t in stored_tensors(folder) if LEFT_OUT.match(t.name)),
+        left_out=tuple(t.name for t in files.stored_tensors(folder) if files.LEFT_OUT.match(t.name)),
     )
 
 
@@ -345,10 +319,10 @@ class _Checkpoint:
 
     def streamed(self, budget: int | None, *, whole: bool = False) -> Residency:
         """A language model whose matrices are read from disk when needed; `whole`: now, straight to the device."""
-        refuse_quantized(self.folder, self.config, "use --weights memory")
+        files.refuse_quantized(self.folder, self.config, "use --weights memory")
         parsed = self._parsed()
         try:
-            with without_weights():
+            with weightless():
                 model = _LOADERS[TEXT].from_config(parsed, dtype=self.dtype, trust_remote_code=self.trusted)
         except Exception as error:  # what a library raises over a strange setting can be anything
             raise CheckpointError(why_not_loaded(self.folder, self.config, error)) from error
@@ -372,16 +346,16 @@ class _Checkpoint:
         except Exception as error:  # as above
             raise CheckpointError(why_not_loaded(self.folder, self.config, error)) from error
         found = {kind: info[f"{kind}_keys"] for kind in ("missing", "mismatched")}
-        refuse_misfits(self.folder, **found, unused=info["unexpected_keys"])
-        if quant_method(self.config):
+        files.refuse_misfits(self.folder, **found, unused=info["unexpected_keys"])
+        if files.quant_method(self.config):
             for name, tensor in model.state_dict().items():
-                if is_quantized(name, kind := str(tensor.dtype).removeprefix("torch.")):
+                if files.is_quantized(name, kind := str(tensor.dtype).removeprefix("torch.")):
                     raise CheckpointError(
                         f"{self.folder}: transformers keeps {name} as {kind}; give the original checkpoint, in 16 or "
                         "32 bits"
                     )
             model._weight_conversions = None  # they would quantize what is converted or saved from here
-        refuse_broken_numbers(self.folder, model.state_dict().items())
+        files.refuse_broken_numbers(self.folder, model.state_dict().items())
         if self.task == TEXT:
             join_twins(model, lambda one, two: model.get_parameter(one).equal(model.get_parameter(two)))
         return model.to(self.device).eval()
@@ -390,7 +364,7 @@ class _Checkpoint:
         """The configuration as transformers reads it. Raises if it does not fit the files."""
         folder, config = self.folder, self.config
         is_ssm = mamba_ssm.is_layout(config)
-        kind = config.get("model_type", TIMM if is_timm(config) else None)
+        kind = model_type(config)
         known = is_ssm or kind in transformers.CONFIG_MAPPING
         if "auto_map" in config and not self.trusted and not known:
             code = config["auto_map"].get("AutoModelForCausalLM", "auto_map")
@@ -416,14 +390,14 @@ class _Checkpoint:
             raise
         except Exception as error:  # as above
             raise CheckpointError(why_not_loaded(folder, config, error)) from error
-        wanted, stored = sum(p.numel() for p in empty.parameters()), weight_bytes(folder)
+        wanted, stored = sum(p.numel() for p in empty.parameters()), files.weight_bytes(folder)
         # Before memory is allocated: no checkpoint stores a parameter in less than two bits.
         if wanted > 4 * stored:
             raise CheckpointError(
                 f"{folder}: config.json describes {wanted:,} parameters, but the weights have only {stored:,} bytes; "
                 "weights and config.json do not belong together"
             )
-        if quant_method(config) in ("fp8", "mxfp4"):
+        if files.quant_method(config) in ("fp8", "mxfp4"):
             parsed.quantization_config["dequantize"] = True  # with a GPU too
         if getattr(parsed, "rescale_every", 0) and self.dtype != torch.float16:
             # RWKV halves its hidden states and weights every few blocks, so that float16 does not overflow.
@@ -437,7 +411,7 @@ def why_not_loaded(folder: Path, config: dict[str, Any], error: Exception) -> st
         for name, value in config.items():
             if isinstance(value, str) and error.args == (value,):
                 return f"{folder / 'config.json'}: {name} is {value!r}, which transformers does not know"
-    if method := quant_method(config):
+    if method := files.quant_method(config):
         return (
             f"{folder}: the weights are already quantized ({method}), and transformers cannot turn them into floats "
             f"({one_line(error)}); give the original checkpoint, in 16 or 32 bits"

@@ -8,9 +8,8 @@ of NaN: what is forgotten is seen.
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -22,9 +21,9 @@ import torch
 from torch import nn
 
 from kl_lens.base.accelerators import free_memory
-from kl_lens.base.digests import tensor_digest
 from kl_lens.base.environment import available_memory
-from kl_lens.model.files import refuse_broken_numbers, refuse_misfits, stored_tensors
+from kl_lens.base.errors import CheckpointError
+from kl_lens.model.files import refuse_broken_numbers, refuse_misfits, stored_tensors, weights_digest
 from kl_lens.model.patching import needs_no_weights
 from kl_lens.model.streaming import CheckpointTensors
 
@@ -59,7 +58,7 @@ def join_twins(model: nn.Module, same: Callable[[str, str], bool]) -> None:
 
 
 @contextmanager
-def without_weights() -> Iterator[None]:
+def weightless() -> Iterator[None]:
     """Models made within the block have real buffers, and parameters that take no memory."""
     original = nn.Module.register_parameter
 
@@ -79,20 +78,14 @@ def belongs_on_disk(
     folder: Path, dtype: torch.dtype, device: torch.device, place: str, budget: int | None
 ) -> bool:
     """Whether a model does not fit into the budget if given, else into free memory."""
+    if place not in PLACES:
+        raise CheckpointError(f"weights is {place!r}; expected one of {', '.join(PLACES)}")
     if place != AUTO:
         return place == DISK
     on_gpu = device.type == "cuda"
     free = int(_FITS * (free_memory(device) if on_gpu else available_memory()))
     room = free if budget is None else min(budget, free) if on_gpu else budget
     return sum(math.prod(tensor.shape) for tensor in stored_tensors(folder)) * dtype.itemsize > room
-
-
-def weights_digest(named: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """Of tensors by their names: two models with one digest are one."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name, tensor in named:
-        digest.update(tensor_digest(tensor, about=f"{name} {tuple(tensor.shape)} {tensor.dtype}").encode())
-    return digest.hexdigest()
 
 
 @dataclass(eq=False)
@@ -133,7 +126,7 @@ class Residency:
         *,
         whole: bool = False,
     ) -> None:
-        """Gives a model made `without_weights` its vectors and the matrices that stay; `whole`: all of them."""
+        """Gives a model made `weightless` its vectors and the matrices that stay; `whole`: all of them."""
         self.device, self.dtype = device, dtype
         self.tensors = CheckpointTensors(folder, model_type, pinned=device.type == "cuda")
         if not whole:

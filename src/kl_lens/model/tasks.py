@@ -31,7 +31,6 @@ from kl_lens.text.images import (
 from kl_lens.text.images.windows import draw_images, images_from_start
 
 TEXT, IMAGE = "text", "image"
-TIMM = "timm_wrapper"  # transformers' model type
 Source = TextSource | ImageSource | str
 
 
@@ -247,14 +246,15 @@ def _text(source: Source) -> TextSource | str:
     return source
 
 
-def is_timm(config: Mapping[str, Any]) -> bool:
-    """A folder saved by timm, without a model_type; transformers opens it if timm is installed."""
-    return "pretrained_cfg" in config and "architecture" in config
+def model_type(config: Mapping[str, Any]) -> Any:
+    """transformers' name of the family. A folder saved by timm has none; transformers opens it if timm is installed."""
+    is_timm = "pretrained_cfg" in config and "architecture" in config
+    return config.get("model_type", "timm_wrapper" if is_timm else None)
 
 
 def task_of(config: Mapping[str, Any], wanted: str | None = None) -> str:
     """`text` or `image`: `wanted`, or from config.json's architectures."""
     if wanted is not None:
         return wanted
-    is_classifier = is_timm(config) or "ForImageClassification" in str(config.get("architectures"))
-    return IMAGE if is_classifier or config.get("model_type") == "mambavision" else TEXT
+    is_classifier = "ForImageClassification" in str(config.get("architectures"))
+    return IMAGE if is_classifier or model_type(config) in ("timm_wrapper", "mambavision") else TEXT
