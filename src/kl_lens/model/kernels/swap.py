@@ -87,7 +87,7 @@ def _chunk_scan(
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     **kwargs: Any,
 ) -> Any:
-    options = {"dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
+    options: dict[str, Any] = {"dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
     if kwargs.get("initial_states") is not None or kwargs.get("return_final_states"):
         return original(hidden_states, dt, A, B, C, chunk_size, D=D, **options, **kwargs)
     inference = _is_inference(hidden_states, dt, A, B, C, D, dt_bias)
