@@ -34,8 +34,13 @@ _LATENT = {"kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v
 
 
 def _bare(config: str | type, **settings: Any) -> Config:
-    made = getattr(transformers, config) if isinstance(config, str) else config
-    return lambda **changes: made(**{**_COMMON, **settings, **changes})
+    def make(**changes: Any) -> transformers.PretrainedConfig:
+        made = (
+            getattr(transformers, config) if isinstance(config, str) else config
+        )  # older versions lack some
+        return made(**{**_COMMON, **settings, **changes})
+
+    return make
 
 
 def _tiny(config: str | type, **settings: Any) -> Config:
