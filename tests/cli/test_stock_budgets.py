@@ -71,7 +71,7 @@ def require_never_worse(
         meter = planner.halves[1]
         for rival in rival_plans(planner, table, None, everything=True):
             limit = rival.file_bytes
-            assert limit == target.exact_file_bytes(planner.model, rival)
+            assert limit == target.file_bytes(planner.model, rival, exact=True)
             try:
                 ours = plan_within_budget(planner, run, table, Events(), max_bytes=limit, name="ours")
             except BudgetError:  # the short menu has nothing as small

@@ -140,11 +140,11 @@ def test_the_cost_of_other_text_comes_from_the_rival_that_loses_most(monkeypatch
 def test_a_stock_recipe_that_fits_by_its_written_size_wins_over_sums_of_bounds() -> None:
     """The solver's bounds say that all-int8 is too large; the written file says that it is not."""
 
-    def size(model: object, plan: Plan) -> int:
+    def size(model: object, plan: Plan, *, exact: bool) -> int:
         return (plan.bytes or 0) + (100 if plan.assignment["head"] == "int8" else 120)
 
     planner = TargetPlanner.__new__(TargetPlanner)
-    planner.target = SimpleNamespace(name="toy", title="Toy", exact_file_bytes=size)  # type: ignore[assignment]
+    planner.target = SimpleNamespace(name="toy", title="Toy", file_bytes=size)  # type: ignore[assignment]
     planner.__dict__["fixed_bytes"] = 100
     planner._opened = lambda: None  # type: ignore[assignment, return-value]
     small = Plan("ours", {"head": "int4"}, "exact budget", 0.5, 500, limits={"bytes": 1100}, fixed_bytes=120)

@@ -54,15 +54,8 @@ def test_every_recipe_is_one_that_the_target_holds(
 def test_llama_cpp_treats_state_space_matrices_alike(mamba: LoadedModel) -> None:
     found = recipes("gguf", mamba)
     plain = [name for name in found if not name.endswith(".imatrix")]
-    below = [
-        "Q2_K",
-        "IQ3_XS",
-        "IQ3_S",
-        "IQ3_M",
-        "Q3_K_S",
-        "Q3_K_M",
-        "Q3_K_L",
-    ]  # the others need an importance matrix
+    # the others need an importance matrix
+    below = ["Q2_K", "IQ3_XS", "IQ3_S", "IQ3_M", "Q3_K_S", "Q3_K_M", "Q3_K_L"]
     assert plain == [*below, "Q4_0", "IQ4_XS", "Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0"]
     # 64 and 128 columns hold no K-quant: what llama.cpp puts there instead. 5 columns of dt_proj hold no block.
     assert Counter(found["Q4_K_M"].values()) == {"q5_0": 12, "q8_0": 1, "fp16": 4}
@@ -74,15 +67,14 @@ def test_llama_cpp_treats_state_space_matrices_alike(mamba: LoadedModel) -> None
 
 def test_an_importance_matrix_is_for_all_but_the_head(mamba: LoadedModel) -> None:
     found = recipes("gguf", mamba)
-    weighed = [name for name in found if name.endswith(".imatrix")]
-    only = ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M", "Q2_K_S", "IQ3_XXS")
-    assert {*weighed} == {f"{n}.imatrix" for n in found if not n.endswith(".imatrix") and n != "Q8_0"} | {
-        f"{n}.imatrix" for n in only
-    }
+    plain = {name for name in found if not name.endswith(".imatrix")} - {"Q8_0"}
+    only = {"IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M", "Q2_K_S", "IQ3_XXS"}
+    weighed = {f"{name}.imatrix" for name in plain | only}
+    assert weighed == set(found) - plain - {"Q8_0"}
     for name in weighed:
-        plain = found.get(name.removesuffix(".imatrix"), found[name])
+        same = found.get(name.removesuffix(".imatrix"), found[name])
         for component, recipe in found[name].items():
-            assert recipe.grid.name == plain[component].grid.name
+            assert recipe.grid.name == same[component].grid.name
             weighs = component != mamba.anatomy.head and recipe.grid.name not in ("fp16", "q8_0")
             assert recipe.method == ("imatrix" if weighs else "rtn")
 
@@ -148,9 +140,7 @@ def test_types_are_those_of_llama_quantize(model: str, tmp_path: Path) -> None:
         shown = subprocess.run(command, capture_output=True, text=True, check=True)
         theirs = dict(re.findall(r"^\[.*?\]\s+(\S+) .*\((\w+)\)$", shown.stdout + shown.stderr, re.MULTILINE))
         ours = {names[c]: r.grid.name for c, r in recipe.assignment.items() if r != "fp16"}
-        assert {tensor: kind.lower() for tensor, kind in theirs.items() if tensor in ours} == ours, (
-            recipe.name
-        )
+        assert {name: kind.lower() for name, kind in theirs.items() if name in ours} == ours, recipe.name
 
 
 @pytest.mark.parametrize("mode", ["INT4_SYM", "INT4_ASYM"])
@@ -210,8 +200,8 @@ def test_menus_are_formats_that_the_target_holds(target: str) -> None:
 @pytest.mark.parametrize(
     ("target", "recipes"),
     [
-        ("openvino", ("int8", "int4-g32", "uint4-g64", "uint2-g64", "mxfp4")),
-        ("gguf", ("q8_0", "q4_k", "iq4_xs")),
+        ("openvino", ("int8", "uint4-g64")),
+        ("gguf", ("q8_0", "iq4_xs")),
         ("mlx", ("affine3-g64",)),
     ],
 )
@@ -232,18 +222,11 @@ def test_sizes_are_known_before_a_file_is_written(
         else:  # the graph's file is estimated, and never too small
             matrices = len(mamba.anatomy.candidates)
             assert 0 <= foretold - artifact.realised_bytes < 1000 * matrices
-        assert describe_target(target).exact_file_bytes(mamba, plan) == artifact.realised_bytes
+        assert describe_target(target).file_bytes(mamba, plan, exact=True) == artifact.realised_bytes
 
 
 @pytest.mark.parametrize(
-    ("target", "recipe"),
-    [
-        ("openvino", "int4-g32"),
-        ("openvino", "uint2-g64"),
-        ("openvino", "mxfp4"),
-        ("gguf", "q8_0"),
-        ("mlx", "affine4-g32"),
-    ],
+    ("target", "recipe"), [("openvino", "uint2-g64"), ("gguf", "q8_0"), ("mlx", "affine4-g32")]
 )
 def test_digests_are_those_of_the_bytes_in_the_file(
     target: str, recipe: str, mamba: LoadedModel, tmp_path: Path
@@ -256,9 +239,7 @@ def test_digests_are_those_of_the_bytes_in_the_file(
     changed = {tensor for tensor in before if before[tensor] != after[tensor]}
     tensors = read_artifact(tmp_path / "1").tensors
     assert changed == {t.runtime_name for t in tensors if t.component == name}
-    assert {t.runtime_name: t.digest for t in tensors} == {
-        t.runtime_name: after[t.runtime_name] for t in tensors
-    }
+    assert all(after[tensor.runtime_name] == tensor.digest for tensor in tensors)
 
 
 def test_a_repeated_matrix_is_weighed_with_its_own_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,8 +251,8 @@ def test_a_repeated_matrix_is_weighed_with_its_own_recipes(monkeypatch: pytest.M
     monkeypatch.setattr(target, "write", lambda model, plan, folder, **_: weighed.append(plan.assignment))
     first, second = (f"backbone.layers.{k}.mixer.in_proj" for k in (0, 1))
     plan = Plan("p", {first: "int4-g64+gptq", second: "int4-g64+search"}, "a test")
-    target.exact_file_bytes(model, plan)
+    target.file_bytes(model, plan, exact=True)
     weights = repeating.model.get_parameter
     weights(f"{second}.weight").copy_(weights(f"{first}.weight"))
-    target.exact_file_bytes(repeating, plan)
+    target.file_bytes(repeating, plan, exact=True)
     assert weighed == [dict.fromkeys((first, second), "int4-g64"), plan.assignment]

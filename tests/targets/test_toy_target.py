@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -19,54 +19,39 @@ from kl_lens.run.folder import Run
 from kl_lens.run.records import Artifact, ExportedTensor, Plan
 from kl_lens.run.subjects import current_profiles, current_results
 from kl_lens.targets import SessionSettings, Target, describe_target, get_target, register, target_of
+from kl_lens.targets.exporting import choices, record, write_beside
 from kl_lens.targets.registry import TARGETS
-from kl_lens.targets.session import Logits
+from kl_lens.targets.session import FedSession, Logits
 from kl_lens.weights.formats import Format
-from kl_lens.weights.recipes import FP16, Recipe, fitting_recipe
+from kl_lens.weights.recipes import FP16
 from tests.cli.conftest import tiny_folder as tiny_folder
 
 NAME = "toy"
 WEIGHTS = "weights.npz"
 
 
-class ToySession:
+class ToySession(FedSession):
     """The stored weights in transformers; every call runs the whole sequence."""
 
+    description: ClassVar = {"library": NAME, "version": "1", "device": "CPU", "threads": 1}
+
     def __init__(self, folder: Path) -> None:
-        self._model = transformers.AutoModelForCausalLM.from_config(
-            transformers.AutoConfig.from_pretrained(folder)
-        ).eval()
+        config = transformers.AutoConfig.from_pretrained(folder)
+        self._model = transformers.AutoModelForCausalLM.from_config(config).eval()
         with np.load(folder / WEIGHTS) as stored:
             self._model.load_state_dict({name: torch.from_numpy(stored[name]) for name in stored})
-        self._fed: list[int] = []
-
-    @property
-    def vocabulary(self) -> int:
-        return int(self._model.config.vocab_size)
-
-    @property
-    def description(self) -> dict[str, Any]:
-        return {"library": NAME, "version": "1", "device": "CPU", "threads": 1}
+        self.place, self.vocabulary, self._fed = folder, int(config.vocab_size), list[int]()
 
     def reset(self) -> None:
         self._fed = []
 
-    def prefill(self, ids: Sequence[int]) -> Logits:
-        return self._run([*self._fed, *ids])[-1]
-
-    def step(self, token: int) -> Logits:
-        return self.prefill([token])
-
-    def logits(self, ids: Sequence[int]) -> Logits:
-        return self._run(list(ids))
-
-    def close(self) -> None:
-        self._fed = []
+    close = reset
 
     @torch.no_grad()
-    def _run(self, ids: list[int]) -> Logits:
-        self._fed = ids
-        return self._model(torch.tensor([ids]), use_cache=False).logits[0].numpy()
+    def feed(self, tokens: list[int], *, every: bool) -> Logits:
+        self._fed += tokens
+        logits = self._model(torch.tensor([self._fed]), use_cache=False).logits[0].numpy()
+        return logits[-len(tokens) :]
 
 
 class ToyTarget(Target):
@@ -75,8 +60,8 @@ class ToyTarget(Target):
     name, title, extra, packages = NAME, "Toy", NAME, ("torch",)
     loads = (".npz",)
 
-    def holds(self, fmt: Format, shape: Sequence[int]) -> str | None:
-        return fmt.fits(shape)
+    def stores(self, fmt: Format) -> str | None:
+        return None
 
     @property
     def formats(self) -> tuple[str, ...]:
@@ -84,24 +69,19 @@ class ToyTarget(Target):
 
     def write(self, model: Any, plan: Plan, folder: Path, **options: Any) -> Artifact:
         arrays = {name: tensor.numpy() for name, tensor in model.model.state_dict().items()}
-        tensors = []
+        tensors, chosen = [], choices(model, plan, self.fit)
         for component in model.anatomy.components:
-            planned = Recipe.parse(plan.assignment.get(component.name, FP16))
-            recipe, reason = FP16, None
+            choice = chosen[component.name]
             if component.quantizable:
-                recipe, reason = fitting_recipe(planned, component.shape)
-                arrays[component.weight] = model.weights.values(component.name, recipe).numpy()
-            data = arrays[component.weight]
-            realised = recipe if component.quantizable else "fp32"
-            names, sized = (component.name, component.weight), (data.nbytes, reason, bytes_digest(data))
-            tensors.append(ExportedTensor(*names, planned, realised, *sized))
+                arrays[component.weight] = model.weights.values(component.name, choice.recipe).numpy()
+            data, realised = arrays[component.weight], choice.recipe if component.quantizable else "fp32"
+            what = component.name, component.weight, choice.planned, realised
+            tensors.append(ExportedTensor(*what, data.nbytes, choice.reason, bytes_digest(data)))
         folder.mkdir(parents=True, exist_ok=True)
         np.savez(folder / WEIGHTS, **arrays)
         model.config.save_pretrained(folder)
-        files = (WEIGHTS, "config.json")
-        return Artifact(
-            NAME, plan.name, files, tuple(tensors), plan.bytes or 0, 0, model.name, model.fingerprint
-        )
+        write_beside(model, folder)
+        return record(NAME, model, plan, folder, tensors)
 
     def open(self, place: Path, settings: SessionSettings, *, cold: bool = False) -> ToySession:
         return ToySession(place)
@@ -143,24 +123,17 @@ def test_the_file_holds_what_was_planned(finished: Path) -> None:
         assert all(bytes_digest(shipped[t["runtime_name"]]) == t["digest"] for t in record["tensors"])
 
 
-def test_it_is_judged_beside_pytorch_and_agrees(finished: Path) -> None:
+def test_it_is_judged_beside_pytorch_timed_against_its_own_fp16_and_reported(finished: Path) -> None:
     with Run.open(finished) as run:
         verdicts = [result.value["verdict"] for result in current_results(run, "agreement")]
-    assert verdicts == ["agrees"] * 2
-
-
-def test_it_is_timed_against_its_own_fp16(finished: Path) -> None:
-    with Run.open(finished) as run:
         profiles = {profile.subject.label: profile for profile in current_profiles(run)}
+    assert verdicts == ["agrees"] * 2
     assert set(profiles) == {f"{NAME}/small", f"{NAME}/uniform_fp16"}
     small = profiles[f"{NAME}/small"]
     assert (small.subject.target, small.subject.plan) == (NAME, "small")
     assert small.settings["ratios_to"] == f"{NAME}/uniform_fp16"
     assert small.peak_memory_bytes > 0
     assert small.bound == {}  # Toy does not say what a token reads
-
-
-def test_the_report_shows_it(finished: Path) -> None:
     assert f"small, {get_target(NAME).title}" in (finished / "report.html").read_text()
 
 

@@ -212,7 +212,7 @@ class _Turns:
         return Profile(
             subject=subject.subject,
             protocol=PROTOCOL,
-            device=subject.target.device_label(settings.runtime),
+            device=settings.runtime.label,
             threads=threads,
             timings=timings,
             ratios=record.ratios_to(self._records[base.name]),

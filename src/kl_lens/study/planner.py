@@ -100,7 +100,7 @@ class TargetPlanner:
         """The plan with the size of its file; `exact=False`: a quick upper bound."""
         if self.target is None:
             return plan
-        size = (self.target.exact_file_bytes if exact else self.target.file_bytes)(self.model, plan)
+        size = self.target.file_bytes(self.model, plan, exact=exact)
         return replace(plan, target=self.target.name, fixed_bytes=size - (plan.bytes or 0))
 
     def fitted(self, make: Callable[[int], Plan], max_bytes: int | None, others: Sequence[Plan] = ()) -> Plan:

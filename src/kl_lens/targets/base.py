@@ -10,7 +10,7 @@ import os
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -24,7 +24,7 @@ from kl_lens.targets.artifacts import earlier_artifact, read_artifact, write_rec
 from kl_lens.targets.contents import FLOATS, Contents
 from kl_lens.targets.session import Session, SessionSettings
 from kl_lens.weights.formats import Format
-from kl_lens.weights.recipes import Recipe, preferred
+from kl_lens.weights.recipes import Recipe, fitting_recipe, preferred
 
 if TYPE_CHECKING:  # running an exported model must not load what exporting needs
     import torch
@@ -69,68 +69,11 @@ class Health:
     mend: str = ""  # the command that fixes it
 
 
-class Extras:
-    """What a target may offer besides; the defaults offer nothing."""
-
-    options: ClassVar[tuple[ExportOption, ...]] = ()  # of its export, besides model, plan and folder
-    usual: ClassVar[bool] = True  # `kl-lens run` makes its files unasked, where its packages are installed
-    recipe_tool: ClassVar[str | None] = None  # of `handover.TOOLS`: the runtime's own quantizer
-    streams: ClassVar[bool] = False  # whether `export` also takes a checkpoint folder, tensor by tensor
-    holds_vocabulary: ClassVar[bool] = False  # whether its sessions can tokenize with the file's vocabulary
-    published: ClassVar[Any] = None  # `openvino.benchmark_app`: the benchmark program that publications quote
-    besides: ClassVar[str] = "the header"  # what its files hold besides weights
-    exact_options: ClassVar[str] = ""  # how its users get the arithmetic of an exact session
-
-    @property
-    def small_formats(self) -> tuple[str, ...]:
-        """Formats below four bits, small ones first. Quantizing to them takes longer, so plans choose from them only if
-        asked to, or if no file of the short menu is as small as it should be."""
-        return ()
-
-    def unsupported(self, model_type: str) -> str | None:
-        """Why this runtime cannot run such models. None: it can, or only trying shows it (`UnsupportedError`)."""
-        return None
-
-    def uniform_plan(self, folder: Path, format_name: str) -> Plan:
-        """One format for everything in a checkpoint, without loading it; only for targets that stream."""
-        raise NotImplementedError
-
-    def owns(self, path: Path) -> bool:
-        """Whether a bare file is this target's, judged by its name only."""
-        return False
-
-    def contents(self, place: Path) -> Contents | None:
-        """The weights and states that one token reads, for the memory bound; None: not known."""
-        return None
-
-    def dissects(self, path: Path) -> bool:
-        """Whether `dissect` takes this file or folder, judged by names only."""
-        return False
-
-    def dissect(self, place: Path) -> Dissection:
-        """Takes any of its files apart, whoever made it, for an autopsy."""
-        raise NotImplementedError
-
-    def device_label(self, settings: SessionSettings) -> str:
-        """The device's name in a profile."""
-        return settings.device
-
-    def fewest_threads(self, place: Path) -> int | None:
-        """The fewest threads with which several sessions may run in one process; None: one session at a time.
-
-        With fewer threads results differ; more threads change speed only.
-        """
-        return None
-
-    def in_float32(self, settings: SessionSettings) -> SessionSettings | None:
-        """These settings with float32 arithmetic. None: the runtime has none, or they have it already."""
-        return None
-
-
-class Target(Extras, ABC):
+class Target(ABC):
     """One runtime: what it holds, how its files are written and opened, and how its kernels round.
 
-    Its module imports without the runtime's packages; methods import them when needed.
+    `stores`, `formats`, `write` and `open` are required, the rest has defaults. Its module imports without the
+    runtime's packages; methods import them when needed.
     """
 
     name: ClassVar[str]  # gguf: as typed
@@ -139,17 +82,41 @@ class Target(Extras, ABC):
     packages: ClassVar[tuple[str, ...]]  # required; the last one's version is the runtime's
     loads: ClassVar[tuple[str, ...]]  # suffixes of the files that the runtime loads; only these count as size
     methods: ClassVar[tuple[str, ...]] = ()  # quantization methods of its menu, best first
+    options: ClassVar[tuple[ExportOption, ...]] = ()  # of its export, besides model, plan and folder
+    usual: ClassVar[bool] = True  # `kl-lens run` makes its files unasked, where its packages are installed
+    recipe_tool: ClassVar[str | None] = None  # of `handover.TOOLS`: the runtime's own quantizer
+    streams: ClassVar[bool] = False  # whether `export` also takes a checkpoint folder, tensor by tensor
+    holds_vocabulary: ClassVar[bool] = False  # whether its sessions are `TokenizingSession`s
+    published: ClassVar[Any] = None  # `openvino.benchmark_app`: the benchmark program that publications quote
+    besides: ClassVar[str] = "the header"  # what its files hold besides weights
+    exact_options: ClassVar[str] = ""  # how its users get the arithmetic of an exact session
 
     # -- what it can hold ----------------------------------------------------------------------------------
 
     @abstractmethod
+    def stores(self, fmt: Format) -> str | None:
+        """None, or why it has no such format, whatever the shape."""
+
     def holds(self, fmt: Format, shape: Sequence[int]) -> str | None:
         """None, or why a weight of this shape cannot be stored in this format."""
+        return self.stores(fmt) or fmt.fits(shape)
+
+    def fit(self, recipe: Recipe, shape: Sequence[int]) -> tuple[Recipe, str | None]:
+        """For `exporting.choices`: what a weight of this shape gets, and why it is not what was planned (or None)."""
+        if reason := self.stores(recipe.grid):
+            raise TargetError(f"{reason}. Make a plan for it with: kl-lens plan --target {self.name}")
+        return fitting_recipe(recipe, shape)
 
     @property
     @abstractmethod
     def formats(self) -> tuple[str, ...]:
         """Formats that its kernels run well, small ones first."""
+
+    @property
+    def small_formats(self) -> tuple[str, ...]:
+        """Formats below four bits, small ones first. Quantizing to them takes longer, so plans choose from them only if
+        asked to, or if no file of the short menu is as small as it should be."""
+        return ()
 
     @property
     def menu(self) -> tuple[Recipe, ...]:
@@ -168,17 +135,23 @@ class Target(Extras, ABC):
         """The runtime's stock recipes for this model."""
         return ()
 
+    def unsupported(self, model_type: str) -> str | None:
+        """Why this runtime cannot run such models. None: it can, or only trying shows it (`UnsupportedError`)."""
+        return None
+
     # -- files ---------------------------------------------------------------------------------------------
 
     @abstractmethod
     def write(self, model: LoadedModel | Path, plan: Plan, folder: Path, **options: Any) -> Artifact:
-        """Writes only the files, to an empty folder."""
+        """Writes only the files, to an empty folder. `exporting.py` has what targets share."""
 
     def try_out(self, place: Path) -> str | None:
-        """Opens new files, or files without a record; TargetError if the runtime cannot, or would crash.
+        """Opens new files, or files without a record, and runs them; TargetError if the runtime cannot, or would crash.
 
         Returns a note if no runtime is installed.
         """
+        with closing(self.open(place, SessionSettings())) as session:
+            session.step(0)
         return None
 
     def export(self, model: LoadedModel | Path, plan: Plan, folder: Path, **options: Any) -> Artifact:
@@ -211,21 +184,31 @@ class Target(Extras, ABC):
             (folder / name).unlink(missing_ok=True)
         return artifact
 
+    def uniform_plan(self, folder: Path, format_name: str) -> Plan:
+        """One format for everything in a checkpoint, without loading it; only for targets that stream."""
+        raise NotImplementedError
+
+    def owns(self, path: Path) -> bool:
+        """Whether a bare file is this target's, judged by its name only."""
+        return False
+
+    def weight_file(self, place: Path) -> Path:
+        """The first file that the runtime loads, of an exported folder; a bare file is returned as it is."""
+        if self.owns(place):
+            return place
+        return place / next(name for name in read_artifact(place).files if name.endswith(self.loads))
+
     def loaded_bytes(self, place: Path) -> int:
         """The "size" in budgets, plans, tables and reports: bytes of the files that the runtime loads, for an exported
         folder or a bare file. Our record, tokenizers and configurations do not count."""
         files = place.iterdir() if place.is_dir() else [place]
         return sum(path.stat().st_size for path in files if path.name.endswith(self.loads))
 
-    def file_bytes(self, model: LoadedModel, plan: Plan) -> int:
-        """`loaded_bytes` of the files that `export` would write for a plan, or an upper bound."""
+    def file_bytes(self, model: LoadedModel, plan: Plan, *, exact: bool = False) -> int:
+        """`loaded_bytes` of the files that `export` would write for a plan; unless `exact`, an upper bound will do."""
         with tempfile.TemporaryDirectory() as folder:
             self.write(model, plan, Path(folder))
             return self.loaded_bytes(Path(folder))
-
-    def exact_file_bytes(self, model: LoadedModel, plan: Plan) -> int:
-        """The exact size, where `file_bytes` is a bound."""
-        return self.file_bytes(model, plan)
 
     def overhead(self, fmt: Format) -> int:
         """Bytes that a matrix in this format adds to the files beyond its own, compared with FP16."""
@@ -234,6 +217,18 @@ class Target(Extras, ABC):
     def is_all_floating(self, place: Path) -> bool:
         """Whether nothing in it is quantized, so that it can serve as the FP16 baseline."""
         return all(tensor.realised.lower() in FLOATS for tensor in read_artifact(place).tensors)
+
+    def contents(self, place: Path) -> Contents | None:
+        """The weights and states that one token reads, for the memory bound; None: not known."""
+        return None
+
+    def dissects(self, path: Path) -> bool:
+        """Whether `dissect` takes this file or folder, judged by names only."""
+        return False
+
+    def dissect(self, place: Path) -> Dissection:
+        """Takes any of its files apart, whoever made it, for an autopsy."""
+        raise NotImplementedError
 
     def how_to_run(self, repository: str, artifact: Artifact) -> str:
         """Shell commands that generate text with files from a repository on the hub."""
@@ -278,8 +273,10 @@ class Target(Extras, ABC):
 
     def health(self) -> Health:
         """Whether it runs here."""
-        if self.lacks():
-            return Health("", problem="not installed", mend=f"pip install 'kl-lens[{self.extra}]'")
+        mend = f"pip install 'kl-lens[{self.extra}]'"
+        if self.lacks():  # on most machines nobody misses a target that is not usual
+            wanted = Health("not installed", (f"if you want it: {mend}",))
+            return Health("", problem="not installed", mend=mend) if self.usual else wanted
         return Health(f"{self.packages[-1]} {self.version}")
 
     def check_device(self, settings: SessionSettings) -> None:
@@ -294,6 +291,17 @@ class Target(Extras, ABC):
         """Raises TargetError if its runtime does not have this device."""
         if device != "CPU":
             raise TargetError(f"--device {device}: {self.title} runs on CPU only")
+
+    def fewest_threads(self, place: Path) -> int | None:
+        """The fewest threads with which several sessions may run in one process; None: one session at a time.
+
+        With fewer threads results differ; more threads change speed only.
+        """
+        return None
+
+    def in_float32(self, settings: SessionSettings) -> SessionSettings | None:
+        """These settings with float32 arithmetic. None: the runtime has none, or they have it already."""
+        return None
 
     # -- what its kernels do -------------------------------------------------------------------------------
 

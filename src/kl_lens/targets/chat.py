@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,18 @@ if TYPE_CHECKING:
 
 Messages = Sequence[Mapping[str, str]]  # role (system, user, assistant) and content
 Renderer = Callable[[Messages], str]
-CONFIG_FILE = "tokenizer_config.json"
+CONFIG_FILE, GENERATION_FILE = "tokenizer_config.json", "generation_config.json"
+
+
+@dataclass(frozen=True)
+class ArtifactTokenizer:
+    """Encodes and decodes text."""
+
+    encode: Callable[[str], list[int]]  # recognises special tokens by their text; adds none
+    begin: Callable[[str], list[int]]  # the same, plus the tokens that the tokenizer adds, such as <s>
+    decode: Callable[[Sequence[int]], str]
+    ends: frozenset[int]  # tokens that end a text or a turn; empty if unknown
+    render: Renderer | None = None  # the chat template, if any
 
 
 def default_template(template: Any) -> str | None:
@@ -50,6 +62,12 @@ def special_texts(folder: Path) -> dict[str, str]:
             if key.endswith("_token") and isinstance(token, str):
                 texts[key] = token
     return texts
+
+
+def end_ids(folder: Path) -> list[int]:
+    """Tokens that end a text, from the model's generation settings."""
+    ids = read_json(folder / GENERATION_FILE).get("eos_token_id")
+    return [one for one in (ids if isinstance(ids, list) else [ids]) if isinstance(one, int)]
 
 
 def read_json(path: Path) -> dict[str, Any]:

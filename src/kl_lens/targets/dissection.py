@@ -60,9 +60,8 @@ class Part:
     parameter: str | None  # None: several, or none
     arrange: Values = lambda value: value
     factors: float | torch.Tensor = 1.0
-    constant: torch.Tensor | None = (
-        None  # what the file should hold, where that is not made from one parameter
-    )
+    # What the file should hold, where that is not made from one parameter.
+    constant: torch.Tensor | None = None
 
     def expected(self, parameter: torch.Tensor) -> torch.Tensor:
         """The parameter as the file should hold it, before rounding."""
@@ -134,7 +133,7 @@ class Dissection(ABC):
     def tokenizer(self, model: LoadedModel) -> Iterator[Disagreement]:
         """What of its tokenizer and chat template is not the original's, without running it."""
         if (self.folder / "tokenizer.json").is_file() and model.tokenizer is not None:
-            found, expected = _texts(self.folder), _texts(model.folder)
+            found, expected = Texts.of(self.folder), Texts.of(model.folder)
             yield from other_texts(found, expected, lambda *_: "copy the original's tokenizer files")
 
     def strings(self, tokenizer: Any) -> list[str]:
@@ -160,50 +159,51 @@ class Dissection(ABC):
 class Texts:
     """What a tokenizer's files say."""
 
-    tokens: Mapping[int, str]
-    merges: Sequence[str]
-    splitting: Mapping[str, Any]  # settings that are wrong only if text becomes other ids
-    keys: Mapping[str, Any]  # special tokens and switches
-    template: str | None
+    tokens: Mapping[int, str] = field(default_factory=dict)
+    merges: Sequence[str] = ()
+    splitting: Mapping[str, Any] = field(default_factory=dict)  # wrong only if text becomes other ids
+    keys: Mapping[str, Any] = field(default_factory=dict)  # special tokens and switches
+    template: str | None = None
     types: Mapping[int, int] = field(default_factory=dict)  # of tokens, where the file has such a list
 
-
-def _texts(folder: Path) -> Texts:
-    content, generation = read_json(folder / "tokenizer.json"), read_json(folder / "generation_config.json")
-    model = content.get("model", {})
-    pairs = model["vocab"].items() if isinstance(model.get("vocab"), dict) else ()
-    tokens = {i: text for text, i in pairs} | {t["id"]: t["content"] for t in content.get("added_tokens", ())}
-    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model.get("merges", ())]
-    splitting = {key: content.get(key) for key in ("normalizer", "pre_tokenizer", "post_processor")}
-    ids = {key: generation.get(key) for key in ("eos_token_id", "bos_token_id")}
-    return Texts(
-        tokens, merges, splitting, special_texts(folder) | ids, (template_of(folder) or (None, None))[1]
-    )
+    @classmethod
+    def of(cls, folder: Path) -> Texts:
+        content, generation = (
+            read_json(folder / "tokenizer.json"),
+            read_json(folder / "generation_config.json"),
+        )
+        model = content.get("model", {})
+        pairs = model["vocab"].items() if isinstance(model.get("vocab"), dict) else ()
+        tokens = {i: text for text, i in pairs} | {
+            t["id"]: t["content"] for t in content.get("added_tokens", ())
+        }
+        merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model.get("merges", ())]
+        splitting = {key: content.get(key) for key in ("normalizer", "pre_tokenizer", "post_processor")}
+        keys = special_texts(folder) | {k: generation.get(k) for k in ("eos_token_id", "bos_token_id")}
+        return cls(tokens, merges, splitting, keys, (template_of(folder) or (None, None))[1])
 
 
 def other_texts(found: Texts, expected: Texts, advice: Callable[[str, Any], str]) -> Iterator[Disagreement]:
     """Compares what two tokenizers say. Keys that one of them lacks say nothing."""
-    tokens = _other_items("token", found.tokens, expected.tokens)
-    types = _other_items("token type", found.types or expected.types, expected.types)
-    merges = _other_merges(found.merges, expected.merges)
-    for name, words in (("tokens", tokens), ("merges", merges), ("token types", types)):
+    lists = {
+        "tokens": (_other_items("token", found.tokens, expected.tokens), True),
+        "merges": (_other_merges(found.merges, expected.merges), True),
+        "token types": (_other_items("token type", found.types or expected.types, expected.types), None),
+    }
+    for name, (words, matters) in lists.items():
         if words:
-            matters = None if words == types else True
             yield Disagreement(name, words, advice(name, None), matters, VOCABULARY)
-    yield from _other_keys(found.splitting, expected.splitting, advice, None, VOCABULARY)
-    yield from _other_keys(found.keys, expected.keys, advice, True, TOKENIZER)
+    for one, two, about in (
+        (found.splitting, expected.splitting, VOCABULARY),
+        (found.keys, expected.keys, TOKENIZER),
+    ):
+        for key, own in two.items():
+            theirs = one.get(key)
+            if None not in (theirs, own) and theirs not in (own, [own]) and own != [theirs]:
+                matters = None if about == VOCABULARY else True
+                yield setting(key, theirs, own, advice(key, own), matters=matters, about=about)
     if words := _other_template(found.template, expected.template):
         yield Disagreement(_CHAT, words, advice(_CHAT, None), expected.template is not None, TOKENIZER)
-
-
-def _other_keys(
-    found: Mapping[str, Any], expected: Mapping[str, Any], advice: Callable[[str, Any], str], matters: bool | None,
-    about: str,
-) -> Iterator[Disagreement]:  # fmt: skip
-    for key, own in expected.items():
-        theirs = found.get(key)
-        if None not in (theirs, own) and theirs not in (own, [own]) and own != [theirs]:
-            yield setting(key, theirs, own, advice(key, own), matters=matters, about=about)
 
 
 def _other_items(name: str, found: Mapping[int, Any], expected: Mapping[int, Any]) -> str:

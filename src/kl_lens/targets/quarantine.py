@@ -22,13 +22,13 @@ from kl_lens.base.errors import TargetError, one_line, printable
 _SECONDS, _BYTES_PER_SECOND = 120, 20_000_000
 # Memory limit: enough for libraries and small models, plus room for runtimes that expand compressed weights.
 _MEMORY, _MEMORY_PER_BYTE = 3 << 29, 16
-_stood: set[tuple[object, ...]] = set()  # files that passed, with their sizes and times
+_stood: set[tuple[object, ...]] = set()  # what was done with which files, with their sizes and times
 
 
 def require_opens(try_out: Callable[[Path], None], place: Path, files: Sequence[Path], runtime: str) -> None:
     """Raises TargetError if `try_out(place)` fails, crashes or hangs."""
-    states = [file.stat() for file in files]
-    stamp = (str(place.resolve()), *((state.st_size, state.st_mtime_ns) for state in states))
+    states, function = [file.stat() for file in files], f"{try_out.__module__}:{try_out.__name__}"
+    stamp = (function, str(place.resolve()), *((state.st_size, state.st_mtime_ns) for state in states))
     if stamp in _stood:
         return
     environment = for_child() | {"GGML_NO_BACKTRACE": "1"}  # otherwise it spends seconds in a debugger
@@ -37,7 +37,7 @@ def require_opens(try_out: Callable[[Path], None], place: Path, files: Sequence[
     again = "export or download it again"
     try:
         done = subprocess.run(
-            [sys.executable, "-m", __name__, f"{try_out.__module__}:{try_out.__name__}", str(place), *map(str, files)],
+            [sys.executable, "-m", __name__, function, str(place), *map(str, files)],
             stdin=subprocess.DEVNULL, capture_output=True, env=environment, timeout=limit,
         )  # fmt: skip
     except subprocess.TimeoutExpired:

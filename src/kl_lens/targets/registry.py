@@ -93,9 +93,8 @@ def dissected(path: Path) -> tuple[Target, Dissection]:
             return target, target.dissect(path)
     if not path.exists():
         raise TargetError(f"{path}: no such file")
-    raise TargetError(
-        f"{path} holds no model that KL Lens knows; give a .gguf file, an OpenVINO .xml or an MLX folder"
-    )
+    known = ", ".join(describe_target(name).title for name in TARGETS)
+    raise TargetError(f"{path} holds no model that KL Lens can take apart; it takes files for {known}")
 
 
 def _owner(path: Path) -> str | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +14,7 @@ import numpy.typing as npt
 from kl_lens.base.errors import TargetError
 
 if TYPE_CHECKING:
-    from kl_lens.targets.chat import Renderer
+    from kl_lens.targets.chat import ArtifactTokenizer
 
 Logits = npt.NDArray[np.float32]
 # How weights come into memory: read or mapped, repacked for kernels or (plain) as the file has them. lean: mapped, and
@@ -30,6 +32,11 @@ class SessionSettings:
     gpu_layers: int = 0
     exact: bool = False  # float32 arithmetic instead of a deployment's
     load: str = "auto"  # how weights come into memory; llama.cpp
+
+    @property
+    def label(self) -> str:
+        """The device's name in a profile."""
+        return "GPU" if self.gpu_layers else self.device
 
     @property
     def unusual(self) -> dict[str, Any]:
@@ -71,21 +78,48 @@ class Session(Protocol):
 class TokenizingSession(Session, Protocol):
     """A session that can tokenize with the vocabulary inside its file."""
 
-    @property
-    def end_tokens(self) -> frozenset[int]:
-        """The tokens that end a text or a turn, according to the runtime."""
-
-    def require_vocabulary(self) -> None:
+    def tokenizer(self) -> ArtifactTokenizer:
         """Raises TargetError if this file holds no vocabulary."""
 
-    def tokenize(self, text: str, *, begin: bool = False) -> list[int]:
-        """Special tokens are recognised by their text. `begin`: add the tokens that the file puts around a text."""
 
-    def detokenize(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, without special ones; an incomplete character becomes U+FFFD."""
+class FedSession(ABC):
+    """A `Session` that only says how it is fed. Usable in a `with` statement."""
 
-    def chat_renderer(self) -> Renderer | None:
-        """The chat template inside the file, or None."""
+    place: Path  # for errors
+    vocabulary: int
+
+    @abstractmethod
+    def feed(self, tokens: list[int], *, every: bool) -> Logits:
+        """Continues after the tokens fed before; logits after every token, or only after the last."""
+
+    @abstractmethod
+    def reset(self) -> None: ...
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def prefill(self, ids: Sequence[int]) -> Logits:
+        return self.feed(self._checked(ids), every=False)[-1]
+
+    def step(self, token: int) -> Logits:
+        return self.prefill([token])
+
+    def logits(self, ids: Sequence[int]) -> Logits:
+        tokens = self._checked(ids)
+        self.reset()
+        return self.feed(tokens, every=True)
+
+    def _checked(self, ids: Sequence[int]) -> list[int]:
+        return checked_tokens(ids, self.vocabulary, str(self.place))
+
+    def closed(self) -> TargetError:
+        return TargetError(f"{self.place}: this session is closed")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def checked_tokens(ids: Sequence[int], vocabulary: int, where: str) -> list[int]:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from kl_lens.base.errors import TargetError
 from kl_lens.targets.chat import (
-    Renderer,
+    ArtifactTokenizer,
     chat_renderer,
     default_template,
+    end_ids,
     read_json,
     special_texts,
     template_of,
@@ -21,17 +19,6 @@ from kl_lens.targets.registry import target_of
 from kl_lens.targets.session import Session, TokenizingSession
 
 TOKENIZER_FILE = "tokenizer.json"
-
-
-@dataclass(frozen=True)
-class ArtifactTokenizer:
-    """Encodes and decodes text."""
-
-    encode: Callable[[str], list[int]]  # recognises special tokens by their text; adds none
-    begin: Callable[[str], list[int]]  # the same, plus the tokens that the tokenizer adds, such as <s>
-    decode: Callable[[Sequence[int]], str]
-    ends: frozenset[int]  # tokens that end a text or a turn; empty if unknown
-    render: Renderer | None = None  # the chat template, if any
 
 
 def find_tokenizer(session: Session | None, artifact: Path, place: str | None = None) -> ArtifactTokenizer:
@@ -46,13 +33,7 @@ def find_tokenizer(session: Session | None, artifact: Path, place: str | None = 
         return _from_transformers(place)
     if not isinstance(session, TokenizingSession):
         raise _none_at(artifact)
-    return ArtifactTokenizer(
-        encode=session.tokenize,
-        begin=partial(session.tokenize, begin=True),
-        decode=session.detokenize,
-        ends=session.end_tokens,
-        render=session.chat_renderer(),
-    )
+    return session.tokenizer()
 
 
 class Openable(Protocol):
@@ -69,15 +50,14 @@ class VocabularyTokenizer:
 
     bos_token_id = None
 
-    def __init__(self, session: TokenizingSession) -> None:
-        self._session = session
-        self.eos_token_id = min(session.end_tokens, default=None)
+    def __init__(self, own: ArtifactTokenizer) -> None:
+        self._own, self.eos_token_id = own, min(own.ends, default=None)
 
     def encode(self, text: str, **_: Any) -> list[int]:
-        return [int(token) for token in self._session.tokenize(text)]
+        return self._own.encode(text)
 
     def decode(self, ids: list[int], **_: Any) -> str:
-        return str(self._session.detokenize(ids))
+        return self._own.decode(ids)
 
     def __call__(self, texts: list[str], **_: Any) -> dict[str, list[list[int]]]:
         return {"input_ids": [self.encode(text) for text in texts]}
@@ -95,11 +75,10 @@ def artifact_tokenizer(subject: Openable, place: str | None = None) -> Any:
     session = subject.open()
     assert isinstance(session, TokenizingSession)
     try:
-        session.require_vocabulary()
+        return VocabularyTokenizer(session.tokenizer())
     except TargetError:
         session.close()
         raise
-    return VocabularyTokenizer(session)
 
 
 def _file(artifact: Path, place: str | None) -> Path | None:
@@ -124,35 +103,21 @@ def _from_file(path: Path) -> ArtifactTokenizer:
         raise TargetError(
             f"{path} cannot be read as a tokenizer: {error}; pass one with --tokenizer"
         ) from error
-    settings = read_json(path.parent / "tokenizer_config.json")
-    cleaned = path.name == TOKENIZER_FILE and settings.get("clean_up_tokenization_spaces")
-    if cleaned and type(tokenizer.model).__name__ != "BPE":
-        return _from_transformers(str(path.parent))  # only it knows which spaces to clean up
+    folder, special, template = path.parent, special_texts(path.parent), template_of(path.parent)
+    cleaned = read_json(folder / "tokenizer_config.json").get("clean_up_tokenization_spaces")
+    if cleaned and path.name == TOKENIZER_FILE and type(tokenizer.model).__name__ != "BPE":
+        return _from_transformers(str(folder))  # only it knows which spaces to clean up
     # A file may hold truncation limits from training; prompts are not truncated.
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    end = tokenizer.token_to_id(special.get("eos_token", ""))
     return ArtifactTokenizer(
         encode=lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids),
         begin=lambda text: list(tokenizer.encode(text).ids),
         decode=lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False)),
-        ends=_ends(path.parent, tokenizer),
-        render=_renderer(path.parent),
+        ends=frozenset([*end_ids(folder), *([] if end is None else [end])]),
+        render=template and chat_renderer(template[1], special, str(template[0])),
     )
-
-
-def _ends(folder: Path, tokenizer: Any) -> frozenset[int]:
-    """The end tokens named in the tokenizer's files and in the model's generation settings."""
-    named = special_texts(folder).get("eos_token")
-    end = None if named is None else tokenizer.token_to_id(named)
-    ids = read_json(folder / "generation_config.json").get("eos_token_id")
-    return frozenset(i for i in (end, *(ids if isinstance(ids, list) else [ids])) if isinstance(i, int))
-
-
-def _renderer(folder: Path) -> Renderer | None:
-    """The chat template in the tokenizer's files."""
-    if (found := template_of(folder)) is None:
-        return None
-    return chat_renderer(found[1], special_texts(folder), str(found[0]))
 
 
 def _from_transformers(place: str) -> ArtifactTokenizer:

@@ -25,13 +25,9 @@ _COMMON, _ATTENTION, _ONE_GROUP = families._COMMON, families._ATTENTION, familie
 def _falcon_h1(**changes: Any) -> transformers.PretrainedConfig:
     config = families.CONFIGS["falcon_h1"]()
     settings = {
-        "mamba_norm_before_gate": False,
-        "attention_in_multiplier": 0.8,
-        "ssm_in_multiplier": 1.3,
-        "ssm_out_multiplier": 0.6,
-        "attention_out_multiplier": 1.4,
-        "mlp_multipliers": [0.9, 1.2],
-    }
+        "mamba_norm_before_gate": False, "attention_in_multiplier": 0.8, "ssm_in_multiplier": 1.3,
+        "ssm_out_multiplier": 0.6, "attention_out_multiplier": 1.4, "mlp_multipliers": [0.9, 1.2],
+    }  # fmt: skip
     for name, value in (settings | changes).items():
         setattr(config, name, value)
     return config
@@ -39,36 +35,22 @@ def _falcon_h1(**changes: Any) -> transformers.PretrainedConfig:
 
 def _granite(**changes: Any) -> transformers.PretrainedConfig:
     settings = {
-        "num_hidden_layers": 4,
-        "layer_types": ["mamba", "attention", "mamba", "attention"],
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "shared_intermediate_size": 64,
-        "logits_scaling": 3.0,
-        "embedding_multiplier": 2.0,
+        "num_hidden_layers": 4, "layer_types": ["mamba", "attention"] * 2, "num_local_experts": 4,
+        "num_experts_per_tok": 2, "shared_intermediate_size": 64, "logits_scaling": 3.0, "embedding_multiplier": 2.0,
         "residual_multiplier": 0.5,
-    }
+    }  # fmt: skip
     common = _COMMON | _ATTENTION | _ONE_GROUP
     return transformers.GraniteMoeHybridConfig(**(common | settings | changes))
 
 
 def _nemotron(feed_forward: str, **changes: Any) -> transformers.PretrainedConfig:
     settings = {
-        "layers_block_type": ["mamba", feed_forward, "attention", "mamba", feed_forward],
-        "head_dim": 16,
+        "layers_block_type": ["mamba", feed_forward, "attention", "mamba", feed_forward], "head_dim": 16,
         "mamba_num_heads": 6,  # an inner size that is no multiple of the width: older llama.cpp aborted
-        "mamba_head_dim": 16,
-        "ssm_state_size": 16,
-        "n_groups": 2,
-        "chunk_size": 16,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-        "moe_shared_expert_intermediate_size": 64,
-        "n_group": 1,
-        "topk_group": 1,
-        "routed_scaling_factor": 1.7,
-    }
+        "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 16, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 64,
+        "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.7,
+    }  # fmt: skip
     return transformers.NemotronHConfig(**(_COMMON | _ATTENTION | settings | changes))
 
 
@@ -155,16 +137,10 @@ def uniform(model: LoadedModel, format_name: str) -> Plan:
 
 def torch_logits(model: LoadedModel, windows: torch.Tensor) -> np.ndarray:
     """(windows · time, vocabulary) float32 from PyTorch."""
-    positions = torch.arange(windows.shape[1])[None]  # Bamba is wrong without
+    bamba = model.config.model_type == "bamba"  # which is wrong without positions
+    more = {"position_ids": torch.arange(windows.shape[1])[None]} if bamba else {}
     with torch.no_grad(), fast_kernels(model.model):
-        rows = [
-            model.model(
-                window[None],
-                **({"position_ids": positions} if model.config.model_type == "bamba" else {}),
-            ).logits[0]
-            for window in windows
-        ]
-    return torch.cat(rows).numpy()
+        return torch.cat([model.model(window[None], **more).logits[0] for window in windows]).numpy()
 
 
 def quantize_weights(model: LoadedModel, artifact: Artifact) -> dict[str, Recipe]:

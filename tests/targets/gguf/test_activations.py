@@ -49,17 +49,12 @@ def _kernel(name: str, rows: np.ndarray, block: int, block_bytes: int) -> np.nda
     return blocks
 
 
-def test_blocks_of_32_equal_the_kernels_on_this_processor() -> None:
+def test_blocks_equal_the_kernels_on_this_processor() -> None:
     for values in _samples():
         blocks = _kernel("quantize_row_q8_0", values.numpy(), 32, 34)  # a half-precision scale, 32 integers
         scales = blocks[:, :2].copy().view(np.float16).astype(np.float32)
         expected = (blocks[:, 2:].view(np.int8) * scales).reshape(values.shape)
-        for name in ("q8_0", "q4_0"):
-            assert np.array_equal(quantize_activations(values, name).numpy(), expected)
-
-
-def test_blocks_of_256_equal_the_kernels_on_this_processor() -> None:
-    for values in _samples():
+        assert np.array_equal(quantize_activations(values, "q8_0").numpy(), expected)
         blocks = _kernel("quantize_row_q8_K", values.numpy(), 256, 292)  # scale, 256 integers, 16 sums
         scales = blocks[:, :4].copy().view(np.float32)
         expected = (blocks[:, 4:260].view(np.int8) * scales).reshape(values.shape)
@@ -125,10 +120,8 @@ def test_other_formats() -> None:
 @pytest.mark.parametrize(
     ("name", "component"),
     [
-        ("mamba", "backbone.layers.1.mixer.in_proj"),
         ("mamba", "backbone.layers.1.mixer.dt_proj"),
         ("mamba", "backbone.embeddings"),
-        ("falcon_mamba", "backbone.layers.1.mixer.dt_proj"),
         ("mamba2", "lm_head"),
         ("jamba", "model.layers.0.mamba.dt_proj"),
         ("jamba with experts", "model.layers.1.feed_forward.experts.gate_up_proj"),
@@ -159,15 +152,11 @@ def test_each_component_alone_as_llama_cpp_computes_it(name: str, component: str
 
 def test_unknown_components_and_eager_experts_are_refused() -> None:
     model = tiny("jamba with experts").model
-    with (
-        pytest.raises(TargetError, match="no component 'nonsense'"),
-        as_deployed(model, {"nonsense": Recipe("q8_0")}),
-    ):
-        pass
     model.config._experts_implementation = "eager"
-    name = "model.layers.1.feed_forward.experts.down_proj"
-    with pytest.raises(TargetError, match="batched_mm"), as_deployed(model, {name: Recipe("q8_0")}):
-        pass
+    experts = "model.layers.1.feed_forward.experts.down_proj"
+    for name, message in (("nonsense", "no component 'nonsense'"), (experts, "batched_mm")):
+        with pytest.raises(TargetError, match=message), as_deployed(model, {name: Recipe("q8_0")}):
+            pass
 
 
 MORE = [
@@ -179,7 +168,6 @@ MORE = [
     ("family", "format_name", "windows", "tolerance"),
     [
         ("mamba", "q8_0", 2, 0.15),
-        ("hybrid", "q4_0", 2, 0.15),
         *(pytest.param(*each, 16, 0.04, marks=pytest.mark.slow) for each in MORE),
     ],
 )

@@ -72,12 +72,8 @@ def test_what_does_not_divide_falls_back_in_the_open(mixed, tmp_path: Path) -> N
     assert record.bytes == 2 * 512 * 16
     assert artifact.settings["fallbacks"] == 2
     assert artifact.realised_bytes == (tmp_path / artifact.files[0]).stat().st_size
-    assert (
-        artifact.realised_bytes > sum(t.bytes for t in artifact.tensors) == artifact.settings["tensor_bytes"]
-    )
-    with pytest.raises(FormatError, match=r"dt_proj: q8_0 is not possible: .* 16 columns"):
-        export(model, plan, tmp_path / "strict", fallback=False)
-    assert not list((tmp_path / "strict").glob("*"))
+    stored = sum(tensor.bytes for tensor in artifact.tensors)
+    assert artifact.realised_bytes > stored == artifact.settings["tensor_bytes"]
     assert Artifact.from_json(json.loads(json.dumps(artifact.to_json()))) == artifact
 
 
@@ -88,22 +84,8 @@ def test_state_space_parameters_and_norms_stay_f32_whatever_the_plan_says(tmp_pa
     kept = {t.runtime_name.rpartition("blk.0.")[2] for t in artifact.tensors if t.realised == "fp32"}
     assert {"ssm_conv1d.weight", "ssm_a", "ssm_d", "ssm_norm.weight", "attn_norm.weight"} <= kept
     record = next(t for t in artifact.tensors if t.component == "backbone.layers.0.mixer.conv1d")
-    assert (record.planned, record.realised, record.reason) == (
-        "q8_0",
-        "fp32",
-        "llama.cpp computes with it in F32",
-    )
-    with pytest.raises(FormatError, match="conv1d: q8_0 is not possible"):
-        export(model, plan, tmp_path, fallback=False)
-
-
-def test_a_is_minus_exp_in_float32(tmp_path: Path) -> None:
-    model = tiny("mamba")
-    artifact = export(model, Plan("p", {}, "test"), tmp_path)
-    reader = gguf.GGUFReader(tmp_path / artifact.files[0])
-    stored = next(t for t in reader.tensors if t.name == "blk.0.ssm_a")
-    expected = -torch.exp(model.model.backbone.layers[0].mixer.A_log)
-    assert np.array_equal(stored.data, expected.numpy())
+    assert (record.planned, record.realised) == ("q8_0", "fp32")
+    assert record.reason == "llama.cpp computes with it in F32"
 
 
 def test_a_tied_head_may_be_called_by_either_name(tmp_path: Path) -> None:
@@ -114,7 +96,12 @@ def test_a_tied_head_may_be_called_by_either_name(tmp_path: Path) -> None:
         export(model, Plan("p", {"lm_head": "q8_0", "backbone.embeddings": "q4_0"}, "test"), tmp_path)
 
 
-@pytest.mark.parametrize("name", support.CONFIGS)
+QUICK = ("mamba", "falcon_h1 tied, without norm", "granitemoehybrid", "qwen3_5_moe_text", "bailing_hybrid")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in support.CONFIGS]
+)
 def test_every_component_is_in_the_file_from_memory_as_from_shards(name: str, tmp_path: Path) -> None:
     """A streamed folder, in the names and shapes that checkpoints have on disk, gives the same file."""
     model = tiny(name)
@@ -149,9 +136,7 @@ def test_every_leftover_is_named() -> None:
 
 def test_plans_are_checked_before_anything_is_written(tmp_path: Path) -> None:
     model = tiny("mamba")
-    with pytest.raises(
-        PlanError, match=r"plan x: the model has no component backbone\.layers\.9\.mixer\.in_proj"
-    ):
+    with pytest.raises(PlanError, match=r"plan x: the model has no component backbone\.layers\.9\.mixer"):
         export(model, Plan("x", {"backbone.layers.9.mixer.in_proj": "q8_0"}, "test"), tmp_path)
     name = "backbone.layers.0.mixer.in_proj"
     with pytest.raises(PlanError, match=r"GGUF has no format 'int4' .* kl-lens plan --target gguf"):
@@ -211,15 +196,12 @@ def test_folders_that_cannot_be_exported(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no config\.json"):
         export(tmp_path, Plan("p", {}, "test"), tmp_path / "out")
     tiny_model("llama").save_pretrained(tmp_path / "llama")
-    with pytest.raises(
-        TargetError,
-        match=r"llama\.cpp runs llama models, but KL Lens does not write GGUF files of them yet; it writes bail",
-    ):
+    with pytest.raises(TargetError, match=r"llama\.cpp runs llama models, but KL Lens does not write .* yet"):
         export(tmp_path / "llama", Plan("p", {}, "test"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("family", ["mamba2", "hybrid"])
+@pytest.mark.parametrize("family", ["hybrid"])
 def test_reference_checkpoints_export_and_run(family: str, tmp_path: Path) -> None:
     model = load(f"reference:{family}")
     plan = Plan("q8_0", {c.name: "q8_0" for c in model.anatomy.candidates}, "test")

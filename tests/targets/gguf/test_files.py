@@ -32,12 +32,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_header_says_what_the_gguf_package_says(whole: Path) -> None:
     info, reader = read_header(whole), gguf.GGUFReader(whole)
-    assert {t.name: (t.type, t.bytes, t.offset) for t in info.tensors} == {
-        t.name: (t.tensor_type.name, int(t.n_bytes), int(t.data_offset)) for t in reader.tensors
-    }
-    assert {t.name: t.shape for t in info.tensors} == {
-        t.name: tuple(map(int, t.shape))[::-1] for t in reader.tensors
-    }
+    assert [(t.name, t.type, t.bytes, t.offset, t.shape) for t in info.tensors] == [
+        (t.name, t.tensor_type.name, int(t.n_bytes), int(t.data_offset), tuple(map(int, t.shape))[::-1])
+        for t in reader.tensors
+    ]
     assert info.architecture == "jamba"
     assert info.metadata["jamba.attention.head_count_kv"] == [0, 2, 0, 2]
     assert info.metadata["kl_lens.plan"] == "p"
@@ -109,46 +107,31 @@ def test_ways_of_loading_that_a_library_does_not_have(whole: Path, monkeypatch: 
         assert session.description["load_mode"] == "the library's default"
 
 
-@pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 0.9999])
-def test_truncated_files_are_named(whole: Path, tmp_path: Path, share: float) -> None:
-    data = whole.read_bytes()
-    path = tmp_path / "cut.gguf"
-    path.write_bytes(data[: int(len(data) * share)])
-    with pytest.raises(TargetError, match=r"cut\.gguf (is damaged|is not a GGUF file)") as caught:
-        open_session(path)
-    assert "\n" not in str(caught.value)
-
-
-def test_foreign_files_are_named(tmp_path: Path) -> None:
+def test_foreign_files_are_named_in_one_line(tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
-    path.write_bytes(b"PK\x03\x04" + bytes(100))
-    with pytest.raises(TargetError, match=r"not a GGUF file: it begins with b'PK"):
-        open_session(path)
-    path.write_bytes(b"GGUF" + struct.pack("<I", 99) + bytes(100))
-    with pytest.raises(TargetError, match="GGUF version 99"):
-        open_session(path)
-    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 2**62, 2**62) + bytes(100))
-    with pytest.raises(TargetError, match="is damaged"):
-        open_session(path)
     with pytest.raises(TargetError, match="no such file"):
-        open_session(tmp_path / "absent.gguf")
+        open_session(path)
+    for content, message in (
+        (b"", "is not a GGUF file"),
+        (b"PK\x03\x04" + bytes(100), r"not a GGUF file: it begins with b'PK"),
+        (b"GGUF" + struct.pack("<I", 99) + bytes(100), "GGUF version 99"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 2**62, 2**62) + bytes(100), "is damaged"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(TargetError, match=message) as caught:
+            open_session(path)
+        assert "\n" not in str(caught.value)
 
 
-def test_random_damage_never_escapes_as_another_error(whole: Path, tmp_path: Path) -> None:
-    data = bytearray(whole.read_bytes())
-    random = np.random.default_rng(0)
-    path = tmp_path / "x.gguf"
-    refused = 0
-    for _ in range(100):
-        damaged = bytearray(data[:6000])  # the header, and tensors that reach beyond the end
-        for place in random.integers(0, 4000, 4):
+def test_damage_never_escapes_as_another_error(whole: Path, tmp_path: Path) -> None:
+    data, random, path = whole.read_bytes(), np.random.default_rng(0), tmp_path / "x.gguf"
+    for length in (len(data) - 1, *[6000] * 100):  # the header, and tensors that reach beyond the end
+        damaged = bytearray(data[:length])
+        for place in random.integers(0, 4000, 4 if length == 6000 else 0):
             damaged[place] = random.integers(256)
         path.write_bytes(damaged)
-        try:
+        with pytest.raises(TargetError):
             read_header(path)
-        except TargetError:
-            refused += 1
-    assert refused == 100
 
 
 def _write(path: Path, architecture: str, tensors: dict[str, np.ndarray], **numbers: int) -> None:
@@ -231,7 +214,7 @@ def test_the_users_library_is_used_or_refused_never_replaced(
 ) -> None:
     monkeypatch.setenv(library.ENVIRONMENT_VARIABLE, str(tmp_path / "libllama.so"))
     with pytest.raises(
-        TargetError, match=r"libllama\.so: no llama\.cpp library there; --llama-cpp and LLAMA_CPP_LIB"
+        TargetError, match=r"libllama\.so: no llama\.cpp library there; --llama-cpp and LLAMA"
     ):
         library.find_library()
     (tmp_path / "libllama.so").write_bytes(b"no library")

@@ -17,6 +17,7 @@ from kl_lens.model.opening import LoadedModel
 from kl_lens.run.records import Plan
 from kl_lens.study.study import generate
 from kl_lens.targets import export, get_target, locate, open_session
+from kl_lens.targets.gguf.general import general_metadata
 from kl_lens.targets.gguf.header import read_header
 from kl_lens.targets.gguf.tokenizer import tokenizer_data
 from tests.families import _COMMON
@@ -104,8 +105,7 @@ def test_a_card_that_makes_no_sense_says_nothing(checkpoint: Path, tmp_path: Pat
     shutil.copytree(checkpoint, folder)
     for card in ("---\nlicense: [1, {\n---\n", "---\nlicense: 7\nname: {a: 1}\ntags: 5\n---\n"):
         (folder / "README.md").write_text(card)
-        artifact = export(folder, Plan("p", {}, "test"), "gguf", tmp_path / "out")
-        assert read_header(tmp_path / "out" / artifact.files[0]).metadata["general.name"] == "Odd"
+        assert general_metadata(folder, "odd", (1, 1, 0, 0)).name == "Odd"
 
 
 def _model() -> LoadedModel:
@@ -125,19 +125,13 @@ def _model() -> LoadedModel:
     ],
 )
 def test_names_by_the_convention(plan: Plan, encoding: str, tmp_path: Path) -> None:
+    export(_model(), Plan("p", {}, "test"), "gguf", tmp_path)
     artifact = export(_model(), plan, "gguf", tmp_path)
     assert artifact.files == (f"Mamba2-451K-{encoding}.gguf",)
+    assert [path.name for path in tmp_path.glob("*.gguf")] == list(artifact.files)  # the earlier one is gone
     said = read_header(tmp_path / artifact.files[0]).metadata
     assert said["general.source.repo_url"] == "https://huggingface.co/owner/Mamba2-451k"
     assert said["general.organization"] == "Owner"
-
-
-def test_another_export_to_the_same_folder_leaves_one_file(tmp_path: Path) -> None:
-    model = _model()
-    export(model, Plan("p", {}, "test"), "gguf", tmp_path)
-    artifact = export(model, Plan("p", {"backbone.embeddings": "q8_0"}, "test"), "gguf", tmp_path)
-    assert [path.name for path in tmp_path.glob("*.gguf")] == list(artifact.files)
-    assert get_target("gguf").loaded_bytes(tmp_path) == artifact.realised_bytes
 
 
 def test_parts(checkpoint: Path, exported: Path, tmp_path: Path) -> None:
@@ -149,9 +143,8 @@ def test_parts(checkpoint: Path, exported: Path, tmp_path: Path) -> None:
     last = tmp_path / artifact.files[-1]
     assert target.loaded_bytes(tmp_path) == target.loaded_bytes(last) == artifact.realised_bytes == sum(sizes)
     whole, split = read_header(target.weight_file(exported)), read_header(last)
-    assert [(t.name, t.shape, t.type) for t in split.tensors] == [
-        (t.name, t.shape, t.type) for t in whole.tensors
-    ]
+    tensors = ([(t.name, t.shape, t.type) for t in info.tensors] for info in (whole, split))
+    assert next(tensors) == next(tensors)
     assert shipped_digests(tmp_path) == shipped_digests(exported)
     with open_session(exported, threads=1) as one, open_session(last, threads=1) as several:
         assert (one.logits([1, 2, 3]) == several.logits([1, 2, 3])).all()

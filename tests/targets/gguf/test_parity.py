@@ -20,17 +20,8 @@ from kl_lens.targets.session import Session
 from kl_lens.weights.formats import Quantized
 from kl_lens.weights.formats.gguf_blocks import GGUFFormat
 from tests.families import _COMMON, OTHERS, token_ids
-from tests.targets.gguf.support import (
-    CONFIGS,
-    _granite,
-    _nemotron,
-    kl,
-    matrices,
-    quantize_weights,
-    tiny,
-    torch_logits,
-    uniform,
-)
+from tests.targets.gguf import support
+from tests.targets.gguf.support import CONFIGS, kl, matrices, quantize_weights, tiny, torch_logits, uniform
 
 gguf = pytest.importorskip("gguf")
 
@@ -95,13 +86,10 @@ def test_heads_that_change_places_keep_their_bytes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "format_name"),
     [
-        ("mamba", "fp16"),
         ("mamba", "q8_0"),
-        ("mamba2", "q4_0"),
         ("jamba", "fp16"),
         ("jamba with experts", "q8_0"),
         ("granitemoehybrid", "q4_0"),
-        ("bamba", "q8_0"),
         ("nemotron_h with experts", "q4_0"),
         ("qwen3_5_text, two value heads to a key head", "q8_0"),
     ],
@@ -178,11 +166,11 @@ REFUSED = {
     "gates first": lambda: CONFIGS["falcon_h1"]().__class__(
         **_COMMON, mamba_rms_norm=True, mamba_norm_before_gate=True
     ),
-    "only attention layers": lambda: _granite(layer_types=["attention"] * 4),
-    "only one kind per model": lambda: _nemotron(
+    "only attention layers": lambda: support._granite(layer_types=["attention"] * 4),
+    "only one kind per model": lambda: support._nemotron(
         "mlp", layers_block_type=["mamba", "mlp", "attention", "moe"]
     ),
-    "latent space": lambda: _nemotron("moe", moe_latent_size=32),
+    "latent space": lambda: support._nemotron("moe", moe_latent_size=32),
     "llama.cpp has no zamba2 architecture": lambda: transformers.Zamba2Config(**_COMMON),
     "their own latent": lambda: OTHERS["kimi_linear"](q_lora_rank=8),
     "layers without experts first": lambda: OTHERS["kimi_linear"](mlp_layer_types=["sparse", "dense"] * 2),

@@ -17,19 +17,11 @@ from kl_lens.base.resources import reference_path
 from kl_lens.cli.main import main
 from kl_lens.model import LoadedModel, load
 from kl_lens.run.records import Plan
-from kl_lens.targets import (
-    SessionSettings,
-    describe_target,
-    export,
-    get_target,
-    open_session,
-    read_artifact,
-    target_of,
-    usual_targets,
-)
+from kl_lens.targets import SessionSettings, describe_target, export, get_target, open_session, read_artifact
 from kl_lens.targets.gguf.target import GGUFTarget
 from kl_lens.targets.mlx.target import MLXTarget
 from kl_lens.targets.openvino.target import OpenVINOTarget
+from kl_lens.targets.registry import target_of, usual_targets
 from kl_lens.weights.formats.affine import AffineFormat
 from kl_lens.weights.recipes import FP16, Recipe, fitting_recipe
 from tests.families import tiny_model, token_ids
@@ -37,9 +29,7 @@ from tests.families import tiny_model, token_ids
 mx = pytest.importorskip("mlx.core", reason="needs the extra mlx")
 
 FORMATS = ("affine4-g32", "affine8-g64", "affine3-g32", "affine5-g32", "affine2-g32", "affine6-g32", FP16)
-FAMILIES = (
-    "mamba", "falcon_mamba", "mamba2", "jamba", "nemotron_h", "granitemoehybrid", "lfm2", "lfm2_moe", "qwen3_next",
-)  # fmt: skip
+SLOW = ("falcon_mamba", "mamba2", "jamba", "nemotron_h", "lfm2", "lfm2_moe", "qwen3_next")
 
 
 def _in_turn(model: LoadedModel) -> Plan:
@@ -62,11 +52,7 @@ def _dequantized(module: Any) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    "family",
-    [
-        f if f in {"mamba", "mamba2", "granitemoehybrid"} else pytest.param(f, marks=pytest.mark.slow)
-        for f in FAMILIES
-    ],
+    "family", ["mamba", "granitemoehybrid", *(pytest.param(f, marks=pytest.mark.slow) for f in SLOW)]
 )
 def test_a_family_as_mlx_lm_opens_it(family: str, tmp_path: Path) -> None:
     from mlx_lm.utils import load_model
@@ -100,7 +86,7 @@ def test_a_family_as_mlx_lm_opens_it(family: str, tmp_path: Path) -> None:
         _with_values(model, realised)
         expected = model.chain.full_logits(ids)[0].numpy()
     tokens = ids[0].tolist()
-    with get_target("mlx").open(tmp_path, SessionSettings()) as session:  # type: ignore[attr-defined]
+    with get_target("mlx").open(tmp_path, SessionSettings()) as session:
         whole = session.logits(tokens)
         np.testing.assert_allclose(whole, expected, atol=2e-4)
         session.reset()
@@ -112,11 +98,8 @@ def test_a_family_as_mlx_lm_opens_it(family: str, tmp_path: Path) -> None:
     ("family", "reason"),
     [
         ("mamba2_groups", "computes something else than PyTorch"),  # its norm ignores groups
-        ("falcon_h1", "computes something else than PyTorch"),  # the same
-        (
-            "jamba_experts",
-            "computes something else than PyTorch",
-        ),  # it normalises the weights of chosen experts
+        # It normalises the weights of chosen experts.
+        ("jamba_experts", "computes something else than PyTorch"),
         ("zamba2", "Model type zamba2 not supported"),
     ],
 )
@@ -158,12 +141,10 @@ def test_stock_recipes_are_what_mlx_lm_converts_to(
     file = theirs / "model.safetensors"
     assert target_of(file) is target
     assert not target.is_all_floating(file)
-    with open_session(file) as foreign, open_session(tmp_path / "ours") as own:  # type: ignore[attr-defined]
+    with open_session(file) as foreign, open_session(tmp_path / "ours") as own:
         np.testing.assert_array_equal(foreign.logits([1]), own.logits([1]))
-    sizes = target.contents(file)
-    assert (
-        sizes.kv_bytes_per_position == 2 * 2 * 2 * 64 * hybrid.config.num_hidden_layers
-    )  # keys, values, float16
+    sizes, layers = target.contents(file), hybrid.config.num_hidden_layers
+    assert sizes.kv_bytes_per_position == 2 * 2 * 2 * 64 * layers  # keys, values, float16
     assert sizes.weight_bytes == pytest.approx(target.loaded_bytes(file), rel=0.01)
 
 
@@ -201,22 +182,13 @@ def test_multipliers_that_mlx_lm_folds_into_weights(tmp_path: Path) -> None:
     model = LoadedModel("falcon_h1", Path(), net, None)
     plan = Plan("p", {c.name: "affine8-g32" for c in model.anatomy.candidates}, "test")
     artifact = export(model, plan, "mlx", tmp_path)
-    folded = {
-        tensor.component
-        for tensor in artifact.tensors
-        if tensor.realised == "affine8-g32" and not tensor.weights
-    }
-    assert {name.rpartition(".")[2] for name in folded} >= {
-        "in_proj",
-        "out_proj",
-        "gate_proj",
-        "down_proj",
-        "lm_head",
-    }
+    folded = [t.component for t in artifact.tensors if t.realised == "affine8-g32" and not t.weights]
+    multiplied = {"in_proj", "out_proj", "gate_proj", "down_proj", "lm_head"}
+    assert {name.rpartition(".")[2] for name in folded} >= multiplied
     ids = token_ids(1, 16)
     with torch.no_grad():
         expected = model.chain.full_logits(ids)[0].log_softmax(-1)
-    with open_session(tmp_path) as session:  # type: ignore[attr-defined]
+    with open_session(tmp_path) as session:
         found = torch.from_numpy(session.logits(ids[0].tolist())).log_softmax(-1)
     assert float((expected.exp() * (expected - found)).sum(-1).mean()) < 1e-4
 
@@ -264,16 +236,8 @@ def test_a_folder_is_judged_beside_pytorch_and_generates(
     assert {t.realised for t in read_artifact(exported).tensors} >= {"affine4-g64"}
     assert json.loads((exported / "config.json").read_text())["quantization"]["bits"] == 4
     assert main(["generate", str(exported), "--prompt", "The history", "--max-new-tokens", "3"]) == 0
-    judge = [
-        "--model",
-        "reference:hybrid",
-        "--perplexity",
-        "wikitext2:test",
-        "--divergence",
-        "--window",
-        "64",
-    ]
-    assert main(["evaluate", str(exported), *judge, "--limit", "2"]) == 0
+    judge = "--model reference:hybrid --perplexity wikitext2:test --divergence --window 64 --limit 1"
+    assert main(["evaluate", str(exported), *judge.split()]) == 0
     assert "mlx" in capsys.readouterr().out.lower()
 
 

@@ -14,9 +14,14 @@ import torch
 
 from kl_lens.model import LoadedModel
 from kl_lens.run.records import Artifact, Plan
+from kl_lens.targets import get_target
 from tests.families import tiny_model
 
 pytest.importorskip("openvino", reason="needs the extra kl-lens[openvino]")
+
+
+def export(model: LoadedModel, plan: Plan, folder: Path, **options: Any) -> Artifact:
+    return get_target("openvino").export(model, plan, folder, **options)
 
 
 @dataclass
@@ -58,8 +63,6 @@ def _in_turn(model: LoadedModel, name: str, formats: list[str]) -> Plan:
 @pytest.fixture(scope="session")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Exported]:
     """exported(family, "original" | "mixed" | "unsigned" | …): the family's tiny model as an OpenVINO folder."""
-    from kl_lens.targets.openvino import export
-
     made: dict[Any, Exported] = {}
 
     def make(family: str, kind: str = "original", **options: Any) -> Exported:

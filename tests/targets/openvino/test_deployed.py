@@ -13,14 +13,14 @@ import torch
 
 from kl_lens.measuring.perturbation import Perturbation, replacements, swapped
 from kl_lens.targets import deployed
-from kl_lens.targets.openvino import constants, open_session
+from kl_lens.targets.openvino import constants
 from kl_lens.targets.openvino.deployed import (
     as_deployed,
     kernel_values,
     quantize_activations,
     quantize_groups,
 )
-from kl_lens.targets.openvino.session import WHOLE_ROW, compile_graph, read_graph
+from kl_lens.targets.openvino.session import DEPLOYED, WHOLE_ROW, compile_graph, open_session, read_graph
 from kl_lens.weights.formats import get_format
 from kl_lens.weights.formats.zero_points import ZeroPointFormat
 from kl_lens.weights.recipes import parsed
@@ -57,10 +57,11 @@ def test_single_products(name: str, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("family", "plan"), [("mamba", "mixed"), ("jamba_experts", "mixed"), ("mamba", "unsigned")]
 )
-def test_whole_models(family: str, plan: str, exported: Callable) -> None:
+def test_whole_models(family: str, plan: str, exported: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     case = exported(family, plan)
     ids = token_ids(1, 40)
-    session = open_session(case.folder, threads=1, settings={"KV_CACHE_PRECISION": "f32"})
+    monkeypatch.setitem(DEPLOYED, "KV_CACHE_PRECISION", "f32")
+    session = open_session(case.folder, threads=1, cache=False)
     theirs = session.logits(ids[0].tolist())
     realised = parsed({t.component: t.realised for t in case.artifact.tensors if t.realised != "fp32"})
     model = case.model.model

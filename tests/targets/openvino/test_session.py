@@ -13,31 +13,32 @@ from kl_lens.base.errors import TargetError
 from kl_lens.model import load
 from kl_lens.run.records import Plan
 from kl_lens.targets.artifacts import RECORD_FILE
-from kl_lens.targets.openvino import export, open_session, session as session_module
+from kl_lens.targets.openvino import session as session_module
 from kl_lens.targets.openvino.folder import graph_file
 from kl_lens.targets.openvino.rewrites import is_gated
-from kl_lens.targets.openvino.session import CACHE_FOLDER, deployment_settings, read_graph
+from kl_lens.targets.openvino.session import CACHE_FOLDER, deployment_settings, open_session, read_graph
 from tests.families import token_ids
+from tests.targets.openvino.conftest import export
 
 IDS = token_ids(1, 20)[0].tolist()
 
 
-def test_reset_forgets(exported: Callable) -> None:
-    session = open_session(exported("jamba_experts").folder, exact=True, threads=1)
-    first = session.prefill(IDS)
-    assert not np.allclose(session.prefill(IDS), first)  # it goes on where it was
-    session.reset()
-    np.testing.assert_array_equal(session.prefill(IDS), first)
-
-
-def test_two_sessions_do_not_mix(exported: Callable) -> None:
-    folder = exported("mamba").folder
-    one, two = (open_session(folder, exact=True, threads=1) for _ in range(2))
-    alone = one.prefill(IDS)
+def test_reset_forgets_and_two_sessions_do_not_mix(exported: Callable) -> None:
+    one, two = (open_session(exported("mamba").folder, exact=True, threads=1) for _ in range(2))
+    first = one.prefill(IDS)
+    assert not np.allclose(one.prefill(IDS), first)  # it goes on where it was
+    one.reset()
+    np.testing.assert_array_equal(one.prefill(IDS), first)
     one.reset()
     one.prefill(IDS[:10])
     two.prefill(IDS[10:])
-    np.testing.assert_allclose(one.prefill(IDS[10:]), alone, atol=1e-5)
+    np.testing.assert_allclose(one.prefill(IDS[10:]), first, atol=1e-5)
+    for ids in ([], [97], [-1]):
+        with pytest.raises(TargetError, match="token"):
+            one.prefill(ids)
+    one.close()
+    with pytest.raises(TargetError, match="closed"):
+        one.step(1)
 
 
 def test_the_cache_does_not_mix_settings(exported: Callable) -> None:
@@ -84,18 +85,15 @@ def test_one_thread_is_enough_for_a_hybrid(tmp_path) -> None:
     """Of a size for which OpenVINO fuses products."""
     model = load("reference:hybrid")
     export(model, Plan("p", {}, "test"), tmp_path / "file")
-    code = "import sys; from kl_lens.targets.openvino import open_session; open_session(sys.argv[1], threads=1).step(1)"
+    code = "import sys; from kl_lens import open_session; open_session(sys.argv[1], threads=1).step(1)"
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "file")], check=True)
 
 
-def test_a_device_that_is_not_there(exported: Callable) -> None:
-    with pytest.raises(TargetError, match=r"no device 'TPU' here; it finds .*CPU"):
-        open_session(exported("mamba").folder, device="TPU")
-
-
-def test_the_time_limit_of_compiling_can_be_set_from_outside(
+def test_a_device_that_is_not_there_and_a_time_limit(
     exported: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with pytest.raises(TargetError, match=r"no device 'TPU' here; it finds .*CPU"):
+        open_session(exported("mamba").folder, device="TPU")
     monkeypatch.setenv("KL_LENS_COMPILE_TIMEOUT", "0.000001")
     with pytest.raises(TargetError, match=r"took more than 1e-06 s and was stopped.*KL_LENS_COMPILE_TIMEOUT"):
         open_session(exported("mamba").folder, cache=False)
@@ -104,26 +102,12 @@ def test_the_time_limit_of_compiling_can_be_set_from_outside(
         open_session(exported("mamba").folder, cache=False)
 
 
-@pytest.mark.parametrize("ids", [[], [97], [-1]])
-def test_bad_tokens(exported: Callable, ids: list[int]) -> None:
-    session = open_session(exported("mamba").folder, exact=True, threads=1)
-    with pytest.raises(TargetError, match="token"):
-        session.prefill(ids)
-
-
 def test_folders_that_are_not_artifacts(tmp_path) -> None:
     with pytest.raises(TargetError, match=r"it has no artifact.json"):
         open_session(tmp_path)
     (tmp_path / RECORD_FILE).write_text("{}")
     with pytest.raises(TargetError, match="cannot be read"):
         open_session(tmp_path)
-
-
-def test_a_closed_session(exported: Callable) -> None:
-    session = open_session(exported("mamba").folder, exact=True, threads=1)
-    session.close()
-    with pytest.raises(TargetError, match="closed"):
-        session.step(1)
 
 
 def test_a_static_model_in_a_session(exported: Callable) -> None:

@@ -189,8 +189,7 @@ class _Comparison:
         words = ""
         try:
             if isinstance(session, TokenizingSession):  # the file's own way to ids
-                session.require_vocabulary()
-                own: Callable[[str], list[int]] = session.tokenize
+                own = session.tokenizer().encode
             else:
                 own = find_tokenizer(session, self.dissection.files[0]).encode
             strings = self.dissection.strings(tokenizer)

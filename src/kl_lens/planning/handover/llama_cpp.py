@@ -65,7 +65,7 @@ def _jobs(model: LoadedModel, plan: Plan) -> list[TensorJob]:
     with source_of(model) as source:
         recipes, shapes = choose_recipes(plan, source.tensors), source.tensors.shapes
     rules = architecture.tensors(model.config, shapes)
-    jobs = [decide(rule, shapes, recipes, fallback=False)[0] for rule in rules]
+    jobs = [decide(rule, shapes, recipes, fallback=False) for rule in rules]
     chosen = []
     for job in jobs:
         if any(part in job.rule.name for part in _KEPT):

@@ -27,12 +27,14 @@ _ALIASES = {"f16": FP16, "f32": FLOAT32}  # llama.cpp's own spelling
 
 @dataclass(frozen=True)
 class TensorJob:
-    """One tensor of the file: its source, shape and recipe."""
+    """One tensor of the file: its source, shape and recipe (None: F32)."""
 
     rule: TensorRule
     component: str
     shape: tuple[int, ...]
-    recipe: Recipe | None  # None: F32
+    planned: Recipe | None
+    recipe: Recipe | None
+    reason: str | None  # why they differ
 
     @property
     def format(self) -> str:
@@ -41,6 +43,18 @@ class TensorJob:
     @property
     def bytes(self) -> int:
         return 4 * math.prod(self.shape) if self.recipe is None else self.recipe.grid.bytes(self.shape)
+
+    @property
+    def planned_bytes(self) -> int:
+        """In the planned format, or in FP16 if that does not fit the shape."""
+        if self.planned is None:
+            return 4 * math.prod(self.shape)
+        fmt = self.planned.grid
+        return 2 * math.prod(self.shape) if fmt.fits(self.shape) else fmt.bytes(self.shape)
+
+    def record(self, digest: str, weights: str) -> ExportedTensor:
+        what = self.component, self.rule.name, self.planned or FLOAT32, self.recipe or FLOAT32
+        return ExportedTensor(*what, self.bytes, self.reason, digest, weights)
 
 
 def choose_recipes(plan: Plan, tensors: TensorSource) -> dict[str, Recipe | None]:
@@ -75,9 +89,10 @@ def decide(
     rule: TensorRule,
     shapes: Mapping[str, tuple[int, ...]],
     recipes: Mapping[str, Recipe | None],
-    fallback: bool,
-) -> tuple[TensorJob, ExportedTensor]:
-    """The recipe for a tensor, and its record."""
+    *,
+    fallback: bool = True,
+) -> TensorJob:
+    """The recipe for a tensor; without `fallback`, FormatError if it is not the planned one."""
     if rule.parameter is None:
         assert rule.shape is not None
         shape, component = rule.shape, rule.name
@@ -94,16 +109,5 @@ def decide(
         recipe, reason = fitting_recipe(planned, rule.stretch(shape))
         refused = reason is not None
     if refused and not fallback:
-        raise FormatError(
-            f"{component}: {planned} is not possible: {reason}; allow fallbacks or change the plan"
-        )
-    job = TensorJob(rule, component, shape, recipe)
-    return job, ExportedTensor(component, rule.name, planned or FLOAT32, recipe or FLOAT32, job.bytes, reason)
-
-
-def planned_bytes(planned: str, shape: tuple[int, ...]) -> int:
-    """Bytes in the planned format, or in FP16 if that does not fit the shape."""
-    if planned == FLOAT32:
-        return 4 * math.prod(shape)
-    fmt = Recipe.parse(planned).grid
-    return 2 * math.prod(shape) if fmt.fits(shape) else fmt.bytes(shape)
+        raise FormatError(f"{component}: {planned} is not possible: {reason}; change the plan")
+    return TensorJob(rule, component, shape, planned, recipe, reason)

@@ -13,18 +13,9 @@ import torch
 
 from kl_lens.base.errors import KLLensError
 from kl_lens.targets import dissection, quarantine
-from kl_lens.targets.chat import default_template
-from kl_lens.targets.dissection import (
-    Disagreement,
-    Dissection,
-    Part,
-    StoredTensor,
-    Texts,
-    other_texts,
-    setting,
-)
+from kl_lens.targets.chat import default_template, end_ids
+from kl_lens.targets.dissection import Disagreement, Dissection, Part, StoredTensor, Texts, setting
 from kl_lens.targets.gguf.architectures import get_architecture
-from kl_lens.targets.gguf.general import end_tokens
 from kl_lens.targets.gguf.header import TensorEntry, read_header
 from kl_lens.targets.gguf.session import GGUFSession, try_out
 from kl_lens.targets.gguf.tokenizer import UNUSED, sample_strings, tokenizer_data
@@ -74,7 +65,7 @@ class GGUFDissection(Dissection):
 
     def tokenizer(self, model: LoadedModel) -> Iterator[Disagreement]:
         try:
-            wanted = self._tokenizer(model.require_tokenizer(), end_tokens(model.folder))
+            wanted = self._tokenizer(model.require_tokenizer(), end_ids(model.folder))
         except KLLensError:  # there is none, or llama.cpp has none of this kind
             return
         held = read_header(self.place, whole=True).metadata
@@ -94,7 +85,7 @@ class GGUFDissection(Dissection):
             {i: wanted.types[i] for i in known},
         )  # fmt: skip
         if tokens:
-            yield from other_texts(found, expected, self._advice)
+            yield from dissection.other_texts(found, expected, self._advice)
 
     def _advice(self, key: str, value: Any) -> str:
         if value is not None:

@@ -17,10 +17,11 @@ from kl_lens.model.anatomy import component_name
 from kl_lens.model.files import check_sizes, read_config, refuse_quantized
 from kl_lens.model.opening import why_not_loaded
 from kl_lens.model.streaming import CheckpointTensors, ModelTensors, TensorSource
-from kl_lens.run.records import Artifact, ExportedTensor, Plan
+from kl_lens.run.records import Artifact, Plan
+from kl_lens.targets.chat import end_ids
 from kl_lens.targets.gguf.architectures import check_complete, get_architecture
-from kl_lens.targets.gguf.choices import FLOAT32, TensorJob, choose_recipes, decide, planned_bytes
-from kl_lens.targets.gguf.general import end_tokens, file_name, general_metadata
+from kl_lens.targets.gguf.choices import FLOAT32, choose_recipes, decide
+from kl_lens.targets.gguf.general import file_name, general_metadata
 from kl_lens.targets.gguf.tokenizer import TOKENIZER_CHECK, tokenizer_data
 from kl_lens.targets.gguf.writer import Header, parameter_counts, size_on_disk, write_files
 from kl_lens.weights.formats import FP16
@@ -68,9 +69,7 @@ def export(
     plan: Plan,
     folder: Path | str,
     *,
-    fallback: bool = True,
     include_tokenizer: bool = True,
-    tokenizer: Any | None = None,
     part_bytes: int = PART_BYTES,
     fingerprint: str | None = None,
     statistics: Statistics | None = None,
@@ -79,13 +78,11 @@ def export(
     """Writes the file to `folder`, named by llama.cpp's convention; returns a record of every component.
 
     A checkpoint folder is streamed: one tensor at a time is read, quantized and written. Components that the plan does
-    not name stay FP16. On an error, nothing is left behind.
+    not name stay FP16; where a format does not fit, llama.cpp's substitute is stored and recorded. On an error, nothing
+    is left behind.
 
     Args:
-        fallback: if a format does not fit (columns that do not divide into blocks), store what llama.cpp would
-            store and record it. False: raise FormatError.
         include_tokenizer: False writes a file that works with token ids only.
-        tokenizer: a Hugging Face tokenizer to use instead of the model's own.
         part_bytes: files with more bytes of weights than this are split; llama.cpp opens them by the first part.
         fingerprint: recorded as the model's, if the caller knows it (a streamed folder has none).
         statistics, weights_folder: for a streamed folder: calibration statistics for learnt recipes, and where to
@@ -93,29 +90,23 @@ def export(
     """
     opened = model if isinstance(model, LoadedModel) else Path(model)
     with source_of(opened, statistics, weights_folder) as source:
-        if not include_tokenizer:
-            tokenizer = None
-        elif tokenizer is None and isinstance(opened, LoadedModel):
-            tokenizer = opened.tokenizer
-        elif tokenizer is None:
-            tokenizer = load_tokenizer(source.folder, None, False)
+        tokenizer = None
+        if include_tokenizer:
+            streamed = isinstance(opened, Path)
+            tokenizer = load_tokenizer(source.folder, None, False) if streamed else opened.tokenizer
         source = replace(source, fingerprint=fingerprint or source.fingerprint)
-        header, decided = _prepared(source, plan, fallback, tokenizer, part_bytes)
-        learnt = source.store.learnt_by(
-            (job.recipe for job in header.jobs if job.recipe is not None), plan.statistics
-        )
+        header = _prepared(source, plan, tokenizer, part_bytes)
+        recipes = (job.recipe for job in header.jobs if job.recipe is not None)
+        learnt = source.store.learnt_by(recipes, plan.statistics)
         files, digests = write_files(Path(folder), header, source.tensors, source.store)
     architecture, text = get_architecture(source.config.model_type), header.tokenizer
-    records = [
-        replace(record, digest=digests[record.runtime_name][0], weights=digests[record.runtime_name][1])
-        for _, record in decided
-    ]
+    records = [job.record(*digests[job.rule.name]) for job in header.jobs]
     return Artifact(
         target="gguf",
         plan=plan.name,
         files=tuple(path.name for path in files),
         tensors=tuple(records),
-        planned_bytes=sum(planned_bytes(record.planned, job.shape) for job, record in decided),
+        planned_bytes=sum(job.planned_bytes for job in header.jobs),
         realised_bytes=sum(path.stat().st_size for path in files),
         model=source.name,
         model_fingerprint=source.fingerprint,
@@ -134,12 +125,10 @@ def export(
 def file_bytes(model: LoadedModel, plan: Plan) -> int:
     """The exact size of the file that `export` would write for an opened model, without quantizing anything."""
     with source_of(model) as source:
-        return size_on_disk(_prepared(source, plan, True, model.tokenizer, PART_BYTES)[0])
+        return size_on_disk(_prepared(source, plan, model.tokenizer, PART_BYTES))
 
 
-def _prepared(
-    source: Source, plan: Plan, fallback: bool, tokenizer: Any | None, part_bytes: int
-) -> tuple[Header, list[tuple[TensorJob, ExportedTensor]]]:
+def _prepared(source: Source, plan: Plan, tokenizer: Any | None, part_bytes: int) -> Header:
     """Everything about a file that is known before reading weights."""
     config, tensors = source.config, source.tensors
     architecture = get_architecture(config.model_type)
@@ -147,9 +136,8 @@ def _prepared(
     rules = architecture.tensors(config, tensors.shapes)
     check_complete(rules, tensors.shapes)
     assignment = choose_recipes(plan, tensors)
-    decided = [decide(rule, tensors.shapes, assignment, fallback) for rule in rules]
-    decided.sort(key=lambda item: tensors.place(item[0].rule.parameter) if item[0].rule.parameter else 0)
-    jobs = [job for job, _ in decided]
+    rules.sort(key=lambda rule: tensors.place(rule.parameter) if rule.parameter else 0)
+    jobs = [decide(rule, tensors.shapes, assignment) for rule in rules]
     vocabulary = next(job.shape[0] for job in jobs if job.rule.name == "token_embd.weight")
     metadata = {
         "kl_lens.version": __version__,
@@ -158,11 +146,10 @@ def _prepared(
         **{f".{key}": value for key, value in architecture.metadata(config).items()},
         ".vocab_size": vocabulary,
     }
-    ends = end_tokens(source.folder)
-    text = None if tokenizer is None else tokenizer_data(tokenizer, vocabulary, ends)
+    text = None if tokenizer is None else tokenizer_data(tokenizer, vocabulary, end_ids(source.folder))
     general = general_metadata(source.folder, source.name, parameter_counts(jobs))
     file = file_name(general, plan, jobs)
-    return Header(architecture.name(config), metadata, general, text, jobs, file, part_bytes), decided
+    return Header(architecture.name(config), metadata, general, text, jobs, file, part_bytes)
 
 
 def uniform_plan(folder: Path | str, format_name: str) -> Plan:

@@ -11,6 +11,7 @@ from typing import Any
 from kl_lens.base.units import tag_of
 from kl_lens.base.version import __version__
 from kl_lens.run.records import Plan
+from kl_lens.targets.chat import GENERATION_FILE, read_json
 from kl_lens.targets.gguf.choices import TensorJob
 from kl_lens.weights.formats.ggml import gguf_module
 from kl_lens.weights.recipes import FP16
@@ -30,7 +31,7 @@ def general_metadata(folder: Path, name: str, counts: tuple[int, int, int, int])
         usable = False
     if not usable:
         metadata = _from({}, {}, name, counts[0])
-    settings = _generation_settings(folder)
+    settings = read_json(folder / GENERATION_FILE)
     sampling = {"sampling_top_k": "top_k", "sampling_top_p": "top_p", "sampling_temp": "temperature"}
     for field, key in sampling.items():
         if isinstance(value := settings.get(key), int | float):
@@ -63,17 +64,6 @@ def _usable(metadata: Any) -> bool:
     return all(
         isinstance(field.value, kinds.get(field.type.name, object)) for field in writer.kv_data[0].values()
     )
-
-
-def _generation_settings(folder: Path) -> dict[str, Any]:
-    settings = gguf_module().Metadata.load_generation_config(folder)
-    return settings if isinstance(settings, dict) else {}
-
-
-def end_tokens(folder: Path) -> list[int]:
-    """Tokens that end a text, from the model's generation settings."""
-    ids = _generation_settings(folder).get("eos_token_id")
-    return [one for one in (ids if isinstance(ids, list) else [ids]) if isinstance(one, int)]
 
 
 def file_name(metadata: Any, plan: Plan, jobs: Sequence[TensorJob]) -> str:

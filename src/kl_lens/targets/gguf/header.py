@@ -49,20 +49,17 @@ class FileInfo:
 
     def contents(self) -> Contents:
         """What one token reads, from llama.cpp's tensor names. States are F32; keys and values are F16 by default."""
-        prefix, shapes = self.architecture, {entry.name: entry.shape for entry in self.tensors}
-        untied = "output.weight" in shapes
-        experts = self.metadata.get(f"{prefix}.expert_count") or 0
-        chosen = self.metadata.get(f"{prefix}.expert_used_count") or experts
-        read = 0.0
+        keys = "expert_count", "expert_used_count", "ssm.inner_size", "ssm.state_size", "embedding_length"
+        experts, chosen, inner, state, width = (
+            self.metadata.get(f"{self.architecture}.{key}") or 0 for key in keys
+        )
+        shapes, read = {entry.name: entry.shape for entry in self.tensors}, 0.0
+        untied, share = "output.weight" in shapes, (chosen or experts) / experts if experts else 1
         for entry in self.tensors:
             if entry.name == "token_embd.weight" and untied:
                 read += entry.bytes / entry.shape[0]
             else:
-                read += entry.bytes * (chosen / experts if "_exps." in entry.name and experts else 1)
-        inner, state, width = (
-            self.metadata.get(f"{prefix}.{key}", 0)
-            for key in ("ssm.inner_size", "ssm.state_size", "embedding_length")
-        )
+                read += entry.bytes * (share if "_exps." in entry.name else 1)
         fixed, growing = 0, 0
         for name, shape in shapes.items():
             if name.endswith(".ssm_conv1d.weight"):
@@ -137,14 +134,13 @@ class _Reader:
         if alignment not in [2**power for power in range(3, 17)]:
             raise _Damaged(f"general.alignment is {str(alignment)[:40]!r}, not a power of two from 8 on")
         start, size = math.ceil(self.at / alignment) * alignment, len(self.data)
-        placed = tuple(
-            TensorEntry(name, shape, kind, start + at, count, path)
-            for name, shape, kind, at, count in entries
+        for name, _, _, at, count in entries:
+            if (end := start + at + count) > size:
+                raise _Damaged(f"tensor {name} needs bytes up to {end} but the file has {size}")
+        placed = (
+            TensorEntry(n, shape, kind, start + at, count, path) for n, shape, kind, at, count in entries
         )
-        for each in placed:
-            if (end := each.offset + each.bytes) > size:
-                raise _Damaged(f"tensor {each.name} needs bytes up to {end} but the file has {size}")
-        return FileInfo(metadata, placed, (path,))
+        return FileInfo(metadata, tuple(placed), (path,))
 
     def take(self, count: int) -> bytes:
         if count < 0 or self.at + count > len(self.data):

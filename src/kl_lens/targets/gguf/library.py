@@ -71,7 +71,6 @@ class Batch(ctypes.Structure):
 
 
 _LogCallback = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
-
 _POINTER, _INT, _BOOL, _TEXT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_bool, ctypes.c_char_p
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_backend_init": (None, ()),
@@ -96,13 +95,10 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_batch_free": (None, (Batch,)),
     "llama_decode": (_INT, (_POINTER, Batch)),
     "llama_get_logits_ith": (ctypes.POINTER(ctypes.c_float), (_POINTER, _INT)),
-    "llama_tokenize": (
-        _INT,
-        (_POINTER, ctypes.c_char_p, _INT, ctypes.POINTER(ctypes.c_int32), _INT, _BOOL, _BOOL),
-    ),
+    "llama_tokenize": (_INT, (_POINTER, _TEXT, _INT, ctypes.POINTER(_INT), _INT, _BOOL, _BOOL)),
     "llama_vocab_is_eog": (_BOOL, (_POINTER, _INT)),
     # (vocabulary, token, text, its size, leading spaces to drop, write special tokens)
-    "llama_token_to_piece": (_INT, (_POINTER, _INT, ctypes.c_char_p, _INT, _INT, _BOOL)),
+    "llama_token_to_piece": (_INT, (_POINTER, _INT, _TEXT, _INT, _INT, _BOOL)),
 }
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import psutil
@@ -15,12 +15,12 @@ import psutil
 from kl_lens.base.environment import processors
 from kl_lens.base.errors import TargetError, printable
 from kl_lens.targets.artifacts import earlier_artifact
-from kl_lens.targets.chat import Renderer, chat_renderer
+from kl_lens.targets.chat import ArtifactTokenizer, chat_renderer
 from kl_lens.targets.gguf.header import read_header
 from kl_lens.targets.gguf.library import find_library
 from kl_lens.targets.gguf.paging import ProgressCallback, can_give_back, give_back, giving_back, set_apart
 from kl_lens.targets.gguf.tokenizer import TOKENIZER_CHECK, differing_string
-from kl_lens.targets.session import LOAD_MODES, Logits, SessionSettings, checked_tokens
+from kl_lens.targets.session import LOAD_MODES, FedSession, Logits, SessionSettings
 
 # Tokens in one call of llama_decode. llama.cpp keeps the logits of all of them, so this bounds that memory.
 BATCH = 512
@@ -30,8 +30,8 @@ AUTO = "auto"
 FREE_SHARE = 0.9  # most of the free memory that weights may take
 
 
-class GGUFSession:
-    """One sequence at a time through llama.cpp. Satisfies `kl_lens.targets.Session`.
+class GGUFSession(FedSession):
+    """One sequence at a time through llama.cpp.
 
     Prompts and single tokens go through different kernels in llama.cpp, whose results differ in the last bits:
     `prefill` and `logits` use the first, `step` the second.
@@ -55,7 +55,7 @@ class GGUFSession:
         self._model: int | None = None
         self._settings = settings or SessionSettings()
         self.file = read_header(Path(path))
-        self.path = self.file.paths[0]
+        self.place = self.file.paths[0]
         self._library = find_library()
         if self._settings.gpu_layers:
             self._library.require_gpu(self._settings.gpu_layers)
@@ -69,7 +69,7 @@ class GGUFSession:
         functions = self._library.functions
         self.endless = bool(functions.llama_model_is_recurrent(self._model))
         self._vocab = functions.llama_model_get_vocab(self._model)
-        self._vocabulary = int(functions.llama_vocab_n_tokens(self._vocab))
+        self.vocabulary = int(functions.llama_vocab_n_tokens(self._vocab))
         trained = int(functions.llama_model_n_ctx_train(self._model))
         self.threads = threads or processors()
         self._make_context(max(context or min(trained, LARGEST_DEFAULT_CONTEXT), 1))
@@ -87,12 +87,12 @@ class GGUFSession:
         lean = ProgressCallback(giving_back(self.file.paths)) if self.load == "lean" else None
         parameters = self._library.model_parameters(self._settings.gpu_layers, self.load, lean)
         load = self._library.functions.llama_model_load_from_file
-        self._model = load(os.fsencode(self.path), parameters)
+        self._model = load(os.fsencode(self.place), parameters)
         if lean is not None:
             give_back(self.file.paths)
             set_apart(self.file.tensors)
         if not self._model:
-            raise TargetError(f"{self.path}: llama.cpp cannot load it: {self._complaint()}")
+            raise TargetError(f"{self.place}: llama.cpp cannot load it: {self._complaint()}")
 
     def _make_context(self, wanted: int) -> None:
         functions = self._library.functions
@@ -102,15 +102,11 @@ class GGUFSession:
         if not self._context:
             message = self._complaint()
             self.close()
-            raise TargetError(f"{self.path}: llama.cpp cannot make a context of {wanted}: {message}")
+            raise TargetError(f"{self.place}: llama.cpp cannot make a context of {wanted}: {message}")
         functions.llama_set_n_threads(self._context, self.threads, self.threads)
         self.context = int(functions.llama_n_ctx(self._context))
         self._batch = functions.llama_batch_init(self._batch_size, 0, 1)
         self._position = 0
-
-    @property
-    def vocabulary(self) -> int:
-        return self._vocabulary
 
     @property
     def description(self) -> dict[str, Any]:
@@ -128,30 +124,22 @@ class GGUFSession:
             "context": self.context,
             "attention": "F32, plain" if self._settings.exact else "the library's default (F16 cache, flash)",
             "load_mode": self.load or "the library's default",
-            "file": self.path.name,
+            "file": self.place.name,
             "architecture": self.file.architecture,
         }
 
     def reset(self) -> None:
+        if not self._context:
+            raise self.closed()
         functions = self._library.functions
-        functions.llama_memory_clear(functions.llama_get_memory(self._open_context), True)
+        functions.llama_memory_clear(functions.llama_get_memory(self._context), True)
         self._position = 0
-
-    def prefill(self, ids: Sequence[int]) -> Logits:
-        return self._feed(ids, every=False)[-1]
-
-    def step(self, token: int) -> Logits:
-        return self._feed([token], every=False)[-1]
-
-    def logits(self, ids: Sequence[int]) -> Logits:
-        self.reset()
-        return self._feed(ids, every=True)
 
     @cached_property
     def end_tokens(self) -> frozenset[int]:
         """Includes those that llama.cpp knows by their text, such as `<|im_end|>`."""
         ends = self._library.functions.llama_vocab_is_eog
-        return frozenset(token for token in range(self._vocabulary) if ends(self._vocab, token))
+        return frozenset(token for token in range(self.vocabulary) if ends(self._vocab, token))
 
     def tokenize(self, text: str, *, begin: bool = False) -> list[int]:
         """llama.cpp's own tokenization with the file's vocabulary."""
@@ -163,7 +151,7 @@ class GGUFSession:
             self._vocab, data, len(data), tokens, room, begin, True
         )
         if count < 0:
-            raise TargetError(f"{self.path}: llama.cpp could not tokenize {text[:40]!r}")
+            raise TargetError(f"{self.place}: llama.cpp could not tokenize {text[:40]!r}")
         return list(tokens[:count])
 
     def detokenize(self, tokens: Sequence[int], *, special: bool = False) -> str:
@@ -182,17 +170,21 @@ class GGUFSession:
             if length >= 0:
                 return text.raw[:length]
             room = -length  # llama.cpp says how much it needs
-        raise TargetError(f"{self.path}: llama.cpp could not convert token {token} to text")
+        raise TargetError(f"{self.place}: llama.cpp could not convert token {token} to text")
 
-    def chat_renderer(self) -> Renderer | None:
-        template = self.file.metadata.get("tokenizer.chat_template")
-        if not isinstance(template, str):
-            return None
-        special = {}
+    def tokenizer(self) -> ArtifactTokenizer:
+        self.require_vocabulary()
+        template, special = self.file.metadata.get("tokenizer.chat_template"), {}
         for name, key in {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}.items():
             index = self.file.metadata.get(f"tokenizer.ggml.{key}_token_id")
             special[f"{name}_token"] = "" if index is None else self.detokenize([index], special=True)
-        return chat_renderer(template, special, str(self.path))
+        return ArtifactTokenizer(
+            encode=self.tokenize,
+            begin=partial(self.tokenize, begin=True),
+            decode=self.detokenize,
+            ends=self.end_tokens,
+            render=chat_renderer(template, special, str(self.place)) if isinstance(template, str) else None,
+        )
 
     def close(self) -> None:
         functions = self._library.functions
@@ -204,21 +196,9 @@ class GGUFSession:
             functions.llama_model_free(self._model)
         self._model = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def __del__(self) -> None:
         if hasattr(self, "_library"):
             self.close()
-
-    @property
-    def _open_context(self) -> int:
-        if not self._context:
-            raise TargetError(f"{self.path}: this session is closed")
-        return self._context
 
     @property
     def has_vocabulary(self) -> bool:
@@ -227,18 +207,17 @@ class GGUFSession:
     def require_vocabulary(self) -> None:
         """llama.cpp aborts the process if it has to tokenize without a vocabulary."""
         if not self.has_vocabulary:
-            raise TargetError(f"{self.path} holds no tokenizer; pass one with --tokenizer")
+            raise TargetError(f"{self.place} holds no tokenizer; pass one with --tokenizer")
 
-    def _feed(self, ids: Sequence[int], *, every: bool) -> Logits:
-        """Logits after every token, or only after the last; continues after the tokens fed before."""
-        context = self._open_context  # check first: closing frees the batch
-        tokens = checked_tokens(ids, self._vocabulary, str(self.path))
+    def feed(self, tokens: list[int], *, every: bool) -> Logits:
+        if not (context := self._context):  # check first: closing frees the batch
+            raise self.closed()
         if not self.endless and self._position + len(tokens) > self.context:
             raise TargetError(
-                f"{self.path}: {self._position + len(tokens)} tokens do not fit into the context of {self.context}; "
+                f"{self.place}: {self._position + len(tokens)} tokens do not fit into the context of {self.context}; "
                 "open the session with a larger context"
             )
-        rows = np.empty((len(tokens) if every else 1, self._vocabulary), np.float32)
+        rows = np.empty((len(tokens) if every else 1, self.vocabulary), np.float32)
         filled = 0
         for start in range(0, len(tokens), self._batch_size):
             chunk = tokens[start : start + self._batch_size]
@@ -262,14 +241,14 @@ class GGUFSession:
         self._library.errors.clear()
         status = self._library.functions.llama_decode(context, batch)
         if status != 0:
-            raise TargetError(f"{self.path}: llama_decode failed with {status}: {self._complaint()}")
+            raise TargetError(f"{self.place}: llama_decode failed with {status}: {self._complaint()}")
         self._position += len(chunk)
 
     def _logits_of(self, context: int, index: int) -> Logits:
         pointer = self._library.functions.llama_get_logits_ith(context, index)
         if not pointer:
-            raise TargetError(f"{self.path}: llama.cpp returned no logits")
-        return np.ctypeslib.as_array(pointer, (self._vocabulary,))
+            raise TargetError(f"{self.place}: llama.cpp returned no logits")
+        return np.ctypeslib.as_array(pointer, (self.vocabulary,))
 
     def _complaint(self) -> str:
         lines = [line for line in self._library.errors if line]
@@ -294,6 +273,6 @@ def try_out(place: Path) -> None:
         if check and (text := differing_string(session.tokenize, check)) is not None:
             pre = session.file.metadata.get("tokenizer.ggml.pre")
             raise TargetError(
-                f"{session.path}: llama.cpp's tokenizer ({pre}) splits text unlike the model's; export with "
+                f"{session.place}: llama.cpp's tokenizer ({pre}) splits text unlike the model's; export with "
                 f"--without-tokenizer, for use with token ids. First difference: {text[:60]!r}"
             )

@@ -23,41 +23,20 @@ from kl_lens.weights.recipes import Recipe, fitting_recipe, preferred
 
 # Stock recipe → the type of most weights.
 _BASES = {
-    "IQ2_XXS": "iq2_xxs",
-    "IQ2_XS": "iq2_xs",
-    "IQ2_S": "iq2_xs",
-    "IQ2_M": "iq2_s",
-    "Q2_K_S": "q2_k",
-    "Q2_K": "q2_k",
-    "IQ3_XXS": "iq3_xxs",
-    "IQ3_XS": "iq3_s",
-    "IQ3_S": "iq3_s",
-    "IQ3_M": "iq3_s",
-    "Q3_K_S": "q3_k",
-    "Q3_K_M": "q3_k",
-    "Q3_K_L": "q3_k",
-    "Q4_0": "q4_0",
-    "IQ4_XS": "iq4_xs",
-    "Q4_K_M": "q4_k",
-    "Q5_K_M": "q5_k",
-    "Q6_K": "q6_k",
+    "IQ2_XXS": "iq2_xxs", "IQ2_XS": "iq2_xs", "IQ2_S": "iq2_xs", "IQ2_M": "iq2_s", "Q2_K_S": "q2_k", "Q2_K": "q2_k",
+    "IQ3_XXS": "iq3_xxs", "IQ3_XS": "iq3_s", "IQ3_S": "iq3_s", "IQ3_M": "iq3_s", "Q3_K_S": "q3_k", "Q3_K_M": "q3_k",
+    "Q3_K_L": "q3_k", "Q4_0": "q4_0", "IQ4_XS": "iq4_xs", "Q4_K_M": "q4_k", "Q5_K_M": "q5_k", "Q6_K": "q6_k",
     "Q8_0": "q8_0",
-}
+}  # fmt: skip
 _USUAL = ("Q4_K_M", "Q5_K_M", "Q8_0")
 _TINY, _TWO_BITS = ("IQ2_XXS", "IQ2_XS"), ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M")
 _ONLY_WITH_IMPORTANCE = (*_TWO_BITS, "Q2_K_S", "IQ3_XXS")
 # Parts of tensor names → what llama.cpp takes them for; the first that is found.
 _PARTS = {
-    "attn_qkv.weight": "values",
-    "attn_kv_b.weight": "values",
-    "attn_v.weight": "values",
-    "attn_k.weight": "keys",
-    "attn_q.weight": "keys",
-    "attn_output.weight": "attention",
-    "ffn_up": "up",
-    "ffn_gate": "gate",
-    "ffn_down": "down",
-}
+    "attn_qkv.weight": "values", "attn_kv_b.weight": "values", "attn_v.weight": "values", "attn_k.weight": "keys",
+    "attn_q.weight": "keys", "attn_output.weight": "attention", "ffn_up": "up", "ffn_gate": "gate", "ffn_down": "down",
+}  # fmt: skip
+_ATTENTION = {"Q2_K": "q3_k", "IQ3_XXS": "iq3_s", "IQ3_M": "q4_k", "Q3_K_M": "q4_k", "Q3_K_L": "q5_k"}
 _MANY = 4  # queries per key, or experts; from here on, values are few and get more bits
 
 
@@ -102,9 +81,8 @@ class FileTensors:
             if component.name == anatomy.head:  # a tied embedding is the head
                 wanted = _head(name, component.shape)
             elif ends:
-                wanted = (
-                    "q2_k" if name in _TINY else "iq3_s" if name in (*_TWO_BITS, "IQ3_XXS") else _BASES[name]
-                )
+                low = "q2_k" if name in _TINY else "iq3_s"
+                wanted = low if name in (*_TWO_BITS, "IQ3_XXS") else _BASES[name]
             else:
                 place = self.places.get(component.name)
                 raised = place and self._raised(name, place, with_importance=bool(methods))
@@ -124,7 +102,8 @@ class FileTensors:
             if part == "down":
                 return more if place.count < blocks // 8 else None
             return more if part == "attention" and name not in _TINY else None
-        few = self._queries >= _MANY
+        few, often = self._queries >= _MANY, "q6_k" if _has_more(layer, blocks) else None
+        values = "q6_k" if _has_more(place.count, self._values) else None
         found: dict[str, dict[str, str | None]] = {
             "values": {
                 "Q2_K": "q4_k" if few else "q3_k",
@@ -133,18 +112,10 @@ class FileTensors:
                 "Q3_K_L": "q5_k",
                 **dict.fromkeys(("Q2_K_S", "IQ3_XXS", "IQ3_XS", "IQ3_S"), "q4_k" if few else None),
                 "IQ4_XS": "q5_k" if few else None,
-                **dict.fromkeys(
-                    ("Q4_K_M", "Q5_K_M"), "q6_k" if _has_more(place.count, self._values) else None
-                ),
+                **dict.fromkeys(("Q4_K_M", "Q5_K_M"), values),
             },
             "keys": {"IQ3_XS": "iq3_xxs", "IQ3_XXS": "iq2_s"},
-            "attention": {
-                "Q2_K": "q3_k",
-                "IQ3_XXS": "iq3_s",
-                "Q3_K_M": "q4_k",
-                "Q3_K_L": "q5_k",
-                "IQ3_M": "q4_k",
-            },
+            "attention": dict(_ATTENTION),
             "down": {
                 "Q2_K": "q3_k",
                 "Q2_K_S": "q4_k" if first else None,
@@ -153,7 +124,7 @@ class FileTensors:
                 "Q3_K_L": "q5_k",
                 "Q4_0": "q4_1" if first and with_importance else None,
                 "IQ4_XS": "q5_k" if first and not with_importance else None,
-                **dict.fromkeys(("Q4_K_M", "Q5_K_M"), "q6_k" if _has_more(layer, blocks) else None),
+                **dict.fromkeys(("Q4_K_M", "Q5_K_M"), often),
             },
         }
         if part in ("gate", "up"):

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kl_lens.base.errors import TargetError
+from kl_lens.base.errors import TargetError, UnsupportedError
 from kl_lens.run.records import Artifact, Plan
 from kl_lens.targets import quarantine
-from kl_lens.targets.artifacts import read_artifact
 from kl_lens.targets.base import ExportOption, Health, StockRecipe, Target
 from kl_lens.targets.contents import FLOATS, Contents
 from kl_lens.targets.gguf import library
@@ -50,12 +49,11 @@ class GGUFTarget(Target):
 
     # -- what it can hold ----------------------------------------------------------------------------------
 
-    def holds(self, fmt: Format, shape: Sequence[int]) -> str | None:
+    def stores(self, fmt: Format) -> str | None:
         from kl_lens.targets.gguf.choices import FORMATS, STAND_INS
 
-        if fmt.name not in STAND_INS:
-            return f"GGUF has no format {fmt.name!r}; it has {', '.join(FORMATS)}"
-        return fmt.fits(shape)
+        known = fmt.name in STAND_INS
+        return None if known else f"GGUF has no format {fmt.name!r}; it has {', '.join(FORMATS)}"
 
     @property
     def formats(self) -> tuple[str, ...]:
@@ -70,12 +68,13 @@ class GGUFTarget(Target):
         return ("iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s")  # Q2_K and Q3_K lose to IQ2_S and IQ3_S
 
     def unsupported(self, model_type: str) -> str | None:
-        from kl_lens.targets.gguf.architectures import supported_architectures
+        from kl_lens.targets.gguf.architectures import get_architecture
 
-        known = supported_architectures()
-        if model_type in known:
-            return None
-        return f"llama.cpp does not support {model_type} models; it supports {', '.join(known)}"
+        try:
+            get_architecture(model_type)
+        except UnsupportedError as error:
+            return str(error)
+        return None
 
     def stock_recipes(self, model: LoadedModel) -> tuple[StockRecipe, ...]:
         from kl_lens.targets.gguf.stock import stock_recipes
@@ -100,7 +99,7 @@ class GGUFTarget(Target):
         quarantine.require_opens(try_out, place, parts_of(self.weight_file(place)), self.title)
         return None
 
-    def file_bytes(self, model: LoadedModel, plan: Plan) -> int:
+    def file_bytes(self, model: LoadedModel, plan: Plan, *, exact: bool = False) -> int:
         """Exact, from the header."""
         from kl_lens.targets.gguf.export import file_bytes
 
@@ -116,9 +115,7 @@ class GGUFTarget(Target):
 
     def weight_file(self, place: Path) -> Path:
         """The first part, if there are several."""
-        if self.owns(place):
-            return parts_of(place)[0]
-        return place / next(name for name in read_artifact(place).files if name.endswith(SUFFIX))
+        return parts_of(super().weight_file(place))[0]
 
     def loaded_bytes(self, place: Path) -> int:
         """Of all parts, even if only one is given."""
@@ -169,10 +166,6 @@ class GGUFTarget(Target):
             )
         if settings.gpu_layers:
             library.find_library().require_gpu(settings.gpu_layers)
-
-    def device_label(self, settings: SessionSettings) -> str:
-        """llama.cpp has no device names: layers are on a GPU or not."""
-        return "GPU" if settings.gpu_layers else "CPU"
 
     def health(self) -> Health:
         basic = super().health()

@@ -19,15 +19,13 @@ _LAYERS = {"linear_attention": "mamba", "full_attention": "attention"}  # transf
 def _interval(config: dict[str, Any]) -> dict[str, Any]:
     """mlx-lm knows only one rhythm: attention in every n-th layer."""
     kinds = config.get("layer_types") or []
-    every = kinds.index("full_attention") + 1 if "full_attention" in kinds else 0
-    expected = (
-        ["linear_attention" if (i + 1) % every else "full_attention" for i in range(len(kinds))]
-        if every
-        else []
-    )
-    if kinds != expected:
+    if not kinds:
+        return {}
+    every = kinds.index("full_attention") + 1 if "full_attention" in kinds else len(kinds) + 1
+    rhythm = ["linear_attention" if i % every else "full_attention" for i in range(1, len(kinds) + 1)]
+    if kinds != rhythm or every > len(kinds):
         raise UnsupportedError("mlx-lm expects attention in every n-th layer, and layer_types says otherwise")
-    return {"full_attention_interval": every} if every else {}
+    return {"full_attention_interval": every}
 
 
 # Model type → settings that mlx-lm needs, computed from the others.
@@ -46,12 +44,9 @@ _REPLACED = ("layer_types", "tie_word_embeddings")  # the computed value wins
 
 def configuration_of(model: LoadedModel) -> dict[str, Any]:
     """As JSON: numbers that are not finite are written as transformers writes them."""
-    file = model.folder / CONFIG_FILE
-    text = (
-        file.read_text(encoding="utf-8")
-        if model.layout == "transformers" and file.is_file()
-        else model.config.to_json_string(use_diff=False)
-    )
+    file, text = model.folder / CONFIG_FILE, model.config.to_json_string(use_diff=False)
+    if model.layout == "transformers" and file.is_file():
+        text = file.read_text(encoding="utf-8")
     config: dict[str, Any] = json.loads(text)
     rotary = config.get("rope_parameters") or {}
     more = {key: rotary[key] for key in _ROTARY if key in rotary}

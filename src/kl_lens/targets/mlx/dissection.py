@@ -13,19 +13,11 @@ import numpy as np
 import torch
 
 from kl_lens.base.errors import TargetError, one_line
+from kl_lens.targets import dissection
 from kl_lens.targets.chat import read_json
-from kl_lens.targets.dissection import (
-    Disagreement,
-    Dissection,
-    Part,
-    StoredTensor,
-    arrangements,
-    rounding,
-    same,
-    setting,
-)
+from kl_lens.targets.dissection import Disagreement, Dissection, Part, StoredTensor
 from kl_lens.targets.mlx.configuration import CONFIG_FILE
-from kl_lens.targets.mlx.file import PARTS
+from kl_lens.targets.mlx.export import PARTS
 from kl_lens.targets.mlx.session import MLXSession
 from kl_lens.targets.session import Session, SessionSettings
 from kl_lens.weights.formats import known_formats
@@ -68,17 +60,19 @@ class MLXDissection(Dissection):
             if own is None or own.numel() != values.numel():  # made from several, or from a part of one
                 parts.append(Part(name, held.get(name), source, constant=values))
                 continue
-            (way,) = arrangements([(own, tuple(values.shape), partial(torch.clone, values), False)])
+            (way,) = dissection.arrangements(
+                [(own, tuple(values.shape), partial(torch.clone, values), False)]
+            )
             parts.append(Part(name, held.get(name), source, way))
         return parts
 
     def settings(self, model: LoadedModel) -> list[Disagreement]:
         advice = f"take it from the original's {CONFIG_FILE}"
         return [
-            setting(f"{CONFIG_FILE}: {key}", self._config[key], value, advice)
+            dissection.setting(f"{CONFIG_FILE}: {key}", self._config[key], value, advice)
             for key, value in self._layout(model).config.items()
             if key in self._config and isinstance(value, int | float | str | list)
-            if not _WITHOUT_EFFECT.search(key) and not same(self._config[key], value)
+            if not _WITHOUT_EFFECT.search(key) and not dissection.same(self._config[key], value)
         ]
 
     def open(self, settings: SessionSettings) -> Session:
@@ -98,7 +92,9 @@ class MLXDissection(Dissection):
             spelled = f"{how['mode']}{how['bits']}-g{how['group_size']}"
             kind = spelled if spelled in known_formats() else ""
         size = sum(part.nbytes for part in parts)
-        return StoredTensor(name, spelled, shape, size, partial(_values, parts, how), kind, rounding(kind))
+        return StoredTensor(
+            name, spelled, shape, size, partial(_values, parts, how), kind, dissection.rounding(kind)
+        )
 
 
 def _values(parts: list[Any], how: dict[str, Any]) -> torch.Tensor:

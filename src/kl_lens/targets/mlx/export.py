@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,96 +15,41 @@ import numpy.typing as npt
 from kl_lens.base.digests import bytes_digest
 from kl_lens.base.errors import TargetError
 from kl_lens.run.records import Artifact, ExportedTensor, Plan
+from kl_lens.targets.exporting import Choice, record, write_beside
 from kl_lens.targets.mlx.configuration import CONFIG_FILE
-from kl_lens.targets.mlx.file import PARTS, Entry, file_size, write_file
+from kl_lens.targets.safetensors import Entry, file_size, write_file
 from kl_lens.weights.formats.affine import AffineFormat
-from kl_lens.weights.recipes import FP16, Recipe, fitting_recipe, parsed
+from kl_lens.weights.recipes import FP16
 
 if TYPE_CHECKING:
-    from kl_lens.model import Anatomy, LoadedModel
+    from kl_lens.model import LoadedModel
     from kl_lens.targets.mlx.layout import Layout, Matrix
-    from kl_lens.weights.formats import Quantized
     from kl_lens.weights.store import WeightStore
 
-WEIGHT_FILE, GENERATION_FILE = "model.safetensors", "generation_config.json"
+WEIGHT_FILE, FORMAT = "model.safetensors", "mlx"
+PARTS = ("weight", "scales", "biases")  # of a quantized matrix
 _FLOATS = {"F16": np.float16, "F32": np.float32}
 
 
-@dataclass(frozen=True)
-class Choice:
-    """What a component is stored as."""
-
-    planned: Recipe
-    recipe: Recipe
-    reason: str | None = None  # why they differ
-
-
 def export(
-    model: LoadedModel, plan: Plan, layout: Layout, folder: Path, *, with_tokenizer: bool = True
+    model: LoadedModel, plan: Plan, layout: Layout, chosen: dict[str, Choice], folder: Path
 ) -> Artifact:
-    """Writes weights, configuration and tokenizer to a folder; `Target.export` adds the record.
-
-    Everything that is not quantized is float16, as after `mlx_lm.convert --dtype float16`.
-    """
-    chosen = choices(plan, model.anatomy)
-    learnt = model.weights.learnt_by((choice.recipe for choice in chosen.values()), plan.statistics)
+    """Everything that is not quantized is float16, as after `mlx_lm.convert --dtype float16`."""
     file = _File(layout, chosen, model.weights)
     folder.mkdir(parents=True, exist_ok=True)
-    write_file(folder / WEIGHT_FILE, file.entries, file.bytes_of)
+    write_file(folder / WEIGHT_FILE, file.entries, FORMAT, file.bytes_of)
     config = layout.config | quantization(layout, chosen)
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    if (generation := model.folder / GENERATION_FILE).is_file():
-        shutil.copyfile(generation, folder / GENERATION_FILE)
-    notes = []
+    notes = write_beside(model, folder)
     if model.tokenizer is None:
         notes = ["mlx_lm.load wants a tokenizer, and the checkpoint has none; kl-lens opens the folder"]
-    elif with_tokenizer:
-        model.tokenizer.save_pretrained(folder)
-        notes = [model.unread_tokens] if model.unread_tokens else []
-    tensors = file.records()
     versions = {name: metadata.version(name) for name in ("mlx", "mlx-lm")}
-    return Artifact(
-        target="mlx",
-        plan=plan.name,
-        files=tuple(sorted(path.name for path in folder.iterdir())),
-        tensors=tensors,
-        planned_bytes=plan.bytes if plan.bytes is not None else sum(tensor.bytes for tensor in tensors),
-        realised_bytes=0,  # the target counts what its runtime loads
-        model=model.name,
-        model_fingerprint=model.fingerprint,
-        settings={
-            "family": model.anatomy.model_type,
-            "versions": versions,
-            "notes": notes,
-            **({"statistics": learnt} if learnt else {}),
-        },
-    )
+    return record("mlx", model, plan, folder, file.records(), versions=versions, notes=notes)
 
 
-def file_bytes(model: LoadedModel, plan: Plan, layout: Layout) -> int:
+def file_bytes(model: LoadedModel, layout: Layout, chosen: dict[str, Choice]) -> int:
     """The exact size of the file that `export` would write, without quantizing anything."""
-    return file_size(_File(layout, choices(plan, model.anatomy), model.weights).entries)
-
-
-def choices(plan: Plan, anatomy: Anatomy) -> dict[str, Choice]:
-    """Every candidate's recipe in the file, by component; what the plan does not name is FP16."""
-    planned: dict[str, Recipe] = {}
-    for name, recipe in parsed(plan.assignment).items():
-        component = anatomy.component(name)
-        if planned.setdefault(component.name, recipe) != recipe:
-            raise TargetError(f"{name} is the same weight as {component.name}, but planned as {recipe}")
-        if not component.quantizable and recipe != FP16:
-            raise TargetError(f"{name} is planned as {recipe}, but must stay as it is: {component.reason}")
-        if recipe != FP16 and not isinstance(recipe.grid, AffineFormat):
-            raise TargetError(
-                f"plan {plan.name}: MLX has no format {recipe.grid.name!r} ({name}); make a plan for it with: "
-                "kl-lens plan --target mlx"
-            )
-    chosen = {}
-    for component in anatomy.candidates:
-        wanted = planned.get(component.name, FP16)
-        chosen[component.name] = Choice(wanted, *fitting_recipe(wanted, component.shape))
-    return chosen
+    return file_size(_File(layout, chosen, model.weights).entries, FORMAT)
 
 
 def quantization(layout: Layout, chosen: dict[str, Choice]) -> dict[str, Any]:
@@ -127,17 +71,14 @@ class _File:
 
     def __init__(self, layout: Layout, chosen: dict[str, Choice], store: WeightStore) -> None:
         self._layout, self._chosen, self._store = layout, chosen, store
-        self._waiting: dict[
-            str, npt.NDArray[np.uint8]
-        ] = {}  # scales and biases: they come after all matrices
-        self._digests: dict[str, str] = {}  # matrix or other tensor → digest of its bytes
-        self._weights: dict[str, str] = {}  # matrix → digest in the weight store
         self._matrices = {f"{matrix.name}.weight": matrix for matrix in layout.matrices}
+        # Scales and biases, which come after all matrices.
+        self._waiting: dict[str, npt.NDArray[np.uint8]] = {}
+        # Matrix or other tensor → its bytes, their digest, and the digest in the weight store.
+        self._stored: dict[str, tuple[int, str, str]] = {}
         entries = [entry for matrix in layout.matrices for entry in self._entries(matrix)]
-        entries += [
-            Entry(name, "F32" if name in layout.full_precision else "F16", value.shape)
-            for name, value in layout.values.items()
-        ]
+        for name, value in layout.values.items():
+            entries.append(Entry(name, "F32" if name in layout.full_precision else "F16", value.shape))
         # Wide types first, so that everything is aligned.
         self.entries = sorted(entries, key=lambda entry: entry.dtype == "F16")
 
@@ -159,48 +100,33 @@ class _File:
                     f"{entry.name}: has values that {entry.dtype} cannot hold; rescale the weight"
                 )
             data = _raw(value)
-            self._digests[entry.name] = bytes_digest(data)
+            self._stored[entry.name] = data.nbytes, bytes_digest(data), ""
             return data
         if (matrix := self._matrices.get(entry.name)) is None:
             return self._waiting.pop(entry.name)
         recipe = self._chosen[matrix.component].recipe
         quantized = self._store.quantized(matrix.component, recipe, matrix.factors)
-        if isinstance(matrix.factors, float) and matrix.factors == 1.0:
-            self._weights[matrix.name] = quantized.digest
-        arranged = replace(quantized, data=matrix.arranged(quantized.data), shape=matrix.shape)
-        data, more = recipe.grid.pack(arranged), _scales_and_biases(matrix, quantized)
-        self._digests[matrix.name] = bytes_digest(data, *more)
+        own = isinstance(matrix.factors, float) and matrix.factors == 1.0
+        data = recipe.grid.pack(replace(quantized, data=matrix.arranged(quantized.data), shape=matrix.shape))
+        parts = (quantized.scales, quantized.zero_points)
+        more = [_raw(matrix.arranged(part).cpu().numpy()) for part in parts if part is not None]
+        size, digest = data.nbytes + sum(raw.nbytes for raw in more), bytes_digest(data, *more)
+        self._stored[entry.name] = size, digest, quantized.digest if own else ""
         self._waiting |= {f"{matrix.name}.{part}": raw for part, raw in zip(PARTS[1:], more, strict=False)}
         return data
 
-    def records(self) -> tuple[ExportedTensor, ...]:
+    def records(self) -> list[ExportedTensor]:
         """After all bytes were given."""
-        sizes: Counter[str] = Counter()
-        for entry in self.entries:
-            owner, _, part = entry.name.rpartition(".")
-            whole = part in PARTS and f"{owner}.weight" in self._matrices
-            sizes[owner if whole else entry.name] += entry.bytes
         records = []
-        for matrix in self._layout.matrices:
-            choice, name = self._chosen[matrix.component], f"{matrix.name}.weight"
-            stored = (
-                sizes[matrix.name],
-                choice.reason,
-                self._digests[matrix.name],
-                self._weights.get(matrix.name, ""),
-            )
-            records.append(ExportedTensor(matrix.component, name, choice.planned, choice.recipe, *stored))
+        for name, matrix in self._matrices.items():
+            choice, (size, digest, weights) = self._chosen[matrix.component], self._stored[name]
+            what = matrix.component, name, choice.planned, choice.recipe
+            records.append(ExportedTensor(*what, size, choice.reason, digest, weights))
         for name, component in self._layout.sources.items():
             kind = "fp32" if name in self._layout.full_precision else FP16
-            records.append(
-                ExportedTensor(component or name, name, FP16, kind, sizes[name], None, self._digests[name])
-            )
-        return tuple(records)
-
-
-def _scales_and_biases(matrix: Matrix, quantized: Quantized) -> list[npt.NDArray[np.uint8]]:
-    parts = (quantized.scales, quantized.zero_points)
-    return [_raw(matrix.arranged(part).cpu().numpy()) for part in parts if part is not None]
+            size, digest, _ = self._stored[name]
+            records.append(ExportedTensor(component or name, name, FP16, kind, size, None, digest))
+        return records
 
 
 def _raw(values: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:

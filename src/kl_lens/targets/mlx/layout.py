@@ -61,7 +61,6 @@ class Layout:
     values: dict[str, npt.NDArray[np.float32]]  # parameters outside plans: norms, convolutions, biases
     sources: dict[str, str]  # their components
     full_precision: frozenset[str]  # of these, what mlx-lm never converts to float16
-    difference: float  # of mlx-lm's logits from PyTorch's in float32: the largest, as a share of their range
 
 
 def layout_of(model: LoadedModel) -> Layout:
@@ -99,11 +98,11 @@ def _layout(model: LoadedModel, config: dict[str, Any], forgotten: dict[str, flo
         raise UnsupportedError(
             f"mlx-lm's {config['model_type']} cannot quantize {lost[0]}: it has no matrix of just that weight"
         )
-    difference = _compared(model, runtime, ways.real)
+    _compare(model, runtime, ways.real)
     casts = getattr(runtime, "cast_predicate", lambda _: True)
     values = {name: np.array(ways.real[name]) for name in others}
     kept = frozenset(name for name in others if not casts(name))
-    return Layout(config, tuple(matrices), values, others, kept, difference)
+    return Layout(config, tuple(matrices), values, others, kept)
 
 
 def _by_row(factors: torch.Tensor, rows: torch.Tensor, shape: tuple[int, ...]) -> float | torch.Tensor:
@@ -132,15 +131,14 @@ class _Ways:
         self._matrices = {name for name, n in self._numbers.items() if components[n - 1].quantizable}
         self._zeros = self._probed(lambda *_: torch.zeros(()))
         self._ones = self._probed(lambda *_: torch.ones(()))
-        self.real = self._checked(self._sanitized({name: t.float() for name, t in self._state.items()}))
-        found = self._found(lambda name, _: torch.tensor(self._numbers.get(name, 0)))
-        # Parameter → its component; empty: none, or several
-        self.sources = {
-            name: components[int(numbers.flat[0]) - 1].name
-            if numbers.flat[0] and np.ptp(numbers) == 0
-            else ""
-            for name, numbers in found.items()
-        }
+        self.real = self._sanitized({name: t.float() for name, t in self._state.items()})
+        for name, shape in self.shapes.items():
+            if (given := tuple(self.real[name].shape)) != shape:
+                raise UnsupportedError(f"mlx-lm expects {name} of shape {shape}, not {given}")
+        self.sources: dict[str, str] = {}  # parameter → its component; empty: none, or several
+        for name, found in self._found(lambda name, _: torch.tensor(self._numbers.get(name, 0))).items():
+            one = found.flat[0] and np.ptp(found) == 0
+            self.sources[name] = components[int(found.flat[0]) - 1].name if one else ""
         self._rows = self._found(
             lambda name, tensor: _row_numbers(tensor) if name in self._matrices else torch.zeros(())
         )
@@ -186,21 +184,11 @@ class _Ways:
             reason = f"{type(error).__name__} {one_line(error)}"
             raise UnsupportedError(f"mlx-lm cannot take over this {family} checkpoint: {reason}") from error
         if missing := sorted(set(self.shapes) - set(arrays)):
-            raise UnsupportedError(
-                f"mlx-lm's {family} wants {missing[0]}, which this checkpoint does not have"
-            )
+            raise UnsupportedError(f"mlx-lm's {family} wants {missing[0]}, which this checkpoint lacks")
         for name, (end, factor) in itertools.product(self.shapes, self._forgotten.items()):
             if name.endswith(end):
                 arrays[name] *= factor
         return {name: arrays[name] for name in self.shapes}
-
-    def _checked(self, arrays: dict[str, Any]) -> dict[str, Any]:
-        for name, shape in self.shapes.items():
-            if (given := tuple(arrays[name].shape)) != shape:
-                raise UnsupportedError(
-                    f"mlx-lm expects {name} of shape {shape}, the checkpoint gives {given}"
-                )
-        return arrays
 
 
 def _row_numbers(tensor: torch.Tensor) -> torch.Tensor:
@@ -208,8 +196,8 @@ def _row_numbers(tensor: torch.Tensor) -> torch.Tensor:
     return torch.arange(math.prod(rows), dtype=torch.float32).reshape(*rows, 1)
 
 
-def _compared(model: LoadedModel, runtime: Any, weights: dict[str, Any]) -> float:
-    """The difference of logits; raises if mlx-lm computes another function."""
+def _compare(model: LoadedModel, runtime: Any, weights: dict[str, Any]) -> None:
+    """Raises if mlx-lm computes another function."""
     import mlx.core as mx
     from mlx_lm.models.cache import make_prompt_cache
 
@@ -237,4 +225,3 @@ def _compared(model: LoadedModel, runtime: Any, weights: dict[str, Any]) -> floa
             f"mlx-lm computes something else than PyTorch for this {model.anatomy.model_type} model "
             f"(KL {divergence:.2g} nats per token with the original weights); use another target"
         )
-    return float((ours - theirs).abs().max() / (ours.max() - ours.min()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -11,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from kl_lens.base.errors import TargetError, UnsupportedError
 from kl_lens.run.records import Artifact, Plan
-from kl_lens.targets.artifacts import read_artifact
 from kl_lens.targets.base import Health, StockRecipe, Target
 from kl_lens.targets.contents import Contents
-from kl_lens.targets.session import Session, SessionSettings
+from kl_lens.targets.exporting import choices
+from kl_lens.targets.session import SessionSettings
 from kl_lens.weights.formats import Format
 from kl_lens.weights.recipes import FP16, Recipe
 
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from kl_lens.model import LoadedModel
     from kl_lens.targets.dissection import Dissection
     from kl_lens.targets.mlx.layout import Layout
+    from kl_lens.targets.mlx.session import MLXSession
 
 SUFFIX = ".safetensors"
 CPU, GPU = "CPU", "GPU"
@@ -40,12 +40,12 @@ class MLXTarget(Target):
 
     # -- what it can hold ----------------------------------------------------------------------------------
 
-    def holds(self, fmt: Format, shape: Sequence[int]) -> str | None:
+    def stores(self, fmt: Format) -> str | None:
         from kl_lens.weights.formats.affine import AffineFormat
 
-        if fmt.name != FP16 and not isinstance(fmt, AffineFormat):
-            return f"MLX has no format {fmt.name!r}; it has {', '.join(self.formats)}"
-        return fmt.fits(shape)
+        if fmt.name == FP16 or isinstance(fmt, AffineFormat):
+            return None
+        return f"MLX has no format {fmt.name!r}; it has {', '.join(self.formats)}"
 
     @property
     def formats(self) -> tuple[str, ...]:
@@ -84,17 +84,14 @@ class MLXTarget(Target):
             raise TargetError("an export to MLX needs the whole model; open it first")
         if model.classifier is not None:
             raise UnsupportedError("mlx-lm runs language models only")
-        return export(model, plan, self._layout(model), folder)
+        chosen = choices(model, plan, self.fit)
+        return export(model, plan, self._layout(model), chosen, folder)
 
-    def try_out(self, place: Path) -> None:
-        with self.open(place, SessionSettings()) as session:  # type: ignore[attr-defined]
-            session.step(0)
-
-    def file_bytes(self, model: LoadedModel, plan: Plan) -> int:
+    def file_bytes(self, model: LoadedModel, plan: Plan, *, exact: bool = False) -> int:
         """Exact, from the header."""
         from kl_lens.targets.mlx.export import file_bytes
 
-        return file_bytes(model, plan, self._layout(model))
+        return file_bytes(model, self._layout(model), choices(model, plan, self.fit))
 
     def overhead(self, fmt: Format) -> int:
         """Scales and biases are two more tensors of the file's list."""
@@ -118,17 +115,12 @@ class MLXTarget(Target):
 
         return MLXDissection(place.parent if self.owns(place) else place, self._layout)
 
-    def weight_file(self, place: Path) -> Path:
-        if self.owns(place):
-            return place
-        return place / next(name for name in read_artifact(place).files if name.endswith(SUFFIX))
-
     def loaded_bytes(self, place: Path) -> int:
         """Of all files of a folder, even if only one is given."""
         return super().loaded_bytes(place.parent if self.owns(place) else place)
 
     def contents(self, place: Path) -> Contents:
-        from kl_lens.targets.mlx.file import file_contents
+        from kl_lens.targets.mlx.session import file_contents
 
         return file_contents(self.weight_file(place))
 
@@ -139,7 +131,7 @@ class MLXTarget(Target):
 
     # -- running -------------------------------------------------------------------------------------------
 
-    def open(self, place: Path, settings: SessionSettings, *, cold: bool = False) -> Session:
+    def open(self, place: Path, settings: SessionSettings, *, cold: bool = False) -> MLXSession:
         from kl_lens.targets.mlx.session import MLXSession
 
         return MLXSession(self.weight_file(place).parent, device=settings.device, exact=settings.exact)
@@ -152,16 +144,12 @@ class MLXTarget(Target):
             return "none"
 
     def health(self) -> Health:
-        basic = super().health()
-        if basic.problem:  # on most machines nobody misses it
-            return Health("not installed", (f"if you want it: {basic.mend}",))
+        if self.lacks():
+            return super().health()
         import mlx.core as mx
 
-        fact = (
-            "computes on the GPU with --device GPU"
-            if mx.metal.is_available()
-            else "no Apple GPU: the CPU only, slow"
-        )
+        gpu = mx.metal.is_available()
+        fact = "computes on the GPU with --device GPU" if gpu else "no Apple GPU: the CPU only, slow"
         return Health(f"mlx {self.version}", (fact,))
 
     def require_device(self, device: str) -> None:

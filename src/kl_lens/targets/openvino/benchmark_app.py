@@ -57,10 +57,9 @@ class BenchmarkApp:
 
         The number of threads goes into a file: benchmark_app does not accept `-nthreads` together with `-hint`.
         """
-        program = Path(sys.executable).parent / "benchmark_app"
-        words = (
-            [str(program)] if program.is_file() else [sys.executable, "-m", "openvino.tools.benchmark.main"]
-        )
+        words = [sys.executable, "-m", "openvino.tools.benchmark.main"]
+        if (program := Path(sys.executable).parent / "benchmark_app").is_file():
+            words = [str(program)]
         words += ["-m", str(graph_file(place)), "-d", device, "-hint", "latency"]
         words += ["-t", str(seconds), "-niter", str(iterations), "--inference_only", "TRUE"]
         if shapes := self.input_shapes(place):
@@ -76,27 +75,17 @@ class BenchmarkApp:
         Raises TargetError with the program's own message if there is no report.
         """
 
-        def find(name: str) -> tuple[float, str]:
+        def found(name: str) -> float:
             match = re.search(_LINE.format(name=name), text, re.MULTILINE)
             if match is None:
                 raise TargetError(f"benchmark_app printed no {name!r}: {self.complaint(text)}")
-            return float(match[1]), match[2]
-
-        def milliseconds(name: str) -> float:
-            value, unit = find(name)
-            return value * _TO_MILLISECONDS[unit]
+            return float(match[1]) * _TO_MILLISECONDS.get(match[2], 1.0)
 
         threads = re.search(r"INFERENCE_NUM_THREADS: (\d+)", text)
         return AppReport(
-            iterations=int(find("Count")[0]),
-            duration_seconds=milliseconds("Duration") / 1e3,
-            median_ms=milliseconds("Median"),
-            average_ms=milliseconds("Average"),
-            min_ms=milliseconds("Min"),
-            max_ms=milliseconds("Max"),
-            throughput_fps=find("Throughput")[0],
-            threads=int(threads[1]) if threads else None,
-        )
+            int(found("Count")), found("Duration") / 1e3, found("Median"), found("Average"), found("Min"), found("Max"),
+            found("Throughput"), int(threads[1]) if threads else None,
+        )  # fmt: skip
 
     def complaint(self, text: str) -> str:
         """The program's last line, which on failure is the innermost reason."""

@@ -27,25 +27,9 @@ from kl_lens.model.patching import patched, with_globals
 # Families whose exported logits are tested against PyTorch's, whole prompts, chunks and single tokens. Any other that
 # can be traced is exported, too, once its graph has been proven on the model itself (`graph.py`).
 FAMILIES = (
-    "mamba",
-    "falcon_mamba",
-    "mamba2",
-    "falcon_h1",
-    "zamba2",
-    "jamba",
-    "bamba",
-    "nemotron_h",
-    "granitemoehybrid",
-    "hymba",
-    "zamba",
-    "lfm2",
-    "lfm2_moe",
-    "qwen3_next",
-    "qwen3_5_text",
-    "kimi_linear",
-    "minimax",
-    "rwkv",
-)
+    "mamba", "falcon_mamba", "mamba2", "falcon_h1", "zamba2", "jamba", "bamba", "nemotron_h", "granitemoehybrid",
+    "hymba", "zamba", "lfm2", "lfm2_moe", "qwen3_next", "qwen3_5_text", "kimi_linear", "minimax", "rwkv",
+)  # fmt: skip
 # Scan function that a mixer of transformers calls → our method that replaces it.
 _SCANS = {
     "mamba_selective_scan": "selective",
@@ -54,6 +38,7 @@ _SCANS = {
     "chunk_kimi_delta_attention": "delta",
     "rwkv_linear_attention": "weighted",
 }
+T = torch.Tensor
 _NO_STATE = torch.zeros(1)  # returned as the last state; our cache ignores it
 SAMPLE_TOKENS = 7  # anything but 1: models take another path for a single token
 
@@ -65,66 +50,42 @@ class ScanSite:
     name: str  # the layer's index; ".1", ".2" … for further scans of the same layer
     kind: str  # selective (Mamba-1), chunked (Mamba-2), lightning (MiniMax), delta (gated rule), weighted (RWKV-4)
     state_shape: tuple[int, ...]
-    arguments: list[torch.Tensor] = field(default_factory=list)  # from the latest forward
+    arguments: list[T] = field(default_factory=list)  # from the latest forward
     result_shape: tuple[int, ...] = ()  # without the time axis, which comes first
-
-
-@dataclass
-class StateShapes:
-    """States that a model keeps between calls, except those of its scans. Found by running one forward."""
-
-    convolutions: dict[str, tuple[int, int]] = field(default_factory=dict)  # name → (channels, kernel)
-    attention: dict[int, tuple[int, int, int]] = field(
-        default_factory=dict
-    )  # layer → (heads, key, value width)
 
 
 class GraphCache:
     """Stands in for transformers' cache while tracing: states come from inputs, new states are collected."""
 
-    def __init__(
-        self,
-        states: dict[str, torch.Tensor] | None,
-        shapes: StateShapes,
-    ) -> None:
-        self.states = states  # None: a forward without state, from an empty past
-        self.shapes = shapes
-        self.updated: dict[str, torch.Tensor] = {}
+    def __init__(self, states: dict[str, T] | None, graph: GraphForward) -> None:
+        self.states, self.graph = states, graph  # no states: a forward from an empty past
+        self.updated: dict[str, T] = {}
 
     # What a state-space mixer calls. It never sees a state, so it never takes its one-token path.
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+    def get_conv_state(self, *_: Any, **__: Any) -> None:
         return None
 
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        return None
-
-    def is_recording_past(self, layer_idx: int) -> bool:
-        return False
-
-    def has_previous_state(self, layer_idx: int | None = None) -> bool:
-        return False
+    get_recurrent_state = is_recording_past = has_previous_state = get_conv_state
 
     def update_conv_state(
-        self, new: torch.Tensor, layer_idx: int | str, conv_kernel_size: int = 4, state_idx: int = 0, **_: Any
-    ) -> torch.Tensor:
+        self, new: T, layer_idx: int | str, conv_kernel_size: int = 4, state_idx: int = 0, **_: Any
+    ) -> T:
         """Puts the last (kernel width − 1) columns in front of (1, channels, time)."""
         past = conv_kernel_size - 1
         name = f"convolution.{layer_idx}" + (f".{state_idx}" if state_idx else "")
-        self.shapes.convolutions[name] = (new.shape[1], conv_kernel_size)
+        self.graph.convolutions[name] = (new.shape[1], conv_kernel_size)
         if self.states is None:
             return functional.pad(new, (past, 0))
         joined = torch.cat([self.states[name], new], dim=-1)
         self.updated[name] = joined[:, :, -past:]
         return joined
 
-    def update_recurrent_state(self, state: torch.Tensor, layer_idx: int, **_: Any) -> torch.Tensor:
+    def update_recurrent_state(self, state: T, layer_idx: int, **_: Any) -> T:
         return state
 
     # What attention calls.
-    def update(
-        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.shapes.attention[layer_idx] = (key.shape[1], key.shape[-1], value.shape[-1])
+    def update(self, key: T, value: T, layer_idx: int, *_: Any, **__: Any) -> tuple[T, T]:
+        self.graph.attention[layer_idx] = (key.shape[1], key.shape[-1], value.shape[-1])
         if self.states is None:
             return key, value
         key = torch.cat([self.states[f"key.{layer_idx}"], key], dim=2)
@@ -141,52 +102,49 @@ class GraphCache:
 class GraphForward(nn.Module):
     """The function that is traced: (ids, states…, scan results…) → (logits, new states…, scan arguments…)."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        sites: list[ScanSite],
-        shapes: StateShapes,
-        *,
-        stateful: bool,
-        with_head: bool,
-    ) -> None:
+    def __init__(self, model: nn.Module, *, stateful: bool, with_head: bool) -> None:
         super().__init__()
-        self.model = model
-        self.sites = sites
-        self.shapes = shapes
-        self.stateful = stateful
-        self.with_head = with_head
+        self.model, self.stateful, self.with_head = model, stateful, with_head
+        self.sites: list[ScanSite] = []
+        # States that the model keeps between calls, except those of its scans. Found by running one forward.
+        self.convolutions: dict[str, tuple[int, int]] = {}  # name → (channels, kernel)
+        self.attention: dict[int, tuple[int, int, int]] = {}  # layer → (heads, key, value width)
         self.probing = False
         self.prefix = 0  # positions that the model itself puts before the first token
-        self._results: dict[str, torch.Tensor] = {}
+        self._results: dict[str, T] = {}
         self._calls: Counter[int] = Counter()  # scans of each layer so far in this forward
         self._time: Any = 0
-        self._cache = GraphCache(None, shapes)
+        self._cache = GraphCache(None, self)
 
     @property
     def state_names(self) -> list[str]:
-        if not self.stateful:
-            return []
-        return list(self.shapes.convolutions) + [
-            f"{kind}.{layer}" for layer in self.shapes.attention for kind in ("key", "value")
-        ]
+        pairs = (f"{kind}.{layer}" for layer in self.attention for kind in ("key", "value"))
+        return [*self.convolutions, *pairs] if self.stateful else []
 
-    def forward(self, ids: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def example_inputs(self, tokens: int) -> tuple[T, ...]:
+        """Inputs of the right shapes for tracing. They include a few past tokens, so that no axis is empty."""
+        inputs, positions = [torch.ones(1, tokens, dtype=torch.long)], tokens + self.prefix
+        if self.stateful:
+            positions, past = tokens, self.prefix + 3
+            inputs += [torch.zeros(1, c, kernel - 1) for c, kernel in self.convolutions.values()]
+            for heads, *widths in self.attention.values():
+                inputs += [torch.zeros(1, heads, past, width) for width in widths]
+        return (*inputs, *(torch.zeros(positions, *site.result_shape) for site in self.sites))
+
+    def forward(self, ids: T, *tensors: T) -> tuple[T, ...]:
         names = self.state_names
         states = dict(zip(names, tensors[: len(names)], strict=True))
-        self._results = dict(
-            zip((s.name for s in self.sites), tensors[len(names) :], strict=not self.probing)
-        )
+        sites = (site.name for site in self.sites)
+        self._results = dict(zip(sites, tensors[len(names) :], strict=not self.probing))
         self._time = ids.shape[1]
         self._calls.clear()
-        cache = GraphCache(states if self.stateful and not self.probing else None, self.shapes)
-        self._cache = cache
+        self._cache = cache = GraphCache(states if self.stateful and not self.probing else None, self)
         output = self._run_model(ids, cache)
         new_states = [cache.updated[name] for name in names] if not self.probing else []
         arguments = [argument for site in self.sites for argument in site.arguments]
         return (output, *new_states, *arguments)
 
-    def _run_model(self, ids: torch.Tensor, cache: GraphCache) -> torch.Tensor:
+    def _run_model(self, ids: T, cache: GraphCache) -> T:
         forward = self.model.forward
         accepted = inspect.signature(forward).parameters
         # MiniMax wants a cache of its own class, unless it is told not to use one.
@@ -206,7 +164,7 @@ class GraphForward(nn.Module):
             return self.model(**arguments).logits
         return self.model.base_model(**arguments).last_hidden_state  # type: ignore[operator]
 
-    def _masks(self, positions: torch.Tensor, keys: torch.Tensor) -> Any:
+    def _masks(self, positions: T, keys: T) -> Any:
         """A mask for each kind of layer where the model wants a dict; else one mask for all layers."""
         distance = positions[:, None] - keys[None, :]
         full = torch.zeros(1).masked_fill((distance < 0)[None, None], float("-inf"))
@@ -231,19 +189,11 @@ class GraphForward(nn.Module):
         return next(site for site in self.sites if site.name == name)
 
     def selective(self, layer: int) -> Callable[..., Any]:
+        # x, Δ (1, channels, time); A (channels, states); B, C (1, states, time)
         def scan(
-            hidden_states: torch.Tensor,  # (1, channels, time)
-            dt: torch.Tensor,
-            A: torch.Tensor,  # (channels, states)
-            B: torch.Tensor,  # (1, states, time)
-            C: torch.Tensor,
-            D: torch.Tensor | None = None,
-            z: torch.Tensor | None = None,
-            delta_bias: torch.Tensor | None = None,
-            delta_softplus: bool = False,
-            return_last_state: bool = False,
-            **_: Any,
-        ) -> Any:
+            hidden_states: T, dt: T, A: T, B: T, C: T, D: T | None = None, z: T | None = None,
+            delta_bias: T | None = None, delta_softplus: bool = False, return_last_state: bool = False, **_: Any,
+        ) -> Any:  # fmt: skip
             site = self._site(layer, "selective")
             # Channels innermost from here on: with time innermost, one token leaves the vector units nothing to do.
             x, dt = hidden_states.transpose(1, 2), dt.transpose(1, 2)
@@ -265,21 +215,12 @@ class GraphForward(nn.Module):
         return scan
 
     def chunked(self, layer: int, kind: str = "chunked") -> Callable[..., Any]:
+        # x (1, time, heads, width); Δ (1, time, heads); A (heads,); B, C (1, time, groups, states)
         def scan(
-            hidden_states: torch.Tensor,  # (1, time, heads, width)
-            dt: torch.Tensor,  # (1, time, heads)
-            A: torch.Tensor,  # (heads,)
-            B: torch.Tensor,  # (1, time, groups, states)
-            C: torch.Tensor,
-            chunk_size: int,
-            D: torch.Tensor | None = None,
-            dt_bias: torch.Tensor | None = None,
-            initial_states: torch.Tensor | None = None,
-            dt_softplus: bool = False,
-            dt_limit: tuple[float, float] = (0.0, float("inf")),
-            return_final_states: bool = False,
-            **_: Any,
-        ) -> Any:
+            hidden_states: T, dt: T, A: T, B: T, C: T, chunk_size: int, D: T | None = None, dt_bias: T | None = None,
+            dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, float("inf")),
+            return_final_states: bool = False, **_: Any,
+        ) -> Any:  # fmt: skip
             site = self._site(layer, kind)
             if dt_bias is not None:
                 dt = dt + dt_bias
@@ -299,14 +240,10 @@ class GraphForward(nn.Module):
         return scan
 
     def delta(self, layer: int) -> Callable[..., Any]:
+        # query, key, value (1, time, heads, width); beta (1, time, heads); g, the logarithm of the decay, the same, or
+        # with the key's width behind
         def scan(
-            query: torch.Tensor,  # (1, time, heads, key width)
-            key: torch.Tensor,
-            value: torch.Tensor,  # (1, time, heads, value width)
-            g: torch.Tensor,  # (1, time, heads), or with the key's width behind: logarithm of the decay
-            beta: torch.Tensor,  # (1, time, heads)
-            use_qk_l2norm_in_kernel: bool = False,
-            **_: Any,
+            query: T, key: T, value: T, g: T, beta: T, use_qk_l2norm_in_kernel: bool = False, **_: Any
         ) -> Any:
             site = self._site(layer, "delta")
             if use_qk_l2norm_in_kernel:
@@ -320,13 +257,8 @@ class GraphForward(nn.Module):
         return scan
 
     def weighted(self, layer: int) -> Callable[..., Any]:
-        def scan(
-            time_decay: torch.Tensor,  # (channels,)
-            time_first: torch.Tensor,
-            key: torch.Tensor,  # (1, time, channels)
-            value: torch.Tensor,
-            **_: Any,
-        ) -> Any:
+        # decay and first (channels,); key, value (1, time, channels)
+        def scan(time_decay: T, time_first: T, key: T, value: T, **_: Any) -> Any:
             site = self._site(layer, "weighted")
             site.arguments = [key[0], value[0], -torch.exp(time_decay), time_first]
             site.state_shape = (3, int(time_decay.shape[0]))  # numerator, denominator, largest exponent
@@ -335,10 +267,10 @@ class GraphForward(nn.Module):
 
         return scan
 
-    def shifted(self, name: str) -> Callable[..., torch.Tensor]:
+    def shifted(self, name: str) -> Callable[..., T]:
         """RWKV's time shift: the hidden states of the previous token."""
 
-        def forward(_: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+        def forward(_: nn.Module, hidden: T) -> T:
             joined = self._cache.update_conv_state(hidden.transpose(1, 2), name, conv_kernel_size=2)
             return joined[:, :, :-1].transpose(1, 2)
 
@@ -347,7 +279,7 @@ class GraphForward(nn.Module):
     def lightning(self, layer: int) -> Callable[..., Any]:
         """MiniMax's linear attention: Mamba-2's recurrence with steps of one and a decay for each head."""
 
-        def forward(module: Any, hidden_states: torch.Tensor, **_: Any) -> Any:
+        def forward(module: Any, hidden_states: T, **_: Any) -> Any:
             mixed = module.act_fn(module.qkv_proj(hidden_states))
             mixed = mixed.unflatten(-1, (module.num_attention_heads, -1))
             query, key, value = mixed.split(module.head_dim, -1)
@@ -358,7 +290,7 @@ class GraphForward(nn.Module):
 
         return forward
 
-    def _result_of(self, site: ScanSite) -> torch.Tensor:
+    def _result_of(self, site: ScanSite) -> T:
         """(time, …). Callers add the axis of sequences with [None], not by a reshape: behind the If of Mamba-2's scan
         the CPU plugin (2026.4.1) would read unwritten memory."""
         if self.probing:
@@ -367,12 +299,9 @@ class GraphForward(nn.Module):
 
 
 def _convolution(
-    hidden_states: torch.Tensor,  # (1, channels, kernel − 1 + time): what came before is in it already
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    activation: str | None = None,
-    **_: Any,
-) -> torch.Tensor:
+    hidden_states: T, weight: T, bias: T | None = None, activation: str | None = None, **_: Any
+) -> T:
+    """Of (1, channels, kernel − 1 + time): what came before is in it already."""
     y = functional.conv1d(hidden_states, weight.unsqueeze(1), bias, groups=weight.shape[0])
     if activation in ("silu", "swish"):
         return functional.silu(y.transpose(1, 2)).transpose(1, 2)  # channels innermost
@@ -381,9 +310,7 @@ def _convolution(
     raise TargetError(f"convolution activation {activation!r}: only silu is known to the OpenVINO target")
 
 
-def _dense_experts(
-    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-) -> torch.Tensor:
+def _dense_experts(self: Any, hidden_states: T, top_k_index: T, top_k_weights: T) -> T:
     """Runs every expert on every token and gives the ones not chosen weight zero: exact, without branches."""
     experts = torch.arange(self.num_experts, device=hidden_states.device)
     chosen = (top_k_index[:, :, None] == experts).to(top_k_weights.dtype)  # (tokens, k, experts)
@@ -397,8 +324,7 @@ def _dense_experts(
 @contextmanager
 def prepared(model: nn.Module, *, stateful: bool, with_head: bool) -> Iterator[GraphForward]:
     """The model, ready to trace. Its own forwards are restored when the block ends."""
-    sites: list[ScanSite] = []
-    graph = GraphForward(model, sites, StateShapes(), stateful=stateful, with_head=with_head)
+    graph = GraphForward(model, stateful=stateful, with_head=with_head)
     # The fused operation where the model knows it: OpenVINO has one, too.
     attention = getattr(model.config, "_attn_implementation", "sdpa")
     change_attention = attention != "sdpa" and getattr(model, "_supports_sdpa", False)
@@ -410,8 +336,8 @@ def prepared(model: nn.Module, *, stateful: bool, with_head: bool) -> Iterator[G
             with torch.no_grad():
                 graph(torch.ones(1, SAMPLE_TOKENS, dtype=torch.long))
             graph.probing = False
-            if sites:
-                graph.prefix = sites[0].arguments[0].shape[0] - SAMPLE_TOKENS
+            if graph.sites:
+                graph.prefix = graph.sites[0].arguments[0].shape[0] - SAMPLE_TOKENS
             yield graph
     finally:
         if change_attention:
@@ -454,18 +380,3 @@ def _replacement(name: str, module: nn.Module, graph: GraphForward) -> Callable[
 
 def _layer(module: Any) -> int:
     return int(module.layer_idx if hasattr(module, "layer_idx") else module.layer_id)
-
-
-def example_inputs(graph: GraphForward, tokens: int) -> tuple[torch.Tensor, ...]:
-    """Inputs of the right shapes for tracing. They include a few past tokens, so that no axis is empty."""
-    past = graph.prefix + 3
-    inputs = [torch.ones(1, tokens, dtype=torch.long)]
-    if graph.stateful:
-        for channels, kernel in graph.shapes.convolutions.values():
-            inputs.append(torch.zeros(1, channels, kernel - 1))
-        for heads, key, value in graph.shapes.attention.values():
-            inputs.append(torch.zeros(1, heads, past, key))
-            inputs.append(torch.zeros(1, heads, past, value))
-    positions = tokens if graph.stateful else tokens + graph.prefix
-    inputs.extend(torch.zeros(positions, *site.result_shape) for site in graph.sites)
-    return tuple(inputs)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,14 +22,14 @@ from torch import nn
 from kl_lens.base.digests import bytes_digest
 from kl_lens.base.errors import TargetError
 from kl_lens.model import Anatomy
-from kl_lens.run.records import Component
-from kl_lens.targets.openvino.profiles import Realised
+from kl_lens.run.records import Component, ExportedTensor
+from kl_lens.targets.exporting import Choice
 from kl_lens.targets.openvino.rewrites import operations
 from kl_lens.weights.formats import Format, Quantized
 from kl_lens.weights.formats.microscaling import MicroscalingFormat
 from kl_lens.weights.formats.normal_float import NormalFloatFormat
 from kl_lens.weights.formats.zero_points import ZeroPointFormat
-from kl_lens.weights.recipes import FP16, Recipe
+from kl_lens.weights.recipes import FP16
 from kl_lens.weights.store import WeightStore, moved
 
 SMALL = 64  # constants up to this size may be anything the converter computed: epsilons, scales, shapes
@@ -47,12 +47,7 @@ class WeightMap:
 
 
 def map_weights(
-    graph: ov.Model,
-    model: nn.Module,
-    anatomy: Anatomy,
-    *,
-    without_head: bool = False,
-    may_fold: bool = False,
+    graph: ov.Model, model: nn.Module, anatomy: Anatomy, *, without_head: bool = False, may_fold: bool = False
 ) -> WeightMap:
     """Finds every weight of the model in the float32 graph, each exactly once.
 
@@ -61,12 +56,10 @@ def map_weights(
     """
     by_digest: dict[bytes, list[str]] = defaultdict(list)
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    plus_one: dict[bytes, list[str]] = defaultdict(
-        list
-    )  # norms that multiply by 1 + weight (Gemma, Qwen3-Next)
-    rows: dict[
-        bytes, str
-    ] = {}  # of small parameters that the converter cut up: Zamba's bias and D, a row for each head
+    # Norms that multiply by 1 + weight (Gemma, Qwen3-Next).
+    plus_one: dict[bytes, list[str]] = defaultdict(list)
+    # Of small parameters that the converter cut up: Zamba's bias and D, a row for each head.
+    rows: dict[bytes, str] = {}
     decays, convolutions = {}, {}
     for component in anatomy.components:
         value = parameters[component.weight].detach()
@@ -101,11 +94,7 @@ def map_weights(
             strangers.append(f"{node.get_friendly_name()} {list(node.data.shape)}")
     _spread(constants, by_digest)
     absent = {anatomy.head} if without_head and anatomy.head != anatomy.embedding else set()
-    missing = [
-        c.name
-        for c in anatomy.components
-        if c.quantizable and not constants.get(c.name) and c.name not in absent
-    ]
+    missing = [c.name for c in anatomy.candidates if not constants.get(c.name) and c.name not in absent]
     if missing or strangers:
         raise TargetError(
             "the weights of the converted graph could not all be recognised; "
@@ -150,9 +139,8 @@ def _scaled_names(data: npt.NDArray[Any], convolutions: dict[str, npt.NDArray[np
     for name, weight in convolutions.items():
         if weight.size == data.size and weight.shape[0] == data.shape[0]:
             given, rows = data.reshape(len(weight), -1), weight.reshape(len(weight), -1)
-            factors = (given * rows).sum(1, keepdims=True) / np.maximum(
-                (rows * rows).sum(1, keepdims=True), 1e-30
-            )
+            squares = np.maximum((rows * rows).sum(1, keepdims=True), 1e-30)
+            factors = (given * rows).sum(1, keepdims=True) / squares
             if np.allclose(given, factors * rows, rtol=1e-4, atol=1e-6 * float(np.abs(given).max())):
                 return [name]
     return []
@@ -166,58 +154,47 @@ def _digest(data: npt.NDArray[Any]) -> bytes:
     return hashlib.blake2b(np.ascontiguousarray(data).view(np.uint8).data, digest_size=16).digest()
 
 
-@dataclass(frozen=True)
-class Placed:
-    """One component in the finished graph."""
-
-    component: str
-    runtime_name: str
-    recipe: str
-    bytes: int
-    digest: str  # of the stored bytes, scales included
-    weights: str  # of the weight store's quantized weight; empty for what stays as it is
-
-
 def place_weights(
     weight_map: WeightMap,
     store: WeightStore,
     components: Sequence[Component],
-    realised: dict[str, Realised],
-    *,
+    chosen: dict[str, Choice],
     baseline: str,
-) -> dict[str, Placed]:
-    """Replaces the constants of every weight by one in its recipe, named after the parameter."""
-    placed: dict[str, Placed] = {}
-    done: dict[tuple[int, ...], tuple[str, Recipe]] = {}  # a constant's identity → who replaced it
+) -> list[ExportedTensor]:
+    """Replaces the constants of every weight by one in its recipe, named after the parameter; returns their records."""
+    placed: list[ExportedTensor] = []
+    done: dict[tuple[int, ...], ExportedTensor] = {}  # identities of constants → what replaced them
     for component in components:
         nodes = weight_map.nodes.get(component.name)
         if not nodes:
             continue
-        chosen = realised[component.name].recipe
-        key = tuple(sorted(node.get_instance_id() for node in nodes))
+        choice = chosen[component.name]
+        recipe, key = choice.recipe, tuple(sorted(node.get_instance_id() for node in nodes))
         if key in done:
-            owner, given = done[key]
-            if given != chosen:
+            owner = done[key]
+            if recipe != (given := chosen[owner.component].recipe):
                 raise TargetError(
-                    f"{component.name} and {owner} hold the same numbers and the converter merged them; "
-                    f"they cannot be {chosen} and {given}"
+                    f"{component.name} and {owner.component} hold the same numbers and the converter merged them; "
+                    f"they cannot be {recipe} and {given}"
                 )
-            placed[component.name] = placed[owner]
+            same = replace(owner, component=component.name, planned=choice.planned, reason=choice.reason)
+            placed.append(same)
             continue
-        done[key] = (component.name, chosen)
-        weights, label = "", str(chosen)
+        weights, label = "", str(recipe)
         if label == FP16:
             source = nodes[0].data
             new = _floating(source, component.weight, baseline)
             stored = (source.astype(np.float16) if baseline == FP16 else source).view(np.uint8)
             size, digest, label = stored.nbytes, bytes_digest(stored), baseline
             if baseline == FP16 and component.quantizable:
-                weights = store.digest(component.name, chosen)
+                weights = store.digest(component.name, recipe)
         else:
-            quantized = moved(store.quantized(component.name, chosen), torch.device("cpu"))
-            new, size, digest = integer_constant(quantized, chosen.grid, component.weight)
+            quantized = moved(store.quantized(component.name, recipe), torch.device("cpu"))
+            new, size, digest = integer_constant(quantized, recipe.grid, component.weight)
             weights = quantized.digest
-        placed[component.name] = Placed(component.name, component.weight, label, size, digest, weights)
+        names = component.name, component.weight, choice.planned, label
+        done[key] = ExportedTensor(*names, size, choice.reason, digest, weights)
+        placed.append(done[key])
         for node in nodes:
             source_value = new
             if list(node.data.shape) != list(new.get_output_shape(0)):
@@ -304,22 +281,6 @@ def _packed_constant(packed: npt.NDArray[np.uint8], element: Any, shape: tuple[i
     return constant
 
 
-def read_back(graph: ov.Model) -> dict[str, tuple[str, npt.NDArray[Any], npt.NDArray[Any] | None]]:
-    """The named constants of a saved graph: name → (element type, raw bytes, scales or None)."""
-    nodes = {node.get_friendly_name(): node for node in operations(graph, "Constant")}
-    result = {}
-    for name, node in nodes.items():
-        if name.endswith("/scale"):
-            continue
-        scale = nodes.get(f"{name}/scale")
-        result[name] = (
-            node.get_element_type().get_type_name(),
-            raw_bytes(node),
-            None if scale is None else scale.data,
-        )
-    return result
-
-
 def raw_bytes(node: Any) -> npt.NDArray[np.uint8]:
     """A constant's bytes as they are stored; two or four numbers to the byte for four or two bits."""
     return np.ascontiguousarray(node.data).reshape(-1).view(np.uint8)
@@ -327,23 +288,19 @@ def raw_bytes(node: Any) -> npt.NDArray[np.uint8]:
 
 def stored_digests(graph: ov.Model) -> dict[str, str]:
     """The named weights of a saved graph: name → digest of their bytes, scales and zero points included."""
-    stored = read_back(graph)
-    digests = {}
-    for name, (_, data, scales) in stored.items():
-        zero_points = stored.get(f"{name}/zero_point")
-        parts = [data, scales, None if zero_points is None else zero_points[1]]
-        digests[name] = bytes_digest(*(part for part in parts if part is not None))
-    return digests
+    stored = {node.get_friendly_name(): raw_bytes(node) for node in operations(graph, "Constant")}
+    parts = ("", "/scale", "/zero_point")
+    return {
+        name: bytes_digest(*(stored[name + part] for part in parts if name + part in stored))
+        for name in stored
+    }
 
 
-def check_saved(graph: ov.Model, placed: dict[str, Placed]) -> None:
+def check_saved(graph: ov.Model, placed: Sequence[ExportedTensor]) -> None:
     """Compares a saved and re-read graph with what was to be stored, byte for byte."""
     stored = stored_digests(graph)
-    wrong = []
-    for item in placed.values():
-        if item.runtime_name not in stored:
-            wrong.append(f"{item.runtime_name} is missing")
-        elif stored[item.runtime_name] != item.digest:
-            wrong.append(f"{item.runtime_name} holds other numbers than planned")
+    wrong = [tensor.runtime_name for tensor in placed if stored.get(tensor.runtime_name) != tensor.digest]
     if wrong:
-        raise TargetError(f"the saved IR is not what was planned: {'; '.join(wrong)}")
+        raise TargetError(
+            f"the saved IR is not what was planned: {wrong[0]} is missing or holds other numbers; export it again"
+        )

@@ -124,15 +124,13 @@ class OpenVINODissection(Dissection):
         except RuntimeError as error:
             graph, difference = None, f"cannot be run: {last_line(error)}"
         if difference:
-            yield Disagreement(
-                "tokenizer", f"{TOKENIZER_FILE} {difference}", again, about=dissection.VOCABULARY
-            )
+            words = f"{TOKENIZER_FILE} {difference}"
+            yield Disagreement("tokenizer", words, again, about=dissection.VOCABULARY)
         if graph is not None and graph.has_rt_info("chat_template"):
-            found = Texts({}, (), {}, {}, graph.get_rt_info("chat_template").astype(str))
-            expected = Texts({}, (), {}, {}, default_template(model.tokenizer.chat_template))
-            yield from dissection.other_texts(
-                found, expected, lambda *_: f"{again}: it holds a chat template too"
-            )
+            found = Texts(template=graph.get_rt_info("chat_template").astype(str))
+            expected = Texts(template=default_template(model.tokenizer.chat_template))
+            again += ": it holds a chat template too"
+            yield from dissection.other_texts(found, expected, lambda *_: again)
 
     def open(self, settings: SessionSettings) -> Session:
         if self.usual_settings:
@@ -172,11 +170,7 @@ def _end(value: Any) -> Any:
         onward = [n for n in readers if n.get_type_name() in (*_SHAPING, "Convert", "Multiply", "Subtract")]
         if len(onward) != len(readers) or len({n.get_friendly_name() for n in onward}) != 1:
             return value
-        if not is_constant(onward[0]) or onward[0].get_element_type().get_type_name() not in (
-            "f16",
-            "f32",
-            "bf16",
-        ):
+        if not is_constant(onward[0]) or onward[0].get_element_type().get_type_name() not in _FLOATS:
             return value
         value = onward[0].output(0)
 
@@ -196,9 +190,8 @@ def _stored(name: str, end: Any) -> StoredTensor:
     spelled = _FLOATS.get(kind) or (fmt.name if fmt is not None else "")
     known = spelled if spelled in (*known_formats(), *dissection.DTYPES) else ""
     group = f" g{fmt.group_size}" if fmt is not None and fmt.group_size else ""
-    return StoredTensor(
-        name, kind + group, shape, size, partial(_read, end), known, dissection.rounding(fmt or known)
-    )
+    read, rounded = partial(_read, end), dissection.rounding(fmt or known)
+    return StoredTensor(name, kind + group, shape, size, read, known, rounded)
 
 
 def _format(kind: str, weight: Any, others: list[Any]) -> Format | None:

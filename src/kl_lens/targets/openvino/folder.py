@@ -8,7 +8,6 @@ from kl_lens.targets.artifacts import read_artifact
 
 IR_FILE, WEIGHT_FILE = "openvino_model.xml", "openvino_model.bin"
 TOKENIZER_FILE, DETOKENIZER_FILE = "openvino_tokenizer.xml", "openvino_detokenizer.xml"
-GENERATION_FILE = "generation_config.json"
 
 
 def graph_file(place: Path) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from kl_lens.targets.openvino.session import (
     new_request,
     read_graph,
 )
-from kl_lens.targets.session import Logits, SessionSettings, checked_tokens
+from kl_lens.targets.session import FedSession, Logits, SessionSettings
 
 IDS, POSITIONS, CACHE_POSITION = "input_ids", "position_ids", "cache_position"
 _PAST = ("past_key_values.", "cache_params.past.")  # states as inputs
@@ -29,47 +28,29 @@ _PLUGIN_DEFAULTS = {"KV_CACHE_PRECISION": "u8"}
 _TRIED, _SAME = 12, 0.05  # tokens that show what cache_position means; a share of the range of logits
 
 
-class ForeignSession:
-    """Satisfies `kl_lens.targets.Session`. A graph without states reads everything again at each step."""
+class ForeignSession(FedSession):
+    """A graph without states reads everything again at each step."""
 
     def __init__(self, path: Path, settings: SessionSettings) -> None:
         graph = _feedable(path)
-        self._path, self._device, self.stateful = path, settings.device, bool(graph.get_variables())
+        self.place, self.stateful = path, bool(graph.get_variables())
         self._inputs, self._output = graph.inputs, _logits(graph)
-        self._vocabulary = int(self._output.get_partial_shape()[2].get_length())
+        self.vocabulary = int(self._output.get_partial_shape()[2].get_length())
         self._compiled = compile_graph(
             graph, settings.device, exact=settings.exact, threads=settings.threads,
             settings={} if settings.exact or settings.device != "CPU" else _PLUGIN_DEFAULTS,
         )  # fmt: skip
+        self.description = describe(self._compiled, settings.device)
         self._taps: int | None = None  # cache_position counts these, not tokens
         if CACHE_POSITION in _names(graph) and not self._steps_agree():
-            shapes = [
-                variable.get_info().data_shape for variable in graph.get_variables()
-            ]  # (1, channels, taps)
+            # (1, channels, taps)
+            shapes = [variable.get_info().data_shape for variable in graph.get_variables()]
             widths = sorted({s[2].get_length() for s in shapes if len(s) == 3 and s[2].is_static})
             self._taps = next(filter(self._steps_agree, widths), None)
         self.reset()
 
-    @property
-    def vocabulary(self) -> int:
-        return self._vocabulary
-
-    @property
-    def description(self) -> dict[str, Any]:
-        return describe(self._compiled, self._device)
-
     def reset(self) -> None:
         self._request, self._fed = new_request(self._compiled), list[int]()
-
-    def prefill(self, ids: Sequence[int]) -> Logits:
-        return self._feed(ids)[-1]
-
-    def step(self, token: int) -> Logits:
-        return self._feed([token])[-1]
-
-    def logits(self, ids: Sequence[int]) -> Logits:
-        self.reset()
-        return self._feed(ids)
 
     def close(self) -> None:
         self._request = self._compiled = None
@@ -80,7 +61,7 @@ class ForeignSession:
         `cache_position` is the tokens' positions in most graphs. In optimum-intel's Mamba it is the places of the
         convolution's state: all of them for a prompt, the last one for a token.
         """
-        self._taps, ids = taps, [i % self._vocabulary for i in range(1, _TRIED + 1)]
+        self._taps, ids = taps, [i % self.vocabulary for i in range(1, _TRIED + 1)]
         try:
             whole = self.logits(ids)[-1]
             self.logits(ids[:-1])
@@ -89,23 +70,23 @@ class ForeignSession:
             return False
         return bool(np.abs(whole - single).max() <= _SAME * np.ptp(whole))
 
-    def _feed(self, ids: Sequence[int]) -> Logits:
-        new = checked_tokens(ids, self._vocabulary, str(self._path))
+    def feed(self, tokens: list[int], *, every: bool) -> Logits:
+        if self._compiled is None:
+            raise self.closed()
         start = len(self._fed) if self.stateful else 0
-        self._fed += new
+        self._fed += tokens
         taps = None if self._taps is None else np.arange(self._taps) if start == 0 else np.array([self._taps])
         positions = np.arange(start, len(self._fed))
-        every: dict[str, npt.NDArray[Any]] = {
+        known: dict[str, npt.NDArray[Any]] = {
             IDS: np.array([self._fed[start:]]), ATTENTION_MASK: np.ones((1, len(self._fed))), BEAM_IDX: np.zeros(1),
             POSITIONS: positions[None], CACHE_POSITION: positions if taps is None else taps,
         }  # fmt: skip
         try:
-            self._request.infer({port.get_any_name(): _fit(port, every) for port in self._inputs})
+            self._request.infer({port.get_any_name(): _fit(port, known) for port in self._inputs})
         except RuntimeError as error:
-            raise TargetError(f"{self._path}: OpenVINO cannot run it: {last_line(error)}") from error
-        return np.array(
-            self._request.get_tensor(self._output.get_any_name()).data[0, -len(new) :], np.float32
-        )
+            raise TargetError(f"{self.place}: OpenVINO cannot run it: {last_line(error)}") from error
+        rows = self._request.get_tensor(self._output.get_any_name()).data[0]
+        return np.array(rows[-len(tokens) :], np.float32)
 
 
 def _fit(port: Any, every: dict[str, npt.NDArray[Any]]) -> npt.NDArray[Any]:
@@ -145,5 +126,4 @@ def open_foreign(path: Path, settings: SessionSettings) -> ForeignSession:
 
 def try_out(path: Path) -> None:
     session = ForeignSession(path, SessionSettings(threads=1))
-    logits = session.logits([0, min(1, session.vocabulary - 1)])
-    session.step(int(logits[-1].argmax()))
+    session.step(int(session.logits([0, 0])[-1].argmax()))

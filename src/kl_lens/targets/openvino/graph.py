@@ -9,11 +9,12 @@ import logging
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
@@ -26,14 +27,7 @@ from torch import nn
 from kl_lens.base.errors import TargetError, UnsupportedError, one_line
 from kl_lens.model import ImageTask
 from kl_lens.targets.openvino import rewrites, scans, session
-from kl_lens.targets.openvino.capture import (
-    FAMILIES,
-    SAMPLE_TOKENS,
-    GraphForward,
-    ScanSite,
-    example_inputs,
-    prepared,
-)
+from kl_lens.targets.openvino.capture import FAMILIES, SAMPLE_TOKENS, GraphForward, ScanSite, prepared
 from kl_lens.weights.store import state_of
 
 PROOF_TOKENS, PROOF_PARTS = 24, (7, 8, 9)
@@ -71,9 +65,15 @@ def on_cpu(model: nn.Module) -> nn.Module:
 
 
 def graph_of(model: nn.Module, *, static: StaticShape | None = None, with_head: bool = True) -> ov.Model:
-    """`build_graph` with a cache."""
-    build = partial(build_graph, model, static=static, with_head=with_head)
-    return remembered(model, (static, with_head), build)
+    """Token ids in, logits (or, without the head, the last hidden states) out; states inside unless static.
+
+    Raises UnsupportedError unless the family is tested or the graph is proven on this model.
+    """
+    family = str(getattr(model.config, "model_type", type(model).__name__))
+    if family not in FAMILIES and model not in _proven:
+        _prove(model, family)
+        _proven.add(model)
+    return remembered(model, (static, with_head), partial(_build, model, static, with_head))
 
 
 def remembered(model: nn.Module, how: Hashable, build: Callable[[], ov.Model]) -> ov.Model:
@@ -85,20 +85,6 @@ def remembered(model: nn.Module, how: Hashable, build: Callable[[], ov.Model]) -
             del known[other]  # made from other weights
         known[key] = build()
     return known[key].clone()
-
-
-def build_graph(model: nn.Module, *, static: StaticShape | None = None, with_head: bool = True) -> ov.Model:
-    """Token ids in, logits (or, without the head, the last hidden states) out; states inside unless static."""
-    require_family(model)
-    return _build(model, static, with_head)
-
-
-def require_family(model: nn.Module) -> None:
-    """Raises UnsupportedError unless the family is tested or the graph is proven on this model."""
-    family = str(getattr(model.config, "model_type", type(model).__name__))
-    if family not in FAMILIES and model not in _proven:
-        _prove(model, family)
-        _proven.add(model)
 
 
 def _prove(model: nn.Module, family: str) -> None:
@@ -183,17 +169,21 @@ def _build_images(model: nn.Module, task: ImageTask) -> ov.Model:
 def _build(model: nn.Module, static: StaticShape | None, with_head: bool) -> ov.Model:
     tokens = static.tokens if static else SAMPLE_TOKENS
     with prepared(model, stateful=static is None, with_head=with_head) as graph, torch.no_grad():
-        converted = convert_quietly(graph, example_inputs(graph, tokens))
+        converted = convert_quietly(graph, graph.example_inputs(tokens))
         return _stitch(converted, graph, static, with_head)
 
 
 def convert_quietly(graph: nn.Module, inputs: tuple[torch.Tensor, ...]) -> ov.Model:
-    """Runs OpenVINO's converter without the tracer's warnings; tests check what they warn of."""
+    """Runs OpenVINO's converter without the tracer's warnings; tests check what they warn of.
+
+    The converter reports each call to a server and waits for it, but not in CI.
+    """
+    no_telemetry = mock.patch.dict(os.environ, CI="true")
     quiet = logging.getLogger("transformers")
     level = quiet.level
     quiet.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()), _no_telemetry():
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()), no_telemetry:
             warnings.simplefilter("ignore")
             return ov.convert_model(graph, example_input=inputs)
     except Exception as error:
@@ -201,20 +191,6 @@ def convert_quietly(graph: nn.Module, inputs: tuple[torch.Tensor, ...]) -> ov.Mo
         raise TargetError(f"OpenVINO {ov.__version__} cannot convert this model: {reason}") from error
     finally:
         quiet.setLevel(level)
-
-
-@contextlib.contextmanager
-def _no_telemetry() -> Iterator[None]:
-    """Stops the converter from reporting each call to a server and waiting for it. It does not report in CI."""
-    before = os.environ.get("CI")
-    os.environ["CI"] = "true"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["CI"]
-        else:
-            os.environ["CI"] = before
 
 
 def _stitch(
@@ -257,10 +233,8 @@ def _stitch(
     inputs = {"input_ids": ids}
     if static is None:
         # OpenVINO GenAI insists on a mask. It holds ones for a single sequence, so nothing here reads it.
-        inputs |= {
-            session.ATTENTION_MASK: ops.parameter(ov.PartialShape([-1, -1]), np.int64),
-            session.BEAM_IDX: beams,
-        }
+        mask = ops.parameter(ov.PartialShape([-1, -1]), np.int64)
+        inputs |= {session.ATTENTION_MASK: mask, session.BEAM_IDX: beams}
     model = ov.Model([output], sinks, list(inputs.values()), "kl_lens")
     for name, parameter in inputs.items():
         parameter.set_friendly_name(name)
@@ -293,8 +267,8 @@ def _set_shapes(
     # The CPU plugin (2026.4.1) loses states unless what is assigned to them has the axes of unknown length that the
     # variable has. So the number of sequences is left open everywhere but in the scans, which take one.
     ids.set_partial_shape(ov.PartialShape([1 if static else -1, time]))
-    shapes: list[list[int]] = [[-1, c, k - 1] for c, k in graph.shapes.convolutions.values()]
-    for heads, key, value in graph.shapes.attention.values():
+    shapes: list[list[int]] = [[-1, c, k - 1] for c, k in graph.convolutions.values()]
+    for heads, key, value in graph.attention.values():
         shapes += [[-1, heads, -1, key], [-1, heads, -1, value]]
     for parameter, shape in zip(states, shapes, strict=False):
         parameter.set_partial_shape(ov.PartialShape(shape))

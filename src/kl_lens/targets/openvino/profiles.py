@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kl_lens.base.errors import FormatError, TargetError
-from kl_lens.model import Anatomy
+from kl_lens.model import LoadedModel
+from kl_lens.run.records import Plan
+from kl_lens.targets.exporting import Choice, choices
 from kl_lens.weights.formats import Format
 from kl_lens.weights.formats.integer import SignedScaleFormat
 from kl_lens.weights.formats.microscaling import MicroscalingFormat
 from kl_lens.weights.formats.normal_float import NormalFloatFormat
 from kl_lens.weights.formats.zero_points import ZeroPointFormat
-from kl_lens.weights.recipes import FP16, Recipe, fitting_recipe, parsed
+from kl_lens.weights.recipes import FP16, Recipe, fitting_recipe
 
 _FLOATS = (NormalFloatFormat, MicroscalingFormat)
 _EXPANDED = ("uint2-g64", "mxfp4")
@@ -29,14 +32,12 @@ class DeviceProfile:
     """One kind of device: which weights it takes, whether it needs fixed shapes, which rewrites help it."""
 
     name: str
-    description: str
     bits: tuple[int, ...]  # integer widths it holds; FP16 always
-    static_only: bool = False
+    static: bool = False  # only fixed shapes, and no loops
     rewrites: tuple[str, ...] = ()
     rewrites_with_chunks: tuple[str, ...] = ()  # added for models with Mamba-2 scans
     zero_points: bool = True  # runs asymmetric integers
     floats: bool = False  # runs NF4 and MXFP4
-    unrolled: bool = False
 
     def holds(self, fmt: Format) -> str | None:
         """None, or why weights in this format cannot be stored for the device."""
@@ -59,27 +60,14 @@ class DeviceProfile:
 PROFILES = {
     profile.name: profile
     for profile in (
-        DeviceProfile("cpu", "x86-64 and ARM processors", bits=(2, 4, 8), floats=True),
+        DeviceProfile("cpu", bits=(2, 4, 8), floats=True),
+        # Intel integrated GPU (Lunar Lake)
+        DeviceProfile("gpu", bits=(8,), rewrites_with_chunks=("cumba",)),
+        # the same, with INT4 chosen explicitly
+        DeviceProfile("gpu-int4", bits=(4, 8), rewrites_with_chunks=("cumba",)),
+        # Intel NPU: fixed shapes, no loops
         DeviceProfile(
-            "gpu",
-            "Intel integrated GPU (Lunar Lake)",
-            bits=(8,),
-            rewrites_with_chunks=("cumba",),
-        ),
-        DeviceProfile(
-            "gpu-int4",
-            "the same, with INT4 chosen explicitly",
-            bits=(4, 8),
-            rewrites_with_chunks=("cumba",),
-        ),
-        DeviceProfile(
-            "npu",
-            "Intel NPU: fixed shapes, no loops",
-            bits=(4, 8),
-            static_only=True,
-            zero_points=False,
-            rewrites=("cumba", "reduba", "actiba"),
-            unrolled=True,
+            "npu", bits=(4, 8), static=True, zero_points=False, rewrites=("cumba", "reduba", "actiba")
         ),
     )
 }
@@ -91,49 +79,20 @@ def get_profile(name: str) -> DeviceProfile:
     return PROFILES[name]
 
 
-@dataclass(frozen=True)
-class Realised:
-    """The recipe a component gets on a device, and why it is not the planned one (or None)."""
-
-    component: str
-    planned: Recipe
-    recipe: Recipe
-    reason: str | None
-
-
-def realise(
-    assignment: Mapping[str, str], anatomy: Anatomy, profile: DeviceProfile, *, fallback: bool
-) -> dict[str, Realised]:
-    """Every component's recipe on this device, by component name; components not planned get FP16.
-
-    Raises TargetError for names that are not there, components that must not be quantized, and, unless `fallback`
-    is set, for formats that the device or the shape does not allow; the message names each of them.
-    """
-    planned: dict[str, Recipe] = {}
-    for name, recipe in parsed(assignment).items():
-        component = anatomy.component(name)
-        if planned.setdefault(component.name, recipe) != recipe:
-            raise TargetError(f"{name} is the same weight as {component.name}, but planned as {recipe}")
-        if not component.quantizable and recipe != FP16:
-            raise TargetError(f"{name} is planned as {recipe}, but must stay as it is: {component.reason}")
-    result, problems = {}, []
-    for component in anatomy.components:
-        wanted = planned.get(component.name, FP16)
-        chosen, reason = wanted, None
-        if component.name in planned:
-            chosen, reason = lowered(wanted, component.shape, profile)
-        if reason is not None and not fallback:
-            problems.append(f"{component.name}: {reason}")
-        result[component.name] = Realised(component.name, wanted, chosen, reason)
-    if problems:
+def realise(model: LoadedModel, plan: Plan, profile: DeviceProfile, *, fallback: bool) -> dict[str, Choice]:
+    """Every component's recipe on this device. Unless `fallback` is set, TargetError for formats that the device or the
+    shape does not allow."""
+    chosen = choices(model, plan, partial(lowered, profile=profile))
+    problems = [f"{name}: {choice.reason}" for name, choice in chosen.items() if choice.reason]
+    if problems and not fallback:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise TargetError(
             f"the plan does not fit: {problems[0]}{more}; change the plan, or allow substitutes with --fallback"
         )
-    return result
+    return chosen
 
 
-def lowered(wanted: Recipe, shape: tuple[int, ...], profile: DeviceProfile) -> tuple[Recipe, str | None]:
+def lowered(wanted: Recipe, shape: Sequence[int], profile: DeviceProfile) -> tuple[Recipe, str | None]:
     """The recipe that a weight gets on a device, and why it is not the one asked for (or None)."""
     fmt = wanted.grid
     if (reason := profile.holds(fmt)) is not None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -130,10 +129,7 @@ def weights_on_the_right(model: ov.Model) -> int:
         left, right = node.input_value(0), node.input_value(1)
         if left.get_node().get_type_name() != "Constant" or attributes["transpose_a"]:
             return None
-        if (
-            right.get_partial_shape().rank.get_length() != 3
-            or left.get_partial_shape().rank.get_length() != 2
-        ):
+        if [value.get_partial_shape().rank.get_length() for value in (left, right)] != [2, 3]:
             return None
         order = constant([0, 2, 1])
         rows = right if attributes["transpose_b"] else ops.transpose(right, order)
@@ -158,12 +154,8 @@ def equal_batches(model: ov.Model) -> int:
         if list(x.get_partial_shape())[:-2] == batches:
             return None
         shape = constant([*(batch.get_length() for batch in batches), 1, 1])
-        return ops.matmul(
-            ops.broadcast(x, shape, broadcast_spec="BIDIRECTIONAL"),
-            stack,
-            attributes["transpose_a"],
-            attributes["transpose_b"],
-        )
+        copies = ops.broadcast(x, shape, broadcast_spec="BIDIRECTIONAL")
+        return ops.matmul(copies, stack, attributes["transpose_a"], attributes["transpose_b"])
 
     return _each(model, ("MatMul",), copied)
 
@@ -229,18 +221,9 @@ def _reducing_product(node: Any) -> Any | None:
     return ops.squeeze(summed, constant(rank - 1))
 
 
-@dataclass(frozen=True)
-class Table:
-    """A function as straight lines between equally spaced points; 0 to the left of them, x to the right."""
-
-    slopes: npt.NDArray[np.float32]
-    offsets: npt.NDArray[np.float32]
-    reach: float
-    bound: float  # largest error anywhere, from the second derivative and from the tails
-
-
-def make_table(function: str) -> Table:
-    """The table of `silu` or `softplus`.
+def make_table(function: str) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], float]:
+    """`silu` or `softplus` as straight lines between equally spaced points, 0 to the left of them and x to the right:
+    slopes, offsets, and the largest error anywhere.
 
     Between two points h apart, a straight line misses a function by at most h²/8 · max|f″|: 1/2 for SiLU (at 0),
     1/4 for softplus (at 0). In the tails both miss by their value at −TABLE_REACH.
@@ -252,35 +235,30 @@ def make_table(function: str) -> Table:
     slopes = np.diff(values) / np.diff(points)
     offsets = values[:-1] - slopes * points[:-1]
     step = 2 * TABLE_REACH / TABLE_SEGMENTS
-    return Table(
-        np.concatenate([[0], slopes, [1]]).astype(np.float32),
-        np.concatenate([[0], offsets, [0]]).astype(np.float32),
-        TABLE_REACH,
-        max(step * step / 8 * curvature, abs(float(exact(np.float64(-TABLE_REACH))))) + 1e-6,
-    )
+    bound = max(step * step / 8 * curvature, abs(float(exact(np.float64(-TABLE_REACH))))) + 1e-6
+    lines = np.concatenate([[0], slopes, [1]]), np.concatenate([[0], offsets, [0]])
+    return lines[0].astype(np.float32), lines[1].astype(np.float32), bound
 
 
 def table_error() -> dict[str, float]:
     """The largest error of ActiBA's tables, anywhere."""
-    return {name: make_table(name).bound for name in ("silu", "softplus")}
+    return {name: make_table(name)[2] for name in ("silu", "softplus")}
 
 
 def _table(node: Any) -> Any | None:
     """Two lookups and a line: slope[i]·x + offset[i]."""
-    if node.get_type_name() == "Swish":
-        if node.get_input_size() > 1 and float(node.input_value(1).get_node().data.reshape(-1)[0]) != 1.0:
-            return None
-        table = make_table("silu")
-    else:
-        table = make_table("softplus")
-    x = node.input_value(0)
-    inner = len(table.slopes) - 2
-    scale = inner / (2 * table.reach)
-    place = ops.floor(
-        ops.multiply(ops.add(x, constant(table.reach, np.float32)), constant(scale, np.float32))
-    )
-    clamped = ops.clamp(ops.add(place, constant(1, np.float32)), 0.0, float(inner + 1))
+    is_silu = node.get_type_name() == "Swish"
+    if (
+        is_silu
+        and node.get_input_size() > 1
+        and float(node.input_value(1).get_node().data.reshape(-1)[0]) != 1.0
+    ):
+        return None
+    slopes, offsets, _ = make_table("silu" if is_silu else "softplus")
+    x, scale = node.input_value(0), TABLE_SEGMENTS / (2 * TABLE_REACH)
+    shifted = ops.add(x, constant(TABLE_REACH, np.float32))
+    place = ops.floor(ops.multiply(shifted, constant(scale, np.float32)))
+    clamped = ops.clamp(ops.add(place, constant(1, np.float32)), 0.0, float(TABLE_SEGMENTS + 1))
     index = ops.convert(clamped, "i32")
-    slope = ops.gather(constant(table.slopes, np.float32), index, constant(0))
-    offset = ops.gather(constant(table.offsets, np.float32), index, constant(0))
+    slope, offset = (ops.gather(constant(t, np.float32), index, constant(0)) for t in (slopes, offsets))
     return ops.add(ops.multiply(slope, x), offset)

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,23 +21,22 @@ import openvino.opset13 as ops
 from kl_lens.base.environment import processors
 from kl_lens.base.errors import TargetError, last_line
 from kl_lens.base.files import DERIVED
-from kl_lens.run.records import Artifact
 from kl_lens.targets.artifacts import read_artifact
 from kl_lens.targets.openvino.folder import graph_file
 from kl_lens.targets.openvino.rewrites import is_gated
-from kl_lens.targets.session import Logits, Session, checked_tokens
+from kl_lens.targets.session import FedSession, Logits
 from kl_lens.text.images import Preparation, pixels_of
 from kl_lens.weights.formats import get_format
 
 ATTENTION_MASK, BEAM_IDX = (
     "attention_mask",
     "beam_idx",
-)  # inputs besides the tokens, named as OpenVINO GenAI does
+)  # inputs besides the tokens, as OpenVINO GenAI names them
 HEAD_NODE = "lm_head"  # name of the head's product in the graph
 CACHE_FOLDER = DERIVED
 # In seconds. The iGPU compiler is known to hang on Mamba-2.
 TIMEOUT_VARIABLE = "KL_LENS_COMPILE_TIMEOUT"
-COMPILE_TIMEOUT = 600.0
+COMPILE_TIMEOUT = "600"
 LOGITS_CHUNK = 512  # tokens per call when all their logits are wanted
 
 # float32 everywhere: what a comparison with PyTorch needs. The plugins' own defaults are lossy (f16, 8-bit KV cache).
@@ -61,32 +61,16 @@ def deployment_settings(formats: set[str], machine: str = platform.machine()) ->
     elif integers:
         settings["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = WHOLE_ROW
         if machine in ("aarch64", "arm64"):
-            settings["INFERENCE_PRECISION_HINT"] = (
-                "f32"  # with f16, its default, the plugin does not use them
-            )
+            # With f16, its default, the plugin does not use them.
+            settings["INFERENCE_PRECISION_HINT"] = "f32"
     return settings
 
 
 def open_session(
-    folder: Path | str,
-    *,
-    device: str = "CPU",
-    exact: bool = False,
-    threads: int | None = None,
-    cache: bool = True,
-    settings: dict[str, Any] | None = None,
-) -> Session:
-    """Loads an exported folder.
-
-    Args:
-        folder: what `export` wrote.
-        device: CPU, GPU, NPU, … If it is missing, the error lists the devices that are there.
-        exact: compute in float32, for checks, instead of with the fastest settings.
-        threads: CPU threads; None leaves the choice to OpenVINO.
-        cache: keep the compiled graph beside the IR and use it next time.
-        settings: plugin settings on top of the others, for experiments.
-    """
-    folder = Path(folder)
+    folder: Path, *, device: str = "CPU", exact: bool = False, threads: int | None = None, cache: bool = True
+) -> OpenVINOSession | ImageSession:
+    """Loads an exported folder. `exact`: compute in float32, for checks, instead of with the fastest settings.
+    `cache`: keep the compiled graph beside the IR and use it next time."""
     artifact = read_artifact(folder)
     if artifact.target != "openvino":
         raise TargetError(f"{folder} holds a {artifact.target} artifact, not an OpenVINO one")
@@ -105,43 +89,28 @@ def open_session(
     if static is None and not of_images:
         _fix_sequences(graph)
         _choose_rows(graph)
-    chosen: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     if device == "CPU" and not exact:
-        chosen.update(deployment_settings({tensor.realised for tensor in artifact.tensors}))
+        settings = deployment_settings({tensor.realised for tensor in artifact.tensors})
         if (threads or processors()) < fewest_threads(graph):
-            chosen["INFERENCE_PRECISION_HINT"] = "f32"
-    compiled = compile_graph(
-        graph,
-        device,
-        exact=exact,
-        threads=threads,
-        timeout=_time_limit(),
-        cache=folder / CACHE_FOLDER if cache else None,
-        settings=chosen | (settings or {}),
-    )
+            settings["INFERENCE_PRECISION_HINT"] = "f32"
+    kept = folder / CACHE_FOLDER if cache else None
+    compiled = compile_graph(graph, device, exact=exact, threads=threads, cache=kept, settings=settings)
+    about = describe(compiled, device) | {"mode": "exact" if exact else "deployed", "plan": artifact.plan}
     if of_images:
-        description = {"mode": "exact" if exact else "deployed", "plan": artifact.plan}
-        return ImageSession(compiled, Preparation.of(folder, {}), describe(compiled, device) | description)
-    return OpenVINOSession(compiled, artifact, device, exact, static, folder)
+        return ImageSession(compiled, Preparation.of(folder, {}), about)
+    return OpenVINOSession(compiled, folder, static, about | {"static_tokens": static})
 
 
 def try_out(folder: Path) -> None:
     """For `quarantine`: opens an exported folder and runs it."""
-    session = open_session(folder, threads=1, cache=False)
-    session.logits([0, min(1, session.vocabulary - 1)])
+    open_session(folder, threads=1, cache=False).logits([0, 0])
 
 
 def describe(compiled: ov.CompiledModel, device: str) -> dict[str, Any]:
     """The library, the device and the plugin's settings."""
     properties = {}
-    for name in (
-        "FULL_DEVICE_NAME",
-        "INFERENCE_PRECISION_HINT",
-        "KV_CACHE_PRECISION",
-        "DYNAMIC_QUANTIZATION_GROUP_SIZE",
-        "INFERENCE_NUM_THREADS",
-        "LOADED_FROM_CACHE",
-    ):
+    for name in (*EXACT, "FULL_DEVICE_NAME", "INFERENCE_NUM_THREADS", "LOADED_FROM_CACHE"):
         try:
             properties[name.lower()] = str(compiled.get_property(name))
         except RuntimeError:
@@ -156,93 +125,58 @@ def describe(compiled: ov.CompiledModel, device: str) -> dict[str, Any]:
     return about | properties
 
 
-class OpenVINOSession:
+class OpenVINOSession(FedSession):
     """One sequence at a time; the states are inside the compiled model's request."""
 
     def __init__(
-        self,
-        compiled: ov.CompiledModel,
-        artifact: Artifact,
-        device: str,
-        exact: bool,
-        static: int | None,
-        place: Path,
+        self, compiled: ov.CompiledModel, place: Path, static: int | None, description: dict[str, Any]
     ) -> None:
-        self._place = place
-        self._compiled: ov.CompiledModel | None = compiled
+        self.place, self.description, self._static = place, description, static
+        self.stateful = static is None
+        self.vocabulary = int(compiled.outputs[0].get_partial_shape()[2].get_length())
         self._request: Any = new_request(compiled)
-        self._artifact = artifact
-        self._device = device
-        self._exact = exact
-        self._static = static
-        self._vocabulary = int(compiled.outputs[0].get_partial_shape()[2].get_length())
-
-    @property
-    def vocabulary(self) -> int:
-        return self._vocabulary
-
-    @property
-    def stateful(self) -> bool:
-        return self._static is None
-
-    @property
-    def description(self) -> dict[str, Any]:
-        about = {"plan": self._artifact.plan, "static_tokens": self._static}
-        mode = {"mode": "exact" if self._exact else "deployed"}
-        return describe(self._open(), self._device) | mode | about
 
     def reset(self) -> None:
-        self._open()
-        if self._static is None:
+        if self._request is None:
+            raise self.closed()
+        if self.stateful:
             self._request.reset_state()
 
-    def prefill(self, ids: Sequence[int]) -> Logits:
-        if self._static is not None:
-            return self.logits(ids)[-1]
-        return self._run(ids, np.array([len(ids) - 1]))[-1]
-
     def step(self, token: int) -> Logits:
-        if self._static is not None:
+        if not self.stateful:
             raise TargetError(
                 "this model is a static forward without state and cannot go on token by token; "
                 "export it without --static-tokens"
             )
-        return self._run([token], np.array([0]))[-1]
+        return super().step(token)
 
-    def logits(self, ids: Sequence[int]) -> Logits:
-        self.reset()
+    def feed(self, tokens: list[int], *, every: bool) -> Logits:
         if self._static is not None:
-            return self._run_static(ids, self._static)
-        chunks = [ids[i : i + LOGITS_CHUNK] for i in range(0, len(ids), LOGITS_CHUNK)] or [ids]
-        return np.concatenate([self._run(chunk, np.arange(len(chunk))) for chunk in chunks])
+            return self._feed_static(tokens, self._static)
+        size, rows = LOGITS_CHUNK if every else len(tokens), []
+        for start in range(0, len(tokens), size):
+            ids = np.array([tokens[start : start + size]], np.int64)
+            wanted = np.arange(ids.size) if every else np.array([ids.size - 1])
+            rows.append(self._infer({"input_ids": ids, "rows": wanted}))
+        return np.concatenate(rows)
 
-    def close(self) -> None:
-        self._request = None
-        self._compiled = None
-
-    def _open(self) -> ov.CompiledModel:
-        if self._compiled is None:
-            raise TargetError("this session is closed")
-        return self._compiled
-
-    def _run(self, ids: Sequence[int], rows: npt.NDArray[np.int64]) -> Logits:
-        tokens = checked_tokens(ids, self._vocabulary, self._artifact.plan)
-        return self._infer({"input_ids": np.array([tokens], np.int64), "rows": rows})
-
-    def _run_static(self, ids: Sequence[int], most: int) -> Logits:
+    def _feed_static(self, tokens: list[int], most: int) -> Logits:
         """Pads shorter prompts at the end, which a causal model does not see."""
-        tokens = checked_tokens(ids, self._vocabulary, self._artifact.plan)
         if len(tokens) > most:
             raise TargetError(f"this model takes {most} tokens at most, got {len(tokens)}")
         padded = np.array([tokens + [0] * (most - len(tokens))], np.int64)
         return self._infer({"input_ids": padded})[: len(tokens)]
 
+    def close(self) -> None:
+        self._request = None
+
     def _infer(self, inputs: dict[str, npt.NDArray[np.int64]]) -> Logits:
-        self._open()
+        if self._request is None:
+            raise self.closed()
         try:
             self._request.infer(inputs)
         except RuntimeError as error:
-            raise TargetError(f"{self._place}: OpenVINO cannot run it: {last_line(error)}") from error
+            raise TargetError(f"{self.place}: OpenVINO cannot run it: {last_line(error)}") from error
         return np.array(self._request.get_output_tensor(0).data[0], np.float32)
 
 
@@ -342,29 +276,20 @@ def read_graph(path: Path) -> ov.Model:
         ) from error
 
 
-def _time_limit() -> float:
-    text = os.environ.get(TIMEOUT_VARIABLE, "")
-    try:
-        seconds = float(text) if text else COMPILE_TIMEOUT
-    except ValueError:
-        seconds = -1.0
-    if not seconds > 0:
-        raise TargetError(f"{TIMEOUT_VARIABLE}={text}: expected a number of seconds, such as 1800")
-    return seconds
-
-
 def compile_graph(
     graph: ov.Model,
     device: str,
     *,
     exact: bool = False,
     threads: int | None = None,
-    timeout: float = COMPILE_TIMEOUT,
     cache: Path | None = None,
     settings: dict[str, Any] | None = None,
 ) -> ov.CompiledModel:
     """Compiles for a device within a time limit."""
     require_device(device)
+    text = os.environ.get(TIMEOUT_VARIABLE) or COMPILE_TIMEOUT
+    if not re.fullmatch(r"\d+(\.\d+)?", text) or not (timeout := float(text)):
+        raise TargetError(f"{TIMEOUT_VARIABLE}={text}: expected a number of seconds, such as 1800")
     properties: dict[str, Any] = dict(EXACT if exact else DEPLOYED)
     if device != "CPU":  # other plugins do not know these two
         properties.pop("KV_CACHE_PRECISION", None)

@@ -33,14 +33,12 @@ _ARM = ("aarch64", "arm64")
 # Bytes that a quantized matrix adds to the .xml, compared with an FP16 one: its decompression nodes. (symmetric, in
 # groups) → a little more than was seen (1.3, 2.3 and 3.7 kB), so that no file is larger than predicted.
 _GRAPH_BYTES = {(True, False): 1550, (True, True): 2700, (False, False): 3200, (False, True): 4400}
-_WRITTEN_TO_BE_SIZED = (
-    200_000_000  # parameters; larger models take too long to write just to learn their size
-)
+_WRITTEN_TO_BE_SIZED = 200_000_000  # parameters; writing larger models takes too long
 
 
 class OpenVINOTarget(Target):
     name, title, extra, packages = "openvino", "OpenVINO", "openvino", ("openvino",)
-    loads = (IR_FILE, WEIGHT_FILE)  # and not the graphs of the tokenizer
+    loads = (WEIGHT_FILE, IR_FILE)  # and not the graphs of the tokenizer
     besides = f"the graph ({IR_FILE})"
     published = BenchmarkApp()
     methods, recipe_tool = ("gptq", "search"), "nncf"
@@ -52,10 +50,7 @@ class OpenVINOTarget(Target):
             "device_profile", "--device-profile", "cpu, gpu, gpu-int4 or npu (default: cpu)", "text"
         ),
         ExportOption(
-            "rewrites",
-            "--rewrites",
-            "cumba, reduba, actiba, or none (default: those of the profile)",
-            "names",
+            "rewrites", "--rewrites", "cumba, reduba, actiba, or none (default: the profile's)", "names"
         ),
         ExportOption("static_tokens", "--static-tokens", "a static forward without state", "number"),
         ExportOption(
@@ -65,13 +60,15 @@ class OpenVINOTarget(Target):
     )
 
     def __init__(self) -> None:
-        self._bare: dict[
-            str, int
-        ] = {}  # model → bytes of its FP16 artifact; other sizes are computed from it
-        self._exact: dict[tuple[str, frozenset[tuple[str, str]]], int] = {}  # model and grids → bytes
+        self._sizes: dict[tuple[str, frozenset[tuple[str, str]]], int] = {}  # model and formats → bytes
         self._repeating: dict[str, bool] = {}  # model → whether two of its matrices are the same
 
     # -- what it can hold ----------------------------------------------------------------------------------
+
+    def stores(self, fmt: Format) -> str | None:
+        from kl_lens.targets.openvino.profiles import PROFILES
+
+        return PROFILES["cpu"].holds(fmt)
 
     def holds(self, fmt: Format, shape: Sequence[int]) -> str | None:
         from kl_lens.targets.openvino.profiles import PROFILES, lowered
@@ -104,10 +101,7 @@ class OpenVINOTarget(Target):
 
         if isinstance(model, Path):
             raise TargetError("OpenVINO's converter needs the whole model; open it first")
-        artifact = export(model, plan, folder, **options)
-        if set(options) <= {"fallback", "with_tokenizer"} and set(plan.assignment.values()) <= {FP16}:
-            self._bare[model.fingerprint] = self.loaded_bytes(folder)
-        return artifact
+        return export(model, plan, folder, **options)
 
     def try_out(self, place: Path) -> None:
         """Opens it in this process, as sessions do. Another process would take longer, and the graph is our own."""
@@ -118,42 +112,33 @@ class OpenVINOTarget(Target):
         else:  # for benchmark_app alone
             compile_graph(read_graph(graph_file(place)), "CPU", threads=1)
 
-    def file_bytes(self, model: LoadedModel, plan: Plan) -> int:
-        """The FP16 artifact's size, with every quantized matrix's bytes and decompression nodes put in its place."""
-        if model.fingerprint not in self._bare:
-            with tempfile.TemporaryDirectory() as folder:
-                self.write(model, Plan("fp16", {}, "fp16"), Path(folder), with_tokenizer=False)
-        size = self._bare[model.fingerprint]
+    def file_bytes(self, model: LoadedModel, plan: Plan, *, exact: bool = False) -> int:
+        """The FP16 artifact's size, with every quantized matrix's bytes and decompression nodes put in its place; the
+        size of a written file if `exact` is asked for and does not take minutes."""
         recipes = parsed(plan.assignment)
+        if exact and sum(c.parameters for c in model.anatomy.components) <= _WRITTEN_TO_BE_SIZED:
+            # Only formats count, except that OpenVINO stores two matrices once if they stay equal (a repeated layer).
+            if model.fingerprint not in self._repeating:
+                self._repeating[model.fingerprint] = _repeats_a_matrix(model)
+            repeats = self._repeating[model.fingerprint]
+            grids = {name: r if repeats else r.grid.name for name, r in recipes.items()}
+            return self._written_bytes(model, Plan(plan.name, grids, plan.made_by))
+        size = self._written_bytes(model, Plan("fp16", {}, "fp16"))
         for component in model.anatomy.candidates:
-            recipe = fitting_recipe(recipes.get(component.name, FP16), component.shape)[0]
-            size += recipe.grid.bytes(component.shape) - 2 * component.parameters
-            size += self.overhead(recipe.grid)
+            grid = fitting_recipe(recipes.get(component.name, FP16), component.shape)[0].grid
+            size += grid.bytes(component.shape) - 2 * component.parameters + self.overhead(grid)
         return size
 
-    def exact_file_bytes(self, model: LoadedModel, plan: Plan) -> int:
-        """Writes the file, unless that takes minutes. The size depends on formats, not on values, except that OpenVINO
-        stores two equal matrices (a repeated layer) once if they stay equal."""
-        if sum(c.parameters for c in model.anatomy.components) > _WRITTEN_TO_BE_SIZED:
-            return self.file_bytes(model, plan)
-        grids = {name: recipe.grid.name for name, recipe in parsed(plan.assignment).items()}
-        if model.fingerprint not in self._repeating:
-            self._repeating[model.fingerprint] = _repeats_a_matrix(model)
-        if self._repeating[model.fingerprint]:
-            grids = dict(plan.assignment)
-        key = model.fingerprint, frozenset(grids.items())
-        if key not in self._exact:
+    def _written_bytes(self, model: LoadedModel, plan: Plan) -> int:
+        key = model.fingerprint, frozenset(item for item in plan.assignment.items() if item[1] != FP16)
+        if key not in self._sizes:
             with tempfile.TemporaryDirectory() as folder:
-                self.write(model, Plan(plan.name, grids, plan.made_by), Path(folder), with_tokenizer=False)
-                self._exact[key] = self.loaded_bytes(Path(folder))
-        return self._exact[key]
+                self.write(model, plan, Path(folder), with_tokenizer=False)
+                self._sizes[key] = self.loaded_bytes(Path(folder))
+        return self._sizes[key]
 
     def overhead(self, fmt: Format) -> int:
         return 0 if fmt.name == FP16 else _GRAPH_BYTES[fmt.symmetric, fmt.group_size is not None]
-
-    def weight_file(self, place: Path) -> Path:
-        read_artifact(place)
-        return place / WEIGHT_FILE
 
     def how_to_run(self, repository: str, artifact: Artifact) -> str:
         if TOKENIZER_FILE not in artifact.files:  # GenAI cannot open it

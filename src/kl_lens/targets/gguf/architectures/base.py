@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 
 from kl_lens.base.errors import TargetError, UnsupportedError
+from kl_lens.model.files import and_more
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
 Factors = float | torch.Tensor  # one, or (rows, 1)
@@ -64,11 +65,14 @@ class Architecture:
     """How one transformers family becomes one llama.cpp architecture."""
 
     model_type: str  # transformers' name
-    name: Callable[[Any], str]  # llama.cpp's name, from the configuration
+    names: str | Callable[[Any], str]  # llama.cpp's name, or a function that gives it for a configuration
     metadata: Callable[[Any], Metadata]
     tensors: Callable[[Any, Shapes], list[TensorRule]]
     refusals: Callable[[Any], Iterable[str | None]]  # reasons why this configuration is not supported
     notes: Callable[[Any], Sequence[str]]  # known small differences
+
+    def name(self, config: Any) -> str:
+        return self.names if isinstance(self.names, str) else self.names(config)
 
     def require(self, config: Any) -> None:
         for reason in self.refusals(config):
@@ -86,14 +90,9 @@ def register(
     refusals: Callable[[Any], Iterable[str | None]],
     notes: Callable[[Any], Sequence[str]] = lambda _: (),
 ) -> None:
-    """`names`: transformers' name → llama.cpp's, or a function that gives it for a configuration."""
+    """`names`: transformers' name → llama.cpp's."""
     for model_type, name in names.items():
-        named = name if callable(name) else partial(_always, name)
-        _architectures[model_type] = Architecture(model_type, named, metadata, tensors, refusals, notes)
-
-
-def _always(name: str, _: Any) -> str:
-    return name
+        _architectures[model_type] = Architecture(model_type, name, metadata, tensors, refusals, notes)
 
 
 def supported_architectures() -> tuple[str, ...]:
@@ -109,12 +108,7 @@ def get_architecture(model_type: str) -> Architecture:
 
 
 # Families that llama.cpp runs under a different name, or that its Python package does not list yet.
-_OTHER_NAMES = {
-    "mistral": "llama",
-    "mixtral": "llama",
-    "minimax": "minimax-01",
-    "qwen4_exp_text": "qwen4exp",
-}
+_OTHER_NAMES = ("mistral", "mixtral", "minimax", "qwen4_exp_text")
 
 
 def _why_unknown(model_type: str) -> str:
@@ -129,19 +123,13 @@ def _why_unknown(model_type: str) -> str:
 
 def check_complete(rules: Sequence[TensorRule], shapes: Shapes) -> None:
     """Checks the name map: every parameter is used, every tensor has a source, and names are unique."""
-    names = [rule.name for rule in rules]
-    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    counts = Counter(rule.name for rule in rules)
     used = {rule.parameter for rule in rules if rule.parameter is not None}
-    missing = sorted(used - set(shapes))
-    unused = sorted(set(shapes) - used)
-    problems = [
-        f"{label}: {', '.join(items[:3])}{f' and {len(items) - 3} more' if len(items) > 3 else ''}"
-        for label, items in (
-            ("the checkpoint lacks", missing),
-            ("no tensor of the file takes", unused),
-            ("two tensors are called", twice),
-        )
-        if items
-    ]
+    found = {
+        "the checkpoint lacks": used - set(shapes),
+        "no tensor of the file takes": set(shapes) - used,
+        "two tensors are called": {name for name, count in counts.items() if count > 1},
+    }
+    problems = [f"{label}: {min(names)}{and_more([*names])}" for label, names in found.items() if names]
     if problems:
         raise TargetError(f"weights and the GGUF name map do not fit: {'; '.join(problems)}")

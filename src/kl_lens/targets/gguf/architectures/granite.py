@@ -76,9 +76,10 @@ def _tensors(config: Any, shapes: Shapes) -> list[TensorRule]:
             rules += parts.attention_layer(block, f"{layer}.self_attn", query=query, key=key)
         else:
             rules += parts.mamba2_layer(block, f"{layer}.mamba", config.mamba_n_groups, shapes)
-        rules += (
-            parts.gated_mlp(block, f"{layer}.feed_forward") if bamba else _granite_mlp(config, block, layer)
-        )
+        if bamba:
+            rules += parts.gated_mlp(block, f"{layer}.feed_forward")
+        else:
+            rules += _granite_mlp(config, block, layer)
     return rules
 
 

@@ -84,41 +84,34 @@ def _positive_decay(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _delta_layer(config: Any, block: str, mixer: str) -> list[TensorRule]:
-    gate = f"{mixer}.forget_gate"
-    matrices = {"ssm_beta": f"{mixer}.b_proj"}
+    gate, names = f"{mixer}.forget_gate", {"ssm_beta": "b_proj"}
     if _is_ling(config):
-        matrices |= {"ssm_f_a": f"{gate}.f_proj", "ssm_g_a": f"{mixer}.g_proj"}
+        names |= {"ssm_f_a": "forget_gate.f_proj", "ssm_g_a": "g_proj"}
     else:
-        matrices |= {f"ssm_f_{part}": f"{gate}.f_{part}_proj" for part in "ab"}
-        matrices |= {f"ssm_g_{part}": f"{mixer}.g_{part}_proj" for part in "ab"}
+        names |= {f"ssm_f_{part}": f"forget_gate.f_{part}_proj" for part in "ab"}
+        names |= {f"ssm_g_{part}": f"g_{part}_proj" for part in "ab"}
+    taps = {f"{block}.ssm_conv1d_{part}.weight": _third(index) for index, part in enumerate("qkv")}
     decay = _positive_decay if _is_ling(config) else parts.negative_exponential_column
     return [
         *parts.attention_layer(block, mixer),
-        *(TensorRule(f"{block}.{name}.weight", f"{owner}.weight") for name, owner in matrices.items()),
-        *(
-            TensorRule(
-                f"{block}.ssm_conv1d_{part}.weight", f"{mixer}.conv1d.weight", _third(index), float32=True
-            )
-            for index, part in enumerate("qkv")
-        ),
+        *parts.matrices(block, mixer, names),
+        *(TensorRule(name, f"{mixer}.conv1d.weight", part, float32=True) for name, part in taps.items()),
         TensorRule(f"{block}.ssm_a", f"{gate}.A_log", decay, float32=True),
         TensorRule(f"{block}.ssm_dt.bias", f"{gate}.dt_bias", float32=True),
-        TensorRule(f"{block}.ssm_norm.weight", f"{mixer}.o_norm.weight", float32=True),
+        *parts.norms(block, mixer, {"ssm_norm": "o_norm"}),
     ]
 
 
 def _attention_layer(config: Any, block: str, attention: str) -> list[TensorRule]:
-    latent = f"{attention}.kv_b_proj.weight"
-    gate = TensorRule(f"{block}.attn_gate.weight", f"{attention}.g_proj.weight")
+    latent, names = f"{attention}.kv_b_proj.weight", {"attn_gate": "g_proj"} if _is_ling(config) else {}
+    names |= {"attn_q": "q_proj", "attn_kv_a_mqa": "kv_a_proj_with_mqa"}
     return [
-        *([gate] if _is_ling(config) else []),
-        TensorRule(f"{block}.attn_q.weight", f"{attention}.q_proj.weight"),
-        TensorRule(f"{block}.attn_kv_a_mqa.weight", f"{attention}.kv_a_proj_with_mqa.weight"),
-        TensorRule(f"{block}.attn_kv_a_norm.weight", f"{attention}.kv_a_layernorm.weight", float32=True),
+        *parts.matrices(block, attention, names),
+        *parts.norms(block, attention, {"attn_kv_a_norm": "kv_a_layernorm"}),
         # llama.cpp multiplies with the transpose, whose rows cross the blocks of a quantized matrix.
         TensorRule(f"{block}.attn_k_b.weight", latent, _of_latent(config, keys=True), float32=True),
         TensorRule(f"{block}.attn_v_b.weight", latent, _of_latent(config, keys=False), float32=True),
-        TensorRule(f"{block}.attn_output.weight", f"{attention}.o_proj.weight"),
+        *parts.matrices(block, attention, {"attn_output": "o_proj"}),
     ]
 
 
@@ -127,9 +120,8 @@ def _tensors(config: Any, shapes: Shapes) -> list[TensorRule]:
     for index, kind in enumerate(config.layer_types):
         block, layer = f"blk.{index}", f"model.layers.{index}"
         mixer, mlp = f"{layer}.self_attn", f"{layer}.mlp"
-        rules += parts.norms(
-            block, layer, {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
-        )
+        names = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+        rules += parts.norms(block, layer, names)
         if kind == "full_attention":
             rules += _attention_layer(config, block, mixer)
         else:

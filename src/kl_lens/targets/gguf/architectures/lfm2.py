@@ -58,28 +58,20 @@ def _tensors(config: Any, shapes: Shapes) -> list[TensorRule]:
         block, layer = f"blk.{index}", f"model.layers.{index}"
         rules += parts.norms(block, layer, {"attn_norm": "operator_norm", "ffn_norm": "ffn_norm"})
         if kind == "conv":
-            taps = f"{layer}.conv.conv.weight"
-            rules += [
-                TensorRule(f"{block}.shortconv.conv.weight", taps, parts.squeezed_convolution, float32=True),
-                TensorRule(f"{block}.shortconv.in_proj.weight", f"{layer}.conv.in_proj.weight"),
-                TensorRule(f"{block}.shortconv.out_proj.weight", f"{layer}.conv.out_proj.weight"),
-            ]
+            short, own = f"{block}.shortconv", f"{layer}.conv"
+            rules += parts.norms(short, own, {"conv": "conv"}, parts.squeezed_convolution)
+            rules += parts.matrices(short, own, {"in_proj": "in_proj", "out_proj": "out_proj"})
         else:
-            attention = f"{layer}.self_attn"
-            rules += [
-                TensorRule(f"{block}.attn_{part}.weight", f"{attention}.{part}_proj.weight") for part in "qkv"
-            ]
-            rules.append(TensorRule(f"{block}.attn_output.weight", f"{attention}.out_proj.weight"))
-            rules += parts.norms(
-                block, attention, {f"attn_{part}_norm": f"{part}_layernorm" for part in "qk"}
-            )
+            names = {f"attn_{part}": f"{part}_proj" for part in "qkv"} | {"attn_output": "out_proj"}
+            rules += parts.matrices(block, f"{layer}.self_attn", names)
+            names = {f"attn_{part}_norm": f"{part}_layernorm" for part in "qk"}
+            rules += parts.norms(block, f"{layer}.self_attn", names)
         mlp = f"{layer}.feed_forward"
         if _has_experts(config, index):
             rules += parts.gated_experts(block, f"{mlp}.gate.weight", f"{mlp}.experts")
             rules.append(TensorRule(f"{block}.exp_probs_b.bias", f"{mlp}.expert_bias", float32=True))
         else:
-            names = {"gate": "w1", "up": "w3", "down": "w2"}
-            rules += [TensorRule(f"{block}.ffn_{n}.weight", f"{mlp}.{w}.weight") for n, w in names.items()]
+            rules += parts.matrices(block, mlp, {"ffn_gate": "w1", "ffn_up": "w3", "ffn_down": "w2"})
     return rules
 
 

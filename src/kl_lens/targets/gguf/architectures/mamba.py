@@ -42,19 +42,16 @@ def _tensors(config: Any, shapes: Shapes) -> list[TensorRule]:
 
 
 def _refusals(config: Any) -> Iterable[str | None]:
-    yield parts.refuse_expansion(config.hidden_size, config.intermediate_size)
+    if config.model_type == "mamba2":
+        yield parts.refuse_time_limits(config)
+    else:
+        yield parts.refuse_expansion(config.hidden_size, config.intermediate_size)
     yield parts.refuse_bias(config, "use_bias")
     yield parts.refuse_activation(config)
 
 
-def _mamba2_refusals(config: Any) -> Iterable[str | None]:
-    yield parts.refuse_bias(config, "use_bias")
-    yield parts.refuse_activation(config)
-    yield parts.refuse_time_limits(config)
-
-
-def _falcon_notes(config: Any) -> tuple[str, ...]:
-    if config.mixer_rms_eps == config.layer_norm_epsilon:
+def _notes(config: Any) -> tuple[str, ...]:
+    if config.model_type != "falcon_mamba" or config.mixer_rms_eps == config.layer_norm_epsilon:
         return ()
     return (
         f"llama.cpp normalises B, C and the time step with epsilon {config.layer_norm_epsilon:g}, "
@@ -62,6 +59,5 @@ def _falcon_notes(config: Any) -> tuple[str, ...]:
     )
 
 
-register({"mamba": "mamba"}, _metadata, _tensors, _refusals)
-register({"mamba2": "mamba2"}, _metadata, _tensors, _mamba2_refusals)
-register({"falcon_mamba": "mamba"}, _metadata, _tensors, _refusals, _falcon_notes)
+_NAMES = {"mamba": "mamba", "mamba2": "mamba2", "falcon_mamba": "mamba"}
+register(_NAMES, _metadata, _tensors, _refusals, _notes)

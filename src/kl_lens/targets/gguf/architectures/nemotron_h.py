@@ -70,20 +70,16 @@ def _tensors(config: Any, shapes: Shapes) -> list[TensorRule]:
         elif kind == "attention":
             rules += parts.attention_layer(block, mixer)
         elif kind == "mlp":
-            rules += [
-                TensorRule(f"{block}.ffn_up.weight", f"{mixer}.up_proj.weight"),
-                TensorRule(f"{block}.ffn_down.weight", f"{mixer}.down_proj.weight"),
-            ]
+            rules += parts.matrices(block, mixer, {"ffn_up": "up_proj", "ffn_down": "down_proj"})
         else:
+            bias = f"{mixer}.gate.e_score_correction_bias"
+            shared = {f"ffn_{part}_shexp": f"{part}_proj" for part in ("up", "down")}
             rules += [
-                TensorRule(f"{block}.ffn_gate_inp.weight", f"{mixer}.gate.weight", float32=True),
-                TensorRule(
-                    f"{block}.exp_probs_b.bias", f"{mixer}.gate.e_score_correction_bias", float32=True
-                ),
+                *parts.norms(block, mixer, {"ffn_gate_inp": "gate"}),
+                TensorRule(f"{block}.exp_probs_b.bias", bias, float32=True),
                 TensorRule(f"{block}.ffn_up_exps.weight", f"{mixer}.experts.up_proj"),
                 TensorRule(f"{block}.ffn_down_exps.weight", f"{mixer}.experts.down_proj"),
-                TensorRule(f"{block}.ffn_up_shexp.weight", f"{mixer}.shared_experts.up_proj.weight"),
-                TensorRule(f"{block}.ffn_down_shexp.weight", f"{mixer}.shared_experts.down_proj.weight"),
+                *parts.matrices(block, f"{mixer}.shared_experts", shared),
             ]
     return rules
 

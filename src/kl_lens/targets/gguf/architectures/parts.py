@@ -102,6 +102,11 @@ def norms(block: str, layer: str, names: Mapping[str, str], transform: Transform
     ]
 
 
+def matrices(block: str, layer: str, names: Mapping[str, str]) -> list[TensorRule]:
+    """`names`: of the matrices in llama.cpp → in transformers."""
+    return [TensorRule(f"{block}.{name}.weight", f"{layer}.{own}.weight") for name, own in names.items()]
+
+
 def convolution(block: str, mixer: str, shapes: Shapes) -> list[TensorRule]:
     weight, bias = f"{mixer}.conv1d.weight", f"{mixer}.conv1d.bias"
     rules = [TensorRule(f"{block}.ssm_conv1d.weight", weight, squeezed_convolution, float32=True)]
@@ -115,60 +120,42 @@ def convolution(block: str, mixer: str, shapes: Shapes) -> list[TensorRule]:
 
 def mamba1_layer(block: str, mixer: str, shapes: Shapes) -> list[TensorRule]:
     return [
-        TensorRule(f"{block}.ssm_in.weight", f"{mixer}.in_proj.weight"),
+        *matrices(block, mixer, {"ssm_in": "in_proj"}),
         *convolution(block, mixer, shapes),
-        TensorRule(f"{block}.ssm_x.weight", f"{mixer}.x_proj.weight"),
-        TensorRule(f"{block}.ssm_dt.weight", f"{mixer}.dt_proj.weight"),
+        *matrices(block, mixer, {"ssm_x": "x_proj", "ssm_dt": "dt_proj"}),
         TensorRule(f"{block}.ssm_dt.bias", f"{mixer}.dt_proj.bias", float32=True),
         TensorRule(f"{block}.ssm_a", f"{mixer}.A_log", negative_exponential, float32=True),
         TensorRule(f"{block}.ssm_d", f"{mixer}.D", float32=True),
-        TensorRule(f"{block}.ssm_out.weight", f"{mixer}.out_proj.weight"),
+        *matrices(block, mixer, {"ssm_out": "out_proj"}),
     ]
 
 
 def mamba2_layer(
-    block: str,
-    mixer: str,
-    groups: int,
-    shapes: Shapes,
-    *,
-    norm: bool = True,
+    block: str, mixer: str, groups: int, shapes: Shapes, *, norm: bool = True
 ) -> list[TensorRule]:
-    rules = [
-        TensorRule(f"{block}.ssm_in.weight", f"{mixer}.in_proj.weight"),
+    return [
+        *matrices(block, mixer, {"ssm_in": "in_proj"}),
         *convolution(block, mixer, shapes),
         TensorRule(f"{block}.ssm_dt.bias", f"{mixer}.dt_bias", float32=True),
         TensorRule(f"{block}.ssm_a", f"{mixer}.A_log", negative_exponential_column, float32=True),
         TensorRule(f"{block}.ssm_d", f"{mixer}.D", column, float32=True),
-        TensorRule(f"{block}.ssm_out.weight", f"{mixer}.out_proj.weight"),
+        *matrices(block, mixer, {"ssm_out": "out_proj"}),
+        *(norms(block, mixer, {"ssm_norm": "norm"}, in_groups(groups)) if norm else ()),
     ]
-    if norm:
-        rules.append(
-            TensorRule(f"{block}.ssm_norm.weight", f"{mixer}.norm.weight", in_groups(groups), float32=True)
-        )
-    return rules
 
 
 def attention_layer(
-    block: str,
-    attention: str,
-    *,
-    query: Transform = as_is,
-    key: Transform = as_is,
+    block: str, attention: str, *, query: Transform = as_is, key: Transform = as_is
 ) -> list[TensorRule]:
     return [
         TensorRule(f"{block}.attn_q.weight", f"{attention}.q_proj.weight", query),
         TensorRule(f"{block}.attn_k.weight", f"{attention}.k_proj.weight", key),
-        TensorRule(f"{block}.attn_v.weight", f"{attention}.v_proj.weight"),
-        TensorRule(f"{block}.attn_output.weight", f"{attention}.o_proj.weight"),
+        *matrices(block, attention, {"attn_v": "v_proj", "attn_output": "o_proj"}),
     ]
 
 
 def gated_mlp(block: str, mlp: str, *, suffix: str = "") -> list[TensorRule]:
-    return [
-        TensorRule(f"{block}.ffn_{part}{suffix}.weight", f"{mlp}.{part}_proj.weight")
-        for part in ("gate", "up", "down")
-    ]
+    return matrices(block, mlp, {f"ffn_{part}{suffix}": f"{part}_proj" for part in ("gate", "up", "down")})
 
 
 def gated_experts(block: str, router: str, experts: str) -> list[TensorRule]:
@@ -195,39 +182,28 @@ def refuse_activation(
     config: Any, allowed: Sequence[str] = ("silu", "swish"), name: str = "hidden_act"
 ) -> str | None:
     activation = getattr(config, name, allowed[0])
-    return (
-        None if activation in allowed else f"its activation {activation!r} is not llama.cpp's {allowed[0]!r}"
-    )
+    reason = f"its activation {activation!r} is not llama.cpp's {allowed[0]!r}"
+    return None if activation in allowed else reason
 
 
 def refuse_expansion(width: int, inner: int) -> str | None:
-    return (
-        None
-        if inner == 2 * width
-        else f"llama.cpp loads it only with an inner size of twice {width}, but it is {inner}"
-    )
+    reason = f"llama.cpp loads it only with an inner size of twice {width}, but it is {inner}"
+    return None if inner == 2 * width else reason
 
 
 def refuse_time_limits(config: Any) -> str | None:
     limits = tuple(getattr(config, "time_step_limit", None) or (0.0, math.inf))
-    return (
-        None
-        if limits == (0.0, math.inf)
-        else f"it limits time steps to {limits}, but llama.cpp does not limit them"
-    )
+    reason = f"it limits time steps to {limits}, but llama.cpp does not limit them"
+    return None if limits == (0.0, math.inf) else reason
 
 
 def refuse_expert_weights(config: Any) -> str | None:
-    if config.norm_topk_prob:
-        return None
-    return (
-        "llama.cpp scales the weights of the chosen experts so that they sum to one, but this model does not"
-    )
+    reason = "llama.cpp scales the weights of the chosen experts to a sum of one, but this model does not"
+    return None if config.norm_topk_prob else reason
 
 
 def refuse_rope_scaling(config: Any) -> str | None:
-    parameters = getattr(config, "rope_parameters", None) or {}
-    kind = parameters.get("rope_type", "default")
+    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     return None if kind == "default" else f"its rope scaling {kind!r} is not mapped; only plain rope is"
 
 

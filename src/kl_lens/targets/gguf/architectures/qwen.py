@@ -102,37 +102,33 @@ def _value_heads(config: Any, *, behind: int = 0) -> Transform:
 
 def _delta_layer(config: Any, block: str, mixer: str) -> list[TensorRule]:
     keys_and_queries = 2 * config.linear_num_key_heads * config.linear_key_head_dim
-    taps, decay = f"{mixer}.conv1d.weight", f"{mixer}.A_log"
+    decay = f"{mixer}.A_log"
+    channels: Transform = as_is
+    heads: Transform = as_is
+    columns = (1, 1)
     if config.model_type == "qwen3_next":
         both = f"{mixer}.in_proj_qkvz.weight"
-        channels: Transform = as_is
-        heads: Transform = as_is
-        columns = (1, 1)
         rules = [
             TensorRule(f"{block}.attn_qkv.weight", both, _projected(config, "q", "k", "v")),
             TensorRule(f"{block}.attn_gate.weight", both, _projected(config, "z")),
-            TensorRule(f"{block}.ssm_ba.weight", f"{mixer}.in_proj_ba.weight"),
+            *parts.matrices(block, mixer, {"ssm_ba": "in_proj_ba"}),
         ]
     else:
         channels, heads = _value_heads(config, behind=keys_and_queries), _value_heads(config)
         columns = _heads(config) if _heads(config)[1] > 1 else (1, 1)
+        names = {"attn_gate": "in_proj_z", "ssm_beta": "in_proj_b", "ssm_alpha": "in_proj_a"}
         rules = [
             TensorRule(f"{block}.attn_qkv.weight", f"{mixer}.in_proj_qkv.weight", channels),
-            TensorRule(f"{block}.attn_gate.weight", f"{mixer}.in_proj_z.weight", heads),
-            TensorRule(f"{block}.ssm_beta.weight", f"{mixer}.in_proj_b.weight", heads),
-            TensorRule(f"{block}.ssm_alpha.weight", f"{mixer}.in_proj_a.weight", heads),
+            *(TensorRule(f"{block}.{n}.weight", f"{mixer}.{own}.weight", heads) for n, own in names.items()),
         ]
     return [
         *rules,
-        TensorRule(
-            f"{block}.ssm_conv1d.weight",
-            taps,
-            lambda t: channels(parts.squeezed_convolution(t)),
-            float32=True,
+        *parts.norms(
+            block, mixer, {"ssm_conv1d": "conv1d"}, lambda t: channels(parts.squeezed_convolution(t))
         ),
         TensorRule(f"{block}.ssm_a", decay, lambda t: heads(parts.negative_exponential(t)), float32=True),
         TensorRule(f"{block}.ssm_dt.bias", f"{mixer}.dt_bias", heads, float32=True),
-        TensorRule(f"{block}.ssm_norm.weight", f"{mixer}.norm.weight", float32=True),
+        *parts.norms(block, mixer, {"ssm_norm": "norm"}),
         TensorRule(f"{block}.ssm_out.weight", f"{mixer}.out_proj.weight", columns=columns),
     ]
 
