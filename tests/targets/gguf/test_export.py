@@ -18,7 +18,6 @@ from kl_lens.model.streaming import ModelTensors
 from kl_lens.run.records import Artifact, Plan
 from kl_lens.targets.gguf.architectures import check_complete, get_architecture
 from kl_lens.targets.gguf.export import export
-from kl_lens.targets.gguf.session import open_session
 from kl_lens.weights.formats import get_format
 from tests import families
 from tests.families import _COMMON, tiny_model
@@ -45,6 +44,7 @@ def mixed():
 def test_the_file_holds_the_integers_of_formats_bit_for_bit(mixed, tmp_path: Path) -> None:
     model, plan = mixed
     artifact = export(model, plan, tmp_path)
+    assert artifact.model_fingerprint == model.fingerprint
     reader = gguf.GGUFReader(tmp_path / artifact.files[0])
     stored = {tensor.name: tensor for tensor in reader.tensors}
     parameters = dict(model.model.named_parameters())
@@ -199,21 +199,6 @@ def test_folders_that_cannot_be_exported(tmp_path: Path) -> None:
     with pytest.raises(TargetError, match=r"llama\.cpp runs llama models, but KL Lens does not write .* yet"):
         export(tmp_path / "llama", Plan("p", {}, "test"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("family", ["hybrid"])
-def test_reference_checkpoints_export_and_run(family: str, tmp_path: Path) -> None:
-    model = load(f"reference:{family}")
-    plan = Plan("q8_0", {c.name: "q8_0" for c in model.anatomy.candidates}, "test")
-    artifact = export(model, plan, tmp_path)
-    ids = model.tokenizer("The river crosses the border near the old town and")["input_ids"]
-    with open_session(tmp_path / artifact.files[0], threads=1) as session:
-        found = session.logits(ids)
-    with torch.no_grad():
-        expected = model.model(torch.tensor([ids])).logits[0].numpy()
-    assert support.kl(expected, found)[0] < 0.02
-    assert artifact.settings["tokenizer"] == "gpt-2"
-    assert artifact.model_fingerprint == model.fingerprint
 
 
 def _tensors(path: Path) -> dict[str, bytes]:

@@ -143,20 +143,6 @@ def test_falcon_h1_with_its_factors_inside_the_weights(format_name: str, tmp_pat
     assert kl(original, found)[0] < {"fp16": 2e-6, "q4_0": 0.1}[format_name]
 
 
-def test_k_quants_equal_pytorch_with_the_same_weights(tmp_path: Path) -> None:
-    settings = {**_COMMON, "hidden_size": 256, "num_hidden_layers": 2, "state_size": 8}
-    model = tiny(transformers.MambaConfig(**settings))
-    artifact = export(model, uniform(model, "q4_k"), tmp_path, fingerprint="-")
-    formats = quantize_weights(model, artifact)
-    assert formats["backbone.layers.0.mixer.in_proj"] == "q4_k"
-    with as_deployed(model.model, formats):
-        expected = torch_logits(model, SHORT)
-    with open_session(tmp_path / artifact.files[0], threads=1) as session:
-        found = _short_prompts(session)
-    assert _equal(found, expected) >= 0.75
-    assert _equal(found, torch_logits(model, SHORT)) == 0  # with the weights alone, no token would be right
-
-
 REFUSED = {
     "twice 64": lambda: transformers.MambaConfig(**_COMMON, num_hidden_layers=1, state_size=8, expand=3),
     "biases": lambda: transformers.MambaConfig(**_COMMON, num_hidden_layers=1, state_size=8, use_bias=True),
