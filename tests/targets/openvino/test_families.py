@@ -81,11 +81,12 @@ def test_every_promised_family_is_tested() -> None:
     assert set(capture.FAMILIES) == tested
 
 
-def test_an_untested_family_is_proven_on_the_model_or_refused(tmp_path, monkeypatch) -> None:
-    model, ids = loaded("llama"), token_ids(1, 12)
-    export(model, Plan("none", {}, made_by="test"), tmp_path / "proven", unplanned="fp32")
-    with contextlib.closing(open_session(tmp_path / "proven", exact=True, threads=1)) as session:
-        assert_same_logits(session.logits(ids[0].tolist()), reference(model.model, ids), SHARE)
+def test_an_untested_family_is_proven_on_the_model_or_refused(
+    exported: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, ids = exported("llama"), token_ids(1, 12)
+    with contextlib.closing(open_session(case.folder, exact=True, threads=1)) as session:
+        assert_same_logits(session.logits(ids[0].tolist()), reference(case.model.model, ids), SHARE)
     monkeypatch.setattr("kl_lens.targets.openvino.graph.PROOF_SHARE", 0.0)  # nothing is as right as that
     with pytest.raises(
         TargetError, match=r"llama cannot be exported to OpenVINO: .* other logits than PyTorch"

@@ -128,7 +128,7 @@ def test_a_chat_goes_on_where_it_was(family: str, folder: Callable) -> None:
     assert theirs(pipeline, history) == said[3]["content"]
 
 
-@pytest.mark.parametrize("family", ["mamba", "llama"])
+@pytest.mark.parametrize("family", ["mamba", pytest.param("llama", marks=pytest.mark.slow)])
 def test_genai_cannot_change_the_attention(family: str, folder: Callable) -> None:
     """Its first try, on x86, is paged attention. That would get positions wrong; it has to fail, not to go wrong."""
     graph = ov.Core().read_model(folder(family) / "openvino_model.xml")
@@ -136,7 +136,7 @@ def test_genai_cannot_change_the_attention(family: str, folder: Callable) -> Non
         paged_attention_transformation(graph)
 
 
-@pytest.mark.parametrize("family", ["mamba", "llama"])
+@pytest.mark.parametrize("family", ["mamba", pytest.param("llama", marks=pytest.mark.slow)])
 def test_one_sequence_at_a_time(family: str, folder: Callable) -> None:
     """GenAI pads prompts of different lengths, and no mask is read here: refused, not wrong."""
     pipeline = genai.LLMPipeline(folder(family), "CPU")

@@ -91,9 +91,10 @@ def export(
     opened = model if isinstance(model, LoadedModel) else Path(model)
     with source_of(opened, statistics, weights_folder) as source:
         tokenizer = None
-        if include_tokenizer:
-            streamed = isinstance(opened, Path)
-            tokenizer = load_tokenizer(source.folder, None, False) if streamed else opened.tokenizer
+        if include_tokenizer and isinstance(opened, LoadedModel):
+            tokenizer = opened.tokenizer
+        elif include_tokenizer:
+            tokenizer = load_tokenizer(source.folder, None, False)
         source = replace(source, fingerprint=fingerprint or source.fingerprint)
         header = _prepared(source, plan, tokenizer, part_bytes)
         recipes = (job.recipe for job in header.jobs if job.recipe is not None)
