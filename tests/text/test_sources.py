@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import io
+import gzip
 import json
 from pathlib import Path
 
@@ -10,11 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from hypothesis import given, strategies as st
 
 from kl_lens.base.errors import TextError
-from kl_lens.text import open_text
-from kl_lens.text.files import lines_of
+from kl_lens.text import hub, open_text
 from kl_lens.text.hub import open_hub_text
 
 ROWS = ["First row.", "Second row,\nof two lines.", "Dritte Zeile: Übermut."]
@@ -37,25 +35,23 @@ def texts(name: str) -> list[str]:
 # What can be read
 
 
-def test_txt_file_is_one_document(tmp_path: Path) -> None:
-    assert texts(write(tmp_path / "a.txt", b"One.\n\nTwo.\n")) == ["One.\n\nTwo.\n"]
+COMPRESS = zstandard.ZstdCompressor().compress
+MANY = jsonl([*({"text": text, "id": 1} for text in ROWS), {"text": "  \n"}]) + b"\n"  # blank rows are none
 
 
-def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
-    assert texts(write(tmp_path / "a.txt", b"\xef\xbb\xbfOne.")) == ["One."]
-    assert texts(write(tmp_path / "a.jsonl", b'\xef\xbb\xbf{"text": "One."}')) == ["One."]
-
-
-def test_every_jsonl_row_is_a_document_and_blank_rows_are_none(tmp_path: Path) -> None:
-    rows = [*({"text": text, "id": 1} for text in ROWS), {"text": "  \n"}]
-    assert texts(write(tmp_path / "a.jsonl", jsonl(rows) + b"\n")) == ROWS
-
-
-def test_jsonl_zst_of_one_frame_or_many(tmp_path: Path) -> None:
-    content = jsonl([{"text": text} for text in ROWS])
-    compress = zstandard.ZstdCompressor().compress
-    assert texts(write(tmp_path / "one.jsonl.zst", compress(content))) == ROWS
-    assert texts(write(tmp_path / "two.jsonl.zst", compress(content[:20]) + compress(content[20:]))) == ROWS
+@pytest.mark.parametrize(
+    ("filename", "content", "read"),
+    [
+        ("a.txt", b"One.\n\nTwo.\n", ["One.\n\nTwo.\n"]),
+        ("a.txt", b"\xef\xbb\xbfOne.", ["One."]),
+        ("a.jsonl", b'\xef\xbb\xbf{"text": "One."}', ["One."]),
+        ("a.jsonl", MANY, ROWS),
+        ("one-frame.jsonl.zst", COMPRESS(MANY), ROWS),
+        ("two-frames.jsonl.zst", COMPRESS(MANY[:20]) + COMPRESS(MANY[20:]), ROWS),
+    ],
+)
+def test_files_that_can_be_read(filename: str, content: bytes, read: list[str], tmp_path: Path) -> None:
+    assert texts(write(tmp_path / filename, content)) == read
 
 
 def test_every_parquet_row_is_a_document(tmp_path: Path) -> None:
@@ -71,25 +67,11 @@ def test_folder_gives_all_its_text_files_in_order_of_their_paths(tmp_path: Path)
     assert texts(f"{tmp_path}/") == ["from a", "from b"]
 
 
-def test_reading_stops_after_enough_text_and_says_so(tmp_path: Path) -> None:
-    name = write(tmp_path / "a.jsonl", jsonl([{"text": "x" * 100}] * 10))
-    source = open_text(name, max_characters=250)
-    assert (len(source.documents), source.complete) == (3, False)
-    assert open_text(name).complete
-    assert len(open_text("wikitext2:test", max_characters=1).documents) == 1
-
-
 def test_names_with_and_without_split() -> None:
     assert open_text("wikitext2:valid").label == "wikitext2:valid"
     assert open_text("wikitext2", "valid").label == "wikitext2:valid"
     assert open_text("wikitext2").label == "wikitext2:train"
     assert open_text("wikitext2", for_evaluation=True).label == "wikitext2:test"
-
-
-@given(st.lists(st.binary(max_size=12)))
-def test_lines_do_not_depend_on_where_the_chunks_end(chunks: list[bytes]) -> None:
-    whole = b"".join(chunks)
-    assert list(lines_of(iter(chunks))) == list(io.BytesIO(whole))
 
 
 # What cannot
@@ -164,19 +146,21 @@ def test_parquet_with_a_hole_in_its_data_is_refused(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
-def test_missing_file_empty_folder_and_unknown_name(tmp_path: Path) -> None:
-    with pytest.raises(TextError, match=r"nowhere.txt: no such file or folder"):
-        open_text("nowhere.txt")
-    with pytest.raises(TextError, match=r"no text files in this folder: expected .txt"):
-        open_text(tmp_path)
-    with pytest.raises(
-        TextError, match="wikitext3: no text of that name: use one of wikitext2, ptb, c4, pile"
-    ):
-        open_text("wikitext3")
-    with pytest.raises(TextError, match="an empty name: no text of that name"):  # and not the current folder
-        open_text("")
-    with pytest.raises(TextError, match="two different splits, test and train"):
-        open_text("wikitext2:test", "train")
+@pytest.mark.parametrize(
+    ("name", "split", "complaint"),
+    [
+        ("nowhere.txt", None, "nowhere.txt: no such file or folder"),
+        ("FOLDER", None, "no text files in this folder: expected .txt"),
+        ("wikitext3", None, "wikitext3: no text of that name: use one of wikitext2, ptb, c4, pile"),
+        ("", None, "an empty name: no text of that name"),  # and not the current folder
+        ("wikitext2:test", "train", "two different splits, test and train"),
+        ("wikitext2:dev", None, "wikitext2:dev: no such split: use one of train, valid, test"),
+        ("c4:test", None, "c4:test: no such split: use one of train, validation"),  # before any request
+    ],
+)
+def test_names_that_mean_nothing(name: str, split: str | None, complaint: str, tmp_path: Path) -> None:
+    with pytest.raises(TextError, match=complaint):
+        open_text(tmp_path if name == "FOLDER" else name, split)
 
 
 # The hub
@@ -195,16 +179,9 @@ def test_without_the_hub_one_line_says_what_to_do(name: str, monkeypatch: pytest
     assert "\n" not in str(caught.value)
 
 
-def test_split_that_the_hub_text_does_not_have_is_refused_before_any_request() -> None:
-    with pytest.raises(TextError, match="c4:test: no such split: use one of train, validation"):
-        open_text("c4:test")
-
-
-def test_hub_layouts_are_read_with_datasets(tmp_path: Path) -> None:
+def test_hub_layouts_are_read_with_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Folders laid out like the repositories on the hub, read by the very code that streams from it."""
     pytest.importorskip("datasets")
-    import gzip
-
     write(
         tmp_path / "c4/en/c4-validation.00000-of-00008.json.gz",
         gzip.compress(jsonl([{"text": t} for t in ROWS])),
@@ -219,7 +196,7 @@ def test_hub_layouts_are_read_with_datasets(tmp_path: Path) -> None:
     for name, split in [("c4", "validation"), ("pile", "valid"), ("ptb", "test")]:
         source = open_hub_text(name, split, folder=tmp_path / name)
         assert [document.text for document in source.documents] == ROWS
-        assert source.complete
-    assert len(open_hub_text("c4", "validation", folder=tmp_path / "c4", max_characters=1).documents) == 1
+    monkeypatch.setattr(hub, "MOST_CHARACTERS", 1)
+    assert len(open_hub_text("c4", "validation", folder=tmp_path / "c4").documents) == 1
     with pytest.raises(TextError, match=r"pile:train: .* cannot be read .*: pass a local file instead"):
         open_hub_text("pile", "train", folder=tmp_path / "pile")

@@ -28,7 +28,7 @@ from kl_lens.text.images import (
     open_images,
     pixels_of,
 )
-from kl_lens.text.images.windows import draw_images, images_from_start
+from kl_lens.text.images.windows import image_windows
 
 TEXT, IMAGE = "text", "image"
 Source = TextSource | ImageSource | str
@@ -172,7 +172,7 @@ class ImageTask:
     ) -> Windows:
         opened = self._opened(source, split, for_evaluation=False)
         named = (self.preparation, self.label_names, self.classes)
-        return draw_images(opened, *named, windows=windows, length=length, seed=seed)
+        return image_windows(opened, *named, windows=windows, length=length, seed=seed)
 
     def from_start(
         self,
@@ -191,7 +191,7 @@ class ImageTask:
         if stride not in (None, length):
             raise TextError(f"{opened.label}: windows of images do not overlap; --stride works only for text")
         named = (self.preparation, self.label_names, self.classes)
-        return images_from_start(opened, *named, length=length, limit=limit)
+        return image_windows(opened, *named, windows=limit, length=length)
 
     def sample(self, model: nn.Module, windows: int, rows: int) -> torch.Tensor:
         generator = np.random.default_rng(0)

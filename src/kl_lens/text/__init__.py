@@ -8,8 +8,8 @@ from kl_lens.base.lazy import lazy_names
 
 if TYPE_CHECKING:
     from kl_lens.text.documents import Document as Document, TextSource as TextSource
+    from kl_lens.text.overlap import refuse_overlap as refuse_overlap
     from kl_lens.text.sources import KNOWN_NAMES as KNOWN_NAMES, open_text as open_text
-    from kl_lens.text.splits import refuse_overlap as refuse_overlap, split_documents as split_documents
     from kl_lens.text.tokens import TokenStream as TokenStream, token_stream as token_stream
     from kl_lens.text.wikitext import wikitext2 as wikitext2
     from kl_lens.text.windows import (

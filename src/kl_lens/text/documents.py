@@ -1,14 +1,13 @@
 """Documents and the sources that hold them.
 
-A document is the unit that calibration and evaluation must never share: a Wikipedia article, a row of a
-JSONL or Parquet file, a whole text file. It is known by the hash of its text, not by its name, so that a
-copied file is still the same document.
+A document is the unit that calibration and evaluation must never share: a Wikipedia article, a row of a JSONL or
+Parquet file, a whole text file. It is known by the hash of its text, so that a copied file is the same document.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,7 +20,6 @@ PARAGRAPH_BREAK = "\n\n"
 class Document:
     name: str  # where it comes from, for messages: "wikitext2:test, article 3 (Du Fu)", "notes.jsonl, line 7"
     text: str
-    joint: str = PARAGRAPH_BREAK  # separator before the next document
 
     @cached_property
     def sha256(self) -> str:
@@ -36,15 +34,10 @@ class TextSource:
     name: str
     split: str | None
     documents: tuple[Document, ...]
-    complete: bool = True  # False if reading stopped at `max_characters`
 
     @property
     def label(self) -> str:
         return f"{self.name}:{self.split}" if self.split else self.name
-
-    @cached_property
-    def characters(self) -> int:
-        return sum(len(document.text) for document in self.documents)
 
     @cached_property
     def sha256(self) -> str:
@@ -55,8 +48,8 @@ class TextSource:
         return digest.hexdigest()
 
     def pieces(self) -> list[str]:
-        """Each document's text with its separator; none after the last."""
-        pieces = [document.text + document.joint for document in self.documents[:-1]]
+        """Each document's text with a blank line behind it; none after the last."""
+        pieces = [document.text + PARAGRAPH_BREAK for document in self.documents[:-1]]
         return [*pieces, *(document.text for document in self.documents[-1:])]
 
     def joined(self) -> str:
@@ -64,26 +57,16 @@ class TextSource:
         return "".join(self.pieces())
 
 
-def checked_document(name: str, text: str) -> Document | None:
-    """A document; None if blank; raises TextError if it is not valid Unicode."""
-    if not text.strip():
-        return None
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:  # JSON can contain half a surrogate pair, which no tokenizer accepts
-        raise TextError(
-            f"{name}: half a surrogate pair at character {error.start}: expected valid Unicode text"
-        ) from None
-    return Document(name, text)
-
-
-def collect(documents: Iterable[Document], max_characters: int | None) -> tuple[tuple[Document, ...], bool]:
-    """Takes documents up to `max_characters` of text; also returns whether that was all."""
-    taken: list[Document] = []
-    characters = 0
-    for document in documents:
-        if max_characters is not None and characters >= max_characters:
-            return tuple(taken), False
-        taken.append(document)
-        characters += len(document.text)
-    return tuple(taken), True
+def documents_of(texts: Iterable[tuple[str, str]]) -> Iterator[Document]:
+    """Documents from (name, text), without blank ones; raises TextError for what is not valid Unicode."""
+    for name, text in texts:
+        try:
+            text.encode()
+        except (
+            UnicodeEncodeError
+        ) as error:  # JSON can contain half a surrogate pair, which no tokenizer accepts
+            raise TextError(
+                f"{name}: half a surrogate pair at character {error.start}: expected valid Unicode text"
+            ) from None
+        if text.strip():
+            yield Document(name, text)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,11 +46,17 @@ def token_stream(source: TextSource, tokenizer: Any) -> TokenStream:
     `tokenizer` is a transformers tokenizer or a `tokenizers.Tokenizer`; it is not changed.
     """
     backend = _backend(tokenizer)
-    if backend is None:
-        return _encode(source, lambda texts: _encode_slowly(tokenizer, texts))
+    if (
+        backend is None
+    ):  # a tokenizer written in Python; `verbose=False` silences its warning about long sequences
+        plain = {"add_special_tokens": False, "truncation": False, "padding": False, "verbose": False}
+        return _encode(source, lambda texts: tokenizer(texts, **plain)["input_ids"])
     key = (source.sha256, hashlib.sha256(backend.to_str().encode()).hexdigest())
     if key not in _streams:
-        _streams[key] = _encode(source, lambda texts: _encode_fast(backend, texts))
+        _streams[key] = _encode(
+            source,
+            lambda texts: (each.ids for each in backend.encode_batch_fast(texts, add_special_tokens=False)),
+        )
         if len(_streams) > _KEPT_STREAMS:
             _streams.popitem(last=False)
     _streams.move_to_end(key)
@@ -68,32 +75,17 @@ def _backend(tokenizer: Any) -> Tokenizer | None:
     return backend
 
 
-def _encode_fast(backend: Tokenizer, texts: list[str]) -> list[NDArray[np.int64]]:
-    return [
-        np.asarray(encoding.ids, dtype=np.int64)
-        for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)
-    ]
-
-
-def _encode_slowly(tokenizer: Any, texts: list[str]) -> list[NDArray[np.int64]]:
-    """For a tokenizer written in Python; `verbose=False` silences its warning about long sequences."""
-    encoded = tokenizer(texts, add_special_tokens=False, truncation=False, padding=False, verbose=False)
-    return [np.asarray(ids, dtype=np.int64) for ids in encoded["input_ids"]]
-
-
-def _encode(source: TextSource, encode: Any) -> TokenStream:
+def _encode(source: TextSource, encode: Callable[[list[str]], Iterable[Sequence[int]]]) -> TokenStream:
     encoded: list[NDArray[np.int64]] = []
-    batch: list[str] = []
+    batches: list[list[str]] = [[]]
     characters = 0
     for piece in source.pieces():
-        batch.append(piece)
-        characters += len(piece)
         if characters >= _BATCH_CHARACTERS:
-            encoded += encode(batch)
-            batch, characters = [], 0
-    if batch:
-        encoded += encode(batch)
-    lengths = [len(ids) for ids in encoded]
-    starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])[: len(lengths)]
-    ids = np.concatenate(encoded) if encoded else np.empty(0, dtype=np.int64)
-    return TokenStream(ids, starts.astype(np.int64), source.documents)
+            batches.append([])
+            characters = 0
+        batches[-1].append(piece)
+        characters += len(piece)
+    for batch in batches:
+        encoded += [np.asarray(ids, dtype=np.int64) for ids in encode(batch)]
+    starts = np.cumsum([0, *(len(ids) for ids in encoded)], dtype=np.int64)[:-1]
+    return TokenStream(np.concatenate([np.empty(0, np.int64), *encoded]), starts, source.documents)

@@ -20,8 +20,6 @@ from kl_lens.base.resources import reference_path
 from kl_lens.text.documents import PARAGRAPH_BREAK, Document, TextSource
 
 NAME = "wikitext2"
-SPLITS = ("train", "valid", "test")
-
 # SHA-256 of the uncompressed files, so that a damaged copy is noticed.
 _CHECKSUMS = {
     "train": "6707892fa3788b5ab9ed78ab5ff37d9fe825f6011a2ad4fcd6a6d467f0e7da57",
@@ -31,16 +29,13 @@ _CHECKSUMS = {
 _TITLE = re.compile(r" = ([^=]+) = \n")
 
 
+@lru_cache
 def wikitext2(split: str = "train") -> TextSource:
     """WikiText-2 raw: 600 articles in `train`, 60 each in `valid` (or `validation`) and `test`."""
-    split = {"validation": "valid"}.get(split, split)
-    if split not in SPLITS:
-        raise TextError(f"{NAME}:{split}: no such split: use one of {', '.join(SPLITS)}")
-    return _wikitext2(split)
-
-
-@lru_cache(maxsize=len(SPLITS))
-def _wikitext2(split: str) -> TextSource:
+    if split == "validation":
+        return wikitext2("valid")
+    if split not in _CHECKSUMS:
+        raise TextError(f"{NAME}:{split}: no such split: use one of {', '.join(_CHECKSUMS)}")
     articles = split_articles(raw_text(split).splitlines(keepends=True))
     documents = tuple(
         Document(f"{NAME}:{split}, article {number} ({title})", PARAGRAPH_BREAK.join(rows))
@@ -67,13 +62,10 @@ def split_articles(lines: list[str]) -> list[tuple[str, list[str]]]:
         if not line.strip():
             continue
         title = _TITLE.fullmatch(line)
-        if title and _is_blank(lines, index - 1) and _is_blank(lines, index + 1):
+        around = [*lines[max(0, index - 1) : index], *lines[index + 1 : index + 2]]
+        if title and not any(each.strip() for each in around):
             articles.append((title[1], []))
         if not articles:  # text before the first title; the shipped files have none
             articles.append(("untitled", []))
         articles[-1][1].append(line)
     return articles
-
-
-def _is_blank(lines: list[str], index: int) -> bool:
-    return not 0 <= index < len(lines) or not lines[index].strip()

@@ -15,7 +15,7 @@ import hashlib
 import itertools
 import json
 import random
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -78,17 +78,15 @@ class Windows:
         close = [b - a < self.length for a, b in itertools.pairwise(order)]
         return sum(before or after for before, after in zip([False, *close], [*close, False], strict=True))
 
+    @property
+    def _protocol(self) -> dict[str, Any]:
+        own = {name: getattr(self, name) for name in ("order", "seed", "stride", "split")}
+        return own | {"version": PROTOCOL_VERSION}
+
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of the tokens and the settings; the folder of the text does not matter."""
-        settings = {
-            "version": PROTOCOL_VERSION,
-            "order": self.order,
-            "shape": [len(self), self.length],
-            "seed": self.seed,
-            "stride": self.stride,
-            "split": self.split,
-        }
+        settings = self._protocol | {"shape": [len(self), self.length]}
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
         digest.update(self.ids.numpy().astype("<i8").tobytes())
         return digest.hexdigest()
@@ -97,15 +95,14 @@ class Windows:
         """The first `count` windows."""
         if not 1 <= count <= len(self):
             raise TextError(f"{self.source}: {count} of {len(self)} windows: expected 1 to {len(self)}")
-        return replace(
-            self, ids=self.ids[:count], starts=self.starts[:count], documents=self.documents[:count]
-        )
+        return self._some(slice(count))
 
     def after(self, count: int) -> Windows:
         """The windows after the first `count`."""
-        return replace(
-            self, ids=self.ids[count:], starts=self.starts[count:], documents=self.documents[count:]
-        )
+        return self._some(slice(count, None))
+
+    def _some(self, which: slice) -> Windows:
+        return replace(self, ids=self.ids[which], starts=self.starts[which], documents=self.documents[which])
 
     @property
     def label(self) -> str:
@@ -123,19 +120,14 @@ class Windows:
 
     def provenance(self) -> dict[str, Any]:
         """Everything but the tokens, as JSON."""
-        return {
+        return self._protocol | {
             "source": self.source,
-            "split": self.split,
-            "order": self.order,
             "windows": len(self),
             "length": self.length,
-            "seed": self.seed,
-            "stride": self.stride,
             "stream_tokens": self.stream_tokens,
             "overlapping": self.overlapping,
             "starts": list(self.starts),
-            "documents": [{"name": d.name, "sha256": d.sha256} for d in self.used_documents],
-            "version": PROTOCOL_VERSION,
+            "documents": [asdict(document) for document in self.used_documents],
             "fingerprint": self.fingerprint,
         }
 
@@ -161,9 +153,7 @@ def draw_windows(
     Raises:
         TextError: the text is shorter than one window, or than all windows together.
     """
-    source = _opened(source, split, for_evaluation=False)
-    _check_sizes(source, windows=windows, length=length)
-    stream = _long_enough_stream(source, tokenizer, length)
+    source, stream = _stream(source, split, tokenizer, for_evaluation=False, length=length, windows=windows)
     available = len(stream.ids)
     if windows * length > available:
         raise TextError(
@@ -186,42 +176,36 @@ def evaluation_windows(
 
     For a name without a split, the evaluation split is used (`wikitext2:test`, `c4:validation`).
     """
-    source = _opened(source, split, for_evaluation=True)
     stride = length if stride is None else stride
-    _check_sizes(source, length=length, stride=stride, limit=1 if limit is None else limit)
+    sizes = {"length": length, "stride": stride, "limit": 1 if limit is None else limit}
+    source, stream = _stream(source, split, tokenizer, for_evaluation=True, **sizes)
     if stride > length:
         raise TextError(
             f"{source.label}: stride {stride} is longer than the window of {length}: tokens would be skipped"
         )
-    stream = _long_enough_stream(source, tokenizer, length)
     starts = list(range(0, len(stream.ids) - length + 1, stride))[:limit]
     return _cut(source, stream, starts, length, order="sequential", seed=None, stride=stride)
 
 
-def _opened(source: TextSource | str, split: str | None, *, for_evaluation: bool) -> TextSource:
+def _stream(
+    source: TextSource | str, split: str | None, tokenizer: Any, *, for_evaluation: bool, **sizes: int
+) -> tuple[TextSource, TokenStream]:
+    """Opens and tokenizes a text; raises if it is shorter than one window, or if a size is too small."""
     if isinstance(source, str):
-        return open_text(source, split, for_evaluation=for_evaluation)
-    if split is not None and split != source.split:
+        source = open_text(source, split, for_evaluation=for_evaluation)
+    elif split not in (None, source.split):
         raise TextError(f"{source.label}: this text is already open, so split {split} cannot be chosen")
-    return source
-
-
-def _check_sizes(source: TextSource, **sizes: int) -> None:
     for name, size in sizes.items():
-        if size < (2 if name == "length" else 1):
-            raise TextError(
-                f"{source.label}: {name} {size} is too small: expected at least {2 if name == 'length' else 1}"
-            )
-
-
-def _long_enough_stream(source: TextSource, tokenizer: Any, length: int) -> TokenStream:
+        least = 2 if name == "length" else 1
+        if size < least:
+            raise TextError(f"{source.label}: {name} {size} is too small: expected at least {least}")
     stream = token_stream(source, tokenizer)
-    if len(stream.ids) < length:
+    if len(stream.ids) < sizes["length"]:
         raise TextError(
-            f"{source.label}: {len(stream.ids)} tokens, shorter than one window of {length}: "
+            f"{source.label}: {len(stream.ids)} tokens, shorter than one window of {sizes['length']}: "
             "give more text or ask for shorter windows"
         )
-    return stream
+    return source, stream
 
 
 def random_starts(available: int, windows: int, length: int, seed: int) -> list[int]:
@@ -232,21 +216,16 @@ def random_starts(available: int, windows: int, length: int, seed: int) -> list[
         best, least = 0, length + 1
         for _ in range(_TRIES):
             start = generator.randrange(available - length + 1)
-            overlap = _overlap(start, placed, length)
+            after = bisect.bisect_left(placed, start)  # the nearest earlier window on either side
+            nearest = placed[max(0, after - 1) : after + 1]
+            overlap = max((length - abs(start - other) for other in nearest), default=0)
             if overlap < least:
-                best, least = start, overlap
-            if overlap == 0:
+                best, least = start, max(0, overlap)
+            if overlap <= 0:
                 break
         starts.append(best)
         bisect.insort(placed, best)
     return starts
-
-
-def _overlap(start: int, placed: list[int], length: int) -> int:
-    """Tokens shared with the nearest earlier window on either side."""
-    after = bisect.bisect_left(placed, start)
-    nearest = placed[max(0, after - 1) : after + 1]
-    return max((length - abs(start - other) for other in nearest if abs(start - other) < length), default=0)
 
 
 def _cut(

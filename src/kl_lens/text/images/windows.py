@@ -14,42 +14,27 @@ from kl_lens.text.images.sources import ImageSource
 from kl_lens.text.windows import UsedDocument, Windows
 
 
-def draw_images(
+def image_windows(
     source: ImageSource, preparation: Preparation, names: Mapping[str, int], classes: int,
-    *, windows: int = 64, length: int = 16, seed: int = 42,
+    *, length: int, windows: int | None, seed: int | None = None,
 ) -> Windows:  # fmt: skip
-    """Windows of randomly chosen images; the first k of a larger draw are the draw of k."""
+    """With a seed: windows of randomly chosen images; the first k of a larger draw are the draw of k. Without: all
+    images, at most `windows`, in a fixed order that mixes the classes."""
     available = len(source.entries)
-    if windows * length > available:
+    count = windows or available // length
+    if seed is None:
+        count = min(available // length, count)
+    if not count or count * length > available:
+        count = max(count, 1)
         raise TextError(
-            f"{source.label}: {windows} windows of {length} images need {windows * length:,} images, there are "
+            f"{source.label}: {count} windows of {length} images need {count * length:,} images, there are "
             f"{available:,}: ask for at most {available // length} windows, or give more"
         )
-    return _cut(source, preparation, names, classes, windows, length, seed)
-
-
-def images_from_start(
-    source: ImageSource, preparation: Preparation, names: Mapping[str, int], classes: int,
-    *, length: int = 16, limit: int | None = None,
-) -> Windows:  # fmt: skip
-    """Windows of all images, at most `limit`, in a fixed random order that mixes the classes."""
-    available = len(source.entries)
-    count = min(available // length, limit or available)
-    if not count:
-        raise TextError(f"{source.label}: {available} images, fewer than one window of {length}: give more")
-    return _cut(source, preparation, names, classes, count, length, None)
-
-
-def _cut(
-    source: ImageSource, preparation: Preparation, names: Mapping[str, int], classes: int,
-    windows: int, length: int, seed: int | None,
-) -> Windows:  # fmt: skip
-    """`seed` None: from the start."""
-    order = list(range(len(source.entries)))
+    order = list(range(available))
     random.Random(seed or 0).shuffle(order)
     numbers = source.classes(names, classes)
     pictures = []
-    for entry in (source.entries[k] for k in order[: windows * length]):
+    for entry in (source.entries[k] for k in order[: count * length]):
         label = UNLABELLED if entry.label is None else numbers[entry.label]
         pictures.append(Picture(entry.name, preparation.prepare(entry.read()), label))
     documents = [UsedDocument(picture.name, picture.sha256) for picture in pictures]
@@ -63,5 +48,5 @@ def _cut(
         stride=length if seed is None else None,
         starts=starts,
         documents=tuple(tuple(documents[start : start + length]) for start in starts),
-        stream_tokens=len(source.entries),
+        stream_tokens=available,
     )

@@ -1,78 +1,17 @@
-"""Keeps calibration and evaluation text apart.
-
-`split_documents` splits one text into two; `refuse_overlap` checks any two sets of windows.
-"""
+"""Keeps calibration and evaluation text apart."""
 
 from __future__ import annotations
-
-import random
-import re
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kl_lens.base.errors import TextError
-from kl_lens.text.documents import Document, TextSource
 from kl_lens.text.windows import Windows
 
 # How long a shared run of tokens must be to count as overlap. Similar articles share boilerplate: with an 8k BPE the
 # longest run shared by WikiText-2's own train and test is 84 tokens (a typhoon's path), by train and valid 165 (the
 # rules of the Boat Race).
 OVERLAP_TOKENS = 192
-_SECTIONS = 32  # a document longer than this share of the text is cut before a split
-_PARAGRAPH_END = re.compile(r"\n[^\S\n]*\n\s*")
-_LINE_END = re.compile(r"\n")
-
-
-def split_documents(
-    source: TextSource, evaluation_share: float = 0.5, seed: int = 42
-) -> tuple[TextSource, TextSource]:
-    """Splits a text's documents into a calibration part and an evaluation part without overlap.
-
-    A document too long for a fair split (a whole book in one file) is first cut into sections at blank lines, or at
-    line ends if it has none. Equal documents go to the same side. Each part keeps the order.
-
-    Args:
-        source: the text.
-        evaluation_share: share of the characters for evaluation (as nearly as documents allow).
-        seed: decides which documents go where.
-
-    Returns:
-        The calibration part and the evaluation part.
-    """
-    if not 0 < evaluation_share < 1:
-        raise TextError(f"{source.label}: evaluation share {evaluation_share} must lie between 0 and 1")
-    documents = [
-        part
-        for document in source.documents
-        for part in sections_of(document, source.characters // _SECTIONS)
-    ]
-    hashes = sorted({document.sha256 for document in documents})
-    if len(hashes) < 2:
-        raise TextError(
-            f"{source.label}: a single document without line breaks cannot be split into calibration "
-            "and evaluation: give two files"
-        )
-    random.Random(seed).shuffle(hashes)
-    sizes: dict[str, int] = dict.fromkeys(hashes, 0)
-    for document in documents:
-        sizes[document.sha256] += len(document.text)
-    wanted = evaluation_share * sum(sizes.values())
-    for_evaluation: set[str] = set()
-    dealt = 0
-    for hash_ in hashes[:-1]:  # the last always stays for calibration
-        if for_evaluation and dealt + sizes[hash_] / 2 > wanted:
-            break
-        for_evaluation.add(hash_)
-        dealt += sizes[hash_]
-
-    def part(name: str, evaluation: bool) -> TextSource:
-        chosen = tuple(d for d in documents if (d.sha256 in for_evaluation) == evaluation)
-        split = f"{source.split}/{name}" if source.split else name
-        return replace(source, split=split, documents=chosen)
-
-    return part("calibration", False), part("evaluation", True)
 
 
 def refuse_overlap(calibration: Windows, evaluation: Windows, ngram: int = OVERLAP_TOKENS) -> None:
@@ -87,14 +26,14 @@ def refuse_overlap(calibration: Windows, evaluation: Windows, ngram: int = OVERL
         others = f" and {len(shared) - 1} more" if len(shared) > 1 else ""
         raise TextError(
             f"calibration and evaluation share a document: {known[shared[0].sha256]} is {shared[0].name}"
-            f"{others}: use separate texts, or split one with split_documents"
+            f"{others}: use separate texts"
         )
     place = shared_ngram(calibration, evaluation, ngram)
     if place:
         (window_c, at_c), (window_e, at_e), run = place
         raise TextError(
             f"calibration and evaluation share {run} tokens in a row: {_place(calibration, window_c, at_c)} "
-            f"and {_place(evaluation, window_e, at_e)}: use separate texts, or split one with split_documents"
+            f"and {_place(evaluation, window_e, at_e)}: use separate texts"
         )
 
 
@@ -141,28 +80,3 @@ def ngram_hashes(rows: NDArray[np.int64], size: int) -> NDArray[np.uint64]:
 def _place(windows: Windows, window: int, token: int) -> str:
     names = ", ".join(document.name for document in windows.documents[window])
     return f"window {window}, token {token} ({names})"
-
-
-def sections_of(document: Document, longest: int) -> list[Document]:
-    """Cuts a document at blank lines (or line ends) into sections of `longest` characters or a little more.
-
-    Joined, the sections are exactly the document.
-    """
-    text = document.text
-    if len(text) <= 2 * longest:
-        return [document]
-    cuts = [0]
-    for ends in (_PARAGRAPH_END, _LINE_END):
-        for match in ends.finditer(text.rstrip()):
-            if match.end() - cuts[-1] >= longest and text[cuts[-1] : match.end()].strip():
-                cuts.append(match.end())
-        if len(cuts) > 1:
-            break
-    else:
-        return [document]
-    pieces = [text[start:stop] for start, stop in zip(cuts, [*cuts[1:], len(text)], strict=True)]
-    sections = [
-        Document(f"{document.name}, section {n}", piece, "") for n, piece in enumerate(pieces, start=1)
-    ]
-    sections[-1] = replace(sections[-1], joint=document.joint)
-    return sections

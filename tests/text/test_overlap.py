@@ -16,86 +16,9 @@ from kl_lens.text import (
     TextSource,
     draw_windows,
     evaluation_windows,
-    open_text,
     refuse_overlap,
-    split_documents,
 )
-from kl_lens.text.splits import ngram_hashes, sections_of
-
-
-def hashes(source: TextSource) -> set[str]:
-    return {document.sha256 for document in source.documents}
-
-
-# Splitting
-
-
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.8])
-def test_split_is_disjoint_complete_and_of_the_size_asked_for(source: TextSource, share: float) -> None:
-    calibration, evaluation = split_documents(source, evaluation_share=share)
-    assert not hashes(calibration) & hashes(evaluation)
-    assert hashes(calibration) | hashes(evaluation) == hashes(source)
-    assert evaluation.characters / source.characters == pytest.approx(share, abs=0.05)
-    assert (calibration.split, evaluation.split) == ("calibration", "evaluation")
-
-
-def test_split_depends_on_the_seed_alone(source: TextSource) -> None:
-    backwards = TextSource("other name", None, source.documents[::-1])
-    assert hashes(split_documents(source, seed=3)[0]) == hashes(split_documents(backwards, seed=3)[0])
-    assert hashes(split_documents(source, seed=3)[0]) != hashes(split_documents(source, seed=4)[0])
-
-
-def test_equal_documents_go_to_the_same_side(source: TextSource) -> None:
-    copies = tuple(Document(f"copy of {d.name}", d.text + "\n") for d in source.documents)
-    doubled = TextSource("doubled", None, source.documents + copies)
-    for part in split_documents(doubled):
-        assert len(part.documents) == 2 * len(hashes(part))
-
-
-def test_one_long_file_is_cut_into_sections_at_blank_lines(tmp_path: Path, source: TextSource) -> None:
-    (tmp_path / "book.txt").write_text(source.joined(), encoding="utf-8")
-    book = open_text(tmp_path / "book.txt")
-    calibration, evaluation = split_documents(book)
-    sections = sorted(
-        calibration.documents + evaluation.documents, key=lambda d: int(d.name.rpartition(" ")[2])
-    )
-    assert len(sections) > 16
-    assert "".join(section.text for section in sections) == book.joined()
-    assert all(section.text.endswith("\n\n") for section in sections[:-1])
-    assert evaluation.characters / book.characters == pytest.approx(0.5, abs=0.05)
-
-
-def test_file_without_blank_lines_is_cut_at_line_ends() -> None:
-    text = "".join(f"line {n} of a poem\n" for n in range(500))
-    for part in split_documents(TextSource("poem", None, (Document("poem", text),))):
-        assert all(section.text.endswith("poem\n") for section in part.documents)
-
-
-@given(st.text(alphabet="ab \n", max_size=300), st.integers(0, 40))
-def test_sections_put_together_are_the_document(text: str, longest: int) -> None:
-    sections = sections_of(Document("d", text), longest)
-    assert "".join(section.text for section in sections) == text
-    assert all(section.text.strip() for section in sections) or not text.strip()
-
-
-def test_what_cannot_be_split_is_refused() -> None:
-    line = TextSource("line.txt", None, (Document("line.txt", "one long line " * 100),))
-    with pytest.raises(TextError, match=r"line.txt: a single document without line breaks cannot be split"):
-        split_documents(line)
-    for share in (0, 1, -0.5):
-        with pytest.raises(TextError, match="must lie between 0 and 1"):
-            split_documents(line, evaluation_share=share)
-
-
-# Checking
-
-
-def test_windows_of_a_split_pass(source: TextSource, tokenizer: Tokenizer) -> None:
-    calibration, evaluation = split_documents(source)
-    refuse_overlap(
-        draw_windows(calibration, tokenizer, windows=16, length=64),
-        evaluation_windows(evaluation, tokenizer, 64),
-    )
+from kl_lens.text.overlap import ngram_hashes
 
 
 @pytest.mark.parametrize(("shared_tokens", "refused"), [(100, False), (200, True)])
