@@ -17,7 +17,7 @@ from kl_lens.measuring.choosing import Job, engine_for, noise_floor
 from kl_lens.measuring.engines import FastEngine, PlainEngine
 from kl_lens.measuring.metrics import TeacherRows, compare, compared_metrics
 from kl_lens.measuring.perturbation import Perturbation, find_candidates
-from kl_lens.measuring.precision import TensorCores, accuracy_of, fastest_within, precision_for
+from kl_lens.measuring.products import TensorCores, accuracy_of, fastest_within, precision_for
 from kl_lens.measuring.spilling import StateRoom
 from kl_lens.measuring.statistics.tuning import TuningRates, tuned
 from kl_lens.measuring.sweep import Sweep

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from kl_lens.measuring.engines import FastEngine
-from kl_lens.measuring.input_major import InputMajor
 from kl_lens.measuring.joint import PlanMeter
 from kl_lens.measuring.memo import BlockMemo
 from kl_lens.measuring.perturbation import Perturbation, find_candidates
+from kl_lens.measuring.products import InputMajor
 from kl_lens.run.samples import window_kl
 from kl_lens.weights.recipes import Recipe
 from tests.families import token_ids

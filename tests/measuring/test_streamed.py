@@ -229,11 +229,11 @@ def test_a_file_that_is_cut_short_is_named_and_the_sweep_goes_on_where_it_stoppe
 def test_a_full_disk_is_one_line_and_leaves_nothing(saved, tmp_path, monkeypatch) -> None:
     model, run_folder = _on_disk(saved("mamba")), tmp_path / "run"
 
-    def full(*_: object) -> int:
+    def full(**_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(StreamedEngine, "spills", True)
-    monkeypatch.setattr("kl_lens.measuring.spilling.os.pwrite", full)
+    monkeypatch.setattr("kl_lens.measuring.spilling.tempfile.TemporaryFile", full)
     with Run.create(run_folder) as run:
         before = sorted(path.name for path in run_folder.iterdir())
         with pytest.raises(

@@ -11,7 +11,7 @@ import torch
 
 from kl_lens.measuring.metrics import compared_metrics
 from kl_lens.measuring.perturbation import Kernels, Perturbation, applied, applied_by_block, replacements
-from kl_lens.measuring.precision import FLOAT32, TensorCores, precision_for
+from kl_lens.measuring.products import FLOAT32, TensorCores, precision_for
 from kl_lens.measuring.teacher import logit_rows
 from kl_lens.model import LoadedModel
 from kl_lens.targets.session import Logits, checked_tokens

@@ -15,7 +15,7 @@ import torch
 from kl_lens.measuring.engines import DEFAULT_MEMORY, ENGINES, Engine, FastEngine, PlainEngine
 from kl_lens.measuring.metrics import TeacherRows, compare, window_metrics
 from kl_lens.measuring.perturbation import Candidate, Kernels
-from kl_lens.measuring.precision import FLOAT32, TF32, TF32X3, fastest_within
+from kl_lens.measuring.products import FLOAT32, TF32, TF32X3, fastest_within
 from kl_lens.measuring.streamed import StreamedEngine
 from kl_lens.model import LoadedModel
 from kl_lens.run.samples import WindowMetrics, summarise

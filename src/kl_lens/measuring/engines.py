@@ -15,13 +15,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
 
 from kl_lens.base.accelerators import free_memory, runs_triton
-from kl_lens.measuring.input_major import FasterProducts, InputMajor, gains_by_input_major
 from kl_lens.measuring.metrics import (
     Floats,
     TeacherRows,
@@ -40,7 +39,14 @@ from kl_lens.measuring.perturbation import (
     first_block,
     replacements,
 )
-from kl_lens.measuring.precision import FLOAT32, TensorCores, precision_for
+from kl_lens.measuring.products import (
+    FLOAT32,
+    FasterProducts,
+    InputMajor,
+    TensorCores,
+    gains_by_input_major,
+    precision_for,
+)
 from kl_lens.measuring.teacher import Batch, Teacher, batch_tokens, logit_rows, window_bytes
 from kl_lens.model import LoadedModel, States
 from kl_lens.run.samples import WindowMetrics
@@ -60,11 +66,15 @@ def memory_on(device: torch.device, budget: int) -> int:
     return int(0.85 * max(free - (5 << 28), free // 4))
 
 
+def ranges(count: int, most: int) -> list[range]:
+    """0 to `count`, cut into ranges of at most `most`."""
+    return [range(first, min(first + most, count)) for first in range(0, count, most)]
+
+
 class Engine(ABC):
     """Measures perturbations on windows of ids."""
 
     name: ClassVar[str]
-    precision = FLOAT32
     sharers = 1  # processes that share the memory for states
 
     def __init__(
@@ -79,7 +89,7 @@ class Engine(ABC):
     ) -> None:
         """
         Args:
-            precision: of matrix products, see `precision.py`; the plain engine always uses float32.
+            precision: of matrix products, see `products.py`; the plain engine always uses float32.
             scratch: a folder for states that do not fit into memory.
             remembers_parts: keep outputs of block parts; pays if each candidate changes one part.
         """
@@ -92,6 +102,11 @@ class Engine(ABC):
         self.chain.distrust(compared_metrics(self.chain.device.type))
         self.memory_budget = memory_on(self.chain.device, memory_budget)
         self.vocabulary = model.anatomy.component(model.anatomy.head).shape[0]
+        self.precision = self._precision(precision)
+
+    def _precision(self, wanted: str | None) -> str:
+        """Of matrix products."""
+        return FLOAT32
 
     def perturbed(
         self, perturbation: Perturbation, weights: Sequence[Replacement]
@@ -110,8 +125,7 @@ class Engine(ABC):
 
     def slabs(self, ids: torch.Tensor) -> list[range]:
         """Ranges of windows whose teacher states fit into the memory budget."""
-        most = self.slab_windows(ids.shape[1])
-        return [range(first, min(first + most, len(ids))) for first in range(0, len(ids), most)]
+        return ranges(len(ids), self.slab_windows(ids.shape[1]))
 
     def slab_windows(self, length: int) -> int:
         """Windows in a slab: whole batches, so that batches do not depend on where slabs end."""
@@ -181,8 +195,7 @@ class PlainEngine(Engine):
     def prepare(self, ids: torch.Tensor) -> None:
         self.ids = ids.to(self.chain.device)
         self.targets = self.chain.task.targets(self.ids)
-        most = self.batch_windows(ids.shape[1])
-        self._batches = [range(first, min(first + most, len(ids))) for first in range(0, len(ids), most)]
+        self._batches = ranges(len(ids), self.batch_windows(ids.shape[1]))
         # The teacher runs once if its logits fit, and slabs are cut so that they do.
         keep = ids.numel() * self.vocabulary * 4 <= self.memory_budget // 2
         self._kept: dict[range, TeacherRows] = {}  # free the last slab before the next one
@@ -239,18 +252,13 @@ class FastEngine(Engine):
     name = "fast"
     teacher: Teacher  # once `prepare` has run
 
-    def __init__(
-        self,
-        model: LoadedModel,
-        memory_budget: int = DEFAULT_MEMORY,
-        deployed: Kernels | None = None,
-        precision: str | None = None,
-        **how: Any,
-    ) -> None:
-        super().__init__(model, memory_budget, deployed, **how)
+    def _precision(self, wanted: str | None) -> str:
         # As deployed, a runtime's rounding is modelled: as exactly as in float32, whatever is asked for.
-        self.precision = precision_for(precision if deployed is None else None, model)
-        self.batch_tokens = batch_tokens(self.chain, self.memory_budget)
+        return precision_for(wanted if self.deployed is None else None, self.model)
+
+    @cached_property
+    def batch_tokens(self) -> int:
+        return batch_tokens(self.chain, self.memory_budget)
 
     @cached_property
     def _layout(self) -> FasterProducts:
@@ -275,11 +283,6 @@ class FastEngine(Engine):
     def _in_memory(self) -> int:
         return max(0, self.memory_budget // 2 - self._layout.bytes) // self.sharers
 
-    @property
-    def row_chunk(self) -> int:
-        """Rows of logits that are computed at once."""
-        return logit_rows(self.vocabulary, None if self.chain.device.type == "cpu" else self._in_memory)
-
     def prepare(self, ids: torch.Tensor) -> None:
         self.__dict__.pop("teacher", None)  # free the last slab first: two would not fit
         ids = ids.to(self.chain.device)
@@ -290,16 +293,12 @@ class FastEngine(Engine):
         self.teacher = self._run_teacher(ids)
 
     def _run_teacher(self, ids: torch.Tensor) -> Teacher:
-        return Teacher(
-            self.model,
-            ids,
-            self._layout,
-            tokens=self.batch_tokens,
-            row_chunk=self.row_chunk,
-            budget=self.states_budget,
-            # As deployed, unperturbed parts may give other outputs too.
-            remember_parts=self.remembers_parts and self.deployed is None,
-        )
+        # As deployed, unperturbed parts may give other outputs too.
+        return self._teacher(ids, self.states_budget, self.remembers_parts and self.deployed is None)
+
+    def _teacher(self, ids: torch.Tensor, budget: int | None, remember_parts: bool = False) -> Teacher:
+        rows = logit_rows(self.vocabulary, None if self.chain.device.type == "cpu" else self._in_memory)
+        return Teacher(self.model, ids, self._layout, self.batch_tokens, rows, budget, remember_parts)
 
     def teacher_cross_entropy(self) -> Floats:
         return np.concatenate([batch.cross_entropy for batch in self.teacher.batches])
@@ -358,13 +357,9 @@ class FastEngine(Engine):
             yield group
 
     def _only_block(self, perturbation: Perturbation) -> int | None:
-        blocks: set[int] = set()
-        for name in perturbation.recipes:
-            component = self.model.anatomy.component(name)
-            if not component.blocks:
-                return None
-            blocks.update(component.blocks)
-        return blocks.pop() if len(blocks) == 1 else None
+        each = [self.model.anatomy.component(name).blocks for name in perturbation.recipes]
+        blocks = {block for some in each for block in some}
+        return blocks.pop() if all(each) and len(blocks) == 1 else None
 
     def _measure_batch(self, batch: Batch, students: Sequence[Student]) -> list[Rows]:
         """(rows, columns) for each student."""

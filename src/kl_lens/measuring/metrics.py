@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Self
 
@@ -37,13 +37,10 @@ class TeacherRows:
     targets: torch.Tensor  # (rows,), int64: the true next token, -1 where there is none
 
     @classmethod
-    def of(cls, logits: torch.Tensor, targets: torch.Tensor) -> Self:
-        return cls.computed(logits, targets, kernel=kernels_hold(logits.device))
-
-    @classmethod
-    def computed(cls, logits: torch.Tensor, targets: torch.Tensor, *, kernel: bool) -> Self:
+    def of(cls, logits: torch.Tensor, targets: torch.Tensor, *, kernel: bool | None = None) -> Self:
+        """`kernel`: whether to use ours; None: if it is right."""
         logits = logits.float()
-        if kernel and logits.device.type == "cpu":
+        if logits.device.type == "cpu" and (kernels_hold(logits.device) if kernel is None else kernel):
             rows = logits.contiguous().numpy()
             lse = torch.from_numpy(metric_kernel.log_sum_exp(rows))
             top = torch.from_numpy(rows.argmax(-1))  # ten times as fast as torch's
@@ -116,17 +113,16 @@ _ROUNDING, _ROUNDING_OF_HALVES = 3e-5, 5e-4
 
 @cache
 def compared_metrics(device: str) -> list[Comparison]:
-    """The kernels that compare logits beside the textbook's formulas in double precision, on random rows."""
+    """The kernels that compare logits beside plain torch in double precision, on random rows."""
     generator = torch.Generator().manual_seed(0)
     states, moves = torch.randn(2, 60, 64, generator=generator)
     head = torch.randn(2500, 64, generator=generator) / 4  # three tiles, the last one not full
     moved = states + moves * torch.logspace(-2, 0, 60)[:, None]
     states, moved, head = (tensor.to(device) for tensor in (states, moved, head))
     targets = torch.arange(60, device=device)
-    teacher = TeacherRows.computed(states @ head.T, targets, kernel=True)
-    student = moved @ head.T
-
-    exact = _textbook(teacher.logits.double(), student.double(), targets).cpu().numpy()
+    student, logits = moved @ head.T, states @ head.T
+    teacher, plain = (TeacherRows.of(logits, targets, kernel=kernel) for kernel in (True, False))
+    exact = _compare_reference(replace(plain, logits=logits.double()), student.double())[:, :4]
     sizes = np.abs(exact)
     sizes[:, DELTA_CROSS_ENTROPY] = sizes[:, DELTA_CROSS_ENTROPY].mean()  # those of single rows may be zero
 
@@ -145,19 +141,6 @@ def compared_metrics(device: str) -> list[Comparison]:
     return found
 
 
-def _textbook(teacher: torch.Tensor, student: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The first four columns of `compare`, from logits in double precision."""
-    log_p, log_q = teacher.log_softmax(-1), student.log_softmax(-1)
-    at = targets[:, None]
-    columns = (
-        (log_p.exp() * (log_p - log_q)).sum(-1),
-        (log_q.exp() * (log_q - log_p)).sum(-1),
-        (student - teacher).square().sum(-1),
-        (log_p.gather(1, at) - log_q.gather(1, at))[:, 0],
-    )
-    return torch.stack(columns, 1)
-
-
 def mended(rows: Floats, again: Callable[[torch.Tensor], tuple[TeacherRows, torch.Tensor]]) -> Floats:
     """The rows from a GPU's kernels; those that are NaN or infinite are computed again in plain torch.
 
@@ -171,11 +154,11 @@ def mended(rows: Floats, again: Callable[[torch.Tensor], tuple[TeacherRows, torc
 
 
 def _compare_reference(teacher: TeacherRows, student: torch.Tensor) -> Floats:
-    """The same in plain torch, float32 with double sums; metric_kernel's docstring explains the formulas."""
-    lse = torch.logsumexp(student.double(), -1)
-    log_p = teacher.logits - teacher.lse.float()[:, None]
-    d = (student - teacher.logits) - (lse - teacher.lse).float()[:, None]
-    p, q = log_p.exp(), (student - lse.float()[:, None]).exp()
+    """The same in plain torch with double sums; metric_kernel's docstring explains the formulas."""
+    lse, exactness = torch.logsumexp(student.double(), -1), student.dtype
+    log_p = teacher.logits - teacher.lse.to(exactness)[:, None]
+    d = (student - teacher.logits) - (lse - teacher.lse).to(exactness)[:, None]
+    p, q = log_p.exp(), (student - lse.to(exactness)[:, None]).exp()
     # q - p - p·d loses precision for small d; there the first terms of the series are exact.
     small = d.abs() < 0.1
     square = p * d * d
@@ -199,11 +182,9 @@ def window_metrics(
     windows: Sequence[int], rows: Floats, signal: Floats, targets: Sequence[int], vocabulary: int
 ) -> list[WindowMetrics]:
     """The sums of each window, from the rows of compare() and the teacher's Σ squared logits of each row."""
-    by_window = rows.reshape(len(windows), -1, rows.shape[1])
+    by_window, signals = rows.reshape(len(windows), -1, rows.shape[1]), signal.reshape(len(windows), -1)
     metrics = []
-    for window, values, power, count in zip(
-        windows, by_window, signal.reshape(len(windows), -1), targets, strict=True
-    ):
+    for window, values, power, count in zip(windows, by_window, signals, targets, strict=True):
         sums = dict(zip((*BUILT_IN, *OBJECTIVES), values.sum(0).tolist(), strict=True))
         sums["squared_error"] /= vocabulary
         sums["signal"] = float(power.sum()) / vocabulary

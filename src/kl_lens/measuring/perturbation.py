@@ -16,9 +16,8 @@ from kl_lens.base.errors import FormatError, RunError
 from kl_lens.model import Anatomy, LoadedModel
 from kl_lens.model.patching import needs_no_weights
 from kl_lens.run.records import Component
-from kl_lens.weights.formats import Format, Quantized, get_format
-from kl_lens.weights.quantizers import get_quantizer
-from kl_lens.weights.recipes import FP16, NEAREST, Recipe, fitting_recipe
+from kl_lens.weights.formats import Format, Quantized
+from kl_lens.weights.recipes import FP16, Recipe, fitting_recipe
 
 
 @dataclass(frozen=True)
@@ -67,25 +66,6 @@ def name_pattern(text: str | None) -> re.Pattern[str]:
         return re.compile(text or "")
     except (re.error, OverflowError, RecursionError, TypeError) as error:
         raise RunError(f"--components {text!r} is not a regular expression: {error}") from error
-
-
-def crossed(formats: Sequence[str], methods: Sequence[str]) -> tuple[list[Recipe], list[str]]:
-    """Every format with every method that applies to it, and the reasons why others are left out.
-
-    A recipe that names its method stays as it is, and so does a format that no method suits (fp16).
-    """
-    recipes: list[Recipe] = []
-    reasons: list[str] = []
-    for name in formats:
-        if "+" in name or not methods:
-            recipes.append(Recipe.parse(name))
-            continue
-        fmt = get_format(name)
-        unsuited = {method: get_quantizer(method).suits(fmt) for method in methods}
-        reasons += [f"{name}+{method}: {reason}" for method, reason in unsuited.items() if reason]
-        suited = [method for method, reason in unsuited.items() if reason is None]
-        recipes += [Recipe.parse(f"{name}+{method}") for method in suited or [NEAREST]]
-    return list(dict.fromkeys(recipes)), reasons
 
 
 def find_candidates(

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from kl_lens.measuring.choosing import Job, noise_floor
-from kl_lens.measuring.engines import Engine
+from kl_lens.measuring.engines import Engine, ranges
 from kl_lens.measuring.metrics import check_finite
 from kl_lens.measuring.perturbation import Candidate
 from kl_lens.run.samples import WindowMetrics
@@ -58,48 +58,9 @@ class Layout:
     slab: int = field(compare=False)  # windows whose teacher states fit into memory
     fault: str = ""  # why our kernels are not used, if they should be
 
-    @classmethod
-    def of(cls, engine: Engine, candidates: Sequence[Candidate], ids: torch.Tensor) -> Layout:
-        length, count = int(ids.shape[1]), len(ids)
-        slab = engine.slab_windows(length)
-        batch = min(engine.batch_windows(length), slab, count)
-        groups = engine.groups([candidate.perturbation for candidate in candidates], batch * length)
-        return cls(
-            batch,
-            tuple(map(tuple, groups)),
-            engine.name,
-            engine.precision,
-            engine.chain.device.type,
-            count,
-            slab,
-            engine.chain.fault,
-        )
-
     def whole(self, costs: Sequence[float]) -> list[Piece]:
         """The whole sweep, a slab at a time. `costs`: of each candidate on one window."""
-        return [self._piece(range(*ends), self.groups, costs) for ends in _cut(self.windows, self.slab)]
-
-    def share(self, costs: Sequence[float], index: int, count: int) -> list[Piece]:
-        """Share `index` (from 1) of `count` shares of equal work, cut by batch and within a batch by group."""
-        whole = sum(costs) * self.windows
-        pieces: list[Piece] = []
-        before = 0.0
-        for ends in _cut(self.windows, self.batch):
-            windows, mine = range(*ends), []
-            for group in self.groups:
-                work = _cost(group, costs) * len(windows)
-                if index - 1 == min(count - 1, int((before + work / 2) / whole * count)):
-                    mine.append(group)
-                before += work
-            if mine:
-                piece = self._piece(windows, tuple(mine), costs)
-                last = pieces[-1] if pieces else None
-                together = (*last.windows, *windows) if last else ()
-                if last and last.groups == piece.groups and len(together) <= self.slab:
-                    pieces[-1] = self._piece(together, last.groups, costs)
-                else:
-                    pieces.append(piece)
-        return pieces
+        return [self._piece(windows, self.groups, costs) for windows in ranges(self.windows, self.slab)]
 
     def spread(self, costs: Sequence[float], workers: int, each: int = 16) -> list[Piece]:
         """About `each` pieces per worker. The windows are cut into few ranges, because a worker has to run the teacher
@@ -108,8 +69,7 @@ class Layout:
         stretch = self.batch * max(1, min(batches // max(1, workers), self.slab // self.batch))
         size = sum(costs) * self.windows / (workers * each)
         pieces = []
-        for ends in _cut(self.windows, stretch):
-            windows = range(*ends)
+        for windows in ranges(self.windows, stretch):
             some: list[Group] = []
             for group in self.groups:
                 some.append(group)
@@ -119,6 +79,16 @@ class Layout:
             if some:
                 pieces.append(self._piece(windows, tuple(some), costs))
         return pieces
+
+    def share(self, costs: Sequence[float], index: int, count: int) -> list[Piece]:
+        """Share `index` (from 1) of `count` shares of about equal work."""
+        pieces = self.spread(costs, count)
+        whole, before, mine = sum(piece.work for piece in pieces), 0.0, []
+        for piece in pieces:
+            if index - 1 == min(count - 1, int((before + piece.work / 2) / whole * count)):
+                mine.append(piece)
+            before += piece.work
+        return mine
 
     def _piece(self, windows: Sequence[int], groups: tuple[Group, ...], costs: Sequence[float]) -> Piece:
         """The piece with the first group on the first window also measures the noise floor."""
@@ -143,27 +113,35 @@ class PieceRunner:
         """`sharers`: processes that share the engine's memory budget."""
         self.engine, self.candidates = engine, job.candidates
         self.ids = torch.from_numpy(np.array(job.ids))
-        self.layout = Layout.of(engine, self.candidates, self.ids)
-        self._first = self.ids[: self.layout.slab]
-        if sharers > 1:  # smaller slabs, but the same batches and so the same bits
-            engine.sharers = sharers
-            slab = max(self.layout.batch, engine.slab_windows(int(self.ids.shape[1])))
-            self.layout = replace(self.layout, slab=slab)
         self._every = [candidate.perturbation for candidate in self.candidates]
         self._prepared: tuple[int, ...] = ()
+        count, length = self.ids.shape
+        slab = engine.slab_windows(length)
+        self._first = self.ids[:slab]
+        batch = min(engine.batch_windows(length), slab, count)
+        groups = tuple(map(tuple, engine.groups(self._every, batch * length)))
+        if sharers > 1:  # smaller slabs, but the same batches and so the same bits
+            engine.sharers = sharers
+            slab = max(batch, engine.slab_windows(length))
+        kind, fault = engine.chain.device.type, engine.chain.fault
+        self.layout = Layout(batch, groups, engine.name, engine.precision, kind, count, slab, fault)
 
     def do(self, piece: Piece) -> Iterator[Found]:
         """Whole groups on whole batches, a slab at a time."""
-        for first, stop in _cut(len(piece.windows), self.layout.slab):
-            windows = piece.windows[first:stop]
+        for some in ranges(len(piece.windows), self.layout.slab):
+            windows = piece.windows[some.start : some.stop]
             if windows != self._prepared:
                 yield self._prepare(windows)
-            if piece.noise and first == 0:
+            if piece.noise and some.start == 0:
                 yield Found(noise=noise_floor(self.engine, self._first))
             begin = time.perf_counter()
             for group, results in self.engine.in_turn(self._every, map(list, piece.groups)):
                 seconds, begin = (time.perf_counter() - begin) / len(group), time.perf_counter()
-                members = [self._renumbered(i, m, windows) for i, m in zip(group, results, strict=True)]
+                members = []
+                for index, metrics in zip(group, results, strict=True):
+                    own = tuple(replace(w, window=windows[w.window]) for w in metrics)
+                    check_finite(str(self.candidates[index]), [(w.window, w.kl) for w in own])
+                    members.append((index, own))
                 yield Found(candidates=tuple(members), seconds=seconds)
 
     def _prepare(self, windows: tuple[int, ...]) -> Found:
@@ -177,13 +155,6 @@ class PieceRunner:
         rows = zip(windows, counts, entropies, strict=True)
         return Found(teacher=tuple((w, n, float(e)) for w, n, e in rows))
 
-    def _renumbered(
-        self, index: int, metrics: Sequence[WindowMetrics], windows: Sequence[int]
-    ) -> tuple[int, tuple[WindowMetrics, ...]]:
-        name = str(self.candidates[index])
-        check_finite(name, [(windows[w.window], w.kl) for w in metrics])
-        return index, tuple(replace(w, window=windows[w.window]) for w in metrics)
-
 
 def key_of(candidate: Candidate) -> tuple[str, Recipe]:
     return candidate.component.name, candidate.recipe
@@ -191,8 +162,3 @@ def key_of(candidate: Candidate) -> tuple[str, Recipe]:
 
 def _cost(group: Group, costs: Sequence[float]) -> float:
     return sum(costs[index] for index in group)
-
-
-def _cut(count: int, most: int) -> Iterator[tuple[int, int]]:
-    for first in range(0, count, most):
-        yield first, min(first + most, count)

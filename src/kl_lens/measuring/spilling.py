@@ -5,13 +5,12 @@ The file has no name, so it disappears with the process even after a crash.
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Hashable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -49,7 +48,7 @@ class StateRoom:
         """`memory`: bytes on the device. `host`: bytes in the host's memory, for a GPU. `folder`: for the file."""
         self._left, self._host_left, self._folder = memory, host, folder
         self._kept: dict[Hashable, tuple[list[Any], Any, torch.device]] = {}
-        self._file: IO[bytes] | None = None
+        self._file: Any = None
         self._free: dict[int, list[int]] = {}  # size → free offsets in the file
         self._end = 0
 
@@ -88,11 +87,8 @@ class StateRoom:
     def _take(self, leaf: Any, device: torch.device) -> Any:
         if isinstance(leaf, _OnDisk):
             tensor = torch.empty(leaf.shape, dtype=leaf.dtype)
-            view = tensor.reshape(-1).view(torch.uint8).numpy().data
-            assert self._file is not None
-            done = 0
-            while done < leaf.size:
-                done += os.preadv(self._file.fileno(), [view[done : done + (1 << 30)]], leaf.at + done)
+            self._file.seek(leaf.at)
+            self._file.readinto(tensor.reshape(-1).view(torch.uint8).numpy().data)
             self._free.setdefault(leaf.size, []).append(leaf.at)
             return tensor.to(device)
         if not isinstance(leaf, torch.Tensor):
@@ -111,9 +107,9 @@ class StateRoom:
         try:
             if self._file is None:
                 self._file = tempfile.TemporaryFile(dir=self._folder, prefix=".states-")  # noqa: SIM115
-            done = 0
-            while done < len(data):
-                done += os.pwrite(self._file.fileno(), data[done : done + (1 << 30)], at + done)
+            self._file.seek(at)
+            self._file.write(data)
+            self._file.flush()
         except OSError as error:
             raise RunError(
                 f"{self._folder or tempfile.gettempdir()}: {self._end / 1e9:.1f} GB of states cannot be kept there "

@@ -79,9 +79,7 @@ class StreamedEngine(FastEngine):
         return most - most % min(most, self.batch_windows(length))
 
     def _run_teacher(self, ids: torch.Tensor) -> Teacher:
-        return Teacher(
-            self.model, ids, self._layout, tokens=self.batch_tokens, row_chunk=self.row_chunk, budget=None
-        )
+        return self._teacher(ids, budget=None)
 
     def in_turn(
         self, perturbations: Sequence[Perturbation], groups: Iterable[list[int]]

@@ -6,7 +6,6 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ from kl_lens.measuring.choosing import Job
 from kl_lens.measuring.engines import DEFAULT_MEMORY, FastEngine, memory_on
 from kl_lens.measuring.perturbation import Candidate, Kernels
 from kl_lens.measuring.pieces import Done, Found, Layout, Piece, PieceRunner, key_of
-from kl_lens.measuring.precision import FLOAT32, accuracy_of
+from kl_lens.measuring.products import FLOAT32, accuracy_of
 from kl_lens.measuring.teacher import window_bytes
 from kl_lens.measuring.workers import Workers
 from kl_lens.model import LoadedModel
@@ -113,7 +112,14 @@ class Sweep:
             str(self.run.folder.absolute()),
         )
         costs = [self._work(candidate) for candidate in candidates]
-        layout, pieces, results = self._begun(job, costs)
+        runner = None if self.workers else self._runner(job)
+        if runner is not None:
+            layout = runner.layout
+            pieces = layout.share(costs, *self.share) if self.share else layout.whole(costs)
+        else:
+            assert self.workers is not None
+            layout = self.workers.begin(job)
+            pieces = layout.spread(costs, self.workers.count)
         if self.deployed is None and layout.engine == FastEngine.name:
             self.run.identify({"precision": accuracy_of(layout.precision)})
         self.run.store(KERNELS, role, layout.fault or None)
@@ -131,7 +137,7 @@ class Sweep:
         if self.share or (left and self.workers):  # results come in any order
             self.run.expect(role, map(key_of, candidates), self._dtype)
         measured = 0
-        for found in results(left):
+        for found in self._results(job, layout, left, runner):
             if found.teacher:
                 self.run.store_teacher(text, found.teacher)
             if found.noise is not None:
@@ -147,35 +153,22 @@ class Sweep:
             len(candidates), len(windows), windows.tokens, measured, reused, seconds, layout.precision
         )
 
-    def _begun(
-        self, job: Job, costs: Sequence[float]
-    ) -> tuple[Layout, list[Piece], Callable[[list[Piece]], Iterator[Found]]]:
-        """The layout, the pieces, and a function that does them: in this process, or with workers."""
+    def _runner(self, job: Job) -> PieceRunner:
+        return PieceRunner(job, job.engine_on(self.model, self.progress.message, self.run.folder))
 
-        def here() -> PieceRunner:
-            return PieceRunner(job, job.engine_on(self.model, self.progress.message, self.run.folder))
-
-        workers = self.workers
-        if workers is None:
-            runner = here()
-            pieces = runner.layout.share(costs, *self.share) if self.share else runner.layout.whole(costs)
-            return runner.layout, pieces, partial(self._done_here, runner)
-        layout = workers.begin(job)
-
-        def results(pieces: list[Piece]) -> Iterator[Found]:
-            if not (left := (yield from workers.do(pieces))):
-                return
-            if (runner := here()).layout != layout:
+    def _results(
+        self, job: Job, layout: Layout, pieces: list[Piece], runner: PieceRunner | None
+    ) -> Iterator[Found]:
+        """Done by this process, or by workers and then here what no worker could do."""
+        if self.workers and (pieces := (yield from self.workers.do(pieces))):
+            runner = self._runner(job)
+            if runner.layout != layout:
                 raise RunError(
-                    f"{len(left)} pieces of the sweep failed on every worker: {workers.reason}; the rest is measured; "
-                    "run the same command to try again"
+                    f"{len(pieces)} pieces of the sweep failed on every worker: {self.workers.reason}; the rest is "
+                    "measured; run the same command to try again"
                 )
-            yield from self._done_here(runner, left)
-
-        return layout, layout.spread(costs, workers.count), results
-
-    def _done_here(self, runner: PieceRunner, pieces: Sequence[Piece]) -> Iterator[Found]:
         for piece in pieces:
+            assert runner is not None
             self.progress.message(f"original model on {len(piece.windows)} windows")
             yield from runner.do(piece)
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from kl_lens.measuring.input_major import FasterProducts
 from kl_lens.measuring.memo import BlockMemo
 from kl_lens.measuring.metrics import Floats, TeacherRows
+from kl_lens.measuring.products import FasterProducts
 from kl_lens.measuring.spilling import bytes_of
 from kl_lens.model import BlockCalls, Chain, LoadedModel, States
 
@@ -68,7 +68,6 @@ class Teacher:
         model: LoadedModel,
         ids: torch.Tensor,
         layout: FasterProducts,
-        *,
         tokens: int,
         row_chunk: int,
         budget: int | None,

@@ -95,7 +95,7 @@ class Worker:
     def do(
         self, number: int, job: Job, layout: Layout | None, piece: Piece | None
     ) -> list[Found] | Layout | str:
-        """The results of a piece, or without one the layout of the sweep; as text, why it failed.
+        """The results of a piece, or without one the layout of sweep `number`; as text, why it failed.
 
         `layout`: that of the other workers.
         """
@@ -186,12 +186,9 @@ class Workers:
             yield from found  # workers do not wait until this is committed
             if not self._busy or not (queue or again or any(piece for _, _, piece in self._busy.values())):
                 return queue + again
-            found = []
-            for piece, answer in self._heard():
-                if piece is not None and isinstance(answer, str):
-                    again.append(piece)
-                elif piece is not None:
-                    found += answer
+            heard = [(piece, answer) for piece, answer in self._heard() if piece is not None]
+            again += [piece for piece, answer in heard if isinstance(answer, str)]
+            found = [each for _, answer in heard if not isinstance(answer, str) for each in answer]
 
     def close(self) -> None:
         for worker in (*self._idle, *(worker for worker, _, _ in self._busy.values())):
@@ -222,12 +219,12 @@ class Workers:
                 self._say(f"{answer}; {'starting another' if replaced else 'going on without it'}")
                 if replaced:
                     self._give(self._hire())
-            elif piece is None:
-                self._idle[worker] = ()
-                if number == self._number:
-                    self._layout = self._layout or answer
-            else:
-                self._idle[worker], self._setbacks = piece.windows, 0
+                continue
+            self._idle[worker] = piece.windows if piece else ()
+            if piece is not None:
+                self._setbacks = 0
+            elif number == self._number:
+                self._layout = self._layout or answer
         return heard
 
 
@@ -267,12 +264,15 @@ def hired(
                 )
             order = replace(order, threads=max(1, threads_here() // count), sharers=count)
         else:
-            library = _ray()
+            library = _ray(ray, count)
             ending.callback(library.shutdown)
             order, count = _on_ray(library, ray, order, count, gpus_each)
         workers = Workers(lambda: _Actor(library, order) if ray else _Process(order), count, say)
         ending.callback(workers.close)
         yield workers
+
+
+_worker: Worker  # in a process of a pool
 
 
 class _Process:
@@ -312,9 +312,6 @@ def _starting(threads: int) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-_worker: Worker  # in a process of a pool
-
-
 def _become(order: Order) -> None:
     """The process becomes a worker, which shows nothing and ends with the process that started it."""
     global _worker
@@ -322,12 +319,12 @@ def _become(order: Order) -> None:
     with open(os.devnull, "w") as nothing:
         for stream in (1, 2):
             os.dup2(nothing.fileno(), stream)
-    Thread(target=_end_with_parent, daemon=True).start()
 
+    def end_with_parent() -> None:
+        parent_process().join()  # type: ignore[union-attr]
+        os._exit(1)
 
-def _end_with_parent() -> None:
-    parent_process().join()  # type: ignore[union-attr]
-    os._exit(1)
+    Thread(target=end_with_parent, daemon=True).start()
 
 
 def _do(*work: Any) -> Any:
@@ -349,33 +346,33 @@ class _Actor:
         self._ray.kill(self._actor)
 
 
-def _ray() -> Any:
-    for name, value in _RAY_SETTINGS.items():
-        os.environ.setdefault(name, value)
-    try:
-        import ray
-    except ImportError:
-        raise KLLensError("--ray needs Ray; install it with: pip install 'kl-lens[ray]'") from None
-    return ray
-
-
-def _on_ray(
-    ray: Any, address: str, order: Order, count: int | None, gpus_each: float | None
-) -> tuple[Order, int]:
-    """Connects to a cluster; the order with each worker's threads and GPUs, and the number of workers."""
+def _ray(address: str, count: int | None) -> Any:
+    """Ray, connected to a cluster."""
+    os.environ |= {name: os.environ.get(name, value) for name, value in _RAY_SETTINGS.items()}
     how: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
+        import ray
+
         if address == "local":
             how |= {"num_cpus": max(processors(), count or 1), "include_dashboard": False}
         elif address != "auto":  # Ray itself tries for minutes
             host, _, port = address.removeprefix("ray://").rpartition(":")
             socket.create_connection((host, int(port)), timeout=10).close()
         ray.init(address, **how)
+    except ImportError:
+        raise KLLensError("--ray needs Ray; install it with: pip install 'kl-lens[ray]'") from None
     except (Exception, SystemExit) as error:  # Ray raises many kinds
         raise KLLensError(
             f"--ray {address}: no cluster answers there ({one_line(error)}); give HOST:PORT of its head (ray start "
             "--head), auto, or local"
         ) from None
+    return ray
+
+
+def _on_ray(
+    ray: Any, address: str, order: Order, count: int | None, gpus_each: float | None
+) -> tuple[Order, int]:
+    """The order with each worker's threads and GPUs, and the number of workers."""
     there = ray.cluster_resources()
     cpus, gpus = int(there.get("CPU", 0)), there.get("GPU", 0.0)
     wanted = str(order.how.get("device", "cpu"))

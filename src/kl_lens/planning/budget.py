@@ -19,7 +19,6 @@ from kl_lens.weights.recipes import Recipe
 
 _HUMAN = {"bytes": human_bytes, "kl": human_kl, "seconds": human_speed}
 _OPTION = {"bytes": "--max-bytes", "kl": "--max-kl", "seconds": "--min-speed"}
-_BEST = {"bytes": "smallest bytes", "kl": "smallest kl", "seconds": "highest speed"}
 
 
 @dataclass(frozen=True)
@@ -73,8 +72,20 @@ def plan_for_budget(
         raise PlanError(f"cannot minimise {goal!r}; choose {', '.join(QUANTITIES)}")
     if problem.speed is None and "seconds" in (goal, *limits):
         raise PlanError("a limit on speed needs the speeds of the target's files: `speed_model`")
-    optimum = _solve(problem, goal, limits, flags)
-    totals = problem.totals(optimum.selection)
+    for quantity, most in limits.items():
+        if most < problem.reach(quantity)[0]:
+            raise _impossible(problem, quantity, flags[quantity])
+    amounts = _amounts(problem)
+    rows = [
+        knapsack.Limit(amounts[q], most - getattr(problem.fixed, q))
+        for q, most in limits.items()
+        if q != goal
+    ]
+    optimum = knapsack.minimise(amounts[goal], rows)
+    totals = problem.totals(optimum.selection) if optimum else None
+    # A limit on the goal itself needs no row: compare the minimum with it.
+    if optimum is None or totals is None or getattr(totals, goal) > limits.get(goal, math.inf):
+        raise BudgetError(f"{' and '.join(flags.values())} cannot be met together; relax one of them")
     notes: dict[str, object] = {
         "minimised": goal,
         "metric": problem.predictor.metric,
@@ -100,24 +111,6 @@ def plan_for_budget(
     assert besides == problem.besides_bytes + grown, "the plan's bytes must be those that the solver added up"
     plan = replace(plan, limits=limits, fixed_bytes=besides)
     return BudgetSolution(plan, totals, goal, optimum.gap, optimum.seconds)
-
-
-def _solve(
-    problem: Problem, goal: str, limits: Mapping[str, float], flags: Mapping[str, str]
-) -> knapsack.Optimum:
-    """Minimises `goal` within limits on totals. `flags`: quantity → its limit as the user gave it, for messages."""
-    _require_each_possible(problem, limits, flags)
-    amounts = _amounts(problem)
-    rows = [
-        knapsack.Limit(amounts[q], most - getattr(problem.fixed, q))
-        for q, most in limits.items()
-        if q != goal
-    ]
-    optimum = knapsack.minimise(amounts[goal], rows)
-    # A limit on the goal itself needs no row: compare the minimum with it.
-    if optimum is None or getattr(problem.totals(optimum.selection), goal) > limits.get(goal, math.inf):
-        raise BudgetError(_contradiction(problem, limits, flags))
-    return optimum
 
 
 def _amounts(problem: Problem) -> dict[str, list[knapsack.Numbers]]:
@@ -162,46 +155,27 @@ def _parameters(problem: Problem) -> int:
     return sum(c.parameters for c in problem.table.components)
 
 
-def _require_each_possible(problem: Problem, limits: Mapping[str, float], flags: Mapping[str, str]) -> None:
-    for quantity, most in limits.items():
-        low, high = problem.reach(quantity)
-        if most < low:
-            show = _HUMAN[quantity]
-            extra = ""
-            if quantity == "bytes":
-                bits = [8 * (end - problem.besides_bytes) / _parameters(problem) for end in (low, high)]
-                extra = f" ({bits[0]:.3f} to {bits[1]:.3f} bits per weight)"
-            raise BudgetError(
-                f"{flags[quantity]} cannot be met: plans from these measurements range from "
-                f"{show(low)} to {show(high)}{extra}; {'lower' if quantity == 'seconds' else 'raise'} the budget or "
-                "measure smaller formats"
-            )
-
-
-def _contradiction(problem: Problem, limits: Mapping[str, float], flags: Mapping[str, str]) -> str:
-    """Explains limits that are possible one by one but not together."""
-    facts = []
-    for quantity in limits:
-        others = {q: most for q, most in limits.items() if q != quantity}
-        try:
-            optimum = _solve(problem, quantity, others, flags)
-        except BudgetError:
-            continue
-        reached = getattr(problem.totals(optimum.selection), quantity)
-        rest = " and ".join(flags[q] for q in others)
-        facts.append(f"with {rest} the {_BEST[quantity]} is {_HUMAN[quantity](reached)}")
-    return f"{' and '.join(flags.values())} cannot be met together: {'; '.join(facts)}; relax one of them"
+def _impossible(problem: Problem, quantity: str, flag: str) -> BudgetError:
+    """What is possible instead of a limit that no plan meets."""
+    low, high = problem.reach(quantity)
+    show, extra = _HUMAN[quantity], ""
+    if quantity == "bytes":
+        bits = [8 * (end - problem.besides_bytes) / _parameters(problem) for end in (low, high)]
+        extra = f" ({bits[0]:.3f} to {bits[1]:.3f} bits per weight)"
+    return BudgetError(
+        f"{flag} cannot be met: plans from these measurements range from {show(low)} to {show(high)}{extra}; "
+        f"{'lower' if quantity == 'seconds' else 'raise'} the budget or measure smaller formats"
+    )
 
 
 def _name(goal: str, limits: Mapping[str, float], problem: Problem) -> str:
     """A plan with another limit, or for another target, has another name."""
-    parts = [f"least_{goal}_at"]
-    if "bytes" in limits:
-        parts.append(spell_bytes(int(limits["bytes"])))
-    if "kl" in limits:
-        parts.append(f"kl{limits['kl']:g}")
-    if "seconds" in limits:
-        parts.append(f"{1 / limits['seconds']:g}tps".replace("+", ""))
+    spelled: dict[str, Callable[[float], str]] = {
+        "bytes": lambda most: spell_bytes(int(most)),
+        "kl": lambda most: f"kl{most:g}",
+        "seconds": lambda most: f"{1 / most:g}tps".replace("+", ""),
+    }
+    parts = [f"least_{goal}_at", *(spell(limits[q]) for q, spell in spelled.items() if q in limits)]
     return "_".join(parts) + (f"-{problem.target.name}" if problem.target else "")
 
 

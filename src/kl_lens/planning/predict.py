@@ -82,8 +82,13 @@ def prediction_metric(table: SensitivityTable) -> tuple[str, str | None]:
 
     Some published files hold numbers under that name that cannot be a KL; the other direction is right there.
     """
-    usable = {metric: _usable(table, metric) for metric in (PREDICTED_METRIC, OTHER_KL)}
-    if usable[PREDICTED_METRIC] or not usable[OTHER_KL]:
+    most = _most(table)
+
+    def usable(metric: str) -> bool:
+        """Whether any value is possible; a single wrong one does not disqualify the metric."""
+        return any(metric in m.metrics and not _impossible(m, metric, most) for m in table.measurements)
+
+    if usable(PREDICTED_METRIC) or not usable(OTHER_KL):
         return PREDICTED_METRIC, None
     values = [m.metrics[PREDICTED_METRIC].value for m in table.measurements if PREDICTED_METRIC in m.metrics]
     why = f"no value of {PREDICTED_METRIC} can be a KL (about {values[0]:.2g})" if values else (
@@ -109,12 +114,6 @@ def require_sane(table: SensitivityTable, metric: str) -> None:
                 f"{m.component} in {m.format}: {metric} is {m.metrics[metric].value:.4g}, {why}; measure it again, "
                 "or use another --metric"
             )
-
-
-def _usable(table: SensitivityTable, metric: str) -> bool:
-    """Whether any value is possible; a single wrong one does not disqualify the metric."""
-    most = _most(table)
-    return any(metric in m.metrics and not _impossible(m, metric, most) for m in table.measurements)
 
 
 def _impossible(measurement: Measurement, metric: str, most: float) -> str | None:

@@ -143,21 +143,14 @@ def _menu(table: SensitivityTable, recipes: Sequence[str] | None) -> list[Recipe
 
 def _clusters(free: Sequence[Component]) -> list[tuple[Component, ...]]:
     """Groups fused siblings, in the model's order; siblings of siblings join the same group."""
-    leader = {c.name: c.name for c in free}
-
-    def find(name: str) -> str:
-        while leader[name] != name:
-            name = leader[name]
-        return name
-
+    cluster: dict[str, dict[str, Component]] = {c.name: {c.name: c} for c in free}
     for component in free:
         for sibling in component.fused_with:
-            if sibling in leader:
-                leader[find(sibling)] = find(component.name)
-    clusters: dict[str, list[Component]] = {}
-    for component in free:
-        clusters.setdefault(find(component.name), []).append(component)
-    return [tuple(members) for members in clusters.values()]
+            if sibling in cluster and cluster[sibling] is not cluster[component.name]:
+                joined = cluster[component.name] | cluster[sibling]
+                cluster |= dict.fromkeys(joined, joined)
+    first = {id(members): members for members in (cluster[c.name] for c in free)}
+    return [tuple(c for c in free if c.name in members) for members in first.values()]
 
 
 def _choices(

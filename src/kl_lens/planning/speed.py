@@ -30,10 +30,6 @@ class TimedFile:
     bytes: Mapping[str, int]  # format → bytes that tokens read
     seconds: float  # per token
 
-    @property
-    def size(self) -> int:
-        return sum(self.bytes.values())
-
 
 @dataclass(frozen=True)
 class SpeedModel:
@@ -74,7 +70,7 @@ def speed_model(run: Run, table: SensitivityTable, target: Target) -> SpeedModel
     lookup = table.embedding if table.embedding != table.head else None
     read = {c.name for c in table.candidates if c.name != lookup}
     files = [_timed(run, profile, read) for profile in profiles.values()]
-    if (different := len({file.size for file in files})) < FEWEST:
+    if (different := len({sum(file.bytes.values()) for file in files})) < FEWEST:
         raise PlanError(
             f"speeds are predicted from at least {FEWEST} timed {target.title} files of different sizes, and the run "
             f"has {different}; export more plans, then: kl-lens benchmark --run {run.folder} --targets {target.name}"

@@ -56,7 +56,7 @@ def _kernels() -> Health:
     import torch
 
     from kl_lens.measuring.metrics import compared_metrics
-    from kl_lens.measuring.precision import PRECISIONS, compared_products, has_tensor_cores
+    from kl_lens.measuring.products import PRECISIONS, compared_products, has_tensor_cores
     from kl_lens.model import load
 
     found: dict[str, Comparison] = {}

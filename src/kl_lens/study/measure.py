@@ -14,7 +14,7 @@ from kl_lens.measuring import screening
 from kl_lens.measuring.engines import DEFAULT_MEMORY
 from kl_lens.measuring.perturbation import Candidate, find_candidates, name_pattern
 from kl_lens.measuring.pieces import key_of
-from kl_lens.measuring.precision import PRECISIONS
+from kl_lens.measuring.products import PRECISIONS
 from kl_lens.measuring.statistics import StoredStatistics
 from kl_lens.measuring.sweep import Progress, Sweep, SweepResult, error_work
 from kl_lens.model import Anatomy, LoadedModel

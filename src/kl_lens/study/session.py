@@ -128,13 +128,13 @@ class Session:
     def in_run(self, model: LoadedModel, folder: Path, learn_from: Path | None = None) -> LoadedModel:
         """The model with the weight store of a run. Methods learn from the statistics in `learn_from` (default: the
         same folder; a shard uses its run's)."""
-        from kl_lens.measuring.statistics import RunStatistics
+        from kl_lens.measuring.statistics import StoredStatistics
 
         learnt = learn_from or folder
         key = (id(model), folder.resolve(), learnt.resolve())
         if key not in self._in_run:
             self._in_run[key] = model.with_store(
-                folder=folder / QUANTIZED, statistics=RunStatistics(learnt, model)
+                folder=folder / QUANTIZED, statistics=lambda: StoredStatistics.open(learnt, model)
             )
         return self._in_run[key]
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from kl_lens.base.environment import available_memory
 from kl_lens.base.errors import KLLensError
 from kl_lens.measuring.engines import DEFAULT_MEMORY
-from kl_lens.measuring.input_major import gains_by_input_major
+from kl_lens.measuring.products import gains_by_input_major
 from kl_lens.measuring.teacher import window_bytes
 from kl_lens.measuring.workers import Order, Workers, hired, threads_here, workers_by_default
 from kl_lens.model import LoadedModel, own_images

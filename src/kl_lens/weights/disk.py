@@ -18,8 +18,6 @@ from kl_lens.base.files import whole, write_text
 from kl_lens.base.host import on_host
 from kl_lens.weights.formats import Quantized
 
-_PARTS = ("data", "scales", "zero_points")
-
 
 class DiskCache:
     def __init__(self, folder: Path, budget: int) -> None:
@@ -51,8 +49,7 @@ class DiskCache:
 
     def put(self, name: str, quantized: Quantized) -> None:
         path = self._object(quantized.digest)
-        parts = {part: getattr(quantized, part) for part in _PARTS}
-        tensors = {part: on_host(tensor).contiguous() for part, tensor in parts.items() if tensor is not None}
+        tensors = {part: on_host(tensor).contiguous() for part, tensor in quantized.tensors.items()}
         if sum(tensor.nbytes for tensor in tensors.values()) > self._budget:
             return
         shape = ",".join(str(size) for size in quantized.shape)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -69,7 +69,7 @@ class WeightStore:
     def __init__(
         self,
         source: WeightSource,
-        statistics: Statistics | None = None,
+        statistics: Statistics | Callable[[], Statistics] | None = None,
         folder: Path | None = None,
         disk_budget: int = DISK_BUDGET,
         memory_budget: int = MEMORY_BUDGET,
@@ -77,26 +77,24 @@ class WeightStore:
         self._memory_budget = memory_budget
         self._source = source
         self._statistics = statistics
-        self._disk = None if folder is None else DiskCache(folder, disk_budget)
-        self._tuned = None if folder is None else DiskCache(folder.parent / TUNED, sys.maxsize)
+        self._disk: DiskCache | None = None
+        self._tuned: DiskCache | None = None
+        if folder is not None:
+            self.keep_in(folder, disk_budget)
         self._recent: OrderedDict[tuple[Hashable, ...], Quantized] = OrderedDict()
         self._recent_bytes = 0
         self._originals: dict[tuple[str, Hashable], str] = {}
         self._digests: dict[tuple[Hashable, ...], str] = {}
         self._last: tuple[tuple[str, Statistics], InputStatistics] | None = None
 
-    def keep_in(self, folder: Path) -> None:
+    def keep_in(self, folder: Path, budget: int = DISK_BUDGET) -> None:
         """Caches expensive results in this folder."""
-        self._disk = DiskCache(folder, DISK_BUDGET)
+        self._disk = DiskCache(folder, budget)
         self._tuned = DiskCache(folder.parent / TUNED, sys.maxsize)
 
     def learn_from(self, statistics: Statistics) -> None:
         """Sets the statistics for methods that learn."""
         self._statistics = statistics
-
-    @property
-    def statistics(self) -> Statistics | None:
-        return self._statistics
 
     def learnt_by(self, recipes: Iterable[Recipe], expected: str | None = None) -> str | None:
         """The digest of the statistics these recipes use; None if no recipe learns.
@@ -119,8 +117,6 @@ class WeightStore:
 
         `rows`: estimated from so many rows, evenly spread, of a few experts. All quantizers treat rows independently.
         """
-        if self._statistics is None:
-            raise FormatError(f"{component}: there are no statistics of its inputs")
         weight = self._source.weight(component).detach()
         every, experts = weight.numel(), None
         if rows is not None and rows < weight.shape[-2]:
@@ -132,7 +128,7 @@ class WeightStore:
         else:
             values = self.values(component, recipe)
         share = weight.numel() / every
-        moments = _some(self._of(self._statistics, component), experts).second_moments
+        moments = _some(self._of(self._learnt_from(recipe), component), experts).second_moments
         step = max(1, _ROWS_AT_ONCE // weight.shape[-1])
         total = 0.0
         for index, (before, after) in enumerate(zip(_matrices(weight), _matrices(values), strict=True)):
@@ -147,12 +143,14 @@ class WeightStore:
         return f"{recipe}@{self._learnt_from(recipe).digest}" if recipe.quantizer.learns else recipe
 
     def _learnt_from(self, recipe: Recipe) -> Statistics:
-        if self._statistics is not None:
-            return self._statistics
-        raise UnlearntError(
-            f"{recipe}: {recipe.method} needs statistics and this model has none; gather them with: "
-            "kl-lens calibrate MODEL --run DIR (in Python: Study.calibrate)"
-        )
+        if self._statistics is None:
+            raise UnlearntError(
+                f"{recipe}: {recipe.method} needs statistics and this model has none; gather them with: "
+                "kl-lens calibrate MODEL --run DIR (in Python: Study.calibrate)"
+            )
+        if callable(self._statistics):  # opened on first use
+            self._statistics = self._statistics()
+        return self._statistics
 
     def _of(self, statistics: Statistics, component: str) -> InputStatistics:
         """On the weights' device, kept until another component's are wanted: its recipes come one after another."""
@@ -245,7 +243,7 @@ class WeightStore:
             recipe.quantizer.quantize(weight[first : first + step], recipe.grid, component, None)
             for first in range(0, rows, step)
         ]
-        return _stacked(parts, tuple(weight.shape))
+        return Quantized.stacked(parts, tuple(weight.shape))
 
     def _original(self, component: str) -> str:
         """A digest of the weight, so that the same matrix in another checkpoint is found again."""
@@ -288,34 +286,14 @@ def _spelled(factors: Factors) -> str:
 
 
 def _size(quantized: Quantized) -> int:
-    parts = (quantized.data, quantized.scales, quantized.zero_points)
-    return sum(part.nbytes for part in parts if part is not None)
+    return sum(part.nbytes for part in quantized.tensors.values())
 
 
 def moved(quantized: Quantized, device: torch.device) -> Quantized:
     """The same weight on another device."""
-
-    def to(part: torch.Tensor | None) -> torch.Tensor | None:
-        return None if part is None else part.to(device)
-
-    data = quantized.data.to(device)
-    made = replace(quantized, data=data, scales=to(quantized.scales), zero_points=to(quantized.zero_points))
+    there = {name: part.to(device) for name, part in quantized.tensors.items()}
+    made = Quantized(quantized.format, quantized.shape, **there)
     return made.known_as(quantized.digest) if "digest" in vars(quantized) else made
-
-
-def _stacked(parts: list[Quantized], shape: tuple[int, ...]) -> Quantized:
-    def joined(pieces: list[torch.Tensor | None]) -> torch.Tensor | None:
-        there = [piece for piece in pieces if piece is not None]
-        return torch.cat(there) if there else None
-
-    data = torch.cat([part.data for part in parts])
-    return Quantized(
-        parts[0].format,
-        shape,
-        data,
-        joined([part.scales for part in parts]),
-        joined([part.zero_points for part in parts]),
-    )
 
 
 class GivenWeights:

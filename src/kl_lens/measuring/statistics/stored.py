@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +49,7 @@ class StoredStatistics:
     @classmethod
     def open(cls, run: Path, model: LoadedModel) -> StoredStatistics:
         """The statistics of a run. Raises if they are of another model, or not complete."""
-        stored = cls.of_fingerprint(run, model.fingerprint)
+        stored = cls.of_fingerprint(run, model.fingerprint, model.source or model.name)
         if missing := stored._missing(model):
             raise RunError(
                 f"{stored.folder}: gathering stopped before {missing[0]} (and {len(missing) - 1} more); continue with: "
@@ -59,11 +58,13 @@ class StoredStatistics:
         return stored
 
     @classmethod
-    def of_fingerprint(cls, run: Path, fingerprint: str | None) -> StoredStatistics:
+    def of_fingerprint(cls, run: Path, fingerprint: str | None, name: str = "MODEL") -> StoredStatistics:
         """The statistics of a run, for a model that need not be opened. Raises if they are of another one."""
         stored = cls.held_by(run)
         if stored is None:
-            raise RunError(f"{run} has no statistics; gather them with: kl-lens calibrate MODEL --run {run}")
+            raise UnlearntError(
+                f"{run} has no statistics to learn from; gather them with: kl-lens calibrate {name} --run {run}"
+            )
         stored._require({"version": VERSION, "model_fingerprint": fingerprint})
         return stored
 
@@ -182,29 +183,6 @@ class StoredStatistics:
     def _write_index(self) -> None:
         index = {"identity": self.identity, "digest": self.digest, "components": self._components}
         write_text(self.folder / _INDEX, json.dumps(index, indent=1) + "\n")
-
-
-class RunStatistics:
-    """The statistics of a run, opened on first use: a `weights.Statistics`."""
-
-    def __init__(self, run: Path, model: LoadedModel) -> None:
-        self._run, self._model = run, model
-
-    @cached_property
-    def _stored(self) -> StoredStatistics:
-        if StoredStatistics.held_by(self._run) is None:
-            raise UnlearntError(
-                f"{self._run} has no statistics to learn from; gather them with: "
-                f"kl-lens calibrate {self._model.source or self._model.name} --run {self._run}"
-            )
-        return StoredStatistics.open(self._run, self._model)
-
-    @property
-    def digest(self) -> str:
-        return self._stored.digest
-
-    def of(self, component: str, device: torch.device | str = "cpu") -> InputStatistics:
-        return self._stored.of(component, device)
 
 
 def _packed(moments: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 from kl_lens.base.errors import UnlearntError
 from kl_lens.measuring.statistics import StoredStatistics
 from kl_lens.model import LoadedModel
-from kl_lens.planning.handover.base import Handover, own_rounding, refusal
+from kl_lens.planning.handover.tools import refusal
 from kl_lens.run.records import Plan
 from kl_lens.targets.gguf.architectures import get_architecture
 from kl_lens.targets.gguf.choices import FLOAT32, TensorJob, choose_recipes, decide
@@ -23,7 +23,6 @@ from kl_lens.targets.gguf.export import source_of
 from kl_lens.weights.formats import FP16
 from kl_lens.weights.formats.ggml import gguf_module
 from kl_lens.weights.quantizers.importance import column_importance
-from kl_lens.weights.recipes import NEAREST
 
 TYPES, IMPORTANCE = "tensor-types.txt", "imatrix.gguf"
 _SPELLED = {FP16: "f16", FLOAT32: "f32"}
@@ -31,10 +30,12 @@ _SPELLED = {FP16: "f16", FLOAT32: "f32"}
 _KEPT = ("_norm.weight", "ffn_gate_inp.weight", "ssm_conv1d", "shortconv.conv.weight")
 
 
-def write(model: LoadedModel, plan: Plan, folder: Path, statistics: StoredStatistics | None) -> Handover:
+def write(model: LoadedModel, plan: Plan, folder: Path, statistics: StoredStatistics | None) -> str:
+    """Returns the command to use."""
     jobs = _jobs(model, plan)
-    lines = [_line(job) for job in jobs]
-    (folder / TYPES).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    # Names are regular expressions that are searched for: without ^ and $, `output` would also match `ffn_output`.
+    lines = (f"^{re.escape(job.rule.name)}$={_SPELLED.get(job.format, job.format)}\n" for job in jobs)
+    (folder / TYPES).write_text("".join(lines), encoding="utf-8")
     learning = [
         job
         for job in jobs
@@ -54,8 +55,7 @@ def write(model: LoadedModel, plan: Plan, folder: Path, statistics: StoredStatis
             sizes[job.format] += job.bytes
     most = sizes.most_common(1)[0][0].upper() if sizes else "F16"
     weighed = f"--imatrix FOLDER/{IMPORTANCE} " if learning else ""
-    use = f"llama-quantize {weighed}--tensor-type-file FOLDER/{TYPES} MODEL-F16.gguf MODEL-{plan.name}.gguf {most}"
-    return Handover(use, notes=own_rounding("llama-quantize", plan, ours=(NEAREST, "imatrix")))
+    return f"llama-quantize {weighed}--tensor-type-file FOLDER/{TYPES} MODEL-F16.gguf MODEL-{plan.name}.gguf {most}"
 
 
 def _jobs(model: LoadedModel, plan: Plan) -> list[TensorJob]:
@@ -75,11 +75,6 @@ def _jobs(model: LoadedModel, plan: Plan) -> list[TensorJob]:
         elif len(job.shape) >= 2 and job.rule.name.endswith("weight"):
             chosen.append(job)
     return chosen
-
-
-def _line(job: TensorJob) -> str:
-    """Names are regular expressions that are searched for: without ^ and $, `output` would also match `ffn_output`."""
-    return f"^{re.escape(job.rule.name)}$={_SPELLED.get(job.format, job.format)}"
 
 
 def _write_importance(

@@ -53,7 +53,7 @@ class AffineFormat(GroupedFormat):
 
         top = 2**self.bits - 1
         half = weight.half().float()  # mlx-lm converts the model to float16 first
-        groups = half.unflatten(-1, (-1, self._columns_per_group(weight.shape)))  # (…, rows, groups, group)
+        groups = self._grouped(half)
         low, high = torch.aminmax(groups, dim=-1, keepdim=True)
         # A tensor as divisor: GPUs turn division by a number into a product with its rounded inverse.
         scales = ((high - low) / torch.full_like(high, top)).clamp_min(SMALLEST_SCALE)
@@ -64,19 +64,12 @@ class AffineFormat(GroupedFormat):
         scales = torch.where(away, edges / torch.where(away, steps, 1), scales)
         biases = torch.where(away, edges, 0)
         codes = ((groups - biases) / scales).round_().clamp_(0, top)
-        return Quantized(
-            self.name,
-            tuple(weight.shape),
-            codes.to(torch.uint8).flatten(-2),
-            scales.squeeze(-1).to(self.scale_dtype),
-            biases.squeeze(-1).to(self.scale_dtype),
-        )
+        return self._stored(weight, codes.to(torch.uint8), scales, biases.to(self.scale_dtype))
 
     def _dequantize(self, quantized: Quantized) -> torch.Tensor:
         assert quantized.scales is not None
         assert quantized.zero_points is not None
-        groups = quantized.data.float().unflatten(-1, (-1, self._columns_per_group(quantized.shape)))
-        groups = groups.mul_(quantized.scales.float().unsqueeze(-1))
+        groups = self._grouped(quantized.data.float()).mul_(quantized.scales.float().unsqueeze(-1))
         return groups.add_(quantized.zero_points.float().unsqueeze(-1)).flatten(-2)
 
 

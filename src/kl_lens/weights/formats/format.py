@@ -37,15 +37,27 @@ class Quantized:
     # int8 (uint8 where unsigned), one per weight; uint8 GGUF blocks (…, rows, bytes per row); float16 values
     data: torch.Tensor
     scales: torch.Tensor | None = None  # (…, rows, groups); GGUF keeps them inside the blocks
-    zero_points: torch.Tensor | None = (
-        None  # shaped as the scales: codes of 0 (uint8), or values of code 0 (float16)
-    )
+    # Shaped as the scales: codes of 0 (uint8), or values of code 0 (float16).
+    zero_points: torch.Tensor | None = None
+
+    @classmethod
+    def stacked(cls, parts: Sequence[Quantized], shape: tuple[int, ...]) -> Quantized:
+        """The rows of all parts, one after another, as a weight of this shape."""
+        import torch
+
+        joined = {name: torch.cat([part.tensors[name] for part in parts]) for name in parts[0].tensors}
+        return cls(parts[0].format, shape, **{n: t.reshape(*shape[:-1], -1) for n, t in joined.items()})
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Those of data, scales and zero points that there are."""
+        parts = {"data": self.data, "scales": self.scales, "zero_points": self.zero_points}
+        return {name: part for name, part in parts.items() if part is not None}
 
     @cached_property
     def digest(self) -> str:
         """Equal digests mean equal weights, bit for bit."""
-        parts = (part for part in (self.data, self.scales, self.zero_points) if part is not None)
-        return tensor_digest(*parts, about=f"{self.format} {self.shape}")
+        return tensor_digest(*self.tensors.values(), about=f"{self.format} {self.shape}")
 
     def known_as(self, digest: str) -> Quantized:
         """The same, with a digest that need not be computed again."""

@@ -11,7 +11,6 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import numpy.typing as npt
 
 from kl_lens.base.errors import FormatError
@@ -78,7 +77,7 @@ class GGUFFormat(Format):
         """The stored form, searched with llama.cpp's importance weighting.
 
         Args:
-            importance: mean square of each column's input, (columns,); or (experts, columns) for stacked experts.
+            importance: mean square of each column's input, (columns,).
         """
         self._require_fit(tuple(weight.shape), name)
         values = checked_float32(weight, name)
@@ -111,17 +110,8 @@ class GGUFFormat(Format):
         ggml_type = gguf_module().GGMLQuantizationType[self.gguf_type]
         rows = on_host(whole.flatten(0, -2)).numpy()
         row_bytes = weight.shape[-1] // self.block_size * self.block_bytes
-        if importance is None or importance.dim() == 1:
-            weighed = None if importance is None else importance.numpy()
-            blocks = quantize_rows(rows, int(ggml_type), row_bytes, weighed)
-        elif weight.dim() == 3 and len(importance) == len(weight):
-            pairs = zip(np.split(rows, len(weight)), importance.numpy(), strict=True)
-            blocks = np.concatenate(
-                [quantize_rows(part, int(ggml_type), row_bytes, one) for part, one in pairs]
-            )
-        else:
-            shapes = f"{tuple(importance.shape)} does not fit a weight of {tuple(weight.shape)}"
-            raise FormatError(f"importance of shape {shapes}")
+        weighed = None if importance is None else importance.numpy()
+        blocks = quantize_rows(rows, int(ggml_type), row_bytes, weighed)
         data = torch.from_numpy(blocks).reshape(*weight.shape[:-1], -1)
         return Quantized(self.name, tuple(weight.shape), data.to(weight.device))
 

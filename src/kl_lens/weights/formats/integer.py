@@ -45,6 +45,37 @@ class GroupedFormat(Format):
         """Scales in float32, as a file holds them."""
         return scales.to(self.scale_dtype)
 
+    def scale_values(self, stored: torch.Tensor) -> torch.Tensor:
+        """The same back in float32."""
+        return stored.float()
+
+    def _stored(
+        self,
+        weight: torch.Tensor,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        zero_points: torch.Tensor | None = None,
+    ) -> Quantized:
+        """Codes (…, rows, groups, columns of a group), and scales (…, rows, groups, 1)."""
+        zeros = None if zero_points is None else zero_points.squeeze(-1)
+        stored = self.stored_scales(scales.squeeze(-1))
+        return Quantized(self.name, tuple(weight.shape), codes.flatten(-2), stored, zeros)
+
+    def _grouped(self, weight: torch.Tensor) -> torch.Tensor:
+        """(…, rows, groups, columns of a group)."""
+        return weight.unflatten(-1, (-1, self._columns_per_group(weight.shape)))
+
+    def _places(self, codes: torch.Tensor) -> torch.Tensor:
+        """What the scales are multiplied with, in float32."""
+        return codes.float()
+
+    def _dequantize(self, quantized: Quantized) -> torch.Tensor:
+        assert quantized.scales is not None
+        groups = self._grouped(self._places(quantized.data))
+        if quantized.zero_points is not None:
+            groups -= quantized.zero_points.float().unsqueeze(-1)
+        return groups.mul_(self.scale_values(quantized.scales).unsqueeze(-1)).flatten(-2)
+
     def _bytes(self, shape: tuple[int, ...]) -> int:
         # Small numbers are packed across rows: only the last byte can be partly empty.
         numbers = (math.prod(shape) * self.bits + 7) // 8
@@ -78,17 +109,11 @@ class IntegerFormat(GroupedFormat):
         import torch
 
         levels = 2 ** (self.bits - 1)
-        groups = weight.unflatten(-1, (-1, self._columns_per_group(weight.shape)))  # (…, rows, groups, group)
+        groups = self._grouped(weight)
         scales = self._scales(groups, levels)
-        integers = (groups / scales).round_().clamp_(-levels, levels - 1).to(torch.int8)
-        return Quantized(
-            self.name, tuple(weight.shape), integers.flatten(-2), scales.squeeze(-1).to(self.scale_dtype)
+        return self._stored(
+            weight, (groups / scales).round_().clamp_(-levels, levels - 1).to(torch.int8), scales
         )
-
-    def _dequantize(self, quantized: Quantized) -> torch.Tensor:
-        assert quantized.scales is not None
-        groups = quantized.data.float().unflatten(-1, (-1, self._columns_per_group(quantized.shape)))
-        return groups.mul_(quantized.scales.float().unsqueeze(-1)).flatten(-2)
 
     @abstractmethod
     def _scales(self, groups: torch.Tensor, levels: int) -> torch.Tensor:

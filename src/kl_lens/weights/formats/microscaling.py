@@ -74,22 +74,14 @@ class MicroscalingFormat(GroupedFormat):
     def _quantize(self, weight: torch.Tensor) -> Quantized:
         import torch
 
-        groups = weight.unflatten(-1, (-1, self._columns_per_group(weight.shape)))  # (…, rows, groups, group)
+        groups = self._grouped(weight)
         scales = self.covering_scales(groups)
         _, borders = _tables(weight.device)
         indices = torch.bucketize((groups / scales).contiguous(), borders)
-        return Quantized(
-            self.name,
-            tuple(weight.shape),
-            indices.to(torch.uint8).flatten(-2),
-            self.stored_scales(scales.squeeze(-1)),
-        )
+        return self._stored(weight, indices.to(torch.uint8), scales)
 
-    def _dequantize(self, quantized: Quantized) -> torch.Tensor:
-        assert quantized.scales is not None
-        levels, _ = _tables(quantized.data.device)
-        groups = levels[quantized.data.long()].unflatten(-1, (-1, self._columns_per_group(quantized.shape)))
-        return groups.mul_(self.scale_values(quantized.scales).unsqueeze(-1)).flatten(-2)
+    def _places(self, codes: torch.Tensor) -> torch.Tensor:
+        return _tables(codes.device)[0][codes.long()]
 
     def _pack(self, quantized: Quantized) -> npt.NDArray[np.uint8]:
         """E2M1's codes: the magnitude's index, and 8 for a negative sign."""

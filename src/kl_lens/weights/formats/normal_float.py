@@ -57,22 +57,14 @@ class NormalFloatFormat(GroupedFormat):
     def _quantize(self, weight: torch.Tensor) -> Quantized:
         import torch
 
-        groups = weight.unflatten(-1, (-1, self._columns_per_group(weight.shape)))  # (…, rows, groups, group)
+        groups = self._grouped(weight)
         scales = groups.abs().amax(-1, keepdim=True).clamp(min=NNCF_SMALLEST_SCALE)
         _, borders = _tables(weight.device)
         indices = torch.bucketize((groups / scales).contiguous(), borders)
-        return Quantized(
-            self.name,
-            tuple(weight.shape),
-            indices.to(torch.uint8).flatten(-2),
-            scales.squeeze(-1).to(self.scale_dtype),
-        )
+        return self._stored(weight, indices.to(torch.uint8), scales)
 
-    def _dequantize(self, quantized: Quantized) -> torch.Tensor:
-        assert quantized.scales is not None
-        levels, _ = _tables(quantized.data.device)
-        groups = levels[quantized.data.long()].unflatten(-1, (-1, self._columns_per_group(quantized.shape)))
-        return groups.mul_(quantized.scales.float().unsqueeze(-1)).flatten(-2)
+    def _places(self, codes: torch.Tensor) -> torch.Tensor:
+        return _tables(codes.device)[0][codes.long()]
 
 
 register(NormalFloatFormat("nf4", bits=4, group_size=None, symmetric=True))

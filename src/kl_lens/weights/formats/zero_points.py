@@ -43,7 +43,7 @@ class ZeroPointFormat(GroupedFormat):
         import torch
 
         top = 2**self.bits - 1
-        groups = weight.unflatten(-1, (-1, self._columns_per_group(weight.shape)))  # (…, rows, groups, group)
+        groups = self._grouped(weight)
         low, high = torch.aminmax(groups, dim=-1, keepdim=True)
         low, high = low.clamp(max=0), high.clamp(min=0)
         # A tensor as divisor: GPUs turn division by a number into a product with its rounded inverse.
@@ -51,20 +51,7 @@ class ZeroPointFormat(GroupedFormat):
         scales = torch.where(scales < NNCF_SMALLEST_SCALE, NNCF_SMALLEST_SCALE, scales)
         zero_points = (-(low / scales).round()).clamp(0, top)
         integers = (groups / scales).add_(zero_points).round_().clamp_(0, top)
-        return Quantized(
-            self.name,
-            tuple(weight.shape),
-            integers.to(torch.uint8).flatten(-2),
-            scales.squeeze(-1).to(self.scale_dtype),
-            zero_points.squeeze(-1).to(torch.uint8),
-        )
-
-    def _dequantize(self, quantized: Quantized) -> torch.Tensor:
-        assert quantized.scales is not None
-        assert quantized.zero_points is not None
-        groups = quantized.data.float().unflatten(-1, (-1, self._columns_per_group(quantized.shape)))
-        groups -= quantized.zero_points.float().unsqueeze(-1)
-        return groups.mul_(quantized.scales.float().unsqueeze(-1)).flatten(-2)
+        return self._stored(weight, integers.to(torch.uint8), scales, zero_points.to(torch.uint8))
 
 
 # Replacements as for the symmetric formats.

@@ -47,7 +47,7 @@ class LearningQuantizer(Quantizer):
             rounding = self._rounding(fmt, own, statistics.tokens[tokens])
             step = max(1, elements_at_once(expert.device) // expert.shape[1])
             pieces += [rounding(expert[first : first + step]) for first in range(0, len(expert), step)]
-        return _together(pieces, tuple(weight.shape))
+        return Quantized.stacked(pieces, tuple(weight.shape))
 
     @abstractmethod
     def _rounding(
@@ -55,19 +55,6 @@ class LearningQuantizer(Quantizer):
     ) -> Callable[[torch.Tensor], Quantized]:
         """A function that quantizes rows, (rows, columns) in float32. The moments (columns, columns) of so many tokens
         are finite, possibly all zero."""
-
-
-def _together(pieces: list[Quantized], shape: tuple[int, ...]) -> Quantized:
-    import torch
-
-    def joined(parts: list[torch.Tensor | None]) -> torch.Tensor | None:
-        there = [part for part in parts if part is not None]
-        return torch.cat(there).reshape(*shape[:-1], -1) if there else None
-
-    data = joined([piece.data for piece in pieces])
-    assert data is not None
-    scales, zero_points = joined([p.scales for p in pieces]), joined([p.zero_points for p in pieces])
-    return Quantized(pieces[0].format, shape, data, scales, zero_points)
 
 
 def row_losses(
@@ -85,18 +72,6 @@ def best_rows(
     import torch
 
     losses = torch.stack([row_losses(weight, fmt, choice, moments) for choice in choices])
-    best = losses.argmin(0)
-
-    def picked(parts: list[torch.Tensor | None]) -> torch.Tensor | None:
-        there = [part for part in parts if part is not None]
-        if not there:
-            return None
-        rows = torch.arange(len(best), device=best.device)
-        return torch.stack(there)[best, rows]
-
-    data = picked([c.data for c in choices])
-    assert data is not None
-    return Quantized(
-        fmt.name, tuple(weight.shape), data, picked([c.scales for c in choices]),
-        picked([c.zero_points for c in choices]),
-    )  # fmt: skip
+    best, rows = losses.argmin(0), torch.arange(len(weight), device=losses.device)
+    tensors = {name: torch.stack([c.tensors[name] for c in choices]) for name in choices[0].tensors}
+    return Quantized(fmt.name, tuple(weight.shape), **{n: t[best, rows] for n, t in tensors.items()})

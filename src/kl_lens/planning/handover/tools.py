@@ -1,0 +1,313 @@
+"""Plans in the languages of other tools, for those who quantize with an exporter of their own.
+
+A tool gets the format of every component. How values are rounded is its own affair; only llama.cpp takes our statistics
+too. To add a tool, write a `Tool` and name it in `TOOLS`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from kl_lens.base.errors import PlanError
+from kl_lens.base.files import replacing
+from kl_lens.measuring.statistics import StoredStatistics
+from kl_lens.model import LoadedModel
+from kl_lens.run.records import Component, Plan
+from kl_lens.weights.formats import Format
+from kl_lens.weights.formats.integer import GroupedFormat, SignedScaleFormat
+from kl_lens.weights.formats.microscaling import MicroscalingFormat
+from kl_lens.weights.formats.normal_float import NormalFloatFormat
+from kl_lens.weights.formats.zero_points import ZeroPointFormat
+from kl_lens.weights.recipes import FP16, NEAREST, parsed
+
+Settings = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Handover:
+    """What was written for a tool."""
+
+    use: str  # a command or a few lines of Python
+    files: tuple[Path, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A tool that reads one file."""
+
+    title: str
+    file: str
+    use: str  # FOLDER stands for the folder of the file
+    settings: Callable[[Format], Settings | None]  # of a format; None: the tool does not have it
+    refuses: Callable[[LoadedModel, Component], str | None]  # why a component must stay at FP16
+    content: Callable[
+        [LoadedModel, Plan, Mapping[str, Settings]], str
+    ]  # component → settings, without FP16 ones
+
+
+def write_recipe(
+    name: str, model: LoadedModel, plan: Plan, folder: Path, statistics: StoredStatistics | None = None
+) -> Handover:
+    """Writes a plan for a tool. Raises PlanError, which names the component, if the tool has no words for it.
+
+    `statistics`: of the run, for tools that weigh columns by importance.
+    """
+    tool, ours = TOOLS[name], [NEAREST]
+    with replacing(folder) as place:
+        if tool is None:
+            from kl_lens.planning.handover import llama_cpp
+
+            title, ours = "llama-quantize", [NEAREST, "imatrix"]
+            use = llama_cpp.write(model, plan, place, statistics)
+        else:
+            title, use = tool.title, tool.use
+            content = tool.content(model, plan, _chosen(tool, model, plan))
+            (place / tool.file).write_text(content, encoding="utf-8")
+        names = sorted(path.name for path in place.iterdir())
+    others = [recipe.method for recipe in parsed(plan.assignment).values() if recipe.method not in ours]
+    note = (
+        f"{plan.name}: {len(others)} components were measured with {', '.join(sorted(set(others)))}; {title} rounds in "
+        "its own way, so measure its file"
+    )
+    files = tuple(folder / file for file in names)
+    return Handover(use.replace("FOLDER", str(folder)), files, (note,) if others else ())
+
+
+def _chosen(tool: Tool, model: LoadedModel, plan: Plan) -> dict[str, Settings]:
+    recipes, chosen = parsed(plan.assignment), {}
+    for component in model.anatomy.candidates:
+        if (recipe := recipes.get(component.name, FP16)) == FP16:
+            continue
+        why, found = tool.refuses(model, component), tool.settings(recipe.grid)
+        if why or found is None:
+            reason = f"{why}; give it fp16, not {recipe}, in the plan's file" if why else (
+                f"it has nothing like {recipe.grid.name}")  # fmt: skip
+            raise refusal(tool.title, plan, component.name, reason)
+        chosen[component.name] = found
+    return chosen
+
+
+def refusal(tool: str, plan: Plan, component: str, why: str) -> PlanError:
+    return PlanError(f"{tool} cannot express plan {plan.name}: {component}: {why}")
+
+
+def _as_json(content: Mapping[str, Any]) -> str:
+    return json.dumps(content, indent=1) + "\n"
+
+
+def _is_integer(fmt: Format) -> bool:
+    """Integers of `bits` bits with a scale, and unless `symmetric` a zero point, per `group_size` weights or row."""
+    return isinstance(fmt, SignedScaleFormat | ZeroPointFormat)
+
+
+def _not_linear(model: LoadedModel, component: Component) -> str | None:
+    layer = dict(model.model.named_modules()).get(component.weight.removesuffix(".weight"))
+    if isinstance(layer, nn.Linear) and not component.tied_with:
+        return None
+    return "it quantizes only Linear layers of their own"
+
+
+# NNCF takes no map from layer to format. A pass of `compress_weights` with ratio 1 compresses everything but its
+# ignored scope, and leaves alone what an earlier pass has compressed. The file finds the operations of each weight in
+# the graph by the weight's PyTorch name, which OpenVINO's converter keeps, and checks the types afterwards.
+_NNCF_SCRIPT = '''"""Compresses the weights of an OpenVINO model as planned. Made by KL Lens from plan {plan}."""
+
+import nncf
+
+# Each pass: NNCF's mode and group size, the type that the weights then have, and the weights by their PyTorch names.
+PASSES = {passes}
+
+
+PASSING = ("Convert", "Reshape", "Transpose", "Unsqueeze", "Squeeze")  # between a weight and its product
+
+
+def _constants(model):
+    """Weight -> its constant. Converters put `self.` or `self.model.` before the PyTorch name, or nothing."""
+    names = {{weight for each in PASSES for weight in each["weights"]}}
+    found = {{}}
+    for node in model.get_ops():
+        if node.get_type_name() == "Constant":
+            parts = node.get_friendly_name().split(".")
+            for start in range(len(parts)):
+                if (name := ".".join(parts[start:])) in names:
+                    found[name] = node
+    if missing := sorted(names - set(found)):
+        raise ValueError(f"{{missing[0]}}: no constant of this model has that name; {{len(missing)}} are missing")
+    return found
+
+
+def _operations(constant):
+    """The names of the operations that multiply by a weight or look rows up in it."""
+    waiting, names = [constant], []
+    while waiting:
+        for reader in waiting.pop().output(0).get_target_inputs():
+            node = reader.get_node()
+            if node.get_type_name() in PASSING:
+                waiting.append(node)
+            else:
+                names.append(node.get_friendly_name())
+    return names
+
+
+def compress(model):
+    for each in PASSES:
+        constants = _constants(model)
+        wanted = {{name for weight in each["weights"] for name in _operations(constants[weight])}}
+        nodes = [node for node in model.get_ops() if node.get_type_name() not in ("Constant", *PASSING)]
+        others = [name for node in nodes if (name := node.get_friendly_name()) not in wanted]
+        ignored = nncf.IgnoredScope(names=others, validate=False)
+        how = {{"ratio": 1.0, "group_size": each["group_size"], "all_layers": True}}
+        how["backup_mode"] = nncf.BackupMode.NONE
+        if each["mode"].startswith("int8"):
+            how = {{}}
+        model = nncf.compress_weights(
+            model, mode=nncf.CompressWeightsMode(each["mode"]), ignored_scope=ignored, **how
+        )
+    constants = _constants(model)
+    for each in PASSES:
+        for weight in each["weights"]:
+            if (found := constants[weight].get_element_type().get_type_name()) != each["type"]:
+                raise ValueError(f"{{weight}} is {{found}} after compressing, not {{each['type']}}")
+    return model
+'''
+
+
+def _nncf_settings(fmt: Format) -> Settings | None:
+    size = fmt.group_size or -1
+    if isinstance(fmt, NormalFloatFormat):
+        return {"mode": "nf4", "group_size": size, "type": "nf4"}
+    if isinstance(fmt, MicroscalingFormat):
+        return {"mode": "mxfp4", "group_size": size, "type": "f4e2m1"}
+    if not _is_integer(fmt) or fmt.bits == 2 or (fmt.bits == 8 and fmt.group_size):
+        return None
+    kind, letter = ("sym", "i") if fmt.symmetric else ("asym", "u")
+    return {"mode": f"int{fmt.bits}_{kind}", "group_size": size, "type": f"{letter}{fmt.bits}"}
+
+
+def _nncf_content(model: LoadedModel, plan: Plan, chosen: Mapping[str, Settings]) -> str:
+    passes: dict[str, Settings] = {}
+    for name, how in chosen.items():
+        weights = passes.setdefault(repr(how), how | {"weights": []})["weights"]
+        weights.append(model.anatomy.component(name).weight)
+    return _NNCF_SCRIPT.format(plan=plan.name, passes=json.dumps(list(passes.values()), indent=4))
+
+
+_NNCF = Tool(
+    "NNCF",
+    "nncf_recipe.py",
+    """import sys
+import openvino
+sys.path.append("FOLDER")
+from nncf_recipe import compress
+openvino.save_model(compress(openvino.Core().read_model(MODEL_XML)), OUT_XML)""",
+    _nncf_settings,
+    lambda model, component: None,
+    _nncf_content,
+)
+
+
+def _auto_round_refuses(model: LoadedModel, component: Component) -> str | None:
+    odd = any(size % 32 for size in component.shape)
+    shape = f"its shape {component.shape} does not divide by 32, so AutoRound would leave it alone"
+    return _not_linear(model, component) or (shape if odd else None)
+
+
+def _auto_round_settings(fmt: Format) -> Settings | None:
+    how = {"bits": fmt.bits, "group_size": fmt.group_size or -1, "sym": fmt.symmetric, "data_type": "int"}
+    return how if _is_integer(fmt) else None
+
+
+def _auto_round_content(model: LoadedModel, plan: Plan, chosen: Mapping[str, Settings]) -> str:
+    """Layers that are not named would get the scheme's 4 bits."""
+    layers = (c.name for c in model.anatomy.candidates if c.kind != "embedding")
+    return _as_json({name: chosen.get(name, {"bits": 16}) for name in layers})
+
+
+_AUTO_ROUND = Tool(
+    "AutoRound",
+    "layer_config.json",
+    """import json
+from auto_round import AutoRound
+layers = json.load(open("FOLDER/layer_config.json"))
+AutoRound(MODEL, scheme="W4A16", layer_config=layers).quantize_and_save(OUT, format="auto_round")""",
+    _auto_round_settings,
+    _auto_round_refuses,
+    _auto_round_content,
+)
+
+
+def _modelopt_settings(fmt: Format) -> Settings | None:
+    """ModelOpt's integers are symmetric."""
+    shared = {"axis": 0} if fmt.group_size is None else {"block_sizes": {"-1": fmt.group_size}}
+    return {"num_bits": fmt.bits, **shared} if _is_integer(fmt) and fmt.symmetric else None
+
+
+def _modelopt_content(model: LoadedModel, plan: Plan, chosen: Mapping[str, Settings]) -> str:
+    entries: list[Settings] = [
+        {"quantizer_name": f"{name}.weight_quantizer", "cfg": cfg} for name, cfg in chosen.items()
+    ]
+    entries.insert(0, {"quantizer_name": "*", "enable": False})  # later entries override earlier ones
+    # JSON is YAML, except that keys of JSON are never numbers and ModelOpt wants the axis as one.
+    return _as_json({"quant_cfg": entries, "algorithm": "max"}).replace('"-1":', "-1:")
+
+
+_MODELOPT = Tool(
+    "ModelOpt",
+    "quant_cfg.yaml",
+    """import yaml
+import modelopt.torch.quantization as mtq
+mtq.quantize(model, yaml.safe_load(open("FOLDER/quant_cfg.yaml")))""",
+    _modelopt_settings,
+    _not_linear,
+    _modelopt_content,
+)
+
+
+def _mlx_settings(fmt: Format) -> Settings | None:
+    """MLX stores a scale and an offset per group."""
+    uneven = isinstance(fmt, NormalFloatFormat | MicroscalingFormat)
+    if not isinstance(fmt, GroupedFormat) or uneven or fmt.group_size not in (32, 64, 128):
+        return None
+    return {"bits": fmt.bits, "group_size": fmt.group_size}
+
+
+def _mlx_refuses(model: LoadedModel, component: Component) -> str | None:
+    known = len(component.shape) == 2 and component.weight == f"{component.name}.weight"
+    return None if known else "KL Lens does not know mlx-lm's name of it"
+
+
+def _mlx_content(model: LoadedModel, plan: Plan, chosen: Mapping[str, Settings]) -> str:
+    # A family whose layers mlx-lm calls by other names.
+    ours, theirs = ("model.", "backbone.") if model.config.model_type == "nemotron_h" else ("", "")
+    return _as_json({theirs + name.removeprefix(ours): how for name, how in chosen.items()})
+
+
+_MLX_LM = Tool(
+    "mlx-lm",
+    "quantization.json",
+    # A layer that mlx-lm does not ask about stays in the dictionary.
+    """import json
+from mlx_lm import convert
+layers = json.load(open("FOLDER/quantization.json"))
+convert(MODEL, OUT, quantize=True, q_group_size=32, quant_predicate=lambda path, *_: layers.pop(path, False))
+assert not layers, layers""",
+    _mlx_settings,
+    _mlx_refuses,
+    _mlx_content,
+)
+
+# In the order in which they are listed for users. llama.cpp's files are made by a module of their own.
+TOOLS: dict[str, Tool | None] = {
+    "llama.cpp": None,
+    "nncf": _NNCF,
+    "auto-round": _AUTO_ROUND,
+    "modelopt": _MODELOPT,
+    "mlx-lm": _MLX_LM,
+}
