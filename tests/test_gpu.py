@@ -10,14 +10,13 @@ import pytest
 import torch
 from torch.nn import functional
 
-from kl_lens.base.accelerators import free_memory
 from kl_lens.base.errors import RunError
 from kl_lens.evaluation.torch_session import TorchSession
 from kl_lens.measuring.choosing import Job, engine_for, noise_floor
 from kl_lens.measuring.engines import FastEngine, PlainEngine
 from kl_lens.measuring.metrics import TeacherRows, compare, compared_metrics
 from kl_lens.measuring.perturbation import Perturbation, find_candidates
-from kl_lens.measuring.products import TensorCores, accuracy_of, fastest_within, precision_for
+from kl_lens.measuring.products import accuracy_of, fastest_within, precision_for
 from kl_lens.measuring.spilling import StateRoom
 from kl_lens.measuring.statistics.tuning import TuningRates, tuned
 from kl_lens.measuring.sweep import Sweep
@@ -29,7 +28,6 @@ from kl_lens.targets import deployed, get_target
 from kl_lens.weights.formats import get_format
 from kl_lens.weights.formats.blocks import LAYOUTS
 from kl_lens.weights.quantizers import InputStatistics, get_quantizer
-from kl_lens.weights.quantizers.block_scales import searched_blocks
 from kl_lens.weights.recipes import Recipe, fitting_recipe
 from tests.families import CONFIGS, tiny_model, token_ids
 from tests.measuring.conftest import loaded, some_windows
@@ -50,30 +48,6 @@ def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 # -- kernels ------------------------------------------------------------------------------------------------
-
-
-@needs_gpu
-@pytest.mark.parametrize(("precision", "most"), [("tf32x3", 5e-6), ("tf32", 1e-3), ("bf16", 1e-2)])
-@pytest.mark.parametrize("shape", [(1, 5, 3), (130, 70, 48), (300, 1000, 777)])
-def test_products_are_as_accurate_as_they_say(
-    precision: str, most: float, shape: tuple[int, int, int]
-) -> None:
-    from kl_lens.model.kernels.triton_products import linear
-
-    rows, outputs, columns = shape
-    sizes = torch.logspace(
-        -12, 12, rows
-    ).cuda()  # each row by itself: halves alone would reach from 1e-7 to 6e4
-    x, weight, bias = (
-        _random(rows, columns) * sizes[:, None],
-        _random(outputs, columns, seed=1),
-        _random(outputs),
-    )
-    found = linear(x, weight, None, precision)
-    expected = x.double() @ weight.double().T
-    for row in range(0, rows, max(1, rows // 7)):
-        assert _error(found[row], expected[row]) < most
-    torch.testing.assert_close(linear(x, weight, bias, precision), found + bias)
 
 
 @needs_gpu
@@ -214,39 +188,13 @@ def test_rows_that_overflow_the_kernel_are_done_again() -> None:
     np.testing.assert_allclose(rows[:, 0], [400.0, 0.0], rtol=1e-4, atol=1e-9)
 
 
-@needs_gpu
-@pytest.mark.parametrize("name", ["int4-g64", "uint4-g64", "nf4-g64"])
-def test_error_feedback_finds_the_codes_of_the_cpu(name: str) -> None:
-    from kl_lens.weights.quantizers.feedback import Objective, descended, fed_back
-    from kl_lens.weights.quantizers.group_scales import searched_levels
-
-    weight, inputs = _random(70, 192).cpu(), (_random(400, 192) @ _random(192, 192)).cpu()
-    moments = inputs.T @ inputs / 400
-    levels = searched_levels(weight, get_format(name), moments.diagonal().contiguous())
-    expected = fed_back(weight, levels, Objective.of(moments, 0.1))
-    there = levels.with_scales(
-        levels.scales.cuda(), None if levels.zero_points is None else levels.zero_points.cuda()
-    )
-    objective = Objective.of(moments.cuda(), 0.1)
-    found = fed_back(weight.cuda(), there, objective)
-    assert (
-        found.cpu() != expected
-    ).float().mean() < 0.01  # ties that rounding decides otherwise, and what follows them
-    errors = [
-        weight.cuda() - there.values(codes)
-        for codes in (found, descended(weight.cuda(), there, found, objective))
-    ]
-    before, after = (float(((e @ objective.moments) * e).sum()) for e in errors)
-    assert after < before, "descending can only help"
-
-
 # -- the engine ---------------------------------------------------------------------------------------------
 
 
 @needs_gpu
 @pytest.mark.parametrize("method", ["imatrix", "gptq"])
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_ggml_s_types_are_made_on_a_gpu_as_well_as_on_the_cpu(name: str, method: str) -> None:
+@pytest.mark.parametrize("name", [*LAYOUTS, "int4-g64", "uint4-g64", "nf4-g64"])
+def test_weights_are_made_on_a_gpu_as_well_as_on_the_cpu(name: str, method: str) -> None:
     fmt, quantizer = get_format(name), get_quantizer(method)
     if quantizer.suits(fmt):
         pytest.skip(str(quantizer.suits(fmt)))
@@ -262,16 +210,6 @@ def test_ggml_s_types_are_made_on_a_gpu_as_well_as_on_the_cpu(name: str, method:
         moments = moments.diagonal().diag()
     losses = [float(((errors @ moments) * errors).sum()) for errors in (here, there)]
     assert losses[1] < 1.02 * losses[0]
-
-
-@needs_gpu
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_the_search_for_block_scales_gives_a_gpu_what_it_gives_the_cpu(name: str) -> None:
-    weight, importance = _random(300, 512), _random(512).square() + 0.01
-    fmt = get_format(name)
-    here = searched_blocks(fmt, weight.cpu(), importance.cpu())  # type: ignore[arg-type]
-    there = searched_blocks(fmt, weight, importance)  # type: ignore[arg-type]
-    assert (here.data != there.data.cpu()).float().mean() < 0.02  # sums in another order, at ties
 
 
 @needs_gpu
@@ -322,24 +260,6 @@ def test_as_deployed_tensor_cores_give_what_float32_gives(family: str, target: s
 
 
 @needs_gpu
-def test_little_memory_changes_the_work_not_the_numbers() -> None:
-    model, ids = loaded("mamba2"), token_ids(8, 24)
-    model.model.cuda()
-    perturbations = _one_of_each_kind(model)
-
-    def measured(budget: int) -> list[float]:
-        engine = FastEngine(model, budget)
-        found: list[list[float]] = [[] for _ in perturbations]
-        for slab in engine.slabs(ids):
-            engine.prepare(ids[slab.start : slab.stop])
-            for values, windows in zip(found, engine.measure(perturbations), strict=True):
-                values += [w.kl for w in windows]
-        return [sum(values) for values in found]
-
-    assert measured(100_000) == pytest.approx(measured(10**9), rel=1e-4)
-
-
-@needs_gpu
 @pytest.mark.parametrize("precision", ["float32", "tf32x3"])
 @pytest.mark.parametrize("family", ["mamba", "mamba2", "zamba2", "jamba_experts"])
 def test_on_a_gpu_weights_that_stay_on_disk_give_the_numbers_of_those_in_memory(
@@ -359,37 +279,6 @@ def test_on_a_gpu_weights_that_stay_on_disk_give_the_numbers_of_those_in_memory(
 
 
 @needs_gpu
-def test_half_precision_stays_on_the_card_and_is_computed_with_in_float32(saved) -> None:
-    folder, windows = saved("mamba2"), some_windows(6, 40)
-    load(folder, dtype="float16").model.save_pretrained(folder)
-    found = []
-    for weights in ("memory", "disk"):
-        model = load(folder, device="cuda", weights=weights)
-        engine = engine_for("fast", model, windows.ids, 10**8)
-        engine.prepare(windows.ids)
-        results = engine.measure(
-            [c.perturbation for c in find_candidates(model.anatomy, [Recipe("int4")])[0]]
-        )
-        found.append(np.array([summarise(w)["kl_teacher_to_student"].value for w in results]))
-    assert model.residency is not None
-    assert {tensor.dtype for tensor in model.residency.kept.values()} == {torch.float16}
-    assert len(model.residency.kept) > 8, "all blocks fit"
-    np.testing.assert_allclose(found[1], found[0], rtol=1e-4)
-
-
-@needs_gpu
-def test_evaluation_in_pytorch_multiplies_as_the_sweep_does() -> None:
-    model, ids = loaded("mamba2"), token_ids(1, 40)
-    model.model.cuda()
-    session = TorchSession(model)
-    assert session.description["products"] == "tf32x3"
-    exact = model.chain.full_logits(ids)[0].cpu().numpy()
-    found = session.logits(ids[0].tolist())
-    assert not np.array_equal(found, exact)
-    np.testing.assert_allclose(found, exact, atol=1e-4 * np.abs(exact).max())
-
-
-@needs_gpu
 def test_states_go_to_the_host_and_then_to_a_file(tmp_path) -> None:
     hidden = _random(2, 3, 4)
     with closing(StateRoom(hidden.nbytes, tmp_path, host=hidden.nbytes)) as room:
@@ -400,16 +289,6 @@ def test_states_go_to_the_host_and_then_to_a_file(tmp_path) -> None:
             found = room.take(key).hidden
             assert found.is_cuda
             assert torch.equal(found, hidden)
-
-
-@needs_gpu
-def test_free_memory_is_at_most_the_processs_share() -> None:
-    total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(0.1)
-    try:
-        assert free_memory(torch.device("cuda")) <= 0.1 * total
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 @needs_gpu
@@ -471,12 +350,6 @@ def test_a_sweep_chooses_by_noise_once_and_takes_what_the_run_kept(
     again = Job(candidates, windows.ids.numpy(), known=kept).engine_on(mamba, said.append)
     assert again.precision == chosen
     assert len(said) == 1, "not tried again"
-
-
-def test_other_layers_than_float32_linear_ones_keep_their_products() -> None:
-    half = torch.nn.Linear(3, 3, dtype=torch.bfloat16)
-    with TensorCores([torch.nn.ModuleList([half, torch.nn.Conv1d(3, 3, 1)])], "tf32x3").active():
-        assert "forward" not in vars(half)
 
 
 @pytest.fixture

@@ -7,14 +7,12 @@ import torch
 from torch import nn
 
 from kl_lens.measuring.engines import FastEngine
-from kl_lens.measuring.joint import PlanMeter
 from kl_lens.measuring.memo import BlockMemo
-from kl_lens.measuring.perturbation import Perturbation, find_candidates
+from kl_lens.measuring.perturbation import find_candidates
 from kl_lens.measuring.products import InputMajor
-from kl_lens.run.samples import window_kl
 from kl_lens.weights.recipes import Recipe
 from tests.families import token_ids
-from tests.measuring.conftest import loaded, some_windows
+from tests.measuring.conftest import loaded
 
 
 class Part(nn.Linear):
@@ -127,28 +125,6 @@ def test_with_and_without_memory_the_same_bits(family: str) -> None:
     for batch in engine.teacher.batches:
         batch.memos = [None] * len(batch.memos)
     assert engine.measure(perturbations) == remembered
-
-
-def test_memory_goes_to_what_must_be_kept_first() -> None:
-    """With no room beside the logits and the blocks' inputs, nothing is remembered and no weight is copied."""
-    model, ids = loaded("mamba"), token_ids(4, 24)
-    per_window = ((4 + 2) * 64 + 97) * 24 * 4
-    engine = FastEngine(model, memory_budget=2 * 4 * per_window)
-    engine.prepare(ids)
-    teacher = engine.teacher
-    assert teacher.batches[0].kept is not None
-    assert teacher.batches[0].memos == [None] * 4
-
-
-def test_whole_plans_take_no_memory_for_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They change nearly all of them. On a long text the parts would fill what the budget leaves over."""
-    model, windows = loaded("mamba"), some_windows(4, 24)
-    plan = {component.name: Recipe("int4") for component in model.anatomy.candidates}
-    engine = FastEngine(model)
-    engine.prepare(windows.ids)
-    (expected,) = engine.measure([Perturbation(plan)])
-    monkeypatch.setattr(BlockMemo, "recording", lambda memo: pytest.fail("a plan's teacher remembers parts"))
-    assert PlanMeter(model, windows).kl_by_window(plan).tolist() == window_kl(expected).tolist()
 
 
 @torch.no_grad()

@@ -74,19 +74,6 @@ def test_a_constant_added_to_all_logits_changes_nothing_but_sqnr(constant: float
     np.testing.assert_allclose(rows[:, SQUARED_ERROR], 50 * constant**2, rtol=1e-3, atol=1e-6)
 
 
-def test_two_outcomes_by_hand() -> None:
-    """p = (3/4, 1/4), q = (1/2, 1/2)."""
-    teacher = torch.tensor([[math.log(3.0), 0.0]])
-    student = torch.tensor([[0.0, 0.0]])
-    (row,) = compare(TeacherRows.of(teacher, torch.tensor([1])), student)
-    assert row[KL_TEACHER_STUDENT] == pytest.approx(0.75 * math.log(1.5) + 0.25 * math.log(0.5), rel=1e-6)
-    assert row[KL_STUDENT_TEACHER] == pytest.approx(0.5 * math.log(2 / 3) + 0.5 * math.log(2), rel=1e-6)
-    assert row[SQUARED_ERROR] == pytest.approx(math.log(3.0) ** 2, rel=1e-6)
-    assert row[DELTA_CROSS_ENTROPY] == pytest.approx(math.log(2) - math.log(4), rel=1e-6), (
-        "the rare token won"
-    )
-
-
 @pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "torch"])
 def test_damage_far_below_float32_resolution_is_still_measured(kernel: bool) -> None:
     """The textbook form in float32 would give noise of 1e-7 here; the divergence is about 5e-9."""

@@ -128,18 +128,6 @@ def test_a_run_of_another_version_of_the_metrics_is_refused(mamba, tmp_path, mon
             Sweep(mamba, run).measure(_candidates(mamba)[:1], some_windows(2, 20))
 
 
-def test_a_folder_without_a_run_is_one_line(tmp_path) -> None:
-    with pytest.raises(RunError, match="has no run; make one with: kl-lens measure"):
-        Run.open(tmp_path)
-    (tmp_path / "run.sqlite").write_text(
-        "something else entirely, and long enough to be no database header at all"
-    )
-    with pytest.raises(RunError, match="is not a KL Lens journal"):
-        Run.open(tmp_path)
-    with pytest.raises(RunError, match="is a file"):
-        Run.create(tmp_path / "run.sqlite")
-
-
 def test_the_default_number_of_windows_is_counted_from_their_cost(mamba, monkeypatch) -> None:
     quick, slow = _candidates(mamba, ("int4",)), _candidates(mamba, ("int4+gptq",))
     assert windows_by_cost(mamba, quick, 32) == 4  # quantizing is quick, so windows are few

@@ -26,9 +26,6 @@ from kl_lens.measuring.workers import LEAST_OPERATIONS, Order, Worker, Workers, 
 from kl_lens.model import LoadedModel, load
 from kl_lens.model.tasks import LanguageTask
 from kl_lens.run.folder import Run
-from kl_lens.study.events import Events
-from kl_lens.study.settings import Opening, Processes
-from kl_lens.study.spreading import workers_for
 from kl_lens.text import Windows
 from kl_lens.weights.recipes import Recipe
 from tests.families import tiny_model
@@ -220,15 +217,6 @@ def test_how_many_workers_a_machine_gets_by_itself(cores, copy, free, work, coun
     assert workers_by_default(cores, int(copy), 8 * GB, int(free), work) == count
 
 
-@pytest.mark.parametrize(("count", "operations"), [(2, 0.0), (1, 1e15)])
-def test_no_worker_is_started_for_finished_work_or_for_one_process(world: World, count, operations) -> None:
-    with workers_for(
-        Processes(workers=count), world.model, name=world.order.model, opening=Opening(), weights="auto",
-        memory_budget=8 * GB, operations=operations, events=Events(),
-    ) as workers:  # fmt: skip
-        assert workers is None
-
-
 @pytest.mark.parametrize(("count", "copy"), [(10**6, 0), (2, 10**15)])
 def test_more_than_the_machine_has_is_refused_before_anything_starts(world: World, count, copy) -> None:
     with (
@@ -248,14 +236,6 @@ def test_without_ray_the_command_says_what_to_install(tmp_path, monkeypatch, cap
     assert "--ray needs Ray; install it with: pip install 'kl-lens[ray]'" in capsys.readouterr().err
     assert main([*words, "--shard", "1/2"]) == 1
     assert "give only one of them" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_weights_may_stay_on_disk_there(world: World, tmp_path) -> None:
-    how = {**world.order.how, "weights": "disk", "memory_budget": 10}
-    with hired(replace(world.order, how=how), 2) as workers:
-        world.swept(tmp_path, workers)
-    assert contents(tmp_path) == world.whole
 
 
 # A script without `if __name__ == "__main__"`: workers must not run it again.

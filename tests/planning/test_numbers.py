@@ -33,13 +33,6 @@ def test_bytes_by_hand() -> None:
     assert sum(s.share for s in cost.shares) == pytest.approx(1.0)
 
 
-def test_fallbacks_are_priced_as_stored_and_said() -> None:
-    cost = cost_of(PARTS, {"dt_proj": "q4_0", "in_proj": "q4_0"})
-    assert cost.stored["dt_proj"] == "fp16"
-    assert "48 columns do not divide into blocks of 32" in cost.fallbacks["dt_proj"]
-    assert cost.bytes == 2 * (6400 + 64 + 3072) + 8192 // 32 * 18
-
-
 def test_assignments_that_name_the_wrong_things() -> None:
     with pytest.raises(PlanError, match="no component 'in_prj'"):
         cost_of(PARTS, {"in_prj": "int8"})

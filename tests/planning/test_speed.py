@@ -6,8 +6,6 @@ import csv
 from pathlib import Path
 from statistics import median
 
-import pytest
-
 from kl_lens.planning.speed import WORST, TimedFile, error_of, fitted
 
 SIZES = {
@@ -27,14 +25,6 @@ def timed(rates: dict[str, float], constant: float = 1.0) -> list[TimedFile]:
         )
         for sizes in SIZES.values()
     ]
-
-
-def test_equal_rates_are_found_as_they_are() -> None:
-    model = fitted(timed({"fp16": 2.0, "q8_0": 2.0, "q4_k": 2.0}, constant=100))
-    assert model is not None
-    assert model.constant == pytest.approx(0.1, rel=1e-6)
-    assert model.rates == pytest.approx(dict.fromkeys(("fp16", "q8_0", "q4_k"), 2e-9), rel=1e-6)
-    assert model.rate("iq4_xs") == model.usual == pytest.approx(2e-9, rel=1e-6)
 
 
 def test_a_format_that_is_slow_for_its_bytes_is_seen() -> None:

@@ -418,20 +418,17 @@ class FastEngine(Engine):
         originals = batch.states.flatten(0, 1)
         parts: list[list[torch.Tensor]] = [[] for _ in states]
         for rows, teacher in self.teacher.rows(batch):
-            given = teacher.logits, teacher.lse, teacher.top, teacher.targets
             for part, entering in zip(parts, flat, strict=True):
                 if shared is not None:
-                    part.append(shared.compare(entering[rows], originals[rows], *given))
+                    part.append(shared.compare(teacher, entering[rows], originals[rows]))
                 else:
-                    part.append(compare_logits(*given, self._logits(entering[rows], own_head).float()))
+                    part.append(compare_logits(teacher, self._logits(entering[rows], own_head).float()))
 
         def both(entering: torch.Tensor, bad: torch.Tensor) -> tuple[TeacherRows, torch.Tensor]:
             at = bad.to(entering.device)
             with self.teacher.running():
-                original = self.chain.logits(originals[at])
-                return TeacherRows.of(original, batch.targets.flatten()[at]), self._logits(
-                    entering[at], own_head
-                ).float()
+                original = TeacherRows.of(self.chain.logits(originals[at]), batch.targets.flatten()[at])
+                return original, self._logits(entering[at], own_head).float()
 
         def later(rows: torch.Tensor, entering: torch.Tensor) -> Rows:
             """Starts the copy to the host now; the caller waits for it later while the GPU goes on."""

@@ -94,9 +94,8 @@ def _compare_by_kernel(teacher: TeacherRows, student: torch.Tensor) -> Floats:
         )
     from kl_lens.measuring.triton_metrics import compare_logits
 
-    t = teacher
-    rows = compare_logits(t.logits, t.lse, t.top, t.targets, student).cpu().numpy()
-    return mended(rows, lambda bad: (t.some(bad), student[bad]))
+    rows = compare_logits(teacher, student).cpu().numpy()
+    return mended(rows, lambda bad: (teacher.some(bad), student[bad]))
 
 
 def kernels_hold(device: torch.device) -> bool:
@@ -133,10 +132,9 @@ def compared_metrics(device: str) -> list[Comparison]:
     if device != "cpu":
         from kl_lens.measuring.triton_metrics import SharedHead, compare_logits
 
-        given = teacher.logits, teacher.lse, teacher.top, targets
-        rows = compare_logits(*given, student - teacher.logits, moved=True).cpu().numpy()
+        rows = compare_logits(teacher, student - teacher.logits, moved=True).cpu().numpy()
         found.append(Comparison("KL from differences", error(rows), _ROUNDING))
-        rows = SharedHead(head, 1.0).compare(moved, states, *given).cpu().numpy()
+        rows = SharedHead(head, 1.0).compare(teacher, moved, states).cpu().numpy()
         found.append(Comparison("KL behind a shared head", error(rows), _ROUNDING_OF_HALVES))
     return found
 

@@ -132,30 +132,25 @@ class SharedHead:
     def __init__(self, head: torch.Tensor, factor: float) -> None:
         self._halves, self._factor = split(head, "tf32"), factor
 
-    def compare(
-        self, states: torch.Tensor, original: torch.Tensor, teacher: torch.Tensor, lse: torch.Tensor,
-        top: torch.Tensor, targets: torch.Tensor,
-    ) -> torch.Tensor:  # fmt: skip
-        """(rows, 5) in double on the device, from both models' states (rows, width) and the teacher's logits."""
+    def compare(self, teacher: Any, states: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
+        """(rows, 5) in double on the device, from both models' states (rows, width) and a `metrics.TeacherRows`."""
         moved = product(split(states - original, "tf32"), self._halves)
         if self._factor != 1.0:
             moved *= self._factor
-        return compare_logits(teacher, lse, top, targets, moved, moved=True)
+        return compare_logits(teacher, moved, moved=True)
 
 
-def compare_logits(
-    teacher: torch.Tensor, lse: torch.Tensor, top: torch.Tensor, targets: torch.Tensor, student: torch.Tensor,
-    *, moved: bool = False,
-) -> torch.Tensor:  # fmt: skip
+def compare_logits(teacher: Any, student: torch.Tensor, *, moved: bool = False) -> torch.Tensor:
     """The same from existing logits (rows, vocabulary); `moved`: they are differences from the teacher's."""
-    rows, vocabulary = teacher.shape
-    out = torch.empty(_SUMS, rows, dtype=torch.float64, device=teacher.device)
+    logits, top = teacher.logits, teacher.top
+    rows, vocabulary = logits.shape
+    out = torch.empty(_SUMS, rows, dtype=torch.float64, device=logits.device)
     grid: Any = (rows,)
     _from_logits[grid](
-        teacher, student, lse.float(), top, targets, out, vocabulary, teacher.stride(0), student.stride(0),
-        MOVED=moved, BLOCK=1024, SPAN=16, num_warps=8,
+        logits, student, teacher.lse.float(), top, teacher.targets, out, vocabulary, logits.stride(0),
+        student.stride(0), MOVED=moved, BLOCK=1024, SPAN=16, num_warps=8,
     )  # fmt: skip
     shift = student.gather(1, top[:, None])[:, 0]
     if not moved:
-        shift = shift - teacher.gather(1, top[:, None])[:, 0]
-    return _finished(out, shift, targets)
+        shift = shift - logits.gather(1, top[:, None])[:, 0]
+    return _finished(out, shift, teacher.targets)

@@ -3,12 +3,11 @@
 from kl_lens.planning.budget import (
     BudgetSolution,
     FrontierPoint,
-    LossResult,
     frontier,
     plan_for_budget,
     plan_for_loss,
 )
-from kl_lens.planning.cost import Cost, RecipeShare, cost_of, differences
+from kl_lens.planning.cost import Cost, cost_of, differences
 from kl_lens.planning.files import plan_path, read_plan, write_plan
 from kl_lens.planning.predict import Predictor, finished_plan, prediction_metric, repredicted, uniform_plan
 from kl_lens.planning.problem import Problem, build_problem, store_fixed_bytes, stored_fixed_bytes
@@ -21,7 +20,7 @@ from kl_lens.planning.rivals import (
     stock_with_our_methods,
 )
 from kl_lens.planning.speed import SpeedModel, speed_model
-from kl_lens.planning.verify import Verification, interaction, verify
+from kl_lens.planning.verify import interaction, verify
 
 __all__ = [
     "BudgetSolution",
@@ -29,13 +28,10 @@ __all__ = [
     "Contest",
     "Cost",
     "FrontierPoint",
-    "LossResult",
     "PairedDifference",
     "Predictor",
     "Problem",
-    "RecipeShare",
     "SpeedModel",
-    "Verification",
     "build_problem",
     "contest",
     "cost_of",

@@ -135,10 +135,8 @@ def _scale(costs: Sequence[Numbers], program: _Program, incumbent: list[int] | N
         return 1.0 / (int(np.gcd.reduce(program.extra)) or 1)
     if incumbent is not None:
         size = _excess(costs, program.alive, incumbent)
-    else:
+    else:  # a guess: the answer gives a better one
         size = sum(float(np.median(c[i] - c[i].min())) for c, i in zip(costs, program.alive, strict=True))
-        if size > 0:
-            size = program.relaxed(SCALED_OPTIMUM / size) or size
     return SCALED_OPTIMUM / size if size > 0 else 1.0
 
 
@@ -172,17 +170,12 @@ class _Program:
             *(_row(limit, alive) for limit in limits),
         ]
 
-    def relaxed(self, scale: float) -> float:
-        """Cost above the cheapest choices in the linear relaxation: a rough size of the optimum."""
-        result = self._run(scale, integer=False, seconds=60.0)
-        return float(result.fun) / scale if result.fun is not None else 0.0
-
     def solve(self, scale: float, seconds: float) -> tuple[list[int] | None, float, bool]:
         """A selection that is feasible in exact arithmetic, a lower bound of the cost, and whether time ran out."""
         deadline = time.perf_counter() + seconds
         bound = self.base
         for _ in range(MOST_SOLVES):
-            result = self._run(scale, integer=True, seconds=deadline - time.perf_counter())
+            result = self._run(scale, deadline - time.perf_counter())
             if result.mip_dual_bound is not None and math.isfinite(result.mip_dual_bound):
                 bound = max(bound, self.base + result.mip_dual_bound / scale)
             stopped = result.status == 1
@@ -200,12 +193,12 @@ class _Program:
             self.rows.append(cut)
         return None, bound, True
 
-    def _run(self, scale: float, *, integer: bool, seconds: float) -> Any:
+    def _run(self, scale: float, seconds: float) -> Any:
         with _silent_stdout():
             return scipy.optimize.milp(
                 self.extra * scale,
                 constraints=self.rows,
-                integrality=np.full(len(self.extra), int(integer)),
+                integrality=np.ones(len(self.extra)),
                 bounds=scipy.optimize.Bounds(0, 1),
                 options={"mip_rel_gap": 0.0, "time_limit": max(0.1, seconds)},
             )

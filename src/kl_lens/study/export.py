@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from kl_lens import planning
-from kl_lens.base.errors import FormatError, PlanError, RunError
+from kl_lens.base.errors import FormatError, PlanError, RunError, UnlearntError
 from kl_lens.base.units import human_bytes, parse_names
 from kl_lens.measuring.statistics import StoredStatistics
 from kl_lens.measuring.sweep import model_identity
@@ -250,7 +250,7 @@ class _Exporter:
             if any(_learns(recipe) for recipe in plan.assignment.values()):
                 try:
                     extra["statistics"] = StoredStatistics.of_fingerprint(run.folder, fingerprint)
-                except RunError as error:
+                except (RunError, UnlearntError) as error:
                     raise RunError(
                         f"--stream does not open the model, so it cannot gather statistics: {error}"
                     ) from error

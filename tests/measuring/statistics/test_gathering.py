@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
-from kl_lens.base.errors import CheckpointError, FormatError, RunError
+from kl_lens.base.errors import CheckpointError, FormatError, RunError, UnlearntError
 from kl_lens.measuring.statistics import StoredStatistics, gather
 from kl_lens.measuring.statistics.watching import Moments
 from kl_lens.model import LoadedModel
@@ -55,20 +54,15 @@ def test_the_moments_are_those_of_every_linear_layers_inputs(family: str, tmp_pa
         assert torch.equal(found.second_moments, found.second_moments.mT)
 
 
-@pytest.mark.parametrize("family", ["mamba", "falcon_mamba", "jamba"])
-def test_the_time_step_projection_is_seen_though_no_hook_on_it_fires(family: str, tmp_path: Path) -> None:
-    model, windows = loaded(family), some_windows(3, 20)
+def test_the_time_step_projection_is_seen_though_no_hook_on_it_fires(tmp_path: Path) -> None:
+    model, windows = loaded("mamba"), some_windows(3, 20)
     statistics = gather(model, windows, tmp_path)
     component = next(c for c in model.anatomy.candidates if c.kind == "dt_proj")
-    mixer = model.model.get_submodule(component.name.rpartition(".")[0])
-    rank = component.shape[-1]
+    mixer, rank = model.model.get_submodule(component.name.rpartition(".")[0]), component.shape[-1]
     seen: list[torch.Tensor] = []
-    source = mixer.dt_layernorm if hasattr(mixer, "dt_layernorm") else mixer.x_proj
-    source.register_forward_hook(lambda _m, _a, output: seen.append(output[..., :rank]))
+    mixer.x_proj.register_forward_hook(lambda _m, _a, output: seen.append(output[..., :rank]))
     model.chain.full_logits(windows.ids)
     inputs = seen[0].reshape(-1, rank)
-    if family == "falcon_mamba":  # normalised behind x_proj, by a function
-        inputs = inputs * torch.rsqrt(inputs.square().mean(-1, keepdim=True) + mixer.rms_eps)
     torch.testing.assert_close(
         statistics.of(component.name).second_moments, inputs.T @ inputs / len(inputs), rtol=1e-3, atol=1e-5
     )
@@ -89,13 +83,6 @@ def test_experts_have_their_own_moments(family: str, tmp_path: Path) -> None:
         own = inputs[(chosen == expert).any(-1)]
         assert found.tokens[expert] == len(own) > first.shape[-1]
         torch.testing.assert_close(found.second_moments[expert], own.T @ own / len(own), rtol=1e-3, atol=1e-4)
-
-
-def test_an_untied_embedding_has_equal_columns_and_a_note(tmp_path: Path) -> None:
-    model = loaded("mamba2")
-    statistics = gather(model, some_windows(3, 20), tmp_path)
-    assert torch.equal(statistics.of("backbone.embeddings").second_moments, torch.eye(64))
-    assert "lookup table" in statistics.notes["backbone.embeddings"]
 
 
 def test_a_killed_gathering_resumes_with_the_same_bits(
@@ -122,12 +109,6 @@ def test_a_killed_gathering_resumes_with_the_same_bits(
     assert parts.digest == whole.digest == StoredStatistics.open(tmp_path / "parts", model).digest
 
 
-def test_weights_with_the_same_inputs_share_one_stored_matrix(tmp_path: Path) -> None:
-    gather(loaded("llama"), some_windows(3, 20), tmp_path)
-    stored = load_file(tmp_path / "statistics/block-000.safetensors")
-    assert len(stored) == 4  # q, k, v together; o; gate and up together; down
-
-
 def test_statistics_of_another_model_or_text_are_refused(tmp_path: Path) -> None:
     model = loaded("mamba")
     gather(model, some_windows(3, 20), tmp_path)
@@ -138,7 +119,7 @@ def test_statistics_of_another_model_or_text_are_refused(tmp_path: Path) -> None
         StoredStatistics.open(tmp_path, other)
     with pytest.raises(RunError, match="another text"):
         gather(model, some_windows(3, 20, seed=2), tmp_path)
-    with pytest.raises(RunError, match="kl-lens calibrate"):
+    with pytest.raises(UnlearntError, match="kl-lens calibrate"):
         StoredStatistics.open(tmp_path / "nothing", model)
 
 
@@ -158,26 +139,15 @@ def test_a_damaged_file_is_named_and_gathered_again(tmp_path: Path) -> None:
         StoredStatistics.open(tmp_path, model)
 
 
-def test_activations_that_are_not_finite_name_the_component_and_the_window(tmp_path: Path) -> None:
+def test_activations_that_are_not_finite_name_the_block_and_the_window(tmp_path: Path) -> None:
     model, windows = loaded("mamba"), some_windows(4, 20)
     assert len(model.chain)  # watched while the model was whole
     bad = int(windows.ids[2, 0])
     windows.ids[windows.ids == bad] = bad + 1
     windows.ids[2, 0] = bad
     model.model.get_input_embeddings().weight.data[bad] = torch.nan
-    with pytest.raises(CheckpointError, match=r"layers\.0\.mixer\.in_proj: .* in window 2;"):
+    with pytest.raises(CheckpointError, match=r"states after block 0 hold NaN or infinity in window 2;"):
         gather(model, windows, tmp_path)
-
-
-def test_an_expert_that_saw_few_tokens_is_filled_up_with_the_mean_of_all() -> None:
-    moments = Moments((3, 5, 2), torch.device("cpu"))
-    moments.add(torch.tensor([[2.0, 0.0]] * 3), expert=0)
-    moments.add(torch.tensor([[0.0, 4.0]]), expert=1)
-    means = moments.means
-    overall = torch.tensor([[3.0, 0.0], [0.0, 4.0]])
-    assert torch.equal(means[0], torch.tensor([[4.0, 0.0], [0.0, 0.0]]))  # more tokens than columns: its own
-    assert torch.equal(means[1], (torch.tensor([[0.0, 0.0], [0.0, 16.0]]) + overall) / 2)
-    assert torch.equal(means[2], overall)  # never routed to
 
 
 def test_experts_without_enough_tokens_are_noted_and_those_without_any_refused(tmp_path: Path) -> None:
@@ -188,15 +158,6 @@ def test_experts_without_enough_tokens_are_noted_and_those_without_any_refused(t
     statistics._components[name] |= {"file": None, "columns": None, "note": "no token was routed to it"}
     with pytest.raises(FormatError, match=f"{name}: no token was routed"):
         statistics.of(name)
-
-
-def test_inputs_that_are_always_zero_count_alike_with_a_note(tmp_path: Path) -> None:
-    model = loaded("mamba")
-    model.model.get_submodule("backbone.layers.1.norm").weight.data.zero_()
-    statistics = gather(model, some_windows(3, 20), tmp_path)
-    name = "backbone.layers.1.mixer.in_proj"
-    assert torch.equal(statistics.of(name).second_moments, torch.eye(64))
-    assert "all zero" in statistics.notes[name]
 
 
 def test_a_product_with_some_of_the_columns_only_is_not_taken_for_the_whole(tmp_path: Path) -> None:

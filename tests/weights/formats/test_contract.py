@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
 from kl_lens.base.errors import FormatError
-from kl_lens.weights.formats import fitting_format, get_format, known_formats, register
+from kl_lens.weights.formats import fitting_format, get_format, known_formats
 from kl_lens.weights.formats.affine import AffineFormat
 from kl_lens.weights.formats.zero_points import ZeroPointFormat
 
@@ -39,40 +37,23 @@ def test_known_formats() -> None:
     assert get_format("Q4_K") is get_format("q4_k")
 
 
-def test_unknown_format_lists_the_known_ones() -> None:
-    with pytest.raises(FormatError, match=r"unknown format 'int3'; known: fp16, int8, int4"):
-        get_format("int3")
-
-
-def test_a_name_is_registered_once() -> None:
-    with pytest.raises(FormatError, match="'int4' is registered twice"):
-        register(dataclasses.replace(get_format("int4"), bits=8))
-
-
 @pytest.mark.parametrize(
     ("name", "shape", "expected"),
     [
         ("fp16", (3, 5), 30),
         ("int8", (3, 5), 15 + 3 * 2),
         ("int4", (3, 5), 8 + 3 * 2),  # 15 nibbles in 8 bytes
-        ("int4", (2, 3, 5), 15 + 6 * 2),
         ("int4-absmax", (3, 5), 8 + 3 * 4),
-        ("int4-g128", (768, 1536), 768 * 1536 // 2 + 768 * 12 * 2),
         ("int4-g32", (768, 1536), 768 * 1536 // 2 + 768 * 48 * 2),
         ("int8-g128", (4, 256), 4 * 256 + 4 * 2 * 2),
         ("q8_0", (10, 64), 10 * 2 * 34),
-        ("q4_0", (10, 64), 10 * 2 * 18),
         ("q4_k", (8, 10, 512), 80 * 2 * 144),
-        ("q5_k", (10, 512), 10 * 2 * 176),
         ("q6_k", (10, 512), 10 * 2 * 210),
         ("uint4", (3, 5), 8 + 3 * 2 + 2),  # three zero points in two bytes
         ("uint4-g32", (768, 1536), 768 * 1536 // 2 + 768 * 48 * 2 + 768 * 24),
         ("uint2-g64", (3, 64), 3 * 16 + 3 * 2 + 1),
         ("mxfp4", (768, 1536), 768 * 1536 // 2 + 768 * 48),  # a byte for every 32 columns
-        ("nf4-g64", (768, 1536), 768 * 1536 // 2 + 768 * 24 * 2),
         ("affine3-g64", (768, 1536), 768 * 1536 * 3 // 8 + 768 * 24 * 4),  # a scale and a bias
-        ("iq4_xs", (10, 512), 10 * 2 * 136),
-        ("q2_k", (10, 512), 10 * 2 * 84),
         ("iq2_xxs", (10, 512), 10 * 2 * 66),
     ],
 )
@@ -124,33 +105,22 @@ def test_fits_gives_the_reason() -> None:
 @pytest.mark.parametrize(
     ("wanted", "columns", "given"),
     [
-        ("int4-g128", 256, "int4-g128"),
         ("int4-g128", 192, "int4-g64"),
-        ("int4-g128", 96, "int4-g32"),
         ("int4-g128", 48, "int8"),
         ("int8-g128", 48, "int8"),
         ("uint4-g128", 192, "uint4-g64"),
-        ("uint4-g128", 96, "uint4-g32"),
-        ("uint4-g64", 48, "int8"),
         ("affine4-g128", 96, "affine4-g32"),
         ("affine4-g64", 48, "fp16"),
         ("nf4-g128", 96, "nf4-g32"),
-        ("nf4-g32", 48, "int8"),
         ("uint2-g64", 96, "int4-g32"),
         ("mxfp4", 48, "int8"),
         ("q4_k", 256, "q4_k"),
         ("q4_k", 96, "q5_0"),
-        ("q5_k", 96, "q5_1"),
         ("q6_k", 96, "q8_0"),
         ("q4_k", 48, "fp16"),
-        ("q6_k", 48, "fp16"),
-        ("q4_0", 48, "fp16"),
         ("q3_k", 96, "q4_0"),
-        ("q2_k", 96, "q4_0"),
         ("iq4_xs", 96, "iq4_nl"),
-        ("iq3_s", 96, "iq4_nl"),
         ("iq2_xxs", 96, "iq4_nl"),
-        ("iq2_xxs", 48, "fp16"),
     ],
 )
 def test_the_format_that_fits(wanted: str, columns: int, given: str) -> None:
@@ -162,11 +132,6 @@ def test_the_format_that_fits(wanted: str, columns: int, given: str) -> None:
         assert reason is not None
         assert reason.startswith(f"{wanted}: {columns} columns do not divide")
         assert reason.endswith(f"stored as {given}")
-
-
-def test_resolve_refuses_what_nothing_holds() -> None:
-    with pytest.raises(FormatError, match=r"shape \(5,\) is neither"):
-        fitting_format("q4_k", (5,))
 
 
 @every_format
@@ -185,22 +150,6 @@ def test_bad_values_name_the_tensor(name: str, value: float, complaint: str) -> 
         get_format(name).roundtrip(weight, "layers.3.x_proj.weight")
 
 
-def test_a_shape_that_does_not_fit_names_the_tensor() -> None:
-    with pytest.raises(FormatError, match=r"^dt_proj: q8_0 cannot hold it: 48 columns"):
-        get_format("q8_0").quantize(torch.zeros(4, 48), "dt_proj")
-
-
-def test_integers_are_not_weights() -> None:
-    with pytest.raises(FormatError, match=r"^ids: expected floating-point weights, found torch\.int64"):
-        get_format("int8").quantize(torch.zeros(4, 48, dtype=torch.int64), "ids")
-
-
-def test_data_of_another_format_are_refused() -> None:
-    stored = get_format("int8").quantize(torch.ones(2, 4))
-    with pytest.raises(FormatError, match="int8 data, not int4"):
-        get_format("int4").dequantize(stored)
-
-
 @every_format
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_any_float_dtype_is_computed_in_float32(name: str, dtype: torch.dtype) -> None:
@@ -212,14 +161,6 @@ def test_any_float_dtype_is_computed_in_float32(name: str, dtype: torch.dtype) -
     assert not values.requires_grad
     assert torch.equal(values, get_format(name).roundtrip(kept.float()))
     assert torch.equal(weight, kept)
-
-
-@every_format
-def test_strides_do_not_matter(name: str) -> None:
-    needs_gguf(name)
-    weight = torch.randn(256, 6, generator=torch.Generator().manual_seed(2)).T
-    assert not weight.is_contiguous()
-    assert torch.equal(get_format(name).roundtrip(weight), get_format(name).roundtrip(weight.contiguous()))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

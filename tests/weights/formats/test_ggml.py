@@ -105,15 +105,6 @@ def test_blocks_with_importance_equal_ggml_s(name: str) -> None:
         assert torch.equal(stored.data, fmt.quantize(w).data) == (not fmt.takes_importance)
 
 
-@pytest.mark.parametrize("name", ["q4_0", "q4_k", "q3_k", "iq4_xs", "iq3_xxs"])
-def test_importance_lowers_the_error_it_weighs(name: str) -> None:
-    fmt = gguf_format(name)
-    w = torch.randn(32, 512, generator=torch.Generator().manual_seed(6))
-    plain, weighed = fmt.roundtrip(w), fmt.dequantize(fmt.quantize_with(w, importance()))
-    error = [((values - w).square() * importance()).mean() for values in (plain, weighed)]
-    assert error[1] < 0.9 * error[0]
-
-
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
@@ -126,16 +117,6 @@ def test_importance_lowers_the_error_it_weighs(name: str) -> None:
 def test_importance_that_ggml_would_choke_on(change: Any, complaint: str) -> None:
     with pytest.raises(FormatError, match=rf"^layers\.0\.in_proj: {complaint}"):
         gguf_format("q4_k").quantize_with(torch.ones(4, 512), change(importance()), "layers.0.in_proj")
-
-
-@pytest.mark.parametrize("name", EVERY)
-def test_columns_that_never_matter_do_no_harm(name: str) -> None:
-    """Whole blocks without importance, next to numbers of every size: finite values, and no abort."""
-    fmt = gguf_format(name)
-    columns = importance()
-    columns[:256] = 0
-    columns[300:] *= torch.logspace(-30, 0, 212)
-    assert fmt.dequantize(fmt.quantize_with(awkward_matrix().clamp(-3e4, 3e4), columns)).isfinite().all()
 
 
 def test_a_minimum_beyond_fp16_is_refused() -> None:
@@ -162,11 +143,6 @@ def test_what_needs_importance_is_refused_without(name: str) -> None:
         quantize_rows(np.zeros((1, 256), np.float32), int(kind), row_bytes=66)
 
 
-def test_columns_that_do_not_divide_do_not_reach_ggml() -> None:
-    with pytest.raises(FormatError, match="Q4_K: 100 columns do not divide into blocks of 256"):
-        quantize_rows(np.zeros((1, 100), np.float32), int(gguf.GGMLQuantizationType.Q4_K), row_bytes=144)
-
-
 @pytest.mark.parametrize("name", EVERY)
 def test_values_equal_ggml_s(name: str) -> None:
     fmt = gguf_format(name)
@@ -181,38 +157,6 @@ def test_values_equal_ggml_s(name: str) -> None:
     assert np.array_equal(fmt.dequantize(stored).numpy(), values)
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("q8_0", 0.0054),
-        ("q6_k", 0.0178),
-        ("q5_k", 0.0363),
-        ("q5_0", 0.043),
-        ("q4_k", 0.0715),
-        ("q4_0", 0.086),
-        ("q4_1", 0.078),
-        ("iq4_nl", 0.0763),
-        ("iq4_xs", 0.0769),
-        ("q3_k", 0.151),
-        ("iq3_s", 0.166),
-        ("iq3_xxs", 0.214),
-        ("q2_k", 0.297),
-        ("uint4", 0.127),
-        ("uint4-g128", 0.101),
-        ("uint4-g64", 0.0912),
-        ("uint4-g32", 0.0809),
-        ("nf4", 0.105),
-        ("nf4-g64", 0.092),
-        ("uint2-g64", 0.463),
-        ("mxfp4", 0.115),
-    ],
-)
-def test_error_on_gaussian_weights(name: str, expected: float) -> None:
-    w = torch.randn(256, 1024, generator=torch.Generator().manual_seed(1))
-    error = (get_format(name).roundtrip(w) - w).square().mean().sqrt()
-    assert float(error) == pytest.approx(expected, rel=0.02)
-
-
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("size", [1e-45, 1e-41, 1e-38, 1e-30, 1e-20, 1e-12])
 def test_tiny_blocks_are_zero(name: str, size: float) -> None:
@@ -222,24 +166,6 @@ def test_tiny_blocks_are_zero(name: str, size: float) -> None:
     assert (fmt.dequantize(stored) == 0).all()
     if size <= 1e-20:  # below 2^−60: plain zeros on every processor, integers included
         assert torch.equal(stored.data, fmt.quantize(torch.zeros(2, 256)).data)
-
-
-def test_threads_change_nothing() -> None:
-    before = torch.get_num_threads()
-    fmt, w = get_format("q4_k"), awkward_matrix()
-    try:
-        torch.set_num_threads(1)
-        alone = fmt.quantize(w)
-        torch.set_num_threads(3)
-        assert torch.equal(fmt.quantize(w).data, alone.data)
-    finally:
-        torch.set_num_threads(before)
-
-
-def test_a_wrong_size_is_noticed() -> None:
-    kind = int(gguf.GGMLQuantizationType.Q4_K)
-    with pytest.raises(FormatError, match="ggml wrote 288 bytes where 320 were expected"):
-        quantize_rows(np.zeros((2, 256), np.float32), kind, row_bytes=160)
 
 
 @pytest.mark.parametrize(("package", "name"), [("gguf", "q6_k"), ("xllamacpp", "q4_k")])

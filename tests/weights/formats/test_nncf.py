@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from kl_lens.weights.formats import Format, fitting_format, get_format
-from kl_lens.weights.formats.integer import SignedScaleFormat
 from kl_lens.weights.formats.normal_float import BORDERS
 from kl_lens.weights.formats.zero_points import ZeroPointFormat
 
@@ -135,14 +134,6 @@ def test_mxfp4_has_nncf_s_values() -> None:
             assert np.array_equal(values, fmt.roundtrip(torch.from_numpy(part)).numpy())
 
 
-@pytest.mark.parametrize("name", ["int4", "uint4", "nf4"])
-@pytest.mark.parametrize("shape", [(3, 5), (7, 9), (5, 64)])
-def test_the_file_is_as_large_as_we_say(name: str, shape: tuple[int, int], tmp_path: Path) -> None:
-    w = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-    compressed([w], get_format(name), tmp_path / "model.xml")
-    assert (tmp_path / "model.bin").stat().st_size == get_format(name).bytes(shape)
-
-
 def test_int8_groups_follow_nncf_s_arithmetic() -> None:
     """NNCF's interface has no groups for 8 bits; its arithmetic has."""
     from nncf.quantization.algorithms.weight_compression.config import WeightCompressionConfig
@@ -189,19 +180,3 @@ def test_groups_that_do_not_divide_shrink_as_in_nncf(columns: int, expected: int
     model = compressed([w], get_format("int4-g128"), tmp_path / "m.xml", advanced_parameters=adjust)
     assert list(constants(model)["w0"].shape) == [8, columns // expected, expected]
     assert fitting_format("int4-g128", w.shape)[0].group_size == expected
-
-
-def test_no_divisor_means_eight_bits_as_in_nncf(tmp_path: Path) -> None:
-    from nncf.quantization.advanced_parameters import AdvancedCompressionParameters, GroupSizeFallbackMode
-
-    w = np.random.default_rng(0).standard_normal((8, 48)).astype(np.float32)
-    options = {
-        "advanced_parameters": AdvancedCompressionParameters(
-            group_size_fallback_mode=GroupSizeFallbackMode.ADJUST
-        ),
-        "backup_mode": nncf.BackupMode.INT8_SYM,
-    }
-    found = constants(compressed([w], get_format("int4-g128"), tmp_path / "m.xml", **options))
-    fmt = fitting_format("int4-g128", w.shape)[0]
-    assert fmt == SignedScaleFormat("int8", bits=8, group_size=None, symmetric=True)
-    assert found["w0"].data.tobytes() == fmt.pack(fmt.quantize(torch.from_numpy(w))).tobytes()

@@ -71,32 +71,3 @@ def test_error_feedback_loses_less_than_importance_alone(name: str) -> None:
     assert _loss(weight, ours, statistics) < 0.8 * _loss(weight, plain, statistics)
     found = _decoded_by_ggml(name, np.ascontiguousarray(ours.data.numpy().reshape(ROWS * 2, -1)))
     np.testing.assert_allclose(found.reshape(ROWS, COLUMNS), fmt.dequantize(ours).numpy(), rtol=1e-6)
-
-
-@pytest.mark.parametrize("name", ["iq2_xxs", pytest.param("iq3_s", marks=pytest.mark.slow)])
-def test_the_shortlist_is_nearly_as_good_as_trying_every_point(name: str) -> None:
-    lattice, random = LATTICES[name], np.random.default_rng(1)
-    grid = lattice.grid if lattice.width == 8 else None
-    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-    signs = 1 - 2.0 * bits[bits.sum(1) % 2 == 0] if lattice.even else 1 - 2.0 * bits
-    found = best = 0.0
-    for _ in range(20):
-        root = random.normal(size=(8, 8)) * 0.4 + np.eye(8)
-        metric = (root @ root.T).astype(np.float32)
-        target = (random.normal(size=8) * lattice.grid.mean() * 1.2).astype(np.float32)
-        buffers = [np.empty(len(lattice.grid), np.float32), np.zeros((2, lattices.SHORTLIST), np.int64)]
-        buffers += [np.empty(lattices.SHORTLIST, np.float32)]
-        buffers += [np.empty(8, np.float32), np.empty(8, np.float32), np.zeros(2, np.int64)]
-        columns = np.ascontiguousarray(lattice.grid.T)
-        _, distance = lattices._nearest(target, np.float32(1), metric, columns, lattice.even, *buffers)
-        away = target - buffers[4]
-        assert distance == pytest.approx(away @ metric @ away, rel=1e-4)
-        found += distance
-        if grid is not None:
-            points = target - grid[:, None] * signs
-        else:  # two vectors of four: 512² × 256 points are too many, so only those near the target
-            near = np.argsort(((np.abs(target).reshape(2, 1, 4) - lattice.grid) ** 2).sum(-1), axis=1)[:, :40]
-            pairs = np.stack(np.meshgrid(*near, indexing="ij"), -1).reshape(-1, 2)
-            points = target - lattice.grid[pairs].reshape(-1, 1, 8) * signs
-        best += np.einsum("...i,ij,...j->...", points, metric, points).min()
-    assert found < 1.25 * best

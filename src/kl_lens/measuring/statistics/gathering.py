@@ -70,7 +70,7 @@ class _Gathering:
             with self._model.present(block):
                 watch = self._watch([c for c in self._missing if index in c.blocks])
                 for number, call in enumerate(calls):
-                    with watch(number):
+                    with watch:
                         states[number] = self._chain.run(states[number], call, index, index + 1)
                     self._check_states(states[number].hidden, f"after block {index}", number)
                 done = [c for c in self._missing if c.blocks and c.blocks[-1] == index]
@@ -87,7 +87,7 @@ class _Gathering:
         multiplied = [c for c in outside if c not in looked_up]
         watch = self._watch(multiplied)
         for number, (call, state) in enumerate(zip(calls, states, strict=True)):
-            with watch(number):
+            with watch:
                 final = self._chain.finish(state, call)  # stops before the head
             self._check_states(final, "before the head", number)
             if anatomy.head in self._moments:
@@ -96,16 +96,12 @@ class _Gathering:
         for component in looked_up:
             self._stored.add_without_moments(component.name, LOOKED_UP, component.shape[-1], self._tokens)
 
-    def _watch(self, components: Sequence[Component]) -> Callable[[int], ProductWatch]:
+    def _watch(self, components: Sequence[Component]) -> ProductWatch:
         for component in components:
             if component.name not in self._moments:
                 self._moments[component.name] = Moments(component.shape, self._chain.device)
         here = {c.name: self._moments[c.name] for c in components}
-        weights = self._weights_of(components)
-        return lambda number: ProductWatch(weights, here, lambda x: self._place(x, number))
-
-    def _weights_of(self, components: Sequence[Component]) -> dict[str, torch.Tensor]:
-        return {c.name: self._model.tensor(c.weight) for c in components}
+        return ProductWatch({c.name: self._model.tensor(c.weight) for c in components}, here)
 
     def _store(self, file: str, components: Sequence[Component]) -> None:
         statistics: dict[str, InputStatistics] = {}
@@ -122,6 +118,8 @@ class _Gathering:
                 self._stored.add_without_moments(name, NO_INPUT, moments.columns, sum(moments.tokens))
             else:
                 statistics[name] = InputStatistics(moments.means, tuple(moments.tokens))
+                if not bool(torch.isfinite(moments.sums).all()):
+                    raise CheckpointError(f"{name}: its inputs are too large to square; load it in float32")
                 few = [str(e) for e, n in enumerate(moments.tokens) if n < moments.columns]
                 if few and moments.stacked:
                     notes[name] = (
@@ -131,23 +129,13 @@ class _Gathering:
         self._stored.add(file, statistics, notes)
 
     def _check_states(self, states: torch.Tensor, where: str, number: int) -> None:
-        if not bool(torch.isfinite(states).all()):
-            place = self._place(states, number)
+        finite = torch.isfinite(states).flatten(1).all(1)
+        if not bool(finite.all()):
+            window = sum(map(len, self._batches[:number])) + int((~finite).nonzero()[0, 0])
             raise CheckpointError(
-                f"{self._model.name}: states {where} hold NaN or infinity {place}; "
+                f"{self._model.name}: states {where} hold NaN or infinity in window {window}; "
                 "repair the checkpoint, or load it in float32"
             )
-
-    def _place(self, inputs: torch.Tensor, number: int) -> str:
-        """`in window 3`, or the windows of the batch if tokens were reordered."""
-        first = sum(len(ids) for ids in self._batches[:number])
-        count = len(self._batches[number])
-        if inputs.shape[0] == count:
-            bad = ~torch.isfinite(inputs.reshape(count, -1)).all(1)
-            return (
-                f"in window {first + int(bad.nonzero()[0, 0])}" if bool(bad.any()) else f"from window {first}"
-            )
-        return f"in windows {first} to {first + count - 1}"
 
 
 @contextmanager

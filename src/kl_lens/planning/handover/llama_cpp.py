@@ -12,10 +12,9 @@ from pathlib import Path
 
 import torch
 
-from kl_lens.base.errors import UnlearntError
+from kl_lens.base.errors import PlanError, UnlearntError
 from kl_lens.measuring.statistics import StoredStatistics
 from kl_lens.model import LoadedModel
-from kl_lens.planning.handover.tools import refusal
 from kl_lens.run.records import Plan
 from kl_lens.targets.gguf.architectures import get_architecture
 from kl_lens.targets.gguf.choices import FLOAT32, TensorJob, choose_recipes, decide
@@ -70,8 +69,10 @@ def _jobs(model: LoadedModel, plan: Plan) -> list[TensorJob]:
     for job in jobs:
         if any(part in job.rule.name for part in _KEPT):
             if job.format not in _SPELLED:
-                why = f"llama-quantize never quantizes {job.rule.name}; give it fp16 in the plan's file"
-                raise refusal("llama.cpp", plan, job.component, why)
+                raise PlanError(
+                    f"llama.cpp cannot express plan {plan.name}: {job.component}: llama-quantize never quantizes "
+                    f"{job.rule.name}; give it fp16 in the plan's file"
+                )
         elif len(job.shape) >= 2 and job.rule.name.endswith("weight"):
             chosen.append(job)
     return chosen

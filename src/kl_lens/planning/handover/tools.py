@@ -89,13 +89,9 @@ def _chosen(tool: Tool, model: LoadedModel, plan: Plan) -> dict[str, Settings]:
         if why or found is None:
             reason = f"{why}; give it fp16, not {recipe}, in the plan's file" if why else (
                 f"it has nothing like {recipe.grid.name}")  # fmt: skip
-            raise refusal(tool.title, plan, component.name, reason)
+            raise PlanError(f"{tool.title} cannot express plan {plan.name}: {component.name}: {reason}")
         chosen[component.name] = found
     return chosen
-
-
-def refusal(tool: str, plan: Plan, component: str, why: str) -> PlanError:
-    return PlanError(f"{tool} cannot express plan {plan.name}: {component}: {why}")
 
 
 def _as_json(content: Mapping[str, Any]) -> str:

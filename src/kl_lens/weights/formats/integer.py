@@ -15,13 +15,14 @@ of up to one whole step (12 % of a constant positive row at 4 bits).
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
+from kl_lens.base.host import constant
 from kl_lens.weights.formats.format import Format, Quantized, register
 
 if TYPE_CHECKING:
@@ -48,6 +49,19 @@ class GroupedFormat(Format):
     def scale_values(self, stored: torch.Tensor) -> torch.Tensor:
         """The same back in float32."""
         return stored.float()
+
+    def _quantize(self, weight: torch.Tensor) -> Quantized:
+        groups = self._grouped(weight)
+        scales = self.covering_scales(groups)
+        return self._stored(weight, self._codes(groups / scales), scales)
+
+    def covering_scales(self, groups: torch.Tensor) -> torch.Tensor:
+        """The float32 scale of each group (…, columns): (…, 1)."""
+        raise NotImplementedError
+
+    def _codes(self, scaled: torch.Tensor) -> torch.Tensor:
+        """Of weights divided by their scales."""
+        raise NotImplementedError
 
     def _stored(
         self,
@@ -105,30 +119,47 @@ def pack_codes(numbers: torch.Tensor, bits: int) -> npt.NDArray[np.uint8]:
 
 @dataclass(frozen=True)
 class IntegerFormat(GroupedFormat):
-    def _quantize(self, weight: torch.Tensor) -> Quantized:
+    def _codes(self, scaled: torch.Tensor) -> torch.Tensor:
         import torch
 
         levels = 2 ** (self.bits - 1)
-        groups = self._grouped(weight)
-        scales = self._scales(groups, levels)
-        return self._stored(
-            weight, (groups / scales).round_().clamp_(-levels, levels - 1).to(torch.int8), scales
-        )
+        return scaled.round_().clamp_(-levels, levels - 1).to(torch.int8)
 
-    @abstractmethod
-    def _scales(self, groups: torch.Tensor, levels: int) -> torch.Tensor:
-        """One float32 scale per group, with the last axis kept."""
+
+@dataclass(frozen=True)
+class TableFormat(GroupedFormat):
+    """`Quantized.data` holds the index of each weight's level (uint8)."""
+
+    levels: ClassVar[npt.NDArray[np.float32]]
+    borders: ClassVar[npt.NDArray[np.float32]]  # between levels; a value on a border goes down
+
+    def _codes(self, scaled: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        return torch.bucketize(scaled.contiguous(), self._on(scaled.device)[1]).to(torch.uint8)
+
+    def _places(self, codes: torch.Tensor) -> torch.Tensor:
+        return self._on(codes.device)[0][codes.long()]
+
+    @classmethod
+    @cache
+    def _on(cls, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Levels and borders on the weight's device."""
+        import torch
+
+        levels, borders = (constant(torch.from_numpy(part), device) for part in (cls.levels, cls.borders))
+        return levels, borders
 
 
 @dataclass(frozen=True)
 class SignedScaleFormat(IntegerFormat):
     """NNCF's symmetric modes; the formula is in the module's docstring."""
 
-    def _scales(self, groups: torch.Tensor, levels: int) -> torch.Tensor:
+    def covering_scales(self, groups: torch.Tensor) -> torch.Tensor:
         import torch
 
         low, high = torch.aminmax(groups, dim=-1, keepdim=True)
-        scales = torch.where(low.abs() >= high, low.abs(), -high) / levels
+        scales = torch.where(low.abs() >= high, low.abs(), -high) / 2 ** (self.bits - 1)
         return torch.where(scales.abs() < NNCF_SMALLEST_SCALE, NNCF_SMALLEST_SCALE, scales)
 
 
@@ -142,12 +173,12 @@ class AbsoluteMaximumFormat(IntegerFormat):
 
         return torch.float32
 
-    def _scales(self, groups: torch.Tensor, levels: int) -> torch.Tensor:
+    def covering_scales(self, groups: torch.Tensor) -> torch.Tensor:
         import torch
 
         largest = groups.abs().amax(-1, keepdim=True)
         # A tensor as divisor: GPUs turn division by a number into a product with its rounded inverse.
-        scales = largest / torch.full_like(largest, levels - 1)
+        scales = largest / torch.full_like(largest, 2 ** (self.bits - 1) - 1)
         return torch.where(scales == 0, 1.0, scales)
 
 

@@ -10,15 +10,13 @@ NNCF takes a rounded logarithm, so it may take half our scale where max|w| is ju
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from kl_lens.base.host import constant
 from kl_lens.weights.formats.format import Quantized, register
-from kl_lens.weights.formats.integer import NNCF_SMALLEST_SCALE, GroupedFormat, pack_codes
+from kl_lens.weights.formats.integer import NNCF_SMALLEST_SCALE, TableFormat, pack_codes
 
 if TYPE_CHECKING:
     import torch
@@ -32,17 +30,11 @@ BORDERS = np.where(np.arange(len(_MIDDLES)) % 2 == 0, np.nextafter(_MIDDLES, np.
 LARGEST_SCALE = 2.0**13  # 6 s still fits FP16
 
 
-@cache
-def _tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Levels and borders on the weight's device."""
-    import torch
-
-    return constant(torch.from_numpy(LEVELS), device), constant(torch.from_numpy(BORDERS), device)
-
-
 @dataclass(frozen=True)
-class MicroscalingFormat(GroupedFormat):
-    """`Quantized.data` holds the index of each weight's level (uint8, 0 to 14), `.scales` exponents + 127 (uint8)."""
+class MicroscalingFormat(TableFormat):
+    """`Quantized.scales` holds exponents + 127 (uint8)."""
+
+    levels, borders = LEVELS, BORDERS
 
     @property
     def scale_dtype(self) -> torch.dtype:
@@ -62,7 +54,6 @@ class MicroscalingFormat(GroupedFormat):
         return (stored.int() << 23).view(torch.float32)
 
     def covering_scales(self, groups: torch.Tensor) -> torch.Tensor:
-        """The smallest scale that covers each group (…, columns): (…, 1)."""
         import torch
 
         largest = groups.abs().amax(-1, keepdim=True)
@@ -70,18 +61,6 @@ class MicroscalingFormat(GroupedFormat):
             NNCF_SMALLEST_SCALE, LARGEST_SCALE
         )
         return self.scale_values(self.stored_scales(wanted))
-
-    def _quantize(self, weight: torch.Tensor) -> Quantized:
-        import torch
-
-        groups = self._grouped(weight)
-        scales = self.covering_scales(groups)
-        _, borders = _tables(weight.device)
-        indices = torch.bucketize((groups / scales).contiguous(), borders)
-        return self._stored(weight, indices.to(torch.uint8), scales)
-
-    def _places(self, codes: torch.Tensor) -> torch.Tensor:
-        return _tables(codes.device)[0][codes.long()]
 
     def _pack(self, quantized: Quantized) -> npt.NDArray[np.uint8]:
         """E2M1's codes: the magnitude's index, and 8 for a negative sign."""

@@ -11,14 +11,12 @@ levels pass through FP16, and the plugins may round them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kl_lens.base.host import constant
-from kl_lens.weights.formats.format import Quantized, register
-from kl_lens.weights.formats.integer import NNCF_SMALLEST_SCALE, GroupedFormat
+from kl_lens.weights.formats.format import register
+from kl_lens.weights.formats.integer import NNCF_SMALLEST_SCALE, TableFormat
 
 if TYPE_CHECKING:
     import torch
@@ -42,29 +40,12 @@ BORDERS = np.array(
 )  # fmt: skip
 
 
-@cache
-def _tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Levels and borders on the weight's device."""
-    import torch
-
-    return constant(torch.from_numpy(LEVELS), device), constant(torch.from_numpy(BORDERS), device)
-
-
 @dataclass(frozen=True)
-class NormalFloatFormat(GroupedFormat):
-    """`Quantized.data` holds the index of each weight's level (uint8, 0 to 15)."""
+class NormalFloatFormat(TableFormat):
+    levels, borders = LEVELS, BORDERS
 
-    def _quantize(self, weight: torch.Tensor) -> Quantized:
-        import torch
-
-        groups = self._grouped(weight)
-        scales = groups.abs().amax(-1, keepdim=True).clamp(min=NNCF_SMALLEST_SCALE)
-        _, borders = _tables(weight.device)
-        indices = torch.bucketize((groups / scales).contiguous(), borders)
-        return self._stored(weight, indices.to(torch.uint8), scales)
-
-    def _places(self, codes: torch.Tensor) -> torch.Tensor:
-        return _tables(codes.device)[0][codes.long()]
+    def covering_scales(self, groups: torch.Tensor) -> torch.Tensor:
+        return groups.abs().amax(-1, keepdim=True).clamp(min=NNCF_SMALLEST_SCALE)
 
 
 register(NormalFloatFormat("nf4", bits=4, group_size=None, symmetric=True))

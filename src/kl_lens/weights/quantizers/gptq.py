@@ -49,56 +49,40 @@ class ErrorFeedback(LearningQuantizer):
 
         damping = DAMPING + SCARCITY * len(moments) / max(tokens, 1)
         objective, importance = last_objective(moments, damping), column_importance(moments)
-        ways = _on_groups
-        if isinstance(fmt, GGUFFormat):
-            ways = _on_lattices if fmt.name in LATTICES else _on_blocks
+        ways = _by_lattice if fmt.name in LATTICES else _by_columns
         return lambda weight: best_rows(weight, fmt, moments, ways(weight, fmt, importance, objective))
 
 
-def _on_groups(
+def _by_columns(
     weight: torch.Tensor, fmt: Format, importance: torch.Tensor, objective: Objective
 ) -> list[Quantized]:
-    """Round to nearest, searched scales, and error feedback with two sets of scales."""
+    """Plain rounding, searched scales, and error feedback with two sets of scales."""
+    from kl_lens.weights.quantizers.block_scales import weighed_blocks
     from kl_lens.weights.quantizers.feedback import descended, fed_back, with_fitted_scales
     from kl_lens.weights.quantizers.group_scales import searched_levels, stored
+    from kl_lens.weights.quantizers.levels import block_levels, with_codes
 
-    ways = [fmt.quantize(weight)]
+    # Plain rounding never won a row on the references; skip it where a GPU would wait for ggml's CPU search.
+    ways = [] if fmt.searches and weight.device.type != "cpu" else [fmt.quantize(weight)]
     for weighed in (importance, objective.remaining):
-        levels = searched_levels(weight, fmt, weighed)
+        if isinstance(fmt, GGUFFormat):
+            searched = weighed_blocks(fmt, weight, weighed)
+            levels = block_levels(fmt, searched)
+        else:
+            levels = searched_levels(weight, fmt, weighed)
+            searched = stored(fmt, levels, levels.rounded(weight))
         if weighed is importance:
-            ways.append(stored(fmt, levels, levels.rounded(weight)))
+            ways.append(searched)
         codes = fed_back(weight, levels, objective)
         for _ in range(ROUNDS):
             levels = with_fitted_scales(weight, levels, codes, objective)
             codes = descended(weight, levels, codes, objective)
-        ways.append(stored(fmt, levels, codes))
+        blocks = isinstance(fmt, GGUFFormat)
+        ways.append(with_codes(fmt, searched, codes) if blocks else stored(fmt, levels, codes))  # type: ignore[arg-type]
     return ways
 
 
-def _on_blocks(
-    weight: torch.Tensor, fmt: Format, importance: torch.Tensor, objective: Objective
-) -> list[Quantized]:
-    """ggml's rounding, ggml's with importance, and error feedback with two sets of scales."""
-    from kl_lens.weights.quantizers.block_scales import weighed_blocks
-    from kl_lens.weights.quantizers.feedback import descended, fed_back
-    from kl_lens.weights.quantizers.levels import block_levels, with_codes
-
-    assert isinstance(fmt, GGUFFormat)
-    # Plain rounding never won a row on the references; skip it where a GPU would wait for ggml's CPU search.
-    ways = [] if fmt.searches and weight.device.type != "cpu" else [fmt.quantize(weight)]
-    for weighed in (importance, objective.remaining):
-        blocks = weighed_blocks(fmt, weight, weighed)
-        if weighed is importance:
-            ways.append(blocks)
-        levels = block_levels(fmt, blocks)
-        codes = fed_back(weight, levels, objective)
-        for _ in range(ROUNDS):
-            codes = descended(weight, levels, codes, objective)
-        ways.append(with_codes(fmt, blocks, codes))
-    return ways
-
-
-def _on_lattices(
+def _by_lattice(
     weight: torch.Tensor, fmt: Format, importance: torch.Tensor, objective: Objective
 ) -> list[Quantized]:
     """ggml's with importance, and error feedback with two sets of scales."""

@@ -107,21 +107,29 @@ def _best(
 
 def _refined(groups: torch.Tensor, rows: torch.Tensor, best: Levels) -> Levels:
     """Fitted to the codes and rounded again in turns, for as long as that helps; `rows` are the weights of groups."""
-    codes = best.rounded(groups)
-    loss = (rows * (groups - best.values(codes)).square()).sum(-1, keepdim=True)
+    codes, loss = _rounded(groups, rows, best)
     for _ in range(_REFITS):
         other = _fitted(groups, rows, best, codes)
-        new_codes = other.rounded(groups)
-        new_loss = (rows * (groups - other.values(new_codes)).square()).sum(-1, keepdim=True)
+        new_codes, new_loss = _rounded(groups, rows, other)
         better = new_loss < loss
         if not bool(better.any()):
             break
-        scales, offsets = torch.where(better, other.scales, best.scales), best.offsets
-        if offsets is not None and other.offsets is not None:
-            offsets = torch.where(better, other.offsets, offsets)
-        best = replace(best, scales=scales, offsets=offsets)
+        best = _chosen(better, other, best)
         codes, loss = torch.where(better, new_codes, codes), torch.where(better, new_loss, loss)
     return best
+
+
+def _rounded(groups: torch.Tensor, rows: torch.Tensor, levels: Levels) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and loss, (groups, 1)."""
+    codes = levels.rounded(groups)
+    return codes, (rows * (groups - levels.values(codes)).square()).sum(-1, keepdim=True)
+
+
+def _chosen(which: torch.Tensor, yes: Levels, no: Levels) -> Levels:
+    offsets = no.offsets
+    if offsets is not None and yes.offsets is not None:
+        offsets = torch.where(which, yes.offsets, offsets)
+    return replace(no, scales=torch.where(which, yes.scales, no.scales), offsets=offsets)
 
 
 def _fitted(groups: torch.Tensor, rows: torch.Tensor, levels: Levels, codes: torch.Tensor) -> Levels:
@@ -143,22 +151,19 @@ def _fitted(groups: torch.Tensor, rows: torch.Tensor, levels: Levels, codes: tor
 def _best_affine(groups: torch.Tensor, rows: torch.Tensor, top: int) -> Levels:
     """Scales and biases: the best of grids that cover a group's middle more or less widely; then refined."""
     low, high = (edge[:, None] for edge in torch.aminmax(groups, dim=-1))
-    span, best, least = (high - low).clamp_min(top * NNCF_SMALLEST_SCALE), None, None
+    span = (high - low).clamp_min(top * NNCF_SMALLEST_SCALE)
+    best: Levels | None = None
     for factor in _FACTORS.tolist():
         scales = (span * (factor / top)).half().float().clamp_min(NNCF_SMALLEST_SCALE)
         offsets = ((low + high - scales * top) / 2).half().float()
         tried = Levels(groups.shape[-1], scales, 0, top, offsets=offsets)
         tried = _fitted(groups, rows, tried, tried.rounded(groups))
-        loss = (rows * (groups - tried.values(tried.rounded(groups))).square()).sum(-1, keepdim=True)
-        if best is None or least is None:
+        loss = _rounded(groups, rows, tried)[1]
+        if best is None:
             best, least = tried, loss
             continue
-        assert best.offsets is not None
-        assert tried.offsets is not None
         better = loss < least
-        least = torch.where(better, loss, least)
-        scales = torch.where(better, tried.scales, best.scales)
-        best = replace(best, scales=scales, offsets=torch.where(better, tried.offsets, best.offsets))
+        best, least = _chosen(better, tried, best), torch.where(better, loss, least)
     assert best is not None
     return _refined(groups, rows, best)
 
@@ -168,13 +173,11 @@ def _best_powers(groups: torch.Tensor, rows: torch.Tensor, fmt: MicroscalingForm
     table = tuple(microscaling.LEVELS.tolist())
     covering = fmt.covering_scales(groups)
     tried = [covering * factor for factor in (1, 0.5, 0.25)]
-    losses = []
-    for scales in tried:
-        levels = Levels(groups.shape[-1], scales, 0, len(table) - 1, table=table, fixed=True)
-        losses.append((rows * (groups - levels.values(levels.rounded(groups))).square()).sum(-1))
+    plain = Levels(groups.shape[-1], covering, 0, len(table) - 1, table=table, fixed=True)
+    losses = [_rounded(groups, rows, plain.with_scales(scales))[1][:, 0] for scales in tried]
     best = torch.stack(losses).argmin(0)
     scales = torch.stack(tried)[best, torch.arange(len(best), device=best.device)]
-    return replace(levels, scales=scales.clamp_min(NNCF_SMALLEST_SCALE))
+    return plain.with_scales(scales.clamp_min(NNCF_SMALLEST_SCALE))
 
 
 def try_scales(

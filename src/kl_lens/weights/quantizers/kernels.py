@@ -1,4 +1,4 @@
-"""The two inner loops of error feedback, over the columns of one block: numba on the CPU, Triton on a GPU, else torch.
+"""The two inner loops of error feedback, over the columns of one block: Triton on a GPU, else numba on the CPU.
 
 Rows do not depend on each other. Both loops change `codes` and `errors` in place and leave columns outside the
 block to matrix products.
@@ -31,16 +31,10 @@ def round_in_order(
         from kl_lens.weights.quantizers import triton_columns
 
         return triton_columns.round_in_order(wanted, weight, mixing, levels, columns)
-    codes, errors = torch.empty_like(weight), torch.empty_like(weight)
-    if weight.device.type == "cpu":
-        arrays = [t.numpy() for t in (wanted, weight, mixing)], levels.arrays(columns)
-        _round_in_order(*arrays[0], *arrays[1], codes.numpy(), errors.numpy())  # type: ignore[call-arg]
-        return codes, errors
-    for j, column in enumerate(columns.tolist()):
-        codes[:, j], value = levels.nearest(wanted[:, j], column)
-        errors[:, j] = weight[:, j] - value
-        wanted[:, j + 1 :].addr_(errors[:, j], mixing[j, j + 1 :])
-    return codes, errors
+    given = [t.cpu().numpy() for t in (wanted, weight, mixing)]
+    codes, errors = torch.empty(weight.shape), torch.empty(weight.shape)
+    _round_in_order(*given, *levels.arrays(columns), codes.numpy(), errors.numpy())  # type: ignore[call-arg]
+    return codes.to(weight.device), errors.to(weight.device)
 
 
 def descend(
@@ -60,16 +54,10 @@ def descend(
 
         triton_columns.descend(pull, moments, codes, errors, levels, columns)
         return
-    if pull.device.type == "cpu":
-        arrays = [t.numpy() for t in (pull, moments)], levels.arrays(columns)
-        _descend(*arrays[0], *arrays[1], codes.numpy(), errors.numpy())  # type: ignore[call-arg]
-        return
-    for j, column in enumerate(columns.tolist()):
-        before = levels.value(codes[:, j], column)
-        codes[:, j], after = levels.nearest(before + pull[:, j] / moments[j, j], column)
-        step = after - before
-        errors[:, j] -= step
-        pull[:, j + 1 :].addr_(step, moments[j, j + 1 :], alpha=-1)
+    given, changed = [t.cpu().numpy() for t in (pull, moments)], [t.cpu() for t in (codes, errors)]
+    _descend(*given, *levels.arrays(columns), *(t.numpy() for t in changed))
+    for there, here in zip((codes, errors), changed, strict=True):
+        there.copy_(here)
 
 
 @njit(inline="always", error_model="numpy")

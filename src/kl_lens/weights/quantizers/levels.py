@@ -30,7 +30,9 @@ class Levels:
     zero_points: torch.Tensor | None = None  # (rows, groups), float32
     table: tuple[float, ...] | None = None  # ascending
     offsets: torch.Tensor | None = None  # (rows, groups), float32: the minima stored beside a block's scales
-    fixed: bool = False  # scales are powers of two: too coarse to be fitted to codes
+    fixed: bool = (
+        False  # scales are not fitted to codes: too coarse (powers of two), or found by ggml's search
+    )
 
     def with_scales(self, scales: torch.Tensor, zero_points: torch.Tensor | None = None) -> Levels:
         return replace(self, scales=scales, zero_points=zero_points)
@@ -70,26 +72,14 @@ class Levels:
             return looked_up
         return (looked_up.unflatten(-1, (-1, self.group)) - self.zero_points.unsqueeze(-1)).flatten(-2)
 
-    def nearest(self, values: torch.Tensor, column: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes of the levels nearest to one column's values (rows,), and the levels themselves."""
-        g = column // self.group
-        codes = self._codes(values, self.inverses[:, g], self.shifts[:, g])
-        return codes, self.value(codes, column)
-
-    def value(self, codes: torch.Tensor, column: int) -> torch.Tensor:
-        g = column // self.group
-        return self._looked_up(codes) * self.scales[:, g] + self.shifts[:, g]
-
     def arrays(self, columns: torch.Tensor) -> tuple[Any, ...]:
         """The kernels' arguments: the columns' groups, and all scales."""
         return (
-            (columns // self.group).to(torch.int32).numpy(),
-            self.scales.numpy(),
-            self.inverses.numpy(),
-            self.shifts.numpy(),
+            (columns // self.group).to(torch.int32).cpu().numpy(),
+            *(part.cpu().numpy() for part in (self.scales, self.inverses, self.shifts)),
             np.float32(self.lowest),
             np.float32(self.highest),
-            self._table.numpy(),
+            self._table.cpu().numpy(),
         )
 
     def _codes(self, values: torch.Tensor, inverses: torch.Tensor, shifts: torch.Tensor) -> torch.Tensor:
@@ -113,9 +103,10 @@ def block_levels(fmt: GGUFFormat, quantized: Quantized) -> Levels:
     if layout.table:
         # Code 8 is level 1, so its value is the scale.
         table = tuple(float(level) for level in IQ4_LEVELS)
-        return Levels(layout.group, all_at(8), 0, layout.highest, table=table)
+        return Levels(layout.group, all_at(8), 0, layout.highest, table=table, fixed=True)
     lowest, highest = all_at(0), all_at(layout.highest)
-    return Levels(layout.group, (highest - lowest) / layout.highest, 0, layout.highest, offsets=lowest)
+    scales = (highest - lowest) / layout.highest
+    return Levels(layout.group, scales, 0, layout.highest, offsets=lowest, fixed=True)
 
 
 def with_codes(fmt: GGUFFormat, quantized: Quantized, codes: torch.Tensor) -> Quantized:
