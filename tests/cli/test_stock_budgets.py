@@ -78,7 +78,7 @@ def require_never_worse(
                 continue
             assert (ours.file_bytes or 0) <= (limit or 0), rival.name
             difference = planning.paired_difference(
-                meter.kl_by_window(ours.assignment), meter.kl_by_window(rival.assignment)
+                meter.measure(ours.assignment).windows, meter.measure(rival.assignment).windows
             )
             assert difference.mean <= 2 * difference.standard_error, (rival.name, difference, ours.made_by)
 

@@ -58,7 +58,7 @@ def test_fast_equals_plain(family: str) -> None:
 
 def test_where_a_group_fills_the_gpu_its_members_are_measured_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     model = loaded("mamba2")
-    candidates, _ = find_candidates(model.anatomy, [Recipe("int4"), Recipe("int8")])
+    candidates, _ = find_candidates(model.anatomy, [Recipe("int4"), Recipe("int8")], r"layers\.1\.")
     perturbations = [candidate.perturbation for candidate in candidates]
     expected = _measure(FastEngine(model), perturbations)
     started, too_full = FastEngine.started, []

@@ -65,13 +65,6 @@ def actors() -> list[psutil.Process]:
     return found
 
 
-def test_two_nodes_give_the_sweep_of_one_process_to_the_last_bit(cluster, world: World, tmp_path) -> None:
-    with hired(world.order, 2, cluster.address) as workers:
-        world.swept(tmp_path, workers)
-        assert len({node["NodeID"] for node in ray.nodes() if node["Alive"]}) == 2
-    assert contents(tmp_path) == world.whole
-
-
 def test_workers_killed_at_random_moments(cluster, world: World, tmp_path) -> None:
     """Ten times, each a moment after something was committed: nothing of that is lost, and all is done."""
     moments, said = random.Random(0), list[str]()
@@ -90,6 +83,7 @@ def test_workers_killed_at_random_moments(cluster, world: World, tmp_path) -> No
         killed.append(victim.pid)
 
     with hired(world.order, 2, cluster.address, say=said.append) as workers:
+        assert len({node["NodeID"] for node in ray.nodes() if node["Alive"]}) == 2
         world.swept(tmp_path, workers, Progress(advanced=kill))
     print(f"killed {len(killed)} workers after {next(commits)} commits; {len(said)} lines: {said}")
     assert len(set(killed)) == KILLS

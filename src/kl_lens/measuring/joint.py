@@ -61,12 +61,6 @@ class PlanMeter:
         self._entropy: dict[int, float] = {}
         self._known: dict[tuple[tuple[str, Recipe], ...], JointResult] = {}
 
-    def kl_by_window(self, assignment: Mapping[str, str]) -> npt.NDArray[np.float64]:
-        return self.measure(assignment).windows
-
-    def perplexity(self, assignment: Mapping[str, str]) -> float:
-        return self.measure(assignment).perplexity.value
-
     @property
     def known(self) -> list[tuple[dict[str, Recipe], JointResult]]:
         """The plans measured so far, with their results."""

@@ -9,7 +9,15 @@ from kl_lens.planning.budget import (
 )
 from kl_lens.planning.cost import Cost, cost_of, differences
 from kl_lens.planning.files import plan_path, read_plan, write_plan
-from kl_lens.planning.predict import Predictor, finished_plan, prediction_metric, repredicted, uniform_plan
+from kl_lens.planning.predict import (
+    Predictor,
+    finished_plan,
+    interaction,
+    prediction_metric,
+    repredicted,
+    uniform_plan,
+    verify,
+)
 from kl_lens.planning.problem import Problem, build_problem, store_fixed_bytes, stored_fixed_bytes
 from kl_lens.planning.rivals import (
     Contender,
@@ -20,7 +28,6 @@ from kl_lens.planning.rivals import (
     stock_with_our_methods,
 )
 from kl_lens.planning.speed import SpeedModel, speed_model
-from kl_lens.planning.verify import interaction, verify
 
 __all__ = [
     "BudgetSolution",

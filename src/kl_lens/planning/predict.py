@@ -1,10 +1,11 @@
-"""The additive prediction: the KL of a plan is the sum of its components' single KLs."""
+"""The additive prediction: the KL of a plan is the sum of its components' single KLs; and how it compares with what is
+measured."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from kl_lens.base.errors import FormatError, PlanError
 from kl_lens.planning.cost import cost_of, stored_recipe
@@ -20,6 +21,7 @@ NOT_ADDITIVE = ("sqnr_db", "same_top", "kl_p99", "kl_max")
 # ruined models, and for published values, which are sums over a window.
 _LARGEST = 1e4
 _NOISE = 1e-4  # nats per token: below zero only by rounding
+MOST_ERRORS = 2.0  # a difference of more standard errors is not explained by them
 
 
 class Predictor:
@@ -221,3 +223,46 @@ def require_measurements(table: SensitivityTable, recipe: Recipe) -> None:
 def finite_or_none(value: float) -> float | None:
     """Undefined errors are null in files."""
     return value if math.isfinite(value) else None
+
+
+@dataclass(frozen=True)
+class Verification:
+    explained: bool | None  # whether the errors explain the difference; None if an error is unknown
+    message: str  # one line for the user
+
+
+def verify(predicted: Estimate, measured: Estimate) -> Verification:
+    """Prediction and measurement use different text, so their errors are independent."""
+    ratio = measured.value / predicted.value if predicted.value else math.inf
+    numbers = (
+        f"predicted {spell_estimate(predicted)}, measured {spell_estimate(measured)} nats per token "
+        f"({ratio:.3g} times)"
+    )
+    difference = measured.value - predicted.value
+    error = math.hypot(predicted.standard_error, measured.standard_error)
+    if not math.isfinite(error) or not math.isfinite(difference):
+        return Verification(None, f"{numbers}; without a known error the difference means nothing")
+    if abs(difference) <= MOST_ERRORS * error:
+        return Verification(True, f"{numbers}; the errors explain the difference")
+    direction = "add up to more" if difference > 0 else "partly cancel"
+    return Verification(
+        False,
+        f"warning: {numbers}; the difference is {abs(difference) / error:.1f} standard errors: the components' "
+        f"damages {direction} together, or the texts differ",
+    )
+
+
+def interaction(pairs: Iterable[tuple[float, float]]) -> float:
+    """How many times more whole plans lose than the sum of their parts: the geometric mean of measured / predicted.
+
+    Along the frontier it varies by a few percent; docs/method.md has the remaining error.
+    """
+    logs = [math.log(measured / predicted) for predicted, measured in pairs if predicted > 0 < measured]
+    return math.exp(math.fsum(logs) / len(logs)) if logs else 1.0
+
+
+def spell_estimate(estimate: Estimate) -> str:
+    """`0.0103 ± 0.0001`; an unknown error is left out."""
+    if math.isfinite(estimate.standard_error):
+        return f"{estimate.value:.4g} ± {estimate.standard_error:.1g}"
+    return f"{estimate.value:.4g}"

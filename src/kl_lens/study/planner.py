@@ -12,7 +12,7 @@ from kl_lens.base.errors import PlanError
 from kl_lens.base.units import human_bytes
 from kl_lens.measuring.joint import JointResult, PlanMeter
 from kl_lens.model import LoadedModel
-from kl_lens.planning.verify import spell_estimate
+from kl_lens.planning.predict import spell_estimate
 from kl_lens.run.folder import Run
 from kl_lens.run.records import Estimate, Measured, Plan, SensitivityTable
 from kl_lens.study.events import Events
@@ -269,7 +269,7 @@ def judged(planner: TargetPlanner, ours: Plan, rivals: Sequence[Plan]) -> planni
 
     def contender(plan: Plan) -> planning.Contender:
         size = planner.sized(replace(plan, name=ours.name)).file_bytes or 0
-        return planning.Contender(plan.name, size, meter.kl_by_window(plan.assignment))
+        return planning.Contender(plan.name, size, meter.measure(plan.assignment).windows)
 
     def keeps(rival: planning.Contender) -> bool:
         return planner.keeps(by_name[rival.name].assignment, ours.limits)

@@ -10,11 +10,14 @@ from torch import nn
 
 from kl_lens.base.errors import CheckpointError, FormatError, RunError, UnlearntError
 from kl_lens.measuring.statistics import StoredStatistics, gather
-from kl_lens.measuring.statistics.watching import Moments
+from kl_lens.measuring.statistics.gathering import Moments
 from kl_lens.model import LoadedModel
 from kl_lens.model.tasks import LanguageTask
 from tests.families import CONFIGS, tiny_model
 from tests.measuring.conftest import loaded, some_windows
+
+QUICK = ("mamba", "zamba2", "jamba_experts", "falcon_h1")
+FAMILIES = [pytest.param(f, marks=() if f in QUICK else pytest.mark.slow) for f in CONFIGS]
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +25,7 @@ def _two_windows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LanguageTask, "rows_at_once", 40)
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_moments_are_those_of_every_linear_layers_inputs(family: str, tmp_path: Path) -> None:
     model, windows = loaded(family), some_windows(3, 20)
     statistics = gather(model, windows, tmp_path)

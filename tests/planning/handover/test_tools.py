@@ -24,14 +24,9 @@ from kl_lens.run.records import Plan
 from kl_lens.targets.gguf.export import export
 from kl_lens.weights.recipes import Recipe, fitting_recipe
 from tests.cli.conftest import measure_arguments, tiny_folder  # noqa: F401
-from tests.families import tiny_model
-from tests.measuring.conftest import some_windows
+from tests.measuring.conftest import loaded, some_windows
 
 INTEGERS = ("int4-g32", "int8-g128", "fp16", "uint4-g64")
-
-
-def opened(family: str) -> LoadedModel:
-    return LoadedModel(family, Path(), tiny_model(family), None)
 
 
 def in_turn(model: LoadedModel, formats: tuple[str, ...], *without: str) -> Plan:
@@ -70,7 +65,7 @@ def handed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """A plan, its recipe for llama.cpp, and our own file of it."""
     pytest.importorskip("gguf")
     folder = tmp_path_factory.mktemp(request.param)
-    model = opened(request.param)
+    model = loaded(request.param)
     statistics = gather(model, some_windows(3, 20), folder)
     model = model.with_store(statistics=statistics)
     plan = gguf_plan(model)
@@ -125,41 +120,30 @@ def test_the_importance_matrix_holds_our_statistics(handed: dict[str, Any]) -> N
         assert np.allclose((sums / counts)[used], importance[used], rtol=1e-5, atol=1e-5 * importance.max())
 
 
-def test_llama_cpp_refuses_what_it_lacks_by_name(tmp_path: Path) -> None:
-    pytest.importorskip("gguf")
-    model = opened("mamba")
-    name = model.anatomy.candidates[1].name
-    with pytest.raises(PlanError, match=re.escape(name)):
-        write_recipe("llama.cpp", model, Plan("p", {name: "int4"}, "test"), tmp_path / "a")
-    with pytest.raises(UnlearntError, match=re.escape(name)):
-        write_recipe("llama.cpp", model, Plan("p", {name: "q4_0+imatrix"}, "test"), tmp_path / "b")
-    assert not list(tmp_path.iterdir())
-
-
 # -- tools that read PyTorch's or MLX's layers ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tool", TOOLS)
 def test_what_a_tool_cannot_say_is_refused_with_the_component(tool: str, tmp_path: Path) -> None:
-    model = opened("mamba")
+    model = loaded("mamba")
     name = model.anatomy.candidates[1].name
     foreign = "q4_0" if tool != "llama.cpp" else "nf4"
     with pytest.raises(PlanError, match=re.escape(name)):
         write_recipe(tool, model, Plan("p", {name: foreign}, "test"), tmp_path / "recipe")
+    if tool in ("auto-round", "modelopt"):
+        tied = Plan("p", {model.anatomy.embedding: "int8"}, "test")
+        with pytest.raises(PlanError, match=r"backbone\.embeddings: it quantizes only Linear"):
+            write_recipe(tool, model, tied, tmp_path / "recipe")
+    if tool == "llama.cpp":
+        with pytest.raises(UnlearntError, match=re.escape(name)):
+            write_recipe(tool, model, Plan("p", {name: "q4_0+imatrix"}, "test"), tmp_path / "recipe")
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("tool", ["auto-round", "modelopt"])
-def test_a_tied_embedding_is_refused(tool: str, tmp_path: Path) -> None:
-    model = opened("mamba")
-    with pytest.raises(PlanError, match=r"backbone\.embeddings: it quantizes only Linear"):
-        write_recipe(tool, model, Plan("p", {model.anatomy.embedding: "int8"}, "test"), tmp_path / "recipe")
 
 
 @pytest.mark.parametrize("family", ["mamba", "falcon_h1", "jamba", "nemotron_h"])
 def test_mlx_lm_gives_every_layer_its_bits(family: str, tmp_path: Path) -> None:
     utils = pytest.importorskip("mlx_lm.utils", reason="needs mlx-lm")
-    model = opened(family)
+    model = loaded(family)
     plan = in_turn(model, INTEGERS, "moe")
     write_recipe("mlx-lm", model, plan, tmp_path)
     layers = read_json(tmp_path / "quantization.json")
@@ -182,7 +166,7 @@ def test_mlx_lm_gives_every_layer_its_bits(family: str, tmp_path: Path) -> None:
 
 
 def test_auto_round_and_modelopt_are_told_every_layer(tmp_path: Path) -> None:
-    model = opened("falcon_h1")
+    model = loaded("falcon_h1")
     plan = in_turn(model, ("int4-g32", "int8", "fp16", "int4"), "embedding", "head")
     odd = next(c.name for c in model.anatomy.candidates if c.kind == "in_proj")
     with pytest.raises(PlanError, match=f"{re.escape(odd)}: its shape"):

@@ -124,10 +124,3 @@ def test_rows_are_independent(name: str, data: st.DataObject) -> None:
         if (together := getattr(stacked, part)) is not None:
             assert torch.equal(together, torch.stack([getattr(expert, part) for expert in experts]))
     assert torch.equal(fmt.dequantize(stacked), torch.stack([fmt.dequantize(e) for e in experts]))
-
-
-@pytest.mark.parametrize("name", ["fp16", "int8", "int4", "int8-absmax", "int4-absmax"])
-@pytest.mark.parametrize("shape", [(1, 1), (9, 1), (2, 1, 3)])
-def test_thin_shapes(name: str, shape: tuple[int, ...]) -> None:
-    values = get_format(name).roundtrip(-torch.ones(shape))
-    torch.testing.assert_close(values, -torch.ones(shape), rtol=1e-6, atol=0)
