@@ -74,9 +74,6 @@ def quantize_rows(
     weight = np.ascontiguousarray(weight, dtype=np.float32)
     rows, columns = weight.shape
     kind = gguf_module().GGMLQuantizationType(ggml_type)
-    block, _ = gguf_module().GGML_QUANT_SIZES[kind]
-    if columns % block:
-        raise FormatError(f"{kind.name}: {columns} columns do not divide into blocks of {block}")
     if importance is not None:
         importance = _proportions(importance, columns)
     elif library.ggml_quantize_requires_imatrix(ggml_type):
