@@ -98,34 +98,26 @@ def test_more_windows_and_more_formats_add_to_the_run(mamba, tmp_path) -> None:
             assert grown[key][name].value == pytest.approx(estimate.value, rel=1e-4, abs=1e-9)
 
 
-def test_another_model_is_refused(mamba, tmp_path) -> None:
+def test_another_model_text_or_meaning_is_refused(mamba, tmp_path, monkeypatch) -> None:
     with Run.create(tmp_path) as run:
-        Sweep(mamba, run).measure(_candidates(mamba)[:1], some_windows(2, 20))
+
+        def measure(**text: int) -> None:
+            windows = some_windows(**{"count": 2, "length": 20, **text})
+            Sweep(mamba, run).measure(_candidates(mamba)[:1], windows)
+
+        measure()
+        with pytest.raises(RunError, match="seed 1, now it is 2"):
+            measure(seed=2)
+        with pytest.raises(RunError, match="length 20, now it is 21"):
+            measure(length=21)
+        with monkeypatch.context() as patch:
+            patch.setattr("kl_lens.run.folder.METRICS_VERSION", 999)
+            with pytest.raises(RunError, match="metrics_version is 1 there and 999 now"):
+                measure()
         mamba.model.get_parameter("backbone.layers.0.mixer.D")[0] += 1
         del mamba.fingerprint
         with pytest.raises(RunError, match=r"model_fingerprint is '.*' there and '.*' now"):
-            Sweep(mamba, run).measure(_candidates(mamba)[:1], some_windows(2, 20))
-
-
-@pytest.mark.parametrize(
-    ("other", "difference"),
-    [(some_windows(2, 20, seed=2), "seed 1, now it is 2"), (some_windows(2, 21), "length 20, now it is 21")],
-)
-def test_another_text_is_refused(mamba, tmp_path, other, difference) -> None:
-    with Run.create(tmp_path) as run:
-        Sweep(mamba, run).measure(_candidates(mamba)[:1], some_windows(2, 20))
-        with pytest.raises(RunError, match=difference):
-            Sweep(mamba, run).measure(_candidates(mamba)[:1], other)
-
-
-def test_a_run_of_another_version_of_the_metrics_is_refused(mamba, tmp_path, monkeypatch) -> None:
-    with Run.create(tmp_path) as run:
-        Sweep(mamba, run).measure(_candidates(mamba)[:1], some_windows(2, 20))
-        monkeypatch.setattr("kl_lens.run.folder.METRICS_VERSION", 999)
-        with pytest.raises(
-            RunError, match="definition of the metrics: metrics_version is 1 there and 999 now"
-        ):
-            Sweep(mamba, run).measure(_candidates(mamba)[:1], some_windows(2, 20))
+            measure()
 
 
 def test_the_default_number_of_windows_is_counted_from_their_cost(mamba, monkeypatch) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
 from scipy import stats
 
 from kl_lens.planning import (
@@ -18,7 +17,6 @@ from kl_lens.planning import (
     paired_difference,
     stock_with_our_methods,
 )
-from kl_lens.planning.rivals import LEVEL
 from kl_lens.run.records import Plan
 from kl_lens.study.planner import TargetPlanner
 from kl_lens.weights.recipes import parsed
@@ -70,37 +68,6 @@ def test_a_rival_beyond_the_limit_cannot_win() -> None:
     found = contest(contender("ours", 100, 0.012), [rival], keeps=lambda one: one.kl <= 0.0122)
     assert (found.winner, found.beyond) == ("ours", ("rival",))
     assert "rival is as good and no larger, but not within the limit" in found.sentence()
-
-
-@given(st.data())
-def test_whoever_wins_is_no_larger_and_not_worse_than_ours(data: st.DataObject) -> None:
-    windows = data.draw(st.integers(1, 12), "windows")
-    random = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1), "seed"))
-    difficulty = random.uniform(0.2, 2, windows)
-
-    def drawn(name: str) -> Contender:
-        kl, noise = (10 ** data.draw(st.floats(low, high)) for low, high in ((-3, -1), (-6, -2)))
-        size = data.draw(st.integers(90, 110))
-        return Contender(name, size, kl * difficulty + noise * random.standard_normal(windows))
-
-    ours = drawn("ours")
-    near = [
-        Contender(
-            f"near {i}", 100 - i, ours.windows * (1 + 0.02 * i) + 1e-5 * random.standard_normal(windows)
-        )
-        for i in range(data.draw(st.integers(0, 5), "a chain of small losses"))
-    ]
-    rivals = [drawn(f"{i}") for i in range(data.draw(st.integers(0, 5), "rivals"))] + near
-    found = contest(ours, rivals)
-    if found.winner == "ours":
-        return
-    winner = next(rival for rival in rivals if rival.name == found.winner)
-    assert windows > 1
-    assert winner.bytes <= ours.bytes
-    assert stats.ttest_rel(winner.windows, ours.windows, alternative="greater").pvalue > 0.025
-    # Nor can it be much worse: that is ruled out by a test of its own.
-    moved = ours.windows + LEVEL * ours.kl
-    assert stats.ttest_rel(winner.windows, moved, alternative="less").pvalue < 0.0251
 
 
 def test_paired_difference() -> None:

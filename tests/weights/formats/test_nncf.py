@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kl_lens.weights.formats import Format, fitting_format, get_format
+from kl_lens.weights.formats import Format, get_format
 from kl_lens.weights.formats.normal_float import BORDERS
 from kl_lens.weights.formats.zero_points import ZeroPointFormat
 
@@ -169,14 +169,3 @@ def test_openvino_computes_with_our_values(name: str, tmp_path: Path) -> None:
     given = compiled([np.eye(w.shape[-1], dtype=np.float32), np.arange(len(w))])
     for found in (given[0].T, given[1]):
         assert np.array_equal(found, fmt.dequantize(stored).numpy())
-
-
-@pytest.mark.parametrize(("columns", "expected"), [(256, 128), (192, 64), (96, 32)])
-def test_groups_that_do_not_divide_shrink_as_in_nncf(columns: int, expected: int, tmp_path: Path) -> None:
-    from nncf.quantization.advanced_parameters import AdvancedCompressionParameters, GroupSizeFallbackMode
-
-    w = np.random.default_rng(0).standard_normal((8, columns)).astype(np.float32)
-    adjust = AdvancedCompressionParameters(group_size_fallback_mode=GroupSizeFallbackMode.ADJUST)
-    model = compressed([w], get_format("int4-g128"), tmp_path / "m.xml", advanced_parameters=adjust)
-    assert list(constants(model)["w0"].shape) == [8, columns // expected, expected]
-    assert fitting_format("int4-g128", w.shape)[0].group_size == expected
