@@ -61,6 +61,9 @@ class PlanMeter:
         self._entropy: dict[int, float] = {}
         self._known: dict[tuple[tuple[str, Recipe], ...], JointResult] = {}
 
+    def perplexity(self, assignment: Mapping[str, str]) -> float:
+        return self.measure(assignment).perplexity.value
+
     @property
     def known(self) -> list[tuple[dict[str, Recipe], JointResult]]:
         """The plans measured so far, with their results."""
