@@ -42,7 +42,6 @@ from tests.planted import growing
 GGUFReader = pytest.importorskip("gguf", reason="needs the extra gguf").GGUFReader
 pytest.importorskip("openvino", reason="needs the extra openvino")
 
-TARGETS = ("openvino", "gguf")
 SETTINGS = SessionSettings(threads=1)
 
 
@@ -101,7 +100,7 @@ def reference_text(reference: LoadedModel) -> EvaluationText:
     return prepare_text("wikitext2:valid", reference.tokenizer, window=64, limit=6)
 
 
-@pytest.fixture(scope="module", params=TARGETS)
+@pytest.fixture(scope="module")
 def shipped(
     request: pytest.FixtureRequest, reference: LoadedModel, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
@@ -112,6 +111,7 @@ def shipped(
     return folder
 
 
+@pytest.mark.parametrize("shipped", ["gguf", pytest.param("openvino", marks=pytest.mark.slow)], indirect=True)
 def test_a_file_agrees_with_the_same_weights_in_pytorch(
     shipped: Path, reference: LoadedModel, reference_text: EvaluationText, tmp_path: Path
 ) -> None:

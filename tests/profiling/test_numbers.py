@@ -90,7 +90,8 @@ def test_a_token_reads_weights_state_and_keys() -> None:
     assert {device: limits_hold(device) for device in devices} == devices
 
 
-def test_what_is_timed_reads_every_byte() -> None:
+def test_what_is_timed_reads_every_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_module, "BUFFER_BYTES", 1 << 24)
     values = np.empty(8 * 3 * 1000, np.int64)
     machine_module.fill(values, 3)
     assert machine_module.summed(values, 1) == machine_module.summed(values, 3) == np.arange(24000).sum()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 
 from hypothesis import given, strategies as st
 
@@ -79,14 +78,3 @@ def test_every_format_has_the_colour_of_its_bits_and_every_colour_is_in_the_styl
         assert f"--{name}: light-dark({light}, #" in style
     for name in known_formats():
         assert charts.bits_colour(get_format(name).bits).startswith("var(--b")
-
-
-def test_the_ramp_goes_one_way_in_lightness_on_paper_and_in_the_dark() -> None:
-    pairs = re.findall(r"--h\d+: light-dark\((#\w+), (#\w+)\)", asset("report.css"))
-    for ramp, falls in ((next(zip(*pairs, strict=True)), True), ([dark for _, dark in pairs], False)):
-        lightness = [
-            sum(w * (int(c[i : i + 2], 16) / 255) ** 2.2 for w, i in ((0.2126, 1), (0.7152, 3), (0.0722, 5)))
-            for c in ramp
-        ]
-        assert len(lightness) == len(charts.RAMP)
-        assert lightness == sorted(lightness, reverse=falls)
