@@ -20,7 +20,7 @@ from kl_lens.base.units import tag_of
 from kl_lens.profiling.benchmark import Benchmark, Report, Timed, UseSettings, base_of
 from kl_lens.profiling.machine import bound_of, limits_hold
 from kl_lens.run.records import Profile, Quartiles, Subject
-from kl_lens.run.subjects import current_results
+from kl_lens.run.subjects import current_profiles
 from kl_lens.targets.openvino.benchmark_app import AppReport, BenchmarkApp
 
 PROTOCOL = "benchmark_app"
@@ -48,8 +48,8 @@ class PublishedTiming:
             try:
                 # Ratios are relative to earlier artifacts; FP16 comes first.
                 base = base_of(subject, [s for s in timed if s.name in done] + [subject])
-                earlier = done.get(base.name)
-                profile = self._profile(subject, base, earlier, benchmark.settings, report.bandwidth, folder)
+                before = done.get(base.name)
+                profile = self._profile(subject, base, before, benchmark.settings, report.bandwidth, folder)
                 done[subject.name] = profile
                 benchmark.store(profile)
             except (KLLensError, RuntimeError, OSError) as error:
@@ -60,17 +60,11 @@ class PublishedTiming:
             names = ", ".join(s.name for s in skipped)
             report.notes.append(f"{runtimes} has no benchmark_app: {names} not run with it")
         report.profiles += done.values()
-        rows: dict[str, Profile] = {}  # of this tag and device: earlier ones of the run, and the new ones
-        for result in current_results(benchmark.run, "profile") if benchmark.run else ():
-            profile = Profile.from_json(result.value)
-            if (profile.protocol, profile.device, profile.settings.get("tag")) == (
-                PROTOCOL,
-                device,
-                self.tag,
-            ):
-                rows[profile.subject.label] = profile
-        if rows | done:
-            report.csv = write_report(folder, device, self.tag, list((rows | done).values()))
+        # Earlier ones of the run with this tag and device, and the new ones.
+        mine, earlier = (PROTOCOL, device, self.tag), current_profiles(benchmark.run) if benchmark.run else ()
+        same = [p for p in earlier if (p.protocol, p.device, p.settings.get("tag")) == mine]
+        if rows := {p.subject.label: p for p in same} | done:
+            report.csv = write_report(folder, device, self.tag, list(rows.values()))
 
     def _profile(
         self,
