@@ -21,16 +21,16 @@ _VIT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num
 
 
 def mambavision(**settings: object) -> nn.Module:
-    usual = {
+    stages = {"depths": [1, 3], "num_heads": [1, 2], "window_size": [4, 4], "convolution_stages": 1}
+    small = {
         "dim": 16,
         "in_dim": 8,
-        "depths": [1, 3],
-        "num_heads": [1, 2],
-        "window_size": [4, 4],
         "mlp_ratio": 2,
+        "in_chans": 1,
+        "patch_strides": [1, 1],
+        "num_labels": CLASSES,
     }
-    small = {"in_chans": 1, "convolution_stages": 1, "patch_strides": [1, 1], "num_labels": CLASSES}
-    model = MambaVisionForImageClassification(MambaVisionConfig(**{**usual, **small, **settings}))
+    model = MambaVisionForImageClassification(MambaVisionConfig(**{**stages, **small, **settings}))
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):  # as after training: no norm is the identity
             for values in (module.weight, module.running_var):

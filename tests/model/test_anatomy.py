@@ -77,9 +77,8 @@ def test_experts_are_one_component_per_stack_and_routers_are_left_alone() -> Non
     assert "router" in router.reason
 
 
-@pytest.mark.parametrize("family", ["granitemoehybrid", "nemotron_h"])
-def test_a_family_named_moe_still_has_attention(family: str) -> None:
-    anatomy = _anatomy(family)
+def test_a_family_named_moe_still_has_attention() -> None:
+    anatomy = _anatomy("granitemoehybrid")
     assert _kinds(anatomy, "attention") == {"q_proj", "k_proj", "v_proj", "o_proj"}
     assert _kinds(anatomy, "ssm") == {"in_proj", "out_proj"}
 

@@ -97,13 +97,35 @@ class Chain:
     # -- finding the chain ------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Finds the blocks, their outputs and the boards they write to, in a small forward."""
+        """Finds the blocks, their outputs and the boards they write to, in two small forwards."""
         ids = self.task.sample(self.model, 2, 5)
         ids[1, :3] = ids[0, :3]  # a causal model gives both rows the same logits there
         self.blocks_name, self.blocks = _find_blocks(
             self.model, lambda: self._first_forward(ids), self.task.lists, self.head
         )
-        calls, outputs, at_head, logits = self._record(ids)
+        calls: list[Arguments] = []
+        outputs: list[Any] = []
+        at_head: list[torch.Tensor] = []
+        before: list[dict[str, dict[Any, Any]]] = []
+        self._boards: set[str] = set()  # dictionary arguments that blocks write to
+
+        def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
+            before.append({name: dict(v) for name, v in kwargs.items() if isinstance(v, MutableMapping)})
+
+        def leave(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            calls.append((args, kwargs))
+            outputs.append(output)
+            for name, old in before[-1].items():
+                now = kwargs[name]
+                if old.keys() != now.keys() or any(old[key] is not now[key] for key in old):
+                    self._boards.add(name)
+
+        with ExitStack() as hooks:
+            for block in self.blocks:
+                hooks.enter_context(block.register_forward_pre_hook(enter, with_kwargs=True))
+                hooks.enter_context(block.register_forward_hook(leave, with_kwargs=True))
+            hooks.enter_context(self.head.register_forward_hook(lambda _m, _a, out: at_head.append(out)))
+            logits = self._forward(ids)
         _check_linked(self.model, self.blocks_name, calls, outputs)
         hidden = [hidden_of(*call) for call in calls]
         # Values per row (token, or image) in the inputs of all blocks.
@@ -131,39 +153,6 @@ class Chain:
     def _rounding(self, logits: torch.Tensor) -> float:
         """What two ways to compute these logits may differ by."""
         return ROUNDING.get(next(self.model.parameters()).dtype, _HALF_ROUNDING) * float(logits.abs().max())
-
-    def _record(
-        self, ids: torch.Tensor
-    ) -> tuple[list[Arguments], list[Any], list[torch.Tensor], torch.Tensor]:
-        """Each block's call and output in a full forward, what leaves the head, and the logits. Notes the boards:
-        dictionary arguments that blocks write to."""
-        calls: list[Arguments] = []
-        outputs: list[Any] = []
-        at_head: list[torch.Tensor] = []
-        before: list[dict[str, dict[Any, Any]]] = []
-        boards: set[str] = set()
-
-        def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
-            before.append({name: dict(v) for name, v in kwargs.items() if isinstance(v, MutableMapping)})
-
-        def leave(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            calls.append((args, kwargs))
-            outputs.append(output)
-            for name, old in before[-1].items():
-                now = kwargs[name]
-                if old.keys() != now.keys() or any(old[key] is not now[key] for key in old):
-                    boards.add(name)
-
-        with ExitStack() as hooks:
-            for block in self.blocks:
-                hooks.enter_context(block.register_forward_pre_hook(enter, with_kwargs=True))
-                hooks.enter_context(block.register_forward_hook(leave, with_kwargs=True))
-            hooks.enter_context(
-                self.head.register_forward_hook(lambda _m, _a, output: at_head.append(output))
-            )
-            logits = self._forward(ids)
-        self._boards = frozenset(boards)
-        return calls, outputs, at_head, logits
 
     def _batched_arguments(self, ids: torch.Tensor) -> tuple[tuple[bool, ...], ...]:
         """For every argument of every block: is its first axis the batch?

@@ -74,7 +74,7 @@ def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     )
 
 
-def marked(call: Arguments, given: Mapping[int, Given], boards: frozenset[str]) -> Arguments:
+def marked(call: Arguments, given: Mapping[int, Given], boards: set[str]) -> Arguments:
     """A call with marks for hidden states, outputs of earlier blocks (by id) and boards."""
     args, kwargs = call
     hidden = hidden_of(args, kwargs)

@@ -35,23 +35,16 @@ _FITS = 0.6  # the rest is for states
 
 
 def join_twins(model: nn.Module, same: Callable[[str, str], bool]) -> None:
-    """Ties embedding and head if the same matrix is stored twice, as in Mamba-2 checkpoints whose config.json does not
-    say so. The same function with one matrix less in every file.
-
-    Args:
-        same: whether the parameters of these names are equal.
-    """
+    """Ties embedding and head if they are the `same` by their names, as in Mamba-2 checkpoints that store one matrix
+    twice and do not say so in config.json. The same function with one matrix less in every file."""
     try:
         modules = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
     except NotImplementedError:
         return  # foreign code may not say which they are; then they stay two components
     first, second = (getattr(module, "weight", None) for module in modules)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    if (
-        first is not second
-        and {id(first), id(second)} <= names.keys()
-        and same(names[id(second)], names[id(first)])
-    ):
+    two = first is not second and {id(first), id(second)} <= names.keys()
+    if two and same(names[id(second)], names[id(first)]):
         modules[1].weight = first
         config: Any = model.config
         config.tie_word_embeddings = True  # for saving it again
@@ -249,12 +242,12 @@ class Residency:
         if not matrices:
             return
         self._units[module] = matrices
-        module.register_forward_pre_hook(
-            lambda block, _: None if needs_no_weights(block) else self._enter(block)
-        )
-        module.register_forward_hook(
-            lambda block, *_: None if needs_no_weights(block) else self._leave(block), always_call=True
-        )
+
+        def if_used(act: Callable[[nn.Module], None]) -> Callable[..., None]:
+            return lambda block, *_: None if needs_no_weights(block) else act(block)
+
+        module.register_forward_pre_hook(if_used(self._enter))
+        module.register_forward_hook(if_used(self._leave), always_call=True)
 
     # -- loading and releasing ---------------------------------------------------------------------------------------
 
@@ -299,9 +292,9 @@ class Residency:
         following = self._next.get(module)
         if following is not None and following not in self._ahead:
             absent = [m for m in self._units[following] if m.is_absent]
-            self._ahead = (
-                {following: self._reader.submit(self._fetched, absent, self._left)} if absent else {}
-            )
+            self._ahead.clear()
+            if absent:
+                self._ahead[following] = self._reader.submit(self._fetched, absent, self._left)
 
     def _leave(self, module: nn.Module) -> None:
         for matrix in self._units[module]:
