@@ -31,9 +31,7 @@ def read_artifact(folder: Path) -> Artifact:
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise TargetError(f"{path} cannot be read ({error}); export the model again") from error
     if outside := [name for name in artifact.files if Path(name).name != name]:
-        raise TargetError(
-            f"{path} names {outside[0]!r}, which is not a file of its folder; export the model again"
-        )
+        raise TargetError(f"{path} names {outside[0]!r}, which is not a file of its folder; export again")
     missing = [name for name in artifact.files if not (folder / name).exists()]
     if missing:
         raise TargetError(f"{folder}: {missing[0]} is missing; export the model again")

@@ -161,9 +161,7 @@ class Target(ABC):
         """
         earlier = earlier_artifact(folder)
         if earlier is None and (folder / "config.json").exists():
-            raise TargetError(
-                f"{folder} holds a model (config.json) that would be overwritten; export to another folder"
-            )
+            raise TargetError(f"{folder} holds a model (config.json); export to another folder")
         with replacing(folder) as place:
             artifact = self.write(model, plan, place, **options)
             digests = {name: file_digest(place / name) for name in artifact.files}
@@ -283,7 +281,7 @@ class Target(ABC):
         """Raises TargetError if its runtime lacks the device that these settings name: results are labelled with it."""
         if settings.gpu_layers:
             raise TargetError(
-                f"--gpu-layers: {self.title} runs a file on one device; choose it with --device instead"
+                f"--gpu-layers: {self.title} runs a file on one device; choose it with --device"
             )
         self.require_device(settings.device)
 

@@ -100,9 +100,7 @@ def _from_file(path: Path) -> ArtifactTokenizer:
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises no narrower class
-        raise TargetError(
-            f"{path} cannot be read as a tokenizer: {error}; pass one with --tokenizer"
-        ) from error
+        raise TargetError(f"{path} cannot be read as a tokenizer: {error}; use --tokenizer") from error
     folder, special, template = path.parent, special_texts(path.parent), template_of(path.parent)
     cleaned = read_json(folder / "tokenizer_config.json").get("clean_up_tokenization_spaces")
     if cleaned and path.name == TOKENIZER_FILE and type(tokenizer.model).__name__ != "BPE":

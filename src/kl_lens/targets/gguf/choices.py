@@ -79,9 +79,7 @@ def choose_recipes(plan: Plan, tensors: TensorSource) -> dict[str, Recipe | None
         wanted = None if name == FLOAT32 else Recipe.parse(spelling)
         owner = tied.get(component, component)
         if chosen.setdefault(owner, wanted) != wanted:
-            raise PlanError(
-                f"plan {plan.name}: {component} is tied to {owner}, but the plan gives them two formats"
-            )
+            raise PlanError(f"plan {plan.name}: {component} is tied to {owner}, but planned in two formats")
     return chosen
 
 

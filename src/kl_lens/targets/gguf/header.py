@@ -89,16 +89,14 @@ def read_header(path: Path, *, whole: bool = False) -> FileInfo:
     count = first.metadata.get("split.tensors.count", len(tensors))
     if others and count != len(tensors):
         raise TargetError(
-            f"{path}: its parts hold {len(tensors)} tensors, not {count}; export or download them again"
+            f"{path}: its parts hold {len(tensors)} tensors, not {count}; export or download again"
         )
     return FileInfo(first.metadata, tensors, parts_of(path))
 
 
 def _read_part(path: Path, whole: bool) -> FileInfo:
     if not path.is_file():
-        raise TargetError(
-            f"{path}: no such file; give a .gguf file that `kl-lens export --target gguf` wrote"
-        )
+        raise TargetError(f"{path}: no such file; give a .gguf file that `kl-lens export` wrote")
     if path.stat().st_size < 24:
         raise TargetError(f"{path} is not a GGUF file: it is only {path.stat().st_size} bytes long")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:

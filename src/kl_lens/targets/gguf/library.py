@@ -154,9 +154,7 @@ class LlamaLibrary:
             parameters.put(0, ctypes.addressof(_NO_DEVICES), "<Q")
         if load is not None:
             if not self.has_load_modes:
-                raise TargetError(
-                    f"--load {load}: {self.path} has no load modes that KL Lens knows; leave it out"
-                )
+                raise TargetError(f"--load {load}: {self.path} has no load modes that KL Lens knows")
             mode, repacked = _LOADS[load]
             parameters.put(_LOAD_MODE[0], mode)
             parameters.data[_REPACK] = repacked
@@ -185,9 +183,7 @@ class LlamaLibrary:
         automatic = [i for i in range(3, 15) if integers[i - 3 : i + 1] == [-1] * 4 and integers[i + 1] != -1]
         halves = [i for i in range(16, 32) if integers[i : i + 2] == [1, 1]]
         if len(automatic) != 1 or len(halves) != 1:
-            raise TargetError(
-                f"{self.path}: unknown layout of llama_context_params; exact attention needs it"
-            )
+            raise TargetError(f"{self.path}: unknown layout of llama_context_params for exact attention")
         return 4 * automatic[0], 4 * halves[0], 4 * halves[0] + 4
 
     def require_default(
@@ -228,9 +224,7 @@ def found_library(chosen: str | None) -> LlamaLibrary:
     if not chosen and (installed := wheel()):
         return _opened(installed, f"{WHEEL} {metadata.version(WHEEL)}", origin=WHEEL)
     if not chosen:
-        raise TargetError(
-            "no llama.cpp library found; pip install 'kl-lens[gguf]', or name one with --llama-cpp"
-        )
+        raise TargetError("no llama.cpp library found; pip install 'kl-lens[gguf]', or give --llama-cpp")
     place = Path(chosen)
     if place.is_dir():
         files = [path for path in sorted(place.rglob("*llama*")) if _FILE.fullmatch(path.name)]

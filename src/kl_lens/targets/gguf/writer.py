@@ -120,16 +120,12 @@ def _stored(job: TensorJob, tensors: TensorSource, store: WeightStore) -> tuple[
     if job.recipe is None:
         values = rule.arranged(tensors.read(rule.parameter).float() * rule.factors).contiguous()
         if not bool(values.isfinite().all()):
-            raise TargetError(
-                f"{rule.parameter}: has NaN or infinity; repair the checkpoint or download it again"
-            )
+            raise TargetError(f"{rule.parameter}: has NaN or infinity; repair or download the checkpoint")
         return values.numpy().reshape(-1).view(np.uint8), ""
     quantized = store.quantized(job.component, job.recipe, rule.factors)
     rows = rule.arranged(quantized.data)
     if tuple(rows.shape[:-1]) != job.shape[:-1]:
-        raise TargetError(
-            f"{rule.parameter}: expected shape {job.shape} for {rule.name}, found {tuple(rows.shape)}"
-        )
+        raise TargetError(f"{rule.parameter}: has shape {tuple(rows.shape)} for {rule.name}, not {job.shape}")
     packed = job.recipe.grid.pack(replace(quantized, data=rows, shape=job.shape))
     own = isinstance(rule.factors, float) and rule.factors == 1.0
     return packed, quantized.digest if own else ""

@@ -96,9 +96,7 @@ class _File:
         if entry.name in self._layout.values:
             value = self._layout.values[entry.name].astype(_FLOATS[entry.dtype])
             if not np.isfinite(value).all():
-                raise TargetError(
-                    f"{entry.name}: has values that {entry.dtype} cannot hold; rescale the weight"
-                )
+                raise TargetError(f"{entry.name}: has values that {entry.dtype} cannot hold; rescale it")
             data = _raw(value)
             self._stored[entry.name] = data.nbytes, bytes_digest(data), ""
             return data

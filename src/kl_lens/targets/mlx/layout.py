@@ -95,9 +95,7 @@ def _layout(model: LoadedModel, config: dict[str, Any], forgotten: dict[str, flo
             raise UnsupportedError(f"mlx-lm changes {component} in a way that KL Lens does not follow")
         matrices.append(matrix)
     if lost := sorted(set(candidates) - {matrix.component for matrix in matrices}):
-        raise UnsupportedError(
-            f"mlx-lm's {config['model_type']} cannot quantize {lost[0]}: it has no matrix of just that weight"
-        )
+        raise UnsupportedError(f"mlx-lm's {config['model_type']} has no matrix of just {lost[0]} to quantize")
     _compare(model, runtime, ways.real)
     casts = getattr(runtime, "cast_predicate", lambda _: True)
     values = {name: np.array(ways.real[name]) for name in others}
@@ -184,7 +182,9 @@ class _Ways:
             reason = f"{type(error).__name__} {one_line(error)}"
             raise UnsupportedError(f"mlx-lm cannot take over this {family} checkpoint: {reason}") from error
         if missing := sorted(set(self.shapes) - set(arrays)):
-            raise UnsupportedError(f"mlx-lm's {family} wants {missing[0]}, which this checkpoint lacks")
+            raise UnsupportedError(
+                f"mlx-lm's {family} wants {missing[0]}, which this checkpoint does not have"
+            )
         for name, (end, factor) in itertools.product(self.shapes, self._forgotten.items()):
             if name.endswith(end):
                 arrays[name] *= factor

@@ -203,9 +203,7 @@ def _stitch(
     taken = [len(site.arguments) for site in graph.sites]
     expected = (1 + len(names) + len(graph.sites), 1 + len(names) + sum(taken))
     if (len(parameters), len(values)) != expected:
-        raise TargetError(
-            f"the converted graph has {len(parameters)} inputs and {len(values)} outputs, expected {expected}"
-        )
+        raise TargetError(f"the graph has {len(parameters)} inputs and {len(values)} outputs, not {expected}")
     ids, state_inputs, results = parameters[0], parameters[1 : 1 + len(names)], parameters[1 + len(names) :]
     _set_shapes(graph, static, ids, state_inputs, results)
     converted.validate_nodes_and_infer_types()
@@ -333,9 +331,7 @@ def _scan(site: ScanSite, arguments: list[Any], state: Any, static: StaticShape 
         raise TargetError(f"a graph without loops holds at most {MAX_UNROLLED} tokens, asked for {unrolled}")
     if site.kind in ("delta", "weighted"):
         if unrolled:
-            raise TargetError(
-                f"the {site.kind} scan of this model has no form without a loop; use the profile cpu or gpu"
-            )
+            raise TargetError(f"the {site.kind} scan has no form without a loop; use the profile cpu or gpu")
         return (scans.delta_scan if site.kind == "delta" else scans.weighted_scan)(inputs, site.state_shape)
     if site.kind == "selective":
         channels, states = site.state_shape

@@ -75,17 +75,13 @@ def open_session(
     if artifact.target != "openvino":
         raise TargetError(f"{folder} holds a {artifact.target} artifact, not an OpenVINO one")
     if not artifact.settings.get("with_head", True):
-        raise TargetError(
-            f"{folder} was exported without its head, for benchmark_app; a session needs logits: export with the head"
-        )
+        raise TargetError(f"{folder} was exported without its head, for benchmark_app: it has no logits")
     graph = read_graph(graph_file(folder))
     static = artifact.settings.get("static_tokens")
     of_images = artifact.settings.get("task") == "image"
     length = graph.inputs[0].get_partial_shape()[1]
     if not of_images and static != (length.get_length() if length.is_static else None):
-        raise TargetError(
-            f"{folder}: its graph and its record ({static=}) do not fit each other; export it again"
-        )
+        raise TargetError(f"{folder}: its graph and its record ({static=}) do not fit; export it again")
     if static is None and not of_images:
         _fix_sequences(graph)
         _choose_rows(graph)
@@ -271,9 +267,7 @@ def read_graph(path: Path) -> ov.Model:
     try:
         return core().read_model(path)
     except RuntimeError as error:
-        raise TargetError(
-            f"{path} cannot be read by OpenVINO {ov.__version__}: {last_line(error)}"
-        ) from error
+        raise TargetError(f"{path} cannot be read by OpenVINO: {last_line(error)}") from error
 
 
 def compile_graph(
