@@ -30,7 +30,7 @@ def test_missing_files_are_reported(tmp_path: Path) -> None:
     package = tmp_path / "lib" / "site-packages" / "kl_lens"
     (tmp_path / "lib" / "reference").mkdir(parents=True)  # somebody else's
     package.mkdir(parents=True)
-    with pytest.raises(KLLensError, match="mamba: the reference files are missing from this installation"):
+    with pytest.raises(KLLensError, match="mamba: not among the reference files of this installation"):
         find_resource(package, "mamba")
     with pytest.raises(KLLensError, match="mamba9: not among the reference files"):
         reference_path("mamba9")

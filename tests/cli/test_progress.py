@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from kl_lens.cli import progress
-from kl_lens.cli.progress import Forecast, shown_progress
+from kl_lens.cli.progress import Forecast
 from kl_lens.cli.run import Screen
 from kl_lens.study import MeasureSettings
 from kl_lens.study.events import JobEstimate, StageCost
@@ -139,19 +139,4 @@ def test_inside_a_stage_of_a_run_the_time_left_is_that_of_the_whole_run(
         "Measuring sensitivity, llama.cpp: 100 %  1:00 left in all",
         "Measuring sensitivity, llama.cpp   4:00  about 1:00 left",
         "Writing the report                 1:00",
-    ]
-
-
-def test_where_there_is_no_terminal_it_is_read_line_by_line(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    monkeypatch.setattr(progress.time, "monotonic", clock)
-    with shown_progress("Measuring sensitivity", interval=10) as shown:
-        shown.started(4.0, 0.0)
-        for _ in range(4):
-            clock.now += 6
-            shown.advanced(1.0, "layers.0 int4")
-    lines = capsys.readouterr().err.splitlines()
-    assert [line.split("  layers")[0] for line in lines] == [
-        "Measuring sensitivity: 50 %  0:12 left",
-        "Measuring sensitivity: 100 %  0:00 left",
     ]

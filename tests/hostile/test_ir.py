@@ -6,6 +6,7 @@ import json
 import random
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,6 @@ from tests.hostile.saying import cases
 from tests.hostile.test_checkpoints import changed_within
 
 GRAPH, WEIGHTS = "openvino_model.xml", "openvino_model.bin"
-WARM = ("openvino", "kl_lens.targets.openvino.dissection")
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +33,12 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         LoadedModel("tiny", Path(), tiny_model("mamba"), None), Plan("plain", {}, "hand"), "openvino", folder
     )
     return folder
+
+
+@pytest.fixture(scope="module")
+def warm(healthy: Path) -> Iterator[None]:
+    with forked_quarantine("openvino", "kl_lens.targets.openvino.dissection"):
+        yield
 
 
 @pytest.fixture
@@ -64,34 +70,34 @@ def changed_graph(text: str, draw: random.Random) -> str:
 
 
 @cases(2, 100)
+@pytest.mark.usefixtures("warm")
 def test_changed_graphs_never_end_the_process(cases: int, healthy: Path, copied: Path) -> None:
     draw = random.Random(cases)
     text, weights = (healthy / GRAPH).read_text(), (healthy / WEIGHTS).read_bytes()
-    with forked_quarantine(*WARM):
-        for _ in range(cases):
-            content = bytearray(weights)
-            if draw.random() < 0.2:
-                content = content[: draw.randrange(len(content))]
-            elif draw.random() < 0.2:
-                content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
-            (copied / WEIGHTS).write_bytes(content)
-            (copied / GRAPH).write_text(changed_graph(text, draw))
-            with pytest.raises(TargetError, match="was changed after the export"):
-                open_session(copied)
-            said = ""
-            try:  # an autopsy opens it all the same
-                session = describe_target("openvino").dissect(copied).open(SessionSettings(threads=1))
-                session.logits([0, 1])
-            except KLLensError as error:
-                said = str(error)
-            assert "\n" not in said
+    for _ in range(cases):
+        content = bytearray(weights)
+        if draw.random() < 0.2:
+            content = content[: draw.randrange(len(content))]
+        elif draw.random() < 0.2:
+            content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+        (copied / WEIGHTS).write_bytes(content)
+        (copied / GRAPH).write_text(changed_graph(text, draw))
+        with pytest.raises(TargetError, match="was changed after the export"):
+            open_session(copied)
+        said = ""
+        try:  # an autopsy opens it all the same
+            session = describe_target("openvino").dissect(copied).open(SessionSettings(threads=1))
+            session.logits([0, 1])
+        except KLLensError as error:
+            said = str(error)
+        assert "\n" not in said
 
 
 @cases(3, 100)
+@pytest.mark.usefixtures("warm")
 def test_changed_records_never_end_the_process(cases: int, healthy: Path, copied: Path) -> None:
     draw = random.Random(cases)
     record = json.loads((healthy / RECORD_FILE).read_text())
-    with forked_quarantine(*WARM):
-        for _ in range(cases):
-            (copied / RECORD_FILE).write_text(json.dumps(changed_within(record, draw)))
-            opens(copied)
+    for _ in range(cases):
+        (copied / RECORD_FILE).write_text(json.dumps(changed_within(record, draw)))
+        opens(copied)

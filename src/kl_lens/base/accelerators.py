@@ -1,4 +1,4 @@
-"""What a GPU offers: whether Triton's kernels run on it, and how much of its memory is free."""
+"""GPUs: whether Triton's kernels run on one, how much of its memory is free, and copies from and to it."""
 
 from __future__ import annotations
 
@@ -39,3 +39,20 @@ def elements_at_once(device: torch.device) -> int:
     if device.type == "cpu":
         return 1 << 18
     return min(1 << 26, torch.cuda.mem_get_info(device)[1] >> 10)
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in the host's memory; from a GPU through page-locked memory, which torch keeps for the next copy."""
+    import torch
+
+    tensor = tensor.detach()
+    if tensor.device.type != "cuda":
+        return tensor.cpu()
+    copy = tensor.contiguous().to("cpu", non_blocking=True)  # page-locked, because it does not block
+    torch.cuda.current_stream(tensor.device).synchronize()
+    return copy
+
+
+def constant(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A few numbers on the device, without waiting for what it still computes."""
+    return values.to(device, non_blocking=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kl_lens.base.host import on_host
+from kl_lens.base.accelerators import on_host
 
 if TYPE_CHECKING:
     import torch

@@ -18,24 +18,14 @@ def reference_path(*parts: str) -> Path:
 
 
 def find_resource(package: Path, *parts: str) -> Path:
-    wanted = "/".join(parts) or "reference files"
-    roots = [root for root in _candidate_roots(package) if root.is_dir()]
-    if not roots:
-        raise KLLensError(
-            f"{wanted}: the reference files are missing from this installation ({package}): "
-            "reinstall kl-lens, or run from a full checkout"
-        )
-    for root in roots:
-        path = root.joinpath(*parts)
-        if path.exists():
-            return path
-    raise KLLensError(f"{wanted}: not among the reference files in {roots[0]}: reinstall kl-lens")
-
-
-def _candidate_roots(package: Path) -> list[Path]:
-    roots = [package / "_reference"]
-    checkout = package.parent.parent
+    roots, checkout = [package / "_reference"], package.parent.parent
     # Without this test any folder `reference` two levels above site-packages would be accepted.
     if (checkout / "pyproject.toml").is_file() and package.parent.name == "src":
         roots.append(checkout / "reference")
-    return roots
+    for path in (root.joinpath(*parts) for root in roots):
+        if path.exists():
+            return path
+    raise KLLensError(
+        f"{'/'.join(parts)}: not among the reference files of this installation ({package}): reinstall kl-lens, or "
+        "run from a full checkout"
+    )

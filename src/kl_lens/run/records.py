@@ -308,11 +308,6 @@ class Subject(Record):
         """The plan of the run; None for the original and for files outside the run."""
         return None if self.what == ORIGINAL or "path" in self.settings else self.plan
 
-    @property
-    def is_usual(self) -> bool:
-        """A plan by itself, or a file run as deployed."""
-        return not (set(self.settings) - {"path"}) and (self.what != PLAN or self.target is None)
-
     def __hash__(self) -> int:
         return hash((self.key, self.digest))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from kl_lens.base.host import on_host
+from kl_lens.base.accelerators import on_host
 from kl_lens.model import LoadedModel
 from kl_lens.targets.base import StockRecipe
 from kl_lens.weights.recipes import parsed

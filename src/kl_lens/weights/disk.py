@@ -14,8 +14,8 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from kl_lens.base.accelerators import on_host
 from kl_lens.base.files import whole, write_text
-from kl_lens.base.host import on_host
 from kl_lens.weights.formats import Quantized
 
 

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from kl_lens.base.accelerators import on_host
 from kl_lens.base.digests import tensor_digest
 from kl_lens.base.errors import FormatError
-from kl_lens.base.host import on_host
 
 if TYPE_CHECKING:  # names and sizes of formats need no torch
     import torch

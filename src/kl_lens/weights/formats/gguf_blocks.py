@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
+from kl_lens.base.accelerators import on_host
 from kl_lens.base.errors import FormatError
-from kl_lens.base.host import on_host
 from kl_lens.weights.formats.format import (
     FP16,
     LARGEST_MAGNITUDE,

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from kl_lens.base.host import constant
+from kl_lens.base.accelerators import constant
 from kl_lens.weights.formats.format import Format, Quantized, register
 
 if TYPE_CHECKING:

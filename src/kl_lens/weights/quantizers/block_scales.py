@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from kl_lens.base.accelerators import elements_at_once
-from kl_lens.base.host import constant
+from kl_lens.base.accelerators import constant, elements_at_once
 from kl_lens.weights.formats import Quantized
 from kl_lens.weights.formats.blocks import IQ4_LEVELS, LAYOUTS, Layout, with_scales
 from kl_lens.weights.formats.gguf_blocks import SMALLEST_MAGNITUDE, GGUFFormat

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numba import njit, prange
 
-from kl_lens.base.host import constant
+from kl_lens.base.accelerators import constant
 from kl_lens.weights.formats import Format, Quantized, microscaling
 from kl_lens.weights.formats.affine import AffineFormat
 from kl_lens.weights.formats.integer import NNCF_SMALLEST_SCALE, GroupedFormat, SignedScaleFormat

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kl_lens.base.host import constant
+from kl_lens.base.accelerators import constant
 from kl_lens.weights.formats import Quantized
 from kl_lens.weights.formats.blocks import IQ4_LEVELS, LAYOUTS, with_codes as _with_codes
 from kl_lens.weights.formats.gguf_blocks import GGUFFormat
