@@ -3,68 +3,61 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import signal
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tests.forking import Forks
 from tests.shipped import shipped_digests
 
 from kl_lens.base.errors import KLLensError
 from kl_lens.base.files import RECORD_FILE, naming, replacing, settle, write_text
 from kl_lens.targets.artifacts import read_artifact
 
-# Ends the process before the n-th thing that Python does to a file of a folder; audit events cannot be missed.
-KILLED = """
-import os, signal, sys
-folder, moment = sys.argv[1], int(sys.argv[2])
-EVENTS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.chmod", "shutil.rmtree")
-def hook(event, arguments):
-    global moment
-    if event in EVENTS and any(str(a).startswith(folder) for a in arguments):
-        if moment == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        moment -= 1
-"""
-EXPORT = """
-from pathlib import Path
-from kl_lens.base.files import replacing
-def export(folder, version):
-    with replacing(Path(folder)) as place:
-        for name in ("graph.xml", "graph.bin", "artifact.json"):
-            (place / name).write_text(version)
-"""
-WRITE = "from pathlib import Path; from kl_lens.base.files import write_text\n"
 FILES = ("graph.xml", "graph.bin", RECORD_FILE)
 
 
-def killed_at(moment: int, folder: Path, code: str) -> bool:
-    """Whether the process was killed at that moment, and not done before it."""
-    prepared, acted = code.rsplit("\n", 1)
-    script = f"{prepared}\n{KILLED}\nsys.addaudithook(hook)\n{acted}"
-    done = subprocess.run([sys.executable, "-c", script, str(folder), str(moment)], capture_output=True)
-    assert done.returncode in (0, -signal.SIGKILL), done.stderr.decode()
-    return done.returncode != 0
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    with Forks("tests.base.test_files") as warm:
+        yield warm
+
+
+def export(folder: str, version: str) -> None:
+    with replacing(Path(folder)) as place:
+        for name in FILES:
+            (place / name).write_text(version)
+
+
+def write(path: str, content: str) -> None:
+    write_text(Path(path), content)
+
+
+def killed_at(forks: Forks, moment: int, folder: Path, function: str, *arguments: Any) -> bool:
+    """Whether the process was killed before the n-th thing it did to a file of the folder, and not done before it."""
+    ended = forks.call(function, arguments, kill_before=moment, folder=folder)
+    assert ended.code in (0, -signal.SIGKILL), ended.said
+    return ended.code != 0
 
 
 def contents(folder: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in folder.iterdir() if path.is_file()}
 
 
-def test_a_killed_export_leaves_the_old_files_or_the_new_with_their_record(tmp_path: Path) -> None:
+def test_a_killed_export_leaves_the_old_files_or_the_new_with_their_record(
+    forks: Forks, tmp_path: Path
+) -> None:
     old, new = dict.fromkeys(FILES, "old"), dict.fromkeys(FILES, "new")
     seen, moment = [], 0
     while True:
         folder = tmp_path / str(moment)
-        with replacing(folder) as place:
-            for name in FILES:
-                (place / name).write_text("old")
+        export(str(folder), "old")
         (folder / "mine.txt").write_text("of the user")
         (folder / ".compiled").mkdir()
-        was_killed = killed_at(moment, folder, f"{EXPORT}\nexport({str(folder)!r}, 'new')")
+        was_killed = killed_at(forks, moment, folder, "tests.base.test_files:export", str(folder), "new")
         # Who looks without asking sees one of both, or no record; never a record beside the other's files.
         raw = contents(folder)
         assert RECORD_FILE not in raw or {raw[name] for name in FILES} == {raw[RECORD_FILE]}
@@ -86,11 +79,11 @@ def test_a_killed_export_leaves_the_old_files_or_the_new_with_their_record(tmp_p
     assert moment > 8
 
 
-def test_a_killed_writer_of_a_file_leaves_the_old_one_or_the_new(tmp_path: Path) -> None:
+def test_a_killed_writer_of_a_file_leaves_the_old_one_or_the_new(forks: Forks, tmp_path: Path) -> None:
     path, moment = tmp_path / "plan.json", 0
     while True:
         write_text(path, "old")
-        was_killed = killed_at(moment, tmp_path, f"{WRITE}\nwrite_text(Path({str(path)!r}), 'new')")
+        was_killed = killed_at(forks, moment, tmp_path, "tests.base.test_files:write", str(path), "new")
         assert path.read_text() in ("old", "new")
         write_text(tmp_path / "another.json", "clears what was left")
         assert {p.name for p in tmp_path.iterdir()} == {"plan.json", "another.json"}
@@ -131,7 +124,9 @@ def test_a_file_being_written_is_not_removed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["gguf", "openvino"])
-def test_a_real_export_killed_at_any_moment_leaves_a_whole_artifact(target: str, tmp_path: Path) -> None:
+def test_a_real_export_killed_at_any_moment_leaves_a_whole_artifact(
+    target: str, forks: Forks, tmp_path: Path
+) -> None:
     """The command line itself, killed before every few things that it does to its folder."""
     pytest.importorskip(target, reason=f"needs the extra {target}")
     from kl_lens.cli.main import main
@@ -153,8 +148,7 @@ def test_a_real_export_killed_at_any_moment_leaves_a_whole_artifact(target: str,
     moment, seen = 0, set()
     while True:
         assert main(command(formats[0])) == 0
-        run = f"from kl_lens.cli.main import main\nmain({json.dumps(command(formats[1]))})"
-        was_killed = killed_at(moment, folder, run)
+        was_killed = killed_at(forks, moment, folder, "kl_lens.cli.main:main", command(formats[1]))
         seen.add(whole_as())
         if not was_killed:
             break

@@ -85,8 +85,8 @@ INDEXES: list[Any] = [
 def test_indexes_that_make_no_sense(index: Any, folder: Path, tmp_path: Path, capsys) -> None:
     (folder / "model.safetensors").rename(tmp_path / "outside.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    for words in (["inspect", str(folder)], ["export", str(folder), "--target", "gguf", "--format", "q8_0"]):
-        says_one_line([*words, "--out", str(tmp_path / "out")] if words[0] == "export" else words, capsys)
+    for words in (["inspect"], ["export", *Q8_0, "--out", str(tmp_path / "out")]):
+        says_one_line([*words, str(folder)], capsys)
 
 
 @cases(4, 300)
@@ -117,11 +117,8 @@ def test_a_checkpoint_that_config_does_not_describe_is_not_exported(
     known = json.loads((folder / "config.json").read_text())
     for change in ({"vocab_size": -1}, {"vocab_size": 5}, {"num_hidden_layers": 2}, {"state_size": 3}):
         (folder / "config.json").write_text(json.dumps(known | change))
-        for words in (
-            ["inspect"],
-            ["export", "--target", "gguf", "--format", "q8_0", "--out", str(tmp_path / "out")],
-        ):
-            says_one_line([words[0], str(folder), *words[1:]], capsys)
+        for words in (["inspect"], ["export", *Q8_0, "--out", str(tmp_path / "out")]):
+            says_one_line([*words, str(folder)], capsys)
     assert not (tmp_path / "out").exists()
 
 
@@ -178,11 +175,10 @@ def test_quantized_weights_are_never_taken_for_floats(
     assert not (tmp_path / "out").exists()
 
 
-def test_fp8_weights_are_multiplied_with_their_scales(healthy: Path, tmp_path: Path) -> None:
-    shutil.copytree(healthy, tmp_path / "model")
-    quantize(tmp_path / "model", "weight", "weight_scale_inv", torch.float8_e4m3fn, FP8)
-    name, model = "backbone.layers.0.mixer.in_proj.weight", load(tmp_path / "model")
-    stored = load_file(tmp_path / "model/model.safetensors")[name]
+def test_fp8_weights_are_multiplied_with_their_scales(folder: Path, tmp_path: Path) -> None:
+    quantize(folder, "weight", "weight_scale_inv", torch.float8_e4m3fn, FP8)
+    name, model = "backbone.layers.0.mixer.in_proj.weight", load(folder)
+    stored = load_file(folder / "model.safetensors")[name]
     assert torch.equal(model.tensor(name), stored.float() * 0.01)
     model.model.save_pretrained(tmp_path / "saved")  # type: ignore[operator]
     assert load_file(tmp_path / "saved/model.safetensors")[name].dtype == torch.float32

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 import sqlite3
@@ -71,19 +70,11 @@ def test_changed_rows_are_one_line_or_make_no_difference(
     draw = random.Random(cases)
     odd = [
         None,
-        "",
-        "{",
-        "[]",
-        "{}",
-        "null",
-        "5",
-        '"x"',
-        "[[" * 5000,
+        *("", "{", "[]", "{}", "null", "5", '"x"', "[[" * 5000, '{"a": NaN}'),
         b"\xff\xfe",
         -1,
         2**62,
         1e308,
-        '{"a": NaN}',
     ]
     with sqlite3.connect(made / FILE) as connection:
         tables = {
@@ -135,16 +126,6 @@ def test_a_folder_that_cannot_be_written_is_not_called_another_programs(tmp_path
             Run.create(place)
         assert "not a KL Lens journal" not in str(caught.value)
         assert str(place) in str(caught.value)
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_read_only_run_says_so(made: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    shutil.copytree(made, folder)
-    for path in (folder / FILE, folder):
-        path.chmod(0o555)
-    with pytest.raises(RunError, match="writable"):
-        Run.open(folder)
 
 
 WORKS = """
