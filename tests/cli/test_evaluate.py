@@ -80,6 +80,12 @@ def test_a_whole_run_in_one_command(run_folder: Path, held_out: str, capsys) -> 
     value = by_name["torch/large"]["values"]["token_perplexity"]["value"]
     assert published["tiny-mamba"]["large"] == pytest.approx(value)
 
+    assert main(["evaluate", *command, "--exact", *SHORT]) == 0  # as a table, from what is stored
+    out = capsys.readouterr().out
+    for words in ("token perplexity", "word perplexity", "Δ token perplexity", "agrees with PyTorch?", "99.9 %",
+                  "4 windows of 48 tokens", "standard error over windows", "same top token"):  # fmt: skip
+        assert words in out
+
 
 def test_what_was_done_is_not_done_again(run_folder: Path, held_out: str, capsys, monkeypatch) -> None:
     command = ["--run", str(run_folder), "--plan", "large", "--perplexity", held_out]
@@ -140,15 +146,6 @@ def test_a_damaged_artifact_is_named_and_the_rest_is_kept(
             "torch/small",
             "torch/large",
         }
-
-
-def test_the_table_says_what_the_numbers_mean(run_folder: Path, held_out: str, capsys) -> None:
-    words = f"evaluate --run {run_folder} --perplexity {held_out} --divergence --exact".split()
-    assert main([*words, *SHORT]) == 0
-    out = capsys.readouterr().out
-    for words in ("token perplexity", "word perplexity", "Δ token perplexity", "agrees with PyTorch?", "99.9 %",
-                  "4 windows of 48 tokens", "standard error over windows", "same top token"):  # fmt: skip
-        assert words in out
 
 
 def test_a_file_alone(run_folder: Path, held_out: str, capsys) -> None:
