@@ -82,6 +82,7 @@ def test_tokens_of_the_documents_are_the_tokens_of_the_joined_text(tokenizer) ->
     assert np.array_equal(token_stream(source, tokenizer).ids, in_one_go)
 
 
+@pytest.mark.slow
 def test_so_they_are_with_the_neox_tokenizer_of_the_published_models(shared) -> None:
     from tokenizers import Tokenizer
 
