@@ -81,6 +81,7 @@ SLIPS = [
     ("autopsy pyproject.toml", "pyproject.toml"),
     ("report --run docs", "has no run"),
     ("evaluate --window 8 --stride 9", "--stride 9"),
+    ("evaluate --positions --stride 8", "leave out --stride"),
     ("evaluate --max-drop 3%", "--tasks"),
     ("run --task-data docs", "--task-data"),
     (

@@ -12,7 +12,6 @@ from tests.cli.conftest import tiny_folder  # noqa: F401
 
 import kl_lens as kl
 from kl_lens import planning
-from kl_lens.base.errors import KLLensError
 from kl_lens.cli.main import main
 from kl_lens.run.positions import (
     FALLS,
@@ -100,8 +99,3 @@ def test_from_evaluating_to_the_report(
     shown = capsys.readouterr().out
     assert "slope per 1,000 tokens" in shown
     assert "original: cross-entropy" in shown
-
-
-def test_settings_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(KLLensError, match="leave out --stride"):
-        kl.Study(folder=tmp_path).settings("evaluate", positions="wikitext2:test", stride=8).check()

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, strategies as st
 from tests.reporting.sample import about, make_run
 
 from kl_lens.base.errors import PlanError
@@ -42,18 +41,10 @@ def test_labels_are_what_people_read(subject: Subject, label: str) -> None:
     assert subject.label == label
 
 
-@given(st.text(max_size=100))
-def test_a_plan_name_is_safe_as_a_file_or_refused(name: str) -> None:
-    try:
-        checked_plan_name(name)
-    except PlanError:
-        return
-    assert Path(name).name == name
-    assert len(name) <= 80
-    assert not set(name) & set(" ()/\\,")
-
-
-@pytest.mark.parametrize("name", ["best (v2)", "a as b", "../x", "/x", "..", "a,b", " x", "", "x" * 81])
+@pytest.mark.parametrize(
+    "name",
+    ["best (v2)", "a as b", "../x", "/x", "\\x", "..", "a,b", " x", "x\n", "é", "-x", "all", "", "x" * 81],
+)
 def test_hostile_plan_names_are_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="is not a valid plan name"):
         checked_plan_name(name)
