@@ -42,9 +42,9 @@ from kl_lens.model import LoadedModel
 from kl_lens.run.folder import Run
 from kl_lens.run.records import Plan
 from kl_lens.study import CalibrateSettings, MeasureSettings, Session, perform
-from kl_lens.study.events import Events
-from kl_lens.study.plan import plan_within_budget
-from kl_lens.study.planner import TargetPlanner, rival_plans
+from kl_lens.study.plan import Choosing, plan_within
+from kl_lens.study.planner import TargetPlanner
+from kl_lens.study.settings import Limits
 from kl_lens.targets import SessionSettings, Target, get_target, menu_of
 from nncf_methods import put_file
 from result_files import Row, add_option, provenance, read, write
@@ -133,7 +133,7 @@ def compare(name: str, target: Target, arguments: argparse.Namespace, folder: Pa
     rows = []
     with Run.open(folder) as run:
         table = run.table(target=target.name)
-        planner = TargetPlanner(session, run, target.name, model=measured.model)
+        planner = TargetPlanner(session, run, target.name)
         known: dict[str, Judged] = {}
 
         weights = sum(c.parameters for c in model.anatomy.candidates)
@@ -151,7 +151,7 @@ def compare(name: str, target: Target, arguments: argparse.Namespace, folder: Pa
 
         plans = [
             replace(rival, name=rival.name.removeprefix("stock."))
-            for rival in rival_plans(planner, table, None, everything=True)
+            for rival in planner.rivals(table, None, everything=True)
             if is_wanted(rival.name.removeprefix("stock."), arguments)
         ]
         if arguments.below_four:
@@ -172,9 +172,7 @@ def compare(name: str, target: Target, arguments: argparse.Namespace, folder: Pa
         for rival, make_file in rivals.items():
             theirs = make_file()
             try:
-                within = plan_within_budget(
-                    planner, run, table, Events(), max_bytes=theirs.bytes, name="ours"
-                )
+                within = plan_within(planner, table, Limits(max_bytes=theirs.bytes), Choosing(name="ours"))
                 ours = judged(within)
             except PlanError as error:
                 print(f"{name}, {target.name}, {rival}: none of our plans is as small: {error}", flush=True)

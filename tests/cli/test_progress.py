@@ -9,9 +9,7 @@ import pytest
 from kl_lens.cli import progress
 from kl_lens.cli.progress import Forecast
 from kl_lens.cli.run import Screen
-from kl_lens.study import MeasureSettings
 from kl_lens.study.events import JobEstimate, StageCost
-from kl_lens.study.report import ReportSettings
 
 
 class Clock:
@@ -117,14 +115,14 @@ def test_inside_a_stage_of_a_run_the_time_left_is_that_of_the_whole_run(
         if expected is not None:
             screen.expect(expected)
         with (
-            screen.stage(MeasureSettings.of(model="m", target="gguf")),
+            screen.stage("measure", "gguf"),
             screen.progress("measuring") as shown,
         ):
             shown.started(4.0, 0.0)
             for _ in range(4):
                 clock.now += 60
                 shown.advanced(1.0, "layers.0 int4")
-    with screen.stage(ReportSettings.of(run="run")):
+    with screen.stage("report", None):
         clock.now += 60
     assert capsys.readouterr().err.splitlines() == [
         "Measuring sensitivity, llama.cpp: 25 %  3:00 left in this stage",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import re
-import shlex
 import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ from kl_lens.reporting.data import collect
 from kl_lens.run.folder import Run
 from kl_lens.run.records import Plan
 from kl_lens.run.subjects import current_results
-from kl_lens.study import RunSettings, command_of, run as running
+from kl_lens.study import RunSettings, run as running
 from kl_lens.study.measure import menu_for
 from kl_lens.targets import get_target, read_artifact
 from tests.measuring.test_pieces import contents
@@ -70,9 +69,6 @@ def test_every_stage_leaves_its_records(finished: Path) -> None:
         assert files <= timed
         samples = {result.subject.label for result in current_results(run, "generation")}
         assert samples == {"original", f"openvino/{BEST}"}
-        verbs = [entry["command"][1] for entry in run.commands()]
-    order = ["run", "plan", "export", "evaluate", "measure", "paper", "calibrate", "benchmark"]
-    assert sorted(dict.fromkeys(verbs), key=verbs.index) == order
     report = (finished / "report.html").read_text()
     assert BEST in report
     assert "INT4_SYM-G128" in report  # a rival, on the chart
@@ -113,17 +109,6 @@ class Again(NamedTuple):
 
 def test_the_checkpoint_is_opened_once(again: Again, tiny_folder: Path) -> None:
     assert again.opened == [str(tiny_folder)]
-
-
-def test_every_stage_is_shown_as_a_command_that_does_the_same(again: Again) -> None:
-    lines = [line for line in again.log.splitlines() if line.startswith("== kl-lens ")]
-    commands = [shlex.split(line)[2:] for line in lines]
-    verbs = "inspect plan export export calibrate measure plan export report"  # FP16 to both targets
-    assert [command[0] for command in commands] == verbs.split()
-    for command in commands:
-        assert command_of(settings_from(parse(command))) == command
-    with Run.open(again.folder) as run:
-        assert commands[5] in [entry["command"][1:] for entry in run.commands()]
 
 
 def test_only_what_was_deleted_is_done_again(again: Again, finished: Path) -> None:
@@ -274,10 +259,10 @@ def test_an_estimate_names_every_stage_and_does_nothing(tiny_folder: Path, tmp_p
 def test_too_little_room_is_told_before_anything_else(
     tiny_folder: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def nothing(stages: object) -> None:
+    def nothing(job: object) -> None:
         raise KLLensError("begun")
 
-    monkeypatch.setattr(running._RunStages, "run", nothing)
+    monkeypatch.setattr(running._Job, "all_stages", nothing)
     little = shutil.disk_usage("/")._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda place: little)
     assert main(words(tmp_path / "run", tiny_folder, "--targets", "openvino")) == 1

@@ -15,10 +15,9 @@ from kl_lens.base.errors import BudgetError
 from kl_lens.model import load
 from kl_lens.run.folder import Run
 from kl_lens.study import CalibrateSettings, ExportSettings, MeasureSettings, PlanSettings, Session, perform
-from kl_lens.study.events import Events
-from kl_lens.study.plan import plan_within_budget
-from kl_lens.study.planner import TargetPlanner, rival_plans
-from kl_lens.study.settings import HeldOut
+from kl_lens.study.plan import Choosing, plan_within
+from kl_lens.study.planner import TargetPlanner
+from kl_lens.study.settings import HeldOut, Limits
 from kl_lens.targets import get_target
 from kl_lens.weights.recipes import Recipe
 from tests.byte_level import save_tokenizer
@@ -69,11 +68,11 @@ def require_never_worse(
     with Run.open(place / "run") as run:
         table, planner = run.table(target=target_name), TargetPlanner(session, run, target_name, held_out)
         meter = planner.halves[1]
-        for rival in rival_plans(planner, table, None, everything=True):
+        for rival in planner.rivals(table, None, everything=True):
             limit = rival.file_bytes
             assert limit == target.file_bytes(planner.model, rival, exact=True)
             try:
-                ours = plan_within_budget(planner, run, table, Events(), max_bytes=limit, name="ours")
+                ours = plan_within(planner, table, Limits(max_bytes=limit), Choosing(name="ours"))
             except BudgetError:  # the short menu has nothing as small
                 continue
             assert (ours.file_bytes or 0) <= (limit or 0), rival.name

@@ -30,7 +30,6 @@ from kl_lens.run.folder import Run
 from kl_lens.run.records import ARTIFACT, ORIGINAL, PLAN, Subject
 from kl_lens.study.events import JobEstimate
 from kl_lens.study.run import UNIFORM_FP16, RunResult
-from kl_lens.study.settings import Settings, command_of
 
 LINE_INTERVAL = 60.0  # seconds between two lines of progress where there is no terminal
 RIVALS = 3  # shown beside each recommendation; the report has all
@@ -45,12 +44,12 @@ class Screen(Terminal):
         self._log: Path | None = None
         self._early = ""  # said before there was a folder
         self._progress: Progress | None = None  # of the stage
-        self._done_already = False
         self._forecast = Forecast()
 
     def expect(self, estimate: JobEstimate) -> None:
         self._forecast.expect(estimate.stages)
-        self.heading(_in_all(estimate))
+        self.note(f"\n== {_in_all(estimate)}")
+        self._say(_in_all(estimate))
 
     def keep_in(self, folder: Path) -> None:
         self._log = folder / "log" / time.strftime("run-%Y%m%d-%H%M%S.log")
@@ -65,40 +64,40 @@ class Screen(Terminal):
         self.warn(text)
         self._say(printable(f"kl-lens {self.verb}: {text}"))
 
-    def heading(self, text: str) -> None:
-        self.note(f"\n== {text}")
-        self._say(text.capitalize())
-
     def progress(self, title: str) -> AbstractContextManager[Progress]:
         if self._progress is None:  # before the first stage
             return shown_progress(title.capitalize(), LINE_INTERVAL, details=False)
         return nullcontext(self._progress)
 
     @contextmanager
-    def stage(self, settings: Settings) -> Iterator[None]:
-        self.note(f"\n== kl-lens {shlex.join(command_of(settings))}")
-        outer, self.verb = self.verb, settings.verb
-        target = next((t for n in ("target", "as_deployed") if (t := getattr(settings, n, None))), None)
-        begin, self._done_already = time.monotonic(), False
-        self._forecast.begin(settings.verb, target)
-        title = stage_title(settings.verb, target)
+    def stage(self, verb: str, target: str | None) -> Iterator[None]:
+        title, outer, begin = stage_title(verb, target), self.verb, time.monotonic()
+        self.note(f"\n== {title}")
+        self.verb = verb
+        self._forecast.begin(verb, target)
         try:
             shown = shown_progress(title, LINE_INTERVAL, details=False, forecast=self._forecast)
             with shown as self._progress:
                 yield
         finally:
             self._progress, self.verb = None, outer
-        spent = "already done" if self._done_already else clock_time(time.monotonic() - begin)
-        self._forecast.end(counts=not self._done_already)
+        self._forecast.end()
+        self._say_done(title, clock_time(time.monotonic() - begin))
+
+    def skipped(self, verb: str, target: str | None) -> None:
+        self._forecast.begin(verb, target)
+        self._forecast.end(counts=False)
+        self._say_done(stage_title(verb, target), "already done")
+
+    def _say_done(self, title: str, spent: str) -> None:
         left = f"  about {clock_time(left)} left" if (left := self._forecast.left) else ""
         self._say(f"{title:{TITLE_WIDTH}} {spent}{left}")
 
     def result(self, result: object) -> None:
-        self._done_already = result is None
-        with redirect_stdout(StringIO()) as shown:
-            if result is not None:
+        if result is not None:
+            with redirect_stdout(StringIO()) as shown:
                 self._show(self, result)
-        self._write(shown.getvalue())
+            self._write(shown.getvalue())
 
     def _say(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)

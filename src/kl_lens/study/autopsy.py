@@ -14,22 +14,12 @@ from kl_lens.model import LanguageTask
 from kl_lens.run.folder import Run
 from kl_lens.run.records import ARTIFACT, Subject
 from kl_lens.run.subjects import file_digest, outside_path
+from kl_lens.study import settings as of
 from kl_lens.study.evaluate import DEFAULT_TEXT
-from kl_lens.study.plan import plan_within_budget
+from kl_lens.study.plan import plan_within
 from kl_lens.study.planner import TargetPlanner
 from kl_lens.study.session import Session
-from kl_lens.study.settings import (
-    COUNT,
-    MEMORY,
-    THREADS,
-    TOKENS,
-    VERB_MODEL,
-    Opening,
-    Settings,
-    command_of,
-    group,
-    option,
-)
+from kl_lens.study.settings import VERB_MODEL, Limits, Opening, Settings, group, option
 from kl_lens.targets import computed_as, deployed, dissected
 
 KIND = "autopsy"  # of the run's results
@@ -54,9 +44,9 @@ class AutopsySettings(Settings):
         metavar="DIR",
     )
     text: str = option(DEFAULT_TEXT, "text that everything is measured on", metavar="TEXT")
-    windows: int = option(8, "number of windows", kind=COUNT)
-    window_length: int = option(256, "tokens per window", kind=TOKENS)
-    threads: int | None = option(None, "of the runtime (default: its own choice)", kind=THREADS)
+    windows: int = option(8, "number of windows", kind=of.COUNT)
+    window_length: int = option(256, "tokens per window", kind=of.TOKENS)
+    threads: int | None = option(None, "of the runtime (default: its own choice)", kind=of.THREADS)
 
 
 @dataclass
@@ -76,9 +66,9 @@ def autopsy(settings: AutopsySettings, session: Session) -> AutopsyResult:
         run = stack.enter_context(Run.open(Path(settings.run))) if settings.run is not None else None
         model, text = None, None
         if run is not None:
-            model = session.model_of(run, settings.model, settings.opening, weights=MEMORY)
+            model = session.model_of(run, settings.model, settings.opening, weights=of.MEMORY)
         elif settings.model is not None:
-            model = session.model(settings.model, settings.opening, weights=MEMORY)
+            model = session.model(settings.model, settings.opening, weights=of.MEMORY)
         if model is not None:
             if not isinstance(model.task, LanguageTask):
                 raise TargetError(
@@ -96,9 +86,9 @@ def autopsy(settings: AutopsySettings, session: Session) -> AutopsyResult:
         notes = []
         try:
             # What the run's measurements make of the same bytes, measured on the same text.
-            planner = TargetPlanner(session, run, target.name, model=settings.model, opening=settings.opening)
+            planner = TargetPlanner(session, run, target.name, opened=lambda: model)
             table = run.table(target=target.name, predicted=True)
-            ours = plan_within_budget(planner, run, table, session.events, max_bytes=found.bytes)
+            ours = plan_within(planner, table, Limits(max_bytes=found.bytes))
             recipes = evaluation.planned_recipes(model, ours.assignment)
             as_deployed = evaluation.TorchSession(model, recipes, deployed=deployed(computed_as(target)))
             scores = evaluation.score_text(as_deployed, text, evaluation.TorchSession(model))
@@ -109,6 +99,6 @@ def autopsy(settings: AutopsySettings, session: Session) -> AutopsyResult:
         # Once for each file: a later autopsy replaces it.
         weights = dissection.files[-1]
         subject = Subject(ARTIFACT, None, target.name, {"path": outside_path(weights)}, file_digest(weights))
-        run.note_command(["kl-lens", *command_of(settings)])
+        run.note_command(["kl-lens", *of.command_of(settings)])
         run.store_result(KIND, subject, found.text, found.to_json())
         return AutopsyResult(found, notes)

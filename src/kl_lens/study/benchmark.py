@@ -13,27 +13,12 @@ from kl_lens.base.errors import KLLensError
 from kl_lens.base.units import parse_names
 from kl_lens.paper.timing import PublishedTiming
 from kl_lens.run.folder import ALL_PLANS, Run
+from kl_lens.study import settings as of
 from kl_lens.study.session import Session
-from kl_lens.study.settings import (
-    COUNT,
-    DEFAULT_RUN,
-    NAMES,
-    TOKENS,
-    Kind,
-    Runtime,
-    Settings,
-    chosen_targets,
-    command_of,
-    group,
-    grouped,
-    option,
-)
+from kl_lens.study.settings import Kind, Runtime, Settings, group, grouped, option
 
+USE, PUBLISHED = "use", "benchmark_app"  # protocols
 _use = grouped("use")
-
-
-def _spell_list(values: Sequence[int]) -> str:
-    return ",".join(map(str, values))
 
 
 def _lengths(text: str) -> tuple[int, ...]:
@@ -56,26 +41,26 @@ class BenchmarkSettings(Settings):
     )
     run: str | None = option(None, "the run folder; stores the results", metavar="DIR")
     plan: str = option(ALL_PLANS, "plans of the run: a, or a,b, or all", metavar="NAMES")
-    targets: tuple[str, ...] | None = option(None, "default: all", kind=NAMES)
+    targets: tuple[str, ...] | None = option(None, "default: all", kind=of.NAMES)
     runtime: Runtime = group(Runtime)
     protocol: str = option(
-        "use",
+        USE,
         "use: loading, prompt and generation; benchmark_app: the paper's protocol, 60 s per IR",
-        choices=("use", "benchmark_app", "both"),
+        choices=(USE, PUBLISHED, "both"),
     )
     quick: bool = option(False, "a short run to try things out; marked as such in the results")
     prompt_lengths: tuple[int, ...] = _use(
         (32, 128, 512),
         "prompt lengths in tokens",
-        kind=Kind(_lengths, _spell_list, type=int, least=1, most=TOKENS.most),
+        kind=Kind(_lengths, lambda each: ",".join(map(str, each)), type=int, least=1, most=of.TOKENS.most),
         metavar="LIST",
     )
-    new_tokens: int = _use(64, "tokens to generate", kind=TOKENS)
-    repeats: int = _use(5, "timed rounds", kind=COUNT)
+    new_tokens: int = _use(64, "tokens to generate", kind=of.TOKENS)
+    repeats: int = _use(5, "timed rounds", kind=of.COUNT)
 
     def check(self) -> None:
         super().check()
-        chosen_targets(self.targets)
+        of.chosen_targets(self.targets)
 
 
 @dataclass(frozen=True)
@@ -93,32 +78,43 @@ class BenchmarkResult:
 
 
 def benchmark(settings: BenchmarkSettings, session: Session) -> BenchmarkResult:
-    use = profiling.UseSettings(
-        settings.prompt_lengths,
-        min(settings.new_tokens, 16) if settings.quick else settings.new_tokens,
-        min(settings.repeats, 2) if settings.quick else settings.repeats,
-        settings.runtime.session(),
-        settings.quick,
-    )
     with ExitStack() as stack:
         run = None
         if settings.run or not settings.artifacts:
-            run = stack.enter_context(Run.open(Path(settings.run or DEFAULT_RUN)))
-            run.note_command(["kl-lens", *command_of(settings)])
+            run = stack.enter_context(Run.open(Path(settings.run or of.DEFAULT_RUN)))
+            run.note_command(["kl-lens", *of.command_of(settings)])
         places: Sequence[Path] = settings.artifacts
         if run is not None and not places:
-            places = profiling.run_places(run, plans=settings.plan, targets=chosen_targets(settings.targets))
-        progress = stack.enter_context(session.events.progress("benchmark"))
-        model = run.identity.get("model", "model") if run else "model"
-        published = PublishedTiming(profiling.tag_of(model))
-        timings: dict[str, tuple[profiling.Timing, ...]] = {
-            "use": (profiling.InUse(),),
-            "benchmark_app": (published,),
-            "both": (profiling.InUse(), published),
-        }
+            targets = of.chosen_targets(settings.targets)
+            places = profiling.run_places(run, plans=settings.plan, targets=targets)
+        return time_files(
+            places, run, session, settings.runtime, protocol=settings.protocol, quick=settings.quick,
+            prompt_lengths=settings.prompt_lengths, new_tokens=settings.new_tokens, repeats=settings.repeats,
+        )  # fmt: skip
+
+
+def time_files(
+    places: Sequence[Path],
+    run: Run | None,
+    session: Session,
+    runtime: Runtime,
+    *,
+    prompt_lengths: tuple[int, ...],
+    new_tokens: int,
+    repeats: int,
+    protocol: str = USE,
+    quick: bool = False,
+) -> BenchmarkResult:
+    use = profiling.UseSettings(
+        prompt_lengths, min(new_tokens, 16) if quick else new_tokens, min(repeats, 2) if quick else repeats,
+        runtime.device.upper(), runtime.threads, runtime.gpu_layers, runtime.load, quick,
+    )  # fmt: skip
+    published = PublishedTiming(profiling.tag_of(run.identity.get("model", "model") if run else "model"))
+    timings: list[profiling.Timing] = [profiling.InUse()] if protocol != PUBLISHED else []
+    with session.events.progress("benchmark") as progress:
         measuring = profiling.Benchmark(
             settings=use,
-            timings=timings[settings.protocol],
+            timings=(*timings, *([published] if protocol != USE else [])),
             run=run,
             started=lambda total: progress.started(total, 0),
             advanced=lambda what: progress.advanced(1, what),

@@ -17,23 +17,10 @@ from kl_lens.measuring.sweep import model_identity
 from kl_lens.model import LoadedModel
 from kl_lens.run.folder import CALIBRATION, EVALUATION, Run
 from kl_lens.run.journal import FILE
+from kl_lens.study import settings as of
 from kl_lens.study.events import going_on
 from kl_lens.study.session import Session
-from kl_lens.study.settings import (
-    COUNT,
-    DEFAULT_RUN,
-    SEED,
-    TOKENS,
-    Opening,
-    Settings,
-    command_of,
-    group,
-    grouped,
-    new_run_folder,
-    of_run,
-    option,
-    place_of_weights,
-)
+from kl_lens.study.settings import Opening, Settings, group, grouped, option
 from kl_lens.text import Windows, refuse_overlap
 from kl_lens.weights.recipes import Recipe
 
@@ -49,15 +36,15 @@ class LearningText:
         None, f"name:split, or a file or folder (default: the run's calibration text, or {DEFAULT_TEXT})"
     )
     windows: int | None = _text(
-        None, f"number of windows (default: {DEFAULT_WINDOWS}, or fewer if the text is short)", kind=COUNT
+        None, f"number of windows (default: {DEFAULT_WINDOWS}, or fewer if the text is short)", kind=of.COUNT
     )
     window_length: int | None = _text(
-        None, "tokens per window (default: the run's, or 512; 16 images)", kind=TOKENS
+        None, "tokens per window (default: the run's, or 512; 16 images)", kind=of.TOKENS
     )
     seed: int | None = _text(
         None,
         "chooses the windows (default: not measure's, so that no method is measured on the text it learned from)",
-        kind=SEED,
+        kind=of.SEED,
     )
 
     def drawn(self, run: Run | None, model: LoadedModel, session: Session) -> Windows:
@@ -80,13 +67,10 @@ class CalibrateSettings(Settings):
         None, "the model, if --run is new", positional=True, nargs="?", metavar="MODEL"
     )
     opening: Opening = group(Opening)
-    weights: str = place_of_weights()
+    weights: str = of.place_of_weights()
     learning: LearningText = group(LearningText)
-    run: str | None = of_run("runs/<model>")
-    again: bool = option(
-        False,
-        "gather new statistics, and discard measurements that used the old ones",
-    )
+    run: str | None = of.of_run("runs/<model>")
+    again: bool = option(False, "gather new statistics, and discard measurements that used the old ones")
 
 
 @dataclass(frozen=True)
@@ -104,37 +88,26 @@ class CalibrateResult:
 def calibrate(settings: CalibrateSettings, session: Session) -> CalibrateResult:
     with ExitStack() as stack:
         if settings.model is None:
-            run = stack.enter_context(Run.open(Path(settings.run or DEFAULT_RUN)))
+            run = stack.enter_context(Run.open(Path(settings.run or of.DEFAULT_RUN)))
             model = session.model_of(run, None, settings.opening, weights=settings.weights)
         else:
             model = session.model(settings.model, settings.opening, weights=settings.weights)
-            folder = new_run_folder(settings.run, model.name)
+            folder = of.new_run_folder(settings.run, model.name)
             if not (folder / FILE).exists():
-                # A text that cannot be used leaves no run behind.
-                settings.learning.drawn(None, model, session)
+                settings.learning.drawn(None, model, session)  # unusable text leaves no run behind
             run = stack.enter_context(Run.create(folder))
         run.identify(model_identity(model))
-        run.note_command(["kl-lens", *command_of(settings)])
+        run.note_command(["kl-lens", *of.command_of(settings)])
         if settings.again:
-            settings.learning.drawn(run, model, session)  # a text that cannot be used deletes nothing
-            _forget(run)
-        statistics = _gathered(run, model, settings.learning, session)
-        session.drop_statistics()
-        for component, note in statistics.notes.items():
-            session.events.note(f"{component}: {note}")
-        return CalibrateResult(run.folder, model.source or model.name, statistics)
+            settings.learning.drawn(run, model, session)  # unusable text deletes nothing
+            if (stored := StoredStatistics.held_by(run.folder)) is not None:
+                shutil.rmtree(stored.folder)
+            formats = {name for role in run.roles() for _, name in run.measured_windows(role)}
+            run.forget_learnt(name for name in formats if Recipe.parse(name).quantizer.learns)
+        return gather_statistics(run, model, settings.learning, session)
 
 
-def _forget(run: Run) -> None:
-    """Deletes a run's statistics and the measurements of recipes that used them."""
-    stored = StoredStatistics.held_by(run.folder)
-    if stored is not None:
-        shutil.rmtree(stored.folder)
-    formats = {name for role in run.roles() for _, name in run.measured_windows(role)}
-    run.forget_learnt(name for name in formats if Recipe.parse(name).quantizer.learns)
-
-
-def _gathered(run: Run, model: LoadedModel, text: LearningText, session: Session) -> StoredStatistics:
+def gather_statistics(run: Run, model: LoadedModel, text: LearningText, session: Session) -> CalibrateResult:
     """The run's statistics; gathers what is missing or damaged. Raises if they come from another text."""
     stored = StoredStatistics.held_by(run.folder)
     if stored is None or text != LearningText():
@@ -142,17 +115,22 @@ def _gathered(run: Run, model: LoadedModel, text: LearningText, session: Session
     else:  # continue with the text it was started with
         windows = session.drawn_again(stored.identity["text"], model.task)
     if stored is not None and stored.covers(model):
-        return gather(model, windows, run.folder)
-    _refuse_judging_text(run, windows, model, session)
-    session.events.note(
-        f"gathering statistics on {windows.label}, {len(windows)} windows of {windows.length} {model.task.unit}, "
-        f"into {run.folder / 'statistics'}"
-    )
-    with going_on(run.folder), session.events.progress("calibrating") as shown:
-        shown.started(len(model.chain), 0)
-        return gather(
-            model, windows, run.folder, progress=lambda done, blocks: shown.advanced(1, f"block {done - 1}")
+        statistics = gather(model, windows, run.folder)
+    else:
+        _refuse_judging_text(run, windows, model, session)
+        session.events.note(
+            f"gathering statistics on {windows.label}, {len(windows)} windows of {windows.length} {model.task.unit}, "
+            f"into {run.folder / 'statistics'}"
         )
+        with going_on(run.folder), session.events.progress("calibrating") as shown:
+            shown.started(len(model.chain), 0)
+            statistics = gather(
+                model, windows, run.folder, progress=lambda done, _: shown.advanced(1, f"block {done - 1}")
+            )
+    session.drop_statistics()
+    for component, note in statistics.notes.items():
+        session.events.note(f"{component}: {note}")
+    return CalibrateResult(run.folder, model.source or model.name, statistics)
 
 
 def _refuse_judging_text(run: Run, windows: Windows, model: LoadedModel, session: Session) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,34 +15,15 @@ from kl_lens import evaluation
 from kl_lens.base.errors import KLLensError
 from kl_lens.evaluation.agreement import DISAGREES
 from kl_lens.evaluation.evaluator import DIVERGENCE, PERPLEXITY, POSITIONS
-from kl_lens.evaluation.tasks import FAIL, TaskData, chosen_tasks, judge
+from kl_lens.evaluation.tasks import FAIL, chosen_tasks, judge, judge_task
 from kl_lens.model import LanguageTask, LoadedModel, Task
 from kl_lens.paper import write_published
 from kl_lens.run.folder import ALL_PLANS, Run
 from kl_lens.run.positions import LONGEST, longest_window
+from kl_lens.study import settings as of
 from kl_lens.study.events import going_on
 from kl_lens.study.session import Session
-from kl_lens.study.settings import (
-    COUNT,
-    DEFAULT_RUN,
-    DEVICE,
-    DTYPES,
-    NAMES,
-    SHARE,
-    TOKENS,
-    Opening,
-    Runtime,
-    Settings,
-    Tasks,
-    chosen_targets,
-    command_of,
-    group,
-    grouped,
-    loading,
-    moved_model,
-    of_run,
-    option,
-)
+from kl_lens.study.settings import Opening, Runtime, Settings, Tasks, group, grouped, loading, option
 
 DEFAULT_TEXT = "wikitext2:test"
 TORCH = "torch"
@@ -52,15 +35,15 @@ _running = grouped("running")
 class EvaluateSettings(Settings):
     verb: ClassVar[str] = "evaluate"
 
-    run: str | None = of_run()
-    model: str | None = moved_model()
+    run: str | None = of.of_run()
+    model: str | None = of.moved_model()
     opening: Opening = group(
         Opening,
-        dtype=loading("float32", "data type in PyTorch", choices=DTYPES),
+        dtype=loading("float32", "data type in PyTorch", choices=of.DTYPES),
         device=loading(
             "auto",
             "device of PyTorch; auto: the GPU if there is one",
-            kind=DEVICE,
+            kind=of.DEVICE,
             flag="--torch-device",
             metavar="DEVICE",
         ),
@@ -74,7 +57,7 @@ class EvaluateSettings(Settings):
     )
     plan: str = option(ALL_PLANS, "plans of the run: a, or a,b, or all", metavar="NAMES")
     targets: tuple[str, ...] | None = option(
-        None, "torch (plans in PyTorch) or targets (exported files); default: all", kind=NAMES
+        None, "torch (plans in PyTorch) or targets (exported files); default: all", kind=of.NAMES
     )
     perplexity: str | None = _what(
         None,
@@ -97,14 +80,14 @@ class EvaluateSettings(Settings):
         bare=DEFAULT_TEXT,
         metavar="TEXT",
     )
-    window: int | None = _what(None, "tokens per window (default: 2048; 16 images)", kind=TOKENS)
+    window: int | None = _what(None, "tokens per window (default: 2048; 16 images)", kind=of.TOKENS)
     stride: int | None = _what(
-        None, "score only the last S tokens of each window (default: all)", kind=TOKENS, metavar="S"
+        None, "score only the last S tokens of each window (default: all)", kind=of.TOKENS, metavar="S"
     )
-    limit: int | None = _what(None, "only the first N windows", kind=COUNT)
+    limit: int | None = _what(None, "only the first N windows", kind=of.COUNT)
     tasks: Tasks = group(Tasks)
     max_drop: float | None = option(
-        None, "largest loss of accuracy that a task may have, such as 3% (points)", kind=SHARE
+        None, "largest loss of accuracy that a task may have, such as 3% (points)", kind=of.SHARE
     )
     exact: bool = _running(False, "compute in float32 instead of the fastest way")
     runtime: Runtime = group(
@@ -114,7 +97,7 @@ class EvaluateSettings(Settings):
 
     def check(self) -> None:
         super().check()
-        chosen_targets(self.targets, TORCH)
+        of.chosen_targets(self.targets, TORCH)
         self.tasks.check()
         if self.max_drop is not None and self.tasks.tasks is None:
             raise KLLensError("--max-drop limits the accuracy that tasks lose; name tasks with --tasks")
@@ -162,108 +145,119 @@ class EvaluateResult:
 
 
 def evaluate(settings: EvaluateSettings, session: Session) -> EvaluateResult:
-    if settings.run is None and settings.artifact:  # files are scored without a run folder
-        with tempfile.TemporaryDirectory() as folder, Run.create(Path(folder)) as run:
-            return _Evaluation(settings, run, session, keep=False).judged()
-    with Run.open(Path(settings.run or DEFAULT_RUN)) as run:
-        run.note_command(["kl-lens", *command_of(settings)])
-        return _Evaluation(settings, run, session, keep=True).judged()
-
-
-class _Evaluation:
-    def __init__(self, settings: EvaluateSettings, run: Run, session: Session, *, keep: bool) -> None:
-        """`keep`: the run is the user's own."""
-        self.settings, self.run, self.session, self.keep = settings, run, session, keep
-        self.result = EvaluateResult(max_drop=settings.max_drop)
-        self.model: LoadedModel | None = None
-        if settings.runtime.threads is not None:
-            torch.set_num_threads(settings.runtime.threads)
-        if keep:
-            self.model = session.model_of(run, settings.model, settings.opening)
-        elif settings.model is not None:
-            self.model = session.model(settings.model, settings.opening)
-        how = settings.runtime.session(exact=settings.exact)
-        if settings.artifact:
-            found = evaluation.given_subjects(settings.artifact, how, self.model, run if keep else None)
+    if settings.runtime.threads is not None:
+        torch.set_num_threads(settings.runtime.threads)
+    how = settings.runtime.session(exact=settings.exact)
+    model: LoadedModel | None = None
+    with ExitStack() as stack:
+        if settings.run is None and settings.artifact:  # files are scored without a run folder
+            kept, place = None, stack.enter_context(tempfile.TemporaryDirectory())
+            run = stack.enter_context(Run.create(Path(place)))
+            if settings.model is not None:
+                model = session.model(settings.model, settings.opening)
         else:
-            assert self.model is not None
-            found = evaluation.run_subjects(
-                run, self.model, how, plans=settings.plan, targets=settings.targets
-            )
-        self.subjects = found.subjects
-        self.result.notes += found.notes
+            kept = run = stack.enter_context(Run.open(Path(settings.run or of.DEFAULT_RUN)))
+            run.note_command(["kl-lens", *of.command_of(settings)])
+            model = session.model_of(run, settings.model, settings.opening)
+        if settings.artifact or model is None:
+            found = evaluation.given_subjects(settings.artifact, how, model, kept)
+        else:
+            found = evaluation.run_subjects(run, model, how, plans=settings.plan, targets=settings.targets)
+        if not found.subjects and model is None:
+            raise KLLensError(next(iter(found.failures.values()), "there is nothing to evaluate"))
+        task = model.task if model is not None else _task_of(found.subjects, settings.opening)
+        judge = Judge(run, session, found, task, model, kept=kept is not None, again=settings.again)
+        asked = settings.perplexity, settings.divergence, settings.positions
+        if all(text is None for text in (*asked, settings.tasks.tasks)):
+            asked = DEFAULT_TEXT, None if model is None else "", None
+        judge.texts(*asked, window=settings.window, stride=settings.stride, limit=settings.limit)
+        judge.tasks(settings.tasks, settings.window)
+        return replace(judge.result, max_drop=settings.max_drop)
+
+
+def _task_of(files: Sequence[evaluation.Judged], opening: Opening) -> Task:
+    """The task of the first file that can be opened: a broken one must not stop the others."""
+    failures: list[KLLensError] = []
+    for file in files:
+        assert isinstance(file, evaluation.JudgedArtifact)
+        try:
+            return evaluation.artifact_task(file, opening.tokenizer, opening.images)
+        except KLLensError as error:
+            failures.append(error)
+    raise failures[0]
+
+
+class Judge:
+    """Judges files, and plans in PyTorch, beside the original model; the run's journal keeps what is done."""
+
+    def __init__(
+        self,
+        run: Run,
+        session: Session,
+        found: evaluation.Selection,
+        task: Task,
+        model: LoadedModel | None,
+        *,
+        kept: bool = True,
+        again: bool = False,
+    ) -> None:
+        """`kept`: the run is the user's own; `again`: what it holds is measured again."""
+        self._run, self._session, self._task, self._model, self._kept = run, session, task, model, kept
+        self._subjects, self._journal = found.subjects, evaluation.ScoreJournal(run, again=again)
+        self._original = None if model is None else evaluation.JudgedModel(model)
+        self.result = EvaluateResult(notes=[*found.notes])
         self.result.failures.update(found.failures)
-        if not self.subjects and self.model is None:
-            raise KLLensError(next(iter(self.result.failures.values()), "there is nothing to evaluate"))
-        self.task = self._task()
-        self.journal = evaluation.ScoreJournal(run, again=settings.again)
-        self.original = None if self.model is None else evaluation.JudgedModel(self.model)
 
-    def _task(self) -> Task:
-        if self.model is not None:
-            return self.model.task
-        failures: list[KLLensError] = []
-        for file in self.subjects:  # a broken file must not stop the others
-            assert isinstance(file, evaluation.JudgedArtifact)
-            try:
-                opening = self.settings.opening
-                return evaluation.artifact_task(file, opening.tokenizer, opening.images)
-            except KLLensError as error:
-                failures.append(error)
-        raise failures[0]
-
-    def judged(self) -> EvaluateResult:
-        settings = self.settings
-        perplexity, divergence, positions = settings.perplexity, settings.divergence, settings.positions
-        if all(given is None for given in (perplexity, divergence, positions, settings.tasks.tasks)):
-            perplexity, divergence = DEFAULT_TEXT, "" if self.original is not None else None
-        texts: dict[str, set[str]] = {}  # text → what is measured on it
+    def texts(
+        self,
+        perplexity: str | None,
+        divergence: str | None = None,
+        positions: str | None = None,
+        *,
+        window: int | None = None,
+        stride: int | None = None,
+        limit: int | None = None,
+    ) -> None:
+        """What to measure on which text; an empty divergence: on that of the perplexity."""
+        kinds: dict[str, set[str]] = {}
         if perplexity is not None:
-            texts.setdefault(perplexity, set()).add(PERPLEXITY)
+            kinds.setdefault(perplexity, set()).add(PERPLEXITY)
         if divergence is not None:
-            texts.setdefault(divergence or perplexity or DEFAULT_TEXT, set()).add(DIVERGENCE)
-        with going_on(self.run.folder if self.keep else None):
-            for name, kinds in texts.items():
-                self._judge_text(name, kinds)
+            kinds.setdefault(divergence or perplexity or DEFAULT_TEXT, set()).add(DIVERGENCE)
+        how = {"stride": stride, "limit": limit}
+        with going_on(self._run.folder if self._kept else None):
+            for name, each in kinds.items():
+                self._judge_text(name, each, window=window, **how)
             if positions is not None:
-                self._judge_text(positions, {POSITIONS})
-            for task in chosen_tasks(settings.tasks.task_data, settings.tasks.tasks or ()):
-                self._judge_task(task)
-        return self.result
+                if not self._task.generates:
+                    raise KLLensError("--positions needs a language model; this one classifies images")
+                longest = LONGEST if self._model is None else longest_window(self._model.config)
+                self._judge_text(positions, {POSITIONS}, window=window or longest, **how)
 
-    def _judge_text(self, name: str, kinds: set[str]) -> None:
-        settings, window = self.settings, self.settings.window
-        if POSITIONS in kinds:
-            if not self.task.generates:
-                raise KLLensError("--positions needs a language model; this one classifies images")
-            window = window or (LONGEST if self.model is None else longest_window(self.model.config))
-        text = evaluation.prepare(
-            name, self.task, window=window, stride=settings.stride, limit=settings.limit
-        )
-        self.session.refuse_overlap(self.run, text.windows, self.task)
-        with self.session.events.progress(text.label) as progress:
-            evaluator = evaluation.Evaluator(self.journal, self.original, progress)
+    def _judge_text(self, name: str, kinds: set[str], **how: int | None) -> None:
+        text = evaluation.prepare(name, self._task, **how)
+        self._session.refuse_overlap(self._run, text.windows, self._task)
+        with self._session.events.progress(text.label) as progress:
+            evaluator = evaluation.Evaluator(self._journal, self._original, progress)
             try:
-                self.result.outcome.add(evaluator.judge_text(self.subjects, text, kinds))
+                self.result.outcome.add(evaluator.judge_text(self._subjects, text, kinds))
             finally:
                 evaluator.close()
-        if PERPLEXITY in kinds and self.model is not None and self.keep and self.task.generates:
-            self.result.written.append(write_published(self.run, self.model.name, text))
+        if PERPLEXITY in kinds and self._model is not None and self._kept and self._task.generates:
+            self.result.written.append(write_published(self._run, self._model.name, text))
 
-    def _judge_task(self, task: TaskData) -> None:
-        if not isinstance(self.task, LanguageTask):
-            raise KLLensError("--tasks needs a language model; this one classifies images")
-        from kl_lens.evaluation.language_model import judge_task  # needs lm-eval
-
-        subjects = [*([] if self.original is None else [self.original]), *self.subjects]
-        with self.session.events.progress(task.name) as progress:
-            outcome = judge_task(
-                self.journal,
-                subjects,
-                task,
-                self.task.require_tokenizer(),
-                max_length=self.settings.window or self.task.judged_length,
-                limit=self.settings.tasks.task_limit,
-                progress=progress,
-            )
-            self.result.outcome.add(outcome)
+    def tasks(self, tasks: Tasks, window: int | None) -> None:
+        for data in chosen_tasks(tasks.task_data, tasks.tasks or ()):
+            if not isinstance(self._task, LanguageTask):
+                raise KLLensError("--tasks needs a language model; this one classifies images")
+            subjects = [*([] if self._original is None else [self._original]), *self._subjects]
+            length, tokenizer = window or self._task.judged_length, self._task.require_tokenizer()
+            with (
+                going_on(self._run.folder if self._kept else None),
+                self._session.events.progress(data.name) as progress,
+            ):
+                outcome = judge_task(
+                    self._journal, subjects, data, tokenizer,
+                    max_length=length, limit=tasks.task_limit, progress=progress,
+                )  # fmt: skip
+                self.result.outcome.add(outcome)

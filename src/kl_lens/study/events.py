@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # `generate` runs on small devices and does without torch
     from kl_lens.measuring.sweep import Progress
-    from kl_lens.study.settings import Settings
-
 
 IN_RUNTIME, IN_MODEL = "runtime", "model"  # kinds of stages; how far they are off differs
 
@@ -68,21 +66,21 @@ class Events:
 
         return nullcontext(Progress())
 
-    def heading(self, text: str) -> None:
-        """The next step of `run`."""
-
     def keep_in(self, folder: Path) -> None:
         """`run` starts in this folder: logs go there."""
 
     def expect(self, estimate: JobEstimate) -> None:
         """What the stages of `run` should take."""
 
-    def stage(self, settings: Settings) -> AbstractContextManager[None]:
+    def stage(self, verb: str, target: str | None) -> AbstractContextManager[None]:
         """Wraps a stage of `run`."""
         return nullcontext()
 
+    def skipped(self, verb: str, target: str | None) -> None:
+        """A stage of `run` that was already done."""
+
     def result(self, result: object) -> None:
-        """The result of a stage of `run`; None if it was already done."""
+        """The result of a stage of `run`; None if there is nothing to show."""
 
 
 class Stopped(KeyboardInterrupt):

@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
 from kl_lens.base.errors import RunError
-from kl_lens.measuring.engines import DEFAULT_MEMORY
 from kl_lens.measuring.perturbation import Candidate
 from kl_lens.measuring.sweep import Sweep, model_identity
+from kl_lens.measuring.workers import Workers
+from kl_lens.model import LoadedModel
 from kl_lens.paper import read_legacy
 from kl_lens.paper.ranking import Ranking, rank
 from kl_lens.run.folder import CALIBRATION, EVALUATION, Run
 from kl_lens.run.records import Component
+from kl_lens.study import settings as of
 from kl_lens.study.events import going_on
 from kl_lens.study.session import Session
-from kl_lens.study.settings import (
-    COUNT,
-    DEFAULT_RUN,
-    Opening,
-    Processes,
-    Settings,
-    command_of,
-    group,
-    moved_model,
-    new_run_folder,
-    of_run,
-    option,
-    place_of_weights,
-)
+from kl_lens.study.settings import Opening, Processes, Settings, group, option
 from kl_lens.study.spreading import workers_for
 from kl_lens.targets import deployed
 from kl_lens.text import Windows, refuse_overlap
@@ -47,13 +39,13 @@ class PaperSettings(Settings):
         positional=True,
         choices=(RANK, IMPORT),
     )
-    run: str | None = of_run()
-    model: str | None = moved_model()
+    run: str | None = of.of_run()
+    model: str | None = of.moved_model()
     opening: Opening = group(Opening)
-    weights: str = place_of_weights()
+    weights: str = of.place_of_weights()
     processes: Processes = group(Processes)
     evaluation_text: str = option("wikitext2:test", "rank: held-out text", metavar="TEXT")
-    evaluation_windows: int = option(128, "rank: windows of held-out text", kind=COUNT)
+    evaluation_windows: int = option(128, "rank: windows of held-out text", kind=of.COUNT)
     other_text: tuple[str, ...] = option(
         (), "rank: also measure on this out-of-domain text (may be repeated)", repeated=True, metavar="TEXT"
     )
@@ -78,7 +70,19 @@ class Imported:
 
 
 def paper(settings: PaperSettings, session: Session) -> Ranking | Imported:
-    return (_imported if settings.what == IMPORT else _ranking)(settings, session)
+    if settings.what == IMPORT:
+        return _imported(settings, session)
+    with Run.open(Path(settings.run or of.DEFAULT_RUN)) as run:
+        run.note_command(["kl-lens", *of.command_of(settings)])
+        # With Ray, this process computes nothing.
+        opening = replace(settings.opening, device="cpu") if settings.processes.ray else settings.opening
+        model = session.model_of(run, settings.model, opening, weights=settings.weights)
+        hire = partial(
+            workers_for, settings.processes, model, name=settings.model, opening=settings.opening,
+            weights=settings.weights, events=session.events,
+        )  # fmt: skip
+        text, windows, others = settings.evaluation_text, settings.evaluation_windows, settings.other_text
+        return rank_metrics(session, run, model, text, windows, hire, others)
 
 
 def _imported(settings: PaperSettings, session: Session) -> Imported:
@@ -86,61 +90,48 @@ def _imported(settings: PaperSettings, session: Session) -> Imported:
     measurements = []
     for bits, path in settings.bits:
         measurements += read_legacy(Path(path), int(bits), model.anatomy)
-    with Run.create(new_run_folder(settings.run, model.name)) as run:
+    with Run.create(of.new_run_folder(settings.run, model.name)) as run:
         if run.roles():
             raise RunError(f"{run.folder} already holds measurements; import into another --run")
         run.identify(model_identity(model))
         run.store("imported", "measurements", [m.to_json() for m in measurements])
-        run.note_command(["kl-lens", *command_of(settings)])
+        run.note_command(["kl-lens", *of.command_of(settings)])
     return Imported(run.folder, model.name, len(measurements))
 
 
-def _ranking(settings: PaperSettings, session: Session) -> Ranking:
-    """Measures every candidate of a run on held-out text and stores the ranking."""
-    events, wanted = session.events, settings.opening
-    with Run.open(Path(settings.run or DEFAULT_RUN)) as run:
-        run.note_command(["kl-lens", *command_of(settings)])
-        # With Ray, this process computes nothing.
-        opening = replace(wanted, device="cpu") if settings.processes.ray else wanted
-        model = session.model_of(run, settings.model, opening, weights=settings.weights)
-        calibration = session.calibration(run, model.task)
-        held_out = session.from_start(
-            settings.evaluation_text, model.task, length=calibration.length, limit=settings.evaluation_windows
-        )
-        session.refuse_overlap(run, held_out, model.task)
-        candidates, kernels = _measured(run), deployed(run.usual_target)
-        # Read the statistics before the progress bar starts.
-        model.weights.learnt_by(candidate.recipe for candidate in candidates)
-        left = Sweep(model, run, deployed=kernels).operations_left(candidates, held_out, EVALUATION)
-        others = settings.other_text
-        with (
-            going_on(run.folder),
-            workers_for(
-                settings.processes,
-                model,
-                name=settings.model,
-                opening=wanted,
-                weights=settings.weights,
-                memory_budget=DEFAULT_MEMORY,
-                operations=left + len(others),
-                events=events,
-            ) as workers,
-        ):
+def rank_metrics(
+    session: Session,
+    run: Run,
+    model: LoadedModel,
+    text: str,
+    windows: int,
+    hire: Callable[..., AbstractContextManager[Workers | None]],
+    other_texts: Sequence[str] = (),
+) -> Ranking:
+    """Measures every candidate of a run on held-out text and stores the ranking. `hire`: as for `measure_recipes`."""
+    events, calibration = session.events, session.calibration(run, model.task)
+    held_out = session.from_start(text, model.task, length=calibration.length, limit=windows)
+    session.refuse_overlap(run, held_out, model.task)
+    candidates, kernels = _measured(run), deployed(run.usual_target)
+    # Read the statistics before the progress bar starts.
+    model.weights.learnt_by(candidate.recipe for candidate in candidates)
+    left = Sweep(model, run, deployed=kernels).operations_left(candidates, held_out, EVALUATION)
+    with going_on(run.folder), hire(operations=left + len(other_texts)) as workers:
 
-            def sweep(windows: Windows, role: str, title: str) -> None:
-                with events.progress(title) as progress:
-                    how = Sweep(model, run, progress=progress, deployed=kernels, workers=workers)
-                    how.measure(candidates, windows, role)
+        def sweep(windows: Windows, role: str, title: str) -> None:
+            with events.progress(title) as progress:
+                how = Sweep(model, run, progress=progress, deployed=kernels, workers=workers)
+                how.measure(candidates, windows, role)
 
-            sweep(held_out, EVALUATION, "damage on held-out text")
-            text = run.text_identity(CALIBRATION) or {}
-            for name in others:
-                other = model.task.drawn(name, **{key: text[key] for key in ("windows", "length", "seed")})
-                refuse_overlap(other, held_out)
-                sweep(other, f"{CALIBRATION}:{Path(other.source).stem}", f"calibration on {other.source}")
-        ranking = rank(run)
-        run.store("ranking", "latest", ranking.to_json())
-        return ranking
+        sweep(held_out, EVALUATION, "damage on held-out text")
+        known = run.text_identity(CALIBRATION) or {}
+        for name in other_texts:
+            other = model.task.drawn(name, **{key: known[key] for key in ("windows", "length", "seed")})
+            refuse_overlap(other, held_out)
+            sweep(other, f"{CALIBRATION}:{Path(other.source).stem}", f"calibration on {other.source}")
+    ranking = rank(run)
+    run.store("ranking", "latest", ranking.to_json())
+    return ranking
 
 
 def _measured(run: Run) -> list[Candidate]:

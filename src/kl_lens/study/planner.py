@@ -15,9 +15,8 @@ from kl_lens.model import LoadedModel
 from kl_lens.planning.predict import spell_estimate
 from kl_lens.run.folder import Run
 from kl_lens.run.records import Estimate, Measured, Plan, SensitivityTable
-from kl_lens.study.events import Events
 from kl_lens.study.session import Session
-from kl_lens.study.settings import HeldOut, Opening
+from kl_lens.study.settings import HeldOut
 from kl_lens.targets import computed_as, get_target
 from kl_lens.weights.recipes import FP16, Recipe, parsed
 
@@ -37,14 +36,11 @@ class TargetPlanner:
         run: Run,
         target: str | None = None,
         held_out: HeldOut | None = None,
-        *,
-        model: str | None = None,
-        opening: Opening | None = None,
-        weights: str | None = None,
+        opened: Callable[[], LoadedModel] | None = None,
     ) -> None:
-        """`model`, `opening`, `weights`: what opens the run's model."""
-        self._session, self._run, self._held_out = session, run, held_out or HeldOut()
-        self._opened = partial(session.model_of, run, model, opening, weights=weights)
+        """`opened`: opens the run's model (default: from where the run found it)."""
+        self.session, self.run, self._held_out = session, run, held_out or HeldOut()
+        self._opened = opened or partial(session.model_of, run)
         self.target = get_target(target) if target else None
 
     @property
@@ -56,23 +52,23 @@ class TargetPlanner:
         """Meters on both halves of the held-out text: the first decides, the second confirms. A limit on the loss is
         kept on both."""
         model = self.model
-        held_out = self._session.held_out(self._held_out, self._run, model.task)
+        held_out = self.session.held_out(self._held_out, self.run, model.task)
         middle = (len(held_out) + 1) // 2
         if middle == len(held_out):
             raise PlanError("--held-out-windows must be at least 2: one half decides, the other confirms")
         kind = None if self.target is None else computed_as(self.target)
         first, second = held_out.first(middle), held_out.after(middle)
-        return self._session.meter(model, first, kind), self._session.meter(model, second, kind)
+        return self.session.meter(model, first, kind), self.session.meter(model, second, kind)
 
     def lost(self, assignment: Mapping[str, str], limits: Mapping[str, float]) -> float:
         """What a plan loses in nats per token, of what is limited, with one standard error: on little text plans would
         otherwise be too small. Of both halves the larger; the second is measured if the first is within the limit."""
         first, second = (half.measure for half in self.halves)
-        loss = _limited(first(assignment), limits)
+        loss = limited_loss(first(assignment), limits)
         decided = loss.value + loss.standard_error
         if not decided <= nats_allowed(limits):
             return decided
-        loss = _limited(second(assignment), limits)
+        loss = limited_loss(second(assignment), limits)
         return max(decided, loss.value + (0.0 if math.isnan(loss.standard_error) else loss.standard_error))
 
     def keeps(self, assignment: Mapping[str, str], limits: Mapping[str, float]) -> bool:
@@ -143,13 +139,105 @@ class TargetPlanner:
         weights = sum(2 * c.parameters for c in self.model.anatomy.components)
         return self.sized(Plan("fp16", {}, "fp16", bytes=weights), exact=False).fixed_bytes
 
+    def verified(self, plan: Plan, table: SensitivityTable, factor: float = 1.0) -> Plan:
+        """The plan with its measured loss on the second half. Prediction: the sum of its parts, times `factor`."""
+        meter, events = self.halves[1], self.session.events
+        learnt = meter.model.weights.learnt_by(parsed(plan.assignment).values(), plan.statistics)
+        result = meter.measure(plan.assignment)
+        measured = Measured(
+            result.kl, result.perplexity, result.original_perplexity, meter.text.label, len(result.windows)
+        )
+        plan = replace(plan, measured=measured, statistics=learnt)
+        if (loss := plan.missed) is not None:
+            what, most = ("perplexity rises by", "drop") if "drop" in plan.limits else ("the KL is", "loss")
+            events.fail(
+                f"{plan.name} misses its target: {what} {spell_estimate(loss)} on {measured.place}, and at most "
+                f"{plan.limits[most]:g} was asked for"
+            )
+        parts = planning.Predictor(table).total(plan.assignment)
+        if parts is None:
+            return plan
+        predicted = Estimate(factor * parts.value, factor * parts.standard_error)
+        verification = planning.verify(predicted, result.kl)
+        if verification.explained is False:
+            events.warn(f"{plan.name}: {verification.message}")
+        notes = plan.notes | {"verification": verification.message}
+        return replace(plan, notes=notes, predicted_kl=predicted.value, interaction=factor)
+
+    # -- stock recipes -----------------------------------------------------------------------------------------
+
+    def beside_rivals(
+        self, table: SensitivityTable, plans: Sequence[Plan], *, everything: bool
+    ) -> list[Plan]:
+        """The plans and the target's stock recipes, measured in the same way; a stock recipe that wins replaces the
+        last plan. `everything`: all stock recipes, not only the usual ones."""
+        rivals = self.rivals(table, plans[-1] if plans else None, everything=everything)
+        factor = self.interaction(table, plans) * self.other_text(rivals)
+        measured = [self.verified(each, table, factor) for each in (*plans, *rivals)]
+        if not plans:
+            return measured
+        ours, others = measured[len(plans) - 1], measured[len(plans) :]
+        same = next((each for each in others if _stored(each) == _stored(ours)), None)
+        contest = self._contest(ours, [each for each in others if each is not same])
+        sentence = contest.sentence(same.name if same else None)
+        # One window decides nothing, whatever the rivals are: the user should ask for more.
+        events = self.session.events
+        (events.fail if contest.unknown and contest.windows < 2 else events.note)(f"{ours.name}: {sentence}")
+        if contest.winner == ours.name:
+            notes = ours.notes | ({"taken_over": same.name} if same else {})
+            kept = [replace(ours, contest=sentence, notes=notes)]
+        else:
+            winner = next(each for each in others if each.name == contest.winner)
+            taken = replace(
+                winner, name=ours.name, made_by=f"{winner.made_by}; replaces our own plan", limits=ours.limits,
+                notes=winner.notes | {"taken_over": winner.name}, contest=sentence,
+            )  # fmt: skip
+            kept = [self.sized(replace(ours, name=f"{ours.name}.own")), self.sized(taken)]
+        return [*measured[: len(plans) - 1], *others, *kept]
+
+    def rivals(self, table: SensitivityTable, ours: Plan | None, *, everything: bool) -> list[Plan]:
+        """The target's stock recipes as plans: all, or the usual ones and the largest that is no larger than ours."""
+        assert self.target is not None
+        stock = self.target.stock_recipes(self.model)
+        made = {
+            one.plan_name: planning.finished_plan(
+                table, one.plan_name, dict(one.assignment), one.origin, family="stock"
+            )
+            for one in stock
+        }
+        if everything:
+            return [self.sized(plan) for plan in made.values()]
+        usual = {one.plan_name: self.sized(made[one.plan_name]) for one in stock if one.usual}
+        size = (ours.file_bytes if ours else None) or 0
+        # Reversed, so that of two equal sizes the one with an importance matrix comes first.
+        below = [plan for plan in reversed(made.values()) if (plan.bytes or 0) + self.fixed_bytes <= size]
+        for plan in sorted(below, key=lambda plan: -(plan.bytes or 0)):
+            nearest = self.sized(plan)
+            if (nearest.file_bytes or 0) <= size:
+                usual[nearest.name] = nearest
+                break
+        return list(usual.values())
+
+    def _contest(self, ours: Plan, rivals: Sequence[Plan]) -> planning.Contest:
+        """On the second half of the text. All files are sized under our plan's name, because some contain it."""
+        meter, by_name = self.halves[1], {plan.name: plan for plan in rivals}
+
+        def contender(plan: Plan) -> planning.Contender:
+            size = self.sized(replace(plan, name=ours.name)).file_bytes or 0
+            return planning.Contender(plan.name, size, meter.kl_by_window(plan.assignment))
+
+        def keeps(rival: planning.Contender) -> bool:
+            return self.keeps(by_name[rival.name].assignment, ours.limits)
+
+        return planning.contest(contender(ours), [contender(each) for each in rivals], keeps=keeps)
+
 
 def nats_allowed(limits: Mapping[str, float]) -> float:
     """The loss per token that a user's limits allow: of KL (`loss`), or of cross-entropy (`drop`)."""
     return math.log1p(limits["drop"]) if "drop" in limits else limits.get("loss", math.inf)
 
 
-def _limited(result: JointResult, limits: Mapping[str, float]) -> Estimate:
+def limited_loss(result: JointResult, limits: Mapping[str, float]) -> Estimate:
     return result.delta_cross_entropy if "drop" in limits else result.kl
 
 
@@ -157,122 +245,5 @@ def _loses_less(plan: Plan, other: Plan) -> bool:
     return (plan.predicted_kl or 0.0) < (other.predicted_kl or 0.0)
 
 
-def verified(
-    plan: Plan, table: SensitivityTable, meter: PlanMeter, events: Events | None = None, factor: float = 1.0
-) -> Plan:
-    """The plan with its measured loss on the meter's text. Prediction: the sum of its parts, times `factor`."""
-    learnt = meter.model.weights.learnt_by(parsed(plan.assignment).values(), plan.statistics)
-    result = meter.measure(plan.assignment)
-    measured = Measured(
-        result.kl, result.perplexity, result.original_perplexity, meter.text.label, len(result.windows)
-    )
-    events, plan = events or Events(), replace(plan, measured=measured, statistics=learnt)
-    if (loss := plan.missed) is not None:
-        what, most = ("perplexity rises by", "drop") if "drop" in plan.limits else ("the KL is", "loss")
-        events.fail(
-            f"{plan.name} misses its target: {what} {spell_estimate(loss)} on {measured.place}, and at most "
-            f"{plan.limits[most]:g} was asked for"
-        )
-    parts = planning.Predictor(table).total(plan.assignment)
-    if parts is None:
-        return plan
-    predicted = Estimate(factor * parts.value, factor * parts.standard_error)
-    verification = planning.verify(predicted, result.kl)
-    if verification.explained is False:
-        events.warn(f"{plan.name}: {verification.message}")
-    return replace(
-        plan,
-        notes=plan.notes | {"verification": verification.message},
-        predicted_kl=predicted.value,
-        interaction=factor,
-    )
-
-
-# -- stock recipes ---------------------------------------------------------------------------------------------
-
-
-def with_rivals(
-    planner: TargetPlanner,
-    table: SensitivityTable,
-    plans: Sequence[Plan],
-    events: Events,
-    *,
-    everything: bool,
-    verify: bool,
-) -> list[Plan]:
-    """Measures the plans and the target's stock recipes in the same way; a stock recipe that wins replaces the plan.
-
-    `everything`: all stock recipes, not only the usual ones; `verify`: measure them even without a plan.
-    """
-    rivals = rival_plans(planner, table, plans[-1] if plans else None, everything=everything)
-    if not plans and not verify:
-        return rivals
-    meter = planner.halves[1]
-    factor = planner.interaction(table, plans) * planner.other_text(rivals)
-    measured = [verified(each, table, meter, events, factor) for each in (*plans, *rivals)]
-    if not plans:
-        return measured
-    ours, others = measured[len(plans) - 1], measured[len(plans) :]
-    same = next((each for each in others if _stored(each) == _stored(ours)), None)
-    contest = judged(planner, ours, [each for each in others if each is not same])
-    sentence = contest.sentence(same.name if same else None)
-    # One window decides nothing, whatever the rivals are: the user should ask for more.
-    (events.fail if contest.unknown and contest.windows < 2 else events.note)(f"{ours.name}: {sentence}")
-    if contest.winner == ours.name:
-        notes = ours.notes | ({"taken_over": same.name} if same else {})
-        kept = [replace(ours, contest=sentence, notes=notes)]
-    else:
-        winner = next(each for each in others if each.name == contest.winner)
-        made_by = f"{winner.made_by}; replaces our own plan"
-        notes = winner.notes | {"taken_over": winner.name}
-        taken = replace(
-            winner, name=ours.name, made_by=made_by, notes=notes, limits=ours.limits, contest=sentence
-        )
-        kept = [planner.sized(replace(ours, name=f"{ours.name}.own")), planner.sized(taken)]
-    return [*measured[: len(plans) - 1], *others, *kept]
-
-
 def _stored(plan: Plan) -> dict[str, Recipe]:
     return {name: recipe for name, recipe in parsed(plan.assignment).items() if recipe != FP16}
-
-
-def rival_plans(
-    planner: TargetPlanner, table: SensitivityTable, ours: Plan | None, *, everything: bool
-) -> list[Plan]:
-    """The target's stock recipes as plans: all, or the usual ones and the largest that is no larger than ours."""
-    assert planner.target is not None
-    stock = planner.target.stock_recipes(planner.model)
-    made = {
-        one.plan_name: planning.finished_plan(
-            table, one.plan_name, dict(one.assignment), one.origin, family="stock"
-        )
-        for one in stock
-    }
-    if everything:
-        return [planner.sized(plan) for plan in made.values()]
-    usual = {one.plan_name: planner.sized(made[one.plan_name]) for one in stock if one.usual}
-    size = (ours.file_bytes if ours else None) or 0
-    # Reversed, so that of two equal sizes the one with an importance matrix comes first.
-    below = [plan for plan in reversed(made.values()) if (plan.bytes or 0) + planner.fixed_bytes <= size]
-    for plan in sorted(below, key=lambda plan: -(plan.bytes or 0)):
-        nearest = planner.sized(plan)
-        if (nearest.file_bytes or 0) <= size:
-            usual[nearest.name] = nearest
-            break
-    return list(usual.values())
-
-
-def judged(planner: TargetPlanner, ours: Plan, rivals: Sequence[Plan]) -> planning.Contest:
-    """Our plan against its rivals on the second half of the text. All files are sized under our plan's name, because
-    some files contain it."""
-    meter = planner.halves[1]
-
-    def contender(plan: Plan) -> planning.Contender:
-        size = planner.sized(replace(plan, name=ours.name)).file_bytes or 0
-        return planning.Contender(plan.name, size, meter.measure(plan.assignment).windows)
-
-    def keeps(rival: planning.Contender) -> bool:
-        return planner.keeps(by_name[rival.name].assignment, ours.limits)
-
-    by_name = {plan.name: plan for plan in rivals}
-    return planning.contest(contender(ours), [contender(each) for each in rivals], keeps=keeps)

@@ -1,9 +1,7 @@
 """`run`: all stages in order.
 
 For each target it measures the target's formats, plans the smallest file within the target KL, exports it and compares
-it with stock recipes.
-
-Each stage is a command with the settings shown, and can be repeated alone. Finished stages are not repeated.
+it with stock recipes. Each stage calls what the command of its name calls; finished stages are not repeated.
 """
 
 from __future__ import annotations
@@ -12,67 +10,66 @@ import shutil
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
-from kl_lens import planning
+from kl_lens import evaluation, planning, profiling
 from kl_lens.base.environment import processors
 from kl_lens.base.errors import KLLensError, PlanError, TargetError, UnsupportedError
 from kl_lens.base.files import write_text
 from kl_lens.base.units import human_bytes, spell_bytes, spell_share
-from kl_lens.evaluation import JudgedArtifact
 from kl_lens.evaluation.continuations import store_continuations
 from kl_lens.measuring.perturbation import find_candidates
 from kl_lens.measuring.statistics import StoredStatistics
-from kl_lens.measuring.sweep import model_identity, windows_by_cost
+from kl_lens.measuring.sweep import Sweep, model_identity, windows_by_cost
 from kl_lens.model import Anatomy, LoadedModel
 from kl_lens.paper import best_paper_point
-from kl_lens.planning.handover import write_recipe
-from kl_lens.run.folder import CALIBRATION, RECIPES, RECOMMENDED, Run, recommended_name
-from kl_lens.study.benchmark import BenchmarkSettings
-from kl_lens.study.calibrate import CalibrateSettings, LearningText
+from kl_lens.reporting import write_report
+from kl_lens.run.folder import CALIBRATION, RECOMMENDED, Run, recommended_name
+from kl_lens.run.records import Plan
+from kl_lens.study import settings as of
+from kl_lens.study.benchmark import time_files
+from kl_lens.study.calibrate import LearningText, gather_statistics
 from kl_lens.study.estimating import estimate
-from kl_lens.study.evaluate import TORCH, EvaluateSettings
+from kl_lens.study.evaluate import TORCH, EvaluateResult, Judge
 from kl_lens.study.events import JobEstimate, going_on
-from kl_lens.study.export import ExportSettings
-from kl_lens.study.inspect import InspectSettings
+from kl_lens.study.export import Files
+from kl_lens.study.inspect import InspectResult
 from kl_lens.study.meanwhile import quantizing_for
-from kl_lens.study.measure import MeasureSettings, menu_for
-from kl_lens.study.paper import RANK, PaperSettings
-from kl_lens.study.plan import ALL, TUNING_WINDOWS, USUAL, PlanSettings
-from kl_lens.study.report import ReportSettings
+from kl_lens.study.measure import measure_recipes, menu_for
+from kl_lens.study.paper import rank_metrics
+from kl_lens.study.plan import (
+    ALL,
+    TUNING_WINDOWS,
+    USUAL,
+    Choosing,
+    PlanResult,
+    finished,
+    handed_over,
+    plan_within,
+    published_points,
+    table_within,
+)  # fmt: skip
+from kl_lens.study.planner import TargetPlanner
+from kl_lens.study.report import ReportResult
 from kl_lens.study.session import QUANTIZED, Session
 from kl_lens.study.settings import (
-    COUNT,
-    DISK,
-    MEMORY,
-    NAMES,
-    SHARE,
-    SIZE,
-    THREADS,
     Calibration,
     HeldOut,
+    Limits,
     Opening,
     Processes,
     Runtime,
     Settings,
     Tasks,
-    as_yaml,
-    calibration_text,
-    chosen_targets,
-    command_of,
     group,
     grouped,
-    new_run_folder,
-    of_model,
-    of_run,
     option,
-    place_of_weights,
-)
+)  # fmt: skip
+from kl_lens.study.spreading import workers_for
 from kl_lens.study.stages import Stages
-from kl_lens.study.staging import Limits
 from kl_lens.targets import (
     describe_target,
     earlier_artifact,
@@ -80,7 +77,7 @@ from kl_lens.targets import (
     menu_of,
     read_artifact,
     usual_targets,
-)
+)  # fmt: skip
 from kl_lens.weights.formats import get_format
 from kl_lens.weights.recipes import FP16, Recipe
 
@@ -92,7 +89,6 @@ LARGE = 5e7  # weights per processor: 8 windows of 130 million on two ARM cores 
 OPTIONAL_STAGES = ("rank", "evaluate", "benchmark", "report")
 SHORT, FULL, SMALL, NONE = "short", "full", "small", "none"
 _ANY_SHAPE = (1024, 1024)  # every format fits it
-_wanted = partial(grouped("target size or loss (give one)"), excludes="limit")
 _proof = grouped("checking the result")
 
 
@@ -100,21 +96,23 @@ _proof = grouped("checking the result")
 class RunSettings(Settings):
     verb: ClassVar[str] = "run"
 
-    model: str = of_model()
+    model: str = of.of_model()
     opening: Opening = group(Opening)
-    weights: str = place_of_weights()
+    weights: str = of.place_of_weights()
     calibration: Calibration = group(
         Calibration,
-        windows=calibration_text(
-            None, "number of windows (default: 4 to 64, as many as cost no more than quantizing)", kind=COUNT
+        windows=of.calibration_text(
+            None,
+            "number of windows (default: 4 to 64, as many as cost no more than quantizing)",
+            kind=of.COUNT,
         ),
     )
     processes: Processes = group(Processes)
-    run: str | None = of_run("runs/<model>")
+    run: str | None = of.of_run("runs/<model>")
     formats: tuple[str, ...] | None = option(
         None,
         "formats to choose from, for every target that supports them (default: each target's menu)",
-        kind=NAMES,
+        kind=of.NAMES,
     )
     menu: str | None = option(
         None,
@@ -126,45 +124,38 @@ class RunSettings(Settings):
         False,
         "also reproduce the paper: INT4 and INT8 weights, ranking of metrics, its points compared with ours",
     )
-    max_loss: float = _wanted(MAX_LOSS, "the smallest file with a KL of at most this", metavar="NATS")
-    max_drop: float | None = _wanted(
-        None,
-        "the smallest file with a rise of held-out perplexity of at most this, for example 3%",
-        kind=SHARE,
+    limits: Limits = group(
+        Limits, max_loss=of.wanted(MAX_LOSS, "the smallest file with a KL of at most this", metavar="NATS")
     )
-    budget: float | None = _wanted(
-        None, "the best file with at most this share of the FP16 file's size", kind=SHARE
+    budget: float | None = of.wanted(
+        None, "the best file with at most this share of the FP16 file's size", kind=of.SHARE
     )
-    max_bytes: int | None = _wanted(None, "the best file of at most this size, for example 90MB", kind=SIZE)
     exhaustive: bool = option(
         False, "measure every component in every format, not only what plans near the limit use"
     )
     targets: tuple[str, ...] | None = _proof(
         None,
         "targets to plan for and export to (default: openvino,gguf; mlx if only that is installed)",
-        kind=NAMES,
+        kind=of.NAMES,
     )
     rivals: str = _proof(USUAL, "stock recipes to compare with", choices=(NONE, USUAL, ALL))
     evaluation_text: str = _proof("wikitext2:test", "text that files are scored on", metavar="TEXT")
     evaluation_windows: int | None = _proof(
         None,
         "number of windows for rank and evaluate (default: 8; 4 for a large model on few processors)",
-        kind=COUNT,
+        kind=of.COUNT,
     )
     tune: int | None = _proof(
         None,
         f"tune the recommended plans, as kl-lens plan --tune does (default: {TUNING_WINDOWS} windows)",
-        kind=COUNT,
-        nargs="?",
-        bare=TUNING_WINDOWS,
-        metavar="WINDOWS",
-    )
-    held_out: HeldOut = group(HeldOut, held_out_windows=_proof(8, "number of windows", kind=COUNT))
+        kind=of.COUNT, nargs="?", bare=TUNING_WINDOWS, metavar="WINDOWS",
+    )  # fmt: skip
+    held_out: HeldOut = group(HeldOut, held_out_windows=_proof(8, "number of windows", kind=of.COUNT))
     tasks: Tasks = group(Tasks)
-    repeats: int = _proof(3, "repeats of each timing", kind=COUNT)
-    threads: int | None = _proof(None, "threads of the runtimes (default: all)", kind=THREADS)
+    repeats: int = _proof(3, "repeats of each timing", kind=of.COUNT)
+    threads: int | None = _proof(None, "threads of the runtimes (default: all)", kind=of.THREADS)
     without: tuple[str, ...] = _proof(
-        (), "stages to skip, of rank, evaluate, benchmark, report", kind=NAMES, metavar="STAGES"
+        (), "stages to skip, of rank, evaluate, benchmark, report", kind=of.NAMES, metavar="STAGES"
     )
     again: bool = _proof(False, "repeat stages that are already done")
     estimate: bool = option(
@@ -172,14 +163,13 @@ class RunSettings(Settings):
     )
 
     @property
-    def wanted(self) -> tuple[str, ...]:
-        """The targets of --targets, or the usual ones that are installed."""
-        named = self.named
-        return named if self.targets else tuple(t for t in named if not describe_target(t).lacks())
+    def named(self) -> tuple[str, ...]:
+        return of.chosen_targets(self.targets or usual_targets())
 
     @property
-    def named(self) -> tuple[str, ...]:
-        return chosen_targets(self.targets or usual_targets())
+    def wanted(self) -> tuple[str, ...]:
+        """The targets of --targets, or the usual ones that are installed."""
+        return self.named if self.targets else tuple(t for t in self.named if not describe_target(t).lacks())
 
     def menu_of(self, target: str | None, anatomy: Anatomy | None = None) -> Sequence[str]:
         """The formats that a target's plans choose from; without `--menu`, the size asked of this model decides."""
@@ -187,9 +177,12 @@ class RunSettings(Settings):
             return self.formats or PAPER_FORMATS
         chosen = get_target(target)
         if self.formats is None:
-            if self.menu is None and anatomy is not None:
-                return menu_for(chosen, anatomy, self._bytes_of(anatomy))
-            return menu_of(chosen, full=self.menu == FULL, small=self.menu == SMALL)
+            if self.menu is not None or anatomy is None:
+                return menu_of(chosen, full=self.menu == FULL, small=self.menu == SMALL)
+            # The size asked for, without what a file has besides weights.
+            whole = sum(2 * component.parameters for component in anatomy.components)
+            share = self.budget
+            return menu_for(chosen, anatomy, self.limits.max_bytes if share is None else int(share * whole))
         held = [r for r in self.formats if chosen.holds(Recipe.parse(r).grid, _ANY_SHAPE) is None]
         if not held:
             raise PlanError(
@@ -198,21 +191,19 @@ class RunSettings(Settings):
             )
         return held
 
-    def _bytes_of(self, anatomy: Anatomy) -> int | None:
-        """The size asked for, without what a file has besides weights."""
-        if self.budget is None:
-            return self.max_bytes
-        return int(self.budget * sum(2 * component.parameters for component in anatomy.components))
-
     def recommended(self, target: str | None) -> str:
         """Name of the plan for a target, with the limit if it is not the usual one: a run with another limit replaces
         nothing."""
-        limit = "" if self.max_loss == MAX_LOSS else f"kl{self.max_loss!r}"
-        if self.max_bytes is not None:
-            limit = spell_bytes(self.max_bytes)
-        elif (share := self.budget if self.max_drop is None else self.max_drop) is not None:
-            limit = ("" if self.max_drop is None else "drop") + spell_share(share).replace("%", "pct")
-        return recommended_name(target, limit)
+        asked = self.limits
+        if asked.max_bytes is not None:
+            limit = spell_bytes(asked.max_bytes)
+        elif asked.max_drop is not None:
+            limit = f"drop{spell_share(asked.max_drop)}"
+        elif self.budget is not None:
+            limit = spell_share(self.budget)
+        else:
+            limit = "" if asked.max_loss == MAX_LOSS else f"kl{asked.max_loss!r}"
+        return recommended_name(target, limit.replace("%", "pct"))
 
     def check(self) -> None:
         super().check()
@@ -220,9 +211,9 @@ class RunSettings(Settings):
             raise KLLensError(f"--without {unknown[0]!r}: only {', '.join(OPTIONAL_STAGES)} can be skipped")
         for target in self.wanted:
             self.menu_of(target)
-        self.held_out.check(searches=self.max_bytes is None and self.budget is None)
+        self.held_out.check(searches=self.limits.max_bytes is None and self.budget is None)
         self.tasks.check()
-        if self.weights == DISK and (why := self.needs_memory()):
+        if self.weights == of.DISK and (why := self.needs_memory()):
             raise KLLensError(
                 f"--weights disk does not work with {why}, which needs the whole model in memory"
             )
@@ -251,54 +242,50 @@ class RunResult:
 def run(settings: RunSettings, session: Session) -> RunResult | JobEstimate:
     begin, events = time.perf_counter(), session.events
     # Opened in memory, it stays there for all stages.
-    weights = MEMORY if settings.needs_memory() else settings.weights
+    weights = of.MEMORY if settings.needs_memory() else settings.weights
     model = session.model(settings.model, settings.opening, weights=weights)
-    settings = replace(settings, evaluation_windows=_judged(settings, model))
     if settings.estimate:
-        return _estimate(settings, model, settings.calibration.windows or _windows(settings, model, None))
-    folder = new_run_folder(settings.run, model.name)
+        return _estimate(_completed(settings, model, None), model)
+    folder = of.new_run_folder(settings.run, model.name)
     with Run.create(folder) as journal:
         journal.identify(model_identity(model))
-        new = journal.text_identity(CALIBRATION) is None
-        windows = settings.calibration.windows or _windows(settings, model, journal)
-        settings = replace(settings, calibration=replace(settings.calibration, windows=windows))
-        journal.note_command(["kl-lens", *command_of(settings)])  # and holds the lock until the end
+        known = journal.text_identity(CALIBRATION)
+        settings = _completed(settings, model, None if known is None else int(known["windows"]))
+        journal.note_command(["kl-lens", *of.command_of(settings)])  # and holds the lock until the end
         events.keep_in(folder)
         # What repeats this run elsewhere: `kl-lens run --config RUN/run.yaml`.
-        write_text(folder / "run.yaml", as_yaml(replace(settings, model=model.source or settings.model)))
-        stages = Stages(folder, session, again=settings.again)
-        if new:
+        write_text(folder / "run.yaml", of.as_yaml(replace(settings, model=model.source or settings.model)))
+        if known is None:
             with suppress(KLLensError):  # it cannot be estimated
-                expected = _estimate(settings, model, windows)
+                expected = _estimate(settings, model)
                 events.expect(expected)
                 if expected.disk > (free := shutil.disk_usage(folder).free):
                     events.fail(
                         f"{folder}: about {human_bytes(expected.disk)} will be written, and only "
                         f"{human_bytes(free)} are free"
                     )
+        job = _Job(settings, session, journal, model)
         with going_on(folder):
-            plans, exported = _RunStages(settings, model, stages, session).run()
+            plans, exported = job.all_stages()
     seconds = time.perf_counter() - begin
-    return RunResult(settings, folder, plans, exported, stages.failures, seconds, model.task.generates)
+    return RunResult(settings, folder, plans, exported, job.stages.failed, seconds, model.task.generates)
 
 
-def _windows(settings: RunSettings, model: LoadedModel, journal: Run | None) -> int:
-    """The default number: that of the run if it was begun, or what is cheap for all menus."""
-    if journal is not None and (known := journal.text_identity(CALIBRATION)):
-        return int(known["windows"])
-    length = settings.calibration.window_length or model.task.window_length
-    menus = [settings.menu_of(target, model.anatomy) for target in settings.wanted]
-    recipes = [Recipe.parse(recipe) for recipe in dict.fromkeys(r for menu in menus for r in menu)]
-    return windows_by_cost(model, find_candidates(model.anatomy, recipes)[0], length)
+def _completed(settings: RunSettings, model: LoadedModel, begun_with: int | None) -> RunSettings:
+    """With the numbers of windows: to calibrate, those of the run if it was begun, or what is cheap for all menus; to
+    judge, few for a large model, because runtimes compute on the CPU."""
+    parameters = sum(component.parameters for component in model.anatomy.components)
+    judged = settings.evaluation_windows or (4 if parameters > LARGE * processors() else 8)
+    text = settings.calibration
+    if (windows := text.windows or begun_with) is None:
+        menus = [settings.menu_of(target, model.anatomy) for target in settings.wanted]
+        recipes = [Recipe.parse(recipe) for recipe in dict.fromkeys(r for menu in menus for r in menu)]
+        length = text.window_length or model.task.window_length
+        windows = windows_by_cost(model, find_candidates(model.anatomy, recipes)[0], length)
+    return replace(settings, evaluation_windows=judged, calibration=replace(text, windows=windows))
 
 
-def _judged(settings: RunSettings, model: LoadedModel) -> int:
-    """Windows to judge with: few for a large model, because runtimes compute on the CPU."""
-    weights = sum(component.parameters for component in model.anatomy.components)
-    return settings.evaluation_windows or (4 if weights > LARGE * processors() else 8)
-
-
-def _estimate(settings: RunSettings, model: LoadedModel, windows: int) -> JobEstimate:
+def _estimate(settings: RunSettings, model: LoadedModel) -> JobEstimate:
     """Without the paper's stages, `rank` and tasks."""
     usable = [t for t in settings.wanted if get_target(t).unsupported(model.anatomy.model_type) is None]
     if not usable:
@@ -307,75 +294,116 @@ def _estimate(settings: RunSettings, model: LoadedModel, windows: int) -> JobEst
     return estimate(
         model,
         {target: find_candidates(model.anatomy, [*menu])[0] for target, menu in menus.items()},
-        windows=windows,
+        windows=settings.calibration.windows or 0,
         length=settings.calibration.window_length or model.task.window_length,
         held_out=settings.held_out.held_out_windows,
         staged=not settings.exhaustive,
-        judged=_judged(settings, model),
+        judged=settings.evaluation_windows or 0,
         repeats=settings.repeats,
         without=settings.without,
     )
 
 
-class _RunStages:
-    def __init__(self, settings: RunSettings, model: LoadedModel, stages: Stages, session: Session) -> None:
-        self.settings, self.model, self.stages = settings, model, stages
-        self.session, self.events, self.folder = session, session.events, stages.folder
-        self.place = str(self.folder)
-        self.planning = partial(
-            PlanSettings, run=self.place, opening=settings.opening, weights=settings.weights
-        )
+class _Job:
+    """One run: its stages, in the order in which `all_stages` calls them."""
 
-    def run(self) -> tuple[dict[str, list[str]], dict[str, Path]]:
+    def __init__(self, settings: RunSettings, session: Session, journal: Run, model: LoadedModel) -> None:
+        self.settings, self.session, self.journal = settings, session, journal
+        self.events, self.folder, self._opened = session.events, journal.folder, model
+        self.stages = Stages(journal, session.events, again=settings.again)
+        self._hire = partial(
+            workers_for, settings.processes, model, name=settings.model, opening=settings.opening,
+            weights=settings.weights, events=session.events,
+        )  # fmt: skip
+
+    @property
+    def model(self) -> LoadedModel:
+        """With the run's own weights and statistics."""
+        return self.session.in_run(self._opened, self.folder)
+
+    def all_stages(self) -> tuple[dict[str, list[str]], dict[str, Path]]:
+        """Plans by target, the recommended one last; and where its file is."""
         settings = self.settings
-        self.stages.do(InspectSettings(model=settings.model, opening=settings.opening))
-        self.stages.do(
-            self.planning(uniform=(FP16,)),
-            key="plan fp16",
-            outputs=[f"plans/{UNIFORM_FP16}.json"],
-        )
+        judges, generates = "evaluate" not in settings.without, self.model.task.generates
+        self.stages.do("inspect", lambda: InspectResult(self.model, by_component=False))
+        self.plan_fp16()
         # The FP16 file first: it shows whether a target supports the model, and --budget is a share of its size.
         for name in settings.named:
             if name not in settings.wanted:
                 self.events.fail(f"left out: {describe_target(name).lacks()}")
-        usable = [t for t in settings.wanted if self._export(t, [UNIFORM_FP16], "fp16")]
-        if (
-            usable and "evaluate" not in settings.without
-        ):  # a runtime that computes something else shows at once
-            self._evaluate([UNIFORM_FP16], tuple(usable))
+        usable = [target for target in settings.wanted if self.export(target, [UNIFORM_FP16])]
+        if usable and judges:  # a runtime that computes something else shows at once
+            self.evaluate([UNIFORM_FP16], usable, Tasks(), again=False)
         if settings.paper:
-            self._paper()
+            self.reproduce_paper()
         aims: list[str | None] = [*usable] or [None]
-        self._calibrate(usable)
+        self.calibrate(usable)
         for target in aims:
             with self._meanwhile(target):
-                self._measure(target)
-            self._plan(target)
+                self.measure(target, self._menu(target), self._limits(target))
+            self.plan(target)
         self.session.drop_meters()
-        plans = {target or TORCH: self._compared(target) for target in aims}
+        plans = {target or TORCH: self.compared(target) for target in aims}
         exported = {
-            t: self.folder / "artifacts" / t / plans[t][-1]
-            for t in usable
-            if self._export(t, plans[t][1:], plans[t][-1])
+            target: self.folder / "artifacts" / target / plans[target][-1]
+            for target in usable
+            if self.export(target, plans[target][1:])
         }
         every = list(dict.fromkeys(name for names in plans.values() for name in names))
-        if "evaluate" not in settings.without:
-            self._evaluate(every, tuple(exported) or (TORCH,), settings.tasks, again=settings.again)
-        if self.model.task.generates:
-            if "evaluate" not in settings.without:
-                self._write_samples(exported)
-            if "benchmark" not in settings.without and exported:
-                self._benchmark(every, tuple(exported))
-        else:
+        if judges:
+            self.evaluate(every, [*exported] or [TORCH], settings.tasks, again=settings.again)
+        if not generates:
             self.events.note("no text samples and no timing: this model classifies images")
+        if generates and judges:
+            self.write_samples([*exported.values()])
+        if generates and exported and "benchmark" not in settings.without:
+            self.benchmark(every, [*exported])
         if "report" not in settings.without:
-            self.stages.do(ReportSettings(run=self.place))
+            self.stages.do("report", lambda: ReportResult(write_report(self.journal, None)))
         return plans, exported
 
-    def _menu(self, target: str | None) -> Sequence[str]:
-        return self.settings.menu_of(target, self.model.anatomy)
+    # -- what stages need ---------------------------------------------------------------------------------------
 
-    def _calibrate(self, targets: Sequence[str]) -> None:
+    def _menu(self, target: str | None) -> Sequence[str]:
+        return self.settings.menu_of(target, self._opened.anatomy)
+
+    def _limits(self, target: str | None) -> Limits:
+        asked, share = self.settings.limits, self.settings.budget
+        if asked.max_drop is not None:
+            return Limits(max_drop=asked.max_drop)
+        if asked.max_bytes is not None:
+            return Limits(max_bytes=asked.max_bytes)
+        if share is None:
+            return Limits(max_loss=asked.max_loss)
+        whole = sum(2 * c.parameters for c in self._opened.anatomy.components)
+        if target is not None:
+            whole = read_artifact(self.folder / "artifacts" / target / UNIFORM_FP16).realised_bytes
+        return Limits(max_bytes=int(share * whole))
+
+    def _planner(self, target: str | None = None) -> TargetPlanner:
+        return TargetPlanner(self.session, self.journal, target, self.settings.held_out, lambda: self.model)
+
+    def _plans(self) -> dict[str, Plan]:
+        components = self.journal.table().components
+        paths = sorted((self.folder / "plans").glob("*.json"))
+        return {path.stem: planning.read_plan(path, components) for path in paths}
+
+    def _meanwhile(self, target: str | None) -> AbstractContextManager[object]:
+        """While a GPU measures, the CPU quantizes for stock recipes."""
+        model, rivals = self._opened, self.settings.rivals
+        if (
+            target is None
+            or rivals == NONE
+            or model.chain.device.type != "cuda"
+            or model.residency is not None
+        ):
+            return nullcontext()
+        stock = [one for one in get_target(target).stock_recipes(model) if one.usual or rivals == ALL]
+        return quantizing_for(stock, model, self.folder / QUANTIZED)
+
+    # -- stages -------------------------------------------------------------------------------------------------
+
+    def calibrate(self, targets: Sequence[str]) -> None:
         """Gathers statistics if any recipe of these targets, or any stock recipe, needs them."""
         recipes = {recipe for target in targets for recipe in self._menu(target)}
         if self.settings.rivals != NONE:
@@ -384,135 +412,94 @@ class _RunStages:
         if not any(Recipe.parse(recipe).quantizer.learns for recipe in recipes):
             return
         stored, text = StoredStatistics.held_by(self.folder), self.settings.calibration
+        # Not the sweep's seed: no method is measured on the text it learned from.
+        learning = LearningText(text=text.text, window_length=text.window_length, seed=text.seed + 1)
         self.stages.do(
-            CalibrateSettings(
-                run=self.place,
-                learning=LearningText(
-                    text=text.text,
-                    window_length=text.window_length,
-                    seed=text.seed + 1,  # not the sweep's: no method is measured on the text it learned from
-                ),
-                opening=self.settings.opening,
-                weights=self.settings.weights,
-            ),
+            "calibrate",
+            lambda: gather_statistics(self.journal, self.model, learning, self.session),
             key="calibrate",
+            given=asdict(learning),
             lost=stored is None or not stored.covers(self.model),
         )
 
-    def _measure(self, target: str | None, formats: Sequence[str] | None = None) -> None:
-        settings = self.settings
-        limit = self._limit(target) if formats is None and not settings.exhaustive else Limits()
+    def measure(self, target: str | None, formats: Sequence[str], limits: Limits) -> None:
+        exhaustive, text = self.settings.exhaustive, self.settings.calibration
         self.stages.do(
-            MeasureSettings(
-                model=settings.model,
-                opening=settings.opening,
-                weights=settings.weights,
-                run=self.place,
-                target=target,
-                formats=tuple(formats or self._menu(target)),
-                calibration=settings.calibration,
-                max_bytes=limit.max_bytes,
-                max_loss=limit.max_loss,
-                max_drop=limit.max_drop,
-                exhaustive=settings.exhaustive,
-                held_out=settings.held_out,
-                processes=settings.processes,
-            )
+            "measure",
+            lambda: measure_recipes(
+                self.session, Sweep(self.model, self.journal), formats,
+                self.session.calibration_windows(text, self.model.task), self._hire, target=target,
+                limits=Limits() if exhaustive else limits, held_out=self.settings.held_out,
+                exhaustive=exhaustive,
+            ),
+            target=target,
+        )  # fmt: skip
+
+    def plan_fp16(self) -> None:
+        def work() -> PlanResult:
+            planner, table = self._planner(), self.journal.table()
+            return finished(planner, table, [planning.uniform_plan(table, FP16)])
+
+        self.stages.do("plan", work, key="plan fp16", outputs=[f"plans/{UNIFORM_FP16}.json"])
+
+    def plan(self, target: str | None) -> None:
+        """Plans for a target and compares with stock recipes."""
+        settings, limits, name = self.settings, self._limits(target), self.settings.recommended(target)
+        rivals = None if target is None or settings.rivals == NONE else settings.rivals
+        planner = self._planner(target)
+
+        def work() -> PlanResult:
+            table = table_within(self.journal, target, limits)
+            plan = plan_within(planner, table, limits, Choosing(name=name))
+            return finished(planner, table, [plan], rivals=rivals, verify=True, tune=settings.tune)
+
+        self.stages.do(
+            "plan",
+            work,
+            target=target,
+            key=f"plan {name}",
+            given=(limits.given, rivals, settings.tune, asdict(settings.held_out)),
+            inputs=self.stages.measurements(target),
+            outputs=[f"plans/{name}.json"],
         )
+        self.journal.store(RECOMMENDED, recommended_name(target), name)
+        # For the runtime's own quantizer too, unless that has no words for it.
+        if target is not None and (tool := get_target(target).recipe_tool) is not None:
+            with suppress(PlanError):
+                handed_over(planner, self._plans()[name], tool)
 
-    def _meanwhile(self, target: str | None) -> AbstractContextManager[object]:
-        """While a GPU measures, the CPU quantizes for stock recipes."""
-        on_gpu = self.model.chain.device.type == "cuda" and self.model.residency is None
-        if target is None or self.settings.rivals == NONE or not on_gpu:
-            return nullcontext()
-        stock = get_target(target).stock_recipes(self.model)
-        usual = [one for one in stock if one.usual or self.settings.rivals == ALL]
-        return quantizing_for(usual, self.model, self.folder / QUANTIZED)
-
-    def _paper(self) -> None:
-        """Reproduces the paper: measures weights alone, ranks metrics, makes its points."""
-        self._measure(None, PAPER_FORMATS)
-        settings, inputs = self.settings, self.stages.measurements()
+    def reproduce_paper(self) -> None:
+        """Measures weights alone, ranks metrics, makes the paper's points."""
+        settings = self.settings
+        self.measure(None, PAPER_FORMATS, Limits())
+        inputs, text = self.stages.measurements(), settings.evaluation_text
         if "rank" not in settings.without:
+            windows = settings.evaluation_windows or 0
             self.stages.do(
-                PaperSettings(
-                    what=RANK,
-                    run=self.place,
-                    opening=settings.opening,
-                    weights=settings.weights,
-                    evaluation_text=settings.evaluation_text,
-                    evaluation_windows=_judged(settings, self.model),
-                    processes=settings.processes,
-                ),
+                "paper",
+                lambda: rank_metrics(self.session, self.journal, self.model, text, windows, self._hire),
                 key="rank",
+                given=(text, windows),
                 inputs=inputs,
             )
+
+        def work() -> PlanResult:
+            planner, table = self._planner(), table_within(self.journal, None, Limits())
+            points = published_points(planner, table, "cpu", Choosing())
+            return finished(planner, table, points, verify=True)
+
         self.stages.do(
-            self.planning(paper="cpu", verify=True, held_out=settings.held_out),
+            "plan",
+            work,
             key="plan paper",
+            given=asdict(settings.held_out),
             inputs=inputs,
             outputs=["plans/uniform_int?.json", "plans/*_point[0-9][0-9].json"],
         )
 
-    def _plan(self, target: str | None) -> None:
-        """Plans for a target and compares with stock recipes."""
-        settings, limit = self.settings, self._limit(target)
-        name = settings.recommended(target)
-        self.stages.do(
-            self.planning(
-                name=name,
-                target=target,
-                rivals=None if target is None or settings.rivals == NONE else settings.rivals,
-                verify=True,
-                tune=settings.tune,
-                max_bytes=limit.max_bytes,
-                max_loss=limit.max_loss,
-                max_drop=limit.max_drop,
-                held_out=settings.held_out,
-            ),
-            key=f"plan {name}",
-            inputs=self.stages.measurements(target),
-            outputs=[f"plans/{name}.json"],
-        )
-        with Run.open(self.folder) as journal:
-            journal.store(RECOMMENDED, recommended_name(target), name)
-        self._hand_over(target)
-
-    def _hand_over(self, target: str | None) -> None:
-        """The recommended plan for the runtime's own quantizer, unless that has no words for it."""
-        tool = None if target is None else get_target(target).recipe_tool
-        if tool is None:
-            return
-        with Run.open(self.folder) as journal:
-            components = journal.table().components
-        plan = planning.read_plan(
-            self.folder / "plans" / f"{self.settings.recommended(target)}.json", components
-        )
-        place = self.folder / RECIPES / f"{plan.name}.{tool}"
-        with suppress(PlanError):
-            model = self.session.in_run(self.model, self.folder)  # recipes learn from the run's statistics
-            write_recipe(tool, model, plan, place, StoredStatistics.held_by(self.folder))
-
-    def _limit(self, target: str | None) -> Limits:
-        settings = self.settings
-        if settings.max_drop is not None:
-            return Limits(max_drop=settings.max_drop)
-        if settings.max_bytes is not None:
-            return Limits(max_bytes=settings.max_bytes)
-        if settings.budget is None:
-            return Limits(max_loss=settings.max_loss)
-        whole = sum(2 * c.parameters for c in self.model.anatomy.components)
-        if target is not None:
-            whole = read_artifact(self.folder / "artifacts" / target / UNIFORM_FP16).realised_bytes
-        return Limits(max_bytes=int(settings.budget * whole))
-
-    def _compared(self, target: str | None) -> list[str]:
+    def compared(self, target: str | None) -> list[str]:
         """The plans to export and compare for a target, the recommendation last."""
-        with Run.open(self.folder) as journal:
-            components = journal.table().components
-        paths = sorted((self.folder / "plans").glob("*.json"))
-        plans = {path.stem: planning.read_plan(path, components) for path in paths}
-        name = self.settings.recommended(target)
+        plans, name = self._plans(), self.settings.recommended(target)
         # What runs with other limits recommended stays as it is.
         of_runs, ours = recommended_name(target), (name, f"{name}.own")
         own = [p for p in plans.values() if p.target == target]
@@ -527,20 +514,18 @@ class _RunStages:
             names += [*(f"uniform_{fmt}" for fmt in reversed(PAPER_FORMATS)), *([best.name] if best else [])]
         return [*(n for n in dict.fromkeys(names) if n in plans and n != name), name]
 
-    def _export(self, target: str, plans: Sequence[str], key: str = "") -> bool:
+    def export(self, target: str, plans: Sequence[str]) -> bool:
         """Whether the plans were exported. An architecture that the runtime does not support is not a failure."""
         folder = self.folder / "artifacts" / target
+        # `fallback`: formats the runtime cannot hold are replaced; the export's table says which and why.
+        files = Files(target, self.events, {"fallback": True}, self.settings.opening)
         try:
             self.stages.do(
-                # `fallback`: formats the runtime cannot hold are replaced; the export's table says which and why.
-                ExportSettings(
-                    run=self.place,
-                    target=target,
-                    plan=",".join(plans),
-                    options={"fallback": True},
-                    opening=self.settings.opening,
-                ),
-                key=f"export {target} {key}".strip(),
+                "export",
+                lambda: files.of_plans(self.journal, self.model, plans),
+                target=target,
+                key=f"export {target} {plans[-1]}",
+                given=plans,
                 inputs=self.stages.files(*(f"plans/{name}.json" for name in plans)),
                 lost=not all(earlier_artifact(folder / name) for name in plans),
                 # Runs with other limits write the files of stock recipes again; their weights are the same.
@@ -551,64 +536,51 @@ class _RunStages:
             return False
         except TargetError as error:
             self.events.fail(str(error))
-            self.stages.failures.append(f"export --target {target}")
+            self.stages.failed.append(f"export --target {target}")
             return False
         return True
 
-    def _evaluate(
-        self,
-        plans: Sequence[str],
-        targets: tuple[str, ...],
-        tasks: Tasks | None = None,
-        *,
-        again: bool = False,
-    ) -> None:
-        settings = self.settings
-        self.stages.do(
-            EvaluateSettings(
-                run=self.place,
-                opening=settings.opening,  # its --device is the runtime's; PyTorch uses the run's device
-                plan=",".join(plans),
-                targets=targets,
-                perplexity=settings.evaluation_text,
-                divergence="",
-                window=settings.calibration.window_length or self.model.task.window_length,
-                limit=settings.evaluation_windows,
-                runtime=Runtime(threads=settings.threads),
-                tasks=tasks or Tasks(),
-                again=again,
-            ),
-            optional=True,
-        )
+    def evaluate(self, plans: Sequence[str], targets: Sequence[str], tasks: Tasks, *, again: bool) -> None:
+        settings, model = self.settings, self.model
+        window = settings.calibration.window_length or model.task.window_length
 
-    def _write_samples(self, exported: dict[str, Path]) -> None:
+        def work() -> EvaluateResult:
+            found = evaluation.run_subjects(
+                self.journal, model, Runtime(threads=settings.threads).session(),
+                plans=",".join(plans), targets=targets,
+            )  # fmt: skip
+            judge = Judge(self.journal, self.session, found, model.task, model, again=again)
+            judge.texts(settings.evaluation_text, "", window=window, limit=settings.evaluation_windows)
+            judge.tasks(tasks, window)
+            return judge.result
+
+        self.stages.do("evaluate", work, optional=True)
+
+    def write_samples(self, files: Sequence[Path]) -> None:
         """Text by the original and by the recommended files, for the report."""
         if self.model.residency is not None and not self.model.residency.kept:
             self.events.note("no text samples: every token would read the whole model from disk")
             return
-        self.events.heading("text samples")
-        try:
-            with Run.open(self.folder) as journal:
-                files = [JudgedArtifact(place, plan=place.name) for place in exported.values()]
-                store_continuations(journal, self.model, files, PROMPTS)
-        except (KLLensError, RuntimeError, OSError) as error:
-            self.events.fail(f"no text samples: {error}")
-            self.stages.failures.append("generate")
-
-    def _benchmark(self, plans: Sequence[str], targets: tuple[str, ...]) -> None:
-        artifacts = [f"artifacts/{target}/{plan}/artifact.json" for target in targets for plan in plans]
+        judged = [evaluation.JudgedArtifact(place, plan=place.name) for place in files]
         self.stages.do(
-            BenchmarkSettings(
-                run=self.place,
-                plan=",".join(plans),
-                targets=targets,
-                repeats=self.settings.repeats,
-                prompt_lengths=(32, 128),
-                new_tokens=32,
-                runtime=Runtime(threads=self.settings.threads),
+            "generate",
+            lambda: store_continuations(self.journal, self.model, judged, PROMPTS),
+            optional=True,
+        )
+
+    def benchmark(self, plans: Sequence[str], targets: Sequence[str]) -> None:
+        settings, runtime = self.settings, Runtime(threads=self.settings.threads)
+        artifacts = [f"artifacts/{target}/{plan}/artifact.json" for target in targets for plan in plans]
+        places = partial(profiling.run_places, self.journal, plans=",".join(plans), targets=targets)
+        self.stages.do(
+            "benchmark",
+            lambda: time_files(
+                places(), self.journal, self.session, runtime,
+                prompt_lengths=(32, 128), new_tokens=32, repeats=settings.repeats,
             ),
             key=f"benchmark {plans[-1]}",
+            given=(plans, targets, settings.repeats, settings.threads),
             # Another version may have another speed.
             inputs=" ".join([self.stages.files(*artifacts), *(get_target(name).version for name in targets)]),
             optional=True,
-        )
+        )  # fmt: skip

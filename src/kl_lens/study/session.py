@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kl_lens.base.errors import RunError
 from kl_lens.study.events import Events
-from kl_lens.study.settings import AUTO, MEMORY, HeldOut, Opening
+from kl_lens.study.settings import AUTO, MEMORY, Calibration, HeldOut, Opening
 
 if TYPE_CHECKING:  # `generate` runs on small devices and loads no torch
     from kl_lens.measuring.joint import PlanMeter
@@ -166,6 +166,12 @@ class Session:
     def judging(self) -> list[Windows]:
         """The evaluation texts opened so far."""
         return [*self._from_start.values()]
+
+    def calibration_windows(self, text: Calibration, task: Task) -> Windows:
+        """The windows of --text, --windows, …"""
+        return self.drawn(
+            text.text, task, windows=text.windows or 0, length=text.window_length, seed=text.seed
+        )
 
     def calibration(self, run: Run, task: Task) -> Windows:
         """The calibration windows of a run, drawn again."""

@@ -425,6 +425,39 @@ class HeldOut:
             raise PlanError("--held-out-windows must be at least 2: one half decides, the other confirms")
 
 
+wanted = partial(grouped("target size or loss (give one)"), excludes="limit")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What is asked of a plan; at most one is given."""
+
+    max_bytes: int | None = wanted(
+        None, "the best plan of at most this size, for example 90MB; with a target, of its file", kind=SIZE
+    )
+    max_loss: float | None = wanted(
+        None,
+        "the smallest plan with a measured held-out KL of at most this, for example 0.01",
+        metavar="NATS",
+    )
+    max_drop: float | None = wanted(
+        None,
+        "the smallest plan with a measured rise of held-out perplexity of at most this, for example 3%",
+        kind=SHARE,
+    )
+
+    @property
+    def loss(self) -> dict[str, float]:
+        """The limit on the loss, as plans record it."""
+        if self.max_drop is not None:
+            return {"drop": self.max_drop}
+        return {} if self.max_loss is None else {"loss": self.max_loss}
+
+    @property
+    def given(self) -> dict[str, float]:
+        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
+
+
 several = grouped("several processes")
 
 

@@ -26,39 +26,42 @@ def workers_for(
     processes: Processes,
     model: LoadedModel,
     *,
-    name: str | None,
     opening: Opening,
     weights: str,
-    memory_budget: int,
-    operations: float,
     events: Events,
+    operations: float,
+    name: str | None = None,
+    memory_budget: int = DEFAULT_MEMORY,
 ) -> AbstractContextManager[Workers | None]:
     """The workers for a sweep, or None to measure in this process.
 
     Args:
-        name: what opens the model (default: where it came from), with `opening` and `weights`.
+        opening, weights, name: how they open the model (default name: where it came from).
         operations: work left to do; with none, no process is started.
     """
-    copy = _weights(model)
-    count = processes.workers
+    if (there := model.residency) is not None:
+        copy = there.resident_bytes + BLOCKS_AT_ONCE * there.block_bytes
+    else:
+        copy = sum(p.nbytes for p in model.model.parameters())
+    count, device = processes.workers, model.chain.device
     if processes.ray is None:
         count = count or _by_default(model, copy, memory_budget, operations)
         if count == 1 or not operations:
             return nullcontext()
-        if model.chain.device.type != "cpu":
+        if device.type != "cpu":
             raise KLLensError(
-                f"--workers {count} on {model.chain.device}: GPU workers need Ray; add --ray local or --device cpu"
+                f"--workers {count} on {device}: GPU workers need Ray; add --ray local or --device cpu"
             )
         if processes.workers is None:
             events.note(f"measuring with {count} processes; --workers 1 uses only this one")
-        opening = replace(opening, device=model.chain.device.type)  # `auto` is decided here
+        opening = replace(opening, device=device.type)  # `auto` is decided here
     place = name or model.source or model.name
-    images = _absolute(opening.images or own_images(place))
+    images = _absolute(opening.images or own_images(place) or "") or None
     # Each worker checks whether the weights fit into its memory.
     room = None if memory_budget == DEFAULT_MEMORY else memory_budget
-    task = "image" if images else None
-    how = asdict(replace(opening, images=images)) | {"task": task, "weights": weights, "memory_budget": room}
-    order = Order(_absolute(place) or place, how, model.fingerprint)
+    how = asdict(replace(opening, images=images))
+    how |= {"task": "image" if images else None, "weights": weights, "memory_budget": room}
+    order = Order(_absolute(place), how, model.fingerprint)
     return hired(order, count, processes.ray, processes.gpus_per_worker, copy, events.note)
 
 
@@ -72,43 +75,34 @@ def _by_default(model: LoadedModel, weights: int, budget: int, operations: float
     return workers_by_default(threads_here(), copy, budget, available_memory(), operations)
 
 
-def _weights(model: LoadedModel) -> int:
-    """Bytes of weights in memory."""
-    if (there := model.residency) is not None:
-        return there.resident_bytes + BLOCKS_AT_ONCE * there.block_bytes
-    return sum(p.nbytes for p in model.model.parameters())
-
-
-def _absolute(place: str | None) -> str | None:
+def _absolute(place: str) -> str:
     """An absolute path if the place exists; other names are unchanged."""
-    expanded = os.path.expanduser(place or "")
+    expanded = os.path.expanduser(place)
     return os.path.abspath(expanded) if os.path.exists(expanded) else place
 
 
 def share_of(text: str, environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
     """`3/16` → (3, 16); `slurm` → from the variables of a Slurm job array."""
-    if text == SLURM:
-        return _slurm(environment)
-    found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", str(text))
-    index, count = (int(found[1]), int(found[2])) if found else (0, 0)
-    if not 1 <= index <= count:
-        raise KLLensError(f"--shard {text}: write 3/16 for the third of sixteen, or {SLURM} in a job array")
-    return index, count
-
-
-def _slurm(environment: Mapping[str, str]) -> tuple[int, int]:
-    def number(name: str, default: int | None = None) -> int:
-        text = environment.get(f"SLURM_ARRAY_TASK_{name}", "" if default is None else str(default))
-        if not re.fullmatch(r"\d{1,9}", text):
+    if text != SLURM:
+        found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
+        index, count = (int(found[1]), int(found[2])) if found else (0, 0)
+        if not 1 <= index <= count:
             raise KLLensError(
-                f"--shard {SLURM}: SLURM_ARRAY_TASK_{name} is {text or 'not set'}; submit a job array "
+                f"--shard {text}: write 3/16 for the third of sixteen, or {SLURM} in a job array"
+            )
+        return index, count
+    given = {
+        name: environment.get(f"SLURM_ARRAY_TASK_{name}", default)
+        for name, default in {"ID": "", "COUNT": "", "MIN": "1", "STEP": "1"}.items()
+    }
+    for name, value in given.items():
+        if not re.fullmatch(r"\d{1,9}", value):
+            raise KLLensError(
+                f"--shard {SLURM}: SLURM_ARRAY_TASK_{name} is {value or 'not set'}; submit a job array "
                 "(sbatch --array=1-16), or write --shard 3/16"
             )
-        return int(text)
-
-    place, count = number("ID"), number("COUNT")
-    first, step = number("MIN", 1), max(1, number("STEP", 1))
-    index, off = divmod(place - first, step)
+    place, count, first, step = (int(value) for value in given.values())
+    index, off = divmod(place - first, max(1, step))
     if off or not 0 <= index < count:
         raise KLLensError(
             f"--shard {SLURM}: task {place} does not belong to {count} tasks from {first} in steps of {step}; "

@@ -25,9 +25,10 @@ from kl_lens.weights.recipes import FP16, Recipe, parsed
 VERSION = 1  # raise it when the same plan and text give other weights
 
 
-def with_tuning(plan: Plan, windows: int, run: Run, planner: TargetPlanner, session: Session) -> Plan:
+def with_tuning(plan: Plan, windows: int, planner: TargetPlanner) -> Plan:
     """The plan with tuned weights, or the plan itself if its KL did not fall."""
-    model, meter, events = planner.model, planner.halves[0], session.events
+    session, run, model, meter = planner.session, planner.run, planner.model, planner.halves[0]
+    events = session.events
     recipes = {name: recipe for name, recipe in parsed(plan.assignment).items() if recipe != FP16}
     model.weights.learnt_by(recipes.values(), plan.statistics)
     drawn = _drawn(windows, run, model, session)
