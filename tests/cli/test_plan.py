@@ -194,7 +194,7 @@ def test_the_frontier(measured: Path, capsys) -> None:
         (["--plan", "nowhere", "--verify"], "no such plan"),
         (
             ["--frontier", "--max-bpw", "3"],
-            "--frontier shows every size, so it takes no limit: leave out --max-bpw",
+            "--frontier makes no new plan: leave out --max-bpw",
         ),
         (["--max-bytes", "many"], "is not a size"),
         (

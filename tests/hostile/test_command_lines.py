@@ -42,10 +42,10 @@ SLIPS = [
     ("run --budget 60% --max-loss 0.02", "--max-loss and --budget"),
     (
         "plan --plan small --verify --max-bytes 1MB",
-        "--plan names an existing plan and makes none: leave out --max-bytes",
+        "--plan makes no new plan: leave out --max-bytes",
     ),
     ("plan --compare a b --paper", "leave out --paper"),
-    ("plan --uniform int8 --name x", "--name x names one plan"),
+    ("plan --uniform int8 --name x", "--name x names a plan made by a limit"),
     ("plan --max-bpw 6 --name a/b", "'a/b' is not a valid plan name"),
     ("plan --max-bpw 6 --name all", "'all' is not a valid plan"),
     ("plan --max-bpw 6 --name=-x", "'-x' is not a valid plan name"),

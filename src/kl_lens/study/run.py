@@ -29,45 +29,15 @@ from kl_lens.paper import best_paper_point
 from kl_lens.reporting import write_report
 from kl_lens.run.folder import CALIBRATION, RECOMMENDED, Run, recommended_name
 from kl_lens.run.records import Plan
-from kl_lens.study import settings as of
-from kl_lens.study.benchmark import time_files
-from kl_lens.study.calibrate import LearningText, gather_statistics
+from kl_lens.study import benchmark, calibrate, evaluate, export, measure, paper, plan, settings as of
 from kl_lens.study.estimating import estimate
-from kl_lens.study.evaluate import TORCH, EvaluateResult, Judge
 from kl_lens.study.events import JobEstimate, going_on
-from kl_lens.study.export import Files
 from kl_lens.study.inspect import InspectResult
 from kl_lens.study.meanwhile import quantizing_for
-from kl_lens.study.measure import measure_recipes, menu_for
-from kl_lens.study.paper import rank_metrics
-from kl_lens.study.plan import (
-    ALL,
-    TUNING_WINDOWS,
-    USUAL,
-    Choosing,
-    PlanResult,
-    finished,
-    handed_over,
-    plan_within,
-    published_points,
-    table_within,
-)  # fmt: skip
 from kl_lens.study.planner import TargetPlanner
 from kl_lens.study.report import ReportResult
 from kl_lens.study.session import QUANTIZED, Session
-from kl_lens.study.settings import (
-    Calibration,
-    HeldOut,
-    Limits,
-    Opening,
-    Processes,
-    Runtime,
-    Settings,
-    Tasks,
-    group,
-    grouped,
-    option,
-)  # fmt: skip
+from kl_lens.study.settings import Calibration, HeldOut, Limits, Opening, Processes, Tasks, group, option
 from kl_lens.study.spreading import workers_for
 from kl_lens.study.stages import Stages
 from kl_lens.targets import (
@@ -77,7 +47,7 @@ from kl_lens.targets import (
     menu_of,
     read_artifact,
     usual_targets,
-)  # fmt: skip
+)
 from kl_lens.weights.formats import get_format
 from kl_lens.weights.recipes import FP16, Recipe
 
@@ -89,11 +59,11 @@ LARGE = 5e7  # weights per processor: 8 windows of 130 million on two ARM cores 
 OPTIONAL_STAGES = ("rank", "evaluate", "benchmark", "report")
 SHORT, FULL, SMALL, NONE = "short", "full", "small", "none"
 _ANY_SHAPE = (1024, 1024)  # every format fits it
-_proof = grouped("checking the result")
+_proof = of.grouped("checking the result")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunSettings(Settings):
+class RunSettings(of.Settings):
     verb: ClassVar[str] = "run"
 
     model: str = of.of_model()
@@ -138,7 +108,7 @@ class RunSettings(Settings):
         "targets to plan for and export to (default: openvino,gguf; mlx if only that is installed)",
         kind=of.NAMES,
     )
-    rivals: str = _proof(USUAL, "stock recipes to compare with", choices=(NONE, USUAL, ALL))
+    rivals: str = _proof(plan.USUAL, "stock recipes to compare with", choices=(NONE, plan.USUAL, plan.ALL))
     evaluation_text: str = _proof("wikitext2:test", "text that files are scored on", metavar="TEXT")
     evaluation_windows: int | None = _proof(
         None,
@@ -147,8 +117,8 @@ class RunSettings(Settings):
     )
     tune: int | None = _proof(
         None,
-        f"tune the recommended plans, as kl-lens plan --tune does (default: {TUNING_WINDOWS} windows)",
-        kind=of.COUNT, nargs="?", bare=TUNING_WINDOWS, metavar="WINDOWS",
+        f"tune the recommended plans, as kl-lens plan --tune does (default: {plan.TUNING_WINDOWS} windows)",
+        kind=of.COUNT, nargs="?", bare=plan.TUNING_WINDOWS, metavar="WINDOWS",
     )  # fmt: skip
     held_out: HeldOut = group(HeldOut, held_out_windows=_proof(8, "number of windows", kind=of.COUNT))
     tasks: Tasks = group(Tasks)
@@ -182,7 +152,9 @@ class RunSettings(Settings):
             # The size asked for, without what a file has besides weights.
             whole = sum(2 * component.parameters for component in anatomy.components)
             share = self.budget
-            return menu_for(chosen, anatomy, self.limits.max_bytes if share is None else int(share * whole))
+            return measure.menu_for(
+                chosen, anatomy, self.limits.max_bytes if share is None else int(share * whole)
+            )
         held = [r for r in self.formats if chosen.holds(Recipe.parse(r).grid, _ANY_SHAPE) is None]
         if not held:
             raise PlanError(
@@ -343,7 +315,7 @@ class _Job:
                 self.measure(target, self._menu(target), self._limits(target))
             self.plan(target)
         self.session.drop_meters()
-        plans = {target or TORCH: self.compared(target) for target in aims}
+        plans = {target or evaluate.TORCH: self.compared(target) for target in aims}
         exported = {
             target: self.folder / "artifacts" / target / plans[target][-1]
             for target in usable
@@ -351,7 +323,7 @@ class _Job:
         }
         every = list(dict.fromkeys(name for names in plans.values() for name in names))
         if judges:
-            self.evaluate(every, [*exported] or [TORCH], settings.tasks, again=settings.again)
+            self.evaluate(every, [*exported] or [evaluate.TORCH], settings.tasks, again=settings.again)
         if not generates:
             self.events.note("no text samples and no timing: this model classifies images")
         if generates and judges:
@@ -398,7 +370,7 @@ class _Job:
             or model.residency is not None
         ):
             return nullcontext()
-        stock = [one for one in get_target(target).stock_recipes(model) if one.usual or rivals == ALL]
+        stock = [one for one in get_target(target).stock_recipes(model) if one.usual or rivals == plan.ALL]
         return quantizing_for(stock, model, self.folder / QUANTIZED)
 
     # -- stages -------------------------------------------------------------------------------------------------
@@ -413,10 +385,12 @@ class _Job:
             return
         stored, text = StoredStatistics.held_by(self.folder), self.settings.calibration
         # Not the sweep's seed: no method is measured on the text it learned from.
-        learning = LearningText(text=text.text, window_length=text.window_length, seed=text.seed + 1)
+        learning = calibrate.LearningText(
+            text=text.text, window_length=text.window_length, seed=text.seed + 1
+        )
         self.stages.do(
             "calibrate",
-            lambda: gather_statistics(self.journal, self.model, learning, self.session),
+            lambda: calibrate.gather_statistics(self.journal, self.model, learning, self.session),
             key="calibrate",
             given=asdict(learning),
             lost=stored is None or not stored.covers(self.model),
@@ -426,7 +400,7 @@ class _Job:
         exhaustive, text = self.settings.exhaustive, self.settings.calibration
         self.stages.do(
             "measure",
-            lambda: measure_recipes(
+            lambda: measure.measure_recipes(
                 self.session, Sweep(self.model, self.journal), formats,
                 self.session.calibration_windows(text, self.model.task), self._hire, target=target,
                 limits=Limits() if exhaustive else limits, held_out=self.settings.held_out,
@@ -436,9 +410,9 @@ class _Job:
         )  # fmt: skip
 
     def plan_fp16(self) -> None:
-        def work() -> PlanResult:
+        def work() -> plan.PlanResult:
             planner, table = self._planner(), self.journal.table()
-            return finished(planner, table, [planning.uniform_plan(table, FP16)])
+            return plan.finished(planner, table, [planning.uniform_plan(table, FP16)])
 
         self.stages.do("plan", work, key="plan fp16", outputs=[f"plans/{UNIFORM_FP16}.json"])
 
@@ -448,10 +422,10 @@ class _Job:
         rivals = None if target is None or settings.rivals == NONE else settings.rivals
         planner = self._planner(target)
 
-        def work() -> PlanResult:
-            table = table_within(self.journal, target, limits)
-            plan = plan_within(planner, table, limits, Choosing(name=name))
-            return finished(planner, table, [plan], rivals=rivals, verify=True, tune=settings.tune)
+        def work() -> plan.PlanResult:
+            table = plan.table_within(self.journal, target, limits)
+            best = plan.plan_within(planner, table, limits, plan.Choosing(name=name))
+            return plan.finished(planner, table, [best], rivals=rivals, verify=True, tune=settings.tune)
 
         self.stages.do(
             "plan",
@@ -466,7 +440,7 @@ class _Job:
         # For the runtime's own quantizer too, unless that has no words for it.
         if target is not None and (tool := get_target(target).recipe_tool) is not None:
             with suppress(PlanError):
-                handed_over(planner, self._plans()[name], tool)
+                plan.handed_over(planner, self._plans()[name], tool)
 
     def reproduce_paper(self) -> None:
         """Measures weights alone, ranks metrics, makes the paper's points."""
@@ -477,16 +451,16 @@ class _Job:
             windows = settings.evaluation_windows or 0
             self.stages.do(
                 "paper",
-                lambda: rank_metrics(self.session, self.journal, self.model, text, windows, self._hire),
+                lambda: paper.rank_metrics(self.session, self.journal, self.model, text, windows, self._hire),
                 key="rank",
                 given=(text, windows),
                 inputs=inputs,
             )
 
-        def work() -> PlanResult:
-            planner, table = self._planner(), table_within(self.journal, None, Limits())
-            points = published_points(planner, table, "cpu", Choosing())
-            return finished(planner, table, points, verify=True)
+        def work() -> plan.PlanResult:
+            planner, table = self._planner(), plan.table_within(self.journal, None, Limits())
+            points = plan.published_points(planner, table, "cpu", plan.Choosing())
+            return plan.finished(planner, table, points, verify=True)
 
         self.stages.do(
             "plan",
@@ -518,7 +492,7 @@ class _Job:
         """Whether the plans were exported. An architecture that the runtime does not support is not a failure."""
         folder = self.folder / "artifacts" / target
         # `fallback`: formats the runtime cannot hold are replaced; the export's table says which and why.
-        files = Files(target, self.events, {"fallback": True}, self.settings.opening)
+        files = export.Files(target, self.events, {"fallback": True}, self.settings.opening)
         try:
             self.stages.do(
                 "export",
@@ -544,12 +518,12 @@ class _Job:
         settings, model = self.settings, self.model
         window = settings.calibration.window_length or model.task.window_length
 
-        def work() -> EvaluateResult:
+        def work() -> evaluate.EvaluateResult:
             found = evaluation.run_subjects(
-                self.journal, model, Runtime(threads=settings.threads).session(),
+                self.journal, model, of.Runtime(threads=settings.threads).session(),
                 plans=",".join(plans), targets=targets,
             )  # fmt: skip
-            judge = Judge(self.journal, self.session, found, model.task, model, again=again)
+            judge = evaluate.Judge(self.journal, self.session, found, model.task, model, again=again)
             judge.texts(settings.evaluation_text, "", window=window, limit=settings.evaluation_windows)
             judge.tasks(tasks, window)
             return judge.result
@@ -569,12 +543,12 @@ class _Job:
         )
 
     def benchmark(self, plans: Sequence[str], targets: Sequence[str]) -> None:
-        settings, runtime = self.settings, Runtime(threads=self.settings.threads)
+        settings, runtime = self.settings, of.Runtime(threads=self.settings.threads)
         artifacts = [f"artifacts/{target}/{plan}/artifact.json" for target in targets for plan in plans]
         places = partial(profiling.run_places, self.journal, plans=",".join(plans), targets=targets)
         self.stages.do(
             "benchmark",
-            lambda: time_files(
+            lambda: benchmark.time_files(
                 places(), self.journal, self.session, runtime,
                 prompt_lengths=(32, 128), new_tokens=32, repeats=settings.repeats,
             ),

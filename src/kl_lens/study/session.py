@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kl_lens.base.errors import RunError
 from kl_lens.study.events import Events
-from kl_lens.study.settings import AUTO, MEMORY, Calibration, HeldOut, Opening
+from kl_lens.study.settings import DISK, MEMORY, Calibration, HeldOut, Opening
 
 if TYPE_CHECKING:  # `generate` runs on small devices and loads no torch
     from kl_lens.measuring.joint import PlanMeter
@@ -38,9 +38,10 @@ class Session:
         """`given`: a model opened elsewhere; used for all settings."""
         self.events, self._given = events or Events(), given
         self._pinned: dict[str, str] = {}  # name → the same, with its commit
-        self._in_memory: dict[_Source, LoadedModel] = {}
-        self._on_disk: dict[tuple[_Source, str, int | None], LoadedModel] = {}
-        self._last_on_disk: dict[_Source, LoadedModel] = {}
+        self._models: dict[
+            tuple[_Source, str, int | None], LoadedModel
+        ] = {}  # those on disk by where and room
+        self._last: dict[_Source, LoadedModel] = {}
         self._in_run: dict[tuple[int, Path, Path], LoadedModel] = {}
         self._drawn: dict[tuple[object, ...], Windows] = {}
         self._from_start: dict[tuple[object, ...], Windows] = {}
@@ -61,42 +62,38 @@ class Session:
         if self._given is not None:
             return self._given
         from kl_lens.measuring.engines import DEFAULT_MEMORY
-        from kl_lens.model import own_images, pinned
+        from kl_lens.model import load, own_images, pinned
 
         opening = opening or Opening()
         opening = replace(opening, images=opening.images or own_images(name))
         if name not in self._pinned:
             self._pinned[name] = pinned(name, None, watch=self.events.progress)
         place = os.path.expanduser(name)
-        key = (os.path.realpath(place) if os.path.isdir(place) else self._pinned[name], opening)
-        as_opened = weights != MEMORY and memory_budget is None
-        if as_opened and key not in self._in_memory and key in self._last_on_disk:
-            return self._last_on_disk[key]
-        if weights in (None, MEMORY) or (weights == AUTO and key in self._in_memory):
-            if key not in self._in_memory:
-                self._in_memory[key] = self._load(name, opening)
-            return self._in_memory[key]
-        known = (key, weights, memory_budget)
-        if known not in self._on_disk:
+        source = (os.path.realpath(place) if os.path.isdir(place) else self._pinned[name], opening)
+        in_memory = source, MEMORY, None
+        if in_memory in self._models and weights != DISK:
+            return self._models[in_memory]
+        if weights != MEMORY and memory_budget is None and source in self._last:
+            return self._last[source]
+        where = weights or MEMORY
+        key = in_memory if where == MEMORY else (source, where, memory_budget)
+        if key not in self._models:
             room = None if memory_budget == DEFAULT_MEMORY else memory_budget
-            model = self._load(name, opening, weights=weights, memory_budget=room)
+            how: dict[str, Any] = {} if where == MEMORY else {"weights": where, "memory_budget": room}
+            task = "image" if opening.images else None
+            model = load(self._pinned[name], **asdict(opening), task=task, **how)
+            model.warn = self.events.fail
             if model.not_on_disk:
                 self.events.warn(
                     f"{model.name} is larger than the memory budget, but has to be loaded whole: {model.not_on_disk}"
                 )
             if model.residency is None:  # share it with commands that want it in memory
-                return self._in_memory.setdefault(key, model)
-            self.events.note(f"{model.name}: weights stay on disk and are read one block at a time")
-            self._on_disk[known] = self._last_on_disk[key] = model
-        return self._on_disk[known]
-
-    def _load(self, name: str, opening: Opening, **where: Any) -> LoadedModel:
-        from kl_lens.model import load
-
-        task = "image" if opening.images else None
-        model = load(self._pinned[name], **asdict(opening), task=task, **where)
-        model.warn = self.events.fail
-        return model
+                key = in_memory
+            else:
+                self.events.note(f"{model.name}: weights stay on disk and are read one block at a time")
+                self._last[source] = model
+            self._models[key] = model
+        return self._models[key]
 
     def model_of(
         self,

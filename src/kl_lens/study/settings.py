@@ -12,7 +12,7 @@ import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -71,10 +71,6 @@ def _layers(text: str) -> int:
     return ALL_LAYERS if text == "all" else int(text)
 
 
-def _spell_layers(count: int) -> str:
-    return "all" if count >= ALL_LAYERS else str(count)
-
-
 AUTO = "auto"
 # Where weights are; repeats `model.residency`, which would load torch.
 _, MEMORY, DISK = PLACES = (AUTO, "memory", "disk")
@@ -85,7 +81,7 @@ COUNT = number(1_000_000, 1)
 TOKENS = number(1 << 20, 1)
 SEED = number(2**62)
 THREADS = number(MOST_THREADS, 1)
-LAYERS = Kind(_layers, _spell_layers, "N", int, 0, ALL_LAYERS)
+LAYERS = Kind(_layers, lambda count: "all" if count >= ALL_LAYERS else str(count), "N", int, 0, ALL_LAYERS)
 SIZE = Kind(units.parse_bytes, units.spell_bytes, "SIZE", int, 0, 10**18)
 SHARE = Kind(units.parse_share, units.spell_share, "SHARE", float, 0, 1)
 NAMES = Kind(units.parse_names, ",".join, "LIST")
@@ -125,6 +121,10 @@ class Option:
     within: str = ""  # the field that holds the group or mapping which it is in
 
     @property
+    def label(self) -> str:
+        return self.flag or self.name
+
+    @property
     def title(self) -> str:
         """Its name in YAML files and messages, without leading dashes."""
         return self.flag.removeprefix("--") or self.name
@@ -143,17 +143,14 @@ class Option:
 
     def read(self, text: str) -> Any:
         """Parses one word; raises KLLensError if it is not valid."""
-        if (
-            not text.strip() and text != self.bare and self.kind.parse in (str, Path)
-        ):  # Path("") is the current folder
-            raise KLLensError(f"{self.flag or self.name} is empty; give it a value, or leave it out")
+        if not text.strip() and text != self.bare and self.kind.parse in (str, Path):
+            raise KLLensError(f"{self.label} is empty; give it a value, or leave it out")
         try:
             value = self.kind.parse(text)
         except KLLensError as error:
-            raise KLLensError(f"{self.flag or self.name} {error}") from None
+            raise KLLensError(f"{self.label} {error}") from None
         except ValueError:
-            expected = self.kind.refusal(None) or "something else"
-            raise KLLensError(f"{self.flag or self.name} {_short(text)}: expected {expected}") from None
+            raise self._wrong(text, self.kind.refusal(None) or "something else") from None
         self._check_each(value)
         return value
 
@@ -162,19 +159,15 @@ class Option:
         if value is None and self.default is None and not self.required:
             return
         if isinstance(value, tuple) != self.several:
-            expected = "a tuple of values" if self.several else "one value"
-            raise KLLensError(f"{self.flag or self.name} {_short(value)}: expected {expected}")
-        if isinstance(self.nargs, int) and not all(
-            isinstance(one, tuple) and len(one) == self.nargs for one in value
-        ):
-            raise KLLensError(
-                f"{self.flag or self.name} {_short(value)}: expected {self.nargs} values each time"
-            )
+            raise self._wrong(value, "a tuple of values" if self.several else "one value")
+        if isinstance(self.nargs, int):
+            if not all(isinstance(one, tuple) and len(one) == self.nargs for one in value):
+                raise self._wrong(value, f"{self.nargs} values each time")
+            value = tuple(itertools.chain(*value))
         self._check_each(value)
 
     def _check_each(self, value: Any) -> None:
-        each = value if isinstance(value, tuple) else (value,)
-        for one in itertools.chain(*each) if each and isinstance(each[0], tuple) and self.repeated else each:
+        for one in value if isinstance(value, tuple) else (value,):
             if self.is_switch:
                 expected = None if isinstance(one, bool) else "true or false"
             elif self.choices:
@@ -183,7 +176,15 @@ class Option:
             else:
                 expected = self.kind.refusal(one)
             if expected is not None:
-                raise KLLensError(f"{self.flag or self.name} {_short(one)}: expected {expected}")
+                raise self._wrong(one, expected)
+
+    def _wrong(self, value: Any, expected: str) -> KLLensError:
+        try:
+            text = str(value) if isinstance(value, str | Path | float) else repr(value)
+        except ValueError:  # Python refuses to print numbers with thousands of digits
+            text = "(a very large number)"
+        text = text if len(text) <= 60 else text[:59] + "…"
+        return KLLensError(f"{self.label} {text}: expected {expected}")
 
     def spelled(self, value: Any) -> str:
         """The value as one string, for help and YAML."""
@@ -234,11 +235,6 @@ def group(kind: type[Any], **changed: Any) -> Any:
 
 def options_of(settings: type[Settings]) -> tuple[Option, ...]:
     """The options of a verb, in the order of its fields."""
-    return _options_of(settings)  # type: ignore[arg-type]  # mypy does not know that classes are hashable
-
-
-@cache
-def _options_of(settings: type[Settings]) -> tuple[Option, ...]:
     hints = typing.get_type_hints(settings)
     options: list[Option] = []
     for f in fields(settings):
@@ -292,15 +288,6 @@ def _bare_type(hint: Any) -> Any:
     if isinstance(hint, types.UnionType):
         hint = next(part for part in typing.get_args(hint) if part is not types.NoneType)
     return typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else hint
-
-
-def _short(value: Any, most: int = 60) -> str:
-    """A value, shortened for error messages."""
-    try:
-        text = str(value) if isinstance(value, str | Path | float) else repr(value)
-    except ValueError:  # Python refuses to print numbers with thousands of digits
-        text = "(a very large number)"
-    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 S = TypeVar("S", bound="Settings")
