@@ -86,6 +86,7 @@ def commands(model: Path, run: Path) -> dict[str, list[str]]:
     held = ["--held-out", f"{model}/held.txt", "--held-out-windows", "4"]
     of_run = ["--run", str(run)]
     return {
+        "calibrate": ["calibrate", str(model), *of_run, *text],
         "measure": ["measure", str(model), *of_run, *text, "--formats", "int4,int8"],
         "rank": ["paper", "rank", *of_run, "--evaluation-text", f"{model}/judged.txt", "--evaluation-windows", "3"],
         "plan": ["plan", *of_run, "--name", "small", "--max-bpw", "7", "--verify", *held],
@@ -103,8 +104,8 @@ def commands(model: Path, run: Path) -> dict[str, list[str]]:
 
 
 KILLS = {
-    "measure": 44, "rank": 28, "plan": 28, "export openvino": 24, "export gguf": 24, "evaluate": 24, "benchmark": 12,
-    "report": 12, "run": 50,
+    "calibrate": 16, "measure": 44, "rank": 28, "plan": 28, "export openvino": 24, "export gguf": 24, "evaluate": 24,
+    "benchmark": 12, "report": 12, "run": 50,
 }  # fmt: skip
 
 
@@ -195,6 +196,8 @@ def results(folder: Path) -> dict[str, Any]:
         for path in (folder / "artifacts").rglob("*")
         if path.is_file() and path.name != RECORD_FILE and ".compiled" not in path.parts
     }
+    statistics = folder / "statistics/statistics.json"
+    found["statistics"] = json.loads(statistics.read_text())["digest"] if statistics.exists() else None
     found["report"] = (folder / "report.html").exists()
     found["leftovers"] = sorted(
         str(path.relative_to(folder))

@@ -17,39 +17,36 @@ pytest.importorskip("gguf", reason="needs the extra gguf")
 pytest.importorskip("openvino", reason="needs the extra openvino")
 
 
+def plan_of_one_block(folder: Path, *target: str) -> Path:
+    measure = ["measure", "reference:mamba", "--run", str(folder), "--windows", "1", "--window-length", "32"]
+    formats = ["--formats", "q4_0,q8_0"] if target else []
+    block = ["--text", "wikitext2:valid", "--components", r"layers\.9\."]
+    assert main([*measure, *target, *formats, *block]) == 0
+    assert main(["plan", "--run", str(folder), *target, "--max-bpw", "15.5", "--name", "small"]) == 0
+    return folder
+
+
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of the embedded Mamba with one measured block and one plan."""
-    folder = tmp_path_factory.mktemp("planned") / "run"
-    measure = ["measure", "reference:mamba", "--run", str(folder), "--windows", "1", "--window-length", "32"]
-    assert main([*measure, "--text", "wikitext2:valid", "--components", r"layers\.9\."]) == 0
-    assert main(["plan", "--run", str(folder), "--max-bpw", "15.5", "--name", "small"]) == 0
-    return folder
+    return plan_of_one_block(tmp_path_factory.mktemp("planned") / "run")
 
 
 @pytest.fixture(scope="module")
 def planned_for_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same, measured and planned for llama.cpp."""
-    folder = tmp_path_factory.mktemp("planned") / "run"
-    measure = ["measure", "reference:mamba", "--run", str(folder), "--windows", "1", "--window-length", "32"]
-    chosen = ["--target", "gguf", "--formats", "q4_0,q8_0", "--components", r"layers\.9\."]
-    assert main([*measure, *chosen, "--text", "wikitext2:valid"]) == 0
-    assert (
-        main(["plan", "--run", str(folder), "--target", "gguf", "--max-bpw", "15.5", "--name", "small"]) == 0
-    )
-    return folder
+    return plan_of_one_block(tmp_path_factory.mktemp("planned") / "run", "--target", "gguf")
 
 
 def test_openvino(planned: Path, capsys) -> None:
     assert main(["export", "--run", str(planned), "--target", "openvino", "--plan", "small"]) == 0
     folder = planned / "artifacts/openvino/small"
-    assert {
+    files = {
         "openvino_model.xml",
         "openvino_model.bin",
         "tokenizer.json",
         "tokenizer_config.json",
         "config.json",
-    } <= {path.name for path in folder.iterdir()}
+    }
+    assert files <= {path.name for path in folder.iterdir()}
     with Run.open(planned) as run:
         record = run.load("artifact", "openvino/small")
     assert record["plan"] == "small"
@@ -78,16 +75,8 @@ def test_gguf_by_a_plan_and_by_a_format(planned_for_gguf: Path, tmp_path: Path, 
     )
     for place in (planned_for_gguf / "artifacts/gguf/small", tmp_path / "q8"):
         capsys.readouterr()
-        generate = [
-            "generate",
-            str(place),
-            "--prompt",
-            "The history of the",
-            "--max-new-tokens",
-            "4",
-            "--json",
-        ]
-        assert main(generate) == 0
+        generate = ["generate", str(place), "--prompt", "The history of the", "--max-new-tokens", "4"]
+        assert main([*generate, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["text"].strip()
 
 

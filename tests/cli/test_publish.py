@@ -64,14 +64,15 @@ def test_the_folder_holds_the_file_and_its_proof(run: Path) -> None:
     assert (about["base_model"], about["base_model_relation"]) == ("org/tiny", "quantized")
     assert (about["library_name"], about["license"]) == ("openvino", "mit")
     assert {"quantized", "openvino", "mamba"} <= set(about["tags"])
-    for part in (
+    parts = (
         "**this file**",
         "INT8_SYM",
         "size-against-kl.svg",
         "hf download me/tiny",
         "wikitext2:test",
         "kl-lens plan",
-    ):
+    )
+    for part in parts:
         assert part in card.text, part
     assert str(run) not in card.text, "no place on somebody's disk"
 
