@@ -210,18 +210,13 @@ def results(folder: Path) -> dict[str, Any]:
 
 def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     """What only one of both holds."""
-    lists = [
-        [
-            f"{name}: {row}"
-            for name, rows in side.items()
-            for row in (rows if isinstance(rows, list) else [rows])
-        ]
-        for side in (found, expected)
-    ]
-    ours, theirs = (set(map(str, lines)) for lines in lists)
-    return [f"now {line}" for line in sorted(ours - theirs)] + [
-        f"then {line}" for line in sorted(theirs - ours)
-    ]
+
+    def lines(side: dict[str, Any]) -> set[str]:
+        listed = {name: rows if isinstance(rows, list) else [rows] for name, rows in side.items()}
+        return {f"{name}: {row}" for name, rows in listed.items() for row in rows}
+
+    ours, theirs = lines(found), lines(expected)
+    return [f"now {x}" for x in sorted(ours - theirs)] + [f"then {x}" for x in sorted(theirs - ours)]
 
 
 def timeless(value: Any) -> Any:

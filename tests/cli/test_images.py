@@ -42,14 +42,12 @@ def test_from_images_to_a_proven_file(folder: Path, images: Path, tmp_path: Path
     out = capsys.readouterr().out
     assert "(per image)" in out
     assert "(32 images each)" in out
-    assert (
-        main(["plan", "--run", str(run), "--uniform", "int8,fp16", "--verify", "--held-out-windows", "2"])
-        == 0
-    )
-    capsys.readouterr()
-    assert main(["paper", "rank", "--run", str(run), "--evaluation-windows", "2", "--json"]) == 0
-    capsys.readouterr()
-    assert main(["export", "--run", str(run), "--target", "openvino", "--plan", "uniform_int8"]) == 0
+    for words in (
+        "plan --uniform int8,fp16 --verify --held-out-windows 2",
+        "paper rank --evaluation-windows 2",
+        "export --target openvino --plan uniform_int8",
+    ):
+        assert main([*words.split(), "--run", str(run)]) == 0, words
     capsys.readouterr()
     arguments = ["evaluate", "--run", str(run), "--plan", "uniform_int8", "--window", "8"]
     assert main([*arguments, "--json"]) == 0

@@ -32,13 +32,7 @@ def _lengths(text: str) -> tuple[int, ...]:
 class BenchmarkSettings(Settings):
     verb: ClassVar[str] = "benchmark"
 
-    artifacts: tuple[Path, ...] = option(
-        (),
-        "exported folders or .gguf files (default: all of the run)",
-        positional=True,
-        nargs="*",
-        metavar="ARTIFACT",
-    )
+    artifacts: tuple[Path, ...] = of.of_files()
     run: str | None = option(None, "the run folder; stores the results", metavar="DIR")
     plan: str = option(ALL_PLANS, "plans of the run: a, or a,b, or all", metavar="NAMES")
     targets: tuple[str, ...] | None = option(None, "default: all", kind=of.NAMES)

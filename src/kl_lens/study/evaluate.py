@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,6 +29,7 @@ from kl_lens.study.settings import Opening, Runtime, Settings, Tasks, group, gro
 DEFAULT_TEXT = "wikitext2:test"
 TORCH = "torch"
 _what = grouped("what to measure (default: --perplexity --divergence)")
+_on_text = partial(_what, None, nargs="?", metavar="TEXT")
 _running = grouped("running")
 
 
@@ -48,37 +50,20 @@ class EvaluateSettings(Settings):
             metavar="DEVICE",
         ),
     )
-    artifact: tuple[Path, ...] = option(
-        (),
-        "exported folders or .gguf files (default: everything in the run)",
-        positional=True,
-        nargs="*",
-        metavar="ARTIFACT",
-    )
+    artifact: tuple[Path, ...] = of.of_files()
     plan: str = option(ALL_PLANS, "plans of the run: a, or a,b, or all", metavar="NAMES")
     targets: tuple[str, ...] | None = option(
         None, "torch (plans in PyTorch) or targets (exported files); default: all", kind=of.NAMES
     )
-    perplexity: str | None = _what(
-        None,
-        f"token and word perplexity (default text: {DEFAULT_TEXT})",
-        nargs="?",
-        bare=DEFAULT_TEXT,
-        metavar="TEXT",
+    perplexity: str | None = _on_text(
+        f"token and word perplexity (default text: {DEFAULT_TEXT})", bare=DEFAULT_TEXT
     )
-    divergence: str | None = _what(
-        None,
-        "KL divergence from the original model (default text: as --perplexity)",
-        nargs="?",
-        bare="",
-        metavar="TEXT",
+    divergence: str | None = _on_text(
+        "KL divergence from the original model (default text: as --perplexity)", bare=""
     )
-    positions: str | None = _what(
-        None,
+    positions: str | None = _on_text(
         "KL by position, and whether it grows; in windows of 8,192 tokens, or as many as the model allows",
-        nargs="?",
         bare=DEFAULT_TEXT,
-        metavar="TEXT",
     )
     window: int | None = _what(None, "tokens per window (default: 2048; 16 images)", kind=of.TOKENS)
     stride: int | None = _what(
@@ -105,7 +90,6 @@ class EvaluateSettings(Settings):
             raise KLLensError(
                 f"--stride {self.stride} is larger than --window {self.window}: text between windows would be skipped"
             )
-
         if self.positions is not None and self.stride is not None:
             raise KLLensError("--positions scores every token of a window: leave out --stride")
 

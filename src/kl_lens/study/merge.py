@@ -18,17 +18,9 @@ from kl_lens.study.settings import Settings, command_of, option
 class MergeSettings(Settings):
     verb: ClassVar[str] = "merge"
 
-    run: str = option(
-        help="the run folder to merge into; created if missing",
-        positional=True,
-        metavar="RUN",
-    )
+    run: str = option(help="the run folder to merge into; created if missing", positional=True, metavar="RUN")
     sources: tuple[str, ...] = option(
-        (),
-        "folders to merge (default: the run's shards)",
-        positional=True,
-        nargs="*",
-        metavar="FROM",
+        (), "folders to merge (default: the run's shards)", positional=True, nargs="*", metavar="FROM"
     )
 
 

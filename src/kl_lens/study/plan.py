@@ -152,6 +152,11 @@ class PlanSettings(Settings):
         if searches or self.verify or self.rivals or self.tune:
             self.held_out.check(searches=bool(self.limits.loss))
 
+    @property
+    def has_limit(self) -> bool:
+        others = self.gamma, self.gamma_exhaustive, self.max_bpw, self.max_kl, self.min_speed
+        return bool(self.limits.given) or any(limit is not None for limit in others)
+
 
 def _flags(**values: object) -> list[str]:
     """The flags of the values that are set. (A limit of 0 is.)"""
@@ -173,7 +178,9 @@ class PlanResult:
 
 def plan(settings: PlanSettings, session: Session) -> PlanResult:
     with Run.open(Path(settings.run or of.DEFAULT_RUN)) as run:
-        table = table_within(run, settings.target, settings.limits, predicted=settings.frontier)
+        table = run.table(target=settings.target, predicted=settings.frontier)
+        if settings.has_limit:
+            table = table_within(run, settings.target, settings.limits)
         if settings.compare:
             plans = [_read(run, name, table) for name in settings.compare]
             return PlanResult(table, plans, differences=planning.differences(plans, table.components))
@@ -193,13 +200,11 @@ def plan(settings: PlanSettings, session: Session) -> PlanResult:
         )  # fmt: skip
 
 
-def table_within(
-    run: Run, target: str | None, limits: Limits, *, predicted: bool = False
-) -> SensitivityTable:
-    """The run's measurements. A staged search has measured what plans of its own limit use; others may use what was
-    only predicted."""
+def table_within(run: Run, target: str | None, limits: Limits) -> SensitivityTable:
+    """The measurements for plans within limits. A staged search has measured what plans of its own limit use; others
+    may use what was only predicted."""
     known = (run.load(SCREENED, run.measured_role(target)) or {}).get("limit")
-    return run.table(target=target, predicted=predicted or limits.given != known)
+    return run.table(target=target, predicted=limits.given != known)
 
 
 def finished(

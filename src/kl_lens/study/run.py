@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
+import torch
+
 from kl_lens import evaluation, planning, profiling
 from kl_lens.base.environment import processors
 from kl_lens.base.errors import KLLensError, PlanError, TargetError, UnsupportedError
@@ -458,7 +460,7 @@ class _Job:
             )
 
         def work() -> plan.PlanResult:
-            planner, table = self._planner(), plan.table_within(self.journal, None, Limits())
+            planner, table = self._planner(), self.journal.table()
             points = plan.published_points(planner, table, "cpu", plan.Choosing())
             return plan.finished(planner, table, points, verify=True)
 
@@ -519,6 +521,8 @@ class _Job:
         window = settings.calibration.window_length or model.task.window_length
 
         def work() -> evaluate.EvaluateResult:
+            if settings.threads is not None:
+                torch.set_num_threads(settings.threads)
             found = evaluation.run_subjects(
                 self.journal, model, of.Runtime(threads=settings.threads).session(),
                 plans=",".join(plans), targets=targets,

@@ -530,6 +530,11 @@ def of_model() -> Any:
     return option(DEFAULT_MODEL, VERB_MODEL, positional=True, metavar="MODEL", nargs="?")
 
 
+def of_files() -> Any:
+    text = "exported folders or .gguf files (default: all of the run)"
+    return option((), text, positional=True, nargs="*", metavar="ARTIFACT")
+
+
 def moved_model() -> Any:
     """For commands on a run."""
     return option(None, "the run's model, if it has moved", metavar="MODEL")
