@@ -99,10 +99,9 @@ def time_files(
     protocol: str = USE,
     quick: bool = False,
 ) -> BenchmarkResult:
-    use = profiling.UseSettings(
-        prompt_lengths, min(new_tokens, 16) if quick else new_tokens, min(repeats, 2) if quick else repeats,
-        runtime.device.upper(), runtime.threads, runtime.gpu_layers, runtime.load, quick,
-    )  # fmt: skip
+    if quick:
+        new_tokens, repeats = min(new_tokens, 16), min(repeats, 2)
+    use = profiling.UseSettings(prompt_lengths, new_tokens, repeats, runtime.session(), quick)
     published = PublishedTiming(profiling.tag_of(run.identity.get("model", "model") if run else "model"))
     timings: list[profiling.Timing] = [profiling.InUse()] if protocol != PUBLISHED else []
     with session.events.progress("benchmark") as progress:

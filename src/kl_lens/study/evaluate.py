@@ -16,7 +16,7 @@ from kl_lens import evaluation
 from kl_lens.base.errors import KLLensError
 from kl_lens.evaluation.agreement import DISAGREES
 from kl_lens.evaluation.evaluator import DIVERGENCE, PERPLEXITY, POSITIONS
-from kl_lens.evaluation.tasks import FAIL, chosen_tasks, judge, judge_task
+from kl_lens.evaluation.tasks import FAIL, chosen_tasks, judge
 from kl_lens.model import LanguageTask, LoadedModel, Task
 from kl_lens.paper import write_published
 from kl_lens.run.folder import ALL_PLANS, Run
@@ -231,7 +231,11 @@ class Judge:
             self.result.written.append(write_published(self._run, self._model.name, text))
 
     def tasks(self, tasks: Tasks, window: int | None) -> None:
-        for data in chosen_tasks(tasks.task_data, tasks.tasks or ()):
+        if tasks.tasks is None:
+            return
+        from kl_lens.evaluation.language_model import judge_task  # needs lm-eval
+
+        for data in chosen_tasks(tasks.task_data, tasks.tasks):
             if not isinstance(self._task, LanguageTask):
                 raise KLLensError("--tasks needs a language model; this one classifies images")
             subjects = [*([] if self._original is None else [self._original]), *self._subjects]
