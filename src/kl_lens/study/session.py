@@ -31,7 +31,7 @@ class Session:
     Example:
         >>> session = Session()
         >>> perform(MeasureSettings.of(windows=8), session)
-        >>> perform(PlanSettings(max_loss=0.01), session)
+        >>> perform(PlanSettings.of(max_loss=0.01), session)
     """
 
     def __init__(self, events: Events | None = None, given: LoadedModel | None = None) -> None:
