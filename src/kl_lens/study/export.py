@@ -186,7 +186,7 @@ class Files:
             if any(map(_learns, plan.assignment.values())):
                 try:
                     extra["statistics"] = StoredStatistics.of_fingerprint(run.folder, fingerprint)
-                except RunError as error:
+                except (RunError, UnlearntError) as error:
                     raise RunError(
                         f"--stream does not open the model, so it cannot gather statistics: {error}"
                     ) from error

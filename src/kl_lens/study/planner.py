@@ -224,7 +224,7 @@ class TargetPlanner:
 
         def contender(plan: Plan) -> planning.Contender:
             size = self.sized(replace(plan, name=ours.name)).file_bytes or 0
-            return planning.Contender(plan.name, size, meter.kl_by_window(plan.assignment))
+            return planning.Contender(plan.name, size, meter.measure(plan.assignment).windows)
 
         def keeps(rival: planning.Contender) -> bool:
             return self.keeps(by_name[rival.name].assignment, ours.limits)
