@@ -84,7 +84,7 @@ def _absolute(place: str) -> str:
 def share_of(text: str, environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
     """`3/16` → (3, 16); `slurm` → from the variables of a Slurm job array."""
     if text != SLURM:
-        found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
+        found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", str(text))
         index, count = (int(found[1]), int(found[2])) if found else (0, 0)
         if not 1 <= index <= count:
             raise KLLensError(
