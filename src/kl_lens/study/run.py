@@ -311,18 +311,20 @@ class _Job:
         if settings.paper:
             self.reproduce_paper()
         aims: list[str | None] = [*usable] or [None]
+        exported: dict[str, Path] = {}
         self.calibrate(usable)
         for target in aims:
             with self._meanwhile(target):
                 self.measure(target, self._menu(target), self._limits(target))
             self.plan(target)
+            # A file that can be used, at once: who stops here keeps it.
+            if target is not None and self.export(target, [settings.recommended(target)]):
+                exported[target] = self.first_file(target)
         self.session.drop_meters()
         plans = {target or evaluate.TORCH: self.compared(target) for target in aims}
-        exported = {
-            target: self.folder / "artifacts" / target / plans[target][-1]
-            for target in usable
-            if self.export(target, plans[target][1:])
-        }
+        for target in exported:
+            if rivals := plans[target][1:-1]:
+                self.export(target, rivals)
         every = list(dict.fromkeys(name for names in plans.values() for name in names))
         if judges:
             self.evaluate(every, [*exported] or [evaluate.TORCH], settings.tasks, again=settings.again)
@@ -515,6 +517,15 @@ class _Job:
             self.stages.failed.append(f"export --target {target}")
             return False
         return True
+
+    def first_file(self, target: str) -> Path:
+        """Says where the recommended file is; what follows proves it."""
+        name = self.settings.recommended(target)
+        folder, plan = self.folder / "artifacts" / target / name, self._plans()[name]
+        size, loss = human_bytes(read_artifact(folder).realised_bytes), plan.measured
+        told = "" if loss is None else f", KL about {loss.kl.value:.2g} on held-out text"
+        self.events.wrote(f"{folder}: {size}{told}; it can be used while what follows proves it")
+        return folder
 
     def evaluate(self, plans: Sequence[str], targets: Sequence[str], tasks: Tasks, *, again: bool) -> None:
         settings, model = self.settings, self.model
