@@ -103,6 +103,10 @@ def test_only_what_was_deleted_is_done_again(
     assert not [line for line in lines if internal.search(line) and not line.startswith("Next:")]
     assert f"kl-lens report --run {folder} --open" in out
     assert lines[-1].startswith("Next: kl-lens generate ")
+    early = re.search(
+        rf"{re.escape(str(folder / 'artifacts/openvino' / BEST))}: [\d.]+ [kM]B, KL about [\d.]+ on held", err
+    )
+    assert early, "the recommended file is named as soon as it exists"
     assert re.search(r"^Measuring sensitivity, OpenVINO +\d+:\d\d", err, re.MULTILINE)
     assert len(err.splitlines()) <= 24
     (log,) = (folder / "log").glob("run-*.log")

@@ -229,7 +229,7 @@ def show(terminal: Terminal, result: object, wants_json: bool = False) -> None:
         for each in getattr(home, f"show_{terminal.verb}")(result):
             console().print(each, soft_wrap=isinstance(each, str))
     for subject, reason in getattr(result, "failures", {}).items():
-        terminal.fail(reason if reason.startswith(subject) else f"{subject}: {reason}")
+        terminal.tell(reason if reason.startswith(subject) else f"{subject}: {reason}")
 
 
 def _quiet_libraries() -> None:

@@ -60,7 +60,7 @@ class Screen(Terminal):
     def note(self, text: str) -> None:
         self._write(printable(text, kept="\n") + "\n")
 
-    def fail(self, text: str) -> None:
+    def tell(self, text: str) -> None:
         self.warn(text)
         self._say(printable(f"kl-lens {self.verb}: {text}"))
 

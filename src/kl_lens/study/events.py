@@ -50,8 +50,8 @@ class Events:
     def warn(self, text: str) -> None:
         """Something the user should know."""
 
-    def fail(self, text: str) -> None:
-        """What a user of `run` should see at once, such as why a part failed that the rest does not need."""
+    def tell(self, text: str) -> None:
+        """What a user of `run` should see at once: a usable file, why a part failed that the rest does not need."""
         self.warn(text)
 
     def wrote(self, text: str) -> None:

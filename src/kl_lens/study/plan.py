@@ -268,7 +268,7 @@ def _say_replaced(planner: TargetPlanner, plan: Plan) -> None:
         if before != now:
             old = [str(place) for (_, name), place in exported_places(run).items() if name == plan.name]
             kept = f"; until the next export, the earlier one stays in {' and '.join(old)}" if old else ""
-            planner.session.events.fail(f"{plan.name} replaces another plan of this name{kept}")
+            planner.session.events.tell(f"{plan.name} replaces another plan of this name{kept}")
 
 
 def _made(settings: PlanSettings, planner: TargetPlanner, table: SensitivityTable) -> list[Plan]:

@@ -150,7 +150,7 @@ class TargetPlanner:
         plan = replace(plan, measured=measured, statistics=learnt)
         if (loss := plan.missed) is not None:
             what, most = ("perplexity rises by", "drop") if "drop" in plan.limits else ("the KL is", "loss")
-            events.fail(
+            events.tell(
                 f"{plan.name} misses its target: {what} {spell_estimate(loss)} on {measured.place}, and at most "
                 f"{plan.limits[most]:g} was asked for"
             )
@@ -182,7 +182,7 @@ class TargetPlanner:
         sentence = contest.sentence(same.name if same else None)
         # One window decides nothing, whatever the rivals are: the user should ask for more.
         events = self.session.events
-        (events.fail if contest.unknown and contest.windows < 2 else events.note)(f"{ours.name}: {sentence}")
+        (events.tell if contest.unknown and contest.windows < 2 else events.note)(f"{ours.name}: {sentence}")
         if contest.winner == ours.name:
             notes = ours.notes | ({"taken_over": same.name} if same else {})
             kept = [replace(ours, contest=sentence, notes=notes)]

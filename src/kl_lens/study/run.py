@@ -234,7 +234,7 @@ def run(settings: RunSettings, session: Session) -> RunResult | JobEstimate:
                 expected = _estimate(settings, model)
                 events.expect(expected)
                 if expected.disk > (free := shutil.disk_usage(folder).free):
-                    events.fail(
+                    events.tell(
                         f"{folder}: about {human_bytes(expected.disk)} will be written, and only "
                         f"{human_bytes(free)} are free"
                     )
@@ -304,7 +304,7 @@ class _Job:
         # The FP16 file first: it shows whether a target supports the model, and --budget is a share of its size.
         for name in settings.named:
             if name not in settings.wanted:
-                self.events.fail(f"left out: {describe_target(name).lacks()}")
+                self.events.tell(f"left out: {describe_target(name).lacks()}")
         usable = [target for target in settings.wanted if self.export(target, [UNIFORM_FP16])]
         if usable and judges:  # a runtime that computes something else shows at once
             self.evaluate([UNIFORM_FP16], usable, Tasks(), again=False)
@@ -510,10 +510,10 @@ class _Job:
                 outputs=[f"artifacts/{target}/{plans[-1]}/artifact.json"],
             )
         except UnsupportedError as error:
-            self.events.fail(f"not exported to {target}: {error}")
+            self.events.tell(f"not exported to {target}: {error}")
             return False
         except TargetError as error:
-            self.events.fail(str(error))
+            self.events.tell(str(error))
             self.stages.failed.append(f"export --target {target}")
             return False
         return True
@@ -524,7 +524,7 @@ class _Job:
         folder, plan = self.folder / "artifacts" / target / name, self._plans()[name]
         size, loss = human_bytes(read_artifact(folder).realised_bytes), plan.measured
         told = "" if loss is None else f", KL about {loss.kl.value:.2g} on held-out text"
-        self.events.wrote(f"{folder}: {size}{told}; it can be used while what follows proves it")
+        self.events.tell(f"{folder}: {size}{told}; it can be used while what follows proves it")
         return folder
 
     def evaluate(self, plans: Sequence[str], targets: Sequence[str], tasks: Tasks, *, again: bool) -> None:

@@ -82,7 +82,7 @@ class Session:
             how: dict[str, Any] = {} if where == MEMORY else {"weights": where, "memory_budget": room}
             task = "image" if opening.images else None
             model = load(self._pinned[name], **asdict(opening), task=task, **how)
-            model.warn = self.events.fail
+            model.warn = self.events.tell
             if model.not_on_disk:
                 self.events.warn(
                     f"{model.name} is larger than the memory budget, but has to be loaded whole: {model.not_on_disk}"

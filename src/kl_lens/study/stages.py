@@ -53,7 +53,7 @@ class Stages:
             except (KLLensError, RuntimeError, OSError) as error:  # runtimes raise their own
                 if not optional:
                     raise
-                self._events.fail(str(error))
+                self._events.tell(str(error))
                 self.failed.append(verb)
                 return
             self._events.result(result)
