@@ -22,7 +22,7 @@ from kl_lens.measuring.statistics import StoredStatistics
 from kl_lens.model import LoadedModel
 from kl_lens.run.records import Component, Plan
 from kl_lens.targets.gguf.stock import FileTensors
-from kl_lens.weights.quantizers.importance import column_importance
+from kl_lens.weights.quantizers.methods import column_importance
 from kl_lens.weights.recipes import FP16, Recipe, fitting_recipe
 
 LATTICES = ("iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s", "iq4_xs", "iq4_nl")

@@ -26,10 +26,10 @@ import torch
 from scipy.stats import kendalltau
 
 from kl_lens.base.units import parse_bytes
-from kl_lens.measuring.choosing import noise_floor
 from kl_lens.measuring.engines import DEFAULT_MEMORY, Engine, FastEngine, PlainEngine
 from kl_lens.measuring.joint import PlanMeter
 from kl_lens.measuring.perturbation import Candidate, find_candidates
+from kl_lens.measuring.pieces import noise_floor
 from kl_lens.model import LoadedModel, load
 from kl_lens.run.samples import WindowMetrics, summarise
 from kl_lens.study import CalibrateSettings, Session, perform

@@ -21,7 +21,7 @@ import torch
 
 from common import machine
 from kl_lens.measuring.joint import PlanMeter
-from kl_lens.measuring.statistics.tuning import TuningRates, tuned
+from kl_lens.measuring.tuning import TuningRates, tuned
 from kl_lens.planning import paired_difference
 from kl_lens.study import CalibrateSettings, Session, perform
 from kl_lens.weights.formats import get_format

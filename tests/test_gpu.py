@@ -12,14 +12,14 @@ from torch.nn import functional
 
 from kl_lens.base.errors import RunError
 from kl_lens.evaluation.torch_session import TorchSession
-from kl_lens.measuring.choosing import Job, engine_for, noise_floor
 from kl_lens.measuring.engines import FastEngine, PlainEngine
 from kl_lens.measuring.metrics import TeacherRows, compare, compared_metrics
 from kl_lens.measuring.perturbation import Perturbation, find_candidates
+from kl_lens.measuring.pieces import Job, engine_for, noise_floor
 from kl_lens.measuring.products import accuracy_of, fastest_within, precision_for
-from kl_lens.measuring.spilling import StateRoom
-from kl_lens.measuring.statistics.tuning import TuningRates, tuned
+from kl_lens.measuring.streamed import StateRoom
 from kl_lens.measuring.sweep import Sweep
+from kl_lens.measuring.tuning import TuningRates, tuned
 from kl_lens.model import Chain, States, load
 from kl_lens.run.folder import CALIBRATION, Run
 from kl_lens.run.records import Plan
@@ -340,9 +340,9 @@ def test_a_sweep_chooses_by_noise_once_and_takes_what_the_run_kept(
 
     windows = some_windows(4, 20)
     candidates = find_candidates(mamba.anatomy, [Recipe("int8")])[0]
-    monkeypatch.setattr("kl_lens.measuring.choosing.engine_for", on_a_gpu)
-    monkeypatch.setattr("kl_lens.measuring.choosing.noise_floor", lambda *_: {"kl_teacher_to_student": noise})
-    monkeypatch.setattr("kl_lens.measuring.choosing.median_kls", lambda *_: [1e-4, 1e-6])
+    monkeypatch.setattr("kl_lens.measuring.pieces.engine_for", on_a_gpu)
+    monkeypatch.setattr("kl_lens.measuring.pieces.noise_floor", lambda *_: {"kl_teacher_to_student": noise})
+    monkeypatch.setattr("kl_lens.measuring.pieces.median_kls", lambda *_: [1e-4, 1e-6])
     said: list[str] = []
     assert Job(candidates, windows.ids.numpy()).engine_on(mamba, said.append).precision == chosen
     assert said == [f"computing in {chosen}, because tf32 would add noise of {noise:.1e} nats"]

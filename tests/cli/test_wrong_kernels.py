@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kl_lens.cli.main import main
-from kl_lens.measuring import metric_kernel
+from kl_lens.measuring import metrics
 from kl_lens.measuring.metrics import compared_metrics
 from kl_lens.model.kernels import attention, swap
 from kl_lens.run.folder import CALIBRATION, KERNELS, Run
@@ -26,7 +26,7 @@ def compared_anew() -> Iterator[None]:
 def plant(monkeypatch: pytest.MonkeyPatch, kernel: str, factor: float) -> str:
     """Makes a kernel wrong; returns what it is called."""
     if kernel == "compare_rows":
-        monkeypatch.setattr(metric_kernel, kernel, larger(metric_kernel.compare_rows, factor))
+        monkeypatch.setattr(metrics, kernel, larger(metrics.compare_rows, factor))
         return "KL"
     monkeypatch.setattr(swap, kernel, growing(getattr(swap, kernel), factor))
     return "Mamba-1 scan"
@@ -78,7 +78,7 @@ def test_doctor_names_each_wrong_kernel_in_a_line(monkeypatch, capsys) -> None:
         monkeypatch.setattr(swap, scan, growing(getattr(swap, scan), 1.0001))
     for kernel in ("causal_convolution", "causal_attention"):
         monkeypatch.setattr(swap, kernel, larger(getattr(swap, kernel), 1.0001))
-    monkeypatch.setattr(metric_kernel, "compare_rows", larger(metric_kernel.compare_rows, 1.0001))
+    monkeypatch.setattr(metrics, "compare_rows", larger(metrics.compare_rows, 1.0001))
     capsys.readouterr()
     assert main(["doctor", "--json"]) == 1
     part = json.loads(capsys.readouterr().out)["Kernels"]

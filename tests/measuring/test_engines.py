@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from kl_lens.base.errors import FormatError, RunError
-from kl_lens.measuring.choosing import engine_for
 from kl_lens.measuring.engines import ENGINES, Engine, FastEngine, PlainEngine
 from kl_lens.measuring.perturbation import Perturbation, find_candidates, replacements, swapped
+from kl_lens.measuring.pieces import engine_for
 from kl_lens.run.samples import summarise
 from kl_lens.weights.recipes import Recipe
 from tests.families import CONFIGS, UNUSUAL, token_ids

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from kl_lens.measuring.engines import FastEngine
-from kl_lens.measuring.memo import BlockMemo
 from kl_lens.measuring.perturbation import find_candidates
 from kl_lens.measuring.products import InputMajor
+from kl_lens.measuring.teacher import BlockMemo
 from kl_lens.weights.recipes import Recipe
 from tests.families import token_ids
 from tests.measuring.conftest import loaded

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from kl_lens.base.errors import KLLensError
-from kl_lens.measuring.choosing import Job
 from kl_lens.measuring.engines import FastEngine, PlainEngine
 from kl_lens.measuring.perturbation import find_candidates
-from kl_lens.measuring.pieces import PieceRunner
+from kl_lens.measuring.pieces import Job, PieceRunner
 from kl_lens.measuring.sweep import Sweep
 from kl_lens.measuring.teacher import window_bytes
 from kl_lens.model.tasks import LanguageTask

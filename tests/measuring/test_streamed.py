@@ -14,13 +14,12 @@ import torch
 
 from kl_lens.base.errors import CheckpointError, RunError
 from kl_lens.evaluation.torch_session import TorchSession
-from kl_lens.measuring.choosing import engine_for
 from kl_lens.measuring.engines import DEFAULT_MEMORY
 from kl_lens.measuring.joint import PlanMeter
 from kl_lens.measuring.perturbation import Candidate, Perturbation, find_candidates
-from kl_lens.measuring.spilling import StateRoom
+from kl_lens.measuring.pieces import engine_for
 from kl_lens.measuring.statistics import gather
-from kl_lens.measuring.streamed import StreamedEngine
+from kl_lens.measuring.streamed import StateRoom, StreamedEngine
 from kl_lens.measuring.sweep import Progress, Sweep
 from kl_lens.model import LoadedModel, States, load
 from kl_lens.model.residency import BLOCKS_AT_ONCE
@@ -183,7 +182,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(saved, tmp_path, monkeypatch
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(StreamedEngine, "spills", True)
-    monkeypatch.setattr("kl_lens.measuring.spilling.tempfile.TemporaryFile", full)
+    monkeypatch.setattr("kl_lens.measuring.streamed.tempfile.TemporaryFile", full)
     with Run.create(run_folder) as run:
         before = sorted(path.name for path in run_folder.iterdir())
         with pytest.raises(

@@ -23,7 +23,7 @@ from kl_lens.planning import (
 )
 from kl_lens.run.records import Estimate, Plan, SensitivityTable
 from kl_lens.weights.quantizers import quantizer
-from kl_lens.weights.quantizers.nearest import Nearest
+from kl_lens.weights.quantizers.methods import Nearest
 from tests.planning.tables import best, component, measurement, table_of
 
 NAMES = ("head", "in_proj", "dt_proj")

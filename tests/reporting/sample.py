@@ -16,7 +16,7 @@ from pathlib import Path
 
 from kl_lens import paper, planning
 from kl_lens.paper.ranking import Point, Ranking, rank
-from kl_lens.planning.cost import component_bytes
+from kl_lens.planning.predict import component_bytes
 from kl_lens.run.folder import CALIBRATION, EVALUATION, Run
 from kl_lens.run.records import (
     ARTIFACT,

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kl_lens.measuring.choosing import engine_for
 from kl_lens.measuring.engines import DEFAULT_MEMORY, FastEngine
 from kl_lens.measuring.metrics import check_finite
 from kl_lens.measuring.perturbation import Kernels, Perturbation
+from kl_lens.measuring.pieces import engine_for
 from kl_lens.model import LoadedModel
 from kl_lens.run.records import Estimate
 from kl_lens.run.samples import WindowMetrics, summarise, window_kl

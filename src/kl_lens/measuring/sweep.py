@@ -11,10 +11,9 @@ import numpy as np
 import torch
 
 from kl_lens.base.errors import RunError
-from kl_lens.measuring.choosing import Job
 from kl_lens.measuring.engines import DEFAULT_MEMORY, FastEngine, memory_on
 from kl_lens.measuring.perturbation import Candidate, Kernels
-from kl_lens.measuring.pieces import Done, Found, Layout, Piece, PieceRunner, key_of
+from kl_lens.measuring.pieces import Done, Found, Job, Layout, Piece, PieceRunner, key_of
 from kl_lens.measuring.products import FLOAT32, accuracy_of
 from kl_lens.measuring.teacher import window_bytes
 from kl_lens.measuring.workers import Workers

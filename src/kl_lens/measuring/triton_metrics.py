@@ -9,7 +9,7 @@ give everything: x = U + F = Σ p (eᵘ − 1), the shift of the log-sum-exp is 
     KL(teacher ‖ student) = F − (x − log(1 + x))
     KL(student ‖ teacher) = G/(1 + x) − (log(1 + x) − x/(1 + x))
 
-F and G are of second order in u and summed as in `metric_kernel`: a series for small u, float32 within a few tiles and
+F and G are of second order in u and summed as in `metrics`: a series for small u, float32 within a few tiles and
 double across them. The subtracted terms are of second order in x. c is δ at the teacher's top token, which makes x as
 small as u, so no precision is lost. Rows where eᵘ overflows come out as NaN or infinity; `metrics.mended` redoes them.
 

@@ -29,9 +29,8 @@ from kl_lens.base.environment import THREAD_VARIABLES, available_memory, process
 from kl_lens.base.errors import KLLensError, RunError, last_line, one_line
 from kl_lens.base.units import human_bytes
 from kl_lens.base.version import __version__
-from kl_lens.measuring.choosing import Job
 from kl_lens.measuring.engines import DEFAULT_MEMORY, memory_on
-from kl_lens.measuring.pieces import Found, Layout, Piece, PieceRunner
+from kl_lens.measuring.pieces import Found, Job, Layout, Piece, PieceRunner
 from kl_lens.measuring.statistics import StoredStatistics
 from kl_lens.model import LoadedModel, load
 from kl_lens.run.samples import METRICS_VERSION

@@ -24,8 +24,7 @@ from kl_lens.paper.points import (
     paper_formats,
     ranked,
 )
-from kl_lens.planning.cost import component_bytes, stored_recipe
-from kl_lens.planning.predict import finished_plan
+from kl_lens.planning.predict import component_bytes, finished_plan, stored_recipe
 from kl_lens.run.records import Plan, SensitivityTable
 from kl_lens.weights.recipes import FP16, Recipe
 

@@ -7,10 +7,12 @@ from kl_lens.planning.budget import (
     plan_for_budget,
     plan_for_loss,
 )
-from kl_lens.planning.cost import Cost, cost_of, differences
 from kl_lens.planning.files import plan_path, read_plan, write_plan
 from kl_lens.planning.predict import (
+    Cost,
     Predictor,
+    cost_of,
+    differences,
     finished_plan,
     interaction,
     prediction_metric,

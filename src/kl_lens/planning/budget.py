@@ -11,7 +11,7 @@ import numpy as np
 from kl_lens.base.errors import BudgetError, PlanError
 from kl_lens.base.units import human_bytes, human_kl, human_speed, spell_bytes
 from kl_lens.planning import knapsack
-from kl_lens.planning.hull import hull_of
+from kl_lens.planning.knapsack import hull_of
 from kl_lens.planning.predict import finished_plan
 from kl_lens.planning.problem import QUANTITIES, Problem, Totals
 from kl_lens.run.records import Plan

@@ -16,7 +16,7 @@ from typing import Any
 
 from kl_lens.base.errors import FormatError, PlanError
 from kl_lens.base.files import write_text
-from kl_lens.planning.cost import cost_of
+from kl_lens.planning.predict import cost_of
 from kl_lens.run.records import PLAN_FAMILIES, Component, Plan, checked_plan_name
 from kl_lens.weights.recipes import FP16, Recipe
 

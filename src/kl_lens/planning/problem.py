@@ -8,8 +8,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kl_lens.base.errors import FormatError, PlanError
-from kl_lens.planning.cost import component_bytes, fp16_bytes, stored_recipe
-from kl_lens.planning.predict import Predictor, measured_recipes, require_measurements, require_sane
+from kl_lens.planning.predict import (
+    Predictor,
+    component_bytes,
+    fp16_bytes,
+    measured_recipes,
+    require_measurements,
+    require_sane,
+    stored_recipe,
+)
 from kl_lens.run.records import Component, SensitivityTable
 from kl_lens.weights.recipes import FP16, Recipe
 

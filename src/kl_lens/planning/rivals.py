@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import scipy  # its parts load on first use
 
-from kl_lens.planning.cost import stored_recipe
+from kl_lens.planning.predict import stored_recipe
 from kl_lens.planning.problem import Problem, bytes_for
 from kl_lens.weights.recipes import Recipe
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from kl_lens import planning
 from kl_lens.base.errors import KLLensError, PlanError
-from kl_lens.planning.hull import hull_of
+from kl_lens.planning.knapsack import hull_of
 from kl_lens.reporting.names import plan_title, runtime_title, short_title
 from kl_lens.run.folder import Run
 from kl_lens.run.records import Component, Estimate, Plan, SensitivityTable

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from kl_lens import planning
 from kl_lens.base.errors import TextError
 from kl_lens.measuring.statistics import StoredStatistics
-from kl_lens.measuring.statistics.tuning import TuningRates, tuned
+from kl_lens.measuring.tuning import TuningRates, tuned
 from kl_lens.model import LoadedModel
 from kl_lens.run.folder import TUNING, Run
 from kl_lens.run.records import Plan

@@ -19,8 +19,7 @@ from kl_lens.targets.gguf.export import export
 from kl_lens.targets.gguf.session import open_session
 from kl_lens.text import wikitext2
 from kl_lens.weights.formats import get_format
-from kl_lens.weights.formats.ggml import ggml_library
-from kl_lens.weights.formats.gguf_blocks import GGUFFormat
+from kl_lens.weights.formats.gguf_blocks import GGUFFormat, ggml_library
 from kl_lens.weights.recipes import Recipe
 from tests.families import token_ids
 from tests.targets.gguf.support import kl, matrices, quantize_weights, tiny, torch_logits

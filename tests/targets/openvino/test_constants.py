@@ -22,7 +22,7 @@ from kl_lens.targets.openvino.graph import graph_of
 from kl_lens.targets.openvino.rewrites import operations
 from kl_lens.targets.openvino.session import open_session, read_graph
 from kl_lens.weights.formats import get_format
-from kl_lens.weights.formats.zero_points import ZeroPointFormat
+from kl_lens.weights.formats.integer import ZeroPointFormat
 from tests.families import token_ids
 from tests.targets.openvino.conftest import assert_same_logits, export, loaded, reference, untouched
 

@@ -22,7 +22,7 @@ from kl_lens.targets.openvino.deployed import (
 )
 from kl_lens.targets.openvino.session import DEPLOYED, WHOLE_ROW, compile_graph, open_session, read_graph
 from kl_lens.weights.formats import get_format
-from kl_lens.weights.formats.zero_points import ZeroPointFormat
+from kl_lens.weights.formats.integer import ZeroPointFormat
 from kl_lens.weights.recipes import parsed
 from tests.families import token_ids
 from tests.targets.openvino.conftest import reference

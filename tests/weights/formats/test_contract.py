@@ -8,7 +8,7 @@ import torch
 from kl_lens.base.errors import FormatError
 from kl_lens.weights.formats import fitting_format, get_format, known_formats
 from kl_lens.weights.formats.affine import AffineFormat
-from kl_lens.weights.formats.zero_points import ZeroPointFormat
+from kl_lens.weights.formats.integer import ZeroPointFormat
 
 NEEDS_TEXT = ["iq2_xs", "iq2_xxs"]  # ggml aborts without the importance of columns
 FROM_2024 = ["q4_1", "iq4_nl", "iq4_xs", "q3_k", "iq3_s", "iq3_xxs", "q2_k", "iq2_s"]

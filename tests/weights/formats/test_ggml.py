@@ -13,8 +13,7 @@ import torch
 from kl_lens.base.errors import FormatError
 from kl_lens.weights.formats import Quantized, get_format
 from kl_lens.weights.formats.blocks import LAYOUTS
-from kl_lens.weights.formats.ggml import ggml_library, gguf_module, quantize_rows
-from kl_lens.weights.formats.gguf_blocks import GGUFFormat
+from kl_lens.weights.formats.gguf_blocks import GGUFFormat, ggml_library, gguf_module, quantize_rows
 from kl_lens.weights.recipes import Recipe
 
 gguf = pytest.importorskip("gguf", reason="the extra 'gguf' is not installed")

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from kl_lens.weights.formats import Format, get_format
-from kl_lens.weights.formats.normal_float import BORDERS
-from kl_lens.weights.formats.zero_points import ZeroPointFormat
+from kl_lens.weights.formats.integer import ZeroPointFormat
+from kl_lens.weights.formats.tables import NF_BORDERS
 
 ov = pytest.importorskip("openvino", reason="the extra 'openvino' is not installed")
 nncf = pytest.importorskip("nncf", reason="the extra 'openvino' is not installed")
@@ -60,7 +60,7 @@ def awkward_matrices(seed: int) -> list[np.ndarray]:
                 w[..., 8, ::2], w[..., 8, 1::2] = size, -size  # both extremes equal
                 w[..., 9, :] = random.standard_normal(columns) * 10.0 ** random.integers(-10, 1, columns)
                 w[..., 10, 0] = 65504
-                w[..., 11, :] = np.resize(BORDERS, columns)  # NF4's ties, and their neighbours
+                w[..., 11, :] = np.resize(NF_BORDERS, columns)  # NF4's ties, and their neighbours
                 w[..., 12, :] = np.nextafter(w[..., 11, :], np.float32(2))
                 w[..., 13, :] = np.nextafter(w[..., 11, :], np.float32(-2))
                 w[..., 11:14, ::32] = 1

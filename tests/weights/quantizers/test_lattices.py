@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kl_lens.weights.formats import Quantized, get_format
-from kl_lens.weights.formats.ggml import ggml_library
+from kl_lens.weights.formats.gguf_blocks import ggml_library
 from kl_lens.weights.formats.lattices import LATTICES, run_scales, with_codes
 from kl_lens.weights.quantizers import InputStatistics, get_quantizer, lattice_rounding as lattices
 

@@ -13,10 +13,10 @@ from kl_lens.weights.formats.blocks import LAYOUTS
 from kl_lens.weights.quantizers import InputStatistics
 from kl_lens.weights.quantizers.block_scales import searched_blocks
 from kl_lens.weights.quantizers.feedback import Objective, descended, fed_back, with_fitted_scales
-from kl_lens.weights.quantizers.gptq import BLOCKS
 from kl_lens.weights.quantizers.group_scales import searched_levels, try_scales, try_scales_on_cpu
-from kl_lens.weights.quantizers.learnt import row_losses
 from kl_lens.weights.quantizers.levels import Levels, block_levels, with_codes
+from kl_lens.weights.quantizers.methods import BLOCKS
+from kl_lens.weights.quantizers.quantizer import row_losses
 from kl_lens.weights.recipes import Recipe
 
 TOKENS = 10**6  # that moments rest on: enough

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from kl_lens.base.units import human_speed
-from kl_lens.planning.cost import stored_recipe
+from kl_lens.planning.predict import stored_recipe
 from kl_lens.reporting import charts
 from kl_lens.reporting.answer import recommended_names, unmeasurable
 from kl_lens.reporting.data import KL, RunView

@@ -21,7 +21,7 @@ from kl_lens.targets.gguf.session import GGUFSession, try_out
 from kl_lens.targets.gguf.tokenizer import UNUSED, sample_strings, tokenizer_data
 from kl_lens.targets.session import Session, SessionSettings
 from kl_lens.weights.formats import Quantized, get_format, known_formats
-from kl_lens.weights.formats.ggml import gguf_module
+from kl_lens.weights.formats.gguf_blocks import gguf_module
 
 if TYPE_CHECKING:
     from kl_lens.model import LoadedModel

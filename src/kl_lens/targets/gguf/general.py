@@ -13,7 +13,7 @@ from kl_lens.base.version import __version__
 from kl_lens.run.records import Plan
 from kl_lens.targets.chat import GENERATION_FILE, read_json
 from kl_lens.targets.gguf.choices import TensorJob
-from kl_lens.weights.formats.ggml import gguf_module
+from kl_lens.weights.formats.gguf_blocks import gguf_module
 from kl_lens.weights.recipes import FP16
 
 _HUB = "https://huggingface.co/"

@@ -16,7 +16,7 @@ from typing import Any
 
 from kl_lens.base.errors import TargetError, one_line, printable
 from kl_lens.targets.contents import Contents
-from kl_lens.weights.formats.ggml import gguf_module
+from kl_lens.weights.formats.gguf_blocks import gguf_module
 
 # Number types of metadata by their code, as `struct` spells them.
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}

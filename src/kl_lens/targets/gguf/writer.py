@@ -19,7 +19,7 @@ from kl_lens.base.files import naming, replacing
 from kl_lens.model.streaming import TensorSource
 from kl_lens.targets.gguf.choices import FLOAT32, TensorJob
 from kl_lens.targets.gguf.tokenizer import TokenizerData
-from kl_lens.weights.formats.ggml import gguf_module
+from kl_lens.weights.formats.gguf_blocks import gguf_module
 from kl_lens.weights.recipes import FP16
 from kl_lens.weights.store import WeightStore
 

@@ -26,9 +26,8 @@ from kl_lens.run.records import Component, ExportedTensor
 from kl_lens.targets.exporting import Choice
 from kl_lens.targets.openvino.rewrites import operations
 from kl_lens.weights.formats import Format, Quantized
-from kl_lens.weights.formats.microscaling import MicroscalingFormat
-from kl_lens.weights.formats.normal_float import NormalFloatFormat
-from kl_lens.weights.formats.zero_points import ZeroPointFormat
+from kl_lens.weights.formats.integer import ZeroPointFormat
+from kl_lens.weights.formats.tables import MicroscalingFormat, NormalFloatFormat
 from kl_lens.weights.recipes import FP16
 from kl_lens.weights.store import WeightStore, moved
 

@@ -27,8 +27,7 @@ from torch import nn
 
 from kl_lens.targets.inputs import Change, inputs_changed
 from kl_lens.weights.formats import Format, Quantized
-from kl_lens.weights.formats.integer import SignedScaleFormat
-from kl_lens.weights.formats.zero_points import ZeroPointFormat
+from kl_lens.weights.formats.integer import SignedScaleFormat, ZeroPointFormat
 from kl_lens.weights.recipes import Recipe
 
 

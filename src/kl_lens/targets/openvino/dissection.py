@@ -28,9 +28,8 @@ from kl_lens.targets.openvino.rewrites import is_constant, operations
 from kl_lens.targets.openvino.session import read_graph
 from kl_lens.targets.openvino.tokenizer import first_difference
 from kl_lens.targets.session import Session, SessionSettings
-from kl_lens.weights.formats import Format, get_format, known_formats, microscaling, normal_float
-from kl_lens.weights.formats.integer import SignedScaleFormat
-from kl_lens.weights.formats.zero_points import ZeroPointFormat
+from kl_lens.weights.formats import Format, get_format, known_formats, tables
+from kl_lens.weights.formats.integer import SignedScaleFormat, ZeroPointFormat
 
 if TYPE_CHECKING:
     from kl_lens.model import LoadedModel
@@ -39,8 +38,8 @@ _ALIKE = 0.5  # correlation of a constant without a name and its parameter
 _SHAPING = ("Reshape", "Transpose", "Squeeze", "Unsqueeze")
 _BITS = {"u2": 2, "i4": 4, "u4": 4, "nf4": 4, "f4e2m1": 4, "i8": 8, "u8": 8}
 _LEVELS = {
-    "nf4": normal_float.LEVELS,
-    "f4e2m1": np.concatenate([microscaling.MAGNITUDES, -microscaling.MAGNITUDES]),
+    "nf4": tables.NF_LEVELS,
+    "f4e2m1": np.concatenate([tables.MAGNITUDES, -tables.MAGNITUDES]),
 }
 _EXPONENTS = "f8e8m0"  # scales alone
 _FLOATS = {"f32": "fp32", "f16": "fp16", "bf16": "bf16"}

@@ -11,10 +11,8 @@ from kl_lens.model import LoadedModel
 from kl_lens.run.records import Plan
 from kl_lens.targets.exporting import Choice, choices
 from kl_lens.weights.formats import Format
-from kl_lens.weights.formats.integer import SignedScaleFormat
-from kl_lens.weights.formats.microscaling import MicroscalingFormat
-from kl_lens.weights.formats.normal_float import NormalFloatFormat
-from kl_lens.weights.formats.zero_points import ZeroPointFormat
+from kl_lens.weights.formats.integer import SignedScaleFormat, ZeroPointFormat
+from kl_lens.weights.formats.tables import MicroscalingFormat, NormalFloatFormat
 from kl_lens.weights.recipes import FP16, Recipe, fitting_recipe
 
 _FLOATS = (NormalFloatFormat, MicroscalingFormat)

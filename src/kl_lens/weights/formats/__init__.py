@@ -16,11 +16,8 @@ from kl_lens.weights.formats.format import (
 
 # Importing a module registers its formats, in the order they are shown.
 # isort: off
-from kl_lens.weights.formats import half as half
 from kl_lens.weights.formats import integer as integer
-from kl_lens.weights.formats import zero_points as zero_points
-from kl_lens.weights.formats import normal_float as normal_float
-from kl_lens.weights.formats import microscaling as microscaling
+from kl_lens.weights.formats import tables as tables
 from kl_lens.weights.formats import affine as affine
 from kl_lens.weights.formats import gguf_blocks as gguf_blocks
 # isort: on

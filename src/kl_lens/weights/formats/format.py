@@ -20,7 +20,7 @@ from kl_lens.base.accelerators import on_host
 from kl_lens.base.digests import tensor_digest
 from kl_lens.base.errors import FormatError
 
-if TYPE_CHECKING:  # names and sizes of formats need no torch
+if TYPE_CHECKING:
     import torch
 
 # FP16 cannot hold more. For larger weights NNCF silently writes an infinite scale and llama.cpp an infinite block. No
@@ -197,3 +197,24 @@ def fitting_format(fmt: Format | str, shape: Sequence[int]) -> tuple[Format, str
         if substitute.fits(shape) is None:
             return substitute, f"{wanted.name}: {reason}; stored as {name}"
     raise FormatError(f"no format can replace {wanted.name}: {reason}")
+
+
+@dataclass(frozen=True)
+class HalfFormat(Format):
+    """IEEE half precision: nearest, ties to even, gradual underflow.
+
+    An exporter should store these values as FP16 itself. OpenVINO 2026.4's `save_model` doubles those that
+    round up to a power of two below 6e-5, and keeps float32 for a tensor with many very small values.
+    """
+
+    def _bytes(self, shape: tuple[int, ...]) -> int:
+        return 2 * math.prod(shape)
+
+    def _quantize(self, weight: torch.Tensor) -> Quantized:
+        return Quantized(self.name, tuple(weight.shape), weight.half())
+
+    def _dequantize(self, quantized: Quantized) -> torch.Tensor:
+        return quantized.data.float()
+
+
+register(HalfFormat(FP16, bits=16, group_size=None, symmetric=True))

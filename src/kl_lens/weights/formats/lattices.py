@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kl_lens.weights.formats.ggml import gguf_module
+from kl_lens.weights.formats.gguf_blocks import gguf_module
 
 Bytes = npt.NDArray[np.uint8]
 Codes = npt.NDArray[np.uint16]

@@ -12,14 +12,7 @@ from kl_lens.weights.quantizers.quantizer import (
     register,
 )
 
-# Importing a module registers its quantizers, in the order in which they are listed for users.
-# isort: off
-from kl_lens.weights.quantizers import nearest as nearest
-from kl_lens.weights.quantizers import search as search
-from kl_lens.weights.quantizers import importance as importance
-from kl_lens.weights.quantizers import gptq as gptq
-# isort: on
-
-register(nearest.Tuned())
+# Importing a module registers its quantizers.
+from kl_lens.weights.quantizers import methods as methods  # isort: skip
 
 __all__ = ["TUNED", "InputStatistics", "Quantizer", "get_quantizer", "known_quantizers", "register"]

@@ -16,12 +16,15 @@ import torch
 from numba import njit, prange
 
 from kl_lens.base.accelerators import constant
-from kl_lens.weights.formats import Format, Quantized, microscaling
+from kl_lens.weights.formats import Format, Quantized
 from kl_lens.weights.formats.affine import AffineFormat
-from kl_lens.weights.formats.integer import NNCF_SMALLEST_SCALE, GroupedFormat, SignedScaleFormat
-from kl_lens.weights.formats.microscaling import MicroscalingFormat
-from kl_lens.weights.formats.normal_float import LEVELS, NormalFloatFormat
-from kl_lens.weights.formats.zero_points import ZeroPointFormat
+from kl_lens.weights.formats.integer import (
+    NNCF_SMALLEST_SCALE,
+    GroupedFormat,
+    SignedScaleFormat,
+    ZeroPointFormat,
+)
+from kl_lens.weights.formats.tables import MX_LEVELS, NF_LEVELS, MicroscalingFormat, NormalFloatFormat
 from kl_lens.weights.quantizers.levels import Levels
 
 _FACTORS = torch.linspace(0.5, 1.1, 19)  # times the smallest scale that covers a group
@@ -54,7 +57,7 @@ def searched_levels(weight: torch.Tensor, fmt: Format, importance: torch.Tensor)
         best = _best_powers(groups, weigh.repeat(len(groups) // len(weigh), 1), fmt)
     else:
         assert isinstance(fmt, NormalFloatFormat)
-        plain = Levels(group, largest[:, None], 0, len(LEVELS) - 1, table=tuple(LEVELS.tolist()))
+        plain = Levels(group, largest[:, None], 0, len(NF_LEVELS) - 1, table=tuple(NF_LEVELS.tolist()))
         best = _best(groups, weigh, plain, zeros, _FACTORS, torch.zeros_like(_FACTORS))
 
     def by_row(part: torch.Tensor | None) -> torch.Tensor | None:
@@ -170,7 +173,7 @@ def _best_affine(groups: torch.Tensor, rows: torch.Tensor, top: int) -> Levels:
 
 def _best_powers(groups: torch.Tensor, rows: torch.Tensor, fmt: MicroscalingFormat) -> Levels:
     """The best of the power of two that covers a group and the two below it; there is nothing to fit."""
-    table = tuple(microscaling.LEVELS.tolist())
+    table = tuple(MX_LEVELS.tolist())
     covering = fmt.covering_scales(groups)
     tried = [covering * factor for factor in (1, 0.5, 0.25)]
     plain = Levels(groups.shape[-1], covering, 0, len(table) - 1, table=table, fixed=True)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from kl_lens.base.accelerators import elements_at_once
 from kl_lens.base.errors import FormatError
 from kl_lens.weights.formats import Format, Quantized
+from kl_lens.weights.formats.format import checked_float32
 
-if TYPE_CHECKING:  # recipes are read and spelled without torch
+if TYPE_CHECKING:
     import torch
 
 
@@ -69,3 +72,64 @@ def get_quantizer(name: str) -> Quantizer:
         return QUANTIZERS[TUNED if name.lower().startswith(f"{TUNED}-") else name.lower()]
     except KeyError:
         raise FormatError(f"unknown method {name!r}; known: {', '.join(QUANTIZERS)}") from None
+
+
+class LearningQuantizer(Quantizer):
+    """A method for one matrix and the second moments of its inputs."""
+
+    learns = True
+
+    def quantize(
+        self, weight: torch.Tensor, fmt: Format, name: str, statistics: InputStatistics | None
+    ) -> Quantized:
+        import torch
+
+        if statistics is None:
+            raise FormatError(f"{name}: {self.name} needs calibration statistics, and there are none")
+        if reason := self.suits(fmt) or fmt.fits(tuple(weight.shape)):
+            raise FormatError(f"{name}: {fmt.name}+{self.name} cannot hold it: {reason}")
+        moments = statistics.second_moments.to(weight.device)
+        expected = (*weight.shape[:-2], weight.shape[-1], weight.shape[-1])
+        if moments.shape[-2:] != expected[-2:] or moments.shape not in (expected, expected[-2:]):
+            raise FormatError(
+                f"{name}: its statistics have shape {tuple(moments.shape)}, expected {expected}: "
+                "they belong to another model; gather them again"
+            )
+        if not bool(torch.isfinite(moments).all()):
+            raise FormatError(f"{name}: its statistics hold NaN or infinity; gather them again")
+        values = checked_float32(weight, name)
+        experts = values if values.dim() == 3 else values[None]
+        pieces: list[Quantized] = []
+        for index, expert in enumerate(experts):
+            own, tokens = (moments, 0) if moments.dim() == 2 else (moments[index], index)
+            rounding = self._rounding(fmt, own, statistics.tokens[tokens])
+            step = max(1, elements_at_once(expert.device) // expert.shape[1])
+            pieces += [rounding(expert[first : first + step]) for first in range(0, len(expert), step)]
+        return Quantized.stacked(pieces, tuple(weight.shape))
+
+    @abstractmethod
+    def _rounding(
+        self, fmt: Format, moments: torch.Tensor, tokens: int
+    ) -> Callable[[torch.Tensor], Quantized]:
+        """A function that quantizes rows, (rows, columns) in float32. The moments (columns, columns) of so many tokens
+        are finite, possibly all zero."""
+
+
+def row_losses(
+    weight: torch.Tensor, fmt: Format, quantized: Quantized, moments: torch.Tensor
+) -> torch.Tensor:
+    """e H eᵀ of every row's error e, (rows,)."""
+    errors = weight - fmt.dequantize(quantized)
+    return ((errors @ moments) * errors).sum(-1)
+
+
+def best_rows(
+    weight: torch.Tensor, fmt: Format, moments: torch.Tensor, choices: Sequence[Quantized]
+) -> Quantized:
+    """Each row from the choice with the smallest loss; ties go to the first."""
+    import torch
+
+    losses = torch.stack([row_losses(weight, fmt, choice, moments) for choice in choices])
+    best, rows = losses.argmin(0), torch.arange(len(weight), device=losses.device)
+    tensors = {name: torch.stack([c.tensors[name] for c in choices]) for name in choices[0].tensors}
+    return Quantized(fmt.name, tuple(weight.shape), **{n: t[best, rows] for n, t in tensors.items()})

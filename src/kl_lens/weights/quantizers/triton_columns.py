@@ -1,4 +1,4 @@
-"""The inner loops of `kernels.py` on a GPU: one program for a few rows of a block.
+"""The inner loops of `feedback.py` on a GPU: one program for a few rows of a block.
 
 Errors only pass to later columns, so a column is final after its turn. The loops therefore carry only the wanted
 values; codes and errors are computed from them at the end, for all columns at once.
@@ -124,7 +124,7 @@ def _launch(
 def round_in_order(
     wanted: torch.Tensor, weight: torch.Tensor, mixing: torch.Tensor, levels: Any, columns: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Like `kernels.round_in_order`, but `wanted` is not changed."""
+    """Like `feedback.round_in_order`, but `wanted` is not changed."""
     codes, errors = torch.empty_like(weight), torch.empty_like(weight)
     _launch(_round, [wanted.contiguous(), weight, mixing], levels, columns, codes, errors)
     return codes, errors
@@ -134,5 +134,5 @@ def descend(
     pull: torch.Tensor, moments: torch.Tensor, codes: torch.Tensor, errors: torch.Tensor, levels: Any,
     columns: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Like `kernels.descend`, but `pull` is not changed."""
+    """Like `feedback.descend`, but `pull` is not changed."""
     _launch(_descend, [pull.contiguous(), moments], levels, columns, codes, errors)

@@ -9,7 +9,7 @@ import torch
 
 from kl_lens.base.errors import FormatError
 from kl_lens.measuring.perturbation import Perturbation, replacements, swapped
-from kl_lens.measuring.statistics.tuning import TuningRates, _Tunable, tuned
+from kl_lens.measuring.tuning import TuningRates, _Tunable, tuned
 from kl_lens.model import LoadedModel
 from kl_lens.weights.formats.scales import scales_of, with_scales
 from kl_lens.weights.recipes import Recipe, fitting_recipe

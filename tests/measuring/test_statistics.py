@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from kl_lens.base.errors import CheckpointError, FormatError, RunError, UnlearntError
-from kl_lens.measuring.statistics import StoredStatistics, gather
-from kl_lens.measuring.statistics.gathering import Moments
+from kl_lens.measuring.statistics import Moments, StoredStatistics, gather
 from kl_lens.model import LoadedModel
 from kl_lens.model.tasks import LanguageTask
 from tests.families import CONFIGS, tiny_model

@@ -7,23 +7,29 @@ too. To add a tool, write a `Tool` and name it in `TOOLS`.
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
-from kl_lens.base.errors import PlanError
+from kl_lens.base.errors import PlanError, UnlearntError
 from kl_lens.base.files import replacing
 from kl_lens.measuring.statistics import StoredStatistics
 from kl_lens.model import LoadedModel
 from kl_lens.run.records import Component, Plan
+from kl_lens.targets.gguf.architectures import get_architecture
+from kl_lens.targets.gguf.choices import FLOAT32, TensorJob, choose_recipes, decide
+from kl_lens.targets.gguf.export import source_of
 from kl_lens.weights.formats import Format
-from kl_lens.weights.formats.integer import GroupedFormat, SignedScaleFormat
-from kl_lens.weights.formats.microscaling import MicroscalingFormat
-from kl_lens.weights.formats.normal_float import NormalFloatFormat
-from kl_lens.weights.formats.zero_points import ZeroPointFormat
+from kl_lens.weights.formats.gguf_blocks import gguf_module
+from kl_lens.weights.formats.integer import GroupedFormat, SignedScaleFormat, ZeroPointFormat
+from kl_lens.weights.formats.tables import MicroscalingFormat, NormalFloatFormat
+from kl_lens.weights.quantizers.methods import column_importance
 from kl_lens.weights.recipes import FP16, NEAREST, parsed
 
 Settings = dict[str, Any]
@@ -47,9 +53,8 @@ class Tool:
     use: str  # FOLDER stands for the folder of the file
     settings: Callable[[Format], Settings | None]  # of a format; None: the tool does not have it
     refuses: Callable[[LoadedModel, Component], str | None]  # why a component must stay at FP16
-    content: Callable[
-        [LoadedModel, Plan, Mapping[str, Settings]], str
-    ]  # component → settings, without FP16 ones
+    # From each component's settings, without FP16 ones.
+    content: Callable[[LoadedModel, Plan, Mapping[str, Settings]], str]
 
 
 def write_recipe(
@@ -62,10 +67,8 @@ def write_recipe(
     tool, ours = TOOLS[name], [NEAREST]
     with replacing(folder) as place:
         if tool is None:
-            from kl_lens.planning.handover import llama_cpp
-
             title, ours = "llama-quantize", [NEAREST, "imatrix"]
-            use = llama_cpp.write(model, plan, place, statistics)
+            use = _write_for_llama_cpp(model, plan, place, statistics)
         else:
             title, use = tool.title, tool.use
             content = tool.content(model, plan, _chosen(tool, model, plan))
@@ -299,7 +302,7 @@ assert not layers, layers""",
     _mlx_content,
 )
 
-# In the order in which they are listed for users. llama.cpp's files are made by a module of their own.
+# In the order in which they are listed for users. llama.cpp's files are made by a function of their own.
 TOOLS: dict[str, Tool | None] = {
     "llama.cpp": None,
     "nncf": _NNCF,
@@ -307,3 +310,90 @@ TOOLS: dict[str, Tool | None] = {
     "modelopt": _MODELOPT,
     "mlx-lm": _MLX_LM,
 }
+
+
+TYPES, IMPORTANCE = "tensor-types.txt", "imatrix.gguf"
+_SPELLED = {FP16: "f16", FLOAT32: "f32"}
+# Parts of names that `llama-quantize` never quantizes.
+_KEPT = ("_norm.weight", "ffn_gate_inp.weight", "ssm_conv1d", "shortconv.conv.weight")
+
+
+def _write_for_llama_cpp(
+    model: LoadedModel, plan: Plan, folder: Path, statistics: StoredStatistics | None
+) -> str:
+    """A file for `llama-quantize --tensor-type-file`, and the importance matrix for `--imatrix`; returns the command.
+
+    The matrix has only the tensors whose recipe learns. So `llama-quantize` rounds the others plainly, as they were
+    measured.
+    """
+    jobs = _jobs(model, plan)
+    # Names are regular expressions that are searched for: without ^ and $, `output` would also match `ffn_output`.
+    lines = (f"^{re.escape(job.rule.name)}$={_SPELLED.get(job.format, job.format)}\n" for job in jobs)
+    (folder / TYPES).write_text("".join(lines), encoding="utf-8")
+    learning = [
+        job
+        for job in jobs
+        if job.recipe and (job.recipe.quantizer.learns or (job.recipe.is_tuned and statistics is not None))
+    ]
+    if learning:
+        if statistics is None:
+            raise UnlearntError(
+                f"plan {plan.name}: {learning[0].component}: {learning[0].recipe} needs an importance matrix, and the "
+                "run has no statistics; gather them with kl-lens calibrate"
+            )
+        model.weights.learnt_by((job.recipe for job in learning if job.recipe), plan.statistics)
+        _write_importance(folder / IMPORTANCE, learning, statistics, model.chain.device)
+    sizes = Counter[str]()
+    for job in jobs:
+        if job.format not in _SPELLED:
+            sizes[job.format] += job.bytes
+    most = sizes.most_common(1)[0][0].upper() if sizes else "F16"
+    weighed = f"--imatrix FOLDER/{IMPORTANCE} " if learning else ""
+    return f"llama-quantize {weighed}--tensor-type-file FOLDER/{TYPES} MODEL-F16.gguf MODEL-{plan.name}.gguf {most}"
+
+
+def _jobs(model: LoadedModel, plan: Plan) -> list[TensorJob]:
+    """The matrices of the GGUF file whose type `llama-quantize` chooses."""
+    architecture = get_architecture(model.config.model_type)
+    architecture.require(model.config)
+    with source_of(model) as source:
+        recipes, shapes = choose_recipes(plan, source.tensors), source.tensors.shapes
+    rules = architecture.tensors(model.config, shapes)
+    jobs = [decide(rule, shapes, recipes, fallback=False) for rule in rules]
+    chosen = []
+    for job in jobs:
+        if any(part in job.rule.name for part in _KEPT):
+            if job.format not in _SPELLED:
+                raise PlanError(
+                    f"llama.cpp cannot express plan {plan.name}: {job.component}: llama-quantize never quantizes "
+                    f"{job.rule.name}; give it fp16 in the plan's file"
+                )
+        elif len(job.shape) >= 2 and job.rule.name.endswith("weight"):
+            chosen.append(job)
+    return chosen
+
+
+def _write_importance(
+    path: Path, jobs: list[TensorJob], statistics: StoredStatistics, device: torch.device
+) -> None:
+    """In the format of `llama-imatrix`: for each tensor the sum of x² per column and the number of inputs."""
+    text = statistics.identity["text"]
+    writer = gguf_module().GGUFWriter(path, "imatrix")
+    writer.add_type("imatrix")
+    writer.add_array("imatrix.datasets", [str(text["source"])])
+    writer.add_uint32("imatrix.chunk_count", int(text["windows"]))
+    writer.add_uint32("imatrix.chunk_size", int(text["length"]))
+    for job in jobs:
+        found = statistics.of(job.component, device)
+        moments = found.second_moments
+        matrices = moments[None] if moments.dim() == 2 else moments  # one, or one per expert
+        importance = torch.stack([column_importance(each) for each in matrices]).cpu()
+        if job.rule.columns != (1, 1):
+            importance = importance.unflatten(-1, (*job.rule.columns, -1)).transpose(-3, -2).flatten(-3)
+        counts = torch.tensor(found.tokens, dtype=torch.float32).clamp_min(1).expand(len(matrices))[:, None]
+        writer.add_tensor(f"{job.rule.name}.in_sum2", (importance * counts).float().numpy())
+        writer.add_tensor(f"{job.rule.name}.counts", counts.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
