@@ -103,7 +103,7 @@ def _as_json(content: Mapping[str, Any]) -> str:
 
 def _is_integer(fmt: Format) -> bool:
     """Integers of `bits` bits with a scale, and unless `symmetric` a zero point, per `group_size` weights or row."""
-    return isinstance(fmt, SignedScaleFormat | ZeroPointFormat)
+    return isinstance(fmt, SignedScaleFormat | ZeroPointFormat) and fmt.bits in (2, 4, 8)
 
 
 def _not_linear(model: LoadedModel, component: Component) -> str | None:

@@ -193,7 +193,8 @@ def _choices(
 
 def _why_not(component: Component, recipe: Recipe, target: Target) -> str | None:
     """Why this component cannot have this recipe on the target, or None."""
-    reason = target.holds(recipe.grid, component.shape)
+    reason = None if recipe == FP16 else target.keeps(component)
+    reason = reason or target.holds(recipe.grid, component.shape)
     if reason is None and bytes_for(component, recipe, target) > fp16_bytes(component):
         return "the file would not become smaller"
     return reason

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from kl_lens.base.errors import TargetError, UnsupportedError
 from kl_lens.base.files import replacing
-from kl_lens.run.records import Artifact, Plan
+from kl_lens.run.records import Artifact, Component, Plan
 from kl_lens.run.subjects import file_digest
 from kl_lens.targets.artifacts import earlier_artifact, read_artifact, write_record
 from kl_lens.targets.contents import FLOATS, Contents
@@ -100,6 +100,10 @@ class Target(ABC):
     def holds(self, fmt: Format, shape: Sequence[int]) -> str | None:
         """None, or why a weight of this shape cannot be stored in this format."""
         return self.stores(fmt) or fmt.fits(shape)
+
+    def keeps(self, component: Component) -> str | None:
+        """Why this runtime reads a component in 16 bits only, whatever the format; None: it does not."""
+        return None
 
     def fit(self, recipe: Recipe, shape: Sequence[int]) -> tuple[Recipe, str | None]:
         """For `exporting.choices`: what a weight of this shape gets, and why it is not what was planned (or None)."""

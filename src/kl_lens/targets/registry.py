@@ -23,6 +23,9 @@ TARGETS = {
     "openvino": "kl_lens.targets.openvino.target:OpenVINOTarget",
     "gguf": "kl_lens.targets.gguf.target:GGUFTarget",
     "mlx": "kl_lens.targets.mlx.target:MLXTarget",
+    "compressed-tensors": "kl_lens.targets.compressed_tensors.target:CompressedTensorsTarget",
+    "vllm": "kl_lens.targets.compressed_tensors.target:VLLMTarget",
+    "vllm-cpu": "kl_lens.targets.compressed_tensors.target:VLLMCPUTarget",
 }
 
 

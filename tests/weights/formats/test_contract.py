@@ -15,9 +15,13 @@ FROM_2024 = ["q4_1", "iq4_nl", "iq4_xs", "q3_k", "iq3_s", "iq3_xxs", "q2_k", "iq
 GGUF = ["q8_0", "q6_k", "q5_k", "q4_k", "q4_0", "q5_0", "q5_1", *FROM_2024]
 GROUPED = ["int4-g128", "int4-g64", "int4-g32", "int8-g128"]
 ZERO_POINTS = ["uint4", "uint4-g128", "uint4-g64", "uint4-g32", "uint2-g64"]
+PACKED = ["uint8"]
+for _group in (32, 64, 128):
+    PACKED += [f"int{bits}-g{_group}" for bits in (3, 5, 6)]
+    PACKED += [name for name in (f"int8-g{_group}", f"uint8-g{_group}") if name not in GROUPED]
 NORMAL = ["nf4", "nf4-g128", "nf4-g64", "nf4-g32"]
 AFFINE = [f"affine{bits}-g{group}" for bits in (2, 3, 4, 5, 6, 8) for group in (128, 64, 32)]
-OPENVINO = ["int8", "int4", "int8-absmax", "int4-absmax", *GROUPED, *ZERO_POINTS, *NORMAL, "mxfp4"]
+OPENVINO = ["int8", "int4", "int8-absmax", "int4-absmax", *GROUPED, *ZERO_POINTS, *PACKED, *NORMAL, "mxfp4"]
 ALL = ["fp16", *OPENVINO, *AFFINE, *GGUF]
 # ggml builds tables for IQ2_S, six seconds long.
 every_format = pytest.mark.parametrize(
@@ -52,6 +56,9 @@ def test_known_formats() -> None:
         ("uint4", (3, 5), 8 + 3 * 2 + 2),  # three zero points in two bytes
         ("uint4-g32", (768, 1536), 768 * 1536 // 2 + 768 * 48 * 2 + 768 * 24),
         ("uint2-g64", (3, 64), 3 * 16 + 3 * 2 + 1),
+        ("int3-g32", (5, 96), 5 * 36 + 5 * 3 * 2),
+        ("int5-g64", (2, 3, 64), 6 * 40 + 6 * 2),
+        ("uint8-g32", (3, 64), 3 * 64 + 3 * 2 * 3),
         ("mxfp4", (768, 1536), 768 * 1536 // 2 + 768 * 48),  # a byte for every 32 columns
         ("affine3-g64", (768, 1536), 768 * 1536 * 3 // 8 + 768 * 24 * 4),  # a scale and a bias
         ("iq2_xxs", (10, 512), 10 * 2 * 66),
@@ -113,6 +120,9 @@ def test_fits_gives_the_reason() -> None:
         ("affine4-g64", 48, "fp16"),
         ("nf4-g128", 96, "nf4-g32"),
         ("uint2-g64", 96, "int4-g32"),
+        ("int6-g128", 96, "int6-g32"),
+        ("int3-g32", 48, "int8"),
+        ("uint8-g128", 48, "uint8"),
         ("mxfp4", 48, "int8"),
         ("q4_k", 256, "q4_k"),
         ("q4_k", 96, "q5_0"),

@@ -18,6 +18,7 @@ QUICK = tuple(
     for name in known_formats()
     if not name.startswith(("iq2", "iq3_s"))
     and name not in ("uint4-g128", "uint4-g64", "nf4-g128", "nf4-g64")
+    and not name.startswith(("int5", "int6", "uint8-", "int3-g64", "int3-g128", "int8-g32", "int8-g64"))
     and (not name.startswith("affine") or name in ("affine3-g32", "affine8-g32"))
 )
 

@@ -41,7 +41,8 @@ class DeviceProfile:
         """None, or why weights in this format cannot be stored for the device."""
         if fmt.name == FP16:
             return None
-        if not isinstance(fmt, (SignedScaleFormat, ZeroPointFormat, *_FLOATS)):
+        asymmetric8 = fmt.bits == 8 and not fmt.symmetric
+        if asymmetric8 or not isinstance(fmt, (SignedScaleFormat, ZeroPointFormat, *_FLOATS)):
             return "OpenVINO stores FP16, NNCF's integers, uint2, NF4 and MXFP4 only"
         if isinstance(fmt, ZeroPointFormat) and not self.zero_points:
             return f"profile {self.name} holds symmetric integers only"

@@ -1,0 +1,1 @@
+"""Folders in compressed-tensors' `pack-quantized` format, which transformers and vLLM open."""

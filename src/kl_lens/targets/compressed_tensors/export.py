@@ -1,0 +1,171 @@
+"""Writes a plan as a folder that transformers and vLLM open."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+from torch import nn
+from transformers.core_model_loading import revert_weight_conversion
+
+from kl_lens.base.digests import tensor_digest
+from kl_lens.run.records import Artifact, ExportedTensor, Plan
+from kl_lens.targets.compressed_tensors.schemes import CONFIG_FILE, configuration, is_packed
+from kl_lens.targets.exporting import Choice, choices, record, write_beside
+from kl_lens.targets.safetensors import Entry, file_size, write_file
+from kl_lens.weights.recipes import FP16
+
+if TYPE_CHECKING:
+    from kl_lens.model import LoadedModel
+    from kl_lens.targets.base import Target
+    from kl_lens.weights.formats import Format, Quantized
+
+WEIGHT_FILE, FORMAT = "model.safetensors", "pt"
+PARTS = ("shape", "packed", "zero_point", "scale")  # of a packed matrix, wide types first
+_KINDS = {torch.int64: "I64", torch.int32: "I32", torch.float32: "F32", torch.float16: "F16"}
+_PACKED_AT_ONCE = 1 << 22  # weights
+
+
+def export(target: Target, model: LoadedModel, plan: Plan, folder: Path) -> Artifact:
+    file = _File(target, model, plan)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_file(folder / WEIGHT_FILE, file.entries, FORMAT, file.bytes_of)
+    recipes = {c.weight: file.chosen[c.name].recipe for c in model.anatomy.candidates}
+    config = configuration(model, recipes, file.names)
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    notes = write_beside(model, folder)
+    versions = {name: metadata.version(name) for name in ("transformers", "compressed-tensors")}
+    return record(target.name, model, plan, folder, file.records, versions=versions, notes=notes)
+
+
+def file_bytes(target: Target, model: LoadedModel, plan: Plan) -> int:
+    """The exact size of the file that `export` would write, without quantizing anything."""
+    return file_size(_File(target, model, plan).entries, FORMAT)
+
+
+class _File:
+    """The tensors of one file, and the records of those whose bytes were given."""
+
+    def __init__(self, target: Target, model: LoadedModel, plan: Plan) -> None:
+        model.require_memory(f"exporting to {target.title}")
+        self._model, self.chosen = model, _chosen(target, model, plan)
+        self._candidates = {component.name for component in model.anatomy.candidates}
+        self._waiting: dict[
+            str, torch.Tensor
+        ] = {}  # zero points and scales, which come after all packed matrices
+        self.records: list[ExportedTensor] = []
+        owners = {c.weight: c.name for c in model.anatomy.components}
+        aliases = {name for c in model.anatomy.components for name in c.tied_with}
+        state = {
+            name: self._stored(owners.get(name, name), tensor.detach().cpu())
+            for name, tensor in model.model.state_dict().items()
+            if not aliases & {name, name.removesuffix(".weight")}
+        }
+        self.names = names = checkpoint_names(model, state)
+        self._sources = {names[own]: owners.get(own, own) for own in state}
+        packed = [name for name, source in self._sources.items() if self._is_packed(source)]
+        self._others = {names[own]: t.contiguous() for own, t in state.items() if names[own] not in packed}
+        entries = [Entry(name, _KINDS[t.dtype], tuple(t.shape)) for name, t in self._others.items()]
+        entries += [entry for name in packed for entry in self._entries(name)]
+        self.entries = sorted(entries, key=lambda entry: list(_KINDS.values()).index(entry.dtype))
+
+    def _is_packed(self, component: str) -> bool:
+        return component in self._candidates and is_packed(self.chosen[component].recipe.grid)
+
+    def _stored(self, component: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A matrix that stays in 16 bits is rounded to them; what is never quantized keeps its values."""
+        if self._is_packed(component):
+            return tensor
+        half = tensor.half()
+        return (
+            half
+            if component in self._candidates or torch.equal(half.float(), tensor.float())
+            else tensor.float()
+        )
+
+    def _entries(self, name: str) -> list[Entry]:
+        """Of a packed matrix."""
+        fmt = self.chosen[self._sources[name]].recipe.grid
+        rows, columns = self._model.anatomy.component(self._sources[name]).shape
+        groups = columns // (fmt.group_size or columns)
+        shapes = (2,), (rows, _words(columns, fmt)), (_words(rows, fmt), groups), (rows, groups)
+        return [
+            Entry(f"{name}_{part}", kind, shape)
+            for part, kind, shape in zip(PARTS, ("I64", "I32", "I32", "F16"), shapes, strict=True)
+            if part != "zero_point" or not fmt.symmetric
+        ]
+
+    def bytes_of(self, entry: Entry) -> npt.NDArray[np.uint8]:
+        if (tensor := self._others.get(entry.name)) is not None:
+            self._add(entry.name, self._sources[entry.name], tensor)
+            return _raw(tensor)
+        if entry.name in self._waiting:
+            return _raw(self._waiting.pop(entry.name))
+        name = entry.name.removesuffix("_shape")
+        component = self._sources[name]
+        quantized = self._model.weights.quantized(component, self.chosen[component].recipe)
+        parts = packed(self.chosen[component].recipe.grid, quantized)
+        self._add(f"{name}_packed", component, *parts.values(), weights=quantized.digest)
+        self._waiting |= {f"{name}_{part}": tensor for part, tensor in parts.items()}
+        return _raw(self._waiting.pop(entry.name))
+
+    def _add(self, name: str, component: str, *tensors: torch.Tensor, weights: str = "") -> None:
+        choice = self.chosen.get(component, Choice(FP16, FP16))
+        realised = choice.recipe if tensors[0].dtype != torch.float32 else "fp32"
+        if component in self._candidates and not weights:
+            weights = self._model.weights.digest(component, FP16)
+        stored = sum(tensor.nbytes for tensor in tensors), choice.reason, tensor_digest(*tensors), weights
+        self.records.append(ExportedTensor(component, name, choice.planned, realised, *stored))
+
+
+def checkpoint_names(model: LoadedModel, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """transformers' names → those in checkpoints. What it would split (experts) keeps its own; it reads both."""
+    whole: Any = model.model
+    found = revert_weight_conversion(whole, dict(tensors))
+    renamed = {(tensor.data_ptr(), tensor.shape): name for name, tensor in found.items()}
+    return {name: renamed.get((tensor.data_ptr(), tensor.shape), name) for name, tensor in tensors.items()}
+
+
+def _chosen(target: Target, model: LoadedModel, plan: Plan) -> dict[str, Choice]:
+    modules, chosen = dict(model.model.named_modules()), choices(model, plan, target.fit)
+    for component in model.anatomy.candidates:
+        kept, planned = target.keeps(component), chosen[component.name].planned
+        if kept is None and not isinstance(modules.get(component.weight.removesuffix(".weight")), nn.Linear):
+            kept = "it is not a Linear layer"
+        if planned != FP16 and kept is not None:
+            chosen[component.name] = Choice(planned, FP16, f"{planned}: {kept}; stored as {FP16}")
+    return chosen
+
+
+def _words(numbers: int, fmt: Format) -> int:
+    return -(-numbers * fmt.bits // 32)
+
+
+def packed(fmt: Format, quantized: Quantized) -> dict[str, torch.Tensor]:
+    """The tensors of a matrix."""
+
+    def signed(codes: torch.Tensor) -> torch.Tensor:
+        return codes.cpu() if fmt.symmetric else (codes.cpu().int() - 2 ** (fmt.bits - 1)).to(torch.int8)
+
+    step = max(1, _PACKED_AT_ONCE // quantized.shape[-1])
+    words = [pack_to_int32(signed(rows), fmt.bits) for rows in quantized.data.split(step)]
+    assert quantized.scales is not None
+    parts = {
+        "shape": torch.tensor(quantized.shape),
+        "packed": torch.cat(words),
+        "scale": quantized.scales.cpu(),
+    }
+    if quantized.zero_points is not None:
+        parts["zero_point"] = pack_to_int32(signed(quantized.zero_points), fmt.bits, packed_dim=0)
+    return parts
+
+
+def _raw(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+    return tensor.contiguous().numpy().reshape(-1).view(np.uint8)

