@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 
 from kl_lens import planning
+from kl_lens.base.files import RECORD_FILE
 from kl_lens.profiling import in_use, machine
 from kl_lens.run.folder import Run
 from kl_lens.run.journal import FILE
 from kl_lens.run.subjects import artifact_digest
 from kl_lens.targets import read_artifact
-from kl_lens.targets.artifacts import RECORD_FILE
 from kl_lens.text import wikitext2
 from tests.byte_level import save_tokenizer
 from tests.families import tiny_model

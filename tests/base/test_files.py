@@ -15,7 +15,7 @@ from tests.shipped import shipped_digests
 
 from kl_lens.base.errors import KLLensError
 from kl_lens.base.files import RECORD_FILE, naming, replacing, settle, write_text
-from kl_lens.targets.artifacts import read_artifact
+from kl_lens.targets.exporting import read_artifact
 
 FILES = ("graph.xml", "graph.bin", RECORD_FILE)
 

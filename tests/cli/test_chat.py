@@ -14,7 +14,7 @@ from kl_lens.base.resources import reference_path
 from kl_lens.cli.main import main
 from kl_lens.run.records import Plan
 from kl_lens.targets import export, open_session
-from kl_lens.targets.chat import chat_renderer
+from kl_lens.targets.tokenizer import chat_renderer
 from tests.families import _COMMON
 from tests.targets.gguf.support import tiny
 

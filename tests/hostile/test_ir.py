@@ -14,10 +14,10 @@ import pytest
 pytest.importorskip("openvino", reason="needs the extra openvino")
 
 from kl_lens.base.errors import KLLensError, TargetError
+from kl_lens.base.files import RECORD_FILE
 from kl_lens.model import LoadedModel
 from kl_lens.run.records import Plan
 from kl_lens.targets import SessionSettings, describe_target, export, open_session
-from kl_lens.targets.artifacts import RECORD_FILE
 from tests.families import tiny_model
 from tests.hostile.aside import forked_quarantine, opens
 from tests.hostile.saying import cases

@@ -14,7 +14,7 @@ from kl_lens.model import LoadedModel
 from kl_lens.profiling.benchmark import read_timed
 from kl_lens.run.records import Plan
 from kl_lens.targets import export, read_artifact, target_of
-from kl_lens.targets.contents import Contents
+from kl_lens.targets.base import Contents
 from kl_lens.weights.formats import get_format
 from tests.families import VOCABULARY, tiny_model
 

@@ -12,7 +12,7 @@ from kl_lens.profiling import machine as machine_module
 from kl_lens.profiling.machine import LoadMeter, bound_of, limits_hold
 from kl_lens.profiling.spread import compared, ratio_of, spread_of
 from kl_lens.run.records import ARTIFACT, Profile, Quartiles, Subject
-from kl_lens.targets.contents import Contents
+from kl_lens.targets.base import Contents
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -16,7 +16,7 @@ from kl_lens.profiling.memory import MemoryUse
 from kl_lens.profiling.spread import ratio_of
 from kl_lens.run.records import ARTIFACT, Profile, Subject
 from kl_lens.targets import describe_target
-from kl_lens.targets.contents import Contents
+from kl_lens.targets.base import Contents
 
 
 class Ticking:

@@ -18,7 +18,7 @@ from kl_lens.cli.main import main
 from kl_lens.run import subjects
 from kl_lens.run.records import Plan
 from kl_lens.run.subjects import file_digest
-from kl_lens.targets import export, get_target, locate, open_session, read_artifact
+from kl_lens.targets import export, get_target, locate, read_artifact
 from kl_lens.targets.gguf import library
 from kl_lens.targets.gguf.tokenizer import TokenizerData, tokenizer_data
 from tests.families import _COMMON
@@ -82,13 +82,6 @@ def test_every_verb_refuses_other_bytes_than_were_exported(
     shown = capsys.readouterr()
     said = " ".join((shown.out + shown.err).replace("│", " ").split())
     assert f"{WEIGHTS[target]} was changed after the export; export the model again" in said
-
-
-def test_a_file_without_a_record_is_simply_opened(exported: Path, tmp_path: Path) -> None:
-    alone = tmp_path / "alone.gguf"
-    shutil.copy(exported / "gguf" / WEIGHTS["gguf"], alone)
-    assert locate(alone) == (alone, None)
-    open_session(alone, threads=1).close()
 
 
 def test_the_digest_of_a_large_file_is_remembered_until_it_is_written_to(

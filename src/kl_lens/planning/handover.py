@@ -22,9 +22,8 @@ from kl_lens.base.files import replacing
 from kl_lens.measuring.statistics import StoredStatistics
 from kl_lens.model import LoadedModel
 from kl_lens.run.records import Component, Plan
-from kl_lens.targets.gguf.architectures import get_architecture
-from kl_lens.targets.gguf.choices import FLOAT32, TensorJob, choose_recipes, decide
-from kl_lens.targets.gguf.export import source_of
+from kl_lens.targets.gguf.export import source_of, tensor_jobs
+from kl_lens.targets.gguf.writer import FLOAT32, TensorJob
 from kl_lens.weights.formats import Format
 from kl_lens.weights.formats.gguf_blocks import gguf_module
 from kl_lens.weights.formats.integer import GroupedFormat, SignedScaleFormat, ZeroPointFormat
@@ -354,12 +353,8 @@ def _write_for_llama_cpp(
 
 def _jobs(model: LoadedModel, plan: Plan) -> list[TensorJob]:
     """The matrices of the GGUF file whose type `llama-quantize` chooses."""
-    architecture = get_architecture(model.config.model_type)
-    architecture.require(model.config)
     with source_of(model) as source:
-        recipes, shapes = choose_recipes(plan, source.tensors), source.tensors.shapes
-    rules = architecture.tensors(model.config, shapes)
-    jobs = [decide(rule, shapes, recipes, fallback=False) for rule in rules]
+        jobs = tensor_jobs(source, plan, fallback=False)
     chosen = []
     for job in jobs:
         if any(part in job.rule.name for part in _KEPT):

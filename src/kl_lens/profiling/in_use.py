@@ -25,7 +25,7 @@ from kl_lens.profiling.memory import MemoryUse, fresh_process
 from kl_lens.profiling.spread import compared, spread_of
 from kl_lens.run.records import Profile, Quartiles
 from kl_lens.targets import Session
-from kl_lens.targets.contents import Contents
+from kl_lens.targets.base import Contents
 
 PROTOCOL = "use"
 # Timed loads of each artifact, after one that fills the file cache and the cache of compiled graphs.

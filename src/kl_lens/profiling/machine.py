@@ -20,7 +20,7 @@ import numpy.typing as npt
 import psutil
 
 from kl_lens.base.environment import processors
-from kl_lens.targets.contents import Contents
+from kl_lens.targets.base import Contents
 
 BUFFER_BYTES, REPEATS = 1 << 30, 5  # larger than caches
 

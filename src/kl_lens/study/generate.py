@@ -18,8 +18,7 @@ from kl_lens.study.events import Events
 from kl_lens.study.session import Session
 from kl_lens.study.settings import SEED, TOKENS, Runtime, Settings, group, number, option
 from kl_lens.targets import open_session
-from kl_lens.targets.chat import ArtifactTokenizer
-from kl_lens.targets.session import Logits, Session as RuntimeSession
+from kl_lens.targets.session import ArtifactTokenizer, Logits, Session as RuntimeSession
 from kl_lens.targets.tokenizer import find_tokenizer
 
 

@@ -1,11 +1,11 @@
 """Files that real runtimes load, and sessions that run them."""
 
-from kl_lens.targets.artifacts import (
+from kl_lens.targets.base import StockRecipe as StockRecipe, Target as Target
+from kl_lens.targets.exporting import (
     earlier_artifact as earlier_artifact,
     exported_places as exported_places,
     read_artifact as read_artifact,
 )
-from kl_lens.targets.base import StockRecipe as StockRecipe, Target as Target
 from kl_lens.targets.registry import (
     TARGETS as TARGETS,
     computed_as as computed_as,

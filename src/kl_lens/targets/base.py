@@ -20,8 +20,7 @@ from kl_lens.base.errors import TargetError, UnsupportedError
 from kl_lens.base.files import replacing
 from kl_lens.run.records import Artifact, Component, Plan
 from kl_lens.run.subjects import file_digest
-from kl_lens.targets.artifacts import earlier_artifact, read_artifact, write_record
-from kl_lens.targets.contents import FLOATS, Contents
+from kl_lens.targets.exporting import earlier_artifact, read_artifact, write_record
 from kl_lens.targets.session import Session, SessionSettings
 from kl_lens.weights.formats import Format
 from kl_lens.weights.recipes import Recipe, fitting_recipe, preferred
@@ -32,6 +31,21 @@ if TYPE_CHECKING:  # running an exported model must not load what exporting need
     from kl_lens.model import LoadedModel
     from kl_lens.targets.dissection import Dissection
     from kl_lens.weights.formats import Quantized
+
+
+FLOATS = ("fp16", "fp32", "f16", "f32", "bf16")
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The bytes on disk that one token reads: of an untied embedding one row, of experts the chosen ones."""
+
+    weight_bytes: float
+    state_bytes: int  # of a fixed size: convolutions and states
+    kv_bytes_per_position: float  # what attention reads for every earlier token
+
+    def bytes_per_token(self, context: float) -> float:
+        return self.weight_bytes + self.state_bytes + self.kv_bytes_per_position * context
 
 
 @dataclass(frozen=True)
@@ -86,7 +100,6 @@ class Target(ABC):
     usual: ClassVar[bool] = True  # `kl-lens run` makes its files unasked, where its packages are installed
     recipe_tool: ClassVar[str | None] = None  # of `handover.TOOLS`: the runtime's own quantizer
     streams: ClassVar[bool] = False  # whether `export` also takes a checkpoint folder, tensor by tensor
-    holds_vocabulary: ClassVar[bool] = False  # whether its sessions are `TokenizingSession`s
     published: ClassVar[Any] = None  # `openvino.benchmark_app`: the benchmark program that publications quote
     besides: ClassVar[str] = "the header"  # what its files hold besides weights
     exact_options: ClassVar[str] = ""  # how its users get the arithmetic of an exact session
@@ -118,8 +131,7 @@ class Target(ABC):
 
     @property
     def small_formats(self) -> tuple[str, ...]:
-        """Formats below four bits, small ones first. Quantizing to them takes longer, so plans choose from them only if
-        asked to, or if no file of the short menu is as small as it should be."""
+        """Formats below four bits, small ones first: slow to make, so only where asked or needed."""
         return ()
 
     @property
@@ -150,18 +162,15 @@ class Target(ABC):
         """Writes only the files, to an empty folder. `exporting.py` has what targets share."""
 
     def try_out(self, place: Path) -> str | None:
-        """Opens new files, or files without a record, and runs them; TargetError if the runtime cannot, or would crash.
-
-        Returns a note if no runtime is installed.
-        """
+        """Opens and runs new files, or files without a record; TargetError if that fails, a note without runtime."""
         with closing(self.open(place, SessionSettings())) as session:
             session.step(0)
         return None
 
     def export(self, model: LoadedModel | Path, plan: Plan, folder: Path, **options: Any) -> Artifact:
-        """Writes the files and their record (`artifact.json`). On an error, the folder stays as it was.
+        """Writes the files and their record (`artifact.json`), in place of an earlier export's.
 
-        The runtime opens the files first; if it cannot, they are not kept. Files of an earlier export are replaced.
+        On an error, or if the runtime cannot open the files, the folder stays as it was.
         """
         earlier = earlier_artifact(folder)
         if earlier is None and (folder / "config.json").exists():
@@ -175,9 +184,8 @@ class Target(ABC):
                 unopened = self.try_out(place)
             except TargetError as error:
                 reason = str(error).replace(f"{place}{os.sep}", "").replace(str(place), str(folder))
-                raise TargetError(
-                    f"{self.title} cannot open the files exported to {folder}: {reason}"
-                ) from error
+                failed = f"{self.title} cannot open the files exported to {folder}: {reason}"
+                raise TargetError(failed) from error
             if unopened is not None:
                 notes = [*artifact.settings.get("notes", ()), unopened]
                 artifact = replace(artifact, settings=artifact.settings | {"notes": notes})
@@ -201,8 +209,7 @@ class Target(ABC):
         return place / next(name for name in read_artifact(place).files if name.endswith(self.loads))
 
     def loaded_bytes(self, place: Path) -> int:
-        """The "size" in budgets, plans, tables and reports: bytes of the files that the runtime loads, for an exported
-        folder or a bare file. Our record, tokenizers and configurations do not count."""
+        """The "size" of an exported folder or a bare file: bytes of the files that its runtime loads."""
         files = place.iterdir() if place.is_dir() else [place]
         return sum(path.stat().st_size for path in files if path.name.endswith(self.loads))
 
@@ -295,10 +302,7 @@ class Target(ABC):
             raise TargetError(f"--device {device}: {self.title} runs on CPU only")
 
     def fewest_threads(self, place: Path) -> int | None:
-        """The fewest threads with which several sessions may run in one process; None: one session at a time.
-
-        With fewer threads results differ; more threads change speed only.
-        """
+        """The fewest threads from which on only speed changes, for several sessions at once; None: one at a time."""
         return None
 
     def in_float32(self, settings: SessionSettings) -> SessionSettings | None:
@@ -312,10 +316,7 @@ class Target(ABC):
         return False
 
     def activations(self, model: LoadedModel, recipes: Mapping[str, Recipe]) -> AbstractContextManager[None]:
-        """Within, the named components' inputs are rounded as this runtime's kernels round them.
-
-        It changes only activations: weights come from the weight store, through `kernel_values`.
-        """
+        """Within, the named components' inputs (not weights) are rounded as this runtime's kernels round them."""
         raise UnsupportedError(f"KL Lens does not model what {self.title} does to activations")
 
     def kernel_values(self, fmt: Format, quantized: Quantized) -> torch.Tensor:

@@ -14,10 +14,9 @@ import torch
 
 from kl_lens.base.errors import TargetError
 from kl_lens.base.files import RECORD_FILE
-from kl_lens.targets.artifacts import read_artifact, require_exported
-from kl_lens.targets.chat import read_json, special_texts, template_of
+from kl_lens.targets.exporting import GENERATION_FILE, read_artifact, require_exported
 from kl_lens.targets.session import Session, SessionSettings
-from kl_lens.targets.varied_text import varied_strings
+from kl_lens.targets.tokenizer import TOKENIZER_FILE, read_json, special_texts, template_of, varied_strings
 from kl_lens.weights.formats import Format, get_format
 
 if TYPE_CHECKING:
@@ -104,8 +103,8 @@ class Disagreement:
 
 def setting(name: str, found: Any, expected: Any, advice: str = "", **more: Any) -> Disagreement:
     """A key with another value; None: it is not there."""
-    here = "is missing in the file" if found is None else f"is {_shown(found)} in the file"
-    return Disagreement(name, f"{name} {here}, {_shown(expected)} in the original", advice, **more)
+    here, there = ("missing" if value is None else _shown(value) for value in (found, expected))
+    return Disagreement(name, f"{name} is {here} in the file, {there} in the original", advice, **more)
 
 
 class Dissection(ABC):
@@ -132,7 +131,7 @@ class Dissection(ABC):
 
     def tokenizer(self, model: LoadedModel) -> Iterator[Disagreement]:
         """What of its tokenizer and chat template is not the original's, without running it."""
-        if (self.folder / "tokenizer.json").is_file() and model.tokenizer is not None:
+        if (self.folder / TOKENIZER_FILE).is_file() and model.tokenizer is not None:
             found, expected = Texts.of(self.folder), Texts.of(model.folder)
             yield from other_texts(found, expected, lambda *_: "copy the original's tokenizer files")
 
@@ -159,40 +158,34 @@ class Dissection(ABC):
 class Texts:
     """What a tokenizer's files say."""
 
-    tokens: Mapping[int, str] = field(default_factory=dict)
-    merges: Sequence[str] = ()
+    lists: Mapping[str, Mapping[int, Any]] = field(default_factory=dict)  # token, merge, token type
     splitting: Mapping[str, Any] = field(default_factory=dict)  # wrong only if text becomes other ids
     keys: Mapping[str, Any] = field(default_factory=dict)  # special tokens and switches
     template: str | None = None
-    types: Mapping[int, int] = field(default_factory=dict)  # of tokens, where the file has such a list
 
     @classmethod
     def of(cls, folder: Path) -> Texts:
-        content, generation = (
-            read_json(folder / "tokenizer.json"),
-            read_json(folder / "generation_config.json"),
-        )
+        content, generation = read_json(folder / TOKENIZER_FILE), read_json(folder / GENERATION_FILE)
         model = content.get("model", {})
         pairs = model["vocab"].items() if isinstance(model.get("vocab"), dict) else ()
-        tokens = {i: text for text, i in pairs} | {
-            t["id"]: t["content"] for t in content.get("added_tokens", ())
-        }
-        merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model.get("merges", ())]
+        added = {token["id"]: token["content"] for token in content.get("added_tokens", ())}
+        merges = (merge if isinstance(merge, str) else " ".join(merge) for merge in model.get("merges", ()))
+        lists = {"token": {i: text for text, i in pairs} | added, "merge": dict(enumerate(merges))}
         splitting = {key: content.get(key) for key in ("normalizer", "pre_tokenizer", "post_processor")}
         keys = special_texts(folder) | {k: generation.get(k) for k in ("eos_token_id", "bos_token_id")}
-        return cls(tokens, merges, splitting, keys, (template_of(folder) or (None, None))[1])
+        return cls(lists, splitting, keys, (template_of(folder) or (None, None))[1])
 
 
 def other_texts(found: Texts, expected: Texts, advice: Callable[[str, Any], str]) -> Iterator[Disagreement]:
-    """Compares what two tokenizers say. Keys that one of them lacks say nothing."""
-    lists = {
-        "tokens": (_other_items("token", found.tokens, expected.tokens), True),
-        "merges": (_other_merges(found.merges, expected.merges), True),
-        "token types": (_other_items("token type", found.types or expected.types, expected.types), None),
-    }
-    for name, (words, matters) in lists.items():
-        if words:
-            yield Disagreement(name, words, advice(name, None), matters, VOCABULARY)
+    """Compares what two tokenizers say. Lists and keys that one of them lacks say nothing."""
+    for name in [name for name in expected.lists if name in found.lists]:
+        held, wanted = found.lists[name], expected.lists[name]
+        more = held if name == "merge" else {}  # a file may name rows of the embedding that have no token
+        if other := [i for i in {**wanted, **more} if held.get(i) != wanted.get(i)]:
+            first = setting(f"{name} {other[0]}", held.get(other[0]), wanted.get(other[0])).words
+            words = f"{len(other):,} of {len(wanted):,} {name}s are not the original's: {first}"
+            matters = None if name == "token type" else True
+            yield Disagreement(f"{name}s", words, advice(f"{name}s", None), matters, VOCABULARY)
     for one, two, about in (
         (found.splitting, expected.splitting, VOCABULARY),
         (found.keys, expected.keys, TOKENIZER),
@@ -206,37 +199,15 @@ def other_texts(found: Texts, expected: Texts, advice: Callable[[str, Any], str]
         yield Disagreement(_CHAT, words, advice(_CHAT, None), expected.template is not None, TOKENIZER)
 
 
-def _other_items(name: str, found: Mapping[int, Any], expected: Mapping[int, Any]) -> str:
-    if not (other := [i for i in expected if found.get(i) != expected[i]]):
-        return ""
-    first = setting(f"{name} {other[0]}", *(repr(each.get(other[0])) for each in (found, expected)))
-    return f"{len(other):,} of {len(expected):,} {name}s are not the original's: {first.words}"
-
-
-def _other_merges(found: Sequence[str], expected: Sequence[str]) -> str:
-    held, wanted = set(found), set(expected)
-    lost, more = [m for m in expected if m not in held], [m for m in found if m not in wanted]
-    count = f"of {len(expected):,} merges"
-    words = [f"{len(lost):,} {count} are missing, the first {lost[0]!r}"] if lost else []
-    words += [f"{len(more):,} {count} are not the original's, the first {more[0]!r}"] if more else []
-    if not words and list(found) != list(expected):
-        words = [f"its merges are in another order from number {_parting(found, expected):,} on"]
-    return "; ".join(words)
-
-
 def _other_template(found: str | None, expected: str | None) -> str:
     one, two = (" ".join((text or "").split()) for text in (found, expected))
     if one == two:
         return ""
     if not one or not two:
         return f"{_CHAT} was {'removed' if two else 'added: the original has none'}"
-    at = _parting(one, two)
-    return f"{_CHAT} was changed: it has {one[at : at + 40]!r} where the original's has {two[at : at + 40]!r}"
-
-
-def _parting(one: Sequence[Any], two: Sequence[Any]) -> int:
     pairs = enumerate(zip(one, two, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(two)))
+    at = next((i for i, (a, b) in pairs if a != b), min(len(one), len(two)))
+    return f"{_CHAT} was changed: it has {one[at : at + 40]!r} where the original's has {two[at : at + 40]!r}"
 
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

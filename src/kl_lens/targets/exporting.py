@@ -1,21 +1,30 @@
-"""What exports share: the recipe that each component gets, the files beside the weights, and the record."""
+"""What exports share: the recipe that each component gets, files beside the weights, the record, safetensors files."""
 
 from __future__ import annotations
 
+import json
+import math
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
 from kl_lens.base.errors import TargetError
+from kl_lens.base.files import RECORD_FILE, naming, settle, write_text
 from kl_lens.run.records import Artifact, ExportedTensor, Plan
-from kl_lens.targets.chat import GENERATION_FILE
+from kl_lens.run.subjects import file_digest
 from kl_lens.weights.recipes import FP16, Recipe, parsed
 
 if TYPE_CHECKING:
     from kl_lens.model import LoadedModel
+    from kl_lens.run.folder import Run
 
+GENERATION_FILE = "generation_config.json"
+_BYTES = {"I64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1, "F8_E4M3": 1}
 # A planned recipe and a weight's shape → the recipe that it gets, and why that is another one (or None).
 Fit = Callable[[Recipe, Sequence[int]], tuple[Recipe, str | None]]
 
@@ -32,8 +41,7 @@ class Choice:
 def choices(model: LoadedModel, plan: Plan, fit: Fit) -> dict[str, Choice]:
     """Every component's recipe in the files, by name; what the plan does not name is FP16.
 
-    Raises TargetError for components that must not be quantized and for tied weights in two formats; FormatError if the
-    plan was made with other statistics than the model has.
+    FormatError: the plan was made with other statistics than the model has.
     """
     planned: dict[str, Recipe] = {}
     for name, recipe in parsed(plan.assignment).items():
@@ -83,3 +91,98 @@ def record(
         model_fingerprint=model.fingerprint,
         settings={"family": model.anatomy.model_type, **settings},
     )
+
+
+# -- the record beside an artifact's files -----------------------------------------------------------------
+
+
+def write_record(folder: Path, artifact: Artifact) -> None:
+    """Call it after the files are written: a folder with a record is complete."""
+    write_text(folder / RECORD_FILE, json.dumps(artifact.to_json(), indent=1) + "\n")
+
+
+def read_artifact(folder: Path) -> Artifact:
+    """The record of an exported folder."""
+    settle(folder)
+    path = folder / RECORD_FILE
+    if not path.is_file():
+        raise TargetError(f"{folder} is not an exported model: it has no {RECORD_FILE}; run `kl-lens export`")
+    try:
+        artifact = Artifact.from_json(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise TargetError(f"{path} cannot be read ({error}); export the model again") from error
+    for name in artifact.files:
+        if Path(name).name != name:
+            raise TargetError(f"{path} names {name!r}, which is not a file of its folder; export again")
+        if not (folder / name).exists():
+            raise TargetError(f"{folder}: {name} is missing; export the model again")
+    return artifact
+
+
+def earlier_artifact(folder: Path) -> Artifact | None:
+    """The record of what a folder holds, if it holds an exported model."""
+    try:
+        return read_artifact(folder)
+    except TargetError:
+        return None
+
+
+def require_exported(folder: Path, artifact: Artifact) -> None:
+    """Raises TargetError if a file differs from what was exported."""
+    for name in artifact.files:
+        if name in artifact.digests and file_digest(folder / name) != artifact.digests[name]:
+            raise TargetError(f"{folder}: {name} was changed after the export; export the model again")
+
+
+def exported_places(run: Run) -> dict[tuple[str, str], Path]:
+    """(target, plan) → exported folder of a run, from its journal and from the run's folder."""
+    places = {}
+    for name in run.load_all("artifact"):
+        target, _, plan = name.partition("/")
+        places[target, plan] = run.artifact_folder(name)
+    for file in sorted((run.folder / "artifacts").glob(f"*/*/{RECORD_FILE}")):
+        places.setdefault((file.parent.parent.name, file.parent.name), file.parent)
+    return places
+
+
+# -- safetensors, written tensor by tensor, so that the size is known before any tensor is -----------------
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of the file."""
+
+    name: str
+    dtype: str  # as safetensors spells it
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return _BYTES[self.dtype] * math.prod(self.shape)
+
+
+def file_size(entries: Sequence[Entry], made_for: str) -> int:
+    return len(_header(entries, made_for)) + sum(entry.bytes for entry in entries)
+
+
+def write_file(
+    path: Path, entries: Sequence[Entry], made_for: str, data: Callable[[Entry], npt.NDArray[np.uint8]]
+) -> None:
+    """`made_for`: the header's format, `mlx` or `pt`. `data` gives an entry's bytes; called once for each, in order."""
+    with naming(path), path.open("wb") as file:
+        file.write(_header(entries, made_for))
+        for entry in entries:
+            content = data(entry)
+            assert content.nbytes == entry.bytes, entry
+            file.write(content.data)
+
+
+def _header(entries: Sequence[Entry], made_for: str) -> bytes:
+    described: dict[str, object] = {"__metadata__": {"format": made_for}}
+    at = 0
+    for entry in entries:
+        offsets = [at, at := at + entry.bytes]
+        described[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": offsets}
+    text = json.dumps(described, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+    return len(text).to_bytes(8, "little") + text

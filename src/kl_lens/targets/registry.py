@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from kl_lens.base.errors import TargetError
 from kl_lens.run.records import Artifact, Plan
-from kl_lens.targets.artifacts import earlier_artifact, read_artifact, require_exported
 from kl_lens.targets.base import Target
+from kl_lens.targets.exporting import earlier_artifact, read_artifact, require_exported
 from kl_lens.targets.session import Session, SessionSettings
 from kl_lens.weights.recipes import FP16, Recipe
 
@@ -105,10 +105,7 @@ def _owner(path: Path) -> str | None:
 
 
 def export(model: LoadedModel | Path, plan: Plan, target: str, folder: Path, **options: Any) -> Artifact:
-    """Writes the plan as files of a target, with a record of every component's format beside them.
-
-    A target that streams also takes a checkpoint folder in place of an opened model, and reads it tensor by tensor.
-    """
+    """Writes the plan as files of a target, with their record. Targets that stream also take a checkpoint folder."""
     return get_target(target).export(model, plan, Path(folder), **options)
 
 
@@ -121,10 +118,7 @@ def open_session(
     exact: bool = False,
     load: str = "auto",
 ) -> Session:
-    """A running session of an exported folder or a bare file.
-
-    `exact`: float32 arithmetic where the runtime would use something faster. `load`: llama.cpp only.
-    """
+    """A session of an exported folder or a bare file. `exact`: in float32; `load`: llama.cpp only."""
     place, _ = locate(path)
     target, settings = target_of(place), SessionSettings(device, threads, gpu_layers, exact, load)
     target.check_device(settings)

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from kl_lens.base.errors import TargetError
 
-if TYPE_CHECKING:
-    from kl_lens.targets.chat import ArtifactTokenizer
-
 Logits = npt.NDArray[np.float32]
+Messages = Sequence[Mapping[str, str]]  # role (system, user, assistant) and content
+Renderer = Callable[[Messages], str]
 # How weights come into memory: read or mapped, repacked for kernels or (plain) as the file has them. lean: mapped, and
 # pages of repacked tensors are returned to the system.
 LOAD_MODES = ("lean", "read", "mapped", "read-plain", "mapped-plain")
@@ -74,6 +73,17 @@ class Session(Protocol):
         """Free the runtime's memory."""
 
 
+@dataclass(frozen=True)
+class ArtifactTokenizer:
+    """Encodes and decodes text."""
+
+    encode: Callable[[str], list[int]]  # recognises special tokens by their text; adds none
+    begin: Callable[[str], list[int]]  # the same, plus the tokens that the tokenizer adds, such as <s>
+    decode: Callable[[Sequence[int]], str]
+    ends: frozenset[int]  # tokens that end a text or a turn; empty if unknown
+    render: Renderer | None = None  # the chat template, if any
+
+
 @runtime_checkable
 class TokenizingSession(Session, Protocol):
     """A session that can tokenize with the vocabulary inside its file."""
@@ -123,7 +133,6 @@ class FedSession(ABC):
 
 
 def checked_tokens(ids: Sequence[int], vocabulary: int, where: str) -> list[int]:
-    """The tokens as integers; TargetError if there are none or one is outside the vocabulary."""
     tokens = [int(token) for token in ids]
     if not tokens:
         raise TargetError("no tokens to feed; give at least one")

@@ -1,48 +1,59 @@
-"""Finds the tokenizer of an exported model: beside it, inside it, or another; without transformers where possible."""
+"""The tokenizer of an exported model, with its chat template as transformers renders it; without transformers where
+possible. Also varied strings, to compare two implementations of a tokenizer."""
 
 from __future__ import annotations
 
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from kl_lens.base.errors import TargetError
-from kl_lens.targets.chat import (
-    ArtifactTokenizer,
-    chat_renderer,
-    default_template,
-    end_ids,
-    read_json,
-    special_texts,
-    template_of,
-)
-from kl_lens.targets.registry import target_of
-from kl_lens.targets.session import Session, TokenizingSession
+from kl_lens.base.errors import TargetError, one_line
+from kl_lens.targets.exporting import GENERATION_FILE
+from kl_lens.targets.session import ArtifactTokenizer, Messages, Renderer, Session, TokenizingSession
 
-TOKENIZER_FILE = "tokenizer.json"
+if TYPE_CHECKING:
+    from jinja2 import nodes
+    from jinja2.parser import Parser
+
+TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
+_WORDS = (
+    "the", "a", "of", "model", "state", "Mamba", "don't", "I'll", "we've", "they're", "naïve", "café", "Straße",
+    "l'été", "mañana", "über", "İstanbul",
+)  # fmt: skip
+_CODE = (
+    "def f(x: int) -> int:\n    return x ** 2\n", "for (int i = 0; i < n; ++i) { a[i] += b[i]; }",
+    '{"key": [1, 2.5e-3, null]}', "SELECT * FROM t WHERE x >= 10;", "#include <vector>\n", "x = y if z else w  # note",
+    '<div class="a">&nbsp;</div>', "\tif err != nil {\n\t\treturn err\n\t}\n", "https://example.org/a?b=c&d=%20e",
+    "C:\\path\\to\\file.txt", "-----", "===", "!!!???", "...",
+)  # fmt: skip
+_SCRIPTS = (
+    "今天天气很好", "言語モデルは面白いです", "안녕하세요", "مرحبا بالعالم", "שלום עולם", "Привет, мир",
+    "Γεια σου", "नमस्ते", "สวัสดีชาวโลก", "e\u0301a\u0308n\u0303",  # the last: combining accents
+)  # fmt: skip
+_EMOJI = ("😀", "🎉🎊", "👩\u200d💻", "🇩🇪", "👍🏽", "❤\ufe0f", "🫠")
+_SPACES = (
+    " ", "  ", "   ", " " * 7, " " * 17, "\t", "\t\t", "\n", "\n\n", "\n\n\n", "\r\n", " \n ", "\u00a0", "\u3000",
+    "\u2009",
+)  # fmt: skip
+_MARKS = ".,;:!?'\"()[]{}<>/\\|@#$%^&*-_=+~`"
 
 
 def find_tokenizer(session: Session | None, artifact: Path, place: str | None = None) -> ArtifactTokenizer:
     """The tokenizer of an exported folder or a bare file; llama.cpp's sessions can tokenize by themselves.
 
-    `place`: a folder, a tokenizer.json or a hub id to use instead of what comes with the artifact. transformers loads
-    only for a hub id, and for a folder without tokenizer.json.
+    `place`: a folder, a tokenizer.json or a hub id (for which transformers loads) to use instead.
     """
     if (file := _file(artifact, place)) is not None:
         return _from_file(file)
     if place:
         return _from_transformers(place)
     if not isinstance(session, TokenizingSession):
-        raise _none_at(artifact)
+        raise TargetError(f"{artifact} holds no tokenizer; pass one with --tokenizer")
     return session.tokenizer()
-
-
-class Openable(Protocol):
-    """An artifact that can be opened, such as evaluation's subjects."""
-
-    @property
-    def path(self) -> Path: ...
-
-    def open(self) -> Session: ...
 
 
 class VocabularyTokenizer:
@@ -63,19 +74,16 @@ class VocabularyTokenizer:
         return {"input_ids": [self.encode(text) for text in texts]}
 
 
-def artifact_tokenizer(subject: Openable, place: str | None = None) -> Any:
+def artifact_tokenizer(artifact: Path, opened: Callable[[], Session], place: str | None = None) -> Any:
     """The tokenizer for evaluation: transformers' own, which knows special tokens too, or the file's vocabulary."""
-    beside = _file(subject.path, None)
+    beside = _file(artifact, None)
     if chosen := place or (beside and beside.parent):
         from kl_lens.model import load_tokenizer
 
-        return load_tokenizer(subject.path, chosen, trust_remote_code=False)
-    if not target_of(subject.path).holds_vocabulary:
-        raise _none_at(subject.path)
-    session = subject.open()
-    assert isinstance(session, TokenizingSession)
+        return load_tokenizer(artifact, chosen, trust_remote_code=False)
+    session = opened()
     try:
-        return VocabularyTokenizer(session.tokenizer())
+        return VocabularyTokenizer(find_tokenizer(session, artifact))
     except TargetError:
         session.close()
         raise
@@ -90,10 +98,6 @@ def _file(artifact: Path, place: str | None) -> Path | None:
     return folder / TOKENIZER_FILE if (folder / TOKENIZER_FILE).is_file() else None
 
 
-def _none_at(artifact: Path) -> TargetError:
-    return TargetError(f"{artifact} holds no tokenizer; pass one with --tokenizer")
-
-
 def _from_file(path: Path) -> ArtifactTokenizer:
     from tokenizers import Tokenizer
 
@@ -102,7 +106,7 @@ def _from_file(path: Path) -> ArtifactTokenizer:
     except Exception as error:  # the library raises no narrower class
         raise TargetError(f"{path} cannot be read as a tokenizer: {error}; use --tokenizer") from error
     folder, special, template = path.parent, special_texts(path.parent), template_of(path.parent)
-    cleaned = read_json(folder / "tokenizer_config.json").get("clean_up_tokenization_spaces")
+    cleaned = read_json(folder / CONFIG_FILE).get("clean_up_tokenization_spaces")
     if cleaned and path.name == TOKENIZER_FILE and type(tokenizer.model).__name__ != "BPE":
         return _from_transformers(str(folder))  # only it knows which spaces to clean up
     # A file may hold truncation limits from training; prompts are not truncated.
@@ -130,3 +134,120 @@ def _from_transformers(place: str) -> ArtifactTokenizer:
         ends=frozenset() if end is None else frozenset([int(end)]),
         render=chat_renderer(template, tokenizer.special_tokens_map, place) if template else None,
     )
+
+
+def default_template(template: Any) -> str | None:
+    """The default of one or several named templates, in the form of tokenizer_config.json."""
+    if isinstance(template, list):
+        template = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
+    if isinstance(template, dict):
+        template = template.get("default")
+    return template if isinstance(template, str) and template else None
+
+
+def template_of(folder: Path) -> tuple[Path, str] | None:
+    """The chat template in a tokenizer's files and the file that holds it, in the places where transformers looks."""
+    if (file := folder / "chat_template.jinja").is_file() and (text := file.read_text(encoding="utf-8")):
+        return file, text
+    file = folder / CONFIG_FILE
+    template = default_template(read_json(file).get("chat_template"))
+    return (file, template) if template else None
+
+
+def special_texts(folder: Path) -> dict[str, str]:
+    """bos_token, eos_token and the like → text."""
+    texts: dict[str, str] = {}
+    for name in ("special_tokens_map.json", CONFIG_FILE):
+        for key, token in read_json(folder / name).items():
+            if isinstance(token, dict):  # an added-token entry with its matching options
+                token = token.get("content")
+            if key.endswith("_token") and isinstance(token, str):
+                texts[key] = token
+    return texts
+
+
+def end_ids(folder: Path) -> list[int]:
+    """Tokens that end a text, from the model's generation settings."""
+    ids = read_json(folder / GENERATION_FILE).get("eos_token_id")
+    return [one for one in (ids if isinstance(ids, list) else [ids]) if isinstance(one, int)]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A settings file of a tokenizer; empty if there is none."""
+    if not path.is_file():
+        return {}
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TargetError(f"{path} cannot be read: {error}; copy the tokenizer's files again") from error
+    return data if isinstance(data, dict) else {}
+
+
+def chat_renderer(template: str, special: Mapping[str, str], where: str) -> Renderer:
+    """Messages → the text that the model reads, up to where its answer begins. `special`: texts of the
+    special tokens that templates name (bos_token, eos_token); `where`: the template's file, for errors."""
+    import jinja2
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """`{% generation %}` marks the text that training learns from; here only its content matters."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Parser) -> list[nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = lambda value, **how: json.dumps(value, ensure_ascii=False, **how)
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda how: datetime.now().strftime(how)
+
+    def render(messages: Messages) -> str:
+        try:
+            return environment.from_string(template).render(
+                messages=messages, add_generation_prompt=True, tools=None, documents=None, **special
+            )
+        except Exception as error:  # a template is third-party code
+            raise TargetError(f"{where}: its chat template fails: {one_line(error)}") from error
+
+    return render
+
+
+def varied_strings(count: int, *, special: Sequence[str] = (), seed: int = 0) -> list[str]:
+    """Words, code, numbers, emoji, several scripts, runs of spaces and the given special tokens, mixed at random."""
+    draw = random.Random(seed)
+    kinds = [
+        lambda: draw.choice(_WORDS),
+        lambda: draw.choice(_WORDS).upper(),
+        lambda: " ".join(draw.choices(_WORDS, k=draw.randint(2, 8))),
+        lambda: draw.choice(_CODE),
+        lambda: str(draw.randrange(10 ** draw.randint(1, 12))),
+        lambda: f"{draw.uniform(-1e6, 1e6):.{draw.randint(0, 6)}f}",
+        lambda: f"{draw.randrange(10**7):,}",
+        lambda: draw.choice(_EMOJI),
+        lambda: draw.choice(_SCRIPTS),
+        lambda: draw.choice(_SPACES),
+        lambda: draw.choice(_MARKS) * draw.randint(1, 4),
+        lambda: "".join(draw.choices("abcdefghijklmnopqrstuvwxyzABCDEFXYZ0123456789", k=draw.randint(1, 12))),
+        lambda: chr(draw.choice((draw.randrange(0x20, 0x250), draw.randrange(0x370, 0x3000)))),
+    ]
+    if special:
+        kinds.append(lambda: draw.choice(special))
+    return [
+        "".join(draw.choice(kinds)() + draw.choice(("", " ")) for _ in range(draw.randint(1, 10)))
+        for _ in range(count)
+    ]
+
+
+def other_ids(own: Sequence[int], expected: Sequence[int], tokenizer: Any) -> str:
+    """Where two lists of ids for one text part, in words."""
+    at = next(i for i, (one, two) in enumerate(zip_longest(own, expected)) if one != two)
+    parts = list(own[at : at + 4]), list(expected[at : at + 4])
+    return f"{tokenizer.decode(parts[1])!r} becomes {parts[0]}, not {parts[1]}"

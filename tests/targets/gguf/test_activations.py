@@ -14,8 +14,7 @@ from kl_lens.base.errors import TargetError
 from kl_lens.model import load
 from kl_lens.run.records import Plan
 from kl_lens.targets.gguf.activations import as_deployed, quantize_activations
-from kl_lens.targets.gguf.choices import FORMATS
-from kl_lens.targets.gguf.export import export
+from kl_lens.targets.gguf.export import FORMATS, export
 from kl_lens.targets.gguf.session import open_session
 from kl_lens.text import wikitext2
 from kl_lens.weights.formats import get_format

@@ -88,18 +88,13 @@ def test_large_tensors_of_a_mapped_file_lie_apart_from_what_is_still_used(tmp_pa
         assert view[:] == path.read_bytes()[4096:]
 
 
-def test_a_file_that_free_memory_does_not_hold_is_mapped(
-    whole: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    free = type("Memory", (), {"available": whole.stat().st_size})
-    monkeypatch.setattr(session_module.psutil, "virtual_memory", lambda: free)
-    with open_session(whole, threads=1) as session:
-        assert session.description["load_mode"] == "mapped-plain"
-
-
-def test_ways_of_loading_that_a_library_does_not_have(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_ways_of_loading(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TargetError, match="--load quick: unknown; choose from auto, lean, read, mapped"):
         open_session(whole, load="quick")
+    free = type("Memory", (), {"available": whole.stat().st_size})
+    monkeypatch.setattr(session_module.psutil, "virtual_memory", lambda: free)  # less than the file
+    with open_session(whole, threads=1) as session:
+        assert session.description["load_mode"] == "mapped-plain"
     monkeypatch.setattr(library, "SWITCHES", (72, bytes((1, 0, 1, 0, 0))))  # as if its fields lay elsewhere
     with pytest.raises(TargetError, match="has no load modes that KL Lens knows"):
         open_session(whole, load="mapped")
@@ -159,13 +154,13 @@ def test_what_llama_cpp_itself_refuses_is_passed_on(tmp_path: Path) -> None:
 
 
 def test_sessions_say_what_is_wrong(whole: Path) -> None:
-    with open_session(whole, threads=1, context=64) as session:
+    with open_session(whole, threads=1) as session:
         with pytest.raises(TargetError, match="token 97 is outside the vocabulary of 97"):
             session.logits([1, 97])
         with pytest.raises(TargetError, match="no tokens"):
             session.prefill([])
         with pytest.raises(TargetError, match=r"do not fit into the context of \d+"):
-            session.logits([1] * 2000)
+            session.logits([1] * (session.context + 1))
     with pytest.raises(TargetError, match="this session is closed"):
         session.step(1)
     session.close()
@@ -173,18 +168,13 @@ def test_sessions_say_what_is_wrong(whole: Path) -> None:
         open_session(whole, threads=0)
 
 
-def test_gpu_layers_without_a_gpu_are_refused(whole: Path) -> None:
-    if library.find_library().has_gpu:
-        pytest.skip("this llama.cpp has a GPU backend")
-    with pytest.raises(TargetError, match=r"--gpu-layers 4: .* has no GPU backend, or finds no GPU"):
-        open_session(whole, gpu_layers=4)
-
-
-@pytest.mark.parametrize("verb", ["evaluate", "generate --prompt a"])
-def test_a_device_that_llama_cpp_lacks_is_refused(whole: Path, verb: str, capsys) -> None:
+def test_a_device_that_llama_cpp_lacks_is_refused(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It would run on the processor and be labelled with the device."""
-    assert main([*verb.split(), str(whole), "--device", "npu"]) == 1
+    assert main(["generate", "--prompt", "a", str(whole), "--device", "npu"]) == 1
     assert "--device NPU: llama.cpp runs on CPU; --gpu-layers N puts" in capsys.readouterr().err
+    if not library.find_library().has_gpu:
+        with pytest.raises(TargetError, match=r"--gpu-layers 4: .* has no GPU backend, or finds no GPU"):
+            open_session(whole, gpu_layers=4)
 
 
 def test_no_layers_on_a_gpu_means_no_gpu(monkeypatch: pytest.MonkeyPatch, whole: Path) -> None:
@@ -201,9 +191,10 @@ def test_no_layers_on_a_gpu_means_no_gpu(monkeypatch: pytest.MonkeyPatch, whole:
         assert (session.logits(range(40)) == expected).all()
 
 
-def test_state_space_models_have_no_length_limit(tmp_path: Path) -> None:
+def test_state_space_models_have_no_length_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "LARGEST_CONTEXT", 32)
     artifact = export(tiny("mamba"), Plan("p", {}, "test"), tmp_path)
-    with open_session(tmp_path / artifact.files[0], threads=1, context=32) as session:
+    with open_session(tmp_path / artifact.files[0], threads=1) as session:
         last = session.prefill([token % 97 for token in range(1500)])
         every = session.logits([token % 97 for token in range(1500)])
     assert np.abs(last - every[-1]).max() < 1e-3

@@ -17,9 +17,9 @@ from kl_lens.model.opening import LoadedModel
 from kl_lens.run.records import Plan
 from kl_lens.study.study import generate
 from kl_lens.targets import export, get_target, locate, open_session
-from kl_lens.targets.gguf.general import general_metadata
 from kl_lens.targets.gguf.header import read_header
 from kl_lens.targets.gguf.tokenizer import tokenizer_data
+from kl_lens.targets.gguf.writer import general_metadata
 from tests.families import _COMMON
 from tests.shipped import shipped_digests
 from tests.targets.gguf.support import tiny

@@ -12,6 +12,7 @@ import transformers
 
 SCRIPT = """
 import json, resource, sys
+from pathlib import Path
 from kl_lens.run.records import Plan
 from kl_lens.targets.gguf.export import export
 from kl_lens.weights.formats import get_format
@@ -19,7 +20,7 @@ import torch
 get_format("q8_0").roundtrip(torch.randn(64, 64))  # libraries that load on first use
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 plan = Plan("q8_0", json.load(open(sys.argv[3])), "test")
-artifact = export(sys.argv[1], plan, sys.argv[2])
+artifact = export(Path(sys.argv[1]), plan, Path(sys.argv[2]))
 after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 print(json.dumps({"before": before, "after": after, "file": artifact.realised_bytes}))
 """

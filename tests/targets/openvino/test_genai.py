@@ -21,7 +21,7 @@ from kl_lens.model import LoadedModel, load
 from kl_lens.run.records import Plan
 from kl_lens.study.generate import GenerateSettings, generate
 from kl_lens.study.session import Session
-from kl_lens.targets.artifacts import read_artifact
+from kl_lens.targets.exporting import read_artifact
 from kl_lens.targets.openvino.session import open_session
 from kl_lens.targets.openvino.tokenizer import first_difference
 from kl_lens.targets.registry import get_target

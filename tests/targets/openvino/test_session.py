@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from kl_lens.base.errors import TargetError
+from kl_lens.base.files import RECORD_FILE
 from kl_lens.model import load
 from kl_lens.run.records import Plan
-from kl_lens.targets.artifacts import RECORD_FILE
 from kl_lens.targets.openvino import session as session_module
 from kl_lens.targets.openvino.folder import graph_file
 from kl_lens.targets.openvino.rewrites import is_gated

@@ -24,8 +24,7 @@ from kl_lens.run.records import Estimate
 from kl_lens.targets import Session, SessionSettings, Target
 from kl_lens.targets.dissection import VOCABULARY, Disagreement, Dissection
 from kl_lens.targets.session import TokenizingSession
-from kl_lens.targets.tokenizer import find_tokenizer
-from kl_lens.targets.varied_text import other_ids
+from kl_lens.targets.tokenizer import find_tokenizer, other_ids
 from kl_lens.weights.recipes import Recipe
 
 STEPPED = 64  # tokens that are also fed one by one

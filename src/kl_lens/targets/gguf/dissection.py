@@ -13,13 +13,13 @@ import torch
 
 from kl_lens.base.errors import KLLensError
 from kl_lens.targets import dissection, quarantine
-from kl_lens.targets.chat import default_template, end_ids
 from kl_lens.targets.dissection import Disagreement, Dissection, Part, StoredTensor, Texts, setting
 from kl_lens.targets.gguf.architectures import get_architecture
 from kl_lens.targets.gguf.header import TensorEntry, read_header
 from kl_lens.targets.gguf.session import GGUFSession, try_out
 from kl_lens.targets.gguf.tokenizer import UNUSED, sample_strings, tokenizer_data
 from kl_lens.targets.session import Session, SessionSettings
+from kl_lens.targets.tokenizer import default_template, end_ids
 from kl_lens.weights.formats import Quantized, get_format, known_formats
 from kl_lens.weights.formats.gguf_blocks import gguf_module
 
@@ -58,7 +58,7 @@ class GGUFDissection(Dissection):
             if not dissection.same(there := metadata.get(key), value):
                 matters = name not in _WITHOUT_EFFECT if key in metadata else None  # llama.cpp has defaults
                 found.append(setting(key, there, value, self._advice(key, value), matters=matters))
-        for reason in filter(None, architecture.refusals(model.config)):
+        for reason in architecture.refusals(model.config):
             words = f"llama.cpp computes another model: {reason}"
             found.append(Disagreement("llama.cpp", words, "use another runtime"))
         return found
@@ -69,23 +69,22 @@ class GGUFDissection(Dissection):
         except KLLensError:  # there is none, or llama.cpp has none of this kind
             return
         held = read_header(self.place, whole=True).metadata
-        tokens, merges, types = (
-            held.get(_TOKENIZER + name, ()) for name in ("tokens", "merges", "token_type")
-        )
         known = [i for i, kind in enumerate(wanted.types) if kind != UNUSED]
+        lists = {"token": wanted.tokens, "merge": wanted.merges, "token type": wanted.types}
+        own = {name: dict(enumerate(values)) for name, values in lists.items()}
+        for name in ("token", "token type"):
+            own[name] = {i: own[name][i] for i in known}
         special = {f"{name}_token_id": i for name, i in wanted.special.items()} | wanted.switches
-        found = Texts(
-            dict(enumerate(tokens)), merges, held, held, default_template(held.get("tokenizer.chat_template")),
-            dict(enumerate(types)),
-        )  # fmt: skip
-        expected = Texts(
-            {i: wanted.tokens[i] for i in known}, wanted.merges,
-            {_TOKENIZER + "pre": wanted.pre, _TOKENIZER + "model": wanted.model},
-            {_TOKENIZER + key: value for key, value in special.items()}, default_template(wanted.chat_template),
-            {i: wanted.types[i] for i in known},
-        )  # fmt: skip
-        if tokens:
-            yield from dissection.other_texts(found, expected, self._advice)
+        splitting = {_TOKENIZER + "pre": wanted.pre, _TOKENIZER + "model": wanted.model}
+        keys = {_TOKENIZER + key: value for key, value in special.items()}
+        expected = Texts(own, splitting, keys, default_template(wanted.chat_template))
+        names = {"token": "tokens", "merge": "merges", "token type": "token_type"}
+        theirs = {name: dict(enumerate(held.get(_TOKENIZER + key, ()))) for name, key in names.items()}
+        if not theirs["token type"]:
+            del theirs["token type"]
+        if theirs["token"]:
+            template = default_template(held.get("tokenizer.chat_template"))
+            yield from dissection.other_texts(Texts(theirs, held, held, template), expected, self._advice)
 
     def _advice(self, key: str, value: Any) -> str:
         if value is not None:

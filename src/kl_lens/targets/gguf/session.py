@@ -14,18 +14,18 @@ import psutil
 
 from kl_lens.base.environment import processors
 from kl_lens.base.errors import TargetError, printable
-from kl_lens.targets.artifacts import earlier_artifact
-from kl_lens.targets.chat import ArtifactTokenizer, chat_renderer
+from kl_lens.targets.exporting import earlier_artifact
 from kl_lens.targets.gguf.header import read_header
 from kl_lens.targets.gguf.library import find_library
 from kl_lens.targets.gguf.paging import ProgressCallback, can_give_back, give_back, giving_back, set_apart
 from kl_lens.targets.gguf.tokenizer import TOKENIZER_CHECK, differing_string
-from kl_lens.targets.session import LOAD_MODES, FedSession, Logits, SessionSettings
+from kl_lens.targets.session import LOAD_MODES, ArtifactTokenizer, FedSession, Logits, SessionSettings
+from kl_lens.targets.tokenizer import chat_renderer
 
 # Tokens in one call of llama_decode. llama.cpp keeps the logits of all of them, so this bounds that memory.
 BATCH = 512
 # Attention caches are allocated for the whole context at once; state-space layers have no such limit.
-LARGEST_DEFAULT_CONTEXT = 8192
+LARGEST_CONTEXT = 8192
 AUTO = "auto"
 FREE_SHARE = 0.9  # most of the free memory that weights may take
 
@@ -45,34 +45,30 @@ class GGUFSession(FedSession):
             the copy that kernels use. A file larger than free memory is mapped without repacking.
             `exact`: keys and values in F32 and no flash attention, to measure only the loss of a plan. llama.cpp's
             default rounds them to F16, and its CPU flash attention also sums in F16.
-        context: tokens to make room for in attention caches; the model's own length up to 8192 unless given.
     """
 
-    def __init__(
-        self, path: str | Path, settings: SessionSettings | None = None, *, context: int | None = None
-    ) -> None:
+    def __init__(self, path: Path, settings: SessionSettings) -> None:
         self._context: int | None = None
         self._model: int | None = None
-        self._settings = settings or SessionSettings()
-        self.file = read_header(Path(path))
+        self._settings, self.file, self._library = settings, read_header(path), find_library()
         self.place = self.file.paths[0]
-        self._library = find_library()
-        if self._settings.gpu_layers:
-            self._library.require_gpu(self._settings.gpu_layers)
-        threads, load = self._settings.threads, self._settings.load
-        if load != AUTO and load not in LOAD_MODES:
-            raise TargetError(f"--load {load}: unknown; choose from {', '.join((AUTO, *LOAD_MODES))}")
-        if threads is not None and threads < 1:
-            raise TargetError(f"threads must be at least 1, not {threads}")
-        self.load = load if load != AUTO else self._fitting_load()
+        self.threads = processors() if settings.threads is None else settings.threads
+        if settings.gpu_layers:
+            self._library.require_gpu(settings.gpu_layers)
+        if settings.load != AUTO and settings.load not in LOAD_MODES:
+            raise TargetError(
+                f"--load {settings.load}: unknown; choose from {', '.join((AUTO, *LOAD_MODES))}"
+            )
+        if self.threads < 1:
+            raise TargetError(f"threads must be at least 1, not {self.threads}")
+        self.load = settings.load if settings.load != AUTO else self._fitting_load()
         self._load()
         functions = self._library.functions
         self.endless = bool(functions.llama_model_is_recurrent(self._model))
         self._vocab = functions.llama_model_get_vocab(self._model)
         self.vocabulary = int(functions.llama_vocab_n_tokens(self._vocab))
         trained = int(functions.llama_model_n_ctx_train(self._model))
-        self.threads = threads or processors()
-        self._make_context(max(context or min(trained, LARGEST_DEFAULT_CONTEXT), 1))
+        self._make_context(max(min(trained, LARGEST_CONTEXT), 1))
 
     def _fitting_load(self) -> str | None:
         if not self._library.has_load_modes:
@@ -213,10 +209,8 @@ class GGUFSession(FedSession):
         if not (context := self._context):  # check first: closing frees the batch
             raise self.closed()
         if not self.endless and self._position + len(tokens) > self.context:
-            raise TargetError(
-                f"{self.place}: {self._position + len(tokens)} tokens do not fit into the context of {self.context}; "
-                "open the session with a larger context"
-            )
+            count = self._position + len(tokens)
+            raise TargetError(f"{self.place}: {count} tokens do not fit into the context of {self.context}")
         rows = np.empty((len(tokens) if every else 1, self.vocabulary), np.float32)
         filled = 0
         for start in range(0, len(tokens), self._batch_size):
@@ -255,9 +249,9 @@ class GGUFSession(FedSession):
         return printable(lines[0]) if lines else "it gave no reason"
 
 
-def open_session(path: str | Path, *, context: int | None = None, **settings: Any) -> GGUFSession:
+def open_session(path: Path, **settings: Any) -> GGUFSession:
     """`settings`: fields of `SessionSettings`."""
-    return GGUFSession(path, SessionSettings(**settings), context=context)
+    return GGUFSession(path, SessionSettings(**settings))
 
 
 def try_out(place: Path) -> None:

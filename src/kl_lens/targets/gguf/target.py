@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kl_lens.base.errors import TargetError, UnsupportedError
 from kl_lens.run.records import Artifact, Plan
 from kl_lens.targets import quarantine
-from kl_lens.targets.base import ExportOption, Health, StockRecipe, Target
-from kl_lens.targets.contents import FLOATS, Contents
+from kl_lens.targets.base import FLOATS, Contents, ExportOption, Health, StockRecipe, Target
 from kl_lens.targets.gguf import library
 from kl_lens.targets.gguf.header import parts_of, read_header
 from kl_lens.targets.session import Session, SessionSettings
@@ -31,7 +30,7 @@ BUILDING = "https://kl-lens.github.io/kl-lens/targets/#llamacpp"
 class GGUFTarget(Target):
     name, title, extra, packages = "gguf", "llama.cpp", "gguf", ("gguf",)
     loads, besides = (SUFFIX,), "the header (settings, vocabulary)"
-    streams = holds_vocabulary = True
+    streams = True
     methods, recipe_tool = ("gptq", "imatrix"), "llama.cpp"
     exact_options = "run it with --flash-attn off --cache-type-k f32 --cache-type-v f32"
     options = (
@@ -50,7 +49,7 @@ class GGUFTarget(Target):
     # -- what it can hold ----------------------------------------------------------------------------------
 
     def stores(self, fmt: Format) -> str | None:
-        from kl_lens.targets.gguf.choices import FORMATS, STAND_INS
+        from kl_lens.targets.gguf.export import FORMATS, STAND_INS
 
         known = fmt.name in STAND_INS
         return None if known else f"GGUF has no format {fmt.name!r}; it has {', '.join(FORMATS)}"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kl_lens.base.errors import TargetError, UnsupportedError
-from kl_lens.targets.varied_text import varied_strings
+from kl_lens.targets.tokenizer import varied_strings
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 BYTE_LEVEL, SENTENCEPIECE = "gpt2", "llama"  # tokenizer.ggml.model
@@ -45,24 +45,18 @@ _SPLITS = {
     (_QWEN35, False): "qwen35",
     (_TEKKEN, True): "tekken",
 }
-# Differences in llama.cpp, by its name for the pre-tokenizer.
+# Differences in llama.cpp, by its name for the pre-tokenizer or the scheme of spaces.
 _NOTES = {
+    "NFC": "the tokenizer composes characters first (NFC) and llama.cpp does not: text with combining marks "
+    "is split differently unless it is composed already",
     "tekken": "llama.cpp sees the case of ASCII letters only, and no combining marks: words of other scripts that "
     "change case or carry such marks are split differently",
-}
-_SPACE_NOTES = {
     "always": "llama.cpp, like SentencePiece, puts a space before a text that begins with one, transformers does not",
     "first": "llama.cpp puts no space before a text, transformers does (in chats, which begin with a special token, "
     "neither does)",
 }
-_NFC = (
-    "the tokenizer composes characters first (NFC) and llama.cpp does not: text with combining marks "
-    "is split differently unless it is composed already"
-)
-
-
 # The kind of sample strings that can still be compared under each note.
-_FORMS = {_NOTES["tekken"]: "ascii", _SPACE_NOTES["always"]: "unspaced", _SPACE_NOTES["first"]: "spaced"}
+_FORMS = {"tekken": "ascii", "always": "unspaced", "first": "spaced"}
 
 
 @dataclass(frozen=True)
@@ -118,8 +112,7 @@ def tokenizer_data(tokenizer: Any, vocabulary: int, ends: Sequence[int] = ()) ->
     silent = [index for index, kind in enumerate(types) if kind in (CONTROL, UNUSED)]
     known = [index for index in (special.get("eos"), *ends) if index is not None and index < vocabulary]
     samples = [token["content"] for token in added.values()][:20]
-    form = _FORMS.get(notes[-1], "all") if notes else "all"
-    check = {"form": form, "special": samples}
+    check = {"form": next((_FORMS[name] for name in notes if name in _FORMS), "all"), "special": samples}
     ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in sample_strings(check)]
     return TokenizerData(
         model=model,
@@ -132,7 +125,7 @@ def tokenizer_data(tokenizer: Any, vocabulary: int, ends: Sequence[int] = ()) ->
         switches=_added_around(tokenizer) | switches,
         chat_template=template,
         check=check | {"checksums": _checksums(ids)},
-        notes=notes,
+        notes=tuple(_NOTES[name] for name in notes),
     )
 
 
@@ -176,18 +169,21 @@ def _specification(tokenizer: Any) -> dict[str, Any]:
     return specification
 
 
-def _splitting(specification: dict[str, Any]) -> tuple[str, str, tuple[str, ...], dict[str, bool]]:
-    """llama.cpp's names for the tokenizer and its pre-tokenizer, notes on differences, and switches."""
+def _splitting(specification: dict[str, Any]) -> tuple[str, str, list[str], dict[str, bool]]:
+    """llama.cpp's names for the tokenizer and its pre-tokenizer, names of notes, and switches."""
     if specification["model"].get("byte_fallback"):
         scheme = _space_scheme(specification)
-        said = (_SPACE_NOTES[scheme],) if scheme in _SPACE_NOTES else ()
-        return SENTENCEPIECE, SPACES, said, {"add_space_prefix": scheme in ("each", "always")}
+        return (
+            SENTENCEPIECE,
+            SPACES,
+            [scheme] if scheme in _NOTES else [],
+            {"add_space_prefix": scheme in ("each", "always")},
+        )
     kinds = [step["type"] for step in _steps(specification.get("normalizer"), "normalizers")]
     if kinds and set(kinds) != {"NFC"}:
         raise _unknown(f"it normalises with {'+'.join(kinds)}")
     pre = _pre_tokenizer(specification, composes=bool(kinds))
-    notes = ((_NFC,) if kinds else ()) + ((_NOTES[pre],) if pre in _NOTES else ())
-    return BYTE_LEVEL, pre, notes, {}
+    return BYTE_LEVEL, pre, [name for name in (*kinds[:1], pre) if name in _NOTES], {}
 
 
 def _pre_tokenizer(specification: dict[str, Any], composes: bool) -> str:

@@ -1,8 +1,12 @@
-"""Writes the files: headers first, then each tensor is read, quantized and written on its own."""
+"""Writes the files: headers first, then each tensor is read, quantized and written on its own.
+
+A file's `general.*` metadata and its name are as llama.cpp's converter makes them.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
@@ -16,12 +20,51 @@ import numpy.typing as npt
 from kl_lens.base.digests import bytes_digest
 from kl_lens.base.errors import TargetError
 from kl_lens.base.files import naming, replacing
+from kl_lens.base.units import tag_of
+from kl_lens.base.version import __version__
 from kl_lens.model.streaming import TensorSource
-from kl_lens.targets.gguf.choices import FLOAT32, TensorJob
+from kl_lens.run.records import ExportedTensor, Plan
+from kl_lens.targets.exporting import GENERATION_FILE
+from kl_lens.targets.gguf.architectures import TensorRule
 from kl_lens.targets.gguf.tokenizer import TokenizerData
+from kl_lens.targets.tokenizer import read_json
 from kl_lens.weights.formats.gguf_blocks import gguf_module
-from kl_lens.weights.recipes import FP16
+from kl_lens.weights.recipes import FP16, Recipe
 from kl_lens.weights.store import WeightStore
+
+FLOAT32 = "fp32"  # for everything that is not a matrix product; not a format of plans
+
+
+@dataclass(frozen=True)
+class TensorJob:
+    """One tensor of the file: its source, shape and recipe (None: F32)."""
+
+    rule: TensorRule
+    component: str
+    shape: tuple[int, ...]
+    planned: Recipe | None
+    recipe: Recipe | None
+    reason: str | None  # why they differ
+
+    @property
+    def format(self) -> str:
+        return FLOAT32 if self.recipe is None else self.recipe.grid.name
+
+    @property
+    def bytes(self) -> int:
+        return 4 * math.prod(self.shape) if self.recipe is None else self.recipe.grid.bytes(self.shape)
+
+    @property
+    def planned_bytes(self) -> int:
+        """In the planned format, or in FP16 if that does not fit the shape."""
+        if self.planned is None:
+            return 4 * math.prod(self.shape)
+        fmt = self.planned.grid
+        return 2 * math.prod(self.shape) if fmt.fits(self.shape) else fmt.bytes(self.shape)
+
+    def record(self, digest: str, weights: str) -> ExportedTensor:
+        what = self.component, self.rule.name, self.planned or FLOAT32, self.recipe or FLOAT32
+        return ExportedTensor(*what, self.bytes, self.reason, digest, weights)
 
 
 @dataclass(frozen=True)
@@ -73,12 +116,9 @@ def size_on_disk(header: Header) -> int:
     """Bytes of all files: headers and tensors, padded to the alignment."""
     with tempfile.TemporaryDirectory() as folder:
         header.begin(Path(folder)).close()
-        parts = [
-            *(path.stat().st_size for path in Path(folder).iterdir()),
-            *(job.bytes for job in header.jobs),
-        ]
+        parts = [path.stat().st_size for path in Path(folder).iterdir()]
     unit = gguf_module().GGUF_DEFAULT_ALIGNMENT
-    return sum(-(-part // unit) * unit for part in parts)
+    return sum(-(-part // unit) * unit for part in (*parts, *(job.bytes for job in header.jobs)))
 
 
 def write_files(
@@ -132,16 +172,9 @@ def _stored(job: TensorJob, tensors: TensorSource, store: WeightStore) -> tuple[
 
 
 def _announce(writer: Any, job: TensorJob) -> None:
-    gguf = gguf_module()
-    if job.format in (FLOAT32, FP16):
-        dtype = np.dtype(np.float32 if job.format == FLOAT32 else np.float16)
-        writer.add_tensor_info(job.rule.name, job.shape, dtype, job.bytes)
-        return
-    kind = gguf.GGMLQuantizationType[job.format.upper()]
-    assert job.recipe is not None
-    row_bytes = job.recipe.grid.bytes((1, job.shape[-1]))
-    shape = (*job.shape[:-1], row_bytes)  # gguf wants the shape in bytes here
-    writer.add_tensor_info(job.rule.name, shape, np.dtype(np.uint8), job.bytes, raw_dtype=kind)
+    name = {FLOAT32: "F32", FP16: "F16"}.get(job.format, job.format.upper())
+    kind = gguf_module().GGMLQuantizationType[name]
+    writer.add_tensor_info(job.rule.name, job.shape, np.dtype(np.float32), job.bytes, raw_dtype=kind)
 
 
 def _typed(value: Any) -> tuple[Any, Any]:
@@ -171,3 +204,61 @@ def _add_tokenizer(writer: Any, tokenizer: TokenizerData | None) -> None:
         writer.add_bool(f"tokenizer.ggml.{name}", switch)
     if tokenizer.chat_template is not None:
         writer.add_chat_template(tokenizer.chat_template)
+
+
+def general_metadata(folder: Path, name: str, counts: tuple[int, int, int, int]) -> Any:
+    """gguf's `Metadata`, from the model card, the settings in the checkpoint's folder and the model's name (a folder's
+    or a hub id). `counts` of parameters: all, shared, of one expert, and how many experts."""
+    gguf = gguf_module()
+    try:
+        card, config = gguf.Metadata.load_model_card(folder), gguf.Metadata.load_hf_parameters(folder)
+        metadata = _from(card, config, name, counts[0])
+    except Exception:  # cards are written by hand: invalid YAML, or a number as a name
+        metadata = _from({}, {}, name, counts[0])
+    settings = read_json(folder / GENERATION_FILE)
+    sampling = {"sampling_top_k": "top_k", "sampling_top_p": "top_p", "sampling_temp": "temperature"}
+    for field, key in sampling.items():
+        if isinstance(value := settings.get(key), int | float):
+            setattr(metadata, field, value)
+    metadata.size_label = metadata.size_label or gguf.size_label(*counts)
+    metadata.quantized_by = f"KL Lens {__version__}"
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        metadata.source_repo_url = f"https://huggingface.co/{name}"
+    return metadata
+
+
+def _from(card: dict[str, Any], config: dict[str, Any], name: str, parameters: int) -> Any:
+    gguf = gguf_module()
+    owner, _, own = name.rpartition("/")
+    # `_name_or_path` is often a path on the trainer's machine.
+    config = {key: value for key, value in config.items() if key != "_name_or_path"}
+    metadata = gguf.Metadata.apply_metadata_heuristic(
+        gguf.Metadata(), card, config, Path(own or name), parameters
+    )
+    if owner and metadata.organization is None:
+        metadata.organization = gguf.Metadata.id_to_title(owner)
+    writer = gguf.GGUFWriter(None, "none")
+    metadata.set_gguf_meta_model(writer)
+    kinds = {"STRING": str, "ARRAY": list, "UINT32": int}
+    for field in writer.kv_data[0].values():
+        if not isinstance(field.value, kinds.get(field.type.name, object)):
+            raise ValueError(f"{field.value} is not of type {field.type.name}")
+    return metadata
+
+
+def file_name(metadata: Any, plan: Plan, jobs: Sequence[TensorJob]) -> str:
+    """By the GGUF naming convention, BaseName-SizeLabel-FineTune-Version-Encoding: `Mamba2-130M-KL-4.5bpw.gguf`."""
+    stem = gguf_module().naming_convention(
+        metadata.name, metadata.basename, metadata.finetune, metadata.version, metadata.size_label, None
+    )
+    formats = {job.format for job in jobs if job.recipe is not None and job.format != FP16}
+    if plan.family == "stock":
+        encoding = tag_of(plan.name.removeprefix("stock.")).upper()
+    elif not formats:
+        encoding = "F16"
+    elif len(formats) == 1 and len(set(plan.assignment.values())) == 1:
+        encoding = formats.pop().upper()
+    else:
+        bits = 8 * sum(job.bytes for job in jobs) / sum(math.prod(job.shape) for job in jobs)
+        encoding = f"KL-{bits:.1f}bpw"
+    return f"{tag_of(stem)}-{encoding}.gguf"

@@ -14,12 +14,12 @@ import torch
 
 from kl_lens.base.errors import TargetError, one_line
 from kl_lens.targets import dissection
-from kl_lens.targets.chat import read_json
 from kl_lens.targets.dissection import Disagreement, Dissection, Part, StoredTensor
 from kl_lens.targets.mlx.configuration import CONFIG_FILE
 from kl_lens.targets.mlx.export import PARTS
 from kl_lens.targets.mlx.session import MLXSession
 from kl_lens.targets.session import Session, SessionSettings
+from kl_lens.targets.tokenizer import read_json
 from kl_lens.weights.formats import known_formats
 
 if TYPE_CHECKING:

@@ -15,9 +15,8 @@ import numpy.typing as npt
 from kl_lens.base.digests import bytes_digest
 from kl_lens.base.errors import TargetError
 from kl_lens.run.records import Artifact, ExportedTensor, Plan
-from kl_lens.targets.exporting import Choice, record, write_beside
+from kl_lens.targets.exporting import Choice, Entry, file_size, record, write_beside, write_file
 from kl_lens.targets.mlx.configuration import CONFIG_FILE
-from kl_lens.targets.safetensors import Entry, file_size, write_file
 from kl_lens.weights.formats.affine import AffineFormat
 from kl_lens.weights.recipes import FP16
 

@@ -12,7 +12,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from kl_lens.base.errors import TargetError, one_line
-from kl_lens.targets.contents import Contents
+from kl_lens.targets.base import Contents
 from kl_lens.targets.session import FedSession, Logits
 
 # Tokens in one call of the model. The operations of a call wait in memory until it is computed; Mamba-1 has dozens for

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kl_lens.base.errors import TargetError, UnsupportedError
 from kl_lens.run.records import Artifact, Plan
-from kl_lens.targets.base import Health, StockRecipe, Target
-from kl_lens.targets.contents import Contents
+from kl_lens.targets.base import Contents, Health, StockRecipe, Target
 from kl_lens.targets.exporting import choices
 from kl_lens.targets.session import SessionSettings
 from kl_lens.weights.formats import Format

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kl_lens.run.records import Artifact
-from kl_lens.targets.contents import Contents
+from kl_lens.targets.base import Contents
 from kl_lens.targets.openvino.folder import IR_FILE
 from kl_lens.targets.openvino.session import read_graph
 

@@ -17,9 +17,8 @@ import torch
 
 from kl_lens.base.errors import TargetError, last_line
 from kl_lens.targets import dissection, quarantine
-from kl_lens.targets.artifacts import read_artifact
-from kl_lens.targets.chat import default_template
 from kl_lens.targets.dissection import Disagreement, Dissection, Part, StoredTensor, Texts, setting
+from kl_lens.targets.exporting import read_artifact
 from kl_lens.targets.openvino import session
 from kl_lens.targets.openvino.constants import raw_bytes
 from kl_lens.targets.openvino.folder import DETOKENIZER_FILE, IR_FILE, TOKENIZER_FILE
@@ -28,6 +27,7 @@ from kl_lens.targets.openvino.rewrites import is_constant, operations
 from kl_lens.targets.openvino.session import read_graph
 from kl_lens.targets.openvino.tokenizer import first_difference
 from kl_lens.targets.session import Session, SessionSettings
+from kl_lens.targets.tokenizer import default_template
 from kl_lens.weights.formats import Format, get_format, known_formats, tables
 from kl_lens.weights.formats.integer import SignedScaleFormat, ZeroPointFormat
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kl_lens.targets.artifacts import read_artifact
+from kl_lens.targets.exporting import read_artifact
 
 IR_FILE, WEIGHT_FILE = "openvino_model.xml", "openvino_model.bin"
 TOKENIZER_FILE, DETOKENIZER_FILE = "openvino_tokenizer.xml", "openvino_detokenizer.xml"

@@ -21,7 +21,7 @@ import openvino.opset13 as ops
 from kl_lens.base.environment import processors
 from kl_lens.base.errors import TargetError, last_line
 from kl_lens.base.files import DERIVED
-from kl_lens.targets.artifacts import read_artifact
+from kl_lens.targets.exporting import read_artifact
 from kl_lens.targets.openvino.folder import graph_file
 from kl_lens.targets.openvino.rewrites import is_gated
 from kl_lens.targets.session import FedSession, Logits

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from kl_lens.base.errors import TargetError
 from kl_lens.run.records import Artifact, Plan
-from kl_lens.targets.artifacts import read_artifact
-from kl_lens.targets.base import ExportOption, StockRecipe, Target
-from kl_lens.targets.contents import Contents
+from kl_lens.targets.base import Contents, ExportOption, StockRecipe, Target
+from kl_lens.targets.exporting import read_artifact
 from kl_lens.targets.openvino.benchmark_app import BenchmarkApp
 from kl_lens.targets.openvino.folder import IR_FILE, TOKENIZER_FILE, WEIGHT_FILE, graph_file
 from kl_lens.targets.session import Session, SessionSettings

@@ -15,7 +15,7 @@ import openvino as ov
 from kl_lens.base.errors import one_line
 from kl_lens.targets.openvino.folder import DETOKENIZER_FILE, TOKENIZER_FILE
 from kl_lens.targets.openvino.rewrites import number_names
-from kl_lens.targets.varied_text import other_ids, varied_strings
+from kl_lens.targets.tokenizer import other_ids, varied_strings
 
 CHECKED_STRINGS = 300
 

@@ -68,16 +68,15 @@ class Architecture:
     names: str | Callable[[Any], str]  # llama.cpp's name, or a function that gives it for a configuration
     metadata: Callable[[Any], Metadata]
     tensors: Callable[[Any, Shapes], list[TensorRule]]
-    refusals: Callable[[Any], Iterable[str | None]]  # reasons why this configuration is not supported
-    notes: Callable[[Any], Sequence[str]]  # known small differences
+    refusals: Callable[[Any], Iterable[str]]  # reasons why this configuration is not supported
+    notes: Callable[[Any], Iterable[str]]  # known small differences
 
     def name(self, config: Any) -> str:
         return self.names if isinstance(self.names, str) else self.names(config)
 
     def require(self, config: Any) -> None:
         for reason in self.refusals(config):
-            if reason:
-                raise UnsupportedError(f"this {self.model_type} model cannot be written as GGUF: {reason}")
+            raise UnsupportedError(f"this {self.model_type} model cannot be written as GGUF: {reason}")
 
 
 _architectures: dict[str, Architecture] = {}
@@ -87,8 +86,8 @@ def register(
     names: Mapping[str, str | Callable[[Any], str]],
     metadata: Callable[[Any], Metadata],
     tensors: Callable[[Any, Shapes], list[TensorRule]],
-    refusals: Callable[[Any], Iterable[str | None]],
-    notes: Callable[[Any], Sequence[str]] = lambda _: (),
+    refusals: Callable[[Any], Iterable[str]],
+    notes: Callable[[Any], Iterable[str]] = lambda _: (),
 ) -> None:
     """`names`: transformers' name → llama.cpp's."""
     for model_type, name in names.items():

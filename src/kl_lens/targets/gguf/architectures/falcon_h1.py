@@ -76,13 +76,10 @@ def _tensors(config: Any, shapes: Shapes) -> list[TensorRule]:
     return [replace(rule, factors=factors.get(re.sub(r"^blk\.\d+\.", "", rule.name), 1.0)) for rule in rules]
 
 
-def _refusals(config: Any) -> Iterable[str | None]:
+def _refusals(config: Any) -> Iterable[str]:
     if config.mamba_rms_norm and config.mamba_norm_before_gate:
         yield "it normalises before the gate (mamba_norm_before_gate), but llama.cpp gates first"
-    yield parts.refuse_bias(config, "attention_bias", "mlp_bias", "mamba_proj_bias", "projectors_bias")
-    yield parts.refuse_activation(config)
-    yield parts.refuse_time_limits(config)
-    yield parts.refuse_rope_scaling(config)
+    yield from parts.refusals(config, "attention_bias", "mlp_bias", "mamba_proj_bias", "projectors_bias")
 
 
 register({"falcon_h1": "falcon-h1"}, _metadata, _tensors, _refusals)

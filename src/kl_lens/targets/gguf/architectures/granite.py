@@ -97,14 +97,12 @@ def _granite_mlp(config: Any, block: str, layer: str) -> list[TensorRule]:
     return rules
 
 
-def _refusals(config: Any) -> Iterable[str | None]:
+def _refusals(config: Any) -> Iterable[str]:
     if all(_attention_layers(config)):
         yield "it has only attention layers, but this architecture of llama.cpp is for hybrids"
-    yield parts.refuse_expansion(config.hidden_size, _inner(config))
-    yield parts.refuse_bias(config, "attention_bias", "mlp_bias", "mamba_proj_bias")
-    yield parts.refuse_activation(config)
-    yield parts.refuse_time_limits(config)
-    yield parts.refuse_rope_scaling(config) if _rotary(config) else None
+    yield from parts.refuse_expansion(config.hidden_size, _inner(config))
+    biases = ("attention_bias", "mlp_bias", "mamba_proj_bias")
+    yield from parts.refusals(config, *biases, rope=_rotary(config) > 0)
 
 
 register({"granitemoehybrid": "granitehybrid", "bamba": "granitehybrid"}, _metadata, _tensors, _refusals)

@@ -51,10 +51,9 @@ def _tensors(config: Any, shapes: Shapes) -> list[TensorRule]:
     return rules
 
 
-def _refusals(config: Any) -> Iterable[str | None]:
-    yield parts.refuse_expansion(config.hidden_size, _inner(config))
-    yield parts.refuse_bias(config, "mamba_proj_bias")
-    yield parts.refuse_activation(config)
+def _refusals(config: Any) -> Iterable[str]:
+    yield from parts.refuse_expansion(config.hidden_size, _inner(config))
+    yield from parts.refusals(config, "mamba_proj_bias", rope=False)
 
 
 register({"jamba": "jamba"}, _metadata, _tensors, _refusals)

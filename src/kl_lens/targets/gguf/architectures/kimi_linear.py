@@ -33,10 +33,7 @@ def _metadata(config: Any) -> Metadata:
             "rope.freq_base": parts.rope_base(config),
         }
     return {
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
-        "block_count": config.num_hidden_layers,
+        **parts.sizes(config, config.intermediate_size),
         "attention.head_count": config.num_attention_heads,
         # llama.cpp caches the latent, which all heads share, so there is one key head.
         "attention.head_count_kv": [int(kind == "full_attention") for kind in config.layer_types],
@@ -136,7 +133,7 @@ def _tensors(config: Any, shapes: Shapes) -> list[TensorRule]:
     return rules
 
 
-def _refusals(config: Any) -> Iterable[str | None]:
+def _refusals(config: Any) -> Iterable[str]:
     if "dense" in config.mlp_layer_types[_dense_layers(config) :]:
         yield "llama.cpp expects layers without experts first, but this model has them elsewhere"
     if config.linear_num_heads != config.num_attention_heads:
@@ -147,19 +144,16 @@ def _refusals(config: Any) -> Iterable[str | None]:
         yield "its queries come from their own latent (q_lora_rank), which llama.cpp does not compute"
     if config.tie_word_embeddings and not _is_ling(config):
         yield "its head is tied to the embedding, but llama.cpp's kimi-linear needs a separate head"
-    yield parts.refuse_expert_weights(config)
-    yield parts.refuse_bias(config, "attention_bias")
-    yield parts.refuse_activation(config)
-    yield parts.refuse_rope_scaling(config)
+    yield from parts.refuse_expert_weights(config)
+    yield from parts.refusals(config, "attention_bias")
 
 
-def _notes(config: Any) -> tuple[str, ...]:
-    if config.rms_norm_eps == _EPSILON:
-        return ()
-    return (
-        f"llama.cpp normalises queries, keys and the attention's latent with epsilon {config.rms_norm_eps:g}, "
-        f"transformers with {_EPSILON:g}",
-    )
+def _notes(config: Any) -> Iterable[str]:
+    if config.rms_norm_eps != _EPSILON:
+        yield (
+            f"llama.cpp normalises queries, keys and the attention's latent with epsilon {config.rms_norm_eps:g}, "
+            f"transformers with {_EPSILON:g}"
+        )
 
 
 _NAMES = {"kimi_linear": "kimi-linear", "bailing_hybrid": "bailingmoe3"}

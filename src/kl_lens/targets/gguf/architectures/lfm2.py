@@ -26,10 +26,7 @@ def _feed_forward(config: Any) -> int:
 
 def _metadata(config: Any) -> Metadata:
     values: Metadata = {
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "feed_forward_length": _feed_forward(config),
-        "block_count": config.num_hidden_layers,
+        **parts.sizes(config, _feed_forward(config)),
         "vocab_size": config.vocab_size,
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": [
@@ -75,11 +72,10 @@ def _tensors(config: Any, shapes: Shapes) -> list[TensorRule]:
     return rules
 
 
-def _refusals(config: Any) -> Iterable[str | None]:
-    yield parts.refuse_bias(config, "conv_bias")
-    yield parts.refuse_rope_scaling(config)
+def _refusals(config: Any) -> Iterable[str]:
+    yield from parts.refusals(config, "conv_bias")
     if config.model_type == "lfm2_moe":
-        yield parts.refuse_expert_weights(config)
+        yield from parts.refuse_expert_weights(config)
         if config.routed_scaling_factor != 1:
             yield f"it scales its experts by {config.routed_scaling_factor}, but llama.cpp's lfm2moe does not"
         if not config.use_expert_bias:

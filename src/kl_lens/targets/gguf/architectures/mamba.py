@@ -41,22 +41,18 @@ def _tensors(config: Any, shapes: Shapes) -> list[TensorRule]:
     return rules
 
 
-def _refusals(config: Any) -> Iterable[str | None]:
-    if config.model_type == "mamba2":
-        yield parts.refuse_time_limits(config)
-    else:
-        yield parts.refuse_expansion(config.hidden_size, config.intermediate_size)
-    yield parts.refuse_bias(config, "use_bias")
-    yield parts.refuse_activation(config)
+def _refusals(config: Any) -> Iterable[str]:
+    if config.model_type != "mamba2":
+        yield from parts.refuse_expansion(config.hidden_size, config.intermediate_size)
+    yield from parts.refusals(config, "use_bias")
 
 
-def _notes(config: Any) -> tuple[str, ...]:
-    if config.model_type != "falcon_mamba" or config.mixer_rms_eps == config.layer_norm_epsilon:
-        return ()
-    return (
-        f"llama.cpp normalises B, C and the time step with epsilon {config.layer_norm_epsilon:g}, "
-        f"transformers with {config.mixer_rms_eps:g}",
-    )
+def _notes(config: Any) -> Iterable[str]:
+    if config.model_type == "falcon_mamba" and config.mixer_rms_eps != config.layer_norm_epsilon:
+        yield (
+            f"llama.cpp normalises B, C and the time step with epsilon {config.layer_norm_epsilon:g}, "
+            f"transformers with {config.mixer_rms_eps:g}"
+        )
 
 
 _NAMES = {"mamba": "mamba", "mamba2": "mamba2", "falcon_mamba": "mamba"}

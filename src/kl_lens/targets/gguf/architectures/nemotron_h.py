@@ -84,7 +84,7 @@ def _tensors(config: Any, shapes: Shapes) -> list[TensorRule]:
     return rules
 
 
-def _refusals(config: Any) -> Iterable[str | None]:
+def _refusals(config: Any) -> Iterable[str]:
     kinds = set(_layers(config))
     if {"mlp", "moe"} <= kinds:
         yield "it has plain MLP layers and expert layers, but llama.cpp supports only one kind per model"
@@ -94,18 +94,16 @@ def _refusals(config: Any) -> Iterable[str | None]:
         yield "its experts work in a latent space (moe_latent_size), which is not mapped"
     if "moe" in kinds and config.n_group != 1:
         yield f"it routes within {config.n_group} groups of experts, but llama.cpp's nemotron_h uses one group"
-    yield parts.refuse_bias(config, "use_bias", "attention_bias", "mlp_bias", "mamba_proj_bias")
-    yield parts.refuse_activation(config, ("relu2",), "mlp_hidden_act")
-    yield parts.refuse_activation(config, name="mamba_hidden_act")
+    biases = ("use_bias", "attention_bias", "mlp_bias", "mamba_proj_bias")
+    yield from parts.refusals(config, *biases, rope=False, steps=False)
 
 
-def _notes(config: Any) -> tuple[str, ...]:
-    if not config.time_step_min:
-        return ()
-    return (
-        f"transformers raises time steps below {config.time_step_min:g} to that value, llama.cpp does not: "
-        "layers that use such small steps differ a little",
-    )
+def _notes(config: Any) -> Iterable[str]:
+    if config.time_step_min:
+        yield (
+            f"transformers raises time steps below {config.time_step_min:g} to that value, llama.cpp does not: "
+            "layers that use such small steps differ a little"
+        )
 
 
 def _name(config: Any) -> str:

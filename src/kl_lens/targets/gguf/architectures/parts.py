@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -64,13 +64,19 @@ def head_size(config: Any) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
-def hybrid_metadata(config: Any, inner: int, rank: int) -> Metadata:
-    """Metadata of every hybrid of attention and state-space layers; `rank`: of the time steps, or the heads."""
+def sizes(config: Any, feed_forward: int) -> Metadata:
     return {
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
+        "feed_forward_length": feed_forward,
         "block_count": config.num_hidden_layers,
+    }
+
+
+def hybrid_metadata(config: Any, inner: int, rank: int) -> Metadata:
+    """Metadata of every hybrid of attention and state-space layers; `rank`: of the time steps, or the heads."""
+    return {
+        **sizes(config, config.intermediate_size),
         "attention.head_count": config.num_attention_heads,
         "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
         "ssm.conv_kernel": config.mamba_d_conv,
@@ -78,6 +84,10 @@ def hybrid_metadata(config: Any, inner: int, rank: int) -> Metadata:
         "ssm.state_size": config.mamba_d_state,
         "ssm.time_step_rank": rank,
     }
+
+
+def rope_base(config: Any) -> float:
+    return float((getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0))
 
 
 # -- groups of tensors -----------------------------------------------------------------------------------
@@ -171,41 +181,28 @@ def gated_experts(block: str, router: str, experts: str) -> list[TensorRule]:
 # -- reasons to refuse -----------------------------------------------------------------------------------
 
 
-def refuse_bias(config: Any, *names: str) -> str | None:
-    for name in names:
+def refusals(config: Any, *biases: str, rope: bool = True, steps: bool = True) -> Iterator[str]:
+    """Biases, activations, limits of time steps and rope scaling that llama.cpp does not compute."""
+    for name in biases:
         if getattr(config, name, False):
-            return f"it has biases ({name}), for which llama.cpp has no tensors"
-    return None
-
-
-def refuse_activation(
-    config: Any, allowed: Sequence[str] = ("silu", "swish"), name: str = "hidden_act"
-) -> str | None:
-    activation = getattr(config, name, allowed[0])
-    reason = f"its activation {activation!r} is not llama.cpp's {allowed[0]!r}"
-    return None if activation in allowed else reason
-
-
-def refuse_expansion(width: int, inner: int) -> str | None:
-    reason = f"llama.cpp loads it only with an inner size of twice {width}, but it is {inner}"
-    return None if inner == 2 * width else reason
-
-
-def refuse_time_limits(config: Any) -> str | None:
+            yield f"it has biases ({name}), for which llama.cpp has no tensors"
+    silu = ("silu", "swish")
+    for name, known in {"hidden_act": silu, "mamba_hidden_act": silu, "mlp_hidden_act": ("relu2",)}.items():
+        if (activation := getattr(config, name, known[0])) not in known:
+            yield f"its activation {activation!r} is not llama.cpp's {known[0]!r}"
     limits = tuple(getattr(config, "time_step_limit", None) or (0.0, math.inf))
-    reason = f"it limits time steps to {limits}, but llama.cpp does not limit them"
-    return None if limits == (0.0, math.inf) else reason
-
-
-def refuse_expert_weights(config: Any) -> str | None:
-    reason = "llama.cpp scales the weights of the chosen experts to a sum of one, but this model does not"
-    return None if config.norm_topk_prob else reason
-
-
-def refuse_rope_scaling(config: Any) -> str | None:
+    if steps and limits != (0.0, math.inf):
+        yield f"it limits time steps to {limits}, but llama.cpp does not limit them"
     kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    return None if kind == "default" else f"its rope scaling {kind!r} is not mapped; only plain rope is"
+    if rope and kind != "default":
+        yield f"its rope scaling {kind!r} is not mapped; only plain rope is"
 
 
-def rope_base(config: Any) -> float:
-    return float((getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0))
+def refuse_expansion(width: int, inner: int) -> Iterator[str]:
+    if inner != 2 * width:
+        yield f"llama.cpp loads it only with an inner size of twice {width}, but it is {inner}"
+
+
+def refuse_expert_weights(config: Any) -> Iterator[str]:
+    if not config.norm_topk_prob:
+        yield "llama.cpp scales the weights of the chosen experts to a sum of one, but this model does not"

@@ -43,10 +43,7 @@ def _heads(config: Any) -> tuple[int, int]:
 
 def _metadata(config: Any) -> Metadata:
     values: Metadata = {
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "feed_forward_length": getattr(config, "intermediate_size", 0) or config.moe_intermediate_size,
-        "block_count": config.num_hidden_layers,
+        **parts.sizes(config, getattr(config, "intermediate_size", 0) or config.moe_intermediate_size),
         "full_attention_interval": _interval(config),
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
@@ -159,7 +156,7 @@ def _tensors(config: Any, shapes: Shapes) -> list[TensorRule]:
     return rules
 
 
-def _refusals(config: Any) -> Iterable[str | None]:
+def _refusals(config: Any) -> Iterable[str]:
     if not _interval(config):
         yield "llama.cpp expects attention at a regular interval of layers, but this model has it elsewhere"
     if config.linear_key_head_dim != config.linear_value_head_dim:
@@ -167,19 +164,16 @@ def _refusals(config: Any) -> Iterable[str | None]:
     if config.model_type == "qwen3_next":
         if config.mlp_only_layers or config.decoder_sparse_step != 1:
             yield "llama.cpp's qwen3next has experts in every layer, but this model does not"
-        yield parts.refuse_expert_weights(config)
-    yield parts.refuse_bias(config, "attention_bias")
-    yield parts.refuse_activation(config)
-    yield parts.refuse_rope_scaling(config)
+        yield from parts.refuse_expert_weights(config)
+    yield from parts.refusals(config, "attention_bias")
 
 
-def _notes(config: Any) -> tuple[str, ...]:
-    if config.model_type == "qwen3_next" or _heads(config)[1] == 1:
-        return ()
-    return (
-        "llama.cpp has the heads of linear_attn.out_proj in another order: a format with blocks longer than a head "
-        f"({config.linear_value_head_dim} columns) is replaced there by one with shorter blocks",
-    )
+def _notes(config: Any) -> Iterable[str]:
+    if config.model_type != "qwen3_next" and _heads(config)[1] > 1:
+        yield (
+            "llama.cpp has the heads of linear_attn.out_proj in another order: a format with blocks longer than a head "
+            f"({config.linear_value_head_dim} columns) is replaced there by one with shorter blocks"
+        )
 
 
 _NAMES = {"qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"}
