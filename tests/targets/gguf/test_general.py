@@ -108,30 +108,24 @@ def test_a_card_that_makes_no_sense_says_nothing(checkpoint: Path, tmp_path: Pat
         assert general_metadata(folder, "odd", (1, 1, 0, 0)).name == "Odd"
 
 
-def _model() -> LoadedModel:
+def test_names_by_the_convention(tmp_path: Path) -> None:
     settings = {**_COMMON, "hidden_size": 256, "num_hidden_layers": 1, "state_size": 8}
-    return tiny(transformers.MambaConfig(**settings), name="owner/Mamba2-451k")
-
-
-@pytest.mark.parametrize(
-    ("plan", "encoding"),
-    [
-        (Plan("uniform_q8_0", {"backbone.embeddings": "q8_0"}, "test"), "Q8_0"),
-        (Plan("stock.q4_k_m", {"backbone.embeddings": "q6_k"}, "test", family="stock"), "Q4_K_M"),
-        (
-            Plan("best", {"backbone.embeddings": "q8_0", "backbone.layers.0.mixer.in_proj": "q4_k"}, "test"),
-            "KL-9.2bpw",
-        ),
-    ],
-)
-def test_names_by_the_convention(plan: Plan, encoding: str, tmp_path: Path) -> None:
-    export(_model(), Plan("p", {}, "test"), "gguf", tmp_path)
-    artifact = export(_model(), plan, "gguf", tmp_path)
-    assert artifact.files == (f"Mamba2-451K-{encoding}.gguf",)
-    assert [path.name for path in tmp_path.glob("*.gguf")] == list(artifact.files)  # the earlier one is gone
-    said = read_header(tmp_path / artifact.files[0]).metadata
-    assert said["general.source.repo_url"] == "https://huggingface.co/owner/Mamba2-451k"
-    assert said["general.organization"] == "Owner"
+    model = tiny(transformers.MambaConfig(**settings), name="owner/Mamba2-451k")
+    embedding = "backbone.embeddings"
+    mixed = {embedding: "q8_0", "backbone.layers.0.mixer.in_proj": "q4_k"}
+    for plan, encoding in (
+        (Plan("uniform_q8_0", {embedding: "q8_0"}, "test"), "Q8_0"),
+        (Plan("stock.q4_k_m", {embedding: "q6_k"}, "test", family="stock"), "Q4_K_M"),
+        (Plan("best", mixed, "test"), "KL-9.2bpw"),
+    ):
+        artifact = export(model, plan, "gguf", tmp_path)
+        assert artifact.files == (f"Mamba2-451K-{encoding}.gguf",)
+        assert [path.name for path in tmp_path.glob("*.gguf")] == list(
+            artifact.files
+        )  # the earlier one is gone
+        said = read_header(tmp_path / artifact.files[0]).metadata
+        assert said["general.source.repo_url"] == "https://huggingface.co/owner/Mamba2-451k"
+        assert said["general.organization"] == "Owner"
 
 
 def test_parts(checkpoint: Path, exported: Path, tmp_path: Path) -> None:

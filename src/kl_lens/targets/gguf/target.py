@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kl_lens.base.errors import TargetError, UnsupportedError
+from kl_lens.base.errors import TargetError
 from kl_lens.run.records import Artifact, Plan
 from kl_lens.targets import quarantine
 from kl_lens.targets.base import FLOATS, Contents, ExportOption, Health, StockRecipe, Target
@@ -67,13 +67,9 @@ class GGUFTarget(Target):
         return ("iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s")  # Q2_K and Q3_K lose to IQ2_S and IQ3_S
 
     def unsupported(self, model_type: str) -> str | None:
-        from kl_lens.targets.gguf.architectures import get_architecture
+        from kl_lens.targets.gguf.architectures import why_unknown
 
-        try:
-            get_architecture(model_type)
-        except UnsupportedError as error:
-            return str(error)
-        return None
+        return why_unknown(model_type)
 
     def stock_recipes(self, model: LoadedModel) -> tuple[StockRecipe, ...]:
         from kl_lens.targets.gguf.stock import stock_recipes

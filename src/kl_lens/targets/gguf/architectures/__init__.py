@@ -1,11 +1,11 @@
 """One file per family: how its configuration and weights become llama.cpp's metadata and tensors."""
 
 from kl_lens.targets.gguf.architectures.base import (
-    Architecture,
     TensorRule,
     check_complete,
     get_architecture,
     supported_architectures,
+    why_unknown,
 )
 
 # Importing a module registers its architectures.
@@ -20,4 +20,4 @@ from kl_lens.targets.gguf.architectures import nemotron_h as nemotron_h
 from kl_lens.targets.gguf.architectures import qwen as qwen
 # isort: on
 
-__all__ = ["Architecture", "TensorRule", "check_complete", "get_architecture", "supported_architectures"]
+__all__ = ["TensorRule", "check_complete", "get_architecture", "supported_architectures", "why_unknown"]

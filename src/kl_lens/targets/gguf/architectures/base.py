@@ -100,17 +100,19 @@ def supported_architectures() -> tuple[str, ...]:
 
 
 def get_architecture(model_type: str) -> Architecture:
-    try:
-        return _architectures[model_type]
-    except KeyError:
-        raise UnsupportedError(_why_unknown(model_type)) from None
+    if reason := why_unknown(model_type):
+        raise UnsupportedError(reason)
+    return _architectures[model_type]
 
 
 # Families that llama.cpp runs under a different name, or that its Python package does not list yet.
 _OTHER_NAMES = ("mistral", "mixtral", "minimax", "qwen4_exp_text")
 
 
-def _why_unknown(model_type: str) -> str:
+def why_unknown(model_type: str) -> str | None:
+    """Why such models cannot be exported, or None."""
+    if model_type in _architectures:
+        return None
     from gguf.constants import MODEL_ARCH_NAMES
 
     names = {re.sub(r"[-_.]", "", name) for name in MODEL_ARCH_NAMES.values()}
