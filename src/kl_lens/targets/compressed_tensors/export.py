@@ -18,8 +18,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from kl_lens.base.digests import tensor_digest
 from kl_lens.run.records import Artifact, ExportedTensor, Plan
 from kl_lens.targets.compressed_tensors.schemes import CONFIG_FILE, configuration, is_packed
-from kl_lens.targets.exporting import Choice, choices, record, write_beside
-from kl_lens.targets.safetensors import Entry, file_size, write_file
+from kl_lens.targets.exporting import Choice, Entry, choices, file_size, record, write_beside, write_file
 from kl_lens.weights.recipes import FP16
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from kl_lens.base.errors import TargetError, UnsupportedError
 from kl_lens.run.records import Artifact, Component, Plan
 from kl_lens.targets.base import StockRecipe, Target
-from kl_lens.targets.chat import read_json
 from kl_lens.targets.session import Session, SessionSettings
+from kl_lens.targets.tokenizer import read_json
 from kl_lens.weights.formats import Format
 from kl_lens.weights.recipes import FP16, Recipe
 
