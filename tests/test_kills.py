@@ -35,7 +35,7 @@ pytest.importorskip("openvino", reason="needs the extra openvino")
 COMMAND = "tests.test_kills:command"
 WARM = (
     "tests.test_kills", "kl_lens.study.run", "kl_lens.reporting.page", "openvino",
-    "kl_lens.targets.openvino.convert", "kl_lens.targets.openvino.stock", "kl_lens.targets.gguf.export", "gguf",
+    "kl_lens.targets.openvino.convert", "kl_lens.targets.openvino.profiles", "kl_lens.targets.gguf.export", "gguf",
     "kl_lens.measuring.sweep", "kl_lens.planning.budget", "transformers.models.mamba.modeling_mamba", "lzma",
 )  # fmt: skip
 IN_A_ROW = 8  # kills before the command is let through

@@ -23,7 +23,7 @@ from kl_lens.run.records import Estimate
 from kl_lens.study.autopsy import AutopsyResult
 from kl_lens.targets import SessionSettings, dissected, open_session
 from kl_lens.targets.openvino.folder import IR_FILE
-from kl_lens.targets.openvino.foreign import open_foreign
+from kl_lens.targets.openvino.session import open_foreign
 from tests.autopsy import planting
 from tests.autopsy.conftest import Examine, Sound
 

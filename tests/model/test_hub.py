@@ -118,13 +118,9 @@ def test_progress_is_shown(tiny: Hub) -> None:
     assert len(seen) == 1, "nothing to come"
 
 
-def test_a_renamed_repository_goes_by_its_new_name(tiny: Hub) -> None:
+def test_a_name_may_be_an_old_one_or_have_a_revision_behind_it(tiny: Hub) -> None:
     tiny.add("old/name", renamed_to="org/tiny")
-    model = load("old/name")
-    assert model.source == f"org/tiny@{tiny.repositories['org/tiny'].commit}"
-
-
-def test_a_revision_may_stand_behind_the_name(tiny: Hub) -> None:
+    assert load("old/name").source == f"org/tiny@{tiny.repositories['org/tiny'].commit}"
     tiny.repositories["org/tiny"].tags["v1"] = tiny.repositories["org/tiny"].commit
     assert model_folder("org/tiny@v1") == model_folder("org/tiny", revision="v1")
     with pytest.raises(CheckpointError, match="org/tiny@v1 and revision v2: give only one"):
@@ -139,10 +135,7 @@ def test_a_revision_may_stand_behind_the_name(tiny: Hub) -> None:
         ("org/missing", r"org/missing: no such folder here and no such repository on the hub \(private ones"),
         ("org/private", r"org/private: no such folder here and no such repository on the hub \(private ones"),
         ("org/gated", r"org/gated is gated; accept its terms on the hub and run `hf auth login`"),
-        (
-            "org/gguf",
-            r"org/gguf has no safetensors weights \(it has model.gguf\); name the repository of the original",
-        ),
+        ("org/gguf", r"org/gguf has no safetensors weights \(it has model.gguf\); name the original"),
         (
             "org/lost",
             r"org/lost: model.safetensors.index.json names gone.safetensors, which the hub does not have",
@@ -160,32 +153,25 @@ def test_one_line_says_what_is_wrong(hub: Hub, saved: Callable[..., Path], name:
     assert "\n" not in str(error.value)
 
 
-def test_pickles_are_taken_where_there_is_nothing_else(hub: Hub, saved: Callable[..., Path]) -> None:
-    files = hub.add("org/pickled", saved("llama")).files
-    files["pytorch_model.bin"] = files.pop("model.safetensors")
-    assert (model_folder("org/pickled") / "pytorch_model.bin").is_file()
-
-
-def test_a_disk_without_room_is_seen_before_anything_comes(
-    tiny: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("shutil.disk_usage", lambda place: SimpleNamespace(free=1000))
-    with pytest.raises(
-        CheckpointError, match=r"org/tiny needs \d.* kB in .*, where 1.00 kB are free; .*HF_HOME"
-    ):
-        model_folder("org/tiny")
-
-
-def test_a_disk_that_fills_up_meanwhile(tiny: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_full_before_or_meanwhile(tiny: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+    with monkeypatch.context() as little:
+        little.setattr("shutil.disk_usage", lambda place: SimpleNamespace(free=1000))
+        with pytest.raises(CheckpointError, match=r"org/tiny needs \d.* kB in .*, where 1.00 kB are free"):
+            model_folder("org/tiny")
     monkeypatch.setattr(huggingface_hub.file_download, "http_get", full)
     with pytest.raises(CheckpointError, match=r"org/tiny: the disk of .* is full; .*finished files are kept"):
         model_folder("org/tiny")
 
 
-def test_of_a_tokenizer_no_weights_come(hub: Hub) -> None:
+def test_pickles_come_if_there_is_nothing_else_and_of_a_tokenizer_no_weights(
+    hub: Hub, saved: Callable[..., Path]
+) -> None:
+    files = hub.add("org/pickled", saved("llama")).files
+    files["pytorch_model.bin"] = files.pop("model.safetensors")
+    assert (model_folder("org/pickled") / "pytorch_model.bin").is_file()
     hub.add("org/words", reference_path("mamba"))
     tokenizer = load_tokenizer(Path("nowhere"), "org/words", trust_remote_code=False)
     assert tokenizer.decode(tokenizer("Hello")["input_ids"]) == "Hello"

@@ -11,9 +11,8 @@ from torch.nn import functional
 from kl_lens.model import Chain
 from kl_lens.model.kernels import attention, fast_kernels, swap
 from kl_lens.model.kernels.chunked_scan import chunked_scan
-from kl_lens.model.kernels.convolution import causal_convolution
 from kl_lens.model.kernels.head_scan import head_scan
-from kl_lens.model.kernels.selective_scan import selective_scan
+from kl_lens.model.kernels.selective_scan import causal_convolution, selective_scan
 from tests.families import CONFIGS, tiny_model, token_ids
 from tests.planted import growing, larger
 
@@ -164,23 +163,6 @@ def test_kernels_are_swapped_in_one_model_only_and_only_inside_the_block() -> No
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-@pytest.mark.parametrize("family", ["mamba", "mamba2", "falcon_h1"])
-def test_gradients_through_our_scans_are_the_librarys(family: str) -> None:
-    model = tiny_model(family).requires_grad_(True)
-
-    def gradients() -> dict[str, torch.Tensor]:
-        model.zero_grad()
-        model(token_ids(2, 70), use_cache=False).logits.square().mean().backward()
-        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-    expected = gradients()
-    with fast_kernels(model):
-        found = gradients()
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-4 * float(gradient.abs().max()))
-
-
 def test_a_nan_that_enters_a_kernel_comes_out_of_it() -> None:
     """A broken weight must show in the logits, not be computed away."""
     for scan, made in ((selective_scan, _mamba1(2, 33, 64, 16)), (head_scan, _mamba2(2, 33, 4, 16, 1, 8))):
@@ -194,18 +176,6 @@ def test_a_nan_that_enters_a_kernel_comes_out_of_it() -> None:
     assert causal_convolution(query[0], torch.randn(16, 4), None, with_silu=True).isnan().any()
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("parameter", ["A_log", "dt_proj.weight", "dt_proj.bias", "conv1d.weight"])
-def test_a_broken_weight_of_a_mixer_shows_in_the_logits(parameter: str, value: float) -> None:
-    model, ids = tiny_model("mamba"), token_ids(2, 40)
-    with torch.inference_mode():
-        model.get_parameter(f"backbone.layers.1.mixer.{parameter}").view(-1)[0] = value
-        expected = model(ids, use_cache=False).logits.isfinite().all()
-        with fast_kernels(model):
-            found = model(ids, use_cache=False).logits.isfinite().all()
-    assert bool(found) == bool(expected)
-
-
 # -- checked before they are used ---------------------------------------------------------------------------
 
 
@@ -213,9 +183,7 @@ def test_a_broken_weight_of_a_mixer_shows_in_the_logits(parameter: str, value: f
     ("place", "family", "plant", "gradients"),
     [
         ("selective_scan", "mamba", growing, False),
-        ("selective_scan", "hymba", growing, False),
         ("head_scan", "mamba2", growing, False),
-        ("head_scan", "falcon_h1", growing, False),
         ("causal_convolution", "mamba2", larger, False),
         ("causal_attention", "llama", larger, False),
         ("tracked_scan", "mamba", growing, True),
@@ -257,15 +225,17 @@ def test_a_wrong_gradient_is_found(monkeypatch) -> None:
     assert "Mamba-1 scan (gradients)" in said[0]
 
 
+QUICK = ("mamba", "mamba2", "falcon_h1", "jamba_experts", "hymba", "mamba2_groups")
+SLOW = [*((f, torch.float32) for f in ("zamba", *sorted(CONFIGS.keys() - set(QUICK))))]
+SLOW += [(family, torch.float16) for family in ("mamba", "mamba2", "hymba")]
+
+
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [
-        *((family, torch.float32) for family in (*CONFIGS, "zamba", "hymba", "mamba2_groups")),
+        *((family, torch.float32) for family in QUICK),
         *((family, torch.bfloat16) for family in ("mamba2", "llama")),
-        *(
-            pytest.param(family, torch.float16, marks=pytest.mark.slow)
-            for family in ("mamba", "mamba2", "hymba")
-        ),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW),
     ],
 )
 def test_right_kernels_are_found_right_in_every_precision(

@@ -58,6 +58,7 @@ def test_mamba2_with_groups_is_what_its_definition_says(saved) -> None:
     for model in (in_memory, on_disk):
         torch.testing.assert_close(model.chain.full_logits(IDS), expected, rtol=1e-4, atol=1e-4)
     assert in_memory.fingerprint == on_disk.fingerprint
+    assert in_memory.fingerprint.endswith("-grouped-norm"), "a run of the other norm is not gone on with"
     with torch.inference_mode():
         assert (original(IDS, use_cache=False).logits - expected).abs().max() > 0.1, (
             "transformers alone differs"
@@ -76,11 +77,6 @@ def test_hybrids_with_groups_normalise_each_by_itself(family: str, monkeypatch: 
         x, gate = torch.randn(2, 3, 5, norm.weight.numel())
         expected = _rms(x * functional.silu(gate), norm.weight, norm.variance_epsilon, 2)
         torch.testing.assert_close(norm(x, gate), expected)
-
-
-def test_a_run_of_the_other_norm_is_not_gone_on_with() -> None:
-    with_groups = LoadedModel("", Path(), tiny_model("mamba2_groups"), None)
-    assert with_groups.fingerprint.endswith("-grouped-norm")
 
 
 def test_the_gpu_norm_is_not_used_for_groups() -> None:

@@ -17,10 +17,6 @@ CLASSES = {"mamba": "MambaForCausalLM", "mamba2": "Mamba2ForCausalLM", "hybrid":
 CLASSES["hymba"] = "HymbaForCausalLM"  # smaller than the others, and trained for two minutes
 
 
-def _card(name: str) -> str:
-    return (reference_path(name) / "README.md").read_text()
-
-
 @pytest.mark.parametrize("name", CLASSES)
 def test_size_kind_tokenizer_and_perplexity_are_what_the_card_says(name: str) -> None:
     """Perplexity on the first windows of WikiText-2 test; the card's figure is over all of it."""
@@ -35,7 +31,10 @@ def test_size_kind_tokenizer_and_perplexity_are_what_the_card_says(name: str) ->
     assert len(tokenizer) == 4096
     for text in ("Hello  world\n\n", "naïve – 漢字 🙂", " = Title = \n", "1234567", "\x00\x07"):
         assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
-    card = _card(name)
+    card = (folder / "README.md").read_text()
+    command = f"train.py --corpus corpus.tar.xz --model {name}"
+    for expected in ("CC BY-SA", "million tokens", "non-overlapping windows of 512", command):
+        assert expected in card
     stated = float(re.search(r"this checkpoint\*\* \| \*\*([\d.]+)\*\*", card)[1])
     ngram = float(re.search(r"5-gram.*all the training text \| ([\d.]+)", card)[1])
     assert stated < ngram / (1.4 if name == "hymba" else 2)
@@ -45,15 +44,3 @@ def test_size_kind_tokenizer_and_perplexity_are_what_the_card_says(name: str) ->
         losses.append(-log_p[:-1].gather(1, window[1:, None]).mean())
     mean, error = torch.stack(losses).mean(), torch.stack(losses).std() / math.sqrt(len(losses))
     assert abs(mean - math.log(stated)) < 3 * error + 0.05
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_the_card_names_data_training_and_command(name: str) -> None:
-    card = _card(name)
-    for expected in (
-        "CC BY-SA",
-        "million tokens",
-        "non-overlapping windows of 512",
-        f"train.py --corpus corpus.tar.xz --model {name}",
-    ):
-        assert expected in card

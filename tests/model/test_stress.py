@@ -10,7 +10,6 @@ from benchmarks.stress import stress
 
 from kl_lens.base.errors import CheckpointError
 from kl_lens.model import LoadedModel
-from kl_lens.weights.formats import get_format
 from tests.families import tiny_model, token_ids
 
 
@@ -28,7 +27,11 @@ STRESSABLE = {
 }
 
 
-@pytest.mark.parametrize("family", STRESSABLE)
+QUICK = ("mamba2", "falcon_h1")
+FAMILIES = [pytest.param(f, marks=() if f in QUICK else pytest.mark.slow) for f in STRESSABLE]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_outputs_do_not_change(family: str) -> None:
     model, ids = _model(family), token_ids(2, 21)
     before = model.chain.full_logits(ids)
@@ -39,37 +42,12 @@ def test_outputs_do_not_change(family: str) -> None:
     assert kinds >= STRESSABLE[family]
 
 
-def test_planted_channels_are_outliers_and_make_the_component_sensitive() -> None:
-    model, ids = _model("mamba2"), token_ids(4, 21)
-    name = "backbone.layers.1.mixer.out_proj"
-    weight = model.model.get_submodule(name).weight
-    int4 = get_format("int4")
-    reference = model.chain.full_logits(ids)
-
-    def damage() -> float:
-        original = weight.detach().clone()
-        weight.data.copy_(int4.roundtrip(original, name))
-        moved = float((model.chain.full_logits(ids) - reference).pow(2).mean())
-        weight.data.copy_(original)
-        return moved
-
-    before = damage()
-    (planted,) = stress(model, r"layers\.1\.mixer\.out_proj", channels=1, factor=64)
-    assert planted.components == (name,)
-    column = weight[:, planted.channels[0]].abs().median()
-    assert column > 10 * weight.abs().median()
-    assert damage() > 10 * before
-
-
 def test_what_cannot_be_stressed_is_an_error_that_says_what_can() -> None:
+    """Gemma-2's norms multiply by 1 + weight: rescaling them does something else, and that is noticed."""
     with pytest.raises(CheckpointError, match=r"no component .* matches 'x_proj'.*dt_proj, in_proj"):
         stress(_model("mamba"), "x_proj")
     with pytest.raises(CheckpointError, match="no power of two"):
         stress(_model("mamba"), factor=10)
-
-
-def test_an_architecture_wired_otherwise_is_left_untouched() -> None:
-    """Gemma-2's norms multiply by 1 + weight: rescaling them does something else, and that is noticed."""
     model, ids = _model("gemma2"), token_ids(1, 9)
     before = model.chain.full_logits(ids)
     with pytest.raises(CheckpointError, match="undone"):

@@ -13,7 +13,7 @@ import pytest
 from kl_lens.base.errors import TargetError
 from kl_lens.paper.timing import run_app, write_report
 from kl_lens.run.records import ARTIFACT, Profile, Quartiles, Subject
-from kl_lens.targets.openvino.benchmark_app import BenchmarkApp
+from kl_lens.targets.openvino.target import BenchmarkApp
 
 DATA = Path(__file__).parent / "data"
 APP = BenchmarkApp()

@@ -1,8 +1,7 @@
 """Opens a model, finds its components, and runs any part of it."""
 
 from kl_lens.model.anatomy import Anatomy, anatomy_of
-from kl_lens.model.chain import BlockCalls, Chain
-from kl_lens.model.linking import States
+from kl_lens.model.chain import BlockCalls, Chain, States
 from kl_lens.model.opening import LoadedModel, load, load_tokenizer, model_folder, own_images, pinned
 from kl_lens.model.tasks import ImageTask, LanguageTask, Task
 

@@ -13,7 +13,6 @@ from torch.overrides import TorchFunctionMode
 
 from kl_lens.base.errors import CheckpointError
 from kl_lens.model.chain import Chain
-from kl_lens.model.norms import groups_of
 from kl_lens.run.records import Component
 
 # Siblings that runtimes fuse into one matmul. Members of a group in one parent module share a format.
@@ -265,11 +264,9 @@ _PRODUCTS = {
 
 
 class _Watcher(TorchFunctionMode):
-    """Watches along which axis parameters are multiplied.
-
-    Formats quantize along the last axis, which must be the one that a product sums over. For a `Linear` that is known.
-    A parameter that a module multiplies itself (`self.x_proj_weight @ x`) may be either way round.
-    """
+    """Watches along which axis parameters are multiplied. Formats quantize along the last axis, which must be the one
+    that a product sums over. For a `Linear` that is known. A parameter that a module multiplies itself
+    (`self.x_proj_weight @ x`) may be either way round."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__()
@@ -295,3 +292,31 @@ class _Watcher(TorchFunctionMode):
             if 0 <= tensor.data_ptr() - parameter.data_ptr() < size:
                 whole = tensor.shape[axis] == parameter.shape[-1]
                 self.seen[key].add(whole and tensor.stride(axis) == parameter.stride(-1))
+
+
+# The gated norm of Mamba-2 layers with several groups. mamba_ssm, which these models are trained with, normalises each
+# group of channels by itself (`group_size = d_ssm // ngroups`), and llama.cpp follows. transformers does it for Zamba2,
+# Falcon-H1 and Nemotron-H. For the families below it normalises over all groups at once, except in mamba_ssm's fused
+# kernel, which it calls in training. With one group, as most of their checkpoints have, there is no difference.
+# Families whose transformers class normalises over all groups → where their configuration says how many there are.
+_NORMALISED_OVER_ALL = {"mamba2": "n_groups", "bamba": "mamba_n_groups", "granitemoehybrid": "mamba_n_groups"}
+
+
+def groups_of(config: object) -> int:
+    """How many groups the gated norm has that transformers would take as one; 1 where transformers is right."""
+    groups = getattr(config, _NORMALISED_OVER_ALL.get(getattr(config, "model_type", ""), ""), 1)
+    return groups if isinstance(groups, int) else 1
+
+
+def normalise_per_group(model: nn.Module) -> None:
+    """Gives the gated norms of a model with several groups transformers' own grouped norm, in place."""
+    groups = groups_of(getattr(model, "config", None))
+    if groups == 1:
+        return
+    from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
+
+    for module in model.modules():
+        # The same attributes and the same parameter: only `forward` differs, and the size of a group.
+        if type(module).__name__.endswith("RMSNormGated"):
+            module.__class__ = Zamba2RMSNormGated
+            module.group_size = module.weight.numel() // groups  # type: ignore[operator, assignment]

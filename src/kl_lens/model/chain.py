@@ -4,15 +4,19 @@ The blocks are the `ModuleList` whose members run once each, in order, each taki
 Everything around them stays the model's own code: to get the arguments of each block, or to get from the last block to
 the logits, the model's own `forward` runs with its blocks bypassed. So masks, rotary embeddings, meta tokens, shared
 blocks, logit scaling and whatever a new architecture has come out right without being known. What blocks pass on
-besides the hidden states is carried along (`linking.py`).
+besides the hidden states (router states, shared keys and values) is carried along: while the blocks are bypassed, each
+returns a *mark* in place of every further tensor. The model's own code passes the marks on; where one appears among a
+later block's arguments, that tensor belongs. A dictionary that blocks write to is a *board*: each run gets its own,
+with the contents of that place.
 """
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -22,7 +26,6 @@ from torch.utils import _pytree as pytree
 
 from kl_lens.base.errors import CheckpointError, one_line
 from kl_lens.model.kernels import Comparison, Watch, fast_kernels, replaceable
-from kl_lens.model.linking import HIDDEN, Arguments, Board, Given, States, hidden_of, marked
 from kl_lens.model.patching import patched, without_weights
 from kl_lens.model.tasks import LanguageTask, Task
 
@@ -35,6 +38,75 @@ _HALF_ROUNDING = 3e-2
 _AROUND_KERNELS, _AROUND_KERNELS_IN_HALF = 1e-3, 1e-1
 # Tokens of the comparison: enough for our attention, which leaves short windows to torch, and no multiple of any chunk.
 CHECKED_TOKENS = 136
+
+
+HIDDEN = object()  # marks the hidden states in a recorded call
+
+
+@dataclass(frozen=True)
+class Given:
+    """Marks leaf number `leaf` of the output of block `block`; leaf 0 is its hidden states."""
+
+    block: int
+    leaf: int
+
+
+@dataclass(frozen=True)
+class Board:
+    """Marks a dictionary that blocks read and write; `name` is the argument's."""
+
+    name: str
+    empty: MutableMapping[Any, Any] = field(compare=False, repr=False)
+
+    def filled(self, contents: Mapping[Any, Any]) -> MutableMapping[Any, Any]:
+        board = copy.copy(self.empty)
+        board.update(contents)
+        return board
+
+
+@dataclass(frozen=True)
+class States:
+    """The input of a block: hidden states, and outputs of earlier blocks that it or later ones take."""
+
+    hidden: torch.Tensor  # (batch, positions, width), or (batch, channels, height, width)
+    carried: Mapping[Given | Board, Any] = field(default_factory=dict)  # a tensor, or a board's contents
+
+    @staticmethod
+    def stacked(parts: Sequence[States]) -> States:
+        """Joins several batches at the same block."""
+
+        def joined(first: Any, *others: Any) -> Any:
+            return torch.cat([first, *others]) if isinstance(first, torch.Tensor) and first.dim() else first
+
+        hidden = torch.cat([part.hidden for part in parts])
+        return States(hidden, pytree.tree_map(joined, *(dict(part.carried) for part in parts)))
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """The hidden states among a block's arguments: (batch, positions, width), else an image with four axes."""
+    given = [*args[:1], kwargs.get("hidden_states"), *args, *kwargs.values()]
+    real = [value for value in given if isinstance(value, torch.Tensor) and value.is_floating_point()]
+    for axes in (3, 4):
+        if found := [value for value in real if value.dim() == axes]:
+            return found[0]
+    raise CheckpointError("a block was called without hidden states or an image")
+
+
+def marked(call: Arguments, given: Mapping[int, Given], boards: set[str]) -> Arguments:
+    """A call with marks for hidden states, outputs of earlier blocks (by id) and boards."""
+    args, kwargs = call
+    hidden = hidden_of(args, kwargs)
+
+    def mark(value: Any) -> Any:
+        if value is hidden:
+            return HIDDEN
+        return given.get(id(value), value) if isinstance(value, torch.Tensor) else value
+
+    kwargs = {name: Board(name, copy.copy(v)) if name in boards else v for name, v in kwargs.items()}
+    return pytree.tree_map(mark, (args, kwargs))
 
 
 def warn(text: str) -> None:
@@ -155,11 +227,9 @@ class Chain:
         return ROUNDING.get(next(self.model.parameters()).dtype, _HALF_ROUNDING) * float(logits.abs().max())
 
     def _batched_arguments(self, ids: torch.Tensor) -> tuple[tuple[bool, ...], ...]:
-        """For every argument of every block: is its first axis the batch?
-
-        Found by comparing a batch of two with a batch of three at the length in use: the mask of a sliding window, for
-        example, exists only if the text is longer than the window.
-        """
+        """For every argument of every block: is its first axis the batch? Found by comparing a batch of two with a
+        batch of three at the length in use: the mask of a sliding window, for example, exists only if the text is
+        longer than the window."""
         length = ids.shape[1]
         if length not in self._batched:
             two, three = (self.calls(ids[:1].repeat(rows, 1)) for rows in (2, 3))
@@ -176,16 +246,14 @@ class Chain:
     # -- trusting it ------------------------------------------------------------------------------------
 
     def doubt(self, ids: torch.Tensor) -> str | None:
-        """Why this model cannot be run in parts on windows of this length; None if it can.
+        """Why this model cannot be run in parts on windows of this length; None if it can. Tested on the first window,
+        once per length: run in two parts, and stacked from the middle on, the chain must give the logits of the model's
+        own forward."""
+        if (length := ids.shape[1]) not in self._doubts:
+            self._doubts[length] = self._found_doubt(ids[:1])
+        return self._doubts[length]
 
-        Tested on the first window, once per length: run in two parts, and stacked from the middle on, the chain must
-        give the logits of the model's own forward.
-        """
-        if ids.shape[1] not in self._doubts:
-            self._doubts[ids.shape[1]] = self._find_doubt(ids[:1])
-        return self._doubts[ids.shape[1]]
-
-    def _find_doubt(self, ids: torch.Tensor) -> str | None:
+    def _found_doubt(self, ids: torch.Tensor) -> str | None:
         expected = self.full_logits(ids).float()
         try:
             calls = self.calls(ids)
@@ -243,7 +311,7 @@ class Chain:
             return found
         with suppress(Exception), torch.inference_mode():  # code of a checkpoint may need a GPU: see `Watch`
             expected = self.task.forward(self.model, ids.to(self.device)).float()
-            # As in `_find_doubt`: most rows must agree.
+            # As in `doubt`: most rows must agree.
             off = (logits - expected).abs().amax(-1).median() / expected.abs().max().clamp(min=1e-30)
             dtype = next(self.model.parameters()).dtype
             limit = _AROUND_KERNELS if dtype in ROUNDING else _AROUND_KERNELS_IN_HALF
@@ -313,19 +381,15 @@ class Chain:
     def run(
         self, states: States | torch.Tensor, calls: BlockCalls, start: int, stop: int | None = None
     ) -> States:
-        """Runs blocks `start` to `stop` (exclusive) on the states that enter block `start`.
-
-        `states` may stack k copies of the batch along the first axis; the arguments are repeated to fit. A plain tensor
-        will do for the first block, or if nothing else passes between blocks.
-        """
+        """Runs blocks `start` to `stop` (exclusive) on the states that enter block `start`. `states` may stack k copies
+        of the batch along the first axis; the arguments are repeated to fit. A plain tensor will do for the first
+        block, or if nothing else passes between blocks."""
         stop = len(self) if stop is None else stop
         if isinstance(states, torch.Tensor):
             states = States(states)
         copies, remainder = divmod(states.hidden.shape[0], calls.hidden.shape[0])
         if remainder or not copies:
-            raise ValueError(
-                f"{states.hidden.shape[0]} sequences are not a multiple of the batch of {calls.ids.shape[0]}"
-            )
+            raise ValueError(f"{len(states.hidden)} sequences are no multiple of {len(calls.hidden)}")
         with torch.inference_mode(), self._kernels():
             for index in range(start, stop):
                 states = self._run_block(index, states, calls, copies)
@@ -427,10 +491,7 @@ def _factor(at_head: list[torch.Tensor], logits: torch.Tensor) -> float | None:
     """The factor between the head's output and the logits; None if it is not a plain factor."""
     if len(at_head) != 1 or at_head[0].numel() != logits.numel():
         return None
-    given, found = (
-        at_head[0].flatten().float(),
-        logits.flatten().float(),
-    )  # models may convert the head's output
+    given, found = (values.flatten().float() for values in (at_head[0], logits))  # models may convert it
     largest = int(given.abs().argmax())
     factors = (1.0, float(found[largest] / given[largest]))
     return next((f for f in factors if torch.allclose(given * f, found, rtol=1e-6, atol=0)), None)

@@ -31,6 +31,7 @@ _SCALE = re.compile("scale|SCB|absmax")  # in the names of their scales
 LEFT_OUT = re.compile(r"^(mtp|model\.visual)\.")
 # Left in files by older versions of transformers, and computed anew.
 _HARMLESS = re.compile(r"\.(inv_freq|masked_bias|attn(ention)?\.bias|position_ids|num_batches_tracked)$")
+ORIGINAL = "give the original checkpoint, in 16 or 32 bits"
 _ALWAYS_FINE = 1000  # sizes below this are never refused
 
 
@@ -51,17 +52,13 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Reads and checks config.json."""
     path = folder / "config.json"
     if not path.is_file():
-        raise CheckpointError(
-            f"{folder} is not a model: it has no config.json; give a Hugging Face model folder"
-        )
+        raise CheckpointError(f"{folder} is not a model: it has no config.json")
     config = _read_json(path)
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} is not a JSON object; download it again")
     classes = config.get("auto_map", {})
     if not isinstance(classes, dict) or not all(isinstance(each, (str, list)) for each in classes.values()):
-        raise CheckpointError(
-            f"{path}: auto_map must name the checkpoint's own classes, not {config['auto_map']!r}; remove it"
-        )
+        raise CheckpointError(f"{path}: auto_map must name classes, not {classes!r}; remove it")
     kind = config.get("model_type")
     if kind is not None and not isinstance(kind, str):
         raise CheckpointError(f"{path}: model_type must be a name, not {kind!r}; download it again")
@@ -77,10 +74,7 @@ def weight_files(folder: Path) -> list[Path]:
     for name in SINGLE:
         if (folder / name).is_file():
             return [_inside(folder, folder / name)]
-    raise CheckpointError(
-        f"{folder} has a config.json but no weights ({' or '.join(SINGLE)}, or shards with an index); "
-        "download the weights too"
-    )
+    raise CheckpointError(f"{folder} has no weights ({' or '.join(SINGLE)}, or shards with an index)")
 
 
 def _inside(folder: Path, path: Path) -> Path:
@@ -109,9 +103,8 @@ def quant_method(config: dict[str, Any]) -> str | None:
 
 def refuse_quantized(folder: Path, config: dict[str, Any], what_to_do: str | None = None) -> None:
     """Raises for stored weights that mean nothing without scales, if there are none or nothing says how to use them.
-
-    `what_to_do`: raise for all quantized weights, with this advice; None: transformers will multiply with the scales.
-    """
+    `what_to_do`: raise for all quantized weights, with this advice; None: transformers will multiply with the
+    scales."""
     types = {tensor.name: tensor.kind for tensor in stored_tensors(folder)}
     scaled = {name.rpartition(".")[0] for name in types if _SCALE.search(name.rpartition(".")[2])}
     method = quant_method(config)
@@ -126,8 +119,7 @@ def refuse_quantized(folder: Path, config: dict[str, Any], what_to_do: str | Non
             reason = f"quantized with {method}"
         else:
             continue
-        advice = what_to_do or "give the original checkpoint, in 16 or 32 bits"
-        raise CheckpointError(f"{folder}: {name} is stored as {kind}, {reason}; {advice}")
+        raise CheckpointError(f"{folder}: {name} is stored as {kind}, {reason}; {what_to_do or ORIGINAL}")
 
 
 def check_sizes(folder: Path, config: dict[str, Any]) -> None:
@@ -161,9 +153,7 @@ def _contents(path: Path) -> Iterator[Stored]:
                 length = int.from_bytes(file.read(8), "little")
                 table = json.loads(file.read(length))
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"{path} is not a complete safetensors file ({one_line(error)}); download it again"
-            ) from error
+            raise CheckpointError(f"{path} is not a complete safetensors file ({one_line(error)})") from error
         table.pop("__metadata__", None)
         for name, entry in table.items():
             begin, end = entry["data_offsets"]
@@ -208,9 +198,7 @@ def refuse_misfits(
     mismatched: Iterable[tuple[str, Any, Any]] = (),
 ) -> None:
     """Raises for tensors that the model needs or the files have alone, or that differ in shape (file's, model's).
-
-    transformers fills what is missing with random numbers and continues; we must not.
-    """
+    transformers fills what is missing with random numbers and continues; we must not."""
     belong = "weights and config.json do not belong together"
     if wrong := sorted(mismatched):
         name, stored, wanted = wrong[0]
@@ -225,7 +213,7 @@ def refuse_misfits(
         )
     if extra := sorted(n for n in unused if not _HARMLESS.search(n) and not LEFT_OUT.match(n)):
         raise CheckpointError(
-            f"{folder}: the weights have {extra[0]}{and_more(extra)}, which config.json does not describe; {belong}"
+            f"{folder}: {extra[0]}{and_more(extra)} is not in config.json's model; {belong}"
         )
 
 
@@ -250,9 +238,7 @@ def _shards(index: Path) -> list[Path]:
     content = _read_json(index)
     places = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(places, dict) or not places or "metadata" not in content:
-        raise CheckpointError(
-            f"{index} is not a valid shard index: it needs metadata and a weight_map; download it again"
-        )
+        raise CheckpointError(f"{index} is not a valid shard index; download it again")
     names = sorted({str(name) for name in places.values()})
     for name in names:
         if Path(name).is_absolute() or ".." in Path(name).parts:
@@ -260,6 +246,6 @@ def _shards(index: Path) -> list[Path]:
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
         raise CheckpointError(
-            f"{index.parent}: shard {missing[0]} of {len(names)} is missing{and_more(missing)}; finish the download"
+            f"{index.parent}: shard {missing[0]} is missing{and_more(missing)}; download it"
         )
     return [index.parent / name for name in names]

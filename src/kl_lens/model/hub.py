@@ -106,10 +106,7 @@ def _weights(repo: str, commit: str, sizes: dict[str, int]) -> list[str]:
     others = (".gguf", ".onnx", ".pth", ".pt", ".msgpack", ".h5", ".safetensors")
     held = next((name for name in sizes if name.endswith(others)), "")
     instead = f" (it has {held})" if held else ""
-    raise CheckpointError(
-        f"{repo} has no safetensors weights{instead}; name the repository of the original model, with "
-        f"config.json and {SINGLE[0]}"
-    )
+    raise CheckpointError(f"{repo} has no safetensors weights{instead}; name the original model's repository")
 
 
 def _cached(repo: str, revision: str | None, weights: bool) -> Path | None:

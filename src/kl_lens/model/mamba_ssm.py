@@ -22,7 +22,18 @@ def is_layout(config: dict[str, Any]) -> bool:
 def configuration(folder: Path, config: dict[str, Any]) -> transformers.PretrainedConfig:
     """transformers' configuration of the same model. Raises for what transformers' classes compute differently."""
     settings = config.get("ssm_cfg") or {}
-    _refuse_what_transformers_lacks(folder, config)
+    refused = {
+        "attention layers (attn_layer_idx)": bool(config.get("attn_layer_idx")),
+        "MLP layers (d_intermediate)": bool(config.get("d_intermediate")),
+        "LayerNorm (rms_norm false)": config.get("rms_norm", True) is False,
+        f"layer {settings.get('layer')!r}": settings.get("layer", "Mamba1") not in ("Mamba1", "Mamba2"),
+        "a gate after the norm (norm_before_gate)": bool(settings.get("norm_before_gate")),
+        "no gated norm (rmsnorm false)": settings.get("rmsnorm", True) is False,
+        "one D per channel (D_has_hdim)": bool(settings.get("D_has_hdim")),
+        "channels beside the scan (d_ssm)": settings.get("d_ssm") is not None,
+    }
+    if what := [name for name, present in refused.items() if present]:
+        raise CheckpointError(f"{folder} has {what[0]}, which transformers' Mamba does not compute")
     try:
         width, multiple = config["d_model"], int(config.get("pad_vocab_size_multiple", 8))
         common = {
@@ -54,27 +65,4 @@ def configuration(folder: Path, config: dict[str, Any]) -> transformers.Pretrain
             time_step_limit=tuple(settings.get("dt_limit", (0.0, math.inf))),
         )
     except Exception as error:  # a library may raise anything for a strange setting
-        raise CheckpointError(
-            f"{folder / 'config.json'} does not describe a model: {type(error).__name__}: {one_line(error)}"
-        ) from error
-
-
-def _refuse_what_transformers_lacks(folder: Path, config: dict[str, Any]) -> None:
-    """Raises for settings of mamba_ssm that transformers' classes would compute differently."""
-    settings = config.get("ssm_cfg") or {}
-    refused = {
-        "attention layers (attn_layer_idx)": bool(config.get("attn_layer_idx")),
-        "MLP layers (d_intermediate)": bool(config.get("d_intermediate")),
-        "LayerNorm (rms_norm false)": config.get("rms_norm", True) is False,
-        f"layer {settings.get('layer')!r}": settings.get("layer", "Mamba1") not in ("Mamba1", "Mamba2"),
-        "a gate after the norm (norm_before_gate)": bool(settings.get("norm_before_gate")),
-        "no gated norm (rmsnorm false)": settings.get("rmsnorm", True) is False,
-        "one D per channel (D_has_hdim)": bool(settings.get("D_has_hdim")),
-        "channels beside the scan (d_ssm)": settings.get("d_ssm") is not None,
-    }
-    for what, present in refused.items():
-        if present:
-            raise CheckpointError(
-                f"{folder}: this mamba_ssm checkpoint has {what}, which transformers' Mamba classes do not "
-                "compute; use a checkpoint in the transformers layout"
-            )
+        raise CheckpointError(f"{folder}: config.json is not of a model: {one_line(error)}") from error

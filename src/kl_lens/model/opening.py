@@ -17,11 +17,11 @@ import transformers
 from kl_lens.base.errors import CheckpointError, FormatError, one_line
 from kl_lens.base.resources import reference_path
 from kl_lens.model import architectures, files, mamba_ssm
-from kl_lens.model.anatomy import Anatomy, anatomy_of
+from kl_lens.model.anatomy import Anatomy, anatomy_of, groups_of, normalise_per_group
 from kl_lens.model.chain import Chain, warn
 from kl_lens.model.hub import Watch, download, pinned_name
-from kl_lens.model.norms import groups_of, normalise_per_group
-from kl_lens.model.residency import AUTO, DISK, MEMORY, Residency, belongs_on_disk, join_twins, weightless
+from kl_lens.model.residency import AUTO, DISK, MEMORY, Residency, belongs_on_disk, weightless
+from kl_lens.model.streaming import join_twins
 from kl_lens.model.tasks import (
     IMAGE,
     TEXT,
@@ -85,10 +85,8 @@ class LoadedModel:
         return WeightStore(self)
 
     def with_store(self, **store: Any) -> LoadedModel:
-        """The same model with its own weight store; `store`: arguments of `WeightStore` besides the source.
-
-        So one opened model can serve several runs without affecting each other.
-        """
+        """The same model with its own weight store; `store`: arguments of `WeightStore` besides the source. So one
+        opened model can serve several runs without affecting each other."""
         # Room for a plan, its rivals and what else was measured: nothing is quantized twice.
         room = max(DISK_BUDGET, sum(4 * c.parameters for c in self.anatomy.candidates))
         twin = copy(self)
@@ -137,9 +135,7 @@ class LoadedModel:
     def require_memory(self, what: str) -> None:
         """Raises if the weights are not all in memory; `what` needs them."""
         if self.residency is not None:
-            raise CheckpointError(
-                f"{self.name}: {what} needs the weights in memory; open it with weights='memory'"
-            )
+            raise CheckpointError(f"{self.name}: {what} needs weights='memory'")
 
     def parameters_of(self, component: Component) -> list[torch.nn.Parameter]:
         """Every parameter object with this weight: one, unless a library ties by storage."""
@@ -238,9 +234,7 @@ def load(
         try:
             read = checkpoint.streamed(None, whole=True)
         except torch.OutOfMemoryError as error:
-            raise CheckpointError(
-                f"{name} does not fit onto {place}: {one_line(error)}; use --device cpu"
-            ) from error
+            raise CheckpointError(f"{name} does not fit onto {place} ({one_line(error)})") from error
         except (CheckpointError, NotImplementedError):
             if layout == "mamba_ssm":
                 raise
@@ -250,9 +244,7 @@ def load(
         model: Any = checkpoint.loaded() if read is None else read.model.eval()
         model.requires_grad_(False)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise CheckpointError(
-            f"{name} cannot be moved to {place}: {one_line(error)}; use --device cpu"
-        ) from error
+        raise CheckpointError(f"{name} cannot be moved to {place} ({one_line(error)})") from error
     return LoadedModel(
         name=name,
         folder=folder,
@@ -279,9 +271,7 @@ def model_folder(source: str | Path, *, revision: str | None = None, watch: Watc
     """The model's local folder; downloads from the hub if it is not in the cache."""
     text = str(source)
     if revision and not _is_on_hub(source):
-        raise CheckpointError(
-            f"revision {revision} works with hub ids only; leave it out: {text} is no hub id"
-        )
+        raise CheckpointError(f"revision {revision} is for hub ids only, and {text} is none")
     if text.startswith("reference:"):
         name = text.partition(":")[2]
         if name not in REFERENCES:
@@ -326,9 +316,7 @@ class _Checkpoint:
                 model = _LOADERS[TEXT].from_config(parsed, dtype=self.dtype, trust_remote_code=self.trusted)
         except Exception as error:  # what a library raises over a strange setting can be anything
             raise CheckpointError(why_not_loaded(self.folder, self.config, error)) from error
-        return Residency(
-            model, self.folder, model.config.model_type, self.dtype, self.device, budget, whole=whole
-        )
+        return Residency(model, self.folder, self.dtype, self.device, budget, whole=whole)
 
     def loaded(self) -> torch.nn.Module:
         """By transformers."""
@@ -350,10 +338,7 @@ class _Checkpoint:
         if files.quant_method(self.config):
             for name, tensor in model.state_dict().items():
                 if files.is_quantized(name, kind := str(tensor.dtype).removeprefix("torch.")):
-                    raise CheckpointError(
-                        f"{self.folder}: transformers keeps {name} as {kind}; give the original checkpoint, in 16 or "
-                        "32 bits"
-                    )
+                    raise CheckpointError(f"{self.folder}: {name} stays {kind}; {files.ORIGINAL}")
             model._weight_conversions = None  # they would quantize what is converted or saved from here
         files.refuse_broken_numbers(self.folder, model.state_dict().items())
         if self.task == TEXT:
@@ -368,9 +353,7 @@ class _Checkpoint:
         known = is_ssm or kind in transformers.CONFIG_MAPPING
         if "auto_map" in config and not self.trusted and not known:
             code = config["auto_map"].get("AutoModelForCausalLM", "auto_map")
-            raise CheckpointError(
-                f"{folder} has its own Python code ({code}); read it, then allow it with --trust-remote-code"
-            )
+            raise CheckpointError(f"{folder} has its own code ({code}): read it, then --trust-remote-code")
         if "auto_map" not in config and not known:
             raise CheckpointError(
                 f"{folder / 'config.json'}: transformers {transformers.__version__} does not know model_type {kind!r}; "
@@ -414,7 +397,7 @@ def why_not_loaded(folder: Path, config: dict[str, Any], error: Exception) -> st
     if method := files.quant_method(config):
         return (
             f"{folder}: the weights are already quantized ({method}), and transformers cannot turn them into floats "
-            f"({one_line(error)}); give the original checkpoint, in 16 or 32 bits"
+            f"({one_line(error)}); {files.ORIGINAL}"
         )
     return f"{folder} could not be loaded: {type(error).__name__}: {one_line(error)}"
 
@@ -461,9 +444,7 @@ def _device(
         chosen = torch.device(device)
         torch.empty(0, device=chosen)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise CheckpointError(
-            f"--device {device}: torch has no such device here ({one_line(error, 120)}); use cpu"
-        ) from error
+        raise CheckpointError(f"--device {device}: torch has none here ({one_line(error, 120)})") from error
     if chosen.type == "cuda" and chosen.index is not None:
         torch.cuda.set_device(chosen)  # Triton uses the current device
     return chosen

@@ -14,10 +14,8 @@ Forward = Callable[..., Any]
 
 @contextmanager
 def patched(forwards: Iterable[tuple[nn.Module, Forward]]) -> Iterator[None]:
-    """Within the block each module runs the forward given with it; afterwards the old one is restored.
-
-    The pairs are taken one by one, so a forward may be made from the module's present one. Blocks may be nested.
-    """
+    """Within the block each module runs the forward given with it; afterwards the old one is restored. The pairs are
+    taken one by one, so a forward may be made from the module's present one. Blocks may be nested."""
     before: list[tuple[nn.Module, Forward | None]] = []
     try:
         for module, forward in forwards:

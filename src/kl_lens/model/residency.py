@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -23,31 +23,15 @@ from torch import nn
 from kl_lens.base.accelerators import free_memory
 from kl_lens.base.environment import available_memory
 from kl_lens.base.errors import CheckpointError
-from kl_lens.model.files import refuse_broken_numbers, refuse_misfits, stored_tensors, weights_digest
+from kl_lens.model.files import refuse_broken_numbers, stored_tensors, weights_digest
 from kl_lens.model.patching import needs_no_weights
-from kl_lens.model.streaming import CheckpointTensors
+from kl_lens.model.streaming import CheckpointTensors, join_twins
 
 AUTO, MEMORY, DISK = PLACES = ("auto", "memory", "disk")
 # Shares of free GPU memory, and of a budget, for weights that stay.
 _SHARE_OF_CARD, _SHARE_OF_BUDGET = 0.5, 1 / 3
 BLOCKS_AT_ONCE = 3  # the previous, the current and the next one
 _FITS = 0.6  # the rest is for states
-
-
-def join_twins(model: nn.Module, same: Callable[[str, str], bool]) -> None:
-    """Ties embedding and head if they are the `same` by their names, as in Mamba-2 checkpoints that store one matrix
-    twice and do not say so in config.json. The same function with one matrix less in every file."""
-    try:
-        modules = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
-    except NotImplementedError:
-        return  # foreign code may not say which they are; then they stay two components
-    first, second = (getattr(module, "weight", None) for module in modules)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    two = first is not second and {id(first), id(second)} <= names.keys()
-    if two and same(names[id(second)], names[id(first)]):
-        modules[1].weight = first
-        config: Any = model.config
-        config.tie_word_embeddings = True  # for saving it again
 
 
 @contextmanager
@@ -60,11 +44,8 @@ def weightless() -> Iterator[None]:
             parameter = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
         original(module, name, parameter)
 
-    nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
-    try:
+    with mock.patch.object(nn.Module, "register_parameter", register):
         yield
-    finally:
-        nn.Module.register_parameter = original  # type: ignore[method-assign]
 
 
 def belongs_on_disk(
@@ -112,7 +93,6 @@ class Residency:
         self,
         model: nn.Module,
         folder: Path,
-        model_type: str,
         dtype: torch.dtype,
         device: torch.device,
         budget: int | None,
@@ -121,7 +101,7 @@ class Residency:
     ) -> None:
         """Gives a model made `weightless` its vectors and the matrices that stay; `whole`: all of them."""
         self.device, self.dtype = device, dtype
-        self.tensors = CheckpointTensors(folder, model_type, pinned=device.type == "cuda")
+        self.tensors = CheckpointTensors(folder, model, pinned=device.type == "cuda")
         if not whole:
             self.tensors.refuse_pickles()
         self._folder = folder
@@ -147,31 +127,17 @@ class Residency:
 
     def _place_parameters(self) -> None:
         """Reads vectors and buffers; matrices get placeholders."""
-        shapes = self.tensors.shapes
-        names: dict[int, list[str]] = {}
-        wanted: dict[int, nn.Parameter] = {}
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), []).append(name)
-            wanted[id(parameter)] = parameter
-        # One of the names of a shared parameter is that on disk.
-        stored = {key: next((n for n in spelled if n in shapes), "") for key, spelled in names.items()}
-        buffers = {name: buffer for name, buffer in self.model.named_buffers() if name in shapes}
-        refuse_misfits(
-            self._folder,
-            missing=[names[key][0] for key, name in stored.items() if not name],
-            unused=shapes.keys() - buffers.keys() - {name for spelled in names.values() for name in spelled},
-            mismatched=[
-                (name, shapes[name], wanted[key].shape)
-                for key, name in stored.items()
-                if name and shapes[name] != wanted[key].shape
-            ],
-        )
-        fresh = {key: self._parameter(name, wanted[key]) for key, name in stored.items()}
+        wanted = self.model.state_dict(keep_vars=True)
+        places = self.tensors.places(wanted)
+        fresh: dict[int, nn.Parameter] = {}
+        for tensor in wanted.values():
+            if not isinstance(tensor, nn.Parameter):
+                tensor.copy_(self.tensors.read(places[id(tensor)]).reshape(tensor.shape))
+            elif id(tensor) not in fresh:
+                fresh[id(tensor)] = self._parameter(places[id(tensor)], tensor)
         for module in self.model.modules():
             own = module._parameters
             own.update({leaf: fresh[id(empty)] for leaf, empty in own.items() if empty is not None})
-        for name, buffer in buffers.items():
-            buffer.copy_(self.tensors.read(name).reshape(buffer.shape))
         self.model.to(self.device)  # buffers; parameters are there
 
     def _parameter(self, name: str, wanted: nn.Parameter) -> nn.Parameter:

@@ -8,19 +8,25 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 from abc import ABC, abstractmethod
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import cached_property
 from io import FileIO
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 import transformers
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
 
 from kl_lens.base.environment import processors
 from kl_lens.base.errors import CheckpointError, one_line
@@ -80,37 +86,8 @@ class ModelTensors(TensorSource):
         return self._tensors[name].cpu()
 
 
-# How names on disk differ from transformers' modules: (pattern, replacement).
-_RENAMES = (
-    (re.compile(r"^backbone\.embedding\."), "backbone.embeddings."),
-    (re.compile(r"\.block_sparse_moe\.input_linear\.weight$"), ".block_sparse_moe.experts.gate_up_proj"),
-    (re.compile(r"\.block_sparse_moe\.output_linear\.weight$"), ".block_sparse_moe.experts.down_proj"),
-    (re.compile(r"\.block_sparse_moe\.router\.layer\.weight$"), ".block_sparse_moe.router.weight"),
-)
-# The same for one family: some of these patterns mean something else elsewhere.
-_OF_FAMILY = {
-    "nemotron_h": ((re.compile(r"^backbone\."), "model."),),
-    "kimi_linear": (
-        (re.compile(r"\.block_sparse_moe\."), ".mlp."),
-        (re.compile(r"\.self_attn\.(f_a_proj|f_b_proj|dt_bias|A_log)"), r".self_attn.forget_gate.\1"),
-    ),
-    "bailing_hybrid": (
-        (re.compile(r"^model\.word_embeddings\."), "model.embed_tokens."),
-        (re.compile(r"\.attention\."), ".self_attn."),
-        (re.compile(r"\.self_attn\.(f_proj|dt_bias|A_log)"), r".self_attn.forget_gate.\1"),
-        (re.compile(r"\.self_attn\.dense\."), ".self_attn.o_proj."),
-        (re.compile(r"\.gate\.expert_bias$"), ".gate.e_score_correction_bias"),
-    ),
-    # Published Qwen3.5 checkpoints hold a vision tower too.
-    **dict.fromkeys(
-        ("qwen3_5_text", "qwen3_5_moe_text"), ((re.compile(r"^model\.language_model\."), "model."),)
-    ),
-}
-_CONVOLUTION = re.compile(r"^(.*\.)([qkv])_conv1d\.weight$")
-_ONE_EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w[123])\.weight$")
-_MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # Mixtral's names for them, and LFM2's
-
-
+# Names in the mamba_ssm layout; all others are in transformers' own tables.
+_MAMBA_SSM = {r"^backbone\.embedding\.": "backbone.embeddings."}
 _TYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
@@ -119,78 +96,117 @@ _TYPES = {
 _AT_ONCE = 16 << 20  # bytes per read: a fast disk needs several threads
 
 
+def join_twins(model: torch.nn.Module, same: Callable[[str, str], bool]) -> None:
+    """Ties embedding and head if they are the `same` by their names, as in Mamba-2 checkpoints that store one matrix
+    twice and do not say so in config.json. The same function with one matrix less in every file."""
+    try:
+        modules = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
+    except NotImplementedError:
+        return  # foreign code may not say which they are; then they stay two components
+    first, second = (getattr(module, "weight", None) for module in modules)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    two = first is not second and {id(first), id(second)} <= names.keys()
+    if two and same(names[id(second)], names[id(first)]):
+        modules[1].weight = first
+        config: Any = model.config
+        config.tie_word_embeddings = True  # for saving it again
+
+
 @dataclass(frozen=True)
 class _Assembly:
-    """A transformers parameter made from stored tensors."""
+    """A transformers parameter: stored tensors, each with its pattern in the table, and what joins them, if needed."""
 
-    parts: tuple[Stored, ...]
-    shape: tuple[int, ...]
-    join: Callable[[Sequence[torch.Tensor]], torch.Tensor]
+    parts: tuple[tuple[str | None, Stored], ...]
+    converter: WeightConverter | None
+    config: Any
+
+    def made(self, read: Callable[[Stored], torch.Tensor]) -> torch.Tensor:
+        if self.converter is None:
+            return read(self.parts[0][1])
+        found: dict[Any, Any] = defaultdict(list)
+        for pattern, part in self.parts:
+            found[pattern].append(read(part))
+        table = {
+            "source_patterns": self.converter.source_patterns,
+            "target_patterns": self.converter.target_patterns,
+        }
+        for operation in self.converter.operations:
+            found = operation.convert(found, **table, config=self.config)
+        (joined,) = found.values()
+        return joined
+
+    def shape(self, folder: Path, name: str) -> tuple[int, ...]:
+        try:
+            return tuple(self.made(lambda part: torch.empty(part.shape, device="meta")).shape)
+        except Exception as error:  # transformers checks nothing before it joins
+            parts = Counter(pattern for pattern, _ in self.parts)
+            held = ", ".join(f"{count} of {pattern}" for pattern, count in parts.items())
+            raise CheckpointError(f"{folder}: {name} cannot be joined from {held}") from error
 
 
 class CheckpointTensors(TensorSource):
     """The weights of a checkpoint folder. safetensors are read with pread and never mapped: mapped pages count as
     memory, and the process dies if the file is truncated."""
 
-    def __init__(self, folder: Path, model_type: str, *, pinned: bool = False) -> None:
-        self._pinned = pinned
+    def __init__(self, folder: Path, model: Any, *, pinned: bool = False) -> None:
+        """`model`: transformers' model of the checkpoint; its weights are not read."""
+        self._folder, self._pinned = folder, pinned
         self._readers = ThreadPoolExecutor(min(8, processors()), thread_name_prefix="kl-lens-file")
         self._files = {path: path.open("rb", buffering=0) for path in weight_files(folder)}
         self._seen = {path: _state(file) for path, file in self._files.items()}
         self.aliases = {}
-        renames = (*_RENAMES, *_OF_FAMILY.get(model_type, ()))
-        stored = {
-            reduce(lambda name, rename: rename[0].sub(rename[1], name), renames, tensor.name): tensor
-            for tensor in stored_tensors(folder)
-            if not LEFT_OUT.match(tensor.name)
-        }
-        self._assemblies = assemblies_of(stored)
-        self.shapes = {name: assembly.shape for name, assembly in self._assemblies.items()}
+        self._assemblies = _assemblies(folder, model)
+        self.shapes = {name: each.shape(folder, name) for name, each in self._assemblies.items()}
 
     @classmethod
     def fitting(cls, folder: Path, config: Any) -> Self:
-        """Checked against transformers' model of this configuration, with a tied head as the embedding's alias."""
-        self = cls(folder, config.model_type)
-        embedding = next(
-            (n for n in self.shapes if n.endswith(("embeddings.weight", "embed_tokens.weight"))), None
-        )
-        if embedding and (
-            getattr(config, "tie_word_embeddings", False) or self.is_twice("lm_head.weight", embedding)
-        ):
-            self.shapes.pop("lm_head.weight", None)
-            self.aliases["lm_head.weight"] = embedding
+        """Checked against transformers' model of this configuration, with second names as aliases."""
         try:
             with torch.device("meta"):
-                wanted = transformers.AutoModelForCausalLM.from_config(config).state_dict()
+                model = transformers.AutoModelForCausalLM.from_config(config)
         except Exception as error:  # what a library raises over a strange setting can be anything
             reason = f"{type(error).__name__}: {one_line(error)}"
-            raise CheckpointError(
-                f"{folder}: config.json does not describe a model ({reason}); download it again"
-            ) from error
+            raise CheckpointError(f"{folder}: config.json does not describe a model ({reason})") from error
+        self = cls(folder, model)
+        join_twins(model, self.is_twice)
+        wanted = model.state_dict(keep_vars=True)
+        places = self.places(wanted, strict=False)
+        for name, tensor in wanted.items():
+            if name != (first := places[id(tensor)]):
+                self.aliases[name] = first
+                self.shapes.pop(name, None)
+        return self
+
+    def places(self, wanted: Mapping[str, torch.Tensor], *, strict: bool = True) -> dict[int, str]:
+        """Where a model's tensors are stored, by id: a shared one under one of its names. Raises for tensors that
+        are missing or of another shape, and (`strict`) for stored ones that the model does not have."""
+        names: dict[int, list[str]] = defaultdict(list)
+        for name, tensor in wanted.items():
+            names[id(tensor)].append(name)
+        stored = {key: next((n for n in known if n in self.shapes), "") for key, known in names.items()}
         refuse_misfits(
-            folder,
-            missing=wanted.keys() - self.shapes.keys() - self.aliases.keys(),
+            self._folder,
+            missing=[known[0] for key, known in names.items() if not stored[key]],
+            unused=self.shapes.keys() - wanted.keys() if strict else (),
             mismatched=[
-                (name, shape, wanted[name].shape)
-                for name, shape in self.shapes.items()
-                if name in wanted and wanted[name].shape != shape
+                (name, self.shapes[name], wanted[name].shape)
+                for name in filter(None, stored.values())
+                if self.shapes[name] != wanted[name].shape
             ],
         )
-        return self
+        return stored
 
     def refuse_pickles(self) -> None:
         """Raises for files that cannot be read a part at a time."""
         pickled = next((path for path in self._files if path.suffix != ".safetensors"), None)
         if pickled is not None:
-            raise CheckpointError(
-                f"{pickled}: only safetensors can stay on disk; convert it, or use --weights memory"
-            )
+            raise CheckpointError(f"{pickled}: only safetensors can stay on disk; use --weights memory")
 
     def is_twice(self, name: str, other: str) -> bool:
         """Whether one matrix is stored under both names; an opened model has it once (`join_twins`). They are read one
         at a time, so that both are never in memory."""
-        one, two = self._assemblies.get(name), self._assemblies.get(other)
-        return bool(one and two and one.shape == two.shape) and self._digest(name) == self._digest(other)
+        one, two = self.shapes.get(name), self.shapes.get(other)
+        return bool(one and one == two) and self._digest(name) == self._digest(other)
 
     def _digest(self, name: str) -> bytes:
         """Of its values as float32 with −0 as 0, so that it agrees with comparing an opened model."""
@@ -200,14 +216,13 @@ class CheckpointTensors(TensorSource):
         return digest.digest()
 
     def place(self, name: str) -> int:
-        return list(self._files).index(self._assemblies[name].parts[0].path)
+        return list(self._files).index(self._assemblies[name].parts[0][1].path)
 
     def stored_bytes(self, name: str) -> int:
-        return sum(part.bytes for part in self._assemblies[name].parts)
+        return sum(part.bytes for _, part in self._assemblies[name].parts)
 
     def read(self, name: str) -> torch.Tensor:
-        assembly = self._assemblies[name]
-        return assembly.join([self._tensor(part) for part in assembly.parts])
+        return self._assemblies[name].made(self._tensor)
 
     def close(self) -> None:
         self._readers.shutdown()
@@ -218,9 +233,7 @@ class CheckpointTensors(TensorSource):
         if stored.pickled is not None:
             return stored.pickled.clone()  # not the mapped file
         if stored.kind not in _TYPES:
-            raise CheckpointError(
-                f"{stored.path}: {stored.name} is stored as {stored.kind}; use --weights memory"
-            )
+            raise CheckpointError(f"{stored.path}: {stored.name} is {stored.kind}; use --weights memory")
         tensor = torch.empty(stored.shape, dtype=_TYPES[stored.kind], pin_memory=self._pinned)
         if tensor.numel():
             self._fill(stored, tensor.reshape(-1).view(torch.uint8).numpy().data)
@@ -256,51 +269,22 @@ def _state(file: FileIO) -> tuple[int, int]:
     return known.st_size, known.st_mtime_ns
 
 
-def assemblies_of(stored: dict[str, Stored]) -> dict[str, _Assembly]:
-    """One assembly per transformers parameter; separate experts are stacked."""
-    assemblies: dict[str, _Assembly] = {}
-    experts: dict[str, dict[str, dict[int, Stored]]] = defaultdict(lambda: defaultdict(dict))
-    convolutions: dict[str, dict[str, Stored]] = defaultdict(dict)
-    for name, item in stored.items():
-        if match := _ONE_EXPERT.match(name):
-            experts[match[1]][_MIXTRAL.get(match[3], match[3])][int(match[2])] = item
-        elif match := _CONVOLUTION.match(name):
-            convolutions[match[1]][match[2]] = item
-        else:
-            assemblies[name] = _Assembly((item,), item.shape, lambda parts: parts[0])
-    for owner, kernels in convolutions.items():
-        parts = tuple(kernels[part] for part in sorted(kernels, key="qkv".index))
-        shape = (sum(kernel.shape[0] for kernel in parts), *parts[0].shape[1:])
-        assemblies[f"{owner}conv1d.weight"] = _Assembly(parts, shape, lambda parts: torch.cat(list(parts)))
-    for owner, kinds in experts.items():
-        ordered = {kind: _in_order(owner, kind, items) for kind, items in kinds.items()}
-        if "gate_proj" in ordered:
-            gates, ups = ordered.pop("gate_proj"), ordered.pop("up_proj", ())
-            if [gate.shape for gate in gates] != [up.shape for up in ups]:
-                raise CheckpointError(
-                    f"{owner}: {len(gates)} gate_proj and {len(ups)} up_proj do not fit together; download the "
-                    "checkpoint again"
-                )
-            rows, columns = gates[0].shape
-            shape = (len(gates), 2 * rows, columns)
-            assemblies[f"{owner}.gate_up_proj"] = _Assembly((*gates, *ups), shape, _gates_above_ups)
-        for kind, items in ordered.items():
-            shape = (len(items), *items[0].shape)
-            assemblies[f"{owner}.{kind}"] = _Assembly(items, shape, lambda parts: torch.stack(list(parts)))
-    return assemblies
-
-
-def _in_order(owner: str, kind: str, items: dict[int, Stored]) -> tuple[Stored, ...]:
-    if sorted(items) != list(range(len(items))):
-        raise CheckpointError(f"{owner}: experts {sorted(items)} of {kind} have gaps in their numbers")
-    if len(shapes := {item.shape for item in items.values()}) > 1 or len(*shapes) != 2:
-        raise CheckpointError(
-            f"{owner}: {kind} of its experts must be matrices of one shape, not {sorted(shapes)}"
-        )
-    return tuple(items[index] for index in range(len(items)))
-
-
-def _gates_above_ups(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """transformers keeps each expert's gate rows above its up rows."""
-    count = len(parts) // 2
-    return torch.cat([torch.stack(list(parts[:count])), torch.stack(list(parts[count:]))], dim=1)
+def _assemblies(folder: Path, model: Any) -> dict[str, _Assembly]:
+    """The model's parameters in the files' tensors, by the tables that transformers itself loads checkpoints with."""
+    transforms = get_model_conversion_mapping(model, _MAMBA_SSM)
+    renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
+    converters = [each for each in transforms if isinstance(each, WeightConverter)]
+    owners = {pattern: each for each in converters for pattern in each.source_patterns}
+    wanted = model.state_dict()
+    parts: dict[str, list[tuple[str | None, Stored]]] = defaultdict(list)
+    for tensor in sorted(stored_tensors(folder), key=lambda tensor: dot_natural_key(tensor.name)):
+        if LEFT_OUT.match(tensor.name):
+            continue
+        name, pattern = rename_source_key(tensor.name, renamings, converters, model.base_model_prefix, wanted)
+        if name not in wanted and tensor.name in wanted:
+            name, pattern = tensor.name, None
+        parts[name].append((pattern, tensor))
+    return {
+        name: _Assembly(tuple(found), owners.get(found[0][0] or ""), model.config)
+        for name, found in parts.items()
+    }

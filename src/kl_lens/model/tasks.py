@@ -32,6 +32,8 @@ from kl_lens.text.images.windows import image_windows
 
 TEXT, IMAGE = "text", "image"
 Source = TextSource | ImageSource | str
+Name = str | None
+Count = int | None
 
 
 @dataclass(frozen=True)
@@ -65,24 +67,16 @@ class LanguageTask:
         return self.tokenizer
 
     def drawn(
-        self, source: Source, *, windows: int, length: int, seed: int = 42, split: str | None = None
+        self, source: Source, *, windows: int, length: int, seed: int = 42, split: Name = None
     ) -> Windows:
-        return self._fitting(
-            draw_windows(_text(source), self.require_tokenizer(), windows, length, seed, split)
-        )
+        text, tokenizer = _text(source), self.require_tokenizer()
+        return self._fitting(draw_windows(text, tokenizer, windows, length, seed, split))
 
     def from_start(
-        self,
-        source: Source,
-        *,
-        length: int,
-        stride: int | None = None,
-        limit: int | None = None,
-        split: str | None = None,
+        self, source: Source, *, length: int, stride: Count = None, limit: Count = None, split: Name = None
     ) -> Windows:
-        return self._fitting(
-            evaluation_windows(_text(source), self.require_tokenizer(), length, stride, limit, split)
-        )
+        text, tokenizer = _text(source), self.require_tokenizer()
+        return self._fitting(evaluation_windows(text, tokenizer, length, stride, limit, split))
 
     def _fitting(self, windows: Windows) -> Windows:
         """Raises for a token that the embedding has no row for."""
@@ -157,9 +151,7 @@ class ImageTask:
         if isinstance(source, ImageSource):
             return source
         if isinstance(source, TextSource):
-            raise TextError(
-                f"{source.label} is text, and this model classifies images; give a folder of images"
-            )
+            raise TextError(f"{source.label} is text, and this model classifies images")
         base, _, named = source.partition(":")
         if base in KNOWN_NAMES:  # a command's default text: use that split of the run's images
             if self.images is None:
@@ -168,26 +160,18 @@ class ImageTask:
         return open_images(source, split, for_evaluation=for_evaluation)
 
     def drawn(
-        self, source: Source, *, windows: int, length: int, seed: int = 42, split: str | None = None
+        self, source: Source, *, windows: int, length: int, seed: int = 42, split: Name = None
     ) -> Windows:
         opened = self._opened(source, split, for_evaluation=False)
         named = (self.preparation, self.label_names, self.classes)
         return image_windows(opened, *named, windows=windows, length=length, seed=seed)
 
     def from_start(
-        self,
-        source: Source,
-        *,
-        length: int,
-        stride: int | None = None,
-        limit: int | None = None,
-        split: str | None = None,
+        self, source: Source, *, length: int, stride: Count = None, limit: Count = None, split: Name = None
     ) -> Windows:
         opened = self._opened(source, split, for_evaluation=True)
         if any(entry.label is None for entry in opened.entries):
-            raise TextError(
-                f"{opened.label}: evaluation needs labels; sort the images into folders by class, or give a labels.csv"
-            )
+            raise TextError(f"{opened.label}: evaluation needs labels: folders by class, or labels.csv")
         if stride not in (None, length):
             raise TextError(f"{opened.label}: windows of images do not overlap; --stride works only for text")
         named = (self.preparation, self.label_names, self.classes)
@@ -210,10 +194,7 @@ class ImageTask:
     def head(self, model: nn.Module) -> nn.Module:
         head = _last_linear(model, self.classes)
         if head is None:
-            raise CheckpointError(
-                f"{type(model).__name__} has no linear layer to {self.classes} classes; "
-                "KL Lens measures image classifiers that end in one"
-            )
+            raise CheckpointError(f"{type(model).__name__} has no linear layer to {self.classes} classes")
         return head
 
     def forward(self, model: nn.Module, ids: torch.Tensor) -> torch.Tensor:

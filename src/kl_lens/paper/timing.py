@@ -21,7 +21,7 @@ from kl_lens.profiling.benchmark import Benchmark, Report, Timed, UseSettings, b
 from kl_lens.profiling.machine import bound_of, limits_hold
 from kl_lens.run.records import Profile, Quartiles, Subject
 from kl_lens.run.subjects import current_profiles
-from kl_lens.targets.openvino.benchmark_app import AppReport, BenchmarkApp
+from kl_lens.targets.openvino.target import AppReport, BenchmarkApp
 
 PROTOCOL = "benchmark_app"
 SECONDS, QUICK_SECONDS, ITERATIONS = 60, 3, 50

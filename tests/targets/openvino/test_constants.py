@@ -130,16 +130,6 @@ def test_bytes_on_disk_are_the_plans_and_a_tied_head_is_stored_once(tmp_path: Pa
     assert large == ["backbone.embeddings.weight"]
 
 
-def test_fp16_is_rounded_to_nearest(exported: Callable) -> None:
-    case = exported("mamba", unplanned="fp16")
-    stored = stored_in(case.folder)
-    for component in case.model.anatomy.candidates:
-        element, data = stored[component.weight]
-        expected = case.model.model.get_parameter(component.weight).half().numpy()
-        assert element == "f16"
-        np.testing.assert_array_equal(data, expected.reshape(-1).view(np.uint8))
-
-
 def test_weights_that_cannot_be_found_are_listed() -> None:
     model = loaded("mamba")
     graph = graph_of(model.model)

@@ -14,7 +14,7 @@ import torch
 from kl_lens.measuring.perturbation import Perturbation, replacements, swapped
 from kl_lens.targets import deployed
 from kl_lens.targets.openvino import constants
-from kl_lens.targets.openvino.deployed import (
+from kl_lens.targets.openvino.profiles import (
     as_deployed,
     kernel_values,
     quantize_activations,

@@ -83,9 +83,7 @@ class HymbaConfig(PretrainedConfig):
         super().__post_init__(**others)
         for name, allowed in _ONLY.items():
             if (value := getattr(self, name, allowed[0])) not in allowed:
-                raise CheckpointError(
-                    f"config.json: {name} is {value!r}; KL Lens supports only {allowed[0]!r}, as published"
-                )
+                raise CheckpointError(f"config.json: {name} is {value!r}, not {allowed[0]!r} as published")
 
     @property
     def inner_size(self) -> int:

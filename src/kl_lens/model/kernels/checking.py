@@ -123,10 +123,8 @@ _WATCH: ContextVar[Watch | None] = ContextVar("watch", default=None)
 
 
 def replacing(kernel: str, original: Function, ours: Function, own: float = 0.0) -> Function:
-    """`ours` in place of the library's `original`, compared with it where somebody watches.
-
-    Ours compute in float32. In float64 the library's function is used, in double precision throughout.
-    """
+    """`ours` in place of the library's `original`, compared with it where somebody watches. Ours compute in float32. In
+    float64 the library's function is used, in double precision throughout."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if any(isinstance(x, torch.Tensor) and x.dtype == torch.float64 for x in (*args, *kwargs.values())):

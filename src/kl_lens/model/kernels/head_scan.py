@@ -19,6 +19,7 @@ from numba import njit, prange
 from kl_lens.model.kernels.tile_product import WIDTH, accumulate, multiply
 from kl_lens.model.kernels.vector_math import FAST_MATH, LOG2_E, exp2_decay, plain
 
+T = torch.Tensor
 # Steps per chunk, a multiple of four: long enough for the products, short enough for what is quadratic in it.
 CHUNK = 16
 
@@ -138,15 +139,7 @@ def _scan(x, dt, a, b, c, scores, skip, y, head_width):  # type: ignore[no-untyp
                     row[k] = given[k]
 
 
-def head_scan(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor,
-    *,
-    skip: torch.Tensor | None = None,
-) -> torch.Tensor:
+def head_scan(x: T, dt: T, a: T, b: T, c: T, *, skip: T | None = None) -> T:
     """Arguments and result as those of `chunked_scan`, in float32 on CPU; `skip` · x is added to the outputs."""
     batch, time, heads, width = x.shape
     states = b.shape[3]

@@ -21,35 +21,24 @@ from torch.nn import functional
 from kl_lens.base.accelerators import runs_triton
 from kl_lens.model.kernels.attention import causal_attention, is_faster
 from kl_lens.model.kernels.checking import replacing
-from kl_lens.model.kernels.chunked_scan import chunked_scan
-from kl_lens.model.kernels.convolution import causal_convolution
+from kl_lens.model.kernels.chunked_scan import chunked_scan, tracked_scan
 from kl_lens.model.kernels.head_scan import head_scan
-from kl_lens.model.kernels.selective_scan import selective_scan
-from kl_lens.model.kernels.tracked_scan import tracked_scan
+from kl_lens.model.kernels.selective_scan import causal_convolution, selective_scan
 from kl_lens.model.patching import has_own_forward, patched, with_globals
 
+T = torch.Tensor
 Function = Callable[..., Any]
 
 
-def _is_inference(*tensors: torch.Tensor | None) -> bool:
+def _is_inference(*tensors: T | None) -> bool:
     """Our compiled kernels have no gradients; under autograd scans are made of torch's operations."""
     return not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors))
 
 
 def _selective_scan(
-    original: Function,
-    hidden_states: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor | None = None,
-    z: torch.Tensor | None = None,
-    delta_bias: torch.Tensor | None = None,
-    delta_softplus: bool = False,
-    return_last_state: bool = False,
-    **kwargs: Any,
-) -> Any:
+    original: Function, hidden_states: T, dt: T, A: T, B: T, C: T, D: T | None = None, z: T | None = None,
+    delta_bias: T | None = None, delta_softplus: bool = False, return_last_state: bool = False, **kwargs: Any,
+) -> Any:  # fmt: skip
     kernel: Function | None = None
     if return_last_state:
         pass  # for a cache, which nothing here uses
@@ -73,20 +62,10 @@ def _selective_scan(
 
 
 def _chunk_scan(
-    original: Function,
-    hidden_states: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    chunk_size: int,
-    D: torch.Tensor | None = None,
-    *,
-    dt_bias: torch.Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    original: Function, hidden_states: T, dt: T, A: T, B: T, C: T, chunk_size: int, D: T | None = None, *,
+    dt_bias: T | None = None, dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, float("inf")),
     **kwargs: Any,
-) -> Any:
+) -> Any:  # fmt: skip
     options: dict[str, Any] = {"dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
     if kwargs.get("initial_states") is not None or kwargs.get("return_final_states"):
         return original(hidden_states, dt, A, B, C, chunk_size, D=D, **options, **kwargs)
@@ -113,13 +92,8 @@ def _chunk_scan(
 
 
 def _convolve(
-    original: Function,
-    hidden_states: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    activation: str | None = None,
-    **kwargs: Any,
-) -> Any:
+    original: Function, hidden_states: T, weight: T, bias: T | None = None, activation: str | None = None, **kwargs: Any
+) -> Any:  # fmt: skip
     on_gpu = runs_triton(hidden_states.device)
     fits = (on_gpu or hidden_states.device.type == "cpu") and _is_inference(hidden_states, weight, bias)
     if not fits or activation not in (None, "silu", "swish") or kwargs.get("seq_idx") is not None:
@@ -132,17 +106,9 @@ def _convolve(
 
 
 def _attend(
-    original: Function,
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    **kwargs: Any,
-) -> Any:
+    original: Function, module: torch.nn.Module, query: T, key: T, value: T, attention_mask: T | None,
+    dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None, **kwargs: Any,
+) -> Any:  # fmt: skip
     """Our causal attention if there is no mask or bias and it is known to be faster; else the library's."""
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     named = (kwargs.get(name) for name in ("position_bias", "cache", "softcap"))
@@ -257,10 +223,8 @@ def replaceable(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 @contextmanager
 def fast_kernels(model: torch.nn.Module, among: Iterable[torch.nn.Module] | None = None) -> Iterator[int]:
-    """Within the block, the state-space and attention layers of `model` run our kernels. Yields their number.
-
-    `among`: the result of `replaceable`.
-    """
+    """Within the block, the state-space and attention layers of `model` run our kernels. Yields their number. `among`:
+    the result of `replaceable`."""
     # Layers whose forward was already replaced keep it.
     free = [m for m in (replaceable(model) if among is None else among) if has_own_forward(m)]
     ours = [

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+T = torch.Tensor
 CHANNELS = 32  # per program of Mamba-1's scan
 CHUNK = 32  # tokens that Mamba-2's scan takes at once
 
@@ -96,17 +97,9 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def selective_scan_gpu(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor,
-    *,
-    dt_bias: torch.Tensor | None = None,
-    dt_softplus: bool = False,
-    skip: torch.Tensor | None = None,
-    gate: torch.Tensor | None = None,
-) -> torch.Tensor:
+    x: T, dt: T, a: T, b: T, c: T, *, dt_bias: T | None = None, dt_softplus: bool = False, skip: T | None = None,
+    gate: T | None = None,
+) -> T:  # fmt: skip
     """Arguments and result as those of `selective_scan`, on a GPU."""
     batch, time, channels = x.shape
     none = x.new_zeros(channels, dtype=torch.float32)
@@ -208,17 +201,9 @@ def fits_chunks(width: int, states: int) -> bool:
 
 
 def head_scan_gpu(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor,
-    *,
-    dt_bias: torch.Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
-    skip: torch.Tensor | None = None,
-) -> torch.Tensor:
+    x: T, dt: T, a: T, b: T, c: T, *, dt_bias: T | None = None, dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")), skip: T | None = None,
+) -> T:  # fmt: skip
     """Arguments and result as those of `head_scan`, on a GPU; `dt` as the projection gave it."""
     batch, time, heads, width = x.shape
     groups, states = b.shape[2:]

@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from kl_lens.base.errors import TargetError, one_line
-from kl_lens.model.norms import normalise_per_group
+from kl_lens.model.anatomy import normalise_per_group
 from kl_lens.targets.session import FedSession, Logits
 
 _STATES = ("past_key_values", "cache_params")  # what models call theirs

@@ -4,26 +4,35 @@ its own parameters. It renames, moves axes, stacks experts, splits matrices, mul
 Numbers in place of weights show what it does to each: numbered components tell which one a parameter comes from,
 numbered rows which of its rows, ones which factors. Then the real weights go the same way, and every parameter is
 compared with what was found, bit for bit. Last, the model made of them runs on a few tokens, whole and one by one; if
-its logits are not those of PyTorch, mlx-lm computes another function and the model is refused.
+its logits are not those of PyTorch, mlx-lm computes another function and the model is refused. `export` writes a plan
+as a folder that `mlx_lm.load` opens as it is.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kl_lens.base.errors import UnsupportedError, one_line
-from kl_lens.targets.mlx.configuration import configuration_of, empty_model
-
-if TYPE_CHECKING:
-    from kl_lens.model import LoadedModel
+from kl_lens.base.digests import bytes_digest
+from kl_lens.base.errors import TargetError, UnsupportedError, one_line
+from kl_lens.model import LoadedModel
+from kl_lens.run.records import Artifact, Component, ExportedTensor, Plan
+from kl_lens.targets.base import StockRecipe
+from kl_lens.targets.exporting import Choice, Entry, file_size, record, write_beside, write_file
+from kl_lens.weights.formats.affine import AffineFormat
+from kl_lens.weights.recipes import FP16, Recipe
+from kl_lens.weights.store import WeightStore
 
 _TOKENS, _WHOLE = 24, 16  # of the comparison; the first are fed at once
 MOST_KL = 1e-3  # nats per token between PyTorch and mlx-lm in float32; rounding gives 1e-8
@@ -137,9 +146,14 @@ class _Ways:
         for name, found in self._found(lambda name, _: torch.tensor(self._numbers.get(name, 0))).items():
             one = found.flat[0] and np.ptp(found) == 0
             self.sources[name] = components[int(found.flat[0]) - 1].name if one else ""
-        self._rows = self._found(
-            lambda name, tensor: _row_numbers(tensor) if name in self._matrices else torch.zeros(())
-        )
+
+        def numbered(name: str, tensor: torch.Tensor) -> torch.Tensor:
+            if name not in self._matrices:
+                return torch.zeros(())
+            rows = tensor.shape[:-1]
+            return torch.arange(math.prod(rows), dtype=torch.float32).reshape(*rows, 1)
+
+        self._rows = self._found(numbered)
 
     def rows(self, name: str) -> torch.Tensor:
         """The rows of its component that a parameter consists of, in order."""
@@ -182,18 +196,11 @@ class _Ways:
             reason = f"{type(error).__name__} {one_line(error)}"
             raise UnsupportedError(f"mlx-lm cannot take over this {family} checkpoint: {reason}") from error
         if missing := sorted(set(self.shapes) - set(arrays)):
-            raise UnsupportedError(
-                f"mlx-lm's {family} wants {missing[0]}, which this checkpoint does not have"
-            )
+            raise UnsupportedError(f"mlx-lm's {family} wants {missing[0]}, which is not there")
         for name, (end, factor) in itertools.product(self.shapes, self._forgotten.items()):
             if name.endswith(end):
                 arrays[name] *= factor
         return {name: arrays[name] for name in self.shapes}
-
-
-def _row_numbers(tensor: torch.Tensor) -> torch.Tensor:
-    rows = tensor.shape[:-1]
-    return torch.arange(math.prod(rows), dtype=torch.float32).reshape(*rows, 1)
 
 
 def _compare(model: LoadedModel, runtime: Any, weights: dict[str, Any]) -> None:
@@ -214,9 +221,7 @@ def _compare(model: LoadedModel, runtime: Any, weights: dict[str, Any]) -> None:
             logits = [np.array(runtime(mx.array(piece)[None], cache=cache)[0]) for piece in pieces]
     except Exception as error:  # a model class may raise anything over settings that it was not written for
         reason = f"{type(error).__name__} {one_line(error)}"
-        raise UnsupportedError(
-            f"mlx-lm cannot run this {model.anatomy.model_type} model: {reason}"
-        ) from error
+        raise UnsupportedError(f"mlx-lm cannot run this model: {reason}") from error
     theirs = torch.from_numpy(np.concatenate(logits))
     expected, found = ours.log_softmax(-1), theirs.log_softmax(-1)
     divergence = float((expected.exp() * (expected - found)).sum(-1).mean())
@@ -225,3 +230,213 @@ def _compare(model: LoadedModel, runtime: Any, weights: dict[str, Any]) -> None:
             f"mlx-lm computes something else than PyTorch for this {model.anatomy.model_type} model "
             f"(KL {divergence:.2g} nats per token with the original weights); use another target"
         )
+
+
+# config.json as mlx-lm reads it: the checkpoint's own, with the settings that transformers 5 no longer writes.
+CONFIG_FILE = "config.json"
+_ROTARY = ("rope_theta", "partial_rotary_factor")
+_LAYERS = {"linear_attention": "mamba", "full_attention": "attention"}  # transformers' names → Granite's own
+
+
+def _interval(config: dict[str, Any]) -> dict[str, Any]:
+    """mlx-lm knows only one rhythm: attention in every n-th layer."""
+    kinds = config.get("layer_types") or []
+    if not kinds:
+        return {}
+    every = kinds.index("full_attention") + 1 if "full_attention" in kinds else len(kinds) + 1
+    rhythm = ["linear_attention" if i % every else "full_attention" for i in range(1, len(kinds) + 1)]
+    if kinds != rhythm or every > len(kinds):
+        raise UnsupportedError("mlx-lm expects attention in every n-th layer, and layer_types says otherwise")
+    return {"full_attention_interval": every}
+
+
+# Model type → settings that mlx-lm needs, computed from the others.
+_MORE: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "mamba2": lambda config: {"intermediate_size": int(config["expand"] * config["hidden_size"])},
+    "falcon_h1": lambda config: {"head_dim": config["hidden_size"] // config["num_attention_heads"]},
+    "granitemoehybrid": lambda config: {
+        "layer_types": [_LAYERS.get(kind, kind) for kind in config["layer_types"]],
+        "position_embedding_type": "nope",  # where it is null; mlx-lm would take that for rotary
+    },
+    "lfm2": lambda config: {"block_dim": config["hidden_size"]},
+    "qwen3_next": _interval,
+}
+_REPLACED = ("layer_types", "tie_word_embeddings")  # the computed value wins
+
+
+def configuration_of(model: LoadedModel) -> dict[str, Any]:
+    """As JSON: numbers that are not finite are written as transformers writes them."""
+    file, text = model.folder / CONFIG_FILE, model.config.to_json_string(use_diff=False)
+    if model.layout == "transformers" and file.is_file():
+        text = file.read_text(encoding="utf-8")
+    config: dict[str, Any] = json.loads(text)
+    rotary = config.get("rope_parameters") or {}
+    more = {key: rotary[key] for key in _ROTARY if key in rotary}
+    if rotary.get("rope_type", "default") != "default":
+        more["rope_scaling"] = rotary
+    if getattr(model.config, "tie_word_embeddings", False):
+        more["tie_word_embeddings"] = True  # some checkpoints deny it and hold the same matrix twice
+    more |= _MORE.get(config["model_type"], lambda _: {})(config)
+    return config | {key: v for key, v in more.items() if key in _REPLACED or config.get(key) is None}
+
+
+def empty_model(config: dict[str, Any]) -> Any:
+    """mlx-lm's model for a configuration, with weights that are never computed."""
+    from mlx_lm.utils import _decode_tagged_floats, _get_classes
+
+    try:
+        model_class, arguments = _get_classes(config)
+        return model_class(arguments.from_dict(_decode_tagged_floats(config)))
+    except Exception as error:  # what a model class raises over a setting can be anything
+        raise UnsupportedError(f"mlx-lm cannot build it: {one_line(error)}") from error
+
+
+_UNIFORM = ((4, 64), (4, 32), (4, 128), (3, 64), (5, 64), (6, 64), (8, 64))  # bits, group size
+_USUAL = ((4, 64), (8, 64))  # mlx-lm's default, and what is called lossless
+_MIXED = {"mixed_2_6": (2, 6), "mixed_3_4": (3, 4), "mixed_3_6": (3, 6), "mixed_4_6": (4, 6)}
+_GROUP = 64
+
+
+def stock_recipes(model: LoadedModel, layout: Layout) -> tuple[StockRecipe, ...]:
+    """Those of `mlx_lm.convert`: one number of bits for everything, or one of its mixtures. mlx-lm leaves a matrix as
+    it is if groups do not divide its columns. Routers of experts are no candidates here and stay FP16; mlx-lm stores
+    some in 8 bits."""
+    candidates = model.anatomy.candidates
+    recipes = [
+        StockRecipe(
+            f"{bits}bit" if group == _GROUP else f"{bits}bit-g{group}",
+            {c.name: _held(c, bits, group) for c in candidates},
+            f"mlx_lm.convert -q --q-bits {bits} --q-group-size {group} --dtype float16",
+            usual=(bits, group) in _USUAL,
+        )
+        for bits, group in _UNIFORM
+    ]
+    names = {matrix.component: matrix.name for matrix in layout.matrices}
+    if not any("down_proj" in name for name in names.values()):
+        return tuple(recipes)  # mlx_lm.convert refuses its mixtures for such a model
+    for name, (low, high) in _MIXED.items():
+        mixed = {
+            c.name: _held(c, high if _raised(names[c.name], c, model.anatomy.blocks) else low, _GROUP)
+            for c in candidates
+        }
+        recipes.append(
+            StockRecipe(name, mixed, f"mlx_lm.convert -q --quant-predicate {name} --dtype float16")
+        )
+    return tuple(recipes)
+
+
+def _held(component: Component, bits: int, group: int) -> Recipe:
+    recipe = Recipe(f"affine{bits}-g{group}")
+    return FP16 if recipe.grid.fits(component.shape) else recipe
+
+
+def _raised(name: str, component: Component, layers: int) -> bool:
+    """mlx-lm's `mixed_quant_predicate`: values, outputs of feed-forward parts and the head."""
+    index = component.block or 0
+    more = index < layers // 8 or index >= 7 * layers // 8 or (index - layers // 8) % 3 == 2
+    return "lm_head" in name or (more and any(part in name for part in ("v_proj", "down_proj")))
+
+
+WEIGHT_FILE, FORMAT = "model.safetensors", "mlx"
+PARTS = ("weight", "scales", "biases")  # of a quantized matrix
+_FLOATS = {"F16": np.float16, "F32": np.float32}
+
+
+def export(
+    model: LoadedModel, plan: Plan, layout: Layout, chosen: dict[str, Choice], folder: Path
+) -> Artifact:
+    """Everything that is not quantized is float16, as after `mlx_lm.convert --dtype float16`."""
+    file = _File(layout, chosen, model.weights)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_file(folder / WEIGHT_FILE, file.entries, FORMAT, file.bytes_of)
+    config = layout.config | quantization(layout, chosen)
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    notes = write_beside(model, folder)
+    if model.tokenizer is None:
+        notes = ["mlx_lm.load wants a tokenizer, and the checkpoint has none; kl-lens opens the folder"]
+    versions = {name: metadata.version(name) for name in ("mlx", "mlx-lm")}
+    return record("mlx", model, plan, folder, file.records(), versions=versions, notes=notes)
+
+
+def file_bytes(model: LoadedModel, layout: Layout, chosen: dict[str, Choice]) -> int:
+    """The exact size of the file that `export` would write, without quantizing anything."""
+    return file_size(_File(layout, chosen, model.weights).entries, FORMAT)
+
+
+def quantization(layout: Layout, chosen: dict[str, Choice]) -> dict[str, Any]:
+    """The sections of config.json that mlx-lm reads: bits, group size and mode of every path."""
+    paths = {}
+    for matrix in layout.matrices:
+        grid = chosen[matrix.component].recipe.grid
+        if isinstance(grid, AffineFormat):
+            paths[matrix.name] = {"group_size": grid.group_size, "bits": grid.bits, "mode": "affine"}
+    if not paths:
+        return {}
+    usual, _ = Counter(json.dumps(how) for how in paths.values()).most_common(1)[0]
+    section = {**json.loads(usual), **paths}
+    return {"quantization": section, "quantization_config": section}
+
+
+class _File:
+    """The tensors of one file."""
+
+    def __init__(self, layout: Layout, chosen: dict[str, Choice], store: WeightStore) -> None:
+        self._layout, self._chosen, self._store = layout, chosen, store
+        self._matrices = {f"{matrix.name}.weight": matrix for matrix in layout.matrices}
+        # Scales and biases, which come after all matrices.
+        self._waiting: dict[str, npt.NDArray[np.uint8]] = {}
+        # Matrix or other tensor → its bytes, their digest, and the digest in the weight store.
+        self._stored: dict[str, tuple[int, str, str]] = {}
+        entries = [entry for matrix in layout.matrices for entry in self._entries(matrix)]
+        for name, value in layout.values.items():
+            entries.append(Entry(name, "F32" if name in layout.full_precision else "F16", value.shape))
+        # Wide types first, so that everything is aligned.
+        self.entries = sorted(entries, key=lambda entry: entry.dtype == "F16")
+
+    def _entries(self, matrix: Matrix) -> list[Entry]:
+        name, grid = matrix.name, self._chosen[matrix.component].recipe.grid
+        if not isinstance(grid, AffineFormat):
+            return [Entry(f"{name}.weight", "F16", matrix.shape)]
+        *outer, columns = matrix.shape
+        assert grid.group_size is not None
+        groups = (*outer, columns // grid.group_size)
+        packed = Entry(f"{name}.weight", "U32", (*outer, columns * grid.bits // 32))
+        return [packed, Entry(f"{name}.scales", "F16", groups), Entry(f"{name}.biases", "F16", groups)]
+
+    def bytes_of(self, entry: Entry) -> npt.NDArray[np.uint8]:
+        if entry.name in self._layout.values:
+            value = self._layout.values[entry.name].astype(_FLOATS[entry.dtype])
+            if not np.isfinite(value).all():
+                raise TargetError(f"{entry.name}: has values that {entry.dtype} cannot hold; rescale it")
+            data = _raw(value)
+            self._stored[entry.name] = data.nbytes, bytes_digest(data), ""
+            return data
+        if (matrix := self._matrices.get(entry.name)) is None:
+            return self._waiting.pop(entry.name)
+        recipe = self._chosen[matrix.component].recipe
+        quantized = self._store.quantized(matrix.component, recipe, matrix.factors)
+        own = isinstance(matrix.factors, float) and matrix.factors == 1.0
+        data = recipe.grid.pack(replace(quantized, data=matrix.arranged(quantized.data), shape=matrix.shape))
+        parts = (quantized.scales, quantized.zero_points)
+        more = [_raw(matrix.arranged(part).cpu().numpy()) for part in parts if part is not None]
+        size, digest = data.nbytes + sum(raw.nbytes for raw in more), bytes_digest(data, *more)
+        self._stored[entry.name] = size, digest, quantized.digest if own else ""
+        self._waiting |= {f"{matrix.name}.{part}": raw for part, raw in zip(PARTS[1:], more, strict=False)}
+        return data
+
+    def records(self) -> list[ExportedTensor]:
+        """After all bytes were given."""
+        records = []
+        for name, matrix in self._matrices.items():
+            choice, (size, digest, weights) = self._chosen[matrix.component], self._stored[name]
+            what = matrix.component, name, choice.planned, choice.recipe
+            records.append(ExportedTensor(*what, size, choice.reason, digest, weights))
+        for name, component in self._layout.sources.items():
+            kind = "fp32" if name in self._layout.full_precision else FP16
+            size, digest, _ = self._stored[name]
+            records.append(ExportedTensor(component or name, name, FP16, kind, size, None, digest))
+        return records
+
+
+def _raw(values: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+    return np.ascontiguousarray(values).reshape(-1).view(np.uint8)

@@ -1,19 +1,33 @@
-"""A folder of mlx-lm running in MLX."""
+"""A folder of mlx-lm running in MLX, and taken apart: every parameter beside what mlx-lm makes of the original."""
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
+import torch
+from mlx.utils import tree_map, tree_reduce
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import load_model
 from safetensors.numpy import load_file
 
 from kl_lens.base.errors import TargetError, one_line
+from kl_lens.model import LoadedModel
+from kl_lens.targets import dissection
 from kl_lens.targets.base import Contents
-from kl_lens.targets.session import FedSession, Logits
+from kl_lens.targets.dissection import Disagreement, Dissection, Part, StoredTensor
+from kl_lens.targets.mlx.layout import CONFIG_FILE, PARTS, Layout
+from kl_lens.targets.session import FedSession, Logits, Session, SessionSettings
+from kl_lens.targets.tokenizer import read_json
+from kl_lens.weights.formats import known_formats
 
 # Tokens in one call of the model. The operations of a call wait in memory until it is computed; Mamba-1 has dozens for
 # every token and layer.
@@ -23,18 +37,11 @@ _EMBEDDINGS, _EXPERTS = ("embeddings", "embed_tokens"), "switch_mlp"
 
 
 class MLXSession(FedSession):
-    """One sequence at a time through mlx-lm's model.
-
-    On a CPU it computes in float32: the CPU kernels add up in the type of the activations, and in float16 their
-    rounding would hide the loss of the weights. On a GPU it computes in the file's own types, as mlx-lm does, unless
-    `exact` is set. Weights are the same in both cases.
-    """
+    """One sequence at a time through mlx-lm's model. On a CPU it computes in float32: the CPU kernels add up in the
+    type of the activations, and in float16 their rounding would hide the loss of the weights. On a GPU it computes in
+    the file's own types, as mlx-lm does, unless `exact` is set. Weights are the same in both cases."""
 
     def __init__(self, folder: Path, *, device: str = CPU, exact: bool = False) -> None:
-        import mlx.core as mx
-        from mlx.utils import tree_map
-        from mlx_lm.utils import load_model
-
         self.place, self._device_name = folder, device
         self._device = mx.gpu if device == GPU else mx.cpu
         self.float32 = exact or device == CPU
@@ -48,14 +55,10 @@ class MLXSession(FedSession):
                 self.reset()
                 self.vocabulary = int(self.feed([0], every=False).shape[-1])
         except Exception as error:  # mlx-lm checks little, and raises anything over a strange folder
-            raise TargetError(
-                f"{folder}: mlx-lm cannot load it: {type(error).__name__} {one_line(error)}"
-            ) from error
+            raise TargetError(f"{folder}: mlx-lm cannot load it: {one_line(error)}") from error
         self.reset()
 
     def _here(self) -> AbstractContextManager[Any]:
-        import mlx.core as mx
-
         return mx.stream(self._device)
 
     @property
@@ -72,16 +75,12 @@ class MLXSession(FedSession):
         }
 
     def reset(self) -> None:
-        from mlx_lm.models.cache import make_prompt_cache
-
         if self._model is None:
             raise self.closed()
         self._cache = make_prompt_cache(self._model)
 
     def state_bytes(self) -> tuple[int, float]:
         """Bytes of the states, and of keys and values for each position, in the types of this session."""
-        from mlx.utils import tree_reduce
-
         fixed, growing, waiting = 0, 0.0, list(self._cache)
         while waiting:
             cache = waiting.pop()
@@ -93,14 +92,10 @@ class MLXSession(FedSession):
         return fixed, growing
 
     def close(self) -> None:
-        import mlx.core as mx
-
         self._model, self._cache = None, []
         mx.clear_cache()
 
     def feed(self, tokens: list[int], *, every: bool) -> Logits:
-        import mlx.core as mx
-
         if self._model is None:
             raise self.closed()
         rows = []
@@ -116,8 +111,6 @@ class MLXSession(FedSession):
 
 
 def _widened(array: Any) -> Any:
-    import mlx.core as mx
-
     return array.astype(mx.float32) if mx.issubdtype(array.dtype, mx.floating) else array
 
 
@@ -142,3 +135,84 @@ def file_contents(file: Path) -> Contents:
         fixed, growing = session.state_bytes()
     # In float32 here; the file's own types, which a GPU uses, have half of that.
     return Contents(read, fixed // 2, growing / 2)
+
+
+_FLOATS = {mx.float32: "fp32", mx.float16: "fp16", mx.bfloat16: "bf16"}
+# Settings of training and of transformers, which mlx-lm does not compute with.
+_WITHOUT_EFFECT = re.compile(
+    r"^_|dtype|version|use_cache|initializer|_token_id|dropout|architectures|max_position|length"
+)
+
+
+class MLXDissection(Dissection):
+    def __init__(self, folder: Path, layout: Callable[[LoadedModel], Layout]) -> None:
+        self.place, self._layout = folder, layout
+        self.files = tuple(sorted(folder.glob("model*.safetensors")))
+        self._config, arrays = read_json(folder / CONFIG_FILE), dict[str, Any]()
+        try:
+            for file in self.files:
+                arrays |= mx.load(str(file))  # type: ignore[arg-type]
+        except Exception as error:  # it raises anything over a damaged file
+            raise TargetError(f"{file} is damaged: {one_line(error)}; export or download it again") from error
+        quantized = [name.removesuffix(".scales") for name in arrays if name.endswith(".scales")]
+        more = {f"{path}.{part}" for path in quantized for part in PARTS[1:]}
+        self.tensors = tuple(self._stored(name, arrays) for name in arrays if name not in more)
+
+    def parts(self, model: LoadedModel) -> list[Part]:
+        layout, held = self._layout(model), {tensor.name: tensor for tensor in self.tensors}
+        weight = {component.name: component.weight for component in model.anatomy.components}
+        parts = [
+            Part(f"{m.name}.weight", held.get(f"{m.name}.weight"), weight[m.component], m.arranged, m.factors)
+            for m in layout.matrices
+        ]
+        for name, value in layout.values.items():
+            values, source = torch.from_numpy(np.array(value)), weight.get(layout.sources[name])
+            own = None if source is None else model.tensor(source)
+            if own is None or own.numel() != values.numel():  # made from several, or from a part of one
+                parts.append(Part(name, held.get(name), source, constant=values))
+                continue
+            (way,) = dissection.arrangements(
+                [(own, tuple(values.shape), partial(torch.clone, values), False)]
+            )
+            parts.append(Part(name, held.get(name), source, way))
+        return parts
+
+    def settings(self, model: LoadedModel) -> list[Disagreement]:
+        advice = f"take it from the original's {CONFIG_FILE}"
+        return [
+            dissection.setting(f"{CONFIG_FILE}: {key}", self._config[key], value, advice)
+            for key, value in self._layout(model).config.items()
+            if key in self._config and isinstance(value, int | float | str | list)
+            if not _WITHOUT_EFFECT.search(key) and not dissection.same(self._config[key], value)
+        ]
+
+    def open(self, settings: SessionSettings) -> Session:
+        return MLXSession(self.place, device=settings.device, exact=settings.exact)
+
+    def _stored(self, name: str, arrays: dict[str, Any]) -> StoredTensor:
+        array, path = arrays[name], name.removesuffix(".weight")
+        parts = [arrays[f"{path}.{part}"] for part in PARTS if f"{path}.{part}" in arrays]
+        if f"{path}.scales" not in arrays:
+            kind = _FLOATS.get(array.dtype, "")
+            spelled, shape, parts, how = kind or str(array.dtype), tuple(array.shape), [array], {}
+        else:
+            sections: dict[str, Any] = self._config.get("quantization") or {}
+            section = {"mode": "affine", **sections, **(sections.get(path) or {})}
+            how = {key: section[key] for key in ("group_size", "bits", "mode")}
+            shape = (*array.shape[:-1], array.shape[-1] * 32 // how["bits"])
+            spelled = f"{how['mode']}{how['bits']}-g{how['group_size']}"
+            kind = spelled if spelled in known_formats() else ""
+        size = sum(part.nbytes for part in parts)
+        return StoredTensor(
+            name, spelled, shape, size, partial(_values, parts, how), kind, dissection.rounding(kind)
+        )
+
+
+def _values(parts: list[Any], how: dict[str, Any]) -> torch.Tensor:
+    with mx.stream(mx.cpu):
+        whole = (
+            mx.dequantize(parts[0], *(each.astype(mx.float32) for each in parts[1:]), **how)
+            if how
+            else parts[0]
+        )
+        return torch.from_numpy(np.array(whole.astype(mx.float32)))

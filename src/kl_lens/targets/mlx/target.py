@@ -63,7 +63,7 @@ class MLXTarget(Target):
         return ("affine2-g128", "affine2-g64")
 
     def stock_recipes(self, model: LoadedModel) -> tuple[StockRecipe, ...]:
-        from kl_lens.targets.mlx.stock import stock_recipes
+        from kl_lens.targets.mlx.layout import stock_recipes
 
         return stock_recipes(model, self._layout(model))
 
@@ -77,7 +77,7 @@ class MLXTarget(Target):
     # -- files ---------------------------------------------------------------------------------------------
 
     def write(self, model: LoadedModel | Path, plan: Plan, folder: Path, **options: Any) -> Artifact:
-        from kl_lens.targets.mlx.export import export
+        from kl_lens.targets.mlx.layout import export
 
         if isinstance(model, Path):
             raise TargetError("an export to MLX needs the whole model; open it first")
@@ -88,7 +88,7 @@ class MLXTarget(Target):
 
     def file_bytes(self, model: LoadedModel, plan: Plan, *, exact: bool = False) -> int:
         """Exact, from the header."""
-        from kl_lens.targets.mlx.export import file_bytes
+        from kl_lens.targets.mlx.layout import file_bytes
 
         return file_bytes(model, self._layout(model), choices(model, plan, self.fit))
 
@@ -110,7 +110,7 @@ class MLXTarget(Target):
             return b'"format":"mlx"' in content.read(min(size, _LONGEST_HEADER)).replace(b" ", b"")
 
     def dissect(self, place: Path) -> Dissection:
-        from kl_lens.targets.mlx.dissection import MLXDissection
+        from kl_lens.targets.mlx.session import MLXDissection
 
         return MLXDissection(place.parent if self.owns(place) else place, self._layout)
 

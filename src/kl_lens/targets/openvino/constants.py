@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from kl_lens.base.errors import TargetError
 from kl_lens.model import Anatomy
 from kl_lens.run.records import Component, ExportedTensor
 from kl_lens.targets.exporting import Choice
+from kl_lens.targets.openvino import scans
 from kl_lens.targets.openvino.rewrites import operations
 from kl_lens.weights.formats import Format, Quantized
 from kl_lens.weights.formats.integer import ZeroPointFormat
@@ -34,25 +35,16 @@ from kl_lens.weights.store import WeightStore, moved
 SMALL = 64  # constants up to this size may be anything the converter computed: epsilons, scales, shapes
 OURS = "kl_lens/"  # prefix of constants that we add: masks, ones, tables
 _CONVERTER_PREFIX = "self.model."
-
-
-@dataclass
-class WeightMap:
-    """Component → the constants that hold it (one, or one for each use), and the weights that were folded away."""
-
-    nodes: dict[str, list[Any]]
-    folded: list[str] = field(default_factory=list)  # parameters without a constant: no effect on the result
-    other: list[Any] = field(default_factory=list)  # buffers and rows of parameters, kept in float32
+Nodes = dict[str, list[Any]]  # by component
 
 
 def map_weights(
     graph: ov.Model, model: nn.Module, anatomy: Anatomy, *, without_head: bool = False, may_fold: bool = False
-) -> WeightMap:
-    """Finds every weight of the model in the float32 graph, each exactly once.
-
-    `may_fold`: the converter may have multiplied batch norms into the convolutions before them, channel by channel.
-    Raises TargetError that lists weights without a constant, or constants that are no weight.
-    """
+) -> tuple[Nodes, list[str]]:
+    """Component → the constants of the float32 graph that hold it (one, or one for each use); and the weights that were
+    folded away without effect. `may_fold`: the converter may have multiplied batch norms into the convolutions before
+    them, channel by channel. Raises TargetError that lists candidates without a constant, or constants that are no
+    weight."""
     by_digest: dict[bytes, list[str]] = defaultdict(list)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     # Norms that multiply by 1 + weight (Gemma, Qwen3-Next).
@@ -75,23 +67,27 @@ def map_weights(
 
     weights = {c.name: c.weight for c in anatomy.components}
     constants: dict[str, list[Any]] = defaultdict(list)
-    strangers, other, cut_up = [], [], set()
+    strangers, cut_up = [], set()
     for node in operations(graph, "Constant"):
         if node.get_element_type() != ov.Type.f32 or node.get_friendly_name().startswith(OURS):
             continue
         digest = _digest(node.data)
         names = by_digest.get(digest) or plus_one.get(digest) or _decay_names(node.data, decays)
         names = names or _scaled_names(node.data, convolutions)
-        if names:
-            constants[_nearest(node, names, weights)].append(node)
+        if names:  # among weights with the same numbers, such as norms of ones, by the converter's name
+            own = (name for name in names if node.get_friendly_name() == _CONVERTER_PREFIX + weights[name])
+            constants[next(own, names[0])].append(node)
         elif digest in rows:
-            other.append(node)
             cut_up.add(rows[digest])
         elif digest in buffers or (may_fold and max(node.data.shape, default=1) == node.data.size):
-            other.append(node)  # where norms are folded, what they add to each channel is left
+            continue  # where norms are folded, what they add to each channel is left
         elif node.data.size > SMALL:
             strangers.append(f"{node.get_friendly_name()} {list(node.data.shape)}")
-    _spread(constants, by_digest)
+    # Weights with equal numbers have the same constants. That is right only while all of them get the same format;
+    # `place_weights` checks it.
+    for same in by_digest.values():
+        if held := [name for name in same if constants.get(name)]:
+            constants |= {name: list(constants[held[0]]) for name in same if not constants.get(name)}
     absent = {anatomy.head} if without_head and anatomy.head != anatomy.embedding else set()
     missing = [c.name for c in anatomy.candidates if not constants.get(c.name) and c.name not in absent]
     if missing or strangers:
@@ -101,27 +97,7 @@ def map_weights(
             f"{', '.join(strangers) or 'none'}"
         )
     folded = [c.name for c in anatomy.components if not constants.get(c.name) and c.name not in cut_up]
-    return WeightMap(dict(constants), folded, other)
-
-
-def _nearest(node: Any, names: list[str], weights: dict[str, str]) -> str:
-    """Chooses by the converter's name among weights with the same numbers, such as norms of ones."""
-    for name in names:
-        if node.get_friendly_name() == _CONVERTER_PREFIX + weights[name]:
-            return name
-    return names[0]
-
-
-def _spread(constants: dict[str, list[Any]], by_digest: dict[bytes, list[str]]) -> None:
-    """Gives weights with equal numbers the same constants.
-
-    That is right only while all of them get the same format; `place_weights` checks it.
-    """
-    for names in by_digest.values():
-        owners = [name for name in names if constants.get(name)]
-        for name in names:
-            if owners and not constants.get(name):
-                constants[name] = list(constants[owners[0]])
+    return dict(constants), folded
 
 
 def _decay_names(data: npt.NDArray[Any], decays: dict[str, npt.NDArray[Any]]) -> list[str]:
@@ -154,7 +130,7 @@ def _digest(data: npt.NDArray[Any]) -> bytes:
 
 
 def place_weights(
-    weight_map: WeightMap,
+    nodes_of: Nodes,
     store: WeightStore,
     components: Sequence[Component],
     chosen: dict[str, Choice],
@@ -164,7 +140,7 @@ def place_weights(
     placed: list[ExportedTensor] = []
     done: dict[tuple[int, ...], ExportedTensor] = {}  # identities of constants → what replaced them
     for component in components:
-        nodes = weight_map.nodes.get(component.name)
+        nodes = nodes_of.get(component.name)
         if not nodes:
             continue
         choice = chosen[component.name]
@@ -195,37 +171,29 @@ def place_weights(
         done[key] = ExportedTensor(*names, size, choice.reason, digest, weights)
         placed.append(done[key])
         for node in nodes:
-            source_value = new
-            if list(node.data.shape) != list(new.get_output_shape(0)):
-                shape = ops.constant(np.asarray(node.data.shape, np.int64))
-                source_value = ops.reshape(new, shape, False)
-            for reader in node.output(0).get_target_inputs():
-                reader.replace_source_output(source_value.output(0))
+            fits = list(node.data.shape) == list(new.get_output_shape(0))
+            scans.replace(node, new if fits else scans.reshaped(new, list(node.data.shape)))
     return placed
 
 
 def _floating(data: npt.NDArray[Any], name: str, baseline: str) -> Any:
     """FP16 by numpy's rounding: OpenVINO's own compression on saving doubles some tiny values."""
-    if baseline != FP16:
-        constant = ops.constant(np.ascontiguousarray(data, np.float32))
-        constant.set_friendly_name(name)
-        return constant
-    half = data.astype(np.float16)
-    if not np.isfinite(half).all():
+    stored = np.ascontiguousarray(data, np.float16 if baseline == FP16 else np.float32)
+    if not np.isfinite(stored).all():
         raise TargetError(f"{name}: holds values beyond FP16's 65504; rescale the weight")
-    constant = ops.constant(half)
+    constant = ops.constant(stored)
     constant.set_friendly_name(name)
+    if baseline != FP16:
+        return constant
     convert = ops.convert(constant, "f32")
     convert.set_friendly_name(f"{name}/convert")
     return convert
 
 
 def integer_constant(quantized: Quantized, fmt: Format, name: str) -> tuple[Any, int, str]:
-    """NNCF's pattern: integers → FP16 (− zero point) × scale (→ back from groups) → float32.
-
-    NF4 goes to float32 before the product. By way of FP16, as NNCF writes it, the ARM plugin rounds the levels, and the
-    x86 plugin does so where rows are looked up (2026.4.1).
-    """
+    """NNCF's pattern: integers → FP16 (− zero point) × scale (→ back from groups) → float32. NF4 goes to float32 before
+    the product. By way of FP16, as NNCF writes it, the ARM plugin rounds the levels, and the x86 plugin does so where
+    rows are looked up (2026.4.1)."""
     assert quantized.scales is not None
     scales = quantized.scales.numpy()
     rows, columns = quantized.shape[:-1], quantized.shape[-1]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +20,18 @@ import torch
 import transformers
 
 from kl_lens.base.environment import peak_memory
-from kl_lens.base.errors import TargetError, last_line
+from kl_lens.base.errors import TargetError, one_line
 from kl_lens.model import LoadedModel
 from kl_lens.run.records import Artifact, Plan
-from kl_lens.targets.exporting import Choice, record, write_beside
+from kl_lens.targets.exporting import record, write_beside
 from kl_lens.targets.openvino import constants, rewrites
-from kl_lens.targets.openvino.folder import IR_FILE, WEIGHT_FILE
+from kl_lens.targets.openvino.folder import DETOKENIZER_FILE, IR_FILE, TOKENIZER_FILE, WEIGHT_FILE
 from kl_lens.targets.openvino.graph import StaticShape, graph_of, image_graph_of, on_cpu
 from kl_lens.targets.openvino.profiles import DeviceProfile, expanded, get_profile, realise
 from kl_lens.targets.openvino.session import HEAD_NODE, compile_graph, log_softmax, read_graph, run_graph
-from kl_lens.targets.openvino.tokenizer import write_tokenizer
+from kl_lens.targets.tokenizer import other_ids, varied_strings
 from kl_lens.weights.recipes import FP16
 
-UNPLANNED = (FP16, "fp32")
 ACTIBA_TOKENS = 128
 
 
@@ -62,14 +64,20 @@ def export(
     static = _static_shape(model, profile, static_tokens, with_head)
     chunked = any(c.kind == "A_log" and len(c.shape) == 1 for c in model.anatomy.components)
     changes = tuple(profile.default_rewrites(chunked) if rewrites is None else rewrites)
-    if unplanned not in UNPLANNED:
-        raise TargetError(f"weights outside the plan can be {' or '.join(UNPLANNED)}, not {unplanned!r}")
     if model.classifier is not None and "actiba" in changes:
         raise TargetError("actiba is for language models, not for images")
     chosen = realise(model, plan, profile, fallback=fallback)
 
-    graph, weight_map = _graph(model, static, with_head)
-    placed = constants.place_weights(weight_map, model.weights, model.anatomy.components, chosen, unplanned)
+    # The model as a float32 graph, and where its weights are.
+    module, task = on_cpu(model.model), model.classifier
+    graph = image_graph_of(module, task) if task else graph_of(module, static=static, with_head=with_head)
+    _rewrites.weights_on_the_right(graph)
+    if with_head:
+        _name_head(graph)
+    nodes, folded = constants.map_weights(
+        graph, module, model.anatomy, without_head=not with_head, may_fold=task is not None
+    )
+    placed = constants.place_weights(nodes, model.weights, model.anatomy.components, chosen, unplanned)
     place.mkdir(parents=True, exist_ok=True)
     plain = graph.clone() if "actiba" in changes else None
     settings: dict[str, Any] = {
@@ -78,7 +86,7 @@ def export(
         "static_tokens": static_tokens,
         "with_head": with_head,
         "unplanned": unplanned,
-        "folded_away": weight_map.folded,
+        "folded_away": folded,
         "versions": {module.__name__: module.__version__ for module in (ov, torch, transformers)},
         **({} if model.classifier is None else {"task": model.classifier.name}),
         "rewritten": _rewrites.apply(graph, changes),
@@ -94,7 +102,12 @@ def export(
         model.classifier.preparation.write(place)
     elif with_tokenizer and static is None:
         notes += filter(None, [write_tokenizer(model.tokenizer, place)])
-    if notes := [*notes, *_expanded_here(chosen)]:
+    if names := {choice.recipe.grid.name for choice in chosen.values()} & set(expanded(platform.machine())):
+        notes.append(
+            f"on this processor OpenVINO expands {' and '.join(sorted(names))} to floats when it loads the file: right "
+            "results, but neither less memory nor more speed; on x86-64 they run as stored"
+        )
+    if notes:
         settings["notes"] = notes
     # Equal constants are stored once; the record has them all.
     once = {tensor.digest: tensor.bytes for tensor in placed}
@@ -105,31 +118,7 @@ def export(
     return replace(artifact, settings=artifact.settings | {"bytes_over_plan": over, **costs})
 
 
-def _graph(
-    model: LoadedModel, static: StaticShape | None, with_head: bool
-) -> tuple[ov.Model, constants.WeightMap]:
-    """The model as a float32 graph, and where its weights are."""
-    module, task = on_cpu(model.model), model.classifier
-    graph = image_graph_of(module, task) if task else graph_of(module, static=static, with_head=with_head)
-    _rewrites.weights_on_the_right(graph)
-    if with_head:
-        _name_head(graph)
-    found = constants.map_weights(
-        graph, module, model.anatomy, without_head=not with_head, may_fold=task is not None
-    )
-    return graph, found
-
-
 _rewrites = rewrites  # `export` has an argument with that name
-
-
-def _expanded_here(chosen: dict[str, Choice]) -> Iterator[str]:
-    names = {choice.recipe.grid.name for choice in chosen.values()} & set(expanded(platform.machine()))
-    if names:
-        yield (
-            f"on this processor OpenVINO expands {' and '.join(sorted(names))} to floats when it loads the file: right "
-            "results, but neither less memory nor more speed; on x86-64 they run as stored"
-        )
 
 
 def _save(graph: ov.Model, path: Path) -> None:
@@ -138,10 +127,7 @@ def _save(graph: ov.Model, path: Path) -> None:
         ov.save_model(graph, path, compress_to_fp16=False)
     except RuntimeError as error:  # OpenVINO does not give the reason
         free = shutil.disk_usage(path.parent).free / 1e6
-        raise TargetError(
-            f"{path.parent.parent}: OpenVINO cannot write there ({last_line(error)}); is the disk full? "
-            f"{free:.1f} MB are free"
-        ) from error
+        raise TargetError(f"{path.parent.parent}: OpenVINO cannot write; {free:.1f} MB are free") from error
 
 
 def _static_shape(
@@ -198,3 +184,63 @@ def _actiba_cost(
         )
     cost["kl_nats_per_token"] = float((np.exp(before) * (before - after)).sum(-1).mean())
     return cost
+
+
+CHECKED_STRINGS = 300
+
+
+def write_tokenizer(tokenizer: Any | None, place: Path) -> str | None:
+    """Writes tokenizer and detokenizer as IR, for OpenVINO GenAI. Returns None, or why there are none. The converted
+    tokenizer is compared with transformers on a few hundred strings. One that differs is not written: a model that is
+    fed other tokens answers badly, and nothing would say why."""
+    none = f"no {TOKENIZER_FILE} was written, so OpenVINO GenAI cannot open this folder (kl-lens can): "
+    if tokenizer is None:
+        return f"{none}the checkpoint has no tokenizer"
+    if find_spec("openvino_tokenizers") is None:
+        return f"{none}openvino-tokenizers is missing; pip install 'kl-lens[openvino]' and export again"
+    files, difference = _converted(tokenizer)
+    if difference is not None:
+        owner = tokenizer.name_or_path or "this checkpoint"
+        return f"{none}{type(tokenizer).__name__} of {owner} {difference}"
+    for name, content in files.items():
+        (place / name).write_bytes(content)
+    return None
+
+
+@lru_cache(maxsize=1)
+def _converted(tokenizer: Any) -> tuple[dict[str, bytes], str | None]:
+    """The files by name, and how they differ from the tokenizer. Kept, because a run exports many plans."""
+    import openvino_tokenizers
+
+    logging.getLogger("openvino_tokenizers").setLevel(logging.ERROR)
+    with tempfile.TemporaryDirectory() as folder:
+        paths = Path(folder) / TOKENIZER_FILE, Path(folder) / DETOKENIZER_FILE
+        try:
+            graphs = openvino_tokenizers.convert_tokenizer(tokenizer, with_detokenizer=True)
+            for graph, path in zip(graphs, paths, strict=True):
+                _rewrites.number_names(graph)
+                ov.save_model(graph, path, compress_to_fp16=False)
+            difference = first_difference(tokenizer, *paths)
+        except Exception as error:  # the package raises anything over a tokenizer that it does not know
+            difference = f"cannot be converted by openvino-tokenizers ({one_line(error)})"
+        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}, difference
+
+
+def first_difference(
+    tokenizer: Any, encoder: Path, decoder: Path, count: int = CHECKED_STRINGS
+) -> str | None:
+    """The first of `count` strings on which the graphs and the tokenizer differ, as a sentence; None if they agree."""
+    core = ov.Core()  # a new one: only those made after importing openvino_tokenizers know its operations
+    encode, decode = (core.compile_model(path, "CPU") for path in (encoder, decoder))
+    special = sorted(set(map(str, tokenizer.get_added_vocab())))
+    for text in varied_strings(count, special=special):
+        expected = tokenizer(text)["input_ids"]
+        ids = [int(token) for token in encode([text])["input_ids"][0]]
+        if ids != list(expected):
+            return f"splits text into other tokens than transformers: {other_ids(ids, expected, tokenizer)}"
+        words = tokenizer.decode(expected, skip_special_tokens=True)
+        if expected and words != (own := str(decode([np.array([expected])])["string_output"][0])):
+            return (
+                f"turns tokens into other text than transformers: {expected} becomes {own!r}, not {words!r}"
+            )
+    return None

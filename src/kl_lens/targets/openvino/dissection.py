@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,18 +13,20 @@ import numpy as np
 import numpy.typing as npt
 import openvino as ov
 import torch
+from torch.nn.functional import cosine_similarity
 
 from kl_lens.base.errors import TargetError, last_line
+from kl_lens.run.records import Artifact
 from kl_lens.targets import dissection, quarantine
+from kl_lens.targets.base import Contents
 from kl_lens.targets.dissection import Disagreement, Dissection, Part, StoredTensor, Texts, setting
 from kl_lens.targets.exporting import read_artifact
 from kl_lens.targets.openvino import session
 from kl_lens.targets.openvino.constants import raw_bytes
+from kl_lens.targets.openvino.convert import first_difference
 from kl_lens.targets.openvino.folder import DETOKENIZER_FILE, IR_FILE, TOKENIZER_FILE
-from kl_lens.targets.openvino.foreign import open_foreign
 from kl_lens.targets.openvino.rewrites import is_constant, operations
-from kl_lens.targets.openvino.session import read_graph
-from kl_lens.targets.openvino.tokenizer import first_difference
+from kl_lens.targets.openvino.session import open_foreign, read_graph
 from kl_lens.targets.session import Session, SessionSettings
 from kl_lens.targets.tokenizer import default_template
 from kl_lens.weights.formats import Format, get_format, known_formats, tables
@@ -44,6 +45,10 @@ _LEVELS = {
 _EXPONENTS = "f8e8m0"  # scales alone
 _FLOATS = {"f32": "fp32", "f16": "fp16", "bf16": "bf16"}
 _EPSILONS = 1e-9, 1e-2  # what a norm adds lies between
+
+
+def _size(node: Any) -> int:
+    return math.prod(node.get_output_shape(0))
 
 
 class OpenVINODissection(Dissection):
@@ -75,7 +80,7 @@ class OpenVINODissection(Dissection):
                 left.append((tensor, tensor.read().flatten()))
         absent = [name for name in own if name not in dict(named)]
         alike = [
-            (abs(_correlation(values, own[name].flatten().float())), name, tensor)
+            (abs(float(cosine_similarity(values, own[name].flatten().float(), 0))), name, tensor)
             for name in absent for tensor, values in left if own[name].numel() == values.numel()
         ]  # fmt: skip
         for close, name, tensor in sorted(alike, key=lambda each: -each[0]):
@@ -174,10 +179,6 @@ def _end(value: Any) -> Any:
         value = onward[0].output(0)
 
 
-def _size(node: Any) -> int:
-    return math.prod(node.get_output_shape(0))
-
-
 def _stored(name: str, end: Any) -> StoredTensor:
     constants = list(_constants(end.get_node()))
     weight = max(constants, key=_size)
@@ -189,8 +190,11 @@ def _stored(name: str, end: Any) -> StoredTensor:
     spelled = _FLOATS.get(kind) or (fmt.name if fmt is not None else "")
     known = spelled if spelled in (*known_formats(), *dissection.DTYPES) else ""
     group = f" g{fmt.group_size}" if fmt is not None and fmt.group_size else ""
-    read, rounded = partial(_read, end), dissection.rounding(fmt or known)
-    return StoredTensor(name, kind + group, shape, size, read, known, rounded)
+
+    def read() -> torch.Tensor:
+        return torch.from_numpy(np.array(_value(end.get_node()), np.float32)).reshape(shape)
+
+    return StoredTensor(name, kind + group, shape, size, read, known, dissection.rounding(fmt or known))
 
 
 def _format(kind: str, weight: Any, others: list[Any]) -> Format | None:
@@ -211,10 +215,6 @@ def _constants(node: Any) -> Iterator[Any]:
         yield node
     for value in node.input_values():
         yield from _constants(value.get_node())
-
-
-def _read(end: Any) -> torch.Tensor:
-    return torch.from_numpy(np.array(_value(end.get_node()), np.float32)).reshape(tuple(end.get_shape()))
 
 
 def _value(node: Any) -> npt.NDArray[Any]:
@@ -267,6 +267,41 @@ def _epsilons(graph: Any) -> Iterator[float]:
                     yield number
 
 
-def _correlation(one: torch.Tensor, two: torch.Tensor) -> float:
-    norm = float(one.norm() * two.norm())
-    return float(one @ two) / norm if norm else 0.0
+# Operations between a stored constant and its user, besides the zero point and the product with the scale.
+_PASSING = ("Convert", "Reshape", "Transpose", "Unsqueeze", "Squeeze")
+
+
+def graph_contents(folder: Path, artifact: Artifact) -> Contents:
+    """Which bytes a token reads: sizes from the record; states, and whether a weight is looked up, from the graph.
+    Experts count whole: the exported graph multiplies with all of them."""
+    graph = read_graph(folder / IR_FILE)
+    sizes = {tensor.runtime_name: tensor.bytes for tensor in artifact.tensors}
+    read = float(sum(sizes.values()))
+    for node in graph.get_ops():
+        name = node.get_friendly_name()
+        if node.get_type_name() == "Constant" and name in sizes and _is_looked_up(node):
+            read -= sizes[name] * (1 - 1 / node.get_output_shape(0)[0])  # one row
+    fixed, growing = 0, 0.0
+    for variable in graph.get_variables():
+        shape = variable.info.data_shape
+        lengths = [d.get_length() if d.is_static else None for d in shape]
+        size = math.prod(n for n in lengths if n is not None)
+        if None in lengths[1:]:
+            growing += 2 * size  # sessions keep keys and values in f16
+        else:
+            fixed += variable.info.data_type.size * size
+    return Contents(read, fixed, growing)
+
+
+def _is_looked_up(node: Any) -> bool:
+    """Whether rows of a matrix are picked, and it is in no product."""
+    own = {f"{node.get_friendly_name()}/{part}" for part in ("scaled", "zero_point/subtract")}
+    users, waiting = set(), [node]
+    while waiting:
+        for reader in waiting.pop().output(0).get_target_inputs():
+            user = reader.get_node()
+            if user.get_type_name() in _PASSING or user.get_friendly_name() in own:
+                waiting.append(user)
+            else:
+                users.add(user.get_type_name())
+    return users == {"Gather"} and len(node.get_output_shape(0)) >= 2

@@ -65,18 +65,16 @@ def on_cpu(model: nn.Module) -> nn.Module:
 
 
 def graph_of(model: nn.Module, *, static: StaticShape | None = None, with_head: bool = True) -> ov.Model:
-    """Token ids in, logits (or, without the head, the last hidden states) out; states inside unless static.
-
-    Raises UnsupportedError unless the family is tested or the graph is proven on this model.
-    """
+    """Token ids in, logits (or, without the head, the last hidden states) out; states inside unless static. Raises
+    UnsupportedError unless the family is tested or the graph is proven on this model."""
     family = str(getattr(model.config, "model_type", type(model).__name__))
     if family not in FAMILIES and model not in _proven:
         _prove(model, family)
         _proven.add(model)
-    return remembered(model, (static, with_head), partial(_build, model, static, with_head))
+    return _remembered(model, (static, with_head), partial(_build, model, static, with_head))
 
 
-def remembered(model: nn.Module, how: Hashable, build: Callable[[], ov.Model]) -> ov.Model:
+def _remembered(model: nn.Module, how: Hashable, build: Callable[[], ov.Model]) -> ov.Model:
     """A copy of a cached graph. The cache holds as long as the model's weights do not change."""
     key = (how, tuple(state_of(parameter) for parameter in model.parameters()))
     known = _converted.setdefault(model, {})
@@ -106,9 +104,7 @@ def _prove(model: nn.Module, family: str) -> None:
     except TargetError as error:
         raise UnsupportedError(refused + one_line(error)) from error
     except Exception as error:  # a model's code may raise anything when it meets our cache
-        raise UnsupportedError(
-            f"{refused}it cannot be traced ({type(error).__name__}: {one_line(error)})"
-        ) from error
+        raise UnsupportedError(f"{refused}it cannot be traced ({one_line(error)})") from error
     off = max(float(np.abs(logits - expected).max()) for logits in (whole, np.concatenate(parts)))
     if not off <= PROOF_SHARE * float(np.ptp(expected)):
         raise UnsupportedError(
@@ -139,7 +135,7 @@ class _Classifier(nn.Module):
 
 def image_graph_of(model: nn.Module, task: ImageTask) -> ov.Model:
     """An image classifier: one prepared image in, logits out, no state. Cached, with every weight in float32."""
-    return remembered(model, task.preparation, partial(_build_images, model, task))
+    return _remembered(model, task.preparation, partial(_build_images, model, task))
 
 
 def _build_images(model: nn.Module, task: ImageTask) -> ov.Model:
@@ -174,10 +170,8 @@ def _build(model: nn.Module, static: StaticShape | None, with_head: bool) -> ov.
 
 
 def convert_quietly(graph: nn.Module, inputs: tuple[torch.Tensor, ...]) -> ov.Model:
-    """Runs OpenVINO's converter without the tracer's warnings; tests check what they warn of.
-
-    The converter reports each call to a server and waits for it, but not in CI.
-    """
+    """Runs OpenVINO's converter without the tracer's warnings; tests check what they warn of. The converter reports
+    each call to a server and waits for it, but not in CI."""
     no_telemetry = mock.patch.dict(os.environ, CI="true")
     quiet = logging.getLogger("transformers")
     level = quiet.level
@@ -214,16 +208,16 @@ def _stitch(
     sinks = []
     for name, parameter, value in zip(names, state_inputs, values[1:], strict=False):
         read, variable = _variable(name, list(parameter.get_partial_shape())[1:], beams)
-        _replace(parameter.output(0), ops.gather(read, beams, scans.constant(0)).output(0))
+        scans.replace(parameter, ops.gather(read, beams, scans.constant(0)))
         sinks.append(_assign(value, variable))
     for index, (site, result) in enumerate(zip(graph.sites, results, strict=True)):
         first = 1 + len(names) + sum(taken[:index])
         arguments = values[first : first + taken[index]]
         state, variable = _scan_state(site, static, beams)
         y, last = _scan(site, arguments, state, static)
-        _replace(result.output(0), y if isinstance(y, ov.Output) else y.output(0))
+        scans.replace(result, y)
         if variable is not None:
-            stored = _stored_shape(site)
+            _, stored = _shapes(site)
             sequences = ops.concat([ops.shape_of(beams), scans.constant(stored)], 0)
             sinks.append(_assign(ops.broadcast(scans.reshaped(last, [1, *stored]), sequences), variable))
 
@@ -245,12 +239,10 @@ def _stitch(
 
 
 def _require_one_sequence(ids: Any, beams: Any) -> None:
-    """All tokens belong to one sequence; with more sequences the Reshape fails.
-
-    It also keeps OpenVINO GenAI from changing the attention. On x86 it first tries paged attention, which drops
-    `beam_idx`; positions and sliding windows of these graphs would come out wrong without a word. As every graph
-    needs `beam_idx`, the attempt fails, and GenAI takes the graph as it is.
-    """
+    """All tokens belong to one sequence; with more sequences the Reshape fails. It also keeps OpenVINO GenAI from
+    changing the attention. On x86 it first tries paged attention, which drops `beam_idx`; positions and sliding windows
+    of these graphs would come out wrong without a word. As every graph needs `beam_idx`, the attempt fails, and GenAI
+    takes the graph as it is."""
     readers = ids.output(0).get_target_inputs()
     tokens = ops.reduce_prod(ops.shape_of(ids), scans.constant([0]), True)
     rows = ops.reshape(ids, ops.concat([ops.shape_of(beams), tokens], 0), False)
@@ -276,11 +268,9 @@ def _set_shapes(
 
 
 def _variable(name: str, shape: list[Any], beams: Any, first: Any = None) -> tuple[Any, Any]:
-    """A state: the node that reads it, and the variable that keeps it.
-
-    It begins as zeros (or `first`), with length 0 along an axis that grows. `shape` is that of one sequence. The axis
-    of sequences is of unknown length: by this OpenVINO GenAI tells recurrent states from keys and values.
-    """
+    """A state: the node that reads it, and the variable that keeps it. It begins as zeros (or `first`), with length 0
+    along an axis that grows. `shape` is that of one sequence. The axis of sequences is of unknown length: by this
+    OpenVINO GenAI tells recurrent states from keys and values."""
     sizes = ov.PartialShape(shape)
     start = scans.constant([axis.get_length() if axis.is_static else 0 for axis in sizes])
     zeros = first or scans.constant(0, np.float32)
@@ -301,27 +291,24 @@ def _assign(value: Any, variable: Any) -> Any:
 
 
 def _scan_state(site: ScanSite, static: StaticShape | None, beams: Any) -> tuple[Any, Any]:
-    shape = _state_shape(site)
+    shape, stored = _shapes(site)
     first = scans.weighted_start(shape[1]) if site.kind == "weighted" else None
     if static is not None:
         return first or ops.broadcast(scans.constant(0, np.float32), scans.constant(list(shape))), None
-    read, variable = _variable(f"scan.{site.name}", list(_stored_shape(site)), beams, first)
+    read, variable = _variable(f"scan.{site.name}", stored, beams, first)
     # A Reshape to one sequence would do, but crashes the CPU plugin (2026.4.1).
     state = ops.gather(read, ops.gather(beams, scans.constant(0), scans.constant(0)), scans.constant(0))
     return scans.reshaped(state, list(shape)), variable
 
 
-def _state_shape(site: ScanSite) -> tuple[int, ...]:
-    """The shape of the state inside the scan."""
-    if site.kind == "selective":
-        return site.state_shape[::-1]
-    return _sizes(site).state_shape if site.kind in ("chunked", "lightning") else site.state_shape
-
-
-def _stored_shape(site: ScanSite) -> tuple[int, ...]:
-    """The shape in the variable, after the axis of sequences. OpenVINO GenAI expects at most four axes in all."""
-    shape = _state_shape(site)
-    return shape if len(shape) <= 3 else (*shape[1:3], shape[3] * shape[4])
+def _shapes(site: ScanSite) -> tuple[tuple[int, ...], list[int]]:
+    """Of the state inside the scan, and in the variable: OpenVINO GenAI expects at most three axes besides that of
+    sequences."""
+    if site.kind in ("chunked", "lightning"):
+        shape = _sizes(site).state_shape
+        return shape, [*shape[1:3], shape[3] * shape[4]]
+    shape = site.state_shape[::-1] if site.kind == "selective" else site.state_shape
+    return shape, list(shape)
 
 
 def _scan(site: ScanSite, arguments: list[Any], state: Any, static: StaticShape | None) -> tuple[Any, Any]:
@@ -350,8 +337,3 @@ def _scan(site: ScanSite, arguments: list[Any], state: Any, static: StaticShape 
 def _sizes(site: ScanSite) -> scans.Sizes:
     heads, width, states = site.state_shape
     return scans.Sizes(heads, width, states, groups=int(site.arguments[3].shape[1]))
-
-
-def _replace(old: ov.Output, new: ov.Output) -> None:
-    for reader in old.get_target_inputs():
-        reader.replace_source_output(new)

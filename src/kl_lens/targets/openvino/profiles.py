@@ -1,17 +1,40 @@
-"""Which formats each kind of device supports, and what a plan becomes on it."""
+"""What each kind of device supports, what a plan becomes on it, NNCF's mixtures, and what ARM's kernels compute.
+
+`as_deployed` models in PyTorch what OpenVINO's fast ARM kernels compute. With dynamic quantization the CPU plugin
+multiplies integers by integers (KleidiAI kernels): besides the weights, each row of activations is rounded to 8 bits
+just before the product. The rules below were found by measuring single products on OpenVINO 2026.4.1 and reproduce them
+to 1e-7 of their largest element:
+
+- activations: asymmetric, one scale per token, over the range from min(x, 0) to max(x, 0) in 255 steps;
+- weights with one scale per row: exactly the stored integers and FP16 scales;
+- 4-bit weights in several groups per row: the same integers, but each scale goes to bfloat16 by adding half a unit
+  only where the last kept bit is one (then cutting), and not to the nearest;
+- 4-bit weights with zero points in groups: exactly the stored weights; activations symmetric, one scale per token and
+  group, 127 steps. With zero points per row, in 2 bits, NF4 and MXFP4, nothing is rounded.
+
+Products with the stacked experts of a mixture are not covered by those kernels and are left alone. An embedding that is
+tied to the head is looked up with the head's rounded scales here, and with its own in OpenVINO.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+
+import torch
+from torch import nn
 
 from kl_lens.base.errors import FormatError, TargetError
 from kl_lens.model import LoadedModel
 from kl_lens.run.records import Plan
+from kl_lens.targets.base import StockRecipe
 from kl_lens.targets.exporting import Choice, choices
-from kl_lens.weights.formats import Format
-from kl_lens.weights.formats.integer import SignedScaleFormat, ZeroPointFormat
+from kl_lens.targets.inputs import Change, inputs_changed
+from kl_lens.weights.formats import Format, Quantized
+from kl_lens.weights.formats.integer import NNCF_SMALLEST_SCALE, SignedScaleFormat, ZeroPointFormat
 from kl_lens.weights.formats.tables import MicroscalingFormat, NormalFloatFormat
 from kl_lens.weights.recipes import FP16, Recipe, fitting_recipe
 
@@ -85,9 +108,7 @@ def realise(model: LoadedModel, plan: Plan, profile: DeviceProfile, *, fallback:
     problems = [f"{name}: {choice.reason}" for name, choice in chosen.items() if choice.reason]
     if problems and not fallback:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise TargetError(
-            f"the plan does not fit: {problems[0]}{more}; change the plan, or allow substitutes with --fallback"
-        )
+        raise TargetError(f"the plan does not fit: {problems[0]}{more}; allow substitutes with --fallback")
     return chosen
 
 
@@ -115,3 +136,114 @@ def lowered(wanted: Recipe, shape: Sequence[int], profile: DeviceProfile) -> tup
     if profile.holds(chosen.grid) is not None:
         return FP16, f"{reason}, which {profile.name} does not hold; stored as {FP16}"
     return chosen, reason
+
+
+BACKUP = Recipe("int8")
+_GRIDS = {"INT4_SYM": "int4", "INT4_ASYM": "uint4"}
+_RATIO = 0.8
+
+
+def stock_recipes(model: LoadedModel) -> tuple[StockRecipe, ...]:
+    """The mixtures that NNCF's `compress_weights` makes without data. Embedding and head get 8 bits, the rest 4. Where
+    columns do not divide, groups are those of its mode ADJUST. Its 8-bit backup has zero points and ours is symmetric,
+    which makes no difference worth a format. With a ratio, that share of the weights gets 4 bits, chosen by NNCF's
+    data-free criterion."""
+    every = {c.name: BACKUP for c in model.anatomy.candidates}
+    recipes = [StockRecipe("INT8_SYM", every, "NNCF's compress_weights, mode INT8_SYM", usual=True)]
+    outer = {model.anatomy.embedding, model.anatomy.head}
+    order = by_sensitivity(model, [name for name in every if name not in outer])
+    for mode, grid in _GRIDS.items():
+        for size in (128, 64):
+            for ratio in (1.0, _RATIO):
+                name = f"{mode}-g{size}" + ("" if ratio == 1 else f"-{ratio:.0%}".replace("%", ""))
+                origin = f"NNCF's compress_weights, mode {mode}, groups of {size}, ratio {ratio:g}, data-free"
+                small = {
+                    c: fitting_recipe(Recipe(f"{grid}-g{size}"), model.anatomy.component(c).shape)[0]
+                    for c in least_sensitive(model, order, ratio)
+                }
+                recipes.append(StockRecipe(name, every | small, origin, usual=name == "INT4_SYM-g128"))
+    return tuple(recipes)
+
+
+def by_sensitivity(model: LoadedModel, names: list[str]) -> list[str]:
+    """From least to most sensitive by NNCF's WEIGHT_QUANTIZATION_ERROR, one over the largest mean squared error of any
+    row at its asymmetric 8 bits. So weights that 8 bits round worst get 4 bits first, whatever that does to the model.
+    """
+
+    def error(name: str) -> float:
+        weight = model.tensor(model.anatomy.component(name).weight).float()
+        low, high = weight.amin(-1, keepdim=True).clamp(max=0), weight.amax(-1, keepdim=True).clamp(min=0)
+        scale = ((high - low) / 255).clamp(min=NNCF_SMALLEST_SCALE)
+        zero = (-(low / scale).round()).clamp(0, 255)
+        stored = ((weight / scale + zero).round().clamp(0, 255) - zero) * scale
+        return float((stored - weight).square().mean(-1).max())
+
+    return sorted(names, key=error, reverse=True)
+
+
+def least_sensitive(model: LoadedModel, order: list[str], ratio: float) -> list[str]:
+    """The first components in order that together hold less than `ratio` of all weights."""
+    if ratio == 1:
+        return order
+    sizes = [model.anatomy.component(name).parameters for name in order]
+    together = itertools.accumulate(sizes)
+    return [name for name, total in zip(order, together, strict=True) if total < ratio * sum(sizes)]
+
+
+def quantize_activations(x: torch.Tensor) -> torch.Tensor:
+    """Rounds every row (token) of x to 8-bit integers with its own scale and zero point; float32 out."""
+    values = x.float()
+    low = values.amin(-1, keepdim=True).clamp(max=0)
+    high = values.amax(-1, keepdim=True).clamp(min=0)
+    scale = (high - low) / 255
+    scale = torch.where(scale == 0, 1.0, scale)
+    zero = (-128 - low / scale).round().clamp(-128, 127)
+    integers = ((values / scale).round() + zero).clamp(-128, 127)
+    return ((integers - zero) * scale).to(x.dtype)
+
+
+def quantize_groups(x: torch.Tensor, size: int) -> torch.Tensor:
+    """Rounds every group of `size` elements to 8-bit integers with its own scale; float32 out."""
+    groups = x.float().unflatten(-1, (-1, size))
+    scale = groups.abs().amax(-1, keepdim=True) / 127
+    scale = torch.where(scale == 0, 1.0, scale)
+    return ((groups / scale).round() * scale).flatten(-2).to(x.dtype)
+
+
+def kernel_values(fmt: Format, quantized: Quantized) -> torch.Tensor:
+    """The float32 weights that the kernels multiply with. Weights with zero points, NF4 and MXFP4 stay exact."""
+    if not isinstance(fmt, SignedScaleFormat) or fmt.bits != 4:
+        return fmt.dequantize(quantized)
+    assert quantized.scales is not None
+    if quantized.scales.shape[-1] == 1:
+        return fmt.dequantize(quantized)
+    groups = quantized.data.float().unflatten(-1, (quantized.scales.shape[-1], -1))
+    return (groups * _cut_to_bfloat16(quantized.scales.float())[..., None]).flatten(-2)
+
+
+def _cut_to_bfloat16(scales: torch.Tensor) -> torch.Tensor:
+    bits = scales.contiguous().view(torch.int32)
+    bits = bits + ((bits & 0x10000) >> 1)
+    return (bits & ~0xFFFF).view(torch.float32)
+
+
+@contextmanager
+def as_deployed(model: nn.Module, recipes: Mapping[str, Recipe]) -> Iterator[None]:
+    """Within the block, inputs of the named components are rounded as the deployed settings on ARM round them.
+
+    Args:
+        model: a transformers causal language model. Its weights are not changed; set them to `kernel_values` yourself.
+        recipes: component → realised recipe; components that are not named stay as they are.
+    """
+    modules = dict(model.named_modules())
+    changes: dict[str, Change] = {}
+    for name, recipe in recipes.items():
+        grid = recipe.grid if name in modules else None
+        if isinstance(grid, SignedScaleFormat):
+            changes[name] = quantize_activations
+        elif isinstance(grid, ZeroPointFormat) and grid.bits == 4:
+            columns = model.get_parameter(f"{name}.weight").shape[-1]
+            if (size := grid.group_size or columns) < columns:  # one group is a row
+                changes[name] = partial(quantize_groups, size=size)
+    with inputs_changed(model, changes):
+        yield

@@ -21,7 +21,7 @@ import openvino as ov
 import openvino.opset13 as ops
 
 from kl_lens.base.errors import TargetError
-from kl_lens.targets.openvino.scans import constant, length
+from kl_lens.targets.openvino.scans import constant, length, replace
 
 REWRITES = ("cumba", "reduba", "actiba")
 SOFTPLUS_DEGREE = 9  # relative error of the polynomial: below 1e-7
@@ -94,18 +94,15 @@ def _each(model: ov.Model, kinds: tuple[str, ...], replacement: Callable[[Any], 
         if new is None:
             continue
         new.set_friendly_name(node.get_friendly_name())
-        for reader in node.output(0).get_target_inputs():
-            reader.replace_source_output(new.output(0))
+        replace(node, new)
         replaced += 1
     return replaced
 
 
 def exact_softplus(x: Any) -> Any:
-    """relu(x) + log1p(e) with e = exp(−|x|), and log1p(e) = e · p(e) with a polynomial p.
-
-    Plugins fuse log(1 + exp(x)) back into a softplus, so other operations are used. There is no division: the ARM
-    plugin computes it as a power, slower than all the rest.
-    """
+    """relu(x) + log1p(e) with e = exp(−|x|), and log1p(e) = e · p(e) with a polynomial p. Plugins fuse log(1 + exp(x))
+    back into a softplus, so other operations are used. There is no division: the ARM plugin computes it as a power,
+    slower than all the rest."""
     small = ops.exp(ops.negative(ops.abs(x)))
     highest, *lower = reversed(_log1p_coefficients())
     polynomial: Any = constant(highest, np.float32)
@@ -139,11 +136,9 @@ def weights_on_the_right(model: ov.Model) -> int:
 
 
 def equal_batches(model: ov.Model) -> int:
-    """Copies activations once for each matrix of a constant stack (the experts of a mixture) before the product.
-
-    The x86 plugin turns such a product into a FullyConnected that does not broadcast: activations of shape
-    (1, tokens, width) give no results, wrong ones, or a crash.
-    """
+    """Copies activations once for each matrix of a constant stack (the experts of a mixture) before the product. The
+    x86 plugin turns such a product into a FullyConnected that does not broadcast: activations of shape (1, tokens,
+    width) give no results, wrong ones, or a crash."""
 
     def copied(node: Any) -> Any | None:
         stack = node.input_value(1)
@@ -223,11 +218,9 @@ def _reducing_product(node: Any) -> Any | None:
 
 def make_table(function: str) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], float]:
     """`silu` or `softplus` as straight lines between equally spaced points, 0 to the left of them and x to the right:
-    slopes, offsets, and the largest error anywhere.
-
-    Between two points h apart, a straight line misses a function by at most h²/8 · max|f″|: 1/2 for SiLU (at 0),
-    1/4 for softplus (at 0). In the tails both miss by their value at −TABLE_REACH.
-    """
+    slopes, offsets, and the largest error anywhere. Between two points h apart, a straight line misses a function by at
+    most h²/8 · max|f″|: 1/2 for SiLU (at 0), 1/4 for softplus (at 0). In the tails both miss by their value at
+    −TABLE_REACH."""
     exact = {"silu": lambda v: v / (1 + np.exp(-v)), "softplus": lambda v: np.logaddexp(0, v)}[function]
     curvature = {"silu": 0.5, "softplus": 0.25}[function]
     points = np.linspace(-TABLE_REACH, TABLE_REACH, TABLE_SEGMENTS + 1)

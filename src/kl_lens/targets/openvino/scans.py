@@ -314,3 +314,9 @@ def _causal_mask(chunk: Value) -> Value:
 
 def _output(value: Value) -> ov.Output:
     return value if isinstance(value, ov.Output) else value.output(0)
+
+
+def replace(old: Value, new: Value) -> None:
+    """Whatever reads the one reads the other from now on."""
+    for reader in _output(old).get_target_inputs():
+        reader.replace_source_output(_output(new))

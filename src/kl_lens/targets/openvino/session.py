@@ -10,6 +10,8 @@ import platform
 import re
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +21,21 @@ import openvino as ov
 import openvino.opset13 as ops
 
 from kl_lens.base.environment import processors
-from kl_lens.base.errors import TargetError, last_line
+from kl_lens.base.errors import TargetError, UnsupportedError, last_line
 from kl_lens.base.files import DERIVED
+from kl_lens.targets import quarantine
 from kl_lens.targets.exporting import read_artifact
+from kl_lens.targets.openvino import scans
 from kl_lens.targets.openvino.folder import graph_file
 from kl_lens.targets.openvino.rewrites import is_gated
-from kl_lens.targets.session import FedSession, Logits
+from kl_lens.targets.session import FedSession, Logits, SessionSettings
 from kl_lens.text.images import Preparation, pixels_of
 from kl_lens.weights.formats import get_format
 
-ATTENTION_MASK, BEAM_IDX = (
-    "attention_mask",
-    "beam_idx",
-)  # inputs besides the tokens, as OpenVINO GenAI names them
+ATTENTION_MASK, BEAM_IDX = "attention_mask", "beam_idx"  # inputs as OpenVINO GenAI names them
 HEAD_NODE = "lm_head"  # name of the head's product in the graph
 CACHE_FOLDER = DERIVED
-# In seconds. The iGPU compiler is known to hang on Mamba-2.
-TIMEOUT_VARIABLE = "KL_LENS_COMPILE_TIMEOUT"
-COMPILE_TIMEOUT = "600"
+TIMEOUT_VARIABLE, COMPILE_TIMEOUT = "KL_LENS_COMPILE_TIMEOUT", "600"  # s; the iGPU compiler hangs on Mamba-2
 LOGITS_CHUNK = 512  # tokens per call when all their logits are wanted
 
 # float32 everywhere: what a comparison with PyTorch needs. The plugins' own defaults are lossy (f16, 8-bit KV cache).
@@ -105,20 +104,18 @@ def try_out(folder: Path) -> None:
 
 def describe(compiled: ov.CompiledModel, device: str) -> dict[str, Any]:
     """The library, the device and the plugin's settings."""
-    properties = {}
-    for name in (*EXACT, "FULL_DEVICE_NAME", "INFERENCE_NUM_THREADS", "LOADED_FROM_CACHE"):
-        try:
-            properties[name.lower()] = str(compiled.get_property(name))
-        except RuntimeError:
-            if name == "FULL_DEVICE_NAME":
-                properties["full_device_name"] = str(core().get_property(device, name))
     about = {
         "library": "openvino",
         "version": ov.__version__,
         "device": device,
         "machine": platform.machine(),
     }
-    return about | properties
+    with suppress(RuntimeError):  # AUTO has none
+        about["full_device_name"] = str(core().get_property(device, "FULL_DEVICE_NAME"))
+    for name in (*EXACT, "INFERENCE_NUM_THREADS", "LOADED_FROM_CACHE"):
+        with suppress(RuntimeError):  # not of this device
+            about[name.lower()] = str(compiled.get_property(name))
+    return about
 
 
 class OpenVINOSession(FedSession):
@@ -140,28 +137,22 @@ class OpenVINOSession(FedSession):
 
     def step(self, token: int) -> Logits:
         if not self.stateful:
-            raise TargetError(
-                "this model is a static forward without state and cannot go on token by token; "
-                "export it without --static-tokens"
-            )
+            raise TargetError("a static forward has no state: export it without --static-tokens")
         return super().step(token)
 
     def feed(self, tokens: list[int], *, every: bool) -> Logits:
-        if self._static is not None:
-            return self._feed_static(tokens, self._static)
+        if (most := self._static) is not None:
+            if len(tokens) > most:
+                raise TargetError(f"this model takes {most} tokens at most, got {len(tokens)}")
+            # Padded at the end, which a causal model does not see.
+            padded = np.array([tokens + [0] * (most - len(tokens))], np.int64)
+            return self._infer({"input_ids": padded})[: len(tokens)]
         size, rows = LOGITS_CHUNK if every else len(tokens), []
         for start in range(0, len(tokens), size):
             ids = np.array([tokens[start : start + size]], np.int64)
             wanted = np.arange(ids.size) if every else np.array([ids.size - 1])
             rows.append(self._infer({"input_ids": ids, "rows": wanted}))
         return np.concatenate(rows)
-
-    def _feed_static(self, tokens: list[int], most: int) -> Logits:
-        """Pads shorter prompts at the end, which a causal model does not see."""
-        if len(tokens) > most:
-            raise TargetError(f"this model takes {most} tokens at most, got {len(tokens)}")
-        padded = np.array([tokens + [0] * (most - len(tokens))], np.int64)
-        return self._infer({"input_ids": padded})[: len(tokens)]
 
     def close(self) -> None:
         self._request = None
@@ -211,9 +202,7 @@ class ImageSession:
 def _fix_sequences(graph: ov.Model) -> None:
     """Fixes the number of sequences to one. As it is on disk, for GenAI, the graph copies its states at every token."""
     parameters = {parameter.get_friendly_name(): parameter for parameter in graph.get_parameters()}
-    only = ops.constant(np.zeros(1, np.int32))
-    for reader in parameters[BEAM_IDX].output(0).get_target_inputs():
-        reader.replace_source_output(only.output(0))
+    scans.replace(parameters[BEAM_IDX], ops.constant(np.zeros(1, np.int32)))
     graph.remove_parameter(parameters[BEAM_IDX])
     graph.remove_parameter(parameters[ATTENTION_MASK])
     for variable in graph.get_variables():
@@ -225,10 +214,8 @@ def _fix_sequences(graph: ov.Model) -> None:
 
 
 def _choose_rows(graph: ov.Model) -> None:
-    """Adds an input with the positions whose logits are wanted: a prefill wants only the last.
-
-    Done on loading; the IR on disk gives the logits of all tokens.
-    """
+    """Adds an input with the positions whose logits are wanted: a prefill wants only the last. Done on loading; the IR
+    on disk gives the logits of all tokens."""
     head = next((node for node in graph.get_ordered_ops() if node.get_friendly_name() == HEAD_NODE), None)
     if head is None:
         raise TargetError(f"this IR has no node named {HEAD_NODE}; export the model again")
@@ -248,16 +235,12 @@ def core() -> ov.Core:
 
 
 def fewest_threads(graph: ov.Model) -> int:
-    """How many threads the CPU plugin needs in its default precision.
-
-    In bfloat16, the fused kernel of gated parts divides by half the number of threads: with one thread it ends the
-    process.
-    """
+    """That the CPU plugin needs: in bfloat16, its default on some x86 processors, the fused kernel of gated parts
+    divides by half the number of threads. With one thread it ends the process."""
     return 2 if computes_in_bfloat16() and is_gated(graph) else 1
 
 
 def computes_in_bfloat16() -> bool:
-    """Whether the CPU plugin's default precision is bfloat16, as on x86 processors that support it."""
     return "BF16" in core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
 
 
@@ -291,53 +274,43 @@ def compile_graph(
     if threads is not None and device == "CPU":
         properties["INFERENCE_NUM_THREADS"] = threads
     properties.update(settings or {})
-    if cache is not None and (place := _cache_place(cache, device, properties)) is not None:
-        properties["CACHE_DIR"] = str(place)
-    outcome: list[ov.CompiledModel | BaseException] = []
+    if cache is not None:
+        # A folder for each set of settings: OpenVINO 2026.4 itself returns graphs compiled with other settings.
+        key = json.dumps([ov.__version__, device, properties], sort_keys=True, default=str)
+        place = cache / hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
+        with suppress(OSError):  # read-only: compile every time
+            place.mkdir(parents=True, exist_ok=True)
+            properties["CACHE_DIR"] = str(place)
+    outcome: Future[ov.CompiledModel] = Future()
 
     def work() -> None:
         try:
-            outcome.append(core().compile_model(graph, device, properties))
+            outcome.set_result(core().compile_model(graph, device, properties))
         except BaseException as error:
-            outcome.append(error)
+            outcome.set_exception(error)
 
     # A thread, because a compiler that hangs cannot be interrupted; as a daemon it does not keep the program alive.
-    thread = threading.Thread(target=work, daemon=True, name="openvino-compile")
-    thread.start()
-    thread.join(timeout)
-    if not outcome:
+    threading.Thread(target=work, daemon=True, name="openvino-compile").start()
+    try:
+        return outcome.result(timeout)
+    except TimeoutError as error:
         raise TargetError(
             f"compiling for {device} took more than {timeout:g} s and was stopped (Mamba-2 is known to hang the "
             f"iGPU compiler); set {TIMEOUT_VARIABLE} to more seconds, or export with another device profile"
-        )
-    result = outcome[0]
-    if isinstance(result, BaseException):
-        raise TargetError(f"OpenVINO cannot compile for {device}: {last_line(result)}") from result
-    return result
+        ) from error
+    except Exception as error:
+        raise TargetError(f"OpenVINO cannot compile for {device}: {last_line(error)}") from error
 
 
 def require_device(device: str) -> None:
     """Raises TargetError, with the list of devices, if OpenVINO does not find this one."""
     present = core().available_devices
     if device.split(".")[0].split(":")[0] not in {name.split(".")[0] for name in present} | {"AUTO"}:
-        raise TargetError(
-            f"OpenVINO finds no device {device!r} here; it finds {', '.join(present) or 'none'}"
-        )
-
-
-def _cache_place(cache: Path, device: str, properties: dict[str, Any]) -> Path | None:
-    """A cache folder for each set of settings. OpenVINO 2026.4 itself returns graphs compiled with other settings."""
-    key = json.dumps([ov.__version__, device, properties], sort_keys=True, default=str)
-    place = cache / hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
-    try:
-        place.mkdir(parents=True, exist_ok=True)
-    except OSError:  # read-only: compile every time
-        return None
-    return place
+        raise TargetError(f"OpenVINO finds no device {device!r} here; it finds {', '.join(present)}")
 
 
 def new_request(compiled: ov.CompiledModel) -> ov.InferRequest:
-    """A request for one sequence. Sets `beam_idx`, and the mask, which our graphs do not read."""
+    """For one sequence: sets `beam_idx`, and the mask, which our graphs do not read."""
     request = compiled.create_infer_request()
     present = {entry.get_any_name() for entry in compiled.inputs}
     for name, value in ((ATTENTION_MASK, np.ones((1, 1), np.int64)), (BEAM_IDX, np.zeros(1, np.int32))):
@@ -357,3 +330,109 @@ def log_softmax(logits: Logits) -> npt.NDArray[np.float64]:
     wide = logits.astype(np.float64)
     wide -= wide.max(-1, keepdims=True)
     return wide - np.log(np.exp(wide).sum(-1, keepdims=True))
+
+
+IDS, POSITIONS, CACHE_POSITION = "input_ids", "position_ids", "cache_position"
+_PAST = ("past_key_values.", "cache_params.past.")  # states as inputs
+# What a program gets that sets nothing; our own sessions ask for more.
+_PLUGIN_DEFAULTS = {"KV_CACHE_PRECISION": "u8"}
+_TRIED, _SAME = 12, 0.05  # tokens that show what cache_position means; a share of the range of logits
+
+
+class ForeignSession(FedSession):
+    """An IR that KL Lens did not export, with the inputs that optimum-intel and OpenVINO GenAI use. A graph without
+    states reads everything again at each step."""
+
+    def __init__(self, path: Path, settings: SessionSettings) -> None:
+        graph = _feedable(path)
+        self.place, self.stateful = path, bool(graph.get_variables())
+        self._inputs, self._output = graph.inputs, _logits(graph)
+        self.vocabulary = int(self._output.get_partial_shape()[2].get_length())
+        self._compiled = compile_graph(
+            graph, settings.device, exact=settings.exact, threads=settings.threads,
+            settings={} if settings.exact or settings.device != "CPU" else _PLUGIN_DEFAULTS,
+        )  # fmt: skip
+        self.description = describe(self._compiled, settings.device)
+        self._taps: int | None = None  # cache_position counts these, not tokens
+        if CACHE_POSITION in _names(graph) and not self._steps_agree():
+            # (1, channels, taps)
+            shapes = [variable.get_info().data_shape for variable in graph.get_variables()]
+            widths = sorted({s[2].get_length() for s in shapes if len(s) == 3 and s[2].is_static})
+            self._taps = next(filter(self._steps_agree, widths), None)
+        self.reset()
+
+    def reset(self) -> None:
+        self._request, self._fed = new_request(self._compiled), list[int]()
+
+    def close(self) -> None:
+        self._request = self._compiled = None
+
+    def _steps_agree(self, taps: int | None = None) -> bool:
+        """Whether a prompt gives the same at once and with its last token alone. `cache_position` is the tokens'
+        positions in most graphs. In optimum-intel's Mamba it is the places of the convolution's state: all of them for
+        a prompt, the last one for a token."""
+        self._taps, ids = taps, [i % self.vocabulary for i in range(1, _TRIED + 1)]
+        try:
+            whole = self.logits(ids)[-1]
+            self.logits(ids[:-1])
+            single = self.step(ids[-1])
+        except TargetError:
+            return False
+        return bool(np.abs(whole - single).max() <= _SAME * np.ptp(whole))
+
+    def feed(self, tokens: list[int], *, every: bool) -> Logits:
+        if self._compiled is None:
+            raise self.closed()
+        start = len(self._fed) if self.stateful else 0
+        self._fed += tokens
+        taps = None if self._taps is None else np.arange(self._taps) if start == 0 else np.array([self._taps])
+        positions = np.arange(start, len(self._fed))
+        known: dict[str, npt.NDArray[Any]] = {
+            IDS: np.array([self._fed[start:]]), ATTENTION_MASK: np.ones((1, len(self._fed))), BEAM_IDX: np.zeros(1),
+            POSITIONS: positions[None], CACHE_POSITION: positions if taps is None else taps,
+        }  # fmt: skip
+        given = {}
+        for port in self._inputs:  # in its own type; states are empty, or zero where their size is fixed
+            axes = enumerate(port.get_partial_shape())
+            sizes = [d.get_length() if d.is_static else int(i == 0) for i, d in axes]
+            value = known.get(name := port.get_any_name(), np.zeros(sizes))
+            given[name] = value.astype(port.get_element_type().to_dtype())
+        try:
+            self._request.infer(given)
+        except RuntimeError as error:
+            raise TargetError(f"{self.place}: OpenVINO cannot run it: {last_line(error)}") from error
+        rows = self._request.get_tensor(self._output.get_any_name()).data[0]
+        return np.array(rows[-len(tokens) :], np.float32)
+
+
+def _feedable(path: Path) -> ov.Model:
+    """The graph; UnsupportedError if it wants something that a language model does not get here."""
+    graph = read_graph(path)
+    names, shape = _names(graph), _logits(graph).get_partial_shape()
+    known = {IDS, ATTENTION_MASK, POSITIONS, BEAM_IDX, CACHE_POSITION}
+    if odd := sorted(name for name in names - known if not name.startswith(_PAST)):
+        raise UnsupportedError(f"{path.name} has an input {odd[0]!r}, which KL Lens cannot feed")
+    if IDS not in names or len(shape) != 3 or not shape[2].is_static:
+        raise UnsupportedError(f"{path.name} is not a language model: expected {IDS} in and logits out")
+    return graph
+
+
+def _names(graph: ov.Model) -> set[str]:
+    return {value.get_any_name() for value in graph.inputs}
+
+
+def _logits(graph: ov.Model) -> Any:
+    return next((value for value in graph.outputs if "logits" in value.get_names()), graph.outputs[0])
+
+
+def open_foreign(path: Path, settings: SessionSettings) -> ForeignSession:
+    """Opens it, after a try in a separate process."""
+    _feedable(path)
+    files = [file for file in (path, path.with_suffix(".bin")) if file.is_file()]
+    quarantine.require_opens(try_foreign, path, files, "OpenVINO")
+    return ForeignSession(path, settings)
+
+
+def try_foreign(path: Path) -> None:
+    session = ForeignSession(path, SessionSettings(threads=1))
+    session.step(int(session.logits([0, 0])[-1].argmax()))
