@@ -23,10 +23,10 @@ from pathlib import Path
 import numpy as np
 
 from common import machine
-from kl_lens.evaluation import prepare_text
+from kl_lens.evaluation import prepare
 from kl_lens.evaluation.torch_session import TorchSession
 from kl_lens.measuring.statistics import gather
-from kl_lens.model import LoadedModel, load
+from kl_lens.model import LanguageTask, LoadedModel, load
 from kl_lens.run.records import Plan
 from kl_lens.targets import get_target
 from kl_lens.text import Windows, draw_windows
@@ -96,7 +96,7 @@ class Judge:
             plant(self.model, given)
         self.model.weights.keep_in(folder / "weights")
         tokenizer = self.model.require_tokenizer()
-        self.text = prepare_text("wikitext2:test", tokenizer, window=512, limit=test_windows)
+        self.text = prepare("wikitext2:test", LanguageTask(tokenizer), window=512, limit=test_windows)
         self.teacher = Remembered(TorchSession(self.model))
 
     def drawn(self, task: Task) -> Windows:

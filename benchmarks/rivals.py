@@ -34,11 +34,11 @@ from bits_rule import BitsRule
 from common import machine
 from kl_lens import planning
 from kl_lens.base.errors import PlanError
-from kl_lens.evaluation import prepare_text
+from kl_lens.evaluation import prepare
 from kl_lens.evaluation.scoring import WindowScore, score_text
 from kl_lens.evaluation.texts import EvaluationText
 from kl_lens.evaluation.torch_session import TorchSession
-from kl_lens.model import LoadedModel
+from kl_lens.model import LanguageTask, LoadedModel
 from kl_lens.run.folder import Run
 from kl_lens.run.records import Plan
 from kl_lens.study import CalibrateSettings, MeasureSettings, Session, perform
@@ -128,7 +128,7 @@ def compare(name: str, target: Target, arguments: argparse.Namespace, folder: Pa
     perform(measured, session)
     model = session.in_run(model, folder)
     tokenizer = model.require_tokenizer()
-    text = prepare_text("wikitext2:test", tokenizer, window=512, limit=arguments.test_windows)
+    text = prepare("wikitext2:test", LanguageTask(tokenizer), window=512, limit=arguments.test_windows)
     teacher = Remembered(TorchSession(model))
     rows = []
     with Run.open(folder) as run:

@@ -74,11 +74,8 @@ def shortened(folder: Path) -> None:
 
 def epsilon(graph: ov.Model) -> None:
     for node in operations(graph, "Constant"):
-        if (
-            node.data.size == 1
-            and node.get_element_type() == ov.Type.f32
-            and np.isclose(node.data.flat[0], 1e-5)
-        ):
+        single = node.data.size == 1 and node.get_element_type() == ov.Type.f32
+        if single and np.isclose(node.data.flat[0], 1e-5):
             other = ops.constant(np.full(node.data.shape, 5e-3, np.float32)).output(0)
             for reader in node.output(0).get_target_inputs():
                 reader.replace_source_output(other)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kl_lens.evaluation import EvaluationText, prepare_text
+from kl_lens.evaluation import EvaluationText, prepare
 from kl_lens.model import LoadedModel, load
 from kl_lens.run.records import Plan
 from kl_lens.targets import export
@@ -25,7 +25,7 @@ def model(tiny_folder: Path) -> LoadedModel:  # noqa: F811
 
 @pytest.fixture(scope="session")
 def text(model: LoadedModel, tiny_folder: Path) -> EvaluationText:  # noqa: F811
-    return prepare_text(str(tiny_folder / "text.txt"), model.tokenizer, window=48, limit=6)
+    return prepare(str(tiny_folder / "text.txt"), model.task, window=48, limit=6)
 
 
 @pytest.fixture(scope="session")

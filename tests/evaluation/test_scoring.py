@@ -1,4 +1,4 @@
-"""Perplexity and divergence against computations by hand, in float64, and against lm-eval's own."""
+"""Perplexity and divergence against computations by hand, in float64, and lm-eval's own; errors against textbooks."""
 
 from __future__ import annotations
 
@@ -11,18 +11,12 @@ import transformers
 
 from kl_lens.base.errors import TargetError
 from kl_lens.base.resources import reference_path
-from kl_lens.evaluation import (
-    EvaluationText,
-    TorchSession,
-    divergence_values,
-    likelihood_values,
-    prepare_text,
-    score_text,
-)
-from kl_lens.evaluation.scoring import score_logits
-from kl_lens.evaluation.texts import text_window
+from kl_lens.evaluation import EvaluationText, TorchSession, divergence_values, prepare, score_text, scoring
+from kl_lens.evaluation.scoring import likelihood_values, score_logits
+from kl_lens.evaluation.tasks import judge, near_chance
 from kl_lens.measuring.perturbation import Perturbation, replacements, swapped
-from kl_lens.model import LoadedModel
+from kl_lens.model import LanguageTask, LoadedModel
+from kl_lens.run.records import Estimate
 from kl_lens.text import Document, TextSource, wikitext2
 from kl_lens.weights.recipes import Recipe
 
@@ -40,7 +34,7 @@ INT4 = {"backbone.layers.1.mixer.in_proj": Recipe("int4"), "backbone.embeddings"
 @pytest.mark.parametrize("stride", [None, 12])
 def test_perplexity_by_hand(model: LoadedModel, tiny_folder, stride: int | None) -> None:
     """Every token once, given what came before it in its window; with a stride, only each window's last tokens."""
-    text = prepare_text(str(tiny_folder / "text.txt"), model.tokenizer, window=48, stride=stride, limit=5)
+    text = prepare(str(tiny_folder / "text.txt"), model.task, window=48, stride=stride, limit=5)
     losses = []
     for index, item in enumerate(text.items):
         first = 1 if stride is None or index == 0 else 48 - 12
@@ -66,7 +60,7 @@ def test_words_are_counted_where_they_begin() -> None:
     """A byte-level tokenizer cuts words; each counts once, in the window in which its first letter is scored."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(reference_path("mamba"))
     document = Document("piece", wikitext2("test").documents[0].text[:6000])
-    text = prepare_text(TextSource("piece", None, (document,)), tokenizer, window=64, stride=40)
+    text = prepare(TextSource("piece", None, (document,)), LanguageTask(tokenizer), window=64, stride=40)
     spans = tokenizer(document.text, return_offsets_mapping=True)["offset_mapping"]
     scored = {
         start + offset
@@ -85,19 +79,11 @@ def test_words_are_counted_where_they_begin() -> None:
 
 def test_perplexity_is_lm_evals_own_on_the_same_text(model: LoadedModel, text: EvaluationText) -> None:
     huggingface = pytest.importorskip("lm_eval.models.huggingface", reason="needs the extra eval")
-    from lm_eval.api.instance import Instance
-
     theirs = huggingface.HFLM(pretrained=model.model, tokenizer=model.tokenizer, batch_size=1, max_length=48)
     requests = [(None, list(i.ids[: i.first_row + 1]), list(i.answers)) for i in text.items]
     found = theirs._loglikelihood_tokens(requests, disable_tqdm=True)
     scores = score_text(TorchSession(model), text)
     assert [-s.nll for s in scores] == pytest.approx([total for total, _ in found], abs=2e-4)
-    # lm-eval's rolling likelihood of a whole text: the first window begins with a token of its own.
-    passage = model.tokenizer.decode(text.windows.ids[:3].flatten().tolist())
-    ids = [model.tokenizer.eos_token_id, *model.tokenizer.encode(passage)[:47]]
-    window = score_logits(TorchSession(model).logits(ids), text_window(tuple(ids)))
-    first = [Instance("loglikelihood_rolling", {}, (model.tokenizer.decode(ids[1:]),), 0)]
-    assert -window.nll == pytest.approx(theirs.loglikelihood_rolling(first, disable_tqdm=True)[0], abs=2e-4)
 
 
 def test_divergence_by_hand(model: LoadedModel, text: EvaluationText) -> None:
@@ -140,3 +126,51 @@ def test_a_torch_session_remembers_goes_on_where_it_was_and_refuses_what_is_no_n
     logits[5, 3] = np.nan
     with pytest.raises(TargetError, match="not finite"):
         score_logits(logits, text.items[0])
+
+
+def test_a_change_that_is_alike_everywhere_is_known_far_better_than_either_perplexity() -> None:
+    generator = np.random.default_rng(0)
+    weights = np.full(40, 100.0)
+    original = weights * generator.normal(3.0, 0.3, 40)
+    changed = original + weights * 0.01
+    change = scoring.perplexity_change(changed, original, weights)
+    ours, theirs = (scoring.perplexity(nll, weights) for nll in (changed, original))
+    assert change.value == pytest.approx(ours.value - theirs.value)
+    assert change.standard_error < ours.standard_error / 50
+
+
+def test_the_error_of_a_quantile_is_that_of_repeated_texts() -> None:
+    """Many texts of 50 windows: the spread of their 99th percentiles is the error that each of them claims."""
+    generator = np.random.default_rng(1)
+
+    def windows() -> list[np.ndarray]:
+        levels = generator.lognormal(0, 0.5, 50)  # windows differ: tokens of one are no independent samples
+        return [(level * generator.exponential(1, 200)).astype(np.float32) for level in levels]
+
+    found = [scoring.quantile(windows(), 0.99) for _ in range(200)]
+    spread = np.std([f.value for f in found])
+    assert np.mean([f.standard_error for f in found]) == pytest.approx(spread, rel=0.2)
+    few = [np.arange(5, dtype=np.float32), np.arange(5, dtype=np.float32)]
+    assert math.isnan(scoring.quantile(few, 0.999).standard_error)  # beyond the text
+
+
+def test_the_paired_drop_by_hand() -> None:
+    """Of ten examples three were lost and one was won: 2 in 10; Agresti and Min's error with half an example each."""
+    before = np.array([1, 1, 1, 1, 0, 0, 0, 0, 1, 0], float)
+    after = np.array([0, 0, 0, 1, 1, 0, 0, 0, 1, 0], float)
+    drop = scoring.paired_drop(before, after)
+    lost, won, n = 3.5, 1.5, 12
+    assert drop.value == pytest.approx(0.2)
+    assert drop.standard_error == pytest.approx(math.sqrt((lost + won) - (lost - won) ** 2 / n) / n)
+
+
+def test_verdicts_by_the_whole_error_bar() -> None:
+    """No difference on few examples proves little."""
+    for examples, verdict in ((40, "not decided"), (2000, "pass")):
+        assert judge(scoring.paired_drop(np.ones(examples), np.ones(examples)), 0.03) == verdict
+    found = [(0.01, 0.005, "pass"), (0.05, 0.005, "fail"), (0.03, 0.005, "not decided"), (-0.2, 0.01, "pass"),
+             (0.01, 0.02, "not decided"), (0.5, math.nan, "not decided")]  # fmt: skip
+    assert [judge(Estimate(drop, error), 0.03) for drop, error, _ in found] == [v for *_, v in found]
+    assert near_chance(Estimate(0.29, 0.021), 0.25)
+    assert not near_chance(Estimate(0.30, 0.02), 0.25)
+    assert not near_chance(Estimate(0.0, 0.1), None)  # nothing to guess among

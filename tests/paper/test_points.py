@@ -1,47 +1,33 @@
-"""The paper's points against assignments computed here from the definition, on the published lists."""
+"""The paper's points against assignments computed here from the definition, on the published lists; its greedy rule."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
 
 from kl_lens.base.errors import PlanError
-from kl_lens.paper import best_paper_point, paper_points
+from kl_lens.paper import best_paper_point, greedy_plan, paper_points
 from kl_lens.run.records import Estimate, Measured, Plan, SensitivityTable
 from tests.planning.tables import component, seed_lists, seed_table, table_of
 
 METRIC_KEYS = {
     "kl_student_to_teacher": ("kl_student_to_teacher", "kl", 1),
-    "kl_teacher_to_student": ("kl_teacher_to_student", "kl_teacher_to_student", 1),
     "sqnr": ("sqnr_db", "sqnr", -1),
     "delta_cross_entropy": ("delta_cross_entropy", "delta_cross_entropy", 1),
 }
 
 
 def by_definition(key: str, sign: int, bits: tuple[int, ...], *, head: bool) -> list[dict[str, str]]:
-    """Ten assignments: the definition, spelt out on the published JSON with insertion sort and loops."""
-    rows: list[tuple[float, str, str]] = []
-    for b in bits:
-        for layer, metrics in seed_lists()[b].items():
-            if layer == "lm_head" and not head:
-                continue
-            row = (sign * metrics[key], layer, f"int{b}")
-            place = len(rows)
-            while place > 0 and rows[place - 1][0] > row[0]:
-                place -= 1
-            rows.insert(place, row)
-    n = len(rows)
-    rows.pop()
-    points = []
-    for i in range(1, 11):
-        chosen: dict[str, str] = {}
-        for position in range(((n - 1) // 10) * i):
-            _, layer, fmt = rows[position]
-            chosen[layer] = fmt
-        points.append(chosen)
-    return points
+    """Ten assignments: the definition, spelt out on the published JSON."""
+    lists = [
+        (sign * metrics[key], layer, f"int{b}") for b in bits for layer, metrics in seed_lists()[b].items()
+    ]
+    rows = sorted((row for row in lists if head or row[1] != "lm_head"), key=lambda row: row[0])
+    cuts = [(len(rows) - 1) // 10 * i for i in range(1, 11)]
+    return [{layer: fmt for _, layer, fmt in rows[:-1][:cut]} for cut in cuts]
 
 
 @pytest.mark.parametrize("head", [True, False])
@@ -94,16 +80,13 @@ def small_table(kls: dict[tuple[str, str], float], **options: str) -> Sensitivit
     return table_of([component(name) for name in names], kls, **options)
 
 
-def test_a_component_whose_entries_tie_gets_int8() -> None:
+def test_ties_get_int8_and_what_is_not_a_number_ranks_as_the_worst() -> None:
     kls = {(f"c{i}", fmt): 1.0 for i in range(11) for fmt in ("int8", "int4")}
     plans = {p.name: p for p in paper_points(small_table(kls, head="c0"))}
     # 22 entries, all equal: 4-bit first, then 8-bit; 20 of the 21 left are used by the last point.
     last = plans["kl_point10"].assignment
     assert [name for name, fmt in last.items() if fmt == "int8"] == [f"c{i}" for i in range(9)]
     assert last["c9"] == last["c10"] == "int4"
-
-
-def test_a_measurement_that_is_not_a_number_ranks_as_the_worst() -> None:
     kls = {(f"c{i}", "int8"): float(i) for i in range(12)} | {("c0", "int8"): math.nan}
     plans = {p.name: p for p in paper_points(small_table(kls, head="c5"), pipeline="gpu")}
     assert plans["gpu_kl_point10"].assignment["c0"] == "fp16"
@@ -158,3 +141,80 @@ def test_the_best_of_the_papers_points_is_no_larger_than_its_rival() -> None:
     smallest = point("kl_point05", 110, 0.5)
     assert best_paper_point([points[0], smallest], rival) is smallest
     assert best_paper_point([rival], rival) is None
+
+
+# -- the greedy rule, against models of perplexity whose right answer is known -----------------------------
+
+BASELINE = 20.0
+
+
+def chain(count: int = 12) -> SensitivityTable:
+    """c0 … c11, each twice as sensitive as the one before; four bits hurt a hundred times as much as eight."""
+    bits = (("int4", 1.0), ("int8", 0.01))
+    kls = {(f"c{i}", fmt): 2.0**i * factor for i in range(count) for fmt, factor in bits}
+    return table_of([component(f"c{i}") for i in range(count)], kls, head="c0")
+
+
+class Additive:
+    """Perplexity that grows with the damage of each component of `chain`; counts how often it is asked."""
+
+    def __init__(self, scale: float, worst: str = "") -> None:
+        self.scale, self.worst, self.calls = scale, worst, 0
+
+    def __call__(self, assignment: Mapping[str, str]) -> float:
+        self.calls += 1
+        damage = (2.0 ** int(c[1:]) * (1.0 if f == "int4" else 0.01) for c, f in assignment.items())
+        return BASELINE * math.exp(self.scale * (sum(damage) + 1e6 * (self.worst in assignment)))
+
+
+@pytest.mark.parametrize("gamma", [1.0, 1.05, 100.0])
+@pytest.mark.parametrize("formats", [("int8",), ("int4", "int8")])
+def test_binary_search_agrees_with_one_by_one_on_additive_damage(
+    gamma: float, formats: tuple[str, ...]
+) -> None:
+    table = chain()
+    fast_model, slow_model = Additive(1e-3), Additive(1e-3)
+    fast = greedy_plan(table, fast_model, gamma=gamma, formats=formats)
+    slow = greedy_plan(table, slow_model, gamma=gamma, formats=formats, exhaustive=True)
+    assert fast.plan.assignment == slow.plan.assignment
+    for result, model in ((fast, fast_model), (slow, slow_model)):
+        assert result.perplexity <= gamma * BASELINE
+        assert result.evaluations == model.calls
+        assert result.plan.notes["evaluations"] == model.calls
+
+
+def test_binary_search_saves_evaluations_and_passes_over_a_bad_component_in_the_middle() -> None:
+    result = greedy_plan(chain(), Additive(1e-9), formats=("int8",))
+    assert set(result.plan.assignment.values()) == {"int8"}
+    assert result.evaluations <= 6  # the baseline and log2(12) heads
+    assert greedy_plan(chain(), Additive(1e-9), formats=("int8",), exhaustive=True).evaluations == 13
+    result = greedy_plan(chain(), Additive(1e-6, worst="c4"), formats=("int8",))
+    assert [n for n, f in result.plan.assignment.items() if f == "fp16"] == ["c4"]
+
+
+def test_the_baseline_stays_where_it_is() -> None:
+    """Each step costs 4 %: a drifting baseline would accept all of them, a fixed one stops at 10 %."""
+    for exhaustive in (False, True):
+        result = greedy_plan(
+            chain(6), lambda a: BASELINE * 1.04 ** len(a), formats=("int8",), exhaustive=exhaustive
+        )
+        assert [n for n, f in result.plan.assignment.items() if f == "int8"] == ["c0", "c1"]
+
+
+def test_a_component_never_grows_again() -> None:
+    """In the merged list an 8-bit entry may come after the component's 4-bit entry: noise, not a reason."""
+    kls = {("c0", "int4"): 0.1, ("c0", "int8"): 0.2}
+    result = greedy_plan(table_of([component("c0")], kls, head="c0"), lambda _: BASELINE)
+    assert result.plan.assignment == {"c0": "int4"}
+    # A perplexity that is not a number is within no budget.
+    result = greedy_plan(
+        chain(3), lambda a: math.nan if "c2" in a else BASELINE, formats=("int8",), gamma=10.0
+    )
+    assert result.plan.assignment == {"c0": "int8", "c1": "int8", "c2": "fp16"}
+
+
+def test_nonsense_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"--gamma 0.9 demands better than FP16"):
+        greedy_plan(chain(), lambda _: BASELINE, gamma=0.9)
+    with pytest.raises(PlanError, match="FP16 model's perplexity is inf"):
+        greedy_plan(chain(), lambda _: math.inf)

@@ -10,12 +10,7 @@ import pytest
 from kl_lens.base.errors import RunError
 from kl_lens.paper.ranking import rank
 from kl_lens.run.folder import CALIBRATION, EVALUATION, Run
-from kl_lens.run.samples import WindowMetrics
 from tests.samples import window_of
-
-
-def _window(index: int, kl: float, damage: float, error: float) -> WindowMetrics:
-    return window_of(index, 10, kl, 1.1 * kl, error, damage)
 
 
 def _run(tmp_path, damage_noise: float, candidates: int = 12) -> Run:
@@ -28,8 +23,10 @@ def _run(tmp_path, damage_noise: float, candidates: int = 12) -> Run:
     run.store_teacher(EVALUATION, [(w, 10, 20.0) for w in range(20)])
     for index in range(candidates):
         name, kl = ("head" if index == 0 else f"c{index}"), 0.01 * (index + 1)
-        calibration = [_window(w, kl, 0.0, 1.0 / (index + 1)) for w in range(20)]
-        held_out = [_window(w, kl, kl + damage_noise * random.normal(), 1.0) for w in range(20)]
+        calibration = [window_of(w, 10, kl, 1.1 * kl, 1 / (index + 1), 0.0) for w in range(20)]
+        held_out = [
+            window_of(w, 10, kl, 1.1 * kl, 1.0, kl + damage_noise * random.normal()) for w in range(20)
+        ]
         run.store_samples(CALIBRATION, name, "int4", calibration, 1.0, "float32")
         run.store_samples(EVALUATION, name, "int4", held_out, 1.0, "float32")
     return run
@@ -50,11 +47,6 @@ def test_a_metric_that_orders_like_the_damage_has_tau_one(tmp_path) -> None:
     assert {c.candidates for c in ranking.correlations} == {12, 11}, "with and without the head"
     assert not any(r.is_noisy for r in ranking.reliabilities)
     assert ranking.perplexity == pytest.approx(np.exp(2.0))
-
-
-def test_intervals_contain_tau_and_p_values_are_small(tmp_path) -> None:
-    with _run(tmp_path, damage_noise=0.05) as run:
-        ranking = rank(run)
     for correlation in ranking.correlations:
         if correlation.metric != "delta_cross_entropy":  # zero for every candidate of this fixture
             assert correlation.low - 1e-9 <= correlation.tau <= correlation.high + 1e-9
@@ -75,7 +67,10 @@ def test_the_first_windows_and_other_texts_stand_beside(tmp_path) -> None:
     with _run(tmp_path, damage_noise=0.001) as run:
         run.identify_text("calibration:novels", {"length": 10, "seed": 1}, ["x"])
         for index in range(12):
-            name, windows = "head" if index == 0 else f"c{index}", [_window(0, 1.0 / (index + 1), 0, 1)]
+            name, windows = (
+                "head" if index == 0 else f"c{index}",
+                [window_of(0, 10, 1 / (index + 1), 1, 1, 0)],
+            )
             run.store_samples("calibration:novels", name, "int4", windows, 1.0, "float32")
         ranking = rank(run)
     own = {f"in domain, {count} of 20 windows" for count in (20, 2, 1)}

@@ -60,9 +60,7 @@ def test_mamba_with_a_tied_head(target: str, exported: Exported) -> None:
     # Four layers, inner size 128, eight states, a convolution of four: all in float32.
     assert contents.state_bytes == 4 * 4 * (128 * config.state_size + 128 * (config.conv_kernel - 1))
     assert contents.kv_bytes_per_position == 0
-    assert contents.weight_bytes == stored_bytes(
-        exported("mamba", target)
-    )  # tied: all of the embedding is read
+    assert contents.weight_bytes == stored_bytes(exported("mamba", target))  # tied: all of the embedding
 
 
 @pytest.mark.parametrize("target", ["openvino", "gguf"])
@@ -72,9 +70,7 @@ def test_attention_experts_and_a_head_of_its_own(target: str, exported: Exported
     assert contents.kv_bytes_per_position == 2 * 2 * (2 * 16) * 2
     whole = stored_bytes(exported("jamba_experts", target))
     unread = 2 * 64 * (VOCABULARY - 1)  # of the embedding, all rows but one
-    if (
-        target == "gguf"
-    ):  # llama.cpp multiplies with two of the four experts; the exported graph with all of them
+    if target == "gguf":  # llama.cpp multiplies with two of the four experts; the exported graph with all
         experts = [c for c in model.anatomy.components if len(c.shape) == 3 and c.quantizable]
         unread += sum(2 * c.parameters for c in experts) / 2
     assert contents.weight_bytes == pytest.approx(whole - unread)
@@ -90,16 +86,11 @@ def test_quantized_weights_count_at_their_size_on_disk(name: str, exported: Expo
 
 
 def test_which_artifact_stands_for_fp16_and_which_is_damaged(exported: Exported, tmp_path: Path) -> None:
-    shutil.copytree(exported("mamba", "openvino"), tmp_path / "fp16")
     shutil.copytree(exported("mamba", "gguf", "q8_0"), tmp_path / "q8_0")
-    assert read_timed(tmp_path / "fp16").is_fp16
+    assert read_timed(exported("mamba", "openvino")).is_fp16
     (file,) = (tmp_path / "q8_0").glob("*.gguf")
     assert not read_timed(tmp_path / "q8_0").is_fp16
     assert not read_timed(file).is_fp16
-    with file.open("ab") as stream:
-        stream.write(b"more")
+    file.write_bytes(file.read_bytes() + b"more")
     with pytest.raises(TargetError, match="was changed after the export"):
         read_timed(tmp_path / "q8_0")
-    (tmp_path / "fp16/openvino_model.bin").unlink()
-    with pytest.raises(TargetError, match=r"openvino_model\.bin is missing"):
-        read_timed(tmp_path / "fp16")

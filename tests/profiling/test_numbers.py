@@ -1,7 +1,11 @@
-"""The arithmetic of benchmarks, checked by hand: spreads, ratios, bounds, fits."""
+"""The arithmetic of benchmarks, checked by hand, and peak memory against what the system itself says."""
 
 from __future__ import annotations
 
+import re
+import shutil
+import subprocess
+import sys
 from collections import namedtuple
 from pathlib import Path
 
@@ -9,8 +13,7 @@ import numpy as np
 import pytest
 
 from kl_lens.profiling import machine as machine_module
-from kl_lens.profiling.machine import LoadMeter, bound_of, limits_hold
-from kl_lens.profiling.spread import compared, ratio_of, spread_of
+from kl_lens.profiling.machine import LoadMeter, bound_of, compared, limits_hold, ratio_of, spread_of
 from kl_lens.run.records import ARTIFACT, Profile, Quartiles, Subject
 from kl_lens.targets.base import Contents
 
@@ -96,3 +99,30 @@ def test_what_is_timed_reads_every_byte(monkeypatch: pytest.MonkeyPatch) -> None
     machine_module.fill(values, 3)
     assert machine_module.summed(values, 1) == machine_module.summed(values, 3) == np.arange(24000).sum()
     assert machine_module.read_bandwidth() > 0
+
+
+ALLOCATED = 300 << 20
+# Allocates, lets go, and only then asks: it is the peak that counts.
+PROGRAM = f"""
+import numpy as np, psutil
+from kl_lens.profiling.memory import resident
+base = resident("VmRSS")
+block = np.ones({ALLOCATED}, np.uint8)
+alive = psutil.Process().memory_info().rss
+del block
+print(base, resident("VmHWM"), alive)
+"""
+
+
+def test_the_peak_is_what_psutil_and_time_see() -> None:
+    command = [sys.executable, "-c", PROGRAM]
+    timer = shutil.which("time")
+    if timer:
+        command = [timer, "-v", *command]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    base, peak, alive = (int(word) for word in done.stdout.split())
+    assert peak == pytest.approx(alive, rel=0.05)
+    assert peak - base == pytest.approx(ALLOCATED, rel=0.05)
+    if timer:
+        seen = 1024 * int(re.search(r"Maximum resident set size \(kbytes\): (\d+)", done.stderr)[1])
+        assert peak == pytest.approx(seen, rel=0.05)

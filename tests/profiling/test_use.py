@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ import pytest
 from kl_lens.base.errors import TargetError
 from kl_lens.profiling import in_use
 from kl_lens.profiling.benchmark import Benchmark, Report, Timed, UseSettings
+from kl_lens.profiling.machine import ratio_of
 from kl_lens.profiling.memory import MemoryUse
-from kl_lens.profiling.spread import ratio_of
 from kl_lens.run.records import ARTIFACT, Profile, Subject
 from kl_lens.targets import describe_target
 from kl_lens.targets.base import Contents
@@ -48,9 +49,6 @@ class Ticking:
         assert token == 7  # the likeliest one
         self.now += 2
         return np.eye(10, dtype=np.float32)[7]
-
-    def logits(self, ids: Sequence[int]) -> np.ndarray:
-        raise AssertionError("timing never asks for all logits")
 
     def close(self) -> None:
         pass
@@ -100,20 +98,14 @@ def three(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Timed], list[str], dict
 SETTINGS = UseSettings(prompt_lengths=(4,), new_tokens=2, repeats=2)
 
 
-class Stored(Benchmark):
-    """Keeps what it is told to store."""
-
-    def __init__(self, settings: UseSettings = SETTINGS) -> None:
-        super().__init__(settings, ())
-        self.stored: list[Profile] = []
-
-    def store(self, profile: Profile, partial: bool = False) -> None:
-        self.stored.append(profile)
-
-    def time(self, subjects: Sequence[Timed]) -> tuple[dict[str, Profile], Report]:
-        report = Report(1e9)
-        in_use.InUse().measure(subjects, self, report)
-        return {profile.subject.label: profile for profile in report.profiles}, report
+def timed(
+    subjects: Sequence[Timed], stored: list[Profile], **settings: Any
+) -> tuple[dict[str, Profile], Report]:
+    """The profiles by label; `stored` gets what was stored after each round."""
+    benchmark, report = Benchmark(replace(SETTINGS, **settings), ()), Report(1e9)
+    benchmark.store = lambda profile, partial: stored.append(profile)  # type: ignore[method-assign]
+    in_use.InUse().measure(subjects, benchmark, report)
+    return {profile.subject.label: profile for profile in report.profiles}, report
 
 
 def test_artifacts_take_turns_of_a_prompt_or_a_few_tokens(
@@ -122,7 +114,7 @@ def test_artifacts_take_turns_of_a_prompt_or_a_few_tokens(
     subjects, log, _ = three
     step = Ticking.step
     monkeypatch.setattr(Ticking, "step", lambda self, token: log.append(self.name) or step(self, token))
-    profiles, _ = Stored(UseSettings(prompt_lengths=(4,), new_tokens=10, repeats=2)).time(subjects)
+    profiles, _ = timed(subjects, [], new_tokens=10)
     assert len(log) == 3 * 33  # one round to warm up, two that count
     orders = set()
     for start in range(0, 99, 33):
@@ -148,7 +140,7 @@ def test_artifacts_take_turns_of_a_prompt_or_a_few_tokens(
 def test_the_profile_says_how_busy_the_machine_was(three: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_use.LoadMeter, "read", lambda self: {"stolen": 0.42, "others": 0.1})
     monkeypatch.setattr(in_use, "processors", lambda: 6)
-    profile = Stored().time(three[0])[0]["b"]
+    profile = timed(three[0], [])[0]["b"]
     assert profile.load == {"stolen": 0.42, "others": 0.1, "asked": 0.5}  # three threads
     assert "tokens_per_second" not in profile.ratios  # two turns are too few for an interval
     assert ratio_of(profile, "tokens_per_second").words.startswith("not measurable here: too few turns")
@@ -159,7 +151,7 @@ def test_without_room_for_all_they_run_one_after_the_other(
 ) -> None:
     subjects, log, _ = three
     monkeypatch.setattr(in_use, "MEMORY_PER_FILE_BYTE", 1e15)
-    profiles, _ = Stored().time(subjects)
+    profiles, _ = timed(subjects, [])
     assert log == ["a"] * 3 + ["b"] * 3 + ["c"] * 3
     assert profiles["a"].settings["interleaving"].startswith("one after the other: together they need")
     assert profiles["c"].settings["ratios_to"] == "a"
@@ -168,17 +160,14 @@ def test_without_room_for_all_they_run_one_after_the_other(
 def test_one_that_breaks_half_way_costs_the_others_nothing(three: tuple) -> None:
     subjects, log, breaks = three
     breaks["b"] = 2  # warm-up and first round, then no more
-    benchmark = Stored()
-    _, report = benchmark.time(subjects)
+    stored: list[Profile] = []
+    _, report = timed(subjects, stored)
     assert sorted(log) == ["a"] * 3 + ["b"] * 2 + ["c"] * 3
     assert list(report.failures) == ["b"]
     assert "the file is gone (while round 2 of 2)" in report.failures["b"]
-    assert [(p.subject.label, p.settings["repeats"]) for p in benchmark.stored] == [
+    assert [(p.subject.label, p.settings["repeats"]) for p in stored] == [
         ("a", 1), ("b", 1), ("c", 1), ("a", 2), ("c", 2),
     ]  # fmt: skip
-
-
-def test_without_fp16_ratios_are_to_the_first_and_say_so(three: tuple) -> None:
-    subjects, _, _ = three
-    settings = Stored().time(subjects[1:])[0]["c"].settings
+    breaks.clear()
+    settings = timed(subjects[1:], [])[0]["c"].settings  # without FP16, ratios are to the first, and say so
     assert (settings["ratios_to"], settings["ratios_to_fp16"]) == ("b", False)

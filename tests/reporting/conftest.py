@@ -9,17 +9,12 @@ import pytest
 
 from kl_lens.reporting import write_report
 from kl_lens.run.folder import Run
-from tests.reporting.sample import make_large_run, make_run
+from tests.reporting.sample import make_run
 
 
 @pytest.fixture(scope="session")
 def sample_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_run(tmp_path_factory.mktemp("sample") / "run")
-
-
-@pytest.fixture(scope="session")
-def large_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_large_run(tmp_path_factory.mktemp("large") / "run")
 
 
 @pytest.fixture(scope="session")

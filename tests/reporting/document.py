@@ -42,9 +42,6 @@ class _Reader(HTMLParser):
         if tag not in _VOID:
             self.open.append(element)
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.open[-1].children.append(Element(tag, {key: value or "" for key, value in attrs}))
-
     def handle_endtag(self, tag: str) -> None:
         assert self.open[-1].name == tag, f"</{tag}> closes <{self.open[-1].name}>"
         self.open.pop()

@@ -162,11 +162,8 @@ def _measure(
     identity = {"source": "wikitext2", "split": "train" if role != EVALUATION else "test", "order": "drawn",
                 "length": TOKENS, "seed": 42, "stride": None}  # fmt: skip
     run.identify_text(role, identity, [f"{role}-{w}" for w in range(WINDOWS)])
-    run.store(
-        "text",
-        role,
-        identity | {"fingerprint": "abc123", "documents": [{"name": "wiki", "sha256": "0" * 64}]},
-    )
+    documents = [{"name": "wiki", "sha256": "0" * 64}]
+    run.store("text", role, identity | {"fingerprint": "abc123", "documents": documents})
     run.store_teacher(role, [(w, TOKENS, 3.2 * TOKENS) for w in range(WINDOWS)])
     for component in (c for c in parts if c.quantizable):
         for format_name in formats:
@@ -197,37 +194,33 @@ def _plan(run: Run, verified: bool) -> list[Plan]:
         planning.write_plan(done, planning.plan_path(run.folder / "plans", plan.name), table.components)
         finished.append(done)
     run.note_command(shlex.split("kl-lens plan --run runs/sample --paper --verify"))
-    run.note_command(
-        shlex.split("kl-lens plan --run runs/sample --max-bytes 80kB --name recommended --verify")
-    )
+    words = "kl-lens plan --run runs/sample --max-bytes 80kB --name recommended --verify"
+    run.note_command(shlex.split(words))
     return finished
 
 
 def _evaluate(run: Run, plans: Sequence[Plan]) -> None:
     protocol = {"dataset": "wikitext2", "split": "test", "window": 512, "stride": 256, "fingerprint": "abc"}
-    runtime = {"library": "openvino", "version": "1.0"}
-    subjects = [(about(run, "original"), 0.0)]
     for plan in plans:
         _export(run, "openvino", plan)
-        subjects += [(about(run, t, plan.name), plan.predicted_kl or 0.0) for t in ("torch", "openvino")]
-    for subject, kl in subjects:
+
+    def store(subject: Subject, kind: str, what: str, **values: Estimate) -> None:
+        runtime = {"library": "openvino", "version": "1.0"}
+        tokens, how = (200, {"few_shot": 0}) if kind == "task" else (4096, protocol)
+        score = Score(subject, kind, what, values, tokens, how, runtime, 1.0)
+        run.store_result("score", subject, f"{kind}|{what}|d", score.to_json() | {"provenance": {}})
+
+    subjects = [(about(run, t, p.name), p.predicted_kl or 0.0) for p in plans for t in ("torch", "openvino")]
+    for subject, kl in [(about(run, "original"), 0.0), *subjects]:
         values = {"token_perplexity": Estimate(26.0 * math.exp(0.5 * kl), 0.8)}
         if subject.what != ORIGINAL:
             values["token_perplexity_change"] = Estimate(26.0 * math.expm1(0.5 * kl), 0.02 + 2 * kl)
             divergence = {"kl_mean": Estimate(1.1 * kl, 0.04 * kl), "same_top": Estimate(1 - kl)}
-            _score(
-                run, Score(subject, "divergence", "wikitext2:test", divergence, 4096, protocol, runtime, 1.0)
-            )
-        _score(run, Score(subject, "perplexity", "wikitext2:test", values, 4096, protocol, runtime, 1.0))
+            store(subject, "divergence", "wikitext2:test", **divergence)
+        store(subject, "perplexity", "wikitext2:test", **values)
     for subject in (about(run, "original"), about(run, "openvino", "recommended")):
         for task in ("arc_easy", "lambada"):
-            values = {"acc": Estimate(0.413, 0.012)}
-            _score(run, Score(subject, "task", task, values, 200, {"few_shot": 0}, runtime, 1.0))
-
-
-def _score(run: Run, score: Score) -> None:
-    name = f"{score.kind}|{score.what}|d"
-    run.store_result("score", score.subject, name, score.to_json() | {"provenance": {}})
+            store(subject, "task", task, acc=Estimate(0.413, 0.012))
 
 
 def _export(run: Run, target: str, plan: Plan) -> int:

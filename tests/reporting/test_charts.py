@@ -1,17 +1,21 @@
-"""Axes, labels and colours of charts, and numbers as people write them."""
+"""Axes, labels and colours of charts, numbers as people write them, and markup."""
 
 from __future__ import annotations
 
+import html
+import json
 import math
 
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from kl_lens.reporting import charts
 from kl_lens.reporting.charts import Axis, Cell, Dot, axis, grid_map, scatter
-from kl_lens.reporting.numbers import number, with_error
+from kl_lens.reporting.markup import Html, escape, json_block, tag
+from kl_lens.reporting.names import number, with_error
 from kl_lens.reporting.page import asset
 from kl_lens.run.records import Estimate
 from kl_lens.weights.formats import get_format, known_formats
+from tests.reporting.document import read
 
 
 @given(st.lists(st.floats(1e-12, 1e12), min_size=1, max_size=20), st.sampled_from([True, False, None]))
@@ -28,14 +32,7 @@ def test_an_axis_holds_its_values_in_order_and_a_log_axis_has_a_few_ticks(
 
 
 def test_numbers_and_errors_read_as_people_write_them() -> None:
-    numbers = {
-        0.0123: "0.0123",
-        1.234e-7: "1.23e-7",
-        math.nan: "–",
-        math.inf: "∞",
-        0.0: "0",
-        1234567.0: "1.23e6",
-    }
+    numbers = {0.0123: "0.0123", 1.234e-7: "1.23e-7", math.nan: "–", math.inf: "∞", 1234567.0: "1.23e6"}
     assert [number(value) for value in numbers] == list(numbers.values())
     assert with_error(Estimate(0.5, 0.01)) == "0.50 ± 0.01"
     assert with_error(Estimate(0.00913, 4.6e-4)) == "0.0091 ± 0.0005"
@@ -78,3 +75,34 @@ def test_every_format_has_the_colour_of_its_bits_and_every_colour_is_in_the_styl
         assert f"--{name}: light-dark({light}, #" in style
     for name in known_formats():
         assert charts.bits_colour(get_format(name).bits).startswith("var(--b")
+
+
+# -- nothing from outside can become markup ------------------------------------------------------------------
+
+
+def test_text_is_escaped_and_markup_is_not() -> None:
+    assert tag("td", "a < b & c") == "<td>a &lt; b &amp; c</td>"
+    assert tag("p", tag("b", "x"), "<i>") == "<p><b>x</b>&lt;i&gt;</p>"
+    assert isinstance(tag("p", Html("<b>x</b>")), Html)
+    made = tag("a", aria_label='"><script>', class_="x", hidden=True, id=None)
+    assert made == '<a aria-label="&quot;&gt;&lt;script&gt;" class="x" hidden></a>'
+    assert escape("a\x00b\x1b[31m\ud800") == "a\ufffdb\ufffd[31m\ufffd"  # HTML forbids these
+    assert "\u202e" not in escape("model\u202egpj.exe")  # turns the direction of text
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.text())
+def test_any_text_comes_back_as_text(text: str) -> None:
+    shown = escape(text)
+    [element] = read(tag("p", text, title=text)).all("p")
+    assert [child.name for child in element.children] in (["#text"], [])
+    assert element.words == element.attributes["title"] == html.unescape(shown)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.text()))
+def test_data_for_the_script_cannot_end_its_block(texts: list[str]) -> None:
+    block = json_block("data", [*texts, "</script><script>alert(1)</script>", "<!--"])
+    inside = block.removeprefix('<script type="application/json" id="data">').removesuffix("</script>")
+    assert "<" not in inside
+    assert json.loads(inside)[: len(texts)] == texts

@@ -12,13 +12,12 @@ from rich.table import Table
 from kl_lens import profiling
 from kl_lens.base.units import human_bytes
 from kl_lens.cli.terminal import Row, Shown, table
-from kl_lens.evaluation.agreement import AGREES, AS_DEPLOYED, DISAGREES, IN_FLOAT32, Agreement
 from kl_lens.evaluation.autopsy import Autopsy, TensorReport
+from kl_lens.evaluation.scoring import AGREES, AS_DEPLOYED, DISAGREES, IN_FLOAT32, Agreement
 from kl_lens.evaluation.tasks import judge, near_chance
 from kl_lens.paper.ranking import Ranking
 from kl_lens.reporting.answer import libraries, unmeasurable
-from kl_lens.reporting.names import subject_title
-from kl_lens.reporting.numbers import fixed_with_error, number, with_error
+from kl_lens.reporting.names import fixed_with_error, number, subject_title, with_error
 from kl_lens.run.positions import curve_of, shown_bins
 from kl_lens.run.records import Estimate, Profile, Score, Subject
 from kl_lens.study.autopsy import AutopsyResult

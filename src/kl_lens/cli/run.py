@@ -24,8 +24,7 @@ from kl_lens.cli.terminal import Row, Shown, Terminal, table
 from kl_lens.measuring.sweep import Progress
 from kl_lens.reporting.answer import measured_of, speed_ratio, target_of, unmeasurable, value_of
 from kl_lens.reporting.data import RunView, collect
-from kl_lens.reporting.names import plan_title, runtime_title
-from kl_lens.reporting.numbers import percent, with_error
+from kl_lens.reporting.names import percent, plan_title, runtime_title, with_error
 from kl_lens.run.folder import Run
 from kl_lens.run.records import ARTIFACT, ORIGINAL, PLAN, Subject
 from kl_lens.study.events import JobEstimate
@@ -154,11 +153,14 @@ def _answer(view: RunView, name: str, target: str) -> list[str]:
     plan = view.plan(name)
     assert plan is not None
     subject = _subject(target, name)
-    size, base = view.subject_bytes(subject) or plan.bytes, view.subject_bytes(_subject(target, UNIFORM_FP16))
+    size, base = (
+        view.subject_bytes(subject) or plan.file_bytes or 0,
+        view.subject_bytes(_subject(target, UNIFORM_FP16)),
+    )
     original, own = (
         value_of(view, each, "perplexity", "token_perplexity") for each in (Subject(ORIGINAL), subject)
     )
-    stock = plan.plan.notes.get("taken_over")
+    stock = plan.notes.get("taken_over")
     words = [
         f"{runtime_title(target)}: {f'{plan_title(str(stock))}, ' if stock else ''}{human_bytes(size)}",
         f"{percent(size / base)} of FP16" if base else "",

@@ -1,36 +1,101 @@
-"""Scores many subjects on a text; continues if one of them fails."""
+"""Scores many subjects on a text, several files at once; continues if one of them fails.
+
+Every window is stored in the run as soon as it is done, so that an interrupted command can resume.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import closing, nullcontext
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from time import perf_counter
+from typing import Any
 
+import psutil
 import torch
 
+from kl_lens.base.environment import processors
 from kl_lens.base.errors import KLLensError, UnlearntError, one_line
-from kl_lens.evaluation import agreement as rule
-from kl_lens.evaluation.agreement import Agreement
-from kl_lens.evaluation.journal import RUNTIME, WINDOW, ScoreJournal
+from kl_lens.evaluation import scoring
 from kl_lens.evaluation.judged import RUNTIME_ERRORS, Judged, JudgedArtifact, JudgedModel
 from kl_lens.evaluation.scoring import (
+    Agreement,
     WindowScore,
     divergence_values,
     likelihood_values,
     position_values,
     score_logits,
 )
-from kl_lens.evaluation.side_by_side import Arrived, computed, lanes_for, side_by_side
-from kl_lens.evaluation.texts import EvaluationText
+from kl_lens.evaluation.texts import EvaluationText, Window, protocol_digest
 from kl_lens.measuring.sweep import Progress
 from kl_lens.model import LoadedModel
+from kl_lens.run.folder import Run, provenance
 from kl_lens.run.records import Estimate, Score, Subject
-from kl_lens.targets.session import Session
+from kl_lens.run.subjects import current_results
+from kl_lens.targets.session import Logits, Session
 
+WINDOW, RUNTIME, ANSWERS, EXAMPLES = "window_score", "score_runtime", "task_answers", "task_examples"
 PERPLEXITY, DIVERGENCE, POSITIONS = "perplexity", "divergence", "positions"  # kinds of scores
 _MANY_COLUMNS, _FLOAT_BYTES = 160_000, 4  # assumed vocabulary if no model is given
 _CHECKED = 512  # ids of a window: transformers' own scans are slow
+
+
+class ScoreJournal:
+    """Reads and writes a run's scores. Intermediate results are stored by identity, scores by subject.
+
+    With `again`, intermediate results from earlier commands are ignored.
+    """
+
+    def __init__(self, run: Run, *, again: bool = False) -> None:
+        self.run = run
+        self._again = again
+        self._fresh: set[tuple[str, str, str]] = set()
+
+    def forget(self) -> None:
+        """Ignores all intermediate results so far."""
+        self._again, self._fresh = True, set()
+
+    def load(self, kind: str, judged: Judged, name: str) -> Any | None:
+        if self._again and (kind, judged.identity, name) not in self._fresh:
+            return None
+        return self.run.load_piece(kind, judged.identity, name)
+
+    def store(self, kind: str, judged: Judged, name: str, value: Any) -> None:
+        self.run.store_piece(kind, judged.identity, name, value)
+        self._fresh.add((kind, judged.identity, name))
+
+    def kept(self, kind: str, judged: Judged, name: str, compute: Callable[[], Any]) -> Any:
+        """What is stored, or else is computed and stored now."""
+        if (value := self.load(kind, judged, name)) is None:
+            value = compute()
+            judged.check()
+            self.store(kind, judged, name, value)
+        return value
+
+    def window(self, judged: Judged, window: Window, *, divergence: bool) -> WindowScore | None:
+        """A window's score, if stored with everything needed."""
+        stored = self.load(WINDOW, judged, window.key)
+        if stored is None or (divergence and stored["token_kl"] is None):
+            return None
+        return WindowScore.from_json(stored)
+
+    def runtime(self, judged: Judged) -> dict[str, Any]:
+        """The runtime that computed its windows."""
+        return dict(self.run.load_piece(RUNTIME, judged.identity, "") or {})
+
+    def store_score(self, score: Score) -> None:
+        name = f"{score.kind}|{score.what}|{protocol_digest(score.protocol)}"
+        self.run.store_result("score", score.subject, name, score.to_json() | {"provenance": provenance()})
+
+
+def read_scores(run: Run, kind: str | None = None) -> list[Score]:
+    """The scores of a run in the order they were stored, without outdated ones."""
+    scores = [
+        Score.from_json({name: result.value[name] for name in Score.__dataclass_fields__})
+        for result in current_results(run, "score")
+    ]
+    return [score for score in scores if kind in (None, score.kind)]
 
 
 @dataclass
@@ -48,12 +113,8 @@ class Outcome:
 
 
 class Evaluator:
-    """Perplexity and KL of subjects, stored in a journal.
-
-    Args:
-        journal: stores every window as soon as it is done.
-        original: the original model: teacher of every KL and base of every change. Without it there are only
-            perplexities.
+    """Perplexity and KL of subjects, stored in a journal. `original`: teacher of every KL and base of every change;
+    without it there are only perplexities.
 
     Example:
         >>> outcome = Evaluator(ScoreJournal(run), JudgedModel(model)).judge_text(subjects, text)
@@ -77,10 +138,8 @@ class Evaluator:
         text: EvaluationText,
         kinds: Collection[str] = (PERPLEXITY, DIVERGENCE),
     ) -> Outcome:
-        """Scores of all subjects on one text, and a comparison of each artifact with its PyTorch counterpart.
-
-        Subjects with damaged or missing files are named in `failures`; the others are still scored.
-        """
+        """Scores of all subjects on one text, and a comparison of each artifact with its PyTorch counterpart. Subjects
+        with damaged or missing files are named in `failures`."""
         divergence = DIVERGENCE in kinds or POSITIONS in kinds
         if divergence and self.original is None:
             flag = POSITIONS if POSITIONS in kinds else DIVERGENCE
@@ -89,9 +148,9 @@ class Evaluator:
         order: list[Judged] = [self.original] if self.original is not None else []
         order += [subject for subject in subjects if subject is not self.original]
         files = [judged for judged in order if isinstance(judged, JudgedArtifact)]
-        compared = 0 if self.model is None else len({file.identity for file in files})
-        work = _work(order, text) + compared * text.first(rule.WINDOWS).targets
-        self.progress = self.progress.as_one(work)
+        few = text.first(scoring.COMPARED_WINDOWS)
+        compared = 0 if self.model is None else _work(files, few)
+        self.progress = self.progress.as_one(_work(order, text) + compared)
         self._say_how_much(order, text, divergence)
         if self.original is not None:  # all others are compared with it
             self._windows(self.original, text, divergence=False)
@@ -110,24 +169,24 @@ class Evaluator:
         known = {judged.identity: judged.subject for judged in order}
         for file in files:
             if self.model is not None and (scores := windows.get(file.identity, [])):
-                self._compare(file, self.model, text.first(rule.WINDOWS), scores, known, divergence, outcome)
-        if any(a.verdict == rule.DISAGREES for a in outcome.agreements) and not self._kernels_hold(text):
+                self._compare(file, self.model, few, scores, known, divergence, outcome)
+        if any(a.verdict == scoring.DISAGREES for a in outcome.agreements) and not self._kernels_hold(text):
             self.close()
             self.journal.forget()
             return self.judge_text(subjects, text, kinds)
         for agreement in outcome.agreements:
-            self.journal.store_agreement(agreement, f"{text.label}|{text.digest}")
+            name = f"{text.label}|{text.digest}"
+            self.journal.run.store_result("agreement", agreement.subject, name, agreement.to_json())
         return outcome
 
     def _kernels_hold(self, text: EvaluationText) -> bool:
         """Whether PyTorch's side is right: our kernels beside transformers' own code, on this text. If they are wrong,
         they are not used again."""
         assert self.model is not None
-        chain = self.model.chain
-        if chain.fast:
-            chain.distrust(chain.compared_kernels(torch.tensor([text.items[0].ids[:_CHECKED]])))
-            return chain.fast
-        return True
+        if not (chain := self.model.chain).fast:
+            return True
+        chain.distrust(chain.compared_kernels(torch.tensor([text.items[0].ids[:_CHECKED]])))
+        return chain.fast
 
     def close(self) -> None:
         if self._teacher is not None:
@@ -178,9 +237,8 @@ class Evaluator:
     def _keep(self, item: Arrived, text: EvaluationText, divergence: bool) -> WindowScore:
         """Scores a window and stores it."""
         window, begin = text.items[item.window], perf_counter()
-        score = score_logits(
-            item.logits, window, self._teacher_session().logits(window.ids) if divergence else None
-        )
+        teacher = self._teacher_session().logits(window.ids) if divergence else None
+        score = score_logits(item.logits, window, teacher)
         score = replace(score, seconds=item.seconds + perf_counter() - begin)
         self.journal.store(RUNTIME, item.judged, "", item.runtime)
         self.journal.store(WINDOW, item.judged, window.key, score.to_json())
@@ -201,22 +259,20 @@ class Evaluator:
         windows: Mapping[str, list[WindowScore]],
         kinds: Collection[str],
     ) -> Iterator[Score]:
-        values: dict[str, dict[str, Estimate]] = {}
         base = None
         if self.original is not None and judged is not self.original:
             base = windows[self.original.identity]
-        if POSITIONS in kinds:
-            values[POSITIONS] = position_values(scores, divergence=base is not None)
-        if PERPLEXITY in kinds:
-            values[PERPLEXITY] = likelihood_values(scores, base, text.task)
-        if DIVERGENCE in kinds and base is not None:
-            values[DIVERGENCE] = divergence_values(scores)
-        for kind, found in values.items():
+        values: dict[str, Callable[[], dict[str, Estimate]]] = {
+            POSITIONS: lambda: position_values(scores, divergence=base is not None),
+            PERPLEXITY: lambda: likelihood_values(scores, base, text.task),
+            **({} if base is None else {DIVERGENCE: lambda: divergence_values(scores)}),
+        }
+        for kind in (kind for kind in values if kind in kinds):
             score = Score(
                 subject=judged.subject,
                 kind=kind,
                 what=text.label,
-                values=found,
+                values=values[kind](),
                 tokens=text.targets,
                 protocol=dict(text.protocol),
                 runtime=self.journal.runtime(judged),
@@ -242,14 +298,14 @@ class Evaluator:
         try:
             if (plain := judged.counterpart(model)) is None:
                 return
-            verdict, same_weights = rule.DISAGREES, known.get(plain.identity, plain.subject)
+            verdict, same_weights = scoring.DISAGREES, known.get(plain.identity, plain.subject)
             for meaning, other in _sides(judged, plain):
                 self._say_how_much([other], text, divergence)
                 found = self._windows(other, text, divergence)
                 ours, theirs = (found, theirs) if isinstance(other, JudgedArtifact) else (ours, found)
-                differences = rule.differences(ours, theirs)
+                differences = scoring.differences(ours, theirs)
                 decided_by = same_weights if other is plain else other.subject
-                if rule.within(differences):
+                if scoring.within(differences):
                     verdict = meaning
                     break
         except UnlearntError:  # its weights cannot be made here; `Selection` has said so
@@ -267,11 +323,103 @@ def _sides(judged: JudgedArtifact, plain: JudgedModel) -> Iterator[tuple[str, Ju
     """What a file is compared with until one agrees, and what that then means: PyTorch with the runtime's activations,
     PyTorch; last, the same file in float32 in place of the file."""
     if (emulated := judged.emulated(plain)) is not None:
-        yield rule.AS_DEPLOYED, emulated
-    yield rule.AGREES, plain
+        yield scoring.AS_DEPLOYED, emulated
+    yield scoring.AGREES, plain
     if (exact := judged.in_float32()) is not None:
-        yield rule.IN_FLOAT32, exact
+        yield scoring.IN_FLOAT32, exact
 
 
 def _work(every: Sequence[Judged], text: EvaluationText) -> float:
     return float(text.targets * len({judged.identity for judged in every}))
+
+
+# -- the logits of files: of one, or of several at once ------------------------------------------------------
+#
+# Several run each in its own thread with a share of the processors: a small model gains little from a second core, and
+# nothing while its file is opened. The number of threads changes speed only, so the results are the same as one by one.
+# The threads only compute logits.
+
+MOST = 8  # files at once
+_MEMORY_PER_FILE_BYTE = 2.5  # memory of a loaded file relative to its size
+_FREE_SHARE = 0.5  # of free memory to use
+
+
+@dataclass(frozen=True)
+class Arrived:
+    judged: Judged
+    window: int
+    logits: Logits
+    seconds: float
+    runtime: dict[str, Any]
+
+
+def computed(
+    judged: Judged, session: Session, text: EvaluationText, windows: Sequence[int]
+) -> Iterator[Arrived]:
+    """The logits of one subject's windows."""
+    for window in windows:
+        begin = perf_counter()
+        logits = session.logits(text.items[window].ids)
+        seconds = perf_counter() - begin
+        judged.check()  # a file that was deleted or changed may still be mapped in part: discard its numbers
+        yield Arrived(judged, window, logits, seconds, session.description)
+
+
+def lanes_for(files: Sequence[JudgedArtifact], logits_bytes: int) -> tuple[int, list[JudgedArtifact]]:
+    """How many files to run at once, and which; none if the user set threads or devices, or memory is short.
+    `logits_bytes`: of a window; each lane holds two of them, the caller one more."""
+    free = [
+        f for f in files if f.settings.device == "CPU" and not (f.settings.threads or f.settings.gpu_layers)
+    ]
+    fewest: dict[JudgedArtifact, int | None] = {}
+    for judged in free if free[1:] else ():
+        with suppress(*RUNTIME_ERRORS):  # reported when it is scored alone
+            judged.target.prepare()  # load its libraries here, not in several threads at once
+            fewest[judged] = judged.target.fewest_threads(judged.path)
+    room = _FREE_SHARE * psutil.virtual_memory().available
+    for lanes in range(min(len(fewest), processors(), MOST), 1, -1):
+        suitable = [judged for judged, least in fewest.items() if least and least <= processors() // lanes]
+        sizes = sorted(sum(path.stat().st_size for path in f.files if path.is_file()) for f in suitable)
+        need = sum(sizes[-lanes:]) * _MEMORY_PER_FILE_BYTE + (2 * lanes + 1) * logits_bytes
+        if len(suitable) >= lanes and need < room:
+            return lanes, suitable
+    return 1, []
+
+
+def side_by_side(
+    missing: Mapping[JudgedArtifact, Sequence[int]], text: EvaluationText, lanes: int
+) -> Iterator[Arrived]:
+    """The logits of the missing windows of each file as they arrive; a file that fails is left out from then on.
+
+    Every file gets a new thread: llama.cpp's AMX tiles do not survive OpenVINO's in the same thread
+    (docs/troubleshooting.md).
+    """
+    waiting, threads = list(missing), processors() // lanes
+    running: dict[Future[Arrived | None], tuple[ThreadPoolExecutor, Generator[Arrived]]] = {}
+
+    def of_file(judged: JudgedArtifact) -> Generator[Arrived]:
+        """Runs in the file's thread, one window at a time."""
+        judged.check()
+        with closing(judged.open(threads)) as session:
+            yield from computed(judged, session, text, missing[judged])
+
+    try:
+        while waiting or running:
+            while waiting and len(running) < lanes:
+                thread, logits = ThreadPoolExecutor(1), of_file(waiting.pop(0))
+                running[thread.submit(next, logits, None)] = thread, logits
+            done = next(iter(wait(running, return_when=FIRST_COMPLETED).done))
+            try:
+                arrived = done.result()
+            except RUNTIME_ERRORS:
+                arrived = None  # reported when it is scored alone
+            thread, logits = running.pop(done)
+            if arrived is None:
+                thread.shutdown()
+            else:
+                running[thread.submit(next, logits, None)] = thread, logits
+                yield arrived
+    finally:
+        for thread, logits in running.values():
+            thread.submit(logits.close)  # after the window that it computes now
+            thread.shutdown()

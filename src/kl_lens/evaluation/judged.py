@@ -1,4 +1,4 @@
-"""What can be scored: the original, a plan computed in PyTorch, an exported file.
+"""What can be scored: the original, a plan computed in PyTorch, an exported file; and how a command chooses among them.
 
 Each has a subject, the record that its scores are about, and an identity for the journal: a hash of everything its
 numbers depend on. An edited plan or a new export has another identity and is scored again; two plans with the same
@@ -9,24 +9,30 @@ from __future__ import annotations
 
 import platform
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
 import torch
 
-from kl_lens.base.errors import FormatError, KLLensError, TargetError
+from kl_lens import planning
+from kl_lens.base.errors import FormatError, KLLensError, PlanError, TargetError, UnlearntError
 from kl_lens.evaluation.torch_session import TorchSession
-from kl_lens.model import LoadedModel
-from kl_lens.run.records import ARTIFACT, ORIGINAL, PLAN, Artifact, Subject
-from kl_lens.run.subjects import artifact_digest, content_digest, file_digest, outside_path, plan_digest
-from kl_lens.targets import Session, Target
+from kl_lens.model import ImageTask, LanguageTask, LoadedModel, Task
+from kl_lens.model.files import read_config
+from kl_lens.model.tasks import IMAGE
+from kl_lens.run.folder import ALL_PLANS, Run, named_plans
+from kl_lens.run.records import ORIGINAL, PLAN, Plan, Subject, checked_plan_name
+from kl_lens.run.subjects import artifact_subject, content_digest, file_digest, is_current, plan_digest
+from kl_lens.targets import Session, SessionSettings, Target, exported_places
 from kl_lens.targets.registry import get_target, locate, target_of
-from kl_lens.targets.session import SessionSettings
+from kl_lens.targets.tokenizer import artifact_tokenizer
 from kl_lens.weights.recipes import FP16, Recipe, parsed
 
+TORCH = "torch"
+SAMPLE_TOKENS = 32  # in the report's samples of text
 # Bytes of the original's outputs that are kept for comparing several subjects.
 REMEMBERED = 2 * 10**9
 # What a runtime may raise for a damaged or missing file, besides our own errors.
@@ -44,12 +50,10 @@ class Judged(ABC):
 
     @property
     @abstractmethod
-    def identity(self) -> str:
-        """A hash of everything its numbers depend on."""
+    def identity(self) -> str: ...
 
     @abstractmethod
-    def open(self) -> Session:
-        """A new session; the caller closes it."""
+    def open(self) -> Session: ...
 
     def check(self) -> None:  # noqa: B027 - a model in memory cannot change
         """Raises TargetError if the files are gone or have changed."""
@@ -102,13 +106,8 @@ class JudgedModel(Judged):
 
 
 class JudgedArtifact(Judged):
-    """An exported folder, or a file without a record.
-
-    Args:
-        path: a folder, a file in it, or a file without a record.
-        settings: how it is run.
-        plan: its plan in the run; without one it is named by its path.
-    """
+    """An exported folder, or a file without a record. `plan`: its plan in the run; without one it is named by its
+    path."""
 
     def __init__(self, path: Path, settings: SessionSettings | None = None, plan: str | None = None) -> None:
         self.settings = settings or SessionSettings()
@@ -116,13 +115,8 @@ class JudgedArtifact(Judged):
         self._plan = plan
         self.target = get_target(self.artifact.target) if self.artifact else target_of(self.path)
         self.target.check_device(self.settings)  # the label says where it ran
-        outside = {} if plan is not None else {"path": outside_path(self.path)}
-        self.subject = Subject(
-            ARTIFACT,
-            plan or (self.artifact.plan if self.artifact else None),
-            self.target.name,
-            outside | self.settings.unusual,
-            artifact_digest(self.artifact) if self.artifact else file_digest(self.path),
+        self.subject = artifact_subject(
+            self.path, self.artifact, self.target.name, plan, self.settings.unusual
         )
         # The files that hold weights and graph.
         names = [self.path] if self.artifact is None else [self.path / name for name in self.artifact.files]
@@ -161,7 +155,16 @@ class JudgedArtifact(Judged):
         ones. None for a file without a record."""
         if self.artifact is None:
             return None
-        recipes = _realised_recipes(model, self.artifact)
+        if self.artifact.model_fingerprint not in ("", model.fingerprint):
+            raise TargetError(
+                f"it was exported from another model ({self.artifact.model}) than the one it is compared with "
+                f"({model.name})"
+            )
+        candidates, recipes = {c.name for c in model.anatomy.candidates}, dict[str, Recipe]()
+        for tensor in self.artifact.tensors:
+            with suppress(FormatError):  # a type without a recipe, such as float32
+                if tensor.component in candidates:
+                    recipes[tensor.component] = Recipe.parse(tensor.realised)
         for tensor in self.artifact.tensors:
             known = recipes.get(tensor.component) if tensor.weights else None
             if known is not None and model.weights.digest(tensor.component, known) != tensor.weights:
@@ -193,16 +196,129 @@ def planned_recipes(model: LoadedModel, assignment: Mapping[str, str]) -> dict[s
     return {c.name: recipes.get(c.name, FP16) for c in model.anatomy.candidates}
 
 
-def _realised_recipes(model: LoadedModel, artifact: Artifact) -> dict[str, Recipe]:
-    """The recipe of every quantizable component in an artifact, without those kept in float32."""
-    if artifact.model_fingerprint and artifact.model_fingerprint != model.fingerprint:
-        raise TargetError(
-            f"it was exported from another model ({artifact.model}) than the one it is compared with ({model.name})"
-        )
-    candidates = {component.name for component in model.anatomy.candidates}
-    held = {}
-    for tensor in artifact.tensors:
-        with suppress(FormatError):  # a type without a recipe
-            if tensor.component in candidates:
-                held[tensor.component] = Recipe.parse(tensor.realised)
-    return held
+# -- which of them -------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Selection:
+    """The subjects to score, in order."""
+
+    subjects: list[Judged] = field(default_factory=list)
+    failures: dict[str, str] = field(default_factory=dict)  # subject → why it cannot be scored
+    notes: list[str] = field(default_factory=list)  # subjects left out on purpose
+
+    def add_artifact(
+        self,
+        path: Path,
+        settings: SessionSettings,
+        model: LoadedModel | None,
+        run: Run | None = None,
+        key: tuple[str, str] | None = None,
+    ) -> None:
+        """Adds an exported folder or file; `key`: its target and plan if it belongs to the run."""
+        try:
+            judged = JudgedArtifact(path, settings, key and key[1])
+            made = {} if judged.artifact is None else judged.artifact.settings
+            if made.get("static_tokens") or not made.get("with_head", True):
+                reason = "it has a static shape or no head, for benchmark_app"
+                self.notes.append(f"{judged.label} is not evaluated: {reason}")
+                return
+            if model is not None:
+                judged.counterpart(model)
+        except UnlearntError as error:  # a file from outside the run: scored, but not compared
+            self.notes.append(f"{path} is not compared with PyTorch: {error}")
+        except (KLLensError, OSError) as error:
+            self.failures["/".join(key) if key else str(path)] = str(error)
+            return
+        if run is not None and key is not None and not is_current(run, judged.subject):
+            self.notes.append(
+                f"{judged.label} was exported from an older version of its plan; export it again"
+            )
+        self.subjects.append(judged)
+
+
+def given_subjects(
+    paths: Sequence[Path], settings: SessionSettings, model: LoadedModel | None = None, run: Run | None = None
+) -> Selection:
+    """Files given by path."""
+    selection = Selection()
+    places = {} if run is None else {place.resolve(): key for key, place in exported_places(run).items()}
+    for path in paths:
+        key = places.get((path.parent if path.is_file() else path).resolve())
+        selection.add_artifact(path, settings, model, run, key)
+    return selection
+
+
+def run_subjects(
+    run: Run,
+    model: LoadedModel,
+    settings: SessionSettings,
+    *,
+    plans: str = ALL_PLANS,
+    targets: Sequence[str] | None = None,
+) -> Selection:
+    """A run's plans in PyTorch (target `torch`) and its exported files. `plans`: separated by commas, or `all`."""
+    selection, wanted, known = Selection(), named_plans(plans), dict[str, Plan]()
+    components = run.table().components
+    for path in sorted((run.folder / "plans").glob("*.json")):
+        try:
+            known[checked_plan_name(path.stem)] = planning.read_plan(path, components)
+        except KLLensError as error:
+            selection.failures[f"{TORCH}/{path.stem}"] = str(error)
+    for asked in wanted or ():
+        if asked not in known:
+            raise PlanError(
+                selection.failures.get(f"{TORCH}/{asked}")
+                or f"{run.folder} has no plan {asked!r}; it has {', '.join(sorted(known)) or 'none'}"
+            )
+    chosen = {name: known[name] for name in (known if wanted is None else wanted)}
+    if targets is None or TORCH in targets:
+        for name, plan in chosen.items():
+            try:
+                judged = JudgedModel.of_plan(model, name, plan.assignment, plan.statistics)
+                selection.subjects.append(judged)
+            except FormatError as error:  # made with other statistics than the run has now
+                selection.failures[f"{TORCH}/{name}"] = str(error)
+    for key, place in exported_places(run).items():
+        if (targets is None or key[0] in targets) and (wanted is None or key[1] in wanted):
+            selection.add_artifact(place, settings, model, run, key)
+    return selection
+
+
+def artifact_task(judged: JudgedArtifact, tokenizer: str | None = None, images: str | None = None) -> Task:
+    """The task of a file without its model; the record says text or images."""
+    settings = {} if judged.artifact is None else judged.artifact.settings
+    if settings.get("task") == IMAGE:
+        return ImageTask.of(judged.path, read_config(judged.path), images)
+    return LanguageTask(artifact_tokenizer(judged, tokenizer), judged.label)
+
+
+# -- samples of text -----------------------------------------------------------------------------------------
+
+
+def likeliest(session: Session, ids: Sequence[int], end: int | None, most: int) -> Iterator[int]:
+    """The likeliest tokens after these, until the end of text."""
+    session.reset()
+    logits = session.prefill(ids)
+    for _ in range(most):
+        token = int(logits.argmax())
+        if token == end:
+            return
+        yield token
+        logits = session.step(token)
+
+
+def store_continuations(
+    run: Run, model: LoadedModel, artifacts: Sequence[JudgedArtifact], prompts: Sequence[str]
+) -> None:
+    """Stores continuations of each prompt by the original and by each artifact."""
+    tokenizer = model.require_tokenizer()
+    # Shown side by side, so all must have the same prompts.
+    run.forget_results("generation")
+    for judged in (JudgedModel(model), *artifacts):
+        with closing(judged.open()) as session:
+            for prompt in prompts:
+                ids = tokenizer.encode(prompt, add_special_tokens=False)
+                new = list(likeliest(session, ids, tokenizer.eos_token_id, SAMPLE_TOKENS))
+                value = {"prompt": prompt, "text": tokenizer.decode(new), "runtime": session.description}
+                run.store_result("generation", judged.subject, prompt, value)

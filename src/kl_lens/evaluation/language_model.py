@@ -27,10 +27,8 @@ from lm_eval.api.model import TemplateLM
 
 from kl_lens.base.errors import KLLensError, TextError, one_line
 from kl_lens.base.files import write_text
-from kl_lens.evaluation.continuations import likeliest
-from kl_lens.evaluation.evaluator import Outcome
-from kl_lens.evaluation.journal import ANSWERS, EXAMPLES, RUNTIME, ScoreJournal
-from kl_lens.evaluation.judged import RUNTIME_ERRORS, Judged, JudgedModel
+from kl_lens.evaluation.evaluator import ANSWERS, EXAMPLES, RUNTIME, Outcome, ScoreJournal
+from kl_lens.evaluation.judged import RUNTIME_ERRORS, Judged, JudgedModel, likeliest
 from kl_lens.evaluation.tasks import TaskData, TaskExamples, task_values
 from kl_lens.evaluation.texts import decode, protocol_digest
 from kl_lens.measuring.sweep import Progress
@@ -70,13 +68,9 @@ class SessionLM(TemplateLM):  # type: ignore[misc]
 
     Each request is one call of `session.logits` on context and continuation, because a recurrent runtime cannot return
     to the state after a shared context. Requests with the same input share one call: those with one-token continuations
-    (A, B, C, D) all read the same row.
-
-    Args:
-        max_length: longer inputs lose their beginning, as in lm-eval's own classes.
-        kept: given a key and a function, returns stored answers, or stores what the function returns.
-        begun: called with the number of requests.
-        advanced: called with the number of answered requests.
+    (A, B, C, D) all read the same row. Inputs longer than `max_length` lose their beginning, as in lm-eval's own.
+    `kept`: given a key and a function, returns stored answers, or stores what the function returns. `begun` and
+    `advanced` hear the number of requests, and of those answered.
     """
 
     def __init__(
@@ -94,19 +88,18 @@ class SessionLM(TemplateLM):  # type: ignore[misc]
         self._stored, self._begun, self._advanced = kept, begun, advanced
         self._last: tuple[list[int], Logits] | None = None
 
-    def _special(self, *names: str) -> int:
-        for name in names:
-            if getattr(self.tokenizer, name, None) is not None:
-                return int(getattr(self.tokenizer, name))
-        raise KLLensError("this task needs a start token, and the tokenizer has no beginning or end token")
-
     @property
     def eot_token_id(self) -> int:
-        return self._special("eos_token_id", "bos_token_id")
+        return (
+            self.prefix_token_id if self.tokenizer.eos_token_id is None else int(self.tokenizer.eos_token_id)
+        )
 
     @property
     def prefix_token_id(self) -> int:
-        return self._special("bos_token_id", "eos_token_id")
+        for token in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id):
+            if token is not None:
+                return int(token)
+        raise KLLensError("this task needs a start token, and the tokenizer has no beginning or end token")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Adds the tokenizer's special tokens by default, as lm-eval's own class for transformers does."""
@@ -185,13 +178,9 @@ def judge_task(
     limit: int | None = None,
     progress: Progress | None = None,
 ) -> Outcome:
-    """Scores of all subjects on one task, stored in the journal; the original, if included, goes first.
-
-    Args:
-        journal: also stores answers, a few at a time, so that an interrupted task can resume.
-        max_length: tokens of context and continuation together.
-        limit: only the first examples of each task.
-    """
+    """Scores of all subjects on one task, stored in the journal; the original, if included, goes first. Answers are
+    stored a few at a time, so that an interrupted task can resume. `max_length`: tokens of context and continuation
+    together; `limit`: only the first examples of each task."""
     progress = progress or Progress()
     protocol = {"task": task.name, **task.source, "limit": limit, "max_length": max_length}
     outcome, original = Outcome(), dict[str, TaskExamples]()

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from kl_lens.base.errors import KLLensError, TextError
-from kl_lens.evaluation import statistics
+from kl_lens.evaluation.scoring import mean, paired_drop, perplexity
 from kl_lens.run.records import Estimate, Record
 
 INTERVAL = 1.96  # half the width of a 95 % interval in standard errors
@@ -83,13 +83,13 @@ def task_values(examples: TaskExamples, original: TaskExamples | None = None) ->
     for name, numbers in examples.metrics.items():
         per_example = np.asarray(numbers, float)
         if name == "perplexity":
-            values["last_word_perplexity"] = statistics.perplexity(-per_example, np.ones(len(per_example)))
+            values["last_word_perplexity"] = perplexity(-per_example, np.ones(len(per_example)))
             continue
-        values[name] = statistics.mean(per_example)
+        values[name] = mean(per_example)
         if original is not None and len(original.metrics.get(name, ())) == len(per_example):
             sign = 1 if examples.higher_is_better.get(name, True) else -1
             before = np.asarray(original.metrics[name], float)
-            values[f"{name}_drop"] = statistics.paired_drop(*(before, per_example)[::sign])
+            values[f"{name}_drop"] = paired_drop(*(before, per_example)[::sign])
     return values
 
 

@@ -12,7 +12,6 @@ import numpy as np
 from kl_lens.model.tasks import TEXT, LanguageTask, Source, Task
 from kl_lens.run.subjects import content_digest
 from kl_lens.text import Windows
-from kl_lens.text.documents import TextSource
 
 
 @dataclass(frozen=True)
@@ -119,11 +118,6 @@ def prepare(
         for ids, labels in zip(every, task.targets(windows.ids).tolist(), strict=True):
             items.append(Window(tuple(ids), 0, tuple(labels)))
     return EvaluationText(windows, tuple(items), limit, task.name)
-
-
-def prepare_text(source: TextSource | str, tokenizer: Any, **how: int | None) -> EvaluationText:
-    """`prepare` for a language model without its checkpoint."""
-    return prepare(source, LanguageTask(tokenizer), **how)
 
 
 def decode(tokenizer: Any, ids: list[int]) -> str:

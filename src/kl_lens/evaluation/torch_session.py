@@ -26,8 +26,6 @@ class TorchSession:
     not used.
 
     Args:
-        model: the checkpoint.
-        recipes: component → recipe; none for the original.
         deployed: compute with weights and activations as this runtime's kernels see them.
         remember: bytes of outputs to keep. The teacher sees the same windows once per student: it keeps the logits of
             the first ones, and the final states of others, for which only the head runs again.

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from kl_lens.base.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from kl_lens.paper.greedy import GreedyResult as GreedyResult, greedy_plan as greedy_plan
     from kl_lens.paper.layouts import (
         read_legacy as read_legacy,
         write_legacy as write_legacy,
@@ -17,7 +16,9 @@ if TYPE_CHECKING:
     from kl_lens.paper.points import (
         PIPELINES as PIPELINES,
         PUBLISHED_METRIC as PUBLISHED_METRIC,
+        GreedyResult as GreedyResult,
         best_paper_point as best_paper_point,
+        greedy_plan as greedy_plan,
         paper_points as paper_points,
     )
     from kl_lens.paper.timing import PublishedTiming as PublishedTiming

@@ -15,7 +15,7 @@ from pathlib import Path
 from kl_lens.base.errors import RunError
 from kl_lens.base.files import write_text
 from kl_lens.base.units import tag_of
-from kl_lens.evaluation.journal import read_scores
+from kl_lens.evaluation.evaluator import read_scores
 from kl_lens.evaluation.texts import EvaluationText, protocol_digest
 from kl_lens.model import Anatomy
 from kl_lens.run.folder import Run

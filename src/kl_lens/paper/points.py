@@ -1,4 +1,4 @@
-"""The paper's mixed-precision points, by their published definition.
+"""The paper's mixed-precision points, by their published definition, and its greedy rule.
 
 Merge the 4-bit and the 8-bit list, sort from least to most sensitive, drop the most sensitive entry, and cut the rest
 after ((n−1)//10)·i entries for i = 1 … 10, where n is the length of the merged list before the drop. Within a cut the
@@ -13,18 +13,32 @@ whose two entries tie gets INT8, the safer one.
 
 llama.cpp has neither INT4 nor INT8. If q4_0 and q8_0 were measured instead, they are used, and plan names begin with
 `ggml_`.
+
+The greedy rule quantizes from least to most sensitive while perplexity stays within a budget, γ times that of the FP16
+model. Accepting an entry gives its component that format; an entry that would not make its component smaller is skipped
+without an evaluation. `exhaustive` is the paper's algorithm: one evaluation per entry. The default first finds the
+longest acceptable head of the list by binary search and then tries the rest one by one. The search assumes that a
+longer head is never better than a shorter one. If that is false it may stop early, but its result was measured and is
+within the budget.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from kl_lens.base.errors import PlanError
-from kl_lens.planning.predict import Predictor, finished_plan, measured_recipes, require_measurements
+from kl_lens.planning.predict import (
+    Predictor,
+    component_bytes,
+    finished_plan,
+    measured_recipes,
+    require_measurements,
+    stored_recipe,
+)
 from kl_lens.run.records import Plan, SensitivityTable
-from kl_lens.weights.recipes import Recipe
+from kl_lens.weights.recipes import FP16, Recipe
 
 POINTS = 10
 MAMBA2_GPU_POINTS = 8
@@ -33,6 +47,8 @@ PIPELINES = {"cpu": "", "gpu": "gpu_", "gpu-int4": "gpu_int4_"}
 PUBLISHED_METRIC = "kl_student_to_teacher"  # in plan names: kl
 # The paper's 4-bit and 8-bit formats, and llama.cpp's nearest → prefix of plan names.
 FORMAT_PAIRS = {("int4", "int8"): "", ("q4_0", "q8_0"): "ggml_"}
+# Perplexity under an assignment; the empty assignment is the FP16 model.
+Evaluate = Callable[[Mapping[str, str]], float]
 
 
 @dataclass(frozen=True)
@@ -91,17 +107,10 @@ def ranked(
 
 
 def paper_points(
-    table: SensitivityTable,
-    *,
-    metric: str = PUBLISHED_METRIC,
-    pipeline: str = "cpu",
-    no_head: bool = False,
+    table: SensitivityTable, *, metric: str = PUBLISHED_METRIC, pipeline: str = "cpu", no_head: bool = False
 ) -> list[Plan]:
-    """The uniform plans and the points of one pipeline, in the paper's order.
-
-    The head is included unless `no_head`. conv1d is not (it is not quantizable), nor is an untied embedding, which the
-    published lists do not have.
-    """
+    """The uniform plans and the points of one pipeline, in the paper's order. conv1d is not included (it is not
+    quantizable), nor is an untied embedding, which the published lists do not have."""
     exclude = excluded_components(table, no_head=no_head)
     formats, prefix = paper_formats(table, eight_bits_alone=pipeline == "gpu")
     recipes = [Recipe(name) for name in formats]
@@ -134,10 +143,8 @@ def paper_points(
 
 
 def best_paper_point(plans: Sequence[Plan], rival: Plan) -> Plan | None:
-    """The best of the paper's points that are no larger than `rival`; else the smallest of all.
-
-    By measured KL if all of them have it, otherwise by predicted KL.
-    """
+    """The best of the paper's points that are no larger than `rival`, by measured KL if all of them have it, otherwise
+    by predicted KL; else the smallest of all."""
     points = [p for p in plans if p.family == "paper"]
     if not points:
         return None
@@ -147,3 +154,93 @@ def best_paper_point(plans: Sequence[Plan], rival: Plan) -> Plan | None:
     if all(p.measured for p in fitting):
         return min(fitting, key=lambda p: p.measured.kl.value if p.measured else math.inf)
     return min(fitting, key=lambda p: p.predicted_kl or 0.0)
+
+
+# -- the greedy rule -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GreedyResult:
+    plan: Plan
+    baseline: float
+    perplexity: float  # of the plan
+    evaluations: int  # including the baseline
+
+
+def greedy_plan(
+    table: SensitivityTable,
+    evaluate: Evaluate,
+    *,
+    gamma: float = 1.10,
+    exhaustive: bool = False,
+    formats: Sequence[str] | None = None,
+    metric: str = PUBLISHED_METRIC,
+    no_head: bool = False,
+    name: str | None = None,
+) -> GreedyResult:
+    """Accepts entries while the measured perplexity stays within γ × the FP16 baseline.
+
+    `formats`: default int4 and int8 or, if those were measured, q4_0 and q8_0.
+    """
+    if not gamma >= 1:
+        raise PlanError(f"--gamma {gamma:g} demands better than FP16; give 1 or more, such as 1.10")
+    exclude = excluded_components(table, no_head=no_head)
+    formats, prefix = (formats, "") if formats else paper_formats(table)
+    order = ranked(table, [Recipe.parse(f) for f in formats], metric, exclude)
+    components = {c.name: c for c in table.candidates}
+    known: dict[frozenset[tuple[str, str]], float] = {}  # each assignment is evaluated once
+
+    def perplexity(assignment: Mapping[str, str]) -> float:
+        key = frozenset(assignment.items())
+        if key not in known:
+            known[key] = float(evaluate(dict(assignment)))
+        return known[key]
+
+    def with_entry(assignment: dict[str, Recipe], entry: Entry) -> dict[str, Recipe]:
+        """The same assignment if the entry would not make its component smaller."""
+        component = components[entry.component]
+        recipe = stored_recipe(component, entry.recipe)[0]
+        current = assignment.get(entry.component, FP16)
+        saves = component_bytes(component, recipe) < component_bytes(component, current)
+        return assignment | {entry.component: recipe} if saves else assignment
+
+    def with_head(length: int) -> dict[str, Recipe]:
+        assignment: dict[str, Recipe] = {}
+        for entry in order[:length]:
+            assignment = with_entry(assignment, entry)
+        return assignment
+
+    baseline = perplexity({})
+    if not (math.isfinite(baseline) and baseline > 0):
+        raise PlanError(f"the FP16 model's perplexity is {baseline}; check the text and the checkpoint")
+    limit = gamma * baseline
+    # A head of `low` entries is acceptable; longer than `high` is assumed not to be.
+    low, high = 0, 0 if exhaustive else len(order)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if perplexity(with_head(middle)) <= limit:  # False for nan
+            low = middle
+        else:
+            high = middle - 1
+    assignment = with_head(low)
+    for entry in order[low:]:
+        longer = with_entry(assignment, entry)
+        if longer != assignment and perplexity(longer) <= limit:
+            assignment = longer
+    notes = {
+        "gamma": gamma,
+        "deciding_perplexity": perplexity(assignment),
+        "deciding_perplexity_of_the_original": baseline,
+        "evaluations": len(known),
+        "exhaustive": exhaustive,
+        "metric": metric,
+    }
+    plan = finished_plan(
+        table,
+        name or f"{prefix}{label(metric)}_gamma{gamma:.2f}{'_exhaustive' if exhaustive else ''}",
+        assignment,
+        "greedy under a perplexity budget",
+        notes,
+        family="greedy",
+    )
+    return GreedyResult(plan, baseline, perplexity(assignment), len(known))

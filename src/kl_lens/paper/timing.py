@@ -41,7 +41,7 @@ class PublishedTiming:
 
     def measure(self, subjects: Sequence[Timed], benchmark: Benchmark, report: Report) -> None:
         """Times artifacts whose target has such a program; logs and the CSV go to the run's folder."""
-        folder, device = benchmark.run.folder if benchmark.run else Path(), benchmark.settings.runtime.device
+        device = benchmark.settings.runtime.device
         done: dict[str, Profile] = {}
         timed = [s for s in subjects if s.target.published is not None]
         for subject in timed:
@@ -49,7 +49,7 @@ class PublishedTiming:
                 # Ratios are relative to earlier artifacts; FP16 comes first.
                 base = base_of(subject, [s for s in timed if s.name in done] + [subject])
                 before = done.get(base.name)
-                profile = self._profile(subject, base, before, benchmark.settings, report.bandwidth, folder)
+                profile = self._profile(subject, base, before, benchmark, report.bandwidth)
                 done[subject.name] = profile
                 benchmark.store(profile)
             except (KLLensError, RuntimeError, OSError) as error:
@@ -64,21 +64,19 @@ class PublishedTiming:
         mine, earlier = (PROTOCOL, device, self.tag), current_profiles(benchmark.run) if benchmark.run else ()
         same = [p for p in earlier if (p.protocol, p.device, p.settings.get("tag")) == mine]
         if rows := {p.subject.label: p for p in same} | done:
-            report.csv = write_report(folder, device, self.tag, list(rows.values()))
+            report.csv = write_report(_folder(benchmark), device, self.tag, list(rows.values()))
 
     def _profile(
-        self,
-        subject: Timed,
-        base: Timed,
-        earlier: Profile | None,
-        settings: UseSettings,
-        bandwidth: float,
-        folder: Path,
+        self, subject: Timed, base: Timed, earlier: Profile | None, benchmark: Benchmark, bandwidth: float
     ) -> Profile:
-        program, runtime = subject.target.published, settings.runtime
+        program, settings = subject.target.published, benchmark.settings
         assert program is not None
-        device, threads = runtime.device, runtime.threads
-        log = folder / LOG_FOLDER / f"{tag_of(_model_name(subject.subject))}_{device}_{self.tag}.log"
+        device, threads = settings.runtime.device, settings.runtime.threads
+        log = (
+            _folder(benchmark)
+            / LOG_FOLDER
+            / f"{tag_of(_model_name(subject.subject))}_{device}_{self.tag}.log"
+        )
         seconds = QUICK_SECONDS if settings.quick else SECONDS
         report, command = run_app(program, subject.path, log, seconds=seconds, device=device, threads=threads)
         # benchmark_app gives extremes, not quartiles; they are in the settings.
@@ -124,6 +122,10 @@ class PublishedTiming:
         )
 
 
+def _folder(benchmark: Benchmark) -> Path:
+    return benchmark.run.folder if benchmark.run else Path()
+
+
 def run_app(
     program: BenchmarkApp,
     place: Path,
@@ -138,13 +140,9 @@ def run_app(
     run = run or _run
     ask_seconds, ask_iterations, texts = seconds, ITERATIONS, []
     for _ in range(ATTEMPTS):
+        limits = {"seconds": ask_seconds, "iterations": ask_iterations}
         command = program.command(
-            place,
-            seconds=ask_seconds,
-            iterations=ask_iterations,
-            device=device,
-            threads=threads,
-            beside=log.with_suffix(".json"),
+            place, **limits, device=device, threads=threads, beside=log.with_suffix(".json")
         )
         code, text = run(command)
         texts.append(f"$ {shlex.join(command)}\n{text}")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         run_places as run_places,
     )
     from kl_lens.profiling.in_use import InUse as InUse
-    from kl_lens.profiling.spread import Ratio as Ratio, ratio_of as ratio_of
+    from kl_lens.profiling.machine import Ratio as Ratio, ratio_of as ratio_of
 else:
     # `memory` measures its own process, so it must not load the benchmark's libraries.
     __getattr__, __all__ = lazy_names(__name__)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -10,8 +10,8 @@ from typing import Protocol
 from kl_lens.base.errors import KLLensError, TargetError, last_line
 from kl_lens.profiling.machine import read_bandwidth
 from kl_lens.run.folder import ALL_PLANS, Run, named_plans, provenance
-from kl_lens.run.records import ARTIFACT, Artifact, Profile, Subject
-from kl_lens.run.subjects import artifact_digest, file_digest, outside_path
+from kl_lens.run.records import Artifact, Profile, Subject
+from kl_lens.run.subjects import artifact_subject
 from kl_lens.targets import TARGETS, SessionSettings, Target, exported_places, locate, target_of
 
 
@@ -93,9 +93,15 @@ class Benchmark:
 
     def measure(self, places: Sequence[Path]) -> Report:
         """Benchmarks artifacts; those that fail are listed in the report. Raises TargetError if all fail."""
-        subjects, failures = _read_all(places, self.run)
-        usable, notes = list[Timed](), list[str]()
-        for subject in subjects:
+        exports, order = exported_places(self.run).items() if self.run else (), list(TARGETS)
+        known = {place.resolve(): key for key, place in exports}
+        usable, failures, notes = list[Timed](), dict[str, str](), list[str]()
+        for path in places:
+            try:
+                subject = read_timed(path, known)
+            except KLLensError as error:
+                failures["/".join(known.get(path.resolve(), (str(path),)))] = str(error)
+                continue
             try:
                 subject.target.check_device(self.settings.runtime)
                 usable.append(subject)
@@ -103,6 +109,9 @@ class Benchmark:
                 notes.append(f"{subject.name} left out: {error}")
         if not usable:  # measuring the machine takes seconds, so check first
             raise TargetError("; ".join([*failures.values(), *notes]))
+        usable.sort(
+            key=lambda s: (order.index(s.target.name), not s.is_fp16)
+        )  # FP16 first within each target
         self.started(max(1, sum(timing.steps(usable, self.settings) for timing in self.timings)))
         report = Report(read_bandwidth(), failures=failures, notes=notes)
         for timing in self.timings:
@@ -128,21 +137,11 @@ def base_of(subject: Timed, subjects: Sequence[Timed]) -> Timed:
     return next((s for s in same if s.is_fp16), same[0])
 
 
-# -- which artifacts -------------------------------------------------------------------------------------------
-
-Known = Mapping[Path, tuple[str, str]]  # exports of a run: folder → (target, plan)
-
-
-def read_timed(path: Path, known: Known | None = None) -> Timed:
-    """Raises TargetError if the artifact is missing or damaged."""
+def read_timed(path: Path, known: Mapping[Path, tuple[str, str]] | None = None) -> Timed:
+    """Raises TargetError if the artifact is missing or damaged. `known`: the run's folders → (target, plan)."""
     place, artifact = locate(path)
-    target = target_of(place)
-    digest = file_digest(place) if artifact is None else artifact_digest(artifact)
-    if (of_run := (known or {}).get(place.resolve())) is not None:
-        subject = Subject(ARTIFACT, of_run[1], of_run[0], digest=digest)
-    else:  # outside the run
-        plan = None if artifact is None else artifact.plan
-        subject = Subject(ARTIFACT, plan, target.name, {"path": outside_path(place)}, digest)
+    target, of_run = target_of(place), (known or {}).get(place.resolve())
+    subject = artifact_subject(place, artifact, target.name, of_run and of_run[1])
     size = target.loaded_bytes(place)
     return Timed(subject, place, target, size, target.is_all_floating(place), artifact)
 
@@ -163,17 +162,3 @@ def run_places(run: Run, *, plans: str = ALL_PLANS, targets: Sequence[str] = tup
             f"export with: kl-lens export --run {run.folder} --target {targets[0]}{name}"
         )
     return chosen
-
-
-def _read_all(places: Iterable[Path], run: Run | None) -> tuple[list[Timed], dict[str, str]]:
-    """Readable artifacts, FP16 first within each target, and failures."""
-    known = {} if run is None else {place.resolve(): key for key, place in exported_places(run).items()}
-    subjects, failures = [], {}
-    for path in places:
-        try:
-            subjects.append(read_timed(path, known))
-        except KLLensError as error:
-            failures["/".join(known.get(path.resolve(), (str(path),)))] = str(error)
-    order = list(TARGETS)
-    subjects.sort(key=lambda s: (order.index(s.target.name), not s.is_fp16))
-    return subjects, failures

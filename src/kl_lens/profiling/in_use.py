@@ -1,7 +1,7 @@
 """Times what a user notices: loading, the wait for the first token, and the speed of generation.
 
 Artifacts take turns of a prompt or a few tokens, in a new random order each time, so that noise affects all of them;
-the first round is warm-up and not counted. Ratios are taken turn by turn (`spread.py`).
+the first round is warm-up and not counted. Ratios are taken turn by turn (`machine.py`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from kl_lens.base.environment import processors
 from kl_lens.base.errors import KLLensError
 from kl_lens.base.units import human_bytes
 from kl_lens.profiling.benchmark import Benchmark, Report, Timed, UseSettings, base_of
-from kl_lens.profiling.machine import LoadMeter, bound_of, limits_hold
+from kl_lens.profiling.machine import LoadMeter, bound_of, compared, limits_hold, spread_of
 from kl_lens.profiling.memory import MemoryUse, fresh_process
-from kl_lens.profiling.spread import compared, spread_of
 from kl_lens.run.records import Profile, Quartiles
 from kl_lens.targets import Session
 from kl_lens.targets.base import Contents

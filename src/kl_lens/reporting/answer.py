@@ -8,12 +8,20 @@ from pathlib import PurePath
 
 from kl_lens.profiling import Ratio, ratio_of
 from kl_lens.reporting.data import RunView, runtime_of
-from kl_lens.reporting.frontier import PlanView
 from kl_lens.reporting.markup import Html, Section, details, join, note, tag
-from kl_lens.reporting.names import Unit, readable, runtime_title
-from kl_lens.reporting.numbers import count, number, percent, size, with_error
+from kl_lens.reporting.names import (
+    Unit,
+    count,
+    number,
+    percent,
+    plan_title,
+    readable,
+    runtime_title,
+    size,
+    with_error,
+)
 from kl_lens.run.folder import RECOMMENDED
-from kl_lens.run.records import ARTIFACT, ORIGINAL, PLAN, Estimate, Profile, Subject
+from kl_lens.run.records import ARTIFACT, ORIGINAL, PLAN, Estimate, Plan, Profile, Subject
 
 # Of a run without a plan of that name, the smallest plan that loses no more than this is the answer.
 TOLERATED = 0.02
@@ -23,25 +31,27 @@ _RULE = (
 )
 
 
-def recommendations(view: RunView) -> list[PlanView]:
+def recommendations(view: RunView) -> list[Plan]:
     """One for each target that the run has one for; else the one for the run as a whole, if any: its recommended plan,
     or the smallest verified one that keeps perplexity."""
     named = [plan for plan in view.plans if plan.name in view.recommended]
     if named:
         return sorted((p for p in named if p.target), key=lambda p: p.target or "") or named[:1]
-    verified = [p for p in view.plans if p.perplexity is not None and p.bytes < view.fp16_bytes]
-    most = 1 + TOLERATED
-    kept = [p for p in verified if p.perplexity.value <= most * (p.original_perplexity or 0.0)]  # type: ignore[union-attr]
-    return [min(kept, key=lambda p: p.bytes)] if kept else []
+    kept = [
+        p
+        for p in view.plans
+        if p.measured and p.measured.rise.value <= TOLERATED and view.bytes_of(p) < view.fp16_bytes
+    ]
+    return [min(kept, key=view.bytes_of)] if kept else []
 
 
 def recommended_names(view: RunView) -> frozenset[str]:
     return frozenset(plan.name for plan in recommendations(view))
 
 
-def target_of(plan: PlanView, unit: Unit | None = None) -> str:
+def target_of(plan: Plan, unit: Unit | None = None) -> str:
     """What the plan had to meet."""
-    limits, lost, unit = plan.plan.limits, plan.plan.missed, unit or Unit()
+    limits, lost, unit = plan.limits, plan.missed, unit or Unit()
     if "loss" in limits:
         missed = "" if lost is None else f" Missed on held-out {unit.text}: {with_error(lost)}."
         return f"Target: KL ≤ {limits['loss']:g} nats per {unit.one} (--max-loss).{missed}"
@@ -52,13 +62,13 @@ def target_of(plan: PlanView, unit: Unit | None = None) -> str:
         return f"Target: at most {size(limits['bytes'])} (--max-bytes)."
     if "seconds" in limits:
         return f"Target: at least {number(1 / limits['seconds'])} tokens per second (--min-speed)."
-    return f"Made by: {plan.plan.made_by}."
+    return f"Made by: {plan.made_by}."
 
 
-def measured_of(view: RunView, plan: PlanView) -> str:
+def measured_of(view: RunView, plan: Plan) -> str:
     """What the file loses on test text, in the target's own unit."""
     subject = Subject(ARTIFACT, plan.name, plan.target) if plan.target else Subject(PLAN, plan.name)
-    limits, kl = plan.plan.limits, value_of(view, subject, "divergence", "kl_mean")
+    limits, kl = plan.limits, value_of(view, subject, "divergence", "kl_mean")
     if "drop" in limits:
         original = value_of(view, Subject(ORIGINAL), "perplexity", "token_perplexity")
         change = value_of(view, subject, "perplexity", "token_perplexity_change")
@@ -94,7 +104,7 @@ def unmeasurable(profiles: Sequence[Profile]) -> list[str]:
     return list(dict.fromkeys(f"Speed against FP16 {ratio.words}." for ratio in ratios if ratio.obstacle))
 
 
-def commands_for(view: RunView, plan: PlanView) -> list[str]:
+def commands_for(view: RunView, plan: Plan) -> list[str]:
     """What to type to get this plan again, in order, each line once."""
     whole = [c for c in view.commands if c.verb == "run"]
     if whole and plan.name in view.recommended:
@@ -131,16 +141,16 @@ def section(view: RunView) -> Section | None:
     return Section("answer", "The answer", join([tag("div", *cards, class_="grid answers"), again]))
 
 
-def _card(view: RunView, plan: PlanView) -> Html:
-    stock, contest = plan.plan.notes.get("taken_over"), plan.plan.contest
-    title = runtime_title(plan.target) if plan.target else plan.title
+def _card(view: RunView, plan: Plan) -> Html:
+    stock, contest = plan.notes.get("taken_over"), plan.contest
+    title = runtime_title(plan.target) if plan.target else plan_title(plan.name)
     base, bytes_ = view.fp16_of(plan.target), view.bytes_of(plan, plan.target)
     kl, where = view.measured_kl(plan, plan.target)
     first = [tag("b", title), f": {size(bytes_)}, {percent(bytes_ / base)} of FP16; "]
     if kl is not None:
         first += ["KL ", tag("b", with_error(kl)), f" {view.nats}"]
     else:
-        first += [f"predicted KL {number(plan.plan.predicted_kl)} {view.nats}, not measured yet"]
+        first += [f"predicted KL {number(plan.predicted_kl)} {view.nats}, not measured yet"]
     parts = [
         tag("p", *first, _perplexity(view, plan), ".", class_="lead"),
         tag("p", _nearest(view, plan, kl)),
@@ -148,7 +158,7 @@ def _card(view: RunView, plan: PlanView) -> Html:
             "" if plan.name in view.recommended else _RULE,
             f"Against stock recipes: {readable(contest)}. " if contest else "",
             target_of(plan, view.unit),
-            measured_of(view, plan) if plan.plan.limits else "",
+            measured_of(view, plan) if plan.limits else "",
             f" Measured: {where}." if kl is not None else "",
             f" The file follows the stock recipe {stock}." if stock else "",
             _speed(view, plan),
@@ -163,7 +173,7 @@ def _card(view: RunView, plan: PlanView) -> Html:
     return tag("article", *parts)
 
 
-def _nearest(view: RunView, plan: PlanView, kl: Estimate | None) -> str:
+def _nearest(view: RunView, plan: Plan, kl: Estimate | None) -> str:
     """The largest stock file that is no larger, and how much more it loses."""
     own = view.bytes_of(plan, plan.target)
     stock = [
@@ -173,9 +183,8 @@ def _nearest(view: RunView, plan: PlanView, kl: Estimate | None) -> str:
     if kl is None or not judged:
         return "No stock file that was measured is as small." if kl and plan.target else ""
     rival, loss = max(judged, key=lambda pair: view.bytes_of(pair[0], plan.target))
-    words = (
-        f"{rival.title}, the nearest stock file that is no larger ({size(view.bytes_of(rival, plan.target))})"
-    )
+    words = f"{plan_title(rival.name)}, the nearest stock file that is no larger "
+    words += f"({size(view.bytes_of(rival, plan.target))})"
     if not kl.value > 0 or not math.isfinite(loss.value):
         return f"{words}: KL {with_error(loss)}."
     ratio = loss.value / kl.value
@@ -183,7 +192,7 @@ def _nearest(view: RunView, plan: PlanView, kl: Estimate | None) -> str:
     return f"{words}, {much}: KL {with_error(loss)}."
 
 
-def _perplexity(view: RunView, plan: PlanView) -> str:
+def _perplexity(view: RunView, plan: Plan) -> str:
     """Of the plan (its file before PyTorch) beside the original's by the same protocol. A change within twice its own
     error is called what it is."""
     scores = [s for s in view.scores if s.kind == "perplexity" and "token_perplexity" in s.values]
@@ -194,12 +203,9 @@ def _perplexity(view: RunView, plan: PlanView) -> str:
         original = originals[f"{score.what} {score.protocol}"].values["token_perplexity"].value
         value = score.values["token_perplexity"].value
         error = score.values.get("token_perplexity_change", Estimate(0.0)).standard_error
-    elif plan.perplexity is not None and plan.original_perplexity:
-        value, original, error = (
-            plan.perplexity.value,
-            plan.original_perplexity,
-            plan.perplexity.standard_error,
-        )
+    elif plan.measured is not None:
+        found, original = plan.measured.perplexity, plan.measured.original_perplexity
+        value, error = found.value, found.standard_error
     else:
         return ""
     change = value - original
@@ -209,7 +215,7 @@ def _perplexity(view: RunView, plan: PlanView) -> str:
     return f"; perplexity {value:.2f}, original {original:.2f} ({share}{bars}{chance})"
 
 
-def _speed(view: RunView, plan: PlanView) -> str:
+def _speed(view: RunView, plan: Plan) -> str:
     profiles = [p for p in view.profiles if p.subject.own_plan == plan.name]
     profiles = [p for p in profiles if p.protocol == "use"] or profiles
     timed = [(p, r) for p in profiles if (r := speed_ratio(p)) is not None]

@@ -12,29 +12,27 @@ from jinja2 import Environment, StrictUndefined
 from kl_lens.base.version import __version__
 from kl_lens.reporting import answer
 from kl_lens.reporting.data import RunView
-from kl_lens.reporting.frontier import PlanView
-from kl_lens.reporting.names import plan_title, readable, runtime_title
-from kl_lens.reporting.numbers import percent, size, with_error
+from kl_lens.reporting.names import percent, plan_title, readable, runtime_title, size, with_error
 from kl_lens.reporting.page import asset
+from kl_lens.reporting.sections.details import shown_place
 from kl_lens.reporting.sections.explorer import Explorer
-from kl_lens.reporting.sections.provenance import shown_place
-from kl_lens.run.records import ARTIFACT, ORIGINAL, Artifact, Score, Subject
+from kl_lens.run.records import ARTIFACT, ORIGINAL, Artifact, Plan, Score, Subject
 from kl_lens.targets import get_target
 
 CHART = "size-against-kl.svg"
 
 
-def score_of(view: RunView, plan: PlanView) -> Score | None:
+def score_of(view: RunView, plan: Plan) -> Score | None:
     """How far the plan's file is from the original on test text."""
     return view.score(Subject(ARTIFACT, plan.name, plan.target), "divergence")
 
 
 def front_matter(
-    view: RunView, plan: PlanView, base_model: str | None, inherited: Mapping[str, Any]
+    view: RunView, plan: Plan, base_model: str | None, inherited: Mapping[str, Any]
 ) -> dict[str, Any]:
     """What the hub files a model by. `inherited`: from the card of the original (licence, language)."""
     target = str(plan.target)
-    formats = sorted({recipe.grid.name for recipe in plan.stored.values()} - {"fp16"})
+    formats = sorted({recipe.grid.name for recipe in view.cost(plan).stored.values()} - {"fp16"})
     kind = view.identity.get("model_type")
     tags = ["kl-lens", "quantized", "mixed-precision", target, *([kind] if kind else []), *formats]
     relation = {"base_model": base_model, "base_model_relation": "quantized"} if base_model else {}
@@ -49,11 +47,11 @@ def front_matter(
 
 
 def card(
-    view: RunView, plan: PlanView, artifact: Artifact, score: Score, repository: str, about: Mapping[str, Any]
+    view: RunView, plan: Plan, artifact: Artifact, score: Score, repository: str, about: Mapping[str, Any]
 ) -> str:
     """The whole card. `about`: its front matter."""
     target, file = get_target(str(plan.target)), Subject(ARTIFACT, plan.name, plan.target)
-    base, stock = about.get("base_model"), plan.plan.notes.get("taken_over")
+    base, stock = about.get("base_model"), plan.notes.get("taken_over")
     known = [c.provenance["versions"] for c in view.commands if "versions" in c.provenance]
     versions = known[-1] if known else {}
     matter = yaml.safe_dump(dict(about), sort_keys=False, allow_unicode=True, width=1000)
@@ -73,14 +71,14 @@ def card(
         kl=with_error(score.values["kl_mean"]),
         perplexity=answer.value_of(view, file, "perplexity", "token_perplexity"),
         original=answer.value_of(view, Subject(ORIGINAL), "perplexity", "token_perplexity"),
-        contest=readable(plan.plan.contest or ""),
+        contest=readable(plan.contest or ""),
         chart=CHART,
         rivals=_rivals(view, plan),
         how_to_run=target.how_to_run(repository, artifact),
         stock=stock and plan_title(str(stock)),
         target=answer.target_of(plan),
         verdicts=sorted({v for (s, _), v in view.verdicts.items() if s.key == file.key}),
-        shares=plan.cost.shares,
+        shares=view.cost(plan).shares,
         texts=_texts(view, plan, score),
         extra=target.extra,
         version=__version__,
@@ -91,41 +89,44 @@ def card(
     return f"---\n{matter}---\n\n{body}"
 
 
-def chart(view: RunView, plan: PlanView) -> str:
+def chart(view: RunView, plan: Plan) -> str:
     """Size against KL as a stand-alone SVG on white, whatever the reader's theme is."""
     drawn = Explorer(view, view.spaces[plan.target]).chart(plan.name)
     drawn.spec["background"] = "#ffffff"
     return drawn._repr_svg_()
 
 
-def _rivals(view: RunView, plan: PlanView) -> list[list[str]]:
+def _rivals(view: RunView, plan: Plan) -> list[list[str]]:
     """This file among the others of its target, small files last."""
     rows = []
     for each in sorted(view.plans_of(plan.target), key=lambda p: -view.bytes_of(p, plan.target)):
         file = Subject(ARTIFACT, each.name, plan.target)
         kl = answer.value_of(view, file, "divergence", "kl_mean")
         perplexity = answer.value_of(view, file, "perplexity", "token_perplexity")
-        title, bytes_ = "this file" if each is plan else each.title, view.bytes_of(each, plan.target)
+        title, bytes_ = (
+            "this file" if each is plan else plan_title(each.name),
+            view.bytes_of(each, plan.target),
+        )
         cells = [title, size(bytes_), with_error(kl), f"{perplexity.value:.2f}" if perplexity else "–"]
         if kl:
             rows.append([f"**{cell}**" for cell in cells] if each is plan else cells)
     return rows
 
 
-def _texts(view: RunView, plan: PlanView, score: Score) -> list[tuple[str, ...]]:
+def _texts(view: RunView, plan: Plan, score: Score) -> list[tuple[str, ...]]:
     rows = []
     for role, text in view.texts.items():
         if "windows" in text and "length" in text:
             source, split = shown_place(text.get("source", "unknown")), text.get("split")
             name = source if not split or source.endswith(f":{split}") else f"{source}:{split}"
             rows.append((role.partition("@")[0], name, f"{text['windows'] * text['length']:,}"))
-    if plan.measured_on:
-        rows.append(("choosing the plan", plan.measured_on, ""))
+    if plan.measured:
+        rows.append(("choosing the plan", plan.measured.place, ""))
     rows.append(("the numbers above", shown_place(score.what), f"{score.tokens:,}"))
     return list(dict.fromkeys(rows))
 
 
-def _again(view: RunView, plan: PlanView) -> list[str]:
+def _again(view: RunView, plan: Plan) -> list[str]:
     """The commands, with the commit of the model, without places on somebody's disk."""
     source = str(view.identity.get("source", ""))
     lines = []

@@ -107,24 +107,14 @@ class Axis:
         return min(levels - 1, max(0, int(levels * share)))
 
     def encoding(self, field: str) -> dict[str, Any]:
-        kind = (
-            {"type": "log"}
-            if self.log
-            else {"type": "symlog", "constant": self.around}
-            if self.around
-            else {}
-        )
-        scale = {"domain": [self.low, self.high], "nice": False, "zero": False, **kind}
+        scale: dict[str, Any] = {"domain": [self.low, self.high], "nice": False, "zero": False}
         axis: dict[str, Any] = {"format": "~g" if self.log or self.around else "~r", "tickCount": 5}
         if self.log:
-            axis["values"] = log_ticks(self.low, self.high)
-        return {
-            "field": field,
-            "type": "quantitative",
-            "title": clean(self.title),
-            "scale": scale,
-            "axis": axis,
-        }
+            scale["type"], axis["values"] = "log", log_ticks(self.low, self.high)
+        elif self.around:
+            scale |= {"type": "symlog", "constant": self.around}
+        words = {"field": field, "type": "quantitative", "title": clean(self.title)}
+        return words | {"scale": scale, "axis": axis}
 
 
 def unit_of(count: float) -> tuple[float, str]:
@@ -196,8 +186,7 @@ def scatter(
             {"data": {"values": values}, "mark": mark | ({"strokeDash": [5, 4]} if line.dashed else {})}
         )
     series = sorted({dot.series for dot in dots}, key=[dot.series for dot in dots].index)
-    colours = dict(zip(series, (f"s{i % len(SERIES)}" for i in range(len(series))), strict=True))
-    shapes = {s: STAR if s == RECOMMENDED else SHAPES[i % len(SHAPES)] for i, s in enumerate(series)}
+    shapes = [STAR if s == RECOMMENDED else SHAPES[i % len(SHAPES)] for i, s in enumerate(series)]
     labels = _placed(x, y, dots, width, height)
     rows = [
         {"x": d.x, "y": d.y, "series": clean(d.series), "words": clean(d.words), **labels.get(i, {"label": ""})}
@@ -206,11 +195,10 @@ def scatter(
     ]  # fmt: skip
     legend = {} if len(series) > 1 else {"legend": None}
     domain = [clean(s) for s in series]
-    hue = {
-        "field": "series",
-        "scale": {"domain": domain, "range": [colour(c) for c in colours.values()]},
-    } | legend
-    shape = {"field": "series", "scale": {"domain": domain, "range": list(shapes.values())}} | legend
+    hue, shape = (
+        {"field": "series", "scale": {"domain": domain, "range": values}} | legend
+        for values in ([colour(f"s{i % len(SERIES)}") for i in range(len(series))], shapes)
+    )
     dotted: list[dict[str, Any]] = [
         {"transform": [{"filter": "isValid(datum.low)"}], "mark": {"type": "rule", "opacity": 0.6, "aria": False},
          "encoding": {"y": {"field": "low"}, "y2": {"field": "high"}, "color": hue}},

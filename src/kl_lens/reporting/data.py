@@ -2,20 +2,26 @@
 
 Everything comes from records that other stages wrote; nothing is measured here. Results about subjects are read as far
 as they are current. `generation` is `{"prompt": str, "text": str}`; samples with the same prompt are put side by side.
+
+A `Space` has every size that a target's file can have, from the smallest to FP16. Its plans are corners of the hull of
+all plans: each is the optimum at its own size, as `kl-lens plan` finds it. `frontier` is the best known of each size.
 """
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kl_lens.base.errors import RunError
+import numpy as np
+
+from kl_lens import planning
+from kl_lens.base.errors import KLLensError, PlanError, RunError
 from kl_lens.evaluation.autopsy import Autopsy
 from kl_lens.paper.ranking import Ranking
-from kl_lens.reporting.frontier import PlanView, Space, read_plans, read_spaces
+from kl_lens.planning.knapsack import hull_of
 from kl_lens.reporting.names import UNITS, Unit, runtime_title
 from kl_lens.run.folder import KERNELS, Run
 from kl_lens.run.journal import checks_rows
@@ -25,6 +31,7 @@ from kl_lens.run.records import (
     Artifact,
     Component,
     Estimate,
+    Plan,
     Profile,
     Record,
     Score,
@@ -32,10 +39,83 @@ from kl_lens.run.records import (
     Subject,
 )
 from kl_lens.run.subjects import current_profiles, current_results
+from kl_lens.targets import get_target
+from kl_lens.weights.recipes import FP16, Recipe
 
 KL = "kl_teacher_to_student"
+MOST = 240  # positions of a slider
+# Families of plans in the order in which legends list them.
+FAMILIES = {
+    "uniform": "one format for all",
+    "paper": "paper's points",
+    "exact": "KL Lens",
+    "greedy": "greedy",
+    "stock": "stock recipes",
+    "other": "other plans",
+}
 
 AnyRecord = TypeVar("AnyRecord", bound=Record)
+
+
+def read_plans(folder: Path, components: tuple[Component, ...]) -> tuple[Plan, ...]:
+    """All plans of a run: families in order, each from large to small."""
+    plans, order = [planning.read_plan(path, components) for path in folder.glob("*.json")], list(FAMILIES)
+    return tuple(sorted(plans, key=lambda p: (order.index(p.family), -(p.file_bytes or 0), p.name)))
+
+
+@dataclass(frozen=True)
+class Position:
+    """A plan that can be made, or a file that was."""
+
+    bytes: int
+    kl: float  # predicted, or measured on the whole file
+    stored: Mapping[str, Recipe]
+    seconds: float | None = None  # per token, predicted
+    file: Plan | None = None
+    measured: Estimate | None = None  # of the file
+
+
+@dataclass(frozen=True)
+class Space:
+    """All plans for one target, or for none (weights alone)."""
+
+    target: str | None
+    table: SensitivityTable
+    problem: planning.Problem
+    factor: float  # by which whole plans were seen to lose more than their parts
+    noise: float | None  # KL of the original against itself
+    speed: planning.SpeedModel | None = None  # where the problem's seconds are from
+    no_speed: str = ""  # why there is none
+
+    @property
+    def title(self) -> str:
+        return "weights alone" if self.target is None else runtime_title(self.target)
+
+    def plans(self) -> list[Position]:
+        """The best plans from small to large, evenly many."""
+        groups = self.problem.groups
+        kls = [np.array([c.kl for c in group.choices]) for group in groups]
+        hull = hull_of(kls, [np.array([c.bytes for c in group.choices], float) for group in groups])
+        # The steps nearest to sizes that are equal factors apart.
+        wanted = np.geomspace(max(hull.amounts[0], 1), max(hull.amounts[-1], 1), MOST)
+        steps = sorted(
+            {0, len(hull.steps), *np.searchsorted(hull.amounts, wanted).clip(0, len(hull.steps)).tolist()}
+        )
+        return [self._made(hull.selection(step)) for step in steps]
+
+    def _made(self, selection: Sequence[int]) -> Position:
+        totals = self.problem.totals(selection)
+        seconds = totals.seconds if self.speed else None
+        return Position(totals.bytes, self.factor * totals.kl, self.problem.assignment(selection), seconds)
+
+
+def frontier(space: Space, files: Sequence[Position]) -> list[Position]:
+    """The best known at each size: a plan as predicted, or a file as measured. It never rises with size."""
+    found: list[Position] = []
+    for each in sorted([*space.plans(), *files], key=lambda position: (position.bytes, position.kl)):
+        if not found or each.kl < found[-1].kl:
+            found.append(each)
+    return found
 
 
 @dataclass(frozen=True)
@@ -67,7 +147,7 @@ class RunView:
     noise: float | None  # KL of the original against itself
     kernels: str | None  # why transformers' own code computed, where our kernels should have
     ranking: Ranking | None
-    plans: tuple[PlanView, ...]
+    plans: tuple[Plan, ...]
     recommended: frozenset[str]  # plans that the last `kl-lens run` recommends, one for each target
     spaces: dict[str | None, Space]  # by target
     without_slider: tuple[str, ...]  # why there is none for a target, a line each
@@ -109,7 +189,10 @@ class RunView:
         artifact = self.artifacts.get(f"{target}/uniform_fp16")
         return self.fp16_bytes if artifact is None else artifact.realised_bytes
 
-    def plan(self, name: str) -> PlanView | None:
+    def cost(self, plan: Plan) -> planning.Cost:
+        return planning.cost_of(self.components, plan.assignment)
+
+    def plan(self, name: str) -> Plan | None:
         return next((p for p in self.plans if p.name == name), None)
 
     def subject_bytes(self, subject: Subject) -> int | None:
@@ -123,30 +206,34 @@ class RunView:
         if stored in self.artifacts:
             return self.artifacts[stored].realised_bytes
         plan = self.plan(subject.own_plan)
-        return plan.bytes if plan else None
+        return plan.file_bytes if plan else None
 
     def score(self, subject: Subject, kind: str) -> Score | None:
         """The last of its kind."""
         found = [s for s in self.scores if s.kind == kind and s.subject.key == subject.key]
         return found[-1] if found else None
 
-    def plans_of(self, target: str | None) -> list[PlanView]:
+    def plans_of(self, target: str | None) -> list[Plan]:
         """The target's own, and those without a target that were written as its files."""
         if target is None:
             return [p for p in self.plans if p.target is None]
         return [p for p in self.plans if p.target == target or f"{target}/{p.name}" in self.artifacts]
 
-    def bytes_of(self, plan: PlanView, target: str | None) -> int:
+    def bytes_of(self, plan: Plan, target: str | None = None) -> int:
         """Of the target's file where it was written; else as planned."""
         written = self.subject_bytes(Subject(ARTIFACT, plan.name, target)) if target else None
-        return written or plan.bytes
+        return written or plan.file_bytes or 0
 
-    def measured_kl(self, plan: PlanView, target: str | None) -> tuple[Estimate | None, str]:
+    def measured_kl(self, plan: Plan, target: str | None) -> tuple[Estimate | None, str]:
         """Of the target's file where it was evaluated, else of the plan in PyTorch; and on which text."""
         score = self.score(Subject(ARTIFACT, plan.name, target), "divergence") if target else None
         if score is not None:
             return score.values.get("kl_mean"), f"files, on {score.what}"
-        return plan.kl, f"in PyTorch, on {plan.measured_on or f'held-out {self.unit.text}'}"
+        seen = plan.measured
+        return (
+            seen.kl if seen else None,
+            f"in PyTorch, on {seen.place if seen else f'held-out {self.unit.text}'}",
+        )
 
 
 def runtime_of(subject: Subject) -> str:
@@ -227,3 +314,35 @@ def _command(entry: Mapping[str, Any]) -> Command:
     # However it was started, this is what to type; the place of the program is nobody's business.
     typed = ["kl-lens" if program in ("kl-lens", "main.py", "__main__.py") else program, *words[1:]]
     return Command(shlex.join(typed), tuple(typed), float(entry["started"]), dict(entry["provenance"]))
+
+
+def read_spaces(run: Run, plans: Sequence[Plan]) -> tuple[dict[str | None, Space], tuple[str, ...]]:
+    """One for each target that the run has plans for, one for plans without a target; and why there is none."""
+    targets: list[str | None] = [*sorted({p.target for p in plans if p.target})]
+    if "components" not in run.identity:
+        return {}, ()
+    if not targets or any(p.target is None and set(p.assignment.values()) != {FP16} for p in plans):
+        targets.append(None)
+    spaces, missing = dict[str | None, Space](), []
+    for target in targets:
+        try:
+            spaces[target] = _space(run, target, plans)
+        except KLLensError as error:
+            whose = runtime_title(target) if target else "weights alone"
+            missing.append(f"No slider for {whose}: {error}.")
+    return spaces, tuple(missing)
+
+
+def _space(run: Run, name: str | None, plans: Sequence[Plan]) -> Space:
+    table, target = run.table(target=name, predicted=True), get_target(name) if name else None
+    made = [p for p in plans if p.target == name and p.family != "stock"]
+    ours = next((plan for plan in made if plan.name == run.recommended(name)), made[0] if made else None)
+    speed, no_speed = None, ""
+    try:
+        speed = planning.speed_model(run, table, target) if target else None
+    except PlanError as error:
+        no_speed = str(error)
+    fixed_bytes = planning.stored_fixed_bytes(run, target)
+    problem = planning.build_problem(table, speed=speed, target=target, fixed_bytes=fixed_bytes)
+    noise = (run.load("noise", run.measured_role(name)) or {}).get("kl_teacher_to_student")
+    return Space(name, table, problem, ours.interaction if ours else 1.0, noise, speed, no_speed)

@@ -8,7 +8,7 @@ from pathlib import Path
 from kl_lens.planning import FrontierPoint
 from kl_lens.reporting.charts import RAMP, Cell, Chart, Line, axis, grid_map, scatter, unit_of
 from kl_lens.reporting.data import KL
-from kl_lens.reporting.numbers import with_error
+from kl_lens.reporting.names import with_error
 from kl_lens.reporting.sections.explorer import rows_of
 from kl_lens.run.records import SensitivityTable
 

@@ -16,7 +16,7 @@ from kl_lens.base.files import write_text
 from kl_lens.reporting import answer
 from kl_lens.reporting.data import RunView, collect
 from kl_lens.reporting.markup import escape, join, tag
-from kl_lens.reporting.sections import details, explorer, files, positions, prediction, provenance, speed
+from kl_lens.reporting.sections import details, explorer, files, prediction
 from kl_lens.run.folder import Run
 
 SECTIONS = (
@@ -24,11 +24,11 @@ SECTIONS = (
     explorer.section,
     files.section,
     prediction.section,
-    positions.section,
-    speed.section,
+    prediction.positions,
+    files.speed,
     details.autopsies,
     details.section,
-    provenance.section,
+    details.provenance,
 )
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8">

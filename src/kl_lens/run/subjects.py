@@ -20,7 +20,7 @@ from kl_lens.base.digests import bytes_digest
 from kl_lens.base.errors import KLLensError, RunError
 from kl_lens.base.files import DERIVED, RECORD_FILE, settle, write_text
 from kl_lens.run.folder import Result, Run
-from kl_lens.run.records import ORIGINAL, Artifact, Profile, Subject, checked_plan_name
+from kl_lens.run.records import ARTIFACT, ORIGINAL, Artifact, Profile, Subject, checked_plan_name
 from kl_lens.weights.recipes import FP16, parsed
 
 LARGE = 1 << 26  # bytes; the digest of smaller files is not cached
@@ -80,6 +80,20 @@ def content_digest(content: Any, size: int = 12) -> str:
 def outside_path(path: Path) -> str:
     """Name of a file outside the run; never equal to `TARGET/PLAN` or `original`."""
     return os.path.abspath(path)
+
+
+def artifact_subject(
+    path: Path,
+    artifact: Artifact | None,
+    target: str,
+    plan: str | None,
+    settings: Mapping[str, Any] | None = None,
+) -> Subject:
+    """An exported folder or a file without a record, as `locate` finds it. `plan`: its plan in the run; without one it
+    is named by its path."""
+    apart = dict(settings or {}) | ({} if plan is not None else {"path": outside_path(path)})
+    digest = file_digest(path) if artifact is None else artifact_digest(artifact)
+    return Subject(ARTIFACT, plan or (artifact.plan if artifact else None), target, apart, digest)
 
 
 def is_current(run: Run, subject: Subject) -> bool:

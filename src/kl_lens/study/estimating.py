@@ -16,7 +16,7 @@ import torch
 
 from kl_lens.base.environment import processors
 from kl_lens.base.errors import KLLensError
-from kl_lens.evaluation import agreement
+from kl_lens.evaluation.scoring import COMPARED_WINDOWS
 from kl_lens.measuring import screening
 from kl_lens.measuring.engines import DEFAULT_MEMORY, memory_on
 from kl_lens.measuring.perturbation import Candidate
@@ -106,7 +106,7 @@ def estimate(
     def evaluate(files: int) -> StageCost:
         """Files in their runtimes and, on the first windows, in PyTorch."""
         runtimes = files * (FILE + judged * length * in_runtime)
-        return StageCost("evaluate", None, runtimes + text(judged + files * min(agreement.WINDOWS, judged)))
+        return StageCost("evaluate", None, runtimes + text(judged + files * min(COMPARED_WINDOWS, judged)))
 
     def measure(target: str, candidates: Sequence[Candidate]) -> StageCost:
         work = sum(work_of(model, c) * windows + quantizing_work(c, length) for c in candidates)

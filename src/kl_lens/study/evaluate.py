@@ -14,8 +14,8 @@ import torch
 
 from kl_lens import evaluation
 from kl_lens.base.errors import KLLensError
-from kl_lens.evaluation.agreement import DISAGREES
 from kl_lens.evaluation.evaluator import DIVERGENCE, PERPLEXITY, POSITIONS
+from kl_lens.evaluation.scoring import DISAGREES
 from kl_lens.evaluation.tasks import FAIL, chosen_tasks, judge
 from kl_lens.model import LanguageTask, LoadedModel, Task
 from kl_lens.paper import write_published

@@ -22,7 +22,7 @@ from kl_lens.base.environment import processors
 from kl_lens.base.errors import KLLensError, PlanError, TargetError, UnsupportedError
 from kl_lens.base.files import write_text
 from kl_lens.base.units import human_bytes, spell_bytes, spell_share
-from kl_lens.evaluation.continuations import store_continuations
+from kl_lens.evaluation.judged import store_continuations
 from kl_lens.measuring.perturbation import find_candidates
 from kl_lens.measuring.statistics import StoredStatistics
 from kl_lens.measuring.sweep import Sweep, model_identity, windows_by_cost

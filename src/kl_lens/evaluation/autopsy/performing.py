@@ -11,9 +11,8 @@ import numpy as np
 import torch
 
 from kl_lens.base.errors import KLLensError, UnsupportedError, one_line
-from kl_lens.evaluation.autopsy.findings import Autopsy, Restored, Step, TensorReport
-from kl_lens.evaluation.autopsy.verdict import Evidence, listed
-from kl_lens.evaluation.autopsy.weights import alone, examine, together
+from kl_lens.evaluation.autopsy.verdict import Autopsy, Evidence, Restored, Step, listed
+from kl_lens.evaluation.autopsy.weights import TensorReport, alone, examine, together
 from kl_lens.evaluation.judged import REMEMBERED, RUNTIME_ERRORS
 from kl_lens.evaluation.scoring import WindowScore, mean_kl, score_logits
 from kl_lens.evaluation.texts import EvaluationText, text_window
@@ -45,13 +44,17 @@ def perform_autopsy(
     """Looks at a file, and compares it with the original if that is given with a text. `threads`: of the runtime."""
     found = Evidence(target.title, target.exact_options, "" if model is None else model.name)
     found.changed = dissection.changed()
-    runtime = _Runtime(dissection, target, SessionSettings(threads=threads), found)
-    if model is None or text is None:
+    settings, title = SessionSettings(threads=threads), f"the file in {target.title}"
+    if model is not None and text is not None:
+        _Comparison(model, text, dissection, target, settings, found, progress or Progress()).perform(title)
+    else:
         found.weights.reports = [alone(tensor) for tensor in dissection.tensors]
         found.damage = [(group, None) for group in together(found.weights.reports)]
-        runtime.alone()
-    else:
-        _Comparison(model, text, runtime, progress or Progress()).perform()
+        with _step(found, "d", title), closing(dissection.open(settings)) as session:
+            window = text_window(tuple(token % session.vocabulary for token in range(STEPPED)))
+            score_logits(session.logits(window.ids), window)  # raises if they are not finite
+            found.steps["d"] = Step("d", title, note="its logits are finite")
+            _one_by_one(found, session, window.ids)
     headline, findings = found.judged()
     return Autopsy(
         file=str(dissection.place), target=target.name, bytes=sum(path.stat().st_size for path in dissection.files),
@@ -61,82 +64,71 @@ def perform_autopsy(
     )  # fmt: skip
 
 
-class _Runtime:
-    """The file in its runtime."""
+@contextmanager
+def _step(found: Evidence, letter: str, title: str) -> Iterator[None]:
+    """A step of the chain; if it fails, it says why."""
+    try:
+        yield
+    except UnsupportedError as error:
+        found.unchecked.append(f"it was not run: {one_line(error)}")
+        found.steps[letter] = Step(letter, title, note=f"not checked: {one_line(error)}")
+    except RUNTIME_ERRORS as error:
+        found.steps[letter] = Step(letter, title, failure=one_line(error))
 
-    def __init__(
-        self, dissection: Dissection, target: Target, settings: SessionSettings, found: Evidence
-    ) -> None:
-        self.dissection, self.target, self.settings, self.found = dissection, target, settings, found
-        self.title = f"the file in {target.title}"
 
-    @contextmanager
-    def step(self, letter: str, title: str) -> Iterator[None]:
-        """A step of the chain; if it fails, it says why."""
-        try:
-            yield
-        except UnsupportedError as error:
-            self.found.unchecked.append(f"it was not run: {one_line(error)}")
-            self.found.steps[letter] = Step(letter, title, note=f"not checked: {one_line(error)}")
-        except RUNTIME_ERRORS as error:
-            self.found.steps[letter] = Step(letter, title, failure=one_line(error))
-
-    def open(self, *, exact: bool = False) -> Session:
-        return self.dissection.open(replace(self.settings, exact=True, threads=1) if exact else self.settings)
-
-    def alone(self) -> None:
-        """Whether it runs, when there is nothing to compare with."""
-        with self.step("d", self.title), closing(self.open()) as session:
-            window = text_window(tuple(token % session.vocabulary for token in range(STEPPED)))
-            score_logits(session.logits(window.ids), window)  # raises if they are not finite
-            self.found.steps["d"] = Step("d", self.title, note="its logits are finite")
-            self.one_by_one(session, window.ids)
-
-    def one_by_one(self, session: Session, ids: Sequence[int]) -> None:
-        """A prompt at once beside the same tokens one by one."""
-        if not getattr(session, "stateful", True):
-            return
-        title, window = f"{STEPPED} tokens one by one", text_window(tuple(map(int, ids[:STEPPED])))
-        with self.step("f", title):
-            whole = session.logits(window.ids)
-            session.reset()
-            single = np.stack([session.step(token) for token in window.ids])
-            apart = mean_kl([score_logits(single, window, whole)])
-            self.found.steps["f"] = Step("f", title, apart=apart, beside="d")
+def _one_by_one(found: Evidence, session: Session, ids: Sequence[int]) -> None:
+    """A prompt at once beside the same tokens one by one."""
+    if not getattr(session, "stateful", True):
+        return
+    title, window = f"{STEPPED} tokens one by one", text_window(tuple(map(int, ids[:STEPPED])))
+    with _step(found, "f", title):
+        whole = session.logits(window.ids)
+        session.reset()
+        single = np.stack([session.step(token) for token in window.ids])
+        apart = mean_kl([score_logits(single, window, whole)])
+        found.steps["f"] = Step("f", title, apart=apart, beside="d")
 
 
 class _Comparison:
     """The file beside the original."""
 
     def __init__(
-        self, model: LoadedModel, text: EvaluationText, runtime: _Runtime, progress: Progress
+        self,
+        model: LoadedModel,
+        text: EvaluationText,
+        dissection: Dissection,
+        target: Target,
+        settings: SessionSettings,
+        found: Evidence,
+        progress: Progress,
     ) -> None:
-        self.model, self.text, self.runtime, self.progress = model, text, runtime, progress
-        self.found, self.dissection, self.target = runtime.found, runtime.dissection, runtime.target
+        self.model, self.text, self.dissection, self.target = model, text, dissection, target
+        self.settings, self.found, self.progress = settings, found, progress
         self.recipes: dict[str, Recipe] = {}  # of components whose kernels' activations are known
         self._teacher = TorchSession(model, remember=REMEMBERED)
         self._beside: dict[str, TorchSession] = {}  # letter → the session that later steps are compared with
 
-    def perform(self) -> None:
-        found, runtime = self.found, self.runtime
+    def perform(self, title: str) -> None:
+        """`title`: of the file in its runtime."""
+        found = self.found
         found.steps["a"] = Step("a", "the original in float32", Estimate(0.0, 0.0))
         self.progress.started(4.0 * len(self.text.items), 0.0)
         self.progress.advanced(0.0, "reading its tensors")
         self._in_pytorch()
         session = None
-        with runtime.step("d", runtime.title):
-            session = runtime.open()
+        with _step(found, "d", title):
+            session = self.dissection.open(self.settings)
         with nullcontext() if session is None else closing(session):
             if session is not None:
-                self._step("d", runtime.title, session, beside=self._latest())
+                self._step("d", title, session, beside=self._latest())
                 if not found.failure("d"):
-                    runtime.one_by_one(session, self.text.items[0].ids)
+                    _one_by_one(found, session, self.text.items[0].ids)
             self._compare_tokens(session)
         if session is not None and not found.failure("d"):
             # Where exact settings leave activations alone, they should give what the weights alone give.
-            plain = self.target.in_float32(runtime.settings) is not None and "b" in self._beside
-            title = f"{runtime.title}, exact settings"
-            with runtime.step("e", title), closing(runtime.open(exact=True)) as exact:
+            plain = self.target.in_float32(self.settings) is not None and "b" in self._beside
+            title, settings = f"{title}, exact settings", replace(self.settings, exact=True, threads=1)
+            with _step(found, "e", title), closing(self.dissection.open(settings)) as exact:
                 self._step("e", title, exact, beside="b" if plain else self._latest())
         groups = together(found.weights.reports)
         if "b" in found.steps and (groups or (found.kl("b") or 0.0) > NEGLIGIBLE):
@@ -168,16 +160,14 @@ class _Comparison:
             return
         formats = weights.formats.items()
         self.recipes = {name: Recipe(fmt) for name, fmt in formats if fmt not in ("fp32", "bf16")}
-        rounds = dissection.usual_settings and self.target.models_activations(
-            self.runtime.settings, self.recipes
-        )
+        modelled = self.target.models_activations(self.settings, self.recipes)
         kinds = len({report.kind for report in weights.reports}) + len(together(weights.reports))
         self.progress.started(4.0 * len(self.text.items) + RESTORED_WINDOWS * (3.0 + kinds), 0.0)
         without = [*weights.left_out, *weights.uncompared]
         note = f"without {listed(without)}" if without else ""
         file = self._session(weights.held, remember=REMEMBERED)
         self._step("b", "the original with the file's weights", file, note=note)
-        if rounds:
+        if dissection.usual_settings and modelled:
             deployed = self._session(weights.held, self.recipes, remember=REMEMBERED)
             self._step("c", f"the same with {self.target.title}'s activations", deployed, beside="b")
 
@@ -258,7 +248,7 @@ class _Comparison:
         return next((letter for letter in "cb" if letter in self._beside), "")
 
     def _step(self, letter: str, title: str, session: Session, *, beside: str = "", note: str = "") -> None:
-        with self.runtime.step(letter, title):
+        with _step(self.found, letter, title):
             scores, apart = self._scores(session, title, self._beside.get(beside))
             if isinstance(session, TorchSession):
                 self._beside[letter] = session

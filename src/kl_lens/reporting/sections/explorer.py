@@ -15,10 +15,9 @@ from kl_lens.base.units import human_speed
 from kl_lens.planning.predict import stored_recipe
 from kl_lens.reporting import charts
 from kl_lens.reporting.answer import recommended_names, unmeasurable
-from kl_lens.reporting.data import KL, RunView
-from kl_lens.reporting.frontier import FAMILIES, Position, Space, frontier
+from kl_lens.reporting.data import FAMILIES, KL, Position, RunView, Space, frontier
 from kl_lens.reporting.markup import Html, Section, chosen, figure, join, json_block, note, tag
-from kl_lens.reporting.numbers import count, number, percent, size, with_error
+from kl_lens.reporting.names import count, number, percent, plan_title, short_title, size, with_error
 from kl_lens.run.records import PREDICTED, Component, Measurement
 from kl_lens.weights.recipes import FP16, Recipe
 
@@ -56,9 +55,10 @@ class Explorer:
         found = []
         for plan in self.view.plans_of(self.space.target):
             kl = self.view.measured_kl(plan, self.space.target)[0]
-            if kl is not None and set(plan.stored.values()) != {FP16}:
+            stored = self.view.cost(plan).stored
+            if kl is not None and set(stored.values()) != {FP16}:
                 size_ = self.view.bytes_of(plan, self.space.target)
-                found.append(Position(size_, kl.value, plan.stored, None, plan, kl))
+                found.append(Position(size_, kl.value, stored, None, plan, kl))
         return found
 
     @cached_property
@@ -108,10 +108,9 @@ class Explorer:
             if p.kl > _NOTHING:
                 star, error = p.file.name in stars, p.measured.standard_error if p.measured else 0.0
                 error = error if math.isfinite(error) else 0.0
-                label = "this file" if own and star else p.file.label
-                words = (
-                    f"{p.file.title}\n{size(p.bytes)}\nKL {with_error(p.measured)} {self.view.nats}, measured"
-                )
+                label = "this file" if own and star else short_title(p.file)
+                words = f"{plan_title(p.file.name)}\n{size(p.bytes)}\n"
+                words += f"KL {with_error(p.measured)} {self.view.nats}, measured"
                 series = charts.RECOMMENDED if star else FAMILIES[p.file.family]
                 dots.append(
                     charts.Dot(p.bytes / divisor, p.kl, words, series, p.kl - error, p.kl + error, label)
@@ -137,7 +136,8 @@ class Explorer:
         share = percent(position.bytes / self.view.fp16_of(self.space.target))
         if position.file:
             whose = "Stock file" if position.file.family == "stock" else "File of this run"
-            rest = f"{whose} {position.file.title}, {share} of FP16, as measured: no plan of this size loses less."
+            rest = f"{whose} {plan_title(position.file.name)}, {share} of FP16, as measured: "
+            rest += "no plan of this size loses less."
             return size(position.bytes), f"KL {with_error(position.measured)}", rest
         weights = {c.name: c.parameters for c in self.components}
         formats = Counter[Recipe]()

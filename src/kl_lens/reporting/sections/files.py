@@ -1,17 +1,38 @@
-"""The files side by side: size, loss, perplexity, speed; predictions against measurements; every plan."""
+"""The files side by side: size, loss, perplexity, speed; predictions against measurements; every plan; and
+speed against size with the bound that memory bandwidth sets."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from kl_lens.reporting import answer
-from kl_lens.reporting.charts import RECOMMENDED, Dot, Line, axis, scatter
-from kl_lens.reporting.data import RunView
-from kl_lens.reporting.frontier import FAMILIES
-from kl_lens.reporting.markup import Cell, Html, Section, details, figure, join, note, table
-from kl_lens.reporting.names import subject_title
-from kl_lens.reporting.numbers import fixed_with_error, number, percent, size, with_error
-from kl_lens.run.records import ORIGINAL, Score, Subject
+from kl_lens.reporting.charts import RECOMMENDED, SERIES, Dot, Line, axis, scatter, unit_of
+from kl_lens.reporting.data import FAMILIES, RunView, runtime_of
+from kl_lens.reporting.markup import Cell, Html, Section, details, figure, join, note, table, tag
+from kl_lens.reporting.names import (
+    count,
+    fixed_with_error,
+    number,
+    percent,
+    plan_title,
+    short_title,
+    size,
+    subject_title,
+    with_error,
+)
+from kl_lens.run.records import ORIGINAL, Profile, Score, Subject
+
+_PROTOCOLS = {
+    "use": "as a user sees it",
+    "benchmark_app": "the published protocol (benchmark_app)",
+}
+# What is drawn: the first that was timed.
+_TIMINGS = {
+    "tokens_per_second": "tokens per second",
+    "throughput_fps": "inferences per second",
+    "latency_ms": "milliseconds per inference",
+}
+_NEAR = 3.0  # a limit further above the timings than this would squash them
 
 
 def section(view: RunView) -> Section | None:
@@ -58,7 +79,7 @@ def _score_row(view: RunView, subject: Subject, scores: Sequence[Score]) -> list
         subject_title(subject),
         Cell(size(bytes_), bytes_),
         "0" if subject.what == ORIGINAL else with_error(values.get("kl_mean")),
-        number(plan.plan.predicted_kl if plan else None),
+        number(plan.predicted_kl if plan else None),
         *(
             f"{values[name].value:.2f}" if name in values else "–"
             for name in ("token_perplexity", "word_perplexity")
@@ -84,20 +105,22 @@ def _plans(view: RunView, stars: frozenset[str]) -> Html:
     text = f"held-out {view.unit.text}"
     columns = ["plan", "kind", "size", "of FP16", "bits per weight", "predicted KL", f"KL, {text}",
                f"perplexity, {text}", "formats: components (share of the weights)"]  # fmt: skip
-    rows: list[Sequence[object]] = [
-        [p.name, FAMILIES[p.family], Cell(size(p.bytes), p.bytes),
-         Cell(percent(p.bytes / view.fp16_of(p.target), 1), p.bytes), f"{p.cost.bits_per_weight:.2f}",
-         number(p.plan.predicted_kl), with_error(p.kl), fixed_with_error(p.perplexity),
-         p.cost.shares_text.replace(" %", "\u00a0%")]
-        for p in view.plans
-    ]  # fmt: skip
+    rows: list[Sequence[object]] = []
+    for p in view.plans:
+        cost, seen, bytes_ = view.cost(p), p.measured, view.bytes_of(p)
+        rows.append(
+            [p.name, FAMILIES[p.family], Cell(size(bytes_), bytes_),
+             Cell(percent(bytes_ / view.fp16_of(p.target), 1), bytes_), f"{cost.bits_per_weight:.2f}",
+             number(p.predicted_kl), with_error(seen.kl if seen else None),
+             fixed_with_error(seen.perplexity if seen else None), cost.shares_text.replace(" %", "\u00a0%")]
+        )  # fmt: skip
     highlight = [i for i, p in enumerate(view.plans) if p.name in stars]
     caption = "Every plan, by the name that commands know it by"
     return table(columns, rows, highlight=highlight, caption=caption, identifier="plans")
 
 
 def _protocol(view: RunView) -> str:
-    texts = list(dict.fromkeys(p.measured_on for p in view.plans if p.measured_on))
+    texts = list(dict.fromkeys(p.measured.place for p in view.plans if p.measured))
     words = "KL in nats, ± one standard error; of perplexities, that of the difference from the original. "
     words += "Predicted KL: the sum of what each component loses alone"
     factor = next((space.factor for space in view.spaces.values() if space.factor != 1), None)
@@ -111,16 +134,17 @@ def _protocol(view: RunView) -> str:
 def _predicted(view: RunView, stars: frozenset[str]) -> Html | None:
     """Is the prediction what the whole plan loses?"""
     shown = [
-        (p, p.plan.predicted_kl, p.kl)
+        (p, p.predicted_kl, p.measured.kl)
         for p in view.plans
-        if p.kl is not None and p.plan.predicted_kl and p.plan.predicted_kl > 0 and p.kl.value > 0
+        if p.measured and p.predicted_kl and p.predicted_kl > 0 and p.measured.kl.value > 0
     ]
     if len(shown) < 2:
         return None
     dots = [
-        Dot(predicted, kl.value, f"{p.title}\npredicted {number(predicted, 4)}\nmeasured {with_error(kl, 4)}",
+        Dot(predicted, kl.value,
+            f"{plan_title(p.name)}\npredicted {number(predicted, 4)}\nmeasured {with_error(kl, 4)}",
             RECOMMENDED if p.name in stars else FAMILIES[p.family], kl.value - kl.standard_error,
-            kl.value + kl.standard_error, p.label)
+            kl.value + kl.standard_error, short_title(p))
         for p, predicted, kl in shown
     ]  # fmt: skip
     values = [v for dot in dots for v in (dot.x, dot.y)]
@@ -129,3 +153,119 @@ def _predicted(view: RunView, stars: frozenset[str]) -> Html | None:
     caption = f"Dashed: as predicted. Measured / predicted: {ratios[0]:.2f} to {ratios[-1]:.2f}, median "
     chart = scatter(x, y, dots, [Line([(x.low, x.low), (x.high, x.high)], dashed=True)])
     return figure("Predicted against measured", chart.svg(), f"{caption}{ratios[len(ratios) // 2]:.2f}.")
+
+
+# -- speed ---------------------------------------------------------------------------------------------------
+
+
+def speed(view: RunView) -> Section | None:
+    if not view.profiles:
+        return None
+    groups: dict[tuple[str, str], list[Profile]] = {}
+    for profile in view.profiles:
+        groups.setdefault((profile.device, profile.protocol), []).append(profile)
+    parts: list[Html | None] = [
+        note(
+            "Speeds are medians of all turns, bars their quartiles. × FP16 compares the turns that nothing disturbed, "
+            "of one session, with a 95 % interval."
+        )
+    ]
+    for (device, protocol), profiles in groups.items():
+        threads = sorted({p.threads for p in profiles})
+        title = f"{device}, {' or '.join(map(str, threads))} thread{'s' if threads != [1] else ''}: "
+        parts += [
+            tag("h3", title + _PROTOCOLS.get(protocol, protocol)),
+            _chart(view, profiles),
+            *_notes(profiles),
+            details("Timings", _timings(profiles)),
+        ]
+    return Section("speed", "Speed against size", join(parts))
+
+
+def _chart(view: RunView, profiles: Sequence[Profile]) -> Html | None:
+    """Over file size, one series per runtime."""
+    timing = next((name for name in _TIMINGS if any(name in p.timings for p in profiles)), None)
+    if timing is None:
+        return None
+    title = _TIMINGS[timing]
+    shown = [p for p in profiles if timing in p.timings]
+    divisor, unit = unit_of(max(p.file_bytes for p in shown))
+    stars = answer.recommended_names(view)
+    dots, lines = [], []
+    for index, runtime in enumerate(dict.fromkeys(runtime_of(p.subject) for p in shown)):
+        limits = []
+        for p in (p for p in shown if runtime_of(p.subject) == runtime):
+            spread, name = p.timings[timing], p.subject.own_plan or p.subject.label
+            words = f"{subject_title(p.subject)}, {p.device}, {count(p.threads, 'thread')}\n{size(p.file_bytes)}\n"
+            words += f"{title}: {number(spread.median)}, quartiles {number(spread.low)} to "
+            words += f"{number(spread.high)}, {spread.repeats} repeats"
+            plan = view.plan(name)
+            label = (
+                ""
+                if plan and plan.family == "paper"
+                else short_title(plan)
+                if plan
+                else name.rpartition("/")[2]
+            )
+            label = f"{label} ★" if name in stars else label
+            dots.append(Dot(p.file_bytes / divisor, spread.median, words, runtime, spread.low,
+                            spread.high, label))  # fmt: skip
+            if limit := p.bound.get(timing):
+                limits.append((p.file_bytes / divisor, limit))
+        lines.append(Line(sorted(limits), f"s{index % len(SERIES)}", dashed=True))
+    fastest = max(d.y for d in dots)
+    lines = [line for line in lines if line.points and max(y for _, y in line.points) <= _NEAR * fastest]
+    y = axis(
+        title,
+        [v for d in dots for v in (d.low or d.y, d.high or d.y)] + [v for s in lines for _, v in s.points],
+    )
+    caption = "Dashed: the limit of the machine's memory." if lines else ""
+    x = axis(f"size of the file, {unit}", [d.x for d in dots])
+    return figure(f"{title[0].upper()}{title[1:]} against size", scatter(x, y, dots, lines).svg(), caption)
+
+
+def _notes(profiles: Sequence[Profile]) -> list[Html]:
+    notes = []
+    if rates := [p.bound["read_bandwidth"] for p in profiles if p.bound.get("read_bandwidth")]:
+        words = (
+            f"The bound is what {size(max(rates))} per second of memory bandwidth, measured beside the timings, allows "
+            "when every weight that a token needs is read once. A file that fits into the processor's caches may be "
+            "above it."
+        )
+        notes.append(note(words))
+    notes += [note(line) for line in (*answer.libraries(profiles), *answer.unmeasurable(profiles))]
+    if any(p.settings.get("quick") for p in profiles):
+        notes.append(note("Some of these are quick timings, too short to publish."))
+    if any(not p.settings.get("ratios_to_fp16", True) for p in profiles):
+        notes.append(note("Where a runtime had no FP16 file beside the others, no ratio is given."))
+    return notes
+
+
+def _timings(profiles: Sequence[Profile]) -> Html:
+    columns = ["file", "size", "speed", "quartiles", "× FP16", "first token, ms", "load, s", "peak memory",
+               "of the bound"]  # fmt: skip
+    rows = [_timing_row(p) for p in sorted(profiles, key=lambda p: (runtime_of(p.subject), -p.file_bytes))]
+    return table(columns, rows, caption="Timings")
+
+
+def _timing_row(profile: Profile) -> list[object]:
+    units = {"tokens_per_second": "tokens/s", "throughput_fps": "inferences/s"}
+    speed = next(
+        ((unit, profile.timings[name]) for name, unit in units.items() if name in profile.timings), None
+    )
+    ratio = answer.speed_ratio(profile)
+    firsts = [n for n in profile.timings if n.startswith("first_token_seconds@")]
+    first = max(firsts, key=lambda n: int(n.partition("@")[2]), default=None)
+    load = profile.timings.get("load_seconds")
+    share = profile.bound.get("share")
+    return [
+        subject_title(profile.subject),
+        Cell(size(profile.file_bytes), profile.file_bytes),
+        Cell(f"{number(speed[1].median)} {speed[0]}", speed[1].median) if speed else "–",
+        f"{number(speed[1].low)} to {number(speed[1].high)}" if speed else "–",
+        ratio.brief if ratio else "–",
+        f"{1e3 * profile.timings[first].median:.1f} (after {first.partition('@')[2]})" if first else "–",
+        f"{load.median:.2f}" if load else "–",
+        Cell(size(profile.peak_memory_bytes), profile.peak_memory_bytes),
+        Cell(percent(share), share) if share is not None else "–",
+    ]
