@@ -40,23 +40,6 @@ def test_numbers_and_errors_read_as_people_write_them() -> None:
     assert with_error(Estimate(0.5)) == "0.5"
 
 
-def test_labels_cover_neither_each_other_nor_an_axis() -> None:
-    unit = Axis("", 0, 1)
-    dots = [Dot(0.5 + i / 1000, 0.5, "m", label=f"plan number {i}") for i in range(30)]
-    dots += [Dot(0.0, 0.01, "m", label="at the corner")]
-    placed = charts._placed(unit, unit, dots, charts.WIDTH, charts.HEIGHT)
-    boxes = []
-    for i, label in placed.items():
-        half = 3.4 * len(label["label"])
-        middle = unit.place(dots[i].x, charts.WIDTH) + label["dx"]
-        middle += {"left": half, "right": -half, "center": 0}[label["align"]]
-        y = charts.HEIGHT - unit.place(dots[i].y, charts.HEIGHT) + label["dy"]
-        boxes.append((middle - half, y - 7, middle + half, y + 7))
-    assert 2 <= len(boxes) < 30
-    assert not [1 for i, one in enumerate(boxes) for two in boxes[:i] if charts._overlap(one, two)]
-    assert all(left >= 0 and right <= charts.WIDTH for left, _, right, _ in boxes)
-
-
 def test_hostile_words_stay_words_in_a_chart() -> None:
     words = '"></path><script>alert(1)</script>&\x00'
     unit = Axis(words, 0, 1)

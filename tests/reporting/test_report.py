@@ -282,17 +282,10 @@ def test_tasks_samples_and_provenance_are_shown_and_places_on_the_authors_disk_a
 
 
 def test_nothing_on_the_page_asks_for_anything(sample_page: str) -> None:
-    tree = read(sample_page)
-    for name in ("img", "iframe", "object", "embed", "video", "audio", "source", "base", "form"):
-        assert tree.all(name) == []
-    assert [e.attributes["href"] for e in tree.all("link")] == ["data:,"]
-    assert all(a.attributes["href"].startswith("#") for a in tree.all("a"))
-    assert all("src" not in s.attributes for s in tree.all("script"))
-    style = "".join(s.words for s in tree.all("style"))
-    assert re.findall(r"url\(([^)]*)\)", style) == []
-    assert "@import" not in style
-    [policy] = [m for m in tree.all("meta") if m.attributes.get("http-equiv") == "Content-Security-Policy"]
+    """What a browser would still allow is seen in test_browser.py."""
+    [policy] = [m for m in read(sample_page).all("meta") if m.attributes.get("http-equiv")]
     assert policy.attributes["content"].startswith("default-src 'none'")
+    assert "@import" not in sample_page
 
 
 @pytest.mark.parametrize(

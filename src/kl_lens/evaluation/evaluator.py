@@ -80,13 +80,22 @@ class ScoreJournal:
             return None
         return WindowScore.from_json(stored)
 
-    def runtime(self, judged: Judged) -> dict[str, Any]:
-        """The runtime that computed its windows."""
-        return dict(self.run.load_piece(RUNTIME, judged.identity, "") or {})
-
-    def store_score(self, score: Score) -> None:
-        name = f"{score.kind}|{score.what}|{protocol_digest(score.protocol)}"
-        self.run.store_result("score", score.subject, name, score.to_json() | {"provenance": provenance()})
+    def score(
+        self,
+        judged: Judged,
+        kind: str,
+        what: str,
+        values: dict[str, Estimate],
+        tokens: int,
+        protocol: dict[str, Any],
+        seconds: float,
+    ) -> Score:
+        """Stores a score, with the runtime that computed its windows."""
+        runtime = dict(self.run.load_piece(RUNTIME, judged.identity, "") or {})
+        score = Score(judged.subject, kind, what, values, tokens, protocol, runtime, seconds)
+        name = f"{kind}|{what}|{protocol_digest(protocol)}"
+        self.run.store_result("score", judged.subject, name, score.to_json() | {"provenance": provenance()})
+        return score
 
 
 def read_scores(run: Run, kind: str | None = None) -> list[Score]:
@@ -268,18 +277,10 @@ class Evaluator:
             **({} if base is None else {DIVERGENCE: lambda: divergence_values(scores)}),
         }
         for kind in (kind for kind in values if kind in kinds):
-            score = Score(
-                subject=judged.subject,
-                kind=kind,
-                what=text.label,
-                values=values[kind](),
-                tokens=text.targets,
-                protocol=dict(text.protocol),
-                runtime=self.journal.runtime(judged),
-                seconds=sum(s.seconds for s in scores),
+            seconds, protocol = sum(s.seconds for s in scores), dict(text.protocol)
+            yield self.journal.score(
+                judged, kind, text.label, values[kind](), text.targets, protocol, seconds
             )
-            self.journal.store_score(score)
-            yield score
 
     # -- agreement -----------------------------------------------------------------------------------------
 

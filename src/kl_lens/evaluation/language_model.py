@@ -32,7 +32,7 @@ from kl_lens.evaluation.judged import RUNTIME_ERRORS, Judged, JudgedModel, likel
 from kl_lens.evaluation.tasks import TaskData, TaskExamples, task_values
 from kl_lens.evaluation.texts import decode, protocol_digest
 from kl_lens.measuring.sweep import Progress
-from kl_lens.run.records import ORIGINAL, Score
+from kl_lens.run.records import ORIGINAL
 from kl_lens.targets.session import Logits, Session
 
 # Answers stored together: what a kill can lose.
@@ -213,19 +213,9 @@ def judge_task(
             values = task_values(found, original.get(found.task))
             if judged.subject.what == ORIGINAL:
                 original[found.task] = found
-            score = Score(
-                subject=judged.subject,
-                kind="task",
-                what=found.task,
-                values=values,
-                tokens=len(next(iter(found.metrics.values()))),
-                protocol=protocol
-                | {name: getattr(found, name) for name in ("few_shot", "version", "chance")},
-                runtime=journal.runtime(judged),
-                seconds=time.perf_counter() - begin,
-            )
-            journal.store_score(score)
-            outcome.scores.append(score)
+            tokens, seconds = len(next(iter(found.metrics.values()))), time.perf_counter() - begin
+            how = protocol | {name: getattr(found, name) for name in ("few_shot", "version", "chance")}
+            outcome.scores.append(journal.score(judged, "task", found.task, values, tokens, how, seconds))
     return outcome
 
 
