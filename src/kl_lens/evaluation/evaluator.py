@@ -32,7 +32,7 @@ from kl_lens.measuring.sweep import Progress
 from kl_lens.model import LoadedModel
 from kl_lens.run.folder import Run, provenance
 from kl_lens.run.records import Estimate, Score, Subject
-from kl_lens.run.subjects import current_results
+from kl_lens.run.subjects import current_results, stored_record
 from kl_lens.targets.session import Logits, Session
 
 WINDOW, RUNTIME, ANSWERS, EXAMPLES = "window_score", "score_runtime", "task_answers", "task_examples"
@@ -100,10 +100,8 @@ class ScoreJournal:
 
 def read_scores(run: Run, kind: str | None = None) -> list[Score]:
     """The scores of a run in the order they were stored, without outdated ones."""
-    scores = [
-        Score.from_json({name: result.value[name] for name in Score.__dataclass_fields__})
-        for result in current_results(run, "score")
-    ]
+    stored = current_results(run, "score")
+    scores = [stored_record(run, "score", result.name, result.value, Score) for result in stored]
     return [score for score in scores if kind in (None, score.kind)]
 
 

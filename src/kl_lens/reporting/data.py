@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from kl_lens import planning
-from kl_lens.base.errors import KLLensError, PlanError, RunError
+from kl_lens.base.errors import KLLensError, PlanError
 from kl_lens.evaluation.autopsy import Autopsy
 from kl_lens.paper.ranking import Ranking
 from kl_lens.planning.knapsack import hull_of
@@ -38,7 +38,7 @@ from kl_lens.run.records import (
     SensitivityTable,
     Subject,
 )
-from kl_lens.run.subjects import current_profiles, current_results
+from kl_lens.run.subjects import AnyRecord, current_profiles, current_results, stored_record
 from kl_lens.targets import get_target
 from kl_lens.weights.recipes import FP16, Recipe
 
@@ -53,8 +53,6 @@ FAMILIES = {
     "stock": "stock recipes",
     "other": "other plans",
 }
-
-AnyRecord = TypeVar("AnyRecord", bound=Record)
 
 
 def read_plans(folder: Path, components: tuple[Component, ...]) -> tuple[Plan, ...]:
@@ -256,7 +254,7 @@ def collect(run: Run) -> RunView:
         raise ValueError("a component without parameters")
     plans = read_plans(run.folder / "plans", components)
     artifacts = {
-        name: _record(run, "artifact", name, value, Artifact)
+        name: stored_record(run, "artifact", name, value, Artifact)
         for name, value in run.load_all("artifact").items()
     }
     spaces, without_slider = read_spaces(run, plans)
@@ -264,7 +262,7 @@ def collect(run: Run) -> RunView:
 
     def read(kind: str, record: type[AnyRecord]) -> tuple[AnyRecord, ...]:
         return tuple(
-            _record(run, kind, result.name, result.value, record, subject=result.subject)
+            stored_record(run, kind, result.name, result.value, record, subject=result.subject)
             for result in current_results(run, kind)
         )
 
@@ -274,7 +272,7 @@ def collect(run: Run) -> RunView:
         table=table,
         noise=noise.get(KL),
         kernels=run.load(KERNELS, run.measured_role()),
-        ranking=_record(run, "ranking", "latest", ranking, Ranking) if ranking else None,
+        ranking=stored_record(run, "ranking", "latest", ranking, Ranking) if ranking else None,
         plans=plans,
         recommended=frozenset(run.recommended(plan.target) for plan in plans),
         spaces=spaces,
@@ -294,18 +292,6 @@ def collect(run: Run) -> RunView:
         },
         commands=tuple(_command(entry) for entry in run.commands()),
     )
-
-
-def _record(
-    run: Run, kind: str, name: str, value: Mapping[str, Any], record: type[AnyRecord], **more: Any
-) -> AnyRecord:
-    known = {f.name for f in fields(record)}  # type: ignore[arg-type]
-    try:
-        return record.from_json({k: v for k, v in {**more, **value}.items() if k in known})
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise RunError(
-            f"{run.folder}: {kind} {name!r} cannot be read ({error}); repeat what made it"
-        ) from error
 
 
 def _command(entry: Mapping[str, Any]) -> Command:

@@ -11,8 +11,9 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,9 +21,10 @@ from kl_lens.base.digests import bytes_digest
 from kl_lens.base.errors import KLLensError, RunError
 from kl_lens.base.files import DERIVED, RECORD_FILE, settle, write_text
 from kl_lens.run.folder import Result, Run
-from kl_lens.run.records import ARTIFACT, ORIGINAL, Artifact, Profile, Subject, checked_plan_name
+from kl_lens.run.records import ARTIFACT, ORIGINAL, Artifact, Profile, Record, Subject, checked_plan_name
 from kl_lens.weights.recipes import FP16, parsed
 
+AnyRecord = TypeVar("AnyRecord", bound=Record)
 LARGE = 1 << 26  # bytes; the digest of smaller files is not cached
 
 
@@ -114,16 +116,24 @@ def current_results(run: Run, kind: str) -> list[Result]:
     return results
 
 
+def stored_record(
+    run: Run, kind: str, name: str, value: Mapping[str, Any], record: type[AnyRecord], **more: Any
+) -> AnyRecord:
+    """A record from a stored value, which may hold more; RunError if it is damaged."""
+    known = {f.name for f in fields(record)}  # type: ignore[arg-type]
+    try:
+        return record.from_json({k: v for k, v in {**more, **value}.items() if k in known})
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise RunError(
+            f"{run.folder}: {kind} {name!r} cannot be read ({error}); repeat what made it"
+        ) from error
+
+
 def current_profiles(run: Run) -> tuple[Profile, ...]:
     """One for each subject, protocol and device: a whole one before one in progress, before a quick one."""
     best: dict[tuple[Subject, str, str], tuple[int, Profile]] = {}
     for _, name, value in current_results(run, "profile"):
-        try:
-            profile = Profile.from_json(value)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise RunError(
-                f"{run.folder}: profile {name!r} cannot be read ({error}); repeat what made it"
-            ) from error
+        profile = stored_record(run, "profile", name, value, Profile)
         key = (profile.subject, profile.protocol, profile.device)
         rank = 2 * bool(profile.settings.get("quick")) + name.endswith("|partial")
         if key not in best or rank <= best[key][0]:
