@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,15 +22,9 @@ from kl_lens.run.folder import CALIBRATION, EVALUATION, Run, role_as
 from kl_lens.run.records import Estimate, Record
 from kl_lens.run.samples import WindowMetrics, summarise
 
-# Metric → +1 if larger means more damage, -1 if less.
-DIRECTIONS = {
-    "kl_teacher_to_student": 1,
-    "kl_student_to_teacher": 1,
-    "mse": 1,
-    "sqnr_db": -1,
-    "delta_cross_entropy": 1,
-}
 HARM = "delta_cross_entropy"
+# Metric → +1 if larger means more damage, -1 if less.
+DIRECTIONS = {"kl_teacher_to_student": 1, "kl_student_to_teacher": 1, "mse": 1, "sqnr_db": -1, HARM: 1}
 DAMAGES = {"perplexity": HARM, "divergence": "kl_teacher_to_student"}  # on held-out text
 BOOTSTRAPS = 1000
 # If the error is a larger share of the spread than this, noise affects the order as much as the damage does.
@@ -110,11 +104,12 @@ def rank(run: Run, shares: Sequence[float] = (1.0, 0.1, 0.05), seed: int = 0) ->
     texts = [role for role in run.roles() if role == CALIBRATION or role.startswith(f"{CALIBRATION}:")]
     calibrations = {role: _samples(run, role) for role in texts}
     full = calibrations.get(CALIBRATION, {})
-    points = [
-        _point(key, summarise(full[key]), damage[key][HARM], math.exp(entropy), key[0] == head)
-        for key in sorted(damage)
-        if key in full
-    ]
+    points, perplexity = list[Point](), math.exp(entropy)
+    for key in (key for key in sorted(damage) if key in full):
+        harm = damage[key][HARM]
+        grown = math.exp(min(harm.value, 700.0))
+        delta = Estimate(perplexity * (grown - 1), perplexity * grown * harm.standard_error)
+        points.append(Point(*key, key[0] == head, summarise(full[key]), harm, delta))
     correlations: list[Correlation] = []
     reliabilities: list[Reliability] = []
     for format_name in sorted({key[1] for key in damage}):
@@ -141,12 +136,10 @@ def rank(run: Run, shares: Sequence[float] = (1.0, 0.1, 0.05), seed: int = 0) ->
                 for count in dict.fromkeys(parts) if len(own) > 2 else ():
                     label = f"{role.partition(':')[2] or 'in domain'}, {count} of {most} windows"
                     first = [samples[k][: max(1, round(count / most * len(samples[k])))] for k in own]
-                    found = _correlated([summarise(part) for part in first], [damage[k] for k in own], seed)
-                    correlations += [
-                        Correlation(kind, metric, format_name, with_head, label, len(own), *numbers)
-                        for (kind, metric), numbers in found.items()
-                    ]
-    return Ranking(math.exp(entropy), tokens, tuple(points), tuple(correlations), tuple(reliabilities))
+                    about = (format_name, with_head, label, len(own))
+                    metrics = [summarise(part) for part in first]
+                    correlations += _correlations(metrics, [damage[k] for k in own], seed, about)
+    return Ranking(perplexity, tokens, tuple(points), tuple(correlations), tuple(reliabilities))
 
 
 def _samples(run: Run, role: str) -> dict[tuple[str, str], list[WindowMetrics]]:
@@ -155,28 +148,17 @@ def _samples(run: Run, role: str) -> dict[tuple[str, str], list[WindowMetrics]]:
     return {key: run.samples(role, *key) for key in run.measured_windows(role)}
 
 
-def _point(
-    key: tuple[str, str], metrics: dict[str, Estimate], harm: Estimate, perplexity: float, is_head: bool
-) -> Point:
-    grown = math.exp(min(harm.value, 700.0))
-    delta = Estimate(perplexity * (grown - 1), perplexity * grown * harm.standard_error)
-    return Point(*key, is_head=is_head, metrics=metrics, damage=harm, delta_perplexity=delta)
-
-
 Metrics = Sequence[dict[str, Estimate]]  # of each candidate
 
 
-def _correlated(
-    metrics: Metrics, damage: Metrics, seed: int
-) -> dict[tuple[str, str], tuple[float, float, float, float]]:
-    """(damage, metric) → τ, both ends of its interval, and its p-value."""
-    found = {}
+def _correlations(
+    metrics: Metrics, damage: Metrics, seed: int, about: tuple[str, bool, str, int]
+) -> Iterator[Correlation]:
     for kind, metric in itertools.product(DAMAGES, DIRECTIONS):
         values = DIRECTIONS[metric] * np.array([each[metric].value for each in metrics])
         target = np.array([each[DAMAGES[kind]].value for each in damage])
         result, interval = scipy.stats.kendalltau(values, target), _interval(values, target, seed)
-        found[kind, metric] = (float(result.statistic), *interval, float(result.pvalue))
-    return found
+        yield Correlation(kind, metric, *about, float(result.statistic), *interval, float(result.pvalue))
 
 
 def _interval(values: Floats, target: Floats, seed: int) -> tuple[float, float]:
