@@ -290,7 +290,7 @@ def artifact_task(judged: JudgedArtifact, tokenizer: str | None = None, images: 
     settings = {} if judged.artifact is None else judged.artifact.settings
     if settings.get("task") == IMAGE:
         return ImageTask.of(judged.path, read_config(judged.path), images)
-    return LanguageTask(artifact_tokenizer(judged, tokenizer), judged.label)
+    return LanguageTask(artifact_tokenizer(judged.path, judged.open, tokenizer), judged.label)
 
 
 # -- samples of text -----------------------------------------------------------------------------------------
