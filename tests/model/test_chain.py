@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kl_lens.base.errors import CheckpointError
-from kl_lens.model import Chain, load
+from kl_lens.model import Chain
 from tests.families import CONFIGS, UNUSUAL, tiny_model, token_ids
 
 LINKED = [family for family in UNUSUAL if family != "rwkv"]
@@ -26,17 +26,6 @@ def test_two_halves_and_stacked_copies_equal_the_whole(family: str) -> None:
     stacked = chain.run(calls.hidden.repeat(3, 1, 1), calls, 0)
     for copy in chain.logits(chain.finish(stacked, calls)).split(2):
         torch.testing.assert_close(copy, logits, rtol=1e-5, atol=1e-5)
-
-
-def test_remote_code_with_meta_tokens_runs_through_the_same_path(remote_code_folder) -> None:
-    model = load(remote_code_folder, trust_remote_code=True)
-    chain, ids = model.chain, token_ids(2, 9)
-    calls = chain.calls(ids)
-    assert calls.hidden.shape[1] == 9 + 3, "three meta tokens stand in front"
-    final = chain.run(chain.run(calls.hidden, calls, 0, 1), calls, 1)
-    logits = chain.logits(chain.finish(final, calls))
-    assert logits.shape == (2, 9, 97)
-    torch.testing.assert_close(logits, chain.full_logits(ids))
 
 
 def test_the_model_is_left_as_it_was() -> None:
@@ -97,39 +86,34 @@ def test_what_blocks_hand_to_each_other_is_carried_along(link) -> None:
     assert chain.doubt(ids) is None
 
 
-def test_what_is_changed_on_its_way_raises_a_doubt() -> None:
-    doubt = Chain(Linked(lambda shared: (2 * shared[0], shared[1]))).doubt(token_ids(2, 12))
-    assert doubt is not None
-    assert "cannot be run in parts" in doubt
-    assert "\n" not in doubt
-
-
-def test_what_the_model_keeps_for_itself_raises_a_doubt() -> None:
+class Aside(Linked):
     """A first block whose output the model adds behind the last: nothing that a block is called with shows it."""
 
-    class Aside(Linked):
-        def forward(self, input_ids: torch.Tensor, use_cache: bool = False) -> tuple[torch.Tensor]:
-            hidden = first = self.embedding(input_ids)
-            for index, layer in enumerate(self.layers):
-                hidden, _ = layer(hidden)
-                first = hidden if index == 0 else first
-            return (self.head(hidden + first),)
+    def forward(self, input_ids: torch.Tensor, use_cache: bool = False) -> tuple[torch.Tensor]:
+        hidden = first = self.embedding(input_ids)
+        for index, layer in enumerate(self.layers):
+            hidden, _ = layer(hidden)
+            first = hidden if index == 0 else first
+        return (self.head(hidden + first),)
 
-    doubt = Chain(Aside(None)).doubt(token_ids(1, 12))
-    assert doubt is not None
-    assert "off by" in doubt
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [(Linked(lambda shared: (2 * shared[0], shared[1])), "cannot be run in parts"), (Aside(None), "off by")],
+)
+def test_what_is_changed_on_its_way_or_kept_by_the_model_raises_a_doubt(model: Linked, reason: str) -> None:
+    doubt = Chain(model).doubt(token_ids(2, 12))
+    assert reason in str(doubt)
+    assert "\n" not in str(doubt)
 
 
 def test_which_arguments_follow_the_batch_is_learnt_at_the_length_in_use() -> None:
     """A mask for a sliding window is there only when the text is longer than the window."""
     chain = Chain(tiny_model("mistral"))
     for length in (5, 24):
-        ids = token_ids(2, length)
-        calls = chain.calls(ids)
-        copies = chain.run(calls.hidden.repeat(3, 1, 1), calls, 0)
-        alone = chain.run(calls.hidden, calls, 0)
-        for copy in copies.hidden.split(2):
-            torch.testing.assert_close(copy, alone.hidden, rtol=1e-5, atol=1e-5)
+        calls = chain.calls(token_ids(2, length))
+        copies, alone = chain.run(calls.hidden.repeat(3, 1, 1), calls, 0), chain.run(calls.hidden, calls, 0)
+        torch.testing.assert_close(copies.hidden, alone.hidden.repeat(3, 1, 1), rtol=1e-5, atol=1e-5)
 
 
 def test_a_model_whose_own_forward_fails_says_so_in_one_line() -> None:

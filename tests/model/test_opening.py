@@ -207,7 +207,10 @@ def test_a_pickle_that_holds_code_is_not_run(tmp_path: Path) -> None:
 def test_remote_code_runs_only_when_allowed(remote_code_folder: Path) -> None:
     with pytest.raises(CheckpointError, match=r"has its own code .*--trust-remote-code"):
         load(remote_code_folder)
-    assert load(remote_code_folder, trust_remote_code=True).anatomy.blocks == 3
+    model, ids = load(remote_code_folder, trust_remote_code=True), token_ids(2, 9)
+    assert model.anatomy.blocks == 3
+    assert model.chain.calls(ids).hidden.shape[1] == 9 + 3, "three meta tokens stand in front"
+    assert model.chain.doubt(ids) is None
 
 
 # -- what is wrong, in one line -----------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 from kl_lens.base.errors import CheckpointError, one_line
 from kl_lens.model.kernels import Comparison, Watch, fast_kernels, replaceable
 from kl_lens.model.patching import patched, without_weights
-from kl_lens.model.tasks import LanguageTask, Task
+from kl_lens.model.tasks import MEASURED, LanguageTask, Task
 
 # Allowed difference of the chain's logits from the model's own, relative to the largest: rounding of two orders of one
 # computation.
@@ -218,8 +218,7 @@ class Chain:
         off = float((logits[0, :3] - logits[1, :3]).abs().max())
         if self.task.generates and off > self._rounding(logits):
             raise CheckpointError(
-                f"{type(self.model).__name__} is not causal: its output for a token depends on later "
-                "tokens; KL Lens measures causal language models, and image classifiers with --images FOLDER"
+                f"{type(self.model).__name__} is not causal: a token's output depends on later tokens; {MEASURED}"
             )
 
     def _rounding(self, logits: torch.Tensor) -> float:

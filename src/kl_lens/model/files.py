@@ -31,6 +31,7 @@ _SCALE = re.compile("scale|SCB|absmax")  # in the names of their scales
 LEFT_OUT = re.compile(r"^(mtp|model\.visual)\.")
 # Left in files by older versions of transformers, and computed anew.
 _HARMLESS = re.compile(r"\.(inv_freq|masked_bias|attn(ention)?\.bias|position_ids|num_batches_tracked)$")
+BELONG = "weights and config.json do not belong together"
 ORIGINAL = "give the original checkpoint, in 16 or 32 bits"
 _ALWAYS_FINE = 1000  # sizes below this are never refused
 
@@ -136,8 +137,7 @@ def check_sizes(folder: Path, config: dict[str, Any]) -> None:
             held = f"{stored} bytes"
         if held:
             raise CheckpointError(
-                f"{folder / 'config.json'}: {name} is {value}, but the weights have only {held}; weights and "
-                "config.json do not belong together"
+                f"{folder / 'config.json'}: {name} is {value}, but the weights have only {held}; {BELONG}"
             )
 
 
@@ -199,12 +199,11 @@ def refuse_misfits(
 ) -> None:
     """Raises for tensors that the model needs or the files have alone, or that differ in shape (file's, model's).
     transformers fills what is missing with random numbers and continues; we must not."""
-    belong = "weights and config.json do not belong together"
     if wrong := sorted(mismatched):
         name, stored, wanted = wrong[0]
         raise CheckpointError(
             f"{folder}: tensor {name} has shape {tuple(stored)}, config.json asks for {tuple(wanted)}"
-            f"{and_more(wrong)}; {belong}"
+            f"{and_more(wrong)}; {BELONG}"
         )
     if lacking := sorted(missing):
         raise CheckpointError(
@@ -213,7 +212,7 @@ def refuse_misfits(
         )
     if extra := sorted(n for n in unused if not _HARMLESS.search(n) and not LEFT_OUT.match(n)):
         raise CheckpointError(
-            f"{folder}: {extra[0]}{and_more(extra)} is not in config.json's model; {belong}"
+            f"{folder}: {extra[0]}{and_more(extra)} is not in config.json's model; {BELONG}"
         )
 
 

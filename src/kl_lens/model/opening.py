@@ -378,7 +378,7 @@ class _Checkpoint:
         if wanted > 4 * stored:
             raise CheckpointError(
                 f"{folder}: config.json describes {wanted:,} parameters, but the weights have only {stored:,} bytes; "
-                "weights and config.json do not belong together"
+                f"{files.BELONG}"
             )
         if files.quant_method(config) in ("fp8", "mxfp4"):
             parsed.quantization_config["dequantize"] = True  # with a GPU too

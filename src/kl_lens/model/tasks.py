@@ -31,6 +31,7 @@ from kl_lens.text.images import (
 from kl_lens.text.images.windows import image_windows
 
 TEXT, IMAGE = "text", "image"
+MEASURED = "KL Lens measures causal language models, and image classifiers with --images FOLDER"
 Source = TextSource | ImageSource | str
 Name = str | None
 Count = int | None
@@ -99,10 +100,7 @@ class LanguageTask:
         own: Any = getattr(model, "get_output_embeddings", lambda: None)()
         head = _last_linear(model, vocabulary_size(model)) if own is None else own
         if head is None:
-            raise CheckpointError(
-                f"{type(model).__name__} has no language-model head (a linear layer to the vocabulary); "
-                "KL Lens measures causal language models, and image classifiers with --images FOLDER"
-            )
+            raise CheckpointError(f"{type(model).__name__} has no linear layer to the vocabulary; {MEASURED}")
         return head
 
     def forward(self, model: nn.Module, ids: torch.Tensor) -> torch.Tensor:

@@ -100,7 +100,9 @@ class Target(ABC):
     usual: ClassVar[bool] = True  # `kl-lens run` makes its files unasked, where its packages are installed
     recipe_tool: ClassVar[str | None] = None  # of `handover.TOOLS`: the runtime's own quantizer
     streams: ClassVar[bool] = False  # whether `export` also takes a checkpoint folder, tensor by tensor
-    published: ClassVar[Any] = None  # `openvino.benchmark_app`: the benchmark program that publications quote
+    published: ClassVar[Any] = (
+        None  # the benchmark program that publications quote, as `openvino.target.BenchmarkApp`
+    )
     besides: ClassVar[str] = "the header"  # what its files hold besides weights
     exact_options: ClassVar[str] = ""  # how its users get the arithmetic of an exact session
 

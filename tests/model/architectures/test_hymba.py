@@ -119,13 +119,6 @@ def test_the_logits_are_those_of_a_straightforward_forward(model, expected, fast
     assert np.abs(logits - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
-def test_both_engines_measure_it(model, expected) -> None:
-    """Meta tokens, masks and shared keys and values included: run in parts, the blocks give the same logits."""
-    chain, ids = Chain(model), token_ids(2, 20)
-    assert chain.calls(ids).hidden.shape[1] == 20 + 3
-    assert chain.doubt(ids) is None
-
-
 def test_a_folder_in_the_hubs_layout_opens_without_its_code(model, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     file = tmp_path / "config.json"
