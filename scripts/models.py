@@ -35,6 +35,7 @@ from kl_lens.measuring.perturbation import Perturbation, replacements
 from kl_lens.model import LoadedModel
 from kl_lens.run.records import Plan
 from kl_lens.run.samples import summarise
+from kl_lens.targets import export, open_session
 from kl_lens.weights.recipes import Recipe
 
 WINDOWS, TOKENS = 2, 24
@@ -214,20 +215,11 @@ def _parity(target: str, model: LoadedModel, ids: torch.Tensor) -> str:
         from kl_lens.targets.mlx.layout import layout_of
 
         return f"{layout_of(model).difference:.0e}"
+    matrices = {c.name: "fp32" for c in model.anatomy.components if len(c.shape) >= 2}
+    planned, options = ({}, {"unplanned": "fp32"}) if target == "openvino" else (matrices, {})
     with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder) / "artifact"
-        if target == "openvino":
-            from kl_lens.targets.openvino import export, open_session
-
-            place.mkdir()
-            export(model, Plan("fp32", {}, made_by="models"), place, unplanned="fp32")
-            session = open_session(place, exact=True, threads=1)
-        else:
-            from kl_lens.targets.gguf import export, open_session
-
-            matrices = {c.name: "fp32" for c in model.anatomy.components if len(c.shape) >= 2}
-            artifact = export(model, Plan("fp32", matrices, made_by="models"), place, fingerprint="-")
-            session = open_session(place / artifact.files[0], threads=1, exact_attention=True)
+        export(model, Plan("fp32", planned, made_by="models"), target, Path(folder) / "artifact", **options)
+        session = open_session(Path(folder) / "artifact", threads=1, exact=True)
         with contextlib.closing(session):
             whole = session.logits(tokens)
             session.reset()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import unicodedata
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,26 @@ def test_a_wrong_name_is_found_when_the_file_is_opened(
     with pytest.raises(TargetError, match=r"tokenizer \(qwen2\) splits text unlike the model's; export with"):
         write(model, Plan("p", {}, "test"), "gguf", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("KL_LENS_TOKENIZERS" not in os.environ, reason="names a folder of tokenizers' folders")
+def test_tokenizers_of_real_models(tmp_path: Path) -> None:
+    """Ten thousand strings each, as they are and composed; docs/targets.md has the table."""
+    for file in sorted(Path(os.environ["KL_LENS_TOKENIZERS"]).glob("*/tokenizer.*")):
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(file.parent)
+        session, artifact = _session(tokenizer, len(tokenizer) + 7, tmp_path / file.parent.name)
+        special = [token.content for token in tokenizer.added_tokens_decoder.values()][:40]
+        plain = varied_strings(10_000, special=special)
+        differ = []
+        for texts in (plain, [unicodedata.normalize("NFC", text) for text in plain]):
+            expected = tokenizer(texts, add_special_tokens=False)["input_ids"]
+            differ.append(
+                sum(session.tokenize(text) != ids for text, ids in zip(texts, expected, strict=True))
+            )
+        session.close()
+        print(file.parent.name, artifact.settings["tokenizer"], differ, artifact.settings["notes"])
+        assert min(differ) == 0 or artifact.settings["notes"]
 
 
 def test_token_types_and_padding() -> None:
