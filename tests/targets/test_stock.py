@@ -53,7 +53,7 @@ def test_every_recipe_is_one_that_the_target_holds(
     assert {recipe.grid.name for recipe in found.short_menu} < set(found.formats)
     for recipe in (*found.menu, *found.recipes(found.small_formats)):
         assert found.holds(recipe.grid, (256, 256)) is None
-    assert found.unsupported("mamba") is None
+    assert found.unsupported("mamba2") is None
     if target == "gguf":  # OpenVINO's graphs are proven, or refused, on the model itself
         assert "bert" in (found.unsupported("bert") or "")
 

@@ -59,7 +59,7 @@ def usual_targets() -> tuple[str, ...]:
     """The targets of a run that names none; where none of them is installed, another that is."""
     installed = [name for name in TARGETS if not describe_target(name).lacks()]
     usual = tuple(name for name in TARGETS if describe_target(name).usual)
-    return usual if set(usual) & set(installed) else tuple(installed) or usual
+    return usual if set(usual) & set(installed) else tuple(installed[:1]) or usual
 
 
 def target_of(path: Path | str) -> Target:
