@@ -9,8 +9,9 @@ import pytest
 import torch
 import transformers
 
-from kl_lens.base.errors import TargetError
+from kl_lens.base.errors import KLLensError, TargetError
 from kl_lens.base.resources import reference_path
+from kl_lens.base.units import parse_share
 from kl_lens.evaluation import EvaluationText, TorchSession, divergence_values, prepare, score_text, scoring
 from kl_lens.evaluation.scoring import likelihood_values, score_logits
 from kl_lens.evaluation.tasks import judge, near_chance
@@ -174,3 +175,10 @@ def test_verdicts_by_the_whole_error_bar() -> None:
     assert near_chance(Estimate(0.29, 0.021), 0.25)
     assert not near_chance(Estimate(0.30, 0.02), 0.25)
     assert not near_chance(Estimate(0.0, 0.1), None)  # nothing to guess among
+
+
+def test_shares() -> None:
+    assert parse_share("3%") == parse_share("0.03") == pytest.approx(0.03)
+    for wrong in ("three", "300%", "-1%"):
+        with pytest.raises(KLLensError, match="not a share"):
+            parse_share(wrong)
