@@ -10,7 +10,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 . "$root/scripts/environment.sh"
 arm=${KL_LENS_ARM_ROOT:-$root/.arm}
 extras=openvino,gguf,dev
-selection=(tests/model/test_kernels.py tests/weights/formats tests/weights/quantizers tests/measuring/test_processors.py
+selection=(tests/model/test_kernels.py tests/weights/formats tests/weights/test_methods.py tests/measuring/test_processors.py
   tests/targets/gguf/test_activations.py tests/targets/gguf/test_export.py
   tests/targets/openvino/test_constants.py tests/targets/openvino/test_deployed.py)
 

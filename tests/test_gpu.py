@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from contextlib import closing
 
 import numpy as np
 import pytest
@@ -17,10 +16,9 @@ from kl_lens.measuring.metrics import TeacherRows, compare, compared_metrics
 from kl_lens.measuring.perturbation import Perturbation, find_candidates
 from kl_lens.measuring.pieces import Job, engine_for, noise_floor
 from kl_lens.measuring.products import accuracy_of, fastest_within, precision_for
-from kl_lens.measuring.streamed import StateRoom
 from kl_lens.measuring.sweep import Sweep
 from kl_lens.measuring.tuning import TuningRates, tuned
-from kl_lens.model import Chain, States, load
+from kl_lens.model import Chain, load
 from kl_lens.run.folder import CALIBRATION, Run
 from kl_lens.run.records import Plan
 from kl_lens.run.samples import summarise
@@ -276,19 +274,6 @@ def test_on_a_gpu_weights_that_stay_on_disk_give_the_numbers_of_those_in_memory(
         )
         found.append(np.array([summarise(w)["kl_teacher_to_student"].value for w in results]))
     np.testing.assert_allclose(found[1], found[0], rtol=1e-4)
-
-
-@needs_gpu
-def test_states_go_to_the_host_and_then_to_a_file(tmp_path) -> None:
-    hidden = _random(2, 3, 4)
-    with closing(StateRoom(hidden.nbytes, tmp_path, host=hidden.nbytes)) as room:
-        for key in "abc":
-            room.put(key, States(hidden))
-        assert room.spilled == hidden.nbytes
-        for key in "abc":
-            found = room.take(key).hidden
-            assert found.is_cuda
-            assert torch.equal(found, hidden)
 
 
 @needs_gpu

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kl_lens.measuring.perturbation import Candidate
-from kl_lens.measuring.pieces import key_of
+from kl_lens.measuring.perturbation import Candidate, key_of
 from kl_lens.measuring.screening import ALIKE, Screen, is_worth_it
 from kl_lens.run.records import Component
 from kl_lens.weights.recipes import Recipe

@@ -15,7 +15,7 @@ from kl_lens.model.tasks import LanguageTask
 from tests.families import CONFIGS, tiny_model
 from tests.measuring.conftest import loaded, some_windows
 
-QUICK = ("mamba", "zamba2", "jamba_experts", "falcon_h1")
+QUICK = ("mamba", "zamba2", "jamba_experts")
 FAMILIES = [pytest.param(f, marks=() if f in QUICK else pytest.mark.slow) for f in CONFIGS]
 
 
@@ -70,7 +70,9 @@ def test_the_time_step_projection_is_seen_though_no_hook_on_it_fires(tmp_path: P
     )
 
 
-@pytest.mark.parametrize("family", ["jamba_experts", "granitemoehybrid", "nemotron_h"])
+@pytest.mark.parametrize(
+    "family", ["jamba_experts", *(pytest.param(f, marks=pytest.mark.slow) for f in ("granitemoehybrid", "nemotron_h"))]
+)  # fmt: skip
 def test_experts_have_their_own_moments(family: str, tmp_path: Path) -> None:
     model, windows = loaded(family), some_windows(6, 60)
     statistics = gather(model, windows, tmp_path)

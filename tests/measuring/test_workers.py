@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
@@ -21,8 +22,17 @@ from kl_lens.base.environment import for_child
 from kl_lens.base.errors import KLLensError, RunError
 from kl_lens.cli.main import main
 from kl_lens.measuring.perturbation import Candidate, find_candidates
+from kl_lens.measuring.pieces import Job
 from kl_lens.measuring.sweep import Progress, Sweep, SweepResult
-from kl_lens.measuring.workers import LEAST_OPERATIONS, Order, Worker, Workers, hired, workers_by_default
+from kl_lens.measuring.workers import (
+    LEAST_OPERATIONS,
+    Order,
+    Worker,
+    Workers,
+    _process,
+    hired,
+    workers_by_default,
+)
 from kl_lens.model import LoadedModel, load
 from kl_lens.model.tasks import LanguageTask
 from kl_lens.run.folder import Run
@@ -89,6 +99,20 @@ def processes(of: psutil.Process | None = None) -> list[psutil.Process]:
     return [child for child in children if "multiprocessing.spawn" in " ".join(child.cmdline())]
 
 
+def test_a_process_answers_and_its_death_is_heard(tmp_path) -> None:
+    hand = _process(Order("nowhere", {}, "none", version=("9.9", 1)))
+    job = Job([], np.zeros((1, 4), np.int64))
+    try:
+        assert "it has kl-lens" in hand.submit(1, job, None, None).result(120)
+        processes()[0].kill()
+        with pytest.raises(BrokenExecutor):
+            hand.submit(1, job, None, None).result(120)
+    finally:
+        hand.end()
+    assert not processes()
+
+
+@pytest.mark.slow
 def test_a_worker_that_is_killed_costs_one_piece_and_a_resumed_sweep_does_the_rest(
     world: World, tmp_path
 ) -> None:
@@ -218,10 +242,10 @@ def test_how_many_workers_a_machine_gets_by_itself(cores, copy, free, work, coun
 
 
 @pytest.mark.parametrize(("count", "copy"), [(10**6, 0), (2, 10**15)])
-def test_more_than_the_machine_has_is_refused_before_anything_starts(world: World, count, copy) -> None:
+def test_more_than_the_machine_has_is_refused_before_anything_starts(small: World, count, copy) -> None:
     with (
         pytest.raises(KLLensError, match="of free memory are enough for"),
-        hired(world.order, count, copy_bytes=copy),
+        hired(small.order, count, copy_bytes=copy),
     ):
         raise AssertionError("it was opened")
     assert not processes()

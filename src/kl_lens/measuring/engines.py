@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property, partial
-from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -84,18 +83,13 @@ class Engine(ABC):
         deployed: Kernels | None = None,
         precision: str | None = None,
         *,
-        scratch: Path | None = None,
         remembers_parts: bool = True,
     ) -> None:
-        """
-        Args:
-            precision: of matrix products, see `products.py`; the plain engine always uses float32.
-            scratch: a folder for states that do not fit into memory.
-            remembers_parts: keep outputs of block parts; pays if each candidate changes one part.
-        """
+        """`precision`: of matrix products, see `products.py`; the plain engine always uses float32.
+        `remembers_parts`: keep outputs of block parts; pays if each candidate changes one part."""
         self.model = model
         self.deployed = deployed
-        self.scratch, self.remembers_parts = scratch, remembers_parts
+        self.remembers_parts = remembers_parts
         self.chain = model.chain
         # Before anything is perturbed.
         self.chain.uses_kernels()
@@ -276,12 +270,10 @@ class FastEngine(Engine):
             return self.chain.full_logits(ids)
 
     @property
-    def states_budget(self) -> int:
-        return self._in_memory
-
-    @property
     def _in_memory(self) -> int:
         return max(0, self.memory_budget // 2 - self._layout.bytes) // self.sharers
+
+    states_budget = _in_memory
 
     def prepare(self, ids: torch.Tensor) -> None:
         self.__dict__.pop("teacher", None)  # free the last slab first: two would not fit

@@ -36,10 +36,6 @@ class PlanMeter:
 
     Components at `fp16` keep their weights: the original is the checkpoint as loaded, and its reference points are
     FP16 already.
-
-    Example:
-        >>> meter = PlanMeter(model, windows)
-        >>> meter.measure({"backbone.layers.0.mixer.in_proj": "int4"}).kl
     """
 
     def __init__(
@@ -50,8 +46,7 @@ class PlanMeter:
         deployed: Kernels | None = None,
     ) -> None:
         """`deployed`: measure with the activations of a runtime's kernels, not only with quantized weights."""
-        self.model = model
-        self.text = windows
+        self.model, self.text = model, windows
         # A plan changes nearly every part, so recorded outputs would hardly be used.
         self._engine = engine_for(
             FastEngine.name, model, windows.ids, memory_budget, deployed, remembers_parts=False

@@ -60,6 +60,10 @@ class Candidate:
         return f"{self.component.name} {self.recipe}"
 
 
+def key_of(candidate: Candidate) -> tuple[str, Recipe]:
+    return candidate.component.name, candidate.recipe
+
+
 def name_pattern(text: str | None) -> re.Pattern[str]:
     """--components as a regular expression; without one, every name."""
     try:

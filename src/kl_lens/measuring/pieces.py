@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,12 +18,11 @@ import torch
 
 from kl_lens.measuring.engines import DEFAULT_MEMORY, ENGINES, Engine, FastEngine, PlainEngine, ranges
 from kl_lens.measuring.metrics import TeacherRows, check_finite, compare, window_metrics
-from kl_lens.measuring.perturbation import Candidate, Kernels
+from kl_lens.measuring.perturbation import Candidate, Kernels, key_of
 from kl_lens.measuring.products import FLOAT32, TF32, TF32X3, fastest_within
 from kl_lens.measuring.streamed import StreamedEngine
 from kl_lens.model import LoadedModel
 from kl_lens.run.samples import WindowMetrics, summarise
-from kl_lens.weights.recipes import Recipe
 
 Group = tuple[int, ...]  # indices into the sweep's whole list of candidates
 Done = Mapping[tuple[str, str], set[int]]  # (component, format) → windows
@@ -162,10 +160,6 @@ class PieceRunner:
         return Found(teacher=tuple((w, n, float(e)) for w, n, e in rows))
 
 
-def key_of(candidate: Candidate) -> tuple[str, Recipe]:
-    return candidate.component.name, candidate.recipe
-
-
 def _cost(group: Group, costs: Sequence[float]) -> float:
     return sum(costs[index] for index in group)
 
@@ -204,14 +198,10 @@ class Job:
     statistics: str | None = None  # digest of those that methods learn from
     run: str = ""  # the folder that holds them
 
-    def engine_on(
-        self, model: LoadedModel, say: Callable[[str], None] = lambda text: None, scratch: Path | None = None
-    ) -> Engine:
+    def engine_on(self, model: LoadedModel, say: Callable[[str], None] = lambda text: None) -> Engine:
         """The engine with the requested precision, the run's, or the fastest that is exact enough."""
         ids = torch.from_numpy(np.array(self.ids))
-        build = partial(
-            engine_for, self.engine, model, ids, self.memory_budget, self.deployed, say, scratch=scratch
-        )
+        build = partial(engine_for, self.engine, model, ids, self.memory_budget, self.deployed, say)
         engine = build(self.precision or (None if self.known == FLOAT32 else self.known))
         open_choice = self.precision is None and self.known is None and self.deployed is None
         if open_choice and engine.precision == TF32X3:
@@ -252,7 +242,6 @@ def median_kls(
         by_format.setdefault(candidate.recipe, []).append(candidate)
     medians = []
     for members in by_format.values():
-        some = members[:: -(-len(members) // each)]
-        results = engine.measure([candidate.perturbation for candidate in some])
+        results = engine.measure([c.perturbation for c in members[:: -(-len(members) // each)]])
         medians.append(float(np.median([summarise(w)["kl_teacher_to_student"].value for w in results])))
     return medians

@@ -23,6 +23,7 @@ from kl_lens.model.patching import has_own_forward, patched
 
 FLOAT32, TF32X3, TF32, BF16 = PRECISIONS = ("float32", "tf32x3", "tf32", "bf16")
 PRODUCTS = "matrix products"
+Forward = Callable[[torch.Tensor], torch.Tensor]
 _SOUND: WeakKeyDictionary[Chain, dict[str, bool]] = WeakKeyDictionary()  # precisions that were compared
 
 
@@ -80,7 +81,7 @@ class FasterProducts:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         every = dict.fromkeys(m for outer in modules for m in outer.modules())
         self._layers = [m for m in every if type(m) is nn.Linear and m.weight.dtype == torch.float32]
-        self._forwards: dict[nn.Linear, Callable[[torch.Tensor], torch.Tensor]] = {}
+        self._forwards: dict[nn.Linear, Forward] = {}
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -96,7 +97,7 @@ class TensorCores(FasterProducts):
         self._precision = precision
         self._forwards = {layer: self._forward(layer) for layer in self._layers}
 
-    def _forward(self, module: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
+    def _forward(self, module: nn.Linear) -> Forward:
         from kl_lens.model.kernels.triton_products import linear
 
         def multiply(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -129,15 +130,15 @@ class InputMajor(FasterProducts):
             if self.bytes + weight.nbytes > most_bytes:
                 break
             self.bytes += weight.nbytes
-            self._forwards[layer] = _forward(layer, weight.data_ptr(), weight.t().contiguous().t())
+            self._forwards[layer] = self._forward(layer, weight.data_ptr(), weight.t().contiguous().t())
 
+    @staticmethod
+    def _forward(module: nn.Linear, place: int, copy: torch.Tensor) -> Forward:
+        def forward(input: torch.Tensor) -> torch.Tensor:
+            weight = copy if module.weight.data_ptr() == place else module.weight
+            return functional.linear(input, weight, module.bias)
 
-def _forward(module: nn.Linear, place: int, copy: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    def forward(input: torch.Tensor) -> torch.Tensor:
-        weight = copy if module.weight.data_ptr() == place else module.weight
-        return functional.linear(input, weight, module.bias)
-
-    return forward
+        return forward
 
 
 def fastest_within(noise: float, medians: Sequence[float]) -> str:

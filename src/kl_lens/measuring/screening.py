@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
-from kl_lens.measuring.perturbation import Candidate
-from kl_lens.measuring.pieces import key_of
+from kl_lens.measuring.perturbation import Candidate, key_of
 from kl_lens.model import LoadedModel
 from kl_lens.weights.recipes import Recipe, preferred
 

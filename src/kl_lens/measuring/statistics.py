@@ -39,17 +39,19 @@ FOLDER = "statistics"
 VERSION = 1
 _INDEX = "statistics.json"
 
+# What the numbers depend on, and what a difference means.
+_MEANINGS = {
+    "version": "another version of KL Lens",
+    "model_fingerprint": "another model",
+    "text_fingerprint": "another text",
+}
+
 LOOKED_UP = "a lookup table, not a matrix product: all columns count equally"
 NO_INPUT = "its inputs were all zero on this text: all columns count equally"
 
 
 class StoredStatistics:
-    """The second moments of every component's inputs on one text: a `weights.Statistics`.
-
-    Example:
-        >>> statistics = StoredStatistics.open(run.folder, model)
-        >>> model.weights.learn_from(statistics)
-    """
+    """The second moments of every component's inputs on one text: a `weights.Statistics`."""
 
     def __init__(
         self, folder: Path, identity: Mapping[str, Any], components: dict[str, dict[str, Any]]
@@ -116,8 +118,7 @@ class StoredStatistics:
 
     @property
     def digest(self) -> str:
-        names = ("version", "model_fingerprint", "text_fingerprint")
-        parts = [self.identity[name] for name in names if name in self.identity]
+        parts = [self.identity[name] for name in _MEANINGS if name in self.identity]
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
 
     @property
@@ -168,17 +169,13 @@ class StoredStatistics:
 
     def add_without_moments(self, component: str, note: str, columns: int | None, tokens: int) -> None:
         """Records a component whose columns count equally (`columns` given), or about which nothing is known (None)."""
-        entry = {"file": None, "under": None, "columns": columns, "tokens": [tokens], "note": note}
-        self._components[component] = entry
+        self._components[component] = {
+            "file": None, "under": None, "columns": columns, "tokens": [tokens], "note": note,
+        }  # fmt: skip
         self._write_index()
 
     def _require(self, identity: Mapping[str, Any]) -> None:
-        meanings = {
-            "version": "another version of KL Lens",
-            "model_fingerprint": "another model",
-            "text_fingerprint": "another text",
-        }
-        for key, meaning in meanings.items():
+        for key, meaning in _MEANINGS.items():
             if key in identity and self.identity.get(key) != identity[key]:
                 raise RunError(
                     f"{self.folder} holds statistics of {meaning} ({self.identity.get('model')}, "
@@ -220,17 +217,10 @@ def gather(
     *,
     progress: Callable[[int, int], None] = lambda done, blocks: None,
 ) -> StoredStatistics:
-    """The statistics of all quantizable components on these windows, stored under `run`.
+    """The statistics of all quantizable components on these windows, in `statistics/` of the run folder.
 
-    Args:
-        model: the model, on any device.
-        windows: the calibration text.
-        run: the run folder; results go to `statistics/` in it, and an earlier call is resumed.
-        progress: called with (blocks done, blocks).
-
-    Raises:
-        RunError: the folder holds statistics of another model or text.
-        CheckpointError: activations are not finite; names the component and the window.
+    An earlier call is resumed. `progress` gets (blocks done, blocks). Raises RunError if the folder holds statistics of
+    another model or text, CheckpointError if activations are not finite.
     """
     stored = StoredStatistics.begun(run, model, windows)
     missing = [c for c in model.anatomy.candidates if c.name not in stored]
@@ -244,10 +234,7 @@ class _Gathering:
     def __init__(
         self, model: LoadedModel, windows: Windows, stored: StoredStatistics, missing: Sequence[Component]
     ) -> None:
-        self._model = model
-        self._chain = model.chain
-        self._stored = stored
-        self._missing = missing
+        self._model, self._chain, self._stored, self._missing = model, model.chain, stored, missing
         self._tokens = windows.tokens
         size = max(1, self._chain.task.rows_at_once // windows.length)
         self._batches = windows.ids.split(size)

@@ -12,8 +12,8 @@ import torch
 
 from kl_lens.base.errors import RunError
 from kl_lens.measuring.engines import DEFAULT_MEMORY, FastEngine, memory_on
-from kl_lens.measuring.perturbation import Candidate, Kernels
-from kl_lens.measuring.pieces import Done, Found, Job, Layout, Piece, PieceRunner, key_of
+from kl_lens.measuring.perturbation import Candidate, Kernels, first_block, key_of
+from kl_lens.measuring.pieces import Done, Found, Job, Layout, Piece, PieceRunner
 from kl_lens.measuring.products import FLOAT32, accuracy_of
 from kl_lens.measuring.teacher import window_bytes
 from kl_lens.measuring.workers import Workers
@@ -69,12 +69,7 @@ class SweepResult:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Measures candidates on windows into a run.
-
-    Example:
-        >>> with Run.create(folder) as run:
-        ...     Sweep(model, run).measure(candidates, windows)
-    """
+    """Measures candidates on windows into a run."""
 
     model: LoadedModel
     run: Run
@@ -99,19 +94,11 @@ class Sweep:
         self.identify(windows, role)
         learnt = self.bind(candidates)
         text, role = role, self._role(role)
-        job = Job(
-            candidates,
-            windows.ids.cpu().numpy().astype(np.int64),
-            self.engine,
-            self.memory_budget,
-            self.deployed,
-            self.precision,
-            self.run.identity.get("precision"),
-            learnt,
-            str(self.run.folder.absolute()),
-        )
+        ids, known = windows.ids.cpu().numpy().astype(np.int64), self.run.identity.get("precision")
+        how = (self.engine, self.memory_budget, self.deployed, self.precision, known)
+        job = Job(candidates, ids, *how, learnt, str(self.run.folder.absolute()))
         costs = [self._work(candidate) for candidate in candidates]
-        runner = None if self.workers else self._runner(job)
+        runner = None if self.workers else PieceRunner(job, job.engine_on(self.model, self.progress.message))
         if runner is not None:
             layout = runner.layout
             pieces = layout.share(costs, *self.share) if self.share else layout.whole(costs)
@@ -134,7 +121,7 @@ class Sweep:
         elif left and not self.share and not self.workers:
             left[0] = replace(left[0], noise=True)
         if self.share or (left and self.workers):  # results come in any order
-            self.run.expect(role, map(key_of, candidates), self._dtype)
+            self.run.expect(role, map(key_of, candidates), _dtype(self.model))
         measured = 0
         for found in self._results(job, layout, left, runner):
             if found.teacher:
@@ -145,22 +132,19 @@ class Sweep:
                 fresh = [w for w in metrics if w.window not in done.get(key_of(candidates[index]), ())]
                 if fresh:
                     key, measured = key_of(candidates[index]), measured + len(fresh)
-                    self.run.store_samples(role, *key, fresh, found.seconds, self._dtype)
+                    self.run.store_samples(role, *key, fresh, found.seconds, _dtype(self.model))
                     self.progress.advanced(shown[index] * len(fresh), str(candidates[index]))
         seconds = time.perf_counter() - begin
         return SweepResult(
             len(candidates), len(windows), windows.tokens, measured, reused, seconds, layout.precision
         )
 
-    def _runner(self, job: Job) -> PieceRunner:
-        return PieceRunner(job, job.engine_on(self.model, self.progress.message, self.run.folder))
-
     def _results(
         self, job: Job, layout: Layout, pieces: list[Piece], runner: PieceRunner | None
     ) -> Iterator[Found]:
         """Done by this process, or by workers and then here what no worker could do."""
         if self.workers and (pieces := (yield from self.workers.do(pieces))):
-            runner = self._runner(job)
+            runner = PieceRunner(job, job.engine_on(self.model, self.progress.message))
             if runner.layout != layout:
                 raise RunError(
                     f"{len(pieces)} pieces of the sweep failed on every worker: {self.workers.reason}; the rest is "
@@ -170,10 +154,6 @@ class Sweep:
             assert runner is not None
             self.progress.message(f"original model on {len(piece.windows)} windows")
             yield from runner.do(piece)
-
-    @property
-    def _dtype(self) -> str:
-        return str(next(self.model.model.parameters()).dtype).removeprefix("torch.")
 
     def _say_how_much(
         self, candidates: Sequence[Candidate], pieces: Sequence[Piece], costs: Sequence[float], done: Done
@@ -228,17 +208,10 @@ class Sweep:
 def work_of(model: LoadedModel, candidate: Candidate, engine: str = FastEngine.name) -> float:
     """Relative cost of a candidate: the parameters of the blocks it runs through, and twice the head's."""
     anatomy = model.anatomy
+    start = max(0, first_block(anatomy, candidate.perturbation)) if engine == FastEngine.name else 0
     blocks = sum(c.parameters for c in anatomy.candidates if c.block is not None) / max(1, anatomy.blocks)
     head = anatomy.component(anatomy.head).parameters
-    return blocks * (blocks_run(model, candidate) if engine == FastEngine.name else anatomy.blocks) + 2 * head
-
-
-def blocks_run(model: LoadedModel, candidate: Candidate) -> int:
-    """How many blocks a candidate runs through."""
-    anatomy, start = model.anatomy, candidate.component.block
-    if start is None:
-        start = anatomy.blocks if candidate.component.name == anatomy.head != anatomy.embedding else 0
-    return anatomy.blocks - start
+    return blocks * (anatomy.blocks - start) + 2 * head
 
 
 def quantizing_work(candidate: Candidate, length: int) -> float:
@@ -255,9 +228,7 @@ def windows_by_cost(model: LoadedModel, candidates: Sequence[Candidate], length:
     """How many windows to measure on by default: on a CPU as many as take about as long as quantizing, on a GPU as many
     as its allowance of multiplications permits and four rounds of its free memory hold. Counted, not timed, so that a
     busy machine changes nothing."""
-    once = {
-        candidate.component.name: candidate for candidate in candidates
-    }.values()  # about what a plan needs
+    once = {each.component.name: each for each in candidates}.values()  # about what a plan needs
     each = length * sum(work_of(model, candidate) for candidate in once)
     quantizing = sum(quantizing_work(candidate, 1) for candidate in once)
     most = MOST_WINDOWS
@@ -278,12 +249,16 @@ def model_identity(model: LoadedModel) -> dict[str, object]:
         "tokenizer": model.tokenizer_source,
         "model_type": anatomy.model_type,
         "model_fingerprint": model.fingerprint,
-        "dtype": str(next(model.model.parameters()).dtype).removeprefix("torch."),
+        "dtype": _dtype(model),
         "head": anatomy.head,
         "embedding": anatomy.embedding,
         "components": [c.to_json() for c in anatomy.components],
         **model.task.identity,
     }
+
+
+def _dtype(model: LoadedModel) -> str:
+    return str(next(model.model.parameters()).dtype).removeprefix("torch.")
 
 
 def _hash(ids: torch.Tensor) -> str:

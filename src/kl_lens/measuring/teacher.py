@@ -75,13 +75,9 @@ class Teacher:
         budget: int | None,
         remember_parts: bool = False,
     ) -> None:
-        """
-        Args:
-            tokens: how many run together.
-            row_chunk: how many rows of logits are computed at once.
-            budget: bytes for everything kept; what remains goes to outputs of the blocks' parts. None: for a model on
-                disk, only the inputs of the first block and of the head are kept.
-        """
+        """`tokens` run together; `row_chunk` rows of logits are computed at once. `budget`: bytes for everything kept;
+        what remains goes to outputs of the blocks' parts. None: for a model on disk, only the inputs of the first block
+        and of the head are kept."""
         self.chain = chain = model.chain
         self._layout, self.row_chunk, self._keeps_inputs = layout, row_chunk, budget is not None
         vocabulary, width = model.anatomy.component(model.anatomy.head).shape
@@ -215,13 +211,6 @@ class BlockMemo:
     part without a perturbed weight that is called with exactly the recorded inputs returns the recorded output; any
     other call runs. On a GPU inputs count as equal only if they are the same tensor: comparing values would make the
     host wait.
-
-    Example:
-        >>> memo = BlockMemo(block)
-        >>> with memo.recording():
-        ...     hidden = block(states)
-        >>> with memo.replaying(perturbed={id(block.mixer.out_proj.weight)}):
-        ...     other = block(states)                  # in_proj and what depends only on it do not run again
     """
 
     def __init__(self, block: nn.Module) -> None:

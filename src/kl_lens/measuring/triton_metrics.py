@@ -114,9 +114,8 @@ def _finished(sums: torch.Tensor, shift: torch.Tensor, targets: torch.Tensor) ->
     log = torch.log1p(x)
     return torch.stack(
         (
-            torch.where(
-                x.abs() < 1, forward - (x - log), log - linear
-            ),  # far from the teacher, F and x are huge and nearly equal
+            # Far from the teacher, F and x are huge and nearly equal.
+            torch.where(x.abs() < 1, forward - (x - log), log - linear),
             backward / (1 + x) - (log - x / (1 + x)),
             error,
             torch.where(targets >= 0, shift.double() + log - at_target, 0.0),

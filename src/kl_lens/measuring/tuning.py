@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch.nn import functional
@@ -39,13 +38,8 @@ def tuned(
     rates: TuningRates | None = None,
     progress: Callable[[int, int], None] = lambda done, steps: None,
 ) -> dict[str, Quantized]:
-    """Component → its tuned form, for those of the plan that have FP16 scales.
-
-    Args:
-        recipes: of the plan.
-        ids: the text, (windows, length).
-        progress: called with (steps done, steps).
-    """
+    """Component → its tuned form, for those of the plan that have FP16 scales. `ids`: the text, (windows, length);
+    `progress` gets (steps done, steps)."""
     model.require_memory("tuning")
     rates = rates or TuningRates()
     parts = {
@@ -104,7 +98,7 @@ class _Tunable:
             _rounded(s * f, torch.Tensor.half) for s, f in zip(self._scales, self._whole_factors, strict=True)
         ]
         small = [
-            _rounded(s.values * f, partial(_whole_number, s.lowest, s.highest))
+            _rounded(s.values * f, lambda exact, s=s: exact.round().clamp(s.lowest, s.highest))  # type: ignore[misc]
             for s, f in zip(self._small, self._small_factors, strict=True)
         ]
         return whole, small
@@ -132,10 +126,6 @@ class _Tunable:
 def _rounded(exact: torch.Tensor, rounding: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """Rounded, with the gradient of what is not (straight-through)."""
     return exact + (rounding(exact).float() - exact).detach()
-
-
-def _whole_number(lowest: int, highest: int, exact: torch.Tensor) -> torch.Tensor:
-    return exact.round().clamp(lowest, highest)
 
 
 class _Student(torch.nn.Module):

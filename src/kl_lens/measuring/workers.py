@@ -17,6 +17,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, ProcessPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
 from threading import Thread
@@ -53,10 +54,9 @@ _RAY_SETTINGS = {
 def workers_by_default(cores: int, copy_bytes: int, budget: int, free: int, operations: float) -> int:
     """The default number of processes for a sweep on a CPU; 1: only this one, with all threads.
 
-    Products of a small model are too small for many cores, but candidates are independent. So the default is workers
-    with two threads each: on 16 cores they were as fast as twice as many with one thread, at half the memory and
-    starting time. If so many copies (weights, and the states of a batch) do not fit into the memory budget and free
-    memory, half as many with twice the threads, and so on.
+    Products of a small model are too small for many cores, but candidates are independent. So workers with two threads
+    each: on 16 cores as fast as twice as many with one thread, at half the memory. If so many copies (weights, and the
+    states of a batch) do not fit into budget and free memory, half as many with twice the threads, and so on.
     """
     if cores < MANY_CORES or operations < cores * LEAST_OPERATIONS:
         return 1
@@ -145,19 +145,22 @@ class Worker:
         return model
 
 
+@dataclass(frozen=True, eq=False)
+class Hand:
+    """A worker, from outside."""
+
+    submit: Callable[..., Future[Any]]
+    end: Callable[[], None]
+
+
 class Workers:
-    """Maps the pieces of a sweep to results as they come.
+    """Maps the pieces of a sweep to results as they come."""
 
-    Example:
-        >>> with hired(order, 2) as workers:
-        ...     Sweep(model, run, workers=workers).measure(candidates, windows)
-    """
-
-    def __init__(self, hire: Callable[[], _Process | _Actor], count: int, say: Callable[[str], None]) -> None:
+    def __init__(self, hire: Callable[[], Hand], count: int, say: Callable[[str], None]) -> None:
         self.count, self._hire, self._say = count, hire, say
         self._number = 0  # of the sweep
-        self._busy: dict[Future[Any], tuple[_Process | _Actor, int, Piece | None]] = {}
-        self._idle: dict[_Process | _Actor, tuple[int, ...]] = {}  # worker → windows whose teacher it has
+        self._busy: dict[Future[Any], tuple[Hand, int, Piece | None]] = {}
+        self._idle: dict[Hand, tuple[int, ...]] = {}  # worker → windows whose teacher it has
         self.reason = ""  # why a worker failed last
 
     def begin(self, job: Job) -> Layout:
@@ -193,7 +196,7 @@ class Workers:
         for worker in (*self._idle, *(worker for worker, _, _ in self._busy.values())):
             worker.end()
 
-    def _give(self, worker: _Process | _Actor, piece: Piece | None = None) -> None:
+    def _give(self, worker: Hand, piece: Piece | None = None) -> None:
         try:
             future = worker.submit(self._number, self._job, self._layout, piece)
         except BrokenExecutor as error:  # it died while it had nothing to do
@@ -246,12 +249,8 @@ def hired(
     copy_bytes: int = 0,
     say: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Workers]:
-    """Workers on this machine, or on the Ray cluster at this address.
-
-    Args:
-        count: None: one; on a cluster one per GPU, or per machine without GPUs.
-        copy_bytes: of one worker's model.
-    """
+    """Workers on this machine, or on the Ray cluster at this address; `count` None: one, on a cluster one per GPU, or
+    per machine without GPUs. `copy_bytes`: of one worker's model."""
     with ExitStack() as ending:
         if ray is None:
             count, each, free = count or 1, copy_bytes + PROCESS_BYTES, available_memory()
@@ -266,7 +265,7 @@ def hired(
             library = _ray(ray, count)
             ending.callback(library.shutdown)
             order, count = _on_ray(library, ray, order, count, gpus_each)
-        workers = Workers(lambda: _Actor(library, order) if ray else _Process(order), count, say)
+        workers = Workers(lambda: _actor(library, order) if ray else _process(order), count, say)
         ending.callback(workers.close)
         yield workers
 
@@ -274,23 +273,20 @@ def hired(
 _worker: Worker  # in a process of a pool
 
 
-class _Process:
+def _process(order: Order) -> Hand:
     """A process pool of one process: a worker that dies breaks no other's."""
+    with _starting(order.threads):
+        before = active_children()
+        pool = ProcessPoolExecutor(1, get_context("spawn"), _become, (order,))
+        pool.submit(int)
+        processes = [child for child in active_children() if child not in before]
 
-    def __init__(self, order: Order) -> None:
-        with _starting(order.threads):
-            before = active_children()
-            self._pool = ProcessPoolExecutor(1, get_context("spawn"), _become, (order,))
-            self._pool.submit(int)
-            self._processes = [child for child in active_children() if child not in before]
-
-    def submit(self, *work: object) -> Future[Any]:
-        return self._pool.submit(_do, *work)
-
-    def end(self) -> None:
-        for process in self._processes:
+    def end() -> None:
+        for process in processes:
             process.kill()
-        self._pool.shutdown()
+        pool.shutdown()
+
+    return Hand(partial(pool.submit, _do), end)
 
 
 @contextmanager
@@ -330,19 +326,11 @@ def _do(*work: Any) -> Any:
     return _worker.do(*work)
 
 
-class _Actor:
+def _actor(ray: Any, order: Order) -> Hand:
     """A worker on a Ray cluster."""
-
-    def __init__(self, ray: Any, order: Order) -> None:
-        self._ray = ray
-        options = {"num_cpus": order.threads, "num_gpus": order.gpus, "scheduling_strategy": "SPREAD"}
-        self._actor = ray.remote(Worker).options(**options).remote(order)
-
-    def submit(self, *work: object) -> Future[Any]:
-        return self._actor.do.remote(*work).future()
-
-    def end(self) -> None:
-        self._ray.kill(self._actor)
+    options = {"num_cpus": order.threads, "num_gpus": order.gpus, "scheduling_strategy": "SPREAD"}
+    actor = ray.remote(Worker).options(**options).remote(order)
+    return Hand(lambda *work: actor.do.remote(*work).future(), partial(ray.kill, actor))
 
 
 def _ray(address: str, count: int | None) -> Any:

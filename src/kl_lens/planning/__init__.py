@@ -1,65 +1,37 @@
 """Planning: from a sensitivity table to the best use of every byte."""
 
 from kl_lens.planning.budget import (
-    BudgetSolution,
-    FrontierPoint,
-    frontier,
-    plan_for_budget,
-    plan_for_loss,
+    BudgetSolution as BudgetSolution,
+    FrontierPoint as FrontierPoint,
+    frontier as frontier,
+    plan_for_budget as plan_for_budget,
+    plan_for_loss as plan_for_loss,
 )
-from kl_lens.planning.files import plan_path, read_plan, write_plan
+from kl_lens.planning.files import plan_path as plan_path, read_plan as read_plan, write_plan as write_plan
 from kl_lens.planning.predict import (
-    Cost,
-    Predictor,
-    cost_of,
-    differences,
-    finished_plan,
-    interaction,
-    prediction_metric,
-    repredicted,
-    uniform_plan,
-    verify,
+    Cost as Cost,
+    Predictor as Predictor,
+    cost_of as cost_of,
+    differences as differences,
+    finished_plan as finished_plan,
+    interaction as interaction,
+    prediction_metric as prediction_metric,
+    repredicted as repredicted,
+    uniform_plan as uniform_plan,
+    verify as verify,
 )
-from kl_lens.planning.problem import Problem, build_problem, store_fixed_bytes, stored_fixed_bytes
+from kl_lens.planning.problem import (
+    Problem as Problem,
+    build_problem as build_problem,
+    store_fixed_bytes as store_fixed_bytes,
+    stored_fixed_bytes as stored_fixed_bytes,
+)
 from kl_lens.planning.rivals import (
-    Contender,
-    Contest,
-    PairedDifference,
-    contest,
-    paired_difference,
-    stock_with_our_methods,
+    Contender as Contender,
+    Contest as Contest,
+    PairedDifference as PairedDifference,
+    contest as contest,
+    paired_difference as paired_difference,
+    stock_with_our_methods as stock_with_our_methods,
 )
-from kl_lens.planning.speed import SpeedModel, speed_model
-
-__all__ = [
-    "BudgetSolution",
-    "Contender",
-    "Contest",
-    "Cost",
-    "FrontierPoint",
-    "PairedDifference",
-    "Predictor",
-    "Problem",
-    "SpeedModel",
-    "build_problem",
-    "contest",
-    "cost_of",
-    "differences",
-    "finished_plan",
-    "frontier",
-    "interaction",
-    "paired_difference",
-    "plan_for_budget",
-    "plan_for_loss",
-    "plan_path",
-    "prediction_metric",
-    "read_plan",
-    "repredicted",
-    "speed_model",
-    "stock_with_our_methods",
-    "store_fixed_bytes",
-    "stored_fixed_bytes",
-    "uniform_plan",
-    "verify",
-    "write_plan",
-]
+from kl_lens.planning.speed import SpeedModel as SpeedModel, speed_model as speed_model

@@ -197,12 +197,9 @@ def plan_for_loss(
     """The smallest plan found whose measured loss is at most `max_loss` nats per token.
 
     The additive prediction understates what many components lose together. So each plan is measured as a whole, and
-    the limit on predicted KL is moved until the measured loss just fits.
-
-    Args:
-        loss: of an assignment in nats per token, measured on text that no later evaluation uses, with any safety margin
-            included: KL from the original, or log(1 + x) for a perplexity that may grow by a share x.
-        evaluations: most plans to measure; more come closer to the limit.
+    the limit on predicted KL is moved until the measured loss just fits, at most `evaluations` times. `loss`: of an
+    assignment in nats per token, on text that no later evaluation uses, with any safety margin included: KL from the
+    original, or log(1 + x) for a perplexity that may grow by a share x.
     """
     if not max_loss > 0:
         raise BudgetError("the allowed loss must be above 0; only FP16 loses nothing")

@@ -71,8 +71,8 @@ class Predictor:
             return Estimate(0.0, 0.0)
         return self._measured.get((component, recipe))
 
-    def unmeasured(self, assignment: Mapping[str, str]) -> tuple[str, ...]:
-        return tuple(c for c, r in assignment.items() if self.estimate(c, r) is None)
+    def unmeasured(self, assignment: Mapping[str, str]) -> list[str]:
+        return [c for c, r in assignment.items() if self.estimate(c, r) is None]
 
     def predicted(self, assignment: Mapping[str, str]) -> list[str]:
         """Components whose damage was predicted, not measured."""
@@ -151,11 +151,6 @@ def _most(table: SensitivityTable) -> float:
     return _LARGEST * math.log(max(rows[0], 2) if rows else 2**20)
 
 
-def complete(table: SensitivityTable, assignment: Mapping[str, str]) -> dict[str, str]:
-    """The assignment with every quantizable component named, in the model's order."""
-    return {c.name: assignment.get(c.name, FP16) for c in table.candidates}
-
-
 def finished_plan(
     table: SensitivityTable,
     name: str,
@@ -169,7 +164,7 @@ def finished_plan(
     """A plan with all components named, exact bytes, a prediction, and replaced recipes in the notes."""
     cost = cost_of(table.components, assignment)
     predictor = predictor or Predictor(table)
-    settled = complete(table, cost.stored)
+    settled: dict[str, str] = {c.name: cost.stored.get(c.name, FP16) for c in table.candidates}
     predicted = predictor.total(settled)
     remarks: dict[str, object] = dict(notes or {})
     if cost.fallbacks:
@@ -177,7 +172,7 @@ def finished_plan(
     if predicted is not None:
         remarks["predicted_kl_standard_error"] = finite_or_none(predicted.standard_error)
     else:
-        remarks["unmeasured"] = list(predictor.unmeasured(settled))
+        remarks["unmeasured"] = predictor.unmeasured(settled)
     if guessed := predictor.predicted(settled):
         remarks["predicted"] = guessed
     if predictor.metric != PREDICTED_METRIC:
@@ -237,30 +232,24 @@ def finite_or_none(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-@dataclass(frozen=True)
-class Verification:
-    explained: bool | None  # whether the errors explain the difference; None if an error is unknown
-    message: str  # one line for the user
+def verify(predicted: Estimate, measured: Estimate) -> tuple[bool, str]:
+    """Whether the errors, as far as they are known, explain the difference, and a line that says so.
 
-
-def verify(predicted: Estimate, measured: Estimate) -> Verification:
-    """Prediction and measurement use different text, so their errors are independent."""
+    Prediction and measurement use different text, so their errors are independent.
+    """
     ratio = measured.value / predicted.value if predicted.value else math.inf
-    numbers = (
-        f"predicted {spell_estimate(predicted)}, measured {spell_estimate(measured)} nats per token "
-        f"({ratio:.3g} times)"
-    )
+    both = f"predicted {spell_estimate(predicted)}, measured {spell_estimate(measured)} nats per token"
+    numbers = f"{both} ({ratio:.3g} times)"
     difference = measured.value - predicted.value
     error = math.hypot(predicted.standard_error, measured.standard_error)
     if not math.isfinite(error) or not math.isfinite(difference):
-        return Verification(None, f"{numbers}; without a known error the difference means nothing")
+        return True, f"{numbers}; without a known error the difference means nothing"
     if abs(difference) <= MOST_ERRORS * error:
-        return Verification(True, f"{numbers}; the errors explain the difference")
+        return True, f"{numbers}; the errors explain the difference"
     direction = "add up to more" if difference > 0 else "partly cancel"
-    return Verification(
-        False,
+    return False, (
         f"warning: {numbers}; the difference is {abs(difference) / error:.1f} standard errors: the components' "
-        f"damages {direction} together, or the texts differ",
+        f"damages {direction} together, or the texts differ"
     )
 
 

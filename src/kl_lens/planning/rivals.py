@@ -101,10 +101,8 @@ def contest(
     """Recommends ours, or the best of the rivals that are no larger and not worse.
 
     Not worse: the confidence interval of the rival's KL minus ours begins at zero or below and ends within `LEVEL`.
-    Every rival is compared with ours alone, so that small losses cannot add up from rival to rival.
-
-    Args:
-        keeps: whether a rival is within the user's limit; only then can it win.
+    Every rival is compared with ours alone, so that small losses cannot add up from rival to rival. A rival that does
+    not keep the user's limit cannot win.
     """
     found: dict[str, list[Contender]] = {"worse": [], "good": [], "beyond": [], "unknown": []}
     for rival in rivals:

@@ -13,8 +13,7 @@ from typing import ClassVar
 from kl_lens.base.errors import KLLensError, UnlearntError
 from kl_lens.measuring import screening
 from kl_lens.measuring.engines import DEFAULT_MEMORY
-from kl_lens.measuring.perturbation import find_candidates, name_pattern
-from kl_lens.measuring.pieces import key_of
+from kl_lens.measuring.perturbation import find_candidates, key_of, name_pattern
 from kl_lens.measuring.products import PRECISIONS
 from kl_lens.measuring.statistics import StoredStatistics
 from kl_lens.measuring.sweep import Sweep, SweepResult, error_work

@@ -158,10 +158,10 @@ class TargetPlanner:
         if parts is None:
             return plan
         predicted = Estimate(factor * parts.value, factor * parts.standard_error)
-        verification = planning.verify(predicted, result.kl)
-        if verification.explained is False:
-            events.warn(f"{plan.name}: {verification.message}")
-        notes = plan.notes | {"verification": verification.message}
+        explained, message = planning.verify(predicted, result.kl)
+        if not explained:
+            events.warn(f"{plan.name}: {message}")
+        notes = plan.notes | {"verification": message}
         return replace(plan, notes=notes, predicted_kl=predicted.value, interaction=factor)
 
     # -- stock recipes -----------------------------------------------------------------------------------------

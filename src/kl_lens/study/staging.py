@@ -13,8 +13,7 @@ from typing import Any
 
 from kl_lens import planning
 from kl_lens.base.errors import BudgetError
-from kl_lens.measuring.perturbation import Candidate
-from kl_lens.measuring.pieces import key_of
+from kl_lens.measuring.perturbation import Candidate, key_of
 from kl_lens.measuring.screening import PART, Key, Screen
 from kl_lens.measuring.sweep import Sweep, SweepResult, error_work, quantizing_work, work_of
 from kl_lens.model import LoadedModel

@@ -64,13 +64,7 @@ class Statistics(Protocol):
 
 
 class WeightStore:
-    """Quantized weights of one model.
-
-    Example:
-        >>> store = WeightStore(source)
-        >>> store.quantized("backbone.layers.0.mixer.in_proj", Recipe("int4-g64")).digest
-        >>> store.values("backbone.layers.0.mixer.in_proj", Recipe("int4-g64"))  # float32, what a runtime computes with
-    """
+    """Quantized weights of one model."""
 
     def __init__(
         self,

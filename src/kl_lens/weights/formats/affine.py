@@ -37,7 +37,7 @@ class AffineFormat(GroupedFormat):
     def _bytes(self, shape: tuple[int, ...]) -> int:
         return super()._bytes(shape) + self._groups(shape) * self.scale_dtype.itemsize
 
-    def _pack(self, quantized: Quantized) -> npt.NDArray[np.uint8]:
+    def pack(self, quantized: Quantized) -> npt.NDArray[np.uint8]:
         """One stream of bits, the first code in the lowest; a row always ends with a 32-bit word."""
         codes = quantized.data.cpu().contiguous().numpy().reshape(-1, 8)
         packed = np.empty((len(codes), self.bits), np.uint8)
@@ -66,7 +66,7 @@ class AffineFormat(GroupedFormat):
         codes = ((groups - biases) / scales).round_().clamp_(0, top)
         return self._stored(weight, codes.to(torch.uint8), scales, biases.to(self.scale_dtype))
 
-    def _dequantize(self, quantized: Quantized) -> torch.Tensor:
+    def dequantize(self, quantized: Quantized) -> torch.Tensor:
         assert quantized.scales is not None
         assert quantized.zero_points is not None
         groups = self._grouped(quantized.data.float()).mul_(quantized.scales.float().unsqueeze(-1))

@@ -80,11 +80,7 @@ class GGUFFormat(Format):
     def quantize_with(
         self, weight: torch.Tensor, importance: torch.Tensor, name: str = "weight"
     ) -> Quantized:
-        """The stored form, searched with llama.cpp's importance weighting.
-
-        Args:
-            importance: mean square of each column's input, (columns,).
-        """
+        """The stored form, searched with llama.cpp's weighting by the mean square of each column's input."""
         self._require_fit(tuple(weight.shape), name)
         values = checked_float32(weight, name)
         try:
@@ -92,10 +88,7 @@ class GGUFFormat(Format):
         except FormatError as error:
             raise FormatError(f"{name}: {error}") from None
         # The search can move minima outside FP16's range, but only near its end.
-        if (
-            float(values.abs().max()) > LARGEST_MAGNITUDE / 2
-            and not self._dequantize(stored).isfinite().all()
-        ):
+        if float(values.abs().max()) > LARGEST_MAGNITUDE / 2 and not self.dequantize(stored).isfinite().all():
             raise FormatError(f"{name}: {self.name} cannot hold weights so close to FP16's end; rescale them")
         return stored
 
@@ -121,7 +114,7 @@ class GGUFFormat(Format):
         data = torch.from_numpy(blocks).reshape(*weight.shape[:-1], -1)
         return Quantized(self.name, tuple(weight.shape), data.to(weight.device))
 
-    def _dequantize(self, quantized: Quantized) -> torch.Tensor:
+    def dequantize(self, quantized: Quantized) -> torch.Tensor:
         import torch
 
         from kl_lens.weights.formats.blocks import LAYOUTS, dequantized
@@ -208,20 +201,13 @@ def quantize_rows(
     """Quantizes a (rows, columns) array with ggml, on as many threads as torch uses.
 
     Rows are independent, so the number of threads changes only the time. ggml aborts the process on invalid input, so
-    all known cases are refused here.
-
-    Args:
-        importance: how much each column matters (mean square of its input), as in llama.cpp's importance matrix. Only
-            proportions count.
+    all known cases are refused here. Of the importance of columns only proportions count.
     """
     library = ggml_library()
     weight = np.ascontiguousarray(weight, dtype=np.float32)
     rows, columns = weight.shape
-    kind = gguf_module().GGMLQuantizationType(ggml_type)
     if importance is not None:
         importance = _proportions(importance, columns)
-    elif library.ggml_quantize_requires_imatrix(ggml_type):
-        raise FormatError(f"{kind.name} needs the importance of columns (an importance matrix)")
     blocks = np.empty((rows, row_bytes), np.uint8)
     weighed = None if importance is None else importance.ctypes.data
     library.ggml_quantize_init(ggml_type)  # tables of the IQ types, once; up to six seconds

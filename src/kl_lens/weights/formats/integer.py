@@ -92,7 +92,7 @@ class GroupedFormat(Format):
         """What the scales are multiplied with, in float32."""
         return codes.float()
 
-    def _dequantize(self, quantized: Quantized) -> torch.Tensor:
+    def dequantize(self, quantized: Quantized) -> torch.Tensor:
         assert quantized.scales is not None
         groups = self._grouped(self._places(quantized.data))
         if quantized.zero_points is not None:
@@ -104,8 +104,8 @@ class GroupedFormat(Format):
         numbers = (math.prod(shape) * self.bits + 7) // 8
         return numbers + self._groups(shape) * self.scale_dtype.itemsize
 
-    def _pack(self, quantized: Quantized) -> npt.NDArray[np.uint8]:
-        return super()._pack(quantized) if self.bits == 8 else pack_codes(quantized.data, self.bits)
+    def pack(self, quantized: Quantized) -> npt.NDArray[np.uint8]:
+        return super().pack(quantized) if self.bits == 8 else pack_codes(quantized.data, self.bits)
 
     def _columns_per_group(self, shape: tuple[int, ...]) -> int:
         return self.group_size or shape[-1]
@@ -188,7 +188,6 @@ class ZeroPointFormat(GroupedFormat):
 
     def pack_zero_points(self, quantized: Quantized) -> npt.NDArray[np.uint8]:
         """The zero points as in a file: of the same type as the weights."""
-        self._require_own(quantized)
         assert quantized.zero_points is not None
         return pack_codes(quantized.zero_points, self.bits)
 

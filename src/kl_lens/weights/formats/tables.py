@@ -126,7 +126,7 @@ class MicroscalingFormat(TableFormat):
         )
         return self.scale_values(self.stored_scales(wanted))
 
-    def _pack(self, quantized: Quantized) -> npt.NDArray[np.uint8]:
+    def pack(self, quantized: Quantized) -> npt.NDArray[np.uint8]:
         """E2M1's codes: the magnitude's index, and 8 for a negative sign."""
         places = quantized.data.int() - MX_ZERO
         return pack_codes(places.abs() + 8 * (places < 0), self.bits)

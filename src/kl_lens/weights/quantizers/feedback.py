@@ -146,12 +146,8 @@ def round_in_order(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and errors (weight − value) of a block. Each column's wanted value shifts with the errors before it.
 
-    Args:
-        wanted: (rows, width), the weights plus corrections for the errors of earlier blocks. Changed.
-        weight: (rows, width).
-        mixing: (width, width), upper triangular: how much of a column's error each later one absorbs.
-        levels: the `Levels` of the whole weight.
-        columns: (width,), the block's columns in it.
+    `wanted`, which changes: the weights (rows, width) plus corrections for the errors of earlier blocks. `mixing`: how
+    much of a column's error each later one absorbs. `levels`: of the whole weight, `columns`: the block's in it.
     """
     if runs_triton(weight.device):
         from kl_lens.weights.quantizers import triton_columns
@@ -167,14 +163,8 @@ def descend(
     pull: torch.Tensor, moments: torch.Tensor, codes: torch.Tensor, errors: torch.Tensor, levels: Levels,
     columns: torch.Tensor,
 ) -> None:  # fmt: skip
-    """One round of coordinate descent over a block: each column moves to its best level while the others stay.
-
-    Args:
-        pull: (rows, width), the whole row's errors times this block's columns of the moments. Changed.
-        moments: (width, width), the block's own.
-        codes, errors: (rows, width). Changed.
-        levels, columns: as above.
-    """
+    """One round of coordinate descent over a block: each column moves to its best level while the others stay. `pull`:
+    the whole row's errors times this block's columns of the moments; it changes, and so do `codes` and `errors`."""
     if runs_triton(pull.device):
         from kl_lens.weights.quantizers import triton_columns
 

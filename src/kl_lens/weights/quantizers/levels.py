@@ -30,9 +30,8 @@ class Levels:
     zero_points: torch.Tensor | None = None  # (rows, groups), float32
     table: tuple[float, ...] | None = None  # ascending
     offsets: torch.Tensor | None = None  # (rows, groups), float32: the minima stored beside a block's scales
-    fixed: bool = (
-        False  # scales are not fitted to codes: too coarse (powers of two), or found by ggml's search
-    )
+    # Scales are not fitted to codes: too coarse (powers of two), or found by ggml's search.
+    fixed: bool = False
 
     def with_scales(self, scales: torch.Tensor, zero_points: torch.Tensor | None = None) -> Levels:
         return replace(self, scales=scales, zero_points=zero_points)

@@ -56,8 +56,6 @@ QUANTIZERS: dict[str, Quantizer] = {}
 
 
 def register(quantizer: Quantizer) -> Quantizer:
-    if quantizer.name in QUANTIZERS:
-        raise FormatError(f"quantizer {quantizer.name!r} is registered twice")
     QUANTIZERS[quantizer.name] = quantizer
     return quantizer
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 import pytest
 import torch
@@ -10,29 +12,19 @@ from hypothesis import given, settings, strategies as st
 from kl_lens.base.errors import FormatError
 from kl_lens.weights.formats import get_format
 from kl_lens.weights.formats.blocks import LAYOUTS
-from kl_lens.weights.quantizers import InputStatistics
+from kl_lens.weights.formats.gguf_blocks import ggml_library
+from kl_lens.weights.quantizers import InputStatistics, get_quantizer, lattice_rounding as lattices
 from kl_lens.weights.quantizers.block_scales import searched_blocks
 from kl_lens.weights.quantizers.feedback import Objective, descended, fed_back, with_fitted_scales
 from kl_lens.weights.quantizers.group_scales import searched_levels, try_scales, try_scales_on_cpu
+from kl_lens.weights.quantizers.lattice_rounding import LATTICES, run_scales, with_codes as with_lattice_codes
 from kl_lens.weights.quantizers.levels import Levels, block_levels, with_codes
 from kl_lens.weights.quantizers.methods import BLOCKS
 from kl_lens.weights.quantizers.quantizer import row_losses
 from kl_lens.weights.recipes import Recipe
 
 TOKENS = 10**6  # that moments rest on: enough
-GROUPED = (
-    "int4",
-    "int4-g32",
-    "int4-g64",
-    "int8",
-    "int8-g128",
-    "uint4-g64",
-    "uint2-g64",
-    "nf4-g32",
-    "mxfp4",
-    "affine3-g32",
-    "affine4-g64",
-)
+GROUPED = ["int4", "int4-g32", "int8", "uint4-g64", "uint2-g64", "nf4-g32", "mxfp4", "affine3-g32"]
 RECIPES = [
     *(f"{name}+{method}" for name in GROUPED for method in ("search", "gptq")),
     *(f"{name}+imatrix" for name in LAYOUTS if name != "q8_0"),
@@ -47,12 +39,12 @@ def _weight(rows: int = 24, columns: int = 256, seed: int = 0) -> torch.Tensor:
 def _moments(columns: int = 256, tokens: int = 600, seed: int = 1) -> torch.Tensor:
     """Inputs that go together, some of them far larger than others, as in a real model."""
     generator = torch.Generator().manual_seed(seed)
-    mixed = torch.randn(tokens, columns, generator=generator) @ torch.randn(
-        columns, columns, generator=generator
-    )
-    inputs = (mixed / columns**0.5 + torch.randn(tokens, columns, generator=generator)) * torch.exp(
-        torch.randn(columns, generator=generator)
-    )
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    mixed = random(tokens, columns) @ random(columns, columns)
+    inputs = (mixed / columns**0.5 + random(tokens, columns)) * torch.exp(random(columns))
     return inputs.T @ inputs / tokens
 
 
@@ -255,3 +247,51 @@ def test_what_rests_on_few_tokens_is_trusted_less(recipe: str) -> None:
     )
     assert _loss(weight, told, all_of_them).sum() < 0.97 * _loss(weight, trusting, all_of_them).sum()
     assert _loss(weight, told, few).sum() > _loss(weight, trusting, few).sum()
+
+
+# The first use of the others takes ggml seconds.
+NAMES = [name if name == "iq3_xxs" else pytest.param(name, marks=pytest.mark.slow) for name in LATTICES]
+ROWS, COLUMNS = 4, 512
+
+
+def _decoded_by_ggml(name: str, blocks: np.ndarray) -> np.ndarray:
+    values = np.empty((len(blocks), 256), np.float32)
+    decode = getattr(ggml_library(), f"dequantize_row_{name}")
+    decode.argtypes, decode.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64], None
+    decode(blocks.ctypes.data, values.ctypes.data, values.size)
+    return values
+
+
+def _statistics(seed: int = 0) -> InputStatistics:
+    generator = torch.Generator().manual_seed(seed)
+    mixed = torch.randn(COLUMNS, COLUMNS, generator=generator) * 0.05 + torch.eye(COLUMNS)
+    inputs = torch.randn(2048, COLUMNS, generator=generator) @ mixed * torch.logspace(-1, 0.5, COLUMNS)
+    return InputStatistics(inputs.T @ inputs / len(inputs), (len(inputs),))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ggml_decodes_the_codes_and_signs_that_were_written(name: str) -> None:
+    lattice, random = LATTICES[name], np.random.default_rng(0)
+    weight, importance = _weight(ROWS, COLUMNS, 7), _statistics().importance
+    blocks = get_format(name).quantize_with(weight, importance).data.numpy().reshape(ROWS * 2, -1)
+    codes = random.integers(0, len(lattice.grid), (len(blocks), 256 // lattice.width), dtype=np.uint16)
+    signs = random.integers(0, 256, (len(blocks), 32), dtype=np.uint8)
+    if lattice.even:
+        bits = np.unpackbits(signs[..., None], axis=-1)
+        signs ^= (bits.sum(-1) % 2).astype(np.uint8) << 7
+    scales = run_scales(name, blocks)
+    expected = lattices._values(lattice.grid, codes, signs, scales)
+    found = _decoded_by_ggml(name, np.ascontiguousarray(with_lattice_codes(name, blocks, codes, signs)))
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LATTICES)
+def test_error_feedback_loses_less_than_importance_alone(name: str) -> None:
+    weight, statistics, fmt = _weight(ROWS, COLUMNS, 7), _statistics(), get_format(name)
+    plain = get_quantizer("imatrix").quantize(weight, fmt, "w", statistics)
+    ours = get_quantizer("gptq").quantize(weight, fmt, "w", statistics)
+    losses = [_loss(weight, fmt.dequantize(q), statistics.second_moments).sum() for q in (ours, plain)]
+    assert losses[0] < 0.8 * losses[1]
+    found = _decoded_by_ggml(name, np.ascontiguousarray(ours.data.numpy().reshape(ROWS * 2, -1)))
+    np.testing.assert_allclose(found.reshape(ROWS, COLUMNS), fmt.dequantize(ours).numpy(), rtol=1e-6)
