@@ -21,7 +21,7 @@ class PackedFormat(SignedScaleFormat):
         words = math.prod(shape[:-1]) * -(-shape[-1] * self.bits // 32)
         return 4 * words + self._groups(shape) * self.scale_dtype.itemsize
 
-    def _pack(self, quantized: Quantized) -> npt.NDArray[np.uint8]:
+    def pack(self, quantized: Quantized) -> npt.NDArray[np.uint8]:
         codes = (quantized.data.cpu().numpy() + np.int8(2 ** (self.bits - 1))).view(np.uint8)
         single = np.unpackbits(codes[..., None], axis=-1, bitorder="little")[..., : self.bits]
         rows = single.reshape(-1, codes.shape[-1] * self.bits)
