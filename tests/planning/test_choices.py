@@ -87,7 +87,10 @@ def test_unknown_recipes_name_the_component(wanted: str) -> None:
 def a_target(why_not: Callable[[str, int], str | None]) -> Any:
     """One whose files add nothing; what it refuses depends on a format's name and on columns."""
     return SimpleNamespace(
-        holds=lambda grid, shape: why_not(grid.name, shape[-1]), overhead=lambda grid: 0, name="toy"
+        holds=lambda grid, shape: why_not(grid.name, shape[-1]),
+        keeps=lambda component: None,
+        overhead=lambda grid: 0,
+        name="toy",
     )
 
 

@@ -105,7 +105,9 @@ def test_stock_assignments_get_our_methods_where_they_are_no_larger() -> None:
     damage = {"int4": 0.2, "int8": 0.02, "int8+search": 0.01, "q8_0": 0.001}
     table = table_of(parts, {(c.name, recipe): kl for c in parts for recipe, kl in damage.items()})
     target: Any = SimpleNamespace(
-        holds=lambda grid, shape: "not here" if grid.name == "q8_0" else None, overhead=lambda grid: 10
+        holds=lambda grid, shape: "not here" if grid.name == "q8_0" else None,
+        keeps=lambda component: None,
+        overhead=lambda grid: 10,
     )
     mixture = parsed({"head": "int8", "in_proj": "int4", "k": "int8"})
     problem = build_problem(table, target=target, keep_fused=False)
