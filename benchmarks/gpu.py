@@ -33,7 +33,7 @@ from kl_lens.measuring.pieces import noise_floor
 from kl_lens.model import LoadedModel, load
 from kl_lens.run.samples import WindowMetrics, summarise
 from kl_lens.study import CalibrateSettings, Session, perform
-from kl_lens.text import draw_windows
+from kl_lens.text.windows import draw_windows
 from kl_lens.weights.formats import get_format
 from kl_lens.weights.quantizers import InputStatistics, get_quantizer
 from kl_lens.weights.recipes import Recipe, fitting_recipe

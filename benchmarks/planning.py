@@ -22,7 +22,7 @@ from kl_lens.measuring.joint import PlanMeter
 from kl_lens.model import LoadedModel, load
 from kl_lens.run.records import SensitivityTable
 from kl_lens.study import Study
-from kl_lens.text import evaluation_windows
+from kl_lens.text.windows import evaluation_windows
 from result_files import Row, add_option, write
 from stress import STRESSED, plant
 

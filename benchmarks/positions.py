@@ -16,8 +16,8 @@ from pathlib import Path
 from common import machine
 from kl_lens import planning
 from kl_lens.run.folder import Run
-from kl_lens.run.positions import curve_of
 from kl_lens.run.records import Plan, SensitivityTable
+from kl_lens.run.samples import curve_of
 from kl_lens.study import EvaluateSettings, MeasureSettings, PlanSettings, Session, perform
 from result_files import Row, add_option, write
 

@@ -29,7 +29,7 @@ from kl_lens.measuring.statistics import gather
 from kl_lens.model import LanguageTask, LoadedModel, load
 from kl_lens.run.records import Plan
 from kl_lens.targets import get_target
-from kl_lens.text import Windows, draw_windows
+from kl_lens.text.windows import Windows, draw_windows
 from kl_lens.weights.recipes import Recipe, fitting_recipe, preferred
 from nncf_methods import NNCF_METHODS, put_file
 from result_files import Row, add_option, write

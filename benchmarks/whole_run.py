@@ -50,7 +50,7 @@ def write_model(name: str, place: Path, tokenizer: Path | None, device: str) -> 
     import torch
     import transformers
 
-    from kl_lens.base.resources import reference_path
+    from kl_lens.base.files import reference_path
 
     with torch.device(device):
         model = shape(name).model

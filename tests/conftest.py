@@ -21,7 +21,7 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 
 from kl_lens.profiling import benchmark, machine  # noqa: E402
-from kl_lens.text import tokens  # noqa: E402
+from kl_lens.text import windows  # noqa: E402
 from tests.families import tiny_model  # noqa: E402
 from tests.hub_server import Hub, serving  # noqa: E402
 
@@ -54,7 +54,7 @@ def machine_and_texts_read_once() -> Iterator[None]:
     """The machine for all benchmarks, from little memory. Texts: the tokens of more of them are kept."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(machine, "BUFFER_BYTES", 32 << 20)
-        patch.setattr(tokens, "_KEPT_STREAMS", 16)
+        patch.setattr(windows, "_KEPT_STREAMS", 16)
         patch.setattr(benchmark, "read_bandwidth", functools.cache(benchmark.read_bandwidth))
         yield
 

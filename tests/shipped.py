@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kl_lens.base.digests import bytes_digest
+from kl_lens.base.files import bytes_digest
 from kl_lens.targets import read_artifact
 
 

@@ -22,7 +22,7 @@ from kl_lens.run.folder import Run
 from kl_lens.run.journal import FILE
 from kl_lens.run.subjects import artifact_digest
 from kl_lens.targets import read_artifact
-from kl_lens.text import wikitext2
+from kl_lens.text.sources import wikitext2
 from tests.byte_level import save_tokenizer
 from tests.families import tiny_model
 from tests.forking import Ended, Forks

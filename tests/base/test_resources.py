@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kl_lens.base.errors import KLLensError
-from kl_lens.base.resources import find_resource, reference_path
+from kl_lens.base.files import reference_path
 
 
 def test_shipped_text_is_found() -> None:
@@ -19,11 +19,11 @@ def test_checkout_and_wheel_layouts(tmp_path: Path) -> None:
     (tmp_path / "reference" / "mamba").mkdir(parents=True)
     package.mkdir(parents=True)
     (tmp_path / "pyproject.toml").touch()
-    assert find_resource(package, "mamba") == tmp_path / "reference" / "mamba"
+    assert reference_path("mamba", package=package) == tmp_path / "reference" / "mamba"
 
     installed = tmp_path / "site-packages" / "kl_lens"
     (installed / "_reference" / "mamba").mkdir(parents=True)
-    assert find_resource(installed, "mamba") == installed / "_reference" / "mamba"
+    assert reference_path("mamba", package=installed) == installed / "_reference" / "mamba"
 
 
 def test_missing_files_are_reported(tmp_path: Path) -> None:
@@ -31,6 +31,6 @@ def test_missing_files_are_reported(tmp_path: Path) -> None:
     (tmp_path / "lib" / "reference").mkdir(parents=True)  # somebody else's
     package.mkdir(parents=True)
     with pytest.raises(KLLensError, match="mamba: not among the reference files of this installation"):
-        find_resource(package, "mamba")
+        reference_path("mamba", package=package)
     with pytest.raises(KLLensError, match="mamba9: not among the reference files"):
         reference_path("mamba9")

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from kl_lens.profiling import in_use
 from kl_lens.profiling.memory import MemoryUse, fresh_process
 from kl_lens.targets import SessionSettings
-from kl_lens.text import wikitext2
+from kl_lens.text.sources import wikitext2
 from tests.families import VOCABULARY, tiny_model
 
 

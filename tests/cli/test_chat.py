@@ -10,7 +10,7 @@ import pytest
 import transformers
 
 from kl_lens.base.errors import TargetError
-from kl_lens.base.resources import reference_path
+from kl_lens.base.files import reference_path
 from kl_lens.cli.main import main
 from kl_lens.run.records import Plan
 from kl_lens.targets import export, open_session

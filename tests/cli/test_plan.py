@@ -25,7 +25,7 @@ def measured(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.fixture
 def held_out(tmp_path: Path) -> list[str]:
-    from kl_lens.text import wikitext2
+    from kl_lens.text.sources import wikitext2
 
     path = tmp_path / "held-out.txt"
     path.write_text("\n\n".join(document.text for document in wikitext2("test").documents[:3]))
@@ -98,7 +98,7 @@ def test_a_limit_on_the_loss_is_kept_where_it_is_judged(measured: Path, tmp_path
     from kl_lens.reporting.answer import target_of
     from kl_lens.reporting.data import collect
     from kl_lens.run.folder import Run
-    from kl_lens.text import wikitext2
+    from kl_lens.text.sources import wikitext2
 
     hard = "\n\n".join(document.text for document in wikitext2("test").documents[:3])
     (tmp_path / "hard.txt").write_text(hard)

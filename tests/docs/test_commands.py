@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kl_lens.cli.main import VERBS, main, parse
-from kl_lens.text import wikitext2
+from kl_lens.text.sources import wikitext2
 from tests.docs.markdown import PAGES, QUICKSTART, README, ROOT, Block, blocks, commands, page_name
 
 RUN, NOT_RUN, PYTHON, OUTPUT = "bash", "console", "python", "text"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kl_lens.base.environment import for_child
-from kl_lens.text import wikitext2
+from kl_lens.text.sources import wikitext2
 from tests.docs.markdown import ROOT
 
 pytestmark = pytest.mark.slow

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from kl_lens.base.errors import KLLensError, TargetError
-from kl_lens.base.resources import reference_path
+from kl_lens.base.files import reference_path
 from kl_lens.base.units import parse_share
 from kl_lens.evaluation import EvaluationText, TorchSession, divergence_values, prepare, score_text, scoring
 from kl_lens.evaluation.scoring import likelihood_values, score_logits
@@ -18,7 +18,7 @@ from kl_lens.evaluation.tasks import judge, near_chance
 from kl_lens.measuring.perturbation import Perturbation, replacements, swapped
 from kl_lens.model import LanguageTask, LoadedModel
 from kl_lens.run.records import Estimate
-from kl_lens.text import Document, TextSource, wikitext2
+from kl_lens.text.sources import Document, TextSource, wikitext2
 from kl_lens.weights.recipes import Recipe
 
 

@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("gguf", reason="needs the extra gguf")
 
 from kl_lens.base.errors import TargetError
-from kl_lens.base.resources import reference_path
+from kl_lens.base.files import reference_path
 from kl_lens.cli.main import main
 from kl_lens.run.records import Plan
 from kl_lens.targets import export, open_session, quarantine

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from kl_lens.model import LoadedModel
-from kl_lens.text import Windows
-from kl_lens.text.windows import UsedDocument
+from kl_lens.text.windows import UsedDocument, Windows
 from tests.families import tiny_model, token_ids
 
 

@@ -36,7 +36,7 @@ from kl_lens.measuring.workers import (
 from kl_lens.model import LoadedModel, load
 from kl_lens.model.tasks import LanguageTask
 from kl_lens.run.folder import Run
-from kl_lens.text import Windows
+from kl_lens.text.windows import Windows
 from kl_lens.weights.recipes import Recipe
 from tests.families import tiny_model
 from tests.measuring.conftest import some_windows

@@ -14,7 +14,7 @@ import huggingface_hub.file_download
 import pytest
 
 from kl_lens.base.errors import CheckpointError
-from kl_lens.base.resources import reference_path
+from kl_lens.base.files import reference_path
 from kl_lens.measuring.sweep import model_identity
 from kl_lens.model import load, load_tokenizer, model_folder
 from kl_lens.model.hub import download

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from kl_lens.base.resources import reference_path
+from kl_lens.base.files import reference_path
 from kl_lens.model import load
-from kl_lens.text import evaluation_windows
+from kl_lens.text.windows import evaluation_windows
 
 CLASSES = {"mamba": "MambaForCausalLM", "mamba2": "Mamba2ForCausalLM", "hybrid": "FalconH1ForCausalLM"}
 CLASSES["hymba"] = "HymbaForCausalLM"  # smaller than the others, and trained for two minutes

@@ -13,7 +13,8 @@ from tests.cli.conftest import tiny_folder  # noqa: F401
 import kl_lens as kl
 from kl_lens import planning
 from kl_lens.cli.main import main
-from kl_lens.run.positions import (
+from kl_lens.run.records import Plan
+from kl_lens.run.samples import (
     FALLS,
     GROWS,
     LONGEST,
@@ -22,7 +23,6 @@ from kl_lens.run.positions import (
     longest_window,
     shown_bins,
 )
-from kl_lens.run.records import Plan
 
 TOKENS, WINDOWS = 2047, 6
 

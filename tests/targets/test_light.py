@@ -13,7 +13,7 @@ import transformers
 from tokenizers import Tokenizer, models
 
 from kl_lens.base.errors import TargetError
-from kl_lens.base.resources import reference_path
+from kl_lens.base.files import reference_path
 from kl_lens.cli.main import main
 from kl_lens.run.records import Plan
 from kl_lens.targets import TARGETS, export, open_session

@@ -12,8 +12,8 @@ import pytest
 import torch
 import transformers
 
-from kl_lens.base.digests import bytes_digest
 from kl_lens.base.errors import TargetError, UnsupportedError
+from kl_lens.base.files import bytes_digest
 from kl_lens.cli.main import main
 from kl_lens.run.folder import Run
 from kl_lens.run.records import Artifact, ExportedTensor, Plan

@@ -12,8 +12,7 @@ import pytest
 import transformers
 
 from kl_lens.base.errors import TargetError
-from kl_lens.base.files import DERIVED, RECORD_FILE
-from kl_lens.base.resources import reference_path
+from kl_lens.base.files import DERIVED, RECORD_FILE, reference_path
 from kl_lens.cli.main import main
 from kl_lens.run import subjects
 from kl_lens.run.records import Plan

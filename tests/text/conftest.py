@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from kl_lens.text import Document, TextSource
+from kl_lens.text.sources import Document, TextSource
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
 

@@ -11,14 +11,8 @@ from hypothesis import given, settings, strategies as st
 from tokenizers import Tokenizer
 
 from kl_lens.base.errors import TextError
-from kl_lens.text import (
-    Document,
-    TextSource,
-    draw_windows,
-    evaluation_windows,
-    refuse_overlap,
-)
-from kl_lens.text.overlap import ngram_hashes
+from kl_lens.text.sources import Document, TextSource
+from kl_lens.text.windows import draw_windows, evaluation_windows, ngram_hashes, refuse_overlap
 
 
 @pytest.mark.parametrize(("shared_tokens", "refused"), [(100, False), (200, True)])

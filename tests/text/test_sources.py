@@ -12,8 +12,8 @@ import pytest
 import zstandard
 
 from kl_lens.base.errors import TextError
-from kl_lens.text import hub, open_text
-from kl_lens.text.hub import open_hub_text
+from kl_lens.text import sources
+from kl_lens.text.sources import open_hub_text, open_text
 
 ROWS = ["First row.", "Second row,\nof two lines.", "Dritte Zeile: Übermut."]
 
@@ -196,7 +196,7 @@ def test_hub_layouts_are_read_with_datasets(tmp_path: Path, monkeypatch: pytest.
     for name, split in [("c4", "validation"), ("pile", "valid"), ("ptb", "test")]:
         source = open_hub_text(name, split, folder=tmp_path / name)
         assert [document.text for document in source.documents] == ROWS
-    monkeypatch.setattr(hub, "MOST_CHARACTERS", 1)
+    monkeypatch.setattr(sources, "MOST_CHARACTERS", 1)
     assert len(open_hub_text("c4", "validation", folder=tmp_path / "c4").documents) == 1
     with pytest.raises(TextError, match=r"pile:train: .* cannot be read .*: pass a local file instead"):
         open_hub_text("pile", "train", folder=tmp_path / "pile")

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from kl_lens.base.errors import TextError
-from kl_lens.base.resources import reference_path
-from kl_lens.text import token_stream, wikitext2
-from kl_lens.text.wikitext import split_articles
+from kl_lens.base.files import reference_path
+from kl_lens.text.sources import split_articles, wikitext2
+from kl_lens.text.windows import token_stream
 
 
 @pytest.mark.parametrize(
@@ -62,18 +62,18 @@ def test_validation_is_another_name_for_valid() -> None:
 
 
 def test_damaged_copy_is_reported(tmp_path, monkeypatch) -> None:
-    from kl_lens.text import wikitext
+    from kl_lens.text import sources
 
     good = reference_path("text", "wikitext2", "wiki.test.raw.xz").read_bytes()
     damaged = tmp_path / "wiki.test.raw.xz"
-    monkeypatch.setattr(wikitext, "reference_path", lambda *parts: damaged)
+    monkeypatch.setattr(sources, "reference_path", lambda *parts: damaged)
     for content, complaint in [
         (good[:1000], "damaged"),
         (lzma.compress(b" = Other = \n"), "checksum differs"),
     ]:
         damaged.write_bytes(content)
         with pytest.raises(TextError, match=complaint):
-            wikitext.raw_text("test")
+            sources.raw_text("test")
 
 
 def test_tokens_of_the_documents_are_the_tokens_of_the_joined_text(tokenizer) -> None:

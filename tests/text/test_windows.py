@@ -15,8 +15,8 @@ from hypothesis import given, settings, strategies as st
 from tokenizers import Tokenizer
 
 from kl_lens.base.errors import TextError
-from kl_lens.text import TextSource, draw_windows, evaluation_windows, open_text, token_stream
-from kl_lens.text.windows import random_starts
+from kl_lens.text.sources import TextSource, open_text
+from kl_lens.text.windows import draw_windows, evaluation_windows, random_starts, token_stream
 
 
 def test_windows_are_pieces_of_the_token_stream(source: TextSource, tokenizer: Tokenizer) -> None:

@@ -1,4 +1,4 @@
-"""Atomic writing of files, and of folders whose files change all together or not at all.
+"""Atomic writing of files, and of folders whose files change all together or not at all; digests; shipped files.
 
 A process can be killed at any moment. One file is written next to its place and renamed. Several files that belong
 together are written into a hidden folder; one rename makes them count, and the next process that comes finishes moving
@@ -9,14 +9,23 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import os
 import shutil
 import tempfile
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:  # these take long to load
+    import numpy as np
+    import numpy.typing as npt
+    import torch
+
+from kl_lens.base.accelerators import on_host
 from kl_lens.base.errors import KLLensError
 
 RECORD_FILE = "artifact.json"  # describes the other files; moved last, removed first
@@ -171,3 +180,51 @@ def _umask() -> int:
 
 
 _READING_UMASK = threading.Lock()
+
+
+# -- digests and shipped files -------------------------------------------------------------------------------
+
+_PIECE = 1 << 22  # bytes
+
+
+def bytes_digest(*parts: npt.NDArray[Any], about: str = "") -> str:
+    """Of the arrays' bytes, and of `about`: a digest of the digests of pieces, which several threads compute."""
+    import numpy as np
+
+    flat = [np.ascontiguousarray(part).reshape(-1).view(np.uint8) for part in parts]
+    pieces = [part[first : first + _PIECE] for part in flat for first in range(0, len(part), _PIECE)]
+    total = hashlib.blake2b(about.encode(), digest_size=16)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # starts no more threads than there are pieces
+        for digest in pool.map(_digest, pieces) if len(pieces) > 2 else map(_digest, pieces):
+            total.update(digest)
+    return total.hexdigest()
+
+
+def tensor_digest(*parts: torch.Tensor, about: str = "") -> str:
+    import torch
+
+    bytes_of = (on_host(part).contiguous().reshape(-1).view(torch.uint8).numpy() for part in parts)
+    return bytes_digest(*bytes_of, about=about)
+
+
+def _digest(piece: npt.NDArray[np.uint8]) -> bytes:
+    return hashlib.sha256(piece.data).digest()  # processors have instructions for it
+
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+
+
+def reference_path(*parts: str, package: Path = _PACKAGE) -> Path:
+    """The path of a shipped file or folder, such as `reference_path("mamba")`: in a checkout in `reference/`, in an
+    installed wheel in `kl_lens/_reference/`. Raises KLLensError if it is missing."""
+    roots, checkout = [package / "_reference"], package.parent.parent
+    # Without this test any folder `reference` two levels above site-packages would be accepted.
+    if (checkout / "pyproject.toml").is_file() and package.parent.name == "src":
+        roots.append(checkout / "reference")
+    for path in (root.joinpath(*parts) for root in roots):
+        if path.exists():
+            return path
+    raise KLLensError(
+        f"{'/'.join(parts)}: not among the reference files of this installation ({package}): reinstall kl-lens, or "
+        "run from a full checkout"
+    )

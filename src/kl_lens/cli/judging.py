@@ -18,8 +18,8 @@ from kl_lens.evaluation.tasks import judge, near_chance
 from kl_lens.paper.ranking import Ranking
 from kl_lens.reporting.answer import libraries, unmeasurable
 from kl_lens.reporting.names import fixed_with_error, number, subject_title, with_error
-from kl_lens.run.positions import curve_of, shown_bins
 from kl_lens.run.records import Estimate, Profile, Score, Subject
+from kl_lens.run.samples import curve_of, shown_bins
 from kl_lens.study.autopsy import AutopsyResult
 from kl_lens.study.benchmark import BenchmarkResult
 from kl_lens.study.evaluate import EvaluateResult

@@ -23,9 +23,8 @@ from kl_lens.base.errors import TargetError
 from kl_lens.evaluation.texts import EvaluationText, Window
 from kl_lens.measuring.metrics import KL_TEACHER_STUDENT, SAME_TOP, TeacherRows, compare
 from kl_lens.model.tasks import TEXT
-from kl_lens.run.positions import by_position
 from kl_lens.run.records import Estimate, Record, Subject
-from kl_lens.run.samples import Floats, ratio, ratio_error
+from kl_lens.run.samples import Floats, by_position, ratio, ratio_error
 from kl_lens.targets.session import Logits, Session
 
 Tokens = npt.NDArray[np.float32]

@@ -11,7 +11,7 @@ import numpy as np
 
 from kl_lens.model.tasks import TEXT, LanguageTask, Source, Task
 from kl_lens.run.subjects import content_digest
-from kl_lens.text import Windows
+from kl_lens.text.windows import Windows
 
 
 @dataclass(frozen=True)

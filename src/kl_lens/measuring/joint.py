@@ -16,7 +16,7 @@ from kl_lens.measuring.pieces import engine_for
 from kl_lens.model import LoadedModel
 from kl_lens.run.records import Estimate
 from kl_lens.run.samples import WindowMetrics, summarise, window_kl
-from kl_lens.text import Windows
+from kl_lens.text.windows import Windows
 from kl_lens.weights.recipes import FP16, Recipe, parsed
 
 

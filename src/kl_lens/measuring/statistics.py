@@ -31,7 +31,7 @@ from kl_lens.base.files import whole, write_text
 from kl_lens.model import LoadedModel, States
 from kl_lens.model.chain import BlockCalls
 from kl_lens.run.records import Component
-from kl_lens.text import Windows
+from kl_lens.text.windows import Windows
 from kl_lens.weights.quantizers import InputStatistics
 
 FOLDER = "statistics"

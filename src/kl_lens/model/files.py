@@ -15,8 +15,8 @@ from zipfile import is_zipfile
 import torch
 from safetensors import SafetensorError, safe_open
 
-from kl_lens.base.digests import tensor_digest
 from kl_lens.base.errors import CheckpointError, one_line
+from kl_lens.base.files import tensor_digest
 
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 SINGLE = ("model.safetensors", "pytorch_model.bin")

@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from kl_lens.base.errors import CheckpointError, FormatError, one_line
-from kl_lens.base.resources import reference_path
+from kl_lens.base.files import reference_path
 from kl_lens.model import architectures, files, mamba_ssm
 from kl_lens.model.anatomy import Anatomy, anatomy_of, groups_of, normalise_per_group
 from kl_lens.model.chain import Chain, warn

@@ -17,18 +17,18 @@ import torch
 from torch import nn
 
 from kl_lens.base.errors import CheckpointError, TextError
-from kl_lens.text import KNOWN_NAMES, Windows, draw_windows, evaluation_windows
-from kl_lens.text.documents import TextSource
 from kl_lens.text.images import (
     ImageSource,
     Picture,
     Preparation,
     add_picture,
+    image_windows,
     labels_of,
     open_images,
     pixels_of,
 )
-from kl_lens.text.images.windows import image_windows
+from kl_lens.text.sources import KNOWN_NAMES, TextSource
+from kl_lens.text.windows import Windows, draw_windows, evaluation_windows
 
 TEXT, IMAGE = "text", "image"
 MEASURED = "KL Lens measures causal language models, and image classifiers with --images FOLDER"

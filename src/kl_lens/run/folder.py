@@ -22,8 +22,7 @@ from typing import Any, NamedTuple, Self
 from kl_lens.base.errors import PlanError, RunError
 from kl_lens.base.units import parse_names
 from kl_lens.base.version import __version__
-from kl_lens.run.journal import FILE, Journal, checks_rows
-from kl_lens.run.lock import Hold
+from kl_lens.run.journal import FILE, Hold, Journal, checks_rows
 from kl_lens.run.records import (
     PREDICTED,
     Component,

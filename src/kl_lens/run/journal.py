@@ -1,10 +1,13 @@
-"""The journal `run.sqlite`: its tables, and SQLite with one-line errors: damaged, locked, not a journal, not writable,
-disk full."""
+"""The journal `run.sqlite` (its tables, and SQLite with one-line errors), and the lock of a run folder."""
 
 from __future__ import annotations
 
+import fcntl
 import functools
+import os
+import shlex
 import sqlite3
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -100,10 +103,7 @@ class Journal(sqlite3.Connection):
             yield
         except _OURS:
             raise
-        except (
-            sqlite3.Error,
-            UnicodeDecodeError,
-        ) as error:  # UnicodeDecodeError: names of tables and columns
+        except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter: names of tables and columns
             code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the upper bits are extended codes
             reason = _REASONS.get(code, _DAMAGED).format(one_line(error))
             raise RunError(f"{self.path} {reason}") from error
@@ -142,3 +142,47 @@ def checks_rows(method: Method) -> Method:
             raise RunError(f"{self.folder / FILE} {reason}") from error
 
     return checked  # type: ignore[return-value]
+
+
+_held: dict[str, tuple[int, int]] = {}  # folder → file handle, and how often this process holds it
+
+
+class Hold:
+    """Holds the folder until `release`: one process at a time may write; another is told which one. The same process
+    may take it several times. The system releases it when the process ends. Reading needs no lock."""
+
+    def __init__(self, folder: Path, command: Sequence[str]) -> None:
+        self._key: str | None = os.path.realpath(folder)
+        handle, times = _held.get(self._key, (-1, 0))
+        if not times:
+            handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                _take(handle, folder, command)
+            except BaseException:
+                os.close(handle)
+                raise
+        _held[self._key] = handle, times + 1
+
+    def release(self) -> None:
+        if self._key is None:
+            return
+        handle, times = _held[self._key]
+        if times > 1:
+            _held[self._key] = handle, times - 1
+        else:
+            del _held[self._key]
+            os.close(handle)
+        self._key = None
+
+
+def _take(handle: int, folder: Path, command: Sequence[str]) -> None:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(handle, 4096, 0).decode(errors="replace").strip() or "another process"
+        raise RunError(f"{folder} is in use by {holder}; wait for it, or use another --run") from None
+    except OSError:
+        return  # the file system has no locks
+    since = time.strftime("%H:%M:%S")
+    os.ftruncate(handle, 0)
+    os.pwrite(handle, f"process {os.getpid()} ({shlex.join(command)[:1000]}, since {since})\n".encode(), 0)

@@ -17,9 +17,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kl_lens.base.digests import bytes_digest
 from kl_lens.base.errors import KLLensError, RunError
-from kl_lens.base.files import DERIVED, RECORD_FILE, settle, write_text
+from kl_lens.base.files import DERIVED, RECORD_FILE, bytes_digest, settle, write_text
 from kl_lens.run.folder import Result, Run
 from kl_lens.run.records import ARTIFACT, ORIGINAL, Artifact, Profile, Record, Subject, checked_plan_name
 from kl_lens.weights.recipes import FP16, parsed

@@ -21,7 +21,7 @@ from kl_lens.study import settings as of
 from kl_lens.study.events import going_on
 from kl_lens.study.session import Session
 from kl_lens.study.settings import Opening, Settings, group, grouped, option
-from kl_lens.text import Windows, refuse_overlap
+from kl_lens.text.windows import Windows, refuse_overlap
 from kl_lens.weights.recipes import Recipe
 
 DEFAULT_TEXT, DEFAULT_WINDOWS, DEFAULT_SEED = "wikitext2:train", 32, 42

@@ -20,7 +20,7 @@ from kl_lens.evaluation.tasks import FAIL, chosen_tasks, judge
 from kl_lens.model import LanguageTask, LoadedModel, Task
 from kl_lens.paper import write_published
 from kl_lens.run.folder import ALL_PLANS, Run
-from kl_lens.run.positions import LONGEST, longest_window
+from kl_lens.run.samples import LONGEST, longest_window
 from kl_lens.study import settings as of
 from kl_lens.study.events import going_on
 from kl_lens.study.session import Session

@@ -31,7 +31,7 @@ from kl_lens.study.settings import Calibration, HeldOut, Limits, Opening, Proces
 from kl_lens.study.spreading import SLURM, shard_name, share_of, workers_for
 from kl_lens.study.staging import expected_work, measured_kl, staged_search
 from kl_lens.targets import TARGETS, Target, computed_as, deployed, get_target, menu_of
-from kl_lens.text import Windows
+from kl_lens.text.windows import Windows
 from kl_lens.weights.recipes import Recipe
 
 DEFAULT_FORMATS = ("int4", "int8")

@@ -24,7 +24,7 @@ from kl_lens.study.session import Session
 from kl_lens.study.settings import Opening, Processes, Settings, group, option
 from kl_lens.study.spreading import workers_for
 from kl_lens.targets import deployed
-from kl_lens.text import Windows, refuse_overlap
+from kl_lens.text.windows import Windows, refuse_overlap
 from kl_lens.weights.recipes import Recipe
 
 RANK, IMPORT = "rank", "import"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # `generate` runs on small devices and loads no torch
     from kl_lens.measuring.joint import PlanMeter
     from kl_lens.model import LoadedModel, Task
     from kl_lens.run.folder import Run
-    from kl_lens.text import Windows
+    from kl_lens.text.windows import Windows
 
 # A meter keeps its teacher, which may fill the memory budget. Two are needed: one per half of the held-out text.
 KEPT_METERS = 2
@@ -198,7 +198,7 @@ class Session:
         """Raises if the run was measured on, calibrated with or tuned on part of this text. Pairs are compared once."""
         from kl_lens.measuring.statistics import StoredStatistics
         from kl_lens.run.folder import CALIBRATION, TUNING
-        from kl_lens.text import refuse_overlap
+        from kl_lens.text.windows import refuse_overlap
 
         learnt = StoredStatistics.held_by(run.folder)
         texts = [run.text_identity(CALIBRATION), None if learnt is None else learnt.identity["text"]]

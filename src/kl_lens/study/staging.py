@@ -21,7 +21,7 @@ from kl_lens.run.folder import CALIBRATION
 from kl_lens.run.records import PREDICTED, Estimate, Measurement, Plan, SensitivityTable
 from kl_lens.study.planner import KL, TargetPlanner, limited_loss, nats_allowed
 from kl_lens.study.settings import Limits
-from kl_lens.text import Windows
+from kl_lens.text.windows import Windows
 from kl_lens.weights.recipes import parsed
 
 SCREENING = "screening"  # role of the first measurements, on little text

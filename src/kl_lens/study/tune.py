@@ -17,7 +17,7 @@ from kl_lens.run.records import Plan
 from kl_lens.study.events import going_on
 from kl_lens.study.planner import TargetPlanner
 from kl_lens.study.session import Session
-from kl_lens.text import Windows, refuse_overlap
+from kl_lens.text.windows import Windows, refuse_overlap
 from kl_lens.weights.formats.scales import scales_of
 from kl_lens.weights.quantizers import TUNED
 from kl_lens.weights.recipes import FP16, Recipe, parsed

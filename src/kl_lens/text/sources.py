@@ -1,24 +1,89 @@
-"""Text by name, as the command line gives it.
+"""Text by name, as the command line gives it, and the documents in it.
 
     wikitext2, wikitext2:test     the shipped copy
     c4:validation, ptb, pile      from the Hugging Face hub
     notes.txt, rows.jsonl, texts/ the user's own files and folders
 
 A known name wins over a file of the same name; write `./c4` for the file.
+
+A document is the unit that calibration and evaluation must never share: a Wikipedia article, a row of a JSONL or
+Parquet file, a whole text file. It is known by the hash of its text, so that a copied file is the same document.
 """
 
 from __future__ import annotations
 
+import hashlib
+import io
+import json
+import lzma
 import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from pathlib import Path
 
-from kl_lens.base.errors import TextError
-from kl_lens.text import wikitext
-from kl_lens.text.documents import TextSource
-from kl_lens.text.hub import HUB_TEXTS, open_hub_text
-from kl_lens.text.reading import SUFFIXES, read_path
+import pyarrow as pa
+import pyarrow.parquet as pq
+import zstandard
 
-KNOWN_NAMES = (wikitext.NAME, *HUB_TEXTS)
+from kl_lens.base.errors import TextError
+from kl_lens.base.files import reference_path
+
+PARAGRAPH_BREAK = "\n\n"
+
+
+@dataclass(frozen=True)
+class Document:
+    name: str  # where it comes from, for messages: "wikitext2:test, article 3 (Du Fu)", "notes.jsonl, line 7"
+    text: str
+
+    @cached_property
+    def sha256(self) -> str:
+        """Hash of the stripped text: a trailing newline makes no new document."""
+        return hashlib.sha256(self.text.strip().encode()).hexdigest()
+
+
+@dataclass(frozen=True, eq=False)
+class TextSource:
+    """An ordered collection of documents, with the name the user gave."""
+
+    name: str
+    split: str | None
+    documents: tuple[Document, ...]
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}:{self.split}" if self.split else self.name
+
+    @cached_property
+    def sha256(self) -> str:
+        """Hash of the whole text with separators: equal hashes mean equal token streams."""
+        digest = hashlib.sha256()
+        for piece in self.pieces():
+            digest.update(hashlib.sha256(piece.encode()).digest())
+        return digest.hexdigest()
+
+    def pieces(self) -> list[str]:
+        """Each document's text with a blank line behind it; none after the last."""
+        pieces = [document.text + PARAGRAPH_BREAK for document in self.documents[:-1]]
+        return [*pieces, *(document.text for document in self.documents[-1:])]
+
+    def joined(self) -> str:
+        """All documents in order as one string."""
+        return "".join(self.pieces())
+
+
+def documents_of(texts: Iterable[tuple[str, str]]) -> Iterator[Document]:
+    """Documents from (name, text), without blank ones; raises TextError for what is not valid Unicode."""
+    for name, text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # JSON can hold half a surrogate pair, which no tokenizer accepts
+            where = f"{name}: half a surrogate pair at character {error.start}"
+            raise TextError(f"{where}: expected valid Unicode text") from None
+        if text.strip():
+            yield Document(name, text)
 
 
 def open_text(
@@ -43,7 +108,7 @@ def open_text(
         if for_evaluation:
             usual = HUB_TEXTS[base].evaluation_split if base in HUB_TEXTS else "test"
         chosen = named or split or usual
-        return open_hub_text(base, chosen) if base in HUB_TEXTS else wikitext.wikitext2(chosen)
+        return open_hub_text(base, chosen) if base in HUB_TEXTS else wikitext2(chosen)
     path = Path(name)
     looks_like_a_path = "/" in name or os.sep in name or path.suffix
     if not name or not (looks_like_a_path or path.exists()):
@@ -52,3 +117,287 @@ def open_text(
             f"(`wikitext2:test` for a split), or the path of a file ({SUFFIXES}) or folder"
         )
     return TextSource(name, split, tuple(read_path(path)))
+
+
+# -- the user's files ----------------------------------------------------------------------------------------
+
+# A .txt file is one document. In .jsonl and .parquet every row is one, with its text in this field. Blank rows are
+# skipped; rows without the field are an error, because they usually mean the wrong file.
+TEXT_FIELD = "text"
+Texts = Iterator[tuple[str, str]]  # where it is, and the text
+
+
+def read_path(path: Path) -> list[Document]:
+    """The documents of a file, or of every text file in a folder and its subfolders, sorted by path."""
+    if path.is_dir():
+        within = {p: p.relative_to(path).parts for p in sorted(path.rglob("*")) if p.is_file() and _reader(p)}
+        paths = [p for p, parts in within.items() if not any(part.startswith(".") for part in parts)]
+        if not paths:
+            raise TextError(f"{path}: no text files in this folder: expected {SUFFIXES}")
+        return [document for each in paths for document in read_path(each)]
+    if not path.exists():
+        raise TextError(f"{path}: no such file or folder: check the path")
+    reader = _reader(path)
+    if reader is None:
+        raise TextError(f"{path}: not a text file that can be read: use {SUFFIXES}")
+    try:
+        empty = path.stat().st_size == 0
+        documents = [] if empty else [*documents_of(reader(path))]
+    except OSError as error:
+        raise TextError(f"{path}: cannot be read ({error.strerror or error})") from None
+    if not documents:
+        raise TextError(f"{path}: {'empty' if empty else 'holds only blank text'}: expected some text")
+    return documents
+
+
+def _reader(path: Path) -> Callable[[Path], Texts] | None:
+    return next((read for end, read in _READERS.items() if path.name.lower().endswith(end)), None)
+
+
+def _read_txt(path: Path) -> Texts:
+    yield str(path), _decode(path.read_bytes().removeprefix(b"\xef\xbb\xbf"), str(path))
+
+
+def _read_jsonl(path: Path) -> Texts:
+    with path.open("rb") as file:
+        yield from _rows_of_json(path, file)
+
+
+def _read_jsonl_zst(path: Path) -> Texts:
+    """Frame by frame; zstandard's own stream reader accepts truncated files."""
+    data, content = path.read_bytes(), io.BytesIO()
+    while data:
+        frame = zstandard.ZstdDecompressor().decompressobj()
+        try:
+            content.write(frame.decompress(data))
+        except zstandard.ZstdError as error:
+            raise TextError(f"{path}: damaged zstd data ({error}): fetch the file again") from None
+        if not frame.eof:
+            raise TextError(f"{path}: the zstd data is cut off before its end: fetch the file again")
+        data = frame.unused_data
+    content.seek(0)
+    yield from _rows_of_json(path, content)
+
+
+def _rows_of_json(path: Path, lines: Iterable[bytes]) -> Texts:
+    offset = 0
+    for number, raw in enumerate(lines, start=1):
+        where = f"{path}, line {number}"
+        line = _decode(raw, where, offset).removeprefix("\ufeff")
+        offset += len(raw)
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (json.JSONDecodeError, RecursionError) as error:
+            expected = f'one object per line, {{"{TEXT_FIELD}": …}}'
+            raise TextError(f"{where}: not valid JSON ({error}): expected {expected}") from None
+        if not isinstance(row, dict) or not isinstance(row.get(TEXT_FIELD), str):
+            fields = f"fields {', '.join(row) or 'none'}" if isinstance(row, dict) else type(row).__name__
+            raise TextError(f"{where}: no field `{TEXT_FIELD}` with a string in it (found: {fields})")
+        yield where, row[TEXT_FIELD]
+
+
+def _read_parquet(path: Path) -> Texts:
+    try:
+        columns = pq.read_schema(path).names
+        if TEXT_FIELD not in columns:
+            there = ", ".join(columns) or "none"
+            raise TextError(f"{path}: no column `{TEXT_FIELD}`: its columns are {there}")
+        rows = pq.read_table(path, columns=[TEXT_FIELD]).column(0).to_pylist()
+    except UnicodeDecodeError as error:
+        raise TextError(f"{path}: column `{TEXT_FIELD}` is not UTF-8 (byte {error.start} of a row)") from None
+    except (pa.ArrowException, OSError) as error:
+        raise TextError(f"{path}: not a readable Parquet file ({_reason(error)}): is it complete?") from None
+    for number, value in enumerate(rows, start=1):
+        where = f"{path}, row {number}"
+        if not isinstance(value, str):
+            raise TextError(f"{where}: column `{TEXT_FIELD}` holds {value!r:.40}: expected a string")
+        yield where, value
+
+
+def _reason(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def _decode(raw: bytes, where: str, offset: int = 0) -> str:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        raise TextError(
+            f"{where}: not UTF-8 (byte 0x{raw[error.start]:02x} at offset {offset + error.start} of the file): "
+            "convert it first, for example with iconv"
+        ) from None
+
+
+# In the order they are tried and listed in messages.
+_READERS = {
+    ".txt": _read_txt,
+    ".jsonl": _read_jsonl,
+    ".jsonl.zst": _read_jsonl_zst,
+    ".parquet": _read_parquet,
+}
+SUFFIXES = ", ".join(_READERS)
+
+
+# -- WikiText-2 ----------------------------------------------------------------------------------------------
+
+WIKITEXT = "wikitext2"
+# SHA-256 of the uncompressed files, so that a damaged copy is noticed.
+_CHECKSUMS = {
+    "train": "6707892fa3788b5ab9ed78ab5ff37d9fe825f6011a2ad4fcd6a6d467f0e7da57",
+    "valid": "4cd0f6876d07a413aa911261ff6d363c72d757d47f0fdd6015702014c89cb9c7",
+    "test": "173c87a53759e0201f33e0ccf978e510c2042d7f2cb78229d9a50d79b9e7dd08",
+}
+_TITLE = re.compile(r" = ([^=]+) = \n")
+
+
+@lru_cache
+def wikitext2(split: str = "train") -> TextSource:
+    """WikiText-2 raw, from the shipped copy: 600 articles in `train`, 60 each in `valid` (or `validation`) and `test`.
+
+    The published protocol takes the rows of the `datasets` library and joins the non-empty ones with two newlines. A
+    row is a line of the file with its leading space and final newline, so three newlines separate two lines of the
+    joined text. We keep this, because published figures on WikiText-2 use that text. One article is one document.
+    """
+    if split == "validation":
+        return wikitext2("valid")
+    if split not in _CHECKSUMS:
+        raise TextError(f"{WIKITEXT}:{split}: no such split: use one of {', '.join(_CHECKSUMS)}")
+    articles = split_articles(raw_text(split).splitlines(keepends=True))
+    documents = tuple(
+        Document(f"{WIKITEXT}:{split}, article {number} ({title})", PARAGRAPH_BREAK.join(rows))
+        for number, (title, rows) in enumerate(articles, start=1)
+    )
+    return TextSource(WIKITEXT, split, documents)
+
+
+def raw_text(split: str) -> str:
+    path = reference_path("text", "wikitext2", f"wiki.{split}.raw.xz")
+    try:
+        raw = lzma.decompress(path.read_bytes())
+    except (lzma.LZMAError, EOFError) as error:
+        raise TextError(f"{path}: damaged ({error}): reinstall kl-lens") from None
+    if hashlib.sha256(raw).hexdigest() != _CHECKSUMS[split]:
+        raise TextError(f"{path}: not the WikiText-2 {split} text (checksum differs): reinstall kl-lens")
+    return raw.decode()
+
+
+def split_articles(lines: list[str]) -> list[tuple[str, list[str]]]:
+    """(title, non-empty lines including the title) of each article, in order.
+
+    An article begins at a line ` = Title = ` with a blank line before and after it; without this rule, table legends
+    such as ` = Goals ; A = ` would count as titles.
+    """
+    articles: list[tuple[str, list[str]]] = []
+    for index, line in enumerate(lines):
+        if not line.strip():
+            continue
+        title = _TITLE.fullmatch(line)
+        around = [*lines[max(0, index - 1) : index], *lines[index + 1 : index + 2]]
+        if title and not any(each.strip() for each in around):
+            articles.append((title[1], []))
+        if not articles:  # text before the first title; the shipped files have none
+            articles.append(("untitled", []))
+        articles[-1][1].append(line)
+    return articles
+
+
+# -- the Hugging Face hub ------------------------------------------------------------------------------------
+
+MOST_CHARACTERS = 16_000_000  # more than all of WikiText-2; only the beginning of a split is read
+_CONNECT_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class HubText:
+    repository: str
+    files: dict[str, str]  # split → pattern of its files in the repository
+    column: str
+    evaluation_split: str
+    revision: str | None = None
+
+
+HUB_TEXTS = {
+    "ptb": HubText(
+        "ptb-text-only/ptb_text_only",
+        {split: f"penn_treebank/{split}/*.parquet" for split in ("train", "validation", "test")},
+        column="sentence",
+        evaluation_split="test",
+        # The main branch holds a loading script, which `datasets` refuses since version 4.
+        revision="refs/convert/parquet",
+    ),
+    "c4": HubText(
+        "allenai/c4",
+        {split: f"en/c4-{split}.*.json.gz" for split in ("train", "validation")},
+        column="text",
+        evaluation_split="validation",
+    ),
+    "pile": HubText(
+        "monology/pile-uncopyrighted",
+        {"train": "train/*.jsonl.zst", "validation": "val.jsonl.zst", "test": "test.jsonl.zst"},
+        column="text",
+        evaluation_split="validation",
+    ),
+}
+KNOWN_NAMES = (WIKITEXT, *HUB_TEXTS)
+
+
+def open_hub_text(name: str, split: str, *, folder: Path | None = None) -> TextSource:
+    """The beginning of a text on the hub; each row is a document. `folder`: a downloaded copy of the repository."""
+    text = HUB_TEXTS[name]
+    split = {"valid": "validation"}.get(split, split)
+    if split not in text.files:
+        raise TextError(f"{name}:{split}: no such split: use one of {', '.join(text.files)}")
+    if folder is None:
+        _check_reachable(name, text)
+    documents: list[Document] = []
+    characters = 0
+    for document in documents_of(_rows(name, text, split, folder)):
+        documents.append(document)
+        characters += len(document.text)
+        if characters >= MOST_CHARACTERS:
+            break
+    if not documents:
+        raise TextError(f"{name}:{split}: {text.repository} gave no text: pass a local file instead")
+    return TextSource(name, split, tuple(documents))
+
+
+def _rows(name: str, text: HubText, split: str, folder: Path | None) -> Texts:
+    try:
+        import datasets
+    except ImportError:
+        raise TextError(
+            f"{name}:{split}: needs the `datasets` library: pip install 'kl-lens[eval]', or pass a local file"
+        ) from None
+    try:
+        rows = datasets.load_dataset(
+            text.repository if folder is None else str(folder),
+            data_files={split: text.files[split]},
+            revision=text.revision if folder is None else None,
+            split=split,
+            streaming=True,
+        )
+        for number, row in enumerate(rows, start=1):
+            yield f"{name}:{split}, row {number}", row[text.column]
+    except Exception as error:  # `datasets` passes on any error of its file systems and parsers
+        reason = f"{text.repository} cannot be read ({_reason(error)})"
+        raise TextError(f"{name}:{split}: {reason}: pass a local file instead") from None
+
+
+def _check_reachable(name: str, text: HubText) -> None:
+    """Tests the connection: `datasets` alone would retry for half a minute and print each failure."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        HfApi().dataset_info(text.repository, revision=text.revision, timeout=_CONNECT_SECONDS)
+    except Exception as error:  # also connection errors of the hub client's HTTP library
+        offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "TRUE", "YES", "ON"}
+        reason = "HF_HUB_OFFLINE is set" if offline else type(error).__name__
+        if isinstance(error, HfHubHTTPError):
+            reason = _reason(error)
+        raise TextError(
+            f"{name}: the Hugging Face hub cannot be reached ({reason}): "
+            "pass a local .txt, .jsonl or .parquet file, or use wikitext2, which ships with kl-lens"
+        ) from None

@@ -1,4 +1,4 @@
-"""Windows of tokens: drawn at random for calibration, consecutive for evaluation.
+"""Windows of tokens: drawn at random for calibration, consecutive for evaluation; and a check that they never overlap.
 
 **Drawn** windows follow the published protocol: the documents are joined to one long stream of tokens, and each window
 begins at a random place in it (`random.Random(seed)`, the same on every machine). A place that would overlap an earlier
@@ -15,17 +15,85 @@ import hashlib
 import itertools
 import json
 import random
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
 
 from kl_lens.base.errors import TextError
-from kl_lens.text.documents import TextSource
-from kl_lens.text.sources import open_text
-from kl_lens.text.tokens import TokenStream, token_stream
+from kl_lens.text.sources import Document, TextSource, open_text
+
+_BATCH_CHARACTERS = 2_000_000  # limits the tokenizer's memory
+_KEPT_STREAMS = 4
+
+
+@dataclass(frozen=True, eq=False)
+class TokenStream:
+    ids: NDArray[np.int64]
+    document_starts: NDArray[np.int64]  # token index at which each document begins
+    documents: tuple[Document, ...]
+
+    def documents_between(self, start: int, stop: int) -> tuple[Document, ...]:
+        """The documents that have a token in [start, stop)."""
+        first = int(np.searchsorted(self.document_starts, start, side="right")) - 1
+        last = int(np.searchsorted(self.document_starts, stop, side="left"))
+        return self.documents[first:last]
+
+
+# The last few streams: a run often reads the same text again.
+_streams: OrderedDict[tuple[str, str], TokenStream] = OrderedDict()
+
+
+def token_stream(source: TextSource, tokenizer: Any) -> TokenStream:
+    """All tokens of a source, without special tokens.
+
+    `tokenizer` is a transformers tokenizer or a `tokenizers.Tokenizer`; it is not changed.
+    """
+    backend = _backend(tokenizer)
+    if backend is None:  # written in Python; `verbose=False` silences its warning about long sequences
+        plain = {"add_special_tokens": False, "truncation": False, "padding": False, "verbose": False}
+        return _encode(source, lambda texts: tokenizer(texts, **plain)["input_ids"])
+    key = (source.sha256, hashlib.sha256(backend.to_str().encode()).hexdigest())
+    if key not in _streams:
+        encode = partial(backend.encode_batch_fast, add_special_tokens=False)
+        _streams[key] = _encode(source, lambda texts: (each.ids for each in encode(texts)))
+        if len(_streams) > _KEPT_STREAMS:
+            _streams.popitem(last=False)
+    _streams.move_to_end(key)
+    return _streams[key]
+
+
+def _backend(tokenizer: Any) -> Tokenizer | None:
+    """The Rust tokenizer without truncation and padding, which a tokenizer.json may set."""
+    backend = tokenizer if isinstance(tokenizer, Tokenizer) else getattr(tokenizer, "backend_tokenizer", None)
+    if not isinstance(backend, Tokenizer):
+        return None
+    if backend.truncation or backend.padding:
+        backend = Tokenizer.from_str(backend.to_str())
+        backend.no_truncation()
+        backend.no_padding()
+    return backend
+
+
+def _encode(source: TextSource, encode: Callable[[list[str]], Iterable[Sequence[int]]]) -> TokenStream:
+    """Document by document, each with the separator that follows it, in batches that use all cores. For byte-level
+    tokenizers (such as GPT-NeoX's) on WikiText this gives exactly the tokens of the joined text, since their words
+    never cross the blank lines before a title."""
+    batches: dict[int, list[str]] = {}
+    characters = 0
+    for piece in source.pieces():
+        batches.setdefault(characters // _BATCH_CHARACTERS, []).append(piece)
+        characters += len(piece)
+    encoded = [np.asarray(ids, dtype=np.int64) for batch in batches.values() for ids in encode(batch)]
+    starts = np.cumsum([0, *(len(ids) for ids in encoded)], dtype=np.int64)[:-1]
+    return TokenStream(np.concatenate([np.empty(0, np.int64), *encoded]), starts, source.documents)
+
 
 # Raise it, with the reason, when the same arguments give other windows.
 PROTOCOL_VERSION = 1
@@ -254,3 +322,77 @@ def _cut(
         documents=documents,
         stream_tokens=len(stream.ids),
     )
+
+
+# How long a shared run of tokens must be to count as overlap. Similar articles share boilerplate: with an 8k BPE the
+# longest run shared by WikiText-2's own train and test is 84 tokens (a typhoon's path), by train and valid 165 (the
+# rules of the Boat Race).
+OVERLAP_TOKENS = 192
+
+
+def refuse_overlap(calibration: Windows, evaluation: Windows, ngram: int = OVERLAP_TOKENS) -> None:
+    """Raises TextError if the two share a document, or `ngram` tokens in a row (half a window if less).
+
+    The run of tokens catches what hashes of documents miss: an article inside another file, or a copy that differs by a
+    word.
+    """
+    known = {document.sha256: document.name for document in calibration.used_documents}
+    shared = [document for document in evaluation.used_documents if document.sha256 in known]
+    if shared:
+        others = f" and {len(shared) - 1} more" if len(shared) > 1 else ""
+        raise TextError(
+            f"calibration and evaluation share a document: {known[shared[0].sha256]} is {shared[0].name}"
+            f"{others}: use separate texts"
+        )
+    place = shared_ngram(calibration, evaluation, ngram)
+    if place:
+        (window_c, at_c), (window_e, at_e), run = place
+        raise TextError(
+            f"calibration and evaluation share {run} tokens in a row: {_place(calibration, window_c, at_c)} "
+            f"and {_place(evaluation, window_e, at_e)}: use separate texts"
+        )
+
+
+def shared_ngram(
+    a: Windows, b: Windows, ngram: int = OVERLAP_TOKENS
+) -> tuple[tuple[int, int], tuple[int, int], int] | None:
+    """((window, token) in `a`, (window, token) in `b`, run length) of a shared run of tokens, or None."""
+    # Windows of the same text begin at different places, so short ones may share only half.
+    size = min(ngram, max(1, min(a.length, b.length) // 2))
+    rows_a, rows_b = a.ids.numpy(), b.ids.numpy()
+    hashes_a, hashes_b = ngram_hashes(rows_a, size), ngram_hashes(rows_b, size)
+    for flat in np.flatnonzero(np.isin(hashes_b, hashes_a)):
+        window_b, at_b = (int(i) for i in np.unravel_index(flat, hashes_b.shape))
+        wanted = rows_b[window_b, at_b : at_b + size]
+        for window_a, at_a in np.argwhere(hashes_a == hashes_b[window_b, at_b]):
+            if np.array_equal(rows_a[window_a, at_a : at_a + size], wanted):  # not just equal hashes
+                return (int(window_a), int(at_a)), (window_b, at_b), size
+    return None
+
+
+def ngram_hashes(rows: NDArray[np.int64], size: int) -> NDArray[np.uint64]:
+    """Hash of each run of `size` tokens in each row: [rows, length − size + 1].
+
+    A polynomial hash modulo 2^64, put together from runs of 1, 2, 4, … tokens: H(uv) = H(u)·B^|v| + H(v).
+    That is log₂(size) passes over the array rather than `size`.
+    """
+    base = 0x9E3779B97F4A7C15  # odd, so that no power of it vanishes
+    power = rows.astype(np.uint64) * np.uint64(0xBF58476D1CE4E5B9)
+    power ^= power >> np.uint64(31)  # spread small ids over all bits
+    positions = rows.shape[1] - size + 1
+    result = np.zeros((rows.shape[0], positions), dtype=np.uint64)
+    done, span = 0, 1
+    while True:
+        factor = np.uint64(pow(base, span, 1 << 64))
+        if size & span:
+            result = result * factor + power[:, done : done + positions]
+            done += span
+        if done == size:
+            return result
+        power = power[:, :-span] * factor + power[:, span:]
+        span *= 2
+
+
+def _place(windows: Windows, window: int, token: int) -> str:
+    names = ", ".join(document.name for document in windows.documents[window])
+    return f"window {window}, token {token} ({names})"

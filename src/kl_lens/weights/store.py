@@ -21,9 +21,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from kl_lens.base.accelerators import on_host
-from kl_lens.base.digests import bytes_digest, tensor_digest
 from kl_lens.base.errors import FormatError, UnlearntError
-from kl_lens.base.files import whole, write_text
+from kl_lens.base.files import bytes_digest, tensor_digest, whole, write_text
 from kl_lens.weights.formats import Quantized
 from kl_lens.weights.formats.scales import scales_of, with_scales
 from kl_lens.weights.quantizers import TUNED, InputStatistics

@@ -16,7 +16,7 @@ from kl_lens.run.records import Plan
 from kl_lens.targets.gguf.activations import as_deployed, quantize_activations
 from kl_lens.targets.gguf.export import FORMATS, export
 from kl_lens.targets.gguf.session import open_session
-from kl_lens.text import wikitext2
+from kl_lens.text.sources import wikitext2
 from kl_lens.weights.formats import get_format
 from kl_lens.weights.formats.gguf_blocks import GGUFFormat, ggml_library
 from kl_lens.weights.recipes import Recipe

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import transformers
 
-from kl_lens.base.resources import reference_path
+from kl_lens.base.files import reference_path
 from kl_lens.model.opening import LoadedModel
 from kl_lens.run.records import Plan
 from kl_lens.study.study import generate

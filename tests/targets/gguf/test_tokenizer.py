@@ -13,7 +13,7 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from kl_lens.base.errors import TargetError
-from kl_lens.base.resources import reference_path
+from kl_lens.base.files import reference_path
 from kl_lens.run.records import Plan
 from kl_lens.targets import export as write
 from kl_lens.targets.gguf import tokenizer as gguf_tokenizer
@@ -21,7 +21,7 @@ from kl_lens.targets.gguf.export import export
 from kl_lens.targets.gguf.session import open_session
 from kl_lens.targets.gguf.tokenizer import _SPLITS, CONTROL, UNUSED, USER_DEFINED, tokenizer_data
 from kl_lens.targets.tokenizer import varied_strings
-from kl_lens.text import wikitext2
+from kl_lens.text.sources import wikitext2
 from tests.families import _COMMON
 from tests.targets.gguf.support import tiny
 

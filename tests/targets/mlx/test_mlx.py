@@ -13,7 +13,7 @@ import transformers
 from safetensors import safe_open
 
 from kl_lens.base.errors import TargetError, UnsupportedError
-from kl_lens.base.resources import reference_path
+from kl_lens.base.files import reference_path
 from kl_lens.cli.main import main
 from kl_lens.model import LoadedModel, load
 from kl_lens.run.records import Plan

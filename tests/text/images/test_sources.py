@@ -12,8 +12,8 @@ from tests.classifiers import PREPARATION, image_folder as image_folder_of
 
 from kl_lens.base.errors import TextError
 from kl_lens.model import ImageTask
-from kl_lens.text import refuse_overlap
 from kl_lens.text.images import Picture, Preparation, add_picture, labels_of, open_images, pixels_of
+from kl_lens.text.windows import refuse_overlap
 
 TASK, DIGITS = ImageTask(PREPARATION, 5), ImageTask(PREPARATION, 10)
 

@@ -10,8 +10,8 @@ from kl_lens.reporting.charts import SERIES, Chart, Dot, Line, axis, scatter
 from kl_lens.reporting.data import KL, RunView
 from kl_lens.reporting.markup import Html, Section, details, figure, grid, join, note, table, tag
 from kl_lens.reporting.names import number, subject_title, with_error
-from kl_lens.run.positions import PositionCurve, curve_of
 from kl_lens.run.records import ORIGINAL
+from kl_lens.run.samples import PositionCurve, curve_of
 
 METRIC_NAMES = {
     "kl_teacher_to_student": "KL",

@@ -15,7 +15,7 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from torch import nn
 from transformers.core_model_loading import revert_weight_conversion
 
-from kl_lens.base.digests import tensor_digest
+from kl_lens.base.files import tensor_digest
 from kl_lens.run.records import Artifact, ExportedTensor, Plan
 from kl_lens.targets.compressed_tensors.schemes import CONFIG_FILE, configuration, is_packed
 from kl_lens.targets.exporting import Choice, Entry, choices, file_size, record, write_beside, write_file

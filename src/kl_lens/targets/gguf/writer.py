@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kl_lens.base.digests import bytes_digest
 from kl_lens.base.errors import TargetError
-from kl_lens.base.files import naming, replacing
+from kl_lens.base.files import bytes_digest, naming, replacing
 from kl_lens.base.units import tag_of
 from kl_lens.base.version import __version__
 from kl_lens.model.streaming import TensorSource

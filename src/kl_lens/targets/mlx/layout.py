@@ -24,8 +24,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kl_lens.base.digests import bytes_digest
 from kl_lens.base.errors import TargetError, UnsupportedError, one_line
+from kl_lens.base.files import bytes_digest
 from kl_lens.model import LoadedModel
 from kl_lens.run.records import Artifact, Component, ExportedTensor, Plan
 from kl_lens.targets.base import StockRecipe

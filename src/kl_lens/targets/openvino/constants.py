@@ -19,8 +19,8 @@ import openvino.opset13 as ops
 import torch
 from torch import nn
 
-from kl_lens.base.digests import bytes_digest
 from kl_lens.base.errors import TargetError
+from kl_lens.base.files import bytes_digest
 from kl_lens.model import Anatomy
 from kl_lens.run.records import Component, ExportedTensor
 from kl_lens.targets.exporting import Choice

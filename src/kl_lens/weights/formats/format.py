@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kl_lens.base.accelerators import on_host
-from kl_lens.base.digests import tensor_digest
 from kl_lens.base.errors import FormatError
+from kl_lens.base.files import tensor_digest
 
 if TYPE_CHECKING:
     import torch
