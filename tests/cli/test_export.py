@@ -98,7 +98,7 @@ def test_a_plan_of_another_runtime_is_refused(planned: Path, capsys) -> None:
     assert "kl-lens plan --target gguf" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("target", ["gguf", "openvino"])
+@pytest.mark.parametrize("target", ["gguf", pytest.param("openvino", marks=pytest.mark.slow)])
 def test_as_deployed_measures_more_damage_and_stands_beside_weights_alone(
     target: str, tmp_path: Path, capsys
 ) -> None:

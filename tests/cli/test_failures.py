@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kl_lens.cli.failures import UNEXPECTED
-from kl_lens.cli.main import main
+from kl_lens.cli.main import UNEXPECTED, main
 from kl_lens.run.folder import Run
 
 

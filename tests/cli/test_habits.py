@@ -9,12 +9,11 @@ import pytest
 
 from kl_lens.base.version import __version__
 from kl_lens.cli.main import VERBS, main
-from kl_lens.cli.terminal import console
 
 
 @pytest.fixture(scope="module")
 def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from kl_lens.cli.completion import completion
+    from kl_lens.cli.flags import completion
     from kl_lens.cli.main import build_parser
 
     folder = tmp_path_factory.mktemp("completion")
@@ -57,10 +56,3 @@ def test_versions(capsys) -> None:
     first, _, *rest = capsys.readouterr().out.splitlines()
     assert first == f"kl-lens {__version__}"
     assert {"torch", "transformers"} <= {line.split()[0] for line in rest}
-
-
-def test_no_color_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    assert not console().no_color
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert console().no_color

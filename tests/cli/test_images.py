@@ -10,12 +10,10 @@ import pytest
 
 import kl_lens as kl
 from kl_lens.cli.main import main
-from kl_lens.evaluation import TorchSession
 from kl_lens.model import LoadedModel
 from kl_lens.run.folder import Run
 from kl_lens.run.records import Plan
 from kl_lens.targets import export
-from kl_lens.weights.recipes import parsed
 from tests.classifiers import classifier, image_folder, save
 
 
@@ -75,19 +73,6 @@ def test_from_images_to_a_proven_file(folder: Path, images: Path, tmp_path: Path
 def opened(folder: Path, images: Path) -> LoadedModel:
     """Opened once, and so converted once."""
     return kl.load(folder, images=str(images))
-
-
-def test_exported_logits_are_those_of_pytorch_with_the_same_weights(
-    opened: LoadedModel, tmp_path: Path
-) -> None:
-    pytest.importorskip("openvino")
-    plan = Plan("mixed", {c.name: "int8" for c in opened.anatomy.candidates if c.family == "mlp"}, "by hand")
-    export(opened, plan, "openvino", tmp_path / "out", unplanned="fp32")
-    ids = opened.task.sample(opened.model, 1, 6)[0].tolist()
-    given = kl.open_session(tmp_path / "out", exact=True).logits(ids)
-    expected = TorchSession(opened, parsed(plan.assignment)).logits(ids)
-    np.testing.assert_allclose(given, expected, rtol=1e-3, atol=1e-4)
-    assert not np.allclose(given, TorchSession(opened).logits(ids), rtol=1e-3, atol=1e-4)
 
 
 def test_evaluate_in_python_needs_only_the_file(opened: LoadedModel, images: Path, tmp_path: Path) -> None:

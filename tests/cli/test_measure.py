@@ -34,9 +34,7 @@ def test_measure_prints_a_table_or_json_and_writes_the_papers_files(
     ("extra", "message"),
     [
         (["--components", "nothing_like_this"], "matches none of"),
-        (["--formats", "int3"], "int3"),
         (["--formats", ","], "names no format"),
-        (["--text", "no-such-file.txt"], "no-such-file.txt"),
         (["--text", ""], "--text is empty; give it a value, or leave it out"),
         (["--window-length", "1000000"], "text.txt"),
         (["--memory-budget", "lots"], "is not a size"),

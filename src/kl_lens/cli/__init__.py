@@ -1,1 +1,1 @@
-"""The command line: one file per verb; each parses, calls and prints. No logic lives here."""
+"""The command line: settings from words, and what each verb shows. No logic lives here."""

@@ -8,7 +8,10 @@ import importlib
 import itertools
 import logging
 import os
+import shlex
 import sys
+import tempfile
+import time
 import traceback
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -19,14 +22,15 @@ from kl_lens.base.environment import require_thread_counts, set_defaults
 
 set_defaults()
 
-from kl_lens.base.errors import KLLensError, printable  # noqa: E402
+from kl_lens.base.errors import KLLensError, one_line, printable, system_reason  # noqa: E402
 from kl_lens.base.version import __version__  # noqa: E402
-from kl_lens.cli.completion import completion, subparsers_of  # noqa: E402
-from kl_lens.cli.failures import UNEXPECTED, explained  # noqa: E402
+from kl_lens.cli.flags import add_arguments, completion, file_values, subparsers_of, typed_values  # noqa: E402
 from kl_lens.cli.terminal import Terminal, console, print_json  # noqa: E402
 from kl_lens.study.settings import Settings  # noqa: E402
 from kl_lens.study.study import Study  # noqa: E402
 from kl_lens.study.verbs import settings_of  # noqa: E402
+
+UNEXPECTED = 70  # exit code; EX_SOFTWARE of sysexits.h
 
 # In the order of the pipeline. The settings are in `kl_lens.study`; with the help here, `kl-lens --help` loads no
 # library.
@@ -53,7 +57,7 @@ SCREENS = {
     "kl_lens.cli.run": ("run",),
     "kl_lens.cli.making": ("inspect", "calibrate", "measure", "merge", "plan", "export"),
     "kl_lens.cli.judging": ("evaluate", "benchmark", "autopsy", "paper"),
-    "kl_lens.cli.simple": ("generate", "report", "publish", "doctor"),
+    "kl_lens.cli.terminal": ("generate", "report", "publish", "doctor"),
 }
 # The flags that `kl-lens VERB --help` shows; `--help-all` shows all. Verbs that are not here have few.
 USUAL = {
@@ -141,8 +145,6 @@ def build_parser(verbs: Collection[str] = tuple(VERBS), *, everything: bool = Tr
 
 
 def _add_arguments(parser: argparse.ArgumentParser, verb: str, everything: bool) -> None:
-    from kl_lens.cli.flags import add_arguments
-
     if verb in USUAL:
         parser.add_argument("--help-all", action="help", help="show every flag")
     usual = USUAL[verb].split() if verb in USUAL and not everything else None
@@ -180,8 +182,6 @@ def _verb(words: Sequence[str]) -> list[str]:
 
 def settings_from(arguments: argparse.Namespace) -> Settings:
     """The verb's settings: what was typed, then what a --config file says, then the defaults."""
-    from kl_lens.cli.flags import file_values, typed_values
-
     settings = settings_of(arguments.verb)
     file = getattr(arguments, "config", None)
     from_file = file_values(settings, file) if file else {}
@@ -271,6 +271,49 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exception(error)
         print(f"{program}: {printable(line)}", file=sys.stderr)
         return code
+
+
+def explained(error: BaseException, words: Sequence[str]) -> tuple[int, str]:
+    """The exit code of `kl-lens WORDS`, and the one line about it."""
+    if isinstance(error, KLLensError):
+        return error.exit_code, " ".join(str(error).split("\n"))
+    if isinstance(error, OSError) and (line := system_reason(error)):
+        return KLLensError.exit_code, line
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, which may not be loaded
+        return KLLensError.exit_code, (
+            f"GPU memory is full ({one_line(error).partition('. GPU')[0]}); what was measured is kept. Run the same "
+            "command with --weights disk, or measure with a smaller --memory-budget"
+        )
+    kind, reason = type(error).__name__, one_line(error)
+    line = f"unexpected error: {kind}" + ("" if reason == kind else f": {reason}")
+    for folder in _folders(words):
+        with suppress(Exception):
+            folder.mkdir(exist_ok=True)
+            time_of_day = f"{time.strftime('%Y%m%d-%H%M%S')}-{time.monotonic_ns() % 10**6:06}"
+            file = folder / f"unexpected-{time_of_day}.txt"
+            file.write_text(_report(error, words), encoding="utf-8", errors="backslashreplace")
+            return UNEXPECTED, f"{line}; please report it with {file}"
+    return UNEXPECTED, f"{line}; please report it (the traceback could not be written: --debug shows it)"
+
+
+def _folders(words: Sequence[str]) -> list[Path]:
+    """The log of the run that the command names, if it names one; then the temporary folder."""
+    folders = []
+    for word in words:
+        with suppress(OSError, ValueError):
+            folder = Path(word.removeprefix("--run="))
+            if (folder / "run.sqlite").is_file():
+                folders.append(folder / "log")
+    return [*folders, Path(tempfile.gettempdir())]
+
+
+def _report(error: BaseException, words: Sequence[str]) -> str:
+    from kl_lens.run.folder import provenance
+
+    known = provenance()
+    versions = "".join(f"{name} {version}\n" for name, version in known["versions"].items())
+    trace = "".join(traceback.format_exception(error))
+    return f"$ kl-lens {shlex.join(words)}\n\n{trace}\n{versions}{known['system']} {known['machine']}\n"
 
 
 def _open_streams() -> None:
