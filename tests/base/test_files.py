@@ -1,4 +1,5 @@
-"""Writers of files and folders, real processes, killed with SIGKILL before each thing that they do to a file."""
+"""Writers of files and folders, real processes, killed with SIGKILL before each thing that they do to a file; and the
+shipped files, found in a checkout and in an installed wheel."""
 
 from __future__ import annotations
 
@@ -11,11 +12,9 @@ from typing import Any
 
 import pytest
 from tests.forking import Forks
-from tests.shipped import shipped_digests
 
 from kl_lens.base.errors import KLLensError
-from kl_lens.base.files import RECORD_FILE, naming, replacing, settle, write_text
-from kl_lens.targets.exporting import read_artifact
+from kl_lens.base.files import RECORD_FILE, naming, reference_path, replacing, settle, whole, write_text
 
 FILES = ("graph.xml", "graph.bin", RECORD_FILE)
 
@@ -113,48 +112,11 @@ def test_one_process_writes_to_a_folder_at_a_time(tmp_path: Path) -> None:
 
 
 def test_a_file_being_written_is_not_removed(tmp_path: Path) -> None:
-    from kl_lens.base.files import whole
-
     with whole(tmp_path / "slow.gguf") as temporary:
         temporary.write_text("half")
         write_text(tmp_path / "fast.json", "{}")
         assert temporary.exists()
     assert contents(tmp_path) == {"slow.gguf": "half", "fast.json": "{}"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("target", ["gguf", "openvino"])
-def test_a_real_export_killed_at_any_moment_leaves_a_whole_artifact(
-    target: str, forks: Forks, tmp_path: Path
-) -> None:
-    """The command line itself, killed before every few things that it does to its folder."""
-    pytest.importorskip(target, reason=f"needs the extra {target}")
-    from kl_lens.cli.main import main
-
-    folder = tmp_path / "made"
-    formats = ("q8_0", "q4_0") if target == "gguf" else ("int8", "int4")
-
-    def command(fmt: str) -> list[str]:
-        return ["export", "reference:mamba", "--target", target, "--format", fmt, "--out", str(folder)]
-
-    def whole_as() -> str:
-        """The plan of the artifact there, whose every tensor must be what the record says."""
-        artifact = read_artifact(folder)
-        held = shipped_digests(folder)
-        assert len(held) > 10
-        assert {t.runtime_name: t.digest for t in artifact.tensors if t.runtime_name in held} == held
-        return artifact.plan
-
-    moment, seen = 0, set()
-    while True:
-        assert main(command(formats[0])) == 0
-        was_killed = killed_at(forks, moment, folder, "kl_lens.cli.main:main", command(formats[1]))
-        seen.add(whole_as())
-        if not was_killed:
-            break
-        moment += 3 if target == "gguf" else 5
-    assert seen == {f"uniform_{fmt}" for fmt in formats}
-    assert not [p.name for p in folder.iterdir() if p.name.startswith(".")]
 
 
 @pytest.mark.parametrize(
@@ -166,3 +128,25 @@ def test_a_full_disk_that_numpy_met_names_the_file(tmp_path: Path, said: str) ->
         naming(tmp_path / "model.gguf"),
     ):
         raise OSError(said)
+
+
+def test_checkout_and_wheel_layouts(tmp_path: Path) -> None:
+    package = tmp_path / "src" / "kl_lens"
+    (tmp_path / "reference" / "mamba").mkdir(parents=True)
+    package.mkdir(parents=True)
+    (tmp_path / "pyproject.toml").touch()
+    assert reference_path("mamba", package=package) == tmp_path / "reference" / "mamba"
+
+    installed = tmp_path / "site-packages" / "kl_lens"
+    (installed / "_reference" / "mamba").mkdir(parents=True)
+    assert reference_path("mamba", package=installed) == installed / "_reference" / "mamba"
+
+
+def test_missing_files_are_reported(tmp_path: Path) -> None:
+    package = tmp_path / "lib" / "site-packages" / "kl_lens"
+    (tmp_path / "lib" / "reference").mkdir(parents=True)  # somebody else's
+    package.mkdir(parents=True)
+    with pytest.raises(KLLensError, match="mamba: not among the reference files of this installation"):
+        reference_path("mamba", package=package)
+    with pytest.raises(KLLensError, match="mamba9: not among the reference files"):
+        reference_path("mamba9")

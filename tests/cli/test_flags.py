@@ -11,10 +11,9 @@ import pytest
 
 import kl_lens
 from kl_lens.base.errors import KLLensError
-from kl_lens.cli.flags import file_values
 from kl_lens.cli.main import USUAL, VERBS, build_parser, main, parse, settings_from
 from kl_lens.study import MeasureSettings, PlanSettings, RunSettings, command_of
-from kl_lens.study.settings import as_yaml, options_of
+from kl_lens.study.settings import options_of
 from kl_lens.study.verbs import VERBS as HOMES, perform, settings_of
 
 COMMANDS = [
@@ -117,12 +116,3 @@ def test_settings_made_in_python_are_checked_too() -> None:
         with pytest.raises(KLLensError, match=re.escape(message)):
             perform(settings)
     RunSettings.of(held_out_windows=2, max_bytes=10**6).check()
-
-
-def test_yaml_holds_the_same_settings(tmp_path: Path) -> None:
-    settings = RunSettings.of(
-        model="some-model", formats=("int8",), budget=0.6, targets=(), max_bytes=None, seed=7, again=True
-    )
-    file = tmp_path / "run.yaml"
-    file.write_text(as_yaml(settings))
-    assert RunSettings.of(**file_values(RunSettings, str(file))) == settings

@@ -93,10 +93,3 @@ def test_the_documentation_is_short() -> None:
     releases = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").split("\n## ")
     assert max(len(release.split()) for release in releases) <= 120
     assert sum(words.values()) <= 25_000, "docs/**.md, README, CONTRIBUTING, SECURITY and CHANGELOG together"
-
-
-def test_the_families_have_their_places() -> None:
-    for page in (README, ROOT / "docs/models.md"):
-        assert re.search(
-            r"<!-- families -->\n\|.+\|\n<!-- /families -->", page.read_text(encoding="utf-8"), re.DOTALL
-        )
