@@ -170,7 +170,7 @@ def test_the_frontier(measured: Path, capsys) -> None:
     [
         (
             ["--min-speed", "30"],
-            "--min-speed and --minimise seconds are about a target's files: name it with --target",
+            "--min-speed is about a target's files: name it with --target",
         ),
         (["--plan", "nowhere", "--verify"], "no such plan"),
         (["--max-bytes", "many"], "is not a size"),

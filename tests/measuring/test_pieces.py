@@ -17,7 +17,7 @@ from kl_lens.measuring.teacher import window_bytes
 from kl_lens.model.tasks import LanguageTask
 from kl_lens.run.folder import Run
 from kl_lens.run.merging import merge
-from kl_lens.study.spreading import shard_name, share_of
+from kl_lens.study.measure import shard_name, share_of
 from kl_lens.weights.recipes import Recipe
 from tests.measuring.conftest import loaded, some_windows
 

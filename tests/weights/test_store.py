@@ -12,7 +12,7 @@ import torch
 from kl_lens.base.errors import FormatError, UnlearntError
 from kl_lens.measuring.perturbation import swapped
 from kl_lens.model import load
-from kl_lens.study.meanwhile import quantizing_for
+from kl_lens.study.run import quantizing_for
 from kl_lens.targets import get_target
 from kl_lens.weights.formats import Format, Quantized, get_format, gguf_blocks, known_formats
 from kl_lens.weights.quantizers import InputStatistics, Quantizer, known_quantizers, quantizer as quantizers

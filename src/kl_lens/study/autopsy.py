@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar
 
 from kl_lens import evaluation
 from kl_lens.base.errors import KLLensError, TargetError
@@ -27,26 +26,21 @@ KIND = "autopsy"  # of the run's results
 
 @dataclass(frozen=True, kw_only=True)
 class AutopsySettings(Settings):
-    verb: ClassVar[str] = "autopsy"
-
     file: Path = option(
-        help="a .gguf file, an OpenVINO .xml, or a folder of llama.cpp, OpenVINO or mlx-lm",
-        positional=True,
+        help="a .gguf file, an OpenVINO .xml, or a folder of llama.cpp, OpenVINO or mlx-lm", positional=True,
         metavar="FILE",
-    )
-    model: str | None = option(
-        None, f"the original model: {VERB_MODEL} (default: the run's)", flag="--against", metavar="MODEL"
+    )  # fmt: skip
+    model: of.Model | None = option(
+        None, f"the original: {VERB_MODEL} (default: the run's)", flag="--against"
     )
     opening: Opening = group(Opening)
-    run: str | None = option(
-        None,
-        "a run of this model: keeps the result for its report, and plans for the same bytes",
-        metavar="DIR",
+    run: of.Folder | None = option(
+        None, "a run of this model: keeps the result for its report, and plans for the same bytes"
     )
-    text: str = option(DEFAULT_TEXT, "text that everything is measured on", metavar="TEXT")
-    windows: int = option(8, "number of windows", kind=of.COUNT)
-    window_length: int = option(256, "tokens per window", kind=of.TOKENS)
-    threads: int | None = option(None, "of the runtime (default: its own choice)", kind=of.THREADS)
+    text: of.Text = option(DEFAULT_TEXT, "text that everything is measured on")
+    windows: of.Count = option(8, "number of windows")
+    window_length: of.Tokens = option(256, "tokens per window")
+    threads: of.Threads | None = option(None, "of the runtime (default: its own choice)")
 
 
 @dataclass
@@ -71,12 +65,9 @@ def autopsy(settings: AutopsySettings, session: Session) -> AutopsyResult:
             model = session.model(settings.model, settings.opening, weights=of.MEMORY)
         if model is not None:
             if not isinstance(model.task, LanguageTask):
-                raise TargetError(
-                    f"{model.name}: autopsy compares language models; this one classifies images"
-                )
-            text = evaluation.prepare(
-                settings.text, model.task, window=settings.window_length, limit=settings.windows
-            )
+                raise TargetError(f"{model.name}: autopsy needs a language model; this one classifies images")
+            window, limit = settings.window_length, settings.windows
+            text = evaluation.prepare(settings.text, model.task, window=window, limit=limit)
         with session.events.progress("autopsy") as progress:
             found = perform_autopsy(
                 dissection, target, model, text, threads=settings.threads, progress=progress

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated
 
 from kl_lens import profiling
 from kl_lens.base.errors import KLLensError
 from kl_lens.base.units import parse_names
 from kl_lens.paper.timing import PublishedTiming
-from kl_lens.run.folder import ALL_PLANS, Run
+from kl_lens.run.folder import Run
 from kl_lens.study import settings as of
 from kl_lens.study.session import Session
 from kl_lens.study.settings import Kind, Runtime, Settings, group, grouped, option
@@ -28,14 +28,15 @@ def _lengths(text: str) -> tuple[int, ...]:
     return tuple(sorted({int(length) for length in lengths}))
 
 
+_LENGTHS = Kind(_lengths, lambda each: ",".join(map(str, each)), "LIST", int, 1, of.MOST_TOKENS)
+
+
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkSettings(Settings):
-    verb: ClassVar[str] = "benchmark"
-
     artifacts: tuple[Path, ...] = of.of_files()
-    run: str | None = option(None, "the run folder; stores the results", metavar="DIR")
-    plan: str = option(ALL_PLANS, "plans of the run: a, or a,b, or all", metavar="NAMES")
-    targets: tuple[str, ...] | None = option(None, "default: all", kind=of.NAMES)
+    run: of.Folder | None = option(None, "the run folder; stores the results")
+    plan: str = of.of_plans()
+    targets: of.Names | None = option(None, "default: all")
     runtime: Runtime = group(Runtime)
     protocol: str = option(
         USE,
@@ -43,14 +44,9 @@ class BenchmarkSettings(Settings):
         choices=(USE, PUBLISHED, "both"),
     )
     quick: bool = option(False, "a short run to try things out; marked as such in the results")
-    prompt_lengths: tuple[int, ...] = _use(
-        (32, 128, 512),
-        "prompt lengths in tokens",
-        kind=Kind(_lengths, lambda each: ",".join(map(str, each)), type=int, least=1, most=of.TOKENS.most),
-        metavar="LIST",
-    )
-    new_tokens: int = _use(64, "tokens to generate", kind=of.TOKENS)
-    repeats: int = _use(5, "timed rounds", kind=of.COUNT)
+    prompt_lengths: Annotated[tuple[int, ...], _LENGTHS] = _use((32, 128, 512), "prompt lengths in tokens")
+    new_tokens: of.Tokens = _use(64, "tokens to generate")
+    repeats: of.Count = _use(5, "timed rounds")
 
     def check(self) -> None:
         super().check()
@@ -81,27 +77,21 @@ def benchmark(settings: BenchmarkSettings, session: Session) -> BenchmarkResult:
         if run is not None and not places:
             targets = of.chosen_targets(settings.targets)
             places = profiling.run_places(run, plans=settings.plan, targets=targets)
-        return time_files(
-            places, run, session, settings.runtime, protocol=settings.protocol, quick=settings.quick,
-            prompt_lengths=settings.prompt_lengths, new_tokens=settings.new_tokens, repeats=settings.repeats,
-        )  # fmt: skip
+        new_tokens, repeats = settings.new_tokens, settings.repeats
+        if settings.quick:
+            new_tokens, repeats = min(new_tokens, 16), min(repeats, 2)
+        how, quick = settings.runtime.session(), settings.quick
+        use = profiling.UseSettings(settings.prompt_lengths, new_tokens, repeats, how, quick)
+        return time_files(places, run, session, use, settings.protocol)
 
 
 def time_files(
     places: Sequence[Path],
     run: Run | None,
     session: Session,
-    runtime: Runtime,
-    *,
-    prompt_lengths: tuple[int, ...],
-    new_tokens: int,
-    repeats: int,
+    use: profiling.UseSettings,
     protocol: str = USE,
-    quick: bool = False,
 ) -> BenchmarkResult:
-    if quick:
-        new_tokens, repeats = min(new_tokens, 16), min(repeats, 2)
-    use = profiling.UseSettings(prompt_lengths, new_tokens, repeats, runtime.session(), quick)
     published = PublishedTiming(profiling.tag_of(run.identity.get("model", "model") if run else "model"))
     timings: list[profiling.Timing] = [profiling.InUse()] if protocol != PUBLISHED else []
     with session.events.progress("benchmark") as progress:

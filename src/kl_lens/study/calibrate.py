@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from kl_lens.measuring.statistics import StoredStatistics, gather
 from kl_lens.measuring.sweep import model_identity
@@ -35,16 +35,10 @@ class LearningText:
     text: str | None = _text(
         None, f"name:split, or a file or folder (default: the run's calibration text, or {DEFAULT_TEXT})"
     )
-    windows: int | None = _text(
-        None, f"number of windows (default: {DEFAULT_WINDOWS}, or fewer if the text is short)", kind=of.COUNT
-    )
-    window_length: int | None = _text(
-        None, "tokens per window (default: the run's, or 512; 16 images)", kind=of.TOKENS
-    )
-    seed: int | None = _text(
-        None,
-        "chooses the windows (default: not measure's, so that no method is measured on the text it learned from)",
-        kind=of.SEED,
+    windows: of.Count | None = _text(None, f"default: {DEFAULT_WINDOWS}, or fewer if the text is short")
+    window_length: of.Tokens | None = _text(None, "tokens per window (default: the run's, or 512; 16 images)")
+    seed: of.Seed | None = _text(
+        None, "chooses the windows (default: not measure's: no method is measured on what it learned from)"
     )
 
     def drawn(self, run: Run | None, model: LoadedModel, session: Session) -> Windows:
@@ -61,15 +55,11 @@ class LearningText:
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateSettings(Settings):
-    verb: ClassVar[str] = "calibrate"
-
-    model: str | None = option(
-        None, "the model, if --run is new", positional=True, nargs="?", metavar="MODEL"
-    )
+    model: of.Model | None = option(None, "the model, if --run is new", positional=True, nargs="?")
     opening: Opening = group(Opening)
     weights: str = of.place_of_weights()
     learning: LearningText = group(LearningText)
-    run: str | None = of.of_run("runs/<model>")
+    run: of.Folder | None = of.of_new_run()
     again: bool = option(False, "gather new statistics, and discard measurements that used the old ones")
 
 
@@ -80,9 +70,8 @@ class CalibrateResult:
     statistics: StoredStatistics
 
     @property
-    def text(self) -> dict[str, Any]:
-        text: dict[str, Any] = self.statistics.identity["text"]
-        return text
+    def text(self) -> Any:
+        return self.statistics.identity["text"]
 
 
 def calibrate(settings: CalibrateSettings, session: Session) -> CalibrateResult:

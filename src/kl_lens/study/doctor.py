@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from importlib import metadata
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from kl_lens.study.session import Session
 from kl_lens.study.settings import Settings
@@ -19,7 +18,7 @@ if TYPE_CHECKING:  # torch may not be installed
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorSettings(Settings):
-    verb: ClassVar[str] = "doctor"
+    """It has none."""
 
 
 @dataclass(frozen=True)
@@ -59,26 +58,20 @@ def _kernels() -> Health:
     from kl_lens.measuring.products import PRECISIONS, compared_products, has_tensor_cores
     from kl_lens.model import load
 
-    found: dict[str, Comparison] = {}
-
-    def add(device: str, comparisons: Iterable[Comparison], suffix: str = "") -> None:
-        for new in comparisons:
-            name = f"{new.kernel}{suffix} on {device}"
-            worst = max(new, found.get(name, new), key=lambda c: c.error / c.limit)
-            found[name] = replace(worst, kernel=name)
-
-    for device, title in {"cpu": "the CPU", "cuda": "the GPU"}.items():
-        if device == "cuda" and not torch.cuda.is_available():
-            continue
+    worst: dict[str, Comparison] = {}
+    devices = {"cpu": "the CPU"} | ({"cuda": "the GPU"} if torch.cuda.is_available() else {})
+    for device, title in devices.items():
+        found = [("", compared_metrics(device))]
         for name in ("mamba", "mamba2", "hybrid"):
             model = load(f"reference:{name}", device=device)
-            add(title, model.chain.compared_kernels())
-            add(title, model.chain.compared_kernels(gradients=True))
+            found += [("", model.chain.compared_kernels(gradients=gradients)) for gradients in (False, True)]
             for precision in PRECISIONS[1:] if has_tensor_cores(model) else ():
-                add(title, compared_products(model, precision), f" in {precision}")
-        add(title, compared_metrics(device))
-    wrong = [str(comparison) for comparison in found.values() if not comparison.holds]
-    problem = (
-        "; ".join(wrong) and f"wrong: {'; '.join(wrong)}. transformers' own code is used; please report this"
-    )
-    return Health("compared with transformers and torch", tuple(map(str, found.values())), problem)
+                found.append((f" in {precision}", compared_products(model, precision)))
+        for suffix, comparisons in found:
+            for new in comparisons:
+                name = f"{new.kernel}{suffix} on {title}"
+                new = replace(new, kernel=name)
+                worst[name] = max(new, worst.get(name, new), key=lambda c: c.error / c.limit)
+    wrong = "; ".join(str(comparison) for comparison in worst.values() if not comparison.holds)
+    problem = wrong and f"wrong: {wrong}. transformers' own code is used; please report this"
+    return Health("compared with transformers and torch", tuple(map(str, worst.values())), problem)

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -19,7 +19,7 @@ from kl_lens.evaluation.scoring import DISAGREES
 from kl_lens.evaluation.tasks import FAIL, chosen_tasks, judge
 from kl_lens.model import LanguageTask, LoadedModel, Task
 from kl_lens.paper import write_published
-from kl_lens.run.folder import ALL_PLANS, Run
+from kl_lens.run.folder import Run
 from kl_lens.run.samples import LONGEST, longest_window
 from kl_lens.study import settings as of
 from kl_lens.study.events import going_on
@@ -29,56 +29,40 @@ from kl_lens.study.settings import Opening, Runtime, Settings, Tasks, group, gro
 DEFAULT_TEXT = "wikitext2:test"
 TORCH = "torch"
 _what = grouped("what to measure (default: --perplexity --divergence)")
-_on_text = partial(_what, None, nargs="?", metavar="TEXT")
-_running = grouped("running")
+_on_text = partial(_what, None, nargs="?")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateSettings(Settings):
-    verb: ClassVar[str] = "evaluate"
-
-    run: str | None = of.of_run()
-    model: str | None = of.moved_model()
+    run: of.Folder | None = of.of_run()
+    model: of.Model | None = of.moved_model()
     opening: Opening = group(
         Opening,
         dtype=loading("float32", "data type in PyTorch", choices=of.DTYPES),
         device=loading(
-            "auto",
-            "device of PyTorch; auto: the GPU if there is one",
-            kind=of.DEVICE,
-            flag="--torch-device",
-            metavar="DEVICE",
+            "auto", "device of PyTorch; auto: a GPU if there is one", flag="--torch-device", metavar="DEVICE"
         ),
     )
     artifact: tuple[Path, ...] = of.of_files()
-    plan: str = option(ALL_PLANS, "plans of the run: a, or a,b, or all", metavar="NAMES")
-    targets: tuple[str, ...] | None = option(
-        None, "torch (plans in PyTorch) or targets (exported files); default: all", kind=of.NAMES
-    )
-    perplexity: str | None = _on_text(
-        f"token and word perplexity (default text: {DEFAULT_TEXT})", bare=DEFAULT_TEXT
-    )
-    divergence: str | None = _on_text(
-        "KL divergence from the original model (default text: as --perplexity)", bare=""
-    )
-    positions: str | None = _on_text(
+    plan: str = of.of_plans()
+    targets: of.Names | None = option(None, "torch (plans in PyTorch) or targets (files); default: all")
+    perplexity: of.Text | None = _on_text(f"default text: {DEFAULT_TEXT}", bare=DEFAULT_TEXT)
+    divergence: of.Text | None = _on_text("KL from the original (default text: as --perplexity)", bare="")
+    positions: of.Text | None = _on_text(
         "KL by position, and whether it grows; in windows of 8,192 tokens, or as many as the model allows",
         bare=DEFAULT_TEXT,
     )
-    window: int | None = _what(None, "tokens per window (default: 2048; 16 images)", kind=of.TOKENS)
-    stride: int | None = _what(
-        None, "score only the last S tokens of each window (default: all)", kind=of.TOKENS, metavar="S"
-    )
-    limit: int | None = _what(None, "only the first N windows", kind=of.COUNT)
+    window: of.Tokens | None = _what(None, "tokens per window (default: 2048; 16 images)")
+    stride: of.Tokens | None = _what(None, "score only the last S tokens of each window", metavar="S")
+    limit: of.Count | None = _what(None, "only the first N windows")
     tasks: Tasks = group(Tasks)
-    max_drop: float | None = option(
-        None, "largest loss of accuracy that a task may have, such as 3% (points)", kind=of.SHARE
-    )
-    exact: bool = _running(False, "compute in float32 instead of the fastest way")
+    max_drop: of.Share | None = option(None, "accuracy that a task may lose at most, such as 3% (points)")
+    exact: bool = of.running(False, "compute in float32 instead of the fastest way")
     runtime: Runtime = group(
-        Runtime, device=_running("CPU", "device of OpenVINO or MLX", name="runtime_device", metavar="DEVICE")
+        Runtime,
+        device=of.running("CPU", "device of OpenVINO or MLX", name="runtime_device", metavar="DEVICE"),
     )
-    again: bool = _running(False, "repeat what the run has already measured")
+    again: bool = of.running(False, "repeat what the run has already measured")
 
     def check(self) -> None:
         super().check()
@@ -87,9 +71,7 @@ class EvaluateSettings(Settings):
         if self.max_drop is not None and self.tasks.tasks is None:
             raise KLLensError("--max-drop limits the accuracy that tasks lose; name tasks with --tasks")
         if self.window is not None and (self.stride or 0) > self.window:
-            raise KLLensError(
-                f"--stride {self.stride} is larger than --window {self.window}: text between windows would be skipped"
-            )
+            raise KLLensError(f"--stride {self.stride} is larger than --window {self.window}; it skips text")
         if self.positions is not None and self.stride is not None:
             raise KLLensError("--positions scores every token of a window: leave out --stride")
 
@@ -106,15 +88,11 @@ class EvaluateResult:
         """Whether each task's loss of accuracy is within the limit."""
         if self.max_drop is None:
             return []
+        tasks = [s for s in self.outcome.scores if s.kind == "task" and "acc_drop" in s.values]
+        drops, most = [s.values["acc_drop"] for s in tasks], self.max_drop
         return [
-            {
-                "subject": s.subject.label,
-                "task": s.what,
-                "max_drop": self.max_drop,
-                "verdict": judge(s.values["acc_drop"], self.max_drop),
-            }
-            for s in self.outcome.scores
-            if s.kind == "task" and "acc_drop" in s.values
+            {"subject": s.subject.label, "task": s.what, "max_drop": most, "verdict": judge(drop, most)}
+            for s, drop in zip(tasks, drops, strict=True)
         ]
 
     @property
@@ -175,16 +153,9 @@ class Judge:
     """Judges files, and plans in PyTorch, beside the original model; the run's journal keeps what is done."""
 
     def __init__(
-        self,
-        run: Run,
-        session: Session,
-        found: evaluation.Selection,
-        task: Task,
-        model: LoadedModel | None,
-        *,
-        kept: bool = True,
-        again: bool = False,
-    ) -> None:
+        self, run: Run, session: Session, found: evaluation.Selection, task: Task, model: LoadedModel | None,
+        *, kept: bool = True, again: bool = False,
+    ) -> None:  # fmt: skip
         """`kept`: the run is the user's own; `again`: what it holds is measured again."""
         self._run, self._session, self._task, self._model, self._kept = run, session, task, model, kept
         self._subjects, self._journal = found.subjects, evaluation.ScoreJournal(run, again=again)
@@ -193,15 +164,9 @@ class Judge:
         self.result.failures.update(found.failures)
 
     def texts(
-        self,
-        perplexity: str | None,
-        divergence: str | None = None,
-        positions: str | None = None,
-        *,
-        window: int | None = None,
-        stride: int | None = None,
-        limit: int | None = None,
-    ) -> None:
+        self, perplexity: str | None, divergence: str | None = None, positions: str | None = None,
+        *, window: int | None = None, stride: int | None = None, limit: int | None = None,
+    ) -> None:  # fmt: skip
         """What to measure on which text; an empty divergence: on that of the perplexity."""
         kinds: dict[str, set[str]] = {}
         if perplexity is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from kl_lens import planning
 from kl_lens.base.errors import FormatError, PlanError, RunError, UnlearntError
@@ -13,7 +13,7 @@ from kl_lens.base.units import human_bytes, parse_names
 from kl_lens.measuring.statistics import StoredStatistics
 from kl_lens.measuring.sweep import model_identity
 from kl_lens.model import LoadedModel, load_tokenizer, model_folder
-from kl_lens.run.folder import ALL_PLANS, Run, named_plans
+from kl_lens.run.folder import Run, named_plans
 from kl_lens.run.records import Artifact, Plan
 from kl_lens.run.subjects import artifact_digest, plan_digest
 from kl_lens.study import settings as of
@@ -53,22 +53,20 @@ def _target_options(within: str) -> list[Option]:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportSettings(Settings):
-    verb: ClassVar[str] = "export"
-
-    model: str | None = option(
-        None, "the model to export with --format, without a run", positional=True, nargs="?", metavar="MODEL"
+    model: of.Model | None = option(
+        None, "to export with --format, without a run", positional=True, nargs="?"
     )
     opening: Opening = group(Opening)
-    run: str | None = of.of_run("runs/<model>")
+    run: of.Folder | None = of.of_new_run()
     target: str = option(choices=TARGETS)
-    plan: str = option(ALL_PLANS, "plans of the run: a, or a,b, or all", metavar="NAMES")
+    plan: str = of.of_plans()
     format: str | None = option(
         None,
-        "one format for all weights, instead of a plan; int4-g64+gptq also names the method; gptq and imatrix need "
-        "a run with statistics (kl-lens calibrate)",
+        "one format for all weights, instead of a plan, such as int8 or q4_k+imatrix (gptq and imatrix need a run with "
+        "statistics: kl-lens calibrate)",
         metavar="FORMAT",
     )
-    out: Path | None = option(None, "where to write (default: RUN/artifacts/TARGET)", metavar="DIR")
+    out: of.Directory | None = option(None, "where to write (default: RUN/artifacts/TARGET)")
     options: Mapping[str, Any] = field(default_factory=dict, metadata={"spread": _target_options})
     stream: bool = option(
         False,
@@ -79,19 +77,14 @@ class ExportSettings(Settings):
     def check(self) -> None:
         super().check()
         if self.format is None and self.run is None and self.model is not None:
-            raise PlanError(
-                "say what to export: --format FORMAT for a whole model, or --run DIR [--plan NAME] for plans"
-            )
+            raise PlanError("say what to export: --format FORMAT, or --run DIR [--plan NAME] for plans")
         if self.format and self.model is None:
             raise PlanError(
-                "--format exports a whole model: name it, as in: kl-lens export MODEL "
-                f"--target {self.target} --format {self.format}"
+                "--format exports a whole model: name it, as in: kl-lens export MODEL --format q8_0"
             )
         target = describe_target(self.target)
         if self.stream and not target.streams:
-            raise PlanError(
-                f"--stream does not work with --target {target.name}; {target.title} needs the whole model"
-            )
+            raise PlanError(f"--stream does not work with --target {target.name}: it needs the whole model")
         unknown = set(self.options) - {each.keyword for each in target.options}
         for each in _target_options(""):
             if each.name in unknown:
@@ -118,9 +111,7 @@ def export(settings: ExportSettings, session: Session) -> ExportResult:
             if names is None:
                 names = tuple(sorted(path.stem for path in (run.folder / "plans").glob("*.json")))
             if not names:
-                raise PlanError(
-                    f"{run.folder} has no plans; make some with: kl-lens plan --run {run.folder} --paper"
-                )
+                raise PlanError(f"{run.folder} has no plans; make some with: kl-lens plan")
             run.note_command(["kl-lens", *of.command_of(settings)])
             return files.of_plans(run, model, names, settings.out)
     if target.streams and (settings.stream or not _learns(recipe)):
@@ -187,9 +178,7 @@ class Files:
                 try:
                     extra["statistics"] = StoredStatistics.of_fingerprint(run.folder, fingerprint)
                 except (RunError, UnlearntError) as error:
-                    raise RunError(
-                        f"--stream does not open the model, so it cannot gather statistics: {error}"
-                    ) from error
+                    raise RunError(f"--stream does not open the model: {error}") from error
         artifact = self.written(model, plan, folder, **extra)
         digest = plan_digest(plan.assignment, fingerprint, plan.statistics or run.statistics)
         about = {"folder": str(folder.resolve()), "of_plan": digest}

@@ -8,15 +8,16 @@ from __future__ import annotations
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from kl_lens.base.environment import peak_memory
 from kl_lens.base.errors import TargetError
+from kl_lens.study import settings as of
 from kl_lens.study.events import Events
 from kl_lens.study.session import Session
-from kl_lens.study.settings import SEED, TOKENS, Runtime, Settings, group, number, option
+from kl_lens.study.settings import Runtime, Settings, group, option
 from kl_lens.targets import open_session
 from kl_lens.targets.session import ArtifactTokenizer, Logits, Session as RuntimeSession
 from kl_lens.targets.tokenizer import find_tokenizer
@@ -24,27 +25,15 @@ from kl_lens.targets.tokenizer import find_tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateSettings(Settings):
-    verb: ClassVar[str] = "generate"
-
     artifact: Path = option(help="an exported folder, or a .gguf file", positional=True, metavar="ARTIFACT")
-    prompt: str | None = option(
-        None, "text to go on from; with --chat the first thing you say", metavar="TEXT"
-    )
+    prompt: of.Text | None = option(None, "text to go on from; with --chat the first thing you say")
     chat: bool = option(
         False, "a conversation by the model's chat template, line by line from standard input; /quit ends it"
     )
-    max_new_tokens: int | None = option(
-        None, "stop after so many (default: 64; 1024 for an answer of --chat)", kind=TOKENS
-    )
-    temperature: float = option(
-        0.0, "0: always the likeliest token", kind=number(1000, of=float), metavar="T"
-    )
-    seed: int = option(0, "for a temperature above 0", kind=SEED, metavar="S")
-    tokenizer: str | None = option(
-        None,
-        "folder, tokenizer.json or hub id (default: beside the artifact, or inside a .gguf file)",
-        metavar="PLACE",
-    )
+    max_new_tokens: of.Tokens | None = option(None, "default: 64; 1024 for an answer of --chat")
+    temperature: of.Temperature = option(0.0, "0: always the likeliest token")
+    seed: of.Seed = option(0, "for a temperature above 0", metavar="S")
+    tokenizer: of.Place | None = option(None, "folder, tokenizer.json or hub id (default: the artifact's)")
     runtime: Runtime = group(Runtime)
 
     def check(self) -> None:
@@ -77,18 +66,12 @@ def generate(settings: GenerateSettings, session: Session) -> GenerateResult:
         tokenizer = find_tokenizer(opened, settings.artifact, settings.tokenizer)
         writer = _Writer(settings, opened, tokenizer, session.events)
         prompt, text = _conversation(writer) if settings.chat else _continued(writer, settings.prompt or "")
+        read, written = writer.read, writer.written
         return GenerateResult(
-            prompt=prompt,
-            text=text,
-            prompt_tokens=writer.read,
-            new_tokens=writer.written,
-            prompt_tokens_per_second=writer.read / max(writer.read_seconds, 1e-9),
-            tokens_per_second=writer.written / max(writer.write_seconds, 1e-9),
-            ms_per_token=1000 * writer.write_seconds / max(1, writer.written),
-            runtime=opened.description,
-            load_seconds=load_seconds,
-            peak_memory_bytes=peak_memory(),
-        )
+            prompt, text, read, written, read / max(writer.read_seconds, 1e-9),
+            written / max(writer.write_seconds, 1e-9), 1000 * writer.write_seconds / max(1, written),
+            opened.description, load_seconds, peak_memory(),
+        )  # fmt: skip
     finally:
         opened.close()
 

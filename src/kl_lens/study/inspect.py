@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from kl_lens.model import LoadedModel
 from kl_lens.run.records import Component
 from kl_lens.study.session import Session
-from kl_lens.study.settings import Opening, Settings, group, of_model, option
+from kl_lens.study.settings import Model, Opening, Settings, group, of_model, option
 from kl_lens.weights.formats import FP16, get_format
 
 PRECISIONS = (FP16, "int8", "int4")
@@ -16,9 +15,7 @@ PRECISIONS = (FP16, "int8", "int4")
 
 @dataclass(frozen=True, kw_only=True)
 class InspectSettings(Settings):
-    verb: ClassVar[str] = "inspect"
-
-    model: str = of_model()
+    model: Model = of_model()
     opening: Opening = group(Opening)
     components: bool = option(False, "one row per component instead of per block")
 

@@ -1,40 +1,56 @@
-"""`measure`: how much each component suffers from each format."""
+"""`measure`: how much each component suffers from each format. Also its processes, and the staged search.
+
+Staged search: predict what every candidate loses, plan with that, and measure what plans near the limit choose. The
+measured values correct the predictions, and the next plans are made with them. What is not chosen is not measured, so
+every plan consists of measured candidates.
+"""
 
 from __future__ import annotations
 
+import os
+import re
 import shlex
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any
 
-from kl_lens.base.errors import KLLensError, UnlearntError
-from kl_lens.measuring import screening
+from kl_lens import planning
+from kl_lens.base.environment import available_memory
+from kl_lens.base.errors import BudgetError, KLLensError, UnlearntError
 from kl_lens.measuring.engines import DEFAULT_MEMORY
-from kl_lens.measuring.perturbation import find_candidates, key_of, name_pattern
-from kl_lens.measuring.products import PRECISIONS
+from kl_lens.measuring.perturbation import Candidate, find_candidates, key_of, name_pattern
+from kl_lens.measuring.products import PRECISIONS, gains_by_input_major
+from kl_lens.measuring.screening import PART, Key, Screen, is_worth_it, output_errors
 from kl_lens.measuring.statistics import StoredStatistics
-from kl_lens.measuring.sweep import Sweep, SweepResult, error_work
-from kl_lens.measuring.workers import Workers
-from kl_lens.model import Anatomy
+from kl_lens.measuring.sweep import Sweep, SweepResult, error_work, quantizing_work, work_of
+from kl_lens.measuring.teacher import window_bytes
+from kl_lens.measuring.workers import Order, Workers, hired, threads_here, workers_by_default
+from kl_lens.model import Anatomy, LoadedModel, own_images
+from kl_lens.model.residency import BLOCKS_AT_ONCE
 from kl_lens.paper import write_legacy
 from kl_lens.run.folder import CALIBRATION, SCREENED, Run, role_as
 from kl_lens.run.merging import SHARDS
-from kl_lens.run.records import Component, Measurement
+from kl_lens.run.records import PREDICTED, Component, Estimate, Measurement, Plan, SensitivityTable
 from kl_lens.study import settings as of
 from kl_lens.study.events import Events, going_on
-from kl_lens.study.planner import TargetPlanner
+from kl_lens.study.planner import KL, TargetPlanner, limited_loss, nats_allowed
 from kl_lens.study.session import Session
 from kl_lens.study.settings import Calibration, HeldOut, Limits, Opening, Processes, Settings, group, grouped
-from kl_lens.study.spreading import SLURM, shard_name, share_of, workers_for
-from kl_lens.study.staging import expected_work, measured_kl, staged_search
 from kl_lens.targets import TARGETS, Target, computed_as, deployed, get_target, menu_of
 from kl_lens.text.windows import Windows
-from kl_lens.weights.recipes import Recipe
+from kl_lens.weights.recipes import Recipe, parsed
 
 DEFAULT_FORMATS = ("int4", "int8")
+SLURM = "slurm"
+SCREENING = "screening"  # role of the first measurements, on little text
+# Shares of the limit to plan for, round by round; every round plans with what the one before has measured. Below the
+# range of the last round a plan would lack larger formats and lose much; above it, it would only lack smaller ones.
+OF_LOSS, OF_BYTES = ((1.0,), (0.9, 1.0)), ((1.0,), (0.985, 1.0))  # a file may need more bytes than its parts
+UNSURE = 1.2  # predictions count so much more than measurements: only clear gains are worth measuring
+MEASURED = 1.3  # candidates per component, for forecasts; benchmarks/staged.py
 _what, _how = grouped("what to measure"), grouped("how")
 
 
@@ -52,38 +68,30 @@ def menu_for(target: Target, anatomy: Anatomy, max_bytes: int | None) -> tuple[R
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureSettings(Settings):
-    verb: ClassVar[str] = "measure"
-
-    model: str = of.of_model()
+    model: of.Model = of.of_model()
     opening: Opening = group(Opening)
     weights: str = of.place_of_weights()
     calibration: Calibration = group(Calibration)
     held_out: HeldOut = group(HeldOut)
     processes: Processes = group(Processes)
-    run: str | None = of.of_run("runs/<model>")
+    run: of.Folder | None = of.of_new_run()
     target: str | None = _what(
-        None,
-        "measure for this target: its formats, and activations quantized as its kernels do it",
-        choices=TARGETS,
+        None, "measure for this target: its formats, and activations as its kernels compute", choices=TARGETS
     )
-    formats: tuple[str, ...] | None = _what(
-        None,
-        "comma-separated; int4-g64+gptq also names the method (default: the target's formats, or int4,int8)",
-        kind=of.NAMES,
+    formats: of.Names | None = _what(
+        None, "such as int8 or int4-g64+gptq, with the method (default: the target's, or int4,int8)"
     )
     components: str | None = _what(None, "only components with a matching name", metavar="REGEX")
     limits: Limits = group(Limits)  # measure only what such a plan can use
     exhaustive: bool = of.wanted(False, "measure every component in every recipe")
-    memory_budget: int = _how(
+    memory_budget: of.Size = _how(
         DEFAULT_MEMORY,
-        "memory for cached states, and for weights if the model is larger than this; on a GPU the default is most of "
-        "its free memory",
-        kind=of.SIZE,
+        "for cached states, and for weights if the model is larger; on a GPU the default is most of its free memory",
     )
     precision: str | None = _how(
         None,
-        "precision of matrix products on a GPU; tf32x3 is nearly as exact as float32; tf32 and bf16 add noise, which "
-        "is reported (default: tf32 if its noise is 100 times below the median KL of every format, else tf32x3)",
+        "of matrix products on a GPU; tf32 and bf16 add noise, which is reported (default: tf32 if its noise is 100 "
+        "times below the median KL of every format, else tf32x3, which is nearly as exact as float32)",
         choices=PRECISIONS,
     )
     shard: str | None = of.several(
@@ -92,19 +100,14 @@ class MeasureSettings(Settings):
         "variables of a Slurm job array say",
         nargs="?", bare=SLURM, metavar="3/16",
     )  # fmt: skip
-    legacy_json: Path | None = _how(
-        None, "also write the paper's JSON layout, one file per bit width", metavar="FILE"
-    )
+    legacy_json: Path | None = _how(None, "also write the paper's JSON, a file per bit width", metavar="FILE")
 
     def check(self) -> None:
         super().check()
         if self.limits.loss:
             self.held_out.check(searches=True)
         if self.shard and share_of(self.shard) and (self.processes.ray or (self.processes.workers or 1) > 1):
-            other = "--ray" if self.processes.ray else "--workers"
-            raise KLLensError(
-                f"--shard and {other}: workers already share the whole sweep; give only one of them"
-            )
+            raise KLLensError("--shard: leave out --workers and --ray; workers already share the whole sweep")
         if self.formats == ():
             raise KLLensError("--formats names no format; give for example int4,int8")
         for name in self.formats or ():
@@ -137,8 +140,8 @@ def measure(settings: MeasureSettings, session: Session) -> MeasureResult:
     folder = whole / SHARDS / shard_name(*share) if share else whole
     model = session.in_run(model, folder, learn_from=whole)
     hire = partial(
-        workers_for, settings.processes, model, name=settings.model, opening=settings.opening,
-        weights=settings.weights, memory_budget=settings.memory_budget, events=session.events,
+        workers_for, settings.processes, model, settings.opening, settings.weights, session.events,
+        memory_budget=settings.memory_budget,
     )  # fmt: skip
     with Run.create(folder) as run:
         run.note_command(["kl-lens", *of.command_of(settings)])
@@ -182,19 +185,18 @@ def measure_recipes(
     learns = next((c.recipe for c in every if c.recipe.quantizer.learns), None)
     if learns is not None and StoredStatistics.held_by(learnt_in) is None:
         command = shlex.join(["calibrate", model.source or model.name, "--run", str(learnt_in)])
-        raise UnlearntError(
-            f"{learns} needs statistics and {learnt_in} has none; gather them with: kl-lens {command}"
-        )
+        why = f"{learns} needs statistics and {learnt_in} has none"
+        raise UnlearntError(f"{why}; gather them with: kl-lens {command}")
     with going_on(run.folder), events.progress("measuring") as shown:
         sweep.bind(every)
-        candidates, screen, losses = every, None, dict[screening.Key, float]()
+        candidates, screen, losses = every, None, dict[Key, float]()
         # Otherwise there are no statistics to predict with, or shards have to agree on what they measure.
         known = not exhaustive and not share and StoredStatistics.held_by(learnt_in) is not None
-        if known and screening.is_worth_it(every, with_a_limit=bool(limits.given)):
-            screen = screening.Screen(every)
+        if known and is_worth_it(every, with_a_limit=bool(limits.given)):
+            screen = Screen(every)
             shown = shown.as_one(expected_work(model, screen, len(windows), windows.length))
             shown.started(sum(map(error_work, screen.needed)), 0)
-            errors = screening.output_errors(model, screen, lambda c: shown.advanced(error_work(c), str(c)))
+            errors = output_errors(model, screen, lambda c: shown.advanced(error_work(c), str(c)))
             candidates = screen.undominated(errors)
         left = 0.0 if share else sweep.operations_left(candidates, windows)
         with hire(operations=left) as workers:
@@ -231,7 +233,187 @@ def _say_unfit(unfit: Sequence[tuple[Component, Recipe, str]], events: Events) -
     grouped_by: dict[tuple[str, str], dict[str, None]] = {}
     for component, recipe, reason in unfit:
         grouped_by.setdefault((recipe.grid.name, reason), {})[component.name] = None
-    for (name, reason), components in grouped_by.items():
-        first, *others = components
+    for (name, reason), (first, *others) in grouped_by.items():
         more = f" and {len(others)} more" if others else ""
         events.warn(f"{first}{more} not measured in {name}: {reason}")
+
+
+# -- processes -----------------------------------------------------------------------------------------------
+
+
+def workers_for(
+    processes: Processes, model: LoadedModel, opening: Opening, weights: str, events: Events,
+    *, operations: float, memory_budget: int = DEFAULT_MEMORY,
+) -> AbstractContextManager[Workers | None]:  # fmt: skip
+    """The workers for a sweep, or None to measure in this process. `operations`: work left; with none, no process is
+    started; `opening`, `weights`: how they open the model."""
+    if (there := model.residency) is not None:
+        copy = there.resident_bytes + BLOCKS_AT_ONCE * there.block_bytes
+    else:
+        copy = sum(p.nbytes for p in model.model.parameters())
+    count, device = processes.workers, model.chain.device
+    if processes.ray is None:
+        count = count or _by_default(model, copy, memory_budget, operations)
+        if count == 1 or not operations:
+            return nullcontext()
+        if device.type != "cpu":
+            raise KLLensError(
+                f"--workers {count} on {device}: add --ray local (GPU workers need Ray) or --device cpu"
+            )
+        if processes.workers is None:
+            events.note(f"measuring with {count} processes; --workers 1 uses only this one")
+        opening = replace(opening, device=device.type)  # `auto` is decided here
+    place = model.source or model.name
+    images = _absolute(opening.images or own_images(place) or "") or None
+    # Each worker checks whether the weights fit into its memory.
+    room = None if memory_budget == DEFAULT_MEMORY else memory_budget
+    how = asdict(replace(opening, images=images))
+    how |= {"task": "image" if images else None, "weights": weights, "memory_budget": room}
+    order = Order(_absolute(place), how, model.fingerprint)
+    return hired(order, count, processes.ray, processes.gpus_per_worker, copy, events.note)
+
+
+def _by_default(model: LoadedModel, weights: int, budget: int, operations: float) -> int:
+    chain = model.chain
+    if model.residency is not None or chain.device.type != "cpu":
+        return 1
+    vocabulary, width = (int(n) for n in chain.head.weight.shape)  # type: ignore[union-attr]
+    copy = weights * (2 if gains_by_input_major(chain.device) else 1)
+    copy += window_bytes(chain, chain.task.rows_at_once, width, vocabulary)
+    return workers_by_default(threads_here(), copy, budget, available_memory(), operations)
+
+
+def _absolute(place: str) -> str:
+    """An absolute path if the place exists; other names are unchanged."""
+    expanded = os.path.expanduser(place)
+    return os.path.abspath(expanded) if os.path.exists(expanded) else place
+
+
+def share_of(text: str, environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
+    """`3/16` → (3, 16); `slurm` → from the variables of a Slurm job array."""
+    if text != SLURM:
+        found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", str(text))
+        index, count = (int(found[1]), int(found[2])) if found else (0, 0)
+        if not 1 <= index <= count:
+            raise KLLensError(f"--shard {text}: write 3/16 for the third of sixteen, or {SLURM}")
+        return index, count
+    variables = {"ID": "", "COUNT": "", "MIN": "1", "STEP": "1"}
+    given = {name: environment.get(f"SLURM_ARRAY_TASK_{name}", usual) for name, usual in variables.items()}
+    mend = "submit a job array as one range (sbatch --array=1-16), or write --shard 3/16"
+    for name, value in given.items():
+        if not re.fullmatch(r"\d{1,9}", value):
+            raise KLLensError(f"--shard: SLURM_ARRAY_TASK_{name} is {value or 'not set'}; {mend}")
+    place, count, first, step = (int(value) for value in given.values())
+    index, off = divmod(place - first, max(1, step))
+    if off or not 0 <= index < count:
+        raise KLLensError(f"--shard: task {place} does not belong to {count} tasks from {first}; {mend}")
+    return index + 1, count
+
+
+def shard_name(index: int, count: int) -> str:
+    """Zero-padded, so that folders sort by number."""
+    return f"{index:0{len(str(count))}}-of-{count}"
+
+
+# -- staged search -------------------------------------------------------------------------------------------
+
+
+def expected_work(model: LoadedModel, screen: Screen, windows: int, length: int) -> float:
+    """Of screening and all rounds, in the units of the sweep's progress."""
+    names = {candidate.component.name for candidate in screen.candidates}
+    each = [work_of(model, c) * windows + quantizing_work(c, length) for c in screen.candidates]
+    rounds = (MEASURED + _few(windows) / windows) * len(names) / len(each) * sum(each)
+    return rounds + sum(map(error_work, screen.needed))
+
+
+def _few(windows: int) -> int:
+    return max(1, windows // PART)
+
+
+def measured_kl(
+    sweep: Sweep, candidates: Sequence[Candidate], windows: int, role: str = CALIBRATION
+) -> dict[Key, float]:
+    found = {key_of(c): sweep.kl(c, windows, role) for c in candidates}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def staged_search(
+    sweep: Sweep, planner: TargetPlanner, screen: Screen, errors: Mapping[Key, float], windows: Windows,
+    limits: Limits,
+) -> tuple[SweepResult, list[Candidate], dict[Key, float]]:  # fmt: skip
+    """Measures what plans within the limits choose; also returns these candidates, and every one's KL. `errors`: of the
+    outputs, for all that `screen` needs."""
+    few, table = windows.first(_few(len(windows))), sweep.run.table()
+    results = [sweep.measure(screen.first, few, SCREENING, noise=False)]
+    first = measured_kl(sweep, screen.first, len(few), SCREENING)
+    chosen: list[Candidate] = []
+
+    def known(unsure: float = 1.0) -> SensitivityTable:
+        """`unsure`: times what is only predicted, once something is measured."""
+        measured = measured_kl(sweep, chosen, len(windows))
+        values = screen.predicted(errors, first, measured)
+        rows = (
+            Measurement(name, recipe, {KL: Estimate(max(value, 0.0), 0.0)}, 0, 0, PREDICTED, 0.0)
+            for (name, recipe), kl in values.items()
+            for value in [kl * unsure ** ((name, recipe) not in measured and bool(measured))]
+        )
+        return replace(table, measurements=tuple(rows))
+
+    def measure(plans: Sequence[Plan], others: Collection[Key] = ()) -> None:
+        wanted = set(others).union(*(parsed(plan.assignment).items() for plan in plans))
+        new = [c for c in screen.candidates if key_of(c) in wanted and c not in chosen]
+        if new:
+            results.append(sweep.measure(new, windows))
+            chosen.extend(new)
+
+    if limits.max_bytes is not None:
+        for shares in OF_BYTES:
+            plans = []
+            for share in shares:
+                with suppress(BudgetError) if share < 1 else nullcontext():
+                    plans.append(_plan(planner, known(UNSURE), max_bytes=share * limits.max_bytes))
+            measure(plans, _stock(planner, known(), plans[-1].predicted_kl or 0.0, limits.max_bytes))
+    else:
+        room = nats_allowed(limits.loss)
+        for shares in OF_LOSS:
+            room = _room(planner, known(), room, limits)
+            measure([_plan(planner, known(UNSURE), max_kl=share * room) for share in shares])
+    whole, measured = results[-1], measured_kl(sweep, chosen, len(windows))
+    if others := screen.samples(measured):
+        results.append(sweep.measure(others, few, SCREENING, noise=False))
+    samples = measured_kl(sweep, others, len(few), SCREENING)
+    sums = {name: sum(getattr(each, name) for each in results) for name in ("measured", "reused", "seconds")}
+    whole = replace(whole, candidates=len(chosen), **sums)
+    return whole, chosen, screen.predicted(errors, first, measured, samples)
+
+
+def _plan(planner: TargetPlanner, table: SensitivityTable, **limit: Any) -> Plan:
+    problem = planning.build_problem(table, target=planner.target, fixed_bytes=planner.fixed_bytes, metric=KL)
+    return planning.plan_for_budget(problem, **limit).plan
+
+
+def _room(planner: TargetPlanner, table: SensitivityTable, room: float, limits: Limits) -> float:
+    """The sum of KLs at which whole plans reach the limit on the held-out half that decides, with one standard error:
+    by a plan for the sum that seemed right so far. (`plan` asks the other half too: a few percent, and the plans of the
+    last round begin below.)"""
+    plan = _plan(planner, table, max_kl=room)
+    parts = planning.Predictor(table, KL).total(plan.assignment)
+    if parts is None or parts.value <= 0:
+        return room
+    loss = limited_loss(planner.halves[0].measure(plan.assignment), limits.loss)
+    return parts.value * min(2.0, nats_allowed(limits.loss) / max(loss.value + loss.standard_error, 1e-12))
+
+
+def _stock(planner: TargetPlanner, table: SensitivityTable, loss: float, most: int) -> set[Key]:
+    """Stock recipes with our methods that fit and lose less, by bytes that only a written file shows."""
+    if planner.target is None:
+        return set()
+    stock = [one.assignment for one in planner.target.stock_recipes(planner.model)]
+    found: set[Key] = set()
+    problem = planning.build_problem(table, target=planner.target, metric=KL, keep_fused=False)
+    for assignment in planning.stock_with_our_methods(problem, stock):
+        total = problem.predictor.total(assignment)
+        size = planning.cost_of(table.components, assignment).bytes + planner.fixed_bytes
+        if size <= most and total is not None and total.value < loss:
+            found |= set(assignment.items())
+    return found

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
 
 from kl_lens.base.errors import RunError
 from kl_lens.measuring.perturbation import Candidate
@@ -20,9 +19,9 @@ from kl_lens.run.folder import CALIBRATION, EVALUATION, Run
 from kl_lens.run.records import Component
 from kl_lens.study import settings as of
 from kl_lens.study.events import going_on
+from kl_lens.study.measure import workers_for
 from kl_lens.study.session import Session
 from kl_lens.study.settings import Opening, Processes, Settings, group, option
-from kl_lens.study.spreading import workers_for
 from kl_lens.targets import deployed
 from kl_lens.text.windows import Windows, refuse_overlap
 from kl_lens.weights.recipes import Recipe
@@ -32,20 +31,17 @@ RANK, IMPORT = "rank", "import"
 
 @dataclass(frozen=True, kw_only=True)
 class PaperSettings(Settings):
-    verb: ClassVar[str] = "paper"
-
     what: str = option(
         help="rank: which metric predicts the loss on held-out text; import: read published sensitivity files",
-        positional=True,
-        choices=(RANK, IMPORT),
-    )
-    run: str | None = of.of_run()
-    model: str | None = of.moved_model()
+        positional=True, choices=(RANK, IMPORT),
+    )  # fmt: skip
+    run: of.Folder | None = of.of_run()
+    model: of.Model | None = of.moved_model()
     opening: Opening = group(Opening)
     weights: str = of.place_of_weights()
     processes: Processes = group(Processes)
-    evaluation_text: str = option("wikitext2:test", "rank: held-out text", metavar="TEXT")
-    evaluation_windows: int = option(128, "rank: windows of held-out text", kind=of.COUNT)
+    evaluation_text: of.Text = option("wikitext2:test", "rank: held-out text")
+    evaluation_windows: of.Count = option(128, "rank: windows of held-out text")
     other_text: tuple[str, ...] = option(
         (), "rank: also measure on this out-of-domain text (may be repeated)", repeated=True, metavar="TEXT"
     )
@@ -78,9 +74,8 @@ def paper(settings: PaperSettings, session: Session) -> Ranking | Imported:
         opening = replace(settings.opening, device="cpu") if settings.processes.ray else settings.opening
         model = session.model_of(run, settings.model, opening, weights=settings.weights)
         hire = partial(
-            workers_for, settings.processes, model, name=settings.model, opening=settings.opening,
-            weights=settings.weights, events=session.events,
-        )  # fmt: skip
+            workers_for, settings.processes, model, settings.opening, settings.weights, session.events
+        )
         text, windows, others = settings.evaluation_text, settings.evaluation_windows, settings.other_text
         return rank_metrics(session, run, model, text, windows, hire, others)
 

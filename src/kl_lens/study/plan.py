@@ -2,61 +2,70 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from kl_lens import planning
-from kl_lens.base.errors import PlanError
+from kl_lens.base.errors import PlanError, TextError
 from kl_lens.base.units import human_speed, spell_share
 from kl_lens.measuring.statistics import StoredStatistics
+from kl_lens.measuring.tuning import TuningRates, tuned
 from kl_lens.paper import PUBLISHED_METRIC, greedy_plan, paper_points
 from kl_lens.planning.handover import TOOLS, Handover, write_recipe
-from kl_lens.run.folder import RECIPES, SCREENED, Run
+from kl_lens.run.folder import RECIPES, SCREENED, TUNING, Run
 from kl_lens.run.records import Plan, SensitivityTable, checked_plan_name
 from kl_lens.run.subjects import plan_digest
 from kl_lens.study import settings as of
+from kl_lens.study.events import going_on
 from kl_lens.study.planner import KL, TargetPlanner, nats_allowed
 from kl_lens.study.session import Session
 from kl_lens.study.settings import HeldOut, Limits, Opening, Settings, group, grouped, option
-from kl_lens.study.tune import with_tuning
 from kl_lens.targets import TARGETS, exported_places
+from kl_lens.text.windows import Windows, refuse_overlap
 from kl_lens.weights.formats import get_format
-from kl_lens.weights.recipes import FP16, Recipe
+from kl_lens.weights.formats.scales import scales_of
+from kl_lens.weights.quantizers import TUNED
+from kl_lens.weights.recipes import FP16, Recipe, parsed
 
 OUR_STOCK = "a stock recipe with our methods"
 ALL, USUAL = "all", "usual"  # values of --rivals
+BUDGETS = ("max_bpw", "max_kl", "min_speed")
+SEARCHES = ("gamma", "gamma_exhaustive", "max_loss", "max_drop")
+LIMITS = (*SEARCHES, "max_bytes", *BUDGETS)
 TUNING_WINDOWS = 2048
+TUNING_VERSION = 1  # raise it when the same plan and text give other weights
 _paper = grouped("the paper's points")
-_quality = grouped("greedy under a quality budget")
+_quality = grouped("greedy under a quality budget", excludes="limit", metavar="G")
 _budget = grouped("exact budgets (any two together; one is minimised under the other)")
 _proof = grouped("measuring on held-out text")
+_looks = partial(option, excludes="look", metavar="NAME")
+tuning = partial(option, None, nargs="?", bare=TUNING_WINDOWS, metavar="WINDOWS")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choosing:
     """What plans choose from, and by what."""
 
-    metric: str | None = _paper(
+    metric: of.Name | None = _paper(
         None,
         f"minimise this (default: {PUBLISHED_METRIC} for the paper's points, otherwise {KL}): mse, "
         "delta_cross_entropy, another objective that was measured, or for the paper's points sqnr",
-        metavar="NAME",
     )
     no_head: bool = option(False, "keep the head in FP16, as the published models do")
-    formats: tuple[str, ...] = _budget((), "comma-separated (default: all measured formats)", kind=of.NAMES)
+    formats: of.Names = _budget((), "comma-separated (default: all measured formats)")
     name: str | None = option(None, "name of the new plan")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSettings(Settings):
-    verb: ClassVar[str] = "plan"
-
-    run: str | None = of.of_run()
-    model: str | None = of.moved_model()
+    run: of.Folder | None = of.of_run()
+    model: of.Model | None = of.moved_model()
     opening: Opening = group(Opening)
     weights: str = of.place_of_weights()
     paper: str | None = _paper(
@@ -64,23 +73,17 @@ class PlanSettings(Settings):
         choices=("cpu", "gpu", "gpu-int4"), nargs="?", bare="cpu",
     )  # fmt: skip
     choosing: Choosing = group(Choosing)
-    uniform: tuple[str, ...] = option(
-        (), "one plan per format, the same for all components; for example fp16,int8",
-        kind=of.NAMES, metavar="FORMATS",
-    )  # fmt: skip
-    gamma: float | None = _quality(
-        None, "quantize while held-out perplexity ≤ G × the original's", metavar="G", excludes="limit"
-    )
-    gamma_exhaustive: float | None = _quality(
-        None, "the same, one component at a time, as in the paper", metavar="G", excludes="limit"
-    )
+    uniform: of.Names = option((), "a plan per format, for all components, such as int8", metavar="FORMATS")
+    gamma: float | None = _quality(None, "quantize while held-out perplexity ≤ G × the original's")
+    gamma_exhaustive: float | None = _quality(None, "the same, one component at a time, as in the paper")
     limits: Limits = group(Limits)
     max_bpw: float | None = _budget(None, "bits per weight, over all weights", metavar="BITS")
-    max_kl: float | None = _budget(None, "predicted KL per token", metavar="NATS")
+    max_kl: of.Nats | None = _budget(None, "predicted KL per token")
     min_speed: float | None = _budget(
-        None, "predicted tokens per second of the --target's file, for example 30; run kl-lens benchmark first",
+        None,
+        "predicted tokens per second of the --target's file; run kl-lens benchmark first",
         metavar="TOKENS",
-    )  # fmt: skip
+    )
     minimise: str | None = _budget(
         None, "default: the one without a limit (seconds: per token)", choices=("bytes", "kl", "seconds")
     )
@@ -92,38 +95,24 @@ class PlanSettings(Settings):
         "plan (usual: a few of them; without a value: all)",
         choices=(USUAL, ALL), nargs="?", bare=ALL,
     )  # fmt: skip
-    tune: int | None = _proof(
-        None,
+    tune: of.Count | None = tuning(
         "also tune the scales with gradients, so that the KL on calibration text falls; kept if it falls on held-out "
         f"text too (default: {TUNING_WINDOWS} windows)",
-        kind=of.COUNT, nargs="?", bare=TUNING_WINDOWS, metavar="WINDOWS",
-    )  # fmt: skip
+        group="measuring on held-out text",
+    )
     held_out: HeldOut = group(HeldOut)
     target: str | None = option(
         None, "plan for this target: its formats, its measurements, the size of its files", choices=TARGETS
     )
-    plan: str | None = option(
-        None, "a plan of the run to --verify or to compare with --rivals", metavar="NAME", excludes="look"
-    )
-    compare: tuple[str, ...] = option(
-        (), "show plans side by side", nargs="+", metavar="NAME", excludes="look"
-    )
-    write_recipe: str | None = option(
-        None, f"also write the plan for another tool, to RUN/recipes: {', '.join(TOOLS)}",
-        choices=tuple(TOOLS), metavar="TOOL",
-    )  # fmt: skip
+    plan: str | None = _looks(None, "a plan of the run to --verify or to compare with --rivals")
+    compare: tuple[str, ...] = _looks((), "show plans side by side", nargs="+")
+    write_recipe: str | None = option(None, "also for another tool, to RUN/recipes", choices=tuple(TOOLS))
 
     def check(self) -> None:
         super().check()
-        searches = _flags(
-            gamma=self.gamma, gamma_exhaustive=self.gamma_exhaustive,
-            max_loss=self.limits.max_loss, max_drop=self.limits.max_drop,
-        )  # fmt: skip
-        others = _flags(max_bpw=self.max_bpw, max_kl=self.max_kl, min_speed=self.min_speed)
-        limits = [*searches, *_flags(max_bytes=self.limits.max_bytes), *others]
-        new = [*_flags(paper=self.paper, uniform=self.uniform), *limits]
-        silent = _flags(frontier=self.frontier, compare=self.compare)
-        looks = [*silent, *_flags(plan=self.plan)]
+        searches, others, limits = (self.given(*names) for names in (SEARCHES, BUDGETS, LIMITS))
+        new, silent = self.given("paper", "uniform", *LIMITS), self.given("frontier", "compare")
+        looks = [*silent, *self.given("plan")]
         if looks and new:
             raise PlanError(f"{looks[0]} makes no new plan: leave out {', '.join(new)}, or {looks[0]}")
         if not looks and not new and not self.rivals:
@@ -135,33 +124,23 @@ class PlanSettings(Settings):
             raise PlanError(
                 f"{searches[0]} searches by itself: leave out {', '.join(others)}, or {searches[0]}"
             )
-        if self.choosing.name is not None:
-            checked_plan_name(self.choosing.name)
+        if (name := self.choosing.name) is not None:
+            checked_plan_name(name)
             if not limits:
-                raise PlanError(
-                    f"--name {self.choosing.name} names a plan made by a limit, such as --max-bytes"
-                )
-        if silent and (writes := _flags(write_recipe=self.write_recipe, tune=self.tune)):
+                raise PlanError(f"--name {name} names a plan made by a limit, such as --max-bytes")
+        if silent and (writes := self.given("write_recipe", "tune")):
             raise PlanError(f"{writes[0]} needs a plan, and {silent[0]} makes none: leave one of them out")
-        if self.target is None and (self.min_speed is not None or self.minimise == "seconds"):
-            raise PlanError(
-                "--min-speed and --minimise seconds are about a target's files: name it with --target"
-            )
-        if self.target is None and self.rivals:
-            raise PlanError("--rivals compares with the stock recipes of a target: name it with --target")
+        about = self.given("min_speed", "rivals") or ["--minimise seconds"] * (self.minimise == "seconds")
+        if self.target is None and about:
+            raise PlanError(f"{about[0]} is about a target's files: name it with --target")
         if searches or self.verify or self.rivals or self.tune:
             self.held_out.check(searches=bool(self.limits.loss))
 
-    @property
-    def has_limit(self) -> bool:
-        others = self.gamma, self.gamma_exhaustive, self.max_bpw, self.max_kl, self.min_speed
-        return bool(self.limits.given) or any(limit is not None for limit in others)
-
-
-def _flags(**values: object) -> list[str]:
-    """The flags of the values that are set. (A limit of 0 is.)"""
-    given = [name for name, value in values.items() if value is not False and value not in (None, ())]
-    return [f"--{name.replace('_', '-')}" for name in given]
+    def given(self, *names: str) -> list[str]:
+        """The flags among these that are set. (A limit of 0 is.)"""
+        return [
+            each.flag for each, value in of.values_of(self) if each.name in names and value != each.default
+        ]
 
 
 @dataclass(frozen=True)
@@ -178,9 +157,10 @@ class PlanResult:
 
 def plan(settings: PlanSettings, session: Session) -> PlanResult:
     with Run.open(Path(settings.run or of.DEFAULT_RUN)) as run:
-        table = run.table(target=settings.target, predicted=settings.frontier)
-        if settings.has_limit:
+        if settings.given(*LIMITS):
             table = table_within(run, settings.target, settings.limits)
+        else:
+            table = run.table(target=settings.target, predicted=settings.frontier)
         if settings.compare:
             plans = [_read(run, name, table) for name in settings.compare]
             return PlanResult(table, plans, differences=planning.differences(plans, table.components))
@@ -188,10 +168,8 @@ def plan(settings: PlanSettings, session: Session) -> PlanResult:
         planner = TargetPlanner(session, run, settings.target, settings.held_out, opened)
         if settings.frontier:
             _require_storable(planner, table, settings.choosing)
-            metric = _metric(planner, table, settings.choosing)
-            problem = _problem(
-                planner, table, settings.choosing, metric=metric, fixed_bytes=planner.fixed_bytes
-            )
+            how = {"metric": _metric(planner, table, settings.choosing), "fixed_bytes": planner.fixed_bytes}
+            problem = _problem(planner, table, settings.choosing, **how)
             return PlanResult(table, frontier=planning.frontier(problem))
         run.note_command(["kl-lens", *of.command_of(settings)])
         return finished(
@@ -292,7 +270,7 @@ def _made(settings: PlanSettings, planner: TargetPlanner, table: SensitivityTabl
             f"the plan's {result.perplexity:.3f}"
         )
         made.append(result.plan)
-    budgets = {"max_bpw": settings.max_bpw, "max_kl": settings.max_kl, "min_speed": settings.min_speed}
+    budgets = {name: getattr(settings, name) for name in BUDGETS}
     if limits.given or any(budget is not None for budget in budgets.values()):
         made.append(plan_within(planner, table, limits, choosing, minimise=settings.minimise, **budgets))
     return [each if each.target else planner.sized(each) for each in made]
@@ -403,3 +381,77 @@ def _metric(planner: TargetPlanner, table: SensitivityTable, choosing: Choosing)
     if choosing.metric is None and why is not None:
         planner.session.events.warn(why)
     return choosing.metric or metric
+
+
+# -- tuning --------------------------------------------------------------------------------------------------
+
+
+def with_tuning(plan: Plan, windows: int, planner: TargetPlanner) -> Plan:
+    """The plan with scales tuned on text, or the plan itself if its KL on the first held-out half did not fall; the
+    second half confirms, as for every plan."""
+    run, model, meter, events = planner.run, planner.model, planner.halves[0], planner.session.events
+    recipes = {name: recipe for name, recipe in parsed(plan.assignment).items() if recipe != FP16}
+    model.weights.learnt_by(recipes.values(), plan.statistics)
+    drawn, text = _tuning_text(planner, windows)
+    rates = TuningRates()
+    facts = [
+        TUNING_VERSION,
+        model.fingerprint,
+        model.weights.digests(recipes),
+        text.fingerprint,
+        asdict(rates),
+    ]
+    digest = hashlib.blake2b(json.dumps(facts).encode(), digest_size=4).hexdigest()
+    spelled = {
+        name: Recipe(recipe.grid.name, f"{TUNED}-{digest}")
+        for name, recipe in recipes.items()
+        if scales_of(recipe.grid, model.weights.quantized(name, recipe))
+    }
+    if not all(model.weights.has_tuned(name, recipe) for name, recipe in spelled.items()):
+        about = drawn.provenance()
+        identity = {name: about[name] for name in ("source", "split", "windows", "length", "seed")}
+        run.store(TUNING, digest, identity)  # no plan of this run is judged on it
+        events.note(f"tuning {plan.name} on {text.label}, {len(text)} windows of {text.length}")
+        with going_on(run.folder), events.progress(f"tuning {plan.name}") as shown:
+
+            def advance(done: int, steps: int) -> None:
+                if done == 1:
+                    shown.started(steps, 0)
+                shown.advanced(1, f"step {done}")
+
+            for name, quantized in tuned(model, recipes, text.ids, rates, advance).items():
+                model.weights.keep_tuned(name, spelled[name], quantized)
+    assignment = plan.assignment | spelled
+    before, after = meter.measure(plan.assignment), meter.measure(assignment)
+    gain = planning.paired_difference(after.windows, before.windows)
+    change = f"KL {before.kl.value:.4g} before and {after.kl.value:.4g} after, on {meter.text.label}"
+    if gain.mean >= 0:
+        events.note(f"{plan.name}: tuning did not help ({change}); the plan stays as it was")
+        return plan
+    events.note(f"{plan.name}: tuned, {change}")
+    return replace(
+        plan, assignment=assignment, made_by=f"{plan.made_by}, tuned", predicted_kl=None, measured=None,
+        statistics=None, notes=plan.notes | {"tuned": change},
+    )  # fmt: skip
+
+
+def _tuning_text(planner: TargetPlanner, windows: int) -> tuple[Windows, Windows]:
+    """Windows of the run's calibration text at random places; and those of them that share nothing with the windows
+    that measured or taught methods."""
+    session, run, task = planner.session, planner.run, planner.model.task
+    measured, learnt = session.calibration(run, task), StoredStatistics.held_by(run.folder)
+    assert measured.seed is not None
+    drawn = session.drawn(
+        measured.source, task, split=measured.split, length=measured.length, seed=measured.seed + 2,
+        windows=min(windows, measured.stream_tokens // measured.length),
+    )  # fmt: skip
+    for half in planner.halves:
+        refuse_overlap(drawn, half.text)
+    used = [measured, *([session.drawn_again(learnt.identity["text"], task)] if learnt else [])]
+    taken = [start for text in used if text.label == drawn.label for start in text.starts]
+    apart = [i for i, start in enumerate(drawn.starts) if all(abs(start - t) >= drawn.length for t in taken)]
+    if not apart:
+        raise TextError(f"{drawn.label}: measuring used all of it; --tune needs more text")
+    starts = tuple(drawn.starts[i] for i in apart)
+    documents = tuple(drawn.documents[i] for i in apart)
+    return drawn, replace(drawn, ids=drawn.ids[apart], starts=starts, documents=documents)

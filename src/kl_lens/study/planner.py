@@ -127,9 +127,7 @@ class TargetPlanner:
                 best = plan
         if best is not None:
             return best
-        raise PlanError(
-            f"no plan gives a {self.target.title} file of at most {human_bytes(max_bytes)}; raise the budget"
-        )
+        raise PlanError(f"no {self.target.title} file has at most {human_bytes(max_bytes)}; raise the budget")
 
     @cached_property
     def fixed_bytes(self) -> int:

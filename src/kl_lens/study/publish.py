@@ -6,12 +6,13 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from kl_lens import planning
 from kl_lens.base.errors import KLLensError, RunError, one_line
 from kl_lens.base.files import RECORD_FILE, replacing
 from kl_lens.run.folder import RECIPES, Run, recommended_name
+from kl_lens.study import settings as of
 from kl_lens.study.events import Events
 from kl_lens.study.session import Session
 from kl_lens.study.settings import Settings, option
@@ -22,23 +23,18 @@ _INHERITED = ("license", "license_name", "license_link", "language")
 
 @dataclass(frozen=True, kw_only=True)
 class PublishSettings(Settings):
-    verb: ClassVar[str] = "publish"
-
     run: str = option(help="the run folder", positional=True, metavar="RUN")
     target: str = option(help="whose file to publish", positional=True, choices=TARGETS, metavar="TARGET")
     to: str = option(help="the repository on the hub; it is made if it does not exist", metavar="ORG/NAME")
-    plan: str | None = option(
-        None, "the plan whose file it is (default: what the last kl-lens run recommends)", metavar="NAME"
-    )
+    plan: of.Name | None = option(None, "whose file it is (default: what the last kl-lens run recommends)")
     base_model: str | None = option(
         None, "the original on the hub (default: where the run's model came from)", metavar="ORG/NAME"
     )
     license: str | None = option(None, "as the hub spells it (default: the original's)", metavar="ID")
     private: bool = option(False, "make the repository private")
-    out: Path | None = option(
+    out: of.Directory | None = option(
         None,
         "where to write (default: RUN/published/TARGET; RUN/published/PLAN if it is not recommended-TARGET)",
-        metavar="DIR",
     )
     dry_run: bool = option(False, "write the folder, upload nothing")
 
@@ -47,9 +43,8 @@ class PublishSettings(Settings):
         from huggingface_hub.errors import HFValidationError
         from huggingface_hub.utils._validators import validate_repo_id
 
-        for flag, name in (("--to", self.to), ("--base-model", self.base_model)):
-            if name is None:
-                continue
+        names = {"--to": self.to} | ({} if self.base_model is None else {"--base-model": self.base_model})
+        for flag, name in names.items():
             try:
                 validate_repo_id(name)
             except HFValidationError as error:
@@ -155,17 +150,12 @@ def _upload(settings: PublishSettings, folder: Path, card: Any, events: Events) 
         api = HfApi()
         api.create_repo(settings.to, private=settings.private, exist_ok=True)
         events.note(f"uploading {folder} to {settings.to}")
-        done = api.upload_folder(
-            repo_id=settings.to,
-            folder_path=folder,
-            commit_message=f"Upload {settings.target} files by KL Lens",
-        )
+        message = f"Upload {settings.target} files by KL Lens"
+        done = api.upload_folder(repo_id=settings.to, folder_path=folder, commit_message=message)
     except Exception as error:  # also of the client's HTTP library; a card that the hub does not accept
         if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403):
             raise KLLensError(
-                f"{settings.to}: the hub does not let you write there; run `hf auth login` with a token that may write"
+                f"{settings.to}: the hub does not let you write there; run `hf auth login`"
             ) from error
-        raise KLLensError(
-            f"{settings.to} could not be uploaded: {one_line(error)}; {folder} is complete"
-        ) from error
+        raise KLLensError(f"{settings.to}: not uploaded: {one_line(error)}; {folder} is complete") from error
     return str(done.commit_url)

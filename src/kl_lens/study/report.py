@@ -5,19 +5,16 @@ from __future__ import annotations
 import webbrowser
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 from kl_lens.reporting import write_report
 from kl_lens.run.folder import Run
 from kl_lens.study.session import Session
-from kl_lens.study.settings import DEFAULT_RUN, Settings, of_run, option
+from kl_lens.study.settings import DEFAULT_RUN, Folder, Settings, of_run, option
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReportSettings(Settings):
-    verb: ClassVar[str] = "report"
-
-    run: str | None = of_run()
+    run: Folder | None = of_run()
     out: Path | None = option(None, "where to write (default: RUN/report.html)", metavar="FILE")
     open: bool = option(False, "open it in the browser")
 

@@ -6,42 +6,49 @@ it with stock recipes. Each stage calls what the command of its name calls; fini
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
+import os
 import shutil
+import sys
+import threading
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
 
+import psutil
 import torch
 
 from kl_lens import evaluation, planning, profiling
+from kl_lens.base.accelerators import on_host
 from kl_lens.base.environment import processors
 from kl_lens.base.errors import KLLensError, PlanError, TargetError, UnsupportedError
 from kl_lens.base.files import write_text
 from kl_lens.base.units import human_bytes, spell_bytes, spell_share
 from kl_lens.evaluation.judged import store_continuations
-from kl_lens.measuring.perturbation import find_candidates
+from kl_lens.evaluation.scoring import COMPARED_WINDOWS
+from kl_lens.measuring import screening
+from kl_lens.measuring.engines import DEFAULT_MEMORY, memory_on
+from kl_lens.measuring.perturbation import Candidate, find_candidates
 from kl_lens.measuring.statistics import StoredStatistics
-from kl_lens.measuring.sweep import Sweep, model_identity, windows_by_cost
-from kl_lens.model import Anatomy, LoadedModel
+from kl_lens.measuring.sweep import Sweep, model_identity, quantizing_work, windows_by_cost, work_of
+from kl_lens.measuring.teacher import batch_tokens, window_bytes
+from kl_lens.model import Anatomy, LoadedModel, States
 from kl_lens.paper import best_paper_point
 from kl_lens.reporting import write_report
-from kl_lens.run.folder import CALIBRATION, RECOMMENDED, Run, recommended_name
+from kl_lens.run.folder import CALIBRATION, RECOMMENDED, SCREENED, Run, recommended_name
 from kl_lens.run.records import Plan
 from kl_lens.study import benchmark, calibrate, evaluate, export, measure, paper, plan, settings as of
-from kl_lens.study.estimating import estimate
-from kl_lens.study.events import JobEstimate, going_on
+from kl_lens.study.events import JobEstimate, StageCost, going_on
 from kl_lens.study.inspect import InspectResult
-from kl_lens.study.meanwhile import quantizing_for
 from kl_lens.study.planner import TargetPlanner
 from kl_lens.study.report import ReportResult
 from kl_lens.study.session import QUANTIZED, Session
 from kl_lens.study.settings import Calibration, HeldOut, Limits, Opening, Processes, Tasks, group, option
-from kl_lens.study.spreading import workers_for
-from kl_lens.study.stages import Stages
 from kl_lens.targets import (
     describe_target,
     earlier_artifact,
@@ -50,8 +57,10 @@ from kl_lens.targets import (
     read_artifact,
     usual_targets,
 )
+from kl_lens.targets.base import StockRecipe
 from kl_lens.weights.formats import get_format
-from kl_lens.weights.recipes import FP16, Recipe
+from kl_lens.weights.recipes import FP16, Recipe, parsed
+from kl_lens.weights.store import GivenWeights, WeightStore
 
 UNIFORM_FP16 = "uniform_fp16"
 PAPER_FORMATS = ("int4", "int8")
@@ -63,76 +72,64 @@ SHORT, FULL, SMALL, NONE = "short", "full", "small", "none"
 _ANY_SHAPE = (1024, 1024)  # every format fits it
 _proof = of.grouped("checking the result")
 
+# For estimates:
+BLOCKS = 3  # that are timed
+ENOUGH, REPEATS = 0.2, 3  # seconds and repeats of a timing: until one of them
+LEARNT_WINDOWS = 32  # of `calibrate`
+FILES = 6  # per target: FP16, four stock recipes, the plan
+PLANS = 16  # whole plans that `plan` measures, on half of the held-out text each
+# What cannot be timed without files. benchmarks/forecast.py shows how well it fits; two ARM cores, reference:mamba:
+WRITING = 3e7  # bytes of weights per second and processor: quantized, packed, written, read back and compared
+FILE = 1.0  # seconds per file besides its weights: header, tokenizer, opening it in the runtime
+TEXT = 5.0  # seconds to read and tokenize a training text
+TIMED_FILE = 2.0  # seconds to load a file in a fresh process, and four times in this one
+MACHINE = 3.0  # seconds to time the machine's limits
+SAMPLES = 2.0  # seconds for text samples by the original
+DECODING = 6  # generating a token takes as long as reading so many
+RUNTIME = 0.25  # of the speed of products in PyTorch: 0.14 llama.cpp without dotprod, 0.34 OpenVINO, 0.3 a 130m model
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings(of.Settings):
-    verb: ClassVar[str] = "run"
-
-    model: str = of.of_model()
+    model: of.Model = of.of_model()
     opening: Opening = group(Opening)
     weights: str = of.place_of_weights()
     calibration: Calibration = group(
         Calibration,
-        windows=of.calibration_text(
-            None,
-            "number of windows (default: 4 to 64, as many as cost no more than quantizing)",
-            kind=of.COUNT,
-        ),
+        windows=of.calibration_text(None, "default: 4 to 64, as many as cost no more than quantizing"),
     )
     processes: Processes = group(Processes)
-    run: str | None = of.of_run("runs/<model>")
-    formats: tuple[str, ...] | None = option(
-        None,
-        "formats to choose from, for every target that supports them (default: each target's menu)",
-        kind=of.NAMES,
-    )
+    run: of.Folder | None = of.of_new_run()
+    formats: of.Names | None = option(None, "formats to choose from (default: each target's menu)")
     menu: str | None = option(
         None,
         "formats of each target: the most useful, all, or the most useful and those below 4 bits (default: short, or "
         "small if no file of the short menu is as small as --budget or --max-bytes)",
         choices=(SHORT, FULL, SMALL),
     )
-    paper: bool = option(
-        False,
-        "also reproduce the paper: INT4 and INT8 weights, ranking of metrics, its points compared with ours",
-    )
-    limits: Limits = group(
-        Limits, max_loss=of.wanted(MAX_LOSS, "the smallest file with a KL of at most this", metavar="NATS")
-    )
-    budget: float | None = of.wanted(
-        None, "the best file with at most this share of the FP16 file's size", kind=of.SHARE
-    )
-    exhaustive: bool = option(
-        False, "measure every component in every format, not only what plans near the limit use"
-    )
-    targets: tuple[str, ...] | None = _proof(
-        None,
-        "targets to plan for and export to (default: openvino,gguf; mlx if only that is installed)",
-        kind=of.NAMES,
+    paper: bool = option(False, "also reproduce the paper: its INT4 and INT8 points, its ranking of metrics")
+    limits: Limits = group(Limits, max_loss=of.wanted(MAX_LOSS, "the smallest file with at most this KL"))
+    budget: of.Share | None = of.wanted(None, "the best file of at most this share of the FP16 file's size")
+    exhaustive: bool = option(False, "measure every component in every format")
+    targets: of.Names | None = _proof(
+        None, "targets to plan for and export to (default: openvino,gguf; mlx if only that is installed)"
     )
     rivals: str = _proof(plan.USUAL, "stock recipes to compare with", choices=(NONE, plan.USUAL, plan.ALL))
-    evaluation_text: str = _proof("wikitext2:test", "text that files are scored on", metavar="TEXT")
-    evaluation_windows: int | None = _proof(
-        None,
-        "number of windows for rank and evaluate (default: 8; 4 for a large model on few processors)",
-        kind=of.COUNT,
+    evaluation_text: of.Text = _proof("wikitext2:test", "text that files are scored on")
+    evaluation_windows: of.Count | None = _proof(
+        None, "number of windows for rank and evaluate (default: 8; 4 for a large model on few processors)"
     )
-    tune: int | None = _proof(
-        None,
+    tune: of.Count | None = plan.tuning(
         f"tune the recommended plans, as kl-lens plan --tune does (default: {plan.TUNING_WINDOWS} windows)",
-        kind=of.COUNT, nargs="?", bare=plan.TUNING_WINDOWS, metavar="WINDOWS",
-    )  # fmt: skip
-    held_out: HeldOut = group(HeldOut, held_out_windows=_proof(8, "number of windows", kind=of.COUNT))
+        group="checking the result",
+    )
+    held_out: HeldOut = group(HeldOut, held_out_windows=_proof(8, "number of windows"))
     tasks: Tasks = group(Tasks)
-    repeats: int = _proof(3, "repeats of each timing", kind=of.COUNT)
-    threads: int | None = _proof(None, "threads of the runtimes (default: all)", kind=of.THREADS)
-    without: tuple[str, ...] = _proof(
-        (), "stages to skip, of rank, evaluate, benchmark, report", kind=of.NAMES, metavar="STAGES"
-    )
+    repeats: of.Count = _proof(3, "repeats of each timing")
+    threads: of.Threads | None = _proof(None, "threads of the runtimes (default: all)")
+    without: of.Names = _proof((), "stages to skip, of rank, evaluate, benchmark, report", metavar="STAGES")
     again: bool = _proof(False, "repeat stages that are already done")
-    estimate: bool = option(
-        False, "only estimate time, memory and disk of every stage (without --paper, --tune and tasks)"
-    )
+    estimate: bool = option(False, "only estimate time, memory and disk (without --paper, --tune and tasks)")
 
     @property
     def named(self) -> tuple[str, ...]:
@@ -188,9 +185,7 @@ class RunSettings(of.Settings):
         self.held_out.check(searches=self.limits.max_bytes is None and self.budget is None)
         self.tasks.check()
         if self.weights == of.DISK and (why := self.needs_memory()):
-            raise KLLensError(
-                f"--weights disk does not work with {why}, which needs the whole model in memory"
-            )
+            raise KLLensError(f"--weights disk does not work with {why}, which needs the model in memory")
 
     def needs_memory(self) -> str | None:
         """What cannot work with weights on disk, of all that is asked for."""
@@ -234,15 +229,13 @@ def run(settings: RunSettings, session: Session) -> RunResult | JobEstimate:
                 expected = _estimate(settings, model)
                 events.expect(expected)
                 if expected.disk > (free := shutil.disk_usage(folder).free):
-                    events.tell(
-                        f"{folder}: about {human_bytes(expected.disk)} will be written, and only "
-                        f"{human_bytes(free)} are free"
-                    )
+                    size, room = human_bytes(expected.disk), human_bytes(free)
+                    events.tell(f"{folder}: about {size} will be written, and only {room} are free")
         job = _Job(settings, session, journal, model)
         with going_on(folder):
             plans, exported = job.all_stages()
     seconds = time.perf_counter() - begin
-    return RunResult(settings, folder, plans, exported, job.stages.failed, seconds, model.task.generates)
+    return RunResult(settings, folder, plans, exported, job.failed, seconds, model.task.generates)
 
 
 def _completed(settings: RunSettings, model: LoadedModel, begun_with: int | None) -> RunSettings:
@@ -259,23 +252,100 @@ def _completed(settings: RunSettings, model: LoadedModel, begun_with: int | None
     return replace(settings, evaluation_windows=judged, calibration=replace(text, windows=windows))
 
 
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    """The shortest of a few: whatever disturbs a repeat makes it slower, never faster."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    times: list[float] = []
+    work()  # compiles kernels
+    while len(times) < REPEATS and sum(times) < ENOUGH:
+        wait()
+        begin = time.perf_counter()
+        work()
+        wait()
+        times.append(time.perf_counter() - begin)
+    return min(times)
+
+
+def _pace(model: LoadedModel, windows: int, length: int) -> float:
+    """Seconds per token and parameter of the blocks."""
+    chain, anatomy = model.chain, model.anatomy
+    together = max(1, batch_tokens(chain, memory_on(chain.device, DEFAULT_MEMORY)) // length)
+    rows = together if chain.device.type == "cuda" else min(windows, together)
+    ids = torch.arange(length) % 1000 % anatomy.component(anatomy.embedding).shape[-2]
+    calls, timed = chain.calls(ids.repeat(rows, 1)), min(BLOCKS, len(chain))
+    with chain.kernels():
+        seconds = _seconds(partial(chain.run, States(calls.hidden), calls, 0, timed), chain.device)
+    parameters = sum(c.parameters for c in anatomy.candidates if c.block is not None and c.block < timed)
+    return seconds / (rows * length) / max(1, parameters)
+
+
 def _estimate(settings: RunSettings, model: LoadedModel) -> JobEstimate:
-    """Without the paper's stages, `rank` and tasks."""
+    """What a run takes, without the paper's stages, `rank` and tasks. A few blocks and a matrix product are timed;
+    everything else is counted, in the units of the sweep's progress. No text is opened."""
+    if model.residency is not None or not model.task.generates:
+        raise KLLensError("--estimate needs a language model that fits into memory")
     usable = [t for t in settings.wanted if get_target(t).unsupported(model.anatomy.model_type) is None]
     if not usable:
         raise KLLensError("--estimate needs a target that supports the model")
-    menus = {t: map(Recipe.parse, settings.menu_of(t, model.anatomy)) for t in usable}
-    return estimate(
-        model,
-        {target: find_candidates(model.anatomy, [*menu])[0] for target, menu in menus.items()},
-        windows=settings.calibration.windows or 0,
-        length=settings.calibration.window_length or model.task.window_length,
-        held_out=settings.held_out.held_out_windows,
-        staged=not settings.exhaustive,
-        judged=settings.evaluation_windows or 0,
-        repeats=settings.repeats,
-        without=settings.without,
-    )
+    menus = {t: [*map(Recipe.parse, settings.menu_of(t, model.anatomy))] for t in usable}
+    every = {target: find_candidates(model.anatomy, menu)[0] for target, menu in menus.items()}
+    calibration = settings.calibration
+    windows, length = calibration.windows or 0, calibration.window_length or model.task.window_length
+    held_out, judged = settings.held_out.held_out_windows, settings.evaluation_windows or 0
+    repeats, without = settings.repeats, settings.without
+    anatomy, targets = model.anatomy, len(every)
+    window = length * _pace(model, windows, length)  # seconds of one parameter on one window
+    weights = sum(c.parameters for c in anatomy.components)
+    head = anatomy.component(anatomy.head)
+    inside = sum(c.parameters for c in anatomy.candidates if c.block is not None)
+    left, right = torch.ones(256, 2048), torch.ones(2048, 2048)
+    product = _seconds(lambda: torch.mm(left, right), left.device)
+    in_runtime = weights * product / (RUNTIME * left.numel() * len(right))  # seconds per token, on the CPU
+    decoding = DECODING * in_runtime
+
+    def text(windows: float) -> float:
+        """The whole model on so many windows."""
+        return windows * window * (inside + 2 * head.parameters)
+
+    def exporting(target: str, files: int, bytes_per_weight: float) -> StageCost:
+        size = files * bytes_per_weight * weights
+        return StageCost("export", target, files * FILE + size / WRITING / processors(), int(size))
+
+    def judging(files: int) -> StageCost:
+        """Files in their runtimes and, on the first windows, in PyTorch."""
+        runtimes = files * (FILE + judged * length * in_runtime)
+        return StageCost("evaluate", None, runtimes + text(judged + files * min(COMPARED_WINDOWS, judged)))
+
+    def measuring(target: str, candidates: Sequence[Candidate]) -> StageCost:
+        work = sum(work_of(model, c) * windows + quantizing_work(c, length) for c in candidates)
+        seconds, count = text(windows + 4), float(len(candidates))  # the original; the noise floor
+        if not settings.exhaustive and screening.is_worth_it(candidates, with_a_limit=True):
+            work = measure.expected_work(model, screening.Screen(candidates), windows, length)
+            seconds += text((1 + len(measure.OF_LOSS)) * held_out / 2)  # the original and whole plans
+            count = min(count, measure.MEASURED * len({c.component.name for c in candidates}))
+        made = sum(c.recipe.grid.bytes(c.component.shape) for c in candidates if c.recipe.quantizer.learns)
+        disk = int(count / len(candidates) * made + count * windows * length * 5)
+        return StageCost("measure", target, seconds + window * work, disk)
+
+    stages = [*(exporting(target, 1, 2.0) for target in every), judging(targets)]
+    learnt = {c.component.name: c.component.shape for each in every.values() for c in each}.values()
+    if any(c.recipe.quantizer.learns for each in every.values() for c in each):
+        moments = sum(shape[-1] ** 2 for shape in learnt) / 2  # half of each matrix, besides the products
+        kept = sum(math.prod(shape[:-2]) * shape[-1] ** 2 for shape in learnt)  # of float32, one half
+        seconds = TEXT + LEARNT_WINDOWS * window * (inside + moments)
+        stages.append(StageCost("calibrate", None, seconds, 2 * kept))
+    for target, candidates in every.items():
+        stages += [measuring(target, candidates), StageCost("plan", target, text(PLANS * held_out / 2))]
+    stages += [*(exporting(target, FILES - 1, 0.8) for target in every), judging((FILES - 1) * targets)]
+    if "evaluate" not in without:
+        stages.append(StageCost("generate", None, SAMPLES + targets * (FILE + 2 * 32 * decoding)))
+    each = TIMED_FILE + (repeats + 1) * (160 * in_runtime + 32 * decoding)
+    stages.append(StageCost("benchmark", None, MACHINE + FILES * targets * each))
+    stages.append(StageCost("report", None, 2.0))
+    states = max(windows, held_out // 2) * window_bytes(model.chain, length, head.shape[-1], head.shape[-2])
+    largest = max(c.parameters for c in anatomy.candidates)
+    memory = psutil.Process().memory_info().rss + min(DEFAULT_MEMORY, states) + 12 * largest
+    return JobEstimate(tuple(stage for stage in stages if stage.verb not in without), memory, windows)
 
 
 class _Job:
@@ -284,11 +354,10 @@ class _Job:
     def __init__(self, settings: RunSettings, session: Session, journal: Run, model: LoadedModel) -> None:
         self.settings, self.session, self.journal = settings, session, journal
         self.events, self.folder, self._opened = session.events, journal.folder, model
-        self.stages = Stages(journal, session.events, again=settings.again)
+        self.failed: list[str] = []  # stages that others did not depend on
         self._hire = partial(
-            workers_for, settings.processes, model, name=settings.model, opening=settings.opening,
-            weights=settings.weights, events=session.events,
-        )  # fmt: skip
+            measure.workers_for, settings.processes, model, settings.opening, settings.weights, session.events
+        )
 
     @property
     def model(self) -> LoadedModel:
@@ -299,7 +368,7 @@ class _Job:
         """Plans by target, the recommended one last; and where its file is."""
         settings = self.settings
         judges, generates = "evaluate" not in settings.without, self.model.task.generates
-        self.stages.do("inspect", lambda: InspectResult(self.model, by_component=False))
+        self.do("inspect", lambda: InspectResult(self.model, by_component=False))
         self.plan_fp16()
         # The FP16 file first: it shows whether a target supports the model, and --budget is a share of its size.
         for name in settings.named:
@@ -335,8 +404,54 @@ class _Job:
         if generates and exported and "benchmark" not in settings.without:
             self.benchmark(every, [*exported])
         if "report" not in settings.without:
-            self.stages.do("report", lambda: ReportResult(write_report(self.journal, None)))
+            self.do("report", lambda: ReportResult(write_report(self.journal, None)))
         return plans, exported
+
+    def do(
+        self, verb: str, work: Callable[[], object], target: str | None = None, *, key: str = "", given: object = (),
+        inputs: str = "", outputs: Sequence[str] = (), lost: bool = False, optional: bool = False,
+    ) -> None:  # fmt: skip
+        """Does the work of a verb, unless it was done with the same settings (`given`) and `inputs` (a digest).
+
+        It is recorded under `key`; without one it is always done. `outputs`: patterns of the files it writes; if they
+        change or it is `lost`, it is done again. `optional`: if it fails, the run goes on.
+        """
+        done = {"given": str(given), "inputs": inputs}
+        known = None if lost or self.settings.again or not key else self.journal.load("stage", key)
+        if known == done | {"outputs": self._files(*outputs)}:
+            self.events.skipped(verb, target)
+            return
+        with self.events.stage(verb, target):
+            try:
+                result = work()
+            except (KLLensError, RuntimeError, OSError) as error:  # runtimes raise their own
+                if not optional:
+                    raise
+                self.events.tell(str(error))
+                self.failed.append(verb)
+                return
+            self.events.result(result)
+            if getattr(result, "exit_code", 0):
+                self.failed.append(verb)
+            elif key:
+                self.journal.store("stage", key, done | {"outputs": self._files(*outputs)})
+
+    def _measurements(self, target: str | None = None) -> str:
+        """A digest of the measurements for a target; of a staged search, of what it chose: what searches for other
+        limits measured besides is no reason to plan again."""
+        role = self.journal.measured_role(target)
+        chosen = (self.journal.load(SCREENED, role) or {}).get("chosen")
+        rows = [
+            (m.component, m.format, m.windows, m.metrics["kl_teacher_to_student"].value)
+            for m in self.journal.measurements(role)
+            if chosen is None or [m.component, m.format] in chosen
+        ]
+        return _digest(json.dumps(sorted(rows)).encode())
+
+    def _files(self, *patterns: str) -> str:
+        """A digest of the matching files of the run."""
+        paths = sorted(path for pattern in patterns for path in self.folder.glob(pattern))
+        return _digest(*(str(path.relative_to(self.folder)).encode() + path.read_bytes() for path in paths))
 
     # -- what stages need ---------------------------------------------------------------------------------------
 
@@ -367,12 +482,8 @@ class _Job:
     def _meanwhile(self, target: str | None) -> AbstractContextManager[object]:
         """While a GPU measures, the CPU quantizes for stock recipes."""
         model, rivals = self._opened, self.settings.rivals
-        if (
-            target is None
-            or rivals == NONE
-            or model.chain.device.type != "cuda"
-            or model.residency is not None
-        ):
+        in_memory = model.chain.device.type == "cuda" and model.residency is None
+        if target is None or rivals == NONE or not in_memory:
             return nullcontext()
         stock = [one for one in get_target(target).stock_recipes(model) if one.usual or rivals == plan.ALL]
         return quantizing_for(stock, model, self.folder / QUANTIZED)
@@ -389,20 +500,17 @@ class _Job:
             return
         stored, text = StoredStatistics.held_by(self.folder), self.settings.calibration
         # Not the sweep's seed: no method is measured on the text it learned from.
-        learning = calibrate.LearningText(
-            text=text.text, window_length=text.window_length, seed=text.seed + 1
-        )
-        self.stages.do(
+        seed = text.seed + 1
+        learning = calibrate.LearningText(text=text.text, window_length=text.window_length, seed=seed)
+        self.do(
             "calibrate",
             lambda: calibrate.gather_statistics(self.journal, self.model, learning, self.session),
-            key="calibrate",
-            given=asdict(learning),
-            lost=stored is None or not stored.covers(self.model),
-        )
+            key="calibrate", given=asdict(learning), lost=stored is None or not stored.covers(self.model),
+        )  # fmt: skip
 
     def measure(self, target: str | None, formats: Sequence[str], limits: Limits) -> None:
         exhaustive, text = self.settings.exhaustive, self.settings.calibration
-        self.stages.do(
+        self.do(
             "measure",
             lambda: measure.measure_recipes(
                 self.session, Sweep(self.model, self.journal), formats,
@@ -410,7 +518,7 @@ class _Job:
                 limits=Limits() if exhaustive else limits, held_out=self.settings.held_out,
                 exhaustive=exhaustive,
             ),
-            target=target,
+            target,
         )  # fmt: skip
 
     def plan_fp16(self) -> None:
@@ -418,7 +526,7 @@ class _Job:
             planner, table = self._planner(), self.journal.table()
             return plan.finished(planner, table, [planning.uniform_plan(table, FP16)])
 
-        self.stages.do("plan", work, key="plan fp16", outputs=[f"plans/{UNIFORM_FP16}.json"])
+        self.do("plan", work, key="plan fp16", outputs=[f"plans/{UNIFORM_FP16}.json"])
 
     def plan(self, target: str | None) -> None:
         """Plans for a target and compares with stock recipes."""
@@ -431,15 +539,11 @@ class _Job:
             best = plan.plan_within(planner, table, limits, plan.Choosing(name=name))
             return plan.finished(planner, table, [best], rivals=rivals, verify=True, tune=settings.tune)
 
-        self.stages.do(
-            "plan",
-            work,
-            target=target,
-            key=f"plan {name}",
+        self.do(
+            "plan", work, target, key=f"plan {name}",
             given=(limits.given, rivals, settings.tune, asdict(settings.held_out)),
-            inputs=self.stages.measurements(target),
-            outputs=[f"plans/{name}.json"],
-        )
+            inputs=self._measurements(target), outputs=[f"plans/{name}.json"],
+        )  # fmt: skip
         self.journal.store(RECOMMENDED, recommended_name(target), name)
         # For the runtime's own quantizer too, unless that has no words for it.
         if target is not None and (tool := get_target(target).recipe_tool) is not None:
@@ -450,30 +554,24 @@ class _Job:
         """Measures weights alone, ranks metrics, makes the paper's points."""
         settings = self.settings
         self.measure(None, PAPER_FORMATS, Limits())
-        inputs, text = self.stages.measurements(), settings.evaluation_text
+        inputs, text = self._measurements(), settings.evaluation_text
         if "rank" not in settings.without:
             windows = settings.evaluation_windows or 0
-            self.stages.do(
+            self.do(
                 "paper",
                 lambda: paper.rank_metrics(self.session, self.journal, self.model, text, windows, self._hire),
-                key="rank",
-                given=(text, windows),
-                inputs=inputs,
-            )
+                key="rank", given=(text, windows), inputs=inputs,
+            )  # fmt: skip
 
         def work() -> plan.PlanResult:
             planner, table = self._planner(), self.journal.table()
             points = plan.published_points(planner, table, "cpu", plan.Choosing())
             return plan.finished(planner, table, points, verify=True)
 
-        self.stages.do(
-            "plan",
-            work,
-            key="plan paper",
-            given=asdict(settings.held_out),
-            inputs=inputs,
+        self.do(
+            "plan", work, key="plan paper", given=asdict(settings.held_out), inputs=inputs,
             outputs=["plans/uniform_int?.json", "plans/*_point[0-9][0-9].json"],
-        )
+        )  # fmt: skip
 
     def compared(self, target: str | None) -> list[str]:
         """The plans to export and compare for a target, the recommendation last."""
@@ -498,23 +596,21 @@ class _Job:
         # `fallback`: formats the runtime cannot hold are replaced; the export's table says which and why.
         files = export.Files(target, self.events, {"fallback": True}, self.settings.opening)
         try:
-            self.stages.do(
+            self.do(
                 "export",
                 lambda: files.of_plans(self.journal, self.model, plans),
-                target=target,
-                key=f"export {target} {plans[-1]}",
-                given=plans,
-                inputs=self.stages.files(*(f"plans/{name}.json" for name in plans)),
+                target, key=f"export {target} {plans[-1]}", given=plans,
+                inputs=self._files(*(f"plans/{name}.json" for name in plans)),
                 lost=not all(earlier_artifact(folder / name) for name in plans),
                 # Runs with other limits write the files of stock recipes again; their weights are the same.
                 outputs=[f"artifacts/{target}/{plans[-1]}/artifact.json"],
-            )
+            )  # fmt: skip
         except UnsupportedError as error:
             self.events.tell(f"not exported to {target}: {error}")
             return False
         except TargetError as error:
             self.events.tell(str(error))
-            self.stages.failed.append(f"export --target {target}")
+            self.failed.append(f"export --target {target}")
             return False
         return True
 
@@ -543,7 +639,7 @@ class _Job:
             judge.tasks(tasks, window)
             return judge.result
 
-        self.stages.do("evaluate", work, optional=True)
+        self.do("evaluate", work, optional=True)
 
     def write_samples(self, files: Sequence[Path]) -> None:
         """Text by the original and by the recommended files, for the report."""
@@ -551,25 +647,73 @@ class _Job:
             self.events.note("no text samples: every token would read the whole model from disk")
             return
         judged = [evaluation.JudgedArtifact(place, plan=place.name) for place in files]
-        self.stages.do(
-            "generate",
-            lambda: store_continuations(self.journal, self.model, judged, PROMPTS),
-            optional=True,
-        )
+        work = partial(store_continuations, self.journal, self.model, judged, PROMPTS)
+        self.do("generate", work, optional=True)
 
     def benchmark(self, plans: Sequence[str], targets: Sequence[str]) -> None:
-        settings, runtime = self.settings, of.Runtime(threads=self.settings.threads)
+        settings, runtime = self.settings, of.Runtime(threads=self.settings.threads).session()
+        use = profiling.UseSettings((32, 128), 32, settings.repeats, runtime)
         artifacts = [f"artifacts/{target}/{plan}/artifact.json" for target in targets for plan in plans]
         places = partial(profiling.run_places, self.journal, plans=",".join(plans), targets=targets)
-        self.stages.do(
+        self.do(
             "benchmark",
-            lambda: benchmark.time_files(
-                places(), self.journal, self.session, runtime,
-                prompt_lengths=(32, 128), new_tokens=32, repeats=settings.repeats,
-            ),
+            lambda: benchmark.time_files(places(), self.journal, self.session, use),
             key=f"benchmark {plans[-1]}",
             given=(plans, targets, settings.repeats, settings.threads),
             # Another version may have another speed.
-            inputs=" ".join([self.stages.files(*artifacts), *(get_target(name).version for name in targets)]),
+            inputs=" ".join([self._files(*artifacts), *(get_target(name).version for name in targets)]),
             optional=True,
         )  # fmt: skip
+
+
+class _Originals(GivenWeights):
+    """Matrices on a GPU, copied to the host one at a time."""
+
+    def weight(self, component: str) -> torch.Tensor:
+        return on_host(super().weight(component))
+
+
+@contextmanager
+def quantizing_for(
+    stock: Iterable[StockRecipe], model: LoadedModel, folder: Path
+) -> Iterator[threading.Thread]:
+    """Within, a thread makes the stock recipes' weights that only ggml's own code makes, and puts them into the cache
+    `folder`, where `plan` and `export` find them. What it has not begun at the end, they make themselves."""
+    wanted = dict.fromkeys(
+        (component, recipe)
+        for one in stock
+        for component, recipe in parsed(one.assignment).items()
+        if recipe.quantizer.is_expensive(recipe.grid) and not recipe.quantizer.learns
+    )
+    # Taken now: while it is measured, the model has other weights. The model's own store limits the cache.
+    originals = {name: model.tensor(model.anatomy.component(name).weight) for name, _ in wanted}
+    store = WeightStore(_Originals(originals), folder=folder, disk_budget=sys.maxsize, memory_budget=0)
+    stopped = threading.Event()
+
+    def work() -> None:
+        if sys.platform == "linux":  # what is measured must not wait for it; its threads inherit this
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        device = model.chain.device
+        with suppress(Exception):  # `plan` meets the same error and reports it
+            # A stream of its own, so that copies do not wait for what is being measured.
+            if device.type == "cuda":
+                torch.cuda.set_stream(torch.cuda.Stream(device))  # of this thread
+            for component, recipe in wanted:
+                if stopped.is_set():
+                    return
+                store.quantized(component, recipe)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        yield thread
+    finally:
+        stopped.set()
+        thread.join()
+
+
+def _digest(*parts: bytes) -> str:
+    total = hashlib.sha256()
+    for part in parts:
+        total.update(len(part).to_bytes(8, "little") + part)
+    return total.hexdigest()[:16]

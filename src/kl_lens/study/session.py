@@ -38,9 +38,7 @@ class Session:
         """`given`: a model opened elsewhere; used for all settings."""
         self.events, self._given = events or Events(), given
         self._pinned: dict[str, str] = {}  # name → the same, with its commit
-        self._models: dict[
-            tuple[_Source, str, int | None], LoadedModel
-        ] = {}  # those on disk by where and room
+        self._models: dict[tuple[_Source, str, int | None], LoadedModel] = {}  # by place and room too
         self._last: dict[_Source, LoadedModel] = {}
         self._in_run: dict[tuple[int, Path, Path], LoadedModel] = {}
         self._drawn: dict[tuple[object, ...], Windows] = {}
@@ -85,7 +83,7 @@ class Session:
             model.warn = self.events.tell
             if model.not_on_disk:
                 self.events.warn(
-                    f"{model.name} is larger than the memory budget, but has to be loaded whole: {model.not_on_disk}"
+                    f"{model.name} does not fit, but has to be loaded whole: {model.not_on_disk}"
                 )
             if model.residency is None:  # share it with commands that want it in memory
                 key = in_memory
@@ -117,9 +115,7 @@ class Session:
         model = self.model(str(place), opening, weights=weights, memory_budget=memory_budget)
         if known.get("model_fingerprint") != model.fingerprint:
             run.require_dtype(str(model_identity(model)["dtype"]))
-            raise RunError(
-                f"{place} is not the model of {run.folder}: its weights differ; name the right one with --model"
-            )
+            raise RunError(f"{place} is not the model of {run.folder}; name the right one with --model")
         return self.in_run(model, run.folder)
 
     def in_run(self, model: LoadedModel, folder: Path, learn_from: Path | None = None) -> LoadedModel:

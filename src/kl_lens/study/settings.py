@@ -11,10 +11,10 @@ import re
 import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from kl_lens.base import units
 from kl_lens.base.errors import KLLensError, PlanError
@@ -31,7 +31,7 @@ DEFAULT_MODEL, DEFAULT_RUN = "reference:mamba", "runs/reference-mamba"
 class Kind:
     """How a value is parsed, checked and written as one word."""
 
-    parse: Callable[[str], Any]
+    parse: Callable[[str], Any] = str
     spell: Callable[[Any], str] = str
     metavar: str | None = None
     type: type = str  # of the value, or of each of several
@@ -74,28 +74,36 @@ def _layers(text: str) -> int:
 AUTO = "auto"
 # Where weights are; repeats `model.residency`, which would load torch.
 _, MEMORY, DISK = PLACES = (AUTO, "memory", "disk")
-MOST_THREADS = 512  # with more, llama.cpp ends the process
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-# Larger than any real use, small enough that a typo does not ask for terabytes.
-COUNT = number(1_000_000, 1)
-TOKENS = number(1 << 20, 1)
-SEED = number(2**62)
-THREADS = number(MOST_THREADS, 1)
-LAYERS = Kind(_layers, lambda count: "all" if count >= ALL_LAYERS else str(count), "N", int, 0, ALL_LAYERS)
+MOST_TOKENS = 1 << 20
 SIZE = Kind(units.parse_bytes, units.spell_bytes, "SIZE", int, 0, 10**18)
-SHARE = Kind(units.parse_share, units.spell_share, "SHARE", float, 0, 1)
-NAMES = Kind(units.parse_names, ",".join, "LIST")
-DEVICE = Kind(
-    str,
-    pattern=r"auto|cpu|mps|xpu(:\d{1,3})?|cuda(:\d{1,3})?",
-    expected="cpu, cuda, cuda:1, …, or auto (a GPU if there is one)",
-)
+_DEVICES = r"auto|cpu|mps|xpu(:\d{1,3})?|cuda(:\d{1,3})?"
+_LAYERS = Kind(_layers, lambda count: "all" if count >= ALL_LAYERS else str(count), "N", int, 0, ALL_LAYERS)
 _PLAIN = {
-    str: Kind(str),
+    str: Kind(),
     int: number(2**62),
     float: number(10**9, of=float, metavar=None),
     Path: Kind(Path, type=Path),
 }
+# Types of fields. Limits are larger than any real use, small enough that a typo does not ask for terabytes.
+Count = Annotated[int, number(1_000_000, 1)]
+Tokens = Annotated[int, number(MOST_TOKENS, 1)]
+Seed = Annotated[int, number(2**62)]
+Threads = Annotated[int, number(512, 1)]  # with more, llama.cpp ends the process
+Layers = Annotated[int, _LAYERS]
+Size = Annotated[int, SIZE]
+Share = Annotated[float, Kind(units.parse_share, units.spell_share, "SHARE", float, 0, 1)]
+Temperature = Annotated[float, number(1000, of=float, metavar="T")]
+Nats = Annotated[float, number(10**9, of=float, metavar="NATS")]
+Names = Annotated[tuple[str, ...], Kind(units.parse_names, ",".join, "LIST")]
+Text = Annotated[str, Kind(metavar="TEXT")]
+Name = Annotated[str, Kind(metavar="NAME")]
+Model = Annotated[str, Kind(metavar="MODEL")]
+Place = Annotated[str, Kind(metavar="PLACE")]
+Folder = Annotated[str, Kind(metavar="DIR")]
+Directory = Annotated[Path, Kind(Path, metavar="DIR", type=Path)]
+_DEVICE = Kind(pattern=_DEVICES, expected="cpu, cuda, cuda:1, …, or auto (a GPU if there is one)")
+Device = Annotated[str, _DEVICE]
 
 
 @dataclass(frozen=True)
@@ -222,9 +230,9 @@ def option(default: Any = MISSING, help: str = "", *, positional: bool = False, 
     return field(default=default, metadata={"help": help, **metadata})
 
 
-def grouped(title: str) -> Callable[..., Any]:
+def grouped(title: str, **metadata: Any) -> Callable[..., Any]:
     """`option` for a group of flags under a heading."""
-    return partial(option, group=title)
+    return partial(option, group=title, **metadata)
 
 
 def group(kind: type[Any], **changed: Any) -> Any:
@@ -235,14 +243,14 @@ def group(kind: type[Any], **changed: Any) -> Any:
 
 def options_of(settings: type[Settings]) -> tuple[Option, ...]:
     """The options of a verb, in the order of its fields."""
-    hints = typing.get_type_hints(settings)
+    hints = typing.get_type_hints(settings, include_extras=True)
     options: list[Option] = []
     for f in fields(settings):
         if "spread" in f.metadata:
             options += f.metadata["spread"](f.name)
         elif "holds" in f.metadata:
             kind, changed = f.metadata["holds"], f.metadata["changed"]
-            inner = typing.get_type_hints(kind)
+            inner = typing.get_type_hints(kind, include_extras=True)
             options += [
                 _option(changed.get(g.name, g), g.name, inner[g.name], within=f.name) for g in fields(kind)
             ]
@@ -252,15 +260,17 @@ def options_of(settings: type[Settings]) -> tuple[Option, ...]:
 
 
 def _option(f: Field[Any], name: str, hint: Any, within: str = "") -> Option:
-    metadata = dict(f.metadata)
-    kind = metadata.pop("kind", None) or _PLAIN.get(_bare_type(hint), _PLAIN[str])
-    flag = metadata.pop("flag", f"--{name.replace('_', '-')}")
-    several = any(typing.get_origin(part) is tuple for part in (hint, *typing.get_args(hint)))
-    described: dict[str, Any] = {"name": name, "metavar": kind.metavar, "several": several} | metadata
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):  # `int | None`
+        hint = typing.get_args(hint)[0]
+    (kind,) = getattr(hint, "__metadata__", (None,))  # of Annotated
+    hint = hint if kind is None else hint.__origin__
+    several = typing.get_origin(hint) is tuple
+    kind = kind or _PLAIN.get(typing.get_args(hint)[0] if several else hint, _PLAIN[str])
     required = f.default is MISSING
-    default = None if required else f.default
+    flag, usual = f"--{name.replace('_', '-')}", None if required else f.default
+    described: dict[str, Any] = {"name": name, "flag": flag, "metavar": kind.metavar, **f.metadata}
     return Option(
-        flag=flag, kind=kind, default=default, required=required, is_switch=hint is bool, attribute=name,
+        kind=kind, default=usual, required=required, is_switch=hint is bool, several=several, attribute=name,
         within=within, **described,
     )  # fmt: skip
 
@@ -278,16 +288,9 @@ def from_python(settings: type[S], values: Mapping[str, Any]) -> S:
     if unknown := [name for name in values if name not in known]:
         raise KLLensError(f"{settings.verb} has no setting {unknown[0]!r}; it has {', '.join(sorted(known))}")
     given = {name: known[name].from_python(value) for name, value in values.items() if value is not None}
-    if missing := [each.name for each in known.values() if each.required and each.name not in given]:
-        raise KLLensError(f"{settings.verb} needs {missing[0]}: {known[missing[0]].help}")
+    if missing := [each for each in known.values() if each.required and each.name not in given]:
+        raise KLLensError(f"{settings.verb} needs {missing[0].name}: {missing[0].help}")
     return settings.of(**given)
-
-
-def _bare_type(hint: Any) -> Any:
-    """`int | None` → int, `tuple[Path, ...]` → Path."""
-    if isinstance(hint, types.UnionType):
-        hint = next(part for part in typing.get_args(hint) if part is not types.NoneType)
-    return typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else hint
 
 
 S = TypeVar("S", bound="Settings")
@@ -295,31 +298,29 @@ S = TypeVar("S", bound="Settings")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
+    """Of one verb, whose name is that of the module."""
+
     verb: ClassVar[str]
+
+    def __init_subclass__(cls) -> None:
+        cls.verb = cls.__module__.rpartition(".")[2]
 
     @classmethod
     def of(cls, **values: Any) -> Self:
         """Settings from values by option name, those in groups too."""
-        usual = {f.name: {} if f.default is MISSING else f.default for f in fields(cls)}
-        given: dict[str, Any] = {}
+        given: dict[str, dict[str, Any]] = {}
         for each in options_of(cls):
-            if each.name not in values:
-                continue
-            if not each.within:
-                given[each.attribute] = values[each.name]
-                continue
-            held = given.get(each.within, usual[each.within])
-            value = {each.attribute: values[each.name]}
-            given[each.within] = (
-                replace(held, **value) if hasattr(held, "__dataclass_fields__") else held | value
-            )
-        return cls(**given)
+            if each.name in values:
+                given.setdefault(each.within, {})[each.attribute] = values[each.name]
+        own = given.pop("", {})
+        for within, changed in given.items():
+            usual = getattr(cls, within, None)
+            own[within] = replace(usual, **changed) if is_dataclass(usual) else changed  # type: ignore[type-var]
+        return cls(**own)
 
     def check(self) -> None:
-        """Raises KLLensError if these settings cannot work. `perform` calls it before anything is opened.
-
-        This checks each value, and options that exclude each other; subclasses add their own rules.
-        """
+        """Raises KLLensError if these settings cannot work, before anything is opened: by their values, and by options
+        that exclude each other. Verbs add their own rules."""
         given: dict[str, str] = {}
         for each, value in values_of(self):
             each.check(value)
@@ -361,18 +362,12 @@ loading = grouped("loading the model")
 class Opening:
     """How a model is opened."""
 
-    tokenizer: str | None = loading(
-        None, "use another tokenizer: a folder, tokenizer.json or hub id", metavar="PLACE"
-    )
+    tokenizer: Place | None = loading(None, "use another tokenizer: a folder, tokenizer.json or hub id")
     dtype: str = loading("float32", "data type for computing", choices=DTYPES)
-    device: str = loading(
-        AUTO, "where to compute: cpu, cuda, cuda:1, …; auto: the GPU if there is one", kind=DEVICE
-    )
+    device: Device = loading(AUTO, "where to compute: cpu, cuda, cuda:1, …; auto: the GPU if there is one")
     trust_remote_code: bool = loading(False, "run the Python code that comes with the checkpoint")
-    images: str | None = loading(
-        None,
-        "images for a classifier: a folder of CLASS/*.png, with or without train/, val/ and test/",
-        metavar="FOLDER",
+    images: Folder | None = loading(
+        None, "for a classifier: a folder of CLASS/*.png, or of train/, val/, test/"
     )
 
 
@@ -384,54 +379,40 @@ calibration_text = grouped("calibration text")
 class Calibration:
     """The text that the sweep measures on."""
 
-    text: str = calibration_text(
-        "wikitext2:train", "name:split, or a .txt, .jsonl, .jsonl.zst or .parquet file or folder"
-    )
-    windows: int | None = calibration_text(64, "number of windows", kind=COUNT)
-    window_length: int | None = calibration_text(
-        None, "tokens per window (default: 512; 16 images)", kind=TOKENS
-    )
-    seed: int = calibration_text(42, "chooses the windows", kind=SEED)
+    text: str = calibration_text("wikitext2:train", "name:split, or a text, JSON or Parquet file or folder")
+    windows: Count | None = calibration_text(64, "number of windows")
+    window_length: Tokens | None = calibration_text(None, "tokens per window (default: 512; 16 images)")
+    seed: Seed = calibration_text(42, "chooses the windows")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut:
     """Text that plans are measured on; it must not overlap the calibration text."""
 
-    held_out: str = option("wikitext2:valid", "text that plans are measured on", metavar="TEXT")
-    held_out_windows: int = option(32, "number of windows", kind=COUNT)
+    held_out: Text = option("wikitext2:valid", "text that plans are measured on")
+    held_out_windows: Count = option(32, "number of windows")
 
     def check(self, *, searches: bool) -> None:
         """`searches`: plans are measured until mean + standard error of the loss fits."""
         if searches and self.held_out_windows < 3:
+            few = f"--held-out-windows {self.held_out_windows}"
             raise PlanError(
-                f"--held-out-windows {self.held_out_windows}: --max-loss and --max-drop need at least 3; "
-                "the first half is used for the search and needs two windows for a standard error"
+                f"{few}: --max-loss and --max-drop need at least 3, to search with a standard error"
             )
         if self.held_out_windows < 2:
             raise PlanError("--held-out-windows must be at least 2: one half decides, the other confirms")
 
 
-wanted = partial(grouped("target size or loss (give one)"), excludes="limit")
+wanted = grouped("target size or loss (give one)", excludes="limit")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """What is asked of a plan; at most one is given."""
 
-    max_bytes: int | None = wanted(
-        None, "the best plan of at most this size, for example 90MB; with a target, of its file", kind=SIZE
-    )
-    max_loss: float | None = wanted(
-        None,
-        "the smallest plan with a measured held-out KL of at most this, for example 0.01",
-        metavar="NATS",
-    )
-    max_drop: float | None = wanted(
-        None,
-        "the smallest plan with a measured rise of held-out perplexity of at most this, for example 3%",
-        kind=SHARE,
-    )
+    max_bytes: Size | None = wanted(None, "the best plan (of a target: file) of at most this size, as 90MB")
+    max_loss: Nats | None = wanted(None, "the smallest plan of at most this measured KL, for example 0.01")
+    max_drop: Share | None = wanted(None, "the smallest plan with at most this rise of perplexity, as 3%")
 
     @property
     def loss(self) -> dict[str, float]:
@@ -453,21 +434,15 @@ class Processes:
     """Where a sweep runs: this process, several on this machine, or a Ray cluster."""
 
     ray: str | None = several(
-        None,
-        "HOST:PORT of a Ray cluster, or local for this machine (needs kl-lens[ray])",
-        metavar="ADDRESS",
+        None, "HOST:PORT of a Ray cluster, or local for this machine (needs kl-lens[ray])", metavar="ADDRESS"
     )
-    workers: int | None = several(
+    workers: Count | None = several(
         None,
-        "number of processes, on this machine or with --ray on the cluster (default: several on 8 or more cores if "
-        "that is faster; with --ray one per GPU, or per machine without GPUs); 1: only this process",
-        kind=COUNT,
+        "number of processes (default: several on 8 or more cores if that is faster; with --ray one per GPU, or per "
+        "machine without GPUs); 1: only this process",
     )
-    gpus_per_worker: float | None = several(
-        None,
-        "with --ray (default: 1 if workers use GPUs; 0.5: two workers share one)",
-        kind=number(64, of=float),
-        metavar="G",
+    gpus_per_worker: Annotated[float, number(64, of=float, metavar="G")] | None = several(
+        None, "with --ray (default: 1 if workers use GPUs; 0.5: two workers share one)"
     )
 
 
@@ -478,11 +453,9 @@ _tasks = grouped("tasks (lm-eval)")
 class Tasks:
     """Tasks of lm-eval."""
 
-    tasks: tuple[str, ...] | None = _tasks(
-        None, "for example arc_easy,hellaswag,lambada_openai,piqa (needs kl-lens[eval])", kind=NAMES
-    )
-    task_data: Path | None = _tasks(None, "local NAME_test.jsonl files, instead of the hub", metavar="DIR")
-    task_limit: int | None = _tasks(None, "only the first N examples of each task", kind=COUNT)
+    tasks: Names | None = _tasks(None, "for example arc_easy,hellaswag,piqa (needs kl-lens[eval])")
+    task_data: Directory | None = _tasks(None, "local NAME_test.jsonl files, instead of the hub")
+    task_limit: Count | None = _tasks(None, "only the first N examples of each task")
 
     def check(self) -> None:
         """Raises if lm-eval is missing, or if something is said about tasks and none is named."""
@@ -498,21 +471,17 @@ class Tasks:
         require_lm_eval()
 
 
-_running = grouped("running")
+running = grouped("running")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
     """How a runtime opens a file."""
 
-    device: str = _running("CPU", "device: CPU, GPU or NPU (OpenVINO), CPU or GPU (MLX)", metavar="DEVICE")
-    threads: int | None = _running(None, "default: the runtime's own choice", kind=THREADS)
-    gpu_layers: int = _running(0, "llama.cpp: layers on a GPU, or all", kind=LAYERS)
-    load: str = _running(
-        AUTO,
-        "llama.cpp: how weights are loaded (plain: not repacked for kernels)",
-        choices=(AUTO, *LOAD_MODES),
-    )
+    device: str = running("CPU", "device: CPU, GPU or NPU (OpenVINO), CPU or GPU (MLX)", metavar="DEVICE")
+    threads: Threads | None = running(None, "default: the runtime's own choice")
+    gpu_layers: Layers = running(0, "llama.cpp: layers on a GPU, or all")
+    load: str = running(AUTO, "llama.cpp: how weights are loaded", choices=(AUTO, *LOAD_MODES))
 
     def session(self, *, exact: bool = False) -> SessionSettings:
         return SessionSettings(self.device.upper(), self.threads, self.gpu_layers, exact, self.load)
@@ -520,34 +489,21 @@ class Runtime:
 
 # -- options that several commands have ---------------------------------------------------------------------
 
-
-def of_run(default: str = DEFAULT_RUN) -> Any:
-    return option(None, f"the run folder (default: {default})", metavar="DIR")
-
-
-def of_model() -> Any:
-    """For commands on a model (default: the embedded one)."""
-    return option(DEFAULT_MODEL, VERB_MODEL, positional=True, metavar="MODEL", nargs="?")
-
-
-def of_files() -> Any:
-    text = "exported folders or .gguf files (default: all of the run)"
-    return option((), text, positional=True, nargs="*", metavar="ARTIFACT")
-
-
-def moved_model() -> Any:
-    """For commands on a run."""
-    return option(None, "the run's model, if it has moved", metavar="MODEL")
-
-
-def place_of_weights() -> Any:
-    """For commands that can work on a model larger than memory."""
-    return loading(
-        AUTO,
-        "where weights are kept; disk: read one block at a time, with the same results; auto: disk if the model does "
-        "not fit into free memory, or into --memory-budget",
-        choices=PLACES,
-    )
+of_run = partial(option, None, f"the run folder (default: {DEFAULT_RUN})")
+of_new_run = partial(option, None, "the run folder (default: runs/<model>)")
+of_model = partial(option, DEFAULT_MODEL, VERB_MODEL, positional=True, nargs="?")
+of_files = partial(
+    option, (), "exported folders or .gguf files (default: all of the run)", positional=True, nargs="*",
+    metavar="ARTIFACT",
+)  # fmt: skip
+of_plans = partial(option, "all", "plans of the run: a, or a,b, or all", metavar="NAMES")
+moved_model = partial(option, None, "the run's model, if it has moved")
+place_of_weights = partial(
+    loading, AUTO,
+    "disk: weights are read one block at a time, with the same results; auto: disk if they do not fit into free "
+    "memory, or into --memory-budget",
+    choices=PLACES,
+)  # fmt: skip
 
 
 def new_run_folder(run: str | None, model_name: str) -> Path:

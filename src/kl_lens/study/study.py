@@ -7,18 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kl_lens.base.errors import KLLensError
+from kl_lens.study import settings as of
 from kl_lens.study.events import Events
 from kl_lens.study.session import Session
-from kl_lens.study.settings import (
-    DEFAULT_MODEL,
-    OPENING_NAMES,
-    Opening,
-    Settings,
-    from_python,
-    new_run_folder,
-    options_of,
-)
+from kl_lens.study.settings import DEFAULT_MODEL, OPENING_NAMES, Settings
 from kl_lens.study.verbs import perform, settings_of
+from kl_lens.targets import describe_target
 
 if TYPE_CHECKING:  # `generate` runs on small devices and loads no torch
     from kl_lens.evaluation.autopsy import Autopsy
@@ -64,16 +58,11 @@ class Study:
         events: Events | None = None,
         **loading: Any,
     ) -> None:
-        self._model, self._folder = model, folder
-        self.events = events or Events()
+        self._model, self._folder, self.target, self._loading = model, folder, target, loading
         if target is not None:
-            from kl_lens.targets import describe_target
-
             describe_target(target)
-        self.target = target
-        self._loading = loading
         given = None if isinstance(model, str | Path) else model
-        self.session = Session(self.events, given)  # what the commands share
+        self.session = Session(events, given)  # what the commands share
         if unknown := sorted(set(loading) - set(OPENING_NAMES)):
             raise KLLensError(
                 f"Study has no setting {unknown[0]!r}; it has model, target, folder, events, {', '.join(OPENING_NAMES)}"
@@ -82,12 +71,12 @@ class Study:
     @property
     def model(self) -> LoadedModel:
         """The opened model."""
-        return self.session.model(str(self._model), Opening(**self._loading))
+        return self.session.model(str(self._model), of.Opening(**self._loading))
 
     @cached_property
     def folder(self) -> Path:
         """The run folder."""
-        return Path(self._folder) if self._folder is not None else new_run_folder(None, self.model.name)
+        return Path(self._folder) if self._folder is not None else of.new_run_folder(None, self.model.name)
 
     @property
     def table(self) -> PlottedTable:
@@ -98,7 +87,7 @@ class Study:
         with Run.open(self.folder) as run:
             return PlottedTable(**vars(run.table(target=self.target)))
 
-    # -- every verb goes through these two --------------------------------------------------------------------
+    # -- every verb goes through these --------------------------------------------------------------------
 
     def settings(self, verb: str, **given: Any) -> Settings:
         """The settings of a command: the given values, and model, target and folder from the study."""
@@ -107,50 +96,53 @@ class Study:
         known = {"model": str(name), "target": self.target, **self._loading}
         if verb == "run" and self.target is not None:
             known["targets"] = (self.target,)
-        names = {option.name for option in options_of(kind)}
+        names = {option.name for option in of.options_of(kind)}
         if "run" in names:
             known["run"] = str(self.folder) if self._folder is None and verb != "run" else self._folder
         own = {name: value for name, value in known.items() if name in names}
-        return from_python(kind, own | given)
+        return of.from_python(kind, own | given)
 
     def do(self, settings: Settings) -> Any:
         """Runs a command and returns its whole result; the methods below return the main part of it."""
         return perform(settings, self.session)
 
+    def _done(self, verb: str, **given: Any) -> Any:
+        return self.do(self.settings(verb, **given))
+
     # -- the verbs --------------------------------------------------------------------------------------------
 
     def run(self, **flags: Any) -> RunResult:
         """All stages in order, for the study's target or, without one, for all targets."""
-        return self.do(self.settings("run", **flags))
+        return self._done("run", **flags)
 
     def inspect(self, **flags: Any) -> InspectResult:
         """The model's blocks and components."""
-        return self.do(self.settings("inspect", **flags))
+        return self._done("inspect", **flags)
 
     def calibrate(self, **flags: Any) -> StoredStatistics:
         """Gathers statistics of every component's inputs on a text. Recipes such as `q4_k+gptq` need them."""
-        return self.do(self.settings("calibrate", **flags)).statistics
+        return self._done("calibrate", **flags).statistics
 
     def measure(self, **flags: Any) -> SensitivityTable:
         """How much each component suffers from each format of the target. An interrupted sweep is resumed."""
-        _complete(self.do(self.settings("measure", **flags)))
+        _complete(self._done("measure", **flags))
         return self.table
 
     def rank(self, **flags: Any) -> Ranking:
         """Which metric predicts the damage on held-out text."""
-        return self.do(self.settings("paper", what="rank", **flags))
+        return self._done("paper", what="rank", **flags)
 
     def plan(self, **flags: Any) -> Plan:
         """The best plan within `max_bytes="4.5MB"`, `max_loss=0.01`, `max_drop="3%"`, …; the last of several."""
         if flags.get("frontier"):
             raise KLLensError("plan(frontier=True): call Study.frontier() instead")
-        return self.do(self.settings("plan", **flags)).plans[-1]
+        return self._done("plan", **flags).plans[-1]
 
     def frontier(self, **flags: Any) -> PlottedFrontier:
         """The Pareto frontier of bytes and KL; `frontier.plot()` draws it."""
         from kl_lens.reporting.notebook import PlottedFrontier
 
-        return PlottedFrontier(self.do(self.settings("plan", frontier=True, **flags)).frontier)
+        return PlottedFrontier(self._done("plan", frontier=True, **flags).frontier)
 
     def export(self, plan: Plan | str | None = None, **flags: Any) -> Path:
         """Writes a plan, or with `format="q8_0"` the whole model, as files of the target. Returns their folder.
@@ -159,37 +151,35 @@ class Study:
         """
         if plan is not None:
             flags["plan"] = plan if isinstance(plan, str) else self._kept(plan)
-        return self.do(self.settings("export", **flags)).artifacts[-1][0]
+        return self._done("export", **flags).artifacts[-1][0]
 
     def evaluate(self, *files: Path | str, **flags: Any) -> list[Score]:
         """Perplexity and KL from the original for these files, or for all files of the run; `tasks=` adds tasks."""
-        result = _complete(self.do(self.settings("evaluate", artifact=files, **flags)))
+        result = _complete(self._done("evaluate", artifact=files, **flags))
         return result.outcome.scores
 
     def benchmark(self, *files: Path | str, **flags: Any) -> list[Profile]:
         """Speed and memory of these files, or of all files of the run."""
-        return _complete(self.do(self.settings("benchmark", artifacts=files, **flags))).report.profiles
+        return _complete(self._done("benchmark", artifacts=files, **flags)).report.profiles
 
     def autopsy(self, file: Path | str, **flags: Any) -> Autopsy:
         """What is wrong with a file of this model, whoever made it."""
         kept = self._folder is not None and self.folder.is_dir()  # a run is optional here
-        return self.do(
-            self.settings("autopsy", file=file, run=self._folder if kept else None, **flags)
-        ).autopsy
+        return self._done("autopsy", file=file, run=self._folder if kept else None, **flags).autopsy
 
     def generate(self, file: Path | str, prompt: str, **flags: Any) -> GenerateResult:
         """Text from an exported model."""
-        return self.do(self.settings("generate", artifact=file, prompt=prompt, **flags))
+        return self._done("generate", artifact=file, prompt=prompt, **flags)
 
     def report(self, **flags: Any) -> Path:
         """Writes the run as one HTML file and returns its path; a notebook shows the page."""
         from kl_lens.reporting.notebook import ReportFile
 
-        return ReportFile(self.do(self.settings("report", **flags)).path)
+        return ReportFile(self._done("report", **flags).path)
 
     def publish(self, to: str, **flags: Any) -> Path:
         """Writes the target's file with its model card to a folder, and uploads it unless `dry_run`."""
-        return self.do(self.settings("publish", to=to, **flags)).folder
+        return self._done("publish", to=to, **flags).folder
 
     def _kept(self, plan: Plan) -> str:
         """Writes the plan to the run folder if it differs from the stored one; returns its name."""
@@ -223,7 +213,7 @@ def generate(file: Path | str, prompt: str, **flags: Any) -> GenerateResult:
 
 
 def _alone(verb: str, **given: Any) -> Any:
-    return _complete(Study().do(from_python(settings_of(verb), given)))
+    return _complete(Study().do(of.from_python(settings_of(verb), given)))
 
 
 def _complete(result: Any) -> Any:

@@ -8,29 +8,19 @@ from typing import Any
 from kl_lens.study.session import Session
 from kl_lens.study.settings import Settings
 
-# In pipeline order: verb → its settings, in the module of that name, beside the function of that name. A new command
-# needs one line here and one module in `cli/` that shows its result.
-VERBS = {
-    "run": "RunSettings",
-    "inspect": "InspectSettings",
-    "calibrate": "CalibrateSettings",
-    "measure": "MeasureSettings",
-    "merge": "MergeSettings",
-    "plan": "PlanSettings",
-    "export": "ExportSettings",
-    "evaluate": "EvaluateSettings",
-    "benchmark": "BenchmarkSettings",
-    "autopsy": "AutopsySettings",
-    "generate": "GenerateSettings",
-    "report": "ReportSettings",
-    "publish": "PublishSettings",
-    "paper": "PaperSettings",
-    "doctor": "DoctorSettings",
-}
+# In pipeline order. Each has its settings and its function in the module of that name, and a `show_VERB` in `cli/`.
+VERBS = (
+    "run", "inspect", "calibrate", "measure", "merge", "plan", "export", "evaluate", "benchmark", "autopsy", "generate",
+    "report", "publish", "paper", "doctor",
+)  # fmt: skip
 
 
 def settings_of(verb: str) -> type[Settings]:
-    return getattr(_home(verb), VERBS[verb])
+    home = _home(verb)
+    return next(
+        kind for kind in vars(home).values()
+        if isinstance(kind, type) and issubclass(kind, Settings) and kind.__module__ == home.__name__
+    )  # fmt: skip
 
 
 def perform(settings: Settings, session: Session | None = None) -> Any:
