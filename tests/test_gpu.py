@@ -357,8 +357,8 @@ def test_a_model_on_a_gpu_is_exported_as_from_the_cpu(tmp_path, family, target, 
     for device in ("cpu", "cuda"):
         model = load(tmp_path / "model", device=device)
         plan = Plan("all", {c.name: recipe for c in model.anatomy.candidates}, "test")
-        options = {"include_tokenizer": False} if target == "gguf" else {}
-        exported.append(get_target(target).export(model, plan, tmp_path / device, fallback=True, **options))
+        options = {"gguf": {"include_tokenizer": False}, "openvino": {"fallback": True}}.get(target, {})
+        exported.append(get_target(target).export(model, plan, tmp_path / device, **options))
     if target != "openvino":  # a GPU divides in another way, so single codes may differ
         here, there = ([(t.runtime_name, t.realised, t.bytes) for t in each.tensors] for each in exported)
     else:
