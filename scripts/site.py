@@ -182,7 +182,11 @@ def packages() -> list[str]:
 
 
 def public_names(module: Any) -> list[str]:
-    return [n for n in getattr(module, "__all__", ()) if not n.startswith("_")]
+    """`__all__`, or what a package imports from its own modules."""
+    own = [
+        n for n, value in vars(module).items() if str(getattr(value, "__module__", "")).startswith("kl_lens.")
+    ]
+    return [n for n in getattr(module, "__all__", own) if not n.startswith("_")]
 
 
 def python() -> str:

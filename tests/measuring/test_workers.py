@@ -259,7 +259,7 @@ def test_without_ray_the_command_says_what_to_install(tmp_path, monkeypatch, cap
     assert main(words) == 1
     assert "--ray needs Ray; install it with: pip install 'kl-lens[ray]'" in capsys.readouterr().err
     assert main([*words, "--shard", "1/2"]) == 1
-    assert "give only one of them" in capsys.readouterr().err
+    assert "--shard: leave out --workers and --ray" in capsys.readouterr().err
 
 
 # A script without `if __name__ == "__main__"`: workers must not run it again.
