@@ -17,6 +17,7 @@ from kl_lens.measuring.metrics import (
     SQUARED_ERROR,
     TeacherRows,
     compare,
+    kernels_hold,
     window_metrics,
 )
 from kl_lens.run.samples import WindowMetrics, summarise
@@ -50,6 +51,7 @@ def test_metrics_equal_double_precision(kernel: bool, vocabulary: int, damage: f
     student = teacher + damage * torch.randn(40, vocabulary, generator=generator)
     targets = torch.randint(0, vocabulary, (40,), generator=generator)
     targets[7] = -1
+    assert kernels_hold(teacher.device), "a wrong kernel would not be used, and nothing here would show it"
     ours = compare(TeacherRows.of(teacher, targets), student, kernel=kernel)
     expected = _in_double(teacher, student, targets)
     # A single row's tiny divergence rests on differences of float32 logits (rounded at 1e-6); the mean does not.
