@@ -174,7 +174,7 @@ def _card(view: RunView, plan: Plan) -> Html:
 
 
 def _nearest(view: RunView, plan: Plan, kl: Estimate | None) -> str:
-    """The largest stock file that is no larger, and how much more it loses."""
+    """The largest stock file that is no larger (of two of one size, the better), and how much more it loses."""
     own = view.bytes_of(plan, plan.target)
     stock = [
         p for p in view.plans_of(plan.target) if p.family == "stock" and view.bytes_of(p, plan.target) <= own
@@ -182,7 +182,9 @@ def _nearest(view: RunView, plan: Plan, kl: Estimate | None) -> str:
     judged = [(p, loss) for p in stock if (loss := view.measured_kl(p, plan.target)[0]) is not None]
     if kl is None or not judged:
         return "No stock file that was measured is as small." if kl and plan.target else ""
-    rival, loss = max(judged, key=lambda pair: view.bytes_of(pair[0], plan.target))
+    rival, loss = max(
+        judged, key=lambda pair: (round(view.bytes_of(pair[0], plan.target), -4), -pair[1].value)
+    )
     words = f"{plan_title(rival.name)}, the nearest stock file that is no larger "
     words += f"({size(view.bytes_of(rival, plan.target))})"
     if not kl.value > 0 or not math.isfinite(loss.value):
