@@ -66,23 +66,13 @@ def target_of(plan: Plan, unit: Unit | None = None) -> str:
 
 
 def measured_of(view: RunView, plan: Plan) -> str:
-    """What the file loses on test text, in the target's own unit."""
+    """The KL of the file on test text, and whether that is above the target."""
     subject = Subject(ARTIFACT, plan.name, plan.target) if plan.target else Subject(PLAN, plan.name)
-    limits, kl = plan.limits, value_of(view, subject, "divergence", "kl_mean")
-    if "drop" in limits:
-        original = value_of(view, Subject(ORIGINAL), "perplexity", "token_perplexity")
-        change = value_of(view, subject, "perplexity", "token_perplexity_change")
-        if change is None or original is None:
-            return ""
-        lost, error = (v / original.value for v in (change.value, change.standard_error))
-        words, limit = f"{percent(lost, 2)} ± {percent(error, 2)}", limits["drop"]
-    elif kl is None:
+    kl = value_of(view, subject, "divergence", "kl_mean")
+    if kl is None:
         return ""
-    else:
-        lost, limit = kl.value, limits.get("loss", math.inf)
-        words = with_error(kl) + ("" if "loss" in limits else f" {view.nats}")
-    name, above = "Measured" if limits.keys() & {"loss", "drop"} else "KL measured", lost > limit
-    return f" {name} on test {view.unit.text}: {words}{' (above the target)' if above else ''}."
+    above = " (above the target)" if kl.value > plan.limits.get("loss", math.inf) else ""
+    return f" KL measured on test {view.unit.text}: {with_error(kl)} {view.nats}{above}."
 
 
 def value_of(view: RunView, subject: Subject, kind: str, name: str) -> Estimate | None:
@@ -111,9 +101,7 @@ def commands_for(view: RunView, plan: Plan) -> list[str]:
         return [whole[-1].line]
     measured = [c for c in view.commands if c.verb == "measure" or c.words[1:3] == ("paper", "import")][-1:]
     planned = [c for c in view.commands if c.verb == "plan" and "--frontier" not in c.words]
-    of_paper = plan.family in ("paper", "uniform")
-    named = [c for c in planned if plan.name in c.words]
-    named = named or [c for c in planned if ("--paper" in c.words) == of_paper]
+    named = [c for c in planned if plan.name in c.words] or planned
     return list(dict.fromkeys(command.line for command in (*measured, *named)))
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,6 @@ class Space:
     factor: float  # by which whole plans were seen to lose more than their parts
     noise: float | None  # KL of the original against itself
     speed: planning.SpeedModel | None = None  # where the problem's seconds are from
-    no_speed: str = ""  # why there is none
 
     @property
     def title(self) -> str:
@@ -99,12 +99,12 @@ class Space:
         steps = sorted(
             {0, len(hull.steps), *np.searchsorted(hull.amounts, wanted).clip(0, len(hull.steps)).tolist()}
         )
-        return [self._made(hull.selection(step)) for step in steps]
-
-    def _made(self, selection: Sequence[int]) -> Position:
-        totals = self.problem.totals(selection)
-        seconds = totals.seconds if self.speed else None
-        return Position(totals.bytes, self.factor * totals.kl, self.problem.assignment(selection), seconds)
+        found = []
+        for selection in map(hull.selection, steps):
+            totals, stored = self.problem.totals(selection), self.problem.assignment(selection)
+            seconds = totals.seconds if self.speed else None
+            found.append(Position(totals.bytes, self.factor * totals.kl, stored, seconds))
+        return found
 
 
 def frontier(space: Space, files: Sequence[Position]) -> list[Position]:
@@ -156,7 +156,6 @@ class RunView:
     autopsies: tuple[Autopsy, ...]
     verdicts: dict[tuple[Subject, str], str]  # (subject, text) → does the file agree with PyTorch?
     texts: dict[str, dict[str, Any]]
-    measured: tuple[str, ...]  # what was measured: weights alone, or as which targets compute
     commands: tuple[Command, ...]
 
     @property
@@ -228,10 +227,7 @@ class RunView:
         if score is not None:
             return score.values.get("kl_mean"), f"files, on {score.what}"
         seen = plan.measured
-        return (
-            seen.kl if seen else None,
-            f"in PyTorch, on {seen.place if seen else f'held-out {self.unit.text}'}",
-        )
+        return (seen.kl, f"in PyTorch, on {seen.place}") if seen else (None, "")
 
 
 def runtime_of(subject: Subject) -> str:
@@ -286,7 +282,6 @@ def collect(run: Run) -> RunView:
             (subject, str(value.get("what"))): str(value.get("verdict"))
             for subject, _, value in current_results(run, "agreement")
         },
-        measured=run.kinds(),
         texts={
             role: (run.load("text", role) or {}) | (run.text_identity(role) or {}) for role in run.roles()
         },
@@ -323,12 +318,10 @@ def _space(run: Run, name: str | None, plans: Sequence[Plan]) -> Space:
     table, target = run.table(target=name, predicted=True), get_target(name) if name else None
     made = [p for p in plans if p.target == name and p.family != "stock"]
     ours = next((plan for plan in made if plan.name == run.recommended(name)), made[0] if made else None)
-    speed, no_speed = None, ""
-    try:
+    speed = None
+    with suppress(PlanError):  # nothing was timed
         speed = planning.speed_model(run, table, target) if target else None
-    except PlanError as error:
-        no_speed = str(error)
     fixed_bytes = planning.stored_fixed_bytes(run, target)
     problem = planning.build_problem(table, speed=speed, target=target, fixed_bytes=fixed_bytes)
     noise = (run.load("noise", run.measured_role(name)) or {}).get("kl_teacher_to_student")
-    return Space(name, table, problem, ours.interaction if ours else 1.0, noise, speed, no_speed)
+    return Space(name, table, problem, ours.interaction if ours else 1.0, noise, speed)

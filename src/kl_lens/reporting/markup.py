@@ -91,24 +91,18 @@ def figure(title: str, picture: Html, caption: str = "") -> Html:
     return tag("figure", tag("figcaption", *words), shown)
 
 
-def grid(figures: Iterable[Html | None]) -> Html:
-    return tag("div", *[f for f in figures if f is not None], class_="grid")
-
-
 def details(summary: str, *body: object) -> Html:
     return tag("details", tag("summary", summary), join(body))
 
 
-def chosen(name: str, legend: str, panels: Sequence[tuple[str, Html]]) -> Html:
-    """One of several panels at a time, chosen by its title; without a script."""
+def chosen(name: str, panels: Sequence[tuple[str, Html]]) -> Html:
+    """One of several panels at a time, unfolded by its title; without a script."""
     if len(panels) == 1:
         return panels[0][1]
-    parts: list[Html] = [tag("span", legend, class_="what")]
-    for index, (title, _) in enumerate(panels):
-        button = f"{name}-{index}"
-        parts.append(tag("input", type="radio", name_=name, id=button, class_="sr", checked=index == 0))
-        parts.append(tag("label", title, for_=button))
-    return tag("div", *parts, *(tag("div", body, class_="panel") for _, body in panels), class_="choice")
+    return join(
+        tag("details", tag("summary", title), body, name_=name, open=index == 0, class_="panel")
+        for index, (title, body) in enumerate(panels)
+    )
 
 
 @dataclass(frozen=True)

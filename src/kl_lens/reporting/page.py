@@ -38,7 +38,7 @@ script-src 'sha256-{digest}'; img-src data:; base-uri 'none'; form-action 'none'
 <link rel="icon" href="data:,"><title>{title}</title><style>{style}</style></head>
 <body><svg class="defs" aria-hidden="true"><defs><pattern id="hatch" width="5" height="5" \
 patternUnits="userSpaceOnUse"><path d="M0 5L5 0"/></pattern></defs></svg>
-<div class="page"><header><h1>{title}</h1><button type="button" class="toggle" hidden>Dark</button>
+<div class="page"><header><h1>{title}</h1>
 <nav aria-label="Sections"><ul>{links}</ul></nav></header><main>{body}</main></div>
 <script>{script}</script></body></html>
 """

@@ -310,12 +310,6 @@ class Run:
         return [role for (role,) in self.journal.rows(query)]
 
     @checks_rows
-    def kinds(self) -> tuple[str, ...]:
-        """What was measured on the calibration text, in words."""
-        roles = [name.partition("@")[::2] for name in self._measured_roles()]
-        computed_as = [target for role, target in roles if role == CALIBRATION]
-        return tuple(f"as {target} computes" if target else "weights alone" for target in computed_as)
-
     @property
     def usual_target(self) -> str | None:
         """The target whose measurements are read by default; None for weights alone."""

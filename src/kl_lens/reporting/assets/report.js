@@ -1,5 +1,5 @@
 // The page can be read without this script. It adds the slider, the map's switch, tooltips that follow pointer, finger
-// and keyboard, sorting and filtering of tables, and a switch between light and dark. It sends and loads nothing.
+// and keyboard, and sorting of tables. It sends and loads nothing.
 // Words only ever go in as text: what a model or file is called stays text.
 (() => {
   const tip = document.createElement("div");
@@ -142,22 +142,4 @@
       });
     });
   }
-  for (const controls of document.querySelectorAll(".controls")) {
-    const rows = [...document.getElementById(controls.dataset.for).tBodies[0].rows];
-    const field = controls.querySelector("[data-filter]");
-    controls.hidden = false;
-    field.addEventListener("input", () => {
-      for (const row of rows) row.hidden = !row.cells[0].textContent.toLowerCase().includes(field.value.toLowerCase());
-      controls.querySelector("output").textContent = `${rows.filter((row) => !row.hidden).length} of ${rows.length} rows`;
-    });
-  }
-
-  // Light or dark: what the system says, until the button says otherwise.
-  const button = document.querySelector(".toggle"), system = matchMedia("(prefers-color-scheme: dark)");
-  const isDark = () => (document.documentElement.dataset.theme ?? (system.matches ? "dark" : "light")) === "dark";
-  const name = () => { button.textContent = isDark() ? "Light" : "Dark"; };
-  button.hidden = false;
-  button.addEventListener("click", () => { document.documentElement.dataset.theme = isDark() ? "light" : "dark"; name(); });
-  system.addEventListener("change", name);
-  name();
 })();

@@ -12,10 +12,8 @@ from kl_lens.reporting import answer
 from kl_lens.reporting.data import KL, RunView, runtime_of
 from kl_lens.reporting.markup import Cell, Html, Section, details, join, note, table, tag
 from kl_lens.reporting.names import (
-    count,
     fixed_with_error,
     number,
-    runtime_title,
     size,
     subject_title,
     with_error,
@@ -23,7 +21,7 @@ from kl_lens.reporting.names import (
 from kl_lens.run.records import ORIGINAL, PREDICTED, Plan, SensitivityTable
 from kl_lens.weights.recipes import FP16
 
-_TEXT_FIELDS = ("source", "split", "order", "windows", "length", "stride", "seed")
+_TEXT_FIELDS = ("source", "split", "order", "windows", "length", "stride", "seed", "fingerprint")
 
 
 def section(view: RunView) -> Section | None:
@@ -34,12 +32,12 @@ def section(view: RunView) -> Section | None:
         tables = [(None, "as published", view.table)]
     for index, (target, title, of) in enumerate(tables):
         if of.measurements:
-            parts.append(details(f"Every layer, {title}", *_layers(view, of, plans.get(target), index)))
+            parts.append(details(f"Every layer, {title}", _layers(view, of, plans.get(target), index)))
     parts += [_tasks(view), _samples(view)]
     return Section("details", "Details", join(parts)) if any(parts) else None
 
 
-def _layers(view: RunView, of: SensitivityTable, plan: Plan | None, index: int) -> list[Html]:
+def _layers(view: RunView, of: SensitivityTable, plan: Plan | None, index: int) -> Html:
     """One row for each component, KL in one column for each recipe; what was predicted has a sign before it."""
     known = {(m.component, m.format): m for m in of.measurements if KL in m.metrics}
     formats = list(dict.fromkeys(name for _, name in known))
@@ -61,13 +59,8 @@ def _layers(view: RunView, of: SensitivityTable, plan: Plan | None, index: int) 
         for c in shown
     ]  # fmt: skip
     identifier = f"layers-{index}" if index else "layers"
-    search = tag(
-        "label", "component ", tag("input", type="search", data_filter="0", placeholder="part of a name")
-    )
-    output = tag("output", f"{len(rows)} rows")
-    controls = tag("div", search, output, class_="controls", data_for=identifier, hidden=True)
     caption = f"KL of every component in every recipe, {view.nats} (≈: predicted)"
-    return [controls, table(columns, rows, identifier=identifier, caption=caption, tall=True)]
+    return table(columns, rows, identifier=identifier, caption=caption, tall=True)
 
 
 def _tasks(view: RunView) -> Html | None:
@@ -159,8 +152,6 @@ def _model(view: RunView) -> dict[str, object]:
     blocks = 1 + max((c.block for c in view.components if c.block is not None), default=-1)
     weights = f"{sum(c.parameters for c in view.components):,} in {blocks} blocks; "
     weights += f"{len(candidates)} components can be quantized"
-    # `as gguf computes` → `as llama.cpp computes`
-    measured = [" ".join(map(runtime_title, words.split())) for words in view.measured]
     return {
         "model": view.model,
         "architecture": identity.get("model_type"),
@@ -169,7 +160,6 @@ def _model(view: RunView) -> dict[str, object]:
         "weights": weights if view.components else None,
         "measured in": identity.get("dtype"),
         "precision of products": identity.get("precision"),
-        "what is quantized": ", ".join(measured),
         "version of the metrics": identity.get("metrics_version"),
         "noise floor": view.noise and f"{view.noise:.3g} {view.nats} (the original against itself)",
         "computed by transformers' own code": view.kernels,
@@ -184,23 +174,13 @@ def _pairs(pairs: dict[str, object]) -> Html:
 def _texts(view: RunView) -> Html:
     if not view.texts:
         return note("No text: the measurements were imported.")
-    rows, documents = [], []
+    rows = []
     for role, text in view.texts.items():
         values = ["–" if text.get(name) is None else text[name] for name in _TEXT_FIELDS]
         rows.append([role, shown_place(values[0]), *values[1:]])
-        shown = [(f"{role}: fingerprint ", text["fingerprint"])] if "fingerprint" in text else []
-        shown += [
-            (f"{role}: {shown_place(d.get('name'))} ", d.get("sha256", ""))
-            for d in text.get("documents", [])[:50]
-        ]
-        documents += [tag("li", words, tag("code", digest)) for words, digest in shown]
-    refused = "A run whose held-out or test windows overlap those of calibration is refused."
+    texts = table(["used for", *_TEXT_FIELDS], rows, sortable=False, caption="Texts, splits and seeds")
     return join(
-        [
-            table(["used for", *_TEXT_FIELDS], rows, sortable=False, caption="Texts, splits and seeds"),
-            note(refused),
-            tag("ul", *documents, class_="plain"),
-        ]
+        [texts, note("A run whose held-out or test windows overlap those of calibration is refused.")]
     )
 
 
@@ -226,18 +206,7 @@ def _machine(view: RunView) -> dict[str, object]:
         for name in ("machine", "system"):
             if name in command.provenance:
                 facts.setdefault(name, {})[str(command.provenance[name])] = None
-    for score in view.scores:
-        if "found" in score.runtime:  # one of several libraries
-            facts.setdefault(f"judged, {runtime_of(score.subject)}", {})[str(score.runtime["version"])] = None
-    for profile in view.profiles:
-        plain = [
-            f"{key.replace('_', ' ')} {value}" for key, value in profile.runtime.items() if _is_plain(value)
-        ]
-        words = "; ".join([f"{profile.device}, {count(profile.threads, 'thread')}", *plain])
-        facts.setdefault(f"timed, {runtime_of(profile.subject)}", {})[words] = None
+    for used in (*view.scores, *view.profiles):
+        if "version" in used.runtime:
+            facts.setdefault(runtime_of(used.subject), {})[str(used.runtime["version"])] = None
     return {name: " / ".join(values) for name, values in facts.items()}
-
-
-def _is_plain(value: object) -> bool:
-    """Paths of libraries stay out."""
-    return isinstance(value, int | float) or (isinstance(value, str) and len(value) < 80 and "/" not in value)

@@ -34,7 +34,7 @@ def section(view: RunView) -> Section | None:
             "components": [c.name for c in explorers[0].components],
             "spaces": [e.data() for e in explorers],
         }
-        parts = [chosen("for", "For", panels), *parts, json_block("explorer-data", data)]
+        parts = [chosen("for", panels), *parts, json_block("explorer-data", data)]
     return Section("sizes", "Any other size", join(parts)) if parts else None
 
 

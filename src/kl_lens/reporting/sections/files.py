@@ -1,12 +1,11 @@
-"""The files side by side: size, loss, perplexity, speed; predictions against measurements; every plan; and
-speed against size with the bound that memory bandwidth sets."""
+"""The files side by side: size, loss, perplexity, speed; every plan; and speed against size."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from kl_lens.reporting import answer
-from kl_lens.reporting.charts import RECOMMENDED, SERIES, Dot, Line, axis, scatter, unit_of
+from kl_lens.reporting.charts import SERIES, Dot, Line, axis, scatter, unit_of
 from kl_lens.reporting.data import FAMILIES, RunView, runtime_of
 from kl_lens.reporting.markup import Cell, Html, Section, details, figure, join, note, table, tag
 from kl_lens.reporting.names import (
@@ -14,7 +13,6 @@ from kl_lens.reporting.names import (
     fixed_with_error,
     number,
     percent,
-    plan_title,
     short_title,
     size,
     subject_title,
@@ -28,9 +26,8 @@ _PROTOCOLS = {
 }
 # What is drawn: the first that was timed.
 _TIMINGS = {
-    "tokens_per_second": "tokens per second",
-    "throughput_fps": "inferences per second",
-    "latency_ms": "milliseconds per inference",
+    "tokens_per_second": ("tokens per second", "tokens/s"),
+    "throughput_fps": ("inferences per second", "inferences/s"),
 }
 _NEAR = 3.0  # a limit further above the timings than this would squash them
 
@@ -39,12 +36,11 @@ def section(view: RunView) -> Section | None:
     if not view.plans:
         return None
     stars = answer.recommended_names(view)
-    scores, chart, plans = _scores(view, stars), _predicted(view, stars), _plans(view, stars)
+    scores, plans = _scores(view, stars), _plans(view, stars)
     parts = [
         *scores,
         details("Every plan, and what it is made of", plans) if scores else plans,
         note(_protocol(view)),
-        details("Predicted against measured KL", chart) if chart else None,
     ]
     return Section("files", "The files", join(parts))
 
@@ -95,10 +91,8 @@ def _score_row(view: RunView, subject: Subject, scores: Sequence[Score]) -> list
 def _amount(view: RunView, score: Score) -> str:
     """What a perplexity must name: window, stride, how much text."""
     window, stride = score.protocol.get("window"), score.protocol.get("stride")
-    words = f"{score.tokens:,} {view.unit.one}s"
-    return (
-        words + (f", window {window}" if window else "") + (f", stride {stride}" if window and stride else "")
-    )
+    protocol = f", window {window}, stride {stride}" if window and stride else ""
+    return f"{score.tokens:,} {view.unit.one}s{protocol}"
 
 
 def _plans(view: RunView, stars: frozenset[str]) -> Html:
@@ -125,34 +119,13 @@ def _protocol(view: RunView) -> str:
     words += "Predicted KL: the sum of what each component loses alone"
     factor = next((space.factor for space in view.spaces.values() if space.factor != 1), None)
     words += "." if factor is None else f", times {factor:.3f}: other plans were seen to lose that much more."
+    seen = [p for p in view.plans if p.measured and p.predicted_kl and p.predicted_kl > 0]
+    if ratios := sorted(p.measured.kl.value / p.predicted_kl for p in seen if p.measured and p.predicted_kl):
+        words += f" Measured over predicted KL: {ratios[0]:.2f} to {ratios[-1]:.2f} (all plans)."
     held_out = (
         f" Held-out {view.unit.text}: {'; '.join(texts)}, plans in PyTorch that rounds as the runtime does."
     )
     return words + (held_out if texts else "")
-
-
-def _predicted(view: RunView, stars: frozenset[str]) -> Html | None:
-    """Is the prediction what the whole plan loses?"""
-    shown = [
-        (p, p.predicted_kl, p.measured.kl)
-        for p in view.plans
-        if p.measured and p.predicted_kl and p.predicted_kl > 0 and p.measured.kl.value > 0
-    ]
-    if len(shown) < 2:
-        return None
-    dots = [
-        Dot(predicted, kl.value,
-            f"{plan_title(p.name)}\npredicted {number(predicted, 4)}\nmeasured {with_error(kl, 4)}",
-            RECOMMENDED if p.name in stars else FAMILIES[p.family], kl.value - kl.standard_error,
-            kl.value + kl.standard_error, short_title(p))
-        for p, predicted, kl in shown
-    ]  # fmt: skip
-    values = [v for dot in dots for v in (dot.x, dot.y)]
-    x, y = (axis(f"{name} KL, {view.nats}", values, log=True) for name in ("predicted", "measured"))
-    ratios = sorted(kl.value / predicted for _, predicted, kl in shown)
-    caption = f"Dashed: as predicted. Measured / predicted: {ratios[0]:.2f} to {ratios[-1]:.2f}, median "
-    chart = scatter(x, y, dots, [Line([(x.low, x.low), (x.high, x.high)], dashed=True)])
-    return figure("Predicted against measured", chart.svg(), f"{caption}{ratios[len(ratios) // 2]:.2f}.")
 
 
 # -- speed ---------------------------------------------------------------------------------------------------
@@ -187,7 +160,7 @@ def _chart(view: RunView, profiles: Sequence[Profile]) -> Html | None:
     timing = next((name for name in _TIMINGS if any(name in p.timings for p in profiles)), None)
     if timing is None:
         return None
-    title = _TIMINGS[timing]
+    title, _ = _TIMINGS[timing]
     shown = [p for p in profiles if timing in p.timings]
     divisor, unit = unit_of(max(p.file_bytes for p in shown))
     stars = answer.recommended_names(view)
@@ -200,13 +173,7 @@ def _chart(view: RunView, profiles: Sequence[Profile]) -> Html | None:
             words += f"{title}: {number(spread.median)}, quartiles {number(spread.low)} to "
             words += f"{number(spread.high)}, {spread.repeats} repeats"
             plan = view.plan(name)
-            label = (
-                ""
-                if plan and plan.family == "paper"
-                else short_title(plan)
-                if plan
-                else name.rpartition("/")[2]
-            )
+            label = short_title(plan) if plan else name.rpartition("/")[2]
             label = f"{label} ★" if name in stars else label
             dots.append(Dot(p.file_bytes / divisor, spread.median, words, runtime, spread.low,
                             spread.high, label))  # fmt: skip
@@ -227,12 +194,8 @@ def _chart(view: RunView, profiles: Sequence[Profile]) -> Html | None:
 def _notes(profiles: Sequence[Profile]) -> list[Html]:
     notes = []
     if rates := [p.bound["read_bandwidth"] for p in profiles if p.bound.get("read_bandwidth")]:
-        words = (
-            f"The bound is what {size(max(rates))} per second of memory bandwidth, measured beside the timings, allows "
-            "when every weight that a token needs is read once. A file that fits into the processor's caches may be "
-            "above it."
-        )
-        notes.append(note(words))
+        words = f"The bound: every weight that a token needs is read once, at {size(max(rates))} per second. "
+        notes.append(note(words, "A file that fits into the processor's caches may be above it."))
     notes += [note(line) for line in (*answer.libraries(profiles), *answer.unmeasurable(profiles))]
     if any(p.settings.get("quick") for p in profiles):
         notes.append(note("Some of these are quick timings, too short to publish."))
@@ -249,10 +212,8 @@ def _timings(profiles: Sequence[Profile]) -> Html:
 
 
 def _timing_row(profile: Profile) -> list[object]:
-    units = {"tokens_per_second": "tokens/s", "throughput_fps": "inferences/s"}
-    speed = next(
-        ((unit, profile.timings[name]) for name, unit in units.items() if name in profile.timings), None
-    )
+    speeds = [(unit, profile.timings[n]) for n, (_, unit) in _TIMINGS.items() if n in profile.timings]
+    speed = next(iter(speeds), None)
     ratio = answer.speed_ratio(profile)
     firsts = [n for n in profile.timings if n.startswith("first_token_seconds@")]
     first = max(firsts, key=lambda n: int(n.partition("@")[2]), default=None)

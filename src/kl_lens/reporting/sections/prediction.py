@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from kl_lens.paper.ranking import Ranking
 from kl_lens.reporting.charts import SERIES, Chart, Dot, Line, axis, scatter
 from kl_lens.reporting.data import KL, RunView
-from kl_lens.reporting.markup import Html, Section, details, figure, grid, join, note, table, tag
+from kl_lens.reporting.markup import Html, Section, details, figure, join, note, table, tag
 from kl_lens.reporting.names import number, subject_title, with_error
-from kl_lens.run.records import ORIGINAL
 from kl_lens.run.samples import PositionCurve, curve_of
 
 METRIC_NAMES = {
@@ -27,6 +26,7 @@ def section(view: RunView) -> Section | None:
     if ranking is None or not ranking.points:
         return None
     text, formats = view.unit.text, list(dict.fromkeys(p.format for p in ranking.points))
+    charts = [figure(f, _damage(view, ranking, f).svg(), _caption(ranking, f)) for f in formats]
     damages = {"perplexity": "change in perplexity", "divergence": f"KL on held-out {text}"}
     parts = [
         tag(
@@ -35,7 +35,7 @@ def section(view: RunView) -> Section | None:
             f"{ranking.evaluation_tokens:,} {view.unit.one}s of held-out {text}, where the original's "
             f"{view.unit.perplexity} is {ranking.perplexity:.2f}. Bars: one standard error, paired with the original.",
         ),
-        grid(figure(f, _damage(view, ranking, f).svg(), _caption(ranking, f)) for f in formats),
+        tag("div", *charts, class_="grid"),
         *_reliability(ranking, text),
         details(f"Every metric, with little and with foreign calibration {text}", _table(ranking, damages)),
     ]
@@ -84,17 +84,14 @@ def _caption(ranking: Ranking, format_name: str) -> str:
 
 
 def _reliability(ranking: Ranking, text: str) -> list[Html]:
-    lines = []
-    for r in ranking.reliabilities:
-        if r.with_head:
-            words = (
-                f"{r.format}: the damage spreads by {number(r.spread)} nats over components, the median error of one "
-                f"is {number(r.median_error, 2)}, and two halves of the held-out {text} agree with τ "
-                f"{r.split_half_tau:.2f}"
-            )
-            more = [": noise limits every τ here; more ", tag("code", "--evaluation-windows"), " would help."]
-            lines.append(note(words, *(more if r.is_noisy else ["."])))
-    return lines
+    """Where noise limits every τ."""
+    return [
+        note(
+            f"{r.format}: two halves of the held-out {text} agree only with τ {r.split_half_tau:.2f}; more ",
+            tag("code", "--evaluation-windows"), " would help.",
+        )
+        for r in ranking.reliabilities if r.with_head and r.is_noisy
+    ]  # fmt: skip
 
 
 def _table(ranking: Ranking, damages: dict[str, str]) -> Html:
@@ -120,24 +117,13 @@ def positions(view: RunView) -> Section | None:
     for what in dict.fromkeys((score.what, score.protocol["window"]) for score in scores):
         chosen = [score for score in scores if (score.what, score.protocol["window"]) == what]
         lost = {subject_title(s.subject): c for s in chosen if (c := curve_of(s, "kl"))}
-        own = {
-            subject_title(s.subject): c
-            for s in chosen
-            if s.subject.what == ORIGINAL and (c := curve_of(s, "cross_entropy"))
-        }
-        shown = [("KL from the original", lost), ("Cross-entropy", own)]
-        parts += [
-            tag(
-                "p",
-                f"{what[0]}, windows of {what[1]:,} tokens: the mean of each stretch of positions. Slopes are taken in "
-                "each window, their errors over windows. Where the cross-entropy of the original itself rises, "
-                "the model is beyond the length that it was trained for.",
-            ),
-            grid(
-                figure(title, _position_chart(view.nats, curves).svg()) for title, curves in shown if curves
-            ),
-            _position_table(lost),
-        ]
+        if lost:
+            words = f"{what[0]}, windows of {what[1]:,} tokens: the mean of each stretch of positions."
+            parts += [
+                tag("p", words, " Slopes are taken in each window, their errors over windows."),
+                figure("KL from the original", _position_chart(view.nats, lost).svg()),
+                _position_table(lost),
+            ]
     return Section("positions", "Does the loss grow along the text?", join(parts)) if parts else None
 
 
