@@ -309,7 +309,6 @@ class Run:
         query = "SELECT role FROM effort GROUP BY role ORDER BY min(rowid)"
         return [role for (role,) in self.journal.rows(query)]
 
-    @checks_rows
     @property
     def usual_target(self) -> str | None:
         """The target whose measurements are read by default; None for weights alone."""

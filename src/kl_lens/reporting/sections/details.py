@@ -206,7 +206,8 @@ def _machine(view: RunView) -> dict[str, object]:
         for name in ("machine", "system"):
             if name in command.provenance:
                 facts.setdefault(name, {})[str(command.provenance[name])] = None
-    for used in (*view.scores, *view.profiles):
-        if "version" in used.runtime:
-            facts.setdefault(runtime_of(used.subject), {})[str(used.runtime["version"])] = None
+    used = [(s.subject, s.runtime) for s in view.scores] + [(p.subject, p.runtime) for p in view.profiles]
+    for subject, runtime in used:
+        if "version" in runtime:
+            facts.setdefault(runtime_of(subject), {})[str(runtime["version"])] = None
     return {name: " / ".join(values) for name, values in facts.items()}
