@@ -164,7 +164,7 @@ def test_from_the_hub_and_back(saved: Callable[..., Path], tiny_folder: Path, tm
         assert done.returncode == 0, done.stderr
         assert f"model: org/tiny@{commit}" in (tmp_path / "runs/org-tiny/run.yaml").read_text()
         assert "pytorch_model.bin" not in hub.downloaded()
-        again = kl_lens("evaluate", "--run", "runs/org-tiny", "--plan", "recommended-openvino", "--limit", "2",
+        again = kl_lens("evaluate", "--run", "runs/org-tiny", "--plan", "recommended-openvino-85pct", "--limit", "2",
                         "--window", "32", "--perplexity", "wikitext2:train", HF_HUB_OFFLINE="1")  # fmt: skip
         assert again.returncode == 0, again.stderr
         done = kl_lens("publish", "runs/org-tiny", "openvino", "--to", "me/tiny-openvino")
