@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import zstandard
 
 from kl_lens.base.errors import TextError
-from kl_lens.text import sources
-from kl_lens.text.sources import open_hub_text, open_text
+from kl_lens.text.sources import open_text
 
 ROWS = ["First row.", "Second row,\nof two lines.", "Dritte Zeile: Übermut."]
 
@@ -35,7 +32,6 @@ def texts(name: str) -> list[str]:
 # What can be read
 
 
-COMPRESS = zstandard.ZstdCompressor().compress
 MANY = jsonl([*({"text": text, "id": 1} for text in ROWS), {"text": "  \n"}]) + b"\n"  # blank rows are none
 
 
@@ -46,8 +42,6 @@ MANY = jsonl([*({"text": text, "id": 1} for text in ROWS), {"text": "  \n"}]) + 
         ("a.txt", b"\xef\xbb\xbfOne.", ["One."]),
         ("a.jsonl", b'\xef\xbb\xbf{"text": "One."}', ["One."]),
         ("a.jsonl", MANY, ROWS),
-        ("one-frame.jsonl.zst", COMPRESS(MANY), ROWS),
-        ("two-frames.jsonl.zst", COMPRESS(MANY[:20]) + COMPRESS(MANY[20:]), ROWS),
     ],
 )
 def test_files_that_can_be_read(filename: str, content: bytes, read: list[str], tmp_path: Path) -> None:
@@ -77,8 +71,6 @@ def test_names_with_and_without_split() -> None:
 # What cannot
 
 
-GOOD_ZST = zstandard.ZstdCompressor().compress(jsonl([{"text": f"row {n}"} for n in range(5000)]))
-
 BAD_FILES = {
     "empty txt": ("a.txt", b"", "a.txt: empty"),
     "blank txt": ("a.txt", b" \n\n", "a.txt: holds only blank text"),
@@ -104,12 +96,9 @@ BAD_FILES = {
         b'{"text": "ab\\ud800"}\n',
         "line 1: half a surrogate pair at character 2",
     ),
-    "truncated zst": ("a.jsonl.zst", GOOD_ZST[: len(GOOD_ZST) // 2], "cut off before its end"),
-    "no zst at all": ("a.jsonl.zst", b"plain text", "damaged zstd data"),
-    "empty zst": ("a.jsonl.zst", b"", "empty"),
     "no parquet at all": ("a.parquet", b"plain text", "not a readable Parquet file"),
     "empty parquet": ("a.parquet", b"", "empty"),
-    "unknown suffix": ("a.docx", b"x", "a.docx: not a text file.*.txt, .jsonl, .jsonl.zst, .parquet"),
+    "unknown suffix": ("a.docx", b"x", "a.docx: not a text file.*.txt, .jsonl, .parquet"),
 }
 
 
@@ -151,52 +140,12 @@ def test_parquet_with_a_hole_in_its_data_is_refused(tmp_path: Path) -> None:
     [
         ("nowhere.txt", None, "nowhere.txt: no such file or folder"),
         ("FOLDER", None, "no text files in this folder: expected .txt"),
-        ("wikitext3", None, "wikitext3: no text of that name: use one of wikitext2, ptb, c4, pile"),
+        ("wikitext3", None, "wikitext3: no text of that name: use wikitext2"),
         ("", None, "an empty name: no text of that name"),  # and not the current folder
         ("wikitext2:test", "train", "two different splits, test and train"),
         ("wikitext2:dev", None, "wikitext2:dev: no such split: use one of train, valid, test"),
-        ("c4:test", None, "c4:test: no such split: use one of train, validation"),  # before any request
     ],
 )
 def test_names_that_mean_nothing(name: str, split: str | None, complaint: str, tmp_path: Path) -> None:
     with pytest.raises(TextError, match=complaint):
         open_text(tmp_path if name == "FOLDER" else name, split)
-
-
-# The hub
-
-
-@pytest.mark.parametrize("name", ["c4:validation", "ptb", "pile:test"])
-def test_without_the_hub_one_line_says_what_to_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from huggingface_hub import constants
-
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # the library read its environment when imported
-    with pytest.raises(
-        TextError, match=r"hub cannot be reached .HF_HUB_OFFLINE is set.: pass a local"
-    ) as caught:
-        open_text(name)
-    assert "\n" not in str(caught.value)
-
-
-def test_hub_layouts_are_read_with_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Folders laid out like the repositories on the hub, read by the very code that streams from it."""
-    pytest.importorskip("datasets")
-    write(
-        tmp_path / "c4/en/c4-validation.00000-of-00008.json.gz",
-        gzip.compress(jsonl([{"text": t} for t in ROWS])),
-    )
-    write(tmp_path / "c4/en/c4-train.00000-of-01024.json.gz", gzip.compress(jsonl([{"text": "other"}])))
-    pile = zstandard.ZstdCompressor().compress(jsonl([{"text": t, "meta": {"set": "x"}} for t in ROWS]))
-    write(tmp_path / "pile/val.jsonl.zst", pile)
-    ptb = tmp_path / "ptb/penn_treebank/test/0000.parquet"
-    ptb.parent.mkdir(parents=True)
-    pq.write_table(pa.table({"sentence": ROWS}), ptb)
-
-    for name, split in [("c4", "validation"), ("pile", "valid"), ("ptb", "test")]:
-        source = open_hub_text(name, split, folder=tmp_path / name)
-        assert [document.text for document in source.documents] == ROWS
-    monkeypatch.setattr(sources, "MOST_CHARACTERS", 1)
-    assert len(open_hub_text("c4", "validation", folder=tmp_path / "c4").documents) == 1
-    with pytest.raises(TextError, match=r"pile:train: .* cannot be read .*: pass a local file instead"):
-        open_hub_text("pile", "train", folder=tmp_path / "pile")

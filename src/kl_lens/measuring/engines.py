@@ -2,8 +2,8 @@
 
 Both yield, for every perturbation, the metrics of every window. The plain engine runs the whole model for each
 perturbation and compares in plain torch. The fast engine starts at the first perturbed block from the teacher's cached
-states, runs only the parts of that block whose inputs or weights differ, stacks candidates of one block into a
-shared suffix when batches are small, and computes logits and metrics in chunks of rows.
+states, stacks candidates of one block into a shared suffix when batches are small, and computes logits and metrics in
+chunks of rows.
 """
 
 from __future__ import annotations
@@ -82,14 +82,10 @@ class Engine(ABC):
         memory_budget: int = DEFAULT_MEMORY,
         deployed: Kernels | None = None,
         precision: str | None = None,
-        *,
-        remembers_parts: bool = True,
     ) -> None:
-        """`precision`: of matrix products, see `products.py`; the plain engine always uses float32.
-        `remembers_parts`: keep outputs of block parts; pays if each candidate changes one part."""
+        """`precision`: of matrix products, see `products.py`; the plain engine always uses float32."""
         self.model = model
         self.deployed = deployed
-        self.remembers_parts = remembers_parts
         self.chain = model.chain
         # Before anything is perturbed.
         self.chain.uses_kernels()
@@ -236,8 +232,7 @@ class Student:
         self.perturbation = perturbation
         self.weights = replacements(model, perturbation, kernels)
         self.start = first_block(model.anatomy, perturbation)
-        self.perturbed = {id(parameter) for parameter, _ in self.weights}
-        self.has_own_head = id(model.chain.head.weight) in self.perturbed
+        self.has_own_head = any(parameter is model.chain.head.weight for parameter, _ in self.weights)
 
 
 class FastEngine(Engine):
@@ -285,12 +280,11 @@ class FastEngine(Engine):
         self.teacher = self._run_teacher(ids)
 
     def _run_teacher(self, ids: torch.Tensor) -> Teacher:
-        # As deployed, unperturbed parts may give other outputs too.
-        return self._teacher(ids, self.states_budget, self.remembers_parts and self.deployed is None)
+        return self._teacher(ids, self.states_budget)
 
-    def _teacher(self, ids: torch.Tensor, budget: int | None, remember_parts: bool = False) -> Teacher:
+    def _teacher(self, ids: torch.Tensor, budget: int | None) -> Teacher:
         rows = logit_rows(self.vocabulary, None if self.chain.device.type == "cpu" else self._in_memory)
-        return Teacher(self.model, ids, self._layout, self.batch_tokens, rows, budget, remember_parts)
+        return Teacher(self.model, ids, self._layout, self.batch_tokens, rows, budget)
 
     def teacher_cross_entropy(self) -> Floats:
         return np.concatenate([batch.cross_entropy for batch in self.teacher.batches])
@@ -379,10 +373,9 @@ class FastEngine(Engine):
             return self.chain.finish(hidden, batch.calls)
 
     def _first_block(self, batch: Batch, student: Student) -> States:
-        """Output of the first perturbed block; its unaffected parts do not run again."""
-        block, memo = student.start, batch.memos[student.start]
-        with memo.replaying(student.perturbed) if memo else nullcontext():
-            return self.chain.run(batch.inputs[block], batch.calls, block, block + 1)
+        """Output of the first perturbed block."""
+        block = student.start
+        return self.chain.run(batch.inputs[block], batch.calls, block, block + 1)
 
     def _compare(
         self, batch: Batch, states: Sequence[torch.Tensor], own_head: Student | None = None

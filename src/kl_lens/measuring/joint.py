@@ -47,10 +47,7 @@ class PlanMeter:
     ) -> None:
         """`deployed`: measure with the activations of a runtime's kernels, not only with quantized weights."""
         self.model, self.text = model, windows
-        # A plan changes nearly every part, so recorded outputs would hardly be used.
-        self._engine = engine_for(
-            FastEngine.name, model, windows.ids, memory_budget, deployed, remembers_parts=False
-        )
+        self._engine = engine_for(FastEngine.name, model, windows.ids, memory_budget, deployed)
         self._slabs = self._engine.slabs(windows.ids)
         self._prepared: range | None = None
         self._entropy: dict[int, float] = {}

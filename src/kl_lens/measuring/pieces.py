@@ -9,8 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +17,7 @@ import torch
 from kl_lens.measuring.engines import DEFAULT_MEMORY, ENGINES, Engine, FastEngine, PlainEngine, ranges
 from kl_lens.measuring.metrics import TeacherRows, check_finite, compare, window_metrics
 from kl_lens.measuring.perturbation import Candidate, Kernels, key_of
-from kl_lens.measuring.products import FLOAT32, TF32, TF32X3, fastest_within
+from kl_lens.measuring.products import FLOAT32
 from kl_lens.measuring.streamed import StreamedEngine
 from kl_lens.model import LoadedModel
 from kl_lens.run.samples import WindowMetrics, summarise
@@ -172,7 +170,6 @@ def engine_for(
     deployed: Kernels | None = None,
     say: Callable[[str], None] = lambda text: None,
     precision: str | None = None,
-    **how: Any,
 ) -> Engine:
     """The engine of this name; for a model that cannot run in parts the plain one, with a message that says why."""
     doubt = model.chain.doubt(ids) if name == FastEngine.name else None
@@ -180,8 +177,8 @@ def engine_for(
         say(f"{model.name}: {doubt}; using the plain engine, which runs the whole model for every candidate")
         name = PlainEngine.name
     if model.residency is not None and name == FastEngine.name:
-        return StreamedEngine(model, memory_budget, deployed, precision, **how)
-    return ENGINES[name](model, memory_budget, deployed, precision, **how)
+        return StreamedEngine(model, memory_budget, deployed, precision)
+    return ENGINES[name](model, memory_budget, deployed, precision)
 
 
 @dataclass(frozen=True)
@@ -199,17 +196,10 @@ class Job:
     run: str = ""  # the folder that holds them
 
     def engine_on(self, model: LoadedModel, say: Callable[[str], None] = lambda text: None) -> Engine:
-        """The engine with the requested precision, the run's, or the fastest that is exact enough."""
+        """The engine with the requested precision, the run's, or the fastest with float32's accuracy."""
         ids = torch.from_numpy(np.array(self.ids))
-        build = partial(engine_for, self.engine, model, ids, self.memory_budget, self.deployed, say)
-        engine = build(self.precision or (None if self.known == FLOAT32 else self.known))
-        open_choice = self.precision is None and self.known is None and self.deployed is None
-        if open_choice and engine.precision == TF32X3:
-            noise = noise_floor(build(TF32), ids)["kl_teacher_to_student"]
-            chosen = fastest_within(noise, median_kls(engine, self.candidates, ids))
-            say(f"computing in {chosen}, because tf32 would add noise of {noise:.1e} nats")
-            engine = engine if chosen == engine.precision else build(chosen)
-        return engine
+        precision = self.precision or (None if self.known == FLOAT32 else self.known)
+        return engine_for(self.engine, model, ids, self.memory_budget, self.deployed, say, precision)
 
 
 def noise_floor(engine: Engine, ids: torch.Tensor, windows: int = 2) -> dict[str, float]:
@@ -230,18 +220,3 @@ def noise_floor(engine: Engine, ids: torch.Tensor, windows: int = 2) -> dict[str
     summary = summarise(metrics)
     names = ("kl_teacher_to_student", "kl_student_to_teacher", "mse", "kl_max")
     return {name: sides * summary[name].value for name in names}
-
-
-def median_kls(
-    engine: Engine, candidates: Sequence[Candidate], ids: torch.Tensor, each: int = 8
-) -> list[float]:
-    """Per format, the median KL of a few candidates spread over the network, on a few windows."""
-    engine.prepare(ids[:4])
-    by_format: dict[str, list[Candidate]] = {}
-    for candidate in candidates:
-        by_format.setdefault(candidate.recipe, []).append(candidate)
-    medians = []
-    for members in by_format.values():
-        results = engine.measure([c.perturbation for c in members[:: -(-len(members) // each)]])
-        medians.append(float(np.median([summarise(w)["kl_teacher_to_student"].value for w in results])))
-    return medians

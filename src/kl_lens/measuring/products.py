@@ -1,13 +1,13 @@
 """Faster matrix products: on tensor cores of a GPU, or on ARM by copies of weights.
 
-`tf32x3` is nearly as accurate as float32 and several times as fast. `tf32` and `bf16` are faster still, and add noise
-to every number; a run reports how much. The choice is part of the run's identity.
+`tf32x3` is nearly as accurate as float32 and several times as fast. `tf32` is faster still, and adds noise to every
+number; a run reports how much. The choice is part of the run's identity.
 """
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
@@ -21,7 +21,7 @@ from kl_lens.model import Chain, LoadedModel
 from kl_lens.model.kernels.checking import ROUNDING, Comparison, replacing
 from kl_lens.model.patching import has_own_forward, patched
 
-FLOAT32, TF32X3, TF32, BF16 = PRECISIONS = ("float32", "tf32x3", "tf32", "bf16")
+FLOAT32, TF32X3, TF32 = PRECISIONS = ("float32", "tf32x3", "tf32")
 PRODUCTS = "matrix products"
 Forward = Callable[[torch.Tensor], torch.Tensor]
 _SOUND: WeakKeyDictionary[Chain, dict[str, bool]] = WeakKeyDictionary()  # precisions that were compared
@@ -29,7 +29,7 @@ _SOUND: WeakKeyDictionary[Chain, dict[str, bool]] = WeakKeyDictionary()  # preci
 
 def _rounding(precision: str, depth: int) -> float:
     """Largest relative error of a sound product. Tensor cores cut off their sums instead of rounding them."""
-    return {TF32: 1e-3, BF16: 1e-2}.get(precision, ROUNDING + 1e-8 * depth)
+    return 1e-3 if precision == TF32 else ROUNDING + 1e-8 * depth
 
 
 def has_tensor_cores(model: LoadedModel) -> bool:
@@ -139,11 +139,6 @@ class InputMajor(FasterProducts):
             return functional.linear(input, weight, module.bias)
 
         return forward
-
-
-def fastest_within(noise: float, medians: Sequence[float]) -> str:
-    """`tf32` where its noise lies a factor of 100 under every format's median candidate; else float32's accuracy."""
-    return TF32 if medians and noise * 100 <= min(medians) else TF32X3
 
 
 def accuracy_of(precision: str) -> str:

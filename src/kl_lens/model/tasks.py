@@ -27,7 +27,7 @@ from kl_lens.text.images import (
     open_images,
     pixels_of,
 )
-from kl_lens.text.sources import KNOWN_NAMES, TextSource
+from kl_lens.text.sources import WIKITEXT, TextSource
 from kl_lens.text.windows import Windows, draw_windows, evaluation_windows
 
 TEXT, IMAGE = "text", "image"
@@ -151,7 +151,7 @@ class ImageTask:
         if isinstance(source, TextSource):
             raise TextError(f"{source.label} is text, and this model classifies images")
         base, _, named = source.partition(":")
-        if base in KNOWN_NAMES:  # a command's default text: use that split of the run's images
+        if base == WIKITEXT:  # a command's default text: use that split of the run's images
             if self.images is None:
                 raise TextError("this model classifies images: give some with --images FOLDER")
             source, split = self.images, named or split

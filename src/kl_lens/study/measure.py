@@ -90,8 +90,8 @@ class MeasureSettings(Settings):
     )
     precision: str | None = _how(
         None,
-        "of matrix products on a GPU; tf32 and bf16 add noise, which is reported (default: tf32 if its noise is 100 "
-        "times below the median KL of every format, else tf32x3, which is nearly as exact as float32)",
+        "of matrix products on a GPU; tf32 adds noise, which is reported (default: tf32x3, nearly as exact as "
+        "float32)",
         choices=PRECISIONS,
     )
     shard: str | None = of.several(

@@ -1,10 +1,9 @@
 """Text by name, as the command line gives it, and the documents in it.
 
     wikitext2, wikitext2:test     the shipped copy
-    c4:validation, ptb, pile      from the Hugging Face hub
     notes.txt, rows.jsonl, texts/ the user's own files and folders
 
-A known name wins over a file of the same name; write `./c4` for the file.
+The known name wins over a file of the same name; write `./wikitext2` for the file.
 
 A document is the unit that calibration and evaluation must never share: a Wikipedia article, a row of a JSONL or
 Parquet file, a whole text file. It is known by the hash of its text, so that a copied file is the same document.
@@ -13,7 +12,6 @@ Parquet file, a whole text file. It is known by the hash of its text, so that a 
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import lzma
 import os
@@ -25,7 +23,6 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import zstandard
 
 from kl_lens.base.errors import TextError
 from kl_lens.base.files import reference_path
@@ -101,20 +98,16 @@ def open_text(
     """
     name = os.fspath(name)
     base, _, named = name.partition(":")
-    if base in KNOWN_NAMES:
+    if base == WIKITEXT:
         if split and named and split != named:
             raise TextError(f"{name}: two different splits, {named} and {split}: give one")
-        usual = "train"
-        if for_evaluation:
-            usual = HUB_TEXTS[base].evaluation_split if base in HUB_TEXTS else "test"
-        chosen = named or split or usual
-        return open_hub_text(base, chosen) if base in HUB_TEXTS else wikitext2(chosen)
+        return wikitext2(named or split or ("test" if for_evaluation else "train"))
     path = Path(name)
     looks_like_a_path = "/" in name or os.sep in name or path.suffix
     if not name or not (looks_like_a_path or path.exists()):
         raise TextError(
-            f"{name or 'an empty name'}: no text of that name: use one of {', '.join(KNOWN_NAMES)} "
-            f"(`wikitext2:test` for a split), or the path of a file ({SUFFIXES}) or folder"
+            f"{name or 'an empty name'}: no text of that name: use {WIKITEXT} "
+            f"(`{WIKITEXT}:test` for a split), or the path of a file ({SUFFIXES}) or folder"
         )
     return TextSource(name, split, tuple(read_path(path)))
 
@@ -161,22 +154,6 @@ def _read_txt(path: Path) -> Texts:
 def _read_jsonl(path: Path) -> Texts:
     with path.open("rb") as file:
         yield from _rows_of_json(path, file)
-
-
-def _read_jsonl_zst(path: Path) -> Texts:
-    """Frame by frame; zstandard's own stream reader accepts truncated files."""
-    data, content = path.read_bytes(), io.BytesIO()
-    while data:
-        frame = zstandard.ZstdDecompressor().decompressobj()
-        try:
-            content.write(frame.decompress(data))
-        except zstandard.ZstdError as error:
-            raise TextError(f"{path}: damaged zstd data ({error}): fetch the file again") from None
-        if not frame.eof:
-            raise TextError(f"{path}: the zstd data is cut off before its end: fetch the file again")
-        data = frame.unused_data
-    content.seek(0)
-    yield from _rows_of_json(path, content)
 
 
 def _rows_of_json(path: Path, lines: Iterable[bytes]) -> Texts:
@@ -234,7 +211,6 @@ def _decode(raw: bytes, where: str, offset: int = 0) -> str:
 _READERS = {
     ".txt": _read_txt,
     ".jsonl": _read_jsonl,
-    ".jsonl.zst": _read_jsonl_zst,
     ".parquet": _read_parquet,
 }
 SUFFIXES = ", ".join(_READERS)
@@ -301,103 +277,3 @@ def split_articles(lines: list[str]) -> list[tuple[str, list[str]]]:
             articles.append(("untitled", []))
         articles[-1][1].append(line)
     return articles
-
-
-# -- the Hugging Face hub ------------------------------------------------------------------------------------
-
-MOST_CHARACTERS = 16_000_000  # more than all of WikiText-2; only the beginning of a split is read
-_CONNECT_SECONDS = 10.0
-
-
-@dataclass(frozen=True)
-class HubText:
-    repository: str
-    files: dict[str, str]  # split → pattern of its files in the repository
-    column: str
-    evaluation_split: str
-    revision: str | None = None
-
-
-HUB_TEXTS = {
-    "ptb": HubText(
-        "ptb-text-only/ptb_text_only",
-        {split: f"penn_treebank/{split}/*.parquet" for split in ("train", "validation", "test")},
-        column="sentence",
-        evaluation_split="test",
-        # The main branch holds a loading script, which `datasets` refuses since version 4.
-        revision="refs/convert/parquet",
-    ),
-    "c4": HubText(
-        "allenai/c4",
-        {split: f"en/c4-{split}.*.json.gz" for split in ("train", "validation")},
-        column="text",
-        evaluation_split="validation",
-    ),
-    "pile": HubText(
-        "monology/pile-uncopyrighted",
-        {"train": "train/*.jsonl.zst", "validation": "val.jsonl.zst", "test": "test.jsonl.zst"},
-        column="text",
-        evaluation_split="validation",
-    ),
-}
-KNOWN_NAMES = (WIKITEXT, *HUB_TEXTS)
-
-
-def open_hub_text(name: str, split: str, *, folder: Path | None = None) -> TextSource:
-    """The beginning of a text on the hub; each row is a document. `folder`: a downloaded copy of the repository."""
-    text = HUB_TEXTS[name]
-    split = {"valid": "validation"}.get(split, split)
-    if split not in text.files:
-        raise TextError(f"{name}:{split}: no such split: use one of {', '.join(text.files)}")
-    if folder is None:
-        _check_reachable(name, text)
-    documents: list[Document] = []
-    characters = 0
-    for document in documents_of(_rows(name, text, split, folder)):
-        documents.append(document)
-        characters += len(document.text)
-        if characters >= MOST_CHARACTERS:
-            break
-    if not documents:
-        raise TextError(f"{name}:{split}: {text.repository} gave no text: pass a local file instead")
-    return TextSource(name, split, tuple(documents))
-
-
-def _rows(name: str, text: HubText, split: str, folder: Path | None) -> Texts:
-    try:
-        import datasets
-    except ImportError:
-        raise TextError(
-            f"{name}:{split}: needs the `datasets` library: pip install 'kl-lens[eval]', or pass a local file"
-        ) from None
-    try:
-        rows = datasets.load_dataset(
-            text.repository if folder is None else str(folder),
-            data_files={split: text.files[split]},
-            revision=text.revision if folder is None else None,
-            split=split,
-            streaming=True,
-        )
-        for number, row in enumerate(rows, start=1):
-            yield f"{name}:{split}, row {number}", row[text.column]
-    except Exception as error:  # `datasets` passes on any error of its file systems and parsers
-        reason = f"{text.repository} cannot be read ({_reason(error)})"
-        raise TextError(f"{name}:{split}: {reason}: pass a local file instead") from None
-
-
-def _check_reachable(name: str, text: HubText) -> None:
-    """Tests the connection: `datasets` alone would retry for half a minute and print each failure."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
-
-    try:
-        HfApi().dataset_info(text.repository, revision=text.revision, timeout=_CONNECT_SECONDS)
-    except Exception as error:  # also connection errors of the hub client's HTTP library
-        offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "TRUE", "YES", "ON"}
-        reason = "HF_HUB_OFFLINE is set" if offline else type(error).__name__
-        if isinstance(error, HfHubHTTPError):
-            reason = _reason(error)
-        raise TextError(
-            f"{name}: the Hugging Face hub cannot be reached ({reason}): "
-            "pass a local .txt, .jsonl or .parquet file, or use wikitext2, which ships with kl-lens"
-        ) from None

@@ -242,7 +242,7 @@ def evaluation_windows(
 ) -> Windows:
     """Windows from the beginning of a text, one every `stride` tokens (default `length`), at most `limit`.
 
-    For a name without a split, the evaluation split is used (`wikitext2:test`, `c4:validation`).
+    For a name without a split, the evaluation split is used (`wikitext2:test`).
     """
     stride = length if stride is None else stride
     sizes = {"length": length, "stride": stride, "limit": 1 if limit is None else limit}
@@ -330,8 +330,8 @@ def _cut(
 OVERLAP_TOKENS = 192
 
 
-def refuse_overlap(calibration: Windows, evaluation: Windows, ngram: int = OVERLAP_TOKENS) -> None:
-    """Raises TextError if the two share a document, or `ngram` tokens in a row (half a window if less).
+def refuse_overlap(calibration: Windows, evaluation: Windows) -> None:
+    """Raises TextError if the two share a document, or `OVERLAP_TOKENS` in a row (half a window if less).
 
     The run of tokens catches what hashes of documents miss: an article inside another file, or a copy that differs by a
     word.
@@ -344,7 +344,7 @@ def refuse_overlap(calibration: Windows, evaluation: Windows, ngram: int = OVERL
             f"calibration and evaluation share a document: {known[shared[0].sha256]} is {shared[0].name}"
             f"{others}: use separate texts"
         )
-    place = shared_ngram(calibration, evaluation, ngram)
+    place = shared_run(calibration, evaluation)
     if place:
         (window_c, at_c), (window_e, at_e), run = place
         raise TextError(
@@ -353,44 +353,35 @@ def refuse_overlap(calibration: Windows, evaluation: Windows, ngram: int = OVERL
         )
 
 
-def shared_ngram(
-    a: Windows, b: Windows, ngram: int = OVERLAP_TOKENS
+def shared_run(
+    a: Windows, b: Windows, least: int = OVERLAP_TOKENS
 ) -> tuple[tuple[int, int], tuple[int, int], int] | None:
-    """((window, token) in `a`, (window, token) in `b`, run length) of a shared run of tokens, or None."""
+    """((window, token) in `a`, (window, token) in `b`, length) of a shared run of at least so many tokens, or None."""
     # Windows of the same text begin at different places, so short ones may share only half.
-    size = min(ngram, max(1, min(a.length, b.length) // 2))
-    rows_a, rows_b = a.ids.numpy(), b.ids.numpy()
-    hashes_a, hashes_b = ngram_hashes(rows_a, size), ngram_hashes(rows_b, size)
-    for flat in np.flatnonzero(np.isin(hashes_b, hashes_a)):
-        window_b, at_b = (int(i) for i in np.unravel_index(flat, hashes_b.shape))
-        wanted = rows_b[window_b, at_b : at_b + size]
-        for window_a, at_a in np.argwhere(hashes_a == hashes_b[window_b, at_b]):
-            if np.array_equal(rows_a[window_a, at_a : at_a + size], wanted):  # not just equal hashes
-                return (int(window_a), int(at_a)), (window_b, at_b), size
+    least = min(least, max(1, min(a.length, b.length) // 2))
+    size = max(1, least // 2)  # every such run holds one of the pieces into which the windows of `a` are cut
+    pieces: dict[bytes, list[tuple[int, int]]] = {}
+    rows_a, rows_b = a.ids.tolist(), b.ids.tolist()
+    for window, row in enumerate(a.ids.numpy()):
+        for at in range(0, a.length - size + 1, size):
+            pieces.setdefault(row[at : at + size].tobytes(), []).append((window, at))
+    for window, row in enumerate(b.ids.numpy()):
+        for at in range(b.length - size + 1):
+            for other, there in pieces.get(row[at : at + size].tobytes(), ()):
+                ours, theirs = rows_a[other], rows_b[window]
+                before = _same(ours[:there][::-1], theirs[:at][::-1])
+                run = before + _same(ours[there:], theirs[at:])
+                if run >= least:
+                    return (other, there - before), (window, at - before), run
     return None
 
 
-def ngram_hashes(rows: NDArray[np.int64], size: int) -> NDArray[np.uint64]:
-    """Hash of each run of `size` tokens in each row: [rows, length − size + 1].
-
-    A polynomial hash modulo 2^64, put together from runs of 1, 2, 4, … tokens: H(uv) = H(u)·B^|v| + H(v).
-    That is log₂(size) passes over the array rather than `size`.
-    """
-    base = 0x9E3779B97F4A7C15  # odd, so that no power of it vanishes
-    power = rows.astype(np.uint64) * np.uint64(0xBF58476D1CE4E5B9)
-    power ^= power >> np.uint64(31)  # spread small ids over all bits
-    positions = rows.shape[1] - size + 1
-    result = np.zeros((rows.shape[0], positions), dtype=np.uint64)
-    done, span = 0, 1
-    while True:
-        factor = np.uint64(pow(base, span, 1 << 64))
-        if size & span:
-            result = result * factor + power[:, done : done + positions]
-            done += span
-        if done == size:
-            return result
-        power = power[:, :-span] * factor + power[:, span:]
-        span *= 2
+def _same(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens they begin with that are the same."""
+    pairs = zip(first, second, strict=False)
+    return next(
+        (index for index, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second))
+    )
 
 
 def _place(windows: Windows, window: int, token: int) -> str:

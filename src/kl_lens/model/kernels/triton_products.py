@@ -4,7 +4,7 @@ Tensor cores multiply halves: eleven significant bits, as TF32 has, at twice TF3
 is scaled by a power of two, which gives halves the range that they lack, and split into x = high + low, both halves:
 22 bits. high·highᵀ + high·lowᵀ + low·highᵀ, summed in float32, then leaves out nothing that float32 would have kept
 (`tf32x3`), but for the cores' habit of cutting off where they should round when they sum. The first of these products
-alone has TF32's accuracy (`tf32`), and that of bfloat16 is `bf16`.
+alone has TF32's accuracy (`tf32`).
 
 Splitting costs one pass over each matrix, little beside a product with thousands of rows, so nothing is kept.
 """
@@ -20,7 +20,6 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-PRECISIONS = ("tf32x3", "tf32", "bf16")
 _DEPTH = 64  # of the split matrices, columns are a multiple of this; the rest is zeros
 
 
@@ -39,18 +38,15 @@ class Halves:
 
 @triton.jit
 def _split(  # type: ignore[no-untyped-def]
-    x, high, low, inverses, stride, columns, padded, SCALED: tl.constexpr, LOW: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x, high, low, inverses, stride, columns, padded, LOW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
     values = tl.load(x + row * stride + k, mask=k < columns, other=0.0)
-    inverse = 1.0
-    if SCALED:  # the largest becomes 2¹⁴ to 2¹⁵; halves reach to 2¹⁶
-        exponent = tl.maximum((tl.max(tl.abs(values), axis=0).to(tl.int32, bitcast=True) >> 23) & 255, 27)
-        values *= ((268 - exponent) << 23).to(tl.float32, bitcast=True)
-        inverse = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
-    tl.store(inverses + row, inverse)
+    # The largest becomes 2¹⁴ to 2¹⁵; halves reach to 2¹⁶.
+    exponent = tl.maximum((tl.max(tl.abs(values), axis=0).to(tl.int32, bitcast=True) >> 23) & 255, 27)
+    values *= ((268 - exponent) << 23).to(tl.float32, bitcast=True)
+    tl.store(inverses + row, ((exponent - 14) << 23).to(tl.float32, bitcast=True))
     part = values.to(high.dtype.element_ty)
     place = row * padded + k
     tl.store(high + place, part, mask=k < padded)
@@ -64,14 +60,13 @@ def split(matrix: torch.Tensor, precision: str) -> Halves:
         matrix = matrix.contiguous()
     rows, columns = matrix.shape
     padded = -(-columns // _DEPTH) * _DEPTH
-    kind = torch.bfloat16 if precision == "bf16" else torch.float16
-    high = torch.empty(rows, padded, dtype=kind, device=matrix.device)
+    high = torch.empty(rows, padded, dtype=torch.float16, device=matrix.device)
     low = torch.empty_like(high) if precision == "tf32x3" else high
     inverses = torch.empty(rows, dtype=torch.float32, device=matrix.device)
     block = triton.next_power_of_2(padded)
     _split[(rows,)](
         matrix, high, low, inverses, matrix.stride(0), columns, padded,
-        SCALED=precision != "bf16", LOW=low is not high, BLOCK=block, num_warps=min(8, max(1, block // 512)),
+        LOW=low is not high, BLOCK=block, num_warps=min(8, max(1, block // 512)),
     )  # fmt: skip
     return Halves(high, low, inverses)
 
