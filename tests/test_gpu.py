@@ -15,7 +15,6 @@ from kl_lens.measuring.engines import FastEngine, PlainEngine
 from kl_lens.measuring.metrics import TeacherRows, compare, compared_metrics
 from kl_lens.measuring.perturbation import Perturbation, find_candidates
 from kl_lens.measuring.pieces import engine_for, noise_floor
-from kl_lens.measuring.products import precision_for
 from kl_lens.measuring.sweep import Sweep
 from kl_lens.measuring.tuning import TuningRates, tuned
 from kl_lens.model import Chain, load
@@ -294,22 +293,6 @@ def test_the_noise_of_a_precision_is_measured_and_a_run_keeps_its_precision(tmp_
         found = Sweep(model, run).measure(candidates, windows)
         assert found.precision == "tf32x3"
         assert run.load("noise", CALIBRATION)["kl_teacher_to_student"] < coarse / 100
-
-
-# -- without one --------------------------------------------------------------------------------------------
-
-
-def test_on_a_cpu_products_are_float32_and_nothing_else_can_be_had(mamba) -> None:
-    assert precision_for(None, mamba) == precision_for("float32", mamba) == "float32"
-    with pytest.raises(
-        RunError, match="--precision tf32: needs an Ampere GPU or later, Triton, and a model in float32"
-    ):
-        FastEngine(mamba, precision="tf32")
-
-
-@pytest.fixture
-def mamba():
-    return loaded("mamba")
 
 
 @needs_gpu

@@ -10,7 +10,7 @@ from kl_lens.base.errors import FormatError, RunError
 from kl_lens.measuring.engines import ENGINES, Engine, FastEngine, PlainEngine
 from kl_lens.measuring.perturbation import Perturbation, find_candidates, replacements, swapped
 from kl_lens.measuring.pieces import engine_for
-from kl_lens.measuring.products import InputMajor
+from kl_lens.measuring.products import InputMajor, precision_for
 from kl_lens.run.samples import summarise
 from kl_lens.weights.recipes import Recipe
 from tests.families import CONFIGS, UNUSUAL, token_ids
@@ -154,6 +154,14 @@ def test_a_tied_head_is_perturbed_with_its_embedding(mamba) -> None:
 def test_what_must_not_be_quantized_is_refused(mamba) -> None:
     with pytest.raises(FormatError, match="conv1d cannot be quantized: short convolution"):
         replacements(mamba, Perturbation.single("backbone.layers.0.mixer.conv1d", Recipe("int8")))
+
+
+def test_on_a_cpu_products_are_float32_and_nothing_else_can_be_had(mamba) -> None:
+    assert precision_for(None, mamba) == precision_for("float32", mamba) == "float32"
+    with pytest.raises(
+        RunError, match="--precision tf32: needs an Ampere GPU or later, Triton, and a model in"
+    ):
+        FastEngine(mamba, precision="tf32")
 
 
 def test_a_pattern_that_matches_nothing_is_an_error(mamba) -> None:

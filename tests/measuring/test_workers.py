@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 
@@ -22,14 +21,12 @@ from kl_lens.base.environment import for_child
 from kl_lens.base.errors import KLLensError, RunError
 from kl_lens.cli.main import main
 from kl_lens.measuring.perturbation import Candidate, find_candidates
-from kl_lens.measuring.pieces import Job
 from kl_lens.measuring.sweep import Progress, Sweep, SweepResult
 from kl_lens.measuring.workers import (
     LEAST_OPERATIONS,
     Order,
     Worker,
     Workers,
-    _process,
     hired,
     workers_by_default,
 )
@@ -97,19 +94,6 @@ def processes(of: psutil.Process | None = None) -> list[psutil.Process]:
     """The processes of workers that are there."""
     children = (of or psutil.Process()).children()
     return [child for child in children if "multiprocessing.spawn" in " ".join(child.cmdline())]
-
-
-def test_a_process_answers_and_its_death_is_heard(tmp_path) -> None:
-    hand = _process(Order("nowhere", {}, "none", version=("9.9", 1)))
-    job = Job([], np.zeros((1, 4), np.int64))
-    try:
-        assert "it has kl-lens" in hand.submit(1, job, None, None).result(120)
-        processes()[0].kill()
-        with pytest.raises(BrokenExecutor):
-            hand.submit(1, job, None, None).result(120)
-    finally:
-        hand.end()
-    assert not processes()
 
 
 @pytest.mark.slow
@@ -210,7 +194,6 @@ def test_a_process_that_computes_differently_does_not_do_it(small: World, inside
     ("change", "message"),
     [
         ({"fingerprint": "other"}, "has other weights there than here"),
-        ({"model": "/nowhere/at/all"}, "/nowhere/at/all"),
         ({"version": ("9.9", 1)}, r"it has kl-lens .* the command 9\.9 \(metrics 1\)"),
     ],
 )
@@ -228,7 +211,6 @@ def test_workers_that_cannot_open_the_model_end_the_command_with_one_line(
     ("cores", "copy", "free", "work", "count"),
     [
         (16, 0.3 * GB, 64 * GB, 1e14, 8),
-        (12, 0.3 * GB, 64 * GB, 1e14, 6),
         (8, 0.3 * GB, 64 * GB, 1e14, 4),
         (16, 1.5 * GB, 64 * GB, 1e14, 4),  # eight copies are more than the budget of 8 GB
         (16, 0.9 * GB, 10 * GB, 1e14, 4),  # or than what is free, with what a process itself takes
@@ -258,8 +240,6 @@ def test_without_ray_the_command_says_what_to_install(tmp_path, monkeypatch, cap
     words += ["--window-length", "16", "--run", str(tmp_path / "run"), "--ray", "local"]
     assert main(words) == 1
     assert "--ray needs Ray; install it with: pip install 'kl-lens[ray]'" in capsys.readouterr().err
-    assert main([*words, "--shard", "1/2"]) == 1
-    assert "--shard: leave out --workers and --ray" in capsys.readouterr().err
 
 
 # A script without `if __name__ == "__main__"`: workers must not run it again.
