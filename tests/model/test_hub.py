@@ -172,7 +172,9 @@ def test_pickles_come_if_there_is_nothing_else_and_of_a_tokenizer_no_weights(
     files = hub.add("org/pickled", saved("llama")).files
     files["pytorch_model.bin"] = files.pop("model.safetensors")
     assert (model_folder("org/pickled") / "pytorch_model.bin").is_file()
-    hub.add("org/words", reference_path("mamba"))
+    words = hub.add("org/words").files
+    words |= {path.name: path.read_bytes() for path in reference_path("mamba").glob("tokenizer*")}
+    words["model.safetensors"] = b""
     tokenizer = load_tokenizer(Path("nowhere"), "org/words", trust_remote_code=False)
     assert tokenizer.decode(tokenizer("Hello")["input_ids"]) == "Hello"
     assert "model.safetensors" not in hub.downloaded()

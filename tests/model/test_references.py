@@ -17,7 +17,9 @@ CLASSES = {"mamba": "MambaForCausalLM", "mamba2": "Mamba2ForCausalLM", "hybrid":
 CLASSES["hymba"] = "HymbaForCausalLM"  # smaller than the others, and trained for two minutes
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in ("mamba2", "hybrid") else n for n in CLASSES]
+)
 def test_size_kind_tokenizer_and_perplexity_are_what_the_card_says(name: str) -> None:
     """Perplexity on the first windows of WikiText-2 test; the card's figure is over all of it."""
     folder = reference_path(name)

@@ -18,7 +18,7 @@ from kl_lens.weights.formats import get_format
 from tests.planning.tables import best, component, table_of
 
 FORMATS = ("int8", "int4", "q8_0")
-quick = settings(max_examples=60)
+quick = settings(max_examples=30)
 
 
 @dataclass(frozen=True)

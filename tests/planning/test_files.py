@@ -178,7 +178,7 @@ def test_the_name_inside_is_the_files_own(written: Path, name: Any) -> None:
     assert str(written) in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["best (v2)", "a,b", " x", "x" * 81, ".."])
+@pytest.mark.parametrize("name", ["best (v2)", "a,b", " x", "x\n", "é", "-x", "all", "x" * 81, ".."])
 def test_names_that_commands_could_not_hold(tmp_path: Path, name: str) -> None:
     path = tmp_path / f"{name}.json"
     path.write_text('{"version": 3, "assignment": {}}')

@@ -60,7 +60,7 @@ def gguf_plan(model: LoadedModel) -> Plan:
     return Plan("mixed", chosen, "test")
 
 
-@pytest.fixture(scope="module", params=["mamba", "mamba2", "jamba"])
+@pytest.fixture(scope="module", params=["mamba2", "jamba"])
 def handed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A plan, its recipe for llama.cpp, and our own file of it."""
     pytest.importorskip("gguf")
