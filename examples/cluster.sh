@@ -15,7 +15,7 @@ kl-lens calibrate "$model" --run "$run" ${LIMIT:+--windows "$LIMIT"}
 
 measure=(kl-lens measure "$model" --run "$run" --target gguf "$@")
 if command -v sbatch >/dev/null; then
-  sbatch --wait --array="1-$shares" --gres=gpu:1 --job-name=kl-lens --wrap "$(printf '%q ' "${measure[@]}" --shard)"
+  sbatch --wait --array="1-$shares" --gres=gpu:1 --job-name=kl-lens --wrap "$(printf '%q ' "${measure[@]}") --shard \$SLURM_ARRAY_TASK_ID/$shares"
 else
   for share in $(seq "$shares"); do "${measure[@]}" --shard "$share/$shares"; done
 fi

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from kl_lens.cli.main import UNEXPECTED, main
-from kl_lens.run.folder import Run
 
 
 @pytest.mark.parametrize(
@@ -23,10 +22,10 @@ def test_an_unexpected_error_is_one_line_and_a_file(
     def broken(*_: object) -> None:
         raise error
 
-    Run.create(tmp_path).close()
     monkeypatch.setattr("kl_lens.study.study.perform", broken)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert main(["plan", "--run", str(tmp_path), "--paper"]) == UNEXPECTED == 70
-    (file,) = (tmp_path / "log").iterdir()
+    (file,) = tmp_path.glob("*/unexpected.txt")
     printed = capsys.readouterr().err
     kind = type(error).__name__
     assert printed.startswith(f"kl-lens plan: unexpected error: {kind}")
@@ -54,16 +53,6 @@ def test_a_full_card_is_said_in_a_line_with_what_to_do(monkeypatch: pytest.Monke
     said = capsys.readouterr().err
     assert "memory is full (CUDA out of memory. Tried to allocate 9 GiB)" in said
     assert "--memory-budget" in said
-
-
-def test_without_a_run_the_file_is_in_the_temporary_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
-) -> None:
-    monkeypatch.setattr("kl_lens.study.study.perform", lambda *_: 1 / 0)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert main(["inspect", "reference:mamba"]) == 70
-    (file,) = tmp_path.glob("unexpected-*.txt")
-    assert str(file) in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from kl_lens.base.version import __version__
 from kl_lens.cli.main import main
 from kl_lens.run.records import Component
 
@@ -38,9 +39,11 @@ def test_json_gives_the_records_and_exact_bytes(saved, capsys) -> None:
     assert Component.from_json({k: v for k, v in in_proj.items() if k != "bytes"}).kind == "in_proj"
 
 
-def test_every_component_can_be_listed(saved, capsys) -> None:
-    assert main(["inspect", str(saved("zamba2")), "--components"]) == 0
-    assert "shared_transformer" in capsys.readouterr().out
+def test_versions(capsys) -> None:
+    assert main(["--version"]) == 0
+    first, _, *rest = capsys.readouterr().out.splitlines()
+    assert first == f"kl-lens {__version__}"
+    assert {"torch", "transformers"} <= {line.split()[0] for line in rest}
 
 
 def test_a_folder_without_a_model_is_one_line_and_exit_code_one(tmp_path, capsys) -> None:

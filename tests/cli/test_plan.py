@@ -67,9 +67,10 @@ def test_verify_measures_on_held_out_text(measured: Path, held_out: list[str], c
     assert "held-out.txt" in verified["measured"]["text"]
     assert verified["measured"]["windows"] == 4
     assert verified["bits_per_weight"] <= 6
+    assert main(["plan", "--run", str(measured), "--uniform", "int8"]) == 0
     capsys.readouterr()
-    assert main(["plan", "--run", str(measured), "--compare", "six", "six"]) == 0
-    assert "The plans are the same" in capsys.readouterr().out
+    assert main(["plan", "--run", str(measured), "--compare", "six,uniform_int8"]) == 0
+    assert "Where they differ" in capsys.readouterr().out
 
 
 def test_an_error_over_one_window_is_null(measured: Path, held_out: list[str], capsys) -> None:
@@ -82,7 +83,9 @@ def test_an_error_over_one_window_is_null(measured: Path, held_out: list[str], c
     assert stored["measured"]["windows"] == 1
     assert stored["measured"]["kl"]["value"] > 0
     assert stored["measured"]["kl"]["standard_error"] is None
-    assert main(["plan", "--run", str(measured), "--compare", "few", "few"]) == 0  # and it is read back
+    assert (
+        main(["plan", "--run", str(measured), "--plan", "few", "--verify", *held_out]) == 0
+    )  # it is read back
 
 
 def test_a_drop_over_one_window_is_refused(measured: Path, tmp_path: Path, capsys) -> None:
@@ -200,7 +203,7 @@ def test_a_budget_on_an_imported_run_says_what_it_goes_by(tiny_folder: Path, tmp
         path = tmp_path / f"{bits}.json"
         row = {"kl_teacher_to_student": 4.9e8 - damage, "kl_student_to_teacher": damage}
         path.write_text(json.dumps({"lm_head": row}))
-        words += ["--bits", str(bits), str(path)]
+        words += [f"--int{bits}", str(path)]
     assert main(words) == 0
     assert main(["plan", "--run", str(folder), "--max-kl", "0.5", "--name", "half"]) == 0
     err = capsys.readouterr().err

@@ -31,7 +31,7 @@ def test_it_writes_one_file_and_prints_where(run_folder: Path, capsys) -> None:
 def test_out_and_json(run_folder: Path, tmp_path: Path, capsys) -> None:
     path = tmp_path / "elsewhere" / "page.html"
     assert main(["report", "--run", str(run_folder), "--out", str(path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"path": str(path), "opened": None}
+    assert json.loads(capsys.readouterr().out) == {"path": str(path)}
 
 
 def test_open_opens_it_in_the_browser(run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:

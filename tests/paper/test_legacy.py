@@ -32,9 +32,9 @@ def test_one_file_per_bit_width(mamba, tmp_path) -> None:
     assert [path.name for path in written] == ["tiny_4bit.json", "tiny_8bit.json"]
     assert json.loads(written[0].read_text()) == {name: dict.fromkeys(KEYS, 0.5)}
     (tmp_path / "head.json").write_text(json.dumps({"lm_head": {"sqnr_db": 1.0}}))
-    (tied,) = read_legacy(tmp_path / "head.json", 4, mamba.anatomy)
+    (tied,) = read_legacy(tmp_path / "head.json", "int4", mamba.anatomy)
     assert tied.component == "backbone.embeddings"
-    (back,) = read_legacy(written[1], 8, mamba.anatomy)
+    (back,) = read_legacy(written[1], "int8", mamba.anatomy)
     assert (back.component, back.format, back.metrics["sqnr_db"].value) == (name, "int8", 0.25)
 
 
@@ -55,7 +55,7 @@ def test_files_of_another_kind_are_refused(mamba, tmp_path, content, message) ->
     path = tmp_path / "f.json"
     path.write_text(content)
     with pytest.raises(RunError, match=message):
-        read_legacy(path, 4, mamba.anatomy)
+        read_legacy(path, "int4", mamba.anatomy)
 
 
 def test_the_published_files_can_be_read(shared: Path) -> None:
@@ -65,7 +65,9 @@ def test_the_published_files_can_be_read(shared: Path) -> None:
     )
     anatomy = LoadedModel("mamba-130m", Path(), small.eval(), None).anatomy
     for bits in (4, 8):
-        found = read_legacy(shared / f"data/seed_sensitivity/mamba-130m_{bits}bit.json", bits, anatomy)
+        found = read_legacy(
+            shared / f"data/seed_sensitivity/mamba-130m_{bits}bit.json", f"int{bits}", anatomy
+        )
         assert len(found) == 97
         worst = max(found, key=lambda m: m.metrics["kl_student_to_teacher"].value)
         assert worst.component == anatomy.head

@@ -52,10 +52,6 @@ def test_gpu_points_use_the_8_bit_list_only() -> None:
         assignment = plans[f"gpu_kl_point{i:02d}"].assignment
         assert {n for n, f in assignment.items() if f == "int8"} == set(chosen)
         assert set(assignment.values()) == {"int8", "fp16"}
-    cpu, both = (
-        {p.name: p.assignment for p in paper_points(seed_table(), pipeline=p)} for p in ("cpu", "gpu-int4")
-    )
-    assert both == {f"gpu_int4_{name}": assignment for name, assignment in cpu.items()}
 
 
 def test_the_gpu_script_cuts_mamba2_into_eight() -> None:
@@ -167,38 +163,21 @@ class Additive:
         return BASELINE * math.exp(self.scale * (sum(damage) + 1e6 * (self.worst in assignment)))
 
 
-@pytest.mark.parametrize("gamma", [1.0, 1.05, 100.0])
-@pytest.mark.parametrize("formats", [("int8",), ("int4", "int8")])
-def test_binary_search_agrees_with_one_by_one_on_additive_damage(
-    gamma: float, formats: tuple[str, ...]
-) -> None:
-    table = chain()
-    fast_model, slow_model = Additive(1e-3), Additive(1e-3)
-    fast = greedy_plan(table, fast_model, gamma=gamma, formats=formats)
-    slow = greedy_plan(table, slow_model, gamma=gamma, formats=formats, exhaustive=True)
-    assert fast.plan.assignment == slow.plan.assignment
-    for result, model in ((fast, fast_model), (slow, slow_model)):
-        assert result.perplexity <= gamma * BASELINE
-        assert result.evaluations == model.calls
-        assert result.plan.notes["evaluations"] == model.calls
-
-
-def test_binary_search_saves_evaluations_and_passes_over_a_bad_component_in_the_middle() -> None:
-    result = greedy_plan(chain(), Additive(1e-9), formats=("int8",))
-    assert set(result.plan.assignment.values()) == {"int8"}
-    assert result.evaluations <= 6  # the baseline and log2(12) heads
-    assert greedy_plan(chain(), Additive(1e-9), formats=("int8",), exhaustive=True).evaluations == 13
+def test_greedy_stays_within_the_budget_and_passes_over_a_bad_component() -> None:
+    model = Additive(1e-3)
+    result = greedy_plan(chain(), model, gamma=1.05, formats=("int4", "int8"))
+    assert result.perplexity <= 1.05 * BASELINE
+    assert result.evaluations == result.plan.notes["evaluations"] == model.calls
+    assert {"int4", "int8"} <= set(result.plan.assignment.values())
     result = greedy_plan(chain(), Additive(1e-6, worst="c4"), formats=("int8",))
+    assert result.evaluations == 13  # the baseline, and one for each component
     assert [n for n, f in result.plan.assignment.items() if f == "fp16"] == ["c4"]
 
 
 def test_the_baseline_stays_where_it_is() -> None:
     """Each step costs 4 %: a drifting baseline would accept all of them, a fixed one stops at 10 %."""
-    for exhaustive in (False, True):
-        result = greedy_plan(
-            chain(6), lambda a: BASELINE * 1.04 ** len(a), formats=("int8",), exhaustive=exhaustive
-        )
-        assert [n for n, f in result.plan.assignment.items() if f == "int8"] == ["c0", "c1"]
+    result = greedy_plan(chain(6), lambda a: BASELINE * 1.04 ** len(a), formats=("int8",))
+    assert [n for n, f in result.plan.assignment.items() if f == "int8"] == ["c0", "c1"]
 
 
 def test_a_component_never_grows_again() -> None:

@@ -1,4 +1,4 @@
-"""Settings from flags and from YAML files: one dataclass, two ways to fill it. Shells complete from the same parser."""
+"""Settings from flags and from YAML files: one dataclass, two ways to fill it."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ def add_arguments(
         left_out += not is_shown
         help_text = (option.meaning.replace("%", "%%") or None) if is_shown else argparse.SUPPRESS
         groups[option.group].add_argument(option.flag or option.name, **_behaviour(option), help=help_text)
-        metavar = option.metavar or "|".join(option.choices)
-        values = " ".join(metavar) if isinstance(metavar, tuple) else metavar
+        values = option.metavar or "|".join(option.choices)
         if not option.flag:
             needed.append({"?": f"[{values}]", "*": f"[{values} ...]"}.get(str(option.nargs), values))
         elif option.required:
@@ -54,19 +53,14 @@ def _behaviour(option: Option) -> dict[str, Any]:
             behaviour[name] = value
     if option.nargs == "?" and option.flag:
         behaviour["const"] = option.bare
-    return behaviour | ({"action": "append"} if option.repeated else {})
+    return behaviour
 
 
 def typed_values(settings: type[Settings], arguments: argparse.Namespace) -> dict[str, Any]:
     """What was typed, by field."""
     typed = vars(arguments)
-    return {
-        option.name: _frozen(typed[option.name]) for option in options_of(settings) if option.name in typed
-    }
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
+    named = {option.name: typed[option.name] for option in options_of(settings) if option.name in typed}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in named.items()}
 
 
 def file_values(settings: type[Settings], file: str) -> dict[str, Any]:
@@ -120,65 +114,6 @@ def _converted(option: Option, value: Any, file: str) -> Any:
         raise KLLensError(f"{file}: {error}") from error
 
 
-# -- completion of commands, flags and values ------------------------------------------------------------------
-
-_BASH = """_kl_lens() {{
-  local word words= verb= now=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}}
-  for word in "${{COMP_WORDS[@]:1:COMP_CWORD-1}}"; do
-    case $word in {verbs}) verb=$word; break ;; esac
-  done
-  case "$verb $before" in
-{values}
-    " "*) words="{top}" ;;
-{flags}
-  esac
-  COMPREPLY=($(compgen -W "$words" -- "$now"))
-}}
-complete -o default -F _kl_lens kl-lens
-"""
-
-
-def completion(shell: str, parser: argparse.ArgumentParser) -> str:
-    """A script for the shell to read when it starts."""
-    verbs = {verb: _flags(subparser) for verb, subparser in subparsers_of(parser).items()}
-    if shell == "fish":
-        lines = [f"complete -c kl-lens -n __fish_use_subcommand -f -a '{' '.join(verbs)}'"]
-        lines += [f"complete -c kl-lens -n __fish_use_subcommand -l {flag[2:]}" for flag in _flags(parser)]
-        for verb, flags in verbs.items():
-            for flag, values in flags.items():
-                value = "" if values is None else f" -x -a '{' '.join(values)}'" if values else " -r"
-                seen = f"'__fish_seen_subcommand_from {verb}'"
-                lines.append(f"complete -c kl-lens -n {seen} -l {flag[2:]}{value}")
-        return "\n".join([*lines, ""])
-    # After a flag that takes a value of any kind, and for what stands alone, bash offers files.
-    values = [
-        f'    "{verb} {flag}") ' + (f'words="{" ".join(choices)}" ;;' if choices else "return ;;")
-        for verb, flags in verbs.items()
-        for flag, choices in flags.items()
-        if choices is not None
-    ]
-    script = _BASH.format(
-        verbs="|".join(verbs),
-        values="\n".join(values),
-        top=" ".join([*verbs, *_flags(parser)]),
-        flags="\n".join(
-            f'    "{verb} "*) [[ $now == -* ]] && words="{" ".join(flags)}" ;;'
-            for verb, flags in verbs.items()
-        ),
-    )
-    return f"autoload -U +X bashcompinit && bashcompinit\n{script}" if shell == "zsh" else script
-
-
 def subparsers_of(parser: argparse.ArgumentParser) -> dict[str, Any]:
     """By verb."""
     return next(dict(a.choices) for a in parser._actions if isinstance(a, argparse._SubParsersAction))
-
-
-def _flags(parser: argparse.ArgumentParser) -> dict[str, list[str] | None]:
-    """Flag → the values it may have; None: it takes none."""
-    return {
-        name: None if action.nargs == 0 else [str(choice) for choice in action.choices or ()]
-        for action in parser._actions
-        for name in action.option_strings
-        if name.startswith("--")
-    }

@@ -21,7 +21,6 @@ from kl_lens.reporting.names import fixed_with_error, number, subject_title, wit
 from kl_lens.run.records import Estimate, Profile, Score, Subject
 from kl_lens.run.samples import curve_of, shown_bins
 from kl_lens.study.autopsy import AutopsyResult
-from kl_lens.study.benchmark import BenchmarkResult
 from kl_lens.study.evaluate import EvaluateResult
 from kl_lens.study.paper import Imported
 
@@ -179,21 +178,17 @@ def _protocol(score: Score) -> str:
 # -- benchmark -----------------------------------------------------------------------------------------------
 
 
-def json_benchmark(result: BenchmarkResult) -> dict[str, Any]:
-    report = result.report
-    profiles = [_profile_json(p) for p in report.profiles]
-    return {"profiles": profiles, "failures": result.failures, "notes": report.notes, "csv": report.csv}
+def json_benchmark(report: profiling.Report) -> dict[str, Any]:
+    """The records, with ratios as they are shown."""
+    profiles = []
+    for p in report.profiles:
+        names = p.ratios.keys() | {"tokens_per_second" if p.protocol == "use" else "latency_ms"}
+        ratios = {name: profiling.ratio_of(p, name).to_json() for name in sorted(names)}
+        profiles.append(p.to_json() | {"subject": p.subject.label, "ratios": ratios})
+    return {"profiles": profiles, "failures": report.failures, "notes": report.notes, "csv": report.csv}
 
 
-def _profile_json(profile: Profile) -> dict[str, Any]:
-    """The record, with ratios as they are shown."""
-    names = profile.ratios.keys() | {"tokens_per_second" if profile.protocol == "use" else "latency_ms"}
-    ratios = {name: profiling.ratio_of(profile, name).to_json() for name in sorted(names)}
-    return profile.to_json() | {"subject": profile.subject.label, "ratios": ratios}
-
-
-def show_benchmark(result: BenchmarkResult) -> Shown:
-    report = result.report
+def show_benchmark(report: profiling.Report) -> Shown:
     used = [p for p in report.profiles if p.protocol == "use"]
     timed = [p for p in report.profiles if p.protocol == "benchmark_app"]
     if used:
@@ -373,10 +368,8 @@ def show_paper(result: Ranking | Imported) -> Shown:
         f"on {result.evaluation_tokens:,} held-out tokens, paired; "
         f"the original's token perplexity there is {result.perplexity:.3f}."
     )
-    noisy = ": errors are large compared with the spread, so noise limits τ; raise --evaluation-windows"
-    for r in result.reliabilities:
+    for r in (r for r in result.reliabilities if r.is_noisy):
         yield (
-            f"{r.format}, {'with' if r.with_head else 'without'} the head: spread of the damage {r.spread:.2e} nats, "
-            f"median error {r.median_error:.1e}, split-half τ {r.split_half_tau:.3f}"
-            + (noisy if r.is_noisy else ".")
+            f"{r.format}, {'with' if r.with_head else 'without'} the head: noise limits τ (median error of the damage "
+            f"{r.median_error:.1e} nats, spread {r.spread:.1e}); raise --evaluation-windows"
         )

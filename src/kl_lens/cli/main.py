@@ -11,7 +11,6 @@ import os
 import shlex
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -24,11 +23,11 @@ set_defaults()
 
 from kl_lens.base.errors import KLLensError, one_line, printable, system_reason  # noqa: E402
 from kl_lens.base.version import __version__  # noqa: E402
-from kl_lens.cli.flags import add_arguments, completion, file_values, subparsers_of, typed_values  # noqa: E402
+from kl_lens.cli.flags import add_arguments, file_values, subparsers_of, typed_values  # noqa: E402
 from kl_lens.cli.terminal import Terminal, console, print_json  # noqa: E402
 from kl_lens.study.settings import Settings  # noqa: E402
 from kl_lens.study.study import Study  # noqa: E402
-from kl_lens.study.verbs import settings_of  # noqa: E402
+from kl_lens.study.verbs import exit_code, settings_of  # noqa: E402
 
 UNEXPECTED = 70  # exit code; EX_SOFTWARE of sysexits.h
 
@@ -62,10 +61,9 @@ SCREENS = {
 # The flags that `kl-lens VERB --help` shows; `--help-all` shows all. Verbs that are not here have few.
 USUAL = {
     "run": "--run --targets --max-loss --max-drop --max-bytes --budget --windows --text --device --without --estimate",
-    "inspect": "--components --device --dtype --tokenizer --trust-remote-code",
     "calibrate": "--run --text --windows --window-length --again --device",
     "measure": "--run --target --formats --text --windows --components --device --workers --shard",
-    "paper": "--run --evaluation-text --evaluation-windows --other-text --bits --model --device",
+    "paper": "--run --evaluation-text --evaluation-windows --other-text --int4 --int8 --model --device",
     "plan": "--run --target --max-bytes --max-bpw --max-loss --max-drop --rivals --verify --frontier --uniform --name",
     "export": "--run --plan --format --out --stream --device-profile --static-tokens --fallback --device",
     "evaluate": "--run --plan --targets --perplexity --divergence --window --limit --tasks --max-drop --threads",
@@ -122,11 +120,6 @@ def build_parser(verbs: Collection[str] = tuple(VERBS), *, everything: bool = Tr
     parser.add_argument(
         "--version", action="store_true", help="show the versions of KL Lens and the runtimes"
     )
-    parser.add_argument(
-        "--completion",
-        choices=("bash", "zsh", "fish"),
-        help='print a script that completes commands: eval "$(kl-lens --completion bash)"',
-    )
     parser.add_argument("--debug", action="store_true", help="show tracebacks and library messages")
     parser.add_argument(
         "--llama-cpp",
@@ -171,7 +164,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     for verb in words[len(before) : len(before) + 1]:
         subparsers_of(parser)[verb].check_flags(words[len(before) + 1 :])
     arguments = parser.parse_args(words)
-    if not (arguments.verb or arguments.version or arguments.completion):
+    if not (arguments.verb or arguments.version):
         parser.error("the following arguments are required: VERB")
     return arguments
 
@@ -189,9 +182,8 @@ def settings_from(arguments: argparse.Namespace) -> Settings:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    if arguments.version or arguments.completion:
-        script = arguments.completion and completion(arguments.completion, build_parser())
-        sys.stdout.write(script or _versions())
+    if arguments.version:
+        sys.stdout.write(_versions())
         return 0
     if arguments.llama_cpp:
         from kl_lens.targets.gguf.library import use_library
@@ -216,7 +208,7 @@ def execute(arguments: argparse.Namespace) -> int:
         terminal = Screen(settings.verb, show)
     result = Study(events=terminal).do(settings)
     show(terminal, result, wants_json)
-    return int(getattr(result, "exit_code", 0))
+    return exit_code(result)
 
 
 def show(terminal: Terminal, result: object, wants_json: bool = False) -> None:
@@ -286,25 +278,11 @@ def explained(error: BaseException, words: Sequence[str]) -> tuple[int, str]:
         )
     kind, reason = type(error).__name__, one_line(error)
     line = f"unexpected error: {kind}" + ("" if reason == kind else f": {reason}")
-    for folder in _folders(words):
-        with suppress(Exception):
-            folder.mkdir(exist_ok=True)
-            time_of_day = f"{time.strftime('%Y%m%d-%H%M%S')}-{time.monotonic_ns() % 10**6:06}"
-            file = folder / f"unexpected-{time_of_day}.txt"
-            file.write_text(_report(error, words), encoding="utf-8", errors="backslashreplace")
-            return UNEXPECTED, f"{line}; please report it with {file}"
+    with suppress(Exception):
+        place = Path(tempfile.mkdtemp(prefix="kl-lens-")) / "unexpected.txt"
+        place.write_text(_report(error, words), encoding="utf-8", errors="backslashreplace")
+        return UNEXPECTED, f"{line}; please report it with {place}"
     return UNEXPECTED, f"{line}; please report it (the traceback could not be written: --debug shows it)"
-
-
-def _folders(words: Sequence[str]) -> list[Path]:
-    """The log of the run that the command names, if it names one; then the temporary folder."""
-    folders = []
-    for word in words:
-        with suppress(OSError, ValueError):
-            folder = Path(word.removeprefix("--run="))
-            if (folder / "run.sqlite").is_file():
-                folders.append(folder / "log")
-    return [*folders, Path(tempfile.gettempdir())]
 
 
 def _report(error: BaseException, words: Sequence[str]) -> str:

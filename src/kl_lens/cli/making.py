@@ -11,12 +11,12 @@ from typing import Any
 from kl_lens import planning
 from kl_lens.base.units import human_bytes, human_kl
 from kl_lens.cli.terminal import Row, Shown, table
-from kl_lens.model import Anatomy
+from kl_lens.model import Anatomy, LoadedModel
 from kl_lens.reporting.names import runtime_title
 from kl_lens.run.records import Artifact, Component
 from kl_lens.study.calibrate import CalibrateResult
 from kl_lens.study.export import ExportResult
-from kl_lens.study.inspect import PRECISIONS, InspectResult, stored_bytes
+from kl_lens.study.inspect import PRECISIONS, stored_bytes
 from kl_lens.study.measure import MeasureResult
 from kl_lens.study.merge import MergeResult
 from kl_lens.study.plan import PlanResult
@@ -29,14 +29,14 @@ _SHOWN_POINTS = 25  # of a frontier
 # -- inspect -------------------------------------------------------------------------------------------------
 
 
-def show_inspect(result: InspectResult) -> Shown:
-    model, anatomy = result.model, result.model.anatomy
+def show_inspect(model: LoadedModel) -> Shown:
+    anatomy = model.anatomy
     tied = "head tied to the embedding" if anatomy.head == anatomy.embedding else "own head"
     yield (
         f"[bold]{model.name}[/]  {anatomy.model_type}, {anatomy.blocks} blocks, {anatomy.parameters:,} parameters, "
         f"{len(anatomy.candidates)} quantizable components, {tied}"
     )
-    yield table("Quantizable components", [*(_components if result.by_component else _blocks)(anatomy)])
+    yield table("Quantizable components", [*_blocks(anatomy)])
     groups: dict[tuple[str, str], list[Component]] = defaultdict(list)
     for component in anatomy.components:
         if not component.quantizable:
@@ -66,16 +66,6 @@ def _blocks(anatomy: Anatomy) -> Iterator[Row | None]:
     yield from ({what: name} | _sizes(members) for name, members in sums.items())
 
 
-def _components(anatomy: Anatomy) -> Iterator[Row | None]:
-    for c in anatomy.candidates:
-        relations = [f"= {name}" for name in c.tied_with]
-        relations += [f"~ {name.rpartition('.')[2]}" for name in c.fused_with]
-        row = {"component": c.name, "kind": c.kind, "family": c.family, "shape": _shape(c)}
-        yield row | {"tied with, or fused by runtimes with": ", ".join(relations)} | _sizes([c])
-    yield None
-    yield {"component": "[bold]all components, and what is left alone[/]"} | _sizes(anatomy.components)
-
-
 def _sizes(components: Sequence[Component]) -> Row:
     sizes = {p.upper(): human_bytes(sum(stored_bytes(c, p) for c in components)) for p in PRECISIONS}
     return {"parameters": _parameters(components)} | sizes
@@ -89,11 +79,11 @@ def _shape(component: Component) -> str:
     return "×".join(str(size) for size in component.shape)
 
 
-def json_inspect(result: InspectResult) -> dict[str, Any]:
+def json_inspect(model: LoadedModel) -> dict[str, Any]:
     def bytes_of(*components: Component) -> dict[str, int]:
         return {p: sum(stored_bytes(c, p) for c in components) for p in PRECISIONS}
 
-    model, anatomy = result.model, result.model.anatomy
+    anatomy = model.anatomy
     return {
         **{name: getattr(model, name) for name in ("name", "layout", "fingerprint")},
         **{name: getattr(anatomy, name) for name in ("model_type", "blocks", "embedding", "head")},

@@ -25,7 +25,6 @@ if TYPE_CHECKING:  # `kl-lens generate` runs on small devices: libraries load in
     from kl_lens.study.doctor import DoctorResult
     from kl_lens.study.generate import GenerateResult
     from kl_lens.study.publish import PublishResult
-    from kl_lens.study.report import ReportResult
 
 Row = dict[str, str]  # heading → cell
 Shown = Iterable["Table | str"]  # a result: tables, and lines in rich's markup
@@ -120,9 +119,13 @@ def show_generate(result: GenerateResult) -> Shown:
     return ()
 
 
-def show_report(result: ReportResult) -> Shown:
-    print(result.path)
+def show_report(path: Path) -> Shown:
+    print(path)
     return ()
+
+
+def json_report(path: Path) -> dict[str, Any]:
+    return {"path": path}
 
 
 def show_publish(result: PublishResult) -> Shown:

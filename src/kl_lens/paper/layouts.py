@@ -23,39 +23,34 @@ from kl_lens.run.records import Estimate, Measurement
 
 KEYS = ("sqnr_db", "kl_teacher_to_student", "kl_student_to_teacher", "delta_cross_entropy")
 LARGEST = 10**300
-FORMAT_OF_BITS = {4: "int4", 8: "int8"}
+SUFFIXES = {"int4": "4bit", "int8": "8bit"}  # of file names, by format
 
 
 def write_legacy(path: Path, measurements: Sequence[Measurement]) -> list[Path]:
     """Writes one file per format: PATH for a single one, else NAME_4bit.json and so on."""
     names = list(dict.fromkeys(m.format for m in measurements))
-    suffixes = {name: f"{bits}bit" for bits, name in FORMAT_OF_BITS.items()}
     written = []
     for name in names:
         content = {
             m.component: {key: m.metrics[key].value for key in KEYS} for m in measurements if m.format == name
         }
-        own = f"{path.stem}_{suffixes.get(name, name)}{path.suffix}"
+        own = f"{path.stem}_{SUFFIXES.get(name, name)}{path.suffix}"
         target = path if len(names) == 1 else path.with_name(own)
         write_text(target, json.dumps(content, indent=2))
         written.append(target)
     return written
 
 
-def read_legacy(path: Path, bits: int, anatomy: Anatomy) -> list[Measurement]:
-    """Published measurements of one bit width, for the components of a model.
+def read_legacy(path: Path, format_name: str, anatomy: Anatomy) -> list[Measurement]:
+    """Published measurements in one format, for the components of a model.
 
     Raises:
         RunError: the file has another layout, or names a layer that the model does not have.
     """
-    if bits not in FORMAT_OF_BITS:
-        raise RunError(
-            f"--bits {bits}: published files exist for {' or '.join(map(str, FORMAT_OF_BITS))} bits"
-        )
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise RunError(f"{path}: no such file") from error
+        raise RunError(f"{path}: no such file; check --int4 and --int8") from error
     except (OSError, ValueError, RecursionError) as error:
         raise RunError(f"{path} is not JSON ({error})") from error
     if not isinstance(data, dict) or not all(isinstance(v, dict) for v in data.values()) or not data:
@@ -76,10 +71,8 @@ def read_legacy(path: Path, bits: int, anatomy: Anatomy) -> list[Measurement]:
         if not set(entry) & set(KEYS):
             raise RunError(f"{path}: {layer} has none of {', '.join(KEYS)}")
         metrics = {key: Estimate(float(value)) for key, value in entry.items()}
-        name, fmt = by_name[layer].name, FORMAT_OF_BITS[bits]
-        found.append(
-            Measurement(name, fmt, metrics, tokens=0, windows=0, compute_dtype="published", seconds=0.0)
-        )
+        name = by_name[layer].name
+        found.append(Measurement(name, format_name, metrics, 0, 0, "published", 0.0))
     return found
 
 

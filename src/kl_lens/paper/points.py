@@ -5,8 +5,8 @@ after ((n−1)//10)·i entries for i = 1 … 10, where n is the length of the me
 later entry of a component wins: 8 bits usually do less damage than 4, so as the cuts grow a component first becomes
 INT8 and then INT4. Components not in a cut stay FP16.
 
-The GPU script uses only the 8-bit list, and on Mamba-2 cuts it into eight: ((n−1)//8)·i for i = 1 … 8. The GPU script
-with INT4 differs from the CPU's only in names, on Mamba-2 too.
+The GPU script uses only the 8-bit list, and on Mamba-2 cuts it into eight: ((n−1)//8)·i for i = 1 … 8. (The GPU script
+with INT4 makes the CPU's points.)
 
 Ties are broken by a stable sort of the 4-bit list followed by the 8-bit list, each in the model's order. So a component
 whose two entries tie gets INT8, the safer one.
@@ -15,11 +15,8 @@ llama.cpp has neither INT4 nor INT8. If q4_0 and q8_0 were measured instead, the
 `ggml_`.
 
 The greedy rule quantizes from least to most sensitive while perplexity stays within a budget, γ times that of the FP16
-model. Accepting an entry gives its component that format; an entry that would not make its component smaller is skipped
-without an evaluation. `exhaustive` is the paper's algorithm: one evaluation per entry. The default first finds the
-longest acceptable head of the list by binary search and then tries the rest one by one. The search assumes that a
-longer head is never better than a shorter one. If that is false it may stop early, but its result was measured and is
-within the budget.
+model, with one evaluation per entry. Accepting an entry gives its component that format; an entry that would not make
+its component smaller is skipped without an evaluation.
 """
 
 from __future__ import annotations
@@ -42,8 +39,8 @@ from kl_lens.weights.recipes import FP16, Recipe
 
 POINTS = 10
 MAMBA2_GPU_POINTS = 8
-# Pipeline → prefix of its names. `cpu` and `gpu-int4` merge both lists, `gpu` takes the 8-bit list only.
-PIPELINES = {"cpu": "", "gpu": "gpu_", "gpu-int4": "gpu_int4_"}
+# Pipeline → prefix of its names. `cpu` merges both lists, `gpu` takes the 8-bit list only.
+PIPELINES = {"cpu": "", "gpu": "gpu_"}
 PUBLISHED_METRIC = "kl_student_to_teacher"  # in plan names: kl
 # The paper's 4-bit and 8-bit formats, and llama.cpp's nearest → prefix of plan names.
 FORMAT_PAIRS = {("int4", "int8"): "", ("q4_0", "q8_0"): "ggml_"}
@@ -172,7 +169,6 @@ def greedy_plan(
     evaluate: Evaluate,
     *,
     gamma: float = 1.10,
-    exhaustive: bool = False,
     formats: Sequence[str] | None = None,
     metric: str = PUBLISHED_METRIC,
     no_head: bool = False,
@@ -188,59 +184,28 @@ def greedy_plan(
     formats, prefix = (formats, "") if formats else paper_formats(table)
     order = ranked(table, [Recipe.parse(f) for f in formats], metric, exclude)
     components = {c.name: c for c in table.candidates}
-    known: dict[frozenset[tuple[str, str]], float] = {}  # each assignment is evaluated once
-
-    def perplexity(assignment: Mapping[str, str]) -> float:
-        key = frozenset(assignment.items())
-        if key not in known:
-            known[key] = float(evaluate(dict(assignment)))
-        return known[key]
-
-    def with_entry(assignment: dict[str, Recipe], entry: Entry) -> dict[str, Recipe]:
-        """The same assignment if the entry would not make its component smaller."""
+    baseline = perplexity = float(evaluate({}))
+    if not (math.isfinite(baseline) and baseline > 0):
+        raise PlanError(f"the FP16 model's perplexity is {baseline}; check the text and the checkpoint")
+    assignment, evaluations = dict[str, Recipe](), 1
+    for entry in order:
         component = components[entry.component]
         recipe = stored_recipe(component, entry.recipe)[0]
         current = assignment.get(entry.component, FP16)
-        saves = component_bytes(component, recipe) < component_bytes(component, current)
-        return assignment | {entry.component: recipe} if saves else assignment
-
-    def with_head(length: int) -> dict[str, Recipe]:
-        assignment: dict[str, Recipe] = {}
-        for entry in order[:length]:
-            assignment = with_entry(assignment, entry)
-        return assignment
-
-    baseline = perplexity({})
-    if not (math.isfinite(baseline) and baseline > 0):
-        raise PlanError(f"the FP16 model's perplexity is {baseline}; check the text and the checkpoint")
-    limit = gamma * baseline
-    # A head of `low` entries is acceptable; longer than `high` is assumed not to be.
-    low, high = 0, 0 if exhaustive else len(order)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if perplexity(with_head(middle)) <= limit:  # False for nan
-            low = middle
-        else:
-            high = middle - 1
-    assignment = with_head(low)
-    for entry in order[low:]:
-        longer = with_entry(assignment, entry)
-        if longer != assignment and perplexity(longer) <= limit:
-            assignment = longer
+        if component_bytes(component, recipe) >= component_bytes(component, current):
+            continue
+        longer = assignment | {entry.component: recipe}
+        found, evaluations = float(evaluate(longer)), evaluations + 1
+        if found <= gamma * baseline:  # False for nan
+            assignment, perplexity = longer, found
     notes = {
         "gamma": gamma,
-        "deciding_perplexity": perplexity(assignment),
+        "deciding_perplexity": perplexity,
         "deciding_perplexity_of_the_original": baseline,
-        "evaluations": len(known),
-        "exhaustive": exhaustive,
+        "evaluations": evaluations,
         "metric": metric,
     }
-    plan = finished_plan(
-        table,
-        name or f"{prefix}{label(metric)}_gamma{gamma:.2f}{'_exhaustive' if exhaustive else ''}",
-        assignment,
-        "greedy under a perplexity budget",
-        notes,
-        family="greedy",
-    )
-    return GreedyResult(plan, baseline, perplexity(assignment), len(known))
+    name = name or f"{prefix}{label(metric)}_gamma{gamma:.2f}"
+    made_by = "greedy under a perplexity budget"
+    plan = finished_plan(table, name, assignment, made_by, notes, family="greedy")
+    return GreedyResult(plan, baseline, perplexity, evaluations)

@@ -53,21 +53,7 @@ class BenchmarkSettings(Settings):
         of.chosen_targets(self.targets)
 
 
-@dataclass(frozen=True)
-class BenchmarkResult:
-    report: profiling.Report
-    folder: Path | None  # of the run
-
-    @property
-    def failures(self) -> dict[str, str]:
-        return self.report.failures
-
-    @property
-    def exit_code(self) -> int:
-        return 1 if self.report.failures else 0
-
-
-def benchmark(settings: BenchmarkSettings, session: Session) -> BenchmarkResult:
+def benchmark(settings: BenchmarkSettings, session: Session) -> profiling.Report:
     with ExitStack() as stack:
         run = None
         if settings.run or not settings.artifacts:
@@ -91,7 +77,7 @@ def time_files(
     session: Session,
     use: profiling.UseSettings,
     protocol: str = USE,
-) -> BenchmarkResult:
+) -> profiling.Report:
     published = PublishedTiming(profiling.tag_of(run.identity.get("model", "model") if run else "model"))
     timings: list[profiling.Timing] = [profiling.InUse()] if protocol != PUBLISHED else []
     with session.events.progress("benchmark") as progress:
@@ -102,4 +88,4 @@ def time_files(
             started=lambda total: progress.started(total, 0),
             advanced=lambda what: progress.advanced(1, what),
         )
-        return BenchmarkResult(measuring.measure(places), None if run is None else run.folder)
+        return measuring.measure(places)

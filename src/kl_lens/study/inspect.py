@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kl_lens.model import LoadedModel
 from kl_lens.run.records import Component
 from kl_lens.study.session import Session
-from kl_lens.study.settings import Model, Opening, Settings, group, of_model, option
+from kl_lens.study.settings import Model, Opening, Settings, group, of_model
 from kl_lens.weights.formats import FP16, get_format
 
 PRECISIONS = (FP16, "int8", "int4")
@@ -17,17 +17,10 @@ PRECISIONS = (FP16, "int8", "int4")
 class InspectSettings(Settings):
     model: Model = of_model()
     opening: Opening = group(Opening)
-    components: bool = option(False, "one row per component instead of per block")
 
 
-@dataclass(frozen=True)
-class InspectResult:
-    model: LoadedModel
-    by_component: bool
-
-
-def inspect(settings: InspectSettings, session: Session) -> InspectResult:
-    return InspectResult(session.model(settings.model, settings.opening), settings.components)
+def inspect(settings: InspectSettings, session: Session) -> LoadedModel:
+    return session.model(settings.model, settings.opening)
 
 
 def stored_bytes(component: Component, precision: str) -> int:

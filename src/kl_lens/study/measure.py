@@ -44,7 +44,6 @@ from kl_lens.text.windows import Windows
 from kl_lens.weights.recipes import Recipe, parsed
 
 DEFAULT_FORMATS = ("int4", "int8")
-SLURM = "slurm"
 SCREENING = "screening"  # role of the first measurements, on little text
 # Shares of the limit to plan for, round by round; every round plans with what the one before has measured. Below the
 # range of the last round a plan would lack larger formats and lose much; above it, it would only lack smaller ones.
@@ -96,10 +95,9 @@ class MeasureSettings(Settings):
     )
     shard: str | None = of.several(
         None,
-        "measure only the 3rd of 16 shards, into DIR/shards/03-of-16, for `kl-lens merge`; without a value: as the "
-        "variables of a Slurm job array say",
-        nargs="?", bare=SLURM, metavar="3/16",
-    )  # fmt: skip
+        "measure only the 3rd of 16 shards, into DIR/shards/03-of-16, for `kl-lens merge`",
+        metavar="3/16",
+    )
     legacy_json: Path | None = _how(None, "also write the paper's JSON, a file per bit width", metavar="FILE")
 
     def check(self) -> None:
@@ -289,25 +287,13 @@ def _absolute(place: str) -> str:
     return os.path.abspath(expanded) if os.path.exists(expanded) else place
 
 
-def share_of(text: str, environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
-    """`3/16` → (3, 16); `slurm` → from the variables of a Slurm job array."""
-    if text != SLURM:
-        found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", str(text))
-        index, count = (int(found[1]), int(found[2])) if found else (0, 0)
-        if not 1 <= index <= count:
-            raise KLLensError(f"--shard {text}: write 3/16 for the third of sixteen, or {SLURM}")
-        return index, count
-    variables = {"ID": "", "COUNT": "", "MIN": "1", "STEP": "1"}
-    given = {name: environment.get(f"SLURM_ARRAY_TASK_{name}", usual) for name, usual in variables.items()}
-    mend = "submit a job array as one range (sbatch --array=1-16), or write --shard 3/16"
-    for name, value in given.items():
-        if not re.fullmatch(r"\d{1,9}", value):
-            raise KLLensError(f"--shard: SLURM_ARRAY_TASK_{name} is {value or 'not set'}; {mend}")
-    place, count, first, step = (int(value) for value in given.values())
-    index, off = divmod(place - first, max(1, step))
-    if off or not 0 <= index < count:
-        raise KLLensError(f"--shard: task {place} does not belong to {count} tasks from {first}; {mend}")
-    return index + 1, count
+def share_of(text: str) -> tuple[int, int]:
+    """`3/16` → (3, 16)."""
+    found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
+    index, count = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not 1 <= index <= count:
+        raise KLLensError(f"--shard {text}: write 3/16 for the third of sixteen")
+    return index, count
 
 
 def shard_name(index: int, count: int) -> str:

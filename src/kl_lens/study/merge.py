@@ -28,10 +28,6 @@ class MergeResult:
     missing: int  # candidate × window pairs that no source has
     failures: dict[str, str] = field(default_factory=dict)  # source → why it was refused
 
-    @property
-    def exit_code(self) -> int:
-        return 1 if self.failures else 0
-
 
 def merge(settings: MergeSettings, session: Session) -> MergeResult:
     folder = Path(settings.run)

@@ -42,20 +42,14 @@ class PaperSettings(Settings):
     processes: Processes = group(Processes)
     evaluation_text: of.Text = option("wikitext2:test", "rank: held-out text")
     evaluation_windows: of.Count = option(128, "rank: windows of held-out text")
-    other_text: tuple[str, ...] = option(
-        (), "rank: also measure on this out-of-domain text (may be repeated)", repeated=True, metavar="TEXT"
-    )
-    bits: tuple[tuple[str, str], ...] = option(
-        (), "import: bit width and file; may be repeated", nargs=2, repeated=True, metavar=("BITS", "FILE")
-    )
+    other_text: of.Names = option((), "rank: also measure on these out-of-domain texts, comma-separated")
+    int4: Path | None = option(None, "import: the published file of 4 bits", metavar="FILE")
+    int8: Path | None = option(None, "import: the published file of 8 bits", metavar="FILE")
 
     def check(self) -> None:
         super().check()
-        if self.what == IMPORT and not (self.model and self.bits):
-            raise RunError("paper import needs --model MODEL and --bits BITS FILE")
-        for bits, _ in self.bits:
-            if bits not in map(str, range(1, 17)):
-                raise RunError(f"--bits {bits[:20]}: expected 1 to 16, then a file")
+        if self.what == IMPORT and not (self.model and (self.int4 or self.int8)):
+            raise RunError("paper import needs --model MODEL, and --int4 FILE or --int8 FILE or both")
 
 
 @dataclass(frozen=True)
@@ -83,8 +77,8 @@ def paper(settings: PaperSettings, session: Session) -> Ranking | Imported:
 def _imported(settings: PaperSettings, session: Session) -> Imported:
     model = session.model(settings.model or "", settings.opening)
     measurements = []
-    for bits, path in settings.bits:
-        measurements += read_legacy(Path(path), int(bits), model.anatomy)
+    for name, path in (("int4", settings.int4), ("int8", settings.int8)):
+        measurements += read_legacy(path, name, model.anatomy) if path else []
     with Run.create(of.new_run_folder(settings.run, model.name)) as run:
         if run.roles():
             raise RunError(f"{run.folder} already holds measurements; import into another --run")

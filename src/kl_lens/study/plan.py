@@ -16,7 +16,7 @@ from kl_lens.base.errors import PlanError, TextError
 from kl_lens.base.units import human_speed, spell_share
 from kl_lens.measuring.statistics import StoredStatistics
 from kl_lens.measuring.tuning import TuningRates, tuned
-from kl_lens.paper import PUBLISHED_METRIC, greedy_plan, paper_points
+from kl_lens.paper import PIPELINES, PUBLISHED_METRIC, greedy_plan, paper_points
 from kl_lens.planning.handover import TOOLS, Handover, write_recipe
 from kl_lens.run.folder import RECIPES, SCREENED, TUNING, Run
 from kl_lens.run.records import Plan, SensitivityTable, checked_plan_name
@@ -36,12 +36,11 @@ from kl_lens.weights.recipes import FP16, Recipe, parsed
 OUR_STOCK = "a stock recipe with our methods"
 ALL, USUAL = "all", "usual"  # values of --rivals
 BUDGETS = ("max_bpw", "max_kl", "min_speed")
-SEARCHES = ("gamma", "gamma_exhaustive", "max_loss", "max_drop")
+SEARCHES = ("gamma", "max_loss", "max_drop")
 LIMITS = (*SEARCHES, "max_bytes", *BUDGETS)
 TUNING_WINDOWS = 2048
 TUNING_VERSION = 1  # raise it when the same plan and text give other weights
 _paper = grouped("the paper's points")
-_quality = grouped("greedy under a quality budget", excludes="limit", metavar="G")
 _budget = grouped("exact budgets (any two together; one is minimised under the other)")
 _proof = grouped("measuring on held-out text")
 _looks = partial(option, excludes="look", metavar="NAME")
@@ -63,20 +62,9 @@ class Choosing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanSettings(Settings):
-    run: of.Folder | None = of.of_run()
-    model: of.Model | None = of.moved_model()
-    opening: Opening = group(Opening)
-    weights: str = of.place_of_weights()
-    paper: str | None = _paper(
-        None, "uniform INT8 and INT4, and points 01 to 10 (gpu: of INT8 and FP16; gpu-int4: with INT4)",
-        choices=("cpu", "gpu", "gpu-int4"), nargs="?", bare="cpu",
-    )  # fmt: skip
-    choosing: Choosing = group(Choosing)
-    uniform: of.Names = option((), "a plan per format, for all components, such as int8", metavar="FORMATS")
-    gamma: float | None = _quality(None, "quantize while held-out perplexity ≤ G × the original's")
-    gamma_exhaustive: float | None = _quality(None, "the same, one component at a time, as in the paper")
-    limits: Limits = group(Limits)
+class Budgets:
+    """Limits on what is predicted, and what to minimise within them."""
+
     max_bpw: float | None = _budget(None, "bits per weight, over all weights", metavar="BITS")
     max_kl: of.Nats | None = _budget(None, "predicted KL per token")
     min_speed: float | None = _budget(
@@ -87,6 +75,29 @@ class PlanSettings(Settings):
     minimise: str | None = _budget(
         None, "default: the one without a limit (seconds: per token)", choices=("bytes", "kl", "seconds")
     )
+
+    @property
+    def by_speed(self) -> bool:
+        return self.min_speed is not None or self.minimise == "seconds"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSettings(Settings):
+    run: of.Folder | None = of.of_run()
+    model: of.Model | None = of.moved_model()
+    opening: Opening = group(Opening)
+    weights: str = of.place_of_weights()
+    paper: str | None = _paper(
+        None, "uniform INT8 and INT4, and points 01 to 10 (gpu: of INT8 and FP16)",
+        choices=tuple(PIPELINES), nargs="?", bare="cpu",
+    )  # fmt: skip
+    choosing: Choosing = group(Choosing)
+    uniform: of.Names = option((), "a plan per format, for all components, such as int8", metavar="FORMATS")
+    gamma: float | None = of.wanted(
+        None, "the paper's greedy rule: quantize while held-out perplexity ≤ G × the original's", metavar="G"
+    )
+    limits: Limits = group(Limits)
+    budgets: Budgets = group(Budgets)
     frontier: bool = _budget(False, "print the Pareto frontier of bytes and KL", excludes="look")
     verify: bool = _proof(False, "measure the whole plan")
     rivals: str | None = _proof(
@@ -105,7 +116,7 @@ class PlanSettings(Settings):
         None, "plan for this target: its formats, its measurements, the size of its files", choices=TARGETS
     )
     plan: str | None = _looks(None, "a plan of the run to --verify or to compare with --rivals")
-    compare: tuple[str, ...] = _looks((), "show plans side by side", nargs="+")
+    compare: of.Names = option((), "show plans side by side: a,b", excludes="look", metavar="NAMES")
     write_recipe: str | None = option(None, "also for another tool, to RUN/recipes", choices=tuple(TOOLS))
 
     def check(self) -> None:
@@ -130,7 +141,7 @@ class PlanSettings(Settings):
                 raise PlanError(f"--name {name} names a plan made by a limit, such as --max-bytes")
         if silent and (writes := self.given("write_recipe", "tune")):
             raise PlanError(f"{writes[0]} needs a plan, and {silent[0]} makes none: leave one of them out")
-        about = self.given("min_speed", "rivals") or ["--minimise seconds"] * (self.minimise == "seconds")
+        about = self.given("min_speed", "rivals") or ["--minimise seconds"] * self.budgets.by_speed
         if self.target is None and about:
             raise PlanError(f"{about[0]} is about a target's files: name it with --target")
         if searches or self.verify or self.rivals or self.tune:
@@ -258,28 +269,26 @@ def _made(settings: PlanSettings, planner: TargetPlanner, table: SensitivityTabl
     if settings.paper is not None:
         made += published_points(planner, table, settings.paper, choosing)
     made += [planning.uniform_plan(table, fmt, no_head=choosing.no_head) for fmt in settings.uniform]
-    gamma = settings.gamma if settings.gamma is not None else settings.gamma_exhaustive
-    if gamma is not None:
+    if settings.gamma is not None:
         _require_storable(planner, table, choosing)
         result = greedy_plan(
-            table, planner.halves[0].perplexity, gamma=gamma, metric=_metric(planner, table, choosing),
-            exhaustive=settings.gamma_exhaustive is not None, no_head=choosing.no_head, name=choosing.name,
+            table, planner.halves[0].perplexity, gamma=settings.gamma, name=choosing.name,
+            metric=_metric(planner, table, choosing), no_head=choosing.no_head,
         )  # fmt: skip
         planner.session.events.note(
             f"greedy: {result.evaluations} evaluations of perplexity; the original's is {result.baseline:.3f}, "
             f"the plan's {result.perplexity:.3f}"
         )
         made.append(result.plan)
-    budgets = {name: getattr(settings, name) for name in BUDGETS}
-    if limits.given or any(budget is not None for budget in budgets.values()):
-        made.append(plan_within(planner, table, limits, choosing, minimise=settings.minimise, **budgets))
+    if limits.given or settings.given(*BUDGETS):
+        made.append(plan_within(planner, table, limits, choosing, settings.budgets))
     return [each if each.target else planner.sized(each) for each in made]
 
 
 def published_points(
     planner: TargetPlanner, table: SensitivityTable, pipeline: str, choosing: Choosing
 ) -> list[Plan]:
-    """The paper's points; `pipeline`: cpu, gpu or gpu-int4."""
+    """The paper's points; `pipeline`: cpu or gpu."""
     metric = choosing.metric or PUBLISHED_METRIC
     points = paper_points(table, metric=metric, pipeline=pipeline, no_head=choosing.no_head)
     unmeasured = planning.Predictor(table).unmeasured
@@ -294,15 +303,12 @@ def plan_within(
     table: SensitivityTable,
     limits: Limits,
     choosing: Choosing | None = None,
-    *,
-    max_bpw: float | None = None,
-    max_kl: float | None = None,
-    min_speed: float | None = None,
-    minimise: str | None = None,
+    budgets: Budgets | None = None,
 ) -> Plan:
     """The smallest plan within a measured loss, or the one with the least predicted loss (or bytes, or time) within the
     other limits, counting the target's file."""
-    choosing, target, events = choosing or Choosing(), planner.target, planner.session.events
+    choosing, budgets = choosing or Choosing(), budgets or Budgets()
+    target, events = planner.target, planner.session.events
     _require_storable(planner, table, choosing)
     if loss := limits.loss:  # on both halves of the held-out text
         found = planning.plan_for_loss(
@@ -317,24 +323,21 @@ def plan_within(
         )
         return planner.sized(replace(found.plan, limits=loss))
     max_bytes, metric, speed = limits.max_bytes, _metric(planner, table, choosing), None
-    if target is not None and (min_speed is not None or minimise == "seconds"):
+    if target is not None and budgets.by_speed:
         speed = planning.speed_model(planner.run, table, target)
     solutions: list[planning.BudgetSolution] = []
 
     def make(fixed_bytes: int) -> Plan:
         problem = _problem(planner, table, choosing, metric=metric, speed=speed, fixed_bytes=fixed_bytes)
-        solution = planning.plan_for_budget(
-            problem, max_bytes=max_bytes, max_bpw=max_bpw, max_kl=max_kl, min_speed=min_speed,
-            minimise=minimise, name=choosing.name,
-        )  # fmt: skip
+        how = {"max_bytes": max_bytes, "name": choosing.name, **asdict(budgets)}
+        solution = planning.plan_for_budget(problem, **how)
         solutions.append(solution)
         return solution.plan
 
     # The solver adds up upper bounds; a stock recipe's file is measured to the byte and may fit where the bounds do
     # not. With other limits or another goal only the solver knows what is best.
     others: list[Plan] = []
-    bytes_alone = max_bytes is not None and not any(x is not None for x in (max_bpw, max_kl, min_speed))
-    if target is not None and bytes_alone and minimise in (None, "kl"):
+    if target is not None and max_bytes is not None and budgets in (Budgets(), Budgets(minimise="kl")):
         stock = [one.assignment for one in target.stock_recipes(planner.model)]
         problem = _problem(planner, table, choosing, metric=metric, keep_fused=False)
         others = [

@@ -19,18 +19,9 @@ class ReportSettings(Settings):
     open: bool = option(False, "open it in the browser")
 
 
-@dataclass(frozen=True)
-class ReportResult:
-    path: Path
-    opened: bool | None = None  # None: without --open
-
-
-def report(settings: ReportSettings, session: Session) -> ReportResult:
+def report(settings: ReportSettings, session: Session) -> Path:
     with Run.open(Path(settings.run or DEFAULT_RUN)) as run:
         path = write_report(run, settings.out)
-    if not settings.open:
-        return ReportResult(path)
-    opened = webbrowser.open(path.resolve().as_uri())
-    if not opened:
+    if settings.open and not webbrowser.open(path.resolve().as_uri()):
         session.events.warn(f"no browser found; open {path} yourself")
-    return ReportResult(path, opened)
+    return path

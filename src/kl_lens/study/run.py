@@ -44,11 +44,10 @@ from kl_lens.run.folder import CALIBRATION, RECOMMENDED, SCREENED, Run, recommen
 from kl_lens.run.records import Plan
 from kl_lens.study import benchmark, calibrate, evaluate, export, measure, paper, plan, settings as of
 from kl_lens.study.events import JobEstimate, StageCost, going_on
-from kl_lens.study.inspect import InspectResult
 from kl_lens.study.planner import TargetPlanner
-from kl_lens.study.report import ReportResult
 from kl_lens.study.session import QUANTIZED, Session
 from kl_lens.study.settings import Calibration, HeldOut, Limits, Opening, Processes, Tasks, group, option
+from kl_lens.study.verbs import exit_code
 from kl_lens.targets import (
     describe_target,
     earlier_artifact,
@@ -368,7 +367,7 @@ class _Job:
         """Plans by target, the recommended one last; and where its file is."""
         settings = self.settings
         judges, generates = "evaluate" not in settings.without, self.model.task.generates
-        self.do("inspect", lambda: InspectResult(self.model, by_component=False))
+        self.do("inspect", lambda: self.model)
         self.plan_fp16()
         # The FP16 file first: it shows whether a target supports the model, and --budget is a share of its size.
         for name in settings.named:
@@ -404,7 +403,7 @@ class _Job:
         if generates and exported and "benchmark" not in settings.without:
             self.benchmark(every, [*exported])
         if "report" not in settings.without:
-            self.do("report", lambda: ReportResult(write_report(self.journal, None)))
+            self.do("report", lambda: write_report(self.journal))
         return plans, exported
 
     def do(
@@ -431,7 +430,7 @@ class _Job:
                 self.failed.append(verb)
                 return
             self.events.result(result)
-            if getattr(result, "exit_code", 0):
+            if exit_code(result):
                 self.failed.append(verb)
             elif key:
                 self.journal.store("stage", key, done | {"outputs": self._files(*outputs)})
@@ -460,12 +459,9 @@ class _Job:
 
     def _limits(self, target: str | None) -> Limits:
         asked, share = self.settings.limits, self.settings.budget
-        if asked.max_drop is not None:
-            return Limits(max_drop=asked.max_drop)
-        if asked.max_bytes is not None:
-            return Limits(max_bytes=asked.max_bytes)
         if share is None:
-            return Limits(max_loss=asked.max_loss)
+            instead = asked.max_drop is not None or asked.max_bytes is not None
+            return replace(asked, max_loss=None) if instead else asked
         whole = sum(2 * c.parameters for c in self._opened.anatomy.components)
         if target is not None:
             whole = read_artifact(self.folder / "artifacts" / target / UNIFORM_FP16).realised_bytes

@@ -6,7 +6,6 @@ Settings that several commands pass on together are a group: a dataclass of its 
 
 from __future__ import annotations
 
-import itertools
 import re
 import types
 import typing
@@ -115,14 +114,13 @@ class Option:
     kind: Kind
     default: Any
     help: str = ""
-    metavar: str | tuple[str, ...] | None = None
+    metavar: str | None = None
     group: str = ""
     choices: Collection[str] = ()
     required: bool = False
     is_switch: bool = False
-    nargs: str | int | None = None  # as in argparse
+    nargs: str | None = None  # as in argparse
     bare: Any = None  # the value if the flag is given without one
-    repeated: bool = False
     several: bool = False  # its value is a tuple
     excludes: str = ""  # options with the same word here exclude each other
     attribute: str = ""  # the field
@@ -147,7 +145,7 @@ class Option:
 
     @property
     def has_many(self) -> bool:
-        return self.nargs in ("*", "+") or isinstance(self.nargs, int)
+        return self.nargs == "*"
 
     def read(self, text: str) -> Any:
         """Parses one word; raises KLLensError if it is not valid."""
@@ -168,10 +166,6 @@ class Option:
             return
         if isinstance(value, tuple) != self.several:
             raise self._wrong(value, "a tuple of values" if self.several else "one value")
-        if isinstance(self.nargs, int):
-            if not all(isinstance(one, tuple) and len(one) == self.nargs for one in value):
-                raise self._wrong(value, f"{self.nargs} values each time")
-            value = tuple(itertools.chain(*value))
         self._check_each(value)
 
     def _check_each(self, value: Any) -> None:
@@ -196,7 +190,7 @@ class Option:
 
     def spelled(self, value: Any) -> str:
         """The value as one string, for help and YAML."""
-        return ",".join(map(str, value)) if self.repeated or self.has_many else self.kind.spell(value)
+        return ",".join(map(str, value)) if self.has_many else self.kind.spell(value)
 
     def from_python(self, value: Any) -> Any:
         """Accepts a Python value or its command-line spelling. `check` validates it later."""
@@ -204,7 +198,7 @@ class Option:
             return (True if self.bare is None else self.bare) if value else self.default
         if isinstance(value, str | Path):
             word = self.read(str(value))
-            return (word,) if self.has_many or self.repeated else word
+            return (word,) if self.has_many else word
         if not isinstance(value, list | tuple):
             return (value,) if self.several else value
         return tuple(
@@ -217,9 +211,6 @@ class Option:
         front = [self.flag] if self.flag else []
         if self.is_switch or (self.bare is not None and value == self.bare):
             return front
-        if self.repeated:
-            each = value if self.has_many else [(one,) for one in value]
-            return [word for one in each for word in (*front, *map(str, one))]
         return [*front, *map(str, value)] if self.has_many else [*front, self.kind.spell(value)]
 
 

@@ -22,7 +22,6 @@ if TYPE_CHECKING:  # `generate` runs on small devices and loads no torch
     from kl_lens.reporting.notebook import PlottedFrontier, PlottedTable
     from kl_lens.run.records import Plan, Profile, Score, SensitivityTable
     from kl_lens.study.generate import GenerateResult
-    from kl_lens.study.inspect import InspectResult
     from kl_lens.study.run import RunResult
 
 
@@ -115,8 +114,8 @@ class Study:
         """All stages in order, for the study's target or, without one, for all targets."""
         return self._done("run", **flags)
 
-    def inspect(self, **flags: Any) -> InspectResult:
-        """The model's blocks and components."""
+    def inspect(self, **flags: Any) -> LoadedModel:
+        """The model, with its blocks and components (`anatomy`)."""
         return self._done("inspect", **flags)
 
     def calibrate(self, **flags: Any) -> StoredStatistics:
@@ -160,7 +159,7 @@ class Study:
 
     def benchmark(self, *files: Path | str, **flags: Any) -> list[Profile]:
         """Speed and memory of these files, or of all files of the run."""
-        return _complete(self._done("benchmark", artifacts=files, **flags)).report.profiles
+        return _complete(self._done("benchmark", artifacts=files, **flags)).profiles
 
     def autopsy(self, file: Path | str, **flags: Any) -> Autopsy:
         """What is wrong with a file of this model, whoever made it."""
@@ -175,7 +174,7 @@ class Study:
         """Writes the run as one HTML file and returns its path; a notebook shows the page."""
         from kl_lens.reporting.notebook import ReportFile
 
-        return ReportFile(self._done("report", **flags).path)
+        return ReportFile(self._done("report", **flags))
 
     def publish(self, to: str, **flags: Any) -> Path:
         """Writes the target's file with its model card to a folder, and uploads it unless `dry_run`."""
@@ -204,7 +203,7 @@ def evaluate(*files: Path | str, **flags: Any) -> list[Score]:
 
 def benchmark(*files: Path | str, **flags: Any) -> list[Profile]:
     """Speed and memory of exported folders or `.gguf` files."""
-    return _alone("benchmark", artifacts=files, **flags).report.profiles
+    return _alone("benchmark", artifacts=files, **flags).profiles
 
 
 def generate(file: Path | str, prompt: str, **flags: Any) -> GenerateResult:

@@ -33,5 +33,10 @@ def perform(settings: Settings, session: Session | None = None) -> Any:
     return getattr(_home(settings.verb), settings.verb)(settings, session or Session())
 
 
+def exit_code(result: Any) -> int:
+    """Of a command with this result: its own, or 1 if part of the work failed."""
+    return int(getattr(result, "exit_code", bool(getattr(result, "failures", None))))
+
+
 def _home(verb: str) -> Any:
     return importlib.import_module(f"kl_lens.study.{verb}")
