@@ -1,7 +1,7 @@
 """Our files against the quantization recipes that everybody knows, file against file.
 
     python benchmarks/rivals.py [--models reference:mamba,stressed:reference:mamba,FOLDER,…] [--targets gguf,openvino]
-                                [--files FOLDER] [--write docs/results/rivals.csv]
+                                [--write docs/results/rivals.csv]
     python benchmarks/rivals.py --below-four --targets gguf [--write docs/results/below_four.csv]
 
 For each model and target, the target's menu is measured on WikiText-2 train, with the target's own arithmetic. For
@@ -10,7 +10,7 @@ larger *on disk*. Both are written by the same exporter and judged by the runtim
 KL from the original, token perplexity, and the difference of the two KLs paired by window. AWQ with scale estimation is
 run by NNCF itself, on the FP16 graph and on the text that our methods learnt from. `--below-four`: llama.cpp's mixtures
 of 2 and 3 bits with an importance matrix, and the rule of its pull request 15550 (bits_rule.py) in their place, against
-plans with IQ2 and IQ3. `--files`: also the files FOLDER/MODEL/RIVAL.gguf that another tool made.
+plans with IQ2 and IQ3. `kl-lens evaluate` compares files that another tool made.
 A folder of models stands for all models in it. With `--write`, models that the file already has from this commit are
 not judged again.
 """
@@ -162,10 +162,6 @@ def compare(name: str, target: Target, arguments: argparse.Namespace, folder: Pa
         rivals: dict[str, Callable[[], Judged]] = {
             plan.name: lambda plan=plan: judged(plan) for plan in reversed(different.values())
         }
-        pattern = f"{shown(name).replace(':', '-')}/*{target.loads[0]}"
-        for file in sorted(arguments.files.glob(pattern)) if arguments.files else ():
-            size = file.stat().st_size
-            rivals[file.stem] = lambda file=file, size=size: judge_files(target, file, size, text, teacher)
         if target.name == "openvino" and not arguments.data_free:
             ids = session.drawn_again(statistics.identity["text"], model.task).ids
             rivals |= with_data(model, target, ids, text, teacher)
@@ -253,7 +249,6 @@ def main() -> None:
     parser.add_argument("--test-windows", type=int, default=8)
     parser.add_argument("--short", action="store_true", help="short menus")
     parser.add_argument("--below-four", action="store_true", help="GGUF at 2 to 4 bits per weight")
-    parser.add_argument("--files", type=Path, help="folder with files of other tools: MODEL/RIVAL.gguf")
     parser.add_argument(
         "--data-free", action="store_true", help="leave out recipes that NNCF learns from text"
     )

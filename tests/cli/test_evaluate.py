@@ -12,6 +12,7 @@ import pytest
 from kl_lens.cli.main import main
 from kl_lens.evaluation import evaluator, read_scores
 from kl_lens.run.folder import Run
+from kl_lens.targets.registry import describe_target
 
 pytest.importorskip("openvino", reason="needs the extra openvino")
 
@@ -151,6 +152,34 @@ def test_a_file_alone(run_folder: Path, held_out: str, capsys) -> None:
     assert [a["counterpart"] for a in beside["agreements"]] == ["torch/small as openvino"]
     named = evaluated(capsys, folder, "--run", str(run_folder), "--perplexity", held_out)
     assert [s["subject"] for s in named["scores"]] == ["original", "openvino/small"]
+
+
+def test_files_of_others_side_by_side(tiny_folder: Path, held_out: str, tmp_path: Path, capsys) -> None:
+    """Folders without our record, one for each runtime: as others publish them."""
+    formats = {"openvino": "int8", "gguf": "q8_0", "mlx": "affine8-g64", "compressed-tensors": "int8"}
+    folders = []
+    for target in (name for name in formats if describe_target(name).lacks() is None):
+        for name in (formats[target], *([] if target == "compressed-tensors" else ["fp16"])):
+            folders.append(str(tmp_path / f"{target}-{name}"))
+            export = ["export", str(tiny_folder), "--target", target, "--format", name, "--out", folders[-1]]
+            assert main([*export, *(["--without-tokenizer"] if target == "gguf" else [])]) == 0
+            Path(folders[-1], "artifact.json").unlink()
+    chart, text = tmp_path / "duel.svg", ["--perplexity", held_out, "--divergence", "--exact"]
+    found = evaluated(capsys, *folders, "--model", str(tiny_folder), *text, "--chart", str(chart))
+    entrants = found["duel"]["files"]
+    assert not found["failures"]
+    assert len(entrants) == len(folders)
+    assert [file["bytes"] for file in entrants] == sorted(file["bytes"] for file in entrants)
+    for runtime in {file["runtime"] for file in entrants} - {"compressed-tensors"}:
+        small, whole = (file for file in entrants if file["runtime"] == runtime)
+        assert small["kl_mean"]["value"] > whole["kl_mean"]["value"]
+    drawn = chart.read_text()
+    assert drawn.startswith("<svg")
+    assert all(file["file"] in drawn for file in entrants)
+    assert main(["evaluate", *folders[:2], "--model", str(tiny_folder), *text, *SHORT]) == 0
+    shown = capsys.readouterr().out
+    assert "Side by side" in shown
+    assert "Every larger file loses less" in shown
 
 
 def test_tasks_with_a_limit(run_folder: Path, tmp_path: Path, capsys) -> None:

@@ -13,6 +13,7 @@ from kl_lens import profiling
 from kl_lens.base.units import human_bytes
 from kl_lens.cli.terminal import Row, Shown, table
 from kl_lens.evaluation.autopsy import Autopsy, TensorReport
+from kl_lens.evaluation.duel import Entrant, verdicts
 from kl_lens.evaluation.scoring import AGREES, AS_DEPLOYED, DISAGREES, IN_FLOAT32, Agreement
 from kl_lens.evaluation.tasks import judge, near_chance
 from kl_lens.paper.ranking import Ranking
@@ -56,6 +57,10 @@ def json_evaluate(result: EvaluateResult) -> dict[str, Any]:
         "scores": [_labelled(score) for score in result.outcome.scores],
         "agreements": [_labelled(agreement) for agreement in result.outcome.agreements],
         "verdicts": result.verdicts,
+        "duel": {
+            "files": [_entrant_json(file) for file in result.duel],
+            "verdicts": [*verdicts(result.duel)],
+        },
         "failures": result.failures,
         "notes": result.notes,
         "files": result.written,
@@ -66,6 +71,11 @@ def _labelled(record: Score | Agreement) -> dict[str, Any]:
     """A record as JSON for people: subjects by their labels."""
     labels = {name: value.label for name, value in vars(record).items() if isinstance(value, Subject)}
     return record.to_json() | labels
+
+
+def _entrant_json(file: Entrant) -> dict[str, Any]:
+    values = {name: value.to_json() for name, value in file.values.items()}
+    return {"file": file.name, "runtime": file.runtime, "bytes": file.bytes, **values}
 
 
 def show_evaluate(result: EvaluateResult) -> Shown:
@@ -92,8 +102,25 @@ def show_evaluate(result: EvaluateResult) -> Shown:
             "again. (Arithmetic that is not modelled, for example on a GPU, can look the same.)"
         )
     yield from (text for verdict, text in _REMARKS.items() if verdict in {a.verdict for a in agreements})
+    if result.duel:
+        yield table("Side by side", [_entrant_row(file) for file in result.duel])
+        yield from [*verdicts(result.duel)] or [
+            "Every larger file loses less: none is beaten by one of its size."
+        ]
     yield from result.notes
     yield from (f"Written: {path}" for path in result.written)
+
+
+def _entrant_row(file: Entrant) -> Row:
+    kl, perplexity, same = (file.values[name] for name in ("kl_mean", "token_perplexity", "same_top"))
+    return {
+        "file": file.name,
+        "runtime": file.runtime,
+        "size": human_bytes(file.bytes),
+        "KL": with_error(kl),
+        "perplexity": fixed_with_error(perplexity, 3),
+        "same top, %": f"{100 * same.value:.2f}",
+    }
 
 
 def _task(score: Score) -> str:

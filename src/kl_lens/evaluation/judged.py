@@ -119,7 +119,8 @@ class JudgedArtifact(Judged):
             self.path, self.artifact, self.target.name, plan, self.settings.unusual
         )
         # The files that hold weights and graph.
-        names = [self.path] if self.artifact is None else [self.path / name for name in self.artifact.files]
+        own = None if self.artifact is None else [self.path / name for name in self.artifact.files]
+        names = self.target.loaded_files(self.path) if own is None else own
         self.files = tuple(path for path in names if path.is_file())
         self._seen = self._stamps()
         self._identity = content_digest(

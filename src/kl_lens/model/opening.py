@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
@@ -11,8 +12,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
 import transformers
+from tokenizers import decoders, models, pre_tokenizers
 
 from kl_lens.base.errors import CheckpointError, FormatError, one_line
 from kl_lens.base.files import reference_path
@@ -41,6 +44,7 @@ _LOADERS: dict[str, Any] = {
     TEXT: transformers.AutoModelForCausalLM,
     IMAGE: transformers.AutoModelForImageClassification,
 }
+_MARKED, _ENDS = re.compile(r"<.+>|\[.+\]"), ("<eos>", "</s>", "<|endoftext|>", "[EOS]", "[SEP]")
 _LARGEST_TOKEN = 2**24  # sixty times the largest known vocabulary
 
 
@@ -403,7 +407,8 @@ def why_not_loaded(folder: Path, config: dict[str, Any], error: Exception) -> st
 
 
 def load_tokenizer(folder: Path, override: str | Path | None, trust_remote_code: bool) -> Any | None:
-    """The tokenizer of a checkpoint, or the one at `override`: a folder, a tokenizer.json, a hub id."""
+    """The tokenizer of a checkpoint, or the one at `override`: a folder, a tokenizer.json, a list of tokens (.txt), a
+    hub id."""
     place = Path(override) if override is not None else folder
     is_file = os.path.isfile(place)
     if override is not None and not is_file and not os.path.isdir(place):
@@ -414,8 +419,10 @@ def load_tokenizer(folder: Path, override: str | Path | None, trust_remote_code:
             return None
         raise CheckpointError(f"{override} has no tokenizer (tokenizer.json, tokenizer.model or vocab.json)")
     try:
-        if is_file:
-            tokenizer: Any = transformers.PreTrainedTokenizerFast(tokenizer_file=str(place))
+        if is_file and place.suffix == ".txt":
+            tokenizer: Any = listed_tokenizer(place)
+        elif is_file:
+            tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(place))
         else:
             tokenizer = transformers.AutoTokenizer.from_pretrained(
                 place, local_files_only=True, trust_remote_code=trust_remote_code
@@ -428,6 +435,28 @@ def load_tokenizer(folder: Path, override: str | Path | None, trust_remote_code:
         return tokenizer
     except Exception as error:  # tokenizers raises bare Exception on a broken tokenizer.json
         raise CheckpointError(f"the tokenizer in {place} could not be read: {one_line(error)}") from error
+
+
+def listed_tokenizer(path: Path) -> transformers.PreTrainedTokenizerFast:
+    """From a list of tokens, one a line in the order of their ids: letters, and longer tokens such as `<eos>`. Nothing
+    is merged. Characters that are not listed are dropped, here and in llama.cpp; text with such letters is refused."""
+    lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    if bad := [line for line in lines if not line or not line.isascii() or lines.count(line) > 1]:
+        raise ValueError(f"line {lines.index(bad[0]) + 1}, {bad[0]!r}, is empty, there twice, or not ASCII")
+    bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    single = {line: bytewise.pre_tokenize_str(line)[0][0] for line in lines if len(line) == 1}
+    vocabulary = {single.get(line, line): index for index, line in enumerate(lines)}
+    backend = tokenizers.Tokenizer(models.BPE(vocabulary, []))
+    backend.pre_tokenizer, backend.decoder = bytewise, decoders.ByteLevel()
+    ends = [line for line in lines if line in _ENDS]
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, **({"eos_token": ends[0]} if ends else {})
+    )
+    longer = [line for line in lines if line not in single]
+    for special in (True, False):
+        some = [each for each in longer if bool(_MARKED.fullmatch(each)) == special]
+        tokenizer.add_tokens([tokenizers.AddedToken(t, special=special, normalized=False) for t in some])
+    return tokenizer
 
 
 def _device(

@@ -62,8 +62,8 @@ class LanguageTask:
     def require_tokenizer(self) -> Any:
         if self.tokenizer is None:
             raise CheckpointError(
-                f"{self.model_name} has no tokenizer of its own; pass one with --tokenizer FOLDER_OR_ID "
-                "(the state-spaces/* originals use GPT-NeoX's: EleutherAI/gpt-neox-20b)"
+                f"{self.model_name} has no tokenizer of its own; pass one with --tokenizer: a folder, a hub id (the "
+                "state-spaces/* originals use EleutherAI/gpt-neox-20b), or a .txt file with one token per line"
             )
         return self.tokenizer
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kl_lens.evaluation.duel import Entrant
 from kl_lens.reporting.markup import Html, clean
 
 WIDTH, HEIGHT = 380, 270
@@ -215,6 +216,20 @@ def scatter(
     both = {"x": x.encoding("x"), "y": y.encoding("y")}
     spec = {"width": width, "height": height, "config": _CONFIG, "layer": layers, "encoding": both}
     return Chart(spec)
+
+
+def sized_chart(files: Sequence[Entrant]) -> Chart:
+    """KL of files against their size, with a series for each runtime."""
+    divisor, unit = unit_of(max(file.bytes for file in files))
+    kls = [file.values["kl_mean"] for file in files]
+    x = axis(f"size of the file, {unit}", [file.bytes / divisor for file in files])
+    y = axis("KL from the original, nats", [kl.value for kl in kls])
+    ends = [(kl.value - kl.standard_error, kl.value + kl.standard_error) for kl in kls]
+    dots = [
+        Dot(f.bytes / divisor, f.kl, f"{f.name}, {f.runtime}", f.runtime, *end, label=f.name)
+        for f, end in zip(files, ends, strict=True)
+    ]
+    return scatter(x, y, dots, width=2 * WIDTH, height=HEIGHT)
 
 
 def _placed(x: Axis, y: Axis, dots: Sequence[Dot], width: int, height: int) -> dict[int, dict[str, Any]]:

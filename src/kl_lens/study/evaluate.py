@@ -14,11 +14,14 @@ import torch
 
 from kl_lens import evaluation
 from kl_lens.base.errors import KLLensError
+from kl_lens.base.files import write_text
+from kl_lens.evaluation.duel import Entrant, entrants
 from kl_lens.evaluation.evaluator import DIVERGENCE, PERPLEXITY, POSITIONS
 from kl_lens.evaluation.scoring import DISAGREES
 from kl_lens.evaluation.tasks import FAIL, chosen_tasks, judge
 from kl_lens.model import LanguageTask, LoadedModel, Task
 from kl_lens.paper import write_published
+from kl_lens.reporting.charts import sized_chart
 from kl_lens.run.folder import Run
 from kl_lens.run.samples import LONGEST, longest_window
 from kl_lens.study import settings as of
@@ -56,6 +59,7 @@ class EvaluateSettings(Settings):
     stride: of.Tokens | None = _what(None, "score only the last S tokens of each window", metavar="S")
     limit: of.Count | None = _what(None, "only the first N windows")
     tasks: Tasks = group(Tasks)
+    chart: Path | None = option(None, "a picture of the given files: KL against size", metavar="FILE.svg")
     max_drop: of.Share | None = option(None, "accuracy that a task may lose at most, such as 3% (points)")
     exact: bool = of.running(False, "compute in float32 instead of the fastest way")
     runtime: Runtime = group(
@@ -70,6 +74,8 @@ class EvaluateSettings(Settings):
         self.tasks.check()
         if self.max_drop is not None and self.tasks.tasks is None:
             raise KLLensError("--max-drop limits the accuracy that tasks lose; name tasks with --tasks")
+        if self.chart is not None and (self.chart.suffix != ".svg" or not self.artifact):
+            raise KLLensError(f"--chart {self.chart}: expected a name that ends in .svg, and files to draw")
         if self.window is not None and (self.stride or 0) > self.window:
             raise KLLensError(f"--stride {self.stride} is larger than --window {self.window}; it skips text")
         if self.positions is not None and self.stride is not None:
@@ -81,6 +87,7 @@ class EvaluateResult:
     outcome: evaluation.Outcome = field(default_factory=evaluation.Outcome)
     notes: list[str] = field(default_factory=list)
     written: list[Path] = field(default_factory=list)
+    duel: list[Entrant] = field(default_factory=list)  # two files or more that were given, by size
     max_drop: float | None = None
 
     @property
@@ -134,6 +141,13 @@ def evaluate(settings: EvaluateSettings, session: Session) -> EvaluateResult:
             asked = DEFAULT_TEXT, None if model is None else "", None
         judge.texts(*asked, window=settings.window, stride=settings.stride, limit=settings.limit)
         judge.tasks(settings.tasks, settings.window)
+        if not settings.artifact[1:]:
+            judge.result.duel.clear()
+        if settings.chart is not None:
+            if not judge.result.duel:
+                raise KLLensError("--chart draws KL against size: give two files or more, and --model")
+            write_text(settings.chart, sized_chart(judge.result.duel)._repr_svg_())
+            judge.result.written.append(settings.chart)
         return replace(judge.result, max_drop=settings.max_drop)
 
 
@@ -190,6 +204,8 @@ class Judge:
             evaluator = evaluation.Evaluator(self._journal, self._original, progress)
             try:
                 self.result.outcome.add(evaluator.judge_text(self._subjects, text, kinds))
+                if DIVERGENCE in kinds:
+                    self.result.duel[:] = entrants(self._journal, self._subjects, text)
             finally:
                 evaluator.close()
         if PERPLEXITY in kinds and self._model is not None and self._kept and self._task.generates:

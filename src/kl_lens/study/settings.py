@@ -353,7 +353,9 @@ loading = grouped("loading the model")
 class Opening:
     """How a model is opened."""
 
-    tokenizer: Place | None = loading(None, "use another tokenizer: a folder, tokenizer.json or hub id")
+    tokenizer: Place | None = loading(
+        None, "another tokenizer: folder, tokenizer.json, list of tokens (.txt), hub id"
+    )
     dtype: str = loading("float32", "data type for computing", choices=DTYPES)
     device: Device = loading(AUTO, "where to compute: cpu, cuda, cuda:1, …; auto: the GPU if there is one")
     trust_remote_code: bool = loading(False, "run the Python code that comes with the checkpoint")
@@ -484,7 +486,7 @@ of_run = partial(option, None, f"the run folder (default: {DEFAULT_RUN})")
 of_new_run = partial(option, None, "the run folder (default: runs/<model>)")
 of_model = partial(option, DEFAULT_MODEL, VERB_MODEL, positional=True, nargs="?")
 of_files = partial(
-    option, (), "exported folders or .gguf files (default: all of the run)", positional=True, nargs="*",
+    option, (), "files or folders, whoever made them (default: all of the run)", positional=True, nargs="*",
     metavar="ARTIFACT",
 )  # fmt: skip
 of_plans = partial(option, "all", "plans of the run: a, or a,b, or all", metavar="NAMES")

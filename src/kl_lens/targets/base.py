@@ -210,10 +210,14 @@ class Target(ABC):
             return place
         return place / next(name for name in read_artifact(place).files if name.endswith(self.loads))
 
+    def loaded_files(self, place: Path) -> list[Path]:
+        """The files that its runtime loads, of an exported folder or a bare file."""
+        files = sorted(place.iterdir()) if place.is_dir() else [place]
+        return [path for path in files if path.name.endswith(self.loads)]
+
     def loaded_bytes(self, place: Path) -> int:
-        """The "size" of an exported folder or a bare file: bytes of the files that its runtime loads."""
-        files = place.iterdir() if place.is_dir() else [place]
-        return sum(path.stat().st_size for path in files if path.name.endswith(self.loads))
+        """The "size" of an exported folder or a bare file."""
+        return sum(path.stat().st_size for path in self.loaded_files(place))
 
     def file_bytes(self, model: LoadedModel, plan: Plan, *, exact: bool = False) -> int:
         """`loaded_bytes` of the files that `export` would write for a plan; unless `exact`, an upper bound will do."""
@@ -227,6 +231,8 @@ class Target(ABC):
 
     def is_all_floating(self, place: Path) -> bool:
         """Whether nothing in it is quantized, so that it can serve as the FP16 baseline."""
+        if self.owns(place):
+            return False  # not known
         return all(tensor.realised.lower() in FLOATS for tensor in read_artifact(place).tensors)
 
     def contents(self, place: Path) -> Contents | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kl_lens.base.errors import TargetError
+from kl_lens.base.files import RECORD_FILE
 from kl_lens.run.records import Artifact, Plan
 from kl_lens.targets.base import Target
 from kl_lens.targets.exporting import earlier_artifact, read_artifact, require_exported
@@ -68,7 +69,8 @@ def target_of(path: Path | str) -> Target:
 
 
 def locate(path: Path | str) -> tuple[Path, Artifact | None]:
-    """The exported folder and its record, or a bare file and None. A file of an exported folder means the folder.
+    """The exported folder and its record, or a bare file and None. A file of an exported folder means the folder; a
+    folder that someone else made means its first file.
 
     Every command that opens files calls this, and nothing else guards it. Raises TargetError if files differ from what
     was exported, or if the runtime crashes on a file without a record.
@@ -82,6 +84,8 @@ def locate(path: Path | str) -> tuple[Path, Artifact | None]:
             return path, None
     elif _owner(path) or (path.suffix and not path.is_dir()):
         raise TargetError(f"{path}: no such file")
+    elif (file := _foreign(path)) is not None:
+        return locate(file)
     else:
         folder, artifact = path, read_artifact(path)
     require_exported(folder, artifact)
@@ -101,7 +105,22 @@ def dissected(path: Path) -> tuple[Target, Dissection]:
 
 
 def _owner(path: Path) -> str | None:
-    return next((name for name in TARGETS if describe_target(name).owns(path)), None)
+    """Of a bare file. Several runtimes load safetensors; what is in the folder tells which one."""
+    owners = [name for name in TARGETS if describe_target(name).owns(path)]
+    return next((name for name in owners if describe_target(name).dissects(path)), next(iter(owners), None))
+
+
+def _foreign(folder: Path) -> Path | None:
+    """The first file of a folder without a record that some runtime loads."""
+    for target in (
+        () if (folder / RECORD_FILE).exists() or not folder.is_dir() else map(describe_target, TARGETS)
+    ):
+        if target.dissects(folder):
+            files = [path for path in target.loaded_files(folder) if target.owns(path)]
+            if set(files) - set(target.loaded_files(files[0])):
+                raise TargetError(f"{folder} holds several models; name the file, such as {files[0]}")
+            return files[0]
+    return None
 
 
 def export(model: LoadedModel | Path, plan: Plan, target: str, folder: Path, **options: Any) -> Artifact:

@@ -94,6 +94,8 @@ def _file(artifact: Path, place: str | None) -> Path | None:
     where = Path(place) if place else artifact
     if where.suffix == ".json":
         return where
+    if where.suffix == ".txt":
+        return None
     folder = where.parent if where.is_file() else where
     return folder / TOKENIZER_FILE if (folder / TOKENIZER_FILE).is_file() else None
 

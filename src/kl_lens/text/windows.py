@@ -15,6 +15,7 @@ import hashlib
 import itertools
 import json
 import random
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -61,12 +62,29 @@ def token_stream(source: TextSource, tokenizer: Any) -> TokenStream:
         return _encode(source, lambda texts: tokenizer(texts, **plain)["input_ids"])
     key = (source.sha256, hashlib.sha256(backend.to_str().encode()).hexdigest())
     if key not in _streams:
+        _refuse_dropped(source, backend)
         encode = partial(backend.encode_batch_fast, add_special_tokens=False)
         _streams[key] = _encode(source, lambda texts: (each.ids for each in encode(texts)))
         if len(_streams) > _KEPT_STREAMS:
             _streams.popitem(last=False)
     _streams.move_to_end(key)
     return _streams[key]
+
+
+def _refuse_dropped(source: TextSource, backend: Tokenizer) -> None:
+    """Raises for letters and digits that become no token at all: the rest would be another text."""
+    letters = sorted({c for document in source.documents for c in set(document.text) if c.isalnum()})
+    encoded = backend.encode_batch_fast(letters, add_special_tokens=False)
+    dropped = [letter for letter, each in zip(letters, encoded, strict=True) if not each.ids]
+    if dropped:  # some may only be in the names of tokens, such as <eos>
+        known = "|".join(re.escape(token.content) for token in backend.get_added_tokens_decoder().values())
+        text = re.sub(known, "", source.joined()) if known else source.joined()
+        dropped = [letter for letter in dropped if letter in text]
+    if dropped:
+        raise TextError(
+            f"{source.label}: the tokenizer has no token for {', '.join(map(repr, dropped[:5]))}: remove such letters, "
+            "or use the tokenizer that the model was trained with"
+        )
 
 
 def _backend(tokenizer: Any) -> Tokenizer | None:

@@ -12,8 +12,9 @@ import pytest
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from kl_lens.base.errors import TargetError
+from kl_lens.base.errors import CheckpointError, TargetError, TextError
 from kl_lens.base.files import reference_path
+from kl_lens.model import load_tokenizer
 from kl_lens.run.records import Plan
 from kl_lens.targets import export as write
 from kl_lens.targets.gguf import tokenizer as gguf_tokenizer
@@ -21,7 +22,8 @@ from kl_lens.targets.gguf.export import export
 from kl_lens.targets.gguf.session import open_session
 from kl_lens.targets.gguf.tokenizer import _SPLITS, CONTROL, UNUSED, USER_DEFINED, tokenizer_data
 from kl_lens.targets.tokenizer import varied_strings
-from kl_lens.text.sources import wikitext2
+from kl_lens.text.sources import Document, TextSource, wikitext2
+from kl_lens.text.windows import draw_windows
 from tests.families import _COMMON
 from tests.targets.gguf.support import tiny
 
@@ -178,6 +180,33 @@ def test_sentencepiece(changes: dict[str, Any], prefix: bool, exact: bool, tmp_p
     session.close()
 
 
+def test_a_list_of_tokens(tmp_path: Path) -> None:
+    """Letters, a space, longer tokens, and `<eos>`; what is not listed is dropped."""
+    (tmp_path / "tokens.txt").write_text("<cls>\n<eos>\nA\nC\nG\n-\nCl\n \n")
+    tokenizer = load_tokenizer(tmp_path, tmp_path / "tokens.txt", trust_remote_code=False)
+    session, _ = _session(tokenizer, 16, tmp_path / "out")
+    for text in (
+        "<cls>ACG-A",
+        "CClA C",
+        "A\nC\n\nxG",
+        "G<eos>",
+        *varied_strings(500, special=["<eos>", "A", "Cl"]),
+    ):
+        assert session.tokenize(text) == tokenizer(text, add_special_tokens=False)["input_ids"], text
+    assert tokenizer("<cls>AC Cl-")["input_ids"] == [0, 2, 3, 7, 6, 5]
+    assert (tokenizer.decode([2, 7, 6]), tokenizer.eos_token_id) == ("A Cl", 1)
+    session.close()
+    windows = draw_windows(TextSource("t", None, (Document("t", "<cls>ACG<eos>\nGC"),)), tokenizer, 1, 4)
+    assert windows.stream_tokens == 7
+    with pytest.raises(TextError, match="t: the tokenizer has no token for 'D', 'a': remove such letters"):
+        draw_windows(TextSource("t", None, (Document("t", "<cls>ACaD"),)), tokenizer, 1, 4)
+    (tmp_path / "tokens.txt").write_text("A\n\nB\n")
+    with pytest.raises(
+        CheckpointError, match=r"tokens.txt could not be read: line 2, '', is empty, there twice"
+    ):
+        load_tokenizer(tmp_path, tmp_path / "tokens.txt", trust_remote_code=False)
+
+
 def test_a_wrong_name_is_found_when_the_file_is_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,7 +262,6 @@ CHANGES: dict[str, dict[str, Any]] = {
     "it normalises with Lowercase": {"normalizer": {"type": "Lowercase"}},
     "its pre-tokenizer is Whitespace": {"pre_tokenizer": {"type": "Whitespace"}},
     "its pre-tokenizer is ByteLevel": {"pre_tokenizer": _BYTES | {"add_prefix_space": True, "use_regex": True}},
-    "a BPE without merges": {"model": _reference()["model"] | {"merges": []}},
     "its pre-tokenizer is Split(x+)": {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [_SPLIT, _BYTES]}},
 }  # fmt: skip
 

@@ -93,6 +93,12 @@ class CompressedTensorsTarget(Target):
         """Scales, zero points and shapes are more tensors of the file's list; a shape is two numbers."""
         return 0 if fmt.name == FP16 else (2 if fmt.symmetric else 3) * _LISTED_BYTES + 16
 
+    def owns(self, path: Path) -> bool:
+        return path.suffix == SUFFIX
+
+    def loaded_files(self, place: Path) -> list[Path]:
+        return super().loaded_files(_folder(place))
+
     def dissects(self, path: Path) -> bool:
         quantization = read_json(_folder(path) / "config.json").get("quantization_config")
         return isinstance(quantization, dict) and quantization.get("quant_method") == "compressed-tensors"

@@ -112,11 +112,9 @@ class GGUFTarget(Target):
         """The first part, if there are several."""
         return parts_of(super().weight_file(place))[0]
 
-    def loaded_bytes(self, place: Path) -> int:
-        """Of all parts, even if only one is given."""
-        if not self.owns(place):
-            return super().loaded_bytes(place)
-        return sum(path.stat().st_size for path in parts_of(place))
+    def loaded_files(self, place: Path) -> list[Path]:
+        """All parts, even if only one is given."""
+        return list(parts_of(place)) if self.owns(place) else super().loaded_files(place)
 
     def how_to_run(self, repository: str, artifact: Artifact) -> str:
         file = next(name for name in artifact.files if name.endswith(SUFFIX))

@@ -22,6 +22,8 @@ BYTE_LEVEL, SENTENCEPIECE = "gpt2", "llama"  # tokenizer.ggml.model
 SPACES = "default"  # SentencePiece's pre-tokenizer: only spaces
 TOKENIZER_CHECK = "tokenizer_check"  # of an artifact's settings: input of `differing_string`
 
+# llama.cpp opens no file without merges. Text is merged from single characters on, so this one never happens.
+_NO_MERGES = (("[NO]", "[MERGE]"),)
 _LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -119,7 +121,7 @@ def tokenizer_data(tokenizer: Any, vocabulary: int, ends: Sequence[int] = ()) ->
         pre=pre,
         tokens=tokens,
         types=types,
-        merges=[" ".join(pair) for pair in merges] if model == BYTE_LEVEL else [],
+        merges=[" ".join(pair) for pair in merges or _NO_MERGES] if model == BYTE_LEVEL else [],
         scores=_scores(tokens, merges) if model == SENTENCEPIECE else [],
         special=special | _ends(list(dict.fromkeys(known)) or silent[:1], tokens, template),
         switches=_added_around(tokenizer) | switches,
@@ -164,8 +166,6 @@ def _specification(tokenizer: Any) -> dict[str, Any]:
     kind = specification["model"].get("type")
     if kind != "BPE":
         raise _unknown(f"its model is {kind}, not BPE")
-    if not specification["model"].get("merges"):
-        raise _unknown("it is a BPE without merges, which llama.cpp does not open")
     return specification
 
 

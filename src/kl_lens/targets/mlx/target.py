@@ -114,9 +114,9 @@ class MLXTarget(Target):
 
         return MLXDissection(place.parent if self.owns(place) else place, self._layout)
 
-    def loaded_bytes(self, place: Path) -> int:
-        """Of all files of a folder, even if only one is given."""
-        return super().loaded_bytes(place.parent if self.owns(place) else place)
+    def loaded_files(self, place: Path) -> list[Path]:
+        """All of a folder, even if only one is given."""
+        return super().loaded_files(place.parent if self.owns(place) else place)
 
     def contents(self, place: Path) -> Contents:
         from kl_lens.targets.mlx.session import file_contents

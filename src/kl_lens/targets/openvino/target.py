@@ -181,10 +181,12 @@ class OpenVINOTarget(Target):
         return export(model, plan, folder, **options)
 
     def try_out(self, place: Path) -> None:
-        """Opens it in this process, as sessions do. Another process would take longer, and the graph is our own."""
-        from kl_lens.targets.openvino.session import compile_graph, open_session, read_graph
+        """Opens our own graph in this process: another one would take longer."""
+        from kl_lens.targets.openvino.session import compile_graph, open_foreign, open_session, read_graph
 
-        if read_artifact(place).settings.get("with_head", True):
+        if self.owns(place):
+            open_foreign(place, SessionSettings())
+        elif read_artifact(place).settings.get("with_head", True):
             open_session(place, threads=1, cache=False)
         else:  # for benchmark_app alone
             compile_graph(read_graph(graph_file(place)), "CPU", threads=1)
@@ -227,16 +229,25 @@ class OpenVINOTarget(Target):
             'print(pipe.generate("The history of the city", max_new_tokens=40))\''
         )
 
-    def contents(self, place: Path) -> Contents:
+    def owns(self, path: Path) -> bool:
+        return path.suffix == ".xml"
+
+    def loaded_files(self, place: Path) -> list[Path]:
+        """A bare graph with its weights."""
+        return [place, place.with_suffix(".bin")] if self.owns(place) else super().loaded_files(place)
+
+    def contents(self, place: Path) -> Contents | None:
         from kl_lens.targets.openvino.dissection import graph_contents
 
-        return graph_contents(place, read_artifact(place))
+        return None if self.owns(place) else graph_contents(place, read_artifact(place))
 
     # -- running -------------------------------------------------------------------------------------------
 
     def open(self, place: Path, settings: SessionSettings, *, cold: bool = False) -> Session:
-        from kl_lens.targets.openvino.session import open_session
+        from kl_lens.targets.openvino.session import open_foreign, open_session
 
+        if self.owns(place):
+            return open_foreign(place, settings)
         return open_session(
             place, device=settings.device, threads=settings.threads, exact=settings.exact, cache=not cold
         )

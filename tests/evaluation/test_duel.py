@@ -1,0 +1,48 @@
+"""What is said about files side by side."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kl_lens.evaluation.duel import Entrant, short_names, verdicts
+from kl_lens.run.records import Estimate
+
+WINDOWS = np.array([0.9, 1.0, 1.1, 1.0, 0.95, 1.05, 1.2, 0.8])  # some are harder than others, for all files
+
+
+def entrant(name: str, size: float, kl: float, noise: float = 0.0) -> Entrant:
+    windows = kl * WINDOWS + noise * np.array([1, -1, 1, -1, -1, 1, -1, 1])
+    values = {"kl_mean": Estimate(float(windows.mean()), 0.01)}
+    return Entrant(name, "llama.cpp", int(size * 1e6), values, windows)
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ([("a", 4.0, 0.02), ("b", 4.05, 0.03)], ["a is better than b, which has the same size"]),
+        ([("a", 4.0, 0.03), ("b", 4.05, 0.02)], ["b is better than a, which has the same size"]),
+        ([("a", 4.0, 0.02, 0.004), ("b", 4.0, 0.0201)], ["a and b have the same size"]),
+        ([("a", 3.0, 0.02), ("b", 4.0, 0.03)], ["a is better than b, although it is smaller"]),
+        ([("a", 3.0, 0.03), ("b", 4.0, 0.02)], []),
+        (
+            [("a", 4.0, 0.02), ("b", 4.0, 0.03), ("c", 4.0, 0.04)],
+            ["a is better than b", "a is better than c"],
+        ),
+    ],
+)
+def test_a_sentence_for_each_file_that_is_beaten_or_level(files: list[tuple], said: list[str]) -> None:
+    found = [*verdicts([entrant(*file) for file in files])]
+    assert len(found) == len(said)
+    assert all(one.startswith(two) for one, two in zip(found, said, strict=True))
+
+
+def test_the_difference_is_paired_by_window() -> None:
+    (sentence,) = verdicts([entrant("a", 4.0, 0.02), entrant("b", 4.0, 0.03)])
+    # Both vary by 12 % from window to window; unpaired, the error would be several times as large.
+    assert "lower by 0.01 ± 0.0004 nats" in sentence
+
+
+def test_names_are_as_long_as_needed() -> None:
+    assert short_names(["/x/one.gguf", "/x/two/model.safetensors"]) == ["one.gguf", "two"]
+    assert short_names(["/x/a/q4.gguf", "/x/b/q4.gguf"]) == ["a/q4.gguf", "b/q4.gguf"]
