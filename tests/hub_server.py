@@ -7,7 +7,6 @@ import hashlib
 import json
 import re
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -38,9 +37,6 @@ class Hub:
         self.repositories: dict[str, Repository] = {}
         self.large: dict[str, bytes] = {}  # sha256 → content
         self.requests: list[str] = []
-        self.sent: Counter[str] = Counter()  # bytes by path
-        self.ranges: list[str] = []
-        self.break_after: dict[str, int] = {}  # path → bytes after which the connection is cut, once
         self.problems: list[str] = []  # what the validation of cards is to find
         self.url = self.store = ""  # of the hub, and of where large files lie: another host, as in reality
 
@@ -74,7 +70,7 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             path = unquote(urlsplit(self.path).path)
             hub.requests.append(f"{self.command} {path}")
             if match := re.fullmatch(r"/large/(\w+)/(.+)", path):
-                self._send(hub.large[match[1]], name=match[2], etag=match[1])
+                self._send(hub.large[match[1]], etag=match[1])
             elif match := re.fullmatch(r"/api/models/([\w.-]+/[\w.-]+)(?:/(revision|tree)/([^/]+))?", path):
                 self._about(match[1], match[2], match[3])
             elif match := re.fullmatch(r"/([\w.-]+/[\w.-]+)/resolve/([^/]+)/(.+)", path):
@@ -120,38 +116,22 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             content = repository.files[path]
             about = {"X-Repo-Commit": repository.commit}
             if not path.endswith(LARGE):
-                self._send(content, name=path, etag=_git_id(content), headers=about)
+                self._send(content, etag=_git_id(content), headers=about)
                 return
             digest = _sha256(content)
             hub.large[digest] = content
             about |= {"X-Linked-ETag": f'"{digest}"', "X-Linked-Size": str(len(content))}
             self._json({}, 302, about | {"Location": f"{hub.store}/large/{digest}/{path}"})
 
-        def _send(
-            self, content: bytes, *, name: str, etag: str, headers: dict[str, str] | None = None
-        ) -> None:
-            begin, end, status = 0, len(content), 200
-            if match := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
-                begin, status = int(match[1]), 206
-                end = int(match[2]) + 1 if match[2] else end
-                hub.ranges.append(f"{name} {match[0]}")
-            self.send_response(status)
+        def _send(self, content: bytes, *, etag: str, headers: dict[str, str] | None = None) -> None:
+            self.send_response(200)
             self.send_header("ETag", f'"{etag}"')
-            self.send_header("Content-Length", str(end - begin))
-            if status == 206:
-                self.send_header("Content-Range", f"bytes {begin}-{end - 1}/{len(content)}")
+            self.send_header("Content-Length", str(len(content)))
             for key, value in (headers or {}).items():
                 self.send_header(key, value)
             self.end_headers()
-            if self.command == "HEAD":
-                return
-            cut = hub.break_after.pop(name, None)
-            part = content[begin:end] if cut is None else content[begin : begin + cut]
-            hub.sent[name] += len(part)
-            self.wfile.write(part)
-            if cut is not None:
-                self.wfile.flush()
-                self.close_connection = True
+            if self.command != "HEAD":
+                self.wfile.write(content)
 
         # -- uploads -----------------------------------------------------------------------------------
 

@@ -76,16 +76,6 @@ def test_without_the_hub_the_cache_is_used_and_a_part_is_not_taken_for_the_whole
         model_folder("org/tiny")
 
 
-@pytest.mark.slow
-def test_a_cut_connection_continues_where_it_was_cut(tiny: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 10_000)  # what it keeps at a time
-    name = next(n for n in tiny.repositories["org/tiny"].files if "-00002-" in n)
-    tiny.break_after[name] = 30_000
-    folder = model_folder("org/tiny")
-    assert (folder / name).read_bytes() == tiny.repositories["org/tiny"].files[name]
-    assert tiny.ranges == [f"{name} bytes=30000-"]
-
-
 def test_a_run_records_the_commit_and_opens_it_again(tiny: Hub, tmp_path: Path) -> None:
     repository = tiny.repositories["org/tiny"]
     commit = repository.commit

@@ -21,8 +21,12 @@ from kl_lens.model import LoadedModel, load
 from kl_lens.model.streaming import CheckpointTensors
 from tests.families import CONFIGS, tiny_model, token_ids
 
+QUICK = ("mamba", "mamba2", "zamba2", "jamba_experts", "falcon_h1", "hymba")
 
-@pytest.mark.parametrize("family", CONFIGS)
+
+@pytest.mark.parametrize(
+    "family", [f if f in QUICK else pytest.param(f, marks=pytest.mark.slow) for f in CONFIGS]
+)
 def test_every_family_opens_from_a_folder(family: str, saved) -> None:
     folder = saved(family)
     model = load(folder)

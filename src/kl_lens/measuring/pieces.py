@@ -60,24 +60,21 @@ class Layout:
     slab: int = field(compare=False)  # windows whose teacher states fit into memory
     fault: str = ""  # why our kernels are not used, if they should be
 
-    def whole(self, costs: Sequence[float]) -> list[Piece]:
-        """The whole sweep, a slab at a time. `costs`: of each candidate on one window."""
-        return [self._piece(windows, self.groups, costs) for windows in ranges(self.windows, self.slab)]
-
     def spread(self, costs: Sequence[float], workers: int, each: int = 16) -> list[Piece]:
-        """About `each` pieces per worker. The windows are cut into few ranges, because a worker has to run the teacher
-        on each range that it works on."""
+        """About `each` pieces per worker, at least one for each slab. `costs`: of each candidate on one window. The
+        windows are cut into few ranges, because a worker has to run the teacher on each range that it works on."""
         batches = -(-self.windows // self.batch)
         stretch = self.batch * max(1, min(batches // max(1, workers), self.slab // self.batch))
         size = sum(costs) * self.windows / (workers * each)
         pieces = []
         for windows in ranges(self.windows, stretch):
-            some: list[Group] = []
+            some, work = list[Group](), 0.0
             for group in self.groups:
                 some.append(group)
-                if sum(_cost(g, costs) for g in some) * len(windows) >= size:
+                work += _cost(group, costs)
+                if work * len(windows) >= size:
                     pieces.append(self._piece(windows, tuple(some), costs))
-                    some = []
+                    some, work = [], 0.0
             if some:
                 pieces.append(self._piece(windows, tuple(some), costs))
         return pieces

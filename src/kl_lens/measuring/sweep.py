@@ -101,7 +101,7 @@ class Sweep:
         runner = None if self.workers else PieceRunner(job, job.engine_on(self.model, self.progress.message))
         if runner is not None:
             layout = runner.layout
-            pieces = layout.share(costs, *self.share) if self.share else layout.whole(costs)
+            pieces = layout.share(costs, *self.share) if self.share else layout.spread(costs, 1, each=1)
         else:
             assert self.workers is not None
             layout = self.workers.begin(job)

@@ -30,7 +30,6 @@ from kl_lens.base.environment import THREAD_VARIABLES, available_memory, process
 from kl_lens.base.errors import KLLensError, RunError, last_line, one_line
 from kl_lens.base.units import human_bytes
 from kl_lens.base.version import __version__
-from kl_lens.measuring.engines import DEFAULT_MEMORY, memory_on
 from kl_lens.measuring.pieces import Found, Job, Layout, Piece, PieceRunner
 from kl_lens.measuring.statistics import StoredStatistics
 from kl_lens.model import LoadedModel, load
@@ -78,7 +77,7 @@ class Order:
     how: Mapping[str, Any]  # dtype, device, …
     fingerprint: str
     threads: int = 1
-    gpus: float = 0.0
+    gpus: int = 0
     sharers: int = 1  # workers that share the memory budget
     version: tuple[str, int] = (__version__, METRICS_VERSION)
 
@@ -122,9 +121,6 @@ class Worker:
                     "without statistics"
                 )
             model.weights.learn_from(StoredStatistics.open(Path(job.run), model))
-        device, gpus = model.chain.device, self._order.gpus
-        if device.type == "cuda" and job.memory_budget == DEFAULT_MEMORY and gpus < 1:  # it shares the GPU
-            job = replace(job, memory_budget=int(memory_on(device, DEFAULT_MEMORY) * gpus))
         return PieceRunner(job, job.engine_on(model), self._order.sharers)
 
     def _opened(self) -> LoadedModel:
@@ -245,7 +241,6 @@ def hired(
     order: Order,
     count: int | None,
     ray: str | None = None,
-    gpus_each: float | None = None,
     copy_bytes: int = 0,
     say: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Workers]:
@@ -264,7 +259,7 @@ def hired(
         else:
             library = _ray(ray, count)
             ending.callback(library.shutdown)
-            order, count = _on_ray(library, ray, order, count, gpus_each)
+            order, count = _on_ray(library, ray, order, count)
         workers = Workers(lambda: _actor(library, order) if ray else _process(order), count, say)
         ending.callback(workers.close)
         yield workers
@@ -356,20 +351,17 @@ def _ray(address: str, count: int | None) -> Any:
     return ray
 
 
-def _on_ray(
-    ray: Any, address: str, order: Order, count: int | None, gpus_each: float | None
-) -> tuple[Order, int]:
-    """The order with each worker's threads and GPUs, and the number of workers."""
+def _on_ray(ray: Any, address: str, order: Order, count: int | None) -> tuple[Order, int]:
+    """The order with each worker's threads and GPU, and the number of workers."""
     there = ray.cluster_resources()
-    cpus, gpus = int(there.get("CPU", 0)), there.get("GPU", 0.0)
+    cpus, gpus = int(there.get("CPU", 0)), int(there.get("GPU", 0))
     wanted = str(order.how.get("device", "cpu"))
-    on_gpu = wanted.startswith("cuda") or (wanted == "auto" and gpus >= 1)
-    each = float(on_gpu) if gpus_each is None else gpus_each
+    each = int(wanted.startswith("cuda") or (wanted == "auto" and gpus > 0))
     nodes = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
-    count = count or (int(gpus / each) if each else len(nodes)) or 1
+    count = count or (gpus if each else len(nodes)) or 1
     if count > cpus or each * count > gpus:
         raise KLLensError(
-            f"--ray {address}: {count} workers need a CPU and {each:g} GPUs each; there are {cpus} CPUs and {gpus:g} "
+            f"--ray {address}: {count} workers need a CPU and {each} GPUs each; there are {cpus} CPUs and {gpus} "
             "GPUs; use fewer --workers"
         )
     # As many threads as possible with each worker inside one machine.

@@ -268,7 +268,7 @@ def workers_for(
     how = asdict(replace(opening, images=images))
     how |= {"task": "image" if images else None, "weights": weights, "memory_budget": room}
     order = Order(_absolute(place), how, model.fingerprint)
-    return hired(order, count, processes.ray, processes.gpus_per_worker, copy, events.note)
+    return hired(order, count, processes.ray, copy, events.note)
 
 
 def _by_default(model: LoadedModel, weights: int, budget: int, operations: float) -> int:

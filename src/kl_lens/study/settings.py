@@ -434,9 +434,6 @@ class Processes:
         "number of processes (default: several on 8 or more cores if that is faster; with --ray one per GPU, or per "
         "machine without GPUs); 1: only this process",
     )
-    gpus_per_worker: Annotated[float, number(64, of=float, metavar="G")] | None = several(
-        None, "with --ray (default: 1 if workers use GPUs; 0.5: two workers share one)"
-    )
 
 
 _tasks = grouped("tasks (lm-eval)")

@@ -34,8 +34,11 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "mlp_hidden_act": ("silu",),
     "kq_norm": ("none", None),
+    "kv_reuse_every_i_layer": (-1,),
+    "mamba_inner_layernorms": (True,),
     "memory_tokens_interspersed_every": (0,),
     "num_mamba": (1,),
+    "rope": (True,),
     "rope_type": ("ntk", "default", None),
 }
 KeysValues = tuple[Tensor, Tensor]
@@ -57,7 +60,7 @@ class HymbaConfig(PretrainedConfig):
     mlp_bias: bool = False
     initializer_range: float = 0.02
     rms_norm_eps: float = 1e-6
-    sliding_window: int | None = 1024
+    sliding_window: int = 1024
     global_attn_idx: list[int] | None = None
     kv_reuse_group: list[list[int]] | None = None
     kv_reuse_every_i_layer: int = -1
@@ -92,19 +95,14 @@ class HymbaConfig(PretrainedConfig):
 
     def keys_from(self, layer: int) -> int:
         """The layer whose keys and values this one attends to."""
-        if self.kv_reuse_group is not None:
-            return next((group[0] for group in self.kv_reuse_group if layer in group), layer)
-        every = self.kv_reuse_every_i_layer
-        return layer - layer % every if every > 0 else layer
+        return next((group[0] for group in self.kv_reuse_group or () if layer in group), layer)
 
     def is_global(self, layer: int) -> bool:
-        return self.sliding_window is None or self.global_attn_idx is None or layer in self.global_attn_idx
+        return self.global_attn_idx is None or layer in self.global_attn_idx
 
 
-def _rotated(x: Tensor, rotary: Tensor | None) -> Tensor:
+def _rotated(x: Tensor, rotary: Tensor) -> Tensor:
     """Rotary embedding of x (batch, heads, time, width)."""
-    if rotary is None:
-        return x
     first, second = x.chunk(2, -1)
     cosine, sine = rotary
     return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1).to(x.dtype)
@@ -135,16 +133,14 @@ class HymbaBlock(nn.Module):
         self.pre_avg_layernorm1, self.pre_avg_layernorm2 = (
             LlamaRMSNorm(inner, config.rms_norm_eps) for _ in range(2)
         )
-        self.with_inner_norms = config.mamba_inner_layernorms
-        if self.with_inner_norms:
-            self.dt_layernorm = LlamaRMSNorm(rank, config.rms_norm_eps)
-            self.B_layernorm, self.C_layernorm = (LlamaRMSNorm(states, config.rms_norm_eps) for _ in range(2))
+        self.dt_layernorm = LlamaRMSNorm(rank, config.rms_norm_eps)
+        self.B_layernorm, self.C_layernorm = (LlamaRMSNorm(states, config.rms_norm_eps) for _ in range(2))
 
     def forward(
         self,
         hidden_states: Tensor,
-        mask: Tensor | None = None,
-        rotary: Tensor | None = None,
+        mask: Tensor | None,
+        rotary: Tensor,
         shared: KeysValues | None = None,
         past_key_values: Any = None,
     ) -> tuple[Tensor, KeysValues]:
@@ -163,8 +159,7 @@ class HymbaBlock(nn.Module):
             )
         x = causal_conv1d_fn(x, self.conv1d.weight.squeeze(1), self.conv1d.bias, activation="silu")
         step, b, c = self.x_proj[0](x.transpose(1, 2)).split(self.scan_sizes, -1)
-        if self.with_inner_norms:
-            step, b, c = self.dt_layernorm(step), self.B_layernorm(b), self.C_layernorm(c)
+        step, b, c = self.dt_layernorm(step), self.B_layernorm(b), self.C_layernorm(c)
         scanned = mamba_selective_scan(
             x,
             self.dt_proj[0](step).transpose(1, 2),
@@ -179,9 +174,7 @@ class HymbaBlock(nn.Module):
         mean = (self.pre_avg_layernorm1(attended) + self.pre_avg_layernorm2(scanned)) / 2
         return self.out_proj(mean), shared
 
-    def _attend(
-        self, query: Tensor, shared: KeysValues, mask: Tensor | None, rotary: Tensor | None
-    ) -> Tensor:
+    def _attend(self, query: Tensor, shared: KeysValues, mask: Tensor | None, rotary: Tensor) -> Tensor:
         query = _rotated(query.unflatten(-1, (self.heads, -1)).transpose(1, 2), rotary)
         key, value = (part.repeat_interleave(self.heads // self.key_heads, 1) for part in shared)
         mixed = functional.scaled_dot_product_attention(
@@ -206,17 +199,14 @@ class HymbaDecoderLayer(nn.Module):
         super().__init__()
         self.mamba = HymbaBlock(config, layer_idx)
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-        if config.intermediate_size > 0:
-            self.moe = HymbaFeedForward(config)
-            self.pre_moe_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.moe = HymbaFeedForward(config)
+        self.pre_moe_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, hidden_states: Tensor, **arguments: Any) -> tuple[Tensor, KeysValues]:
         """Returns hidden states, and the keys and values it attended to."""
         mixed, shared = self.mamba(self.input_layernorm(hidden_states), **arguments)
         hidden_states = hidden_states + mixed
-        if hasattr(self, "moe"):
-            hidden_states = hidden_states + self.moe(self.pre_moe_layernorm(hidden_states))
-        return hidden_states, shared
+        return hidden_states + self.moe(self.pre_moe_layernorm(hidden_states)), shared
 
 
 class HymbaPreTrainedModel(PreTrainedModel):
@@ -231,8 +221,7 @@ class HymbaModel(HymbaPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(HymbaDecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.final_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-        if config.num_memory_tokens > 0:
-            self.memory_tokens = nn.Parameter(torch.randn(config.num_memory_tokens, config.hidden_size))
+        self.memory_tokens = nn.Parameter(torch.randn(config.num_memory_tokens, config.hidden_size))
         self.post_init()
 
     def forward(self, input_ids: Tensor, past_key_values: Any = None, **_: Any) -> BaseModelOutputWithPast:
@@ -241,13 +230,12 @@ class HymbaModel(HymbaPreTrainedModel):
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         hidden = self.embed_tokens(input_ids)
         length = hidden.shape[1]
-        if self.config.num_memory_tokens > 0:
-            # All of them before the first token, none later; without a branch, for tracing.
-            seen = torch.as_tensor(past).clamp(max=self.config.num_memory_tokens)
-            meta = self.memory_tokens[seen:].to(hidden.dtype)
-            hidden = torch.cat([meta.expand(hidden.shape[0], -1, -1), hidden], 1)
+        # All of them before the first token, none later; without a branch, for tracing.
+        seen = torch.as_tensor(past).clamp(max=self.config.num_memory_tokens)
+        meta = self.memory_tokens[seen:].to(hidden.dtype)
+        hidden = torch.cat([meta.expand(hidden.shape[0], -1, -1), hidden], 1)
         positions = torch.arange(hidden.shape[1], device=hidden.device) + past
-        rotary = self._rotary(positions) if self.config.rope else None
+        rotary = self._rotary(positions)
         masks = self._masks(positions, past, by_itself=past_key_values is None)
         given: dict[int, KeysValues] = {}
         for index, layer in enumerate(self.layers):
@@ -275,12 +263,12 @@ class HymbaModel(HymbaPreTrainedModel):
     def _masks(self, positions: Tensor, past: Any, *, by_itself: bool) -> dict[bool, Tensor | None]:
         """Attention masks of global layers (True) and of others; None: all earlier positions."""
         window, meta = self.config.sliding_window, self.config.num_memory_tokens
-        if by_itself and (window is None or positions.shape[0] - 1 - meta <= window):
+        if by_itself and positions.shape[0] - 1 - meta <= window:
             return {True: None, False: None}
         keys = torch.arange(positions.shape[0] + past, device=positions.device)
         distance = positions[:, None] - keys[None]
         before = distance >= 0
-        near = before if window is None else before & ((distance <= window) | (keys < meta)[None])
+        near = before & ((distance <= window) | (keys < meta)[None])
         return {True: None if by_itself else before, False: near}
 
 
