@@ -290,28 +290,18 @@ def _written(folder: Path) -> dict[Path, int]:
     return {path: path.stat().st_ino for path in folder.iterdir() if not path.name.startswith(".")}
 
 
-def test_a_streamed_export_learns_from_the_runs_statistics(
-    tiny_folder: Path, texts: dict[str, str], tmp_path: Path, capsys
+def test_an_export_from_disk_learns_from_the_runs_statistics(
+    tiny_folder: Path, texts: dict[str, str], tmp_path: Path
 ) -> None:
     pytest.importorskip("gguf", reason="needs the extra gguf")
     run = tmp_path / "run"
     export = f"export {tiny_folder} --target gguf --run {run} --format q4_0+gptq --without-tokenizer".split()
     few = f"--text {texts['learnt']} --windows 2 --window-length 32".split()
-    assert main([*export, "--stream"]) == 1
-    assert "has no run" in capsys.readouterr().err
-    Run.create(run).close()
-    assert main([*export, "--stream"]) == 1
-    err = capsys.readouterr().err
-    assert "--stream does not open the model" in err
-    assert "kl-lens calibrate" in err
-    assert err.strip().count("\n") == 0
     assert main(["calibrate", str(tiny_folder), "--run", str(run), *few]) == 0
-    assert main([*export, "--out", str(tmp_path / "opened")]) == 0
+    assert main([*export, "--out", str(tmp_path / "memory")]) == 0
     kept = _written(run / "weights/objects")
-    assert main([*export, "--stream", "--out", str(tmp_path / "streamed")]) == 0
-    opened, streamed = (read_artifact(tmp_path / name) for name in ("opened", "streamed"))
-    assert {(t.runtime_name, t.realised, t.digest) for t in opened.tensors} == {
-        (t.runtime_name, t.realised, t.digest) for t in streamed.tensors
-    }
-    assert streamed.settings["statistics"] == opened.settings["statistics"]
+    assert main([*export, "--weights", "disk", "--out", str(tmp_path / "disk")]) == 0
+    memory, disk = (read_artifact(tmp_path / name) for name in ("memory", "disk"))
+    assert disk.digests == memory.digests
+    assert disk.settings["statistics"] == memory.settings["statistics"]
     assert _written(run / "weights/objects") == kept  # taken from the shelf, not learnt again

@@ -11,7 +11,7 @@ import pytest
 from kl_lens.base.units import human_bytes
 from kl_lens.cli.main import main
 from kl_lens.run.folder import Run
-from kl_lens.targets import open_session
+from kl_lens.targets import open_session, read_artifact
 
 pytest.importorskip("gguf", reason="needs the extra gguf")
 pytest.importorskip("openvino", reason="needs the extra openvino")
@@ -80,17 +80,12 @@ def test_gguf_by_a_plan_and_by_a_format(planned_for_gguf: Path, tmp_path: Path, 
         assert json.loads(capsys.readouterr().out)["text"].strip()
 
 
-def test_a_streamed_plan_gives_the_same_file(planned_for_gguf: Path, tmp_path: Path) -> None:
+def test_weights_on_disk_give_the_same_file(planned_for_gguf: Path, tmp_path: Path) -> None:
     arguments = ["export", "--run", str(planned_for_gguf), "--target", "gguf", "--plan", "small"]
-    assert main([*arguments, "--out", str(tmp_path / "loaded")]) == 0
-    assert main([*arguments, "--stream", "--out", str(tmp_path / "streamed")]) == 0
-    from gguf import GGUFReader
-
-    tensors = []
-    for name in ("loaded", "streamed"):
-        (file,) = (tmp_path / name / "small").glob("*.gguf")
-        tensors.append({t.name: (t.tensor_type, t.data.tobytes()) for t in GGUFReader(file).tensors})
-    assert tensors[0] == tensors[1]
+    for place in ("memory", "disk"):
+        assert main([*arguments, "--weights", place, "--out", str(tmp_path / place)]) == 0
+    memory, disk = (read_artifact(tmp_path / place / "small") for place in ("memory", "disk"))
+    assert memory.digests == disk.digests
 
 
 def test_a_plan_of_another_runtime_is_refused(planned: Path, capsys) -> None:

@@ -47,9 +47,9 @@ def test_tuned_weights_reach_the_file_if_held_out_text_agrees(
     assert "tuning small" not in "".join(capsys.readouterr())
     export = ["export", "--run", str(run), "--plan", "small", "--target", "gguf", "--without-tokenizer"]
     assert main(export) == 0
-    assert main([*export, "--stream", "--out", str(tmp_path / "streamed")]) == 0
+    assert main([*export, "--weights", "disk", "--out", str(tmp_path / "disk")]) == 0
     store = load(str(tiny_folder)).with_store(folder=run / "weights").weights
-    for place in (run / "artifacts/gguf/small", tmp_path / "streamed/small"):
+    for place in (run / "artifacts/gguf/small", tmp_path / "disk/small"):
         shipped = {
             tensor.component: tensor for tensor in read_artifact(place).tensors if tensor.component in tuned
         }

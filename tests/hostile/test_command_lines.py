@@ -88,7 +88,7 @@ SLIPS = [
         "export x --target gguf --format q8_0 --static-tokens 8",
         "--static-tokens does not work with --target gguf",
     ),
-    ("export --target openvino --stream", "--stream"),
+    ("export --target openvino --weights disk", "--weights disk"),
     ("measure x --formats int4,int99", "int99"),
     ("measure x --components '('", "--components"),
     ("paper import --model x", "needs --model MODEL, and --int4 FILE"),

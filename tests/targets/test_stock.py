@@ -25,12 +25,12 @@ from tests.targets.gguf.support import _falcon_h1, _granite, tiny
 
 @pytest.fixture(scope="module")
 def mamba() -> LoadedModel:
-    return LoadedModel("mamba", Path(), tiny_model("mamba"), None)
+    return LoadedModel("mamba", Path(), tiny_model("mamba"), None, fast=False)
 
 
 @pytest.fixture(scope="module")
 def jamba() -> LoadedModel:
-    return LoadedModel("jamba", Path(), tiny_model("jamba"), None)
+    return LoadedModel("jamba", Path(), tiny_model("jamba"), None, fast=False)
 
 
 def recipes(target: str, model: LoadedModel) -> dict[str, dict[str, Recipe]]:

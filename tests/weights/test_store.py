@@ -4,23 +4,35 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 
 import pytest
 import torch
 
 from kl_lens.base.errors import FormatError, UnlearntError
-from kl_lens.measuring.perturbation import swapped
-from kl_lens.model import load
-from kl_lens.study.run import quantizing_for
-from kl_lens.targets import get_target
-from kl_lens.weights.formats import Format, Quantized, get_format, gguf_blocks, known_formats
+from kl_lens.weights.formats import Format, Quantized, get_format, known_formats
 from kl_lens.weights.quantizers import InputStatistics, Quantizer, known_quantizers, quantizer as quantizers
-from kl_lens.weights.recipes import Recipe, parsed
-from kl_lens.weights.store import GivenWeights, WeightStore
+from kl_lens.weights.recipes import Recipe
+from kl_lens.weights.store import WeightStore, state_of
 
 NAME = "layers.0.in_proj"
 INT8, DOUBLED = Recipe("int8"), Recipe("int8", "doubling")
+
+
+class GivenWeights:
+    """Matrices by name as a `WeightSource`."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
+        self._weights = weights
+
+    def weight(self, component: str) -> torch.Tensor:
+        return self._weights[component]
+
+    def state(self, component: str) -> Hashable:
+        return state_of(self._weights[component])
 
 
 @pytest.fixture
@@ -237,24 +249,3 @@ def test_a_recipe_is_the_text_that_files_hold_and_comes_back_from_another_proces
 def test_nonsense_is_refused_with_what_there_is(text: str, message: str) -> None:
     with pytest.raises(FormatError, match=message):
         Recipe.parse(text)
-
-
-pytest.importorskip("gguf", reason="needs the extra gguf")
-
-
-@pytest.mark.slow
-def test_the_cache_gets_the_original_weights_whatever_the_model_holds_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = load("reference:mamba")
-    (stock,) = [s for s in get_target("gguf").stock_recipes(model) if s.plan_name == "stock.q4_k_m"]
-    searched = {name: recipe for name, recipe in parsed(stock.assignment).items() if recipe.grid.searches}
-    expected = model.with_store().weights.digests(searched)
-    parameters = [p for name in searched for p in model.parameters_of(model.anatomy.component(name))]
-    with (
-        quantizing_for([stock], model, tmp_path) as thread,
-        swapped([(p, torch.zeros_like(p)) for p in parameters]),
-    ):
-        thread.join()
-    monkeypatch.setattr(gguf_blocks, "quantize_rows", None)  # from the cache, or not at all
-    assert model.with_store(folder=tmp_path).weights.digests(searched) == expected

@@ -63,23 +63,18 @@ class StoredStatistics:
     @classmethod
     def open(cls, run: Path, model: LoadedModel) -> StoredStatistics:
         """The statistics of a run. Raises if they are of another model, or not complete."""
-        stored = cls.of_fingerprint(run, model.fingerprint, model.source or model.name)
+        stored = cls.held_by(run)
+        if stored is None:
+            name = model.source or model.name
+            raise UnlearntError(
+                f"{run} has no statistics to learn from; gather them with: kl-lens calibrate {name} --run {run}"
+            )
+        stored._require({"version": VERSION, "model_fingerprint": model.fingerprint})
         if missing := stored._missing(model):
             raise RunError(
                 f"{stored.folder}: gathering stopped before {missing[0]} (and {len(missing) - 1} more); continue with: "
                 f"kl-lens calibrate --run {run}"
             )
-        return stored
-
-    @classmethod
-    def of_fingerprint(cls, run: Path, fingerprint: str | None, name: str = "MODEL") -> StoredStatistics:
-        """The statistics of a run, for a model that need not be opened. Raises if they are of another one."""
-        stored = cls.held_by(run)
-        if stored is None:
-            raise UnlearntError(
-                f"{run} has no statistics to learn from; gather them with: kl-lens calibrate {name} --run {run}"
-            )
-        stored._require({"version": VERSION, "model_fingerprint": fingerprint})
         return stored
 
     @classmethod

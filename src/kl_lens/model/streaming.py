@@ -1,25 +1,19 @@
-"""Reads weights one tensor at a time: from a model in memory, or from a checkpoint on disk that never is.
-
-Both use transformers' parameter names, from which component names are made. Checkpoints on disk often use older names
-or store each expert apart; `CheckpointTensors` translates.
-"""
+"""Reads weights one tensor at a time from a checkpoint that is never whole in memory, under transformers' names.
+Checkpoints often use older names or store each expert apart; `CheckpointTensors` translates."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
 from io import FileIO
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
-import transformers
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -30,61 +24,7 @@ from transformers.core_model_loading import (
 
 from kl_lens.base.environment import processors
 from kl_lens.base.errors import CheckpointError, one_line
-from kl_lens.model.anatomy import component_name
 from kl_lens.model.files import LEFT_OUT, Stored, refuse_misfits, stored_tensors, weight_files
-
-
-class TensorSource(ABC):
-    """Named tensors, read one by one; `weight` makes it a `WeightSource`."""
-
-    device = torch.device("cpu")
-    aliases: dict[str, str]  # second name of a tied weight → its first
-    shapes: dict[str, tuple[int, ...]]  # each weight once: a tied head has no entry
-
-    @cached_property
-    def _parameters(self) -> dict[str, str]:
-        return {component_name(name, len(shape)): name for name, shape in self.shapes.items()}
-
-    def place(self, name: str) -> int:
-        """Tensors with the same number are best read together."""
-        return 0
-
-    @abstractmethod
-    def read(self, name: str) -> torch.Tensor:
-        """The tensor on the CPU in its stored type."""
-
-    def weight(self, component: str) -> torch.Tensor:
-        if component not in self._parameters:
-            raise CheckpointError(f"the checkpoint has no component {component!r}")
-        return self.read(self._parameters[component])
-
-    def state(self, component: str) -> Hashable:
-        """Files are assumed not to change."""
-        return None
-
-    def close(self) -> None:  # noqa: B027 - memory needs no closing
-        """Closes open files."""
-
-
-class ModelTensors(TensorSource):
-    """The weights of a transformers model in memory."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._tensors: dict[str, torch.Tensor] = {}
-        self.aliases: dict[str, str] = {}
-        first: dict[tuple[int, tuple[int, ...]], str] = {}
-        for name, tensor in model.state_dict(keep_vars=True).items():
-            key = (tensor.data_ptr(), tuple(tensor.shape))
-            if key in first:
-                self.aliases[name] = first[key]
-            else:
-                first[key] = name
-                self._tensors[name] = tensor.detach()
-        self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
-
-    def read(self, name: str) -> torch.Tensor:
-        return self._tensors[name].cpu()
-
 
 # Names in the mamba_ssm layout; all others are in transformers' own tables.
 _MAMBA_SSM = {r"^backbone\.embedding\.": "backbone.embeddings."}
@@ -144,7 +84,7 @@ class _Assembly:
             raise CheckpointError(f"{folder}: {name} cannot be joined from {held}") from error
 
 
-class CheckpointTensors(TensorSource):
+class CheckpointTensors:
     """The weights of a checkpoint folder. safetensors are read with pread and never mapped: mapped pages count as
     memory, and the process dies if the file is truncated."""
 
@@ -154,32 +94,12 @@ class CheckpointTensors(TensorSource):
         self._readers = ThreadPoolExecutor(min(8, processors()), thread_name_prefix="kl-lens-file")
         self._files = {path: path.open("rb", buffering=0) for path in weight_files(folder)}
         self._seen = {path: _state(file) for path, file in self._files.items()}
-        self.aliases = {}
         self._assemblies = _assemblies(folder, model)
         self.shapes = {name: each.shape(folder, name) for name, each in self._assemblies.items()}
 
-    @classmethod
-    def fitting(cls, folder: Path, config: Any) -> Self:
-        """Checked against transformers' model of this configuration, with second names as aliases."""
-        try:
-            with torch.device("meta"):
-                model = transformers.AutoModelForCausalLM.from_config(config)
-        except Exception as error:  # what a library raises over a strange setting can be anything
-            reason = f"{type(error).__name__}: {one_line(error)}"
-            raise CheckpointError(f"{folder}: config.json does not describe a model ({reason})") from error
-        self = cls(folder, model)
-        join_twins(model, self.is_twice)
-        wanted = model.state_dict(keep_vars=True)
-        places = self.places(wanted, strict=False)
-        for name, tensor in wanted.items():
-            if name != (first := places[id(tensor)]):
-                self.aliases[name] = first
-                self.shapes.pop(name, None)
-        return self
-
-    def places(self, wanted: Mapping[str, torch.Tensor], *, strict: bool = True) -> dict[int, str]:
+    def places(self, wanted: Mapping[str, torch.Tensor]) -> dict[int, str]:
         """Where a model's tensors are stored, by id: a shared one under one of its names. Raises for tensors that
-        are missing or of another shape, and (`strict`) for stored ones that the model does not have."""
+        are missing or of another shape, and for stored ones that the model does not have."""
         names: dict[int, list[str]] = defaultdict(list)
         for name, tensor in wanted.items():
             names[id(tensor)].append(name)
@@ -187,7 +107,7 @@ class CheckpointTensors(TensorSource):
         refuse_misfits(
             self._folder,
             missing=[known[0] for key, known in names.items() if not stored[key]],
-            unused=self.shapes.keys() - wanted.keys() if strict else (),
+            unused=self.shapes.keys() - wanted.keys(),
             mismatched=[
                 (name, self.shapes[name], wanted[name].shape)
                 for name in filter(None, stored.values())
@@ -214,9 +134,6 @@ class CheckpointTensors(TensorSource):
         for rows in self.read(name).split(4096):
             digest.update((rows.float() + 0.0).contiguous().numpy().data)
         return digest.digest()
-
-    def place(self, name: str) -> int:
-        return list(self._files).index(self._assemblies[name].parts[0][1].path)
 
     def stored_bytes(self, name: str) -> int:
         return sum(part.bytes for _, part in self._assemblies[name].parts)

@@ -22,8 +22,8 @@ from kl_lens.base.files import replacing
 from kl_lens.measuring.statistics import StoredStatistics
 from kl_lens.model import LoadedModel
 from kl_lens.run.records import Component, Plan
-from kl_lens.targets.gguf.export import source_of, tensor_jobs
-from kl_lens.targets.gguf.writer import FLOAT32, TensorJob
+from kl_lens.targets.gguf.export import tensor_jobs
+from kl_lens.targets.gguf.writer import FLOAT32, ModelTensors, TensorJob
 from kl_lens.weights.formats import Format
 from kl_lens.weights.formats.gguf_blocks import gguf_module
 from kl_lens.weights.formats.integer import GroupedFormat, SignedScaleFormat, ZeroPointFormat
@@ -353,8 +353,7 @@ def _write_for_llama_cpp(
 
 def _jobs(model: LoadedModel, plan: Plan) -> list[TensorJob]:
     """The matrices of the GGUF file whose type `llama-quantize` chooses."""
-    with source_of(model) as source:
-        jobs = tensor_jobs(source, plan, fallback=False)
+    jobs = tensor_jobs(model, ModelTensors(model), plan, fallback=False)
     chosen = []
     for job in jobs:
         if any(part in job.rule.name for part in _KEPT):

@@ -8,17 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from kl_lens import planning
-from kl_lens.base.errors import FormatError, PlanError, RunError, UnlearntError
+from kl_lens.base.errors import FormatError, PlanError
 from kl_lens.base.units import human_bytes, parse_names
-from kl_lens.measuring.statistics import StoredStatistics
 from kl_lens.measuring.sweep import model_identity
-from kl_lens.model import LoadedModel, load_tokenizer, model_folder
+from kl_lens.model import LoadedModel
 from kl_lens.run.folder import Run, named_plans
 from kl_lens.run.records import Artifact, Plan
 from kl_lens.run.subjects import artifact_digest, plan_digest
 from kl_lens.study import settings as of
 from kl_lens.study.events import Events
-from kl_lens.study.session import QUANTIZED, Session
+from kl_lens.study.session import Session
 from kl_lens.study.settings import Kind, Opening, Option, Settings, group, option
 from kl_lens.targets import TARGETS, describe_target, earlier_artifact, export as write_files, get_target
 from kl_lens.weights.recipes import FP16, Recipe, parsed
@@ -68,11 +67,7 @@ class ExportSettings(Settings):
     )
     out: of.Directory | None = option(None, "where to write (default: RUN/artifacts/TARGET)")
     options: Mapping[str, Any] = field(default_factory=dict, metadata={"spread": _target_options})
-    stream: bool = option(
-        False,
-        "read the checkpoint one tensor at a time, for large models and targets that support it; the weights are then "
-        "not compared with the run's (--format always streams if possible)",
-    )
+    weights: str = of.place_of_weights()
 
     def check(self) -> None:
         super().check()
@@ -83,8 +78,10 @@ class ExportSettings(Settings):
                 "--format exports a whole model: name it, as in: kl-lens export MODEL --format q8_0"
             )
         target = describe_target(self.target)
-        if self.stream and not target.streams:
-            raise PlanError(f"--stream does not work with --target {target.name}: it needs the whole model")
+        if self.weights == of.DISK and not target.streams:
+            raise PlanError(
+                f"--weights disk does not work with --target {target.name}: it needs the whole model"
+            )
         unknown = set(self.options) - {each.keyword for each in target.options}
         for each in _target_options(""):
             if each.name in unknown:
@@ -98,15 +95,11 @@ class ExportResult:
 
 def export(settings: ExportSettings, session: Session) -> ExportResult:
     target, name, recipe = get_target(settings.target), settings.model or "", settings.format
-    files = Files(settings.target, session.events, dict(settings.options), settings.opening)
-    weights = None if target.streams else of.MEMORY  # where they must be; None: anywhere
-    model: LoadedModel | Path
+    files = Files(settings.target, session.events, dict(settings.options))
+    weights = settings.weights if target.streams else of.MEMORY
     if recipe is None:
         with Run.open(Path(settings.run or of.DEFAULT_RUN)) as run:
-            if settings.stream:
-                model = model_folder(settings.model or run.identity["source"])
-            else:
-                model = session.model_of(run, settings.model, settings.opening, weights=weights)
+            model = session.model_of(run, settings.model, settings.opening, weights=weights)
             names = named_plans(settings.plan)
             if names is None:
                 names = tuple(sorted(path.stem for path in (run.folder / "plans").glob("*.json")))
@@ -114,21 +107,13 @@ def export(settings: ExportSettings, session: Session) -> ExportResult:
                 raise PlanError(f"{run.folder} has no plans; make some with: kl-lens plan")
             run.note_command(["kl-lens", *of.command_of(settings)])
             return files.of_plans(run, model, names, settings.out)
-    if target.streams and (settings.stream or not _learns(recipe)):
-        # Read one tensor at a time, so that a large model is never in memory.
-        model = model_folder(name)
-        plan = target.uniform_plan(model, recipe)
-    else:
-        model = session.model(name, settings.opening, weights=weights)
-        assignment = {} if recipe in (FP16, "f16") else {c.name: recipe for c in model.anatomy.candidates}
-        plan, name = Plan(f"uniform_{recipe.replace('+', '.')}", assignment, "--format"), model.name
-    folder = of.new_run_folder(settings.run, name)
+    model = session.model(name, settings.opening, weights=weights)
+    assignment = {} if recipe in (FP16, "f16") else {c.name: recipe for c in model.anatomy.candidates}
+    plan = Plan(f"uniform_{recipe.replace('+', '.')}", assignment, "--format")
+    folder = of.new_run_folder(settings.run, model.name)
     place = settings.out or folder / "artifacts" / settings.target / plan.name
     if not _learns(recipe):
         return ExportResult([(place, files.written(model, plan, place))])
-    if isinstance(model, Path):
-        with Run.open(folder) as run:
-            return ExportResult([(place, files.in_run(run, model, plan, place))])
     model = session.in_run(model, folder)  # with the statistics of the run
     plan = replace(plan, statistics=model.weights.learnt_by([Recipe.parse(recipe)]))
     with Run.create(folder) as run:
@@ -151,12 +136,11 @@ class Files:
     target: str
     events: Events
     options: dict[str, Any] = field(default_factory=dict)  # of the target; `fallback` may be given to any
-    opening: Opening = field(default_factory=Opening)
 
     def of_plans(
-        self, run: Run, model: LoadedModel | Path, names: Sequence[str], out: Path | None = None
+        self, run: Run, model: LoadedModel, names: Sequence[str], out: Path | None = None
     ) -> ExportResult:
-        """The files of a run's plans. `model`: a folder is read one tensor at a time."""
+        """The files of a run's plans."""
         components = run.table().components
         paths = [planning.plan_path(run.folder / "plans", name) for name in names]
         made = []
@@ -166,33 +150,21 @@ class Files:
             made.append((place, self.in_run(run, model, plan, place)))
         return ExportResult(made)
 
-    def in_run(self, run: Run, model: LoadedModel | Path, plan: Plan, folder: Path) -> Artifact:
+    def in_run(self, run: Run, model: LoadedModel, plan: Plan, folder: Path) -> Artifact:
         """A file that the run records."""
-        extra: dict[str, Any] = {}
-        fingerprint = run.identity.get("model_fingerprint")
-        if isinstance(model, LoadedModel):
-            self._quantize(model, plan)
-        else:
-            extra = {"fingerprint": fingerprint, "weights_folder": run.folder / QUANTIZED}
-            if any(map(_learns, plan.assignment.values())):
-                try:
-                    extra["statistics"] = StoredStatistics.of_fingerprint(run.folder, fingerprint)
-                except (RunError, UnlearntError) as error:
-                    raise RunError(f"--stream does not open the model: {error}") from error
-        artifact = self.written(model, plan, folder, **extra)
-        digest = plan_digest(plan.assignment, fingerprint, plan.statistics or run.statistics)
+        self._quantize(model, plan)
+        artifact = self.written(model, plan, folder)
+        digest = plan_digest(plan.assignment, model.fingerprint, plan.statistics or run.statistics)
         about = {"folder": str(folder.resolve()), "of_plan": digest}
         run.store("artifact", f"{self.target}/{plan.name}", artifact.to_json() | about)
         return artifact
 
-    def written(self, model: LoadedModel | Path, plan: Plan, folder: Path, **extra: Any) -> Artifact:
+    def written(self, model: LoadedModel, plan: Plan, folder: Path) -> Artifact:
         """A file, and a warning if it replaces another of the same name."""
         known = {each.keyword for each in get_target(self.target).options}
-        extra |= {name: value for name, value in self.options.items() if name in known}
-        if isinstance(model, Path) and self.opening.tokenizer is not None:
-            extra["tokenizer"] = load_tokenizer(model, self.opening.tokenizer, self.opening.trust_remote_code)
+        options = {name: value for name, value in self.options.items() if name in known}
         earlier = earlier_artifact(folder)
-        artifact = write_files(model, plan, self.target, folder, **extra)
+        artifact = write_files(model, plan, self.target, folder, **options)
         if earlier is not None and artifact_digest(earlier) != artifact_digest(artifact):
             size = human_bytes(earlier.realised_bytes)
             self.events.warn(f"{folder}: the files of an earlier export ({size}) were replaced")

@@ -9,13 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import shutil
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +21,6 @@ import psutil
 import torch
 
 from kl_lens import evaluation, planning, profiling
-from kl_lens.base.accelerators import on_host
 from kl_lens.base.environment import processors
 from kl_lens.base.errors import KLLensError, PlanError, TargetError, UnsupportedError
 from kl_lens.base.files import write_text
@@ -45,7 +41,7 @@ from kl_lens.run.records import Plan
 from kl_lens.study import benchmark, calibrate, evaluate, export, measure, paper, plan, settings as of
 from kl_lens.study.events import JobEstimate, StageCost, going_on
 from kl_lens.study.planner import TargetPlanner
-from kl_lens.study.session import QUANTIZED, Session
+from kl_lens.study.session import Session
 from kl_lens.study.settings import Calibration, HeldOut, Limits, Opening, Processes, Tasks, group, option
 from kl_lens.study.verbs import exit_code
 from kl_lens.targets import (
@@ -56,10 +52,8 @@ from kl_lens.targets import (
     read_artifact,
     usual_targets,
 )
-from kl_lens.targets.base import StockRecipe
 from kl_lens.weights.formats import get_format
-from kl_lens.weights.recipes import FP16, Recipe, parsed
-from kl_lens.weights.store import GivenWeights, WeightStore
+from kl_lens.weights.recipes import FP16, Recipe
 
 UNIFORM_FP16 = "uniform_fp16"
 PAPER_FORMATS = ("int4", "int8")
@@ -382,8 +376,7 @@ class _Job:
         exported: dict[str, Path] = {}
         self.calibrate(usable)
         for target in aims:
-            with self._meanwhile(target):
-                self.measure(target, self._menu(target), self._limits(target))
+            self.measure(target, self._menu(target), self._limits(target))
             self.plan(target)
             # A file that can be used, at once: who stops here keeps it.
             if target is not None and self.export(target, [settings.recommended(target)]):
@@ -474,15 +467,6 @@ class _Job:
         components = self.journal.table().components
         paths = sorted((self.folder / "plans").glob("*.json"))
         return {path.stem: planning.read_plan(path, components) for path in paths}
-
-    def _meanwhile(self, target: str | None) -> AbstractContextManager[object]:
-        """While a GPU measures, the CPU quantizes for stock recipes."""
-        model, rivals = self._opened, self.settings.rivals
-        in_memory = model.chain.device.type == "cuda" and model.residency is None
-        if target is None or rivals == NONE or not in_memory:
-            return nullcontext()
-        stock = [one for one in get_target(target).stock_recipes(model) if one.usual or rivals == plan.ALL]
-        return quantizing_for(stock, model, self.folder / QUANTIZED)
 
     # -- stages -------------------------------------------------------------------------------------------------
 
@@ -590,7 +574,7 @@ class _Job:
         """Whether the plans were exported. An architecture that the runtime does not support is not a failure."""
         folder = self.folder / "artifacts" / target
         # `fallback`: formats the runtime cannot hold are replaced; the export's table says which and why.
-        files = export.Files(target, self.events, {"fallback": True}, self.settings.opening)
+        files = export.Files(target, self.events, {"fallback": True})
         try:
             self.do(
                 "export",
@@ -660,52 +644,6 @@ class _Job:
             inputs=" ".join([self._files(*artifacts), *(get_target(name).version for name in targets)]),
             optional=True,
         )  # fmt: skip
-
-
-class _Originals(GivenWeights):
-    """Matrices on a GPU, copied to the host one at a time."""
-
-    def weight(self, component: str) -> torch.Tensor:
-        return on_host(super().weight(component))
-
-
-@contextmanager
-def quantizing_for(
-    stock: Iterable[StockRecipe], model: LoadedModel, folder: Path
-) -> Iterator[threading.Thread]:
-    """Within, a thread makes the stock recipes' weights that only ggml's own code makes, and puts them into the cache
-    `folder`, where `plan` and `export` find them. What it has not begun at the end, they make themselves."""
-    wanted = dict.fromkeys(
-        (component, recipe)
-        for one in stock
-        for component, recipe in parsed(one.assignment).items()
-        if recipe.quantizer.is_expensive(recipe.grid) and not recipe.quantizer.learns
-    )
-    # Taken now: while it is measured, the model has other weights. The model's own store limits the cache.
-    originals = {name: model.tensor(model.anatomy.component(name).weight) for name, _ in wanted}
-    store = WeightStore(_Originals(originals), folder=folder, disk_budget=sys.maxsize, memory_budget=0)
-    stopped = threading.Event()
-
-    def work() -> None:
-        if sys.platform == "linux":  # what is measured must not wait for it; its threads inherit this
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
-        device = model.chain.device
-        with suppress(Exception):  # `plan` meets the same error and reports it
-            # A stream of its own, so that copies do not wait for what is being measured.
-            if device.type == "cuda":
-                torch.cuda.set_stream(torch.cuda.Stream(device))  # of this thread
-            for component, recipe in wanted:
-                if stopped.is_set():
-                    return
-                store.quantized(component, recipe)
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    try:
-        yield thread
-    finally:
-        stopped.set()
-        thread.join()
 
 
 def _digest(*parts: bytes) -> str:

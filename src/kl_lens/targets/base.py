@@ -99,7 +99,7 @@ class Target(ABC):
     options: ClassVar[tuple[ExportOption, ...]] = ()  # of its export, besides model, plan and folder
     usual: ClassVar[bool] = True  # `kl-lens run` makes its files unasked, where its packages are installed
     recipe_tool: ClassVar[str | None] = None  # of `handover.TOOLS`: the runtime's own quantizer
-    streams: ClassVar[bool] = False  # whether `export` also takes a checkpoint folder, tensor by tensor
+    streams: ClassVar[bool] = False  # whether `export` also takes a model whose weights stay on disk
     published: ClassVar[Any] = (
         None  # the benchmark program that publications quote, as `openvino.target.BenchmarkApp`
     )
@@ -160,7 +160,7 @@ class Target(ABC):
     # -- files ---------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def write(self, model: LoadedModel | Path, plan: Plan, folder: Path, **options: Any) -> Artifact:
+    def write(self, model: LoadedModel, plan: Plan, folder: Path, **options: Any) -> Artifact:
         """Writes only the files, to an empty folder. `exporting.py` has what targets share."""
 
     def try_out(self, place: Path) -> str | None:
@@ -169,7 +169,7 @@ class Target(ABC):
             session.step(0)
         return None
 
-    def export(self, model: LoadedModel | Path, plan: Plan, folder: Path, **options: Any) -> Artifact:
+    def export(self, model: LoadedModel, plan: Plan, folder: Path, **options: Any) -> Artifact:
         """Writes the files and their record (`artifact.json`), in place of an earlier export's.
 
         On an error, or if the runtime cannot open the files, the folder stays as it was.
@@ -195,10 +195,6 @@ class Target(ABC):
         for name in set(earlier.files if earlier else ()) - set(artifact.files):
             (folder / name).unlink(missing_ok=True)
         return artifact
-
-    def uniform_plan(self, folder: Path, format_name: str) -> Plan:
-        """One format for everything in a checkpoint, without loading it; only for targets that stream."""
-        raise NotImplementedError
 
     def owns(self, path: Path) -> bool:
         """Whether a bare file is this target's, judged by its name only."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -264,6 +265,18 @@ def same(found: Any, expected: Any) -> bool:
     if isinstance(expected, float) and isinstance(found, int | float):
         return math.isclose(found, expected, rel_tol=1e-5)
     return bool(found == expected)
+
+
+def other_settings(
+    found: Mapping[str, Any], expected: Mapping[str, Any], without_effect: re.Pattern[str]
+) -> list[Disagreement]:
+    """Keys of two config.json that differ; what nothing is computed with, or one of them lacks, says nothing."""
+    return [
+        setting(f"config.json: {key}", found[key], value, "take it from the original's config.json")
+        for key, value in expected.items()
+        if key in found and isinstance(value, int | float | str | list)
+        if not without_effect.search(key) and not same(found[key], value)
+    ]
 
 
 def _shown(value: Any) -> str:

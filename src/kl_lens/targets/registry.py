@@ -123,8 +123,8 @@ def _foreign(folder: Path) -> Path | None:
     return None
 
 
-def export(model: LoadedModel | Path, plan: Plan, target: str, folder: Path, **options: Any) -> Artifact:
-    """Writes the plan as files of a target, with their record. Targets that stream also take a checkpoint folder."""
+def export(model: LoadedModel, plan: Plan, target: str, folder: Path, **options: Any) -> Artifact:
+    """Writes the plan as files of a target, with their record."""
     return get_target(target).export(model, plan, Path(folder), **options)
 
 

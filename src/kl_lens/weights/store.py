@@ -295,21 +295,6 @@ def moved(quantized: Quantized, device: torch.device) -> Quantized:
     return made.known_as(quantized.digest) if "digest" in vars(quantized) else made
 
 
-class GivenWeights:
-    """Matrices by name as a `WeightSource`."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
-        self._weights = weights
-
-    def weight(self, component: str) -> torch.Tensor:
-        return self._weights[component]
-
-    def state(self, component: str) -> Hashable:
-        return state_of(self._weights[component])
-
-
 class DiskCache:
     """Content-addressed, atomic, safe to delete. What another process wrote is checked.
 

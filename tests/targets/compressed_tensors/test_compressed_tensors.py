@@ -40,7 +40,7 @@ FAMILIES = (*QUICK, "jamba", "jamba_experts", "bamba", "nemotron_h", "zamba2", "
 
 
 def _model(family: str) -> LoadedModel:
-    return LoadedModel(family, Path(), tiny_model(family), None)
+    return LoadedModel(family, Path(), tiny_model(family), None, fast=False)
 
 
 def _in_turn(model: LoadedModel) -> Plan:
@@ -196,6 +196,7 @@ def test_vllm_writes_the_same_text(format_name: str, tmp_path: Path) -> None:
     assert f"TOKENS {json.dumps(tokens)}" in ran.stdout, ran.stderr[-2000:]
 
 
+@pytest.mark.slow  # test_toy_target.py is quick and goes through every verb
 def test_every_verb(
     tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

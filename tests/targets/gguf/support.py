@@ -13,8 +13,8 @@ import transformers
 from kl_lens.model.anatomy import component_name
 from kl_lens.model.kernels import fast_kernels
 from kl_lens.model.opening import LoadedModel
-from kl_lens.model.streaming import ModelTensors
 from kl_lens.run.records import Artifact, Plan
+from kl_lens.targets.gguf.writer import ModelTensors
 from kl_lens.weights.formats import get_format
 from kl_lens.weights.recipes import Recipe
 from tests import families
@@ -121,12 +121,12 @@ def tiny(
     for buffer_name, buffer in model.named_buffers():
         if buffer_name.endswith(("e_score_correction_bias", "expert_bias")):
             buffer.uniform_(-0.3, 0.3)
-    return LoadedModel(name, Path("."), model, tokenizer)
+    return LoadedModel(name, Path("."), model, tokenizer, fast=False)  # ours would be compiled first
 
 
 def matrices(model: LoadedModel) -> dict[str, tuple[int, ...]]:
     """Component → shape, of everything with rows and columns (norms and biases have none)."""
-    shapes = ModelTensors(model.model).shapes
+    shapes = ModelTensors(model).shapes
     return {component_name(name, len(shape)): shape for name, shape in shapes.items() if len(shape) >= 2}
 
 

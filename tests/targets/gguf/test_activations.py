@@ -134,7 +134,7 @@ def test_each_component_alone_as_llama_cpp_computes_it(name: str, component: str
     original = torch_logits(model, ids)
     planned = "fp16" if component.endswith("dt_proj") else "q8_0"
     exact = dict.fromkeys(matrices(model), "fp32")
-    artifact = export(model, Plan("p", exact | {component: planned}, "test"), tmp_path, fingerprint="-")
+    artifact = export(model, Plan("p", exact | {component: planned}, "test"), tmp_path)
     with open_session(tmp_path / artifact.files[0], threads=1, exact=True) as session:
         found = np.stack([session.step(int(token)) for token in ids[0]])
     formats = quantize_weights(model, artifact)
@@ -178,7 +178,7 @@ def test_predicted_kl_is_the_kl_of_the_file(
     text = torch.tensor(ids[: windows * 256]).reshape(windows, 256)
     teacher = torch_logits(model, text)
     plan = Plan("p", {c.name: format_name for c in model.anatomy.candidates}, "test")
-    artifact = export(model, plan, tmp_path, fingerprint="-")
+    artifact = export(model, plan, tmp_path)
     with open_session(tmp_path / artifact.files[0], threads=1) as session:
         found = np.concatenate([session.logits(window.tolist()) for window in text])
     formats = quantize_weights(model, artifact)

@@ -9,15 +9,14 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
 
-from kl_lens.base.errors import CheckpointError, FormatError, PlanError, TargetError
+from kl_lens.base.errors import FormatError, PlanError, TargetError
 from kl_lens.model.anatomy import component_name
-from kl_lens.model.opening import load
-from kl_lens.model.streaming import ModelTensors
+from kl_lens.model.opening import LoadedModel, load
 from kl_lens.run.records import Artifact, Plan
 from kl_lens.targets.gguf.architectures import check_complete, get_architecture
 from kl_lens.targets.gguf.export import export
+from kl_lens.targets.gguf.writer import ModelTensors
 from kl_lens.weights.formats import get_format
 from tests import families
 from tests.families import _COMMON, tiny_model
@@ -92,27 +91,27 @@ QUICK = ("mamba", "falcon_h1 tied, without norm", "granitemoehybrid", "qwen3_5_m
     "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in support.CONFIGS]
 )
 def test_every_component_is_in_the_file_from_memory_as_from_shards(name: str, tmp_path: Path) -> None:
-    """A streamed folder, in the names and shapes that checkpoints have on disk, gives the same file."""
+    """Weights on disk, in the names and shapes that checkpoints have there, give the same file."""
     model = tiny(name)
     folder = tmp_path / "tiny"
     model.model.save_pretrained(folder, max_shard_size="60KB")
     assert len(list(folder.glob("*.safetensors"))) > 1
     plan = uniform(model, "q8_0")
-    one = export(model, plan, tmp_path / "memory", fingerprint="-")
-    two = export(folder, plan, tmp_path / "streamed", fingerprint="-")
+    one = export(model, plan, tmp_path / "memory")
+    two = export(load(folder, weights="disk"), plan, tmp_path / "disk")
     stored = _tensors(tmp_path / "memory" / one.files[0])
-    assert stored == _tensors(tmp_path / "streamed" / two.files[0])
-    assert set(one.tensors) == set(two.tensors)
+    assert stored == _tensors(tmp_path / "disk" / two.files[0])
+    assert one.tensors == two.tensors
     assert ("output.weight" in stored) != bool(model.config.tie_word_embeddings)  # a tied head is one tensor
     components, buffers = {c.name for c in model.anatomy.components}, dict(model.model.named_buffers())
-    shapes = ModelTensors(model.model).shapes
+    shapes = ModelTensors(model).shapes
     assert {component_name(n, len(shape)) for n, shape in shapes.items() if n not in buffers} == components
     assert components <= {t.component for t in one.tensors}
 
 
 def test_every_leftover_is_named() -> None:
     model = tiny("jamba")
-    shapes = ModelTensors(model.model).shapes
+    shapes = ModelTensors(model).shapes
     rules = get_architecture("jamba").tensors(model.config, shapes)
     with pytest.raises(TargetError, match=r"no tensor of the file takes: model\.unknown"):
         check_complete(rules, {**shapes, "model.unknown": (1,)})
@@ -140,7 +139,7 @@ def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     with torch.no_grad():
         model.model.backbone.layers[3].mixer.out_proj.weight[0, 0] = float("nan")
     with pytest.raises(FormatError, match=r"layers\.3\.mixer\.out_proj: has NaN"):
-        export(model, Plan("p", {}, "test"), tmp_path, fingerprint="-")
+        export(model, Plan("p", {}, "test"), tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == [artifact.files[0]]
     assert (tmp_path / artifact.files[0]).read_bytes() == before
 
@@ -158,35 +157,17 @@ def test_of_a_model_that_sees_images_the_language_model_is_exported(family: str,
     getattr(transformers, f"{title}ForConditionalGeneration")(config).save_pretrained(tmp_path / "m")
     model = load(tmp_path / "m")
     assert model.config.model_type == f"{family}_text"
-    assert load(tmp_path / "m", weights="disk").fingerprint == model.fingerprint
-    one, two = (
-        export(source, Plan("p", {}, "test"), tmp_path / place, fingerprint="-")
-        for source, place in ((model, "memory"), (tmp_path / "m", "streamed"))
-    )
-    assert _tensors(tmp_path / "memory" / one.files[0]) == _tensors(tmp_path / "streamed" / two.files[0])
+    on_disk = load(tmp_path / "m", weights="disk")
+    one = export(model, Plan("p", {}, "test"), tmp_path / "memory")
+    two = export(on_disk, Plan("p", {}, "test"), tmp_path / "disk")
+    files = tmp_path / "memory" / one.files[0], tmp_path / "disk" / two.files[0]
+    assert files[0].read_bytes() == files[1].read_bytes()
 
 
-def test_the_layout_of_the_state_spaces_originals(tmp_path: Path) -> None:
-    model = tiny_model("mamba2")
-    folder = tmp_path / "original"
-    folder.mkdir()
-    names = {"backbone.embeddings.weight": "backbone.embedding.weight"}
-    weights = {names.get(n, n): t.clone() for n, t in model.state_dict().items() if n != "lm_head.weight"}
-    save_file(weights, folder / "model.safetensors")
-    ssm = {"layer": "Mamba2", "d_state": 16, "headdim": 16}
-    config = {"d_model": 64, "n_layer": 4, "vocab_size": 97, "pad_vocab_size_multiple": 1, "ssm_cfg": ssm}
-    (folder / "config.json").write_text(json.dumps(config))
-    streamed = export(folder, Plan("p", {}, "test"), tmp_path / "a", fingerprint="-")
-    in_memory = export(load(folder), Plan("p", {}, "test"), tmp_path / "b", fingerprint="-")
-    assert _tensors(tmp_path / "a" / streamed.files[0]) == _tensors(tmp_path / "b" / in_memory.files[0])
-
-
-def test_folders_that_cannot_be_exported(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"no config\.json"):
-        export(tmp_path, Plan("p", {}, "test"), tmp_path / "out")
-    tiny_model("llama").save_pretrained(tmp_path / "llama")
+def test_models_that_cannot_be_exported(tmp_path: Path) -> None:
+    model = LoadedModel("tiny", tmp_path, tiny_model("llama"), None)
     with pytest.raises(TargetError, match=r"llama\.cpp runs llama models, but KL Lens does not write .* yet"):
-        export(tmp_path / "llama", Plan("p", {}, "test"), tmp_path / "out")
+        export(model, Plan("p", {}, "test"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

@@ -13,7 +13,7 @@ import pytest
 import transformers
 
 from kl_lens.base.files import reference_path
-from kl_lens.model.opening import LoadedModel
+from kl_lens.model.opening import LoadedModel, load
 from kl_lens.run.records import Plan
 from kl_lens.study.study import generate
 from kl_lens.targets import export, get_target, locate, open_session
@@ -64,7 +64,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def exported(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("files")
-    export(checkpoint, Plan("p", {}, "test"), "gguf", folder)
+    export(load(checkpoint), Plan("p", {}, "test"), "gguf", folder)
     return folder
 
 
@@ -130,7 +130,7 @@ def test_names_by_the_convention(tmp_path: Path) -> None:
 
 def test_parts(checkpoint: Path, exported: Path, tmp_path: Path) -> None:
     target = get_target("gguf")
-    artifact = export(checkpoint, Plan("p", {}, "test"), "gguf", tmp_path, part_bytes=30_000)
+    artifact = export(load(checkpoint), Plan("p", {}, "test"), "gguf", tmp_path, part_bytes=30_000)
     assert len(artifact.files) > 2
     assert artifact.files[0] == f"Tiny-Mamba-292K-Instruct-v0.2-F16-00001-of-{len(artifact.files):05}.gguf"
     sizes = [(tmp_path / name).stat().st_size for name in artifact.files]

@@ -37,7 +37,7 @@ def test_float32_logits_equal_pytorch(name: str, tmp_path: Path) -> None:
     """F32 weights and F32 attention: whatever is left is the order of additions (logits have size 1)."""
     model = tiny(name)
     expected = torch_logits(model, IDS)
-    artifact = export(model, uniform(model, "fp32"), tmp_path, fingerprint="-")
+    artifact = export(model, uniform(model, "fp32"), tmp_path)
     with open_session(tmp_path / artifact.files[0], threads=1, exact=True) as session:
         assert isinstance(session, Session)
         found = session.logits(IDS[0].tolist())
@@ -60,7 +60,7 @@ def test_falcon_mamba_with_its_usual_two_epsilons_differs_a_little_and_says_so(t
     model = tiny(
         transformers.FalconMambaConfig(**_COMMON, num_hidden_layers=3, state_size=8, time_step_rank=5)
     )
-    artifact = export(model, uniform(model, "fp32"), tmp_path, fingerprint="-")
+    artifact = export(model, uniform(model, "fp32"), tmp_path)
     assert "epsilon 1e-05" in artifact.settings["notes"][0]
     with open_session(tmp_path / artifact.files[0], threads=1) as session:
         found = session.logits(IDS[0].tolist())
@@ -71,7 +71,7 @@ def test_falcon_mamba_with_its_usual_two_epsilons_differs_a_little_and_says_so(t
 def test_heads_that_change_places_keep_their_bytes(tmp_path: Path) -> None:
     """Qwen3.5 with two value heads to a key head: llama.cpp has the columns of out_proj in another order."""
     model = tiny("qwen3_5_text, two value heads to a key head")
-    artifact = export(model, uniform(model, "q4_k"), tmp_path, fingerprint="-")
+    artifact = export(model, uniform(model, "q4_k"), tmp_path)
     formats = {t.component: t.realised for t in artifact.tensors if t.component.endswith("out_proj")}
     assert set(formats.values()) == {"q5_0"}, "blocks of 256 are longer than a head"
     assert "longer than a head (32 columns)" in artifact.settings["notes"][0]
@@ -103,7 +103,7 @@ def test_quantized_logits_equal_pytorch_with_the_same_weights(
     """
     model = tiny(name)
     original = torch_logits(model, IDS)
-    artifact = export(model, uniform(model, format_name), tmp_path, fingerprint="-")
+    artifact = export(model, uniform(model, format_name), tmp_path)
     with open_session(tmp_path / artifact.files[0], threads=1, exact=True) as session:
         found = np.stack([session.step(int(token)) for token in IDS[0]])
         short = _short_prompts(session)
@@ -132,7 +132,7 @@ def test_falcon_h1_with_its_factors_inside_the_weights(format_name: str, tmp_pat
     """Scaled weights have their scales rounded elsewhere, so logits agree only as well as the format is fine."""
     model = tiny("falcon_h1")
     original = torch_logits(model, IDS)
-    artifact = export(model, uniform(model, format_name), tmp_path, fingerprint="-")
+    artifact = export(model, uniform(model, format_name), tmp_path)
     with open_session(tmp_path / artifact.files[0], threads=1, exact=True) as session:
         found = session.logits(IDS[0].tolist())
     with as_deployed(model.model, quantize_weights(model, artifact)):
@@ -196,7 +196,7 @@ def test_every_type_in_one_file(types: list[str], tmp_path: Path, monkeypatch: p
     exact = dict.fromkeys(matrices(model), "fp32")
     plan = Plan("p", exact | dict(zip(places, types, strict=False)), made_by="test")
     teacher = torch_logits(model, IDS)
-    artifact = export(model, plan, tmp_path, fingerprint="-")
+    artifact = export(model, plan, tmp_path)
     stored = {tensor.tensor_type.name for tensor in gguf.GGUFReader(tmp_path / artifact.files[0]).tensors}
     assert stored == {"F32", *(name.upper() for name in types)}
     with open_session(tmp_path / artifact.files[0], threads=1) as session:

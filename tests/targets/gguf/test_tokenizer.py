@@ -58,7 +58,7 @@ def _reference() -> dict[str, Any]:
 def _session(tokenizer: Any, vocabulary: int, folder: Path) -> Any:
     settings = {**_COMMON, "vocab_size": vocabulary, "num_hidden_layers": 1, "state_size": 8}
     model = tiny(transformers.MambaConfig(**settings), tokenizer)
-    artifact = export(model, Plan("p", {}, "test"), folder, fingerprint="-")
+    artifact = export(model, Plan("p", {}, "test"), folder)
     return open_session(folder / artifact.files[0], threads=1), artifact
 
 

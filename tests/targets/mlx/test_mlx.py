@@ -61,7 +61,7 @@ def test_a_family_as_mlx_lm_opens_it(family: str, tmp_path: Path) -> None:
     for name, parameter in net.named_parameters():  # what is not quantized is float16 in the file
         # Qwen's norms are, too, after mlx-lm added 1 to them.
         parameter.data.copy_((parameter * 512).round() / 512 if "norm" in name else parameter.half())
-    model = LoadedModel(family, Path(), net, None)
+    model = LoadedModel(family, Path(), net, None, fast=False)
     plan = _in_turn(model)
     artifact = export(model, plan, "mlx", tmp_path)
     assert artifact.realised_bytes == get_target("mlx").file_bytes(model, plan)
@@ -104,7 +104,7 @@ def test_a_family_as_mlx_lm_opens_it(family: str, tmp_path: Path) -> None:
     ],
 )
 def test_what_mlx_lm_computes_otherwise_is_refused(family: str, reason: str, tmp_path: Path) -> None:
-    model = LoadedModel(family, Path(), tiny_model(family), None)
+    model = LoadedModel(family, Path(), tiny_model(family), None, fast=False)
     with pytest.raises(UnsupportedError, match=reason):
         export(model, Plan("p", {}, "test"), "mlx", tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -179,7 +179,7 @@ def test_multipliers_that_mlx_lm_folds_into_weights(tmp_path: Path) -> None:
         attention_in_multiplier=0.8, pad_token_id=0,
     )  # fmt: skip
     net = transformers.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
-    model = LoadedModel("falcon_h1", Path(), net, None)
+    model = LoadedModel("falcon_h1", Path(), net, None, fast=False)
     plan = Plan("p", {c.name: "affine8-g32" for c in model.anatomy.candidates}, "test")
     artifact = export(model, plan, "mlx", tmp_path)
     folded = [t.component for t in artifact.tensors if t.realised == "affine8-g32" and not t.weights]

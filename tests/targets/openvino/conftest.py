@@ -35,7 +35,7 @@ def loaded(family: str) -> LoadedModel:
     model = tiny_model(family)
     if getattr(model.config, "rescale_every", 0):
         model.config.rescale_every = 0  # as `load` does in float32
-    return LoadedModel(family, Path(), model, None)
+    return LoadedModel(family, Path(), model, None, fast=False)  # ours would be compiled first
 
 
 @functools.cache

@@ -57,10 +57,11 @@ def test_logits_equal_pytorchs(family: str, exported: Callable) -> None:
 @pytest.mark.parametrize(
     "family", ["qwen3_next", *(pytest.param(f, marks=pytest.mark.slow) for f in ("mamba2", *SLOW))]
 )
-def test_an_fp16_file_is_pytorch_with_the_numbers_that_the_file_holds(family: str, tmp_path: Path) -> None:
+def test_an_fp16_file_is_pytorch_with_the_numbers_that_the_file_holds(
+    family: str, exported: Callable
+) -> None:
     """Nothing but this rounding sets an FP16 file apart: A is stored as exp(A_log), some norms as 1 + weight."""
-    model, ids = loaded(family), token_ids(1, 24)
-    export(model, Plan("none", {}, made_by="test"), tmp_path)
+    folder, model, ids = exported(family, unplanned="fp16").folder, loaded(family), token_ids(1, 24)
     with torch.no_grad():
         for name, value in model.model.named_parameters():
             norm = type(model.model.get_submodule(name.rpartition(".")[0])).__name__
@@ -72,7 +73,7 @@ def test_an_fp16_file_is_pytorch_with_the_numbers_that_the_file_holds(family: st
                 family == "zamba" and name.endswith(("dt_proj_bias", ".D"))
             ):  # cut up, and kept as they are
                 value.copy_(value.half().float())
-    with contextlib.closing(open_session(tmp_path, exact=True, threads=1)) as session:
+    with contextlib.closing(open_session(folder, exact=True, threads=1)) as session:
         assert_same_logits(session.logits(ids[0].tolist()), reference(model.model, ids), SHARE)
 
 

@@ -60,13 +60,7 @@ class CompressedTensorsDissection(general.Dissection):
         return [general.Part(named[name], held.get(named[name]), name) for name in own]
 
     def settings(self, model: LoadedModel) -> list[general.Disagreement]:
-        advice = f"take it from the original's {CONFIG_FILE}"
-        return [
-            general.setting(f"{CONFIG_FILE}: {key}", self._config[key], value, advice)
-            for key, value in configuration(model, {}, {}).items()
-            if key in self._config and isinstance(value, int | float | str | list)
-            if not _WITHOUT_EFFECT.search(key) and not general.same(self._config[key], value)
-        ]
+        return general.other_settings(self._config, configuration(model, {}, {}), _WITHOUT_EFFECT)
 
     def open(self, settings: SessionSettings) -> Session:
         return TransformersSession(self.place, settings.threads)

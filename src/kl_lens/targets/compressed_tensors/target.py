@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kl_lens.base.errors import TargetError, UnsupportedError
+from kl_lens.base.errors import UnsupportedError
 from kl_lens.run.records import Artifact, Component, Plan
 from kl_lens.targets.base import StockRecipe, Target
 from kl_lens.targets.session import Session, SessionSettings
@@ -71,14 +71,12 @@ class CompressedTensorsTarget(Target):
 
         return stock_recipes(self, model)
 
-    def write(self, model: LoadedModel | Path, plan: Plan, folder: Path, **options: Any) -> Artifact:
+    def write(self, model: LoadedModel, plan: Plan, folder: Path, **options: Any) -> Artifact:
         from kl_lens.targets.compressed_tensors.export import export
 
         return export(self, self._checked(model), plan, folder)
 
-    def _checked(self, model: LoadedModel | Path) -> LoadedModel:
-        if isinstance(model, Path):
-            raise TargetError(f"an export to {self.title} needs the whole model; open it first")
+    def _checked(self, model: LoadedModel) -> LoadedModel:
         if model.classifier is not None or not type(model.model).__module__.startswith("transformers."):
             raise UnsupportedError(f"transformers has no language model of type {model.anatomy.model_type}")
         return model
@@ -139,7 +137,7 @@ class VLLMTarget(CompressedTensorsTarget):
         head = "vLLM reads the heads of most hybrids in 16 bits" if component.family == "head" else None
         return head or super().keeps(component)
 
-    def _checked(self, model: LoadedModel | Path) -> LoadedModel:
+    def _checked(self, model: LoadedModel) -> LoadedModel:
         checked = super()._checked(model)
         if any(len(component.shape) == 3 for component in checked.anatomy.candidates):
             raise UnsupportedError("vLLM reads experts one by one, and KL Lens does not write them so")

@@ -18,6 +18,7 @@ from kl_lens.targets.gguf.architectures import get_architecture
 from kl_lens.targets.gguf.header import TensorEntry, read_header
 from kl_lens.targets.gguf.session import GGUFSession, try_out
 from kl_lens.targets.gguf.tokenizer import UNUSED, sample_strings, tokenizer_data
+from kl_lens.targets.gguf.writer import ModelTensors
 from kl_lens.targets.session import Session, SessionSettings
 from kl_lens.targets.tokenizer import default_template, end_ids
 from kl_lens.weights.formats import Quantized, get_format, known_formats
@@ -38,9 +39,7 @@ class GGUFDissection(Dissection):
         self.tensors = tuple(_stored(entry) for entry in self.info.tensors)
 
     def parts(self, model: LoadedModel) -> list[Part]:
-        from kl_lens.model.streaming import ModelTensors
-
-        shapes = ModelTensors(model.model).shapes
+        shapes = ModelTensors(model).shapes
         held = {tensor.name: tensor for tensor in self.tensors}
         rules = get_architecture(model.config.model_type).tensors(model.config, shapes)
         head = next((rule for rule in rules if rule.name == _HEAD), replace(rules[0], name=_HEAD))

@@ -17,7 +17,7 @@ from kl_lens.model import LoadedModel
 from kl_lens.model.anatomy import component_name
 from kl_lens.targets.base import StockRecipe
 from kl_lens.targets.gguf.architectures import get_architecture
-from kl_lens.targets.gguf.export import source_of
+from kl_lens.targets.gguf.writer import ModelTensors
 from kl_lens.weights.formats import get_format
 from kl_lens.weights.recipes import Recipe, fitting_recipe, preferred
 
@@ -134,8 +134,7 @@ class FileTensors:
     @cached_property
     def places(self) -> dict[str, Place]:
         model = self._model
-        with source_of(model) as source:
-            shapes = source.tensors.shapes
+        shapes = ModelTensors(model).shapes
         named = {
             rule.name: component_name(rule.parameter, len(shapes[rule.parameter]))
             for rule in self._architecture.tensors(model.config, shapes)

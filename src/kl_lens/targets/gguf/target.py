@@ -78,7 +78,7 @@ class GGUFTarget(Target):
 
     # -- files ---------------------------------------------------------------------------------------------
 
-    def write(self, model: LoadedModel | Path, plan: Plan, folder: Path, **options: Any) -> Artifact:
+    def write(self, model: LoadedModel, plan: Plan, folder: Path, **options: Any) -> Artifact:
         from kl_lens.targets.gguf.export import export
 
         return export(model, plan, folder, **options)
@@ -99,11 +99,6 @@ class GGUFTarget(Target):
         from kl_lens.targets.gguf.export import file_bytes
 
         return file_bytes(model, plan)
-
-    def uniform_plan(self, folder: Path, format_name: str) -> Plan:
-        from kl_lens.targets.gguf.export import uniform_plan
-
-        return uniform_plan(folder, format_name)
 
     def owns(self, path: Path) -> bool:
         return path.suffix == SUFFIX

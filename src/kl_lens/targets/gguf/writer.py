@@ -16,12 +16,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from kl_lens.base.errors import TargetError
 from kl_lens.base.files import bytes_digest, naming, replacing
 from kl_lens.base.units import tag_of
 from kl_lens.base.version import __version__
-from kl_lens.model.streaming import TensorSource
+from kl_lens.model import LoadedModel
 from kl_lens.run.records import ExportedTensor, Plan
 from kl_lens.targets.exporting import GENERATION_FILE
 from kl_lens.targets.gguf.architectures import TensorRule
@@ -32,6 +33,27 @@ from kl_lens.weights.recipes import FP16, Recipe
 from kl_lens.weights.store import WeightStore
 
 FLOAT32 = "fp32"  # for everything that is not a matrix product; not a format of plans
+
+
+class ModelTensors:
+    """A model's parameters and buffers, each once, under transformers' names; its weights may be on disk."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        self._model, self._tensors = model, dict[str, torch.Tensor]()
+        self.aliases: dict[str, str] = {}  # second name of a tied weight → its first
+        first: dict[tuple[int, tuple[int, ...]], str] = {}
+        for name, tensor in model.model.state_dict(keep_vars=True).items():
+            owner = first.setdefault((tensor.data_ptr(), tuple(tensor.shape)), name)
+            if owner == name:
+                self._tensors[name] = tensor
+            else:
+                self.aliases[name] = owner
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+
+    def read(self, name: str) -> torch.Tensor:
+        """The values on the CPU."""
+        tensor, residency = self._tensors[name], self._model.residency
+        return (tensor.detach() if residency is None else residency.original(tensor)).cpu()
 
 
 @dataclass(frozen=True)
@@ -121,7 +143,7 @@ def size_on_disk(header: Header) -> int:
 
 
 def write_files(
-    folder: Path, header: Header, tensors: TensorSource, store: WeightStore
+    folder: Path, header: Header, tensors: ModelTensors, store: WeightStore
 ) -> tuple[tuple[Path, ...], dict[str, tuple[str, str]]]:
     """Writes the files to `folder`; on an error, the folder stays as it was.
 
@@ -151,7 +173,7 @@ def parameter_counts(jobs: Sequence[TensorJob]) -> tuple[int, int, int, int]:
     return counts
 
 
-def _stored(job: TensorJob, tensors: TensorSource, store: WeightStore) -> tuple[npt.NDArray[np.uint8], str]:
+def _stored(job: TensorJob, tensors: ModelTensors, store: WeightStore) -> tuple[npt.NDArray[np.uint8], str]:
     """The tensor's bytes, and the digest of the store's quantized weight if they are its rows in the file's order."""
     rule = job.rule
     if rule.parameter is None:

@@ -178,13 +178,7 @@ class MLXDissection(Dissection):
         return parts
 
     def settings(self, model: LoadedModel) -> list[Disagreement]:
-        advice = f"take it from the original's {CONFIG_FILE}"
-        return [
-            dissection.setting(f"{CONFIG_FILE}: {key}", self._config[key], value, advice)
-            for key, value in self._layout(model).config.items()
-            if key in self._config and isinstance(value, int | float | str | list)
-            if not _WITHOUT_EFFECT.search(key) and not dissection.same(self._config[key], value)
-        ]
+        return dissection.other_settings(self._config, self._layout(model).config, _WITHOUT_EFFECT)
 
     def open(self, settings: SessionSettings) -> Session:
         return MLXSession(self.place, device=settings.device, exact=settings.exact)

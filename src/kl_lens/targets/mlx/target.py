@@ -76,11 +76,9 @@ class MLXTarget(Target):
 
     # -- files ---------------------------------------------------------------------------------------------
 
-    def write(self, model: LoadedModel | Path, plan: Plan, folder: Path, **options: Any) -> Artifact:
+    def write(self, model: LoadedModel, plan: Plan, folder: Path, **options: Any) -> Artifact:
         from kl_lens.targets.mlx.layout import export
 
-        if isinstance(model, Path):
-            raise TargetError("an export to MLX needs the whole model; open it first")
         if model.classifier is not None:
             raise UnsupportedError("mlx-lm runs language models only")
         chosen = choices(model, plan, self.fit)

@@ -173,11 +173,9 @@ class OpenVINOTarget(Target):
 
     # -- files ---------------------------------------------------------------------------------------------
 
-    def write(self, model: LoadedModel | Path, plan: Plan, folder: Path, **options: Any) -> Artifact:
+    def write(self, model: LoadedModel, plan: Plan, folder: Path, **options: Any) -> Artifact:
         from kl_lens.targets.openvino.convert import export
 
-        if isinstance(model, Path):
-            raise TargetError("OpenVINO's converter needs the whole model; open it first")
         return export(model, plan, folder, **options)
 
     def try_out(self, place: Path) -> None:
