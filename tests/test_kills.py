@@ -178,8 +178,8 @@ def results(folder: Path) -> dict[str, Any]:
         found["effort"] = sorted(
             db.execute("SELECT role, component, format, compute_dtype FROM effort").fetchall()
         )
-        for table, keys in (("records", "kind, name"), ("results", "kind, what, plan, target, settings, digest, name"),
-                            ("pieces", "kind, identity, name")):  # fmt: skip
+        named = {"records": "kind, name", "results": "kind, what, plan, target, settings, digest, name"}
+        for table, keys in named.items():
             rows = db.execute(
                 f"SELECT {keys}, value FROM {table} WHERE kind NOT IN ('stage', 'artifact')"
             ).fetchall()

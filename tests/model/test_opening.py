@@ -159,7 +159,7 @@ def test_the_mamba_ssm_layout_opens_and_says_which_tokenizer_to_pass(
     assert logits.shape[-1] == 104, "padded to a multiple of 8"
     expected = LoadedModel(family, Path(), original, None).chain.full_logits(ids)  # with the authors' norm
     torch.testing.assert_close(logits[..., :97], expected, rtol=1e-4, atol=1e-4)
-    with pytest.raises(CheckpointError, match=r"--tokenizer .*EleutherAI/gpt-neox-20b"):
+    with pytest.raises(CheckpointError, match=r"--tokenizer.*EleutherAI/gpt-neox-20b"):
         model.require_tokenizer()
 
 

@@ -11,9 +11,8 @@ import errno
 import fcntl
 import hashlib
 import os
+import secrets
 import shutil
-import tempfile
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -48,8 +47,6 @@ def whole(path: Path) -> Iterator[Path]:
     try:
         with naming(path):
             yield temporary
-            # mkstemp makes private files; a result is for everybody who may read the folder.
-            os.chmod(temporary, 0o666 & ~_umask())
             os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -77,10 +74,12 @@ def naming(path: Path) -> Iterator[None]:
 def _locked_file(path: Path) -> tuple[Path, int]:
     """A new file; its lock shows that its writer is alive."""
     while True:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}.", suffix=_WRITING)
+        temporary = path.parent / f".{path.name[:100]}.{secrets.token_hex(4)}{_WRITING}"
+        # Not by mkstemp, whose files are private: a result is for everybody who may read the folder.
+        handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         _lock(handle, wait=True)
         if os.fstat(handle).st_nlink:  # else another process removed it before it was locked
-            return Path(name), handle
+            return temporary, handle
         os.close(handle)
 
 
@@ -170,16 +169,6 @@ def _lock(handle: int, *, wait: bool) -> bool:
     except OSError as error:
         return error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
     return True
-
-
-def _umask() -> int:
-    with _READING_UMASK:  # it can only be read by changing it
-        mask = os.umask(0)
-        os.umask(mask)
-    return mask
-
-
-_READING_UMASK = threading.Lock()
 
 
 # -- digests and shipped files -------------------------------------------------------------------------------

@@ -59,10 +59,10 @@ class ScoreJournal:
     def load(self, kind: str, judged: Judged, name: str) -> Any | None:
         if self._again and (kind, judged.identity, name) not in self._fresh:
             return None
-        return self.run.load_piece(kind, judged.identity, name)
+        return self.run.load(kind, f"{judged.identity}|{name}")
 
     def store(self, kind: str, judged: Judged, name: str, value: Any) -> None:
-        self.run.store_piece(kind, judged.identity, name, value)
+        self.run.store(kind, f"{judged.identity}|{name}", value)
         self._fresh.add((kind, judged.identity, name))
 
     def kept(self, kind: str, judged: Judged, name: str, compute: Callable[[], Any]) -> Any:
@@ -91,7 +91,7 @@ class ScoreJournal:
         seconds: float,
     ) -> Score:
         """Stores a score, with the runtime that computed its windows."""
-        runtime = dict(self.run.load_piece(RUNTIME, judged.identity, "") or {})
+        runtime = dict(self.run.load(RUNTIME, f"{judged.identity}|") or {})
         score = Score(judged.subject, kind, what, values, tokens, protocol, runtime, seconds)
         name = f"{kind}|{what}|{protocol_digest(protocol)}"
         self.run.store_result("score", judged.subject, name, score.to_json() | {"provenance": provenance()})

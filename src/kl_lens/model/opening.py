@@ -59,7 +59,6 @@ class LoadedModel:
     layout: str = "transformers"
     source: str = ""  # argument of load() that opens it again
     tokenizer_source: str | None = None
-    fast: bool = field(default=True, repr=False)
     classifier: ImageTask | None = field(default=None, repr=False)  # of an image classifier
     residency: Residency | None = field(default=None, repr=False)  # if its weights stay on disk
     digest: str | None = field(default=None, repr=False)  # of its weights, where they were read one by one
@@ -77,7 +76,7 @@ class LoadedModel:
 
     @cached_property
     def chain(self) -> Chain:
-        return Chain(self.model, fast=self.fast, task=self.task, warn=lambda text: self.warn(text))
+        return Chain(self.model, task=self.task, warn=lambda text: self.warn(text))
 
     @cached_property
     def anatomy(self) -> Anatomy:
@@ -183,7 +182,6 @@ def load(
     revision: str | None = None,
     tokenizer: str | Path | None = None,
     trust_remote_code: bool = False,
-    fast: bool = True,
     task: str | None = None,
     images: str | None = None,
     weights: str = MEMORY,
@@ -198,7 +196,6 @@ def load(
         revision: branch, tag or commit on the hub.
         tokenizer: folder, `tokenizer.json` or hub id, if the model has none or you want another.
         trust_remote_code: run the Python code that comes with the checkpoint. Off unless you read that code.
-        fast: use KL Lens's own CPU kernels inside the runner.
         task: `text` or `image` (default: from config.json).
         images: default folder of images for a classifier.
         weights: `memory`; `disk`: read one block at a time; `auto`: `disk` for a language model that does not fit.
@@ -257,7 +254,6 @@ def load(
         layout=layout,
         source=str(folder.resolve()) if is_folder else known,
         tokenizer_source=None if tokenizer is None else str(tokenizer),
-        fast=fast,
         classifier=ImageTask.of(folder, config, images or own_images(source)) if kind == IMAGE else None,
         residency=residency,
         digest=None if read is None else read.fingerprint,

@@ -385,10 +385,7 @@ class Run:
 
     @checks_rows
     def load(self, kind: str, name: str) -> Any | None:
-        return self._value("SELECT value FROM records WHERE kind = ? AND name = ?", kind, name)
-
-    def _value(self, query: str, *values: str) -> Any | None:
-        rows = self.journal.rows(query, *values)
+        rows = self.journal.rows("SELECT value FROM records WHERE kind = ? AND name = ?", kind, name)
         return json.loads(rows[0][0]) if rows else None
 
     @checks_rows
@@ -427,16 +424,6 @@ class Run:
 
     def forget_results(self, kind: str) -> None:
         self.journal.write("DELETE FROM results WHERE kind = ?", [(kind,)])
-
-    def store_piece(self, kind: str, identity: str, name: str, value: Any) -> None:
-        """Stores an intermediate value under an identity: a hash of everything the number depends on."""
-        row = (kind, identity, name, json.dumps(value))
-        self.journal.write("INSERT OR REPLACE INTO pieces VALUES (?, ?, ?, ?)", [row])
-
-    @checks_rows
-    def load_piece(self, kind: str, identity: str, name: str) -> Any | None:
-        query = "SELECT value FROM pieces WHERE kind = ? AND identity = ? AND name = ?"
-        return self._value(query, kind, identity, name)
 
     @checks_rows
     def artifact_folder(self, name: str) -> Path:

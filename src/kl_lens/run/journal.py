@@ -37,8 +37,6 @@ CREATE TABLE records (
 CREATE TABLE results (
     kind TEXT, what TEXT, plan TEXT, target TEXT, settings TEXT, digest TEXT, name TEXT, value TEXT NOT NULL,
     created REAL, PRIMARY KEY (kind, what, plan, target, settings, digest, name));
-CREATE TABLE pieces (
-    kind TEXT, identity TEXT, name TEXT, value TEXT NOT NULL, PRIMARY KEY (kind, identity, name)) WITHOUT ROWID;
 CREATE TABLE commands (started REAL, command TEXT, provenance TEXT);
 """
 
