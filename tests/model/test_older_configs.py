@@ -1,0 +1,96 @@
+"""Checkpoints as the hub has them: config.json as older versions of transformers wrote it, for each family.
+
+Names are those of published checkpoints; sizes are tiny, and tensors are named as there.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kl_lens.model import load
+from tests.families import tiny_model, token_ids
+
+_MAMBA = {
+    "d_inner": 128, "d_model": 64, "fused_add_norm": True, "n_layer": 4, "pad_vocab_size_multiple": 8, "rms_norm": True,
+    "ssm_cfg": {}, "rescale_prenorm_residual": False, "time_step_init_scheme": "random", "time_step_scale": 1.0,
+}  # fmt: skip
+# Family → version of transformers, names that its config.json does not have yet, and what it has instead.
+OLDER: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
+    "mamba": ("4.39.0.dev0", (), _MAMBA),
+    "falcon_mamba": ("4.43.0.dev0", ("mixer_rms_eps",), _MAMBA | {"n_layer": 3}),
+    "mamba2": ("4.44.0.dev0", (), {"norm_before_gate": True, "rms_norm": True, "time_step_limit": [0.0, float("inf")]}),
+    "jamba_experts": (
+        "4.40.1", ("layers_block_type", "layer_types"),
+        {"auto_map": {"AutoModelForCausalLM": "modeling_jamba.JambaForCausalLM"}, "n_ctx": 262144,
+         "calc_logits_for_entire_prompt": False, "mamba_inner_layernorms": True, "num_logits_to_keep": 1},
+    ),
+    "bamba": (
+        "4.48.0.dev0", ("layer_types", "layers_block_type", "partial_rotary_factor"), {"attn_rotary_emb": 8},
+    ),
+    "granitemoehybrid": ("4.56.0", (), {"layer_types": ["mamba", "attention"] * 2, "position_embedding_type": "nope"}),
+    "falcon_h1": ("4.52.0", (), {"attn_layer_indices": None, "mamba_use_mlp": True, "projectors_bias": False}),
+    "zamba": ("4.46.0.dev0", ("layer_types",), {"attn_layer_offset": 2, "attn_layer_period": 2}),
+    "zamba2": (
+        "4.49.0.dev0", ("layer_types",),
+        {"add_bias_linear": False, "ft_lora": False, "hybrid_layer_ids": [1, 3, 5], "kv_channels": 16, "lora_rank": 8,
+         "num_query_groups": 4, "sliding_window": None, "use_long_context": False, "use_low_rank_adapter": True},
+    ),
+    "nemotron_h": (
+        "4.55.4", ("layers_block_type", "layer_types"),
+        {"auto_map": {"AutoModelForCausalLM": "modeling_nemotron_h.NemotronHForCausalLM"},
+         "hybrid_override_pattern": "M-*EM-", "mlp_hidden_act": "relu2", "use_mamba_kernels": True},
+    ),
+    "lfm2": (
+        "4.54.0.dev0", ("layer_types", "intermediate_size"),
+        {"block_auto_adjust_ff_dim": True, "block_dim": 64, "block_ff_dim": 96, "block_multiple_of": 256,
+         "conv_dim": 64, "block_norm_eps": 1e-05, "conv_dim_out": 64, "full_attn_idxs": [1], "use_pos_enc": True},
+    ),
+    "qwen3_next": ("4.57.0.dev0", ("layer_types",), {"full_attention_interval": 2, "decoder_sparse_step": 1}),
+    "recurrent_gemma": (
+        "4.40.0.dev0", ("block_types", "layers_block_type", "layer_types"),
+        {"_block_types": ["recurrent", "recurrent", "attention"], "logits_soft_cap": 30.0},
+    ),
+    "kimi_linear": (
+        "4.55.3", ("layer_types", "mlp_layer_types", "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim"),
+        {"auto_map": {"AutoModelForCausalLM": "modeling_kimi.KimiLinearForCausalLM"}, "first_k_dense_replace": 1,
+         "linear_attn_config": {"full_attn_layers": [2, 4], "head_dim": 16, "kda_layers": [1, 3], "num_heads": 4,
+                                "short_conv_kernel_size": 4}},
+    ),
+    "minimax": ("4.53.0", (), {}),
+    "rwkv": ("4.29.0", (), {}),
+    "xlstm": ("4.55.0", (), {}),
+    "llama": ("4.39.3", (), {"pretraining_tp": 1}),
+    "qwen2": ("4.40.1", ("layer_types",), {"use_sliding_window": False}),
+    "phi3": ("4.40.2", ("layer_types",), {}),
+    "gemma2": ("4.42.0.dev0", ("layer_types",), {"cache_implementation": "hybrid"}),
+}  # fmt: skip
+
+
+def _older(
+    config: dict[str, Any], version: str, unknown: tuple[str, ...], names: dict[str, Any]
+) -> dict[str, Any]:
+    """Up to version 4.56 the type was `torch_dtype`, and rotary settings stood by themselves."""
+    kept = {key: value for key, value in config.items() if key not in (*unknown, "dtype", "rope_parameters")}
+    rope = config.get("rope_parameters") or {}
+    old = {key: value for key, value in rope.items() if key != "rope_type"}
+    if "rope_theta" in old:
+        old |= {"rope_scaling": None}
+    return kept | old | {"torch_dtype": "float32", "transformers_version": version} | names
+
+
+@pytest.mark.parametrize("family", OLDER)
+def test_the_same_model_opens(family: str, tmp_path: Path) -> None:
+    original = tiny_model(family)
+    original.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(_older(json.loads(file.read_text()), *OLDER[family])))
+    ids = token_ids(1, 16)
+    opened = load(tmp_path).model
+    with torch.inference_mode():
+        one, two = (model(ids, use_cache=False).logits for model in (opened, original.eval()))
+    torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
