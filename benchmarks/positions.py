@@ -47,7 +47,7 @@ def rows(name: str, window: int, windows: int, session: Session, folder: str) ->
         run=folder, targets=("torch",), positions="wikitext2:test", window=window, limit=windows
     )
     found = []
-    for score in perform(settings, session).outcome.scores:
+    for score in perform(settings, session).scores:
         plan = score.subject.plan
         kind = "kl" if plan else "cross_entropy"
         curve = curve_of(score, kind)

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-import kl_lens
 from kl_lens.cli.judging import use_rows
 from kl_lens.cli.main import main
 from kl_lens.model import LoadedModel
@@ -137,25 +136,6 @@ def test_the_published_protocol(run_folder: Path, capsys) -> None:
         (row,) = csv.DictReader(file)
     assert row["model"] == "small"
     assert float(row["latency_median_ms"]) == pytest.approx(profile.timings["latency_ms"].median, rel=1e-4)
-
-
-@pytest.mark.slow
-def test_the_machine_is_not_measured_for_nothing(
-    tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kl_lens.profiling.benchmark.read_bandwidth", lambda: pytest.fail("measured"))
-    (tmp_path / "small.gguf").write_bytes(b"GGUF")
-    assert main(["benchmark", str(tmp_path / "small.gguf"), str(tmp_path / "none")]) == 1
-    said = capsys.readouterr().err
-    assert "small.gguf" in said
-    assert str(tmp_path / "none") in said
-
-
-def test_from_python(used: Path) -> None:
-    folder = used / "artifacts/openvino/small"
-    (profile,) = kl_lens.benchmark(folder, prompt_lengths=[4], new_tokens=2, repeats=1, threads=1)
-    assert profile.subject.label == str(folder)
-    assert profile.timings["tokens_per_second"].median > 0
 
 
 def test_threads_and_the_way_of_loading_are_as_asked(run_folder: Path, capsys) -> None:

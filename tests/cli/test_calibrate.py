@@ -10,12 +10,9 @@ import pytest
 
 from kl_lens import planning
 from kl_lens.cli.main import main
-from kl_lens.measuring.statistics import StoredStatistics
-from kl_lens.model import load
 from kl_lens.run.folder import Run
 from kl_lens.run.subjects import current_results
 from kl_lens.targets import read_artifact
-from kl_lens.weights.recipes import Recipe
 
 ONE_BLOCK = ["--components", r"layers\.1\."]
 
@@ -257,32 +254,6 @@ def test_a_plan_names_its_statistics_and_others_are_refused(
         labels = {result.subject.label for result in current_results(run, "score")}
     assert "torch/uniform_int4" in labels
     assert not {"torch/uniform_int4.gptq", "openvino/uniform_int4.gptq"} & labels
-
-
-def test_a_recipe_that_learns_exports_a_whole_model_without_a_plan(
-    tiny_folder: Path, texts: dict[str, str], calibrate: list[str], tmp_path: Path, capsys
-) -> None:
-    pytest.importorskip("openvino", reason="needs the extra openvino")
-    export = f"export {tiny_folder} --target openvino --format int4+gptq --run {tmp_path / 'run'} --fallback".split()
-    assert main(export) == 1
-    assert f"kl-lens calibrate {tiny_folder} --run {tmp_path / 'run'}" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
-    assert main(calibrate) == 0
-    assert main(export) == 0
-    artifact = read_artifact(tmp_path / "run/artifacts/openvino/uniform_int4.gptq")
-    learnt = [t for t in artifact.tensors if t.realised == "int4+gptq"]
-    model = load(tiny_folder)
-    model.weights.learn_from(StoredStatistics.open(tmp_path / "run", model))
-    assert learnt
-    assert {t.component: t.weights for t in learnt} == {
-        t.component: model.weights.digest(t.component, Recipe("int4", "gptq")) for t in learnt
-    }
-    # Without its run the file can still be judged; only its weights cannot be made again to compare.
-    file = str(tmp_path / "run/artifacts/openvino/uniform_int4.gptq")
-    capsys.readouterr()
-    alone = f"evaluate {file} --model {tiny_folder} --perplexity {texts['judging']} --window 32".split()
-    assert main([*alone, "--limit", "2", "--divergence"]) == 0
-    assert "is not compared with PyTorch: int4+gptq" in "".join(capsys.readouterr())
 
 
 def _written(folder: Path) -> dict[Path, int]:

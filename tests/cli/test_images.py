@@ -8,12 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import kl_lens as kl
 from kl_lens.cli.main import main
-from kl_lens.model import LoadedModel
 from kl_lens.run.folder import Run
-from kl_lens.run.records import Plan
-from kl_lens.targets import export
 from tests.classifiers import classifier, image_folder, save
 
 
@@ -67,23 +63,6 @@ def test_from_images_to_a_proven_file(folder: Path, images: Path, tmp_path: Path
     page = (run / "report.html").read_text()
     assert "per image" in page
     assert "per token" not in page
-
-
-@pytest.fixture(scope="module")
-def opened(folder: Path, images: Path) -> LoadedModel:
-    """Opened once, and so converted once."""
-    return kl.load(folder, images=str(images))
-
-
-def test_evaluate_in_python_needs_only_the_file(opened: LoadedModel, images: Path, tmp_path: Path) -> None:
-    pytest.importorskip("openvino")
-    export(opened, Plan("fp16", {}, "fp16"), "openvino", tmp_path / "out")
-    judged = {"perplexity": f"{images}:test", "window": 8, "exact": True}
-    (alone,) = kl.evaluate(tmp_path / "out", **judged)
-    original = {"model": str(opened.source), "images": str(images), "divergence": ""}
-    *_, beside, apart = kl.evaluate(tmp_path / "out", **original, **judged)
-    assert alone.values["top1"] == beside.values["top1"]
-    assert apart.values["kl_mean"].value < 1e-4
 
 
 def test_what_is_for_language_models_is_refused_in_one_line(

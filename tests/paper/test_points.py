@@ -99,18 +99,17 @@ def test_an_untied_embedding_is_left_alone() -> None:
     assert (uniform.predicted_kl, uniform.notes["unmeasured"]) == (None, ["forgotten"])
 
 
-@pytest.mark.parametrize(("pipeline", "prefix"), [("cpu", ""), ("gpu", "gpu_")])
-def test_gguf_has_the_same_points_in_its_own_formats(pipeline: str, prefix: str) -> None:
+def test_gguf_has_the_same_points_in_its_own_formats() -> None:
     own = {"int4": "q4_0", "int8": "q8_0"}
     kls = {(f"c{i}", fmt): (7 * i % 13) + bits for i in range(12) for bits, fmt in enumerate(own)}
     in_gguf = {(name, own[fmt]): kl for (name, fmt), kl in kls.items()}
-    paper = paper_points(small_table(kls, head="c0"), pipeline=pipeline)
-    points = paper_points(small_table(in_gguf, head="c0"), pipeline=pipeline)
-    assert points[0].name == f"ggml_{prefix}uniform_q8_0"
-    assert points[-1].name == f"ggml_{prefix}kl_point10"
+    paper = paper_points(small_table(kls, head="c0"))
+    points = paper_points(small_table(in_gguf, head="c0"))
+    assert points[0].name == "ggml_uniform_q8_0"
+    assert points[-1].name == "ggml_kl_point10"
     translated = [{name: own.get(fmt, fmt) for name, fmt in p.assignment.items()} for p in paper]
     assert [p.assignment for p in points] == translated
-    both = paper_points(small_table(kls | in_gguf, head="c0"), pipeline=pipeline)
+    both = paper_points(small_table(kls | in_gguf, head="c0"))
     assert [p.assignment for p in both] == [p.assignment for p in paper]
 
 

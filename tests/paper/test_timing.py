@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 from collections.abc import Sequence
@@ -12,8 +11,7 @@ import numpy as np
 import pytest
 
 from kl_lens.base.errors import TargetError
-from kl_lens.paper.timing import run_app, write_report
-from kl_lens.run.records import ARTIFACT, Profile, Quartiles, Subject
+from kl_lens.paper.timing import run_app
 from kl_lens.targets.openvino.target import BenchmarkApp
 
 DATA = Path(__file__).parent / "data"
@@ -102,17 +100,3 @@ def test_only_dynamic_inputs_are_given_a_shape(
     ids.output(0).get_tensor().set_names({"input_ids"})
     ov.save_model(ov.Model([ops.result(ops.abs(ids))], [ids]), tmp_path / "model.xml")
     assert APP.input_shapes(tmp_path / "model.xml") == expected
-
-
-def test_the_report_is_a_table_of_models(tmp_path: Path) -> None:
-    settings = {"average_ms": 2.5, "min_ms": 2.0, "max_ms": 9.0, "reached_iterations": 400, "reached_seconds": 60.1,
-                "quick": False}  # fmt: skip
-    timings = {name: Quartiles(v, v, v, 400) for name, v in (("latency_ms", 2.25), ("throughput_fps", 400.0))}
-    subject = Subject(ARTIFACT, "kl_point05", "openvino")
-    profile = Profile(subject, "benchmark_app", "CPU", 2, timings, {}, None, 123, {}, settings, {})
-    path = write_report(tmp_path, "CPU", "mamba", [profile])
-    assert path.name == "latency_throughput_CPU_mamba_report.csv"
-    with path.open() as file:
-        (row,) = csv.DictReader(file)
-    assert (row["model"], row["latency_median_ms"], row["throughput_fps"]) == ("kl_point05", "2.25", "400")
-    assert (row["iterations"], row["seconds"], row["quick"]) == ("400", "60.1", "False")

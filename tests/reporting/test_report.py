@@ -182,18 +182,6 @@ def test_what_was_not_measured_is_predicted_by_page_and_plan_alike_and_said_to_b
     assert json.loads(told.out)[0]["predicted_kl"] > plan["predicted_kl"]
 
 
-def test_tau_is_given_for_every_metric_format_and_calibration(sample_page: str) -> None:
-    found = section(sample_page, "prediction")
-    rows = [row.words for table in found.all("table") for row in table.all("tr")]
-    for metric in ("KL", "reverse KL", "MSE of logits", "SQNR", "Δ cross-entropy"):
-        for text in ("in domain, 4 of 4", "books, 4 of 4"):
-            for format_name in ("int4", "int8"):
-                assert [r for r in rows if metric in r and text in r and format_name in r], (metric, text)
-    assert "95 % interval" in found.words
-    dots = [words for words in marks(found) if "change in perplexity" in words]
-    assert len(dots) == 2 * 17  # 4 blocks of 4 kinds and the embedding, in two formats
-
-
 def test_every_plan_is_in_the_charts_and_tables(sample_page: str) -> None:
     plans = {"INT8", "INT4", "recommended", "small", *(f"kl_point{i:02}" for i in range(2, 11))}
     assert plans <= {words.partition("\n")[0] for words in marks(section(sample_page, "sizes"))}

@@ -54,8 +54,8 @@ _REMARKS = {
 
 def json_evaluate(result: EvaluateResult) -> dict[str, Any]:
     return {
-        "scores": [_labelled(score) for score in result.outcome.scores],
-        "agreements": [_labelled(agreement) for agreement in result.outcome.agreements],
+        "scores": [_labelled(score) for score in result.scores],
+        "agreements": [_labelled(agreement) for agreement in result.agreements],
         "verdicts": result.verdicts,
         "duel": {
             "files": [_entrant_json(file) for file in result.duel],
@@ -79,7 +79,7 @@ def _entrant_json(file: Entrant) -> dict[str, Any]:
 
 
 def show_evaluate(result: EvaluateResult) -> Shown:
-    agreements, scores = result.outcome.agreements, result.outcome.scores
+    agreements, scores = result.agreements, result.scores
     shows = {"perplexity": _likelihood, "divergence": _divergence, "positions": _positions}
     for kind, show in shows.items():
         for text in dict.fromkeys(score.what for score in scores if score.kind == kind):

@@ -83,8 +83,7 @@ class EvaluateSettings(Settings):
 
 
 @dataclass
-class EvaluateResult:
-    outcome: evaluation.Outcome = field(default_factory=evaluation.Outcome)
+class EvaluateResult(evaluation.Outcome):
     notes: list[str] = field(default_factory=list)
     written: list[Path] = field(default_factory=list)
     duel: list[Entrant] = field(default_factory=list)  # two files or more that were given, by size
@@ -95,20 +94,15 @@ class EvaluateResult:
         """Whether each task's loss of accuracy is within the limit."""
         if self.max_drop is None:
             return []
-        tasks = [s for s in self.outcome.scores if s.kind == "task" and "acc_drop" in s.values]
-        drops, most = [s.values["acc_drop"] for s in tasks], self.max_drop
+        most, tasks = self.max_drop, [s for s in self.scores if s.kind == "task" and "acc_drop" in s.values]
         return [
-            {"subject": s.subject.label, "task": s.what, "max_drop": most, "verdict": judge(drop, most)}
-            for s, drop in zip(tasks, drops, strict=True)
-        ]
-
-    @property
-    def failures(self) -> dict[str, str]:
-        return self.outcome.failures
+            {"subject": s.subject.label, "task": s.what, "max_drop": most, "verdict": judge(s.values["acc_drop"], most)}
+            for s in tasks
+        ]  # fmt: skip
 
     @property
     def exit_code(self) -> int:
-        if self.failures or any(a.verdict == DISAGREES for a in self.outcome.agreements):
+        if self.failures or any(a.verdict == DISAGREES for a in self.agreements):
             return 1
         return 2 if any(verdict["verdict"] == FAIL for verdict in self.verdicts) else 0
 
@@ -174,8 +168,7 @@ class Judge:
         self._run, self._session, self._task, self._model, self._kept = run, session, task, model, kept
         self._subjects, self._journal = found.subjects, evaluation.ScoreJournal(run, again=again)
         self._original = None if model is None else evaluation.JudgedModel(model)
-        self.result = EvaluateResult(notes=[*found.notes])
-        self.result.failures.update(found.failures)
+        self.result = EvaluateResult(notes=[*found.notes], failures={**found.failures})
 
     def texts(
         self, perplexity: str | None, divergence: str | None = None, positions: str | None = None,
@@ -203,7 +196,7 @@ class Judge:
         with self._session.events.progress(text.label) as progress:
             evaluator = evaluation.Evaluator(self._journal, self._original, progress)
             try:
-                self.result.outcome.add(evaluator.judge_text(self._subjects, text, kinds))
+                self.result.add(evaluator.judge_text(self._subjects, text, kinds))
                 if DIVERGENCE in kinds:
                     self.result.duel[:] = entrants(self._journal, self._subjects, text)
             finally:
@@ -229,4 +222,4 @@ class Judge:
                     self._journal, subjects, data, tokenizer,
                     max_length=length, limit=tasks.task_limit, progress=progress,
                 )  # fmt: skip
-                self.result.outcome.add(outcome)
+                self.result.add(outcome)

@@ -154,8 +154,7 @@ class Study:
 
     def evaluate(self, *files: Path | str, **flags: Any) -> list[Score]:
         """Perplexity and KL from the original for these files, or for all files of the run; `tasks=` adds tasks."""
-        result = _complete(self._done("evaluate", artifact=files, **flags))
-        return result.outcome.scores
+        return _complete(self._done("evaluate", artifact=files, **flags)).scores
 
     def benchmark(self, *files: Path | str, **flags: Any) -> list[Profile]:
         """Speed and memory of these files, or of all files of the run."""
@@ -198,7 +197,7 @@ class Study:
 
 def evaluate(*files: Path | str, **flags: Any) -> list[Score]:
     """Scores of exported folders or `.gguf` files; with `model=…` also their KL from the original."""
-    return _alone("evaluate", artifact=files, **flags).outcome.scores
+    return _alone("evaluate", artifact=files, **flags).scores
 
 
 def benchmark(*files: Path | str, **flags: Any) -> list[Profile]:

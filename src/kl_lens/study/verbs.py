@@ -1,4 +1,4 @@
-"""The commands: where each has its settings and its function. A command's libraries load on first use."""
+"""The commands: each has its settings and its function in the module of its name, which loads on first use."""
 
 from __future__ import annotations
 
@@ -7,12 +7,6 @@ from typing import Any
 
 from kl_lens.study.session import Session
 from kl_lens.study.settings import Settings
-
-# In pipeline order. Each has its settings and its function in the module of that name, and a `show_VERB` in `cli/`.
-VERBS = (
-    "run", "inspect", "calibrate", "measure", "merge", "plan", "export", "evaluate", "benchmark", "autopsy", "generate",
-    "report", "publish", "paper", "doctor",
-)  # fmt: skip
 
 
 def settings_of(verb: str) -> type[Settings]:
