@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import transformers
 
-from kl_lens.model import architectures as models
+from kl_lens.model import LoadedModel, architectures as models
 from kl_lens.model.architectures.hymba import HymbaConfig
+from kl_lens.model.chain import Chain
 
 models.register()
 VOCABULARY = 97
@@ -172,6 +173,12 @@ OTHERS: dict[str, Config] = {
         num_key_value_heads=4, **_EXPERTS, **_LATENT,
     ),
 }  # fmt: skip
+
+
+def plain(model: LoadedModel) -> LoadedModel:
+    """The model with PyTorch's own kernels: ours would be compiled first, which takes longer than most tests."""
+    vars(model)["chain"] = Chain(model.model, fast=False, task=model.task)
+    return model
 
 
 def tiny_model(family: str, seed: int = 0, vocabulary: int | None = None) -> torch.nn.Module:

@@ -18,19 +18,19 @@ from kl_lens.targets import TARGETS, describe_target, export, read_artifact
 from kl_lens.targets.openvino import profiles as stock
 from kl_lens.targets.openvino.target import OpenVINOTarget
 from kl_lens.weights.recipes import Recipe, fitting_recipe
-from tests.families import _ATTENTION, _COMMON, tiny_model
+from tests.families import _ATTENTION, _COMMON, plain, tiny_model
 from tests.shipped import shipped_digests
 from tests.targets.gguf.support import _falcon_h1, _granite, tiny
 
 
 @pytest.fixture(scope="module")
 def mamba() -> LoadedModel:
-    return LoadedModel("mamba", Path(), tiny_model("mamba"), None, fast=False)
+    return plain(LoadedModel("mamba", Path(), tiny_model("mamba"), None))
 
 
 @pytest.fixture(scope="module")
 def jamba() -> LoadedModel:
-    return LoadedModel("jamba", Path(), tiny_model("jamba"), None, fast=False)
+    return plain(LoadedModel("jamba", Path(), tiny_model("jamba"), None))
 
 
 def recipes(target: str, model: LoadedModel) -> dict[str, dict[str, Recipe]]:
@@ -235,7 +235,7 @@ def test_digests_are_those_of_the_bytes_in_the_file(
 
 def test_a_repeated_matrix_is_weighed_with_its_own_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
     """OpenVINO stores equal constants once; rounded by other methods, equal weights are no longer equal."""
-    model, repeating = load("reference:mamba"), load("reference:mamba")
+    model, repeating = plain(load("reference:mamba")), plain(load("reference:mamba"))
     target = OpenVINOTarget()
     weighed: list[dict[str, str]] = []
 

@@ -71,9 +71,7 @@ class WeightStore:
         statistics: Statistics | Callable[[], Statistics] | None = None,
         folder: Path | None = None,
         disk_budget: int = DISK_BUDGET,
-        memory_budget: int = MEMORY_BUDGET,
     ) -> None:
-        self._memory_budget = memory_budget
         self._source = source
         self._statistics = statistics
         self._disk: DiskCache | None = None
@@ -167,7 +165,7 @@ class WeightStore:
         made = self._kept(component, recipe, factors)
         self._recent[key] = made
         self._recent_bytes += _size(made)
-        while self._recent and self._recent_bytes > self._memory_budget:
+        while self._recent and self._recent_bytes > MEMORY_BUDGET:
             self._recent_bytes -= _size(self._recent.popitem(last=False)[1])
         return made
 

@@ -26,7 +26,7 @@ from kl_lens.targets import SessionSettings, describe_target, export, get_target
 from kl_lens.weights.formats import get_format
 from kl_lens.weights.recipes import FP16, Recipe
 from tests.cli.conftest import tiny_folder as tiny_folder
-from tests.families import tiny_model, token_ids
+from tests.families import plain, tiny_model, token_ids
 
 pytest.importorskip("compressed_tensors", reason="needs the extra compressed")
 
@@ -40,7 +40,7 @@ FAMILIES = (*QUICK, "jamba", "jamba_experts", "bamba", "nemotron_h", "zamba2", "
 
 
 def _model(family: str) -> LoadedModel:
-    return LoadedModel(family, Path(), tiny_model(family), None, fast=False)
+    return plain(LoadedModel(family, Path(), tiny_model(family), None))
 
 
 def _in_turn(model: LoadedModel) -> Plan:
@@ -82,7 +82,7 @@ def test_transformers_computes_with_exactly_our_weights(family: str, tmp_path: P
 
 
 def test_one_group_per_scheme_under_both_readers_names(tmp_path: Path) -> None:
-    model = load("reference:hybrid")
+    model = plain(load("reference:hybrid"))
     plan = {c.name: "int4-g32" if "mamba" in c.name else "int8" for c in model.anatomy.candidates}
     plan |= {name: FP16 for name in plan if "down_proj" in name}
     artifact = export(model, Plan("p", plan, "test"), NAME, tmp_path)
@@ -141,7 +141,7 @@ def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
 
 
 def test_stock_recipes_leave_head_and_embedding_alone() -> None:
-    model = load("reference:mamba2")
+    model = plain(load("reference:mamba2"))
     stock = {recipe.name: recipe.assignment for recipe in get_target(NAME).stock_recipes(model)}
     assert set(stock) == {"w4a16", "w4a16.gptq", "w4a16_asym", "w8a16"}
     assert stock["w4a16"]["backbone.embeddings"] == FP16
@@ -177,7 +177,7 @@ def test_vllm_writes_the_same_text(format_name: str, tmp_path: Path) -> None:
         )
     if format_name != FP16 and platform.machine() == "aarch64":
         pytest.skip("vLLM's wheel for ARM has no kernel for packed weights")
-    model = load("reference:hybrid")
+    model = plain(load("reference:hybrid"))
     plan = {component.name: format_name for component in model.anatomy.candidates}
     export(model, Plan("p", plan, "test"), "vllm-cpu", tmp_path)
     prompt, tokens = [475, 1954, 276, 261, 1403], []

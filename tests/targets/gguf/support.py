@@ -121,7 +121,7 @@ def tiny(
     for buffer_name, buffer in model.named_buffers():
         if buffer_name.endswith(("e_score_correction_bias", "expert_bias")):
             buffer.uniform_(-0.3, 0.3)
-    return LoadedModel(name, Path("."), model, tokenizer, fast=False)  # ours would be compiled first
+    return families.plain(LoadedModel(name, Path("."), model, tokenizer))
 
 
 def matrices(model: LoadedModel) -> dict[str, tuple[int, ...]]:

@@ -19,7 +19,7 @@ from kl_lens.targets.gguf.export import export
 from kl_lens.targets.gguf.writer import ModelTensors
 from kl_lens.weights.formats import get_format
 from tests import families
-from tests.families import _COMMON, tiny_model
+from tests.families import _COMMON, plain, tiny_model
 from tests.targets.gguf import support
 from tests.targets.gguf.support import tiny, uniform
 
@@ -98,7 +98,7 @@ def test_every_component_is_in_the_file_from_memory_as_from_shards(name: str, tm
     assert len(list(folder.glob("*.safetensors"))) > 1
     plan = uniform(model, "q8_0")
     one = export(model, plan, tmp_path / "memory")
-    two = export(load(folder, weights="disk"), plan, tmp_path / "disk")
+    two = export(plain(load(folder, weights="disk")), plan, tmp_path / "disk")
     stored = _tensors(tmp_path / "memory" / one.files[0])
     assert stored == _tensors(tmp_path / "disk" / two.files[0])
     assert one.tensors == two.tensors
@@ -155,9 +155,9 @@ def test_of_a_model_that_sees_images_the_language_model_is_exported(family: str,
     text = families.OTHERS[f"{family}_text"]().to_dict()
     config = getattr(transformers, f"{title}Config")(text_config=text, vision_config=vision)
     getattr(transformers, f"{title}ForConditionalGeneration")(config).save_pretrained(tmp_path / "m")
-    model = load(tmp_path / "m")
+    model = plain(load(tmp_path / "m"))
     assert model.config.model_type == f"{family}_text"
-    on_disk = load(tmp_path / "m", weights="disk")
+    on_disk = plain(load(tmp_path / "m", weights="disk"))
     one = export(model, Plan("p", {}, "test"), tmp_path / "memory")
     two = export(on_disk, Plan("p", {}, "test"), tmp_path / "disk")
     files = tmp_path / "memory" / one.files[0], tmp_path / "disk" / two.files[0]

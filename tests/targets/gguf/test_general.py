@@ -20,7 +20,7 @@ from kl_lens.targets import export, get_target, locate, open_session
 from kl_lens.targets.gguf.header import read_header
 from kl_lens.targets.gguf.tokenizer import tokenizer_data
 from kl_lens.targets.gguf.writer import general_metadata
-from tests.families import _COMMON
+from tests.families import _COMMON, plain
 from tests.shipped import shipped_digests
 from tests.targets.gguf.support import tiny
 
@@ -64,7 +64,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def exported(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("files")
-    export(load(checkpoint), Plan("p", {}, "test"), "gguf", folder)
+    export(plain(load(checkpoint)), Plan("p", {}, "test"), "gguf", folder)
     return folder
 
 
@@ -130,7 +130,7 @@ def test_names_by_the_convention(tmp_path: Path) -> None:
 
 def test_parts(checkpoint: Path, exported: Path, tmp_path: Path) -> None:
     target = get_target("gguf")
-    artifact = export(load(checkpoint), Plan("p", {}, "test"), "gguf", tmp_path, part_bytes=30_000)
+    artifact = export(plain(load(checkpoint)), Plan("p", {}, "test"), "gguf", tmp_path, part_bytes=30_000)
     assert len(artifact.files) > 2
     assert artifact.files[0] == f"Tiny-Mamba-292K-Instruct-v0.2-F16-00001-of-{len(artifact.files):05}.gguf"
     sizes = [(tmp_path / name).stat().st_size for name in artifact.files]

@@ -24,7 +24,7 @@ from kl_lens.targets.openvino.target import OpenVINOTarget
 from kl_lens.targets.registry import target_of, usual_targets
 from kl_lens.weights.formats.affine import AffineFormat
 from kl_lens.weights.recipes import FP16, Recipe, fitting_recipe
-from tests.families import tiny_model, token_ids
+from tests.families import plain, tiny_model, token_ids
 
 mx = pytest.importorskip("mlx.core", reason="needs the extra mlx")
 
@@ -61,7 +61,7 @@ def test_a_family_as_mlx_lm_opens_it(family: str, tmp_path: Path) -> None:
     for name, parameter in net.named_parameters():  # what is not quantized is float16 in the file
         # Qwen's norms are, too, after mlx-lm added 1 to them.
         parameter.data.copy_((parameter * 512).round() / 512 if "norm" in name else parameter.half())
-    model = LoadedModel(family, Path(), net, None, fast=False)
+    model = plain(LoadedModel(family, Path(), net, None))
     plan = _in_turn(model)
     artifact = export(model, plan, "mlx", tmp_path)
     assert artifact.realised_bytes == get_target("mlx").file_bytes(model, plan)
@@ -104,7 +104,7 @@ def test_a_family_as_mlx_lm_opens_it(family: str, tmp_path: Path) -> None:
     ],
 )
 def test_what_mlx_lm_computes_otherwise_is_refused(family: str, reason: str, tmp_path: Path) -> None:
-    model = LoadedModel(family, Path(), tiny_model(family), None, fast=False)
+    model = plain(LoadedModel(family, Path(), tiny_model(family), None))
     with pytest.raises(UnsupportedError, match=reason):
         export(model, Plan("p", {}, "test"), "mlx", tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -112,7 +112,7 @@ def test_what_mlx_lm_computes_otherwise_is_refused(family: str, reason: str, tmp
 
 @pytest.fixture(scope="module")
 def hybrid() -> LoadedModel:
-    return load("reference:hybrid")
+    return plain(load("reference:hybrid"))
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_a_tied_matrix_that_a_checkpoint_holds_twice_is_stored_once(tmp_path: Pa
     net.lm_head.weight.data.copy_(net.backbone.embeddings.weight)
     net.config.tie_word_embeddings = False
     net.save_pretrained(tmp_path / "checkpoint")
-    model = load(tmp_path / "checkpoint")
+    model = plain(load(tmp_path / "checkpoint"))
     assert model.anatomy.head == model.anatomy.embedding
     folder = tmp_path / "mlx"
     export(model, _in_turn(model), "mlx", folder)
@@ -179,7 +179,7 @@ def test_multipliers_that_mlx_lm_folds_into_weights(tmp_path: Path) -> None:
         attention_in_multiplier=0.8, pad_token_id=0,
     )  # fmt: skip
     net = transformers.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
-    model = LoadedModel("falcon_h1", Path(), net, None, fast=False)
+    model = plain(LoadedModel("falcon_h1", Path(), net, None))
     plan = Plan("p", {c.name: "affine8-g32" for c in model.anatomy.candidates}, "test")
     artifact = export(model, plan, "mlx", tmp_path)
     folded = [t.component for t in artifact.tensors if t.realised == "affine8-g32" and not t.weights]

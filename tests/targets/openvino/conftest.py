@@ -15,7 +15,7 @@ import torch
 from kl_lens.model import LoadedModel
 from kl_lens.run.records import Artifact, Plan
 from kl_lens.targets import get_target
-from tests.families import tiny_model
+from tests.families import plain, tiny_model
 
 pytest.importorskip("openvino", reason="needs the extra kl-lens[openvino]")
 
@@ -35,7 +35,7 @@ def loaded(family: str) -> LoadedModel:
     model = tiny_model(family)
     if getattr(model.config, "rescale_every", 0):
         model.config.rescale_every = 0  # as `load` does in float32
-    return LoadedModel(family, Path(), model, None, fast=False)  # ours would be compiled first
+    return plain(LoadedModel(family, Path(), model, None))
 
 
 @functools.cache

@@ -23,7 +23,7 @@ from kl_lens.targets.exporting import read_artifact
 from kl_lens.targets.openvino.convert import first_difference
 from kl_lens.targets.openvino.session import open_session
 from tests.byte_level import save_tokenizer
-from tests.families import tiny_model
+from tests.families import plain, tiny_model
 from tests.targets.openvino.conftest import export
 
 genai = pytest.importorskip("openvino_genai", reason="needs openvino-genai, of the extra kl-lens[dev]")
@@ -67,9 +67,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def make(family: str) -> Path:
         if family not in made:
             tokenizer = byte_tokenizer()
-            model = LoadedModel(
-                family, Path("nowhere"), tiny_model(family, vocabulary=len(tokenizer)), tokenizer
-            )
+            tiny = tiny_model(family, vocabulary=len(tokenizer))
+            model = plain(LoadedModel(family, Path("nowhere"), tiny, tokenizer))
             made[family] = tmp_path_factory.mktemp(family) / "exported"
             artifact = export(model, Plan("p", {}, "test"), made[family])
             assert "notes" not in artifact.settings
@@ -154,7 +153,7 @@ def test_a_tokenizer_that_cannot_be_converted(tmp_path: Path) -> None:
     """Without special tokens, openvino-tokenizers fails. The rest is exported, and one line says so."""
     tiny_model("mamba").save_pretrained(tmp_path / "model")
     save_tokenizer(tmp_path / "model", ["the quick brown fox"])
-    artifact = export(load(str(tmp_path / "model")), Plan("p", {}, "test"), tmp_path / "out")
+    artifact = export(plain(load(tmp_path / "model")), Plan("p", {}, "test"), tmp_path / "out")
     [note] = artifact.settings["notes"]
     assert note.startswith("no openvino_tokenizer.xml was written, so OpenVINO GenAI cannot open this folder")
     assert str(tmp_path / "model") in note

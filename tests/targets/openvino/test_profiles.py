@@ -10,7 +10,7 @@ from kl_lens.base.errors import CheckpointError, TargetError
 from kl_lens.run.records import Plan
 from kl_lens.targets import get_target
 from kl_lens.targets.exporting import Choice
-from kl_lens.targets.openvino.profiles import PROFILES, get_profile, realise
+from kl_lens.targets.openvino.profiles import PROFILES, realise
 from kl_lens.weights.formats import get_format
 from tests.targets.openvino.conftest import export, untouched
 
@@ -62,17 +62,10 @@ def test_plans_that_make_no_sense(assignment: dict[str, str], error: type[Except
         realised(assignment)
 
 
-def test_defaults_of_the_profiles() -> None:
-    assert PROFILES["cpu"].default_rewrites(True) == PROFILES["gpu"].default_rewrites(False) == ()
-    assert PROFILES["gpu"].default_rewrites(True) == ("cumba",)
-    assert PROFILES["npu"].default_rewrites(False) == ("cumba", "reduba", "actiba")
-    with pytest.raises(TargetError, match="no device profile is called 'tpu'"):
-        get_profile("tpu")
-
-
 def test_settings_that_make_no_sense(tmp_path) -> None:
     model, plan = untouched("mamba"), Plan("none", {}, made_by="test")
     for options, message in [
+        ({"device_profile": "tpu"}, "no device profile is called 'tpu'"),
         ({"device_profile": "npu"}, "needs fixed shapes"),
         ({"with_head": False}, "only with --static-tokens"),
         ({"static_tokens": 0}, "at least 1"),

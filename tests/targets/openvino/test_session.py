@@ -17,7 +17,7 @@ from kl_lens.targets.openvino import session as session_module
 from kl_lens.targets.openvino.folder import graph_file
 from kl_lens.targets.openvino.rewrites import is_gated
 from kl_lens.targets.openvino.session import CACHE_FOLDER, deployment_settings, open_session, read_graph
-from tests.families import token_ids
+from tests.families import plain, token_ids
 from tests.targets.openvino.conftest import export
 
 IDS = token_ids(1, 20)[0].tolist()
@@ -83,7 +83,7 @@ def test_one_thread_and_a_gated_part_compute_in_float32(
 @pytest.mark.slow
 def test_one_thread_is_enough_for_a_hybrid(tmp_path) -> None:
     """Of a size for which OpenVINO fuses products."""
-    model = load("reference:hybrid")
+    model = plain(load("reference:hybrid"))
     export(model, Plan("p", {}, "test"), tmp_path / "file")
     code = "import sys; from kl_lens import open_session; open_session(sys.argv[1], threads=1).step(1)"
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "file")], check=True)

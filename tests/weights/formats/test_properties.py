@@ -86,15 +86,6 @@ def test_absmax_bound_and_integers(name: str, data: st.DataObject) -> None:
     assert (stored.scales[(weight == 0).all(-1)] == 1).all()
 
 
-@given(data=st.data())
-@quick
-def test_fp16_is_ieee_half(data: st.DataObject) -> None:
-    weight = data.draw(weights(st.integers(1, 40)))
-    values = get_format("fp16").roundtrip(weight)
-    assert np.array_equal(values.numpy(), weight.numpy().astype(np.float16).astype(np.float32))
-    assert torch.equal(get_format("fp16").roundtrip(values), values)
-
-
 @pytest.mark.parametrize("name", params(*QUICK))
 @given(data=st.data())
 @quick
