@@ -25,7 +25,7 @@ COMMANDS = [
     "plan --paper gpu --metric sqnr --uniform fp16,int8 --max-drop 3% --min-speed 30.5",
     "plan --compare one,two",
     "export --target gguf --plan a,b --without-tokenizer",
-    "export some/model --target openvino --format int8 --rewrites none",
+    "export some/model --target openvino --format int8 --static-tokens 8",
     "evaluate one two --perplexity --divergence notes.txt --device GPU --torch-device cuda --max-drop 2.5%",
     "evaluate --tasks piqa,arc_easy --task-data tasks",
     "benchmark --prompt-lengths 8,32",

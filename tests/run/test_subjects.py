@@ -94,7 +94,7 @@ def test_an_artifact_that_was_exported_again_takes_its_results_with_it(tmp_path:
 
         assert kinds() == {"score", "profile", "generation", "agreement"}
         for change in (
-            {"settings": {"rewrites": ["actiba"]}},
+            {"settings": {"device_profile": "npu"}},
             {"tensors": [t | {"digest": "of other bytes"} for t in record["tensors"]]},
             {"model_fingerprint": "of another model"},
         ):

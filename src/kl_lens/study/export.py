@@ -9,7 +9,7 @@ from typing import Any
 
 from kl_lens import planning
 from kl_lens.base.errors import FormatError, PlanError
-from kl_lens.base.units import human_bytes, parse_names
+from kl_lens.base.units import human_bytes
 from kl_lens.measuring.sweep import model_identity
 from kl_lens.model import LoadedModel
 from kl_lens.run.folder import Run, named_plans
@@ -27,11 +27,6 @@ _KINDS = {
     "text": Kind(str, metavar="NAME"),
     "number": of.number(1 << 16, 1),  # tokens of a forward without state
     "size": of.SIZE,
-    "names": Kind(
-        lambda text: tuple(name for name in parse_names(text) if name != "none"),
-        lambda names: ",".join(names) or "none",
-        "LIST",
-    ),
 }
 
 
@@ -43,7 +38,7 @@ def _target_options(within: str) -> list[Option]:
             kind, switch = _KINDS[each.kind], each.kind == "switch"
             option = Option(
                 each.keyword, each.flag, kind, None, each.help, kind.metavar, name,
-                is_switch=switch, bare=each.given if switch else None, several=each.kind == "names",
+                is_switch=switch, bare=each.given if switch else None,
                 attribute=each.keyword, within=within,
             )  # fmt: skip
             options.setdefault(each.flag, option)

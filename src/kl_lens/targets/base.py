@@ -69,7 +69,7 @@ class ExportOption:
     keyword: str
     flag: str  # --static-tokens
     help: str
-    kind: str = "switch"  # switch, text, number, size, or names (separated by commas; `none` for none at all)
+    kind: str = "switch"  # switch, text, number or size
     given: Any = True  # a switch: what the keyword becomes when the flag is there
 
 

@@ -7,7 +7,6 @@ import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from importlib.util import find_spec
@@ -28,11 +27,9 @@ from kl_lens.targets.openvino import constants, rewrites
 from kl_lens.targets.openvino.folder import DETOKENIZER_FILE, IR_FILE, TOKENIZER_FILE, WEIGHT_FILE
 from kl_lens.targets.openvino.graph import StaticShape, graph_of, image_graph_of, on_cpu
 from kl_lens.targets.openvino.profiles import DeviceProfile, expanded, get_profile, realise
-from kl_lens.targets.openvino.session import HEAD_NODE, compile_graph, log_softmax, read_graph, run_graph
+from kl_lens.targets.openvino.session import HEAD_NODE, read_graph
 from kl_lens.targets.tokenizer import other_ids, varied_strings
 from kl_lens.weights.recipes import FP16
-
-ACTIBA_TOKENS = 128
 
 
 def export(
@@ -41,7 +38,6 @@ def export(
     place: Path,
     *,
     device_profile: str = "cpu",
-    rewrites: Sequence[str] | None = None,
     static_tokens: int | None = None,
     with_head: bool = True,
     fallback: bool = False,
@@ -51,7 +47,6 @@ def export(
     """Writes the model, the tokenizer and the configuration to a folder.
 
     Args:
-        rewrites: cumba, reduba, actiba; None means what the profile asks for.
         static_tokens: a forward of exactly this many tokens without state, instead of the stateful graph.
         with_head: False makes the graph end in the last hidden states (static graphs only).
         fallback: where a format does not fit, use another and record it, instead of refusing.
@@ -62,16 +57,12 @@ def export(
     model.require_memory("exporting to OpenVINO")
     profile = get_profile(device_profile)
     static = _static_shape(model, profile, static_tokens, with_head)
-    chunked = any(c.kind == "A_log" and len(c.shape) == 1 for c in model.anatomy.components)
-    changes = tuple(profile.default_rewrites(chunked) if rewrites is None else rewrites)
-    if model.classifier is not None and "actiba" in changes:
-        raise TargetError("actiba is for language models, not for images")
     chosen = realise(model, plan, profile, fallback=fallback)
 
     # The model as a float32 graph, and where its weights are.
     module, task = on_cpu(model.model), model.classifier
     graph = image_graph_of(module, task) if task else graph_of(module, static=static, with_head=with_head)
-    _rewrites.weights_on_the_right(graph)
+    rewrites.weights_on_the_right(graph)
     if with_head:
         _name_head(graph)
     nodes, folded = constants.map_weights(
@@ -79,22 +70,18 @@ def export(
     )
     placed = constants.place_weights(nodes, model.weights, model.anatomy.components, chosen, unplanned)
     place.mkdir(parents=True, exist_ok=True)
-    plain = graph.clone() if "actiba" in changes else None
     settings: dict[str, Any] = {
         "device_profile": device_profile,
-        "rewrites": list(changes),
         "static_tokens": static_tokens,
         "with_head": with_head,
         "unplanned": unplanned,
         "folded_away": folded,
         "versions": {module.__name__: module.__version__ for module in (ov, torch, transformers)},
         **({} if model.classifier is None else {"task": model.classifier.name}),
-        "rewritten": _rewrites.apply(graph, changes),
+        "rewritten": rewrites.apply(graph, cumba=profile.cumba),
     }
     _save(graph, place / IR_FILE)
     del graph
-    if plain is not None:
-        settings["actiba"] = _actiba_cost(plain, changes, place, model, static_tokens, with_head)
     constants.check_saved(read_graph(place / IR_FILE), placed)
     model.config.save_pretrained(place)
     notes = write_beside(model, place, with_tokenizer=with_tokenizer)
@@ -118,11 +105,8 @@ def export(
     return replace(artifact, settings=artifact.settings | {"bytes_over_plan": over, **costs})
 
 
-_rewrites = rewrites  # `export` has an argument with that name
-
-
 def _save(graph: ov.Model, path: Path) -> None:
-    _rewrites.number_names(graph)
+    rewrites.number_names(graph)
     try:
         ov.save_model(graph, path, compress_to_fp16=False)
     except RuntimeError as error:  # OpenVINO does not give the reason
@@ -159,33 +143,6 @@ def _name_head(graph: ov.Model) -> None:
     node.set_friendly_name(HEAD_NODE)
 
 
-def _actiba_cost(
-    plain: ov.Model,
-    chosen: Sequence[str],
-    place: Path,
-    model: LoadedModel,
-    static_tokens: int | None,
-    with_head: bool,
-) -> dict[str, Any]:
-    """The error bound of the tables and the KL per token that they cost, measured on this CPU."""
-    cost: dict[str, Any] = {"error_bound": _rewrites.table_error(), "segments": _rewrites.TABLE_SEGMENTS}
-    if not with_head:
-        return cost
-    tokens = static_tokens or ACTIBA_TOKENS
-    ids = np.random.default_rng(0).integers(0, int(model.config.vocab_size), tokens).tolist()
-    cost["measured_on"] = f"{tokens} random tokens"
-    _rewrites.apply(plain, tuple(name for name in chosen if name != "actiba"))
-    with tempfile.TemporaryDirectory() as beside:
-        without = Path(beside) / "without_actiba.xml"
-        _save(plain, without)
-        before, after = (
-            log_softmax(run_graph(compile_graph(read_graph(path), "CPU", exact=True), ids))
-            for path in (without, place / IR_FILE)
-        )
-    cost["kl_nats_per_token"] = float((np.exp(before) * (before - after)).sum(-1).mean())
-    return cost
-
-
 CHECKED_STRINGS = 300
 
 
@@ -218,7 +175,7 @@ def _converted(tokenizer: Any) -> tuple[dict[str, bytes], str | None]:
         try:
             graphs = openvino_tokenizers.convert_tokenizer(tokenizer, with_detokenizer=True)
             for graph, path in zip(graphs, paths, strict=True):
-                _rewrites.number_names(graph)
+                rewrites.number_names(graph)
                 ov.save_model(graph, path, compress_to_fp16=False)
             difference = first_difference(tokenizer, *paths)
         except Exception as error:  # the package raises anything over a tokenizer that it does not know

@@ -116,7 +116,7 @@ def _prove(model: nn.Module, family: str) -> None:
 def _compiled(graph: ov.Model) -> ov.CompiledModel:
     """As an export would be: rewritten, saved, read again."""
     shipped = graph.clone()
-    rewrites.apply(shipped, ())
+    rewrites.apply(shipped)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "graph.xml"
         ov.save_model(shipped, path, compress_to_fp16=False)

@@ -50,13 +50,12 @@ def expanded(machine: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class DeviceProfile:
-    """One kind of device: which weights it takes, whether it needs fixed shapes, which rewrites help it."""
+    """One kind of device: which weights it takes, whether it needs fixed shapes and CumBA."""
 
     name: str
     bits: tuple[int, ...]  # integer widths it holds; FP16 always
     static: bool = False  # only fixed shapes, and no loops
-    rewrites: tuple[str, ...] = ()
-    rewrites_with_chunks: tuple[str, ...] = ()  # added for models with Mamba-2 scans
+    cumba: bool = False  # sums along a sequence as products
     zero_points: bool = True  # runs asymmetric integers
     floats: bool = False  # runs NF4 and MXFP4
 
@@ -75,22 +74,17 @@ class DeviceProfile:
             return f"profile {self.name} holds no {fmt.bits}-bit weights"
         return None
 
-    def default_rewrites(self, has_chunks: bool) -> tuple[str, ...]:
-        return self.rewrites + (self.rewrites_with_chunks if has_chunks else ())
-
 
 PROFILES = {
     profile.name: profile
     for profile in (
         DeviceProfile("cpu", bits=(2, 4, 8), floats=True),
         # Intel integrated GPU (Lunar Lake)
-        DeviceProfile("gpu", bits=(8,), rewrites_with_chunks=("cumba",)),
+        DeviceProfile("gpu", bits=(8,), cumba=True),
         # the same, with INT4 chosen explicitly
-        DeviceProfile("gpu-int4", bits=(4, 8), rewrites_with_chunks=("cumba",)),
+        DeviceProfile("gpu-int4", bits=(4, 8), cumba=True),
         # Intel NPU: fixed shapes, no loops
-        DeviceProfile(
-            "npu", bits=(4, 8), static=True, zero_points=False, rewrites=("cumba", "reduba", "actiba")
-        ),
+        DeviceProfile("npu", bits=(4, 8), static=True, zero_points=False, cumba=True),
     )
 }
 

@@ -1,11 +1,8 @@
-"""Changes to a finished graph: two that the CPU plugins need to be right, and XAMBA's three for accelerators.
+"""Changes to a finished graph: two that the CPU plugins need to be right, and one for accelerators.
 
 - exact softplus: the ARM CPU plugin's SoftPlus is off by 4e-4 (2025.2 to 2026.4.1), enough to spoil Δ.
 - equal batches: the x86 CPU plugin (2026.4.1) loses the tokens of one batch that meets a stack of matrices.
-- CumBA: CumSum as a product with a triangular matrix of ones.
-- ReduBA: ReduceSum and ReduceMean over the last axis as a product with a vector.
-- ActiBA: SiLU and softplus by piecewise-linear tables. Unlike the others it changes the result, by at most the bound
-  that `table_error` states; what that costs in KL is measured at export.
+- CumBA (of the XAMBA paper): CumSum as a product with a triangular matrix of ones.
 """
 
 from __future__ import annotations
@@ -16,17 +13,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import openvino as ov
 import openvino.opset13 as ops
 
-from kl_lens.base.errors import TargetError
 from kl_lens.targets.openvino.scans import constant, length, replace
 
-REWRITES = ("cumba", "reduba", "actiba")
 SOFTPLUS_DEGREE = 9  # relative error of the polynomial: below 1e-7
-TABLE_REACH = 10.0  # the tables cover −10 … 10; beyond, both functions are 0 or x
-TABLE_SEGMENTS = 128
 
 
 def graphs(model: ov.Model) -> Iterator[ov.Model]:
@@ -50,19 +42,11 @@ def operations(model: ov.Model, *kinds: str) -> list[Any]:
     ]
 
 
-def apply(model: ov.Model, rewrites: tuple[str, ...]) -> dict[str, int]:
+def apply(model: ov.Model, *, cumba: bool = False) -> dict[str, int]:
     """Rewrites the model in place; returns how many nodes each rewrite replaced."""
-    unknown = [name for name in rewrites if name not in REWRITES]
-    if unknown:
-        raise TargetError(f"no rewrite is called {unknown[0]!r}; there are {', '.join(REWRITES)}")
-    counts = {}
-    if "actiba" in rewrites:
-        counts["actiba"] = _each(model, ("Swish", "SoftPlus"), _table)
-    counts["exact_softplus"] = _each(model, ("SoftPlus",), lambda n: exact_softplus(n.input_value(0)))
-    if "cumba" in rewrites:
+    counts = {"exact_softplus": _each(model, ("SoftPlus",), lambda n: exact_softplus(n.input_value(0)))}
+    if cumba:
         counts["cumba"] = _each(model, ("CumSum",), _cumulative_product)
-    if "reduba" in rewrites:
-        counts["reduba"] = _each(model, ("ReduceSum", "ReduceMean"), _reducing_product)
     counts["equal_batches"] = equal_batches(model)
     for graph in graphs(model):
         graph.validate_nodes_and_infer_types()
@@ -193,65 +177,3 @@ def _cumulative_product(node: Any) -> Any | None:
     order = [i for i in range(rank) if i != axis] + [axis]
     moved = ops.matmul(ops.transpose(x, constant(order)), mask, False, False)
     return ops.transpose(moved, constant(list(np.argsort(order))))
-
-
-def _reducing_product(node: Any) -> Any | None:
-    """A sum or mean over the last axis, of known length: times a column of ones (or of 1/n)."""
-    x = node.input_value(0)
-    shape = x.get_partial_shape()
-    axes = node.input_value(1).get_node()
-    if shape.rank.is_dynamic or axes.get_type_name() != "Constant":
-        return None
-    rank = shape.rank.get_length()
-    reduced = [int(axis) % rank for axis in axes.data.reshape(-1)]
-    if reduced != [rank - 1] or shape[rank - 1].is_dynamic or x.get_element_type() != ov.Type.f32:
-        return None
-    size = shape[rank - 1].get_length()
-    value = 1.0 if node.get_type_name() == "ReduceSum" else 1.0 / size
-    ones = constant(np.full((size, 1), value), np.float32)
-    ones.set_friendly_name(f"{node.get_friendly_name()}/reduba_ones")
-    summed = ops.matmul(x, ones, False, False)
-    if node.get_attributes().get("keep_dims"):
-        return summed
-    return ops.squeeze(summed, constant(rank - 1))
-
-
-def make_table(function: str) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], float]:
-    """`silu` or `softplus` as straight lines between equally spaced points, 0 to the left of them and x to the right:
-    slopes, offsets, and the largest error anywhere. Between two points h apart, a straight line misses a function by at
-    most h²/8 · max|f″|: 1/2 for SiLU (at 0), 1/4 for softplus (at 0). In the tails both miss by their value at
-    −TABLE_REACH."""
-    exact = {"silu": lambda v: v / (1 + np.exp(-v)), "softplus": lambda v: np.logaddexp(0, v)}[function]
-    curvature = {"silu": 0.5, "softplus": 0.25}[function]
-    points = np.linspace(-TABLE_REACH, TABLE_REACH, TABLE_SEGMENTS + 1)
-    values = exact(points)
-    slopes = np.diff(values) / np.diff(points)
-    offsets = values[:-1] - slopes * points[:-1]
-    step = 2 * TABLE_REACH / TABLE_SEGMENTS
-    bound = max(step * step / 8 * curvature, abs(float(exact(np.float64(-TABLE_REACH))))) + 1e-6
-    lines = np.concatenate([[0], slopes, [1]]), np.concatenate([[0], offsets, [0]])
-    return lines[0].astype(np.float32), lines[1].astype(np.float32), bound
-
-
-def table_error() -> dict[str, float]:
-    """The largest error of ActiBA's tables, anywhere."""
-    return {name: make_table(name)[2] for name in ("silu", "softplus")}
-
-
-def _table(node: Any) -> Any | None:
-    """Two lookups and a line: slope[i]·x + offset[i]."""
-    is_silu = node.get_type_name() == "Swish"
-    if (
-        is_silu
-        and node.get_input_size() > 1
-        and float(node.input_value(1).get_node().data.reshape(-1)[0]) != 1.0
-    ):
-        return None
-    slopes, offsets, _ = make_table("silu" if is_silu else "softplus")
-    x, scale = node.input_value(0), TABLE_SEGMENTS / (2 * TABLE_REACH)
-    shifted = ops.add(x, constant(TABLE_REACH, np.float32))
-    place = ops.floor(ops.multiply(shifted, constant(scale, np.float32)))
-    clamped = ops.clamp(ops.add(place, constant(1, np.float32)), 0.0, float(TABLE_SEGMENTS + 1))
-    index = ops.convert(clamped, "i32")
-    slope, offset = (ops.gather(constant(t, np.float32), index, constant(0)) for t in (slopes, offsets))
-    return ops.add(ops.multiply(slope, x), offset)

@@ -126,9 +126,6 @@ class OpenVINOTarget(Target):
         ExportOption(
             "device_profile", "--device-profile", "cpu, gpu, gpu-int4 or npu (default: cpu)", "text"
         ),
-        ExportOption(
-            "rewrites", "--rewrites", "cumba, reduba, actiba, or none (default: the profile's)", "names"
-        ),
         ExportOption("static_tokens", "--static-tokens", "a static forward without state", "number"),
         ExportOption(
             "with_head", "--without-head", "end in the last hidden states (static only)", given=False
