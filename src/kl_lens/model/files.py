@@ -171,6 +171,14 @@ def _contents(path: Path) -> Iterator[Stored]:
         ) from error
 
 
+def read_stored(stored: Stored) -> torch.Tensor:
+    """The values of one tensor."""
+    if stored.pickled is not None:
+        return stored.pickled.clone()
+    with safe_open(stored.path, framework="pt") as file:
+        return file.get_tensor(stored.name)
+
+
 def refuse_broken_numbers(folder: Path, named: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Raises for NaN or infinity: every measurement would be wrong."""
     for name, tensor in named:

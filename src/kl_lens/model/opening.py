@@ -161,6 +161,12 @@ class LoadedModel:
             "text with one of them is refused; if this is not the model's own tokenizer, give that with --tokenizer"
         )
 
+    @cached_property
+    def further_heads(self) -> dict[str, files.Stored]:
+        """The files' tensors of heads for further tokens (`mtp.*`): exports keep them where a runtime has a place."""
+        stored = files.stored_tensors(self.folder) if self.left_out else ()
+        return {tensor.name: tensor for tensor in stored if tensor.name.startswith("mtp.")}
+
     @property
     def notes(self) -> tuple[str, ...]:
         """What a user should know about how it was opened."""

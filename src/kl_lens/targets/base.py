@@ -188,8 +188,15 @@ class Target(ABC):
                 reason = str(error).replace(f"{place}{os.sep}", "").replace(str(place), str(folder))
                 failed = f"{self.title} cannot open the files exported to {folder}: {reason}"
                 raise TargetError(failed) from error
-            if unopened is not None:
-                notes = [*artifact.settings.get("notes", ()), unopened]
+            notes = [] if unopened is None else [unopened]
+            if model.further_heads and not artifact.settings.get("further_heads"):
+                notes.append(
+                    f"left out: heads for further tokens ({len(model.further_heads)} tensors mtp.*), for which KL Lens "
+                    f"knows no place in files for {self.title}. Text stays the same; speculative decoding with them is "
+                    "lost"
+                )
+            if notes:
+                notes = [*artifact.settings.get("notes", ()), *notes]
                 artifact = replace(artifact, settings=artifact.settings | {"notes": notes})
                 write_record(place, artifact)
         for name in set(earlier.files if earlier else ()) - set(artifact.files):

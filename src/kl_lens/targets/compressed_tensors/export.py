@@ -16,6 +16,7 @@ from torch import nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from kl_lens.base.files import tensor_digest
+from kl_lens.model.files import read_stored
 from kl_lens.run.records import Artifact, ExportedTensor, Plan
 from kl_lens.targets.compressed_tensors.schemes import CONFIG_FILE, configuration, is_packed
 from kl_lens.targets.exporting import Choice, Entry, choices, file_size, record, write_beside, write_file
@@ -41,7 +42,16 @@ def export(target: Target, model: LoadedModel, plan: Plan, folder: Path) -> Arti
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     notes = write_beside(model, folder)
     versions = {name: metadata.version(name) for name in ("transformers", "compressed-tensors")}
-    return record(target.name, model, plan, folder, file.records, versions=versions, notes=notes)
+    return record(
+        target.name,
+        model,
+        plan,
+        folder,
+        file.records,
+        versions=versions,
+        notes=notes,
+        further_heads=bool(model.further_heads),
+    )
 
 
 def file_bytes(target: Target, model: LoadedModel, plan: Plan) -> int:
@@ -71,6 +81,9 @@ class _File:
         self._sources = {names[own]: owners.get(own, own) for own in state}
         packed = [name for name, source in self._sources.items() if self._is_packed(source)]
         self._others = {names[own]: t.contiguous() for own, t in state.items() if names[own] not in packed}
+        for name, stored in model.further_heads.items():  # transformers skips them, vLLM reads them
+            tensor, self._sources[name] = read_stored(stored), name
+            self._others[name] = tensor.half() if tensor.dim() > 1 else self._stored(name, tensor)
         entries = [Entry(name, _KINDS[t.dtype], tuple(t.shape)) for name, t in self._others.items()]
         entries += [entry for name in packed for entry in self._entries(name)]
         self.entries = sorted(entries, key=lambda entry: list(_KINDS.values()).index(entry.dtype))

@@ -16,6 +16,7 @@ import transformers
 
 from kl_lens.base.errors import TargetError, one_line
 from kl_lens.model.anatomy import normalise_per_group
+from kl_lens.model.files import LEFT_OUT
 from kl_lens.targets.session import FedSession, Logits
 
 _STATES = ("past_key_values", "cache_params")  # what models call theirs
@@ -45,7 +46,8 @@ def opened(folder: Path) -> Any:
     with redirect_stderr(io.StringIO()), initialising_safely():  # a bar for every stage
         load: Any = transformers.AutoModelForCausalLM.from_pretrained
         model, report = load(folder, dtype=torch.float32, output_loading_info=True, local_files_only=True)
-        if wrong := sorted({*report["missing_keys"], *report["unexpected_keys"]}):
+        known = [key for key in report["unexpected_keys"] if not LEFT_OUT.match(key)]
+        if wrong := sorted({*report["missing_keys"], *known}):
             raise KeyError(f"{wrong[0]}: missing in the file, or unknown to the model")
         model.eval().requires_grad_(False)
         normalise_per_group(model)

@@ -54,6 +54,8 @@ class GGUFDissection(Dissection):
             found.append(setting("general.architecture", self.info.architecture, own, f"convert it as {own}"))
         for name, value in architecture.metadata(model.config).items():
             key = f"{self.info.architecture}.{name}"
+            if name == "block_count":  # heads for further tokens are blocks too
+                value += metadata.get(f"{self.info.architecture}.nextn_predict_layers") or 0
             if not dissection.same(there := metadata.get(key), value):
                 matters = name not in _WITHOUT_EFFECT if key in metadata else None  # llama.cpp has defaults
                 found.append(setting(key, there, value, self._advice(key, value), matters=matters))

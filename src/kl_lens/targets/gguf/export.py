@@ -36,6 +36,7 @@ FORMATS = (  # that plans for this target may use
     "q2_k", "iq2_s", "iq2_xs", "iq2_xxs",
 )  # fmt: skip
 STAND_INS = (*FORMATS, "q5_0", "q5_1", FLOAT32)  # also in files: fallbacks and exact copies
+FURTHER = "q8_0"  # of heads for further tokens, which no plan names
 PART_BYTES = 50 * 10**9  # the largest file that the Hugging Face hub takes
 
 
@@ -47,8 +48,19 @@ def tensor_jobs(
     architecture.require(model.config)
     rules = architecture.tensors(model.config, shapes)
     check_complete(rules, shapes)
-    recipes = _recipes(plan, tensors)
-    return [_decide(rule, shapes, recipes, fallback) for rule in rules]
+    further = further_rules(model)
+    recipes = _recipes(plan, tensors) | {
+        component_name(name, len(stored.shape)): Recipe(FURTHER)
+        for name, stored in model.further_heads.items()
+    }
+    held = shapes | {name: stored.shape for name, stored in model.further_heads.items()}
+    return [_decide(rule, held, recipes, fallback) for rule in (*rules, *further)]
+
+
+def further_rules(model: LoadedModel) -> list[TensorRule]:
+    """Of heads for further tokens; none unless llama.cpp has a place for every tensor of them."""
+    rules = get_architecture(model.config.model_type).further(model.config)
+    return rules if {rule.parameter for rule in rules} == set(model.further_heads) else []
 
 
 def _recipes(plan: Plan, tensors: ModelTensors) -> dict[str, Recipe | None]:
@@ -132,6 +144,7 @@ def export(
             "architecture": header.architecture,
             "tokenizer": text.pre if text else "none",
             "tensor_bytes": sum(job.bytes for job in header.jobs),
+            "further_heads": bool(further_rules(model)),
             "fallbacks": sum(1 for record in records if record.realised not in (record.planned, FLOAT32)),
             **({TOKENIZER_CHECK: text.check} if text else {}),
             "notes": [*architecture.notes(model.config), *(text.notes if text else ())],
@@ -159,6 +172,8 @@ def _prepared(
         **{f".{key}": value for key, value in architecture.metadata(config).items()},
         ".vocab_size": vocabulary,
     }
+    if further_rules(model):
+        metadata |= {".nextn_predict_layers": 1, ".block_count": metadata[".block_count"] + 1}
     text = None if tokenizer is None else tokenizer_data(tokenizer, vocabulary, end_ids(model.folder))
     general = general_metadata(model.folder, model.name, parameter_counts(jobs))
     file = file_name(general, plan, jobs)

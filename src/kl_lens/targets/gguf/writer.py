@@ -23,6 +23,7 @@ from kl_lens.base.files import bytes_digest, naming, replacing
 from kl_lens.base.units import tag_of
 from kl_lens.base.version import __version__
 from kl_lens.model import LoadedModel
+from kl_lens.model.files import read_stored
 from kl_lens.run.records import ExportedTensor, Plan
 from kl_lens.targets.exporting import GENERATION_FILE
 from kl_lens.targets.gguf.architectures import TensorRule
@@ -52,6 +53,8 @@ class ModelTensors:
 
     def read(self, name: str) -> torch.Tensor:
         """The values on the CPU."""
+        if (stored := self._model.further_heads.get(name)) is not None:
+            return read_stored(stored)
         tensor, residency = self._tensors[name], self._model.residency
         return (tensor.detach() if residency is None else residency.original(tensor)).cpu()
 
@@ -183,7 +186,10 @@ def _stored(job: TensorJob, tensors: ModelTensors, store: WeightStore) -> tuple[
         if not bool(values.isfinite().all()):
             raise TargetError(f"{rule.parameter}: has NaN or infinity; repair or download the checkpoint")
         return values.numpy().reshape(-1).view(np.uint8), ""
-    quantized = store.quantized(job.component, job.recipe, rule.factors)
+    if rule.parameter in tensors.shapes:
+        quantized = store.quantized(job.component, job.recipe, rule.factors)
+    else:  # a head for further tokens
+        quantized = job.recipe.grid.quantize(tensors.read(rule.parameter), rule.parameter)
     rows = rule.arranged(quantized.data)
     if tuple(rows.shape[:-1]) != job.shape[:-1]:
         raise TargetError(f"{rule.parameter}: has shape {tuple(rows.shape)} for {rule.name}, not {job.shape}")

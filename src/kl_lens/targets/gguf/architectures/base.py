@@ -70,6 +70,9 @@ class Architecture:
     tensors: Callable[[Any, Shapes], list[TensorRule]]
     refusals: Callable[[Any], Iterable[str]]  # reasons why this configuration is not supported
     notes: Callable[[Any], Iterable[str]]  # known small differences
+    further: Callable[
+        [Any], list[TensorRule]
+    ]  # tensors of heads for further tokens, if llama.cpp has a place
 
     def name(self, config: Any) -> str:
         return self.names if isinstance(self.names, str) else self.names(config)
@@ -88,10 +91,13 @@ def register(
     tensors: Callable[[Any, Shapes], list[TensorRule]],
     refusals: Callable[[Any], Iterable[str]],
     notes: Callable[[Any], Iterable[str]] = lambda _: (),
+    further: Callable[[Any], list[TensorRule]] = lambda _: [],
 ) -> None:
     """`names`: transformers' name → llama.cpp's."""
     for model_type, name in names.items():
-        _architectures[model_type] = Architecture(model_type, name, metadata, tensors, refusals, notes)
+        _architectures[model_type] = Architecture(
+            model_type, name, metadata, tensors, refusals, notes, further
+        )
 
 
 def supported_architectures() -> tuple[str, ...]:

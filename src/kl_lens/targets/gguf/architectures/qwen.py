@@ -143,17 +143,31 @@ def _tensors(config: Any, shapes: Shapes) -> list[TensorRule]:
     rules = parts.ends("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", shapes)
     rules[1] = TensorRule("output_norm.weight", "model.norm.weight", _plus_one, float32=True)
     for index, kind in enumerate(config.layer_types):
-        block, layer = f"blk.{index}", f"model.layers.{index}"
-        norms = {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
-        if kind == "full_attention":
-            norms |= {f"attn_{part}_norm": f"self_attn.{part}_norm" for part in "qk"}
-            rules += parts.attention_layer(block, f"{layer}.self_attn")
-        else:
-            rules += _delta_layer(config, block, f"{layer}.linear_attn")
-        rules += parts.norms(block, layer, norms, _plus_one)
-        mlp = f"{layer}.mlp"
-        rules += _experts(block, mlp) if _has_experts(config) else parts.gated_mlp(block, mlp)
+        rules += _layer(config, f"blk.{index}", f"model.layers.{index}", kind)
     return rules
+
+
+def _layer(config: Any, block: str, layer: str, kind: str) -> list[TensorRule]:
+    norms = {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
+    if kind == "full_attention":
+        norms |= {f"attn_{part}_norm": f"self_attn.{part}_norm" for part in "qk"}
+        rules = parts.attention_layer(block, f"{layer}.self_attn")
+    else:
+        rules = _delta_layer(config, block, f"{layer}.linear_attn")
+    rules += parts.norms(block, layer, norms, _plus_one)
+    mlp = f"{layer}.mlp"
+    return [*rules, *(_experts(block, mlp) if _has_experts(config) else parts.gated_mlp(block, mlp))]
+
+
+def _further(config: Any) -> list[TensorRule]:
+    """The head for the token after the next one: a block with attention behind all others."""
+    block = f"blk.{config.num_hidden_layers}"
+    norms = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "shared_head_norm": "norm"}
+    return [
+        *_layer(config, block, "mtp.layers.0", "full_attention"),
+        TensorRule(f"{block}.nextn.eh_proj.weight", "mtp.fc.weight"),
+        *parts.norms(f"{block}.nextn", "mtp", norms, _plus_one),
+    ]
 
 
 def _refusals(config: Any) -> Iterable[str]:
@@ -177,4 +191,4 @@ def _notes(config: Any) -> Iterable[str]:
 
 
 _NAMES = {"qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"}
-register(_NAMES, _metadata, _tensors, _refusals, _notes)
+register(_NAMES, _metadata, _tensors, _refusals, _notes, _further)

@@ -1,0 +1,97 @@
+"""Heads for further tokens (`mtp.*`) of a checkpoint: kept where a runtime has a place for them, named where not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kl_lens.model import load
+from kl_lens.run.records import Plan
+from kl_lens.targets import SessionSettings, get_target
+from kl_lens.targets.registry import describe_target
+from tests.families import tiny_model
+
+PLAN, IDS = Plan("p", {}, "test"), [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A tiny Qwen3.5 without and with a head as published ones have it: a block, a projection and three norms."""
+    plain, headed = (tmp_path_factory.mktemp(name) for name in ("plain", "headed"))
+    for folder in (plain, headed):
+        tiny_model("qwen3_5_text").save_pretrained(folder)
+    tensors = load_file(headed / "model.safetensors")
+    attention = "model.layers.1."  # a block with attention
+    block = {
+        n.replace(attention, "mtp.layers.0."): t.clone()
+        for n, t in tensors.items()
+        if n.startswith(attention)
+    }
+    norms = {
+        f"mtp.{name}.weight": torch.rand(96)
+        for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
+    }
+    save_file(tensors | block | norms | {"mtp.fc.weight": torch.randn(96, 192)}, headed / "model.safetensors")
+    return plain, headed
+
+
+def logits(target: str, folder: Path) -> np.ndarray:
+    session = get_target(target).open(folder, SessionSettings(threads=1))
+    try:
+        return session.logits(IDS)
+    finally:
+        session.close()
+
+
+def test_llama_cpp_gets_them_in_8_bits(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    pytest.importorskip("xllamacpp", reason="needs the extra gguf")
+    from kl_lens.targets.gguf.header import read_header
+
+    target, sizes = get_target("gguf"), []
+    for name, source in zip(("plain", "headed"), folders, strict=True):
+        model = load(source)
+        artifact = target.export(model, PLAN, tmp_path / name)
+        assert target.file_bytes(model, PLAN) == artifact.realised_bytes
+        sizes.append(artifact.realised_bytes)
+    assert not any("left out" in note for note in artifact.settings["notes"])
+    header = read_header(target.weight_file(tmp_path / "headed"))
+    stored = {entry.name: entry for entry in header.tensors if entry.name.startswith("blk.4.")}
+    assert header.metadata["qwen35.nextn_predict_layers"] == 1
+    assert stored["blk.4.nextn.eh_proj.weight"].type == "Q8_0"
+    assert stored["blk.4.attn_q.weight"].type == "Q8_0"
+    assert stored["blk.4.nextn.shared_head_norm.weight"].type == "F32"
+    assert sizes[1] - sizes[0] >= sum(entry.bytes for entry in stored.values()) > 0  # counted in the size
+    assert np.array_equal(logits("gguf", tmp_path / "plain"), logits("gguf", tmp_path / "headed"))
+
+
+def test_transformers_and_vllm_get_them_in_16_bits(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors", reason="needs the extra compressed")
+    artifact = get_target("compressed-tensors").export(load(folders[1]), PLAN, tmp_path / "out")
+    own, there = (load_file(place / "model.safetensors") for place in (folders[1], tmp_path / "out"))
+    heads = [name for name in own if name.startswith("mtp.")]
+    assert len(heads) == 15
+    assert all(
+        torch.equal(there[name].float(), own[name].half().float()) for name in heads if own[name].dim() > 1
+    )
+    assert not any("left out" in note for note in artifact.settings["notes"])
+    assert logits("compressed-tensors", tmp_path / "out").shape == (len(IDS), 97)
+
+
+@pytest.mark.parametrize("target", ["openvino", "mlx"])
+def test_where_there_is_no_place_export_says_so(
+    target: str, folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    if describe_target(target).lacks():
+        pytest.skip(f"needs the extra {target}")
+    family = tiny_model("qwen3_next" if target == "mlx" else "qwen3_5_text")
+    family.save_pretrained(tmp_path / "model")
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    save_file(tensors | {"mtp.fc.weight": torch.randn(64, 128)}, tmp_path / "model" / "model.safetensors")
+    artifact = get_target(target).export(load(tmp_path / "model"), PLAN, tmp_path / "out")
+    assert any(
+        "left out: heads for further tokens (1 tensors mtp.*)" in n for n in artifact.settings["notes"]
+    )
