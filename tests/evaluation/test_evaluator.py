@@ -56,12 +56,12 @@ pytest.importorskip("openvino", reason="needs the extra openvino")
 SETTINGS = SessionSettings(threads=1)
 
 
-def judged(model: LoadedModel, folder: Path, text: EvaluationText, run_folder: Path) -> Outcome:
-    file = JudgedArtifact(folder, SETTINGS)
-    counterpart = file.counterpart(model)
-    assert counterpart is not None
+def judged(
+    model: LoadedModel, folder: Path, text: EvaluationText, run_folder: Path, *others: JudgedArtifact
+) -> Outcome:
     with Run.create(run_folder) as run:
-        return Evaluator(ScoreJournal(run), JudgedModel(model)).judge_text([counterpart, file], text)
+        judge = Evaluator(ScoreJournal(run), JudgedModel(model))
+        return judge.judge_text([JudgedArtifact(folder, SETTINGS)], text, others=others)
 
 
 def run_with(folder: Path, model: LoadedModel, **plans: dict[str, str]) -> Run:
@@ -103,7 +103,7 @@ def reference() -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def reference_text(reference: LoadedModel) -> EvaluationText:
-    return prepare("wikitext2:valid", reference.task, window=64, limit=6)
+    return prepare("wikitext2:valid", reference.task, window=64, limit=4)
 
 
 @pytest.fixture(scope="module")
@@ -118,30 +118,38 @@ def shipped(
 
 
 @pytest.mark.parametrize("shipped", ["gguf", pytest.param("openvino", marks=pytest.mark.slow)], indirect=True)
-def test_a_file_agrees_with_the_same_weights_in_pytorch(
+def test_pytorch_agrees_with_a_file_and_stands_in_for_others_of_its_runtime(
     shipped: Path, reference: LoadedModel, reference_text: EvaluationText, tmp_path: Path
 ) -> None:
-    outcome = judged(reference, shipped, reference_text, tmp_path / "run")
+    other = JudgedArtifact(Path(shutil.copytree(shipped, tmp_path / "other")), SETTINGS, "other")
+    outcome = judged(reference, shipped, reference_text, tmp_path / "run", other)
     (agreement,) = outcome.agreements
     modelled = shipped.name == "gguf" or platform.machine() in ("aarch64", "arm64")  # OpenVINO's on ARM alone
     assert agreement.verdict in (AGREES, AS_DEPLOYED if modelled else IN_FLOAT32)
     assert agreement.counterpart.label == f"torch/eight as {shipped.name}"
-    values = {s.subject: s.values for s in outcome.scores if s.kind == "perplexity"}
-    assert values[agreement.subject]["token_perplexity"].value == pytest.approx(
-        values[agreement.counterpart]["token_perplexity"].value, rel=0.01
-    )
+    values = {s.subject: s.values["kl_mean"].value for s in outcome.scores if s.kind == "divergence"}
+    assert list(values) == [judged.subject for judged in outcome.judged]
+    file, instead = values
+    if modelled:
+        assert instead.label == f"torch/other as {shipped.name} deployed"
+        assert instead.file_key == other.subject.key
+    else:
+        assert instead == other.subject
+    assert values[instead] == pytest.approx(values[file], rel=0.02, abs=1e-4)  # what agreement means
 
 
 @pytest.mark.parametrize("shipped", ["gguf"], indirect=True)
-def test_a_file_with_other_weights_is_flagged(
+def test_a_file_with_other_weights_is_flagged_and_pytorch_does_not_stand_in(
     shipped: Path, reference: LoadedModel, reference_text: EvaluationText, tmp_path: Path
 ) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(shipped, folder)  # with the runtime's compiled copy, which must not hide the damage
     with_other_scales(folder)
     with_digests(folder)  # an exporter with a mistake would record what it wrote: the numbers must tell
-    (agreement,) = judged(reference, folder, reference_text, tmp_path / "run").agreements
-    assert agreement.verdict == DISAGREES
+    other = JudgedArtifact(folder, SETTINGS, "other")
+    outcome = judged(reference, folder, reference_text, tmp_path / "run", other)
+    assert [agreement.verdict for agreement in outcome.agreements] == [DISAGREES] * 2
+    assert outcome.judged[1] is other
 
 
 @pytest.mark.parametrize(("windows", "length"), [(1, 255), (4, 255), (20, 100)])
@@ -184,16 +192,17 @@ def test_if_pytorch_is_the_side_that_is_wrong_it_is_computed_again_and_said(
     assert [runtime["kernels"] for runtime in runtimes] == ["our kernel for Mamba-1 scan is wrong here"]
 
 
-def test_a_longer_text_uses_the_windows_that_are_there(
+def test_a_longer_text_uses_the_windows_that_are_there_and_no_kinds_leave_no_scores(
     model: LoadedModel, text: EvaluationText, tiny_folder: Path, tmp_path: Path
 ) -> None:
     longer = prepare(str(tiny_folder / "text.txt"), model.task, window=48, limit=8)
     advanced: list[str] = []
     with Run.create(tmp_path / "run") as run:
-        Evaluator(ScoreJournal(run), JudgedModel(model)).judge_text([], text, ("perplexity",))
+        Evaluator(ScoreJournal(run), JudgedModel(model)).judge_text([], text, ())
+        assert read_scores(run) == []
         progress = Progress(advanced=lambda _, what: advanced.append(what))
         Evaluator(ScoreJournal(run), JudgedModel(model), progress).judge_text([], longer, ("perplexity",))
-        assert len(read_scores(run, "perplexity")) == 2  # two protocols, two scores
+        assert len(read_scores(run)) == 1
     assert len(advanced) == 2
 
 

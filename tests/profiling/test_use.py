@@ -15,7 +15,7 @@ from kl_lens.profiling import in_use
 from kl_lens.profiling.benchmark import Benchmark, Report, Timed, UseSettings
 from kl_lens.profiling.machine import ratio_of
 from kl_lens.profiling.memory import MemoryUse
-from kl_lens.run.records import ARTIFACT, Profile, Subject
+from kl_lens.run.records import ARTIFACT, Profile, Quartiles, Subject
 from kl_lens.targets import describe_target
 from kl_lens.targets.base import Contents
 
@@ -115,16 +115,14 @@ def test_artifacts_take_turns_of_a_prompt_or_a_few_tokens(
     step = Ticking.step
     monkeypatch.setattr(Ticking, "step", lambda self, token: log.append(self.name) or step(self, token))
     profiles, _ = timed(subjects, [], new_tokens=10)
-    assert len(log) == 3 * 33  # one round to warm up, two that count
-    orders = set()
-    for start in range(0, 99, 33):
-        first, last = start, start
-        for tokens in (1, 4, 4, 2):
-            first, last = last, last + 3 * tokens
-            names = log[first:last:tokens]
-            assert log[first:last] == [name for name in names for _ in range(tokens)]
-            assert sorted(names) == ["a", "b", "c"]
-            orders.add(tuple(names))
+    orders, last = set(), 0
+    for tokens in (1, 4, *2 * (1, 4, 4, 2)):  # a prompt and a turn to warm up, two rounds that count
+        first, last = last, last + 3 * tokens
+        names = log[first:last:tokens]
+        assert log[first:last] == [name for name in names for _ in range(tokens)]
+        assert sorted(names) == ["a", "b", "c"]
+        orders.add(tuple(names))
+    assert len(log) == last
     assert len(orders) > 1  # nobody is always the first
     profile = profiles["b"]
     assert profile.timings["seconds_per_token"].repeats == 2
@@ -144,6 +142,16 @@ def test_the_profile_says_how_busy_the_machine_was(three: tuple, monkeypatch: py
     assert profile.load == {"stolen": 0.42, "others": 0.1, "asked": 0.5}  # three threads
     assert "tokens_per_second" not in profile.ratios  # two turns are too few for an interval
     assert ratio_of(profile, "tokens_per_second").words.startswith("not measurable here: too few turns")
+
+
+def test_rounds_end_when_every_interval_is_narrow(three: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    spreads = {2: 1.5, 3: 1.2}  # after so many rounds: the ends of the intervals, a factor apart
+    monkeypatch.setattr(
+        in_use, "compared", lambda ours, theirs: Quartiles(1.1, 1.0, spreads.get(len(ours) // 5, 1.0), 24)
+    )
+    for narrow, rounds in ((None, 6), (1.3, 3), (1.5, 2), (9.0, 2)):  # one round is never enough
+        profile = timed(three[0], [], repeats=6, new_tokens=20, narrow=narrow)[0]["b"]
+        assert profile.settings["repeats"] == rounds
 
 
 def test_without_room_for_all_they_run_one_after_the_other(

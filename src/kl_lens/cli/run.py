@@ -130,6 +130,9 @@ def show_run(result: RunResult | JobEstimate) -> Shown:
             files.append({h: f"[bold]{cell}[/]" for h, cell in row.items()} if name == names[-1] else row)
         files.append(None)
     yield table("", files)
+    if any("*" in str(row["KL, nats"]) for row in files if row):
+        again = f"kl-lens evaluate --run {shlex.quote(str(result.folder))}"
+        yield f"* in PyTorch, as deployed. To judge every file in its runtime: {again}"
     yield f"Done in {clock_time(result.seconds)}."
     yield from _protocol(view, result)
     yield from unmeasurable([p for p in view.profiles if p.protocol == "use"])
@@ -170,10 +173,14 @@ def _answer(view: RunView, name: str, target: str) -> list[str]:
 
 
 def _nearest(view: RunView, names: Sequence[str], target: str) -> list[str]:
-    """The recommendation and the rivals whose files are nearest in size, largest first."""
+    """The recommendation and the rivals whose files are nearest in size, judged by their runtime if possible; largest
+    first."""
     size = {name: view.subject_bytes(_subject(target, name)) or 0 for name in names}
     own = size[names[-1]]
-    rivals = sorted((n for n in names[:-1] if n != UNIFORM_FP16), key=lambda n: abs(size[n] - own))[:RIVALS]
+    rivals = sorted(
+        (n for n in names[:-1] if n != UNIFORM_FP16),
+        key=lambda n: (_stood_in(view, _subject(target, n)), abs(size[n] - own)),
+    )[:RIVALS]
     return sorted([*rivals, names[-1]], key=lambda n: -size[n])
 
 
@@ -188,10 +195,16 @@ def row_of(view: RunView, name: str, target: str) -> Row:
         "for": runtime_title(target),
         "file": plan_title(name),
         "size": human_bytes(size) if size else "",
-        "KL, nats": with_error(kl) if kl else "",
+        "KL, nats": with_error(kl) + " *" * _stood_in(view, subject) if kl else "",
         "perplexity": f"{perplexity.value:.2f}" if perplexity else "",
         "speed, × FP16": ratio.brief if ratio else "",
     }
+
+
+def _stood_in(view: RunView, subject: Subject) -> bool:
+    """Whether PyTorch was judged in place of this file."""
+    score = view.score(subject, "divergence")
+    return score is not None and score.subject.key != subject.key
 
 
 def _protocol(view: RunView, result: RunResult) -> list[str]:

@@ -109,11 +109,15 @@ def read_scores(run: Run, kind: str | None = None) -> list[Score]:
 class Outcome:
     """Scores, comparisons and failures."""
 
+    judged: list[Judged] = field(
+        default_factory=list
+    )  # besides the original; PyTorch for files it stands in for
     scores: list[Score] = field(default_factory=list)
     agreements: list[Agreement] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)  # label → why it failed
 
     def add(self, other: Outcome) -> None:
+        self.judged += other.judged
         self.scores += other.scores
         self.agreements += other.agreements
         self.failures |= other.failures
@@ -144,23 +148,50 @@ class Evaluator:
         subjects: Sequence[Judged],
         text: EvaluationText,
         kinds: Collection[str] = (PERPLEXITY, DIVERGENCE),
+        others: Sequence[JudgedArtifact] = (),
+        deciding: Callable[[], Collection[str]] = tuple,
     ) -> Outcome:
-        """Scores of all subjects on one text, and a comparison of each artifact with its PyTorch counterpart. Subjects
-        with damaged or missing files are named in `failures`."""
-        divergence = DIVERGENCE in kinds or POSITIONS in kinds
+        """Scores of all subjects on one text, and a comparison of each artifact with its PyTorch counterpart; without
+        `kinds` only the comparison. Subjects with damaged or missing files are named in `failures`.
+
+        `others`: files that PyTorch stands in for, if it agrees with their runtime on all files of it among the
+        subjects. With its scores stored, `deciding` gives the keys of those that their runtime has to judge after all.
+        """
+        divergence = set(kinds) != {PERPLEXITY}
         if divergence and self.original is None:
             flag = POSITIONS if POSITIONS in kinds else DIVERGENCE
             raise KLLensError(f"--{flag} needs the original model: give --run or --model")
-        outcome = Outcome()
         order: list[Judged] = [self.original] if self.original is not None else []
         order += [subject for subject in subjects if subject is not self.original]
         files = [judged for judged in order if isinstance(judged, JudgedArtifact)]
-        few = text.first(scoring.COMPARED_WINDOWS)
-        compared = 0 if self.model is None else _work(files, few)
-        self.progress = self.progress.as_one(_work(order, text) + compared)
+        compared = 0 if self.model is None else _work(files, text.first(scoring.COMPARED_WINDOWS))
+        self.progress = self.progress.as_one(_work([*order, *others], text) + compared)
+        outcome = self._judged(order, text, kinds, divergence)
+        if any(a.verdict == scoring.DISAGREES for a in outcome.agreements) and not self._kernels_hold(text):
+            self.close()
+            self.journal.forget()
+            return self.judge_text(subjects, text, kinds, others, deciding)
+        if others:
+            rest = [self._in_place_of(file, outcome.agreements) for file in others]
+            instead, chosen = self._judged(rest, text, kinds, divergence), set(deciding())
+            instead.judged = [judged for judged in rest if judged.subject.file_key not in chosen]
+            instead.scores = [score for score in instead.scores if score.subject.file_key not in chosen]
+            files = [file for file in others if file.subject.key in chosen]
+            outcome.add(self._judged(files, text, kinds, divergence))
+            outcome.add(instead)
+        for agreement in outcome.agreements:
+            name = f"{text.label}|{text.digest}"
+            self.journal.run.store_result("agreement", agreement.subject, name, agreement.to_json())
+        return outcome
+
+    def _judged(
+        self, order: Sequence[Judged], text: EvaluationText, kinds: Collection[str], divergence: bool
+    ) -> Outcome:
+        outcome = Outcome([judged for judged in order if judged is not self.original])
+        files = [judged for judged in order if isinstance(judged, JudgedArtifact)]
         self._say_how_much(order, text, divergence)
-        if self.original is not None:  # all others are compared with it
-            self._windows(self.original, text, divergence=False)
+        # All others are compared with it.
+        base = None if self.original is None else self._windows(self.original, text, divergence=False)
         self._at_once(files, text, divergence)
         windows: dict[str, list[WindowScore]] = {}  # by identity
         for judged in order:
@@ -172,19 +203,27 @@ class Evaluator:
                 outcome.failures[judged.label] = one_line(error)
                 continue
             windows[judged.identity] = scores
-            outcome.scores += self._scores(judged, text, scores, windows, kinds)
+            beside = None if judged is self.original else base
+            outcome.scores += self._scores(judged, text, scores, beside, kinds)
         known = {judged.identity: judged.subject for judged in order}
+        few = text.first(scoring.COMPARED_WINDOWS)
         for file in files:
             if self.model is not None and (scores := windows.get(file.identity, [])):
                 self._compare(file, self.model, few, scores, known, divergence, outcome)
-        if any(a.verdict == scoring.DISAGREES for a in outcome.agreements) and not self._kernels_hold(text):
-            self.close()
-            self.journal.forget()
-            return self.judge_text(subjects, text, kinds)
-        for agreement in outcome.agreements:
-            name = f"{text.label}|{text.digest}"
-            self.journal.run.store_result("agreement", agreement.subject, name, agreement.to_json())
         return outcome
+
+    def _in_place_of(self, file: JudgedArtifact, agreements: Sequence[Agreement]) -> Judged:
+        """PyTorch that computes as the file's runtime was seen to compute; the file itself if that is not known, or if
+        every window would read the weights from disk."""
+        verdicts = {each.verdict for each in agreements if each.subject.target == file.target.name}
+        if self.model is None or self.model.residency is not None or len(verdicts) != 1:
+            return file
+        with suppress(*RUNTIME_ERRORS):  # reported when the file is compared
+            if (plain := file.counterpart(self.model)) is not None:
+                for meaning, other in _sides(file, plain):
+                    if meaning in verdicts and isinstance(other, JudgedModel):
+                        return other
+        return file
 
     def _kernels_hold(self, text: EvaluationText) -> bool:
         """Whether PyTorch's side is right: our kernels beside transformers' own code, on this text. If they are wrong,
@@ -263,12 +302,10 @@ class Evaluator:
         judged: Judged,
         text: EvaluationText,
         scores: Sequence[WindowScore],
-        windows: Mapping[str, list[WindowScore]],
+        base: Sequence[WindowScore] | None,
         kinds: Collection[str],
     ) -> Iterator[Score]:
-        base = None
-        if self.original is not None and judged is not self.original:
-            base = windows[self.original.identity]
+        """`base`: the original's windows; None for the original itself, or without one."""
         values: dict[str, Callable[[], dict[str, Estimate]]] = {
             POSITIONS: lambda: position_values(scores, divergence=base is not None),
             PERPLEXITY: lambda: likelihood_values(scores, base, text.task),

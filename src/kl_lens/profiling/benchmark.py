@@ -19,9 +19,10 @@ from kl_lens.targets import TARGETS, SessionSettings, Target, exported_places, l
 class UseSettings:
     prompt_lengths: tuple[int, ...] = (32, 128, 512)
     new_tokens: int = 64
-    repeats: int = 5
+    repeats: int = 5  # timed rounds, at most
     runtime: SessionSettings = field(default_factory=SessionSettings)
     quick: bool = False  # too short to publish; marked in the record
+    narrow: float | None = None  # with the ends of every speed's interval no further apart, it is enough
 
     @property
     def context(self) -> float:

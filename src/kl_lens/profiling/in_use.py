@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +34,7 @@ TURN_TOKENS = 4  # tokens that an artifact generates per turn
 # Memory relative to the file: expanded or repacked weights come on top of mapped ones.
 MEMORY_PER_FILE_BYTE = 2.5
 FREE_SHARE = 0.7  # of free memory that all sessions may use
+FEWEST_ROUNDS = 2  # before an interval is believed to be narrow
 
 Clock = Callable[[], float]
 
@@ -133,12 +135,17 @@ class _Turns:
         self._alive = list(subjects)
         self._records: dict[str, _Record] = {}
         self.profiles: dict[str, Profile] = {}
-        for subject in subjects:
-            self._attempt("loading it in a fresh process", subject, self._examine)
-            benchmark.advanced(f"{subject.name}, loading it in a fresh process")
         need = int(sum(s.file_bytes for s in self._alive) * MEMORY_PER_FILE_BYTE)
         free = psutil.virtual_memory().available
-        if need < FREE_SHARE * free:
+        fits, during = need < FREE_SHARE * free, "loading it in a fresh process"
+        with ThreadPoolExecutor(processors() if fits else 1) as several:  # nothing is timed yet
+            examined = {subject.name: several.submit(self._examined, subject) for subject in subjects}
+            for subject in subjects:
+                self._attempt(
+                    during, subject, lambda s: self._records.update({s.name: examined[s.name].result()})
+                )
+                benchmark.advanced(f"{subject.name}, {during}")
+        if fits:
             self._interleaving = f"all loaded at once, taking turns of {TURN_TOKENS} tokens"
             groups = [list(self._alive)]
         else:
@@ -158,9 +165,9 @@ class _Turns:
                 self._report.failed(subject, error, during)
                 self._alive.remove(subject)
 
-    def _examine(self, subject: Timed) -> None:
+    def _examined(self, subject: Timed) -> _Record:
         memory = fresh_process(subject.path, subject.target.name, self._settings.runtime)
-        self._records[subject.name] = _Record(memory, subject.target.contents(subject.path))
+        return _Record(memory, subject.target.contents(subject.path))
 
     def _play(self, group: Sequence[Timed]) -> None:
         """All rounds of artifacts that are open at the same time."""
@@ -183,17 +190,28 @@ class _Turns:
             for number in range(self._settings.repeats + 1):
                 during = f"round {number} of {self._settings.repeats}" if number else "warming up"
                 players = {name: Player(session) for name, session in sessions.items()}
-                order = random.Random(number)
-                for act, tokens in acts_of(self._settings):
+                order, acts = random.Random(number), acts_of(self._settings)
+                for act, tokens in acts if number else acts[: len(self._settings.prompt_lengths) + 1]:
                     for subject in order.sample(group, len(group)):
                         self._attempt(during, subject, lambda s: act(players[s.name], tokens))  # noqa: B023
                 for subject in group:
                     if number and subject in self._alive:
                         self._records[subject.name].rounds.append(players[subject.name])
                     self._benchmark.advanced(f"{subject.name}, {during}")
-                for subject in [s for s in group if number and s in self._alive]:
-                    profile = self.profiles[subject.name] = self._profile(subject)
-                    self._benchmark.store(profile, partial=number < self._settings.repeats)
+                alive = [subject for subject in group if number and subject in self._alive]
+                made = {subject.name: self._profile(subject) for subject in alive}
+                self.profiles |= made
+                last = number == self._settings.repeats or (number >= FEWEST_ROUNDS and self._narrow(made))
+                for profile in made.values():
+                    self._benchmark.store(profile, partial=not last)
+                if last:
+                    break
+
+    def _narrow(self, profiles: Mapping[str, Profile]) -> bool:
+        """Whether further rounds would say nothing new about the speeds."""
+        ratios = [profile.ratios.get("tokens_per_second") for profile in profiles.values()]
+        most = self._settings.narrow
+        return most is not None and all(ratio and ratio.high <= most * ratio.low for ratio in ratios)
 
     def _profile(self, subject: Timed) -> Profile:
         settings, record = self._settings, self._records[subject.name]

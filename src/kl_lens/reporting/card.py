@@ -100,15 +100,13 @@ def _rivals(view: RunView, plan: Plan) -> list[list[str]]:
     """This file among the others of its target, small files last."""
     rows = []
     for each in sorted(view.plans_of(plan.target), key=lambda p: -view.bytes_of(p, plan.target)):
-        file = Subject(ARTIFACT, each.name, plan.target)
-        kl = answer.value_of(view, file, "divergence", "kl_mean")
+        file, bytes_ = Subject(ARTIFACT, each.name, plan.target), view.bytes_of(each, plan.target)
         perplexity = answer.value_of(view, file, "perplexity", "token_perplexity")
-        title, bytes_ = (
-            "this file" if each is plan else plan_title(each.name),
-            view.bytes_of(each, plan.target),
-        )
-        cells = [title, size(bytes_), with_error(kl), f"{perplexity.value:.2f}" if perplexity else "–"]
-        if kl:
+        if score := view.score(file, "divergence"):
+            title = "this file" if each is plan else plan_title(each.name)
+            title += "" if score.subject.what == ARTIFACT else " (in PyTorch, as deployed)"
+            kl = with_error(score.values["kl_mean"])
+            cells = [title, size(bytes_), kl, f"{perplexity.value:.2f}" if perplexity else "–"]
             rows.append([f"**{cell}**" for cell in cells] if each is plan else cells)
     return rows
 

@@ -206,9 +206,9 @@ class RunView:
         return plan.file_bytes if plan else None
 
     def score(self, subject: Subject, kind: str) -> Score | None:
-        """The last of its kind."""
-        found = [s for s in self.scores if s.kind == kind and s.subject.key == subject.key]
-        return found[-1] if found else None
+        """The last of its kind: of this subject, or else of PyTorch that stands in for this file."""
+        found = [s for s in reversed(self.scores) if s.kind == kind and s.subject.file_key == subject.key]
+        return max(found, key=lambda s: s.subject.key == subject.key, default=None)
 
     def plans_of(self, target: str | None) -> list[Plan]:
         """The target's own, and those without a target that were written as its files."""
@@ -225,7 +225,8 @@ class RunView:
         """Of the target's file where it was evaluated, else of the plan in PyTorch; and on which text."""
         score = self.score(Subject(ARTIFACT, plan.name, target), "divergence") if target else None
         if score is not None:
-            return score.values.get("kl_mean"), f"files, on {score.what}"
+            judge = "files" if score.subject.what == ARTIFACT else "in PyTorch, as deployed"
+            return score.values.get("kl_mean"), f"{judge}, on {score.what}"
         seen = plan.measured
         return (seen.kl, f"in PyTorch, on {seen.place}") if seen else (None, "")
 

@@ -53,13 +53,12 @@ def short_title(plan: Plan) -> str:
 
 
 def subject_title(subject: Subject) -> str:
-    """`original`, `Q4_K_M, llama.cpp`, `Q4_K_M, PyTorch as llama.cpp`, a path; what sets it apart in brackets."""
+    """`original`, `Q4_K_M, llama.cpp`, `Q4_K_M, in PyTorch, as deployed in llama.cpp`, a path (and what is unusual)."""
     if subject.what == ORIGINAL or "path" in subject.settings:
         return subject.label
-    where = runtime_title(subject.target if subject.what == ARTIFACT else None)
+    where = runtime_title(subject.target)
     if subject.what != ARTIFACT and subject.target:
-        where += f" as {runtime_title(subject.target)}"
-        where += " deployed" if "activations" in subject.settings else ""
+        where = f"in PyTorch, as {'deployed in ' * ('activations' in subject.settings)}{where}"
     _, bracket, apart = subject.label.partition(" (")
     return f"{plan_title(subject.plan or '')}, {where}{bracket}{apart}"
 

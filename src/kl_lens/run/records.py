@@ -8,7 +8,7 @@ import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import cache
 from typing import Any, Self
 
@@ -302,6 +302,14 @@ class Subject(Record):
     def key(self) -> str:
         """Identifies the subject without its digest."""
         return json.dumps([self.what, self.plan, self.target, self.settings], sort_keys=True)
+
+    @property
+    def file_key(self) -> str:
+        """The key of the file that this is, or that PyTorch with its weights stands in for."""
+        if self.what != PLAN or self.target is None:
+            return self.key
+        settings = {name: value for name, value in self.settings.items() if name != "activations"}
+        return replace(self, what=ARTIFACT, settings=settings).key
 
     @property
     def own_plan(self) -> str | None:

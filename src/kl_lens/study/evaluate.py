@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -162,13 +162,24 @@ class Judge:
 
     def __init__(
         self, run: Run, session: Session, found: evaluation.Selection, task: Task, model: LoadedModel | None,
-        *, kept: bool = True, again: bool = False,
+        *, kept: bool = True, again: bool = False, others: Collection[str] = (),
+        deciding: Callable[[], Collection[str]] = tuple,
     ) -> None:  # fmt: skip
-        """`kept`: the run is the user's own; `again`: what it holds is measured again."""
+        """`kept`: the run is the user's own; `again`: what it holds is measured again; `others`, `deciding`: files by
+        their keys, as in `Evaluator.judge_text`."""
         self._run, self._session, self._task, self._model, self._kept = run, session, task, model, kept
-        self._subjects, self._journal = found.subjects, evaluation.ScoreJournal(run, again=again)
+        files = [file for file in found.subjects if isinstance(file, evaluation.JudgedArtifact)]
+        self._others = [file for file in files if file.subject.key in others]
+        self._subjects = [each for each in found.subjects if each not in self._others]
+        self._deciding = deciding
+        self._journal = evaluation.ScoreJournal(run, again=again)
         self._original = None if model is None else evaluation.JudgedModel(model)
         self.result = EvaluateResult(notes=[*found.notes], failures={**found.failures})
+
+    def check(self, name: str, *, window: int | None, limit: int | None) -> None:
+        """Only whether files agree with PyTorch."""
+        with going_on(self._run.folder):
+            self._judge_text(name, set(), window=window, limit=limit)
 
     def texts(
         self, perplexity: str | None, divergence: str | None = None, positions: str | None = None,
@@ -196,7 +207,10 @@ class Judge:
         with self._session.events.progress(text.label) as progress:
             evaluator = evaluation.Evaluator(self._journal, self._original, progress)
             try:
-                self.result.add(evaluator.judge_text(self._subjects, text, kinds))
+                found = evaluator.judge_text(self._subjects, text, kinds, self._others, self._deciding)
+                # From here on, PyTorch stands in for the same files.
+                self._subjects, self._others = found.judged, []
+                self.result.add(found)
                 if DIVERGENCE in kinds:
                     self.result.duel[:] = entrants(self._journal, self._subjects, text)
             finally:

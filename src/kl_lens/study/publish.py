@@ -12,6 +12,7 @@ from kl_lens import planning
 from kl_lens.base.errors import KLLensError, RunError, one_line
 from kl_lens.base.files import RECORD_FILE, replacing
 from kl_lens.run.folder import RECIPES, Run, recommended_name
+from kl_lens.run.records import ARTIFACT
 from kl_lens.study import settings as of
 from kl_lens.study.events import Events
 from kl_lens.study.session import Session
@@ -89,9 +90,9 @@ def _write(run: Run, settings: PublishSettings, name: str, folder: Path, events:
     if plan.target != settings.target:
         raise RunError(f"{name} was not made for {settings.target}; publish a plan of that target")
     score = score_of(view, plan)
-    if score is None:
+    if score is None or score.subject.what != ARTIFACT:
         raise RunError(
-            f"{run.folder}: the file of {name} was not evaluated, so there is nothing to show; run: "
+            f"{run.folder}: the file of {name} was not evaluated in its runtime, so there is nothing to show; run: "
             f"kl-lens evaluate --run {run.folder} --plan all --targets {settings.target}"
         )
     source = str(view.identity.get("source", ""))

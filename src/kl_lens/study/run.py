@@ -11,7 +11,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -37,7 +37,7 @@ from kl_lens.model import Anatomy, LoadedModel, States
 from kl_lens.paper import best_paper_point
 from kl_lens.reporting import write_report
 from kl_lens.run.folder import CALIBRATION, RECOMMENDED, SCREENED, Run, recommended_name
-from kl_lens.run.records import Plan
+from kl_lens.run.records import ARTIFACT, Plan, Subject
 from kl_lens.study import benchmark, calibrate, evaluate, export, measure, paper, plan, settings as of
 from kl_lens.study.events import JobEstimate, StageCost, going_on
 from kl_lens.study.planner import TargetPlanner
@@ -60,6 +60,7 @@ PAPER_FORMATS = ("int4", "int8")
 MAX_LOSS = 0.01  # nats per token: about one percent of perplexity
 PROMPTS = ("The history of the city", "In the early years of the war ,")
 LARGE = 5e7  # weights per processor: 8 windows of 130 million on two ARM cores took over four minutes
+NARROW = 1.05  # ends of a speed's interval: closer together, it is timed no longer
 OPTIONAL_STAGES = ("rank", "evaluate", "benchmark", "report")
 SHORT, FULL, SMALL, NONE = "short", "full", "small", "none"
 _ANY_SHAPE = (1024, 1024)  # every format fits it
@@ -70,6 +71,7 @@ BLOCKS = 3  # that are timed
 ENOUGH, REPEATS = 0.2, 3  # seconds and repeats of a timing: until one of them
 LEARNT_WINDOWS = 32  # of `calibrate`
 FILES = 6  # per target: FP16, four stock recipes, the plan
+DECIDING, TIMED = 3, 5  # of them judged by their runtime, and timed
 PLANS = 16  # whole plans that `plan` measures, on half of the held-out text each
 # What cannot be timed without files. benchmarks/forecast.py shows how well it fits; two ARM cores, reference:mamba:
 WRITING = 3e7  # bytes of weights per second and processor: quantized, packed, written, read back and compared
@@ -304,10 +306,11 @@ def _estimate(settings: RunSettings, model: LoadedModel) -> JobEstimate:
         size = files * bytes_per_weight * weights
         return StageCost("export", target, files * FILE + size / WRITING / processors(), int(size))
 
-    def judging(files: int) -> StageCost:
-        """Files in their runtimes and, on the first windows, in PyTorch."""
-        runtimes = files * (FILE + judged * length * in_runtime)
-        return StageCost("evaluate", None, runtimes + text(judged + files * min(COMPARED_WINDOWS, judged)))
+    def judging(files: int, others: int, windows: int) -> StageCost:
+        """Files in their runtimes and, on the first windows, in PyTorch; others in PyTorch alone."""
+        runtimes = files * (FILE + windows * length * in_runtime)
+        compared = files * min(COMPARED_WINDOWS, windows)
+        return StageCost("evaluate", None, runtimes + text(windows + compared + others * windows))
 
     def measuring(target: str, candidates: Sequence[Candidate]) -> StageCost:
         work = sum(work_of(model, c) * windows + quantizing_work(c, length) for c in candidates)
@@ -320,7 +323,10 @@ def _estimate(settings: RunSettings, model: LoadedModel) -> JobEstimate:
         disk = int(count / len(candidates) * made + count * windows * length * 5)
         return StageCost("measure", target, seconds + window * work, disk)
 
-    stages = [*(exporting(target, 1, 2.0) for target in every), judging(targets)]
+    stages = [
+        *(exporting(target, 1, 2.0) for target in every),
+        judging(targets, 0, min(COMPARED_WINDOWS, judged)),
+    ]
     learnt = {c.component.name: c.component.shape for each in every.values() for c in each}.values()
     if any(c.recipe.quantizer.learns for each in every.values() for c in each):
         moments = sum(shape[-1] ** 2 for shape in learnt) / 2  # half of each matrix, besides the products
@@ -329,11 +335,12 @@ def _estimate(settings: RunSettings, model: LoadedModel) -> JobEstimate:
         stages.append(StageCost("calibrate", None, seconds, 2 * kept))
     for target, candidates in every.items():
         stages += [measuring(target, candidates), StageCost("plan", target, text(PLANS * held_out / 2))]
-    stages += [*(exporting(target, FILES - 1, 0.8) for target in every), judging((FILES - 1) * targets)]
+    stages += [exporting(target, FILES - 1, 0.8) for target in every]
+    stages.append(judging(DECIDING * targets, (FILES - DECIDING) * targets, judged))
     if "evaluate" not in without:
         stages.append(StageCost("generate", None, SAMPLES + targets * (FILE + 2 * 32 * decoding)))
     each = TIMED_FILE + (repeats + 1) * (160 * in_runtime + 32 * decoding)
-    stages.append(StageCost("benchmark", None, MACHINE + FILES * targets * each))
+    stages.append(StageCost("benchmark", None, MACHINE + TIMED * targets * each))
     stages.append(StageCost("report", None, 2.0))
     states = max(windows, held_out // 2) * window_bytes(model.chain, length, head.shape[-1], head.shape[-2])
     largest = max(c.parameters for c in anatomy.candidates)
@@ -369,7 +376,7 @@ class _Job:
                 self.events.tell(f"left out: {describe_target(name).lacks()}")
         usable = [target for target in settings.wanted if self.export(target, [UNIFORM_FP16])]
         if usable and judges:  # a runtime that computes something else shows at once
-            self.evaluate([UNIFORM_FP16], usable, Tasks(), again=False)
+            self.evaluate([UNIFORM_FP16], usable)
         if settings.paper:
             self.reproduce_paper()
         aims: list[str | None] = [*usable] or [None]
@@ -388,13 +395,13 @@ class _Job:
                 self.export(target, rivals)
         every = list(dict.fromkeys(name for names in plans.values() for name in names))
         if judges:
-            self.evaluate(every, [*exported] or [evaluate.TORCH], settings.tasks, again=settings.again)
+            self.evaluate(every, [*exported] or [evaluate.TORCH], whole=True)
         if not generates:
             self.events.note("no text samples and no timing: this model classifies images")
         if generates and judges:
             self.write_samples([*exported.values()])
         if generates and exported and "benchmark" not in settings.without:
-            self.benchmark(every, [*exported])
+            self.benchmark([*exported])
         if "report" not in settings.without:
             self.do("report", lambda: write_report(self.journal))
         return plans, exported
@@ -570,6 +577,44 @@ class _Job:
             names += [*(f"uniform_{fmt}" for fmt in reversed(PAPER_FORMATS)), *([best.name] if best else [])]
         return [*(n for n in dict.fromkeys(names) if n in plans and n != name), name]
 
+    def deciding(self, target: str) -> set[str]:
+        """The plans whose files prove the answer, so that only their runtime may judge them: the recommendation, of the
+        stock files that are no larger the nearest and the best, the next larger one, our own plan if it lost to one of
+        them, and what reproduces the paper."""
+        sizes, losses, own = self._sizes(target), self._losses(target), self.settings.recommended(target)
+        stock = [name for name in sizes if name in losses]
+        smaller = [name for name in stock if sizes[name] <= sizes[own]]
+        larger = [name for name in stock if name not in smaller]
+        found = {name for name in sizes if name != UNIFORM_FP16 and name not in stock}
+
+        def size(name: str) -> int:
+            return round(
+                sizes[name], -4
+            )  # as the answer compares them: names and the like make no difference
+
+        if smaller:
+            found.add(min(smaller, key=lambda name: (-size(name), losses[name])))
+            found.add(min(smaller, key=losses.__getitem__))
+        if larger:
+            found.add(min(larger, key=lambda name: (size(name), losses[name])))
+        return found
+
+    def _losses(self, target: str) -> dict[str, float]:
+        """What stock files lose on test text, where they were judged, or else their plans on held-out text."""
+        plans = self._plans()
+        stock = [plans[name] for name in self.compared(target)[:-1]]
+        found = {p.name: p.measured.kl.value for p in stock if p.family == "stock" and p.measured}
+        for score in evaluation.read_scores(self.journal, "divergence"):
+            if score.subject.target == target and score.subject.plan in found:
+                found[score.subject.plan] = score.values["kl_mean"].value
+        return found
+
+    def _sizes(self, target: str) -> dict[str, int]:
+        """Bytes of the files to compare, of those that could be written."""
+        folder = self.folder / "artifacts" / target
+        found = {name: earlier_artifact(folder / name) for name in self.compared(target)}
+        return {name: artifact.realised_bytes for name, artifact in found.items() if artifact}
+
     def export(self, target: str, plans: Sequence[str]) -> bool:
         """Whether the plans were exported. An architecture that the runtime does not support is not a failure."""
         folder = self.folder / "artifacts" / target
@@ -603,7 +648,8 @@ class _Job:
         self.events.tell(f"{folder}: {size}{told}; it can be used while what follows proves it")
         return folder
 
-    def evaluate(self, plans: Sequence[str], targets: Sequence[str], tasks: Tasks, *, again: bool) -> None:
+    def evaluate(self, plans: Sequence[str], targets: Sequence[str], *, whole: bool = False) -> None:
+        """Sees whether files agree with PyTorch; on the whole text, what each loses."""
         settings, model = self.settings, self.model
         window = settings.calibration.window_length or model.task.window_length
 
@@ -614,9 +660,18 @@ class _Job:
                 self.journal, model, of.Runtime(threads=settings.threads).session(),
                 plans=",".join(plans), targets=targets,
             )  # fmt: skip
-            judge = evaluate.Judge(self.journal, self.session, found, model.task, model, again=again)
-            judge.texts(settings.evaluation_text, "", window=window, limit=settings.evaluation_windows)
-            judge.tasks(tasks, window)
+            stock = {t: self._losses(t) for t in targets if whole and t != evaluate.TORCH}
+            judge = evaluate.Judge(
+                self.journal, self.session, found, model.task, model, again=settings.again and whole,
+                others=_keys({target: [UNIFORM_FP16, *names] for target, names in stock.items()}),
+                deciding=lambda: _keys({target: self.deciding(target) for target in stock}),
+            )  # fmt: skip
+            text, windows = settings.evaluation_text, settings.evaluation_windows or COMPARED_WINDOWS
+            if whole:
+                judge.texts(text, "", window=window, limit=windows)
+                judge.tasks(settings.tasks, window)
+            else:
+                judge.check(text, window=window, limit=min(windows, COMPARED_WINDOWS))
             return judge.result
 
         self.do("evaluate", work, optional=True)
@@ -630,20 +685,32 @@ class _Job:
         work = partial(store_continuations, self.journal, self.model, judged, PROMPTS)
         self.do("generate", work, optional=True)
 
-    def benchmark(self, plans: Sequence[str], targets: Sequence[str]) -> None:
+    def benchmark(self, targets: Sequence[str]) -> None:
+        """Times the files that decide, FP16, and the smallest, so that speeds between them can be predicted."""
         settings, runtime = self.settings, of.Runtime(threads=self.settings.threads).session()
-        use = profiling.UseSettings((32, 128), 32, settings.repeats, runtime)
-        artifacts = [f"artifacts/{target}/{plan}/artifact.json" for target in targets for plan in plans]
-        places = partial(profiling.run_places, self.journal, plans=",".join(plans), targets=targets)
+        use = profiling.UseSettings((32, 128), 32, settings.repeats, runtime, narrow=NARROW)
+        files = []
+        for target in targets:
+            sizes = self._sizes(target)
+            timed = self.deciding(target) | {UNIFORM_FP16, min(sizes, key=sizes.__getitem__)}
+            files += [f"artifacts/{target}/{plan}" for plan in sizes if plan in timed]
+        records, versions = (
+            (f"{file}/artifact.json" for file in files),
+            [get_target(t).version for t in targets],
+        )
         self.do(
             "benchmark",
-            lambda: benchmark.time_files(places(), self.journal, self.session, use),
-            key=f"benchmark {plans[-1]}",
-            given=(plans, targets, settings.repeats, settings.threads),
+            lambda: benchmark.time_files([self.folder / f for f in files], self.journal, self.session, use),
+            key=f"benchmark {files[-1]}",
+            given=(files, settings.repeats, settings.threads),
             # Another version may have another speed.
-            inputs=" ".join([self._files(*artifacts), *(get_target(name).version for name in targets)]),
+            inputs=" ".join([self._files(*records), *versions]),
             optional=True,
         )  # fmt: skip
+
+
+def _keys(files: Mapping[str, Iterable[str]]) -> list[str]:
+    return [Subject(ARTIFACT, name, target).key for target, names in files.items() for name in names]
 
 
 def _digest(*parts: bytes) -> str:

@@ -18,7 +18,7 @@ from kl_lens.reporting.names import (
     subject_title,
     with_error,
 )
-from kl_lens.run.records import ORIGINAL, Profile, Score, Subject
+from kl_lens.run.records import ARTIFACT, ORIGINAL, Profile, Score, Subject
 
 _PROTOCOLS = {
     "use": "as a user sees it",
@@ -57,19 +57,23 @@ def _scores(view: RunView, stars: frozenset[str]) -> list[Html]:
                "agrees with PyTorch"]  # fmt: skip
     tables = []
     for caption, subjects in texts.items():
-        order = sorted(subjects, key=lambda s: (s.target or "", -(view.subject_bytes(s) or 0), s.label))
+        files = {s.key for s in subjects if s.what == ARTIFACT}  # PyTorch no longer stands in for them
+        shown = [s for s in subjects if s.key in files or s.file_key not in files]
+        order = sorted(shown, key=lambda s: (s.target or "", -(view.subject_bytes(s) or 0), s.label))
         rows = [_score_row(view, subject, list(subjects[subject].values())) for subject in order]
         kept = [i for i in range(len(columns)) if any(row[i] != "–" for row in rows)]
         highlight = [i for i, subject in enumerate(order) if subject.own_plan in stars]
-        shown = [[row[i] for i in kept] for row in rows]
-        tables.append(table([columns[i] for i in kept], shown, highlight=highlight, caption=caption))
+        cells = [[row[i] for i in kept] for row in rows]
+        tables.append(table([columns[i] for i in kept], cells, highlight=highlight, caption=caption))
     return tables
 
 
 def _score_row(view: RunView, subject: Subject, scores: Sequence[Score]) -> list[object]:
     values = {k: v for score in scores for k, v in score.values.items()}
     bytes_, top, plan = view.subject_bytes(subject), values.get("same_top"), view.plan(subject.own_plan or "")
-    profile = next((p for p in view.profiles if p.subject.key == subject.key and p.protocol == "use"), None)
+    profile = next(
+        (p for p in view.profiles if p.subject.key == subject.file_key and p.protocol == "use"), None
+    )
     ratio, memory = answer.speed_ratio(profile) if profile else None, profile and profile.peak_memory_bytes
     return [
         subject_title(subject),
