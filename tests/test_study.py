@@ -79,14 +79,6 @@ def test_the_readme_shows_the_same_job_in_both_languages() -> None:
         assert replace(settings, **known) == typed[verb], verb  # type: ignore[type-var]
 
 
-def test_a_table_is_a_data_frame(study: kl.Study) -> None:
-    pandas = pytest.importorskip("pandas")
-    frame = study.table.to_pandas()
-    assert isinstance(frame, pandas.DataFrame)
-    assert len(frame) == len(study.table.measurements)
-    assert {"component", "recipe", "kind", "block", "kl_teacher_to_student", "mse_se"} <= set(frame.columns)
-
-
 def test_a_plan_that_was_changed_in_python_is_what_is_exported(study: kl.Study) -> None:
     plan = study.plan(max_bytes=BUDGET, name="edited")
     name = next(iter(plan.assignment))

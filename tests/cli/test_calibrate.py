@@ -66,51 +66,6 @@ def test_calibrate_keeps_statistics_in_the_run_and_does_nothing_twice(
     assert _written(tmp_path / "run/statistics") == written
 
 
-def test_what_is_lost_or_was_begun_is_gathered_with_the_same_text(
-    calibrate: list[str], measure: list[str], tmp_path: Path, capsys
-) -> None:
-    """Without flags too: the text is the one of what is there."""
-    assert main(calibrate) == 0
-    lost = tmp_path / "run/statistics/block-001.safetensors"
-    content = lost.read_bytes()
-    lost.unlink()
-    assert main([*measure, "--formats", "int4+gptq"]) == 1
-    assert "block-001.safetensors is damaged" in capsys.readouterr().err
-    assert main(["calibrate", "--run", str(tmp_path / "run")]) == 0
-    assert lost.read_bytes() == content
-    index = tmp_path / "run/statistics/statistics.json"
-    known = json.loads(index.read_text())
-    begun = {name: entry for name, entry in known["components"].items() if "layers.1." not in name}
-    index.write_text(json.dumps(known | {"components": begun}))
-    assert main([*measure, "--formats", "int4+gptq"]) == 1
-    assert f"continue with: kl-lens calibrate --run {tmp_path / 'run'}" in capsys.readouterr().err
-    assert main(["calibrate", "--run", str(tmp_path / "run")]) == 0
-    assert json.loads(index.read_text())["digest"] == known["digest"]
-    assert main([*measure, "--formats", "int4+gptq"]) == 0
-
-
-def test_another_text_or_model_is_refused_in_one_line(
-    calibrate: list[str], measure: list[str], tmp_path: Path, capsys
-) -> None:
-    assert main(calibrate) == 0
-    for extra, message in (
-        (["--seed", "7"], "holds statistics of another text"),
-        (["--windows", "5"], "holds statistics of another text"),
-        (["--text", "nowhere.txt"], "nowhere.txt"),
-        (["--windows", "100000"], "ask for at most"),
-    ):
-        capsys.readouterr()
-        assert main([*calibrate, *extra]) == 1
-        (line,) = capsys.readouterr().err.splitlines()
-        assert message in line
-    index = tmp_path / "run/statistics/statistics.json"
-    content = json.loads(index.read_text())
-    content["identity"]["model_fingerprint"] = "of another"
-    index.write_text(json.dumps(content))
-    assert main([*measure, "--formats", "int4+gptq"]) == 1
-    assert "statistics of another model" in capsys.readouterr().err
-
-
 def test_without_statistics_measure_names_the_command_that_gathers_them(
     measure: list[str], tmp_path: Path, capsys
 ) -> None:
@@ -201,19 +156,6 @@ def test_text_used_for_calibration_is_refused_for_evaluation(
     assert main([*plan, "--held-out", texts["judging"]]) == 0
 
 
-def test_evaluation_text_is_refused_for_calibration(
-    measure: list[str], texts: dict[str, str], tmp_path: Path, capsys
-) -> None:
-    assert main([*measure, "--formats", "int4"]) == 0
-    rank = ["paper", "rank", "--run", str(tmp_path / "run"), "--evaluation-windows", "2"]
-    assert main([*rank, "--evaluation-text", texts["judging"]]) == 0
-    capsys.readouterr()
-    calibrate = ["calibrate", "--run", str(tmp_path / "run"), "--windows", "4", "--text", texts["judging"]]
-    assert main(calibrate) == 1
-    assert "share" in capsys.readouterr().err
-    assert not (tmp_path / "run/statistics").exists()
-
-
 def test_a_plan_names_its_statistics_and_others_are_refused(
     measure: list[str], calibrate: list[str], texts: dict[str, str], tmp_path: Path, capsys
 ) -> None:
@@ -259,20 +201,3 @@ def test_a_plan_names_its_statistics_and_others_are_refused(
 def _written(folder: Path) -> dict[Path, int]:
     """Files are written beside their place and moved there: another number means written again."""
     return {path: path.stat().st_ino for path in folder.iterdir() if not path.name.startswith(".")}
-
-
-def test_an_export_from_disk_learns_from_the_runs_statistics(
-    tiny_folder: Path, texts: dict[str, str], tmp_path: Path
-) -> None:
-    pytest.importorskip("gguf", reason="needs the extra gguf")
-    run = tmp_path / "run"
-    export = f"export {tiny_folder} --target gguf --run {run} --format q4_0+gptq --without-tokenizer".split()
-    few = f"--text {texts['learnt']} --windows 2 --window-length 32".split()
-    assert main(["calibrate", str(tiny_folder), "--run", str(run), *few]) == 0
-    assert main([*export, "--out", str(tmp_path / "memory")]) == 0
-    kept = _written(run / "weights/objects")
-    assert main([*export, "--weights", "disk", "--out", str(tmp_path / "disk")]) == 0
-    memory, disk = (read_artifact(tmp_path / name) for name in ("memory", "disk"))
-    assert disk.digests == memory.digests
-    assert disk.settings["statistics"] == memory.settings["statistics"]
-    assert _written(run / "weights/objects") == kept  # taken from the shelf, not learnt again

@@ -64,29 +64,16 @@ def _expected(folder: Path, tokenizer: Any, lines: list[str], count: int) -> lis
 
 @pytest.mark.parametrize("target", ["gguf", "openvino"])
 def test_a_conversation(
-    target: str,
-    exported: Path,
-    tokenizer: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys,
+    target: str, exported: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
+    """All turns from the input until /quit; or the first from --prompt, until the input ends."""
     lines = ["Who built it?", "And when? naïve 🙂", "Why"]
-    monkeypatch.setattr(
-        "sys.stdin", io.StringIO("\n".join([lines[0], "", *lines[1:], "/quit", "never read"]))
-    )
+    typed = [lines[0], "", *lines[1:], "/quit", "never read"] if target == "gguf" else lines[1:]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(typed)))
     flags = ["--chat", "--max-new-tokens", "6", "--threads", "1"]
-    assert main(["generate", str(exported / target), *flags]) == 0
+    first = [] if target == "gguf" else ["--prompt", lines[0]]
+    assert main(["generate", str(exported / target), *flags, *first]) == 0
     answers = _expected(exported / target, tokenizer, lines, 6)
-    assert capsys.readouterr().out == "".join(f"{answer}\n" for answer in answers)
-
-
-def test_a_prompt_is_the_first_turn_and_the_input_may_end(
-    exported: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, capsys
-) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("Why"))
-    flags = ["--chat", "--prompt", "Who?", "--max-new-tokens", "3", "--threads", "1"]
-    assert main(["generate", str(exported / "gguf"), *flags]) == 0
-    answers = _expected(exported / "gguf", tokenizer, ["Who?", "Why"], 3)
     assert capsys.readouterr().out == "".join(f"{answer}\n" for answer in answers)
 
 

@@ -11,7 +11,7 @@ import pytest
 from kl_lens.base.units import human_bytes
 from kl_lens.cli.main import main
 from kl_lens.run.folder import Run
-from kl_lens.targets import open_session, read_artifact
+from kl_lens.targets import open_session
 
 pytest.importorskip("gguf", reason="needs the extra gguf")
 pytest.importorskip("openvino", reason="needs the extra openvino")
@@ -78,14 +78,6 @@ def test_gguf_by_a_plan_and_by_a_format(planned_for_gguf: Path, tmp_path: Path, 
         generate = ["generate", str(place), "--prompt", "The history of the", "--max-new-tokens", "4"]
         assert main([*generate, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["text"].strip()
-
-
-def test_weights_on_disk_give_the_same_file(planned_for_gguf: Path, tmp_path: Path) -> None:
-    arguments = ["export", "--run", str(planned_for_gguf), "--target", "gguf", "--plan", "small"]
-    for place in ("memory", "disk"):
-        assert main([*arguments, "--weights", place, "--out", str(tmp_path / place)]) == 0
-    memory, disk = (read_artifact(tmp_path / place / "small") for place in ("memory", "disk"))
-    assert memory.digests == disk.digests
 
 
 def test_a_plan_of_another_runtime_is_refused(planned: Path, capsys) -> None:

@@ -75,10 +75,3 @@ def test_a_place_that_cannot_be_written_is_said(tmp_path: Path, capsys) -> None:
     assert "use another place" in printed
     assert main(["run", "--write-config", str(tmp_path / ("x" * 300))]) == 1
     assert "give a shorter one" in capsys.readouterr().err
-
-
-def test_control_characters_do_not_reach_the_terminal(capsys) -> None:
-    assert main(["generate", "no\x1b[31mwhere.gguf", "--prompt", "x"]) == 1
-    printed = capsys.readouterr().err
-    assert "\x1b" not in printed
-    assert r"no\x1b[31mwhere" in printed

@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 
 import kl_lens
-from kl_lens.base.errors import KLLensError
 from kl_lens.cli.main import USUAL, VERBS, build_parser, main, parse, settings_from
-from kl_lens.study import MeasureSettings, PlanSettings, RunSettings, command_of
+from kl_lens.study import MeasureSettings, PlanSettings, command_of
 from kl_lens.study.settings import options_of
-from kl_lens.study.verbs import perform, settings_of
+from kl_lens.study.verbs import settings_of
 
 COMMANDS = [
     "inspect",
@@ -99,19 +98,3 @@ def test_the_help_shows_the_flags_that_people_use(capsys) -> None:
     assert "--gamma" not in shown["--help"]
     assert "--gamma" in shown["--help-all"]
     assert "--help-all" in shown["--help"].splitlines()[-1]
-
-
-def test_settings_made_in_python_are_checked_too() -> None:
-    for settings, message in (
-        (MeasureSettings.of(precision="int3"), "--precision int3: expected one of"),
-        (MeasureSettings.of(windows=0), "--windows 0: expected a whole number from 1 to 1,000,000"),
-        (MeasureSettings.of(windows="8"), "--windows 8: expected a whole number"),  # type: ignore[arg-type]
-        (PlanSettings.of(max_kl=float("nan")), "--max-kl nan: expected a number"),
-        (
-            RunSettings.of(held_out_windows=2),
-            "--held-out-windows 2: --max-loss and --max-drop need at least 3",
-        ),
-    ):
-        with pytest.raises(KLLensError, match=re.escape(message)):
-            perform(settings)
-    RunSettings.of(held_out_windows=2, max_bytes=10**6).check()

@@ -90,16 +90,3 @@ def test_images_without_labels_have_a_kl_and_no_damage(folder: Path, images: Pat
         measured = journal.measurements()
     assert all(m.metrics["kl_teacher_to_student"].value > 0 for m in measured)
     assert all(np.isnan(m.metrics["delta_cross_entropy"].value) for m in measured)
-
-
-@pytest.mark.slow
-def test_run_does_it_all_at_once(folder: Path, images: Path, tmp_path: Path, capsys) -> None:
-    pytest.importorskip("openvino")
-    words = ["--windows", "2", "--window-length", "8", "--evaluation-windows", "2", "--held-out-windows", "4"]
-    run = ["run", str(folder), "--images", str(images), "--run", str(tmp_path / "run"), "--rivals", "none"]
-    assert main([*run, *words, "--targets", "openvino", "--formats", "int8,int4"]) == 0
-    out = capsys.readouterr().out
-    assert "16 images; KL is from the original, per image" in out
-    assert "nats per image" in out
-    assert "token" not in out
-    assert "kl-lens generate" not in out

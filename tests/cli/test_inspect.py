@@ -44,11 +44,3 @@ def test_versions(capsys) -> None:
     first, _, *rest = capsys.readouterr().out.splitlines()
     assert first == f"kl-lens {__version__}"
     assert {"torch", "transformers"} <= {line.split()[0] for line in rest}
-
-
-def test_a_folder_without_a_model_is_one_line_and_exit_code_one(tmp_path, capsys) -> None:
-    assert main(["inspect", str(tmp_path)]) == 1
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.count("\n") == 1
-    assert "no config.json" in printed.err

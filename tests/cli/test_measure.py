@@ -47,35 +47,6 @@ def test_bad_arguments_are_one_line_and_leave_nothing(measure_arguments, extra, 
     assert captured.err.strip().count("\n") == 0
 
 
-def test_another_text_or_dtype_in_the_same_run_is_refused(
-    measure_arguments, tiny_folder, tmp_path, capsys
-) -> None:
-    assert main(measure_arguments) == 0
-    assert main([*measure_arguments, "--seed", "7"]) == 1
-    assert "seed 42, now it is 7" in capsys.readouterr().err
-    assert main([*measure_arguments, "--dtype", "bfloat16"]) == 1
-    assert "was made with --dtype float32, not bfloat16; give --dtype float32" in capsys.readouterr().err
-    same = f"paper rank --run {tmp_path / 'run'} --evaluation-text {tiny_folder / 'text.txt'}".split()
-    assert main(same) == 1, "it was measured on"
-    assert "text.txt" in capsys.readouterr().err
-
-
-def test_ctrl_c_ends_cleanly_and_says_how_to_go_on(
-    measure_arguments, tmp_path, monkeypatch: pytest.MonkeyPatch, capsys
-) -> None:
-    store = Run.store_samples
-
-    def stored_and_stopped(*arguments) -> None:
-        store(*arguments)
-        raise KeyboardInterrupt  # not a signal: tests/conftest.py, `ctrl_c`
-
-    monkeypatch.setattr(Run, "store_samples", stored_and_stopped)
-    assert main(measure_arguments) == 130
-    assert "Run the same command to continue" in capsys.readouterr().err
-    with Run.open(tmp_path / "run") as run:
-        assert [len(windows) for windows in run.measured_windows("calibration").values()] == [4]
-
-
 def test_rank_says_which_metric_predicts_damage(measure_arguments, tiny_folder, tmp_path, capsys) -> None:
     assert main(measure_arguments) == 0
     held_out = tmp_path / "other.txt"

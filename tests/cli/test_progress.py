@@ -19,22 +19,6 @@ class Clock:
         return self.now
 
 
-def test_the_time_left_is_that_of_the_work_left_at_the_pace_seen() -> None:
-    clock = Clock()
-    forecast = Forecast(clock)
-    forecast.start(100.0, 0.0)
-    assert forecast.left is None
-    for work in (5.0, 20.0, 25.0):
-        clock.now += 2 * work
-        forecast.advance(work)
-    assert forecast.share == 0.5
-    assert forecast.left == pytest.approx(100)
-    clock.now += 30  # nothing new for a while: it counts down, and never below nothing
-    assert forecast.left == pytest.approx(70)
-    clock.now += 1000
-    assert forecast.left == 0
-
-
 def test_what_happens_once_and_what_was_done_before_is_no_sample_of_the_pace() -> None:
     clock = Clock()
     forecast = Forecast(clock)
@@ -85,21 +69,6 @@ def test_from_a_quarter_on_a_run_is_forecast_within_a_half(longer: Mapping[str, 
         if clock.now / 4 <= now <= 0.97 * clock.now  # the last seconds are rounded anyway
     ]
     assert 1 / 1.5 < min(ratios) <= max(ratios) < 1.5, (min(ratios), max(ratios))
-
-
-def test_a_stage_that_does_not_come_or_is_done_already_is_not_waited_for() -> None:
-    clock = Clock()
-    forecast = Forecast(clock)
-    forecast.expect(
-        [StageCost("calibrate", None, 100.0), StageCost("measure", "a", 50.0), StageCost("report", None, 5.0)]
-    )
-    forecast.begin("paper")  # was not expected, and says nothing about the others
-    clock.now += 1000
-    forecast.end()
-    assert forecast.left == 155
-    forecast.begin("measure", "a")
-    forecast.end(counts=False)
-    assert forecast.left == 5
 
 
 def test_inside_a_stage_of_a_run_the_time_left_is_that_of_the_whole_run(

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -14,11 +11,10 @@ import pyarrow.parquet
 import pytest
 from huggingface_hub import ModelCard
 
-from kl_lens.base.environment import for_child
 from kl_lens.cli.main import main
 from kl_lens.run.folder import RECOMMENDED, Run
 from kl_lens.targets import read_artifact
-from tests.hub_server import Hub, serving
+from tests.hub_server import Hub
 
 
 @pytest.fixture(scope="module")
@@ -135,44 +131,3 @@ def test_what_cannot_be_published_says_why(
     assert "was not evaluated" in said("--to", "me/tiny", "--dry-run")
     (run / "artifacts/openvino/recommended-openvino/openvino_model.bin").write_bytes(b"other")
     assert "was changed after the export" in said("--to", "me/tiny", "--dry-run")
-
-
-@pytest.mark.slow
-def test_from_the_hub_and_back(saved: Callable[..., Path], tiny_folder: Path, tmp_path: Path) -> None:
-    """As people type it, in processes of their own: `HF_ENDPOINT` is all that differs."""
-    with serving() as hub:
-        files = hub.add("org/tiny", saved("mamba", max_shard_size="100KB")).files
-        files |= {path.name: path.read_bytes() for path in tiny_folder.glob("*token*")}
-        files |= {"pytorch_model.bin": b"a twin", "README.md": b"---\nlicense: mit\n---\n# Tiny"}
-        commit = hub.repositories["org/tiny"].commit
-        environment = for_child() | {
-            "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": "hf_test", "HF_HUB_DISABLE_XET": "1",
-        }  # fmt: skip
-
-        def kl_lens(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
-            command = [sys.executable, "-m", "kl_lens.cli.main", *words]
-            return subprocess.run(
-                command, cwd=tmp_path, env=environment | more, capture_output=True, text=True, check=False
-            )
-
-        little = f"""
-            --targets openvino --formats int4,int8 --budget 85% --windows 2 --window-length 32 --threads 1
-            --text {tiny_folder / "text.txt"} --held-out wikitext2:test --held-out-windows 2
-            --evaluation-text wikitext2:train --evaluation-windows 2 --without benchmark,report
-        """
-        done = kl_lens("run", "org/tiny", *little.split())
-        assert done.returncode == 0, done.stderr
-        assert f"model: org/tiny@{commit}" in (tmp_path / "runs/org-tiny/run.yaml").read_text()
-        assert "pytorch_model.bin" not in hub.downloaded()
-        again = kl_lens("evaluate", "--run", "runs/org-tiny", "--plan", "recommended-openvino-85pct", "--limit", "2",
-                        "--window", "32", "--perplexity", "wikitext2:train", HF_HUB_OFFLINE="1")  # fmt: skip
-        assert again.returncode == 0, again.stderr
-        done = kl_lens("publish", "runs/org-tiny", "openvino", "--to", "me/tiny-openvino")
-        assert done.returncode == 0, done.stderr
-        card = hub.repositories["me/tiny-openvino"].files["README.md"].decode()
-    assert "base_model: org/tiny\nbase_model_relation: quantized" in card
-    assert "license: mit" in card
-    assert f"kl-lens run org/tiny@{commit}" in card
-    missing = kl_lens("inspect", "org/other", HF_ENDPOINT="http://127.0.0.1:9")
-    assert missing.returncode == 1
-    assert len(missing.stderr.splitlines()) == 1, missing.stderr

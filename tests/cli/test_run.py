@@ -22,7 +22,6 @@ from kl_lens.run.records import ARTIFACT, Plan, Subject
 from kl_lens.run.subjects import current_results
 from kl_lens.study import RunSettings, run as running
 from kl_lens.targets import read_artifact
-from tests.measuring.test_pieces import contents
 
 pytest.importorskip("gguf", reason="needs the extra gguf")
 pytest.importorskip("openvino", reason="needs the extra openvino")
@@ -268,12 +267,6 @@ def test_a_yaml_file_equals_the_flags_and_flags_win(tmp_path: Path, capsys) -> N
             assert (again["windows"], again["formats"]) == (number, "int8,q8_0")
 
 
-def test_formats_go_to_the_targets_that_hold_them() -> None:
-    settings = RunSettings.of(model="m", formats=("int8", "q4_k+imatrix", "int4-g64"))
-    assert settings.menu_of("openvino") == ["int8", "int4-g64"]
-    assert settings.menu_of("gguf") == ["q4_k+imatrix"]
-
-
 def test_a_small_size_offers_formats_below_four_bits() -> None:
     anatomy = load(
         "reference:mamba2"
@@ -291,35 +284,3 @@ def test_a_small_size_offers_formats_below_four_bits() -> None:
         assert RunSettings.of(model="m", **asked).menu_of("gguf", anatomy)[0] == smallest
         fewest = "affine2-g128+gptq" if asked.get("menu") == "small" else "affine3-g128+gptq"  # 2.17 MB
         assert RunSettings.of(model="m", **asked).menu_of("mlx", anatomy)[0] == fewest
-
-
-def found_by(folder: Path) -> dict[str, Any]:
-    with Run.open(folder) as run:
-        ranking = run.load("ranking", "latest")
-    plans = {path.stem: json.loads(path.read_text())["assignment"] for path in (folder / "plans").iterdir()}
-    return {"ranking": ranking, "plans": plans, **contents(folder)}
-
-
-@pytest.mark.slow
-def test_from_disk_a_run_finds_the_same(tmp_path: Path) -> None:
-    found = []
-    for place in ("memory", "disk"):
-        folder = tmp_path / place
-        more = ["--targets", "gguf", "--formats", "q8_0,q5_0,q4_1,q4_0", "--rivals", "none"]
-        more += ["--without", "benchmark,report", "--weights", place]
-        assert main(["run", "reference:mamba", "--run", str(folder), *SMALL.split(), *more]) == 0
-        with Run.open(folder) as run:
-            scores = {r.subject.label: r.value["values"] for r in current_results(run, "score")}
-        assert len(scores) == 3, "the original, FP16, the plan"
-        found.append((scores, found_by(folder)))
-    assert found[0] == found[1]
-
-
-@pytest.mark.slow
-def test_a_plan_that_learnt_is_also_written_for_the_runtimes_own_quantizer(tmp_path: Path) -> None:
-    little = ["--windows", "2", "--window-length", "32", "--held-out-windows", "2", "--rivals", "none"]
-    words = [*f"run reference:mamba --run {tmp_path} --targets gguf --budget 45%".split(), *little]
-    words += ["--formats", "q8_0,q4_0+imatrix", "--without", "evaluate,benchmark,report"]
-    assert main(words) == 0
-    recipe = tmp_path / "recipes" / "recommended-gguf-45pct.llama.cpp"
-    assert {path.name for path in recipe.iterdir()} == {"tensor-types.txt", "imatrix.gguf"}

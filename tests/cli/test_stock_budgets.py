@@ -39,10 +39,6 @@ def mamba(hidden: int, layers: int, **more: Any) -> transformers.PretrainedConfi
 
 # The reported shape, a tenth as wide: no side is a multiple of 256, the head is tied.
 NARROW = mamba2(64, 4, 2, tie_word_embeddings=True)
-OTHERS = {
-    "mamba2, 12 blocks of 320": mamba2(320, 10, 12, tie_word_embeddings=True),
-    "mamba, untied": mamba(160, 3, tie_word_embeddings=False),
-}
 
 
 def opened(config: transformers.PretrainedConfig, tiny_folder: Path, place: Path) -> dict[str, Any]:
@@ -86,15 +82,6 @@ def require_never_worse(
 @pytest.mark.parametrize("target", [pytest.param("openvino", marks=pytest.mark.slow), "gguf"])
 def test_our_plan_that_is_no_larger_is_never_worse(target: str, tiny_folder: Path, tmp_path: Path) -> None:
     require_never_worse(NARROW, target, tiny_folder, tmp_path, every=9)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("target", ["openvino", "gguf"])
-@pytest.mark.parametrize("shape", OTHERS)
-def test_our_plan_is_never_worse_on_other_shapes(
-    shape: str, target: str, tiny_folder: Path, tmp_path: Path
-) -> None:
-    require_never_worse(OTHERS[shape], target, tiny_folder, tmp_path)
 
 
 @pytest.mark.slow  # ggml prepares its tables for every IQ type

@@ -12,8 +12,6 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 
-import pytest
-
 from tests.docs.markdown import ROOT
 
 PAGE = ROOT / "docs/architecture.md"
@@ -102,29 +100,3 @@ def test_imports_point_downwards() -> None:
 
 def test_there_are_no_import_cycles() -> None:
     assert not (found := circle(modules())), " imports ".join(found)
-
-
-IMPORTS_OF_PLANNING = [
-    "from kl_lens.planning import refine",
-    "from kl_lens import planning",
-    "import kl_lens.planning",
-    "def later():\n    from kl_lens.planning import read_plan",
-    "if TYPE_CHECKING:\n    from kl_lens.planning import refine",
-    "import_module(f'kl_lens.planning.{name}')",
-]
-
-
-@pytest.mark.parametrize("source", [*IMPORTS_OF_PLANNING, "import kl_lens"])
-def test_an_import_that_runs_upwards_is_found(source: str) -> None:
-    (wrong,) = upward("kl_lens.weights.formats.integer", source)
-    assert re.fullmatch(
-        r"kl_lens\.weights\.formats\.integer imports kl_lens[\w.]*, which stands above it", wrong
-    )
-
-
-@pytest.mark.parametrize("source", IMPORTS_OF_PLANNING[-1:])
-def test_an_import_cycle_is_found(source: str) -> None:
-    around = {"kl_lens.planning": "import kl_lens.two", "kl_lens.two": "import kl_lens.three"}
-    found = circle({**around, "kl_lens.three": source})
-    assert set(found) == {"kl_lens.planning", "kl_lens.two", "kl_lens.three"}
-    assert circle({**around, "kl_lens.three": ""}) == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import shlex
 import subprocess
@@ -234,16 +233,3 @@ def test_settings_that_make_no_sense(content: str, tmp_path: Path, capsys) -> No
     # A name that nothing has is a value like any other; everything else is the file's fault.
     assert ("odd.yaml" in line) == (not content.startswith("model:"))
     assert "unexpected" not in line
-
-
-def test_a_token_beyond_all_vocabularies(tmp_path: Path, capsys) -> None:
-    content = {
-        "version": "1.0",
-        "added_tokens": [],
-        "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 10**9}, "unk_token": "a"},
-    }
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    line = says_one_line(
-        ["inspect", "reference:mamba", "--tokenizer", str(tmp_path / "tokenizer.json")], capsys
-    )
-    assert "1000000000" in line

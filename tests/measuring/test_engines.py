@@ -90,16 +90,6 @@ def test_the_weights_of_a_group_fit_into_an_eighth_of_the_memory() -> None:
     assert {len(group) for group in alone} == {1}
 
 
-@pytest.mark.slow
-def test_meta_tokens_and_remote_code_are_measured_alike(remote_code_folder) -> None:
-    from kl_lens.model import load
-
-    model = load(remote_code_folder, trust_remote_code=True)
-    perturbations = _one_of_each_kind(model)
-    plain, fast = (_measure(engine(model), perturbations) for engine in (PlainEngine, FastEngine))
-    assert fast == pytest.approx(plain, rel=1e-4, abs=1e-8)
-
-
 def _measure(engine: Engine, perturbations: list[Perturbation], batch: int = 5) -> list[float]:
     engine.prepare(token_ids(batch, 24))
     return [summarise(w)["kl_teacher_to_student"].value for w in engine.measure(perturbations)]
@@ -162,13 +152,6 @@ def test_on_a_cpu_products_are_float32_and_nothing_else_can_be_had(mamba) -> Non
         RunError, match="--precision tf32: needs an Ampere GPU or later, Triton, and a model in"
     ):
         FastEngine(mamba, precision="tf32")
-
-
-def test_a_pattern_that_matches_nothing_is_an_error(mamba) -> None:
-    with pytest.raises(RunError, match=r"matches none of the 17 quantizable components"):
-        find_candidates(mamba.anatomy, [Recipe("int4")], "layers.99")
-    with pytest.raises(RunError, match="not a regular expression"):
-        find_candidates(mamba.anatomy, [Recipe("int4")], "(")
 
 
 def test_a_model_that_cannot_be_run_in_parts_is_measured_whole_and_a_line_says_so(mamba, monkeypatch) -> None:

@@ -8,16 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from kl_lens.base.errors import KLLensError
 from kl_lens.measuring.engines import FastEngine, PlainEngine
 from kl_lens.measuring.perturbation import find_candidates
 from kl_lens.measuring.pieces import Job, PieceRunner
 from kl_lens.measuring.sweep import Sweep
-from kl_lens.measuring.teacher import window_bytes
 from kl_lens.model.tasks import LanguageTask
 from kl_lens.run.folder import Run
 from kl_lens.run.merging import merge
-from kl_lens.study.measure import shard_name, share_of
+from kl_lens.study.measure import shard_name
 from kl_lens.weights.recipes import Recipe
 from tests.measuring.conftest import loaded, some_windows
 
@@ -160,23 +158,3 @@ def test_every_piece_is_in_one_share_and_shares_are_even(mamba, engine, count: i
     taken = [(w, i) for p in spread for w in p.windows for group in p.groups for i in group]
     assert sorted(taken) == sorted(seen)
     assert sum(piece.noise for piece in spread) == 1
-
-
-def test_processes_that_share_the_memory_keep_fewer_windows_and_compute_alike(mamba, monkeypatch) -> None:
-    # On ARM, copies of weights would take a part of the budget.
-    monkeypatch.setattr("kl_lens.measuring.engines.gains_by_input_major", lambda _: False)
-    candidates, _ = find_candidates(mamba.anatomy, [Recipe("int4")])
-    job = Job(candidates, some_windows(24, 20).ids.numpy())
-    engine = FastEngine(mamba)
-    width, vocabulary = mamba.chain.head.weight.shape[1], engine.vocabulary
-    budget = 2 * 13 * window_bytes(mamba.chain, 20, width, vocabulary)  # half of it is for states
-    alone, *others = (PieceRunner(job, FastEngine(mamba, budget), n).layout for n in (1, 2, 16))
-    assert (alone.batch, alone.slab) == (3, 12)
-    assert [each.slab for each in others] == [6, 3], "a whole batch at the least"
-    assert all(each == alone for each in others)
-
-
-@pytest.mark.parametrize("text", ["17/16", "0/16", "three"])
-def test_invalid_shards_are_refused(text: str) -> None:
-    with pytest.raises(KLLensError, match="write 3/16"):
-        share_of(text)

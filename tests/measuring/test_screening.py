@@ -47,11 +47,6 @@ def test_predictions_follow_errors(candidates: list[Candidate]) -> None:
     assert screen.predicted(errors, screen.first_from(errors, measured), measured) == pytest.approx(predicted)
 
 
-def test_formats_that_take_no_importance_are_screened_without_it(candidates: list[Candidate]) -> None:
-    integers = [Candidate(c.component, Recipe("int4-g64", "gptq")) for c in candidates if c.recipe == MENU[0]]
-    assert {c.recipe for c in Screen(integers).first} == {Recipe("int4-g64")}
-
-
 def test_what_was_measured_corrects_its_component_and_its_kind(candidates: list[Candidate]) -> None:
     screen = Screen(candidates)
     errors = {key_of(c): error(c) for c in screen.needed}

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from kl_lens.base.errors import CheckpointError
-from kl_lens.evaluation.torch_session import TorchSession
 from kl_lens.measuring.engines import DEFAULT_MEMORY
 from kl_lens.measuring.joint import PlanMeter
 from kl_lens.measuring.perturbation import Candidate, Perturbation, find_candidates
@@ -21,10 +19,10 @@ from kl_lens.model import LoadedModel, load
 from kl_lens.model.residency import BLOCKS_AT_ONCE
 from kl_lens.model.tasks import LanguageTask
 from kl_lens.run.folder import CALIBRATION, Run
-from kl_lens.run.records import Estimate, Plan
+from kl_lens.run.records import Estimate
 from kl_lens.run.samples import WindowMetrics
 from kl_lens.study.session import Session
-from kl_lens.targets import deployed, export
+from kl_lens.targets import deployed
 from kl_lens.weights.recipes import Recipe
 from tests.families import CONFIGS
 from tests.measuring.conftest import some_windows
@@ -182,20 +180,3 @@ def test_a_model_is_left_on_disk_where_it_does_not_fit_and_verbs_share_it_where_
     whole = session.model(name, weights="memory")
     assert whole.residency is None
     assert session.model(name) is whole
-
-
-def test_whole_plans_write_the_same_logits_and_leave_nothing_in_memory(saved) -> None:
-    folder = saved("zamba2")
-    memory, disk = load(folder), _on_disk(folder)
-    plan = {c.component.name: c.recipe for c in find_candidates(memory.anatomy, [Recipe("q8_0")])[0]}
-    ids = some_windows(1, 20).ids[0].tolist()
-    for recipes, kernels in (({}, None), (plan, deployed("gguf"))):
-        found, expected = (TorchSession(m, recipes, deployed=kernels).logits(ids) for m in (disk, memory))
-        np.testing.assert_array_equal(found, expected)
-        assert not any(_matrices(disk).values())
-
-
-def test_what_needs_all_weights_at_once_says_so(saved, tmp_path) -> None:
-    pytest.importorskip("openvino", reason="needs the extra openvino")
-    with pytest.raises(CheckpointError, match="exporting to OpenVINO needs weights"):
-        export(_on_disk(saved("mamba")), Plan("fp16", {}, "a test"), "openvino", tmp_path)

@@ -129,8 +129,3 @@ def test_a_model_that_changes_states_between_its_blocks_is_refused() -> None:
         CheckpointError, match=r"blocks\.2 does not take the output of .*blocks\.1.*open it in float32"
     ):
         Chain(tiny_model("rwkv"))
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
-def test_a_head_whose_logits_the_model_widens(dtype: str) -> None:
-    assert Chain(tiny_model("mamba").to(getattr(torch, dtype))).head_scale == 1.0

@@ -5,8 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,10 +13,8 @@ import huggingface_hub.file_download
 import pytest
 
 from kl_lens.base.errors import CheckpointError
-from kl_lens.base.files import reference_path
 from kl_lens.measuring.sweep import model_identity
-from kl_lens.model import load, load_tokenizer, model_folder
-from kl_lens.model.hub import download
+from kl_lens.model import load, model_folder
 from kl_lens.run.folder import Run
 from kl_lens.study.session import Session
 from tests.hub_server import Hub
@@ -90,24 +87,6 @@ def test_a_run_records_the_commit_and_opens_it_again(tiny: Hub, tmp_path: Path) 
         assert again.model is session.model("org/tiny").model, "opened once"
 
 
-def test_progress_is_shown(tiny: Hub) -> None:
-    seen: list[tuple[str, float]] = []
-
-    @contextmanager
-    def watch(title: str) -> Iterator[SimpleNamespace]:
-        yield SimpleNamespace(
-            started=lambda total, done: seen.append((title, total)), advanced=lambda *_: None
-        )
-
-    folder = download("org/tiny", watch=watch)
-    index = folder / "model.safetensors.index.json"  # it had to be read to know the shards
-    assert seen == [
-        ("downloading org/tiny", sum(f.stat().st_size for f in folder.iterdir()) - index.stat().st_size)
-    ]
-    download("org/tiny", watch=watch)
-    assert len(seen) == 1, "nothing to come"
-
-
 def test_a_name_may_be_an_old_one_or_have_a_revision_behind_it(tiny: Hub) -> None:
     tiny.add("old/name", renamed_to="org/tiny")
     assert load("old/name").source == f"org/tiny@{tiny.repositories['org/tiny'].commit}"
@@ -154,17 +133,3 @@ def test_a_disk_that_is_full_before_or_meanwhile(tiny: Hub, monkeypatch: pytest.
     monkeypatch.setattr(huggingface_hub.file_download, "http_get", full)
     with pytest.raises(CheckpointError, match=r"org/tiny: the disk of .* is full; .*finished files are kept"):
         model_folder("org/tiny")
-
-
-def test_pickles_come_if_there_is_nothing_else_and_of_a_tokenizer_no_weights(
-    hub: Hub, saved: Callable[..., Path]
-) -> None:
-    files = hub.add("org/pickled", saved("llama")).files
-    files["pytorch_model.bin"] = files.pop("model.safetensors")
-    assert (model_folder("org/pickled") / "pytorch_model.bin").is_file()
-    words = hub.add("org/words").files
-    words |= {path.name: path.read_bytes() for path in reference_path("mamba").glob("tokenizer*")}
-    words["model.safetensors"] = b""
-    tokenizer = load_tokenizer(Path("nowhere"), "org/words", trust_remote_code=False)
-    assert tokenizer.decode(tokenizer("Hello")["input_ids"]) == "Hello"
-    assert "model.safetensors" not in hub.downloaded()

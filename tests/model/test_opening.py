@@ -163,12 +163,6 @@ def test_the_mamba_ssm_layout_opens_and_says_which_tokenizer_to_pass(
         model.require_tokenizer()
 
 
-def test_a_tokenizer_file_can_be_passed(tmp_path: Path, shared: Path) -> None:
-    _as_mamba_ssm(tmp_path, "mamba")
-    model = load(tmp_path, tokenizer=shared / "data/tokenizers/gpt_neox_20b_tokenizer.json")
-    assert model.require_tokenizer().decode(model.tokenizer("Hello world")["input_ids"]) == "Hello world"
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -300,14 +294,6 @@ def test_buffers_of_older_versions_do_no_harm_and_what_is_left_out_is_said(saved
         assert "Not opened: mtp.layers.0.eh_proj.weight. Heads" in load(folder, weights=weights).notes[0]
 
 
-def test_a_number_too_large_for_half_precision_is_named(saved) -> None:
-    folder = saved("mamba")
-    _holding("backbone.layers.0.mixer.D", 1e6)(folder)
-    assert load(folder).layout == "transformers"
-    with pytest.raises(CheckpointError, match=r"layers\.0\.mixer\.D is infinite in float16"):
-        load(folder, dtype="float16")
-
-
 def test_rwkv_keeps_its_weights_and_its_function(saved) -> None:
     """By itself it halves hidden states and weights every few blocks, which only half precision needs."""
     folder, ids = saved("rwkv"), token_ids(2, 9)
@@ -319,17 +305,3 @@ def test_rwkv_keeps_its_weights_and_its_function(saved) -> None:
     with torch.inference_mode():
         expected = tiny_model("rwkv")(ids, use_cache=False).logits
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ("reference:elephant", "known are mamba, mamba2, hybrid"),
-        ("./nowhere/at/all", "no such folder"),
-        ("a b c", "no such folder"),
-        (__file__, "is a file; give the folder"),
-    ],
-)
-def test_a_source_that_does_not_exist_is_one_line(source: str, message: str) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        load(source)

@@ -11,10 +11,9 @@ import torch
 from torch.nn import functional
 
 from kl_lens.measuring.engines import FastEngine, PlainEngine
-from kl_lens.measuring.perturbation import Perturbation, find_candidates
+from kl_lens.measuring.perturbation import find_candidates
 from kl_lens.model import load
 from kl_lens.model.kernels.checking import InDouble
-from kl_lens.model.tasks import task_of
 from kl_lens.text.images import pixels_of
 from kl_lens.weights.recipes import Recipe
 from tests.classifiers import CLASSES, MODELS, PREPARATION, classifier, mambavision, save
@@ -68,25 +67,6 @@ def test_kl_of_both_engines_is_that_of_two_forwards_in_float64(name: str) -> Non
         expected = (teacher.exp() * (teacher - log_p())).sum((1, 2)).numpy()
         parameter.data = original
         np.testing.assert_allclose(found, expected, rtol=5e-3, atol=1e-7)
-
-
-def test_damage_is_what_the_true_class_loses() -> None:
-    model = classifier("mambavision")
-    ids = model.task.drawn("digits", windows=2, length=4).ids
-    head = model.anatomy.head
-    engine = FastEngine(model)
-    engine.prepare(ids)
-    before = model.chain.full_logits(ids).log_softmax(-1)
-    recipe = Recipe("int4")
-    found = engine.measure([Perturbation.single(head, recipe)])[0]
-    model.model.get_parameter(model.anatomy.component(head).weight).data = recipe.grid.dequantize(
-        model.weights.quantized(head, recipe)
-    )
-    after = model.chain.full_logits(ids).log_softmax(-1)
-    labels = model.task.targets(ids)[..., None]
-    lost = (before - after).gather(-1, labels).sum((1, 2))
-    np.testing.assert_allclose([w.sums["delta_cross_entropy"] for w in found], lost, rtol=1e-4, atol=1e-6)
-    assert [w.targets for w in found] == [4, 4]
 
 
 def test_every_matrix_is_a_component_and_convolutions_say_why_not() -> None:
@@ -194,13 +174,6 @@ def test_a_folder_in_the_hubs_layout_opens_without_its_own_code(tmp_path: Path) 
     ids = model.task.sample(model.model, 1, 2)
     expected = classifier("mambavision").model(_pixels(ids)).logits
     torch.testing.assert_close(model.chain.full_logits(ids)[0], expected)
-
-
-def test_the_task_comes_from_config_unless_given() -> None:
-    assert task_of({"architectures": ["MambaForCausalLM"]}) == "text"
-    assert task_of({"architectures": ["ViTForImageClassification"]}) == "image"
-    assert task_of({"model_type": "mambavision"}) == "image"
-    assert task_of({"architectures": ["ViTModel"]}, "image") == "image"
 
 
 def test_the_reference_classifier_reads_digits_as_its_card_says() -> None:

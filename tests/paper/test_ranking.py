@@ -7,7 +7,6 @@ import json
 import numpy as np
 import pytest
 
-from kl_lens.base.errors import RunError
 from kl_lens.paper.ranking import rank
 from kl_lens.run.folder import CALIBRATION, EVALUATION, Run
 from tests.samples import window_of
@@ -80,8 +79,3 @@ def test_the_first_windows_and_other_texts_stand_beside(tmp_path) -> None:
     data = json.loads(json.dumps(ranking.to_json()))
     assert len(data["points"]) == 12
     assert data["points"][0]["delta_perplexity"]["value"] > 0
-
-
-def test_without_damage_there_is_nothing_to_rank(tmp_path) -> None:
-    with Run.create(tmp_path) as run, pytest.raises(RunError, match="kl-lens paper rank"):
-        rank(run)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from kl_lens.base.errors import TargetError
@@ -44,17 +42,6 @@ def test_its_real_output_is_read() -> None:
         APP.read((DATA / "no_device.log").read_text())
 
 
-def test_the_command_is_the_published_one(one_token: None, tmp_path: Path) -> None:
-    settings = tmp_path / "settings.json"
-    command = APP.command(
-        Path("model.xml"), seconds=60, iterations=50, device="CPU", threads=2, beside=settings
-    )
-    assert json.loads(settings.read_text()) == {"CPU": {"INFERENCE_NUM_THREADS": 2}}
-    assert "benchmark_app" in command[0] or "openvino.tools.benchmark.main" in command
-    published = "-m model.xml -d CPU -hint latency -t 60 -niter 50 --inference_only TRUE"
-    assert " ".join(command).endswith(f"{published} -data_shape input_ids[1,1] -load_config {settings}")
-
-
 def _printed(iterations: int, seconds: float) -> str:
     text = (DATA / "static.log").read_text()
     report = APP.read(text)
@@ -88,15 +75,3 @@ def test_a_run_that_never_gets_there_or_fails_is_an_error_that_names_its_log(
     with pytest.raises(TargetError, match=r"see .*model\.log"):
         run_app(APP, model, log, run=lambda command: (1, "[ ERROR ] no such device"))
     assert "no such device" in log.read_text()
-
-
-@pytest.mark.parametrize(("shape", "expected"), [([1, -1], "input_ids[1,1]"), ([1, 4], None)])
-def test_only_dynamic_inputs_are_given_a_shape(
-    shape: list[int], expected: str | None, tmp_path: Path
-) -> None:
-    ov = pytest.importorskip("openvino", reason="needs the extra openvino")
-    ops = pytest.importorskip("openvino.opset13")
-    ids = ops.parameter(ov.PartialShape(shape), np.int64, name="input_ids")
-    ids.output(0).get_tensor().set_names({"input_ids"})
-    ov.save_model(ov.Model([ops.result(ops.abs(ids))], [ids]), tmp_path / "model.xml")
-    assert APP.input_shapes(tmp_path / "model.xml") == expected

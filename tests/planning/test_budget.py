@@ -177,12 +177,6 @@ def test_a_format_that_does_not_fit_falls_back_in_sight() -> None:
     assert plan.predicted_kl == pytest.approx(0.2)
 
 
-def test_absmax_measurements_are_for_comparison_only() -> None:
-    table = table_of([component("head")], {("head", "int4-absmax"): 0.0, ("head", "int8"): 0.1})
-    assert best(table, max_kl=1.0).plan.assignment == {"head": "int8"}
-    assert best(table, max_kl=1.0, recipes=["int4-absmax"]).plan.assignment == {"head": "int4-absmax"}
-
-
 def test_impossible_budgets_answer_with_the_range() -> None:
     table = table_of([component("head", (1000, 1000))], {("head", "int8"): 0.25})
     with pytest.raises(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +16,6 @@ from kl_lens.planning import (
     paired_difference,
     stock_with_our_methods,
 )
-from kl_lens.run.records import Plan
-from kl_lens.study.planner import TargetPlanner
 from kl_lens.weights.recipes import parsed
 from tests.planning.tables import component, table_of
 
@@ -77,27 +74,6 @@ def test_paired_difference() -> None:
     test = stats.ttest_1samp([-1, 0, -1, 0], 0).confidence_interval()
     assert difference.interval == pytest.approx((test.low, test.high))
     assert paired_difference(np.array([1.0]), np.array([2.0])).interval == (-np.inf, np.inf)
-
-
-def test_a_stock_recipe_that_fits_by_its_written_size_wins_over_sums_of_bounds() -> None:
-    """The solver's bounds say that all-int8 is too large; the written file says that it is not."""
-
-    def size(model: object, plan: Plan, *, exact: bool) -> int:
-        return (plan.bytes or 0) + (100 if plan.assignment["head"] == "int8" else 120)
-
-    planner = TargetPlanner.__new__(TargetPlanner)
-    planner.target = SimpleNamespace(name="toy", title="Toy", file_bytes=size)  # type: ignore[assignment]
-    planner.__dict__["fixed_bytes"] = 100
-    planner._opened = lambda: None  # type: ignore[assignment, return-value]
-    small = Plan("ours", {"head": "int4"}, "exact budget", 0.5, 500, limits={"bytes": 1100}, fixed_bytes=120)
-    whole = Plan("mixture", {"head": "int8"}, "a mixture", 0.1, 1000)
-    assert planner.fitted(lambda fixed: small, 1100).file_bytes == 620
-    found = planner.fitted(lambda fixed: small, 1100, [whole])
-    assert (found.name, found.assignment, found.file_bytes) == ("ours", {"head": "int8"}, 1100)
-    assert found.limits == {"bytes": 1100}
-    assert planner.fitted(lambda fixed: small, 1099, [whole]).assignment == {"head": "int4"}
-    worse = replace(whole, predicted_kl=0.9)
-    assert planner.fitted(lambda fixed: small, 1100, [worse]).assignment == {"head": "int4"}
 
 
 def test_stock_assignments_get_our_methods_where_they_are_no_larger() -> None:

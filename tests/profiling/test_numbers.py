@@ -6,14 +6,12 @@ import re
 import shutil
 import subprocess
 import sys
-from collections import namedtuple
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kl_lens.profiling import machine as machine_module
-from kl_lens.profiling.machine import LoadMeter, bound_of, compared, limits_hold, ratio_of, spread_of
+from kl_lens.profiling.machine import bound_of, compared, limits_hold, ratio_of, spread_of
 from kl_lens.run.records import ARTIFACT, Profile, Quartiles, Subject
 from kl_lens.targets.base import Contents
 
@@ -69,20 +67,6 @@ def test_a_ratio_is_shown_with_its_interval_or_not_at_all(found: Profile, words:
     assert ratio.words == words
     shown = ratio.to_json()
     assert ("median" in shown) == ("not_measurable" not in shown) == (ratio.brief != "not measurable")
-
-
-def test_load_is_what_others_took_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("user", "nice", "system", "idle", "iowait", "steal", "guest", "guest_nice")
-    times = namedtuple("times", names)  # type: ignore[misc]
-    own = namedtuple("own", ("user", "system"))
-    now = [times(10, 0, 0, 50, 0, 5, 3, 0), times(60, 0, 0, 58, 2, 45, 13, 0)]
-    used = [own(1, 1), own(31, 1)]
-    monkeypatch.setattr(machine_module.psutil, "cpu_times", lambda: now.pop(0))
-    monkeypatch.setattr(machine_module.psutil.Process, "cpu_times", lambda self: used.pop(0))
-    # 50 s of users, of which 10 are a guest's and 30 ours; 10 idle, 40 stolen; 100 in all.
-    assert LoadMeter().read() == pytest.approx({"stolen": 0.4, "others": 0.2})
-    monkeypatch.setattr(machine_module.psutil, "cpu_times", lambda: Path("/proc/none").stat())
-    assert LoadMeter().read() == {}  # where the system does not tell
 
 
 def test_a_token_reads_weights_state_and_keys() -> None:

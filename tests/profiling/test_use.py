@@ -66,16 +66,6 @@ def test_a_round_times_every_prompt_and_then_the_text() -> None:
     assert player.turns == turns | {"seconds_per_token": text, "tokens_per_second": text}
 
 
-def test_the_first_token_of_a_turn_does_not_count_and_the_quickest_stands_for_it() -> None:
-    """The weights of another file are in the caches; and one token of the turn was disturbed."""
-    session, ticks = Ticking(), iter([0.0, 9.0, 10.0, 13.0, 20.0, 22.0, 30.0, 37.0])
-    player = in_use.Player(session, clock=lambda: next(ticks))
-    player._token = 7
-    player.write(4)
-    assert player.turns["seconds_per_token"] == [2.0]
-    assert player.timings["seconds_per_token"] == 4.0  # what a user feels: the mean of 3, 2 and 7
-
-
 @pytest.fixture
 def three(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Timed], list[str], dict[str, int | None]]:
     """Subjects a (FP16), b and c; the log of who ran when; after how many prompts each breaks."""

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kl_lens import paper, planning
-from kl_lens.paper.ranking import Point, Ranking, rank
+from kl_lens.paper.ranking import rank
 from kl_lens.planning.predict import component_bytes
 from kl_lens.run.folder import CALIBRATION, EVALUATION, Run
 from kl_lens.run.records import (
@@ -103,21 +103,6 @@ def make_run(
             for subject in (about(run, "original"), about(run, "openvino", "recommended")):
                 value = {"prompt": prompt, "text": f" is long, says {subject.label}."}
                 run.store_result("generation", subject, prompt, value)
-    return folder
-
-
-def make_large_run(folder: Path) -> Path:
-    """As many components and recipes as a hybrid of 2.7 billion weights has: 401 × 8."""
-    kinds = [f"{kind}_proj" for kind in ("in", "x", "dt", "out", "q", "k", "v", "o")]
-    formats = ("int4", "int8", "int4-g32", "int4-g64", "q8_0", "q4_0", "q5_0", "q5_1")
-    make_run(folder, blocks=50, kinds=kinds, formats=formats, stages=("plan", "verify"))
-    with Run.open(folder) as run:  # a ranking without its intervals, which would take a minute
-        points = tuple(
-            Point(m.component, m.format, False, m.metrics, damage=kl, delta_perplexity=Estimate(9 * kl.value, kl.value))
-            for m in run.measurements()
-            if (kl := m.metrics["kl_teacher_to_student"])
-        )  # fmt: skip
-        run.store("ranking", "latest", Ranking(21.0, 4096, points, (), ()).to_json())
     return folder
 
 

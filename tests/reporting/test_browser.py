@@ -15,7 +15,7 @@ from kl_lens import planning
 from kl_lens.cli.main import main
 from kl_lens.reporting import write_report
 from kl_lens.run.folder import Run
-from tests.reporting.sample import add_target, make_run
+from tests.reporting.sample import make_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -136,19 +136,6 @@ def test_the_command_on_the_page_makes_the_plan_on_the_page(
     assert desktop.messages == []
 
 
-def test_the_slider_moves_by_keyboard_and_says_where_it_is(desktop: Opened) -> None:
-    page, slider = desktop.page, desktop.page.locator(".explorer input[type=range]")
-    before = page.locator(".reading").inner_text()
-    slider.focus()
-    page.keyboard.press("ArrowLeft")
-    assert page.locator(".reading").inner_text() != before
-    assert "KL" in slider.get_attribute("aria-valuetext")
-    circle = "c => [c.getAttribute('cx'), c.getAttribute('cy')]"
-    place = page.locator("circle.here").evaluate(circle)
-    page.keyboard.press("Home")
-    assert page.locator("circle.here").evaluate(circle) != place
-
-
 def test_the_map_shows_one_format_or_the_plan_and_opens_a_component(desktop: Opened) -> None:
     page = desktop.page
     colours = "[...document.querySelectorAll('.cells_marks path')].map(p => p.getAttribute('fill'))"
@@ -177,20 +164,6 @@ def test_the_map_shows_one_format_or_the_plan_and_opens_a_component(desktop: Ope
     assert page.evaluate("document.activeElement.getAttribute('aria-label')") == tip.inner_text()
     page.keyboard.press("Escape")
     assert tip.is_hidden()
-
-
-def test_each_target_has_its_own_slider(browser: Any, tmp_path: Path) -> None:
-    with Run.open(add_target(make_run(tmp_path / "run"))) as run:
-        path = write_report(run)
-    found = opened(browser, path, DESKTOP)
-    panels = found.page.locator("#sizes .explorer")
-    assert [panel.is_visible() for panel in panels.all()] == [True, False]
-    assert "--target openvino" in panels.nth(0).locator(".made").inner_text()
-    found.page.locator("#sizes summary", has_text="weights alone").click()
-    assert [panel.is_visible() for panel in panels.all()] == [False, True]  # one at a time
-    assert "--target" not in panels.nth(1).locator(".made").inner_text()
-    assert found.messages == []
-    found.page.context.close()
 
 
 @pytest.mark.parametrize(("size", "scheme"), [(DESKTOP, "light"), (PHONE, "dark")], ids=["desktop", "phone"])
@@ -230,16 +203,6 @@ def test_it_fits_the_screen_and_keeps_its_contrast(
 def _brightness(colour: str) -> float:
     numbers = [float(n) for n in colour.removeprefix("rgb(").removesuffix(")").split(",")]
     return sum(numbers) / 3
-
-
-def test_print_is_white_without_controls(desktop: Opened) -> None:
-    page = desktop.page
-    page.emulate_media(media="print")
-    paper = "getComputedStyle(document.body).backgroundColor"
-    assert page.evaluate(paper) == "rgb(255, 255, 255)"
-    assert page.locator(".knobs").is_hidden()
-    assert page.evaluate("(t => t.scrollHeight <= t.clientHeight)(document.querySelector('.tall'))")
-    page.emulate_media(media="screen")
 
 
 def test_without_scripts_everything_is_still_there(browser: Any, report: Path) -> None:

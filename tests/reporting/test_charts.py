@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import html
 import json
-import math
 
 from hypothesis import given, settings, strategies as st
 
 from kl_lens.reporting import charts
 from kl_lens.reporting.charts import Axis, Cell, Dot, axis, grid_map, scatter
 from kl_lens.reporting.markup import Html, escape, json_block, tag
-from kl_lens.reporting.names import number, with_error
 from kl_lens.reporting.page import asset
-from kl_lens.run.records import Estimate
 from kl_lens.weights.formats import get_format, known_formats
 from tests.reporting.document import read
 
@@ -29,15 +26,6 @@ def test_an_axis_holds_its_values_in_order_and_a_log_axis_has_a_few_ticks(
     assert all(-1e-6 <= place <= 100 + 1e-6 for place in places)
     if made.log:
         assert 1 <= len(charts.log_ticks(made.low, made.high)) <= 12
-
-
-def test_numbers_and_errors_read_as_people_write_them() -> None:
-    numbers = {0.0123: "0.0123", 1.234e-7: "1.23e-7", math.nan: "–", math.inf: "∞", 1234567.0: "1.23e6"}
-    assert [number(value) for value in numbers] == list(numbers.values())
-    assert with_error(Estimate(0.5, 0.01)) == "0.50 ± 0.01"
-    assert with_error(Estimate(0.00913, 4.6e-4)) == "0.0091 ± 0.0005"
-    assert with_error(Estimate(1.234e-9, 3e-11)) == "1.23e-9 ± 3e-11"
-    assert with_error(Estimate(0.5)) == "0.5"
 
 
 def test_hostile_words_stay_words_in_a_chart() -> None:

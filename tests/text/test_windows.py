@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -28,15 +27,6 @@ def test_windows_are_pieces_of_the_token_stream(source: TextSource, tokenizer: T
         assert row.tolist() == ids[start : start + 64].tolist()
 
 
-def test_more_windows_extend_the_earlier_ones(source: TextSource, tokenizer: Tokenizer) -> None:
-    few = draw_windows(source, tokenizer, windows=32, length=64)
-    many = draw_windows(source, tokenizer, windows=64, length=64)
-    assert torch.equal(many.ids[:32], few.ids)
-    assert many.first(32).fingerprint == few.fingerprint
-    assert many.first(32).used_documents == few.used_documents
-    assert many.fingerprint != few.fingerprint
-
-
 @settings(max_examples=50)
 @given(st.integers(2, 40), st.integers(1, 30), st.integers(0, 400), st.integers(0, 10**9))
 def test_starts_lie_in_the_text_and_extend(length: int, windows: int, spare: int, seed: int) -> None:
@@ -55,13 +45,6 @@ def test_windows_do_not_overlap_while_there_is_room(source: TextSource, tokenize
     record = json.loads(json.dumps(brim_full.provenance()))
     assert (record["seed"], record["length"], record["overlapping"]) == (42, 64, brim_full.overlapping)
     assert {d["sha256"] for d in record["documents"]} == {d.sha256 for d in brim_full.used_documents}
-
-
-def test_starts_are_those_of_pythons_own_generator() -> None:
-    """The customary drawing (one random start after the other), as long as none overlap."""
-    generator = random.Random(42)
-    expected = [generator.randrange(3_000_000 - 512 + 1) for _ in range(5)]
-    assert random_starts(3_000_000, 5, 512, 42) == expected
 
 
 def test_documents_of_each_window_are_known(source: TextSource, tokenizer: Tokenizer) -> None:
@@ -116,13 +99,6 @@ def test_text_shorter_than_a_window_is_refused(tmp_path: Path, tokenizer: Tokeni
             cut(str(tmp_path / "a.txt"), tokenizer, length=512)
 
 
-def test_text_of_exactly_one_window_is_enough_for_one_but_not_for_two(source, tokenizer: Tokenizer) -> None:
-    ids = token_stream(source, tokenizer).ids
-    assert draw_windows(source, tokenizer, windows=1, length=len(ids)).starts == (0,)
-    with pytest.raises(TextError, match="ask for at most 1 windows, or give more text"):
-        draw_windows(source, tokenizer, windows=2, length=len(ids))
-
-
 def test_senseless_sizes_are_refused(source: TextSource, tokenizer: Tokenizer) -> None:
     for wrong in ({"windows": 0}, {"length": 1}, {"length": -5}):
         with pytest.raises(TextError, match="is too small"):
@@ -161,11 +137,3 @@ def test_transformers_tokenizer_gives_the_same_and_does_not_warn(source, tokeniz
         found = token_stream(source, wrapped).ids
     assert "longer than" not in caplog.text
     assert np.array_equal(found, token_stream(source, tokenizer).ids)
-
-
-def test_tokenizer_written_in_python_is_accepted(source: TextSource) -> None:
-    """Some checkpoints bring a tokenizer without a Rust half."""
-    from transformers import ByT5Tokenizer
-
-    stream = token_stream(source, ByT5Tokenizer())
-    assert len(stream.ids) == len(source.joined().encode())

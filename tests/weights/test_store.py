@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import pickle
 from collections.abc import Hashable, Mapping
 from pathlib import Path
 
@@ -58,16 +56,6 @@ def test_a_large_matrix_in_pieces_is_the_same(weight: torch.Tensor, monkeypatch:
     monkeypatch.setattr("kl_lens.weights.store._ROWS_AT_ONCE", 5 * 256)
     pieces = WeightStore(GivenWeights({NAME: weight}))
     assert {recipe: pieces.digest(NAME, recipe) for recipe in whole} == whole
-
-
-def test_rows_may_have_factors(weight: torch.Tensor) -> None:
-    store = WeightStore(GivenWeights({NAME: weight}))
-    factors = torch.linspace(0.5, 2, 24)[:, None]
-    assert torch.equal(
-        store.quantized(NAME, INT8, factors).data,
-        get_format(INT8).quantize(weight * factors).data,
-    )
-    assert torch.equal(store.quantized(NAME, INT8).data, get_format(INT8).quantize(weight).data)
 
 
 def test_what_is_expensive_is_kept_on_disk(
@@ -226,14 +214,6 @@ def test_every_recipe_parses_back() -> None:
                 continue
             assert recipe == Recipe(fmt, method) == Recipe.parse(str(recipe))
             assert (recipe.grid.name, recipe.method, recipe.quantizer.name) == (fmt, method, method)
-
-
-def test_a_recipe_is_the_text_that_files_hold_and_comes_back_from_another_process_as_a_recipe() -> None:
-    recipe = Recipe("int4-g64", "gptq")
-    assert json.dumps({"head": recipe}) == '{"head": "int4-g64+gptq"}'
-    assert {recipe: 1}["int4-g64+gptq"] == 1
-    back = pickle.loads(pickle.dumps(recipe))
-    assert (type(back), back, back.method) == (Recipe, recipe, "gptq")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from kl_lens.base.errors import CheckpointError
 from kl_lens.model import Chain, architectures as models, load
 from kl_lens.model.architectures.hymba import HymbaConfig, HymbaForCausalLM
 from tests.families import tiny_model, token_ids
@@ -154,8 +153,3 @@ def test_the_published_shapes() -> None:
     assert shapes["model.memory_tokens"] == (128, 1600)
     total = sum(p.numel() for p in published.parameters())
     assert 1.51e9 < total < 1.53e9, "1.52 billion, as its card says"
-
-
-def test_a_setting_that_no_published_hymba_has_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="kq_norm is 'perhead-rms'"):
-        HymbaConfig(kq_norm="perhead-rms")

@@ -140,14 +140,6 @@ def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
     assert describe_target("vllm").unsupported("falcon_h1") is None
 
 
-def test_stock_recipes_leave_head_and_embedding_alone() -> None:
-    model = plain(load("reference:mamba2"))
-    stock = {recipe.name: recipe.assignment for recipe in get_target(NAME).stock_recipes(model)}
-    assert set(stock) == {"w4a16", "w4a16.gptq", "w4a16_asym", "w8a16"}
-    assert stock["w4a16"]["backbone.embeddings"] == FP16
-    assert stock["w4a16.gptq"]["backbone.layers.0.mixer.in_proj"] == "int4-g128+gptq"
-
-
 @pytest.mark.parametrize("family", ["mamba", "mamba2"])
 def test_transformers_alone_still_fails_over_packed_mixers(family: str, tmp_path: Path) -> None:
     """When this fails, transformers is mended: remove `initialising_safely` and its report in docs/targets.md."""

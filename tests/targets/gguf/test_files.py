@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import struct
 from pathlib import Path
 from unittest.mock import Mock
@@ -17,7 +15,7 @@ from kl_lens.run.records import Plan
 from kl_lens.targets import LOAD_MODES
 from kl_lens.targets.gguf import library, paging, session as session_module
 from kl_lens.targets.gguf.export import export
-from kl_lens.targets.gguf.header import TensorEntry, read_header
+from kl_lens.targets.gguf.header import read_header
 from kl_lens.targets.gguf.session import open_session
 from tests.targets.gguf.support import tiny, uniform
 
@@ -66,28 +64,6 @@ def test_every_way_of_loading_gives_the_same_logits(tmp_path: Path, monkeypatch:
     assert np.abs(found["read-plain"] - found["read"]).max() < 0.02 * size
 
 
-@pytest.mark.skipif(not paging.can_give_back, reason="pages are given back on Linux only")
-def test_large_tensors_of_a_mapped_file_lie_apart_from_what_is_still_used(tmp_path: Path) -> None:
-    """So that a small tensor brings nothing back but itself; not a byte of the file changes."""
-    path, size = tmp_path / "file", 4 << 20
-    path.write_bytes(bytes(range(256)) * (size >> 8))
-    matrix = TensorEntry("blk.0.ssm_in.weight", (1, 1), "Q8_0", 5000, 2 << 20, path)
-    norm = TensorEntry("blk.0.attn_norm.weight", (1,), "F32", 5000 + matrix.bytes, 8000, path)
-    embedding = TensorEntry("token_embd.weight", (1, 1), "Q8_0", size - (1 << 20), 1 << 20, path)
-    # llama.cpp maps shared and read-only, from a page of the file on
-    with (
-        path.open("rb") as file,
-        mmap.mmap(file.fileno(), size - 4096, mmap.MAP_SHARED, mmap.PROT_READ, offset=4096) as view,
-    ):
-        paging.set_apart([matrix, norm, embedding])
-        pieces = paging.mappings_of(path)
-        assert (pieces[1][2], pieces[2][2]) == (8192, (5000 + matrix.bytes) // 4096 * 4096)
-        assert len(pieces) == 3 + 16
-        assert view[:] == path.read_bytes()[4096:]
-        paging.give_back([path])
-        assert view[:] == path.read_bytes()[4096:]
-
-
 def test_other_ways_of_loading(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TargetError, match="--load quick: unknown; choose from auto, lean, read, mapped"):
         open_session(whole, load="quick")
@@ -116,17 +92,6 @@ def test_foreign_files_are_named_in_one_line(tmp_path: Path) -> None:
         with pytest.raises(TargetError, match=message) as caught:
             open_session(path)
         assert "\n" not in str(caught.value)
-
-
-def test_damage_never_escapes_as_another_error(whole: Path, tmp_path: Path) -> None:
-    data, random, path = whole.read_bytes(), np.random.default_rng(0), tmp_path / "x.gguf"
-    for length in (len(data) - 1, *[6000] * 100):  # the header, and tensors that reach beyond the end
-        damaged = bytearray(data[:length])
-        for place in random.integers(0, 4000, 4 if length == 6000 else 0):
-            damaged[place] = random.integers(256)
-        path.write_bytes(damaged)
-        with pytest.raises(TargetError):
-            read_header(path)
 
 
 def _write(path: Path, architecture: str, tensors: dict[str, np.ndarray], **numbers: int) -> None:
@@ -177,20 +142,6 @@ def test_a_device_that_llama_cpp_lacks_is_refused(whole: Path, capsys: pytest.Ca
             open_session(whole, gpu_layers=4)
 
 
-def test_no_layers_on_a_gpu_means_no_gpu(monkeypatch: pytest.MonkeyPatch, whole: Path) -> None:
-    """llama.cpp would still multiply long prompts there, in half precision."""
-    own = library.find_library()
-    with open_session(whole, threads=1) as session:
-        expected = session.logits(range(40))
-    monkeypatch.setattr(library.LlamaLibrary, "has_gpu", property(lambda self: True))
-    devices = ctypes.c_void_p.from_buffer(own.model_parameters(0)).value
-    assert devices is not None
-    assert ctypes.c_void_p.from_address(devices).value is None  # the list is there, and empty
-    assert ctypes.c_void_p.from_buffer(own.model_parameters(4)).value is None  # any that there is
-    with open_session(whole, threads=1) as session:
-        assert (session.logits(range(40)) == expected).all()
-
-
 def test_state_space_models_have_no_length_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_module, "LARGEST_CONTEXT", 32)
     artifact = export(tiny("mamba"), Plan("p", {}, "test"), tmp_path)
@@ -198,30 +149,3 @@ def test_state_space_models_have_no_length_limit(tmp_path: Path, monkeypatch: py
         last = session.prefill([token % 97 for token in range(1500)])
         every = session.logits([token % 97 for token in range(1500)])
     assert np.abs(last - every[-1]).max() < 1e-3
-
-
-def test_the_users_library_is_used_or_refused_never_replaced(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv(library.ENVIRONMENT_VARIABLE, str(tmp_path / "libllama.so"))
-    with pytest.raises(
-        TargetError, match=r"libllama\.so: no llama\.cpp library there; --llama-cpp and LLAMA"
-    ):
-        library.find_library()
-    (tmp_path / "libllama.so").write_bytes(b"no library")
-    with pytest.raises(TargetError, match="cannot be loaded"):
-        library.find_library()
-    import ctypes.util
-
-    monkeypatch.setenv(library.ENVIRONMENT_VARIABLE, ctypes.util.find_library("m") or "libm.so.6")
-    with pytest.raises(TargetError, match=r"is not a llama\.cpp library"):
-        library.find_library()
-
-
-def test_an_unknown_parameter_layout_is_refused() -> None:
-    loaded = library.find_library()
-    strange = library.Parameters()
-    with pytest.raises(TargetError, match="unknown layout"):
-        loaded.attention_offsets(strange)
-    with pytest.raises(TargetError, match="n_batch is not where KL Lens knows it"):
-        loaded.require_default(strange, "n_batch", 4, (2048,))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +18,6 @@ from kl_lens.study.study import generate
 from kl_lens.targets import export, get_target, locate, open_session
 from kl_lens.targets.gguf.header import read_header
 from kl_lens.targets.gguf.tokenizer import tokenizer_data
-from kl_lens.targets.gguf.writer import general_metadata
 from tests.families import _COMMON, plain
 from tests.shipped import shipped_digests
 from tests.targets.gguf.support import tiny
@@ -98,14 +96,6 @@ def test_general_metadata_and_template(exported: Path, checkpoint: Path) -> None
     with open_session(exported, threads=1) as session:
         names = {tokenizer.convert_ids_to_tokens(end) for end in session.end_tokens}
     assert names == {"<|endoftext|>", "<|im_end|>", "<|stop|>"}
-
-
-def test_a_card_that_makes_no_sense_says_nothing(checkpoint: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "odd"
-    shutil.copytree(checkpoint, folder)
-    for card in ("---\nlicense: [1, {\n---\n", "---\nlicense: 7\nname: {a: 1}\ntags: 5\n---\n"):
-        (folder / "README.md").write_text(card)
-        assert general_metadata(folder, "odd", (1, 1, 0, 0)).name == "Odd"
 
 
 def test_names_by_the_convention(tmp_path: Path) -> None:

@@ -18,12 +18,9 @@ from kl_lens.cli.main import main
 from kl_lens.model import LoadedModel, load
 from kl_lens.run.records import Plan
 from kl_lens.targets import SessionSettings, describe_target, export, get_target, open_session, read_artifact
-from kl_lens.targets.base import Target
-from kl_lens.targets.gguf.target import GGUFTarget
-from kl_lens.targets.openvino.target import OpenVINOTarget
-from kl_lens.targets.registry import target_of, usual_targets
+from kl_lens.targets.registry import target_of
 from kl_lens.weights.formats.affine import AffineFormat
-from kl_lens.weights.recipes import FP16, Recipe, fitting_recipe
+from kl_lens.weights.recipes import FP16, Recipe
 from tests.families import plain, tiny_model, token_ids
 
 mx = pytest.importorskip("mlx.core", reason="needs the extra mlx")
@@ -210,18 +207,6 @@ def test_what_it_does_not_hold_is_said(hybrid: LoadedModel, tmp_path: Path) -> N
         open_session(tmp_path / "model.safetensors")
 
 
-def test_a_run_makes_files_for_mlx_only_if_asked_or_if_there_is_nothing_else(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert usual_targets() == ("openvino", "gguf")
-    for target in (OpenVINOTarget, GGUFTarget):
-        monkeypatch.setattr(target, "packages", ("no_such_package",))
-    assert usual_targets() == ("mlx",)
-    monkeypatch.setattr(Target, "lacks", lambda self: "its packages")  # any target
-    assert usual_targets() == ("openvino", "gguf")
-    assert describe_target("mlx").health().problem == ""  # on most machines nobody misses it
-
-
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("mlx") / "run"
@@ -239,14 +224,3 @@ def test_a_folder_is_judged_beside_pytorch_and_generates(
     judge = "--model reference:hybrid --perplexity wikitext2:test --divergence --window 64 --limit 1"
     assert main(["evaluate", str(exported), *judge.split()]) == 0
     assert "mlx" in capsys.readouterr().out.lower()
-
-
-@pytest.mark.slow
-def test_a_folder_is_timed(exported: Path) -> None:
-    short = ["--threads", "1", "--prompt-lengths", "4", "--new-tokens", "2", "--repeats", "1"]
-    assert main(["benchmark", str(exported), *short]) == 0
-
-
-def test_groups_that_do_not_fit_become_smaller_and_then_fp16() -> None:
-    assert fitting_recipe(Recipe("affine4-g128", "gptq"), (8, 96))[0] == "affine4-g32+gptq"
-    assert fitting_recipe(Recipe("affine4-g128", "gptq"), (8, 48))[0] == FP16

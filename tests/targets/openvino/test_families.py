@@ -94,19 +94,3 @@ def test_an_untested_family_is_proven_on_the_model_or_refused(
     ):
         export(loaded("llama"), Plan("none", {}, made_by="test"), tmp_path)
     assert not (tmp_path / "openvino_model.xml").exists()
-
-
-@pytest.mark.slow
-def test_meta_tokens_are_inside_a_static_graph(exported: Callable) -> None:
-    case, ids = exported("hymba", static_tokens=12), token_ids(1, 12)
-    with contextlib.closing(open_session(case.folder, exact=True, threads=1)) as session:
-        assert_same_logits(session.logits(ids[0].tolist()), reference(case.model.model, ids), SHARE)
-
-
-def test_the_model_is_left_as_it_was(exported: Callable) -> None:
-    case = exported("jamba_experts")
-    changed = [name for name, module in case.model.model.named_modules() if "forward" in vars(module)]
-    assert changed == []
-    fresh = loaded("jamba_experts").model
-    ids = token_ids(1, 12)
-    np.testing.assert_array_equal(reference(case.model.model, ids), reference(fresh, ids))

@@ -19,7 +19,6 @@ from kl_lens.model import LoadedModel, load
 from kl_lens.run.records import Plan
 from kl_lens.study.generate import GenerateSettings, generate
 from kl_lens.study.session import Session
-from kl_lens.targets.exporting import read_artifact
 from kl_lens.targets.openvino.convert import first_difference
 from kl_lens.targets.openvino.session import open_session
 from tests.byte_level import save_tokenizer
@@ -136,17 +135,6 @@ def test_genai_cannot_change_the_attention_or_feed_several_sequences(family: str
         pipeline.generate("Hello", genai.GenerationConfig(max_new_tokens=3, num_beams=2))
     with pytest.raises(RuntimeError, match="Reshape"):
         pipeline.generate(["Hello", "Once upon a time"], genai.GenerationConfig(max_new_tokens=3))
-
-
-def test_the_graphs_of_the_tokenizer_are_part_of_the_record_but_not_of_the_size(folder: Callable) -> None:
-    artifact, names = (
-        read_artifact(folder("mamba")),
-        {path.name for path in folder("mamba").glob("openvino_*")},
-    )
-    assert len(names) == 6
-    assert names <= set(artifact.digests)
-    model = folder("mamba").glob("openvino_model.*")
-    assert artifact.realised_bytes == sum(path.stat().st_size for path in model)
 
 
 def test_a_tokenizer_that_cannot_be_converted(tmp_path: Path) -> None:

@@ -44,17 +44,3 @@ def test_nncf_gives_every_constant_its_type(
         "f32",
         "f16",
     }
-
-
-def test_a_weight_that_is_not_in_the_graph_is_named(
-    exported: Callable[..., Exported], tmp_path: Path
-) -> None:
-    original = exported("mamba")
-    made = write_recipe(
-        "nncf", original.model, Plan("p", {original.model.anatomy.head: "int8"}, "test"), tmp_path
-    )
-    script = made.files[0].read_text().replace("embeddings.weight", "elsewhere.weight")
-    made.files[0].write_text(script)
-    compress = runpy.run_path(str(made.files[0]))["compress"]
-    with pytest.raises(ValueError, match=r"elsewhere\.weight: no constant of this model has that name"):
-        compress(ov.Core().read_model(next(original.folder.glob("*.xml"))))

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import platform
-
 import pytest
 
 from kl_lens.base.errors import CheckpointError, TargetError
 from kl_lens.run.records import Plan
-from kl_lens.targets import get_target
 from kl_lens.targets.exporting import Choice
 from kl_lens.targets.openvino.profiles import PROFILES, realise
-from kl_lens.weights.formats import get_format
 from tests.targets.openvino.conftest import export, untouched
 
 IN_PROJ = "backbone.layers.0.mixer.in_proj"
-DT_PROJ = "backbone.layers.0.mixer.dt_proj"  # five columns
 
 
 def realised(assignment: dict[str, str], profile: str = "cpu", *, fallback: bool = True) -> dict[str, Choice]:
@@ -44,11 +39,6 @@ def test_what_a_device_does_not_hold_is_replaced_visibly(profile: str, wanted: s
         realised({IN_PROJ: wanted}, profile, fallback=False)
 
 
-@pytest.mark.parametrize("wanted", ["int4-g32", "int4"])
-def test_formats_that_do_not_fit(wanted: str) -> None:
-    assert realised({DT_PROJ: wanted})[DT_PROJ].recipe == "int8"
-
-
 @pytest.mark.parametrize(
     ("assignment", "error", "message"),
     [
@@ -73,16 +63,3 @@ def test_settings_that_make_no_sense(tmp_path) -> None:
     ]:
         with pytest.raises(TargetError, match=message):
             export(model, plan, tmp_path, **options)
-
-
-@pytest.mark.parametrize(
-    ("machine", "offered"), [("x86_64", True), ("AMD64", True), ("aarch64", False), ("riscv64", False)]
-)
-def test_two_bits_are_offered_where_they_run_as_stored(
-    machine: str, offered: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(platform, "machine", lambda: machine)
-    target = get_target("openvino")
-    assert ("uint2-g64+gptq" in target.menu) == offered
-    assert "mxfp4+gptq" not in target.menu  # larger losses than int4-g64 of the same bytes
-    assert target.holds(get_format("uint2-g64"), (64, 64)) is None  # to be named by hand on any processor

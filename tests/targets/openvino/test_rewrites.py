@@ -9,7 +9,6 @@ import numpy as np
 import openvino as ov
 import openvino.opset13 as ops
 import pytest
-import torch
 
 from kl_lens.targets.openvino import rewrites
 from kl_lens.targets.openvino.graph import StaticShape, graph_of
@@ -39,15 +38,6 @@ def test_activations_meet_a_stack_of_matrices(axes: tuple[int, ...], compressed:
         values = np.random.default_rng(1).normal(size=(tokens, 8)).astype(np.float32)
         found = run(model, tmp_path / "m.xml", values.reshape([1] * (len(axes) - 2) + [tokens, 8]))
         np.testing.assert_allclose(found, values @ stack.transpose(0, 2, 1), atol=1e-5)
-
-
-def test_only_stacks_of_constants_are_given_copies() -> None:
-    x = ops.parameter(ov.PartialShape([1, -1, 8]), np.float32)
-    other = ops.parameter(ov.PartialShape([3, 8, 5]), np.float32)
-    flat = ops.constant(np.ones((1, 8, 8), np.float32))
-    product = ops.matmul(ops.matmul(x, flat, False, False), other, False, False)
-    model = ov.Model([ops.result(product)], [x, other], "plain")
-    assert rewrites.equal_batches(model) == 0
 
 
 def _cumulated(x: ov.Node, axis: int) -> ov.Node:
@@ -95,13 +85,3 @@ def test_static_graphs(family: str, unroll: bool, tmp_path) -> None:
     ids = token_ids(1, 8)
     ours = run(graph, tmp_path / "static.xml", ids.numpy())[0]
     assert_same_logits(ours, reference(model, ids), 1e-4)
-
-
-def test_a_static_graph_without_its_head(tmp_path) -> None:
-    model, ids = tiny_model("mamba"), token_ids(1, 4)
-    graph = graph_of(model, static=StaticShape(4), with_head=False)
-    rewrites.apply(graph)
-    ours = run(graph, tmp_path / "static.xml", ids.numpy())[0]
-    with torch.no_grad():
-        right = model.backbone(ids).last_hidden_state[0].numpy()
-    np.testing.assert_allclose(ours, right, atol=1e-4)

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from kl_lens.base.errors import TargetError
-from kl_lens.base.files import RECORD_FILE
-from kl_lens.model import load
-from kl_lens.run.records import Plan
 from kl_lens.targets.openvino import session as session_module
 from kl_lens.targets.openvino.folder import graph_file
 from kl_lens.targets.openvino.rewrites import is_gated
-from kl_lens.targets.openvino.session import CACHE_FOLDER, deployment_settings, open_session, read_graph
-from tests.families import plain, token_ids
-from tests.targets.openvino.conftest import export
+from kl_lens.targets.openvino.session import CACHE_FOLDER, open_session, read_graph
+from tests.families import token_ids
 
 IDS = token_ids(1, 20)[0].tolist()
 
@@ -57,16 +51,6 @@ def test_the_cache_does_not_mix_settings(exported: Callable) -> None:
     assert (folder / CACHE_FOLDER).is_dir()
 
 
-def test_settings_of_a_deployment() -> None:
-    arm = deployment_settings({"int4", "fp16"}, "aarch64")
-    assert arm["DYNAMIC_QUANTIZATION_GROUP_SIZE"] == str(2**64 - 1)
-    assert arm["INFERENCE_PRECISION_HINT"] == "f32"
-    assert "INFERENCE_PRECISION_HINT" not in deployment_settings({"int4"}, "x86_64")
-    assert "DYNAMIC_QUANTIZATION_GROUP_SIZE" not in deployment_settings({"fp16"}, "aarch64")
-    # No kernel takes 8-bit groups; compiling would fail.
-    assert deployment_settings({"int8-g128", "int4"}, "aarch64")["DYNAMIC_QUANTIZATION_GROUP_SIZE"] == "0"
-
-
 @pytest.mark.parametrize(("family", "gated"), [("llama", True), ("mamba", False)])
 def test_one_thread_and_a_gated_part_compute_in_float32(
     exported: Callable, monkeypatch: pytest.MonkeyPatch, family: str, gated: bool
@@ -80,15 +64,6 @@ def test_one_thread_and_a_gated_part_compute_in_float32(
         assert precision == "<Type: 'float32'>"
 
 
-@pytest.mark.slow
-def test_one_thread_is_enough_for_a_hybrid(tmp_path) -> None:
-    """Of a size for which OpenVINO fuses products."""
-    model = plain(load("reference:hybrid"))
-    export(model, Plan("p", {}, "test"), tmp_path / "file")
-    code = "import sys; from kl_lens import open_session; open_session(sys.argv[1], threads=1).step(1)"
-    subprocess.run([sys.executable, "-c", code, str(tmp_path / "file")], check=True)
-
-
 def test_a_device_that_is_not_there_and_a_time_limit(
     exported: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,14 +75,6 @@ def test_a_device_that_is_not_there_and_a_time_limit(
     monkeypatch.setenv("KL_LENS_COMPILE_TIMEOUT", "soon")
     with pytest.raises(TargetError, match="expected a number of seconds"):
         open_session(exported("mamba").folder, cache=False)
-
-
-def test_folders_that_are_not_artifacts(tmp_path) -> None:
-    with pytest.raises(TargetError, match=r"it has no artifact.json"):
-        open_session(tmp_path)
-    (tmp_path / RECORD_FILE).write_text("{}")
-    with pytest.raises(TargetError, match="cannot be read"):
-        open_session(tmp_path)
 
 
 def test_a_static_model_in_a_session(exported: Callable) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,7 @@ from tests.classifiers import PREPARATION, image_folder as image_folder_of
 
 from kl_lens.base.errors import TextError
 from kl_lens.model import ImageTask
-from kl_lens.text.images import Picture, Preparation, add_picture, labels_of, open_images, pixels_of
+from kl_lens.text.images import Picture, add_picture, labels_of, open_images, pixels_of
 from kl_lens.text.windows import refuse_overlap
 
 TASK, DIGITS = ImageTask(PREPARATION, 5), ImageTask(PREPARATION, 10)
@@ -32,15 +31,6 @@ def test_grey_stays_one_channel_and_transparency_goes(tmp_path: Path, mode: str)
     (entry,) = open_images(tmp_path, "train").entries
     opaque = pixels.reshape(7, 5, channels)[..., : 1 if channels < 3 else 3]
     np.testing.assert_array_equal(entry.read(), opaque)
-
-
-def test_without_pillow_one_line_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = image_folder(tmp_path, 40)
-    monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(TextError, match=r"\.png: .* needs Pillow: pip install 'kl-lens\[images\]'"):
-        _read_all(folder)
 
 
 def _read_all(folder: Path) -> None:
@@ -105,16 +95,6 @@ def test_classes_are_those_of_the_model_by_name_or_in_order(
     assert list(source.classes(names, classes).values()) == expected
 
 
-def test_too_few_classes_are_refused_unless_they_are_numbers(tmp_path: Path) -> None:
-    folder = image_folder(tmp_path, 40, classes=3)
-    with pytest.raises(TextError, match=r"3 classes .* but the model has 5"):
-        TASK.drawn(str(folder), windows=1, length=4)
-    for number in range(3):
-        (folder / f"class {number}").rename(folder / str(number + 2))
-    ids = TASK.drawn(str(folder), windows=2, length=4).ids
-    assert set(labels_of(ids.flatten().tolist())) <= {2, 3, 4}
-
-
 def test_a_flat_folder_has_labels_in_a_file_or_none(tmp_path: Path) -> None:
     folder = image_folder(tmp_path, 40, classes=1) / "class 0"
     assert set(TASK.targets(TASK.drawn(str(folder), windows=2, length=4).ids).flatten().tolist()) == {-1}
@@ -150,23 +130,3 @@ def test_what_a_verb_calls_text_means_the_models_own_images() -> None:
         TASK.drawn("wikitext2:train", windows=1, length=4)
     own = ImageTask(PREPARATION, 10, images="digits")
     assert own.from_start("wikitext2:valid", length=4, limit=1).label == "digits:valid"
-
-
-def test_preparation_is_read_from_processors_and_from_config(tmp_path: Path) -> None:
-    cropped = Preparation(6, 6, shortest=8, mode="bicubic", mean=(0.5,) * 3, std=(0.25,) * 3)
-    cropped.write(tmp_path)
-    assert Preparation.of(tmp_path, {}) == cropped
-    image = np.random.default_rng(0).integers(0, 256, (16, 24, 3), dtype=np.uint8)
-    assert cropped.prepare(image).shape == (3, 6, 6)
-    published = {
-        "mean": [0.1, 0.2, 0.3],
-        "std": [1, 1, 1],
-        "crop_pct": 0.875,
-        "input_resolution": [3, 224, 224],
-    }
-    assert Preparation.of(tmp_path / "none", published) == Preparation(
-        224, 224, shortest=256, mode="bicubic", mean=(0.1, 0.2, 0.3), std=(1, 1, 1)
-    )
-    np.testing.assert_allclose(
-        PREPARATION.normalised(np.full((1, 8, 8), 255, np.uint8)), 0.7 / 0.4, rtol=1e-6
-    )

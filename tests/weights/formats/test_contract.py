@@ -79,30 +79,6 @@ def test_bytes_are_those_of_the_packed_weight(name: str) -> None:
     assert fmt.bits_per_weight(shape) == 8 * fmt.bytes(shape) / torch.Size(shape).numel()
 
 
-def test_an_odd_number_of_nibbles_packs_low_half_first() -> None:
-    fmt = get_format("int4")
-    stored = fmt.quantize(torch.tensor([[-8.0, 1.0, -3.0]]))
-    assert stored.data.tolist() == [[-8, 1, -3]]
-    assert fmt.pack(stored).tolist() == [0x18, 0x0D]
-
-
-def test_two_bits_pack_four_numbers_to_the_byte() -> None:
-    fmt = get_format("uint2-g64")
-    weight = torch.tensor([-1.0, 0.0, 1.0, 2.0]).repeat(16)[None]
-    stored = fmt.quantize(weight)
-    assert fmt.pack(stored).tolist() == [0b11100100] * 16
-    assert isinstance(fmt, ZeroPointFormat)
-    assert fmt.pack_zero_points(stored).tolist() == [1]
-    assert torch.equal(fmt.dequantize(stored), weight)
-
-
-def test_fits_gives_the_reason() -> None:
-    assert get_format("q8_0").fits((768, 48)) == "48 columns do not divide into blocks of 32"
-    assert get_format("q8_0").fits((768, 64)) is None
-    assert "neither (rows, columns) nor" in str(get_format("int4").fits((768,)))
-    assert "neither (rows, columns) nor" in str(get_format("fp16").fits((768, 0)))
-
-
 @pytest.mark.parametrize(
     ("wanted", "columns", "given"),
     [

@@ -127,23 +127,6 @@ def test_mxfp4_has_nncf_s_values() -> None:
             assert np.array_equal(values, fmt.roundtrip(torch.from_numpy(part)).numpy())
 
 
-def test_int8_groups_follow_nncf_s_arithmetic() -> None:
-    """NNCF's interface has no groups for 8 bits; its arithmetic has."""
-    from nncf.quantization.algorithms.weight_compression.config import WeightCompressionConfig
-    from nncf.quantization.algorithms.weight_compression.weight_lowering import do_integer_quantization
-    from nncf.tensor import Tensor
-
-    config = WeightCompressionConfig(nncf.CompressWeightsMode.INT8_SYM, group_size=128)
-    for w in awkward_matrices(seed=9):
-        theirs = do_integer_quantization(Tensor(w), config, reduction_axes=w.ndim - 1)
-        ours = get_format("int8-g128").quantize(torch.from_numpy(w))
-        assert ours.scales is not None
-        assert np.array_equal(theirs.tensor.data.reshape(w.shape), ours.data.numpy())
-        assert np.array_equal(
-            theirs.scale.data.astype(np.float16).reshape(ours.scales.shape), ours.scales.numpy()
-        )
-
-
 @pytest.mark.parametrize(
     "name", [*(n for n in FORMATS if n not in MORE_GROUPS), "int8-g128", "uint2-g64", "mxfp4"]
 )
