@@ -18,6 +18,8 @@ from kl_lens.measuring.pieces import engine_for, noise_floor
 from kl_lens.measuring.sweep import Sweep
 from kl_lens.measuring.tuning import TuningRates, tuned
 from kl_lens.model import Chain, load
+from kl_lens.model.kernels.rounded_scan import rounded_scan
+from kl_lens.model.states import StateFormat
 from kl_lens.run.folder import CALIBRATION, Run
 from kl_lens.run.records import Plan
 from kl_lens.run.samples import summarise
@@ -29,6 +31,7 @@ from kl_lens.weights.recipes import Recipe, fitting_recipe
 from tests.families import CONFIGS, tiny_model, token_ids
 from tests.measuring.conftest import loaded, some_windows
 from tests.measuring.test_engines import _one_of_each_kind
+from tests.model.test_states import FORMATS as ROUNDED, MAMBA, MAMBA2, scan_inputs
 from tests.planted import growing, larger
 
 needs_gpu = pytest.mark.skipif(
@@ -45,6 +48,23 @@ def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 # -- kernels ------------------------------------------------------------------------------------------------
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", ROUNDED)
+@pytest.mark.parametrize("shape", [MAMBA, MAMBA2], ids=["mamba", "mamba2"])
+def test_rounded_scans_equal_those_of_the_cpu(name: str, shape: tuple[int, int, int, int]) -> None:
+    from kl_lens.model.kernels.triton_rounded_scan import rounded_scan_gpu
+
+    *given, skip = scan_inputs(shape, time=64)
+    how = StateFormat.parse(name)
+    expected = rounded_scan(*given, how, skip=skip)[0]
+    found = rounded_scan_gpu(*(tensor.cuda() for tensor in given), how, skip=skip.cuda()).cpu()
+    # Where a value lies between two levels, the last bit of the arithmetic decides, and later tokens inherit it.
+    off = (found - expected).abs() / expected.abs().amax()
+    assert float(off.median()) < 1e-6
+    assert float(off[:, :2].max()) < 1e-5
+    assert float(off.max()) < {"4": 0.3, "8": 0.02}.get(name.strip("fpint")[:1], 2e-3)
 
 
 @needs_gpu

@@ -62,7 +62,7 @@ SCREENS = {
 USUAL = {
     "run": "--run --targets --max-loss --max-drop --max-bytes --budget --windows --text --device --without --estimate",
     "calibrate": "--run --text --windows --window-length --again --device",
-    "measure": "--run --target --formats --text --windows --components --device --workers --shard",
+    "measure": "--run --target --formats --text --windows --components --states --device --workers --shard",
     "paper": "--run --evaluation-text --evaluation-windows --other-text --int4 --int8 --model --device",
     "plan": "--run --target --max-bytes --max-bpw --max-loss --max-drop --rivals --verify --frontier --uniform --name",
     "export": "--run --plan --format --out --weights --device-profile --static-tokens --fallback --device",

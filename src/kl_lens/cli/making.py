@@ -114,7 +114,22 @@ def json_calibrate(result: CalibrateResult) -> dict[str, Any]:
     return {"folder": result.folder, "digest": statistics.digest, "text": text, "notes": statistics.notes}
 
 
+def _states(result: MeasureResult) -> Iterator[Row]:
+    """KL in every quarter of the windows, or so."""
+    for m, curve in zip(result.measurements, result.curves, strict=True):
+        kl = m.metrics["kl_teacher_to_student"]
+        row = {"state or cache": m.component, "format": m.format, "KL, nats": f"{kl.value:.2e}"}
+        row |= {"±": f"{kl.standard_error:.0e}"}
+        bins = zip(curve.starts, curve.means, strict=True)
+        yield row | {f"from {start}": f"{mean.value:.1e}" for start, mean in bins} | {"drift": curve.trend}
+
+
 def show_measure(result: MeasureResult) -> Shown:
+    if result.curves:
+        yield table("States and caches, by position (tokens)", [*_states(result)])
+        sweep = result.sweep
+        yield f"{sweep.measured} candidate × window pairs measured in {sweep.seconds:.1f} s, {sweep.reused} reused."
+        return
     rows = []
     for m in sorted(result.measurements, key=lambda m: m.metrics["kl_teacher_to_student"].value):
         kl = m.metrics["kl_teacher_to_student"]
@@ -146,7 +161,8 @@ def show_measure(result: MeasureResult) -> Shown:
 
 
 def json_measure(result: MeasureResult) -> dict[str, Any]:
-    return {"noise_floor": result.noise, "measurements": result.measurements}
+    shown = {"noise_floor": result.noise, "measurements": result.measurements}
+    return shown | ({"by_position": list(result.curves)} if result.curves else {})
 
 
 def show_merge(result: MergeResult) -> Shown:

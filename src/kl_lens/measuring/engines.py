@@ -101,8 +101,8 @@ class Engine(ABC):
     def perturbed(
         self, perturbation: Perturbation, weights: Sequence[Replacement]
     ) -> AbstractContextManager[None]:
-        """Within, the model has the perturbation's weights and, as deployed, the runtime's activations."""
-        return applied(self.model, perturbation.recipes, weights, self.deployed)
+        """Within, the model has the perturbation's weights and states and, as deployed, the runtime's activations."""
+        return applied(self.model, perturbation.recipes, weights, self.deployed, perturbation.states)
 
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
         """The original model's logits, in this engine's precision."""
@@ -344,6 +344,7 @@ class FastEngine(Engine):
 
     def _only_block(self, perturbation: Perturbation) -> int | None:
         each = [self.model.anatomy.component(name).blocks for name in perturbation.recipes]
+        each += [component.blocks for component, _ in perturbation.states]
         blocks = {block for some in each for block in some}
         return blocks.pop() if all(each) and len(blocks) == 1 else None
 

@@ -1,11 +1,12 @@
-"""A perturbation: some components with quantized weights."""
+"""A perturbation: some components with quantized weights, some blocks with rounded states."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -15,6 +16,7 @@ from torch import nn
 from kl_lens.base.errors import FormatError, RunError
 from kl_lens.model import Anatomy, LoadedModel
 from kl_lens.model.patching import needs_no_weights
+from kl_lens.model.states import KINDS, MENUS, StateFormat, keeping
 from kl_lens.run.records import Component
 from kl_lens.weights.formats import Format, Quantized
 from kl_lens.weights.recipes import FP16, Recipe, fitting_recipe
@@ -25,6 +27,7 @@ class Perturbation:
     """Component name → recipe, for one candidate of the sweep or for a whole plan."""
 
     recipes: Mapping[str, Recipe]
+    states: tuple[tuple[Component, str], ...] = ()  # states and caches, with the formats they are kept in
 
     @classmethod
     def single(cls, component: str, recipe: Recipe) -> Perturbation:
@@ -47,13 +50,19 @@ class Kernels(Protocol):
 
 @dataclass(frozen=True)
 class Candidate:
-    """One component in one recipe: what the sweep measures."""
+    """One component in one recipe, or a block's state in one format: what the sweep measures."""
 
     component: Component
     recipe: Recipe
 
     @property
+    def is_state(self) -> bool:
+        return self.component.kind in KINDS
+
+    @property
     def perturbation(self) -> Perturbation:
+        if self.is_state:
+            return Perturbation({}, ((self.component, str(self.recipe)),))
         return Perturbation.single(self.component.name, self.recipe)
 
     def __str__(self) -> str:
@@ -100,6 +109,61 @@ def find_candidates(
         component, _, reason = unfit[0]
         raise FormatError(f"no component can be stored in {', '.join(recipes)}: {component.name}: {reason}")
     return list(fitting), unfit
+
+
+def states_of(model: LoadedModel) -> tuple[Component, ...]:
+    """What every block carries from token to token, as far as our kernels compute it: (heads, width, states) of a
+    recurrent state; (heads, width) of keys and values, for each token. Found by watching a short forward."""
+    chain = model.chain
+    with keeping(chain.blocks, {index: {} for index in range(len(chain))}) as seen:
+        chain.full_logits(chain.task.blank(1, 5))
+    return tuple(
+        Component(
+            name=f"{chain.blocks_name}.{block}.{kind}", weight="", kind=kind, family="states", block=block,
+            blocks=(block,), shape=shape, parameters=math.prod(shape), quantizable=False,
+        )
+        for block, kinds in seen.items()
+        for kind, shape in kinds.items()
+    )  # fmt: skip
+
+
+def find_state_candidates(
+    model: LoadedModel, formats: Sequence[str] | None = None, pattern: str | None = None
+) -> tuple[list[Candidate], list[tuple[Component, Recipe, str]]]:
+    """Every state and cache × format (default: `states.MENUS`), and what does not fit, with the reason. Of formats that
+    are the same for a shape, the first counts."""
+    expression, there = name_pattern(pattern), states_of(model)
+    if not there:
+        why = "our kernels are not used" if not model.chain.fast else "it has no Mamba scan and no attention"
+        raise RunError(f"{model.name}: no states or caches to measure: {why}")
+    fitting: dict[tuple[Component, StateFormat, int], Candidate] = {}
+    unfit: list[tuple[Component, Recipe, str]] = []
+    matching = [component for component in there if expression.search(component.name)]
+    for component in matching:
+        kind, shape = component.kind, (1, *component.shape)[-2:]
+        for name in formats or MENUS[kind]:
+            try:
+                how = StateFormat.parse(name, kind)
+            except FormatError:
+                if not any(_is_known(name, c.kind) for c in matching):
+                    raise
+                continue
+            if reason := how.fits(shape):
+                unfit.append((component, Recipe(name), reason))
+            else:
+                key = (component, replace(how, scales=""), how.group(*shape))
+                fitting.setdefault(key, Candidate(component, Recipe(name)))
+    if not fitting:
+        raise RunError(
+            f"--components {pattern!r} and --formats: none of {', '.join(c.name for c in there[:4])}, … fits"
+        )
+    return list(fitting.values()), unfit
+
+
+def _is_known(name: str, kind: str) -> bool:
+    with suppress(FormatError):
+        return bool(StateFormat.parse(name, kind))
+    return False
 
 
 def _stored(recipe: Recipe, component: Component) -> tuple[Recipe | None, str | None]:
@@ -150,10 +214,19 @@ def swapped(weights: Sequence[Replacement]) -> Iterator[None]:
 
 @contextmanager
 def applied(
-    model: LoadedModel, recipes: Mapping[str, Recipe], weights: Sequence[Replacement], kernels: Kernels | None
+    model: LoadedModel,
+    recipes: Mapping[str, Recipe],
+    weights: Sequence[Replacement],
+    kernels: Kernels | None,
+    states: Sequence[tuple[Component, str]] = (),
 ) -> Iterator[None]:
-    """Within, the model has the quantized weights and, with `kernels`, a runtime's activations."""
-    with swapped(weights), kernels.activations(model, recipes) if kernels else nullcontext():
+    """Within, the model has the quantized weights and rounded states and, with `kernels`, a runtime's activations."""
+    formats: dict[int, dict[str, StateFormat]] = {}
+    for component, name in states:
+        assert component.block is not None
+        formats.setdefault(component.block, {})[component.kind] = StateFormat.parse(name, component.kind)
+    rounded = kernels.activations(model, recipes) if kernels else nullcontext()
+    with swapped(weights), rounded, keeping(model.chain.blocks, formats):
         yield
 
 
@@ -192,7 +265,8 @@ def applied_by_block(
 
 def first_block(anatomy: Anatomy, perturbation: Perturbation) -> int:
     """The first block that differs from the teacher: -1 before the blocks, the number of blocks for the head."""
-    starts = [anatomy.blocks]  # nothing perturbed: only the head runs
+    # If nothing is perturbed, only the head runs.
+    starts = [anatomy.blocks, *(c.block for c, _ in perturbation.states if c.block is not None)]
     for name in perturbation.recipes:
         component = anatomy.component(name)
         if component.block is not None:

@@ -40,7 +40,10 @@ class _Flight:
         """Each member, restricted to the chosen components."""
         component = self._model.anatomy.component
         return [
-            Perturbation({name: recipe for name, recipe in m.recipes.items() if choose(component(name))})
+            Perturbation(
+                {name: recipe for name, recipe in m.recipes.items() if choose(component(name))},
+                tuple(state for state in m.states if choose(state[0])),
+            )
             for m in self.members
         ]
 
@@ -145,7 +148,7 @@ class StreamedEngine(FastEngine):
 
     def _perturbed(self, members: Sequence[Perturbation]) -> AbstractContextManager[None]:
         """Applies what a flight changes behind its first block; only flights with a single member do."""
-        some = next((member for member in members if member.recipes), None)
+        some = next((member for member in members if member.recipes or member.states), None)
         if some is None or len(members) > 1:
             return nullcontext()
         return self.perturbed(some, Student(self.model, some, self.deployed).weights)

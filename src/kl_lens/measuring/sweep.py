@@ -188,7 +188,7 @@ class Sweep:
     def bind(self, candidates: Sequence[Candidate]) -> str | None:
         """Records the digest of the statistics that learnt recipes use: results from different ones must not be
         mixed."""
-        learnt = self.model.weights.learnt_by(candidate.recipe for candidate in candidates)
+        learnt = self.model.weights.learnt_by(each.recipe for each in candidates if not each.is_state)
         if learnt is not None:
             self.run.identify({"statistics": learnt})
         return learnt

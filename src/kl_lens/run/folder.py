@@ -19,6 +19,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+import numpy as np
+
 from kl_lens.base.errors import PlanError, RunError
 from kl_lens.base.units import parse_names
 from kl_lens.base.version import __version__
@@ -32,9 +34,10 @@ from kl_lens.run.records import (
     Subject,
     checked_plan_name,
 )
-from kl_lens.run.samples import KL, METRICS_VERSION, WindowMetrics, summarise
+from kl_lens.run.samples import KL, METRICS_VERSION, PositionCurve, WindowMetrics, by_position, summarise
 
 CALIBRATION, EVALUATION = "calibration", "evaluation"  # roles of texts
+STATES, COMPONENTS = "states", "components"  # role of states and caches; kind and name of the record of them
 TUNING = "tuning"  # kind of record: a text that a plan was tuned on
 SCREENED = "screened"  # kind of records: what a staged search measured, for which limit, and what it predicts
 KERNELS = "kernels"  # kind of record: why transformers' own code computed, where our kernels should have
@@ -358,6 +361,23 @@ class Run:
             measurements=tuple(measurements),
             statistics=identity.get("statistics"),
         )
+
+    @checks_rows
+    def states(self) -> SensitivityTable | None:
+        """The measurements of states and caches, and what they are about; None if there are none."""
+        known = self.load(STATES, COMPONENTS)
+        if known is None:
+            return None
+        components = tuple(Component.from_json(each) for each in known)
+        identity = self.identity
+        return SensitivityTable(
+            identity["model"], identity["model_type"], components, "", "", tuple(self.measurements(STATES))
+        )
+
+    def state_curve(self, component: str, format_name: str) -> PositionCurve:
+        """The KL of a state or cache in one format, by position."""
+        samples = self.samples(STATES, component, format_name)
+        return by_position([np.frombuffer(sample.token_kl, np.float32) for sample in samples])
 
     def forget_learnt(self, formats: Iterable[str]) -> None:
         """Deletes the measurements of these recipes, and the digest of their statistics."""

@@ -21,7 +21,14 @@ from kl_lens import planning
 from kl_lens.base.environment import available_memory
 from kl_lens.base.errors import BudgetError, KLLensError, UnlearntError
 from kl_lens.measuring.engines import DEFAULT_MEMORY
-from kl_lens.measuring.perturbation import Candidate, find_candidates, key_of, name_pattern
+from kl_lens.measuring.perturbation import (
+    Candidate,
+    find_candidates,
+    find_state_candidates,
+    key_of,
+    name_pattern,
+    states_of,
+)
 from kl_lens.measuring.products import PRECISIONS, gains_by_input_major
 from kl_lens.measuring.screening import PART, Key, Screen, is_worth_it, output_errors
 from kl_lens.measuring.statistics import StoredStatistics
@@ -31,9 +38,10 @@ from kl_lens.measuring.workers import Order, Workers, hired, threads_here, worke
 from kl_lens.model import Anatomy, LoadedModel, own_images
 from kl_lens.model.residency import BLOCKS_AT_ONCE
 from kl_lens.paper import write_legacy
-from kl_lens.run.folder import CALIBRATION, SCREENED, Run, role_as
+from kl_lens.run.folder import CALIBRATION, COMPONENTS, SCREENED, STATES, Run, role_as
 from kl_lens.run.merging import SHARDS
 from kl_lens.run.records import PREDICTED, Component, Estimate, Measurement, Plan, SensitivityTable
+from kl_lens.run.samples import PositionCurve, longest_window
 from kl_lens.study import settings as of
 from kl_lens.study.events import Events, going_on
 from kl_lens.study.planner import KL, TargetPlanner, limited_loss, nats_allowed
@@ -44,6 +52,8 @@ from kl_lens.text.windows import Windows
 from kl_lens.weights.recipes import Recipe, parsed
 
 DEFAULT_FORMATS = ("int4", "int8")
+WINDOWS = 64
+STATE_WINDOWS, STATE_TOKENS = 4, 1024  # long windows, so that drift shows
 SCREENING = "screening"  # role of the first measurements, on little text
 # Shares of the limit to plan for, round by round; every round plans with what the one before has measured. Below the
 # range of the last round a plan would lack larger formats and lose much; above it, it would only lack smaller ones.
@@ -70,7 +80,12 @@ class MeasureSettings(Settings):
     model: of.Model = of.of_model()
     opening: Opening = group(Opening)
     weights: str = of.place_of_weights()
-    calibration: Calibration = group(Calibration)
+    calibration: Calibration = group(
+        Calibration,
+        windows=of.calibration_text(
+            None, f"number of windows (default: {WINDOWS}; of states {STATE_WINDOWS})"
+        ),
+    )
     held_out: HeldOut = group(HeldOut)
     processes: Processes = group(Processes)
     run: of.Folder | None = of.of_new_run()
@@ -81,6 +96,11 @@ class MeasureSettings(Settings):
         None, "such as int8 or int4-g64+gptq, with the method (default: the target's, or int4,int8)"
     )
     components: str | None = _what(None, "only components with a matching name", metavar="REGEX")
+    states: bool = _what(
+        False,
+        "not weights, but recurrent states and attention caches, kept in each format after every token; by position in "
+        f"windows of {STATE_TOKENS} tokens",
+    )
     limits: Limits = group(Limits)  # measure only what such a plan can use
     exhaustive: bool = of.wanted(False, "measure every component in every recipe")
     memory_budget: of.Size = _how(
@@ -108,7 +128,11 @@ class MeasureSettings(Settings):
             raise KLLensError("--shard: leave out --workers and --ray; workers already share the whole sweep")
         if self.formats == ():
             raise KLLensError("--formats names no format; give for example int4,int8")
-        for name in self.formats or ():
+        if self.states and self.limits.given:
+            raise KLLensError(
+                "--states measures every format; leave out the limit, or give it to kl-lens plan"
+            )
+        for name in () if self.states else self.formats or ():
             Recipe.parse(name)
         name_pattern(self.components)
 
@@ -121,6 +145,7 @@ class MeasureResult:
     sweep: SweepResult
     unit: str = "tokens"  # what windows are made of
     shard: str | None = None  # `3/16`: only that share
+    curves: Sequence[PositionCurve] = ()  # of states: each measurement's KL by position
 
 
 def measure(settings: MeasureSettings, session: Session) -> MeasureResult:
@@ -133,7 +158,7 @@ def measure(settings: MeasureSettings, session: Session) -> MeasureResult:
     menu: Sequence[str] = settings.formats or DEFAULT_FORMATS
     if settings.formats is None and settings.target is not None:
         menu = menu_for(get_target(settings.target), model.anatomy, settings.limits.max_bytes)
-    windows = session.calibration_windows(settings.calibration, model.task)
+    windows = session.calibration_windows(_text(settings, model), model.task)
     whole = of.new_run_folder(settings.run, model.name)
     folder = whole / SHARDS / shard_name(*share) if share else whole
     model = session.in_run(model, folder, learn_from=whole)
@@ -146,6 +171,11 @@ def measure(settings: MeasureSettings, session: Session) -> MeasureResult:
         sweep = Sweep(
             model, run, memory_budget=settings.memory_budget, precision=settings.precision, share=share
         )
+        if settings.states:
+            formats = settings.formats or (
+                get_target(settings.target).cache_formats if settings.target else None
+            )
+            return measure_states(session, sweep, windows, hire, formats, settings.components)
         result = measure_recipes(
             session, sweep, menu, windows, hire, target=settings.target, components=settings.components,
             limits=settings.limits, held_out=settings.held_out, exhaustive=settings.exhaustive, learnt_in=whole,
@@ -154,6 +184,48 @@ def measure(settings: MeasureSettings, session: Session) -> MeasureResult:
         for path in write_legacy(settings.legacy_json, result.measurements):
             session.events.note(f"wrote {path}")
     return result
+
+
+def _text(settings: MeasureSettings, model: LoadedModel) -> Calibration:
+    text = settings.calibration
+    if not settings.states:
+        return replace(text, windows=text.windows or WINDOWS)
+    length = text.window_length or min(STATE_TOKENS, longest_window(model.model.config))
+    return replace(text, windows=text.windows or STATE_WINDOWS, window_length=length)
+
+
+def measure_states(
+    session: Session,
+    sweep: Sweep,
+    windows: Windows,
+    hire: Callable[..., AbstractContextManager[Workers | None]],
+    formats: Sequence[str] | None = None,
+    components: str | None = None,
+) -> MeasureResult:
+    """Measures every block's state and cache in each format, in place of weights."""
+    run, model, share = sweep.run, sweep.model, sweep.share
+    candidates, unfit = find_state_candidates(model, formats, components)
+    run.store(STATES, COMPONENTS, [component.to_json() for component in states_of(model)])
+    with going_on(run.folder), session.events.progress("measuring") as shown:
+        left = 0.0 if share else sweep.operations_left(candidates, windows, STATES)
+        with hire(operations=left) as workers:
+            sweep = replace(sweep, workers=workers, progress=shown)
+            result = sweep.measure(candidates, windows, STATES)
+    _say_unfit(unfit, session.events)
+    without = [
+        str(block)
+        for block in range(model.anatomy.blocks)
+        if all(block != c.component.block for c in candidates)
+    ]
+    if without and components is None:
+        session.events.warn(
+            f"blocks {', '.join(without)} are not measured: they have no Mamba scan and no attention of transformers"
+        )
+    noise = (run.load("noise", STATES) or {}).get("kl_teacher_to_student", 0.0)
+    measurements = run.measurements(STATES)
+    curves = [run.state_curve(m.component, m.format) for m in measurements]
+    shard = None if share is None else f"{share[0]}/{share[1]}"
+    return MeasureResult(run.folder, measurements, noise, result, model.task.unit, shard, curves)
 
 
 def measure_recipes(

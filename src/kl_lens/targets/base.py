@@ -104,6 +104,7 @@ class Target(ABC):
         None  # the benchmark program that publications quote, as `openvino.target.BenchmarkApp`
     )
     besides: ClassVar[str] = "the header"  # what its files hold besides weights
+    cache_formats: ClassVar[tuple[str, ...]] = ()  # of keys and values, its default first; empty: no choice
     exact_options: ClassVar[str] = ""  # how its users get the arithmetic of an exact session
 
     # -- what it can hold ----------------------------------------------------------------------------------

@@ -19,12 +19,14 @@ import torch
 from torch.nn import functional
 
 from kl_lens.base.accelerators import runs_triton
+from kl_lens.base.errors import UnsupportedError
 from kl_lens.model.kernels.attention import causal_attention, is_faster
 from kl_lens.model.kernels.checking import replacing
 from kl_lens.model.kernels.chunked_scan import chunked_scan, tracked_scan
 from kl_lens.model.kernels.head_scan import head_scan
 from kl_lens.model.kernels.selective_scan import causal_convolution, selective_scan
 from kl_lens.model.patching import has_own_forward, patched, with_globals
+from kl_lens.model.states import KEYS, STATE, VALUES, StateFormat, kept
 
 T = torch.Tensor
 Function = Callable[..., Any]
@@ -39,6 +41,14 @@ def _selective_scan(
     original: Function, hidden_states: T, dt: T, A: T, B: T, C: T, D: T | None = None, z: T | None = None,
     delta_bias: T | None = None, delta_softplus: bool = False, return_last_state: bool = False, **kwargs: Any,
 ) -> Any:  # fmt: skip
+    if (how := kept(STATE, A.shape[0], 1, A.shape[1])) is not None:
+        step = dt.float() if delta_bias is None else dt.float() + delta_bias.float()[:, None]
+        step = (functional.softplus(step) if delta_softplus else step).transpose(1, 2)
+        x, B, C = (
+            tensor.transpose(1, 2).unsqueeze(axis) for tensor, axis in ((hidden_states, 3), (B, 2), (C, 2))
+        )
+        y = _rounded_scan(x, step, A, B, C, how, D).squeeze(3).transpose(1, 2)
+        return y if z is None else y * functional.silu(z.float())
     kernel: Function | None = None
     if return_last_state:
         pass  # for a cache, which nothing here uses
@@ -61,6 +71,19 @@ def _selective_scan(
     return y.transpose(1, 2)
 
 
+def _rounded_scan(x: T, step: T, a: T, b: T, c: T, how: StateFormat, skip: T | None) -> T:
+    """Outputs with a state that is rounded after every token."""
+    if x.device.type == "cpu":
+        from kl_lens.model.kernels.rounded_scan import rounded_scan
+
+        return rounded_scan(x, step, a, b, c, how, skip=skip)[0]
+    if not runs_triton(x.device):
+        raise UnsupportedError(f"states are not measured on {x.device}: measure on a CPU, with --device cpu")
+    from kl_lens.model.kernels.triton_rounded_scan import rounded_scan_gpu
+
+    return rounded_scan_gpu(x, step, a, b, c, how, skip=skip)
+
+
 def _chunk_scan(
     original: Function, hidden_states: T, dt: T, A: T, B: T, C: T, chunk_size: int, D: T | None = None, *,
     dt_bias: T | None = None, dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, float("inf")),
@@ -70,7 +93,8 @@ def _chunk_scan(
     if kwargs.get("initial_states") is not None or kwargs.get("return_final_states"):
         return original(hidden_states, dt, A, B, C, chunk_size, D=D, **options, **kwargs)
     inference = _is_inference(hidden_states, dt, A, B, C, D, dt_bias)
-    if inference and runs_triton(hidden_states.device):
+    how = kept(STATE, *hidden_states.shape[2:], B.shape[3])
+    if inference and how is None and runs_triton(hidden_states.device):
         from triton.runtime.errors import OutOfResources
 
         from kl_lens.model.kernels import triton_scan
@@ -84,6 +108,8 @@ def _chunk_scan(
     if dt_softplus:
         step = functional.softplus(step)
     step = step.clamp(*dt_limit)
+    if how is not None:
+        return _rounded_scan(x, step, A, B, C, how, D)
     if inference and x.device.type == "cpu":
         return head_scan(x, step, A, B, C, skip=D)
     y = chunked_scan(x, step, A.float(), B.float(), C.float())
@@ -110,6 +136,10 @@ def _attend(
     dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None, **kwargs: Any,
 ) -> Any:  # fmt: skip
     """Our causal attention if there is no mask or bias and it is known to be faster; else the library's."""
+    if (how := kept(KEYS, key.shape[1], key.shape[3])) is not None:
+        key = how.rounded(key)
+    if (how := kept(VALUES, value.shape[1], value.shape[3])) is not None:
+        value = how.rounded(value)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     named = (kwargs.get(name) for name in ("position_bias", "cache", "softcap"))
     usual = causal and attention_mask is None and not dropout and all(value is None for value in named)

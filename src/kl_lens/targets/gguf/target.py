@@ -31,6 +31,7 @@ class GGUFTarget(Target):
     name, title, extra, packages = "gguf", "llama.cpp", "gguf", ("gguf",)
     loads, besides = (SUFFIX,), "the header (settings, vocabulary)"
     streams = True
+    cache_formats = (FP16, "q8_0", "q5_1", "q4_0", "iq4_nl")
     methods, recipe_tool = ("gptq", "imatrix"), "llama.cpp"
     exact_options = "run it with --flash-attn off --cache-type-k f32 --cache-type-v f32"
     options = (
