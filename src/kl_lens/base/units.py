@@ -24,6 +24,14 @@ def parse_bytes(text: str) -> int:
     return int(size)
 
 
+def parse_count(text: str) -> int:
+    """`4096`, `32k` → 32,768."""
+    match = re.fullmatch(r"\s*(\d{1,9})(k?)\s*", text.lower())
+    if not match:
+        raise KLLensError(f"{text!r} is not a number of tokens; give for example 4096 or 32k")
+    return int(match[1]) * (1024 if match[2] else 1)
+
+
 def parse_share(text: str) -> float:
     """`45%` or `0.45` → a share between 0 and 1."""
     try:

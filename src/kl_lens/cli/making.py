@@ -5,18 +5,19 @@ from __future__ import annotations
 import shlex
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from kl_lens import planning
-from kl_lens.base.units import human_bytes, human_kl
+from kl_lens.base.units import human_bytes, human_kl, spell_bytes
 from kl_lens.cli.terminal import Row, Shown, table
 from kl_lens.model import Anatomy, LoadedModel
 from kl_lens.reporting.names import runtime_title
 from kl_lens.run.records import Artifact, Component
 from kl_lens.study.calibrate import CalibrateResult
 from kl_lens.study.export import ExportResult
-from kl_lens.study.inspect import PRECISIONS, stored_bytes
+from kl_lens.study.inspect import PRECISIONS, FitResult, stored_bytes
 from kl_lens.study.measure import MeasureResult
 from kl_lens.study.merge import MergeResult
 from kl_lens.study.plan import PlanResult
@@ -29,7 +30,28 @@ _SHOWN_POINTS = 25  # of a frontier
 # -- inspect -------------------------------------------------------------------------------------------------
 
 
-def show_inspect(model: LoadedModel) -> Shown:
+def _fits(result: FitResult) -> Shown:
+    rows = [
+        {
+            "for": runtime_title(row.target), "weights": row.format,
+            **{what: human_bytes(getattr(row, what)) for what in ("file", "states", "caches", "runtime", "total")},
+            "fits": "yes" if row.total <= result.memory else "no",
+        }
+        for row in result.rows
+    ]  # fmt: skip
+    use, size = result.use, spell_bytes(result.memory)
+    yield table(f"Memory of {result.model} for {use.batch} × {use.context:,} tokens", rows)
+    if any(row.total <= result.memory for row in result.rows):
+        model = shlex.quote(result.model)
+        yield f"Next: kl-lens run {model} --memory {size} --context {use.context} --batch {use.batch}"
+    else:
+        yield f"Nothing fits into {size}: take a shorter --context or a smaller --batch."
+
+
+def show_inspect(model: LoadedModel | FitResult) -> Shown:
+    if isinstance(model, FitResult):
+        yield from _fits(model)
+        return
     anatomy = model.anatomy
     tied = "head tied to the embedding" if anatomy.head == anatomy.embedding else "own head"
     yield (
@@ -79,7 +101,11 @@ def _shape(component: Component) -> str:
     return "×".join(str(size) for size in component.shape)
 
 
-def json_inspect(model: LoadedModel) -> dict[str, Any]:
+def json_inspect(model: LoadedModel | FitResult) -> dict[str, Any]:
+    if isinstance(model, FitResult):
+        rows = [asdict(row) | {"total": row.total} for row in model.rows]
+        return {"model": model.model, "memory": model.memory, **asdict(model.use), "rows": rows}
+
     def bytes_of(*components: Component) -> dict[str, int]:
         return {p: sum(stored_bytes(c, p) for c in components) for p in PRECISIONS}
 

@@ -28,6 +28,7 @@ from kl_lens.run.records import ORIGINAL, PLAN, Plan, Subject, checked_plan_name
 from kl_lens.run.subjects import artifact_subject, content_digest, file_digest, is_current, plan_digest
 from kl_lens.targets import Session, SessionSettings, Target, exported_places
 from kl_lens.targets.registry import get_target, locate, target_of
+from kl_lens.targets.session import CACHES
 from kl_lens.targets.tokenizer import artifact_tokenizer
 from kl_lens.weights.recipes import FP16, Recipe, parsed
 
@@ -69,8 +70,10 @@ class JudgedModel(Judged):
         recipes: Mapping[str, Recipe] | None = None,
         subject: Subject | None = None,
         deployed: Target | None = None,
+        caches: Mapping[str, str] | None = None,
     ) -> None:
         self.model, self.recipes, self.deployed = model, dict(recipes or {}), deployed
+        self.caches = dict(caches or {})
         self.subject = subject or Subject(ORIGINAL, digest=plan_digest({}, model.fingerprint))
 
     @classmethod
@@ -95,6 +98,7 @@ class JudgedModel(Judged):
                 "weights": self._weights,
                 "dtype": str(parameter.dtype),
                 "deployed": self.deployed and self.deployed.name,
+                **({"caches": self.caches} if self.caches else {}),
                 "runtime": [torch.__version__, parameter.device.type, platform.machine()],
                 **({} if fast else {"kernels": "transformers"}),
             }
@@ -102,7 +106,9 @@ class JudgedModel(Judged):
 
     def open(self) -> Session:
         remember = REMEMBERED if self.subject.what == ORIGINAL else 0
-        return TorchSession(self.model, self.recipes, deployed=self.deployed, remember=remember)
+        return TorchSession(
+            self.model, self.recipes, deployed=self.deployed, remember=remember, caches=self.caches
+        )
 
 
 class JudgedArtifact(Judged):
@@ -173,13 +179,14 @@ class JudgedArtifact(Judged):
                     f"{tensor.component} in {tensor.realised} is not the exported weight (another quantizer version or "
                     "other statistics); export it again"
                 )
-        return JudgedModel(model, recipes, self._stand_in())
+        return JudgedModel(model, recipes, self._stand_in(), caches=self.artifact.settings.get(CACHES))
 
     def emulated(self, plain: JudgedModel) -> JudgedModel | None:
         """The counterpart with the runtime's activations; None if those are not modelled."""
         if not self.target.models_activations(self.settings, plain.recipes):
             return None
-        return JudgedModel(plain.model, plain.recipes, self._stand_in(activations="deployed"), self.target)
+        subject = self._stand_in(activations="deployed")
+        return JudgedModel(plain.model, plain.recipes, subject, self.target, plain.caches)
 
     def in_float32(self) -> JudgedArtifact | None:
         """The same file computed in float32; None if the runtime cannot, or already does."""
@@ -277,6 +284,7 @@ def run_subjects(
         for name, plan in chosen.items():
             try:
                 judged = JudgedModel.of_plan(model, name, plan.assignment, plan.statistics)
+                judged.caches = plan.caches
                 selection.subjects.append(judged)
             except FormatError as error:  # made with other statistics than the run has now
                 selection.failures[f"{TORCH}/{name}"] = str(error)

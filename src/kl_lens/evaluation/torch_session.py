@@ -10,12 +10,19 @@ import numpy as np
 import torch
 
 from kl_lens.measuring.metrics import compared_metrics
-from kl_lens.measuring.perturbation import Kernels, Perturbation, applied, applied_by_block, replacements
+from kl_lens.measuring.perturbation import (
+    Kernels,
+    Perturbation,
+    applied,
+    applied_by_block,
+    cached_states,
+    replacements,
+)
 from kl_lens.measuring.products import FLOAT32, TensorCores, precision_for
 from kl_lens.measuring.teacher import logit_rows
 from kl_lens.model import LoadedModel
 from kl_lens.targets.session import Logits, checked_tokens
-from kl_lens.weights.recipes import Recipe
+from kl_lens.weights.recipes import FP16, Recipe
 
 
 class TorchSession:
@@ -30,6 +37,7 @@ class TorchSession:
         remember: bytes of outputs to keep. The teacher sees the same windows once per student: it keeps the logits of
             the first ones, and the final states of others, for which only the head runs again.
         values: parameters or buffers by name, in place of what the recipes make of the weights.
+        caches: keys and values → the formats they are kept in.
     """
 
     def __init__(
@@ -40,6 +48,7 @@ class TorchSession:
         deployed: Kernels | None = None,
         remember: int = 0,
         values: Mapping[str, torch.Tensor] | None = None,
+        caches: Mapping[str, str] | None = None,
     ) -> None:
         model.chain.uses_kernels()  # before anything is perturbed
         model.chain.distrust(compared_metrics("cpu"))
@@ -54,6 +63,7 @@ class TorchSession:
             own |= dict(model.model.named_parameters(remove_duplicate=False))
             made = [(own[name], value.to(own[name])) for name, value in values.items() if name in own]
         self._weights = made
+        self._kept = cached_states(model, {k: name for k, name in (caches or {}).items() if name != FP16})
         # The same precision as the sweep on a GPU; as deployed, float32.
         self.precision = FLOAT32 if deployed is not None else precision_for(None, model)
         parts = [*model.chain.blocks, model.chain.head] if self.precision != FLOAT32 else []
@@ -123,7 +133,7 @@ class TorchSession:
     @contextmanager
     def _applied(self) -> Iterator[None]:
         if self._model.residency is None:
-            weights = applied(self._model, self._recipes, self._weights, self._deployed)
+            weights = applied(self._model, self._recipes, self._weights, self._deployed, self._kept)
         else:
             weights = applied_by_block(self._model, self._recipes, self._deployed)
         with weights, self._layout.active():

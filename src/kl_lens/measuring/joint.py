@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kl_lens.measuring.engines import DEFAULT_MEMORY, FastEngine
 from kl_lens.measuring.metrics import check_finite
-from kl_lens.measuring.perturbation import Kernels, Perturbation
+from kl_lens.measuring.perturbation import Kernels, Perturbation, cached_states
 from kl_lens.measuring.pieces import engine_for
 from kl_lens.model import LoadedModel
 from kl_lens.run.records import Estimate
@@ -51,7 +51,7 @@ class PlanMeter:
         self._slabs = self._engine.slabs(windows.ids)
         self._prepared: range | None = None
         self._entropy: dict[int, float] = {}
-        self._known: dict[tuple[tuple[str, Recipe], ...], JointResult] = {}
+        self._known: dict[tuple[tuple[tuple[str, str], ...], ...], JointResult] = {}
 
     def perplexity(self, assignment: Mapping[str, str]) -> float:
         return self.measure(assignment).perplexity.value
@@ -59,12 +59,17 @@ class PlanMeter:
     @property
     def known(self) -> list[tuple[dict[str, Recipe], JointResult]]:
         """The plans measured so far, with their results."""
-        return [(dict(key), result) for key, result in self._known.items() if key]
+        known = ((parsed(dict(key)), caches, result) for (key, caches), result in self._known.items())
+        return [(recipes, result) for recipes, caches, result in known if recipes and not caches]
 
-    def measure(self, assignment: Mapping[str, str]) -> JointResult:
-        key = tuple(sorted((name, recipe) for name, recipe in parsed(assignment).items() if recipe != FP16))
+    def measure(self, assignment: Mapping[str, str], caches: Mapping[str, str] | None = None) -> JointResult:
+        """`caches`: keys and values → their formats."""
+        recipes = {name: recipe for name, recipe in parsed(assignment).items() if recipe != FP16}
+        kept = {kind: name for kind, name in (caches or {}).items() if name != FP16}
+        key = (tuple(sorted(recipes.items())), tuple(sorted(kept.items())))
         if key not in self._known:
-            self._known[key] = self._result(self._windows(Perturbation(dict(key))))
+            states = cached_states(self.model, kept)
+            self._known[key] = self._result(self._windows(Perturbation(recipes, states)))
         return self._known[key]
 
     def _windows(self, perturbation: Perturbation) -> list[WindowMetrics]:

@@ -127,6 +127,12 @@ def states_of(model: LoadedModel) -> tuple[Component, ...]:
     )  # fmt: skip
 
 
+def cached_states(model: LoadedModel, caches: Mapping[str, str]) -> tuple[tuple[Component, str], ...]:
+    """The keys and values of all blocks, in the formats of their kind."""
+    there = states_of(model) if caches else ()
+    return tuple((component, caches[component.kind]) for component in there if component.kind in caches)
+
+
 def find_state_candidates(
     model: LoadedModel, formats: Sequence[str] | None = None, pattern: str | None = None
 ) -> tuple[list[Candidate], list[tuple[Component, Recipe, str]]]:

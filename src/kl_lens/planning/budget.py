@@ -105,11 +105,17 @@ def plan_for_budget(
         family="exact",
     )
     assert plan.bytes is not None
-    besides = totals.bytes - plan.bytes
+    caches = problem.kept(optimum.selection)
+    held = problem.held_bytes + sum(choice.bytes for choice in caches.values())
+    besides = totals.bytes - plan.bytes - held
     grids = (Recipe.parse(plan.assignment[c.name]).grid for c in problem.table.candidates)
     grown = sum(problem.target.overhead(grid) for grid in grids) if problem.target else 0
     assert besides == problem.besides_bytes + grown, "the plan's bytes must be those that the solver added up"
     plan = replace(plan, limits=limits, fixed_bytes=besides)
+    if caches or held:
+        formats = {kind: str(choice.recipe) for kind, choice in caches.items()}
+        loss = math.fsum([plan.predicted_kl or 0.0, *(choice.kl for choice in caches.values())])
+        plan = replace(plan, caches=formats, held_bytes=held, predicted_kl=loss)
     return BudgetSolution(plan, totals, goal, optimum.gap, optimum.seconds)
 
 
@@ -135,6 +141,8 @@ def _limits(
         size = max_bpw * _parameters(problem) / 8 + problem.besides_bytes
         if "bytes" not in limits or not size >= limits["bytes"]:
             limits["bytes"], flags["bytes"] = size, f"--max-bpw {max_bpw:g}"
+    if max_bytes is not None and problem.held_bytes:
+        flags.setdefault("bytes", f"--memory {human_bytes(max_bytes)}")
     if max_kl is not None:
         limits["kl"] = max_kl
     if min_speed is not None:
@@ -159,7 +167,7 @@ def _impossible(problem: Problem, quantity: str, flag: str) -> BudgetError:
     """What is possible instead of a limit that no plan meets."""
     low, high = problem.reach(quantity)
     show, extra = _HUMAN[quantity], ""
-    if quantity == "bytes":
+    if quantity == "bytes" and not problem.held_bytes:
         bits = [8 * (end - problem.besides_bytes) / _parameters(problem) for end in (low, high)]
         extra = f" ({bits[0]:.3f} to {bits[1]:.3f} bits per weight)"
     return BudgetError(

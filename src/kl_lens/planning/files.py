@@ -25,8 +25,9 @@ PLAN_FILE_VERSION = 3
 _FIELDS = (
     *("version", "name", "family", "made_by", "target", "predicted_kl", "interaction", "bytes"),
     *("bits_per_weight", "fixed_bytes", "limits", "measured", "statistics", "contest", "fingerprint"),
-    *("notes", "assignment"),
+    *("caches", "held_bytes", "notes", "assignment"),
 )
+_MEMORY = ("caches", "held_bytes")  # only of plans for a memory
 
 
 def plan_path(folder: Path | str, name: str) -> Path:
@@ -51,7 +52,7 @@ def write_plan(plan: Plan, path: Path | str, components: Iterable[Component]) ->
         "notes": notes,
         "assignment": cost.stored,
     }
-    content = {name: facts[name] for name in _FIELDS}
+    content = {name: facts[name] for name in _FIELDS if facts[name] or name not in _MEMORY}
     write_text(path, json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
     return path
 

@@ -21,6 +21,7 @@ from kl_lens.run.records import Component, SensitivityTable
 from kl_lens.weights.recipes import FP16, Recipe
 
 if TYPE_CHECKING:
+    from kl_lens.planning.memory import Held
     from kl_lens.planning.speed import SpeedModel
     from kl_lens.run.folder import Run
     from kl_lens.targets import Target
@@ -64,13 +65,21 @@ class Problem:
     speed: SpeedModel | None
     formats: Sequence[str] | None  # the user's choice
     keeps_fused: bool
+    caches: tuple[Group, ...] = ()  # the last of the groups: keys and values, in memory and not in the file
+    held_bytes: int = 0  # the part of the fixed bytes that is not in the file
 
     def assignment(self, selection: Sequence[int]) -> dict[str, Recipe]:
         return {
             member: group.choices[index].recipe
             for group, index in zip(self.groups, selection, strict=True)
             for member in group.members
+            if group not in self.caches
         }
+
+    def kept(self, selection: Sequence[int]) -> dict[str, Choice]:
+        """Keys and values → what is chosen for them."""
+        chosen = zip(self.caches, selection[len(self.groups) - len(self.caches) :], strict=True)
+        return {group.members[0]: group.choices[index] for group, index in chosen}
 
     def totals(self, selection: Sequence[int]) -> Totals:
         chosen = [group.choices[index] for group, index in zip(self.groups, selection, strict=True)]
@@ -102,6 +111,7 @@ def build_problem(
     metric: str | None = None,
     target: Target | None = None,
     fixed_bytes: int = 0,
+    held: Held | None = None,
 ) -> Problem:
     """Builds the problem for `plan`, its frontier and the report's slider.
 
@@ -115,6 +125,7 @@ def build_problem(
         target: only recipes that it supports; sizes include its overhead per recipe.
         fixed_bytes: bytes of the target's file besides the weights (header, tokenizer, float32 vectors); sizes and
             limits in bytes are then those of the file.
+        held: what is in memory beside the file; sizes and limits in bytes are then those of memory.
     """
     predictor = Predictor(table, metric)
     require_sane(table, predictor.metric)
@@ -130,8 +141,21 @@ def build_problem(
     if speed is not None:  # weights that are never quantized are in its constant
         heads = (c for c in fixed if c.quantizable)
         seconds = speed.constant + sum(speed.of(c.name, FP16, fp16_bytes(c)) for c in heads)
-    kept = Totals(fixed_bytes + sum(fp16_bytes(c) for c in fixed), 0.0, seconds)
-    return Problem(table, predictor, groups, kept, fixed_bytes, target, speed, recipes, keep_fused)
+    caches, beside = (held.caches, held.fixed) if held else ((), 0)
+    kept = Totals(fixed_bytes + beside + sum(fp16_bytes(c) for c in fixed), 0.0, seconds)
+    return Problem(
+        table,
+        predictor,
+        (*groups, *caches),
+        kept,
+        fixed_bytes,
+        target,
+        speed,
+        recipes,
+        keep_fused,
+        caches,
+        beside,
+    )
 
 
 def _menu(table: SensitivityTable, recipes: Sequence[str] | None) -> list[Recipe]:

@@ -19,7 +19,8 @@ from kl_lens.base.errors import KLLensError, TargetError
 from kl_lens.run.records import Record
 from kl_lens.targets import TARGETS, SessionSettings, get_target, register
 
-PROMPT_TOKENS, NEW_TOKENS = 32, 8
+PROMPT_TOKENS, NEW_TOKENS = 32, 8  # unless a context is asked for: that is filled, a chunk at a time
+CHUNK = 512
 _STATUS = Path("/proc/self/status")
 
 
@@ -66,8 +67,12 @@ def main(place: str, name: str, where: str, settings: str) -> int:
         target.prepare()  # libraries count as base; loading the model starts after them
         base = resident("VmRSS")
         # Cold: a cached compiled graph would hide the compiler's memory.
-        session = target.open(Path(place), SessionSettings(**json.loads(settings)), cold=True)
-        logits = session.prefill([index % session.vocabulary for index in range(PROMPT_TOKENS)])
+        how = SessionSettings(**json.loads(settings))
+        session = target.open(Path(place), how, cold=True)
+        prompt = max(1, how.context - NEW_TOKENS) if how.context else PROMPT_TOKENS
+        for first in range(0, prompt, CHUNK):
+            ids = range(first, min(first + CHUNK, prompt))
+            logits = session.prefill([index % session.vocabulary for index in ids])
         for _ in range(NEW_TOKENS):
             logits = session.step(int(logits.argmax()))
         use = MemoryUse(base, resident("VmHWM"))

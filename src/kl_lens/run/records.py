@@ -176,6 +176,10 @@ class Plan(Record):
     statistics: str | None = None  # digest of the statistics behind recipes that learn
     target: str | None = None  # the target it was made for
     interaction: float = 1.0  # how much more whole plans lose than their parts; included in `predicted_kl`
+    caches: dict[str, str] = field(
+        default_factory=dict
+    )  # keys and values → the format the runtime keeps them in
+    held_bytes: int = 0  # in memory beside the file, with --memory: the runtime, states, caches
     contest: str | None = None  # how it compares with stock recipes, in a sentence
     edited: bool = False  # by hand since KL Lens wrote it
 
@@ -188,6 +192,11 @@ class Plan(Record):
         most = self.limits.get("drop", self.limits.get("loss", math.inf))
         error = 0.0 if math.isnan(loss.standard_error) else loss.standard_error  # of one window
         return loss if loss.value + error > most else None
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of the file, and with --memory of all that is held beside it."""
+        return (self.file_bytes or 0) + self.held_bytes
 
     @property
     def file_bytes(self) -> int | None:

@@ -5,9 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kl_lens.model import LoadedModel
+from kl_lens.model.carried import carried_from
+from kl_lens.planning import held_by
 from kl_lens.run.records import Component
 from kl_lens.study.session import Session
-from kl_lens.study.settings import Model, Opening, Settings, group, of_model
+from kl_lens.study.settings import (
+    Context,
+    Count,
+    Limits,
+    Model,
+    Opening,
+    Settings,
+    Size,
+    group,
+    of_model,
+    option,
+)
+from kl_lens.targets import TARGETS, describe_target
+from kl_lens.targets.base import Usage
 from kl_lens.weights.formats import FP16, get_format
 
 PRECISIONS = (FP16, "int8", "int4")
@@ -17,9 +32,59 @@ PRECISIONS = (FP16, "int8", "int4")
 class InspectSettings(Settings):
     model: Model = of_model()
     opening: Opening = group(Opening)
+    memory: Size | None = option(None, "say what fits into this memory, as 8GB; reads only the configuration")
+    context: Context | None = option(None, "with --memory: tokens of each sequence, as 32k (default: 4096)")
+    batch: Count | None = option(None, "with --memory: sequences at once (default: 1)")
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(memory=self.memory, context=self.context, batch=self.batch)
+
+    def check(self) -> None:
+        super().check()
+        self.limits.check()
 
 
-def inspect(settings: InspectSettings, session: Session) -> LoadedModel:
+@dataclass(frozen=True)
+class Fit:
+    """The bytes that a model needs in one runtime, with weights in one format and the runtime's own caches."""
+
+    target: str
+    format: str
+    file: int
+    states: int
+    caches: int
+    runtime: int
+
+    @property
+    def total(self) -> int:
+        return self.file + self.states + self.caches + self.runtime
+
+
+@dataclass(frozen=True)
+class FitResult:
+    model: str
+    memory: int
+    use: Usage
+    rows: list[Fit]
+
+
+def fits(settings: InspectSettings, use: Usage) -> FitResult:
+    """From the configuration: no weights are read."""
+    carried = carried_from(settings.model, trust_remote_code=settings.opening.trust_remote_code)
+    rows = []
+    for target in (target for target in map(describe_target, TARGETS) if target.footprint.process):
+        held = held_by(target, carried, use)
+        caches = held.bytes({}) - held.fixed
+        for name in (FP16, *dict.fromkeys(recipe.grid.name for recipe in reversed(target.short_menu))):
+            size = carried.matrices * get_format(name).bytes((1, 256)) // 256 + 4 * carried.vectors
+            rows.append(Fit(target.name, name, size, held.states, caches, held.runtime))
+    return FitResult(settings.model, settings.memory or 0, use, rows)
+
+
+def inspect(settings: InspectSettings, session: Session) -> LoadedModel | FitResult:
+    if (use := settings.limits.use) is not None:
+        return fits(settings, use)
     return session.model(settings.model, settings.opening)
 
 

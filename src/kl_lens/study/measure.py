@@ -122,6 +122,7 @@ class MeasureSettings(Settings):
 
     def check(self) -> None:
         super().check()
+        self.limits.check()
         if self.limits.loss:
             self.held_out.check(searches=True)
         if self.shard and share_of(self.shard) and (self.processes.ray or (self.processes.workers or 1) > 1):
@@ -158,7 +159,9 @@ def measure(settings: MeasureSettings, session: Session) -> MeasureResult:
     menu: Sequence[str] = settings.formats or DEFAULT_FORMATS
     if settings.formats is None and settings.target is not None:
         menu = menu_for(get_target(settings.target), model.anatomy, settings.limits.max_bytes)
-    windows = session.calibration_windows(_text(settings, model), model.task)
+    text = settings.calibration
+    text = states_text(text, model) if settings.states else replace(text, windows=text.windows or WINDOWS)
+    windows = session.calibration_windows(text, model.task)
     whole = of.new_run_folder(settings.run, model.name)
     folder = whole / SHARDS / shard_name(*share) if share else whole
     model = session.in_run(model, folder, learn_from=whole)
@@ -186,10 +189,8 @@ def measure(settings: MeasureSettings, session: Session) -> MeasureResult:
     return result
 
 
-def _text(settings: MeasureSettings, model: LoadedModel) -> Calibration:
-    text = settings.calibration
-    if not settings.states:
-        return replace(text, windows=text.windows or WINDOWS)
+def states_text(text: Calibration, model: LoadedModel) -> Calibration:
+    """With the usual windows for states, where none are asked for."""
     length = text.window_length or min(STATE_TOKENS, longest_window(model.model.config))
     return replace(text, windows=text.windows or STATE_WINDOWS, window_length=length)
 
@@ -272,7 +273,7 @@ def measure_recipes(
         with hire(operations=left) as workers:
             sweep = replace(sweep, workers=workers, progress=shown)
             if screen and limits.given:
-                planner = TargetPlanner(session, run, target, held_out, lambda: model)
+                planner = TargetPlanner(session, run, target, held_out, lambda: model, limits.use)
                 result, candidates, losses = staged_search(sweep, planner, screen, errors, windows, limits)
             else:
                 result = sweep.measure(candidates, windows)
@@ -424,13 +425,16 @@ def staged_search(
             results.append(sweep.measure(new, windows))
             chosen.extend(new)
 
-    if limits.max_bytes is not None:
+    if limits.bytes is not None:
+        held = planner.held.fixed if planner.held else 0
         for shares in OF_BYTES:
             plans = []
             for share in shares:
+                most = held + share * (limits.bytes - held)
                 with suppress(BudgetError) if share < 1 else nullcontext():
-                    plans.append(_plan(planner, known(UNSURE), max_bytes=share * limits.max_bytes))
-            measure(plans, _stock(planner, known(), plans[-1].predicted_kl or 0.0, limits.max_bytes))
+                    plans.append(_plan(planner, known(UNSURE), max_bytes=most))
+            most = limits.bytes - (planner.held.bytes({}) if planner.held else 0)
+            measure(plans, _stock(planner, known(), plans[-1].predicted_kl or 0.0, most))
     else:
         room = nats_allowed(limits.loss)
         for shares in OF_LOSS:
@@ -446,7 +450,9 @@ def staged_search(
 
 
 def _plan(planner: TargetPlanner, table: SensitivityTable, **limit: Any) -> Plan:
-    problem = planning.build_problem(table, target=planner.target, fixed_bytes=planner.fixed_bytes, metric=KL)
+    problem = planning.build_problem(
+        table, metric=KL, target=planner.target, fixed_bytes=planner.fixed_bytes, held=planner.held
+    )
     return planning.plan_for_budget(problem, **limit).plan
 
 

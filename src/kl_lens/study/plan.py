@@ -13,7 +13,7 @@ from typing import Any
 
 from kl_lens import planning
 from kl_lens.base.errors import PlanError, TextError
-from kl_lens.base.units import human_speed, spell_share
+from kl_lens.base.units import human_bytes, human_speed, spell_share
 from kl_lens.measuring.statistics import StoredStatistics
 from kl_lens.measuring.tuning import TuningRates, tuned
 from kl_lens.paper import PIPELINES, PUBLISHED_METRIC, greedy_plan, paper_points
@@ -37,7 +37,7 @@ OUR_STOCK = "a stock recipe with our methods"
 ALL, USUAL = "all", "usual"  # values of --rivals
 BUDGETS = ("max_bpw", "max_kl", "min_speed")
 SEARCHES = ("gamma", "max_loss", "max_drop")
-LIMITS = (*SEARCHES, "max_bytes", *BUDGETS)
+LIMITS = (*SEARCHES, "max_bytes", "memory", *BUDGETS)
 TUNING_WINDOWS = 2048
 TUNING_VERSION = 1  # raise it when the same plan and text give other weights
 _paper = grouped("the paper's points")
@@ -141,9 +141,10 @@ class PlanSettings(Settings):
                 raise PlanError(f"--name {name} names a plan made by a limit, such as --max-bytes")
         if silent and (writes := self.given("write_recipe", "tune")):
             raise PlanError(f"{writes[0]} needs a plan, and {silent[0]} makes none: leave one of them out")
-        about = self.given("min_speed", "rivals") or ["--minimise seconds"] * self.budgets.by_speed
+        about = self.given("min_speed", "rivals", "memory") or ["--minimise seconds"] * self.budgets.by_speed
         if self.target is None and about:
             raise PlanError(f"{about[0]} is about a target's files: name it with --target")
+        self.limits.check()
         if searches or self.verify or self.rivals or self.tune:
             self.held_out.check(searches=bool(self.limits.loss))
 
@@ -176,7 +177,7 @@ def plan(settings: PlanSettings, session: Session) -> PlanResult:
             plans = [_read(run, name, table) for name in settings.compare]
             return PlanResult(table, plans, differences=planning.differences(plans, table.components))
         opened = partial(session.model_of, run, settings.model, settings.opening, weights=settings.weights)
-        planner = TargetPlanner(session, run, settings.target, settings.held_out, opened)
+        planner = TargetPlanner(session, run, settings.target, settings.held_out, opened, settings.limits.use)
         if settings.frontier:
             _require_storable(planner, table, settings.choosing)
             how = {"metric": _metric(planner, table, settings.choosing), "fixed_bytes": planner.fixed_bytes}
@@ -322,7 +323,7 @@ def plan_within(
             f"{planner.halves[0].text.label}"
         )
         return planner.sized(replace(found.plan, limits=loss))
-    max_bytes, metric, speed = limits.max_bytes, _metric(planner, table, choosing), None
+    max_bytes, metric, speed = limits.bytes, _metric(planner, table, choosing), None
     if target is not None and budgets.by_speed:
         speed = planning.speed_model(planner.run, table, target)
     solutions: list[planning.BudgetSolution] = []
@@ -337,7 +338,7 @@ def plan_within(
     # The solver adds up upper bounds; a stock recipe's file is measured to the byte and may fit where the bounds do
     # not. With other limits or another goal only the solver knows what is best.
     others: list[Plan] = []
-    if target is not None and max_bytes is not None and budgets in (Budgets(), Budgets(minimise="kl")):
+    if target is not None and limits.max_bytes is not None and budgets in (Budgets(), Budgets(minimise="kl")):
         stock = [one.assignment for one in target.stock_recipes(planner.model)]
         problem = _problem(planner, table, choosing, metric=metric, keep_fused=False)
         others = [
@@ -350,10 +351,28 @@ def plan_within(
     events.note(f"least {solution.minimised} within the budget: {proof}, in {solution.seconds:.2f} s")
     if plan.made_by == OUR_STOCK:
         events.note(f"{OUR_STOCK} fits and is predicted to lose less; it is used instead")
+    if planner.held is not None:
+        plan = replace(plan, limits={**limits.given})
+        events.note(_held(planner, plan))
     if speed is None:
         return plan
     events.note(f"about {human_speed(solution.totals.seconds)}, predicted {speed.basis}")
     return replace(plan, notes=plan.notes | {"speed": speed.basis})
+
+
+def _held(planner: TargetPlanner, plan: Plan) -> str:
+    """Where the memory goes."""
+    held = planner.held
+    assert held is not None
+    caches = plan.held_bytes - held.fixed
+    formats = ", ".join(f"{kind} in {name}" for kind, name in plan.caches.items())
+    unmeasured = any(len(group.choices) == 1 for group in held.caches)
+    more = "; kl-lens measure --states measures others" if unmeasured else ""
+    return (
+        f"memory {human_bytes(plan.memory_bytes)}: file {human_bytes(plan.file_bytes or 0)}, states "
+        f"{human_bytes(held.states)}, caches {human_bytes(caches)}{f' ({formats}{more})' if formats else ''}, the "
+        f"runtime itself {human_bytes(held.runtime)}"
+    )
 
 
 def _problem(
@@ -361,7 +380,7 @@ def _problem(
 ) -> planning.Problem:
     recipes = choosing.formats or None
     return planning.build_problem(
-        table, target=planner.target, recipes=recipes, no_head=choosing.no_head, **how
+        table, held=planner.held, target=planner.target, recipes=recipes, no_head=choosing.no_head, **how
     )
 
 

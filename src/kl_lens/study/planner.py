@@ -12,12 +12,14 @@ from kl_lens.base.errors import PlanError
 from kl_lens.base.units import human_bytes
 from kl_lens.measuring.joint import JointResult, PlanMeter
 from kl_lens.model import LoadedModel
+from kl_lens.model.carried import carried_by
 from kl_lens.planning.predict import spell_estimate
 from kl_lens.run.folder import Run
 from kl_lens.run.records import Estimate, Measured, Plan, SensitivityTable
 from kl_lens.study.session import Session
 from kl_lens.study.settings import HeldOut
 from kl_lens.targets import computed_as, get_target
+from kl_lens.targets.base import Usage
 from kl_lens.weights.recipes import FP16, Recipe, parsed
 
 KL = "kl_teacher_to_student"
@@ -37,11 +39,23 @@ class TargetPlanner:
         target: str | None = None,
         held_out: HeldOut | None = None,
         opened: Callable[[], LoadedModel] | None = None,
+        use: Usage | None = None,
     ) -> None:
-        """`opened`: opens the run's model (default: from where the run found it)."""
+        """`opened`: opens the run's model (default: from where the run found it). `use`: plans are for a memory."""
         self.session, self.run, self._held_out = session, run, held_out or HeldOut()
         self._opened = opened or partial(session.model_of, run)
         self.target = get_target(target) if target else None
+        self._use = use
+        if use is not None and target is None:
+            raise PlanError("--memory is about a target's files: name it with --target")
+
+    @cached_property
+    def held(self) -> planning.Held | None:
+        """What is in memory beside the file; None: plans are for a size."""
+        if self._use is None or self.target is None:
+            return None
+        carried = carried_by(self.model.config, self.model.name)
+        return planning.held_by(self.target, carried, self._use, self.run.states())
 
     @property
     def model(self) -> LoadedModel:
@@ -111,6 +125,7 @@ class TargetPlanner:
             plan = self.sized(made)
             size = plan.file_bytes
             assert size is not None
+            size += plan.held_bytes
             if size <= max_bytes and (best is None or _loses_less(plan, best)):
                 best = plan
             # Correct the bytes besides the weights. A byte too many can cost a plan that just fits.
@@ -141,7 +156,7 @@ class TargetPlanner:
         """The plan with its measured loss on the second half. Prediction: the sum of its parts, times `factor`."""
         meter, events = self.halves[1], self.session.events
         learnt = meter.model.weights.learnt_by(parsed(plan.assignment).values(), plan.statistics)
-        result = meter.measure(plan.assignment)
+        result = meter.measure(plan.assignment, plan.caches)
         measured = Measured(
             result.kl, result.perplexity, result.original_perplexity, meter.text.label, len(result.windows)
         )
@@ -155,12 +170,20 @@ class TargetPlanner:
         parts = planning.Predictor(table).total(plan.assignment)
         if parts is None:
             return plan
+        parts = Estimate(parts.value + self._of_caches(plan), parts.standard_error)
         predicted = Estimate(factor * parts.value, factor * parts.standard_error)
         explained, message = planning.verify(predicted, result.kl)
         if not explained:
             events.warn(f"{plan.name}: {message}")
         notes = plan.notes | {"verification": message}
         return replace(plan, notes=notes, predicted_kl=predicted.value, interaction=factor)
+
+    def _of_caches(self, plan: Plan) -> float:
+        """What its caches lose by themselves."""
+        choices = [
+            (g.members[0], choice) for g in (self.held.caches if self.held else ()) for choice in g.choices
+        ]
+        return sum(choice.kl for kind, choice in choices if plan.caches.get(kind) == choice.recipe)
 
     # -- stock recipes -----------------------------------------------------------------------------------------
 
@@ -197,9 +220,13 @@ class TargetPlanner:
         """The target's stock recipes as plans: all, or the usual ones and the largest that is no larger than ours."""
         assert self.target is not None
         stock = self.target.stock_recipes(self.model)
+        held = self.held.bytes({}) if self.held else 0  # with the runtime's own caches
         made = {
-            one.plan_name: planning.finished_plan(
-                table, one.plan_name, dict(one.assignment), one.origin, family="stock"
+            one.plan_name: replace(
+                planning.finished_plan(
+                    table, one.plan_name, dict(one.assignment), one.origin, family="stock"
+                ),
+                held_bytes=held,
             )
             for one in stock
         }
@@ -221,8 +248,8 @@ class TargetPlanner:
         meter, by_name = self.halves[1], {plan.name: plan for plan in rivals}
 
         def contender(plan: Plan) -> planning.Contender:
-            size = self.sized(replace(plan, name=ours.name)).file_bytes or 0
-            return planning.Contender(plan.name, size, meter.measure(plan.assignment).windows)
+            size = self.sized(replace(plan, name=ours.name)).memory_bytes
+            return planning.Contender(plan.name, size, meter.measure(plan.assignment, plan.caches).windows)
 
         def keeps(rival: planning.Contender) -> bool:
             return self.keeps(by_name[rival.name].assignment, ours.limits)

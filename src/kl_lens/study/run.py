@@ -29,11 +29,12 @@ from kl_lens.evaluation.judged import store_continuations
 from kl_lens.evaluation.scoring import COMPARED_WINDOWS
 from kl_lens.measuring import screening
 from kl_lens.measuring.engines import DEFAULT_MEMORY, memory_on
-from kl_lens.measuring.perturbation import Candidate, find_candidates
+from kl_lens.measuring.perturbation import Candidate, find_candidates, states_of
 from kl_lens.measuring.statistics import StoredStatistics
 from kl_lens.measuring.sweep import Sweep, model_identity, quantizing_work, windows_by_cost, work_of
 from kl_lens.measuring.teacher import batch_tokens, window_bytes
 from kl_lens.model import Anatomy, LoadedModel, States
+from kl_lens.model.states import CACHES
 from kl_lens.paper import best_paper_point
 from kl_lens.reporting import write_report
 from kl_lens.run.folder import CALIBRATION, RECOMMENDED, SCREENED, Run, recommended_name
@@ -163,6 +164,8 @@ class RunSettings(of.Settings):
         asked = self.limits
         if asked.max_bytes is not None:
             limit = spell_bytes(asked.max_bytes)
+        elif (use := asked.use) is not None:
+            limit = f"{spell_bytes(asked.memory or 0)}-{use.context}x{use.batch}"
         elif asked.max_drop is not None:
             limit = f"drop{spell_share(asked.max_drop)}"
         elif self.budget is not None:
@@ -177,7 +180,8 @@ class RunSettings(of.Settings):
             raise KLLensError(f"--without {unknown[0]!r}: only {', '.join(OPTIONAL_STAGES)} can be skipped")
         for target in self.wanted:
             self.menu_of(target)
-        self.held_out.check(searches=self.limits.max_bytes is None and self.budget is None)
+        self.limits.check()
+        self.held_out.check(searches=self.limits.bytes is None and self.budget is None)
         self.tasks.check()
         if self.weights == of.DISK and (why := self.needs_memory()):
             raise KLLensError(f"--weights disk does not work with {why}, which needs the model in memory")
@@ -383,6 +387,8 @@ class _Job:
         exported: dict[str, Path] = {}
         self.calibrate(usable)
         for target in aims:
+            if target is not None and self.settings.limits.use is not None:
+                self.measure_caches(target)
             self.measure(target, self._menu(target), self._limits(target))
             self.plan(target)
             # A file that can be used, at once: who stops here keeps it.
@@ -460,7 +466,7 @@ class _Job:
     def _limits(self, target: str | None) -> Limits:
         asked, share = self.settings.limits, self.settings.budget
         if share is None:
-            instead = asked.max_drop is not None or asked.max_bytes is not None
+            instead = asked.max_drop is not None or asked.bytes is not None
             return replace(asked, max_loss=None) if instead else asked
         whole = sum(2 * c.parameters for c in self._opened.anatomy.components)
         if target is not None:
@@ -468,7 +474,10 @@ class _Job:
         return Limits(max_bytes=int(share * whole))
 
     def _planner(self, target: str | None = None) -> TargetPlanner:
-        return TargetPlanner(self.session, self.journal, target, self.settings.held_out, lambda: self.model)
+        use = self.settings.limits.use if target else None
+        return TargetPlanner(
+            self.session, self.journal, target, self.settings.held_out, lambda: self.model, use
+        )
 
     def _plans(self) -> dict[str, Plan]:
         components = self.journal.table().components
@@ -507,6 +516,20 @@ class _Job:
             ),
             target,
         )  # fmt: skip
+
+    def measure_caches(self, target: str) -> None:
+        """Keys and values in the target's formats, which a plan for a memory chooses from."""
+        if not (formats := get_target(target).cache_formats) or not any(
+            c.kind in CACHES for c in states_of(self.model)
+        ):
+            return
+        text = replace(self.settings.calibration, windows=None, window_length=None)
+        windows = self.session.calibration_windows(measure.states_text(text, self.model), self.model.task)
+        sweep = Sweep(self.model, self.journal)
+        how = (self.session, sweep, windows, self._hire, formats, r"\.(keys|values)$")
+        self.do(
+            "measure", lambda: measure.measure_states(*how), target, key=f"states {target}", given=formats
+        )
 
     def plan_fp16(self) -> None:
         def work() -> plan.PlanResult:

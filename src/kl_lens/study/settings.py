@@ -18,6 +18,7 @@ from typing import Annotated, Any, ClassVar, Self, TypeVar
 from kl_lens.base import units
 from kl_lens.base.errors import KLLensError, PlanError
 from kl_lens.targets import ALL_LAYERS, LOAD_MODES, TARGETS, SessionSettings
+from kl_lens.targets.base import Usage
 
 VERB_MODEL = (
     "folder, hub id (org/name or org/name@revision), or reference:mamba, reference:mamba2, reference:hybrid, "
@@ -87,6 +88,7 @@ _PLAIN = {
 # Types of fields. Limits are larger than any real use, small enough that a typo does not ask for terabytes.
 Count = Annotated[int, number(1_000_000, 1)]
 Tokens = Annotated[int, number(MOST_TOKENS, 1)]
+Context = Annotated[int, Kind(units.parse_count, str, "TOKENS", int, 1, MOST_TOKENS)]
 Seed = Annotated[int, number(2**62)]
 Threads = Annotated[int, number(512, 1)]  # with more, llama.cpp ends the process
 Layers = Annotated[int, _LAYERS]
@@ -397,6 +399,7 @@ class HeldOut:
 
 
 wanted = grouped("target size or loss (give one)", excludes="limit")
+in_use = grouped("target size or loss (give one)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -406,6 +409,23 @@ class Limits:
     max_bytes: Size | None = wanted(None, "the best plan (of a target: file) of at most this size, as 90MB")
     max_loss: Nats | None = wanted(None, "the smallest plan of at most this measured KL, for example 0.01")
     max_drop: Share | None = wanted(None, "the smallest plan with at most this rise of perplexity, as 3%")
+    memory: Size | None = wanted(
+        None,
+        "the best plan that runs within this memory: file, states, caches and the runtime's own share, as 8GB",
+    )
+    context: Context | None = in_use(None, "tokens that each sequence may have, as 32k (default: 4096)")
+    batch: Count | None = in_use(None, "sequences at once (default: 1)")
+
+    @property
+    def bytes(self) -> int | None:
+        """Of the file, or with --memory of all that is held."""
+        return self.max_bytes if self.memory is None else self.memory
+
+    @property
+    def use(self) -> Usage | None:
+        return (
+            None if self.memory is None else Usage(self.context or Usage.context, self.batch or Usage.batch)
+        )
 
     @property
     def loss(self) -> dict[str, float]:
@@ -413,6 +433,10 @@ class Limits:
         if self.max_drop is not None:
             return {"drop": self.max_drop}
         return {} if self.max_loss is None else {"loss": self.max_loss}
+
+    def check(self) -> None:
+        if self.memory is None and (self.context or self.batch):
+            raise PlanError("--context and --batch say what --memory is for: give that, too")
 
     @property
     def given(self) -> dict[str, float]:

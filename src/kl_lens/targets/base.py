@@ -21,7 +21,7 @@ from kl_lens.base.files import replacing
 from kl_lens.run.records import Artifact, Component, Plan
 from kl_lens.run.subjects import file_digest
 from kl_lens.targets.exporting import earlier_artifact, read_artifact, write_record
-from kl_lens.targets.session import Session, SessionSettings
+from kl_lens.targets.session import CACHES, Session, SessionSettings
 from kl_lens.weights.formats import Format
 from kl_lens.weights.recipes import Recipe, fitting_recipe, preferred
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # running an exported model must not load what exporting need
     import torch
 
     from kl_lens.model import LoadedModel
+    from kl_lens.model.carried import Carried
     from kl_lens.targets.dissection import Dissection
     from kl_lens.weights.formats import Quantized
 
@@ -46,6 +47,32 @@ class Contents:
 
     def bytes_per_token(self, context: float) -> float:
         return self.weight_bytes + self.state_bytes + self.kv_bytes_per_position * context
+
+
+@dataclass(frozen=True)
+class Usage:
+    """How a model is used: sequences at once, and tokens of each."""
+
+    context: int = 4096
+    batch: int = 1
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What a runtime holds beside the file, states and caches."""
+
+    process: int = 0  # with its libraries, before a model is opened
+    each_block: int = 0  # of its graph
+    tokens: int = 512  # of a prompt that it computes at once
+    widths: int = 16  # float32 vectors of the model's width that it keeps for each of them
+    scores: float = 0.0  # bytes that attention keeps for each of them and each token of the context
+    scores_of_heads: bool = False  # and for each head
+
+    def bytes(self, carried: Carried, use: Usage) -> int:
+        heads = carried.heads if self.scores_of_heads else min(1, carried.heads)
+        attending = self.scores * heads * min(use.context, 1 << 30)
+        working = self.tokens * (4 * (self.widths * carried.width + carried.vocabulary) + attending)
+        return int(self.process + carried.blocks * self.each_block + working)
 
 
 @dataclass(frozen=True)
@@ -104,6 +131,7 @@ class Target(ABC):
         None  # the benchmark program that publications quote, as `openvino.target.BenchmarkApp`
     )
     besides: ClassVar[str] = "the header"  # what its files hold besides weights
+    footprint: ClassVar[Footprint] = Footprint()
     cache_formats: ClassVar[tuple[str, ...]] = ()  # of keys and values, its default first; empty: no choice
     exact_options: ClassVar[str] = ""  # how its users get the arithmetic of an exact session
 
@@ -181,7 +209,9 @@ class Target(ABC):
         with replacing(folder) as place:
             artifact = self.write(model, plan, place, **options)
             digests = {name: file_digest(place / name) for name in artifact.files}
-            artifact = replace(artifact, digests=digests, realised_bytes=self.loaded_bytes(place))
+            settings = artifact.settings | ({CACHES: plan.caches} if plan.caches else {})
+            size = self.loaded_bytes(place)
+            artifact = replace(artifact, digests=digests, realised_bytes=size, settings=settings)
             write_record(place, artifact)
             try:
                 unopened = self.try_out(place)

@@ -20,6 +20,9 @@ Renderer = Callable[[Messages], str]
 # pages of repacked tensors are returned to the system.
 LOAD_MODES = ("lean", "read", "mapped", "read-plain", "mapped-plain")
 ALL_LAYERS = 999  # on a GPU
+CACHES = (
+    "caches"  # in an artifact's settings: `keys` and `values` → the format that the runtime keeps them in
+)
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,8 @@ class SessionSettings:
     gpu_layers: int = 0
     exact: bool = False  # float32 arithmetic instead of a deployment's
     load: str = "auto"  # how weights come into memory; llama.cpp
+    context: int | None = None  # tokens that each sequence has room for; None: the runtime's own choice
+    batch: int = 1  # sequences that memory is kept for
 
     @property
     def label(self) -> str:

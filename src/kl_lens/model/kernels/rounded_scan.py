@@ -46,8 +46,9 @@ def _round_group(values, out, largest, mantissa, smallest, scaled):  # type: ign
     if scaled:
         top = np.int32(0)  # of positive floats, the larger one has the larger bits: a maximum as SIMD code
         for k in range(values.shape[0]):
-            top = max(top, np.int32(float_bits(values[k]) & _POSITIVE))
-        scale = _to_float(from_bits(top) / largest, np.int32(10), np.float32(2.0**-14), np.float32(2.0**-24))
+            top = max(top, np.int32(float_bits(values[k]) & _POSITIVE))  # type: ignore[call-arg]
+        scale = from_bits(top) / largest  # type: ignore[call-arg]
+        scale = _to_float(scale, np.int32(10), np.float32(2.0**-14), np.float32(2.0**-24))
         inverse = np.float32(1) / scale if scale > 0 else np.float32(0)
     if mantissa == 0:
         for k in range(values.shape[0]):

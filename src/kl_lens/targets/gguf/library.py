@@ -13,7 +13,7 @@ import os
 import re
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import metadata
@@ -34,6 +34,8 @@ _STRUCT_BYTES = 512
 
 # Field → (byte offset, defaults that llama.cpp releases have there).
 _CONTEXT_FIELDS = {"n_ctx": (0, (512, 0)), "n_batch": (4, (2048,)), "n_ubatch": (8, (512,))}
+_SEQUENCES = (12, (1,))
+CACHE_TYPES = {"fp16": 1, "q8_0": 8, "q5_1": 7, "q4_0": 2, "iq4_nl": 20}  # ggml's numbers
 _GPU_LAYERS = (16, (-1, 0, 999, 0x7FFFFFFF))
 _NO_DEVICES = (ctypes.c_void_p * 1)(None)  # the list of devices, the first field, ends with a null
 _LOAD_MODE = (24, (-1, 1))  # like the switches, only in libraries with `llama_load_mode_name`
@@ -162,15 +164,31 @@ class LlamaLibrary:
                 parameters.put(_CALLBACK, ctypes.cast(callback, ctypes.c_void_p).value or 0, "<Q")
         return parameters
 
-    def context_parameters(self, context: int, batch: int, exact_attention: bool) -> Parameters:
+    def context_parameters(
+        self,
+        context: int,
+        batch: int,
+        exact_attention: bool,
+        sequences: int = 1,
+        caches: Mapping[str, str] | None = None,
+    ) -> Parameters:
+        """`batch`: tokens at once; `caches`: keys and values → their formats."""
         parameters: Parameters = self.functions.llama_context_default_params()
         for name, (offset, defaults) in _CONTEXT_FIELDS.items():
             self.require_default(parameters, name, offset, defaults)
         for name, value in {"n_ctx": context, "n_batch": batch, "n_ubatch": min(batch, 512)}.items():
             parameters.put(_CONTEXT_FIELDS[name][0], value)
-        if exact_attention:
-            for offset in self.attention_offsets(parameters):
-                parameters.put(offset, 0)  # flash attention off; F32 keys; F32 values
+        if sequences > 1:
+            self.require_default(parameters, "n_seq_max", *_SEQUENCES)
+            parameters.put(_SEQUENCES[0], sequences)
+        if exact_attention or caches:
+            flash, *places = self.attention_offsets(parameters)
+            # Off for F32 keys and values; quantized values need it.
+            parameters.put(flash, 0 if exact_attention else 1)
+            for offset, kind in zip(places, ("keys", "values"), strict=True):
+                parameters.put(
+                    offset, 0 if exact_attention else CACHE_TYPES[(caches or {}).get(kind, "fp16")]
+                )
         return parameters
 
     def attention_offsets(self, parameters: Parameters) -> tuple[int, int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from kl_lens.targets.gguf.header import read_header
 from kl_lens.targets.gguf.library import find_library
 from kl_lens.targets.gguf.paging import ProgressCallback, can_give_back, give_back, giving_back, set_apart
 from kl_lens.targets.gguf.tokenizer import TOKENIZER_CHECK, differing_string
-from kl_lens.targets.session import LOAD_MODES, ArtifactTokenizer, FedSession, Logits, SessionSettings
+from kl_lens.targets.session import CACHES, LOAD_MODES, ArtifactTokenizer, FedSession, Logits, SessionSettings
 from kl_lens.targets.tokenizer import chat_renderer
 
 # Tokens in one call of llama_decode. llama.cpp keeps the logits of all of them, so this bounds that memory.
@@ -47,10 +47,14 @@ class GGUFSession(FedSession):
             default rounds them to F16, and its CPU flash attention also sums in F16.
     """
 
-    def __init__(self, path: Path, settings: SessionSettings) -> None:
+    def __init__(
+        self, path: Path, settings: SessionSettings, caches: Mapping[str, str] | None = None
+    ) -> None:
+        """`caches`: keys and values → formats of llama.cpp's --cache-type-k and -v, where they are not F16."""
         self._context: int | None = None
         self._model: int | None = None
         self._settings, self.file, self._library = settings, read_header(path), find_library()
+        self._caches = dict(caches or {})
         self.place = self.file.paths[0]
         self.threads = processors() if settings.threads is None else settings.threads
         if settings.gpu_layers:
@@ -68,7 +72,7 @@ class GGUFSession(FedSession):
         self._vocab = functions.llama_model_get_vocab(self._model)
         self.vocabulary = int(functions.llama_vocab_n_tokens(self._vocab))
         trained = int(functions.llama_model_n_ctx_train(self._model))
-        self._make_context(max(min(trained, LARGEST_CONTEXT), 1))
+        self._make_context(settings.context or max(min(trained, LARGEST_CONTEXT), 1))
 
     def _fitting_load(self) -> str | None:
         if not self._library.has_load_modes:
@@ -93,14 +97,17 @@ class GGUFSession(FedSession):
     def _make_context(self, wanted: int) -> None:
         functions = self._library.functions
         self._batch_size = min(BATCH, wanted)
-        parameters = self._library.context_parameters(wanted, self._batch_size, self._settings.exact)
+        sequences, exact = self._settings.batch, self._settings.exact
+        parameters = self._library.context_parameters(
+            wanted * sequences, self._batch_size, exact, sequences, self._caches
+        )
         self._context = functions.llama_init_from_model(self._model, parameters)
         if not self._context:
             message = self._complaint()
             self.close()
             raise TargetError(f"{self.place}: llama.cpp cannot make a context of {wanted}: {message}")
         functions.llama_set_n_threads(self._context, self.threads, self.threads)
-        self.context = int(functions.llama_n_ctx(self._context))
+        self.context = int(functions.llama_n_ctx(self._context)) // sequences
         self._batch = functions.llama_batch_init(self._batch_size, 0, 1)
         self._position = 0
 
@@ -119,6 +126,7 @@ class GGUFSession(FedSession):
             "threads": self.threads,
             "context": self.context,
             "attention": "F32, plain" if self._settings.exact else "the library's default (F16 cache, flash)",
+            **({} if self._settings.exact or not self._caches else {CACHES: self._caches}),
             "load_mode": self.load or "the library's default",
             "file": self.place.name,
             "architecture": self.file.architecture,

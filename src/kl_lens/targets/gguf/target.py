@@ -13,9 +13,10 @@ from kl_lens.base.errors import TargetError
 from kl_lens.run.records import Artifact, Plan
 from kl_lens.targets import quarantine
 from kl_lens.targets.base import FLOATS, Contents, ExportOption, Health, StockRecipe, Target
+from kl_lens.targets.exporting import earlier_artifact
 from kl_lens.targets.gguf import library
 from kl_lens.targets.gguf.header import parts_of, read_header
-from kl_lens.targets.session import Session, SessionSettings
+from kl_lens.targets.session import CACHES, Session, SessionSettings
 from kl_lens.weights.formats import Format
 from kl_lens.weights.recipes import FP16, Recipe, fitting_recipe
 
@@ -115,6 +116,9 @@ class GGUFTarget(Target):
     def how_to_run(self, repository: str, artifact: Artifact) -> str:
         file = next(name for name in artifact.files if name.endswith(SUFFIX))
         server = f"llama-server --hf-repo {repository} --hf-file {file}"
+        if caches := artifact.settings.get(CACHES):  # as this file was measured
+            names = (caches.get(kind, FP16).replace(FP16, "f16") for kind in ("keys", "values"))
+            server += " --flash-attn on --cache-type-k {} --cache-type-v {}".format(*names)
         return f"{server}\n\n# or, on a small board, without a server:\n{super().how_to_run(repository, artifact)}"
 
     def is_all_floating(self, place: Path) -> bool:
@@ -129,7 +133,8 @@ class GGUFTarget(Target):
     def open(self, place: Path, settings: SessionSettings, *, cold: bool = False) -> Session:
         from kl_lens.targets.gguf.session import GGUFSession
 
-        return GGUFSession(self.weight_file(place), settings)
+        record = earlier_artifact(place)
+        return GGUFSession(self.weight_file(place), settings, record.settings.get(CACHES) if record else None)
 
     def dissects(self, path: Path) -> bool:
         return self.owns(path) or (path.is_dir() and any(path.glob(f"*{SUFFIX}")))
