@@ -8,7 +8,7 @@ from kl_lens.planning.budget import (
     plan_for_loss as plan_for_loss,
 )
 from kl_lens.planning.files import plan_path as plan_path, read_plan as read_plan, write_plan as write_plan
-from kl_lens.planning.memory import Held as Held, held_by as held_by
+from kl_lens.planning.memory import held_by as held_by
 from kl_lens.planning.predict import (
     Cost as Cost,
     Predictor as Predictor,
@@ -22,6 +22,7 @@ from kl_lens.planning.predict import (
     verify as verify,
 )
 from kl_lens.planning.problem import (
+    Held as Held,
     Problem as Problem,
     build_problem as build_problem,
     store_fixed_bytes as store_fixed_bytes,

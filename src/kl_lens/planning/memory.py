@@ -3,38 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
 
 from kl_lens.model.carried import Carried
 from kl_lens.model.states import CACHES, StateFormat
-from kl_lens.planning.problem import Choice, Group
+from kl_lens.planning.problem import Choice, Group, Held
 from kl_lens.run.records import SensitivityTable
 from kl_lens.targets.base import Target, Usage
 from kl_lens.weights.recipes import Recipe
 
 KL = "kl_teacher_to_student"
-
-
-@dataclass(frozen=True)
-class Held:
-    """Bytes beside the file."""
-
-    runtime: int  # its process, libraries and working memory
-    states: int
-    caches: tuple[Group, ...]  # of keys and of values: the target's formats, its default first
-
-    @property
-    def fixed(self) -> int:
-        return self.runtime + self.states
-
-    def bytes(self, chosen: Mapping[str, str]) -> int:
-        """With these formats of keys and values, or the defaults."""
-        total = self.fixed
-        for group in self.caches:
-            wanted = chosen.get(group.members[0], group.choices[0].recipe)
-            total += next(choice.bytes for choice in group.choices if choice.recipe == wanted)
-        return total
 
 
 def held_by(target: Target, carried: Carried, use: Usage, table: SensitivityTable | None = None) -> Held:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,6 @@ from kl_lens.run.records import Component, SensitivityTable
 from kl_lens.weights.recipes import FP16, Recipe
 
 if TYPE_CHECKING:
-    from kl_lens.planning.memory import Held
     from kl_lens.planning.speed import SpeedModel
     from kl_lens.run.folder import Run
     from kl_lens.targets import Target
@@ -50,6 +49,27 @@ class Group:
 
     members: tuple[str, ...]
     choices: tuple[Choice, ...]
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes beside the file."""
+
+    runtime: int  # its process, libraries and working memory
+    states: int
+    caches: tuple[Group, ...]  # of keys and of values: the target's formats, its default first
+
+    @property
+    def fixed(self) -> int:
+        return self.runtime + self.states
+
+    def bytes(self, chosen: Mapping[str, str]) -> int:
+        """With these formats of keys and values, or the defaults."""
+        total = self.fixed
+        for group in self.caches:
+            wanted = chosen.get(group.members[0], group.choices[0].recipe)
+            total += next(choice.bytes for choice in group.choices if choice.recipe == wanted)
+        return total
 
 
 @dataclass(frozen=True)
