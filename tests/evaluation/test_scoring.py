@@ -9,9 +9,8 @@ import pytest
 import torch
 import transformers
 
-from kl_lens.base.errors import KLLensError, TargetError
+from kl_lens.base.errors import TargetError
 from kl_lens.base.files import reference_path
-from kl_lens.base.units import parse_share
 from kl_lens.evaluation import EvaluationText, TorchSession, divergence_values, prepare, score_text, scoring
 from kl_lens.evaluation.scoring import likelihood_values, score_logits
 from kl_lens.evaluation.tasks import judge, near_chance
@@ -76,15 +75,6 @@ def test_words_are_counted_where_they_begin() -> None:
     holder = [next(t for t, (a, b) in enumerate(spans) if a <= begin < b) for begin in begins]
     assert text.protocol["words"] == sum(token in scored for token in holder)
     assert text.protocol["words"] < 0.9 * text.protocol["tokens"]  # the two perplexities are different things
-
-
-def test_perplexity_is_lm_evals_own_on_the_same_text(model: LoadedModel, text: EvaluationText) -> None:
-    huggingface = pytest.importorskip("lm_eval.models.huggingface", reason="needs the extra eval")
-    theirs = huggingface.HFLM(pretrained=model.model, tokenizer=model.tokenizer, batch_size=1, max_length=48)
-    requests = [(None, list(i.ids[: i.first_row + 1]), list(i.answers)) for i in text.items]
-    found = theirs._loglikelihood_tokens(requests, disable_tqdm=True)
-    scores = score_text(TorchSession(model), text)
-    assert [-s.nll for s in scores] == pytest.approx([total for total, _ in found], abs=2e-4)
 
 
 def test_divergence_by_hand(model: LoadedModel, text: EvaluationText) -> None:
@@ -175,10 +165,3 @@ def test_verdicts_by_the_whole_error_bar() -> None:
     assert near_chance(Estimate(0.29, 0.021), 0.25)
     assert not near_chance(Estimate(0.30, 0.02), 0.25)
     assert not near_chance(Estimate(0.0, 0.1), None)  # nothing to guess among
-
-
-def test_shares() -> None:
-    assert parse_share("3%") == parse_share("0.03") == pytest.approx(0.03)
-    for wrong in ("three", "300%", "-1%"):
-        with pytest.raises(KLLensError, match="not a share"):
-            parse_share(wrong)

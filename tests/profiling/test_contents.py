@@ -15,7 +15,6 @@ from kl_lens.profiling.benchmark import read_timed
 from kl_lens.run.records import Plan
 from kl_lens.targets import export, read_artifact, target_of
 from kl_lens.targets.base import Contents
-from kl_lens.weights.formats import get_format
 from tests.families import VOCABULARY, tiny_model
 
 pytest.importorskip("openvino", reason="needs the extra openvino")
@@ -76,14 +75,6 @@ def test_attention_experts_and_a_head_of_its_own(target: str, exported: Exported
         experts = [c for c in model.anatomy.components if len(c.shape) == 3 and c.quantizable]
         unread += sum(2 * c.parameters for c in experts) / 2
     assert contents.weight_bytes == pytest.approx(whole - unread)
-
-
-def test_quantized_weights_count_at_their_size_on_disk(exported: Exported, tmp_path: Path) -> None:
-    model, fmt = opened("mamba"), get_format("uint2-g64")
-    export(model, Plan("small", {model.anatomy.head: fmt.name}, "test"), "openvino", tmp_path / "small")
-    saved = read_contents(exported("mamba", "openvino")).weight_bytes
-    saved -= read_contents(tmp_path / "small").weight_bytes
-    assert saved == 2 * VOCABULARY * 64 - fmt.bytes((VOCABULARY, 64))
 
 
 def test_which_artifact_stands_for_fp16_and_which_is_damaged(exported: Exported, tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ class _Record:
 
 
 class InUse:
-    """Times loading, the first token and text generation."""
+    """Times loading, the first token and text generation of artifacts that take turns."""
 
     def steps(self, subjects: Sequence[Timed], settings: UseSettings) -> int:
         return len([s for s in subjects if not s.signature]) * (2 + settings.repeats + 1)
@@ -123,32 +123,23 @@ class InUse:
             for subject in subjects
             if subject.signature
         ]
-        generating = [subject for subject in subjects if not subject.signature]
-        report.profiles += _Turns(generating, benchmark, report).profiles.values()
-
-
-class _Turns:
-    """All rounds of all artifacts."""
-
-    def __init__(self, subjects: Sequence[Timed], benchmark: Benchmark, report: Report) -> None:
         self._benchmark, self._settings, self._report = benchmark, benchmark.settings, report
-        self._alive = list(subjects)
+        self._alive = [subject for subject in subjects if not subject.signature]
         self._records: dict[str, _Record] = {}
-        self.profiles: dict[str, Profile] = {}
+        self._profiles: dict[str, Profile] = {}
         need = int(sum(s.file_bytes for s in self._alive) * MEMORY_PER_FILE_BYTE)
         free = psutil.virtual_memory().available
         fits, during = need < FREE_SHARE * free, "loading it in a fresh process"
         with ThreadPoolExecutor(processors() if fits else 1) as several:  # nothing is timed yet
-            examined = {subject.name: several.submit(self._examined, subject) for subject in subjects}
-            for subject in subjects:
+            examined = {subject.name: several.submit(self._examined, subject) for subject in self._alive}
+            for subject in [*self._alive]:
                 self._attempt(
                     during, subject, lambda s: self._records.update({s.name: examined[s.name].result()})
                 )
                 benchmark.advanced(f"{subject.name}, {during}")
-        if fits:
-            self._interleaving = f"all loaded at once, taking turns of {TURN_TOKENS} tokens"
-            groups = [list(self._alive)]
-        else:
+        self._interleaving = f"all loaded at once, taking turns of {TURN_TOKENS} tokens"
+        groups = [[*self._alive]]
+        if not fits:
             self._interleaving = (
                 f"one after the other: together they need {human_bytes(need)}, {human_bytes(free)} are free"
             )
@@ -156,6 +147,7 @@ class _Turns:
         self._meter = LoadMeter()
         for group in groups:
             self._play(group)
+        report.profiles += self._profiles.values()
 
     def _attempt(self, during: str, subject: Timed, work: Callable[[Timed], None]) -> None:
         if subject in self._alive:
@@ -200,7 +192,7 @@ class _Turns:
                     self._benchmark.advanced(f"{subject.name}, {during}")
                 alive = [subject for subject in group if number and subject in self._alive]
                 made = {subject.name: self._profile(subject) for subject in alive}
-                self.profiles |= made
+                self._profiles |= made
                 last = number == self._settings.repeats or (number >= FEWEST_ROUNDS and self._narrow(made))
                 for profile in made.values():
                     self._benchmark.store(profile, partial=not last)
