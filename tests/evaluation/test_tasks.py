@@ -36,10 +36,6 @@ ROWS = {
         {"context": "In the city , the first time it was", "continuation": "the"},
         {"context": "He had been at the", "continuation": "game"},
     ],
-    "piqa_validation.jsonl": [
-        {"goal": "to be at the game", "sol1": "be in the city", "sol2": "had it by the time", "label": n}
-        for n in (0, 1, 1)
-    ],
     "my_own_test.jsonl": [{"query": "The first is", "choices": ["it", "the"], "gold": 1}],
 }  # fmt: skip
 
@@ -85,7 +81,7 @@ def test_generation_is_lm_evals_own(ours: SessionLM, huggingface: HFLM) -> None:
         assert ours.generate_until(request) == huggingface.generate_until(request, disable_tqdm=True)
 
 
-@pytest.mark.parametrize("name", ["arc_easy", "hellaswag", "lambada_openai", "piqa"])
+@pytest.mark.parametrize("name", ["arc_easy", "hellaswag", "lambada_openai"])
 def test_local_files_give_lm_evals_results(
     name: str, ours: SessionLM, huggingface: HFLM, task_data: Path
 ) -> None:
@@ -95,7 +91,7 @@ def test_local_files_give_lm_evals_results(
     assert set(mine.metrics) == set(theirs.metrics)
     for metric, values in mine.metrics.items():
         assert values == pytest.approx(theirs.metrics[metric], abs=1e-4)
-    assert mine.chance == {"arc_easy": 0.25, "hellaswag": 0.25, "piqa": 0.5}.get(name)
+    assert mine.chance == {"arc_easy": 0.25, "hellaswag": 0.25}.get(name)
 
 
 def test_an_interrupted_task_goes_on(

@@ -17,7 +17,7 @@ from kl_lens.base.environment import processors
 from kl_lens.base.errors import KLLensError, TargetError
 from kl_lens.base.files import write_text
 from kl_lens.base.units import tag_of
-from kl_lens.profiling.benchmark import Benchmark, Report, Timed, UseSettings, base_of
+from kl_lens.profiling.benchmark import Benchmark, Report, Timed, base_of
 from kl_lens.profiling.machine import bound_of, limits_hold
 from kl_lens.run.records import Profile, Quartiles, Subject
 from kl_lens.run.subjects import current_profiles
@@ -36,14 +36,12 @@ class PublishedTiming:
 
     tag: str = "kl-lens"  # part of the names of logs and the CSV
 
-    def steps(self, subjects: Sequence[Timed], settings: UseSettings) -> int:
-        return sum(s.target.published is not None for s in subjects)
-
     def measure(self, subjects: Sequence[Timed], benchmark: Benchmark, report: Report) -> None:
         """Times artifacts whose target has such a program; logs and the CSV go to the run's folder."""
         device = benchmark.settings.runtime.device
         done: dict[str, Profile] = {}
         timed = [s for s in subjects if s.target.published is not None]
+        benchmark.started(len(timed))
         for subject in timed:
             try:
                 # Ratios are relative to earlier artifacts; FP16 comes first.

@@ -75,11 +75,9 @@ class Report:
 class Timing(Protocol):
     """One way to time artifacts."""
 
-    def steps(self, subjects: Sequence[Timed], settings: UseSettings) -> int:
-        """How many times `advanced` will be called."""
-
     def measure(self, subjects: Sequence[Timed], benchmark: Benchmark, report: Report) -> None:
-        """Adds profiles, failures and notes to the report, and passes each profile to the benchmark's `store`."""
+        """Adds profiles, failures and notes to the report, passes each profile to the benchmark's `store`, and says to
+        `started` how many times it will call `advanced`."""
 
 
 @dataclass
@@ -110,10 +108,7 @@ class Benchmark:
                 notes.append(f"{subject.name} left out: {error}")
         if not usable:  # measuring the machine takes seconds, so check first
             raise TargetError("; ".join([*failures.values(), *notes]))
-        usable.sort(
-            key=lambda s: (order.index(s.target.name), not s.is_fp16)
-        )  # FP16 first within each target
-        self.started(max(1, sum(timing.steps(usable, self.settings) for timing in self.timings)))
+        usable.sort(key=lambda s: (order.index(s.target.name), not s.is_fp16))  # FP16 first in each target
         report = Report(read_bandwidth(), failures=failures, notes=notes)
         for timing in self.timings:
             timing.measure(usable, self, report)

@@ -112,9 +112,6 @@ class _Record:
 class InUse:
     """Times loading, the first token and text generation of artifacts that take turns."""
 
-    def steps(self, subjects: Sequence[Timed], settings: UseSettings) -> int:
-        return len([s for s in subjects if not s.signature]) * (2 + settings.repeats + 1)
-
     def measure(self, subjects: Sequence[Timed], benchmark: Benchmark, report: Report) -> None:
         """Profiles go to the benchmark's `store` after every round, so that a stop loses one round. A subject that
         fails is left out from then on; what was stored before stays."""
@@ -125,6 +122,7 @@ class InUse:
         ]
         self._benchmark, self._settings, self._report = benchmark, benchmark.settings, report
         self._alive = [subject for subject in subjects if not subject.signature]
+        benchmark.started(len(self._alive) * (2 + self._settings.repeats + 1))
         self._records: dict[str, _Record] = {}
         self._profiles: dict[str, Profile] = {}
         need = int(sum(s.file_bytes for s in self._alive) * MEMORY_PER_FILE_BYTE)
