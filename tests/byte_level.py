@@ -1,7 +1,5 @@
 """A small byte-level tokenizer, which both runtimes take."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

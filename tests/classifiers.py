@@ -1,7 +1,5 @@
 """Tiny image classifiers with random weights, and folders of images for them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

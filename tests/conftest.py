@@ -1,12 +1,9 @@
 """What several tests share: where things are, tiny models, a folder of any family."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os
 import shutil
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -57,18 +54,6 @@ def machine_and_texts_read_once() -> Iterator[None]:
         patch.setattr(windows, "_KEPT_STREAMS", 16)
         patch.setattr(benchmark, "read_bandwidth", functools.cache(benchmark.read_bandwidth))
         yield
-
-
-@pytest.fixture
-def ctrl_c() -> Iterator[None]:
-    """Python's own answer to SIGINT for a test's children: who started the tests may have it ignored.
-
-    No test sends a signal to its own process: once OpenVINO GenAI and another Core were there together, the stack that
-    OpenVINO's CPU plugin sets for signals is no longer mapped, and the kernel ends the process without a word.
-    """
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Tiny random models of every supported family, from the real transformers classes."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """A small hub: the routes of huggingface.co that the real client uses, over HTTP, on this machine."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json
@@ -70,7 +68,7 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             path = unquote(urlsplit(self.path).path)
             hub.requests.append(f"{self.command} {path}")
             if match := re.fullmatch(r"/large/(\w+)/(.+)", path):
-                self._send(hub.large[match[1]], etag=match[1])
+                self._send(hub.large[match[1]], headers={"ETag": f'"{match[1]}"'})
             elif match := re.fullmatch(r"/api/models/([\w.-]+/[\w.-]+)(?:/(revision|tree)/([^/]+))?", path):
                 self._about(match[1], match[2], match[3])
             elif match := re.fullmatch(r"/([\w.-]+/[\w.-]+)/resolve/([^/]+)/(.+)", path):
@@ -116,22 +114,12 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             content = repository.files[path]
             about = {"X-Repo-Commit": repository.commit}
             if not path.endswith(LARGE):
-                self._send(content, etag=_git_id(content), headers=about)
+                self._send(content, headers=about | {"ETag": f'"{_git_id(content)}"'})
                 return
             digest = _sha256(content)
             hub.large[digest] = content
             about |= {"X-Linked-ETag": f'"{digest}"', "X-Linked-Size": str(len(content))}
             self._json({}, 302, about | {"Location": f"{hub.store}/large/{digest}/{path}"})
-
-        def _send(self, content: bytes, *, etag: str, headers: dict[str, str] | None = None) -> None:
-            self.send_response(200)
-            self.send_header("ETag", f'"{etag}"')
-            self.send_header("Content-Length", str(len(content)))
-            for key, value in (headers or {}).items():
-                self.send_header(key, value)
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(content)
 
         # -- uploads -----------------------------------------------------------------------------------
 
@@ -179,21 +167,17 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                         repository.files[value["path"]] = base64.b64decode(value["content"])
                     elif line["key"] == "lfsFile":
                         repository.files[value["path"]] = hub.large[value["oid"]]
-                self._json(
-                    {
-                        "commitOid": repository.commit,
-                        "commitUrl": f"{hub.url}/{match[1]}/commit/{repository.commit}",
-                    }
-                )
+                url = f"{hub.url}/{match[1]}/commit/{repository.commit}"
+                self._json({"commitOid": repository.commit, "commitUrl": url})
             else:
                 self._json({"error": "no such route"}, 404)
 
         def _json(self, data: object, status: int = 200, headers: dict[str, str] | None = None) -> None:
-            content = json.dumps(data).encode()
+            self._send(json.dumps(data).encode(), status, headers)
+
+        def _send(self, content: bytes, status: int = 200, headers: dict[str, str] | None = None) -> None:
             self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(content)))
-            for key, value in (headers or {}).items():
+            for key, value in {"Content-Length": str(len(content)), **(headers or {})}.items():
                 self.send_header(key, value)
             self.end_headers()
             if self.command != "HEAD":

@@ -1,7 +1,5 @@
 """Kernels that are a little wrong, to be put in place of the right ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What exported files hold, read without the code that wrote them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from kl_lens.base.files import bytes_digest

@@ -1,7 +1,5 @@
 """What runs on a GPU only: kernels against double precision, the engine against the plain one, precision, memory."""
 
-from __future__ import annotations
-
 import importlib
 
 import numpy as np
@@ -105,7 +103,6 @@ def test_scans_convolution_and_norms_equal_double_precision() -> None:
 
 
 @needs_gpu
-@pytest.mark.parametrize("factor", [1.001, 1.0001])
 @pytest.mark.parametrize(
     ("module", "place", "family", "plant"),
     [
@@ -117,10 +114,10 @@ def test_scans_convolution_and_norms_equal_double_precision() -> None:
     ],
 )
 def test_a_kernel_that_is_wrong_on_a_gpu_is_found_and_not_used(
-    module: str, place: str, family: str, plant, factor: float, monkeypatch
+    module: str, place: str, family: str, plant, monkeypatch
 ) -> None:
     kernels = importlib.import_module(f"kl_lens.model.kernels.{module}")
-    monkeypatch.setattr(kernels, place, plant(getattr(kernels, place), factor))
+    monkeypatch.setattr(kernels, place, plant(getattr(kernels, place), 1.0001))
     if module == "swap":
         monkeypatch.setattr("kl_lens.model.kernels.triton_scan.fits_chunks", lambda *_: False)
     said: list[str] = []
@@ -133,11 +130,7 @@ def test_a_kernel_that_is_wrong_on_a_gpu_is_found_and_not_used(
 @needs_gpu
 @pytest.mark.parametrize(
     ("precision", "factor"),
-    [
-        ("tf32x3", 1.001),
-        ("tf32x3", 1.0001),
-        ("tf32", 1.01),
-    ],  # the others round more than 1.001
+    [("tf32x3", 1.001), ("tf32x3", 1.0001), ("tf32", 1.01)],  # the others round more than 1.001
 )
 def test_wrong_products_are_found_and_torch_s_are_used(precision: str, factor: float, monkeypatch) -> None:
     from kl_lens.model.kernels import triton_products
@@ -152,15 +145,14 @@ def test_wrong_products_are_found_and_torch_s_are_used(precision: str, factor: f
 
 
 @needs_gpu
-@pytest.mark.parametrize("factor", [1.001, 1.0001])
-def test_a_wrong_kl_on_a_gpu_is_found_and_computed_in_plain_torch(factor: float, monkeypatch) -> None:
+def test_a_wrong_kl_on_a_gpu_is_found_and_computed_in_plain_torch(monkeypatch) -> None:
     from kl_lens.measuring import triton_metrics
 
     teacher, targets = 5 * _random(40, 5000), torch.arange(40).cuda()
     student = teacher + _random(40, 5000, seed=1)
     expected = compare(TeacherRows.of(teacher, targets), student, kernel=False)
     compared_metrics.cache_clear()
-    monkeypatch.setattr(triton_metrics, "compare_logits", larger(triton_metrics.compare_logits, factor))
+    monkeypatch.setattr(triton_metrics, "compare_logits", larger(triton_metrics.compare_logits, 1.0001))
     try:
         assert not all(comparison.holds for comparison in compared_metrics("cuda"))
         np.testing.assert_array_equal(compare(TeacherRows.of(teacher, targets), student), expected)

@@ -1,7 +1,5 @@
 """One front door: the command line and `Study` do the same, and bad arguments get the same clear errors."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import replace
 from pathlib import Path

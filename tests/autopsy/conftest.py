@@ -1,7 +1,5 @@
 """One original of two blocks with everything that a hybrid has, a sound file for each runtime, and a short autopsy."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Changes the values and settings of files that were sound, in place."""
 
-from __future__ import annotations
-
 import json
 import re
 import struct

@@ -3,8 +3,6 @@
 The faults of one table are in one file. They are in different tensors or settings, and each has a finding of its own.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

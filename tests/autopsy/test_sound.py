@@ -1,7 +1,5 @@
 """Files without a damaged tensor: sound, foreign, of coarse types, of another model, or not to be checked."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Callable
@@ -20,9 +18,8 @@ from kl_lens.evaluation.autopsy.weights import Weights
 from kl_lens.model import LoadedModel, load
 from kl_lens.run.records import Estimate
 from kl_lens.study.autopsy import AutopsyResult
-from kl_lens.targets import SessionSettings, dissected, open_session
+from kl_lens.targets import dissected
 from kl_lens.targets.openvino.folder import IR_FILE
-from kl_lens.targets.openvino.session import open_foreign
 from tests.autopsy import planting
 from tests.autopsy.conftest import Examine, Sound
 
@@ -98,12 +95,6 @@ def one_per_token(positions: ov.Output, ids: ov.Output) -> ov.Output:
     return ops.equal(length(positions, 0), length(ids, 1)).output(0)
 
 
-def one_per_tap(positions: ov.Output, ids: ov.Output) -> ov.Output:
-    """As in optimum-intel's Mamba: as many as the convolution's state is wide for a prompt, one for a token."""
-    one, taps = (ops.constant(np.int64(count)) for count in (1, 3))
-    return ops.equal(length(positions, 0), ops.select(ops.equal(length(ids, 1), one), one, taps)).output(0)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("compressed", [False, True])
 def test_a_foreign_ir_with_cache_positions(copied: Sound, examine: Examine, compressed: bool) -> None:
@@ -120,16 +111,6 @@ def test_a_foreign_ir_with_cache_positions(copied: Sound, examine: Examine, comp
     assert ("u8" in {tensor.type for tensor in found.tensors}) == compressed
     large = [tensor for tensor in found.tensors if "kl_lens/" not in tensor.name and tensor.bytes > 999]
     assert all(tensor.component for tensor in large)
-
-
-@pytest.mark.slow
-def test_places_of_the_convolution_are_fed_where_the_graph_counts_those(copied: Sound, sound: Sound) -> None:
-    folder, ids = copied("openvino"), list(range(40, 60))
-    planting.regraphed(folder, with_input("cache_position", one_per_tap))
-    settings = SessionSettings(threads=1, exact=True)
-    foreign = open_foreign(folder / IR_FILE, settings)
-    own = open_session(sound("openvino"), threads=1, exact=True)
-    assert np.allclose(foreign.logits(ids), own.logits(ids), atol=1e-3)
 
 
 def test_what_cannot_be_fed_is_not_checked(copied: Sound, examine: Examine) -> None:

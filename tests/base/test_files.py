@@ -1,8 +1,6 @@
 """Writers of files and folders, real processes, killed with SIGKILL before each thing that they do to a file; and the
 shipped files, found in a checkout and in an installed wheel."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import signal

@@ -1,7 +1,5 @@
 """A tiny model with a tokenizer and a little text: enough for every verb to run for real."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`kl-lens autopsy` from the command line: a table, JSON, a run that keeps it, and one clear line."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`kl-lens benchmark` as a user goes about it: a tiny model, its artifacts, both protocols, a plan by speed."""
 
-from __future__ import annotations
-
 import csv
 import json
 import shutil

@@ -1,7 +1,5 @@
 """`kl-lens generate --chat`: turns by the model's template, with one session's state, for every target."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import Any

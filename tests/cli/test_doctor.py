@@ -1,7 +1,5 @@
 """`kl-lens doctor`: with the wheel, with a llama.cpp that the user named, and with nothing installed."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -1,7 +1,5 @@
 """`kl-lens evaluate` as a user goes about it: a whole run in one command, stopped, damaged, taken up again."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -88,23 +86,6 @@ def test_a_whole_run_in_one_command(run_folder: Path, held_out: str, capsys) -> 
         assert words in out
 
 
-def test_what_was_done_is_not_done_again(run_folder: Path, held_out: str, capsys, monkeypatch) -> None:
-    command = ["--run", str(run_folder), "--plan", "large", "--perplexity", held_out]
-    first = evaluated(capsys, *command)
-    scored: list[int] = []
-    original = evaluator.score_logits
-
-    def counting(logits, window, *rest):
-        scored.append(window.targets)
-        return original(logits, window, *rest)
-
-    monkeypatch.setattr(evaluator, "score_logits", counting)
-    assert evaluated(capsys, *command)["scores"] == first["scores"]
-    assert scored == []
-    evaluated(capsys, *command, "--again")
-    assert len(scored) == 8
-
-
 def test_stopped_and_taken_up_again(run_folder: Path, held_out: str, capsys, monkeypatch) -> None:
     command = ["--run", str(run_folder), "--perplexity", held_out, "--divergence", "--targets", "torch"]
     original = evaluator.score_logits
@@ -112,7 +93,7 @@ def test_stopped_and_taken_up_again(run_folder: Path, held_out: str, capsys, mon
 
     def interrupted(logits, window, *rest):
         if len(scored) == 6:
-            raise KeyboardInterrupt  # not a signal: tests/conftest.py, `ctrl_c`
+            raise KeyboardInterrupt  # not a signal: with OpenVINO and GenAI loaded, one would end the process
         scored.append(window.targets)
         return original(logits, window, *rest)
 
@@ -125,22 +106,6 @@ def test_stopped_and_taken_up_again(run_folder: Path, held_out: str, capsys, mon
     resumed = evaluated(capsys, *command)
     fresh = evaluated(capsys, *command, "--again")
     assert [s["values"] for s in resumed["scores"]] == [s["values"] for s in fresh["scores"]]
-
-
-def test_a_damaged_artifact_is_named_and_the_rest_is_kept(run_folder: Path, held_out: str, capsys) -> None:
-    weights = run_folder / "artifacts/openvino/small/openvino_model.bin"
-    weights.write_bytes(weights.read_bytes()[:1000])
-    assert main(["evaluate", "--run", str(run_folder), "--perplexity", held_out, *SHORT]) == 1
-    captured = capsys.readouterr()
-    (complaint,) = [line for line in captured.err.splitlines() if line.startswith("kl-lens evaluate")]
-    assert "openvino/small" in complaint
-    assert "small, PyTorch" in captured.out
-    with Run.open(run_folder) as run:
-        assert {score.subject.label for score in read_scores(run)} >= {
-            "original",
-            "torch/small",
-            "torch/large",
-        }
 
 
 def test_a_file_alone(run_folder: Path, held_out: str, capsys) -> None:

@@ -1,7 +1,5 @@
 """`kl-lens export` and `generate`, and measuring as deployed, as a user goes about them."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -78,30 +76,6 @@ def test_gguf_by_a_plan_and_by_a_format(planned_for_gguf: Path, tmp_path: Path, 
         generate = ["generate", str(place), "--prompt", "The history of the", "--max-new-tokens", "4"]
         assert main([*generate, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["text"].strip()
-
-
-def test_a_plan_of_another_runtime_is_refused(planned: Path, capsys) -> None:
-    assert main(["export", "--run", str(planned), "--target", "gguf", "--plan", "small"]) == 1
-    assert "kl-lens plan --target gguf" in capsys.readouterr().err
-
-
-def test_as_deployed_measures_more_damage_and_stands_beside_weights_alone(tmp_path: Path, capsys) -> None:
-    target = "gguf"
-    arguments = [
-        "measure", "reference:mamba", "--text", "wikitext2:valid", "--windows", "1", "--window-length", "64",
-        "--components", r"layers\.5\..*in_proj", "--formats", "q8_0", "--json",
-    ]  # fmt: skip
-    found = {}
-    for name, extra in (("weights", []), ("deployed", ["--target", target])):
-        capsys.readouterr()
-        assert main([*arguments, "--run", str(tmp_path), *extra]) == 0
-        (measurement,) = json.loads(capsys.readouterr().out)["measurements"]
-        found[name] = measurement["metrics"]["kl_teacher_to_student"]["value"]
-    assert found["deployed"] > 1.2 * found["weights"]
-    with Run.open(tmp_path) as run:
-        for name, whose in (("weights", None), ("deployed", target)):
-            (kept,) = run.table(target=whose).measurements
-            assert kept.metrics["kl_teacher_to_student"].value == found[name]
 
 
 def test_a_tokenizer_that_llama_cpp_does_not_have_can_be_left_out(

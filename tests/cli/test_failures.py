@@ -1,7 +1,5 @@
 """Unexpected errors and errors of the system: one line, a file to report, no traceback."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Settings from words, from YAML and from Python are the same, and become words again."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import shlex

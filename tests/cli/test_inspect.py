@@ -1,7 +1,5 @@
 """`kl-lens inspect`: the table a person reads, and the records a program reads."""
 
-from __future__ import annotations
-
 import json
 
 from kl_lens.base.version import __version__

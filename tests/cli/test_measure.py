@@ -1,14 +1,10 @@
 """`kl-lens measure` and `rank` as a user runs them."""
 
-from __future__ import annotations
-
 import json
-import random
 
 import pytest
 
 from kl_lens.cli.main import main
-from kl_lens.run.folder import Run
 
 
 def test_measure_prints_a_table_or_json_and_writes_the_papers_files(
@@ -45,25 +41,3 @@ def test_bad_arguments_are_one_line_and_leave_nothing(measure_arguments, extra, 
     captured = capsys.readouterr()
     assert message in captured.err
     assert captured.err.strip().count("\n") == 0
-
-
-def test_rank_says_which_metric_predicts_damage(measure_arguments, tiny_folder, tmp_path, capsys) -> None:
-    assert main(measure_arguments) == 0
-    held_out = tmp_path / "other.txt"
-    text = (tiny_folder / "text.txt").read_text()
-    words = text.split()
-    random.Random(1).shuffle(words)
-    held_out.write_text(" ".join(words))
-    arguments = (
-        f"paper rank --run {tmp_path / 'run'} --evaluation-text {held_out} --evaluation-windows 6".split()
-    )
-    capsys.readouterr()
-    novel = tmp_path / "novel.txt"
-    novel.write_text(" ".join(random.Random(2).choices(["the", "of", "and", "in", ".", ","], k=2000)))
-    assert main([*arguments, "--other-text", str(novel)]) == 0
-    out = capsys.readouterr().out
-    assert "Kendall τ" in out
-    assert "novel" in out
-    with Run.open(tmp_path / "run") as run:
-        stored = run.load("ranking", "latest")
-    assert len(stored["points"]) == 34

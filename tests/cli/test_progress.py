@@ -1,7 +1,5 @@
 """Progress: the forecast follows the pace and counts all that is to come; the bar and the lines say the same."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import pytest
@@ -17,20 +15,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-def test_what_happens_once_and_what_was_done_before_is_no_sample_of_the_pace() -> None:
-    clock = Clock()
-    forecast = Forecast(clock)
-    forecast.start(100.0, 50.0)
-    clock.now += 500  # loading and compiling, within the first piece
-    forecast.advance(10.0)
-    for _ in range(2):
-        clock.now += 10
-        forecast.advance(10.0)
-    assert forecast.share == 0.8
-    assert forecast.left == pytest.approx(20)
-    assert str(forecast) == " 80 %  0:20 left"
 
 
 # A run for two targets: what was expected of each stage, and whether it tells how far it is.
@@ -81,10 +65,7 @@ def test_inside_a_stage_of_a_run_the_time_left_is_that_of_the_whole_run(
     for expected in (None, estimate):
         if expected is not None:
             screen.expect(expected)
-        with (
-            screen.stage("measure", "gguf"),
-            screen.progress("measuring") as shown,
-        ):
+        with screen.stage("measure", "gguf"), screen.progress("measuring") as shown:
             shown.started(4.0, 0.0)
             for _ in range(4):
                 clock.now += 60

@@ -1,7 +1,5 @@
 """`kl-lens publish`: a file with its proof, to a folder and, with the real client, to a small hub on this machine."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`kl-lens measure --shard` and `merge` as a user types them."""
 
-from __future__ import annotations
-
 from kl_lens.cli.main import main
 from tests.measuring.test_pieces import contents
 
@@ -22,22 +20,3 @@ def test_shares_become_the_run_of_one_command(measure_arguments, tmp_path, capsy
     assert contents(run) == contents(tmp_path / "whole")
     assert main(measure_arguments) == 0
     assert "0 candidate × window pairs measured" in capsys.readouterr().out
-
-
-def test_what_is_missing_and_what_is_refused_is_said(measure_arguments, tmp_path, capsys) -> None:
-    assert main([*measure_arguments, "--shard", "2/3"]) == 0
-    run = tmp_path / "run"
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    (broken / "run.sqlite").write_text("nothing of the kind, and long enough for it to be seen at once" * 9)
-    capsys.readouterr()
-    assert main(["merge", str(run), str(run / "shards/2-of-3"), str(broken)]) == 1
-    captured = capsys.readouterr()
-    assert f"kl-lens merge: {broken / 'run.sqlite'} is not a KL Lens journal" in captured.err
-    assert "No shard has measured" in captured.out
-    assert main(["merge", str(tmp_path / "nothing")]) == 1
-    assert "holds no shards" in capsys.readouterr().err
-    assert not (tmp_path / "nothing").exists()
-    assert main([*measure_arguments, "--shard", "4/3"]) == 1
-    assert main([*measure_arguments, "--shard", "1/3", "--workers", "2"]) == 1
-    assert "workers already share the whole sweep" in capsys.readouterr().err

@@ -1,7 +1,5 @@
 """`plan --tune`: the tuned weights are in the plan, in the run folder and in the file; without gain nothing changes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -6,8 +6,6 @@
 ```text      what a program prints
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from dataclasses import dataclass

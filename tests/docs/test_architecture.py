@@ -4,8 +4,6 @@ Every import counts: inside functions, for type checkers alone, and modules that
 `import_module`.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator, Mapping

@@ -4,8 +4,6 @@ To be quick, they run with less text and fewer repeats than the page says; `SHOR
 one folder: the quick start makes the run that the others continue. The README's commands stand alone.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

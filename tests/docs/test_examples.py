@@ -1,7 +1,5 @@
 """The scripts in examples/ run as they are, with little text."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """docs/families.json is what scripts/models.py finds; README.md and docs/models.md say what it says."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys

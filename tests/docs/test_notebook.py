@@ -1,7 +1,5 @@
 """The code of examples/tour.ipynb runs, with less text; what it shows was made by running it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The tables of docs/results.md and the README are what the data files in docs/results hold."""
 
-from __future__ import annotations
-
 import csv
 import importlib.util
 import json

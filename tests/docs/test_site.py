@@ -1,7 +1,5 @@
 """The site builds without a warning, its reference is complete, and the documentation stays short."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import subprocess

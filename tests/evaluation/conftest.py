@@ -1,7 +1,5 @@
 """A tiny model, its text, and files exported from it."""
 
-from __future__ import annotations
-
 import dataclasses
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What is said about files side by side."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

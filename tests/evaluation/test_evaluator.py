@@ -1,7 +1,5 @@
 """Many subjects on one text: agreement with PyTorch, damaged files, and going on after an interruption."""
 
-from __future__ import annotations
-
 import json
 import platform
 import shutil

@@ -1,7 +1,5 @@
 """Perplexity and divergence against computations by hand, in float64, and lm-eval's own; errors against textbooks."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Tasks: our sessions as lm-eval's model, local files, paired drops, and going on after an interruption."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -105,7 +103,7 @@ def test_an_interrupted_task_goes_on(
     def stop(_: float, what: str) -> None:
         asked.append(what)
         if len(asked) == 7:
-            raise KeyboardInterrupt  # not a signal: tests/conftest.py, `ctrl_c`
+            raise KeyboardInterrupt  # not a signal: with OpenVINO and GenAI loaded, one would end the process
 
     with Run.create(tmp_path / "run") as run:
         with pytest.raises(KeyboardInterrupt):

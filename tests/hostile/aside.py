@@ -1,7 +1,5 @@
 """The quarantine of the targets, served by forks of a warm process: real runtimes, real aborts, a tenth of the time."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -31,7 +29,7 @@ def forked_quarantine(*modules: str) -> Iterator[None]:
         forks = stack.enter_context(Forks("tests.hostile.aside", *modules))
 
         def run(words: list[str], **_: Any) -> subprocess.CompletedProcess[bytes]:
-            ended = forks.call("tests.hostile.aside:look", [words[3:]], limit=600)
+            ended = forks.call("tests.hostile.aside:look", [words[3:]])
             assert ended.peak < MOST_MEMORY
             if ended.code == -9:
                 raise subprocess.TimeoutExpired(words, 600)

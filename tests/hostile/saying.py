@@ -1,7 +1,5 @@
 """What every verb owes its user, whatever it is given: it works, or says in one line why not."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress

@@ -1,8 +1,6 @@
 """Checkpoint folders with one thing changed: a value of the configuration, the index, the weights' file, the tokenizer;
 plans, published files."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

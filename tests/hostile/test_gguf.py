@@ -1,13 +1,9 @@
 """GGUF files that end or hang llama.cpp's process: an error about that file, and the others go on."""
 
-from __future__ import annotations
-
-import os
 import random
 import re
 import shutil
 import struct
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +15,7 @@ from kl_lens.base.errors import TargetError
 from kl_lens.base.files import reference_path
 from kl_lens.cli.main import main
 from kl_lens.run.records import Plan
-from kl_lens.targets import export, open_session, quarantine
+from kl_lens.targets import export, open_session
 from kl_lens.targets.gguf.library import find_library
 from tests.hostile.aside import forked_quarantine, opens
 from tests.hostile.saying import cases, says_one_line
@@ -68,24 +64,6 @@ def test_what_would_end_llama_cpp_ends_another_process(
     file = with_number(healthy, tmp_path / "bad.gguf", *CONTRADICTIONS[name])
     line = says_one_line(["generate", str(file), "--prompt", "The", "--max-new-tokens", "2"], capsys)
     assert "bad.gguf: llama.cpp c" in line  # crashes on it, or cannot load it
-
-
-def ending(place: Path) -> None:
-    """For the other process, in llama.cpp's place."""
-    if place.stem == "large":
-        bytearray(1 << 36)
-    print("GGML_ASSERT(x) failed", file=sys.stderr, flush=True)
-    os.abort()
-
-
-def test_how_another_process_ends_is_said(tmp_path: Path) -> None:
-    for name, reason in {
-        "bare": r"crashes on it with SIGABRT \(GGML_ASSERT",
-        "large": r"takes more than \d+ MB",
-    }.items():
-        (file := tmp_path / f"{name}.gguf").touch()
-        with pytest.raises(TargetError, match=rf"{name}\.gguf: .*{reason}"):
-            quarantine.require_opens(ending, file, [file], "llama.cpp")
 
 
 def test_a_file_of_ours_is_not_opened_twice(healthy: Path, monkeypatch: pytest.MonkeyPatch) -> None:

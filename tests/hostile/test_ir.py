@@ -1,7 +1,5 @@
 """Changed OpenVINO IRs and records: an error about that folder, or the same results."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """Run folders that are damaged, locked, of another program, in the wrong place, or wanted by two at once."""
 
-from __future__ import annotations
-
 import random
 import shutil
 import sqlite3
@@ -13,7 +11,6 @@ import pytest
 
 from kl_lens.base.errors import RunError
 from kl_lens.cli.main import main
-from kl_lens.run import journal
 from kl_lens.run.folder import Run
 from kl_lens.run.journal import FILE
 from tests.hostile.saying import cases, says_one_line
@@ -104,21 +101,6 @@ def test_a_journal_of_another_program(tmp_path: Path, capsys) -> None:
         assert "run.sqlite" in says_one_line(command, capsys)
 
 
-def test_a_locked_journal_says_so(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal, "LOCK_SECONDS", 0.05)
-    holder = sqlite3.connect(made / FILE)
-    holder.execute("BEGIN EXCLUSIVE")
-    try:
-        with (
-            Run.open(made) as run,
-            pytest.raises(RunError, match=r"run\.sqlite is in use by another process; wait"),
-        ):
-            run.store("kind", "name", 1)
-    finally:
-        holder.rollback()
-        holder.close()
-
-
 def test_a_folder_that_cannot_be_written_is_not_called_another_programs(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for place in (tmp_path / "file", tmp_path / "file/below", Path("/proc/nowhere"), tmp_path / ("x" * 300)):
@@ -154,36 +136,3 @@ def test_one_process_works_in_a_run_and_another_is_told_who(made: Path, tmp_path
     worker.wait()
     assert main(plan) == 0
     assert main(plan) == 0
-
-
-IDENTIFIES = """
-import sys
-from pathlib import Path
-from kl_lens.base.errors import RunError
-from kl_lens.run.folder import Run
-with Run.create(Path(sys.argv[1])) as run:
-    print("ready", flush=True)
-    sys.stdin.readline()
-    try:
-        run.identify({"model": sys.argv[2], "model_fingerprint": sys.argv[2]})
-        print("accepted")
-    except RunError as error:
-        print("refused", error)
-"""
-
-
-def test_of_two_processes_with_two_models_one_is_refused(tmp_path: Path) -> None:
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", IDENTIFIES, str(tmp_path), name],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
-        )
-        for name in ("one", "other")
-    ]  # fmt: skip
-    for process in processes:
-        assert process.stdout.readline() == "ready\n"
-    for process in processes:
-        process.stdin.write("\n")
-        process.stdin.flush()
-    said = sorted(process.communicate()[0].split(" ")[0].strip() for process in processes)
-    assert said == ["accepted", "refused"]

@@ -1,7 +1,5 @@
 """Small measured things that the tests of this room share."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The fast engine gives the plain engine's numbers, for every family and every kind of component."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -16,8 +14,8 @@ from kl_lens.weights.recipes import Recipe
 from tests.families import CONFIGS, UNUSUAL, token_ids
 from tests.measuring.conftest import loaded
 
-# Tied and untied heads, blocks that share weights, experts, attention beside a state-space mixer.
-QUICK = ("mamba", "zamba2", "jamba_experts", "falcon_h1")
+# Tied and untied heads, blocks that share weights, experts.
+QUICK = ("mamba", "zamba2", "jamba_experts")
 FAMILIES = [
     pytest.param(f, marks=() if f in QUICK else pytest.mark.slow)
     for f in [*CONFIGS, *sorted(UNUSUAL.keys() - {"rwkv"})]

@@ -1,7 +1,5 @@
 """The metrics against double precision, and against cases worked by hand."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A sweep in pieces, by candidates and by windows, done by any process and joined in any order, gives the same bits."""
 
-from __future__ import annotations
-
 import random
 import sqlite3
 from pathlib import Path

@@ -4,8 +4,6 @@
 x86_64 machine (Xeon, torch 2.11.0). Neoverse-N1 with torch 2.13.0 differs by 5e-8 nats at the most, 3e-4 of a KL.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path

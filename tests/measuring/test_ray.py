@@ -1,10 +1,7 @@
 """A real Ray cluster of two nodes: equal to the last bit, whatever is killed."""
 
-from __future__ import annotations
-
 import os
 import random
-import socket
 import time
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -17,7 +14,6 @@ ray = pytest.importorskip("ray", reason="needs kl-lens[ray]")
 
 import psutil  # noqa: E402
 
-from kl_lens.base.errors import KLLensError  # noqa: E402
 from kl_lens.measuring.sweep import Progress  # noqa: E402
 from kl_lens.measuring.workers import _RAY_SETTINGS, hired  # noqa: E402
 from tests.measuring.conftest import some_windows  # noqa: E402
@@ -89,15 +85,3 @@ def test_workers_killed_at_random_moments(cluster, world: World, tmp_path) -> No
     assert len(set(killed)) == KILLS
     assert sum("a worker died" in line and "starting another" in line for line in said) == KILLS
     assert contents(tmp_path) == world.whole
-
-
-def test_an_address_without_a_cluster_is_one_line(world: World) -> None:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        nobody = f"127.0.0.1:{unused.getsockname()[1]}"
-    for address in (nobody, "head"):
-        with (
-            pytest.raises(KLLensError, match=f"--ray {address}: no cluster answers there .* give HOST:PORT"),
-            hired(world.order, 1, address),
-        ):
-            raise AssertionError("it was opened")

@@ -1,7 +1,5 @@
 """Predictions of what candidates lose."""
 
-from __future__ import annotations
-
 import pytest
 
 from kl_lens.measuring.perturbation import Candidate, key_of

@@ -1,7 +1,5 @@
 """More model than memory: weights that stay on disk give the numbers of weights in memory, to the last bit."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -173,10 +171,4 @@ def test_a_model_is_left_on_disk_where_it_does_not_fit_and_verbs_share_it_where_
     assert session.model(name, weights="auto", memory_budget=size // 2) is fits, "already exists"
     session = Session()
     opened = session.model(name, weights="disk", memory_budget=10**8)
-    for weights in ("auto", None):
-        assert session.model(name, weights=weights) is opened, (
-            "verbs that cannot choose take it as it was opened"
-        )
-    whole = session.model(name, weights="memory")
-    assert whole.residency is None
-    assert session.model(name) is whole
+    assert session.model(name) is opened, "verbs that cannot choose take it as it was opened"

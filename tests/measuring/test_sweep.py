@@ -1,7 +1,5 @@
 """The sweep and its journal: nothing lost, nothing repeated, nothing mixed up."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

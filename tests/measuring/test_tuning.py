@@ -1,7 +1,5 @@
 """Tuning: the KL falls, the file stays as large, and the model stays as it was."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,18 +1,13 @@
 """Workers: equal to one process to the last bit, whatever dies, and nothing left behind."""
 
-from __future__ import annotations
-
-import os
 import random
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor, Future
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
 import pytest
@@ -22,14 +17,7 @@ from kl_lens.base.errors import KLLensError, RunError
 from kl_lens.cli.main import main
 from kl_lens.measuring.perturbation import Candidate, find_candidates
 from kl_lens.measuring.sweep import Progress, Sweep, SweepResult
-from kl_lens.measuring.workers import (
-    LEAST_OPERATIONS,
-    Order,
-    Worker,
-    Workers,
-    hired,
-    workers_by_default,
-)
+from kl_lens.measuring.workers import LEAST_OPERATIONS, Order, Worker, Workers, hired, workers_by_default
 from kl_lens.model import LoadedModel, load
 from kl_lens.model.tasks import LanguageTask
 from kl_lens.run.folder import Run
@@ -40,7 +28,6 @@ from tests.measuring.conftest import some_windows
 from tests.measuring.test_pieces import contents
 
 GB = 10**9
-PAUSE = 1.0  # seconds after each of 68 commits
 
 
 @dataclass
@@ -51,24 +38,18 @@ class World:
     order: Order
     candidates: list[Candidate]
     windows: Windows
-    folder: Path
     whole: dict[str, list[Any]]
 
     @classmethod
-    def made(cls, folder: Path, windows: Windows) -> World:
+    def made(cls, folder: Path, windows: Windows) -> Self:
         tiny_model("mamba").save_pretrained(folder / "model")
-        world = cls.opened(folder, windows)
-        world.swept(folder / "whole", None)
-        world.whole = contents(folder / "whole")
-        return world
-
-    @classmethod
-    def opened(cls, folder: Path, windows: Windows) -> World:
-        """Without the sweep to compare with."""
         place, how = str(folder / "model"), {"dtype": "float32", "device": "cpu"}
         model = load(place, **how)
         candidates = find_candidates(model.anatomy, [Recipe("int4"), Recipe("int8")])[0]
-        return cls(model, Order(place, how, model.fingerprint), candidates, windows, folder, {})
+        world = cls(model, Order(place, how, model.fingerprint), candidates, windows, {})
+        world.swept(folder / "whole", None)
+        world.whole = contents(folder / "whole")
+        return world
 
     def swept(self, folder: Path, workers: Workers | None, progress: Progress | None = None) -> SweepResult:
         with Run.create(folder) as run:
@@ -120,6 +101,29 @@ def test_a_worker_that_is_killed_costs_one_piece_and_a_resumed_sweep_does_the_re
         assert 0 < resumed.measured < resumed.reused
     assert contents(tmp_path) == world.whole
     assert not processes()
+
+
+# A script without `if __name__ == "__main__"`: workers must not run it again.
+DRIVER = """
+import time
+from kl_lens.measuring.workers import Order, _process
+workers = [_process(Order("nowhere", {}, "")) for _ in range(2)]
+print("started", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_workers_end_with_a_driver_that_is_killed(tmp_path) -> None:
+    (tmp_path / "driver.py").write_text(DRIVER)
+    command = [sys.executable, str(tmp_path / "driver.py")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=for_child()) as driver:
+        assert driver.stdout.readline() == b"started\n"
+        workers = processes(psutil.Process(driver.pid))
+        assert len(workers) == 2
+        driver.kill()
+    psutil.wait_procs(workers, timeout=30)
+    assert not [process for process in workers if process.is_running()]
 
 
 class Inside:
@@ -240,66 +244,3 @@ def test_without_ray_the_command_says_what_to_install(tmp_path, monkeypatch, cap
     words += ["--window-length", "16", "--run", str(tmp_path / "run"), "--ray", "local"]
     assert main(words) == 1
     assert "--ray needs Ray; install it with: pip install 'kl-lens[ray]'" in capsys.readouterr().err
-
-
-# A script without `if __name__ == "__main__"`: workers must not run it again.
-SCRIPT = """
-import sys, time
-from pathlib import Path
-from kl_lens.measuring.sweep import Progress
-from kl_lens.measuring.workers import hired
-from tests.measuring.conftest import some_windows
-from tests.measuring.test_workers import World
-folder, windows, run, pause = sys.argv[1:]
-world = World.opened(Path(folder), some_windows(int(windows), 512))
-with hired(world.order, 2) as workers:
-    pausing = Progress(advanced=lambda work, what: time.sleep(float(pause)))
-    print(world.swept(Path(run), workers, pausing).measured)
-"""
-
-
-def script(world: World, folder: Path, pause: float = 0.0) -> list[str]:
-    """A command that sweeps a world with two workers into folder/run; `pause` after each commit leaves time to disturb
-    it."""
-    (folder / "script.py").write_text(SCRIPT)
-    words = [world.folder, len(world.windows), folder / "run", pause]
-    return [sys.executable, str(folder / "script.py"), *map(str, words)]
-
-
-def samples_in(folder: Path) -> int:
-    """Candidate × window pairs in a run; another process may be writing it."""
-    if not (folder / "run.sqlite").exists():
-        return 0
-    try:
-        with Run.open(folder) as run:
-            return sum(len(windows) for windows in run.measured_windows("calibration").values())
-    except Exception:  # it is just making the file
-        return 0
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("ctrl_c")
-@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGINT])
-def test_workers_end_with_their_driver_and_what_it_committed_is_kept(world: World, tmp_path, ending) -> None:
-    driver = subprocess.Popen(
-        script(world, tmp_path, pause=PAUSE), stderr=subprocess.PIPE, env=for_child(), start_new_session=True
-    )
-    while driver.poll() is None and not samples_in(tmp_path / "run"):
-        time.sleep(0.02)
-    workers = processes(psutil.Process(driver.pid))
-    assert len(workers) == 2
-    if ending == signal.SIGKILL:
-        driver.kill()
-    else:
-        os.killpg(driver.pid, signal.SIGINT)  # as Ctrl-C does: to the driver and its workers
-    said = driver.communicate(timeout=60)[1].decode()
-    psutil.wait_procs(workers, timeout=30)
-    assert not [process for process in workers if process.is_running()]
-    if ending == signal.SIGINT:
-        assert said.count("Traceback") == 1, "the driver's own"
-        assert said.rstrip().endswith("KeyboardInterrupt")
-    there = samples_in(tmp_path / "run")
-    assert 0 < there < len(world.whole["samples"])
-    again = subprocess.run(script(world, tmp_path), stdout=subprocess.PIPE, check=True, env=for_child())
-    assert int(again.stdout) == len(world.whole["samples"]) - there
-    assert contents(tmp_path / "run") == world.whole

@@ -1,7 +1,5 @@
 """The anatomy: every weight once, with what it is, where it runs, and why it is left alone if it is."""
 
-from __future__ import annotations
-
 import functools
 import re
 from pathlib import Path

@@ -1,15 +1,9 @@
 """Models from the hub, with the real client, from a small hub on this machine."""
 
-from __future__ import annotations
-
-import errno
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
-import huggingface_hub.file_download
 import pytest
 
 from kl_lens.base.errors import CheckpointError
@@ -120,16 +114,3 @@ def test_one_line_says_what_is_wrong(hub: Hub, saved: Callable[..., Path], name:
     with pytest.raises(CheckpointError, match=says) as error:
         load(name)
     assert "\n" not in str(error.value)
-
-
-def test_a_disk_that_is_full_before_or_meanwhile(tiny: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as little:
-        little.setattr("shutil.disk_usage", lambda place: SimpleNamespace(free=1000))
-        with pytest.raises(CheckpointError, match=r"org/tiny needs \d.* kB in .*, where 1.00 kB are free"):
-            model_folder("org/tiny")
-    monkeypatch.setattr(huggingface_hub.file_download, "http_get", full)
-    with pytest.raises(CheckpointError, match=r"org/tiny: the disk of .* is full; .*finished files are kept"):
-        model_folder("org/tiny")

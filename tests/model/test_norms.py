@@ -1,7 +1,5 @@
 """Mamba-2 with several groups computes what its authors' code computes, and not what transformers does."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -3,8 +3,6 @@
 Names are those of published checkpoints; sizes are tiny, and tensors are named as there.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Opening models: every layout that is promised, and one clear line for everything that is wrong."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math
@@ -18,7 +16,7 @@ from kl_lens.base.errors import CheckpointError
 from kl_lens.model import LoadedModel, load
 from tests.families import CONFIGS, tiny_model, token_ids
 
-QUICK = ("mamba", "mamba2", "zamba2", "jamba_experts", "falcon_h1", "hymba")
+QUICK = ("mamba", "zamba2", "jamba_experts")
 
 
 @pytest.mark.parametrize(
@@ -239,11 +237,6 @@ def _holding(name: str, value: torch.Tensor | float | None) -> Callable[[Path], 
     return change
 
 
-def _truncated(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-1000])
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -251,16 +244,11 @@ def _truncated(folder: Path) -> None:
         (_configured(num_hidden_layers=2), r"backbone\.layers\.2\.\S+ \(and 19 more\) is not in config"),
         (_configured(num_hidden_layers=10**12), "num_hidden_layers is 1000000000000, but .* only 42 tensors"),
         (_configured(hidden_size=10**12), r"hidden_size is 1000000000000, but .* only \d+ bytes"),
-        (_configured(hidden_size=300_000), r"describes [\d,]+ parameters, but .* only [\d,]+ bytes"),
-        (_configured(hidden_size="abc"), "hidden_size"),
         (_configured(hidden_act="nonsense"), "hidden_act is 'nonsense'"),
-        (_configured(vocab_size=-1), "negative dimension"),
         (_configured(auto_map=None), "auto_map must name"),
-        (_configured(auto_map=["x"]), "auto_map must name"),
         (_configured(layer_norm_epsilon=math.nan), "it contains NaN"),
         (_configured(model_type="caterpillar"), "does not know model_type 'caterpillar'"),
         (_holding("backbone.layers.1.mixer.A_log", math.nan), r"layers\.1\.mixer\.A_log is NaN"),
-        (_holding("backbone.layers.0.mixer.D", -math.inf), r"layers\.0\.mixer\.D is infinite in float32"),
         (_holding("backbone.norm_f.weight", None), r"lack backbone\.norm_f\.weight"),
         (
             _holding("backbone.norm_f.weight", torch.ones(63)),
@@ -268,13 +256,11 @@ def _truncated(folder: Path) -> None:
         ),
         (_written("config.json", None), "no config.json"),
         (_written("config.json", '{"model_type": '), "not valid JSON"),
-        (_written("config.json", "[" * 100_000 + "]" * 100_000), "not valid JSON"),
         (_written("model.safetensors", None), "no weights"),
         (
             _written("model.safetensors", "this is no safetensors file at all"),
             "not a complete safetensors file",
         ),
-        (_truncated, "not a complete safetensors file"),
     ],
 )
 def test_a_damaged_folder_gives_one_line_that_says_what_is_wrong(damage, message, saved) -> None:
@@ -292,16 +278,3 @@ def test_buffers_of_older_versions_do_no_harm_and_what_is_left_out_is_said(saved
     _holding("mtp.layers.0.eh_proj.weight", torch.ones(8, 8))(folder)
     for weights in ("memory", "disk"):
         assert "Not opened: mtp.layers.0.eh_proj.weight. Heads" in load(folder, weights=weights).notes[0]
-
-
-def test_rwkv_keeps_its_weights_and_its_function(saved) -> None:
-    """By itself it halves hidden states and weights every few blocks, which only half precision needs."""
-    folder, ids = saved("rwkv"), token_ids(2, 9)
-    model = load(folder)
-    before = model.fingerprint
-    logits = model.chain.full_logits(ids)
-    del model.fingerprint
-    assert model.fingerprint == before
-    with torch.inference_mode():
-        expected = tiny_model("rwkv")(ids, use_cache=False).logits
-    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)

@@ -1,7 +1,5 @@
 """The paper's points against assignments computed here from the definition, on the published lists; its greedy rule."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

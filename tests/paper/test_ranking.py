@@ -1,7 +1,5 @@
 """Ranking: τ is near one where a metric tells the truth, and noise is called noise."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

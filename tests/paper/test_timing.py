@@ -1,7 +1,5 @@
 """OpenVINO's benchmark_app: its real output, recorded with 2026.4.1 in data/, and the rule of the two limits."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Small sensitivity tables with real shapes and real formats, for the tests of planning."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -16,27 +14,12 @@ from kl_lens.run.records import Component, Estimate, Measurement, SensitivityTab
 SEED_FOLDER = Path(__file__).resolve().parents[3] / "shared" / "data" / "seed_sensitivity"
 
 
-def component(
-    name: str,
-    shape: tuple[int, ...] = (64, 64),
-    *,
-    quantizable: bool = True,
-    fused_with: Sequence[str] = (),
-    tied_with: Sequence[str] = (),
-) -> Component:
-    return Component(
-        name=name,
-        weight=f"{name}.weight",
-        kind=name.rpartition(".")[2],
-        family="ssm",
-        block=None,
-        shape=shape,
-        parameters=math.prod(shape),
-        tied_with=tuple(tied_with),
-        fused_with=tuple(fused_with),
-        quantizable=quantizable,
-        reason=None if quantizable else "runtimes need it in full precision",
-    )
+def component(name: str, shape: tuple[int, ...] = (64, 64), **more: Any) -> Component:
+    kind, size = name.rpartition(".")[2], math.prod(shape)
+    more = {key: tuple(value) if key in ("tied_with", "fused_with") else value for key, value in more.items()}
+    if not more.get("quantizable", True):
+        more["reason"] = "runtimes need it in full precision"
+    return Component(name, f"{name}.weight", kind, "ssm", None, shape, size, **more)
 
 
 def measurement(name: str, format_name: str, **metrics: float | Estimate) -> Measurement:
@@ -53,17 +36,9 @@ def table_of(
     model_type: str = "mamba",
 ) -> SensitivityTable:
     """Both KLs, the MSE and ΔCE of a measurement are the same number here, and SQNR its negative."""
+    same = ("kl_teacher_to_student", "kl_student_to_teacher", "mse", "delta_cross_entropy")
     measurements = tuple(
-        measurement(
-            name,
-            fmt,
-            kl_teacher_to_student=kl,
-            kl_student_to_teacher=kl,
-            mse=kl,
-            delta_cross_entropy=kl,
-            sqnr_db=-kl,
-        )
-        for (name, fmt), kl in kls.items()
+        measurement(name, fmt, **dict.fromkeys(same, kl), sqnr_db=-kl) for (name, fmt), kl in kls.items()
     )
     return SensitivityTable(
         "org/tiny-model", model_type, tuple(components), head, embedding or head, measurements

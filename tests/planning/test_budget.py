@@ -1,7 +1,5 @@
 """Exact budgets and the frontier against brute force, on random tables with real formats."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Mapping
@@ -59,9 +57,7 @@ class Instance:
 
 # Wide ranges, exact ties, zeros, and the slightly negative values that a noise floor produces.
 damage = st.one_of(
-    st.floats(1e-9, 1e-3),
-    st.floats(1e-3, 20.0),
-    st.sampled_from([0.0, -1e-9, 1e-4, 2e-4, 0.5]),
+    st.floats(1e-9, 1e-3), st.floats(1e-3, 20.0), st.sampled_from([0.0, -1e-9, 1e-4, 2e-4, 0.5])
 )
 
 
@@ -239,9 +235,7 @@ def test_limits_next_to_nothing() -> None:
     assert best(table, max_kl=1e-300).plan.assignment == {"a": "int4", "head": "fp16"}
 
 
-def test_400_components_by_6_formats_are_proven_silently(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_400_components_by_6_formats_are_proven_silently(capfd: pytest.CaptureFixture[str]) -> None:
     generator = np.random.default_rng(7)
     formats = ("int8", "q6_k", "q5_k", "q4_k", "int4")
     shapes = [(1536, 512), (256, 768), (768, 256), (512, 768)]

@@ -1,7 +1,5 @@
 """What a plan chooses from: recipes, what a target holds, what its file needs besides, and numbers that make sense."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,14 +9,7 @@ from typing import Any
 import pytest
 
 from kl_lens.base.errors import PlanError
-from kl_lens.planning import (
-    Predictor,
-    build_problem,
-    cost_of,
-    finished_plan,
-    frontier,
-    verify,
-)
+from kl_lens.planning import Predictor, build_problem, cost_of, finished_plan, frontier, verify
 from kl_lens.run.records import Estimate, SensitivityTable
 from kl_lens.weights.quantizers import quantizer
 from kl_lens.weights.quantizers.methods import Nearest

@@ -1,9 +1,6 @@
 """Plan files: written whole, edited by hand, and read back with suspicion."""
 
-from __future__ import annotations
-
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +8,7 @@ import pytest
 
 from kl_lens.base.errors import PlanError
 from kl_lens.planning import plan_path, read_plan, repredicted, write_plan
-from kl_lens.run.records import Estimate, Measured, Plan
+from kl_lens.run.records import Plan
 from tests.planning.tables import best, component, table_of
 
 COMPONENTS = (
@@ -78,9 +75,7 @@ def test_what_is_not_named_stays_fp16_and_is_said(tmp_path: Path) -> None:
     ("assignment", "complaint"),
     [
         ({"backbone.layers.0.mixer.in_prj": "int8"}, r"no component .*in_prj'; did you mean .*mixer.in_proj"),
-        ({"nothing alike": "int8"}, r"no component 'nothing alike'; `kl-lens inspect`"),
         ({"lm_head": "int3"}, "lm_head: unknown format 'int3'"),
-        ({"lm_head": "int4+magic"}, "lm_head: unknown method 'magic'"),
         ({"lm_head": 8}, "expected the name of a format, got 8"),
         ({"backbone.layers.0.mixer.conv1d": "int8"}, "conv1d cannot be int8: runtimes need it"),
         ({"backbone.layers.0.mixer.dt_proj": "q8_0"}, "dt_proj cannot be q8_0: 48 columns"),
@@ -103,22 +98,17 @@ def plan_with(field: str) -> str:
     [
         ("", "not valid JSON"),
         ("[" * 100_000, "not valid JSON"),
-        ("[1, 2]", "not a plan: expected an object"),
         ('{"version": 1}', "not a plan: expected an object"),
         ('{"version": 9, "assignment": {}}', "version 9; this program reads version 3: make the plan again"),
-        ('{"assignment": {}}', "version None"),
         ('{"version": 3, "assignment": {"a": "int8", "a": "int4"}}', "'a' appears twice"),
         (plan_with('"note": {}'), "unknown field 'note'; did you mean notes"),
         (plan_with('"predicted_kl": "low"'), "Plan.predicted_kl: expected float, found 'low'"),
-        (plan_with('"notes": [1]'), r"Plan.notes: expected .*found \[1\]"),
         (plan_with('"family": "royal"'), "family is 'royal'; expected one of uniform, paper"),
         (plan_with('"interaction": 0'), "must be above zero"),
         (plan_with('"bytes": 1e999'), "not valid JSON: Out of range float"),
-        (plan_with('"predicted_kl": NaN'), "not valid JSON: Out of range float"),
         (plan_with('"limits": {"bytes": "many"}'), r"Plan.limits\[bytes\]: expected float, found 'many'"),
         (plan_with('"measured": {"kl": 0.1}'), "Measured: perplexity is missing"),
         (plan_with('"made_by": "\\ud800"'), "cannot be read: .*surrogates"),
-        (plan_with('"made_by": 3'), "Plan.made_by: expected str, found 3"),
     ],
 )
 def test_broken_files_are_refused(tmp_path: Path, text: str, complaint: str) -> None:
@@ -126,30 +116,6 @@ def test_broken_files_are_refused(tmp_path: Path, text: str, complaint: str) -> 
     path.write_text(text)
     with pytest.raises(PlanError, match=complaint):
         read_plan(path, COMPONENTS)
-
-
-def test_a_format_that_does_not_fit_is_written_as_what_is_stored(tmp_path: Path) -> None:
-    plan = Plan("fallback", {"backbone.layers.0.mixer.dt_proj": "int4-g32"}, "test")
-    back = read_plan(write_plan(plan, tmp_path / "fallback.json", COMPONENTS), COMPONENTS)
-    assert back.assignment["backbone.layers.0.mixer.dt_proj"] == "int8"
-    assert "48 columns" in back.notes["fallbacks"]["backbone.layers.0.mixer.dt_proj"]
-
-
-MEASURED = Measured(Estimate(0.02, 0.001), Estimate(21.5, 0.2), 21.0, "wikitext2:valid", 4)
-
-
-def test_every_fact_of_a_plan_comes_back(written: Path) -> None:
-    plan = replace(
-        read_plan(written, COMPONENTS),
-        measured=MEASURED,
-        fixed_bytes=1234,
-        statistics="0123abcd",
-        interaction=1.25,
-        contest="is best",
-        family="stock",
-    )
-    assert read_plan(write_plan(plan, written, COMPONENTS), COMPONENTS) == plan
-    assert Plan.from_json(plan.to_json()) == plan
 
 
 @pytest.mark.parametrize("name", ["small", "../mine", "/elsewhere/mine", "", 7])

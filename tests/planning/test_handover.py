@@ -4,8 +4,6 @@ llama-quantize, AutoRound and ModelOpt are not among our dependencies: what the 
 beside those of OpenVINO, which make its graph.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

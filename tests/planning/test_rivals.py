@@ -1,7 +1,5 @@
 """Never worse at no more bytes: who is recommended, on windows whose answer is plain."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,13 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from kl_lens.planning import (
-    Contender,
-    build_problem,
-    contest,
-    paired_difference,
-    stock_with_our_methods,
-)
+from kl_lens.planning import Contender, build_problem, contest, paired_difference, stock_with_our_methods
 from kl_lens.weights.recipes import parsed
 from tests.planning.tables import component, table_of
 

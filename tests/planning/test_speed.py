@@ -1,7 +1,5 @@
 """The model of speed: seconds per token from the bytes of each format."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 from statistics import median

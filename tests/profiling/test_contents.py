@@ -1,7 +1,5 @@
 """What one token reads, counted in real exports of tiny models and compared with their configuration."""
 
-from __future__ import annotations
-
 import functools
 import shutil
 from collections.abc import Callable

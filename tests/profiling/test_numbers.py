@@ -1,7 +1,5 @@
 """The arithmetic of benchmarks, checked by hand, and peak memory against what psutil says."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Turns and rounds, with a session and a clock whose every tick is known."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +11,6 @@ import pytest
 from kl_lens.base.errors import TargetError
 from kl_lens.profiling import in_use
 from kl_lens.profiling.benchmark import Benchmark, Report, Timed, UseSettings
-from kl_lens.profiling.machine import ratio_of
 from kl_lens.profiling.memory import MemoryUse
 from kl_lens.run.records import ARTIFACT, Profile, Quartiles, Subject
 from kl_lens.targets import describe_target
@@ -123,15 +120,6 @@ def test_artifacts_take_turns_of_a_prompt_or_a_few_tokens(
     assert profile.threads == 3
     assert profile.bound["bytes_per_token"] == 1000
     assert Profile.from_json(profile.to_json()) == profile
-
-
-def test_the_profile_says_how_busy_the_machine_was(three: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_use.LoadMeter, "read", lambda self: {"stolen": 0.42, "others": 0.1})
-    monkeypatch.setattr(in_use, "processors", lambda: 6)
-    profile = timed(three[0], [])[0]["b"]
-    assert profile.load == {"stolen": 0.42, "others": 0.1, "asked": 0.5}  # three threads
-    assert "tokens_per_second" not in profile.ratios  # two turns are too few for an interval
-    assert ratio_of(profile, "tokens_per_second").words.startswith("not measurable here: too few turns")
 
 
 def test_rounds_end_when_every_interval_is_narrow(three: tuple, monkeypatch: pytest.MonkeyPatch) -> None:

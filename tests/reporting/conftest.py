@@ -1,7 +1,5 @@
 """Sample runs, made once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

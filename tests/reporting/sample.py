@@ -4,8 +4,6 @@ The numbers obey simple laws (damage falls with bits, early and late blocks are 
 looks like a figure; nothing of it was measured.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random
@@ -233,18 +231,6 @@ def _benchmark(run: Run, plans: Sequence[Plan]) -> None:
             subject = about(run, target, plan.name)
             profile = _profile(subject, size, whole, bandwidth, share)
             run.store_result("profile", subject, "use|CPU", profile.to_json() | {"provenance": {}})
-    for plan in everything:
-        assert plan.bytes is not None
-        subject = about(run, "openvino", plan.name)
-        latency, rate = plan.bytes / 1e4, 1e6 / plan.bytes
-        timings = {
-            "latency_ms": Quartiles(latency, 0.9 * latency, 1.1 * latency, 9),
-            "throughput_fps": Quartiles(rate, 0.9 * rate, 1.1 * rate, 9),
-        }
-        profile = Profile(
-            subject, "benchmark_app", "GPU.0", 1, timings, {}, None, plan.bytes, {}, {"repeats": 9}, {}
-        )
-        run.store_result("profile", subject, "benchmark_app|GPU.0", profile.to_json())
 
 
 def _profile(subject: Subject, size: int, whole: int, bandwidth: float, share: float) -> Profile:

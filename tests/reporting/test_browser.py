@@ -1,7 +1,5 @@
 """The report in a real browser, from disk: it works, it is quiet, and nothing leaves."""
 
-from __future__ import annotations
-
 import shlex
 import shutil
 from collections.abc import Iterator

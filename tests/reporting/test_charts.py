@@ -1,7 +1,5 @@
 """Axes, labels and colours of charts, numbers as people write them, and markup."""
 
-from __future__ import annotations
-
 import html
 import json
 
@@ -10,8 +8,6 @@ from hypothesis import given, settings, strategies as st
 from kl_lens.reporting import charts
 from kl_lens.reporting.charts import Axis, Cell, Dot, axis, grid_map, scatter
 from kl_lens.reporting.markup import Html, escape, json_block, tag
-from kl_lens.reporting.page import asset
-from kl_lens.weights.formats import get_format, known_formats
 from tests.reporting.document import read
 
 
@@ -36,16 +32,6 @@ def test_hostile_words_stay_words_in_a_chart() -> None:
     assert "<b>" not in drawn
     assert "alert(1)" in drawn
     assert "<script" not in grid_map([Cell(words, 0, "h3", words)], 2).svg()
-
-
-def test_every_format_has_the_colour_of_its_bits_and_every_colour_is_in_the_stylesheet() -> None:
-    style = asset("report.css")
-    names = [f"s{i}" for i in range(len(charts.SERIES))] + [f"h{i}" for i in range(len(charts.RAMP))]
-    for name in (*names, *(f"b{bits}" for bits in charts.BITS)):
-        light = charts.colour(name).removesuffix(")").partition(",")[2]
-        assert f"--{name}: light-dark({light}, #" in style
-    for name in known_formats():
-        assert charts.bits_colour(get_format(name).bits).startswith("var(--b")
 
 
 # -- nothing from outside can become markup ------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """Run folders of other versions, and several kinds of measurements in one."""
 
-from __future__ import annotations
-
 import sqlite3
 from pathlib import Path
 

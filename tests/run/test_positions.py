@@ -1,7 +1,5 @@
 """Loss by position: the slope and its error, and from `evaluate` to the report."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 
@@ -13,12 +11,7 @@ import kl_lens as kl
 from kl_lens import planning
 from kl_lens.cli.main import main
 from kl_lens.run.records import Plan
-from kl_lens.run.samples import (
-    FALLS,
-    GROWS,
-    STEADY,
-    by_position,
-)
+from kl_lens.run.samples import FALLS, GROWS, STEADY, by_position
 
 TOKENS, WINDOWS = 2047, 6
 

@@ -1,7 +1,5 @@
 """Heads for further tokens (`mtp.*`) of a checkpoint: kept where a runtime has a place for them, named where not."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Running an exported model needs the runtime and numpy: what only measuring and exporting need stays unloaded."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -89,17 +87,6 @@ def test_generating_and_weighing_load_nothing_heavy(
     use, loaded = _run(PEAK, str(exported[target]), target, TARGETS[target], '{"threads": 1}')
     assert loaded == []
     assert 0 < use["base_bytes"] < use["peak_bytes"]
-
-
-def test_lazy_packages_have_every_name_they_promise() -> None:
-    import kl_lens
-    from kl_lens import profiling
-
-    for package in (kl_lens, profiling):
-        for name in package.__all__:
-            assert getattr(package, name) is not None
-        with pytest.raises(AttributeError, match="no_such_name"):
-            _ = package.no_such_name
 
 
 def test_the_tokenizer_beside_a_model_is_what_transformers_reads(

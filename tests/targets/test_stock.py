@@ -1,7 +1,5 @@
 """Stock recipes such as Q4_K_M, and what the targets say about themselves."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess
@@ -12,11 +10,10 @@ import numpy as np
 import pytest
 import transformers
 
-from kl_lens.model import LoadedModel, load
+from kl_lens.model import LoadedModel
 from kl_lens.run.records import Plan
 from kl_lens.targets import TARGETS, describe_target, export, read_artifact
 from kl_lens.targets.openvino import profiles as stock
-from kl_lens.targets.openvino.target import OpenVINOTarget
 from kl_lens.weights.recipes import Recipe, fitting_recipe
 from tests.families import _ATTENTION, _COMMON, plain, tiny_model
 from tests.shipped import shipped_digests
@@ -166,19 +163,6 @@ def test_a_ratio_leaves_at_8_bits_what_nncf_leaves_there(mamba: LoadedModel) -> 
     assert set(stock.least_sensitive(mamba, order, 0.8)) == theirs
 
 
-def test_nncf_keeps_the_outer_layers_in_eight_bits(jamba: LoadedModel) -> None:
-    found = recipes("openvino", jamba)
-    assert set(found["INT8_SYM"].values()) == {"int8"}
-    grouped = found["INT4_SYM-g64"]
-    outer = {jamba.anatomy.embedding, jamba.anatomy.head}
-    assert {grouped[name] for name in outer} == {"int8"}
-    columns = {c.name: c.shape[-1] for c in jamba.anatomy.candidates}
-    inner = {name: recipe for name, recipe in grouped.items() if name not in outer}
-    for name, recipe in inner.items():
-        size = 64 if columns[name] % 64 == 0 else 32
-        assert recipe == (f"int4-g{size}" if columns[name] % size == 0 else "int8")
-
-
 @pytest.mark.parametrize(
     ("target", "recipes"),
     [("openvino", ("uint4-g64",)), ("gguf", ("q8_0", "iq4_xs")), ("mlx", ("affine3-g64",))],
@@ -218,19 +202,3 @@ def test_digests_are_those_of_the_bytes_in_the_file(
     tensors = read_artifact(tmp_path / "1").tensors
     assert changed == {t.runtime_name for t in tensors if t.component == name}
     assert all(after[tensor.runtime_name] == tensor.digest for tensor in tensors)
-
-
-def test_a_repeated_matrix_is_weighed_with_its_own_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """OpenVINO stores equal constants once; rounded by other methods, equal weights are no longer equal."""
-    model, repeating = plain(load("reference:mamba")), plain(load("reference:mamba"))
-    target = OpenVINOTarget()
-    weighed: list[dict[str, str]] = []
-
-    monkeypatch.setattr(target, "write", lambda model, plan, folder, **_: weighed.append(plan.assignment))
-    first, second = (f"backbone.layers.{k}.mixer.in_proj" for k in (0, 1))
-    plan = Plan("p", {first: "int4-g64+gptq", second: "int4-g64+search"}, "a test")
-    target.file_bytes(model, plan, exact=True)
-    weights = repeating.model.get_parameter
-    weights(f"{second}.weight").copy_(weights(f"{first}.weight"))
-    target.file_bytes(repeating, plan, exact=True)
-    assert weighed == [dict.fromkeys((first, second), "int4-g64"), plan.assignment]

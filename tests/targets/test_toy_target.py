@@ -1,7 +1,5 @@
 """A third target in one file and one registration, taken through every verb: nothing else knows its name."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

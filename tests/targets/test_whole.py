@@ -1,7 +1,5 @@
 """What is opened is what was exported, and what was exported can be opened."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -63,11 +61,7 @@ VERBS = {
 
 @pytest.mark.parametrize(
     ("target", "verb", "named"),
-    [
-        ("gguf", "benchmark", "folder"),
-        ("gguf", "evaluate", "file"),
-        ("openvino", "generate", "file"),
-    ],
+    [("gguf", "benchmark", "folder"), ("gguf", "evaluate", "file"), ("openvino", "generate", "file")],
 )
 def test_every_verb_refuses_other_bytes_than_were_exported(
     target: str, verb: str, named: str, exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -1,16 +1,11 @@
 """A small tokenizer and small texts, so that the text room is tested without any download."""
 
-from __future__ import annotations
-
 import random
-from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from kl_lens.text.sources import Document, TextSource
-
-SHARED = Path(__file__).resolve().parents[3] / "shared"
 
 WORDS = [f"{a}{b}{c}" for a in "bdfklmnprst" for b in "aeiou" for c in ("n", "r", "st", "lo")]
 
@@ -39,10 +34,3 @@ def source() -> TextSource:
     """Forty documents of some three hundred words."""
     documents = tuple(Document(f"made-up {n}", prose(300, seed=n)) for n in range(1, 41))
     return TextSource("made-up", None, documents)
-
-
-@pytest.fixture(scope="session")
-def shared() -> Path:
-    if not SHARED.is_dir():
-        pytest.skip("needs the shared models and texts beside the checkout")
-    return SHARED

@@ -1,9 +1,6 @@
 """Calibration and evaluation never share text."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
@@ -29,16 +26,6 @@ def test_boilerplate_is_allowed_and_a_copied_page_is_not(
         TextError, match=r"200 tokens in a row: window 2, token 40 .* and window 1, token 300 "
     ):
         refuse_overlap(calibration, evaluation)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("split", ["valid", "test"])
-def test_all_of_wikitexts_own_splits_pass(shared: Path, split: str) -> None:
-    """Their articles do share boilerplate, which must not stop the default run."""
-    neox = Tokenizer.from_file(str(shared / "data" / "tokenizers" / "gpt_neox_20b_tokenizer.json"))
-    refuse_overlap(
-        evaluation_windows("wikitext2:train", neox, 512), evaluation_windows(f"wikitext2:{split}", neox, 512)
-    )
 
 
 def test_same_document_on_both_sides_is_refused_by_name(source: TextSource, tokenizer: Tokenizer) -> None:

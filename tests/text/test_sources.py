@@ -1,7 +1,5 @@
 """Text by name or path; whatever is wrong with it is said in one line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -80,7 +78,6 @@ BAD_FILES = {
         b'{"text": "a"}\n{"text": "\xe9"}\n',
         "line 2: not UTF-8 .byte 0xe9 at offset 24",
     ),
-    "empty jsonl": ("a.jsonl", b"", "a.jsonl: empty"),
     "only blank rows": ("a.jsonl", b'{"text": ""}\n', "a.jsonl: holds only blank text"),
     "broken json": ("a.jsonl", b'{"text": "a"}\n{"text": \n', "line 2: not valid JSON"),
     "very deep json": ("a.jsonl", b"[" * 200_000, "line 1: not valid JSON"),

@@ -1,14 +1,11 @@
 """WikiText-2 ships with the project, whole, and is joined as the published protocol joins it."""
 
-from __future__ import annotations
-
 import lzma
 import re
 
 import numpy as np
 import pytest
 
-from kl_lens.base.errors import TextError
 from kl_lens.base.files import reference_path
 from kl_lens.text.sources import wikitext2
 from kl_lens.text.windows import token_stream
@@ -33,21 +30,6 @@ def test_every_document_is_one_article() -> None:
         assert document.text.startswith(titles[0])
         assert document.text.count("\n\n\n") > 4
     assert wikitext2("test").documents[0].name == "wikitext2:test, article 1 (Robert Boulter)"
-
-
-def test_damaged_copy_is_reported(tmp_path, monkeypatch) -> None:
-    from kl_lens.text import sources
-
-    good = reference_path("text", "wikitext2", "wiki.test.raw.xz").read_bytes()
-    damaged = tmp_path / "wiki.test.raw.xz"
-    monkeypatch.setattr(sources, "reference_path", lambda *parts: damaged)
-    for content, complaint in [
-        (good[:1000], "damaged"),
-        (lzma.compress(b" = Other = \n"), "checksum differs"),
-    ]:
-        damaged.write_bytes(content)
-        with pytest.raises(TextError, match=complaint):
-            sources.raw_text("test")
 
 
 def test_tokens_of_the_documents_are_the_tokens_of_the_joined_text(tokenizer) -> None:

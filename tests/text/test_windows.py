@@ -1,9 +1,6 @@
 """Windows: drawn with a seed, extendable, and with their origin written down."""
 
-from __future__ import annotations
-
 import json
-import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,14 +42,6 @@ def test_windows_do_not_overlap_while_there_is_room(source: TextSource, tokenize
     record = json.loads(json.dumps(brim_full.provenance()))
     assert (record["seed"], record["length"], record["overlapping"]) == (42, 64, brim_full.overlapping)
     assert {d["sha256"] for d in record["documents"]} == {d.sha256 for d in brim_full.used_documents}
-
-
-def test_documents_of_each_window_are_known(source: TextSource, tokenizer: Tokenizer) -> None:
-    windows = draw_windows(source, tokenizer, windows=16, length=64)
-    by_hash = {document.sha256: document for document in source.documents}
-    for row, used in zip(windows.ids, windows.documents, strict=True):
-        around = "\n\n".join(by_hash[document.sha256].text for document in used)
-        assert tokenizer.decode(row.tolist()).strip() in around
 
 
 def test_fingerprint_follows_the_tokens_and_not_the_path(
@@ -99,19 +88,6 @@ def test_text_shorter_than_a_window_is_refused(tmp_path: Path, tokenizer: Tokeni
             cut(str(tmp_path / "a.txt"), tokenizer, length=512)
 
 
-def test_senseless_sizes_are_refused(source: TextSource, tokenizer: Tokenizer) -> None:
-    for wrong in ({"windows": 0}, {"length": 1}, {"length": -5}):
-        with pytest.raises(TextError, match="is too small"):
-            draw_windows(source, tokenizer, **wrong)
-    for wrong in ({"stride": 0}, {"limit": 0}):
-        with pytest.raises(TextError, match="is too small"):
-            evaluation_windows(source, tokenizer, **wrong)
-    with pytest.raises(TextError, match="stride 20 is longer than the window of 10"):
-        evaluation_windows(source, tokenizer, length=10, stride=20)
-    with pytest.raises(TextError, match="so split test cannot be chosen"):
-        draw_windows(source, tokenizer, split="test")
-
-
 def test_truncation_padding_and_special_tokens_of_a_tokenizer_are_left_out(
     source, tokenizer: Tokenizer
 ) -> None:
@@ -126,14 +102,3 @@ def test_truncation_padding_and_special_tokens_of_a_tokenizer_are_left_out(
     fussy.enable_padding(length=4096)
     assert np.array_equal(token_stream(source, fussy).ids, token_stream(source, tokenizer).ids)
     assert fussy.truncation["max_length"] == 16  # the caller's tokenizer is as it was
-
-
-def test_transformers_tokenizer_gives_the_same_and_does_not_warn(source, tokenizer, caplog) -> None:
-    from transformers import PreTrainedTokenizerFast
-
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=16)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        found = token_stream(source, wrapped).ids
-    assert "longer than" not in caplog.text
-    assert np.array_equal(found, token_stream(source, tokenizer).ids)

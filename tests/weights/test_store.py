@@ -1,7 +1,5 @@
 """One place gives weights, and it gives the same ones every time."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Mapping
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Hymba against a second forward, written here from the paper: token by token, head by head, in float64."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

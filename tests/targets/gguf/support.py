@@ -1,7 +1,5 @@
 """Tiny models of what llama.cpp can hold, plans for them, and comparisons."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,12 +52,6 @@ def _nemotron(feed_forward: str, **changes: Any) -> transformers.PretrainedConfi
     return transformers.NemotronHConfig(**(_COMMON | _ATTENTION | settings | changes))
 
 
-def _falcon_mamba(**changes: Any) -> transformers.PretrainedConfig:
-    return transformers.FalconMambaConfig(
-        **_COMMON, num_hidden_layers=3, state_size=8, time_step_rank=5, **changes
-    )
-
-
 def _qwen3_5() -> transformers.PretrainedConfig:
     """Heads of 32, so that a format with blocks of 32 fits into one."""
     return families.OTHERS["qwen3_5_text"](
@@ -72,7 +64,7 @@ CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "mamba without convolution bias": lambda: transformers.MambaConfig(
         **_COMMON, num_hidden_layers=2, state_size=8, use_conv_bias=False
     ),
-    "falcon_mamba": lambda: _falcon_mamba(mixer_rms_eps=1e-5),
+    "falcon_mamba": lambda: families.CONFIGS["falcon_mamba"](mixer_rms_eps=1e-5),
     "mamba2": families.CONFIGS["mamba2"],
     "mamba2 with groups": families.UNUSUAL["mamba2_groups"],
     "jamba": families.CONFIGS["jamba"],

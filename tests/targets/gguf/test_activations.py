@@ -1,7 +1,5 @@
 """Activation rounding: equal to ggml's own functions, applied where llama.cpp applies it, and predictive."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Iterator
 from pathlib import Path
@@ -143,10 +141,7 @@ MORE = [
 
 @pytest.mark.parametrize(
     ("family", "format_name", "windows", "tolerance"),
-    [
-        ("mamba", "q8_0", 2, 0.15),
-        *(pytest.param(*each, 16, 0.04, marks=pytest.mark.slow) for each in MORE),
-    ],
+    [("mamba", "q8_0", 2, 0.15), *(pytest.param(*each, 16, 0.04, marks=pytest.mark.slow) for each in MORE)],
 )
 def test_predicted_kl_is_the_kl_of_the_file(
     family: str, format_name: str, windows: int, tolerance: float, tmp_path: Path

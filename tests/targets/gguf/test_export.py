@@ -1,7 +1,5 @@
 """What is in the file: the integers of kl_lens.weights.formats, every component once, fallbacks in the open."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

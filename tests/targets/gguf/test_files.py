@@ -1,7 +1,5 @@
 """Damaged and foreign files, wrong options and wrong libraries: one line each, and the process lives."""
 
-from __future__ import annotations
-
 import struct
 from pathlib import Path
 from unittest.mock import Mock
@@ -62,20 +60,6 @@ def test_every_way_of_loading_gives_the_same_logits(tmp_path: Path, monkeypatch:
         assert np.array_equal(found[load], found["read"]), load
     assert np.array_equal(found["mapped-plain"], found["read-plain"])
     assert np.abs(found["read-plain"] - found["read"]).max() < 0.02 * size
-
-
-def test_other_ways_of_loading(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(TargetError, match="--load quick: unknown; choose from auto, lean, read, mapped"):
-        open_session(whole, load="quick")
-    free = type("Memory", (), {"available": whole.stat().st_size})
-    monkeypatch.setattr(session_module.psutil, "virtual_memory", lambda: free)  # less than the file
-    with open_session(whole, threads=1) as session:
-        assert session.description["load_mode"] == "mapped-plain"
-    monkeypatch.setattr(library, "SWITCHES", (72, bytes((1, 0, 1, 0, 0))))  # as if its fields lay elsewhere
-    with pytest.raises(TargetError, match="has no load modes that KL Lens knows"):
-        open_session(whole, load="mapped")
-    with open_session(whole, threads=1) as session:
-        assert session.description["load_mode"] == "the library's default"
 
 
 def test_foreign_files_are_named_in_one_line(tmp_path: Path) -> None:

@@ -1,12 +1,9 @@
 """What a GGUF file says about itself, what it is called, its parts, and that llama.cpp's own server talks sense."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import transformers
@@ -17,7 +14,6 @@ from kl_lens.run.records import Plan
 from kl_lens.study.study import generate
 from kl_lens.targets import export, get_target, locate, open_session
 from kl_lens.targets.gguf.header import read_header
-from kl_lens.targets.gguf.tokenizer import tokenizer_data
 from tests.families import _COMMON, plain
 from tests.shipped import shipped_digests
 from tests.targets.gguf.support import tiny
@@ -136,19 +132,6 @@ def test_parts(checkpoint: Path, exported: Path, tmp_path: Path) -> None:
     last.unlink()
     with pytest.raises(Exception, match=rf"{last.name}"):
         target.contents(tmp_path / artifact.files[0])
-
-
-def test_named_templates_and_the_end_of_a_turn(checkpoint: Path) -> None:
-    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(checkpoint)
-    tokenizer.chat_template = {"default": TEMPLATE, "tool_use": "tools"}
-    end, turn, stop = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>", "<|stop|>"])
-    data = tokenizer_data(tokenizer, len(tokenizer), [stop, turn])
-    assert data.chat_template == [
-        {"name": "default", "template": TEMPLATE},
-        {"name": "tool_use", "template": "tools"},
-    ]
-    assert {data.special[name] for name in ("eos", "eot", "eom")} == {end, turn, stop}
-    assert data.special["eot"] == turn
 
 
 # In a process of its own: it is another llama.cpp than the sessions', and brings threads along.

@@ -1,7 +1,5 @@
 """llama.cpp computes what PyTorch computes, for every architecture that is exported."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """llama.cpp splits text as Hugging Face does, with the tokenizer that is inside the file."""
 
-from __future__ import annotations
-
 import json
 import os
 import unicodedata

@@ -1,7 +1,5 @@
 """Folders for mlx-lm, opened by `mlx_lm` itself; weights bit for bit, logits as in PyTorch, or refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Exports of tiny models, made once and shared: the conversion is what takes time here."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass

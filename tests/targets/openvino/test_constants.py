@@ -1,7 +1,5 @@
 """The integers on disk are those of kl_lens.weights.formats, each component exactly once."""
 
-from __future__ import annotations
-
 import platform
 import re
 from collections.abc import Callable
@@ -13,11 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from kl_lens.base.errors import TargetError
 from kl_lens.run.records import Plan
 from kl_lens.targets import describe_target, quarantine
 from kl_lens.targets.openvino import constants
-from kl_lens.targets.openvino.graph import graph_of
 from kl_lens.targets.openvino.rewrites import operations
 from kl_lens.targets.openvino.session import open_session, read_graph
 from kl_lens.weights.formats import get_format
@@ -31,8 +27,8 @@ plans = pytest.mark.parametrize(
     ("family", "plan"),
     [
         ("mamba", "unsigned"),
-        ("jamba_experts", "mixed"),
-        *(pytest.param(name, "mixed", marks=pytest.mark.slow) for name in ("mamba", *SLOW)),
+        ("mamba", "mixed"),
+        *(pytest.param(name, "mixed", marks=pytest.mark.slow) for name in ("jamba_experts", *SLOW)),
         pytest.param("jamba_experts", "unsigned", marks=pytest.mark.slow),
     ],
 )
@@ -127,19 +123,6 @@ def test_bytes_on_disk_are_the_plans_and_a_tied_head_is_stored_once(tmp_path: Pa
     size = anatomy.component(anatomy.embedding).parameters
     large = [name for name, (_, data) in stored_in(tmp_path).items() if data.nbytes == size]
     assert large == ["backbone.embeddings.weight"]
-
-
-def test_weights_that_cannot_be_found_are_listed() -> None:
-    model = loaded("mamba")
-    graph = graph_of(model.model)
-    anatomy = model.anatomy
-    projection = model.model.backbone.layers[1].mixer.in_proj
-    projection.weight = nn.Parameter(projection.weight + 0.001)  # not in place: the graph shares that memory
-    with pytest.raises(TargetError) as problem:
-        constants.map_weights(graph, model.model, anatomy)
-    message = str(problem.value)
-    assert "without a constant: backbone.layers.1.mixer.in_proj;" in message
-    assert "self.model.backbone.layers.1.mixer.in_proj.weight [256, 64]" in message
 
 
 def test_equal_weights_keep_their_own_formats(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """The PyTorch emulation of the ARM kernels gives what the kernels give."""
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """NNCF with the recipe of a plan gives every constant the type that our own export gives it."""
 
-from __future__ import annotations
-
 import runpy
 from collections.abc import Callable
 from pathlib import Path

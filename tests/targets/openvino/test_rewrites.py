@@ -1,7 +1,5 @@
 """Rewrites change nothing but the operations."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

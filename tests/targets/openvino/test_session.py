@@ -1,7 +1,5 @@
 """Sessions: state, errors that say what to do, the compile cache and its trap."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Images: read from folders, dealt into splits that never overlap, cut into windows that extend."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Names, bytes, shapes, fallbacks and errors: what every format promises, whatever its numerics."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

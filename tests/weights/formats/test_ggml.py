@@ -1,7 +1,5 @@
 """Our GGUF blocks against ggml's C code."""
 
-from __future__ import annotations
-
 import ctypes
 from typing import Any
 
@@ -13,7 +11,6 @@ from kl_lens.base.errors import FormatError
 from kl_lens.weights.formats import Quantized, get_format
 from kl_lens.weights.formats.blocks import LAYOUTS
 from kl_lens.weights.formats.gguf_blocks import GGUFFormat, ggml_library
-from kl_lens.weights.recipes import Recipe
 
 gguf = pytest.importorskip("gguf", reason="the extra 'gguf' is not installed")
 pytest.importorskip("xllamacpp", reason="the extra 'gguf' is not installed")
@@ -115,18 +112,6 @@ def test_blocks_with_importance_equal_ggml_s(name: str) -> None:
 def test_importance_that_ggml_would_choke_on(change: Any, complaint: str) -> None:
     with pytest.raises(FormatError, match=rf"^layers\.0\.in_proj: {complaint}"):
         gguf_format("q4_k").quantize_with(torch.ones(4, 512), change(importance()), "layers.0.in_proj")
-
-
-@pytest.mark.parametrize("name", ["iq2_xxs", "iq2_xs"])
-def test_what_needs_importance_is_refused_without(name: str) -> None:
-    with pytest.raises(
-        FormatError, match=rf"^w: {name} needs the importance of columns; .* use {name}\+imatrix"
-    ):
-        get_format(name).quantize(torch.ones(1, 256), "w")
-    with pytest.raises(
-        FormatError, match=rf"recipe '{name}': {name} cannot be made without calibration text"
-    ):
-        Recipe.parse(name)
 
 
 @pytest.mark.parametrize("name", EVERY)

@@ -1,7 +1,5 @@
 """MLX's affine formats are what `mx.quantize` stores and `mx.dequantize` computes with, bit for bit."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Our integers against the real NNCF and OpenVINO: same integers, same scales, same products, same bytes."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Properties that hold for every weight, looked for by hypothesis in the corners of float32."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
