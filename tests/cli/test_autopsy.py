@@ -8,13 +8,15 @@ import pytest
 
 from kl_lens.cli.main import main
 from tests.byte_level import save_tokenizer
+from tests.families import tiny_model
 
 
 @pytest.fixture(scope="module")
 def folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model with a tokenizer that llama.cpp has too."""
     copy = Path(shutil.copytree(tiny_folder, tmp_path_factory.mktemp("autopsy") / "tiny"))
-    save_tokenizer(copy, [(copy / "text.txt").read_text()])
+    tiny_model("mamba", vocabulary=300).save_pretrained(copy)
+    save_tokenizer(copy, [(copy / "text.txt").read_text()], vocabulary=300)
     return copy
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from kl_lens.cli.judging import use_rows
 from kl_lens.cli.main import main
 from kl_lens.model import LoadedModel
 from kl_lens.run.folder import Run
@@ -134,17 +133,6 @@ def test_the_published_protocol(run_folder: Path, capsys) -> None:
         (row,) = csv.DictReader(file)
     assert row["model"] == "small"
     assert float(row["latency_median_ms"]) == pytest.approx(profile.timings["latency_ms"].median, rel=1e-4)
-
-
-def test_threads_and_the_way_of_loading_are_as_asked(run_folder: Path, capsys) -> None:
-    arguments = ["benchmark", "--run", str(run_folder), *SHORT[2:], "--targets", "gguf"]
-    assert main([*arguments, "--threads", "2", "--load", "read"]) == 0
-    output = " ".join(capsys.readouterr().out.split())
-    profile = profiles(run_folder)["gguf/uniform_fp16|use|CPU"]
-    assert (profile.threads, profile.runtime["load_mode"]) == (2, "read")
-    assert f"llama.cpp here is {profile.runtime['library']} from {profile.runtime['found']}" in output
-    (row,) = use_rows([replace(profile, bound={})])  # as of a GPU
-    assert (row["limit tokens/s"], row["share of limit"]) == ("–", "–")
 
 
 @pytest.mark.parametrize(

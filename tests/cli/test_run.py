@@ -10,7 +10,6 @@ import pytest
 import yaml
 
 from kl_lens import model, planning
-from kl_lens.base.errors import KLLensError
 from kl_lens.cli.main import main, parse, settings_from
 from kl_lens.model import load
 from kl_lens.reporting.answer import recommended_names
@@ -18,7 +17,7 @@ from kl_lens.reporting.data import collect
 from kl_lens.run.folder import Run
 from kl_lens.run.records import ARTIFACT, Plan, Subject
 from kl_lens.run.subjects import current_results
-from kl_lens.study import RunSettings, run as running
+from kl_lens.study import RunSettings
 from kl_lens.targets import read_artifact
 
 pytest.importorskip("gguf", reason="needs the extra gguf")
@@ -211,20 +210,6 @@ def test_an_estimate_names_every_stage_and_does_nothing(tiny_folder: Path, tmp_p
         assert part in said
     assert "Timing" not in said
     assert not (tmp_path / "run").exists()
-
-
-def test_too_little_room_is_told_before_anything_else(
-    tiny_folder: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def nothing(job: object) -> None:
-        raise KLLensError("begun")
-
-    monkeypatch.setattr(running._Job, "all_stages", nothing)
-    little = shutil.disk_usage("/")._replace(free=1000)
-    monkeypatch.setattr(shutil, "disk_usage", lambda place: little)
-    assert main(words(tmp_path / "run", tiny_folder, "--targets", "openvino")) == 1
-    said = capsys.readouterr().err
-    assert re.search(r"run: about [\d.]+ [kMG]B will be written, and only 1.00 kB are free", said)
 
 
 def test_a_runtime_that_does_not_support_the_model_is_not_a_failure(

@@ -16,7 +16,6 @@ from kl_lens.study.planner import TargetPlanner
 from kl_lens.study.settings import HeldOut, Limits
 from kl_lens.targets import get_target
 from tests.byte_level import save_tokenizer
-from tests.families import VOCABULARY
 
 
 @pytest.mark.parametrize(
@@ -30,12 +29,12 @@ def test_our_plan_that_is_no_larger_is_never_worse(
     folder = shutil.copytree(tiny_folder, tmp_path / "model")
     torch.manual_seed(0)
     config = transformers.Mamba2Config(
-        vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=2, num_heads=4, head_dim=32, state_size=32,
+        vocab_size=300, hidden_size=64, num_hidden_layers=2, num_heads=4, head_dim=32, state_size=32,
         n_groups=1, chunk_size=16, tie_word_embeddings=True,
     )  # fmt: skip
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     text = folder / "text.txt"
-    save_tokenizer(folder, [text.read_text()])
+    save_tokenizer(folder, [text.read_text()], vocabulary=300)
     few = {"model": str(folder), "run": str(tmp_path / "run"), "text": str(text), "window_length": 32}
     session = Session()
     perform(CalibrateSettings.of(**few, windows=4), session)

@@ -3,7 +3,7 @@
 import pytest
 
 from kl_lens.measuring.perturbation import Candidate, key_of
-from kl_lens.measuring.screening import ALIKE, Screen, is_worth_it
+from kl_lens.measuring.screening import ALIKE, Screen
 from kl_lens.run.records import Component
 from kl_lens.weights.recipes import Recipe
 
@@ -79,13 +79,6 @@ def test_only_clear_losers_of_no_fewer_bytes_are_left_out(candidates: list[Candi
     assert Screen(both).undominated(errors) == candidates
     near = errors | {key_of(both[-1]): 1.1 * errors[key_of(both[0])]}
     assert Screen(both).undominated(near) == both
-
-
-def test_small_menus_are_not_screened(candidates: list[Candidate]) -> None:
-    small = [c for c in candidates if c.recipe.grid.name != "q8_0"]
-    assert not is_worth_it(small, with_a_limit=True)
-    assert is_worth_it(candidates, with_a_limit=True)
-    assert not is_worth_it(candidates, with_a_limit=False)  # one recipe per format: none can lose to another
 
 
 def test_in_a_deep_model_some_components_stand_for_others_of_their_kind() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from kl_lens.model import Chain
-from kl_lens.model.kernels import attention, fast_kernels, swap
+from kl_lens.model.kernels import attention, swap
 from kl_lens.model.kernels.chunked_scan import chunked_scan
 from kl_lens.model.kernels.head_scan import head_scan
 from kl_lens.model.kernels.selective_scan import causal_convolution, selective_scan
@@ -127,24 +127,6 @@ def test_attention_equals_torchs_in_double_precision(shape: tuple[int, ...], siz
         query.double(), keys, values, is_causal=True, scale=0.3
     )
     _equal(ours, expected.transpose(1, 2), 1e-5 if size == 3 else 2e-3)
-
-
-def test_attention_with_a_mask_is_left_to_the_library(monkeypatch) -> None:
-    monkeypatch.setattr(attention, "SHORTEST", 2)
-    monkeypatch.setattr(attention.platform, "machine", lambda: "aarch64")
-    calls, ours = [], attention.causal_attention
-    monkeypatch.setattr(swap, "causal_attention", lambda *given: calls.append(1) or ours(*given))
-    model, ids = tiny_model("llama"), token_ids(2, 9)
-    mask = torch.ones_like(ids)
-    mask[0, :4] = 0
-    for given, used in ((None, True), (mask, False)):
-        calls.clear()
-        with torch.inference_mode():
-            expected = model(ids, attention_mask=given, use_cache=False).logits
-            with fast_kernels(model):
-                found = model(ids, attention_mask=given, use_cache=False).logits
-        assert bool(calls) == used
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_nan_that_enters_a_kernel_comes_out_of_it() -> None:

@@ -14,14 +14,13 @@ import pytest
 import yaml
 
 from kl_lens.base.errors import PlanError, UnlearntError
-from kl_lens.cli.main import main
 from kl_lens.measuring.statistics import gather
 from kl_lens.model import LoadedModel
 from kl_lens.planning.handover import TOOLS, write_recipe
 from kl_lens.run.records import Plan
 from kl_lens.targets.gguf.export import export
 from kl_lens.weights.recipes import Recipe, fitting_recipe
-from tests.cli.conftest import measure_arguments, tiny_folder  # noqa: F401
+from tests.families import plain
 from tests.measuring.conftest import loaded, some_windows
 
 INTEGERS = ("int4-g32", "int8-g128", "fp16", "uint4-g64")
@@ -63,7 +62,7 @@ def handed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """A plan, its recipe for llama.cpp, and our own file of it."""
     pytest.importorskip("gguf")
     folder = tmp_path_factory.mktemp(request.param)
-    model = loaded(request.param)
+    model = plain(loaded(request.param))
     statistics = gather(model, some_windows(3, 20), folder)
     model = model.with_store(statistics=statistics)
     plan = gguf_plan(model)
@@ -182,21 +181,3 @@ def test_auto_round_and_modelopt_are_told_every_layer(tmp_path: Path) -> None:
     assert {n: (cfg["num_bits"], cfg.get("block_sizes", {}).get(-1)) for n, cfg in found.items()} == {
         name: (grid.bits, grid.group_size) for name, grid in grids.items()
     }
-
-
-def test_the_command_writes_the_files_and_says_how_to_use_them(
-    measure_arguments: list[str],  # noqa: F811
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    run = ["--run", str(tmp_path / "run")]
-    assert main([*measure_arguments, "--formats", "int8"]) == 0
-    assert main(["plan", *run, "--uniform", "int8", "--write-recipe", "nncf"]) == 0
-    file = tmp_path / "run/recipes/uniform_int8.nncf/nncf_recipe.py"
-    assert '"mode": "int8_sym"' in file.read_text(encoding="utf-8")
-    assert "from nncf_recipe import compress" in capsys.readouterr().out
-    assert main(["plan", *run, "--plan", "uniform_int8", "--write-recipe", "mlx-lm"]) == 1
-    assert "mlx-lm cannot express plan uniform_int8: backbone.embeddings: it has nothing like int8" in (
-        capsys.readouterr().err.replace("\n", " ")
-    )
-    assert main(["plan", *run, "--frontier", "--write-recipe", "nncf"]) == 1

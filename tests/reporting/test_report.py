@@ -86,18 +86,6 @@ def test_a_targets_choices_are_in_bytes_of_its_file_and_its_answer_names_the_nea
     assert "INT4" not in words
 
 
-def test_every_candidate_is_in_the_map_and_what_is_within_the_noise_says_so(sample_page: str) -> None:
-    cells = [words for words in marks(section(sample_page, "sizes")) if ": KL " in words]
-    assert len(cells) == 17
-    assert [words for words in cells if words.startswith("backbone.layers.0.mixer.in_proj\nint")]
-    [space], components = data_of(sample_page)["spaces"], data_of(sample_page)["components"]
-    assert [len([kl for kl in kls if kl]) for kls in space["kls"]] == [17, 17, 0]  # int4, int8, fp16
-    told = [(c, kl[1]) for kls in space["kls"] for c, kl in zip(components, kls, strict=True) if kl]
-    buried = [c for c, words in told if "within the noise of measuring" in words]
-    assert buried
-    assert all("dt_proj" in name for name in buried)
-
-
 def test_the_slider_goes_from_the_smallest_file_to_fp16_never_rises_and_agrees_with_plan(
     sample_run: Path, sample_page: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,26 +8,8 @@ from tests.reporting.sample import about, make_run
 
 from kl_lens.reporting.data import collect
 from kl_lens.run.folder import Run
-from kl_lens.run.records import ARTIFACT, ORIGINAL, Subject
+from kl_lens.run.records import ARTIFACT, Subject
 from kl_lens.run.subjects import current_results, file_digest, is_current, outside_path
-
-
-def test_results_come_back_with_their_subjects_and_states_side_by_side(tmp_path: Path) -> None:
-    first = Subject(ARTIFACT, "small", "gguf", {"exact": True}, "1")
-    second = replace(first, digest="2")
-    with Run.create(tmp_path) as run:
-        run.store_result("score", first, "a", {"x": 1})
-        run.store_result("score", second, "a", {"x": 2})
-        run.store_result("score", second, "a", {"x": 3})
-        run.store_result("score", Subject(ORIGINAL), "a", {"x": 4})
-        run.store_result("profile", first, "a", {"x": 5})
-        assert run.results("score") == [
-            (first, "a", {"x": 1}), (second, "a", {"x": 3}), (Subject(ORIGINAL), "a", {"x": 4}),
-        ]  # fmt: skip
-        run.forget_result("score", first, "a")
-        assert [r.subject for r in run.results("score")] == [second, Subject(ORIGINAL)]
-        run.forget_results("score")
-        assert (run.results("score"), len(run.results("profile"))) == ([], 1)
 
 
 def test_a_plan_that_was_edited_takes_its_scores_with_it_and_back(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from kl_lens.targets import export as write
 from kl_lens.targets.gguf import tokenizer as gguf_tokenizer
 from kl_lens.targets.gguf.export import export
 from kl_lens.targets.gguf.session import open_session
-from kl_lens.targets.gguf.tokenizer import _SPLITS, CONTROL, UNUSED, USER_DEFINED, tokenizer_data
+from kl_lens.targets.gguf.tokenizer import _SPLITS, tokenizer_data
 from kl_lens.targets.tokenizer import varied_strings
 from kl_lens.text.sources import Document, TextSource, wikitext2
 from kl_lens.text.windows import draw_windows
@@ -236,23 +236,6 @@ def test_tokenizers_of_real_models(tmp_path: Path) -> None:
         session.close()
         print(file.parent.name, artifact.settings["tokenizer"], differ, artifact.settings["notes"])
         assert min(differ) == 0 or artifact.settings["notes"]
-
-
-def test_token_types_and_padding() -> None:
-    specification = _reference()
-    size = len(specification["model"]["vocab"])
-    extra = {"id": size, "content": "  ", "special": False, "single_word": False}
-    specification["added_tokens"].append({**extra, "lstrip": False, "rstrip": False, "normalized": True})
-    tokenizer = _from(specification)
-    data = tokenizer_data(tokenizer, size + 3)
-    special = next(t for t in specification["added_tokens"] if t["special"])
-    assert data.types[special["id"]] == CONTROL
-    assert data.types[size] == USER_DEFINED
-    assert data.types[size + 1 :] == [UNUSED, UNUSED]
-    assert data.tokens[size + 2] == f"[PAD{size + 2}]"
-    assert len(data.tokens) == len(set(data.tokens)) == size + 3
-    with pytest.raises(TargetError, match=f"a token {size}, but the embedding only {size} rows"):
-        tokenizer_data(tokenizer, size)
 
 
 _SPLIT = {"type": "Split", "pattern": {"Regex": "x+"}, "behavior": "Isolated", "invert": False}

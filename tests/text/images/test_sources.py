@@ -79,20 +79,6 @@ def test_folders_called_train_and_val_are_the_splits(tmp_path: Path) -> None:
     assert [len(open_images(str(tmp_path), split).entries) for split in ("valid", "test")] == [40, 10]
 
 
-@pytest.mark.parametrize(
-    ("classes", "names", "expected"),
-    [
-        (5, {"class 1": 4, "class 0": 0, "class 2": 1, "class 3": 2, "class 4": 3}, [0, 4, 1, 2, 3]),
-        (5, {}, [0, 1, 2, 3, 4]),
-    ],
-)
-def test_classes_are_those_of_the_model_by_name_or_in_order(
-    tmp_path: Path, classes: int, names: dict[str, int], expected: list[int]
-) -> None:
-    source = open_images(str(image_folder(tmp_path, 60)))
-    assert list(source.classes(names, classes).values()) == expected
-
-
 def test_a_flat_folder_has_labels_in_a_file_or_none(tmp_path: Path) -> None:
     folder = image_folder(tmp_path, 40, classes=1) / "class 0"
     assert set(TASK.targets(TASK.drawn(str(folder), windows=2, length=4).ids).flatten().tolist()) == {-1}
