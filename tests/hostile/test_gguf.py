@@ -12,11 +12,12 @@ import pytest
 pytest.importorskip("gguf", reason="needs the extra gguf")
 
 from kl_lens.base.errors import TargetError
-from kl_lens.base.files import reference_path
 from kl_lens.cli.main import main
+from kl_lens.model import load
 from kl_lens.run.records import Plan
 from kl_lens.targets import export, open_session
 from kl_lens.targets.gguf.library import find_library
+from tests.families import plain
 from tests.hostile.aside import forked_quarantine, opens
 from tests.hostile.saying import cases, says_one_line
 
@@ -29,7 +30,7 @@ except TargetError:
 @pytest.fixture(scope="module")
 def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("healthy")
-    artifact = export(reference_path("mamba"), Plan("plain", {}, "hand"), "gguf", folder)
+    artifact = export(plain(load("reference:mamba")), Plan("plain", {}, "hand"), "gguf", folder)
     return folder / artifact.files[0]
 
 
