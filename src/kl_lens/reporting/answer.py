@@ -58,6 +58,9 @@ def target_of(plan: Plan, unit: Unit | None = None) -> str:
     if "drop" in limits:
         missed = "" if lost is None else f" Missed on held-out {unit.text}: {percent(lost.value, 2)}."
         return f"Target: perplexity rises by at most {percent(limits['drop'], 1)} (--max-drop).{missed}"
+    if "memory" in limits:
+        use = f"{limits.get('batch', 1):g} × {limits.get('context', 4096):g} tokens"
+        return f"Target: {size(limits['memory'])} of memory for {use}; predicted {size(plan.memory_bytes)} (--memory)."
     if "bytes" in limits:
         return f"Target: at most {size(limits['bytes'])} (--max-bytes)."
     if "seconds" in limits:

@@ -32,6 +32,7 @@ from kl_lens.run.records import (
     Artifact,
     Component,
     Estimate,
+    Measurement,
     Plan,
     Profile,
     Record,
@@ -39,6 +40,7 @@ from kl_lens.run.records import (
     SensitivityTable,
     Subject,
 )
+from kl_lens.run.samples import PositionCurve
 from kl_lens.run.subjects import AnyRecord, current_profiles, current_results, stored_record
 from kl_lens.targets import get_target
 from kl_lens.weights.recipes import FP16, Recipe
@@ -157,6 +159,7 @@ class RunView:
     verdicts: dict[tuple[Subject, str], str]  # (subject, text) → does the file agree with PyTorch?
     texts: dict[str, dict[str, Any]]
     commands: tuple[Command, ...]
+    states: tuple[tuple[Component, Measurement, PositionCurve], ...] = ()  # and caches
 
     @property
     def model(self) -> str:
@@ -287,6 +290,7 @@ def collect(run: Run) -> RunView:
             role: (run.load("text", role) or {}) | (run.text_identity(role) or {}) for role in run.roles()
         },
         commands=tuple(_command(entry) for entry in run.commands()),
+        states=tuple(run.state_rows()),
     )
 
 

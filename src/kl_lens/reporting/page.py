@@ -16,7 +16,7 @@ from kl_lens.base.files import write_text
 from kl_lens.reporting import answer
 from kl_lens.reporting.data import RunView, collect
 from kl_lens.reporting.markup import escape, join, tag
-from kl_lens.reporting.sections import details, explorer, files, prediction
+from kl_lens.reporting.sections import details, explorer, files, prediction, states
 from kl_lens.run.folder import Run
 
 SECTIONS = (
@@ -25,6 +25,7 @@ SECTIONS = (
     files.section,
     prediction.section,
     prediction.positions,
+    states.section,
     files.speed,
     details.autopsies,
     details.section,

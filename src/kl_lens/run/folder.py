@@ -12,7 +12,7 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib import metadata
@@ -374,10 +374,14 @@ class Run:
             identity["model"], identity["model_type"], components, "", "", tuple(self.measurements(STATES))
         )
 
-    def state_curve(self, component: str, format_name: str) -> PositionCurve:
-        """The KL of a state or cache in one format, by position."""
-        samples = self.samples(STATES, component, format_name)
-        return by_position([np.frombuffer(sample.token_kl, np.float32) for sample in samples])
+    def state_rows(self) -> Iterator[tuple[Component, Measurement, PositionCurve]]:
+        """Every measurement of a state or cache: of what, its means, its KL by position."""
+        known = self.states()
+        parts = {component.name: component for component in known.components} if known else {}
+        for m in known.measurements if known else ():
+            samples = self.samples(STATES, m.component, m.format)
+            kls = [np.frombuffer(sample.token_kl, np.float32) for sample in samples]
+            yield parts[m.component], m, by_position(kls)
 
     def forget_learnt(self, formats: Iterable[str]) -> None:
         """Deletes the measurements of these recipes, and the digest of their statistics."""

@@ -223,9 +223,9 @@ def measure_states(
             f"blocks {', '.join(without)} are not measured: they have no Mamba scan and no attention of transformers"
         )
     noise = (run.load("noise", STATES) or {}).get("kl_teacher_to_student", 0.0)
-    measurements = run.measurements(STATES)
-    curves = [run.state_curve(m.component, m.format) for m in measurements]
+    rows = [(m, curve) for _, m, curve in run.state_rows()]
     shard = None if share is None else f"{share[0]}/{share[1]}"
+    measurements, curves = [m for m, _ in rows], [curve for _, curve in rows]
     return MeasureResult(run.folder, measurements, noise, result, model.task.unit, shard, curves)
 
 
@@ -273,7 +273,9 @@ def measure_recipes(
         with hire(operations=left) as workers:
             sweep = replace(sweep, workers=workers, progress=shown)
             if screen and limits.given:
-                planner = TargetPlanner(session, run, target, held_out, lambda: model, limits.use)
+                planner = TargetPlanner(
+                    session, run, target, held_out, lambda: model, limits.use, limits.memory
+                )
                 result, candidates, losses = staged_search(sweep, planner, screen, errors, windows, limits)
             else:
                 result = sweep.measure(candidates, windows)

@@ -40,12 +40,13 @@ class TargetPlanner:
         held_out: HeldOut | None = None,
         opened: Callable[[], LoadedModel] | None = None,
         use: Usage | None = None,
+        memory: int | None = None,
     ) -> None:
-        """`opened`: opens the run's model (default: from where the run found it). `use`: plans are for a memory."""
+        """`opened`: opens the run's model (default: from where the run found it). `use`, `memory`: of plans for it."""
         self.session, self.run, self._held_out = session, run, held_out or HeldOut()
         self._opened = opened or partial(session.model_of, run)
         self.target = get_target(target) if target else None
-        self._use = use
+        self._use, self._memory = use, memory
         if use is not None and target is None:
             raise PlanError("--memory is about a target's files: name it with --target")
 
@@ -55,7 +56,7 @@ class TargetPlanner:
         if self._use is None or self.target is None:
             return None
         carried = carried_by(self.model.config, self.model.name)
-        return planning.held_by(self.target, carried, self._use, self.run.states())
+        return planning.held_by(self.target, carried, self._use, self.run.states(), self._memory or 0)
 
     @property
     def model(self) -> LoadedModel:

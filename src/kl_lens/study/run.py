@@ -476,7 +476,13 @@ class _Job:
     def _planner(self, target: str | None = None) -> TargetPlanner:
         use = self.settings.limits.use if target else None
         return TargetPlanner(
-            self.session, self.journal, target, self.settings.held_out, lambda: self.model, use
+            self.session,
+            self.journal,
+            target,
+            self.settings.held_out,
+            lambda: self.model,
+            use,
+            self.settings.limits.memory,
         )
 
     def _plans(self) -> dict[str, Plan]:

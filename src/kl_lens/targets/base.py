@@ -59,20 +59,34 @@ class Usage:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a runtime holds beside the file, states and caches."""
+    """What a runtime holds in memory beside states and caches. Prompts are computed in parts of 512 tokens."""
 
-    process: int = 0  # with its libraries, before a model is opened
-    each_block: int = 0  # of its graph
-    tokens: int = 512  # of a prompt that it computes at once
-    widths: int = 16  # float32 vectors of the model's width that it keeps for each of them
-    scores: float = 0.0  # bytes that attention keeps for each of them and each token of the context
-    scores_of_heads: bool = False  # and for each head
+    process: int = 0  # with its libraries, and what does not depend on the model; 0: not measured
+    copies: float = 1.0  # of the file's bytes
+    widths: float = 0.0  # float32 vectors of the model's width, for each token of a part
+    states: float = 0.0  # float32 states of one block, for each token of a part
+    scores: float = 0.0  # bytes for each token of a part and each token of the context
+    head_scores: float = 0.0  # the same for each head
+    cache_bits: int = 16  # of keys and values, where the target has no formats for them
 
     def bytes(self, carried: Carried, use: Usage) -> int:
-        heads = carried.heads if self.scores_of_heads else min(1, carried.heads)
-        attending = self.scores * heads * min(use.context, 1 << 30)
-        working = self.tokens * (4 * (self.widths * carried.width + carried.vocabulary) + attending)
-        return int(self.process + carried.blocks * self.each_block + working)
+        attending = use.context * (self.scores * min(1, carried.heads) + self.head_scores * carried.heads)
+        floats = self.widths * carried.width + self.states * carried.states / max(1, carried.blocks)
+        return int(self.process + PART * (4 * floats + attending))
+
+
+PART = 512
+# (target, whether weights are quantized) → fitted to the peak memory of fresh processes (`kl_lens.profiling.memory`,
+# one thread, aarch64) that fill a context: hybrids of 6 and 113 million weights, contexts of 512 to 8,192.
+# docs/states.md has predictions and peaks. llama.cpp: xllamacpp 2026.10. OpenVINO 2026.4.1 makes the products of inputs
+# and states for all tokens of a part, and scores several times; with integers it computes in float32, and keeps the
+# file besides its own copy.
+FOOTPRINTS = {
+    ("gguf", True): Footprint(56_300_000, widths=16.3, scores=2.3),
+    ("gguf", False): Footprint(56_300_000, widths=16.3, scores=2.3),
+    ("openvino", True): Footprint(109_000_000, 2.1, states=0.55, head_scores=53, cache_bits=32),
+    ("openvino", False): Footprint(145_000_000, 1.44, states=0.83, head_scores=18.5),
+}
 
 
 @dataclass(frozen=True)
@@ -131,9 +145,11 @@ class Target(ABC):
         None  # the benchmark program that publications quote, as `openvino.target.BenchmarkApp`
     )
     besides: ClassVar[str] = "the header"  # what its files hold besides weights
-    footprint: ClassVar[Footprint] = Footprint()
     cache_formats: ClassVar[tuple[str, ...]] = ()  # of keys and values, its default first; empty: no choice
     exact_options: ClassVar[str] = ""  # how its users get the arithmetic of an exact session
+
+    def footprint(self, *, quantized: bool = True) -> Footprint:
+        return FOOTPRINTS.get((self.name, quantized), Footprint())
 
     # -- what it can hold ----------------------------------------------------------------------------------
 

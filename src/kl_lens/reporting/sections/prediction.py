@@ -121,13 +121,13 @@ def positions(view: RunView) -> Section | None:
             words = f"{what[0]}, windows of {what[1]:,} tokens: the mean of each stretch of positions."
             parts += [
                 tag("p", words, " Slopes are taken in each window, their errors over windows."),
-                figure("KL from the original", _position_chart(view.nats, lost).svg()),
+                figure("KL from the original", position_chart(view.nats, lost).svg()),
                 _position_table(lost),
             ]
     return Section("positions", "Does the loss grow along the text?", join(parts)) if parts else None
 
 
-def _position_chart(nats: str, curves: Mapping[str, PositionCurve]) -> Chart:
+def position_chart(nats: str, curves: Mapping[str, PositionCurve]) -> Chart:
     """One line per model or plan; error bars: one standard error over windows."""
     starts = next(iter(curves.values())).starts
     width = starts[1] if len(starts) > 1 else 1

@@ -1,0 +1,51 @@
+"""States and caches: what each block's loses in each format, and whether it grows along the text."""
+
+from __future__ import annotations
+
+from kl_lens.model.states import KINDS, STATE, StateFormat
+from kl_lens.reporting import charts
+from kl_lens.reporting.data import KL, RunView
+from kl_lens.reporting.markup import Section, figure, join, note
+from kl_lens.reporting.names import size, with_error
+from kl_lens.reporting.sections.prediction import position_chart
+from kl_lens.run.records import Estimate
+from kl_lens.run.samples import PositionCurve
+
+
+def section(view: RunView) -> Section | None:
+    if not view.states:
+        return None
+    parts = [figure("What each state or cache loses alone, by block", _map(view).svg())]
+    for kind in KINDS:
+        if curves := _curves(view, kind):
+            title = f"{kind.capitalize()} of all blocks, by position (sums)"
+            parts.append(figure(title, position_chart(view.nats, curves).svg()))
+    if shapes := [c.shape for c in {c.name: c for c, _, _ in view.states if c.kind == STATE}.values()]:
+        bits = [StateFormat.parse(name).bits for name in ("fp16", "int8")]
+        numbers = [shape[0] * shape[1] * shape[2] for shape in shapes]
+        half, small = (sum(n * each(s) for n, s in zip(numbers, shapes, strict=True)) / 8 for each in bits)
+        words = (
+            f"llama.cpp and OpenVINO keep recurrent states in float32: {size(4 * sum(numbers))} per sequence."
+        )
+        parts.append(note(f"{words} fp16 would need {size(int(half))}, int8 {size(int(small))}."))
+    return Section("states", "States and caches", join(parts))
+
+
+def _map(view: RunView) -> charts.Chart:
+    levels, shown = charts.axis("", [m.metrics[KL].value for _, m, _ in view.states], log=True), []
+    for c, m, curve in view.states:
+        words = f"{c.name}\n{m.format}: KL {with_error(m.metrics[KL])}\n{curve.trend} along the text"
+        level = f"h{levels.level(m.metrics[KL].value, len(charts.RAMP))}"
+        shown.append(charts.Cell(f"{c.kind} {m.format}", c.block, level, words))
+    return charts.grid_map(shown, 1 + max(c.block or 0 for c, _, _ in view.states))
+
+
+def _curves(view: RunView, kind: str) -> dict[str, PositionCurve]:
+    """Format → the sum over all blocks; errors are added, which is an upper bound."""
+    found: dict[str, PositionCurve] = {}
+    for m, curve in ((m, curve) for c, m, curve in view.states if c.kind == kind):
+        before = found[m.format].means if m.format in found else [Estimate(0.0, 0.0)] * len(curve.means)
+        pairs = zip(before, curve.means, strict=True)
+        means = tuple(Estimate(a.value + b.value, a.standard_error + b.standard_error) for a, b in pairs)
+        found[m.format] = PositionCurve(curve.starts, means, curve.slope, curve.windows)
+    return found
