@@ -24,7 +24,8 @@ from tests.families import plain, tiny_model, token_ids
 mx = pytest.importorskip("mlx.core", reason="needs the extra mlx")
 
 FORMATS = ("affine4-g32", "affine8-g64", "affine3-g32", "affine5-g32", "affine2-g32", "affine6-g32", FP16)
-SLOW = ("falcon_mamba", "mamba2", "jamba", "nemotron_h", "lfm2", "lfm2_moe", "qwen3_next")
+SLOW = ("falcon_mamba", "mamba2", "jamba", "nemotron_h", "lfm2", "lfm2_moe", "qwen3_next", "qwen3_5_text",
+        "qwen3_5_moe_text", "olmo_hybrid")  # fmt: skip
 
 
 def _in_turn(model: LoadedModel) -> Plan:

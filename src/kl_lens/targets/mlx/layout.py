@@ -70,6 +70,7 @@ class Layout:
     values: dict[str, npt.NDArray[np.float32]]  # parameters outside plans: norms, convolutions, biases
     sources: dict[str, str]  # their components
     full_precision: frozenset[str]  # of these, what mlx-lm never converts to float16
+    difference: float  # of mlx-lm's logits from PyTorch's in float32: the largest, as a share of their range
 
 
 def layout_of(model: LoadedModel) -> Layout:
@@ -105,11 +106,11 @@ def _layout(model: LoadedModel, config: dict[str, Any], forgotten: dict[str, flo
         matrices.append(matrix)
     if lost := sorted(set(candidates) - {matrix.component for matrix in matrices}):
         raise UnsupportedError(f"mlx-lm's {config['model_type']} has no matrix of just {lost[0]} to quantize")
-    _compare(model, runtime, ways.real)
+    difference = _compared(model, runtime, ways.real)
     casts = getattr(runtime, "cast_predicate", lambda _: True)
     values = {name: np.array(ways.real[name]) for name in others}
     kept = frozenset(name for name in others if not casts(name))
-    return Layout(config, tuple(matrices), values, others, kept)
+    return Layout(config, tuple(matrices), values, others, kept, difference)
 
 
 def _by_row(factors: torch.Tensor, rows: torch.Tensor, shape: tuple[int, ...]) -> float | torch.Tensor:
@@ -188,14 +189,19 @@ class _Ways:
 
         whole: Any = self._model.model
         stored = revert_weight_conversion(whole, tensors)  # names and shapes as in checkpoints
-        arrays = {name: mx.array(tensor.contiguous().numpy()) for name, tensor in stored.items()}
         family = self._model.anatomy.model_type
-        try:
-            arrays = self._runtime.sanitize(arrays) if hasattr(self._runtime, "sanitize") else arrays
-        except Exception as error:  # written for one family's checkpoints; over others it raises anything
-            reason = f"{type(error).__name__} {one_line(error)}"
-            raise UnsupportedError(f"mlx-lm cannot take over this {family} checkpoint: {reason}") from error
-        if missing := sorted(set(self.shapes) - set(arrays)):
+        for named in (stored, tensors | stored):  # some classes want transformers' own names
+            arrays = {name: mx.array(tensor.contiguous().numpy()) for name, tensor in named.items()}
+            try:
+                arrays = self._runtime.sanitize(arrays) if hasattr(self._runtime, "sanitize") else arrays
+            except Exception as error:  # written for one family's checkpoints; over others it raises anything
+                reason = f"{type(error).__name__} {one_line(error)}"
+                raise UnsupportedError(
+                    f"mlx-lm cannot take over this {family} checkpoint: {reason}"
+                ) from error
+            if not (missing := sorted(set(self.shapes) - set(arrays))):
+                break
+        else:
             raise UnsupportedError(f"mlx-lm's {family} wants {missing[0]}, which is not there")
         for name, (end, factor) in itertools.product(self.shapes, self._forgotten.items()):
             if name.endswith(end):
@@ -203,8 +209,8 @@ class _Ways:
         return {name: arrays[name] for name in self.shapes}
 
 
-def _compare(model: LoadedModel, runtime: Any, weights: dict[str, Any]) -> None:
-    """Raises if mlx-lm computes another function."""
+def _compared(model: LoadedModel, runtime: Any, weights: dict[str, Any]) -> float:
+    """`Layout.difference`; raises if mlx-lm computes another function."""
     import mlx.core as mx
     from mlx_lm.models.cache import make_prompt_cache
 
@@ -230,6 +236,7 @@ def _compare(model: LoadedModel, runtime: Any, weights: dict[str, Any]) -> None:
             f"mlx-lm computes something else than PyTorch for this {model.anatomy.model_type} model "
             f"(KL {divergence:.2g} nats per token with the original weights); use another target"
         )
+    return float((ours - theirs).abs().max() / (ours.max() - ours.min()))
 
 
 # config.json as mlx-lm reads it: the checkpoint's own, with the settings that transformers 5 no longer writes.
@@ -260,8 +267,10 @@ _MORE: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     },
     "lfm2": lambda config: {"block_dim": config["hidden_size"]},
     "qwen3_next": _interval,
+    "qwen3_5_text": lambda config: {"model_type": "qwen3_5", **_interval(config)},
+    "qwen3_5_moe_text": lambda config: {"model_type": "qwen3_5_moe", **_interval(config)},
 }
-_REPLACED = ("layer_types", "tie_word_embeddings")  # the computed value wins
+_REPLACED = ("layer_types", "model_type", "tie_word_embeddings")  # the computed value wins
 
 
 def configuration_of(model: LoadedModel) -> dict[str, Any]:
@@ -270,6 +279,8 @@ def configuration_of(model: LoadedModel) -> dict[str, Any]:
     if model.layout == "transformers" and file.is_file():
         text = file.read_text(encoding="utf-8")
     config: dict[str, Any] = json.loads(text)
+    if "text_config" in config:  # the language model of one that also sees images
+        config = json.loads(model.config.to_json_string(use_diff=False))
     rotary = config.get("rope_parameters") or {}
     more = {key: rotary[key] for key in _ROTARY if key in rotary}
     if rotary.get("rope_type", "default") != "default":
