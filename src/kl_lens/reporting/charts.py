@@ -148,7 +148,7 @@ def log_ticks(low: float, high: float) -> list[float]:
     exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     every = max(1, math.ceil(decades / 7))
     found = [float(f"{digit}e{power}") for power in exponents if power % every == 0 for digit in digits]
-    return [value for value in found if low <= value <= high]
+    return [value for value in found if low <= value <= high] or [float(f"{math.sqrt(low * high):.2g}")]
 
 
 @dataclass(frozen=True)

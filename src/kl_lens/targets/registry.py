@@ -136,10 +136,14 @@ def open_session(
     gpu_layers: int = 0,
     exact: bool = False,
     load: str = "auto",
+    context: int | None = None,
+    batch: int = 1,
 ) -> Session:
-    """A session of an exported folder or a bare file. `exact`: in float32; `load`: llama.cpp only."""
+    """A session of an exported folder or a bare file. `exact`: in float32; `load`: llama.cpp only. `context`, `batch`:
+    the tokens and sequences that memory is kept for."""
     place, _ = locate(path)
-    target, settings = target_of(place), SessionSettings(device, threads, gpu_layers, exact, load)
+    settings = SessionSettings(device, threads, gpu_layers, exact, load, context, batch)
+    target = target_of(place)
     target.check_device(settings)
     return target.open(place, settings)
 

@@ -203,7 +203,7 @@ def nearest(name: str, weight: torch.Tensor, block_bytes: int) -> Quantized:
     if layout.minimum is not None:
         scale, shift = (high - low) / layout.highest, low
     elif name == "q8_0":
-        scale, shift = torch.maximum(high, -low) / layout.zero, None
+        scale, shift = torch.maximum(high, low.abs()) / layout.zero, None  # of a block of zeros: never −0
     else:
         # The value of largest magnitude, the first of equals, goes to the lowest code.
         scale, shift = groups.gather(1, groups.abs().argmax(1, keepdim=True)) / -layout.zero, None
