@@ -24,7 +24,7 @@ from kl_lens.model.anatomy import Anatomy, anatomy_of, groups_of, normalise_per_
 from kl_lens.model.chain import Chain, warn
 from kl_lens.model.hub import Watch, download, pinned_name
 from kl_lens.model.residency import AUTO, DISK, MEMORY, Residency, belongs_on_disk, weightless
-from kl_lens.model.streaming import join_twins
+from kl_lens.model.streaming import CheckpointTensors, join_twins
 from kl_lens.model.tasks import (
     IMAGE,
     TEXT,
@@ -316,7 +316,7 @@ class _Checkpoint:
     def streamed(self, budget: int | None, *, whole: bool = False) -> Residency:
         """A language model whose matrices are read from disk when needed; `whole`: now, straight to the device."""
         files.refuse_quantized(self.folder, self.config, "use --weights memory")
-        parsed = self._parsed()
+        parsed, _ = self._parsed()
         try:
             with weightless():
                 model = _LOADERS[TEXT].from_config(parsed, dtype=self.dtype, trust_remote_code=self.trusted)
@@ -326,7 +326,7 @@ class _Checkpoint:
 
     def loaded(self) -> torch.nn.Module:
         """By transformers."""
-        parsed = self._parsed()
+        parsed, empty = self._parsed()
         try:
             model, info = _LOADERS[self.task].from_pretrained(
                 self.folder,
@@ -338,6 +338,8 @@ class _Checkpoint:
                 trust_remote_code=self.trusted,
             )
         except Exception as error:  # as above
+            if self.task == TEXT and isinstance(error, RuntimeError):
+                CheckpointTensors(self.folder, empty).close()  # names what transformers cannot join
             raise CheckpointError(why_not_loaded(self.folder, self.config, error)) from error
         found = {kind: info[f"{kind}_keys"] for kind in ("missing", "mismatched")}
         files.refuse_misfits(self.folder, **found, unused=info["unexpected_keys"])
@@ -351,8 +353,9 @@ class _Checkpoint:
             join_twins(model, lambda one, two: model.get_parameter(one).equal(model.get_parameter(two)))
         return model.to(self.device).eval()
 
-    def _parsed(self) -> Any:
-        """The configuration as transformers reads it. Raises if it does not fit the files."""
+    def _parsed(self) -> tuple[Any, Any]:
+        """The configuration as transformers reads it, and its model without weights. Raises if the first does not fit
+        the files."""
         folder, config = self.folder, self.config
         is_ssm = mamba_ssm.is_layout(config)
         kind = model_type(config)
@@ -391,7 +394,7 @@ class _Checkpoint:
         if getattr(parsed, "rescale_every", 0) and self.dtype != torch.float16:
             # RWKV halves its hidden states and weights every few blocks, so that float16 does not overflow.
             parsed.rescale_every = 0  # the same function with the weights of the file
-        return parsed
+        return parsed, empty
 
 
 def why_not_loaded(folder: Path, config: dict[str, Any], error: Exception) -> str:

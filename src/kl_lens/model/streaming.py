@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections import Counter, defaultdict
+import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -79,9 +80,23 @@ class _Assembly:
         try:
             return tuple(self.made(lambda part: torch.empty(part.shape, device="meta")).shape)
         except Exception as error:  # transformers checks nothing before it joins
-            parts = Counter(pattern for pattern, _ in self.parts)
-            held = ", ".join(f"{count} of {pattern}" for pattern, count in parts.items())
-            raise CheckpointError(f"{folder}: {name} cannot be joined from {held}") from error
+            refuse_misfits(folder, missing=self._lacking())
+            why = one_line(error)
+            raise CheckpointError(f"{folder}: {name} cannot be joined from its parts ({why})") from error
+
+    def _lacking(self) -> list[str]:
+        """What one kind of parts has, such as the experts' `up_proj`, and another, such as `gate_proj`, has not."""
+        kinds: dict[tuple[str, ...], set[tuple[str, ...]]] = defaultdict(set)
+        for _, part in self.parts:
+            words = re.split(r"(\d+)", part.name)
+            kinds[tuple(words[::2])].add((*words[1::2], ""))
+        every = set.union(*kinds.values())
+        return [
+            "".join(text + number for text, number in zip(kind, numbers, strict=True))
+            for kind, held in kinds.items()
+            for numbers in sorted(every - held)
+            if len(numbers) == len(kind)
+        ]
 
 
 class CheckpointTensors:
