@@ -11,7 +11,8 @@ from kl_lens.model import LoadedModel, architectures as models
 from kl_lens.model.architectures.hymba import HymbaConfig
 from kl_lens.model.chain import Chain
 
-models.register()
+for model_type in (models.HYMBA, models.MAMBAVISION):
+    models.register(model_type)
 VOCABULARY = 97
 
 Config = Callable[..., transformers.PretrainedConfig]

@@ -224,7 +224,7 @@ def load(
     place = _device(device, folder, chosen, weights)
     files.check_sizes(folder, config)
     files.refuse_quantized(folder, config)
-    architectures.register()
+    architectures.register(str(config.get("model_type")))
     kind = task_of(config, task)
     layout = "mamba_ssm" if mamba_ssm.is_layout(config) else "transformers"
     checkpoint = _Checkpoint(folder, config, kind, chosen, place, trust_remote_code)

@@ -140,7 +140,7 @@ def test_the_published_shapes() -> None:
     pairs = [[1, 2], [3, 4], [5, 6], [7, 8], [9, 10], [11, 12], [13, 14], [16, 17, 18], [19, 20], [21, 22],
              [23, 24], [25, 26], [27, 28], [29, 30]]  # fmt: skip
     config = HymbaConfig(global_attn_idx=[0, 15, 31], kv_reuse_group=pairs)
-    models.register()
+    models.register(models.HYMBA)
     with torch.device("meta"):
         published = HymbaForCausalLM(config)
     shapes = {name: tuple(p.shape) for name, p in published.named_parameters()}

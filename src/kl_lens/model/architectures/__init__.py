@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+HYMBA, MAMBAVISION = "hymba", "mambavision"  # model types in config.json
 
-def register() -> None:
-    """Registers them with transformers' Auto classes."""
+
+def register(model_type: str) -> None:
+    """Registers the model of this type, if it is one of them, with transformers' Auto classes. Only then, because each
+    loads parts of transformers, which takes a second."""
     import transformers
 
-    from kl_lens.model.architectures.hymba import HymbaConfig, HymbaForCausalLM
-    from kl_lens.model.architectures.mambavision import MambaVisionConfig, MambaVisionForImageClassification
+    if model_type == HYMBA:
+        from kl_lens.model.architectures.hymba import HymbaConfig, HymbaForCausalLM
 
-    transformers.AutoConfig.register(HymbaConfig.model_type, HymbaConfig, exist_ok=True)
-    transformers.AutoModelForCausalLM.register(HymbaConfig, HymbaForCausalLM, exist_ok=True)
-    transformers.AutoConfig.register(MambaVisionConfig.model_type, MambaVisionConfig, exist_ok=True)
-    transformers.AutoModelForImageClassification.register(
-        MambaVisionConfig, MambaVisionForImageClassification, exist_ok=True
-    )
+        transformers.AutoConfig.register(HYMBA, HymbaConfig, exist_ok=True)
+        transformers.AutoModelForCausalLM.register(HymbaConfig, HymbaForCausalLM, exist_ok=True)
+    elif model_type == MAMBAVISION:
+        from kl_lens.model.architectures.mambavision import (
+            MambaVisionConfig,
+            MambaVisionForImageClassification,
+        )
+
+        transformers.AutoConfig.register(MAMBAVISION, MambaVisionConfig, exist_ok=True)
+        transformers.AutoModelForImageClassification.register(
+            MambaVisionConfig, MambaVisionForImageClassification, exist_ok=True
+        )
