@@ -66,6 +66,17 @@ OLDER: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "qwen2": ("4.40.1", ("layer_types",), {"use_sliding_window": False}),
     "phi3": ("4.40.2", ("layer_types",), {}),
     "gemma2": ("4.42.0.dev0", ("layer_types",), {"cache_implementation": "hybrid"}),
+    "gemma3_text": (
+        "4.50.0.dev0", ("layer_types",),
+        {"cache_implementation": "hybrid", "rope_local_base_freq": 10000, "rope_scaling": None, "rope_theta": 1000000,
+         "sliding_window_pattern": 6},
+    ),
+    "qwen3": ("4.51.0", ("layer_types",), {"max_window_layers": 4, "use_sliding_window": False}),
+    "mistral": ("4.34.0.dev0", ("layer_types",), {}),
+    "gpt_neox": (
+        "4.24.0", ("rope_theta", "partial_rotary_factor"),
+        {"rotary_emb_base": 10000, "rotary_pct": 0.25, "use_parallel_residual": True},
+    ),
 }  # fmt: skip
 
 
@@ -73,12 +84,14 @@ def _older(
     config: dict[str, Any], version: str, unknown: tuple[str, ...], names: dict[str, Any]
 ) -> dict[str, Any]:
     """Up to version 4.56 the type was `torch_dtype`, and rotary settings stood by themselves."""
-    kept = {key: value for key, value in config.items() if key not in (*unknown, "dtype", "rope_parameters")}
-    rope = config.get("rope_parameters") or {}
-    old = {key: value for key, value in rope.items() if key != "rope_type"}
-    if "rope_theta" in old:
-        old |= {"rope_scaling": None}
-    return kept | old | {"torch_dtype": "float32", "transformers_version": version} | names
+    rope = {
+        key: value for key, value in config.get("rope_parameters", {}).items() if not isinstance(value, dict)
+    }
+    if "rope_theta" in rope:
+        rope |= {"rope_scaling": None}
+    new = (*unknown, "dtype", "rope_parameters", "rope_type")
+    kept = {key: value for key, value in (config | rope).items() if key not in new}
+    return kept | {"torch_dtype": "float32", "transformers_version": version} | names
 
 
 @pytest.mark.parametrize("family", OLDER)

@@ -136,7 +136,7 @@ def _as_mamba_ssm(folder: Path, family: str, *, pickled: bool = False) -> torch.
         "d_model": 64, "n_layer": 4, "vocab_size": 97, "rms_norm": True, "residual_in_fp32": True,
         "fused_add_norm": True, "pad_vocab_size_multiple": 8, "tie_embeddings": family == "mamba",
         "ssm_cfg": {"d_state": 8, "dt_rank": 5} if family == "mamba" else mamba2,
-    }  # fmt: skip
+    } | ({} if family == "mamba" else {"attn_cfg": {}, "attn_layer_idx": [], "d_intermediate": 0})  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     if pickled:
         torch.save(weights, folder / "pytorch_model.bin")
@@ -164,7 +164,10 @@ def test_the_mamba_ssm_layout_opens_and_says_which_tokenizer_to_pass(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"attn_layer_idx": [1]}, "attention layers"),
+        (
+            {"attn_layer_idx": [1], "attn_cfg": {"num_heads": 4}, "ssm_cfg": {"layer": "Mamba2"}},
+            "attention layers",
+        ),
         ({"rms_norm": False}, "LayerNorm"),
         ({"ssm_cfg": {"layer": "Mamba3"}}, "Mamba3"),
         ({"d_intermediate": 128}, "MLP"),
