@@ -61,7 +61,6 @@ def test_folder_gives_all_its_text_files_in_order_of_their_paths(tmp_path: Path)
 
 def test_names_with_and_without_split() -> None:
     assert open_text("wikitext2:valid").label == "wikitext2:valid"
-    assert open_text("wikitext2", "valid").label == "wikitext2:valid"
     assert open_text("wikitext2").label == "wikitext2:train"
     assert open_text("wikitext2", for_evaluation=True).label == "wikitext2:test"
 
@@ -119,16 +118,15 @@ def test_bad_parquet_columns_and_rows_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "split", "complaint"),
+    ("name", "complaint"),
     [
-        ("nowhere.txt", None, "nowhere.txt: no such file or folder"),
-        ("FOLDER", None, "no text files in this folder: expected .txt"),
-        ("wikitext3", None, "wikitext3: no text of that name: use wikitext2"),
-        ("", None, "an empty name: no text of that name"),  # and not the current folder
-        ("wikitext2:test", "train", "two different splits, test and train"),
-        ("wikitext2:dev", None, "wikitext2:dev: no such split: use one of train, valid, test"),
+        ("nowhere.txt", "nowhere.txt: no such file or folder"),
+        ("FOLDER", "no text files in this folder: expected .txt"),
+        ("wikitext3", "wikitext3: no text of that name: use wikitext2"),
+        ("", "an empty name: no text of that name"),  # and not the current folder
+        ("wikitext2:dev", "wikitext2:dev: no such split: use one of train, valid, test"),
     ],
 )
-def test_names_that_mean_nothing(name: str, split: str | None, complaint: str, tmp_path: Path) -> None:
+def test_names_that_mean_nothing(name: str, complaint: str, tmp_path: Path) -> None:
     with pytest.raises(TextError, match=complaint):
-        open_text(tmp_path if name == "FOLDER" else name, split)
+        open_text(tmp_path if name == "FOLDER" else name)

@@ -33,8 +33,6 @@ from kl_lens.text.windows import Windows, draw_windows, evaluation_windows
 TEXT, IMAGE = "text", "image"
 MEASURED = "KL Lens measures causal language models, and image classifiers with --images FOLDER"
 Source = TextSource | ImageSource | str
-Name = str | None
-Count = int | None
 
 
 @dataclass(frozen=True)
@@ -67,17 +65,15 @@ class LanguageTask:
             )
         return self.tokenizer
 
-    def drawn(
-        self, source: Source, *, windows: int, length: int, seed: int = 42, split: Name = None
-    ) -> Windows:
+    def drawn(self, source: Source, *, windows: int, length: int, seed: int = 42) -> Windows:
         text, tokenizer = _text(source), self.require_tokenizer()
-        return self._fitting(draw_windows(text, tokenizer, windows, length, seed, split))
+        return self._fitting(draw_windows(text, tokenizer, windows, length, seed))
 
     def from_start(
-        self, source: Source, *, length: int, stride: Count = None, limit: Count = None, split: Name = None
+        self, source: Source, *, length: int, stride: int | None = None, limit: int | None = None
     ) -> Windows:
         text, tokenizer = _text(source), self.require_tokenizer()
-        return self._fitting(evaluation_windows(text, tokenizer, length, stride, limit, split))
+        return self._fitting(evaluation_windows(text, tokenizer, length, stride, limit))
 
     def _fitting(self, windows: Windows) -> Windows:
         """Raises for a token that the embedding has no row for."""
@@ -145,29 +141,28 @@ class ImageTask:
     def identity(self) -> dict[str, Any]:
         return {"task": self.name, "images": self.images}
 
-    def _opened(self, source: Source, split: str | None, *, for_evaluation: bool) -> ImageSource:
+    def _opened(self, source: Source, *, for_evaluation: bool) -> ImageSource:
         if isinstance(source, ImageSource):
             return source
         if isinstance(source, TextSource):
             raise TextError(f"{source.label} is text, and this model classifies images")
-        base, _, named = source.partition(":")
-        if base == WIKITEXT:  # a command's default text: use that split of the run's images
-            if self.images is None:
-                raise TextError("this model classifies images: give some with --images FOLDER")
-            source, split = self.images, named or split
-        return open_images(source, split, for_evaluation=for_evaluation)
+        base, _, split = source.partition(":")
+        if base != WIKITEXT:
+            return open_images(source, for_evaluation=for_evaluation)
+        if self.images is None:
+            raise TextError("this model classifies images: give some with --images FOLDER")
+        # A command's default text: that split of the run's images.
+        return open_images(self.images, split or None, for_evaluation=for_evaluation)
 
-    def drawn(
-        self, source: Source, *, windows: int, length: int, seed: int = 42, split: Name = None
-    ) -> Windows:
-        opened = self._opened(source, split, for_evaluation=False)
+    def drawn(self, source: Source, *, windows: int, length: int, seed: int = 42) -> Windows:
+        opened = self._opened(source, for_evaluation=False)
         named = (self.preparation, self.label_names, self.classes)
         return image_windows(opened, *named, windows=windows, length=length, seed=seed)
 
     def from_start(
-        self, source: Source, *, length: int, stride: Count = None, limit: Count = None, split: Name = None
+        self, source: Source, *, length: int, stride: int | None = None, limit: int | None = None
     ) -> Windows:
-        opened = self._opened(source, split, for_evaluation=True)
+        opened = self._opened(source, for_evaluation=True)
         if any(entry.label is None for entry in opened.entries):
             raise TextError(f"{opened.label}: evaluation needs labels: folders by class, or labels.csv")
         if stride not in (None, length):

@@ -21,6 +21,7 @@ from kl_lens.study import settings as of
 from kl_lens.study.events import going_on
 from kl_lens.study.session import Session
 from kl_lens.study.settings import Opening, Settings, group, grouped, option
+from kl_lens.text.sources import label_of
 from kl_lens.text.windows import Windows, refuse_overlap
 from kl_lens.weights.recipes import Recipe
 
@@ -43,12 +44,10 @@ class LearningText:
 
     def drawn(self, run: Run | None, model: LoadedModel, session: Session) -> Windows:
         measured = (run and run.text_identity(CALIBRATION)) or {}
-        text, split = self.text or DEFAULT_TEXT, None
-        if self.text is None and measured:
-            text, split = measured["source"], measured["split"]
+        own = label_of(measured["source"], measured["split"]) if measured else DEFAULT_TEXT
         length = self.window_length or measured.get("length", model.task.window_length)
         seed = measured.get("seed", DEFAULT_SEED) + 1 if self.seed is None else self.seed
-        drawn = partial(session.drawn, text, model.task, length=length, seed=seed, split=split)
+        drawn = partial(session.drawn, self.text or own, model.task, length=length, seed=seed)
         windows = self.windows or min(DEFAULT_WINDOWS, drawn(windows=1).stream_tokens // length)
         return drawn(windows=windows)
 
@@ -127,6 +126,6 @@ def _refuse_judging_text(run: Run, windows: Windows, model: LoadedModel, session
     texts = session.judging
     if (known := run.text_identity(EVALUATION)) is not None:
         how = {"length": known["length"], "stride": known["stride"], "limit": known["windows"]}
-        texts = [*texts, model.task.from_start(known["source"], split=known["split"], **how)]
+        texts = [*texts, model.task.from_start(label_of(known["source"], known["split"]), **how)]
     for judging in texts:
         refuse_overlap(windows, judging)

@@ -464,7 +464,7 @@ def _tuning_text(planner: TargetPlanner, windows: int) -> tuple[Windows, Windows
     measured, learnt = session.calibration(run, task), StoredStatistics.held_by(run.folder)
     assert measured.seed is not None
     drawn = session.drawn(
-        measured.source, task, split=measured.split, length=measured.length, seed=measured.seed + 2,
+        measured.label, task, length=measured.length, seed=measured.seed + 2,
         windows=min(windows, measured.stream_tokens // measured.length),
     )  # fmt: skip
     for half in planner.halves:

@@ -138,14 +138,12 @@ class Session:
 
     # -- texts ------------------------------------------------------------------------------------------------
 
-    def drawn(
-        self, text: str, task: Task, *, windows: int, length: int | None, seed: int, split: str | None = None
-    ) -> Windows:
+    def drawn(self, text: str, task: Task, *, windows: int, length: int | None, seed: int) -> Windows:
         """Windows at random places of a text; see `Task.drawn`."""
         length = length or task.window_length
-        key = (text, task.key, windows, length, seed, split)
+        key = (text, task.key, windows, length, seed)
         if key not in self._drawn:
-            self._drawn[key] = task.drawn(text, windows=windows, length=length, seed=seed, split=split)
+            self._drawn[key] = task.drawn(text, windows=windows, length=length, seed=seed)
         return self._drawn[key]
 
     def from_start(self, text: str, task: Task, *, length: int, limit: int) -> Windows:
@@ -177,8 +175,10 @@ class Session:
 
     def drawn_again(self, identity: Mapping[str, Any], task: Task) -> Windows:
         """The windows that a record describes."""
-        how = {name: identity[name] for name in ("windows", "length", "seed", "split")}
-        return self.drawn(identity["source"], task, **how)
+        from kl_lens.text.sources import label_of
+
+        how = {name: identity[name] for name in ("windows", "length", "seed")}
+        return self.drawn(label_of(identity["source"], identity["split"]), task, **how)
 
     def held_out(self, wanted: HeldOut, run: Run, task: Task) -> Windows:
         """The windows of --held-out. Raises if they overlap the run's calibration text."""

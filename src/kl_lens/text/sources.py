@@ -41,6 +41,11 @@ class Document:
         return hashlib.sha256(self.text.strip().encode()).hexdigest()
 
 
+def label_of(source: str, split: str | None) -> str:
+    """The name that opens this split: `wikitext2:valid`."""
+    return f"{source}:{split}" if split else source
+
+
 @dataclass(frozen=True, eq=False)
 class TextSource:
     """An ordered collection of documents, with the name the user gave."""
@@ -51,7 +56,7 @@ class TextSource:
 
     @property
     def label(self) -> str:
-        return f"{self.name}:{self.split}" if self.split else self.name
+        return label_of(self.name, self.split)
 
     @cached_property
     def sha256(self) -> str:
@@ -83,25 +88,20 @@ def documents_of(texts: Iterable[tuple[str, str]]) -> Iterator[Document]:
             yield Document(name, text)
 
 
-def open_text(
-    name: str | os.PathLike[str], split: str | None = None, *, for_evaluation: bool = False
-) -> TextSource:
+def open_text(name: str | os.PathLike[str], *, for_evaluation: bool = False) -> TextSource:
     """Opens a text by name (`wikitext2:train`), or by the path of a file or folder.
 
     Args:
         name: a known name, with or without `:split`, or a path.
-        split: the split, if `name` has none.
         for_evaluation: default to the usual evaluation split instead of `train`.
 
     Raises:
         TextError: unknown name, or nothing readable.
     """
     name = os.fspath(name)
-    base, _, named = name.partition(":")
+    base, _, split = name.partition(":")
     if base == WIKITEXT:
-        if split and named and split != named:
-            raise TextError(f"{name}: two different splits, {named} and {split}: give one")
-        return wikitext2(named or split or ("test" if for_evaluation else "train"))
+        return wikitext2(split or ("test" if for_evaluation else "train"))
     path = Path(name)
     looks_like_a_path = "/" in name or os.sep in name or path.suffix
     if not name or not (looks_like_a_path or path.exists()):
@@ -109,7 +109,7 @@ def open_text(
             f"{name or 'an empty name'}: no text of that name: use {WIKITEXT} "
             f"(`{WIKITEXT}:test` for a split), or the path of a file ({SUFFIXES}) or folder"
         )
-    return TextSource(name, split, tuple(read_path(path)))
+    return TextSource(name, None, tuple(read_path(path)))
 
 
 # -- the user's files ----------------------------------------------------------------------------------------

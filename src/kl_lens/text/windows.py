@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from kl_lens.base.errors import TextError
-from kl_lens.text.sources import Document, TextSource, open_text
+from kl_lens.text.sources import Document, TextSource, label_of, open_text
 
 _BATCH_CHARACTERS = 2_000_000  # limits the tokenizer's memory
 _KEPT_STREAMS = 4
@@ -193,7 +193,7 @@ class Windows:
     @property
     def label(self) -> str:
         """The text's name: `wikitext2:valid`."""
-        return f"{self.source}:{self.split}" if self.split else self.source
+        return label_of(self.source, self.split)
 
     def first_target(self, window: int) -> int:
         """Index of the first token of this window that is scored.
@@ -224,7 +224,6 @@ def draw_windows(
     windows: int = 64,
     length: int = 512,
     seed: int = 42,
-    split: str | None = None,
 ) -> Windows:
     """Draws windows at random places of a text; the defaults are the published protocol's.
 
@@ -234,12 +233,11 @@ def draw_windows(
         windows: number of windows. The first k of a larger draw with the same seed are the draw of k.
         length: tokens per window.
         seed: of `random.Random`.
-        split: of a text given by name (default: `train`).
 
     Raises:
         TextError: the text is shorter than one window, or than all windows together.
     """
-    source, stream = _stream(source, split, tokenizer, for_evaluation=False, length=length, windows=windows)
+    source, stream = _stream(source, tokenizer, for_evaluation=False, length=length, windows=windows)
     available = len(stream.ids)
     if windows * length > available:
         raise TextError(
@@ -256,7 +254,6 @@ def evaluation_windows(
     length: int = 2048,
     stride: int | None = None,
     limit: int | None = None,
-    split: str | None = None,
 ) -> Windows:
     """Windows from the beginning of a text, one every `stride` tokens (default `length`), at most `limit`.
 
@@ -264,7 +261,7 @@ def evaluation_windows(
     """
     stride = length if stride is None else stride
     sizes = {"length": length, "stride": stride, "limit": 1 if limit is None else limit}
-    source, stream = _stream(source, split, tokenizer, for_evaluation=True, **sizes)
+    source, stream = _stream(source, tokenizer, for_evaluation=True, **sizes)
     if stride > length:
         raise TextError(
             f"{source.label}: stride {stride} is longer than the window of {length}: tokens would be skipped"
@@ -274,13 +271,11 @@ def evaluation_windows(
 
 
 def _stream(
-    source: TextSource | str, split: str | None, tokenizer: Any, *, for_evaluation: bool, **sizes: int
+    source: TextSource | str, tokenizer: Any, *, for_evaluation: bool, **sizes: int
 ) -> tuple[TextSource, TokenStream]:
     """Opens and tokenizes a text; raises if it is shorter than one window, or if a size is too small."""
     if isinstance(source, str):
-        source = open_text(source, split, for_evaluation=for_evaluation)
-    elif split not in (None, source.split):
-        raise TextError(f"{source.label}: this text is already open, so split {split} cannot be chosen")
+        source = open_text(source, for_evaluation=for_evaluation)
     for name, size in sizes.items():
         least = 2 if name == "length" else 1
         if size < least:

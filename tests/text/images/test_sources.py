@@ -33,7 +33,7 @@ def test_grey_stays_one_channel_and_transparency_goes(tmp_path: Path, mode: str)
 
 def _read_all(folder: Path) -> None:
     for split in ("train", "valid", "test"):
-        TASK.from_start(str(folder), length=1, split=split)
+        TASK.from_start(f"{folder}:{split}", length=1)
 
 
 def test_a_damaged_file_is_one_line_with_its_name(tmp_path: Path) -> None:
@@ -104,9 +104,9 @@ def test_more_windows_extend_fewer_and_another_seed_gives_others() -> None:
 def test_calibration_and_evaluation_share_no_image(tmp_path: Path) -> None:
     drawn = DIGITS.drawn("digits", windows=68, length=16)
     for split in ("valid", "test"):
-        refuse_overlap(drawn, DIGITS.from_start("digits", length=16, split=split))
+        refuse_overlap(drawn, DIGITS.from_start(f"digits:{split}", length=16))
     with pytest.raises(TextError, match="share a document"):
-        refuse_overlap(drawn, DIGITS.from_start("digits", length=16, split="train"))
+        refuse_overlap(drawn, DIGITS.from_start("digits:train", length=16))
 
 
 def test_what_a_verb_calls_text_means_the_models_own_images() -> None:
