@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 from functools import cache
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # quantizers are listed without torch
-    import torch
+from kl_lens.base.lazy import torch
 
 
 @cache
@@ -22,8 +20,6 @@ def runs_triton(device: torch.device) -> bool:
 
 def free_memory(device: torch.device) -> int:
     """GPU memory in bytes that this process can still allocate, within its share if it has one."""
-    import torch
-
     free, total = torch.cuda.mem_get_info(device)
     allocated = torch.cuda.memory_allocated(device)
     held = torch.cuda.memory_reserved(device) - allocated
@@ -34,8 +30,6 @@ def free_memory(device: torch.device) -> int:
 def elements_at_once(device: torch.device) -> int:
     """How many weights to quantize at a time: few enough to stay in a CPU's cache; on a GPU enough to keep it busy, but
     not so many that a dozen temporary tensors fill a small card."""
-    import torch
-
     if device.type == "cpu":
         return 1 << 18
     return min(1 << 26, torch.cuda.mem_get_info(device)[1] >> 10)
@@ -43,8 +37,6 @@ def elements_at_once(device: torch.device) -> int:
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor in the host's memory; from a GPU through page-locked memory, which torch keeps for the next copy."""
-    import torch
-
     tensor = tensor.detach()
     if tensor.device.type != "cuda":
         return tensor.cpu()

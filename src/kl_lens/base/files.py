@@ -17,15 +17,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:  # these take long to load
-    import numpy as np
-    import numpy.typing as npt
-    import torch
+import numpy as np
+import numpy.typing as npt
 
 from kl_lens.base.accelerators import on_host
 from kl_lens.base.errors import KLLensError
+from kl_lens.base.lazy import torch
 
 RECORD_FILE = "artifact.json"  # describes the other files; moved last, removed first
 DERIVED = ".compiled"  # compiled by a runtime from the files; deleted with them
@@ -178,8 +177,6 @@ _PIECE = 1 << 22  # bytes
 
 def bytes_digest(*parts: npt.NDArray[Any], about: str = "") -> str:
     """Of the arrays' bytes, and of `about`: a digest of the digests of pieces, which several threads compute."""
-    import numpy as np
-
     flat = [np.ascontiguousarray(part).reshape(-1).view(np.uint8) for part in parts]
     pieces = [part[first : first + _PIECE] for part in flat for first in range(0, len(part), _PIECE)]
     total = hashlib.blake2b(about.encode(), digest_size=16)
@@ -190,8 +187,6 @@ def bytes_digest(*parts: npt.NDArray[Any], about: str = "") -> str:
 
 
 def tensor_digest(*parts: torch.Tensor, about: str = "") -> str:
-    import torch
-
     bytes_of = (on_host(part).contiguous().reshape(-1).view(torch.uint8).numpy() for part in parts)
     return bytes_digest(*bytes_of, about=about)
 

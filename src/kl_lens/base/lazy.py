@@ -1,4 +1,4 @@
-"""Packages that import their names on first use.
+"""torch, and the names of packages, imported on first use.
 
 Running an exported model needs only numpy and the runtime; everything else needs torch and transformers, which take
 seconds and hundreds of megabytes on a small device.
@@ -11,7 +11,23 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+
+class _Module:
+    """A library that is imported when a name in it is first asked for."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self._name), name)
+
+
+if TYPE_CHECKING:
+    import torch as torch
+else:
+    torch = _Module("torch")
 
 
 def lazy_names(package: str) -> tuple[Callable[[str], Any], list[str]]:

@@ -27,6 +27,7 @@ import numpy.typing as npt
 
 from kl_lens.base.errors import CheckpointError, TextError, one_line
 from kl_lens.base.files import reference_path
+from kl_lens.base.lazy import torch
 
 if TYPE_CHECKING:
     from kl_lens.text.windows import Windows
@@ -187,8 +188,6 @@ class Preparation:
     def _resized(self, planes: Pixels, height: int, width: int) -> Pixels:
         if planes.shape[1:] == (height, width):
             return planes
-        import torch  # not needed for images of the right size
-
         smooth = self.mode != "nearest"
         resized = torch.nn.functional.interpolate(
             torch.from_numpy(planes)[None], (height, width), mode=self.mode, antialias=smooth
@@ -352,8 +351,6 @@ def image_windows(
 ) -> Windows:  # fmt: skip
     """With a seed: windows of randomly chosen images; the first k of a larger draw are the draw of k. Without: all
     images, at most `windows`, in a fixed order that mixes the classes."""
-    import torch
-
     from kl_lens.text.windows import UsedDocument, Windows
 
     available = len(source.entries)

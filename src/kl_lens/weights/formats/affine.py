@@ -14,16 +14,13 @@ once. In float16 its CPU kernels round product and sum, and on Metal that depend
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from kl_lens.base.lazy import torch
 from kl_lens.weights.formats.format import FP16, Quantized, register
 from kl_lens.weights.formats.integer import GroupedFormat
-
-if TYPE_CHECKING:
-    import torch
 
 SMALLEST_SCALE = 1e-7
 BITS, GROUPS = (2, 3, 4, 5, 6, 8), (128, 64, 32)
@@ -49,8 +46,6 @@ class AffineFormat(GroupedFormat):
         return packed.reshape(-1)
 
     def _quantize(self, weight: torch.Tensor) -> Quantized:
-        import torch
-
         top = 2**self.bits - 1
         half = weight.half().float()  # mlx-lm converts the model to float16 first
         groups = self._grouped(half)

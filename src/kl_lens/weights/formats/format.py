@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +19,7 @@ import numpy.typing as npt
 from kl_lens.base.accelerators import on_host
 from kl_lens.base.errors import FormatError
 from kl_lens.base.files import tensor_digest
-
-if TYPE_CHECKING:
-    import torch
+from kl_lens.base.lazy import torch
 
 # FP16 cannot hold more. For larger weights NNCF silently writes an infinite scale and llama.cpp an infinite block. No
 # trained model comes near, so every format refuses them.
@@ -43,8 +41,6 @@ class Quantized:
     @classmethod
     def stacked(cls, parts: Sequence[Quantized], shape: tuple[int, ...]) -> Quantized:
         """The rows of all parts, one after another, as a weight of this shape."""
-        import torch
-
         joined = {name: torch.cat([part.tensors[name] for part in parts]) for name in parts[0].tensors}
         return cls(parts[0].format, shape, **{n: t.reshape(*shape[:-1], -1) for n, t in joined.items()})
 

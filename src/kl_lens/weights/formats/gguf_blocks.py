@@ -15,13 +15,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kl_lens.base.accelerators import on_host
 from kl_lens.base.errors import FormatError
+from kl_lens.base.lazy import torch
 from kl_lens.weights.formats.format import (
     FP16,
     LARGEST_MAGNITUDE,
@@ -30,9 +31,6 @@ from kl_lens.weights.formats.format import (
     checked_float32,
     register,
 )
-
-if TYPE_CHECKING:
-    import torch
 
 # Such small blocks are stored with a scale of zero anyway, and below about 2^−120 the C code divides by zero, with a
 # result that depends on the processor. Make them plain zeros.
@@ -99,8 +97,6 @@ class GGUFFormat(Format):
         return self._blocks(weight, None)
 
     def _blocks(self, weight: torch.Tensor, importance: torch.Tensor | None) -> Quantized:
-        import torch
-
         from kl_lens.weights.formats.blocks import nearest
 
         whole = torch.nn.functional.hardshrink(weight, SMALLEST_MAGNITUDE)
@@ -115,8 +111,6 @@ class GGUFFormat(Format):
         return Quantized(self.name, tuple(weight.shape), data.to(weight.device))
 
     def dequantize(self, quantized: Quantized) -> torch.Tensor:
-        import torch
-
         from kl_lens.weights.formats.blocks import LAYOUTS, dequantized
 
         if self.name in LAYOUTS:
@@ -218,8 +212,6 @@ def quantize_rows(
             ggml_type, weight.ctypes.data, blocks.ctypes.data, at, last - first, columns, weighed
         )
         return written
-
-    import torch
 
     threads = min(rows, torch.get_num_threads())
     bounds = [rows * i // threads for i in range(threads + 1)]

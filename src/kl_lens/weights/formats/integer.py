@@ -27,15 +27,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from kl_lens.base.lazy import torch
 from kl_lens.weights.formats.format import Format, Quantized, register
-
-if TYPE_CHECKING:
-    import torch
 
 NNCF_SMALLEST_SCALE = 2.0**-23  # float32's machine epsilon; still exact in FP16, as a subnormal
 
@@ -47,8 +44,6 @@ class GroupedFormat(Format):
     @property
     def scale_dtype(self) -> torch.dtype:
         """Data type of scales; FP16 as in NNCF."""
-        import torch
-
         return torch.float16
 
     def stored_scales(self, scales: torch.Tensor) -> torch.Tensor:
@@ -116,8 +111,6 @@ class GroupedFormat(Format):
 
 def pack_codes(numbers: torch.Tensor, bits: int) -> npt.NDArray[np.uint8]:
     """OpenVINO's types of 2 and 4 bits: the first number in the lowest bits of a byte."""
-    import torch
-
     values, each = numbers.cpu().to(torch.int8).numpy().reshape(-1).view(np.uint8), 8 // bits
     codes = np.append(values, np.zeros(-values.size % each, np.uint8)) & np.uint8(2**bits - 1)
     packed = codes[0::each].copy()
@@ -129,8 +122,6 @@ def pack_codes(numbers: torch.Tensor, bits: int) -> npt.NDArray[np.uint8]:
 @dataclass(frozen=True)
 class IntegerFormat(GroupedFormat):
     def _codes(self, scaled: torch.Tensor) -> torch.Tensor:
-        import torch
-
         levels = 2 ** (self.bits - 1)
         return scaled.round_().clamp_(-levels, levels - 1).to(torch.int8)
 
@@ -140,8 +131,6 @@ class SignedScaleFormat(IntegerFormat):
     """NNCF's symmetric modes; the formula is in the module's docstring."""
 
     def covering_scales(self, groups: torch.Tensor) -> torch.Tensor:
-        import torch
-
         low, high = torch.aminmax(groups, dim=-1, keepdim=True)
         scales = torch.where(low.abs() >= high, low.abs(), -high) / 2 ** (self.bits - 1)
         return torch.where(scales.abs() < NNCF_SMALLEST_SCALE, NNCF_SMALLEST_SCALE, scales)
@@ -153,13 +142,9 @@ class AbsoluteMaximumFormat(IntegerFormat):
 
     @property
     def scale_dtype(self) -> torch.dtype:
-        import torch
-
         return torch.float32
 
     def covering_scales(self, groups: torch.Tensor) -> torch.Tensor:
-        import torch
-
         largest = groups.abs().amax(-1, keepdim=True)
         # A tensor as divisor: GPUs turn division by a number into a product with its rounded inverse.
         scales = largest / torch.full_like(largest, 2 ** (self.bits - 1) - 1)
@@ -192,8 +177,6 @@ class ZeroPointFormat(GroupedFormat):
         return pack_codes(quantized.zero_points, self.bits)
 
     def _quantize(self, weight: torch.Tensor) -> Quantized:
-        import torch
-
         top = 2**self.bits - 1
         groups = self._grouped(weight)
         low, high = torch.aminmax(groups, dim=-1, keepdim=True)

@@ -22,17 +22,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from kl_lens.base.accelerators import constant
+from kl_lens.base.lazy import torch
 from kl_lens.weights.formats.format import Quantized, register
 from kl_lens.weights.formats.integer import NNCF_SMALLEST_SCALE, GroupedFormat, pack_codes
-
-if TYPE_CHECKING:
-    import torch
 
 NF_LEVELS = np.array(
     [
@@ -69,8 +67,6 @@ class TableFormat(GroupedFormat):
     borders: ClassVar[npt.NDArray[np.float32]]  # between levels; a value on a border goes down
 
     def _codes(self, scaled: torch.Tensor) -> torch.Tensor:
-        import torch
-
         return torch.bucketize(scaled.contiguous(), self._on(scaled.device)[1]).to(torch.uint8)
 
     def _places(self, codes: torch.Tensor) -> torch.Tensor:
@@ -80,8 +76,6 @@ class TableFormat(GroupedFormat):
     @cache
     def _on(cls, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Levels and borders on the weight's device."""
-        import torch
-
         levels, borders = (constant(torch.from_numpy(part), device) for part in (cls.levels, cls.borders))
         return levels, borders
 
@@ -102,24 +96,16 @@ class MicroscalingFormat(TableFormat):
 
     @property
     def scale_dtype(self) -> torch.dtype:
-        import torch
-
         return torch.uint8
 
     def stored_scales(self, scales: torch.Tensor) -> torch.Tensor:
-        import torch
-
         # The exponent of a float32 is E8M0's code. Adding all ones below it rounds up to a power of two.
         return ((scales.contiguous().view(torch.int32) + 0x7FFFFF) >> 23).to(torch.uint8)
 
     def scale_values(self, stored: torch.Tensor) -> torch.Tensor:
-        import torch
-
         return (stored.int() << 23).view(torch.float32)
 
     def covering_scales(self, groups: torch.Tensor) -> torch.Tensor:
-        import torch
-
         largest = groups.abs().amax(-1, keepdim=True)
         wanted = (largest / torch.full_like(largest, float(MX_LEVELS[-1]))).clamp(
             NNCF_SMALLEST_SCALE, MX_LARGEST_SCALE

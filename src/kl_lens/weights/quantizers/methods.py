@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kl_lens.base.errors import FormatError
+from kl_lens.base.lazy import torch
 from kl_lens.weights.formats import Format, Quantized
 from kl_lens.weights.formats.affine import AffineFormat
 from kl_lens.weights.formats.gguf_blocks import GGUFFormat
@@ -27,8 +28,6 @@ from kl_lens.weights.quantizers.quantizer import (
 )
 
 if TYPE_CHECKING:
-    import torch
-
     from kl_lens.weights.quantizers.feedback import Objective
 
 
@@ -185,8 +184,6 @@ class Tuned(Quantizer):
 
 def column_importance(moments: torch.Tensor) -> torch.Tensor:
     """The diagonal, made positive; all ones if it is zero everywhere."""
-    import torch
-
     diagonal = moments.diagonal().clamp_min(0)
     mean = diagonal.mean()  # stays on the GPU: reading it would wait for all pending work
     floor = (mean.double() * _FLOOR).to(diagonal.dtype)

@@ -5,15 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from kl_lens.base.accelerators import elements_at_once
 from kl_lens.base.errors import FormatError
+from kl_lens.base.lazy import torch
 from kl_lens.weights.formats import Format, Quantized
 from kl_lens.weights.formats.format import checked_float32
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,8 +78,6 @@ class LearningQuantizer(Quantizer):
     def quantize(
         self, weight: torch.Tensor, fmt: Format, name: str, statistics: InputStatistics | None
     ) -> Quantized:
-        import torch
-
         if statistics is None:
             raise FormatError(f"{name}: {self.name} needs calibration statistics, and there are none")
         if reason := self.suits(fmt) or fmt.fits(tuple(weight.shape)):
@@ -125,8 +121,6 @@ def best_rows(
     weight: torch.Tensor, fmt: Format, moments: torch.Tensor, choices: Sequence[Quantized]
 ) -> Quantized:
     """Each row from the choice with the smallest loss; ties go to the first."""
-    import torch
-
     losses = torch.stack([row_losses(weight, fmt, choice, moments) for choice in choices])
     best, rows = losses.argmin(0), torch.arange(len(weight), device=losses.device)
     tensors = {name: torch.stack([c.tensors[name] for c in choices]) for name in choices[0].tensors}
