@@ -15,16 +15,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
 from kl_lens.base.lazy import torch
 from kl_lens.weights.formats.format import FP16, Quantized, register
 from kl_lens.weights.formats.integer import GroupedFormat
 
 SMALLEST_SCALE = 1e-7
 BITS, GROUPS = (2, 3, 4, 5, 6, 8), (128, 64, 32)
-_PACKED_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -33,17 +29,6 @@ class AffineFormat(GroupedFormat):
 
     def _bytes(self, shape: tuple[int, ...]) -> int:
         return super()._bytes(shape) + self._groups(shape) * self.scale_dtype.itemsize
-
-    def pack(self, quantized: Quantized) -> npt.NDArray[np.uint8]:
-        """One stream of bits, the first code in the lowest; a row always ends with a 32-bit word."""
-        codes = quantized.data.cpu().contiguous().numpy().reshape(-1, 8)
-        packed = np.empty((len(codes), self.bits), np.uint8)
-        shifts = np.arange(8, dtype="<u8") * self.bits
-        for first in range(0, len(codes), _PACKED_AT_ONCE):
-            part = slice(first, first + _PACKED_AT_ONCE)
-            words = np.bitwise_or.reduce(codes[part].astype("<u8") << shifts, axis=-1)
-            packed[part] = words.view(np.uint8).reshape(-1, 8)[:, : self.bits]
-        return packed.reshape(-1)
 
     def _quantize(self, weight: torch.Tensor) -> Quantized:
         top = 2**self.bits - 1

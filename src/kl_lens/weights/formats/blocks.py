@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
-
 from kl_lens.base.accelerators import constant
+from kl_lens.base.lazy import torch
 from kl_lens.weights.formats.format import Quantized
 
 IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)

@@ -23,6 +23,7 @@ import numpy.typing as npt
 from kl_lens.base.accelerators import on_host
 from kl_lens.base.errors import FormatError
 from kl_lens.base.lazy import torch
+from kl_lens.weights.formats.blocks import LAYOUTS, dequantized, nearest
 from kl_lens.weights.formats.format import (
     FP16,
     LARGEST_MAGNITUDE,
@@ -97,8 +98,6 @@ class GGUFFormat(Format):
         return self._blocks(weight, None)
 
     def _blocks(self, weight: torch.Tensor, importance: torch.Tensor | None) -> Quantized:
-        from kl_lens.weights.formats.blocks import nearest
-
         whole = torch.nn.functional.hardshrink(weight, SMALLEST_MAGNITUDE)
         if importance is None and not self.searches:
             return nearest(self.name, whole, self.block_bytes)
@@ -111,8 +110,6 @@ class GGUFFormat(Format):
         return Quantized(self.name, tuple(weight.shape), data.to(weight.device))
 
     def dequantize(self, quantized: Quantized) -> torch.Tensor:
-        from kl_lens.weights.formats.blocks import LAYOUTS, dequantized
-
         if self.name in LAYOUTS:
             return dequantized(LAYOUTS[self.name], quantized.data, self.block_size, self.block_bytes)
         gguf = gguf_module()

@@ -34,6 +34,7 @@ import numpy.typing as npt
 from kl_lens.base.lazy import torch
 from kl_lens.weights.formats.format import Format, Quantized, register
 
+_PACKED_AT_ONCE = 1 << 22
 NNCF_SMALLEST_SCALE = 2.0**-23  # float32's machine epsilon; still exact in FP16, as a subnormal
 
 
@@ -110,8 +111,15 @@ class GroupedFormat(Format):
 
 
 def pack_codes(numbers: torch.Tensor, bits: int) -> npt.NDArray[np.uint8]:
-    """OpenVINO's types of 2 and 4 bits: the first number in the lowest bits of a byte."""
+    """One stream of bits, the first number in the lowest bits of the first byte."""
     values, each = numbers.cpu().to(torch.int8).numpy().reshape(-1).view(np.uint8), 8 // bits
+    if 8 % bits:  # eight numbers in as many bytes as one has bits; rows are multiples of eight
+        packed, shifts = np.empty((values.size // 8, bits), np.uint8), np.arange(8, dtype="<u8") * bits
+        for first in range(0, len(packed), _PACKED_AT_ONCE):
+            eights = values[8 * first : 8 * (first + _PACKED_AT_ONCE)].reshape(-1, 8)
+            words = np.bitwise_or.reduce(eights.astype("<u8") << shifts, axis=-1)
+            packed[first : first + _PACKED_AT_ONCE] = words.view(np.uint8).reshape(-1, 8)[:, :bits]
+        return packed.reshape(-1)
     codes = np.append(values, np.zeros(-values.size % each, np.uint8)) & np.uint8(2**bits - 1)
     packed = codes[0::each].copy()
     for place in range(1, each):

@@ -15,6 +15,7 @@ from kl_lens.base.errors import FormatError
 from kl_lens.base.lazy import torch
 from kl_lens.weights.formats import Format, Quantized
 from kl_lens.weights.formats.affine import AffineFormat
+from kl_lens.weights.formats.blocks import LAYOUTS
 from kl_lens.weights.formats.gguf_blocks import GGUFFormat
 from kl_lens.weights.formats.integer import SignedScaleFormat, ZeroPointFormat
 from kl_lens.weights.formats.tables import MicroscalingFormat, NormalFloatFormat
@@ -32,11 +33,6 @@ if TYPE_CHECKING:
 
 
 GROUPED = (SignedScaleFormat, ZeroPointFormat, NormalFloatFormat, MicroscalingFormat, AffineFormat)
-# ggml's types where every weight has its own code: `formats.blocks.LAYOUTS`, repeated to avoid importing torch.
-BLOCKS = (
-    "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs",
-)  # fmt: skip
-LATTICES = ("iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s")  # where 4 or 8 weights share a code
 # Moments from few tokens are noisy, more so with many columns. So the diagonal's mean × (DAMPING + SCARCITY · columns /
 # tokens) is added to the diagonal. Both tuned by KL of reference:mamba on WikiText-2 valid: docs/method.md.
 DAMPING, SCARCITY = 0.1, 4.0
@@ -111,9 +107,8 @@ class ErrorFeedback(LearningQuantizer):
     version = 2  # 2: damping depends on the number of tokens
 
     def suits(self, fmt: Format) -> str | None:
-        if isinstance(fmt, GROUPED) or fmt.name in (*BLOCKS, *LATTICES):
-            return None
-        return f"{fmt.name} has no levels to choose from"
+        has_levels = isinstance(fmt, (*GROUPED, GGUFFormat))
+        return None if has_levels else f"{fmt.name} has no levels to choose from"
 
     def _rounding(
         self, fmt: Format, moments: torch.Tensor, tokens: int
@@ -122,7 +117,8 @@ class ErrorFeedback(LearningQuantizer):
 
         damping = DAMPING + SCARCITY * len(moments) / max(tokens, 1)
         objective, importance = last_objective(moments, damping), column_importance(moments)
-        ways = _by_lattice if fmt.name in LATTICES else _by_columns
+        # In ggml's other types 4 or 8 weights share a code.
+        ways = _by_lattice if isinstance(fmt, GGUFFormat) and fmt.name not in LAYOUTS else _by_columns
         return lambda weight: best_rows(weight, fmt, moments, ways(weight, fmt, importance, objective))
 
 
