@@ -1,14 +1,14 @@
 """Properties that hold for every weight, looked for by hypothesis in the corners of float32."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from kl_lens.base.errors import FormatError
 from kl_lens.weights.formats import get_format, known_formats
+
+for _package in ("gguf", "xllamacpp"):
+    pytest.importorskip(_package, reason="the extra 'gguf' is not installed")
 
 # Kinds, not sizes: what differs in the group alone, or costs ggml seconds of tables, has its tests elsewhere.
 QUICK = tuple(
@@ -21,19 +21,6 @@ QUICK = tuple(
 )
 
 quick = settings(max_examples=15)
-
-
-def installed(name: str) -> bool:
-    try:
-        get_format(name).quantize(torch.zeros(1, 256))
-    except FormatError:
-        return False
-    return True
-
-
-def params(*names: str) -> list[Any]:
-    missing = "the extra 'gguf' is not installed"
-    return [pytest.param(n, marks=pytest.mark.skipif(not installed(n), reason=missing)) for n in names]
 
 
 @st.composite
@@ -84,7 +71,7 @@ def test_absmax_bound_and_integers(name: str, data: st.DataObject) -> None:
     assert (stored.scales[(weight == 0).all(-1)] == 1).all()
 
 
-@pytest.mark.parametrize("name", params(*QUICK))
+@pytest.mark.parametrize("name", QUICK)
 @given(data=st.data())
 @quick
 def test_values_are_finite_and_zero_stays_zero(name: str, data: st.DataObject) -> None:
@@ -96,7 +83,7 @@ def test_values_are_finite_and_zero_stays_zero(name: str, data: st.DataObject) -
     assert (values[0] == 0).all()
 
 
-@pytest.mark.parametrize("name", params(*QUICK))
+@pytest.mark.parametrize("name", QUICK)
 @given(data=st.data())
 @settings(max_examples=6)
 def test_rows_are_independent(name: str, data: st.DataObject) -> None:
