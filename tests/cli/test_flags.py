@@ -41,12 +41,12 @@ def test_words_become_settings_and_words_again(command: str) -> None:
     settings = settings_from(parse(shlex.split(command)))
     again = settings_from(parse(command_of(settings)))
     assert again == settings
-    assert set(command_of(settings)) <= {*shlex.split(command), "wikitext2:test"}
+    assert set(command_of(settings)) <= {*shlex.split(command), "wikitext2:test", "reference:mamba"}
 
 
 def test_what_is_not_typed_is_the_dataclass_default() -> None:
     assert settings_from(parse(["measure"])) == MeasureSettings.of()
-    assert command_of(MeasureSettings.of()) == ["measure"]
+    assert command_of(MeasureSettings.of()) == ["measure", "reference:mamba"]
     assert command_of(PlanSettings.of(max_bytes=4_000_000, max_drop=0.03)) == [
         "plan", "--max-bytes", "4MB", "--max-drop", "3%",
     ]  # fmt: skip

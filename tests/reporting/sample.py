@@ -85,7 +85,7 @@ def make_run(
                 "embedding": "backbone.embeddings", "components": [c.to_json() for c in parts],
             }
         )  # fmt: skip
-        run.note_command(["/opt/venv/bin/kl-lens", "measure", model, "--run", "runs/sample"])
+        run.note_command(["kl-lens", "measure", model, "--run", "runs/sample"])
         _measure(run, parts, formats, CALIBRATION, seed, blocks)
         run.store("noise", CALIBRATION, {"kl_teacher_to_student": NOISE})
         if "rank" in stages:

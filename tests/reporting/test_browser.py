@@ -1,5 +1,6 @@
 """The report in a real browser, from disk: it works, it is quiet, and nothing leaves."""
 
+import json
 import shlex
 import shutil
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import pytest
 from kl_lens import planning
 from kl_lens.cli.main import main
 from kl_lens.reporting import write_report
+from kl_lens.reporting.data import collect
 from kl_lens.run.folder import Run
 from tests.reporting.sample import make_run
 
@@ -78,7 +80,7 @@ def column(page: Any, index: int) -> list[str]:
 
 
 def slide(page: Any, index: int) -> dict[str, str]:
-    """Moves the slider; gives back size, KL and the file there."""
+    """Moves the slider; gives back bytes, KL and the name of a file."""
     move = "(s, i) => { s.value = i; s.dispatchEvent(new Event('input')); }"
     page.locator(".explorer input[type=range]").first.evaluate(f"(s) => ({move})(s, {index})")
     return dict(page.locator(".explorer").first.evaluate("e => ({...e.dataset})"))
@@ -110,6 +112,28 @@ def test_tables_sort_by_number_and_names_as_people_count(desktop: Opened) -> Non
     assert names[0] == "backbone.embeddings"
     assert names.index("backbone.layers.2.mixer.in_proj") < names.index("backbone.layers.3.mixer.in_proj")
     assert desktop.messages == []
+
+
+def test_the_slider_has_every_size_never_rises_and_agrees_with_plan_at_twenty(
+    desktop: Opened, report: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Run.open(report.parent) as run:
+        view = collect(run)
+    least, _ = view.spaces[None].problem.reach("bytes")
+    last = int(desktop.page.locator(".explorer input[type=range]").first.get_attribute("max"))
+    stops = [slide(desktop.page, index) for index in range(last + 1)]
+    sizes, kls = [int(stop["bytes"]) for stop in stops], [float(stop["kl"]) for stop in stops]
+    assert (sizes[0], sizes[-1]) == (least, view.fp16_bytes)
+    assert sizes == sorted(set(sizes))
+    assert kls == sorted(kls, reverse=True)
+    assert kls[-1] == 0
+    plans = [stop for stop in stops if not stop["file"]]
+    assert len(plans) < len(stops)  # files that were measured are on it too
+    for stop in [plans[round(i * (len(plans) - 1) / 19)] for i in range(20)]:
+        assert main(["plan", "--run", str(report.parent), "--max-bytes", stop["bytes"], "--json"]) == 0
+        [plan] = json.loads(capsys.readouterr().out)
+        assert plan["bytes"] == int(stop["bytes"])
+        assert plan["predicted_kl"] == pytest.approx(float(stop["kl"]), rel=1e-9)
 
 
 def test_the_command_on_the_page_makes_the_plan_on_the_page(
@@ -144,7 +168,7 @@ def test_the_map_shows_one_format_or_the_plan_and_opens_a_component(desktop: Ope
     int4 = page.evaluate(colours)
     assert int4 != int8
     level = [
-        [int(fill.removeprefix("var(--h").removesuffix(")")) for fill in fills] for fills in (int4, int8)
+        [int(fill.removeprefix("var(--h").partition(",")[0]) for fill in fills] for fills in (int4, int8)
     ]
     assert all(low >= high for low, high in zip(*level, strict=True))  # the same scale for both
     select.select_option(label="the plan above")

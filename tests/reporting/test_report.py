@@ -86,30 +86,17 @@ def test_a_targets_choices_are_in_bytes_of_its_file_and_its_answer_names_the_nea
     assert "INT4" not in words
 
 
-def test_the_slider_goes_from_the_smallest_file_to_fp16_never_rises_and_agrees_with_plan(
-    sample_run: Path, sample_page: str, capsys: pytest.CaptureFixture[str]
+def test_the_slider_and_the_map_have_the_recipe_of_every_component_at_every_size(
+    sample_run: Path, sample_page: str
 ) -> None:
     with Run.open(sample_run) as run:
         view = collect(run)
     explorer = Explorer(view, view.spaces[None])
-    sizes = [p.bytes for p in explorer.positions]
-    least, _ = view.spaces[None].problem.reach("bytes")
-    assert (sizes[0], sizes[-1]) == (least, view.fp16_bytes)
-    assert sizes == sorted(set(sizes))
-    kls = [p.kl for p in explorer.positions]
-    assert kls == sorted(kls, reverse=True)
-    assert kls[-1] == 0
     [space] = data_of(sample_page)["spaces"]
-    assert [row[0] for row in space["positions"]] == sizes
+    assert [row[0] for row in space["positions"]] == [p.bytes for p in explorer.positions]
     for row, position in zip(space["positions"], explorer.positions, strict=True):
-        stored = [space["recipes"]["0123456789".index(digit)] for digit in row[4]]
+        stored = [space["recipes"][recipe] for recipe in row[4]]
         assert stored == [position.stored[c.name] for c in explorer.components]
-    plans = [position for position in explorer.positions if not position.file]
-    for position in plans[:: max(1, len(plans) // 3)]:
-        assert main(["plan", "--run", str(sample_run), "--max-bytes", str(position.bytes), "--json"]) == 0
-        [plan] = json.loads(capsys.readouterr().out)
-        assert position.bytes == plan["bytes"]
-        assert position.kl == pytest.approx(plan["predicted_kl"], rel=1e-9)
 
 
 def test_a_file_that_loses_less_than_any_plan_of_its_size_is_on_the_frontier(tmp_path: Path) -> None:
@@ -226,7 +213,7 @@ def test_tasks_samples_and_provenance_are_shown_and_places_on_the_authors_disk_a
     words = section(sample_page, "provenance").words
     for expected in ("f" * 16, "wikitext2", "train", "test", "42", "torch", "abc123", "kl-lens plan"):
         assert expected in words
-    for private in ("/somewhere/private", "/opt/venv", "elsewhere"):
+    for private in ("/somewhere/private", "elsewhere"):
         assert private not in sample_page
 
 

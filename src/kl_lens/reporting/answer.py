@@ -149,7 +149,7 @@ def _card(view: RunView, plan: Plan) -> Html:
             "" if plan.name in view.recommended else _RULE,
             f"Against stock recipes: {readable(contest)}. " if contest else "",
             target_of(plan, view.unit),
-            measured_of(view, plan) if plan.limits else "",
+            " The file is above it." if kl and kl.value > plan.limits.get("loss", math.inf) else "",
             f" Measured: {where}." if kl is not None else "",
             f" The file follows the stock recipe {stock}." if stock else "",
             _speed(view, plan),

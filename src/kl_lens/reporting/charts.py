@@ -1,6 +1,6 @@
 """Charts: Vega-Lite specifications, drawn as SVG by vl-convert when the report is made.
 
-Colours are CSS variables with a fallback. The page changes them in the dark; a chart by itself has those of paper.
+Colours are CSS variables with a fallback. report.css sets them in the dark; else they are those of paper.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kl_lens.evaluation.duel import Entrant
@@ -21,7 +21,7 @@ SERIES = ("#0072b2", "#d55e00", "#009e73", "#b5568f", "#a97400", "#5b6470", "#7a
 SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down")
 STAR = "M0,-1.3L.32,-.44L1.24,-.4L.52,.17L.76,1.05L0,.54L-.76,1.05L-.52,.17L-1.24,-.4L-.32,-.44Z"
 RECOMMENDED = "recommended"  # the series with the star
-# From no damage to most; each step of log KL looks equally large (OKLab). For the dark see report.css.
+# From no damage to most; each step of log KL looks equally large (OKLab).
 RAMP = ("#f8f0da", "#f7d3bb", "#f4b69d", "#f0987f", "#e47c6a", "#cd6768", "#b75265", "#a13c60", "#842f5b", "#652656",
         "#471c4f", "#2c0f48")  # fmt: skip
 BITS = {2: "#a3326f", 3: "#b3262e", 4: "#e69f00", 5: "#009e73", 6: "#8d5fae", 8: "#0072b2", 16: "#8a8f98"}
@@ -54,7 +54,7 @@ _CONFIG: dict[str, Any] = {
         "titleFontWeight": "normal", "titlePadding": 8,
     },
     "legend": {"orient": "top", "title": None, "labelColor": colour("soft"), "labelFontSize": 13, "columns": 3,
-               "labelLimit": 220, "symbolSize": 70},
+               "labelLimit": 220, "symbolSize": 70, "symbolOpacity": 1, "columnPadding": 24},
 }  # fmt: skip
 
 
@@ -62,7 +62,7 @@ _CONFIG: dict[str, Any] = {
 class Chart:
     """A Vega-Lite specification; in a notebook, its picture."""
 
-    spec: dict[str, Any]
+    spec: dict[str, Any] = field(repr=False)
 
     def svg(self) -> Html:
         """With our colours as variables, for a page that defines them."""
@@ -78,11 +78,6 @@ def _drawn(spec: str) -> str:
     import vl_convert  # a JavaScript engine: not for those who only want a number
 
     drawn = vl_convert.vegalite_to_svg(spec, allowed_base_urls=[])
-    # A page may have thousands of marks: what says nothing goes.
-    drawn = re.sub(r' role="graphics-symbol" aria-roledescription="[a-z ]*"', ' role="img"', drawn)
-    drawn = re.sub(
-        r' role="graphics-object" aria-roledescription="[a-z ]*"| (?:opacity|version)="1(?:\.1)?"', "", drawn
-    )
     return re.sub(r"(\d\.\d)\d+(?=[,)])", r"\1", drawn)
 
 
@@ -242,10 +237,10 @@ def _placed(x: Axis, y: Axis, dots: Sequence[Dot], width: int, height: int) -> d
     order = sorted((i for i, d in enumerate(dots) if d.label), key=lambda i: dots[i].series != RECOMMENDED)
     for i in order:
         (a, b), half = at[i], 3.4 * len(dots[i].label)
-        for dx, dy, align in ((9, 0, "left"), (-9, 0, "right"), (0, -14, "center"), (0, 14, "center")):
+        for dx, dy, align in ((11, 0, "left"), (-11, 0, "right"), (0, -14, "center"), (0, 14, "center")):
             middle = a + dx + {"left": half, "right": -half, "center": 0.0}[align]
             box = (middle - half, b + dy - 7, middle + half, b + dy + 7)
-            inside = box[0] >= 0 and box[2] <= width and box[1] >= 0 and box[3] <= height
+            inside = box[0] >= 0 and box[2] <= width and box[1] >= -8 and box[3] <= height
             if inside and not any(_overlap(box, other) for other in taken if other != taken[i]):
                 taken.append(box)
                 found[i] = {"label": clean(dots[i].label), "dx": dx, "dy": dy, "align": align}

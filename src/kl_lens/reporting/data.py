@@ -295,11 +295,8 @@ def collect(run: Run) -> RunView:
 
 
 def _command(entry: Mapping[str, Any]) -> Command:
-    words = [str(word) for word in entry["command"]]
-    program = Path(words[0]).name if words else ""
-    # However it was started, this is what to type; the place of the program is nobody's business.
-    typed = ["kl-lens" if program in ("kl-lens", "main.py", "__main__.py") else program, *words[1:]]
-    return Command(shlex.join(typed), tuple(typed), float(entry["started"]), dict(entry["provenance"]))
+    words = tuple(str(word) for word in entry["command"])
+    return Command(shlex.join(words), words, float(entry["started"]), dict(entry["provenance"]))
 
 
 def read_spaces(run: Run, plans: Sequence[Plan]) -> tuple[dict[str | None, Space], tuple[str, ...]]:

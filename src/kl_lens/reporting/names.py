@@ -103,7 +103,7 @@ def fixed_with_error(estimate: Estimate | None, decimals: int = 2) -> str:
         return "–"
     if abs(estimate.value) >= 1e5:
         return with_error(estimate)
-    text = f"{estimate.value:.{decimals}f}"
+    text = f"{estimate.value:z.{decimals}f}"  # z: no -0.00
     return text if math.isnan(estimate.standard_error) else f"{text} ± {estimate.standard_error:.{decimals}f}"
 
 

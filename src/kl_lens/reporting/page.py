@@ -65,19 +65,15 @@ def write_report(run: Run, path: Path | None = None) -> Path:
 
 def report_page(view: RunView) -> str:
     """The report of one run. What it has nothing for has no section."""
-    shown = [part for section in SECTIONS if (part := section(view)) is not None]
-    titles = [f"{number} {part.title}" for number, part in enumerate(shown, 1)]
+    parts = [part for section in SECTIONS if (part := section(view)) is not None]
+    shown = [(f"{number} {part.title}", part) for number, part in enumerate(parts, 1)]
     script = asset("report.js")
     return _PAGE.format(
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         title=escape(f"KL Lens: {view.model}"),
         style=asset("report.css"),
-        links=join(
-            tag("li", tag("a", t, href=f"#{p.identifier}")) for t, p in zip(titles, shown, strict=True)
-        ),
-        body=join(
-            tag("section", tag("h2", t), p.body, id=p.identifier) for t, p in zip(titles, shown, strict=True)
-        ),
+        links=join(tag("li", tag("a", title, href=f"#{part.identifier}")) for title, part in shown),
+        body=join(tag("section", tag("h2", title), part.body, id=part.identifier) for title, part in shown),
         script=script,
     )
 

@@ -324,11 +324,11 @@ class Settings:
 
 
 def command_of(settings: Settings) -> list[str]:
-    """The arguments of `kl-lens` that give these settings; defaults are left out."""
+    """The arguments of `kl-lens` that give these settings; flags with their defaults are left out."""
     alone: list[str] = []
     flagged: list[str] = []
     for each, value in values_of(settings):
-        if value is None or (value == each.default and not each.required):
+        if value is None or (each.flag and value == each.default and not each.required):
             continue
         (flagged if each.flag else alone).extend(each.words(value))
     return [settings.verb, *alone, *flagged]

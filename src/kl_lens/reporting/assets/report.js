@@ -51,7 +51,6 @@
   // The slider walks the frontier that Python computed; the map shows the plan at the slider, or one format.
   const block = document.getElementById("explorer-data");
   const { components, spaces } = block ? JSON.parse(block.textContent) : { spaces: [] };
-  const DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz";
   const parsed = (text) => {
     const match = /^\s*([\d.]+(?:e[-+]?\d+)?)\s*([kmg]?)/i.exec(text.replaceAll(",", ""));
     return match ? Number(match[1]) * { "": 1, k: 1e3, m: 1e6, g: 1e9 }[match[2].toLowerCase()] : NaN;
@@ -67,12 +66,12 @@
     find(".line svg .role-mark")?.parentNode.append(here);
     const told = (recipe, c) => `${space.recipes[recipe]}: ${space.kls[recipe]?.[c]?.[1] ?? "no number"}`;
     const paint = () => {
-      const codes = space.positions[slider.value][4], plan = select.value === "plan";
+      const stored = space.positions[slider.value][4], plan = select.value === "plan";
       title.textContent = plan ? "The plan above (colours: bits per weight)" : `What each component loses alone in ${space.recipes[select.value]}`;
       cells.forEach((cell, k) => {
-        const c = space.cells[k], recipe = plan ? DIGITS.indexOf(codes[c]) : Number(select.value);
+        const c = space.cells[k], recipe = plan ? stored[c] : Number(select.value);
         const [level, , predicted] = space.kls[recipe]?.[c] ?? [];
-        cell.setAttribute("fill", plan ? space.colours[recipe] ?? "var(--grid)" : level === undefined ? "var(--grid)" : `var(--h${level})`);
+        cell.setAttribute("fill", (plan ? space.colours[recipe] : space.ramp[level]) ?? "var(--grid)");
         cell.setAttribute("aria-label", `${components[c]}\n${told(recipe, c)}`);
         hatches[k].setAttribute("opacity", predicted ? 1 : 0);
       });
@@ -94,7 +93,7 @@
       about.children[0].textContent = components[c];
       space.kls.forEach((kls, recipe) => {
         const item = document.createElement("li");
-        item.textContent = told(recipe, c) + (DIGITS[recipe] === space.positions[slider.value][4][c] ? " (in the plan above)" : "");
+        item.textContent = told(recipe, c) + (recipe === space.positions[slider.value][4][c] ? " (in the plan above)" : "");
         if (kls[c].length) about.children[1].append(item);
       });
     };

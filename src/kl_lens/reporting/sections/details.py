@@ -54,7 +54,7 @@ def _layers(view: RunView, of: SensitivityTable, plan: Plan | None, index: int) 
         return Cell(f"≈ {number(value.value, 2)}" if predicted else with_error(value), value.value)
 
     rows = [
-        [c.name, stored.get(c.name, FP16 if plan else "–"), c.parameters,
+        [c.name, stored.get(c.name, FP16 if plan else "–"), Cell(f"{c.parameters:,}", c.parameters),
          *(kl(c.name, name) for name in formats)]
         for c in shown
     ]  # fmt: skip
@@ -133,7 +133,7 @@ def provenance(view: RunView) -> Section:
     parts = [
         _pairs(_model(view)),
         details("Texts, splits and seeds", _texts(view)),
-        details("Commands, as they were typed", _commands(view)),
+        details("Commands", _commands(view)),
         details("Versions and machine", _pairs(_machine(view))),
         note(f"Report written by kl-lens {__version__}."),
     ]
@@ -161,7 +161,9 @@ def _model(view: RunView) -> dict[str, object]:
         "measured in": identity.get("dtype"),
         "precision of products": identity.get("precision"),
         "version of the metrics": identity.get("metrics_version"),
-        "noise floor": view.noise and f"{view.noise:.3g} {view.nats} (the original against itself)",
+        "noise floor": None
+        if view.noise is None
+        else f"{view.noise:.3g} {view.nats} (the original against itself)",
         "computed by transformers' own code": view.kernels,
     }
 

@@ -21,7 +21,6 @@ from kl_lens.reporting.names import count, number, percent, plan_title, short_ti
 from kl_lens.run.records import PREDICTED, Component, Measurement
 from kl_lens.weights.recipes import FP16, Recipe
 
-DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _NOTHING = 1e-8  # a KL below this is rounding, and would stretch a logarithmic axis over decades of it
 
 
@@ -87,7 +86,7 @@ class Explorer:
     def recipes(self) -> list[Recipe]:
         """Every recipe that has a number or is in a plan, fewest bits first."""
         named = {recipe for _, recipe in self.known} | {r for p in self.positions for r in p.stored.values()}
-        return sorted(named, key=lambda r: (r.grid.bits, r))[: len(DIGITS)]
+        return sorted({*named, FP16}, key=lambda r: (r.grid.bits, r))
 
     # -- the frontier -------------------------------------------------------------------------------------------------
 
@@ -234,9 +233,9 @@ class Explorer:
         ]  # fmt: skip
         switch = tag("label", "Show ", tag("select", *options), class_="switch", hidden=True)
         low, high = (number(v, 2) for v in (self._levels.low, self._levels.high))
-        ramp = [tag("i", style=f"background:var(--h{i})") for i in range(len(charts.RAMP))]
-        scale = tag("p", f"KL {low} ", *ramp, f" {high} {self.view.nats}, for all formats.",
-                    " Hatched: predicted." if self._any_predicted else "", class_="note ramp")  # fmt: skip
+        ramp = [tag("i", style=f"background:{charts.colour(f'h{i}')}") for i in range(len(charts.RAMP))]
+        meaning = ", for all formats. Grey: no number." + " Hatched: predicted." * self._any_predicted
+        scale = tag("p", f"KL {low} ", *ramp, f" {high} {self.view.nats}{meaning}", class_="note ramp")
         maps = tag("div", switch, figure(f"What each component loses alone in {self.usual}", self.map().svg()), scale,
                    tag("div", class_="component"), class_="map")  # fmt: skip
         sizes = figure(f"Size against KL: {self.space.title}", self.chart().svg(), caption)
@@ -250,11 +249,11 @@ class Explorer:
     def data(self) -> dict[str, Any]:
         x, y, divisor = self._axes
         target = ["--target", self.space.target] if self.space.target else []
-        code = {recipe: DIGITS[i] for i, recipe in enumerate(self.recipes)}
+        code = {recipe: i for i, recipe in enumerate(self.recipes)}
         positions = [
             [p.bytes, p.kl, round(x.place(p.bytes / divisor, charts.WIDTH), 1),
              round(charts.HEIGHT - y.place(max(p.kl, y.low), charts.HEIGHT), 1),
-             "".join(code.get(p.stored.get(c.name, FP16), "-") for c in self.components), *self.words(p),
+             [code[p.stored.get(c.name, FP16)] for c in self.components], *self.words(p),
              p.file.name if p.file else ""]
             for p in self.positions
         ]  # fmt: skip
@@ -264,6 +263,7 @@ class Explorer:
             "colours": [charts.bits_colour(recipe.grid.bits) for recipe in self.recipes],
             "cells": [i for i, _, _ in self.cells],
             "positions": positions,
+            "ramp": [charts.colour(f"h{i}") for i in range(len(charts.RAMP))],
             "kls": [[self._coded(c, recipe) for c in self.components] for recipe in self.recipes],
         }
 

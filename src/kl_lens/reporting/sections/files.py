@@ -101,16 +101,16 @@ def _amount(view: RunView, score: Score) -> str:
 
 def _plans(view: RunView, stars: frozenset[str]) -> Html:
     text = f"held-out {view.unit.text}"
-    columns = ["plan", "kind", "size", "of FP16", "bits per weight", "predicted KL", f"KL, {text}",
-               f"perplexity, {text}", "formats: components (share of the weights)"]  # fmt: skip
+    columns = ["plan", "size", f"KL, {text}", "predicted KL", f"perplexity, {text}", "kind", "of FP16",
+               "bits per weight", "formats: components (share of the weights)"]  # fmt: skip
     rows: list[Sequence[object]] = []
     for p in view.plans:
         cost, seen, bytes_ = view.cost(p), p.measured, view.bytes_of(p)
         rows.append(
-            [p.name, FAMILIES[p.family], Cell(size(bytes_), bytes_),
+            [p.name, Cell(size(bytes_), bytes_), with_error(seen.kl if seen else None), number(p.predicted_kl),
+             fixed_with_error(seen.perplexity if seen else None), FAMILIES[p.family],
              Cell(percent(bytes_ / view.fp16_of(p.target), 1), bytes_), f"{cost.bits_per_weight:.2f}",
-             number(p.predicted_kl), with_error(seen.kl if seen else None),
-             fixed_with_error(seen.perplexity if seen else None), cost.shares_text.replace(" %", "\u00a0%")]
+             cost.shares_text.replace(" %", "\u00a0%")]
         )  # fmt: skip
     highlight = [i for i, p in enumerate(view.plans) if p.name in stars]
     caption = "Every plan, by the name that commands know it by"
@@ -123,9 +123,6 @@ def _protocol(view: RunView) -> str:
     words += "Predicted KL: the sum of what each component loses alone"
     factor = next((space.factor for space in view.spaces.values() if space.factor != 1), None)
     words += "." if factor is None else f", times {factor:.3f}: other plans were seen to lose that much more."
-    seen = [p for p in view.plans if p.measured and p.predicted_kl and p.predicted_kl > 0]
-    if ratios := sorted(p.measured.kl.value / p.predicted_kl for p in seen if p.measured and p.predicted_kl):
-        words += f" Measured over predicted KL: {ratios[0]:.2f} to {ratios[-1]:.2f} (all plans)."
     held_out = (
         f" Held-out {view.unit.text}: {'; '.join(texts)}, plans in PyTorch that rounds as the runtime does."
     )
