@@ -15,7 +15,7 @@ import tempfile
 from common import machine
 from kl_lens.model import load
 from kl_lens.paper.ranking import Correlation, Ranking
-from kl_lens.study import Study
+from kl_lens.study.study import Study
 from result_files import Row, add_option, write
 from rivals import REFERENCES, STRESSED_PREFIX, models, shown
 from stress import plant

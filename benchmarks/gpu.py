@@ -32,7 +32,8 @@ from kl_lens.measuring.perturbation import Candidate, find_candidates
 from kl_lens.measuring.pieces import noise_floor
 from kl_lens.model import LoadedModel, load
 from kl_lens.run.samples import WindowMetrics, summarise
-from kl_lens.study import CalibrateSettings, Session, perform
+from kl_lens.study.calibrate import CalibrateSettings
+from kl_lens.study.session import Session
 from kl_lens.text.windows import draw_windows
 from kl_lens.weights.formats import get_format
 from kl_lens.weights.quantizers import InputStatistics, get_quantizer
@@ -170,7 +171,7 @@ def types(name: str, arguments: argparse.Namespace) -> None:
             session = Session()
             with tempfile.TemporaryDirectory() as folder:
                 settings = CalibrateSettings.of(model=name, run=folder, device=device, windows=4, seed=draw)
-                perform(settings, session)
+                session.do(settings)
                 model = session.in_run(session.model(name, settings.opening), Path(folder))
                 test = model.task.from_start("wikitext2:test", length=512, limit=8)
                 meter = PlanMeter(model, test)

@@ -21,7 +21,7 @@ from kl_lens import paper, planning
 from kl_lens.measuring.joint import PlanMeter
 from kl_lens.model import LoadedModel, load
 from kl_lens.run.records import SensitivityTable
-from kl_lens.study import Study
+from kl_lens.study.study import Study
 from kl_lens.text.windows import evaluation_windows
 from result_files import Row, add_option, write
 from stress import STRESSED, plant

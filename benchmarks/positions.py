@@ -18,7 +18,7 @@ from kl_lens import planning
 from kl_lens.run.folder import Run
 from kl_lens.run.records import Plan, SensitivityTable
 from kl_lens.run.samples import curve_of
-from kl_lens.study import EvaluateSettings, MeasureSettings, PlanSettings, Session, perform
+from kl_lens.study.study import Study
 from result_files import Row, add_option, write
 
 MODELS = ("reference:mamba", "reference:mamba2", "reference:hybrid")
@@ -35,19 +35,17 @@ def plans(table: SensitivityTable) -> list[Plan]:
     return [Plan(name, dict.fromkeys(names, "int4"), "positions.py") for name, names in parts.items()]
 
 
-def rows(name: str, window: int, windows: int, session: Session, folder: str) -> list[Row]:
-    perform(MeasureSettings.of(model=name, run=folder, formats=FORMATS, windows=2, workers=1), session)
+def rows(name: str, window: int, windows: int, folder: str) -> list[Row]:
+    study = Study(name, folder=folder)
+    study.measure(formats=FORMATS, windows=2, workers=1)
     for bits in BITS:
-        perform(PlanSettings.of(run=folder, max_bpw=bits, name=f"exact-{bits}"), session)
+        study.plan(max_bpw=bits, name=f"exact-{bits}")
     with Run.open(Path(folder)) as run:
         table = run.table()
     for plan in plans(table):
         planning.write_plan(plan, planning.plan_path(Path(folder) / "plans", plan.name), table.components)
-    settings = EvaluateSettings.of(
-        run=folder, targets=("torch",), positions="wikitext2:test", window=window, limit=windows
-    )
     found = []
-    for score in perform(settings, session).scores:
+    for score in study.evaluate(targets="torch", positions="wikitext2:test", window=window, limit=windows):
         plan = score.subject.plan
         kind = "kl" if plan else "cross_entropy"
         curve = curve_of(score, kind)
@@ -91,7 +89,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             write(
                 given.write,
-                rows(name, given.window, given.windows, Session(), folder),
+                rows(name, given.window, given.windows, folder),
                 ("model", "plan", "quantity", "window", "from"),
             )
 

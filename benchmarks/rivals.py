@@ -41,9 +41,11 @@ from kl_lens.evaluation.torch_session import TorchSession
 from kl_lens.model import LanguageTask, LoadedModel
 from kl_lens.run.folder import Run
 from kl_lens.run.records import Plan
-from kl_lens.study import CalibrateSettings, MeasureSettings, Session, perform
+from kl_lens.study.calibrate import CalibrateSettings
+from kl_lens.study.measure import MeasureSettings
 from kl_lens.study.plan import Choosing, plan_within
 from kl_lens.study.planner import TargetPlanner
+from kl_lens.study.session import Session
 from kl_lens.study.settings import Limits
 from kl_lens.targets import SessionSettings, Target, get_target, menu_of
 from nncf_methods import put_file
@@ -124,8 +126,8 @@ def compare(name: str, target: Target, arguments: argparse.Namespace, folder: Pa
     if reason := target.unsupported(model.anatomy.model_type):
         print(f"{name}, {target.name}: {reason}", flush=True)
         return []
-    statistics = perform(CalibrateSettings.of(model=measured.model, run=str(folder)), session).statistics
-    perform(measured, session)
+    statistics = session.do(CalibrateSettings.of(model=measured.model, run=str(folder))).statistics
+    session.do(measured)
     model = session.in_run(model, folder)
     tokenizer = model.require_tokenizer()
     text = prepare("wikitext2:test", LanguageTask(tokenizer), window=512, limit=arguments.test_windows)
@@ -168,8 +170,8 @@ def compare(name: str, target: Target, arguments: argparse.Namespace, folder: Pa
         for rival, make_file in rivals.items():
             theirs = make_file()
             try:
-                within = plan_within(planner, table, Limits(max_bytes=theirs.bytes), Choosing(name="ours"))
-                ours = judged(within)
+                within = TargetPlanner(session, run, target.name, limits=Limits(max_bytes=theirs.bytes))
+                ours = judged(plan_within(within, table, Choosing(name="ours")))
             except PlanError as error:
                 print(f"{name}, {target.name}, {rival}: none of our plans is as small: {error}", flush=True)
                 continue

@@ -20,8 +20,10 @@ from typing import Any
 from common import machine
 from kl_lens.base.units import parse_bytes
 from kl_lens.run.records import Estimate
-from kl_lens.study import CalibrateSettings, MeasureSettings, PlanSettings, Session, perform
-from kl_lens.study.measure import MeasureResult
+from kl_lens.study.calibrate import CalibrateSettings
+from kl_lens.study.measure import MeasureResult, MeasureSettings
+from kl_lens.study.plan import PlanSettings
+from kl_lens.study.session import Session
 from result_files import Row, add_option, write
 from rivals import REFERENCES, STRESSED_PREFIX, models, shown
 from stress import plant
@@ -36,7 +38,7 @@ def processor_seconds() -> float:
 
 def measured(session: Session, **how: Any) -> tuple[MeasureResult, float]:
     begin = processor_seconds()
-    result = perform(MeasureSettings.of(**how), session)
+    result = session.do(MeasureSettings.of(**how))
     assert isinstance(result, MeasureResult)
     return result, processor_seconds() - begin
 
@@ -46,9 +48,9 @@ def planned(
 ) -> tuple[int, Estimate]:
     """The plan's size and its KL on text that the search has not seen."""
     how = {"run": str(folder), "target": arguments.target}
-    perform(PlanSettings.of(name="plan", held_out_windows=SEARCHED, **how, **limit), session)
+    session.do(PlanSettings.of(name="plan", held_out_windows=SEARCHED, **how, **limit))
     check = PlanSettings.of(plan="plan", verify=True, held_out_windows=arguments.held_out_windows, **how)
-    plan = perform(check, session).plans[-1]
+    plan = session.do(check).plans[-1]
     assert plan.measured is not None
     return plan.file_bytes or 0, plan.measured.kl
 
@@ -63,7 +65,7 @@ def compare(name: str, arguments: argparse.Namespace, place: Path) -> Row:
     if name != given:
         plant(model, given)
         session = Session(given=model)
-    perform(CalibrateSettings.of(model=given, run=str(staged_run)), session)
+    session.do(CalibrateSettings.of(model=given, run=str(staged_run)))
     shutil.copytree(staged_run, whole_run)
     how = {"model": given, "target": arguments.target, "windows": arguments.windows}
     # The staged search first: what is compiled on the way counts against it.

@@ -23,7 +23,8 @@ from common import machine
 from kl_lens.measuring.joint import PlanMeter
 from kl_lens.measuring.tuning import TuningRates, tuned
 from kl_lens.planning import paired_difference
-from kl_lens.study import CalibrateSettings, Session, perform
+from kl_lens.study.calibrate import CalibrateSettings
+from kl_lens.study.session import Session
 from kl_lens.weights.formats import get_format
 from kl_lens.weights.formats.gguf_blocks import GGUFFormat
 from kl_lens.weights.recipes import Recipe, fitting_recipe, preferred
@@ -40,7 +41,7 @@ def compare(name: str, arguments: argparse.Namespace, folder: Path) -> Iterator[
     model = session.model(given, loading.opening)
     if name != given:
         plant(model, given)
-    learnt = perform(loading, session).statistics.identity["text"]
+    learnt = session.do(loading).statistics.identity["text"]
     model = session.in_run(model, folder)
     windows = model.task.drawn("wikitext2:train", windows=arguments.windows, length=512, seed=7)
     apart = [all(abs(start - other) >= 512 for other in learnt["starts"]) for start in windows.starts]

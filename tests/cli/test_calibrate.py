@@ -74,10 +74,8 @@ def test_without_statistics_measure_names_the_command_that_gathers_them(
     assert main(["calibrate", *command, "--windows", "4"]) == 0
     assert main([*measure, "--formats", "int4+gptq"]) == 0
     with Run.open(tmp_path / "run") as run:
-        measured, learnt = (
-            run.text_identity("calibration"),
-            json.loads((tmp_path / "run/statistics/statistics.json").read_text())["identity"]["text"],
-        )
+        measured = run.text_identity("calibration")
+    learnt = json.loads((tmp_path / "run/statistics/statistics.json").read_text())["identity"]["text"]
     # The same text, but other windows: what was learnt from does not judge the learning.
     assert measured is not None
     assert (learnt["source"], learnt["length"]) == (measured["source"], measured["length"])
@@ -142,7 +140,7 @@ def test_text_used_for_calibration_is_refused_for_evaluation(
 
 
 def test_a_plan_names_its_statistics_and_others_are_refused(
-    measure: list[str], calibrate: list[str], texts: dict[str, str], tmp_path: Path, capsys
+    measure: list[str], calibrate: list[str], tmp_path: Path, capsys
 ) -> None:
     pytest.importorskip("openvino", reason="needs the extra openvino")
     folder = str(tmp_path / "run")
@@ -161,9 +159,6 @@ def test_a_plan_names_its_statistics_and_others_are_refused(
     assert main([*calibrate, "--seed", "7", "--again"]) == 0
     capsys.readouterr()
     assert main(export) == 1
-    assert f"made with statistics {plan['statistics']}" in capsys.readouterr().err
-    text = ["--held-out", texts["judging"], "--held-out-windows", "2"]
-    assert main(["plan", "--run", folder, "--plan", "uniform_int4.gptq", "--verify", *text]) == 1
     assert f"made with statistics {plan['statistics']}" in capsys.readouterr().err
 
 

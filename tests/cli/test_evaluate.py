@@ -61,18 +61,13 @@ def test_a_whole_run_in_one_command(run_folder: Path, held_out: str, capsys) -> 
     }
     (agreement,) = found["agreements"]
     assert agreement["verdict"] == "agrees"
-    assert (
-        agreement["counterpart"] == "torch/small"
-    )  # the plan itself: the file holds the formats that were planned
+    assert agreement["counterpart"] == "torch/small", "the plan: the file holds the formats that were planned"
     by_name = {s["subject"]: s for s in found["scores"] if s["kind"] == "perplexity"}
     # Norms and convolutions, which no plan names, are FP16 in the file.
     assert by_name["openvino/small (exact)"]["values"]["token_perplexity"]["value"] == pytest.approx(
         by_name["torch/small"]["values"]["token_perplexity"]["value"], rel=1e-3
     )
-    assert (
-        by_name["original"]["protocol"] | {"window": 48, "stride": 48, "limit": 4}
-        == by_name["original"]["protocol"]
-    )
+    assert by_name["original"]["protocol"].items() >= {"window": 48, "stride": 48, "limit": 4}.items()
     published = json.loads(next(run_folder.glob("perplexity_results_*.json")).read_text())
     assert list(published) == ["tiny-mamba"]
     assert set(published["tiny-mamba"]) == {"original", "large", "small", "openvino/small (exact)"}
@@ -174,7 +169,6 @@ def test_tasks_with_a_limit(run_folder: Path, tmp_path: Path, capsys) -> None:
     [
         (["--perplexity", "CALIBRATION"], "calibration and evaluation share"),
         (["--plan", "best (v2)"], "'best (v2)' is not a valid plan name"),
-        (["--plan", ","], "',' names no plan"),
         (["--plan", "nothing"], "has no plan 'nothing'; it has large, small"),
         (["--targets", "onnx"], "no target is called 'onnx'"),
         (["--tasks", "piqa", "--task-data", "nowhere"], "nowhere"),

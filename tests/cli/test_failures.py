@@ -20,7 +20,7 @@ def test_an_unexpected_error_is_one_line_and_a_file(
     def broken(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr("kl_lens.study.study.perform", broken)
+    monkeypatch.setattr("kl_lens.study.session.Session.do", broken)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert main(["plan", "--run", str(tmp_path), "--paper"]) == UNEXPECTED == 70
     (file,) = tmp_path.glob("*/unexpected.txt")
@@ -46,7 +46,7 @@ def test_a_full_card_is_said_in_a_line_with_what_to_do(monkeypatch: pytest.Monke
             "CUDA out of memory. Tried to allocate 9 GiB. GPU 0 has 8 GiB, of which …"
         )
 
-    monkeypatch.setattr("kl_lens.study.study.perform", full)
+    monkeypatch.setattr("kl_lens.study.session.Session.do", full)
     assert main(["inspect", "reference:mamba"]) == 1
     said = capsys.readouterr().err
     assert "memory is full (CUDA out of memory. Tried to allocate 9 GiB)" in said
@@ -65,11 +65,15 @@ def test_output_to_a_full_disk_is_said() -> None:
     assert "No space left on device; free some space" in done.stderr
 
 
-def test_a_place_that_cannot_be_written_is_said(tmp_path: Path, capsys) -> None:
+@pytest.mark.parametrize(
+    ("name", "advice"), [("file/x.yaml", "use another place"), ("x" * 300, "give a shorter one")]
+)
+def test_a_place_that_cannot_be_written_is_said(
+    name: str, advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
     (tmp_path / "file").write_text("")
-    assert main(["run", "--write-config", str(tmp_path / "file" / "x.yaml")]) == 1
-    printed = capsys.readouterr().err
-    assert str(tmp_path / "file") in printed
-    assert "use another place" in printed
-    assert main(["run", "--write-config", str(tmp_path / ("x" * 300))]) == 1
-    assert "give a shorter one" in capsys.readouterr().err
+    monkeypatch.setattr("kl_lens.study.session.Session.do", lambda *_: (tmp_path / name).write_text(""))
+    assert main(["doctor"]) == 1
+    said = capsys.readouterr().err
+    assert str(tmp_path) in said
+    assert advice in said

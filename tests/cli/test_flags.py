@@ -9,9 +9,8 @@ import pytest
 
 import kl_lens
 from kl_lens.cli.main import USUAL, VERBS, build_parser, main, parse, settings_from
-from kl_lens.study import MeasureSettings, PlanSettings, command_of
-from kl_lens.study.settings import options_of
-from kl_lens.study.verbs import settings_of
+from kl_lens.study.settings import command_of, options_of
+from kl_lens.study.study import settings_of
 
 COMMANDS = [
     "inspect",
@@ -20,7 +19,6 @@ COMMANDS = [
     "measure --target gguf --exhaustive --legacy-json out.json",
     "paper rank --run runs/x --other-text a.txt,b.txt",
     "plan --paper gpu --metric sqnr --uniform fp16,int8 --max-drop 3% --min-speed 30.5",
-    "plan --compare one,two",
     "export --target gguf --plan a,b --without-tokenizer",
     "export some/model --target openvino --format int8 --static-tokens 8",
     "evaluate one two --perplexity --divergence notes.txt --device GPU --torch-device cuda --max-drop 2.5%",
@@ -42,14 +40,6 @@ def test_words_become_settings_and_words_again(command: str) -> None:
     again = settings_from(parse(command_of(settings)))
     assert again == settings
     assert set(command_of(settings)) <= {*shlex.split(command), "wikitext2:test", "reference:mamba"}
-
-
-def test_what_is_not_typed_is_the_dataclass_default() -> None:
-    assert settings_from(parse(["measure"])) == MeasureSettings.of()
-    assert command_of(MeasureSettings.of()) == ["measure", "reference:mamba"]
-    assert command_of(PlanSettings.of(max_bytes=4_000_000, max_drop=0.03)) == [
-        "plan", "--max-bytes", "4MB", "--max-drop", "3%",
-    ]  # fmt: skip
 
 
 def test_every_verb_has_settings_and_says_what_each_means() -> None:

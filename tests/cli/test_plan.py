@@ -34,23 +34,7 @@ def _plan(folder: Path, name: str) -> dict:
     return json.loads((folder / "plans" / f"{name}.json").read_text())
 
 
-def test_the_papers_points(measured: Path, capsys) -> None:
-    assert main(["plan", "--run", str(measured), "--paper"]) == 0
-    out = capsys.readouterr().out
-    for name in ("uniform_int8", "uniform_int4", "kl_point01", "kl_point10"):
-        assert name in out
-        assert _plan(measured, name)["assignment"]
-    assert set(_plan(measured, "uniform_int4")["assignment"].values()) == {"int4"}
-
-
-def test_an_impossible_budget_is_exit_code_two_with_the_range(measured: Path, capsys) -> None:
-    assert main(["plan", "--run", str(measured), "--max-bytes", "1kB"]) == 2
-    err = capsys.readouterr().err
-    assert "kB" in err
-    assert err.strip().count("\n") == 0
-
-
-def test_verify_measures_on_held_out_text(measured: Path, held_out: list[str], capsys) -> None:
+def test_verify_measures_on_held_out_text(measured: Path, held_out: list[str]) -> None:
     arguments = ["plan", "--run", str(measured), "--max-bpw", "6", "--name", "six", *held_out]
     assert main([*arguments, "--verify"]) == 0
     verified = _plan(measured, "six")
@@ -58,10 +42,6 @@ def test_verify_measures_on_held_out_text(measured: Path, held_out: list[str], c
     assert "held-out.txt" in verified["measured"]["text"]
     assert verified["measured"]["windows"] == 4
     assert verified["bits_per_weight"] <= 6
-    assert main(["plan", "--run", str(measured), "--uniform", "int8"]) == 0
-    capsys.readouterr()
-    assert main(["plan", "--run", str(measured), "--compare", "six,uniform_int8"]) == 0
-    assert "Where they differ" in capsys.readouterr().out
 
 
 def test_a_limit_on_the_loss_is_kept_where_it_is_judged(measured: Path, tmp_path: Path, capsys) -> None:
@@ -95,20 +75,11 @@ def test_a_limit_on_the_loss_is_kept_where_it_is_judged(measured: Path, tmp_path
 
 
 def test_greedy_keeps_the_perplexity_within_gamma(measured: Path, held_out: list[str], capsys) -> None:
-    assert (
-        main(["plan", "--run", str(measured), "--gamma", "1.05", "--name", "g", "--verify", *held_out]) == 0
-    )
+    greedy = ["--gamma", "1.05", "--name", "g", "--verify"]
+    assert main(["plan", "--run", str(measured), *greedy, *held_out]) == 0
     assert "evaluations of perplexity" in capsys.readouterr().err
     result = _plan(measured, "g")["measured"]
     assert result["perplexity"]["value"] <= 1.10 * result["original_perplexity"]
-
-
-def test_the_frontier(measured: Path, capsys) -> None:
-    assert main(["plan", "--run", str(measured), "--frontier"]) == 0
-    assert "For any size between: --max-bytes SIZE" in capsys.readouterr().out
-    assert main(["plan", "--run", str(measured), "--frontier", "--json"]) == 0
-    points = json.loads(capsys.readouterr().out)
-    assert [p["bytes"] for p in points] == sorted(p["bytes"] for p in points)
 
 
 @pytest.mark.parametrize(
@@ -125,10 +96,7 @@ def test_the_frontier(measured: Path, capsys) -> None:
             ["--frontier", "--target", "gguf"],
             "repeat kl-lens measure with --target gguf instead of --formats",
         ),
-        (
-            ["--max-loss", "0.1", "--dtype", "float16"],
-            "was made with --dtype float32, not float16; give --dtype",
-        ),
+        (["--max-loss", "0.1", "--dtype", "float16"], "made with --dtype float32, not float16; give --dtype"),
     ],
 )
 def test_bad_requests_are_one_line(measured: Path, extra: list[str], message: str, capsys) -> None:

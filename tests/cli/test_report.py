@@ -28,5 +28,5 @@ def test_it_writes_one_file_says_where_and_opens_it(
     elsewhere = tmp_path / "elsewhere" / "page.html"
     assert main([*report, "--open", "--out", str(elsewhere), "--json"]) == 0
     printed = capsys.readouterr()
-    assert json.loads(printed.out) == {"path": str(elsewhere)}
+    assert json.loads(printed.out) == str(elsewhere)
     assert "no browser found" in printed.err

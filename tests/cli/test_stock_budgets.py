@@ -10,9 +10,11 @@ import transformers
 from kl_lens import planning
 from kl_lens.base.errors import BudgetError
 from kl_lens.run.folder import Run
-from kl_lens.study import CalibrateSettings, MeasureSettings, Session, perform
+from kl_lens.study.calibrate import CalibrateSettings
+from kl_lens.study.measure import MeasureSettings
 from kl_lens.study.plan import Choosing, plan_within
 from kl_lens.study.planner import TargetPlanner
+from kl_lens.study.session import Session
 from kl_lens.study.settings import HeldOut, Limits
 from kl_lens.targets import get_target
 from tests.byte_level import save_tokenizer
@@ -37,8 +39,8 @@ def test_our_plan_that_is_no_larger_is_never_worse(
     save_tokenizer(folder, [text.read_text()], vocabulary=300)
     few = {"model": str(folder), "run": str(tmp_path / "run"), "text": str(text), "window_length": 32}
     session = Session()
-    perform(CalibrateSettings.of(**few, windows=4), session)
-    perform(MeasureSettings.of(**few, windows=4, target=target), session)
+    session.do(CalibrateSettings.of(**few, windows=4))
+    session.do(MeasureSettings.of(**few, windows=4, target=target))
     held_out = HeldOut(held_out="wikitext2:train", held_out_windows=8)
     with Run.open(tmp_path / "run") as run:
         table, planner = run.table(target=target), TargetPlanner(session, run, target, held_out)
@@ -47,7 +49,8 @@ def test_our_plan_that_is_no_larger_is_never_worse(
             limit = rival.file_bytes
             assert limit == get_target(target).file_bytes(planner.model, rival, exact=True)
             try:
-                ours = plan_within(planner, table, Limits(max_bytes=limit), Choosing(name="ours"))
+                within = TargetPlanner(session, run, target, held_out, limits=Limits(max_bytes=limit))
+                ours = plan_within(within, table, Choosing(name="ours"))
             except BudgetError:  # the short menu has nothing as small
                 continue
             assert (ours.file_bytes or 0) <= (limit or 0), rival.name

@@ -12,7 +12,7 @@ import pytest
 
 from kl_lens.cli.main import VERBS
 from kl_lens.study.settings import options_of
-from kl_lens.study.verbs import settings_of
+from kl_lens.study.study import settings_of
 from tests.docs.markdown import PAGES, README, ROOT
 
 pytest.importorskip("mkdocs", reason="needs kl-lens[docs]")

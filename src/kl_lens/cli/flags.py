@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from kl_lens.base.errors import KLLensError
-from kl_lens.study.settings import Option, Settings, options_of
+from kl_lens.study.settings import Option, Settings, converted, options_of
+from kl_lens.study.study import settings_of
 
 
 def add_arguments(
@@ -56,25 +57,19 @@ def _behaviour(option: Option) -> dict[str, Any]:
     return behaviour
 
 
-def typed_values(settings: type[Settings], arguments: argparse.Namespace) -> dict[str, Any]:
-    """What was typed, by field."""
-    typed = vars(arguments)
-    named = {option.name: typed[option.name] for option in options_of(settings) if option.name in typed}
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in named.items()}
-
-
-def file_values(settings: type[Settings], file: str) -> dict[str, Any]:
-    """The settings that a YAML file holds, by field."""
-    known = {option.title.replace("-", "_"): option for option in options_of(settings)}
-    values = {}
-    for key, value in _read(Path(file)).items():
-        option = known.get(key.replace("-", "_"))
-        if option is None:
-            titles = ", ".join(sorted(each.title for each in known.values()))
-            raise KLLensError(f"{file}: no setting is called {key!r}; there are {titles}")
-        if value is not None:  # left empty: as if it were not there
-            values[option.name] = _converted(option, value, file)
-    return values
+def settings_from(arguments: argparse.Namespace) -> Settings:
+    """The verb's settings: what was typed, then what a --config file says, then the defaults."""
+    settings, values = settings_of(arguments.verb), dict[str, Any]()
+    if file := getattr(arguments, "config", None):
+        try:
+            values = converted(settings, _read(Path(file)))
+        except KLLensError as error:
+            raise KLLensError(f"{file}: {error}") from error
+    for option in options_of(settings):
+        if option.name in arguments:
+            typed = getattr(arguments, option.name)
+            values[option.name] = tuple(typed) if isinstance(typed, list) else typed
+    return settings.of(**values)
 
 
 class _PlainYAML(yaml.SafeLoader):
@@ -86,34 +81,14 @@ class _PlainYAML(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
 
-def _read(path: Path) -> Mapping[str, Any]:
+def _read(path: Path) -> dict[str, Any]:
+    """By setting; flags' own spelling is fine too."""
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _PlainYAML)
     except OSError as error:
-        raise KLLensError(f"{path} cannot be read: {error.strerror}") from error
+        raise KLLensError(f"cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise KLLensError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
-    if content is None:
-        return {}
-    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise KLLensError(f"{path}: expected lines such as `windows: 16`; see kl-lens run --write-config")
-    return content
-
-
-def _converted(option: Option, value: Any, file: str) -> Any:
-    """YAML's own types are taken; words go through the flag's own parser."""
-    if option.is_switch:
-        if not isinstance(value, bool):
-            raise KLLensError(f"{file}: {option.title}: expected true or false, not {value!r}")
-        return value
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        value = ",".join(str(item) for item in value)
-    try:
-        return option.read(str(value))
-    except KLLensError as error:
-        raise KLLensError(f"{file}: {error}") from error
-
-
-def subparsers_of(parser: argparse.ArgumentParser) -> dict[str, Any]:
-    """By verb."""
-    return next(dict(a.choices) for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+        raise KLLensError(f"not YAML: {' '.join(str(error).split())}") from error
+    if content is not None and not (isinstance(content, dict) and all(isinstance(k, str) for k in content)):
+        raise KLLensError("expected lines such as `windows: 16`; see kl-lens run --write-config")
+    return {key.replace("-", "_"): value for key, value in (content or {}).items()}

@@ -23,11 +23,11 @@ set_defaults()
 
 from kl_lens.base.errors import KLLensError, one_line, printable, system_reason  # noqa: E402
 from kl_lens.base.version import __version__  # noqa: E402
-from kl_lens.cli.flags import add_arguments, file_values, subparsers_of, typed_values  # noqa: E402
+from kl_lens.cli.flags import add_arguments, settings_from  # noqa: E402
 from kl_lens.cli.terminal import Terminal, console, print_json  # noqa: E402
-from kl_lens.study.settings import Settings  # noqa: E402
-from kl_lens.study.study import Study  # noqa: E402
-from kl_lens.study.verbs import exit_code, settings_of  # noqa: E402
+from kl_lens.study.events import exit_code  # noqa: E402
+from kl_lens.study.settings import as_yaml  # noqa: E402
+from kl_lens.study.study import Study, settings_of  # noqa: E402
 
 UNEXPECTED = 70  # exit code; EX_SOFTWARE of sysexits.h
 
@@ -78,9 +78,11 @@ class _Parser(argparse.ArgumentParser):
     def __init__(self, **named: Any) -> None:
         super().__init__(allow_abbrev=False, **named)
 
-    def check_flags(self, words: Sequence[str]) -> None:
-        """Raises for the first that does not exist, before argparse asks for what is missing."""
-        for word in itertools.takewhile(lambda word: word != "--", words):
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Of the program, or of a verb; first it says which flag does not exist, before argparse asks for what is
+        missing."""
+        ends = ("--", *(VERBS if self._subparsers else ()))
+        for word in itertools.takewhile(lambda word: word not in ends, args):
             flag, known = word.partition("=")[0], list(self._option_string_actions)
             if not flag.startswith("--") or " " in word or flag in known:
                 continue
@@ -92,6 +94,7 @@ class _Parser(argparse.ArgumentParser):
             else:
                 instead = f"; see {self.prog} --help{'-all' * ('--help-all' in known)}"
             self.error(f"there is no {flag}{instead}")
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         super().error(printable(message))
@@ -147,22 +150,12 @@ def _add_arguments(parser: argparse.ArgumentParser, verb: str, everything: bool)
         parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
         return
     parser.add_argument("--config", metavar="FILE", help="settings as YAML, named like the flags; flags win")
-    parser.add_argument(
-        "--write-config",
-        nargs="?",
-        const="-",
-        metavar="FILE",
-        help="write the settings as YAML (to the screen, or to FILE) and stop",
-    )
+    parser.add_argument("--write-config", action="store_true", help="print the settings as YAML and stop")
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """The arguments of one command, loading only what its verb needs."""
     parser = build_parser(_verb(words), everything="--help-all" in words)
-    before = list(itertools.takewhile(lambda word: word not in VERBS, words))
-    parser.check_flags(before)
-    for verb in words[len(before) : len(before) + 1]:
-        subparsers_of(parser)[verb].check_flags(words[len(before) + 1 :])
     arguments = parser.parse_args(words)
     if not (arguments.verb or arguments.version):
         parser.error("the following arguments are required: VERB")
@@ -171,14 +164,6 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 def _verb(words: Sequence[str]) -> list[str]:
     return [word for word in words if word in VERBS][:1]
-
-
-def settings_from(arguments: argparse.Namespace) -> Settings:
-    """The verb's settings: what was typed, then what a --config file says, then the defaults."""
-    settings = settings_of(arguments.verb)
-    file = getattr(arguments, "config", None)
-    from_file = file_values(settings, file) if file else {}
-    return settings.of(**from_file | typed_values(settings, arguments))
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -190,15 +175,9 @@ def execute(arguments: argparse.Namespace) -> int:
 
         use_library(arguments.llama_cpp)
     settings = settings_from(arguments)
-    if place := getattr(arguments, "write_config", None):
-        from kl_lens.base.files import write_text
-        from kl_lens.study.settings import as_yaml
-
+    if getattr(arguments, "write_config", False):
         settings.check()
-        if place == "-":
-            sys.stdout.write(as_yaml(settings))
-        else:
-            write_text(Path(place), as_yaml(settings))
+        sys.stdout.write(as_yaml(settings))
         return 0
     wants_json = getattr(arguments, "json", False)
     terminal = Terminal(settings.verb, writes=not wants_json)

@@ -180,15 +180,11 @@ def show_measure(result: MeasureResult) -> Shown:
         f"{sweep.measured} candidate × window pairs measured in {sweep.seconds:.1f} s, {sweep.reused} reused. "
         f"Noise floor: KL {result.noise:.1e}{products}."
     )
-    if result.shard is not None:
-        yield f"This is share {result.shard}. When all are done: kl-lens merge {result.folder.parent.parent}"
+    if result.share is not None:
+        number, count = result.share
+        yield f"This is share {number}/{count}. When all are done: kl-lens merge {result.folder.parent.parent}"
     else:
         yield f"Next: kl-lens plan --run {result.folder}"
-
-
-def json_measure(result: MeasureResult) -> dict[str, Any]:
-    shown = {"noise_floor": result.noise, "measurements": result.measurements}
-    return shown | ({"by_position": list(result.curves)} if result.curves else {})
 
 
 def show_merge(result: MergeResult) -> Shown:
@@ -231,14 +227,6 @@ def show_plan(result: PlanResult) -> Shown:
             }
         )
     yield table(f"Plans for {result.table.model}", rows)
-    if result.differences is not None:
-        names = [plan.name for plan in result.plans]
-        rows = [
-            {"component": component} | dict(zip(names, recipes, strict=False))
-            for component, recipes in result.differences.items()
-        ]
-        yield table("Where they differ", rows) if rows else "The plans are the same."
-        return
     count = len(result.plans)
     yield f"{count} plan{'s' if count != 1 else ''}, written to {result.written_to}."
     for handover in result.handovers:
@@ -260,9 +248,7 @@ def json_plan(result: PlanResult) -> Any:
     if result.handovers:
         recipes = [{"files": each.files, "use": each.use} for each in result.handovers]
         return {"plans": result.plans, "recipes": recipes}
-    if result.differences is None:
-        return result.plans
-    return {"plans": result.plans, "differences": result.differences}
+    return result.plans
 
 
 # -- export --------------------------------------------------------------------------------------------------

@@ -72,12 +72,11 @@ class Forecast:
         """A stage begins; those that were expected before it do not come."""
         names = [(stage.verb, stage.target) for stage in self._to_come]
         self._scope = " in all" if self._expected else " in this stage"
+        stage = _UNEXPECTED if self._expected else _ALONE
         if (verb, target) in names:
             place = names.index((verb, target))
             stage, self._to_come = self._to_come[place], self._to_come[place + 1 :]
-            self._begin(stage)
-        else:
-            self._begin(_UNEXPECTED if self._expected else _ALONE)
+        self._begin(stage)
 
     def end(self, *, counts: bool = True) -> None:
         """The stage is over. `counts`: it was not done already."""
@@ -88,13 +87,12 @@ class Forecast:
 
     def _begin(self, stage: StageCost) -> None:
         self._stage, self._begun = stage, self._clock()
-        self.total = self.done = self._before = 0.0
+        self.total = self.done = 0.0
         self._seen = [(self._begun, 0.0)]  # when how much was done: the beginning, the first piece, the last
 
     def start(self, total: float, done: float) -> None:
         """`done`: so far, or by an earlier run."""
         if done != self.done:
-            self._before = self._before + done - self.done if done > self.done else 0.0
             self._seen = [(self._clock(), done)]
         self.total, self.done = total, done
 
@@ -121,7 +119,7 @@ class Forecast:
             taken = on_time + sum(spent for each, _, spent in passed if each == kind)
             return seconds * taken / expected if expected else seconds
 
-        now = self._stage.seconds - self._seconds_of(self.done - self._before)
+        now = self._stage.seconds - self._seconds_of(self.done)
         waited = self._clock() - self._seen[-1][0]
         later = sum(at_this_pace(stage.kind, stage.seconds) for stage in self._to_come)
         return max(0.0, at_this_pace(self._stage.kind, now) - waited) + later
@@ -135,7 +133,7 @@ class Forecast:
 
     def _seconds_of(self, work: float) -> float:
         """The seconds that this part of the stage should take."""
-        return self._stage.seconds * work / (self.total - self._before) if self.total > self._before else 0.0
+        return self._stage.seconds * work / self.total if self.total else 0.0
 
     def __str__(self) -> str:
         left = "" if self.left is None else f"{clock_time(self.left)} left{self._scope}"

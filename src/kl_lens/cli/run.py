@@ -13,13 +13,7 @@ from typing import Any
 
 from kl_lens.base.errors import printable
 from kl_lens.base.units import human_bytes
-from kl_lens.cli.progress import (
-    TITLE_WIDTH,
-    Forecast,
-    clock_time,
-    shown_progress,
-    stage_title,
-)
+from kl_lens.cli.progress import TITLE_WIDTH, Forecast, clock_time, shown_progress, stage_title
 from kl_lens.cli.terminal import Row, Shown, Terminal, table
 from kl_lens.measuring.sweep import Progress
 from kl_lens.reporting.answer import measured_of, speed_ratio, target_of, unmeasurable, value_of

@@ -124,10 +124,6 @@ def show_report(path: Path) -> Shown:
     return ()
 
 
-def json_report(path: Path) -> dict[str, Any]:
-    return {"path": path}
-
-
 def show_publish(result: PublishResult) -> Shown:
     rows = [{"file": name, "size": human_bytes(count)} for name, count in result.files.items()]
     yield table(str(result.folder), rows)
@@ -146,7 +142,3 @@ def show_doctor(result: DoctorResult) -> Shown:
     yield from dict.fromkeys(f"To fix it: {escape(health.mend)}" for health in problems if health.mend)
     if not problems:
         yield "No problems found."
-
-
-def json_doctor(result: DoctorResult) -> dict[str, Any]:
-    return result.parts

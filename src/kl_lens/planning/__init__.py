@@ -13,7 +13,6 @@ from kl_lens.planning.predict import (
     Cost as Cost,
     Predictor as Predictor,
     cost_of as cost_of,
-    differences as differences,
     finished_plan as finished_plan,
     interaction as interaction,
     prediction_metric as prediction_metric,

@@ -8,7 +8,7 @@ FP16: two bytes each. The size of a recipe depends on its format only, not on th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -366,12 +366,3 @@ def _shares(
     if kept := [c.parameters for c in components if not c.quantizable]:
         rows.append(RecipeShare(FP16, len(kept), sum(kept), sum(kept) / total, quantizable=False))
     return tuple(rows)
-
-
-def differences(plans: Sequence[Plan], components: Sequence[Component]) -> dict[str, tuple[Recipe, ...]]:
-    """Every component on which plans differ, in the model's order, with its recipe in each."""
-    if len(plans) < 2:
-        raise PlanError("comparing needs at least two plans")
-    stored = [cost_of(components, plan.assignment).stored for plan in plans]
-    recipes = {c.name: tuple(each.get(c.name, FP16) for each in stored) for c in components}
-    return {name: each for name, each in recipes.items() if len(set(each)) > 1}

@@ -77,9 +77,10 @@ def autopsy(settings: AutopsySettings, session: Session) -> AutopsyResult:
         notes = []
         try:
             # What the run's measurements make of the same bytes, measured on the same text.
-            planner = TargetPlanner(session, run, target.name, opened=lambda: model)
+            limits = Limits(max_bytes=found.bytes)
+            planner = TargetPlanner(session, run, target.name, opened=lambda: model, limits=limits)
             table = run.table(target=target.name, predicted=True)
-            ours = plan_within(planner, table, Limits(max_bytes=found.bytes))
+            ours = plan_within(planner, table)
             recipes = evaluation.planned_recipes(model, ours.assignment)
             as_deployed = evaluation.TorchSession(model, recipes, deployed=deployed(computed_as(target)))
             scores = evaluation.score_text(as_deployed, text, evaluation.TorchSession(model))

@@ -72,11 +72,7 @@ def benchmark(settings: BenchmarkSettings, session: Session) -> profiling.Report
 
 
 def time_files(
-    places: Sequence[Path],
-    run: Run | None,
-    session: Session,
-    use: profiling.UseSettings,
-    protocol: str = USE,
+    places: Sequence[Path], run: Run | None, session: Session, use: profiling.UseSettings, protocol: str = USE
 ) -> profiling.Report:
     published = PublishedTiming(profiling.tag_of(run.identity.get("model", "model") if run else "model"))
     timings: list[profiling.Timing] = [profiling.InUse()] if protocol != PUBLISHED else []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -130,19 +130,32 @@ def evaluate(settings: EvaluateSettings, session: Session) -> EvaluateResult:
             raise KLLensError(next(iter(found.failures.values()), "there is nothing to evaluate"))
         task = model.task if model is not None else _task_of(found.subjects, settings.opening)
         judge = Judge(run, session, found, task, model, kept=kept is not None, again=settings.again)
-        asked = settings.perplexity, settings.divergence, settings.positions
-        if all(text is None for text in (*asked, settings.tasks.tasks)):
-            asked = DEFAULT_TEXT, None if model is None else "", None
-        judge.texts(*asked, window=settings.window, stride=settings.stride, limit=settings.limit)
+        for name, kinds in _asked(settings, model is not None).items():
+            judge.text(name, kinds, window=settings.window, stride=settings.stride, limit=settings.limit)
+        if settings.positions is not None:
+            judge.text(settings.positions, {POSITIONS}, window=settings.window, limit=settings.limit)
         judge.tasks(settings.tasks, settings.window)
-        if not settings.artifact[1:]:
-            judge.result.duel.clear()
+        result = judge.result
+        duel, written = result.duel if settings.artifact[1:] else [], result.written
         if settings.chart is not None:
-            if not judge.result.duel:
+            if not duel:
                 raise KLLensError("--chart draws KL against size: give two files or more, and --model")
-            write_text(settings.chart, sized_chart(judge.result.duel)._repr_svg_())
-            judge.result.written.append(settings.chart)
-        return replace(judge.result, max_drop=settings.max_drop)
+            write_text(settings.chart, sized_chart(duel)._repr_svg_())
+            written = [*written, settings.chart]
+        return replace(result, duel=duel, written=written, max_drop=settings.max_drop)
+
+
+def _asked(settings: EvaluateSettings, with_original: bool) -> dict[str, set[str]]:
+    """Text → what to measure on it."""
+    perplexity, divergence = settings.perplexity, settings.divergence
+    if (perplexity, divergence, settings.positions, settings.tasks.tasks) == (None, None, None, None):
+        perplexity, divergence = DEFAULT_TEXT, "" if with_original else None
+    kinds: dict[str, set[str]] = {}
+    if perplexity is not None:
+        kinds.setdefault(perplexity, set()).add(PERPLEXITY)
+    if divergence is not None:
+        kinds.setdefault(divergence or perplexity or DEFAULT_TEXT, set()).add(DIVERGENCE)
+    return kinds
 
 
 def _task_of(files: Sequence[evaluation.Judged], opening: Opening) -> Task:
@@ -176,47 +189,30 @@ class Judge:
         self._original = None if model is None else evaluation.JudgedModel(model)
         self.result = EvaluateResult(notes=[*found.notes], failures={**found.failures})
 
-    def check(self, name: str, *, window: int | None, limit: int | None) -> None:
-        """Only whether files agree with PyTorch."""
-        with going_on(self._run.folder):
-            self._judge_text(name, set(), window=window, limit=limit)
-
-    def texts(
-        self, perplexity: str | None, divergence: str | None = None, positions: str | None = None,
-        *, window: int | None = None, stride: int | None = None, limit: int | None = None,
-    ) -> None:  # fmt: skip
-        """What to measure on which text; an empty divergence: on that of the perplexity."""
-        kinds: dict[str, set[str]] = {}
-        if perplexity is not None:
-            kinds.setdefault(perplexity, set()).add(PERPLEXITY)
-        if divergence is not None:
-            kinds.setdefault(divergence or perplexity or DEFAULT_TEXT, set()).add(DIVERGENCE)
-        how = {"stride": stride, "limit": limit}
-        with going_on(self._run.folder if self._kept else None):
-            for name, each in kinds.items():
-                self._judge_text(name, each, window=window, **how)
-            if positions is not None:
-                if not self._task.generates:
-                    raise KLLensError("--positions needs a language model; this one classifies images")
-                longest = LONGEST if self._model is None else longest_window(self._model.config)
-                self._judge_text(positions, {POSITIONS}, window=window or longest, **how)
-
-    def _judge_text(self, name: str, kinds: set[str], **how: int | None) -> None:
-        text = evaluation.prepare(name, self._task, **how)
+    def text(self, name: str, kinds: Collection[str], *, window: int | None, **how: int | None) -> None:
+        """Measures these kinds on a text; without any, only whether files agree with PyTorch. `how`: stride, limit."""
+        if POSITIONS in kinds:
+            if not self._task.generates:
+                raise KLLensError("--positions needs a language model; this one classifies images")
+            window = window or (LONGEST if self._model is None else longest_window(self._model.config))
+        text = evaluation.prepare(name, self._task, window=window, **how)
         self._session.refuse_overlap(self._run, text.windows, self._task)
-        with self._session.events.progress(text.label) as progress:
+        with self._going_on(), self._session.events.progress(text.label) as progress:
             evaluator = evaluation.Evaluator(self._journal, self._original, progress)
             try:
                 found = evaluator.judge_text(self._subjects, text, kinds, self._others, self._deciding)
-                # From here on, PyTorch stands in for the same files.
-                self._subjects, self._others = found.judged, []
-                self.result.add(found)
-                if DIVERGENCE in kinds:
-                    self.result.duel[:] = entrants(self._journal, self._subjects, text)
             finally:
                 evaluator.close()
+        # From here on, PyTorch stands in for the same files.
+        self._subjects, self._others = found.judged, []
+        self.result.add(found)
+        if DIVERGENCE in kinds:
+            self.result.duel[:] = entrants(self._journal, self._subjects, text)
         if PERPLEXITY in kinds and self._model is not None and self._kept and self._task.generates:
             self.result.written.append(write_published(self._run, self._model.name, text))
+
+    def _going_on(self) -> AbstractContextManager[None]:
+        return going_on(self._run.folder if self._kept else None)
 
     def tasks(self, tasks: Tasks, window: int | None) -> None:
         if tasks.tasks is None:
@@ -228,10 +224,7 @@ class Judge:
                 raise KLLensError("--tasks needs a language model; this one classifies images")
             subjects = [*([] if self._original is None else [self._original]), *self._subjects]
             length, tokenizer = window or self._task.judged_length, self._task.require_tokenizer()
-            with (
-                going_on(self._run.folder if self._kept else None),
-                self._session.events.progress(data.name) as progress,
-            ):
+            with self._going_on(), self._session.events.progress(data.name) as progress:
                 outcome = judge_task(
                     self._journal, subjects, data, tokenizer,
                     max_length=length, limit=tasks.task_limit, progress=progress,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # `generate` runs on small devices and does without torch
     from kl_lens.measuring.sweep import Progress
@@ -81,6 +81,11 @@ class Events:
 
     def result(self, result: object) -> None:
         """The result of a stage of `run`; None if there is nothing to show."""
+
+
+def exit_code(result: Any) -> int:
+    """Of a command with this result: its own, or 1 if part of the work failed."""
+    return int(getattr(result, "exit_code", bool(getattr(result, "failures", None))))
 
 
 class Stopped(KeyboardInterrupt):

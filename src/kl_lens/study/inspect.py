@@ -8,19 +8,9 @@ from kl_lens.model import LoadedModel
 from kl_lens.model.carried import carried_from
 from kl_lens.planning import held_by
 from kl_lens.run.records import Component
+from kl_lens.study import settings as of
 from kl_lens.study.session import Session
-from kl_lens.study.settings import (
-    Context,
-    Count,
-    Limits,
-    Model,
-    Opening,
-    Settings,
-    Size,
-    group,
-    of_model,
-    option,
-)
+from kl_lens.study.settings import Limits, Opening, Settings, group, option
 from kl_lens.targets import TARGETS, describe_target
 from kl_lens.targets.base import Usage
 from kl_lens.weights.formats import FP16, get_format
@@ -30,11 +20,15 @@ PRECISIONS = (FP16, "int8", "int4")
 
 @dataclass(frozen=True, kw_only=True)
 class InspectSettings(Settings):
-    model: Model = of_model()
+    model: of.Model = of.of_model()
     opening: Opening = group(Opening)
-    memory: Size | None = option(None, "say what fits into this memory, as 8GB; reads only the configuration")
-    context: Context | None = option(None, "with --memory: tokens of each sequence, as 32k (default: 4096)")
-    batch: Count | None = option(None, "with --memory: sequences at once (default: 1)")
+    memory: of.Size | None = option(
+        None, "say what fits into this memory, as 8GB; reads only the configuration"
+    )
+    context: of.Context | None = option(
+        None, "with --memory: tokens of each sequence, as 32k (default: 4096)"
+    )
+    batch: of.Count | None = option(None, "with --memory: sequences at once (default: 1)")
 
     @property
     def limits(self) -> Limits:

@@ -19,7 +19,7 @@ from typing import Any
 
 from kl_lens import planning
 from kl_lens.base.environment import available_memory
-from kl_lens.base.errors import BudgetError, KLLensError, UnlearntError
+from kl_lens.base.errors import BudgetError, KLLensError, PlanError, UnlearntError
 from kl_lens.measuring.engines import DEFAULT_MEMORY
 from kl_lens.measuring.perturbation import (
     Candidate,
@@ -61,6 +61,8 @@ OF_LOSS, OF_BYTES = ((1.0,), (0.9, 1.0)), ((1.0,), (0.985, 1.0))  # a file may n
 UNSURE = 1.2  # predictions count so much more than measurements: only clear gains are worth measuring
 MEASURED = 1.3  # candidates per component, for forecasts; benchmarks/staged.py
 _what, _how = grouped("what to measure"), grouped("how")
+
+Hire = Callable[..., AbstractContextManager[Workers | None]]  # gives the workers for some operations
 
 
 def menu_for(target: Target, anatomy: Anatomy, max_bytes: int | None) -> tuple[Recipe, ...]:
@@ -135,6 +137,8 @@ class MeasureSettings(Settings):
             )
         for name in () if self.states else self.formats or ():
             Recipe.parse(name)
+        if self.limits.memory is not None and self.target is None:
+            raise PlanError("--memory is about a target's files: name it with --target")
         name_pattern(self.components)
 
 
@@ -145,7 +149,7 @@ class MeasureResult:
     noise: float  # KL measured when nothing is quantized
     sweep: SweepResult
     unit: str = "tokens"  # what windows are made of
-    shard: str | None = None  # `3/16`: only that share
+    share: tuple[int, int] | None = None  # (3, 16): only the third of sixteen
     curves: Sequence[PositionCurve] = ()  # of states: each measurement's KL by position
 
 
@@ -196,13 +200,9 @@ def states_text(text: Calibration, model: LoadedModel) -> Calibration:
 
 
 def measure_states(
-    session: Session,
-    sweep: Sweep,
-    windows: Windows,
-    hire: Callable[..., AbstractContextManager[Workers | None]],
-    formats: Sequence[str] | None = None,
+    session: Session, sweep: Sweep, windows: Windows, hire: Hire, formats: Sequence[str] | None = None,
     components: str | None = None,
-) -> MeasureResult:
+) -> MeasureResult:  # fmt: skip
     """Measures every block's state and cache in each format, in place of weights."""
     run, model, share = sweep.run, sweep.model, sweep.share
     candidates, unfit = find_state_candidates(model, formats, components)
@@ -224,28 +224,18 @@ def measure_states(
         )
     noise = (run.load("noise", STATES) or {}).get("kl_teacher_to_student", 0.0)
     rows = [(m, curve) for _, m, curve in run.state_rows()]
-    shard = None if share is None else f"{share[0]}/{share[1]}"
     measurements, curves = [m for m, _ in rows], [curve for _, curve in rows]
-    return MeasureResult(run.folder, measurements, noise, result, model.task.unit, shard, curves)
+    return MeasureResult(run.folder, measurements, noise, result, model.task.unit, share, curves)
 
 
 def measure_recipes(
-    session: Session,
-    sweep: Sweep,
-    recipes: Sequence[str],
-    windows: Windows,
-    hire: Callable[..., AbstractContextManager[Workers | None]],
-    *,
-    target: str | None = None,
-    components: str | None = None,
-    limits: Limits | None = None,
-    held_out: HeldOut | None = None,
-    exhaustive: bool = False,
-    learnt_in: Path | None = None,
-) -> MeasureResult:
+    session: Session, sweep: Sweep, recipes: Sequence[str], windows: Windows, hire: Hire,
+    *, target: str | None = None, components: str | None = None, limits: Limits | None = None,
+    held_out: HeldOut | None = None, exhaustive: bool = False, learnt_in: Path | None = None,
+) -> MeasureResult:  # fmt: skip
     """Measures a model's components in these recipes, or with limits those that plans within them can use.
 
-    `hire`: gives the workers for some operations; `learnt_in`: the folder with statistics (default: the run's own).
+    `learnt_in`: the folder with statistics (default: the run's own).
     """
     events, run, model, share = session.events, sweep.run, sweep.model, sweep.share
     limits, learnt_in = limits or Limits(), learnt_in or run.folder
@@ -273,10 +263,8 @@ def measure_recipes(
         with hire(operations=left) as workers:
             sweep = replace(sweep, workers=workers, progress=shown)
             if screen and limits.given:
-                planner = TargetPlanner(
-                    session, run, target, held_out, lambda: model, limits.use, limits.memory
-                )
-                result, candidates, losses = staged_search(sweep, planner, screen, errors, windows, limits)
+                planner = TargetPlanner(session, run, target, held_out, lambda: model, limits)
+                result, candidates, losses = staged_search(sweep, planner, screen, errors, windows)
             else:
                 result = sweep.measure(candidates, windows)
                 if screen:
@@ -297,8 +285,7 @@ def measure_recipes(
     else:
         run.store(SCREENED, role, None)
     noise = (run.load("noise", role) or {}).get("kl_teacher_to_student", 0.0)
-    shard = None if share is None else f"{share[0]}/{share[1]}"
-    return MeasureResult(run.folder, run.measurements(role), noise, result, model.task.unit, shard)
+    return MeasureResult(run.folder, run.measurements(role), noise, result, model.task.unit, share)
 
 
 def _say_unfit(unfit: Sequence[tuple[Component, Recipe, str]], events: Events) -> None:
@@ -399,12 +386,11 @@ def measured_kl(
 
 
 def staged_search(
-    sweep: Sweep, planner: TargetPlanner, screen: Screen, errors: Mapping[Key, float], windows: Windows,
-    limits: Limits,
-) -> tuple[SweepResult, list[Candidate], dict[Key, float]]:  # fmt: skip
+    sweep: Sweep, planner: TargetPlanner, screen: Screen, errors: Mapping[Key, float], windows: Windows
+) -> tuple[SweepResult, list[Candidate], dict[Key, float]]:
     """Measures what plans within the limits choose; also returns these candidates, and every one's KL. `errors`: of the
     outputs, for all that `screen` needs."""
-    few, table = windows.first(_few(len(windows))), sweep.run.table()
+    few, table, limits = windows.first(_few(len(windows))), sweep.run.table(), planner.limits
     results = [sweep.measure(screen.first, few, SCREENING, noise=False)]
     first = measured_kl(sweep, screen.first, len(few), SCREENING)
     chosen: list[Candidate] = []
@@ -440,14 +426,16 @@ def staged_search(
     else:
         room = nats_allowed(limits.loss)
         for shares in OF_LOSS:
-            room = _room(planner, known(), room, limits)
+            room = _room(planner, known(), room)
             measure([_plan(planner, known(UNSURE), max_kl=share * room) for share in shares])
     whole, measured = results[-1], measured_kl(sweep, chosen, len(windows))
     if others := screen.samples(measured):
         results.append(sweep.measure(others, few, SCREENING, noise=False))
     samples = measured_kl(sweep, others, len(few), SCREENING)
-    sums = {name: sum(getattr(each, name) for each in results) for name in ("measured", "reused", "seconds")}
-    whole = replace(whole, candidates=len(chosen), **sums)
+    whole = replace(
+        whole, candidates=len(chosen), measured=sum(each.measured for each in results),
+        reused=sum(each.reused for each in results), seconds=sum(each.seconds for each in results),
+    )  # fmt: skip
     return whole, chosen, screen.predicted(errors, first, measured, samples)
 
 
@@ -458,16 +446,16 @@ def _plan(planner: TargetPlanner, table: SensitivityTable, **limit: Any) -> Plan
     return planning.plan_for_budget(problem, **limit).plan
 
 
-def _room(planner: TargetPlanner, table: SensitivityTable, room: float, limits: Limits) -> float:
+def _room(planner: TargetPlanner, table: SensitivityTable, room: float) -> float:
     """The sum of KLs at which whole plans reach the limit on the held-out half that decides, with one standard error:
     by a plan for the sum that seemed right so far. (`plan` asks the other half too: a few percent, and the plans of the
     last round begin below.)"""
-    plan = _plan(planner, table, max_kl=room)
+    plan, limit = _plan(planner, table, max_kl=room), planner.limits.loss
     parts = planning.Predictor(table, KL).total(plan.assignment)
     if parts is None or parts.value <= 0:
         return room
-    loss = limited_loss(planner.halves[0].measure(plan.assignment), limits.loss)
-    return parts.value * min(2.0, nats_allowed(limits.loss) / max(loss.value + loss.standard_error, 1e-12))
+    loss = limited_loss(planner.halves[0].measure(plan.assignment), limit)
+    return parts.value * min(2.0, nats_allowed(limit) / max(loss.value + loss.standard_error, 1e-12))
 
 
 def _stock(planner: TargetPlanner, table: SensitivityTable, loss: float, most: int) -> set[Key]:

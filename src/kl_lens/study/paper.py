@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +10,6 @@ from pathlib import Path
 from kl_lens.base.errors import RunError
 from kl_lens.measuring.perturbation import Candidate
 from kl_lens.measuring.sweep import Sweep, model_identity
-from kl_lens.measuring.workers import Workers
 from kl_lens.model import LoadedModel
 from kl_lens.paper import read_legacy
 from kl_lens.paper.ranking import Ranking, rank
@@ -19,7 +17,7 @@ from kl_lens.run.folder import CALIBRATION, EVALUATION, Run
 from kl_lens.run.records import Component
 from kl_lens.study import settings as of
 from kl_lens.study.events import going_on
-from kl_lens.study.measure import workers_for
+from kl_lens.study.measure import Hire, workers_for
 from kl_lens.study.session import Session
 from kl_lens.study.settings import Opening, Processes, Settings, group, option
 from kl_lens.targets import deployed
@@ -71,7 +69,7 @@ def paper(settings: PaperSettings, session: Session) -> Ranking | Imported:
             workers_for, settings.processes, model, settings.opening, settings.weights, session.events
         )
         text, windows, others = settings.evaluation_text, settings.evaluation_windows, settings.other_text
-        return rank_metrics(session, run, model, text, windows, hire, others)
+        return rank_metrics(session, run, model, text, windows, hire, other_texts=others)
 
 
 def _imported(settings: PaperSettings, session: Session) -> Imported:
@@ -89,19 +87,15 @@ def _imported(settings: PaperSettings, session: Session) -> Imported:
 
 
 def rank_metrics(
-    session: Session,
-    run: Run,
-    model: LoadedModel,
-    text: str,
-    windows: int,
-    hire: Callable[..., AbstractContextManager[Workers | None]],
-    other_texts: Sequence[str] = (),
-) -> Ranking:
-    """Measures every candidate of a run on held-out text and stores the ranking. `hire`: as for `measure_recipes`."""
+    session: Session, run: Run, model: LoadedModel, text: str, windows: int, hire: Hire,
+    *, other_texts: Sequence[str] = (), formats: Sequence[str] = (),
+) -> Ranking:  # fmt: skip
+    """Measures the candidates of a run, all or those in `formats`, on held-out text and stores the ranking."""
     events, calibration = session.events, session.calibration(run, model.task)
     held_out = session.from_start(text, model.task, length=calibration.length, limit=windows)
     session.refuse_overlap(run, held_out, model.task)
-    candidates, kernels = _measured(run), deployed(run.usual_target)
+    candidates = [c for c in _measured(run) if not formats or str(c.recipe) in formats]
+    kernels = deployed(run.usual_target)
     # Read the statistics before the progress bar starts.
     model.weights.learnt_by(candidate.recipe for candidate in candidates)
     left = Sweep(model, run, deployed=kernels).operations_left(candidates, held_out, EVALUATION)

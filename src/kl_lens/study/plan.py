@@ -18,7 +18,7 @@ from kl_lens.measuring.statistics import StoredStatistics
 from kl_lens.measuring.tuning import TuningRates, tuned
 from kl_lens.paper import PIPELINES, PUBLISHED_METRIC, greedy_plan, paper_points
 from kl_lens.planning.handover import TOOLS, Handover, write_recipe
-from kl_lens.run.folder import RECIPES, SCREENED, TUNING, Run
+from kl_lens.run.folder import RECIPES, TUNING, Run
 from kl_lens.run.records import Plan, SensitivityTable, checked_plan_name
 from kl_lens.run.subjects import plan_digest
 from kl_lens.study import settings as of
@@ -43,7 +43,6 @@ TUNING_VERSION = 1  # raise it when the same plan and text give other weights
 _paper = grouped("the paper's points")
 _budget = grouped("exact budgets (any two together; one is minimised under the other)")
 _proof = grouped("measuring on held-out text")
-_looks = partial(option, excludes="look", metavar="NAME")
 tuning = partial(option, None, nargs="?", bare=TUNING_WINDOWS, metavar="WINDOWS")
 
 
@@ -115,15 +114,15 @@ class PlanSettings(Settings):
     target: str | None = option(
         None, "plan for this target: its formats, its measurements, the size of its files", choices=TARGETS
     )
-    plan: str | None = _looks(None, "a plan of the run to --verify or to compare with --rivals")
-    compare: of.Names = option((), "show plans side by side: a,b", excludes="look", metavar="NAMES")
+    plan: str | None = option(
+        None, "a plan of the run to --verify or to compare with --rivals", excludes="look", metavar="NAME"
+    )
     write_recipe: str | None = option(None, "also for another tool, to RUN/recipes", choices=tuple(TOOLS))
 
     def check(self) -> None:
         super().check()
         searches, others, limits = (self.given(*names) for names in (SEARCHES, BUDGETS, LIMITS))
-        new, silent = self.given("paper", "uniform", *LIMITS), self.given("frontier", "compare")
-        looks = [*silent, *self.given("plan")]
+        looks, new = self.given("frontier", "plan"), self.given("paper", "uniform", *LIMITS)
         if looks and new:
             raise PlanError(f"{looks[0]} makes no new plan: leave out {', '.join(new)}, or {looks[0]}")
         if not looks and not new and not self.rivals:
@@ -139,8 +138,8 @@ class PlanSettings(Settings):
             checked_plan_name(name)
             if not limits:
                 raise PlanError(f"--name {name} names a plan made by a limit, such as --max-bytes")
-        if silent and (writes := self.given("write_recipe", "tune")):
-            raise PlanError(f"{writes[0]} needs a plan, and {silent[0]} makes none: leave one of them out")
+        if self.frontier and (writes := self.given("write_recipe", "tune")):
+            raise PlanError(f"{writes[0]} needs a plan, and --frontier makes none: leave one of them out")
         about = self.given("min_speed", "rivals", "memory") or ["--minimise seconds"] * self.budgets.by_speed
         if self.target is None and about:
             raise PlanError(f"{about[0]} is about a target's files: name it with --target")
@@ -157,27 +156,23 @@ class PlanSettings(Settings):
 
 @dataclass(frozen=True)
 class PlanResult:
-    """Plans that were made or compared, or a frontier."""
+    """Plans that were made or measured, or a frontier."""
 
     table: SensitivityTable
     plans: list[Plan] = field(default_factory=list)
     written_to: Path | None = None
-    differences: dict[str, tuple[Recipe, ...]] | None = None  # of --compare
     frontier: tuple[planning.FrontierPoint, ...] | None = None
     handovers: Sequence[Handover] = ()  # of --write-recipe
 
 
 def plan(settings: PlanSettings, session: Session) -> PlanResult:
     with Run.open(Path(settings.run or of.DEFAULT_RUN)) as run:
+        opened = partial(session.model_of, run, settings.model, settings.opening, weights=settings.weights)
+        planner = TargetPlanner(session, run, settings.target, settings.held_out, opened, settings.limits)
         if settings.given(*LIMITS):
-            table = table_within(run, settings.target, settings.limits)
+            table = planner.table()
         else:
             table = run.table(target=settings.target, predicted=settings.frontier)
-        if settings.compare:
-            plans = [_read(run, name, table) for name in settings.compare]
-            return PlanResult(table, plans, differences=planning.differences(plans, table.components))
-        opened = partial(session.model_of, run, settings.model, settings.opening, weights=settings.weights)
-        planner = TargetPlanner(session, run, settings.target, settings.held_out, opened, settings.limits.use)
         if settings.frontier:
             _require_storable(planner, table, settings.choosing)
             how = {"metric": _metric(planner, table, settings.choosing), "fixed_bytes": planner.fixed_bytes}
@@ -190,24 +185,11 @@ def plan(settings: PlanSettings, session: Session) -> PlanResult:
         )  # fmt: skip
 
 
-def table_within(run: Run, target: str | None, limits: Limits) -> SensitivityTable:
-    """The measurements for plans within limits. A staged search has measured what plans of its own limit use; others
-    may use what was only predicted."""
-    known = (run.load(SCREENED, run.measured_role(target)) or {}).get("limit")
-    return run.table(target=target, predicted=limits.given != known)
-
-
 def finished(
-    planner: TargetPlanner,
-    table: SensitivityTable,
-    plans: list[Plan],
-    *,
-    rivals: str | None = None,
-    verify: bool = False,
-    tune: int | None = None,
-    tool: str | None = None,
-    known: str | None = None,
-) -> PlanResult:
+    planner: TargetPlanner, table: SensitivityTable, plans: list[Plan],
+    *, rivals: str | None = None, verify: bool = False, tune: int | None = None,
+    tool: str | None = None, known: str | None = None,
+) -> PlanResult:  # fmt: skip
     """Tunes, measures and writes plans. `rivals`: stock recipes beside them, USUAL or ALL; `tool`: also for this one;
     `known`: the plan that is not new."""
     run, note = planner.run, planner.session.events.note
@@ -262,7 +244,7 @@ def _say_replaced(planner: TargetPlanner, plan: Plan) -> None:
 
 
 def _made(settings: PlanSettings, planner: TargetPlanner, table: SensitivityTable) -> list[Plan]:
-    choosing, limits = settings.choosing, settings.limits
+    choosing = settings.choosing
     if settings.plan:
         named = _read(planner.run, settings.plan, table)
         return [planning.repredicted(named, table) if named.edited else named]
@@ -281,8 +263,8 @@ def _made(settings: PlanSettings, planner: TargetPlanner, table: SensitivityTabl
             f"the plan's {result.perplexity:.3f}"
         )
         made.append(result.plan)
-    if limits.given or settings.given(*BUDGETS):
-        made.append(plan_within(planner, table, limits, choosing, settings.budgets))
+    if settings.limits.given or settings.given(*BUDGETS):
+        made.append(plan_within(planner, table, choosing, settings.budgets))
     return [each if each.target else planner.sized(each) for each in made]
 
 
@@ -300,16 +282,13 @@ def published_points(
 
 
 def plan_within(
-    planner: TargetPlanner,
-    table: SensitivityTable,
-    limits: Limits,
-    choosing: Choosing | None = None,
+    planner: TargetPlanner, table: SensitivityTable, choosing: Choosing | None = None,
     budgets: Budgets | None = None,
-) -> Plan:
+) -> Plan:  # fmt: skip
     """The smallest plan within a measured loss, or the one with the least predicted loss (or bytes, or time) within the
     other limits, counting the target's file."""
     choosing, budgets = choosing or Choosing(), budgets or Budgets()
-    target, events = planner.target, planner.session.events
+    target, events, limits = planner.target, planner.session.events, planner.limits
     _require_storable(planner, table, choosing)
     if loss := limits.loss:  # on both halves of the held-out text
         found = planning.plan_for_loss(
@@ -416,13 +395,8 @@ def with_tuning(plan: Plan, windows: int, planner: TargetPlanner) -> Plan:
     model.weights.learnt_by(recipes.values(), plan.statistics)
     drawn, text = _tuning_text(planner, windows)
     rates = TuningRates()
-    facts = [
-        TUNING_VERSION,
-        model.fingerprint,
-        model.weights.digests(recipes),
-        text.fingerprint,
-        asdict(rates),
-    ]
+    known = (model.fingerprint, model.weights.digests(recipes), text.fingerprint)
+    facts = [TUNING_VERSION, *known, asdict(rates)]
     digest = hashlib.blake2b(json.dumps(facts).encode(), digest_size=4).hexdigest()
     spelled = {
         name: Recipe(recipe.grid.name, f"{TUNED}-{digest}")

@@ -14,12 +14,11 @@ from kl_lens.measuring.joint import JointResult, PlanMeter
 from kl_lens.model import LoadedModel
 from kl_lens.model.carried import carried_by
 from kl_lens.planning.predict import spell_estimate
-from kl_lens.run.folder import Run
+from kl_lens.run.folder import SCREENED, Run
 from kl_lens.run.records import Estimate, Measured, Plan, SensitivityTable
 from kl_lens.study.session import Session
-from kl_lens.study.settings import HeldOut
+from kl_lens.study.settings import HeldOut, Limits
 from kl_lens.targets import computed_as, get_target
-from kl_lens.targets.base import Usage
 from kl_lens.weights.recipes import FP16, Recipe, parsed
 
 KL = "kl_teacher_to_student"
@@ -27,36 +26,36 @@ ROUNDS = 4  # of correcting a plan for the size of its file
 
 
 class TargetPlanner:
-    """Sizes and measures plans for one target (None: weights alone, no file).
+    """Sizes and measures plans within limits for one target (None: weights alone, no file).
 
     The model is opened only when something has to be measured or sized.
     """
 
     def __init__(
-        self,
-        session: Session,
-        run: Run,
-        target: str | None = None,
-        held_out: HeldOut | None = None,
-        opened: Callable[[], LoadedModel] | None = None,
-        use: Usage | None = None,
-        memory: int | None = None,
-    ) -> None:
-        """`opened`: opens the run's model (default: from where the run found it). `use`, `memory`: of plans for it."""
+        self, session: Session, run: Run, target: str | None = None, held_out: HeldOut | None = None,
+        opened: Callable[[], LoadedModel] | None = None, limits: Limits | None = None,
+    ) -> None:  # fmt: skip
+        """`opened`: opens the run's model (default: from where the run found it)."""
         self.session, self.run, self._held_out = session, run, held_out or HeldOut()
         self._opened = opened or partial(session.model_of, run)
         self.target = get_target(target) if target else None
-        self._use, self._memory = use, memory
-        if use is not None and target is None:
-            raise PlanError("--memory is about a target's files: name it with --target")
+        self.limits = limits or Limits()
 
     @cached_property
     def held(self) -> planning.Held | None:
         """What is in memory beside the file; None: plans are for a size."""
-        if self._use is None or self.target is None:
+        use = self.limits.use
+        if use is None or self.target is None:
             return None
         carried = carried_by(self.model.config, self.model.name)
-        return planning.held_by(self.target, carried, self._use, self.run.states(), self._memory or 0)
+        return planning.held_by(self.target, carried, use, self.run.states(), self.limits.memory or 0)
+
+    def table(self) -> SensitivityTable:
+        """The measurements to plan with. A staged search has measured what plans within its own limit use; within
+        others they may use what was only predicted."""
+        target = None if self.target is None else self.target.name
+        known = (self.run.load(SCREENED, self.run.measured_role(target)) or {}).get("limit")
+        return self.run.table(target=target, predicted=self.limits.given != known)
 
     @property
     def model(self) -> LoadedModel:

@@ -25,6 +25,7 @@ from kl_lens.base.environment import processors
 from kl_lens.base.errors import KLLensError, PlanError, TargetError, UnsupportedError
 from kl_lens.base.files import write_text
 from kl_lens.base.units import human_bytes, spell_bytes, spell_share
+from kl_lens.evaluation.evaluator import DIVERGENCE, PERPLEXITY
 from kl_lens.evaluation.judged import store_continuations
 from kl_lens.evaluation.scoring import COMPARED_WINDOWS
 from kl_lens.measuring import screening
@@ -40,12 +41,12 @@ from kl_lens.reporting import write_report
 from kl_lens.run.folder import CALIBRATION, RECOMMENDED, SCREENED, Run, recommended_name
 from kl_lens.run.records import ARTIFACT, Plan, Subject
 from kl_lens.study import benchmark, calibrate, evaluate, export, measure, paper, plan, settings as of
-from kl_lens.study.events import JobEstimate, StageCost, going_on
-from kl_lens.study.planner import TargetPlanner
+from kl_lens.study.events import JobEstimate, StageCost, exit_code, going_on
+from kl_lens.study.planner import KL, TargetPlanner
 from kl_lens.study.session import Session
 from kl_lens.study.settings import Calibration, HeldOut, Limits, Opening, Processes, Tasks, group, option
-from kl_lens.study.verbs import exit_code
 from kl_lens.targets import (
+    Target,
     describe_target,
     earlier_artifact,
     get_target,
@@ -53,7 +54,6 @@ from kl_lens.targets import (
     read_artifact,
     usual_targets,
 )
-from kl_lens.weights.formats import get_format
 from kl_lens.weights.recipes import FP16, Recipe
 
 UNIFORM_FP16 = "uniform_fp16"
@@ -136,27 +136,18 @@ class RunSettings(of.Settings):
         """The targets of --targets, or the usual ones that are installed."""
         return self.named if self.targets else tuple(t for t in self.named if not describe_target(t).lacks())
 
-    def menu_of(self, target: str | None, anatomy: Anatomy | None = None) -> Sequence[str]:
+    def menu_of(self, target: str | None, anatomy: Anatomy) -> Sequence[str]:
         """The formats that a target's plans choose from; without `--menu`, the size asked of this model decides."""
         if target is None:
             return self.formats or PAPER_FORMATS
-        chosen = get_target(target)
-        if self.formats is None:
-            if self.menu is not None or anatomy is None:
-                return menu_of(chosen, full=self.menu == FULL, small=self.menu == SMALL)
-            # The size asked for, without what a file has besides weights.
-            whole = sum(2 * component.parameters for component in anatomy.components)
-            share = self.budget
-            return measure.menu_for(
-                chosen, anatomy, self.limits.max_bytes if share is None else int(share * whole)
-            )
-        held = [r for r in self.formats if chosen.holds(Recipe.parse(r).grid, _ANY_SHAPE) is None]
-        if not held:
-            raise PlanError(
-                f"--formats {','.join(self.formats)}: {chosen.title} supports none of them; leave it out with "
-                f"--targets, or add some of {', '.join(chosen.formats)}"
-            )
-        return held
+        chosen, max_bytes = get_target(target), self.limits.max_bytes
+        if self.formats is not None:
+            return _held(chosen, self.formats)
+        if self.menu is not None:
+            return menu_of(chosen, full=self.menu == FULL, small=self.menu == SMALL)
+        if self.budget is not None:  # without what a file has besides weights
+            max_bytes = int(self.budget * sum(2 * c.parameters for c in anatomy.components))
+        return measure.menu_for(chosen, anatomy, max_bytes)
 
     def recommended(self, target: str | None) -> str:
         """Name of the plan for a target, with the limit if it is not the usual one: a run with another limit replaces
@@ -178,8 +169,12 @@ class RunSettings(of.Settings):
         super().check()
         if unknown := sorted(set(self.without) - set(OPTIONAL_STAGES)):
             raise KLLensError(f"--without {unknown[0]!r}: only {', '.join(OPTIONAL_STAGES)} can be skipped")
-        for target in self.wanted:
-            self.menu_of(target)
+        for target in map(get_target, self.wanted if self.formats else ()):
+            if not _held(target, self.formats or ()):
+                raise PlanError(
+                    f"--formats {','.join(self.formats or ())}: {target.title} supports none of them; leave it out "
+                    f"with --targets, or add some of {', '.join(target.formats)}"
+                )
         self.limits.check()
         self.held_out.check(searches=self.limits.bytes is None and self.budget is None)
         self.tasks.check()
@@ -441,15 +436,15 @@ class _Job:
             elif key:
                 self.journal.store("stage", key, done | {"outputs": self._files(*outputs)})
 
-    def _measurements(self, target: str | None = None) -> str:
-        """A digest of the measurements for a target; of a staged search, of what it chose: what searches for other
-        limits measured besides is no reason to plan again."""
+    def _measurements(self, target: str | None, formats: Sequence[str] = ()) -> str:
+        """A digest of the measurements for a target, of a staged search what it chose; or of those in `formats`. What
+        was measured besides, for other limits or targets, is no reason to do a stage again."""
         role = self.journal.measured_role(target)
-        chosen = (self.journal.load(SCREENED, role) or {}).get("chosen")
+        chosen = None if formats else (self.journal.load(SCREENED, role) or {}).get("chosen")
         rows = [
-            (m.component, m.format, m.windows, m.metrics["kl_teacher_to_student"].value)
+            (m.component, m.format, m.windows, m.metrics[KL].value)
             for m in self.journal.measurements(role)
-            if chosen is None or [m.component, m.format] in chosen
+            if (not formats or m.format in formats) and (chosen is None or [m.component, m.format] in chosen)
         ]
         return _digest(json.dumps(sorted(rows)).encode())
 
@@ -473,17 +468,9 @@ class _Job:
             whole = read_artifact(self.folder / "artifacts" / target / UNIFORM_FP16).realised_bytes
         return Limits(max_bytes=int(share * whole))
 
-    def _planner(self, target: str | None = None) -> TargetPlanner:
-        use = self.settings.limits.use if target else None
-        return TargetPlanner(
-            self.session,
-            self.journal,
-            target,
-            self.settings.held_out,
-            lambda: self.model,
-            use,
-            self.settings.limits.memory,
-        )
+    def _planner(self, target: str | None = None, limits: Limits | None = None) -> TargetPlanner:
+        held_out = self.settings.held_out
+        return TargetPlanner(self.session, self.journal, target, held_out, lambda: self.model, limits)
 
     def _plans(self) -> dict[str, Plan]:
         components = self.journal.table().components
@@ -548,11 +535,11 @@ class _Job:
         """Plans for a target and compares with stock recipes."""
         settings, limits, name = self.settings, self._limits(target), self.settings.recommended(target)
         rivals = None if target is None or settings.rivals == NONE else settings.rivals
-        planner = self._planner(target)
+        planner = self._planner(target, limits)
 
         def work() -> plan.PlanResult:
-            table = plan.table_within(self.journal, target, limits)
-            best = plan.plan_within(planner, table, limits, plan.Choosing(name=name))
+            table = planner.table()
+            best = plan.plan_within(planner, table, plan.Choosing(name=name))
             return plan.finished(planner, table, [best], rivals=rivals, verify=True, tune=settings.tune)
 
         self.do(
@@ -570,12 +557,14 @@ class _Job:
         """Measures weights alone, ranks metrics, makes the paper's points."""
         settings = self.settings
         self.measure(None, PAPER_FORMATS, Limits())
-        inputs, text = self._measurements(), settings.evaluation_text
+        inputs, text = self._measurements(None, PAPER_FORMATS), settings.evaluation_text
         if "rank" not in settings.without:
             windows = settings.evaluation_windows or 0
             self.do(
                 "paper",
-                lambda: paper.rank_metrics(self.session, self.journal, self.model, text, windows, self._hire),
+                lambda: paper.rank_metrics(
+                    self.session, self.journal, self.model, text, windows, self._hire, formats=PAPER_FORMATS
+                ),
                 key="rank", given=(text, windows), inputs=inputs,
             )  # fmt: skip
 
@@ -598,8 +587,7 @@ class _Job:
         own = [p for p in own if p.name in ours or not p.name.startswith(of_runs)]
         own.sort(key=lambda p: -(p.file_bytes or 0))
         names = [UNIFORM_FP16, *(p.name for p in own if target is not None)]
-        grids = [get_format(name) for name in PAPER_FORMATS]
-        held = target is None or not any(get_target(target).holds(grid, _ANY_SHAPE) for grid in grids)
+        held = target is None or len(_held(get_target(target), PAPER_FORMATS)) == len(PAPER_FORMATS)
         if self.settings.paper and held:
             points = [p for p in plans.values() if p.target in (None, target)]
             best = best_paper_point(points, plans[name])
@@ -617,9 +605,8 @@ class _Job:
         found = {name for name in sizes if name != UNIFORM_FP16 and name not in stock}
 
         def size(name: str) -> int:
-            return round(
-                sizes[name], -4
-            )  # as the answer compares them: names and the like make no difference
+            """As the answer compares them: names and the like make no difference."""
+            return round(sizes[name], -4)
 
         if smaller:
             found.add(min(smaller, key=lambda name: (-size(name), losses[name])))
@@ -697,10 +684,10 @@ class _Job:
             )  # fmt: skip
             text, windows = settings.evaluation_text, settings.evaluation_windows or COMPARED_WINDOWS
             if whole:
-                judge.texts(text, "", window=window, limit=windows)
+                judge.text(text, {PERPLEXITY, DIVERGENCE}, window=window, limit=windows)
                 judge.tasks(settings.tasks, window)
             else:
-                judge.check(text, window=window, limit=min(windows, COMPARED_WINDOWS))
+                judge.text(text, (), window=window, limit=min(windows, COMPARED_WINDOWS))
             return judge.result
 
         self.do("evaluate", work, optional=True)
@@ -723,19 +710,19 @@ class _Job:
             sizes = self._sizes(target)
             timed = self.deciding(target) | {UNIFORM_FP16, min(sizes, key=sizes.__getitem__)}
             files += [f"artifacts/{target}/{plan}" for plan in sizes if plan in timed]
-        records, versions = (
-            (f"{file}/artifact.json" for file in files),
-            [get_target(t).version for t in targets],
-        )
+        records = self._files(*(f"{file}/artifact.json" for file in files))
+        versions = [get_target(t).version for t in targets]  # another may have another speed
         self.do(
             "benchmark",
             lambda: benchmark.time_files([self.folder / f for f in files], self.journal, self.session, use),
-            key=f"benchmark {files[-1]}",
-            given=(files, settings.repeats, settings.threads),
-            # Another version may have another speed.
-            inputs=" ".join([self._files(*records), *versions]),
-            optional=True,
+            key=f"benchmark {files[-1]}", given=(files, settings.repeats, settings.threads),
+            inputs=" ".join([records, *versions]), optional=True,
         )  # fmt: skip
+
+
+def _held(target: Target, recipes: Sequence[str]) -> list[str]:
+    """Those that the target supports."""
+    return [name for name in recipes if target.holds(Recipe.parse(name).grid, _ANY_SHAPE) is None]
 
 
 def _keys(files: Mapping[str, Iterable[str]]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kl_lens.base.errors import RunError
 from kl_lens.study.events import Events
-from kl_lens.study.settings import DISK, MEMORY, Calibration, HeldOut, Opening
+from kl_lens.study.settings import DISK, MEMORY, Calibration, HeldOut, Opening, Settings
 
 if TYPE_CHECKING:  # `generate` runs on small devices and loads no torch
     from kl_lens.measuring.joint import PlanMeter
@@ -30,21 +31,26 @@ class Session:
 
     Example:
         >>> session = Session()
-        >>> perform(MeasureSettings.of(windows=8), session)
-        >>> perform(PlanSettings.of(max_loss=0.01), session)
+        >>> session.do(MeasureSettings.of(model="reference:mamba", windows=8)).measurements
+        >>> session.do(PlanSettings.of(max_loss=0.01)).plans
     """
 
     def __init__(self, events: Events | None = None, given: LoadedModel | None = None) -> None:
         """`given`: a model opened elsewhere; used for all settings."""
         self.events, self._given = events or Events(), given
         self._pinned: dict[str, str] = {}  # name → the same, with its commit
-        self._models: dict[tuple[_Source, str, int | None], LoadedModel] = {}  # by place and room too
-        self._last: dict[_Source, LoadedModel] = {}
+        self._models: dict[_Source, tuple[LoadedModel, int | None]] = {}  # with the memory it was opened for
         self._in_run: dict[tuple[int, Path, Path], LoadedModel] = {}
         self._drawn: dict[tuple[object, ...], Windows] = {}
-        self._from_start: dict[tuple[object, ...], Windows] = {}
+        self._from_start: dict[tuple[object, ...], Windows] = {}  # evaluation texts
         self._apart: set[tuple[str, str]] = set()  # fingerprints of texts that do not overlap
         self._meters: dict[tuple[int, str, str | None], PlanMeter] = {}  # the last used last
+
+    def do(self, settings: Settings) -> Any:
+        """Checks the settings, runs the command that they are for, in the same module, and returns its result. Prints
+        nothing."""
+        settings.check()
+        return getattr(sys.modules[type(settings).__module__], settings.verb)(settings, self)
 
     # -- models -----------------------------------------------------------------------------------------------
 
@@ -68,30 +74,22 @@ class Session:
             self._pinned[name] = pinned(name, None, watch=self.events.progress)
         place = os.path.expanduser(name)
         source = (os.path.realpath(place) if os.path.isdir(place) else self._pinned[name], opening)
-        in_memory = source, MEMORY, None
-        if in_memory in self._models and weights != DISK:
-            return self._models[in_memory]
-        if weights != MEMORY and memory_budget is None and source in self._last:
-            return self._last[source]
-        where = weights or MEMORY
-        key = in_memory if where == MEMORY else (source, where, memory_budget)
-        if key not in self._models:
-            room = None if memory_budget == DEFAULT_MEMORY else memory_budget
-            how: dict[str, Any] = {} if where == MEMORY else {"weights": where, "memory_budget": room}
-            task = "image" if opening.images else None
-            model = load(self._pinned[name], **asdict(opening), task=task, **how)
-            model.warn = self.events.tell
-            if model.not_on_disk:
-                self.events.warn(
-                    f"{model.name} does not fit, but has to be loaded whole: {model.not_on_disk}"
-                )
-            if model.residency is None:  # share it with commands that want it in memory
-                key = in_memory
-            else:
-                self.events.note(f"{model.name}: weights stay on disk and are read one block at a time")
-                self._last[source] = model
-            self._models[key] = model
-        return self._models[key]
+        if source in self._models:
+            model, budget = self._models[source]
+            streams = model.residency is not None
+            if weights != (MEMORY if streams else DISK) and (not streams or memory_budget in (None, budget)):
+                return model
+        room = None if memory_budget == DEFAULT_MEMORY else memory_budget
+        how: dict[str, Any] = {"weights": weights, "memory_budget": room} if weights else {}
+        task = "image" if opening.images else None
+        opened = load(self._pinned[name], **asdict(opening), task=task, **how)
+        model = replace(opened, warn=self.events.tell)
+        if model.not_on_disk:
+            self.events.warn(f"{model.name} does not fit, but has to be loaded whole: {model.not_on_disk}")
+        if model.residency is not None:
+            self.events.note(f"{model.name}: weights stay on disk and are read one block at a time")
+        self._models[source] = model, memory_budget
+        return model
 
     def model_of(
         self,
@@ -124,7 +122,7 @@ class Session:
         from kl_lens.measuring.statistics import StoredStatistics
 
         learnt = learn_from or folder
-        key = (id(model), folder.resolve(), learnt.resolve())
+        key = (id(model.model), folder.resolve(), learnt.resolve())
         if key not in self._in_run:
             self._in_run[key] = model.with_store(
                 folder=folder / QUANTIZED, statistics=lambda: StoredStatistics.open(learnt, model)

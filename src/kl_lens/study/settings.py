@@ -133,11 +133,6 @@ class Option:
         return self.flag or self.name
 
     @property
-    def title(self) -> str:
-        """Its name in YAML files and messages, without leading dashes."""
-        return self.flag.removeprefix("--") or self.name
-
-    @property
     def meaning(self) -> str:
         """The help text, with the default if there is one."""
         if self.required or self.is_switch or self.default in (None, (), ""):
@@ -195,8 +190,10 @@ class Option:
         return ",".join(map(str, value)) if self.has_many else self.kind.spell(value)
 
     def from_python(self, value: Any) -> Any:
-        """Accepts a Python value or its command-line spelling. `check` validates it later."""
+        """Accepts a Python value or its command-line spelling. `check` validates it."""
         if self.is_switch:
+            if not isinstance(value, bool):
+                raise self._wrong(value, "true or false")
             return (True if self.bare is None else self.bare) if value else self.default
         if isinstance(value, str | Path):
             word = self.read(str(value))
@@ -275,13 +272,22 @@ def values_of(settings: Settings) -> Iterator[tuple[Option, Any]]:
         yield each, held.get(each.name) if isinstance(held, Mapping) else getattr(held, each.attribute)
 
 
-def from_python(settings: type[S], values: Mapping[str, Any]) -> S:
-    """Settings from Python keywords: values, or strings as on the command line ("4.5MB", "int4,int8")."""
+def converted(settings: type[Settings], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values from Python or YAML, or strings as on the command line ("4.5MB", "int4,int8"). None: not given."""
     known = {each.name: each for each in options_of(settings)}
-    if unknown := [name for name in values if name not in known]:
-        raise KLLensError(f"{settings.verb} has no setting {unknown[0]!r}; it has {', '.join(sorted(known))}")
-    given = {name: known[name].from_python(value) for name, value in values.items() if value is not None}
-    if missing := [each for each in known.values() if each.required and each.name not in given]:
+    given = {}
+    for name, value in values.items():
+        if name not in known:
+            raise KLLensError(f"{settings.verb} has no setting {name!r}; it has {', '.join(sorted(known))}")
+        if value is not None:
+            given[name] = known[name].from_python(value)
+            known[name].check(given[name])
+    return given
+
+
+def from_python(settings: type[S], values: Mapping[str, Any]) -> S:
+    given = converted(settings, values)
+    if missing := [each for each in options_of(settings) if each.required and each.name not in given]:
         raise KLLensError(f"{settings.verb} needs {missing[0].name}: {missing[0].help}")
     return settings.of(**given)
 
@@ -342,7 +348,7 @@ def as_yaml(settings: Settings) -> str:
     for each, value in values_of(settings):
         if value is not None and (value != () or value != each.default):
             plain = isinstance(value, bool | int | float) and str(value) == each.kind.spell(value)
-            values[each.title] = value if plain else each.spelled(value)
+            values[each.name.replace("_", "-")] = value if plain else each.spelled(value)
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
