@@ -74,7 +74,7 @@ class EvaluateSettings(Settings):
         self.tasks.check()
         if self.max_drop is not None and self.tasks.tasks is None:
             raise KLLensError("--max-drop limits the accuracy that tasks lose; name tasks with --tasks")
-        if self.chart is not None and (self.chart.suffix != ".svg" or not self.artifact):
+        if self.chart is not None and (not str(self.chart).endswith(".svg") or not self.artifact):
             raise KLLensError(f"--chart {self.chart}: expected a name that ends in .svg, and files to draw")
         if self.window is not None and (self.stride or 0) > self.window:
             raise KLLensError(f"--stride {self.stride} is larger than --window {self.window}; it skips text")
