@@ -256,7 +256,7 @@ def _statistics(seed: int = 0) -> InputStatistics:
 @pytest.mark.parametrize("name", NAMES)
 def test_ggml_decodes_the_codes_and_signs_that_were_written(name: str) -> None:
     lattice, random = LATTICES[name], np.random.default_rng(0)
-    weight, importance = _weight(ROWS, COLUMNS, 7), _statistics().importance
+    weight, importance = _weight(ROWS, COLUMNS, 7), _statistics().second_moments.diagonal()
     blocks = get_format(name).quantize_with(weight, importance).data.numpy().reshape(ROWS * 2, -1)
     codes = random.integers(0, len(lattice.grid), (len(blocks), 256 // lattice.width), dtype=np.uint16)
     signs = random.integers(0, 256, (len(blocks), 32), dtype=np.uint8)

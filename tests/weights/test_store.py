@@ -111,7 +111,7 @@ class Doubling(Quantizer):
     ) -> Quantized:
         assert statistics is not None
         type(self).calls += 1
-        return fmt.quantize(weight * (2 if statistics.importance[0] > 0 else 1), name)
+        return fmt.quantize(weight * (2 if statistics.second_moments[0, 0] > 0 else 1), name)
 
 
 class Known:

@@ -304,13 +304,10 @@ class Run:
     def measured_role(self, target: str | None = None, role: str = CALIBRATION) -> str:
         """The role to read for a target: measured with its activations, else weights alone. Without a target: weights
         alone, else whatever was measured first."""
-        there = [name for name in self._measured_roles() if name.partition("@")[0] == role]
+        query = "SELECT role FROM effort GROUP BY role ORDER BY min(rowid)"
+        there = [name for (name,) in self.journal.rows(query) if name.partition("@")[0] == role]
         wanted = [role_as(role, target), role]
         return next((name for name in wanted if name in there), there[0] if there and not target else role)
-
-    def _measured_roles(self) -> list[str]:
-        query = "SELECT role FROM effort GROUP BY role ORDER BY min(rowid)"
-        return [role for (role,) in self.journal.rows(query)]
 
     @property
     def usual_target(self) -> str | None:

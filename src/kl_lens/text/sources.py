@@ -24,7 +24,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from kl_lens.base.errors import TextError
+from kl_lens.base.errors import TextError, one_line
 from kl_lens.base.files import reference_path
 
 PARAGRAPH_BREAK = "\n\n"
@@ -152,27 +152,23 @@ def _read_txt(path: Path) -> Texts:
 
 
 def _read_jsonl(path: Path) -> Texts:
-    with path.open("rb") as file:
-        yield from _rows_of_json(path, file)
-
-
-def _rows_of_json(path: Path, lines: Iterable[bytes]) -> Texts:
     offset = 0
-    for number, raw in enumerate(lines, start=1):
-        where = f"{path}, line {number}"
-        line = _decode(raw, where, offset).removeprefix("\ufeff")
-        offset += len(raw)
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
-            expected = f'one object per line, {{"{TEXT_FIELD}": …}}'
-            raise TextError(f"{where}: not valid JSON ({error}): expected {expected}") from None
-        if not isinstance(row, dict) or not isinstance(row.get(TEXT_FIELD), str):
-            fields = f"fields {', '.join(row) or 'none'}" if isinstance(row, dict) else type(row).__name__
-            raise TextError(f"{where}: no field `{TEXT_FIELD}` with a string in it (found: {fields})")
-        yield where, row[TEXT_FIELD]
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            where = f"{path}, line {number}"
+            line = _decode(raw, where, offset).removeprefix("\ufeff")
+            offset += len(raw)
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (json.JSONDecodeError, RecursionError) as error:
+                expected = f'one object per line, {{"{TEXT_FIELD}": …}}'
+                raise TextError(f"{where}: not valid JSON ({error}): expected {expected}") from None
+            if not isinstance(row, dict) or not isinstance(row.get(TEXT_FIELD), str):
+                fields = f"fields {', '.join(row) or 'none'}" if isinstance(row, dict) else type(row).__name__
+                raise TextError(f"{where}: no field `{TEXT_FIELD}` with a string in it (found: {fields})")
+            yield where, row[TEXT_FIELD]
 
 
 def _read_parquet(path: Path) -> Texts:
@@ -185,16 +181,12 @@ def _read_parquet(path: Path) -> Texts:
     except UnicodeDecodeError as error:
         raise TextError(f"{path}: column `{TEXT_FIELD}` is not UTF-8 (byte {error.start} of a row)") from None
     except (pa.ArrowException, OSError) as error:
-        raise TextError(f"{path}: not a readable Parquet file ({_reason(error)}): is it complete?") from None
+        raise TextError(f"{path}: not a readable Parquet file ({one_line(error)}): is it complete?") from None
     for number, value in enumerate(rows, start=1):
         where = f"{path}, row {number}"
         if not isinstance(value, str):
             raise TextError(f"{where}: column `{TEXT_FIELD}` holds {value!r:.40}: expected a string")
         yield where, value
-
-
-def _reason(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def _decode(raw: bytes, where: str, offset: int = 0) -> str:

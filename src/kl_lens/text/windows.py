@@ -366,12 +366,10 @@ def refuse_overlap(calibration: Windows, evaluation: Windows) -> None:
         )
 
 
-def shared_run(
-    a: Windows, b: Windows, least: int = OVERLAP_TOKENS
-) -> tuple[tuple[int, int], tuple[int, int], int] | None:
-    """((window, token) in `a`, (window, token) in `b`, length) of a shared run of at least so many tokens, or None."""
+def shared_run(a: Windows, b: Windows) -> tuple[tuple[int, int], tuple[int, int], int] | None:
+    """((window, token) in `a`, (window, token) in `b`, length) of a shared run that counts as overlap, or None."""
     # Windows of the same text begin at different places, so short ones may share only half.
-    least = min(least, max(1, min(a.length, b.length) // 2))
+    least = min(OVERLAP_TOKENS, max(1, min(a.length, b.length) // 2))
     size = max(1, least // 2)  # every such run holds one of the pieces into which the windows of `a` are cut
     pieces: dict[bytes, list[tuple[int, int]]] = {}
     rows_a, rows_b = a.ids.tolist(), b.ids.tolist()

@@ -182,7 +182,7 @@ def test_every_type_in_one_file(types: list[str], tmp_path: Path, monkeypatch: p
     """llama.cpp loads and runs them, and computes with our values and rounded activations."""
 
     def evenly(self: GGUFFormat, weight: torch.Tensor, name: str = "weight") -> Quantized:
-        return self.quantize_with(weight, torch.ones(weight.shape[-1]), name)
+        return self.quantize_with(weight, torch.ones(weight.shape[-1]))
 
     # Some types cannot be made without importance: let every column have the same.
     monkeypatch.setattr(GGUFFormat, "needs_importance", False)

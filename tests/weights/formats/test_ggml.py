@@ -110,8 +110,8 @@ def test_blocks_with_importance_equal_ggml_s(name: str) -> None:
     ],
 )
 def test_importance_that_ggml_would_choke_on(change: Any, complaint: str) -> None:
-    with pytest.raises(FormatError, match=rf"^layers\.0\.in_proj: {complaint}"):
-        gguf_format("q4_k").quantize_with(torch.ones(4, 512), change(importance()), "layers.0.in_proj")
+    with pytest.raises(FormatError, match=f"^{complaint}"):
+        gguf_format("q4_k").quantize_with(torch.ones(4, 512), change(importance()))
 
 
 @pytest.mark.parametrize("name", EVERY)

@@ -76,19 +76,14 @@ class GGUFFormat(Format):
             )
         return super().quantize(weight, name)
 
-    def quantize_with(
-        self, weight: torch.Tensor, importance: torch.Tensor, name: str = "weight"
-    ) -> Quantized:
+    def quantize_with(self, weight: torch.Tensor, importance: torch.Tensor) -> Quantized:
         """The stored form, searched with llama.cpp's weighting by the mean square of each column's input."""
-        self._require_fit(tuple(weight.shape), name)
-        values = checked_float32(weight, name)
-        try:
-            stored = self._blocks(values, importance.detach().float().cpu())
-        except FormatError as error:
-            raise FormatError(f"{name}: {error}") from None
+        self._require_fit(tuple(weight.shape), "weight")
+        values = checked_float32(weight, "weight")
+        stored = self._blocks(values, importance.detach().float().cpu())
         # The search can move minima outside FP16's range, but only near its end.
         if float(values.abs().max()) > LARGEST_MAGNITUDE / 2 and not self.dequantize(stored).isfinite().all():
-            raise FormatError(f"{name}: {self.name} cannot hold weights so close to FP16's end; rescale them")
+            raise FormatError(f"{self.name} cannot hold weights so close to FP16's end; rescale them")
         return stored
 
     def _bytes(self, shape: tuple[int, ...]) -> int:

@@ -42,7 +42,8 @@ def fed_back_blocks(
     order, mixing, metrics = _by_runs(objective)
     grid = np.ascontiguousarray(lattice.grid.T)
     _feed_back(given, scales, order, mixing, metrics, grid, lattice.even, codes, signs, values)
-    inverses = np.linalg.inv(_runs_of(moments))
+    runs = [moments[i : i + RUN, i : i + RUN] for i in range(0, columns, RUN)]
+    inverses = np.linalg.inv(np.stack(runs))
     for _ in range(ROUNDS):
         for first in range(0, columns, BLOCK):
             block = slice(first, first + BLOCK)
@@ -70,10 +71,6 @@ def _by_runs(objective: Objective) -> tuple[npt.NDArray[np.int64], Array, Array]
     mixing = torch.einsum("kbi,bij->kbj", factor.reshape(len(factor), -1, RUN), inverse)
     whole = mixing.reshape(len(factor), -1).float().contiguous().cpu().numpy()
     return runs.cpu().numpy(), whole, (own @ own.mT).float().cpu().numpy()
-
-
-def _runs_of(moments: Array) -> Array:
-    return np.stack([moments[i : i + RUN, i : i + RUN] for i in range(0, len(moments), RUN)])
 
 
 def _feed_back(
@@ -110,7 +107,9 @@ def _fitted(
         step = np.where(2 * pull * step > curvature * step**2, step, 0).astype(np.float32)
         errors[:, block] -= own * step[:, None]
         new[:, b] = np.where(step == 0, old[:, b], stored)
-    return with_scale(packed, new.reshape(-1).astype(np.float16))
+    changed = packed.copy()
+    changed[:, :2] = new.reshape(-1).astype(np.float16)[:, None].view(np.uint8)
+    return changed
 
 
 def _values(grid: Array, codes: npt.NDArray[np.uint16], signs: npt.NDArray[np.uint8], scales: Array) -> Array:
@@ -309,13 +308,6 @@ def run_scales(name: str, blocks: Bytes) -> npt.NDArray[np.float32]:
     values = gguf.dequantize(first, gguf.GGMLQuantizationType[name.upper()])
     scales: npt.NDArray[np.float32] = values.reshape(count, 32, RUN)[..., 0] / _grid(name)[0, 0]
     return scales
-
-
-def with_scale(blocks: Bytes, scales: npt.NDArray[np.float16]) -> Bytes:
-    """The same blocks with other FP16 scales, (blocks,)."""
-    changed = blocks.copy()
-    changed[:, :2] = scales.astype(np.float16)[:, None].view(np.uint8)
-    return changed
 
 
 def with_codes(name: str, blocks: Bytes, codes: Codes, signs: Bytes) -> Bytes:

@@ -50,10 +50,6 @@ class Levels:
     def _table(self) -> torch.Tensor:
         return constant(torch.tensor(self.table or (0.0,), dtype=torch.float32), self.scales.device)
 
-    @cached_property
-    def _borders(self) -> torch.Tensor:
-        return (self._table[1:] + self._table[:-1]) / 2
-
     def rounded(self, weight: torch.Tensor) -> torch.Tensor:
         """Codes of the nearest levels, (rows, columns)."""
         grouped = weight.unflatten(-1, (-1, self.group))
@@ -85,7 +81,7 @@ class Levels:
         scaled = (values - shifts) * inverses
         if self.table is None:
             return scaled.round_().clamp_(self.lowest, self.highest)
-        return torch.bucketize(scaled.contiguous(), self._borders).float()
+        return torch.bucketize(scaled.contiguous(), (self._table[1:] + self._table[:-1]) / 2).float()
 
     def _looked_up(self, codes: torch.Tensor) -> torch.Tensor:
         return codes if self.table is None else self._table[codes.long()]

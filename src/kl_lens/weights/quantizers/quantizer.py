@@ -21,11 +21,6 @@ class InputStatistics:
     second_moments: torch.Tensor  # E[x xᵀ], float32: (columns, columns), or (experts, columns, columns)
     tokens: tuple[int, ...]  # inputs they were taken over: one number, or one per expert
 
-    @property
-    def importance(self) -> torch.Tensor:
-        """E[x²] of every column."""
-        return self.second_moments.diagonal(dim1=-2, dim2=-1)
-
 
 class Quantizer(ABC):
     """A method. It has no state: the same weight, format and statistics give the same bits."""
