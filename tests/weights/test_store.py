@@ -60,12 +60,12 @@ def test_what_is_expensive_is_kept_on_disk(
     weight: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     digest = WeightStore(GivenWeights({NAME: weight}), folder=tmp_path).digest(NAME, Recipe("q4_k"))
-    assert [path.stem for path in tmp_path.glob("objects/*")] == [digest]
+    assert len(list(tmp_path.iterdir())) == 1
     again = WeightStore(GivenWeights({NAME: weight}), folder=tmp_path)
     monkeypatch.setattr(get_format("q4_k").__class__, "_quantize", None)  # calling it again would fail
     assert again.digest(NAME, Recipe("q4_k")) == digest
     again.quantized(NAME, INT8)  # cheap: not kept
-    assert len(list(tmp_path.glob("objects/*"))) == 1
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_what_is_damaged_or_deleted_is_made_again(weight: torch.Tensor, tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_what_is_damaged_or_deleted_is_made_again(weight: torch.Tensor, tmp_path
         return WeightStore(GivenWeights({NAME: weight}), folder=tmp_path).digest(NAME, Recipe("q4_k"))
 
     known = digest()
-    (path,) = tmp_path.glob("objects/*")
+    (path,) = tmp_path.iterdir()
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(bytes(content))
@@ -83,18 +83,19 @@ def test_what_is_damaged_or_deleted_is_made_again(weight: torch.Tensor, tmp_path
     assert digest() == known
     path.unlink()
     assert digest() == known
-    assert not list(tmp_path.glob("objects/.writing*"))
+    assert not list(tmp_path.glob(".*"))
 
 
-def test_the_budget_is_kept(weight: torch.Tensor, tmp_path: Path) -> None:
+def test_the_budget_is_kept(weight: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = {f"w{i}": weight + i for i in range(6)}
     one = get_format("q4_k").bytes((24, 256))
     store = WeightStore(GivenWeights(weights), folder=tmp_path, disk_budget=3 * one + 3 * 300)
     for name in weights:
         store.quantized(name, Recipe("q4_k"))
-    kept = list(tmp_path.glob("objects/*"))
-    assert 1 <= len(kept) <= 3
-    assert store.digest("w5", Recipe("q4_k")) in {path.stem for path in kept}  # the newest stays
+    assert 1 <= len(list(tmp_path.iterdir())) <= 3
+    monkeypatch.setattr(get_format("q4_k").__class__, "_quantize", None)  # calling it again would fail
+    fresh = WeightStore(GivenWeights(weights), folder=tmp_path)
+    assert fresh.digest("w5", Recipe("q4_k")) == store.digest("w5", Recipe("q4_k"))  # the newest stays
 
 
 class Doubling(Quantizer):

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 from kl_lens.base.accelerators import on_host
 from kl_lens.base.errors import FormatError, UnlearntError
-from kl_lens.base.files import bytes_digest, tensor_digest, whole, write_text
+from kl_lens.base.files import bytes_digest, tensor_digest, whole
 from kl_lens.weights.formats import Quantized
 from kl_lens.weights.formats.scales import scales_of, with_scales
 from kl_lens.weights.quantizers import TUNED, InputStatistics
@@ -294,28 +294,26 @@ def moved(quantized: Quantized, device: torch.device) -> Quantized:
 
 
 class DiskCache:
-    """Content-addressed, atomic, safe to delete. What another process wrote is checked.
+    """Weights by the name of what made them: atomic, safe to delete. What another process wrote is checked.
 
-    `objects/DIGEST.safetensors` hold weights under the digest of their content; `names/HASH` map requests to digests.
     Over the budget, the least recently used go first.
     """
 
     def __init__(self, folder: Path, budget: int) -> None:
         self.folder = folder
         self._budget = budget
-        self._sound: dict[str, int] = {}  # digest → time of a file that was written here, or checked
+        self._sound: dict[Path, int] = {}  # the time of a file that was written here, or checked
 
     def take(self, name: str) -> Quantized | None:
         """The weight stored under this name, if it exists and is undamaged."""
+        path = self._path(name)
         try:
-            digest = self._name(name).read_text(encoding="ascii").strip()
-            path = self._object(digest)
             with safe_open(path, framework="pt") as file:
                 known = file.metadata() or {}
                 parts = {part: file.get_tensor(part) for part in file.keys()}  # noqa: SIM118
-            shape = tuple(int(size) for size in known["shape"].split(","))
+            shape, digest = tuple(int(size) for size in known["shape"].split(",")), known["digest"]
             quantized = Quantized(known["format"], shape, **parts)
-            if self._sound.get(digest) == path.stat().st_mtime_ns:
+            if self._sound.get(path) == path.stat().st_mtime_ns:
                 quantized = quantized.known_as(digest)
         except (OSError, SafetensorError, KeyError, ValueError, TypeError):
             return None
@@ -324,20 +322,19 @@ class DiskCache:
             return None
         with suppress(FileNotFoundError):  # another store of this folder needed the room
             os.utime(path)
-            self._sound[digest] = path.stat().st_mtime_ns
+            self._sound[path] = path.stat().st_mtime_ns
         return quantized
 
     def put(self, name: str, quantized: Quantized) -> None:
-        path = self._object(quantized.digest)
+        path = self._path(name)
         tensors = {part: on_host(tensor).contiguous() for part, tensor in quantized.tensors.items()}
         if sum(tensor.nbytes for tensor in tensors.values()) > self._budget:
             return
-        shape = ",".join(str(size) for size in quantized.shape)
+        about = {"format": quantized.format, "digest": quantized.digest}
         with whole(path) as temporary:
-            save_file(tensors, temporary, {"format": quantized.format, "shape": shape})
+            save_file(tensors, temporary, about | {"shape": ",".join(map(str, quantized.shape))})
         with suppress(FileNotFoundError):  # as above
-            self._sound[quantized.digest] = path.stat().st_mtime_ns
-        write_text(self._name(name), quantized.digest + "\n")
+            self._sound[path] = path.stat().st_mtime_ns
         self._trim(path)
 
     def _trim(self, newest: Path) -> None:
@@ -352,10 +349,5 @@ class DiskCache:
             path.unlink(missing_ok=True)
             total -= status.st_size
 
-    def _object(self, digest: str) -> Path:
-        if not digest.isalnum():
-            raise ValueError(f"{digest!r} is not a digest")
-        return self.folder / "objects" / f"{digest}.safetensors"
-
-    def _name(self, name: str) -> Path:
-        return self.folder / "names" / hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{hashlib.blake2b(name.encode(), digest_size=16).hexdigest()}.safetensors"
