@@ -43,6 +43,7 @@ KINDS = {
         "ssm": {"in_proj", "out_proj"}, "attention": ATTENTION, "mlp": {"gate_proj", "up_proj", "down_proj"},
     },
     "granitemoehybrid": {"ssm": {"in_proj", "out_proj"}, "attention": ATTENTION},  # in spite of its name
+    "hymba": {"ssm": {"in_proj", "x_proj", "dt_proj", "out_proj"}},  # lists of one matrix each
     "zamba": {"ssm": {"in_proj", "x_proj", "dt_proj", "out_proj"}},  # stacks of matrices outside modules
     "remote code": {"ssm": {"in_proj", "x_proj", "out_proj"}, "attention": ATTENTION},
 }  # fmt: skip

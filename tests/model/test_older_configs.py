@@ -59,6 +59,11 @@ OLDER: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
          "linear_attn_config": {"full_attn_layers": [2, 4], "head_dim": 16, "kda_layers": [1, 3], "num_heads": 4,
                                 "short_conv_kernel_size": 4}},
     ),
+    "hymba": (
+        "4.44.0", (),
+        {"auto_map": {"AutoConfig": "configuration_hymba.HymbaConfig", "AutoModelForCausalLM": "modeling_hymba.H"},
+         "attn_implementation": "flex", "attn_implementation_new": "flex", "use_mamba_kernels": True},
+    ),
     "minimax": ("4.53.0", (), {}),
     "rwkv": ("4.29.0", (), {}),
     "xlstm": ("4.55.0", (), {}),

@@ -1,13 +1,10 @@
 """Hymba against a second forward, written here from the paper: token by token, head by head, in float64."""
 
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
-from kl_lens.model import Chain, architectures as models, load
+from kl_lens.model import Chain, architectures as models
 from kl_lens.model.architectures.hymba import HymbaConfig, HymbaForCausalLM
 from tests.families import tiny_model, token_ids
 
@@ -114,25 +111,6 @@ def expected(model: HymbaForCausalLM) -> np.ndarray:
 def test_the_logits_are_those_of_a_straightforward_forward(model, expected, fast: bool) -> None:
     logits = Chain(model, fast=fast).full_logits(token_ids(1, 20))[0].double().numpy()
     assert np.abs(logits - expected).max() <= 1e-5 * np.abs(expected).max()
-
-
-def test_a_folder_in_the_hubs_layout_opens_without_its_code(model, tmp_path: Path) -> None:
-    model.save_pretrained(tmp_path)
-    file = tmp_path / "config.json"
-    settings = json.loads(file.read_text("utf-8"))
-    auto_map = {"AutoConfig": "configuration_hymba.HymbaConfig", "AutoModelForCausalLM": "modeling_hymba.H"}
-    kernels = {"attn_implementation": "flex", "attn_implementation_new": "flex", "use_mamba_kernels": True}
-    file.write_text(json.dumps(settings | kernels | {"auto_map": auto_map}), "utf-8")
-    opened = load(tmp_path)
-    ids = token_ids(1, 9)
-    with torch.no_grad():
-        torch.testing.assert_close(opened.model(ids).logits, model(ids).logits)
-    names = {c.name: c for c in opened.anatomy.components}
-    assert names["model.layers.1.mamba.x_proj.0"].kind == "x_proj"
-    assert names["model.layers.1.mamba.x_proj.0"].family == "ssm"
-    assert names["model.layers.0.mamba.A_log.0"].kind == "A_log"
-    wanted = {"in_proj", "x_proj", "dt_proj", "out_proj", "gate_proj", "up_proj", "down_proj", "embedding"}
-    assert {c.kind for c in opened.anatomy.candidates} == wanted
 
 
 def test_the_published_shapes() -> None:
