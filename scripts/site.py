@@ -83,8 +83,8 @@ def notebook(path: Path) -> str:
         lines += [source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```", ""]
         for output in cell.get("outputs", ()):
             data = output.get("data", {})
-            if "image/png" in data:
-                lines.append(f'<img alt="" src="data:image/png;base64,{data["image/png"].strip()}">')
+            if "image/svg+xml" in data:
+                lines.append(f"<div>{''.join(data['image/svg+xml'])}</div>")
             elif "text/html" in data:
                 lines.append(
                     re.sub(
