@@ -118,10 +118,15 @@ class Residency:
         join_twins(model, self.tensors.is_twice)
         self._place_parameters()
         self.fingerprint = weights_digest(self._checked())
-        if whole:
-            self._bring_all()
-        else:
+        if not whole:
             self._divide(budget)
+            return
+        for (
+            matrix
+        ) in self._matrices.values():  # one at a time, so that a GPU's model is never in the host's memory
+            matrix.parameter.data = self._brought(self.tensors.read(matrix.name))
+        self._matrices.clear()
+        self.close()
 
     # -- opening ----------------------------------------------------------------------------------------------
 
@@ -158,13 +163,6 @@ class Residency:
             refuse_broken_numbers(self._folder, [(name, values)])
             yield name, values
 
-    def _bring_all(self) -> None:
-        """One matrix at a time, so that a GPU's model is never in the host's memory."""
-        for matrix in self._matrices.values():
-            matrix.parameter.data = self._brought(self.tensors.read(matrix.name))
-        self._matrices.clear()
-        self.close()
-
     def _divide(self, budget: int | None) -> None:
         """Decides what stays in memory: everything outside the blocks if there is room; blocks come and go."""
         if self.device.type == "cuda":
@@ -172,7 +170,9 @@ class Residency:
             room = int(_SHARE_OF_CARD * (free if budget is None else min(free, budget)))
         else:
             room = int(_SHARE_OF_BUDGET * (available_memory() if budget is None else budget))
-        self._blocks = blocks = _largest_list(self.model)
+        lists = [m for m in self.model.modules() if isinstance(m, nn.ModuleList)]
+        largest = max(lists, key=lambda m: sum(p.numel() for p in m.parameters()), default=nn.ModuleList())
+        self._blocks = blocks = list(largest)
         inside = {id(p) for block in blocks for p in block.parameters()}
         outside = [m for key, m in self._matrices.items() if key not in inside]
         self.block_bytes = max((sum(map(self._bytes, self._of(block))) for block in blocks), default=0)
@@ -309,9 +309,3 @@ class Residency:
     def close(self) -> None:
         self._reader.shutdown(cancel_futures=True)
         self.tensors.close()
-
-
-def _largest_list(model: nn.Module) -> list[nn.Module]:
-    """The list with most of the parameters: the blocks."""
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
-    return list(max(lists, key=lambda m: sum(p.numel() for p in m.parameters()), default=[]))

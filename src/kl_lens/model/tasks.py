@@ -32,7 +32,7 @@ from kl_lens.text.windows import Windows, draw_windows, evaluation_windows
 
 TEXT, IMAGE = "text", "image"
 MEASURED = "KL Lens measures causal language models, and image classifiers with --images FOLDER"
-Source = TextSource | ImageSource | str
+Source = TextSource | str
 
 
 @dataclass(frozen=True)
@@ -66,14 +66,12 @@ class LanguageTask:
         return self.tokenizer
 
     def drawn(self, source: Source, *, windows: int, length: int, seed: int = 42) -> Windows:
-        text, tokenizer = _text(source), self.require_tokenizer()
-        return self._fitting(draw_windows(text, tokenizer, windows, length, seed))
+        return self._fitting(draw_windows(source, self.require_tokenizer(), windows, length, seed))
 
     def from_start(
         self, source: Source, *, length: int, stride: int | None = None, limit: int | None = None
     ) -> Windows:
-        text, tokenizer = _text(source), self.require_tokenizer()
-        return self._fitting(evaluation_windows(text, tokenizer, length, stride, limit))
+        return self._fitting(evaluation_windows(source, self.require_tokenizer(), length, stride, limit))
 
     def _fitting(self, windows: Windows) -> Windows:
         """Raises for a token that the embedding has no row for."""
@@ -142,8 +140,6 @@ class ImageTask:
         return {"task": self.name, "images": self.images}
 
     def _opened(self, source: Source, *, for_evaluation: bool) -> ImageSource:
-        if isinstance(source, ImageSource):
-            return source
         if isinstance(source, TextSource):
             raise TextError(f"{source.label} is text, and this model classifies images")
         base, _, split = source.partition(":")
@@ -212,12 +208,6 @@ def _last_linear(model: nn.Module, width: int) -> nn.Module | None:
 
 
 Task = LanguageTask | ImageTask
-
-
-def _text(source: Source) -> TextSource | str:
-    if isinstance(source, ImageSource):
-        raise TextError(f"{source.label} are images, and this is a language model; give text")
-    return source
 
 
 def model_type(config: Mapping[str, Any]) -> Any:
