@@ -17,9 +17,10 @@ import tempfile
 from collections.abc import Iterable
 
 from common import machine
-from kl_lens import paper, planning
+from kl_lens import planning
 from kl_lens.measuring.joint import PlanMeter
 from kl_lens.model import LoadedModel, load
+from kl_lens.paper.points import paper_points
 from kl_lens.run.records import SensitivityTable
 from kl_lens.study.study import Study
 from kl_lens.text.windows import evaluation_windows
@@ -60,7 +61,7 @@ def compare(model: LoadedModel, label: str, arguments: argparse.Namespace) -> li
         model, evaluation_windows("wikitext2:test", tokenizer, length=512, limit=arguments.test_windows)
     )
     # The paper's points may give siblings (q, k, v; gate, up) different formats; so may ours here, to be comparable.
-    points = [p for p in paper.paper_points(table) if "point" in p.name]
+    points = [p for p in paper_points(table) if "point" in p.name]
     original = judge.measure({}).original_perplexity
     rows = []
     for point in points:

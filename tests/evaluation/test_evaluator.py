@@ -40,7 +40,7 @@ from kl_lens.evaluation.scoring import (
 from kl_lens.measuring.sweep import Progress, model_identity
 from kl_lens.model import LoadedModel, load
 from kl_lens.model.kernels import swap
-from kl_lens.paper import write_published
+from kl_lens.paper.layouts import write_published
 from kl_lens.run.folder import Run
 from kl_lens.run.records import Plan
 from kl_lens.run.subjects import file_digest, plan_digest

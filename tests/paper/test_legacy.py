@@ -7,7 +7,7 @@ import pytest
 
 from kl_lens.base.errors import RunError
 from kl_lens.model import LoadedModel
-from kl_lens.paper import read_legacy, write_legacy
+from kl_lens.paper.layouts import read_legacy, write_legacy
 from kl_lens.planning import prediction_metric
 from kl_lens.run.records import SensitivityTable
 from tests.families import tiny_model

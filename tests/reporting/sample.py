@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from kl_lens import paper, planning
+from kl_lens import planning
+from kl_lens.paper.points import paper_points
 from kl_lens.paper.ranking import rank
 from kl_lens.planning.predict import component_bytes
 from kl_lens.run.folder import CALIBRATION, EVALUATION, Run
@@ -161,7 +162,7 @@ def _measure(
 
 def _plan(run: Run, verified: bool) -> list[Plan]:
     table = run.table()
-    made = paper.paper_points(table)
+    made = paper_points(table)
     whole = sum(2 * c.parameters for c in table.components)
     exact = best(table, max_bytes=0.45 * whole, name="recommended").plan
     small = best(table, max_bytes=0.35 * whole, name="small").plan

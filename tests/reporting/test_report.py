@@ -14,7 +14,7 @@ from kl_lens.base.errors import RunError
 from kl_lens.cli.judging import json_benchmark as as_json, use_rows
 from kl_lens.cli.main import main
 from kl_lens.cli.run import row_of
-from kl_lens.profiling import Report
+from kl_lens.profiling.benchmark import Report
 from kl_lens.reporting import write_report
 from kl_lens.reporting.data import collect
 from kl_lens.reporting.notebook import PlottedFrontier, PlottedTable, ReportFile

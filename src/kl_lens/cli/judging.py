@@ -9,7 +9,6 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from kl_lens import profiling
 from kl_lens.base.units import human_bytes
 from kl_lens.cli.terminal import Row, Shown, table
 from kl_lens.evaluation.autopsy import Autopsy, TensorReport
@@ -17,6 +16,8 @@ from kl_lens.evaluation.duel import Entrant, verdicts
 from kl_lens.evaluation.scoring import AGREES, AS_DEPLOYED, DISAGREES, IN_FLOAT32, Agreement
 from kl_lens.evaluation.tasks import judge, near_chance
 from kl_lens.paper.ranking import Ranking
+from kl_lens.profiling.benchmark import Report
+from kl_lens.profiling.machine import ratio_of
 from kl_lens.reporting.answer import libraries, unmeasurable
 from kl_lens.reporting.names import fixed_with_error, number, subject_title, with_error
 from kl_lens.run.records import Estimate, Profile, Score, Subject
@@ -205,17 +206,17 @@ def _protocol(score: Score) -> str:
 # -- benchmark -----------------------------------------------------------------------------------------------
 
 
-def json_benchmark(report: profiling.Report) -> dict[str, Any]:
+def json_benchmark(report: Report) -> dict[str, Any]:
     """The records, with ratios as they are shown."""
     profiles = []
     for p in report.profiles:
         names = p.ratios.keys() | {"tokens_per_second" if p.protocol == "use" else "latency_ms"}
-        ratios = {name: profiling.ratio_of(p, name).to_json() for name in sorted(names)}
+        ratios = {name: ratio_of(p, name).to_json() for name in sorted(names)}
         profiles.append(p.to_json() | {"subject": p.subject.label, "ratios": ratios})
     return {"profiles": profiles, "failures": report.failures, "notes": report.notes, "csv": report.csv}
 
 
-def show_benchmark(report: profiling.Report) -> Shown:
+def show_benchmark(report: Report) -> Shown:
     used = [p for p in report.profiles if p.protocol == "use"]
     timed = [p for p in report.profiles if p.protocol == "benchmark_app"]
     if used:
@@ -282,7 +283,7 @@ def _app_row(p: Profile) -> Row:
 
 
 def _ratio(profile: Profile, name: str) -> str:
-    return profiling.ratio_of(profile, name).brief + ("" if profile.settings["ratios_to_fp16"] else " *")
+    return ratio_of(profile, name).brief + ("" if profile.settings["ratios_to_fp16"] else " *")
 
 
 def _circumstances(first: Profile) -> Iterable[str]:

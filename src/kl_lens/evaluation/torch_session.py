@@ -66,8 +66,7 @@ class TorchSession:
         self._kept = cached_states(model, {k: name for k, name in (caches or {}).items() if name != FP16})
         # The same precision as the sweep on a GPU; as deployed, float32.
         self.precision = FLOAT32 if deployed is not None else precision_for(None, model)
-        parts = [*model.chain.blocks, model.chain.head] if self.precision != FLOAT32 else []
-        self._layout = TensorCores(parts, self.precision)
+        self._products = TensorCores([*model.chain.blocks, model.chain.head], self.precision)
         self.vocabulary = int(model.anatomy.component(model.anatomy.head).shape[0])
         self._fed: list[int] = []
         self._remembers = remember > 0
@@ -136,7 +135,7 @@ class TorchSession:
             weights = applied(self._model, self._recipes, self._weights, self._deployed, self._kept)
         else:
             weights = applied_by_block(self._model, self._recipes, self._deployed)
-        with weights, self._layout.active():
+        with weights, self._products.active():
             yield
 
     def _final_states(self, tokens: Sequence[int]) -> torch.Tensor:

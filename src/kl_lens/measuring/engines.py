@@ -12,7 +12,7 @@ import gc
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
 from functools import cached_property, partial
 from typing import ClassVar
 
@@ -38,14 +38,7 @@ from kl_lens.measuring.perturbation import (
     first_block,
     replacements,
 )
-from kl_lens.measuring.products import (
-    FLOAT32,
-    FasterProducts,
-    InputMajor,
-    TensorCores,
-    gains_by_input_major,
-    precision_for,
-)
+from kl_lens.measuring.products import FLOAT32, TensorCores, precision_for
 from kl_lens.measuring.teacher import Batch, Teacher, batch_tokens, logit_rows, window_bytes
 from kl_lens.model import LoadedModel, States
 from kl_lens.run.samples import WindowMetrics
@@ -250,25 +243,12 @@ class FastEngine(Engine):
         return batch_tokens(self.chain, self.memory_budget)
 
     @cached_property
-    def _layout(self) -> FasterProducts:
-        """What makes products faster: tensor cores, or copies of weights. Which weights are copied depends on model and
-        budget, never on the windows, because a resumed sweep must repeat the same arithmetic."""
-        if self.precision != FLOAT32:
-            return TensorCores([*self.chain.blocks, self.chain.head], self.precision)
-        # Copies of weights on disk would be made again at every read.
-        useful = self.deployed is None and self.model.residency is None
-        most = self.memory_budget // 8 if useful and gains_by_input_major(self.chain.device) else 0
-        return InputMajor([*self.chain.blocks, self.chain.head], most)
+    def _products(self) -> TensorCores:
+        return TensorCores([*self.chain.blocks, self.chain.head], self.precision)
 
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
-        with self._layout.active() if self.precision != FLOAT32 else nullcontext():
+        with self._products.active():
             return self.chain.full_logits(ids)
-
-    @property
-    def _in_memory(self) -> int:
-        return max(0, self.memory_budget // 2 - self._layout.bytes) // self.sharers
-
-    states_budget = _in_memory
 
     def prepare(self, ids: torch.Tensor) -> None:
         self.__dict__.pop("teacher", None)  # free the last slab first: two would not fit
@@ -283,8 +263,9 @@ class FastEngine(Engine):
         return self._teacher(ids, self.states_budget)
 
     def _teacher(self, ids: torch.Tensor, budget: int | None) -> Teacher:
-        rows = logit_rows(self.vocabulary, None if self.chain.device.type == "cpu" else self._in_memory)
-        return Teacher(self.model, ids, self._layout, self.batch_tokens, rows, budget)
+        most = None if self.chain.device.type == "cpu" else self.memory_budget // 2 // self.sharers
+        rows = logit_rows(self.vocabulary, most)
+        return Teacher(self.model, ids, self._products, self.batch_tokens, rows, budget)
 
     def teacher_cross_entropy(self) -> Floats:
         return np.concatenate([batch.cross_entropy for batch in self.teacher.batches])

@@ -1,4 +1,4 @@
-"""Faster matrix products: on tensor cores of a GPU, or on ARM by copies of weights.
+"""Faster matrix products, on tensor cores of a GPU.
 
 `tf32x3` is nearly as accurate as float32 and several times as fast. `tf32` is faster still, and adds noise to every
 number; a run reports how much. The choice is part of the run's identity.
@@ -6,7 +6,6 @@ number; a run reports how much. The choice is part of the run's identity.
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from weakref import WeakKeyDictionary
@@ -23,7 +22,6 @@ from kl_lens.model.patching import has_own_forward, patched
 
 FLOAT32, TF32X3, TF32 = PRECISIONS = ("float32", "tf32x3", "tf32")
 PRODUCTS = "matrix products"
-Forward = Callable[[torch.Tensor], torch.Tensor]
 _SOUND: WeakKeyDictionary[Chain, dict[str, bool]] = WeakKeyDictionary()  # precisions that were compared
 
 
@@ -73,15 +71,17 @@ def compared_products(model: LoadedModel, precision: str) -> list[Comparison]:
     return [c for c in model.chain.compared_kernels(around=products) if c.kernel == PRODUCTS]
 
 
-class FasterProducts:
-    """The float32 linear layers among some modules, which multiply in a faster way while this is active."""
+class TensorCores:
+    """The float32 linear layers among some modules, which multiply on tensor cores while this is active; in `float32`
+    as torch does."""
 
-    bytes = 0  # of copies of weights
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        every = dict.fromkeys(m for outer in modules for m in outer.modules())
-        self._layers = [m for m in every if type(m) is nn.Linear and m.weight.dtype == torch.float32]
-        self._forwards: dict[nn.Linear, Forward] = {}
+    def __init__(self, modules: Iterable[nn.Module], precision: str) -> None:
+        every = dict.fromkeys(m for outer in modules for m in outer.modules() if precision != FLOAT32)
+        self._forwards = {
+            layer: _forward(layer, precision)
+            for layer in every
+            if type(layer) is nn.Linear and layer.weight.dtype == torch.float32
+        }
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -89,56 +89,16 @@ class FasterProducts:
             yield
 
 
-class TensorCores(FasterProducts):
-    """On tensor cores."""
+def _forward(module: nn.Linear, precision: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    from kl_lens.model.kernels.triton_products import linear
 
-    def __init__(self, modules: Iterable[nn.Module], precision: str) -> None:
-        super().__init__(modules)
-        self._precision = precision
-        self._forwards = {layer: self._forward(layer) for layer in self._layers}
+    def multiply(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if input.dtype != torch.float32:
+            return functional.linear(input, weight, bias)
+        return linear(input, weight, bias, precision)
 
-    def _forward(self, module: nn.Linear) -> Forward:
-        from kl_lens.model.kernels.triton_products import linear
-
-        def multiply(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-            if input.dtype != torch.float32:
-                return functional.linear(input, weight, bias)
-            return linear(input, weight, bias, self._precision)
-
-        ours = replacing(
-            PRODUCTS, functional.linear, multiply, _rounding(self._precision, module.in_features)
-        )
-        return lambda input: ours(input, module.weight, module.bias)
-
-
-def gains_by_input_major(device: torch.device) -> bool:
-    """Measured with torch's OpenBLAS on ARM; other libraries pack their operands differently."""
-    return device.type == "cpu" and platform.machine() in ("aarch64", "arm64")
-
-
-class InputMajor(FasterProducts):
-    """By copies of their weights with the inputs' axis outermost, until `most_bytes` are used.
-
-    OpenBLAS, which torch uses on ARM, multiplies by a matrix stored that way 4 to 7 % faster than by its transpose. A
-    layer whose weight has been swapped for a candidate's uses that and not the copy.
-    """
-
-    def __init__(self, modules: Iterable[nn.Module], most_bytes: int) -> None:
-        super().__init__(modules)
-        for layer in filter(has_own_forward, self._layers):
-            weight = layer.weight.detach()
-            if self.bytes + weight.nbytes > most_bytes:
-                break
-            self.bytes += weight.nbytes
-            self._forwards[layer] = self._forward(layer, weight.data_ptr(), weight.t().contiguous().t())
-
-    @staticmethod
-    def _forward(module: nn.Linear, place: int, copy: torch.Tensor) -> Forward:
-        def forward(input: torch.Tensor) -> torch.Tensor:
-            weight = copy if module.weight.data_ptr() == place else module.weight
-            return functional.linear(input, weight, module.bias)
-
-        return forward
+    ours = replacing(PRODUCTS, functional.linear, multiply, _rounding(precision, module.in_features))
+    return lambda input: ours(input, module.weight, module.bias)
 
 
 def accuracy_of(precision: str) -> str:

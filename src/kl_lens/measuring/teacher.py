@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from kl_lens.measuring.metrics import Floats, TeacherRows
-from kl_lens.measuring.products import FasterProducts
+from kl_lens.measuring.products import TensorCores
 from kl_lens.model import BlockCalls, Chain, LoadedModel, States
 
 # Most bytes and rows of logits computed at once. Three hundred rows are enough for full speed; with a small vocabulary,
@@ -65,7 +65,7 @@ class Teacher:
         self,
         model: LoadedModel,
         ids: torch.Tensor,
-        layout: FasterProducts,
+        products: TensorCores,
         tokens: int,
         row_chunk: int,
         budget: int | None,
@@ -73,7 +73,7 @@ class Teacher:
         """`tokens` run together; `row_chunk` rows of logits are computed at once. `budget`: bytes for everything kept;
         None: for a model on disk, only the inputs of the first block and of the head are kept."""
         self.chain = chain = model.chain
-        self._layout, self.row_chunk = layout, row_chunk
+        self._products, self.row_chunk = products, row_chunk
         vocabulary = model.anatomy.component(model.anatomy.head).shape[0]
         per_batch = max(1, tokens // ids.shape[1])
         self.batches = []
@@ -106,7 +106,7 @@ class Teacher:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Within, blocks and head use our kernels and faster products."""
-        with self.chain.kernels(), self._layout.active():
+        with self.chain.kernels(), self._products.active():
             yield
 
     def _keep(self, batch: Batch) -> None:

@@ -66,10 +66,8 @@ def minimise(costs: Sequence[Numbers], limits: Sequence[Limit]) -> Optimum | Non
     if fitting is None:
         return None
     alive = fitting
-    incumbent = _first_guess(costs, limits, alive)
+    incumbent: list[int] | None = None
     while True:
-        if incumbent is not None:
-            alive = _not_worse_than(alive, costs, total(costs, incumbent))
         program = _Program(costs, limits, alive)
         scale = _scale(costs, program, incumbent)
         selection, bound, stopped = program.solve(scale, MOST_SECONDS - (time.perf_counter() - started))
@@ -109,24 +107,6 @@ def _within_limits(alive: list[Indices], limits: Sequence[Limit]) -> list[Indice
         if any(len(index) == 0 for index in alive):
             return None
     return alive
-
-
-def _first_guess(costs: Sequence[Numbers], limits: Sequence[Limit], alive: list[Indices]) -> list[int] | None:
-    """With one limit the hull gives a feasible selection near the optimum."""
-    if len(limits) != 1:
-        return None
-    amounts = [a[i].astype(float) for a, i in zip(limits[0].amounts, alive, strict=True)]
-    prices = [c[i].astype(float) for c, i in zip(costs, alive, strict=True)]
-    picks = hull_of(prices, amounts).fill(amounts, float(limits[0].most))
-    selection = [int(index[pick]) for index, pick in zip(alive, picks, strict=True)]
-    return selection if limits[0].holds(selection) else None
-
-
-def _not_worse_than(alive: list[Indices], costs: Sequence[Numbers], value: float) -> list[Indices]:
-    """Drops choices that cost more than a known selection even if all other groups take their cheapest."""
-    cheapest = [c[i].min() for c, i in zip(costs, alive, strict=True)]
-    room = (value - math.fsum(cheapest)) + ARITHMETIC * abs(value)
-    return [i[c[i] - low <= room] for c, i, low in zip(costs, alive, cheapest, strict=True)]
 
 
 def _scale(costs: Sequence[Numbers], program: _Program, incumbent: list[int] | None) -> float:
@@ -276,22 +256,6 @@ class Hull:
         selection = list(self.start)
         for group, choice in self.steps[:step]:
             selection[group] = choice
-        return selection
-
-    def fill(self, amounts: Sequence[Array], limit: float) -> list[int]:
-        """A feasible selection near the optimum: takes the steps that still fit."""
-        selection = list(self.start)
-        total = float(self.amounts[0])
-        blocked: set[int] = set()
-        for group, choice in self.steps:
-            if group in blocked:
-                continue
-            extra = float(amounts[group][choice] - amounts[group][selection[group]])
-            if total + extra <= limit:
-                selection[group] = choice
-                total += extra
-            else:
-                blocked.add(group)
         return selection
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from pathlib import PurePath
 
-from kl_lens.profiling import Ratio, ratio_of
+from kl_lens.profiling.machine import Ratio, ratio_of
 from kl_lens.reporting.data import RunView, runtime_of
 from kl_lens.reporting.markup import Html, Section, details, join, note, tag
 from kl_lens.reporting.names import (

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from kl_lens import profiling
 from kl_lens.base.errors import KLLensError
-from kl_lens.base.units import parse_names
+from kl_lens.base.units import parse_names, tag_of
 from kl_lens.paper.timing import PublishedTiming
+from kl_lens.profiling.benchmark import Benchmark, Report, Timing, UseSettings, run_places
+from kl_lens.profiling.in_use import InUse
 from kl_lens.run.folder import Run
 from kl_lens.study import settings as of
 from kl_lens.study.session import Session
@@ -53,7 +54,7 @@ class BenchmarkSettings(Settings):
         of.chosen_targets(self.targets)
 
 
-def benchmark(settings: BenchmarkSettings, session: Session) -> profiling.Report:
+def benchmark(settings: BenchmarkSettings, session: Session) -> Report:
     with ExitStack() as stack:
         run = None
         if settings.run or not settings.artifacts:
@@ -62,22 +63,22 @@ def benchmark(settings: BenchmarkSettings, session: Session) -> profiling.Report
         places: Sequence[Path] = settings.artifacts
         if run is not None and not places:
             targets = of.chosen_targets(settings.targets)
-            places = profiling.run_places(run, plans=settings.plan, targets=targets)
+            places = run_places(run, plans=settings.plan, targets=targets)
         new_tokens, repeats = settings.new_tokens, settings.repeats
         if settings.quick:
             new_tokens, repeats = min(new_tokens, 16), min(repeats, 2)
         how, quick = settings.runtime.session(), settings.quick
-        use = profiling.UseSettings(settings.prompt_lengths, new_tokens, repeats, how, quick)
+        use = UseSettings(settings.prompt_lengths, new_tokens, repeats, how, quick)
         return time_files(places, run, session, use, settings.protocol)
 
 
 def time_files(
-    places: Sequence[Path], run: Run | None, session: Session, use: profiling.UseSettings, protocol: str = USE
-) -> profiling.Report:
-    published = PublishedTiming(profiling.tag_of(run.identity.get("model", "model") if run else "model"))
-    timings: list[profiling.Timing] = [profiling.InUse()] if protocol != PUBLISHED else []
+    places: Sequence[Path], run: Run | None, session: Session, use: UseSettings, protocol: str = USE
+) -> Report:
+    published = PublishedTiming(tag_of(run.identity.get("model", "model") if run else "model"))
+    timings: list[Timing] = [InUse()] if protocol != PUBLISHED else []
     with session.events.progress("benchmark") as progress:
-        measuring = profiling.Benchmark(
+        measuring = Benchmark(
             settings=use,
             timings=(*timings, *([published] if protocol != USE else [])),
             run=run,

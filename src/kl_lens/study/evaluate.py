@@ -20,7 +20,7 @@ from kl_lens.evaluation.evaluator import DIVERGENCE, PERPLEXITY, POSITIONS
 from kl_lens.evaluation.scoring import DISAGREES
 from kl_lens.evaluation.tasks import FAIL, chosen_tasks, judge
 from kl_lens.model import LanguageTask, LoadedModel, Task
-from kl_lens.paper import write_published
+from kl_lens.paper.layouts import write_published
 from kl_lens.reporting.charts import sized_chart
 from kl_lens.run.folder import Run
 from kl_lens.run.samples import LONGEST, longest_window

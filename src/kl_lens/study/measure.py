@@ -29,7 +29,7 @@ from kl_lens.measuring.perturbation import (
     name_pattern,
     states_of,
 )
-from kl_lens.measuring.products import PRECISIONS, gains_by_input_major
+from kl_lens.measuring.products import PRECISIONS
 from kl_lens.measuring.screening import PART, Key, Screen, is_worth_it, output_errors
 from kl_lens.measuring.statistics import StoredStatistics
 from kl_lens.measuring.sweep import Sweep, SweepResult, error_work, quantizing_work, work_of
@@ -37,7 +37,7 @@ from kl_lens.measuring.teacher import window_bytes
 from kl_lens.measuring.workers import Order, Workers, hired, threads_here, workers_by_default
 from kl_lens.model import Anatomy, LoadedModel, own_images
 from kl_lens.model.residency import BLOCKS_AT_ONCE
-from kl_lens.paper import write_legacy
+from kl_lens.paper.layouts import write_legacy
 from kl_lens.run.folder import CALIBRATION, COMPONENTS, SCREENED, STATES, Run, role_as
 from kl_lens.run.merging import SHARDS
 from kl_lens.run.records import PREDICTED, Component, Estimate, Measurement, Plan, SensitivityTable
@@ -338,8 +338,7 @@ def _by_default(model: LoadedModel, weights: int, budget: int, operations: float
     if model.residency is not None or chain.device.type != "cpu":
         return 1
     vocabulary, width = (int(n) for n in chain.head.weight.shape)  # type: ignore[union-attr]
-    copy = weights * (2 if gains_by_input_major(chain.device) else 1)
-    copy += window_bytes(chain, chain.task.rows_at_once, width, vocabulary)
+    copy = weights + window_bytes(chain, chain.task.rows_at_once, width, vocabulary)
     return workers_by_default(threads_here(), copy, budget, available_memory(), operations)
 
 

@@ -11,7 +11,7 @@ from kl_lens.base.errors import RunError
 from kl_lens.measuring.perturbation import Candidate
 from kl_lens.measuring.sweep import Sweep, model_identity
 from kl_lens.model import LoadedModel
-from kl_lens.paper import read_legacy
+from kl_lens.paper.layouts import read_legacy
 from kl_lens.paper.ranking import Ranking, rank
 from kl_lens.run.folder import CALIBRATION, EVALUATION, Run
 from kl_lens.run.records import Component

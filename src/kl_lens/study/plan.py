@@ -16,7 +16,7 @@ from kl_lens.base.errors import PlanError, TextError
 from kl_lens.base.units import human_bytes, human_speed, spell_share
 from kl_lens.measuring.statistics import StoredStatistics
 from kl_lens.measuring.tuning import TuningRates, tuned
-from kl_lens.paper import PIPELINES, PUBLISHED_METRIC, greedy_plan, paper_points
+from kl_lens.paper.points import PIPELINES, PUBLISHED_METRIC, greedy_plan, paper_points
 from kl_lens.planning.handover import TOOLS, Handover, write_recipe
 from kl_lens.run.folder import RECIPES, TUNING, Run
 from kl_lens.run.records import Plan, SensitivityTable, checked_plan_name

@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from kl_lens import evaluation, planning, profiling
+from kl_lens import evaluation, planning
 from kl_lens.base.environment import processors
 from kl_lens.base.errors import KLLensError, PlanError, TargetError, UnsupportedError
 from kl_lens.base.files import write_text
@@ -36,7 +36,8 @@ from kl_lens.measuring.sweep import Sweep, model_identity, quantizing_work, wind
 from kl_lens.measuring.teacher import batch_tokens, window_bytes
 from kl_lens.model import Anatomy, LoadedModel, States
 from kl_lens.model.states import CACHES
-from kl_lens.paper import best_paper_point
+from kl_lens.paper.points import best_paper_point
+from kl_lens.profiling.benchmark import UseSettings
 from kl_lens.reporting import write_report
 from kl_lens.run.folder import CALIBRATION, RECOMMENDED, SCREENED, Run, recommended_name
 from kl_lens.run.records import ARTIFACT, Plan, Subject
@@ -704,7 +705,7 @@ class _Job:
     def benchmark(self, targets: Sequence[str]) -> None:
         """Times the files that decide, FP16, and the smallest, so that speeds between them can be predicted."""
         settings, runtime = self.settings, of.Runtime(threads=self.settings.threads).session()
-        use = profiling.UseSettings((32, 128), 32, settings.repeats, runtime, narrow=NARROW)
+        use = UseSettings((32, 128), 32, settings.repeats, runtime, narrow=NARROW)
         files = []
         for target in targets:
             sizes = self._sizes(target)
