@@ -66,7 +66,7 @@ def test_doctor_names_each_wrong_kernel_in_a_line(monkeypatch, capsys) -> None:
         monkeypatch.setattr(swap, scan, growing(getattr(swap, scan), 1.0001))
     for kernel in ("causal_convolution", "causal_attention"):
         monkeypatch.setattr(swap, kernel, larger(getattr(swap, kernel), 1.0001))
-    monkeypatch.setattr(metrics, "compare_rows", larger(metrics.compare_rows, 1.0001))
+    monkeypatch.setattr(metrics, "_compare_by_kernel", larger(metrics._compare_by_kernel, 1.0001))
     capsys.readouterr()
     assert main(["doctor", "--json"]) == 1
     part = json.loads(capsys.readouterr().out)["parts"]["Kernels"]

@@ -28,26 +28,22 @@ def by_definition(key: str, sign: int, bits: tuple[int, ...], *, head: bool) -> 
 
 @pytest.mark.parametrize("head", [True, False])
 @pytest.mark.parametrize("metric", METRIC_KEYS)
-def test_ten_points_of_the_published_lists(metric: str, head: bool) -> None:
+@pytest.mark.parametrize(("pipeline", "prefix", "bits"), [("cpu", "", (4, 8)), ("gpu", "gpu_", (8,))])
+def test_ten_points_of_the_published_lists(
+    metric: str, head: bool, pipeline: str, prefix: str, bits: tuple[int, ...]
+) -> None:
+    """Those of the GPU use the 8-bit list only."""
     key, label, sign = METRIC_KEYS[metric]
-    plans = {p.name: p for p in paper_points(seed_table(), metric=metric, no_head=not head)}
-    expected = by_definition(key, sign, (4, 8), head=head)
-    assert list(plans) == ["uniform_int8", "uniform_int4", *(f"{label}_point{i:02d}" for i in range(1, 11))]
-    for i, chosen in enumerate(expected, start=1):
-        assignment = plans[f"{label}_point{i:02d}"].assignment
+    points = paper_points(seed_table(), metric=metric, no_head=not head, pipeline=pipeline)
+    plans = {p.name.removeprefix(prefix): p for p in points}
+    names = [f"{label}_point{i:02d}" for i in range(1, 11)]
+    assert [p.name for p in points] == [prefix + n for n in [f"uniform_int{b}" for b in bits[::-1]] + names]
+    for name, chosen in zip(names, by_definition(key, sign, bits, head=head), strict=True):
+        assignment = plans[name].assignment
         assert {name: fmt for name, fmt in assignment.items() if fmt != "fp16"} == chosen
         assert len(assignment) == 97  # every quantizable component is named, no conv1d among them
         if not head:
             assert assignment["lm_head"] == "fp16"
-
-
-def test_gpu_points_use_the_8_bit_list_only() -> None:
-    plans = {p.name: p for p in paper_points(seed_table(), pipeline="gpu", no_head=True)}
-    assert list(plans) == ["gpu_uniform_int8", *(f"gpu_kl_point{i:02d}" for i in range(1, 11))]
-    for i, chosen in enumerate(by_definition("kl_student_to_teacher", 1, (8,), head=False), start=1):
-        assignment = plans[f"gpu_kl_point{i:02d}"].assignment
-        assert {n for n, f in assignment.items() if f == "int8"} == set(chosen)
-        assert set(assignment.values()) == {"int8", "fp16"}
 
 
 def test_the_gpu_script_cuts_mamba2_into_eight() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kl_lens.base.errors import TargetError
-from kl_lens.paper.timing import run_app
+from kl_lens.paper import timing
 from kl_lens.targets.openvino.target import BenchmarkApp
 
 DATA = Path(__file__).parent / "data"
@@ -49,7 +49,7 @@ def _printed(iterations: int, seconds: float) -> str:
 
 @pytest.mark.parametrize(("iterations", "seconds"), [(49, 70.0), (500, 59.9)])
 def test_a_run_that_fell_short_is_extended(
-    iterations: int, seconds: float, one_token: None, tmp_path: Path
+    iterations: int, seconds: float, one_token: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[int, int]] = []
 
@@ -57,7 +57,8 @@ def test_a_run_that_fell_short_is_extended(
         asked.append((int(command[command.index("-t") + 1]), int(command[command.index("-niter") + 1])))
         return 0, _printed(iterations, seconds) if len(asked) == 1 else _printed(90, 121.0)
 
-    report, command = run_app(APP, Path("model.xml"), tmp_path / "log/model.log", run=run)
+    monkeypatch.setattr(timing, "_run", run)
+    report, command = timing.run_app(APP, Path("model.xml"), tmp_path / "log/model.log")
     assert asked == [(60, 50), (120, 100)]
     assert (report.iterations, report.duration_seconds) == (90, 121.0)
     assert command[command.index("-t") + 1] == "120"
@@ -65,11 +66,15 @@ def test_a_run_that_fell_short_is_extended(
 
 
 def test_a_run_that_never_gets_there_or_fails_is_an_error_that_names_its_log(
-    one_token: None, tmp_path: Path
+    one_token: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, log = Path("model.xml"), tmp_path / "model.log"
-    with pytest.raises(TargetError, match="did not reach 60 s and 50 iterations"):
-        run_app(APP, model, log, run=lambda command: (0, _printed(49, 10.0)))
-    with pytest.raises(TargetError, match=r"see .*model\.log"):
-        run_app(APP, model, log, run=lambda command: (1, "[ ERROR ] no such device"))
+    said = {
+        "did not reach 60 s and 50 iterations": (0, _printed(49, 10.0)),
+        r"see .*model\.log": (1, "[ ERROR ] no such device"),
+    }
+    for message, answer in said.items():
+        monkeypatch.setattr(timing, "_run", lambda command, answer=answer: answer)
+        with pytest.raises(TargetError, match=message):
+            timing.run_app(APP, model, log)
     assert "no such device" in log.read_text()

@@ -136,12 +136,9 @@ class Evaluator:
     ) -> None:
         self.journal = journal
         self.original = original
+        self.model = None if original is None else original.model
         self.progress = progress or Progress()
         self._teacher: Session | None = None
-
-    @property
-    def model(self) -> LoadedModel | None:
-        return None if self.original is None else self.original.model
 
     def judge_text(
         self,

@@ -262,7 +262,12 @@ def _config(task: TaskData, scratch: Path) -> dict[str, Any]:
     judged = next((split for split in ("test", "validation") if split in task.files), None)
     if judged is None:
         raise TextError(f"{task.files['train']}: only a training split; add a _test or _validation file")
-    row, known = _first_row(task.files[judged]), _own_file(task.name)
+    try:
+        with task.files[judged].open(encoding="utf-8") as file:
+            row = dict(json.loads(next(line for line in file if line.strip())))
+    except (ValueError, TypeError, OSError, StopIteration):
+        raise TextError(f"{task.files[judged]}: its first line is not a JSON object") from None
+    known = _own_file(task.name)
     layout = next((settings for fields, settings in _LAYOUTS.items() if set(fields) <= set(row)), None)
     if layout is None and known is None:
         raise TextError(
@@ -292,14 +297,6 @@ def _own_file(name: str) -> Path | None:
             return path
     entry = _manager().task_index.get(name)
     return None if entry is None else entry.yaml_path
-
-
-def _first_row(path: Path) -> dict[str, Any]:
-    try:
-        with path.open(encoding="utf-8") as file:
-            return dict(json.loads(next(line for line in file if line.strip())))
-    except (ValueError, TypeError, OSError, StopIteration):
-        raise TextError(f"{path}: its first line is not a JSON object") from None
 
 
 def _examples(name: str, task: Any, results: Mapping[str, Any]) -> TaskExamples:

@@ -182,7 +182,7 @@ class PlainEngine(Engine):
         # The teacher runs once if its logits fit, and slabs are cut so that they do.
         keep = ids.numel() * self.vocabulary * 4 <= self.memory_budget // 2
         self._kept: dict[range, TeacherRows] = {}  # free the last slab before the next one
-        self._kept = {windows: self._run_teacher(windows) for windows in self._batches} if keep else {}
+        self._kept = {windows: self._teacher(windows) for windows in self._batches} if keep else {}
 
     def batch_windows(self, length: int) -> int:
         """A few at a time, so that whole logits fit."""
@@ -190,9 +190,8 @@ class PlainEngine(Engine):
         return max(1, min(self.chain.task.rows_at_once // length, limit))
 
     def _teacher(self, windows: range) -> TeacherRows:
-        return self._kept.get(windows) or self._run_teacher(windows)
-
-    def _run_teacher(self, windows: range) -> TeacherRows:
+        if windows in self._kept:
+            return self._kept[windows]
         return TeacherRows.of(self._logits(windows), self.targets[windows.start : windows.stop].flatten())
 
     def _logits(self, windows: range) -> torch.Tensor:
@@ -260,9 +259,7 @@ class FastEngine(Engine):
         self.teacher = self._run_teacher(ids)
 
     def _run_teacher(self, ids: torch.Tensor) -> Teacher:
-        return self._teacher(ids, self.states_budget)
-
-    def _teacher(self, ids: torch.Tensor, budget: int | None) -> Teacher:
+        budget = self.states_budget if self.model.residency is None else None
         most = None if self.chain.device.type == "cpu" else self.memory_budget // 2 // self.sharers
         rows = logit_rows(self.vocabulary, most)
         return Teacher(self.model, ids, self._products, self.batch_tokens, rows, budget)

@@ -67,9 +67,21 @@ class PlanMeter:
         recipes = {name: recipe for name, recipe in parsed(assignment).items() if recipe != FP16}
         kept = {kind: name for kind, name in (caches or {}).items() if name != FP16}
         key = (tuple(sorted(recipes.items())), tuple(sorted(kept.items())))
-        if key not in self._known:
-            states = cached_states(self.model, kept)
-            self._known[key] = self._result(self._windows(Perturbation(recipes, states)))
+        if key in self._known:
+            return self._known[key]
+        windows = self._windows(Perturbation(recipes, cached_states(self.model, kept)))
+        summary = summarise(windows)
+        entropy = sum(self._entropy.values()) / sum(w.targets for w in windows)
+        change = summary["delta_cross_entropy"]
+        value = math.exp(min(entropy + change.value, 700.0))
+        self._known[key] = JointResult(
+            kl=summary["kl_teacher_to_student"],
+            delta_cross_entropy=change,
+            # Only the error of the change: the part that both models share cancels when plans are compared.
+            perplexity=Estimate(value, value * change.standard_error),
+            original_perplexity=math.exp(entropy),
+            windows=window_kl(windows),
+        )
         return self._known[key]
 
     def _windows(self, perturbation: Perturbation) -> list[WindowMetrics]:
@@ -83,17 +95,3 @@ class PlanMeter:
             metrics += self._engine.measure([perturbation])[0]
         check_finite("this plan", [(k, w.kl) for k, w in enumerate(metrics)])
         return metrics
-
-    def _result(self, windows: list[WindowMetrics]) -> JointResult:
-        summary = summarise(windows)
-        entropy = sum(self._entropy.values()) / sum(w.targets for w in windows)
-        change = summary["delta_cross_entropy"]
-        value = math.exp(min(entropy + change.value, 700.0))
-        return JointResult(
-            kl=summary["kl_teacher_to_student"],
-            delta_cross_entropy=change,
-            # Only the error of the change: the part that both models share cancels when plans are compared.
-            perplexity=Estimate(value, value * change.standard_error),
-            original_perplexity=math.exp(entropy),
-            windows=window_kl(windows),
-        )

@@ -99,8 +99,3 @@ def _forward(module: nn.Linear, precision: str) -> Callable[[torch.Tensor], torc
 
     ours = replacing(PRODUCTS, functional.linear, multiply, _rounding(precision, module.in_features))
     return lambda input: ours(input, module.weight, module.bias)
-
-
-def accuracy_of(precision: str) -> str:
-    """The accuracy that a run records: float32 and `tf32x3` count as the same."""
-    return FLOAT32 if precision == TF32X3 else precision

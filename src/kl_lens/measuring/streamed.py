@@ -15,7 +15,7 @@ import torch
 
 from kl_lens.measuring.engines import FastEngine, Student
 from kl_lens.measuring.perturbation import Perturbation, first_block
-from kl_lens.measuring.teacher import Batch, Teacher
+from kl_lens.measuring.teacher import Batch
 from kl_lens.model import BlockCalls, LoadedModel, States
 from kl_lens.model.residency import BLOCKS_AT_ONCE, Residency
 from kl_lens.run.records import Component
@@ -75,9 +75,6 @@ class StreamedEngine(FastEngine):
         width = -(-self.chain.state_size // len(self.chain))
         most = max(1, self.states_budget // (length * width * 4 * (_CANDIDATES + _TEACHERS)))
         return most - most % min(most, self.batch_windows(length))
-
-    def _run_teacher(self, ids: torch.Tensor) -> Teacher:
-        return self._teacher(ids, budget=None)
 
     def in_turn(
         self, perturbations: Sequence[Perturbation], groups: Iterable[list[int]]

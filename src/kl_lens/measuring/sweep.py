@@ -8,13 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import torch
 
 from kl_lens.base.errors import RunError
 from kl_lens.measuring.engines import DEFAULT_MEMORY, FastEngine, memory_on
 from kl_lens.measuring.perturbation import Candidate, Kernels, first_block, key_of
 from kl_lens.measuring.pieces import Done, Found, Job, Layout, Piece, PieceRunner
-from kl_lens.measuring.products import FLOAT32, accuracy_of
+from kl_lens.measuring.products import FLOAT32, TF32X3
 from kl_lens.measuring.teacher import window_bytes
 from kl_lens.measuring.workers import Workers
 from kl_lens.model import LoadedModel
@@ -107,7 +106,8 @@ class Sweep:
             layout = self.workers.begin(job)
             pieces = layout.spread(costs, self.workers.count)
         if self.deployed is None and layout.engine == FastEngine.name:
-            self.run.identify({"precision": accuracy_of(layout.precision)})
+            exact = layout.precision in (FLOAT32, TF32X3)  # as accurate as each other
+            self.run.identify({"precision": FLOAT32 if exact else layout.precision})
         self.run.store(KERNELS, role, layout.fault or None)
         if self.workers and layout.fault:  # this process has not seen it
             self.model.warn(f"{layout.fault}; transformers' own code computes this model instead")
@@ -182,7 +182,9 @@ class Sweep:
         self.run.identify(model_identity(self.model))
         known = windows.provenance()
         identity = {name: known[name] for name in ("source", "split", "order", "length", "seed", "stride")}
-        self.run.identify_text(role, identity, [_hash(row) for row in windows.ids])
+        rows = (row.astype(np.int64).tobytes() for row in windows.ids.cpu().numpy())
+        texts = [hashlib.blake2b(row, digest_size=8).hexdigest() for row in rows]
+        self.run.identify_text(role, identity, texts)
         self.run.store("text", role, known)
 
     def bind(self, candidates: Sequence[Candidate]) -> str | None:
@@ -259,7 +261,3 @@ def model_identity(model: LoadedModel) -> dict[str, object]:
 
 def _dtype(model: LoadedModel) -> str:
     return str(next(model.model.parameters()).dtype).removeprefix("torch.")
-
-
-def _hash(ids: torch.Tensor) -> str:
-    return hashlib.blake2b(ids.cpu().to(torch.int64).numpy().tobytes(), digest_size=8).hexdigest()

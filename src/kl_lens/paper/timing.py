@@ -9,7 +9,7 @@ import csv
 import io
 import shlex
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,11 +70,8 @@ class PublishedTiming:
         program, settings = subject.target.published, benchmark.settings
         assert program is not None
         device, threads = settings.runtime.device, settings.runtime.threads
-        log = (
-            _folder(benchmark)
-            / LOG_FOLDER
-            / f"{tag_of(_model_name(subject.subject))}_{device}_{self.tag}.log"
-        )
+        name = f"{tag_of(_model_name(subject.subject))}_{device}_{self.tag}.log"
+        log = _folder(benchmark) / LOG_FOLDER / name
         seconds = QUICK_SECONDS if settings.quick else SECONDS
         report, command = run_app(program, subject.path, log, seconds=seconds, device=device, threads=threads)
         # benchmark_app gives extremes, not quartiles; they are in the settings.
@@ -132,17 +129,15 @@ def run_app(
     seconds: int = SECONDS,
     device: str = "CPU",
     threads: int | None = None,
-    run: Callable[[Sequence[str]], tuple[int, str]] | None = None,
 ) -> tuple[AppReport, list[str]]:
     """Runs until both limits are reached; the log keeps every attempt. Returns the report and its command."""
-    run = run or _run
     ask_seconds, ask_iterations, texts = seconds, ITERATIONS, []
     for _ in range(ATTEMPTS):
         limits = {"seconds": ask_seconds, "iterations": ask_iterations}
         command = program.command(
             place, **limits, device=device, threads=threads, beside=log.with_suffix(".json")
         )
-        code, text = run(command)
+        code, text = _run(command)
         texts.append(f"$ {shlex.join(command)}\n{text}")
         write_text(log, "\n".join(texts))
         if code:

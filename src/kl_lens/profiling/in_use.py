@@ -128,12 +128,18 @@ class InUse:
         need = int(sum(s.file_bytes for s in self._alive) * MEMORY_PER_FILE_BYTE)
         free = psutil.virtual_memory().available
         fits, during = need < FREE_SHARE * free, "loading it in a fresh process"
+        runtime = self._settings.runtime
         with ThreadPoolExecutor(processors() if fits else 1) as several:  # nothing is timed yet
-            examined = {subject.name: several.submit(self._examined, subject) for subject in self._alive}
+            memory = {
+                s.name: several.submit(fresh_process, s.path, s.target.name, runtime) for s in self._alive
+            }
+
+            def examine(subject: Timed) -> None:
+                used, contents = memory[subject.name].result(), subject.target.contents(subject.path)
+                self._records[subject.name] = _Record(used, contents)
+
             for subject in [*self._alive]:
-                self._attempt(
-                    during, subject, lambda s: self._records.update({s.name: examined[s.name].result()})
-                )
+                self._attempt(during, subject, examine)
                 benchmark.advanced(f"{subject.name}, {during}")
         self._interleaving = f"all loaded at once, taking turns of {TURN_TOKENS} tokens"
         groups = [[*self._alive]]
@@ -154,10 +160,6 @@ class InUse:
             except (KLLensError, RuntimeError, OSError) as error:
                 self._report.failed(subject, error, during)
                 self._alive.remove(subject)
-
-    def _examined(self, subject: Timed) -> _Record:
-        memory = fresh_process(subject.path, subject.target.name, self._settings.runtime)
-        return _Record(memory, subject.target.contents(subject.path))
 
     def _play(self, group: Sequence[Timed]) -> None:
         """All rounds of artifacts that are open at the same time."""

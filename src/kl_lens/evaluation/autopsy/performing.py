@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -89,23 +89,21 @@ def _one_by_one(found: Evidence, session: Session, ids: Sequence[int]) -> None:
         found.steps["f"] = Step("f", title, apart=apart, beside="d")
 
 
+@dataclass
 class _Comparison:
     """The file beside the original."""
 
-    def __init__(
-        self,
-        model: LoadedModel,
-        text: EvaluationText,
-        dissection: Dissection,
-        target: Target,
-        settings: SessionSettings,
-        found: Evidence,
-        progress: Progress,
-    ) -> None:
-        self.model, self.text, self.dissection, self.target = model, text, dissection, target
-        self.settings, self.found, self.progress = settings, found, progress
+    model: LoadedModel
+    text: EvaluationText
+    dissection: Dissection
+    target: Target
+    settings: SessionSettings
+    found: Evidence
+    progress: Progress
+
+    def __post_init__(self) -> None:
         self.recipes: dict[str, Recipe] = {}  # of components whose kernels' activations are known
-        self._teacher = TorchSession(model, remember=REMEMBERED)
+        self._teacher = TorchSession(self.model, remember=REMEMBERED)
         self._beside: dict[str, TorchSession] = {}  # letter → the session that later steps are compared with
 
     def perform(self, title: str) -> None:
