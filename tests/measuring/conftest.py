@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from kl_lens.model import LoadedModel
+from kl_lens.run.folder import Run
+from kl_lens.run.records import Estimate
 from kl_lens.text.windows import UsedDocument, Windows
 from tests.families import tiny_model, token_ids
 
@@ -29,6 +31,10 @@ def some_windows(count: int, length: int, seed: int = 1) -> Windows:
         documents=(document,) * count,
         stream_tokens=10**6,
     )
+
+
+def table(run: Run) -> dict[tuple[str, str], dict[str, Estimate]]:
+    return {(m.component, m.format): m.metrics for m in run.measurements()}
 
 
 @pytest.fixture

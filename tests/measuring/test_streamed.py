@@ -17,13 +17,12 @@ from kl_lens.model import LoadedModel, load
 from kl_lens.model.residency import BLOCKS_AT_ONCE
 from kl_lens.model.tasks import LanguageTask
 from kl_lens.run.folder import CALIBRATION, Run
-from kl_lens.run.records import Estimate
 from kl_lens.run.samples import WindowMetrics
 from kl_lens.study.session import Session
 from kl_lens.targets import deployed
 from kl_lens.weights.recipes import Recipe
 from tests.families import CONFIGS
-from tests.measuring.conftest import some_windows
+from tests.measuring.conftest import some_windows, table as _table
 
 LITTLE = 10  # bytes: not even the head stays in memory
 QUICK = ("mamba", "zamba2")  # a tied head, blocks that share weights
@@ -61,10 +60,6 @@ def _measured(
         for metrics, more in zip(results, engine.measure(perturbations), strict=True):
             metrics += [replace(window, window=slab.start + window.window) for window in more]
     return results
-
-
-def _table(run: Run) -> dict[tuple[str, str], dict[str, Estimate]]:
-    return {(m.component, m.format): m.metrics for m in run.measurements()}
 
 
 def _candidates(model: LoadedModel, pattern: str = "") -> list[Candidate]:

@@ -15,16 +15,12 @@ from kl_lens.model import LoadedModel
 from kl_lens.run.folder import CALIBRATION, Run
 from kl_lens.run.records import SensitivityTable
 from kl_lens.weights.recipes import Recipe
-from tests.measuring.conftest import loaded, some_windows
+from tests.measuring.conftest import loaded, some_windows, table as _table
 from tests.planning.tables import best
 
 
 def _candidates(model, formats=("int4", "int8"), pattern=r"layers\.[13]\."):
     return find_candidates(model.anatomy, [Recipe.parse(name) for name in formats], pattern)[0]
-
-
-def _table(run: Run) -> dict[tuple[str, str], dict]:
-    return {(m.component, m.format): m.metrics for m in run.measurements()}
 
 
 def test_every_candidate_is_measured_once(mamba, tmp_path) -> None:

@@ -10,6 +10,10 @@ from kl_lens.run.folder import CALIBRATION, EVALUATION, Run
 from tests.samples import window_of
 
 
+def _name(index: int) -> str:
+    return f"c{index}" if index else "head"
+
+
 def _run(tmp_path, damage_noise: float, candidates: int = 12) -> Run:
     """Damage equal to KL up to noise; squared errors that rank the other way round."""
     random = np.random.default_rng(0)
@@ -19,7 +23,7 @@ def _run(tmp_path, damage_noise: float, candidates: int = 12) -> Run:
         run.identify_text(role, {"length": 10, "seed": seed}, [f"{role}{w}" for w in range(20)])
     run.store_teacher(EVALUATION, [(w, 10, 20.0) for w in range(20)])
     for index in range(candidates):
-        name, kl = ("head" if index == 0 else f"c{index}"), 0.01 * (index + 1)
+        name, kl = _name(index), 0.01 * (index + 1)
         calibration = [window_of(w, 10, kl, 1.1 * kl, 1 / (index + 1), 0.0) for w in range(20)]
         held_out = [
             window_of(w, 10, kl, 1.1 * kl, 1.0, kl + damage_noise * random.normal()) for w in range(20)
@@ -64,11 +68,8 @@ def test_the_first_windows_and_other_texts_stand_beside(tmp_path) -> None:
     with _run(tmp_path, damage_noise=0.001) as run:
         run.identify_text("calibration:novels", {"length": 10, "seed": 1}, ["x"])
         for index in range(12):
-            name, windows = (
-                "head" if index == 0 else f"c{index}",
-                [window_of(0, 10, 1 / (index + 1), 1, 1, 0)],
-            )
-            run.store_samples("calibration:novels", name, "int4", windows, 1.0, "float32")
+            windows = [window_of(0, 10, 1 / (index + 1), 1, 1, 0)]
+            run.store_samples("calibration:novels", _name(index), "int4", windows, 1.0, "float32")
         ranking = rank(run)
     own = {f"in domain, {count} of 20 windows" for count in (20, 2, 1)}
     assert {c.calibration for c in ranking.correlations} == own | {"novels, 1 of 1 windows"}

@@ -82,19 +82,17 @@ def tensors(path: Path) -> dict[str, Any]:
 
 def test_every_matrix_has_one_line_with_its_type(handed: dict[str, Any]) -> None:
     lines = (handed["folder"] / "recipe/tensor-types.txt").read_text().split()
-    patterns = [line.rpartition("=")[::2] for line in lines]
+    types = [line.rpartition("=")[::2] for line in lines]
     named = 0
     for name, tensor in tensors(handed["ours"]).items():
-        found = [
-            kind for pattern, _, kind in (line.rpartition("=") for line in lines) if re.search(pattern, name)
-        ]
+        found = [kind for pattern, kind in types if re.search(pattern, name)]
         assert len(found) <= 1
         if found:
             assert found[0] == tensor.tensor_type.name.lower()
             named += 1
         else:  # llama-quantize leaves it alone
             assert tensor.tensor_type.name == "F32"
-    assert named == len(patterns)
+    assert named == len(types)
     assert "--imatrix" in handed["made"].use
 
 
