@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Hashable
@@ -432,6 +433,12 @@ def load_tokenizer(folder: Path, override: str | Path | None, trust_remote_code:
             tokenizer = transformers.AutoTokenizer.from_pretrained(
                 place, local_files_only=True, trust_remote_code=trust_remote_code
             )
+            # Some classes bring their own pattern: a Qwen 3.5 whose files name Qwen2Tokenizer would be split as Qwen 2.
+            file, fast = place / names[0], transformers.PreTrainedTokenizerFast
+            if isinstance(tokenizer, fast) and file.is_file():
+                used = _patterns(tokenizer.backend_tokenizer.to_str())
+                if used != _patterns(file.read_text(encoding="utf-8")):
+                    tokenizer = fast.from_pretrained(place, local_files_only=True)
         # Tokenizers fill all gaps below a huge token id, which takes gigabytes.
         largest = max(tokenizer.get_vocab().values(), default=0)
         if largest > _LARGEST_TOKEN:
@@ -440,6 +447,16 @@ def load_tokenizer(folder: Path, override: str | Path | None, trust_remote_code:
         return tokenizer
     except Exception as error:  # tokenizers raises bare Exception on a broken tokenizer.json
         raise CheckpointError(f"the tokenizer in {place} could not be read: {one_line(error)}") from error
+
+
+def _patterns(specification: str) -> list[str]:
+    """The patterns at which a tokenizer.json splits text."""
+    step = json.loads(specification).get("pre_tokenizer") or {}
+    return [
+        each["pattern"]["Regex"]
+        for each in step.get("pretokenizers", [step])
+        if "Regex" in each.get("pattern", ())
+    ]
 
 
 def listed_tokenizer(path: Path) -> transformers.PreTrainedTokenizerFast:

@@ -116,6 +116,20 @@ def test_split_patterns(kind: tuple[str, bool] | None, name: str, tmp_path: Path
     session.close()
 
 
+def test_the_pattern_is_that_of_the_file(tmp_path: Path) -> None:
+    """Not that of the class which its settings name."""
+    specification = _reference()
+    (pattern, _), _ = next(item for item in _SPLITS.items() if item[1] == "qwen35")
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    specification["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, _BYTES]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(specification))
+    settings = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|endoftext|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = load_tokenizer(tmp_path, None, trust_remote_code=False)
+    assert tokenizer_data(tokenizer, 10**4).pre == "qwen35"
+    assert tokenizer.eos_token == "<|endoftext|>"
+
+
 def _sentencepiece(**changes: Any) -> Any:
     """A small BPE with byte fallback whose merges are all pairs that make a token, as SentencePiece's are."""
     trained = Tokenizer(models.BPE())
