@@ -103,7 +103,7 @@ def test_the_digest_of_a_large_file_is_remembered_until_it_is_written_to(
 
 def _without_merges(tokenizer: Any, vocabulary: int, ends: Any) -> TokenizerData:
     data = tokenizer_data(tokenizer, vocabulary, ends)
-    data.merges.clear()
+    data.metadata["tokenizer.ggml.merges"].clear()
     return data
 
 

@@ -55,9 +55,8 @@ def test_the_file_holds_the_integers_of_formats_bit_for_bit(tmp_path: Path) -> N
     assert (record.planned, record.realised, record.bytes) == ("q8_0", "fp16", 2 * 512 * 16)
     assert "16 columns do not divide into blocks of 32" in record.reason
     assert artifact.settings["fallbacks"] == 2
-    assert artifact.realised_bytes == (tmp_path / artifact.files[0]).stat().st_size
     held = sum(tensor.bytes for tensor in artifact.tensors)
-    assert artifact.realised_bytes > held == artifact.settings["tensor_bytes"]
+    assert (tmp_path / artifact.files[0]).stat().st_size > held == artifact.settings["tensor_bytes"]
     assert Artifact.from_json(json.loads(json.dumps(artifact.to_json()))) == artifact
 
 

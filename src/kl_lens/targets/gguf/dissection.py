@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from kl_lens.targets.dissection import Disagreement, Dissection, Part, StoredTen
 from kl_lens.targets.gguf.architectures import get_architecture
 from kl_lens.targets.gguf.header import TensorEntry, read_header
 from kl_lens.targets.gguf.session import GGUFSession, try_out
-from kl_lens.targets.gguf.tokenizer import UNUSED, sample_strings, tokenizer_data
+from kl_lens.targets.gguf.tokenizer import CHAT_TEMPLATE, PREFIX, UNUSED, sample_strings, tokenizer_data
 from kl_lens.targets.gguf.writer import ModelTensors
 from kl_lens.targets.session import Session, SessionSettings
 from kl_lens.targets.tokenizer import default_template, end_ids
@@ -27,7 +27,7 @@ from kl_lens.weights.formats.gguf_blocks import gguf_module
 if TYPE_CHECKING:
     from kl_lens.model import LoadedModel
 
-_HEAD, _TOKENIZER = "output.weight", "tokenizer.ggml."
+_HEAD = "output.weight"
 # Read by people, or implied by the shapes of tensors.
 _WITHOUT_EFFECT = ("context_length", "feed_forward_length", "vocab_size")
 
@@ -66,26 +66,22 @@ class GGUFDissection(Dissection):
 
     def tokenizer(self, model: LoadedModel) -> Iterator[Disagreement]:
         try:
-            wanted = self._tokenizer(model.require_tokenizer(), end_ids(model.folder))
+            wanted = self._tokenizer(model.require_tokenizer(), end_ids(model.folder)).metadata
         except KLLensError:  # there is none, or llama.cpp has none of this kind
             return
         held = read_header(self.place, whole=True).metadata
-        known = [i for i, kind in enumerate(wanted.types) if kind != UNUSED]
-        lists = {"token": wanted.tokens, "merge": wanted.merges, "token type": wanted.types}
-        own = {name: dict(enumerate(values)) for name, values in lists.items()}
+        own, theirs = _lists(wanted), _lists(held)
+        known = [i for i, kind in own["token type"].items() if kind != UNUSED]
         for name in ("token", "token type"):
             own[name] = {i: own[name][i] for i in known}
-        special = {f"{name}_token_id": i for name, i in wanted.special.items()} | wanted.switches
-        splitting = {_TOKENIZER + "pre": wanted.pre, _TOKENIZER + "model": wanted.model}
-        keys = {_TOKENIZER + key: value for key, value in special.items()}
-        expected = Texts(own, splitting, keys, default_template(wanted.chat_template))
-        names = {"token": "tokens", "merge": "merges", "token type": "token_type"}
-        theirs = {name: dict(enumerate(held.get(_TOKENIZER + key, ()))) for name, key in names.items()}
         if not theirs["token type"]:
             del theirs["token type"]
         if theirs["token"]:
-            template = default_template(held.get("tokenizer.chat_template"))
-            yield from dissection.other_texts(Texts(theirs, held, held, template), expected, self._advice)
+            splitting = {PREFIX + key: wanted[PREFIX + key] for key in ("pre", "model")}
+            keys = {key: value for key, value in wanted.items() if isinstance(value, int)}
+            expected = Texts(own, splitting, keys, default_template(wanted[CHAT_TEMPLATE]))
+            found = Texts(theirs, held, held, default_template(held.get(CHAT_TEMPLATE)))
+            yield from dissection.other_texts(found, expected, self._advice)
 
     def _advice(self, key: str, value: Any) -> str:
         if value is not None:
@@ -104,6 +100,12 @@ class GGUFDissection(Dissection):
     def _tokenizer(self, tokenizer: Any, ends: list[int] | None = None) -> Any:
         """The original's as a file should hold it. Rows that only one of the two has are not its concern."""
         return tokenizer_data(tokenizer, 1 + max(tokenizer.get_vocab().values(), default=0), ends or [])
+
+
+def _lists(metadata: Mapping[str, Any]) -> dict[str, dict[int, Any]]:
+    """What a file's tokenizer lists, by number."""
+    names = {"token": "tokens", "merge": "merges", "token type": "token_type"}
+    return {name: dict(enumerate(metadata.get(PREFIX + key, ()))) for name, key in names.items()}
 
 
 def _stored(entry: TensorEntry) -> StoredTensor:

@@ -14,9 +14,10 @@ from kl_lens.model import LoadedModel
 from kl_lens.model.anatomy import component_name
 from kl_lens.model.files import and_more
 from kl_lens.run.records import Artifact, Plan
+from kl_lens.targets.exporting import record
 from kl_lens.targets.gguf.architectures import check_complete, get_architecture
 from kl_lens.targets.gguf.architectures.base import Shapes, TensorRule
-from kl_lens.targets.gguf.tokenizer import TOKENIZER_CHECK, tokenizer_data
+from kl_lens.targets.gguf.tokenizer import PREFIX, TOKENIZER_CHECK, tokenizer_data
 from kl_lens.targets.gguf.writer import (
     FLOAT32,
     Header,
@@ -49,7 +50,7 @@ def tensor_jobs(
     rules = architecture.tensors(model.config, shapes)
     check_complete(rules, shapes)
     further = further_rules(model)
-    recipes = _recipes(plan, tensors) | {
+    recipes = _recipes(model, plan) | {
         component_name(name, len(stored.shape)): Recipe(FURTHER)
         for name, stored in model.further_heads.items()
     }
@@ -63,15 +64,10 @@ def further_rules(model: LoadedModel) -> list[TensorRule]:
     return rules if {rule.parameter for rule in rules} == set(model.further_heads) else []
 
 
-def _recipes(plan: Plan, tensors: ModelTensors) -> dict[str, Recipe | None]:
+def _recipes(model: LoadedModel, plan: Plan) -> dict[str, Recipe | None]:
     """Component → recipe (None: F32). Raises for unknown components or formats, and for tied weights in two formats."""
-    shapes = tensors.shapes
-    components = {component_name(name, len(shape)) for name, shape in shapes.items()}
-    tied = {
-        component_name(alias, len(shapes[first])): component_name(first, len(shapes[first]))
-        for alias, first in tensors.aliases.items()
-    }
-    if unknown := sorted(set(plan.assignment) - components - set(tied)):
+    owners = {name: c.name for c in model.anatomy.components for name in (c.name, *c.tied_with)}
+    if unknown := sorted(set(plan.assignment) - set(owners)):
         raise PlanError(f"plan {plan.name}: the model has no component {unknown[0]}{and_more(unknown)}")
     chosen: dict[str, Recipe | None] = {}
     for component, planned in plan.assignment.items():
@@ -83,7 +79,7 @@ def _recipes(plan: Plan, tensors: ModelTensors) -> dict[str, Recipe | None]:
                 "plan for it with: kl-lens plan --target gguf"
             )
         wanted = None if name == FLOAT32 else Recipe.parse(spelling)
-        owner = tied.get(component, component)
+        owner = owners[component]
         if chosen.setdefault(owner, wanted) != wanted:
             raise PlanError(f"plan {plan.name}: {component} is tied to {owner}, but planned in two formats")
     return chosen
@@ -117,8 +113,7 @@ def export(
     """Writes the file to `folder`, named by llama.cpp's convention; returns a record of every component.
 
     One tensor at a time is read, quantized and written, so the weights may stay on disk. Components that the plan does
-    not name stay FP16; where a format does not fit, llama.cpp's substitute is stored and recorded. On an error, nothing
-    is left behind.
+    not name stay FP16; where a format does not fit, llama.cpp's substitute is stored and recorded.
 
     Args:
         include_tokenizer: False writes a file that works with token ids only.
@@ -126,31 +121,20 @@ def export(
     """
     tensors = ModelTensors(model)
     header = _prepared(model, tensors, plan, model.tokenizer if include_tokenizer else None, part_bytes)
-    recipes = (job.recipe for job in header.jobs if job.recipe is not None)
-    learnt = model.weights.learnt_by(recipes, plan.statistics)
-    files, digests = write_files(folder, header, tensors, model.weights)
-    architecture, text = get_architecture(model.config.model_type), header.tokenizer
-    records = [job.record(*digests[job.rule.name]) for job in header.jobs]
-    return Artifact(
-        target="gguf",
-        plan=plan.name,
-        files=tuple(path.name for path in files),
-        tensors=tuple(records),
-        planned_bytes=sum(job.planned_bytes for job in header.jobs),
-        realised_bytes=sum(path.stat().st_size for path in files),
-        model=model.name,
-        model_fingerprint=model.fingerprint,
-        settings={
-            "architecture": header.architecture,
-            "tokenizer": text.pre if text else "none",
-            "tensor_bytes": sum(job.bytes for job in header.jobs),
-            "further_heads": bool(further_rules(model)),
-            "fallbacks": sum(1 for record in records if record.realised not in (record.planned, FLOAT32)),
-            **({TOKENIZER_CHECK: text.check} if text else {}),
-            "notes": [*architecture.notes(model.config), *(text.notes if text else ())],
-            **({"statistics": learnt} if learnt else {}),
-        },
-    )
+    # FormatError: the plan was made with other statistics than the model has.
+    model.weights.learnt_by((job.recipe for job in header.jobs if job.recipe is not None), plan.statistics)
+    records = write_files(folder, header, tensors, model.weights)
+    text, notes = header.tokenizer, get_architecture(model.config.model_type).notes(model.config)
+    settings: dict[str, Any] = {
+        "architecture": header.architecture,
+        "tokenizer": text.metadata[f"{PREFIX}pre"] if text else "none",
+        "tensor_bytes": sum(tensor.bytes for tensor in records),
+        "further_heads": bool(further_rules(model)),
+        "fallbacks": sum(1 for tensor in records if tensor.realised not in (tensor.planned, FLOAT32)),
+        **({TOKENIZER_CHECK: text.check} if text else {}),
+        "notes": [*notes, *(text.notes if text else ())],
+    }
+    return record("gguf", model, plan, folder, records, **settings)
 
 
 def file_bytes(model: LoadedModel, plan: Plan) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 from kl_lens.base.errors import TargetError, UnsupportedError
 from kl_lens.targets.tokenizer import varied_strings
 
+PREFIX, CHAT_TEMPLATE = "tokenizer.ggml.", "tokenizer.chat_template"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 BYTE_LEVEL, SENTENCEPIECE = "gpt2", "llama"  # tokenizer.ggml.model
 SPACES = "default"  # SentencePiece's pre-tokenizer: only spaces
@@ -63,17 +64,9 @@ _FORMS = {"tekken": "ascii", "always": "unspaced", "first": "spaced"}
 
 @dataclass(frozen=True)
 class TokenizerData:
-    """The tokenizer's fields of the file."""
+    """A tokenizer as a file holds it."""
 
-    model: str
-    pre: str
-    tokens: list[str]
-    types: list[int]
-    merges: list[str]  # of a byte-level BPE
-    scores: list[float]  # of SentencePiece
-    special: dict[str, int]  # bos, eos, eot, eom, padding, unknown → id
-    switches: dict[str, bool]  # add_bos_token, add_eos_token, add_space_prefix
-    chat_template: str | list[dict[str, str]] | None
+    metadata: dict[str, Any]  # in the order of the file
     check: dict[str, Any]  # input of `differing_string`
     notes: tuple[str, ...] = ()
 
@@ -105,8 +98,8 @@ def tokenizer_data(tokenizer: Any, vocabulary: int, ends: Sequence[int] = ()) ->
             types.append(UNUSED)
     merges = [m.split(" ") if isinstance(m, str) else m for m in specification["model"]["merges"]]
     attributes = {"bos": "bos", "eos": "eos", "padding": "pad", "unknown": "unk"}
-    found = {name: getattr(tokenizer, f"{short}_token_id") for name, short in attributes.items()}
-    special = {name: int(index) for name, index in found.items() if index is not None}
+    ids_of = {name: getattr(tokenizer, f"{short}_token_id") for name, short in attributes.items()}
+    special = {name: int(index) for name, index in ids_of.items() if index is not None}
     template = getattr(tokenizer, "chat_template", None) or None
     if isinstance(template, dict):  # several, such as `default` and `tool_use`
         template = [{"name": name, "template": text} for name, text in template.items()]
@@ -116,19 +109,21 @@ def tokenizer_data(tokenizer: Any, vocabulary: int, ends: Sequence[int] = ()) ->
     samples = [token["content"] for token in added.values()][:20]
     check = {"form": next((_FORMS[name] for name in notes if name in _FORMS), "all"), "special": samples}
     ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in sample_strings(check)]
-    return TokenizerData(
-        model=model,
-        pre=pre,
-        tokens=tokens,
-        types=types,
-        merges=[" ".join(pair) for pair in merges or _NO_MERGES] if model == BYTE_LEVEL else [],
-        scores=_scores(tokens, merges) if model == SENTENCEPIECE else [],
-        special=special | _ends(list(dict.fromkeys(known)) or silent[:1], tokens, template),
-        switches=_added_around(tokenizer) | switches,
-        chat_template=template,
-        check=check | {"checksums": _checksums(ids)},
-        notes=tuple(_NOTES[name] for name in notes),
-    )
+    special |= _ends(list(dict.fromkeys(known)) or silent[:1], tokens, template)
+    values = {
+        "model": model,
+        "pre": pre,
+        "tokens": tokens,
+        "token_type": types,
+        "merges": [" ".join(pair) for pair in merges or _NO_MERGES] if model == BYTE_LEVEL else [],
+        "scores": _scores(tokens, merges) if model == SENTENCEPIECE else [],
+        **{f"{name}_token_id": index for name, index in special.items()},
+        **_added_around(tokenizer),
+        **switches,
+    }
+    metadata = {f"{PREFIX}{key}": value for key, value in values.items()} | {CHAT_TEMPLATE: template}
+    found = tuple(_NOTES[name] for name in notes)
+    return TokenizerData(metadata, check | {"checksums": _checksums(ids)}, found)
 
 
 def differing_string(encode: Callable[[str], list[int]], check: Mapping[str, Any]) -> str | None:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from kl_lens.base.errors import TargetError
-from kl_lens.base.files import bytes_digest, naming, replacing
+from kl_lens.base.files import bytes_digest, naming
 from kl_lens.base.units import tag_of
 from kl_lens.base.version import __version__
 from kl_lens.model import LoadedModel
@@ -27,7 +27,7 @@ from kl_lens.model.files import read_stored
 from kl_lens.run.records import ExportedTensor, Plan
 from kl_lens.targets.exporting import GENERATION_FILE
 from kl_lens.targets.gguf.architectures import TensorRule
-from kl_lens.targets.gguf.tokenizer import TokenizerData
+from kl_lens.targets.gguf.tokenizer import CHAT_TEMPLATE, PREFIX, TokenizerData
 from kl_lens.targets.tokenizer import read_json
 from kl_lens.weights.formats.gguf_blocks import gguf_module
 from kl_lens.weights.recipes import FP16, Recipe
@@ -41,14 +41,10 @@ class ModelTensors:
 
     def __init__(self, model: LoadedModel) -> None:
         self._model, self._tensors = model, dict[str, torch.Tensor]()
-        self.aliases: dict[str, str] = {}  # second name of a tied weight → its first
         first: dict[tuple[int, tuple[int, ...]], str] = {}
         for name, tensor in model.model.state_dict(keep_vars=True).items():
-            owner = first.setdefault((tensor.data_ptr(), tuple(tensor.shape)), name)
-            if owner == name:
+            if first.setdefault((tensor.data_ptr(), tuple(tensor.shape)), name) == name:
                 self._tensors[name] = tensor
-            else:
-                self.aliases[name] = owner
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
 
     def read(self, name: str) -> torch.Tensor:
@@ -78,14 +74,6 @@ class TensorJob:
     def bytes(self) -> int:
         return 4 * math.prod(self.shape) if self.recipe is None else self.recipe.grid.bytes(self.shape)
 
-    @property
-    def planned_bytes(self) -> int:
-        """In the planned format, or in FP16 if that does not fit the shape."""
-        if self.planned is None:
-            return 4 * math.prod(self.shape)
-        fmt = self.planned.grid
-        return 2 * math.prod(self.shape) if fmt.fits(self.shape) else fmt.bytes(self.shape)
-
     def record(self, digest: str, weights: str) -> ExportedTensor:
         what = self.component, self.rule.name, self.planned or FLOAT32, self.recipe or FLOAT32
         return ExportedTensor(*what, self.bytes, self.reason, digest, weights)
@@ -112,11 +100,13 @@ class Header:
         )
         writer.add_type("model")
         self.general.set_gguf_meta_model(writer)
-        for key, value in self.metadata.items():
-            if value or not isinstance(value, str | list | tuple):
+        tokenizer = self.tokenizer.metadata if self.tokenizer else {f"{PREFIX}model": "no_vocab"}
+        for key, value in (self.metadata | tokenizer).items():
+            if key == CHAT_TEMPLATE and value:
+                writer.add_chat_template(value)
+            elif value or isinstance(value, int | float):
                 name = self.architecture + key if key.startswith(".") else key
                 writer.add_key_value(name, *_typed(value))
-        _add_tokenizer(writer, self.tokenizer)
         writer.add_file_type(self._file_type())
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         for job in self.jobs:
@@ -147,24 +137,20 @@ def size_on_disk(header: Header) -> int:
 
 def write_files(
     folder: Path, header: Header, tensors: ModelTensors, store: WeightStore
-) -> tuple[tuple[Path, ...], dict[str, tuple[str, str]]]:
-    """Writes the files to `folder`; on an error, the folder stays as it was.
-
-    Returns the files in order of their parts, and for each tensor the digests of its stored bytes and of the weight
-    store's quantized weight.
-    """
-    digests: dict[str, tuple[str, str]] = {}
-    with replacing(folder) as place, naming(folder / header.name):
-        writer = header.begin(place)
+) -> list[ExportedTensor]:
+    """Writes the files; returns the records of their tensors."""
+    records = []
+    folder.mkdir(parents=True, exist_ok=True)
+    with naming(folder / header.name):
+        writer = header.begin(folder)
         try:
             for job in header.jobs:
                 data, weights = _stored(job, tensors, store)
                 writer.write_tensor_data(data)
-                digests[job.rule.name] = (bytes_digest(data), weights)
+                records.append(job.record(bytes_digest(data), weights))
         finally:
             writer.close()
-        names = sorted(path.name for path in place.iterdir())
-    return tuple(folder / name for name in names), digests
+    return records
 
 
 def parameter_counts(jobs: Sequence[TensorJob]) -> tuple[int, int, int, int]:
@@ -208,29 +194,9 @@ def _typed(value: Any) -> tuple[Any, Any]:
     """A value of metadata with its type."""
     kinds = gguf_module().GGUFValueType
     if isinstance(value, list | tuple):
-        return [int(item) for item in value], kinds.ARRAY
+        return list(value), kinds.ARRAY
     known = {bool: kinds.BOOL, int: kinds.UINT32, float: kinds.FLOAT32, str: kinds.STRING}
     return value, next(kind for own, kind in known.items() if isinstance(value, own))
-
-
-def _add_tokenizer(writer: Any, tokenizer: TokenizerData | None) -> None:
-    if tokenizer is None:
-        writer.add_tokenizer_model("no_vocab")
-        return
-    writer.add_tokenizer_model(tokenizer.model)
-    writer.add_tokenizer_pre(tokenizer.pre)
-    writer.add_token_list(tokenizer.tokens)
-    writer.add_token_types(tokenizer.types)
-    if tokenizer.merges:
-        writer.add_token_merges(tokenizer.merges)
-    if tokenizer.scores:
-        writer.add_token_scores(tokenizer.scores)
-    for name, index in tokenizer.special.items():
-        writer.add_uint32(f"tokenizer.ggml.{name}_token_id", index)
-    for name, switch in tokenizer.switches.items():
-        writer.add_bool(f"tokenizer.ggml.{name}", switch)
-    if tokenizer.chat_template is not None:
-        writer.add_chat_template(tokenizer.chat_template)
 
 
 def general_metadata(folder: Path, name: str, counts: tuple[int, int, int, int]) -> Any:
