@@ -32,11 +32,12 @@ _FILE = re.compile(r"(lib)?llama(\.(cuda|vulkan|metal))?(\.v?\d[\d.]*)?\.(so|dyl
 _ERROR_LEVEL = 4
 _STRUCT_BYTES = 512
 
-# Field → (byte offset, defaults that llama.cpp releases have there).
-_CONTEXT_FIELDS = {"n_ctx": (0, (512, 0)), "n_batch": (4, (2048,)), "n_ubatch": (8, (512,))}
-_SEQUENCES = (12, (1,))
+# Field → (byte offset, how it is spelled, defaults that llama.cpp releases have there).
+_FIELDS = {
+    "n_ctx": (0, "<i", (512, 0)), "n_batch": (4, "<i", (2048,)), "n_ubatch": (8, "<i", (512,)),
+    "n_seq_max": (12, "<i", (1,)), "n_gpu_layers": (16, "<i", (-1, 0, 999, 0x7FFFFFFF)), "devices": (0, "<Q", (0,)),
+}  # fmt: skip
 CACHE_TYPES = {"fp16": 1, "q8_0": 8, "q5_1": 7, "q4_0": 2, "iq4_nl": 20}  # ggml's numbers
-_GPU_LAYERS = (16, (-1, 0, 999, 0x7FFFFFFF))
 _NO_DEVICES = (ctypes.c_void_p * 1)(None)  # the list of devices, the first field, ends with a null
 _LOAD_MODE = (24, (-1, 1))  # like the switches, only in libraries with `llama_load_mode_name`
 SWITCHES = (72, bytes((0, 0, 1, 0, 0)))  # vocabulary only, check, repack, no host buffers, no allocation
@@ -51,8 +52,8 @@ class Parameters(ctypes.Structure):
 
     _fields_ = (("data", ctypes.c_uint8 * _STRUCT_BYTES),)
 
-    def integer(self, offset: int) -> int:
-        return int(struct.unpack_from("<i", self.data, offset)[0])
+    def integer(self, offset: int, code: str = "<i") -> int:
+        return int(struct.unpack_from(code, self.data, offset)[0])
 
     def put(self, offset: int, value: int, code: str = "<i") -> None:
         struct.pack_into(code, self.data, offset, value)
@@ -147,13 +148,10 @@ class LlamaLibrary:
     def model_parameters(self, gpu_layers: int, load: str | None = None, callback: Any = None) -> Parameters:
         """`load` is one of `LOAD_MODES`, or None for the library's default; `callback` gets the progress."""
         parameters: Parameters = self.functions.llama_model_default_params()
-        offset, defaults = _GPU_LAYERS
-        self.require_default(parameters, "n_gpu_layers", offset, defaults)
-        parameters.put(offset, gpu_layers)
+        self._set(parameters, "n_gpu_layers", gpu_layers)
         if gpu_layers == 0 and self.has_gpu:
             # Otherwise a prompt's products would still run on the GPU, in half precision.
-            self.require_default(parameters, "devices", 0, (0,))
-            parameters.put(0, ctypes.addressof(_NO_DEVICES), "<Q")
+            self._set(parameters, "devices", ctypes.addressof(_NO_DEVICES))
         if load is not None:
             if not self.has_load_modes:
                 raise TargetError(f"--load {load}: {self.path} has no load modes that KL Lens knows")
@@ -174,13 +172,10 @@ class LlamaLibrary:
     ) -> Parameters:
         """`batch`: tokens at once; `caches`: keys and values → their formats."""
         parameters: Parameters = self.functions.llama_context_default_params()
-        for name, (offset, defaults) in _CONTEXT_FIELDS.items():
-            self.require_default(parameters, name, offset, defaults)
-        for name, value in {"n_ctx": context, "n_batch": batch, "n_ubatch": min(batch, 512)}.items():
-            parameters.put(_CONTEXT_FIELDS[name][0], value)
-        if sequences > 1:
-            self.require_default(parameters, "n_seq_max", *_SEQUENCES)
-            parameters.put(_SEQUENCES[0], sequences)
+        self._set(parameters, "n_ctx", context)
+        self._set(parameters, "n_batch", batch)
+        self._set(parameters, "n_ubatch", min(batch, 512))
+        self._set(parameters, "n_seq_max", sequences)
         if exact_attention or caches:
             flash, *places = self.attention_offsets(parameters)
             # Off for F32 keys and values; quantized values need it.
@@ -204,15 +199,14 @@ class LlamaLibrary:
             raise TargetError(f"{self.path}: unknown layout of llama_context_params for exact attention")
         return 4 * automatic[0], 4 * halves[0], 4 * halves[0] + 4
 
-    def require_default(
-        self, parameters: Parameters, name: str, offset: int, defaults: tuple[int, ...]
-    ) -> None:
-        value = parameters.integer(offset)
-        if value not in defaults:
+    def _set(self, parameters: Parameters, name: str, value: int) -> None:
+        offset, code, defaults = _FIELDS[name]
+        if (found := parameters.integer(offset, code)) not in defaults:
             raise TargetError(
-                f"{self.path}: {name} is not where KL Lens knows it (found {value}); this llama.cpp has another "
+                f"{self.path}: {name} is not where KL Lens knows it (found {found}); this llama.cpp has another "
                 f"layout, name another with --llama-cpp or {ENVIRONMENT_VARIABLE}"
             )
+        parameters.put(offset, value, code)
 
 
 def find_library() -> LlamaLibrary:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -30,6 +30,7 @@ from kl_lens.targets.openvino import rewrites, scans, session
 from kl_lens.targets.openvino.capture import FAMILIES, SAMPLE_TOKENS, GraphForward, ScanSite, prepared
 from kl_lens.weights.store import state_of
 
+Made = TypeVar("Made")
 PROOF_TOKENS, PROOF_PARTS = 24, (7, 8, 9)
 PROOF_SHARE = 1e-3  # largest difference from PyTorch: of the logits' range, or of an image's largest logit
 MAX_UNROLLED = scans.CHUNK  # tokens of a graph without loops: one chunk of Mamba-2, a large graph of Mamba-1
@@ -43,25 +44,21 @@ class StaticShape:
     unroll: bool = False  # without TensorIterator, for devices that cannot run one
 
 
-# Converted graphs of models in memory. Tracing takes seconds, and plans differ only in their constants.
-_converted: WeakKeyDictionary[nn.Module, dict[Hashable, ov.Model]] = WeakKeyDictionary()
-_on_cpu: WeakKeyDictionary[nn.Module, tuple[Hashable, nn.Module]] = WeakKeyDictionary()
+# What was made of models in memory. Tracing takes seconds, and plans differ only in their constants.
+_made: WeakKeyDictionary[nn.Module, dict[Hashable, Any]] = WeakKeyDictionary()
 _proven: WeakSet[nn.Module] = WeakSet()
 
 
 def on_cpu(model: nn.Module) -> nn.Module:
-    """The model itself, or its copy in the host's memory if it is on a GPU: OpenVINO's converter reads weights there.
-    The copy is kept until the weights change."""
-    if next(model.parameters()).device.type == "cpu":
-        return model
-    key = tuple(state_of(parameter) for parameter in model.parameters())
-    known = _on_cpu.get(model)
-    if known is None or known[0] != key:
+    """The model itself, or a copy if it is on a GPU: OpenVINO's converter reads weights in the host's memory."""
+
+    def copied() -> nn.Module:
         # Tensors that deepcopy finds here are not copied on the card first.
         here: dict[int, Any] = {id(p): nn.Parameter(p.detach().cpu(), False) for p in model.parameters()}
         here |= {id(buffer): buffer.cpu() for buffer in model.buffers()}
-        _on_cpu[model] = known = key, copy.deepcopy(model, here)
-    return known[1]
+        return copy.deepcopy(model, here)
+
+    return model if next(model.parameters()).device.type == "cpu" else _remembered(model, "copy", copied)
 
 
 def graph_of(model: nn.Module, *, static: StaticShape | None = None, with_head: bool = True) -> ov.Model:
@@ -71,18 +68,19 @@ def graph_of(model: nn.Module, *, static: StaticShape | None = None, with_head: 
     if family not in FAMILIES and model not in _proven:
         _prove(model, family)
         _proven.add(model)
-    return _remembered(model, (static, with_head), partial(_build, model, static, with_head))
+    return _remembered(model, (static, with_head), partial(_build, model, static, with_head)).clone()
 
 
-def _remembered(model: nn.Module, how: Hashable, build: Callable[[], ov.Model]) -> ov.Model:
-    """A copy of a cached graph. The cache holds as long as the model's weights do not change."""
+def _remembered(model: nn.Module, how: Hashable, build: Callable[[], Made]) -> Made:
+    """What was made of a model is kept as long as its weights do not change."""
     key = (how, tuple(state_of(parameter) for parameter in model.parameters()))
-    known = _converted.setdefault(model, {})
+    known = _made.setdefault(model, {})
     if key not in known:
         for other in [k for k in known if k[1] != key[1]]:  # type: ignore[index]
             del known[other]  # made from other weights
         known[key] = build()
-    return known[key].clone()
+    made: Made = known[key]
+    return made
 
 
 def _prove(model: nn.Module, family: str) -> None:
@@ -135,7 +133,7 @@ class _Classifier(nn.Module):
 
 def image_graph_of(model: nn.Module, task: ImageTask) -> ov.Model:
     """An image classifier: one prepared image in, logits out, no state. Cached, with every weight in float32."""
-    return _remembered(model, task.preparation, partial(_build_images, model, task))
+    return _remembered(model, task.preparation, partial(_build_images, model, task)).clone()
 
 
 def _build_images(model: nn.Module, task: ImageTask) -> ov.Model:

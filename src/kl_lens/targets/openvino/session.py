@@ -97,9 +97,13 @@ def open_session(
     return OpenVINOSession(compiled, folder, static, about | {"static_tokens": static})
 
 
-def try_out(folder: Path) -> None:
-    """For `quarantine`: opens an exported folder and runs it."""
-    open_session(folder, threads=1, cache=False).logits([0, 0])
+def try_out(place: Path) -> None:
+    """For `quarantine`: opens and runs an exported folder, or a graph from elsewhere."""
+    if place.is_dir():
+        session = open_session(place, threads=1, cache=False)
+    else:
+        session = ForeignSession(place, SessionSettings(threads=1))
+    session.logits([0, 0])
 
 
 def describe(compiled: ov.CompiledModel, device: str) -> dict[str, Any]:
@@ -126,7 +130,9 @@ class OpenVINOSession(FedSession):
     ) -> None:
         self.place, self.description, self._static = place, description, static
         self.stateful = static is None
-        self.vocabulary = int(compiled.outputs[0].get_partial_shape()[2].get_length())
+        names = [output.get_names() for output in compiled.outputs]
+        self._at = next((i for i, given in enumerate(names) if "logits" in given), 0)
+        self.vocabulary = int(compiled.outputs[self._at].get_partial_shape()[2].get_length())
         self._request: Any = new_request(compiled)
 
     def reset(self) -> None:
@@ -157,14 +163,14 @@ class OpenVINOSession(FedSession):
     def close(self) -> None:
         self._request = None
 
-    def _infer(self, inputs: dict[str, npt.NDArray[np.int64]]) -> Logits:
+    def _infer(self, inputs: dict[str, npt.NDArray[Any]]) -> Logits:
         if self._request is None:
             raise self.closed()
         try:
             self._request.infer(inputs)
         except RuntimeError as error:
             raise TargetError(f"{self.place}: OpenVINO cannot run it: {last_line(error)}") from error
-        return np.array(self._request.get_output_tensor(0).data[0], np.float32)
+        return np.array(self._request.get_output_tensor(self._at).data[0], np.float32)
 
 
 class ImageSession:
@@ -339,20 +345,18 @@ _PLUGIN_DEFAULTS = {"KV_CACHE_PRECISION": "u8"}
 _TRIED, _SAME = 12, 0.05  # tokens that show what cache_position means; a share of the range of logits
 
 
-class ForeignSession(FedSession):
+class ForeignSession(OpenVINOSession):
     """An IR that KL Lens did not export, with the inputs that optimum-intel and OpenVINO GenAI use. A graph without
     states reads everything again at each step."""
 
     def __init__(self, path: Path, settings: SessionSettings) -> None:
         graph = _feedable(path)
-        self.place, self.stateful = path, bool(graph.get_variables())
-        self._inputs, self._output = graph.inputs, _logits(graph)
-        self.vocabulary = int(self._output.get_partial_shape()[2].get_length())
-        self._compiled = compile_graph(
+        compiled = compile_graph(
             graph, settings.device, exact=settings.exact, threads=settings.threads,
             settings={} if settings.exact or settings.device != "CPU" else _PLUGIN_DEFAULTS,
         )  # fmt: skip
-        self.description = describe(self._compiled, settings.device)
+        super().__init__(compiled, path, None, describe(compiled, settings.device))
+        self._recurrent, self._inputs, self._fed = bool(graph.get_variables()), graph.inputs, list[int]()
         self._taps: int | None = None  # cache_position counts these, not tokens
         if CACHE_POSITION in _names(graph) and not self._steps_agree():
             # (1, channels, taps)
@@ -362,10 +366,8 @@ class ForeignSession(FedSession):
         self.reset()
 
     def reset(self) -> None:
-        self._request, self._fed = new_request(self._compiled), list[int]()
-
-    def close(self) -> None:
-        self._request = self._compiled = None
+        super().reset()
+        self._fed = []
 
     def _steps_agree(self, taps: int | None = None) -> bool:
         """Whether a prompt gives the same at once and with its last token alone. `cache_position` is the tokens'
@@ -381,9 +383,7 @@ class ForeignSession(FedSession):
         return bool(np.abs(whole - single).max() <= _SAME * np.ptp(whole))
 
     def feed(self, tokens: list[int], *, every: bool) -> Logits:
-        if self._compiled is None:
-            raise self.closed()
-        start = len(self._fed) if self.stateful else 0
+        start = len(self._fed) if self._recurrent else 0
         self._fed += tokens
         taps = None if self._taps is None else np.arange(self._taps) if start == 0 else np.array([self._taps])
         positions = np.arange(start, len(self._fed))
@@ -397,18 +397,14 @@ class ForeignSession(FedSession):
             sizes = [d.get_length() if d.is_static else int(i == 0) for i, d in axes]
             value = known.get(name := port.get_any_name(), np.zeros(sizes))
             given[name] = value.astype(port.get_element_type().to_dtype())
-        try:
-            self._request.infer(given)
-        except RuntimeError as error:
-            raise TargetError(f"{self.place}: OpenVINO cannot run it: {last_line(error)}") from error
-        rows = self._request.get_tensor(self._output.get_any_name()).data[0]
-        return np.array(rows[-len(tokens) :], np.float32)
+        return self._infer(given)[-len(tokens) :]
 
 
 def _feedable(path: Path) -> ov.Model:
     """The graph; UnsupportedError if it wants something that a language model does not get here."""
     graph = read_graph(path)
-    names, shape = _names(graph), _logits(graph).get_partial_shape()
+    output = next((value for value in graph.outputs if "logits" in value.get_names()), graph.outputs[0])
+    names, shape = _names(graph), output.get_partial_shape()
     known = {IDS, ATTENTION_MASK, POSITIONS, BEAM_IDX, CACHE_POSITION}
     if odd := sorted(name for name in names - known if not name.startswith(_PAST)):
         raise UnsupportedError(f"{path.name} has an input {odd[0]!r}, which KL Lens cannot feed")
@@ -421,18 +417,9 @@ def _names(graph: ov.Model) -> set[str]:
     return {value.get_any_name() for value in graph.inputs}
 
 
-def _logits(graph: ov.Model) -> Any:
-    return next((value for value in graph.outputs if "logits" in value.get_names()), graph.outputs[0])
-
-
 def open_foreign(path: Path, settings: SessionSettings) -> ForeignSession:
     """Opens it, after a try in a separate process."""
     _feedable(path)
     files = [file for file in (path, path.with_suffix(".bin")) if file.is_file()]
-    quarantine.require_opens(try_foreign, path, files, "OpenVINO")
+    quarantine.require_opens(try_out, path, files, "OpenVINO")
     return ForeignSession(path, settings)
-
-
-def try_foreign(path: Path) -> None:
-    session = ForeignSession(path, SessionSettings(threads=1))
-    session.step(int(session.logits([0, 0])[-1].argmax()))
