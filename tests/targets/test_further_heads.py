@@ -56,7 +56,7 @@ def test_llama_cpp_gets_them_in_8_bits(folders: tuple[Path, Path], tmp_path: Pat
         assert target.file_bytes(model, PLAN) == artifact.realised_bytes
         sizes.append(artifact.realised_bytes)
     assert not any("left out" in note for note in artifact.settings["notes"])
-    header = read_header(target.weight_file(tmp_path / "headed"))
+    header = read_header(target.loaded_files(tmp_path / "headed")[0])
     stored = {entry.name: entry for entry in header.tensors if entry.name.startswith("blk.4.")}
     assert header.metadata["qwen35.nextn_predict_layers"] == 1
     assert stored["blk.4.nextn.eh_proj.weight"].type == "Q8_0"

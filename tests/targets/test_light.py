@@ -16,8 +16,7 @@ from kl_lens.cli.main import main
 from kl_lens.run.records import Plan
 from kl_lens.targets import TARGETS, export, open_session
 from kl_lens.targets.tokenizer import find_tokenizer
-from tests.families import _COMMON
-from tests.targets.gguf.support import tiny
+from tests.targets.gguf.support import small_mamba
 
 pytest.importorskip("gguf", reason="needs the extra gguf")
 pytest.importorskip("openvino", reason="needs the extra openvino")
@@ -44,8 +43,7 @@ def tokenizer() -> Any:
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> dict[str, Path]:
     """One tiny Mamba in both targets, with integers, for which a session asks what the formats are."""
-    settings = {**_COMMON, "vocab_size": len(tokenizer), "num_hidden_layers": 1, "state_size": 8}
-    model = tiny(transformers.MambaConfig(**settings), tokenizer)
+    model = small_mamba(tokenizer)
     folder = tmp_path_factory.mktemp("light")
     for target, name in (("gguf", "q8_0"), ("openvino", "int8")):
         plan = Plan("p", {"backbone.layers.0.mixer.in_proj": name}, made_by="test")

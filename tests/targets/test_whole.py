@@ -17,8 +17,7 @@ from kl_lens.run.records import Plan
 from kl_lens.run.subjects import file_digest
 from kl_lens.targets import export, get_target, locate, read_artifact
 from kl_lens.targets.gguf.tokenizer import TokenizerData, tokenizer_data
-from tests.families import _COMMON
-from tests.targets.gguf.support import tiny
+from tests.targets.gguf.support import small_mamba
 
 pytest.importorskip("gguf", reason="needs the extra gguf")
 pytest.importorskip("openvino", reason="needs the extra openvino")
@@ -38,8 +37,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _model() -> Any:
     tokenizer = transformers.AutoTokenizer.from_pretrained(reference_path("mamba"))
-    settings = {**_COMMON, "vocab_size": len(tokenizer), "num_hidden_layers": 1, "state_size": 8}
-    return tiny(transformers.MambaConfig(**settings), tokenizer)
+    return small_mamba(tokenizer)
 
 
 def _damage(file: Path) -> None:

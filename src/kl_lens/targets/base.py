@@ -252,13 +252,7 @@ class Target(ABC):
 
     def owns(self, path: Path) -> bool:
         """Whether a bare file is this target's, judged by its name only."""
-        return False
-
-    def weight_file(self, place: Path) -> Path:
-        """The first file that the runtime loads, of an exported folder; a bare file is returned as it is."""
-        if self.owns(place):
-            return place
-        return place / next(name for name in read_artifact(place).files if name.endswith(self.loads))
+        return path.suffix in self.loads
 
     def loaded_files(self, place: Path) -> list[Path]:
         """The files that its runtime loads, of an exported folder or a bare file."""

@@ -116,6 +116,13 @@ def tiny(
     return families.plain(LoadedModel(name, Path("."), model, tokenizer))
 
 
+def small_mamba(tokenizer: Any | None = None, name: str = "tiny", **changes: Any) -> LoadedModel:
+    """One block, and a row for each token."""
+    vocabulary = {} if tokenizer is None else {"vocab_size": len(tokenizer)}
+    settings = _COMMON | vocabulary | {"num_hidden_layers": 1, "state_size": 8} | changes
+    return tiny(transformers.MambaConfig(**settings), tokenizer, name)
+
+
 def matrices(model: LoadedModel) -> dict[str, tuple[int, ...]]:
     """Component → shape, of everything with rows and columns (norms and biases have none)."""
     shapes = ModelTensors(model).shapes

@@ -13,15 +13,9 @@ from kl_lens.run.records import Plan
 from kl_lens.targets import SessionSettings, get_target, read_artifact
 from kl_lens.targets.session import CACHES
 from tests.families import token_ids
+from tests.targets.gguf.support import kl
 
 KEPT = {"keys": "q8_0", "values": "q4_0"}
-
-
-def _kl(original: np.ndarray, other: np.ndarray) -> float:
-    p, q = (
-        x.astype(float) - np.logaddexp.reduce(x.astype(float), -1, keepdims=True) for x in (original, other)
-    )
-    return float((np.exp(p) * (p - q)).sum(-1).mean())
 
 
 def test_a_file_runs_with_the_caches_of_its_plan_and_loses_what_was_predicted(tmp_path: Path) -> None:
@@ -31,11 +25,11 @@ def test_a_file_runs_with_the_caches_of_its_plan_and_loses_what_was_predicted(tm
     assert read_artifact(tmp_path / "small").settings[CACHES] == artifact.settings[CACHES] == KEPT
     assert "--cache-type-k q8_0 --cache-type-v q4_0" in target.how_to_run("me/small", artifact)
     rounded = target.open(tmp_path / "small", SessionSettings(threads=1))
-    plain = target.open(target.weight_file(tmp_path / "small"), SessionSettings(threads=1))
+    plain = target.open(target.loaded_files(tmp_path / "small")[0], SessionSettings(threads=1))
     assert rounded.description[CACHES] == KEPT
     assert CACHES not in plain.description
-    found = _kl(plain.logits(ids), rounded.logits(ids))
-    expected = _kl(TorchSession(model).logits(ids), TorchSession(model, caches=KEPT).logits(ids))
+    found, _ = kl(plain.logits(ids), rounded.logits(ids))
+    expected, _ = kl(TorchSession(model).logits(ids), TorchSession(model, caches=KEPT).logits(ids))
     assert found == pytest.approx(expected, rel=0.25)
     assert expected > 1e-4
 

@@ -15,19 +15,18 @@ from kl_lens.targets.gguf.export import export
 from kl_lens.targets.gguf.writer import ModelTensors
 from kl_lens.weights.formats import get_format
 from tests import families
-from tests.families import _COMMON, plain
+from tests.families import plain
 from tests.targets.gguf import support
-from tests.targets.gguf.support import tiny, uniform
+from tests.targets.gguf.support import small_mamba, tiny, uniform
 
 gguf = pytest.importorskip("gguf")
 
-PER_LAYER = {"in_proj": "q4_k", "x_proj": "q6_k", "dt_proj": "q8_0", "out_proj": "q4_0"}
+PER_LAYER = {"in_proj": "q4_k", "x_proj": "q6_k", "dt_proj": "q8_0", "out_proj": "q4_0", "conv1d": "q8_0"}
 
 
 def test_the_file_holds_the_integers_of_formats_bit_for_bit(tmp_path: Path) -> None:
     """A tied Mamba with a plan of every format, and time-step matrices that no block fits."""
-    settings = {**_COMMON, "hidden_size": 256, "num_hidden_layers": 2, "state_size": 8}
-    model = tiny(transformers.MambaConfig(**settings))
+    model = small_mamba(hidden_size=256, num_hidden_layers=2)
     assignment = {
         f"backbone.layers.{i}.mixer.{kind}": name for i in range(2) for kind, name in PER_LAYER.items()
     }
@@ -55,20 +54,14 @@ def test_the_file_holds_the_integers_of_formats_bit_for_bit(tmp_path: Path) -> N
     assert (record.planned, record.realised, record.bytes) == ("q8_0", "fp16", 2 * 512 * 16)
     assert "16 columns do not divide into blocks of 32" in record.reason
     assert artifact.settings["fallbacks"] == 2
+    # State-space parameters and norms stay F32, whatever the plan says.
+    kept = {t.runtime_name.rpartition("blk.0.")[2]: t for t in artifact.tensors if t.realised == "fp32"}
+    assert {"ssm_conv1d.weight", "ssm_a", "ssm_d", "attn_norm.weight"} <= set(kept)
+    assert kept["ssm_conv1d.weight"].planned == "q8_0"
+    assert kept["ssm_conv1d.weight"].reason == "llama.cpp computes with it in F32"
     held = sum(tensor.bytes for tensor in artifact.tensors)
     assert (tmp_path / artifact.files[0]).stat().st_size > held == artifact.settings["tensor_bytes"]
     assert Artifact.from_json(json.loads(json.dumps(artifact.to_json()))) == artifact
-
-
-def test_state_space_parameters_and_norms_stay_f32_whatever_the_plan_says(tmp_path: Path) -> None:
-    model = tiny("mamba2")
-    plan = Plan("bad", {"backbone.layers.0.mixer.conv1d": "q8_0"}, made_by="test")
-    artifact = export(model, plan, tmp_path)
-    kept = {t.runtime_name.rpartition("blk.0.")[2] for t in artifact.tensors if t.realised == "fp32"}
-    assert {"ssm_conv1d.weight", "ssm_a", "ssm_d", "ssm_norm.weight", "attn_norm.weight"} <= kept
-    record = next(t for t in artifact.tensors if t.component == "backbone.layers.0.mixer.conv1d")
-    assert (record.planned, record.realised) == ("q8_0", "fp32")
-    assert record.reason == "llama.cpp computes with it in F32"
 
 
 def test_a_tied_head_may_be_called_by_either_name(tmp_path: Path) -> None:

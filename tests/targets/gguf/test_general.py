@@ -14,9 +14,9 @@ from kl_lens.run.records import Plan
 from kl_lens.study.study import generate
 from kl_lens.targets import export, get_target, locate, open_session
 from kl_lens.targets.gguf.header import read_header
-from tests.families import _COMMON, plain
+from tests.families import plain
 from tests.shipped import shipped_digests
-from tests.targets.gguf.support import tiny
+from tests.targets.gguf.support import small_mamba
 
 gguf = pytest.importorskip("gguf", reason="needs the extra gguf")
 
@@ -45,9 +45,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|stop|>"]})
     tokenizer.chat_template = TEMPLATE
     tokenizer.bos_token = "<|endoftext|>"
-    settings = {**_COMMON, "vocab_size": len(tokenizer) + 5, "num_hidden_layers": 1, "state_size": 8}
-    model = tiny(transformers.MambaConfig(**settings)).model
-    model.save_pretrained(folder)
+    small_mamba(vocab_size=len(tokenizer) + 5).model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     ends = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>", "<|stop|>"])
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends, "top_k": 20}))
@@ -63,7 +61,7 @@ def exported(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 def test_general_metadata_and_template(exported: Path, checkpoint: Path) -> None:
-    file = get_target("gguf").weight_file(exported)
+    file = get_target("gguf").loaded_files(exported)[0]
     assert file.name == "Tiny-Mamba-292K-Instruct-v0.2-F16.gguf"
     said = read_header(file).metadata
     expected = {
@@ -95,8 +93,7 @@ def test_general_metadata_and_template(exported: Path, checkpoint: Path) -> None
 
 
 def test_names_by_the_convention(tmp_path: Path) -> None:
-    settings = {**_COMMON, "hidden_size": 256, "num_hidden_layers": 1, "state_size": 8}
-    model = tiny(transformers.MambaConfig(**settings), name="owner/Mamba2-451k")
+    model = small_mamba(name="owner/Mamba2-451k", hidden_size=256)
     embedding = "backbone.embeddings"
     mixed = {embedding: "q8_0", "backbone.layers.0.mixer.in_proj": "q4_k"}
     for plan, encoding in (
@@ -122,7 +119,7 @@ def test_parts(checkpoint: Path, exported: Path, tmp_path: Path) -> None:
     sizes = [(tmp_path / name).stat().st_size for name in artifact.files]
     last = tmp_path / artifact.files[-1]
     assert target.loaded_bytes(tmp_path) == target.loaded_bytes(last) == artifact.realised_bytes == sum(sizes)
-    whole, split = read_header(target.weight_file(exported)), read_header(last)
+    whole, split = read_header(target.loaded_files(exported)[0]), read_header(last)
     tensors = ([(t.name, t.shape, t.type) for t in info.tensors] for info in (whole, split))
     assert next(tensors) == next(tensors)
     assert shipped_digests(tmp_path) == shipped_digests(exported)

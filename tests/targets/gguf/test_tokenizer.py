@@ -22,8 +22,7 @@ from kl_lens.targets.gguf.tokenizer import _SPLITS, tokenizer_data
 from kl_lens.targets.tokenizer import varied_strings
 from kl_lens.text.sources import Document, TextSource, wikitext2
 from kl_lens.text.windows import draw_windows
-from tests.families import _COMMON
-from tests.targets.gguf.support import tiny
+from tests.targets.gguf.support import small_mamba
 
 AWKWARD = [
     "0123456789 3.14159 1,000,000 2024-11-15 ½ ² ③",
@@ -54,9 +53,7 @@ def _reference() -> dict[str, Any]:
 
 
 def _session(tokenizer: Any, vocabulary: int, folder: Path) -> Any:
-    settings = {**_COMMON, "vocab_size": vocabulary, "num_hidden_layers": 1, "state_size": 8}
-    model = tiny(transformers.MambaConfig(**settings), tokenizer)
-    artifact = export(model, Plan("p", {}, "test"), folder)
+    artifact = export(small_mamba(tokenizer, vocab_size=vocabulary), Plan("p", {}, "test"), folder)
     return open_session(folder / artifact.files[0], threads=1), artifact
 
 
@@ -224,11 +221,9 @@ def test_a_wrong_name_is_found_when_the_file_is_opened(
 ) -> None:
     """As if llama.cpp's pattern of that name were another one."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(reference_path("mamba"))
-    settings = {**_COMMON, "vocab_size": len(tokenizer), "num_hidden_layers": 1, "state_size": 8}
-    model = tiny(transformers.MambaConfig(**settings), tokenizer)
     monkeypatch.setattr(gguf_tokenizer, "_pre_tokenizer", lambda specification, composes: "qwen2")
     with pytest.raises(TargetError, match=r"tokenizer \(qwen2\) splits text unlike the model's; export with"):
-        write(model, Plan("p", {}, "test"), "gguf", tmp_path / "out")
+        write(small_mamba(tokenizer), Plan("p", {}, "test"), "gguf", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from kl_lens.model.anatomy import component_name
 from kl_lens.model.files import and_more
 from kl_lens.run.records import Artifact, Plan
 from kl_lens.targets.exporting import record
-from kl_lens.targets.gguf.architectures import check_complete, get_architecture
-from kl_lens.targets.gguf.architectures.base import Shapes, TensorRule
+from kl_lens.targets.gguf.architectures import get_architecture
+from kl_lens.targets.gguf.architectures.base import Shapes, TensorRule, check_complete
 from kl_lens.targets.gguf.tokenizer import PREFIX, TOKENIZER_CHECK, tokenizer_data
 from kl_lens.targets.gguf.writer import (
     FLOAT32,
@@ -134,7 +135,8 @@ def export(
         **({TOKENIZER_CHECK: text.check} if text else {}),
         "notes": [*notes, *(text.notes if text else ())],
     }
-    return record("gguf", model, plan, folder, records, **settings)
+    planned = replace(plan, bytes=sum(job.planned_bytes for job in header.jobs))
+    return record("gguf", model, planned, folder, records, **settings)
 
 
 def file_bytes(model: LoadedModel, plan: Plan) -> int:

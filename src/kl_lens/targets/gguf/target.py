@@ -93,7 +93,7 @@ class GGUFTarget(Target):
             library.find_library()
         except TargetError:
             return "no llama.cpp is installed here, so the file was not opened; kl-lens doctor says what to install"
-        quarantine.require_opens(try_out, place, parts_of(self.weight_file(place)), self.title)
+        quarantine.require_opens(try_out, place, self.loaded_files(place), self.title)
         return None
 
     def file_bytes(self, model: LoadedModel, plan: Plan, *, exact: bool = False) -> int:
@@ -101,13 +101,6 @@ class GGUFTarget(Target):
         from kl_lens.targets.gguf.export import file_bytes
 
         return file_bytes(model, plan)
-
-    def owns(self, path: Path) -> bool:
-        return path.suffix == SUFFIX
-
-    def weight_file(self, place: Path) -> Path:
-        """The first part, if there are several."""
-        return parts_of(super().weight_file(place))[0]
 
     def loaded_files(self, place: Path) -> list[Path]:
         """All parts, even if only one is given."""
@@ -123,18 +116,18 @@ class GGUFTarget(Target):
 
     def is_all_floating(self, place: Path) -> bool:
         """From the file itself, which may have no record."""
-        return all(entry.type.lower() in FLOATS for entry in read_header(self.weight_file(place)).tensors)
+        return all(entry.type.lower() in FLOATS for entry in read_header(self.loaded_files(place)[0]).tensors)
 
     def contents(self, place: Path) -> Contents:
-        return read_header(self.weight_file(place)).contents()
+        return read_header(self.loaded_files(place)[0]).contents()
 
     # -- running -------------------------------------------------------------------------------------------
 
     def open(self, place: Path, settings: SessionSettings, *, cold: bool = False) -> Session:
         from kl_lens.targets.gguf.session import GGUFSession
 
-        record = earlier_artifact(place)
-        return GGUFSession(self.weight_file(place), settings, record.settings.get(CACHES) if record else None)
+        record, file = earlier_artifact(place), self.loaded_files(place)[0]
+        return GGUFSession(file, settings, record.settings.get(CACHES) if record else None)
 
     def dissects(self, path: Path) -> bool:
         return self.owns(path) or (path.is_dir() and any(path.glob(f"*{SUFFIX}")))

@@ -26,7 +26,7 @@ from kl_lens.model import LoadedModel
 from kl_lens.model.files import read_stored
 from kl_lens.run.records import ExportedTensor, Plan
 from kl_lens.targets.exporting import GENERATION_FILE
-from kl_lens.targets.gguf.architectures import TensorRule
+from kl_lens.targets.gguf.architectures.base import TensorRule
 from kl_lens.targets.gguf.tokenizer import CHAT_TEMPLATE, PREFIX, TokenizerData
 from kl_lens.targets.tokenizer import read_json
 from kl_lens.weights.formats.gguf_blocks import gguf_module
@@ -73,6 +73,14 @@ class TensorJob:
     @property
     def bytes(self) -> int:
         return 4 * math.prod(self.shape) if self.recipe is None else self.recipe.grid.bytes(self.shape)
+
+    @property
+    def planned_bytes(self) -> int:
+        """In the planned format, or in FP16 if that does not fit the shape."""
+        if self.planned is None:
+            return 4 * math.prod(self.shape)
+        fmt = self.planned.grid
+        return 2 * math.prod(self.shape) if fmt.fits(self.shape) else fmt.bytes(self.shape)
 
     def record(self, digest: str, weights: str) -> ExportedTensor:
         what = self.component, self.rule.name, self.planned or FLOAT32, self.recipe or FLOAT32

@@ -70,7 +70,6 @@ class Layout:
     values: dict[str, npt.NDArray[np.float32]]  # parameters outside plans: norms, convolutions, biases
     sources: dict[str, str]  # their components
     full_precision: frozenset[str]  # of these, what mlx-lm never converts to float16
-    difference: float  # of mlx-lm's logits from PyTorch's in float32: the largest, as a share of their range
 
 
 def layout_of(model: LoadedModel) -> Layout:
@@ -106,11 +105,11 @@ def _layout(model: LoadedModel, config: dict[str, Any], forgotten: dict[str, flo
         matrices.append(matrix)
     if lost := sorted(set(candidates) - {matrix.component for matrix in matrices}):
         raise UnsupportedError(f"mlx-lm's {config['model_type']} has no matrix of just {lost[0]} to quantize")
-    difference = _compared(model, runtime, ways.real)
+    _compare(model, runtime, ways.real)
     casts = getattr(runtime, "cast_predicate", lambda _: True)
     values = {name: np.array(ways.real[name]) for name in others}
     kept = frozenset(name for name in others if not casts(name))
-    return Layout(config, tuple(matrices), values, others, kept, difference)
+    return Layout(config, tuple(matrices), values, others, kept)
 
 
 def _by_row(factors: torch.Tensor, rows: torch.Tensor, shape: tuple[int, ...]) -> float | torch.Tensor:
@@ -209,8 +208,8 @@ class _Ways:
         return {name: arrays[name] for name in self.shapes}
 
 
-def _compared(model: LoadedModel, runtime: Any, weights: dict[str, Any]) -> float:
-    """`Layout.difference`; raises if mlx-lm computes another function."""
+def _compare(model: LoadedModel, runtime: Any, weights: dict[str, Any]) -> None:
+    """Raises if mlx-lm computes another function."""
     import mlx.core as mx
     from mlx_lm.models.cache import make_prompt_cache
 
@@ -236,7 +235,6 @@ def _compared(model: LoadedModel, runtime: Any, weights: dict[str, Any]) -> floa
             f"mlx-lm computes something else than PyTorch for this {model.anatomy.model_type} model "
             f"(KL {divergence:.2g} nats per token with the original weights); use another target"
         )
-    return float((ours - theirs).abs().max() / (ours.max() - ours.min()))
 
 
 # config.json as mlx-lm reads it: the checkpoint's own, with the settings that transformers 5 no longer writes.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -114,12 +113,12 @@ def _widened(array: Any) -> Any:
     return array.astype(mx.float32) if mx.issubdtype(array.dtype, mx.floating) else array
 
 
-def file_contents(file: Path) -> Contents:
+def file_contents(folder: Path) -> Contents:
     """Lookups and experts by mlx-lm's names; states as a session keeps them."""
-    config = json.loads((file.parent / "config.json").read_text(encoding="utf-8"))
+    config = read_json(folder / CONFIG_FILE)
     counts = [config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts")]
     experts, chosen = next(filter(None, counts), 0), config.get("num_experts_per_tok")
-    files = sorted(file.parent.glob("model*.safetensors"))
+    files = sorted(folder.glob("model*.safetensors"))
     arrays = [item for path in files for item in load_file(path).items()]
     untied = any(name.startswith("lm_head.") for name, _ in arrays)
     read = 0.0
@@ -130,7 +129,7 @@ def file_contents(file: Path) -> Contents:
         elif _EXPERTS in owner and chosen and experts:
             share = chosen / experts
         read += share * array.nbytes
-    with MLXSession(file.parent) as session:
+    with MLXSession(folder) as session:
         session.step(0)
         fixed, growing = session.state_bytes()
     # In float32 here; the file's own types, which a GPU uses, have half of that.

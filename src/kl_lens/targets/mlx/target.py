@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -13,6 +12,7 @@ from kl_lens.run.records import Artifact, Plan
 from kl_lens.targets.base import Contents, Health, StockRecipe, Target
 from kl_lens.targets.exporting import choices
 from kl_lens.targets.session import SessionSettings
+from kl_lens.targets.tokenizer import read_json
 from kl_lens.weights.formats import Format
 from kl_lens.weights.recipes import FP16, Recipe
 
@@ -94,12 +94,9 @@ class MLXTarget(Target):
         """Scales and biases are two more tensors of the file's list."""
         return 0 if fmt.name == FP16 else 2 * _LISTED_BYTES
 
-    def owns(self, path: Path) -> bool:
-        return path.suffix == SUFFIX
-
     def dissects(self, path: Path) -> bool:
         """A checkpoint of transformers has files of the same names: only MLX's say `mlx`."""
-        folder = path.parent if self.owns(path) else path
+        folder = _folder(path)
         file = next(iter(sorted(folder.glob(f"model*{SUFFIX}"))), None)
         if file is None or not (folder / "config.json").is_file():
             return False
@@ -110,20 +107,20 @@ class MLXTarget(Target):
     def dissect(self, place: Path) -> Dissection:
         from kl_lens.targets.mlx.session import MLXDissection
 
-        return MLXDissection(place.parent if self.owns(place) else place, self._layout)
+        return MLXDissection(_folder(place), self._layout)
 
     def loaded_files(self, place: Path) -> list[Path]:
         """All of a folder, even if only one is given."""
-        return super().loaded_files(place.parent if self.owns(place) else place)
+        return super().loaded_files(_folder(place))
 
     def contents(self, place: Path) -> Contents:
         from kl_lens.targets.mlx.session import file_contents
 
-        return file_contents(self.weight_file(place))
+        return file_contents(_folder(place))
 
     def is_all_floating(self, place: Path) -> bool:
         """From the configuration: a folder may have no record."""
-        config = json.loads((self.weight_file(place).parent / "config.json").read_text(encoding="utf-8"))
+        config = read_json(_folder(place) / "config.json")
         return not config.get("quantization") and not config.get("quantization_config")
 
     # -- running -------------------------------------------------------------------------------------------
@@ -131,7 +128,7 @@ class MLXTarget(Target):
     def open(self, place: Path, settings: SessionSettings, *, cold: bool = False) -> MLXSession:
         from kl_lens.targets.mlx.session import MLXSession
 
-        return MLXSession(self.weight_file(place).parent, device=settings.device, exact=settings.exact)
+        return MLXSession(_folder(place), device=settings.device, exact=settings.exact)
 
     @property
     def version(self) -> str:
@@ -159,3 +156,7 @@ class MLXTarget(Target):
 
     def in_float32(self, settings: SessionSettings) -> SessionSettings | None:
         return None if settings.exact or settings.device == CPU else replace(settings, exact=True)
+
+
+def _folder(place: Path) -> Path:
+    return place.parent if place.suffix == SUFFIX else place

@@ -267,10 +267,6 @@ def _epsilons(graph: Any) -> Iterator[float]:
                     yield number
 
 
-# Operations between a stored constant and its user, besides the zero point and the product with the scale.
-_PASSING = ("Convert", "Reshape", "Transpose", "Unsqueeze", "Squeeze")
-
-
 def graph_contents(folder: Path, artifact: Artifact) -> Contents:
     """Which bytes a token reads: sizes from the record; states, and whether a weight is looked up, from the graph.
     Experts count whole: the exported graph multiplies with all of them."""
@@ -295,13 +291,5 @@ def graph_contents(folder: Path, artifact: Artifact) -> Contents:
 
 def _is_looked_up(node: Any) -> bool:
     """Whether rows of a matrix are picked, and it is in no product."""
-    own = {f"{node.get_friendly_name()}/{part}" for part in ("scaled", "zero_point/subtract")}
-    users, waiting = set(), [node]
-    while waiting:
-        for reader in waiting.pop().output(0).get_target_inputs():
-            user = reader.get_node()
-            if user.get_type_name() in _PASSING or user.get_friendly_name() in own:
-                waiting.append(user)
-            else:
-                users.add(user.get_type_name())
+    users = {reader.get_node().get_type_name() for reader in _end(node.output(0)).get_target_inputs()}
     return users == {"Gather"} and len(node.get_output_shape(0)) >= 2

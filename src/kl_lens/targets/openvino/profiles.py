@@ -38,7 +38,7 @@ from kl_lens.weights.formats.integer import NNCF_SMALLEST_SCALE, SignedScaleForm
 from kl_lens.weights.formats.tables import MicroscalingFormat, NormalFloatFormat
 from kl_lens.weights.recipes import FP16, Recipe, fitting_recipe
 
-_FLOATS = (NormalFloatFormat, MicroscalingFormat)
+_KINDS = (SignedScaleFormat, ZeroPointFormat, NormalFloatFormat, MicroscalingFormat)
 _EXPANDED = ("uint2-g64", "mxfp4")
 
 
@@ -53,38 +53,32 @@ class DeviceProfile:
     """One kind of device: which weights it takes, whether it needs fixed shapes and CumBA."""
 
     name: str
-    bits: tuple[int, ...]  # integer widths it holds; FP16 always
+    bits: tuple[int, ...]  # of formats that it holds; FP16 always
     static: bool = False  # only fixed shapes, and no loops
     cumba: bool = False  # sums along a sequence as products
-    zero_points: bool = True  # runs asymmetric integers
-    floats: bool = False  # runs NF4 and MXFP4
+    kinds: tuple[type, ...] = (SignedScaleFormat, ZeroPointFormat)
 
     def holds(self, fmt: Format) -> str | None:
         """None, or why weights in this format cannot be stored for the device."""
         if fmt.name == FP16:
             return None
         asymmetric8 = fmt.bits == 8 and not fmt.symmetric
-        if asymmetric8 or not isinstance(fmt, (SignedScaleFormat, ZeroPointFormat, *_FLOATS)):
+        if asymmetric8 or not isinstance(fmt, _KINDS):
             return "OpenVINO stores FP16, NNCF's integers, uint2, NF4 and MXFP4 only"
-        if isinstance(fmt, ZeroPointFormat) and not self.zero_points:
-            return f"profile {self.name} holds symmetric integers only"
-        if isinstance(fmt, _FLOATS) and not self.floats:
-            return f"profile {self.name} holds no NF4 or MXFP4"
-        if fmt.bits not in self.bits:
-            return f"profile {self.name} holds no {fmt.bits}-bit weights"
-        return None
+        held = isinstance(fmt, self.kinds) and fmt.bits in self.bits
+        return None if held else f"profile {self.name} holds no {fmt.name}"
 
 
 PROFILES = {
     profile.name: profile
     for profile in (
-        DeviceProfile("cpu", bits=(2, 4, 8), floats=True),
+        DeviceProfile("cpu", bits=(2, 4, 8), kinds=_KINDS),
         # Intel integrated GPU (Lunar Lake)
         DeviceProfile("gpu", bits=(8,), cumba=True),
         # the same, with INT4 chosen explicitly
         DeviceProfile("gpu-int4", bits=(4, 8), cumba=True),
         # Intel NPU: fixed shapes, no loops
-        DeviceProfile("npu", bits=(4, 8), static=True, zero_points=False, cumba=True),
+        DeviceProfile("npu", bits=(4, 8), static=True, cumba=True, kinds=(SignedScaleFormat,)),
     )
 }
 

@@ -129,7 +129,6 @@ class OpenVINOSession(FedSession):
         self, compiled: ov.CompiledModel, place: Path, static: int | None, description: dict[str, Any]
     ) -> None:
         self.place, self.description, self._static = place, description, static
-        self.stateful = static is None
         names = [output.get_names() for output in compiled.outputs]
         self._at = next((i for i, given in enumerate(names) if "logits" in given), 0)
         self.vocabulary = int(compiled.outputs[self._at].get_partial_shape()[2].get_length())
@@ -138,11 +137,11 @@ class OpenVINOSession(FedSession):
     def reset(self) -> None:
         if self._request is None:
             raise self.closed()
-        if self.stateful:
+        if self._static is None:
             self._request.reset_state()
 
     def step(self, token: int) -> Logits:
-        if not self.stateful:
+        if self._static is not None:
             raise TargetError("a static forward has no state: export it without --static-tokens")
         return super().step(token)
 

@@ -1,23 +1,41 @@
 """One file per family: how its configuration and weights become llama.cpp's metadata and tensors."""
 
-from kl_lens.targets.gguf.architectures.base import (
-    TensorRule,
-    check_complete,
-    get_architecture,
-    supported_architectures,
-    why_unknown,
+import re
+
+from kl_lens.base.errors import UnsupportedError
+from kl_lens.targets.gguf.architectures import (
+    falcon_h1,
+    granite,
+    jamba,
+    kimi_linear,
+    lfm2,
+    mamba,
+    nemotron_h,
+    qwen,
 )
+from kl_lens.targets.gguf.architectures.base import Architecture
 
-# Importing a module registers its architectures.
-# isort: off
-from kl_lens.targets.gguf.architectures import falcon_h1 as falcon_h1
-from kl_lens.targets.gguf.architectures import granite as granite
-from kl_lens.targets.gguf.architectures import jamba as jamba
-from kl_lens.targets.gguf.architectures import kimi_linear as kimi_linear
-from kl_lens.targets.gguf.architectures import lfm2 as lfm2
-from kl_lens.targets.gguf.architectures import mamba as mamba
-from kl_lens.targets.gguf.architectures import nemotron_h as nemotron_h
-from kl_lens.targets.gguf.architectures import qwen as qwen
-# isort: on
+_MODULES = (falcon_h1, granite, jamba, kimi_linear, lfm2, mamba, nemotron_h, qwen)
+# transformers' model type → its architecture.
+ARCHITECTURES = {name: each.ARCHITECTURE for each in _MODULES for name in each.ARCHITECTURE.names}
+# Families that llama.cpp runs under a different name, or that its Python package does not list yet.
+_OTHER_NAMES = ("mistral", "mixtral", "minimax", "qwen4_exp_text")
 
-__all__ = ["TensorRule", "check_complete", "get_architecture", "supported_architectures", "why_unknown"]
+
+def get_architecture(model_type: str) -> Architecture:
+    if reason := why_unknown(model_type):
+        raise UnsupportedError(reason)
+    return ARCHITECTURES[model_type]
+
+
+def why_unknown(model_type: str) -> str | None:
+    """Why such models cannot be exported, or None."""
+    if model_type in ARCHITECTURES:
+        return None
+    from gguf.constants import MODEL_ARCH_NAMES
+
+    names = {re.sub(r"[-_.]", "", name) for name in MODEL_ARCH_NAMES.values()}
+    if model_type not in _OTHER_NAMES and re.sub(r"[-_.]|text$", "", model_type) not in names:
+        return f"llama.cpp has no {model_type} architecture, so there is no GGUF of it"
+    known = ", ".join(sorted(ARCHITECTURES))
+    return f"llama.cpp runs {model_type} models, but KL Lens does not write GGUF files of them yet; it writes {known}"

@@ -7,7 +7,6 @@ error that names it, and nothing is silently dropped or matched twice.
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -62,70 +61,23 @@ class TensorRule:
 
 @dataclass(frozen=True)
 class Architecture:
-    """How one transformers family becomes one llama.cpp architecture."""
+    """How families of transformers become an architecture of llama.cpp."""
 
-    model_type: str  # transformers' name
-    names: str | Callable[[Any], str]  # llama.cpp's name, or a function that gives it for a configuration
+    names: Mapping[str, str | Callable[[Any], str]]  # transformers' → llama.cpp's, or how it is found
     metadata: Callable[[Any], Metadata]
     tensors: Callable[[Any, Shapes], list[TensorRule]]
     refusals: Callable[[Any], Iterable[str]]  # reasons why this configuration is not supported
-    notes: Callable[[Any], Iterable[str]]  # known small differences
-    further: Callable[
-        [Any], list[TensorRule]
-    ]  # tensors of heads for further tokens, if llama.cpp has a place
+    notes: Callable[[Any], Iterable[str]] = lambda _: ()  # known small differences
+    # Tensors of heads for further tokens, if llama.cpp has a place.
+    further: Callable[[Any], list[TensorRule]] = lambda _: []
 
     def name(self, config: Any) -> str:
-        return self.names if isinstance(self.names, str) else self.names(config)
+        found = self.names[config.model_type]
+        return found if isinstance(found, str) else found(config)
 
     def require(self, config: Any) -> None:
         for reason in self.refusals(config):
-            raise UnsupportedError(f"this {self.model_type} model cannot be written as GGUF: {reason}")
-
-
-_architectures: dict[str, Architecture] = {}
-
-
-def register(
-    names: Mapping[str, str | Callable[[Any], str]],
-    metadata: Callable[[Any], Metadata],
-    tensors: Callable[[Any, Shapes], list[TensorRule]],
-    refusals: Callable[[Any], Iterable[str]],
-    notes: Callable[[Any], Iterable[str]] = lambda _: (),
-    further: Callable[[Any], list[TensorRule]] = lambda _: [],
-) -> None:
-    """`names`: transformers' name → llama.cpp's."""
-    for model_type, name in names.items():
-        _architectures[model_type] = Architecture(
-            model_type, name, metadata, tensors, refusals, notes, further
-        )
-
-
-def supported_architectures() -> tuple[str, ...]:
-    """The transformers model types that can be exported."""
-    return tuple(sorted(_architectures))
-
-
-def get_architecture(model_type: str) -> Architecture:
-    if reason := why_unknown(model_type):
-        raise UnsupportedError(reason)
-    return _architectures[model_type]
-
-
-# Families that llama.cpp runs under a different name, or that its Python package does not list yet.
-_OTHER_NAMES = ("mistral", "mixtral", "minimax", "qwen4_exp_text")
-
-
-def why_unknown(model_type: str) -> str | None:
-    """Why such models cannot be exported, or None."""
-    if model_type in _architectures:
-        return None
-    from gguf.constants import MODEL_ARCH_NAMES
-
-    names = {re.sub(r"[-_.]", "", name) for name in MODEL_ARCH_NAMES.values()}
-    if model_type not in _OTHER_NAMES and re.sub(r"[-_.]|text$", "", model_type) not in names:
-        return f"llama.cpp has no {model_type} architecture, so there is no GGUF of it"
-    known = ", ".join(supported_architectures())
-    return f"llama.cpp runs {model_type} models, but KL Lens does not write GGUF files of them yet; it writes {known}"
+            raise UnsupportedError(f"this {config.model_type} model cannot be written as GGUF: {reason}")
 
 
 def check_complete(rules: Sequence[TensorRule], shapes: Shapes) -> None:

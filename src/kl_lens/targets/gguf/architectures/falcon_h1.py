@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from kl_lens.targets.gguf.architectures import parts
-from kl_lens.targets.gguf.architectures.base import Factors, Metadata, Shapes, TensorRule, register
+from kl_lens.targets.gguf.architectures.base import Architecture, Factors, Metadata, Shapes, TensorRule
 
 _HEAD = "lm_head.weight"
 
@@ -82,4 +82,4 @@ def _refusals(config: Any) -> Iterable[str]:
     yield from parts.refusals(config, "attention_bias", "mlp_bias", "mamba_proj_bias", "projectors_bias")
 
 
-register({"falcon_h1": "falcon-h1"}, _metadata, _tensors, _refusals)
+ARCHITECTURE = Architecture({"falcon_h1": "falcon-h1"}, _metadata, _tensors, _refusals)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kl_lens.targets.gguf.architectures import parts
-from kl_lens.targets.gguf.architectures.base import Metadata, Shapes, TensorRule, as_is, register
+from kl_lens.targets.gguf.architectures.base import Architecture, Metadata, Shapes, TensorRule, as_is
 
 _ATTENTION = ("attention", "full_attention")  # transformers renamed it in version 5
 
@@ -105,4 +105,5 @@ def _refusals(config: Any) -> Iterable[str]:
     yield from parts.refusals(config, *biases, rope=_rotary(config) > 0)
 
 
-register({"granitemoehybrid": "granitehybrid", "bamba": "granitehybrid"}, _metadata, _tensors, _refusals)
+_NAMES = dict.fromkeys(("granitemoehybrid", "bamba"), "granitehybrid")
+ARCHITECTURE = Architecture(_NAMES, _metadata, _tensors, _refusals)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kl_lens.targets.gguf.architectures import parts
-from kl_lens.targets.gguf.architectures.base import Metadata, Shapes, TensorRule, register
+from kl_lens.targets.gguf.architectures.base import Architecture, Metadata, Shapes, TensorRule
 
 
 def _is_attention(config: Any, index: int) -> bool:
@@ -56,4 +56,4 @@ def _refusals(config: Any) -> Iterable[str]:
     yield from parts.refusals(config, "mamba_proj_bias", rope=False)
 
 
-register({"jamba": "jamba"}, _metadata, _tensors, _refusals)
+ARCHITECTURE = Architecture({"jamba": "jamba"}, _metadata, _tensors, _refusals)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from kl_lens.targets.gguf.architectures import parts
-from kl_lens.targets.gguf.architectures.base import Metadata, Shapes, TensorRule, Transform, register
+from kl_lens.targets.gguf.architectures.base import Architecture, Metadata, Shapes, TensorRule, Transform
 
 _EPSILON = 1e-6  # of the norms of keys, queries and the latent: a constant of the model's code
 
@@ -157,4 +157,4 @@ def _notes(config: Any) -> Iterable[str]:
 
 
 _NAMES = {"kimi_linear": "kimi-linear", "bailing_hybrid": "bailingmoe3"}
-register(_NAMES, _metadata, _tensors, _refusals, _notes)
+ARCHITECTURE = Architecture(_NAMES, _metadata, _tensors, _refusals, _notes)

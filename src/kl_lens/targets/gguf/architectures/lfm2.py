@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kl_lens.targets.gguf.architectures import parts
-from kl_lens.targets.gguf.architectures.base import Metadata, Shapes, TensorRule, register
+from kl_lens.targets.gguf.architectures.base import Architecture, Metadata, Shapes, TensorRule
 
 
 def _has_experts(config: Any, index: int) -> bool:
@@ -82,4 +82,4 @@ def _refusals(config: Any) -> Iterable[str]:
             yield "it has no bias for its experts, but llama.cpp's lfm2moe requires one"
 
 
-register({"lfm2": "lfm2", "lfm2_moe": "lfm2moe"}, _metadata, _tensors, _refusals)
+ARCHITECTURE = Architecture({"lfm2": "lfm2", "lfm2_moe": "lfm2moe"}, _metadata, _tensors, _refusals)

@@ -6,7 +6,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from kl_lens.targets.gguf.architectures import parts
-from kl_lens.targets.gguf.architectures.base import ENDLESS_CONTEXT, Metadata, Shapes, TensorRule, register
+from kl_lens.targets.gguf.architectures.base import (
+    ENDLESS_CONTEXT,
+    Architecture,
+    Metadata,
+    Shapes,
+    TensorRule,
+)
 
 
 def _metadata(config: Any) -> Metadata:
@@ -56,4 +62,4 @@ def _notes(config: Any) -> Iterable[str]:
 
 
 _NAMES = {"mamba": "mamba", "mamba2": "mamba2", "falcon_mamba": "mamba"}
-register(_NAMES, _metadata, _tensors, _refusals, _notes)
+ARCHITECTURE = Architecture(_NAMES, _metadata, _tensors, _refusals, _notes)

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kl_lens.targets.gguf.architectures import parts
-from kl_lens.targets.gguf.architectures.base import Metadata, Shapes, TensorRule, register
+from kl_lens.targets.gguf.architectures.base import Architecture, Metadata, Shapes, TensorRule
 
 _KINDS = {"linear_attention": "mamba", "full_attention": "attention"}  # transformers' names since version 5
 
@@ -110,4 +110,4 @@ def _name(config: Any) -> str:
     return "nemotron_h_moe" if _has_experts(config) else "nemotron_h"
 
 
-register({"nemotron_h": _name}, _metadata, _tensors, _refusals, _notes)
+ARCHITECTURE = Architecture({"nemotron_h": _name}, _metadata, _tensors, _refusals, _notes)

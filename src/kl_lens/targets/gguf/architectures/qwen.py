@@ -11,7 +11,14 @@ from typing import Any
 import torch
 
 from kl_lens.targets.gguf.architectures import parts
-from kl_lens.targets.gguf.architectures.base import Metadata, Shapes, TensorRule, Transform, as_is, register
+from kl_lens.targets.gguf.architectures.base import (
+    Architecture,
+    Metadata,
+    Shapes,
+    TensorRule,
+    Transform,
+    as_is,
+)
 
 
 def _plus_one(tensor: torch.Tensor) -> torch.Tensor:
@@ -191,4 +198,4 @@ def _notes(config: Any) -> Iterable[str]:
 
 
 _NAMES = {"qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"}
-register(_NAMES, _metadata, _tensors, _refusals, _notes, _further)
+ARCHITECTURE = Architecture(_NAMES, _metadata, _tensors, _refusals, _notes, _further)
