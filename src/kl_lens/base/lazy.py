@@ -10,12 +10,12 @@ import ast
 import importlib
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 
 class _Module:
-    """A library that is imported when a name in it is first asked for."""
+    """A module that is imported when a name in it is first asked for."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -28,6 +28,11 @@ if TYPE_CHECKING:
     import torch as torch
 else:
     torch = _Module("torch")
+
+
+def lazy_modules(package: str, *names: str) -> Iterator[Any]:
+    """Modules of a package, each imported when a name in it is first asked for."""
+    return (_Module(f"{package}.{name}") for name in names)
 
 
 def lazy_names(package: str) -> tuple[Callable[[str], Any], list[str]]:

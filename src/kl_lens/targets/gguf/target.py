@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kl_lens.base.errors import TargetError
+from kl_lens.base.lazy import lazy_modules
 from kl_lens.run.records import Artifact, Plan
 from kl_lens.targets import quarantine
 from kl_lens.targets.base import FLOATS, Contents, ExportOption, Health, StockRecipe, Target
@@ -23,6 +24,11 @@ from kl_lens.weights.recipes import FP16, Recipe, fitting_recipe
 if TYPE_CHECKING:
     from kl_lens.model import LoadedModel
     from kl_lens.targets.dissection import Dissection
+    from kl_lens.targets.gguf import activations, architectures, dissection, export, session, stock
+else:  # they load torch, or what is not installed
+    activations, architectures, dissection, export, session, stock = lazy_modules(
+        __package__, "activations", "architectures", "dissection", "export", "session", "stock"
+    )
 
 SUFFIX = ".gguf"
 BUILDING = "https://kl-lens.github.io/kl-lens/targets/#llamacpp"
@@ -51,10 +57,8 @@ class GGUFTarget(Target):
     # -- what it can hold ----------------------------------------------------------------------------------
 
     def stores(self, fmt: Format) -> str | None:
-        from kl_lens.targets.gguf.export import FORMATS, STAND_INS
-
-        known = fmt.name in STAND_INS
-        return None if known else f"GGUF has no format {fmt.name!r}; it has {', '.join(FORMATS)}"
+        known = fmt.name in export.STAND_INS
+        return None if known else f"GGUF has no format {fmt.name!r}; it has {', '.join(export.FORMATS)}"
 
     @property
     def formats(self) -> tuple[str, ...]:
@@ -69,38 +73,28 @@ class GGUFTarget(Target):
         return ("iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s")  # Q2_K and Q3_K lose to IQ2_S and IQ3_S
 
     def unsupported(self, model_type: str) -> str | None:
-        from kl_lens.targets.gguf.architectures import why_unknown
-
-        return why_unknown(model_type)
+        return architectures.why_unknown(model_type)
 
     def stock_recipes(self, model: LoadedModel) -> tuple[StockRecipe, ...]:
-        from kl_lens.targets.gguf.stock import stock_recipes
-
-        return stock_recipes(model)
+        return stock.stock_recipes(model)
 
     # -- files ---------------------------------------------------------------------------------------------
 
     def write(self, model: LoadedModel, plan: Plan, folder: Path, **options: Any) -> Artifact:
-        from kl_lens.targets.gguf.export import export
-
-        return export(model, plan, folder, **options)
+        return export.export(model, plan, folder, **options)
 
     def try_out(self, place: Path) -> str | None:
         """In another process: on some files llama.cpp aborts or hangs."""
-        from kl_lens.targets.gguf.session import try_out
-
         try:
             library.find_library()
         except TargetError:
             return "no llama.cpp is installed here, so the file was not opened; kl-lens doctor says what to install"
-        quarantine.require_opens(try_out, place, self.loaded_files(place), self.title)
+        quarantine.require_opens(session.try_out, place, self.loaded_files(place), self.title)
         return None
 
     def file_bytes(self, model: LoadedModel, plan: Plan, *, exact: bool = False) -> int:
         """Exact, from the header."""
-        from kl_lens.targets.gguf.export import file_bytes
-
-        return file_bytes(model, plan)
+        return export.file_bytes(model, plan)
 
     def loaded_files(self, place: Path) -> list[Path]:
         """All parts, even if only one is given."""
@@ -124,18 +118,16 @@ class GGUFTarget(Target):
     # -- running -------------------------------------------------------------------------------------------
 
     def open(self, place: Path, settings: SessionSettings, *, cold: bool = False) -> Session:
-        from kl_lens.targets.gguf.session import GGUFSession
-
         record, file = earlier_artifact(place), self.loaded_files(place)[0]
-        return GGUFSession(file, settings, record.settings.get(CACHES) if record else None)
+        return session.GGUFSession(file, settings, record.settings.get(CACHES) if record else None)
 
     def dissects(self, path: Path) -> bool:
         return self.owns(path) or (path.is_dir() and any(path.glob(f"*{SUFFIX}")))
 
     def dissect(self, place: Path) -> Dissection:
-        from kl_lens.targets.gguf.dissection import GGUFDissection
-
-        return GGUFDissection(parts_of(place if self.owns(place) else min(place.glob(f"*{SUFFIX}")))[0])
+        return dissection.GGUFDissection(
+            parts_of(place if self.owns(place) else min(place.glob(f"*{SUFFIX}")))[0]
+        )
 
     @property
     def version(self) -> str:
@@ -178,8 +170,6 @@ class GGUFTarget(Target):
         return not settings.gpu_layers
 
     def activations(self, model: LoadedModel, recipes: Mapping[str, Recipe]) -> AbstractContextManager[None]:
-        from kl_lens.targets.gguf.activations import as_deployed
-
         shapes = {c.name: c.shape for c in model.anatomy.components}
         realised = {name: fitting_recipe(recipe, shapes[name])[0] for name, recipe in recipes.items()}
-        return as_deployed(model.model, realised)
+        return activations.as_deployed(model.model, realised)

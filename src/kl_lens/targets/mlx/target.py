@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kl_lens.base.errors import TargetError, UnsupportedError
+from kl_lens.base.lazy import lazy_modules
 from kl_lens.run.records import Artifact, Plan
 from kl_lens.targets.base import Contents, Health, StockRecipe, Target
 from kl_lens.targets.exporting import choices
@@ -19,8 +20,9 @@ from kl_lens.weights.recipes import FP16, Recipe
 if TYPE_CHECKING:
     from kl_lens.model import LoadedModel
     from kl_lens.targets.dissection import Dissection
-    from kl_lens.targets.mlx.layout import Layout
-    from kl_lens.targets.mlx.session import MLXSession
+    from kl_lens.targets.mlx import layout, session
+else:  # they load MLX and torch
+    layout, session = lazy_modules(__package__, "layout", "session")
 
 SUFFIX = ".safetensors"
 CPU, GPU = "CPU", "GPU"
@@ -35,7 +37,7 @@ class MLXTarget(Target):
     usual = False
 
     def __init__(self) -> None:
-        self._layouts: dict[str, Layout] = {}  # by fingerprint, the last one only
+        self._layouts: dict[str, layout.Layout] = {}  # by fingerprint, the last one only
 
     # -- what it can hold ----------------------------------------------------------------------------------
 
@@ -63,32 +65,24 @@ class MLXTarget(Target):
         return ("affine2-g128", "affine2-g64")
 
     def stock_recipes(self, model: LoadedModel) -> tuple[StockRecipe, ...]:
-        from kl_lens.targets.mlx.layout import stock_recipes
+        return layout.stock_recipes(model, self._layout(model))
 
-        return stock_recipes(model, self._layout(model))
-
-    def _layout(self, model: LoadedModel) -> Layout:
-        from kl_lens.targets.mlx.layout import layout_of
-
+    def _layout(self, model: LoadedModel) -> layout.Layout:
         if model.fingerprint not in self._layouts:
-            self._layouts = {model.fingerprint: layout_of(model)}
+            self._layouts = {model.fingerprint: layout.layout_of(model)}
         return self._layouts[model.fingerprint]
 
     # -- files ---------------------------------------------------------------------------------------------
 
     def write(self, model: LoadedModel, plan: Plan, folder: Path, **options: Any) -> Artifact:
-        from kl_lens.targets.mlx.layout import export
-
         if model.classifier is not None:
             raise UnsupportedError("mlx-lm runs language models only")
         chosen = choices(model, plan, self.fit)
-        return export(model, plan, self._layout(model), chosen, folder)
+        return layout.export(model, plan, self._layout(model), chosen, folder)
 
     def file_bytes(self, model: LoadedModel, plan: Plan, *, exact: bool = False) -> int:
         """Exact, from the header."""
-        from kl_lens.targets.mlx.layout import file_bytes
-
-        return file_bytes(model, self._layout(model), choices(model, plan, self.fit))
+        return layout.file_bytes(model, self._layout(model), choices(model, plan, self.fit))
 
     def overhead(self, fmt: Format) -> int:
         """Scales and biases are two more tensors of the file's list."""
@@ -105,18 +99,14 @@ class MLXTarget(Target):
             return b'"format":"mlx"' in content.read(min(size, _LONGEST_HEADER)).replace(b" ", b"")
 
     def dissect(self, place: Path) -> Dissection:
-        from kl_lens.targets.mlx.session import MLXDissection
-
-        return MLXDissection(_folder(place), self._layout)
+        return session.MLXDissection(_folder(place), self._layout)
 
     def loaded_files(self, place: Path) -> list[Path]:
         """All of a folder, even if only one is given."""
         return super().loaded_files(_folder(place))
 
     def contents(self, place: Path) -> Contents:
-        from kl_lens.targets.mlx.session import file_contents
-
-        return file_contents(_folder(place))
+        return session.file_contents(_folder(place))
 
     def is_all_floating(self, place: Path) -> bool:
         """From the configuration: a folder may have no record."""
@@ -125,10 +115,8 @@ class MLXTarget(Target):
 
     # -- running -------------------------------------------------------------------------------------------
 
-    def open(self, place: Path, settings: SessionSettings, *, cold: bool = False) -> MLXSession:
-        from kl_lens.targets.mlx.session import MLXSession
-
-        return MLXSession(_folder(place), device=settings.device, exact=settings.exact)
+    def open(self, place: Path, settings: SessionSettings, *, cold: bool = False) -> session.MLXSession:
+        return session.MLXSession(_folder(place), device=settings.device, exact=settings.exact)
 
     @property
     def version(self) -> str:

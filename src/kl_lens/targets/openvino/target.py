@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from kl_lens.base.errors import TargetError
 from kl_lens.base.files import write_text
+from kl_lens.base.lazy import lazy_modules
 from kl_lens.run.records import Artifact, Plan
 from kl_lens.targets.base import Contents, ExportOption, StockRecipe, Target
 from kl_lens.targets.exporting import read_artifact
@@ -29,7 +30,12 @@ if TYPE_CHECKING:
 
     from kl_lens.model import LoadedModel
     from kl_lens.targets.dissection import Dissection
+    from kl_lens.targets.openvino import convert, dissection, profiles, session
     from kl_lens.weights.formats import Quantized
+else:  # they load OpenVINO and torch
+    convert, dissection, profiles, session = lazy_modules(
+        __package__, "convert", "dissection", "profiles", "session"
+    )
 
 _ARM = ("aarch64", "arm64")
 # Bytes that a quantized matrix adds to the .xml, compared with an FP16 one: its decompression nodes. (symmetric, in
@@ -64,10 +70,8 @@ class BenchmarkApp:
     def input_shapes(self, place: Path) -> str | None:
         """One token. benchmark_app fills inputs at random, so `beam_idx` finds no state and every token starts from
         zeros: the same work."""
-        from kl_lens.targets.openvino.session import read_graph
-
         shapes = []
-        for entry in read_graph(graph_file(place)).inputs:
+        for entry in session.read_graph(graph_file(place)).inputs:
             shape = entry.get_partial_shape()
             if shape.is_dynamic:
                 sizes = ",".join(str(d.get_length()) if d.is_static else "1" for d in shape)
@@ -140,21 +144,15 @@ class OpenVINOTarget(Target):
     # -- what it can hold ----------------------------------------------------------------------------------
 
     def stores(self, fmt: Format) -> str | None:
-        from kl_lens.targets.openvino.profiles import PROFILES
-
-        return PROFILES["cpu"].holds(fmt)
+        return profiles.PROFILES["cpu"].holds(fmt)
 
     def holds(self, fmt: Format, shape: Sequence[int]) -> str | None:
-        from kl_lens.targets.openvino.profiles import PROFILES, lowered
-
-        return lowered(Recipe(fmt.name), tuple(shape), PROFILES["cpu"])[1]
+        return profiles.lowered(Recipe(fmt.name), tuple(shape), profiles.PROFILES["cpu"])[1]
 
     @property
     def formats(self) -> tuple[str, ...]:
-        from kl_lens.targets.openvino.profiles import expanded
-
         machine = platform.machine()
-        small = () if "uint2-g64" in expanded(machine) else ("uint2-g64",)
+        small = () if "uint2-g64" in profiles.expanded(machine) else ("uint2-g64",)
         # On ARM there are integer kernels for symmetric weights only.
         asymmetric = () if machine in _ARM else ("uint4-g128", "uint4-g64")
         return (*small, *asymmetric, "int4-g128", "int4-g64", "int4-g32", "int8", FP16)
@@ -164,27 +162,21 @@ class OpenVINOTarget(Target):
         return (*self.recipes(("int4-g128", "int4-g32")), Recipe("int8"))
 
     def stock_recipes(self, model: LoadedModel) -> tuple[StockRecipe, ...]:
-        from kl_lens.targets.openvino.profiles import stock_recipes
-
-        return stock_recipes(model)
+        return profiles.stock_recipes(model)
 
     # -- files ---------------------------------------------------------------------------------------------
 
     def write(self, model: LoadedModel, plan: Plan, folder: Path, **options: Any) -> Artifact:
-        from kl_lens.targets.openvino.convert import export
-
-        return export(model, plan, folder, **options)
+        return convert.export(model, plan, folder, **options)
 
     def try_out(self, place: Path) -> None:
         """Opens our own graph in this process: another one would take longer."""
-        from kl_lens.targets.openvino.session import compile_graph, open_foreign, open_session, read_graph
-
         if self.owns(place):
-            open_foreign(place, SessionSettings())
+            session.open_foreign(place, SessionSettings())
         elif read_artifact(place).settings.get("with_head", True):
-            open_session(place, threads=1, cache=False)
+            session.open_session(place, threads=1, cache=False)
         else:  # for benchmark_app alone
-            compile_graph(read_graph(graph_file(place)), "CPU", threads=1)
+            session.compile_graph(session.read_graph(graph_file(place)), "CPU", threads=1)
 
     def file_bytes(self, model: LoadedModel, plan: Plan, *, exact: bool = False) -> int:
         """The FP16 artifact's size, with every quantized matrix's bytes and decompression nodes put in its place; the
@@ -232,18 +224,14 @@ class OpenVINOTarget(Target):
         return [place, place.with_suffix(".bin")] if self.owns(place) else super().loaded_files(place)
 
     def contents(self, place: Path) -> Contents | None:
-        from kl_lens.targets.openvino.dissection import graph_contents
-
-        return None if self.owns(place) else graph_contents(place, read_artifact(place))
+        return None if self.owns(place) else dissection.graph_contents(place, read_artifact(place))
 
     # -- running -------------------------------------------------------------------------------------------
 
     def open(self, place: Path, settings: SessionSettings, *, cold: bool = False) -> Session:
-        from kl_lens.targets.openvino.session import open_foreign, open_session
-
         if self.owns(place):
-            return open_foreign(place, settings)
-        return open_session(
+            return session.open_foreign(place, settings)
+        return session.open_session(
             place, device=settings.device, threads=settings.threads, exact=settings.exact, cache=not cold
         )
 
@@ -251,19 +239,13 @@ class OpenVINOTarget(Target):
         return path.suffix == ".xml" or (path / IR_FILE).is_file()
 
     def dissect(self, place: Path) -> Dissection:
-        from kl_lens.targets.openvino.dissection import OpenVINODissection
-
-        return OpenVINODissection(place, self.open)
+        return dissection.OpenVINODissection(place, self.open)
 
     def require_device(self, device: str) -> None:
-        from kl_lens.targets.openvino.session import require_device
-
-        require_device(device)
+        session.require_device(device)
 
     def fewest_threads(self, place: Path) -> int:
-        from kl_lens.targets.openvino.session import fewest_threads, read_graph
-
-        return fewest_threads(read_graph(graph_file(place)))
+        return session.fewest_threads(session.read_graph(graph_file(place)))
 
     def in_float32(self, settings: SessionSettings) -> SessionSettings | None:
         return None if settings.exact else replace(settings, exact=True)
@@ -276,14 +258,10 @@ class OpenVINOTarget(Target):
         return deployed and any(recipe != FP16 for recipe in recipes.values())
 
     def activations(self, model: LoadedModel, recipes: Mapping[str, Recipe]) -> AbstractContextManager[None]:
-        from kl_lens.targets.openvino.profiles import as_deployed
-
-        return as_deployed(model.model, recipes)
+        return profiles.as_deployed(model.model, recipes)
 
     def kernel_values(self, fmt: Format, quantized: Quantized) -> torch.Tensor:
-        from kl_lens.targets.openvino.profiles import kernel_values
-
-        return kernel_values(fmt, quantized)
+        return profiles.kernel_values(fmt, quantized)
 
 
 def _repeats_a_matrix(model: LoadedModel) -> bool:
