@@ -4,6 +4,7 @@
     python benchmarks/gpu.py agreement reference:mamba,reference:mamba2,reference:hybrid
     python benchmarks/gpu.py types reference:mamba,reference:mamba2,reference:hybrid [--draws 16]
     python benchmarks/gpu.py gptq mamba-130m [--format int4-g64]   # each with [--write docs/results/speed.csv]
+    python benchmarks/gpu.py states mamba2-130m    # every state and cache in every format, 4 windows of 1,024 tokens
 
 Shapes have random weights and text of random tokens, 64 windows of 512, INT4 and INT8, every candidate; the plain
 engine measures two of them. Agreement is on WikiText-2 against the plain engine in float32. Types: a whole model in a
@@ -28,11 +29,12 @@ from scipy.stats import kendalltau
 from kl_lens.base.units import parse_bytes
 from kl_lens.measuring.engines import DEFAULT_MEMORY, Engine, FastEngine, PlainEngine
 from kl_lens.measuring.joint import PlanMeter
-from kl_lens.measuring.perturbation import Candidate, find_candidates
+from kl_lens.measuring.perturbation import Candidate, find_candidates, find_state_candidates
 from kl_lens.measuring.pieces import noise_floor
 from kl_lens.model import LoadedModel, load
 from kl_lens.run.samples import WindowMetrics, summarise
 from kl_lens.study.calibrate import CalibrateSettings
+from kl_lens.study.measure import STATE_TOKENS, STATE_WINDOWS
 from kl_lens.study.session import Session
 from kl_lens.text.windows import draw_windows
 from kl_lens.weights.formats import get_format
@@ -126,6 +128,21 @@ def sweep(name: str, arguments: argparse.Namespace) -> None:
         numbers["plain", "s"] = f"{taken * len(candidates):.0f}"
         print(f"  plain float32 {taken:.3f} s each, {taken * len(candidates):.0f} s for all", flush=True)
     record(arguments, "gpu sweep", name, numbers)
+
+
+def states(name: str, arguments: argparse.Namespace) -> None:
+    """Twice: with kernels to compile, and without."""
+    model = on_gpu(name)
+    candidates, _ = find_state_candidates(model)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 50000, (STATE_WINDOWS, STATE_TOKENS), generator=generator)
+    engine = FastEngine(model)
+    numbers = {("", "candidates"): str(len(candidates))}
+    for run in ("first", "again"):
+        taken = seconds(lambda: measured(engine, candidates, ids))
+        numbers[run, "s"] = f"{taken:.1f}"
+        print(f"{name}: {len(candidates)} states and caches, {run}: {taken:.1f} s", flush=True)
+    record(arguments, "gpu states", name, numbers)
 
 
 def agreement(name: str, arguments: argparse.Namespace) -> None:
@@ -230,7 +247,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("sweep", "agreement", "types", "gptq"))
+    parser.add_argument("what", choices=("sweep", "states", "agreement", "types", "gptq"))
     parser.add_argument("models")
     parser.add_argument("--windows", type=int, default=64)
     parser.add_argument("--precisions", default=PRECISIONS)
@@ -246,8 +263,8 @@ def main() -> None:
     arguments = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
     for name in arguments.models.split(","):
-        work = {"sweep": sweep, "agreement": agreement, "types": types, "gptq": gptq}[arguments.what]
-        work(name, arguments)
+        works = {"sweep": sweep, "states": states, "agreement": agreement, "types": types, "gptq": gptq}
+        works[arguments.what](name, arguments)
         torch.cuda.empty_cache()
 
 
