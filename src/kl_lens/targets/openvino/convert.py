@@ -31,6 +31,7 @@ from kl_lens.targets.openvino.session import HEAD_NODE, read_graph
 from kl_lens.targets.tokenizer import other_ids, varied_strings
 from kl_lens.weights.recipes import FP16
 
+_CACHES = {"keys": "KEY", "values": "VALUE"}  # in names of OpenVINO's settings
 
 def export(
     model: LoadedModel,
@@ -80,6 +81,10 @@ def export(
         **({} if model.classifier is None else {"task": model.classifier.name}),
         "rewritten": rewrites.apply(graph, cumba=profile.cumba),
     }
+    for kind, name in plan.caches.items():  # OpenVINO reads this from the file, whichever program opens it
+        number, _, group = name.replace(FP16, "f16").partition("-")
+        for what, value in {"PRECISION": number, "GROUP_SIZE": group or "0"}.items():
+            graph.set_rt_info(value, ["runtime_options", f"{_CACHES[kind]}_CACHE_{what}"])
     _save(graph, place / IR_FILE)
     del graph
     constants.check_saved(read_graph(place / IR_FILE), placed)

@@ -28,7 +28,7 @@ from kl_lens.targets.exporting import read_artifact
 from kl_lens.targets.openvino import scans
 from kl_lens.targets.openvino.folder import graph_file
 from kl_lens.targets.openvino.rewrites import is_gated
-from kl_lens.targets.session import FedSession, Logits, SessionSettings
+from kl_lens.targets.session import CACHES, FedSession, Logits, SessionSettings
 from kl_lens.text.images import Preparation, pixels_of
 from kl_lens.weights.formats import get_format
 
@@ -92,6 +92,8 @@ def open_session(
     kept = folder / CACHE_FOLDER if cache else None
     compiled = compile_graph(graph, device, exact=exact, threads=threads, cache=kept, settings=settings)
     about = describe(compiled, device) | {"mode": "exact" if exact else "deployed", "plan": artifact.plan}
+    if not exact and (caches := artifact.settings.get(CACHES)):
+        about[CACHES] = caches
     if of_images:
         return ImageSession(compiled, Preparation.of(folder, {}), about)
     return OpenVINOSession(compiled, folder, static, about | {"static_tokens": static})
@@ -152,11 +154,14 @@ class OpenVINOSession(FedSession):
             # Padded at the end, which a causal model does not see.
             padded = np.array([tokens + [0] * (most - len(tokens))], np.int64)
             return self._infer({"input_ids": padded})[: len(tokens)]
-        size, rows = LOGITS_CHUNK if every else len(tokens), []
-        for start in range(0, len(tokens), size):
-            ids = np.array([tokens[start : start + size]], np.int64)
-            wanted = np.arange(ids.size) if every else np.array([ids.size - 1])
-            rows.append(self._infer({"input_ids": ids, "rows": wanted}))
+        cuts = list(range(LOGITS_CHUNK, len(tokens), LOGITS_CHUNK)) if every else []
+        # The first call attends to keys and values as computed; later ones, to those that are kept.
+        if every and CACHES in self.description and len(tokens) > 1:
+            cuts = [1, *cuts]
+        rows = []
+        for part in np.split(np.array([tokens], np.int64), cuts, 1):
+            wanted = np.arange(part.size) if every else np.array([part.size - 1])
+            rows.append(self._infer({"input_ids": part, "rows": wanted}))
         return np.concatenate(rows)
 
     def close(self) -> None:
@@ -279,6 +284,8 @@ def compile_graph(
     if threads is not None and device == "CPU":
         properties["INFERENCE_NUM_THREADS"] = threads
     properties.update(settings or {})
+    if not exact and graph.has_rt_info(["runtime_options"]):
+        properties.pop("KV_CACHE_PRECISION", None)  # the file says it
     if cache is not None:
         # A folder for each set of settings: OpenVINO 2026.4 itself returns graphs compiled with other settings.
         key = json.dumps([ov.__version__, device, properties], sort_keys=True, default=str)

@@ -122,6 +122,8 @@ class OpenVINOTarget(Target):
     loads = (WEIGHT_FILE, IR_FILE)  # and not the graphs of the tokenizer
     besides = f"the graph ({IR_FILE})"
     published = BenchmarkApp()
+    # On ARM the plugin keeps keys and values as it computes them.
+    cache_formats = () if platform.machine() in _ARM else (FP16, "u8", "u4", "u4-32")
     methods, recipe_tool = ("gptq", "search"), "nncf"
     exact_options = (
         "set INFERENCE_PRECISION_HINT and KV_CACHE_PRECISION to f32, DYNAMIC_QUANTIZATION_GROUP_SIZE to 0"

@@ -1,0 +1,92 @@
+"""Predicted and measured peak memory of files in a context that is full: `--memory` counts with the predictions.
+
+    python benchmarks/memory.py reference:hybrid,hybrid-0.1b,FOLDER [--contexts 1024,2048] [--targets gguf,openvino]
+                                [--write docs/results/memory.csv]
+
+Each file runs in a fresh process with one thread (`kl_lens.profiling.memory`). `hybrid-0.1b` is random, with 113
+million weights. Caches are the runtime's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+from common import machine  # isort: skip  (first: it sets the environment that torch reads)
+import torch
+import transformers
+
+from kl_lens.model import LoadedModel, load
+from kl_lens.model.carried import carried_by
+from kl_lens.planning import held_by
+from kl_lens.profiling.memory import fresh_process
+from kl_lens.run.records import Plan
+from kl_lens.targets import SessionSettings, get_target
+from kl_lens.targets.base import Usage
+from kl_lens.weights.recipes import FP16, Recipe, fitting_recipe
+from result_files import Row, add_option, write
+
+FORMATS = {"gguf": (FP16, "q8_0", "q4_0"), "openvino": (FP16, "int8", "int4-g32")}
+RANDOM = "hybrid-0.1b"
+
+
+def opened(name: str) -> LoadedModel:
+    if name != RANDOM:
+        return load(name)
+    torch.manual_seed(0)
+    config = transformers.FalconH1Config(
+        vocab_size=32000, hidden_size=768, intermediate_size=2048, num_hidden_layers=10, num_attention_heads=12,
+        num_key_value_heads=4, head_dim=64, mamba_d_ssm=1536, mamba_n_heads=24, mamba_d_head=64, mamba_d_state=64,
+        mamba_n_groups=1, tie_word_embeddings=True, max_position_embeddings=16384,
+    )  # fmt: skip
+    model = transformers.FalconH1ForCausalLM(config).eval().requires_grad_(False)
+    return LoadedModel(name, Path(), model, load("reference:hybrid").tokenizer, source=name)
+
+
+def rows(name: str, model: LoadedModel, target_name: str, contexts: list[int]) -> list[Row]:
+    found, target, carried = [], get_target(target_name), carried_by(model.config, name)
+    for fmt in FORMATS[target_name]:
+        recipes = {c.name: fitting_recipe(Recipe(fmt), c.shape)[0] for c in model.anatomy.candidates}
+        with tempfile.TemporaryDirectory() as folder:
+            place = Path(folder) / "file"
+            target.export(model, Plan("file", {k: str(r) for k, r in recipes.items()}, "memory.py"), place)
+            file = target.loaded_bytes(place)
+            for context in contexts:
+                held = held_by(target, carried, Usage(context), quantized=fmt != FP16)
+                copies = target.footprint(quantized=fmt != FP16).copies
+                expected = held.bytes({}) + copies * file
+                peak = fresh_process(
+                    place, target_name, SessionSettings(threads=1, context=context)
+                ).peak_bytes
+                found.append(
+                    {
+                        "model": name, "runtime": target.title, "weights": fmt, "context": str(context),
+                        "file": str(file), "states": str(held.states),
+                        "caches": str(held.bytes({}) - held.fixed), "predicted": f"{expected:.0f}",
+                        "measured": str(peak), "off": f"{expected / peak - 1:+.1%}",
+                    }
+                )  # fmt: skip
+                print(*found[-1].values(), sep="; ", flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("models")
+    parser.add_argument("--contexts", default="1024,2048")
+    parser.add_argument("--targets", default="gguf,openvino")
+    add_option(parser)
+    arguments = parser.parse_args()
+    print(machine())
+    for name in arguments.models.split(","):
+        model, label = opened(name), Path(name).name if Path(name).exists() else name
+        for target in arguments.targets.split(","):
+            new = rows(label, model, target, [int(each) for each in arguments.contexts.split(",")])
+            write(arguments.write, new, ("model", "runtime", "weights", "context", "machine"))
+
+
+if __name__ == "__main__":
+    main()
