@@ -1,7 +1,7 @@
 """States and caches in the formats of runtimes: what they cost, in which block, and whether it grows along the text.
 
-    python benchmarks/states.py reference:mamba,stressed:reference:hybrid,FOLDER,… [--windows 4] [--runs DIR]
-                                [--write docs/results/states.csv]
+    python benchmarks/states.py reference:mamba,stressed:reference:hybrid,FOLDER,… [--windows 4] [--device cuda]
+                                [--runs DIR] [--write docs/results/states.csv]
 
 All blocks at once in each format, as a runtime would keep them, and each block alone (`kl-lens measure --states`), for
 the sum and the worst block. Text: the windows of that command. `--runs` keeps the journals, to go on after a stop.
@@ -31,9 +31,9 @@ from result_files import Row, add_option, write
 from stress import plant
 
 
-def rows(name: str, windows: int, place: Path) -> list[Row]:
+def rows(name: str, windows: int, place: Path, device: str) -> list[Row]:
     base = name.removeprefix("stressed:")
-    model = load(base)
+    model = load(base, device=device)
     if base != name:
         plant(model, base)
     session = Session(given=model)
@@ -84,13 +84,18 @@ def main() -> None:
     parser.add_argument("models")
     parser.add_argument("--windows", type=int, default=4)
     parser.add_argument("--runs", type=Path)
+    parser.add_argument("--device", default="cpu")
     add_option(parser)
     arguments = parser.parse_args()
     print(machine())
     for name in arguments.models.split(","):
         with tempfile.TemporaryDirectory() as folder:
             place = (arguments.runs or Path(folder)) / name.replace(":", "-").replace("/", "-")
-            write(arguments.write, rows(name, arguments.windows, place), ("model", "kind", "format"))
+            write(
+                arguments.write,
+                rows(name, arguments.windows, place, arguments.device),
+                ("model", "kind", "format"),
+            )
 
 
 if __name__ == "__main__":

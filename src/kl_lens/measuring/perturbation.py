@@ -138,6 +138,8 @@ def find_state_candidates(
 ) -> tuple[list[Candidate], list[tuple[Component, Recipe, str]]]:
     """Every state and cache × format (default: `states.MENUS`), and what does not fit, with the reason. Of formats that
     are the same for a shape, the first counts."""
+    if model.classifier is not None:
+        raise RunError(f"{model.name} classifies images: it keeps nothing from token to token")
     expression, there = name_pattern(pattern), states_of(model)
     if not there:
         why = "our kernels are not used" if not model.chain.fast else "it has no Mamba scan and no attention"
@@ -145,6 +147,9 @@ def find_state_candidates(
     fitting: dict[tuple[Component, StateFormat, int], Candidate] = {}
     unfit: list[tuple[Component, Recipe, str]] = []
     matching = [component for component in there if expression.search(component.name)]
+    if not matching:
+        kinds = " and ".join(dict.fromkeys(component.kind for component in there))
+        raise RunError(f"{model.name} has {kinds}, such as {there[0].name}, and nothing that matches {pattern!r}")
     for component in matching:
         kind, shape = component.kind, (1, *component.shape)[-2:]
         for name in formats or MENUS[kind]:
@@ -160,9 +165,7 @@ def find_state_candidates(
                 key = (component, replace(how, scales=""), how.group(*shape))
                 fitting.setdefault(key, Candidate(component, Recipe(name)))
     if not fitting:
-        raise RunError(
-            f"--components {pattern!r} and --formats: none of {', '.join(c.name for c in there[:4])}, … fits"
-        )
+        raise RunError(f"{matching[0].name}: {unfit[0][2]}")
     return list(fitting.values()), unfit
 
 

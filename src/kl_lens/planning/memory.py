@@ -28,25 +28,27 @@ def held_by(
     is no choice. `quantized`: whether the file's weights are."""
     share, caches = target.footprint(quantized=quantized), []
     for kind in CACHES:
-        numbers = getattr(carried, kind) * use.batch * use.context
+        if not (numbers := getattr(carried, kind) * use.batch * use.context):
+            continue
         default, *others = target.cache_formats or (FP16,)
-        bits = {default: 16.0 if target.cache_formats else share.cache_bits}
-        losses = {default: 0.0}
+        usual = numbers * (16 if target.cache_formats else share.cache_bits) // 8
+        choices = [Choice(usual, 0.0, 0.0, Recipe(default))]
         for name in others:
-            if (loss := _loss(kind, name, table)) is not None:
-                bits[name], losses[name] = StateFormat.parse(name, kind).bits((1, 64)), loss
-        choices = [Choice(math.ceil(numbers * bits[n] / 8), losses[n], 0.0, Recipe(n)) for n in bits]
-        if numbers:
-            caches.append(Group((kind,), tuple(choices)))
+            if measured := _measured(kind, name, table):
+                bits, loss = measured
+                choices.append(Choice(math.ceil(numbers * bits / 8), loss, 0.0, Recipe(name)))
+        caches.append(Group((kind,), tuple(choices)))
     held = Held(share.bytes(carried, use), 4 * carried.states * use.batch, tuple(caches))
     file = max(0, memory - held.bytes({})) / share.copies
     return replace(held, runtime=held.runtime + math.ceil((share.copies - 1) * file))
 
 
-def _loss(kind: str, name: str, table: SensitivityTable | None) -> float | None:
-    """The sum over all blocks; None if one was not measured."""
-    if table is None:
+def _measured(kind: str, name: str, table: SensitivityTable | None) -> tuple[float, float] | None:
+    """Bits per number and the loss of all blocks; None if one was not measured."""
+    parts = {c.name: c.shape for c in table.components if c.kind == kind} if table else {}
+    found = [m for m in table.measurements if m.component in parts and m.format == name] if table else []
+    if not found or len(found) < len(parts):
         return None
-    names = {component.name for component in table.components if component.kind == kind}
-    kls = [m.metrics[KL].value for m in table.measurements if m.component in names and m.format == name]
-    return math.fsum(max(0.0, kl) for kl in kls) if len(kls) == len(names) else None
+    numbers, how = [math.prod(shape) for shape in parts.values()], StateFormat.parse(name, kind)
+    bits = sum(n * how.bits(shape) for n, shape in zip(numbers, parts.values(), strict=True)) / sum(numbers)
+    return bits, math.fsum(max(0.0, m.metrics[KL].value) for m in found)

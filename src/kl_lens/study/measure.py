@@ -54,6 +54,7 @@ from kl_lens.weights.recipes import Recipe, parsed
 DEFAULT_FORMATS = ("int4", "int8")
 WINDOWS = 64
 STATE_WINDOWS, STATE_TOKENS = 4, 1024  # long windows, so that drift shows
+CACHES_ONLY = r"\.(keys|values)$"  # the components that targets have formats for
 SCREENING = "screening"  # role of the first measurements, on little text
 # Shares of the limit to plan for, round by round; every round plans with what the one before has measured. Below the
 # range of the last round a plan would lack larger formats and lose much; above it, it would only lack smaller ones.
@@ -179,10 +180,10 @@ def measure(settings: MeasureSettings, session: Session) -> MeasureResult:
             model, run, memory_budget=settings.memory_budget, precision=settings.precision, share=share
         )
         if settings.states:
-            formats = settings.formats or (
-                get_target(settings.target).cache_formats if settings.target else None
-            )
-            return measure_states(session, sweep, windows, hire, formats, settings.components)
+            formats, components = settings.formats, settings.components
+            if settings.target is not None and not formats:
+                formats, components = get_target(settings.target).cache_formats, components or CACHES_ONLY
+            return measure_states(session, sweep, windows, hire, formats, components)
         result = measure_recipes(
             session, sweep, menu, windows, hire, target=settings.target, components=settings.components,
             limits=settings.limits, held_out=settings.held_out, exhaustive=settings.exhaustive, learnt_in=whole,

@@ -520,7 +520,7 @@ class _Job:
         text = replace(self.settings.calibration, windows=None, window_length=None)
         windows = self.session.calibration_windows(measure.states_text(text, self.model), self.model.task)
         sweep = Sweep(self.model, self.journal)
-        how = (self.session, sweep, windows, self._hire, formats, r"\.(keys|values)$")
+        how = (self.session, sweep, windows, self._hire, formats, measure.CACHES_ONLY)
         self.do(
             "measure", lambda: measure.measure_states(*how), target, key=f"states {target}", given=formats
         )
