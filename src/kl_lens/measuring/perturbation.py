@@ -149,7 +149,9 @@ def find_state_candidates(
     matching = [component for component in there if expression.search(component.name)]
     if not matching:
         kinds = " and ".join(dict.fromkeys(component.kind for component in there))
-        raise RunError(f"{model.name} has {kinds}, such as {there[0].name}, and nothing that matches {pattern!r}")
+        raise RunError(
+            f"{model.name} has {kinds}, such as {there[0].name}, and nothing that matches {pattern!r}"
+        )
     for component in matching:
         kind, shape = component.kind, (1, *component.shape)[-2:]
         for name in formats or MENUS[kind]:

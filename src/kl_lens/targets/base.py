@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import platform
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -77,15 +78,19 @@ class Footprint:
 
 PART = 512
 # (target, whether weights are quantized) → fitted to the peak memory of fresh processes (`kl_lens.profiling.memory`,
-# one thread, aarch64) that fill a context: hybrids of 6 and 113 million weights, contexts of 512 to 8,192.
-# docs/states.md has predictions and peaks. llama.cpp: xllamacpp 2026.10. OpenVINO 2026.4.1 makes the products of inputs
-# and states for all tokens of a part, and scores several times; with integers it computes in float32, and keeps the
-# file besides its own copy.
+# one thread) that fill a context: hybrids of 6 and 113 million weights, contexts of 512 to 8,192; docs/states.md has
+# predictions and peaks. llama.cpp: xllamacpp 2026.10. OpenVINO 2026.4.1 makes the products of inputs and states for all
+# tokens of a part. On ARM it makes scores several times; with integers it computes in float32, and keeps the file
+# besides its own copy. On x86 compiling takes several copies of the file.
 FOOTPRINTS = {
     ("gguf", True): Footprint(56_300_000, widths=16.3, scores=2.3),
     ("gguf", False): Footprint(56_300_000, widths=16.3, scores=2.3),
     ("openvino", True): Footprint(109_000_000, 2.1, states=0.55, head_scores=53, cache_bits=32),
     ("openvino", False): Footprint(145_000_000, 1.44, states=0.83, head_scores=18.5),
+}
+ON_X86 = {
+    ("openvino", True): Footprint(162_000_000, 2.85, states=0.55, head_scores=8),
+    ("openvino", False): Footprint(160_000_000, 4.5, states=0.83, head_scores=8),
 }
 
 
@@ -149,7 +154,8 @@ class Target(ABC):
     exact_options: ClassVar[str] = ""  # how its users get the arithmetic of an exact session
 
     def footprint(self, *, quantized: bool = True) -> Footprint:
-        return FOOTPRINTS.get((self.name, quantized), Footprint())
+        footprints = FOOTPRINTS | (ON_X86 if platform.machine() == "x86_64" else {})
+        return footprints.get((self.name, quantized), Footprint())
 
     # -- what it can hold ----------------------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ from kl_lens.weights.recipes import FP16
 
 _CACHES = {"keys": "KEY", "values": "VALUE"}  # in names of OpenVINO's settings
 
+
 def export(
     model: LoadedModel,
     plan: Plan,
