@@ -25,8 +25,8 @@ from kl_lens.model.states import StateFormat
 from kl_lens.run.folder import Run
 from kl_lens.run.records import Component
 from kl_lens.run.samples import KL, by_position
-from kl_lens.study import MeasureSettings, Session, perform
-from kl_lens.study.measure import states_text
+from kl_lens.study.measure import MeasureSettings, states_text
+from kl_lens.study.session import Session
 from result_files import Row, add_option, write
 from stress import plant
 
@@ -38,7 +38,7 @@ def rows(name: str, windows: int, place: Path, device: str) -> list[Row]:
         plant(model, base)
     session = Session(given=model)
     settings = MeasureSettings.of(model=base, run=place, states=True, windows=windows, workers=1)
-    perform(settings, session)
+    session.do(settings)
     alone: dict[tuple[str, str], list[tuple[Component, float]]] = {}
     with Run.open(place) as run:
         for component, measurement, _ in run.state_rows():
