@@ -52,4 +52,4 @@ ensure_environment() {
 }
 
 KL_LENS_RUN_EXTRAS=openvino,gguf
-KL_LENS_TEST_EXTRAS=openvino-gguf-mlx-eval-dev
+KL_LENS_TEST_EXTRAS=openvino-gguf-mlx-compressed-eval-dev

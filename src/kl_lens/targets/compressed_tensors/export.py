@@ -18,7 +18,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from kl_lens.base.files import tensor_digest
 from kl_lens.model.files import read_stored
 from kl_lens.run.records import Artifact, ExportedTensor, Plan
-from kl_lens.targets.compressed_tensors.schemes import CONFIG_FILE, configuration, is_packed
+from kl_lens.targets.compressed_tensors.schemes import CONFIG_FILE, configuration, fused, is_packed
 from kl_lens.targets.exporting import Choice, Entry, choices, file_size, record, write_beside, write_file
 from kl_lens.weights.recipes import FP16
 
@@ -68,7 +68,7 @@ class _File:
         self._candidates = {component.name for component in model.anatomy.candidates}
         self._waiting: dict[
             str, torch.Tensor
-        ] = {}  # zero points and scales, which come after all packed matrices
+        ] = {}  # zero points and scales, which come after packed matrices
         self.records: list[ExportedTensor] = []
         owners = {c.weight: c.name for c in model.anatomy.components}
         aliases = {name for c in model.anatomy.components for name in c.tied_with}
@@ -96,11 +96,8 @@ class _File:
         if self._is_packed(component):
             return tensor
         half = tensor.half()
-        return (
-            half
-            if component in self._candidates or torch.equal(half.float(), tensor.float())
-            else tensor.float()
-        )
+        exact = torch.equal(half.float(), tensor.float())
+        return half if component in self._candidates or exact else tensor.float()
 
     def _entries(self, name: str) -> list[Entry]:
         """Of a packed matrix."""
@@ -153,6 +150,15 @@ def _chosen(target: Target, model: LoadedModel, plan: Plan) -> dict[str, Choice]
             kept = "it is not a Linear layer"
         if planned != FP16 and kept is not None:
             chosen[component.name] = Choice(planned, FP16, f"{planned}: {kept}; stored as {FP16}")
+    for siblings in fused(model.anatomy.candidates):
+        recipes = [chosen[component.name].recipe for component in siblings]
+        widest = max(recipes, key=lambda recipe: recipe.grid.bits_per_weight(siblings[0].shape))
+        shared = FP16 if any(target.holds(widest.grid, c.shape) for c in siblings) else widest
+        for component, own in zip(siblings, recipes, strict=True):
+            if own.grid != shared.grid:
+                reason = f"{own}: vLLM needs one format for {', '.join(c.kind for c in siblings)}"
+                planned = chosen[component.name].planned
+                chosen[component.name] = Choice(planned, shared, f"{reason}; stored as {shared}")
     return chosen
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kl_lens.model.anatomy import FUSED_GROUPS
 from kl_lens.weights.formats import FP16, Format, get_format
 from kl_lens.weights.formats.integer import SignedScaleFormat, ZeroPointFormat
 
 if TYPE_CHECKING:
     from kl_lens.model import LoadedModel
+    from kl_lens.run.records import Component
     from kl_lens.weights.recipes import Recipe
 
 CONFIG_FILE = "config.json"
@@ -26,6 +29,18 @@ _VLLM_NAMES = {
     "granitemoehybrid": ((r"\.mamba\.", ".mixer."),),
     "lfm2": ((r"\.conv\.", ".short_conv."),),
 }
+# Besides those of all runtimes: what vLLM multiplies as one, in Qwen 3.5.
+_FUSED = (*FUSED_GROUPS, frozenset({"in_proj_qkv", "in_proj_z"}), frozenset({"in_proj_b", "in_proj_a"}))
+
+
+def fused(components: Sequence[Component]) -> Iterator[list[Component]]:
+    """Siblings that vLLM multiplies as one matrix, for which it reads one scheme."""
+    together: dict[tuple[str, frozenset[str]], list[Component]] = defaultdict(list)
+    for component in components:
+        for group in _FUSED:
+            if component.kind in group:
+                together[component.name.rpartition(".")[0], group].append(component)
+    yield from together.values()
 
 
 def is_packed(fmt: Format) -> bool:
@@ -42,6 +57,7 @@ def configuration(
     text = file.read_text(encoding="utf-8") if own else model.config.to_json_string(use_diff=False)
     config: dict[str, Any] = json.loads(text)
     config.pop("torch_dtype", None)
+    config["architectures"] = config.get("architectures") or [type(model.model).__name__]  # vLLM asks for it
     config["dtype"] = "float16"  # of the scales: in bfloat16 they would be rounded again
     embedding = model.anatomy.embedding
     if embedding and embedding == model.anatomy.head:

@@ -6,12 +6,13 @@ All write the same kind of folder, and transformers opens it on the CPU.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kl_lens.base.errors import UnsupportedError
 from kl_lens.run.records import Artifact, Component, Plan
-from kl_lens.targets.base import StockRecipe, Target
+from kl_lens.targets.base import Health, StockRecipe, Target
 from kl_lens.targets.session import Session, SessionSettings
 from kl_lens.targets.tokenizer import read_json
 from kl_lens.weights.formats import Format
@@ -90,6 +91,14 @@ class CompressedTensorsTarget(Target):
     def overhead(self, fmt: Format) -> int:
         """Scales, zero points and shapes are more tensors of the file's list; a shape is two numbers."""
         return 0 if fmt.name == FP16 else (2 if fmt.symmetric else 3) * _LISTED_BYTES + 16
+
+    def health(self) -> Health:
+        if self.lacks():
+            return super().health()
+        version = metadata.version("compressed-tensors")
+        return Health(
+            f"transformers {self.version}", (f"with compressed-tensors {version}, judges its files",)
+        )
 
     def owns(self, path: Path) -> bool:
         return path.suffix == SUFFIX
