@@ -251,3 +251,16 @@ def test_a_small_size_offers_formats_below_four_bits() -> None:
         assert RunSettings.of(model="m", **asked).menu_of("gguf", anatomy)[0] == smallest
         fewest = "affine2-g128+gptq" if asked.get("menu") == "small" else "affine3-g128+gptq"  # 2.17 MB
         assert RunSettings.of(model="m", **asked).menu_of("mlx", anatomy)[0] == fewest
+
+
+def test_a_limit_that_is_too_small_for_one_runtime_leaves_the_others_their_files(
+    tiny_folder: Path, tmp_path: Path, capsys
+) -> None:
+    quick = ["--targets", "openvino,mlx", "--rivals", "none", "--without", "evaluate,benchmark,report"]
+    given = [
+        word for word in words(tmp_path / "run", tiny_folder, *quick) if word not in ("--max-loss", "0.05")
+    ]
+    assert main([*given, "--max-bytes", "200kB"]) == 1
+    said = capsys.readouterr().err
+    assert "OpenVINO: --max-bytes 200.00 kB cannot be met" in said
+    assert read_artifact(tmp_path / "run/artifacts/mlx/recommended-mlx-200kB").realised_bytes <= 200_000

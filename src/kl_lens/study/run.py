@@ -22,7 +22,7 @@ import torch
 
 from kl_lens import evaluation, planning
 from kl_lens.base.environment import processors
-from kl_lens.base.errors import KLLensError, PlanError, TargetError, UnsupportedError
+from kl_lens.base.errors import BudgetError, KLLensError, PlanError, TargetError, UnsupportedError
 from kl_lens.base.files import write_text
 from kl_lens.base.units import human_bytes, spell_bytes, spell_share
 from kl_lens.evaluation.evaluator import DIVERGENCE, PERPLEXITY
@@ -382,11 +382,19 @@ class _Job:
         aims: list[str | None] = [*usable] or [None]
         exported: dict[str, Path] = {}
         self.calibrate(usable)
-        for target in aims:
+        for target in list(aims):
             if target is not None and self.settings.limits.use is not None:
                 self.measure_caches(target)
-            self.measure(target, self._menu(target), self._limits(target))
-            self.plan(target)
+            try:
+                self.measure(target, self._menu(target), self._limits(target))
+                self.plan(target)
+            except BudgetError as error:  # for the formats of other targets the limit may be enough
+                if target is None or len(aims) == 1:
+                    raise
+                self.events.tell(f"{describe_target(target).title}: {error}")
+                self.failed.append(f"plan --target {target}")
+                aims.remove(target)
+                continue
             # A file that can be used, at once: who stops here keeps it.
             if target is not None and self.export(target, [settings.recommended(target)]):
                 exported[target] = self.first_file(target)
