@@ -1,4 +1,4 @@
-"""What the benchmarks share: shapes, the machine's matmul rate."""
+"""What the benchmarks share: how they open models, and the shapes of published ones."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ set_defaults()
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
-from kl_lens.model import LoadedModel  # noqa: E402
+from kl_lens.model import LoadedModel, load  # noqa: E402
+from stress import STRESSED, plant  # noqa: E402
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 
+REFERENCES = ",".join(STRESSED)
+ALL = ",".join((*STRESSED, *(f"stressed:{name}" for name in STRESSED)))
 
 SHAPES = {  # hidden size, layers, heads of Mamba-2
     "mamba-130m": (768, 24, None),
@@ -32,6 +35,32 @@ SHAPES = {  # hidden size, layers, heads of Mamba-2
 # With transformers' own defaults, rounding to 8 bits changes the output entirely.
 _LIKE_THE_AUTHORS = {"initializer_range": 0.02, "rescale_prenorm_residual": True}
 EXPERTS = "granite-4.0-h-tiny"  # 40 blocks, four of them attention; 64 experts; 7 billion parameters
+
+
+def models(names: str) -> list[str]:
+    """A folder of models stands for all models in it."""
+    found: list[str] = []
+    for name in names.split(","):
+        found += sorted(str(config.parent) for config in Path(name).glob("*/config.json")) or [name]
+    return found
+
+
+def shown(name: str) -> str:
+    return Path(name).name if Path(name).is_dir() else name
+
+
+def opened(name: str, device: str = "cpu") -> LoadedModel:
+    """A reference, `stressed:` and a reference, a folder, or a published shape."""
+    if name in (*SHAPES, EXPERTS):
+        with torch.device(device):
+            model = shape(name)
+        model.model.to(device)
+        return model
+    base = name.removeprefix("stressed:")
+    model = load(base, device=device)
+    if base != name:
+        plant(model, base)
+    return model
 
 
 def shape(name: str) -> LoadedModel:

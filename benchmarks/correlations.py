@@ -9,16 +9,12 @@ damage on WikiText-2 test. Kendall's τ with a 95 % interval, with and without t
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 
-from common import machine
-from kl_lens.model import load
+from common import ALL, machine, models, opened, shown
 from kl_lens.paper.ranking import Correlation, Ranking
 from kl_lens.study.study import Study
-from result_files import Row, add_option, write
-from rivals import REFERENCES, STRESSED_PREFIX, models, shown
-from stress import plant
+from result_files import Row, options, write
 
 DAMAGE = {"perplexity": "cross-entropy", "divergence": "divergence"}
 
@@ -49,24 +45,17 @@ def row(name: str, found: Correlation, ranking: Ranking, test_windows: int) -> R
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--models", default=",".join(REFERENCES), help="names, or folders of models")
+    parser = options(__doc__)
+    parser.add_argument("--models", default=ALL, help="names, or folders of models")
     parser.add_argument("--windows", type=int, default=64, help="of 512 calibration tokens")
     parser.add_argument("--test-windows", type=int, default=400)
     parser.add_argument("--texts", nargs="*", default=[], help="calibrate on these texts too")
     parser.add_argument("--device", default="cpu")
-    add_option(parser)
     arguments = parser.parse_args()
     print(machine())
     for name in models(arguments.models):
-        base = name.removeprefix(STRESSED_PREFIX)
-        model = load(base, device=arguments.device)
-        if base != name:
-            plant(model, base)
         with tempfile.TemporaryDirectory() as folder:
-            study = Study(model, folder=folder)
+            study = Study(opened(name, arguments.device), folder=folder)
             study.measure(windows=arguments.windows, formats=("int4", "int8"))
             ranking = study.rank(evaluation_windows=arguments.test_windows, other_text=tuple(arguments.texts))
         rows = [row(name, found, ranking, arguments.test_windows) for found in ranking.correlations]

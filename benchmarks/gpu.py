@@ -1,9 +1,9 @@
 """The GPU: sweeps of published shapes beside the plain engine and the floors; agreement; types; error feedback.
 
-    python benchmarks/gpu.py sweep mamba-130m,mamba2-130m,mamba2-2.7b [--precisions tf32x3,tf32] [--memory-budget 3GB]
+    python benchmarks/gpu.py sweep mamba-130m,mamba2-130m,mamba2-2.7b [--precisions tf32x3,tf32] [--every 6]
     python benchmarks/gpu.py agreement reference:mamba,reference:mamba2,reference:hybrid
     python benchmarks/gpu.py types reference:mamba,reference:mamba2,reference:hybrid [--draws 16]
-    python benchmarks/gpu.py gptq mamba-130m [--format int4-g64]   # each with [--write docs/results/speed.csv]
+    python benchmarks/gpu.py gptq mamba-130m    # each with [--write docs/results/speed.csv]
     python benchmarks/gpu.py states mamba2-130m    # every state and cache in every format, 4 windows of 1,024 tokens
 
 Shapes have random weights and text of random tokens, 64 windows of 512, INT4 and INT8, every candidate; the plain
@@ -20,18 +20,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from common import shape  # isort: skip  (first: it sets the environment that torch reads)
+from common import opened  # isort: skip  (first: it sets the environment that torch reads)
 
 import numpy as np
 import torch
 from scipy.stats import kendalltau
 
-from kl_lens.base.units import parse_bytes
-from kl_lens.measuring.engines import DEFAULT_MEMORY, Engine, FastEngine, PlainEngine
+from kl_lens.measuring.engines import Engine, FastEngine, PlainEngine
 from kl_lens.measuring.joint import PlanMeter
 from kl_lens.measuring.perturbation import Candidate, find_candidates, find_state_candidates
 from kl_lens.measuring.pieces import noise_floor
-from kl_lens.model import LoadedModel, load
 from kl_lens.run.samples import WindowMetrics, summarise
 from kl_lens.study.calibrate import CalibrateSettings
 from kl_lens.study.measure import STATE_TOKENS, STATE_WINDOWS
@@ -40,13 +38,11 @@ from kl_lens.text.windows import draw_windows
 from kl_lens.weights.formats import get_format
 from kl_lens.weights.quantizers import InputStatistics, get_quantizer
 from kl_lens.weights.recipes import Recipe, fitting_recipe
-from result_files import add_option, write_speed
+from result_files import options, write_speed
 from sweep import floor_seconds
 
 PRECISIONS = "tf32x3,tf32"
-RECIPES = ",".join(
-    f"{t}+{m}" for t in ("q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs") for m in ("imatrix", "gptq")
-)
+RECIPES = [Recipe(t, m) for t in ("q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs") for m in ("imatrix", "gptq")]
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -79,17 +75,8 @@ def rates(width: int) -> dict[str, float]:
     return found
 
 
-def on_gpu(name: str) -> LoadedModel:
-    if name.startswith("reference:"):
-        return load(name, device="cuda")
-    with torch.device("cuda"):
-        model = shape(name)
-    model.model.cuda()
-    return model
-
-
 def sweep(name: str, arguments: argparse.Namespace) -> None:
-    model = on_gpu(name)
+    model = opened(name, "cuda")
     candidates, _ = find_candidates(model.anatomy, [Recipe("int4"), Recipe("int8")])
     ids = torch.randint(0, 50000, (arguments.windows, 512), generator=torch.Generator().manual_seed(0))
     floors = {
@@ -105,7 +92,7 @@ def sweep(name: str, arguments: argparse.Namespace) -> None:
     )
     two = candidates[len(candidates) // 2 :: len(candidates) // 2][:2]
     for precision in arguments.precisions.split(","):
-        engine = FastEngine(model, arguments.memory_budget, precision=precision)
+        engine = FastEngine(model, precision=precision)
         measured(engine, two[:1], ids[:8])  # compiles the kernels
         torch.cuda.reset_peak_memory_stats()
         some = candidates[:: arguments.every]
@@ -119,7 +106,7 @@ def sweep(name: str, arguments: argparse.Namespace) -> None:
             flush=True,
         )
         del engine
-    if not arguments.without_plain:
+    if arguments.every == 1:  # where some candidates stand for all, two would take too long
         engine = PlainEngine(model)
         engine.prepare(ids[:1])
         engine.measure([two[0].perturbation])
@@ -132,7 +119,7 @@ def sweep(name: str, arguments: argparse.Namespace) -> None:
 
 def states(name: str, arguments: argparse.Namespace) -> None:
     """Twice: with kernels to compile, and without."""
-    model = on_gpu(name)
+    model = opened(name, "cuda")
     candidates, _ = find_state_candidates(model)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 50000, (STATE_WINDOWS, STATE_TOKENS), generator=generator)
@@ -146,7 +133,7 @@ def states(name: str, arguments: argparse.Namespace) -> None:
 
 
 def agreement(name: str, arguments: argparse.Namespace) -> None:
-    model = on_gpu(name)
+    model = opened(name, "cuda")
     candidates, _ = find_candidates(model.anatomy, [Recipe("int4"), Recipe("int8")])
     windows = draw_windows(
         "wikitext2:valid", model.require_tokenizer(), windows=arguments.windows, length=512, seed=0
@@ -192,7 +179,7 @@ def types(name: str, arguments: argparse.Namespace) -> None:
                 model = session.in_run(session.model(name, settings.opening), Path(folder))
                 test = model.task.from_start("wikitext2:test", length=512, limit=8)
                 meter = PlanMeter(model, test)
-                for recipe in (Recipe(*each.split("+")) for each in arguments.recipes.split(",")):
+                for recipe in RECIPES:
                     recipes = {c.name: fitting_recipe(recipe, c.shape)[0] for c in model.anatomy.candidates}
                     kl.setdefault(str(recipe), []).append(meter.measure(recipes).kl.value)
         for label, (here, there) in kl.items():
@@ -217,8 +204,8 @@ def record(
 
 def gptq(name: str, arguments: argparse.Namespace) -> None:
     """Every component, with second moments of correlated random inputs."""
-    model = on_gpu(name)
-    fmt, method = get_format(arguments.format), get_quantizer("gptq")
+    model = opened(name, "cuda")
+    fmt, method = get_format("int4-g64"), get_quantizer("gptq")
     moments: dict[int, InputStatistics] = {}
     for width in {c.shape[-1] for c in model.anatomy.candidates}:
         inputs = torch.randn(2 * width, width, device="cuda") @ torch.randn(width, width, device="cuda")
@@ -244,22 +231,15 @@ def gptq(name: str, arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument("what", choices=("sweep", "states", "agreement", "types", "gptq"))
     parser.add_argument("models")
     parser.add_argument("--windows", type=int, default=64)
     parser.add_argument("--precisions", default=PRECISIONS)
-    parser.add_argument("--memory-budget", type=parse_bytes, default=DEFAULT_MEMORY)
     parser.add_argument(
         "--every", type=int, default=1, help="measure every Nth candidate, scale the seconds up"
     )
-    parser.add_argument("--without-plain", action="store_true")
-    parser.add_argument("--format", default="int4-g64")
-    parser.add_argument("--recipes", default=RECIPES)
     parser.add_argument("--draws", type=int, default=16)
-    add_option(parser)
     arguments = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
     for name in arguments.models.split(","):

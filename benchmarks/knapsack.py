@@ -7,7 +7,6 @@ Each table is solved at several budgets; the slowest and the mean wall time are 
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +17,7 @@ from kl_lens.planning import SpeedModel, build_problem, frontier, plan_for_budge
 from kl_lens.run.records import Component, Estimate, Measurement, SensitivityTable
 from kl_lens.targets import get_target
 from kl_lens.weights.formats import get_format
-from result_files import add_option, write_speed
+from result_files import options, write_speed
 
 SHAPES = {
     "mamba-130m": [(50288, 768), *([(3072, 768), (80, 1536), (1536, 48), (768, 1536)] * 24)],
@@ -59,9 +58,8 @@ def questions(table: SensitivityTable, speed: SpeedModel) -> Iterator[tuple[str,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("--repeats", type=int, default=3, help="random tables per size (default: 3)")
-    add_option(parser)
     arguments = parser.parse_args()
     for name, target in ((name, target) for name in SHAPES for target in ("gguf", "openvino")):
         formats = get_target(target).formats

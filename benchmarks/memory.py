@@ -9,11 +9,10 @@ million weights. Caches are the runtime's own.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from pathlib import Path
 
-from common import machine  # isort: skip  (first: it sets the environment that torch reads)
+from common import machine, shown  # isort: skip  (first: it sets the environment that torch reads)
 import torch
 import transformers
 
@@ -25,7 +24,7 @@ from kl_lens.run.records import Plan
 from kl_lens.targets import SessionSettings, get_target
 from kl_lens.targets.base import Usage
 from kl_lens.weights.recipes import FP16, Recipe, fitting_recipe
-from result_files import Row, add_option, write
+from result_files import Row, options, write
 
 FORMATS = {"gguf": (FP16, "q8_0", "q4_0"), "openvino": (FP16, "int8", "int4-g32")}
 RANDOM = "hybrid-0.1b"
@@ -72,19 +71,16 @@ def rows(name: str, model: LoadedModel, target_name: str, contexts: list[int]) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument("models")
     parser.add_argument("--contexts", default="1024,2048")
     parser.add_argument("--targets", default="gguf,openvino")
-    add_option(parser)
     arguments = parser.parse_args()
     print(machine())
     for name in arguments.models.split(","):
-        model, label = opened(name), Path(name).name if Path(name).exists() else name
+        model = opened(name)
         for target in arguments.targets.split(","):
-            new = rows(label, model, target, [int(each) for each in arguments.contexts.split(",")])
+            new = rows(shown(name), model, target, [int(each) for each in arguments.contexts.split(",")])
             write(arguments.write, new, ("model", "runtime", "weights", "context", "machine"))
 
 

@@ -1,6 +1,6 @@
 """At the sizes of the paper's ten points: the paper's plan, our exact plan, and other orders.
 
-    python benchmarks/planning.py [--models reference:mamba,…] [--stressed] [--write docs/results/plans.csv]
+    python benchmarks/planning.py [--models reference:mamba,stressed:reference:mamba,…] [--write docs/results/plans.csv]
 
 Every plan is no larger than the paper's point. Plans are made from one sweep on WikiText-2 train and judged on
 WikiText-2 test: KL from the original, perplexity.
@@ -16,16 +16,14 @@ import random
 import tempfile
 from collections.abc import Iterable
 
-from common import machine
+from common import ALL, machine, opened
 from kl_lens import planning
 from kl_lens.measuring.joint import PlanMeter
-from kl_lens.model import LoadedModel, load
 from kl_lens.paper.points import paper_points
 from kl_lens.run.records import SensitivityTable
 from kl_lens.study.study import Study
 from kl_lens.text.windows import evaluation_windows
-from result_files import Row, add_option, write
-from stress import STRESSED, plant
+from result_files import Row, options, write
 
 
 def by_order(
@@ -53,7 +51,8 @@ def random_entries(table: SensitivityTable, seed: int) -> list[tuple[str, str]]:
     return [(n, "int8") for n in first] + [(n, "int4") for n in second]
 
 
-def compare(model: LoadedModel, label: str, arguments: argparse.Namespace) -> list[Row]:
+def compare(name: str, arguments: argparse.Namespace) -> list[Row]:
+    model = opened(name)
     with tempfile.TemporaryDirectory() as folder:
         table = Study(model, folder=folder).measure(windows=arguments.windows)
     tokenizer = model.require_tokenizer()
@@ -82,7 +81,7 @@ def compare(model: LoadedModel, label: str, arguments: argparse.Namespace) -> li
             result = judge.measure(assignment)
             rows.append(
                 {
-                    "model": label,
+                    "model": name,
                     "point": point.name[-2:],
                     "mb": f"{limit / 1e6:.2f}",
                     "method": method,
@@ -98,22 +97,14 @@ def compare(model: LoadedModel, label: str, arguments: argparse.Namespace) -> li
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--models", default=",".join(STRESSED))
-    parser.add_argument("--stressed", action="store_true", help="the stressed variants")
+    parser = options(__doc__)
+    parser.add_argument("--models", default=ALL)
     parser.add_argument("--windows", type=int, default=8, help="of 512 calibration tokens")
     parser.add_argument("--test-windows", type=int, default=16)
-    add_option(parser)
     arguments = parser.parse_args()
     print(machine())
     for name in arguments.models.split(","):
-        model = load(name)
-        if arguments.stressed:
-            plant(model, name)
-        rows = compare(model, f"stressed:{name}" if arguments.stressed else name, arguments)
-        write(arguments.write, rows, ("model", "point", "method"))
+        write(arguments.write, compare(name, arguments), ("model", "point", "method"))
 
 
 if __name__ == "__main__":

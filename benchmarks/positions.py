@@ -9,19 +9,17 @@ INT4, and each family of components alone in INT4. All in PyTorch, weights only,
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from pathlib import Path
 
-from common import machine
+from common import REFERENCES, machine
 from kl_lens import planning
 from kl_lens.run.folder import Run
 from kl_lens.run.records import Plan, SensitivityTable
 from kl_lens.run.samples import curve_of
 from kl_lens.study.study import Study
-from result_files import Row, add_option, write
+from result_files import Row, options, write
 
-MODELS = ("reference:mamba", "reference:mamba2", "reference:hybrid")
 FORMATS = ("q3_k", "q4_k", "q5_k", "q6_k", "q8_0")
 BITS = (4.5, 6.5)
 
@@ -64,25 +62,15 @@ def rows(name: str, window: int, windows: int, folder: str) -> list[Row]:
                     "trend": curve.trend,
                 }
             )  # fmt: skip
-        print(
-            name,
-            plan or "original",
-            kind,
-            f"{bits:.2f}",
-            curve.means[0],
-            curve.means[-1],
-            curve.slope,
-            curve.trend,
-        )
+        print(name, plan or "original", kind, f"{bits:.2f}", curve.slope, curve.trend)
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--models", default=",".join(MODELS))
+    parser = options(__doc__)
+    parser.add_argument("--models", default=REFERENCES)
     parser.add_argument("--window", type=int, default=8192)
     parser.add_argument("--windows", type=int, default=4)
-    add_option(parser)
     given = parser.parse_args()
     print(machine())
     for name in given.models.split(","):

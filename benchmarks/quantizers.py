@@ -22,19 +22,18 @@ from pathlib import Path
 
 import numpy as np
 
-from common import machine
+from common import ALL, machine, models, opened, shown
 from kl_lens.evaluation import prepare
 from kl_lens.evaluation.torch_session import TorchSession
 from kl_lens.measuring.statistics import gather
-from kl_lens.model import LanguageTask, LoadedModel, load
+from kl_lens.model import LanguageTask, LoadedModel
 from kl_lens.run.records import Plan
 from kl_lens.targets import get_target
 from kl_lens.text.windows import Windows, draw_windows
 from kl_lens.weights.recipes import Recipe, fitting_recipe, preferred
 from nncf_methods import NNCF_METHODS, put_file
-from result_files import Row, add_option, write
-from rivals import REFERENCES, STRESSED_PREFIX, Judged, Remembered, judge_files, models, shown
-from stress import plant
+from result_files import Row, options, write
+from rivals import Judged, Remembered, judge
 
 GRIDS = {
     "openvino": (
@@ -90,10 +89,7 @@ class Judge:
     """One model: makes files of it and lets their runtime judge them."""
 
     def __init__(self, name: str, test_windows: int, folder: Path) -> None:
-        given = name.removeprefix(STRESSED_PREFIX)
-        self.model, self.folder = load(given), folder
-        if given != name:
-            plant(self.model, given)
+        self.model, self.folder = opened(name), folder
         self.model.weights.keep_in(folder / "weights")
         tokenizer = self.model.require_tokenizer()
         self.text = prepare("wikitext2:test", LanguageTask(tokenizer), window=512, limit=test_windows)
@@ -114,7 +110,7 @@ class Judge:
             size = target.export(self.model, plan, folder).realised_bytes
             if not ours:
                 size = put_file(self.model, folder, task.grid, task.method, self.drawn(task).ids)
-            return judge_files(target, folder, size, self.text, self.teacher)
+            return judge(target, folder, size, self.text, self.teacher)
 
 
 def assignment(task: Task, model: LoadedModel, method: str) -> dict[str, str]:
@@ -158,17 +154,13 @@ def rows(name: str, files: dict[Task, Judged], test_windows: int) -> Iterator[Ro
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    every = [*REFERENCES, *(f"{STRESSED_PREFIX}{name}" for name in REFERENCES)]
-    parser.add_argument("--models", default=",".join(every), help="names, or folders of models")
+    parser = options(__doc__)
+    parser.add_argument("--models", default=ALL, help="names, or folders of models")
     parser.add_argument("--targets", default=",".join(GRIDS))
     parser.add_argument("--parts", default="methods,nncf,calibration")
     parser.add_argument("--windows", type=int, default=32, help="of 512 tokens that methods learn from")
     parser.add_argument("--test-windows", type=int, default=8)
     parser.add_argument("--texts", nargs="*", default=[], help="calibrate on these files too")
-    add_option(parser)
     arguments = parser.parse_args()
     print(machine())
     for name in models(arguments.models):

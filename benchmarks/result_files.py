@@ -17,9 +17,12 @@ Row = dict[str, str]
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def add_option(parser: argparse.ArgumentParser) -> None:
-    told = "write the rows to this file; a row that was measured before is replaced"
-    parser.add_argument("--write", type=Path, metavar="FILE.csv", help=told)
+def options(told: str | None) -> argparse.ArgumentParser:
+    """A parser with what every benchmark takes; `told`: its help."""
+    parser = argparse.ArgumentParser(description=told, formatter_class=argparse.RawDescriptionHelpFormatter)
+    text = "write the rows to this file; a row that was measured before is replaced"
+    parser.add_argument("--write", type=Path, metavar="FILE.csv", help=text)
+    return parser
 
 
 @cache

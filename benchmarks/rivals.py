@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from bits_rule import BitsRule
-from common import machine
+from common import ALL, machine, models, opened, shown
 from kl_lens import planning
 from kl_lens.base.errors import PlanError
 from kl_lens.evaluation import prepare
@@ -49,13 +49,10 @@ from kl_lens.study.session import Session
 from kl_lens.study.settings import Limits
 from kl_lens.targets import SessionSettings, Target, get_target, menu_of
 from nncf_methods import put_file
-from result_files import Row, add_option, provenance, read, write
-from stress import plant
+from result_files import Row, options, provenance, read, write
 
 BITS = (2.25, 2.5, 3.0, 3.5, 4.0)  # per weight, for the rule of pull request 15550
 SMALL = 4.5  # bits per weight; where few matrices fit, mixtures of 2 and 3 bits are larger
-REFERENCES = ("reference:mamba", "reference:mamba2", "reference:hybrid")
-STRESSED_PREFIX = "stressed:"
 
 
 class Remembered:
@@ -88,19 +85,8 @@ class Judged:
         return float(self.kl.std(ddof=1) / len(self.kl) ** 0.5)
 
 
-def judge(
-    model: LoadedModel, target: Target, plan: Plan, text: EvaluationText, teacher: Remembered
-) -> Judged:
-    with tempfile.TemporaryDirectory() as folder:
-        artifact = target.export(model, plan, Path(folder))
-        return judge_files(target, Path(folder), artifact.realised_bytes, text, teacher)
-
-
-def judge_files(
-    target: Target, folder: Path, size: int, text: EvaluationText, teacher: Remembered,
-    settings: SessionSettings | None = None,
-) -> Judged:  # fmt: skip
-    session = target.open(folder, settings or SessionSettings())
+def judge(target: Target, folder: Path, size: int, text: EvaluationText, teacher: Remembered) -> Judged:
+    session = target.open(folder, SessionSettings())
     try:
         scores: list[WindowScore] = score_text(session, text, teacher)  # type: ignore[arg-type]
     finally:
@@ -111,22 +97,21 @@ def judge_files(
 
 
 def compare(name: str, target: Target, arguments: argparse.Namespace, folder: Path) -> list[Row]:
-    session = Session()
+    model = opened(name)
+    session = Session(given=model)
+    small = arguments.below_four or target.name == "mlx"
     measured = MeasureSettings.of(
-        model=name.removeprefix(STRESSED_PREFIX),
+        model=name,
         run=str(folder),
         target=target.name,
-        # One of MLX's own mixtures has two bits.
-        formats=menu_of(target, full=not arguments.short, small=arguments.below_four or target.name == "mlx"),
+        # Below four bits, and for MLX, the short menu; one of MLX's own mixtures has two bits.
+        formats=menu_of(target, full=not small, small=small),
         windows=arguments.windows,
     )
-    model = session.model(measured.model)
-    if name.startswith(STRESSED_PREFIX):
-        plant(model, measured.model)
     if reason := target.unsupported(model.anatomy.model_type):
         print(f"{name}, {target.name}: {reason}", flush=True)
         return []
-    statistics = session.do(CalibrateSettings.of(model=measured.model, run=str(folder))).statistics
+    statistics = session.do(CalibrateSettings.of(model=name, run=str(folder))).statistics
     session.do(measured)
     model = session.in_run(model, folder)
     tokenizer = model.require_tokenizer()
@@ -148,7 +133,9 @@ def compare(name: str, target: Target, arguments: argparse.Namespace, folder: Pa
         def judged(plan: Plan) -> Judged:
             key = json.dumps(sorted(plan.assignment.items()))
             if key not in known:
-                known[key] = judge(model, target, plan, text, teacher)
+                with tempfile.TemporaryDirectory() as place:
+                    artifact = target.export(model, plan, Path(place))
+                    known[key] = judge(target, Path(place), artifact.realised_bytes, text, teacher)
             return known[key]
 
         plans = [
@@ -164,7 +151,7 @@ def compare(name: str, target: Target, arguments: argparse.Namespace, folder: Pa
         rivals: dict[str, Callable[[], Judged]] = {
             plan.name: lambda plan=plan: judged(plan) for plan in reversed(different.values())
         }
-        if target.name == "openvino" and not arguments.data_free:
+        if target.name == "openvino":
             ids = session.drawn_again(statistics.identity["text"], model.task).ids
             rivals |= with_data(model, target, ids, text, teacher)
         for rival, make_file in rivals.items():
@@ -216,7 +203,7 @@ def with_data(
             folder = Path(place) / "file"
             target.export(model, Plan("fp16", {}, "fp16"), folder)
             size = put_file(model, folder, grid, "nncf awq+scale", ids, ratio)
-            return judge_files(target, folder, size, text, teacher)
+            return judge(target, folder, size, text, teacher)
 
     return {
         f"{mode}-g{group}{'' if ratio == 1 else f'-{ratio:.0%}'[:-1]}.awq": lambda g=f"{grid}-g{group}", r=ratio: (
@@ -228,33 +215,13 @@ def with_data(
     }
 
 
-def shown(name: str) -> str:
-    return Path(name).name if Path(name).is_dir() else name
-
-
-def models(names: str) -> list[str]:
-    found: list[str] = []
-    for name in names.split(","):
-        place = Path(name)
-        inside = sorted(str(p.parent) for p in place.glob("*/config.json")) if place.is_dir() else []
-        found += inside or [name]
-    return found
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--models", default=",".join(REFERENCES), help="names, or folders of models")
+    parser = options(__doc__)
+    parser.add_argument("--models", default=ALL, help="names, or folders of models")
     parser.add_argument("--targets", default="gguf,openvino")
     parser.add_argument("--windows", type=int, default=8, help="of 512 calibration tokens")
     parser.add_argument("--test-windows", type=int, default=8)
-    parser.add_argument("--short", action="store_true", help="short menus")
     parser.add_argument("--below-four", action="store_true", help="GGUF at 2 to 4 bits per weight")
-    parser.add_argument(
-        "--data-free", action="store_true", help="leave out recipes that NNCF learns from text"
-    )
-    add_option(parser)
     arguments = parser.parse_args()
     print(machine())
     known, commit = read(arguments.write), provenance()["commit"]

@@ -9,7 +9,6 @@ PyTorch is transformers as it comes: eager, float32, its own cache; the best of 
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -26,38 +25,42 @@ from kl_lens.model import LoadedModel
 from kl_lens.run.records import Plan
 from kl_lens.targets import get_target
 from kl_lens.weights.recipes import Recipe, fitting_recipe
-from result_files import add_option, write_speed
+from result_files import options, write_speed
 
-FORMATS = {"gguf": "fp16,q8_0,q4_0,q4_k", "openvino": "fp16,int8,int4"}
-COMMAND = "import sys; from kl_lens.cli.main import main; sys.exit(main(sys.argv[1:]))"
+FORMATS = {"gguf": ("fp16", "q8_0", "q4_0", "q4_k"), "openvino": ("fp16", "int8", "int4")}
+PROMPT, TOKENS, REPEATS = 128, 64, 5
 Numbers = dict[tuple[str, str], str]
 
 
-def exported(model: LoadedModel, target: str, formats: str, folder: Path) -> dict[str, Path]:
+def exported(model: LoadedModel, target: str, folder: Path) -> dict[str, Path]:
     """The whole model in each format."""
-    for name in formats.split(","):
+    for name in FORMATS[target]:
         recipes = {c.name: fitting_recipe(Recipe(name), c.shape)[0] for c in model.anatomy.candidates}
         get_target(target).export(model, Plan(name, dict(recipes), "benchmark"), folder / name)
-    return {name: folder / name for name in formats.split(",")}
+    return {name: folder / name for name in FORMATS[target]}
 
 
-def timed(
-    files: dict[str, Path], threads: int, library: str, arguments: argparse.Namespace
-) -> dict[str, Any]:
+def timed(files: dict[str, Path], threads: int, library: str) -> dict[str, Any]:
     """Format → its profile, as `kl-lens benchmark --json` prints it."""
-    words = ["--json", "--threads", str(threads), "--repeats", str(arguments.repeats)]
-    words += ["--prompt-lengths", str(arguments.prompt), "--new-tokens", str(arguments.tokens)]
+    words = ["--json", "--threads", str(threads), "--repeats", str(REPEATS)]
+    words += ["--prompt-lengths", str(PROMPT), "--new-tokens", str(TOKENS)]
     first = ["--llama-cpp", library] if library else []
-    command = [sys.executable, "-c", COMMAND, *first, "benchmark", *map(str, files.values()), *words]
+    command = [
+        sys.executable,
+        "-m",
+        "kl_lens.cli.main",
+        *first,
+        "benchmark",
+        *map(str, files.values()),
+        *words,
+    ]
     found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
     return {Path(profile["subject"]).name: profile for profile in found["profiles"]}
 
 
-def numbers_of(variant: str, profile: dict[str, Any], prompt: int) -> Numbers:
-    speed, first = (
-        profile["timings"]["tokens_per_second"],
-        profile["timings"][f"first_token_seconds@{prompt}"],
-    )
+def numbers_of(variant: str, profile: dict[str, Any]) -> Numbers:
+    timings = profile["timings"]
+    speed, first = timings["tokens_per_second"], timings[f"first_token_seconds@{PROMPT}"]
     return {
         (variant, "MB"): f"{profile['file_bytes'] / 1e6:.1f}",
         (variant, "decode tokens/s"): f"{speed['median']:.2f} ± {(speed['high'] - speed['low']) / 2:.2f}",
@@ -68,17 +71,17 @@ def numbers_of(variant: str, profile: dict[str, Any], prompt: int) -> Numbers:
 
 
 @torch.no_grad()
-def eager(model: torch.nn.Module, threads: int, arguments: argparse.Namespace) -> Numbers:
+def eager(model: torch.nn.Module, threads: int) -> Numbers:
     torch.set_num_threads(threads)
-    ids = torch.arange(arguments.prompt)[None]
+    ids = torch.arange(PROMPT)[None]
     best = {"decode": float("inf"), "prefill": float("inf")}
-    for _ in range(arguments.repeats):
+    for _ in range(REPEATS):
         begin = time.perf_counter()
         cache = model(ids, use_cache=True, logits_to_keep=1).cache_params
         read = time.perf_counter()
-        for token in ids[0, : arguments.tokens, None, None]:
+        for token in ids[0, :TOKENS, None, None]:
             cache = model(token, cache_params=cache, use_cache=True).cache_params
-        decode = (time.perf_counter() - read) / min(arguments.tokens, arguments.prompt)
+        decode = (time.perf_counter() - read) / TOKENS
         best = {"decode": min(best["decode"], decode), "prefill": min(best["prefill"], read - begin)}
     variant = "PyTorch eager (transformers)"
     return {
@@ -88,36 +91,28 @@ def eager(model: torch.nn.Module, threads: int, arguments: argparse.Namespace) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument("target", choices=tuple(FORMATS))
     parser.add_argument("shapes")
-    parser.add_argument("--formats", help="default: " + "; ".join(FORMATS.values()))
     parser.add_argument("--threads", default="1", help="for example 1,2")
     parser.add_argument(
         "--libraries", default="wheel=", help="NAME=PATH,…; without a path, what is installed"
     )
-    parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=5)
-    add_option(parser)
     arguments = parser.parse_args()
     print(machine())
     for name in arguments.shapes.split(","):
         model = shape(name)
         with tempfile.TemporaryDirectory() as folder:
-            formats = arguments.formats or FORMATS[arguments.target]
-            files = exported(model, arguments.target, formats, Path(folder))
+            files = exported(model, arguments.target, Path(folder))
             for threads in map(int, arguments.threads.split(",")):
                 numbers: Numbers = {}
                 if arguments.target == "openvino":
-                    numbers |= eager(model.model, threads, arguments)
+                    numbers |= eager(model.model, threads)
                 for each in arguments.libraries.split(",") if arguments.target == "gguf" else [""]:
                     label, _, library = each.partition("=")
-                    for fmt, profile in timed(files, threads, library, arguments).items():
+                    for fmt, profile in timed(files, threads, library).items():
                         variant = f"{fmt.upper()}, {label}" if label else fmt.upper()
-                        numbers |= numbers_of(variant, profile, arguments.prompt)
+                        numbers |= numbers_of(variant, profile)
                 print(
                     name, threads, *(f"{v} {q} {n}" for (v, q), n in numbers.items()), sep="\n  ", flush=True
                 )

@@ -9,35 +9,29 @@ the sum and the worst block. Text: the windows of that command. `--runs` keeps t
 
 from __future__ import annotations
 
-import argparse
 import math
 import tempfile
 from pathlib import Path
 
-from common import machine  # isort: skip  (first: it sets the environment that torch reads)
+from common import machine, opened, shown  # isort: skip  (first: it sets the environment that torch reads)
 
 import numpy as np
 
 from kl_lens.measuring.engines import FastEngine
 from kl_lens.measuring.perturbation import Perturbation
-from kl_lens.model import load
 from kl_lens.model.states import StateFormat
 from kl_lens.run.folder import Run
 from kl_lens.run.records import Component
 from kl_lens.run.samples import KL, by_position
 from kl_lens.study.measure import MeasureSettings, states_text
 from kl_lens.study.session import Session
-from result_files import Row, add_option, write
-from stress import plant
+from result_files import Row, options, write
 
 
 def rows(name: str, windows: int, place: Path, device: str) -> list[Row]:
-    base = name.removeprefix("stressed:")
-    model = load(base, device=device)
-    if base != name:
-        plant(model, base)
+    model = opened(name, device)
     session = Session(given=model)
-    settings = MeasureSettings.of(model=base, run=place, states=True, windows=windows, workers=1)
+    settings = MeasureSettings.of(model=name, run=place, states=True, windows=windows, workers=1)
     session.do(settings)
     alone: dict[tuple[str, str], list[tuple[Component, float]]] = {}
     with Run.open(place) as run:
@@ -64,7 +58,7 @@ def rows(name: str, windows: int, place: Path, device: str) -> list[Row]:
         bits = StateFormat.parse(fmt, kind).bits(parts[0][0].shape)
         new.append(
             {
-                "model": Path(name).name if Path(base).exists() else name,
+                "model": shown(name),
                 "kind": kind, "format": fmt, "bits": f"{bits:.4g}", "windows": str(len(ids)),
                 "tokens": str(ids.shape[1]), "kl": f"{mean.mean():.3e}",
                 "standard error": f"{mean.std(ddof=1) / math.sqrt(len(mean)):.1e}",
@@ -78,14 +72,11 @@ def rows(name: str, windows: int, place: Path, device: str) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument("models")
     parser.add_argument("--windows", type=int, default=4)
     parser.add_argument("--runs", type=Path)
     parser.add_argument("--device", default="cpu")
-    add_option(parser)
     arguments = parser.parse_args()
     print(machine())
     for name in arguments.models.split(","):

@@ -1,16 +1,15 @@
 """The sweep, three ways in one run: as published, our plain engine, our fast engine; with the floor of the arithmetic.
 
-    python benchmarks/sweep.py [--models reference:mamba,…,mamba-130m,mamba2-130m] [--tokens 4096]
-                               [--write docs/results/speed.csv]
+    python benchmarks/sweep.py [--models reference:mamba,…,mamba-130m,mamba2-130m] [--write docs/results/speed.csv]
 
-The fast engine measures every component of a reference checkpoint, and thirteen of a published shape, spread evenly
-over the network; its seconds are the mean. The work of the other two ways does not depend on the component; a few stand
-for all. "As published" (published.py) runs in a process of its own, without our settings of the environment.
+The fast engine measures every component of a reference checkpoint on 4,096 tokens, and thirteen of a published shape,
+spread evenly over the network, on 1,024; its seconds are the mean. The work of the other two ways does not depend on
+the component; a few stand for all. "As published" (published.py) runs in a process of its own, without our settings of
+the environment.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -18,28 +17,22 @@ import tempfile
 import time
 from pathlib import Path
 
-from common import machine, matmul_rate, shape  # isort: skip  (first: it sets the environment that torch reads)
+from common import machine, matmul_rate, opened  # isort: skip  (first: it sets the environment that torch reads)
 
 import torch
 
 from kl_lens.base.environment import DEFAULTS
 from kl_lens.measuring.engines import Engine, FastEngine, PlainEngine
 from kl_lens.measuring.perturbation import Candidate, find_candidates, first_block
-from kl_lens.model import LoadedModel, load
+from kl_lens.model import LoadedModel
 from kl_lens.weights.recipes import Recipe
-from result_files import add_option, write_speed
+from result_files import options, write_speed
 
 MODELS = "reference:mamba,reference:mamba2,reference:hybrid,mamba-130m,mamba2-130m"
 
 
-def open_model(name: str) -> LoadedModel:
-    return load(name) if name.startswith("reference:") else shape(name)
-
-
-def spread(candidates: list[Candidate], count: int | None) -> list[Candidate]:
-    """All of them, or `count`, spread evenly over the network."""
-    if count is None or count >= len(candidates):
-        return candidates
+def spread(candidates: list[Candidate], count: int) -> list[Candidate]:
+    """Evenly over the network."""
     return [candidates[round((i + 0.5) * len(candidates) / count - 0.5)] for i in range(count)]
 
 
@@ -69,21 +62,17 @@ def floor_seconds(model: LoadedModel, candidates: list[Candidate], tokens: int, 
     return operations / rate
 
 
-def run(name: str, arguments: argparse.Namespace) -> None:
-    model = open_model(name)
-    tokens = arguments.tokens
+def run(name: str, path: Path | None) -> None:
+    model, trained = opened(name), name.startswith("reference:")
     every, _ = find_candidates(model.anatomy, [Recipe("int4")])
-    candidates = spread(every, arguments.candidates or (None if name.startswith("reference:") else 13))
+    candidates = every if trained else spread(every, 13)
     vocabulary = model.anatomy.component(model.anatomy.embedding).shape[0]
-    windows = max(1, tokens // 512)
+    windows = 8 if trained else 2
     ids = torch.randint(0, vocabulary, (windows, 512), generator=torch.Generator().manual_seed(0))
     rate = matmul_rate(columns=model.config.hidden_size * 4, inner=model.config.hidden_size)
-    ways: list[tuple[type[Engine], list[Candidate]]] = [(FastEngine, candidates)]
-    if not arguments.without_plain:
-        ways.append((PlainEngine, spread(every, 2)))
     seconds: dict[str, float] = {}
-    for engine_class, chosen in ways:
-        engine = engine_class(model)
+    for engine_class, chosen in ((FastEngine, candidates), (PlainEngine, spread(every, 2))):
+        engine: Engine = engine_class(model)
         engine.prepare(ids)
         engine.measure([chosen[0].perturbation])  # to warm up
         begin = time.perf_counter()
@@ -91,47 +80,36 @@ def run(name: str, arguments: argparse.Namespace) -> None:
         seconds[engine.name] = (time.perf_counter() - begin) / len(chosen)
         del engine
     fast = seconds["fast"]
+    theirs = seconds_as_published(name, model, every[len(every) // 2].component.weight, windows)
     floor = floor_seconds(model, candidates, ids.numel(), rate) / len(candidates)
     numbers = {
         ("", "tokens"): str(ids.numel()),
         ("fast", "s/candidate"): f"{fast:.3f}",
         ("floor", "s/candidate"): f"{floor:.2f}",
         ("fast", "% of the floor"): f"{100 * floor / fast:.0f}",
+        ("plain", "s/candidate"): f"{seconds['plain']:.2f}",
+        ("fast", "times as fast as plain"): f"{seconds['plain'] / fast:.2f}",
+        ("as published", "s/candidate"): f"{theirs:.2f}",
+        ("fast", "times as fast as published"): f"{theirs / fast:.1f}",
     }
-    if "plain" in seconds:
-        numbers["plain", "s/candidate"] = f"{seconds['plain']:.2f}"
-        numbers["fast", "times as fast as plain"] = f"{seconds['plain'] / fast:.2f}"
-    if not arguments.without_published:
-        theirs = seconds_as_published(name, model, every[len(every) // 2].component.weight, windows)
-        numbers["as published", "s/candidate"] = f"{theirs:.2f}"
-        numbers["fast", "times as fast as published"] = f"{theirs / fast:.1f}"
     shown = ", ".join(f"{variant} {quantity} {number}" for (variant, quantity), number in numbers.items())
     print(f"{name}: {shown} ({len(candidates)} candidates, {rate / 1e9:.0f} GFLOP/s)", flush=True)
     threads = str(torch.get_num_threads())
-    write_speed(arguments.write, {"benchmark": "sweep", "model": name, "threads": threads}, numbers)
+    write_speed(path, {"benchmark": "sweep", "model": name, "threads": threads}, numbers)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument("--models", default=MODELS)
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument(
-        "--candidates", type=int, help="how many the fast engine measures (default: all, or 13 of a shape)"
-    )
-    parser.add_argument("--without-published", action="store_true")
-    parser.add_argument("--without-plain", action="store_true")
-    add_option(parser)
     arguments = parser.parse_args()
     print(machine(), flush=True)
     for name in arguments.models.split(","):
         # Each model in a process of its own: what one leaves in memory must not slow the next.
         if "," in arguments.models:
-            own = [word for word in sys.argv[1:] if word not in ("--models", arguments.models)]
+            own = ["--write", str(arguments.write)] if arguments.write else []
             subprocess.run([sys.executable, __file__, *own, "--models", name], check=True)
         else:
-            run(name, arguments)
+            run(name, arguments.write)
 
 
 if __name__ == "__main__":

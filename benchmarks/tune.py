@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from common import machine
+from common import ALL, machine, models, opened, shown
 from kl_lens.measuring.joint import PlanMeter
 from kl_lens.measuring.tuning import TuningRates, tuned
 from kl_lens.planning import paired_difference
@@ -28,20 +28,15 @@ from kl_lens.study.session import Session
 from kl_lens.weights.formats import get_format
 from kl_lens.weights.formats.gguf_blocks import GGUFFormat
 from kl_lens.weights.recipes import Recipe, fitting_recipe, preferred
-from result_files import Row, add_option, write
-from rivals import REFERENCES, STRESSED_PREFIX, models, shown
-from stress import plant
+from result_files import Row, options, write
 
 KEY = ("model", "grid", "rate", "windows", "epochs")
 
 
 def compare(name: str, arguments: argparse.Namespace, folder: Path) -> Iterator[Row]:
-    session, given = Session(), name.removeprefix(STRESSED_PREFIX)
-    loading = CalibrateSettings.of(model=given, run=str(folder), device=arguments.device)
-    model = session.model(given, loading.opening)
-    if name != given:
-        plant(model, given)
-    learnt = session.do(loading).statistics.identity["text"]
+    model = opened(name, arguments.device)
+    session = Session(given=model)
+    learnt = session.do(CalibrateSettings.of(model=name, run=str(folder))).statistics.identity["text"]
     model = session.in_run(model, folder)
     windows = model.task.drawn("wikitext2:train", windows=arguments.windows, length=512, seed=7)
     apart = [all(abs(start - other) >= 512 for other in learnt["starts"]) for start in windows.starts]
@@ -56,9 +51,8 @@ def compare(name: str, arguments: argparse.Namespace, folder: Path) -> Iterator[
             wanted = preferred(ends if outside else grid, ("gptq",))
             recipes[component.name] = fitting_recipe(wanted, component.shape)[0]
         before = meter.measure(recipes)
-        rates = TuningRates(arguments.rate, arguments.epochs, arguments.batch)
         began = time.perf_counter()
-        made = tuned(model, recipes, ids, rates)
+        made = tuned(model, recipes, ids, TuningRates())
         seconds = time.perf_counter() - began
         after = {
             component: Recipe(recipe.grid.name, f"tuned-{grid}") if component in made else recipe
@@ -72,9 +66,9 @@ def compare(name: str, arguments: argparse.Namespace, folder: Path) -> Iterator[
             "model": shown(name),
             "grid": grid,
             "bits": str(get_format(grid).bits),
-            "rate": f"{arguments.rate:g}",
+            "rate": f"{TuningRates.rate:g}",
             "windows": str(len(ids)),
-            "epochs": str(arguments.epochs),
+            "epochs": str(TuningRates.epochs),
             "kl_before": f"{before.kl.value:.5f}",
             "kl_after": f"{result.kl.value:.5f}",
             "ratio": f"{result.kl.value / before.kl.value:.3f}",
@@ -85,18 +79,12 @@ def compare(name: str, arguments: argparse.Namespace, folder: Path) -> Iterator[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--models", default=",".join(REFERENCES), help="names, or folders of models")
+    parser = options(__doc__)
+    parser.add_argument("--models", default=ALL, help="names, or folders of models")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--grids", default="int4-g64,q4_k,q3_k,q2_k")
     parser.add_argument("--windows", type=int, default=2048, help="of 512 tokens to tune on")
     parser.add_argument("--test-windows", type=int, default=32)
-    parser.add_argument("--rate", type=float, default=TuningRates.rate, help="of Adam")
-    parser.add_argument("--epochs", type=int, default=TuningRates.epochs)
-    parser.add_argument("--batch", type=int, default=TuningRates.batch)
-    add_option(parser)
     arguments = parser.parse_args()
     print(machine())
     rows: list[Row] = []

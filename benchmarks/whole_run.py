@@ -1,7 +1,7 @@
 """`kl-lens run` at published sizes: seconds of each stage, of the whole with the start of Python, and memory.
 
-    python benchmarks/whole_run.py mamba-130m,mamba2-2.7b [--device cuda] [--card 16GB] [--tokenizer tokenizer.json]
-                                   [--folder /dev/shm] [--write docs/results/speed.csv] [-- more options of run]
+    python benchmarks/whole_run.py mamba-130m,mamba2-2.7b [--device cuda] [--card 16GB]
+                                   [--write docs/results/speed.csv]
 
 Weights are random, as the architecture's authors initialise them. `--card` limits torch to so much of the GPU's memory.
 The job is `kl-lens run MODEL --targets gguf --without benchmark`, each model in a process of its own.
@@ -19,6 +19,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+from result_files import options, write_speed
 
 _STAGE = re.compile(
     r"(\w[^%]*?) {2,}(?:(\d+):)?(\d+):(\d\d)( .*)?"
@@ -45,28 +47,22 @@ def job(words: list[str], card: str | None) -> int:
     return code
 
 
-def write_model(name: str, place: Path, tokenizer: Path | None, device: str) -> None:
-    from common import shape  # isort: skip  (first: it sets the environment that torch reads)
+def write_model(name: str, place: Path, device: str) -> None:
+    from common import opened  # isort: skip  (first: it sets the environment that torch reads)
     import torch
     import transformers
 
     from kl_lens.base.files import reference_path
 
-    with torch.device(device):
-        model = shape(name).model
-    model.half().cpu().save_pretrained(place)
+    opened(name, device).model.half().cpu().save_pretrained(place)
     torch.cuda.empty_cache()  # for the job
-    if tokenizer is None:
-        transformers.AutoTokenizer.from_pretrained(reference_path("mamba")).save_pretrained(place)
-    else:
-        end = dict.fromkeys(("eos_token", "bos_token", "unk_token"), "<|endoftext|>")
-        transformers.PreTrainedTokenizerFast(tokenizer_file=str(tokenizer), **end).save_pretrained(place)
+    transformers.AutoTokenizer.from_pretrained(reference_path("mamba")).save_pretrained(place)
 
 
 def measured(words: list[str], card: str | None) -> dict[str, float]:
     """Seconds and gigabytes of the job; its output is shown."""
     begin, taken = time.perf_counter(), dict[str, float]()
-    own = [sys.executable, __file__, "--job", *(["--card", card] if card else []), "--", *words]
+    own = [sys.executable, __file__, *(["--card", card] if card else []), "--job", *words]
     with subprocess.Popen(own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
@@ -83,30 +79,21 @@ def measured(words: list[str], card: str | None) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("models", nargs="?", default="")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--card", metavar="SIZE")
-    parser.add_argument("--tokenizer", type=Path)
-    parser.add_argument("--folder", type=Path, help="for checkpoint and run folder")
-    parser.add_argument("--job", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--write", type=Path, metavar="FILE.csv")
-    mine, more = sys.argv[1:], list[str]()
-    if "--" in mine:
-        at = mine.index("--")
-        mine, more = mine[:at], mine[at + 1 :]
-    arguments = parser.parse_args(mine)
+    parser.add_argument("--job", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
     if arguments.job:
-        raise SystemExit(job(more, arguments.card))
-    from result_files import write_speed
-
+        raise SystemExit(job(arguments.job, arguments.card))
     for name in arguments.models.split(","):
-        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        with tempfile.TemporaryDirectory() as folder:
             model = Path(folder) / name
-            write_model(name, model, arguments.tokenizer, arguments.device)
-            how = ["--device", arguments.device, "--targets", "gguf", "--without", "benchmark", *more]
+            write_model(name, model, arguments.device)
+            how = ["--device", arguments.device, "--targets", "gguf", "--without", "benchmark"]
             found = measured(["run", str(model), "--run", f"{folder}/run", *how], arguments.card)
-        variant = " ".join((arguments.device, *([arguments.card] if arguments.card else []), *more))
+        variant = " ".join(filter(None, (arguments.device, arguments.card)))
         print(name, variant, *(f"{quantity} {number:.1f}" for quantity, number in found.items()), sep="; ")
         case = {"benchmark": "whole run", "model": name, "threads": str(os.cpu_count())}
         write_speed(arguments.write, case, {(variant, q): f"{number:.1f}" for q, number in found.items()})
