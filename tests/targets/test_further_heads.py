@@ -1,5 +1,6 @@
 """Heads for further tokens (`mtp.*`) of a checkpoint: kept where a runtime has a place for them, named where not."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from kl_lens.model import load
 from kl_lens.run.records import Plan
 from kl_lens.targets import SessionSettings, get_target
 from kl_lens.targets.registry import describe_target
+from kl_lens.weights.formats import get_format
 from tests.families import tiny_model
 
 PLAN, IDS = Plan("p", {}, "test"), [3, 1, 4, 1, 5, 9, 2, 6]
@@ -66,17 +68,38 @@ def test_llama_cpp_gets_them_in_8_bits(folders: tuple[Path, Path], tmp_path: Pat
     assert np.array_equal(logits("gguf", tmp_path / "plain"), logits("gguf", tmp_path / "headed"))
 
 
-def test_transformers_and_vllm_get_them_in_16_bits(folders: tuple[Path, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["compressed-tensors", "vllm", "vllm-cpu"])
+def test_transformers_and_vllm_get_them_in_8_bits_where_a_kernel_has_them(
+    name: str, folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("compressed_tensors", reason="needs the extra compressed")
-    artifact = get_target("compressed-tensors").export(load(folders[1]), PLAN, tmp_path / "out")
-    own, there = (load_file(place / "model.safetensors") for place in (folders[1], tmp_path / "out"))
-    heads = [name for name in own if name.startswith("mtp.")]
-    assert len(heads) == 15
-    assert all(
-        torch.equal(there[name].float(), own[name].half().float()) for name in heads if own[name].dim() > 1
-    )
+    from compressed_tensors.utils.match import match_name
+
+    target, eight = get_target(name), get_format("int8")
+    for made, source in zip(("plain", "headed"), folders, strict=True):
+        artifact = target.export(model := load(source), PLAN, tmp_path / made)
+        with monkeypatch.context() as unread:
+            unread.setattr("kl_lens.targets.compressed_tensors.export.read_stored", None)
+            assert target.file_bytes(model, PLAN) == artifact.realised_bytes  # from shapes alone
     assert not any("left out" in note for note in artifact.settings["notes"])
-    assert logits("compressed-tensors", tmp_path / "out").shape == (len(IDS), 97)
+    own = {n: t for n, t in load_file(folders[1] / "model.safetensors").items() if n.startswith("mtp.")}
+    matrices = {n.removesuffix(".weight") for n, tensor in own.items() if tensor.dim() > 1}
+    assert (len(own), len(matrices)) == (15, 8)
+    stored = {tensor.name: tensor for tensor in target.dissect(tmp_path / "headed").tensors}
+    packs = name != "vllm-cpu"
+    for head, tensor in own.items():
+        if tensor.dim() > 1:
+            tensor = eight.roundtrip(tensor) if packs else tensor.half().float()
+        assert torch.equal(stored[head].read(), tensor), head
+    config = json.loads((tmp_path / "headed" / "config.json").read_text())
+    groups = config.get("quantization_config", {}).get("config_groups", {}).values()
+    named = {m for m in matrices for g in groups if any(match_name(m, target) for target in g["targets"])}
+    assert named == (matrices if packs else set())
+    bits = {
+        tensor.realised for tensor in artifact.tensors if tensor.component.removesuffix(".weight") in matrices
+    }
+    assert bits == {"int8" if packs else "fp16"}
+    assert np.array_equal(logits(name, tmp_path / "plain"), logits(name, tmp_path / "headed"))
 
 
 @pytest.mark.parametrize("target", ["openvino", "mlx"])

@@ -43,9 +43,8 @@ class CompressedTensorsDissection(general.Dissection):
             try:
                 tensors = load_file(file)
             except (OSError, SafetensorError) as error:
-                raise TargetError(
-                    f"{file} is damaged: {one_line(error)}; export or download it again"
-                ) from error
+                damage = f"{file} is damaged: {one_line(error)}"
+                raise TargetError(f"{damage}; export or download it again") from error
             for name, tensor in tensors.items():
                 if part := _PACKED.fullmatch(name):
                     packed.setdefault(part[1], {})[f"weight_{part[2]}"] = tensor
@@ -70,9 +69,8 @@ class CompressedTensorsDissection(general.Dissection):
         groups = self._config["quantization_config"].get("config_groups", {}).values()
         found = [g for g in groups if any(t == "Linear" or match_name(module, t) for t in g["targets"])]
         if not found:
-            raise TargetError(
-                f"{self.place / CONFIG_FILE} has no scheme for {module}; export or download it again"
-            )
+            missing = f"{self.place / CONFIG_FILE} has no scheme for {module}"
+            raise TargetError(f"{missing}; export or download it again")
         weights = QuantizationArgs(**found[0]["weights"])
         group = f"-g{weights.group_size}" if (weights.group_size or 0) > 0 else ""
         spelled = f"{'' if weights.symmetric else 'u'}int{weights.num_bits}{group}"
@@ -84,10 +82,8 @@ class CompressedTensorsDissection(general.Dissection):
 
 def _unpacked(name: str, tensor: torch.Tensor) -> general.StoredTensor:
     kind = next((kind for kind, dtype in general.DTYPES.items() if dtype == tensor.dtype), "")
-    shape, rounded = tuple(tensor.shape), general.rounding(kind)
-    return general.StoredTensor(
-        name, kind or str(tensor.dtype), shape, tensor.nbytes, tensor.float, kind, rounded
-    )
+    spelled, shape, rounded = kind or str(tensor.dtype), tuple(tensor.shape), general.rounding(kind)
+    return general.StoredTensor(name, spelled, shape, tensor.nbytes, tensor.float, kind, rounded)
 
 
 def _values(parts: dict[str, torch.Tensor], scheme: QuantizationScheme) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -20,7 +21,7 @@ from kl_lens.model.files import read_stored
 from kl_lens.run.records import Artifact, ExportedTensor, Plan
 from kl_lens.targets.compressed_tensors.schemes import CONFIG_FILE, configuration, fused, is_packed
 from kl_lens.targets.exporting import Choice, Entry, choices, file_size, record, write_beside, write_file
-from kl_lens.weights.recipes import FP16
+from kl_lens.weights.recipes import FP16, Recipe
 
 if TYPE_CHECKING:
     from kl_lens.model import LoadedModel
@@ -38,20 +39,12 @@ def export(target: Target, model: LoadedModel, plan: Plan, folder: Path) -> Arti
     folder.mkdir(parents=True, exist_ok=True)
     write_file(folder / WEIGHT_FILE, file.entries, FORMAT, file.bytes_of)
     recipes = {c.weight: file.chosen[c.name].recipe for c in model.anatomy.candidates}
-    config = configuration(model, recipes, file.names)
+    config = configuration(model, recipes | file.heads, file.names)
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     notes = write_beside(model, folder)
     versions = {name: metadata.version(name) for name in ("transformers", "compressed-tensors")}
-    return record(
-        target.name,
-        model,
-        plan,
-        folder,
-        file.records,
-        versions=versions,
-        notes=notes,
-        further_heads=bool(model.further_heads),
-    )
+    settings = {"versions": versions, "notes": notes, "further_heads": bool(model.further_heads)}
+    return record(target.name, model, plan, folder, file.records, **settings)
 
 
 def file_bytes(target: Target, model: LoadedModel, plan: Plan) -> int:
@@ -66,9 +59,8 @@ class _File:
         model.require_memory(f"exporting to {target.title}")
         self._model, self.chosen = model, _chosen(target, model, plan)
         self._candidates = {component.name for component in model.anatomy.candidates}
-        self._waiting: dict[
-            str, torch.Tensor
-        ] = {}  # zero points and scales, which come after packed matrices
+        # Zero points and scales, which come after packed matrices.
+        self._waiting: dict[str, torch.Tensor] = {}
         self.records: list[ExportedTensor] = []
         owners = {c.weight: c.name for c in model.anatomy.components}
         aliases = {name for c in model.anatomy.components for name in c.tied_with}
@@ -81,11 +73,13 @@ class _File:
         self._sources = {names[own]: owners.get(own, own) for own in state}
         packed = [name for name, source in self._sources.items() if self._is_packed(source)]
         self._others = {names[own]: t.contiguous() for own, t in state.items() if names[own] not in packed}
-        for name, stored in model.further_heads.items():  # transformers skips them, vLLM reads them
-            tensor, self._sources[name] = read_stored(stored), name
-            self._others[name] = tensor.half() if tensor.dim() > 1 else self._stored(name, tensor)
+        self.heads = _packed_heads(target, model)
+        self.chosen |= {name: Choice(recipe, recipe) for name, recipe in self.heads.items()}
+        for name in sorted(model.further_heads.keys() - self.heads.keys()):
+            kept = torch.empty(model.further_heads[name].shape, device="meta")  # read when it is written
+            self._others[name] = kept.half() if kept.dim() > 1 else kept
         entries = [Entry(name, _KINDS[t.dtype], tuple(t.shape)) for name, t in self._others.items()]
-        entries += [entry for name in packed for entry in self._entries(name)]
+        entries += [entry for name in (*packed, *self.heads) for entry in self._entries(name)]
         self.entries = sorted(entries, key=lambda entry: list(_KINDS.values()).index(entry.dtype))
 
     def _is_packed(self, component: str) -> bool:
@@ -101,8 +95,9 @@ class _File:
 
     def _entries(self, name: str) -> list[Entry]:
         """Of a packed matrix."""
-        fmt = self.chosen[self._sources[name]].recipe.grid
-        rows, columns = self._model.anatomy.component(self._sources[name]).shape
+        source, head = self._sources.get(name, name), self._model.further_heads.get(name)
+        fmt = self.chosen[source].recipe.grid
+        rows, columns = head.shape if head else self._model.anatomy.component(source).shape
         groups = columns // (fmt.group_size or columns)
         shapes = (2,), (rows, _words(columns, fmt)), (_words(rows, fmt), groups), (rows, groups)
         return [
@@ -112,16 +107,18 @@ class _File:
         ]
 
     def bytes_of(self, entry: Entry) -> npt.NDArray[np.uint8]:
+        name = entry.name.removesuffix("_shape")
+        source, head = self._sources.get(name, name), self._model.further_heads.get(name)
         if (tensor := self._others.get(entry.name)) is not None:
-            self._add(entry.name, self._sources[entry.name], tensor)
+            tensor = read_stored(head).to(tensor.dtype) if head else tensor
+            self._add(entry.name, source, tensor)
             return _raw(tensor)
         if entry.name in self._waiting:
             return _raw(self._waiting.pop(entry.name))
-        name = entry.name.removesuffix("_shape")
-        component = self._sources[name]
-        quantized = self._model.weights.quantized(component, self.chosen[component].recipe)
-        parts = packed(self.chosen[component].recipe.grid, quantized)
-        self._add(f"{name}_packed", component, *parts.values(), weights=quantized.digest)
+        recipe, store = self.chosen[source].recipe, self._model.weights
+        made = recipe.grid.quantize(read_stored(head), name) if head else store.quantized(source, recipe)
+        parts = packed(recipe.grid, made)
+        self._add(f"{name}_packed", source, *parts.values(), weights=made.digest)
         self._waiting |= {f"{name}_{part}": tensor for part, tensor in parts.items()}
         return _raw(self._waiting.pop(entry.name))
 
@@ -160,6 +157,16 @@ def _chosen(target: Target, model: LoadedModel, plan: Plan) -> dict[str, Choice]
                 planned = chosen[component.name].planned
                 chosen[component.name] = Choice(planned, shared, f"{reason}; stored as {shared}")
     return chosen
+
+
+def _packed_heads(target: Target, model: LoadedModel) -> dict[str, Recipe]:
+    """Heads for further tokens, which vLLM reads, in 8 bits: their matrices, but no embeddings and gates of experts."""
+    shapes, recipe = {name: stored.shape for name, stored in model.further_heads.items()}, Recipe("int8")
+    linear = re.compile(r"(?!.*embed).*(?<!gate)\.weight")
+    own = [name for name in shapes if len(shapes[name]) == 2 and linear.fullmatch(name)]
+    # vLLM multiplies some as one: all or none. Its kernel for CPUs has no 8 bits, so there they stay in 16.
+    held = all(target.holds(recipe.grid, shapes[name]) is None for name in own)
+    return dict.fromkeys(own, recipe) if held else {}
 
 
 def _words(numbers: int, fmt: Format) -> int:

@@ -64,7 +64,7 @@ def configuration(
         config["tie_word_embeddings"] = True  # some checkpoints deny it and hold the same matrix twice
     groups: dict[str, list[str]] = {}
     for weight, recipe in recipes.items():
-        spelled = (weight, names[weight], _in_vllm(weight, model))
+        spelled = (weight, names.get(weight, weight), _in_vllm(weight, model))
         modules = dict.fromkeys(name.removesuffix(".weight") for name in spelled)
         # One expression for all names, so that no reader warns about those of others.
         every = f"re:({'|'.join(map(re.escape, modules))})$"
@@ -85,9 +85,8 @@ def configuration(
 
 
 def _scheme(fmt: Format) -> dict[str, Any]:
-    blocks = (
-        {"strategy": "group", "group_size": fmt.group_size} if fmt.group_size else {"strategy": "channel"}
-    )
+    size = fmt.group_size
+    blocks = {"strategy": "group", "group_size": size} if size else {"strategy": "channel"}
     return {"num_bits": fmt.bits, "type": "int", "symmetric": fmt.symmetric, "dynamic": False, **blocks}
 
 

@@ -96,9 +96,8 @@ class TransformersSession(FedSession):
             raise self.closed()
         new = len(tokens)
         self._fed += tokens
-        if (
-            new > 1 or not self._steps
-        ):  # after states, Mamba and Jamba would start again: once more from the start
+        # After states, Mamba and Jamba would start again: once more from the start.
+        if new > 1 or not self._steps:
             tokens, self._states = self._fed, {}
         output = self._model(torch.tensor([tokens]), use_cache=not every, **self._states)
         self._states = {name: output[name] for name in _STATES if output.get(name) is not None}

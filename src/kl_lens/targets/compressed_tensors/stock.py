@@ -26,7 +26,6 @@ def stock_recipes(target: Target, model: LoadedModel) -> tuple[StockRecipe, ...]
             for c in model.anatomy.candidates
         }
         if set(assignment.values()) != {FP16}:
-            found.append(
-                StockRecipe(name, assignment, f'llm-compressor {spelled}, ignore=["lm_head"]', usual)
-            )
+            spelled = f'llm-compressor {spelled}, ignore=["lm_head"]'
+            found.append(StockRecipe(name, assignment, spelled, usual))
     return tuple(found)
