@@ -103,7 +103,9 @@ UNUSUAL: dict[str, Config] = {
     # a sliding window shorter than the text: below its length there is no mask at all
     "mistral": _tiny("MistralConfig", num_hidden_layers=3, sliding_window=8),
     # gates are stacks of matrices, input-major; attention with a sliding window
-    "recurrent_gemma": _tiny("RecurrentGemmaConfig", num_hidden_layers=3, lru_width=64, attention_window_size=8),
+    "recurrent_gemma": _tiny(
+        "RecurrentGemmaConfig", num_hidden_layers=3, num_key_value_heads=1, lru_width=64, attention_window_size=8
+    ),
     # x_proj and dt_proj are stacks of matrices, one for each head, and no modules
     "zamba": _tiny(
         "ZambaConfig", hidden_size=96, layers_block_type=["mamba", "hybrid"] * 2, num_key_value_heads=4,
@@ -160,11 +162,11 @@ OTHERS: dict[str, Config] = {
     "qwen3": _tiny("Qwen3Config", head_dim=16),
     "qwen3_moe": _tiny("Qwen3MoeConfig", head_dim=16, num_experts=4, **_EXPERTS),
     "gemma": _tiny("GemmaConfig", hidden_size=96, head_dim=16),
-    "gemma3_text": _tiny("Gemma3TextConfig", head_dim=16, sliding_window=8),
+    "gemma3_text": _tiny("Gemma3TextConfig", num_hidden_layers=6, head_dim=16, sliding_window=8),
     "phi": _tiny("PhiConfig"),
     "phi3": _tiny("Phi3Config"),
     "gpt2": lambda: transformers.GPT2Config(vocab_size=VOCABULARY, n_embd=64, n_layer=3, n_head=4),
-    "gpt_neox": _tiny("GPTNeoXConfig"),
+    "gpt_neox": _tiny("GPTNeoXConfig", intermediate_size=256),
     "mixtral": _tiny("MixtralConfig", num_local_experts=4),
     "gpt_oss": _tiny("GptOssConfig", head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8),
     "deepseek_v3": _tiny(

@@ -25,7 +25,7 @@ mx = pytest.importorskip("mlx.core", reason="needs the extra mlx")
 
 FORMATS = ("affine4-g32", "affine8-g64", "affine3-g32", "affine5-g32", "affine2-g32", "affine6-g32", FP16)
 SLOW = ("falcon_mamba", "mamba2", "jamba", "nemotron_h", "lfm2", "lfm2_moe", "qwen3_next", "qwen3_5_text",
-        "qwen3_5_moe_text", "olmo_hybrid")  # fmt: skip
+        "qwen3_5_moe_text", "olmo_hybrid", "recurrent_gemma", "gemma3_text", "gpt_neox")  # fmt: skip
 
 
 def _in_turn(model: LoadedModel) -> Plan:
@@ -84,7 +84,8 @@ def test_a_family_as_mlx_lm_opens_it(family: str, tmp_path: Path) -> None:
     tokens = ids[0].tolist()
     with get_target("mlx").open(tmp_path, SessionSettings()) as session:
         whole = session.logits(tokens)
-        np.testing.assert_allclose(whole, expected, atol=2e-4)
+        approximate = family == "gpt_neox"  # mlx-lm computes its GELU with tanh
+        np.testing.assert_allclose(whole, expected, atol=1e-3 if approximate else 2e-4)
         session.reset()
         steps = [session.prefill(tokens[:10]), *(session.step(token) for token in tokens[10:])]
         np.testing.assert_allclose(np.stack(steps), whole[9:], atol=1e-4)

@@ -70,6 +70,7 @@ class Layout:
     values: dict[str, npt.NDArray[np.float32]]  # parameters outside plans: norms, convolutions, biases
     sources: dict[str, str]  # their components
     full_precision: frozenset[str]  # of these, what mlx-lm never converts to float16
+    difference: float  # of mlx-lm's logits from PyTorch's in float32: the largest, as a share of their range
 
 
 def layout_of(model: LoadedModel) -> Layout:
@@ -105,11 +106,11 @@ def _layout(model: LoadedModel, config: dict[str, Any], forgotten: dict[str, flo
         matrices.append(matrix)
     if lost := sorted(set(candidates) - {matrix.component for matrix in matrices}):
         raise UnsupportedError(f"mlx-lm's {config['model_type']} has no matrix of just {lost[0]} to quantize")
-    _compare(model, runtime, ways.real)
+    difference = _compared(model, runtime, ways.real)
     casts = getattr(runtime, "cast_predicate", lambda _: True)
     values = {name: np.array(ways.real[name]) for name in others}
     kept = frozenset(name for name in others if not casts(name))
-    return Layout(config, tuple(matrices), values, others, kept)
+    return Layout(config, tuple(matrices), values, others, kept, difference)
 
 
 def _by_row(factors: torch.Tensor, rows: torch.Tensor, shape: tuple[int, ...]) -> float | torch.Tensor:
@@ -208,8 +209,8 @@ class _Ways:
         return {name: arrays[name] for name in self.shapes}
 
 
-def _compare(model: LoadedModel, runtime: Any, weights: dict[str, Any]) -> None:
-    """Raises if mlx-lm computes another function."""
+def _compared(model: LoadedModel, runtime: Any, weights: dict[str, Any]) -> float:
+    """`Layout.difference`; raises if mlx-lm computes another function."""
     import mlx.core as mx
     from mlx_lm.models.cache import make_prompt_cache
 
@@ -235,6 +236,7 @@ def _compare(model: LoadedModel, runtime: Any, weights: dict[str, Any]) -> None:
             f"mlx-lm computes something else than PyTorch for this {model.anatomy.model_type} model "
             f"(KL {divergence:.2g} nats per token with the original weights); use another target"
         )
+    return float((ours - theirs).abs().max() / (ours.max() - ours.min()))
 
 
 # config.json as mlx-lm reads it: the checkpoint's own, with the settings that transformers 5 no longer writes.
@@ -259,6 +261,11 @@ def _interval(config: dict[str, Any]) -> dict[str, Any]:
 _MORE: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "mamba2": lambda config: {"intermediate_size": int(config["expand"] * config["hidden_size"])},
     "falcon_h1": lambda config: {"head_dim": config["hidden_size"] // config["num_attention_heads"]},
+    "gpt_neox": lambda config: {
+        old: config["rope_parameters"][new]
+        for old, new in (("rotary_emb_base", "rope_theta"), ("rotary_pct", "partial_rotary_factor"))
+        if old not in config
+    },
     "granitemoehybrid": lambda config: {
         "layer_types": [_LAYERS.get(kind, kind) for kind in config["layer_types"]],
         "position_embedding_type": "nope",  # where it is null; mlx-lm would take that for rotary
