@@ -123,7 +123,7 @@ def test_the_pattern_is_that_of_the_file(tmp_path: Path) -> None:
     settings = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|endoftext|>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     tokenizer = load_tokenizer(tmp_path, None, trust_remote_code=False)
-    assert tokenizer_data(tokenizer, 10**4).pre == "qwen35"
+    assert tokenizer_data(tokenizer, 10**4).metadata["tokenizer.ggml.pre"] == "qwen35"
     assert tokenizer.eos_token == "<|endoftext|>"
 
 
