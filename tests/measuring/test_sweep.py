@@ -35,6 +35,31 @@ def test_every_candidate_is_measured_once(mamba, tmp_path) -> None:
         assert 0 <= noise < min(m["kl_teacher_to_student"].value for m in table.values()) / 100
 
 
+def test_an_interrupted_sweep_goes_on_and_gives_the_same_table(mamba, tmp_path) -> None:
+    windows = some_windows(6, 20)
+    with Run.create(tmp_path / "whole") as run:
+        Sweep(mamba, run).measure(_candidates(mamba), windows)
+        whole = _table(run)
+    count = 0
+
+    def stop_after_five(work: float, what: str) -> None:
+        nonlocal count
+        count += 1
+        if count == 5:
+            raise KeyboardInterrupt
+
+    with Run.create(tmp_path / "parts") as run:
+        with pytest.raises(KeyboardInterrupt):
+            Sweep(mamba, run, progress=Progress(advanced=stop_after_five)).measure(
+                _candidates(mamba), windows
+            )
+        assert len(_table(run)) == 5
+    with Run.create(tmp_path / "parts") as run:
+        result = Sweep(mamba, run).measure(_candidates(mamba), windows)
+        assert result.measured == 11 * 6
+        assert _table(run) == whole, "to the last bit"
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_nan_logits_are_refused_and_never_stored(engine: str, tmp_path, monkeypatch) -> None:
     model = loaded("mamba")
