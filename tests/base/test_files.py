@@ -114,7 +114,13 @@ def test_a_file_being_written_is_not_removed(tmp_path: Path) -> None:
         temporary.write_text("half")
         write_text(tmp_path / "fast.json", "{}")
         assert temporary.exists()
-    assert contents(tmp_path) == {"slow.gguf": "half", "fast.json": "{}"}
+        # safetensors writes its own file and renames it, so that nobody else may read it.
+        temporary.unlink()
+        temporary.write_text("replaced")
+        temporary.chmod(0o600)
+        write_text(tmp_path / "fast.json", "{}")
+    assert contents(tmp_path) == {"slow.gguf": "replaced", "fast.json": "{}"}
+    assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1
 
 
 def test_checkout_and_wheel_layouts(tmp_path: Path) -> None:

@@ -11,6 +11,9 @@ import yaml
 
 from kl_lens import model, planning
 from kl_lens.cli.main import main, parse, settings_from
+from kl_lens.evaluation import EvaluationText, JudgedArtifact
+from kl_lens.evaluation.ahead import Ahead
+from kl_lens.evaluation.evaluator import Arrived
 from kl_lens.model import load
 from kl_lens.reporting.answer import recommended_names
 from kl_lens.reporting.data import collect
@@ -183,6 +186,35 @@ def test_a_plan_of_a_used_name_replaces_it_and_says_so(folder: Path, capsys) -> 
     assert f"{file.parent}: the files of an earlier export" in capsys.readouterr().err
     with Run.open(folder) as run:
         assert f"openvino/{BEST}" not in {r.subject.label for r in current_results(run, "score")}
+
+
+def test_beside_a_gpu_files_are_read_ahead_with_the_same_results(
+    finished: Path, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[tuple[str, int]] = []
+
+    class Watched(Ahead):
+        def take(self, judged: JudgedArtifact, text: EvaluationText) -> list[Arrived]:
+            found = super().take(judged, text)
+            taken.append((judged.path.name, len(found)))
+            return found
+
+    monkeypatch.setattr("kl_lens.study.run.Ahead", Watched)
+    monkeypatch.setattr("kl_lens.study.run._leaves_time", lambda model: True)
+    folder = tmp_path / "run"
+    for _ in range(2):  # the second time nothing is left to read
+        assert main(words(folder, tiny_folder, "--paper", "--without", "benchmark")) == 0
+    read = {name for name, windows in taken if windows == 3}
+    assert {"uniform_fp16", BEST} < read
+    assert sorted(taken) == sorted({*taken}), "each file once"
+    kept = []
+    for place in (finished, folder):
+        with Run.open(place) as run:
+            scores = [
+                (each.subject, each.name, each.value["values"]) for each in current_results(run, "score")
+            ]
+            kept.append((sorted(scores, key=str), read_artifact(place / "artifacts/openvino" / BEST).digests))
+    assert kept[0] == kept[1]
 
 
 def test_a_stage_that_others_do_not_need_may_fail(

@@ -130,6 +130,8 @@ def test_pytorch_agrees_with_a_file_and_stands_in_for_others_of_its_runtime(
     if modelled:
         assert instead.label == f"torch/other as {shipped.name} deployed"
         assert instead.file_key == other.subject.key
+    elif agreement.verdict == AGREES:  # on x86 without bfloat16
+        assert instead.label == f"torch/other as {shipped.name}"
     else:
         assert instead == other.subject
     assert values[instead] == pytest.approx(values[file], rel=0.02, abs=1e-4)  # what agreement means

@@ -42,15 +42,16 @@ def whole(path: Path) -> Iterator[Path]:
     """Yields a temporary path that is renamed to the real one at the end."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _clear_files(path.parent)
-    temporary, handle = _locked_file(path)
+    lock, handle = _locked_file(path)
+    temporary = _content_of(lock)
     try:
         with naming(path):
             yield temporary
+            shutil.copymode(lock, temporary)  # some libraries make files that nobody else may read
             os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
     finally:
+        temporary.unlink(missing_ok=True)
+        lock.unlink(missing_ok=True)
         os.close(handle)
 
 
@@ -71,15 +72,19 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def _locked_file(path: Path) -> tuple[Path, int]:
-    """A new file; its lock shows that its writer is alive."""
+    """A new, empty file; its lock shows that the writer of its content is alive."""
     while True:
-        temporary = path.parent / f".{path.name[:100]}.{secrets.token_hex(4)}{_WRITING}"
-        # Not by mkstemp, whose files are private: a result is for everybody who may read the folder.
-        handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        lock = path.parent / f".{path.name[:100]}.{secrets.token_hex(4)}{_WRITING}"
+        handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         _lock(handle, wait=True)
         if os.fstat(handle).st_nlink:  # else another process removed it before it was locked
-            return temporary, handle
+            return lock, handle
         os.close(handle)
+
+
+def _content_of(lock: Path) -> Path:
+    """Apart from the lock: safetensors replaces the file that it writes, and a lock would be gone with it."""
+    return lock.with_name(f"{lock.name}-content")
 
 
 def _clear_files(folder: Path) -> None:
@@ -89,6 +94,7 @@ def _clear_files(folder: Path) -> None:
             handle = os.open(leftover, os.O_RDONLY)
             try:
                 if leftover.is_file() and _lock(handle, wait=False):
+                    _content_of(leftover).unlink(missing_ok=True)
                     leftover.unlink()
             finally:
                 os.close(handle)

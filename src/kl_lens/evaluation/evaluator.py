@@ -132,9 +132,11 @@ class Evaluator:
     """
 
     def __init__(
-        self, journal: ScoreJournal, original: JudgedModel | None = None, progress: Progress | None = None
-    ) -> None:
-        self.journal = journal
+        self, journal: ScoreJournal, original: JudgedModel | None = None, progress: Progress | None = None,
+        ahead: Callable[[JudgedArtifact, EvaluationText], Sequence[Arrived]] = lambda file, text: (),
+    ) -> None:  # fmt: skip
+        """`ahead`: logits of a file that were computed before."""
+        self.journal, self._ahead = journal, ahead
         self.original = original
         self.model = None if original is None else original.model
         self.progress = progress or Progress()
@@ -252,7 +254,11 @@ class Evaluator:
         """Runs several files at once and stores their scores; `_windows` computes what is still missing."""
         missing = {}
         for judged in {judged.identity: judged for judged in files}.values():  # two may be the same file
-            known = self._known(judged, text, divergence)
+            known = {*self._known(judged, text, divergence)}
+            for item in self._ahead(judged, text) if len(known) < len(text.items) else ():
+                if item.window not in known:
+                    self._keep(item, text, divergence)
+                    known.add(item.window)
             if left := [index for index in range(len(text.items)) if index not in known]:
                 missing[judged] = left
         longest = max(len(item.ids) for item in text.items)

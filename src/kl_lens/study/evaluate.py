@@ -176,15 +176,15 @@ class Judge:
     def __init__(
         self, run: Run, session: Session, found: evaluation.Selection, task: Task, model: LoadedModel | None,
         *, kept: bool = True, again: bool = False, others: Collection[str] = (),
-        deciding: Callable[[], Collection[str]] = tuple,
+        deciding: Callable[[], Collection[str]] = tuple, **evaluator: Any,
     ) -> None:  # fmt: skip
         """`kept`: the run is the user's own; `again`: what it holds is measured again; `others`, `deciding`: files by
-        their keys, as in `Evaluator.judge_text`."""
+        their keys, as in `Evaluator.judge_text`; `evaluator`: more arguments of `Evaluator`."""
         self._run, self._session, self._task, self._model, self._kept = run, session, task, model, kept
         files = [file for file in found.subjects if isinstance(file, evaluation.JudgedArtifact)]
         self._others = [file for file in files if file.subject.key in others]
         self._subjects = [each for each in found.subjects if each not in self._others]
-        self._deciding = deciding
+        self._deciding, self._how = deciding, evaluator
         self._journal = evaluation.ScoreJournal(run, again=again)
         self._original = None if model is None else evaluation.JudgedModel(model)
         self.result = EvaluateResult(notes=[*found.notes], failures={**found.failures})
@@ -198,7 +198,7 @@ class Judge:
         text = evaluation.prepare(name, self._task, window=window, **how)
         self._session.refuse_overlap(self._run, text.windows, self._task)
         with self._going_on(), self._session.events.progress(text.label) as progress:
-            evaluator = evaluation.Evaluator(self._journal, self._original, progress)
+            evaluator = evaluation.Evaluator(self._journal, self._original, progress, **self._how)
             try:
                 found = evaluator.judge_text(self._subjects, text, kinds, self._others, self._deciding)
             finally:

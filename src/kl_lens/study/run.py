@@ -11,11 +11,12 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -25,6 +26,7 @@ from kl_lens.base.environment import processors
 from kl_lens.base.errors import BudgetError, KLLensError, PlanError, TargetError, UnsupportedError
 from kl_lens.base.files import write_text
 from kl_lens.base.units import human_bytes, spell_bytes, spell_share
+from kl_lens.evaluation.ahead import Ahead
 from kl_lens.evaluation.evaluator import DIVERGENCE, PERPLEXITY
 from kl_lens.evaluation.judged import store_continuations
 from kl_lens.evaluation.scoring import COMPARED_WINDOWS
@@ -41,6 +43,7 @@ from kl_lens.profiling.benchmark import UseSettings
 from kl_lens.reporting import write_report
 from kl_lens.run.folder import CALIBRATION, RECOMMENDED, SCREENED, Run, recommended_name
 from kl_lens.run.records import ARTIFACT, Plan, Subject
+from kl_lens.run.subjects import current_results
 from kl_lens.study import benchmark, calibrate, evaluate, export, measure, paper, plan, settings as of
 from kl_lens.study.events import JobEstimate, StageCost, exit_code, going_on
 from kl_lens.study.planner import KL, TargetPlanner
@@ -227,7 +230,7 @@ def run(settings: RunSettings, session: Session) -> RunResult | JobEstimate:
                     size, room = human_bytes(expected.disk), human_bytes(free)
                     events.tell(f"{folder}: about {size} will be written, and only {room} are free")
         job = _Job(settings, session, journal, model)
-        with going_on(folder):
+        with going_on(folder), job.working_ahead():
             plans, exported = job.all_stages()
     seconds = time.perf_counter() - begin
     return RunResult(settings, folder, plans, exported, job.failed, seconds, model.task.generates)
@@ -355,6 +358,7 @@ class _Job:
         self.settings, self.session, self.journal = settings, session, journal
         self.events, self.folder, self._opened = session.events, journal.folder, model
         self.failed: list[str] = []  # stages that others did not depend on
+        self._ahead = Ahead() if _leaves_time(model) else None
         self._hire = partial(
             measure.workers_for, settings.processes, model, settings.opening, settings.weights, session.events
         )
@@ -375,18 +379,28 @@ class _Job:
             if name not in settings.wanted:
                 self.events.tell(f"left out: {describe_target(name).lacks()}")
         usable = [target for target in settings.wanted if self.export(target, [UNIFORM_FP16])]
-        if usable and judges:  # a runtime that computes something else shows at once
-            self.evaluate([UNIFORM_FP16], usable)
+        unchecked = usable if judges else []  # a runtime that computes something else shows early
+        if unchecked and self._ahead is None:
+            self.evaluate([UNIFORM_FP16], unchecked)
+            unchecked = []
+        for name in unchecked:
+            self.read_ahead(name, UNIFORM_FP16, whole=False)
         if settings.paper:
             self.reproduce_paper()
         aims: list[str | None] = [*usable] or [None]
         exported: dict[str, Path] = {}
         self.calibrate(usable)
+        self.quantize_ahead(usable)
         for target in list(aims):
             if target is not None and self.settings.limits.use is not None:
                 self.measure_caches(target)
             try:
                 self.measure(target, self._menu(target), self._limits(target))
+                if unchecked:
+                    self.evaluate([UNIFORM_FP16], unchecked)
+                    unchecked = []
+                if self._ahead is not None:
+                    self._ahead.finish()  # the plan needs what is being quantized
                 self.plan(target)
             except BudgetError as error:  # for the formats of other targets the limit may be enough
                 if target is None or len(aims) == 1:
@@ -398,11 +412,14 @@ class _Job:
             # A file that can be used, at once: who stops here keeps it.
             if target is not None and self.export(target, [settings.recommended(target)]):
                 exported[target] = self.first_file(target)
+                self.read_ahead(target, settings.recommended(target))
         self.session.drop_meters()
         plans = {target or evaluate.TORCH: self.compared(target) for target in aims}
         for target in exported:
             if rivals := plans[target][1:-1]:
                 self.export(target, rivals)
+            for name in sorted(self.deciding(target) - {settings.recommended(target)}):
+                self.read_ahead(target, name)
         every = list(dict.fromkeys(name for names in plans.values() for name in names))
         if judges:
             self.evaluate(every, [*exported] or [evaluate.TORCH], whole=True)
@@ -673,10 +690,47 @@ class _Job:
         self.events.tell(f"{folder}: {size}{told}; it can be used while what follows proves it")
         return folder
 
+    @contextmanager
+    def working_ahead(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            if self._ahead is not None:
+                self._ahead.stop()
+
+    def read_ahead(self, target: str, plan: str, *, whole: bool = True) -> None:
+        """Begins to compute a file's logits for `evaluate`, where a GPU leaves the processors time."""
+        compared = [result.subject for result in current_results(self.journal, "agreement")]
+        known = any((subject.target, subject.plan) == (target, plan) for subject in compared)
+        if self._ahead is None or known or "evaluate" in self.settings.without:
+            return
+        model, place = self.model, self.folder / "artifacts" / target / plan
+        get_target(target).prepare()  # here, not in a thread
+        text = evaluation.prepare(self.settings.evaluation_text, model.task, **self._judging(whole=whole))
+        columns = model.anatomy.component(model.anatomy.head).shape[-2]
+        self._ahead.read(place, of.Runtime(threads=self.settings.threads).session(), text, columns)
+
+    def quantize_ahead(self, targets: Sequence[str]) -> None:
+        """Begins to quantize for the usual stock recipes, where a GPU leaves the processors time."""
+        new = [target for target in targets if self.settings.recommended(target) not in self._plans()]
+        if self._ahead is not None and self.settings.rivals != NONE:
+            stock = [
+                one for target in new for one in get_target(target).stock_recipes(self.model) if one.usual
+            ]
+            steps = self.model.weights.ahead(
+                dict.fromkeys(p for one in stock for p in one.assignment.items())
+            )
+            self._ahead.start(lambda: steps)
+
+    def _judging(self, *, whole: bool) -> dict[str, int]:
+        """The length and number of windows that files are judged on; not `whole`: compared with PyTorch alone."""
+        windows = self.settings.evaluation_windows or COMPARED_WINDOWS
+        length = self.settings.calibration.window_length or self.model.task.window_length
+        return {"window": length, "limit": windows if whole else min(windows, COMPARED_WINDOWS)}
+
     def evaluate(self, plans: Sequence[str], targets: Sequence[str], *, whole: bool = False) -> None:
         """Sees whether files agree with PyTorch; on the whole text, what each loses."""
-        settings, model = self.settings, self.model
-        window = settings.calibration.window_length or model.task.window_length
+        settings, model, how = self.settings, self.model, self._judging(whole=whole)
 
         def work() -> evaluate.EvaluateResult:
             if settings.threads is not None:
@@ -686,17 +740,16 @@ class _Job:
                 plans=",".join(plans), targets=targets,
             )  # fmt: skip
             stock = {t: self._losses(t) for t in targets if whole and t != evaluate.TORCH}
+            ahead: dict[str, Any] = {} if self._ahead is None else {"ahead": self._ahead.take}
             judge = evaluate.Judge(
                 self.journal, self.session, found, model.task, model, again=settings.again and whole,
                 others=_keys({target: [UNIFORM_FP16, *names] for target, names in stock.items()}),
                 deciding=lambda: _keys({target: self.deciding(target) for target in stock}),
+                **ahead,
             )  # fmt: skip
-            text, windows = settings.evaluation_text, settings.evaluation_windows or COMPARED_WINDOWS
+            judge.text(settings.evaluation_text, {PERPLEXITY, DIVERGENCE} if whole else (), **how)
             if whole:
-                judge.text(text, {PERPLEXITY, DIVERGENCE}, window=window, limit=windows)
-                judge.tasks(settings.tasks, window)
-            else:
-                judge.text(text, (), window=window, limit=min(windows, COMPARED_WINDOWS))
+                judge.tasks(settings.tasks, how["window"])
             return judge.result
 
         self.do("evaluate", work, optional=True)
@@ -727,6 +780,12 @@ class _Job:
             key=f"benchmark {files[-1]}", given=(files, settings.repeats, settings.threads),
             inputs=" ".join([records, *versions]), optional=True,
         )  # fmt: skip
+
+
+def _leaves_time(model: LoadedModel) -> bool:
+    """Whether a GPU measures. Without one, work beside measuring would only take turns with it; a model on disk has no
+    memory to spare."""
+    return model.device.type != "cpu" and model.residency is None
 
 
 def _held(target: Target, recipes: Sequence[str]) -> list[str]:
