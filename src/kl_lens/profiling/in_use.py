@@ -28,7 +28,7 @@ from kl_lens.targets import Session
 from kl_lens.targets.base import Contents
 
 PROTOCOL = "use"
-# Timed loads of each artifact, after one that fills the file cache and the cache of compiled graphs.
+# Timed loads of each artifact, after one that fills the file cache and the cache of compiled graphs; one in a run.
 LOADS = 3
 TURN_TOKENS = 4  # tokens that an artifact generates per turn
 # Memory relative to the file: expanded or repacked weights come on top of mapped ones.
@@ -166,12 +166,13 @@ class InUse:
         sessions: dict[str, Session] = {}
 
         def load(subject: Timed) -> None:
-            for number in range(LOADS + 1):
+            loads = LOADS if self._settings.narrow is None else 1
+            for number in range(loads + 1):
                 started = time.perf_counter()
                 session = subject.target.open(subject.path, self._settings.runtime)
                 if number:
                     self._records[subject.name].loads.append(time.perf_counter() - started)
-                if number < LOADS:
+                if number < loads:
                     session.close()
             sessions[subject.name] = stack.enter_context(closing(session))
 

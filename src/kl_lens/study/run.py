@@ -64,6 +64,7 @@ UNIFORM_FP16 = "uniform_fp16"
 PAPER_FORMATS = ("int4", "int8")
 MAX_LOSS = 0.01  # nats per token: about one percent of perplexity
 PROMPTS = ("The history of the city", "In the early years of the war ,")
+FIRST_LOOK = 1  # window that shows whether a runtime computes what PyTorch does; a wrong weight shows in each
 LARGE = 5e7  # weights per processor: 8 windows of 130 million on two ARM cores took over four minutes
 NARROW = 1.05  # ends of a speed's interval: closer together, it is timed no longer
 OPTIONAL_STAGES = ("rank", "evaluate", "benchmark", "report")
@@ -328,7 +329,7 @@ def _estimate(settings: RunSettings, model: LoadedModel) -> JobEstimate:
 
     stages = [
         *(exporting(target, 1, 2.0) for target in every),
-        judging(targets, 0, min(COMPARED_WINDOWS, judged)),
+        judging(targets, 0, FIRST_LOOK),
     ]
     learnt = {c.component.name: c.component.shape for each in every.values() for c in each}.values()
     if any(c.recipe.quantizer.learns for each in every.values() for c in each):
@@ -726,7 +727,7 @@ class _Job:
         """The length and number of windows that files are judged on; not `whole`: compared with PyTorch alone."""
         windows = self.settings.evaluation_windows or COMPARED_WINDOWS
         length = self.settings.calibration.window_length or self.model.task.window_length
-        return {"window": length, "limit": windows if whole else min(windows, COMPARED_WINDOWS)}
+        return {"window": length, "limit": windows if whole else FIRST_LOOK}
 
     def evaluate(self, plans: Sequence[str], targets: Sequence[str], *, whole: bool = False) -> None:
         """Sees whether files agree with PyTorch; on the whole text, what each loses."""

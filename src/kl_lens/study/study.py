@@ -35,6 +35,7 @@ def settings_of(verb: str) -> type[Settings]:
         home = importlib.import_module(f"kl_lens.study.{verb}")
     finally:
         gc.enable()
+        gc.freeze()  # what stays is not looked through again
     return next(
         kind for kind in vars(home).values()
         if isinstance(kind, type) and issubclass(kind, Settings) and kind.__module__ == home.__name__
