@@ -204,8 +204,7 @@ def test_beside_a_gpu_files_are_read_ahead_with_the_same_results(
     folder = tmp_path / "run"
     for _ in range(2):  # the second time nothing is left to read
         assert main(words(folder, tiny_folder, "--paper", "--without", "benchmark")) == 0
-    read = {name for name, windows in taken if windows == 3}
-    assert {"uniform_fp16", BEST} < read
+    assert {("uniform_fp16", 1), (BEST, 3)} < {*taken}
     assert sorted(taken) == sorted({*taken}), "each file once"
     kept = []
     for place in (finished, folder):
