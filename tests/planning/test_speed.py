@@ -35,10 +35,8 @@ def test_a_format_that_is_slow_for_its_bytes_is_seen() -> None:
 
 
 def test_smaller_files_that_are_not_faster_have_no_model() -> None:
-    assert (
-        fitted([TimedFile({"fp16": 1600}, 1.0), TimedFile({"q8_0": 850}, 1.1), TimedFile({"q4_k": 450}, 1.2)])
-        is None
-    )
+    files = [TimedFile({"fp16": 1600}, 1.0), TimedFile({"q8_0": 850}, 1.1), TimedFile({"q4_k": 450}, 1.2)]
+    assert fitted(files) is None
 
 
 def published() -> list[list[TimedFile]]:

@@ -24,9 +24,9 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 import torch
-from numba import njit, prange
 
 from kl_lens.base.accelerators import runs_triton
+from kl_lens.base.compiling import njit, prange
 from kl_lens.base.errors import RunError
 from kl_lens.measuring.objectives import OBJECTIVES
 from kl_lens.model.kernels import Comparison

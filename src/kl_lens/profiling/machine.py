@@ -21,11 +21,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numba
 import numpy as np
 import numpy.typing as npt
 import psutil
 
+from kl_lens.base.compiling import get_num_threads, njit, prange
 from kl_lens.base.environment import processors
 from kl_lens.run.records import Profile, Quartiles
 from kl_lens.targets.base import Contents
@@ -59,7 +59,7 @@ def limits_hold(device: str) -> bool:
 
 def read_bandwidth() -> float:
     """Bytes per second that all threads read: the best of several, as a disturbance makes a repeat only slower."""
-    threads = min(processors(), numba.get_num_threads())
+    threads = min(processors(), get_num_threads())
     size = min(BUFFER_BYTES, psutil.virtual_memory().available // 4)
     values = np.empty(size // 64 // threads * 8 * threads, np.int64)
     fill(values, threads)
@@ -72,21 +72,21 @@ def read_bandwidth() -> float:
     return best
 
 
-@numba.njit(parallel=True, cache=True)
+@njit(parallel=True, cache=True)
 def fill(values: npt.NDArray[np.int64], parts: int) -> None:
     """Each part is written by the thread that will read it, so that it lies on the same socket."""
     size = values.size // parts
-    for part in numba.prange(parts):
+    for part in prange(parts):
         for index in range(part * size, (part + 1) * size):
             values[index] = index
 
 
-@numba.njit(parallel=True, cache=True)
+@njit(parallel=True, cache=True)
 def summed(values: npt.NDArray[np.int64], parts: int) -> int:
     """Each thread reads eight stretches at once, 1.4 times as fast as one on some processors."""
     sums = np.zeros(parts, np.int64)
     size = values.size // parts
-    for part in numba.prange(parts):
+    for part in prange(parts):
         # A slice, not an offset: otherwise the loop is not vectorised and too slow to be limited by memory.
         own = values[part * size : (part + 1) * size].reshape(8, -1)
         partial = np.int64(0)

@@ -85,8 +85,6 @@ def test_an_untested_family_is_proven_on_the_model_or_refused(
     with contextlib.closing(open_session(case.folder, exact=True, threads=1)) as session:
         assert_same_logits(session.logits(ids[0].tolist()), reference(case.model.model, ids), SHARE)
     monkeypatch.setattr("kl_lens.targets.openvino.graph.PROOF_SHARE", 0.0)  # nothing is as right as that
-    with pytest.raises(
-        TargetError, match=r"llama cannot be exported to OpenVINO: .* other logits than PyTorch"
-    ):
+    with pytest.raises(TargetError, match=r"llama cannot be exported to OpenVINO: .* other logits than"):
         export(loaded("llama"), Plan("none", {}, made_by="test"), tmp_path)
     assert not (tmp_path / "openvino_model.xml").exists()

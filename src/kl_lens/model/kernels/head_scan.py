@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit, prange
 
+from kl_lens.base.compiling import njit, prange
 from kl_lens.model.kernels.tile_product import WIDTH, accumulate, multiply
 from kl_lens.model.kernels.vector_math import FAST_MATH, LOG2_E, exp2_decay, plain
 

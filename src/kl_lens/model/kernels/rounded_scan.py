@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit, prange
 
+from kl_lens.base.compiling import njit, prange
 from kl_lens.model.kernels.vector_math import (
     _ROUNDER,
     FAST_MATH,

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit, prange
 
+from kl_lens.base.compiling import njit, prange
 from kl_lens.model.kernels.vector_math import FAST_MATH, LOG2_E, exp2_decay, plain, silu, softplus
 
 # Channels per task. The states and rates of a block (2 × 16 × 256 × 4 bytes = 32 KB) stay in the L1 cache.

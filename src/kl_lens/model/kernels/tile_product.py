@@ -10,10 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import binding, ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from kl_lens.base.compiling import njit
 from kl_lens.model.kernels.vector_math import FAST_MATH
 
 # Columns of a panel.

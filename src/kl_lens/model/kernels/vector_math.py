@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
-import llvmlite.binding as llvm
 import numpy as np
 import torch
-from numba import config, njit, types
+from numba import types
 from numba.extending import intrinsic
 
-# LLVM uses half of each register of AVX-512 unless it is told otherwise. With all of it, the scan of Mamba-1 takes 0.72
-# of the time (Cascade Lake). Read before the first kernel is compiled; the user's own settings win.
-if not (os.environ.get("NUMBA_CPU_NAME") or os.environ.get("NUMBA_CPU_FEATURES")):
-    features = llvm.get_host_cpu_features()
-    if features.get("avx512f"):
-        config.CPU_FEATURES = f"{features.flatten()},-prefer-256-bit"  # type: ignore[attr-defined]
+from kl_lens.base.compiling import njit
 
 LOG2_E = np.float32(1.4426950408889634)
 # Adding and subtracting 1.5·2²³ rounds a float32 to the nearest integer and leaves that integer in the low bits.

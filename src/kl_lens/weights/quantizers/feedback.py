@@ -17,9 +17,9 @@ from functools import lru_cache
 
 import numpy as np
 import torch
-from numba import njit, prange
 
 from kl_lens.base.accelerators import runs_triton
+from kl_lens.base.compiling import njit, prange
 from kl_lens.weights.quantizers.group_scales import refitted
 from kl_lens.weights.quantizers.levels import Levels
 

@@ -13,9 +13,9 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from numba import njit, prange
 
 from kl_lens.base.accelerators import constant
+from kl_lens.base.compiling import njit, prange
 from kl_lens.weights.formats import Format, Quantized
 from kl_lens.weights.formats.affine import AffineFormat
 from kl_lens.weights.formats.integer import (

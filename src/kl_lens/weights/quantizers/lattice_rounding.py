@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from numba import njit, prange
 
+from kl_lens.base.compiling import njit, prange
 from kl_lens.weights.formats import Quantized
 from kl_lens.weights.formats.gguf_blocks import GGUFFormat, gguf_module
 from kl_lens.weights.quantizers.feedback import BLOCK, Objective
