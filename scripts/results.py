@@ -219,9 +219,11 @@ def whole() -> Cells:
     for row in chosen("speed.csv", benchmark="whole run"):
         found.setdefault((row["model"], row["variant"], row["machine"]), {})[row["quantity"]] = row
     for (model, way, machine), numbers in found.items():
-        seconds = [f"{float(numbers[f'{name}, s']['value']):.0f}" for name in ("whole", *stages)]
-        memory = numbers["host memory, GB"]
-        table.append([model, way, *seconds, memory["value"], machine, memory["commit"]])
+        known = {quantity: row["value"] for quantity, row in numbers.items()}
+        times = [known.get(f"{name}, s") for name in ("whole", *stages)]
+        seconds = ["–" if time is None else f"{float(time):.0f}" for time in times]
+        commit = numbers["whole, s"]["commit"]
+        table.append([model, way, *seconds, known.get("host memory, GB", "–"), machine, commit])
     return table
 
 
