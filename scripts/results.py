@@ -64,7 +64,8 @@ def rivals() -> Cells:
 
 def rivals_by_model() -> Cells:
     judged = {row["target"] for row in read("rivals.csv")}
-    runtimes = {name: title for name, title in (RUNTIMES | {"mlx": "MLX", "compressed-tensors": "transformers"}).items() if name in judged}
+    titles = RUNTIMES | {"mlx": "MLX", "compressed-tensors": "transformers"}
+    runtimes = {name: title for name, title in titles.items() if name in judged}
     table = [["model", *runtimes.values(), "ours is lower in"]]
     for model in dict.fromkeys(row["model"] for row in read("rivals.csv")):
         rows = chosen("rivals.csv", model=model)
