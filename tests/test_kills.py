@@ -161,7 +161,7 @@ def held_by(folder: Path) -> str:
 
 
 TIMES = {"seconds", "created", "started", "provenance", "export_seconds", "runtime", "timings", "ratios", "bound",
-         "peak_memory_bytes", "load_seconds"}  # fmt: skip
+         "peak_memory_bytes", "load_seconds", "loaded_from_cache"}  # fmt: skip
 
 
 def results(folder: Path) -> dict[str, Any]:

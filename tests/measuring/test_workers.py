@@ -73,8 +73,10 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 def processes(of: psutil.Process | None = None) -> list[psutil.Process]:
     """The processes of workers that are there."""
-    children = (of or psutil.Process()).children()
-    return [child for child in children if "multiprocessing.spawn" in " ".join(child.cmdline())]
+    of = of or psutil.Process()
+    words = {child: " ".join(child.cmdline()) for child in of.children(recursive=True)}
+    forked = [child for child in words if "forkserver" in words[child] and child.ppid() != of.pid]
+    return forked + [child for child in words if "multiprocessing.spawn" in words[child]]
 
 
 @pytest.mark.slow

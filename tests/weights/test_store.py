@@ -68,21 +68,6 @@ def test_what_is_expensive_is_kept_on_disk(
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_what_another_thread_quantizes_ahead_is_of_the_moment_when_it_was_asked(
-    weight: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    weights, expensive = {NAME: weight}, Recipe("q4_k")
-    store = WeightStore(GivenWeights(weights), folder=tmp_path)
-    steps = store.ahead([(NAME, expensive), (NAME, INT8), (NAME, Recipe("q4_k", "gptq"))])
-    weights[NAME] = torch.zeros(24, 256)  # as while a candidate is measured
-    assert list(steps) == [NAME]
-    weights[NAME] = weight
-    digest = get_format("q4_k").quantize(weight).digest
-    monkeypatch.setattr(get_format("q4_k").__class__, "_quantize", None)
-    assert store.digest(NAME, expensive) == digest
-    assert list(WeightStore(GivenWeights(weights)).ahead([(NAME, expensive)])) == []  # no place to keep it
-
-
 def test_what_is_damaged_or_deleted_is_made_again(weight: torch.Tensor, tmp_path: Path) -> None:
     def digest() -> str:
         return WeightStore(GivenWeights({NAME: weight}), folder=tmp_path).digest(NAME, Recipe("q4_k"))

@@ -32,7 +32,7 @@ def elements_at_once(device: torch.device) -> int:
     not so many that a dozen temporary tensors fill a small card."""
     if device.type == "cpu":
         return 1 << 18
-    return min(1 << 26, torch.cuda.mem_get_info(device)[1] >> 10)
+    return min(1 << 27, torch.cuda.mem_get_info(device)[1] >> 10)
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,13 +1,12 @@
-"""What the processors do while a GPU measures: read files in their runtimes, quantize for plans to come."""
+"""What the processors do while a GPU measures: read files in their runtimes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 from kl_lens.base.environment import available_memory, processors
 from kl_lens.evaluation.evaluator import Arrived, computed
@@ -20,59 +19,41 @@ MEMORY_SHARE = 0.1  # of free memory, for the logits of one file
 
 
 class Ahead:
-    """Work in the background, a piece at a time; each has a new thread, as in `side_by_side`. It touches neither the
-    model nor the journal: `Evaluator` takes the logits when the file's turn comes, and computes what is missing."""
+    """Reads files in the background, some `at_once`. It touches neither the model nor the journal: `Evaluator` takes
+    the logits when a file's turn comes, and computes what is missing."""
 
-    def __init__(self) -> None:
-        self._last: Future[Any] | None = None
+    def __init__(self, at_once: int) -> None:
+        self._threads, self._stopped = ThreadPoolExecutor(at_once), False
+        self._processors = max(1, (processors() - SPARED) // at_once)  # for each
         self._files: dict[Path, tuple[EvaluationText, Future[list[Arrived]]]] = {}
-        self._stopped = False
-
-    def start(self, steps: Callable[[], Iterable[Any]]) -> Future[list[Any]]:
-        """Does these steps after all earlier work; `stop` leaves out those that have not begun."""
-        before, pool = self._last, ThreadPoolExecutor(1)
-
-        def in_turn() -> list[Any]:
-            done: list[Any] = []
-            if before is not None:
-                wait([before])
-            for step in () if self._stopped else steps():
-                done.append(step)
-                if self._stopped:
-                    break
-            return done
-
-        self._last = future = pool.submit(in_turn)
-        pool.shutdown(wait=False)
-        return future
-
-    def finish(self) -> None:
-        if self._last is not None:
-            wait([self._last])
 
     def stop(self) -> None:
         self._stopped = True
-        self._files.clear()
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def read(self, place: Path, settings: SessionSettings, text: EvaluationText, columns: int) -> None:
         """Computes an exported folder's logits on a text. `columns`: of the vocabulary."""
-        if sum(len(item.ids) for item in text.items) * columns * 4 > MEMORY_SHARE * available_memory():
+        size = sum(len(item.ids) for item in text.items) * columns * 4
+        if place.resolve() in self._files or size > MEMORY_SHARE * available_memory():
             return
 
-        def steps() -> Iterator[Arrived]:
+        def logits() -> list[Arrived]:
             judged = JudgedArtifact(place, settings, place.name)
-            with closing(judged.open(settings.threads or max(1, processors() - SPARED))) as session:
-                yield from computed(judged, session, text, range(len(text.items)))
+            with closing(judged.open(settings.threads or self._processors)) as session:
+                windows = computed(judged, session, text, range(len(text.items)))
+                return [*takewhile(lambda _: not self._stopped, windows)]
 
-        self._files[place.resolve()] = text, self.start(steps)
+        self._files[place.resolve()] = text, self._threads.submit(logits)
 
     def take(self, judged: JudgedArtifact, text: EvaluationText) -> list[Arrived]:
         """The file's logits on this text, as far as it was read; they are forgotten here."""
-        was_read, future = self._files.pop(judged.path.resolve(), (None, None))
-        arrived: list[Arrived] = []
-        if was_read is not None and future is not None:
-            with suppress(*RUNTIME_ERRORS):  # it fails again in its turn, and is reported then
-                arrived = [item for item in future.result() if item.judged.identity == judged.identity]
+        was_read, future = self._files.pop(judged.path.resolve(), (text, None))
         places = {window.key: index for index, window in enumerate(text.items)}
-        found = [(places.get(was_read.items[item.window].key), item) for item in arrived if was_read]
-        return [replace(item, window=index) for index, item in found if index is not None]
+        arrived: list[Arrived] = []
+        with suppress(*RUNTIME_ERRORS):  # it fails again in its turn, and is reported then
+            arrived = [] if future is None else future.result()
+        return [
+            replace(item, window=places[key])
+            for item in arrived
+            if item.judged.identity == judged.identity and (key := was_read.items[item.window].key) in places
+        ]

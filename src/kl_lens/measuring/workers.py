@@ -10,23 +10,19 @@ from __future__ import annotations
 import logging
 import os
 import platform
-import signal
 import socket
-import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
-from threading import Thread
-from types import ModuleType
 from typing import Any
 
 import torch
 
-from kl_lens.base.environment import THREAD_VARIABLES, available_memory, processors
+from kl_lens.base.aside import Aside, aside
+from kl_lens.base.environment import available_memory, processors
 from kl_lens.base.errors import KLLensError, RunError, last_line, one_line
 from kl_lens.base.units import human_bytes
 from kl_lens.base.version import __version__
@@ -141,22 +137,14 @@ class Worker:
         return model
 
 
-@dataclass(frozen=True, eq=False)
-class Hand:
-    """A worker, from outside."""
-
-    submit: Callable[..., Future[Any]]
-    end: Callable[[], None]
-
-
 class Workers:
     """Maps the pieces of a sweep to results as they come."""
 
-    def __init__(self, hire: Callable[[], Hand], count: int, say: Callable[[str], None]) -> None:
+    def __init__(self, hire: Callable[[], Aside], count: int, say: Callable[[str], None]) -> None:
         self.count, self._hire, self._say = count, hire, say
         self._number = 0  # of the sweep
-        self._busy: dict[Future[Any], tuple[Hand, int, Piece | None]] = {}
-        self._idle: dict[Hand, tuple[int, ...]] = {}  # worker → windows whose teacher it has
+        self._busy: dict[Future[Any], tuple[Aside, int, Piece | None]] = {}
+        self._idle: dict[Aside, tuple[int, ...]] = {}  # worker → windows whose teacher it has
         self.reason = ""  # why a worker failed last
 
     def begin(self, job: Job) -> Layout:
@@ -192,7 +180,7 @@ class Workers:
         for worker in (*self._idle, *(worker for worker, _, _ in self._busy.values())):
             worker.end()
 
-    def _give(self, worker: Hand, piece: Piece | None = None) -> None:
+    def _give(self, worker: Aside, piece: Piece | None = None) -> None:
         try:
             future = worker.submit(self._number, self._job, self._layout, piece)
         except BrokenExecutor as error:  # it died while it had nothing to do
@@ -265,67 +253,28 @@ def hired(
         yield workers
 
 
-_worker: Worker  # in a process of a pool
-
-
-def _process(order: Order) -> Hand:
-    """A process pool of one process: a worker that dies breaks no other's."""
-    with _starting(order.threads):
-        before = active_children()
-        pool = ProcessPoolExecutor(1, get_context("spawn"), _become, (order,))
-        pool.submit(int)
-        processes = [child for child in active_children() if child not in before]
-
-    def end() -> None:
-        for process in processes:
-            process.kill()
-        pool.shutdown()
-
-    return Hand(partial(pool.submit, _do), end)
-
-
-@contextmanager
-def _starting(threads: int) -> Iterator[None]:
-    """What a process inherits that starts within: the number of threads of its libraries; Ctrl-C, which only the parent
-    answers; and no script of the user's, which it would run again."""
-    environment, main = dict(os.environ), sys.modules["__main__"]
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    try:
-        os.environ |= {f"{name}_NUM_THREADS": str(threads) for name in THREAD_VARIABLES}
-        os.environ["PYTHONWARNINGS"] = "ignore"  # such as of locks that a killed process did not give back
-        sys.modules["__main__"] = ModuleType("__main__")
-        yield
-    finally:
-        sys.modules["__main__"] = main
-        os.environ.clear()
-        os.environ |= environment
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+_worker: Worker  # in a process of its own
 
 
 def _become(order: Order) -> None:
-    """The process becomes a worker, which shows nothing and ends with the process that started it."""
     global _worker
     _worker = Worker(order)
-    with open(os.devnull, "w") as nothing:
-        for stream in (1, 2):
-            os.dup2(nothing.fileno(), stream)
-
-    def end_with_parent() -> None:
-        parent_process().join()  # type: ignore[union-attr]
-        os._exit(1)
-
-    Thread(target=end_with_parent, daemon=True).start()
 
 
 def _do(*work: Any) -> Any:
     return _worker.do(*work)
 
 
-def _actor(ray: Any, order: Order) -> Hand:
+def _process(order: Order) -> Aside:
+    process = aside(order.threads, _become, order, several=True)
+    return Aside(partial(process.submit, _do), process.end)
+
+
+def _actor(ray: Any, order: Order) -> Aside:
     """A worker on a Ray cluster."""
     options = {"num_cpus": order.threads, "num_gpus": order.gpus, "scheduling_strategy": "SPREAD"}
     actor = ray.remote(Worker).options(**options).remote(order)
-    return Hand(lambda *work: actor.do.remote(*work).future(), partial(ray.kill, actor))
+    return Aside(lambda *work: actor.do.remote(*work).future(), partial(ray.kill, actor))
 
 
 def _ray(address: str, count: int | None) -> Any:

@@ -12,6 +12,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -22,11 +23,12 @@ import psutil
 import torch
 
 from kl_lens import evaluation, planning
+from kl_lens.base.aside import Aside, aside
 from kl_lens.base.environment import processors
 from kl_lens.base.errors import BudgetError, KLLensError, PlanError, TargetError, UnsupportedError
 from kl_lens.base.files import write_text
 from kl_lens.base.units import human_bytes, spell_bytes, spell_share
-from kl_lens.evaluation.ahead import Ahead
+from kl_lens.evaluation.ahead import SPARED, Ahead
 from kl_lens.evaluation.evaluator import DIVERGENCE, PERPLEXITY
 from kl_lens.evaluation.judged import store_continuations
 from kl_lens.evaluation.scoring import COMPARED_WINDOWS
@@ -58,7 +60,7 @@ from kl_lens.targets import (
     read_artifact,
     usual_targets,
 )
-from kl_lens.weights.recipes import FP16, Recipe
+from kl_lens.weights.recipes import FP16, Recipe, parsed
 
 UNIFORM_FP16 = "uniform_fp16"
 PAPER_FORMATS = ("int4", "int8")
@@ -66,6 +68,7 @@ MAX_LOSS = 0.01  # nats per token: about one percent of perplexity
 PROMPTS = ("The history of the city", "In the early years of the war ,")
 FIRST_LOOK = 1  # window that shows whether a runtime computes what PyTorch does; a wrong weight shows in each
 LARGE = 5e7  # weights per processor: 8 windows of 130 million on two ARM cores took over four minutes
+AT_ONCE = 3  # files of a small model read beside a GPU
 NARROW = 1.05  # ends of a speed's interval: closer together, it is timed no longer
 OPTIONAL_STAGES = ("rank", "evaluate", "benchmark", "report")
 SHORT, FULL, SMALL, NONE = "short", "full", "small", "none"
@@ -240,8 +243,7 @@ def run(settings: RunSettings, session: Session) -> RunResult | JobEstimate:
 def _completed(settings: RunSettings, model: LoadedModel, begun_with: int | None) -> RunSettings:
     """With the numbers of windows: to calibrate, those of the run if it was begun, or what is cheap for all menus; to
     judge, few for a large model, because runtimes compute on the CPU."""
-    parameters = sum(component.parameters for component in model.anatomy.components)
-    judged = settings.evaluation_windows or (4 if parameters > LARGE * processors() else 8)
+    judged = settings.evaluation_windows or (4 if _is_large(model) else 8)
     text = settings.calibration
     if (windows := text.windows or begun_with) is None:
         menus = [settings.menu_of(target, model.anatomy) for target in settings.wanted]
@@ -359,7 +361,10 @@ class _Job:
         self.settings, self.session, self.journal = settings, session, journal
         self.events, self.folder, self._opened = session.events, journal.folder, model
         self.failed: list[str] = []  # stages that others did not depend on
-        self._ahead = Ahead() if _leaves_time(model) else None
+        self._ahead: Ahead | None = None
+        self._apart: Aside | None = None  # quantizes ahead
+        self._quantized: dict[str, Future[None]] = {}  # by target
+        self._early: set[tuple[str, str]] = set()  # target and plan of files that were written ahead
         self._hire = partial(
             measure.workers_for, settings.processes, model, settings.opening, settings.weights, session.events
         )
@@ -391,7 +396,7 @@ class _Job:
         aims: list[str | None] = [*usable] or [None]
         exported: dict[str, Path] = {}
         self.calibrate(usable)
-        self.quantize_ahead(usable)
+        self.begin_with_stock(usable)
         for target in list(aims):
             if target is not None and self.settings.limits.use is not None:
                 self.measure_caches(target)
@@ -400,8 +405,8 @@ class _Job:
                 if unchecked:
                     self.evaluate([UNIFORM_FP16], unchecked)
                     unchecked = []
-                if self._ahead is not None:
-                    self._ahead.finish()  # the plan needs what is being quantized
+                if target in self._quantized and not self._quantized[target].done():
+                    self._end_apart()  # the plan needs the rest now, and has all processors
                 self.plan(target)
             except BudgetError as error:  # for the formats of other targets the limit may be enough
                 if target is None or len(aims) == 1:
@@ -417,7 +422,7 @@ class _Job:
         self.session.drop_meters()
         plans = {target or evaluate.TORCH: self.compared(target) for target in aims}
         for target in exported:
-            if rivals := plans[target][1:-1]:
+            if rivals := [name for name in plans[target][1:-1] if (target, name) not in self._early]:
                 self.export(target, rivals)
             for name in sorted(self.deciding(target) - {settings.recommended(target)}):
                 self.read_ahead(target, name)
@@ -693,11 +698,27 @@ class _Job:
 
     @contextmanager
     def working_ahead(self) -> Iterator[None]:
+        if not _leaves_time(self._opened):
+            yield
+            return
+        # Of a small model several files are read at once, because one does not keep all processors busy, and its stock
+        # recipes are quantized before another process could start.
+        large = _is_large(self._opened)
+        self._ahead = Ahead(1 if large else AT_ONCE)
+        if large:
+            opening = replace(self.settings.opening, device="cpu")
+            place = self._opened.source or self._opened.name
+            self._apart = aside(max(1, processors() - SPARED), _begin_apart, place, opening, self.folder)
         try:
             yield
         finally:
-            if self._ahead is not None:
-                self._ahead.stop()
+            self._ahead.stop()
+            self._end_apart()
+
+    def _end_apart(self) -> None:
+        if self._apart is not None:
+            self._apart.end()
+            self._apart = None
 
     def read_ahead(self, target: str, plan: str, *, whole: bool = True) -> None:
         """Begins to compute a file's logits for `evaluate`, where a GPU leaves the processors time."""
@@ -711,17 +732,24 @@ class _Job:
         columns = model.anatomy.component(model.anatomy.head).shape[-2]
         self._ahead.read(place, of.Runtime(threads=self.settings.threads).session(), text, columns)
 
-    def quantize_ahead(self, targets: Sequence[str]) -> None:
-        """Begins to quantize for the usual stock recipes, where a GPU leaves the processors time."""
+    def begin_with_stock(self, targets: Sequence[str]) -> None:
+        """Begins what the usual stock recipes need of the processors, where a GPU leaves them time: quantizing them,
+        and reading the largest, which nearly always is one of the files that decide."""
         new = [target for target in targets if self.settings.recommended(target) not in self._plans()]
-        if self._ahead is not None and self.settings.rivals != NONE:
-            stock = [
-                one for target in new for one in get_target(target).stock_recipes(self.model) if one.usual
-            ]
-            steps = self.model.weights.ahead(
-                dict.fromkeys(p for one in stock for p in one.assignment.items())
-            )
-            self._ahead.start(lambda: steps)
+        if self._ahead is None or self.settings.rivals == NONE:
+            return
+        for target in new:
+            planner, table = self._planner(target), self.journal.table()
+            stock = planner.rivals(table, None, everything=False)
+            parts = (part for each in stock for part in parsed(each.assignment).items())
+            if self._apart is not None:
+                self._quantized[target] = self._apart.submit(_quantize_apart, [*dict.fromkeys(parts)])
+            if stock:
+                largest = max(stock, key=lambda each: each.file_bytes or 0)
+                self.do("plan", partial(plan.finished, planner, table, [largest]), target)
+                if self.export(target, [largest.name]):
+                    self._early.add((target, largest.name))
+                    self.read_ahead(target, largest.name)
 
     def _judging(self, *, whole: bool) -> dict[str, int]:
         """The length and number of windows that files are judged on; not `whole`: compared with PyTorch alone."""
@@ -781,6 +809,27 @@ class _Job:
             key=f"benchmark {files[-1]}", given=(files, settings.repeats, settings.threads),
             inputs=" ".join([records, *versions]), optional=True,
         )  # fmt: skip
+
+
+_apart: LoadedModel  # in the process that quantizes ahead
+
+
+def _begin_apart(place: str, opening: Opening, folder: Path) -> None:
+    global _apart
+    session = Session()
+    _apart = session.in_run(session.model(place, opening, weights=of.DISK), folder)
+
+
+def _quantize_apart(parts: Sequence[tuple[str, Recipe]]) -> None:
+    """For the store on disk, which knows weights by their content. What needs statistics is left out: those of a GPU
+    may differ in the last bit."""
+    for component, recipe in parts:
+        if recipe.quantizer.is_expensive(recipe.grid) and not recipe.quantizer.learns:
+            _apart.weights.digest(component, recipe)
+
+
+def _is_large(model: LoadedModel) -> bool:
+    return sum(component.parameters for component in model.anatomy.components) > LARGE * processors()
 
 
 def _leaves_time(model: LoadedModel) -> bool:

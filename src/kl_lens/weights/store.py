@@ -10,7 +10,7 @@ import hashlib
 import os
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -186,35 +186,14 @@ class WeightStore:
     def _kept(self, component: str, recipe: Recipe, factors: Factors) -> Quantized:
         if self._disk is None or not recipe.quantizer.is_expensive(recipe.grid):
             return self._computed(component, recipe, factors)
-        name = self._name(self._original(component), component, recipe, factors)
+        known = f"{self._original(component)} {self._bound(recipe)} {recipe.quantizer.version}"
+        name = f"{known} {_spelled(factors)} {component}"
         kept = self._disk.take(name)
         if kept is None:
             kept = self._computed(component, recipe, factors)
             self._disk.put(name, kept)
         device = self._source.device
         return kept if kept.data.device == device else moved(kept, device)
-
-    def _name(self, original: str, component: str, recipe: Recipe, factors: Factors = 1.0) -> str:
-        return f"{original} {self._bound(recipe)} {recipe.quantizer.version} {_spelled(factors)} {component}"
-
-    def ahead(self, recipes: Iterable[tuple[str, Recipe]]) -> Iterator[str]:
-        """For another thread: puts (component, recipe) pairs on disk, one at each step, where that is expensive and
-        needs no statistics. The weights are those of this moment, whatever perturbs the model meanwhile."""
-        now = [
-            (component, recipe, self._source.weight(component).detach())
-            for component, recipe in recipes
-            if recipe.quantizer.is_expensive(recipe.grid) and not recipe.quantizer.learns
-        ]
-
-        def steps(disk: DiskCache) -> Iterator[str]:
-            for component, recipe, there in now:
-                weight = there.cpu()
-                name = self._name(_digest_of(weight), component, recipe)
-                if disk.take(name) is None:
-                    disk.put(name, self._rounded(weight, component, recipe))
-                yield component
-
-        return iter(()) if self._disk is None else steps(self._disk)
 
     def keep_tuned(self, component: str, recipe: Recipe, quantized: Quantized) -> None:
         """Stores what a tuned recipe stands for, beside the folder of the cache."""
