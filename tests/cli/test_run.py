@@ -20,8 +20,11 @@ from kl_lens.reporting.data import collect
 from kl_lens.run.folder import Run
 from kl_lens.run.records import ARTIFACT, Plan, Subject
 from kl_lens.run.subjects import current_results
-from kl_lens.study.run import RunSettings
+from kl_lens.study.run import RunSettings, _begin_apart, _quantize_apart
+from kl_lens.study.session import QUANTIZED, Session
+from kl_lens.study.settings import Opening
 from kl_lens.targets import read_artifact
+from kl_lens.weights.recipes import Recipe
 
 pytest.importorskip("gguf", reason="needs the extra gguf")
 pytest.importorskip("openvino", reason="needs the extra openvino")
@@ -201,6 +204,7 @@ def test_beside_a_gpu_files_are_read_ahead_with_the_same_results(
     take, folder = Ahead.take, tmp_path / "run"
     monkeypatch.setattr(Ahead, "take", seen)
     monkeypatch.setattr("kl_lens.study.run._leaves_time", lambda model: True)
+    monkeypatch.setattr("kl_lens.study.run.LARGE", 0)  # so that another process quantizes
     for _ in range(2):  # the second time nothing is left to read
         assert main(words(folder, tiny_folder, "--paper", "--without", "benchmark")) == 0
     assert {("uniform_fp16", 1), (BEST, 3)} < {*taken}
@@ -211,6 +215,16 @@ def test_beside_a_gpu_files_are_read_ahead_with_the_same_results(
             scores = [(r.subject, r.name, r.value["values"]) for r in current_results(run, "score")]
         kept.append((sorted(scores, key=str), read_artifact(place / "artifacts/openvino" / BEST).digests))
     assert kept[0] == kept[1]
+
+
+def test_what_another_process_quantizes_is_found_by_this_one(tmp_path: Path) -> None:
+    session, recipe, name = Session(), Recipe("q4_k"), "backbone.layers.0.mixer.in_proj"
+    model = session.in_run(session.model("reference:mamba"), tmp_path)
+    _begin_apart("reference:mamba", Opening(), tmp_path)
+    _quantize_apart([(name, recipe), (name, Recipe("int8")), (name, Recipe("q4_k+gptq"))])
+    made, weight = [*(tmp_path / QUANTIZED).iterdir()], model.tensor(f"{name}.weight")
+    assert model.weights.digest(name, recipe) == recipe.grid.quantize(weight).digest
+    assert [*(tmp_path / QUANTIZED).iterdir()] == made != []
 
 
 def test_a_stage_that_others_do_not_need_may_fail(

@@ -75,8 +75,9 @@ def processes(of: psutil.Process | None = None) -> list[psutil.Process]:
     """The processes of workers that are there."""
     of = of or psutil.Process()
     words = {child: " ".join(child.cmdline()) for child in of.children(recursive=True)}
-    forked = [child for child in words if "forkserver" in words[child] and child.ppid() != of.pid]
-    return forked + [child for child in words if "multiprocessing.spawn" in words[child]]
+    return [
+        each for each in words if ("forkserver" if each.ppid() != of.pid else "spawn_main") in words[each]
+    ]
 
 
 @pytest.mark.slow
