@@ -12,7 +12,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -60,6 +60,7 @@ from kl_lens.targets import (
     read_artifact,
     usual_targets,
 )
+from kl_lens.text.windows import Windows
 from kl_lens.weights.recipes import FP16, Recipe, parsed
 
 UNIFORM_FP16 = "uniform_fp16"
@@ -378,6 +379,8 @@ class _Job:
         """Plans by target, the recommended one last; and where its file is."""
         settings = self.settings
         judges, generates = "evaluate" not in settings.without, self.model.task.generates
+        # While the FP16 file is written and tried, which needs one processor. A bad text is reported when it is used.
+        tokenized = ThreadPoolExecutor(1).submit(self._windows)
         self.do("inspect", lambda: self.model)
         self.plan_fp16()
         # The FP16 file first: it shows whether a target supports the model, and --budget is a share of its size.
@@ -395,6 +398,7 @@ class _Job:
             self.reproduce_paper()
         aims: list[str | None] = [*usable] or [None]
         exported: dict[str, Path] = {}
+        wait([tokenized])
         self.calibrate(usable)
         self.begin_with_stock(usable)
         for target in list(aims):
@@ -529,13 +533,15 @@ class _Job:
             key="calibrate", given=asdict(learning), lost=stored is None or not stored.covers(self.model),
         )  # fmt: skip
 
+    def _windows(self) -> Windows:
+        return self.session.calibration_windows(self.settings.calibration, self._opened.task)
+
     def measure(self, target: str | None, formats: Sequence[str], limits: Limits) -> None:
-        exhaustive, text = self.settings.exhaustive, self.settings.calibration
+        exhaustive = self.settings.exhaustive
         self.do(
             "measure",
             lambda: measure.measure_recipes(
-                self.session, Sweep(self.model, self.journal), formats,
-                self.session.calibration_windows(text, self.model.task), self._hire, target=target,
+                self.session, Sweep(self.model, self.journal), formats, self._windows(), self._hire, target=target,
                 limits=Limits() if exhaustive else limits, held_out=self.settings.held_out,
                 exhaustive=exhaustive,
             ),
