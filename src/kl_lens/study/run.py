@@ -12,7 +12,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -380,7 +380,8 @@ class _Job:
         settings = self.settings
         judges, generates = "evaluate" not in settings.without, self.model.task.generates
         # While the FP16 file is written and tried, which needs one processor. A bad text is reported when it is used.
-        tokenized = ThreadPoolExecutor(1).submit(self._windows)
+        begun = self.journal.text_identity(CALIBRATION) is not None
+        tokenized = [] if begun else [ThreadPoolExecutor(1).submit(self._windows)]
         self.do("inspect", lambda: self.model)
         self.plan_fp16()
         # The FP16 file first: it shows whether a target supports the model, and --budget is a share of its size.
@@ -398,7 +399,7 @@ class _Job:
             self.reproduce_paper()
         aims: list[str | None] = [*usable] or [None]
         exported: dict[str, Path] = {}
-        wait([tokenized])
+        wait(tokenized)
         self.calibrate(usable)
         self.begin_with_stock(usable)
         for target in list(aims):
@@ -749,7 +750,8 @@ class _Job:
             stock = planner.rivals(table, None, everything=False)
             parts = (part for each in stock for part in parsed(each.assignment).items())
             if self._apart is not None:
-                self._quantized[target] = self._apart.submit(_quantize_apart, [*dict.fromkeys(parts)])
+                with suppress(BrokenExecutor):  # it could not open the model, or died
+                    self._quantized[target] = self._apart.submit(_quantize_apart, [*dict.fromkeys(parts)])
             if stock:
                 largest = max(stock, key=lambda each: each.file_bytes or 0)
                 self.do("plan", partial(plan.finished, planner, table, [largest]), target)
