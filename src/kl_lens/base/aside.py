@@ -10,7 +10,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import active_children, get_context, parent_process
+from multiprocessing import active_children, get_context, parent_process, resource_tracker
 from threading import Thread
 from types import ModuleType
 from typing import Any
@@ -50,6 +50,7 @@ def _starting(threads: int) -> Iterator[None]:
     """What a process inherits that starts within: the number of threads of its libraries; Ctrl-C, which only the parent
     answers; and no script of the user's, which it would run again."""
     environment, main = dict(os.environ), sys.modules["__main__"]
+    resource_tracker.ensure_running()  # it would unblock Ctrl-C
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         os.environ |= {f"{name}_NUM_THREADS": str(threads) for name in THREAD_VARIABLES}

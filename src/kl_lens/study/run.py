@@ -12,11 +12,12 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor, wait
+from concurrent.futures import BrokenExecutor, Future
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import psutil
@@ -379,9 +380,9 @@ class _Job:
         """Plans by target, the recommended one last; and where its file is."""
         settings = self.settings
         judges, generates = "evaluate" not in settings.without, self.model.task.generates
-        # While the FP16 file is written and tried, which needs one processor. A bad text is reported when it is used.
-        begun = self.journal.text_identity(CALIBRATION) is not None
-        tokenized = [] if begun else [ThreadPoolExecutor(1).submit(self._windows)]
+        tokenizing = Thread(target=self._tokenize, daemon=True)  # does not hold up a command that ends
+        if self.journal.text_identity(CALIBRATION) is None:
+            tokenizing.start()
         self.do("inspect", lambda: self.model)
         self.plan_fp16()
         # The FP16 file first: it shows whether a target supports the model, and --budget is a share of its size.
@@ -395,11 +396,12 @@ class _Job:
             unchecked = []
         for name in unchecked:
             self.read_ahead(name, UNIFORM_FP16, whole=False)
+        if tokenizing.is_alive():
+            tokenizing.join()
         if settings.paper:
             self.reproduce_paper()
         aims: list[str | None] = [*usable] or [None]
         exported: dict[str, Path] = {}
-        wait(tokenized)
         self.calibrate(usable)
         self.begin_with_stock(usable)
         for target in list(aims):
@@ -533,6 +535,11 @@ class _Job:
             lambda: calibrate.gather_statistics(self.journal, self.model, learning, self.session),
             key="calibrate", given=asdict(learning), lost=stored is None or not stored.covers(self.model),
         )  # fmt: skip
+
+    def _tokenize(self) -> None:
+        """While the FP16 file is written and tried, which needs one processor."""
+        with suppress(Exception):  # a bad text is reported when it is used
+            self._windows()
 
     def _windows(self) -> Windows:
         return self.session.calibration_windows(self.settings.calibration, self._opened.task)
@@ -752,7 +759,7 @@ class _Job:
             if self._apart is not None:
                 with suppress(BrokenExecutor):  # it could not open the model, or died
                     self._quantized[target] = self._apart.submit(_quantize_apart, [*dict.fromkeys(parts)])
-            if stock:
+            if stock and "evaluate" not in self.settings.without:
                 largest = max(stock, key=lambda each: each.file_bytes or 0)
                 self.do("plan", partial(plan.finished, planner, table, [largest]), target)
                 if self.export(target, [largest.name]):
