@@ -26,7 +26,19 @@ from kl_lens.weights.quantizers.methods import column_importance
 from kl_lens.weights.recipes import FP16, Recipe, fitting_recipe
 
 LATTICES = ("iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s", "iq4_xs", "iq4_nl")
-OTHERS = ("q2_k", "q3_k", "q4_0", "q4_1", "q4_k", "q5_0", "q5_1", "q5_k", "q6_k", "q8_0", FP16)
+OTHERS = (
+    "q2_k",
+    "q3_k",
+    "q4_0",
+    "q4_1",
+    "q4_k",
+    "q5_0",
+    "q5_1",
+    "q5_k",
+    "q6_k",
+    "q8_0",
+    FP16,
+)
 FEW_BITS = 2.2  # below, tensors are not favoured
 
 
@@ -42,8 +54,11 @@ class Choice:
 
 class BitsRule:
     def __init__(self, model: LoadedModel, statistics: StoredStatistics) -> None:
-        self._model, anatomy = model, model.anatomy
-        self._parts = {name: place.part for name, place in FileTensors(model).places.items()}
+        self._model = model
+        anatomy = model.anatomy
+        self._parts = {
+            name: place.part for name, place in FileTensors(model).places.items()
+        }
         self._tied = anatomy.embedding == anatomy.head
         self._choices = {c.name: self._errors(c, statistics) for c in anatomy.candidates}
         self._weights = {c.name: c.parameters for c in anatomy.candidates}
@@ -55,7 +70,12 @@ class BitsRule:
         chosen = {name: hull[0] for name, hull in hulls.items()}
         room -= sum(choice.bytes for choice in chosen.values())
         steps = [
-            ((before.error - after.error) / (after.bytes - before.bytes), name, before, after)
+            (
+                (before.error - after.error) / (after.bytes - before.bytes),
+                name,
+                before,
+                after,
+            )
             for name, hull in hulls.items()
             for before, after in pairwise(hull)
         ]
@@ -65,20 +85,28 @@ class BitsRule:
                 chosen[name] = after
         assignment = {name: choice.recipe for name, choice in chosen.items()}
         return Plan(
-            f"pr15550-{bits}", assignment, f"the rule of llama.cpp's pull request 15550 at {bits} bits"
+            f"pr15550-{bits}",
+            assignment,
+            f"the rule of llama.cpp's pull request 15550 at {bits} bits",
         )
 
     def _errors(self, component: Component, statistics: StoredStatistics) -> list[Choice]:
         """Every type that fits, as ggml rounds it."""
-        anatomy, name = self._model.anatomy, component.name
-        ends = name in (anatomy.head, anatomy.embedding)  # without importance, as `llama-imatrix` leaves them
+        anatomy = self._model.anatomy
+        name = component.name
+        ends = name in (
+            anatomy.head,
+            anatomy.embedding,
+        )  # without importance, as `llama-imatrix` leaves them
         weight = self._model.parameters_of(component)[0].detach().float()
         rows = weight.flatten(0, -2)
         importance = torch.ones(weight.shape[-1])
         if not ends:
             moments = statistics.of(name).second_moments
             stacked = moments if moments.dim() == 3 else moments[None]
-            importance = torch.stack([_capped(column_importance(each)) for each in stacked])
+            importance = torch.stack(
+                [_capped(column_importance(each)) for each in stacked]
+            )
             importance = importance.repeat_interleave(len(rows) // len(stacked), 0)
         norms = (importance * rows**2).sum(-1)
         attends = self._parts.get(name) in ("values", "keys", "attention")
@@ -90,14 +118,20 @@ class BitsRule:
                 continue
             size = recipe.grid.bytes(weight.shape)
             bits = 8 * size / weight.numel()
-            source = _clipped(rows) if self._parts.get(name) == "down" and bits < 3 else rows
+            source = (
+                _clipped(rows) if self._parts.get(name) == "down" and bits < 3 else rows
+            )
             if source is rows:
                 values = self._model.weights.values(name, recipe).flatten(0, -2)
             else:
                 known = statistics.of(name)
-                stored = recipe.quantizer.quantize(source.reshape(weight.shape), recipe.grid, name, known)
+                stored = recipe.quantizer.quantize(
+                    source.reshape(weight.shape), recipe.grid, name, known
+                )
                 values = recipe.grid.dequantize(stored).flatten(0, -2)
-            shares = (importance * (values - source) ** 2).sum(-1) / norms.clamp_min(1e-12)
+            shares = (importance * (values - source) ** 2).sum(-1) / norms.clamp_min(
+                1e-12
+            )
             error = _trimmed_mean(shares) * len(rows)
             if attends:
                 error *= 1 + 0.5 * 2 ** (3 - bits)
@@ -106,7 +140,9 @@ class BitsRule:
 
     def _favoured(self, name: str, bits: float) -> list[Choice]:
         """With errors multiplied for what it takes to be more important; `bits`: of all that is quantized."""
-        weights, factor, anatomy = self._weights[name], 1.0, self._model.anatomy
+        weights = self._weights[name]
+        factor = 1.0
+        anatomy = self._model.anatomy
         if self._parts.get(name) == "down":
             if bits < FEW_BITS:
                 return [
@@ -151,7 +187,8 @@ def _capped(importance: torch.Tensor) -> torch.Tensor:
 
 def _clipped(rows: torch.Tensor) -> torch.Tensor:
     """Cut at four standard deviations of each row."""
-    mean, spread = rows.mean(-1, keepdim=True), rows.std(-1, correction=0, keepdim=True)
+    mean = rows.mean(-1, keepdim=True)
+    spread = rows.std(-1, correction=0, keepdim=True)
     return rows.clamp(mean - 4 * spread, mean + 4 * spread)
 
 

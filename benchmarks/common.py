@@ -41,7 +41,9 @@ def models(names: str) -> list[str]:
     """A folder of models stands for all models in it."""
     found: list[str] = []
     for name in names.split(","):
-        found += sorted(str(config.parent) for config in Path(name).glob("*/config.json")) or [name]
+        found += sorted(
+            str(config.parent) for config in Path(name).glob("*/config.json")
+        ) or [name]
     return found
 
 
@@ -67,40 +69,74 @@ def shape(name: str) -> LoadedModel:
     """A model of a published shape with random weights: for speed, never for sensitivity."""
     torch.manual_seed(0)
     if name == EXPERTS:
-        return LoadedModel(name, Path(), _experts().eval().requires_grad_(False), None, source=name)
+        return LoadedModel(
+            name, Path(), _experts().eval().requires_grad_(False), None, source=name
+        )
     if name not in SHAPES:
-        raise SystemExit(f"no shape is called {name!r}; there are {', '.join((*SHAPES, EXPERTS))}")
+        raise SystemExit(
+            f"no shape is called {name!r}; there are {', '.join((*SHAPES, EXPERTS))}"
+        )
     hidden, layers, heads = SHAPES[name]
     if heads is None:
         config = transformers.MambaConfig(
-            hidden_size=hidden, num_hidden_layers=layers, vocab_size=50280, **_LIKE_THE_AUTHORS
+            hidden_size=hidden,
+            num_hidden_layers=layers,
+            vocab_size=50280,
+            **_LIKE_THE_AUTHORS,
         )
         model: torch.nn.Module = transformers.MambaForCausalLM(config)
     else:
         config2 = transformers.Mamba2Config(
-            hidden_size=hidden, num_hidden_layers=layers, vocab_size=50288, num_heads=heads, head_dim=64,
-            state_size=128, n_groups=1, chunk_size=256, tie_word_embeddings=True,
+            hidden_size=hidden,
+            num_hidden_layers=layers,
+            vocab_size=50288,
+            num_heads=heads,
+            head_dim=64,
+            state_size=128,
+            n_groups=1,
+            chunk_size=256,
+            tie_word_embeddings=True,
             **_LIKE_THE_AUTHORS,
-        )  # fmt: skip
+        )
         model = transformers.Mamba2ForCausalLM(config2)
-    return LoadedModel(name, Path(), model.eval().requires_grad_(False), None, source=name)
+    return LoadedModel(
+        name, Path(), model.eval().requires_grad_(False), None, source=name
+    )
 
 
 def _experts() -> torch.nn.Module:
     config = transformers.GraniteMoeHybridConfig(
-        vocab_size=100352, hidden_size=1536, intermediate_size=512, shared_intermediate_size=1024,
-        num_hidden_layers=40, num_attention_heads=12, num_key_value_heads=4, num_local_experts=64,
-        num_experts_per_tok=6, mamba_n_heads=48, mamba_d_head=64, mamba_d_state=128, mamba_n_groups=1,
-        mamba_expand=2, tie_word_embeddings=True, embedding_multiplier=12.0, residual_multiplier=0.22,
-        attention_multiplier=0.0078125, logits_scaling=6.0, position_embedding_type="nope",
-        layer_types=["attention" if block in (5, 15, 25, 35) else "mamba" for block in range(40)],
-    )  # fmt: skip
+        vocab_size=100352,
+        hidden_size=1536,
+        intermediate_size=512,
+        shared_intermediate_size=1024,
+        num_hidden_layers=40,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        num_local_experts=64,
+        num_experts_per_tok=6,
+        mamba_n_heads=48,
+        mamba_d_head=64,
+        mamba_d_state=128,
+        mamba_n_groups=1,
+        mamba_expand=2,
+        tie_word_embeddings=True,
+        embedding_multiplier=12.0,
+        residual_multiplier=0.22,
+        attention_multiplier=0.0078125,
+        logits_scaling=6.0,
+        position_embedding_type="nope",
+        layer_types=[
+            "attention" if block in (5, 15, 25, 35) else "mamba" for block in range(40)
+        ],
+    )
     return transformers.GraniteMoeHybridForCausalLM(config)
 
 
 def matmul_rate(rows: int = 4096, inner: int = 768, columns: int = 3072) -> float:
     """Floating-point operations per second of a float32 product of this shape, all threads."""
-    a, b = torch.randn(rows, inner), torch.randn(columns, inner)
+    a = torch.randn(rows, inner)
+    b = torch.randn(columns, inner)
     seconds = []
     for _ in range(6):
         started = time.perf_counter()

@@ -22,8 +22,14 @@ DAMAGE = {"perplexity": "cross-entropy", "divergence": "divergence"}
 def row(name: str, found: Correlation, ranking: Ranking, test_windows: int) -> Row:
     # "in domain, 6 of 64 windows", or the name of another text instead of "in domain"
     text, _, windows = found.calibration.rpartition(", ")
-    (sure,) = (r for r in ranking.reliabilities if (r.format, r.with_head) == (found.format, found.with_head))
-    known = found.damage == "perplexity"  # reliability is that of the change in cross-entropy
+    (sure,) = (
+        r
+        for r in ranking.reliabilities
+        if (r.format, r.with_head) == (found.format, found.with_head)
+    )
+    known = (
+        found.damage == "perplexity"
+    )  # reliability is that of the change in cross-entropy
     return {
         "model": shown(name),
         "bits": found.format.removeprefix("int"),
@@ -47,9 +53,13 @@ def row(name: str, found: Correlation, ranking: Ranking, test_windows: int) -> R
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--models", default=ALL, help="names, or folders of models")
-    parser.add_argument("--windows", type=int, default=64, help="of 512 calibration tokens")
+    parser.add_argument(
+        "--windows", type=int, default=64, help="of 512 calibration tokens"
+    )
     parser.add_argument("--test-windows", type=int, default=400)
-    parser.add_argument("--texts", nargs="*", default=[], help="calibrate on these texts too")
+    parser.add_argument(
+        "--texts", nargs="*", default=[], help="calibrate on these texts too"
+    )
     parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
     print(machine())
@@ -57,11 +67,25 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             study = Study(opened(name, arguments.device), folder=folder)
             study.measure(windows=arguments.windows, formats=("int4", "int8"))
-            ranking = study.rank(evaluation_windows=arguments.test_windows, other_text=tuple(arguments.texts))
-        rows = [row(name, found, ranking, arguments.test_windows) for found in ranking.correlations]
+            ranking = study.rank(
+                evaluation_windows=arguments.test_windows,
+                other_text=tuple(arguments.texts),
+            )
+        rows = [
+            row(name, found, ranking, arguments.test_windows)
+            for found in ranking.correlations
+        ]
         for each in rows:
             print(", ".join(each.values()), flush=True)
-        key = ("model", "bits", "damage", "metric", "calibration", "windows", "components")
+        key = (
+            "model",
+            "bits",
+            "damage",
+            "metric",
+            "calibration",
+            "windows",
+            "components",
+        )
         write(arguments.write, rows, key)
 
 

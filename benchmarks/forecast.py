@@ -45,16 +45,25 @@ def main() -> None:
     told, end = watched(sys.argv[1:] or ["--help"])
     if not told:
         raise SystemExit(__doc__)
-    begin, whole = told[0][0], end - told[0][0]
-    print(f"\n{whole:.0f} s from the first forecast to the end\n\n| done | said, s | left, s | said / left |")
+    begin = told[0][0]
+    whole = end - told[0][0]
+    print(
+        f"\n{whole:.0f} s from the first forecast to the end\n\n| done | said, s | left, s | said / left |"
+    )
     print("|---|---|---|---|")
     for share in SHARES:
         said = [left for when, left in told if when <= begin + share * whole][-1]
         true = (1 - share) * whole
         print(f"| {share:.0%} | {said:.0f} | {true:.0f} | {said / true:.2f} |")
-    late = [left / (end - when) for when, left in told if 0.25 <= (when - begin) / whole <= 0.9]
+    late = [
+        left / (end - when)
+        for when, left in told
+        if 0.25 <= (when - begin) / whole <= 0.9
+    ]
     inside = sum(1 / FACTOR < ratio < FACTOR for ratio in late) / len(late)
-    print(f"\n25 % to 90 %: {min(late):.2f} to {max(late):.2f}; {inside:.0%} within {FACTOR}")
+    print(
+        f"\n25 % to 90 %: {min(late):.2f} to {max(late):.2f}; {inside:.0%} within {FACTOR}"
+    )
 
 
 if __name__ == "__main__":

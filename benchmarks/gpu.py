@@ -28,7 +28,11 @@ from scipy.stats import kendalltau
 
 from kl_lens.measuring.engines import Engine, FastEngine, PlainEngine
 from kl_lens.measuring.joint import PlanMeter
-from kl_lens.measuring.perturbation import Candidate, find_candidates, find_state_candidates
+from kl_lens.measuring.perturbation import (
+    Candidate,
+    find_candidates,
+    find_state_candidates,
+)
 from kl_lens.measuring.pieces import noise_floor
 from kl_lens.run.samples import WindowMetrics, summarise
 from kl_lens.study.calibrate import CalibrateSettings
@@ -42,7 +46,11 @@ from result_files import options, write_speed
 from sweep import floor_seconds
 
 PRECISIONS = "tf32x3,tf32"
-RECIPES = [Recipe(t, m) for t in ("q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs") for m in ("imatrix", "gptq")]
+RECIPES = [
+    Recipe(t, m)
+    for t in ("q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs")
+    for m in ("imatrix", "gptq")
+]
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -53,11 +61,15 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def measured(engine: Engine, candidates: list[Candidate], ids: torch.Tensor) -> list[list[WindowMetrics]]:
+def measured(
+    engine: Engine, candidates: list[Candidate], ids: torch.Tensor
+) -> list[list[WindowMetrics]]:
     results: list[list[WindowMetrics]] = [[] for _ in candidates]
     for slab in engine.slabs(ids):
         engine.prepare(ids[slab.start : slab.stop])
-        for windows, more in zip(results, engine.measure([c.perturbation for c in candidates]), strict=True):
+        for windows, more in zip(
+            results, engine.measure([c.perturbation for c in candidates]), strict=True
+        ):
             windows += more
     return results
 
@@ -65,8 +77,14 @@ def measured(engine: Engine, candidates: list[Candidate], ids: torch.Tensor) -> 
 def rates(width: int) -> dict[str, float]:
     """Operations per second of torch's products with this width."""
     found = {}
-    for name, dtype in (("float32", torch.float32), ("TF32", torch.float32), ("BF16", torch.bfloat16)):
-        a, b = (torch.randn(n, width, device="cuda", dtype=dtype) for n in (16384, 4 * width))
+    for name, dtype in (
+        ("float32", torch.float32),
+        ("TF32", torch.float32),
+        ("BF16", torch.bfloat16),
+    ):
+        a, b = (
+            torch.randn(n, width, device="cuda", dtype=dtype) for n in (16384, 4 * width)
+        )
         torch.backends.cuda.matmul.allow_tf32 = name == "TF32"
         seconds(lambda a=a, b=b: a @ b.T)  # type: ignore[misc]
         taken = seconds(lambda a=a, b=b: [a @ b.T for _ in range(10)])  # type: ignore[misc]
@@ -78,7 +96,9 @@ def rates(width: int) -> dict[str, float]:
 def sweep(name: str, arguments: argparse.Namespace) -> None:
     model = opened(name, "cuda")
     candidates, _ = find_candidates(model.anatomy, [Recipe("int4"), Recipe("int8")])
-    ids = torch.randint(0, 50000, (arguments.windows, 512), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(
+        0, 50000, (arguments.windows, 512), generator=torch.Generator().manual_seed(0)
+    )
     floors = {
         kind: floor_seconds(model, candidates, ids.numel(), rate)
         for kind, rate in rates(model.config.hidden_size).items()
@@ -106,14 +126,19 @@ def sweep(name: str, arguments: argparse.Namespace) -> None:
             flush=True,
         )
         del engine
-    if arguments.every == 1:  # where some candidates stand for all, two would take too long
+    if (
+        arguments.every == 1
+    ):  # where some candidates stand for all, two would take too long
         engine = PlainEngine(model)
         engine.prepare(ids[:1])
         engine.measure([two[0].perturbation])
         engine.prepare(ids)
         taken = seconds(lambda: engine.measure([c.perturbation for c in two])) / len(two)
         numbers["plain", "s"] = f"{taken * len(candidates):.0f}"
-        print(f"  plain float32 {taken:.3f} s each, {taken * len(candidates):.0f} s for all", flush=True)
+        print(
+            f"  plain float32 {taken:.3f} s each, {taken * len(candidates):.0f} s for all",
+            flush=True,
+        )
     record(arguments, "gpu sweep", name, numbers)
 
 
@@ -128,7 +153,10 @@ def states(name: str, arguments: argparse.Namespace) -> None:
     for run in ("first", "again"):
         taken = seconds(lambda: measured(engine, candidates, ids))
         numbers[run, "s"] = f"{taken:.1f}"
-        print(f"{name}: {len(candidates)} states and caches, {run}: {taken:.1f} s", flush=True)
+        print(
+            f"{name}: {len(candidates)} states and caches, {run}: {taken:.1f} s",
+            flush=True,
+        )
     record(arguments, "gpu states", name, numbers)
 
 
@@ -136,7 +164,11 @@ def agreement(name: str, arguments: argparse.Namespace) -> None:
     model = opened(name, "cuda")
     candidates, _ = find_candidates(model.anatomy, [Recipe("int4"), Recipe("int8")])
     windows = draw_windows(
-        "wikitext2:valid", model.require_tokenizer(), windows=arguments.windows, length=512, seed=0
+        "wikitext2:valid",
+        model.require_tokenizer(),
+        windows=arguments.windows,
+        length=512,
+        seed=0,
     )
 
     def divergences(engine: Engine) -> np.ndarray:
@@ -158,9 +190,7 @@ def agreement(name: str, arguments: argparse.Namespace) -> None:
             variant = f"{precision}, {fmt.upper()}"
             numbers[variant, "largest relative difference of KL"] = f"{off:.1e}"
             numbers[variant, "τ"] = f"{tau:.4f}"
-            line += (
-                f"; {fmt} ({chosen.sum()}, least {expected[chosen].min():.1e}): off by {off:.1e}, τ {tau:.4f}"
-            )
+            line += f"; {fmt} ({chosen.sum()}, least {expected[chosen].min():.1e}): off by {off:.1e}, τ {tau:.4f}"
         print(line, flush=True)
     record(arguments, "gpu agreement", name, numbers)
 
@@ -174,13 +204,20 @@ def types(name: str, arguments: argparse.Namespace) -> None:
         for device in ("cpu", "cuda"):
             session = Session()
             with tempfile.TemporaryDirectory() as folder:
-                settings = CalibrateSettings.of(model=name, run=folder, device=device, windows=4, seed=draw)
+                settings = CalibrateSettings.of(
+                    model=name, run=folder, device=device, windows=4, seed=draw
+                )
                 session.do(settings)
-                model = session.in_run(session.model(name, settings.opening), Path(folder))
+                model = session.in_run(
+                    session.model(name, settings.opening), Path(folder)
+                )
                 test = model.task.from_start("wikitext2:test", length=512, limit=8)
                 meter = PlanMeter(model, test)
                 for recipe in RECIPES:
-                    recipes = {c.name: fitting_recipe(recipe, c.shape)[0] for c in model.anatomy.candidates}
+                    recipes = {
+                        c.name: fitting_recipe(recipe, c.shape)[0]
+                        for c in model.anatomy.candidates
+                    }
                     kl.setdefault(str(recipe), []).append(meter.measure(recipes).kl.value)
         for label, (here, there) in kl.items():
             logarithms.setdefault(label, []).append(np.log(there / here))
@@ -191,39 +228,64 @@ def types(name: str, arguments: argparse.Namespace) -> None:
                 )
                 for label, found in logarithms.items()
             }
-            print(name, draw + 1, ", ".join(f"{label} {n}" for (label, _), n in numbers.items()), flush=True)
+            print(
+                name,
+                draw + 1,
+                ", ".join(f"{label} {n}" for (label, _), n in numbers.items()),
+                flush=True,
+            )
     record(arguments, "gpu types", name, numbers)
 
 
 def record(
-    arguments: argparse.Namespace, benchmark: str, name: str, numbers: dict[tuple[str, str], str]
+    arguments: argparse.Namespace,
+    benchmark: str,
+    name: str,
+    numbers: dict[tuple[str, str], str],
 ) -> None:
-    case = {"benchmark": benchmark, "model": name, "threads": "", "machine": torch.cuda.get_device_name()}
+    case = {
+        "benchmark": benchmark,
+        "model": name,
+        "threads": "",
+        "machine": torch.cuda.get_device_name(),
+    }
     write_speed(arguments.write, case, numbers)
 
 
 def gptq(name: str, arguments: argparse.Namespace) -> None:
     """Every component, with second moments of correlated random inputs."""
     model = opened(name, "cuda")
-    fmt, method = get_format("int4-g64"), get_quantizer("gptq")
+    fmt = get_format("int4-g64")
+    method = get_quantizer("gptq")
     moments: dict[int, InputStatistics] = {}
     for width in {c.shape[-1] for c in model.anatomy.candidates}:
-        inputs = torch.randn(2 * width, width, device="cuda") @ torch.randn(width, width, device="cuda")
+        inputs = torch.randn(2 * width, width, device="cuda") @ torch.randn(
+            width, width, device="cuda"
+        )
         moments[width] = InputStatistics(inputs.T @ inputs / len(inputs), (len(inputs),))
     fitting = [c for c in model.anatomy.candidates if fmt.fits(c.shape) is None]
 
     def quantize() -> None:
         for c in fitting:
-            method.quantize(model.model.get_parameter(c.weight).detach(), fmt, c.name, moments[c.shape[-1]])
+            method.quantize(
+                model.model.get_parameter(c.weight).detach(),
+                fmt,
+                c.name,
+                moments[c.shape[-1]],
+            )
 
     method.quantize(
-        model.model.get_parameter(fitting[1].weight).detach(), fmt, "", moments[fitting[1].shape[-1]]
+        model.model.get_parameter(fitting[1].weight).detach(),
+        fmt,
+        "",
+        moments[fitting[1].shape[-1]],
     )
     torch.cuda.reset_peak_memory_stats()
     taken = seconds(quantize)
     peak = torch.cuda.max_memory_allocated() / 1e9
     print(
-        f"{name}: {len(fitting)} components in {fmt.name}+gptq: {taken:.1f} s, peak {peak:.1f} GB", flush=True
+        f"{name}: {len(fitting)} components in {fmt.name}+gptq: {taken:.1f} s, peak {peak:.1f} GB",
+        flush=True,
     )
     variant = f"{fmt.name}+gptq"
     numbers = {(variant, "s"): f"{taken:.1f}", (variant, "peak GB"): f"{peak:.1f}"}
@@ -237,13 +299,22 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=64)
     parser.add_argument("--precisions", default=PRECISIONS)
     parser.add_argument(
-        "--every", type=int, default=1, help="measure every Nth candidate, scale the seconds up"
+        "--every",
+        type=int,
+        default=1,
+        help="measure every Nth candidate, scale the seconds up",
     )
     parser.add_argument("--draws", type=int, default=16)
     arguments = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
     for name in arguments.models.split(","):
-        works = {"sweep": sweep, "states": states, "agreement": agreement, "types": types, "gptq": gptq}
+        works = {
+            "sweep": sweep,
+            "states": states,
+            "agreement": agreement,
+            "types": types,
+            "gptq": gptq,
+        }
         works[arguments.what](name, arguments)
         torch.cuda.empty_cache()
 

@@ -35,21 +35,45 @@ def opened(name: str) -> LoadedModel:
         return load(name)
     torch.manual_seed(0)
     config = transformers.FalconH1Config(
-        vocab_size=32000, hidden_size=768, intermediate_size=2048, num_hidden_layers=10, num_attention_heads=12,
-        num_key_value_heads=4, head_dim=64, mamba_d_ssm=1536, mamba_n_heads=24, mamba_d_head=64, mamba_d_state=64,
-        mamba_n_groups=1, tie_word_embeddings=True, max_position_embeddings=16384,
-    )  # fmt: skip
+        vocab_size=32000,
+        hidden_size=768,
+        intermediate_size=2048,
+        num_hidden_layers=10,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        head_dim=64,
+        mamba_d_ssm=1536,
+        mamba_n_heads=24,
+        mamba_d_head=64,
+        mamba_d_state=64,
+        mamba_n_groups=1,
+        tie_word_embeddings=True,
+        max_position_embeddings=16384,
+    )
     model = transformers.FalconH1ForCausalLM(config).eval().requires_grad_(False)
-    return LoadedModel(name, Path(), model, load("reference:hybrid").tokenizer, source=name)
+    return LoadedModel(
+        name, Path(), model, load("reference:hybrid").tokenizer, source=name
+    )
 
 
-def rows(name: str, model: LoadedModel, target_name: str, contexts: list[int]) -> list[Row]:
-    found, target, carried = [], get_target(target_name), carried_by(model.config, name)
+def rows(
+    name: str, model: LoadedModel, target_name: str, contexts: list[int]
+) -> list[Row]:
+    found = []
+    target = get_target(target_name)
+    carried = carried_by(model.config, name)
     for fmt in FORMATS[target_name]:
-        recipes = {c.name: fitting_recipe(Recipe(fmt), c.shape)[0] for c in model.anatomy.candidates}
+        recipes = {
+            c.name: fitting_recipe(Recipe(fmt), c.shape)[0]
+            for c in model.anatomy.candidates
+        }
         with tempfile.TemporaryDirectory() as folder:
             place = Path(folder) / "file"
-            target.export(model, Plan("file", {k: str(r) for k, r in recipes.items()}, "memory.py"), place)
+            target.export(
+                model,
+                Plan("file", {k: str(r) for k, r in recipes.items()}, "memory.py"),
+                place,
+            )
             file = target.loaded_bytes(place)
             for context in contexts:
                 held = held_by(target, carried, Usage(context), quantized=fmt != FP16)
@@ -60,12 +84,18 @@ def rows(name: str, model: LoadedModel, target_name: str, contexts: list[int]) -
                 ).peak_bytes
                 found.append(
                     {
-                        "model": name, "runtime": target.title, "weights": fmt, "context": str(context),
-                        "file": str(file), "states": str(held.states),
-                        "caches": str(held.bytes({}) - held.fixed), "predicted": f"{expected:.0f}",
-                        "measured": str(peak), "off": f"{expected / peak - 1:+.1%}",
+                        "model": name,
+                        "runtime": target.title,
+                        "weights": fmt,
+                        "context": str(context),
+                        "file": str(file),
+                        "states": str(held.states),
+                        "caches": str(held.bytes({}) - held.fixed),
+                        "predicted": f"{expected:.0f}",
+                        "measured": str(peak),
+                        "off": f"{expected / peak - 1:+.1%}",
                     }
-                )  # fmt: skip
+                )
                 print(*found[-1].values(), sep="; ", flush=True)
     return found
 
@@ -80,8 +110,17 @@ def main() -> None:
     for name in arguments.models.split(","):
         model = opened(name)
         for target in arguments.targets.split(","):
-            new = rows(shown(name), model, target, [int(each) for each in arguments.contexts.split(",")])
-            write(arguments.write, new, ("model", "runtime", "weights", "context", "machine"))
+            new = rows(
+                shown(name),
+                model,
+                target,
+                [int(each) for each in arguments.contexts.split(",")],
+            )
+            write(
+                arguments.write,
+                new,
+                ("model", "runtime", "weights", "context", "machine"),
+            )
 
 
 if __name__ == "__main__":

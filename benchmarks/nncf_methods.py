@@ -30,7 +30,12 @@ NNCF_METHODS: dict[str, dict[str, bool]] = {
 
 
 def put_file(
-    model: LoadedModel, folder: Path, grid: str, method: str, ids: torch.Tensor, ratio: float = 1.0
+    model: LoadedModel,
+    folder: Path,
+    grid: str,
+    method: str,
+    ids: torch.Tensor,
+    ratio: float = 1.0,
 ) -> int:
     """Replaces the graph in an exported folder by NNCF's; returns its bytes. The folder's record says how to run it."""
     import openvino as ov
@@ -38,7 +43,9 @@ def put_file(
     others = {ATTENTION_MASK: np.ones((1, 1), np.int64), BEAM_IDX: np.zeros(1, np.int32)}
     samples = [{"input_ids": window[None].numpy(), **others} for window in ids]
     with tempfile.TemporaryDirectory() as place:
-        get_target("openvino").export(model, Plan("fp16", {}, "fp16"), Path(place) / "fp16")
+        get_target("openvino").export(
+            model, Plan("fp16", {}, "fp16"), Path(place) / "fp16"
+        )
         file = graph_file(Path(place) / "fp16")
         graph = compressed(file, grid, method, samples, ratio=ratio)
         ov.save_model(graph, folder / file.name, compress_to_fp16=False)
@@ -46,7 +53,13 @@ def put_file(
 
 
 def compressed(
-    graph_file: Path, grid: str, method: str, samples: Sequence[Any], *, ratio: float = 1.0, **options: Any
+    graph_file: Path,
+    grid: str,
+    method: str,
+    samples: Sequence[Any],
+    *,
+    ratio: float = 1.0,
+    **options: Any,
 ) -> Any:
     """The graph with its inner products on a grid, embedding and head at symmetric 8 bits: NNCF's own default.
 
@@ -55,7 +68,8 @@ def compressed(
     import nncf
 
     nncf.set_log_level(logging.ERROR)
-    fmt, asked = get_format(grid), NNCF_METHODS[method]
+    fmt = get_format(grid)
+    asked = NNCF_METHODS[method]
     graph = read_graph(graph_file)
     _untransposed(graph)
     if any(asked.values()):
@@ -64,11 +78,15 @@ def compressed(
     with contextlib.redirect_stdout(io.StringIO()):  # its progress bars
         return nncf.compress_weights(
             graph,
-            mode=nncf.CompressWeightsMode.INT4_SYM if fmt.symmetric else nncf.CompressWeightsMode.INT4_ASYM,
+            mode=nncf.CompressWeightsMode.INT4_SYM
+            if fmt.symmetric
+            else nncf.CompressWeightsMode.INT4_ASYM,
             ratio=ratio,
             group_size=fmt.group_size or -1,
             backup_mode=nncf.BackupMode.INT8_SYM,
-            advanced_parameters=nncf.AdvancedCompressionParameters(group_size_fallback_mode=fallback),
+            advanced_parameters=nncf.AdvancedCompressionParameters(
+                group_size_fallback_mode=fallback
+            ),
             **asked,
             **options,
         )
@@ -81,7 +99,8 @@ def _untransposed(graph: Any) -> None:
     for node in graph.get_ops():
         if node.get_type_name() != "MatMul" or not node.get_attributes()["transpose_a"]:
             continue
-        inputs, weight = node.input_value(0), node.input_value(1)
+        inputs = node.input_value(0)
+        weight = node.input_value(1)
         axes = list(range(inputs.get_partial_shape().rank.get_length()))
         axes[-2:] = axes[-1], axes[-2]
         turned = ops.transpose(inputs, ops.constant(np.array(axes, np.int64)))

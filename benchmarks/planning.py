@@ -35,11 +35,19 @@ def by_order(
         if planning.cost_of(table.components, assignment).bytes <= limit:
             return assignment
         assignment[component] = name
-    return assignment if planning.cost_of(table.components, assignment).bytes <= limit else None
+    return (
+        assignment
+        if planning.cost_of(table.components, assignment).bytes <= limit
+        else None
+    )
 
 
-def entries_by(table: SensitivityTable, metric: str, descending: bool) -> list[tuple[str, str]]:
-    ranked = sorted(table.measurements, key=lambda m: m.metrics[metric].value, reverse=descending)
+def entries_by(
+    table: SensitivityTable, metric: str, descending: bool
+) -> list[tuple[str, str]]:
+    ranked = sorted(
+        table.measurements, key=lambda m: m.metrics[metric].value, reverse=descending
+    )
     return [(m.component, m.format) for m in ranked]
 
 
@@ -47,7 +55,8 @@ def random_entries(table: SensitivityTable, seed: int) -> list[tuple[str, str]]:
     """INT8 for everything in random order, then INT4 in another: an order without knowledge."""
     names = [c.name for c in table.candidates]
     order = random.Random(seed)
-    first, second = order.sample(names, len(names)), order.sample(names, len(names))
+    first = order.sample(names, len(names))
+    second = order.sample(names, len(names))
     return [(n, "int8") for n in first] + [(n, "int4") for n in second]
 
 
@@ -57,7 +66,10 @@ def compare(name: str, arguments: argparse.Namespace) -> list[Row]:
         table = Study(model, folder=folder).measure(windows=arguments.windows)
     tokenizer = model.require_tokenizer()
     judge = PlanMeter(
-        model, evaluation_windows("wikitext2:test", tokenizer, length=512, limit=arguments.test_windows)
+        model,
+        evaluation_windows(
+            "wikitext2:test", tokenizer, length=512, limit=arguments.test_windows
+        ),
     )
     # The paper's points may give siblings (q, k, v; gate, up) different formats; so may ours here, to be comparable.
     points = [p for p in paper_points(table) if "point" in p.name]
@@ -99,7 +111,9 @@ def compare(name: str, arguments: argparse.Namespace) -> list[Row]:
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--models", default=ALL)
-    parser.add_argument("--windows", type=int, default=8, help="of 512 calibration tokens")
+    parser.add_argument(
+        "--windows", type=int, default=8, help="of 512 calibration tokens"
+    )
     parser.add_argument("--test-windows", type=int, default=16)
     arguments = parser.parse_args()
     print(machine())

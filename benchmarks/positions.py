@@ -29,8 +29,14 @@ def plans(table: SensitivityTable) -> list[Plan]:
     families = dict.fromkeys(c.family for c in table.candidates)
     parts = {"int4": [c.name for c in table.candidates]}
     if len(families) > 2:  # besides the embedding
-        parts |= {f"int4.{f}": [c.name for c in table.candidates if c.family == f] for f in families}
-    return [Plan(name, dict.fromkeys(names, "int4"), "positions.py") for name, names in parts.items()]
+        parts |= {
+            f"int4.{f}": [c.name for c in table.candidates if c.family == f]
+            for f in families
+        }
+    return [
+        Plan(name, dict.fromkeys(names, "int4"), "positions.py")
+        for name, names in parts.items()
+    ]
 
 
 def rows(name: str, window: int, windows: int, folder: str) -> list[Row]:
@@ -41,27 +47,40 @@ def rows(name: str, window: int, windows: int, folder: str) -> list[Row]:
     with Run.open(Path(folder)) as run:
         table = run.table()
     for plan in plans(table):
-        planning.write_plan(plan, planning.plan_path(Path(folder) / "plans", plan.name), table.components)
+        planning.write_plan(
+            plan, planning.plan_path(Path(folder) / "plans", plan.name), table.components
+        )
     found = []
-    for score in study.evaluate(targets="torch", positions="wikitext2:test", window=window, limit=windows):
+    for score in study.evaluate(
+        targets="torch", positions="wikitext2:test", window=window, limit=windows
+    ):
         plan = score.subject.plan
         kind = "kl" if plan else "cross_entropy"
         curve = curve_of(score, kind)
         assert curve is not None
         bits = 16.0
         if plan:
-            stored = planning.read_plan(planning.plan_path(Path(folder) / "plans", plan), table.components)
+            stored = planning.read_plan(
+                planning.plan_path(Path(folder) / "plans", plan), table.components
+            )
             bits = planning.cost_of(table.components, stored.assignment).bits_per_weight
         for start, mean in zip(curve.starts, curve.means, strict=True):
             found.append(
                 {
-                    "model": name, "plan": plan or "original", "quantity": kind, "bits_per_weight": f"{bits:.2f}",
-                    "windows": str(curve.windows), "window": str(window), "from": str(start),
-                    "mean": f"{mean.value:.5g}", "error": f"{mean.standard_error:.2g}",
-                    "slope": f"{curve.slope.value:.3g}", "slope_error": f"{curve.slope.standard_error:.2g}",
+                    "model": name,
+                    "plan": plan or "original",
+                    "quantity": kind,
+                    "bits_per_weight": f"{bits:.2f}",
+                    "windows": str(curve.windows),
+                    "window": str(window),
+                    "from": str(start),
+                    "mean": f"{mean.value:.5g}",
+                    "error": f"{mean.standard_error:.2g}",
+                    "slope": f"{curve.slope.value:.3g}",
+                    "slope_error": f"{curve.slope.standard_error:.2g}",
                     "trend": curve.trend,
                 }
-            )  # fmt: skip
+            )
         print(name, plan or "original", kind, f"{bits:.2f}", curve.slope, curve.trend)
     return found
 

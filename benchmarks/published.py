@@ -25,21 +25,29 @@ transformers.utils.logging.disable_progress_bar()
 
 
 def load(folder: str) -> torch.nn.Module:
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32
+    ).eval()
 
 
 def measure(folder: str, weight: str, ids: torch.Tensor) -> dict[str, float]:
-    teacher, student = load(folder), load(folder)
+    teacher = load(folder)
+    student = load(folder)
     parameter = student.get_parameter(weight)
     parameter.data = get_format("int4").roundtrip(parameter.data)
     with torch.no_grad():
         p = teacher(input_ids=ids).logits
         q = student(input_ids=ids).logits
     labels = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -100)], 1)
-    log_p, log_q = functional.log_softmax(p, dim=-1), functional.log_softmax(q, dim=-1)
+    log_p = functional.log_softmax(p, dim=-1)
+    log_q = functional.log_softmax(q, dim=-1)
     forward = functional.kl_div(log_q, log_p.exp(), reduction="sum")
-    backward = functional.kl_div(log_p, functional.log_softmax(q, dim=-1), reduction="sum", log_target=True)
-    loss_p, loss_q = (functional.cross_entropy(x.view(-1, x.shape[-1]), labels.view(-1)) for x in (p, q))
+    backward = functional.kl_div(
+        log_p, functional.log_softmax(q, dim=-1), reduction="sum", log_target=True
+    )
+    loss_p, loss_q = (
+        functional.cross_entropy(x.view(-1, x.shape[-1]), labels.view(-1)) for x in (p, q)
+    )
     return {
         "sqnr_db": float(10 * torch.log10(p.square().mean() / (p - q).square().mean())),
         "kl_teacher_to_student": float(forward) / ids.numel(),
@@ -50,7 +58,9 @@ def measure(folder: str, weight: str, ids: torch.Tensor) -> dict[str, float]:
 
 def main(folder: str, weight: str, windows: str) -> None:
     vocabulary = load(folder).get_input_embeddings().weight.shape[0]
-    ids = torch.randint(0, vocabulary, (int(windows), 512), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(
+        0, vocabulary, (int(windows), 512), generator=torch.Generator().manual_seed(0)
+    )
     seconds = []
     for _ in range(3):
         begin = time.perf_counter()

@@ -37,14 +37,33 @@ from rivals import Judged, Remembered, judge
 
 GRIDS = {
     "openvino": (
-        "int4", "int4-g128", "int4-g64", "int4-g32", "uint4-g128", "uint4-g64", "uint4-g32", "nf4-g64",
-        "uint2-g64", "mxfp4",
+        "int4",
+        "int4-g128",
+        "int4-g64",
+        "int4-g32",
+        "uint4-g128",
+        "uint4-g64",
+        "uint4-g32",
+        "nf4-g64",
+        "uint2-g64",
+        "mxfp4",
     ),
     "gguf": (
-        "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q4_0", "iq4_nl", "iq4_xs",
-        "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s",
+        "q2_k",
+        "q3_k",
+        "q4_k",
+        "q5_k",
+        "q6_k",
+        "q4_0",
+        "iq4_nl",
+        "iq4_xs",
+        "iq2_xxs",
+        "iq2_xs",
+        "iq2_s",
+        "iq3_xxs",
+        "iq3_s",
     ),
-}  # fmt: skip
+}
 METHODS = {"openvino": ("rtn", "search", "gptq"), "gguf": ("rtn", "imatrix", "gptq")}
 BASE = {"openvino": "rtn", "gguf": "imatrix"}  # what `gptq` is compared with
 BESIDE_NNCF = ("int4", "int4-g128", "int4-g64", "uint4-g128", "uint4-g64")
@@ -66,13 +85,19 @@ class Task:
 
 
 def tasks(target: str, arguments: argparse.Namespace) -> Iterator[Task]:
-    windows, methods = arguments.windows, METHODS[target]
+    windows = arguments.windows
+    methods = METHODS[target]
     if "methods" in arguments.parts:
         for grid in GRIDS[target]:
-            yield from (Task("methods", target, grid, m, WIKITEXT, windows) for m in methods)
+            yield from (
+                Task("methods", target, grid, m, WIKITEXT, windows) for m in methods
+            )
     if "nncf" in arguments.parts and target == "openvino":
         for grid in BESIDE_NNCF:
-            yield from (Task("nncf", target, grid, m, WIKITEXT, windows) for m in (*methods, *NNCF_METHODS))
+            yield from (
+                Task("nncf", target, grid, m, WIKITEXT, windows)
+                for m in (*methods, *NNCF_METHODS)
+            )
     if "calibration" in arguments.parts:
         texts = [
             (WIKITEXT, 3),
@@ -82,41 +107,62 @@ def tasks(target: str, arguments: argparse.Namespace) -> Iterator[Task]:
         ]
         yield Task("calibration", target, CALIBRATED[target], "rtn", WIKITEXT, windows)
         for text, count in texts:
-            yield from (Task("calibration", target, CALIBRATED[target], m, text, count) for m in methods[1:])
+            yield from (
+                Task("calibration", target, CALIBRATED[target], m, text, count)
+                for m in methods[1:]
+            )
 
 
 class Judge:
     """One model: makes files of it and lets their runtime judge them."""
 
     def __init__(self, name: str, test_windows: int, folder: Path) -> None:
-        self.model, self.folder = opened(name), folder
+        self.model = opened(name)
+        self.folder = folder
         self.model.weights.keep_in(folder / "weights")
         tokenizer = self.model.require_tokenizer()
-        self.text = prepare("wikitext2:test", LanguageTask(tokenizer), window=512, limit=test_windows)
+        self.text = prepare(
+            "wikitext2:test", LanguageTask(tokenizer), window=512, limit=test_windows
+        )
         self.teacher = Remembered(TorchSession(self.model))
 
     def drawn(self, task: Task) -> Windows:
         tokenizer = self.model.require_tokenizer()
-        return draw_windows(task.text, tokenizer, windows=task.windows, length=512, seed=43)
+        return draw_windows(
+            task.text, tokenizer, windows=task.windows, length=512, seed=43
+        )
 
     def judged(self, task: Task) -> Judged:
-        target, ours = get_target(task.target), task.method not in NNCF_METHODS
+        target = get_target(task.target)
+        ours = task.method not in NNCF_METHODS
         if ours and Recipe(task.grid, task.method).quantizer.learns:
-            place = self.folder / f"{Path(task.text).name.replace(':', '-')}-{task.windows}"
+            place = (
+                self.folder / f"{Path(task.text).name.replace(':', '-')}-{task.windows}"
+            )
             self.model.weights.learn_from(gather(self.model, self.drawn(task), place))
-        plan = Plan("uniform", assignment(task, self.model, task.method if ours else "rtn"), "uniform")
+        plan = Plan(
+            "uniform",
+            assignment(task, self.model, task.method if ours else "rtn"),
+            "uniform",
+        )
         with tempfile.TemporaryDirectory() as place:
             folder = Path(place) / "file"
             size = target.export(self.model, plan, folder).realised_bytes
             if not ours:
-                size = put_file(self.model, folder, task.grid, task.method, self.drawn(task).ids)
+                size = put_file(
+                    self.model, folder, task.grid, task.method, self.drawn(task).ids
+                )
             return judge(target, folder, size, self.text, self.teacher)
 
 
 def assignment(task: Task, model: LoadedModel, method: str) -> dict[str, str]:
     """This grid and method, but for what the part and the target store embedding and head in."""
     anatomy = model.anatomy
-    ends = dict.fromkeys((anatomy.embedding, anatomy.head), "int8") if task.part == "nncf" else {}
+    ends = (
+        dict.fromkeys((anatomy.embedding, anatomy.head), "int8")
+        if task.part == "nncf"
+        else {}
+    )
     if task.target == "gguf":
         ends = {anatomy.head: "q6_k"}
     recipes: dict[str, str] = {}
@@ -132,7 +178,11 @@ def rows(name: str, files: dict[Task, Judged], test_windows: int) -> Iterator[Ro
     for task, found in files.items():
         wanted = {"rtn"} if task.part == "calibration" else {BASE[task.target]}
         wanted = set(NNCF_METHODS) if task.part == "nncf" else wanted
-        same = [t for t in files if (t.part, t.target, t.grid) == (task.part, task.target, task.grid)]
+        same = [
+            t
+            for t in files
+            if (t.part, t.target, t.grid) == (task.part, task.target, task.grid)
+        ]
         others = [t for t in same if t.method in wanted] if task.method == "gptq" else []
         beside = min(others, key=lambda other: files[other].mean, default=None)
         yield {
@@ -147,7 +197,9 @@ def rows(name: str, files: dict[Task, Judged], test_windows: int) -> Iterator[Ro
             "kl": f"{found.mean:.4f}",
             "kl_se": f"{found.error:.0e}",
             "ratio": f"{found.mean / files[beside].mean:.2f}" if beside else "",
-            "ratio_to": ("NNCF's best" if task.part == "nncf" else beside.method) if beside else "",
+            "ratio_to": ("NNCF's best" if task.part == "nncf" else beside.method)
+            if beside
+            else "",
             "test_windows": str(test_windows),
             "note": "",
         }
@@ -158,23 +210,37 @@ def main() -> None:
     parser.add_argument("--models", default=ALL, help="names, or folders of models")
     parser.add_argument("--targets", default=",".join(GRIDS))
     parser.add_argument("--parts", default="methods,nncf,calibration")
-    parser.add_argument("--windows", type=int, default=32, help="of 512 tokens that methods learn from")
+    parser.add_argument(
+        "--windows", type=int, default=32, help="of 512 tokens that methods learn from"
+    )
     parser.add_argument("--test-windows", type=int, default=8)
-    parser.add_argument("--texts", nargs="*", default=[], help="calibrate on these files too")
+    parser.add_argument(
+        "--texts", nargs="*", default=[], help="calibrate on these files too"
+    )
     arguments = parser.parse_args()
     print(machine())
     for name in models(arguments.models):
         with tempfile.TemporaryDirectory() as folder:
-            judge, files = Judge(name, arguments.test_windows, Path(folder)), dict[Task, Judged]()
+            judge = Judge(name, arguments.test_windows, Path(folder))
+            files = dict[Task, Judged]()
             for task in (
-                task for target in arguments.targets.split(",") for task in tasks(target, arguments)
+                task
+                for target in arguments.targets.split(",")
+                for task in tasks(target, arguments)
             ):
                 files[task] = judge.judged(task)
-                print(shown(name), *vars(task).values(), f"KL {files[task].mean:.5f}", flush=True)
+                print(
+                    shown(name),
+                    *vars(task).values(),
+                    f"KL {files[task].mean:.5f}",
+                    flush=True,
+                )
         found = list(rows(name, files, arguments.test_windows))
         write(arguments.write, found, KEY)
         ratios = [float(row["ratio"]) for row in found if row["ratio"]]
-        print(f"{shown(name)}: KL of gptq over that of the others: median {np.median(ratios):.2f}")
+        print(
+            f"{shown(name)}: KL of gptq over that of the others: median {np.median(ratios):.2f}"
+        )
 
 
 if __name__ == "__main__":

@@ -52,14 +52,17 @@ from nncf_methods import put_file
 from result_files import Row, options, provenance, read, write
 
 BITS = (2.25, 2.5, 3.0, 3.5, 4.0)  # per weight, for the rule of pull request 15550
-SMALL = 4.5  # bits per weight; where few matrices fit, mixtures of 2 and 3 bits are larger
+SMALL = (
+    4.5  # bits per weight; where few matrices fit, mixtures of 2 and 3 bits are larger
+)
 
 
 class Remembered:
     """The original; its logits of a window are computed once."""
 
     def __init__(self, session: TorchSession) -> None:
-        self._session, self._known = session, {}
+        self._session = session
+        self._known = {}
 
     def logits(self, ids: Any) -> Any:
         key = tuple(ids)
@@ -85,7 +88,9 @@ class Judged:
         return float(self.kl.std(ddof=1) / len(self.kl) ** 0.5)
 
 
-def judge(target: Target, folder: Path, size: int, text: EvaluationText, teacher: Remembered) -> Judged:
+def judge(
+    target: Target, folder: Path, size: int, text: EvaluationText, teacher: Remembered
+) -> Judged:
     session = target.open(folder, SessionSettings())
     try:
         scores: list[WindowScore] = score_text(session, text, teacher)  # type: ignore[arg-type]
@@ -96,7 +101,9 @@ def judge(target: Target, folder: Path, size: int, text: EvaluationText, teacher
     return Judged(size, kl, float(np.exp(entropy)))
 
 
-def compare(name: str, target: Target, arguments: argparse.Namespace, folder: Path) -> list[Row]:
+def compare(
+    name: str, target: Target, arguments: argparse.Namespace, folder: Path
+) -> list[Row]:
     model = opened(name)
     session = Session(given=model)
     small = arguments.below_four or target.name == "mlx"
@@ -115,7 +122,12 @@ def compare(name: str, target: Target, arguments: argparse.Namespace, folder: Pa
     session.do(measured)
     model = session.in_run(model, folder)
     tokenizer = model.require_tokenizer()
-    text = prepare("wikitext2:test", LanguageTask(tokenizer), window=512, limit=arguments.test_windows)
+    text = prepare(
+        "wikitext2:test",
+        LanguageTask(tokenizer),
+        window=512,
+        limit=arguments.test_windows,
+    )
     teacher = Remembered(TorchSession(model))
     rows = []
     with Run.open(folder) as run:
@@ -135,7 +147,9 @@ def compare(name: str, target: Target, arguments: argparse.Namespace, folder: Pa
             if key not in known:
                 with tempfile.TemporaryDirectory() as place:
                     artifact = target.export(model, plan, Path(place))
-                    known[key] = judge(target, Path(place), artifact.realised_bytes, text, teacher)
+                    known[key] = judge(
+                        target, Path(place), artifact.realised_bytes, text, teacher
+                    )
             return known[key]
 
         plans = [
@@ -146,10 +160,15 @@ def compare(name: str, target: Target, arguments: argparse.Namespace, folder: Pa
         if arguments.below_four:
             rule = BitsRule(model, statistics)
             plans += [rule.plan(bits) for bits in BITS]
-            plans = [plan for plan in plans if bits_of(target.file_bytes(model, plan)) < SMALL]
-        different = {json.dumps(sorted(plan.assignment.items())): plan for plan in reversed(plans)}
+            plans = [
+                plan for plan in plans if bits_of(target.file_bytes(model, plan)) < SMALL
+            ]
+        different = {
+            json.dumps(sorted(plan.assignment.items())): plan for plan in reversed(plans)
+        }
         rivals: dict[str, Callable[[], Judged]] = {
-            plan.name: lambda plan=plan: judged(plan) for plan in reversed(different.values())
+            plan.name: lambda plan=plan: judged(plan)
+            for plan in reversed(different.values())
         }
         if target.name == "openvino":
             ids = session.drawn_again(statistics.identity["text"], model.task).ids
@@ -157,18 +176,31 @@ def compare(name: str, target: Target, arguments: argparse.Namespace, folder: Pa
         for rival, make_file in rivals.items():
             theirs = make_file()
             try:
-                within = TargetPlanner(session, run, target.name, limits=Limits(max_bytes=theirs.bytes))
+                within = TargetPlanner(
+                    session, run, target.name, limits=Limits(max_bytes=theirs.bytes)
+                )
                 ours = judged(plan_within(within, table, Choosing(name="ours")))
             except PlanError as error:
-                print(f"{name}, {target.name}, {rival}: none of our plans is as small: {error}", flush=True)
+                print(
+                    f"{name}, {target.name}, {rival}: none of our plans is as small: {error}",
+                    flush=True,
+                )
                 continue
             difference = planning.paired_difference(ours.kl, theirs.kl)
-            apart = difference.mean / difference.standard_error if difference.standard_error else 0.0
+            apart = (
+                difference.mean / difference.standard_error
+                if difference.standard_error
+                else 0.0
+            )
             row = {
                 "target": target.name,
                 "model": shown(name),
                 "rival": rival,
-                **({"rival_bits": f"{bits_of(theirs.bytes):.2f}"} if arguments.below_four else {}),
+                **(
+                    {"rival_bits": f"{bits_of(theirs.bytes):.2f}"}
+                    if arguments.below_four
+                    else {}
+                ),
                 "rival_mb": f"{theirs.bytes / 1e6:.3f}",
                 "rival_kl": f"{theirs.mean:.5f}",
                 "rival_kl_se": f"{theirs.error:.0e}",
@@ -194,7 +226,11 @@ def is_wanted(rival: str, arguments: argparse.Namespace) -> bool:
 
 
 def with_data(
-    model: LoadedModel, target: Target, ids: torch.Tensor, text: EvaluationText, teacher: Remembered
+    model: LoadedModel,
+    target: Target,
+    ids: torch.Tensor,
+    text: EvaluationText,
+    teacher: Remembered,
 ) -> dict[str, Callable[[], Judged]]:
     """NNCF's recipes that learn from text, run by NNCF itself."""
 
@@ -219,13 +255,20 @@ def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--models", default=ALL, help="names, or folders of models")
     parser.add_argument("--targets", default="gguf,openvino")
-    parser.add_argument("--windows", type=int, default=8, help="of 512 calibration tokens")
+    parser.add_argument(
+        "--windows", type=int, default=8, help="of 512 calibration tokens"
+    )
     parser.add_argument("--test-windows", type=int, default=8)
-    parser.add_argument("--below-four", action="store_true", help="GGUF at 2 to 4 bits per weight")
+    parser.add_argument(
+        "--below-four", action="store_true", help="GGUF at 2 to 4 bits per weight"
+    )
     arguments = parser.parse_args()
     print(machine())
-    known, commit = read(arguments.write), provenance()["commit"]
-    rows = [row for row in known if row["commit"] == commit and not commit.endswith("-dirty")]
+    known = read(arguments.write)
+    commit = provenance()["commit"]
+    rows = [
+        row for row in known if row["commit"] == commit and not commit.endswith("-dirty")
+    ]
     done = {(row["model"], row["target"]) for row in rows}
     for name in models(arguments.models):
         for target in arguments.targets.split(","):

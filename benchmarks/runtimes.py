@@ -28,15 +28,22 @@ from kl_lens.weights.recipes import Recipe, fitting_recipe
 from result_files import options, write_speed
 
 FORMATS = {"gguf": ("fp16", "q8_0", "q4_0", "q4_k"), "openvino": ("fp16", "int8", "int4")}
-PROMPT, TOKENS, REPEATS = 128, 64, 5
+PROMPT = 128
+TOKENS = 64
+REPEATS = 5
 Numbers = dict[tuple[str, str], str]
 
 
 def exported(model: LoadedModel, target: str, folder: Path) -> dict[str, Path]:
     """The whole model in each format."""
     for name in FORMATS[target]:
-        recipes = {c.name: fitting_recipe(Recipe(name), c.shape)[0] for c in model.anatomy.candidates}
-        get_target(target).export(model, Plan(name, dict(recipes), "benchmark"), folder / name)
+        recipes = {
+            c.name: fitting_recipe(Recipe(name), c.shape)[0]
+            for c in model.anatomy.candidates
+        }
+        get_target(target).export(
+            model, Plan(name, dict(recipes), "benchmark"), folder / name
+        )
     return {name: folder / name for name in FORMATS[target]}
 
 
@@ -54,16 +61,22 @@ def timed(files: dict[str, Path], threads: int, library: str) -> dict[str, Any]:
         *map(str, files.values()),
         *words,
     ]
-    found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+    found = json.loads(
+        subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    )
     return {Path(profile["subject"]).name: profile for profile in found["profiles"]}
 
 
 def numbers_of(variant: str, profile: dict[str, Any]) -> Numbers:
     timings = profile["timings"]
-    speed, first = timings["tokens_per_second"], timings[f"first_token_seconds@{PROMPT}"]
+    speed = timings["tokens_per_second"]
+    first = timings[f"first_token_seconds@{PROMPT}"]
     return {
         (variant, "MB"): f"{profile['file_bytes'] / 1e6:.1f}",
-        (variant, "decode tokens/s"): f"{speed['median']:.2f} ± {(speed['high'] - speed['low']) / 2:.2f}",
+        (
+            variant,
+            "decode tokens/s",
+        ): f"{speed['median']:.2f} ± {(speed['high'] - speed['low']) / 2:.2f}",
         (variant, "prefill ms"): f"{1e3 * first['median']:.0f}",
         (variant, "peak MB"): f"{profile['peak_memory_bytes'] / 1e6:.0f}",
         (variant, "share of bandwidth"): f"{profile['bound']['share']:.2f}",
@@ -82,7 +95,10 @@ def eager(model: torch.nn.Module, threads: int) -> Numbers:
         for token in ids[0, :TOKENS, None, None]:
             cache = model(token, cache_params=cache, use_cache=True).cache_params
         decode = (time.perf_counter() - read) / TOKENS
-        best = {"decode": min(best["decode"], decode), "prefill": min(best["prefill"], read - begin)}
+        best = {
+            "decode": min(best["decode"], decode),
+            "prefill": min(best["prefill"], read - begin),
+        }
     variant = "PyTorch eager (transformers)"
     return {
         (variant, "decode tokens/s"): f"{1 / best['decode']:.2f}",
@@ -96,7 +112,9 @@ def main() -> None:
     parser.add_argument("shapes")
     parser.add_argument("--threads", default="1", help="for example 1,2")
     parser.add_argument(
-        "--libraries", default="wheel=", help="NAME=PATH,…; without a path, what is installed"
+        "--libraries",
+        default="wheel=",
+        help="NAME=PATH,…; without a path, what is installed",
     )
     arguments = parser.parse_args()
     print(machine())
@@ -108,15 +126,25 @@ def main() -> None:
                 numbers: Numbers = {}
                 if arguments.target == "openvino":
                     numbers |= eager(model.model, threads)
-                for each in arguments.libraries.split(",") if arguments.target == "gguf" else [""]:
+                for each in (
+                    arguments.libraries.split(",") if arguments.target == "gguf" else [""]
+                ):
                     label, _, library = each.partition("=")
                     for fmt, profile in timed(files, threads, library).items():
                         variant = f"{fmt.upper()}, {label}" if label else fmt.upper()
                         numbers |= numbers_of(variant, profile)
                 print(
-                    name, threads, *(f"{v} {q} {n}" for (v, q), n in numbers.items()), sep="\n  ", flush=True
+                    name,
+                    threads,
+                    *(f"{v} {q} {n}" for (v, q), n in numbers.items()),
+                    sep="\n  ",
+                    flush=True,
                 )
-                case = {"benchmark": arguments.target, "model": name, "threads": str(threads)}
+                case = {
+                    "benchmark": arguments.target,
+                    "model": name,
+                    "threads": str(threads),
+                }
                 write_speed(arguments.write, case, numbers)
 
 

@@ -41,7 +41,9 @@ def measured(session: Session, **how: Any) -> tuple[MeasureResult, float]:
     return result, processor_seconds() - begin
 
 
-def planned(session: Session, folder: Path, target: str, **limit: Any) -> tuple[int, Estimate]:
+def planned(
+    session: Session, folder: Path, target: str, **limit: Any
+) -> tuple[int, Estimate]:
     """The plan's size and its KL on text that the search has not seen."""
     how = {"run": str(folder), "target": target}
     session.do(PlanSettings.of(name="plan", held_out_windows=SEARCHED, **how, **limit))
@@ -53,7 +55,8 @@ def planned(session: Session, folder: Path, target: str, **limit: Any) -> tuple[
 
 def compare(name: str, arguments: argparse.Namespace, place: Path) -> Row:
     session = Session(given=opened(name))
-    staged_run, whole_run = place / "staged", place / "whole"
+    staged_run = place / "staged"
+    whole_run = place / "whole"
     session.do(CalibrateSettings.of(model=name, run=str(staged_run)))
     shutil.copytree(staged_run, whole_run)
     how = {"model": name, "target": arguments.target, "windows": arguments.windows}
@@ -62,7 +65,9 @@ def compare(name: str, arguments: argparse.Namespace, place: Path) -> Row:
     staged, staged_seconds = measured(session, run=str(staged_run), **limit, **how)
     whole, whole_seconds = measured(session, run=str(whole_run), exhaustive=True, **how)
     our_bytes, our_kl = planned(session, staged_run, arguments.target, max_loss=MAX_LOSS)
-    best_bytes, best_kl = planned(session, whole_run, arguments.target, max_bytes=our_bytes)
+    best_bytes, best_kl = planned(
+        session, whole_run, arguments.target, max_bytes=our_bytes
+    )
     return {
         "model": shown(name),
         "target": arguments.target,
@@ -86,7 +91,9 @@ def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--models", default=ALL, help="names, or folders of models")
     parser.add_argument("--target", default="gguf")
-    parser.add_argument("--windows", type=int, default=8, help="of 512 calibration tokens")
+    parser.add_argument(
+        "--windows", type=int, default=8, help="of 512 calibration tokens"
+    )
     arguments = parser.parse_args()
     print(machine())
     for name in models(arguments.models):

@@ -31,7 +31,9 @@ from result_files import Row, options, write
 def rows(name: str, windows: int, place: Path, device: str) -> list[Row]:
     model = opened(name, device)
     session = Session(given=model)
-    settings = MeasureSettings.of(model=name, run=place, states=True, windows=windows, workers=1)
+    settings = MeasureSettings.of(
+        model=name, run=place, states=True, windows=windows, workers=1
+    )
     session.do(settings)
     alone: dict[tuple[str, str], list[tuple[Component, float]]] = {}
     with Run.open(place) as run:
@@ -42,8 +44,11 @@ def rows(name: str, windows: int, place: Path, device: str) -> list[Row]:
         Perturbation({}, tuple((component, fmt) for component, _ in parts))
         for (_, fmt), parts in alone.items()
     ]
-    ids = session.calibration_windows(states_text(settings.calibration, model), model.task).ids
-    engine, found = FastEngine(model), [[] for _ in together]
+    ids = session.calibration_windows(
+        states_text(settings.calibration, model), model.task
+    ).ids
+    engine = FastEngine(model)
+    found = [[] for _ in together]
     for slab in engine.slabs(ids):
         engine.prepare(ids[slab.start : slab.stop])
         for samples, more in zip(found, engine.measure(together), strict=True):
@@ -59,14 +64,23 @@ def rows(name: str, windows: int, place: Path, device: str) -> list[Row]:
         new.append(
             {
                 "model": shown(name),
-                "kind": kind, "format": fmt, "bits": f"{bits:.4g}", "windows": str(len(ids)),
-                "tokens": str(ids.shape[1]), "kl": f"{mean.mean():.3e}",
+                "kind": kind,
+                "format": fmt,
+                "bits": f"{bits:.4g}",
+                "windows": str(len(ids)),
+                "tokens": str(ids.shape[1]),
+                "kl": f"{mean.mean():.3e}",
                 "standard error": f"{mean.std(ddof=1) / math.sqrt(len(mean)):.1e}",
-                **{f"kl, quarter {i + 1}": f"{bin.value:.3e}" for i, bin in enumerate(curve.means)},
-                "along the text": curve.trend, "sum over blocks": f"{sum(each):.3e}",
-                "worst block": str(worst.block), "its share": f"{most / max(sum(each), 1e-30):.2f}",
+                **{
+                    f"kl, quarter {i + 1}": f"{bin.value:.3e}"
+                    for i, bin in enumerate(curve.means)
+                },
+                "along the text": curve.trend,
+                "sum over blocks": f"{sum(each):.3e}",
+                "worst block": str(worst.block),
+                "its share": f"{most / max(sum(each), 1e-30):.2f}",
             }
-        )  # fmt: skip
+        )
         print(*new[-1].values(), sep="; ", flush=True)
     return new
 
@@ -81,7 +95,9 @@ def main() -> None:
     print(machine())
     for name in arguments.models.split(","):
         with tempfile.TemporaryDirectory() as folder:
-            place = (arguments.runs or Path(folder)) / name.replace(":", "-").replace("/", "-")
+            place = (arguments.runs or Path(folder)) / name.replace(":", "-").replace(
+                "/", "-"
+            )
             write(
                 arguments.write,
                 rows(name, arguments.windows, place, arguments.device),

@@ -55,7 +55,9 @@ class _Pair:
 
 def plant(model: LoadedModel, name: str) -> None:
     """The stressed variant of a reference, in place."""
-    ids = torch.randint(0, model.config.vocab_size, (2, 33), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(
+        0, model.config.vocab_size, (2, 33), generator=torch.Generator().manual_seed(0)
+    )
     before = model.chain.full_logits(ids)
     for pattern, factor in STRESSED[name]:
         generator = torch.Generator().manual_seed(0)
@@ -63,19 +65,27 @@ def plant(model: LoadedModel, name: str) -> None:
             if any(re.search(pattern, reader) for reader in pair.readers):
                 _plant(model, pair, factor, generator)
     model.__dict__.pop("fingerprint", None)
-    drift = float((model.chain.full_logits(ids) - before).abs().max() / before.abs().max())
+    drift = float(
+        (model.chain.full_logits(ids) - before).abs().max() / before.abs().max()
+    )
     if not drift <= 1e-4:
-        raise SystemExit(f"planting outliers in {name} moved its outputs by {drift:.1e} of their range")
+        raise SystemExit(
+            f"planting outliers in {name} moved its outputs by {drift:.1e} of their range"
+        )
 
 
 @torch.no_grad()
-def _plant(model: LoadedModel, pair: _Pair, factor: float, generator: torch.Generator) -> None:
+def _plant(
+    model: LoadedModel, pair: _Pair, factor: float, generator: torch.Generator
+) -> None:
     for channel in torch.randperm(pair.channels, generator=generator)[:CHANNELS].tolist():
         pair.source.weight[channel] /= factor
         if getattr(pair.source, "bias", None) is not None:
             pair.source.bias[channel] /= factor
         for name in pair.readers:
-            model.model.get_parameter(f"{name}.weight")[:, pair.columns_of(channel)] *= factor
+            model.model.get_parameter(f"{name}.weight")[:, pair.columns_of(channel)] *= (
+                factor
+            )
 
 
 def _pairs(model: LoadedModel) -> Iterator[_Pair]:
@@ -94,14 +104,23 @@ def _pairs(model: LoadedModel) -> Iterator[_Pair]:
 # Which projections read which norm inside one block. Names are relative to the block.
 _READERS_OF_NORMS = {
     "norm": ("mixer.in_proj",),
-    "input_layernorm": ("mamba.in_proj", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "input_layernorm": (
+        "mamba.in_proj",
+        "self_attn.q_proj",
+        "self_attn.k_proj",
+        "self_attn.v_proj",
+    ),
 }
 
 
 def _norm_pairs(name: str, module: nn.Module) -> Iterator[_Pair]:
     for norm_name, readers in _READERS_OF_NORMS.items():
         norm = getattr(module, norm_name, None)
-        present = [f"{name}.{reader}" for reader in readers if _linear(module, reader) is not None]
+        present = [
+            f"{name}.{reader}"
+            for reader in readers
+            if _linear(module, reader) is not None
+        ]
         if norm is not None and present:
             yield _Pair(tuple(present), norm.weight.numel(), norm)
 
@@ -109,20 +128,24 @@ def _norm_pairs(name: str, module: nn.Module) -> Iterator[_Pair]:
 def _gated_norm_pair(name: str, module: nn.Module) -> Iterator[_Pair]:
     """Mamba-2: the norm after the gate feeds out_proj alone."""
     norm = getattr(module, "norm", None)
-    if hasattr(module, "A_log") and hasattr(norm, "weight"):  # a Falcon-H1 may have nothing in its place
+    if hasattr(module, "A_log") and hasattr(
+        norm, "weight"
+    ):  # a Falcon-H1 may have nothing in its place
         yield _Pair((f"{name}.out_proj",), norm.weight.numel(), norm)
 
 
 def _time_step_pair(name: str, module: nn.Module) -> Iterator[_Pair]:
     """Mamba-1: the first rows of x_proj feed dt_proj."""
-    x_proj, dt_proj = _linear(module, "x_proj"), _linear(module, "dt_proj")
+    x_proj = _linear(module, "x_proj")
+    dt_proj = _linear(module, "dt_proj")
     if x_proj is not None and dt_proj is not None:
         yield _Pair((f"{name}.dt_proj",), dt_proj.in_features, x_proj)
 
 
 def _value_output_pair(name: str, module: nn.Module, config: object) -> Iterator[_Pair]:
     """Attention: a row of v_proj is read by one column of o_proj per query head of its group."""
-    v_proj, o_proj = _linear(module, "v_proj"), _linear(module, "o_proj")
+    v_proj = _linear(module, "v_proj")
+    o_proj = _linear(module, "o_proj")
     if v_proj is None or o_proj is None:
         return
     width = module.head_dim
@@ -137,7 +160,8 @@ def _value_output_pair(name: str, module: nn.Module, config: object) -> Iterator
 
 def _gated_mlp_pair(name: str, module: nn.Module) -> Iterator[_Pair]:
     """gate(x) · up(x) is linear in up(x): its rows against the columns of down_proj."""
-    up, down = _linear(module, "up_proj"), _linear(module, "down_proj")
+    up = _linear(module, "up_proj")
+    down = _linear(module, "down_proj")
     if up is not None and down is not None:
         yield _Pair((f"{name}.down_proj",), down.in_features, up)
 

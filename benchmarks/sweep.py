@@ -33,10 +33,14 @@ MODELS = "reference:mamba,reference:mamba2,reference:hybrid,mamba-130m,mamba2-13
 
 def spread(candidates: list[Candidate], count: int) -> list[Candidate]:
     """Evenly over the network."""
-    return [candidates[round((i + 0.5) * len(candidates) / count - 0.5)] for i in range(count)]
+    return [
+        candidates[round((i + 0.5) * len(candidates) / count - 0.5)] for i in range(count)
+    ]
 
 
-def seconds_as_published(name: str, model: LoadedModel, weight: str, windows: int) -> float:
+def seconds_as_published(
+    name: str, model: LoadedModel, weight: str, windows: int
+) -> float:
     script = Path(__file__).with_name("published.py")
     environment = {key: value for key, value in os.environ.items() if key not in DEFAULTS}
     with tempfile.TemporaryDirectory() as temporary:
@@ -46,32 +50,48 @@ def seconds_as_published(name: str, model: LoadedModel, weight: str, windows: in
             folder = temporary
             model.model.save_pretrained(folder)
         command = [sys.executable, str(script), folder, weight, str(windows)]
-        done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+        done = subprocess.run(
+            command, env=environment, check=True, capture_output=True, text=True
+        )
     return float(done.stdout)
 
 
-def floor_seconds(model: LoadedModel, candidates: list[Candidate], tokens: int, rate: float) -> float:
+def floor_seconds(
+    model: LoadedModel, candidates: list[Candidate], tokens: int, rate: float
+) -> float:
     """Suffix and head products of the candidates over the machine's matmul rate; scans and metrics come for free."""
     anatomy = model.anatomy
     head = anatomy.component(anatomy.head).parameters
     operations = 0
     for candidate in candidates:
         start = first_block(anatomy, candidate.perturbation)
-        suffix = sum(c.parameters for c in anatomy.candidates if c.block is not None and c.block >= start)
+        suffix = sum(
+            c.parameters
+            for c in anatomy.candidates
+            if c.block is not None and c.block >= start
+        )
         operations += 2 * tokens * (suffix + head)
     return operations / rate
 
 
 def run(name: str, path: Path | None) -> None:
-    model, trained = opened(name), name.startswith("reference:")
+    model = opened(name)
+    trained = name.startswith("reference:")
     every, _ = find_candidates(model.anatomy, [Recipe("int4")])
     candidates = every if trained else spread(every, 13)
     vocabulary = model.anatomy.component(model.anatomy.embedding).shape[0]
     windows = 8 if trained else 2
-    ids = torch.randint(0, vocabulary, (windows, 512), generator=torch.Generator().manual_seed(0))
-    rate = matmul_rate(columns=model.config.hidden_size * 4, inner=model.config.hidden_size)
+    ids = torch.randint(
+        0, vocabulary, (windows, 512), generator=torch.Generator().manual_seed(0)
+    )
+    rate = matmul_rate(
+        columns=model.config.hidden_size * 4, inner=model.config.hidden_size
+    )
     seconds: dict[str, float] = {}
-    for engine_class, chosen in ((FastEngine, candidates), (PlainEngine, spread(every, 2))):
+    for engine_class, chosen in (
+        (FastEngine, candidates),
+        (PlainEngine, spread(every, 2)),
+    ):
         engine: Engine = engine_class(model)
         engine.prepare(ids)
         engine.measure([chosen[0].perturbation])  # to warm up
@@ -80,7 +100,9 @@ def run(name: str, path: Path | None) -> None:
         seconds[engine.name] = (time.perf_counter() - begin) / len(chosen)
         del engine
     fast = seconds["fast"]
-    theirs = seconds_as_published(name, model, every[len(every) // 2].component.weight, windows)
+    theirs = seconds_as_published(
+        name, model, every[len(every) // 2].component.weight, windows
+    )
     floor = floor_seconds(model, candidates, ids.numel(), rate) / len(candidates)
     numbers = {
         ("", "tokens"): str(ids.numel()),
@@ -92,8 +114,14 @@ def run(name: str, path: Path | None) -> None:
         ("as published", "s/candidate"): f"{theirs:.2f}",
         ("fast", "times as fast as published"): f"{theirs / fast:.1f}",
     }
-    shown = ", ".join(f"{variant} {quantity} {number}" for (variant, quantity), number in numbers.items())
-    print(f"{name}: {shown} ({len(candidates)} candidates, {rate / 1e9:.0f} GFLOP/s)", flush=True)
+    shown = ", ".join(
+        f"{variant} {quantity} {number}"
+        for (variant, quantity), number in numbers.items()
+    )
+    print(
+        f"{name}: {shown} ({len(candidates)} candidates, {rate / 1e9:.0f} GFLOP/s)",
+        flush=True,
+    )
     threads = str(torch.get_num_threads())
     write_speed(path, {"benchmark": "sweep", "model": name, "threads": threads}, numbers)
 

@@ -36,12 +36,21 @@ KEY = ("model", "grid", "rate", "windows", "epochs")
 def compare(name: str, arguments: argparse.Namespace, folder: Path) -> Iterator[Row]:
     model = opened(name, arguments.device)
     session = Session(given=model)
-    learnt = session.do(CalibrateSettings.of(model=name, run=str(folder))).statistics.identity["text"]
+    learnt = session.do(
+        CalibrateSettings.of(model=name, run=str(folder))
+    ).statistics.identity["text"]
     model = session.in_run(model, folder)
-    windows = model.task.drawn("wikitext2:train", windows=arguments.windows, length=512, seed=7)
-    apart = [all(abs(start - other) >= 512 for other in learnt["starts"]) for start in windows.starts]
+    windows = model.task.drawn(
+        "wikitext2:train", windows=arguments.windows, length=512, seed=7
+    )
+    apart = [
+        all(abs(start - other) >= 512 for other in learnt["starts"])
+        for start in windows.starts
+    ]
     ids = windows.ids[torch.tensor(apart)]
-    test = model.task.from_start("wikitext2:test", length=512, limit=arguments.test_windows)
+    test = model.task.from_start(
+        "wikitext2:test", length=512, limit=arguments.test_windows
+    )
     meter = PlanMeter(model, test)
     for grid in arguments.grids.split(","):
         ends = "q6_k" if isinstance(get_format(grid), GGUFFormat) else "int8"
@@ -55,7 +64,9 @@ def compare(name: str, arguments: argparse.Namespace, folder: Path) -> Iterator[
         made = tuned(model, recipes, ids, TuningRates())
         seconds = time.perf_counter() - began
         after = {
-            component: Recipe(recipe.grid.name, f"tuned-{grid}") if component in made else recipe
+            component: Recipe(recipe.grid.name, f"tuned-{grid}")
+            if component in made
+            else recipe
             for component, recipe in recipes.items()
         }
         for component, quantized in made.items():
@@ -83,7 +94,9 @@ def main() -> None:
     parser.add_argument("--models", default=ALL, help="names, or folders of models")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--grids", default="int4-g64,q4_k,q3_k,q2_k")
-    parser.add_argument("--windows", type=int, default=2048, help="of 512 tokens to tune on")
+    parser.add_argument(
+        "--windows", type=int, default=2048, help="of 512 tokens to tune on"
+    )
     parser.add_argument("--test-windows", type=int, default=32)
     arguments = parser.parse_args()
     print(machine())
@@ -92,11 +105,15 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             for row in compare(name, arguments, Path(folder) / "run"):
                 rows.append(row)
-                print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+                print(
+                    ", ".join(f"{key} {value}" for key, value in row.items()), flush=True
+                )
                 write(arguments.write, [row], KEY)
     for grid in dict.fromkeys(row["grid"] for row in rows):
         ratios = [float(row["ratio"]) for row in rows if row["grid"] == grid]
-        print(f"{grid}: median ratio {statistics.median(ratios):.3f}, {min(ratios):.3f} to {max(ratios):.3f}")
+        print(
+            f"{grid}: median ratio {statistics.median(ratios):.3f}, {min(ratios):.3f} to {max(ratios):.3f}"
+        )
 
 
 if __name__ == "__main__":

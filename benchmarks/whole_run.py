@@ -35,12 +35,18 @@ def job(words: list[str], card: str | None) -> int:
     from kl_lens.cli.main import main
 
     if card is not None:
-        room, (_, whole) = parse_bytes(card), torch.cuda.mem_get_info()
+        room = parse_bytes(card)
+        (_, whole) = torch.cuda.mem_get_info()
         torch.cuda.set_per_process_memory_fraction(room / whole)
-        torch.cuda.mem_get_info = lambda device=None: (room - torch.cuda.memory_reserved(), room)
+        torch.cuda.mem_get_info = lambda device=None: (
+            room - torch.cuda.memory_reserved(),
+            room,
+        )
         torch.cuda.get_per_process_memory_fraction = lambda device=None: 1.0
     code = main(words)
-    memory = {"host memory, GB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9}
+    memory = {
+        "host memory, GB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    }
     if torch.cuda.is_initialized():
         memory["GPU memory, GB"] = torch.cuda.max_memory_reserved() / 1e9
     print(json.dumps(memory))
@@ -56,14 +62,19 @@ def write_model(name: str, place: Path, device: str) -> None:
 
     opened(name, device).model.half().cpu().save_pretrained(place)
     torch.cuda.empty_cache()  # for the job
-    transformers.AutoTokenizer.from_pretrained(reference_path("mamba")).save_pretrained(place)
+    transformers.AutoTokenizer.from_pretrained(reference_path("mamba")).save_pretrained(
+        place
+    )
 
 
 def measured(words: list[str], card: str | None) -> dict[str, float]:
     """Seconds and gigabytes of the job; its output is shown."""
-    begin, taken = time.perf_counter(), dict[str, float]()
+    begin = time.perf_counter()
+    taken = dict[str, float]()
     own = [sys.executable, __file__, *(["--card", card] if card else []), "--job", *words]
-    with subprocess.Popen(own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    with subprocess.Popen(
+        own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
         assert process.stdout is not None
         for line in process.stdout:
             print(line, end="", flush=True)
@@ -91,12 +102,30 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             model = Path(folder) / name
             write_model(name, model, arguments.device)
-            how = ["--device", arguments.device, "--targets", "gguf", "--without", "benchmark"]
-            found = measured(["run", str(model), "--run", f"{folder}/run", *how], arguments.card)
+            how = [
+                "--device",
+                arguments.device,
+                "--targets",
+                "gguf",
+                "--without",
+                "benchmark",
+            ]
+            found = measured(
+                ["run", str(model), "--run", f"{folder}/run", *how], arguments.card
+            )
         variant = " ".join(filter(None, (arguments.device, arguments.card)))
-        print(name, variant, *(f"{quantity} {number:.1f}" for quantity, number in found.items()), sep="; ")
+        print(
+            name,
+            variant,
+            *(f"{quantity} {number:.1f}" for quantity, number in found.items()),
+            sep="; ",
+        )
         case = {"benchmark": "whole run", "model": name, "threads": str(os.cpu_count())}
-        write_speed(arguments.write, case, {(variant, q): f"{number:.1f}" for q, number in found.items()})
+        write_speed(
+            arguments.write,
+            case,
+            {(variant, q): f"{number:.1f}" for q, number in found.items()},
+        )
 
 
 if __name__ == "__main__":

@@ -19,7 +19,11 @@ Row = dict[str, Any]
 
 
 def _name(row: Row) -> str:
-    return str(row["family"]).removesuffix("_text").replace("mamba2_groups", "mamba2 with several groups")
+    return (
+        str(row["family"])
+        .removesuffix("_text")
+        .replace("mamba2_groups", "mamba2 with several groups")
+    )
 
 
 def short(rows: list[Row]) -> Iterator[str]:
@@ -28,7 +32,10 @@ def short(rows: list[Row]) -> Iterator[str]:
     yield "|---|---|---|---|"
     groups: dict[tuple[bool, ...], list[str]] = {}
     for row in rows:
-        kind = (not row["recurrent"], *(not row[target] for target in ("gguf", "openvino", "mlx")))
+        kind = (
+            not row["recurrent"],
+            *(not row[target] for target in ("gguf", "openvino", "mlx")),
+        )
         groups.setdefault(kind, []).append(_name(row))
     for (other, *lacking), names in sorted(groups.items()):
         if not other or not all(lacking):
@@ -40,9 +47,17 @@ def full(rows: list[Row]) -> Iterator[str]:
     """For docs/models.md."""
     yield "| model | class | blocks | engines | float64 | OpenVINO | GGUF | MLX | why not, or limits |"
     yield "|---|---|---|---|---|---|---|---|---|"
-    titles = {"measuring": "measuring", "openvino": "OpenVINO", "gguf": "GGUF", "mlx": "MLX"}
+    titles = {
+        "measuring": "measuring",
+        "openvino": "OpenVINO",
+        "gguf": "GGUF",
+        "mlx": "MLX",
+    }
     for row in rows:
-        places = [str(row[p] or "–") for p in ("blocks", "engines", "float64", "openvino", "gguf", "mlx")]
+        places = [
+            str(row[p] or "–")
+            for p in ("blocks", "engines", "float64", "openvino", "gguf", "mlx")
+        ]
         why = "; ".join(
             f"{titles[part]}{', other configurations' if row.get(part) else ''}: {text}"
             for part, text in row["why"].items()
@@ -61,7 +76,10 @@ def pages() -> Iterator[tuple[Path, str]]:
                 f"{name}: no place for the table; put <!-- families --> and <!-- /families --> on lines of their own"
             )
         lines = "".join(f"{line}\n" for line in table(rows))
-        yield ROOT / name, MARKED.sub(lambda marks, lines=lines: marks[1] + lines + marks[2], text)
+        yield (
+            ROOT / name,
+            MARKED.sub(lambda marks, lines=lines: marks[1] + lines + marks[2], text),
+        )
 
 
 def main(arguments: list[str]) -> None:
@@ -71,7 +89,9 @@ def main(arguments: list[str]) -> None:
             path.write_text(text, "utf-8")
     if old and "--check" in arguments:
         names = ", ".join(str(path.relative_to(ROOT)) for path, _ in old)
-        sys.exit(f"{names}: not what docs/families.json says; run: python scripts/families.py")
+        sys.exit(
+            f"{names}: not what docs/families.json says; run: python scripts/families.py"
+        )
 
 
 if __name__ == "__main__":

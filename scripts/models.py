@@ -38,7 +38,8 @@ from kl_lens.run.samples import summarise
 from kl_lens.targets import export, open_session
 from kl_lens.weights.recipes import Recipe
 
-WINDOWS, TOKENS = 2, 24
+WINDOWS = 2
+TOKENS = 24
 AGREE = 2e-3  # relative difference of two KL
 LOGITS = 1e-3  # share of the logits' range
 USED_MOST = [
@@ -79,10 +80,14 @@ class Row:
     blocks: int = 0  # how many were found
     engines: str = ""  # relative difference of KL: fast engine and plain one
     float64: str = ""  # the same: plain engine and float64
-    openvino: str = ""  # FP32 file and PyTorch: largest difference of logits, as share of their range
+    openvino: str = (
+        ""  # FP32 file and PyTorch: largest difference of logits, as share of their range
+    )
     gguf: str = ""
     mlx: str = ""  # mlx-lm with the float32 weights
-    why: dict[str, str] = field(default_factory=dict)  # openvino, gguf, mlx or measuring → one line
+    why: dict[str, str] = field(
+        default_factory=dict
+    )  # openvino, gguf, mlx or measuring → one line
 
 
 def recurrent_families() -> list[str]:
@@ -93,17 +98,28 @@ def recurrent_families() -> list[str]:
         if cls is None or _NOT_TEXT.search(cls.__name__):
             continue
         if _RECURRENT.search(inspect.getsource(inspect.getmodule(cls))):  # type: ignore[arg-type]
-            found.add(str(getattr(getattr(cls, "config_class", None), "model_type", None) or model_type))
+            found.add(
+                str(
+                    getattr(getattr(cls, "config_class", None), "model_type", None)
+                    or model_type
+                )
+            )
     return sorted(found)
 
 
 def rows(chosen: list[str] | None = None) -> Iterator[Row]:
     known = {**families.CONFIGS, **families.UNUSUAL, **families.OTHERS}
-    for family in chosen or [*sorted(["hymba", "mamba2_groups", *recurrent_families()]), *USED_MOST]:
+    for family in chosen or [
+        *sorted(["hymba", "mamba2_groups", *recurrent_families()]),
+        *USED_MOST,
+    ]:
         if family in known:
             yield tried(family)
         else:
-            yield Row(family, why={"measuring": "not tried: tests/families.py has no tiny model of it"})
+            yield Row(
+                family,
+                why={"measuring": "not tried: tests/families.py has no tiny model of it"},
+            )
 
 
 def tried(family: str) -> Row:
@@ -140,7 +156,9 @@ def tried(family: str) -> Row:
                     raise
                 # Some configurations of the family have no such file, and others have.
                 row.why[target] = (
-                    _short(error, family) if target == "mlx" else one_line(error).partition(": ")[2]
+                    _short(error, family)
+                    if target == "mlx"
+                    else one_line(error).partition(": ")[2]
                 )
                 found = _parity(target, support.tiny(others[family]()), ids[:1])
             setattr(row, target, found)
@@ -153,14 +171,24 @@ def tried(family: str) -> Row:
 
 def _short(error: KLLensError, family: str) -> str:
     """Without the name of the family and without what differs from run to run."""
-    text = one_line(error).removeprefix(f"{family} cannot be exported to OpenVINO: ").partition(" (KL ")[0]
-    text = re.sub(r"OpenVINO [\d.]+-\S+ cannot", "OpenVINO cannot", text.partition("; it writes")[0])
+    text = (
+        one_line(error)
+        .removeprefix(f"{family} cannot be exported to OpenVINO: ")
+        .partition(" (KL ")[0]
+    )
+    text = re.sub(
+        r"OpenVINO [\d.]+-\S+ cannot", "OpenVINO cannot", text.partition("; it writes")[0]
+    )
     return re.sub(r"; without a constant: .*", "", text)
 
 
-def _measure(row: Row, model: LoadedModel, ids: torch.Tensor, *, plain_only: bool) -> None:
+def _measure(
+    row: Row, model: LoadedModel, ids: torch.Tensor, *, plain_only: bool
+) -> None:
     """The first component of every kind at 4 bits: both engines, and float64."""
-    first = {component.kind: component.name for component in reversed(model.anatomy.candidates)}
+    first = {
+        component.kind: component.name for component in reversed(model.anatomy.candidates)
+    }
     perturbations = [Perturbation.single(name, Recipe("int4")) for name in first.values()]
     found: dict[str, list[float]] = {}
     for name, engine_class in ENGINES.items():
@@ -168,7 +196,10 @@ def _measure(row: Row, model: LoadedModel, ids: torch.Tensor, *, plain_only: boo
             continue
         engine = engine_class(model)
         engine.prepare(ids)
-        found[name] = [summarise(w)["kl_teacher_to_student"].value for w in engine.measure(perturbations)]
+        found[name] = [
+            summarise(w)["kl_teacher_to_student"].value
+            for w in engine.measure(perturbations)
+        ]
     exact = _float64(model, perturbations, ids)
     off = _apart(found["plain"], exact)
     row.float64 = f"{off:.0e}" if off <= AGREE else f"**off by {off:.0e}**"
@@ -184,24 +215,31 @@ def _apart(ours: list[float], theirs: list[float]) -> float:
 
 
 @torch.no_grad()
-def _float64(model: LoadedModel, perturbations: list[Perturbation], ids: torch.Tensor) -> list[float]:
+def _float64(
+    model: LoadedModel, perturbations: list[Perturbation], ids: torch.Tensor
+) -> list[float]:
     """KL per token between two plain forwards of a copy in float64."""
     twin = copy.deepcopy(model.model).double()
-    with contextlib.suppress(Exception):  # the grouped products of experts know no float64
+    with contextlib.suppress(
+        Exception
+    ):  # the grouped products of experts know no float64
         twin.set_experts_implementation("eager")
     places = {id(p): name for name, p in model.model.named_parameters()}
 
     def log_probabilities() -> torch.Tensor:
         return twin(input_ids=ids, use_cache=False).logits.double().log_softmax(-1)
 
-    teacher, found = log_probabilities(), []
+    teacher = log_probabilities()
+    found = []
     for perturbation in perturbations:
         kept = []
         for parameter, weight in replacements(model, perturbation, None):
             place = twin.get_parameter(places[id(parameter)])
             kept.append((place, place.clone()))
             place.copy_(weight.double())
-        found.append(float((teacher.exp() * (teacher - log_probabilities())).sum(-1).mean()))
+        found.append(
+            float((teacher.exp() * (teacher - log_probabilities())).sum(-1).mean())
+        )
         for place, value in kept:
             place.copy_(value)
     return found
@@ -216,15 +254,25 @@ def _parity(target: str, model: LoadedModel, ids: torch.Tensor) -> str:
 
         return f"{layout_of(model).difference:.0e}"
     matrices = {c.name: "fp32" for c in model.anatomy.components if len(c.shape) >= 2}
-    planned, options = ({}, {"unplanned": "fp32"}) if target == "openvino" else (matrices, {})
+    planned, options = (
+        ({}, {"unplanned": "fp32"}) if target == "openvino" else (matrices, {})
+    )
     with tempfile.TemporaryDirectory() as folder:
-        export(model, Plan("fp32", planned, made_by="models"), target, Path(folder) / "artifact", **options)
+        export(
+            model,
+            Plan("fp32", planned, made_by="models"),
+            target,
+            Path(folder) / "artifact",
+            **options,
+        )
         session = open_session(Path(folder) / "artifact", threads=1, exact=True)
         with contextlib.closing(session):
             whole = session.logits(tokens)
             session.reset()
             steps = np.stack([session.step(token) for token in tokens])
-    off = max(float(np.abs(logits - expected).max()) for logits in (whole, steps)) / float(np.ptp(expected))
+    off = max(
+        float(np.abs(logits - expected).max()) for logits in (whole, steps)
+    ) / float(np.ptp(expected))
     return f"{off:.0e}" if off <= LOGITS else f"**off by {off:.0e}**"
 
 
@@ -234,10 +282,14 @@ def write(found: list[Row]) -> None:
 
     packages = ("transformers", "torch", "openvino", "xllamacpp", "mlx-lm")
     before = json.loads(DATA.read_text("utf-8"))["families"] if DATA.exists() else []
-    rows = {row["family"]: row for row in before} | {row.family: asdict(row) for row in found}
+    rows = {row["family"]: row for row in before} | {
+        row.family: asdict(row) for row in found
+    }
     content = {
         "made_with": {name: version(name).partition("+")[0] for name in packages},
-        "families": sorted(rows.values(), key=lambda row: (not row["recurrent"], row["family"])),
+        "families": sorted(
+            rows.values(), key=lambda row: (not row["recurrent"], row["family"])
+        ),
     }
     DATA.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", "utf-8")
 

@@ -22,7 +22,8 @@ GROUPS = {
     "stressed": lambda model: model.startswith("stressed:"),
     "-wiki": lambda model: model.endswith("-wiki"),
 }
-ARM, X86 = "two Neoverse-N1 cores (aarch64)", "two virtual cores of a Sapphire Rapids (x86-64)"
+ARM = "two Neoverse-N1 cores (aarch64)"
+X86 = "two virtual cores of a Sapphire Rapids (x86-64)"
 RUNTIMES = {"gguf": "llama.cpp", "openvino": "OpenVINO"}
 
 
@@ -33,7 +34,11 @@ def read(name: str) -> list[Row]:
 
 
 def chosen(name: str, **values: str) -> list[Row]:
-    return [row for row in read(name) if all(row[key] == value for key, value in values.items())]
+    return [
+        row
+        for row in read(name)
+        if all(row[key] == value for key, value in values.items())
+    ]
 
 
 def spread(values: Iterable[float]) -> str:
@@ -49,7 +54,12 @@ def spread(values: Iterable[float]) -> str:
 def rivals() -> Cells:
     """Three recipes that everybody knows, for the README."""
     table = [
-        ["recipe (`reference:mamba`, 5.4 million parameters)", "its file", "its KL", "our KL, no larger"]
+        [
+            "recipe (`reference:mamba`, 5.4 million parameters)",
+            "its file",
+            "its KL",
+            "our KL, no larger",
+        ]
     ]
     for target, rival, name in (
         ("gguf", "q4_k_m.imatrix", "llama.cpp Q4_K_M with an importance matrix"),
@@ -69,7 +79,10 @@ def rivals_by_model() -> Cells:
     table = [["model", *runtimes.values(), "ours is lower in"]]
     for model in dict.fromkeys(row["model"] for row in read("rivals.csv")):
         rows = chosen("rivals.csv", model=model)
-        cells = [spread(float(r["ratio"]) for r in rows if r["target"] == target) for target in runtimes]
+        cells = [
+            spread(float(r["ratio"]) for r in rows if r["target"] == target)
+            for target in runtimes
+        ]
         lower = sum(row["verdict"] == "lower" for row in rows)
         table.append([model, *cells, f"{lower} of {len(rows)}"])
     return table
@@ -77,10 +90,15 @@ def rivals_by_model() -> Cells:
 
 def rivals_by_type() -> Cells:
     table = [["llama.cpp's type", "plain", "with imatrix"]]
-    types = dict.fromkeys(row["rival"].partition(".")[0] for row in chosen("rivals.csv", target="gguf"))
+    types = dict.fromkeys(
+        row["rival"].partition(".")[0] for row in chosen("rivals.csv", target="gguf")
+    )
     for name in types:
         cells = [
-            spread(float(row["ratio"]) for row in chosen("rivals.csv", target="gguf", rival=rival))
+            spread(
+                float(row["ratio"])
+                for row in chosen("rivals.csv", target="gguf", rival=rival)
+            )
             for rival in (name, f"{name}.imatrix")
         ]
         table.append([name.upper(), *cells])
@@ -96,9 +114,14 @@ def below_four() -> Cells:
     for model in dict.fromkeys(row["model"] for row in read("below_four.csv")):
         rows = chosen("below_four.csv", model=model)
         bits = sorted(float(row["rival_bits"]) for row in rows)
-        cells = [spread(float(r["ratio"]) for r in rows if belongs(r["rival"])) for belongs in kinds.values()]
+        cells = [
+            spread(float(r["ratio"]) for r in rows if belongs(r["rival"]))
+            for belongs in kinds.values()
+        ]
         lower = sum(row["verdict"] == "lower" for row in rows)
-        table.append([model, f"{bits[0]:.1f}–{bits[-1]:.1f}", *cells, f"{lower} of {len(rows)}"])
+        table.append(
+            [model, f"{bits[0]:.1f}–{bits[-1]:.1f}", *cells, f"{lower} of {len(rows)}"]
+        )
     return table
 
 
@@ -107,7 +130,9 @@ def methods() -> Cells:
     k_quants = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k")
     kinds: dict[str, Callable[[Row], bool]] = {
         "OpenVINO, 4 bits": lambda r: (
-            r["part"] == "methods" and r["target"] == "openvino" and r["grid"] != "uint2-g64"
+            r["part"] == "methods"
+            and r["target"] == "openvino"
+            and r["grid"] != "uint2-g64"
         ),
         "OpenVINO, uint2-g64": lambda r: r["grid"] == "uint2-g64",
         "OpenVINO, int4-g64, embedding and head INT8": lambda r: r["part"] == "nncf",
@@ -115,29 +140,55 @@ def methods() -> Cells:
         "llama.cpp, Q4_0, IQ4_NL, IQ4_XS": lambda r: (
             r["part"] == "methods" and r["grid"] in ("q4_0", "iq4_nl", "iq4_xs")
         ),
-        "llama.cpp, IQ2 and IQ3": lambda r: r["part"] == "methods" and r["grid"].startswith(("iq2", "iq3")),
+        "llama.cpp, IQ2 and IQ3": lambda r: (
+            r["part"] == "methods" and r["grid"].startswith(("iq2", "iq3"))
+        ),
     }
     for kind, belongs in kinds.items():
         rows = [row for row in read("quantizers.csv") if row["ratio"] and belongs(row)]
-        for method, beside in dict.fromkeys((row["method"], row["ratio_to"]) for row in rows):
-            same = [row for row in rows if (row["method"], row["ratio_to"]) == (method, beside)]
-            cells = [spread(float(r["ratio"]) for r in same if has(r["model"])) for has in GROUPS.values()]
+        for method, beside in dict.fromkeys(
+            (row["method"], row["ratio_to"]) for row in rows
+        ):
+            same = [
+                row
+                for row in rows
+                if (row["method"], row["ratio_to"]) == (method, beside)
+            ]
+            cells = [
+                spread(float(r["ratio"]) for r in same if has(r["model"]))
+                for has in GROUPS.values()
+            ]
             table.append([kind, method, beside, *cells])
     tuning = chosen("tune.csv", rate="0.003")
     for grid in dict.fromkeys(row["grid"] for row in tuning):
         same = [row for row in tuning if row["grid"] == grid]
-        cells = [spread(float(r["ratio"]) for r in same if has(r["model"])) for has in GROUPS.values()]
+        cells = [
+            spread(float(r["ratio"]) for r in same if has(r["model"]))
+            for has in GROUPS.values()
+        ]
         table.append([f"weights alone, {grid}", "tuned", "gptq", *cells])
     return table
 
 
 def plans() -> Cells:
     table = [["plan", "its KL over that of the exact plan", "exact is lower or equal in"]]
-    exact = {(row["model"], row["point"]): float(row["kl"]) for row in chosen("plans.csv", method="exact")}
+    exact = {
+        (row["model"], row["point"]): float(row["kl"])
+        for row in chosen("plans.csv", method="exact")
+    }
     for method in dict.fromkeys(row["method"] for row in read("plans.csv")):
-        ratios = [float(r["kl"]) / exact[r["model"], r["point"]] for r in chosen("plans.csv", method=method)]
+        ratios = [
+            float(r["kl"]) / exact[r["model"], r["point"]]
+            for r in chosen("plans.csv", method=method)
+        ]
         if method != "exact":
-            table.append([method, spread(ratios), f"{sum(ratio >= 1 for ratio in ratios)} of {len(ratios)}"])
+            table.append(
+                [
+                    method,
+                    spread(ratios),
+                    f"{sum(ratio >= 1 for ratio in ratios)} of {len(ratios)}",
+                ]
+            )
     return table
 
 
@@ -148,51 +199,94 @@ def correlations() -> Cells:
         for bits in ("4", "8"):
             for metric, name in metrics.items():
                 rows = chosen(
-                    "correlations.csv", damage=damage, bits=bits, metric=metric, windows="64",
-                    components="without the head", calibration="wikitext2:train",
-                )  # fmt: skip
+                    "correlations.csv",
+                    damage=damage,
+                    bits=bits,
+                    metric=metric,
+                    windows="64",
+                    components="without the head",
+                    calibration="wikitext2:train",
+                )
                 rows = [row for row in rows if row["model"] != "reference:hymba"]
-                taus = [[float(r["tau"]) for r in rows if has(r["model"])] for has in GROUPS.values()]
-                table.append([damage, bits, name, *(f"{min(t):.2f} to {max(t):.2f}" for t in taus)])
+                taus = [
+                    [float(r["tau"]) for r in rows if has(r["model"])]
+                    for has in GROUPS.values()
+                ]
+                table.append(
+                    [damage, bits, name, *(f"{min(t):.2f} to {max(t):.2f}" for t in taus)]
+                )
     return table
 
 
 def positions() -> Cells:
     """The first and the last stretch of each plan, and the slope."""
-    table = [["model", "", "bits", "first 512 tokens", "last 512", "slope per 1,000 tokens", "trend"]]
+    table = [
+        [
+            "model",
+            "",
+            "bits",
+            "first 512 tokens",
+            "last 512",
+            "slope per 1,000 tokens",
+            "trend",
+        ]
+    ]
     rows = read("positions.csv")
     for model, plan in dict.fromkeys((row["model"], row["plan"]) for row in rows):
         own = chosen("positions.csv", model=model, plan=plan)
-        first, last = own[0], own[-1]
+        first = own[0]
+        last = own[-1]
         what = "original, cross-entropy" if plan == "original" else f"{plan}, KL"
-        ends = (f"{float(row['mean']):.3g} ± {float(row['error']):.1g}" for row in (first, last))
+        ends = (
+            f"{float(row['mean']):.3g} ± {float(row['error']):.1g}"
+            for row in (first, last)
+        )
         slope = f"{float(first['slope']):+.1g} ± {float(first['slope_error']):.1g}"
-        table.append([model, what, f"{float(first['bits_per_weight']):.2f}", *ends, slope, first["trend"]])
+        table.append(
+            [
+                model,
+                what,
+                f"{float(first['bits_per_weight']):.2f}",
+                *ends,
+                slope,
+                first["trend"],
+            ]
+        )
     return table
 
 
 def run() -> Cells:
     table = [["runtime", "file", "MB", "perplexity", "KL", "speed, × FP16"]]
     for row in read("run.csv"):
-        cells = (row[name] for name in ("plan", "mb", "perplexity", "kl", "speed_to_fp16"))
+        cells = (
+            row[name] for name in ("plan", "mb", "perplexity", "kl", "speed_to_fp16")
+        )
         table.append([RUNTIMES[row["target"]], *cells])
     return table
 
 
-def speed(name: str, benchmark: str, columns: dict[str, tuple[str, str]], **values: str) -> Cells:
+def speed(
+    name: str, benchmark: str, columns: dict[str, tuple[str, str]], **values: str
+) -> Cells:
     """One row per model of a benchmark; heading → (variant, quantity) of the columns."""
     rows = chosen("speed.csv", benchmark=benchmark, **values)
-    found = {(row["model"], row["variant"], row["quantity"]): row["value"] for row in rows}
+    found = {
+        (row["model"], row["variant"], row["quantity"]): row["value"] for row in rows
+    }
     models = dict.fromkeys(row["model"] for row in rows)
     return [
         [name, *columns],
-        *([m, *(found.get((m, *where), "–") for where in columns.values())] for m in models),
+        *(
+            [m, *(found.get((m, *where), "–") for where in columns.values())]
+            for m in models
+        ),
     ]
 
 
 def sweep() -> Cells:
     return speed(
-        "s per candidate, two ARM cores", "sweep",
+        "s per candidate, two ARM cores",
+        "sweep",
         {
             "as published": ("as published", "s/candidate"),
             "plain engine": ("plain", "s/candidate"),
@@ -200,36 +294,65 @@ def sweep() -> Cells:
             "published / fast": ("fast", "times as fast as published"),
         },
         machine=ARM,
-    )  # fmt: skip
+    )
 
 
 def gpu() -> Cells:
     columns = {name: (name, "s") for name in ("tf32x3", "tf32", "plain")}
     return speed(
-        "s per sweep, one H200", "gpu sweep", {"candidates": ("", "candidates"), **columns}, machine="H200"
+        "s per sweep, one H200",
+        "gpu sweep",
+        {"candidates": ("", "candidates"), **columns},
+        machine="H200",
     )
 
 
 def whole() -> Cells:
     """Whole runs; one row per model, way and machine."""
-    stages = ("gathering statistics", "measuring sensitivity", "planning", "writing files", "evaluating")
+    stages = (
+        "gathering statistics",
+        "measuring sensitivity",
+        "planning",
+        "writing files",
+        "evaluating",
+    )
     table = [
-        ["model", "with", "seconds", *(name.split()[0] for name in stages), "host, GB", "machine", "commit"]
+        [
+            "model",
+            "with",
+            "seconds",
+            *(name.split()[0] for name in stages),
+            "host, GB",
+            "machine",
+            "commit",
+        ]
     ]
     found: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in chosen("speed.csv", benchmark="whole run"):
-        found.setdefault((row["model"], row["variant"], row["machine"]), {})[row["quantity"]] = row
+        found.setdefault((row["model"], row["variant"], row["machine"]), {})[
+            row["quantity"]
+        ] = row
     for (model, way, machine), numbers in found.items():
         known = {quantity: row["value"] for quantity, row in numbers.items()}
         times = [known.get(f"{name}, s") for name in ("whole", *stages)]
         seconds = ["–" if time is None else f"{float(time):.0f}" for time in times]
         commit = numbers["whole, s"]["commit"]
-        table.append([model, way, *seconds, known.get("host memory, GB", "–"), machine, commit])
+        table.append(
+            [model, way, *seconds, known.get("host memory, GB", "–"), machine, commit]
+        )
     return table
 
 
 def staged() -> Cells:
-    table = [["model", "candidates", "measured", "time, × everything", "KL, × everything's best plan"]]
+    table = [
+        [
+            "model",
+            "candidates",
+            "measured",
+            "time, × everything",
+            "KL, × everything's best plan",
+        ]
+    ]
     for row in read("staged.csv"):
         names = ("model", "candidates", "measured", "time_ratio", "kl_ratio")
         table.append([row[name] for name in names])
@@ -238,14 +361,16 @@ def staged() -> Cells:
 
 def decode() -> Cells:
     return speed(
-        "tokens/s, one core", "gguf",
+        "tokens/s, one core",
+        "gguf",
         {
             f"{kind}, {library}": (f"{kind}, {library}", "decode tokens/s")
             for kind in ("Q8_0", "Q4_K")
             for library in ("wheel", "native")
         },
-        threads="1", machine=X86,
-    )  # fmt: skip
+        threads="1",
+        machine=X86,
+    )
 
 
 TABLES: dict[str, Callable[[], Cells]] = {
@@ -274,7 +399,8 @@ def markdown(table: Cells) -> str:
 def filled(text: str) -> str:
     """The page with its tables as the data files have them."""
     for name, table in TABLES.items():
-        begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+        begin = f"<!-- {name} -->\n"
+        end = f"<!-- /{name} -->"
         head, found, rest = text.partition(begin)
         if found:
             _, found, tail = rest.partition(end)
@@ -292,7 +418,9 @@ def main(words: list[str]) -> int:
             continue
         stale.append(page)
         if "--check" in words:
-            print(f"{page.relative_to(ROOT)}: tables differ from docs/results: run python scripts/results.py")
+            print(
+                f"{page.relative_to(ROOT)}: tables differ from docs/results: run python scripts/results.py"
+            )
         else:
             page.write_text(filled(text), encoding="utf-8")
     return int("--check" in words and bool(stale))

@@ -24,7 +24,11 @@ import kl_lens
 from kl_lens.cli.main import VERBS, build_parser
 
 ROOT = Path(__file__).resolve().parent.parent
-FROM_ROOT = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+FROM_ROOT = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+}
 TOUR = "examples/tour.ipynb"
 
 COMMAND_LINE = """\
@@ -56,7 +60,10 @@ def on_files(files: Any, config: Any) -> Any:
     pages = {place: from_root(name) for name, place in FROM_ROOT.items()}
     pages["index.md"] = "---\nhide: [navigation]\n---\n" + pages["index.md"]
     pages["tour.md"] = notebook(ROOT / TOUR)
-    pages |= {"reference/command-line.md": command_line(), "reference/python.md": python()}
+    pages |= {
+        "reference/command-line.md": command_line(),
+        "reference/python.md": python(),
+    }
     for place, text in pages.items():
         files.append(File.generated(config, place, content=text))
     return files
@@ -80,7 +87,10 @@ def notebook(path: Path) -> str:
     lines = []
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         source = "".join(cell["source"])
-        lines += [source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```", ""]
+        lines += [
+            source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```",
+            "",
+        ]
         for output in cell.get("outputs", ()):
             data = output.get("data", {})
             if "image/svg+xml" in data:
@@ -107,18 +117,34 @@ def notebook(path: Path) -> str:
 
 def command_line() -> str:
     parser = build_parser()
-    verbs = next(a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    verbs = next(
+        a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction)
+    )
     lines = [COMMAND_LINE, "| verb | what it does |", "|---|---|"]
-    lines += [f"| [`{verb}`](#kl-lens-{verb}) | {_escaped(text)} |" for verb, text in VERBS.items()]
+    lines += [
+        f"| [`{verb}`](#kl-lens-{verb}) | {_escaped(text)} |"
+        for verb, text in VERBS.items()
+    ]
     for verb in VERBS:
         lines += ["", f"## kl-lens {verb}", "", _escaped(verbs[verb].description or "")]
         lines += ["", "```text", _usage(verb, verbs[verb]), "```"]
         for group in verbs[verb]._action_groups:
-            actions = [action for action in group._group_actions if "--help" not in action.option_strings]
+            actions = [
+                action
+                for action in group._group_actions
+                if "--help" not in action.option_strings
+            ]
             if actions:
-                lines += ["", f"**{(group.title or '').capitalize()}**", "", *_table(actions)]
+                lines += [
+                    "",
+                    f"**{(group.title or '').capitalize()}**",
+                    "",
+                    *_table(actions),
+                ]
         for exclusive in verbs[verb]._mutually_exclusive_groups:
-            names = [f"`{action.option_strings[-1]}`" for action in exclusive._group_actions]
+            names = [
+                f"`{action.option_strings[-1]}`" for action in exclusive._group_actions
+            ]
             lines += ["", f"Only one of {', '.join(names)}."]
     return "\n".join(lines) + "\n"
 
@@ -130,22 +156,33 @@ def _usage(verb: str, parser: argparse.ArgumentParser) -> str:
 
 
 def _table(actions: Iterable[argparse.Action]) -> list[str]:
-    rows = [f"| <code>{_cell(_written(action))}</code> | {_meaning(action)} |" for action in actions]
+    rows = [
+        f"| <code>{_cell(_written(action))}</code> | {_meaning(action)} |"
+        for action in actions
+    ]
     return ["| argument | meaning |", "|---|---|", *rows]
 
 
 def _written(action: argparse.Action) -> str:
-    return " ".join(part for part in (", ".join(action.option_strings), _values(action)) if part)
+    return " ".join(
+        part for part in (", ".join(action.option_strings), _values(action)) if part
+    )
 
 
 def _values(action: argparse.Action) -> str:
     """What follows a flag, or stands alone: `N`, `[TEXT]`, `RUN …`, `use|benchmark_app|both`."""
     if action.nargs == 0:
         return ""
-    choices = "|".join(map(str, action.choices)) if action.choices is not None else action.dest.upper()
+    choices = (
+        "|".join(map(str, action.choices))
+        if action.choices is not None
+        else action.dest.upper()
+    )
     names = choices if action.metavar is None else action.metavar
     text = " ".join(names) if isinstance(names, tuple) else names
-    return {"?": f"[{text}]", "*": f"[{text} …]", "+": f"{text} …"}.get(str(action.nargs), text)
+    return {"?": f"[{text}]", "*": f"[{text} …]", "+": f"{text} …"}.get(
+        str(action.nargs), text
+    )
 
 
 def _meaning(action: argparse.Action) -> str:
@@ -177,20 +214,31 @@ def _plain(text: str) -> str:
 
 def packages() -> list[str]:
     """kl_lens and its packages that have public names."""
-    rooms = [f"kl_lens.{m.name}" for m in pkgutil.iter_modules(kl_lens.__path__) if m.ispkg]
-    return [name for name in ("kl_lens", *rooms) if public_names(importlib.import_module(name))]
+    rooms = [
+        f"kl_lens.{m.name}" for m in pkgutil.iter_modules(kl_lens.__path__) if m.ispkg
+    ]
+    return [
+        name
+        for name in ("kl_lens", *rooms)
+        if public_names(importlib.import_module(name))
+    ]
 
 
 def public_names(module: Any) -> list[str]:
     """`__all__`, or what a package imports from its own modules."""
     own = [
-        n for n, value in vars(module).items() if str(getattr(value, "__module__", "")).startswith("kl_lens.")
+        n
+        for n, value in vars(module).items()
+        if str(getattr(value, "__module__", "")).startswith("kl_lens.")
     ]
     return [n for n in getattr(module, "__all__", own) if not n.startswith("_")]
 
 
 def python() -> str:
-    return "\n".join([PYTHON, *(line for name in packages() for line in _package(name))]) + "\n"
+    return (
+        "\n".join([PYTHON, *(line for name in packages() for line in _package(name))])
+        + "\n"
+    )
 
 
 def _package(name: str) -> Iterator[str]:
@@ -215,7 +263,9 @@ def signature(name: str, thing: Any) -> str:
     found = inspect.signature(thing)
     parameters = []
     for parameter in found.parameters.values():
-        made_anew = parameter.default is not inspect.Parameter.empty and "<" in repr(parameter.default)
+        made_anew = parameter.default is not inspect.Parameter.empty and "<" in repr(
+            parameter.default
+        )
         if made_anew:
             parameter = parameter.replace(default=inspect.Parameter.empty)
         shown = str(parameter)
@@ -223,16 +273,29 @@ def signature(name: str, thing: Any) -> str:
             shown = shown.replace(repr(parameter.annotation), parameter.annotation)
         parameters.append(shown + (" = …" if made_anew else ""))
     kinds = [p.kind for p in found.parameters.values()]
-    if inspect.Parameter.KEYWORD_ONLY in kinds and inspect.Parameter.VAR_POSITIONAL not in kinds:
+    if (
+        inspect.Parameter.KEYWORD_ONLY in kinds
+        and inspect.Parameter.VAR_POSITIONAL not in kinds
+    ):
         parameters.insert(kinds.index(inspect.Parameter.KEYWORD_ONLY), "*")
-    gives = "" if found.return_annotation in (found.empty, None, "None") else f" -> {found.return_annotation}"
+    gives = (
+        ""
+        if found.return_annotation in (found.empty, None, "None")
+        else f" -> {found.return_annotation}"
+    )
     line = f"{name}({', '.join(parameters)}){gives}"
-    return line if len(line) <= 80 else f"{name}(\n    " + ",\n    ".join(parameters) + f",\n){gives}"
+    return (
+        line
+        if len(line) <= 80
+        else f"{name}(\n    " + ",\n    ".join(parameters) + f",\n){gives}"
+    )
 
 
 def _described(thing: Any) -> Iterator[str]:
     text = inspect.getdoc(thing) or ""
-    if not text.startswith(f"{thing.__name__}("):  # dataclasses without one get their signature
+    if not text.startswith(
+        f"{thing.__name__}("
+    ):  # dataclasses without one get their signature
         yield from _markdown(text)
     if inspect.isclass(thing):
         methods = [
@@ -242,7 +305,10 @@ def _described(thing: Any) -> Iterator[str]:
         ]
         yield from (
             "",
-            *(f"- `{n}`: {_escaped(inspect.getdoc(m).split(chr(10) * 2)[0])}" for n, m in methods),
+            *(
+                f"- `{n}`: {_escaped(inspect.getdoc(m).split(chr(10) * 2)[0])}"
+                for n, m in methods
+            ),
         )
 
 

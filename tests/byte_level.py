@@ -9,7 +9,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tests.families import VOCABULARY
 
 
-def save_tokenizer(folder: Path, documents: Sequence[str], vocabulary: int = VOCABULARY) -> None:
+def save_tokenizer(
+    folder: Path, documents: Sequence[str], vocabulary: int = VOCABULARY
+) -> None:
     """With 256 tokens and more it knows every byte; without, llama.cpp splits what it does not know differently."""
     alphabet = pre_tokenizers.ByteLevel.alphabet() if vocabulary >= 256 else []
     tokenizer = Tokenizer(models.BPE())
@@ -24,4 +26,6 @@ def save_tokenizer(folder: Path, documents: Sequence[str], vocabulary: int = VOC
             show_progress=False,
         ),
     )
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(
+        folder
+    )

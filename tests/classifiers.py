@@ -10,16 +10,29 @@ from PIL import Image
 from torch import nn
 
 from kl_lens.model import ImageTask, LoadedModel
-from kl_lens.model.architectures.mambavision import MambaVisionConfig, MambaVisionForImageClassification
+from kl_lens.model.architectures.mambavision import (
+    MambaVisionConfig,
+    MambaVisionForImageClassification,
+)
 from kl_lens.text.images import Preparation
 
 CLASSES = 10
 _COMMON = {"num_labels": CLASSES, "num_channels": 1, "hidden_act": "gelu"}
-_VIT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+_VIT = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+}
 
 
 def mambavision(**settings: object) -> nn.Module:
-    stages = {"depths": [1, 3], "num_heads": [1, 2], "window_size": [4, 4], "convolution_stages": 1}
+    stages = {
+        "depths": [1, 3],
+        "num_heads": [1, 2],
+        "window_size": [4, 4],
+        "convolution_stages": 1,
+    }
     small = {
         "dim": 16,
         "in_dim": 8,
@@ -28,9 +41,13 @@ def mambavision(**settings: object) -> nn.Module:
         "patch_strides": [1, 1],
         "num_labels": CLASSES,
     }
-    model = MambaVisionForImageClassification(MambaVisionConfig(**{**stages, **small, **settings}))
+    model = MambaVisionForImageClassification(
+        MambaVisionConfig(**{**stages, **small, **settings})
+    )
     for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):  # as after training: no norm is the identity
+        if isinstance(
+            module, nn.BatchNorm2d
+        ):  # as after training: no norm is the identity
             for values in (module.weight, module.running_var):
                 nn.init.uniform_(values, 0.5, 1.5)
             nn.init.normal_(module.bias, std=0.2)
@@ -57,12 +74,16 @@ class InSequence(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Conv2d(1, 16, 2, 2)
-        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3)))
+        self.blocks = nn.Sequential(
+            *(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3))
+        )
         self.head = nn.Linear(16, CLASSES)
         self.config = transformers.PretrainedConfig()
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        return self.head(self.blocks(self.stem(pixels).flatten(2).transpose(1, 2)).mean(1))
+        return self.head(
+            self.blocks(self.stem(pixels).flatten(2).transpose(1, 2)).mean(1)
+        )
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -92,7 +113,9 @@ def save(folder: Path, model: LoadedModel) -> Path:
     return folder
 
 
-def image_folder(folder: Path, count: int, classes: int = CLASSES, *, side: int = 8, seed: int = 0) -> Path:
+def image_folder(
+    folder: Path, count: int, classes: int = CLASSES, *, side: int = 8, seed: int = 0
+) -> Path:
     """`count` images of noise, each under the name of its class."""
     generator = np.random.default_rng(seed)
     for number in range(count):

@@ -32,8 +32,12 @@ transformers.utils.logging.disable_progress_bar()
 EXPLORES = "KL_LENS_EXPLORE" in os.environ
 # Folders whose files share what takes long to make. `--dist loadgroup` keeps each in one process, as it keeps files.
 TOGETHER = ("openvino", "evaluation")
-hypothesis.settings.register_profile("same", derandomize=True, database=None, deadline=None)
-hypothesis.settings.register_profile("explore", derandomize=False, deadline=None, max_examples=1_000)
+hypothesis.settings.register_profile(
+    "same", derandomize=True, database=None, deadline=None
+)
+hypothesis.settings.register_profile(
+    "explore", derandomize=False, deadline=None, max_examples=1_000
+)
 hypothesis.settings.load_profile("explore" if EXPLORES else "same")
 
 
@@ -41,7 +45,9 @@ hypothesis.settings.load_profile("explore" if EXPLORES else "same")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         folder = item.path.parent.name
-        item.add_marker(pytest.mark.xdist_group(folder if folder in TOGETHER else item.path.stem))
+        item.add_marker(
+            pytest.mark.xdist_group(folder if folder in TOGETHER else item.path.stem)
+        )
         if hasattr(getattr(item, "obj", None), "hypothesis"):
             item.add_marker("explores")
 
@@ -52,7 +58,9 @@ def machine_and_texts_read_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(machine, "BUFFER_BYTES", 32 << 20)
         patch.setattr(windows, "_KEPT_STREAMS", 16)
-        patch.setattr(benchmark, "read_bandwidth", functools.cache(benchmark.read_bandwidth))
+        patch.setattr(
+            benchmark, "read_bandwidth", functools.cache(benchmark.read_bandwidth)
+        )
         yield
 
 
@@ -62,7 +70,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     with serving() as hub:
         for name, value in {
             "ENDPOINT": hub.url,
-            "HUGGINGFACE_CO_URL_TEMPLATE": hub.url + "/{repo_id}/resolve/{revision}/{filename}",
+            "HUGGINGFACE_CO_URL_TEMPLATE": hub.url
+            + "/{repo_id}/resolve/{revision}/{filename}",
             "HF_HUB_CACHE": str(tmp_path / "hub-cache"),
             "HF_TOKEN_PATH": str(tmp_path / "no-token"),
             "HF_HUB_DISABLE_XET": True,  # files travel over plain HTTP
@@ -98,7 +107,9 @@ def remote_code_folder(tmp_path: Path) -> Path:
     """A checkpoint that brings its own Python code: parallel attention and state-space heads, meta tokens."""
     folder = tmp_path / "parallel_heads"
     shutil.copytree(
-        ROOT / "tests/fixtures/parallel_heads", folder, ignore=shutil.ignore_patterns("__pycache__")
+        ROOT / "tests/fixtures/parallel_heads",
+        folder,
+        ignore=shutil.ignore_patterns("__pycache__"),
     )
     config = {
         "model_type": "parallel_heads",
@@ -112,9 +123,14 @@ def remote_code_folder(tmp_path: Path) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(
-        transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True), trust_remote_code=True
+        transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True),
+        trust_remote_code=True,
     )
-    weights = {name: t.clone() for name, t in model.state_dict().items() if name != "lm_head.weight"}
+    weights = {
+        name: t.clone()
+        for name, t in model.state_dict().items()
+        if name != "lm_head.weight"
+    }
     from safetensors.torch import save_file
 
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

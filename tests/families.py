@@ -17,20 +17,39 @@ VOCABULARY = 97
 
 Config = Callable[..., transformers.PretrainedConfig]
 _COMMON = {
-    "vocab_size": VOCABULARY, "hidden_size": 64, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0,
-}  # fmt: skip
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
 _ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
 _MAMBA2 = {
-    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_expand": 2,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 2,
+    "mamba_expand": 2,
     "mamba_chunk_size": 16,
-}  # fmt: skip
-_ONE_GROUP = {**_MAMBA2, "mamba_n_groups": 1}  # as published Bamba and Granite checkpoints have it
+}
+_ONE_GROUP = {
+    **_MAMBA2,
+    "mamba_n_groups": 1,
+}  # as published Bamba and Granite checkpoints have it
 _HYBRID = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
 _DELTA = {
-    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
-}  # fmt: skip
-_LATENT = {"kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+_LATENT = {
+    "kv_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
 
 
 def _bare(config: str | type, **settings: Any) -> Config:
@@ -48,42 +67,93 @@ def _tiny(config: str | type, **settings: Any) -> Config:
 
 
 _mamba2 = _bare(
-    "Mamba2Config", num_hidden_layers=4, state_size=16, num_heads=8, head_dim=16, n_groups=1, chunk_size=16
+    "Mamba2Config",
+    num_hidden_layers=4,
+    state_size=16,
+    num_heads=8,
+    head_dim=16,
+    n_groups=1,
+    chunk_size=16,
 )
 _jamba = _tiny(
-    "JambaConfig", attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1,
-    num_experts=1, num_experts_per_tok=1, mamba_d_state=8, mamba_dt_rank=5,
-)  # fmt: skip
+    "JambaConfig",
+    attn_layer_period=2,
+    attn_layer_offset=1,
+    expert_layer_period=2,
+    expert_layer_offset=1,
+    num_experts=1,
+    num_experts_per_tok=1,
+    mamba_d_state=8,
+    mamba_dt_rank=5,
+)
 CONFIGS: dict[str, Config] = {
     "mamba": _bare("MambaConfig", num_hidden_layers=4, state_size=8, time_step_rank=5),
-    "falcon_mamba": _bare("FalconMambaConfig", num_hidden_layers=3, state_size=8, time_step_rank=5),
+    "falcon_mamba": _bare(
+        "FalconMambaConfig", num_hidden_layers=3, state_size=8, time_step_rank=5
+    ),
     "mamba2": _mamba2,
     "falcon_h1": _tiny(
-        "FalconH1Config", **_MAMBA2, num_hidden_layers=3, mamba_d_ssm=128, mamba_rms_norm=True, lm_head_multiplier=0.5,
-        embedding_multiplier=2.0, key_multiplier=0.7, ssm_multipliers=[0.9, 0.8, 0.7, 1.1, 1.2],
+        "FalconH1Config",
+        **_MAMBA2,
+        num_hidden_layers=3,
+        mamba_d_ssm=128,
+        mamba_rms_norm=True,
+        lm_head_multiplier=0.5,
+        embedding_multiplier=2.0,
+        key_multiplier=0.7,
+        ssm_multipliers=[0.9, 0.8, 0.7, 1.1, 1.2],
     ),
     "zamba2": _tiny(
-        "Zamba2Config", num_hidden_layers=7, layers_block_type=["mamba", "hybrid"] * 3 + ["mamba"], mamba_d_state=16,
-        mamba_ngroups=2, n_mamba_heads=8, mamba_headdim=16, num_mem_blocks=2, num_key_value_heads=4, chunk_size=16,
-        use_shared_attention_adapter=True, adapter_rank=8, use_mem_rope=True,
+        "Zamba2Config",
+        num_hidden_layers=7,
+        layers_block_type=["mamba", "hybrid"] * 3 + ["mamba"],
+        mamba_d_state=16,
+        mamba_ngroups=2,
+        n_mamba_heads=8,
+        mamba_headdim=16,
+        num_mem_blocks=2,
+        num_key_value_heads=4,
+        chunk_size=16,
+        use_shared_attention_adapter=True,
+        adapter_rank=8,
+        use_mem_rope=True,
     ),
     "jamba": _jamba,
     "jamba_experts": functools.partial(_jamba, num_experts=4, num_experts_per_tok=2),
     "bamba": _tiny("BambaConfig", **_ONE_GROUP, attn_layer_indices=[1, 3]),
     "nemotron_h": _bare(
-        "NemotronHConfig", **_ATTENTION, layers_block_type=["mamba", "mlp", "attention", "moe", "mamba", "mlp"],
-        head_dim=16, mamba_num_heads=8, mamba_head_dim=16, ssm_state_size=16, n_groups=2, chunk_size=16, **_EXPERTS,
-        n_routed_experts=4, moe_shared_expert_intermediate_size=48, n_group=1, topk_group=1,
+        "NemotronHConfig",
+        **_ATTENTION,
+        layers_block_type=["mamba", "mlp", "attention", "moe", "mamba", "mlp"],
+        head_dim=16,
+        mamba_num_heads=8,
+        mamba_head_dim=16,
+        ssm_state_size=16,
+        n_groups=2,
+        chunk_size=16,
+        **_EXPERTS,
+        n_routed_experts=4,
+        moe_shared_expert_intermediate_size=48,
+        n_group=1,
+        topk_group=1,
     ),
     "granitemoehybrid": _tiny(
-        "GraniteMoeHybridConfig", **_ONE_GROUP, layer_types=["mamba", "attention"] * 2, num_local_experts=4,
-        num_experts_per_tok=2, shared_intermediate_size=48, logits_scaling=3.0, embedding_multiplier=2.0,
+        "GraniteMoeHybridConfig",
+        **_ONE_GROUP,
+        layer_types=["mamba", "attention"] * 2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        shared_intermediate_size=48,
+        logits_scaling=3.0,
+        embedding_multiplier=2.0,
         residual_multiplier=0.5,
     ),
     "llama": _tiny("LlamaConfig", num_hidden_layers=3),
     # Not a promised family: it has a soft cap behind the head and tied weights, which nothing else here has.
-    "gemma2": _tiny("Gemma2Config", num_hidden_layers=2, head_dim=16, final_logit_softcapping=5.0),
-}  # fmt: skip
+    "gemma2": _tiny(
+        "Gemma2Config", num_hidden_layers=2, head_dim=16, final_logit_softcapping=5.0
+    ),
+}
 
 # Built otherwise than the promised families: what the chain and the anatomy must not be fooled by.
 UNUSUAL: dict[str, Config] = {
@@ -91,89 +161,194 @@ UNUSUAL: dict[str, Config] = {
     "mamba2_groups": functools.partial(_mamba2, n_groups=2),
     # each block hands a router state to the next
     "zaya": _bare(
-        "ZayaConfig", num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=4,
-        moe_intermediate_size=48, router_hidden_size=16,
+        "ZayaConfig",
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=4,
+        moe_intermediate_size=48,
+        router_hidden_size=16,
     ),
     # the last blocks take keys and values from a dictionary that earlier ones fill
     "gemma4_text": _tiny(
-        "Gemma4TextConfig", head_dim=16, global_head_dim=16, num_kv_shared_layers=2, sliding_window=512,
-        layer_types=["sliding_attention", "full_attention"] * 2, hidden_size_per_layer_input=8,
+        "Gemma4TextConfig",
+        head_dim=16,
+        global_head_dim=16,
+        num_kv_shared_layers=2,
+        sliding_window=512,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        hidden_size_per_layer_input=8,
         vocab_size_per_layer_input=VOCABULARY,
     ),
     # a sliding window shorter than the text: below its length there is no mask at all
     "mistral": _tiny("MistralConfig", num_hidden_layers=3, sliding_window=8),
     # gates are stacks of matrices, input-major; attention with a sliding window
     "recurrent_gemma": _tiny(
-        "RecurrentGemmaConfig", num_hidden_layers=3, num_key_value_heads=1, lru_width=64, attention_window_size=8
+        "RecurrentGemmaConfig",
+        num_hidden_layers=3,
+        num_key_value_heads=1,
+        lru_width=64,
+        attention_window_size=8,
     ),
     # x_proj and dt_proj are stacks of matrices, one for each head, and no modules
     "zamba": _tiny(
-        "ZambaConfig", hidden_size=96, layers_block_type=["mamba", "hybrid"] * 2, num_key_value_heads=4,
-        attention_hidden_size=192, attention_head_dim=48, mamba_d_state=8, mamba_dt_rank=5, n_mamba_heads=2,
+        "ZambaConfig",
+        hidden_size=96,
+        layers_block_type=["mamba", "hybrid"] * 2,
+        num_key_value_heads=4,
+        attention_hidden_size=192,
+        attention_head_dim=48,
+        mamba_d_state=8,
+        mamba_dt_rank=5,
+        n_mamba_heads=2,
     ),
     # halves its hidden states after every second block, unless it is told not to
     "rwkv": _bare("RwkvConfig", num_hidden_layers=4, rescale_every=2),
     # meta tokens, a window shorter than the text, keys and values that neighbours share; not transformers' own
     "hymba": _tiny(
-        HymbaConfig, num_hidden_layers=5, global_attn_idx=[0, 4], kv_reuse_group=[[1, 2, 3]], sliding_window=6,
-        num_memory_tokens=3, mamba_d_state=8, mamba_dt_rank=5,
+        HymbaConfig,
+        num_hidden_layers=5,
+        global_attn_idx=[0, 4],
+        kv_reuse_group=[[1, 2, 3]],
+        sliding_window=6,
+        num_memory_tokens=3,
+        mamba_d_state=8,
+        mamba_dt_rank=5,
     ),
-}  # fmt: skip
+}
 
 # What else docs/models.md tells of: short convolutions, linear attention, and the transformers people use most.
 OTHERS: dict[str, Config] = {
     "lfm2": _tiny("Lfm2Config", layer_types=["conv", "full_attention", "conv", "conv"]),
     "lfm2_moe": _tiny(
-        "Lfm2MoeConfig", layer_types=["conv", "full_attention", "conv", "conv"], num_dense_layers=1, num_experts=4,
+        "Lfm2MoeConfig",
+        layer_types=["conv", "full_attention", "conv", "conv"],
+        num_dense_layers=1,
+        num_experts=4,
         **_EXPERTS,
     ),
     "qwen3_next": _tiny(
-        "Qwen3NextConfig", hidden_size=96, layer_types=_HYBRID, head_dim=16, num_experts=4,
-        shared_expert_intermediate_size=48, **_EXPERTS, **_DELTA,
+        "Qwen3NextConfig",
+        hidden_size=96,
+        layer_types=_HYBRID,
+        head_dim=16,
+        num_experts=4,
+        shared_expert_intermediate_size=48,
+        **_EXPERTS,
+        **_DELTA,
     ),
     "qwen3_5_text": _tiny(
-        "Qwen3_5TextConfig", hidden_size=96, layer_types=_HYBRID, head_dim=16, **{**_DELTA, "linear_num_key_heads": 4}
+        "Qwen3_5TextConfig",
+        hidden_size=96,
+        layer_types=_HYBRID,
+        head_dim=16,
+        **{**_DELTA, "linear_num_key_heads": 4},
     ),
     "qwen3_5_moe_text": _tiny(
-        "Qwen3_5MoeTextConfig", layer_types=_HYBRID, head_dim=16, num_experts=4, shared_expert_intermediate_size=48,
-        **_EXPERTS, **_DELTA,
+        "Qwen3_5MoeTextConfig",
+        layer_types=_HYBRID,
+        head_dim=16,
+        num_experts=4,
+        shared_expert_intermediate_size=48,
+        **_EXPERTS,
+        **_DELTA,
     ),
     "kimi_linear": _tiny(
-        "KimiLinearConfig", layer_types=_HYBRID, linear_head_dim=16, linear_num_heads=4, num_local_experts=4,
-        mlp_layer_types=["dense", "sparse", "sparse", "sparse"], num_key_value_heads=4, **_EXPERTS, **_LATENT,
+        "KimiLinearConfig",
+        layer_types=_HYBRID,
+        linear_head_dim=16,
+        linear_num_heads=4,
+        num_local_experts=4,
+        mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+        num_key_value_heads=4,
+        **_EXPERTS,
+        **_LATENT,
     ),
-    "olmo_hybrid": _tiny("OlmoHybridConfig", layer_types=_HYBRID, **{**_DELTA, "linear_num_key_heads": 4}),
-    "minimax": _tiny("MiniMaxConfig", layer_types=_HYBRID, head_dim=16, num_local_experts=4, block_size=16),
+    "olmo_hybrid": _tiny(
+        "OlmoHybridConfig", layer_types=_HYBRID, **{**_DELTA, "linear_num_key_heads": 4}
+    ),
+    "minimax": _tiny(
+        "MiniMaxConfig",
+        layer_types=_HYBRID,
+        head_dim=16,
+        num_local_experts=4,
+        block_size=16,
+    ),
     "bailing_hybrid": _tiny(
-        "BailingHybridConfig", layer_types=_HYBRID, head_dim=16, num_local_experts=4, n_group=1, topk_group=1,
-        mlp_layer_types=["dense", "sparse", "sparse", "sparse"], num_key_value_heads=4, **_EXPERTS, **_LATENT,
+        "BailingHybridConfig",
+        layer_types=_HYBRID,
+        head_dim=16,
+        num_local_experts=4,
+        n_group=1,
+        topk_group=1,
+        mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+        num_key_value_heads=4,
+        **_EXPERTS,
+        **_LATENT,
     ),
     "inkling_text": _tiny(
-        "InklingTextConfig", head_dim=16, swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=16,
-        sliding_window_size=8, n_routed_experts=4, n_shared_experts=1, num_mtp_layers=0, **_EXPERTS,
+        "InklingTextConfig",
+        head_dim=16,
+        swa_num_attention_heads=4,
+        swa_num_key_value_heads=2,
+        swa_head_dim=16,
+        sliding_window_size=8,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_mtp_layers=0,
+        **_EXPERTS,
     ),
     "qwen4_exp_text": _tiny(
-        "Qwen4ExpTextConfig", layer_types=_HYBRID, head_dim=16, num_experts=4, shared_expert_intermediate_size=48,
-        hc_lowrank=8, hc_count=2, indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=64,
-        indexer_compress_ratio=4, **_EXPERTS, **_DELTA,
+        "Qwen4ExpTextConfig",
+        layer_types=_HYBRID,
+        head_dim=16,
+        num_experts=4,
+        shared_expert_intermediate_size=48,
+        hc_lowrank=8,
+        hc_count=2,
+        indexer_n_heads=2,
+        indexer_kv_heads=1,
+        indexer_head_dim=16,
+        indexer_budget=64,
+        indexer_compress_ratio=4,
+        **_EXPERTS,
+        **_DELTA,
     ),
     "xlstm": _bare("xLSTMConfig", num_hidden_layers=3, num_heads=4, chunk_size=16),
     "qwen2": _tiny("Qwen2Config"),
     "qwen3": _tiny("Qwen3Config", head_dim=16),
     "qwen3_moe": _tiny("Qwen3MoeConfig", head_dim=16, num_experts=4, **_EXPERTS),
     "gemma": _tiny("GemmaConfig", hidden_size=96, head_dim=16),
-    "gemma3_text": _tiny("Gemma3TextConfig", num_hidden_layers=6, head_dim=16, sliding_window=8),
+    "gemma3_text": _tiny(
+        "Gemma3TextConfig", num_hidden_layers=6, head_dim=16, sliding_window=8
+    ),
     "phi": _tiny("PhiConfig"),
     "phi3": _tiny("Phi3Config"),
-    "gpt2": lambda: transformers.GPT2Config(vocab_size=VOCABULARY, n_embd=64, n_layer=3, n_head=4),
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_embd=64, n_layer=3, n_head=4
+    ),
     "gpt_neox": _tiny("GPTNeoXConfig", intermediate_size=256),
     "mixtral": _tiny("MixtralConfig", num_local_experts=4),
-    "gpt_oss": _tiny("GptOssConfig", head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8),
-    "deepseek_v3": _tiny(
-        "DeepseekV3Config", n_routed_experts=4, n_group=1, topk_group=1, q_lora_rank=24, first_k_dense_replace=1,
-        num_key_value_heads=4, **_EXPERTS, **_LATENT,
+    "gpt_oss": _tiny(
+        "GptOssConfig",
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=8,
     ),
-}  # fmt: skip
+    "deepseek_v3": _tiny(
+        "DeepseekV3Config",
+        n_routed_experts=4,
+        n_group=1,
+        topk_group=1,
+        q_lora_rank=24,
+        first_k_dense_replace=1,
+        num_key_value_heads=4,
+        **_EXPERTS,
+        **_LATENT,
+    ),
+}
 
 
 def plain(model: LoadedModel) -> LoadedModel:
@@ -182,7 +357,9 @@ def plain(model: LoadedModel) -> LoadedModel:
     return model
 
 
-def tiny_model(family: str, seed: int = 0, vocabulary: int | None = None) -> torch.nn.Module:
+def tiny_model(
+    family: str, seed: int = 0, vocabulary: int | None = None
+) -> torch.nn.Module:
     """A random model of the family, in float32, with every parameter away from zero and one."""
     torch.manual_seed(seed)
     config = (CONFIGS | UNUSUAL | OTHERS)[family]()

@@ -19,8 +19,15 @@ from typing import Any, Self
 
 # What Python does to files, seen before it happens; what SQLite and other C code do has no events.
 EVENTS = (
-    "open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.chmod", "shutil.rmtree", "sqlite3.connect",
-)  # fmt: skip
+    "open",
+    "os.rename",
+    "os.remove",
+    "os.rmdir",
+    "os.mkdir",
+    "os.chmod",
+    "shutil.rmtree",
+    "sqlite3.connect",
+)
 
 
 @dataclass(frozen=True)
@@ -38,7 +45,9 @@ class Forks:
 
     def __init__(self, *modules: str) -> None:
         command = [sys.executable, "-m", __name__, *modules]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -47,12 +56,22 @@ class Forks:
         self._process.communicate("")
 
     def call(
-        self, function: str, arguments: Sequence[Any], *, kill_after: float = 600, kill_before: int | None = None,
+        self,
+        function: str,
+        arguments: Sequence[Any],
+        *,
+        kill_after: float = 600,
+        kill_before: int | None = None,
         folder: Path | None = None,
-    ) -> Ended:  # fmt: skip
+    ) -> Ended:
         """Killed after so many seconds, or `kill_before` the n-th thing that Python does to a file of `folder`."""
-        request = {"function": function, "arguments": list(arguments), "kill_after": kill_after,
-                   "kill_before": kill_before, "folder": str(folder)}  # fmt: skip
+        request = {
+            "function": function,
+            "arguments": list(arguments),
+            "kill_after": kill_after,
+            "kill_before": kill_before,
+            "folder": str(folder),
+        }
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(request) + "\n")
@@ -94,10 +113,14 @@ def _end_before(moment: int, folder: str) -> None:
 
 def _watched(child: int, reading: int, seconds: float) -> Ended:
     """Reads what the fork says until it ends, or kills it when its time has come."""
-    begin, said, killed = time.monotonic(), b"", False
+    begin = time.monotonic()
+    said = b""
+    killed = False
     while True:
         deadline = begin + seconds + 600 * killed
-        ready, _, _ = select.select([reading], [], [], max(0.0, deadline - time.monotonic()))
+        ready, _, _ = select.select(
+            [reading], [], [], max(0.0, deadline - time.monotonic())
+        )
         part = os.read(reading, 65536) if ready else b""
         if ready and part:
             said = (said + part)[-20_000:]
@@ -108,7 +131,8 @@ def _watched(child: int, reading: int, seconds: float) -> Ended:
             killed = True
     os.close(reading)
     _, status, usage = os.wait4(child, 0)
-    code, words = os.waitstatus_to_exitcode(status), said.decode(errors="replace")
+    code = os.waitstatus_to_exitcode(status)
+    words = said.decode(errors="replace")
     return Ended(code, words, time.monotonic() - begin, usage.ru_maxrss * 1024)
 
 
@@ -126,7 +150,9 @@ def main() -> None:
             answers.close()
             _be_the_command(request, writing)
         os.close(writing)
-        answers.write(json.dumps(asdict(_watched(child, reading, request["kill_after"]))) + "\n")
+        answers.write(
+            json.dumps(asdict(_watched(child, reading, request["kill_after"]))) + "\n"
+        )
         answers.flush()
 
 

@@ -12,7 +12,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-LARGE = (".safetensors", ".bin", ".gguf", ".parquet")  # kept outside git, behind a redirect
+LARGE = (
+    ".safetensors",
+    ".bin",
+    ".gguf",
+    ".parquet",
+)  # kept outside git, behind a redirect
 
 
 @dataclass
@@ -36,10 +41,16 @@ class Hub:
         self.large: dict[str, bytes] = {}  # sha256 → content
         self.requests: list[str] = []
         self.problems: list[str] = []  # what the validation of cards is to find
-        self.url = self.store = ""  # of the hub, and of where large files lie: another host, as in reality
+        self.url = self.store = (
+            ""  # of the hub, and of where large files lie: another host, as in reality
+        )
 
     def add(self, name: str, folder: Path | None = None, **about: object) -> Repository:
-        files = {} if folder is None else {path.name: path.read_bytes() for path in folder.iterdir()}
+        files = (
+            {}
+            if folder is None
+            else {path.name: path.read_bytes() for path in folder.iterdir()}
+        )
         self.repositories[name] = Repository(files, **about)  # type: ignore[arg-type]
         return self.repositories[name]
 
@@ -69,7 +80,9 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             hub.requests.append(f"{self.command} {path}")
             if match := re.fullmatch(r"/large/(\w+)/(.+)", path):
                 self._send(hub.large[match[1]], headers={"ETag": f'"{match[1]}"'})
-            elif match := re.fullmatch(r"/api/models/([\w.-]+/[\w.-]+)(?:/(revision|tree)/([^/]+))?", path):
+            elif match := re.fullmatch(
+                r"/api/models/([\w.-]+/[\w.-]+)(?:/(revision|tree)/([^/]+))?", path
+            ):
                 self._about(match[1], match[2], match[3])
             elif match := re.fullmatch(r"/([\w.-]+/[\w.-]+)/resolve/([^/]+)/(.+)", path):
                 self._file(match[1], match[3])
@@ -78,7 +91,9 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
 
         def _known(self, name: str, revision: str | None) -> Repository | None:
             repository = hub.repositories.get(name)
-            if repository is None or (repository.private and "Authorization" not in self.headers):
+            if repository is None or (
+                repository.private and "Authorization" not in self.headers
+            ):
                 self._json({}, 401, {"X-Error-Code": "RepoNotFound"})
                 return None
             if revision not in (None, "main", repository.commit, *repository.tags):
@@ -96,15 +111,31 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 return
             files = repository.files.items()
             if what == "tree":
-                listed = [{"type": "file", "path": p, "size": len(c), "oid": _git_id(c)} for p, c in files]
+                listed = [
+                    {"type": "file", "path": p, "size": len(c), "oid": _git_id(c)}
+                    for p, c in files
+                ]
                 for entry in listed:
                     if entry["path"].endswith(LARGE):  # type: ignore[attr-defined]
                         content = repository.files[str(entry["path"])]
-                        entry["lfs"] = {"oid": _sha256(content), "size": len(content), "pointerSize": 130}
+                        entry["lfs"] = {
+                            "oid": _sha256(content),
+                            "size": len(content),
+                            "pointerSize": 130,
+                        }
                 self._json(listed)
                 return
-            siblings = [{"rfilename": path, "size": len(content)} for path, content in files]
-            self._json({"id": name, "modelId": name, "sha": repository.commit, "siblings": siblings})
+            siblings = [
+                {"rfilename": path, "size": len(content)} for path, content in files
+            ]
+            self._json(
+                {
+                    "id": name,
+                    "modelId": name,
+                    "sha": repository.commit,
+                    "siblings": siblings,
+                }
+            )
 
         def _file(self, name: str, path: str) -> None:
             repository = hub.repositories[name]
@@ -119,7 +150,9 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             digest = _sha256(content)
             hub.large[digest] = content
             about |= {"X-Linked-ETag": f'"{digest}"', "X-Linked-Size": str(len(content))}
-            self._json({}, 302, about | {"Location": f"{hub.store}/large/{digest}/{path}"})
+            self._json(
+                {}, 302, about | {"Location": f"{hub.store}/large/{digest}/{path}"}
+            )
 
         # -- uploads -----------------------------------------------------------------------------------
 
@@ -151,11 +184,17 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                     f["path"]: "lfs" if f["path"].endswith(LARGE) else "regular"
                     for f in json.loads(body)["files"]
                 }
-                files = [{"path": p, "uploadMode": mode, "shouldIgnore": False} for p, mode in modes.items()]
+                files = [
+                    {"path": p, "uploadMode": mode, "shouldIgnore": False}
+                    for p, mode in modes.items()
+                ]
                 self._json({"files": files})
             elif path.endswith("/info/lfs/objects/batch"):
                 objects = [
-                    {**one, "actions": {"upload": {"href": f"{hub.url}/upload/{one['oid']}"}}}
+                    {
+                        **one,
+                        "actions": {"upload": {"href": f"{hub.url}/upload/{one['oid']}"}},
+                    }
                     for one in json.loads(body)["objects"]
                 ]
                 self._json({"transfer": "basic", "objects": objects})
@@ -164,7 +203,9 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 for line in map(json.loads, body.splitlines()):
                     value = line["value"]
                     if line["key"] == "file":
-                        repository.files[value["path"]] = base64.b64decode(value["content"])
+                        repository.files[value["path"]] = base64.b64decode(
+                            value["content"]
+                        )
                     elif line["key"] == "lfsFile":
                         repository.files[value["path"]] = hub.large[value["oid"]]
                 url = f"{hub.url}/{match[1]}/commit/{repository.commit}"
@@ -172,12 +213,19 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             else:
                 self._json({"error": "no such route"}, 404)
 
-        def _json(self, data: object, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        def _json(
+            self, data: object, status: int = 200, headers: dict[str, str] | None = None
+        ) -> None:
             self._send(json.dumps(data).encode(), status, headers)
 
-        def _send(self, content: bytes, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        def _send(
+            self, content: bytes, status: int = 200, headers: dict[str, str] | None = None
+        ) -> None:
             self.send_response(status)
-            for key, value in {"Content-Length": str(len(content)), **(headers or {})}.items():
+            for key, value in {
+                "Content-Length": str(len(content)),
+                **(headers or {}),
+            }.items():
                 self.send_header(key, value)
             self.end_headers()
             if self.command != "HEAD":
@@ -199,8 +247,12 @@ def serving() -> Iterator[Hub]:
     hub = Hub()
     server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(hub))
     server.daemon_threads = True
-    hub.url, hub.store = (f"http://{host}:{server.server_port}" for host in ("127.0.0.1", "localhost"))
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    hub.url, hub.store = (
+        f"http://{host}:{server.server_port}" for host in ("127.0.0.1", "localhost")
+    )
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True
+    )
     thread.start()
     try:
         yield hub

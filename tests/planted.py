@@ -11,7 +11,15 @@ Kernel = Callable[..., Any]
 def growing(kernel: Kernel, factor: float) -> Kernel:
     """A scan whose state grows by `factor` at every step: h[t]/fᵗ is the sound scan's state for inputs B[t]/fᵗ."""
 
-    def scan(x: Any, dt: Any, a: Any, b: torch.Tensor, c: torch.Tensor, *more: Any, **options: Any) -> Any:
+    def scan(
+        x: Any,
+        dt: Any,
+        a: Any,
+        b: torch.Tensor,
+        c: torch.Tensor,
+        *more: Any,
+        **options: Any,
+    ) -> Any:
         powers = factor ** torch.arange(b.shape[1], device=b.device, dtype=torch.float64)
         powers = powers.to(b.dtype if b.dtype == torch.float64 else torch.float32)
         powers = powers.view(1, -1, *[1] * (b.dim() - 2))

@@ -6,13 +6,26 @@ from kl_lens.run.samples import WindowMetrics
 
 
 def window_of(
-    window: int, tokens: int, kl: float, other_kl: float, squared_error: float = 1.0, change: float = 0.0,
-    same_top: float = 1.0, *, signal: float = 100.0,
-) -> WindowMetrics:  # fmt: skip
+    window: int,
+    tokens: int,
+    kl: float,
+    other_kl: float,
+    squared_error: float = 1.0,
+    change: float = 0.0,
+    same_top: float = 1.0,
+    *,
+    signal: float = 100.0,
+) -> WindowMetrics:
     """A window with these means per token."""
     means = {
-        "kl_teacher_to_student": kl, "kl_student_to_teacher": other_kl, "squared_error": squared_error,
-        "signal": signal, "delta_cross_entropy": change, "same_top": same_top,
-    }  # fmt: skip
+        "kl_teacher_to_student": kl,
+        "kl_student_to_teacher": other_kl,
+        "squared_error": squared_error,
+        "signal": signal,
+        "delta_cross_entropy": change,
+        "same_top": same_top,
+    }
     sums = {name: mean * tokens for name, mean in means.items()}
-    return WindowMetrics(window, tokens, tokens, sums, np.full(tokens, kl, np.float32).tobytes())
+    return WindowMetrics(
+        window, tokens, tokens, sums, np.full(tokens, kl, np.float32).tobytes()
+    )

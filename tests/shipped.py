@@ -13,7 +13,11 @@ def shipped_digests(folder: Path) -> dict[str, str]:
         from gguf import GGUFReader
 
         parts = [folder / name for name in artifact.files if name.endswith(".gguf")]
-        return {t.name: bytes_digest(t.data) for part in parts for t in GGUFReader(part).tensors}
+        return {
+            t.name: bytes_digest(t.data)
+            for part in parts
+            for t in GGUFReader(part).tensors
+        }
     if artifact.target == "mlx":
         from safetensors.numpy import load_file
 
@@ -25,7 +29,9 @@ def shipped_digests(folder: Path) -> dict[str, str]:
                 f"{path}.scales" not in arrays or part == "weight"
             ):  # a quantized matrix with its scales and biases
                 more = (
-                    [f"{path}.{part}" for part in ("scales", "biases")] if f"{path}.scales" in arrays else []
+                    [f"{path}.{part}" for part in ("scales", "biases")]
+                    if f"{path}.scales" in arrays
+                    else []
                 )
                 found[name] = bytes_digest(array, *(arrays[each] for each in more))
         return found

@@ -33,7 +33,8 @@ from tests.model.test_states import FORMATS as ROUNDED, MAMBA, MAMBA2, scan_inpu
 from tests.planted import growing, larger
 
 needs_gpu = pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="no GPU here: torch.cuda.is_available() is False"
+    not torch.cuda.is_available(),
+    reason="no GPU here: torch.cuda.is_available() is False",
 )
 
 
@@ -51,13 +52,17 @@ def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
 @needs_gpu
 @pytest.mark.parametrize("name", ROUNDED)
 @pytest.mark.parametrize("shape", [MAMBA, MAMBA2], ids=["mamba", "mamba2"])
-def test_rounded_scans_equal_those_of_the_cpu(name: str, shape: tuple[int, int, int, int]) -> None:
+def test_rounded_scans_equal_those_of_the_cpu(
+    name: str, shape: tuple[int, int, int, int]
+) -> None:
     from kl_lens.model.kernels.triton_rounded_scan import rounded_scan_gpu
 
     *given, skip = scan_inputs(shape, time=64)
     how = StateFormat.parse(name)
     expected = rounded_scan(*given, how, skip=skip)[0]
-    found = rounded_scan_gpu(*(tensor.cuda() for tensor in given), how, skip=skip.cuda()).cpu()
+    found = rounded_scan_gpu(
+        *(tensor.cuda() for tensor in given), how, skip=skip.cuda()
+    ).cpu()
     # Where a value lies between two levels, the last bit of the arithmetic decides, and later tokens inherit it.
     off = (found - expected).abs() / expected.abs().amax()
     assert float(off.median()) < 1e-6
@@ -70,36 +75,63 @@ def test_scans_convolution_and_norms_equal_double_precision() -> None:
     from kl_lens.model.kernels import triton_scan
     from tests.model.test_kernels import recurrence, recurrence2
 
-    x, dt, gate = (
-        _random(2, 75, 130)[..., :65],
-        _random(2, 65, 75, seed=1).transpose(1, 2),
-        _random(2, 75, 65),
-    )
-    rates, bias, skip = -_random(65, 16).exp(), _random(65) - 3, _random(65, seed=2)
-    b, c = _random(2, 75, 40)[..., 3:19], _random(2, 75, 16, seed=3)
+    x = _random(2, 75, 130)[..., :65]
+    dt = _random(2, 65, 75, seed=1).transpose(1, 2)
+    gate = _random(2, 75, 65)
+    rates = -_random(65, 16).exp()
+    bias = _random(65) - 3
+    skip = _random(65, seed=2)
+    b = _random(2, 75, 40)[..., 3:19]
+    c = _random(2, 75, 16, seed=3)
     step = functional.softplus(dt.double() + bias)
     y = triton_scan.selective_scan_gpu(
         x, dt, rates, b, c, dt_bias=bias, dt_softplus=True, skip=skip, gate=gate
     )
-    expected = (recurrence(x, step, rates, b, c) + x * skip) * functional.silu(gate.double())
+    expected = (recurrence(x, step, rates, b, c) + x * skip) * functional.silu(
+        gate.double()
+    )
     assert _error(y, expected) < 1e-6
 
-    x, b, c = _random(2, 75, 6, 32), _random(2, 75, 2, 64, seed=1), _random(2, 75, 2, 64, seed=2)
-    dt, rates, bias, skip = _random(2, 75, 6, seed=3), -_random(6).exp(), _random(6) - 2, _random(6, seed=4)
+    x = _random(2, 75, 6, 32)
+    b = _random(2, 75, 2, 64, seed=1)
+    c = _random(2, 75, 2, 64, seed=2)
+    dt = _random(2, 75, 6, seed=3)
+    rates = -_random(6).exp()
+    bias = _random(6) - 2
+    skip = _random(6, seed=4)
     y = triton_scan.head_scan_gpu(
-        x, dt, rates, b, c, dt_bias=bias, dt_softplus=True, dt_limit=(0.01, 1.0), skip=skip
+        x,
+        dt,
+        rates,
+        b,
+        c,
+        dt_bias=bias,
+        dt_softplus=True,
+        dt_limit=(0.01, 1.0),
+        skip=skip,
     )
     step = functional.softplus(dt.double() + bias).clamp(0.01, 1.0)
     assert _error(y, recurrence2(x, step, rates, b, c) + x * skip[:, None]) < 2e-6
 
-    x, taps, bias = _random(2, 75, 130)[..., 5:55], _random(50, 4), _random(50)
+    x = _random(2, 75, 130)[..., 5:55]
+    taps = _random(50, 4)
+    bias = _random(50)
     found = triton_scan.causal_convolution_gpu(x, taps, bias, with_silu=True)
-    turned, filters, offset = x.double().mT, taps.double()[:, None], bias.double()
-    expected = functional.conv1d(turned, filters, offset, padding=3, groups=50)[..., :75].mT
+    turned = x.double().mT
+    filters = taps.double()[:, None]
+    offset = bias.double()
+    expected = functional.conv1d(turned, filters, offset, padding=3, groups=50)[
+        ..., :75
+    ].mT
     assert _error(found, functional.silu(expected)) < 1e-6
     gated = x.double() * functional.silu(_random(2, 75, 50, seed=5).double())
     expected = bias * gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + 1e-5)
-    assert _error(triton_scan.rms_norm_gpu(x, bias, 1e-5, _random(2, 75, 50, seed=5)), expected) < 1e-6
+    assert (
+        _error(
+            triton_scan.rms_norm_gpu(x, bias, 1e-5, _random(2, 75, 50, seed=5)), expected
+        )
+        < 1e-6
+    )
 
 
 @needs_gpu
@@ -110,7 +142,12 @@ def test_scans_convolution_and_norms_equal_double_precision() -> None:
         ("triton_scan", "head_scan_gpu", "mamba2", growing),
         ("triton_scan", "causal_convolution_gpu", "mamba2", larger),
         ("triton_scan", "rms_norm_gpu", "mamba", larger),
-        ("swap", "chunked_scan", "mamba2", growing),  # for sizes that Triton's scan does not take
+        (
+            "swap",
+            "chunked_scan",
+            "mamba2",
+            growing,
+        ),  # for sizes that Triton's scan does not take
     ],
 )
 def test_a_kernel_that_is_wrong_on_a_gpu_is_found_and_not_used(
@@ -119,7 +156,9 @@ def test_a_kernel_that_is_wrong_on_a_gpu_is_found_and_not_used(
     kernels = importlib.import_module(f"kl_lens.model.kernels.{module}")
     monkeypatch.setattr(kernels, place, plant(getattr(kernels, place), 1.0001))
     if module == "swap":
-        monkeypatch.setattr("kl_lens.model.kernels.triton_scan.fits_chunks", lambda *_: False)
+        monkeypatch.setattr(
+            "kl_lens.model.kernels.triton_scan.fits_chunks", lambda *_: False
+        )
     said: list[str] = []
     chain = Chain(tiny_model(family).cuda(), warn=said.append)
     assert not chain.uses_kernels()
@@ -130,13 +169,20 @@ def test_a_kernel_that_is_wrong_on_a_gpu_is_found_and_not_used(
 @needs_gpu
 @pytest.mark.parametrize(
     ("precision", "factor"),
-    [("tf32x3", 1.001), ("tf32x3", 1.0001), ("tf32", 1.01)],  # the others round more than 1.001
+    [
+        ("tf32x3", 1.001),
+        ("tf32x3", 1.0001),
+        ("tf32", 1.01),
+    ],  # the others round more than 1.001
 )
-def test_wrong_products_are_found_and_torch_s_are_used(precision: str, factor: float, monkeypatch) -> None:
+def test_wrong_products_are_found_and_torch_s_are_used(
+    precision: str, factor: float, monkeypatch
+) -> None:
     from kl_lens.model.kernels import triton_products
 
     monkeypatch.setattr(triton_products, "linear", larger(triton_products.linear, factor))
-    model, said = loaded("mamba"), []
+    model = loaded("mamba")
+    said = []
     model.model.cuda()
     model.warn = said.append
     assert FastEngine(model, precision=precision).precision == "float32"
@@ -148,14 +194,19 @@ def test_wrong_products_are_found_and_torch_s_are_used(precision: str, factor: f
 def test_a_wrong_kl_on_a_gpu_is_found_and_computed_in_plain_torch(monkeypatch) -> None:
     from kl_lens.measuring import triton_metrics
 
-    teacher, targets = 5 * _random(40, 5000), torch.arange(40).cuda()
+    teacher = 5 * _random(40, 5000)
+    targets = torch.arange(40).cuda()
     student = teacher + _random(40, 5000, seed=1)
     expected = compare(TeacherRows.of(teacher, targets), student, kernel=False)
     compared_metrics.cache_clear()
-    monkeypatch.setattr(triton_metrics, "compare_logits", larger(triton_metrics.compare_logits, 1.0001))
+    monkeypatch.setattr(
+        triton_metrics, "compare_logits", larger(triton_metrics.compare_logits, 1.0001)
+    )
     try:
         assert not all(comparison.holds for comparison in compared_metrics("cuda"))
-        np.testing.assert_array_equal(compare(TeacherRows.of(teacher, targets), student), expected)
+        np.testing.assert_array_equal(
+            compare(TeacherRows.of(teacher, targets), student), expected
+        )
     finally:
         compared_metrics.cache_clear()
 
@@ -179,13 +230,17 @@ def test_right_kernels_are_used_on_a_gpu(family: str, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("damage", [0.0, 1e-4, 0.1, 10.0])
 def test_metrics_equal_those_of_the_cpu(damage: float) -> None:
     teacher = 5 * _random(40, 5000)
-    student = teacher + damage * _random(40, 5000, seed=1) + 30.0  # a shift of all logits changes nothing
+    student = (
+        teacher + damage * _random(40, 5000, seed=1) + 30.0
+    )  # a shift of all logits changes nothing
     targets = torch.arange(40).cuda()
     targets[7] = -1
     found = compare(TeacherRows.of(teacher, targets), student)
     expected = compare(TeacherRows.of(teacher.cpu(), targets.cpu()), student.cpu())
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=2e-6)
-    np.testing.assert_allclose(found[:, :2].mean(0), expected[:, :2].mean(0), rtol=1e-4, atol=1e-11)
+    np.testing.assert_allclose(
+        found[:, :2].mean(0), expected[:, :2].mean(0), rtol=1e-4, atol=1e-11
+    )
 
 
 # -- the engine ---------------------------------------------------------------------------------------------
@@ -195,10 +250,12 @@ def test_metrics_equal_those_of_the_cpu(damage: float) -> None:
 @pytest.mark.parametrize("method", ["imatrix", "gptq"])
 @pytest.mark.parametrize("name", [*LAYOUTS, "int4-g64", "uint4-g64", "nf4-g64"])
 def test_weights_are_made_on_a_gpu_as_well_as_on_the_cpu(name: str, method: str) -> None:
-    fmt, quantizer = get_format(name), get_quantizer(method)
+    fmt = get_format(name)
+    quantizer = get_quantizer(method)
     if quantizer.suits(fmt):
         pytest.skip(str(quantizer.suits(fmt)))
-    weight, inputs = _random(300, 512).cpu(), (_random(2000, 512) @ _random(512, 512)).cpu()
+    weight = _random(300, 512).cpu()
+    inputs = (_random(2000, 512) @ _random(512, 512)).cpu()
     moments = inputs.T @ inputs / 2000
     made = [
         quantizer.quantize(w, fmt, "layer", InputStatistics(moments, (10**6,)))
@@ -215,7 +272,8 @@ def test_weights_are_made_on_a_gpu_as_well_as_on_the_cpu(name: str, method: str)
 @needs_gpu
 @pytest.mark.parametrize("family", CONFIGS)
 def test_on_a_gpu_fast_equals_plain(family: str) -> None:
-    model, ids = loaded(family), token_ids(5, 24)
+    model = loaded(family)
+    ids = token_ids(5, 24)
     model.model.cuda()
     perturbations = _one_of_each_kind(model)
     results = []
@@ -225,23 +283,28 @@ def test_on_a_gpu_fast_equals_plain(family: str) -> None:
     assert engine.precision == "tf32x3"
     for perturbation, plain, fast in zip(perturbations, *results, strict=True):
         for metric in ("kl_teacher_to_student", "kl_student_to_teacher", "mse"):
-            assert fast[metric].value == pytest.approx(plain[metric].value, rel=1e-3, abs=1e-8), perturbation
-        assert fast["kl_max"].value == pytest.approx(plain["kl_max"].value, rel=1e-2, abs=1e-8), (
-            "one token alone"
-        )
+            assert fast[metric].value == pytest.approx(
+                plain[metric].value, rel=1e-3, abs=1e-8
+            ), perturbation
+        assert fast["kl_max"].value == pytest.approx(
+            plain["kl_max"].value, rel=1e-2, abs=1e-8
+        ), "one token alone"
 
 
 @needs_gpu
 @pytest.mark.parametrize(("target", "recipe"), [("gguf", "q8_0"), ("openvino", "int8")])
 @pytest.mark.parametrize("family", ["mamba", "mamba2", "zamba2", "jamba_experts"])
-def test_as_deployed_tensor_cores_give_what_float32_gives(family: str, target: str, recipe: str) -> None:
+def test_as_deployed_tensor_cores_give_what_float32_gives(
+    family: str, target: str, recipe: str
+) -> None:
     """But for ties: an activation next to the border between two integers may be rounded to the other one, and then
     others behind it. All candidates of a window share the first of them, so only windows are independent. The same
     happens on a CPU: with products off by 1e-6 at random, the sum of 5 windows moves by up to 1.4 %, that of 32 by
     0.2 %, and by 0.01 % where activations are not rounded."""
     if target == "openvino":
         pytest.importorskip("openvino")
-    model, ids = loaded(family), token_ids(32, 24)
+    model = loaded(family)
+    ids = token_ids(32, 24)
     model.model.cuda()
     some = [c.perturbation for c in find_candidates(model.anatomy, [Recipe(recipe)])[0]]
     found = {}
@@ -250,13 +313,17 @@ def test_as_deployed_tensor_cores_give_what_float32_gives(family: str, target: s
         FastEngine(model, deployed=deployed(target)),
     ):
         engine.prepare(ids)
-        results = engine.measure([*some, Perturbation({n: r for p in some for n, r in p.recipes.items()})])
+        results = engine.measure(
+            [*some, Perturbation({n: r for p in some for n, r in p.recipes.items()})]
+        )
         found[engine.precision] = np.array([[w.kl for w in each] for each in results])
     np.testing.assert_allclose(found["tf32x3"].sum(1), found["float32"].sum(1), rtol=0.2)
     by_window = (found["tf32x3"] - found["float32"]).sum(0)
     error = by_window.std(ddof=1) / np.sqrt(len(by_window))
     assert abs(by_window.mean()) <= 4 * error, "it scatters around zero"
-    assert error < 0.01 * found["float32"].sum(0).mean(), "and a difference of 4 % would be seen"
+    assert error < 0.01 * found["float32"].sum(0).mean(), (
+        "and a difference of 4 % would be seen"
+    )
 
 
 @needs_gpu
@@ -265,22 +332,33 @@ def test_as_deployed_tensor_cores_give_what_float32_gives(family: str, target: s
 def test_on_a_gpu_weights_that_stay_on_disk_give_the_numbers_of_those_in_memory(
     family: str, precision: str, saved
 ) -> None:
-    folder, windows = saved(family), some_windows(6, 40)
+    folder = saved(family)
+    windows = some_windows(6, 40)
     found = []
     for options in ({}, {"weights": "disk", "memory_budget": 10}):
         model = load(folder, device="cuda", **options)
         engine = engine_for("fast", model, windows.ids, 10**8, precision=precision)
         engine.prepare(windows.ids)
         results = engine.measure(
-            [c.perturbation for c in find_candidates(model.anatomy, [Recipe("int4"), Recipe("int8")])[0]]
+            [
+                c.perturbation
+                for c in find_candidates(model.anatomy, [Recipe("int4"), Recipe("int8")])[
+                    0
+                ]
+            ]
         )
-        found.append(np.array([summarise(w)["kl_teacher_to_student"].value for w in results]))
+        found.append(
+            np.array([summarise(w)["kl_teacher_to_student"].value for w in results])
+        )
     np.testing.assert_allclose(found[1], found[0], rtol=1e-4)
 
 
 @needs_gpu
-def test_the_noise_of_a_precision_is_measured_and_a_run_keeps_its_precision(tmp_path) -> None:
-    model, windows = loaded("mamba"), some_windows(4, 20)
+def test_the_noise_of_a_precision_is_measured_and_a_run_keeps_its_precision(
+    tmp_path,
+) -> None:
+    model = loaded("mamba")
+    windows = some_windows(4, 20)
     model.model.cuda()
     exact, coarse = (
         noise_floor(FastEngine(model, precision=p), windows.ids)["kl_teacher_to_student"]
@@ -289,9 +367,17 @@ def test_the_noise_of_a_precision_is_measured_and_a_run_keeps_its_precision(tmp_
     assert 0 <= exact < coarse / 100
     candidates = find_candidates(model.anatomy, [Recipe("int8")])[0][:3]
     with Run.create(tmp_path) as run:
-        assert Sweep(model, run, precision="tf32").measure(candidates, windows).precision == "tf32"
-        assert Sweep(model, run).measure(candidates, windows).precision == "tf32", "what the run has"
-        with pytest.raises(RunError, match="another precision of matrix products: precision is 'tf32' there"):
+        assert (
+            Sweep(model, run, precision="tf32").measure(candidates, windows).precision
+            == "tf32"
+        )
+        assert Sweep(model, run).measure(candidates, windows).precision == "tf32", (
+            "what the run has"
+        )
+        with pytest.raises(
+            RunError,
+            match="another precision of matrix products: precision is 'tf32' there",
+        ):
             Sweep(model, run, precision="tf32x3").measure(candidates, windows)
     with Run.create(tmp_path / "chosen") as run:
         found = Sweep(model, run).measure(candidates, windows)
@@ -304,7 +390,9 @@ def test_the_noise_of_a_precision_is_measured_and_a_run_keeps_its_precision(tmp_
     ("target", "recipe"), [("gguf", "q8_0"), ("openvino", "int8"), ("mlx", "affine8-g32")]
 )
 @pytest.mark.parametrize("family", ["mamba", "mamba2", "falcon_h1"])
-def test_a_model_on_a_gpu_is_exported_as_from_the_cpu(tmp_path, family, target, recipe) -> None:
+def test_a_model_on_a_gpu_is_exported_as_from_the_cpu(
+    tmp_path, family, target, recipe
+) -> None:
     pytest.importorskip(target)
     tiny = tiny_model(family)
     tiny.config.mamba_rms_norm = False  # llama.cpp has no such norm before the gate
@@ -314,10 +402,18 @@ def test_a_model_on_a_gpu_is_exported_as_from_the_cpu(tmp_path, family, target, 
     for device in ("cpu", "cuda"):
         model = load(tmp_path / "model", device=device)
         plan = Plan("all", {c.name: recipe for c in model.anatomy.candidates}, "test")
-        options = {"gguf": {"include_tokenizer": False}, "openvino": {"fallback": True}}.get(target, {})
-        exported.append(get_target(target).export(model, plan, tmp_path / device, **options))
+        options = {
+            "gguf": {"include_tokenizer": False},
+            "openvino": {"fallback": True},
+        }.get(target, {})
+        exported.append(
+            get_target(target).export(model, plan, tmp_path / device, **options)
+        )
     if target != "openvino":  # a GPU divides in another way, so single codes may differ
-        here, there = ([(t.runtime_name, t.realised, t.bytes) for t in each.tensors] for each in exported)
+        here, there = (
+            [(t.runtime_name, t.realised, t.bytes) for t in each.tensors]
+            for each in exported
+        )
     else:
         here, there = ([t.digest for t in each.tensors] for each in exported)
     assert here == there
@@ -330,9 +426,16 @@ def test_on_a_gpu_tuning_gives_what_it_gives_on_a_cpu(tmp_path, family) -> None:
     scales = []
     for device in ("cpu", "cuda"):
         model = load(tmp_path / "model", device=device)
-        plan = {c.name: fitting_recipe(Recipe("int8"), c.shape)[0] for c in model.anatomy.candidates}
-        made = tuned(model, plan, token_ids(8, 40), TuningRates(epochs=1, batch=4, steps=1))
-        scales.append({name: quantized.scales.cpu().float() for name, quantized in made.items()})
+        plan = {
+            c.name: fitting_recipe(Recipe("int8"), c.shape)[0]
+            for c in model.anatomy.candidates
+        }
+        made = tuned(
+            model, plan, token_ids(8, 40), TuningRates(epochs=1, batch=4, steps=1)
+        )
+        scales.append(
+            {name: quantized.scales.cpu().float() for name, quantized in made.items()}
+        )
     assert scales[0].keys() == scales[1].keys()
     for name, here in scales[0].items():
         torch.testing.assert_close(scales[1][name], here, rtol=5e-3, atol=0)

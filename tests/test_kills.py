@@ -32,10 +32,19 @@ pytest.importorskip("openvino", reason="needs the extra openvino")
 
 COMMAND = "tests.test_kills:command"
 WARM = (
-    "tests.test_kills", "kl_lens.study.run", "kl_lens.reporting.page", "openvino",
-    "kl_lens.targets.openvino.convert", "kl_lens.targets.openvino.profiles", "kl_lens.targets.gguf.export", "gguf",
-    "kl_lens.measuring.sweep", "kl_lens.planning.budget", "transformers.models.mamba.modeling_mamba", "lzma",
-)  # fmt: skip
+    "tests.test_kills",
+    "kl_lens.study.run",
+    "kl_lens.reporting.page",
+    "openvino",
+    "kl_lens.targets.openvino.convert",
+    "kl_lens.targets.openvino.profiles",
+    "kl_lens.targets.gguf.export",
+    "gguf",
+    "kl_lens.measuring.sweep",
+    "kl_lens.planning.budget",
+    "transformers.models.mamba.modeling_mamba",
+    "lzma",
+)
 IN_A_ROW = 8  # kills before the command is let through
 
 
@@ -79,31 +88,113 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def commands(model: Path, run: Path) -> dict[str, list[str]]:
     """In an order in which each finds what it needs; the last one is all of them."""
-    text = ["--text", f"{model}/calibration.txt", "--windows", "3", "--window-length", "32"]
+    text = [
+        "--text",
+        f"{model}/calibration.txt",
+        "--windows",
+        "3",
+        "--window-length",
+        "32",
+    ]
     held = ["--held-out", f"{model}/held.txt", "--held-out-windows", "4"]
     of_run = ["--run", str(run)]
     return {
         "calibrate": ["calibrate", str(model), *of_run, *text],
         "measure": ["measure", str(model), *of_run, *text, "--formats", "int4,int8"],
-        "rank": ["paper", "rank", *of_run, "--evaluation-text", f"{model}/judged.txt", "--evaluation-windows", "3"],
+        "rank": [
+            "paper",
+            "rank",
+            *of_run,
+            "--evaluation-text",
+            f"{model}/judged.txt",
+            "--evaluation-windows",
+            "3",
+        ],
         "plan": ["plan", *of_run, "--name", "small", "--max-bpw", "7", "--verify", *held],
-        "export openvino": ["export", *of_run, "--target", "openvino", "--plan", "small", "--fallback"],
-        "export gguf": ["export", str(model), *of_run, "--target", "gguf", "--format", "q8_0"],
-        "evaluate": ["evaluate", *of_run, "--perplexity", f"{model}/judged.txt", "--divergence", "--window", "32",
-                     "--limit", "3", "--targets", "torch,openvino", "--threads", "1"],
-        "benchmark": ["benchmark", *of_run, "--targets", "openvino", "--threads", "1", "--prompt-lengths", "4",
-                      "--new-tokens", "4", "--repeats", "2"],
+        "export openvino": [
+            "export",
+            *of_run,
+            "--target",
+            "openvino",
+            "--plan",
+            "small",
+            "--fallback",
+        ],
+        "export gguf": [
+            "export",
+            str(model),
+            *of_run,
+            "--target",
+            "gguf",
+            "--format",
+            "q8_0",
+        ],
+        "evaluate": [
+            "evaluate",
+            *of_run,
+            "--perplexity",
+            f"{model}/judged.txt",
+            "--divergence",
+            "--window",
+            "32",
+            "--limit",
+            "3",
+            "--targets",
+            "torch,openvino",
+            "--threads",
+            "1",
+        ],
+        "benchmark": [
+            "benchmark",
+            *of_run,
+            "--targets",
+            "openvino",
+            "--threads",
+            "1",
+            "--prompt-lengths",
+            "4",
+            "--new-tokens",
+            "4",
+            "--repeats",
+            "2",
+        ],
         "report": ["report", *of_run],
-        "run": ["run", str(model), *of_run, *text, *held, "--evaluation-text", f"{model}/judged.txt",
-                "--evaluation-windows", "3", "--formats", "int4,int8,q4_0,q8_0", "--rivals", "none",
-                "--repeats", "1", "--threads", "1", "--max-loss", "0.05"],
-    }  # fmt: skip
+        "run": [
+            "run",
+            str(model),
+            *of_run,
+            *text,
+            *held,
+            "--evaluation-text",
+            f"{model}/judged.txt",
+            "--evaluation-windows",
+            "3",
+            "--formats",
+            "int4,int8,q4_0,q8_0",
+            "--rivals",
+            "none",
+            "--repeats",
+            "1",
+            "--threads",
+            "1",
+            "--max-loss",
+            "0.05",
+        ],
+    }
 
 
 KILLS = {
-    "calibrate": 16, "measure": 44, "rank": 28, "plan": 28, "export openvino": 24, "export gguf": 24, "evaluate": 24,
-    "benchmark": 12, "report": 12, "run": 50,
-}  # fmt: skip
+    "calibrate": 16,
+    "measure": 44,
+    "rank": 28,
+    "plan": 28,
+    "export openvino": 24,
+    "export gguf": 24,
+    "evaluate": 24,
+    "benchmark": 12,
+    "report": 12,
+    "run": 50,
+}
 
 
 @pytest.fixture(scope="module")
@@ -124,8 +215,12 @@ def stations(
         assert ended.code == 0, (verb, ended)
         require_whole(folder)
         made[verb] = before, results(folder), ended
-        if verb.startswith("export"):  # what is killed later is a second export, over the first
-            shutil.copytree(folder / "artifacts", before / "artifacts", dirs_exist_ok=True)
+        if verb.startswith(
+            "export"
+        ):  # what is killed later is a second export, over the first
+            shutil.copytree(
+                folder / "artifacts", before / "artifacts", dirs_exist_ok=True
+            )
     return made
 
 
@@ -142,7 +237,9 @@ def require_whole(folder: Path) -> None:
     if plans:
         with Run.open(folder) as run:
             components = run.table().components
-        assert [planning.read_plan(path, components).name for path in plans] == [path.stem for path in plans]
+        assert [planning.read_plan(path, components).name for path in plans] == [
+            path.stem for path in plans
+        ]
     for record in (folder / "artifacts").glob(f"*/*/{RECORD_FILE}"):
         held_by(record.parent)
     for path in folder.glob("*.json"):
@@ -156,12 +253,26 @@ def held_by(folder: Path) -> str:
     artifact = read_artifact(folder)
     held = shipped_digests(folder)
     assert len(held) > 5
-    assert {t.runtime_name: t.digest for t in artifact.tensors if t.runtime_name in held} == held
+    assert {
+        t.runtime_name: t.digest for t in artifact.tensors if t.runtime_name in held
+    } == held
     return artifact_digest(artifact)
 
 
-TIMES = {"seconds", "created", "started", "provenance", "export_seconds", "runtime", "timings", "ratios", "bound",
-         "peak_memory_bytes", "load_seconds", "loaded_from_cache"}  # fmt: skip
+TIMES = {
+    "seconds",
+    "created",
+    "started",
+    "provenance",
+    "export_seconds",
+    "runtime",
+    "timings",
+    "ratios",
+    "bound",
+    "peak_memory_bytes",
+    "load_seconds",
+    "loaded_from_cache",
+}
 
 
 def results(folder: Path) -> dict[str, Any]:
@@ -173,20 +284,36 @@ def results(folder: Path) -> dict[str, Any]:
             for table in ("identity", "texts", "windows", "samples")
         }
         found["effort"] = sorted(
-            db.execute("SELECT role, component, format, compute_dtype FROM effort").fetchall()
+            db.execute(
+                "SELECT role, component, format, compute_dtype FROM effort"
+            ).fetchall()
         )
-        named = {"records": "kind, name", "results": "kind, what, plan, target, settings, digest, name"}
+        named = {
+            "records": "kind, name",
+            "results": "kind, what, plan, target, settings, digest, name",
+        }
         for table, keys in named.items():
             rows = db.execute(
                 f"SELECT {keys}, value FROM {table} WHERE kind NOT IN ('stage', 'artifact')"
             ).fetchall()
             found[table] = sorted(
-                repr((*row[:-1], None if row[0] == "profile" else timeless(json.loads(row[-1]))))
+                repr(
+                    (
+                        *row[:-1],
+                        None if row[0] == "profile" else timeless(json.loads(row[-1])),
+                    )
+                )
                 for row in rows
             )
-    found["plans"] = {path.name: path.read_text() for path in (folder / "plans").glob("*.json")}
-    places = [record.parent for record in (folder / "artifacts").glob(f"*/*/{RECORD_FILE}")]
-    found["artifacts"] = {str(place.relative_to(folder)): held_by(place) for place in places}
+    found["plans"] = {
+        path.name: path.read_text() for path in (folder / "plans").glob("*.json")
+    }
+    places = [
+        record.parent for record in (folder / "artifacts").glob(f"*/*/{RECORD_FILE}")
+    ]
+    found["artifacts"] = {
+        str(place.relative_to(folder)): held_by(place) for place in places
+    }
     # Byte by byte, but for the record, which says when and how long; what it tells of tensors is in the digest.
     found["files"] = {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
@@ -194,7 +321,9 @@ def results(folder: Path) -> dict[str, Any]:
         if path.is_file() and path.name != RECORD_FILE and ".compiled" not in path.parts
     }
     statistics = folder / "statistics/statistics.json"
-    found["statistics"] = json.loads(statistics.read_text())["digest"] if statistics.exists() else None
+    found["statistics"] = (
+        json.loads(statistics.read_text())["digest"] if statistics.exists() else None
+    )
     found["report"] = (folder / "report.html").exists()
     found["leftovers"] = sorted(
         str(path.relative_to(folder))
@@ -216,14 +345,19 @@ def timeless(value: Any) -> Any:
 
 @pytest.mark.parametrize("verb", KILLS)
 def test_a_killed_command_run_again_gives_the_same_results(
-    verb: str, model: Path, forks: Forks, stations: dict[str, tuple[Path, Any, Ended]], tmp_path: Path
+    verb: str,
+    model: Path,
+    forks: Forks,
+    stations: dict[str, tuple[Path, Any, Ended]],
+    tmp_path: Path,
 ) -> None:
     before, expected, undisturbed = stations[verb]
     draw = random.Random(verb)
     # The folder keeps its name: what a run tells of its place is part of its results.
     folder = before.parent / "run"
     words = commands(model, folder)[verb]
-    events, done = 64, 0
+    events = 64
+    done = 0
     while done < KILLS[verb]:
         shutil.rmtree(folder, ignore_errors=True)
         if before.exists():
@@ -234,7 +368,9 @@ def test_a_killed_command_run_again_gives_the_same_results(
                 ended = forks.call(COMMAND, [words], kill_before=moment, folder=folder)
                 events = events if ended.code < 0 else max(4, moment)
             else:
-                ended = forks.call(COMMAND, [words], kill_after=draw.uniform(0, undisturbed.seconds))
+                ended = forks.call(
+                    COMMAND, [words], kill_after=draw.uniform(0, undisturbed.seconds)
+                )
             assert ended.code in (0, -signal.SIGKILL), (verb, ended)
             done += ended.code < 0
             require_whole(folder)

@@ -13,20 +13,32 @@ from kl_lens.targets import read_artifact
 from tests.docs.markdown import README, blocks, commands
 
 pytest.importorskip("gguf", reason="needs the extra gguf")
-FEW = {"calibrate": {"windows": 2, "window_length": 64}, "measure": {"windows": 1, "window_length": 64}}
-BUDGET, COMPONENTS = "10.7MB", r"layers\.9\."
+FEW = {
+    "calibrate": {"windows": 2, "window_length": 64},
+    "measure": {"windows": 1, "window_length": 64},
+}
+BUDGET = "10.7MB"
+COMPONENTS = r"layers\.9\."
 
 
 def digests(folder: Path) -> dict[str, str]:
     """Every file of an exported folder but our own record, which names the versions and the time."""
-    files = [path for path in folder.iterdir() if path.is_file() and path.name != "artifact.json"]
+    files = [
+        path
+        for path in folder.iterdir()
+        if path.is_file() and path.name != "artifact.json"
+    ]
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 @pytest.fixture(scope="module")
 def study(tmp_path_factory: pytest.TempPathFactory) -> kl.Study:
     """Calibrated and measured: one block, with recipes that learn."""
-    study = kl.Study("reference:mamba", target="gguf", folder=tmp_path_factory.mktemp("study") / "python")
+    study = kl.Study(
+        "reference:mamba",
+        target="gguf",
+        folder=tmp_path_factory.mktemp("study") / "python",
+    )
     study.calibrate(**FEW["calibrate"])
     study.measure(**FEW["measure"], components=COMPONENTS, formats=["q4_k+gptq", "q8_0"])
     return study
@@ -39,12 +51,37 @@ def test_both_languages_write_the_same_bytes(study: kl.Study, tmp_path: Path) ->
         verb: [w for k, v in flags.items() for w in (f"--{k.replace('_', '-')}", str(v))]
         for verb, flags in FEW.items()
     }
-    chosen = ["--target", "gguf", "--components", COMPONENTS, "--formats", "q4_k+gptq,q8_0"]
+    chosen = [
+        "--target",
+        "gguf",
+        "--components",
+        COMPONENTS,
+        "--formats",
+        "q4_k+gptq,q8_0",
+    ]
     assert main(["calibrate", "reference:mamba", "--run", run, *few["calibrate"]]) == 0
-    assert main(["measure", "reference:mamba", "--run", run, *few["measure"], *chosen]) == 0
-    assert main(["plan", "--run", run, "--target", "gguf", "--max-bytes", BUDGET, "--name", "small"]) == 0
+    assert (
+        main(["measure", "reference:mamba", "--run", run, *few["measure"], *chosen]) == 0
+    )
+    assert (
+        main(
+            [
+                "plan",
+                "--run",
+                run,
+                "--target",
+                "gguf",
+                "--max-bytes",
+                BUDGET,
+                "--name",
+                "small",
+            ]
+        )
+        == 0
+    )
     assert main(["export", "--run", run, "--target", "gguf", "--plan", "small"]) == 0
-    ours, theirs = digests(file), digests(Path(run) / "artifacts/gguf/small")
+    ours = digests(file)
+    theirs = digests(Path(run) / "artifacts/gguf/small")
     assert ours == theirs
     assert {t.realised for t in read_artifact(file).tensors} >= {"q4_k+gptq", "q8_0"}
 
@@ -52,7 +89,11 @@ def test_both_languages_write_the_same_bytes(study: kl.Study, tmp_path: Path) ->
 def test_the_readme_shows_the_same_job_in_both_languages() -> None:
     """Every line of the Python example means the settings of the command in the same place."""
     words = [
-        w[1:] for block in blocks(README) if block.tag == "bash" for w in commands(block) if w[0] == "kl-lens"
+        w[1:]
+        for block in blocks(README)
+        if block.tag == "bash"
+        for w in commands(block)
+        if w[0] == "kl-lens"
     ]
     typed = {w[0]: settings_from(parse(w)) for w in words}
     (example,) = [block.body for block in blocks(README) if block.tag == "python"]
@@ -81,7 +122,9 @@ def test_a_plan_that_was_changed_in_python_is_what_is_exported(study: kl.Study) 
     plan = study.plan(max_bytes=BUDGET, name="edited")
     name = next(iter(plan.assignment))
     changed = replace(plan, assignment=plan.assignment | {name: "q8_0"})
-    realised = {t.component: t.realised for t in read_artifact(study.export(changed)).tensors}
+    realised = {
+        t.component: t.realised for t in read_artifact(study.export(changed)).tensors
+    }
     assert realised[name] == "q8_0"
 
 
@@ -93,7 +136,10 @@ def test_a_plan_that_was_changed_in_python_is_what_is_exported(study: kl.Study) 
         (lambda s: s.measure(windows=-1), "--windows -1: expected"),
         (lambda s: s.plan(max_bytes="4 stones"), "is not a size; give for example 90MB"),
         (lambda s: s.plan(budgets=3), "plan has no setting 'budgets'; it has"),
-        (lambda s: s.plan(minimise="speed"), "--minimise speed: expected one of bytes, kl, seconds"),
+        (
+            lambda s: s.plan(minimise="speed"),
+            "--minimise speed: expected one of bytes, kl, seconds",
+        ),
         (lambda s: s.plan(), "say what to plan"),
         (lambda s: s.export("nothing-of-the-kind"), "nothing-of-the-kind"),
         (lambda s: kl.Study(target="onnx"), "no target is called 'onnx'"),
@@ -101,7 +147,9 @@ def test_a_plan_that_was_changed_in_python_is_what_is_exported(study: kl.Study) 
         (lambda s: kl.generate("nowhere.gguf", "x"), "nowhere.gguf"),
     ],
 )
-def test_python_callers_get_the_clear_errors_of_the_command_line(study: kl.Study, call, message: str) -> None:
+def test_python_callers_get_the_clear_errors_of_the_command_line(
+    study: kl.Study, call, message: str
+) -> None:
     with pytest.raises(kl.KLLensError) as raised:
         call(study)
     assert message in str(raised.value)

@@ -23,7 +23,9 @@ ARCHITECTURES = {
 }
 
 # Of the shipped folder, where they are not the defaults.
-OPTIONS = {"hymba": " --share 0.2 --minutes 2.2 --evaluations 5 --tokenizer reference/mamba/tokenizer.json"}
+OPTIONS = {
+    "hymba": " --share 0.2 --minutes 2.2 --evaluations 5 --tokenizer reference/mamba/tokenizer.json"
+}
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -32,17 +34,26 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 def write_card(folder: Path, ngram: dict[str, float]) -> None:
     """Reads ``training.json`` in the folder and writes ``README.md`` beside it."""
-    _write(folder / "README.md", card(json.loads((folder / "training.json").read_text("utf-8")), ngram))
+    _write(
+        folder / "README.md",
+        card(json.loads((folder / "training.json").read_text("utf-8")), ngram),
+    )
 
 
 def card(report: dict[str, Any], ngram: dict[str, float]) -> str:
-    name, test, data = report["model"], report["test"], report["data"]
+    name = report["model"]
+    test = report["test"]
+    data = report["data"]
     last = min(report["history"], key=lambda r: r["wikitext2"] + r["enwik8"])
     sources = "\n".join(
         f"| {title} | {licence} | {data[key]['documents']:,} | {data[key]['tokens'] / 1e6:.1f} M "
         f"| {MIXTURE[key]:.0%} | {MIXTURE[key] * report['tokens'] / data[key]['tokens']:.1f} |"
         for key, title, licence in (
-            ("enwik8", "English Wikipedia of 2006 (enwik8, plain text)", "CC BY-SA / GFDL"),
+            (
+                "enwik8",
+                "English Wikipedia of 2006 (enwik8, plain text)",
+                "CC BY-SA / GFDL",
+            ),
             ("gutenberg", "Books from Project Gutenberg", "public domain in the USA"),
             ("wikitext2", "WikiText-2 (raw) train", "CC BY-SA 3.0"),
         )
@@ -54,7 +65,11 @@ def card(report: dict[str, Any], ngram: dict[str, float]) -> str:
         else f"AdamW (rate {report['adam_rate']}, betas 0.9 and 0.95, weight decay 0.1)"
     )
     others = " and ".join(report["trained_beside"])
-    tokens_of = " (that of the others)" if name == "hymba" else " trained on the training text below"
+    tokens_of = (
+        " (that of the others)"
+        if name == "hymba"
+        else " trained on the training text below"
+    )
     beside = f", shared with the training of {others}" if others else ""
     return f"""---
 license: apache-2.0

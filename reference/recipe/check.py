@@ -20,7 +20,9 @@ def check_scans(device: str, batch: int = 3, length: int = 200) -> dict[str, flo
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(device).requires_grad_()
 
-    x, b, c = random(batch, length, 64), random(batch, length, 16), random(batch, length, 16)
+    x = random(batch, length, 64)
+    b = random(batch, length, 16)
+    c = random(batch, length, 16)
     dt = (random(batch, length, 64).detach() - 2).exp().requires_grad_()
     a = (-random(64, 16).detach().exp()).requires_grad_()
     weight = random(batch, length, 64).detach()
@@ -35,13 +37,17 @@ def check_scans(device: str, batch: int = 3, length: int = 200) -> dict[str, flo
 
     def plain(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
         every_channel = a.repeat_interleave(16)[:, None].expand(-1, b.shape[-1])
-        return plain_selective_scan(x.flatten(-2), dt.repeat_interleave(16, -1), every_channel, b, c)
+        return plain_selective_scan(
+            x.flatten(-2), dt.repeat_interleave(16, -1), every_channel, b, c
+        )
 
     mamba2 = _compare([heads, head_dt, head_a, b, c], weight, chunked, plain)
     errors = {"selective scan": mamba, "chunked scan": mamba2}
     for name, error in errors.items():
         if not error < 1e-4:
-            raise SystemExit(f"{name}: relative error {error:.2e} against the plain recurrence on {device}")
+            raise SystemExit(
+                f"{name}: relative error {error:.2e} against the plain recurrence on {device}"
+            )
     return errors
 
 

@@ -28,7 +28,11 @@ BATCH = 64
 
 def components(model: nn.Module) -> dict[str, nn.Parameter]:
     """Every matrix that is multiplied; the head is the embedding."""
-    found = {n: m.weight for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"}
+    found = {
+        n: m.weight
+        for n, m in model.named_modules()
+        if isinstance(m, nn.Linear) and n != "lm_head"
+    }
     return {"model.embed_tokens": model.get_input_embeddings().weight, **found}
 
 
@@ -38,7 +42,9 @@ def log_probabilities(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def compared(model: nn.Module, teacher: list[Tensor], ids: Tensor) -> dict[str, list[float]]:
+def compared(
+    model: nn.Module, teacher: list[Tensor], ids: Tensor
+) -> dict[str, list[float]]:
     """By window: mean KL(teacher‖student), and the change of cross-entropy of all tokens but the first."""
     result: dict[str, list[float]] = {"kl": [], "delta_cross_entropy": []}
     for before, block in zip(teacher, ids.split(BATCH), strict=True):
@@ -53,22 +59,33 @@ def compared(model: nn.Module, teacher: list[Tensor], ids: Tensor) -> dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--windows", type=Path, required=True)
     parser.add_argument("--formats", nargs="+", default=["int4", "int8"])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     args = parser.parse_args()
     torch.set_float32_matmul_precision("highest")
     kl_lens_models.register()
-    hymba.mamba_selective_scan, hymba.causal_conv1d_fn = models._hymba_scan, models._hymba_convolution
-    model = hymba.HymbaForCausalLM.from_pretrained(args.folder, dtype=torch.float32).to(args.device).eval()
+    hymba.mamba_selective_scan = models._hymba_scan
+    hymba.causal_conv1d_fn = models._hymba_convolution
+    model = (
+        hymba.HymbaForCausalLM.from_pretrained(args.folder, dtype=torch.float32)
+        .to(args.device)
+        .eval()
+    )
     texts = {
-        name: torch.from_numpy(ids).long().to(args.device) for name, ids in np.load(args.windows).items()
+        name: torch.from_numpy(ids).long().to(args.device)
+        for name, ids in np.load(args.windows).items()
     }
     teachers = {
-        name: [log_probabilities(model, block) for block in ids.split(BATCH)] for name, ids in texts.items()
+        name: [log_probabilities(model, block) for block in ids.split(BATCH)]
+        for name, ids in texts.items()
     }
     base = {
         name: float(

@@ -29,7 +29,9 @@ class Corpus:
             for file in path.glob("text/*/*"):
                 self._files["/".join(file.parts[-2:])] = file.read_bytes()
         else:
-            with tarfile.open(fileobj=io.BytesIO(path.read_bytes()), mode="r:*") as archive:
+            with tarfile.open(
+                fileobj=io.BytesIO(path.read_bytes()), mode="r:*"
+            ) as archive:
                 for member in archive:
                     parts = Path(member.name).parts
                     if member.isfile() and len(parts) >= 3 and parts[-3] == "text":
@@ -37,7 +39,9 @@ class Corpus:
                         assert extracted is not None
                         self._files["/".join(parts[-2:])] = extracted.read()
         if not self._files:
-            raise SystemExit(f"{path}: no text/<source>/<file> entries found; expected the training archive")
+            raise SystemExit(
+                f"{path}: no text/<source>/<file> entries found; expected the training archive"
+            )
 
     def training_documents(self) -> dict[str, list[str]]:
         """Source name to its documents, in file order."""
@@ -60,19 +64,24 @@ class Corpus:
 
     def _text(self, name: str) -> str:
         if name not in self._files:
-            raise SystemExit(f"the training archive has no text/{name}; it holds {sorted(self._files)}")
+            raise SystemExit(
+                f"the training archive has no text/{name}; it holds {sorted(self._files)}"
+            )
         return self._files[name].decode("utf-8")
 
     def _books(self) -> list[str]:
         """Books lie end to end, separated by two newlines; the index holds their lengths in bytes."""
         raw = self._files["gutenberg/gutenberg_kg.train.txt"]
-        books, offset = [], 0
+        books = []
+        offset = 0
         for entry in json.loads(self._files["gutenberg/index.json"]):
             if entry["split"] == "train":
                 books.append(raw[offset : offset + entry["bytes"]].decode("utf-8"))
                 offset += entry["bytes"] + 2
         if offset - 2 != len(raw):
-            raise SystemExit("gutenberg/index.json does not add up to the length of the training file")
+            raise SystemExit(
+                "gutenberg/index.json does not add up to the length of the training file"
+            )
         return books
 
 
@@ -89,7 +98,9 @@ def wikitext_articles(raw: str) -> list[str]:
     for before, row, after in zip(rows, rows[1:], rows[2:], strict=False):
         if not row.strip():
             continue
-        is_title = _WIKITEXT_TITLE.fullmatch(row) and not before.strip() and not after.strip()
+        is_title = (
+            _WIKITEXT_TITLE.fullmatch(row) and not before.strip() and not after.strip()
+        )
         if is_title or not articles:
             articles.append([])
         articles[-1].append(row)

@@ -24,15 +24,24 @@ def windows(ids: np.ndarray, window: int = WINDOW) -> torch.Tensor:
 
 
 @torch.no_grad()
-@torch.compiler.set_stance("force_eager")  # other shapes than in training: not worth a compilation
+@torch.compiler.set_stance(
+    "force_eager"
+)  # other shapes than in training: not worth a compilation
 def mean_loss(
-    model: LanguageModel, ids: np.ndarray, device: str, window: int = WINDOW, batch: int = 64
+    model: LanguageModel,
+    ids: np.ndarray,
+    device: str,
+    window: int = WINDOW,
+    batch: int = 64,
 ) -> float:
     """Mean cross-entropy in nats; every window predicts all of its tokens but the first."""
-    total, count = 0.0, 0
+    total = 0.0
+    count = 0
     for block in windows(ids, window).split(batch):
         block = block.to(device)
-        losses = next_token_losses(model.features(block[:, :-1]), model.embedding_weight(), block[:, 1:])
+        losses = next_token_losses(
+            model.features(block[:, :-1]), model.embedding_weight(), block[:, 1:]
+        )
         total += float(losses.double().sum())
         count += losses.numel()
     return total / count
@@ -42,7 +51,9 @@ def saved_model(folder: Path, device: str) -> LanguageModel:
     """The checkpoint of a folder in our own modules: FP16 values, computed in float32."""
     kl_lens_models.register()
     model = language_model(AutoConfig.from_pretrained(folder))
-    model.load_state_dict({k: v.float() for k, v in load_file(folder / "model.safetensors").items()})
+    model.load_state_dict(
+        {k: v.float() for k, v in load_file(folder / "model.safetensors").items()}
+    )
     return model.to(device)
 
 

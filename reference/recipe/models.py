@@ -24,61 +24,132 @@ from kl_lens.model.architectures import hymba
 HIDDEN = 256
 # Large enough for the GPT-NeoX vocabulary, as in the published checkpoints.
 PUBLISHED = {"mamba-130m": 50280, "mamba2-130m": 50288, "hybrid-139m": 50288}
-_SPECIAL = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "tie_word_embeddings": True}
+_SPECIAL = {
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+    "tie_word_embeddings": True,
+}
 
 
 def configuration(name: str) -> PretrainedConfig:
     """The transformers configuration of a reference model, or of one at a published shape."""
     if name == "mamba-130m":
         return MambaConfig(
-            vocab_size=PUBLISHED[name], hidden_size=768, num_hidden_layers=24, state_size=16, time_step_rank=48,
-            architectures=["MambaForCausalLM"], dtype="float16", **_SPECIAL,
-        )  # fmt: skip
+            vocab_size=PUBLISHED[name],
+            hidden_size=768,
+            num_hidden_layers=24,
+            state_size=16,
+            time_step_rank=48,
+            architectures=["MambaForCausalLM"],
+            dtype="float16",
+            **_SPECIAL,
+        )
     if name == "mamba2-130m":
         return Mamba2Config(
-            vocab_size=PUBLISHED[name], hidden_size=768, num_hidden_layers=24, state_size=128, n_groups=1,
-            head_dim=64, num_heads=24, chunk_size=256,
-            architectures=["Mamba2ForCausalLM"], dtype="float16", **_SPECIAL,
-        )  # fmt: skip
+            vocab_size=PUBLISHED[name],
+            hidden_size=768,
+            num_hidden_layers=24,
+            state_size=128,
+            n_groups=1,
+            head_dim=64,
+            num_heads=24,
+            chunk_size=256,
+            architectures=["Mamba2ForCausalLM"],
+            dtype="float16",
+            **_SPECIAL,
+        )
     if name == "hybrid-139m":
         return FalconH1Config(
-            vocab_size=PUBLISHED[name], hidden_size=768, num_hidden_layers=10, intermediate_size=2048,
-            num_attention_heads=12, num_key_value_heads=4, mamba_d_ssm=1536, mamba_expand=2,
-            mamba_n_heads=24, mamba_d_head=64, mamba_d_state=128, mamba_n_groups=1, mamba_chunk_size=256,
-            mamba_rms_norm=False, max_position_embeddings=2048,
-            architectures=["FalconH1ForCausalLM"], dtype="float16", **_SPECIAL,
-        )  # fmt: skip
+            vocab_size=PUBLISHED[name],
+            hidden_size=768,
+            num_hidden_layers=10,
+            intermediate_size=2048,
+            num_attention_heads=12,
+            num_key_value_heads=4,
+            mamba_d_ssm=1536,
+            mamba_expand=2,
+            mamba_n_heads=24,
+            mamba_d_head=64,
+            mamba_d_state=128,
+            mamba_n_groups=1,
+            mamba_chunk_size=256,
+            mamba_rms_norm=False,
+            max_position_embeddings=2048,
+            architectures=["FalconH1ForCausalLM"],
+            dtype="float16",
+            **_SPECIAL,
+        )
     if name == "mamba":
         # A rank of 16 leaves dt_proj with 16 columns: too few for 32-wide GGUF blocks, as in
         # mamba-130m (48), so the fallback path is exercised by a real model.
         return MambaConfig(
-            vocab_size=VOCABULARY, hidden_size=HIDDEN, num_hidden_layers=10, state_size=16,
-            time_step_rank=16, architectures=["MambaForCausalLM"], dtype="float16", **_SPECIAL,
-        )  # fmt: skip
+            vocab_size=VOCABULARY,
+            hidden_size=HIDDEN,
+            num_hidden_layers=10,
+            state_size=16,
+            time_step_rank=16,
+            architectures=["MambaForCausalLM"],
+            dtype="float16",
+            **_SPECIAL,
+        )
     if name == "mamba2":
         return Mamba2Config(
-            vocab_size=VOCABULARY, hidden_size=HIDDEN, num_hidden_layers=10, state_size=64, n_groups=1,
-            head_dim=32, num_heads=2 * HIDDEN // 32, chunk_size=64,
-            architectures=["Mamba2ForCausalLM"], dtype="float16", **_SPECIAL,
-        )  # fmt: skip
+            vocab_size=VOCABULARY,
+            hidden_size=HIDDEN,
+            num_hidden_layers=10,
+            state_size=64,
+            n_groups=1,
+            head_dim=32,
+            num_heads=2 * HIDDEN // 32,
+            chunk_size=64,
+            architectures=["Mamba2ForCausalLM"],
+            dtype="float16",
+            **_SPECIAL,
+        )
     if name == "hybrid":
         return FalconH1Config(
-            vocab_size=VOCABULARY, hidden_size=HIDDEN, num_hidden_layers=6, intermediate_size=512,
-            num_attention_heads=4, num_key_value_heads=2, mamba_d_ssm=256, mamba_expand=1,
-            mamba_n_heads=8, mamba_d_head=32, mamba_d_state=32, mamba_n_groups=1, mamba_chunk_size=64,
-            mamba_rms_norm=False, max_position_embeddings=2048,
-            architectures=["FalconH1ForCausalLM"], dtype="float16", **_SPECIAL,
-        )  # fmt: skip
+            vocab_size=VOCABULARY,
+            hidden_size=HIDDEN,
+            num_hidden_layers=6,
+            intermediate_size=512,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            mamba_d_ssm=256,
+            mamba_expand=1,
+            mamba_n_heads=8,
+            mamba_d_head=32,
+            mamba_d_state=32,
+            mamba_n_groups=1,
+            mamba_chunk_size=64,
+            mamba_rms_norm=False,
+            max_position_embeddings=2048,
+            architectures=["FalconH1ForCausalLM"],
+            dtype="float16",
+            **_SPECIAL,
+        )
     if name == "hymba":
         # The published pattern in small: global attention first, in the middle and last, neighbours in between that
         # share keys and values, and a window shorter than the text.
         return hymba.HymbaConfig(
-            vocab_size=VOCABULARY, hidden_size=128, num_hidden_layers=8, intermediate_size=192,
-            num_attention_heads=4, num_key_value_heads=2, mamba_d_state=16, mamba_dt_rank=8,
-            num_memory_tokens=32, sliding_window=256, global_attn_idx=[0, 4, 7],
-            kv_reuse_group=[[1, 2, 3], [5, 6]], max_position_embeddings=2048, rope_type="default",
-            architectures=["HymbaForCausalLM"], dtype="float16", **_SPECIAL,
-        )  # fmt: skip
+            vocab_size=VOCABULARY,
+            hidden_size=128,
+            num_hidden_layers=8,
+            intermediate_size=192,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            mamba_d_state=16,
+            mamba_dt_rank=8,
+            num_memory_tokens=32,
+            sliding_window=256,
+            global_attn_idx=[0, 4, 7],
+            kv_reuse_group=[[1, 2, 3], [5, 6]],
+            max_position_embeddings=2048,
+            rope_type="default",
+            architectures=["HymbaForCausalLM"],
+            dtype="float16",
+            **_SPECIAL,
+        )
     raise SystemExit(
         f"unknown model {name!r}: expected mamba, mamba2, hybrid, hymba or {', '.join(PUBLISHED)}"
     )
@@ -92,7 +163,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.float()
-        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.epsilon))
+        return self.weight * (
+            x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.epsilon)
+        )
 
 
 class CausalConv(nn.Module):
@@ -100,13 +173,18 @@ class CausalConv(nn.Module):
 
     def __init__(self, channels: int, taps: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, 1, taps).uniform_(-(taps**-0.5), taps**-0.5))
+        self.weight = nn.Parameter(
+            torch.empty(channels, 1, taps).uniform_(-(taps**-0.5), taps**-0.5)
+        )
         self.bias = nn.Parameter(torch.zeros(channels))
 
     def forward(self, x: Tensor) -> Tensor:  # [b, l, channels]
-        taps, length = self.weight.shape[-1], x.shape[1]
+        taps = self.weight.shape[-1]
+        length = x.shape[1]
         padded = F.pad(x, (0, 0, taps - 1, 0))
-        total = self.bias + sum(padded[:, k : k + length] * self.weight[:, 0, k] for k in range(taps))
+        total = self.bias + sum(
+            padded[:, k : k + length] * self.weight[:, 0, k] for k in range(taps)
+        )
         return F.silu(total).to(x.dtype)
 
 
@@ -125,7 +203,9 @@ def initial_time_steps(count: int) -> Tensor:
 class MambaMixer(nn.Module):
     def __init__(self, config: MambaConfig) -> None:
         super().__init__()
-        inner, state, rank = config.intermediate_size, config.state_size, int(config.time_step_rank)
+        inner = config.intermediate_size
+        state = config.state_size
+        rank = int(config.time_step_rank)
         self.sizes = [rank, state, state]
         self.in_proj = linear(config.hidden_size, 2 * inner)
         self.conv1d = CausalConv(inner, config.conv_kernel)
@@ -141,7 +221,9 @@ class MambaMixer(nn.Module):
         x, gate = self.in_proj(hidden).chunk(2, -1)
         x = self.conv1d(x)
         low_rank, b, c = self.x_proj(x).split(self.sizes, -1)
-        dt = F.softplus(F.linear(low_rank, self.dt_proj.weight).float() + self.dt_proj.bias)
+        dt = F.softplus(
+            F.linear(low_rank, self.dt_proj.weight).float() + self.dt_proj.bias
+        )
         y = selective_scan(x, dt, -self.A_log.exp(), b, c)
         return self.out_proj(((y + self.D * x) * F.silu(gate.float())).to(gate.dtype))
 
@@ -163,7 +245,8 @@ class Mamba2Mixer(nn.Module):
         super().__init__()
         inner = heads * width
         # Any chunk gives the same result; short ones need less memory for the gradients.
-        self.heads, self.chunk = heads, min(chunk, 64)
+        self.heads = heads
+        self.chunk = min(chunk, 64)
         self.sizes = [inner, inner + 2 * state, heads]
         self.conv_sizes = [inner, state, state]
         self.in_proj = linear(hidden, sum(self.sizes))
@@ -211,9 +294,13 @@ class Attention(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         split = lambda t: t.unflatten(-1, (-1, self.width)).transpose(1, 2)  # noqa: E731
-        q, k, v = split(self.q_proj(hidden)), split(self.k_proj(hidden)), split(self.v_proj(hidden))
-        q, k = self.rotate(q).to(v.dtype), self.rotate(k).to(v.dtype)
-        k, v = k.repeat_interleave(self.repeats, 1), v.repeat_interleave(self.repeats, 1)
+        q = split(self.q_proj(hidden))
+        k = split(self.k_proj(hidden))
+        v = split(self.v_proj(hidden))
+        q = self.rotate(q).to(v.dtype)
+        k = self.rotate(k).to(v.dtype)
+        k = k.repeat_interleave(self.repeats, 1)
+        v = v.repeat_interleave(self.repeats, 1)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.o_proj(mixed.transpose(1, 2).flatten(-2))
 
@@ -223,7 +310,11 @@ class Attention(nn.Module):
         angle = torch.arange(x.shape[-2], device=x.device)[:, None] * frequency
         first, second = x.float().chunk(2, -1)
         return torch.cat(
-            [first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()], -1
+            [
+                first * angle.cos() - second * angle.sin(),
+                second * angle.cos() + first * angle.sin(),
+            ],
+            -1,
         )
 
 
@@ -245,9 +336,15 @@ class HybridBlock(nn.Module):
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mamba = Mamba2Mixer(
-            config.hidden_size, config.mamba_n_heads, config.mamba_d_head, config.mamba_d_state,
-            config.mamba_d_conv, config.mamba_chunk_size, gated_norm=False, epsilon=config.rms_norm_eps,
-        )  # fmt: skip
+            config.hidden_size,
+            config.mamba_n_heads,
+            config.mamba_d_head,
+            config.mamba_d_state,
+            config.mamba_d_conv,
+            config.mamba_chunk_size,
+            gated_norm=False,
+            epsilon=config.rms_norm_eps,
+        )
         self.self_attn = Attention(config)
         self.pre_ff_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.feed_forward = FeedForward(config.hidden_size, config.intermediate_size)
@@ -265,9 +362,15 @@ def _block(config: PretrainedConfig) -> nn.Module:
         mixer: nn.Module = MambaMixer(config)
     else:
         mixer = Mamba2Mixer(
-            config.hidden_size, config.num_heads, config.head_dim, config.state_size,
-            config.conv_kernel, config.chunk_size, gated_norm=True, epsilon=config.layer_norm_epsilon,
-        )  # fmt: skip
+            config.hidden_size,
+            config.num_heads,
+            config.head_dim,
+            config.state_size,
+            config.conv_kernel,
+            config.chunk_size,
+            gated_norm=True,
+            epsilon=config.layer_norm_epsilon,
+        )
     return MixerBlock(mixer, config.hidden_size, config.layer_norm_epsilon)
 
 
@@ -278,18 +381,27 @@ class LanguageModel(nn.Module):
         super().__init__()
         hybrid = isinstance(config, FalconH1Config)
         self.trunk, self.embedding, self.final_norm = (
-            ("model", "embed_tokens", "final_layernorm") if hybrid else ("backbone", "embeddings", "norm_f")
+            ("model", "embed_tokens", "final_layernorm")
+            if hybrid
+            else ("backbone", "embeddings", "norm_f")
         )
         trunk = nn.Module()
-        trunk.add_module(self.embedding, nn.Embedding(config.vocab_size, config.hidden_size))
-        trunk.add_module("layers", nn.ModuleList(_block(config) for _ in range(config.num_hidden_layers)))
+        trunk.add_module(
+            self.embedding, nn.Embedding(config.vocab_size, config.hidden_size)
+        )
+        trunk.add_module(
+            "layers",
+            nn.ModuleList(_block(config) for _ in range(config.num_hidden_layers)),
+        )
         epsilon = config.rms_norm_eps if hybrid else config.layer_norm_epsilon
         trunk.add_module(self.final_norm, RMSNorm(config.hidden_size, epsilon))
         self.add_module(self.trunk, trunk)
         nn.init.normal_(self.embedding_weight(), std=0.02)
         with torch.no_grad():  # keep the residual stream's variance level with depth
             for name, parameter in self.named_parameters():
-                if name.endswith(("out_proj.weight", "o_proj.weight", "down_proj.weight")):
+                if name.endswith(
+                    ("out_proj.weight", "o_proj.weight", "down_proj.weight")
+                ):
                     parameter /= math.sqrt(2 * config.num_hidden_layers)
 
     def embedding_weight(self) -> nn.Parameter:
@@ -315,7 +427,8 @@ class HymbaLanguageModel(nn.Module):
     def __init__(self, config: hymba.HymbaConfig) -> None:
         super().__init__()
         kl_lens_models.register()
-        hymba.mamba_selective_scan, hymba.causal_conv1d_fn = _hymba_scan, _hymba_convolution
+        hymba.mamba_selective_scan = _hymba_scan
+        hymba.causal_conv1d_fn = _hymba_convolution
         self.model = hymba.HymbaModel(config)
         inner = config.inner_size
         with torch.no_grad():
@@ -324,12 +437,16 @@ class HymbaLanguageModel(nn.Module):
                     steps = parameter.dim() == 1
                     rank = config.mamba_dt_rank
                     parameter.copy_(
-                        initial_time_steps(inner) if steps else parameter.uniform_(-1, 1) * rank**-0.5
+                        initial_time_steps(inner)
+                        if steps
+                        else parameter.uniform_(-1, 1) * rank**-0.5
                     )
                 elif "_proj" in name:
                     parameter.normal_(std=0.6 * parameter.shape[1] ** -0.5)
                 elif name.endswith("conv1d.weight"):
-                    parameter.uniform_(-(config.mamba_d_conv**-0.5), config.mamba_d_conv**-0.5)
+                    parameter.uniform_(
+                        -(config.mamba_d_conv**-0.5), config.mamba_d_conv**-0.5
+                    )
                 elif name.endswith(("memory_tokens", "embed_tokens.weight")):
                     parameter.normal_(std=0.02)
                 if name.endswith(("out_proj.weight", "down_proj.weight")):
@@ -348,16 +465,24 @@ class HymbaLanguageModel(nn.Module):
 def _hymba_scan(
     x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, D: Tensor, z: Tensor, **_: Any
 ) -> Tensor:
-    x, gate = x.mT.contiguous(), z.mT
+    x = x.mT.contiguous()
+    gate = z.mT
     dt = F.softplus(dt.mT.float()).contiguous()
-    y = selective_scan(x, dt, a, b.mT.to(x.dtype).contiguous(), c.mT.to(x.dtype).contiguous())
+    y = selective_scan(
+        x, dt, a, b.mT.to(x.dtype).contiguous(), c.mT.to(x.dtype).contiguous()
+    )
     return ((y + D * x) * F.silu(gate.float())).mT
 
 
-def _hymba_convolution(x: Tensor, weight: Tensor, bias: Tensor, activation: str = "silu") -> Tensor:
-    taps, length = weight.shape[1], x.shape[2]
+def _hymba_convolution(
+    x: Tensor, weight: Tensor, bias: Tensor, activation: str = "silu"
+) -> Tensor:
+    taps = weight.shape[1]
+    length = x.shape[2]
     padded = F.pad(x, (taps - 1, 0))
-    total = bias[:, None] + sum(padded[:, :, k : k + length] * weight[:, k, None] for k in range(taps))
+    total = bias[:, None] + sum(
+        padded[:, :, k : k + length] * weight[:, k, None] for k in range(taps)
+    )
     return F.silu(total).to(x.dtype)
 
 
@@ -368,4 +493,6 @@ def language_model(config: PretrainedConfig) -> nn.Module:
 def next_token_losses(features: Tensor, head: Tensor, targets: Tensor) -> Tensor:
     """Cross-entropy of each target in nats, [b, l]."""
     logits = F.linear(features, head).float()
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
+    return F.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), reduction="none"
+    ).view(targets.shape)

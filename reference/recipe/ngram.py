@@ -25,7 +25,8 @@ class _Level:
     """The n-grams of one order with their (continuation) counts, and sums per context."""
 
     def __init__(self, grams: np.ndarray, counts: np.ndarray) -> None:
-        self.grams, self.counts = grams, counts
+        self.grams = grams
+        self.counts = counts
         self.discounts = _discounts(counts)
         context = grams >> BITS
         self.contexts, first = np.unique(context, return_index=True)
@@ -53,7 +54,9 @@ class KneserNey:
         grams, counts = np.unique(pack(ids, ORDER), return_counts=True)
         for order in range(ORDER, 0, -1):
             self.levels.append(_Level(grams, counts))
-            if order > 1:  # below the top, count the distinct tokens that precede an n-gram
+            if (
+                order > 1
+            ):  # below the top, count the distinct tokens that precede an n-gram
                 suffix = grams & ((1 << (BITS * (order - 1))) - 1)
                 grams, counts = np.unique(suffix, return_counts=True)
         self.levels.reverse()
@@ -63,17 +66,28 @@ class KneserNey:
         windows = pack(ids, ORDER)
         probability = np.full(len(windows), 1.0 / self.vocabulary)
         for order, level in enumerate(self.levels, start=1):
-            probability = level.interpolate(windows & ((1 << (BITS * order)) - 1), probability)
+            probability = level.interpolate(
+                windows & ((1 << (BITS * order)) - 1), probability
+            )
         return np.log(probability)
 
 
 def _discounts(counts: np.ndarray) -> np.ndarray:
     """What an n-gram seen 0, 1, 2, or 3 and more times gives up."""
     ones, twos, threes, fours = (int((counts == k).sum()) for k in (1, 2, 3, 4))
-    if not (ones and twos and threes):  # a level so full that the closed forms are undefined
+    if not (
+        ones and twos and threes
+    ):  # a level so full that the closed forms are undefined
         return np.array([0.0, 0.5, 0.5, 0.5])
     y = ones / (ones + 2 * twos)
-    return np.array([0.0, 1 - 2 * y * twos / ones, 2 - 3 * y * threes / twos, 3 - 4 * y * fours / threes])
+    return np.array(
+        [
+            0.0,
+            1 - 2 * y * twos / ones,
+            2 - 3 * y * threes / twos,
+            3 - 4 * y * fours / threes,
+        ]
+    )
 
 
 def _find(table: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -30,7 +30,9 @@ class Muon:
         by_shape: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
         for parameter in parameters:
             by_shape[parameter.shape].append(parameter)
-        self.groups = [(group, torch.zeros_like(torch.stack(group))) for group in by_shape.values()]
+        self.groups = [
+            (group, torch.zeros_like(torch.stack(group))) for group in by_shape.values()
+        ]
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
@@ -48,7 +50,8 @@ class Optimizer:
     """Both optimizers behind one ``step(scale)``; scale is the schedule's value in [0, 1]."""
 
     def __init__(self, model: nn.Module, muon_rate: float, adam_rate: float) -> None:
-        matrices, others = [], []
+        matrices = []
+        others = []
         for name, parameter in model.named_parameters():
             is_matrix = (
                 parameter.dim() == 2
@@ -57,15 +60,23 @@ class Optimizer:
             )
             (matrices if is_matrix and muon_rate > 0 else others).append(parameter)
         self.parameters = matrices + others
-        self.muon_rate, self.adam_rate = muon_rate, adam_rate
+        self.muon_rate = muon_rate
+        self.adam_rate = adam_rate
         self.muon = Muon(matrices) if matrices else None
         decayed = [p for p in others if p.dim() == 2 and p.shape[1] >= 256]
         plain = [p for p in others if not (p.dim() == 2 and p.shape[1] >= 256)]
         self.adam = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": WEIGHT_DECAY if not matrices else 0.01},
-             {"params": plain, "weight_decay": 0.0}],
-            lr=adam_rate, betas=(0.9, 0.95), fused=others[0].is_cuda,
-        )  # fmt: skip
+            [
+                {
+                    "params": decayed,
+                    "weight_decay": WEIGHT_DECAY if not matrices else 0.01,
+                },
+                {"params": plain, "weight_decay": 0.0},
+            ],
+            lr=adam_rate,
+            betas=(0.9, 0.95),
+            fused=others[0].is_cuda,
+        )
 
     def step(self, scale: float) -> None:
         torch.nn.utils.clip_grad_norm_(self.parameters, 1.0, foreach=True)

@@ -20,7 +20,11 @@ from tokenizers import Tokenizer
 
 
 def tokenise(
-    corpus_path: Path, work: Path, tokenizer_file: Path | None, share: float, vocabulary: int
+    corpus_path: Path,
+    work: Path,
+    tokenizer_file: Path | None,
+    share: float,
+    vocabulary: int,
 ) -> None:
     """Writes tokenizer, ids of every text and their sizes to ``work``, unless already there."""
     if (work / "facts.json").exists():
@@ -30,25 +34,41 @@ def tokenise(
     corpus = Corpus(corpus_path)
     documents = corpus.training_documents()
     if share < 1:  # whole documents from the front, up to that share of the characters
-        documents |= {name: first_share(documents[name], share) for name in ("enwik8", "gutenberg")}
+        documents |= {
+            name: first_share(documents[name], share) for name in ("enwik8", "gutenberg")
+        }
     print(f"corpus read, {time.monotonic() - started:.0f} s", flush=True)
     if tokenizer_file is not None:
         tokenizer = Tokenizer.from_file(str(tokenizer_file))
     else:
-        tokenizer = bpe.train_tokenizer((text for texts in documents.values() for text in texts), vocabulary)
+        tokenizer = bpe.train_tokenizer(
+            (text for texts in documents.values() for text in texts), vocabulary
+        )
     bpe.save_tokenizer(tokenizer, work)
     print(f"tokenizer ready, {time.monotonic() - started:.0f} s", flush=True)
 
     facts: dict[str, dict[str, int]] = {}
-    ids = {name: bpe.encode_documents(tokenizer, texts) for name, texts in documents.items()}
+    ids = {
+        name: bpe.encode_documents(tokenizer, texts) for name, texts in documents.items()
+    }
     for name, texts in documents.items():
-        facts[name] = {"documents": len(texts), "characters": sum(map(len, texts)), "tokens": len(ids[name])}
+        facts[name] = {
+            "documents": len(texts),
+            "characters": sum(map(len, texts)),
+            "tokens": len(ids[name]),
+        }
     held_out = {f"valid/{name}": text for name, text in corpus.validation_texts().items()}
     held_out["test/wikitext2"] = corpus.test_text()
     for name, text in held_out.items():
         ids[name] = bpe.encode_text(tokenizer, text)
-        facts[name] = {"words": len(text.split()), "characters": len(text), "tokens": len(ids[name])}
-    np.savez_compressed(work / "ids.npz", **{name.replace("/", "."): array for name, array in ids.items()})
+        facts[name] = {
+            "words": len(text.split()),
+            "characters": len(text),
+            "tokens": len(ids[name]),
+        }
+    np.savez_compressed(
+        work / "ids.npz", **{name.replace("/", "."): array for name, array in ids.items()}
+    )
     (work / "facts.json").write_text(json.dumps(facts, indent=2), encoding="utf-8")
     print(f"tokenised, {time.monotonic() - started:.0f} s: {facts}", flush=True)
 

@@ -9,14 +9,22 @@ import numpy as np
 import torch
 from models import LanguageModel
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+)
 
 MOST_BYTES = 12_000_000
 
 
 def save_checkpoint(model: LanguageModel, config: PretrainedConfig, folder: Path) -> None:
     """FP16 weights without the head, which ``tie_word_embeddings`` restores on loading."""
-    weights = {name: p.detach().half().cpu().contiguous() for name, p in model.state_dict().items()}
+    weights = {
+        name: p.detach().half().cpu().contiguous()
+        for name, p in model.state_dict().items()
+    }
     for name, weight in weights.items():
         if not torch.isfinite(weight).all():
             raise SystemExit(f"{name}: a weight is not finite in FP16; training diverged")
@@ -25,7 +33,9 @@ def save_checkpoint(model: LanguageModel, config: PretrainedConfig, folder: Path
     temporary.chmod(0o644)
     temporary.replace(folder / "model.safetensors")
     config.save_pretrained(folder)
-    GenerationConfig(bos_token_id=0, eos_token_id=0, pad_token_id=0).save_pretrained(folder)
+    GenerationConfig(bos_token_id=0, eos_token_id=0, pad_token_id=0).save_pretrained(
+        folder
+    )
 
 
 @torch.no_grad()
@@ -34,7 +44,9 @@ def verify_checkpoint(
 ) -> dict[str, float]:
     """Loads the folder with transformers alone and compares losses with our own modules."""
     torch.set_float32_matmul_precision("highest")
-    theirs, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    theirs, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
     wrong = {kind: keys for kind, keys in info.items() if keys and kind != "error_msgs"}
     if wrong:
         raise SystemExit(f"{folder}: transformers reports {wrong}")
@@ -44,9 +56,14 @@ def verify_checkpoint(
     theirs = theirs.to(device).eval()
     block = evaluate.windows(ids)[:count].to(device)
     logits = theirs(block).logits[:, :-1].float()
-    their_loss = float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), block[:, 1:].flatten()))
+    their_loss = float(
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), block[:, 1:].flatten())
+    )
     our_loss = evaluate.mean_loss(
-        evaluate.saved_model(folder, device), ids[: count * evaluate.WINDOW], device, batch=count
+        evaluate.saved_model(folder, device),
+        ids[: count * evaluate.WINDOW],
+        device,
+        batch=count,
     )
     if abs(their_loss - our_loss) > 1e-4:
         raise SystemExit(
@@ -55,4 +72,8 @@ def verify_checkpoint(
     size = sum(file.stat().st_size for file in folder.iterdir())
     if ships and size > MOST_BYTES:
         raise SystemExit(f"{folder}: {size} bytes; at most {MOST_BYTES} may ship")
-    return {"transformers_loss": their_loss, "recipe_loss": our_loss, "folder_bytes": size}
+    return {
+        "transformers_loss": their_loss,
+        "recipe_loss": our_loss,
+        "folder_bytes": size,
+    }

@@ -18,7 +18,19 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _forward(x, dt, a, b, c, y, states, length, D: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr):
+def _forward(
+    x,
+    dt,
+    a,
+    b,
+    c,
+    y,
+    states,
+    length,
+    D: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     n = tl.arange(0, N)
     tile = channel[:, None] * N + n[None, :]
@@ -26,26 +38,51 @@ def _forward(x, dt, a, b, c, y, states, length, D: tl.constexpr, N: tl.constexpr
     rate = tl.load(a + tile) * LOG2_E
     state = tl.zeros([BLOCK, N], dtype=tl.float32)
 
-    next_x, next_dt = tl.load(x + first * D + channel), tl.load(dt + first * D + channel)
-    next_b, next_c = tl.load(b + first * N + n), tl.load(c + first * N + n)
+    next_x = tl.load(x + first * D + channel)
+    next_dt = tl.load(dt + first * D + channel)
+    next_b = tl.load(b + first * N + n)
+    next_c = tl.load(c + first * N + n)
     for t in range(length):
         row = first + t
-        x_t, dt_t = next_x.to(tl.float32), next_dt.to(tl.float32)
-        b_t, c_t = next_b.to(tl.float32), next_c.to(tl.float32)
-        ahead = first + tl.minimum(t + 1, length - 1)  # fetch the next step while this one computes
-        next_x, next_dt = tl.load(x + ahead * D + channel), tl.load(dt + ahead * D + channel)
-        next_b, next_c = tl.load(b + ahead * N + n), tl.load(c + ahead * N + n)
+        x_t = next_x.to(tl.float32)
+        dt_t = next_dt.to(tl.float32)
+        b_t = next_b.to(tl.float32)
+        c_t = next_c.to(tl.float32)
+        ahead = first + tl.minimum(
+            t + 1, length - 1
+        )  # fetch the next step while this one computes
+        next_x = tl.load(x + ahead * D + channel)
+        next_dt = tl.load(dt + ahead * D + channel)
+        next_b = tl.load(b + ahead * N + n)
+        next_c = tl.load(c + ahead * N + n)
 
-        state = tl.exp2(dt_t[:, None] * rate) * state + (dt_t * x_t)[:, None] * b_t[None, :]
+        state = (
+            tl.exp2(dt_t[:, None] * rate) * state + (dt_t * x_t)[:, None] * b_t[None, :]
+        )
         tl.store(states + row * (D * N) + tile, state)
         tl.store(y + row * D + channel, tl.sum(state * c_t[None, :], axis=1))
 
 
 @triton.jit
 def _backward(
-    dy, x, dt, a, b, c, states, dx, ddt, da, db, dc, length, rows,
-    D: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    dy,
+    x,
+    dt,
+    a,
+    b,
+    c,
+    states,
+    dx,
+    ddt,
+    da,
+    db,
+    dc,
+    length,
+    rows,
+    D: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     block = tl.program_id(0)
     channel = block * BLOCK + tl.arange(0, BLOCK)
     n = tl.arange(0, N)
@@ -61,20 +98,26 @@ def _backward(
     last = first + length - 1
     state = tl.load(states + last * (D * N) + tile)
     before = tl.load(states + tl.maximum(last - 1, first) * (D * N) + tile)
-    next_x, next_dt = tl.load(x + last * D + channel), tl.load(dt + last * D + channel)
-    next_b, next_c = tl.load(b + last * N + n), tl.load(c + last * N + n)
+    next_x = tl.load(x + last * D + channel)
+    next_dt = tl.load(dt + last * D + channel)
+    next_b = tl.load(b + last * N + n)
+    next_c = tl.load(c + last * N + n)
     next_dy = tl.load(dy + last * D + channel)
     for step in range(length):
         t = length - 1 - step
         row = first + t
-        x_t, dt_t = next_x.to(tl.float32), next_dt.to(tl.float32)
-        b_t, c_t = next_b.to(tl.float32), next_c.to(tl.float32)
+        x_t = next_x.to(tl.float32)
+        dt_t = next_dt.to(tl.float32)
+        b_t = next_b.to(tl.float32)
+        c_t = next_c.to(tl.float32)
         dy_t = next_dy.to(tl.float32)
         previous = tl.where(t > 0, before, 0.0)
         ahead = first + tl.maximum(t - 1, 0)
         before = tl.load(states + (first + tl.maximum(t - 2, 0)) * (D * N) + tile)
-        next_x, next_dt = tl.load(x + ahead * D + channel), tl.load(dt + ahead * D + channel)
-        next_b, next_c = tl.load(b + ahead * N + n), tl.load(c + ahead * N + n)
+        next_x = tl.load(x + ahead * D + channel)
+        next_dt = tl.load(dt + ahead * D + channel)
+        next_b = tl.load(b + ahead * N + n)
+        next_c = tl.load(c + ahead * N + n)
         next_dy = tl.load(dy + ahead * D + channel)
 
         tl.store(dc + share + row * N + n, tl.sum(state * dy_t[:, None], axis=0))
@@ -83,7 +126,9 @@ def _backward(
         d_exponent = d_state * previous * decay  # gradient of dt_t * a
         d_rate += d_exponent * dt_t[:, None]
         fed = tl.sum(d_state * b_t[None, :], axis=1)
-        tl.store(db + share + row * N + n, tl.sum(d_state * (dt_t * x_t)[:, None], axis=0))
+        tl.store(
+            db + share + row * N + n, tl.sum(d_state * (dt_t * x_t)[:, None], axis=0)
+        )
         tl.store(dx + row * D + channel, fed * dt_t)
         tl.store(ddt + row * D + channel, tl.sum(d_exponent * rate, axis=1) + fed * x_t)
         d_state = d_state * decay
@@ -100,9 +145,19 @@ def scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor
     states = x.new_empty(batch, length, *a.shape, dtype=torch.float32)
     grid = (width // CHANNELS_PER_PROGRAM, batch)
     _forward[grid](
-        x, dt, a, b, c, y, states, length,
-        D=width, N=a.shape[1], BLOCK=CHANNELS_PER_PROGRAM, num_warps=WARPS,
-    )  # fmt: skip
+        x,
+        dt,
+        a,
+        b,
+        c,
+        y,
+        states,
+        length,
+        D=width,
+        N=a.shape[1],
+        BLOCK=CHANNELS_PER_PROGRAM,
+        num_warps=WARPS,
+    )
     return y, states
 
 
@@ -120,14 +175,31 @@ def scan_backward(
     dy, x, dt, a, b, c = (t.contiguous() for t in (dy, x, dt, a, b, c))
     batch, length, width = x.shape
     blocks = width // CHANNELS_PER_PROGRAM
-    dx, ddt = torch.empty_like(x), torch.empty_like(dt)
+    dx = torch.empty_like(x)
+    ddt = torch.empty_like(dt)
     da = a.new_empty(batch, *a.shape)
     db = a.new_empty(blocks, *b.shape)
     dc = a.new_empty(blocks, *c.shape)
     _backward[(blocks, batch)](
-        dy, x, dt, a, b, c, states, dx, ddt, da, db, dc, length, batch * length,
-        D=width, N=a.shape[1], BLOCK=CHANNELS_PER_PROGRAM, num_warps=WARPS,
-    )  # fmt: skip
+        dy,
+        x,
+        dt,
+        a,
+        b,
+        c,
+        states,
+        dx,
+        ddt,
+        da,
+        db,
+        dc,
+        length,
+        batch * length,
+        D=width,
+        N=a.shape[1],
+        BLOCK=CHANNELS_PER_PROGRAM,
+        num_warps=WARPS,
+    )
     return dx, ddt, da.sum(0), db.sum(0).to(b.dtype), dc.sum(0).to(c.dtype)
 
 

@@ -18,7 +18,9 @@ def train_tokenizer(documents: Iterable[str], vocabulary: int) -> Tokenizer:
     """GPT-2 style byte-level BPE; ``<|endoftext|>`` is token 0."""
     tokenizer = Tokenizer(models.BPE())
     # GPT-2's own split pattern: what llama.cpp calls the `gpt-2` pre-tokenizer.
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=True
+    )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary,
@@ -33,7 +35,10 @@ def train_tokenizer(documents: Iterable[str], vocabulary: int) -> Tokenizer:
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """Writes what ``AutoTokenizer`` needs; compact JSON, because the folder has a size limit."""
     content = json.loads(tokenizer.to_str())
-    _write(folder / "tokenizer.json", json.dumps(content, ensure_ascii=False, separators=(",", ":")))
+    _write(
+        folder / "tokenizer.json",
+        json.dumps(content, ensure_ascii=False, separators=(",", ":")),
+    )
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": END_OF_TEXT,
@@ -69,7 +74,8 @@ def _batches(documents: list[str]) -> Iterator[list[str]]:
         size += len(document)
         if size >= _BATCH_CHARACTERS:
             yield batch
-            batch, size = [], 0
+            batch = []
+            size = 0
     if batch:
         yield batch
 

@@ -37,32 +37,62 @@ SIDE_BY_SIDE = "KL_LENS_RECIPE_MODELS"
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument(
-        "--corpus", type=Path, required=True, help="corpus.tar.xz, or the folder it unpacks to"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--model", choices=[*MODELS, *PUBLISHED, "all"], nargs="+", required=True)
     parser.add_argument(
-        "--out", type=Path, required=True, help="folder to write (of several models: the parent)"
+        "--corpus",
+        type=Path,
+        required=True,
+        help="corpus.tar.xz, or the folder it unpacks to",
     )
-    parser.add_argument("--tokenizer", type=Path, help="reuse this tokenizer.json instead of training one")
-    parser.add_argument("--work", type=Path, help="keep the token ids and the n-gram result here")
-    parser.add_argument("--share", type=float, default=1.0, help="of enwik8 and the books; WikiText-2 whole")
+    parser.add_argument(
+        "--model", choices=[*MODELS, *PUBLISHED, "all"], nargs="+", required=True
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        help="folder to write (of several models: the parent)",
+    )
+    parser.add_argument(
+        "--tokenizer", type=Path, help="reuse this tokenizer.json instead of training one"
+    )
+    parser.add_argument(
+        "--work", type=Path, help="keep the token ids and the n-gram result here"
+    )
+    parser.add_argument(
+        "--share",
+        type=float,
+        default=1.0,
+        help="of enwik8 and the books; WikiText-2 whole",
+    )
     parser.add_argument("--tokens", type=int, default=280_000_000, help="training tokens")
     parser.add_argument(
-        "--minutes", type=float, default=math.inf, help="stop then, the rates decayed by time"
+        "--minutes",
+        type=float,
+        default=math.inf,
+        help="stop then, the rates decayed by time",
     )
     parser.add_argument("--batch", type=int, default=32, help="windows per step")
     parser.add_argument("--window", type=int, default=1024, help="tokens per window")
-    parser.add_argument("--muon-rate", type=float, default=5e-3, help="0: AdamW for everything")
+    parser.add_argument(
+        "--muon-rate", type=float, default=5e-3, help="0: AdamW for everything"
+    )
     parser.add_argument("--adam-rate", type=float, default=1.2e-2)
-    parser.add_argument("--evaluations", type=int, default=12, help="validations during training")
+    parser.add_argument(
+        "--evaluations", type=int, default=12, help="validations during training"
+    )
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     args = parser.parse_args(given)
     args.models = list(MODELS) if "all" in args.model else args.model
     if 0 < sum(name in PUBLISHED for name in args.models) < len(args.models):
-        parser.error("models that ship and models of a published shape have different vocabularies")
+        parser.error(
+            "models that ship and models of a published shape have different vocabularies"
+        )
     args.ships = args.models[0] not in PUBLISHED
     return args
 
@@ -81,8 +111,12 @@ class Windows:
     def batch(self, count: int, length: int) -> Tensor:
         # Drawn on the device: a copy from the host would make every step wait for the last.
         device = self.stream.device
-        source = torch.multinomial(self.shares, count, replacement=True, generator=self.generator)
-        place = torch.rand(count, generator=self.generator, device=device, dtype=torch.float64)
+        source = torch.multinomial(
+            self.shares, count, replacement=True, generator=self.generator
+        )
+        place = torch.rand(
+            count, generator=self.generator, device=device, dtype=torch.float64
+        )
         start = self.offsets[source] + (place * (self.lengths[source] - length)).long()
         return self.stream[start[:, None] + torch.arange(length, device=device)].long()
 
@@ -103,7 +137,9 @@ def train(args: argparse.Namespace, ids: dict[str, np.ndarray]) -> dict[str, obj
     optimizer = Optimizer(model, args.muon_rate, args.adam_rate)
     windows = Windows(ids, args.device, args.seed)
     losses = next_token_losses
-    if on_gpu:  # blocks share one compiled graph: the code is the same, only the weights differ
+    if (
+        on_gpu
+    ):  # blocks share one compiled graph: the code is the same, only the weights differ
         torch._dynamo.config.recompile_limit = 64
         for block in model.blocks():
             block.compile()
@@ -131,11 +167,17 @@ def train(args: argparse.Namespace, ids: dict[str, np.ndarray]) -> dict[str, obj
         optimizer.step(learning_rate_scale(min(progress(step - 0.5), 1)))
         recent.append(loss.detach())
         if progress(step) * args.evaluations >= len(history) + 1:
-            record = {"step": step, "tokens": step * per_step, "training": float(torch.stack(recent).mean())}
+            record = {
+                "step": step,
+                "tokens": step * per_step,
+                "training": float(torch.stack(recent).mean()),
+            }
             recent.clear()
             with autocast:
                 for text in ("wikitext2", "enwik8"):
-                    record[text] = evaluate.mean_loss(model, ids[f"valid/{text}"], args.device)
+                    record[text] = evaluate.mean_loss(
+                        model, ids[f"valid/{text}"], args.device
+                    )
             history.append(record | {"seconds": round(time.monotonic() - started, 1)})
             validation = (record["wikitext2"] + record["enwik8"]) / 2
             print(name, json.dumps(history[-1]), flush=True)
@@ -145,7 +187,9 @@ def train(args: argparse.Namespace, ids: dict[str, np.ndarray]) -> dict[str, obj
     minutes = (time.monotonic() - started) / 60
     return {
         "model": name,
-        "trained_beside": [other for other in os.environ.get(SIDE_BY_SIDE, "").split() if other != name],
+        "trained_beside": [
+            other for other in os.environ.get(SIDE_BY_SIDE, "").split() if other != name
+        ],
         "parameters": sum(p.numel() for p in model.parameters()),
         "tokens": step * per_step,
         "steps": step,
@@ -162,18 +206,29 @@ def train(args: argparse.Namespace, ids: dict[str, np.ndarray]) -> dict[str, obj
 
 def make_one(args: argparse.Namespace) -> None:
     """Checks the kernels, trains, proves the saved folder, and leaves ``training.json`` in it."""
-    print(*args.models, "scan errors against the plain recurrence:", check_scans(args.device), flush=True)
+    print(
+        *args.models,
+        "scan errors against the plain recurrence:",
+        check_scans(args.device),
+        flush=True,
+    )
     ids = prepare.load(args.work)
     args.out.mkdir(parents=True, exist_ok=True)
     prepare.copy_tokenizer(args.work, args.out)
     report = train(args, ids)
-    report["verification"] = verify_checkpoint(args.out, ids["test/wikitext2"], args.device, args.ships)
+    report["verification"] = verify_checkpoint(
+        args.out, ids["test/wikitext2"], args.device, args.ships
+    )
     report["test"] = evaluate.test_report(
         args.out, ids["test/wikitext2"], prepare.facts(args.work), args.device
     )
     report["data"] = prepare.facts(args.work)
     card.write_json(args.out / "training.json", report)
-    print(*args.models, json.dumps({k: report[k] for k in ("verification", "test", "minutes")}), flush=True)
+    print(
+        *args.models,
+        json.dumps({k: report[k] for k in ("verification", "test", "minutes")}),
+        flush=True,
+    )
 
 
 def make_several(args: argparse.Namespace, given: list[str]) -> None:
@@ -182,10 +237,14 @@ def make_several(args: argparse.Namespace, given: list[str]) -> None:
     for name in args.models:
         own = ["--model", name, "--out", str(args.out / name), "--work", str(args.work)]
         command = [sys.executable, __file__, *given, *own]
-        processes[name] = subprocess.Popen(command, env=os.environ | {SIDE_BY_SIDE: " ".join(args.models)})
+        processes[name] = subprocess.Popen(
+            command, env=os.environ | {SIDE_BY_SIDE: " ".join(args.models)}
+        )
     failed = [name for name, process in processes.items() if process.wait() != 0]
     if failed:
-        raise SystemExit(f"training failed for {', '.join(failed)}; see the messages above")
+        raise SystemExit(
+            f"training failed for {', '.join(failed)}; see the messages above"
+        )
 
 
 def main() -> None:
@@ -195,9 +254,13 @@ def main() -> None:
         ngrams = None
         if SIDE_BY_SIDE not in os.environ:
             vocabulary = max(configuration(name).vocab_size for name in args.models)
-            prepare.tokenise(args.corpus, args.work, args.tokenizer, args.share, vocabulary)
+            prepare.tokenise(
+                args.corpus, args.work, args.tokenizer, args.share, vocabulary
+            )
         if args.ships and SIDE_BY_SIDE not in os.environ:
-            ngrams = subprocess.Popen([sys.executable, str(Path(prepare.__file__)), str(args.work)])
+            ngrams = subprocess.Popen(
+                [sys.executable, str(Path(prepare.__file__)), str(args.work)]
+            )
         several = len(args.models) > 1
         if several:
             make_several(args, sys.argv[1:])
@@ -207,7 +270,10 @@ def main() -> None:
             if ngrams.wait() != 0:
                 raise SystemExit("the n-gram yardstick failed; see the messages above")
             for name in args.models:
-                card.write_card(args.out / name if several else args.out, prepare.ngram_result(args.work))
+                card.write_card(
+                    args.out / name if several else args.out,
+                    prepare.ngram_result(args.work),
+                )
 
 
 if __name__ == "__main__":

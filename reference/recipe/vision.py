@@ -24,7 +24,11 @@ from kl_lens.model.architectures.mambavision import (
 )
 from kl_lens.text.images import Preparation
 
-SPLITS = {"train": 1088, "valid": 272, "test": 437}  # 1,797 in all; the first two in whole windows of 16
+SPLITS = {
+    "train": 1088,
+    "valid": 272,
+    "test": 437,
+}  # 1,797 in all; the first two in whole windows of 16
 PREPARATION = Preparation(16, 16, mode="bilinear", mean=(0.3,), std=(0.35,))
 SETTINGS = {
     "dim": 16,
@@ -51,7 +55,8 @@ def make_images(folder: Path, seed: int = 0) -> None:
     if len({image.tobytes() for image in images}) != len(images):
         raise SystemExit("two of the digits are the same image: deal them out together")
     order = np.random.default_rng(seed).permutation(len(images))
-    stored, first = {}, 0
+    stored = {}
+    first = 0
     for split, count in SPLITS.items():
         chosen = order[first : first + count]
         stored |= {
@@ -90,9 +95,15 @@ def initialise(model: torch.nn.Module) -> None:
                 torch.nn.init.zeros_(module.bias)
     for module in model.modules():
         if isinstance(module, MambaVisionMixer):
-            torch.nn.init.uniform_(module.dt_proj.weight, -(module.rank**-0.5), module.rank**-0.5)
-            step = torch.exp(torch.empty_like(module.dt_proj.bias).uniform_(np.log(0.001), np.log(0.1)))
-            module.dt_proj.bias.data = (step + torch.log(-torch.expm1(-step))) / 2  # it counts twice
+            torch.nn.init.uniform_(
+                module.dt_proj.weight, -(module.rank**-0.5), module.rank**-0.5
+            )
+            step = torch.exp(
+                torch.empty_like(module.dt_proj.bias).uniform_(np.log(0.001), np.log(0.1))
+            )
+            module.dt_proj.bias.data = (
+                step + torch.log(-torch.expm1(-step))
+            ) / 2  # it counts twice
 
 
 def augmented(images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -100,7 +111,9 @@ def augmented(images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     background = images.amin()
     padded = functional.pad(images, (2, 2, 2, 2), value=float(background))
     moves = torch.randint(0, 5, (len(images), 2), generator=generator).tolist()
-    moved = torch.stack([p[:, y : y + 16, x : x + 16] for p, (y, x) in zip(padded, moves, strict=True)])
+    moved = torch.stack(
+        [p[:, y : y + 16, x : x + 16] for p, (y, x) in zip(padded, moves, strict=True)]
+    )
     return moved + 0.1 * torch.randn(moved.shape, generator=generator).to(moved.device)
 
 
@@ -117,7 +130,9 @@ def judged(
     }
 
 
-def train(data: Data, epochs: int, rate: float, seed: int) -> tuple[MambaVisionForImageClassification, dict]:  # type: ignore[type-arg]
+def train(
+    data: Data, epochs: int, rate: float, seed: int
+) -> tuple[MambaVisionForImageClassification, dict]:  # type: ignore[type-arg]
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     model = MambaVisionForImageClassification(MambaVisionConfig(**SETTINGS))
@@ -126,13 +141,20 @@ def train(data: Data, epochs: int, rate: float, seed: int) -> tuple[MambaVisionF
     model.to(images.device)
     steps = epochs * (len(images) // 64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.05)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps, pct_start=0.1)
-    history, begin = [], time.perf_counter()
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, rate, total_steps=steps, pct_start=0.1
+    )
+    history = []
+    begin = time.perf_counter()
     for epoch in range(epochs):
         model.train()
-        for chosen in torch.randperm(len(images), generator=generator)[: len(images) // 64 * 64].split(64):
+        for chosen in torch.randperm(len(images), generator=generator)[
+            : len(images) // 64 * 64
+        ].split(64):
             loss = functional.cross_entropy(
-                model(augmented(images[chosen], generator)).logits, labels[chosen], label_smoothing=0.05
+                model(augmented(images[chosen], generator)).logits,
+                labels[chosen],
+                label_smoothing=0.05,
             )
             optimizer.zero_grad()
             loss.backward()
@@ -161,19 +183,29 @@ def train(data: Data, epochs: int, rate: float, seed: int) -> tuple[MambaVisionF
     return model, about
 
 
-def publish(model: MambaVisionForImageClassification, about: dict, data: Data, folder: Path) -> None:  # type: ignore[type-arg]
+def publish(
+    model: MambaVisionForImageClassification, about: dict, data: Data, folder: Path
+) -> None:  # type: ignore[type-arg]
     """FP16 weights; scored as they are read back."""
     folder.mkdir(parents=True, exist_ok=True)
-    kept = {n: t.half() if t.is_floating_point() else t for n, t in model.state_dict().items()}
+    kept = {
+        n: t.half() if t.is_floating_point() else t for n, t in model.state_dict().items()
+    }
     save_file(
-        {n: t.contiguous() for n, t in kept.items()}, folder / "model.safetensors", metadata={"format": "pt"}
+        {n: t.contiguous() for n, t in kept.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
     )
     (folder / "model.safetensors").chmod(0o644)
     model.config.save_pretrained(folder)
     PREPARATION.write(folder)
     again = MambaVisionForImageClassification.from_pretrained(folder, dtype=torch.float32)
     scores = {split: judged(again, data[split]) for split in SPLITS}
-    record = {"parameters": sum(p.numel() for p in model.parameters()), **about, "scores": scores}
+    record = {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        **about,
+        "scores": scores,
+    }
     (folder / "training.json").write_text(json.dumps(record, indent=1) + "\n")
     print(json.dumps(scores))
 
@@ -187,13 +219,17 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--images", type=Path, help="where digits.npz is (default: OUT/images)")
+    parser.add_argument(
+        "--images", type=Path, help="where digits.npz is (default: OUT/images)"
+    )
     arguments = parser.parse_args()
     images = arguments.images or arguments.out / "images"
     if not (images / "digits.npz").is_file():
         make_images(images)
     data = read_images(images)
-    on_device = {split: tuple(t.to(arguments.device) for t in pair) for split, pair in data.items()}
+    on_device = {
+        split: tuple(t.to(arguments.device) for t in pair) for split, pair in data.items()
+    }
     model, about = train(on_device, arguments.epochs, arguments.rate, arguments.seed)
     publish(model.cpu(), about, data, arguments.out / "vision")
 

@@ -27,30 +27,39 @@ Examine = Callable[..., Autopsy]
 
 @pytest.fixture(scope="module", autouse=True)
 def tried_by_forks() -> Iterator[None]:
-    with forked_quarantine("kl_lens.targets.gguf.dissection", "kl_lens.targets.openvino.dissection"):
+    with forked_quarantine(
+        "kl_lens.targets.gguf.dissection", "kl_lens.targets.openvino.dissection"
+    ):
         yield
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The first blocks of the reference hybrid: real weights, eight heads, a special token and a chat template."""
-    place, whole = tmp_path_factory.mktemp("original") / "hybrid", load("reference:hybrid")
+    place = tmp_path_factory.mktemp("original") / "hybrid"
+    whole = load("reference:hybrid")
     config = copy.deepcopy(whole.config)
     config.num_hidden_layers = BLOCKS
     short = type(whole.model)(config)
     kept = short.state_dict().keys()
-    short.load_state_dict({name: value for name, value in whole.model.state_dict().items() if name in kept})
+    short.load_state_dict(
+        {name: value for name, value in whole.model.state_dict().items() if name in kept}
+    )
     short.half().save_pretrained(place)
     content = json.loads(whole.tokenizer.backend_tokenizer.to_str())
     last = max(content["model"]["vocab"], key=content["model"]["vocab"].__getitem__)
     content["added_tokens"].append(
-        content["added_tokens"][0] | {"id": content["model"]["vocab"].pop(last), "content": "<|user|>"}
+        content["added_tokens"][0]
+        | {"id": content["model"]["vocab"].pop(last), "content": "<|user|>"}
     )
-    content["model"]["merges"] = [pair for pair in content["model"]["merges"] if "".join(pair) != last]
+    content["model"]["merges"] = [
+        pair for pair in content["model"]["merges"] if "".join(pair) != last
+    ]
     transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizers.Tokenizer.from_str(json.dumps(content)), eos_token="<|endoftext|>",
+        tokenizer_object=tokenizers.Tokenizer.from_str(json.dumps(content)),
+        eos_token="<|endoftext|>",
         chat_template=TEMPLATE,
-    ).save_pretrained(place)  # fmt: skip
+    ).save_pretrained(place)
     return place
 
 
@@ -65,15 +74,26 @@ def sound(model: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Sound
     made: dict[str, Path] = {}
 
     def export(
-        target: str, fmt: str = "", others: dict[str, str] | None = None, of: LoadedModel | None = None
+        target: str,
+        fmt: str = "",
+        others: dict[str, str] | None = None,
+        of: LoadedModel | None = None,
     ) -> Path:
-        original, fmt = of or model, fmt or FORMATS[target]
+        original = of or model
+        fmt = fmt or FORMATS[target]
         key = f"{id(original)} {target} {fmt} {others}"
         if key not in made:
             wanted = {c.name: (fmt, c.shape) for c in original.anatomy.candidates}
             for end, given in (others or {}).items():
-                wanted |= {name: (given, shape) for name, (_, shape) in wanted.items() if name.endswith(end)}
-            recipes = {name: str(fitting_recipe(Recipe(f), shape)[0]) for name, (f, shape) in wanted.items()}
+                wanted |= {
+                    name: (given, shape)
+                    for name, (_, shape) in wanted.items()
+                    if name.endswith(end)
+                }
+            recipes = {
+                name: str(fitting_recipe(Recipe(f), shape)[0])
+                for name, (f, shape) in wanted.items()
+            }
             made[key] = tmp_path_factory.mktemp("sound") / "model"
             get_target(target).export(original, Plan("test", recipes, "test"), made[key])
         return made[key]
@@ -84,7 +104,9 @@ def sound(model: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Sound
 @pytest.fixture
 def copied(sound: Sound, tmp_path: Path) -> Sound:
     """A copy that a fault can be planted in, with the record beside it."""
-    return lambda *args, **how: Path(shutil.copytree(sound(*args, **how), tmp_path / "model"))
+    return lambda *args, **how: Path(
+        shutil.copytree(sound(*args, **how), tmp_path / "model")
+    )
 
 
 @pytest.fixture(scope="session")
@@ -93,6 +115,8 @@ def examine(model: LoadedModel) -> Examine:
 
     def autopsy(place: Path, against: LoadedModel | None = model) -> Autopsy:
         target, dissection = dissected(place)
-        return perform_autopsy(dissection, target, against, text if against else None, threads=1)
+        return perform_autopsy(
+            dissection, target, against, text if against else None, threads=1
+        )
 
     return autopsy

@@ -41,7 +41,8 @@ def values(folder: Path, name: str) -> Array:
 
 
 def swap(folder: Path, one: str, two: str) -> None:
-    first, second = values(folder, one), values(folder, two)
+    first = values(folder, one)
+    second = values(folder, two)
     change(folder, one, lambda _: second)
     change(folder, two, lambda _: first)
 
@@ -56,7 +57,8 @@ def gguf_bytes(folder: Path, name: str) -> Array:
 def _change_gguf(folder: Path, name: str, how: Change) -> None:
     path = next(folder.glob("*.gguf"))
     entry = next(entry for entry in read_header(path).tensors if entry.name == name)
-    data, kind = gguf_bytes(folder, name), gguf.GGMLQuantizationType[entry.type]
+    data = gguf_bytes(folder, name)
+    kind = gguf.GGMLQuantizationType[entry.type]
     rows = data.reshape(-1, data.size // max(entry.shape[0], 1))
     new = how(gguf.dequantize(rows, kind).reshape(entry.shape))
     blocks = gguf.quants.quantize(new.astype(np.float32).reshape(len(rows), -1), kind)
@@ -69,33 +71,55 @@ def _change_ir(folder: Path, name: str, how: Change) -> None:
     where = r'element_type="f16" shape="([^"]*)" offset="(\d+)" size="(\d+)"'
     found = re.search(rf'name="{re.escape(name)}" type="Const".*?{where}', text, re.S)
     assert found is not None
-    data = np.memmap(folder / WEIGHT_FILE, np.float16, "r+", int(found[2]), (int(found[3]) // 2,))
-    data[:] = how(data.astype(np.float32).reshape([int(size) for size in found[1].split(",")])).reshape(-1)
+    data = np.memmap(
+        folder / WEIGHT_FILE, np.float16, "r+", int(found[2]), (int(found[3]) // 2,)
+    )
+    data[:] = how(
+        data.astype(np.float32).reshape([int(size) for size in found[1].split(",")])
+    ).reshape(-1)
 
 
 def _change_mlx(folder: Path, name: str, how: Change) -> None:
     import mlx.core as mx
 
-    file, path = folder / "model.safetensors", name.removesuffix(".weight")
+    file = folder / "model.safetensors"
+    path = name.removesuffix(".weight")
     arrays: Any = mx.load(str(file))
     section = json.loads((folder / "config.json").read_text())["quantization"]
     with mx.stream(mx.cpu):
         mx.eval(list(arrays.values()))
         if f"{path}.scales" in arrays:
             parts = [f"{path}.{part}" for part in ("weight", "scales", "biases")]
-            form = {key: section.get(path, section)[key] for key in ("group_size", "bits")}
-            new = how(np.array(mx.dequantize(*(arrays[part] for part in parts), **form).astype(mx.float32)))
-            arrays |= dict(zip(parts, mx.quantize(mx.array(new).astype(mx.float16), **form), strict=True))
+            form = {
+                key: section.get(path, section)[key] for key in ("group_size", "bits")
+            }
+            new = how(
+                np.array(
+                    mx.dequantize(*(arrays[part] for part in parts), **form).astype(
+                        mx.float32
+                    )
+                )
+            )
+            arrays |= dict(
+                zip(
+                    parts,
+                    mx.quantize(mx.array(new).astype(mx.float16), **form),
+                    strict=True,
+                )
+            )
         else:
             new = how(np.array(arrays[name].astype(mx.float32)))
-            arrays[name] = mx.array(new).astype(arrays[name].dtype).reshape(arrays[name].shape)
+            arrays[name] = (
+                mx.array(new).astype(arrays[name].dtype).reshape(arrays[name].shape)
+            )
         file.unlink()
         mx.save_safetensors(str(file), arrays, metadata={"format": "mlx"})
 
 
 def retyped(folder: Path, name: str, kind: gguf.GGMLQuantizationType) -> None:
     """Stores a tensor in F32 as another type, in its place; what is left of its room is not used."""
-    path, data = next(folder.glob("*.gguf")), gguf_bytes(folder, name)
+    path = next(folder.glob("*.gguf"))
+    data = gguf_bytes(folder, name)
     blocks = gguf.quants.quantize(data.view(np.float32).reshape(1, -1), kind).reshape(-1)
     data[: blocks.size] = blocks
     data.flush()
@@ -107,12 +131,15 @@ def retyped(folder: Path, name: str, kind: gguf.GGMLQuantizationType) -> None:
 
 
 def rewritten(
-    folder: Path, metadata: Mapping[str, Any] | None = None, tensors: Mapping[str, Array | None] | None = None
+    folder: Path,
+    metadata: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, Array | None] | None = None,
 ) -> None:
     """The GGUF with other metadata and tensors in F16; None leaves one out, a function makes the new value."""
     path = next(folder.glob("*.gguf"))
     old = path.rename(path.with_name("old.gguf"))
-    info, given = read_header(old, whole=True), dict(metadata or {})
+    info = read_header(old, whole=True)
+    given = dict(metadata or {})
     writer = gguf.GGUFWriter(path, info.architecture)
     adding = {
         bool: writer.add_bool,
@@ -128,9 +155,13 @@ def rewritten(
     for entry in info.tensors:
         new = (tensors or {}).get(entry.name, entry)
         if new is entry:
-            data = np.memmap(old, np.uint8, "r", entry.offset, (entry.bytes,)).reshape(*entry.shape[:-1], -1)
+            data = np.memmap(old, np.uint8, "r", entry.offset, (entry.bytes,)).reshape(
+                *entry.shape[:-1], -1
+            )
             data = data.view(np.float32) if entry.type == "F32" else data
-            writer.add_tensor(entry.name, data, raw_dtype=gguf.GGMLQuantizationType[entry.type])
+            writer.add_tensor(
+                entry.name, data, raw_dtype=gguf.GGMLQuantizationType[entry.type]
+            )
         elif new is not None:
             writer.add_tensor(entry.name, new.astype(np.float16))
     writer.write_header_to_file()
@@ -146,7 +177,9 @@ def regraphed(folder: Path, how: Callable[[ov.Model], None]) -> None:
     how(graph)
     ov.save_model(graph, folder / "new.xml", compress_to_fp16=False)
     for suffix in (".xml", ".bin"):
-        (folder / "new").with_suffix(suffix).rename((folder / IR_FILE).with_suffix(suffix))
+        (folder / "new").with_suffix(suffix).rename(
+            (folder / IR_FILE).with_suffix(suffix)
+        )
 
 
 def edited(folder: Path, name: str, how: Callable[[Any], Any]) -> None:

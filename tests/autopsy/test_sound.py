@@ -33,33 +33,52 @@ def unharmed(found: Autopsy, exit_code: int = 0) -> None:
 
 @pytest.mark.parametrize(
     ("target", "fmt"),
-    [("gguf", "q4_0"), ("mlx", ""), pytest.param("openvino", "int8", marks=pytest.mark.slow)],
+    [
+        ("gguf", "q4_0"),
+        ("mlx", ""),
+        pytest.param("openvino", "int8", marks=pytest.mark.slow),
+    ],
 )
 def test_sound_files(sound: Sound, examine: Examine, target: str, fmt: str) -> None:
     found = examine(sound(target, fmt))
     unharmed(found)
     assert found.headline.startswith("Nothing is wrong: it loses what")
     assert [step.letter for step in found.steps if step.letter != "c"] == [*"abdefg"]
-    own = [tensor for tensor in found.tensors if not tensor.name.startswith(("kl_lens/", "Const"))]
+    own = [
+        tensor
+        for tensor in found.tensors
+        if not tensor.name.startswith(("kl_lens/", "Const"))
+    ]
     assert all(tensor.error is not None for tensor in own)
     kls = {step.letter: step.kl.value for step in found.steps if step.kl is not None}
     assert kls["a"] == 0 < kls["b"]
-    assert found.rounding_kl is None or found.rounding_kl.value == pytest.approx(kls["b"], rel=1e-6)
+    assert found.rounding_kl is None or found.rounding_kl.value == pytest.approx(
+        kls["b"], rel=1e-6
+    )
     rounding = "c" if target == "gguf" else "b"  # llama.cpp always rounds
     assert kls["e"] == pytest.approx(kls[rounding], rel=0.2)
 
 
-def test_what_the_runtime_adds_is_said_to_be_activations_and_weights_are_blamed_only_if_compared() -> None:
+def test_what_the_runtime_adds_is_said_to_be_activations_and_weights_are_blamed_only_if_compared() -> (
+    None
+):
     kls = {"a": 0.0, "b": 0.000713, "d": 0.00253, "e": 0.00072}
     steps = {letter: Step(letter, "", Estimate(kl, 1e-5)) for letter, kl in kls.items()}
-    headline, findings = Evidence("OpenVINO", "", steps=steps, rounding=Estimate(0.000713, 1e-5)).judged()
+    headline, findings = Evidence(
+        "OpenVINO", "", steps=steps, rounding=Estimate(0.000713, 1e-5)
+    ).judged()
     assert not findings
-    assert "Its weights lose 0.000713; plain rounding to the same types loses 0.000713" in headline
+    assert (
+        "Its weights lose 0.000713; plain rounding to the same types loses 0.000713"
+        in headline
+    )
     assert "The rest, 0.00182, is activations" in headline
     assert "with exact settings it loses 0.00072" in headline
     steps = {letter: Step(letter, "", Estimate(0.0)) for letter in "ab"}
     steps["d"] = Step("d", "", Estimate(0.3), apart=Estimate(0.3), beside="b")
-    headline, findings = Evidence("", "", steps=steps, weights=Weights(uncompared=["x.A_log"])).judged()
+    headline, findings = Evidence(
+        "", "", steps=steps, weights=Weights(uncompared=["x.A_log"])
+    ).judged()
     assert "Not compared, and perhaps the cause: x.A_log" in headline
     said = [finding.words for finding in findings]
     assert "Not compared, because not found in the file: x.A_log" in said
@@ -69,7 +88,9 @@ def test_what_the_runtime_adds_is_said_to_be_activations_and_weights_are_blamed_
 # -- IRs of others -----------------------------------------------------------------------------------------------
 
 
-def with_input(name: str, weigh: Callable[[ov.Output, ov.Output], ov.Output]) -> Callable[[ov.Model], None]:
+def with_input(
+    name: str, weigh: Callable[[ov.Output, ov.Output], ov.Output]
+) -> Callable[[ov.Model], None]:
     """Adds an input that the logits depend on: they are multiplied with what `weigh` makes of it and the ids."""
 
     def change(graph: ov.Model) -> None:
@@ -88,7 +109,9 @@ def with_input(name: str, weigh: Callable[[ov.Output, ov.Output], ov.Output]) ->
 
 
 def length(value: ov.Output, axis: int) -> ov.Output:
-    return ops.gather(ops.shape_of(value), ops.constant(np.int64(axis)), ops.constant(np.int64(0))).output(0)
+    return ops.gather(
+        ops.shape_of(value), ops.constant(np.int64(axis)), ops.constant(np.int64(0))
+    ).output(0)
 
 
 def one_per_token(positions: ov.Output, ids: ov.Output) -> ov.Output:
@@ -97,7 +120,9 @@ def one_per_token(positions: ov.Output, ids: ov.Output) -> ov.Output:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compressed", [False, True])
-def test_a_foreign_ir_with_cache_positions(copied: Sound, examine: Examine, compressed: bool) -> None:
+def test_a_foreign_ir_with_cache_positions(
+    copied: Sound, examine: Examine, compressed: bool
+) -> None:
     """Without our record; also compressed by NNCF, in types that we do not write."""
     folder = copied("openvino")
     if compressed:
@@ -109,7 +134,11 @@ def test_a_foreign_ir_with_cache_positions(copied: Sound, examine: Examine, comp
     found = examine(folder)
     unharmed(found)
     assert ("u8" in {tensor.type for tensor in found.tensors}) == compressed
-    large = [tensor for tensor in found.tensors if "kl_lens/" not in tensor.name and tensor.bytes > 999]
+    large = [
+        tensor
+        for tensor in found.tensors
+        if "kl_lens/" not in tensor.name and tensor.bytes > 999
+    ]
     assert all(tensor.component for tensor in large)
 
 
@@ -129,10 +158,14 @@ def test_what_cannot_be_fed_is_not_checked(copied: Sound, examine: Examine) -> N
 def test_gates_in_two_bits(sound: Sound, examine: Examine) -> None:
     (fault,) = examine(sound("gguf", "", {"gate_proj": "q2_k"})).faults
     assert fault.step == "type"
-    assert "all gate_proj (Q2_K), at 2.6 bits where most of the file has 8.5" in fault.words
+    assert (
+        "all gate_proj (Q2_K), at 2.6 bits where most of the file has 8.5" in fault.words
+    )
 
 
-def test_activations_that_eight_bits_cannot_hold(model: LoadedModel, sound: Sound, examine: Examine) -> None:
+def test_activations_that_eight_bits_cannot_hold(
+    model: LoadedModel, sound: Sound, examine: Examine
+) -> None:
     """Channels of huge values that the next matrix ignores: exact arithmetic does not notice them."""
     other = dataclasses.replace(model, model=copy.deepcopy(model.model))
     with torch.no_grad():
@@ -151,7 +184,10 @@ def test_a_rescaled_file_is_sound(copied: Sound, examine: Examine) -> None:
         planting.change(folder, f"blk.0.{name}.weight", lambda v: v / 2)
     found = examine(folder)
     assert not found.faults, found.faults
-    assert any("make up for each other, as after rescaling" in finding.words for finding in found.findings)
+    assert any(
+        "make up for each other, as after rescaling" in finding.words
+        for finding in found.findings
+    )
 
 
 # -- another model -----------------------------------------------------------------------------------------------
@@ -159,12 +195,22 @@ def test_a_rescaled_file_is_sound(copied: Sound, examine: Examine) -> None:
 
 @pytest.mark.parametrize(
     ("noise", "says"),
-    [(1.5, "Another model"), pytest.param(0.1, "Another version of the model", marks=pytest.mark.slow)],
+    [
+        (1.5, "Another model"),
+        pytest.param(0.1, "Another version of the model", marks=pytest.mark.slow),
+    ],
 )
-def test_other_weights_everywhere(copied: Sound, examine: Examine, noise: float, says: str) -> None:
-    folder, draw = copied("gguf"), np.random.default_rng(0)
-    for name in [f"blk.{block}.{part}.weight" for block in (0, 1) for part in MATRICES.split()]:
-        planting.change(folder, name, lambda v: v + noise * v.std() * draw.standard_normal(v.shape))
+def test_other_weights_everywhere(
+    copied: Sound, examine: Examine, noise: float, says: str
+) -> None:
+    folder = copied("gguf")
+    draw = np.random.default_rng(0)
+    for name in [
+        f"blk.{block}.{part}.weight" for block in (0, 1) for part in MATRICES.split()
+    ]:
+        planting.change(
+            folder, name, lambda v: v + noise * v.std() * draw.standard_normal(v.shape)
+        )
     (fault,) = examine(folder).faults
     assert fault.words.startswith(f"{says}")
     assert ": check --against. 18 of 19 tensors" in fault.words
@@ -176,7 +222,9 @@ def test_another_architecture_and_a_chat_template_that_was_added(
     (fault,) = (found := examine(sound("gguf"), load("reference:mamba"))).faults
     assert found.headline.startswith("Another model: check --against.")
     assert fault.advice == "give the checkpoint that the file was made from"
-    assert "general.architecture is falcon-h1 in the file, mamba in the original" in str(found.findings)
+    assert "general.architecture is falcon-h1 in the file, mamba in the original" in str(
+        found.findings
+    )
     tokenizer = copy.deepcopy(model.tokenizer)
     tokenizer.chat_template = None
     found = examine(sound("gguf"), dataclasses.replace(model, tokenizer=tokenizer))
@@ -190,17 +238,26 @@ def test_another_architecture_and_a_chat_template_that_was_added(
 def test_a_file_alone(sound: Sound, copied: Sound, examine: Examine) -> None:
     assert {step.letter for step in examine(sound("gguf"), None).steps} == {"d", "f"}
     damaged = copied("gguf")
-    planting.gguf_bytes(damaged, "blk.1.ssm_out.weight")[:2] = np.array([np.inf], np.float16).view(np.uint8)
+    planting.gguf_bytes(damaged, "blk.1.ssm_out.weight")[:2] = np.array(
+        [np.inf], np.float16
+    ).view(np.uint8)
     words = "blk.1.ssm_out.weight (Q8_0): 32 of 65,536 values are not finite"
     assert words in examine(damaged, None).headline
 
 
 @pytest.mark.parametrize(
     ("name", "content"),
-    [("x.gguf", b""), ("x.gguf", b"GGUF"), ("x.gguf", b"not a model at all, but long enough to be one"),
-     (IR_FILE, b"<net>not a graph</net>"), ("model.safetensors", 8 * b"\x01" + b'{"__metadata__":{"format":"mlx"}}')],
-)  # fmt: skip
-def test_what_cannot_be_opened_gets_one_line(tmp_path: Path, folder: Path, name: str, content: bytes) -> None:
+    [
+        ("x.gguf", b""),
+        ("x.gguf", b"GGUF"),
+        ("x.gguf", b"not a model at all, but long enough to be one"),
+        (IR_FILE, b"<net>not a graph</net>"),
+        ("model.safetensors", 8 * b"\x01" + b'{"__metadata__":{"format":"mlx"}}'),
+    ],
+)
+def test_what_cannot_be_opened_gets_one_line(
+    tmp_path: Path, folder: Path, name: str, content: bytes
+) -> None:
     (tmp_path / name).write_bytes(content)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(KLLensError, match=name) as error:

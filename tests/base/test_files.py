@@ -12,7 +12,14 @@ import pytest
 from tests.forking import Forks
 
 from kl_lens.base.errors import KLLensError
-from kl_lens.base.files import RECORD_FILE, reference_path, replacing, settle, whole, write_text
+from kl_lens.base.files import (
+    RECORD_FILE,
+    reference_path,
+    replacing,
+    settle,
+    whole,
+    write_text,
+)
 
 FILES = ("graph.xml", "graph.bin", RECORD_FILE)
 
@@ -33,7 +40,9 @@ def write(path: str, content: str) -> None:
     write_text(Path(path), content)
 
 
-def killed_at(forks: Forks, moment: int, folder: Path, function: str, *arguments: Any) -> bool:
+def killed_at(
+    forks: Forks, moment: int, folder: Path, function: str, *arguments: Any
+) -> bool:
     """Whether the process was killed before the n-th thing it did to a file of the folder, and not done before it."""
     ended = forks.call(function, arguments, kill_before=moment, folder=folder)
     assert ended.code in (0, -signal.SIGKILL), ended.said
@@ -47,17 +56,23 @@ def contents(folder: Path) -> dict[str, str]:
 def test_a_killed_export_leaves_the_old_files_or_the_new_with_their_record(
     forks: Forks, tmp_path: Path
 ) -> None:
-    old, new = dict.fromkeys(FILES, "old"), dict.fromkeys(FILES, "new")
-    seen, moment = [], 0
+    old = dict.fromkeys(FILES, "old")
+    new = dict.fromkeys(FILES, "new")
+    seen = []
+    moment = 0
     while True:
         folder = tmp_path / str(moment)
         export(str(folder), "old")
         (folder / "mine.txt").write_text("of the user")
         (folder / ".compiled").mkdir()
-        was_killed = killed_at(forks, moment, folder, "tests.base.test_files:export", str(folder), "new")
+        was_killed = killed_at(
+            forks, moment, folder, "tests.base.test_files:export", str(folder), "new"
+        )
         # Who looks without asking sees one of both, or no record; never a record beside the other's files.
         raw = contents(folder)
-        assert RECORD_FILE not in raw or {raw[name] for name in FILES} == {raw[RECORD_FILE]}
+        assert RECORD_FILE not in raw or {raw[name] for name in FILES} == {
+            raw[RECORD_FILE]
+        }
         settle(folder)
         found = contents(folder)
         assert found.pop("mine.txt") == "of the user"
@@ -66,7 +81,9 @@ def test_a_killed_export_leaves_the_old_files_or_the_new_with_their_record(
         assert (folder / ".compiled").exists() == (found == old)
         with replacing(folder) as place:
             (place / "graph.bin").write_text("later")
-        assert not [p.name for p in folder.iterdir() if p.name.startswith(".")]  # no leftovers
+        assert not [
+            p.name for p in folder.iterdir() if p.name.startswith(".")
+        ]  # no leftovers
         if not was_killed:
             break
         seen.append(found)
@@ -76,11 +93,16 @@ def test_a_killed_export_leaves_the_old_files_or_the_new_with_their_record(
     assert moment > 8
 
 
-def test_a_killed_writer_of_a_file_leaves_the_old_one_or_the_new(forks: Forks, tmp_path: Path) -> None:
-    path, moment = tmp_path / "plan.json", 0
+def test_a_killed_writer_of_a_file_leaves_the_old_one_or_the_new(
+    forks: Forks, tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.json"
+    moment = 0
     while True:
         write_text(path, "old")
-        was_killed = killed_at(forks, moment, tmp_path, "tests.base.test_files:write", str(path), "new")
+        was_killed = killed_at(
+            forks, moment, tmp_path, "tests.base.test_files:write", str(path), "new"
+        )
         assert path.read_text() in ("old", "new")
         write_text(tmp_path / "another.json", "clears what was left")
         assert {p.name for p in tmp_path.iterdir()} == {"plan.json", "another.json"}
@@ -101,7 +123,10 @@ def test_a_failed_export_leaves_what_was_there(tmp_path: Path) -> None:
 def test_one_process_writes_to_a_folder_at_a_time(tmp_path: Path) -> None:
     handle = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_EX)
-    with pytest.raises(KLLensError, match="another process is writing"), replacing(tmp_path):
+    with (
+        pytest.raises(KLLensError, match="another process is writing"),
+        replacing(tmp_path),
+    ):
         pass
     os.close(handle)
     with replacing(tmp_path) as place:
@@ -132,4 +157,6 @@ def test_checkout_and_wheel_layouts(tmp_path: Path) -> None:
 
     installed = tmp_path / "site-packages" / "kl_lens"
     (installed / "_reference" / "mamba").mkdir(parents=True)
-    assert reference_path("mamba", package=installed) == installed / "_reference" / "mamba"
+    assert (
+        reference_path("mamba", package=installed) == installed / "_reference" / "mamba"
+    )

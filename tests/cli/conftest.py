@@ -27,9 +27,9 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     vocabulary = {"[UNK]": 0} | {word: index + 1 for index, word in enumerate(common)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(
-        folder
-    )
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="[UNK]"
+    ).save_pretrained(folder)
     (folder / "text.txt").write_text(text)
     return folder
 
@@ -40,7 +40,9 @@ def files_are_weighed_once() -> Iterator[None]:
     known: dict[str, MemoryUse] = {}
 
     def weigh(place: Path, target: str, settings: SessionSettings) -> MemoryUse:
-        return known.get(target) or known.setdefault(target, fresh_process(place, target, settings))
+        return known.get(target) or known.setdefault(
+            target, fresh_process(place, target, settings)
+        )
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(in_use, "fresh_process", weigh)
@@ -51,6 +53,14 @@ def files_are_weighed_once() -> Iterator[None]:
 @pytest.fixture
 def measure_arguments(tiny_folder: Path, tmp_path: Path) -> list[str]:
     return [
-        "measure", str(tiny_folder), "--run", str(tmp_path / "run"), "--text", str(tiny_folder / "text.txt"),
-        "--windows", "4", "--window-length", "32",
-    ]  # fmt: skip
+        "measure",
+        str(tiny_folder),
+        "--run",
+        str(tmp_path / "run"),
+        "--text",
+        str(tiny_folder / "text.txt"),
+        "--windows",
+        "4",
+        "--window-length",
+        "32",
+    ]

@@ -30,14 +30,28 @@ def file(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def how(folder: Path) -> list[str]:
-    return f"--text {folder / 'text.txt'} --windows 2 --window-length 32 --threads 1".split()
+    return (
+        f"--text {folder / 'text.txt'} --windows 2 --window-length 32 --threads 1".split()
+    )
 
 
 def test_a_run_keeps_it_and_plans_for_the_same_bytes(
     folder: Path, file: Path, how: list[str], tmp_path: Path, capsys
 ) -> None:
-    run, text = str(tmp_path / "run"), str(folder / "text.txt")
-    words = ["measure", str(folder), "--run", run, "--text", text, "--windows", "2", "--window-length", "32"]
+    run = str(tmp_path / "run")
+    text = str(folder / "text.txt")
+    words = [
+        "measure",
+        str(folder),
+        "--run",
+        run,
+        "--text",
+        text,
+        "--windows",
+        "2",
+        "--window-length",
+        "32",
+    ]
     assert main([*words, "--target", "gguf", "--formats", "q4_0,q8_0"]) == 0
     capsys.readouterr()
     assert main(["autopsy", str(file), "--run", run, *how]) == 0

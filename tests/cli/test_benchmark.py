@@ -20,22 +20,55 @@ from tests.families import tiny_model
 pytest.importorskip("gguf", reason="needs the extra gguf")
 pytest.importorskip("openvino", reason="needs the extra openvino")
 
-SHORT = ["--threads", "1", "--prompt-lengths", "4,8", "--new-tokens", "4", "--repeats", "2"]
+SHORT = [
+    "--threads",
+    "1",
+    "--prompt-lengths",
+    "4,8",
+    "--new-tokens",
+    "4",
+    "--repeats",
+    "2",
+]
 
 
 @pytest.fixture(scope="module")
 def run_folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Measured and planned, FP16 and a plan exported to OpenVINO, FP16 to GGUF."""
     folder = tmp_path_factory.mktemp("benchmark") / "run"
-    text = ["--text", str(tiny_folder / "text.txt"), "--windows", "2", "--window-length", "32"]
+    text = [
+        "--text",
+        str(tiny_folder / "text.txt"),
+        "--windows",
+        "2",
+        "--window-length",
+        "32",
+    ]
     assert main(["measure", str(tiny_folder), "--run", str(folder), *text]) == 0
     assert main(["plan", "--run", str(folder), "--max-bpw", "9", "--name", "small"]) == 0
-    assert main(["export", "--run", str(folder), "--target", "openvino", "--plan", "small"]) == 0
-    whole = ["export", str(tiny_folder), "--run", str(folder), "--target", "openvino", "--format", "fp16"]
+    assert (
+        main(["export", "--run", str(folder), "--target", "openvino", "--plan", "small"])
+        == 0
+    )
+    whole = [
+        "export",
+        str(tiny_folder),
+        "--run",
+        str(folder),
+        "--target",
+        "openvino",
+        "--format",
+        "fp16",
+    ]
     assert main(whole) == 0
     # llama.cpp has no word-level tokenizers: this one goes without.
     model = LoadedModel("tiny", Path(), tiny_model("mamba"), None)
-    export(model, Plan("uniform_fp16", {}, "test"), "gguf", folder / "artifacts/gguf/uniform_fp16")
+    export(
+        model,
+        Plan("uniform_fp16", {}, "test"),
+        "gguf",
+        folder / "artifacts/gguf/uniform_fp16",
+    )
     return folder
 
 
@@ -44,7 +77,10 @@ def profiles(folder: Path) -> dict[str, Profile]:
         records = [result.value for result in current_results(run, "profile")]
     assert all(record.pop("provenance")["versions"] for record in records)
     found = [Profile.from_json(record) for record in records]
-    return {f"{profile.subject.label}|{profile.protocol}|{profile.device}": profile for profile in found}
+    return {
+        f"{profile.subject.label}|{profile.protocol}|{profile.device}": profile
+        for profile in found
+    }
 
 
 @pytest.fixture(scope="module")
@@ -58,18 +94,28 @@ def used(run_folder: Path) -> Path:
 def test_use_keeps_one_profile_for_each_artifact(used: Path) -> None:
     found = profiles(used)
     small = found["openvino/small|use|CPU"]
-    for name in ("load_seconds", "first_token_seconds@4", "first_token_seconds@8",
-                 "seconds_per_token", "tokens_per_second"):  # fmt: skip
+    for name in (
+        "load_seconds",
+        "first_token_seconds@4",
+        "first_token_seconds@8",
+        "seconds_per_token",
+        "tokens_per_second",
+    ):
         spread = small.timings[name]
         assert 0 < spread.low <= spread.median <= spread.high
     assert small.timings["seconds_per_token"].repeats == 2
     assert small.settings["ratios_to"] == "openvino/uniform_fp16"
     assert not small.ratios, "too few turns for an interval"
-    assert small.file_bytes == read_artifact(used / "artifacts/openvino/small").realised_bytes
+    assert (
+        small.file_bytes
+        == read_artifact(used / "artifacts/openvino/small").realised_bytes
+    )
     memory = small.settings["memory"]
     assert 0 < memory["base_bytes"] < small.peak_memory_bytes
     bound = small.bound
-    assert bound["tokens_per_second"] == pytest.approx(bound["read_bandwidth"] / bound["bytes_per_token"])
+    assert bound["tokens_per_second"] == pytest.approx(
+        bound["read_bandwidth"] / bound["bytes_per_token"]
+    )
     speed = small.timings["tokens_per_second"].median
     assert bound["share"] == pytest.approx(speed / bound["tokens_per_second"])
     assert small.threads == 1
@@ -78,10 +124,21 @@ def test_use_keeps_one_profile_for_each_artifact(used: Path) -> None:
 def test_a_budget_in_tokens_per_second(used: Path, tmp_path: Path, capsys) -> None:
     """It rests on timed files: two are too few. What the machine measured today is replaced by known speeds."""
     folder = shutil.copytree(used, tmp_path / "run")
-    plan = ["plan", "--run", str(folder), "--target", "openvino", "--formats", "int8,int4"]
+    plan = [
+        "plan",
+        "--run",
+        str(folder),
+        "--target",
+        "openvino",
+        "--formats",
+        "int8,int4",
+    ]
     assert main([*plan, "--min-speed", "30"]) == 1
     said = capsys.readouterr().err
-    assert "at least 3 timed OpenVINO files of different sizes, and the run has 2; export more plans" in said
+    assert (
+        "at least 3 timed OpenVINO files of different sizes, and the run has 2; export more plans"
+        in said
+    )
     assert f"kl-lens benchmark --run {folder} --targets openvino" in said
     assert main(["plan", "--run", str(folder), "--uniform", "int8,int4"]) == 0
     exported = ["export", "--run", str(folder), "--target", "openvino", "--fallback"]
@@ -94,8 +151,12 @@ def test_a_budget_in_tokens_per_second(used: Path, tmp_path: Path, capsys) -> No
             artifact = read_artifact(folder / "artifacts/openvino" / name)
             read = sum(t.bytes for t in artifact.tensors if t.component in candidates)
             seconds = Quartiles(1e-3 + 1e-8 * read, 1e-3, 1e-2, 5)
-            subject = replace(template.subject, plan=name, digest=artifact_digest(artifact))
-            profile = replace(template, subject=subject, timings={"seconds_per_token": seconds})
+            subject = replace(
+                template.subject, plan=name, digest=artifact_digest(artifact)
+            )
+            profile = replace(
+                template, subject=subject, timings={"seconds_per_token": seconds}
+            )
             run.store_result("profile", subject, "use|CPU", profile.to_json())
     capsys.readouterr()
 
@@ -105,22 +166,40 @@ def test_a_budget_in_tokens_per_second(used: Path, tmp_path: Path, capsys) -> No
         return found
 
     quickest = made("--minimise", "seconds", "--max-bpw", "16")["notes"]
-    assert "4 timed files (CPU, 1 thread); each predicted from the others: 0 % off" in quickest["speed"]
+    assert (
+        "4 timed files (CPU, 1 thread); each predicted from the others: 0 % off"
+        in quickest["speed"]
+    )
     fastest = 1 / quickest["predicted_seconds_per_token"]
     within = made("--min-speed", f"{0.99 * fastest:.6g}")
     assert within["notes"]["mip_gap"] == 0
-    assert fastest >= 1 / within["notes"]["predicted_seconds_per_token"] >= 0.99 * fastest * (1 - 1e-5)
+    assert (
+        fastest
+        >= 1 / within["notes"]["predicted_seconds_per_token"]
+        >= 0.99 * fastest * (1 - 1e-5)
+    )
     assert main([*plan, "--min-speed", f"{2 * fastest:.6g}"]) == 2
-    assert f"--min-speed {2 * fastest:.4g} tokens/s cannot be met" in capsys.readouterr().err
+    assert (
+        f"--min-speed {2 * fastest:.4g} tokens/s cannot be met" in capsys.readouterr().err
+    )
 
 
 def test_the_published_protocol(run_folder: Path, capsys) -> None:
-    arguments = ["benchmark", "--run", str(run_folder), "--protocol", "benchmark_app", "--quick"]
+    arguments = [
+        "benchmark",
+        "--run",
+        str(run_folder),
+        "--protocol",
+        "benchmark_app",
+        "--quick",
+    ]
     assert main([*arguments, "--plan", "small", "--threads", "1"]) == 0
     assert "--quick" in capsys.readouterr().out
     profile = profiles(run_folder)["openvino/small|benchmark_app|CPU"]
     assert profile.settings["quick"]
-    assert profile.settings["data_shape"] == "input_ids[1,1],attention_mask[1,1],beam_idx[1]"
+    assert (
+        profile.settings["data_shape"] == "input_ids[1,1],attention_mask[1,1],beam_idx[1]"
+    )
     assert profile.settings["reached_iterations"] >= 50
     assert profile.settings["reached_seconds"] >= 3
     assert profile.threads == 1
@@ -130,7 +209,9 @@ def test_the_published_protocol(run_folder: Path, capsys) -> None:
     with report.open() as file:
         (row,) = csv.DictReader(file)
     assert row["model"] == "small"
-    assert float(row["latency_median_ms"]) == pytest.approx(profile.timings["latency_ms"].median, rel=1e-4)
+    assert float(row["latency_median_ms"]) == pytest.approx(
+        profile.timings["latency_ms"].median, rel=1e-4
+    )
 
 
 @pytest.mark.parametrize(
@@ -139,10 +220,15 @@ def test_the_published_protocol(run_folder: Path, capsys) -> None:
         (["--device", "NPU"], "finds no device 'NPU' here; it finds CPU"),
         (["--plan", "nowhere"], "no plan 'nowhere'"),
         (["--prompt-lengths", "4,x"], "give numbers of tokens"),
-        (["--gpu-layers", "all"], "has no GPU backend, or finds no GPU. Leave the option out, or name a"),
+        (
+            ["--gpu-layers", "all"],
+            "has no GPU backend, or finds no GPU. Leave the option out, or name a",
+        ),
     ],
 )
-def test_bad_requests_are_one_line(extra: list[str], message: str, run_folder: Path, capsys) -> None:
+def test_bad_requests_are_one_line(
+    extra: list[str], message: str, run_folder: Path, capsys
+) -> None:
     assert main(["benchmark", "--run", str(run_folder), *extra]) == 1
     error = capsys.readouterr().err
     assert message in error

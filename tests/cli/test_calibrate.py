@@ -30,17 +30,34 @@ def texts(tiny_folder: Path, tmp_path: Path) -> dict[str, str]:
 @pytest.fixture
 def measure(tiny_folder: Path, tmp_path: Path, texts: dict[str, str]) -> list[str]:
     return [
-        "measure", str(tiny_folder), "--run", str(tmp_path / "run"), "--text", texts["measured"],
-        "--windows", "2", "--window-length", "32", *ONE_BLOCK,
-    ]  # fmt: skip
+        "measure",
+        str(tiny_folder),
+        "--run",
+        str(tmp_path / "run"),
+        "--text",
+        texts["measured"],
+        "--windows",
+        "2",
+        "--window-length",
+        "32",
+        *ONE_BLOCK,
+    ]
 
 
 @pytest.fixture
 def calibrate(tiny_folder: Path, tmp_path: Path, texts: dict[str, str]) -> list[str]:
     return [
-        "calibrate", str(tiny_folder), "--run", str(tmp_path / "run"), "--text", texts["learnt"],
-        "--windows", "4", "--window-length", "32",
-    ]  # fmt: skip
+        "calibrate",
+        str(tiny_folder),
+        "--run",
+        str(tmp_path / "run"),
+        "--text",
+        texts["learnt"],
+        "--windows",
+        "4",
+        "--window-length",
+        "32",
+    ]
 
 
 def _formats(folder: Path) -> set[str]:
@@ -54,12 +71,18 @@ def test_calibrate_keeps_statistics_in_the_run_and_does_nothing_twice(
     assert main([*calibrate, "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["text"] | {"source": "", "split": ""} == {
-        "source": "", "split": "", "windows": 4, "length": 32, "seed": 43,
-    }  # fmt: skip
+        "source": "",
+        "split": "",
+        "windows": 4,
+        "length": 32,
+        "seed": 43,
+    }
     written = _written(tmp_path / "run/statistics")
     assert main(calibrate) == 0
     assert said["digest"] in capsys.readouterr().out
-    assert main(["calibrate", "--run", str(tmp_path / "run")]) == 0  # the run knows its model and its text
+    assert (
+        main(["calibrate", "--run", str(tmp_path / "run")]) == 0
+    )  # the run knows its model and its text
     assert _written(tmp_path / "run/statistics") == written
 
 
@@ -75,30 +98,51 @@ def test_without_statistics_measure_names_the_command_that_gathers_them(
     assert main([*measure, "--formats", "int4+gptq"]) == 0
     with Run.open(tmp_path / "run") as run:
         measured = run.text_identity("calibration")
-    learnt = json.loads((tmp_path / "run/statistics/statistics.json").read_text())["identity"]["text"]
+    learnt = json.loads((tmp_path / "run/statistics/statistics.json").read_text())[
+        "identity"
+    ]["text"]
     # The same text, but other windows: what was learnt from does not judge the learning.
     assert measured is not None
-    assert (learnt["source"], learnt["length"]) == (measured["source"], measured["length"])
+    assert (learnt["source"], learnt["length"]) == (
+        measured["source"],
+        measured["length"],
+    )
     assert learnt["seed"] != measured["seed"]
 
 
 def test_with_a_limit_only_what_plans_near_it_choose_is_measured(
-    measure: list[str], calibrate: list[str], texts: dict[str, str], tmp_path: Path, capsys
+    measure: list[str],
+    calibrate: list[str],
+    texts: dict[str, str],
+    tmp_path: Path,
+    capsys,
 ) -> None:
     assert main(calibrate) == 0
     near = [
-        *measure, "--formats", "int4+gptq,int4-g64+gptq,int4-g32+gptq,int8+gptq", "--json",
-        "--held-out", texts["judging"], "--held-out-windows", "4",
-    ]  # fmt: skip
+        *measure,
+        "--formats",
+        "int4+gptq,int4-g64+gptq,int4-g32+gptq,int8+gptq",
+        "--json",
+        "--held-out",
+        texts["judging"],
+        "--held-out-windows",
+        "4",
+    ]
     for limit in (["--max-bytes", "225kB"], ["--max-drop", "0.001%"]):
         assert main([*near, *limit]) == 0
     with Run.open(tmp_path / "run") as run:
         measured = run.measured_windows("calibration")
-        planned = planning.plan_for_budget(planning.build_problem(run.table()), max_bytes=225_000).plan
+        planned = planning.plan_for_budget(
+            planning.build_problem(run.table()), max_bytes=225_000
+        ).plan
     assert 0 < len(measured) < 4 * 4  # of four components in four formats
-    assert all(windows == {0, 1} for windows in measured.values())  # screening on fewer windows is kept apart
+    assert all(
+        windows == {0, 1} for windows in measured.values()
+    )  # screening on fewer windows is kept apart
     assert "unmeasured" not in planned.notes
-    assert main([*near, "--max-bytes", "225kB"]) == 0  # the same choice again: nothing is left to measure
+    assert (
+        main([*near, "--max-bytes", "225kB"]) == 0
+    )  # the same choice again: nothing is left to measure
     with Run.open(tmp_path / "run") as run:
         assert run.measured_windows("calibration") == measured
     assert main([*near, "--max-bytes", "1kB"]) == 2
@@ -117,7 +161,9 @@ def test_measurements_of_other_statistics_are_never_mixed(
     capsys.readouterr()
     assert main(learnt) == 1
     assert "another set of statistics" in capsys.readouterr().err
-    assert main([*calibrate, "--window-length", "1000000", "--again"]) == 1  # the text is shorter
+    assert (
+        main([*calibrate, "--window-length", "1000000", "--again"]) == 1
+    )  # the text is shorter
     assert _formats(tmp_path / "run") == {"int4", "int4+gptq"}
     assert main([*calibrate, "--seed", "8", "--again"]) == 0
     assert _formats(tmp_path / "run") == {"int4"}  # what learnt nothing is still there
@@ -126,7 +172,11 @@ def test_measurements_of_other_statistics_are_never_mixed(
 
 
 def test_text_used_for_calibration_is_refused_for_evaluation(
-    measure: list[str], calibrate: list[str], texts: dict[str, str], tmp_path: Path, capsys
+    measure: list[str],
+    calibrate: list[str],
+    texts: dict[str, str],
+    tmp_path: Path,
+    capsys,
 ) -> None:
     assert main(calibrate) == 0
     assert main([*measure, "--formats", "int4+gptq"]) == 0
@@ -134,7 +184,19 @@ def test_text_used_for_calibration_is_refused_for_evaluation(
     capsys.readouterr()
     assert main([*plan, "--held-out", texts["learnt"]]) == 1
     assert "share" in capsys.readouterr().err
-    assert main(["paper", "rank", "--run", str(tmp_path / "run"), "--evaluation-text", texts["learnt"]]) == 1
+    assert (
+        main(
+            [
+                "paper",
+                "rank",
+                "--run",
+                str(tmp_path / "run"),
+                "--evaluation-text",
+                texts["learnt"],
+            ]
+        )
+        == 1
+    )
     assert "share" in capsys.readouterr().err
     assert main([*plan, "--held-out", texts["judging"]]) == 0
 
@@ -150,9 +212,21 @@ def test_a_plan_names_its_statistics_and_others_are_refused(
     plan = json.loads((tmp_path / "run/plans/uniform_int4.gptq.json").read_text())
     with Run.open(tmp_path / "run") as run:
         assert plan["statistics"] == run.statistics
-    assert json.loads((tmp_path / "run/plans/uniform_int4.json").read_text())["statistics"] is None
+    assert (
+        json.loads((tmp_path / "run/plans/uniform_int4.json").read_text())["statistics"]
+        is None
+    )
 
-    export = ["export", "--run", folder, "--target", "openvino", "--plan", "uniform_int4.gptq", "--fallback"]
+    export = [
+        "export",
+        "--run",
+        folder,
+        "--target",
+        "openvino",
+        "--plan",
+        "uniform_int4.gptq",
+        "--fallback",
+    ]
     assert main(export) == 0
     artifact = read_artifact(tmp_path / "run/artifacts/openvino/uniform_int4.gptq")
     assert artifact.settings["statistics"] == plan["statistics"]
@@ -164,4 +238,8 @@ def test_a_plan_names_its_statistics_and_others_are_refused(
 
 def _written(folder: Path) -> dict[Path, int]:
     """Files are written beside their place and moved there: another number means written again."""
-    return {path: path.stat().st_ino for path in folder.iterdir() if not path.name.startswith(".")}
+    return {
+        path: path.stat().st_ino
+        for path in folder.iterdir()
+        if not path.name.startswith(".")
+    }

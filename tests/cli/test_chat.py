@@ -34,7 +34,12 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
-    settings = {**_COMMON, "vocab_size": len(tokenizer), "num_hidden_layers": 1, "state_size": 8}
+    settings = {
+        **_COMMON,
+        "vocab_size": len(tokenizer),
+        "num_hidden_layers": 1,
+        "state_size": 8,
+    }
     model = tiny(transformers.MambaConfig(**settings), tokenizer)
     folder = tmp_path_factory.mktemp("chat")
     for target in ("gguf", "openvino"):
@@ -48,11 +53,17 @@ def _expected(folder: Path, tokenizer: Any, lines: list[str], count: int) -> lis
     with_state = open_session(folder, threads=1)
     for line in lines:
         messages.append({"role": "user", "content": line})
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
         with_state.reset()
-        logits = with_state.prefill(tokenizer(text, add_special_tokens=False)["input_ids"])
+        logits = with_state.prefill(
+            tokenizer(text, add_special_tokens=False)["input_ids"]
+        )
         new: list[int] = []
-        while len(new) < count and (token := int(logits.argmax())) != tokenizer.eos_token_id:
+        while (
+            len(new) < count and (token := int(logits.argmax())) != tokenizer.eos_token_id
+        ):
             new.append(token)
             logits = with_state.step(token)
         messages.append({"role": "assistant", "content": tokenizer.decode(new)})
@@ -66,7 +77,11 @@ def test_a_conversation(
 ) -> None:
     """All turns from the input until /quit; or the first from --prompt, until the input ends."""
     lines = ["Who built it?", "And when? naïve 🙂", "Why"]
-    typed = [lines[0], "", *lines[1:], "/quit", "never read"] if target == "gguf" else lines[1:]
+    typed = (
+        [lines[0], "", *lines[1:], "/quit", "never read"]
+        if target == "gguf"
+        else lines[1:]
+    )
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(typed)))
     flags = ["--chat", "--max-new-tokens", "6", "--threads", "1"]
     first = [] if target == "gguf" else ["--prompt", lines[0]]
@@ -77,11 +92,23 @@ def test_a_conversation(
 
 def test_without_a_template_one_line_says_so(tmp_path: Path, capsys) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(reference_path("mamba"))
-    settings = {**_COMMON, "vocab_size": len(tokenizer), "num_hidden_layers": 1, "state_size": 8}
-    export(tiny(transformers.MambaConfig(**settings), tokenizer), Plan("p", {}, "test"), "gguf", tmp_path)
+    settings = {
+        **_COMMON,
+        "vocab_size": len(tokenizer),
+        "num_hidden_layers": 1,
+        "state_size": 8,
+    }
+    export(
+        tiny(transformers.MambaConfig(**settings), tokenizer),
+        Plan("p", {}, "test"),
+        "gguf",
+        tmp_path,
+    )
     assert main(["generate", str(tmp_path), "--chat"]) == 1
     said = capsys.readouterr().err.strip()
-    assert said.endswith("has no chat template; give it a text with --prompt TEXT instead")
+    assert said.endswith(
+        "has no chat template; give it a text with --prompt TEXT instead"
+    )
     assert "\n" not in said
     assert main(["generate", str(tmp_path)]) == 1
     assert "give --prompt some text to go on from, or --chat" in capsys.readouterr().err
@@ -94,15 +121,25 @@ def test_templates_are_rendered_as_transformers_renders_them(tokenizer: Any) -> 
         "{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}{{ bos_token }}",
         "{{ tools is none }} {{ messages[0]['content'].strip() }} {{ strftime_now('%Y') }}",
     ]
-    messages = [{"role": "user", "content": " naïve <b>\n"}, {"role": "assistant", "content": "yes"}]
+    messages = [
+        {"role": "user", "content": " naïve <b>\n"},
+        {"role": "assistant", "content": "yes"},
+    ]
     for template in templates:
         expected = tokenizer.apply_chat_template(
             messages, chat_template=template, tokenize=False, add_generation_prompt=True
         )
-        assert chat_renderer(template, tokenizer.special_tokens_map, "here")(messages) == expected
-    with pytest.raises(TargetError, match=r"x\.gguf: its chat template fails: no tools here"):
+        assert (
+            chat_renderer(template, tokenizer.special_tokens_map, "here")(messages)
+            == expected
+        )
+    with pytest.raises(
+        TargetError, match=r"x\.gguf: its chat template fails: no tools here"
+    ):
         chat_renderer("{{ raise_exception('no tools here') }}", {}, "x.gguf")(messages)
     with pytest.raises(TargetError, match="its chat template fails"):
-        chat_renderer("{{ messages.__class__.__mro__[1].__subclasses__() }}{{ undefined.x }}", {}, "x")(
-            messages
-        )
+        chat_renderer(
+            "{{ messages.__class__.__mro__[1].__subclasses__() }}{{ undefined.x }}",
+            {},
+            "x",
+        )(messages)

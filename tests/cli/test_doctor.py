@@ -15,7 +15,9 @@ from kl_lens.targets.gguf import library
 
 pytest.importorskip("gguf", reason="needs the extra gguf")
 FASTER = "a llama.cpp built for this processor is faster"
-KERNELS = functools.cache(doctoring._kernels)  # takes seconds, and is not what these tests are about
+KERNELS = functools.cache(
+    doctoring._kernels
+)  # takes seconds, and is not what these tests are about
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +35,9 @@ def doctor(capsys, *words: str) -> tuple[int, dict[str, dict[str, str]]]:
     return code, json.loads(capsys.readouterr().out)["parts"]
 
 
-def test_the_wheel_works_and_a_native_build_is_faster(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_wheel_works_and_a_native_build_is_faster(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     code, parts = doctor(capsys)
     assert code == 0
     assert all(part["problem"] == "" for part in parts.values())
@@ -62,7 +66,9 @@ def test_what_is_no_library_is_refused_and_not_kept(tmp_path: Path, capsys) -> N
     assert os.environ[library.ENVIRONMENT_VARIABLE] == ""
 
 
-def test_nothing_installed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_installed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(library, "wheel", lambda: None)
     library.found_library.cache_clear()
     code, parts = doctor(capsys)

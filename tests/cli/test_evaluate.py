@@ -24,13 +24,33 @@ def finished(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     text = (tiny_folder / "text.txt").read_text().split("\n\n")
     (folder.parent / "calibration.txt").write_text("\n\n".join(text[: len(text) // 2]))
     (folder.parent / "held_out.txt").write_text("\n\n".join(text[len(text) // 2 :]))
-    assert main([
-        "measure", str(tiny_folder), "--run", str(folder), "--text", str(folder.parent / "calibration.txt"),
-        "--windows", "2", "--window-length", "32", "--components", "in_proj|out_proj",
-    ]) == 0  # fmt: skip
+    assert (
+        main(
+            [
+                "measure",
+                str(tiny_folder),
+                "--run",
+                str(folder),
+                "--text",
+                str(folder.parent / "calibration.txt"),
+                "--windows",
+                "2",
+                "--window-length",
+                "32",
+                "--components",
+                "in_proj|out_proj",
+            ]
+        )
+        == 0
+    )
     for name, bits in (("small", "9"), ("large", "13")):
-        assert main(["plan", "--run", str(folder), "--max-bpw", bits, "--name", name]) == 0
-    assert main(["export", "--run", str(folder), "--target", "openvino", "--plan", "small"]) == 0
+        assert (
+            main(["plan", "--run", str(folder), "--max-bpw", bits, "--name", name]) == 0
+        )
+    assert (
+        main(["export", "--run", str(folder), "--target", "openvino", "--plan", "small"])
+        == 0
+    )
     return folder
 
 
@@ -61,28 +81,60 @@ def test_a_whole_run_in_one_command(run_folder: Path, held_out: str, capsys) -> 
     }
     (agreement,) = found["agreements"]
     assert agreement["verdict"] == "agrees"
-    assert agreement["counterpart"] == "torch/small", "the plan: the file holds the formats that were planned"
+    assert agreement["counterpart"] == "torch/small", (
+        "the plan: the file holds the formats that were planned"
+    )
     by_name = {s["subject"]: s for s in found["scores"] if s["kind"] == "perplexity"}
     # Norms and convolutions, which no plan names, are FP16 in the file.
-    assert by_name["openvino/small (exact)"]["values"]["token_perplexity"]["value"] == pytest.approx(
+    assert by_name["openvino/small (exact)"]["values"]["token_perplexity"][
+        "value"
+    ] == pytest.approx(
         by_name["torch/small"]["values"]["token_perplexity"]["value"], rel=1e-3
     )
-    assert by_name["original"]["protocol"].items() >= {"window": 48, "stride": 48, "limit": 4}.items()
+    assert (
+        by_name["original"]["protocol"].items()
+        >= {"window": 48, "stride": 48, "limit": 4}.items()
+    )
     published = json.loads(next(run_folder.glob("perplexity_results_*.json")).read_text())
     assert list(published) == ["tiny-mamba"]
-    assert set(published["tiny-mamba"]) == {"original", "large", "small", "openvino/small (exact)"}
+    assert set(published["tiny-mamba"]) == {
+        "original",
+        "large",
+        "small",
+        "openvino/small (exact)",
+    }
     value = by_name["torch/large"]["values"]["token_perplexity"]["value"]
     assert published["tiny-mamba"]["large"] == pytest.approx(value)
 
-    assert main(["evaluate", *command, "--exact", *SHORT]) == 0  # as a table, from what is stored
+    assert (
+        main(["evaluate", *command, "--exact", *SHORT]) == 0
+    )  # as a table, from what is stored
     out = capsys.readouterr().out
-    for words in ("token perplexity", "word perplexity", "Δ token perplexity", "agrees with PyTorch?", "99.9 %",
-                  "4 windows of 48 tokens", "standard error over windows", "same top token"):  # fmt: skip
+    for words in (
+        "token perplexity",
+        "word perplexity",
+        "Δ token perplexity",
+        "agrees with PyTorch?",
+        "99.9 %",
+        "4 windows of 48 tokens",
+        "standard error over windows",
+        "same top token",
+    ):
         assert words in out
 
 
-def test_stopped_and_taken_up_again(run_folder: Path, held_out: str, capsys, monkeypatch) -> None:
-    command = ["--run", str(run_folder), "--perplexity", held_out, "--divergence", "--targets", "torch"]
+def test_stopped_and_taken_up_again(
+    run_folder: Path, held_out: str, capsys, monkeypatch
+) -> None:
+    command = [
+        "--run",
+        str(run_folder),
+        "--perplexity",
+        held_out,
+        "--divergence",
+        "--targets",
+        "torch",
+    ]
     original = evaluator.score_logits
     scored: list[int] = []
 
@@ -100,7 +152,9 @@ def test_stopped_and_taken_up_again(run_folder: Path, held_out: str, capsys, mon
         assert [score.subject.label for score in read_scores(run)] == ["original"]
     resumed = evaluated(capsys, *command)
     fresh = evaluated(capsys, *command, "--again")
-    assert [s["values"] for s in resumed["scores"]] == [s["values"] for s in fresh["scores"]]
+    assert [s["values"] for s in resumed["scores"]] == [
+        s["values"] for s in fresh["scores"]
+    ]
 
 
 def test_a_file_alone(run_folder: Path, held_out: str, capsys) -> None:
@@ -108,35 +162,73 @@ def test_a_file_alone(run_folder: Path, held_out: str, capsys) -> None:
     found = evaluated(capsys, folder, "--perplexity", held_out)
     assert [s["subject"] for s in found["scores"]] == [folder]
     model = str(Run.open(run_folder).identity["source"])
-    beside = evaluated(capsys, folder, "--model", model, "--perplexity", held_out, "--divergence", "--exact")
+    beside = evaluated(
+        capsys,
+        folder,
+        "--model",
+        model,
+        "--perplexity",
+        held_out,
+        "--divergence",
+        "--exact",
+    )
     assert [a["counterpart"] for a in beside["agreements"]] == ["torch/small as openvino"]
     named = evaluated(capsys, folder, "--run", str(run_folder), "--perplexity", held_out)
     assert [s["subject"] for s in named["scores"]] == ["original", "openvino/small"]
 
 
-def test_files_of_others_side_by_side(tiny_folder: Path, held_out: str, tmp_path: Path, capsys) -> None:
+def test_files_of_others_side_by_side(
+    tiny_folder: Path, held_out: str, tmp_path: Path, capsys
+) -> None:
     """Folders without our record, one for each runtime: as others publish them."""
-    formats = {"openvino": "int8", "gguf": "q8_0", "mlx": "affine8-g64", "compressed-tensors": "int8"}
+    formats = {
+        "openvino": "int8",
+        "gguf": "q8_0",
+        "mlx": "affine8-g64",
+        "compressed-tensors": "int8",
+    }
     folders = []
     for target in (name for name in formats if describe_target(name).lacks() is None):
-        for name in (formats[target], *([] if target == "compressed-tensors" else ["fp16"])):
+        for name in (
+            formats[target],
+            *([] if target == "compressed-tensors" else ["fp16"]),
+        ):
             folders.append(str(tmp_path / f"{target}-{name}"))
-            export = ["export", str(tiny_folder), "--target", target, "--format", name, "--out", folders[-1]]
-            assert main([*export, *(["--without-tokenizer"] if target == "gguf" else [])]) == 0
+            export = [
+                "export",
+                str(tiny_folder),
+                "--target",
+                target,
+                "--format",
+                name,
+                "--out",
+                folders[-1],
+            ]
+            assert (
+                main([*export, *(["--without-tokenizer"] if target == "gguf" else [])])
+                == 0
+            )
             Path(folders[-1], "artifact.json").unlink()
-    chart, text = tmp_path / "duel.svg", ["--perplexity", held_out, "--divergence", "--exact"]
-    found = evaluated(capsys, *folders, "--model", str(tiny_folder), *text, "--chart", str(chart))
+    chart = tmp_path / "duel.svg"
+    text = ["--perplexity", held_out, "--divergence", "--exact"]
+    found = evaluated(
+        capsys, *folders, "--model", str(tiny_folder), *text, "--chart", str(chart)
+    )
     entrants = found["duel"]["files"]
     assert not found["failures"]
     assert len(entrants) == len(folders)
-    assert [file["bytes"] for file in entrants] == sorted(file["bytes"] for file in entrants)
+    assert [file["bytes"] for file in entrants] == sorted(
+        file["bytes"] for file in entrants
+    )
     for runtime in {file["runtime"] for file in entrants} - {"compressed-tensors"}:
         small, whole = (file for file in entrants if file["runtime"] == runtime)
         assert small["kl_mean"]["value"] > whole["kl_mean"]["value"]
     drawn = chart.read_text()
     assert drawn.startswith("<svg")
     assert all(file["file"] in drawn for file in entrants)
-    assert main(["evaluate", *folders[:2], "--model", str(tiny_folder), *text, *SHORT]) == 0
+    assert (
+        main(["evaluate", *folders[:2], "--model", str(tiny_folder), *text, *SHORT]) == 0
+    )
     shown = capsys.readouterr().out
     assert "Side by side" in shown
     assert "Every larger file loses less" in shown
@@ -145,11 +237,26 @@ def test_files_of_others_side_by_side(tiny_folder: Path, held_out: str, tmp_path
 def test_tasks_with_a_limit(run_folder: Path, tmp_path: Path, capsys) -> None:
     pytest.importorskip("lm_eval", reason="needs the extra eval")
     rows = [
-        {"goal": f"the game {n}", "sol1": "in the city", "sol2": "at it", "label": n % 2} for n in range(6)
+        {"goal": f"the game {n}", "sol1": "in the city", "sol2": "at it", "label": n % 2}
+        for n in range(6)
     ]
-    (tmp_path / "piqa_validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = ["--run", str(run_folder), "--targets", "torch", "--plan", "large", "--tasks", "piqa",
-               "--task-data", str(tmp_path), "--max-drop", "3%"]  # fmt: skip
+    (tmp_path / "piqa_validation.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows)
+    )
+    command = [
+        "--run",
+        str(run_folder),
+        "--targets",
+        "torch",
+        "--plan",
+        "large",
+        "--tasks",
+        "piqa",
+        "--task-data",
+        str(tmp_path),
+        "--max-drop",
+        "3%",
+    ]
     found = evaluated(capsys, *command)
     assert [(s["subject"], s["kind"], s["tokens"]) for s in found["scores"]] == [
         ("original", "task", 6),
@@ -157,7 +264,9 @@ def test_tasks_with_a_limit(run_folder: Path, tmp_path: Path, capsys) -> None:
     ]
     assert found["scores"][1]["values"].keys() >= {"acc", "acc_norm", "acc_drop"}
     (verdict,) = found["verdicts"]
-    assert verdict["verdict"] == "not decided"  # six examples cannot decide about three points
+    assert (
+        verdict["verdict"] == "not decided"
+    )  # six examples cannot decide about three points
     assert main(["evaluate", *command, "--task-limit", "4", *SHORT]) == 0
     out = capsys.readouterr().out
     assert "near chance (50 %)" in out
@@ -177,7 +286,10 @@ def test_tasks_with_a_limit(run_folder: Path, tmp_path: Path, capsys) -> None:
 def test_bad_requests_are_one_line(
     arguments: list[str], message: str, run_folder: Path, finished: Path, capsys
 ) -> None:
-    arguments = [str(finished.parent / "calibration.txt") if a == "CALIBRATION" else a for a in arguments]
+    arguments = [
+        str(finished.parent / "calibration.txt") if a == "CALIBRATION" else a
+        for a in arguments
+    ]
     assert main(["evaluate", "--run", str(run_folder), *arguments, *SHORT]) == 1
     errors = capsys.readouterr().err.strip().splitlines()
     assert message in errors[-1]

@@ -18,26 +18,50 @@ pytest.importorskip("openvino", reason="needs the extra openvino")
 def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A plan of one block."""
     folder = tmp_path_factory.mktemp("planned") / "run"
-    measure = ["measure", "reference:mamba", "--run", str(folder), "--windows", "1", "--window-length", "32"]
-    assert main([*measure, "--text", "wikitext2:valid", "--components", r"layers\.9\."]) == 0
-    assert main(["plan", "--run", str(folder), "--max-bpw", "15.5", "--name", "small"]) == 0
+    measure = [
+        "measure",
+        "reference:mamba",
+        "--run",
+        str(folder),
+        "--windows",
+        "1",
+        "--window-length",
+        "32",
+    ]
+    assert (
+        main([*measure, "--text", "wikitext2:valid", "--components", r"layers\.9\."]) == 0
+    )
+    assert (
+        main(["plan", "--run", str(folder), "--max-bpw", "15.5", "--name", "small"]) == 0
+    )
     return folder
 
 
 def test_openvino(planned: Path, capsys) -> None:
-    assert main(["export", "--run", str(planned), "--target", "openvino", "--plan", "small"]) == 0
+    assert (
+        main(["export", "--run", str(planned), "--target", "openvino", "--plan", "small"])
+        == 0
+    )
     folder = planned / "artifacts/openvino/small"
     files = {"openvino_model.xml", "openvino_model.bin", "tokenizer.json", "config.json"}
     assert files <= {path.name for path in folder.iterdir()}
     with Run.open(planned) as run:
         record = run.load("artifact", "openvino/small")
     assert record["plan"] == "small"
-    whole, weights = record["realised_bytes"], record["planned_bytes"]
+    whole = record["realised_bytes"]
+    weights = record["planned_bytes"]
     assert (
         f"small: {human_bytes(whole)} on disk = {human_bytes(weights)} of weights as planned + "
         f"{human_bytes(whole - weights)} for the graph (openvino_model.xml)."
     ) in capsys.readouterr().out
-    generate = ["generate", str(folder), "--prompt", "The history of the", "--max-new-tokens", "4"]
+    generate = [
+        "generate",
+        str(folder),
+        "--prompt",
+        "The history of the",
+        "--max-new-tokens",
+        "4",
+    ]
     assert main([*generate, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["new_tokens"] == 4

@@ -12,7 +12,13 @@ from kl_lens.cli.main import UNEXPECTED, main
 
 
 @pytest.mark.parametrize(
-    "error", [ZeroDivisionError("a\nb"), MemoryError(), RecursionError("too deep"), BaseException()]
+    "error",
+    [
+        ZeroDivisionError("a\nb"),
+        MemoryError(),
+        RecursionError("too deep"),
+        BaseException(),
+    ],
 )
 def test_an_unexpected_error_is_one_line_and_a_file(
     error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
@@ -40,7 +46,9 @@ def test_an_unexpected_error_is_one_line_and_a_file(
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_a_full_card_is_said_in_a_line_with_what_to_do(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_a_full_card_is_said_in_a_line_with_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError(
             "CUDA out of memory. Tried to allocate 9 GiB. GPU 0 has 8 GiB, of which …"
@@ -58,21 +66,27 @@ def test_output_to_a_full_disk_is_said() -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "kl_lens.cli.main", "--version"],
-            stdout=full, stderr=subprocess.PIPE, text=True, env=os.environ,
-        )  # fmt: skip
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ,
+        )
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     assert "No space left on device; free some space" in done.stderr
 
 
 @pytest.mark.parametrize(
-    ("name", "advice"), [("file/x.yaml", "use another place"), ("x" * 300, "give a shorter one")]
+    ("name", "advice"),
+    [("file/x.yaml", "use another place"), ("x" * 300, "give a shorter one")],
 )
 def test_a_place_that_cannot_be_written_is_said(
     name: str, advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr("kl_lens.study.session.Session.do", lambda *_: (tmp_path / name).write_text(""))
+    monkeypatch.setattr(
+        "kl_lens.study.session.Session.do", lambda *_: (tmp_path / name).write_text("")
+    )
     assert main(["doctor"]) == 1
     said = capsys.readouterr().err
     assert str(tmp_path) in said

@@ -39,7 +39,11 @@ def test_words_become_settings_and_words_again(command: str) -> None:
     settings = settings_from(parse(shlex.split(command)))
     again = settings_from(parse(command_of(settings)))
     assert again == settings
-    assert set(command_of(settings)) <= {*shlex.split(command), "wikitext2:test", "reference:mamba"}
+    assert set(command_of(settings)) <= {
+        *shlex.split(command),
+        "wikitext2:test",
+        "reference:mamba",
+    }
 
 
 def test_every_verb_has_settings_and_says_what_each_means() -> None:
@@ -52,22 +56,44 @@ def test_every_verb_has_settings_and_says_what_each_means() -> None:
 
 # Of git, llama.cpp, mlx-lm, the hub's client, Ray and Slurm, and colours of the report.
 OTHERS = {
-    "--head", "--tensor-type-file", "--imatrix", "--grid", "--array", "--local-dir", "--chat-template", "--vocab-only",
-    "--flash-attn", "--cache-type-k", "--cache-type-v", "--hf-repo", "--hf-file", "--q-bits", "--q-group-size",
-    "--quant-predicate", "--inference",
-}  # fmt: skip
+    "--head",
+    "--tensor-type-file",
+    "--imatrix",
+    "--grid",
+    "--array",
+    "--local-dir",
+    "--chat-template",
+    "--vocab-only",
+    "--flash-attn",
+    "--cache-type-k",
+    "--cache-type-v",
+    "--hf-repo",
+    "--hf-file",
+    "--q-bits",
+    "--q-group-size",
+    "--quant-predicate",
+    "--inference",
+}
 
 
 def flags_of(parser: argparse.ArgumentParser) -> set[str]:
     flags = {flag for action in parser._actions for flag in action.option_strings}
-    verbs = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-    return flags.union(*(flags_of(inner) for action in verbs for inner in action.choices.values()))
+    verbs = [
+        action
+        for action in parser._actions
+        if isinstance(action, argparse._SubParsersAction)
+    ]
+    return flags.union(
+        *(flags_of(inner) for action in verbs for inner in action.choices.values())
+    )
 
 
 def test_messages_name_flags_that_exist() -> None:
     known = flags_of(build_parser()) | OTHERS
     for path in sorted(Path(kl_lens.__file__).parent.rglob("*.py")):
-        named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", path.read_text(encoding="utf-8")))
+        named = set(
+            re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", path.read_text(encoding="utf-8"))
+        )
         assert named <= known, path
 
 

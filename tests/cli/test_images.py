@@ -11,7 +11,9 @@ from tests.classifiers import classifier, image_folder, save
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("model") / "tiny-vision", classifier("mambavision"))
+    return save(
+        tmp_path_factory.mktemp("model") / "tiny-vision", classifier("mambavision")
+    )
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +26,9 @@ def _measure(folder: Path, images: Path, run: Path, *more: str) -> int:
     return main(["measure", str(folder), *words, *more])
 
 
-def test_from_images_to_a_proven_file(folder: Path, images: Path, tmp_path: Path, capsys) -> None:
+def test_from_images_to_a_proven_file(
+    folder: Path, images: Path, tmp_path: Path, capsys
+) -> None:
     """Each verb as typed; only the first is told of images."""
     pytest.importorskip("openvino")
     run = tmp_path / "run"
@@ -72,5 +76,8 @@ def test_what_is_for_language_models_is_refused_in_one_line(
     capsys.readouterr()
     assert main(["export", "--run", str(run), "--target", "gguf"]) == 1
     assert "mambavision" in capsys.readouterr().err
-    assert main(["measure", "reference:mamba", "--images", str(images), "--run", str(run)]) == 1
+    assert (
+        main(["measure", "reference:mamba", "--images", str(images), "--run", str(run)])
+        == 1
+    )
     assert len(capsys.readouterr().err.strip().splitlines()) == 1

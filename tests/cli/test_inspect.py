@@ -10,7 +10,13 @@ from kl_lens.run.records import Component
 def test_the_table_names_blocks_components_and_reasons(saved, capsys) -> None:
     assert main(["inspect", str(saved("falcon_h1"))]) == 0
     out = capsys.readouterr().out
-    for expected in ("falcon_h1, 3 blocks", "in_proj 328×64", "short convolution", "left alone", "INT4"):
+    for expected in (
+        "falcon_h1, 3 blocks",
+        "in_proj 328×64",
+        "short convolution",
+        "left alone",
+        "INT4",
+    ):
         assert expected in out
 
 
@@ -18,7 +24,9 @@ def test_json_gives_the_records_and_exact_bytes(saved, capsys) -> None:
     assert main(["inspect", str(saved("mamba")), "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     components = data["components"]
-    in_proj = next(c for c in components if c["name"] == "backbone.layers.0.mixer.in_proj")
+    in_proj = next(
+        c for c in components if c["name"] == "backbone.layers.0.mixer.in_proj"
+    )
     rows, columns = in_proj["shape"]
     scales = 2 * rows
     assert in_proj["bytes"] == {
@@ -26,8 +34,15 @@ def test_json_gives_the_records_and_exact_bytes(saved, capsys) -> None:
         "int8": rows * columns + scales,
         "int4": rows * columns // 2 + scales,
     }
-    assert data["bytes"]["fp16"] == 2 * data["parameters"] == sum(c["bytes"]["fp16"] for c in components)
-    assert Component.from_json({k: v for k, v in in_proj.items() if k != "bytes"}).kind == "in_proj"
+    assert (
+        data["bytes"]["fp16"]
+        == 2 * data["parameters"]
+        == sum(c["bytes"]["fp16"] for c in components)
+    )
+    assert (
+        Component.from_json({k: v for k, v in in_proj.items() if k != "bytes"}).kind
+        == "in_proj"
+    )
 
 
 def test_versions(capsys) -> None:

@@ -12,10 +12,17 @@ def test_measure_prints_a_table_or_json_and_writes_the_papers_files(
 ) -> None:
     assert main(measure_arguments) == 0
     out = capsys.readouterr().out
-    for part in ("layers.3.mixer.out_proj", "34 candidates × 4 windows (128 tokens each)", "Noise floor"):
+    for part in (
+        "layers.3.mixer.out_proj",
+        "34 candidates × 4 windows (128 tokens each)",
+        "Noise floor",
+    ):
         assert part in out
     assert "Next: kl-lens plan --run" in out
-    assert main([*measure_arguments, "--json", "--legacy-json", str(tmp_path / "out.json")]) == 0
+    assert (
+        main([*measure_arguments, "--json", "--legacy-json", str(tmp_path / "out.json")])
+        == 0
+    )
     data = json.loads(capsys.readouterr().out)
     assert len(data["measurements"]) == 34
     assert len(json.loads((tmp_path / "out_4bit.json").read_text())) == 17
@@ -30,7 +37,9 @@ def test_measure_prints_a_table_or_json_and_writes_the_papers_files(
         (["--window-length", "1000000"], "text.txt"),
     ],
 )
-def test_bad_arguments_are_one_line_and_leave_nothing(measure_arguments, extra, message, capsys) -> None:
+def test_bad_arguments_are_one_line_and_leave_nothing(
+    measure_arguments, extra, message, capsys
+) -> None:
     assert main([*measure_arguments, *extra]) == 1
     captured = capsys.readouterr()
     assert message in captured.err

@@ -14,18 +14,31 @@ from kl_lens.run.folder import Run
 USE = ["--context", "8k", "--batch", "4"]
 
 
-def test_inspect_says_what_fits_from_the_configuration_alone(saved, tmp_path: Path, capsys) -> None:
+def test_inspect_says_what_fits_from_the_configuration_alone(
+    saved, tmp_path: Path, capsys
+) -> None:
     folder = saved("falcon_h1")
     (folder / "model.safetensors").unlink()
     arguments = ["inspect", str(folder), *USE]
     assert main([*arguments, "--memory", "1GB", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["context"], found["batch"]) == (8192, 4)
-    row = next(row for row in found["rows"] if row["target"] == "gguf" and row["format"] == "fp16")
-    assert row["caches"] == 3 * 2 * 2 * 16 * 2 * 8192 * 4  # blocks, keys and values, heads, width, bytes
-    assert row["total"] == sum(row[part] for part in ("file", "states", "caches", "runtime"))
+    row = next(
+        row
+        for row in found["rows"]
+        if row["target"] == "gguf" and row["format"] == "fp16"
+    )
+    assert (
+        row["caches"] == 3 * 2 * 2 * 16 * 2 * 8192 * 4
+    )  # blocks, keys and values, heads, width, bytes
+    assert row["total"] == sum(
+        row[part] for part in ("file", "states", "caches", "runtime")
+    )
     assert main([*arguments, "--memory", "1GB"]) == 0
-    assert f"Next: kl-lens run {folder} --memory 1GB --context 8192 --batch 4" in capsys.readouterr().out
+    assert (
+        f"Next: kl-lens run {folder} --memory 1GB --context 8192 --batch 4"
+        in capsys.readouterr().out
+    )
     assert main([*arguments, "--memory", "1MB"]) == 0
     assert "Nothing fits into 1MB" in capsys.readouterr().out
     assert main(arguments) == 1
@@ -36,9 +49,23 @@ def test_inspect_says_what_fits_from_the_configuration_alone(saved, tmp_path: Pa
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Weights and caches of the hybrid, each in two formats, on little text."""
     folder = tmp_path_factory.mktemp("memory") / "run"
-    start = ["measure", "reference:hybrid", "--run", str(folder), "--windows", "2", "--window-length", "48"]
+    start = [
+        "measure",
+        "reference:hybrid",
+        "--run",
+        str(folder),
+        "--windows",
+        "2",
+        "--window-length",
+        "48",
+    ]
     assert main([*start, "--formats", "q4_0,q8_0"]) == 0
-    assert main([*start, "--states", "--formats", "q4_0,q8_0", "--components", "keys|values"]) == 0
+    assert (
+        main(
+            [*start, "--states", "--formats", "q4_0,q8_0", "--components", "keys|values"]
+        )
+        == 0
+    )
     return folder
 
 
@@ -52,8 +79,15 @@ def test_a_plan_for_a_memory_chooses_the_caches(run: Path, capsys) -> None:
     assert large["caches"] == {"keys": "fp16", "values": "fp16"}
     assert small["caches"]["values"] != "fp16"
     for memory, plan in plans.items():
-        assert plan["bytes"] + plan["fixed_bytes"] + plan["held_bytes"] <= int(memory[:-2]) * 10**6
-        assert plan["limits"] == {"memory": int(memory[:-2]) * 10**6, "context": 8192, "batch": 4}
+        assert (
+            plan["bytes"] + plan["fixed_bytes"] + plan["held_bytes"]
+            <= int(memory[:-2]) * 10**6
+        )
+        assert plan["limits"] == {
+            "memory": int(memory[:-2]) * 10**6,
+            "context": 8192,
+            "batch": 4,
+        }
     assert small["predicted_kl"] > large["predicted_kl"]
     assert main([*start, "--memory", "1MB"]) == 2
     assert "--memory 1.00 MB cannot be met" in capsys.readouterr().err

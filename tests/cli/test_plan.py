@@ -14,9 +14,17 @@ def measured(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     """One measured run of the tiny model; tests write their plans into it under names of their own."""
     folder = tmp_path_factory.mktemp("measured") / "run"
     arguments = [
-        "measure", str(tiny_folder), "--run", str(folder), "--text", str(tiny_folder / "text.txt"),
-        "--windows", "6", "--window-length", "32",
-    ]  # fmt: skip
+        "measure",
+        str(tiny_folder),
+        "--run",
+        str(folder),
+        "--text",
+        str(tiny_folder / "text.txt"),
+        "--windows",
+        "6",
+        "--window-length",
+        "32",
+    ]
     assert main(arguments) == 0
     return folder
 
@@ -26,7 +34,9 @@ def held_out(tmp_path: Path) -> list[str]:
     from kl_lens.text.sources import wikitext2
 
     path = tmp_path / "held-out.txt"
-    path.write_text("\n\n".join(document.text for document in wikitext2("test").documents[:3]))
+    path.write_text(
+        "\n\n".join(document.text for document in wikitext2("test").documents[:3])
+    )
     return ["--held-out", str(path), "--held-out-windows", "8"]
 
 
@@ -35,7 +45,16 @@ def _plan(folder: Path, name: str) -> dict:
 
 
 def test_verify_measures_on_held_out_text(measured: Path, held_out: list[str]) -> None:
-    arguments = ["plan", "--run", str(measured), "--max-bpw", "6", "--name", "six", *held_out]
+    arguments = [
+        "plan",
+        "--run",
+        str(measured),
+        "--max-bpw",
+        "6",
+        "--name",
+        "six",
+        *held_out,
+    ]
     assert main([*arguments, "--verify"]) == 0
     verified = _plan(measured, "six")
     assert verified["measured"]["kl"]["value"] > 0
@@ -44,7 +63,9 @@ def test_verify_measures_on_held_out_text(measured: Path, held_out: list[str]) -
     assert verified["bits_per_weight"] <= 6
 
 
-def test_a_limit_on_the_loss_is_kept_where_it_is_judged(measured: Path, tmp_path: Path, capsys) -> None:
+def test_a_limit_on_the_loss_is_kept_where_it_is_judged(
+    measured: Path, tmp_path: Path, capsys
+) -> None:
     """Four easy windows decide, four hard ones confirm: the plan must keep its limit there too, with its error."""
     from kl_lens.reporting.answer import target_of
     from kl_lens.reporting.data import collect
@@ -54,7 +75,15 @@ def test_a_limit_on_the_loss_is_kept_where_it_is_judged(measured: Path, tmp_path
     hard = "\n\n".join(document.text for document in wikitext2("test").documents[:3])
     (tmp_path / "hard.txt").write_text(hard)
     (tmp_path / "text.txt").write_text(", . " * 64 + hard)
-    words = ["plan", "--run", str(measured), "--verify", "--held-out-windows", "8", "--held-out"]
+    words = [
+        "plan",
+        "--run",
+        str(measured),
+        "--verify",
+        "--held-out-windows",
+        "8",
+        "--held-out",
+    ]
     limit = ["--max-loss", "0.03", "--name", "kept"]
     assert main([*words, str(tmp_path / "text.txt"), *limit]) == 0
     kl = _plan(measured, "kept")["measured"]["kl"]
@@ -66,15 +95,20 @@ def test_a_limit_on_the_loss_is_kept_where_it_is_judged(measured: Path, tmp_path
     assert main([*words, str(tmp_path / "hard.txt"), "--plan", "missed"]) == 0
     said = " ".join(capsys.readouterr().err.split())
     assert re.search(
-        r"missed misses its target: the KL is 0\.\d+ ± 0\.\d+ on \S+hard\.txt, 4 windows, and at", said
+        r"missed misses its target: the KL is 0\.\d+ ± 0\.\d+ on \S+hard\.txt, 4 windows, and at",
+        said,
     )
     with Run.open(measured) as run:
         plan = collect(run).plan("missed")
     assert plan is not None
-    assert re.match(r"Target: KL ≤ 0\.03 .*\. Missed on held-out text: 0\.\d+ ± ", target_of(plan))
+    assert re.match(
+        r"Target: KL ≤ 0\.03 .*\. Missed on held-out text: 0\.\d+ ± ", target_of(plan)
+    )
 
 
-def test_greedy_keeps_the_perplexity_within_gamma(measured: Path, held_out: list[str], capsys) -> None:
+def test_greedy_keeps_the_perplexity_within_gamma(
+    measured: Path, held_out: list[str], capsys
+) -> None:
     greedy = ["--gamma", "1.05", "--name", "g", "--verify"]
     assert main(["plan", "--run", str(measured), *greedy, *held_out]) == 0
     assert "evaluations of perplexity" in capsys.readouterr().err
@@ -85,7 +119,10 @@ def test_greedy_keeps_the_perplexity_within_gamma(measured: Path, held_out: list
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        (["--min-speed", "30"], "--min-speed is about a target's files: name it with --target"),
+        (
+            ["--min-speed", "30"],
+            "--min-speed is about a target's files: name it with --target",
+        ),
         (["--plan", "nowhere", "--verify"], "no such plan"),
         (["--max-bytes", "many"], "is not a size"),
         (
@@ -96,9 +133,14 @@ def test_greedy_keeps_the_perplexity_within_gamma(measured: Path, held_out: list
             ["--frontier", "--target", "gguf"],
             "repeat kl-lens measure with --target gguf instead of --formats",
         ),
-        (["--max-loss", "0.1", "--dtype", "float16"], "made with --dtype float32, not float16; give --dtype"),
+        (
+            ["--max-loss", "0.1", "--dtype", "float16"],
+            "made with --dtype float32, not float16; give --dtype",
+        ),
     ],
 )
-def test_bad_requests_are_one_line(measured: Path, extra: list[str], message: str, capsys) -> None:
+def test_bad_requests_are_one_line(
+    measured: Path, extra: list[str], message: str, capsys
+) -> None:
     assert main(["plan", "--run", str(measured), *extra]) == 1
     assert message in capsys.readouterr().err

@@ -19,22 +19,37 @@ class Clock:
 
 # A run for two targets: what was expected of each stage, and whether it tells how far it is.
 RUN = (
-    ("export", "a", 2.0, False), ("export", "b", 2.0, False), ("evaluate", None, 11.0, True),
-    ("calibrate", None, 14.0, True), ("measure", "a", 46.0, True), ("plan", "a", 11.0, False),
-    ("measure", "b", 85.0, True), ("plan", "b", 11.0, False), ("export", "a", 5.0, False),
-    ("export", "b", 5.0, False), ("evaluate", None, 48.0, True), ("generate", None, 4.0, False),
-    ("benchmark", None, 50.0, True), ("report", None, 2.0, False),
-)  # fmt: skip
+    ("export", "a", 2.0, False),
+    ("export", "b", 2.0, False),
+    ("evaluate", None, 11.0, True),
+    ("calibrate", None, 14.0, True),
+    ("measure", "a", 46.0, True),
+    ("plan", "a", 11.0, False),
+    ("measure", "b", 85.0, True),
+    ("plan", "b", 11.0, False),
+    ("export", "a", 5.0, False),
+    ("export", "b", 5.0, False),
+    ("evaluate", None, 48.0, True),
+    ("generate", None, 4.0, False),
+    ("benchmark", None, 50.0, True),
+    ("report", None, 2.0, False),
+)
 RUNTIMES = dict.fromkeys(("export", "evaluate", "generate", "benchmark"), 3.0)
 MODEL = dict.fromkeys(("calibrate", "measure", "plan"), 3.0)
 
 
-@pytest.mark.parametrize("longer", [{}, RUNTIMES | MODEL, RUNTIMES, {"calibrate": 3.0}, {"measure": 3.0}])
-def test_from_a_quarter_on_a_run_is_forecast_within_a_half(longer: Mapping[str, float]) -> None:
+@pytest.mark.parametrize(
+    "longer", [{}, RUNTIMES | MODEL, RUNTIMES, {"calibrate": 3.0}, {"measure": 3.0}]
+)
+def test_from_a_quarter_on_a_run_is_forecast_within_a_half(
+    longer: Mapping[str, float],
+) -> None:
     """`longer`: how many times longer than expected stages take."""
     clock = Clock()
     forecast = Forecast(clock)
-    forecast.expect([StageCost(verb, target, seconds) for verb, target, seconds, _ in RUN])
+    forecast.expect(
+        [StageCost(verb, target, seconds) for verb, target, seconds, _ in RUN]
+    )
     told: list[tuple[float, float]] = []
     for verb, target, seconds, tells in RUN:
         forecast.begin(verb, target)
@@ -60,7 +75,9 @@ def test_inside_a_stage_of_a_run_the_time_left_is_that_of_the_whole_run(
 ) -> None:
     clock = Clock()
     monkeypatch.setattr(progress.time, "monotonic", clock)
-    estimate = JobEstimate((StageCost("measure", "gguf", 240.0), StageCost("report", None, 60.0)), 0, 4)
+    estimate = JobEstimate(
+        (StageCost("measure", "gguf", 240.0), StageCost("report", None, 60.0)), 0, 4
+    )
     screen = Screen("run", lambda terminal, result: None)
     for expected in (None, estimate):
         if expected is not None:

@@ -19,17 +19,58 @@ from tests.hub_server import Hub
 def made(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
     """A run with a recommended IR, a stock recipe and their scores."""
     run = str(tmp_path_factory.mktemp("publish") / "run")
-    text = ["--text", str(tiny_folder / "text.txt"), "--windows", "2", "--window-length", "32"]
+    text = [
+        "--text",
+        str(tiny_folder / "text.txt"),
+        "--windows",
+        "2",
+        "--window-length",
+        "32",
+    ]
     held_out = ["--held-out", "wikitext2:test", "--held-out-windows", "2"]
     target = ["--run", run, "--target", "openvino"]
     for words in (
         ["measure", str(tiny_folder), *target, "--formats", "int4,int8", *text],
-        ["plan", *target, "--max-bpw", "9", "--name", "recommended-openvino", "--rivals", "usual",
-         "--write-recipe", "nncf", *held_out],
-        ["export", *target, "--plan", "recommended-openvino,stock.int8_sym", "--fallback"],
-        ["evaluate", "--run", run, "--plan", "recommended-openvino,stock.int8_sym", "--targets", "openvino",
-         "--perplexity", "wikitext2:test", "--divergence", "", "--window", "32", "--limit", "2", "--threads", "1"],
-    ):  # fmt: skip
+        [
+            "plan",
+            *target,
+            "--max-bpw",
+            "9",
+            "--name",
+            "recommended-openvino",
+            "--rivals",
+            "usual",
+            "--write-recipe",
+            "nncf",
+            *held_out,
+        ],
+        [
+            "export",
+            *target,
+            "--plan",
+            "recommended-openvino,stock.int8_sym",
+            "--fallback",
+        ],
+        [
+            "evaluate",
+            "--run",
+            run,
+            "--plan",
+            "recommended-openvino,stock.int8_sym",
+            "--targets",
+            "openvino",
+            "--perplexity",
+            "wikitext2:test",
+            "--divergence",
+            "",
+            "--window",
+            "32",
+            "--limit",
+            "2",
+            "--threads",
+            "1",
+        ],
+    ):
         assert main(words) == 0, words
     return Path(run)
 
@@ -55,7 +96,10 @@ def test_the_folder_holds_the_file_and_its_proof(run: Path) -> None:
 
     card = ModelCard.load(folder / "README.md")
     about = card.data.to_dict()
-    assert (about["base_model"], about["base_model_relation"]) == ("org/tiny", "quantized")
+    assert (about["base_model"], about["base_model_relation"]) == (
+        "org/tiny",
+        "quantized",
+    )
     assert (about["library_name"], about["license"]) == ("openvino", "mit")
     assert {"quantized", "openvino", "mamba"} <= set(about["tags"])
     parts = (
@@ -76,13 +120,19 @@ def test_the_folder_holds_the_file_and_its_proof(run: Path) -> None:
     rows = pyarrow.parquet.read_table(folder / "sensitivities.parquet").to_pylist()
     assert {row["recipe"] for row in rows} >= {"int4", "int8"}
     assert all(row["kl_teacher_to_student"] >= 0 for row in rows)
-    assert json.loads((folder / "plan.json").read_text())["name"] == "recommended-openvino"
+    assert (
+        json.loads((folder / "plan.json").read_text())["name"] == "recommended-openvino"
+    )
     record = json.loads((folder / "artifact.json").read_text())
     (folder / "artifact.json").unlink()  # a link
-    (folder / "artifact.json").write_text(json.dumps(record | {"files": [*record["files"], "old.bin"]}))
+    (folder / "artifact.json").write_text(
+        json.dumps(record | {"files": [*record["files"], "old.bin"]})
+    )
     (folder / "old.bin").touch()
     assert main(words) == 0, "again, over the same files"
-    assert not (folder / "old.bin").exists(), "a file of the earlier export, which would be uploaded too"
+    assert not (folder / "old.bin").exists(), (
+        "a file of the earlier export, which would be uploaded too"
+    )
     before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
     assert main([*words, "--plan", "stock.int8_sym"]) == 0
     assert (run / "published/stock.int8_sym/README.md").is_file()
@@ -95,14 +145,32 @@ def test_the_folder_holds_the_file_and_its_proof(run: Path) -> None:
 
 
 def test_it_is_uploaded(run: Path, signed_in: Hub, capsys) -> None:
-    assert main(["publish", str(run), "openvino", "--to", "me/tiny", "--private", "--license", "mit"]) == 0
+    assert (
+        main(
+            [
+                "publish",
+                str(run),
+                "openvino",
+                "--to",
+                "me/tiny",
+                "--private",
+                "--license",
+                "mit",
+            ]
+        )
+        == 0
+    )
     repository = signed_in.repositories["me/tiny"]
     assert repository.private
     folder = run / "published/openvino"
     files = [path for path in folder.rglob("*") if path.is_file()]
-    assert repository.files == {str(path.relative_to(folder)): path.read_bytes() for path in files}
+    assert repository.files == {
+        str(path.relative_to(folder)): path.read_bytes() for path in files
+    }
     assert "recipe/nncf/nncf_recipe.py" in repository.files, "the plan for NNCF"
-    assert f"{signed_in.url}/me/tiny/commit/{repository.commit}" in capsys.readouterr().out
+    assert (
+        f"{signed_in.url}/me/tiny/commit/{repository.commit}" in capsys.readouterr().out
+    )
 
 
 def test_what_cannot_be_published_says_why(
@@ -111,7 +179,9 @@ def test_what_cannot_be_published_says_why(
     def said(*words: str) -> str:
         assert main(["publish", str(run), "openvino", *words]) == 1
         (line,) = [
-            line for line in capsys.readouterr().err.splitlines() if line.startswith("kl-lens publish: ")
+            line
+            for line in capsys.readouterr().err.splitlines()
+            if line.startswith("kl-lens publish: ")
         ][-1:]
         return line
 
@@ -127,5 +197,7 @@ def test_what_cannot_be_published_says_why(
     with Run.open(run) as journal:
         journal.forget_results("score")
     assert "was not evaluated" in said("--to", "me/tiny", "--dry-run")
-    (run / "artifacts/openvino/recommended-openvino/openvino_model.bin").write_bytes(b"other")
+    (run / "artifacts/openvino/recommended-openvino/openvino_model.bin").write_bytes(
+        b"other"
+    )
     assert "was changed after the export" in said("--to", "me/tiny", "--dry-run")

@@ -61,9 +61,14 @@ def test_every_stage_leaves_its_records(finished: Path) -> None:
         files = {f"openvino/{name}" for name in ("uniform_fp16", BEST, *rivals)}
         assert files <= set(artifacts)
         scored = [result.subject for result in current_results(run, "score")]
-        keys = {Subject(ARTIFACT, name, "openvino").key for name in ("uniform_fp16", BEST, *rivals)}
+        keys = {
+            Subject(ARTIFACT, name, "openvino").key
+            for name in ("uniform_fp16", BEST, *rivals)
+        }
         assert keys <= {subject.file_key for subject in scored}
-        assert f"openvino/{BEST}" in {subject.label for subject in scored}  # PyTorch may stand in for others
+        assert f"openvino/{BEST}" in {
+            subject.label for subject in scored
+        }  # PyTorch may stand in for others
         timed = {result.subject.label for result in current_results(run, "profile")}
         assert {"openvino/uniform_fp16", f"openvino/{BEST}"} <= timed <= set(artifacts)
         assert len(timed) >= 3  # or no speed could be predicted
@@ -74,13 +79,19 @@ def test_every_stage_leaves_its_records(finished: Path) -> None:
     assert "INT4_SYM-G128" in report  # a rival, on the chart
 
 
-def test_the_folder_holds_the_settings_that_repeat_the_run(finished: Path, tiny_folder: Path) -> None:
+def test_the_folder_holds_the_settings_that_repeat_the_run(
+    finished: Path, tiny_folder: Path
+) -> None:
     asked = settings_from(parse(words(finished, tiny_folder, "--paper")))
     assert settings_from(parse(["run", "--config", str(finished / "run.yaml")])) == asked
 
 
 def test_only_what_was_deleted_is_done_again(
-    folder: Path, finished: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys
+    folder: Path,
+    finished: Path,
+    tiny_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys,
 ) -> None:
     """After the plan and its file were deleted; the checkpoint is opened once for all stages."""
     shutil.rmtree(folder / "log")
@@ -88,12 +99,19 @@ def test_only_what_was_deleted_is_done_again(
     (folder / f"plans/{BEST}.json").unlink()
     opened: list[str] = []
     opening = model.load
-    monkeypatch.setattr(model, "load", lambda source, **how: opened.append(source) or opening(source, **how))
+    monkeypatch.setattr(
+        model,
+        "load",
+        lambda source, **how: opened.append(source) or opening(source, **how),
+    )
     assert main(words(folder, tiny_folder, "--without", "evaluate,benchmark")) == 0
     assert opened == [str(tiny_folder)]
     out, err = capsys.readouterr()
     assert err.count("already done") >= 3
-    plans = [json.loads((place / f"plans/{BEST}.json").read_text()) for place in (finished, folder)]
+    plans = [
+        json.loads((place / f"plans/{BEST}.json").read_text())
+        for place in (finished, folder)
+    ]
     assert plans[0]["assignment"] == plans[1]["assignment"]
     assert (folder / "artifacts/openvino" / BEST / "openvino_model.bin").is_file()
     # It ends with a screenful: the answer in two lines, a table, the next command. The rest is in the log.
@@ -104,30 +122,41 @@ def test_only_what_was_deleted_is_done_again(
     for words_ in ("│ INT8_SYM", "│ INT4_SYM-G128", "│ recommended"):
         assert words_ in out
     internal = re.compile(r"stock\.|uniform_|recommended-openvino(?!')|openvino/")
-    assert not [line for line in lines if internal.search(line) and not line.startswith("Next:")]
+    assert not [
+        line for line in lines if internal.search(line) and not line.startswith("Next:")
+    ]
     assert f"kl-lens report --run {folder} --open" in out
     assert lines[-1].startswith("Next: kl-lens generate ")
     early = re.search(
-        rf"{re.escape(str(folder / 'artifacts/openvino' / BEST))}: [\d.]+ [kM]B, KL about [\d.]+ on held", err
+        rf"{re.escape(str(folder / 'artifacts/openvino' / BEST))}: [\d.]+ [kM]B, KL about [\d.]+ on held",
+        err,
     )
     assert early, "the recommended file is named as soon as it exists"
     assert re.search(r"^Measuring sensitivity, OpenVINO +\d+:\d\d", err, re.MULTILINE)
     assert len(err.splitlines()) <= 24
     (log,) = (folder / "log").glob("run-*.log")
-    for told in ("== Planning, OpenVINO", "Quantizable components", "Sensitivity, from least"):
+    for told in (
+        "== Planning, OpenVINO",
+        "Quantizable components",
+        "Sensitivity, from least",
+    ):
         assert told in log.read_text(encoding="utf-8")
 
 
 def read(folder: Path, name: str) -> Plan:
     with Run.open(folder) as run:
-        return planning.read_plan(planning.plan_path(folder / "plans", name), run.table().components)
+        return planning.read_plan(
+            planning.plan_path(folder / "plans", name), run.table().components
+        )
 
 
 def on_disk(folder: Path, name: str) -> int:
     return read_artifact(folder / "artifacts/openvino" / name).realised_bytes
 
 
-def test_the_recommendation_keeps_its_limit_and_no_smaller_rival_is_as_good(finished: Path) -> None:
+def test_the_recommendation_keeps_its_limit_and_no_smaller_rival_is_as_good(
+    finished: Path,
+) -> None:
     plan = read(finished, BEST)
     assert plan.target == "openvino"
     assert plan.limits == {"loss": 0.05}
@@ -138,20 +167,34 @@ def test_the_recommendation_keeps_its_limit_and_no_smaller_rival_is_as_good(fini
     for path in (finished / "plans").glob("stock.*.json"):
         rival = read(finished, path.stem)
         assert rival.measured is not None
-        if (rival.file_bytes or 0) <= (plan.file_bytes or 0) and rival.assignment != plan.assignment:
+        if (rival.file_bytes or 0) <= (
+            plan.file_bytes or 0
+        ) and rival.assignment != plan.assignment:
             assert kl.value < rival.measured.kl.value
             assert rival.name in plan.contest
     # What was foretold of the file is never less than it is.
-    assert on_disk(finished, BEST) <= (plan.file_bytes or 0) < 1.05 * on_disk(finished, BEST)
+    assert (
+        on_disk(finished, BEST) <= (plan.file_bytes or 0) < 1.05 * on_disk(finished, BEST)
+    )
 
 
 def test_a_run_with_another_limit_gets_its_own_file_and_replaces_none(
     folder: Path, tiny_folder: Path, capsys
 ) -> None:
     name = "recommended-openvino-90pct"
-    mine = [folder / f"plans/{BEST}.json", *(folder / "artifacts/openvino" / BEST).glob("*.[xbj]*")]
+    mine = [
+        folder / f"plans/{BEST}.json",
+        *(folder / "artifacts/openvino" / BEST).glob("*.[xbj]*"),
+    ]
     before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in mine}
-    quick = ["--without", "evaluate,benchmark,report", "--targets", "openvino", "--rivals", "none"]
+    quick = [
+        "--without",
+        "evaluate,benchmark,report",
+        "--targets",
+        "openvino",
+        "--rivals",
+        "none",
+    ]
     assert main(words(folder, tiny_folder, "--budget", "90%", *quick)) == 0
     assert on_disk(folder, name) <= 0.9 * on_disk(folder, "uniform_fp16")
     assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in mine} == before
@@ -167,7 +210,9 @@ def test_a_run_with_another_limit_gets_its_own_file_and_replaces_none(
     # The first limit again: nothing is left to do, and its file is the recommended one again.
     assert main(words(folder, tiny_folder, "--paper", *quick[:2])) == 0
     assert not re.search(
-        r"^(Planning|Ranking|Writing files).* \d+:\d\d", capsys.readouterr().err, re.MULTILINE
+        r"^(Planning|Ranking|Writing files).* \d+:\d\d",
+        capsys.readouterr().err,
+        re.MULTILINE,
     )
     assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in mine} == before
     with Run.open(folder) as run:
@@ -177,18 +222,39 @@ def test_a_run_with_another_limit_gets_its_own_file_and_replaces_none(
 def test_a_plan_of_a_used_name_replaces_it_and_says_so(folder: Path, capsys) -> None:
     file = folder / "artifacts/openvino" / BEST / "openvino_model.bin"
     before = file.read_bytes()
-    plan = ["plan", "--run", str(folder), "--target", "openvino", "--max-bpw", "15", "--name", BEST]
+    plan = [
+        "plan",
+        "--run",
+        str(folder),
+        "--target",
+        "openvino",
+        "--max-bpw",
+        "15",
+        "--name",
+        BEST,
+    ]
     assert main(plan) == 0
     said = f"{BEST} replaces another plan of this name; until the next export, the earlier one stays in "
     assert f"{said}{file.parent}" in capsys.readouterr().err
     assert file.read_bytes() == before
     assert main(plan) == 0
     assert "replaces" not in capsys.readouterr().err, "it is the same plan"
-    export = ["export", "--run", str(folder), "--target", "openvino", "--plan", BEST, "--fallback"]
+    export = [
+        "export",
+        "--run",
+        str(folder),
+        "--target",
+        "openvino",
+        "--plan",
+        BEST,
+        "--fallback",
+    ]
     assert main(export) == 0
     assert f"{file.parent}: the files of an earlier export" in capsys.readouterr().err
     with Run.open(folder) as run:
-        assert f"openvino/{BEST}" not in {r.subject.label for r in current_results(run, "score")}
+        assert f"openvino/{BEST}" not in {
+            r.subject.label for r in current_results(run, "score")
+        }
 
 
 def test_beside_a_gpu_files_are_read_ahead_with_the_same_results(
@@ -201,7 +267,8 @@ def test_beside_a_gpu_files_are_read_ahead_with_the_same_results(
         taken.append((judged.path.name, len(found)))
         return found
 
-    take, folder = Ahead.take, tmp_path / "run"
+    take = Ahead.take
+    folder = tmp_path / "run"
     monkeypatch.setattr(Ahead, "take", seen)
     monkeypatch.setattr("kl_lens.study.run._leaves_time", lambda model: True)
     monkeypatch.setattr("kl_lens.study.run.LARGE", 0)  # so that another process quantizes
@@ -212,17 +279,28 @@ def test_beside_a_gpu_files_are_read_ahead_with_the_same_results(
     kept = []
     for place in (finished, folder):
         with Run.open(place) as run:
-            scores = [(r.subject, r.name, r.value["values"]) for r in current_results(run, "score")]
-        kept.append((sorted(scores, key=str), read_artifact(place / "artifacts/openvino" / BEST).digests))
+            scores = [
+                (r.subject, r.name, r.value["values"])
+                for r in current_results(run, "score")
+            ]
+        kept.append(
+            (
+                sorted(scores, key=str),
+                read_artifact(place / "artifacts/openvino" / BEST).digests,
+            )
+        )
     assert kept[0] == kept[1]
 
 
 def test_what_another_process_quantizes_is_found_by_this_one(tmp_path: Path) -> None:
-    session, recipe, name = Session(), Recipe("q4_k"), "backbone.layers.0.mixer.in_proj"
+    session = Session()
+    recipe = Recipe("q4_k")
+    name = "backbone.layers.0.mixer.in_proj"
     model = session.in_run(session.model("reference:mamba"), tmp_path)
     _begin_apart("reference:mamba", Opening(), tmp_path)
     _quantize_apart([(name, recipe), (name, Recipe("int8")), (name, Recipe("q4_k+gptq"))])
-    made, weight = [*(tmp_path / QUANTIZED).iterdir()], model.tensor(f"{name}.weight")
+    made = [*(tmp_path / QUANTIZED).iterdir()]
+    weight = model.tensor(f"{name}.weight")
     assert model.weights.digest(name, recipe) == recipe.grid.quantize(weight).digest
     assert [*(tmp_path / QUANTIZED).iterdir()] == made != []
 
@@ -239,12 +317,27 @@ def test_a_stage_that_others_do_not_need_may_fail(
     assert (folder / "report.html").is_file()
 
 
-def test_an_estimate_names_every_stage_and_does_nothing(tiny_folder: Path, tmp_path: Path, capsys) -> None:
-    asked = ["run", str(tiny_folder), "--run", str(tmp_path / "run"), "--window-length", "32", "--estimate"]
+def test_an_estimate_names_every_stage_and_does_nothing(
+    tiny_folder: Path, tmp_path: Path, capsys
+) -> None:
+    asked = [
+        "run",
+        str(tiny_folder),
+        "--run",
+        str(tmp_path / "run"),
+        "--window-length",
+        "32",
+        "--estimate",
+    ]
     assert main([*asked, "--without", "benchmark"]) == 0
     said = capsys.readouterr().out
     assert "4 calibration windows" in said
-    for part in ("Gathering statistics", "Measuring sensitivity, OpenVINO", "in all", "Memory: about"):
+    for part in (
+        "Gathering statistics",
+        "Measuring sensitivity, OpenVINO",
+        "in all",
+        "Memory: about",
+    ):
         assert part in said
     assert "Timing" not in said
     assert not (tmp_path / "run").exists()
@@ -253,10 +346,21 @@ def test_an_estimate_names_every_stage_and_does_nothing(tiny_folder: Path, tmp_p
 def test_a_runtime_that_does_not_support_the_model_is_not_a_failure(
     folder: Path, tiny_folder: Path, capsys
 ) -> None:
-    code = main(words(folder, tiny_folder, "--targets", "gguf", "--without", "evaluate,benchmark,report"))
+    code = main(
+        words(
+            folder,
+            tiny_folder,
+            "--targets",
+            "gguf",
+            "--without",
+            "evaluate,benchmark,report",
+        )
+    )
     assert code == 0
     assert "kl-lens run: not exported to gguf" in capsys.readouterr().err
-    assert read(folder, "recommended-kl0.05").target is None  # without a target, weights are planned
+    assert (
+        read(folder, "recommended-kl0.05").target is None
+    )  # without a target, weights are planned
 
 
 def test_a_yaml_file_equals_the_flags_and_flags_win(tmp_path: Path, capsys) -> None:
@@ -265,13 +369,20 @@ def test_a_yaml_file_equals_the_flags_and_flags_win(tmp_path: Path, capsys) -> N
     text = capsys.readouterr().out
     settings = yaml.safe_load(text)
     assert settings["model"] == "some-model"
-    assert (settings["windows"], settings["budget"], settings["trust-remote-code"]) == (5, "60%", True)
+    assert (settings["windows"], settings["budget"], settings["trust-remote-code"]) == (
+        5,
+        "60%",
+        True,
+    )
     file = tmp_path / "run.yaml"
     file.write_text(text + "max-drop:\n")  # left empty: as if it were not there
     assert main(["run", "--config", str(file), "--write-config"]) == 0
     assert yaml.safe_load(capsys.readouterr().out) == settings
     for number in (9, 4):  # 4 is the flag's own default, and typed all the same
-        for words in (f"--windows {number} --config {file}", f"--config {file} --windows {number}"):
+        for words in (
+            f"--windows {number} --config {file}",
+            f"--config {file} --windows {number}",
+        ):
             assert main(["run", *words.split(), "--write-config"]) == 0
             again = yaml.safe_load(capsys.readouterr().out)
             assert (again["windows"], again["formats"]) == (number, "int8,q8_0")
@@ -291,18 +402,32 @@ def test_a_small_size_offers_formats_below_four_bits() -> None:
         ({"max_loss": 1.0}, "iq4_xs+gptq"),
     ):
         assert RunSettings.of(model="m", **asked).menu_of("gguf", anatomy)[0] == smallest
-        fewest = "affine2-g128+gptq" if asked.get("menu") == "small" else "affine3-g128+gptq"  # 2.17 MB
+        fewest = (
+            "affine2-g128+gptq" if asked.get("menu") == "small" else "affine3-g128+gptq"
+        )  # 2.17 MB
         assert RunSettings.of(model="m", **asked).menu_of("mlx", anatomy)[0] == fewest
 
 
 def test_a_limit_that_is_too_small_for_one_runtime_leaves_the_others_their_files(
     tiny_folder: Path, tmp_path: Path, capsys
 ) -> None:
-    quick = ["--targets", "openvino,mlx", "--rivals", "none", "--without", "evaluate,benchmark,report"]
+    quick = [
+        "--targets",
+        "openvino,mlx",
+        "--rivals",
+        "none",
+        "--without",
+        "evaluate,benchmark,report",
+    ]
     given = [
-        word for word in words(tmp_path / "run", tiny_folder, *quick) if word not in ("--max-loss", "0.05")
+        word
+        for word in words(tmp_path / "run", tiny_folder, *quick)
+        if word not in ("--max-loss", "0.05")
     ]
     assert main([*given, "--max-bytes", "200kB"]) == 1
     said = capsys.readouterr().err
     assert "OpenVINO: --max-bytes 200.00 kB cannot be met" in said
-    assert read_artifact(tmp_path / "run/artifacts/mlx/recommended-mlx-200kB").realised_bytes <= 200_000
+    assert (
+        read_artifact(tmp_path / "run/artifacts/mlx/recommended-mlx-200kB").realised_bytes
+        <= 200_000
+    )

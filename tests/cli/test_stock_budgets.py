@@ -21,8 +21,12 @@ from tests.byte_level import save_tokenizer
 
 
 @pytest.mark.parametrize(
-    ("target", "every"), [("gguf", 9), *(pytest.param(t, 1, marks=pytest.mark.slow) for t in ("gguf", "openvino"))]
-)  # fmt: skip
+    ("target", "every"),
+    [
+        ("gguf", 9),
+        *(pytest.param(t, 1, marks=pytest.mark.slow) for t in ("gguf", "openvino")),
+    ],
+)
 def test_our_plan_that_is_no_larger_is_never_worse(
     target: str, every: int, tiny_folder: Path, tmp_path: Path
 ) -> None:
@@ -31,30 +35,52 @@ def test_our_plan_that_is_no_larger_is_never_worse(
     folder = shutil.copytree(tiny_folder, tmp_path / "model")
     torch.manual_seed(0)
     config = transformers.Mamba2Config(
-        vocab_size=300, hidden_size=64, num_hidden_layers=2, num_heads=4, head_dim=32, state_size=32,
-        n_groups=1, chunk_size=16, tie_word_embeddings=True,
-    )  # fmt: skip
+        vocab_size=300,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_heads=4,
+        head_dim=32,
+        state_size=32,
+        n_groups=1,
+        chunk_size=16,
+        tie_word_embeddings=True,
+    )
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     text = folder / "text.txt"
     save_tokenizer(folder, [text.read_text()], vocabulary=300)
-    few = {"model": str(folder), "run": str(tmp_path / "run"), "text": str(text), "window_length": 32}
+    few = {
+        "model": str(folder),
+        "run": str(tmp_path / "run"),
+        "text": str(text),
+        "window_length": 32,
+    }
     session = Session()
     session.do(CalibrateSettings.of(**few, windows=4))
     session.do(MeasureSettings.of(**few, windows=4, target=target))
     held_out = HeldOut(held_out="wikitext2:train", held_out_windows=8)
     with Run.open(tmp_path / "run") as run:
-        table, planner = run.table(target=target), TargetPlanner(session, run, target, held_out)
+        table = run.table(target=target)
+        planner = TargetPlanner(session, run, target, held_out)
         meter = planner.halves[1]
         for rival in planner.rivals(table, None, everything=True)[::every]:
             limit = rival.file_bytes
-            assert limit == get_target(target).file_bytes(planner.model, rival, exact=True)
+            assert limit == get_target(target).file_bytes(
+                planner.model, rival, exact=True
+            )
             try:
-                within = TargetPlanner(session, run, target, held_out, limits=Limits(max_bytes=limit))
+                within = TargetPlanner(
+                    session, run, target, held_out, limits=Limits(max_bytes=limit)
+                )
                 ours = plan_within(within, table, Choosing(name="ours"))
             except BudgetError:  # the short menu has nothing as small
                 continue
             assert (ours.file_bytes or 0) <= (limit or 0), rival.name
             difference = planning.paired_difference(
-                meter.measure(ours.assignment).windows, meter.measure(rival.assignment).windows
+                meter.measure(ours.assignment).windows,
+                meter.measure(rival.assignment).windows,
             )
-            assert difference.mean <= 2 * difference.standard_error, (rival.name, difference, ours.made_by)
+            assert difference.mean <= 2 * difference.standard_error, (
+                rival.name,
+                difference,
+                ours.made_by,
+            )

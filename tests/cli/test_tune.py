@@ -25,31 +25,60 @@ def test_tuned_weights_reach_the_file_if_held_out_text_agrees(
     run = tmp_path / "run"
     if not helps:
         worse = planning.PairedDifference(1.0, 0.1)
-        monkeypatch.setattr("kl_lens.planning.paired_difference", lambda ours, theirs: worse)
+        monkeypatch.setattr(
+            "kl_lens.planning.paired_difference", lambda ours, theirs: worse
+        )
     assert main([*measure_arguments, "--formats", "q4_0"]) == 0
     plan = [
-        "plan", "--run", str(run), "--max-bpw", "6", "--name", "small", "--held-out", "wikitext2:test",
-        "--held-out-windows", "4", "--tune", "8", "--verify",
-    ]  # fmt: skip
+        "plan",
+        "--run",
+        str(run),
+        "--max-bpw",
+        "6",
+        "--name",
+        "small",
+        "--held-out",
+        "wikitext2:test",
+        "--held-out-windows",
+        "4",
+        "--tune",
+        "8",
+        "--verify",
+    ]
     capsys.readouterr()
     assert main(plan) == 0
     said = capsys.readouterr()
     assert ("tuning did not help" in said.out + said.err) is not helps
     written = json.loads((run / "plans/small.json").read_text())
-    tuned = {name: Recipe.parse(r) for name, r in written["assignment"].items() if "+tuned-" in r}
+    tuned = {
+        name: Recipe.parse(r)
+        for name, r in written["assignment"].items()
+        if "+tuned-" in r
+    }
     assert bool(tuned) is helps
     if not helps:
         return
     assert written["measured"]["kl"]["value"] > 0
     assert main(plan) == 0  # nothing is tuned twice
     assert "tuning small" not in "".join(capsys.readouterr())
-    export = ["export", "--run", str(run), "--plan", "small", "--target", "gguf", "--without-tokenizer"]
+    export = [
+        "export",
+        "--run",
+        str(run),
+        "--plan",
+        "small",
+        "--target",
+        "gguf",
+        "--without-tokenizer",
+    ]
     assert main(export) == 0
     assert main([*export, "--weights", "disk", "--out", str(tmp_path / "disk")]) == 0
     store = load(str(tiny_folder)).with_store(folder=run / "weights").weights
     for place in (run / "artifacts/gguf/small", tmp_path / "disk/small"):
         shipped = {
-            tensor.component: tensor for tensor in read_artifact(place).tensors if tensor.component in tuned
+            tensor.component: tensor
+            for tensor in read_artifact(place).tensors
+            if tensor.component in tuned
         }
         assert shipped.keys() == tuned.keys()
         for name, tensor in shipped.items():
@@ -58,7 +87,11 @@ def test_tuned_weights_reach_the_file_if_held_out_text_agrees(
     with Run.open(run) as opened:
         ((digest, text),) = opened.load_all(TUNING).items()
         assert text["windows"] == 8
-        opened.store(TUNING, digest, text | {"source": "wikitext2", "split": "test", "windows": 1000})
+        opened.store(
+            TUNING,
+            digest,
+            text | {"source": "wikitext2", "split": "test", "windows": 1000},
+        )
     capsys.readouterr()
     assert main(plan) == 1  # a plan is not judged on text that one was tuned on
     assert "calibration and evaluation share a document" in capsys.readouterr().err

@@ -22,18 +22,25 @@ def compared_anew() -> Iterator[None]:
 
 
 def warnings_in(capsys) -> list[str]:
-    return [line for line in capsys.readouterr().err.splitlines() if "is wrong here" in line]
+    return [
+        line for line in capsys.readouterr().err.splitlines() if "is wrong here" in line
+    ]
 
 
 def measured(folder: Path) -> list[float]:
     with Run.open(folder) as run:
-        return [m.metrics["kl_teacher_to_student"].value for m in run.measurements() if m.format == "int8"]
+        return [
+            m.metrics["kl_teacher_to_student"].value
+            for m in run.measurements()
+            if m.format == "int8"
+        ]
 
 
 def test_every_verb_says_it_once_and_does_without(
     measure_arguments, tiny_folder: Path, tmp_path: Path, monkeypatch, capsys
 ) -> None:
-    run, text = str(tmp_path / "run"), str(tiny_folder / "text.txt")
+    run = str(tmp_path / "run")
+    text = str(tiny_folder / "text.txt")
     wrong = "our kernel for Mamba-1 scan is wrong here"
     sound = [*measure_arguments, "--run", str(tmp_path / "sound"), "--formats", "int8"]
     assert main(sound) == 0
@@ -55,7 +62,9 @@ def test_every_verb_says_it_once_and_does_without(
         assert kept.load(KERNELS, CALIBRATION) == wrong
     with Run.open(tmp_path / "sound") as kept:
         assert kept.load(KERNELS, CALIBRATION) is None
-    assert measured(tmp_path / "run") == pytest.approx(measured(tmp_path / "sound"), rel=3e-5, abs=5e-9)
+    assert measured(tmp_path / "run") == pytest.approx(
+        measured(tmp_path / "sound"), rel=3e-5, abs=5e-9
+    )
     assert main(["report", "--run", run]) == 0
     assert wrong in (tmp_path / "run/report.html").read_text()
 
@@ -66,11 +75,20 @@ def test_doctor_names_each_wrong_kernel_in_a_line(monkeypatch, capsys) -> None:
         monkeypatch.setattr(swap, scan, growing(getattr(swap, scan), 1.0001))
     for kernel in ("causal_convolution", "causal_attention"):
         monkeypatch.setattr(swap, kernel, larger(getattr(swap, kernel), 1.0001))
-    monkeypatch.setattr(metrics, "_compare_by_kernel", larger(metrics._compare_by_kernel, 1.0001))
+    monkeypatch.setattr(
+        metrics, "_compare_by_kernel", larger(metrics._compare_by_kernel, 1.0001)
+    )
     capsys.readouterr()
     assert main(["doctor", "--json"]) == 1
     part = json.loads(capsys.readouterr().out)["parts"]["Kernels"]
-    wrong = {line.split(" on the CPU")[0] for line in part["problem"].removeprefix("wrong: ").split("; ")}
-    scans = {f"Mamba-{version} scan{how}" for version in (1, 2) for how in ("", " (with autograd)")}
+    wrong = {
+        line.split(" on the CPU")[0]
+        for line in part["problem"].removeprefix("wrong: ").split("; ")
+    }
+    scans = {
+        f"Mamba-{version} scan{how}"
+        for version in (1, 2)
+        for how in ("", " (with autograd)")
+    }
     assert wrong >= {*scans, "convolution", "attention", "KL"}
     assert len(part["facts"]) >= len(wrong)

@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-README, QUICKSTART = ROOT / "README.md", ROOT / "docs/quickstart.md"
+README = ROOT / "README.md"
+QUICKSTART = ROOT / "docs/quickstart.md"
 PAGES = [README, QUICKSTART, *sorted(set(ROOT.glob("docs/**/*.md")) - {QUICKSTART})]
 
-_FENCE = re.compile(r"^(?P<indent> *)```(?P<tag>\w*)\n(?P<body>.*?)^ *```$", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(
+    r"^(?P<indent> *)```(?P<tag>\w*)\n(?P<body>.*?)^ *```$", re.MULTILINE | re.DOTALL
+)
 _REASON = re.compile(r"<!-- not run: .+ -->\n\s*\Z")
 
 
@@ -43,7 +46,9 @@ def blocks(page: Path) -> list[Block]:
 def commands(block: Block) -> list[list[str]]:
     """The words of each command; continued lines are one, remarks behind # are none."""
     lines = block.body.replace("\\\n", " ").splitlines()
-    return [words for words in (shlex.split(line, comments=True) for line in lines) if words]
+    return [
+        words for words in (shlex.split(line, comments=True) for line in lines) if words
+    ]
 
 
 def page_name(page: Path) -> str:

@@ -49,7 +49,11 @@ def imports(source: str, known: Mapping[str, object]) -> Iterator[str]:
                 for name in (f"{node.module}.{alias.name}" for alias in node.names):
                     yield name if name in known else str(node.module)
         elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "kl_lens")
+            yield from (
+                alias.name
+                for alias in node.names
+                if alias.name.split(".")[0] == "kl_lens"
+            )
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             name = node.value.partition(":")[0].removesuffix(".")
             if _MODULE.fullmatch(node.value) and name in known:
@@ -74,7 +78,11 @@ def circle(sources: Mapping[str, str]) -> list[str]:
     A package's own name in a module of it is its folder (`resources.files`), or what comes before a module's name.
     """
     graph = {
-        module: {name for name in imports(source, sources) if not f"{module}.".startswith(f"{name}.")}
+        module: {
+            name
+            for name in imports(source, sources)
+            if not f"{module}.".startswith(f"{name}.")
+        }
         for module, source in sources.items()
     }
     try:
@@ -85,7 +93,8 @@ def circle(sources: Mapping[str, str]) -> list[str]:
 
 
 def test_every_room_has_one_place_in_the_table() -> None:
-    order, there = rooms(), {room_of(module) for module in modules()}
+    order = rooms()
+    there = {room_of(module) for module in modules()}
     assert len(order) == len(set(order))
     assert not there - set(order), "docs/architecture.md has no row for these"
     assert not set(order) - there, "docs/architecture.md has rows for what is not there"

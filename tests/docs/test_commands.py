@@ -14,9 +14,21 @@ import pytest
 
 from kl_lens.cli.main import VERBS, main, parse
 from kl_lens.text.sources import wikitext2
-from tests.docs.markdown import PAGES, QUICKSTART, README, ROOT, Block, blocks, commands, page_name
+from tests.docs.markdown import (
+    PAGES,
+    QUICKSTART,
+    README,
+    ROOT,
+    Block,
+    blocks,
+    commands,
+    page_name,
+)
 
-RUN, NOT_RUN, PYTHON, OUTPUT = "bash", "console", "python", "text"
+RUN = "bash"
+NOT_RUN = "console"
+PYTHON = "python"
+OUTPUT = "text"
 SHORTER = {
     "calibrate": {"--windows": "2", "--window-length": "32"},
     "measure": {"--windows": "2", "--window-length": "32"},
@@ -44,8 +56,14 @@ PARSED_ONLY = ("run", "doctor", "autopsy")
 
 def kl_lens_commands(page: Path, *tags: str) -> list[list[str]]:
     """The words behind `kl-lens` of all commands in blocks with these tags; `./run` is `kl-lens run`."""
-    found = [words for block in blocks(page) if block.tag in tags for words in commands(block)]
-    return [["run", *w[1:]] if w[0] == "./run" else w[1:] for w in found if w[0] in ("./run", "kl-lens")]
+    found = [
+        words for block in blocks(page) if block.tag in tags for words in commands(block)
+    ]
+    return [
+        ["run", *w[1:]] if w[0] == "./run" else w[1:]
+        for w in found
+        if w[0] in ("./run", "kl-lens")
+    ]
 
 
 def examples(page: Path) -> list[Block]:
@@ -59,7 +77,11 @@ def shortened(words: Sequence[str]) -> list[str]:
         if flag in kept:
             kept[kept.index(flag) + 1] = value
     added = [word for pair in SHORTER.get(verb, {}).items() for word in pair]
-    return kept + added + [word for flag, words in ADDED.items() if flag in kept for word in words]
+    return (
+        kept
+        + added
+        + [word for flag, words in ADDED.items() if flag in kept for word in words]
+    )
 
 
 def run(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,12 +98,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("docs")
     shutil.copytree(ROOT / "reference/mamba2", folder / "my-model")
     articles = wikitext2("valid").documents
-    (folder / "notes.txt").write_text("\n\n".join(d.text for d in articles[:6]), encoding="utf-8")
-    (folder / "other-notes.txt").write_text("\n\n".join(d.text for d in articles[6:12]), encoding="utf-8")
+    (folder / "notes.txt").write_text(
+        "\n\n".join(d.text for d in articles[:6]), encoding="utf-8"
+    )
+    (folder / "other-notes.txt").write_text(
+        "\n\n".join(d.text for d in articles[6:12]), encoding="utf-8"
+    )
     (folder / "tasks").mkdir()
     rows = [
         {"query": "The capital of France is", "choices": ["Paris", "green"], "gold": 0},
-        {"query": "Water is made of hydrogen and", "choices": ["music", "oxygen"], "gold": 1},
+        {
+            "query": "Water is made of hydrogen and",
+            "choices": ["music", "oxygen"],
+            "gold": 1,
+        },
     ]
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (folder / "tasks/arc_easy_test.jsonl").write_text(lines, encoding="utf-8")
@@ -118,14 +148,20 @@ def test_commands_of_the_quick_start_run(quickstart: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in PAGES if page not in (README, QUICKSTART)], ids=page_name)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page not in (README, QUICKSTART)], ids=page_name
+)
 def test_commands_of_the_other_pages_run(page: Path, quickstart: Path) -> None:
     run_page(page, quickstart)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in PAGES if examples(page)], ids=page_name)
-def test_examples_in_python_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if examples(page)], ids=page_name
+)
+def test_examples_in_python_run(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for package in ("openvino", "gguf", "pandas"):
         pytest.importorskip(package, reason="needs kl-lens[openvino,gguf]")
     monkeypatch.chdir(tmp_path)
@@ -138,9 +174,13 @@ def test_examples_in_python_run(page: Path, tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
-def test_commands_parse(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_parse(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "run.yaml").write_text("windows: 8\n", encoding="utf-8")  # --config reads it at once
+    (tmp_path / "run.yaml").write_text(
+        "windows: 8\n", encoding="utf-8"
+    )  # --config reads it at once
     for words in kl_lens_commands(page, RUN, NOT_RUN):
         parse(words)
 
@@ -149,9 +189,13 @@ def test_commands_parse(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_blocks_say_what_they_are(page: Path) -> None:
     for block in blocks(page):
         where = f"{page.name}:{block.line}"
-        assert block.tag in (RUN, NOT_RUN, PYTHON, OUTPUT, "", "yaml"), f"{where}: ```{block.tag}"
+        assert block.tag in (RUN, NOT_RUN, PYTHON, OUTPUT, "", "yaml"), (
+            f"{where}: ```{block.tag}"
+        )
         if block.tag == RUN:
-            assert all(words[0] == "kl-lens" for words in commands(block)), f"{where}: use ```{NOT_RUN}"
+            assert all(words[0] == "kl-lens" for words in commands(block)), (
+                f"{where}: use ```{NOT_RUN}"
+            )
         if block.tag == NOT_RUN:
             assert block.reason, f"{where}: say why above it: <!-- not run: why -->"
         if block.tag in (OUTPUT, ""):
@@ -160,7 +204,11 @@ def test_blocks_say_what_they_are(page: Path) -> None:
 
 def _typed(block: Block) -> bool:
     lines = [line.split() for line in block.body.splitlines()]
-    return any(words[:1] == ["kl-lens"] and words[1] in VERBS for words in lines if len(words) > 1)
+    return any(
+        words[:1] == ["kl-lens"] and words[1] in VERBS
+        for words in lines
+        if len(words) > 1
+    )
 
 
 def test_the_documentation_shows_every_verb() -> None:

@@ -14,15 +14,27 @@ from tests.docs.markdown import ROOT
 pytestmark = pytest.mark.slow
 pytest.importorskip("gguf", reason="needs the extra gguf")
 LITTLE = ["--windows", "2", "--window-length", "32", "--formats", "q4_k,q8_0"]
-LITTLE_RUN = [*LITTLE, "--held-out-windows", "4", "--evaluation-windows", "2", "--threads", "1"]
+LITTLE_RUN = [
+    *LITTLE,
+    "--held-out-windows",
+    "4",
+    "--evaluation-windows",
+    "2",
+    "--threads",
+    "1",
+]
 
 
 def example(name: str, *words: str, at: Path) -> str:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
         ["bash", ROOT / "examples" / name, *words],
-        cwd=at, env=for_child() | {"PATH": path, "LIMIT": "4"}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        cwd=at,
+        env=for_child() | {"PATH": path, "LIMIT": "4"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 
@@ -35,8 +47,14 @@ def test_board(tmp_path: Path) -> None:
 
 def test_private_text(tmp_path: Path) -> None:
     secret = "The password of the seventh vault is tangerine."
-    for name, split in (("calibration", "train"), ("held-out", "valid"), ("test", "test")):
-        documents = "\n\n".join(document.text for document in wikitext2(split).documents[:20])
+    for name, split in (
+        ("calibration", "train"),
+        ("held-out", "valid"),
+        ("test", "test"),
+    ):
+        documents = "\n\n".join(
+            document.text for document in wikitext2(split).documents[:20]
+        )
         (tmp_path / f"{name}.txt").write_text(f"{documents}\n\n{secret} {split}\n")
     example(
         "private-text.sh",
@@ -49,7 +67,9 @@ def test_private_text(tmp_path: Path) -> None:
     )
     kept = [path for path in (tmp_path / "runs").rglob("*") if path.is_file()]
     assert any(path.name == "report.html" for path in kept)
-    assert not [path for path in kept if b"tangerine" in path.read_bytes()], "no word of it is kept"
+    assert not [path for path in kept if b"tangerine" in path.read_bytes()], (
+        "no word of it is kept"
+    )
 
 
 def test_cluster(tmp_path: Path) -> None:

@@ -12,13 +12,18 @@ from kl_lens.targets.gguf.architectures import ARCHITECTURES
 from tests.docs.markdown import ROOT
 
 ROWS: dict[str, dict[str, Any]] = {
-    row["family"]: row for row in json.loads((ROOT / "docs/families.json").read_text("utf-8"))["families"]
+    row["family"]: row
+    for row in json.loads((ROOT / "docs/families.json").read_text("utf-8"))["families"]
 }
 
 
 def _script(name: str):
-    spec = importlib.util.spec_from_file_location(f"script_{name}", ROOT / f"scripts/{name}.py")
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look there
+    spec = importlib.util.spec_from_file_location(
+        f"script_{name}", ROOT / f"scripts/{name}.py"
+    )
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(
+        spec
+    )  # dataclasses look there
     spec.loader.exec_module(module)
     return module
 
@@ -37,7 +42,9 @@ def test_every_recurrent_class_of_transformers_has_a_row() -> None:
 
 
 def test_every_gguf_architecture_has_a_row_that_says_yes() -> None:
-    assert set(ARCHITECTURES) == {name for name, row in ROWS.items() if row["gguf"]} - {"mamba2_groups"}
+    assert set(ARCHITECTURES) == {name for name, row in ROWS.items() if row["gguf"]} - {
+        "mamba2_groups"
+    }
 
 
 @pytest.mark.slow
@@ -46,8 +53,16 @@ def test_a_row_is_what_the_script_finds(family: str) -> None:
     """Numbers differ from machine to machine in their last digit: whether there is one may not."""
 
     def answers(row: dict[str, Any]) -> dict[str, Any]:
-        numbers = {name: bool(row[name]) for name in ("engines", "float64", "openvino", "gguf", "mlx")}
-        return {**numbers, "kind": row["kind"], "blocks": row["blocks"], "why": sorted(row["why"])}
+        numbers = {
+            name: bool(row[name])
+            for name in ("engines", "float64", "openvino", "gguf", "mlx")
+        }
+        return {
+            **numbers,
+            "kind": row["kind"],
+            "blocks": row["blocks"],
+            "why": sorted(row["why"]),
+        }
 
     found = asdict(_script("models").tried(family))
     assert "**" not in json.dumps(found)

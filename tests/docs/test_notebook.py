@@ -20,7 +20,9 @@ def test_code_runs(
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": "tour"}
     for cell in CODE:
-        source = "".join(cell["source"]).replace("WINDOWS, LENGTH = 4, 512", "WINDOWS, LENGTH = 2, 32")
+        source = "".join(cell["source"]).replace(
+            "WINDOWS, LENGTH = 4, 512", "WINDOWS, LENGTH = 2, 32"
+        )
         exec(compile(source, "tour.ipynb", "exec"), names)
     printed = capsys.readouterr().out
     assert "predicted KL" in printed
@@ -32,7 +34,9 @@ def test_outputs_are_committed() -> None:
     assert [cell["execution_count"] for cell in CODE] == list(range(1, len(CODE) + 1))
     pictures = [
         "".join(o["data"]["image/svg+xml"])
-        for cell in CODE for o in cell["outputs"] if "image/svg+xml" in o.get("data", {})
-    ]  # fmt: skip
+        for cell in CODE
+        for o in cell["outputs"]
+        if "image/svg+xml" in o.get("data", {})
+    ]
     assert len(pictures) == 2
     assert all(len(picture) < 100_000 for picture in pictures)

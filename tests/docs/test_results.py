@@ -16,7 +16,9 @@ FILES = sorted((ROOT / "docs/results").iterdir())
 
 
 def _script():
-    spec = importlib.util.spec_from_file_location("results_page", ROOT / "scripts/results.py")
+    spec = importlib.util.spec_from_file_location(
+        "results_page", ROOT / "scripts/results.py"
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -33,18 +35,25 @@ def test_every_table_is_on_the_page() -> None:
 
 def test_sentences_count_the_rows_of_rivals() -> None:
     rows = read(ROOT / "docs/results/rivals.csv")
-    worse = sum(float(row["our_perplexity"]) > float(row["rival_perplexity"]) for row in rows)
+    worse = sum(
+        float(row["our_perplexity"]) > float(row["rival_perplexity"]) for row in rows
+    )
     assert f"rivals.csv), {len(rows)} rows" in PAGE
     assert f"in {worse} of the {len(rows)} rows" in PAGE
     assert {row["verdict"] for row in rows} == {"lower"}  # as the next sentence says
     assert len({row["model"] for row in rows}) == 12
     front = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert f"lost less in all {len(rows)} comparisons with such recipes on twelve models" in front
+    assert (
+        f"lost less in all {len(rows)} comparisons with such recipes on twelve models"
+        in front
+    )
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_data_files_are_whole_and_named_on_a_page(file: Path) -> None:
-    assert any(f"](results/{file.name})" in page.read_text(encoding="utf-8") for page in PAGES)
+    assert any(
+        f"](results/{file.name})" in page.read_text(encoding="utf-8") for page in PAGES
+    )
     if file.suffix == ".json":
         for table in json.loads(file.read_text(encoding="utf-8")):
             assert table["name"]

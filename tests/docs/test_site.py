@@ -16,14 +16,25 @@ from kl_lens.study.study import settings_of
 from tests.docs.markdown import PAGES, README, ROOT
 
 pytest.importorskip("mkdocs", reason="needs kl-lens[docs]")
-BY_PEOPLE = [*PAGES, *(ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"))]
+BY_PEOPLE = [
+    *PAGES,
+    *(ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")),
+]
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Strict: a link or an anchor that leads nowhere, and a page that is not in the navigation, are failures."""
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--site-dir",
+        str(folder),
+    ]
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr
     return folder
@@ -69,7 +80,9 @@ def test_every_public_name_is_on_the_site(site: Path, hook: ModuleType) -> None:
     for package in hook.packages():
         for name in hook.public_names(importlib.import_module(package)):
             assert re.search(rf"\b{name}\b", shown), f"{package}.{name}"
-    assert "<" not in "".join(re.findall(r"^\w+\(.*$", shown, re.MULTILINE)).replace("<=", "")
+    assert "<" not in "".join(re.findall(r"^\w+\(.*$", shown, re.MULTILINE)).replace(
+        "<=", ""
+    )
 
 
 def test_pages_from_the_root_are_on_the_site(site: Path) -> None:
@@ -90,4 +103,6 @@ def test_the_documentation_is_short() -> None:
     assert words[README] < 900
     releases = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").split("\n## ")
     assert max(len(release.split()) for release in releases) <= 120
-    assert sum(words.values()) <= 26_500, "docs/**.md, README, CONTRIBUTING, SECURITY and CHANGELOG together"
+    assert sum(words.values()) <= 26_500, (
+        "docs/**.md, README, CONTRIBUTING, SECURITY and CHANGELOG together"
+    )

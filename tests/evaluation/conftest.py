@@ -27,17 +27,25 @@ def text(model: LoadedModel, tiny_folder: Path) -> EvaluationText:  # noqa: F811
 
 
 @pytest.fixture(scope="session")
-def exported(model: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def exported(
+    model: LoadedModel, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
     """A fresh copy of the tiny model as files of a target: every matrix in 8 bits."""
     made: dict[str, Path] = {}
 
     def make(target: str) -> Path:
         if target not in made:
             fmt = {"gguf": "q8_0", "openvino": "int8"}[target]
-            formats = {c.name: fmt for c in model.anatomy.candidates if not c.name.endswith("dt_proj")}
+            formats = {
+                c.name: fmt
+                for c in model.anatomy.candidates
+                if not c.name.endswith("dt_proj")
+            }
             folder = tmp_path_factory.mktemp("exported") / target
             # A GGUF file has no place for a word-level tokenizer; it then works with token ids.
-            bare = dataclasses.replace(model, tokenizer=None) if target == "gguf" else model
+            bare = (
+                dataclasses.replace(model, tokenizer=None) if target == "gguf" else model
+            )
             export(bare, Plan("eight", formats, "test"), target, folder)
             made[target] = folder
         copy = tmp_path_factory.mktemp("copy") / target

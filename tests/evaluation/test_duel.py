@@ -6,7 +6,9 @@ import pytest
 from kl_lens.evaluation.duel import Entrant, short_names, verdicts
 from kl_lens.run.records import Estimate
 
-WINDOWS = np.array([0.9, 1.0, 1.1, 1.0, 0.95, 1.05, 1.2, 0.8])  # some are harder than others, for all files
+WINDOWS = np.array(
+    [0.9, 1.0, 1.1, 1.0, 0.95, 1.05, 1.2, 0.8]
+)  # some are harder than others, for all files
 
 
 def entrant(name: str, size: float, kl: float, noise: float = 0.0) -> Entrant:
@@ -18,10 +20,19 @@ def entrant(name: str, size: float, kl: float, noise: float = 0.0) -> Entrant:
 @pytest.mark.parametrize(
     ("files", "said"),
     [
-        ([("a", 4.0, 0.02), ("b", 4.05, 0.03)], ["a is better than b, which has the same size"]),
-        ([("a", 4.0, 0.03), ("b", 4.05, 0.02)], ["b is better than a, which has the same size"]),
+        (
+            [("a", 4.0, 0.02), ("b", 4.05, 0.03)],
+            ["a is better than b, which has the same size"],
+        ),
+        (
+            [("a", 4.0, 0.03), ("b", 4.05, 0.02)],
+            ["b is better than a, which has the same size"],
+        ),
         ([("a", 4.0, 0.02, 0.004), ("b", 4.0, 0.0201)], ["a and b have the same size"]),
-        ([("a", 3.0, 0.02), ("b", 4.0, 0.03)], ["a is better than b, although it is smaller"]),
+        (
+            [("a", 3.0, 0.02), ("b", 4.0, 0.03)],
+            ["a is better than b, although it is smaller"],
+        ),
         ([("a", 3.0, 0.03), ("b", 4.0, 0.02)], []),
         (
             [("a", 4.0, 0.02), ("b", 4.0, 0.03), ("c", 4.0, 0.04)],
@@ -29,7 +40,9 @@ def entrant(name: str, size: float, kl: float, noise: float = 0.0) -> Entrant:
         ),
     ],
 )
-def test_a_sentence_for_each_file_that_is_beaten_or_level(files: list[tuple], said: list[str]) -> None:
+def test_a_sentence_for_each_file_that_is_beaten_or_level(
+    files: list[tuple], said: list[str]
+) -> None:
     found = [*verdicts([entrant(*file) for file in files])]
     assert len(found) == len(said)
     assert all(one.startswith(two) for one, two in zip(found, said, strict=True))

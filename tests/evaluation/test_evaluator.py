@@ -54,7 +54,11 @@ SETTINGS = SessionSettings(threads=1)
 
 
 def judged(
-    model: LoadedModel, folder: Path, text: EvaluationText, run_folder: Path, *others: JudgedArtifact
+    model: LoadedModel,
+    folder: Path,
+    text: EvaluationText,
+    run_folder: Path,
+    *others: JudgedArtifact,
 ) -> Outcome:
     with Run.create(run_folder) as run:
         judge = Evaluator(ScoreJournal(run), JudgedModel(model))
@@ -68,7 +72,9 @@ def run_with(folder: Path, model: LoadedModel, **plans: dict[str, str]) -> Run:
     for name, assignment in plans.items():
         components = model.anatomy.components
         planning.write_plan(
-            Plan(name, assignment, "test"), planning.plan_path(folder / "plans", name), components
+            Plan(name, assignment, "test"),
+            planning.plan_path(folder / "plans", name),
+            components,
         )
     return run
 
@@ -105,26 +111,43 @@ def reference_text(reference: LoadedModel) -> EvaluationText:
 
 @pytest.fixture(scope="module")
 def shipped(
-    request: pytest.FixtureRequest, reference: LoadedModel, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    reference: LoadedModel,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
     fmt = {"gguf": "q8_0", "openvino": "int8"}[request.param]
-    formats = {c.name: fmt for c in reference.anatomy.candidates if not c.name.endswith("dt_proj")}
+    formats = {
+        c.name: fmt
+        for c in reference.anatomy.candidates
+        if not c.name.endswith("dt_proj")
+    }
     folder = tmp_path_factory.mktemp("shipped") / request.param
     export(reference, Plan("eight", formats, "test"), request.param, folder)
     return folder
 
 
-@pytest.mark.parametrize("shipped", ["gguf", pytest.param("openvino", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.parametrize(
+    "shipped", ["gguf", pytest.param("openvino", marks=pytest.mark.slow)], indirect=True
+)
 def test_pytorch_agrees_with_a_file_and_stands_in_for_others_of_its_runtime(
     shipped: Path, reference: LoadedModel, reference_text: EvaluationText, tmp_path: Path
 ) -> None:
-    other = JudgedArtifact(Path(shutil.copytree(shipped, tmp_path / "other")), SETTINGS, "other")
+    other = JudgedArtifact(
+        Path(shutil.copytree(shipped, tmp_path / "other")), SETTINGS, "other"
+    )
     outcome = judged(reference, shipped, reference_text, tmp_path / "run", other)
     (agreement,) = outcome.agreements
-    modelled = shipped.name == "gguf" or platform.machine() in ("aarch64", "arm64")  # OpenVINO's on ARM alone
+    modelled = shipped.name == "gguf" or platform.machine() in (
+        "aarch64",
+        "arm64",
+    )  # OpenVINO's on ARM alone
     assert agreement.verdict in (AGREES, AS_DEPLOYED if modelled else IN_FLOAT32)
     assert agreement.counterpart.label == f"torch/eight as {shipped.name}"
-    values = {s.subject: s.values["kl_mean"].value for s in outcome.scores if s.kind == "divergence"}
+    values = {
+        s.subject: s.values["kl_mean"].value
+        for s in outcome.scores
+        if s.kind == "divergence"
+    }
     assert list(values) == [judged.subject for judged in outcome.judged]
     file, instead = values
     if modelled:
@@ -134,7 +157,9 @@ def test_pytorch_agrees_with_a_file_and_stands_in_for_others_of_its_runtime(
         assert instead.label == f"torch/other as {shipped.name}"
     else:
         assert instead == other.subject
-    assert values[instead] == pytest.approx(values[file], rel=0.02, abs=1e-4)  # what agreement means
+    assert values[instead] == pytest.approx(
+        values[file], rel=0.02, abs=1e-4
+    )  # what agreement means
 
 
 @pytest.mark.parametrize("shipped", ["gguf"], indirect=True)
@@ -142,9 +167,13 @@ def test_a_file_with_other_weights_is_flagged_and_pytorch_does_not_stand_in(
     shipped: Path, reference: LoadedModel, reference_text: EvaluationText, tmp_path: Path
 ) -> None:
     folder = tmp_path / "copy"
-    shutil.copytree(shipped, folder)  # with the runtime's compiled copy, which must not hide the damage
+    shutil.copytree(
+        shipped, folder
+    )  # with the runtime's compiled copy, which must not hide the damage
     with_other_scales(folder)
-    with_digests(folder)  # an exporter with a mistake would record what it wrote: the numbers must tell
+    with_digests(
+        folder
+    )  # an exporter with a mistake would record what it wrote: the numbers must tell
     other = JudgedArtifact(folder, SETTINGS, "other")
     outcome = judged(reference, folder, reference_text, tmp_path / "run", other)
     assert [agreement.verdict for agreement in outcome.agreements] == [DISAGREES] * 2
@@ -155,21 +184,34 @@ def test_a_file_with_other_weights_is_flagged_and_pytorch_does_not_stand_in(
 def test_the_rule_looks_at_differences_by_token(windows: int, length: int) -> None:
     """Text that varies wildly hides nothing; a small common shift is seen, one that scatters around zero is noise."""
     noise = np.random.default_rng(0)
-    hard, kl = noise.gamma(2, 2, (windows, length)), noise.gamma(1, 1e-3, (windows, length))
-    scatter, small = (noise.normal(0, size, hard.shape) for size in (0.04, 8e-4))  # as in an 8-bit file
+    hard = noise.gamma(2, 2, (windows, length))
+    kl = noise.gamma(1, 1e-3, (windows, length))
+    scatter, small = (
+        noise.normal(0, size, hard.shape) for size in (0.04, 8e-4)
+    )  # as in an 8-bit file
 
     def scores(losses: np.ndarray, kls: np.ndarray) -> list[WindowScore]:
         return [
-            WindowScore(length, 80, float(nll.sum()), token_nll=packed(nll), token_kl=packed(k))
+            WindowScore(
+                length, 80, float(nll.sum()), token_nll=packed(nll), token_kl=packed(k)
+            )
             for nll, k in zip(losses, kls, strict=True)
         ]
 
     original = scores(hard, kl)
     assert within(differences(scores(hard + 0.0005, kl), original))
     assert not within(differences(scores(hard + 0.011, kl), original))
-    assert within(differences(scores(hard + scatter - scatter.mean(), kl + small - small.mean()), original))
-    wrong = kl + 1.4e-3 + 5 * (small - small.mean())  # a Mamba scan whose state grows by 1.001 per step
-    assert not within(differences(scores(hard + scatter - scatter.mean(), wrong), original))
+    assert within(
+        differences(
+            scores(hard + scatter - scatter.mean(), kl + small - small.mean()), original
+        )
+    )
+    wrong = (
+        kl + 1.4e-3 + 5 * (small - small.mean())
+    )  # a Mamba scan whose state grows by 1.001 per step
+    assert not within(
+        differences(scores(hard + scatter - scatter.mean(), wrong), original)
+    )
 
 
 @pytest.mark.parametrize("shipped", ["gguf"], indirect=True)
@@ -187,8 +229,12 @@ def test_if_pytorch_is_the_side_that_is_wrong_it_is_computed_again_and_said(
     (line,) = said
     assert "our kernel for Mamba-1 scan is wrong here" in line
     assert outcome.agreements[0].verdict != DISAGREES
-    runtimes = [score.runtime for score in outcome.scores if score.subject.what == "original"]
-    assert [runtime["kernels"] for runtime in runtimes] == ["our kernel for Mamba-1 scan is wrong here"]
+    runtimes = [
+        score.runtime for score in outcome.scores if score.subject.what == "original"
+    ]
+    assert [runtime["kernels"] for runtime in runtimes] == [
+        "our kernel for Mamba-1 scan is wrong here"
+    ]
 
 
 def test_a_longer_text_uses_the_windows_that_are_there_and_no_kinds_leave_no_scores(
@@ -200,7 +246,9 @@ def test_a_longer_text_uses_the_windows_that_are_there_and_no_kinds_leave_no_sco
         Evaluator(ScoreJournal(run), JudgedModel(model)).judge_text([], text, ())
         assert read_scores(run) == []
         progress = Progress(advanced=lambda _, what: advanced.append(what))
-        Evaluator(ScoreJournal(run), JudgedModel(model), progress).judge_text([], longer, ("perplexity",))
+        Evaluator(ScoreJournal(run), JudgedModel(model), progress).judge_text(
+            [], longer, ("perplexity",)
+        )
         assert len(read_scores(run)) == 1
     assert len(advanced) == 2
 
@@ -209,7 +257,8 @@ def test_identities_change_with_what_makes_the_numbers(
     model: LoadedModel, exported: Callable[[str], Path]
 ) -> None:
     folder = exported("gguf")
-    one, same = JudgedArtifact(folder), JudgedArtifact(next(folder.glob("*.gguf")))
+    one = JudgedArtifact(folder)
+    same = JudgedArtifact(next(folder.glob("*.gguf")))
     assert (one.identity, one.subject) == (same.identity, same.subject)
     assert JudgedArtifact(folder, SessionSettings(exact=True)).identity != one.identity
     with_other_scales(folder)
@@ -240,12 +289,22 @@ def test_files_from_elsewhere_never_take_the_place_of_the_runs_own(
         shutil.copytree(exported("openvino"), place)
     monkeypatch.chdir(tmp_path)
     with run_with(tmp_path / "run", model) as run:
-        run.store("artifact", "openvino/eight", read_artifact(own).to_json() | {"folder": str(own)})
+        run.store(
+            "artifact",
+            "openvino/eight",
+            read_artifact(own).to_json() | {"folder": str(own)},
+        )
         before = run_subjects(run, model, SETTINGS)
-        Evaluator(ScoreJournal(run), JudgedModel(model)).judge_text(before.subjects, text, ("perplexity",))
+        Evaluator(ScoreJournal(run), JudgedModel(model)).judge_text(
+            before.subjects, text, ("perplexity",)
+        )
         scores = {score.subject: score.values for score in read_scores(run)}
-        others = given_subjects([Path("original"), Path("openvino/eight")], SETTINGS, model, run)
-        Evaluator(ScoreJournal(run), JudgedModel(model)).judge_text(others.subjects, text, ("perplexity",))
+        others = given_subjects(
+            [Path("original"), Path("openvino/eight")], SETTINGS, model, run
+        )
+        Evaluator(ScoreJournal(run), JudgedModel(model)).judge_text(
+            others.subjects, text, ("perplexity",)
+        )
         after = {score.subject: score.values for score in read_scores(run)}
         assert {subject: after[subject] for subject in scores} == scores
         new = {subject.label for subject in set(after) - set(scores)}
@@ -264,24 +323,39 @@ def test_a_file_of_an_earlier_plan_is_said_to_be_one(
     assignment = {t.component: t.planned for t in artifact.tensors if t.planned == "int8"}
     with run_with(tmp_path / "run", model, eight=assignment) as run:
         of_plan = plan_digest(assignment, model.fingerprint)
-        run.store("artifact", "openvino/eight", artifact.to_json() | {"folder": str(own), "of_plan": of_plan})
+        run.store(
+            "artifact",
+            "openvino/eight",
+            artifact.to_json() | {"folder": str(own), "of_plan": of_plan},
+        )
         selection = run_subjects(run, model, SETTINGS)
         assert selection.notes == []
-        assert [judged.label for judged in selection.subjects] == ["torch/eight", "openvino/eight"]
+        assert [judged.label for judged in selection.subjects] == [
+            "torch/eight",
+            "openvino/eight",
+        ]
         path = planning.plan_path(run.folder / "plans", "eight")
         path.write_text(path.read_text().replace('"int8"', '"int4"', 1))
         (note,) = run_subjects(run, model, SETTINGS).notes
-        assert note == "openvino/eight was exported from an older version of its plan; export it again"
+        assert (
+            note
+            == "openvino/eight was exported from an older version of its plan; export it again"
+        )
 
 
 # -- several files at once -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def files(exported: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> list[JudgedArtifact]:
+def files(
+    exported: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> list[JudgedArtifact]:
     """More than there are lanes, of two targets in turns."""
     monkeypatch.setattr(evaluator, "processors", lambda: 2)
-    return [JudgedArtifact(exported(target), SessionSettings()) for target in ("gguf", "openvino", "gguf")]
+    return [
+        JudgedArtifact(exported(target), SessionSettings())
+        for target in ("gguf", "openvino", "gguf")
+    ]
 
 
 def test_files_judged_at_once_get_the_scores_of_one_after_the_other(
@@ -290,18 +364,25 @@ def test_files_judged_at_once_get_the_scores_of_one_after_the_other(
     """Each on one thread there, each on two here."""
     assert lanes_for(files, 0) == (2, files)
     found = {}
-    for name, settings in (("together", SessionSettings()), ("alone", SessionSettings(threads=2))):
+    for name, settings in (
+        ("together", SessionSettings()),
+        ("alone", SessionSettings(threads=2)),
+    ):
         heard: list[tuple[float, str]] = []
         forecast = Forecast()
 
-        def advanced(work: float, what: str, heard: list = heard, forecast: Forecast = forecast) -> None:
+        def advanced(
+            work: float, what: str, heard: list = heard, forecast: Forecast = forecast
+        ) -> None:
             forecast.advance(work)
             heard.append((forecast.share, what))
 
         progress = Progress(forecast.start, advanced)
         with Run.create(tmp_path / name) as run:
             judge = Evaluator(ScoreJournal(run), JudgedModel(model), progress)
-            outcome = judge.judge_text([JudgedArtifact(f.path, settings) for f in files], text)
+            outcome = judge.judge_text(
+                [JudgedArtifact(f.path, settings) for f in files], text
+            )
         assert not outcome.failures
         found[name] = [(s.subject.label, s.kind, s.values) for s in outcome.scores]
         shares, every, windows = *zip(*heard, strict=True), len(text.items)
@@ -313,17 +394,24 @@ def test_files_judged_at_once_get_the_scores_of_one_after_the_other(
     assert found["together"] == found["alone"]
 
 
-def test_how_many_run_at_once(files: list[JudgedArtifact], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_many_run_at_once(
+    files: list[JudgedArtifact], monkeypatch: pytest.MonkeyPatch
+) -> None:
     gguf, openvino, other = files
     alone = (1, [])
-    assert lanes_for([gguf, JudgedArtifact(other.path, SessionSettings(threads=2))], 0) == alone
+    assert (
+        lanes_for([gguf, JudgedArtifact(other.path, SessionSettings(threads=2))], 0)
+        == alone
+    )
     on_gpu = JudgedArtifact(other.path)
     on_gpu.settings = SessionSettings(gpu_layers=1)
     assert lanes_for([gguf, on_gpu], 0) == alone
     assert lanes_for([gguf], 0) == alone
     assert lanes_for(files, 1 << 60) == alone  # no room for logits
     for least, chosen in ((2, [gguf, other]), (None, [gguf, other]), (1, files)):
-        monkeypatch.setattr(type(openvino.target), "fewest_threads", lambda target, place, n=least: n)
+        monkeypatch.setattr(
+            type(openvino.target), "fewest_threads", lambda target, place, n=least: n
+        )
         assert lanes_for(files, 0) == (2, chosen)
     monkeypatch.setattr(evaluator, "processors", lambda: 8)
     assert lanes_for(files, 0) == (3, files)
@@ -340,11 +428,16 @@ def test_a_file_that_vanishes_half_way_is_named_and_the_others_go_on(
             largest.unlink()
 
     with Run.create(tmp_path / "run") as run:
-        judge = Evaluator(ScoreJournal(run), JudgedModel(model), Progress(advanced=delete))
+        judge = Evaluator(
+            ScoreJournal(run), JudgedModel(model), Progress(advanced=delete)
+        )
         outcome = judge.judge_text([doomed, sound], text)
         assert list(outcome.failures) == [doomed.label]
         assert largest.name in outcome.failures[doomed.label]
-        assert {score.subject.label for score in read_scores(run)} == {"original", sound.label}
+        assert {score.subject.label for score in read_scores(run)} == {
+            "original",
+            sound.label,
+        }
 
 
 def test_threads_stop_when_iteration_stops_and_a_mistake_of_ours_is_not_swallowed(

@@ -9,7 +9,14 @@ import transformers
 
 from kl_lens.base.errors import TargetError
 from kl_lens.base.files import reference_path
-from kl_lens.evaluation import EvaluationText, TorchSession, divergence_values, prepare, score_text, scoring
+from kl_lens.evaluation import (
+    EvaluationText,
+    TorchSession,
+    divergence_values,
+    prepare,
+    score_text,
+    scoring,
+)
 from kl_lens.evaluation.scoring import likelihood_values, score_logits
 from kl_lens.evaluation.tasks import judge, near_chance
 from kl_lens.measuring.perturbation import Perturbation, replacements, swapped
@@ -26,13 +33,18 @@ def log_probabilities(model: LoadedModel, ids: tuple[int, ...]) -> np.ndarray:
     return (logits - logits.logsumexp(-1, keepdim=True)).numpy()
 
 
-INT4 = {"backbone.layers.1.mixer.in_proj": Recipe("int4"), "backbone.embeddings": Recipe("int8")}
+INT4 = {
+    "backbone.layers.1.mixer.in_proj": Recipe("int4"),
+    "backbone.embeddings": Recipe("int8"),
+}
 
 
 @pytest.mark.parametrize("stride", [None, 12])
 def test_perplexity_by_hand(model: LoadedModel, tiny_folder, stride: int | None) -> None:
     """Every token once, given what came before it in its window; with a stride, only each window's last tokens."""
-    text = prepare(str(tiny_folder / "text.txt"), model.task, window=48, stride=stride, limit=5)
+    text = prepare(
+        str(tiny_folder / "text.txt"), model.task, window=48, stride=stride, limit=5
+    )
     losses = []
     for index, item in enumerate(text.items):
         first = 1 if stride is None or index == 0 else 48 - 12
@@ -42,11 +54,14 @@ def test_perplexity_by_hand(model: LoadedModel, tiny_folder, stride: int | None)
     values = likelihood_values(scores)
     every = np.concatenate(losses)
     assert text.protocol["tokens"] == len(every) == sum(s.targets for s in scores)
-    assert values["token_perplexity"].value == pytest.approx(math.exp(every.mean()), rel=1e-6)
+    assert values["token_perplexity"].value == pytest.approx(
+        math.exp(every.mean()), rel=1e-6
+    )
     assert values["word_perplexity"].value == pytest.approx(
         math.exp(every.sum() / text.protocol["words"]), rel=1e-6
     )
-    sums, counts = np.array([sum(w) for w in losses]), np.array([len(w) for w in losses])
+    sums = np.array([sum(w) for w in losses])
+    counts = np.array([len(w) for w in losses])
     residuals = sums - every.mean() * counts
     error = math.sqrt((residuals**2).sum() / 4 * 5) / counts.sum()
     assert values["token_perplexity"].standard_error == pytest.approx(
@@ -58,7 +73,12 @@ def test_words_are_counted_where_they_begin() -> None:
     """A byte-level tokenizer cuts words; each counts once, in the window in which its first letter is scored."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(reference_path("mamba"))
     document = Document("piece", wikitext2("test").documents[0].text[:6000])
-    text = prepare(TextSource("piece", None, (document,)), LanguageTask(tokenizer), window=64, stride=40)
+    text = prepare(
+        TextSource("piece", None, (document,)),
+        LanguageTask(tokenizer),
+        window=64,
+        stride=40,
+    )
     spans = tokenizer(document.text, return_offsets_mapping=True)["offset_mapping"]
     scored = {
         start + offset
@@ -70,14 +90,19 @@ def test_words_are_counted_where_they_begin() -> None:
         for i, c in enumerate(document.text)
         if not c.isspace() and (i == 0 or document.text[i - 1].isspace())
     ]
-    holder = [next(t for t, (a, b) in enumerate(spans) if a <= begin < b) for begin in begins]
+    holder = [
+        next(t for t, (a, b) in enumerate(spans) if a <= begin < b) for begin in begins
+    ]
     assert text.protocol["words"] == sum(token in scored for token in holder)
-    assert text.protocol["words"] < 0.9 * text.protocol["tokens"]  # the two perplexities are different things
+    assert (
+        text.protocol["words"] < 0.9 * text.protocol["tokens"]
+    )  # the two perplexities are different things
 
 
 def test_divergence_by_hand(model: LoadedModel, text: EvaluationText) -> None:
     scores = score_text(TorchSession(model, INT4), text, TorchSession(model))
-    expected, same = [], []
+    expected = []
+    same = []
     for item in text.items:
         original = log_probabilities(model, item.ids)[:-1]
         with swapped(replacements(model, Perturbation(INT4))):
@@ -90,7 +115,12 @@ def test_divergence_by_hand(model: LoadedModel, text: EvaluationText) -> None:
     assert values["kl_mean"].standard_error == pytest.approx(
         np.std([w.mean() for w in expected], ddof=1) / math.sqrt(len(expected)), rel=1e-4
     )
-    for name, share in (("kl_median", 0.5), ("kl_p99", 0.99), ("kl_p999", 0.999), ("kl_max", 1.0)):
+    for name, share in (
+        ("kl_median", 0.5),
+        ("kl_p99", 0.99),
+        ("kl_p999", 0.999),
+        ("kl_max", 1.0),
+    ):
         assert values[name].value == pytest.approx(np.quantile(tokens, share), rel=1e-4)
     assert values["same_top"].value == pytest.approx(np.concatenate(same).mean())
 
@@ -103,7 +133,8 @@ def test_a_torch_session_remembers_goes_on_where_it_was_and_refuses_what_is_no_n
         values = divergence_values(score_text(TorchSession(model), text, teacher))
         assert values["kl_max"].value < 1e-9
         assert values["same_top"].value == 1
-    ids, session = text.items[0].ids[:20], TorchSession(model, INT4)
+    ids = text.items[0].ids[:20]
+    session = TorchSession(model, INT4)
     whole = session.logits(ids)
     session.reset()
     session.prefill(ids[:12])
@@ -117,7 +148,9 @@ def test_a_torch_session_remembers_goes_on_where_it_was_and_refuses_what_is_no_n
         score_logits(logits, text.items[0])
 
 
-def test_a_change_that_is_alike_everywhere_is_known_far_better_than_either_perplexity() -> None:
+def test_a_change_that_is_alike_everywhere_is_known_far_better_than_either_perplexity() -> (
+    None
+):
     generator = np.random.default_rng(0)
     weights = np.full(40, 100.0)
     original = weights * generator.normal(3.0, 0.3, 40)
@@ -133,8 +166,12 @@ def test_the_error_of_a_quantile_is_that_of_repeated_texts() -> None:
     generator = np.random.default_rng(1)
 
     def windows() -> list[np.ndarray]:
-        levels = generator.lognormal(0, 0.5, 50)  # windows differ: tokens of one are no independent samples
-        return [(level * generator.exponential(1, 200)).astype(np.float32) for level in levels]
+        levels = generator.lognormal(
+            0, 0.5, 50
+        )  # windows differ: tokens of one are no independent samples
+        return [
+            (level * generator.exponential(1, 200)).astype(np.float32) for level in levels
+        ]
 
     found = [scoring.quantile(windows(), 0.99) for _ in range(200)]
     spread = np.std([f.value for f in found])
@@ -148,18 +185,33 @@ def test_the_paired_drop_by_hand() -> None:
     before = np.array([1, 1, 1, 1, 0, 0, 0, 0, 1, 0], float)
     after = np.array([0, 0, 0, 1, 1, 0, 0, 0, 1, 0], float)
     drop = scoring.paired_drop(before, after)
-    lost, won, n = 3.5, 1.5, 12
+    lost = 3.5
+    won = 1.5
+    n = 12
     assert drop.value == pytest.approx(0.2)
-    assert drop.standard_error == pytest.approx(math.sqrt((lost + won) - (lost - won) ** 2 / n) / n)
+    assert drop.standard_error == pytest.approx(
+        math.sqrt((lost + won) - (lost - won) ** 2 / n) / n
+    )
 
 
 def test_verdicts_by_the_whole_error_bar() -> None:
     """No difference on few examples proves little."""
     for examples, verdict in ((40, "not decided"), (2000, "pass")):
-        assert judge(scoring.paired_drop(np.ones(examples), np.ones(examples)), 0.03) == verdict
-    found = [(0.01, 0.005, "pass"), (0.05, 0.005, "fail"), (0.03, 0.005, "not decided"), (-0.2, 0.01, "pass"),
-             (0.01, 0.02, "not decided"), (0.5, math.nan, "not decided")]  # fmt: skip
-    assert [judge(Estimate(drop, error), 0.03) for drop, error, _ in found] == [v for *_, v in found]
+        assert (
+            judge(scoring.paired_drop(np.ones(examples), np.ones(examples)), 0.03)
+            == verdict
+        )
+    found = [
+        (0.01, 0.005, "pass"),
+        (0.05, 0.005, "fail"),
+        (0.03, 0.005, "not decided"),
+        (-0.2, 0.01, "pass"),
+        (0.01, 0.02, "not decided"),
+        (0.5, math.nan, "not decided"),
+    ]
+    assert [judge(Estimate(drop, error), 0.03) for drop, error, _ in found] == [
+        v for *_, v in found
+    ]
     assert near_chance(Estimate(0.29, 0.021), 0.25)
     assert not near_chance(Estimate(0.30, 0.02), 0.25)
     assert not near_chance(Estimate(0.0, 0.1), None)  # nothing to guess among

@@ -21,13 +21,28 @@ from kl_lens.evaluation.language_model import SessionLM, judge_task, run_task
 
 ROWS = {
     "arc_easy_test.jsonl": [
-        {"query": f"Question: Where was the {thing} ?", "gold": n % 4,
-         "choices": ["in the city", "on it", "at a game", "with the first"]}
+        {
+            "query": f"Question: Where was the {thing} ?",
+            "gold": n % 4,
+            "choices": ["in the city", "on it", "at a game", "with the first"],
+        }
         for n, thing in enumerate(("game", "city", "season", "first", "other"))
     ],
     "hellaswag_validation_200.jsonl": [
-        {"ind": 1, "activity_label": "The game", "ctx_a": "It was the first.", "ctx_b": "the city", "ctx": "x",
-         "endings": ["was in the city .", "had it .", "by the time of it", "were at the first"], "label": str(n)}
+        {
+            "ind": 1,
+            "activity_label": "The game",
+            "ctx_a": "It was the first.",
+            "ctx_b": "the city",
+            "ctx": "x",
+            "endings": [
+                "was in the city .",
+                "had it .",
+                "by the time of it",
+                "were at the first",
+            ],
+            "label": str(n),
+        }
         for n in (2, 0, 3)
     ],
     "lambada_openai_test.jsonl": [
@@ -35,7 +50,7 @@ ROWS = {
         {"context": "He had been at the", "continuation": "game"},
     ],
     "my_own_test.jsonl": [{"query": "The first is", "choices": ["it", "the"], "gold": 1}],
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +63,9 @@ def task_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def huggingface(model: LoadedModel) -> HFLM:
-    return HFLM(pretrained=model.model, tokenizer=model.tokenizer, batch_size=1, max_length=64)
+    return HFLM(
+        pretrained=model.model, tokenizer=model.tokenizer, batch_size=1, max_length=64
+    )
 
 
 @pytest.fixture
@@ -68,7 +85,9 @@ def test_likelihoods_are_lm_evals_own(ours: SessionLM, huggingface: HFLM) -> Non
     requests = [Instance("loglikelihood", {}, pair, 0) for pair in pairs]
     theirs = huggingface.loglikelihood(requests, disable_tqdm=True)
     found = ours.loglikelihood(requests)
-    assert [total for total, _ in found] == pytest.approx([total for total, _ in theirs], abs=1e-4)
+    assert [total for total, _ in found] == pytest.approx(
+        [total for total, _ in theirs], abs=1e-4
+    )
     assert [greedy for _, greedy in found] == [greedy for _, greedy in theirs]
 
 
@@ -76,7 +95,9 @@ def test_generation_is_lm_evals_own(ours: SessionLM, huggingface: HFLM) -> None:
     for stops in ([], [" the"]):
         settings = {"until": stops, "max_gen_toks": 12, "do_sample": False}
         request = [Instance("generate_until", {}, ("In the city", dict(settings)), 0)]
-        assert ours.generate_until(request) == huggingface.generate_until(request, disable_tqdm=True)
+        assert ours.generate_until(request) == huggingface.generate_until(
+            request, disable_tqdm=True
+        )
 
 
 @pytest.mark.parametrize("name", ["arc_easy", "hellaswag", "lambada_openai"])
@@ -84,8 +105,12 @@ def test_local_files_give_lm_evals_results(
     name: str, ours: SessionLM, huggingface: HFLM, task_data: Path
 ) -> None:
     (task,) = chosen_tasks(task_data, [name])
-    (mine,), (theirs,) = (run_task(language_model, task) for language_model in (ours, huggingface))
-    assert len(mine.metrics["acc"]) == len(next(rows for file, rows in ROWS.items() if file.startswith(name)))
+    (mine,), (theirs,) = (
+        run_task(language_model, task) for language_model in (ours, huggingface)
+    )
+    assert len(mine.metrics["acc"]) == len(
+        next(rows for file, rows in ROWS.items() if file.startswith(name))
+    )
     assert set(mine.metrics) == set(theirs.metrics)
     for metric, values in mine.metrics.items():
         assert values == pytest.approx(theirs.metrics[metric], abs=1e-4)
@@ -96,8 +121,12 @@ def test_an_interrupted_task_goes_on(
     model: LoadedModel, task_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kl_lens.evaluation.language_model.ANSWERS_TOGETHER", 4)
-    (task,), names = chosen_tasks(task_data, ["arc_easy"]), [c.name for c in model.anatomy.candidates]
-    subjects = [JudgedModel(model), JudgedModel.of_plan(model, "x", dict.fromkeys(names, "int4"))]
+    (task,) = chosen_tasks(task_data, ["arc_easy"])
+    names = [c.name for c in model.anatomy.candidates]
+    subjects = [
+        JudgedModel(model),
+        JudgedModel.of_plan(model, "x", dict.fromkeys(names, "int4")),
+    ]
     asked: list[str] = []
 
     def stop(_: float, what: str) -> None:
@@ -107,32 +136,55 @@ def test_an_interrupted_task_goes_on(
 
     with Run.create(tmp_path / "run") as run:
         with pytest.raises(KeyboardInterrupt):
-            judge_task(ScoreJournal(run), subjects, task, model.tokenizer, progress=Progress(advanced=stop))
+            judge_task(
+                ScoreJournal(run),
+                subjects,
+                task,
+                model.tokenizer,
+                progress=Progress(advanced=stop),
+            )
         assert [score.subject.label for score in read_scores(run)] == ["original"]
-        calls, logits = list[int](), TorchSession.logits
+        calls = list[int]()
+        logits = TorchSession.logits
         monkeypatch.setattr(
-            TorchSession, "logits", lambda self, ids: calls.append(len(ids)) or logits(self, ids)
+            TorchSession,
+            "logits",
+            lambda self, ids: calls.append(len(ids)) or logits(self, ids),
         )
         resumed = judge_task(ScoreJournal(run), subjects, task, model.tokenizer)
-        assert 0 < len(calls) < 20  # of the second subject's twenty requests, what was left
+        assert (
+            0 < len(calls) < 20
+        )  # of the second subject's twenty requests, what was left
     with Run.create(tmp_path / "whole") as run:
         whole = judge_task(ScoreJournal(run), subjects, task, model.tokenizer)
     assert [s.values for s in resumed.scores] == [s.values for s in whole.scores]
     before, after = (s.values["acc"].value for s in whole.scores)
-    assert whole.scores[1].values["acc_drop"].value == pytest.approx(before - after)  # paired by example
+    assert whole.scores[1].values["acc_drop"].value == pytest.approx(
+        before - after
+    )  # paired by example
 
 
-def test_what_is_missing_is_named(task_data: Path, tmp_path: Path, ours: SessionLM) -> None:
-    with pytest.raises(TextError, match=r"has no winogrande_test\.jsonl .* it has arc_easy"):
+def test_what_is_missing_is_named(
+    task_data: Path, tmp_path: Path, ours: SessionLM
+) -> None:
+    with pytest.raises(
+        TextError, match=r"has no winogrande_test\.jsonl .* it has arc_easy"
+    ):
         chosen_tasks(task_data, ["winogrande"])
     with pytest.raises(TextError, match="no such folder"):
         chosen_tasks(tmp_path / "nowhere", [])
     (tmp_path / "piqa_validation.jsonl").write_text("no json\n")
-    with pytest.raises(TextError, match=r"piqa_validation\.jsonl: its first line is not a JSON"):
-        run_task(ours, TaskData("piqa", {"validation": tmp_path / "piqa_validation.jsonl"}))
+    with pytest.raises(
+        TextError, match=r"piqa_validation\.jsonl: its first line is not a JSON"
+    ):
+        run_task(
+            ours, TaskData("piqa", {"validation": tmp_path / "piqa_validation.jsonl"})
+        )
     (tmp_path / "piqa_validation.jsonl").write_text('{"other": 1}\n')
     with pytest.raises(TextError, match="task piqa"):
-        run_task(ours, TaskData("piqa", {"validation": tmp_path / "piqa_validation.jsonl"}))
+        run_task(
+            ours, TaskData("piqa", {"validation": tmp_path / "piqa_validation.jsonl"})
+        )
 
 
 @pytest.mark.slow

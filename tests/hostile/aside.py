@@ -23,7 +23,9 @@ def look(words: list[str]) -> int:
 def forked_quarantine(*modules: str) -> Iterator[None]:
     """Within, a file that is tried out aside is so by a fork that has the libraries already."""
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
-        patch.setenv("GGML_NO_BACKTRACE", "1")  # as the quarantine does: else it spends seconds in a debugger
+        patch.setenv(
+            "GGML_NO_BACKTRACE", "1"
+        )  # as the quarantine does: else it spends seconds in a debugger
         forks = stack.enter_context(Forks("tests.hostile.aside", *modules))
 
         def run(words: list[str], **_: Any) -> subprocess.CompletedProcess[bytes]:
@@ -31,7 +33,9 @@ def forked_quarantine(*modules: str) -> Iterator[None]:
             assert ended.peak < MOST_MEMORY
             if ended.code == -9:
                 raise subprocess.TimeoutExpired(words, 600)
-            return subprocess.CompletedProcess(words, ended.code, b"", ended.said.encode())
+            return subprocess.CompletedProcess(
+                words, ended.code, b"", ended.said.encode()
+            )
 
         patch.setattr(quarantine.subprocess, "run", run)
         yield

@@ -15,7 +15,9 @@ MOST_MEMORY = 2 << 30  # that a command on hostile input may take
 
 def cases(few: int, many: int) -> Callable[[Any], Any]:
     """For a fuzzer: few cases in `./test`, many in `./test --all`, where they are 10,000 together."""
-    return pytest.mark.parametrize("cases", [few, pytest.param(many, marks=pytest.mark.slow)])
+    return pytest.mark.parametrize(
+        "cases", [few, pytest.param(many, marks=pytest.mark.slow)]
+    )
 
 
 def says_one_line(words: Sequence[str], capsys: Any, *, may_succeed: bool = False) -> str:

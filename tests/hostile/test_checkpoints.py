@@ -23,11 +23,36 @@ from tests.hostile.saying import cases, says_one_line
 from tests.reporting.sample import make_run
 
 Q8_0 = ["--target", "gguf", "--format", "q8_0"]
-ODD: list[Any] = [None, "abc", -1, 0, 1.5, 10**12, float("nan"), [], {}, True, "\x1b[31m", [[]]]
+ODD: list[Any] = [
+    None,
+    "abc",
+    -1,
+    0,
+    1.5,
+    10**12,
+    float("nan"),
+    [],
+    {},
+    True,
+    "\x1b[31m",
+    [[]],
+]
 KEYS = [
-    "hidden_size", "num_hidden_layers", "vocab_size", "state_size", "expand", "conv_kernel", "time_step_rank",
-    "hidden_act", "layer_norm_epsilon", "model_type", "architectures", "torch_dtype", "auto_map", "tie_word_embeddings",
-]  # fmt: skip
+    "hidden_size",
+    "num_hidden_layers",
+    "vocab_size",
+    "state_size",
+    "expand",
+    "conv_kernel",
+    "time_step_rank",
+    "hidden_act",
+    "layer_norm_epsilon",
+    "model_type",
+    "architectures",
+    "torch_dtype",
+    "auto_map",
+    "tie_word_embeddings",
+]
 
 
 def changed_within(content: Any, draw: random.Random) -> Any:
@@ -58,7 +83,9 @@ def test_changed_configurations(cases: int, folder: Path, healthy: Path, capsys)
     draw = random.Random(cases)
     known = json.loads((healthy / "config.json").read_text())
     for _ in range(cases):
-        (folder / "config.json").write_text(json.dumps(known | {draw.choice(KEYS): draw.choice(ODD)}))
+        (folder / "config.json").write_text(
+            json.dumps(known | {draw.choice(KEYS): draw.choice(ODD)})
+        )
         says_one_line(["inspect", str(folder)], capsys, may_succeed=True)
 
 
@@ -69,18 +96,27 @@ def test_changed_indexes(cases: int, folder: Path, capsys) -> None:
     with safe_open(folder / "part.safetensors", framework="numpy") as file:
         places = dict.fromkeys(file.keys(), "part.safetensors")
     for _ in range(cases):
-        content = changed_within({"metadata": {"total_size": 5}, "weight_map": places}, draw)
+        content = changed_within(
+            {"metadata": {"total_size": 5}, "weight_map": places}, draw
+        )
         (folder / "model.safetensors.index.json").write_text(json.dumps(content))
         says_one_line(["inspect", str(folder)], capsys, may_succeed=True)
 
 
-def test_links_to_elsewhere_are_not_followed(folder: Path, healthy: Path, tmp_path: Path, capsys) -> None:
-    for place, word in ((tmp_path / "elsewhere", "outside its folder"), (tmp_path / "blobs", "")):
+def test_links_to_elsewhere_are_not_followed(
+    folder: Path, healthy: Path, tmp_path: Path, capsys
+) -> None:
+    for place, word in (
+        (tmp_path / "elsewhere", "outside its folder"),
+        (tmp_path / "blobs", ""),
+    ):
         place.mkdir()
         shutil.copy(healthy / "model.safetensors", place / "weights")
         (folder / "model.safetensors").unlink()
         (folder / "model.safetensors").symlink_to(place / "weights")
-        assert word in says_one_line(["inspect", str(folder)], capsys, may_succeed=not word)
+        assert word in says_one_line(
+            ["inspect", str(folder)], capsys, may_succeed=not word
+        )
 
 
 @pytest.mark.parametrize("family", ["mamba", "jamba_experts"])
@@ -90,33 +126,81 @@ def test_a_tensor_that_is_missing_is_named(family: str, tmp_path: Path, capsys) 
     whole = load_file(file := tmp_path / "model/model.safetensors")
     kinds = {re.sub(r"\.\d+\.", ".*.", name): name for name in whole}
     for name in kinds.values():
-        save_file({other: tensor for other, tensor in whole.items() if other != name}, file, {"format": "pt"})
+        save_file(
+            {other: tensor for other, tensor in whole.items() if other != name},
+            file,
+            {"format": "pt"},
+        )
         # Of down_proj, nothing but config.json says how many experts there are.
-        named = "experts.down_proj has shape (3," if "experts.3.down_proj" in name else f"weights lack {name}"
+        named = (
+            "experts.down_proj has shape (3,"
+            if "experts.3.down_proj" in name
+            else f"weights lack {name}"
+        )
         for place in ("memory", "disk")[: 1 + ("experts" in name)]:
-            words = ["export", str(tmp_path / "model"), *Q8_0, "--out", str(tmp_path / "out")]
+            words = [
+                "export",
+                str(tmp_path / "model"),
+                *Q8_0,
+                "--out",
+                str(tmp_path / "out"),
+            ]
             assert named in says_one_line([*words, "--weights", place], capsys)
     assert not (tmp_path / "out").exists()
 
 
-FP8 = {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"}
+FP8 = {
+    "quant_method": "fp8",
+    "weight_block_size": [32, 32],
+    "activation_scheme": "dynamic",
+}
 QUANTIZED: dict[str, tuple[str, str, torch.dtype, dict[str, Any] | None, str]] = {
-    "int8 without scales": ("weight", "", torch.int8, None, "as I8, and the files hold no scales for it"),
-    "fp8 without scales": ("weight", "", torch.float8_e4m3fn, FP8, "as F8_E4M3, and the files hold no scales"),
-    "fp8 without a configuration": (
-        "weight", "weight_scale_inv", torch.float8_e4m3fn, None, "config.json has no quantization_config"
+    "int8 without scales": (
+        "weight",
+        "",
+        torch.int8,
+        None,
+        "as I8, and the files hold no scales for it",
     ),
-    "gptq": ("qweight", "scales", torch.int32, {"quant_method": "gptq", "bits": 4, "group_size": 64}, "gptq"),
-}  # fmt: skip
+    "fp8 without scales": (
+        "weight",
+        "",
+        torch.float8_e4m3fn,
+        FP8,
+        "as F8_E4M3, and the files hold no scales",
+    ),
+    "fp8 without a configuration": (
+        "weight",
+        "weight_scale_inv",
+        torch.float8_e4m3fn,
+        None,
+        "config.json has no quantization_config",
+    ),
+    "gptq": (
+        "qweight",
+        "scales",
+        torch.int32,
+        {"quant_method": "gptq", "bits": 4, "group_size": 64},
+        "gptq",
+    ),
+}
 
 
-def quantize(folder: Path, weight: str, scale: str, dtype: torch.dtype, settings: Any) -> None:
+def quantize(
+    folder: Path, weight: str, scale: str, dtype: torch.dtype, settings: Any
+) -> None:
     """The large matrices of a tiny Mamba as other tools store them."""
     held = load_file(folder / "model.safetensors")
-    for name in [name for name in held if name.endswith(("in_proj.weight", "out_proj.weight"))]:
-        held[name.removesuffix("weight") + weight] = (matrix := held.pop(name)).mul(100).to(dtype)
+    for name in [
+        name for name in held if name.endswith(("in_proj.weight", "out_proj.weight"))
+    ]:
+        held[name.removesuffix("weight") + weight] = (
+            (matrix := held.pop(name)).mul(100).to(dtype)
+        )
         if scale:
-            held[name.removesuffix("weight") + scale] = torch.full([n // 32 for n in matrix.shape], 0.01)
+            held[name.removesuffix("weight") + scale] = torch.full(
+                [n // 32 for n in matrix.shape], 0.01
+            )
     save_file(held, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(
@@ -131,14 +215,21 @@ def test_quantized_weights_are_never_taken_for_floats(
     *how, said = QUANTIZED[name]
     quantize(folder, *how)  # type: ignore[arg-type]
     words = ["measure", str(folder), "--run", str(tmp_path / "out")]
-    for each in (words, [*words, "--weights", "disk"], ["export", str(folder), *Q8_0, "--out", words[-1]]):
+    for each in (
+        words,
+        [*words, "--weights", "disk"],
+        ["export", str(folder), *Q8_0, "--out", words[-1]],
+    ):
         assert said in says_one_line(each, capsys)
     assert not (tmp_path / "out").exists()
 
 
-def test_fp8_weights_are_multiplied_with_their_scales(folder: Path, tmp_path: Path) -> None:
+def test_fp8_weights_are_multiplied_with_their_scales(
+    folder: Path, tmp_path: Path
+) -> None:
     quantize(folder, "weight", "weight_scale_inv", torch.float8_e4m3fn, FP8)
-    name, model = "backbone.layers.0.mixer.in_proj.weight", load(folder)
+    name = "backbone.layers.0.mixer.in_proj.weight"
+    model = load(folder)
     stored = load_file(folder / "model.safetensors")[name]
     assert torch.equal(model.tensor(name), stored.float() * 0.01)
     model.model.save_pretrained(tmp_path / "saved")  # type: ignore[operator]
@@ -146,20 +237,38 @@ def test_fp8_weights_are_multiplied_with_their_scales(folder: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_an_encoder_is_not_measured_as_a_causal_model(causal: bool, tmp_path: Path, capsys) -> None:
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+def test_an_encoder_is_not_measured_as_a_causal_model(
+    causal: bool, tmp_path: Path, capsys
+) -> None:
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    }
     config = transformers.BertConfig(vocab_size=97, is_decoder=causal, **sizes)
     transformers.BertLMHeadModel(config).save_pretrained(tmp_path)
     line = says_one_line(["inspect", str(tmp_path)], capsys, may_succeed=causal)
     assert ("BertLMHeadModel is not causal" in line) != causal
 
 
-def test_tokens_without_a_row_in_the_embedding(folder: Path, tmp_path: Path, capsys) -> None:
+def test_tokens_without_a_row_in_the_embedding(
+    folder: Path, tmp_path: Path, capsys
+) -> None:
     """The text is refused, not the model: many tokenizers have tokens that no text contains."""
     out = str(tmp_path / "out")
     (tmp_path / "text.txt").write_text("The history of the city. " * 200)
     save_tokenizer(folder, [(tmp_path / "text.txt").read_text()], vocabulary=300)
-    text = ["--text", str(tmp_path / "text.txt"), "--windows", "2", "--window-length", "16", "--run", out]
+    text = [
+        "--text",
+        str(tmp_path / "text.txt"),
+        "--windows",
+        "2",
+        "--window-length",
+        "16",
+        "--run",
+        out,
+    ]
     named = r"'.+' is token 2\d\d, but the embedding of model has only 97 rows; .* with --tokenizer"
     for verb in ("measure", "calibrate"):
         assert re.search(named, says_one_line([verb, str(folder), *text], capsys))
@@ -176,13 +285,27 @@ def test_a_model_is_not_overwritten(healthy: Path, tmp_path: Path, capsys) -> No
     (tmp_path / "text.txt").write_text("The history of the city. " * 200)
     save_tokenizer(tmp_path / "tokens", [(tmp_path / "text.txt").read_text()])
     before = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
-    text = ["--text", str(tmp_path / "text.txt"), "--tokenizer", str(tmp_path / "tokens"), "--windows", "2"]
+    text = [
+        "--text",
+        str(tmp_path / "text.txt"),
+        "--tokenizer",
+        str(tmp_path / "tokens"),
+        "--windows",
+        "2",
+    ]
     text += ["--window-length", "16"]
     for words in (
-        *([verb, folder, *text, "--run", folder] for verb in ("measure", "calibrate", "run")),
+        *(
+            [verb, folder, *text, "--run", folder]
+            for verb in ("measure", "calibrate", "run")
+        ),
         *(
             ["export", folder, "--target", target, "--format", fmt, "--out", folder]
-            for target, fmt in {"gguf": "q8_0", "openvino": "int8", "mlx": "affine4-g64"}.items()
+            for target, fmt in {
+                "gguf": "q8_0",
+                "openvino": "int8",
+                "mlx": "affine4-g64",
+            }.items()
         ),
     ):
         assert f"{folder} holds a model (config.json)" in says_one_line(words, capsys)
@@ -192,20 +315,43 @@ def test_a_model_is_not_overwritten(healthy: Path, tmp_path: Path, capsys) -> No
 @cases(6, 300)
 def test_changed_tokenizers(cases: int, healthy: Path, tmp_path: Path, capsys) -> None:
     draw = random.Random(cases)
-    bytes_ = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    bytes_ = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": True,
+    }
     content = {
         "version": "1.0",
-        "added_tokens": [{"id": 0, "content": "<s>", "special": True, "single_word": False, "lstrip": False,
-                          "rstrip": False, "normalized": False}],
-        "normalizer": None, "pre_tokenizer": bytes_, "post_processor": None, "decoder": bytes_,
-        "model": {"type": "BPE", "vocab": {"<s>": 0, "a": 1, "b": 2, "ab": 3}, "merges": [["a", "b"]]},
-    }  # fmt: skip
+        "added_tokens": [
+            {
+                "id": 0,
+                "content": "<s>",
+                "special": True,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+            }
+        ],
+        "normalizer": None,
+        "pre_tokenizer": bytes_,
+        "post_processor": None,
+        "decoder": bytes_,
+        "model": {
+            "type": "BPE",
+            "vocab": {"<s>": 0, "a": 1, "b": 2, "ab": 3},
+            "merges": [["a", "b"]],
+        },
+    }
     file = tmp_path / "tokenizer.json"
     file.write_text(json.dumps(content))
     assert main(["inspect", str(healthy), "--tokenizer", str(file)]) == 0
     for _ in range(cases):
         file.write_text(json.dumps(changed_within(content, draw)))
-        says_one_line(["inspect", str(healthy), "--tokenizer", str(file)], capsys, may_succeed=True)
+        says_one_line(
+            ["inspect", str(healthy), "--tokenizer", str(file)], capsys, may_succeed=True
+        )
 
 
 @cases(15, 2500)
@@ -224,7 +370,9 @@ def test_changed_weight_files(cases: int, folder: Path, healthy: Path, capsys) -
 def test_changed_plans(cases: int, tmp_path: Path, capsys) -> None:
     draw = random.Random(cases)
     run = make_run(tmp_path / "run", stages=("plan",))
-    path = plan_path(run / "plans", sorted(p.stem for p in (run / "plans").glob("*.json"))[0])
+    path = plan_path(
+        run / "plans", sorted(p.stem for p in (run / "plans").glob("*.json"))[0]
+    )
     healthy = json.loads(path.read_text())
     for _ in range(cases):
         changed: Any = healthy | {draw.choice(sorted(healthy)): draw.choice(ODD)}

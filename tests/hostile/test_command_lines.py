@@ -1,10 +1,12 @@
 """Invalid command lines, settings files and tokenizers."""
 
+import argparse
 import random
 import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -30,7 +32,10 @@ SLIPS = [
     ("plan --max-loss 0 --max-bpw 6", "leave out --max-bpw, or --max-loss"),
     ("plan --paper npu", "expected one of cpu, gpu"),
     ("run --budget 60% --max-loss 0.02", "--max-loss and --budget"),
-    ("plan --plan small --verify --max-bytes 1MB", "--plan makes no new plan: leave out --max-bytes"),
+    (
+        "plan --plan small --verify --max-bytes 1MB",
+        "--plan makes no new plan: leave out --max-bytes",
+    ),
     ("plan --uniform int8 --name x", "--name x names a plan made by a limit"),
     ("plan --max-bpw 6 --name a/b", "'a/b' is not a valid plan name"),
     ("run --target gguf", "there is no --target; did you mean --targets?"),
@@ -40,14 +45,20 @@ SLIPS = [
     ("plan --zzz", "there is no --zzz; see kl-lens plan --help-all"),
     ("plan --max-bpw 6 --rivals", "name it with --target"),
     ("run --without measure", "measure"),
-    ("run --targets openvino,gguf --formats int4,int4-g64+gptq", "llama.cpp supports none of them"),
+    (
+        "run --targets openvino,gguf --formats int4,int4-g64+gptq",
+        "llama.cpp supports none of them",
+    ),
     ("run --weights disk --tune", "--weights disk does not work with --tune"),
     ("plan", "say what to plan"),
     (
         "generate x.gguf --prompt a --load all",
         "--load all: expected one of auto, lean, read, mapped, read-plain",
     ),
-    ("evaluate x.gguf --gpu-layers 0,8", "--gpu-layers 0,8: give a number of layers, or all"),
+    (
+        "evaluate x.gguf --gpu-layers 0,8",
+        "--gpu-layers 0,8: give a number of layers, or all",
+    ),
     ("export --target gguf --format q8_0", "name it"),
     ("export reference:mamba --target gguf", "say what to export"),
     ("generate nowhere --prompt x", "not an exported model"),
@@ -73,7 +84,9 @@ SLIPS = [
 
 
 @pytest.mark.parametrize(("command", "named"), SLIPS)
-def test_common_slips_are_one_line(command: str, named: str, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_common_slips_are_one_line(
+    command: str, named: str, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(Path(__file__).resolve().parents[2])
     line = says_one_line(shlex.split(command), capsys)
     assert named in line
@@ -82,7 +95,14 @@ def test_common_slips_are_one_line(command: str, named: str, capsys, monkeypatch
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("OMP", "0"), ("OMP", "-3"), ("OMP", "2,x"), ("OMP", "999999"), ("MKL", "2,1"), ("NUMBA", "many")],
+    [
+        ("OMP", "0"),
+        ("OMP", "-3"),
+        ("OMP", "2,x"),
+        ("OMP", "999999"),
+        ("MKL", "2,1"),
+        ("NUMBA", "many"),
+    ],
 )
 def test_numbers_of_threads_that_libraries_cannot_use(
     name: str, value: str, capsys, monkeypatch: pytest.MonkeyPatch
@@ -95,24 +115,109 @@ def test_numbers_of_threads_that_libraries_cannot_use(
 def test_closed_standard_output_is_said_before_anything_is_done() -> None:
     command = f"exec {sys.executable} -m kl_lens.cli.main run --write-config >&-"
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
-    said = "kl-lens run: standard output is closed; use >/dev/null to discard the result\n"
+    said = (
+        "kl-lens run: standard output is closed; use >/dev/null to discard the result\n"
+    )
     assert (done.returncode, done.stderr) == (1, said)
 
 
 # Values for the fuzzers below.
 VALUES = [
-    "", " ", "0", "-1", "1", "2", "1.5", "1e308", "1e309", "-1e-320", "nan", "-inf", "99999999999", "9" * 400,
-    "9" * 5000, "9" * 400 + "GB", "1e9s", "9" * 400 + "ms", "101%", "nan%", "²", "１２", "0x10", "1_000", "+1", "-0",
-    "é", "日本語", "\ud800", "\udcff", "\x1b[2J", "a,b", ",,,", "a,,a", "all", "auto", "none", "x" * 5000, "../" * 50,
-    "/dev/null", "\x00", "--", "-", "=", "{}", "[", "(" * 500, "a{99999999999}", "%s", "%(prog)s", "1/0", "3/16", "0/0",
-    "cuda:999999", "meta", "int4+", "+gptq", "int4+gptq+gptq", "int4-g0", "int4-g99999999999", "int999999999", "q4_0",
-    "~", "$HOME", "a\nb",
-]  # fmt: skip
+    "",
+    " ",
+    "0",
+    "-1",
+    "1",
+    "2",
+    "1.5",
+    "1e308",
+    "1e309",
+    "-1e-320",
+    "nan",
+    "-inf",
+    "99999999999",
+    "9" * 400,
+    "9" * 5000,
+    "9" * 400 + "GB",
+    "1e9s",
+    "9" * 400 + "ms",
+    "101%",
+    "nan%",
+    "²",
+    "１２",
+    "0x10",
+    "1_000",
+    "+1",
+    "-0",
+    "é",
+    "日本語",
+    "\ud800",
+    "\udcff",
+    "\x1b[2J",
+    "a,b",
+    ",,,",
+    "a,,a",
+    "all",
+    "auto",
+    "none",
+    "x" * 5000,
+    "../" * 50,
+    "/dev/null",
+    "\x00",
+    "--",
+    "-",
+    "=",
+    "{}",
+    "[",
+    "(" * 500,
+    "a{99999999999}",
+    "%s",
+    "%(prog)s",
+    "1/0",
+    "3/16",
+    "0/0",
+    "cuda:999999",
+    "meta",
+    "int4+",
+    "+gptq",
+    "int4+gptq+gptq",
+    "int4-g0",
+    "int4-g99999999999",
+    "int999999999",
+    "q4_0",
+    "~",
+    "$HOME",
+    "a\nb",
+]
 OBJECTS: list[object] = [
-    *VALUES, None, True, -1, 0, 10**400, 10**5000, float("nan"), float("inf"), -0.5, 1e308, b"x", object(), [], ["a"],
-    {}, (), ("a",), (1,), (None,), ((),), (-1, 1e400), Path("\x00"), Path("x"), int, ("\x00", "1"),
+    *VALUES,
+    None,
+    True,
+    -1,
+    0,
+    10**400,
+    10**5000,
+    float("nan"),
+    float("inf"),
+    -0.5,
+    1e308,
+    b"x",
+    object(),
+    [],
+    ["a"],
+    {},
+    (),
+    ("a",),
+    (1,),
+    (None,),
+    ((),),
+    (-1, 1e400),
+    Path("\x00"),
+    Path("x"),
+    int,
+    ("\x00", "1"),
     (("4", "x"), ("²", "x")),
-]  # fmt: skip
+]
 
 
 def _needed(verb: str) -> list[str]:
@@ -129,16 +234,22 @@ def _flags() -> list[tuple[str, Option]]:
     return [(verb, option) for verb in VERBS for option in options_of(settings_of(verb))]
 
 
+def _settings_of(parser: argparse.ArgumentParser, words: list[str]) -> Settings:
+    return settings_from(parser.parse_args(words))
+
+
 def _is_fine_or_says_why(make: Callable[[], Settings], about: object) -> None:
     """Invalid settings raise only a one-line KLLensError, or argparse's own exit."""
-    said, code = None, 2
+    said = None
+    code = 2
     try:
         with within_time(60, about):
             make().check()
     except KLLensError as error:
         said = str(error)
     except SystemExit as end:
-        said, code = "argparse", end.code
+        said = "argparse"
+        code = end.code
     assert code == 2, about
     assert said is None or 0 < len(said.strip()) < 8000, about
 
@@ -149,30 +260,44 @@ def test_any_word_behind_every_flag(
 ) -> None:
     """Read and checked, without opening anything; flags once, twice and with one another."""
     monkeypatch.chdir(tmp_path)
-    draw, flags = random.Random(cases), _flags()
+    draw = random.Random(cases)
+    flags = _flags()
     parsers = {verb: build_parser([verb]) for verb in VERBS}
     for case in range(cases):
         verb, option = flags[case % len(flags)]
         words = [verb, *_needed(verb)]
-        for each in (option, *draw.sample([o for v, o in flags if v == verb], draw.choice([0, 0, 1]))):
+        for each in (
+            option,
+            *draw.sample([o for v, o in flags if v == verb], draw.choice([0, 0, 1])),
+        ):
             for _ in range(draw.choice([1, 1, 1, 2])):
                 value = [] if each.is_switch else [draw.choice(VALUES)]
                 words += [each.flag, *value] if each.flag else value
-        _is_fine_or_says_why(lambda: settings_from(parsers[verb].parse_args(words)), words)  # noqa: B023
+        parse = partial(_settings_of, parsers[verb], words)
+        _is_fine_or_says_why(parse, words)
     assert "Traceback" not in capsys.readouterr().err
 
 
 @cases(300, 6000)
-def test_any_object_in_every_setting(cases: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_object_in_every_setting(
+    cases: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What Python may be given, where a command line has only words."""
     monkeypatch.chdir(tmp_path)
-    draw, flags = random.Random(cases), _flags()
+    draw = random.Random(cases)
+    flags = _flags()
     for case in range(cases):
         verb, option = flags[case % len(flags)]
         settings = settings_of(verb)
-        values: dict[str, object] = {o.name: "x" for o in options_of(settings) if o.required}
+        values: dict[str, object] = {
+            o.name: "x" for o in options_of(settings) if o.required
+        }
         values |= {option.name: draw.choice(OBJECTS)}
-        about = (verb, option.name, repr(values)[:200] if 10**5000 not in values.values() else "10**5000")
+        about = (
+            verb,
+            option.name,
+            repr(values)[:200] if 10**5000 not in values.values() else "10**5000",
+        )
         _is_fine_or_says_why(lambda: settings.of(**values), about)  # noqa: B023
 
 

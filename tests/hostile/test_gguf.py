@@ -30,7 +30,9 @@ except TargetError:
 @pytest.fixture(scope="module")
 def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("healthy")
-    artifact = export(plain(load("reference:mamba")), Plan("plain", {}, "hand"), "gguf", folder)
+    artifact = export(
+        plain(load("reference:mamba")), Plan("plain", {}, "hand"), "gguf", folder
+    )
     return folder / artifact.files[0]
 
 
@@ -63,12 +65,18 @@ def test_what_would_end_llama_cpp_ends_another_process(
     name: str, healthy: Path, tmp_path: Path, capsys
 ) -> None:
     file = with_number(healthy, tmp_path / "bad.gguf", *CONTRADICTIONS[name])
-    line = says_one_line(["generate", str(file), "--prompt", "The", "--max-new-tokens", "2"], capsys)
+    line = says_one_line(
+        ["generate", str(file), "--prompt", "The", "--max-new-tokens", "2"], capsys
+    )
     assert "bad.gguf: llama.cpp c" in line  # crashes on it, or cannot load it
 
 
-def test_a_file_of_ours_is_not_opened_twice(healthy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("subprocess.run", lambda *_, **__: pytest.fail("a second process"))
+def test_a_file_of_ours_is_not_opened_twice(
+    healthy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "subprocess.run", lambda *_, **__: pytest.fail("a second process")
+    )
     for place in (healthy, healthy.parent):
         open_session(place, threads=1).close()
 
@@ -95,11 +103,21 @@ def changed(data: bytes, draw: random.Random) -> bytes:
         content[draw.randrange(24, 4000)] = draw.randrange(256)
     elif how < 0.6:
         at = draw.choice(
-            [match.end() for match in re.finditer(rb"[a-z0-9_.]{6,40}\x04\0\0\0", data[:200_000])]
+            [
+                match.end()
+                for match in re.finditer(rb"[a-z0-9_.]{6,40}\x04\0\0\0", data[:200_000])
+            ]
         )
-        content[at : at + 4] = struct.pack("<I", draw.choice([0, 1, 3, 255, 2**16, 2**31, 2**32 - 1]))
+        content[at : at + 4] = struct.pack(
+            "<I", draw.choice([0, 1, 3, 255, 2**16, 2**31, 2**32 - 1])
+        )
     elif how < 0.75:
-        at = draw.choice([match.start() for match in re.finditer(rb"blk\.\d+\.[a-z0-9_.]+", data[:400_000])])
+        at = draw.choice(
+            [
+                match.start()
+                for match in re.finditer(rb"blk\.\d+\.[a-z0-9_.]+", data[:400_000])
+            ]
+        )
         content[at + draw.randrange(60)] ^= 1 << draw.randrange(8)
     elif how < 0.9:
         for _ in range(draw.choice([1, 8, 64])):
@@ -110,8 +128,11 @@ def changed(data: bytes, draw: random.Random) -> bytes:
 
 
 @cases(3, 400)
-def test_changed_files_never_end_the_process(cases: int, healthy: Path, tmp_path: Path) -> None:
-    draw, data = random.Random(cases), healthy.read_bytes()
+def test_changed_files_never_end_the_process(
+    cases: int, healthy: Path, tmp_path: Path
+) -> None:
+    draw = random.Random(cases)
+    data = healthy.read_bytes()
     for case in range(cases):
         file = tmp_path / f"{case}.gguf"
         file.write_bytes(changed(data, draw))

@@ -21,14 +21,18 @@ from tests.hostile.aside import forked_quarantine, opens
 from tests.hostile.saying import cases
 from tests.hostile.test_checkpoints import changed_within
 
-GRAPH, WEIGHTS = "openvino_model.xml", "openvino_model.bin"
+GRAPH = "openvino_model.xml"
+WEIGHTS = "openvino_model.bin"
 
 
 @pytest.fixture(scope="module")
 def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("healthy") / "ir"
     export(
-        LoadedModel("tiny", Path(), tiny_model("mamba"), None), Plan("plain", {}, "hand"), "openvino", folder
+        LoadedModel("tiny", Path(), tiny_model("mamba"), None),
+        Plan("plain", {}, "hand"),
+        "openvino",
+        folder,
     )
     return folder
 
@@ -46,7 +50,9 @@ def copied(healthy: Path, tmp_path: Path) -> Path:
 
 def test_a_record_that_names_files_elsewhere_is_refused(copied: Path) -> None:
     record = json.loads((copied / RECORD_FILE).read_text())
-    (copied / RECORD_FILE).write_text(json.dumps(record | {"files": ["../../../etc/passwd.xml"]}))
+    (copied / RECORD_FILE).write_text(
+        json.dumps(record | {"files": ["../../../etc/passwd.xml"]})
+    )
     with pytest.raises(TargetError, match="is not a file of its folder"):
         open_session(copied)
 
@@ -56,7 +62,9 @@ def changed_graph(text: str, draw: random.Random) -> str:
     how = draw.random()
     if how < 0.5:
         place = draw.choice(list(re.finditer(r'="([^"]*)"', text)))
-        value = draw.choice(["", "-1", "0", "1", "999999999999", "x", "i64", "f16", "?,1", place[1] + "0"])
+        value = draw.choice(
+            ["", "-1", "0", "1", "999999999999", "x", "i64", "f16", "?,1", place[1] + "0"]
+        )
         return text[: place.start(1)] + value + text[place.end(1) :]
     if how < 0.8:
         place = draw.choice(list(re.finditer(r"<[^>]*>", text)))
@@ -69,9 +77,12 @@ def changed_graph(text: str, draw: random.Random) -> str:
 
 @cases(1, 100)
 @pytest.mark.usefixtures("warm")
-def test_changed_graphs_never_end_the_process(cases: int, healthy: Path, copied: Path) -> None:
+def test_changed_graphs_never_end_the_process(
+    cases: int, healthy: Path, copied: Path
+) -> None:
     draw = random.Random(cases)
-    text, weights = (healthy / GRAPH).read_text(), (healthy / WEIGHTS).read_bytes()
+    text = (healthy / GRAPH).read_text()
+    weights = (healthy / WEIGHTS).read_bytes()
     for _ in range(cases):
         content = bytearray(weights)
         if draw.random() < 0.2:
@@ -84,7 +95,11 @@ def test_changed_graphs_never_end_the_process(cases: int, healthy: Path, copied:
             open_session(copied)
         said = ""
         try:  # an autopsy opens it all the same
-            session = describe_target("openvino").dissect(copied).open(SessionSettings(threads=1))
+            session = (
+                describe_target("openvino")
+                .dissect(copied)
+                .open(SessionSettings(threads=1))
+            )
             session.logits([0, 1])
         except KLLensError as error:
             said = str(error)
@@ -93,7 +108,9 @@ def test_changed_graphs_never_end_the_process(cases: int, healthy: Path, copied:
 
 @cases(1, 100)
 @pytest.mark.usefixtures("warm")
-def test_changed_records_never_end_the_process(cases: int, healthy: Path, copied: Path) -> None:
+def test_changed_records_never_end_the_process(
+    cases: int, healthy: Path, copied: Path
+) -> None:
     draw = random.Random(cases)
     record = json.loads((healthy / RECORD_FILE).read_text())
     for _ in range(cases):

@@ -68,15 +68,21 @@ def test_changed_rows_are_one_line_or_make_no_difference(
     words = ("", "{", "[]", "{}", "null", "5", '"x"', "[[" * 5000, '{"a": NaN}')
     odd = [None, *words, b"\xff\xfe", -1, 2**62, 1e308]
     with sqlite3.connect(made / FILE) as connection:
-        names = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
-        columns = {name: connection.execute(f"PRAGMA table_info({name})").fetchall() for (name,) in names}
+        names = connection.execute(
+            "SELECT name FROM sqlite_master WHERE type = 'table'"
+        ).fetchall()
+        columns = {
+            name: connection.execute(f"PRAGMA table_info({name})").fetchall()
+            for (name,) in names
+        }
     connection.close()
     folder = tmp_path / "run"
     shutil.copytree(made, folder)
     for _ in range(cases):
         shutil.copy(made / FILE, folder / FILE)
         table = draw.choice(sorted(columns))
-        column, value = draw.choice(columns[table])[1], draw.choice(odd)
+        column = draw.choice(columns[table])[1]
+        value = draw.choice(odd)
         with sqlite3.connect(folder / FILE) as connection:
             connection.execute(f"UPDATE OR IGNORE {table} SET {column} = ?", (value,))
         connection.close()
@@ -91,9 +97,16 @@ def test_a_journal_of_another_program(tmp_path: Path, capsys) -> None:
         assert "run.sqlite" in says_one_line(command, capsys)
 
 
-def test_a_folder_that_cannot_be_written_is_not_called_another_programs(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_not_called_another_programs(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "file").write_text("")
-    for place in (tmp_path / "file", tmp_path / "file/below", Path("/proc/nowhere"), tmp_path / ("x" * 300)):
+    for place in (
+        tmp_path / "file",
+        tmp_path / "file/below",
+        Path("/proc/nowhere"),
+        tmp_path / ("x" * 300),
+    ):
         with pytest.raises(RunError) as caught:
             Run.create(place)
         assert "not a KL Lens journal" not in str(caught.value)
@@ -111,16 +124,24 @@ with Run.open(Path(sys.argv[1])) as run:
 """
 
 
-def test_one_process_works_in_a_run_and_another_is_told_who(made: Path, tmp_path: Path, capsys) -> None:
+def test_one_process_works_in_a_run_and_another_is_told_who(
+    made: Path, tmp_path: Path, capsys
+) -> None:
     folder = tmp_path / "run"
     shutil.copytree(made, folder)
     plan = ["plan", "--run", str(folder), "--max-bpw", "8"]
     worker = subprocess.Popen(
-        [sys.executable, "-c", WORKS, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", WORKS, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert worker.stdout.readline() == "works\n"
     line = says_one_line(plan, capsys)
-    assert f"{folder} is in use by process {worker.pid} (kl-lens measure 'a model', since " in line
+    assert (
+        f"{folder} is in use by process {worker.pid} (kl-lens measure 'a model', since "
+        in line
+    )
     assert main(["report", "--run", str(folder)]) == 0  # who only reads need not wait
     worker.kill()  # and leaves nothing that would have to be cleared
     worker.wait()

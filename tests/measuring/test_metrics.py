@@ -21,12 +21,17 @@ from kl_lens.measuring.metrics import (
 from kl_lens.run.samples import WindowMetrics, summarise
 
 
-def _in_double(teacher: torch.Tensor, student: torch.Tensor, targets: torch.Tensor) -> np.ndarray:
+def _in_double(
+    teacher: torch.Tensor, student: torch.Tensor, targets: torch.Tensor
+) -> np.ndarray:
     """The textbook definitions, in float64."""
-    log_p, log_q = teacher.double().log_softmax(-1), student.double().log_softmax(-1)
+    log_p = teacher.double().log_softmax(-1)
+    log_q = student.double().log_softmax(-1)
     rows = torch.arange(len(targets))
     change = torch.where(
-        targets >= 0, log_p[rows, targets.clamp(min=0)] - log_q[rows, targets.clamp(min=0)], 0.0
+        targets >= 0,
+        log_p[rows, targets.clamp(min=0)] - log_q[rows, targets.clamp(min=0)],
+        0.0,
     )
     return torch.stack(
         [
@@ -43,35 +48,51 @@ def _in_double(teacher: torch.Tensor, student: torch.Tensor, targets: torch.Tens
 @pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "torch"])
 @pytest.mark.parametrize("vocabulary", [2, 1024, 5000])
 @pytest.mark.parametrize("damage", [1e-3, 1.0, 10.0])
-def test_metrics_equal_double_precision(kernel: bool, vocabulary: int, damage: float) -> None:
+def test_metrics_equal_double_precision(
+    kernel: bool, vocabulary: int, damage: float
+) -> None:
     generator = torch.Generator().manual_seed(vocabulary)
     teacher = 5 * torch.randn(40, vocabulary, generator=generator)
     student = teacher + damage * torch.randn(40, vocabulary, generator=generator)
     targets = torch.randint(0, vocabulary, (40,), generator=generator)
     targets[7] = -1
-    assert kernels_hold(teacher.device), "a wrong kernel would not be used, and nothing here would show it"
+    assert kernels_hold(teacher.device), (
+        "a wrong kernel would not be used, and nothing here would show it"
+    )
     ours = compare(TeacherRows.of(teacher, targets), student, kernel=kernel)
     expected = _in_double(teacher, student, targets)
     # A single row's tiny divergence rests on differences of float32 logits (rounded at 1e-6); the mean does not.
     for column in (KL_TEACHER_STUDENT, KL_STUDENT_TEACHER):
-        np.testing.assert_allclose(ours[:, column], expected[:, column], rtol=2e-3, atol=1e-10)
-        assert ours[:, column].mean() == pytest.approx(expected[:, column].mean(), rel=1e-4)
-    np.testing.assert_allclose(ours[:, SQUARED_ERROR], expected[:, SQUARED_ERROR], rtol=1e-5)
-    np.testing.assert_allclose(ours[:, DELTA_CROSS_ENTROPY], expected[:, DELTA_CROSS_ENTROPY], atol=1e-5)
+        np.testing.assert_allclose(
+            ours[:, column], expected[:, column], rtol=2e-3, atol=1e-10
+        )
+        assert ours[:, column].mean() == pytest.approx(
+            expected[:, column].mean(), rel=1e-4
+        )
+    np.testing.assert_allclose(
+        ours[:, SQUARED_ERROR], expected[:, SQUARED_ERROR], rtol=1e-5
+    )
+    np.testing.assert_allclose(
+        ours[:, DELTA_CROSS_ENTROPY], expected[:, DELTA_CROSS_ENTROPY], atol=1e-5
+    )
     assert ours[7, DELTA_CROSS_ENTROPY] == 0.0
     np.testing.assert_array_equal(ours[:, SAME_TOP], expected[:, SAME_TOP])
 
 
 @settings(max_examples=50)
 @given(st.floats(-100, 100), st.integers(0, 10**6))
-def test_a_constant_added_to_all_logits_changes_nothing_but_sqnr(constant: float, seed: int) -> None:
+def test_a_constant_added_to_all_logits_changes_nothing_but_sqnr(
+    constant: float, seed: int
+) -> None:
     """The paper's counter-example: the distribution is the same, yet the logits' SQNR is finite."""
     teacher = 3 * torch.randn(4, 50, generator=torch.Generator().manual_seed(seed))
     targets = torch.zeros(4, dtype=torch.long)
     rows = compare(TeacherRows.of(teacher, targets), teacher + constant)
     assert rows[:, KL_TEACHER_STUDENT].max() < 1e-9
     assert rows[:, KL_STUDENT_TEACHER].max() < 1e-9
-    np.testing.assert_allclose(rows[:, SQUARED_ERROR], 50 * constant**2, rtol=1e-3, atol=1e-6)
+    np.testing.assert_allclose(
+        rows[:, SQUARED_ERROR], 50 * constant**2, rtol=1e-3, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "torch"])
@@ -81,7 +102,9 @@ def test_damage_far_below_float32_resolution_is_still_measured(kernel: bool) -> 
     teacher = torch.randn(2000, 64, generator=generator)
     student = teacher + 1e-4 * torch.randn(2000, 64, generator=generator)
     targets = torch.full((2000,), -1)
-    ours = compare(TeacherRows.of(teacher, targets), student, kernel=kernel)[:, KL_TEACHER_STUDENT].mean()
+    ours = compare(TeacherRows.of(teacher, targets), student, kernel=kernel)[
+        :, KL_TEACHER_STUDENT
+    ].mean()
     expected = _in_double(teacher, student, targets)[:, KL_TEACHER_STUDENT].mean()
     assert expected < 1e-8
     assert ours == pytest.approx(expected, rel=1e-4)
@@ -91,7 +114,9 @@ def test_impossible_tokens_do_not_make_nan() -> None:
     teacher = torch.tensor([[200.0, 0.0, -200.0]])
     student = torch.tensor([[-200.0, 0.0, 200.0]])
     for kernel in (True, False):
-        (row,) = compare(TeacherRows.of(teacher, torch.tensor([0])), student, kernel=kernel)
+        (row,) = compare(
+            TeacherRows.of(teacher, torch.tensor([0])), student, kernel=kernel
+        )
         assert np.isfinite(row).all()
         assert row[KL_TEACHER_STUDENT] == pytest.approx(400, rel=1e-4)
 
@@ -100,15 +125,21 @@ def _window(index: int, kl: float, tokens: int = 4) -> WindowMetrics:
     rows = np.zeros((tokens, 5))
     rows[:, KL_TEACHER_STUDENT] = kl
     rows[:, SQUARED_ERROR] = 8.0
-    (window,) = window_metrics([index], rows, np.full(tokens, 800.0), [tokens - 1], vocabulary=8)
+    (window,) = window_metrics(
+        [index], rows, np.full(tokens, 800.0), [tokens - 1], vocabulary=8
+    )
     return window
 
 
 def test_means_are_per_token_with_errors_over_windows() -> None:
     summary = summarise([_window(0, 1.0), _window(1, 2.0), _window(2, 3.0)])
     assert summary["kl_teacher_to_student"].value == pytest.approx(2.0)
-    assert summary["kl_teacher_to_student"].standard_error == pytest.approx(1 / math.sqrt(3))
+    assert summary["kl_teacher_to_student"].standard_error == pytest.approx(
+        1 / math.sqrt(3)
+    )
     assert summary["mse"].value == pytest.approx(1.0), "8 squared units over 8 columns"
     assert summary["sqnr_db"].value == pytest.approx(20.0), "signal 100 times the noise"
     assert summary["kl_max"].value == pytest.approx(3.0)
-    assert math.isnan(summarise([_window(0, 1.0)])["kl_teacher_to_student"].standard_error)
+    assert math.isnan(
+        summarise([_window(0, 1.0)])["kl_teacher_to_student"].standard_error
+    )

@@ -36,7 +36,9 @@ def contents(folder: Path) -> dict[str, list]:
             "identity": "SELECT * FROM identity ORDER BY key",
             "noise": "SELECT name, value FROM records WHERE kind = 'noise'",
         }
-        return {name: run.journal.execute(query).fetchall() for name, query in tables.items()}
+        return {
+            name: run.journal.execute(query).fetchall() for name, query in tables.items()
+        }
 
 
 def effort(folder: Path) -> float:
@@ -44,7 +46,9 @@ def effort(folder: Path) -> float:
         return sum(m.seconds for m in run.measurements())
 
 
-def swept(folder: Path, model, windows, share=None, formats=("int4", "int8"), engine="fast") -> Path:
+def swept(
+    folder: Path, model, windows, share=None, formats=("int4", "int8"), engine="fast"
+) -> Path:
     with Run.create(folder) as run:
         candidates, _ = find_candidates(model.anatomy, [Recipe(name) for name in formats])
         Sweep(model, run, engine, share=share).measure(candidates, windows)
@@ -56,7 +60,9 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
     """The sweep in one process, and in sixteen shares."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LanguageTask, "rows_at_once", 60)
-        folder, model, windows = tmp_path_factory.mktemp("shards"), loaded("mamba"), some_windows(7, 20)
+        folder = tmp_path_factory.mktemp("shards")
+        model = loaded("mamba")
+        windows = some_windows(7, 20)
         whole = swept(folder / "whole", model, windows)
         parts = [
             swept(folder / shard_name(index, SHARDS), model, windows, (index, SHARDS))
@@ -65,7 +71,9 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
     return whole, parts
 
 
-def test_shares_in_any_order_give_the_sweep_of_one_process_to_the_last_bit(shards, tmp_path) -> None:
+def test_shares_in_any_order_give_the_sweep_of_one_process_to_the_last_bit(
+    shards, tmp_path
+) -> None:
     whole, parts = shards
     run = tmp_path / "run"
     order = random.Random(3).sample(parts, len(parts))
@@ -91,14 +99,20 @@ def _other_bytes(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", [_cut_short, _other_bytes, lambda path: path.write_bytes(b"no journal" * 100)]
+    "damage",
+    [_cut_short, _other_bytes, lambda path: path.write_bytes(b"no journal" * 100)],
 )
-def test_a_damaged_share_is_refused_by_name_and_the_others_are_joined(shards, tmp_path, damage) -> None:
+def test_a_damaged_share_is_refused_by_name_and_the_others_are_joined(
+    shards, tmp_path, damage
+) -> None:
     whole, parts = shards
     broken = tmp_path / "3-of-6"
     broken.mkdir()
     damaged = broken / "run.sqlite"
-    with sqlite3.connect(parts[2] / "run.sqlite") as source, sqlite3.connect(damaged) as copy:
+    with (
+        sqlite3.connect(parts[2] / "run.sqlite") as source,
+        sqlite3.connect(damaged) as copy,
+    ):
         source.backup(copy)
     damage(damaged)
     run = tmp_path / "run"
@@ -113,14 +127,22 @@ def test_a_damaged_share_is_refused_by_name_and_the_others_are_joined(shards, tm
     assert contents(run) == contents(whole)
 
 
-def test_shares_of_another_text_model_or_meaning_are_refused_by_name(shards, tmp_path, monkeypatch) -> None:
+def test_shares_of_another_text_model_or_meaning_are_refused_by_name(
+    shards, tmp_path, monkeypatch
+) -> None:
     _, parts = shards
-    other_text = swept(tmp_path / "00-text", loaded("mamba"), some_windows(7, 20, seed=2), (1, SHARDS))
-    other_model = swept(tmp_path / "00-model", loaded("mamba2"), some_windows(7, 20), (1, SHARDS))
+    other_text = swept(
+        tmp_path / "00-text", loaded("mamba"), some_windows(7, 20, seed=2), (1, SHARDS)
+    )
+    other_model = swept(
+        tmp_path / "00-model", loaded("mamba2"), some_windows(7, 20), (1, SHARDS)
+    )
     empty = tmp_path / "empty"
     Run.create(empty).close()
     monkeypatch.setattr("kl_lens.run.folder.METRICS_VERSION", 0)
-    other_meaning = swept(tmp_path / "00-meaning", loaded("mamba"), some_windows(7, 20), (1, SHARDS))
+    other_meaning = swept(
+        tmp_path / "00-meaning", loaded("mamba"), some_windows(7, 20), (1, SHARDS)
+    )
     monkeypatch.undo()
     strangers = {
         other_text: "calibration text has seed 1, now it is 2",
@@ -139,20 +161,28 @@ def test_shares_of_another_text_model_or_meaning_are_refused_by_name(shards, tmp
 
 @pytest.mark.parametrize("engine", [FastEngine, PlainEngine])
 @pytest.mark.parametrize("count", [5, 400])
-def test_every_piece_is_in_one_share_and_shares_are_even(mamba, engine, count: int) -> None:
+def test_every_piece_is_in_one_share_and_shares_are_even(
+    mamba, engine, count: int
+) -> None:
     candidates, _ = find_candidates(mamba.anatomy, [Recipe("int4")])
-    layout = PieceRunner(Job(candidates, some_windows(7, 20).ids.numpy()), engine(mamba)).layout
+    layout = PieceRunner(
+        Job(candidates, some_windows(7, 20).ids.numpy()), engine(mamba)
+    ).layout
     costs = [float(1 + index % 3) for index in range(len(candidates))]
     seen: list[tuple[int, int]] = []
     work = []
     for index in range(1, count + 1):
         pieces = layout.share(costs, index, count)
-        seen += [(w, i) for p in pieces for w in p.windows for group in p.groups for i in group]
+        seen += [
+            (w, i) for p in pieces for w in p.windows for group in p.groups for i in group
+        ]
         work.append(sum(piece.work for piece in pieces))
     assert sorted(seen) == [(w, i) for w in range(7) for i in range(len(candidates))]
     largest = max(sum(costs[i] for i in group) for group in layout.groups) * layout.batch
     assert max(work) <= sum(costs) * 7 / count * 17 / 16 + largest
     spread = layout.spread(costs, count)
-    taken = [(w, i) for p in spread for w in p.windows for group in p.groups for i in group]
+    taken = [
+        (w, i) for p in spread for w in p.windows for group in p.groups for i in group
+    ]
     assert sorted(taken) == sorted(seen)
     assert sum(piece.noise for piece in spread) == 1

@@ -23,11 +23,16 @@ STORED = Path(__file__).parent / "processors.json"
 def numbers(folder: Path) -> dict[str, float]:
     """Component and format → KL, for two blocks of the embedded Mamba on two windows of 64 tokens."""
     model = load("reference:mamba")
-    candidates, _ = find_candidates(model.anatomy, [Recipe("int4"), Recipe("int8")], r"layers\.[05]\.")
+    candidates, _ = find_candidates(
+        model.anatomy, [Recipe("int4"), Recipe("int8")], r"layers\.[05]\."
+    )
     with Run.create(folder) as run:
         Sweep(model, run).measure(candidates, some_windows(2, 64))
         found = run.measurements()
-    return {f"{m.component} {m.format}": m.metrics["kl_teacher_to_student"].value for m in found}
+    return {
+        f"{m.component} {m.format}": m.metrics["kl_teacher_to_student"].value
+        for m in found
+    }
 
 
 def test_the_numbers_of_another_processor(tmp_path: Path) -> None:

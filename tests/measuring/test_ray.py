@@ -20,7 +20,8 @@ from tests.measuring.conftest import some_windows  # noqa: E402
 from tests.measuring.test_pieces import contents  # noqa: E402
 from tests.measuring.test_workers import World  # noqa: E402
 
-KILLS, EVERY = 10, 5  # workers, each after so many commits more (there are 68)
+KILLS = 10
+EVERY = 5  # workers, each after so many commits more (there are 68)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,9 @@ def cluster() -> Iterator[Any]:
 
     for name, value in _RAY_SETTINGS.items():
         os.environ.setdefault(name, value)
-    nodes = _patiently(lambda: Cluster(initialize_head=True, head_node_args={"num_cpus": 1}))
+    nodes = _patiently(
+        lambda: Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    )
     _patiently(lambda: nodes.add_node(num_cpus=1))
     yield nodes
     nodes.shutdown()
@@ -63,8 +66,10 @@ def actors() -> list[psutil.Process]:
 
 def test_workers_killed_at_random_moments(cluster, world: World, tmp_path) -> None:
     """Ten times, each a moment after something was committed: nothing of that is lost, and all is done."""
-    moments, said = random.Random(0), list[str]()
-    commits, killed = count(1), list[int]()
+    moments = random.Random(0)
+    said = list[str]()
+    commits = count(1)
+    killed = list[int]()
 
     def kill(work: float, what: str) -> None:
         """The driver waits meanwhile, so that no sweep is over before its kills."""
@@ -81,7 +86,12 @@ def test_workers_killed_at_random_moments(cluster, world: World, tmp_path) -> No
     with hired(world.order, 2, cluster.address, say=said.append) as workers:
         assert len({node["NodeID"] for node in ray.nodes() if node["Alive"]}) == 2
         world.swept(tmp_path, workers, Progress(advanced=kill))
-    print(f"killed {len(killed)} workers after {next(commits)} commits; {len(said)} lines: {said}")
+    print(
+        f"killed {len(killed)} workers after {next(commits)} commits; {len(said)} lines: {said}"
+    )
     assert len(set(killed)) == KILLS
-    assert sum("a worker died" in line and "starting another" in line for line in said) == KILLS
+    assert (
+        sum("a worker died" in line and "starting another" in line for line in said)
+        == KILLS
+    )
     assert contents(tmp_path) == world.whole

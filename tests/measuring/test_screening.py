@@ -8,7 +8,12 @@ from kl_lens.run.records import Component
 from kl_lens.weights.recipes import Recipe
 
 ERRORS = {"q4_k": 16.0, "q5_k": 4.0, "q6_k": 1.0, "q8_0": 0.1}
-MENU = [Recipe("q4_k", "gptq"), Recipe("q5_k", "gptq"), Recipe("q6_k", "gptq"), Recipe("q8_0")]
+MENU = [
+    Recipe("q4_k", "gptq"),
+    Recipe("q5_k", "gptq"),
+    Recipe("q6_k", "gptq"),
+    Recipe("q8_0"),
+]
 
 
 def component(index: int, kind: str) -> Component:
@@ -19,13 +24,20 @@ def component(index: int, kind: str) -> Component:
 @pytest.fixture
 def candidates() -> list[Candidate]:
     return [
-        Candidate(component(i, kind), r) for i in range(5) for kind in ("in_proj", "out_proj") for r in MENU
+        Candidate(component(i, kind), r)
+        for i in range(5)
+        for kind in ("in_proj", "out_proj")
+        for r in MENU
     ]
 
 
 def error(candidate: Candidate) -> float:
     better = 0.5 if candidate.recipe.method == "gptq" else 1.0
-    return better * ERRORS[candidate.recipe.grid.name] * (1 + (candidate.component.block or 0))
+    return (
+        better
+        * ERRORS[candidate.recipe.grid.name]
+        * (1 + (candidate.component.block or 0))
+    )
 
 
 def kl(candidate: Candidate) -> float:
@@ -42,10 +54,14 @@ def test_predictions_follow_errors(candidates: list[Candidate]) -> None:
     predicted = screen.predicted(errors, first, {})
     assert predicted == pytest.approx({key_of(c): kl(c) for c in candidates})
     measured = {key_of(c): kl(c) for c in candidates if c.recipe.grid.name == "q8_0"}
-    assert screen.predicted(errors, screen.first_from(errors, measured), measured) == pytest.approx(predicted)
+    assert screen.predicted(
+        errors, screen.first_from(errors, measured), measured
+    ) == pytest.approx(predicted)
 
 
-def test_what_was_measured_corrects_its_component_and_its_kind(candidates: list[Candidate]) -> None:
+def test_what_was_measured_corrects_its_component_and_its_kind(
+    candidates: list[Candidate],
+) -> None:
     screen = Screen(candidates)
     errors = {key_of(c): error(c) for c in screen.needed}
     first = {key_of(c): kl(c) for c in screen.first}
@@ -53,27 +69,47 @@ def test_what_was_measured_corrects_its_component_and_its_kind(candidates: list[
     def truth(candidate: Candidate) -> float:
         """Activations add to q6_k in `out_proj`, and one component is more sensitive than its anchor says."""
         name, recipe = key_of(candidate)
-        rounded = 3.0 if recipe.grid.name == "q6_k" and candidate.component.kind == "out_proj" else 1.0
+        rounded = (
+            3.0
+            if recipe.grid.name == "q6_k" and candidate.component.kind == "out_proj"
+            else 1.0
+        )
         return kl(candidate) * rounded * (2.0 if name == "layers.1.out_proj" else 1.0)
 
-    some = [c for c in candidates if c.recipe.grid.name in ("q5_k", "q6_k") and c.component.block != 4]
+    some = [
+        c
+        for c in candidates
+        if c.recipe.grid.name in ("q5_k", "q6_k") and c.component.block != 4
+    ]
     predicted = screen.predicted(errors, first, {key_of(c): truth(c) for c in some})
     assert predicted == pytest.approx({key_of(c): truth(c) for c in candidates})
 
 
-def test_a_sample_corrects_recipes_of_which_nothing_was_measured(candidates: list[Candidate]) -> None:
+def test_a_sample_corrects_recipes_of_which_nothing_was_measured(
+    candidates: list[Candidate],
+) -> None:
     screen = Screen(candidates)
     errors = {key_of(c): error(c) for c in screen.needed}
     first = {key_of(c): kl(c) for c in screen.first}
-    truth = {key_of(c): kl(c) * (3.0 if c.recipe.grid.name == "q8_0" else 1.0) for c in candidates}
+    truth = {
+        key_of(c): kl(c) * (3.0 if c.recipe.grid.name == "q8_0" else 1.0)
+        for c in candidates
+    }
     measured = {key: kl for key, kl in truth.items() if key[1].grid.name != "q8_0"}
     samples = screen.samples(measured)
-    assert [c.component.name for c in samples] == ["layers.2.in_proj", "layers.2.out_proj"]
-    predicted = screen.predicted(errors, first, measured, {key_of(c): truth[key_of(c)] for c in samples})
+    assert [c.component.name for c in samples] == [
+        "layers.2.in_proj",
+        "layers.2.out_proj",
+    ]
+    predicted = screen.predicted(
+        errors, first, measured, {key_of(c): truth[key_of(c)] for c in samples}
+    )
     assert predicted == pytest.approx(truth)
 
 
-def test_only_clear_losers_of_no_fewer_bytes_are_left_out(candidates: list[Candidate]) -> None:
+def test_only_clear_losers_of_no_fewer_bytes_are_left_out(
+    candidates: list[Candidate],
+) -> None:
     both = [*candidates, Candidate(candidates[0].component, Recipe("q4_k"))]
     errors = {key_of(c): error(c) for c in both}
     assert Screen(both).undominated(errors) == candidates
@@ -82,7 +118,12 @@ def test_only_clear_losers_of_no_fewer_bytes_are_left_out(candidates: list[Candi
 
 
 def test_in_a_deep_model_some_components_stand_for_others_of_their_kind() -> None:
-    deep = [Candidate(component(i, kind), r) for i in range(20) for kind in ("in", "out") for r in MENU]
+    deep = [
+        Candidate(component(i, kind), r)
+        for i in range(20)
+        for kind in ("in", "out")
+        for r in MENU
+    ]
     screen = Screen(deep)
     assert len(screen.needed) == 2 * (ALIKE * len(MENU) + 20)  # and every anchor
     errors = screen.completed({key_of(c): error(c) for c in screen.needed})

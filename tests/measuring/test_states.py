@@ -9,7 +9,12 @@ import torch
 
 from kl_lens.base.errors import KLLensError
 from kl_lens.measuring.engines import ENGINES
-from kl_lens.measuring.perturbation import Candidate, applied, find_state_candidates, states_of
+from kl_lens.measuring.perturbation import (
+    Candidate,
+    applied,
+    find_state_candidates,
+    states_of,
+)
 from kl_lens.model.states import KEYS, STATE, VALUES
 from kl_lens.run.folder import STATES, Run
 from kl_lens.run.samples import summarise
@@ -28,7 +33,9 @@ from tests.measuring.conftest import loaded
         ("jamba_experts", {STATE, KEYS, VALUES}),
     ],
 )
-def test_what_blocks_keep_is_what_the_cache_of_transformers_holds(family: str, kinds: set[str]) -> None:
+def test_what_blocks_keep_is_what_the_cache_of_transformers_holds(
+    family: str, kinds: set[str]
+) -> None:
     model = loaded(family)
     found = states_of(model)
     assert {component.kind for component in found} == kinds
@@ -44,7 +51,8 @@ def test_what_blocks_keep_is_what_the_cache_of_transformers_holds(family: str, k
 
 @pytest.mark.parametrize("family", ["mamba", "falcon_h1"])
 def test_fast_equals_plain(family: str) -> None:
-    model, ids = loaded(family), token_ids(3, 24)
+    model = loaded(family)
+    ids = token_ids(3, 24)
     candidates, _ = find_state_candidates(model, ["int8", "int4", "bf16"])
     perturbations = [candidate.perturbation for candidate in candidates]
     results = {}
@@ -52,14 +60,17 @@ def test_fast_equals_plain(family: str) -> None:
         engine = engine_class(model)
         engine.prepare(ids)
         windows = engine.measure(perturbations)
-        results[name] = [summarise(each)["kl_teacher_to_student"].value for each in windows]
+        results[name] = [
+            summarise(each)["kl_teacher_to_student"].value for each in windows
+        ]
     assert results["fast"] == pytest.approx(results["plain"], rel=2e-3, abs=1e-9)
     assert min(results["plain"]) > 0
 
 
 def test_keys_are_rounded_where_attention_reads_them() -> None:
     """Against transformers' own code with the outputs of a layer's `v_proj` rounded."""
-    model, ids = loaded("falcon_h1"), token_ids(1, 12)
+    model = loaded("falcon_h1")
+    ids = token_ids(1, 12)
     component = next(c for c in states_of(model) if c.kind == VALUES and c.block == 1)
     attention = model.chain.blocks[1].self_attn
     rounded = Candidate(component, Recipe("int4")).perturbation
@@ -90,7 +101,11 @@ def test_a_sweep_resumes_and_is_shown_by_position(tmp_path: Path) -> None:
         table = run.states()
         assert table is not None
         assert {c.kind for c in table.components} == {STATE, KEYS, VALUES}
-        assert len(table.measurements) == len(run.measurements(STATES)) == len(again.measurements)
+        assert (
+            len(table.measurements)
+            == len(run.measurements(STATES))
+            == len(again.measurements)
+        )
 
 
 def test_bad_input_is_one_line(tmp_path: Path) -> None:
@@ -98,7 +113,9 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
     how = {"states": True, "windows": 1, "window_length": 16}
     with pytest.raises(KLLensError, match="no format 'int7' for state; there are"):
         study.do(study.settings("measure", formats="int7", **how))
-    with pytest.raises(KLLensError, match="no format 'q8_0' for state"):  # it has no attention
+    with pytest.raises(
+        KLLensError, match="no format 'q8_0' for state"
+    ):  # it has no attention
         study.do(study.settings("measure", formats="q8_0", **how))
     with pytest.raises(KLLensError, match="leave out the limit"):
         study.do(study.settings("measure", max_bytes="3MB", **how))

@@ -14,7 +14,9 @@ from tests.families import CONFIGS, tiny_model
 from tests.measuring.conftest import loaded, some_windows
 
 QUICK = ("mamba", "zamba2", "jamba_experts")
-FAMILIES = [pytest.param(f, marks=() if f in QUICK else pytest.mark.slow) for f in CONFIGS]
+FAMILIES = [
+    pytest.param(f, marks=() if f in QUICK else pytest.mark.slow) for f in CONFIGS
+]
 
 
 @pytest.fixture(autouse=True)
@@ -23,14 +25,19 @@ def _two_windows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_moments_are_those_of_every_linear_layers_inputs(family: str, tmp_path: Path) -> None:
-    model, windows = loaded(family), some_windows(3, 20)
+def test_the_moments_are_those_of_every_linear_layers_inputs(
+    family: str, tmp_path: Path
+) -> None:
+    model = loaded(family)
+    windows = some_windows(3, 20)
     statistics = gather(model, windows, tmp_path)
     expected: dict[str, Moments] = {}
 
     def note(name: str) -> object:
         def hook(module: nn.Linear, args: tuple[torch.Tensor, ...]) -> None:
-            moments = expected.setdefault(name, Moments(module.weight.shape, module.weight.device))
+            moments = expected.setdefault(
+                name, Moments(module.weight.shape, module.weight.device)
+            )
             moments.add(args[0].double())
 
         return hook
@@ -45,52 +52,82 @@ def test_the_moments_are_those_of_every_linear_layers_inputs(family: str, tmp_pa
     for name, moments in expected.items():
         found = statistics.of(name)
         torch.testing.assert_close(
-            found.second_moments, (moments.sums[0] / moments.tokens[0]).float(), rtol=2e-3, atol=2e-4
+            found.second_moments,
+            (moments.sums[0] / moments.tokens[0]).float(),
+            rtol=2e-3,
+            atol=2e-4,
         )
         assert found.tokens == tuple(moments.tokens)
-    for component in model.anatomy.candidates:  # and every other weight has moments of its shape
+    for (
+        component
+    ) in model.anatomy.candidates:  # and every other weight has moments of its shape
         found = statistics.of(component.name)
-        assert found.second_moments.shape == (*component.shape[:-2], component.shape[-1], component.shape[-1])
+        assert found.second_moments.shape == (
+            *component.shape[:-2],
+            component.shape[-1],
+            component.shape[-1],
+        )
         assert torch.equal(found.second_moments, found.second_moments.mT)
 
 
-def test_the_time_step_projection_is_seen_though_no_hook_on_it_fires(tmp_path: Path) -> None:
-    model, windows = loaded("mamba"), some_windows(3, 20)
+def test_the_time_step_projection_is_seen_though_no_hook_on_it_fires(
+    tmp_path: Path,
+) -> None:
+    model = loaded("mamba")
+    windows = some_windows(3, 20)
     statistics = gather(model, windows, tmp_path)
     component = next(c for c in model.anatomy.candidates if c.kind == "dt_proj")
-    mixer, rank = model.model.get_submodule(component.name.rpartition(".")[0]), component.shape[-1]
+    mixer = model.model.get_submodule(component.name.rpartition(".")[0])
+    rank = component.shape[-1]
     seen: list[torch.Tensor] = []
-    mixer.x_proj.register_forward_hook(lambda _m, _a, output: seen.append(output[..., :rank]))
+    mixer.x_proj.register_forward_hook(
+        lambda _m, _a, output: seen.append(output[..., :rank])
+    )
     model.chain.full_logits(windows.ids)
     inputs = seen[0].reshape(-1, rank)
     torch.testing.assert_close(
-        statistics.of(component.name).second_moments, inputs.T @ inputs / len(inputs), rtol=1e-3, atol=1e-5
+        statistics.of(component.name).second_moments,
+        inputs.T @ inputs / len(inputs),
+        rtol=1e-3,
+        atol=1e-5,
     )
 
 
 @pytest.mark.parametrize(
-    "family", ["jamba_experts", *(pytest.param(f, marks=pytest.mark.slow) for f in ("granitemoehybrid", "nemotron_h"))]
-)  # fmt: skip
+    "family",
+    [
+        "jamba_experts",
+        *(
+            pytest.param(f, marks=pytest.mark.slow)
+            for f in ("granitemoehybrid", "nemotron_h")
+        ),
+    ],
+)
 def test_experts_have_their_own_moments(family: str, tmp_path: Path) -> None:
-    model, windows = loaded(family), some_windows(6, 60)
+    model = loaded(family)
+    windows = some_windows(6, 60)
     statistics = gather(model, windows, tmp_path)
     first = next(c for c in model.anatomy.candidates if len(c.shape) == 3)
     experts = model.model.get_submodule(first.name.rpartition(".")[0])
     seen: list[tuple[torch.Tensor, ...]] = []
     experts.register_forward_pre_hook(lambda _m, args: seen.append(args))
     model.chain.full_logits(windows.ids)
-    inputs, chosen = seen[0][0].reshape(-1, first.shape[-1]), seen[0][1].reshape(windows.tokens, -1)
+    inputs = seen[0][0].reshape(-1, first.shape[-1])
+    chosen = seen[0][1].reshape(windows.tokens, -1)
     found = statistics.of(first.name)
     for expert in range(first.shape[0]):
         own = inputs[(chosen == expert).any(-1)]
         assert found.tokens[expert] == len(own) > first.shape[-1]
-        torch.testing.assert_close(found.second_moments[expert], own.T @ own / len(own), rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(
+            found.second_moments[expert], own.T @ own / len(own), rtol=1e-3, atol=1e-4
+        )
 
 
 def test_a_killed_gathering_resumes_with_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, windows = loaded("zamba2"), some_windows(3, 20)  # its shared block runs in layers 1 and 5
+    model = loaded("zamba2")
+    windows = some_windows(3, 20)  # its shared block runs in layers 1 and 5
     whole = gather(model, windows, tmp_path / "whole")
 
     def stop(done: int, blocks: int) -> None:
@@ -103,12 +140,19 @@ def test_a_killed_gathering_resumes_with_the_same_bits(
         StoredStatistics.open(tmp_path / "parts", model)
     written = (tmp_path / "parts/statistics/block-000.safetensors").stat().st_mtime_ns
     parts = gather(model, windows, tmp_path / "parts")
-    assert (tmp_path / "parts/statistics/block-000.safetensors").stat().st_mtime_ns == written
+    assert (
+        tmp_path / "parts/statistics/block-000.safetensors"
+    ).stat().st_mtime_ns == written
     for component in model.anatomy.candidates:
         assert torch.equal(
-            parts.of(component.name).second_moments, whole.of(component.name).second_moments
+            parts.of(component.name).second_moments,
+            whole.of(component.name).second_moments,
         ), component.name
-    assert parts.digest == whole.digest == StoredStatistics.open(tmp_path / "parts", model).digest
+    assert (
+        parts.digest
+        == whole.digest
+        == StoredStatistics.open(tmp_path / "parts", model).digest
+    )
 
 
 def test_statistics_of_another_model_or_text_are_refused(tmp_path: Path) -> None:
@@ -126,7 +170,8 @@ def test_statistics_of_another_model_or_text_are_refused(tmp_path: Path) -> None
 
 
 def test_a_damaged_file_is_named_and_gathered_again(tmp_path: Path) -> None:
-    model, windows = loaded("mamba"), some_windows(3, 20)
+    model = loaded("mamba")
+    windows = some_windows(3, 20)
     whole = gather(model, windows, tmp_path)
     name = "backbone.layers.1.mixer.in_proj"
     before = whole.of(name).second_moments
@@ -141,21 +186,32 @@ def test_a_damaged_file_is_named_and_gathered_again(tmp_path: Path) -> None:
         StoredStatistics.open(tmp_path, model)
 
 
-def test_activations_that_are_not_finite_name_the_block_and_the_window(tmp_path: Path) -> None:
-    model, windows = loaded("mamba"), some_windows(4, 20)
+def test_activations_that_are_not_finite_name_the_block_and_the_window(
+    tmp_path: Path,
+) -> None:
+    model = loaded("mamba")
+    windows = some_windows(4, 20)
     assert len(model.chain)  # watched while the model was whole
     bad = int(windows.ids[2, 0])
     windows.ids[windows.ids == bad] = bad + 1
     windows.ids[2, 0] = bad
     model.model.get_input_embeddings().weight.data[bad] = torch.nan
-    with pytest.raises(CheckpointError, match=r"states after block 0 hold NaN or infinity in window 2;"):
+    with pytest.raises(
+        CheckpointError, match=r"states after block 0 hold NaN or infinity in window 2;"
+    ):
         gather(model, windows, tmp_path)
 
 
-def test_a_product_with_some_of_the_columns_only_is_not_taken_for_the_whole(tmp_path: Path) -> None:
+def test_a_product_with_some_of_the_columns_only_is_not_taken_for_the_whole(
+    tmp_path: Path,
+) -> None:
     model = loaded("llama")
     layer = model.model.get_submodule("model.layers.0.mlp.down_proj")
-    layer.forward = lambda x: x[..., :48] @ layer.weight[:, :48].T + x[..., 48:] @ layer.weight[:, 48:].T
+    layer.forward = lambda x: (
+        x[..., :48] @ layer.weight[:, :48].T + x[..., 48:] @ layer.weight[:, 48:].T
+    )
     statistics = gather(model, some_windows(3, 20), tmp_path)
-    with pytest.raises(FormatError, match=r"layers\.0\.mlp\.down_proj: used only in parts"):
+    with pytest.raises(
+        FormatError, match=r"layers\.0\.mlp\.down_proj: used only in parts"
+    ):
         statistics.of("model.layers.0.mlp.down_proj")

@@ -27,7 +27,8 @@ from tests.measuring.conftest import some_windows, table as _table
 LITTLE = 10  # bytes: not even the head stays in memory
 QUICK = ("mamba", "zamba2")  # a tied head, blocks that share weights
 FAMILIES = [
-    pytest.param(f, marks=() if f in QUICK else pytest.mark.slow) for f in [*CONFIGS, "lfm2_moe", "gpt2"]
+    pytest.param(f, marks=() if f in QUICK else pytest.mark.slow)
+    for f in [*CONFIGS, "lfm2_moe", "gpt2"]
 ]
 
 
@@ -58,7 +59,9 @@ def _measured(
     for slab in engine.slabs(windows.ids):
         engine.prepare(windows.ids[slab.start : slab.stop])
         for metrics, more in zip(results, engine.measure(perturbations), strict=True):
-            metrics += [replace(window, window=slab.start + window.window) for window in more]
+            metrics += [
+                replace(window, window=slab.start + window.window) for window in more
+            ]
     return results
 
 
@@ -69,27 +72,40 @@ def _candidates(model: LoadedModel, pattern: str = "") -> list[Candidate]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_on_disk_gives_the_numbers_of_one_in_memory(family: str, saved) -> None:
     folder = saved(family)
-    memory, disk = load(folder), _on_disk(folder)
+    memory = load(folder)
+    disk = _on_disk(folder)
     assert disk.fingerprint == memory.fingerprint
     assert disk.anatomy == memory.anatomy
     candidates = _candidates(memory)
     # Every kind of component (the embedding comes first, an untied head last), a block of two that run stacked.
-    some = [candidates[0], *candidates[:: max(1, len(candidates) // 8)], *candidates[4:6], candidates[-1]]
+    some = [
+        candidates[0],
+        *candidates[:: max(1, len(candidates) // 8)],
+        *candidates[4:6],
+        candidates[-1],
+    ]
     perturbations = [candidate.perturbation for candidate in dict.fromkeys(some)]
-    assert _measured(disk, perturbations, 10**9) == _measured(memory, perturbations, 10**9)
+    assert _measured(disk, perturbations, 10**9) == _measured(
+        memory, perturbations, 10**9
+    )
     assert not any(_matrices(disk).values()), "what is not in use is not in memory"
 
 
-def test_little_memory_makes_slabs_and_waves_not_other_numbers(saved, monkeypatch) -> None:
+def test_little_memory_makes_slabs_and_waves_not_other_numbers(
+    saved, monkeypatch
+) -> None:
     folder = saved("zamba2")
-    memory, disk = load(folder), _on_disk(folder)
+    memory = load(folder)
+    disk = _on_disk(folder)
     some = [candidate.perturbation for candidate in _candidates(memory)[::7]]
     expected = _measured(memory, some, 10**9)
     waves: list[int] = []
     through = StreamedEngine._through
     monkeypatch.setattr(
-        StreamedEngine, "_through", lambda self, wave, *rest: waves.append(len(wave)) or through(self, wave, *rest)
-    )  # fmt: skip
+        StreamedEngine,
+        "_through",
+        lambda self, wave, *rest: waves.append(len(wave)) or through(self, wave, *rest),
+    )
     # A third of what the weights leave is for states: twelve of two windows, four of them the teacher's.
     assert disk.residency is not None
     width = disk.chain.state_size // len(disk.chain)
@@ -101,18 +117,29 @@ def test_little_memory_makes_slabs_and_waves_not_other_numbers(saved, monkeypatc
 
 def test_as_deployed_and_whole_plans_are_the_same_too(saved) -> None:
     folder = saved("zamba2")
-    memory, disk = load(folder), _on_disk(folder)
-    some = [c.perturbation for c in find_candidates(memory.anatomy, [Recipe("q8_0")])[0][::7]]
-    assert _measured(disk, some, 10**9, target="gguf") == _measured(memory, some, 10**9, target="gguf")
+    memory = load(folder)
+    disk = _on_disk(folder)
+    some = [
+        c.perturbation for c in find_candidates(memory.anatomy, [Recipe("q8_0")])[0][::7]
+    ]
+    assert _measured(disk, some, 10**9, target="gguf") == _measured(
+        memory, some, 10**9, target="gguf"
+    )
     plan = {c.name: "int4" for c in memory.anatomy.candidates}
     windows = some_windows(3, 20)
-    found, expected = (PlanMeter(model, windows).measure(plan) for model in (disk, memory))
+    found, expected = (
+        PlanMeter(model, windows).measure(plan) for model in (disk, memory)
+    )
     assert found.windows.tolist() == expected.windows.tolist()
     assert found.perplexity == expected.perplexity
 
 
-@pytest.mark.parametrize("family", [pytest.param("zamba2", marks=pytest.mark.slow), "jamba_experts"])
-def test_statistics_and_what_methods_make_of_them_are_the_same(family: str, saved, tmp_path) -> None:
+@pytest.mark.parametrize(
+    "family", [pytest.param("zamba2", marks=pytest.mark.slow), "jamba_experts"]
+)
+def test_statistics_and_what_methods_make_of_them_are_the_same(
+    family: str, saved, tmp_path
+) -> None:
     folder = saved(family)
     digests = []
     for model in (load(folder), _on_disk(folder)):
@@ -120,14 +147,20 @@ def test_statistics_and_what_methods_make_of_them_are_the_same(family: str, save
         statistics = gather(model, some_windows(3, 20), place)
         model.weights.learn_from(statistics)
         recipes = {c.name: Recipe("int4", "gptq") for c in model.anatomy.candidates}
-        files = {path.name: path.read_bytes() for path in (place / "statistics").iterdir()}
+        files = {
+            path.name: path.read_bytes() for path in (place / "statistics").iterdir()
+        }
         digests.append((model.weights.digests(recipes), files))
     assert digests[0] == digests[1]
 
 
-def test_a_file_that_is_cut_short_is_named_and_the_sweep_goes_on_where_it_stopped(saved, tmp_path) -> None:
-    folder, windows = saved("mamba"), some_windows(4, 20)
-    model, budget = _on_disk(folder), 4 * 20 * 64 * 3 * 30
+def test_a_file_that_is_cut_short_is_named_and_the_sweep_goes_on_where_it_stopped(
+    saved, tmp_path
+) -> None:
+    folder = saved("mamba")
+    windows = some_windows(4, 20)
+    model = _on_disk(folder)
+    budget = 4 * 20 * 64 * 3 * 30
     candidates = _candidates(model, r"layers\.[13]\.")
     with Run.create(tmp_path / "whole") as run:
         Sweep(model, run, memory_budget=budget).measure(candidates, windows)
@@ -136,14 +169,18 @@ def test_a_file_that_is_cut_short_is_named_and_the_sweep_goes_on_where_it_stoppe
     content = file.read_bytes()
 
     def cut(work: float, what: str) -> None:
-        with file.open("r+b") as opened:  # the same file, as somebody's copying over it would do
+        with file.open(
+            "r+b"
+        ) as opened:  # the same file, as somebody's copying over it would do
             opened.truncate(len(content) // 2)
 
     with (
         Run.create(tmp_path / "parts") as run,
         pytest.raises(CheckpointError, match=r"model\.safetensors was changed"),
     ):
-        Sweep(model, run, memory_budget=budget, progress=Progress(advanced=cut)).measure(candidates, windows)
+        Sweep(model, run, memory_budget=budget, progress=Progress(advanced=cut)).measure(
+            candidates, windows
+        )
     file.write_bytes(content)
     with Run.create(tmp_path / "parts") as run:
         kept = sum(map(len, run.measured_windows(CALIBRATION).values()))
@@ -152,18 +189,25 @@ def test_a_file_that_is_cut_short_is_named_and_the_sweep_goes_on_where_it_stoppe
         assert _table(run) == whole
 
 
-def test_a_model_is_left_on_disk_where_it_does_not_fit_and_verbs_share_it_where_it_does(saved) -> None:
+def test_a_model_is_left_on_disk_where_it_does_not_fit_and_verbs_share_it_where_it_does(
+    saved,
+) -> None:
     folder = saved("mamba")
     size = sum(parameter.nbytes for parameter in load(folder).model.parameters())
     assert load(folder, weights="auto").residency is None
     assert load(folder, weights="auto", memory_budget=size // 2).residency is not None
-    session, name = Session(), str(folder)
+    session = Session()
+    name = str(folder)
     small = session.model(name, weights="auto", memory_budget=size // 2)
     fits = session.model(name, weights="auto", memory_budget=DEFAULT_MEMORY)
     assert small.residency is not None
     assert fits.residency is None
     assert session.model(name, weights="memory") is fits
-    assert session.model(name, weights="auto", memory_budget=size // 2) is fits, "already exists"
+    assert session.model(name, weights="auto", memory_budget=size // 2) is fits, (
+        "already exists"
+    )
     session = Session()
     opened = session.model(name, weights="disk", memory_budget=10**8)
-    assert session.model(name) is opened, "verbs that cannot choose take it as it was opened"
+    assert session.model(name) is opened, (
+        "verbs that cannot choose take it as it was opened"
+    )

@@ -20,7 +20,9 @@ from tests.planning.tables import best
 
 
 def _candidates(model, formats=("int4", "int8"), pattern=r"layers\.[13]\."):
-    return find_candidates(model.anatomy, [Recipe.parse(name) for name in formats], pattern)[0]
+    return find_candidates(
+        model.anatomy, [Recipe.parse(name) for name in formats], pattern
+    )[0]
 
 
 def test_every_candidate_is_measured_once(mamba, tmp_path) -> None:
@@ -32,7 +34,11 @@ def test_every_candidate_is_measured_once(mamba, tmp_path) -> None:
         assert (again.measured, again.reused) == (0, 16 * 6)
         assert _table(run) == table
         noise = run.load("noise", CALIBRATION)["kl_teacher_to_student"]
-        assert 0 <= noise < min(m["kl_teacher_to_student"].value for m in table.values()) / 100
+        assert (
+            0
+            <= noise
+            < min(m["kl_teacher_to_student"].value for m in table.values()) / 100
+        )
 
 
 def test_an_interrupted_sweep_goes_on_and_gives_the_same_table(mamba, tmp_path) -> None:
@@ -61,21 +67,31 @@ def test_an_interrupted_sweep_goes_on_and_gives_the_same_table(mamba, tmp_path) 
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_nan_logits_are_refused_and_never_stored(engine: str, tmp_path, monkeypatch) -> None:
+def test_nan_logits_are_refused_and_never_stored(
+    engine: str, tmp_path, monkeypatch
+) -> None:
     model = loaded("mamba")
     weight = model.model.get_parameter("backbone.norm_f.weight")
     assert len(model.chain) == 4, "opened while it was whole"
     with Run.create(tmp_path / "original") as run:
         weight.data[3] = float("nan")
-        with pytest.raises(RunError, match="the original model: the logits on window 0 are NaN"):
+        with pytest.raises(
+            RunError, match="the original model: the logits on window 0 are NaN"
+        ):
             Sweep(model, run, engine).measure(_candidates(model), some_windows(2, 20))
         assert _table(run) == {}
         weight.data[3] = 1.0
     with Run.create(tmp_path / "candidate") as run:
-        weight_of_one = model.model.get_parameter("backbone.layers.1.mixer.dt_proj.weight")
+        weight_of_one = model.model.get_parameter(
+            "backbone.layers.1.mixer.dt_proj.weight"
+        )
         broken = torch.full_like(weight_of_one, float("nan"))
-        monkeypatch.setattr("kl_lens.measuring.engines.replacements", lambda *_: [(weight_of_one, broken)])
-        with pytest.raises(RunError, match=r"layers\.1\.mixer\.\w+ int4: the logits on window 0 are NaN"):
+        monkeypatch.setattr(
+            "kl_lens.measuring.engines.replacements", lambda *_: [(weight_of_one, broken)]
+        )
+        with pytest.raises(
+            RunError, match=r"layers\.1\.mixer\.\w+ int4: the logits on window 0 are NaN"
+        ):
             Sweep(model, run, engine).measure(_candidates(model), some_windows(2, 20))
         assert _table(run) == {}
 
@@ -83,11 +99,15 @@ def test_nan_logits_are_refused_and_never_stored(engine: str, tmp_path, monkeypa
 def test_more_windows_and_more_formats_add_to_the_run(mamba, tmp_path) -> None:
     with Run.create(tmp_path) as run:
         Sweep(mamba, run).measure(_candidates(mamba, ["int4"]), some_windows(4, 20))
-        more = Sweep(mamba, run).measure(_candidates(mamba, ["int4"]), some_windows(10, 20))
+        more = Sweep(mamba, run).measure(
+            _candidates(mamba, ["int4"]), some_windows(10, 20)
+        )
         assert (more.measured, more.reused) == (8 * 6, 8 * 4)
         seen: list[float] = []
         progress = Progress(started=lambda total, done: seen.append(done / total))
-        both = Sweep(mamba, run, progress=progress).measure(_candidates(mamba), some_windows(10, 20))
+        both = Sweep(mamba, run, progress=progress).measure(
+            _candidates(mamba), some_windows(10, 20)
+        )
         assert seen == [pytest.approx(0.5)], "it starts where the earlier sweep stopped"
         assert (both.measured, both.reused) == (8 * 10, 8 * 10)
         grown = _table(run)
@@ -96,7 +116,9 @@ def test_more_windows_and_more_formats_add_to_the_run(mamba, tmp_path) -> None:
         at_once = _table(run)
     for key, metrics in at_once.items():
         for name, estimate in metrics.items():
-            assert grown[key][name].value == pytest.approx(estimate.value, rel=1e-4, abs=1e-9)
+            assert grown[key][name].value == pytest.approx(
+                estimate.value, rel=1e-4, abs=1e-9
+            )
 
 
 def test_another_model_text_or_meaning_is_refused(mamba, tmp_path, monkeypatch) -> None:
@@ -117,13 +139,20 @@ def test_another_model_text_or_meaning_is_refused(mamba, tmp_path, monkeypatch) 
                 measure()
         mamba.model.get_parameter("backbone.layers.0.mixer.D")[0] += 1
         del mamba.fingerprint
-        with pytest.raises(RunError, match=r"model_fingerprint is '.*' there and '.*' now"):
+        with pytest.raises(
+            RunError, match=r"model_fingerprint is '.*' there and '.*' now"
+        ):
             measure()
 
 
-def test_the_default_number_of_windows_is_counted_from_their_cost(mamba, monkeypatch) -> None:
-    quick, slow = _candidates(mamba, ("int4",)), _candidates(mamba, ("int4+gptq",))
-    assert windows_by_cost(mamba, quick, 32) == 4  # quantizing is quick, so windows are few
+def test_the_default_number_of_windows_is_counted_from_their_cost(
+    mamba, monkeypatch
+) -> None:
+    quick = _candidates(mamba, ("int4",))
+    slow = _candidates(mamba, ("int4+gptq",))
+    assert (
+        windows_by_cost(mamba, quick, 32) == 4
+    )  # quantizing is quick, so windows are few
     monkeypatch.setattr("kl_lens.measuring.sweep.QUANTIZING", {"gptq": 1e4})
     assert windows_by_cost(mamba, slow, 32) == 28
     assert windows_by_cost(mamba, slow, 4096) == 4
@@ -133,7 +162,9 @@ def test_the_default_number_of_windows_is_counted_from_their_cost(mamba, monkeyp
 RANK = "true_rank"
 
 
-def _true_rank(original: torch.Tensor, perturbed: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def _true_rank(
+    original: torch.Tensor, perturbed: torch.Tensor, targets: torch.Tensor
+) -> torch.Tensor:
     """By how many places the true next token moves in the order of likely tokens."""
 
     def rank(logits: torch.Tensor) -> torch.Tensor:
@@ -156,17 +187,26 @@ def test_plans_minimise_another_objective(
     without = _measured(mamba, tmp_path / "without", engine)
     monkeypatch.setitem(OBJECTIVES, RANK, Objective(RANK, _true_rank))
     table = _measured(mamba, tmp_path / "with", engine)
-    others = [{n: v for n, v in m.metrics.items() if n != RANK} for m in table.measurements]
+    others = [
+        {n: v for n, v in m.metrics.items() if n != RANK} for m in table.measurements
+    ]
     assert others == [m.metrics for m in without.measurements]  # to the last bit
     assert len({m.metrics[RANK].value for m in table.measurements}) > 5
 
-    whole, gains = sum(2 * c.parameters for c in table.components), []
+    whole = sum(2 * c.parameters for c in table.components)
+    gains = []
     for share in (0.32, 0.36, 0.42):
-        plans = [best(table, max_bytes=share * whole, metric=m).plan for m in (None, RANK)]
-        by_kl, by_rank = (planning.Predictor(table, RANK).total(plan.assignment) for plan in plans)
+        plans = [
+            best(table, max_bytes=share * whole, metric=m).plan for m in (None, RANK)
+        ]
+        by_kl, by_rank = (
+            planning.Predictor(table, RANK).total(plan.assignment) for plan in plans
+        )
         assert plans[1].predicted_kl == by_rank.value
         assert plans[1].notes["predicted_by"] == RANK
         gains.append(by_kl.value - by_rank.value)
     assert min(gains) >= 0 < max(gains)
-    with pytest.raises(PlanError, match=rf"no measurement has {RANK}; use another --metric \(kl_teacher"):
+    with pytest.raises(
+        PlanError, match=rf"no measurement has {RANK}; use another --metric \(kl_teacher"
+    ):
         best(without, max_bytes=0.4 * whole, metric=RANK)

@@ -28,18 +28,32 @@ def _in_folder(family: str, folder: Path) -> LoadedModel:
 
 
 def _spelled(plan: dict[str, Recipe], made: dict, tag: str = "0a") -> dict[str, Recipe]:  # type: ignore[type-arg]
-    return {n: Recipe(r.grid.name, f"tuned-{tag}") if n in made else r for n, r in plan.items()}
+    return {
+        n: Recipe(r.grid.name, f"tuned-{tag}") if n in made else r
+        for n, r in plan.items()
+    }
 
 
 @pytest.mark.parametrize(
     ("family", "recipe"),
-    [("mamba", "int4"), ("falcon_h1", "q4_1"), pytest.param("mamba2", "uint4-g32", marks=pytest.mark.slow),
-     pytest.param("jamba_experts", "int4", marks=pytest.mark.slow), ("llama", "affine3-g32")],
-)  # fmt: skip
-def test_the_kl_falls_and_codes_and_model_stay(family: str, recipe: str, tmp_path: Path) -> None:
-    model, windows = _in_folder(family, tmp_path), some_windows(12, 20)
+    [
+        ("mamba", "int4"),
+        ("falcon_h1", "q4_1"),
+        pytest.param("mamba2", "uint4-g32", marks=pytest.mark.slow),
+        pytest.param("jamba_experts", "int4", marks=pytest.mark.slow),
+        ("llama", "affine3-g32"),
+    ],
+)
+def test_the_kl_falls_and_codes_and_model_stay(
+    family: str, recipe: str, tmp_path: Path
+) -> None:
+    model = _in_folder(family, tmp_path)
+    windows = some_windows(12, 20)
     before = {name: p.clone() for name, p in model.model.named_parameters()}
-    plan = {c.name: fitting_recipe(Recipe(recipe), c.shape)[0] for c in model.anatomy.candidates}
+    plan = {
+        c.name: fitting_recipe(Recipe(recipe), c.shape)[0]
+        for c in model.anatomy.candidates
+    }
     done: list[int] = []
     made = tuned(model, plan, windows.ids, RATES, lambda step, steps: done.append(step))
     assert done == list(range(1, 13))
@@ -47,21 +61,32 @@ def test_the_kl_falls_and_codes_and_model_stay(family: str, recipe: str, tmp_pat
     assert not any(p.requires_grad for p in model.model.parameters())
     recipes = _spelled(plan, made)
     for name, quantized in made.items():
-        grid, plain = plan[name].grid, model.weights.quantized(name, plan[name])
-        assert with_scales(grid, quantized, scales_of(grid, plain)).digest == plain.digest  # the same codes
+        grid = plan[name].grid
+        plain = model.weights.quantized(name, plan[name])
+        assert (
+            with_scales(grid, quantized, scales_of(grid, plain)).digest == plain.digest
+        )  # the same codes
         model.weights.keep_tuned(name, recipes[name], quantized)
-        assert model.weights.digest(name, recipes[name]) == quantized.digest != plain.digest
+        assert (
+            model.weights.digest(name, recipes[name]) == quantized.digest != plain.digest
+        )
     assert _loss(model, recipes, windows.ids) < _loss(model, plan, windows.ids)
 
 
-@pytest.mark.parametrize("name", ["q2_k", "q3_k", "q4_k", "q6_k", "iq4_xs", "q4_1", "int4-g64", "uint4-g64"])
+@pytest.mark.parametrize(
+    "name", ["q2_k", "q3_k", "q4_k", "q6_k", "iq4_xs", "q4_1", "int4-g64", "uint4-g64"]
+)
 def test_weights_of_the_loop_are_those_of_the_file(name: str) -> None:
     recipe = Recipe(name)
-    quantized = recipe.grid.quantize(torch.randn(4, 512, generator=torch.Generator().manual_seed(0)))
+    quantized = recipe.grid.quantize(
+        torch.randn(4, 512, generator=torch.Generator().manual_seed(0))
+    )
     weight = _Tunable(quantized, recipe)
     assert torch.equal(weight.values(), recipe.grid.dequantize(quantized))
     for factor in weight.factors:
-        factor.data += 0.2 * torch.randn(factor.shape, generator=torch.Generator().manual_seed(1))
+        factor.data += 0.2 * torch.randn(
+            factor.shape, generator=torch.Generator().manual_seed(1)
+        )
     stored = weight.stored()
     assert torch.equal(weight.values(), recipe.grid.dequantize(stored))
     assert stored.digest != quantized.digest
@@ -69,19 +94,25 @@ def test_weights_of_the_loop_are_those_of_the_file(name: str) -> None:
     assert all(factor.grad is not None and factor.grad.any() for factor in weight.factors)
 
 
-def test_a_tuned_recipe_is_read_from_the_run_and_takes_factors_into_its_scales(tmp_path: Path) -> None:
+def test_a_tuned_recipe_is_read_from_the_run_and_takes_factors_into_its_scales(
+    tmp_path: Path,
+) -> None:
     model = _in_folder("mamba", tmp_path)
     component = model.anatomy.candidates[1].name
     recipe = Recipe.parse("INT4+tuned-0a")
     assert (recipe, recipe.is_tuned, recipe.grid.name) == ("int4+tuned-0a", True, "int4")
-    with pytest.raises(FormatError, match="is not in this run; tune the plan: kl-lens plan --tune"):
+    with pytest.raises(
+        FormatError, match="is not in this run; tune the plan: kl-lens plan --tune"
+    ):
         model.weights.quantized(component, recipe)
     plain = model.weights.quantized(component, Recipe("int4"))
     model.weights.keep_tuned(component, recipe, plain)
     assert model.weights.has_tuned(component, recipe)
     doubled = model.weights.quantized(component, recipe, 2.0)
     assert torch.equal(doubled.data, plain.data)
-    assert torch.equal(scales_of(recipe.grid, doubled)[0], 2 * scales_of(recipe.grid, plain)[0])
+    assert torch.equal(
+        scales_of(recipe.grid, doubled)[0], 2 * scales_of(recipe.grid, plain)[0]
+    )
     assert (
         fitting_recipe(Recipe("q4_k", "tuned-0a"), (8, 32))[0] == "q5_0"
     )  # of another format nothing was tuned

@@ -17,7 +17,14 @@ from kl_lens.base.errors import KLLensError, RunError
 from kl_lens.cli.main import main
 from kl_lens.measuring.perturbation import Candidate, find_candidates
 from kl_lens.measuring.sweep import Progress, Sweep, SweepResult
-from kl_lens.measuring.workers import LEAST_OPERATIONS, Order, Worker, Workers, hired, workers_by_default
+from kl_lens.measuring.workers import (
+    LEAST_OPERATIONS,
+    Order,
+    Worker,
+    Workers,
+    hired,
+    workers_by_default,
+)
 from kl_lens.model import LoadedModel, load
 from kl_lens.model.tasks import LanguageTask
 from kl_lens.run.folder import Run
@@ -43,7 +50,8 @@ class World:
     @classmethod
     def made(cls, folder: Path, windows: Windows) -> Self:
         tiny_model("mamba").save_pretrained(folder / "model")
-        place, how = str(folder / "model"), {"dtype": "float32", "device": "cpu"}
+        place = str(folder / "model")
+        how = {"dtype": "float32", "device": "cpu"}
         model = load(place, **how)
         candidates = find_candidates(model.anatomy, [Recipe("int4"), Recipe("int8")])[0]
         world = cls(model, Order(place, how, model.fingerprint), candidates, windows, {})
@@ -51,9 +59,13 @@ class World:
         world.whole = contents(folder / "whole")
         return world
 
-    def swept(self, folder: Path, workers: Workers | None, progress: Progress | None = None) -> SweepResult:
+    def swept(
+        self, folder: Path, workers: Workers | None, progress: Progress | None = None
+    ) -> SweepResult:
         with Run.create(folder) as run:
-            sweep = Sweep(self.model, run, workers=workers, progress=progress or Progress())
+            sweep = Sweep(
+                self.model, run, workers=workers, progress=progress or Progress()
+            )
             return sweep.measure(self.candidates, self.windows)
 
 
@@ -76,7 +88,9 @@ def processes(of: psutil.Process | None = None) -> list[psutil.Process]:
     of = of or psutil.Process()
     words = {child: " ".join(child.cmdline()) for child in of.children(recursive=True)}
     return [
-        each for each in words if ("forkserver" if each.ppid() != of.pid else "spawn_main") in words[each]
+        each
+        for each in words
+        if ("forkserver" if each.ppid() != of.pid else "spawn_main") in words[each]
     ]
 
 
@@ -94,9 +108,15 @@ def test_a_worker_that_is_killed_costs_one_piece_and_a_resumed_sweep_does_the_re
             victim.kill()
 
     with hired(world.order, 2, say=said.append) as workers:
-        assert world.swept(tmp_path, workers, Progress(advanced=kill)).measured == len(world.whole["samples"])
+        assert world.swept(tmp_path, workers, Progress(advanced=kill)).measured == len(
+            world.whole["samples"]
+        )
         assert contents(tmp_path) == world.whole
-        assert [line for line in said if "a worker died" in line and "starting another" in line]
+        assert [
+            line
+            for line in said
+            if "a worker died" in line and "starting another" in line
+        ]
         with Run.open(tmp_path) as run:
             run.journal.execute("DELETE FROM samples WHERE component LIKE '%layers.2%'")
             run.journal.commit()
@@ -134,9 +154,14 @@ class Inside:
 
     made = 0
 
-    def __init__(self, world: World, order: Order, dies: Callable[[int, Any], bool]) -> None:
+    def __init__(
+        self, world: World, order: Order, dies: Callable[[int, Any], bool]
+    ) -> None:
         Inside.made += 1
-        self._worker, self._number, self._dies, self.dead = Worker(order), Inside.made, dies, False
+        self._worker = Worker(order)
+        self._number = Inside.made
+        self._dies = dies
+        self.dead = False
         if order == world.order:
             self._worker._model = world.model  # opened once for all
 
@@ -154,7 +179,9 @@ class Inside:
 
 
 @pytest.fixture
-def inside(small: World, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Workers, list[str]]]:
+def inside(
+    small: World, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[Workers, list[str]]]:
     def workers(
         dies: Callable[[int, Any], bool] = lambda *_: False, order: Order = small.order
     ) -> tuple[Workers, list[str]]:
@@ -165,16 +192,22 @@ def inside(small: World, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple
     return workers
 
 
-def test_pieces_of_workers_that_die_are_done_again(small: World, inside, tmp_path) -> None:
+def test_pieces_of_workers_that_die_are_done_again(
+    small: World, inside, tmp_path
+) -> None:
     deaths = random.Random(5)
-    workers, said = inside(lambda number, piece: piece is not None and number <= 8 and deaths.random() < 0.3)
+    workers, said = inside(
+        lambda number, piece: piece is not None and number <= 8 and deaths.random() < 0.3
+    )
     small.swept(tmp_path, workers)
     assert Inside.made > 4
     assert len(said) == Inside.made - 2
     assert contents(tmp_path) == small.whole
 
 
-def test_what_no_worker_can_do_is_done_by_this_process(small: World, inside, tmp_path) -> None:
+def test_what_no_worker_can_do_is_done_by_this_process(
+    small: World, inside, tmp_path
+) -> None:
     workers, said = inside(lambda number, piece: piece is not None)
     small.swept(tmp_path, workers)
     assert Inside.made == 2 + 3
@@ -182,16 +215,24 @@ def test_what_no_worker_can_do_is_done_by_this_process(small: World, inside, tmp
     assert contents(tmp_path) == small.whole
 
 
-def test_a_process_that_computes_differently_does_not_do_it(small: World, inside, tmp_path) -> None:
+def test_a_process_that_computes_differently_does_not_do_it(
+    small: World, inside, tmp_path
+) -> None:
     """As if workers had another device: what they left undone is not mixed with results from here."""
-    workers, _ = inside(lambda number, piece: piece is not None and piece.groups[-1][-1] == 33)
+    workers, _ = inside(
+        lambda number, piece: piece is not None and piece.groups[-1][-1] == 33
+    )
     begin = workers.begin
     workers.begin = lambda job: begin(replace(job, engine="plain"))
-    with pytest.raises(RunError, match=r"^\d pieces of the sweep failed on every worker: a worker died: out"):
+    with pytest.raises(
+        RunError,
+        match=r"^\d pieces of the sweep failed on every worker: a worker died: out",
+    ):
         small.swept(tmp_path, workers)
     with Run.open(tmp_path) as run:
         assert len(run.measurements()) > 20
-    job, layout = workers._job, replace(workers._layout, batch=1)
+    job = workers._job
+    layout = replace(workers._layout, batch=1)
     assert "it would compute differently" in Worker(small.order).do(1, job, layout, None)
 
 
@@ -206,7 +247,9 @@ def test_workers_that_cannot_open_the_model_end_the_command_with_one_line(
     small: World, inside, tmp_path, change, message
 ) -> None:
     workers, said = inside(order=replace(small.order, **change))
-    with pytest.raises(KLLensError, match=f"no worker could start: worker .*{message}") as raised:
+    with pytest.raises(
+        KLLensError, match=f"no worker could start: worker .*{message}"
+    ) as raised:
         small.swept(tmp_path, workers)
     assert "\n" not in str(raised.value)
     assert len(said) == 5
@@ -218,18 +261,34 @@ def test_workers_that_cannot_open_the_model_end_the_command_with_one_line(
         (16, 0.3 * GB, 64 * GB, 1e14, 8),
         (8, 0.3 * GB, 64 * GB, 1e14, 4),
         (16, 1.5 * GB, 64 * GB, 1e14, 4),  # eight copies are more than the budget of 8 GB
-        (16, 0.9 * GB, 10 * GB, 1e14, 4),  # or than what is free, with what a process itself takes
+        (
+            16,
+            0.9 * GB,
+            10 * GB,
+            1e14,
+            4,
+        ),  # or than what is free, with what a process itself takes
         (16, 4 * GB, 64 * GB, 1e15, 1),  # two large workers gain nothing
-        (16, 0.3 * GB, 64 * GB, 16 * LEAST_OPERATIONS - 1e9, 1),  # over before the workers have started
+        (
+            16,
+            0.3 * GB,
+            64 * GB,
+            16 * LEAST_OPERATIONS - 1e9,
+            1,
+        ),  # over before the workers have started
         (7, 0.3 * GB, 64 * GB, 1e15, 1),
     ],
 )
-def test_how_many_workers_a_machine_gets_by_itself(cores, copy, free, work, count) -> None:
+def test_how_many_workers_a_machine_gets_by_itself(
+    cores, copy, free, work, count
+) -> None:
     assert workers_by_default(cores, int(copy), 8 * GB, int(free), work) == count
 
 
 @pytest.mark.parametrize(("count", "copy"), [(10**6, 0), (2, 10**15)])
-def test_more_than_the_machine_has_is_refused_before_anything_starts(small: World, count, copy) -> None:
+def test_more_than_the_machine_has_is_refused_before_anything_starts(
+    small: World, count, copy
+) -> None:
     with (
         pytest.raises(KLLensError, match="of free memory are enough for"),
         hired(small.order, count, copy_bytes=copy),
@@ -238,10 +297,22 @@ def test_more_than_the_machine_has_is_refused_before_anything_starts(small: Worl
     assert not processes()
 
 
-def test_without_ray_the_command_says_what_to_install(tmp_path, monkeypatch, capsys) -> None:
+def test_without_ray_the_command_says_what_to_install(
+    tmp_path, monkeypatch, capsys
+) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     (tmp_path / "text.txt").write_text("word " * 5000)
-    words = ["measure", "reference:mamba", "--text", str(tmp_path / "text.txt"), "--windows", "2"]
+    words = [
+        "measure",
+        "reference:mamba",
+        "--text",
+        str(tmp_path / "text.txt"),
+        "--windows",
+        "2",
+    ]
     words += ["--window-length", "16", "--run", str(tmp_path / "run"), "--ray", "local"]
     assert main(words) == 1
-    assert "--ray needs Ray; install it with: pip install 'kl-lens[ray]'" in capsys.readouterr().err
+    assert (
+        "--ray needs Ray; install it with: pip install 'kl-lens[ray]'"
+        in capsys.readouterr().err
+    )

@@ -33,26 +33,49 @@ def test_every_parameter_is_counted_once_and_has_a_true_reason(family: str) -> N
             assert max(component.shape) == component.parameters
         if component.quantizable:
             assert len(component.shape) in (2, 3)
-            assert component.kind not in ("conv1d", "A_log", "D", "dt_bias", "norm", "bias", "router")
+            assert component.kind not in (
+                "conv1d",
+                "A_log",
+                "D",
+                "dt_bias",
+                "norm",
+                "bias",
+                "router",
+            )
 
 
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 KINDS = {
     "mamba": {"ssm": {"in_proj", "x_proj", "dt_proj", "out_proj"}},
     "falcon_h1": {
-        "ssm": {"in_proj", "out_proj"}, "attention": ATTENTION, "mlp": {"gate_proj", "up_proj", "down_proj"},
+        "ssm": {"in_proj", "out_proj"},
+        "attention": ATTENTION,
+        "mlp": {"gate_proj", "up_proj", "down_proj"},
     },
-    "granitemoehybrid": {"ssm": {"in_proj", "out_proj"}, "attention": ATTENTION},  # in spite of its name
-    "hymba": {"ssm": {"in_proj", "x_proj", "dt_proj", "out_proj"}},  # lists of one matrix each
-    "zamba": {"ssm": {"in_proj", "x_proj", "dt_proj", "out_proj"}},  # stacks of matrices outside modules
+    "granitemoehybrid": {
+        "ssm": {"in_proj", "out_proj"},
+        "attention": ATTENTION,
+    },  # in spite of its name
+    "hymba": {
+        "ssm": {"in_proj", "x_proj", "dt_proj", "out_proj"}
+    },  # lists of one matrix each
+    "zamba": {
+        "ssm": {"in_proj", "x_proj", "dt_proj", "out_proj"}
+    },  # stacks of matrices outside modules
     "remote code": {"ssm": {"in_proj", "x_proj", "out_proj"}, "attention": ATTENTION},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("family", KINDS)
-def test_what_a_component_is_follows_from_the_structure(family: str, remote_code_folder: Path) -> None:
+def test_what_a_component_is_follows_from_the_structure(
+    family: str, remote_code_folder: Path
+) -> None:
     remote = family == "remote code"
-    anatomy = load(remote_code_folder, trust_remote_code=True).anatomy if remote else _anatomy(family)
+    anatomy = (
+        load(remote_code_folder, trust_remote_code=True).anatomy
+        if remote
+        else _anatomy(family)
+    )
     for part, kinds in KINDS[family].items():
         assert {c.kind for c in anatomy.candidates if c.family == part} == kinds
     if remote:
@@ -63,18 +86,30 @@ def test_what_a_component_is_follows_from_the_structure(family: str, remote_code
 def test_weights_with_several_names_are_one_component() -> None:
     anatomy = _anatomy("mamba")
     assert [c.block for c in anatomy.candidates if c.kind == "in_proj"] == [0, 1, 2, 3]
-    assert anatomy.head == anatomy.embedding == anatomy.component("lm_head").name == "backbone.embeddings"
-    with pytest.raises(CheckpointError, match=r"there is no component 'backbone\.layers\.9'"):
+    assert (
+        anatomy.head
+        == anatomy.embedding
+        == anatomy.component("lm_head").name
+        == "backbone.embeddings"
+    )
+    with pytest.raises(
+        CheckpointError, match=r"there is no component 'backbone\.layers\.9'"
+    ):
         anatomy.component("backbone.layers.9")
     assert _anatomy("falcon_h1").head == "lm_head" != _anatomy("falcon_h1").embedding
-    shared = _anatomy("zamba2").component("model.layers.1.shared_transformer.self_attn.q_proj")
-    assert shared.blocks == (1, 5), "two memory blocks, used in turn by three hybrid layers"
+    shared = _anatomy("zamba2").component(
+        "model.layers.1.shared_transformer.self_attn.q_proj"
+    )
+    assert shared.blocks == (1, 5), (
+        "two memory blocks, used in turn by three hybrid layers"
+    )
     assert shared.tied_with == ("model.layers.5.shared_transformer.self_attn.q_proj",)
     assert shared.block == 1, "a change to it is felt from its first use on"
 
 
 def test_siblings_that_runtimes_fuse_know_each_other() -> None:
-    anatomy, attention = _anatomy("falcon_h1"), "model.layers.1.self_attn"
+    anatomy = _anatomy("falcon_h1")
+    attention = "model.layers.1.self_attn"
     assert anatomy.component(f"{attention}.q_proj").fused_with == (
         f"{attention}.k_proj",
         f"{attention}.v_proj",
@@ -84,7 +119,9 @@ def test_siblings_that_runtimes_fuse_know_each_other() -> None:
 
 
 def test_stacks_of_matrices_are_components() -> None:
-    experts = _anatomy("jamba_experts").component("model.layers.1.feed_forward.experts.gate_up_proj")
+    experts = _anatomy("jamba_experts").component(
+        "model.layers.1.feed_forward.experts.gate_up_proj"
+    )
     assert (experts.shape, experts.family) == ((4, 192, 64), "moe")
     stack = _anatomy("zamba").component("model.layers.0.mamba.x_proj_weight")
     assert (stack.shape, stack.weight, stack.block) == ((2, 21, 96), stack.name, 0)
@@ -102,7 +139,9 @@ def test_stacks_of_matrices_are_components() -> None:
         ),
     ],
 )
-def test_what_is_left_alone_has_a_true_reason(family: str, name: str, reason: str) -> None:
+def test_what_is_left_alone_has_a_true_reason(
+    family: str, name: str, reason: str
+) -> None:
     component = _anatomy(family).component(name)
     assert not component.quantizable
     assert re.search(reason, component.reason)

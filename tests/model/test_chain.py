@@ -12,7 +12,8 @@ LINKED = [family for family in UNUSUAL if family != "rwkv"]
 
 @pytest.mark.parametrize("family", [*CONFIGS, *LINKED])
 def test_two_halves_and_stacked_copies_equal_the_whole(family: str) -> None:
-    model, ids = tiny_model(family), token_ids(2, 37)
+    model = tiny_model(family)
+    ids = token_ids(2, 37)
     chain = Chain(model, fast=False)
     with torch.inference_mode():
         expected = model(ids, use_cache=False).logits
@@ -32,7 +33,9 @@ def test_the_model_is_left_as_it_was() -> None:
     with pytest.raises(RuntimeError):  # whatever happens
         chain.run(torch.zeros(1, 5, 3), chain.calls(token_ids(1, 5)), 0)
     assert not any("forward" in vars(module) for module in model.modules())
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert not any(
+        module._forward_hooks or module._forward_pre_hooks for module in model.modules()
+    )
 
 
 class Linked(torch.nn.Module):
@@ -61,11 +64,16 @@ class Linked(torch.nn.Module):
     def get_input_embeddings(self) -> torch.nn.Module:
         return self.embedding
 
-    def forward(self, input_ids: torch.Tensor, use_cache: bool = False) -> tuple[torch.Tensor]:
-        hidden, shared = self.embedding(input_ids), None
+    def forward(
+        self, input_ids: torch.Tensor, use_cache: bool = False
+    ) -> tuple[torch.Tensor]:
+        hidden = self.embedding(input_ids)
+        shared = None
         notes = {} if self.link == "notes" else None
         for layer in self.layers:
-            taken = self.link(shared) if callable(self.link) and shared is not None else None
+            taken = (
+                self.link(shared) if callable(self.link) and shared is not None else None
+            )
             hidden, shared = layer(hidden, taken, notes=notes)
         return (self.head(hidden),)
 
@@ -74,7 +82,8 @@ class Linked(torch.nn.Module):
     "link", [lambda shared: (shared[0], shared[1]), "notes"], ids=["tuple", "dictionary"]
 )
 def test_what_blocks_hand_to_each_other_is_carried_along(link) -> None:
-    chain, ids = Chain(Linked(link)), token_ids(2, 12)
+    chain = Chain(Linked(link))
+    ids = token_ids(2, 12)
     calls = chain.calls(ids)
     half = chain.run(calls.hidden, calls, 0, 1)
     assert half.carried, "something besides the hidden states leaves the first block"
@@ -87,7 +96,9 @@ def test_what_blocks_hand_to_each_other_is_carried_along(link) -> None:
 class Aside(Linked):
     """A first block whose output the model adds behind the last: nothing that a block is called with shows it."""
 
-    def forward(self, input_ids: torch.Tensor, use_cache: bool = False) -> tuple[torch.Tensor]:
+    def forward(
+        self, input_ids: torch.Tensor, use_cache: bool = False
+    ) -> tuple[torch.Tensor]:
         hidden = first = self.embedding(input_ids)
         for index, layer in enumerate(self.layers):
             hidden, _ = layer(hidden)
@@ -97,9 +108,14 @@ class Aside(Linked):
 
 @pytest.mark.parametrize(
     ("model", "reason"),
-    [(Linked(lambda shared: (2 * shared[0], shared[1])), "cannot be run in parts"), (Aside(None), "off by")],
+    [
+        (Linked(lambda shared: (2 * shared[0], shared[1])), "cannot be run in parts"),
+        (Aside(None), "off by"),
+    ],
 )
-def test_what_is_changed_on_its_way_or_kept_by_the_model_raises_a_doubt(model: Linked, reason: str) -> None:
+def test_what_is_changed_on_its_way_or_kept_by_the_model_raises_a_doubt(
+    model: Linked, reason: str
+) -> None:
     doubt = Chain(model).doubt(token_ids(2, 12))
     assert reason in str(doubt)
     assert "\n" not in str(doubt)
@@ -110,12 +126,16 @@ def test_which_arguments_follow_the_batch_is_learnt_at_the_length_in_use() -> No
     chain = Chain(tiny_model("mistral"))
     for length in (5, 24):
         calls = chain.calls(token_ids(2, length))
-        copies, alone = chain.run(calls.hidden.repeat(3, 1, 1), calls, 0), chain.run(calls.hidden, calls, 0)
-        torch.testing.assert_close(copies.hidden, alone.hidden.repeat(3, 1, 1), rtol=1e-5, atol=1e-5)
+        copies = chain.run(calls.hidden.repeat(3, 1, 1), calls, 0)
+        alone = chain.run(calls.hidden, calls, 0)
+        torch.testing.assert_close(
+            copies.hidden, alone.hidden.repeat(3, 1, 1), rtol=1e-5, atol=1e-5
+        )
 
 
 def test_a_model_that_changes_states_between_its_blocks_is_refused() -> None:
     with pytest.raises(
-        CheckpointError, match=r"blocks\.2 does not take the output of .*blocks\.1.*open it in float32"
+        CheckpointError,
+        match=r"blocks\.2 does not take the output of .*blocks\.1.*open it in float32",
     ):
         Chain(tiny_model("rwkv"))

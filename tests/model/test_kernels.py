@@ -20,9 +20,13 @@ def recurrence(x, dt, a, b, c):
     states), or (batch, time, channels, states)."""
     x, dt, a, b, c = (tensor.double() for tensor in (x, dt, a, b, c))
     b, c = (tensor[:, :, None] if tensor.dim() == 3 else tensor for tensor in (b, c))
-    h, outputs = x.new_zeros(len(x), *a.shape), []
+    h = x.new_zeros(len(x), *a.shape)
+    outputs = []
     for t in range(x.shape[1]):
-        h = torch.exp(dt[:, t, :, None] * a) * h + (dt[:, t] * x[:, t])[..., None] * b[:, t]
+        h = (
+            torch.exp(dt[:, t, :, None] * a) * h
+            + (dt[:, t] * x[:, t])[..., None] * b[:, t]
+        )
         outputs.append((h * c[:, t]).sum(-1))
     return torch.stack(outputs, 1)
 
@@ -31,7 +35,8 @@ def recurrence2(x, dt, a, b, c):
     """The same with the shapes of Mamba-2: heads that share a decay, groups that share b and c."""
     heads, width, states = *x.shape[2:], b.shape[3]
     b, c = (tensor.repeat_interleave(heads * width // b.shape[2], 2) for tensor in (b, c))
-    dt, rates = dt.repeat_interleave(width, 2), a.repeat_interleave(width)[:, None].expand(-1, states)
+    dt = dt.repeat_interleave(width, 2)
+    rates = a.repeat_interleave(width)[:, None].expand(-1, states)
     return recurrence(x.flatten(2), dt, rates, b, c).unflatten(2, (heads, width))
 
 
@@ -39,23 +44,40 @@ def _mamba1(batch: int, time: int, channels: int, states: int, step: float = -2.
     """x, dt, a, b, c."""
     torch.manual_seed(batch * time + channels)
     a = -torch.exp(
-        torch.arange(1, states + 1.0).log().repeat(channels, 1) + 0.1 * torch.randn(channels, states)
+        torch.arange(1, states + 1.0).log().repeat(channels, 1)
+        + 0.1 * torch.randn(channels, states)
     )
     dt = functional.softplus(torch.randn(batch, time, channels) + step)
     b, c = torch.randn(2, batch, time, states)
     return torch.randn(batch, time, channels), dt, a, b, c
 
 
-def _mamba2(batch: int, time: int, heads: int, width: int, groups: int, states: int, strength: float = 1):
+def _mamba2(
+    batch: int,
+    time: int,
+    heads: int,
+    width: int,
+    groups: int,
+    states: int,
+    strength: float = 1,
+):
     torch.manual_seed(time + heads)
     dt = functional.softplus(torch.randn(batch, time, heads) - 2) + strength - 1
     b, c = torch.randn(2, batch, time, groups, states)
-    return torch.randn(batch, time, heads, width), dt, -strength * torch.arange(1.0, heads + 1), b, c
+    return (
+        torch.randn(batch, time, heads, width),
+        dt,
+        -strength * torch.arange(1.0, heads + 1),
+        b,
+        c,
+    )
 
 
 def _equal(ours: torch.Tensor, right: torch.Tensor, rounding: float = 1e-5) -> None:
     largest = max(1.0, float(right.abs().max()))
-    torch.testing.assert_close(ours.double(), right, rtol=rounding, atol=rounding * largest)
+    torch.testing.assert_close(
+        ours.double(), right, rtol=rounding, atol=rounding * largest
+    )
 
 
 @pytest.mark.parametrize(
@@ -95,34 +117,54 @@ def test_scans_of_mamba2_equal_the_recurrence(scan, shape: tuple[int, ...]) -> N
 def test_what_stands_around_a_scan_is_done_on_the_way() -> None:
     x, _, a, b, c = _mamba1(2, 33, 40, 7)
     raw, gate, (bias, skip) = *(6 * torch.randn(2, 2, 33, 40)), torch.randn(2, 40)
-    y = selective_scan(x, raw, a, b, c, dt_bias=bias, dt_softplus=True, skip=skip, gate=gate)
+    y = selective_scan(
+        x, raw, a, b, c, dt_bias=bias, dt_softplus=True, skip=skip, gate=gate
+    )
     expected = recurrence(x, functional.softplus((raw + bias).double()), a, b, c)
     _equal(y, (expected + skip * x) * functional.silu(gate.double()))
     inputs = _mamba2(1, 33, 4, 8, 1, 6)
-    _equal(head_scan(*inputs, skip=bias[:4]), recurrence2(*inputs) + bias[:4, None] * inputs[0])
+    _equal(
+        head_scan(*inputs, skip=bias[:4]),
+        recurrence2(*inputs) + bias[:4, None] * inputs[0],
+    )
 
 
 @pytest.mark.parametrize("with_silu", [True, False])
 @pytest.mark.parametrize("bias", [torch.linspace(-1, 1, 37), None])
 def test_convolution_equals_torchs(bias: torch.Tensor | None, with_silu: bool) -> None:
-    x, weight = torch.randn(2, 9, 37), torch.randn(37, 4)
-    expected = functional.conv1d(x.transpose(1, 2), weight[:, None], bias, padding=3, groups=37)[..., :9]
+    x = torch.randn(2, 9, 37)
+    weight = torch.randn(37, 4)
+    expected = functional.conv1d(
+        x.transpose(1, 2), weight[:, None], bias, padding=3, groups=37
+    )[..., :9]
     expected = (functional.silu(expected) if with_silu else expected).transpose(1, 2)
-    torch.testing.assert_close(causal_convolution(x, weight, bias, with_silu=with_silu), expected)
+    torch.testing.assert_close(
+        causal_convolution(x, weight, bias, with_silu=with_silu), expected
+    )
 
 
 @pytest.mark.parametrize(
     "shape",  # batch, heads, shared heads, time, width, width of the values
-    [(1, 1, 1, 1, 4, 4), (2, 4, 2, 17, 8, 8), (1, 6, 2, 130, 40, 24), (1, 2, 1, 200, 66, 130)],
+    [
+        (1, 1, 1, 1, 4, 4),
+        (2, 4, 2, 17, 8, 8),
+        (1, 6, 2, 130, 40, 24),
+        (1, 2, 1, 200, 66, 130),
+    ],
 )
 @pytest.mark.parametrize("size", [3, 300])  # one score may overwhelm all others
-def test_attention_equals_torchs_in_double_precision(shape: tuple[int, ...], size: float) -> None:
+def test_attention_equals_torchs_in_double_precision(
+    shape: tuple[int, ...], size: float
+) -> None:
     batch, heads, shared, time, width, value_width = shape
     torch.manual_seed(time)
     query = size * torch.randn(batch, time, heads, width).transpose(1, 2)
-    key, value = torch.randn(batch, shared, time, width), torch.randn(batch, shared, time, value_width)
+    key = torch.randn(batch, shared, time, width)
+    value = torch.randn(batch, shared, time, value_width)
     ours = attention.causal_attention(query, key, value, scale=0.3)
-    keys, values = (t.double().repeat_interleave(heads // shared, 1) for t in (key, value))
+    keys, values = (
+        t.double().repeat_interleave(heads // shared, 1) for t in (key, value)
+    )
     expected = functional.scaled_dot_product_attention(
         query.double(), keys, values, is_causal=True, scale=0.3
     )
@@ -131,7 +173,10 @@ def test_attention_equals_torchs_in_double_precision(shape: tuple[int, ...], siz
 
 def test_a_nan_that_enters_a_kernel_comes_out_of_it() -> None:
     """A broken weight must show in the logits, not be computed away."""
-    for scan, made in ((selective_scan, _mamba1(2, 33, 64, 16)), (head_scan, _mamba2(2, 33, 4, 16, 1, 8))):
+    for scan, made in (
+        (selective_scan, _mamba1(2, 33, 64, 16)),
+        (head_scan, _mamba2(2, 33, 4, 16, 1, 8)),
+    ):
         for broken in range(5):
             inputs = [tensor.clone() for tensor in made]
             inputs[broken].view(-1)[-1] = float("nan")
@@ -139,7 +184,11 @@ def test_a_nan_that_enters_a_kernel_comes_out_of_it() -> None:
     query, key, value = torch.randn(3, 1, 2, 40, 16).unbind()
     query[0, 0, 5, 3] = float("nan")
     assert attention.causal_attention(query, key, value, 0.25).isnan().any()
-    assert causal_convolution(query[0], torch.randn(16, 4), None, with_silu=True).isnan().any()
+    assert (
+        causal_convolution(query[0], torch.randn(16, 4), None, with_silu=True)
+        .isnan()
+        .any()
+    )
 
 
 # -- checked before they are used ---------------------------------------------------------------------------
@@ -162,7 +211,8 @@ def test_a_kernel_that_is_wrong_is_found_named_and_not_used(
     monkeypatch.setattr(attention.platform, "machine", lambda: "aarch64")
     monkeypatch.setattr(swap, place, plant(getattr(swap, place), 1.0001))
     said: list[str] = []
-    model, ids = tiny_model(family), token_ids(2, 140)
+    model = tiny_model(family)
+    ids = token_ids(2, 140)
     with torch.inference_mode():
         expected = model(ids, use_cache=False).logits
     chain = Chain(model, warn=said.append)
@@ -182,7 +232,9 @@ def test_a_wrong_gradient_is_found(monkeypatch) -> None:
 
     sound = swap.tracked_scan
     monkeypatch.setattr(
-        swap, "tracked_scan", lambda x, *more, **options: sound(Wrong.apply(x), *more, **options)
+        swap,
+        "tracked_scan",
+        lambda x, *more, **options: sound(Wrong.apply(x), *more, **options),
     )
     said: list[str] = []
     chain = Chain(tiny_model("mamba"), warn=said.append)
@@ -192,8 +244,15 @@ def test_a_wrong_gradient_is_found(monkeypatch) -> None:
 
 
 QUICK = ("mamba", "mamba2", "jamba_experts", "mamba2_groups")
-SLOW = [*((f, torch.float32) for f in ("zamba", "hymba", *sorted(CONFIGS.keys() - set(QUICK))))]
-SLOW += [(family, torch.float16) for family in ("mamba", "mamba2", "hymba")] + [("llama", torch.bfloat16)]
+SLOW = [
+    *(
+        (f, torch.float32)
+        for f in ("zamba", "hymba", *sorted(CONFIGS.keys() - set(QUICK)))
+    )
+]
+SLOW += [(family, torch.float16) for family in ("mamba", "mamba2", "hymba")] + [
+    ("llama", torch.bfloat16)
+]
 
 
 @pytest.mark.parametrize(
@@ -218,7 +277,8 @@ def test_right_kernels_are_found_right_in_every_precision(
 
 def test_what_is_wrong_around_the_kernels_shows_in_the_logits(monkeypatch) -> None:
     """A library whose mixers do something that our copies of them do not, for example by a decorator."""
-    model, said = tiny_model("mamba"), []
+    model = tiny_model("mamba")
+    said = []
     mixer = type(model.backbone.layers[0].mixer)
     sound = mixer.forward
 

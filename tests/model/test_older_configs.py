@@ -14,55 +14,149 @@ from kl_lens.model import load
 from tests.families import tiny_model, token_ids
 
 _MAMBA = {
-    "d_inner": 128, "d_model": 64, "fused_add_norm": True, "n_layer": 4, "pad_vocab_size_multiple": 8, "rms_norm": True,
-    "ssm_cfg": {}, "rescale_prenorm_residual": False, "time_step_init_scheme": "random", "time_step_scale": 1.0,
-}  # fmt: skip
+    "d_inner": 128,
+    "d_model": 64,
+    "fused_add_norm": True,
+    "n_layer": 4,
+    "pad_vocab_size_multiple": 8,
+    "rms_norm": True,
+    "ssm_cfg": {},
+    "rescale_prenorm_residual": False,
+    "time_step_init_scheme": "random",
+    "time_step_scale": 1.0,
+}
 # Family → version of transformers, names that its config.json does not have yet, and what it has instead.
 OLDER: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "mamba": ("4.39.0.dev0", (), _MAMBA),
     "falcon_mamba": ("4.43.0.dev0", ("mixer_rms_eps",), _MAMBA | {"n_layer": 3}),
-    "mamba2": ("4.44.0.dev0", (), {"norm_before_gate": True, "rms_norm": True, "time_step_limit": [0.0, float("inf")]}),
+    "mamba2": (
+        "4.44.0.dev0",
+        (),
+        {
+            "norm_before_gate": True,
+            "rms_norm": True,
+            "time_step_limit": [0.0, float("inf")],
+        },
+    ),
     "jamba_experts": (
-        "4.40.1", ("layers_block_type", "layer_types"),
-        {"auto_map": {"AutoModelForCausalLM": "modeling_jamba.JambaForCausalLM"}, "n_ctx": 262144,
-         "calc_logits_for_entire_prompt": False, "mamba_inner_layernorms": True, "num_logits_to_keep": 1},
+        "4.40.1",
+        ("layers_block_type", "layer_types"),
+        {
+            "auto_map": {"AutoModelForCausalLM": "modeling_jamba.JambaForCausalLM"},
+            "n_ctx": 262144,
+            "calc_logits_for_entire_prompt": False,
+            "mamba_inner_layernorms": True,
+            "num_logits_to_keep": 1,
+        },
     ),
     "bamba": (
-        "4.48.0.dev0", ("layer_types", "layers_block_type", "partial_rotary_factor"), {"attn_rotary_emb": 8},
+        "4.48.0.dev0",
+        ("layer_types", "layers_block_type", "partial_rotary_factor"),
+        {"attn_rotary_emb": 8},
     ),
-    "granitemoehybrid": ("4.56.0", (), {"layer_types": ["mamba", "attention"] * 2, "position_embedding_type": "nope"}),
-    "falcon_h1": ("4.52.0", (), {"attn_layer_indices": None, "mamba_use_mlp": True, "projectors_bias": False}),
-    "zamba": ("4.46.0.dev0", ("layer_types",), {"attn_layer_offset": 2, "attn_layer_period": 2}),
+    "granitemoehybrid": (
+        "4.56.0",
+        (),
+        {"layer_types": ["mamba", "attention"] * 2, "position_embedding_type": "nope"},
+    ),
+    "falcon_h1": (
+        "4.52.0",
+        (),
+        {"attn_layer_indices": None, "mamba_use_mlp": True, "projectors_bias": False},
+    ),
+    "zamba": (
+        "4.46.0.dev0",
+        ("layer_types",),
+        {"attn_layer_offset": 2, "attn_layer_period": 2},
+    ),
     "zamba2": (
-        "4.49.0.dev0", ("layer_types",),
-        {"add_bias_linear": False, "ft_lora": False, "hybrid_layer_ids": [1, 3, 5], "kv_channels": 16, "lora_rank": 8,
-         "num_query_groups": 4, "sliding_window": None, "use_long_context": False, "use_low_rank_adapter": True},
+        "4.49.0.dev0",
+        ("layer_types",),
+        {
+            "add_bias_linear": False,
+            "ft_lora": False,
+            "hybrid_layer_ids": [1, 3, 5],
+            "kv_channels": 16,
+            "lora_rank": 8,
+            "num_query_groups": 4,
+            "sliding_window": None,
+            "use_long_context": False,
+            "use_low_rank_adapter": True,
+        },
     ),
     "nemotron_h": (
-        "4.55.4", ("layers_block_type", "layer_types"),
-        {"auto_map": {"AutoModelForCausalLM": "modeling_nemotron_h.NemotronHForCausalLM"},
-         "hybrid_override_pattern": "M-*EM-", "mlp_hidden_act": "relu2", "use_mamba_kernels": True},
+        "4.55.4",
+        ("layers_block_type", "layer_types"),
+        {
+            "auto_map": {
+                "AutoModelForCausalLM": "modeling_nemotron_h.NemotronHForCausalLM"
+            },
+            "hybrid_override_pattern": "M-*EM-",
+            "mlp_hidden_act": "relu2",
+            "use_mamba_kernels": True,
+        },
     ),
     "lfm2": (
-        "4.54.0.dev0", ("layer_types", "intermediate_size"),
-        {"block_auto_adjust_ff_dim": True, "block_dim": 64, "block_ff_dim": 96, "block_multiple_of": 256,
-         "conv_dim": 64, "block_norm_eps": 1e-05, "conv_dim_out": 64, "full_attn_idxs": [1], "use_pos_enc": True},
+        "4.54.0.dev0",
+        ("layer_types", "intermediate_size"),
+        {
+            "block_auto_adjust_ff_dim": True,
+            "block_dim": 64,
+            "block_ff_dim": 96,
+            "block_multiple_of": 256,
+            "conv_dim": 64,
+            "block_norm_eps": 1e-05,
+            "conv_dim_out": 64,
+            "full_attn_idxs": [1],
+            "use_pos_enc": True,
+        },
     ),
-    "qwen3_next": ("4.57.0.dev0", ("layer_types",), {"full_attention_interval": 2, "decoder_sparse_step": 1}),
+    "qwen3_next": (
+        "4.57.0.dev0",
+        ("layer_types",),
+        {"full_attention_interval": 2, "decoder_sparse_step": 1},
+    ),
     "recurrent_gemma": (
-        "4.40.0.dev0", ("block_types", "layers_block_type", "layer_types"),
-        {"_block_types": ["recurrent", "recurrent", "attention"], "logits_soft_cap": 30.0},
+        "4.40.0.dev0",
+        ("block_types", "layers_block_type", "layer_types"),
+        {
+            "_block_types": ["recurrent", "recurrent", "attention"],
+            "logits_soft_cap": 30.0,
+        },
     ),
     "kimi_linear": (
-        "4.55.3", ("layer_types", "mlp_layer_types", "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim"),
-        {"auto_map": {"AutoModelForCausalLM": "modeling_kimi.KimiLinearForCausalLM"}, "first_k_dense_replace": 1,
-         "linear_attn_config": {"full_attn_layers": [2, 4], "head_dim": 16, "kda_layers": [1, 3], "num_heads": 4,
-                                "short_conv_kernel_size": 4}},
+        "4.55.3",
+        (
+            "layer_types",
+            "mlp_layer_types",
+            "linear_head_dim",
+            "linear_num_heads",
+            "linear_conv_kernel_dim",
+        ),
+        {
+            "auto_map": {"AutoModelForCausalLM": "modeling_kimi.KimiLinearForCausalLM"},
+            "first_k_dense_replace": 1,
+            "linear_attn_config": {
+                "full_attn_layers": [2, 4],
+                "head_dim": 16,
+                "kda_layers": [1, 3],
+                "num_heads": 4,
+                "short_conv_kernel_size": 4,
+            },
+        },
     ),
     "hymba": (
-        "4.44.0", (),
-        {"auto_map": {"AutoConfig": "configuration_hymba.HymbaConfig", "AutoModelForCausalLM": "modeling_hymba.H"},
-         "attn_implementation": "flex", "attn_implementation_new": "flex", "use_mamba_kernels": True},
+        "4.44.0",
+        (),
+        {
+            "auto_map": {
+                "AutoConfig": "configuration_hymba.HymbaConfig",
+                "AutoModelForCausalLM": "modeling_hymba.H",
+            },
+            "attn_implementation": "flex",
+            "attn_implementation_new": "flex",
+            "use_mamba_kernels": True,
+        },
     ),
     "minimax": ("4.53.0", (), {}),
     "rwkv": ("4.29.0", (), {}),
@@ -72,17 +166,28 @@ OLDER: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "phi3": ("4.40.2", ("layer_types",), {}),
     "gemma2": ("4.42.0.dev0", ("layer_types",), {"cache_implementation": "hybrid"}),
     "gemma3_text": (
-        "4.50.0.dev0", ("layer_types",),
-        {"cache_implementation": "hybrid", "rope_local_base_freq": 10000, "rope_scaling": None, "rope_theta": 1000000,
-         "sliding_window_pattern": 6},
+        "4.50.0.dev0",
+        ("layer_types",),
+        {
+            "cache_implementation": "hybrid",
+            "rope_local_base_freq": 10000,
+            "rope_scaling": None,
+            "rope_theta": 1000000,
+            "sliding_window_pattern": 6,
+        },
     ),
-    "qwen3": ("4.51.0", ("layer_types",), {"max_window_layers": 4, "use_sliding_window": False}),
+    "qwen3": (
+        "4.51.0",
+        ("layer_types",),
+        {"max_window_layers": 4, "use_sliding_window": False},
+    ),
     "mistral": ("4.34.0.dev0", ("layer_types",), {}),
     "gpt_neox": (
-        "4.24.0", ("rope_theta", "partial_rotary_factor"),
+        "4.24.0",
+        ("rope_theta", "partial_rotary_factor"),
         {"rotary_emb_base": 10000, "rotary_pct": 0.25, "use_parallel_residual": True},
     ),
-}  # fmt: skip
+}
 
 
 def _older(
@@ -90,7 +195,9 @@ def _older(
 ) -> dict[str, Any]:
     """Up to version 4.56 the type was `torch_dtype`, and rotary settings stood by themselves."""
     rope = {
-        key: value for key, value in config.get("rope_parameters", {}).items() if not isinstance(value, dict)
+        key: value
+        for key, value in config.get("rope_parameters", {}).items()
+        if not isinstance(value, dict)
     }
     if "rope_theta" in rope:
         rope |= {"rope_scaling": None}
@@ -108,5 +215,7 @@ def test_the_same_model_opens(family: str, tmp_path: Path) -> None:
     ids = token_ids(1, 16)
     opened = load(tmp_path).model
     with torch.inference_mode():
-        one, two = (model(ids, use_cache=False).logits for model in (opened, original.eval()))
+        one, two = (
+            model(ids, use_cache=False).logits for model in (opened, original.eval())
+        )
     torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)

@@ -20,7 +20,8 @@ QUICK = ("mamba", "zamba2", "jamba_experts")
 
 
 @pytest.mark.parametrize(
-    "family", [f if f in QUICK else pytest.param(f, marks=pytest.mark.slow) for f in CONFIGS]
+    "family",
+    [f if f in QUICK else pytest.param(f, marks=pytest.mark.slow) for f in CONFIGS],
 )
 def test_every_family_opens_from_a_folder(family: str, saved) -> None:
     folder = saved(family)
@@ -30,7 +31,9 @@ def test_every_family_opens_from_a_folder(family: str, saved) -> None:
     assert not any(p.requires_grad for p in model.model.parameters())
     with torch.inference_mode():
         expected = tiny_model(family)(token_ids(1, 9), use_cache=False).logits
-    torch.testing.assert_close(model.chain.full_logits(token_ids(1, 9)), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        model.chain.full_logits(token_ids(1, 9)), expected, rtol=1e-4, atol=1e-4
+    )
 
 
 def _shards(suffix: str, save: Callable[..., object]) -> Callable[[Path], None]:
@@ -39,7 +42,9 @@ def _shards(suffix: str, save: Callable[..., object]) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         weights = load_file(folder / "model.safetensors")
         (folder / "model.safetensors").unlink()
-        names = {f"part-{half}-of-2.{suffix}": sorted(weights)[half::2] for half in (1, 0)}
+        names = {
+            f"part-{half}-of-2.{suffix}": sorted(weights)[half::2] for half in (1, 0)
+        }
         for file, held in names.items():
             save({name: weights[name] for name in held}, folder / file)
         places = {name: file for file, held in names.items() for name in reversed(held)}
@@ -52,14 +57,18 @@ def _shards(suffix: str, save: Callable[..., object]) -> Callable[[Path], None]:
 
 def _pickled(**how: Any) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
-        torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin", **how)
+        torch.save(
+            load_file(folder / "model.safetensors"), folder / "pytorch_model.bin", **how
+        )
         (folder / "model.safetensors").unlink()
 
     return change
 
 
 LAYOUTS: dict[str, Callable[[Path], None]] = {
-    "shards": _shards("safetensors", functools.partial(save_file, metadata={"format": "pt"})),
+    "shards": _shards(
+        "safetensors", functools.partial(save_file, metadata={"format": "pt"})
+    ),
     "pickled shards": _shards("bin", torch.save),
     "pickled": _pickled(),
     "pickled by an old torch": _pickled(_use_new_zipfile_serialization=False),
@@ -90,7 +99,9 @@ def test_the_dtype_is_as_asked_and_the_fingerprint_follows_the_weights(saved) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_matrix_stored_as_embedding_and_as_head_is_one_component(saved, dtype: torch.dtype) -> None:
+def test_a_matrix_stored_as_embedding_and_as_head_is_one_component(
+    saved, dtype: torch.dtype
+) -> None:
     """Checkpoints of Mamba-2 are stored so, and their config.json does not say that the two are tied. Values count."""
     folder = saved("mamba2")
     weights = load_file(folder / "model.safetensors")
@@ -100,7 +111,8 @@ def test_a_matrix_stored_as_embedding_and_as_head_is_one_component(saved, dtype:
     weights["lm_head.weight"] = embedding.to(dtype, copy=True)
     weights["lm_head.weight"][0, 0] = -0.0
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    model, on_disk = load(folder), load(folder, weights="disk")
+    model = load(folder)
+    on_disk = load(folder, weights="disk")
     assert model.anatomy.head == model.anatomy.embedding == "backbone.embeddings"
     assert model.anatomy.component("lm_head").tied_with == ("lm_head",)
     assert on_disk.anatomy == model.anatomy
@@ -109,7 +121,9 @@ def test_a_matrix_stored_as_embedding_and_as_head_is_one_component(saved, dtype:
     weights["lm_head.weight"][-1, -1] += 1
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     for place in ("memory", "disk"):
-        assert load(folder, weights=place).anatomy.head == "lm_head", "nearly the same is not the same"
+        assert load(folder, weights=place).anatomy.head == "lm_head", (
+            "nearly the same is not the same"
+        )
 
 
 # -- the mamba_ssm layout -----------------------------------------------------------------------------------
@@ -133,15 +147,27 @@ def _as_mamba_ssm(folder: Path, family: str, *, pickled: bool = False) -> torch.
         "ngroups": 1 + (family != "mamba2"),
     }
     config = {
-        "d_model": 64, "n_layer": 4, "vocab_size": 97, "rms_norm": True, "residual_in_fp32": True,
-        "fused_add_norm": True, "pad_vocab_size_multiple": 8, "tie_embeddings": family == "mamba",
+        "d_model": 64,
+        "n_layer": 4,
+        "vocab_size": 97,
+        "rms_norm": True,
+        "residual_in_fp32": True,
+        "fused_add_norm": True,
+        "pad_vocab_size_multiple": 8,
+        "tie_embeddings": family == "mamba",
         "ssm_cfg": {"d_state": 8, "dt_rank": 5} if family == "mamba" else mamba2,
-    } | ({} if family == "mamba" else {"attn_cfg": {}, "attn_layer_idx": [], "d_intermediate": 0})  # fmt: skip
+    } | (
+        {}
+        if family == "mamba"
+        else {"attn_cfg": {}, "attn_layer_idx": [], "d_intermediate": 0}
+    )
     (folder / "config.json").write_text(json.dumps(config))
     if pickled:
         torch.save(weights, folder / "pytorch_model.bin")
     else:
-        save_file({k: v.contiguous() for k, v in weights.items()}, folder / "model.safetensors")
+        save_file(
+            {k: v.contiguous() for k, v in weights.items()}, folder / "model.safetensors"
+        )
     return model
 
 
@@ -151,11 +177,14 @@ def test_the_mamba_ssm_layout_opens_and_says_which_tokenizer_to_pass(
     family: str, pickled: bool, tmp_path: Path
 ) -> None:
     original = _as_mamba_ssm(tmp_path, family, pickled=pickled)
-    model, ids = load(tmp_path), token_ids(2, 11)
+    model = load(tmp_path)
+    ids = token_ids(2, 11)
     assert model.layout == "mamba_ssm"
     logits = model.chain.full_logits(ids)
     assert logits.shape[-1] == 104, "padded to a multiple of 8"
-    expected = LoadedModel(family, Path(), original, None).chain.full_logits(ids)  # with the authors' norm
+    expected = LoadedModel(family, Path(), original, None).chain.full_logits(
+        ids
+    )  # with the authors' norm
     torch.testing.assert_close(logits[..., :97], expected, rtol=1e-4, atol=1e-4)
     with pytest.raises(CheckpointError, match=r"--tokenizer.*EleutherAI/gpt-neox-20b"):
         model.require_tokenizer()
@@ -165,7 +194,11 @@ def test_the_mamba_ssm_layout_opens_and_says_which_tokenizer_to_pass(
     ("change", "message"),
     [
         (
-            {"attn_layer_idx": [1], "attn_cfg": {"num_heads": 4}, "ssm_cfg": {"layer": "Mamba2"}},
+            {
+                "attn_layer_idx": [1],
+                "attn_cfg": {"num_heads": 4},
+                "ssm_cfg": {"layer": "Mamba2"},
+            },
             "attention layers",
         ),
         ({"rms_norm": False}, "LayerNorm"),
@@ -174,7 +207,9 @@ def test_the_mamba_ssm_layout_opens_and_says_which_tokenizer_to_pass(
         ({"ssm_cfg": {"layer": "Mamba2", "d_ssm": 64}}, "channels beside the scan"),
     ],
 )
-def test_mamba_ssm_settings_that_transformers_lacks_are_refused(change, message, tmp_path: Path) -> None:
+def test_mamba_ssm_settings_that_transformers_lacks_are_refused(
+    change, message, tmp_path: Path
+) -> None:
     _as_mamba_ssm(tmp_path, "mamba")
     _configured(**change)(tmp_path)
     with pytest.raises(CheckpointError, match=message):
@@ -201,9 +236,12 @@ def test_a_pickle_that_holds_code_is_not_run(tmp_path: Path) -> None:
 def test_remote_code_runs_only_when_allowed(remote_code_folder: Path) -> None:
     with pytest.raises(CheckpointError, match=r"has its own code .*--trust-remote-code"):
         load(remote_code_folder)
-    model, ids = load(remote_code_folder, trust_remote_code=True), token_ids(2, 9)
+    model = load(remote_code_folder, trust_remote_code=True)
+    ids = token_ids(2, 9)
     assert model.anatomy.blocks == 3
-    assert model.chain.calls(ids).hidden.shape[1] == 9 + 3, "three meta tokens stand in front"
+    assert model.chain.calls(ids).hidden.shape[1] == 9 + 3, (
+        "three meta tokens stand in front"
+    )
     assert model.chain.doubt(ids) is None
 
 
@@ -213,7 +251,9 @@ def test_remote_code_runs_only_when_allowed(remote_code_folder: Path) -> None:
 def _written(name: str, content: str | bytes | None) -> Callable[[Path], object]:
     """Writes a file, or (None) removes it."""
     data = content.encode() if isinstance(content, str) else content
-    return lambda folder: (folder / name).unlink() if data is None else (folder / name).write_bytes(data)
+    return lambda folder: (
+        (folder / name).unlink() if data is None else (folder / name).write_bytes(data)
+    )
 
 
 def _configured(**changes: object) -> Callable[[Path], None]:
@@ -243,15 +283,30 @@ def _holding(name: str, value: torch.Tensor | float | None) -> Callable[[Path], 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (_holding("backbone.extra", torch.zeros(128)), r"backbone\.extra is not in config"),
-        (_configured(num_hidden_layers=2), r"backbone\.layers\.2\.\S+ \(and 19 more\) is not in config"),
-        (_configured(num_hidden_layers=10**12), "num_hidden_layers is 1000000000000, but .* only 42 tensors"),
-        (_configured(hidden_size=10**12), r"hidden_size is 1000000000000, but .* only \d+ bytes"),
+        (
+            _holding("backbone.extra", torch.zeros(128)),
+            r"backbone\.extra is not in config",
+        ),
+        (
+            _configured(num_hidden_layers=2),
+            r"backbone\.layers\.2\.\S+ \(and 19 more\) is not in config",
+        ),
+        (
+            _configured(num_hidden_layers=10**12),
+            "num_hidden_layers is 1000000000000, but .* only 42 tensors",
+        ),
+        (
+            _configured(hidden_size=10**12),
+            r"hidden_size is 1000000000000, but .* only \d+ bytes",
+        ),
         (_configured(hidden_act="nonsense"), "hidden_act is 'nonsense'"),
         (_configured(auto_map=None), "auto_map must name"),
         (_configured(layer_norm_epsilon=math.nan), "it contains NaN"),
         (_configured(model_type="caterpillar"), "does not know model_type 'caterpillar'"),
-        (_holding("backbone.layers.1.mixer.A_log", math.nan), r"layers\.1\.mixer\.A_log is NaN"),
+        (
+            _holding("backbone.layers.1.mixer.A_log", math.nan),
+            r"layers\.1\.mixer\.A_log is NaN",
+        ),
         (_holding("backbone.norm_f.weight", None), r"lack backbone\.norm_f\.weight"),
         (
             _holding("backbone.norm_f.weight", torch.ones(63)),
@@ -266,7 +321,9 @@ def _holding(name: str, value: torch.Tensor | float | None) -> Callable[[Path], 
         ),
     ],
 )
-def test_a_damaged_folder_gives_one_line_that_says_what_is_wrong(damage, message, saved) -> None:
+def test_a_damaged_folder_gives_one_line_that_says_what_is_wrong(
+    damage, message, saved
+) -> None:
     folder = saved("mamba")
     damage(folder)
     with pytest.raises(CheckpointError, match=message) as caught:
@@ -280,4 +337,7 @@ def test_buffers_of_older_versions_do_no_harm_and_what_is_left_out_is_said(saved
     assert not load(folder).notes
     _holding("mtp.layers.0.eh_proj.weight", torch.ones(8, 8))(folder)
     for weights in ("memory", "disk"):
-        assert "Not opened: mtp.layers.0.eh_proj.weight. Heads" in load(folder, weights=weights).notes[0]
+        assert (
+            "Not opened: mtp.layers.0.eh_proj.weight. Heads"
+            in load(folder, weights=weights).notes[0]
+        )

@@ -10,16 +10,27 @@ from kl_lens.model.kernels.rounded_scan import rounded_scan
 from kl_lens.model.states import GGML, KEYS, STATE, StateFormat, keeping, kept
 from kl_lens.weights.formats import get_format
 
-FORMATS = ("fp16", "bf16", "fp8", "int8", "int4-head", "int4-32", "int8+feedback", "fp8-head+feedback")
+FORMATS = (
+    "fp16",
+    "bf16",
+    "fp8",
+    "int8",
+    "int4-head",
+    "int4-32",
+    "int8+feedback",
+    "fp8-head+feedback",
+)
 # heads, width, states, groups; Mamba-1's decay differs from state to state
-MAMBA, MAMBA2 = (24, 1, 16, 1), (4, 8, 64, 2)
+MAMBA = (24, 1, 16, 1)
+MAMBA2 = (4, 8, 64, 2)
 
 
 def scan_inputs(shape: tuple[int, int, int, int], time: int) -> tuple[torch.Tensor, ...]:
     """x, dt, a, b, c and skip of two sequences."""
     heads, width, states, groups = shape
     random = torch.Generator().manual_seed(3)
-    x, dt = torch.randn(2, time, heads, width, generator=random), torch.rand(2, time, heads, generator=random)
+    x = torch.randn(2, time, heads, width, generator=random)
+    dt = torch.rand(2, time, heads, generator=random)
     a = -torch.rand(heads, states if width == 1 else 1, generator=random)
     b, c = torch.randn(2, 2, time, groups, states, generator=random)
     return x, dt, a, b, c, torch.randn(heads, generator=random)
@@ -36,9 +47,12 @@ def plain_step(how, state, lost, x, dt, a, b, c, skip):
 
 @pytest.mark.parametrize("shape", [MAMBA, MAMBA2], ids=["mamba", "mamba2"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_each_token_is_the_plain_recurrence(name: str, shape: tuple[int, int, int, int]) -> None:
+def test_each_token_is_the_plain_recurrence(
+    name: str, shape: tuple[int, int, int, int]
+) -> None:
     heads, width, states, groups = shape
-    how, time = StateFormat.parse(name), 12
+    how = StateFormat.parse(name)
+    time = 12
     x, dt, a, b, c, skip = scan_inputs(shape, time)
     stored = torch.zeros(2, heads, 2, width, states)
     for t in range(time):
@@ -53,7 +67,9 @@ def test_each_token_is_the_plain_recurrence(name: str, shape: tuple[int, int, in
         # Where a value lies between two levels, the last bit of the arithmetic decides.
         assert ((after[:, :, 0] - kept).abs() > 1e-6).float().mean() < 1e-2
         if how.feedback:
-            assert ((after[:, :, 1] - lost).abs() > 1e-3 * kept.abs().max()).float().mean() < 1e-2
+            assert (
+                (after[:, :, 1] - lost).abs() > 1e-3 * kept.abs().max()
+            ).float().mean() < 1e-2
         stored[:, :, : after.shape[2]] = after
 
 
@@ -61,7 +77,9 @@ def test_each_token_is_the_plain_recurrence(name: str, shape: tuple[int, int, in
 def test_floats_are_those_of_torch(dtype: str) -> None:
     values = torch.randn(1, 64, 32) * torch.logspace(-8, 3, 32)
     name = {"float16": "fp16", "bfloat16": "bf16"}[dtype]
-    assert torch.equal(StateFormat.parse(name).rounded(values), values.to(getattr(torch, dtype)).float())
+    assert torch.equal(
+        StateFormat.parse(name).rounded(values), values.to(getattr(torch, dtype)).float()
+    )
 
 
 def test_eight_bit_floats_are_those_of_torch() -> None:
@@ -74,7 +92,12 @@ def test_eight_bit_floats_are_those_of_torch() -> None:
 def test_bits_count_scales_and_kept_errors() -> None:
     names = ("fp16", "int8", "int4-32", "int8-head+feedback")
     bits = {name: StateFormat.parse(name).bits((4, 64, 128)) for name in names}
-    assert bits == {"fp16": 16, "int8": 8.125, "int4-32": 4.5, "int8-head+feedback": 2 * (8 + 16 / 8192)}
+    assert bits == {
+        "fp16": 16,
+        "int8": 8.125,
+        "int4-32": 4.5,
+        "int8-head+feedback": 2 * (8 + 16 / 8192),
+    }
     caches = {
         name: StateFormat.parse(name, KEYS).bits((4, 64))
         for name in ("int4", "q8_0", "iq4_nl", "u8", "u4-32")
@@ -87,9 +110,12 @@ def test_caches_have_the_formats_of_runtimes() -> None:
     for name in GGML:
         expected = get_format(name).roundtrip(keys.reshape(-1, 64)).reshape(keys.shape)
         assert torch.equal(StateFormat.parse(name, KEYS).rounded(keys), expected)
-    low, high = keys.amin(-1, keepdim=True), keys.amax(-1, keepdim=True)
+    low = keys.amin(-1, keepdim=True)
+    high = keys.amax(-1, keepdim=True)
     levels = ((keys - low) / (high - low) * 15).round()
-    torch.testing.assert_close(StateFormat.parse("u4", KEYS).rounded(keys), low + levels * (high - low) / 15)
+    torch.testing.assert_close(
+        StateFormat.parse("u4", KEYS).rounded(keys), low + levels * (high - low) / 15
+    )
     assert "32" in (StateFormat.parse("q8_0", KEYS).fits((1, 48)) or "")
 
 
@@ -108,7 +134,9 @@ def test_only_the_blocks_that_are_named_are_rounded() -> None:
     assert seen == {0: {STATE: (4, 1, 16)}, 1: {STATE: (4, 1, 16)}}
 
 
-@pytest.mark.parametrize("name", ["int5", "int8-7", "fp16-head", "int8+more", "q8_0", "u8"])
+@pytest.mark.parametrize(
+    "name", ["int5", "int8-7", "fp16-head", "int8+more", "q8_0", "u8"]
+)
 def test_other_names_are_refused(name: str) -> None:
     with pytest.raises(FormatError, match=r"for state; there are .*int8\+feedback"):
         StateFormat.parse(name)

@@ -28,12 +28,16 @@ def test_the_blocks_form_a_chain_that_gives_the_models_own_logits(name: str) -> 
     assert len(model.chain) >= 2
     assert model.chain.doubt(ids) is None
     output = model.model(_pixels(ids))
-    logits = (output if isinstance(output, torch.Tensor) else output.logits).view(2, 3, CLASSES)
+    logits = (output if isinstance(output, torch.Tensor) else output.logits).view(
+        2, 3, CLASSES
+    )
     calls = model.chain.calls(ids)
     for middle in range(len(model.chain) + 1):
         half = model.chain.run(calls.hidden, calls, 0, middle)
         final = model.chain.finish(model.chain.run(half, calls, middle), calls)
-        torch.testing.assert_close(model.chain.logits(final), logits, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            model.chain.logits(final), logits, rtol=1e-4, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -45,7 +49,11 @@ def test_kl_of_both_engines_is_that_of_two_forwards_in_float64(name: str) -> Non
     results = []
     for engine in (FastEngine(model), PlainEngine(model)):
         engine.prepare(ids)
-        results.append(np.array([[w.kl for w in windows] for windows in engine.measure(perturbations)]))
+        results.append(
+            np.array(
+                [[w.kl for w in windows] for windows in engine.measure(perturbations)]
+            )
+        )
     np.testing.assert_allclose(*results, rtol=1e-3, atol=1e-9)
     wide = classifier(name)
     wide.model.double()
@@ -53,12 +61,17 @@ def test_kl_of_both_engines_is_that_of_two_forwards_in_float64(name: str) -> Non
 
     def log_p() -> torch.Tensor:
         output = wide.model(pixels)
-        return (output if isinstance(output, torch.Tensor) else output.logits).log_softmax(-1).view(3, 4, -1)
+        return (
+            (output if isinstance(output, torch.Tensor) else output.logits)
+            .log_softmax(-1)
+            .view(3, 4, -1)
+        )
 
     teacher = log_p()
     for candidate, found in zip(candidates, results[0], strict=True):
         parameter = wide.model.get_parameter(candidate.component.weight)
-        recipe, original = candidate.recipe, parameter.data
+        recipe = candidate.recipe
+        original = parameter.data
         parameter.data = recipe.grid.dequantize(
             model.weights.quantized(candidate.component.name, recipe)
         ).double()
@@ -71,14 +84,22 @@ def test_mambavision_is_the_published_function_under_the_published_names() -> No
     """Against a forward written from the paper's equations, on weights read by their published names."""
     torch.manual_seed(1)
     model = mambavision(layer_scale=0.5, layer_scale_conv=0.5).double().eval()
-    weights = {name.removeprefix("model."): value for name, value in model.state_dict().items()}
-    images = torch.randn(2, 1, 10, 7, dtype=torch.float64)  # windows of 4 do not fit: padded
+    weights = {
+        name.removeprefix("model."): value for name, value in model.state_dict().items()
+    }
+    images = torch.randn(
+        2, 1, 10, 7, dtype=torch.float64
+    )  # windows of 4 do not fit: padded
 
     def linear(x: torch.Tensor, name: str) -> torch.Tensor:
-        return functional.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+        return functional.linear(
+            x, weights[f"{name}.weight"], weights.get(f"{name}.bias")
+        )
 
     def convolution(x: torch.Tensor, name: str, stride: int = 1) -> torch.Tensor:
-        return functional.conv2d(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"), stride, 1)
+        return functional.conv2d(
+            x, weights[f"{name}.weight"], weights.get(f"{name}.bias"), stride, 1
+        )
 
     def batch_norm(x: torch.Tensor, name: str, eps: float = 1e-5) -> torch.Tensor:
         mean, var, scale, shift = (
@@ -91,19 +112,27 @@ def test_mambavision_is_the_published_function_under_the_published_names() -> No
         def both_ways(y: torch.Tensor, kernel: str) -> torch.Tensor:
             padded = functional.pad(y, (0, 0, 1, 1))
             taps = weights[f"{name}.{kernel}.weight"][:, 0]
-            return functional.silu(sum(padded[:, k : k + y.shape[1]] * taps[:, k] for k in range(3)))
+            return functional.silu(
+                sum(padded[:, k : k + y.shape[1]] * taps[:, k] for k in range(3))
+            )
 
         halves = linear(x, f"{name}.in_proj").chunk(2, -1)
-        u, z = both_ways(halves[0], "conv1d_x"), both_ways(halves[1], "conv1d_z")
+        u = both_ways(halves[0], "conv1d_x")
+        z = both_ways(halves[1], "conv1d_z")
         rank = math.ceil(x.shape[-1] / 16)
         step, b, c = linear(u, f"{name}.x_proj").split([rank, 8, 8], -1)
-        step = functional.softplus(linear(step, f"{name}.dt_proj") + weights[f"{name}.dt_proj.bias"])
+        step = functional.softplus(
+            linear(step, f"{name}.dt_proj") + weights[f"{name}.dt_proj.bias"]
+        )
         decay = -weights[f"{name}.A_log"].exp()
-        state, outputs = torch.zeros(len(x), *decay.shape, dtype=x.dtype), []
+        state = torch.zeros(len(x), *decay.shape, dtype=x.dtype)
+        outputs = []
         for t in range(x.shape[1]):
             state = (step[:, t, :, None] * decay).exp() * state
             state = state + (step[:, t] * u[:, t])[..., None] * b[:, t, None]
-            outputs.append((state * c[:, t, None]).sum(-1) + weights[f"{name}.D"] * u[:, t])
+            outputs.append(
+                (state * c[:, t, None]).sum(-1) + weights[f"{name}.D"] * u[:, t]
+            )
         return linear(torch.cat([torch.stack(outputs, 1), z], -1), f"{name}.out_proj")
 
     def attention(x: torch.Tensor, name: str, heads: int) -> torch.Tensor:
@@ -115,20 +144,34 @@ def test_mambavision_is_the_published_function_under_the_published_names() -> No
         return linear((scores @ value).transpose(1, 2).reshape(x.shape), f"{name}.proj")
 
     def layer_norm(x: torch.Tensor, name: str) -> torch.Tensor:
-        return functional.layer_norm(x, x.shape[-1:], weights[f"{name}.weight"], weights[f"{name}.bias"])
+        return functional.layer_norm(
+            x, x.shape[-1:], weights[f"{name}.weight"], weights[f"{name}.bias"]
+        )
 
     def block(x: torch.Tensor, name: str, attends: bool) -> torch.Tensor:
         inner = layer_norm(x, f"{name}.norm1")
-        mixed = attention(inner, f"{name}.mixer", 2) if attends else mixer(inner, f"{name}.mixer")
+        mixed = (
+            attention(inner, f"{name}.mixer", 2)
+            if attends
+            else mixer(inner, f"{name}.mixer")
+        )
         x = x + weights[f"{name}.gamma_1"] * mixed
         inner = functional.gelu(linear(layer_norm(x, f"{name}.norm2"), f"{name}.mlp.fc1"))
         return x + weights[f"{name}.gamma_2"] * linear(inner, f"{name}.mlp.fc2")
 
-    x = batch_norm(convolution(images, "patch_embed.conv_down.0"), "patch_embed.conv_down.1", 1e-4).relu()
-    x = batch_norm(convolution(x, "patch_embed.conv_down.3"), "patch_embed.conv_down.4", 1e-4).relu()
-    inner = batch_norm(convolution(x, "levels.0.blocks.0.conv1"), "levels.0.blocks.0.norm1")
+    x = batch_norm(
+        convolution(images, "patch_embed.conv_down.0"), "patch_embed.conv_down.1", 1e-4
+    ).relu()
+    x = batch_norm(
+        convolution(x, "patch_embed.conv_down.3"), "patch_embed.conv_down.4", 1e-4
+    ).relu()
     inner = batch_norm(
-        convolution(functional.gelu(inner, approximate="tanh"), "levels.0.blocks.0.conv2"),
+        convolution(x, "levels.0.blocks.0.conv1"), "levels.0.blocks.0.norm1"
+    )
+    inner = batch_norm(
+        convolution(
+            functional.gelu(inner, approximate="tanh"), "levels.0.blocks.0.conv2"
+        ),
         "levels.0.blocks.0.norm2",
     )
     x = x + weights["levels.0.blocks.0.gamma"][:, None, None] * inner
@@ -142,7 +185,9 @@ def test_mambavision_is_the_published_function_under_the_published_names() -> No
         rows.append(window.transpose(1, 2).reshape(2, -1, 4, 4))
     x = batch_norm(torch.cat(rows, 2)[:, :, :5], "norm").mean((2, 3))
     with torch.no_grad(), InDouble():
-        torch.testing.assert_close(model(images).logits, linear(x, "head"), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(
+            model(images).logits, linear(x, "head"), rtol=1e-9, atol=1e-9
+        )
 
 
 def test_a_folder_in_the_hubs_layout_opens_without_its_own_code(tmp_path: Path) -> None:
@@ -151,7 +196,9 @@ def test_a_folder_in_the_hubs_layout_opens_without_its_own_code(tmp_path: Path) 
     (folder / "preprocessor_config.json").unlink()
     config = folder / "config.json"
     extra = '"auto_map": {"AutoModelForImageClassification": "modeling_mambavision.X"}, "mean": [0.3], "std": [0.4], '
-    config.write_text(config.read_text().replace("{", '{ "input_resolution": [1, 8, 8], ' + extra, 1))
+    config.write_text(
+        config.read_text().replace("{", '{ "input_resolution": [1, 8, 8], ' + extra, 1)
+    )
     model = load(folder)
     assert model.task.name == "image"
     assert model.classifier is not None
@@ -164,6 +211,8 @@ def test_a_folder_in_the_hubs_layout_opens_without_its_own_code(tmp_path: Path) 
 def test_the_reference_classifier_reads_digits_as_its_card_says() -> None:
     model = load("reference:vision")
     windows = model.task.from_start("digits:test", length=437)
-    right = model.chain.full_logits(windows.ids).argmax(-1) == model.task.targets(windows.ids)
+    right = model.chain.full_logits(windows.ids).argmax(-1) == model.task.targets(
+        windows.ids
+    )
     assert float(right.double().mean()) > 0.97
     assert sum(path.stat().st_size for path in model.folder.iterdir()) < 10**6

@@ -19,12 +19,20 @@ def mamba() -> LoadedModel:
     return LoadedModel("mamba", Path(), tiny_model("mamba"), None, source="mamba")
 
 
-KEYS = ("sqnr_db", "kl_teacher_to_student", "kl_student_to_teacher", "delta_cross_entropy")
+KEYS = (
+    "sqnr_db",
+    "kl_teacher_to_student",
+    "kl_student_to_teacher",
+    "delta_cross_entropy",
+)
 
 
 def test_one_file_per_bit_width(mamba, tmp_path) -> None:
     name = "backbone.layers.0.mixer.in_proj"
-    found = [measurement(name, fmt, **dict.fromkeys(KEYS, kl)) for fmt, kl in (("int4", 0.5), ("int8", 0.25))]
+    found = [
+        measurement(name, fmt, **dict.fromkeys(KEYS, kl))
+        for fmt, kl in (("int4", 0.5), ("int8", 0.25))
+    ]
     written = write_legacy(tmp_path / "tiny.json", found)
     assert [path.name for path in written] == ["tiny_4bit.json", "tiny_8bit.json"]
     assert json.loads(written[0].read_text()) == {name: dict.fromkeys(KEYS, 0.5)}
@@ -32,7 +40,11 @@ def test_one_file_per_bit_width(mamba, tmp_path) -> None:
     (tied,) = read_legacy(tmp_path / "head.json", "int4", mamba.anatomy)
     assert tied.component == "backbone.embeddings"
     (back,) = read_legacy(written[1], "int8", mamba.anatomy)
-    assert (back.component, back.format, back.metrics["sqnr_db"].value) == (name, "int8", 0.25)
+    assert (back.component, back.format, back.metrics["sqnr_db"].value) == (
+        name,
+        "int8",
+        0.25,
+    )
 
 
 @pytest.mark.parametrize(
@@ -40,7 +52,10 @@ def test_one_file_per_bit_width(mamba, tmp_path) -> None:
     [
         ("{", "is not JSON"),
         ("[]", "not a published sensitivity file"),
-        ('{"backbone.layers.77.mixer.in_proj": {"sqnr_db": 1}}', "names backbone.layers.77.mixer.in_proj"),
+        (
+            '{"backbone.layers.77.mixer.in_proj": {"sqnr_db": 1}}',
+            "names backbone.layers.77.mixer.in_proj",
+        ),
         ('{"lm_head": {"sqnr_db": "high"}}', "expected a number"),
         ('{"lm_head": {"sqnr_db": true}}', "expected a number"),
         ('{"lm_head": {"sqnr_db": 1' + "0" * 400 + "}}", "expected a number"),
@@ -55,7 +70,9 @@ def test_files_of_another_kind_are_refused(mamba, tmp_path, content, message) ->
         read_legacy(path, "int4", mamba.anatomy)
 
 
-def test_of_published_measurements_the_direction_that_is_a_kl_is_chosen_and_said() -> None:
+def test_of_published_measurements_the_direction_that_is_a_kl_is_chosen_and_said() -> (
+    None
+):
     """As published: 5e8 for everything in one direction, and the damage in the other."""
     damage = {"head": (3575.0, 101.0), "in_proj": (20.9, 0.07)}
     measurements = tuple(

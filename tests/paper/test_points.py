@@ -16,32 +16,48 @@ METRIC_KEYS = {
 }
 
 
-def by_definition(key: str, sign: int, bits: tuple[int, ...], *, head: bool) -> list[dict[str, str]]:
+def by_definition(
+    key: str, sign: int, bits: tuple[int, ...], *, head: bool
+) -> list[dict[str, str]]:
     """Ten assignments: the definition, spelt out on the published JSON."""
     lists = [
-        (sign * metrics[key], layer, f"int{b}") for b in bits for layer, metrics in seed_lists()[b].items()
+        (sign * metrics[key], layer, f"int{b}")
+        for b in bits
+        for layer, metrics in seed_lists()[b].items()
     ]
-    rows = sorted((row for row in lists if head or row[1] != "lm_head"), key=lambda row: row[0])
+    rows = sorted(
+        (row for row in lists if head or row[1] != "lm_head"), key=lambda row: row[0]
+    )
     cuts = [(len(rows) - 1) // 10 * i for i in range(1, 11)]
     return [{layer: fmt for _, layer, fmt in rows[:-1][:cut]} for cut in cuts]
 
 
 @pytest.mark.parametrize("head", [True, False])
 @pytest.mark.parametrize("metric", METRIC_KEYS)
-@pytest.mark.parametrize(("pipeline", "prefix", "bits"), [("cpu", "", (4, 8)), ("gpu", "gpu_", (8,))])
+@pytest.mark.parametrize(
+    ("pipeline", "prefix", "bits"), [("cpu", "", (4, 8)), ("gpu", "gpu_", (8,))]
+)
 def test_ten_points_of_the_published_lists(
     metric: str, head: bool, pipeline: str, prefix: str, bits: tuple[int, ...]
 ) -> None:
     """Those of the GPU use the 8-bit list only."""
     key, label, sign = METRIC_KEYS[metric]
-    points = paper_points(seed_table(), metric=metric, no_head=not head, pipeline=pipeline)
+    points = paper_points(
+        seed_table(), metric=metric, no_head=not head, pipeline=pipeline
+    )
     plans = {p.name.removeprefix(prefix): p for p in points}
     names = [f"{label}_point{i:02d}" for i in range(1, 11)]
-    assert [p.name for p in points] == [prefix + n for n in [f"uniform_int{b}" for b in bits[::-1]] + names]
-    for name, chosen in zip(names, by_definition(key, sign, bits, head=head), strict=True):
+    assert [p.name for p in points] == [
+        prefix + n for n in [f"uniform_int{b}" for b in bits[::-1]] + names
+    ]
+    for name, chosen in zip(
+        names, by_definition(key, sign, bits, head=head), strict=True
+    ):
         assignment = plans[name].assignment
         assert {name: fmt for name, fmt in assignment.items() if fmt != "fp16"} == chosen
-        assert len(assignment) == 97  # every quantizable component is named, no conv1d among them
+        assert (
+            len(assignment) == 97
+        )  # every quantizable component is named, no conv1d among them
         if not head:
             assert assignment["lm_head"] == "fp16"
 
@@ -49,7 +65,9 @@ def test_ten_points_of_the_published_lists(
 def test_the_gpu_script_cuts_mamba2_into_eight() -> None:
     """24 blocks of two projections and a head, as mamba2-130m has, in the order of their damage. (49 − 1) // 8 = 6: 6,
     12, …, 48 of the 49 layers, the least sensitive first."""
-    order = [f"layers.{i}.{kind}" for i in range(24) for kind in ("in_proj", "out_proj")] + ["head"]
+    order = [
+        f"layers.{i}.{kind}" for i in range(24) for kind in ("in_proj", "out_proj")
+    ] + ["head"]
     kls = {
         (name, fmt): (order.index(name) + 1) * factor
         for name in order
@@ -59,7 +77,9 @@ def test_the_gpu_script_cuts_mamba2_into_eight() -> None:
     plans = [p for p in paper_points(table, pipeline="gpu") if p.family == "paper"]
     assert [p.name for p in plans] == [f"gpu_kl_point{i:02d}" for i in range(1, 9)]
     for plan, layers in zip(plans, (6, 12, 18, 24, 30, 36, 42, 48), strict=True):
-        assert [name for name, fmt in plan.assignment.items() if fmt == "int8"] == order[:layers]
+        assert [name for name, fmt in plan.assignment.items() if fmt == "int8"] == order[
+            :layers
+        ]
         assert plan.notes["entries"] == layers
 
 
@@ -73,7 +93,9 @@ def test_ties_get_int8_and_what_is_not_a_number_ranks_as_the_worst() -> None:
     plans = {p.name: p for p in paper_points(small_table(kls, head="c0"))}
     # 22 entries, all equal: 4-bit first, then 8-bit; 20 of the 21 left are used by the last point.
     last = plans["kl_point10"].assignment
-    assert [name for name, fmt in last.items() if fmt == "int8"] == [f"c{i}" for i in range(9)]
+    assert [name for name, fmt in last.items() if fmt == "int8"] == [
+        f"c{i}" for i in range(9)
+    ]
     assert last["c9"] == last["c10"] == "int4"
     kls = {(f"c{i}", "int8"): float(i) for i in range(12)} | {("c0", "int8"): math.nan}
     plans = {p.name: p for p in paper_points(small_table(kls, head="c5"), pipeline="gpu")}
@@ -83,27 +105,53 @@ def test_ties_get_int8_and_what_is_not_a_number_ranks_as_the_worst() -> None:
 
 def test_gguf_has_the_same_points_in_its_own_formats() -> None:
     own = {"int4": "q4_0", "int8": "q8_0"}
-    kls = {(f"c{i}", fmt): (7 * i % 13) + bits for i in range(12) for bits, fmt in enumerate(own)}
+    kls = {
+        (f"c{i}", fmt): (7 * i % 13) + bits
+        for i in range(12)
+        for bits, fmt in enumerate(own)
+    }
     in_gguf = {(name, own[fmt]): kl for (name, fmt), kl in kls.items()}
     paper = paper_points(small_table(kls, head="c0"))
     points = paper_points(small_table(in_gguf, head="c0"))
     assert points[0].name == "ggml_uniform_q8_0"
     assert points[-1].name == "ggml_kl_point10"
-    translated = [{name: own.get(fmt, fmt) for name, fmt in p.assignment.items()} for p in paper]
+    translated = [
+        {name: own.get(fmt, fmt) for name, fmt in p.assignment.items()} for p in paper
+    ]
     assert [p.assignment for p in points] == translated
     both = paper_points(small_table(kls | in_gguf, head="c0"))
     assert [p.assignment for p in both] == [p.assignment for p in paper]
 
 
 def point(name: str, size: int, kl: float | None, family: str = "paper") -> Plan:
-    measured = None if kl is None else Measured(Estimate(kl), Estimate(20.0), 19.0, "wikitext2:valid", 4)
-    return Plan(name, {}, "test", predicted_kl=kl or 0.0, bytes=size, family=family, measured=measured)
+    measured = (
+        None
+        if kl is None
+        else Measured(Estimate(kl), Estimate(20.0), 19.0, "wikitext2:valid", 4)
+    )
+    return Plan(
+        name,
+        {},
+        "test",
+        predicted_kl=kl or 0.0,
+        bytes=size,
+        family=family,
+        measured=measured,
+    )
 
 
 def test_the_best_of_the_papers_points_is_no_larger_than_its_rival() -> None:
     rival = point("recommended", 100, 0.1, "exact")
-    points = [point("kl_point01", 120, 0.01), point("kl_point02", 99, 0.3), point("kl_point03", 90, 0.2)]
-    others = [point("uniform_int8", 80, 0.0, "uniform"), point("kl_point03_ours", 80, 0.0, "exact"), rival]
+    points = [
+        point("kl_point01", 120, 0.01),
+        point("kl_point02", 99, 0.3),
+        point("kl_point03", 90, 0.2),
+    ]
+    others = [
+        point("uniform_int8", 80, 0.0, "uniform"),
+        point("kl_point03_ours", 80, 0.0, "exact"),
+        rival,
+    ]
     assert best_paper_point([*points, *others], rival) is points[2]
     smallest = point("kl_point05", 110, 0.5)
     assert best_paper_point([points[0], smallest], rival) is smallest
@@ -126,12 +174,19 @@ class Additive:
     """Perplexity that grows with the damage of each component of `chain`; counts how often it is asked."""
 
     def __init__(self, scale: float, worst: str = "") -> None:
-        self.scale, self.worst, self.calls = scale, worst, 0
+        self.scale = scale
+        self.worst = worst
+        self.calls = 0
 
     def __call__(self, assignment: Mapping[str, str]) -> float:
         self.calls += 1
-        damage = (2.0 ** int(c[1:]) * (1.0 if f == "int4" else 0.01) for c, f in assignment.items())
-        return BASELINE * math.exp(self.scale * (sum(damage) + 1e6 * (self.worst in assignment)))
+        damage = (
+            2.0 ** int(c[1:]) * (1.0 if f == "int4" else 0.01)
+            for c, f in assignment.items()
+        )
+        return BASELINE * math.exp(
+            self.scale * (sum(damage) + 1e6 * (self.worst in assignment))
+        )
 
 
 def test_greedy_stays_within_the_budget_and_passes_over_a_bad_component() -> None:
@@ -158,6 +213,9 @@ def test_a_component_never_grows_again() -> None:
     assert result.plan.assignment == {"c0": "int4"}
     # A perplexity that is not a number is within no budget.
     result = greedy_plan(
-        chain(3), lambda a: math.nan if "c2" in a else BASELINE, formats=("int8",), gamma=10.0
+        chain(3),
+        lambda a: math.nan if "c2" in a else BASELINE,
+        formats=("int8",),
+        gamma=10.0,
     )
     assert result.plan.assignment == {"c0": "int8", "c1": "int8", "c2": "fp16"}

@@ -17,7 +17,9 @@ APP = BenchmarkApp()
 @pytest.fixture
 def one_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model of these tests is only a name."""
-    monkeypatch.setattr(BenchmarkApp, "input_shapes", lambda self, place: "input_ids[1,1]")
+    monkeypatch.setattr(
+        BenchmarkApp, "input_shapes", lambda self, place: "input_ids[1,1]"
+    )
 
 
 def test_its_real_output_is_read() -> None:
@@ -36,7 +38,9 @@ def test_its_real_output_is_read() -> None:
     quick = APP.read((DATA / "microseconds.log").read_text())
     assert (quick.iterations, quick.threads, quick.throughput_fps) == (19240, 2, 19239.91)
     assert quick.median_ms == pytest.approx(0.02603)
-    with pytest.raises(TargetError, match='Device with "GPU" name is not registered'):  # the innermost reason
+    with pytest.raises(
+        TargetError, match='Device with "GPU" name is not registered'
+    ):  # the innermost reason
         APP.read((DATA / "no_device.log").read_text())
 
 
@@ -44,31 +48,47 @@ def _printed(iterations: int, seconds: float) -> str:
     text = (DATA / "static.log").read_text()
     report = APP.read(text)
     text = text.replace(f"{report.iterations} iterations\n", f"{iterations} iterations\n")
-    return text.replace(f"{1e3 * report.duration_seconds:.2f} ms", f"{1e3 * seconds:.2f} ms")
+    return text.replace(
+        f"{1e3 * report.duration_seconds:.2f} ms", f"{1e3 * seconds:.2f} ms"
+    )
 
 
 @pytest.mark.parametrize(("iterations", "seconds"), [(49, 70.0), (500, 59.9)])
 def test_a_run_that_fell_short_is_extended(
-    iterations: int, seconds: float, one_token: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    iterations: int,
+    seconds: float,
+    one_token: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[tuple[int, int]] = []
 
     def run(command: Sequence[str]) -> tuple[int, str]:
-        asked.append((int(command[command.index("-t") + 1]), int(command[command.index("-niter") + 1])))
-        return 0, _printed(iterations, seconds) if len(asked) == 1 else _printed(90, 121.0)
+        asked.append(
+            (
+                int(command[command.index("-t") + 1]),
+                int(command[command.index("-niter") + 1]),
+            )
+        )
+        return 0, _printed(iterations, seconds) if len(asked) == 1 else _printed(
+            90, 121.0
+        )
 
     monkeypatch.setattr(timing, "_run", run)
     report, command = timing.run_app(APP, Path("model.xml"), tmp_path / "log/model.log")
     assert asked == [(60, 50), (120, 100)]
     assert (report.iterations, report.duration_seconds) == (90, 121.0)
     assert command[command.index("-t") + 1] == "120"
-    assert (tmp_path / "log/model.log").read_text().count("Count:") == 2  # both attempts are kept
+    assert (tmp_path / "log/model.log").read_text().count(
+        "Count:"
+    ) == 2  # both attempts are kept
 
 
 def test_a_run_that_never_gets_there_or_fails_is_an_error_that_names_its_log(
     one_token: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, log = Path("model.xml"), tmp_path / "model.log"
+    model = Path("model.xml")
+    log = tmp_path / "model.log"
     said = {
         "did not reach 60 s and 50 iterations": (0, _printed(49, 10.0)),
         r"see .*model\.log": (1, "[ ERROR ] no such device"),

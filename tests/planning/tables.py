@@ -15,15 +15,21 @@ SEED_FOLDER = Path(__file__).resolve().parents[3] / "shared" / "data" / "seed_se
 
 
 def component(name: str, shape: tuple[int, ...] = (64, 64), **more: Any) -> Component:
-    kind, size = name.rpartition(".")[2], math.prod(shape)
-    more = {key: tuple(value) if key in ("tied_with", "fused_with") else value for key, value in more.items()}
+    kind = name.rpartition(".")[2]
+    size = math.prod(shape)
+    more = {
+        key: tuple(value) if key in ("tied_with", "fused_with") else value
+        for key, value in more.items()
+    }
     if not more.get("quantizable", True):
         more["reason"] = "runtimes need it in full precision"
     return Component(name, f"{name}.weight", kind, "ssm", None, shape, size, **more)
 
 
 def measurement(name: str, format_name: str, **metrics: float | Estimate) -> Measurement:
-    estimates = {k: v if isinstance(v, Estimate) else Estimate(v, 0.0) for k, v in metrics.items()}
+    estimates = {
+        k: v if isinstance(v, Estimate) else Estimate(v, 0.0) for k, v in metrics.items()
+    }
     return Measurement(name, format_name, estimates, 1024, 8, "float32", 0.1)
 
 
@@ -36,12 +42,23 @@ def table_of(
     model_type: str = "mamba",
 ) -> SensitivityTable:
     """Both KLs, the MSE and ΔCE of a measurement are the same number here, and SQNR its negative."""
-    same = ("kl_teacher_to_student", "kl_student_to_teacher", "mse", "delta_cross_entropy")
+    same = (
+        "kl_teacher_to_student",
+        "kl_student_to_teacher",
+        "mse",
+        "delta_cross_entropy",
+    )
     measurements = tuple(
-        measurement(name, fmt, **dict.fromkeys(same, kl), sqnr_db=-kl) for (name, fmt), kl in kls.items()
+        measurement(name, fmt, **dict.fromkeys(same, kl), sqnr_db=-kl)
+        for (name, fmt), kl in kls.items()
     )
     return SensitivityTable(
-        "org/tiny-model", model_type, tuple(components), head, embedding or head, measurements
+        "org/tiny-model",
+        model_type,
+        tuple(components),
+        head,
+        embedding or head,
+        measurements,
     )
 
 
@@ -82,7 +99,9 @@ def mamba_130m_components() -> list[Component]:
 def seed_table(model_type: str = "mamba") -> SensitivityTable:
     lists = seed_lists()
     measurements = tuple(
-        measurement(name, f"int{bits}", **{k: v for k, v in metrics.items() if k != "perplexity"})
+        measurement(
+            name, f"int{bits}", **{k: v for k, v in metrics.items() if k != "perplexity"}
+        )
         for bits, layers in lists.items()
         for name, metrics in layers.items()
     )

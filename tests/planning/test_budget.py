@@ -11,7 +11,13 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from kl_lens.base.errors import BudgetError, PlanError
-from kl_lens.planning import SpeedModel, build_problem, frontier, plan_for_budget, plan_for_loss
+from kl_lens.planning import (
+    SpeedModel,
+    build_problem,
+    frontier,
+    plan_for_budget,
+    plan_for_loss,
+)
 from kl_lens.run.records import SensitivityTable
 from kl_lens.weights.formats import get_format
 from tests.planning.tables import best, component, table_of
@@ -37,15 +43,22 @@ class Instance:
         free = self.table.candidates
         fixed = sum(2 * c.parameters for c in self.table.components if not c.quantizable)
         kl = {
-            (m.component, m.format): m.metrics["kl_teacher_to_student"].value for m in self.table.measurements
+            (m.component, m.format): m.metrics["kl_teacher_to_student"].value
+            for m in self.table.measurements
         }
         options = [["fp16"] + [f for f in FORMATS if (c.name, f) in kl] for c in free]
         for formats in itertools.product(*options):
             chosen = dict(zip((c.name for c in free), formats, strict=True))
-            if keep_fused and any(chosen[c.name] != chosen[s] for c in free for s in c.fused_with):
+            if keep_fused and any(
+                chosen[c.name] != chosen[s] for c in free for s in c.fused_with
+            ):
                 continue
             yield Candidate(
-                fixed + sum(get_format(f).bytes(c.shape) for c, f in zip(free, formats, strict=True)),
+                fixed
+                + sum(
+                    get_format(f).bytes(c.shape)
+                    for c, f in zip(free, formats, strict=True)
+                ),
                 math.fsum(max(0.0, kl.get(pair, 0.0)) for pair in chosen.items()),
                 self.speed.constant
                 + math.fsum(
@@ -58,27 +71,43 @@ class Instance:
 
 # Wide ranges, exact ties, zeros, and the slightly negative values that a noise floor produces.
 damage = st.one_of(
-    st.floats(1e-9, 1e-3), st.floats(1e-3, 20.0), st.sampled_from([0.0, -1e-9, 1e-4, 2e-4, 0.5])
+    st.floats(1e-9, 1e-3),
+    st.floats(1e-3, 20.0),
+    st.sampled_from([0.0, -1e-9, 1e-4, 2e-4, 0.5]),
 )
 
 
 @st.composite
 def instances(draw: st.DrawFn) -> Instance:
     count = draw(st.integers(1, 5))
-    shapes = [(draw(st.integers(1, 40)), 32 * draw(st.integers(1, 4))) for _ in range(count)]
+    shapes = [
+        (draw(st.integers(1, 40)), 32 * draw(st.integers(1, 4))) for _ in range(count)
+    ]
     names = [f"c{i}" for i in range(count)]
     parts = [component(n, s) for n, s in zip(names, shapes, strict=True)]
     if count >= 3 and draw(st.booleans()):
         trio = names[: draw(st.integers(2, 3))]
         parts = [
-            replace(c, fused_with=tuple(n for n in trio if n != c.name)) if c.name in trio else c
+            replace(c, fused_with=tuple(n for n in trio if n != c.name))
+            if c.name in trio
+            else c
             for c in parts
         ]
-    kls = {(n, f): draw(damage) for n in names for f in FORMATS if draw(st.integers(0, 9)) > 0}
+    kls = {
+        (n, f): draw(damage)
+        for n in names
+        for f in FORMATS
+        if draw(st.integers(0, 9)) > 0
+    }
     rate = st.one_of(st.floats(1e-9, 1e-5), st.sampled_from([0.0, 1e-6]))
     rates = {name: draw(rate) for name in ("fp16", *FORMATS)}
     alone = [None, *(c.name for c in parts if not c.fused_with)]
-    speed = SpeedModel(draw(st.sampled_from([0.0, 1e-3])), rates, 1e-6, lookup=draw(st.sampled_from(alone)))
+    speed = SpeedModel(
+        draw(st.sampled_from([0.0, 1e-3])),
+        rates,
+        1e-6,
+        lookup=draw(st.sampled_from(alone)),
+    )
     parts.append(component("conv1d", (draw(st.integers(1, 9)), 1, 4), quantizable=False))
     return Instance(table_of(parts, kls, head="c0"), speed)
 
@@ -91,7 +120,9 @@ def within(plans: list[Candidate], share: float) -> int:
 
 @quick
 @given(instances(), st.floats(0, 1), st.booleans())
-def test_least_kl_within_bytes(instance: Instance, share: float, keep_fused: bool) -> None:
+def test_least_kl_within_bytes(
+    instance: Instance, share: float, keep_fused: bool
+) -> None:
     plans = list(instance.brute_force(keep_fused=keep_fused))
     budget = within(plans, share)
     solution = best(instance.table, max_bytes=budget, keep_fused=keep_fused)
@@ -109,24 +140,38 @@ def test_least_bytes_within_kl(instance: Instance, data: st.DataObject) -> None:
     plans = list(instance.brute_force())
     # Exactly on a plan's own KL, where a rounding error would decide, or anywhere.
     limit = data.draw(
-        st.one_of(st.sampled_from([p.kl for p in plans]), st.floats(0, max(p.kl for p in plans)))
+        st.one_of(
+            st.sampled_from([p.kl for p in plans]), st.floats(0, max(p.kl for p in plans))
+        )
     )
     solution = best(instance.table, max_kl=limit)
     assert solution.minimised == "bytes"
     assert solution.totals.kl <= limit
     slack = 1e-12 * limit  # sums in another order may differ in the last digit
-    assert solution.totals.bytes <= min(p.bytes for p in plans if p.kl <= limit - slack or p.kl == 0)
+    assert solution.totals.bytes <= min(
+        p.bytes for p in plans if p.kl <= limit - slack or p.kl == 0
+    )
     assert solution.totals.bytes >= min(p.bytes for p in plans if p.kl <= limit + slack)
 
 
 @quick
-@given(instances(), st.floats(0, 1), st.floats(0, 1), st.sampled_from(["min_speed", "max_kl"]))
-def test_two_limits_together(instance: Instance, share: float, part: float, other: str) -> None:
+@given(
+    instances(),
+    st.floats(0, 1),
+    st.floats(0, 1),
+    st.sampled_from(["min_speed", "max_kl"]),
+)
+def test_two_limits_together(
+    instance: Instance, share: float, part: float, other: str
+) -> None:
     plans = list(instance.brute_force())
     quantity = "seconds" if other == "min_speed" else "kl"
     values = [getattr(p, quantity) for p in plans]
     most = max(1e-12, (min(values) + part * (max(values) - min(values))) * (1 + 1e-9))
-    limits = {"max_bytes": within(plans, share), other: 1 / most if other == "min_speed" else most}
+    limits = {
+        "max_bytes": within(plans, share),
+        other: 1 / most if other == "min_speed" else most,
+    }
     problem = build_problem(instance.table, speed=instance.speed)
     fits = [p for p in plans if p.bytes <= limits["max_bytes"]]
     possible = [p for p in fits if getattr(p, quantity) <= most * (1 - 1e-12)]
@@ -137,10 +182,14 @@ def test_two_limits_together(instance: Instance, share: float, part: float, othe
     solution = plan_for_budget(problem, **limits)
     assert solution.totals.bytes <= limits["max_bytes"]
     assert getattr(solution.totals, quantity) <= most * (1 + 1e-15)
-    assert solution.totals.kl == pytest.approx(min(p.kl for p in possible), rel=1e-8, abs=1e-15)
+    assert solution.totals.kl == pytest.approx(
+        min(p.kl for p in possible), rel=1e-8, abs=1e-15
+    )
     assert solution.gap < 1e-6
     fastest = plan_for_budget(problem, max_bytes=limits["max_bytes"], minimise="seconds")
-    assert fastest.totals.seconds == pytest.approx(min(p.seconds for p in fits), rel=1e-9, abs=1e-15)
+    assert fastest.totals.seconds == pytest.approx(
+        min(p.seconds for p in fits), rel=1e-9, abs=1e-15
+    )
 
 
 @quick
@@ -156,7 +205,11 @@ def test_no_plan_beats_the_frontier(instance: Instance) -> None:
 
 
 def test_everything_counts_and_the_head_can_stay_out() -> None:
-    parts = [component("a"), component("head"), component("norm", (64,), quantizable=False)]
+    parts = [
+        component("a"),
+        component("head"),
+        component("norm", (64,), quantizable=False),
+    ]
     kls = {(n, "int4"): 0.1 for n in ("a", "head")}
     table = table_of(parts, kls)
     plan = best(table, max_bpw=16, max_kl=1, minimise="bytes", no_head=True).plan
@@ -167,22 +220,33 @@ def test_everything_counts_and_the_head_can_stay_out() -> None:
 def test_impossible_budgets_answer_with_the_range() -> None:
     table = table_of([component("head", (1000, 1000))], {("head", "int8"): 0.25})
     with pytest.raises(
-        BudgetError, match=r"--max-bytes 5 B cannot be met: .* 1.00 MB to 2.00 MB \(8.016 to 16"
+        BudgetError,
+        match=r"--max-bytes 5 B cannot be met: .* 1.00 MB to 2.00 MB \(8.016 to 16",
     ) as e:
         best(table, max_bytes=5)
     assert e.value.exit_code == 2
-    for others in ({}, {"max_bytes": 600_000}):  # the tighter one is named, as it was given
-        with pytest.raises(BudgetError, match=r"^--max-bpw 4 cannot be met: .* \(8.016 to 16"):
+    for others in (
+        {},
+        {"max_bytes": 600_000},
+    ):  # the tighter one is named, as it was given
+        with pytest.raises(
+            BudgetError, match=r"^--max-bpw 4 cannot be met: .* \(8.016 to 16"
+        ):
             best(table, max_bpw=4, **others)
     with pytest.raises(BudgetError, match=r"^--max-bytes 400.00 kB cannot be met"):
         best(table, max_bpw=4, max_bytes=400_000)
-    with pytest.raises(BudgetError, match=r"--max-kl -1 nats cannot be met: .* 0 nats to 0.25 nats"):
+    with pytest.raises(
+        BudgetError, match=r"--max-kl -1 nats cannot be met: .* 0 nats to 0.25 nats"
+    ):
         best(table, max_kl=-1)
-    with pytest.raises(BudgetError, match=r"^--max-bpw 12 and --max-kl 0.1 nats cannot be met together"):
+    with pytest.raises(
+        BudgetError, match=r"^--max-bpw 12 and --max-kl 0.1 nats cannot be met together"
+    ):
         best(table, max_bpw=12, max_kl=0.1)
     speed = SpeedModel(0.002, {"fp16": 1e-8, "int8": 1e-8}, 1e-8)
     with pytest.raises(
-        BudgetError, match=r"--min-speed 200 tokens/s cannot be met: .* 83.\d+ tokens/s to 45.45 tokens/s"
+        BudgetError,
+        match=r"--min-speed 200 tokens/s cannot be met: .* 83.\d+ tokens/s to 45.45 tokens/s",
     ):
         best(table, min_speed=200, speed=speed)
 
@@ -192,13 +256,18 @@ def test_impossible_budgets_answer_with_the_range() -> None:
     [
         ({}, "no budget given"),
         ({"min_speed": 1.0}, "needs the speeds of the target's files"),
-        ({"min_speed": 0, "speed": SpeedModel(0.0, {}, 1.0)}, "--min-speed 0 is not a limit"),
+        (
+            {"min_speed": 0, "speed": SpeedModel(0.0, {}, 1.0)},
+            "--min-speed 0 is not a limit",
+        ),
         ({"max_kl": math.nan}, "nan is not a limit"),
         ({"max_kl": 1.0, "minimise": "beauty"}, "cannot minimise 'beauty'"),
         ({"max_kl": 1.0, "recipes": ["int4"]}, "no measurements at int4"),
     ],
 )
-def test_budgets_that_make_no_sense_are_refused(asked: dict[str, Any], message: str) -> None:
+def test_budgets_that_make_no_sense_are_refused(
+    asked: dict[str, Any], message: str
+) -> None:
     with pytest.raises(PlanError, match=message):
         best(table_of([component("head")], {("head", "int8"): 0.25}), **asked)
 
@@ -206,9 +275,12 @@ def test_budgets_that_make_no_sense_are_refused(asked: dict[str, Any], message: 
 def test_hopeless_formats_do_not_spoil_the_scaling() -> None:
     """A head at 4 bits can cost thousands of nats; the rest differs in the ninth digit."""
     names = [f"c{i}" for i in range(12)]
-    kls = {(n, "int4"): 1e-6 * (1 + 1e-3 * i) for i, n in enumerate(names)} | {("c0", "int4"): 4e4}
+    kls = {(n, "int4"): 1e-6 * (1 + 1e-3 * i) for i, n in enumerate(names)} | {
+        ("c0", "int4"): 4e4
+    }
     table = table_of([component(n) for n in names], kls, head="c0")
-    full, small = 2 * 64 * 64, get_format("int4").bytes((64, 64))
+    full = 2 * 64 * 64
+    small = get_format("int4").bytes((64, 64))
     solution = best(table, max_bytes=7 * full + 5 * small)
     assert [n for n, f in solution.plan.assignment.items() if f == "int4"] == names[1:6]
     speed = SpeedModel(1.0, {}, 1e-9)
@@ -217,14 +289,21 @@ def test_hopeless_formats_do_not_spoil_the_scaling() -> None:
 
 
 def test_limits_next_to_nothing() -> None:
-    kls = {("a", "int8"): 0.0, ("a", "int4"): 1e-300, ("head", "int8"): 0.5, ("head", "int4"): 0.7}
+    kls = {
+        ("a", "int8"): 0.0,
+        ("a", "int4"): 1e-300,
+        ("head", "int8"): 0.5,
+        ("head", "int4"): 0.7,
+    }
     table = table_of([component("a"), component("head")], kls)
     for limit in (0.0, 5e-324, 1e-310, 1e-301):
         assert best(table, max_kl=limit).plan.assignment == {"a": "int8", "head": "fp16"}
     assert best(table, max_kl=1e-300).plan.assignment == {"a": "int4", "head": "fp16"}
 
 
-def test_400_components_by_6_formats_are_proven_silently(capfd: pytest.CaptureFixture[str]) -> None:
+def test_400_components_by_6_formats_are_proven_silently(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     generator = np.random.default_rng(7)
     formats = ("int8", "q6_k", "q5_k", "q4_k", "int4")
     shapes = [(1536, 512), (256, 768), (768, 256), (512, 768)]
@@ -253,7 +332,10 @@ def world() -> SensitivityTable:
 @pytest.mark.parametrize("exaggeration", [0.5, 1.0, 1.3, 3.0])
 def test_the_plan_fits_and_is_nearly_the_smallest(exaggeration: float) -> None:
     table = world()
-    kl = {(m.component, m.format): m.metrics["kl_teacher_to_student"].value for m in table.measurements}
+    kl = {
+        (m.component, m.format): m.metrics["kl_teacher_to_student"].value
+        for m in table.measurements
+    }
 
     def truth(assignment: Mapping[str, str]) -> float:
         return exaggeration * sum(kl.get(item, 0.0) for item in assignment.items())

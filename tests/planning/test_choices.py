@@ -9,14 +9,25 @@ from typing import Any
 import pytest
 
 from kl_lens.base.errors import PlanError
-from kl_lens.planning import Predictor, build_problem, cost_of, finished_plan, frontier, verify
+from kl_lens.planning import (
+    Predictor,
+    build_problem,
+    cost_of,
+    finished_plan,
+    frontier,
+    verify,
+)
 from kl_lens.run.records import Estimate, SensitivityTable
 from kl_lens.weights.quantizers import quantizer
 from kl_lens.weights.quantizers.methods import Nearest
 from tests.planning.tables import best, component, measurement, table_of
 
 NAMES = ("head", "in_proj", "dt_proj")
-PARTS = (component("head", (128, 64)), component("in_proj", (128, 64)), component("dt_proj", (64, 48)))
+PARTS = (
+    component("head", (128, 64)),
+    component("in_proj", (128, 64)),
+    component("dt_proj", (64, 48)),
+)
 
 
 class Clever(Nearest):
@@ -31,8 +42,16 @@ def clever(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def measured_table(*recipes: str) -> SensitivityTable:
-    damage = {"int8": 0.01, "int4": 0.2, "int4+clever": 0.1, "INT4+clever": 0.1, "int4-g32+clever": 0.08}
-    return table_of(PARTS, {(name, recipe): damage[recipe] for name in NAMES for recipe in recipes})
+    damage = {
+        "int8": 0.01,
+        "int4": 0.2,
+        "int4+clever": 0.1,
+        "INT4+clever": 0.1,
+        "int4-g32+clever": 0.08,
+    }
+    return table_of(
+        PARTS, {(name, recipe): damage[recipe] for name in NAMES for recipe in recipes}
+    )
 
 
 @pytest.mark.usefixtures("clever")
@@ -41,7 +60,9 @@ def test_a_method_costs_no_bytes_and_competes_with_plain_rounding() -> None:
     plan = best(table, max_bytes=cost_of(PARTS, dict.fromkeys(NAMES, "int4")).bytes).plan
     assert set(plan.assignment.values()) == {"int4+clever"}
     assert plan.predicted_kl == pytest.approx(0.3)
-    assert [share.recipe for share in cost_of(PARTS, plan.assignment).shares] == ["int4+clever"]
+    assert [share.recipe for share in cost_of(PARTS, plan.assignment).shares] == [
+        "int4+clever"
+    ]
 
 
 @pytest.mark.usefixtures("clever")
@@ -49,9 +70,9 @@ def test_a_fallback_keeps_the_method() -> None:
     cost = cost_of(PARTS, {"dt_proj": "int4-g32+clever"})
     assert cost.stored["dt_proj"] == "int8+clever"
     assert "48 columns" in cost.fallbacks["dt_proj"]
-    assert Predictor(measured_table("int4-g32+clever")).estimate("dt_proj", "int8+clever") == Estimate(
-        0.08, 0.0
-    )
+    assert Predictor(measured_table("int4-g32+clever")).estimate(
+        "dt_proj", "int8+clever"
+    ) == Estimate(0.08, 0.0)
 
 
 def a_target(why_not: Callable[[str, int], str | None]) -> Any:
@@ -65,7 +86,9 @@ def a_target(why_not: Callable[[str, int], str | None]) -> Any:
 
 
 def only_eight_bits(name: str, columns: int) -> str | None:
-    return None if name in ("fp16", "int8") else f"no kernel for {name} of {columns} columns"
+    return (
+        None if name in ("fp16", "int8") else f"no kernel for {name} of {columns} columns"
+    )
 
 
 def test_a_plan_for_a_target_holds_only_what_it_can_hold() -> None:
@@ -77,10 +100,19 @@ def test_a_plan_for_a_target_holds_only_what_it_can_hold() -> None:
 
 
 def test_siblings_need_a_recipe_that_all_of_them_can_have() -> None:
-    pair = [component("q", fused_with=["k"]), component("k", (64, 128), fused_with=["q"]), component("head")]
-    table = table_of(pair, {(n, f): 0.1 for n in ("q", "k", "head") for f in ("int4", "int8")})
+    pair = [
+        component("q", fused_with=["k"]),
+        component("k", (64, 128), fused_with=["q"]),
+        component("head"),
+    ]
+    table = table_of(
+        pair, {(n, f): 0.1 for n in ("q", "k", "head") for f in ("int4", "int8")}
+    )
     problem = build_problem(
-        table, target=a_target(lambda name, columns: "no" if (name, columns) == ("int4", 128) else None)
+        table,
+        target=a_target(
+            lambda name, columns: "no" if (name, columns) == ("int4", 128) else None
+        ),
     )
     assert [{c.recipe for c in g.choices} for g in problem.groups] == [
         {"fp16", "int8"},
@@ -101,7 +133,10 @@ def test_a_limit_in_bytes_is_the_files() -> None:
     assert (tight.plan.bytes or 0) < weights
     # Bits per weight stay those of the weights.
     bits = 8 * weights / sum(p.parameters for p in PARTS)
-    assert best(table, max_bpw=bits, fixed_bytes=1000).plan.assignment == alone.plan.assignment
+    assert (
+        best(table, max_bpw=bits, fixed_bytes=1000).plan.assignment
+        == alone.plan.assignment
+    )
     assert (
         frontier(build_problem(table, fixed_bytes=1000))[0].bytes
         == 1000 + cost_of(PARTS, dict.fromkeys(NAMES, "int4")).bytes
@@ -111,16 +146,24 @@ def test_a_limit_in_bytes_is_the_files() -> None:
 def with_kl(value: float, error: float = 0.0) -> SensitivityTable:
     table = measured_table("int4", "int8")
     odd = measurement("in_proj", "int4", kl_teacher_to_student=Estimate(value, error))
-    rest = [m for m in table.measurements if (m.component, m.format) != ("in_proj", "int4")]
+    rest = [
+        m for m in table.measurements if (m.component, m.format) != ("in_proj", "int4")
+    ]
     return replace(table, measurements=(*rest, odd))
 
 
 @pytest.mark.parametrize(
     ("value", "complaint"),
-    [(math.nan, "which is not a number"), (-0.01, "never negative"), (5e8, "far too large for a KL")],
+    [
+        (math.nan, "which is not a number"),
+        (-0.01, "never negative"),
+        (5e8, "far too large for a KL"),
+    ],
 )
 def test_what_cannot_be_a_kl_is_not_optimised(value: float, complaint: str) -> None:
-    with pytest.raises(PlanError, match=f"in_proj in int4: kl_teacher_to_student is .*{complaint}"):
+    with pytest.raises(
+        PlanError, match=f"in_proj in int4: kl_teacher_to_student is .*{complaint}"
+    ):
         best(with_kl(value), max_bpw=6.0)
     with pytest.raises(PlanError, match="sqnr_db cannot be added up"):
         build_problem(measured_table("int4"), metric="sqnr_db")
@@ -128,7 +171,9 @@ def test_what_cannot_be_a_kl_is_not_optimised(value: float, complaint: str) -> N
 
 def test_noise_below_zero_and_ruin_are_kls() -> None:
     assert best(with_kl(-1e-6), max_kl=0.0).plan.assignment["in_proj"] == "int4"
-    assert best(with_kl(-0.01, error=0.003), max_kl=0.0).plan.assignment["in_proj"] == "int4"
+    assert (
+        best(with_kl(-0.01, error=0.003), max_kl=0.0).plan.assignment["in_proj"] == "int4"
+    )
     for ruin in (90.0, math.inf):
         assert best(with_kl(ruin), max_kl=0.5).plan.assignment["in_proj"] == "int8"
 
@@ -149,7 +194,9 @@ def test_bytes_by_hand() -> None:
     assert cost.bytes == 2 * 6400 + 2 * 64 + (8192 + 2 * 128) + (1536 + 2 * 64)
     assert cost.parameters == 6400 + 64 + 8192 + 3072
     assert cost.bits_per_weight == pytest.approx(8 * cost.bytes / 17728)
-    shares = {(s.recipe, s.quantizable): (s.components, s.parameters) for s in cost.shares}
+    shares = {
+        (s.recipe, s.quantizable): (s.components, s.parameters) for s in cost.shares
+    }
     assert shares == {
         ("fp16", True): (1, 6400),
         ("int8", True): (1, 8192),
@@ -160,16 +207,23 @@ def test_bytes_by_hand() -> None:
 
 
 def table_with_errors() -> SensitivityTable:
-    rows = [("in_proj", "int8", -1e-7, 1e-7), ("in_proj", "int4", 0.5, 0.01), ("dt_proj", "int4", 0.25, 0.02)]
+    rows = [
+        ("in_proj", "int8", -1e-7, 1e-7),
+        ("in_proj", "int4", 0.5, 0.01),
+        ("dt_proj", "int4", 0.25, 0.02),
+    ]
     measurements = tuple(
-        measurement(n, f, kl_teacher_to_student=Estimate(value, error)) for n, f, value, error in rows
+        measurement(n, f, kl_teacher_to_student=Estimate(value, error))
+        for n, f, value, error in rows
     )
     return SensitivityTable("m", "mamba", WEIGHTS, "head", "head", measurements)
 
 
 def test_prediction_adds_up_and_clamps() -> None:
     predictor = Predictor(table_with_errors())
-    assert predictor.total({"in_proj": "int4", "dt_proj": "int4", "head": "fp16"}) == Estimate(0.75, 0.03)
+    assert predictor.total(
+        {"in_proj": "int4", "dt_proj": "int4", "head": "fp16"}
+    ) == Estimate(0.75, 0.03)
     assert predictor.total({"in_proj": "int8"}) == Estimate(0.0, 1e-7)
     assert predictor.total({"head": "int8"}) is None
     plan = finished_plan(table_with_errors(), "p", {"head": "int8"}, "test")

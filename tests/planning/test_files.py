@@ -19,7 +19,12 @@ COMPONENTS = (
 )
 TABLE = table_of(
     COMPONENTS,
-    {(c.name, f): k for c in COMPONENTS if c.quantizable for f, k in (("int8", 0.001), ("int4", 0.02))},
+    {
+        (c.name, f): k
+        for c in COMPONENTS
+        if c.quantizable
+        for f, k in (("int8", 0.001), ("int4", 0.02))
+    },
     head="backbone.embeddings",
 )
 
@@ -40,12 +45,17 @@ def test_a_plan_comes_back_unchanged(written: Path) -> None:
     plan = read_plan(written, COMPONENTS)
     assert plan == best(TABLE, max_bpw=6.5, name="mine").plan
     assert write_plan(plan, written, COMPONENTS).read_text() == written.read_text()
-    assert [p.name for p in written.parent.iterdir()] == ["mine.json"]  # no temporary files left
+    assert [p.name for p in written.parent.iterdir()] == [
+        "mine.json"
+    ]  # no temporary files left
 
 
 def test_an_edited_plan_loses_its_prediction_and_gets_a_new_one(written: Path) -> None:
     before = read_plan(written, COMPONENTS)
-    edit(written, assignment=before.assignment | {"backbone.layers.0.mixer.in_proj": "fp16"})
+    edit(
+        written,
+        assignment=before.assignment | {"backbone.layers.0.mixer.in_proj": "fp16"},
+    )
     plan = read_plan(written, COMPONENTS)
     assert (plan.notes, plan.edited) == ({}, True)
     assert plan.predicted_kl is None
@@ -60,29 +70,48 @@ def test_an_edited_plan_loses_its_prediction_and_gets_a_new_one(written: Path) -
 
 def test_what_is_not_named_stays_fp16_and_is_said(tmp_path: Path) -> None:
     path = tmp_path / "short.json"
-    path.write_text('{"version": 3, "assignment": {"lm_head": "INT8"}}')  # by its other name
+    path.write_text(
+        '{"version": 3, "assignment": {"lm_head": "INT8"}}'
+    )  # by its other name
     plan = read_plan(path, COMPONENTS)
     assert plan.assignment == {
         "backbone.embeddings": "int8",
         "backbone.layers.0.mixer.in_proj": "fp16",
         "backbone.layers.0.mixer.dt_proj": "fp16",
     }
-    assert plan.notes["not_named"] == ["backbone.layers.0.mixer.in_proj", "backbone.layers.0.mixer.dt_proj"]
+    assert plan.notes["not_named"] == [
+        "backbone.layers.0.mixer.in_proj",
+        "backbone.layers.0.mixer.dt_proj",
+    ]
     assert (plan.name, plan.made_by) == ("short", "hand")
 
 
 @pytest.mark.parametrize(
     ("assignment", "complaint"),
     [
-        ({"backbone.layers.0.mixer.in_prj": "int8"}, r"no component .*in_prj'; did you mean .*mixer.in_proj"),
+        (
+            {"backbone.layers.0.mixer.in_prj": "int8"},
+            r"no component .*in_prj'; did you mean .*mixer.in_proj",
+        ),
         ({"lm_head": "int3"}, "lm_head: unknown format 'int3'"),
         ({"lm_head": 8}, "expected the name of a format, got 8"),
-        ({"backbone.layers.0.mixer.conv1d": "int8"}, "conv1d cannot be int8: runtimes need it"),
-        ({"backbone.layers.0.mixer.dt_proj": "q8_0"}, "dt_proj cannot be q8_0: 48 columns"),
-        ({"lm_head": "int8", "backbone.embeddings": "int4"}, "same weight as backbone.embeddings|give both"),
+        (
+            {"backbone.layers.0.mixer.conv1d": "int8"},
+            "conv1d cannot be int8: runtimes need it",
+        ),
+        (
+            {"backbone.layers.0.mixer.dt_proj": "q8_0"},
+            "dt_proj cannot be q8_0: 48 columns",
+        ),
+        (
+            {"lm_head": "int8", "backbone.embeddings": "int4"},
+            "same weight as backbone.embeddings|give both",
+        ),
     ],
 )
-def test_wrong_lines_are_named(written: Path, assignment: dict[str, Any], complaint: str) -> None:
+def test_wrong_lines_are_named(
+    written: Path, assignment: dict[str, Any], complaint: str
+) -> None:
     with pytest.raises(PlanError, match=complaint) as error:
         read_plan(edit(written, assignment=assignment), COMPONENTS)
     assert str(written) in str(error.value)
@@ -99,14 +128,26 @@ def plan_with(field: str) -> str:
         ("", "not valid JSON"),
         ("[" * 100_000, "not valid JSON"),
         ('{"version": 1}', "not a plan: expected an object"),
-        ('{"version": 9, "assignment": {}}', "version 9; this program reads version 3: make the plan again"),
+        (
+            '{"version": 9, "assignment": {}}',
+            "version 9; this program reads version 3: make the plan again",
+        ),
         ('{"version": 3, "assignment": {"a": "int8", "a": "int4"}}', "'a' appears twice"),
         (plan_with('"note": {}'), "unknown field 'note'; did you mean notes"),
-        (plan_with('"predicted_kl": "low"'), "Plan.predicted_kl: expected float, found 'low'"),
-        (plan_with('"family": "royal"'), "family is 'royal'; expected one of uniform, paper"),
+        (
+            plan_with('"predicted_kl": "low"'),
+            "Plan.predicted_kl: expected float, found 'low'",
+        ),
+        (
+            plan_with('"family": "royal"'),
+            "family is 'royal'; expected one of uniform, paper",
+        ),
         (plan_with('"interaction": 0'), "must be above zero"),
         (plan_with('"bytes": 1e999'), "not valid JSON: Out of range float"),
-        (plan_with('"limits": {"bytes": "many"}'), r"Plan.limits\[bytes\]: expected float, found 'many'"),
+        (
+            plan_with('"limits": {"bytes": "many"}'),
+            r"Plan.limits\[bytes\]: expected float, found 'many'",
+        ),
         (plan_with('"measured": {"kl": 0.1}'), "Measured: perplexity is missing"),
         (plan_with('"made_by": "\\ud800"'), "cannot be read: .*surrogates"),
     ],
@@ -121,12 +162,16 @@ def test_broken_files_are_refused(tmp_path: Path, text: str, complaint: str) -> 
 @pytest.mark.parametrize("name", ["small", "../mine", "/elsewhere/mine", "", 7])
 def test_the_name_inside_is_the_files_own(written: Path, name: Any) -> None:
     """A copy that kept its first name would overwrite the other plan and its artifacts; a path would lead outside."""
-    with pytest.raises(PlanError, match='but must be that of the file; write "name": "mine"') as error:
+    with pytest.raises(
+        PlanError, match='but must be that of the file; write "name": "mine"'
+    ) as error:
         read_plan(edit(written, name=name), COMPONENTS)
     assert str(written) in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["best (v2)", "a,b", " x", "x\n", "é", "-x", "all", "x" * 81, ".."])
+@pytest.mark.parametrize(
+    "name", ["best (v2)", "a,b", " x", "x\n", "é", "-x", "all", "x" * 81, ".."]
+)
 def test_names_that_commands_could_not_hold(tmp_path: Path, name: str) -> None:
     path = tmp_path / f"{name}.json"
     path.write_text('{"version": 3, "assignment": {}}')

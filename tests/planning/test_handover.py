@@ -31,13 +31,19 @@ def in_turn(model: LoadedModel, formats: tuple[str, ...], *without: str) -> Plan
     chosen = {}
     for index, component in enumerate(model.anatomy.candidates):
         wanted = Recipe.parse(formats[index % len(formats)])
-        fits = wanted.grid.fits(component.shape) is None and component.family not in without
+        fits = (
+            wanted.grid.fits(component.shape) is None and component.family not in without
+        )
         chosen[component.name] = str(wanted if fits else "fp16")
     return Plan("mixed", chosen, "test")
 
 
 def quantized(plan: Plan) -> dict[str, Recipe]:
-    return {name: Recipe.parse(text) for name, text in plan.assignment.items() if text != "fp16"}
+    return {
+        name: Recipe.parse(text)
+        for name, text in plan.assignment.items()
+        if text != "fp16"
+    }
 
 
 def read_json(path: Path) -> Any:
@@ -58,7 +64,9 @@ def gguf_plan(model: LoadedModel) -> Plan:
 
 
 @pytest.fixture(scope="module", params=["mamba2", "jamba"])
-def handed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def handed(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     """A plan, its recipe for llama.cpp, and our own file of it."""
     pytest.importorskip("gguf")
     folder = tmp_path_factory.mktemp(request.param)
@@ -69,9 +77,12 @@ def handed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     made = write_recipe("llama.cpp", model, plan, folder / "recipe", statistics)
     ours = export(model, plan, folder / "ours", include_tokenizer=False)
     return {
-        "made": made, "folder": folder, "statistics": statistics, "artifact": ours,
+        "made": made,
+        "folder": folder,
+        "statistics": statistics,
+        "artifact": ours,
         "ours": folder / "ours" / ours.files[0],
-    }  # fmt: skip
+    }
 
 
 def tensors(path: Path) -> dict[str, Any]:
@@ -98,28 +109,39 @@ def test_every_matrix_has_one_line_with_its_type(handed: dict[str, Any]) -> None
 
 def test_the_importance_matrix_holds_our_statistics(handed: dict[str, Any]) -> None:
     found = tensors(handed["folder"] / "recipe/imatrix.gguf")
-    learnt = [t for t in handed["artifact"].tensors if Recipe.parse(t.planned).quantizer.learns]
+    learnt = [
+        t for t in handed["artifact"].tensors if Recipe.parse(t.planned).quantizer.learns
+    ]
     assert learnt
     assert {name.removesuffix(".in_sum2").removesuffix(".counts") for name in found} == {
         t.runtime_name for t in learnt
     }
     for tensor in learnt:
         statistics = handed["statistics"].of(tensor.component)
-        sums, counts = (
-            found[f"{tensor.runtime_name}.in_sum2"].data,
-            found[f"{tensor.runtime_name}.counts"].data,
+        sums = found[f"{tensor.runtime_name}.in_sum2"].data
+        counts = found[f"{tensor.runtime_name}.counts"].data
+        importance = np.atleast_2d(
+            statistics.second_moments.diagonal(dim1=-2, dim2=-1).numpy()
         )
-        importance = np.atleast_2d(statistics.second_moments.diagonal(dim1=-2, dim2=-1).numpy())
-        assert counts.reshape(-1).tolist() == [float(max(1, n)) for n in statistics.tokens]
+        assert counts.reshape(-1).tolist() == [
+            float(max(1, n)) for n in statistics.tokens
+        ]
         used = importance.sum(1) > 0
-        assert np.allclose((sums / counts)[used], importance[used], rtol=1e-5, atol=1e-5 * importance.max())
+        assert np.allclose(
+            (sums / counts)[used],
+            importance[used],
+            rtol=1e-5,
+            atol=1e-5 * importance.max(),
+        )
 
 
 # -- tools that read PyTorch's or MLX's layers ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tool", TOOLS)
-def test_what_a_tool_cannot_say_is_refused_with_the_component(tool: str, tmp_path: Path) -> None:
+def test_what_a_tool_cannot_say_is_refused_with_the_component(
+    tool: str, tmp_path: Path
+) -> None:
     model = loaded("mamba")
     name = model.anatomy.candidates[1].name
     foreign = "q4_0" if tool != "llama.cpp" else "nf4"
@@ -127,11 +149,18 @@ def test_what_a_tool_cannot_say_is_refused_with_the_component(tool: str, tmp_pat
         write_recipe(tool, model, Plan("p", {name: foreign}, "test"), tmp_path / "recipe")
     if tool in ("auto-round", "modelopt"):
         tied = Plan("p", {model.anatomy.embedding: "int8"}, "test")
-        with pytest.raises(PlanError, match=r"backbone\.embeddings: it quantizes only Linear"):
+        with pytest.raises(
+            PlanError, match=r"backbone\.embeddings: it quantizes only Linear"
+        ):
             write_recipe(tool, model, tied, tmp_path / "recipe")
     if tool == "llama.cpp":
         with pytest.raises(UnlearntError, match=re.escape(name)):
-            write_recipe(tool, model, Plan("p", {name: "q4_0+imatrix"}, "test"), tmp_path / "recipe")
+            write_recipe(
+                tool,
+                model,
+                Plan("p", {name: "q4_0+imatrix"}, "test"),
+                tmp_path / "recipe",
+            )
     assert not list(tmp_path.iterdir())
 
 
@@ -152,9 +181,14 @@ def test_mlx_lm_gives_every_layer_its_bits(family: str, tmp_path: Path) -> None:
         quant_predicate=lambda path, *_: layers.pop(path, False),
     )
     assert not layers
-    found = {path: layer for path, layer in theirs.named_modules() if hasattr(layer, "bits")}
+    found = {
+        path: layer for path, layer in theirs.named_modules() if hasattr(layer, "bits")
+    }
     prefix = "backbone." if family == "nemotron_h" else "model."  # what mlx-lm calls it
-    ours = {re.sub(r"^model\.", prefix, name): recipe.grid for name, recipe in quantized(plan).items()}
+    ours = {
+        re.sub(r"^model\.", prefix, name): recipe.grid
+        for name, recipe in quantized(plan).items()
+    }
     assert {path: (layer.bits, layer.group_size) for path, layer in found.items()} == {
         name: (fmt.bits, fmt.group_size) for name, fmt in ours.items()
     }
@@ -166,16 +200,28 @@ def test_auto_round_and_modelopt_are_told_every_layer(tmp_path: Path) -> None:
     odd = next(c.name for c in model.anatomy.candidates if c.kind == "in_proj")
     with pytest.raises(PlanError, match=f"{re.escape(odd)}: its shape"):
         write_recipe("auto-round", model, plan, tmp_path)
-    plan = Plan("p", plan.assignment | {c: "fp16" for c in plan.assignment if c.endswith("in_proj")}, "test")
+    plan = Plan(
+        "p",
+        plan.assignment | {c: "fp16" for c in plan.assignment if c.endswith("in_proj")},
+        "test",
+    )
     write_recipe("auto-round", model, plan, tmp_path)
-    layers, grids = read_json(tmp_path / "layer_config.json"), {n: r.grid for n, r in quantized(plan).items()}
-    assert {n: (how["bits"], how["group_size"]) for n, how in layers.items() if how["bits"] < 16} == {
-        name: (grid.bits, grid.group_size or -1) for name, grid in grids.items()
-    }
+    layers = read_json(tmp_path / "layer_config.json")
+    grids = {n: r.grid for n, r in quantized(plan).items()}
+    assert {
+        n: (how["bits"], how["group_size"])
+        for n, how in layers.items()
+        if how["bits"] < 16
+    } == {name: (grid.bits, grid.group_size or -1) for name, grid in grids.items()}
     write_recipe("modelopt", model, plan, tmp_path)
-    first, *rest = yaml.safe_load((tmp_path / "quant_cfg.yaml").read_text(encoding="utf-8"))["quant_cfg"]
+    first, *rest = yaml.safe_load(
+        (tmp_path / "quant_cfg.yaml").read_text(encoding="utf-8")
+    )["quant_cfg"]
     assert first == {"quantizer_name": "*", "enable": False}
-    found = {e["quantizer_name"].removesuffix(".weight_quantizer"): e["cfg"] for e in rest}
-    assert {n: (cfg["num_bits"], cfg.get("block_sizes", {}).get(-1)) for n, cfg in found.items()} == {
-        name: (grid.bits, grid.group_size) for name, grid in grids.items()
+    found = {
+        e["quantizer_name"].removesuffix(".weight_quantizer"): e["cfg"] for e in rest
     }
+    assert {
+        n: (cfg["num_bits"], cfg.get("block_sizes", {}).get(-1))
+        for n, cfg in found.items()
+    } == {name: (grid.bits, grid.group_size) for name, grid in grids.items()}

@@ -12,7 +12,13 @@ from kl_lens.base.files import reference_path
 from kl_lens.base.units import parse_count
 from kl_lens.model.carried import Carried, carried_by, carried_from
 from kl_lens.model.states import KEYS, VALUES
-from kl_lens.planning import build_problem, held_by, plan_for_budget, read_plan, write_plan
+from kl_lens.planning import (
+    build_problem,
+    held_by,
+    plan_for_budget,
+    read_plan,
+    write_plan,
+)
 from kl_lens.run.records import Component, Estimate, Measurement, SensitivityTable
 from kl_lens.targets import get_target
 from kl_lens.targets.base import Usage
@@ -23,13 +29,24 @@ LOSSES = {"q8_0": 1e-5, "q5_1": 4e-4, "q4_0": 2e-3, "iq4_nl": 1e-3}
 
 
 def measured(name: str, fmt: str, kl: float) -> Measurement:
-    return Measurement(name, fmt, {"kl_teacher_to_student": Estimate(kl, 0.0)}, 1, 1, "float32", 0.0)
+    return Measurement(
+        name, fmt, {"kl_teacher_to_student": Estimate(kl, 0.0)}, 1, 1, "float32", 0.0
+    )
 
 
 def states() -> SensitivityTable:
     """Keys lose ten times what values lose."""
     parts = [
-        Component(f"layers.{block}.{kind}", "", kind, "states", block, (2, 32), 64, quantizable=False)
+        Component(
+            f"layers.{block}.{kind}",
+            "",
+            kind,
+            "states",
+            block,
+            (2, 32),
+            64,
+            quantizable=False,
+        )
         for block in range(2)
         for kind in (KEYS, VALUES)
     ]
@@ -43,7 +60,15 @@ def states() -> SensitivityTable:
 
 def weights() -> SensitivityTable:
     parts = [
-        Component(f"layers.{i}.proj", f"layers.{i}.proj.weight", "proj", "ssm", i, (64, 256), 64 * 256)
+        Component(
+            f"layers.{i}.proj",
+            f"layers.{i}.proj.weight",
+            "proj",
+            "ssm",
+            i,
+            (64, 256),
+            64 * 256,
+        )
         for i in range(3)
     ]
     rows = [
@@ -51,7 +76,9 @@ def weights() -> SensitivityTable:
         for part in parts
         for fmt, kl in {"q8_0": 1e-4, "q4_0": 5e-3}.items()
     ]
-    return SensitivityTable("tiny", "falcon_h1", tuple(parts), "layers.2.proj", "", tuple(rows))
+    return SensitivityTable(
+        "tiny", "falcon_h1", tuple(parts), "layers.2.proj", "", tuple(rows)
+    )
 
 
 def test_weights_and_caches_share_the_memory_in_the_best_way() -> None:
@@ -59,10 +86,16 @@ def test_weights_and_caches_share_the_memory_in_the_best_way() -> None:
     held = held_by(target, CARRIED, Usage(context=256, batch=2), states())
     assert held.states == 4 * 500 * 2
     problem = build_problem(weights(), target=target, held=held)
-    everything = list(itertools.product(*(range(len(group.choices)) for group in problem.groups)))
+    everything = list(
+        itertools.product(*(range(len(group.choices)) for group in problem.groups))
+    )
     largest = max(problem.totals(each).bytes for each in everything)
     for memory in (largest, largest - 60_000, largest - 200_000):
-        fitting = [problem.totals(each) for each in everything if problem.totals(each).bytes <= memory]
+        fitting = [
+            problem.totals(each)
+            for each in everything
+            if problem.totals(each).bytes <= memory
+        ]
         found = plan_for_budget(problem, max_bytes=memory)
         assert found.totals.kl == pytest.approx(min(total.kl for total in fitting))
         assert found.plan.predicted_kl == pytest.approx(found.totals.kl)
@@ -75,23 +108,38 @@ def test_weights_and_caches_share_the_memory_in_the_best_way() -> None:
 
 def test_caches_grow_with_context_and_batch_and_have_no_choice_unmeasured() -> None:
     target = get_target("gguf")
-    small, large = (held_by(target, CARRIED, use) for use in (Usage(256, 1), Usage(1024, 3)))
+    small, large = (
+        held_by(target, CARRIED, use) for use in (Usage(256, 1), Usage(1024, 3))
+    )
     assert [len(group.choices) for group in small.caches] == [1, 1]
-    assert large.bytes({}) - large.fixed == 12 * (small.bytes({}) - small.fixed) == 12 * 2 * 2 * 128 * 256
+    assert (
+        large.bytes({}) - large.fixed
+        == 12 * (small.bytes({}) - small.fixed)
+        == 12 * 2 * 2 * 128 * 256
+    )
     without = held_by(target, replace(CARRIED, keys=0, values=0), Usage())
     assert without.caches == ()
 
 
 def test_a_plan_for_a_memory_goes_to_its_file_and_back(tmp_path) -> None:
-    table, target = weights(), get_target("gguf")
-    problem = build_problem(table, target=target, held=held_by(target, CARRIED, Usage(), states()))
-    plan = plan_for_budget(problem, max_bytes=problem.reach("bytes")[1], name="small").plan
-    back = read_plan(write_plan(plan, tmp_path / "small.json", table.components), table.components)
+    table = weights()
+    target = get_target("gguf")
+    problem = build_problem(
+        table, target=target, held=held_by(target, CARRIED, Usage(), states())
+    )
+    plan = plan_for_budget(
+        problem, max_bytes=problem.reach("bytes")[1], name="small"
+    ).plan
+    back = read_plan(
+        write_plan(plan, tmp_path / "small.json", table.components), table.components
+    )
     assert (back.caches, back.held_bytes) == (plan.caches, plan.held_bytes)
     assert (
         "caches"
         not in write_plan(
-            replace(plan, caches={}, held_bytes=0), tmp_path / "small.json", table.components
+            replace(plan, caches={}, held_bytes=0),
+            tmp_path / "small.json",
+            table.components,
         ).read_text()
     )
 
@@ -105,19 +153,30 @@ def test_what_is_carried_is_what_the_real_model_keeps(family: str) -> None:
     fixed = sum(
         state[0].numel()
         for layer in cache.layers
-        for state in (getattr(layer, "recurrent_states", {}), getattr(layer, "conv_states", {}))
+        for state in (
+            getattr(layer, "recurrent_states", {}),
+            getattr(layer, "conv_states", {}),
+        )
         if state
     )
     keys = sum(
-        layer.keys[0, :, 0].numel() for layer in cache.layers if getattr(layer, "keys", None) is not None
+        layer.keys[0, :, 0].numel()
+        for layer in cache.layers
+        if getattr(layer, "keys", None) is not None
     )
     assert (carried.states, carried.keys) == (fixed, keys)
-    assert carried.matrices + carried.vectors == sum(p.numel() for p in model.parameters())
+    assert carried.matrices + carried.vectors == sum(
+        p.numel() for p in model.parameters()
+    )
 
 
 def test_only_the_configuration_is_read(tmp_path) -> None:
-    (tmp_path / "config.json").write_bytes((reference_path("hybrid") / "config.json").read_bytes())
-    assert replace(carried_from(str(tmp_path)), name="") == replace(carried_from("reference:hybrid"), name="")
+    (tmp_path / "config.json").write_bytes(
+        (reference_path("hybrid") / "config.json").read_bytes()
+    )
+    assert replace(carried_from(str(tmp_path)), name="") == replace(
+        carried_from("reference:hybrid"), name=""
+    )
     with pytest.raises(CheckpointError, match="its configuration cannot be read"):
         carried_from(str(tmp_path / "nothing"))
 

@@ -19,7 +19,8 @@ def timed(rates: dict[str, float], constant: float = 1.0) -> list[TimedFile]:
     return [
         TimedFile(
             {name: 10**6 * size for name, size in sizes.items()},
-            1e-3 * constant + sum(1e-3 * rates[name] * size for name, size in sizes.items()),
+            1e-3 * constant
+            + sum(1e-3 * rates[name] * size for name, size in sizes.items()),
         )
         for sizes in SIZES.values()
     ]
@@ -35,16 +36,26 @@ def test_a_format_that_is_slow_for_its_bytes_is_seen() -> None:
 
 
 def test_smaller_files_that_are_not_faster_have_no_model() -> None:
-    files = [TimedFile({"fp16": 1600}, 1.0), TimedFile({"q8_0": 850}, 1.1), TimedFile({"q4_k": 450}, 1.2)]
+    files = [
+        TimedFile({"fp16": 1600}, 1.0),
+        TimedFile({"q8_0": 850}, 1.1),
+        TimedFile({"q4_k": 450}, 1.2),
+    ]
     assert fitted(files) is None
 
 
 def published() -> list[list[TimedFile]]:
     """llama.cpp files of docs/results/speed.csv: one set for each shape, library and number of threads."""
     path = Path(__file__).resolve().parents[2] / "docs/results/speed.csv"
-    rows = [row for row in csv.DictReader(path.open(encoding="utf-8")) if row["benchmark"] == "gguf"]
+    rows = [
+        row
+        for row in csv.DictReader(path.open(encoding="utf-8"))
+        if row["benchmark"] == "gguf"
+    ]
     sizes = {
-        (r["machine"], r["model"], *r["variant"].split(", ")[:1]): r for r in rows if r["quantity"] == "MiB"
+        (r["machine"], r["model"], *r["variant"].split(", ")[:1]): r
+        for r in rows
+        if r["quantity"] == "MiB"
     }
     sets: dict[tuple[str, ...], list[TimedFile]] = {}
     for row in rows:
@@ -61,9 +72,15 @@ def test_published_timings_fit_as_docs_results_says() -> None:
     sets = published()
     models = [model for files in sets if (model := fitted(files))]
     assert len(models) == len(sets) == 18
-    assert max(error_of(f, m) for files, m in zip(sets, models, strict=True) for f in files) < 0.02
+    assert (
+        max(error_of(f, m) for files, m in zip(sets, models, strict=True) for f in files)
+        < 0.02
+    )
     left_out = [
-        median(error_of(file, fitted([other for other in files if other is not file])) for file in files)
+        median(
+            error_of(file, fitted([other for other in files if other is not file]))
+            for file in files
+        )
         for files in sets
     ]
     assert (round(min(left_out), 2), round(max(left_out), 2)) == (0.02, 0.22)

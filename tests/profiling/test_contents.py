@@ -24,7 +24,11 @@ def read_contents(place: Path) -> Contents:
 
 
 def stored_bytes(place: Path) -> int:
-    return sum({tensor.runtime_name: tensor.bytes for tensor in read_artifact(place).tensors}.values())
+    return sum(
+        {
+            tensor.runtime_name: tensor.bytes for tensor in read_artifact(place).tensors
+        }.values()
+    )
 
 
 Exported = Callable[..., Path]
@@ -42,7 +46,9 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
     @functools.cache
     def make(family: str, target: str, fmt: str = "fp16") -> Path:
         model = opened(family)
-        assignment = {} if fmt == "fp16" else {c.name: fmt for c in model.anatomy.candidates}
+        assignment = (
+            {} if fmt == "fp16" else {c.name: fmt for c in model.anatomy.candidates}
+        )
         folder = tmp_path_factory.mktemp(f"{family}-{target}-{fmt}")
         export(model, Plan(fmt, assignment, "test"), target, folder)
         return folder
@@ -52,10 +58,13 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
 
 @pytest.mark.parametrize(("target", "fmt"), [("openvino", "fp16"), ("gguf", "q8_0")])
 def test_mamba_with_a_tied_head(target: str, fmt: str, exported: Exported) -> None:
-    place, config = exported("mamba", target, fmt), opened("mamba").config
+    place = exported("mamba", target, fmt)
+    config = opened("mamba").config
     contents = read_contents(place)
     # Four layers, inner size 128, eight states, a convolution of four: all in float32.
-    assert contents.state_bytes == 4 * 4 * (128 * config.state_size + 128 * (config.conv_kernel - 1))
+    assert contents.state_bytes == 4 * 4 * (
+        128 * config.state_size + 128 * (config.conv_kernel - 1)
+    )
     assert contents.kv_bytes_per_position == 0
     assert contents.weight_bytes == stored_bytes(
         place
@@ -64,18 +73,25 @@ def test_mamba_with_a_tied_head(target: str, fmt: str, exported: Exported) -> No
 
 @pytest.mark.parametrize("target", ["openvino", "gguf"])
 def test_attention_experts_and_a_head_of_its_own(target: str, exported: Exported) -> None:
-    model, contents = opened("jamba_experts"), read_contents(exported("jamba_experts", target))
+    model = opened("jamba_experts")
+    contents = read_contents(exported("jamba_experts", target))
     # Two attention layers with two heads of 16 for keys and as many for values, in F16.
     assert contents.kv_bytes_per_position == 2 * 2 * (2 * 16) * 2
     whole = stored_bytes(exported("jamba_experts", target))
     unread = 2 * 64 * (VOCABULARY - 1)  # of the embedding, all rows but one
-    if target == "gguf":  # llama.cpp multiplies with two of the four experts; the exported graph with all
-        experts = [c for c in model.anatomy.components if len(c.shape) == 3 and c.quantizable]
+    if (
+        target == "gguf"
+    ):  # llama.cpp multiplies with two of the four experts; the exported graph with all
+        experts = [
+            c for c in model.anatomy.components if len(c.shape) == 3 and c.quantizable
+        ]
         unread += sum(2 * c.parameters for c in experts) / 2
     assert contents.weight_bytes == pytest.approx(whole - unread)
 
 
-def test_which_artifact_stands_for_fp16_and_which_is_damaged(exported: Exported, tmp_path: Path) -> None:
+def test_which_artifact_stands_for_fp16_and_which_is_damaged(
+    exported: Exported, tmp_path: Path
+) -> None:
     shutil.copytree(exported("mamba", "gguf", "q8_0"), tmp_path / "q8_0")
     assert read_timed(exported("mamba", "openvino")).is_fp16
     (file,) = (tmp_path / "q8_0").glob("*.gguf")

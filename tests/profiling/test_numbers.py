@@ -13,13 +13,17 @@ from kl_lens.targets.base import Contents
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("disturbed", [0.0, 0.3, 0.6])
-def test_disturbances_leave_the_true_ratio_in_the_interval(seed: int, disturbed: float) -> None:
+def test_disturbances_leave_the_true_ratio_in_the_interval(
+    seed: int, disturbed: float
+) -> None:
     """Turns of which any share is slowed up to fifteen times, and a machine whose own speed drifts by a tenth."""
     random = np.random.default_rng(seed)
     drift = 1 + 0.1 * np.sin(np.arange(48) / 8)
 
     def seconds(true: float) -> list[float]:
-        slowed = 1 + (random.random(48) < disturbed) * random.exponential(5, 48).clip(0, 14)
+        slowed = 1 + (random.random(48) < disturbed) * random.exponential(5, 48).clip(
+            0, 14
+        )
         return list(true * drift * random.uniform(1, 1.03, 48) * slowed)
 
     found = compared(seconds(2.0), seconds(3.0))
@@ -38,7 +42,20 @@ def test_spreads_few_turns_have_no_interval_and_equal_files_a_ratio_of_one() -> 
 
 def profile(low: float, high: float, **load: float) -> Profile:
     ratios = {"tokens_per_second": Quartiles((low + high) / 2, low, high, 24)}
-    return Profile(Subject(ARTIFACT, "p", "gguf"), "use", "CPU", 2, {}, ratios, None, 1, {}, {}, {}, load)
+    return Profile(
+        Subject(ARTIFACT, "p", "gguf"),
+        "use",
+        "CPU",
+        2,
+        {},
+        ratios,
+        None,
+        1,
+        {},
+        {},
+        {},
+        load,
+    )
 
 
 BUSY = "not measurable here: the machine was busy"
@@ -57,18 +74,34 @@ BUSY = "not measurable here: the machine was busy"
         (profile(1.2, 1.3), "1.25 (1.20–1.30)"),  # where the load is not known
     ],
 )
-def test_a_ratio_is_shown_with_its_interval_or_not_at_all(found: Profile, words: str) -> None:
+def test_a_ratio_is_shown_with_its_interval_or_not_at_all(
+    found: Profile, words: str
+) -> None:
     ratio = ratio_of(found, "tokens_per_second")
     assert ratio.words == words
     shown = ratio.to_json()
-    assert ("median" in shown) == ("not_measurable" not in shown) == (ratio.brief != "not measurable")
+    assert (
+        ("median" in shown)
+        == ("not_measurable" not in shown)
+        == (ratio.brief != "not measurable")
+    )
 
 
 def test_a_token_reads_weights_state_and_keys() -> None:
     bound = bound_of(Contents(188.0, 12, 0.5), 1000.0, context=100, tokens_per_second=2.0)
-    expected = {"bytes_per_token": 250, "read_bandwidth": 1000, "tokens_per_second": 4, "share": 0.5}
+    expected = {
+        "bytes_per_token": 250,
+        "read_bandwidth": 1000,
+        "tokens_per_second": 4,
+        "share": 0.5,
+    }
     assert bound == pytest.approx(expected)
-    devices = {"CPU": True, "AUTO": True, "GPU": False, "GPU.1": False}  # GPUs have memory of their own
+    devices = {
+        "CPU": True,
+        "AUTO": True,
+        "GPU": False,
+        "GPU.1": False,
+    }  # GPUs have memory of their own
     assert {device: limits_hold(device) for device in devices} == devices
 
 
@@ -86,7 +119,9 @@ print(base, resident("VmHWM"), alive)
 
 
 def test_the_peak_is_what_psutil_sees() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
+    )
     base, peak, alive = (int(word) for word in done.stdout.split())
     assert peak == pytest.approx(alive, rel=0.05)
     assert peak - base == pytest.approx(ALLOCATED, rel=0.05)

@@ -22,9 +22,16 @@ class Ticking:
 
     vocabulary = 10
 
-    def __init__(self, log: list[str] | None = None, name: str = "", breaks_after: int | None = None) -> None:
+    def __init__(
+        self,
+        log: list[str] | None = None,
+        name: str = "",
+        breaks_after: int | None = None,
+    ) -> None:
         self.now = 0.0
-        self.log, self.name, self.left = log if log is not None else [], name, breaks_after
+        self.log = log if log is not None else []
+        self.name = name
+        self.left = breaks_after
 
     @property
     def description(self) -> dict[str, Any]:
@@ -57,26 +64,41 @@ def test_a_round_times_every_prompt_and_then_the_text() -> None:
     for act, tokens in in_use.acts_of(UseSettings(prompt_lengths=(8, 2), new_tokens=6)):
         act(player, tokens)
     prompts = {"first_token_seconds@2": 2.0, "first_token_seconds@8": 8.0}
-    assert player.timings == prompts | {"seconds_per_token": 2.0, "tokens_per_second": 0.5}
+    assert player.timings == prompts | {
+        "seconds_per_token": 2.0,
+        "tokens_per_second": 0.5,
+    }
     text = [2.0, 2.0]  # six tokens: turns of four and two
     turns = {name: [seconds] for name, seconds in prompts.items()}
     assert player.turns == turns | {"seconds_per_token": text, "tokens_per_second": text}
 
 
 @pytest.fixture
-def three(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Timed], list[str], dict[str, int | None]]:
+def three(
+    monkeypatch: pytest.MonkeyPatch,
+) -> tuple[list[Timed], list[str], dict[str, int | None]]:
     """Subjects a (FP16), b and c; the log of who ran when; after how many prompts each breaks."""
     log: list[str] = []
     breaks: dict[str, int | None] = {}
 
     target = describe_target("gguf")
-    methods = {"open": lambda self, path, settings: Ticking(log, path.name, breaks.get(path.name)),
-            "contents": lambda self, path: Contents(1000, 0, 0)}  # fmt: skip
+    methods = {
+        "open": lambda self, path, settings: Ticking(
+            log, path.name, breaks.get(path.name)
+        ),
+        "contents": lambda self, path: Contents(1000, 0, 0),
+    }
     for method, ours in methods.items():
         monkeypatch.setattr(type(target), method, ours)
     monkeypatch.setattr(in_use, "fresh_process", lambda *_: MemoryUse(100, 250))
     subjects = [
-        Timed(Subject(ARTIFACT, target="gguf", settings={"path": n}), Path(n), target, 1000, n == "a")
+        Timed(
+            Subject(ARTIFACT, target="gguf", settings={"path": n}),
+            Path(n),
+            target,
+            1000,
+            n == "a",
+        )
         for n in ("a", "b", "c")
     ]
     return subjects, log, breaks
@@ -89,7 +111,8 @@ def timed(
     subjects: Sequence[Timed], stored: list[Profile], **settings: Any
 ) -> tuple[dict[str, Profile], Report]:
     """The profiles by label; `stored` gets what was stored after each round."""
-    benchmark, report = Benchmark(replace(SETTINGS, **settings), ()), Report(1e9)
+    benchmark = Benchmark(replace(SETTINGS, **settings), ())
+    report = Report(1e9)
     benchmark.store = lambda profile, partial: stored.append(profile)  # type: ignore[method-assign]
     in_use.InUse().measure(subjects, benchmark, report)
     return {profile.subject.label: profile for profile in report.profiles}, report
@@ -100,10 +123,17 @@ def test_artifacts_take_turns_of_a_prompt_or_a_few_tokens(
 ) -> None:
     subjects, log, _ = three
     step = Ticking.step
-    monkeypatch.setattr(Ticking, "step", lambda self, token: log.append(self.name) or step(self, token))
+    monkeypatch.setattr(
+        Ticking, "step", lambda self, token: log.append(self.name) or step(self, token)
+    )
     profiles, _ = timed(subjects, [], new_tokens=10)
-    orders, last = set(), 0
-    for tokens in (1, 4, *2 * (1, 4, 4, 2)):  # a prompt and a turn to warm up, two rounds that count
+    orders = set()
+    last = 0
+    for tokens in (
+        1,
+        4,
+        *2 * (1, 4, 4, 2),
+    ):  # a prompt and a turn to warm up, two rounds that count
         first, last = last, last + 3 * tokens
         names = log[first:last:tokens]
         assert log[first:last] == [name for name in names for _ in range(tokens)]
@@ -115,19 +145,36 @@ def test_artifacts_take_turns_of_a_prompt_or_a_few_tokens(
     assert profile.timings["seconds_per_token"].repeats == 2
     assert profile.settings["ratios_to"] == "a"
     assert profile.settings["ratios_to_fp16"]
-    assert profile.settings["interleaving"] == "all loaded at once, taking turns of 4 tokens"
-    assert (profile.peak_memory_bytes, profile.settings["memory"]["model_bytes"]) == (250, 150)
+    assert (
+        profile.settings["interleaving"] == "all loaded at once, taking turns of 4 tokens"
+    )
+    assert (profile.peak_memory_bytes, profile.settings["memory"]["model_bytes"]) == (
+        250,
+        150,
+    )
     assert profile.threads == 3
     assert profile.bound["bytes_per_token"] == 1000
     assert Profile.from_json(profile.to_json()) == profile
 
 
-def test_rounds_end_when_every_interval_is_narrow(three: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
-    spreads = {2: 1.5, 3: 1.2}  # after so many rounds: the ends of the intervals, a factor apart
+def test_rounds_end_when_every_interval_is_narrow(
+    three: tuple, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spreads = {
+        2: 1.5,
+        3: 1.2,
+    }  # after so many rounds: the ends of the intervals, a factor apart
     monkeypatch.setattr(
-        in_use, "compared", lambda ours, theirs: Quartiles(1.1, 1.0, spreads.get(len(ours) // 5, 1.0), 24)
+        in_use,
+        "compared",
+        lambda ours, theirs: Quartiles(1.1, 1.0, spreads.get(len(ours) // 5, 1.0), 24),
     )
-    for narrow, rounds in ((None, 6), (1.3, 3), (1.5, 2), (9.0, 2)):  # one round is never enough
+    for narrow, rounds in (
+        (None, 6),
+        (1.3, 3),
+        (1.5, 2),
+        (9.0, 2),
+    ):  # one round is never enough
         profile = timed(three[0], [], repeats=6, new_tokens=20, narrow=narrow)[0]["b"]
         assert profile.settings["repeats"] == rounds
 
@@ -139,7 +186,11 @@ def test_without_room_for_all_they_run_one_after_the_other(
     monkeypatch.setattr(in_use, "MEMORY_PER_FILE_BYTE", 1e15)
     profiles, _ = timed(subjects, [])
     assert log == ["a"] * 3 + ["b"] * 3 + ["c"] * 3
-    assert profiles["a"].settings["interleaving"].startswith("one after the other: together they need")
+    assert (
+        profiles["a"]
+        .settings["interleaving"]
+        .startswith("one after the other: together they need")
+    )
     assert profiles["c"].settings["ratios_to"] == "a"
 
 
@@ -152,8 +203,14 @@ def test_one_that_breaks_half_way_costs_the_others_nothing(three: tuple) -> None
     assert list(report.failures) == ["b"]
     assert "the file is gone (while round 2 of 2)" in report.failures["b"]
     assert [(p.subject.label, p.settings["repeats"]) for p in stored] == [
-        ("a", 1), ("b", 1), ("c", 1), ("a", 2), ("c", 2),
-    ]  # fmt: skip
+        ("a", 1),
+        ("b", 1),
+        ("c", 1),
+        ("a", 2),
+        ("c", 2),
+    ]
     breaks.clear()
-    settings = timed(subjects[1:], [])[0]["c"].settings  # without FP16, ratios are to the first, and say so
+    settings = timed(subjects[1:], [])[0][
+        "c"
+    ].settings  # without FP16, ratios are to the first, and say so
     assert (settings["ratios_to"], settings["ratios_to_fp16"]) == ("b", False)

@@ -22,7 +22,10 @@ class Element:
     def with_id(self, identifier: str) -> Element | None:
         if self.attributes.get("id") == identifier:
             return self
-        return next((found for child in self.children if (found := child.with_id(identifier))), None)
+        return next(
+            (found for child in self.children if (found := child.with_id(identifier))),
+            None,
+        )
 
     @property
     def words(self) -> str:

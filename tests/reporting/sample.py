@@ -40,27 +40,55 @@ from tests.planning.tables import best
 from tests.samples import window_of
 
 KINDS = ("in_proj", "x_proj", "dt_proj", "out_proj")
-WINDOWS, TOKENS = 4, 64
+WINDOWS = 4
+TOKENS = 64
 NOISE = 3e-7
 
 
 def components(blocks: int, kinds: Sequence[str] = KINDS) -> list[Component]:
     shape = (64, 64)
     found = [
-        Component("backbone.embeddings", "backbone.embeddings.weight", "embedding", "embedding", None, (500, 64), 32000,
-                  tied_with=("lm_head",))
-    ]  # fmt: skip
+        Component(
+            "backbone.embeddings",
+            "backbone.embeddings.weight",
+            "embedding",
+            "embedding",
+            None,
+            (500, 64),
+            32000,
+            tied_with=("lm_head",),
+        )
+    ]
     for block in range(blocks):
         for kind in kinds:
             name = f"backbone.layers.{block}.mixer.{kind}"
             found.append(
-                Component(name, f"{name}.weight", kind, "ssm", block, shape, shape[0] * shape[1], (block,))
+                Component(
+                    name,
+                    f"{name}.weight",
+                    kind,
+                    "ssm",
+                    block,
+                    shape,
+                    shape[0] * shape[1],
+                    (block,),
+                )
             )
         name = f"backbone.layers.{block}.mixer.conv1d"
         found.append(
-            Component(name, f"{name}.weight", "conv1d", "ssm", block, (128, 1, 4), 512, (block,),
-                      quantizable=False, reason="a convolution of four taps")
-        )  # fmt: skip
+            Component(
+                name,
+                f"{name}.weight",
+                "conv1d",
+                "ssm",
+                block,
+                (128, 1, 4),
+                512,
+                (block,),
+                quantizable=False,
+                reason="a convolution of four taps",
+            )
+        )
     return found
 
 
@@ -81,11 +109,17 @@ def make_run(
         parts = components(blocks, kinds)
         run.identify(
             {
-                "model": model, "source": f"/somewhere/private/{model}", "tokenizer": None, "model_type": "mamba",
-                "model_fingerprint": "f" * 16, "dtype": "float32", "head": "backbone.embeddings",
-                "embedding": "backbone.embeddings", "components": [c.to_json() for c in parts],
+                "model": model,
+                "source": f"/somewhere/private/{model}",
+                "tokenizer": None,
+                "model_type": "mamba",
+                "model_fingerprint": "f" * 16,
+                "dtype": "float32",
+                "head": "backbone.embeddings",
+                "embedding": "backbone.embeddings",
+                "components": [c.to_json() for c in parts],
             }
-        )  # fmt: skip
+        )
         run.note_command(["kl-lens", "measure", model, "--run", "runs/sample"])
         _measure(run, parts, formats, CALIBRATION, seed, blocks)
         run.store("noise", CALIBRATION, {"kl_teacher_to_student": NOISE})
@@ -93,13 +127,20 @@ def make_run(
             _measure(run, parts, formats, EVALUATION, seed + 1, blocks)
             _measure(run, parts, formats, "calibration:books", seed + 2, blocks)
             run.store("ranking", "latest", rank(run).to_json())
-        plans = _plan(run, verified="verify" in stages or "evaluate" in stages) if "plan" in stages else []
+        plans = (
+            _plan(run, verified="verify" in stages or "evaluate" in stages)
+            if "plan" in stages
+            else []
+        )
         if "evaluate" in stages:
             _evaluate(run, plans)
         if "benchmark" in stages:
             _benchmark(run, plans)
         if "generate" in stages:
-            for subject in (about(run, "original"), about(run, "openvino", "recommended")):
+            for subject in (
+                about(run, "original"),
+                about(run, "openvino", "recommended"),
+            ):
                 value = {"prompt": prompt, "text": f" is long, says {subject.label}."}
                 run.store_result("generation", subject, prompt, value)
     return folder
@@ -111,11 +152,16 @@ BESIDES = 7000  # bytes of a target's file besides weights
 def add_target(folder: Path, target: str = "openvino") -> Path:
     """A recommendation for a target, in bytes of its file."""
     with Run.open(folder) as run:
-        table, name = run.table(), f"recommended-{target}"
+        table = run.table()
+        name = f"recommended-{target}"
         planning.store_fixed_bytes(run, get_target(target), BESIDES)
-        made = best(table, max_bpw=10, name=name, fixed_bytes=BESIDES, target=get_target(target)).plan
+        made = best(
+            table, max_bpw=10, name=name, fixed_bytes=BESIDES, target=get_target(target)
+        ).plan
         planning.write_plan(
-            replace(made, target=target), planning.plan_path(folder / "plans", name), table.components
+            replace(made, target=target),
+            planning.plan_path(folder / "plans", name),
+            table.components,
         )
     return folder
 
@@ -140,11 +186,22 @@ def _damage(component: Component, format_name: str, blocks: int) -> float:
 
 
 def _measure(
-    run: Run, parts: Sequence[Component], formats: Sequence[str], role: str, seed: int, blocks: int
+    run: Run,
+    parts: Sequence[Component],
+    formats: Sequence[str],
+    role: str,
+    seed: int,
+    blocks: int,
 ) -> None:
     random_ = random.Random(seed)
-    identity = {"source": "wikitext2", "split": "train" if role != EVALUATION else "test", "order": "drawn",
-                "length": TOKENS, "seed": 42, "stride": None}  # fmt: skip
+    identity = {
+        "source": "wikitext2",
+        "split": "train" if role != EVALUATION else "test",
+        "order": "drawn",
+        "length": TOKENS,
+        "seed": 42,
+        "stride": None,
+    }
     run.identify_text(role, identity, [f"{role}-{w}" for w in range(WINDOWS)])
     documents = [{"name": "wiki", "sha256": "0" * 64}]
     run.store("text", role, identity | {"fingerprint": "abc123", "documents": documents})
@@ -153,10 +210,16 @@ def _measure(
         for format_name in formats:
             windows = []
             for window in range(WINDOWS):
-                kl = _damage(component, format_name, blocks) * random_.lognormvariate(0, 0.3)
+                kl = _damage(component, format_name, blocks) * random_.lognormvariate(
+                    0, 0.3
+                )
                 change = random_.gauss(0.4 * kl, 0.6 * math.sqrt(kl) * 0.02)
                 same = max(0.0, 1 - kl)
-                windows.append(window_of(window, TOKENS, kl, 1.1 * kl, 2 * kl, change, same, signal=9.0))
+                windows.append(
+                    window_of(
+                        window, TOKENS, kl, 1.1 * kl, 2 * kl, change, same, signal=9.0
+                    )
+                )
             run.store_samples(role, component.name, format_name, windows, 0.1, "float32")
 
 
@@ -173,9 +236,13 @@ def _plan(run: Run, verified: bool) -> list[Plan]:
         if verified and plan.predicted_kl is not None:
             kl = plan.predicted_kl * random_.uniform(0.9, 1.25)
             perplexity = Estimate(21.0 * math.exp(0.5 * kl), 0.9)
-            measured = Measured(Estimate(kl, 0.05 * kl), perplexity, 21.0, "wikitext2:valid", 4)
+            measured = Measured(
+                Estimate(kl, 0.05 * kl), perplexity, 21.0, "wikitext2:valid", 4
+            )
         done = replace(plan, measured=measured)
-        planning.write_plan(done, planning.plan_path(run.folder / "plans", plan.name), table.components)
+        planning.write_plan(
+            done, planning.plan_path(run.folder / "plans", plan.name), table.components
+        )
         finished.append(done)
     run.note_command(shlex.split("kl-lens plan --run runs/sample --paper --verify"))
     words = "kl-lens plan --run runs/sample --max-bytes 80kB --name recommended --verify"
@@ -184,7 +251,13 @@ def _plan(run: Run, verified: bool) -> list[Plan]:
 
 
 def _evaluate(run: Run, plans: Sequence[Plan]) -> None:
-    protocol = {"dataset": "wikitext2", "split": "test", "window": 512, "stride": 256, "fingerprint": "abc"}
+    protocol = {
+        "dataset": "wikitext2",
+        "split": "test",
+        "window": 512,
+        "stride": 256,
+        "fingerprint": "abc",
+    }
     for plan in plans:
         _export(run, "openvino", plan)
 
@@ -192,14 +265,25 @@ def _evaluate(run: Run, plans: Sequence[Plan]) -> None:
         runtime = {"library": "openvino", "version": "1.0"}
         tokens, how = (200, {"few_shot": 0}) if kind == "task" else (4096, protocol)
         score = Score(subject, kind, what, values, tokens, how, runtime, 1.0)
-        run.store_result("score", subject, f"{kind}|{what}|d", score.to_json() | {"provenance": {}})
+        run.store_result(
+            "score", subject, f"{kind}|{what}|d", score.to_json() | {"provenance": {}}
+        )
 
-    subjects = [(about(run, t, p.name), p.predicted_kl or 0.0) for p in plans for t in ("torch", "openvino")]
+    subjects = [
+        (about(run, t, p.name), p.predicted_kl or 0.0)
+        for p in plans
+        for t in ("torch", "openvino")
+    ]
     for subject, kl in [(about(run, "original"), 0.0), *subjects]:
         values = {"token_perplexity": Estimate(26.0 * math.exp(0.5 * kl), 0.8)}
         if subject.what != ORIGINAL:
-            values["token_perplexity_change"] = Estimate(26.0 * math.expm1(0.5 * kl), 0.02 + 2 * kl)
-            divergence = {"kl_mean": Estimate(1.1 * kl, 0.04 * kl), "same_top": Estimate(1 - kl)}
+            values["token_perplexity_change"] = Estimate(
+                26.0 * math.expm1(0.5 * kl), 0.02 + 2 * kl
+            )
+            divergence = {
+                "kl_mean": Estimate(1.1 * kl, 0.04 * kl),
+                "same_top": Estimate(1 - kl),
+            }
             store(subject, "divergence", "wikitext2:test", **divergence)
         store(subject, "perplexity", "wikitext2:test", **values)
     for subject in (about(run, "original"), about(run, "openvino", "recommended")):
@@ -213,13 +297,18 @@ def _export(run: Run, target: str, plan: Plan) -> int:
     size = plan.bytes + 900
     recipes = {c: plan.assignment.get(c.name, "fp16") for c in run.table().candidates}
     tensors = tuple(
-        ExportedTensor(c.name, c.name, f, f, component_bytes(c, Recipe.parse(f))) for c, f in recipes.items()
+        ExportedTensor(c.name, c.name, f, f, component_bytes(c, Recipe.parse(f)))
+        for c, f in recipes.items()
     )
-    artifact = Artifact(target, plan.name, ("model.bin",), tensors, plan.bytes, size, "sample", "f" * 16)
+    artifact = Artifact(
+        target, plan.name, ("model.bin",), tensors, plan.bytes, size, "sample", "f" * 16
+    )
     folder = run.folder / "artifacts" / target / plan.name
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "artifact.json").write_text(json.dumps(artifact.to_json()))
-    run.store("artifact", f"{target}/{plan.name}", artifact.to_json() | {"folder": "elsewhere"})
+    run.store(
+        "artifact", f"{target}/{plan.name}", artifact.to_json() | {"folder": "elsewhere"}
+    )
     return size
 
 
@@ -231,26 +320,43 @@ def _benchmark(run: Run, plans: Sequence[Plan]) -> None:
             size = _export(run, target, plan)
             subject = about(run, target, plan.name)
             profile = _profile(subject, size, whole, bandwidth, share)
-            run.store_result("profile", subject, "use|CPU", profile.to_json() | {"provenance": {}})
+            run.store_result(
+                "profile", subject, "use|CPU", profile.to_json() | {"provenance": {}}
+            )
 
 
-def _profile(subject: Subject, size: int, whole: int, bandwidth: float, share: float) -> Profile:
+def _profile(
+    subject: Subject, size: int, whole: int, bandwidth: float, share: float
+) -> Profile:
     rate = share * bandwidth / size
 
     def spread(value: float) -> Quartiles:
         return Quartiles(value, 0.95 * value, 1.04 * value, 5)
 
     timings = {
-        "load_seconds": spread(0.2), "first_token_seconds@32": spread(9 / rate),
+        "load_seconds": spread(0.2),
+        "first_token_seconds@32": spread(9 / rate),
         "first_token_seconds@128": spread(30 / rate),
         "seconds_per_token": spread(1 / rate),
         "tokens_per_second": spread(rate),
-    }  # fmt: skip
+    }
     ratio = spread(whole / size)
-    bound = {"bytes_per_token": float(size), "read_bandwidth": bandwidth, "tokens_per_second": bandwidth / size,
-             "share": share}  # fmt: skip
+    bound = {
+        "bytes_per_token": float(size),
+        "read_bandwidth": bandwidth,
+        "tokens_per_second": bandwidth / size,
+        "share": share,
+    }
     return Profile(
-        subject, "use", "CPU", 2, timings, {"tokens_per_second": ratio, "seconds_per_token": ratio}, 120_000_000, size,
-        bound, {"repeats": 5, "ratios_to": f"{subject.target}/fp16", "ratios_to_fp16": True},
+        subject,
+        "use",
+        "CPU",
+        2,
+        timings,
+        {"tokens_per_second": ratio, "seconds_per_token": ratio},
+        120_000_000,
+        size,
+        bound,
+        {"repeats": 5, "ratios_to": f"{subject.target}/fp16", "ratios_to_fp16": True},
         {"library": "openvino", "version": "1.0"},
-    )  # fmt: skip
+    )

@@ -18,13 +18,17 @@ from kl_lens.run.folder import Run
 from tests.reporting.sample import make_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+playwright = pytest.importorskip(
+    "playwright.sync_api", reason="playwright is not installed"
+)
 pytestmark = pytest.mark.skipif(
-    CHROMIUM is None, reason="no chromium on PATH; Debian: apt install chromium, or ./test --all"
+    CHROMIUM is None,
+    reason="no chromium on PATH; Debian: apt install chromium, or ./test --all",
 )
 
 HOSTILE = '</script><script>alert(1)</script>"><img src=x onerror=alert(1)>'
-DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
+DESKTOP = {"width": 1280, "height": 900}
+PHONE = {"width": 390, "height": 844}
 # A loaded machine with two cores is slow; a page that hangs is slower still.
 PATIENCE = 60_000
 
@@ -32,10 +36,18 @@ PATIENCE = 60_000
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     flags = [
-        f"--{flag}" for flag in ("no-sandbox", "disable-gpu", "disable-background-networking", "no-first-run")
+        f"--{flag}"
+        for flag in (
+            "no-sandbox",
+            "disable-gpu",
+            "disable-background-networking",
+            "no-first-run",
+        )
     ]
     with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=flags, timeout=PATIENCE)
+        browser = driver.chromium.launch(
+            executable_path=CHROMIUM, args=flags, timeout=PATIENCE
+        )
         yield browser
         browser.close()
 
@@ -43,7 +55,9 @@ def browser() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A report in which everything from outside is hostile."""
-    folder = make_run(tmp_path_factory.mktemp("browser") / "run", model=HOSTILE, prompt=HOSTILE)
+    folder = make_run(
+        tmp_path_factory.mktemp("browser") / "run", model=HOSTILE, prompt=HOSTILE
+    )
     with Run.open(folder) as run:
         return write_report(run)
 
@@ -62,7 +76,9 @@ def opened(browser: Any, path: Path, size: dict[str, int], **settings: Any) -> O
     found.page.on("request", lambda request: found.requests.append(request.url))
     found.page.on("console", lambda message: found.messages.append(message.text))
     found.page.on("pageerror", lambda error: found.messages.append(str(error)))
-    found.page.on("dialog", lambda dialog: (found.messages.append(dialog.message), dialog.dismiss()))
+    found.page.on(
+        "dialog", lambda dialog: (found.messages.append(dialog.message), dialog.dismiss())
+    )
     found.page.goto(path.as_uri())
     return found
 
@@ -82,7 +98,9 @@ def column(page: Any, index: int) -> list[str]:
 def slide(page: Any, index: int) -> dict[str, str]:
     """Moves the slider; gives back bytes, KL and the name of a file."""
     move = "(s, i) => { s.value = i; s.dispatchEvent(new Event('input')); }"
-    page.locator(".explorer input[type=range]").first.evaluate(f"(s) => ({move})(s, {index})")
+    page.locator(".explorer input[type=range]").first.evaluate(
+        f"(s) => ({move})(s, {index})"
+    )
     return dict(page.locator(".explorer").first.evaluate("e => ({...e.dataset})"))
 
 
@@ -110,7 +128,9 @@ def test_tables_sort_by_number_and_names_as_people_count(desktop: Opened) -> Non
     page.locator("#layers thead th button", has_text="component").click()
     names = column(page, 0)
     assert names[0] == "backbone.embeddings"
-    assert names.index("backbone.layers.2.mixer.in_proj") < names.index("backbone.layers.3.mixer.in_proj")
+    assert names.index("backbone.layers.2.mixer.in_proj") < names.index(
+        "backbone.layers.3.mixer.in_proj"
+    )
     assert desktop.messages == []
 
 
@@ -120,9 +140,12 @@ def test_the_slider_has_every_size_never_rises_and_agrees_with_plan_at_twenty(
     with Run.open(report.parent) as run:
         view = collect(run)
     least, _ = view.spaces[None].problem.reach("bytes")
-    last = int(desktop.page.locator(".explorer input[type=range]").first.get_attribute("max"))
+    last = int(
+        desktop.page.locator(".explorer input[type=range]").first.get_attribute("max")
+    )
     stops = [slide(desktop.page, index) for index in range(last + 1)]
-    sizes, kls = [int(stop["bytes"]) for stop in stops], [float(stop["kl"]) for stop in stops]
+    sizes = [int(stop["bytes"]) for stop in stops]
+    kls = [float(stop["kl"]) for stop in stops]
     assert (sizes[0], sizes[-1]) == (least, view.fp16_bytes)
     assert sizes == sorted(set(sizes))
     assert kls == sorted(kls, reverse=True)
@@ -130,7 +153,19 @@ def test_the_slider_has_every_size_never_rises_and_agrees_with_plan_at_twenty(
     plans = [stop for stop in stops if not stop["file"]]
     assert len(plans) < len(stops)  # files that were measured are on it too
     for stop in [plans[round(i * (len(plans) - 1) / 19)] for i in range(20)]:
-        assert main(["plan", "--run", str(report.parent), "--max-bytes", stop["bytes"], "--json"]) == 0
+        assert (
+            main(
+                [
+                    "plan",
+                    "--run",
+                    str(report.parent),
+                    "--max-bytes",
+                    stop["bytes"],
+                    "--json",
+                ]
+            )
+            == 0
+        )
         [plan] = json.loads(capsys.readouterr().out)
         assert plan["bytes"] == int(stop["bytes"])
         assert plan["predicted_kl"] == pytest.approx(float(stop["kl"]), rel=1e-9)
@@ -139,16 +174,22 @@ def test_the_slider_has_every_size_never_rises_and_agrees_with_plan_at_twenty(
 def test_the_command_on_the_page_makes_the_plan_on_the_page(
     desktop: Opened, report: Path, tmp_path: Path
 ) -> None:
-    page, field = desktop.page, desktop.page.get_by_label("Size at most")
+    page = desktop.page
+    field = desktop.page.get_by_label("Size at most")
     field.fill("57 kB")
     field.press("Enter")
     words = shlex.split(page.locator(".made").first.inner_text())
     assert words[:4] == ["kl-lens", "plan", "--run", str(report.parent)]
     folder = tmp_path / "run"
     shutil.copytree(report.parent, folder)
-    assert main([str(folder) if word == str(report.parent) else word for word in words[1:]]) == 0
+    assert (
+        main([str(folder) if word == str(report.parent) else word for word in words[1:]])
+        == 0
+    )
     with Run.open(folder) as run:
-        plan = planning.read_plan(folder / "plans" / f"{words[-1]}.json", run.table().components)
+        plan = planning.read_plan(
+            folder / "plans" / f"{words[-1]}.json", run.table().components
+        )
     assert str(plan.bytes) == page.locator(".explorer").first.get_attribute("data-bytes")
     assert plan.bytes is not None
     assert plan.bytes <= 57_000
@@ -158,7 +199,9 @@ def test_the_command_on_the_page_makes_the_plan_on_the_page(
     assert desktop.messages == []
 
 
-def test_the_map_shows_one_format_or_the_plan_and_opens_a_component(desktop: Opened) -> None:
+def test_the_map_shows_one_format_or_the_plan_and_opens_a_component(
+    desktop: Opened,
+) -> None:
     page = desktop.page
     colours = "[...document.querySelectorAll('.cells_marks path')].map(p => p.getAttribute('fill'))"
     select = page.locator(".map select")
@@ -168,9 +211,12 @@ def test_the_map_shows_one_format_or_the_plan_and_opens_a_component(desktop: Ope
     int4 = page.evaluate(colours)
     assert int4 != int8
     level = [
-        [int(fill.removeprefix("var(--h").partition(",")[0]) for fill in fills] for fills in (int4, int8)
+        [int(fill.removeprefix("var(--h").partition(",")[0]) for fill in fills]
+        for fills in (int4, int8)
     ]
-    assert all(low >= high for low, high in zip(*level, strict=True))  # the same scale for both
+    assert all(
+        low >= high for low, high in zip(*level, strict=True)
+    )  # the same scale for both
     select.select_option(label="the plan above")
     slide(page, 0)
     assert {fill.partition(",")[0] for fill in page.evaluate(colours)} == {"var(--b4"}
@@ -183,12 +229,17 @@ def test_the_map_shows_one_format_or_the_plan_and_opens_a_component(desktop: Ope
     cell.click()
     assert page.locator(".component li").count() == 2
     page.keyboard.press("ArrowRight")
-    assert page.evaluate("document.activeElement.getAttribute('aria-label')") == tip.inner_text()
+    assert (
+        page.evaluate("document.activeElement.getAttribute('aria-label')")
+        == tip.inner_text()
+    )
     page.keyboard.press("Escape")
     assert tip.is_hidden()
 
 
-@pytest.mark.parametrize(("size", "scheme"), [(DESKTOP, "light"), (PHONE, "dark")], ids=["desktop", "phone"])
+@pytest.mark.parametrize(
+    ("size", "scheme"), [(DESKTOP, "light"), (PHONE, "dark")], ids=["desktop", "phone"]
+)
 def test_it_fits_the_screen_and_keeps_its_contrast(
     browser: Any, report: Path, size: dict[str, int], scheme: str
 ) -> None:
@@ -197,7 +248,9 @@ def test_it_fits_the_screen_and_keeps_its_contrast(
     page = found.page
     assert page.evaluate("document.documentElement.scrollWidth") == size["width"]
     assert size == PHONE or page.evaluate("document.documentElement.scrollHeight") <= 6000
-    ink, paper = page.evaluate("(s => [s.color, s.backgroundColor])(getComputedStyle(document.body))")
+    ink, paper = page.evaluate(
+        "(s => [s.color, s.backgroundColor])(getComputedStyle(document.body))"
+    )
     assert (_brightness(ink) > _brightness(paper)) == (scheme == "dark")
     assert abs(_brightness(ink) - _brightness(paper)) > 150
     small = page.evaluate(

@@ -11,7 +11,10 @@ from kl_lens.reporting.markup import Html, escape, json_block, tag
 from tests.reporting.document import read
 
 
-@given(st.lists(st.floats(1e-12, 1e12), min_size=1, max_size=20), st.sampled_from([True, False, None]))
+@given(
+    st.lists(st.floats(1e-12, 1e12), min_size=1, max_size=20),
+    st.sampled_from([True, False, None]),
+)
 def test_an_axis_holds_its_values_in_order_and_a_log_axis_has_a_few_ticks(
     values: list[float], log: bool | None
 ) -> None:
@@ -27,7 +30,11 @@ def test_an_axis_holds_its_values_in_order_and_a_log_axis_has_a_few_ticks(
 def test_hostile_words_stay_words_in_a_chart() -> None:
     words = '"></path><script>alert(1)</script>&\x00'
     unit = Axis(words, 0, 1)
-    drawn = scatter(unit, unit, [Dot(0.5, 0.5, words, words, label="<b>"), Dot(0.1, 0.1, "other", "s")]).svg()
+    drawn = scatter(
+        unit,
+        unit,
+        [Dot(0.5, 0.5, words, words, label="<b>"), Dot(0.1, 0.1, "other", "s")],
+    ).svg()
     assert "<script" not in drawn
     assert "<b>" not in drawn
     assert "alert(1)" in drawn
@@ -43,7 +50,9 @@ def test_text_is_escaped_and_markup_is_not() -> None:
     assert isinstance(tag("p", Html("<b>x</b>")), Html)
     made = tag("a", aria_label='"><script>', class_="x", hidden=True, id=None)
     assert made == '<a aria-label="&quot;&gt;&lt;script&gt;" class="x" hidden></a>'
-    assert escape("a\x00b\x1b[31m\ud800") == "a\ufffdb\ufffd[31m\ufffd"  # HTML forbids these
+    assert (
+        escape("a\x00b\x1b[31m\ud800") == "a\ufffdb\ufffd[31m\ufffd"
+    )  # HTML forbids these
     assert "\u202e" not in escape("model\u202egpj.exe")  # turns the direction of text
 
 
@@ -60,6 +69,8 @@ def test_any_text_comes_back_as_text(text: str) -> None:
 @given(st.lists(st.text()))
 def test_data_for_the_script_cannot_end_its_block(texts: list[str]) -> None:
     block = json_block("data", [*texts, "</script><script>alert(1)</script>", "<!--"])
-    inside = block.removeprefix('<script type="application/json" id="data">').removesuffix("</script>")
+    inside = block.removeprefix(
+        '<script type="application/json" id="data">'
+    ).removesuffix("</script>")
     assert "<" not in inside
     assert json.loads(inside)[: len(texts)] == texts

@@ -43,7 +43,11 @@ def section(page: str, name: str) -> Element:
 
 def marks(element: Element) -> list[str]:
     """The descriptions of dots and cells."""
-    return [p.attributes["aria-label"] for p in element.all("path") if "aria-label" in p.attributes]
+    return [
+        p.attributes["aria-label"]
+        for p in element.all("path")
+        if "aria-label" in p.attributes
+    ]
 
 
 def data_of(page: str) -> dict[str, Any]:
@@ -55,32 +59,56 @@ def data_of(page: str) -> dict[str, Any]:
 def test_the_answer_comes_first_with_the_command_that_makes_it(sample_page: str) -> None:
     assert [e.attributes["id"] for e in read(sample_page).all("section")] == SECTIONS
     words = section(sample_page, "answer").words
-    assert re.search(r"recommended: [\d.]+ kB, \d+ % of FP16; KL [\d.e-]+ ± [\d.e-]+ nats per token", words)
+    assert re.search(
+        r"recommended: [\d.]+ kB, \d+ % of FP16; KL [\d.e-]+ ± [\d.e-]+ nats per token",
+        words,
+    )
     assert re.search(r"perplexity [\d.]+, original 26.00 \(\+[\d.]+ %", words)
     assert re.search(
-        r"Speed against the FP16 file on CPU: [\d.]+ \([\d.]+–[\d.]+\) times \(OpenVINO\)", words
+        r"Speed against the FP16 file on CPU: [\d.]+ \([\d.]+–[\d.]+\) times \(OpenVINO\)",
+        words,
     )
-    assert "kl-lens plan --run runs/sample --max-bytes 80kB --name recommended --verify" in words
+    assert (
+        "kl-lens plan --run runs/sample --max-bytes 80kB --name recommended --verify"
+        in words
+    )
     assert "kl-lens measure sample-mamba --run runs/sample" in words
 
 
 def test_a_targets_choices_are_in_bytes_of_its_file_and_its_answer_names_the_nearest_stock_file(
     tmp_path: Path,
 ) -> None:
-    with Run.open(add_target(make_run(tmp_path / "run", stages=("plan", "verify")))) as run:
-        table, folder = run.table(), run.folder / "plans"
-        expected = planning.build_problem(table, fixed_bytes=BESIDES, target=get_target("openvino"))
+    with Run.open(
+        add_target(make_run(tmp_path / "run", stages=("plan", "verify")))
+    ) as run:
+        table = run.table()
+        folder = run.folder / "plans"
+        expected = planning.build_problem(
+            table, fixed_bytes=BESIDES, target=get_target("openvino")
+        )
         assert collect(run).spaces["openvino"].problem == expected
         whole = planning.read_plan(folder / "recommended.json", table.components)
         own = planning.read_plan(folder / "recommended-openvino.json", table.components)
-        made = [replace(planning.uniform_plan(table, name), name=f"stock.{name}", family="stock", target="openvino")
-                for name in ("int4", "int8")]  # fmt: skip
+        made = [
+            replace(
+                planning.uniform_plan(table, name),
+                name=f"stock.{name}",
+                family="stock",
+                target="openvino",
+            )
+            for name in ("int4", "int8")
+        ]
         for plan in (own, *made):
             path = planning.plan_path(folder, plan.name)
-            planning.write_plan(replace(plan, measured=whole.measured), path, table.components)
+            planning.write_plan(
+                replace(plan, measured=whole.measured), path, table.components
+            )
         words = section(write_report(run).read_text(encoding="utf-8"), "answer").words
         run.store("fixed_bytes", "openvino", None)
-        assert "No slider for OpenVINO: the run does not say what its" in write_report(run).read_text()
+        assert (
+            "No slider for OpenVINO: the run does not say what its"
+            in write_report(run).read_text()
+        )
     assert "INT8, the nearest stock file that is no larger" in words
     assert "loses 1 times as much" in words
     assert "INT4" not in words
@@ -99,7 +127,9 @@ def test_the_slider_and_the_map_have_the_recipe_of_every_component_at_every_size
         assert stored == [position.stored[c.name] for c in explorer.components]
 
 
-def test_a_file_that_loses_less_than_any_plan_of_its_size_is_on_the_frontier(tmp_path: Path) -> None:
+def test_a_file_that_loses_less_than_any_plan_of_its_size_is_on_the_frontier(
+    tmp_path: Path,
+) -> None:
     folder = make_run(tmp_path / "run", stages=("plan", "verify"))
     with Run.open(folder) as run:
         path = planning.plan_path(folder / "plans", "uniform_int4")
@@ -107,14 +137,22 @@ def test_a_file_that_loses_less_than_any_plan_of_its_size_is_on_the_frontier(tmp
         assert plan.measured
         better = replace(plan.measured.kl, value=plan.measured.kl.value / 3)
         planning.write_plan(
-            replace(plan, measured=replace(plan.measured, kl=better)), path, run.table().components
+            replace(plan, measured=replace(plan.measured, kl=better)),
+            path,
+            run.table().components,
         )
         view = collect(run)
     explorer = Explorer(view, view.spaces[None])
-    [at] = [i for i, p in enumerate(explorer.positions) if p.file and p.file.name == "uniform_int4"]
+    [at] = [
+        i
+        for i, p in enumerate(explorer.positions)
+        if p.file and p.file.name == "uniform_int4"
+    ]
     assert all(p.kl < better.value for p in explorer.positions[at + 1 :])
     assert "no plan of this size loses less" in explorer.words(explorer.positions[at])[2]
-    assert all("uniform_int4" not in explorer.words(p)[2] for p in explorer.positions[:at])
+    assert all(
+        "uniform_int4" not in explorer.words(p)[2] for p in explorer.positions[:at]
+    )
 
 
 def test_what_was_not_measured_is_predicted_by_page_and_plan_alike_and_said_to_be(
@@ -124,8 +162,11 @@ def test_what_was_not_measured_is_predicted_by_page_and_plan_alike_and_said_to_b
     with Run.open(folder) as run:
         rows = [(c.name, "int4-g32", 0.0012) for c in run.table().candidates]
         rows.append((rows[0][0], "int4", 1e-9))  # has been measured since
-        run.store("screened", "calibration", {"limit": {"max_loss": 0.01}, "predicted": rows})
-        measured, known = run.table(), run.table(predicted=True)
+        run.store(
+            "screened", "calibration", {"limit": {"max_loss": 0.01}, "predicted": rows}
+        )
+        measured = run.table()
+        known = run.table(predicted=True)
         view = collect(run)
         page = write_report(run).read_text(encoding="utf-8")
     assert len(known.measurements) == len(measured.measurements) + 17
@@ -134,7 +175,8 @@ def test_what_was_not_measured_is_predicted_by_page_and_plan_alike_and_said_to_b
     assert guessed[-1] == 0  # FP16
     at = guessed.index(max(guessed))
     assert (
-        f"{guessed[at]} of 17 components predicted, not measured" in explorer.words(explorer.positions[at])[2]
+        f"{guessed[at]} of 17 components predicted, not measured"
+        in explorer.words(explorer.positions[at])[2]
     )
     assert "KL about 0.0012, predicted" in page
     assert "Hatched: predicted." in page
@@ -143,9 +185,13 @@ def test_what_was_not_measured_is_predicted_by_page_and_plan_alike_and_said_to_b
     assert main(["plan", "--run", str(folder), *budget, "--json"]) == 0
     told = capsys.readouterr()
     [plan] = json.loads(told.out)
-    assert f"the KL of {guessed[at]} of 17 components was predicted" in told.err.replace("\n", " ")
+    assert f"the KL of {guessed[at]} of 17 components was predicted" in told.err.replace(
+        "\n", " "
+    )
     assert plan["predicted_kl"] == pytest.approx(explorer.positions[at].kl, rel=1e-9)
-    with Run.open(folder) as run:  # what plans of its own limit use, a staged search has measured
+    with Run.open(
+        folder
+    ) as run:  # what plans of its own limit use, a staged search has measured
         limit = {"max_bytes": explorer.positions[at].bytes}
         run.store("screened", "calibration", {"limit": limit, "predicted": rows})
     assert main(["plan", "--run", str(folder), *budget, "--json"]) == 0
@@ -154,13 +200,22 @@ def test_what_was_not_measured_is_predicted_by_page_and_plan_alike_and_said_to_b
     assert json.loads(told.out)[0]["predicted_kl"] > plan["predicted_kl"]
 
 
-def test_a_ratio_that_is_not_to_fp16_is_not_shown_as_one_and_chance_is_called_chance(tmp_path: Path) -> None:
+def test_a_ratio_that_is_not_to_fp16_is_not_shown_as_one_and_chance_is_called_chance(
+    tmp_path: Path,
+) -> None:
     folder = make_run(tmp_path / "run", stages=("plan", "evaluate", "benchmark"))
     with Run.open(folder) as run:
-        (score,) = [r for r in run.results("score")
-                    if r.subject.label == "openvino/recommended" and r.name.startswith("perplexity")]  # fmt: skip
+        (score,) = [
+            r
+            for r in run.results("score")
+            if r.subject.label == "openvino/recommended"
+            and r.name.startswith("perplexity")
+        ]
         score.value["values"]["token_perplexity_change"]["standard_error"] = 9.0
-        score.value["runtime"] = {"found": "your choice", "version": "ggml 0.25.3, commit 0123abc"}
+        score.value["runtime"] = {
+            "found": "your choice",
+            "version": "ggml 0.25.3, commit 0123abc",
+        }
         run.store_result("score", *score)
         for subject, name, value in run.results("profile"):
             settings = {"ratios_to_fp16": False, "ratios_to": "gguf/small"}
@@ -168,15 +223,19 @@ def test_a_ratio_that_is_not_to_fp16_is_not_shown_as_one_and_chance_is_called_ch
         page = write_report(run).read_text(encoding="utf-8")
     assert "Speed against the FP16 file" not in section(page, "answer").words
     assert "no ratio is given" in section(page, "speed").words
-    assert "which may be chance" in section(page, "answer").words  # within twice its error
-    assert "OpenVINO1.0 / ggml 0.25.3, commit 0123abc" in section(page, "provenance").words
-
-
-def test_screen_table_report_and_json_agree_on_what_a_speed_is_worth(tmp_path: Path) -> None:
-    folder, busy = (
-        make_run(tmp_path / "run", stages=("plan", "evaluate", "benchmark")),
-        "the machine was busy (42 % stolen)",
+    assert (
+        "which may be chance" in section(page, "answer").words
+    )  # within twice its error
+    assert (
+        "OpenVINO1.0 / ggml 0.25.3, commit 0123abc" in section(page, "provenance").words
     )
+
+
+def test_screen_table_report_and_json_agree_on_what_a_speed_is_worth(
+    tmp_path: Path,
+) -> None:
+    folder = make_run(tmp_path / "run", stages=("plan", "evaluate", "benchmark"))
+    busy = "the machine was busy (42 % stolen)"
     for low, high, brief, words in (
         (1.31, 1.47, "1.39 (1.31–1.47)", "1.39 (1.31–1.47) times"),
         (0.25, 2.12, "not measurable", f"not measurable here: {busy}"),
@@ -185,9 +244,13 @@ def test_screen_table_report_and_json_agree_on_what_a_speed_is_worth(tmp_path: P
         with Run.open(folder) as run:
             for subject, name, value in run.results("profile"):
                 if value["protocol"] == "use":
-                    changed = {"ratios": {"tokens_per_second": ratio}, "load": {"stolen": 0.42}}
+                    changed = {
+                        "ratios": {"tokens_per_second": ratio},
+                        "load": {"stolen": 0.42},
+                    }
                     run.store_result("profile", subject, name, value | changed)
-            page, view = write_report(run).read_text(encoding="utf-8"), collect(run)
+            page = write_report(run).read_text(encoding="utf-8")
+            view = collect(run)
         assert words in section(page, "answer").words
         assert brief in section(page, "speed").words
         profiles = [p for p in view.profiles if p.protocol == "use"]
@@ -197,7 +260,9 @@ def test_screen_table_report_and_json_agree_on_what_a_speed_is_worth(tmp_path: P
         assert brief in use_rows(complete)[0]["× FP16"]
         assert row_of(view, "recommended", "openvino")["speed, × FP16"] == brief
         unshown = {"low": low, "high": high, "repeats": 24, "not_measurable": busy}
-        assert told == {"tokens_per_second": unshown if brief == "not measurable" else ratio}
+        assert told == {
+            "tokens_per_second": unshown if brief == "not measurable" else ratio
+        }
     assert not re.search(r"1\.39 (\(0\.25|times)|FP16: 1\.39", page)
 
 
@@ -208,10 +273,20 @@ def test_tasks_samples_and_provenance_are_shown_and_places_on_the_authors_disk_a
     assert "arc_easy: acc" in found.words
     assert "0.413 ± 0.012" in found.words
     assert [q.words for q in found.all("blockquote")] == [
-        f"The history of the city is long, says {who}." for who in ("original", "openvino/recommended")
+        f"The history of the city is long, says {who}."
+        for who in ("original", "openvino/recommended")
     ]
     words = section(sample_page, "provenance").words
-    for expected in ("f" * 16, "wikitext2", "train", "test", "42", "torch", "abc123", "kl-lens plan"):
+    for expected in (
+        "f" * 16,
+        "wikitext2",
+        "train",
+        "test",
+        "42",
+        "torch",
+        "abc123",
+        "kl-lens plan",
+    ):
         assert expected in words
     for private in ("/somewhere/private", "elsewhere"):
         assert private not in sample_page
@@ -229,18 +304,27 @@ def test_a_stage_that_was_not_done_has_no_section_and_leaves_no_gap(
     make_page: MakePage, stages: tuple[str, ...], absent: set[str]
 ) -> None:
     tree = read(make_page(stages=stages))
-    assert [e.attributes["id"] for e in tree.all("section")] == [s for s in SECTIONS if s not in absent]
+    assert [e.attributes["id"] for e in tree.all("section")] == [
+        s for s in SECTIONS if s not in absent
+    ]
     headings = [h.words for h in tree.all("h2")]
-    assert [words.split()[0] for words in headings] == [str(n + 1) for n in range(len(headings))]
+    assert [words.split()[0] for words in headings] == [
+        str(n + 1) for n in range(len(headings))
+    ]
     assert [a.words for a in tree.all("nav")[0].all("a")] == headings
     answer = tree.with_id("answer")
-    assert answer is None or "not measured yet" in answer.words  # not verified: not called good
+    assert (
+        answer is None or "not measured yet" in answer.words
+    )  # not verified: not called good
 
 
 def test_hostile_names_of_everything_stay_text(tmp_path: Path) -> None:
     text = " ".join(HOSTILE)
     folder = make_run(
-        tmp_path / "run", model=text, prompt=text, kinds=("in_proj", "<img src=x onerror=alert(1)>")
+        tmp_path / "run",
+        model=text,
+        prompt=text,
+        kinds=("in_proj", "<img src=x onerror=alert(1)>"),
     )
     with Run.open(folder) as run:
         for _, name, value in run.results("profile"):
@@ -259,7 +343,9 @@ def test_hostile_names_of_everything_stay_text(tmp_path: Path) -> None:
     assert HOSTILE[0] in tree.with_id("speed").words
 
 
-def test_an_empty_run_still_makes_a_page_and_a_damaged_record_is_named(tmp_path: Path) -> None:
+def test_an_empty_run_still_makes_a_page_and_a_damaged_record_is_named(
+    tmp_path: Path,
+) -> None:
     with Run.create(tmp_path / "empty") as run:
         page = write_report(run).read_text(encoding="utf-8")
         assert [s.attributes["id"] for s in read(page).all("section")] == ["provenance"]
@@ -268,14 +354,17 @@ def test_an_empty_run_still_makes_a_page_and_a_damaged_record_is_named(tmp_path:
     folder = make_run(tmp_path / "run", stages=("plan",))
     with Run.open(folder) as run:
         subject = about(run, "torch", "small")
-        run.store_result("score", subject, "perplexity|t|d", {"subject": subject.to_json()})
+        run.store_result(
+            "score", subject, "perplexity|t|d", {"subject": subject.to_json()}
+        )
         with pytest.raises(RunError, match=r"score 'perplexity\|t\|d' cannot be read"):
             write_report(run)
 
 
 def test_a_notebook_shows_the_page_the_frontier_and_the_table(sample_run: Path) -> None:
     with Run.open(sample_run) as run:
-        table, page = PlottedTable(**vars(run.table())), ReportFile(write_report(run))
+        table = PlottedTable(**vars(run.table()))
+        page = ReportFile(write_report(run))
     assert page.is_file()
     assert page._repr_html_().startswith('<iframe srcdoc="&lt;!doctype html&gt;')
     assert "</script>" not in page._repr_html_()

@@ -21,7 +21,13 @@ def store(run: Run, role: str, kl: float) -> None:
 
 
 def identify(run: Run) -> None:
-    about = {"model": "m", "model_type": "mamba", "head": "c0", "embedding": "c0", "model_fingerprint": "f"}
+    about = {
+        "model": "m",
+        "model_type": "mamba",
+        "head": "c0",
+        "embedding": "c0",
+        "model_fingerprint": "f",
+    }
     run.identify(about | {"components": [component("c0").to_json()]})
 
 
@@ -40,11 +46,14 @@ def test_targets_stand_beside_weights_alone(tmp_path: Path) -> None:
         assert run.usual_target is None
         assert kl_of(run, None) == pytest.approx(0.1)
         assert kl_of(run, "gguf") == pytest.approx(0.2)
-        assert kl_of(run, "openvino") == pytest.approx(0.1)  # nothing measured as it computes: weights alone
+        assert kl_of(run, "openvino") == pytest.approx(
+            0.1
+        )  # nothing measured as it computes: weights alone
 
 
 @pytest.mark.parametrize(
-    ("version", "what_to_do"), [(0, "measure again"), (2, "measure again"), (99, "update KL Lens")]
+    ("version", "what_to_do"),
+    [(0, "measure again"), (2, "measure again"), (99, "update KL Lens")],
 )
 def test_a_journal_of_another_version_is_refused_in_one_line(
     tmp_path: Path, version: int, what_to_do: str
@@ -55,7 +64,8 @@ def test_a_journal_of_another_version_is_refused_in_one_line(
     journal.close()
     before = (tmp_path / "run.sqlite").read_bytes()
     with pytest.raises(
-        RunError, match=f"is a journal of version {version}, .* reads version 4; {what_to_do}, or use"
+        RunError,
+        match=f"is a journal of version {version}, .* reads version 4; {what_to_do}, or use",
     ):
         Run.open(tmp_path)
     assert (tmp_path / "run.sqlite").read_bytes() == before

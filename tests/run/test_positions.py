@@ -13,7 +13,8 @@ from kl_lens.cli.main import main
 from kl_lens.run.records import Plan
 from kl_lens.run.samples import FALLS, GROWS, STEADY, by_position
 
-TOKENS, WINDOWS = 2047, 6
+TOKENS = 2047
+WINDOWS = 6
 
 
 def windows(slope: float, scatter: float) -> list[np.ndarray]:
@@ -21,7 +22,9 @@ def windows(slope: float, scatter: float) -> list[np.ndarray]:
     random = np.random.default_rng(0)
     places = np.arange(TOKENS) / 1000
     return [
-        0.05 * random.lognormal(0, scatter) + slope * places + random.normal(0, scatter / 50, TOKENS)
+        0.05 * random.lognormal(0, scatter)
+        + slope * places
+        + random.normal(0, scatter / 50, TOKENS)
         for _ in range(WINDOWS)
     ]
 
@@ -30,15 +33,24 @@ def test_the_slope_is_the_mean_of_the_windows_slopes() -> None:
     made = windows(0.01, 0.3)
     curve = by_position(made)
     assert curve.starts == (0, 512, 1024, 1536)
-    width, centres = 512, [0.256, 0.768, 1.280, (1536 + 2047) / 2000]
-    means = np.array([[w[start : start + width].mean() for start in curve.starts] for w in made])
-    each = [np.polyfit(centres, row, 1, w=np.sqrt([512, 512, 512, 511]))[0] for row in means]
+    width = 512
+    centres = [0.256, 0.768, 1.280, (1536 + 2047) / 2000]
+    means = np.array(
+        [[w[start : start + width].mean() for start in curve.starts] for w in made]
+    )
+    each = [
+        np.polyfit(centres, row, 1, w=np.sqrt([512, 512, 512, 511]))[0] for row in means
+    ]
     assert curve.slope.value == pytest.approx(np.mean(each))
-    assert curve.slope.standard_error == pytest.approx(np.std(each, ddof=1) / math.sqrt(WINDOWS))
+    assert curve.slope.standard_error == pytest.approx(
+        np.std(each, ddof=1) / math.sqrt(WINDOWS)
+    )
     assert [mean.value for mean in curve.means] == pytest.approx(means.mean(0).tolist())
 
 
-@pytest.mark.parametrize(("slope", "trend"), [(0.02, GROWS), (-0.02, FALLS), (0.0, STEADY)])
+@pytest.mark.parametrize(
+    ("slope", "trend"), [(0.02, GROWS), (-0.02, FALLS), (0.0, STEADY)]
+)
 def test_a_trend_is_only_claimed_beyond_its_error(slope: float, trend: str) -> None:
     assert by_position(windows(slope, 0.3)).trend == trend
     assert by_position(windows(slope, 0.3)[:1]).trend == STEADY  # one window has no error
@@ -54,19 +66,39 @@ def test_from_evaluating_to_the_report(
     study.measure(text=text, windows=2, window_length=32, formats=("int8",))
     components = study.table.components
     worst = Plan("worst", {c.name: "int4" for c in components if c.quantizable}, "test")
-    planning.write_plan(worst, planning.plan_path(study.folder / "plans", "worst"), components)
-    original, plan = study.evaluate(targets=("torch",), positions="wikitext2:test", window=64, limit=4)
+    planning.write_plan(
+        worst, planning.plan_path(study.folder / "plans", "worst"), components
+    )
+    original, plan = study.evaluate(
+        targets=("torch",), positions="wikitext2:test", window=64, limit=4
+    )
     assert {score.kind for score in (original, plan)} == {"positions"}
     assert not any(name.startswith("kl") for name in original.values)
-    (mean,) = study.evaluate(targets=("torch",), divergence="wikitext2:test", window=64, limit=4)
+    (mean,) = study.evaluate(
+        targets=("torch",), divergence="wikitext2:test", window=64, limit=4
+    )
     counts = np.array([16, 16, 16, 15])
     bins = [plan.values[f"kl@{start}"].value for start in (0, 16, 32, 48)]
-    assert np.average(bins, weights=counts) == pytest.approx(mean.values["kl_mean"].value, rel=1e-5)
+    assert np.average(bins, weights=counts) == pytest.approx(
+        mean.values["kl_mean"].value, rel=1e-5
+    )
 
     page = study.report().read_text(encoding="utf-8")
     assert "Does the loss grow along the text?" in page
     assert (
-        main(["evaluate", "--run", str(study.folder), "--positions", "--window", "64", "--limit", "4"]) == 0
+        main(
+            [
+                "evaluate",
+                "--run",
+                str(study.folder),
+                "--positions",
+                "--window",
+                "64",
+                "--limit",
+                "4",
+            ]
+        )
+        == 0
     )
     shown = capsys.readouterr().out
     assert "slope per 1,000 tokens" in shown

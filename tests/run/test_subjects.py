@@ -25,7 +25,9 @@ def test_a_plan_that_was_edited_takes_its_scores_with_it_and_back(tmp_path: Path
         path.write_text(before.replace('"int4"', '"int8"', 1))
         assert scored() & {"torch/small", "torch/recommended"} == {"torch/recommended"}
         assert "torch/small" not in {score.subject.label for score in collect(run).scores}
-        path.write_text(before.replace('"int4"', '"INT4"', 1))  # only spelled in another way
+        path.write_text(
+            before.replace('"int4"', '"INT4"', 1)
+        )  # only spelled in another way
         assert "torch/small" in scored()
         path.unlink()
         assert "torch/small" not in scored()
@@ -33,8 +35,12 @@ def test_a_plan_that_was_edited_takes_its_scores_with_it_and_back(tmp_path: Path
         assert "torch/small" in scored()
 
 
-def test_an_artifact_that_was_exported_again_takes_its_results_with_it(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run", stages=("plan", "evaluate", "benchmark", "generate"))
+def test_an_artifact_that_was_exported_again_takes_its_results_with_it(
+    tmp_path: Path,
+) -> None:
+    folder = make_run(
+        tmp_path / "run", stages=("plan", "evaluate", "benchmark", "generate")
+    )
     place = folder / "artifacts/openvino/recommended/artifact.json"
     record = json.loads(place.read_text())
     with Run.open(folder) as run:
@@ -43,9 +49,19 @@ def test_an_artifact_that_was_exported_again_takes_its_results_with_it(tmp_path:
 
         def kinds() -> set[str]:
             view = collect(run)
-            found = {"score": view.scores, "profile": view.profiles, "generation": view.generations}
-            shown = {k for k, records in found.items() if subject in {r.subject for r in records}}
-            return shown | {"agreement" for (judged, _) in view.verdicts if judged == subject}
+            found = {
+                "score": view.scores,
+                "profile": view.profiles,
+                "generation": view.generations,
+            }
+            shown = {
+                k
+                for k, records in found.items()
+                if subject in {r.subject for r in records}
+            }
+            return shown | {
+                "agreement" for (judged, _) in view.verdicts if judged == subject
+            }
 
         assert kinds() == {"score", "profile", "generation", "agreement"}
         for change in (
@@ -56,10 +72,17 @@ def test_an_artifact_that_was_exported_again_takes_its_results_with_it(tmp_path:
             place.write_text(json.dumps(record | change))
             assert kinds() == set(), change
         place.write_text(json.dumps(record | {"settings": {"export_seconds": 9.0}}))
-        assert kinds() == {"score", "profile", "generation", "agreement"}  # the same, made more slowly
+        assert kinds() == {
+            "score",
+            "profile",
+            "generation",
+            "agreement",
+        }  # the same, made more slowly
 
 
-def test_files_from_outside_are_current_as_long_as_their_content_is(tmp_path: Path) -> None:
+def test_files_from_outside_are_current_as_long_as_their_content_is(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "gguf" / "small"
     file.parent.mkdir()
     file.write_bytes(b"one")

@@ -18,7 +18,9 @@ from tests.targets.gguf.support import kl
 
 GGUF = {"keys": "q8_0", "values": "q4_0"}
 OPENVINO = {"keys": "u4-32", "values": "u4"}
-X86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="its caches are rounded on x86 only")
+X86 = pytest.mark.skipif(
+    platform.machine() != "x86_64", reason="its caches are rounded on x86 only"
+)
 
 
 @pytest.mark.parametrize(
@@ -28,21 +30,27 @@ X86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="its caches are 
 def test_a_file_runs_with_the_caches_of_its_plan_and_loses_what_was_predicted(
     tmp_path: Path, name: str, kept: dict[str, str], within: float
 ) -> None:
-    model, target, ids = load("reference:hybrid"), get_target(name), token_ids(1, 160)[0].tolist()
+    model = load("reference:hybrid")
+    target = get_target(name)
+    ids = token_ids(1, 160)[0].tolist()
     place = tmp_path / "small"
     artifact = target.export(model, Plan("small", {}, "hand", caches=kept), place)
     assert read_artifact(place).settings[CACHES] == artifact.settings[CACHES] == kept
     rounded = target.open(place, SessionSettings(threads=1))
     assert rounded.description[CACHES] == kept
     if name == "gguf":
-        assert "--cache-type-k q8_0 --cache-type-v q4_0" in target.how_to_run("me/small", artifact)
+        assert "--cache-type-k q8_0 --cache-type-v q4_0" in target.how_to_run(
+            "me/small", artifact
+        )
         plain = target.open(target.loaded_files(place)[0], SessionSettings(threads=1))
     else:
         _other_programs_see_them(place)
         plain = target.open(place, SessionSettings(threads=1, exact=True))
     assert CACHES not in plain.description
     found, _ = kl(plain.logits(ids), rounded.logits(ids))
-    expected, _ = kl(TorchSession(model).logits(ids), TorchSession(model, caches=kept).logits(ids))
+    expected, _ = kl(
+        TorchSession(model).logits(ids), TorchSession(model, caches=kept).logits(ids)
+    )
     assert found == pytest.approx(expected, rel=within)
     assert expected > 1e-4
 
@@ -51,13 +59,17 @@ def _other_programs_see_them(place: Path) -> None:
     import openvino as ov
 
     bare = ov.Core().compile_model(place / "openvino_model.xml", "CPU")
-    assert [bare.get_property(f"{kind}_CACHE_GROUP_SIZE") for kind in ("KEY", "VALUE")] == [32, 0]
+    assert [
+        bare.get_property(f"{kind}_CACHE_GROUP_SIZE") for kind in ("KEY", "VALUE")
+    ] == [32, 0]
     assert bare.get_property("VALUE_CACHE_PRECISION") == ov.Type.u4
 
 
 def test_room_for_several_sequences(tmp_path: Path) -> None:
     target = get_target("gguf")
     target.export(load("reference:hybrid"), Plan("small", {}, "hand"), tmp_path / "small")
-    session = target.open(tmp_path / "small", SessionSettings(threads=1, context=512, batch=4))
+    session = target.open(
+        tmp_path / "small", SessionSettings(threads=1, context=512, batch=4)
+    )
     assert session.description["context"] == 512
     assert np.isfinite(session.prefill([1, 2, 3])).all()

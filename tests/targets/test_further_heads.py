@@ -15,7 +15,8 @@ from kl_lens.targets.registry import describe_target
 from kl_lens.weights.formats import get_format
 from tests.families import tiny_model
 
-PLAN, IDS = Plan("p", {}, "test"), [3, 1, 4, 1, 5, 9, 2, 6]
+PLAN = Plan("p", {}, "test")
+IDS = [3, 1, 4, 1, 5, 9, 2, 6]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         f"mtp.{name}.weight": torch.rand(96)
         for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
     }
-    save_file(tensors | block | norms | {"mtp.fc.weight": torch.randn(96, 192)}, headed / "model.safetensors")
+    save_file(
+        tensors | block | norms | {"mtp.fc.weight": torch.randn(96, 192)},
+        headed / "model.safetensors",
+    )
     return plain, headed
 
 
@@ -47,11 +51,14 @@ def logits(target: str, folder: Path) -> np.ndarray:
         session.close()
 
 
-def test_llama_cpp_gets_them_in_8_bits(folders: tuple[Path, Path], tmp_path: Path) -> None:
+def test_llama_cpp_gets_them_in_8_bits(
+    folders: tuple[Path, Path], tmp_path: Path
+) -> None:
     pytest.importorskip("xllamacpp", reason="needs the extra gguf")
     from kl_lens.targets.gguf.header import read_header
 
-    target, sizes = get_target("gguf"), []
+    target = get_target("gguf")
+    sizes = []
     for name, source in zip(("plain", "headed"), folders, strict=True):
         model = load(source)
         artifact = target.export(model, PLAN, tmp_path / name)
@@ -59,13 +66,19 @@ def test_llama_cpp_gets_them_in_8_bits(folders: tuple[Path, Path], tmp_path: Pat
         sizes.append(artifact.realised_bytes)
     assert not any("left out" in note for note in artifact.settings["notes"])
     header = read_header(target.loaded_files(tmp_path / "headed")[0])
-    stored = {entry.name: entry for entry in header.tensors if entry.name.startswith("blk.4.")}
+    stored = {
+        entry.name: entry for entry in header.tensors if entry.name.startswith("blk.4.")
+    }
     assert header.metadata["qwen35.nextn_predict_layers"] == 1
     assert stored["blk.4.nextn.eh_proj.weight"].type == "Q8_0"
     assert stored["blk.4.attn_q.weight"].type == "Q8_0"
     assert stored["blk.4.nextn.shared_head_norm.weight"].type == "F32"
-    assert sizes[1] - sizes[0] >= sum(entry.bytes for entry in stored.values()) > 0  # counted in the size
-    assert np.array_equal(logits("gguf", tmp_path / "plain"), logits("gguf", tmp_path / "headed"))
+    assert (
+        sizes[1] - sizes[0] >= sum(entry.bytes for entry in stored.values()) > 0
+    )  # counted in the size
+    assert np.array_equal(
+        logits("gguf", tmp_path / "plain"), logits("gguf", tmp_path / "headed")
+    )
 
 
 @pytest.mark.parametrize("name", ["compressed-tensors", "vllm", "vllm-cpu"])
@@ -75,17 +88,28 @@ def test_transformers_and_vllm_get_them_in_8_bits_where_a_kernel_has_them(
     pytest.importorskip("compressed_tensors", reason="needs the extra compressed")
     from compressed_tensors.utils.match import match_name
 
-    target, eight = get_target(name), get_format("int8")
+    target = get_target(name)
+    eight = get_format("int8")
     for made, source in zip(("plain", "headed"), folders, strict=True):
         artifact = target.export(model := load(source), PLAN, tmp_path / made)
         with monkeypatch.context() as unread:
             unread.setattr("kl_lens.targets.compressed_tensors.export.read_stored", None)
-            assert target.file_bytes(model, PLAN) == artifact.realised_bytes  # from shapes alone
+            assert (
+                target.file_bytes(model, PLAN) == artifact.realised_bytes
+            )  # from shapes alone
     assert not any("left out" in note for note in artifact.settings["notes"])
-    own = {n: t for n, t in load_file(folders[1] / "model.safetensors").items() if n.startswith("mtp.")}
-    matrices = {n.removesuffix(".weight") for n, tensor in own.items() if tensor.dim() > 1}
+    own = {
+        n: t
+        for n, t in load_file(folders[1] / "model.safetensors").items()
+        if n.startswith("mtp.")
+    }
+    matrices = {
+        n.removesuffix(".weight") for n, tensor in own.items() if tensor.dim() > 1
+    }
     assert (len(own), len(matrices)) == (15, 8)
-    stored = {tensor.name: tensor for tensor in target.dissect(tmp_path / "headed").tensors}
+    stored = {
+        tensor.name: tensor for tensor in target.dissect(tmp_path / "headed").tensors
+    }
     packs = name != "vllm-cpu"
     for head, tensor in own.items():
         if tensor.dim() > 1:
@@ -93,13 +117,22 @@ def test_transformers_and_vllm_get_them_in_8_bits_where_a_kernel_has_them(
         assert torch.equal(stored[head].read(), tensor), head
     config = json.loads((tmp_path / "headed" / "config.json").read_text())
     groups = config.get("quantization_config", {}).get("config_groups", {}).values()
-    named = {m for m in matrices for g in groups if any(match_name(m, target) for target in g["targets"])}
+    named = {
+        m
+        for m in matrices
+        for g in groups
+        if any(match_name(m, target) for target in g["targets"])
+    }
     assert named == (matrices if packs else set())
     bits = {
-        tensor.realised for tensor in artifact.tensors if tensor.component.removesuffix(".weight") in matrices
+        tensor.realised
+        for tensor in artifact.tensors
+        if tensor.component.removesuffix(".weight") in matrices
     }
     assert bits == {"int8" if packs else "fp16"}
-    assert np.array_equal(logits(name, tmp_path / "plain"), logits(name, tmp_path / "headed"))
+    assert np.array_equal(
+        logits(name, tmp_path / "plain"), logits(name, tmp_path / "headed")
+    )
 
 
 @pytest.mark.parametrize("target", ["openvino", "mlx"])
@@ -111,8 +144,12 @@ def test_where_there_is_no_place_export_says_so(
     family = tiny_model("qwen3_next" if target == "mlx" else "qwen3_5_text")
     family.save_pretrained(tmp_path / "model")
     tensors = load_file(tmp_path / "model" / "model.safetensors")
-    save_file(tensors | {"mtp.fc.weight": torch.randn(64, 128)}, tmp_path / "model" / "model.safetensors")
+    save_file(
+        tensors | {"mtp.fc.weight": torch.randn(64, 128)},
+        tmp_path / "model" / "model.safetensors",
+    )
     artifact = get_target(target).export(load(tmp_path / "model"), PLAN, tmp_path / "out")
     assert any(
-        "left out: heads for further tokens (1 tensors mtp.*)" in n for n in artifact.settings["notes"]
+        "left out: heads for further tokens (1 tensors mtp.*)" in n
+        for n in artifact.settings["notes"]
     )

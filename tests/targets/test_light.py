@@ -32,7 +32,9 @@ status = main(sys.argv[1:])
 print("loaded", *(name for name in {HEAVY} if name in sys.modules))
 sys.exit(status)
 """
-PEAK = COMMAND.replace("kl_lens.cli.main", "kl_lens.profiling.memory").replace("main(sys", "main(*sys")
+PEAK = COMMAND.replace("kl_lens.cli.main", "kl_lens.profiling.memory").replace(
+    "main(sys", "main(*sys"
+)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +84,9 @@ def test_generating_and_weighing_load_nothing_heavy(
     assert loaded == []
     assert result["new_tokens"] == 3
     assert result["text"] == _by_transformers(exported[target], tokenizer, 3)
-    use, loaded = _run(PEAK, str(exported[target]), target, TARGETS[target], '{"threads": 1}')
+    use, loaded = _run(
+        PEAK, str(exported[target]), target, TARGETS[target], '{"threads": 1}'
+    )
     assert loaded == []
     assert 0 < use["base_bytes"] < use["peak_bytes"]
 
@@ -91,7 +95,12 @@ def test_the_tokenizer_beside_a_model_is_what_transformers_reads(
     exported: dict[str, Path], tokenizer: Any, tmp_path: Path
 ) -> None:
     found = find_tokenizer(None, exported["openvino"])
-    awkward = "  two  spaces\n\nand lines\t", "naïve café 北京 🙂", "a<|endoftext|>b", "don't , stop ."
+    awkward = (
+        "  two  spaces\n\nand lines\t",
+        "naïve café 北京 🙂",
+        "a<|endoftext|>b",
+        "don't , stop .",
+    )
     for text in ("", *awkward):
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         assert found.encode(text) == ids
@@ -106,15 +115,23 @@ def test_the_tokenizer_beside_a_model_is_what_transformers_reads(
 @pytest.mark.parametrize(
     ("files", "ends"),
     [
-        ({TOKENS: {"eos_token": "b"}, "generation_config.json": {"eos_token_id": 0}}, {0, 1}),
+        (
+            {TOKENS: {"eos_token": "b"}, "generation_config.json": {"eos_token_id": 0}},
+            {0, 1},
+        ),
         ({TOKENS: {"eos_token": {"content": "b", "lstrip": False}}}, {1}),
-        ({TOKENS: {"eos_token": None}, "special_tokens_map.json": {"eos_token": "c"}}, {2}),
+        (
+            {TOKENS: {"eos_token": None}, "special_tokens_map.json": {"eos_token": "c"}},
+            {2},
+        ),
         ({"generation_config.json": {"eos_token_id": [0, 2]}}, {0, 2}),
         ({TOKENS: {"eos_token": "not in the vocabulary"}}, set()),
         ({}, set()),
     ],
 )
-def test_where_the_end_token_is_found(files: dict[str, Any], ends: set[int], tmp_path: Path) -> None:
+def test_where_the_end_token_is_found(
+    files: dict[str, Any], ends: set[int], tmp_path: Path
+) -> None:
     words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "c": 2}, unk_token="a"))
     words.save(str(tmp_path / "tokenizer.json"))
     for name, data in files.items():
@@ -127,7 +144,16 @@ def test_a_file_without_a_vocabulary_is_refused_and_the_process_lives(
 ) -> None:
     """llama.cpp itself would abort."""
     folder = exported["without_tokenizer"]
-    arguments = ["generate", str(folder), "--prompt", PROMPT, "--max-new-tokens", "2", "--threads", "1"]
+    arguments = [
+        "generate",
+        str(folder),
+        "--prompt",
+        PROMPT,
+        "--max-new-tokens",
+        "2",
+        "--threads",
+        "1",
+    ]
     assert main(arguments) == 1
     assert "holds no tokenizer; pass one with --tokenizer" in capsys.readouterr().err
     assert main([*arguments, "--tokenizer", str(exported["openvino"]), "--json"]) == 0

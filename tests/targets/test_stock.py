@@ -79,7 +79,10 @@ def test_an_importance_matrix_is_for_all_but_the_head(mamba: LoadedModel) -> Non
         same = found.get(name.removesuffix(".imatrix"), found[name])
         for component, recipe in found[name].items():
             assert recipe.grid.name == same[component].grid.name
-            weighs = component != mamba.anatomy.head and recipe.grid.name not in ("fp16", "q8_0")
+            weighs = component != mamba.anatomy.head and recipe.grid.name not in (
+                "fp16",
+                "q8_0",
+            )
             assert recipe.method == ("imatrix" if weighs else "rtn")
 
 
@@ -94,25 +97,42 @@ def test_types_are_those_of_llama_quantize(model: str, tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf", reason="needs the extra gguf")
     made = {
         "jamba": lambda: transformers.JambaConfig(
-            **_COMMON | _ATTENTION | WIDE, num_hidden_layers=16, attn_layer_period=4, attn_layer_offset=1,
-            expert_layer_period=2, expert_layer_offset=1, num_experts=1, num_experts_per_tok=1, mamba_d_state=8,
+            **_COMMON | _ATTENTION | WIDE,
+            num_hidden_layers=16,
+            attn_layer_period=4,
+            attn_layer_offset=1,
+            expert_layer_period=2,
+            expert_layer_offset=1,
+            num_experts=1,
+            num_experts_per_tok=1,
+            mamba_d_state=8,
             mamba_dt_rank=8,
         ),
         "granite": lambda: _granite(
-            **WIDE, mamba_d_head=64, num_hidden_layers=16, layer_types=["mamba", "attention"] * 8,
+            **WIDE,
+            mamba_d_head=64,
+            num_hidden_layers=16,
+            layer_types=["mamba", "attention"] * 8,
             shared_intermediate_size=256,
         ),
         "falcon_h1": lambda: _falcon_h1(
-            **WIDE, num_hidden_layers=16, head_dim=32, mamba_d_ssm=512, mamba_n_heads=8, mamba_d_head=64,
+            **WIDE,
+            num_hidden_layers=16,
+            head_dim=32,
+            mamba_d_ssm=512,
+            mamba_n_heads=8,
+            mamba_d_head=64,
         ),
         "narrow": lambda: _falcon_h1(tie_word_embeddings=True),
-    }  # fmt: skip
+    }
     opened = tiny(made[model]())
     artifact = export(opened, Plan("fp16", {}, "test"), "gguf", tmp_path / "file")
     names: dict[str, str] = {}
     for tensor in artifact.tensors:
         names.setdefault(tensor.component, tensor.runtime_name)
-    writer = gguf.GGUFWriter(tmp_path / "imatrix", "imatrix")  # for a tensor that is not there
+    writer = gguf.GGUFWriter(
+        tmp_path / "imatrix", "imatrix"
+    )  # for a tensor that is not there
     writer.add_type("imatrix")
     writer.add_array("imatrix.datasets", ["none"])
     writer.add_uint32("imatrix.chunk_count", 1)
@@ -129,9 +149,19 @@ def test_types_are_those_of_llama_quantize(model: str, tmp_path: Path) -> None:
         file = str(tmp_path / "file" / artifact.files[0])
         command = ["llama-quantize", *importance, "--dry-run", file, name]
         shown = subprocess.run(command, capture_output=True, text=True, check=True)
-        theirs = dict(re.findall(r"^\[.*?\]\s+(\S+) .*\((\w+)\)$", shown.stdout + shown.stderr, re.MULTILINE))
-        ours = {names[c]: r.grid.name for c, r in recipe.assignment.items() if r != "fp16"}
-        assert {name: kind.lower() for name, kind in theirs.items() if name in ours} == ours, recipe.name
+        theirs = dict(
+            re.findall(
+                r"^\[.*?\]\s+(\S+) .*\((\w+)\)$",
+                shown.stdout + shown.stderr,
+                re.MULTILINE,
+            )
+        )
+        ours = {
+            names[c]: r.grid.name for c, r in recipe.assignment.items() if r != "fp16"
+        }
+        assert {
+            name: kind.lower() for name, kind in theirs.items() if name in ours
+        } == ours, recipe.name
 
 
 def test_a_ratio_leaves_at_8_bits_what_nncf_leaves_there(mamba: LoadedModel) -> None:
@@ -141,16 +171,25 @@ def test_a_ratio_leaves_at_8_bits_what_nncf_leaves_there(mamba: LoadedModel) -> 
     from openvino import opset13 as ops
 
     outer = {mamba.anatomy.embedding, mamba.anatomy.head}
-    names = [c.name for c in mamba.anatomy.candidates if c.name not in outer and c.shape[-1] % 64 == 0]
-    inputs, outputs = [], []
+    names = [
+        c.name
+        for c in mamba.anatomy.candidates
+        if c.name not in outer and c.shape[-1] % 64 == 0
+    ]
+    inputs = []
+    outputs = []
     for name in names:
         weight = mamba.parameters_of(mamba.anatomy.component(name))[0].detach().numpy()
         inputs.append(ops.parameter([-1, weight.shape[1]], np.float32, name=name))
         outputs.append(ops.matmul(inputs[-1], ops.constant(weight), False, True))
     graph = nncf.compress_weights(
-        ov.Model(outputs, inputs), mode=nncf.CompressWeightsMode.INT4_SYM, ratio=0.8, group_size=64, all_layers=True,
+        ov.Model(outputs, inputs),
+        mode=nncf.CompressWeightsMode.INT4_SYM,
+        ratio=0.8,
+        group_size=64,
+        all_layers=True,
         sensitivity_metric=nncf.SensitivityMetric.WEIGHT_QUANTIZATION_ERROR,
-    )  # fmt: skip
+    )
     theirs = set()
     for parameter, name in zip(graph.get_parameters(), names, strict=True):
         (product,) = [each.get_node() for each in parameter.output(0).get_target_inputs()]
@@ -165,30 +204,47 @@ def test_a_ratio_leaves_at_8_bits_what_nncf_leaves_there(mamba: LoadedModel) -> 
 
 @pytest.mark.parametrize(
     ("target", "recipes"),
-    [("openvino", ("uint4-g64",)), ("gguf", ("q8_0", "iq4_xs")), ("mlx", ("affine3-g64",))],
+    [
+        ("openvino", ("uint4-g64",)),
+        ("gguf", ("q8_0", "iq4_xs")),
+        ("mlx", ("affine3-g64",)),
+    ],
 )
 def test_sizes_are_known_before_a_file_is_written(
     target: str, recipes: tuple[str, ...], mamba: LoadedModel, tmp_path: Path
 ) -> None:
     pytest.importorskip(target, reason=f"needs the extra {target}")
     for recipe in ("fp16", *recipes):
-        chosen = {c.name: fitting_recipe(Recipe(recipe), c.shape)[0] for c in mamba.anatomy.candidates}
+        chosen = {
+            c.name: fitting_recipe(Recipe(recipe), c.shape)[0]
+            for c in mamba.anatomy.candidates
+        }
         plan = Plan(f"all-{recipe}", chosen, "test")
         foretold = describe_target(target).file_bytes(mamba, plan)
         artifact = export(mamba, plan, target, tmp_path / recipe)
         # What the runtime loads; not our record, nor the tokenizer that lies beside an OpenVINO graph.
-        loaded = [name for name in artifact.files if name.endswith((".gguf", ".xml", ".bin", ".safetensors"))]
-        assert artifact.realised_bytes == sum((tmp_path / recipe / name).stat().st_size for name in loaded)
+        loaded = [
+            name
+            for name in artifact.files
+            if name.endswith((".gguf", ".xml", ".bin", ".safetensors"))
+        ]
+        assert artifact.realised_bytes == sum(
+            (tmp_path / recipe / name).stat().st_size for name in loaded
+        )
         if target != "openvino" or recipe == "fp16":
             assert foretold == artifact.realised_bytes
         else:  # the graph's file is estimated, and never too small
             matrices = len(mamba.anatomy.candidates)
             assert 0 <= foretold - artifact.realised_bytes < 1000 * matrices
-        assert describe_target(target).file_bytes(mamba, plan, exact=True) == artifact.realised_bytes
+        assert (
+            describe_target(target).file_bytes(mamba, plan, exact=True)
+            == artifact.realised_bytes
+        )
 
 
 @pytest.mark.parametrize(
-    ("target", "recipe"), [("openvino", "uint2-g64"), ("gguf", "q8_0"), ("mlx", "affine4-g32")]
+    ("target", "recipe"),
+    [("openvino", "uint2-g64"), ("gguf", "q8_0"), ("mlx", "affine4-g32")],
 )
 def test_digests_are_those_of_the_bytes_in_the_file(
     target: str, recipe: str, mamba: LoadedModel, tmp_path: Path

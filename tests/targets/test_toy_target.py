@@ -16,7 +16,14 @@ from kl_lens.cli.main import main
 from kl_lens.run.folder import Run
 from kl_lens.run.records import Artifact, ExportedTensor, Plan
 from kl_lens.run.subjects import current_profiles, current_results
-from kl_lens.targets import SessionSettings, Target, describe_target, get_target, register, target_of
+from kl_lens.targets import (
+    SessionSettings,
+    Target,
+    describe_target,
+    get_target,
+    register,
+    target_of,
+)
 from kl_lens.targets.exporting import choices, record, write_beside
 from kl_lens.targets.registry import TARGETS
 from kl_lens.targets.session import FedSession, Logits
@@ -31,14 +38,23 @@ WEIGHTS = "weights.npz"
 class ToySession(FedSession):
     """The stored weights in transformers; every call runs the whole sequence."""
 
-    description: ClassVar = {"library": NAME, "version": "1", "device": "CPU", "threads": 1}
+    description: ClassVar = {
+        "library": NAME,
+        "version": "1",
+        "device": "CPU",
+        "threads": 1,
+    }
 
     def __init__(self, folder: Path) -> None:
         config = transformers.AutoConfig.from_pretrained(folder)
         self._model = transformers.AutoModelForCausalLM.from_config(config).eval()
         with np.load(folder / WEIGHTS) as stored:
-            self._model.load_state_dict({name: torch.from_numpy(stored[name]) for name in stored})
-        self.place, self.vocabulary, self._fed = folder, int(config.vocab_size), list[int]()
+            self._model.load_state_dict(
+                {name: torch.from_numpy(stored[name]) for name in stored}
+            )
+        self.place = folder
+        self.vocabulary = int(config.vocab_size)
+        self._fed = list[int]()
 
     def reset(self) -> None:
         self._fed = []
@@ -55,7 +71,10 @@ class ToySession(FedSession):
 class ToyTarget(Target):
     """Every format's float32 values in one npz file."""
 
-    name, title, extra, packages = NAME, "Toy", NAME, ("torch",)
+    name = NAME
+    title = "Toy"
+    extra = NAME
+    packages = ("torch",)
     loads = (".npz",)
 
     def stores(self, fmt: Format) -> str | None:
@@ -66,22 +85,32 @@ class ToyTarget(Target):
         return ("int4", "int8", FP16)
 
     def write(self, model: Any, plan: Plan, folder: Path, **options: Any) -> Artifact:
-        arrays = {name: tensor.numpy() for name, tensor in model.model.state_dict().items()}
-        tensors, chosen = [], choices(model, plan, self.fit)
+        arrays = {
+            name: tensor.numpy() for name, tensor in model.model.state_dict().items()
+        }
+        tensors = []
+        chosen = choices(model, plan, self.fit)
         for component in model.anatomy.components:
             choice = chosen[component.name]
             if component.quantizable:
-                arrays[component.weight] = model.weights.values(component.name, choice.recipe).numpy()
-            data, realised = arrays[component.weight], choice.recipe if component.quantizable else "fp32"
+                arrays[component.weight] = model.weights.values(
+                    component.name, choice.recipe
+                ).numpy()
+            data = arrays[component.weight]
+            realised = choice.recipe if component.quantizable else "fp32"
             what = component.name, component.weight, choice.planned, realised
-            tensors.append(ExportedTensor(*what, data.nbytes, choice.reason, bytes_digest(data)))
+            tensors.append(
+                ExportedTensor(*what, data.nbytes, choice.reason, bytes_digest(data))
+            )
         folder.mkdir(parents=True, exist_ok=True)
         np.savez(folder / WEIGHTS, **arrays)
         model.config.save_pretrained(folder)
         write_beside(model, folder)
         return record(NAME, model, plan, folder, tensors)
 
-    def open(self, place: Path, settings: SessionSettings, *, cold: bool = False) -> ToySession:
+    def open(
+        self, place: Path, settings: SessionSettings, *, cold: bool = False
+    ) -> ToySession:
         return ToySession(place)
 
 
@@ -96,15 +125,33 @@ def registered() -> Iterator[None]:
 def finished(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Measured, planned, exported, evaluated, benchmarked and reported, by the verbs themselves."""
     run = tmp_path_factory.mktemp("toy") / "run"
-    here, text = ["--run", str(run)], str(tiny_folder / "text.txt")
+    here = ["--run", str(run)]
+    text = str(tiny_folder / "text.txt")
     windows = ["--windows", "2", "--window-length", "32"]
     assert main(["measure", str(tiny_folder), *here, "--text", text, *windows]) == 0
     assert main(["plan", *here, "--max-bpw", "9", "--name", "small"]) == 0
     assert main(["plan", *here, "--uniform", "fp16"]) == 0
     assert main(["export", *here, "--target", NAME]) == 0
-    judge = ["--perplexity", "wikitext2:test", "--divergence", "--window", "32", "--limit", "2"]
+    judge = [
+        "--perplexity",
+        "wikitext2:test",
+        "--divergence",
+        "--window",
+        "32",
+        "--limit",
+        "2",
+    ]
     assert main(["evaluate", *here, "--targets", f"torch,{NAME}", *judge]) == 0
-    short = ["--threads", "1", "--prompt-lengths", "4", "--new-tokens", "2", "--repeats", "1"]
+    short = [
+        "--threads",
+        "1",
+        "--prompt-lengths",
+        "4",
+        "--new-tokens",
+        "2",
+        "--repeats",
+        "1",
+    ]
     assert main(["benchmark", *here, "--targets", NAME, *short]) == 0
     assert main(["report", *here]) == 0
     return run
@@ -118,12 +165,19 @@ def test_the_file_holds_what_was_planned(finished: Path) -> None:
     assert {name: held[name] for name in plan} == plan
     assert record["target"] == target_of(folder).name == NAME
     with np.load(folder / WEIGHTS) as shipped:
-        assert all(bytes_digest(shipped[t["runtime_name"]]) == t["digest"] for t in record["tensors"])
+        assert all(
+            bytes_digest(shipped[t["runtime_name"]]) == t["digest"]
+            for t in record["tensors"]
+        )
 
 
-def test_it_is_judged_beside_pytorch_timed_against_its_own_fp16_and_reported(finished: Path) -> None:
+def test_it_is_judged_beside_pytorch_timed_against_its_own_fp16_and_reported(
+    finished: Path,
+) -> None:
     with Run.open(finished) as run:
-        verdicts = [result.value["verdict"] for result in current_results(run, "agreement")]
+        verdicts = [
+            result.value["verdict"] for result in current_results(run, "agreement")
+        ]
         profiles = {profile.subject.label: profile for profile in current_profiles(run)}
     assert verdicts == ["agrees"] * 2
     assert set(profiles) == {f"{NAME}/small", f"{NAME}/uniform_fp16"}
@@ -135,13 +189,25 @@ def test_it_is_judged_beside_pytorch_timed_against_its_own_fp16_and_reported(fin
     assert f"small, {get_target(NAME).title}" in (finished / "report.html").read_text()
 
 
-def test_what_it_does_not_have_is_said(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["benchmark", "--run", str(finished), "--targets", NAME, "--plan", "small"]
+def test_what_it_does_not_have_is_said(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [
+        "benchmark",
+        "--run",
+        str(finished),
+        "--targets",
+        NAME,
+        "--plan",
+        "small",
+    ]
     arguments += ["--protocol", "benchmark_app", "--threads", "1"]
     assert main(arguments) == 0
     output = capsys.readouterr()
     assert "Toy has no benchmark_app" in output.out
-    with pytest.raises(UnsupportedError, match="does not model what Toy does to activations"):
+    with pytest.raises(
+        UnsupportedError, match="does not model what Toy does to activations"
+    ):
         get_target(NAME).activations(None, {})  # type: ignore[arg-type]
 
 

@@ -42,9 +42,12 @@ def _model() -> Any:
 
 def _damage(file: Path) -> None:
     """4,000 bytes of weights, the size and the time as they were."""
-    status, content = file.stat(), bytearray(file.read_bytes())
+    status = file.stat()
+    content = bytearray(file.read_bytes())
     middle = len(content) * 3 // 4
-    content[middle : middle + 4000] = bytes(byte ^ 0x11 for byte in content[middle : middle + 4000])
+    content[middle : middle + 4000] = bytes(
+        byte ^ 0x11 for byte in content[middle : middle + 4000]
+    )
     with file.open("r+b") as opened:  # the same inode
         opened.write(content)
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
@@ -59,10 +62,19 @@ VERBS = {
 
 @pytest.mark.parametrize(
     ("target", "verb", "named"),
-    [("gguf", "benchmark", "folder"), ("gguf", "evaluate", "file"), ("openvino", "generate", "file")],
+    [
+        ("gguf", "benchmark", "folder"),
+        ("gguf", "evaluate", "file"),
+        ("openvino", "generate", "file"),
+    ],
 )
 def test_every_verb_refuses_other_bytes_than_were_exported(
-    target: str, verb: str, named: str, exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    target: str,
+    verb: str,
+    named: str,
+    exported: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = tmp_path / target
     shutil.copytree(exported / target, folder)
@@ -71,7 +83,9 @@ def test_every_verb_refuses_other_bytes_than_were_exported(
     assert main([verb, str(place), *VERBS[verb].split()]) != 0
     shown = capsys.readouterr()
     said = " ".join((shown.out + shown.err).replace("│", " ").split())
-    assert f"{WEIGHTS[target]} was changed after the export; export the model again" in said
+    assert (
+        f"{WEIGHTS[target]} was changed after the export; export the model again" in said
+    )
 
 
 def test_the_digest_of_a_large_file_is_remembered_until_it_is_written_to(
@@ -94,7 +108,9 @@ def test_the_digest_of_a_large_file_is_remembered_until_it_is_written_to(
     with pytest.raises(TargetError, match="was changed after the export"):
         locate(folder)
     shutil.rmtree(folder / DERIVED)
-    (folder / DERIVED).write_text("no folder: nothing can be written there, not even by root")
+    (folder / DERIVED).write_text(
+        "no folder: nothing can be written there, not even by root"
+    )
     with pytest.raises(TargetError, match="was changed after the export"):
         locate(folder)
 
@@ -110,7 +126,9 @@ def test_an_export_that_the_runtime_cannot_open_is_not_kept(
 ) -> None:
     folder = tmp_path / "out"
     monkeypatch.setattr("kl_lens.targets.gguf.export.tokenizer_data", _without_merges)
-    with pytest.raises(TargetError, match=r"llama\.cpp cannot open the files exported .* merges") as caught:
+    with pytest.raises(
+        TargetError, match=r"llama\.cpp cannot open the files exported .* merges"
+    ) as caught:
         export(_model(), PLAN, "gguf", folder)
     assert ".writing" not in str(caught.value)
     assert not folder.exists()

@@ -30,7 +30,9 @@ def texts(name: str) -> list[str]:
 # What can be read
 
 
-MANY = jsonl([*({"text": text, "id": 1} for text in ROWS), {"text": "  \n"}]) + b"\n"  # blank rows are none
+MANY = (
+    jsonl([*({"text": text, "id": 1} for text in ROWS), {"text": "  \n"}]) + b"\n"
+)  # blank rows are none
 
 
 @pytest.mark.parametrize(
@@ -42,12 +44,18 @@ MANY = jsonl([*({"text": text, "id": 1} for text in ROWS), {"text": "  \n"}]) + 
         ("a.jsonl", MANY, ROWS),
     ],
 )
-def test_files_that_can_be_read(filename: str, content: bytes, read: list[str], tmp_path: Path) -> None:
+def test_files_that_can_be_read(
+    filename: str, content: bytes, read: list[str], tmp_path: Path
+) -> None:
     assert texts(write(tmp_path / filename, content)) == read
 
 
 def test_every_parquet_row_is_a_document(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"id": [1, 2, 3], "text": ROWS}), tmp_path / "a.parquet", row_group_size=2)
+    pq.write_table(
+        pa.table({"id": [1, 2, 3], "text": ROWS}),
+        tmp_path / "a.parquet",
+        row_group_size=2,
+    )
     assert texts(str(tmp_path / "a.parquet")) == ROWS
 
 
@@ -71,7 +79,11 @@ def test_names_with_and_without_split() -> None:
 BAD_FILES = {
     "empty txt": ("a.txt", b"", "a.txt: empty"),
     "blank txt": ("a.txt", b" \n\n", "a.txt: holds only blank text"),
-    "latin-1 txt": ("a.txt", b"caf\xe9 au lait", "a.txt: not UTF-8 .byte 0xe9 at offset 3"),
+    "latin-1 txt": (
+        "a.txt",
+        b"caf\xe9 au lait",
+        "a.txt: not UTF-8 .byte 0xe9 at offset 3",
+    ),
     "latin-1 row": (
         "a.jsonl",
         b'{"text": "a"}\n{"text": "\xe9"}',
@@ -80,10 +92,22 @@ BAD_FILES = {
     "only blank rows": ("a.jsonl", b'{"text": ""}\n', "a.jsonl: holds only blank text"),
     "broken json": ("a.jsonl", b'{"text": "a"}\n{"text": \n', "line 2: not valid JSON"),
     "very deep json": ("a.jsonl", b"[" * 200_000, "line 1: not valid JSON"),
-    "no text": ("a.jsonl", b'{"text": "a"}\n{"body": "b", "id": 1}', "line 2: no field `text`.*body, id"),
-    "text is a number": ("a.jsonl", b'{"text": 7}\n', "line 1: no field `text` with a string"),
+    "no text": (
+        "a.jsonl",
+        b'{"text": "a"}\n{"body": "b", "id": 1}',
+        "line 2: no field `text`.*body, id",
+    ),
+    "text is a number": (
+        "a.jsonl",
+        b'{"text": 7}\n',
+        "line 1: no field `text` with a string",
+    ),
     "row is a list": ("a.jsonl", b'["text"]\n', "line 1: no field `text`.*list"),
-    "half a surrogate": ("a.jsonl", b'{"text": "ab\\ud800"}', "line 1: half a surrogate pair at character 2"),
+    "half a surrogate": (
+        "a.jsonl",
+        b'{"text": "ab\\ud800"}',
+        "line 1: half a surrogate pair at character 2",
+    ),
     "no parquet at all": ("a.parquet", b"plain text", "not a readable Parquet file"),
     "empty parquet": ("a.parquet", b"", "empty"),
     "unknown suffix": ("a.docx", b"x", "a.docx: not a text file.*.txt, .jsonl, .parquet"),

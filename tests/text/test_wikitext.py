@@ -11,12 +11,15 @@ from kl_lens.text.windows import token_stream
 
 
 @pytest.mark.parametrize(
-    ("split", "articles", "lines"), [("train", 600, 36718), ("valid", 60, 3760), ("test", 60, 4358)]
+    ("split", "articles", "lines"),
+    [("train", 600, 36718), ("valid", 60, 3760), ("test", 60, 4358)],
 )
 def test_each_split_is_the_published_text(split: str, articles: int, lines: int) -> None:
     """The rows of `datasets` are the file's lines, newline included; the non-empty ones are joined."""
     with lzma.open(
-        reference_path("text", "wikitext2", f"wiki.{split}.raw.xz"), "rt", encoding="utf-8"
+        reference_path("text", "wikitext2", f"wiki.{split}.raw.xz"),
+        "rt",
+        encoding="utf-8",
     ) as file:
         rows = list(file)
     assert (len(wikitext2(split).documents), len(rows)) == (articles, lines)

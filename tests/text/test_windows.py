@@ -12,10 +12,17 @@ from tokenizers import Tokenizer
 
 from kl_lens.base.errors import TextError
 from kl_lens.text.sources import TextSource
-from kl_lens.text.windows import draw_windows, evaluation_windows, random_starts, token_stream
+from kl_lens.text.windows import (
+    draw_windows,
+    evaluation_windows,
+    random_starts,
+    token_stream,
+)
 
 
-def test_windows_are_pieces_of_the_token_stream(source: TextSource, tokenizer: Tokenizer) -> None:
+def test_windows_are_pieces_of_the_token_stream(
+    source: TextSource, tokenizer: Tokenizer
+) -> None:
     windows = draw_windows(source, tokenizer, windows=8, length=64)
     ids = token_stream(source, tokenizer).ids
     assert tokenizer.decode(ids.tolist()) == source.joined()
@@ -26,22 +33,32 @@ def test_windows_are_pieces_of_the_token_stream(source: TextSource, tokenizer: T
 
 @settings(max_examples=50)
 @given(st.integers(2, 40), st.integers(1, 30), st.integers(0, 400), st.integers(0, 10**9))
-def test_starts_lie_in_the_text_and_extend(length: int, windows: int, spare: int, seed: int) -> None:
+def test_starts_lie_in_the_text_and_extend(
+    length: int, windows: int, spare: int, seed: int
+) -> None:
     available = windows * length + spare
     starts = random_starts(available, windows, length, seed)
     assert all(0 <= start <= available - length for start in starts)
     assert random_starts(available, windows // 2, length, seed) == starts[: windows // 2]
 
 
-def test_windows_do_not_overlap_while_there_is_room(source: TextSource, tokenizer: Tokenizer) -> None:
+def test_windows_do_not_overlap_while_there_is_room(
+    source: TextSource, tokenizer: Tokenizer
+) -> None:
     available = len(token_stream(source, tokenizer).ids)
     half_full = available // 64 // 2
     assert draw_windows(source, tokenizer, windows=half_full, length=64).overlapping == 0
     brim_full = draw_windows(source, tokenizer, windows=available // 64, length=64)
     assert brim_full.overlapping > 0
     record = json.loads(json.dumps(brim_full.provenance()))
-    assert (record["seed"], record["length"], record["overlapping"]) == (42, 64, brim_full.overlapping)
-    assert {d["sha256"] for d in record["documents"]} == {d.sha256 for d in brim_full.used_documents}
+    assert (record["seed"], record["length"], record["overlapping"]) == (
+        42,
+        64,
+        brim_full.overlapping,
+    )
+    assert {d["sha256"] for d in record["documents"]} == {
+        d.sha256 for d in brim_full.used_documents
+    }
 
 
 def test_fingerprint_follows_the_tokens_and_not_the_path(
@@ -52,7 +69,9 @@ def test_fingerprint_follows_the_tokens_and_not_the_path(
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "a.txt").write_text(source.joined(), encoding="utf-8")
         prints.add(
-            draw_windows(str(tmp_path / folder / "a.txt"), tokenizer, windows=4, length=64).fingerprint
+            draw_windows(
+                str(tmp_path / folder / "a.txt"), tokenizer, windows=4, length=64
+            ).fingerprint
         )
     assert len(prints) == 1
     windows = draw_windows(source, tokenizer, windows=4, length=64)
@@ -61,29 +80,42 @@ def test_fingerprint_follows_the_tokens_and_not_the_path(
     assert replace(windows, ids=changed).fingerprint != windows.fingerprint
 
 
-def test_evaluation_windows_cover_the_text_in_order(source: TextSource, tokenizer: Tokenizer) -> None:
+def test_evaluation_windows_cover_the_text_in_order(
+    source: TextSource, tokenizer: Tokenizer
+) -> None:
     ids = token_stream(source, tokenizer).ids
     windows = evaluation_windows(source, tokenizer, length=100)
     assert len(windows) == len(ids) // 100
     assert np.array_equal(windows.ids.flatten().numpy(), ids[: len(windows) * 100])
-    assert torch.equal(evaluation_windows(source, tokenizer, length=100, limit=3).ids, windows.ids[:3])
+    assert torch.equal(
+        evaluation_windows(source, tokenizer, length=100, limit=3).ids, windows.ids[:3]
+    )
 
 
 @pytest.mark.parametrize("stride", [1, 30, 100])
-def test_with_a_stride_every_token_but_the_first_is_scored_once(source, tokenizer, stride: int) -> None:
+def test_with_a_stride_every_token_but_the_first_is_scored_once(
+    source, tokenizer, stride: int
+) -> None:
     windows = evaluation_windows(source, tokenizer, length=100, stride=stride, limit=20)
-    scored = [s + t for w, s in enumerate(windows.starts) for t in range(windows.first_target(w), 100)]
+    scored = [
+        s + t
+        for w, s in enumerate(windows.starts)
+        for t in range(windows.first_target(w), 100)
+    ]
     unscored = set(range(windows.starts[-1] + 100)) - set(scored)
     assert len(set(scored)) == len(scored)
     # Without overlap nothing precedes the first token of a window, so that it cannot be scored.
     assert unscored == (set(windows.starts) if stride == 100 else {0})
 
 
-def test_text_shorter_than_a_window_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_text_shorter_than_a_window_is_refused(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
     (tmp_path / "a.txt").write_text("Too short.", encoding="utf-8")
     for cut in (draw_windows, evaluation_windows):
         with pytest.raises(
-            TextError, match=r"a\.txt: \d+ tokens, shorter than one window of 512: give more text"
+            TextError,
+            match=r"a\.txt: \d+ tokens, shorter than one window of 512: give more text",
         ):
             cut(str(tmp_path / "a.txt"), tokenizer, length=512)
 
@@ -100,5 +132,7 @@ def test_truncation_padding_and_special_tokens_of_a_tokenizer_are_left_out(
     )
     fussy.enable_truncation(16)
     fussy.enable_padding(length=4096)
-    assert np.array_equal(token_stream(source, fussy).ids, token_stream(source, tokenizer).ids)
+    assert np.array_equal(
+        token_stream(source, fussy).ids, token_stream(source, tokenizer).ids
+    )
     assert fussy.truncation["max_length"] == 16  # the caller's tokenizer is as it was

@@ -11,18 +11,51 @@ from kl_lens.base.errors import FormatError
 from kl_lens.weights.formats import get_format
 from kl_lens.weights.formats.blocks import LAYOUTS
 from kl_lens.weights.formats.gguf_blocks import ggml_library
-from kl_lens.weights.quantizers import InputStatistics, get_quantizer, lattice_rounding as lattices
+from kl_lens.weights.quantizers import (
+    InputStatistics,
+    get_quantizer,
+    lattice_rounding as lattices,
+)
 from kl_lens.weights.quantizers.block_scales import searched_blocks
-from kl_lens.weights.quantizers.feedback import Objective, descended, fed_back, with_fitted_scales
-from kl_lens.weights.quantizers.group_scales import searched_levels, try_scales, try_scales_on_cpu
-from kl_lens.weights.quantizers.lattice_rounding import LATTICES, run_scales, with_codes as with_lattice_codes
+from kl_lens.weights.quantizers.feedback import (
+    Objective,
+    descended,
+    fed_back,
+    with_fitted_scales,
+)
+from kl_lens.weights.quantizers.group_scales import (
+    searched_levels,
+    try_scales,
+    try_scales_on_cpu,
+)
+from kl_lens.weights.quantizers.lattice_rounding import (
+    LATTICES,
+    run_scales,
+    with_codes as with_lattice_codes,
+)
 from kl_lens.weights.quantizers.levels import Levels
 from kl_lens.weights.quantizers.quantizer import row_losses
 from kl_lens.weights.recipes import Recipe
 
 TOKENS = 10**6  # that moments rest on: enough
-GROUPED = ["int4", "int4-g32", "int8", "uint4-g64", "uint2-g64", "nf4-g32", "mxfp4", "affine3-g32"]
-METHODS = ["int4+search", "int4-g32+gptq", "uint4-g32+gptq", "affine4-g32+gptq", "q4_k+imatrix", "q4_k+gptq"]
+GROUPED = [
+    "int4",
+    "int4-g32",
+    "int8",
+    "uint4-g64",
+    "uint2-g64",
+    "nf4-g32",
+    "mxfp4",
+    "affine3-g32",
+]
+METHODS = [
+    "int4+search",
+    "int4-g32+gptq",
+    "uint4-g32+gptq",
+    "affine4-g32+gptq",
+    "q4_k+imatrix",
+    "q4_k+gptq",
+]
 RECIPES = [
     *(f"{name}+{method}" for name in GROUPED for method in ("search", "gptq")),
     *(f"{name}+imatrix" for name in LAYOUTS if name != "q8_0"),
@@ -31,7 +64,9 @@ RECIPES = [
 
 
 def _weight(rows: int = 24, columns: int = 256, seed: int = 0) -> torch.Tensor:
-    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * 0.05
+    return (
+        torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * 0.05
+    )
 
 
 def _moments(columns: int = 256, tokens: int = 600, seed: int = 1) -> torch.Tensor:
@@ -49,26 +84,43 @@ def _moments(columns: int = 256, tokens: int = 600, seed: int = 1) -> torch.Tens
 def _quantized(recipe: str, weight: torch.Tensor, moments: torch.Tensor) -> torch.Tensor:
     parsed = Recipe.parse(recipe)
     statistics = InputStatistics(moments, (TOKENS,))
-    return parsed.grid.dequantize(parsed.quantizer.quantize(weight, parsed.grid, "layer", statistics))
+    return parsed.grid.dequantize(
+        parsed.quantizer.quantize(weight, parsed.grid, "layer", statistics)
+    )
 
 
-def _loss(weight: torch.Tensor, values: torch.Tensor, moments: torch.Tensor) -> torch.Tensor:
+def _loss(
+    weight: torch.Tensor, values: torch.Tensor, moments: torch.Tensor
+) -> torch.Tensor:
     errors = (weight - values).double()
     return ((errors @ moments.double()) * errors).sum(-1)
 
 
 @pytest.mark.parametrize(
-    "recipe", [*METHODS, *(pytest.param(r, marks=pytest.mark.slow) for r in RECIPES if r not in METHODS)]
+    "recipe",
+    [
+        *METHODS,
+        *(pytest.param(r, marks=pytest.mark.slow) for r in RECIPES if r not in METHODS),
+    ],
 )
-def test_no_row_is_worse_than_rounded_to_nearest_and_the_whole_is_better(recipe: str) -> None:
-    weight, moments, parsed = _weight(), _moments(), Recipe.parse(recipe)
+def test_no_row_is_worse_than_rounded_to_nearest_and_the_whole_is_better(
+    recipe: str,
+) -> None:
+    weight = _weight()
+    moments = _moments()
+    parsed = Recipe.parse(recipe)
     statistics = InputStatistics(moments, (TOKENS,))
     stored = parsed.quantizer.quantize(weight, parsed.grid, "layer", statistics)
     if recipe in METHODS:
-        assert stored.digest == parsed.quantizer.quantize(weight, parsed.grid, "layer", statistics).digest
+        assert (
+            stored.digest
+            == parsed.quantizer.quantize(weight, parsed.grid, "layer", statistics).digest
+        )
     plain = _loss(weight, parsed.grid.roundtrip(weight), moments)
     found = _loss(weight, parsed.grid.dequantize(stored), moments)
-    if recipe.endswith("+imatrix"):  # ggml's own search weighs columns, and promises nothing for a row
+    if recipe.endswith(
+        "+imatrix"
+    ):  # ggml's own search weighs columns, and promises nothing for a row
         assert found.sum() < plain.sum()
         return
     assert (found <= plain * (1 + 1e-5)).all()
@@ -78,11 +130,17 @@ def test_no_row_is_worse_than_rounded_to_nearest_and_the_whole_is_better(recipe:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_search_for_gpus_loses_no_more_than_ggml_s(name: str) -> None:
     """Weighed by importance, to two per cent on ordinary rows; on awkward ones nothing worse happens than to ggml."""
-    fmt, importance = get_format(name), _moments(512).diagonal().clone()
+    fmt = get_format(name)
+    importance = _moments(512).diagonal().clone()
     importance[5:9] = 0
     weight = _weight(200, 512)
-    weight[0], weight[1], weight[2], weight[3] = 0, 0.3, -0.3, weight[3].abs()
-    weight[4, 1::2], weight[5, 77], weight[6] = weight[4, 0], 1000.0, weight[6] * 1e-6
+    weight[3] = weight[3].abs()
+    weight[0] = 0
+    weight[1] = 0.3
+    weight[2] = -0.3
+    weight[4, 1::2] = weight[4, 0]
+    weight[5, 77] = 1000.0
+    weight[6] = weight[6] * 1e-6
 
     def losses(values: torch.Tensor) -> torch.Tensor:
         return (importance * (weight - values).double().square()).sum(-1)
@@ -93,20 +151,26 @@ def test_the_search_for_gpus_loses_no_more_than_ggml_s(name: str) -> None:
     assert (ours <= 2 * ggml + 1e-6 * losses(torch.zeros_like(weight))).all()
 
 
-def _gptq_as_published(weight: torch.Tensor, levels: Levels, moments: torch.Tensor) -> torch.Tensor:
+def _gptq_as_published(
+    weight: torch.Tensor, levels: Levels, moments: torch.Tensor
+) -> torch.Tensor:
     """Frantar et al. 2022, algorithm 1: with the inverse and its Cholesky factor, a column at a time."""
     factor = torch.linalg.cholesky(torch.linalg.inv(moments.double()), upper=True)
-    left, codes = weight.double().clone(), torch.zeros_like(weight)
+    left = weight.double().clone()
+    codes = torch.zeros_like(weight)
     for column in range(weight.shape[1]):
         codes[:, column] = levels.rounded(left.float())[:, column]
-        error = (left[:, column] - levels.values(codes)[:, column]) / factor[column, column]
+        error = (left[:, column] - levels.values(codes)[:, column]) / factor[
+            column, column
+        ]
         left[:, column + 1 :] -= error[:, None] * factor[column, column + 1 :]
     return codes
 
 
 @pytest.mark.parametrize("name", ["int4", "uint4-g32", "nf4-g32"])
 def test_without_reordering_it_is_gptq_as_published(name: str) -> None:
-    weight, moments = _weight(), _moments()
+    weight = _weight()
+    moments = _moments()
     moments = moments + 0.05 * moments.diagonal().mean() * torch.eye(256)
     objective = Objective.of(moments, 0.0)
     natural = torch.arange(256)
@@ -114,7 +178,9 @@ def test_without_reordering_it_is_gptq_as_published(name: str) -> None:
     mixing = (turned / turned.diagonal()).float().contiguous()
     unordered = Objective(moments, natural, mixing, moments.diagonal())
     levels = searched_levels(weight, get_format(name), moments.diagonal())
-    same = fed_back(weight, levels, unordered) == _gptq_as_published(weight, levels, moments)
+    same = fed_back(weight, levels, unordered) == _gptq_as_published(
+        weight, levels, moments
+    )
     assert same.float().mean() > 0.999  # a tie may fall to the other side
     assert not torch.equal(objective.order, natural)
     codes = levels.rounded(weight)
@@ -130,18 +196,23 @@ def test_without_reordering_it_is_gptq_as_published(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lowest", "highest", "table"), [(-8, 7, None), (0, 15, None), (0, 3, (-1.0, -0.2, 0.3, 1.0))]
+    ("lowest", "highest", "table"),
+    [(-8, 7, None), (0, 15, None), (0, 3, (-1.0, -0.2, 0.3, 1.0))],
 )
 def test_the_search_on_the_cpu_equals_its_plain_form(
     lowest: int, highest: int, table: tuple[float, ...] | None
 ) -> None:
-    groups, weigh = _weight(40, 32), _moments(64).diagonal().reshape(2, 32)
-    plain = Levels(32, groups.abs().amax(-1, keepdim=True) / highest, lowest, highest, table=table)
+    groups = _weight(40, 32)
+    weigh = _moments(64).diagonal().reshape(2, 32)
+    plain = Levels(
+        32, groups.abs().amax(-1, keepdim=True) / highest, lowest, highest, table=table
+    )
     zeros = torch.full((40,), 7.0 if lowest == 0 and table is None else 0.0)
     factors = torch.tensor([0.6, 0.8, 1.0, 0.9])
     shifts = torch.tensor([0.0, 1.0, -1.0, 0.0]) * float(lowest == 0 and table is None)
     fast, slow = (
-        way(groups, weigh, plain, zeros, factors, shifts) for way in (try_scales_on_cpu, try_scales)
+        way(groups, weigh, plain, zeros, factors, shifts)
+        for way in (try_scales_on_cpu, try_scales)
     )
     torch.testing.assert_close(fast[0], slow[0])
     assert torch.equal(fast[1], slow[1])
@@ -152,11 +223,13 @@ def test_the_search_on_the_cpu_equals_its_plain_form(
 
 @pytest.mark.parametrize("recipe", METHODS)
 def test_odd_moments_and_weights_give_a_bounded_result(recipe: str) -> None:
-    weight, parsed = _weight(), Recipe.parse(recipe)
+    weight = _weight()
+    parsed = Recipe.parse(recipe)
     few = _quantized(recipe, weight, _moments(tokens=5))  # singular
     assert (weight - few).abs().max() < 0.2
     moments = _moments()
-    moments[7], moments[:, 7] = 0, 0  # a column that was never active
+    moments[7] = 0
+    moments[:, 7] = 0  # a column that was never active
     assert (weight - _quantized(recipe, weight, moments))[:, 7].abs().max() < 0.1
     nothing = _quantized(recipe, weight, torch.zeros(256, 256))
     assert torch.isfinite(nothing).all()
@@ -165,24 +238,32 @@ def test_odd_moments_and_weights_give_a_bounded_result(recipe: str) -> None:
     weight[:3] = torch.tensor([0.0, 0.25, -3.0])[:, None]
     constant = _quantized(recipe, weight, _moments())[:3].mean(1)
     # 4-bit levels on one side only reach so far: rounding to nearest is 1/8 off at worst.
-    torch.testing.assert_close(constant, torch.tensor([0.0, 0.25, -3.0]), rtol=0.13, atol=1e-6)
+    torch.testing.assert_close(
+        constant, torch.tensor([0.0, 0.25, -3.0]), rtol=0.13, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("recipe", METHODS)
 def test_statistics_that_do_not_belong_are_named(recipe: str) -> None:
     parsed = Recipe.parse(recipe)
     with pytest.raises(FormatError, match=r"layer: its statistics have shape \(64, 64\)"):
-        parsed.quantizer.quantize(_weight(), parsed.grid, "layer", InputStatistics(_moments(64), (9,)))
+        parsed.quantizer.quantize(
+            _weight(), parsed.grid, "layer", InputStatistics(_moments(64), (9,))
+        )
     broken = _moments()
     broken[0, 0] = torch.nan
     with pytest.raises(FormatError, match="layer: its statistics hold NaN"):
-        parsed.quantizer.quantize(_weight(), parsed.grid, "layer", InputStatistics(broken, (9,)))
+        parsed.quantizer.quantize(
+            _weight(), parsed.grid, "layer", InputStatistics(broken, (9,))
+        )
     with pytest.raises(FormatError, match=r"layer: .* needs calibration statistics"):
         parsed.quantizer.quantize(_weight(), parsed.grid, "layer", None)
     weight = _weight()
     weight[0, 0] = torch.inf
     with pytest.raises(FormatError, match="layer: has NaN or infinity"):
-        parsed.quantizer.quantize(weight, parsed.grid, "layer", InputStatistics(_moments(), (9,)))
+        parsed.quantizer.quantize(
+            weight, parsed.grid, "layer", InputStatistics(_moments(), (9,))
+        )
 
 
 @pytest.mark.parametrize("recipe", METHODS)
@@ -199,8 +280,14 @@ def test_experts_are_quantized_each_with_its_own_moments(recipe: str) -> None:
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
-@given(st.integers(0, 2**16), st.sampled_from(["int4+gptq", "uint4-g32+gptq", "q4_0+gptq"]), st.floats(-6, 4))
-def test_results_are_on_the_grid_for_weights_of_any_size(seed: int, recipe: str, magnitude: float) -> None:
+@given(
+    st.integers(0, 2**16),
+    st.sampled_from(["int4+gptq", "uint4-g32+gptq", "q4_0+gptq"]),
+    st.floats(-6, 4),
+)
+def test_results_are_on_the_grid_for_weights_of_any_size(
+    seed: int, recipe: str, magnitude: float
+) -> None:
     weight = _weight(4, 64, seed) * 10.0**magnitude
     weight[0, : seed % 64] = 0
     parsed = Recipe.parse(recipe)
@@ -211,37 +298,52 @@ def test_results_are_on_the_grid_for_weights_of_any_size(seed: int, recipe: str,
     assert torch.isfinite(values).all()
     nearest = parsed.grid.quantize(weight)
     moments = _moments(64, 80, seed)
-    losses = [row_losses(weight, parsed.grid, q, moments).numpy() for q in (stored, nearest)]
+    losses = [
+        row_losses(weight, parsed.grid, q, moments).numpy() for q in (stored, nearest)
+    ]
     assert np.all(losses[0] <= losses[1] * (1 + 1e-4) + 1e-30)
 
 
 @pytest.mark.parametrize("recipe", ["int4+gptq", "q4_k+gptq"])
 def test_what_rests_on_few_tokens_is_trusted_less(recipe: str) -> None:
     """Moments of 300 tokens fit those tokens; told how few they are, the method does better on the others."""
-    weight, mixing = _weight(), torch.randn(256, 256, generator=torch.Generator().manual_seed(5)) / 16
+    weight = _weight()
+    mixing = torch.randn(256, 256, generator=torch.Generator().manual_seed(5)) / 16
     inputs = torch.randn(20_000, 256, generator=torch.Generator().manual_seed(6))
-    inputs = inputs @ mixing + 0.3 * torch.randn(20_000, 256, generator=torch.Generator().manual_seed(7))
+    inputs = inputs @ mixing + 0.3 * torch.randn(
+        20_000, 256, generator=torch.Generator().manual_seed(7)
+    )
     few, all_of_them = (part.T @ part / len(part) for part in (inputs[:300], inputs))
     parsed = Recipe.parse(recipe)
     trusting, told = (
         parsed.grid.dequantize(
-            parsed.quantizer.quantize(weight, parsed.grid, "layer", InputStatistics(few, (tokens,)))
+            parsed.quantizer.quantize(
+                weight, parsed.grid, "layer", InputStatistics(few, (tokens,))
+            )
         )
         for tokens in (TOKENS, 300)
     )
-    assert _loss(weight, told, all_of_them).sum() < 0.97 * _loss(weight, trusting, all_of_them).sum()
+    assert (
+        _loss(weight, told, all_of_them).sum()
+        < 0.97 * _loss(weight, trusting, all_of_them).sum()
+    )
     assert _loss(weight, told, few).sum() > _loss(weight, trusting, few).sum()
 
 
 # The first use of the others takes ggml seconds.
-NAMES = [name if name == "iq3_xxs" else pytest.param(name, marks=pytest.mark.slow) for name in LATTICES]
-ROWS, COLUMNS = 4, 512
+NAMES = [
+    name if name == "iq3_xxs" else pytest.param(name, marks=pytest.mark.slow)
+    for name in LATTICES
+]
+ROWS = 4
+COLUMNS = 512
 
 
 def _decoded_by_ggml(name: str, blocks: np.ndarray) -> np.ndarray:
     values = np.empty((len(blocks), 256), np.float32)
     decode = getattr(ggml_library(), f"dequantize_row_{name}")
-    decode.argtypes, decode.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64], None
+    decode.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+    decode.restype = None
     decode(blocks.ctypes.data, values.ctypes.data, values.size)
     return values
 
@@ -249,33 +351,57 @@ def _decoded_by_ggml(name: str, blocks: np.ndarray) -> np.ndarray:
 def _statistics(seed: int = 0) -> InputStatistics:
     generator = torch.Generator().manual_seed(seed)
     mixed = torch.randn(COLUMNS, COLUMNS, generator=generator) * 0.05 + torch.eye(COLUMNS)
-    inputs = torch.randn(2048, COLUMNS, generator=generator) @ mixed * torch.logspace(-1, 0.5, COLUMNS)
+    inputs = (
+        torch.randn(2048, COLUMNS, generator=generator)
+        @ mixed
+        * torch.logspace(-1, 0.5, COLUMNS)
+    )
     return InputStatistics(inputs.T @ inputs / len(inputs), (len(inputs),))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_ggml_decodes_the_codes_and_signs_that_were_written(name: str) -> None:
-    lattice, random = LATTICES[name], np.random.default_rng(0)
-    weight, importance = _weight(ROWS, COLUMNS, 7), _statistics().second_moments.diagonal()
-    blocks = get_format(name).quantize_with(weight, importance).data.numpy().reshape(ROWS * 2, -1)
-    codes = random.integers(0, len(lattice.grid), (len(blocks), 256 // lattice.width), dtype=np.uint16)
+    lattice = LATTICES[name]
+    random = np.random.default_rng(0)
+    weight = _weight(ROWS, COLUMNS, 7)
+    importance = _statistics().second_moments.diagonal()
+    blocks = (
+        get_format(name)
+        .quantize_with(weight, importance)
+        .data.numpy()
+        .reshape(ROWS * 2, -1)
+    )
+    codes = random.integers(
+        0, len(lattice.grid), (len(blocks), 256 // lattice.width), dtype=np.uint16
+    )
     signs = random.integers(0, 256, (len(blocks), 32), dtype=np.uint8)
     if lattice.even:
         bits = np.unpackbits(signs[..., None], axis=-1)
         signs ^= (bits.sum(-1) % 2).astype(np.uint8) << 7
     scales = run_scales(name, blocks)
     expected = lattices._values(lattice.grid, codes, signs, scales)
-    found = _decoded_by_ggml(name, np.ascontiguousarray(with_lattice_codes(name, blocks, codes, signs)))
+    found = _decoded_by_ggml(
+        name, np.ascontiguousarray(with_lattice_codes(name, blocks, codes, signs))
+    )
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LATTICES)
 def test_error_feedback_loses_less_than_importance_alone(name: str) -> None:
-    weight, statistics, fmt = _weight(ROWS, COLUMNS, 7), _statistics(), get_format(name)
+    weight = _weight(ROWS, COLUMNS, 7)
+    statistics = _statistics()
+    fmt = get_format(name)
     plain = get_quantizer("imatrix").quantize(weight, fmt, "w", statistics)
     ours = get_quantizer("gptq").quantize(weight, fmt, "w", statistics)
-    losses = [_loss(weight, fmt.dequantize(q), statistics.second_moments).sum() for q in (ours, plain)]
+    losses = [
+        _loss(weight, fmt.dequantize(q), statistics.second_moments).sum()
+        for q in (ours, plain)
+    ]
     assert losses[0] < 0.8 * losses[1]
-    found = _decoded_by_ggml(name, np.ascontiguousarray(ours.data.numpy().reshape(ROWS * 2, -1)))
-    np.testing.assert_allclose(found.reshape(ROWS, COLUMNS), fmt.dequantize(ours).numpy(), rtol=1e-6)
+    found = _decoded_by_ggml(
+        name, np.ascontiguousarray(ours.data.numpy().reshape(ROWS * 2, -1))
+    )
+    np.testing.assert_allclose(
+        found.reshape(ROWS, COLUMNS), fmt.dequantize(ours).numpy(), rtol=1e-6
+    )

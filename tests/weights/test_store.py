@@ -8,12 +8,18 @@ import torch
 
 from kl_lens.base.errors import FormatError, UnlearntError
 from kl_lens.weights.formats import Format, Quantized, get_format, known_formats
-from kl_lens.weights.quantizers import InputStatistics, Quantizer, known_quantizers, quantizer as quantizers
+from kl_lens.weights.quantizers import (
+    InputStatistics,
+    Quantizer,
+    known_quantizers,
+    quantizer as quantizers,
+)
 from kl_lens.weights.recipes import Recipe
 from kl_lens.weights.store import WeightStore, state_of
 
 NAME = "layers.0.in_proj"
-INT8, DOUBLED = Recipe("int8"), Recipe("int8", "doubling")
+INT8 = Recipe("int8")
+DOUBLED = Recipe("int8", "doubling")
 
 
 class GivenWeights:
@@ -38,7 +44,8 @@ def weight() -> torch.Tensor:
 
 @pytest.mark.parametrize("name", ["int4", "int4-g64", "int8", "fp16", "q8_0", "q4_k"])
 def test_rounding_to_nearest_is_the_formats_own(name: str, weight: torch.Tensor) -> None:
-    store, fmt = WeightStore(GivenWeights({NAME: weight})), get_format(name)
+    store = WeightStore(GivenWeights({NAME: weight}))
+    fmt = get_format(name)
     assert torch.equal(store.values(NAME, Recipe(name)), fmt.roundtrip(weight))
     before = store.digest(NAME, Recipe(name))
     assert before == fmt.quantize(weight).digest
@@ -46,7 +53,9 @@ def test_rounding_to_nearest_is_the_formats_own(name: str, weight: torch.Tensor)
     assert store.digest(NAME, Recipe(name)) == fmt.quantize(weight).digest != before
 
 
-def test_a_large_matrix_in_pieces_is_the_same(weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_matrix_in_pieces_is_the_same(
+    weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = {
         recipe: WeightStore(GivenWeights({NAME: weight})).digest(NAME, recipe)
         for recipe in map(Recipe, ("int4-g64", "q4_k", "fp16"))
@@ -59,18 +68,26 @@ def test_a_large_matrix_in_pieces_is_the_same(weight: torch.Tensor, monkeypatch:
 def test_what_is_expensive_is_kept_on_disk(
     weight: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    digest = WeightStore(GivenWeights({NAME: weight}), folder=tmp_path).digest(NAME, Recipe("q4_k"))
+    digest = WeightStore(GivenWeights({NAME: weight}), folder=tmp_path).digest(
+        NAME, Recipe("q4_k")
+    )
     assert len(list(tmp_path.iterdir())) == 1
     again = WeightStore(GivenWeights({NAME: weight}), folder=tmp_path)
-    monkeypatch.setattr(get_format("q4_k").__class__, "_quantize", None)  # calling it again would fail
+    monkeypatch.setattr(
+        get_format("q4_k").__class__, "_quantize", None
+    )  # calling it again would fail
     assert again.digest(NAME, Recipe("q4_k")) == digest
     again.quantized(NAME, INT8)  # cheap: not kept
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_what_is_damaged_or_deleted_is_made_again(weight: torch.Tensor, tmp_path: Path) -> None:
+def test_what_is_damaged_or_deleted_is_made_again(
+    weight: torch.Tensor, tmp_path: Path
+) -> None:
     def digest() -> str:
-        return WeightStore(GivenWeights({NAME: weight}), folder=tmp_path).digest(NAME, Recipe("q4_k"))
+        return WeightStore(GivenWeights({NAME: weight}), folder=tmp_path).digest(
+            NAME, Recipe("q4_k")
+        )
 
     known = digest()
     (path,) = tmp_path.iterdir()
@@ -86,38 +103,54 @@ def test_what_is_damaged_or_deleted_is_made_again(weight: torch.Tensor, tmp_path
     assert not list(tmp_path.glob(".*"))
 
 
-def test_the_budget_is_kept(weight: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_budget_is_kept(
+    weight: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weights = {f"w{i}": weight + i for i in range(6)}
     one = get_format("q4_k").bytes((24, 256))
-    store = WeightStore(GivenWeights(weights), folder=tmp_path, disk_budget=3 * one + 3 * 300)
+    store = WeightStore(
+        GivenWeights(weights), folder=tmp_path, disk_budget=3 * one + 3 * 300
+    )
     for name in weights:
         store.quantized(name, Recipe("q4_k"))
     assert 1 <= len(list(tmp_path.iterdir())) <= 3
-    monkeypatch.setattr(get_format("q4_k").__class__, "_quantize", None)  # calling it again would fail
+    monkeypatch.setattr(
+        get_format("q4_k").__class__, "_quantize", None
+    )  # calling it again would fail
     fresh = WeightStore(GivenWeights(weights), folder=tmp_path)
-    assert fresh.digest("w5", Recipe("q4_k")) == store.digest("w5", Recipe("q4_k"))  # the newest stays
+    assert fresh.digest("w5", Recipe("q4_k")) == store.digest(
+        "w5", Recipe("q4_k")
+    )  # the newest stays
 
 
 class Doubling(Quantizer):
     """Learns: rounds twice the weight when the first column matters."""
 
-    name, learns = "doubling", True
+    name = "doubling"
+    learns = True
     calls = 0
 
     def suits(self, fmt: Format) -> str | None:
         return "doubling is for int8" if fmt.name != "int8" else None
 
     def quantize(
-        self, weight: torch.Tensor, fmt: Format, name: str, statistics: InputStatistics | None
+        self,
+        weight: torch.Tensor,
+        fmt: Format,
+        name: str,
+        statistics: InputStatistics | None,
     ) -> Quantized:
         assert statistics is not None
         type(self).calls += 1
-        return fmt.quantize(weight * (2 if statistics.second_moments[0, 0] > 0 else 1), name)
+        return fmt.quantize(
+            weight * (2 if statistics.second_moments[0, 0] > 0 else 1), name
+        )
 
 
 class Known:
     def __init__(self, digest: str, first: float) -> None:
-        self.digest, self._first = digest, first
+        self.digest = digest
+        self._first = first
 
     def of(self, component: str, device: torch.device | str = "cpu") -> InputStatistics:
         moments = torch.eye(256)
@@ -141,7 +174,9 @@ def test_what_was_learnt_is_bound_to_its_statistics(
     store.learn_from(Known("aa", 1.0))
     twice = store.digest(NAME, DOUBLED)
     assert twice == get_format("int8").quantize(weight * 2).digest
-    store.learn_from(Known("bb", 0.0))  # other statistics: other weights, and both are kept
+    store.learn_from(
+        Known("bb", 0.0)
+    )  # other statistics: other weights, and both are kept
     assert store.digest(NAME, DOUBLED) == store.digest(NAME, INT8)
     assert doubling.calls == 2
     store.learn_from(Known("aa", 1.0))
@@ -152,16 +187,23 @@ def test_what_was_learnt_is_bound_to_its_statistics(
     assert doubling.calls == 2
 
 
-def test_the_store_says_what_recipes_are_made_from(weight: torch.Tensor, doubling: type[Doubling]) -> None:
+def test_the_store_says_what_recipes_are_made_from(
+    weight: torch.Tensor, doubling: type[Doubling]
+) -> None:
     store = WeightStore(GivenWeights({NAME: weight}))
     plain = [INT8, Recipe("q4_k")]
-    assert store.learnt_by(plain, expected="aa") is None  # nothing learns: nothing to check
+    assert (
+        store.learnt_by(plain, expected="aa") is None
+    )  # nothing learns: nothing to check
     with pytest.raises(UnlearntError, match="kl-lens calibrate MODEL --run DIR"):
         store.learnt_by([INT8, DOUBLED])
     store.learn_from(Known("bb", 0.0))
     assert store.learnt_by([INT8, DOUBLED]) == "bb"
     assert store.learnt_by([DOUBLED], expected="bb") == "bb"
-    with pytest.raises(FormatError, match="made with statistics aa, but the run has bb; make the plan again"):
+    with pytest.raises(
+        FormatError,
+        match="made with statistics aa, but the run has bb; make the plan again",
+    ):
         store.learnt_by([DOUBLED], expected="aa")
 
 
@@ -171,19 +213,27 @@ def test_what_is_kept_serves_the_same_numbers_in_another_type(
     """A streamed checkpoint is in half precision where the opened model is in single."""
     half = weight.half()
     for given in (half, half.float()):
-        WeightStore(GivenWeights({NAME: given}), Known("aa", 1.0), tmp_path).digest(NAME, DOUBLED)
+        WeightStore(GivenWeights({NAME: given}), Known("aa", 1.0), tmp_path).digest(
+            NAME, DOUBLED
+        )
     assert doubling.calls == 1
-    WeightStore(GivenWeights({NAME: weight}), Known("aa", 1.0), tmp_path).digest(NAME, DOUBLED)
+    WeightStore(GivenWeights({NAME: weight}), Known("aa", 1.0), tmp_path).digest(
+        NAME, DOUBLED
+    )
     assert doubling.calls == 2
 
 
-def test_the_error_of_a_components_own_outputs(weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_a_components_own_outputs(
+    weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     inputs = torch.randn(50, 256, generator=torch.Generator().manual_seed(1))
 
     class Seen:
         digest = "seen"
 
-        def of(self, component: str, device: torch.device | str = "cpu") -> InputStatistics:
+        def of(
+            self, component: str, device: torch.device | str = "cpu"
+        ) -> InputStatistics:
             return InputStatistics(inputs.T @ inputs / len(inputs), (len(inputs),))
 
     stacked = torch.stack([weight, 2 * weight])
@@ -191,12 +241,16 @@ def test_the_error_of_a_components_own_outputs(weight: torch.Tensor, monkeypatch
     for name, given in ((NAME, weight), ("experts", stacked)):
         moved = (given - get_format("int4-g64").roundtrip(given)) @ inputs.T
         expected = float(moved.square().sum() / len(inputs))
-        assert store.output_error(name, Recipe("int4-g64")) == pytest.approx(expected, rel=1e-4)
+        assert store.output_error(name, Recipe("int4-g64")) == pytest.approx(
+            expected, rel=1e-4
+        )
         some = store.output_error(name, Recipe("int4-g64"), rows=given.shape[-2] // 2)
         assert some == pytest.approx(expected, rel=0.2)  # from every second row
         assert some != expected
     monkeypatch.setattr("kl_lens.weights.store._ROWS_AT_ONCE", 5 * 256)
-    assert store.output_error("experts", Recipe("int4-g64")) == pytest.approx(expected, rel=1e-4)
+    assert store.output_error("experts", Recipe("int4-g64")) == pytest.approx(
+        expected, rel=1e-4
+    )
     with pytest.raises(UnlearntError, match="needs statistics and this model has none"):
         WeightStore(GivenWeights({NAME: weight})).output_error(NAME, Recipe("int4-g64"))
 
@@ -212,7 +266,11 @@ def test_every_recipe_parses_back() -> None:
             except FormatError:  # a method that has no meaning for the format
                 continue
             assert recipe == Recipe(fmt, method) == Recipe.parse(str(recipe))
-            assert (recipe.grid.name, recipe.method, recipe.quantizer.name) == (fmt, method, method)
+            assert (recipe.grid.name, recipe.method, recipe.quantizer.name) == (
+                fmt,
+                method,
+                method,
+            )
 
 
 @pytest.mark.parametrize(

@@ -26,14 +26,20 @@ class Aside:
     end: Callable[[], None]
 
 
-def aside(threads: int, begin: Callable[..., object], *arguments: object, several: bool = False) -> Aside:
+def aside(
+    threads: int, begin: Callable[..., object], *arguments: object, several: bool = False
+) -> Aside:
     """Starts a process pool of one process: if it dies, it takes no other's work along. First it calls `begin`."""
     # For several, a server imports torch and the rest once and forks, on Linux. A single one does not wait for that.
-    context = get_context("forkserver" if several and sys.platform == "linux" else "spawn")
+    context = get_context(
+        "forkserver" if several and sys.platform == "linux" else "spawn"
+    )
     context.set_forkserver_preload([begin.__module__])
     with _starting(threads):
         before = active_children()
-        pool = ProcessPoolExecutor(1, context, partial(_become, dict(os.environ), begin, *arguments))
+        pool = ProcessPoolExecutor(
+            1, context, partial(_become, dict(os.environ), begin, *arguments)
+        )
         pool.submit(int)
         processes = [child for child in active_children() if child not in before]
 
@@ -49,12 +55,15 @@ def aside(threads: int, begin: Callable[..., object], *arguments: object, severa
 def _starting(threads: int) -> Iterator[None]:
     """What a process inherits that starts within: the number of threads of its libraries; Ctrl-C, which only the parent
     answers; and no script of the user's, which it would run again."""
-    environment, main = dict(os.environ), sys.modules["__main__"]
+    environment = dict(os.environ)
+    main = sys.modules["__main__"]
     resource_tracker.ensure_running()  # it would unblock Ctrl-C
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         os.environ |= {f"{name}_NUM_THREADS": str(threads) for name in THREAD_VARIABLES}
-        os.environ["PYTHONWARNINGS"] = "ignore"  # such as of locks that a killed process did not give back
+        os.environ["PYTHONWARNINGS"] = (
+            "ignore"  # such as of locks that a killed process did not give back
+        )
         sys.modules["__main__"] = ModuleType("__main__")
         yield
     finally:
@@ -64,7 +73,9 @@ def _starting(threads: int) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def _become(environment: Mapping[str, str], begin: Callable[..., object], *arguments: object) -> None:
+def _become(
+    environment: Mapping[str, str], begin: Callable[..., object], *arguments: object
+) -> None:
     """It shows nothing and ends with the process that started it."""
     os.environ |= environment
     with open(os.devnull, "w") as nothing:

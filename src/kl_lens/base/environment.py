@@ -38,8 +38,13 @@ def require_thread_counts() -> None:
     """Raises for numbers of threads that libraries cannot use; some crash, others ignore them with a page of text."""
     for name in (f"{prefix}_NUM_THREADS" for prefix in THREAD_VARIABLES):
         value = os.environ.get(name) or "1"
-        counts = value.split(",") if name.startswith("OMP") else [value]  # OpenMP takes one per level
-        if not all(re.fullmatch("[0-9]{1,4}", n.strip()) and 1 <= int(n) <= _MOST_THREADS for n in counts):
+        counts = (
+            value.split(",") if name.startswith("OMP") else [value]
+        )  # OpenMP takes one per level
+        if not all(
+            re.fullmatch("[0-9]{1,4}", n.strip()) and 1 <= int(n) <= _MOST_THREADS
+            for n in counts
+        ):
             raise KLLensError(
                 f"{name}={value}: expected a number of threads from 1 to {_MOST_THREADS}; change it, or: unset {name}"
             )
@@ -54,7 +59,10 @@ def briefly_spinning() -> Iterator[None]:
     the cores. The user's own setting wins.
     """
     name = "GOMP_SPINCOUNT"
-    if name in os.environ or os.environ.get("OMP_WAIT_POLICY", "PASSIVE") != DEFAULTS["OMP_WAIT_POLICY"]:
+    if (
+        name in os.environ
+        or os.environ.get("OMP_WAIT_POLICY", "PASSIVE") != DEFAULTS["OMP_WAIT_POLICY"]
+    ):
         yield
         return
     os.environ[name] = SPINS
@@ -71,7 +79,11 @@ def for_child() -> dict[str, str]:
 
 def processors() -> int:
     """Number of processors this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return (
+        len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1
+    )
 
 
 def peak_memory() -> int:

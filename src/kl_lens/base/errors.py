@@ -92,4 +92,7 @@ def one_line(error: BaseException, most: int = 240) -> str:
 
 def last_line(error: BaseException) -> str:
     """The last line, for libraries that put the reason there."""
-    return ([line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__])[-1]
+    return (
+        [line.strip() for line in str(error).splitlines() if line.strip()]
+        or [type(error).__name__]
+    )[-1]

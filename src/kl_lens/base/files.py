@@ -28,7 +28,8 @@ from kl_lens.base.lazy import torch
 
 RECORD_FILE = "artifact.json"  # describes the other files; moved last, removed first
 DERIVED = ".compiled"  # compiled by a runtime from the files; deleted with them
-_WRITING, _DECIDED = ".writing", ".decided"
+_WRITING = ".writing"
+_DECIDED = ".decided"
 
 
 def write_text(path: Path, content: str) -> None:
@@ -47,7 +48,9 @@ def whole(path: Path) -> Iterator[Path]:
     try:
         with naming(path):
             yield temporary
-            shutil.copymode(lock, temporary)  # some libraries make files that nobody else may read
+            shutil.copymode(
+                lock, temporary
+            )  # some libraries make files that nobody else may read
             os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -64,7 +67,9 @@ def naming(path: Path) -> Iterator[None]:
         if error.filename is not None:
             raise
         # A full disk does not say where it was met, and numpy says only what it could not write.
-        full = error.errno is None and any(word in str(error) for word in ("written", "free space"))
+        full = error.errno is None and any(
+            word in str(error) for word in ("written", "free space")
+        )
         number = errno.ENOSPC if full else error.errno
         if number is None:
             raise
@@ -77,7 +82,9 @@ def _locked_file(path: Path) -> tuple[Path, int]:
         lock = path.parent / f".{path.name[:100]}.{secrets.token_hex(4)}{_WRITING}"
         handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         _lock(handle, wait=True)
-        if os.fstat(handle).st_nlink:  # else another process removed it before it was locked
+        if os.fstat(
+            handle
+        ).st_nlink:  # else another process removed it before it was locked
             return lock, handle
         os.close(handle)
 
@@ -112,7 +119,9 @@ def replacing(folder: Path) -> Iterator[Path]:
     handle = os.open(folder, os.O_RDONLY)
     try:
         if not _lock(handle, wait=False):
-            raise KLLensError(f"{folder}: another process is writing there; wait until it is done")
+            raise KLLensError(
+                f"{folder}: another process is writing there; wait until it is done"
+            )
         _finish(folder)
         for leftover in folder.glob(f"{_WRITING}*"):
             shutil.rmtree(leftover)
@@ -184,16 +193,26 @@ _PIECE = 1 << 22  # bytes
 def bytes_digest(*parts: npt.NDArray[Any], about: str = "") -> str:
     """Of the arrays' bytes, and of `about`: a digest of the digests of pieces, which several threads compute."""
     flat = [np.ascontiguousarray(part).reshape(-1).view(np.uint8) for part in parts]
-    pieces = [part[first : first + _PIECE] for part in flat for first in range(0, len(part), _PIECE)]
+    pieces = [
+        part[first : first + _PIECE]
+        for part in flat
+        for first in range(0, len(part), _PIECE)
+    ]
     total = hashlib.blake2b(about.encode(), digest_size=16)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # starts no more threads than there are pieces
-        for digest in pool.map(_digest, pieces) if len(pieces) > 2 else map(_digest, pieces):
+    with ThreadPoolExecutor(
+        os.cpu_count()
+    ) as pool:  # starts no more threads than there are pieces
+        for digest in (
+            pool.map(_digest, pieces) if len(pieces) > 2 else map(_digest, pieces)
+        ):
             total.update(digest)
     return total.hexdigest()
 
 
 def tensor_digest(*parts: torch.Tensor, about: str = "") -> str:
-    bytes_of = (on_host(part).contiguous().reshape(-1).view(torch.uint8).numpy() for part in parts)
+    bytes_of = (
+        on_host(part).contiguous().reshape(-1).view(torch.uint8).numpy() for part in parts
+    )
     return bytes_digest(*bytes_of, about=about)
 
 
@@ -207,7 +226,8 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 def reference_path(*parts: str, package: Path = _PACKAGE) -> Path:
     """The path of a shipped file or folder, such as `reference_path("mamba")`: in a checkout in `reference/`, in an
     installed wheel in `kl_lens/_reference/`. Raises KLLensError if it is missing."""
-    roots, checkout = [package / "_reference"], package.parent.parent
+    roots = [package / "_reference"]
+    checkout = package.parent.parent
     # Without this test any folder `reference` two levels above site-packages would be accepted.
     if (checkout / "pyproject.toml").is_file() and package.parent.name == "src":
         roots.append(checkout / "reference")

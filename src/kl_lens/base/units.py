@@ -16,11 +16,15 @@ def parse_bytes(text: str) -> int:
     """`90MB`, `1.5GiB`, `4096` → bytes."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([kmgt]i?)?b?\s*", text.lower())
     if not match:
-        raise KLLensError(f"{text!r} is not a size; give for example 90MB, 1.5GiB or 4096")
+        raise KLLensError(
+            f"{text!r} is not a size; give for example 90MB, 1.5GiB or 4096"
+        )
     unit = match[2] or ""
     size = float(match[1]) * (_BINARY.get(unit) or _DECIMAL[unit])
     if size > _LARGEST:
-        raise KLLensError(f"{text[:20]}… is larger than any disk; give for example 90MB or 1.5GiB")
+        raise KLLensError(
+            f"{text[:20]}… is larger than any disk; give for example 90MB or 1.5GiB"
+        )
     return int(size)
 
 
@@ -28,14 +32,18 @@ def parse_count(text: str) -> int:
     """`4096`, `32k` → 32,768."""
     match = re.fullmatch(r"\s*(\d{1,9})(k?)\s*", text.lower())
     if not match:
-        raise KLLensError(f"{text!r} is not a number of tokens; give for example 4096 or 32k")
+        raise KLLensError(
+            f"{text!r} is not a number of tokens; give for example 4096 or 32k"
+        )
     return int(match[1]) * (1024 if match[2] else 1)
 
 
 def parse_share(text: str) -> float:
     """`45%` or `0.45` → a share between 0 and 1."""
     try:
-        value = float(text.strip().removesuffix("%")) / (100 if text.strip().endswith("%") else 1)
+        value = float(text.strip().removesuffix("%")) / (
+            100 if text.strip().endswith("%") else 1
+        )
     except ValueError:
         value = -1.0
     if not 0 <= value <= 1:

@@ -15,7 +15,9 @@ from kl_lens.study.study import settings_of
 
 
 def add_arguments(
-    parser: argparse.ArgumentParser, settings: type[Settings], shown: Collection[str] | None = None
+    parser: argparse.ArgumentParser,
+    settings: type[Settings],
+    shown: Collection[str] | None = None,
 ) -> int:
     """An argument for every field. None has a default here: what was not typed is left to the dataclass.
 
@@ -27,13 +29,23 @@ def add_arguments(
     for option in options_of(settings):
         if option.group not in groups:
             groups[option.group] = parser.add_argument_group(option.group)
-        is_shown = shown is None or option.flag in shown or option.required or not option.flag
+        is_shown = (
+            shown is None or option.flag in shown or option.required or not option.flag
+        )
         left_out += not is_shown
-        help_text = (option.meaning.replace("%", "%%") or None) if is_shown else argparse.SUPPRESS
-        groups[option.group].add_argument(option.flag or option.name, **_behaviour(option), help=help_text)
+        help_text = (
+            (option.meaning.replace("%", "%%") or None) if is_shown else argparse.SUPPRESS
+        )
+        groups[option.group].add_argument(
+            option.flag or option.name, **_behaviour(option), help=help_text
+        )
         values = option.metavar or "|".join(option.choices)
         if not option.flag:
-            needed.append({"?": f"[{values}]", "*": f"[{values} ...]"}.get(str(option.nargs), values))
+            needed.append(
+                {"?": f"[{values}]", "*": f"[{values} ...]"}.get(
+                    str(option.nargs), values
+                )
+            )
         elif option.required:
             needed.append(f"{option.flag} {values}")
     parser.usage = " ".join(["%(prog)s", *needed, "[OPTIONS]"])
@@ -48,8 +60,14 @@ def _behaviour(option: Option) -> dict[str, Any]:
         const = True if option.bare is None else option.bare
         return behaviour | {"action": "store_const", "const": const}
     # argparse converts even its default, for what stands alone and is left out.
-    behaviour["type"] = lambda text: text if text is argparse.SUPPRESS else option.read(text)
-    for name, value in (("metavar", option.metavar), ("choices", option.choices), ("nargs", option.nargs)):
+    behaviour["type"] = lambda text: (
+        text if text is argparse.SUPPRESS else option.read(text)
+    )
+    for name, value in (
+        ("metavar", option.metavar),
+        ("choices", option.choices),
+        ("nargs", option.nargs),
+    ):
         if value:
             behaviour[name] = value
     if option.nargs == "?" and option.flag:
@@ -59,7 +77,8 @@ def _behaviour(option: Option) -> dict[str, Any]:
 
 def settings_from(arguments: argparse.Namespace) -> Settings:
     """The verb's settings: what was typed, then what a --config file says, then the defaults."""
-    settings, values = settings_of(arguments.verb), dict[str, Any]()
+    settings = settings_of(arguments.verb)
+    values = dict[str, Any]()
     if file := getattr(arguments, "config", None):
         try:
             values = converted(settings, _read(Path(file)))
@@ -89,6 +108,10 @@ def _read(path: Path) -> dict[str, Any]:
         raise KLLensError(f"cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise KLLensError(f"not YAML: {' '.join(str(error).split())}") from error
-    if content is not None and not (isinstance(content, dict) and all(isinstance(k, str) for k in content)):
-        raise KLLensError("expected lines such as `windows: 16`; see kl-lens run --write-config")
+    if content is not None and not (
+        isinstance(content, dict) and all(isinstance(k, str) for k in content)
+    ):
+        raise KLLensError(
+            "expected lines such as `windows: 16`; see kl-lens run --write-config"
+        )
     return {key.replace("-", "_"): value for key, value in (content or {}).items()}

@@ -13,7 +13,13 @@ from kl_lens.base.units import human_bytes
 from kl_lens.cli.terminal import Row, Shown, table
 from kl_lens.evaluation.autopsy import Autopsy, TensorReport
 from kl_lens.evaluation.duel import Entrant, verdicts
-from kl_lens.evaluation.scoring import AGREES, AS_DEPLOYED, DISAGREES, IN_FLOAT32, Agreement
+from kl_lens.evaluation.scoring import (
+    AGREES,
+    AS_DEPLOYED,
+    DISAGREES,
+    IN_FLOAT32,
+    Agreement,
+)
 from kl_lens.evaluation.tasks import judge, near_chance
 from kl_lens.paper.ranking import Ranking
 from kl_lens.profiling.benchmark import Report
@@ -32,7 +38,10 @@ from kl_lens.study.paper import Imported
 _LIKELIHOODS = {
     "text": (
         "Perplexity",
-        (("token perplexity", "token_perplexity", 1, 3), ("word perplexity", "word_perplexity", 1, 2)),
+        (
+            ("token perplexity", "token_perplexity", 1, 3),
+            ("word perplexity", "word_perplexity", 1, 2),
+        ),
     ),
     "image": (
         "Classification",
@@ -70,7 +79,11 @@ def json_evaluate(result: EvaluateResult) -> dict[str, Any]:
 
 def _labelled(record: Score | Agreement) -> dict[str, Any]:
     """A record as JSON for people: subjects by their labels."""
-    labels = {name: value.label for name, value in vars(record).items() if isinstance(value, Subject)}
+    labels = {
+        name: value.label
+        for name, value in vars(record).items()
+        if isinstance(value, Subject)
+    }
     return record.to_json() | labels
 
 
@@ -80,14 +93,23 @@ def _entrant_json(file: Entrant) -> dict[str, Any]:
 
 
 def show_evaluate(result: EvaluateResult) -> Shown:
-    agreements, scores = result.agreements, result.scores
-    shows = {"perplexity": _likelihood, "divergence": _divergence, "positions": _positions}
+    agreements = result.agreements
+    scores = result.scores
+    shows = {
+        "perplexity": _likelihood,
+        "divergence": _divergence,
+        "positions": _positions,
+    }
     for kind, show in shows.items():
         for text in dict.fromkeys(score.what for score in scores if score.kind == kind):
-            group = [score for score in scores if (score.kind, score.what) == (kind, text)]
+            group = [
+                score for score in scores if (score.kind, score.what) == (kind, text)
+            ]
             yield show(group, agreements)
             yield _protocol(group[0])
-    if tasks := [_task_row(score, result.max_drop) for score in scores if score.kind == "task"]:
+    if tasks := [
+        _task_row(score, result.max_drop) for score in scores if score.kind == "task"
+    ]:
         yield table("Tasks", tasks)
         yield (
             "Drop: the original's accuracy minus this one's, in percentage points, paired by example; verdicts by the "
@@ -95,14 +117,22 @@ def show_evaluate(result: EvaluateResult) -> Shown:
         )
     labels = {"cross_entropy": "cross-entropy", "kl_mean": "KL from the original"}
     for agreement in (each for each in agreements if each.verdict == DISAGREES):
-        changes = [f"{labels[name]} by {with_error(c)}" for name, c in agreement.differences.items()]
-        one, other = subject_title(agreement.subject), subject_title(agreement.compared_with)
+        changes = [
+            f"{labels[name]} by {with_error(c)}"
+            for name, c in agreement.differences.items()
+        ]
+        one = subject_title(agreement.subject)
+        other = subject_title(agreement.compared_with)
         yield (
             f"[bold red]{one} DISAGREES with {other}[/] on the same windows: {', '.join(changes)} nats per token. "
             "PyTorch computes what transformers' own code computes, so the file is not what was measured: export it "
             "again. (Arithmetic that is not modelled, for example on a GPU, can look the same.)"
         )
-    yield from (text for verdict, text in _REMARKS.items() if verdict in {a.verdict for a in agreements})
+    yield from (
+        text
+        for verdict, text in _REMARKS.items()
+        if verdict in {a.verdict for a in agreements}
+    )
     if result.duel:
         yield table("Side by side", [_entrant_row(file) for file in result.duel])
         yield from [*verdicts(result.duel)] or [
@@ -113,7 +143,9 @@ def show_evaluate(result: EvaluateResult) -> Shown:
 
 
 def _entrant_row(file: Entrant) -> Row:
-    kl, perplexity, same = (file.values[name] for name in ("kl_mean", "token_perplexity", "same_top"))
+    kl, perplexity, same = (
+        file.values[name] for name in ("kl_mean", "token_perplexity", "same_top")
+    )
     return {
         "file": file.name,
         "runtime": file.runtime,
@@ -128,12 +160,16 @@ def _task(score: Score) -> str:
     return str(score.protocol.get("task", "text"))
 
 
-def _cell(score: Score, name: str, decimals: int, factor: int = 1, *, signed: bool = False) -> str:
+def _cell(
+    score: Score, name: str, decimals: int, factor: int = 1, *, signed: bool = False
+) -> str:
     value = score.values.get(name)
     if value is None:
         return ""
     sign = "+" if signed and value.value >= 0 else ""
-    return sign + fixed_with_error(Estimate(factor * value.value, factor * value.standard_error), decimals)
+    return sign + fixed_with_error(
+        Estimate(factor * value.value, factor * value.standard_error), decimals
+    )
 
 
 def _likelihood(scores: list[Score], agreements: list[Agreement]) -> Table:
@@ -144,17 +180,29 @@ def _likelihood(scores: list[Score], agreements: list[Agreement]) -> Table:
         row = {"model": subject_title(score.subject)}
         for heading, name, factor, decimals in columns:
             row[heading] = _cell(score, name, decimals, factor)
-            row[f"Δ {heading}"] = _cell(score, f"{name}_change", decimals, factor, signed=True)
+            row[f"Δ {heading}"] = _cell(
+                score, f"{name}_change", decimals, factor, signed=True
+            )
         if agreement := beside.get(score.subject):
             change = agreement.differences["cross_entropy"].value
-            row["agrees with PyTorch?"] = f"{_VERDICTS[agreement.verdict]} ({change:+.1e} nats)"
+            row["agrees with PyTorch?"] = (
+                f"{_VERDICTS[agreement.verdict]} ({change:+.1e} nats)"
+            )
         rows.append(row)
     return table(f"{title} on {scores[0].what}", rows)
 
 
 def _divergence(scores: list[Score], _: list[Agreement]) -> Table:
-    row, best = {"text": ("token", "token"), "image": ("image", "class")}[_task(scores[0])]
-    names = {"mean": "kl_mean", "median": "kl_median", "99 %": "kl_p99", "99.9 %": "kl_p999", "max": "kl_max"}
+    row, best = {"text": ("token", "token"), "image": ("image", "class")}[
+        _task(scores[0])
+    ]
+    names = {
+        "mean": "kl_mean",
+        "median": "kl_median",
+        "99 %": "kl_p99",
+        "99.9 %": "kl_p999",
+        "max": "kl_max",
+    }
     rows = [
         {"model": subject_title(score.subject)}
         | {heading: with_error(score.values[name]) for heading, name in names.items()}
@@ -169,27 +217,52 @@ def _positions(scores: list[Score], _: list[Agreement]) -> Table:
     rows = []
     for score in scores:
         if curve := curve_of(score, "kl") or curve_of(score, "cross_entropy"):
-            name = subject_title(score.subject) + ("" if curve_of(score, "kl") else ": cross-entropy")
+            name = subject_title(score.subject) + (
+                "" if curve_of(score, "kl") else ": cross-entropy"
+            )
             some = shown_bins(len(curve.starts))
-            row = {"model": name} | {f"from {curve.starts[i]:,}": number(curve.means[i].value) for i in some}
-            rows.append(row | {"slope per 1,000 tokens": with_error(curve.slope), "trend": curve.trend})
-    return table(f"KL from the original by position on {scores[0].what}, nats per token", rows)
+            row = {"model": name} | {
+                f"from {curve.starts[i]:,}": number(curve.means[i].value) for i in some
+            }
+            rows.append(
+                row
+                | {
+                    "slope per 1,000 tokens": with_error(curve.slope),
+                    "trend": curve.trend,
+                }
+            )
+    return table(
+        f"KL from the original by position on {scores[0].what}, nats per token", rows
+    )
 
 
 def _task_row(score: Score, limit: float | None) -> Row:
     accuracies = ("acc", "acc_norm")
-    row = {"task": score.what, "model": subject_title(score.subject), "examples": str(score.tokens)}
+    row = {
+        "task": score.what,
+        "model": subject_title(score.subject),
+        "examples": str(score.tokens),
+    }
     row |= {f"{name}, %": _cell(score, name, 2, 100) for name in accuracies}
-    row |= {f"drop of {name}": _cell(score, f"{name}_drop", 2, 100, signed=True) for name in accuracies}
+    row |= {
+        f"drop of {name}": _cell(score, f"{name}_drop", 2, 100, signed=True)
+        for name in accuracies
+    }
     if limit is not None and "acc_drop" in score.values:
         row[f"≤ {100 * limit:g} points?"] = judge(score.values["acc_drop"], limit)
     notes = []
     chance = score.protocol.get("chance")
-    near = [n for n in accuracies if n in score.values and near_chance(score.values[n], chance)]
+    near = [
+        n
+        for n in accuracies
+        if n in score.values and near_chance(score.values[n], chance)
+    ]
     if near and chance is not None:
         notes.append(f"{' and '.join(near)} near chance ({100 * chance:.0f} %)")
     others = [n for n in score.values if n not in accuracies and not n.endswith("_drop")]
-    notes += [f"{name.replace('_', ' ')} {with_error(score.values[name])}" for name in others]
+    notes += [
+        f"{name.replace('_', ' ')} {with_error(score.values[name])}" for name in others
+    ]
     return row | {"note": ", ".join(notes)}
 
 
@@ -198,7 +271,11 @@ def _protocol(score: Score) -> str:
     errors = "± is one standard error over windows; Δ is the change from the original, paired by window."
     if _task(score) == "image":
         return f"{p['windows']} windows of {p['window']} images. {errors}"
-    overlap = "" if p["stride"] == p["window"] else f", the last {p['stride']} tokens of each scored"
+    overlap = (
+        ""
+        if p["stride"] == p["window"]
+        else f", the last {p['stride']} tokens of each scored"
+    )
     text = f"{p['tokens']:,} tokens, {p['words']:,} words"
     return f"{p['windows']} windows of {p['window']} tokens{overlap}; {text}. {errors}"
 
@@ -210,10 +287,17 @@ def json_benchmark(report: Report) -> dict[str, Any]:
     """The records, with ratios as they are shown."""
     profiles = []
     for p in report.profiles:
-        names = p.ratios.keys() | {"tokens_per_second" if p.protocol == "use" else "latency_ms"}
+        names = p.ratios.keys() | {
+            "tokens_per_second" if p.protocol == "use" else "latency_ms"
+        }
         ratios = {name: ratio_of(p, name).to_json() for name in sorted(names)}
         profiles.append(p.to_json() | {"subject": p.subject.label, "ratios": ratios})
-    return {"profiles": profiles, "failures": report.failures, "notes": report.notes, "csv": report.csv}
+    return {
+        "profiles": profiles,
+        "failures": report.failures,
+        "notes": report.notes,
+        "csv": report.csv,
+    }
 
 
 def show_benchmark(report: Report) -> Shown:
@@ -227,7 +311,13 @@ def show_benchmark(report: Report) -> Shown:
     yield f"This machine reads {report.bandwidth / 1e9:.1f} GB/s from memory with all threads: that is the limit."
     if any(p.bound.get("share", 0) > 1 for p in report.profiles):
         yield "A share above 1: the file fits into the processor's caches and is not read from memory."
-    others = sorted({p.settings["ratios_to"] for p in report.profiles if not p.settings["ratios_to_fp16"]})
+    others = sorted(
+        {
+            p.settings["ratios_to"]
+            for p in report.profiles
+            if not p.settings["ratios_to_fp16"]
+        }
+    )
     if others:
         yield f"* no FP16 file was there: ratios are to {', '.join(others)}."
     if used:
@@ -260,7 +350,9 @@ def use_rows(profiles: Sequence[Profile]) -> list[Row]:
                 "× FP16": _ratio(p, "tokens_per_second"),
                 "peak memory": human_bytes(p.peak_memory_bytes or 0),
                 "of it model": human_bytes(p.settings["memory"]["model_bytes"]),
-                "limit tokens/s": f"{p.bound['tokens_per_second']:.0f}" if p.bound else "–",
+                "limit tokens/s": f"{p.bound['tokens_per_second']:.0f}"
+                if p.bound
+                else "–",
                 "share of limit": f"{p.bound['share']:.2f}" if p.bound else "–",
             }
         )
@@ -273,7 +365,10 @@ def _app_row(p: Profile) -> Row:
         "one inference": p.settings["signature"],
         "size": human_bytes(p.file_bytes),
         "median ms": f"{p.timings['latency_ms'].median:.2f}",
-        **{f"{name} ms": f"{p.settings[f'{name}_ms']:.2f}" for name in ("average", "min", "max")},
+        **{
+            f"{name} ms": f"{p.settings[f'{name}_ms']:.2f}"
+            for name in ("average", "min", "max")
+        },
         "inferences/s": f"{p.timings['throughput_fps'].median:.1f}",
         "× FP16": _ratio(p, "latency_ms"),
         "iterations": f"{p.settings['reached_iterations']}",
@@ -283,7 +378,9 @@ def _app_row(p: Profile) -> Row:
 
 
 def _ratio(profile: Profile, name: str) -> str:
-    return ratio_of(profile, name).brief + ("" if profile.settings["ratios_to_fp16"] else " *")
+    return ratio_of(profile, name).brief + (
+        "" if profile.settings["ratios_to_fp16"] else " *"
+    )
 
 
 def _circumstances(first: Profile) -> Iterable[str]:
@@ -293,7 +390,11 @@ def _circumstances(first: Profile) -> Iterable[str]:
         f"{how['interleaving']}. Peak memory is of a fresh process, {human_bytes(how['memory']['base_bytes'])} of it "
         "before the model is loaded."
     )
-    lost = [f"{100 * first.load[name]:.0f} % {name}" for name in ("stolen", "others") if name in first.load]
+    lost = [
+        f"{100 * first.load[name]:.0f} % {name}"
+        for name in ("stolen", "others")
+        if name in first.load
+    ]
     if lost:
         yield f"Processor time lost meanwhile: {', '.join(lost)}."
 
@@ -304,7 +405,10 @@ _MOST_RESTORED = 8
 
 
 def json_autopsy(result: AutopsyResult) -> dict[str, Any]:
-    return result.autopsy.to_json() | {"faults": len(result.autopsy.faults), "notes": result.notes}
+    return result.autopsy.to_json() | {
+        "faults": len(result.autopsy.faults),
+        "notes": result.notes,
+    }
 
 
 def show_autopsy(result: AutopsyResult) -> Shown:
@@ -315,7 +419,12 @@ def show_autopsy(result: AutopsyResult) -> Shown:
         yield "± is one standard error over windows. “apart”: KL from the step named there, where equal is right."
     if found.restored:
         rows = [
-            {"part": each.what, "type": each.type, "KL": number(each.kl), "share": f"{each.share:.0%}"}
+            {
+                "part": each.what,
+                "type": each.type,
+                "KL": number(each.kl),
+                "share": f"{each.share:.0%}",
+            }
             for each in found.restored[:_MOST_RESTORED]
         ]
         yield table("What exact weights would gain", rows)
@@ -355,13 +464,19 @@ def _contents(found: Autopsy) -> Table:
 
 
 def _chain(found: Autopsy) -> Table:
-    of = f"KL from {found.original} on {found.text}, nats per token" if found.original else "The file alone"
+    of = (
+        f"KL from {found.original} on {found.text}, nats per token"
+        if found.original
+        else "The file alone"
+    )
     rows = [
         {
             "": step.letter,
             "step": step.title,
             "KL": "" if step.kl is None else with_error(step.kl),
-            "apart": "" if step.apart is None else f"{with_error(step.apart)} ({step.beside})",
+            "apart": ""
+            if step.apart is None
+            else f"{with_error(step.apart)} ({step.beside})",
             "note": escape(step.failure or step.note),
         }
         for step in found.steps

@@ -83,7 +83,8 @@ class _Parser(argparse.ArgumentParser):
         missing."""
         ends = ("--", *(VERBS if self._subparsers else ()))
         for word in itertools.takewhile(lambda word: word not in ends, args):
-            flag, known = word.partition("=")[0], list(self._option_string_actions)
+            flag = word.partition("=")[0]
+            known = list(self._option_string_actions)
             if not flag.startswith("--") or " " in word or flag in known:
                 continue
             close = [name for name in known if name.startswith(flag)][:4]
@@ -105,12 +106,16 @@ def _versions() -> str:
     from kl_lens.run.folder import provenance
 
     known = provenance()
-    packages = {k: v for k, v in known["versions"].items() if k not in ("kl-lens", "python")}
+    packages = {
+        k: v for k, v in known["versions"].items() if k not in ("kl-lens", "python")
+    }
     rest = "".join(f"{name} {version}\n" for name, version in packages.items())
     return f"kl-lens {__version__}\nPython {known['versions']['python']} on {known['machine']}\n{rest}"
 
 
-def build_parser(verbs: Collection[str] = tuple(VERBS), *, everything: bool = True) -> _Parser:
+def build_parser(
+    verbs: Collection[str] = tuple(VERBS), *, everything: bool = True
+) -> _Parser:
     """The whole command line; only the arguments of `verbs` are filled in, for each loads its libraries.
 
     `everything`: the help names every flag, not only the usual ones.
@@ -121,9 +126,13 @@ def build_parser(verbs: Collection[str] = tuple(VERBS), *, everything: bool = Tr
         "writes GGUF and OpenVINO files, and measures what they lose. Start with: kl-lens run MODEL --targets gguf",
     )
     parser.add_argument(
-        "--version", action="store_true", help="show the versions of KL Lens and the runtimes"
+        "--version",
+        action="store_true",
+        help="show the versions of KL Lens and the runtimes",
     )
-    parser.add_argument("--debug", action="store_true", help="show tracebacks and library messages")
+    parser.add_argument(
+        "--debug", action="store_true", help="show tracebacks and library messages"
+    )
     parser.add_argument(
         "--llama-cpp",
         type=Path,
@@ -147,10 +156,18 @@ def _add_arguments(parser: argparse.ArgumentParser, verb: str, everything: bool)
     if left_out := add_arguments(parser, settings_of(verb), usual):
         parser.epilog = f"kl-lens {verb} --help-all shows {left_out} more flags."
     if verb != "run":
-        parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+        parser.add_argument(
+            "--json", action="store_true", help="print JSON instead of a table"
+        )
         return
-    parser.add_argument("--config", metavar="FILE", help="settings as YAML, named like the flags; flags win")
-    parser.add_argument("--write-config", action="store_true", help="print the settings as YAML and stop")
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="settings as YAML, named like the flags; flags win",
+    )
+    parser.add_argument(
+        "--write-config", action="store_true", help="print the settings as YAML and stop"
+    )
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -192,7 +209,9 @@ def execute(arguments: argparse.Namespace) -> int:
 
 def show(terminal: Terminal, result: object, wants_json: bool = False) -> None:
     """Prints a verb's result, and what failed."""
-    home = importlib.import_module(next(name for name, verbs in SCREENS.items() if terminal.verb in verbs))
+    home = importlib.import_module(
+        next(name for name, verbs in SCREENS.items() if terminal.verb in verbs)
+    )
     if wants_json:
         as_json = getattr(home, f"json_{terminal.verb}", None)
         print_json(as_json(result) if as_json else result)
@@ -227,7 +246,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (SystemExit, GeneratorExit):  # argparse has said what is wrong
         raise
     except KeyboardInterrupt as stop:
-        print(f"\n{program}: {stop or 'stopped; run the same command to continue'}", file=sys.stderr)
+        print(
+            f"\n{program}: {stop or 'stopped; run the same command to continue'}",
+            file=sys.stderr,
+        )
         return 130
     except BrokenPipeError:  # `kl-lens … | head`
         _drop_output()
@@ -255,20 +277,28 @@ def explained(error: BaseException, words: Sequence[str]) -> tuple[int, str]:
             f"GPU memory is full ({one_line(error).partition('. GPU')[0]}); what was measured is kept. Run the same "
             "command with --weights disk, or measure with a smaller --memory-budget"
         )
-    kind, reason = type(error).__name__, one_line(error)
+    kind = type(error).__name__
+    reason = one_line(error)
     line = f"unexpected error: {kind}" + ("" if reason == kind else f": {reason}")
     with suppress(Exception):
         place = Path(tempfile.mkdtemp(prefix="kl-lens-")) / "unexpected.txt"
-        place.write_text(_report(error, words), encoding="utf-8", errors="backslashreplace")
+        place.write_text(
+            _report(error, words), encoding="utf-8", errors="backslashreplace"
+        )
         return UNEXPECTED, f"{line}; please report it with {place}"
-    return UNEXPECTED, f"{line}; please report it (the traceback could not be written: --debug shows it)"
+    return (
+        UNEXPECTED,
+        f"{line}; please report it (the traceback could not be written: --debug shows it)",
+    )
 
 
 def _report(error: BaseException, words: Sequence[str]) -> str:
     from kl_lens.run.folder import provenance
 
     known = provenance()
-    versions = "".join(f"{name} {version}\n" for name, version in known["versions"].items())
+    versions = "".join(
+        f"{name} {version}\n" for name, version in known["versions"].items()
+    )
     trace = "".join(traceback.format_exception(error))
     return f"$ kl-lens {shlex.join(words)}\n\n{trace}\n{versions}{known['system']} {known['machine']}\n"
 
@@ -277,12 +307,16 @@ def _open_streams() -> None:
     """Raises if standard output is closed. A closed stream becomes /dev/null first: the next file that is opened would
     get its number, and libraries would write into that."""
     closed = sys.stdout is None
-    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+    for number, (name, mode) in enumerate(
+        (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
+    ):
         if getattr(sys, name) is None:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free number: this one
             setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115
     if closed:
-        raise KLLensError("standard output is closed; use >/dev/null to discard the result")
+        raise KLLensError(
+            "standard output is closed; use >/dev/null to discard the result"
+        )
 
 
 def _drop_output() -> None:

@@ -33,14 +33,21 @@ _SHOWN_POINTS = 25  # of a frontier
 def _fits(result: FitResult) -> Shown:
     rows = [
         {
-            "for": runtime_title(row.target), "weights": row.format,
-            **{what: human_bytes(getattr(row, what)) for what in ("file", "states", "caches", "runtime", "total")},
+            "for": runtime_title(row.target),
+            "weights": row.format,
+            **{
+                what: human_bytes(getattr(row, what))
+                for what in ("file", "states", "caches", "runtime", "total")
+            },
             "fits": "yes" if row.total <= result.memory else "no",
         }
         for row in result.rows
-    ]  # fmt: skip
-    use, size = result.use, spell_bytes(result.memory)
-    yield table(f"Memory of {result.model} for {use.batch} × {use.context:,} tokens", rows)
+    ]
+    use = result.use
+    size = spell_bytes(result.memory)
+    yield table(
+        f"Memory of {result.model} for {use.batch} × {use.context:,} tokens", rows
+    )
     if any(row.total <= result.memory for row in result.rows):
         model = shlex.quote(result.model)
         yield f"Next: kl-lens run {model} --memory {size} --context {use.context} --batch {use.batch}"
@@ -53,7 +60,9 @@ def show_inspect(model: LoadedModel | FitResult) -> Shown:
         yield from _fits(model)
         return
     anatomy = model.anatomy
-    tied = "head tied to the embedding" if anatomy.head == anatomy.embedding else "own head"
+    tied = (
+        "head tied to the embedding" if anatomy.head == anatomy.embedding else "own head"
+    )
     yield (
         f"[bold]{model.name}[/]  {anatomy.model_type}, {anatomy.blocks} blocks, {anatomy.parameters:,} parameters, "
         f"{len(anatomy.candidates)} quantizable components, {tied}"
@@ -64,7 +73,12 @@ def show_inspect(model: LoadedModel | FitResult) -> Shown:
         if not component.quantizable:
             groups[component.kind, component.reason or ""].append(component)
     rows = [
-        {"kind": kind, "tensors": str(len(members)), "parameters": _parameters(members), "why": reason}
+        {
+            "kind": kind,
+            "tensors": str(len(members)),
+            "parameters": _parameters(members),
+            "why": reason,
+        }
         for (kind, reason), members in groups.items()
     ]
     yield table("Left alone", rows)
@@ -75,8 +89,12 @@ def _blocks(anatomy: Anatomy) -> Iterator[Row | None]:
     """One row per block and family, and sums."""
     groups: dict[tuple[str, str], list[Component]] = defaultdict(list)
     for component in anatomy.candidates:
-        shared = f" (shared by {len(component.blocks)})" if len(component.blocks) > 1 else ""
-        place = component.family if component.block is None else f"{component.block}{shared}"
+        shared = (
+            f" (shared by {len(component.blocks)})" if len(component.blocks) > 1 else ""
+        )
+        place = (
+            component.family if component.block is None else f"{component.block}{shared}"
+        )
         groups[place, component.family].append(component)
     what = "components (rows × columns)"
     for (place, family), members in groups.items():
@@ -84,12 +102,19 @@ def _blocks(anatomy: Anatomy) -> Iterator[Row | None]:
         yield {"block": place, "family": family, what: shapes} | _sizes(members)
     yield None
     left_alone = [c for c in anatomy.components if not c.quantizable]
-    sums = {"quantizable": anatomy.candidates, "left alone": left_alone, "[bold]all[/]": anatomy.components}
+    sums = {
+        "quantizable": anatomy.candidates,
+        "left alone": left_alone,
+        "[bold]all[/]": anatomy.components,
+    }
     yield from ({what: name} | _sizes(members) for name, members in sums.items())
 
 
 def _sizes(components: Sequence[Component]) -> Row:
-    sizes = {p.upper(): human_bytes(sum(stored_bytes(c, p) for c in components)) for p in PRECISIONS}
+    sizes = {
+        p.upper(): human_bytes(sum(stored_bytes(c, p) for c in components))
+        for p in PRECISIONS
+    }
     return {"parameters": _parameters(components)} | sizes
 
 
@@ -104,7 +129,12 @@ def _shape(component: Component) -> str:
 def json_inspect(model: LoadedModel | FitResult) -> dict[str, Any]:
     if isinstance(model, FitResult):
         rows = [asdict(row) | {"total": row.total} for row in model.rows]
-        return {"model": model.model, "memory": model.memory, **asdict(model.use), "rows": rows}
+        return {
+            "model": model.model,
+            "memory": model.memory,
+            **asdict(model.use),
+            "rows": rows,
+        }
 
     def bytes_of(*components: Component) -> dict[str, int]:
         return {p: sum(stored_bytes(c, p) for c in components) for p in PRECISIONS}
@@ -112,7 +142,10 @@ def json_inspect(model: LoadedModel | FitResult) -> dict[str, Any]:
     anatomy = model.anatomy
     return {
         **{name: getattr(model, name) for name in ("name", "layout", "fingerprint")},
-        **{name: getattr(anatomy, name) for name in ("model_type", "blocks", "embedding", "head")},
+        **{
+            name: getattr(anatomy, name)
+            for name in ("model_type", "blocks", "embedding", "head")
+        },
         "parameters": anatomy.parameters,
         "bytes": bytes_of(*anatomy.components),
         "notes": model.notes,
@@ -124,30 +157,54 @@ def json_inspect(model: LoadedModel | FitResult) -> dict[str, Any]:
 
 
 def show_calibrate(result: CalibrateResult) -> Shown:
-    text, statistics = result.text, result.statistics
+    text = result.text
+    statistics = result.statistics
     label = f"{text['source']}:{text['split']}" if text["split"] else text["source"]
     yield (
         f"Statistics {statistics.digest} of {statistics.identity['model']}: {label}, {text['windows']} windows of "
         f"{text['length']} tokens, in {statistics.folder}"
     )
-    command = ["measure", result.model, "--run", str(result.folder), "--formats", "int4-g64,int4-g64+gptq"]
+    command = [
+        "measure",
+        result.model,
+        "--run",
+        str(result.folder),
+        "--formats",
+        "int4-g64,int4-g64+gptq",
+    ]
     yield f"Next: kl-lens {shlex.join(command)}"
 
 
 def json_calibrate(result: CalibrateResult) -> dict[str, Any]:
-    text = {name: result.text[name] for name in ("source", "split", "windows", "length", "seed")}
+    text = {
+        name: result.text[name]
+        for name in ("source", "split", "windows", "length", "seed")
+    }
     statistics = result.statistics
-    return {"folder": result.folder, "digest": statistics.digest, "text": text, "notes": statistics.notes}
+    return {
+        "folder": result.folder,
+        "digest": statistics.digest,
+        "text": text,
+        "notes": statistics.notes,
+    }
 
 
 def _states(result: MeasureResult) -> Iterator[Row]:
     """KL in every quarter of the windows, or so."""
     for m, curve in zip(result.measurements, result.curves, strict=True):
         kl = m.metrics["kl_teacher_to_student"]
-        row = {"state or cache": m.component, "format": m.format, "KL, nats": f"{kl.value:.2e}"}
+        row = {
+            "state or cache": m.component,
+            "format": m.format,
+            "KL, nats": f"{kl.value:.2e}",
+        }
         row |= {"±": f"{kl.standard_error:.0e}"}
         bins = zip(curve.starts, curve.means, strict=True)
-        yield row | {f"from {start}": f"{mean.value:.1e}" for start, mean in bins} | {"drift": curve.trend}
+        yield (
+            row
+            | {f"from {start}": f"{mean.value:.1e}" for start, mean in bins}
+            | {"drift": curve.trend}
+        )
 
 
 def show_measure(result: MeasureResult) -> Shown:
@@ -157,7 +214,9 @@ def show_measure(result: MeasureResult) -> Shown:
         yield f"{sweep.measured} candidate × window pairs measured in {sweep.seconds:.1f} s, {sweep.reused} reused."
         return
     rows = []
-    for m in sorted(result.measurements, key=lambda m: m.metrics["kl_teacher_to_student"].value):
+    for m in sorted(
+        result.measurements, key=lambda m: m.metrics["kl_teacher_to_student"].value
+    ):
         kl = m.metrics["kl_teacher_to_student"]
         rows.append(
             {
@@ -173,8 +232,12 @@ def show_measure(result: MeasureResult) -> Shown:
             }
         )
     sweep = result.sweep
-    products = "" if sweep.precision == "float32" else f", with products in {sweep.precision}"
-    yield table(f"Sensitivity, from least to most (per {result.unit.removesuffix('s')})", rows)
+    products = (
+        "" if sweep.precision == "float32" else f", with products in {sweep.precision}"
+    )
+    yield table(
+        f"Sensitivity, from least to most (per {result.unit.removesuffix('s')})", rows
+    )
     yield (
         f"{sweep.candidates} candidates × {sweep.windows} windows ({sweep.tokens:,} {result.unit} each); "
         f"{sweep.measured} candidate × window pairs measured in {sweep.seconds:.1f} s, {sweep.reused} reused. "
@@ -214,13 +277,16 @@ def show_plan(result: PlanResult) -> Shown:
         return
     rows = []
     for plan in result.plans:
-        cost, measured = planning.cost_of(result.table.components, plan.assignment), plan.measured
+        cost = planning.cost_of(result.table.components, plan.assignment)
+        measured = plan.measured
         rows.append(
             {
                 "plan": plan.name,
                 "size": human_bytes(cost.bytes),
                 "bits/weight": f"{cost.bits_per_weight:.3f}",
-                "predicted KL": "" if plan.predicted_kl is None else f"{plan.predicted_kl:.4e}",
+                "predicted KL": ""
+                if plan.predicted_kl is None
+                else f"{plan.predicted_kl:.4e}",
                 "measured KL": f"{measured.kl.value:.4e}" if measured else "",
                 "perplexity": f"{measured.perplexity.value:.3f}" if measured else "",
                 "components per format (share of the weights)": cost.shares_text,
@@ -237,14 +303,19 @@ def _frontier(model: str, frontier: Sequence[planning.FrontierPoint]) -> Shown:
     last = len(frontier) - 1
     places = sorted({round(i * last / (_SHOWN_POINTS - 1)) for i in range(_SHOWN_POINTS)})
     points = [frontier[place] for place in places]
-    rows = [{"size": human_bytes(point.bytes), "predicted KL": human_kl(point.kl)} for point in points]
+    rows = [
+        {"size": human_bytes(point.bytes), "predicted KL": human_kl(point.kl)}
+        for point in points
+    ]
     yield table(f"Pareto frontier of {model}: {len(frontier):,} plans", rows)
     yield f"{len(rows)} of them shown; --json gives all. For any size between: --max-bytes SIZE."
 
 
 def json_plan(result: PlanResult) -> Any:
     if result.frontier is not None:
-        return [{"bytes": point.bytes, "predicted_kl": point.kl} for point in result.frontier]
+        return [
+            {"bytes": point.bytes, "predicted_kl": point.kl} for point in result.frontier
+        ]
     if result.handovers:
         recipes = [{"files": each.files, "use": each.use} for each in result.handovers]
         return {"plans": result.plans, "recipes": recipes}
@@ -267,43 +338,77 @@ def show_export(result: ExportResult) -> Shown:
         for folder, artifact in result.artifacts
     ]
     yield table("Exported", rows)
-    yield from (f"{artifact.plan}: {_bytes_of(artifact)}." for _, artifact in result.artifacts)
-    notes = [note for _, artifact in result.artifacts for note in artifact.settings.get("notes", ())]
+    yield from (
+        f"{artifact.plan}: {_bytes_of(artifact)}." for _, artifact in result.artifacts
+    )
+    notes = [
+        note
+        for _, artifact in result.artifacts
+        for note in artifact.settings.get("notes", ())
+    ]
     command, why = _next(*result.artifacts[0])
     yield from (f"Note: {note}." for note in dict.fromkeys([*notes, *why]))
     yield f"Next: kl-lens {command}"
 
 
 def json_export(result: ExportResult) -> list[dict[str, Any]]:
-    return [artifact.to_json() | {"folder": folder} for folder, artifact in result.artifacts]
+    return [
+        artifact.to_json() | {"folder": folder} for folder, artifact in result.artifacts
+    ]
 
 
 def _lowered(artifact: Artifact) -> str:
-    lowered = [t for t in artifact.tensors if t.reason and t.planned not in (FP16, t.realised)]
-    return f"{len(lowered)}, e.g. {lowered[0].component}: {lowered[0].reason}" if lowered else ""
+    lowered = [
+        t for t in artifact.tensors if t.reason and t.planned not in (FP16, t.realised)
+    ]
+    return (
+        f"{len(lowered)}, e.g. {lowered[0].component}: {lowered[0].reason}"
+        if lowered
+        else ""
+    )
 
 
 def _bytes_of(artifact: Artifact) -> str:
     """Where the bytes on disk come from."""
-    stored = sum({tensor.runtime_name: tensor.bytes for tensor in artifact.tensors}.values())
-    others = sorted({tensor.realised for tensor in artifact.tensors if tensor.realised != tensor.planned})
-    differing = f"stored as {' or '.join(others)} instead" if others else "that it does without"
+    stored = sum(
+        {tensor.runtime_name: tensor.bytes for tensor in artifact.tensors}.values()
+    )
+    others = sorted(
+        {
+            tensor.realised
+            for tensor in artifact.tensors
+            if tensor.realised != tensor.planned
+        }
+    )
+    differing = (
+        f"stored as {' or '.join(others)} instead" if others else "that it does without"
+    )
     parts = {
         f"tensors {differing}": stored - artifact.planned_bytes,
         describe_target(artifact.target).besides: artifact.realised_bytes - stored,
     }
-    told = [f"{'+' if n > 0 else '−'} {human_bytes(abs(n))} for {what}" for what, n in parts.items() if n]
+    told = [
+        f"{'+' if n > 0 else '−'} {human_bytes(abs(n))} for {what}"
+        for what, n in parts.items()
+        if n
+    ]
     planned = f"{human_bytes(artifact.planned_bytes)} of weights as planned"
     return " ".join([f"{human_bytes(artifact.realised_bytes)} on disk =", planned, *told])
 
 
 def _next(folder: Path, artifact: Artifact) -> tuple[str, list[str]]:
     """A command that works with these files, and why it is not the usual one."""
-    place, settings = shlex.quote(str(folder)), artifact.settings
+    place = shlex.quote(str(folder))
+    settings = artifact.settings
     if "task" in settings:
         return f"evaluate {place} --images FOLDER", []
     if settings.get("static_tokens"):
         return f"benchmark {place} --protocol benchmark_app", []
-    if settings.get("tokenizer", "none") == "none" and TOKENIZER_FILE not in artifact.files:
-        return f"benchmark {place}", ["it holds no tokenizer; generate takes one with --tokenizer"]
+    if (
+        settings.get("tokenizer", "none") == "none"
+        and TOKENIZER_FILE not in artifact.files
+    ):
+        return f"benchmark {place}", [
+            "it holds no tokenizer; generate takes one with --tokenizer"
+        ]
     return f'generate {place} --prompt "Once upon a time"', []

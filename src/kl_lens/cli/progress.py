@@ -58,7 +58,9 @@ class Forecast:
         self._clock = clock
         self._to_come: list[StageCost] = []
         self._expected: dict[str, float] = {}  # kind → seconds of all stages
-        self._passed: list[tuple[str, float, float]] = []  # kind, seconds expected, seconds taken
+        self._passed: list[
+            tuple[str, float, float]
+        ] = []  # kind, seconds expected, seconds taken
         self._scope = ""  # what the time left is of
         self._begin(_ALONE)
 
@@ -66,7 +68,9 @@ class Forecast:
         """All stages of a run, as they come."""
         self._to_come = [*stages]
         for stage in stages:
-            self._expected[stage.kind] = self._expected.get(stage.kind, 0.0) + stage.seconds
+            self._expected[stage.kind] = (
+                self._expected.get(stage.kind, 0.0) + stage.seconds
+            )
 
     def begin(self, verb: str, target: str | None = None) -> None:
         """A stage begins; those that were expected before it do not come."""
@@ -75,7 +79,8 @@ class Forecast:
         stage = _UNEXPECTED if self._expected else _ALONE
         if (verb, target) in names:
             place = names.index((verb, target))
-            stage, self._to_come = self._to_come[place], self._to_come[place + 1 :]
+            stage = self._to_come[place]
+            self._to_come = self._to_come[place + 1 :]
         self._begin(stage)
 
     def end(self, *, counts: bool = True) -> None:
@@ -86,15 +91,19 @@ class Forecast:
         self._begin(_UNEXPECTED)
 
     def _begin(self, stage: StageCost) -> None:
-        self._stage, self._begun = stage, self._clock()
+        self._begun = self._clock()
+        self._stage = stage
         self.total = self.done = 0.0
-        self._seen = [(self._begun, 0.0)]  # when how much was done: the beginning, the first piece, the last
+        self._seen = [
+            (self._begun, 0.0)
+        ]  # when how much was done: the beginning, the first piece, the last
 
     def start(self, total: float, done: float) -> None:
         """`done`: so far, or by an earlier run."""
         if done != self.done:
             self._seen = [(self._clock(), done)]
-        self.total, self.done = total, done
+        self.total = total
+        self.done = done
 
     def advance(self, work: float) -> None:
         if work:
@@ -142,7 +151,11 @@ class Forecast:
 
 @contextmanager
 def shown_progress(
-    title: str, interval: float = LINE_INTERVAL, *, details: bool = True, forecast: Forecast | None = None
+    title: str,
+    interval: float = LINE_INTERVAL,
+    *,
+    details: bool = True,
+    forecast: Forecast | None = None,
 ) -> Iterator[Progress]:
     """A `Progress` that shows itself on standard error. `details`: also what is worked on."""
     forecast = forecast or Forecast()
@@ -152,8 +165,16 @@ def shown_progress(
     columns = (
         TextColumn("{task.description}", table_column=Column(min_width=TITLE_WIDTH)),
         BarColumn(18),
-        TextColumn("{task.fields[forecast]}", table_column=Column(min_width=24, no_wrap=True)),
-        *[TextColumn("{task.fields[what]}", style="dim", table_column=Column(no_wrap=True, ratio=1))]
+        TextColumn(
+            "{task.fields[forecast]}", table_column=Column(min_width=24, no_wrap=True)
+        ),
+        *[
+            TextColumn(
+                "{task.fields[what]}",
+                style="dim",
+                table_column=Column(no_wrap=True, ratio=1),
+            )
+        ]
         * details,
     )
     with Bar(*columns, console=Console(stderr=True), transient=True, expand=True) as bar:
@@ -167,7 +188,9 @@ def shown_progress(
             forecast.advance(work)
             bar.update(task, advance=work, what=what)
 
-        yield Progress(started, advanced, message=lambda text: bar.update(task, what=text))
+        yield Progress(
+            started, advanced, message=lambda text: bar.update(task, what=text)
+        )
 
 
 def _lines(title: str, forecast: Forecast, interval: float, details: bool) -> Progress:
@@ -183,4 +206,6 @@ def _lines(title: str, forecast: Forecast, interval: float, details: bool) -> Pr
     def say(text: str) -> None:
         print(f"{title}: {text.strip()}", file=sys.stderr, flush=True)
 
-    return Progress(forecast.start, advanced, message=say if details else lambda text: None)
+    return Progress(
+        forecast.start, advanced, message=say if details else lambda text: None
+    )

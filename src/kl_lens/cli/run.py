@@ -6,17 +6,34 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from contextlib import (
+    AbstractContextManager,
+    contextmanager,
+    nullcontext,
+    redirect_stdout,
+)
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 from kl_lens.base.errors import printable
 from kl_lens.base.units import human_bytes
-from kl_lens.cli.progress import TITLE_WIDTH, Forecast, clock_time, shown_progress, stage_title
+from kl_lens.cli.progress import (
+    TITLE_WIDTH,
+    Forecast,
+    clock_time,
+    shown_progress,
+    stage_title,
+)
 from kl_lens.cli.terminal import Row, Shown, Terminal, table
 from kl_lens.measuring.sweep import Progress
-from kl_lens.reporting.answer import measured_of, speed_ratio, target_of, unmeasurable, value_of
+from kl_lens.reporting.answer import (
+    measured_of,
+    speed_ratio,
+    target_of,
+    unmeasurable,
+    value_of,
+)
 from kl_lens.reporting.data import RunView, collect
 from kl_lens.reporting.names import percent, plan_title, runtime_title, with_error
 from kl_lens.run.folder import Run
@@ -64,16 +81,21 @@ class Screen(Terminal):
 
     @contextmanager
     def stage(self, verb: str, target: str | None) -> Iterator[None]:
-        title, outer, begin = stage_title(verb, target), self.verb, time.monotonic()
+        title = stage_title(verb, target)
+        outer = self.verb
+        begin = time.monotonic()
         self.note(f"\n== {title}")
         self.verb = verb
         self._forecast.begin(verb, target)
         try:
-            shown = shown_progress(title, LINE_INTERVAL, details=False, forecast=self._forecast)
+            shown = shown_progress(
+                title, LINE_INTERVAL, details=False, forecast=self._forecast
+            )
             with shown as self._progress:
                 yield
         finally:
-            self._progress, self.verb = None, outer
+            self._progress = None
+            self.verb = outer
         self._forecast.end()
         self._say_done(title, clock_time(time.monotonic() - begin))
 
@@ -108,9 +130,13 @@ class Screen(Terminal):
 
 def show_run(result: RunResult | JobEstimate) -> Shown:
     if isinstance(result, JobEstimate):
-        rows = [_cost(stage_title(s.verb, s.target), s.seconds, s.disk) for s in result.stages]
+        rows = [
+            _cost(stage_title(s.verb, s.target), s.seconds, s.disk) for s in result.stages
+        ]
         total = _cost("in all", result.seconds, result.disk)
-        yield table(f"Estimate for {result.windows} calibration windows", [*rows, None, total])
+        yield table(
+            f"Estimate for {result.windows} calibration windows", [*rows, None, total]
+        )
         yield f"{_in_all(result)} Memory: about {human_bytes(result.memory)}. Nothing was measured."
         return
     with Run.open(result.folder) as run:
@@ -121,7 +147,11 @@ def show_run(result: RunResult | JobEstimate) -> Shown:
         yield from _answer(view, names[-1], target)
         for name in _nearest(view, names, target):
             row = row_of(view, name, target)
-            files.append({h: f"[bold]{cell}[/]" for h, cell in row.items()} if name == names[-1] else row)
+            files.append(
+                {h: f"[bold]{cell}[/]" for h, cell in row.items()}
+                if name == names[-1]
+                else row
+            )
         files.append(None)
     yield table("", files)
     if any("*" in str(row["KL, nats"]) for row in files if row):
@@ -142,7 +172,11 @@ def _in_all(estimate: JobEstimate) -> str:
 
 
 def _cost(title: str, seconds: float, disk: int) -> Row:
-    return {"stage": title, "time": clock_time(seconds), "disk": human_bytes(disk) if disk else ""}
+    return {
+        "stage": title,
+        "time": clock_time(seconds),
+        "disk": human_bytes(disk) if disk else "",
+    }
 
 
 def _answer(view: RunView, name: str, target: str) -> list[str]:
@@ -150,20 +184,24 @@ def _answer(view: RunView, name: str, target: str) -> list[str]:
     plan = view.plan(name)
     assert plan is not None
     subject = _subject(target, name)
-    size, base = (
-        view.subject_bytes(subject) or plan.file_bytes or 0,
-        view.subject_bytes(_subject(target, UNIFORM_FP16)),
-    )
+    size = view.subject_bytes(subject) or plan.file_bytes or 0
+    base = view.subject_bytes(_subject(target, UNIFORM_FP16))
     original, own = (
-        value_of(view, each, "perplexity", "token_perplexity") for each in (Subject(ORIGINAL), subject)
+        value_of(view, each, "perplexity", "token_perplexity")
+        for each in (Subject(ORIGINAL), subject)
     )
     stock = plan.notes.get("taken_over")
     words = [
         f"{runtime_title(target)}: {f'{plan_title(str(stock))}, ' if stock else ''}{human_bytes(size)}",
         f"{percent(size / base)} of FP16" if base else "",
-        f"perplexity {own.value:.2f} (original {original.value:.2f})" if own and original else "",
+        f"perplexity {own.value:.2f} (original {original.value:.2f})"
+        if own and original
+        else "",
     ]
-    return [", ".join(filter(None, words)) + ".", f"  {target_of(plan, view.unit)}{measured_of(view, plan)}"]
+    return [
+        ", ".join(filter(None, words)) + ".",
+        f"  {target_of(plan, view.unit)}{measured_of(view, plan)}",
+    ]
 
 
 def _nearest(view: RunView, names: Sequence[str], target: str) -> list[str]:
@@ -183,7 +221,9 @@ def row_of(view: RunView, name: str, target: str) -> Row:
     size = view.subject_bytes(subject)
     kl = value_of(view, subject, "divergence", "kl_mean")
     perplexity = value_of(view, subject, "perplexity", "token_perplexity")
-    timed = [p for p in view.profiles if p.subject.key == subject.key and p.protocol == "use"]
+    timed = [
+        p for p in view.profiles if p.subject.key == subject.key and p.protocol == "use"
+    ]
     ratio = speed_ratio(timed[-1]) if timed else None
     return {
         "for": runtime_title(target),
@@ -203,10 +243,13 @@ def _stood_in(view: RunView, subject: Subject) -> bool:
 
 def _protocol(view: RunView, result: RunResult) -> list[str]:
     """What the numbers rest on."""
-    scores = [s for s in view.scores if s.kind == "perplexity" and s.subject.what == ORIGINAL]
+    scores = [
+        s for s in view.scores if s.kind == "perplexity" and s.subject.what == ORIGINAL
+    ]
     if not scores:
         return []
-    test, settings = scores[-1], result.settings
+    test = scores[-1]
+    settings = result.settings
     return [
         f"Test {view.unit.text}: {test.what}, {test.tokens:,} {view.unit.one}s; KL is from the original, per "
         f"{view.unit.one}.",

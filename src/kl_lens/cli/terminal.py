@@ -42,7 +42,12 @@ def table(title: str, rows: Sequence[Row | None]) -> Table:
     from rich.table import Table
 
     shown = Table(title=title, title_justify="left")
-    cells = {heading: [row.get(heading, "") for row in rows if row] for row in rows if row for heading in row}
+    cells = {
+        heading: [row.get(heading, "") for row in rows if row]
+        for row in rows
+        if row
+        for heading in row
+    }
     cells = {heading: column for heading, column in cells.items() if any(column)}
     for heading, column in cells.items():
         numbers = all(re.match(r"(\[bold\])?([-+−]?\d|–|∞|$)", cell) for cell in column)
@@ -79,7 +84,8 @@ class Terminal(Events):
     """Shows what a verb says. `writes`: also the text that it generates, on standard output."""
 
     def __init__(self, verb: str, *, writes: bool = True) -> None:
-        self.verb, self._writes = verb, writes
+        self.verb = verb
+        self._writes = writes
 
     def note(self, text: str) -> None:
         print(printable(text, kept="\n"), file=sys.stderr, flush=True)
@@ -125,7 +131,9 @@ def show_report(path: Path) -> Shown:
 
 
 def show_publish(result: PublishResult) -> Shown:
-    rows = [{"file": name, "size": human_bytes(count)} for name, count in result.files.items()]
+    rows = [
+        {"file": name, "size": human_bytes(count)} for name, count in result.files.items()
+    ]
     yield table(str(result.folder), rows)
     yield result.url or "Nothing was uploaded (--dry-run)."
 
@@ -139,6 +147,8 @@ def show_doctor(result: DoctorResult) -> Shown:
         rows.append({"part": name, "found": found, "problem": health.problem or "none"})
     yield table("", rows)
     problems = [health for health in result.parts.values() if health.problem]
-    yield from dict.fromkeys(f"To fix it: {escape(health.mend)}" for health in problems if health.mend)
+    yield from dict.fromkeys(
+        f"To fix it: {escape(health.mend)}" for health in problems if health.mend
+    )
     if not problems:
         yield "No problems found."

@@ -16,6 +16,9 @@ from kl_lens.evaluation.judged import (
     planned_recipes as planned_recipes,
     run_subjects as run_subjects,
 )
-from kl_lens.evaluation.scoring import divergence_values as divergence_values, score_text as score_text
+from kl_lens.evaluation.scoring import (
+    divergence_values as divergence_values,
+    score_text as score_text,
+)
 from kl_lens.evaluation.texts import EvaluationText as EvaluationText, prepare as prepare
 from kl_lens.evaluation.torch_session import TorchSession as TorchSession

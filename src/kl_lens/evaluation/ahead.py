@@ -23,7 +23,8 @@ class Ahead:
     the logits when a file's turn comes, and computes what is missing."""
 
     def __init__(self, at_once: int) -> None:
-        self._threads, self._stopped = ThreadPoolExecutor(at_once), False
+        self._threads = ThreadPoolExecutor(at_once)
+        self._stopped = False
         self._processors = max(1, (processors() - SPARED) // at_once)  # for each
         self._files: dict[Path, tuple[EvaluationText, Future[list[Arrived]]]] = {}
 
@@ -31,7 +32,9 @@ class Ahead:
         self._stopped = True
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def read(self, place: Path, settings: SessionSettings, text: EvaluationText, columns: int) -> None:
+    def read(
+        self, place: Path, settings: SessionSettings, text: EvaluationText, columns: int
+    ) -> None:
         """Computes an exported folder's logits on a text. `columns`: of the vocabulary."""
         size = sum(len(item.ids) for item in text.items) * columns * 4
         if place.resolve() in self._files or size > MEMORY_SHARE * available_memory():
@@ -50,10 +53,13 @@ class Ahead:
         was_read, future = self._files.pop(judged.path.resolve(), (text, None))
         places = {window.key: index for index, window in enumerate(text.items)}
         arrived: list[Arrived] = []
-        with suppress(*RUNTIME_ERRORS):  # it fails again in its turn, and is reported then
+        with suppress(
+            *RUNTIME_ERRORS
+        ):  # it fails again in its turn, and is reported then
             arrived = [] if future is None else future.result()
         return [
             replace(item, window=places[key])
             for item in arrived
-            if item.judged.identity == judged.identity and (key := was_read.items[item.window].key) in places
+            if item.judged.identity == judged.identity
+            and (key := was_read.items[item.window].key) in places
         ]

@@ -35,16 +35,24 @@ class Entrant:
         return self.values["kl_mean"].value
 
 
-def entrants(journal: ScoreJournal, subjects: Sequence[Judged], text: EvaluationText) -> list[Entrant]:
+def entrants(
+    journal: ScoreJournal, subjects: Sequence[Judged], text: EvaluationText
+) -> list[Entrant]:
     """The files among the subjects whose KL on this text the journal has, small ones first."""
     found = []
     files = [judged for judged in subjects if isinstance(judged, JudgedArtifact)]
-    for judged, name in zip(files, short_names([str(judged.path) for judged in files]), strict=True):
+    for judged, name in zip(
+        files, short_names([str(judged.path) for judged in files]), strict=True
+    ):
         known = [journal.window(judged, item, divergence=True) for item in text.items]
-        if scores := [score for score in known if score is not None][: len(known) if all(known) else 0]:
+        if scores := [score for score in known if score is not None][
+            : len(known) if all(known) else 0
+        ]:
             kl = np.array([score.kl().mean(dtype=np.float64) for score in scores])
             values = divergence_values(scores) | likelihood_values(scores, task=text.task)
-            shown = {key: values[key] for key in ("kl_mean", "token_perplexity", "same_top")}
+            shown = {
+                key: values[key] for key in ("kl_mean", "token_perplexity", "same_top")
+            }
             size = judged.target.loaded_bytes(judged.path)
             found.append(Entrant(name, judged.target.title, size, shown, kl))
     return sorted(found, key=lambda entrant: entrant.bytes)
@@ -53,7 +61,9 @@ def entrants(journal: ScoreJournal, subjects: Sequence[Judged], text: Evaluation
 def short_names(places: Sequence[str]) -> list[str]:
     """The last parts of paths, as many as tell them apart; `model.safetensors` and the like say nothing."""
     paths = [PurePath(place) for place in places]
-    paths = [p.parent if p.name.startswith(("model", "openvino_model")) else p for p in paths]
+    paths = [
+        p.parent if p.name.startswith(("model", "openvino_model")) else p for p in paths
+    ]
     for count in range(1, max((len(path.parts) for path in paths), default=0) + 1):
         names = ["/".join(path.parts[-count:]) for path in paths]
         if len(set(names)) == len(names):
@@ -64,7 +74,9 @@ def short_names(places: Sequence[str]) -> list[str]:
 def verdicts(files: Sequence[Entrant]) -> Iterator[str]:
     """A sentence for every file beside the best of those that are no larger, if that is better or as large."""
     for file in files:
-        others = [f for f in files if f is not file and f.bytes <= (1 + ONE_SIZE) * file.bytes]
+        others = [
+            f for f in files if f is not file and f.bytes <= (1 + ONE_SIZE) * file.bytes
+        ]
         best = min(others, key=lambda f: f.kl, default=None)
         if best is None or (best.kl, best.name) > (file.kl, file.name):
             continue  # not beaten; its rivals of one size say so

@@ -35,9 +35,15 @@ from kl_lens.run.records import Estimate, Score, Subject
 from kl_lens.run.subjects import current_results, stored_record
 from kl_lens.targets.session import Logits, Session
 
-WINDOW, RUNTIME, ANSWERS, EXAMPLES = "window_score", "score_runtime", "task_answers", "task_examples"
-PERPLEXITY, DIVERGENCE, POSITIONS = "perplexity", "divergence", "positions"  # kinds of scores
-_MANY_COLUMNS, _FLOAT_BYTES = 160_000, 4  # assumed vocabulary if no model is given
+WINDOW = "window_score"
+RUNTIME = "score_runtime"
+ANSWERS = "task_answers"
+EXAMPLES = "task_examples"
+PERPLEXITY = "perplexity"
+DIVERGENCE = "divergence"
+POSITIONS = "positions"  # kinds of scores
+_MANY_COLUMNS = 160_000
+_FLOAT_BYTES = 4  # assumed vocabulary if no model is given
 _CHECKED = 512  # ids of a window: transformers' own scans are slow
 
 
@@ -54,7 +60,8 @@ class ScoreJournal:
 
     def forget(self) -> None:
         """Ignores all intermediate results so far."""
-        self._again, self._fresh = True, set()
+        self._again = True
+        self._fresh = set()
 
     def load(self, kind: str, judged: Judged, name: str) -> Any | None:
         if self._again and (kind, judged.identity, name) not in self._fresh:
@@ -65,7 +72,9 @@ class ScoreJournal:
         self.run.store(kind, f"{judged.identity}|{name}", value)
         self._fresh.add((kind, judged.identity, name))
 
-    def kept(self, kind: str, judged: Judged, name: str, compute: Callable[[], Any]) -> Any:
+    def kept(
+        self, kind: str, judged: Judged, name: str, compute: Callable[[], Any]
+    ) -> Any:
         """What is stored, or else is computed and stored now."""
         if (value := self.load(kind, judged, name)) is None:
             value = compute()
@@ -73,7 +82,9 @@ class ScoreJournal:
             self.store(kind, judged, name, value)
         return value
 
-    def window(self, judged: Judged, window: Window, *, divergence: bool) -> WindowScore | None:
+    def window(
+        self, judged: Judged, window: Window, *, divergence: bool
+    ) -> WindowScore | None:
         """A window's score, if stored with everything needed."""
         stored = self.load(WINDOW, judged, window.key)
         if stored is None or (divergence and stored["token_kl"] is None):
@@ -92,16 +103,22 @@ class ScoreJournal:
     ) -> Score:
         """Stores a score, with the runtime that computed its windows."""
         runtime = dict(self.run.load(RUNTIME, f"{judged.identity}|") or {})
-        score = Score(judged.subject, kind, what, values, tokens, protocol, runtime, seconds)
+        score = Score(
+            judged.subject, kind, what, values, tokens, protocol, runtime, seconds
+        )
         name = f"{kind}|{what}|{protocol_digest(protocol)}"
-        self.run.store_result("score", judged.subject, name, score.to_json() | {"provenance": provenance()})
+        self.run.store_result(
+            "score", judged.subject, name, score.to_json() | {"provenance": provenance()}
+        )
         return score
 
 
 def read_scores(run: Run, kind: str | None = None) -> list[Score]:
     """The scores of a run in the order they were stored, without outdated ones."""
     stored = current_results(run, "score")
-    scores = [stored_record(run, "score", result.name, result.value, Score) for result in stored]
+    scores = [
+        stored_record(run, "score", result.name, result.value, Score) for result in stored
+    ]
     return [score for score in scores if kind in (None, score.kind)]
 
 
@@ -132,11 +149,17 @@ class Evaluator:
     """
 
     def __init__(
-        self, journal: ScoreJournal, original: JudgedModel | None = None, progress: Progress | None = None,
-        ahead: Callable[[JudgedArtifact, EvaluationText], Sequence[Arrived]] = lambda file, text: (),
-    ) -> None:  # fmt: skip
+        self,
+        journal: ScoreJournal,
+        original: JudgedModel | None = None,
+        progress: Progress | None = None,
+        ahead: Callable[
+            [JudgedArtifact, EvaluationText], Sequence[Arrived]
+        ] = lambda file, text: (),
+    ) -> None:
         """`ahead`: logits of a file that were computed before."""
-        self.journal, self._ahead = journal, ahead
+        self.journal = journal
+        self._ahead = ahead
         self.original = original
         self.model = None if original is None else original.model
         self.progress = progress or Progress()
@@ -163,39 +186,62 @@ class Evaluator:
         order: list[Judged] = [self.original] if self.original is not None else []
         order += [subject for subject in subjects if subject is not self.original]
         files = [judged for judged in order if isinstance(judged, JudgedArtifact)]
-        compared = 0 if self.model is None else _work(files, text.first(scoring.COMPARED_WINDOWS))
+        compared = (
+            0
+            if self.model is None
+            else _work(files, text.first(scoring.COMPARED_WINDOWS))
+        )
         self.progress = self.progress.as_one(_work([*order, *others], text) + compared)
         outcome = self._judged(order, text, kinds, divergence)
-        if any(a.verdict == scoring.DISAGREES for a in outcome.agreements) and not self._kernels_hold(text):
+        if any(
+            a.verdict == scoring.DISAGREES for a in outcome.agreements
+        ) and not self._kernels_hold(text):
             self.close()
             self.journal.forget()
             return self.judge_text(subjects, text, kinds, others, deciding)
         if others:
             rest = [self._in_place_of(file, outcome.agreements) for file in others]
-            instead, chosen = self._judged(rest, text, kinds, divergence), set(deciding())
-            instead.judged = [judged for judged in rest if judged.subject.file_key not in chosen]
-            instead.scores = [score for score in instead.scores if score.subject.file_key not in chosen]
+            instead = self._judged(rest, text, kinds, divergence)
+            chosen = set(deciding())
+            instead.judged = [
+                judged for judged in rest if judged.subject.file_key not in chosen
+            ]
+            instead.scores = [
+                score for score in instead.scores if score.subject.file_key not in chosen
+            ]
             files = [file for file in others if file.subject.key in chosen]
             outcome.add(self._judged(files, text, kinds, divergence))
             outcome.add(instead)
         for agreement in outcome.agreements:
             name = f"{text.label}|{text.digest}"
-            self.journal.run.store_result("agreement", agreement.subject, name, agreement.to_json())
+            self.journal.run.store_result(
+                "agreement", agreement.subject, name, agreement.to_json()
+            )
         return outcome
 
     def _judged(
-        self, order: Sequence[Judged], text: EvaluationText, kinds: Collection[str], divergence: bool
+        self,
+        order: Sequence[Judged],
+        text: EvaluationText,
+        kinds: Collection[str],
+        divergence: bool,
     ) -> Outcome:
         outcome = Outcome([judged for judged in order if judged is not self.original])
         files = [judged for judged in order if isinstance(judged, JudgedArtifact)]
         self._say_how_much(order, text, divergence)
         # All others are compared with it.
-        base = None if self.original is None else self._windows(self.original, text, divergence=False)
+        base = (
+            None
+            if self.original is None
+            else self._windows(self.original, text, divergence=False)
+        )
         self._at_once(files, text, divergence)
         windows: dict[str, list[WindowScore]] = {}  # by identity
         for judged in order:
             try:
-                scores = self._windows(judged, text, divergence and judged is not self.original)
+                scores = self._windows(
+                    judged, text, divergence and judged is not self.original
+                )
             except RUNTIME_ERRORS as error:
                 if isinstance(judged, JudgedModel):
                     raise
@@ -211,10 +257,14 @@ class Evaluator:
                 self._compare(file, self.model, few, scores, known, divergence, outcome)
         return outcome
 
-    def _in_place_of(self, file: JudgedArtifact, agreements: Sequence[Agreement]) -> Judged:
+    def _in_place_of(
+        self, file: JudgedArtifact, agreements: Sequence[Agreement]
+    ) -> Judged:
         """PyTorch that computes as the file's runtime was seen to compute; the file itself if that is not known, or if
         every window would read the weights from disk."""
-        verdicts = {each.verdict for each in agreements if each.subject.target == file.target.name}
+        verdicts = {
+            each.verdict for each in agreements if each.subject.target == file.target.name
+        }
         if self.model is None or self.model.residency is not None or len(verdicts) != 1:
             return file
         with suppress(*RUNTIME_ERRORS):  # reported when the file is compared
@@ -230,7 +280,9 @@ class Evaluator:
         assert self.model is not None
         if not (chain := self.model.chain).fast:
             return True
-        chain.distrust(chain.compared_kernels(torch.tensor([text.items[0].ids[:_CHECKED]])))
+        chain.distrust(
+            chain.compared_kernels(torch.tensor([text.items[0].ids[:_CHECKED]]))
+        )
         return chain.fast
 
     def close(self) -> None:
@@ -240,20 +292,36 @@ class Evaluator:
 
     # -- windows -------------------------------------------------------------------------------------------
 
-    def _known(self, judged: Judged, text: EvaluationText, divergence: bool) -> dict[int, WindowScore]:
-        found = (self.journal.window(judged, item, divergence=divergence) for item in text.items)
+    def _known(
+        self, judged: Judged, text: EvaluationText, divergence: bool
+    ) -> dict[int, WindowScore]:
+        found = (
+            self.journal.window(judged, item, divergence=divergence)
+            for item in text.items
+        )
         return {index: score for index, score in enumerate(found) if score is not None}
 
-    def _say_how_much(self, every: Sequence[Judged], text: EvaluationText, divergence: bool) -> None:
+    def _say_how_much(
+        self, every: Sequence[Judged], text: EvaluationText, divergence: bool
+    ) -> None:
         """Tells the progress display what comes now, and how much of it the journal has."""
         single = {judged.identity: judged for judged in every}.values()
-        known = [self._known(j, text, divergence and j is not self.original).values() for j in single]
-        self.progress.started(_work(every, text), sum(w.targets for windows in known for w in windows))
+        known = [
+            self._known(j, text, divergence and j is not self.original).values()
+            for j in single
+        ]
+        self.progress.started(
+            _work(every, text), sum(w.targets for windows in known for w in windows)
+        )
 
-    def _at_once(self, files: Sequence[JudgedArtifact], text: EvaluationText, divergence: bool) -> None:
+    def _at_once(
+        self, files: Sequence[JudgedArtifact], text: EvaluationText, divergence: bool
+    ) -> None:
         """Runs several files at once and stores their scores; `_windows` computes what is still missing."""
         missing = {}
-        for judged in {judged.identity: judged for judged in files}.values():  # two may be the same file
+        for judged in {
+            judged.identity: judged for judged in files
+        }.values():  # two may be the same file
             known = {*self._known(judged, text, divergence)}
             for item in self._ahead(judged, text) if len(known) < len(text.items) else ():
                 if item.window not in known:
@@ -262,36 +330,49 @@ class Evaluator:
             if left := [index for index in range(len(text.items)) if index not in known]:
                 missing[judged] = left
         longest = max(len(item.ids) for item in text.items)
-        columns = _MANY_COLUMNS if self.original is None else self._teacher_session().vocabulary
+        columns = (
+            _MANY_COLUMNS if self.original is None else self._teacher_session().vocabulary
+        )
         lanes, suitable = lanes_for(list(missing), longest * columns * _FLOAT_BYTES)
         failed: set[Judged] = set()  # they fail again on their own, and are reported then
-        for item in side_by_side({judged: missing[judged] for judged in suitable}, text, lanes):
+        for item in side_by_side(
+            {judged: missing[judged] for judged in suitable}, text, lanes
+        ):
             if item.judged not in failed:
                 try:
                     self._keep(item, text, divergence)
                 except RUNTIME_ERRORS:
                     failed.add(item.judged)
 
-    def _windows(self, judged: Judged, text: EvaluationText, divergence: bool) -> list[WindowScore]:
+    def _windows(
+        self, judged: Judged, text: EvaluationText, divergence: bool
+    ) -> list[WindowScore]:
         """The scores of all windows: from the journal, or computed now."""
         scores = self._known(judged, text, divergence)
         if missing := [index for index in range(len(text.items)) if index not in scores]:
             judged.check()
             is_teacher = judged is self.original
-            with nullcontext(self._teacher_session()) if is_teacher else closing(judged.open()) as session:
+            with (
+                nullcontext(self._teacher_session())
+                if is_teacher
+                else closing(judged.open()) as session
+            ):
                 for item in computed(judged, session, text, missing):
                     scores[item.window] = self._keep(item, text, divergence)
         return [scores[index] for index in range(len(text.items))]
 
     def _keep(self, item: Arrived, text: EvaluationText, divergence: bool) -> WindowScore:
         """Scores a window and stores it."""
-        window, begin = text.items[item.window], perf_counter()
+        window = text.items[item.window]
+        begin = perf_counter()
         teacher = self._teacher_session().logits(window.ids) if divergence else None
         score = score_logits(item.logits, window, teacher)
         score = replace(score, seconds=item.seconds + perf_counter() - begin)
         self.journal.store(RUNTIME, item.judged, "", item.runtime)
         self.journal.store(WINDOW, item.judged, window.key, score.to_json())
-        self.progress.advanced(window.targets, f"{item.judged.label}, window {item.window + 1}")
+        self.progress.advanced(
+            window.targets, f"{item.judged.label}, window {item.window + 1}"
+        )
         return score
 
     def _teacher_session(self) -> Session:
@@ -315,7 +396,8 @@ class Evaluator:
             **({} if base is None else {DIVERGENCE: lambda: divergence_values(scores)}),
         }
         for kind in (kind for kind in values if kind in kinds):
-            seconds, protocol = sum(s.seconds for s in scores), dict(text.protocol)
+            seconds = sum(s.seconds for s in scores)
+            protocol = dict(text.protocol)
             yield self.journal.score(
                 judged, kind, text.label, values[kind](), text.targets, protocol, seconds
             )
@@ -333,15 +415,21 @@ class Evaluator:
         outcome: Outcome,
     ) -> None:
         """A file with the same weights in PyTorch. `scores`: its own; `known`: what was scored besides, by identity."""
-        ours, theirs = scores[: len(text.items)], scores
+        ours = scores[: len(text.items)]
+        theirs = scores
         try:
             if (plain := judged.counterpart(model)) is None:
                 return
-            verdict, same_weights = scoring.DISAGREES, known.get(plain.identity, plain.subject)
+            verdict = scoring.DISAGREES
+            same_weights = known.get(plain.identity, plain.subject)
             for meaning, other in _sides(judged, plain):
                 self._say_how_much([other], text, divergence)
                 found = self._windows(other, text, divergence)
-                ours, theirs = (found, theirs) if isinstance(other, JudgedArtifact) else (ours, found)
+                ours, theirs = (
+                    (found, theirs)
+                    if isinstance(other, JudgedArtifact)
+                    else (ours, found)
+                )
                 differences = scoring.differences(ours, theirs)
                 decided_by = same_weights if other is plain else other.subject
                 if scoring.within(differences):
@@ -350,11 +438,15 @@ class Evaluator:
         except UnlearntError:  # its weights cannot be made here; `Selection` has said so
             return
         except RUNTIME_ERRORS as error:
-            outcome.failures[judged.label] = f"not compared with PyTorch: {one_line(error)}"
+            outcome.failures[judged.label] = (
+                f"not compared with PyTorch: {one_line(error)}"
+            )
             return
         changes = {name: change for name, (change, _) in differences.items()}
         outcome.agreements.append(
-            Agreement(judged.subject, same_weights, decided_by, text.label, verdict, changes)
+            Agreement(
+                judged.subject, same_weights, decided_by, text.label, verdict, changes
+            )
         )
 
 
@@ -404,11 +496,16 @@ def computed(
         yield Arrived(judged, window, logits, seconds, session.description)
 
 
-def lanes_for(files: Sequence[JudgedArtifact], logits_bytes: int) -> tuple[int, list[JudgedArtifact]]:
+def lanes_for(
+    files: Sequence[JudgedArtifact], logits_bytes: int
+) -> tuple[int, list[JudgedArtifact]]:
     """How many files to run at once, and which; none if the user set threads or devices, or memory is short.
     `logits_bytes`: of a window; each lane holds two of them, the caller one more."""
     free = [
-        f for f in files if f.settings.device == "CPU" and not (f.settings.threads or f.settings.gpu_layers)
+        f
+        for f in files
+        if f.settings.device == "CPU"
+        and not (f.settings.threads or f.settings.gpu_layers)
     ]
     fewest: dict[JudgedArtifact, int | None] = {}
     for judged in free if free[1:] else ():
@@ -417,9 +514,18 @@ def lanes_for(files: Sequence[JudgedArtifact], logits_bytes: int) -> tuple[int, 
             fewest[judged] = judged.target.fewest_threads(judged.path)
     room = _FREE_SHARE * psutil.virtual_memory().available
     for lanes in range(min(len(fewest), processors(), MOST), 1, -1):
-        suitable = [judged for judged, least in fewest.items() if least and least <= processors() // lanes]
-        sizes = sorted(sum(path.stat().st_size for path in f.files if path.is_file()) for f in suitable)
-        need = sum(sizes[-lanes:]) * _MEMORY_PER_FILE_BYTE + (2 * lanes + 1) * logits_bytes
+        suitable = [
+            judged
+            for judged, least in fewest.items()
+            if least and least <= processors() // lanes
+        ]
+        sizes = sorted(
+            sum(path.stat().st_size for path in f.files if path.is_file())
+            for f in suitable
+        )
+        need = (
+            sum(sizes[-lanes:]) * _MEMORY_PER_FILE_BYTE + (2 * lanes + 1) * logits_bytes
+        )
         if len(suitable) >= lanes and need < room:
             return lanes, suitable
     return 1, []
@@ -433,8 +539,11 @@ def side_by_side(
     Every file gets a new thread: llama.cpp's AMX tiles do not survive OpenVINO's in the same thread
     (docs/troubleshooting.md).
     """
-    waiting, threads = list(missing), processors() // lanes
-    running: dict[Future[Arrived | None], tuple[ThreadPoolExecutor, Generator[Arrived]]] = {}
+    waiting = list(missing)
+    threads = processors() // lanes
+    running: dict[
+        Future[Arrived | None], tuple[ThreadPoolExecutor, Generator[Arrived]]
+    ] = {}
 
     def of_file(judged: JudgedArtifact) -> Generator[Arrived]:
         """Runs in the file's thread, one window at a time."""
@@ -445,7 +554,8 @@ def side_by_side(
     try:
         while waiting or running:
             while waiting and len(running) < lanes:
-                thread, logits = ThreadPoolExecutor(1), of_file(waiting.pop(0))
+                thread = ThreadPoolExecutor(1)
+                logits = of_file(waiting.pop(0))
                 running[thread.submit(next, logits, None)] = thread, logits
             done = next(iter(wait(running, return_when=FIRST_COMPLETED).done))
             try:

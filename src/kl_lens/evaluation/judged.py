@@ -18,14 +18,26 @@ from pathlib import Path
 import torch
 
 from kl_lens import planning
-from kl_lens.base.errors import FormatError, KLLensError, PlanError, TargetError, UnlearntError
+from kl_lens.base.errors import (
+    FormatError,
+    KLLensError,
+    PlanError,
+    TargetError,
+    UnlearntError,
+)
 from kl_lens.evaluation.torch_session import TorchSession
 from kl_lens.model import ImageTask, LanguageTask, LoadedModel, Task
 from kl_lens.model.files import read_config
 from kl_lens.model.tasks import IMAGE
 from kl_lens.run.folder import ALL_PLANS, Run, named_plans
 from kl_lens.run.records import ORIGINAL, PLAN, Plan, Subject, checked_plan_name
-from kl_lens.run.subjects import artifact_subject, content_digest, file_digest, is_current, plan_digest
+from kl_lens.run.subjects import (
+    artifact_subject,
+    content_digest,
+    file_digest,
+    is_current,
+    plan_digest,
+)
 from kl_lens.targets import Session, SessionSettings, Target, exported_places
 from kl_lens.targets.registry import get_target, locate, target_of
 from kl_lens.targets.session import CACHES
@@ -72,17 +84,27 @@ class JudgedModel(Judged):
         deployed: Target | None = None,
         caches: Mapping[str, str] | None = None,
     ) -> None:
-        self.model, self.recipes, self.deployed = model, dict(recipes or {}), deployed
+        self.model = model
+        self.recipes = dict(recipes or {})
+        self.deployed = deployed
         self.caches = dict(caches or {})
-        self.subject = subject or Subject(ORIGINAL, digest=plan_digest({}, model.fingerprint))
+        self.subject = subject or Subject(
+            ORIGINAL, digest=plan_digest({}, model.fingerprint)
+        )
 
     @classmethod
     def of_plan(
-        cls, model: LoadedModel, name: str, assignment: Mapping[str, str], statistics: str | None = None
+        cls,
+        model: LoadedModel,
+        name: str,
+        assignment: Mapping[str, str],
+        statistics: str | None = None,
     ) -> JudgedModel:
         """`statistics`: the digest in the plan. Raises if the model has others."""
         learnt = model.weights.learnt_by(parsed(assignment).values(), statistics)
-        subject = Subject(PLAN, name, digest=plan_digest(assignment, model.fingerprint, learnt))
+        subject = Subject(
+            PLAN, name, digest=plan_digest(assignment, model.fingerprint, learnt)
+        )
         return cls(model, planned_recipes(model, assignment), subject)
 
     @cached_property
@@ -91,7 +113,8 @@ class JudgedModel(Judged):
 
     @property
     def identity(self) -> str:
-        parameter, fast = next(self.model.model.parameters()), self.model.chain.uses_kernels()
+        parameter = next(self.model.model.parameters())
+        fast = self.model.chain.uses_kernels()
         return content_digest(
             {
                 "model": self.model.fingerprint,
@@ -107,7 +130,11 @@ class JudgedModel(Judged):
     def open(self) -> Session:
         remember = REMEMBERED if self.subject.what == ORIGINAL else 0
         return TorchSession(
-            self.model, self.recipes, deployed=self.deployed, remember=remember, caches=self.caches
+            self.model,
+            self.recipes,
+            deployed=self.deployed,
+            remember=remember,
+            caches=self.caches,
         )
 
 
@@ -115,17 +142,25 @@ class JudgedArtifact(Judged):
     """An exported folder, or a file without a record. `plan`: its plan in the run; without one it is named by its
     path."""
 
-    def __init__(self, path: Path, settings: SessionSettings | None = None, plan: str | None = None) -> None:
+    def __init__(
+        self, path: Path, settings: SessionSettings | None = None, plan: str | None = None
+    ) -> None:
         self.settings = settings or SessionSettings()
         self.path, self.artifact = locate(path)
         self._plan = plan
-        self.target = get_target(self.artifact.target) if self.artifact else target_of(self.path)
+        self.target = (
+            get_target(self.artifact.target) if self.artifact else target_of(self.path)
+        )
         self.target.check_device(self.settings)  # the label says where it ran
         self.subject = artifact_subject(
             self.path, self.artifact, self.target.name, plan, self.settings.unusual
         )
         # The files that hold weights and graph.
-        own = None if self.artifact is None else [self.path / name for name in self.artifact.files]
+        own = (
+            None
+            if self.artifact is None
+            else [self.path / name for name in self.artifact.files]
+        )
         names = self.target.loaded_files(self.path) if own is None else own
         self.files = tuple(path for path in names if path.is_file())
         self._seen = self._stamps()
@@ -145,17 +180,26 @@ class JudgedArtifact(Judged):
         """With `threads`, the compiled model is not cached."""
         if threads is None:
             return self.target.open(self.path, self.settings)
-        return self.target.open(self.path, replace(self.settings, threads=threads), cold=True)
+        return self.target.open(
+            self.path, replace(self.settings, threads=threads), cold=True
+        )
 
     def check(self) -> None:
         if self._stamps() != self._seen:
-            raise TargetError(f"{self.path}: its files changed during the evaluation; evaluate it again")
+            raise TargetError(
+                f"{self.path}: its files changed during the evaluation; evaluate it again"
+            )
 
     def _stamps(self) -> list[tuple[int, int]]:
         try:
-            return [(status.st_size, status.st_mtime_ns) for status in map(Path.stat, self.files)]
+            return [
+                (status.st_size, status.st_mtime_ns)
+                for status in map(Path.stat, self.files)
+            ]
         except OSError as error:
-            raise TargetError(f"{error.filename} is gone; export {self.label} again") from None
+            raise TargetError(
+                f"{error.filename} is gone; export {self.label} again"
+            ) from None
 
     def counterpart(self, model: LoadedModel) -> JudgedModel | None:
         """The same weights in PyTorch, `torch/PLAN as TARGET`: those in the file, which may differ from the planned
@@ -167,19 +211,25 @@ class JudgedArtifact(Judged):
                 f"it was exported from another model ({self.artifact.model}) than the one it is compared with "
                 f"({model.name})"
             )
-        candidates, recipes = {c.name for c in model.anatomy.candidates}, dict[str, Recipe]()
+        candidates = {c.name for c in model.anatomy.candidates}
+        recipes = dict[str, Recipe]()
         for tensor in self.artifact.tensors:
             with suppress(FormatError):  # a type without a recipe, such as float32
                 if tensor.component in candidates:
                     recipes[tensor.component] = Recipe.parse(tensor.realised)
         for tensor in self.artifact.tensors:
             known = recipes.get(tensor.component) if tensor.weights else None
-            if known is not None and model.weights.digest(tensor.component, known) != tensor.weights:
+            if (
+                known is not None
+                and model.weights.digest(tensor.component, known) != tensor.weights
+            ):
                 raise TargetError(
                     f"{tensor.component} in {tensor.realised} is not the exported weight (another quantizer version or "
                     "other statistics); export it again"
                 )
-        return JudgedModel(model, recipes, self._stand_in(), caches=self.artifact.settings.get(CACHES))
+        return JudgedModel(
+            model, recipes, self._stand_in(), caches=self.artifact.settings.get(CACHES)
+        )
 
     def emulated(self, plain: JudgedModel) -> JudgedModel | None:
         """The counterpart with the runtime's activations; None if those are not modelled."""
@@ -191,14 +241,24 @@ class JudgedArtifact(Judged):
     def in_float32(self) -> JudgedArtifact | None:
         """The same file computed in float32; None if the runtime cannot, or already does."""
         settings = self.target.in_float32(self.settings)
-        return None if settings is None else JudgedArtifact(self.path, settings, self._plan)
+        return (
+            None if settings is None else JudgedArtifact(self.path, settings, self._plan)
+        )
 
     def _stand_in(self, **settings: str) -> Subject:
         outside = {} if self._plan else {"path": self.subject.settings["path"]}
-        return Subject(PLAN, self.subject.plan, self.target.name, outside | settings, self.subject.digest)
+        return Subject(
+            PLAN,
+            self.subject.plan,
+            self.target.name,
+            outside | settings,
+            self.subject.digest,
+        )
 
 
-def planned_recipes(model: LoadedModel, assignment: Mapping[str, str]) -> dict[str, Recipe]:
+def planned_recipes(
+    model: LoadedModel, assignment: Mapping[str, str]
+) -> dict[str, Recipe]:
     """The recipe of every quantizable component under a plan."""
     recipes = parsed(assignment)
     return {c.name: recipes.get(c.name, FP16) for c in model.anatomy.candidates}
@@ -212,7 +272,9 @@ class Selection:
     """The subjects to score, in order."""
 
     subjects: list[Judged] = field(default_factory=list)
-    failures: dict[str, str] = field(default_factory=dict)  # subject → why it cannot be scored
+    failures: dict[str, str] = field(
+        default_factory=dict
+    )  # subject → why it cannot be scored
     notes: list[str] = field(default_factory=list)  # subjects left out on purpose
 
     def add_artifact(
@@ -233,7 +295,9 @@ class Selection:
                 return
             if model is not None:
                 judged.counterpart(model)
-        except UnlearntError as error:  # a file from outside the run: scored, but not compared
+        except (
+            UnlearntError
+        ) as error:  # a file from outside the run: scored, but not compared
             self.notes.append(f"{path} is not compared with PyTorch: {error}")
         except (KLLensError, OSError) as error:
             self.failures["/".join(key) if key else str(path)] = str(error)
@@ -246,11 +310,18 @@ class Selection:
 
 
 def given_subjects(
-    paths: Sequence[Path], settings: SessionSettings, model: LoadedModel | None = None, run: Run | None = None
+    paths: Sequence[Path],
+    settings: SessionSettings,
+    model: LoadedModel | None = None,
+    run: Run | None = None,
 ) -> Selection:
     """Files given by path."""
     selection = Selection()
-    places = {} if run is None else {place.resolve(): key for key, place in exported_places(run).items()}
+    places = (
+        {}
+        if run is None
+        else {place.resolve(): key for key, place in exported_places(run).items()}
+    )
     for path in paths:
         key = places.get((path.parent if path.is_file() else path).resolve())
         selection.add_artifact(path, settings, model, run, key)
@@ -266,7 +337,9 @@ def run_subjects(
     targets: Sequence[str] | None = None,
 ) -> Selection:
     """A run's plans in PyTorch (target `torch`) and its exported files. `plans`: separated by commas, or `all`."""
-    selection, wanted, known = Selection(), named_plans(plans), dict[str, Plan]()
+    selection = Selection()
+    wanted = named_plans(plans)
+    known = dict[str, Plan]()
     components = run.table().components
     for path in sorted((run.folder / "plans").glob("*.json")):
         try:
@@ -283,29 +356,41 @@ def run_subjects(
     if targets is None or TORCH in targets:
         for name, plan in chosen.items():
             try:
-                judged = JudgedModel.of_plan(model, name, plan.assignment, plan.statistics)
+                judged = JudgedModel.of_plan(
+                    model, name, plan.assignment, plan.statistics
+                )
                 judged.caches = plan.caches
                 selection.subjects.append(judged)
-            except FormatError as error:  # made with other statistics than the run has now
+            except (
+                FormatError
+            ) as error:  # made with other statistics than the run has now
                 selection.failures[f"{TORCH}/{name}"] = str(error)
     for key, place in exported_places(run).items():
-        if (targets is None or key[0] in targets) and (wanted is None or key[1] in wanted):
+        if (targets is None or key[0] in targets) and (
+            wanted is None or key[1] in wanted
+        ):
             selection.add_artifact(place, settings, model, run, key)
     return selection
 
 
-def artifact_task(judged: JudgedArtifact, tokenizer: str | None = None, images: str | None = None) -> Task:
+def artifact_task(
+    judged: JudgedArtifact, tokenizer: str | None = None, images: str | None = None
+) -> Task:
     """The task of a file without its model; the record says text or images."""
     settings = {} if judged.artifact is None else judged.artifact.settings
     if settings.get("task") == IMAGE:
         return ImageTask.of(judged.path, read_config(judged.path), images)
-    return LanguageTask(artifact_tokenizer(judged.path, judged.open, tokenizer), judged.label)
+    return LanguageTask(
+        artifact_tokenizer(judged.path, judged.open, tokenizer), judged.label
+    )
 
 
 # -- samples of text -----------------------------------------------------------------------------------------
 
 
-def likeliest(session: Session, ids: Sequence[int], end: int | None, most: int) -> Iterator[int]:
+def likeliest(
+    session: Session, ids: Sequence[int], end: int | None, most: int
+) -> Iterator[int]:
     """The likeliest tokens after these, until the end of text."""
     session.reset()
     logits = session.prefill(ids)
@@ -318,7 +403,10 @@ def likeliest(session: Session, ids: Sequence[int], end: int | None, most: int) 
 
 
 def store_continuations(
-    run: Run, model: LoadedModel, artifacts: Sequence[JudgedArtifact], prompts: Sequence[str]
+    run: Run,
+    model: LoadedModel,
+    artifacts: Sequence[JudgedArtifact],
+    prompts: Sequence[str],
 ) -> None:
     """Stores continuations of each prompt by the original and by each artifact."""
     tokenizer = model.require_tokenizer()
@@ -329,5 +417,9 @@ def store_continuations(
             for prompt in prompts:
                 ids = tokenizer.encode(prompt, add_special_tokens=False)
                 new = list(likeliest(session, ids, tokenizer.eos_token_id, SAMPLE_TOKENS))
-                value = {"prompt": prompt, "text": tokenizer.decode(new), "runtime": session.description}
+                value = {
+                    "prompt": prompt,
+                    "text": tokenizer.decode(new),
+                    "runtime": session.description,
+                }
                 run.store_result("generation", judged.subject, prompt, value)

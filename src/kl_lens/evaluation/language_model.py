@@ -43,7 +43,11 @@ TokenRequest = tuple[Any, list[int], list[int]]  # (text or None, context, conti
 Answer = tuple[float, bool]
 
 _MEAN = {"aggregation": "mean", "higher_is_better": True}
-_PERPLEXITY = {"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False}
+_PERPLEXITY = {
+    "metric": "perplexity",
+    "aggregation": "perplexity",
+    "higher_is_better": False,
+}
 # Fields of a row → settings for lm-eval.
 _LAYOUTS: dict[tuple[str, ...], dict[str, Any]] = {
     ("choices", "gold", "query"): {
@@ -60,7 +64,11 @@ _LAYOUTS: dict[tuple[str, ...], dict[str, Any]] = {
         "metric_list": [_PERPLEXITY, {"metric": "acc", **_MEAN}],
     },
 }
-_OWN_QUERY = {"process_docs": None, "should_decontaminate": False, "doc_to_decontamination_query": None}
+_OWN_QUERY = {
+    "process_docs": None,
+    "should_decontaminate": False,
+    "doc_to_decontamination_query": None,
+}
 
 
 class SessionLM(TemplateLM):  # type: ignore[misc]
@@ -79,19 +87,27 @@ class SessionLM(TemplateLM):  # type: ignore[misc]
         tokenizer: Any,
         *,
         max_length: int = 2048,
-        kept: Callable[[str, Callable[[], list[Any]]], list[Any]] = lambda key, answer: answer(),
+        kept: Callable[[str, Callable[[], list[Any]]], list[Any]] = lambda key, answer: (
+            answer()
+        ),
         begun: Callable[[int], None] = lambda count: None,
         advanced: Callable[[int], None] = lambda count: None,
     ) -> None:
         super().__init__()
-        self.session, self.tokenizer, self.max_length = session, tokenizer, max_length
-        self._stored, self._begun, self._advanced = kept, begun, advanced
+        self.session = session
+        self.tokenizer = tokenizer
+        self.max_length = max_length
+        self._stored = kept
+        self._begun = begun
+        self._advanced = advanced
         self._last: tuple[list[int], Logits] | None = None
 
     @property
     def eot_token_id(self) -> int:
         return (
-            self.prefix_token_id if self.tokenizer.eos_token_id is None else int(self.tokenizer.eos_token_id)
+            self.prefix_token_id
+            if self.tokenizer.eos_token_id is None
+            else int(self.tokenizer.eos_token_id)
         )
 
     @property
@@ -99,37 +115,65 @@ class SessionLM(TemplateLM):  # type: ignore[misc]
         for token in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id):
             if token is not None:
                 return int(token)
-        raise KLLensError("this task needs a start token, and the tokenizer has no beginning or end token")
+        raise KLLensError(
+            "this task needs a start token, and the tokenizer has no beginning or end token"
+        )
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: Any
+    ) -> list[int]:
         """Adds the tokenizer's special tokens by default, as lm-eval's own class for transformers does."""
         beginning = getattr(self.tokenizer, "bos_token", None)
         if add_special_tokens is None and beginning and string.startswith(beginning):
             add_special_tokens = False
-        options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
+        options = (
+            {}
+            if add_special_tokens is None
+            else {"add_special_tokens": add_special_tokens}
+        )
         return [int(token) for token in self.tokenizer.encode(string, **options)]
 
-    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[Answer]:
+    def loglikelihood(
+        self, requests: list[Instance], disable_tqdm: bool = True
+    ) -> list[Answer]:
         self._begun(len(requests))
         return super().loglikelihood(requests, disable_tqdm=True)
 
-    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
-        raise KLLensError("tasks that score whole texts have no examples to pair; use --perplexity TEXT")
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = True
+    ) -> list[float]:
+        raise KLLensError(
+            "tasks that score whole texts have no examples to pair; use --perplexity TEXT"
+        )
 
-    def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
+    def generate_until(
+        self, requests: list[Instance], disable_tqdm: bool = True
+    ) -> list[str]:
         self._begun(len(requests))
-        return [self._kept([list(request.args)], self._generate)[0] for request in requests]
+        return [
+            self._kept([list(request.args)], self._generate)[0] for request in requests
+        ]
 
-    def _loglikelihood_tokens(self, requests: Sequence[TokenRequest], **_: Any) -> list[Answer]:
+    def _loglikelihood_tokens(
+        self, requests: Sequence[TokenRequest], **_: Any
+    ) -> list[Answer]:
         answers: list[Answer] = []
         for first in range(0, len(requests), ANSWERS_TOGETHER):
-            pairs = [[context, rest] for _, context, rest in requests[first : first + ANSWERS_TOGETHER]]
-            answers += [(float(total), bool(greedy)) for total, greedy in self._kept(pairs, self._likelihood)]
+            pairs = [
+                [context, rest]
+                for _, context, rest in requests[first : first + ANSWERS_TOGETHER]
+            ]
+            answers += [
+                (float(total), bool(greedy))
+                for total, greedy in self._kept(pairs, self._likelihood)
+            ]
         return answers
 
     def _kept(self, requests: list[list[Any]], answer: Callable[..., Any]) -> list[Any]:
         """Stored or new answers to these requests."""
-        key = hashlib.blake2b(json.dumps([self.max_length, requests]).encode(), digest_size=12).hexdigest()
+        key = hashlib.blake2b(
+            json.dumps([self.max_length, requests]).encode(), digest_size=12
+        ).hexdigest()
         answers = self._stored(key, lambda: [answer(*request) for request in requests])
         self._advanced(len(requests))
         return answers
@@ -148,14 +192,18 @@ class SessionLM(TemplateLM):  # type: ignore[misc]
 
     def _generate(self, context: str, settings: dict[str, Any]) -> str:
         if settings.get("do_sample") or float(settings.get("temperature") or 0) > 0:
-            raise KLLensError("only greedy generation is supported; this task asks for sampling")
+            raise KLLensError(
+                "only greedy generation is supported; this task asks for sampling"
+            )
         stops = settings.get("until") or []
         stops = [stop for stop in ([stops] if isinstance(stops, str) else stops) if stop]
         most = int(settings.get("max_gen_toks") or LONGEST_GENERATION)
         ids = self.tok_encode(context)[-max(1, self.max_length - most) :]
         new: list[int] = []
         text = ""
-        for token in likeliest(self.session, ids, getattr(self.tokenizer, "eos_token_id", None), most):
+        for token in likeliest(
+            self.session, ids, getattr(self.tokenizer, "eos_token_id", None), most
+        ):
             new.append(token)
             text = decode(self.tokenizer, new)
             if any(stop in text for stop in stops):
@@ -182,12 +230,20 @@ def judge_task(
     stored a few at a time, so that an interrupted task can resume. `max_length`: tokens of context and continuation
     together; `limit`: only the first examples of each task."""
     progress = progress or Progress()
-    protocol = {"task": task.name, **task.source, "limit": limit, "max_length": max_length}
-    outcome, original = Outcome(), dict[str, TaskExamples]()
+    protocol = {
+        "task": task.name,
+        **task.source,
+        "limit": limit,
+        "max_length": max_length,
+    }
+    outcome = Outcome()
+    original = dict[str, TaskExamples]()
     order = sorted(subjects, key=lambda judged: judged.subject.what != ORIGINAL)
     for position, judged in enumerate(order):
 
-        def examples(position: int = position, judged: Judged = judged) -> list[dict[str, Any]]:
+        def examples(
+            position: int = position, judged: Judged = judged
+        ) -> list[dict[str, Any]]:
             judged.check()
             with contextlib.closing(judged.open()) as session:
                 journal.store(RUNTIME, judged, "", session.description)
@@ -196,7 +252,9 @@ def judge_task(
                     tokenizer,
                     max_length=max_length,
                     kept=lambda key, answer: journal.kept(ANSWERS, judged, key, answer),
-                    begun=lambda count: progress.started(float(count * len(order)), float(count * position)),
+                    begun=lambda count: progress.started(
+                        float(count * len(order)), float(count * position)
+                    ),
                     advanced=lambda count: progress.advanced(float(count), judged.label),
                 )
                 return [one.to_json() for one in run_task(model, task, limit=limit)]
@@ -213,13 +271,20 @@ def judge_task(
             values = task_values(found, original.get(found.task))
             if judged.subject.what == ORIGINAL:
                 original[found.task] = found
-            tokens, seconds = len(next(iter(found.metrics.values()))), time.perf_counter() - begin
-            how = protocol | {name: getattr(found, name) for name in ("few_shot", "version", "chance")}
-            outcome.scores.append(journal.score(judged, "task", found.task, values, tokens, how, seconds))
+            tokens = len(next(iter(found.metrics.values())))
+            seconds = time.perf_counter() - begin
+            how = protocol | {
+                name: getattr(found, name) for name in ("few_shot", "version", "chance")
+            }
+            outcome.scores.append(
+                journal.score(judged, "task", found.task, values, tokens, how, seconds)
+            )
     return outcome
 
 
-def run_task(language_model: Any, task: TaskData, *, limit: int | None = None) -> list[TaskExamples]:
+def run_task(
+    language_model: Any, task: TaskData, *, limit: int | None = None
+) -> list[TaskExamples]:
     """Runs one task, or all tasks of a group such as `lambada`, with any lm-eval model."""
     with _quiet(), tempfile.TemporaryDirectory() as scratch:
         loaded = _loaded(task, Path(scratch))
@@ -227,7 +292,11 @@ def run_task(language_model: Any, task: TaskData, *, limit: int | None = None) -
             one.set_config(key="num_fewshot", value=one.get_config("num_fewshot") or 0)
             one.set_fewshot_seed(seed=1234)
         results: Any = evaluate(
-            lm=language_model, task_dict=loaded, limit=limit, log_samples=True, bootstrap_iters=0
+            lm=language_model,
+            task_dict=loaded,
+            limit=limit,
+            log_samples=True,
+            bootstrap_iters=0,
         )
         return [_examples(name, one, results) for name, one in loaded["tasks"].items()]
 
@@ -235,16 +304,22 @@ def run_task(language_model: Any, task: TaskData, *, limit: int | None = None) -
 def _loaded(task: TaskData, scratch: Path) -> Any:
     try:
         if task.files:
-            write_text(scratch / f"{task.name}.yaml", yaml.safe_dump(_config(task, scratch)))
+            write_text(
+                scratch / f"{task.name}.yaml", yaml.safe_dump(_config(task, scratch))
+            )
             return _manager(index=False).load([str(scratch / f"{task.name}.yaml")])
         if task.name not in _manager().all_tasks:
-            raise TextError(f"--tasks {task.name}: lm-eval has no such task; `lm-eval ls tasks` lists them")
+            raise TextError(
+                f"--tasks {task.name}: lm-eval has no such task; `lm-eval ls tasks` lists them"
+            )
         return _manager().load([task.name])
     except KLLensError:
         raise
     except Exception as error:  # datasets and the hub raise all kinds of errors: no connection, gated, moved
         if task.files:
-            raise TextError(f"task {task.name}: its files cannot be read: {one_line(error)}") from error
+            raise TextError(
+                f"task {task.name}: its files cannot be read: {one_line(error)}"
+            ) from error
         raise TextError(
             f"task {task.name}: its data could not be downloaded from the hub ({one_line(error)}); "
             f"go online, or give local files with --task-data DIR ({task.name}_test.jsonl)"
@@ -259,33 +334,52 @@ def _manager(*, index: bool = True) -> Any:
 
 def _config(task: TaskData, scratch: Path) -> dict[str, Any]:
     """An lm-eval task that reads the local files; `scratch` is the cache of `datasets`."""
-    judged = next((split for split in ("test", "validation") if split in task.files), None)
+    judged = next(
+        (split for split in ("test", "validation") if split in task.files), None
+    )
     if judged is None:
-        raise TextError(f"{task.files['train']}: only a training split; add a _test or _validation file")
+        raise TextError(
+            f"{task.files['train']}: only a training split; add a _test or _validation file"
+        )
     try:
         with task.files[judged].open(encoding="utf-8") as file:
             row = dict(json.loads(next(line for line in file if line.strip())))
     except (ValueError, TypeError, OSError, StopIteration):
-        raise TextError(f"{task.files[judged]}: its first line is not a JSON object") from None
+        raise TextError(
+            f"{task.files[judged]}: its first line is not a JSON object"
+        ) from None
     known = _own_file(task.name)
-    layout = next((settings for fields, settings in _LAYOUTS.items() if set(fields) <= set(row)), None)
+    layout = next(
+        (settings for fields, settings in _LAYOUTS.items() if set(fields) <= set(row)),
+        None,
+    )
     if layout is None and known is None:
         raise TextError(
             f"{task.files[judged]}: lm-eval has no task {task.name!r}, so rows need the fields "
             f"{' or '.join(map('+'.join, _LAYOUTS))}; they have {', '.join(row)}"
         )
     # Few-shot examples come from the training file or, without one, from the others.
-    splits = {"training": "train", "validation": "validation", "test": "test", "fewshot": "train"}
+    splits = {
+        "training": "train",
+        "validation": "validation",
+        "test": "test",
+        "fewshot": "train",
+    }
     return {
         **({} if known is None else {"include": str(known)}),
         "task": task.name,
         "dataset_path": "json",
         "dataset_name": None,
         "dataset_kwargs": {
-            "data_files": {split: str(path.resolve()) for split, path in task.files.items()},
+            "data_files": {
+                split: str(path.resolve()) for split, path in task.files.items()
+            },
             "cache_dir": str(scratch / "datasets"),
         },
-        **{f"{use}_split": split if split in task.files else None for use, split in splits.items()},
+        **{
+            f"{use}_split": split if split in task.files else None
+            for use, split in splits.items()
+        },
         **({} if layout is None else layout | _OWN_QUERY),
     }
 
@@ -300,20 +394,38 @@ def _own_file(name: str) -> Path | None:
 
 
 def _examples(name: str, task: Any, results: Mapping[str, Any]) -> TaskExamples:
-    samples, better = results["samples"][name], results["higher_is_better"][name]
+    samples = results["samples"][name]
+    better = results["higher_is_better"][name]
     metrics: dict[str, list[tuple[int, float]]] = {}
     for sample in samples:
         for metric in sample["metrics"]:
             if isinstance(sample[metric], bool | int | float):
-                label = metric if sample["filter"] == "none" else f"{metric}@{sample['filter']}"
-                metrics.setdefault(label, []).append((int(sample["doc_id"]), float(sample[metric])))
+                label = (
+                    metric
+                    if sample["filter"] == "none"
+                    else f"{metric}@{sample['filter']}"
+                )
+                metrics.setdefault(label, []).append(
+                    (int(sample["doc_id"]), float(sample[metric]))
+                )
     if not metrics:
-        raise KLLensError(f"task {name} has no numeric metric per example, so it cannot be compared")
-    choices = [len(task.doc_to_choice(s["doc"])) for s in samples if task.OUTPUT_TYPE == "multiple_choice"]
+        raise KLLensError(
+            f"task {name} has no numeric metric per example, so it cannot be compared"
+        )
+    choices = [
+        len(task.doc_to_choice(s["doc"]))
+        for s in samples
+        if task.OUTPUT_TYPE == "multiple_choice"
+    ]
     return TaskExamples(
         task=name,
-        metrics={label: tuple(value for _, value in sorted(pairs)) for label, pairs in metrics.items()},
-        higher_is_better={label: bool(better.get(label.split("@")[0], True)) for label in metrics},
+        metrics={
+            label: tuple(value for _, value in sorted(pairs))
+            for label, pairs in metrics.items()
+        },
+        higher_is_better={
+            label: bool(better.get(label.split("@")[0], True)) for label in metrics
+        },
         chance=float(np.mean([1 / count for count in choices])) if choices else None,
         version=str(results["versions"].get(name, "")),
         few_shot=int(task.get_config("num_fewshot")),

@@ -40,7 +40,9 @@ class WindowScore(Record):
     nll: float  # Σ −ln p(token | context), nats
     token_nll: str  # −ln p of every token, float32, base64
     correct: float = 0.0  # rows with the right class
-    same_top: float | None = None  # tokens with the same most likely token as the original
+    same_top: float | None = (
+        None  # tokens with the same most likely token as the original
+    )
     token_kl: str | None = None  # KL(original ‖ this) of every token, float32, base64
     seconds: float = 0.0
 
@@ -56,13 +58,17 @@ def packed(values: npt.NDArray[np.floating[Any]]) -> str:
     return base64.b64encode(values.astype(np.float32).tobytes()).decode("ascii")
 
 
-def score_logits(logits: Logits, window: Window, teacher: Logits | None = None) -> WindowScore:
+def score_logits(
+    logits: Logits, window: Window, teacher: Logits | None = None
+) -> WindowScore:
     """Scores a window from its logits; with the original's also the KL from it."""
     targets = torch.tensor(window.answers)
     student = _rows(logits, window)
     likelihood = TeacherRows.of(torch.from_numpy(student), targets)
-    losses, correct = likelihood.cross_entropy, float((likelihood.top == targets).sum())
-    same_top, kl = None, None
+    losses = likelihood.cross_entropy
+    correct = float((likelihood.top == targets).sum())
+    same_top = None
+    kl = None
     if teacher is not None:
         original = _rows(teacher, window)
         if original.shape != student.shape:
@@ -70,10 +76,15 @@ def score_logits(logits: Logits, window: Window, teacher: Logits | None = None) 
                 f"its logits have {student.shape[1]} columns, the original's have {original.shape[1]}; "
                 "KL needs the same vocabulary"
             )
-        comparison = compare(TeacherRows.of(torch.from_numpy(original), targets), torch.from_numpy(student))
-        same_top, kl = float(comparison[:, SAME_TOP].sum()), packed(comparison[:, KL_TEACHER_STUDENT])
+        comparison = compare(
+            TeacherRows.of(torch.from_numpy(original), targets), torch.from_numpy(student)
+        )
+        same_top = float(comparison[:, SAME_TOP].sum())
+        kl = packed(comparison[:, KL_TEACHER_STUDENT])
     nll = float(losses.sum())
-    return WindowScore(window.targets, window.words, nll, packed(losses.numpy()), correct, same_top, kl)
+    return WindowScore(
+        window.targets, window.words, nll, packed(losses.numpy()), correct, same_top, kl
+    )
 
 
 def _rows(logits: Logits, window: Window) -> Logits:
@@ -85,22 +96,34 @@ def _rows(logits: Logits, window: Window) -> Logits:
     return np.ascontiguousarray(logits)
 
 
-def score_text(session: Session, text: EvaluationText, teacher: Session | None = None) -> list[WindowScore]:
+def score_text(
+    session: Session, text: EvaluationText, teacher: Session | None = None
+) -> list[WindowScore]:
     """Scores all windows, without a journal."""
     both = (
-        (w, session.logits(w.ids), None if teacher is None else teacher.logits(w.ids)) for w in text.items
+        (w, session.logits(w.ids), None if teacher is None else teacher.logits(w.ids))
+        for w in text.items
     )
     return [score_logits(own, window, original) for window, own, original in both]
 
 
 def likelihood_values(
-    scores: Sequence[WindowScore], original: Sequence[WindowScore] | None = None, task: str = TEXT
+    scores: Sequence[WindowScore],
+    original: Sequence[WindowScore] | None = None,
+    task: str = TEXT,
 ) -> dict[str, Estimate]:
     """Cross-entropy; of text the perplexity per token and per word, of images top-1 and the perplexity per image. With
     the original's scores also the change of each."""
-    perplexities = {"token": "targets", "word": "words"} if task == TEXT else {"token": "targets"}
-    means = {"cross_entropy": "nll"} if task == TEXT else {"top1": "correct", "cross_entropy": "nll"}
-    nll, targets = _column(scores, "nll"), _column(scores, "targets")
+    perplexities = (
+        {"token": "targets", "word": "words"} if task == TEXT else {"token": "targets"}
+    )
+    means = (
+        {"cross_entropy": "nll"}
+        if task == TEXT
+        else {"top1": "correct", "cross_entropy": "nll"}
+    )
+    nll = _column(scores, "nll")
+    targets = _column(scores, "targets")
     values = {}
     for name, counted in perplexities.items():
         counts = _column(scores, counted)
@@ -111,7 +134,9 @@ def likelihood_values(
     for name, summed in means.items():
         values[name] = ratio(_column(scores, summed), targets)
         if original is not None:
-            values[f"{name}_change"] = ratio(_column(scores, summed) - _column(original, summed), targets)
+            values[f"{name}_change"] = ratio(
+                _column(scores, summed) - _column(original, summed), targets
+            )
     return values
 
 
@@ -132,10 +157,14 @@ def mean_kl(scores: Sequence[WindowScore]) -> Estimate:
     return ratio(sums, _column(scores, "targets"))
 
 
-def position_values(scores: Sequence[WindowScore], *, divergence: bool) -> dict[str, Estimate]:
+def position_values(
+    scores: Sequence[WindowScore], *, divergence: bool
+) -> dict[str, Estimate]:
     """Cross-entropy and KL from the original in each bin of positions, and their slopes."""
     values = by_position([score.losses() for score in scores]).values("cross_entropy")
-    return values | (by_position([score.kl() for score in scores]).values("kl") if divergence else {})
+    return values | (
+        by_position([score.kl() for score in scores]).values("kl") if divergence else {}
+    )
 
 
 def _column(scores: Sequence[WindowScore], name: str) -> Floats:
@@ -154,8 +183,11 @@ def perplexity(nll: Floats, weights: Floats) -> Estimate:
 
 def perplexity_change(nll: Floats, original: Floats, weights: Floats) -> Estimate:
     """Perplexity minus the original's on the same windows, with a paired error."""
-    ours, theirs = ratio(nll, weights).value, ratio(original, weights).value
-    residuals = _exp(ours) * (nll - ours * weights) - _exp(theirs) * (original - theirs * weights)
+    ours = ratio(nll, weights).value
+    theirs = ratio(original, weights).value
+    residuals = _exp(ours) * (nll - ours * weights) - _exp(theirs) * (
+        original - theirs * weights
+    )
     return Estimate(_exp(ours) - _exp(theirs), ratio_error(residuals, weights))
 
 
@@ -169,8 +201,12 @@ def quantile(windows: Sequence[npt.NDArray[np.float32]], share: float) -> Estima
     tokens = np.concatenate(windows)
     value = float(np.quantile(tokens, share))
     below = np.array([float((window <= value).sum()) for window in windows])
-    error = ratio(below, np.array([float(len(window)) for window in windows])).standard_error
-    known = share - error > 0 and share + error < 1 and len(tokens) * (1 - share) >= 1  # False for nan
+    error = ratio(
+        below, np.array([float(len(window)) for window in windows])
+    ).standard_error
+    known = (
+        share - error > 0 and share + error < 1 and len(tokens) * (1 - share) >= 1
+    )  # False for nan
     if not known:
         return Estimate(value)
     low, high = np.quantile(tokens, [share - error, share + error])
@@ -193,8 +229,11 @@ def paired_drop(before: Floats, after: Floats) -> Estimate:
     if not np.isin(np.concatenate([before, after]), (0.0, 1.0)).all():
         return mean(change)
     count = len(change) + 2
-    differing, balance = float((change != 0).sum()) + 1, float(change.sum())
-    return Estimate(float(change.mean()), math.sqrt(differing - balance**2 / count) / count)
+    differing = float((change != 0).sum()) + 1
+    balance = float(change.sum())
+    return Estimate(
+        float(change.mean()), math.sqrt(differing - balance**2 / count) / count
+    )
 
 
 def _exp(value: float) -> float:
@@ -223,7 +262,9 @@ SCATTER = 10.0  # how many times larger scatter may be
 STRETCH = 8  # tokens
 _FIVE_SIGMA = 1 - 2.87e-7  # one-sided
 
-AGREES, AS_DEPLOYED, DISAGREES = "agrees", "agrees as deployed", "DISAGREES"
+AGREES = "agrees"
+AS_DEPLOYED = "agrees as deployed"
+DISAGREES = "DISAGREES"
 IN_FLOAT32 = "agrees in float32"
 
 
@@ -243,11 +284,17 @@ def differences(
     artifact: Sequence[WindowScore], counterpart: Sequence[WindowScore]
 ) -> dict[str, tuple[Estimate, float]]:
     """Each difference, paired by token, and its limit."""
-    ours, theirs = ([score.losses() for score in scores] for scores in (artifact, counterpart))
+    ours, theirs = (
+        [score.losses() for score in scores] for scores in (artifact, counterpart)
+    )
     changes = {"cross_entropy": _judged(ours, theirs, CROSS_ENTROPY_FLOOR)}
     if all(score.token_kl is not None for score in (*artifact, *counterpart)):
-        ours, theirs = ([score.kl() for score in scores] for scores in (artifact, counterpart))
-        changes["kl_mean"] = _judged(ours, theirs, KL_FLOOR + KL_SHARE * float(np.concatenate(theirs).mean()))
+        ours, theirs = (
+            [score.kl() for score in scores] for scores in (artifact, counterpart)
+        )
+        changes["kl_mean"] = _judged(
+            ours, theirs, KL_FLOOR + KL_SHARE * float(np.concatenate(theirs).mean())
+        )
     return changes
 
 
@@ -255,11 +302,16 @@ def within(changes: Mapping[str, tuple[Estimate, float]]) -> bool:
     return all(abs(change.value) <= limit for change, limit in changes.values())
 
 
-def _judged(ours: Sequence[Tokens], theirs: Sequence[Tokens], floor: float) -> tuple[Estimate, float]:
+def _judged(
+    ours: Sequence[Tokens], theirs: Sequence[Tokens], floor: float
+) -> tuple[Estimate, float]:
     """The mean difference of all tokens, and its limit."""
-    sums, sizes = [], []
+    sums = []
+    sizes = []
     for one, other in zip(ours, theirs, strict=True):
-        starts = STRETCH * np.arange(max(1, len(one) // STRETCH))  # the last stretch takes what is left over
+        starts = STRETCH * np.arange(
+            max(1, len(one) // STRETCH)
+        )  # the last stretch takes what is left over
         sums.append(np.add.reduceat(one.astype(float) - other, starts))
         sizes.append(np.diff([*starts, len(one)]).astype(float))
     change = ratio(np.concatenate(sums), np.concatenate(sizes))

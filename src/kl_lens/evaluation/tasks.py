@@ -21,7 +21,9 @@ from kl_lens.run.records import Estimate, Record
 
 INTERVAL = 1.96  # half the width of a 95 % interval in standard errors
 NEAR_CHANCE = 2.0  # standard errors
-PASS, FAIL, UNDECIDED = "pass", "fail", "not decided"
+PASS = "pass"
+FAIL = "fail"
+UNDECIDED = "not decided"
 _FILE = re.compile(r"(?P<task>.+?)_(?P<split>train|validation|test)(?![a-zA-Z]).*\.jsonl")
 
 
@@ -30,7 +32,9 @@ class TaskData:
     """A task, and where its examples are."""
 
     name: str
-    files: dict[str, Path] = field(default_factory=dict)  # split → file; none: the data comes from the hub
+    files: dict[str, Path] = field(
+        default_factory=dict
+    )  # split → file; none: the data comes from the hub
 
     @property
     def source(self) -> dict[str, Any]:
@@ -38,7 +42,10 @@ class TaskData:
         for split, path in sorted(self.files.items()):
             digest.update(split.encode() + path.read_bytes())
         names = [path.name for path in self.files.values()]
-        return {"data": names or "hub", "fingerprint": digest.hexdigest() if names else None}
+        return {
+            "data": names or "hub",
+            "fingerprint": digest.hexdigest() if names else None,
+        }
 
 
 def chosen_tasks(folder: Path | None, names: Sequence[str]) -> list[TaskData]:
@@ -50,7 +57,9 @@ def chosen_tasks(folder: Path | None, names: Sequence[str]) -> list[TaskData]:
     present: dict[str, TaskData] = {}
     for path in sorted(folder.glob("*.jsonl")):
         if match := _FILE.fullmatch(path.name):
-            present.setdefault(match["task"], TaskData(match["task"])).files.setdefault(match["split"], path)
+            present.setdefault(match["task"], TaskData(match["task"])).files.setdefault(
+                match["split"], path
+            )
     if missing := [name for name in names if name not in present]:
         raise TextError(
             f"--task-data {folder} has no {missing[0]}_test.jsonl or {missing[0]}_validation.jsonl; "
@@ -67,14 +76,18 @@ class TaskExamples(Record):
     """One subject's results on every example of one task."""
 
     task: str
-    metrics: dict[str, Sequence[float]]  # metric → value on each example, in the task's order
+    metrics: dict[
+        str, Sequence[float]
+    ]  # metric → value on each example, in the task's order
     higher_is_better: dict[str, bool]
     chance: float | None  # accuracy of guessing; None without choices
     version: str  # lm-eval's version of the task
     few_shot: int
 
 
-def task_values(examples: TaskExamples, original: TaskExamples | None = None) -> dict[str, Estimate]:
+def task_values(
+    examples: TaskExamples, original: TaskExamples | None = None
+) -> dict[str, Estimate]:
     """Each metric with its standard error over examples; with the original also `…_drop`, paired by example.
 
     A positive drop is a loss. lm-eval's `perplexity` (of LAMBADA's last words) is exp of a mean; the others are means.
@@ -83,10 +96,14 @@ def task_values(examples: TaskExamples, original: TaskExamples | None = None) ->
     for name, numbers in examples.metrics.items():
         per_example = np.asarray(numbers, float)
         if name == "perplexity":
-            values["last_word_perplexity"] = perplexity(-per_example, np.ones(len(per_example)))
+            values["last_word_perplexity"] = perplexity(
+                -per_example, np.ones(len(per_example))
+            )
             continue
         values[name] = mean(per_example)
-        if original is not None and len(original.metrics.get(name, ())) == len(per_example):
+        if original is not None and len(original.metrics.get(name, ())) == len(
+            per_example
+        ):
             sign = 1 if examples.higher_is_better.get(name, True) else -1
             before = np.asarray(original.metrics[name], float)
             values[f"{name}_drop"] = paired_drop(*(before, per_example)[::sign])
@@ -106,11 +123,16 @@ def judge(drop: Estimate, limit: float) -> str:
 
 def near_chance(accuracy: Estimate, chance: float | None) -> bool:
     """Whether this accuracy is within two standard errors of guessing; a drop from it says little."""
-    return chance is not None and abs(accuracy.value - chance) <= NEAR_CHANCE * accuracy.standard_error
+    return (
+        chance is not None
+        and abs(accuracy.value - chance) <= NEAR_CHANCE * accuracy.standard_error
+    )
 
 
 def require_lm_eval() -> None:
     try:
         import lm_eval  # noqa: F401
     except ImportError as error:
-        raise KLLensError("--tasks needs more packages: pip install 'kl-lens[eval]'") from error
+        raise KLLensError(
+            "--tasks needs more packages: pip install 'kl-lens[eval]'"
+        ) from error

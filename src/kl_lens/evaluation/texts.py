@@ -106,13 +106,19 @@ def prepare(
     A word is counted where it begins: words of the window's text from one token before the first scored one, minus the
     words in that token.
     """
-    windows = task.from_start(source, length=window or task.judged_length, stride=stride, limit=limit)
-    items, every = [], windows.ids.tolist()
+    windows = task.from_start(
+        source, length=window or task.judged_length, stride=stride, limit=limit
+    )
+    items = []
+    every = windows.ids.tolist()
     if isinstance(task, LanguageTask):
         tokenizer = task.require_tokenizer()
         for index, ids in enumerate(every):
             before = (first := windows.first_target(index)) - 1
-            words = [len(decode(tokenizer, part).split()) for part in (ids[before:], ids[before:first])]
+            words = [
+                len(decode(tokenizer, part).split())
+                for part in (ids[before:], ids[before:first])
+            ]
             items.append(text_window(tuple(ids), first, words[0] - words[1]))
     else:
         for ids, labels in zip(every, task.targets(windows.ids).tolist(), strict=True):
@@ -123,5 +129,9 @@ def prepare(
 def decode(tokenizer: Any, ids: list[int]) -> str:
     """The text of tokens with spaces as they are; transformers would clean them up."""
     if hasattr(tokenizer, "backend_tokenizer"):
-        return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return str(
+            tokenizer.decode(
+                ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        )
     return str(tokenizer.decode(ids))

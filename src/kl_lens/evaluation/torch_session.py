@@ -52,25 +52,40 @@ class TorchSession:
     ) -> None:
         model.chain.uses_kernels()  # before anything is perturbed
         model.chain.distrust(compared_metrics("cpu"))
-        self._model, self._recipes, self._deployed = model, dict(recipes or {}), deployed
+        self._model = model
+        self._recipes = dict(recipes or {})
+        self._deployed = deployed
         # A component that its recipe does not change (FP16 of an FP16 checkpoint) needs no copy.
         # With the model on disk, weights are made block by block.
         if values is None:
             at_once = Perturbation(self._recipes if model.residency is None else {})
-            made = [(p, w) for p, w in replacements(model, at_once, deployed) if not torch.equal(p.data, w)]
+            made = [
+                (p, w)
+                for p, w in replacements(model, at_once, deployed)
+                if not torch.equal(p.data, w)
+            ]
         else:
             own: dict[str, Any] = dict(model.model.named_buffers())
             own |= dict(model.model.named_parameters(remove_duplicate=False))
-            made = [(own[name], value.to(own[name])) for name, value in values.items() if name in own]
+            made = [
+                (own[name], value.to(own[name]))
+                for name, value in values.items()
+                if name in own
+            ]
         self._weights = made
-        self._kept = cached_states(model, {k: name for k, name in (caches or {}).items() if name != FP16})
+        self._kept = cached_states(
+            model, {k: name for k, name in (caches or {}).items() if name != FP16}
+        )
         # The same precision as the sweep on a GPU; as deployed, float32.
         self.precision = FLOAT32 if deployed is not None else precision_for(None, model)
-        self._products = TensorCores([*model.chain.blocks, model.chain.head], self.precision)
+        self._products = TensorCores(
+            [*model.chain.blocks, model.chain.head], self.precision
+        )
         self.vocabulary = int(model.anatomy.component(model.anatomy.head).shape[0])
         self._fed: list[int] = []
         self._remembers = remember > 0
-        self._room, self._logits_room = remember // 2, remember // 2
+        self._room = remember // 2
+        self._logits_room = remember // 2
         self._states: dict[bytes, torch.Tensor] = {}
         self._kept_logits: dict[bytes, Logits] = {}
 
@@ -85,7 +100,9 @@ class TorchSession:
             "threads": torch.get_num_threads(),
             **({} if self.precision == FLOAT32 else {"products": self.precision}),
             **({"kernels": self._model.chain.fault} if self._model.chain.fault else {}),
-            "activations": "as measured" if self._deployed is None else "rounded as in the runtime",
+            "activations": "as measured"
+            if self._deployed is None
+            else "rounded as in the runtime",
         }
 
     def reset(self) -> None:
@@ -110,8 +127,15 @@ class TorchSession:
         rows = np.empty((len(tokens), self.vocabulary), np.float32)
         chunk = logit_rows(self.vocabulary)
         with self._applied():
-            if len(tokens) <= chunk and not self._remembers:  # tasks: one plain forward is faster
-                rows[:] = self._model.chain.full_logits(torch.tensor([tokens]))[0].float().cpu().numpy()
+            if (
+                len(tokens) <= chunk and not self._remembers
+            ):  # tasks: one plain forward is faster
+                rows[:] = (
+                    self._model.chain.full_logits(torch.tensor([tokens]))[0]
+                    .float()
+                    .cpu()
+                    .numpy()
+                )
                 return rows
             states = self._final_states(tokens)
             for first in range(0, len(tokens), chunk):
@@ -123,16 +147,22 @@ class TorchSession:
         return rows
 
     def close(self) -> None:
-        self._weights, self._states, self._kept_logits = [], {}, {}
+        self._weights = []
+        self._states = {}
+        self._kept_logits = {}
 
     def _checked(self, ids: Sequence[int]) -> list[int]:
-        limit = self.vocabulary if self._model.task.generates else 2**63  # images have any id
+        limit = (
+            self.vocabulary if self._model.task.generates else 2**63
+        )  # images have any id
         return checked_tokens(ids, limit, self._model.name)
 
     @contextmanager
     def _applied(self) -> Iterator[None]:
         if self._model.residency is None:
-            weights = applied(self._model, self._recipes, self._weights, self._deployed, self._kept)
+            weights = applied(
+                self._model, self._recipes, self._weights, self._deployed, self._kept
+            )
         else:
             weights = applied_by_block(self._model, self._recipes, self._deployed)
         with weights, self._products.active():

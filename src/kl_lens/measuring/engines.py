@@ -39,7 +39,13 @@ from kl_lens.measuring.perturbation import (
     replacements,
 )
 from kl_lens.measuring.products import FLOAT32, TensorCores, precision_for
-from kl_lens.measuring.teacher import Batch, Teacher, batch_tokens, logit_rows, window_bytes
+from kl_lens.measuring.teacher import (
+    Batch,
+    Teacher,
+    batch_tokens,
+    logit_rows,
+    window_bytes,
+)
 from kl_lens.model import LoadedModel, States
 from kl_lens.run.samples import WindowMetrics
 
@@ -95,7 +101,9 @@ class Engine(ABC):
         self, perturbation: Perturbation, weights: Sequence[Replacement]
     ) -> AbstractContextManager[None]:
         """Within, the model has the perturbation's weights and states and, as deployed, the runtime's activations."""
-        return applied(self.model, perturbation.recipes, weights, self.deployed, perturbation.states)
+        return applied(
+            self.model, perturbation.recipes, weights, self.deployed, perturbation.states
+        )
 
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
         """The original model's logits, in this engine's precision."""
@@ -113,7 +121,11 @@ class Engine(ABC):
     def slab_windows(self, length: int) -> int:
         """Windows in a slab: whole batches, so that batches do not depend on where slabs end."""
         width = int(self.chain.head.weight.shape[1])  # type: ignore[index]
-        most = max(1, self.states_budget // window_bytes(self.chain, length, width, self.vocabulary))
+        most = max(
+            1,
+            self.states_budget
+            // window_bytes(self.chain, length, width, self.vocabulary),
+        )
         return most - most % min(most, self.batch_windows(length))
 
     @abstractmethod
@@ -124,7 +136,9 @@ class Engine(ABC):
     def prepare(self, ids: torch.Tensor) -> None:
         """Runs the teacher on these windows (one slab); `measure` compares against it."""
 
-    def groups(self, perturbations: Sequence[Perturbation], rows: int | None = None) -> Iterator[list[int]]:
+    def groups(
+        self, perturbations: Sequence[Perturbation], rows: int | None = None
+    ) -> Iterator[list[int]]:
         """Indices of perturbations that are measured together. `rows`: of a batch; None: of the prepared ones."""
         for index in range(len(perturbations)):
             yield [index]
@@ -144,7 +158,9 @@ class Engine(ABC):
             start: Finish | None = None
             with suppress(torch.OutOfMemoryError):
                 start = self.started(own)
-            if start is None:  # finish what waits, and try again with all that it held, one at a time
+            if (
+                start is None
+            ):  # finish what waits, and try again with all that it held, one at a time
                 yield from ((done, finish()) for done, finish in waiting)
                 waiting.clear()
                 for index in group:
@@ -181,8 +197,12 @@ class PlainEngine(Engine):
         self._batches = ranges(len(ids), self.batch_windows(ids.shape[1]))
         # The teacher runs once if its logits fit, and slabs are cut so that they do.
         keep = ids.numel() * self.vocabulary * 4 <= self.memory_budget // 2
-        self._kept: dict[range, TeacherRows] = {}  # free the last slab before the next one
-        self._kept = {windows: self._teacher(windows) for windows in self._batches} if keep else {}
+        self._kept: dict[
+            range, TeacherRows
+        ] = {}  # free the last slab before the next one
+        self._kept = (
+            {windows: self._teacher(windows) for windows in self._batches} if keep else {}
+        )
 
     def batch_windows(self, length: int) -> int:
         """A few at a time, so that whole logits fit."""
@@ -192,13 +212,20 @@ class PlainEngine(Engine):
     def _teacher(self, windows: range) -> TeacherRows:
         if windows in self._kept:
             return self._kept[windows]
-        return TeacherRows.of(self._logits(windows), self.targets[windows.start : windows.stop].flatten())
+        return TeacherRows.of(
+            self._logits(windows), self.targets[windows.start : windows.stop].flatten()
+        )
 
     def _logits(self, windows: range) -> torch.Tensor:
-        return self.chain.full_logits(self.ids[windows.start : windows.stop]).flatten(0, 1)
+        return self.chain.full_logits(self.ids[windows.start : windows.stop]).flatten(
+            0, 1
+        )
 
     def teacher_cross_entropy(self) -> Floats:
-        rows = [self._teacher(windows).cross_entropy.cpu().numpy() for windows in self._batches]
+        rows = [
+            self._teacher(windows).cross_entropy.cpu().numpy()
+            for windows in self._batches
+        ]
         return np.concatenate([r.reshape(-1, self.ids.shape[1]).sum(1) for r in rows])
 
     def started(self, perturbations: Sequence[Perturbation]) -> Finish:
@@ -213,18 +240,24 @@ class PlainEngine(Engine):
             with self.perturbed(perturbation, weights):
                 rows = compare(teacher, self._logits(windows), kernel=False)
             counts = (self.targets[windows.start : windows.stop] >= 0).sum(1).tolist()
-            metrics += window_metrics(windows, rows, teacher.signal, counts, self.vocabulary)
+            metrics += window_metrics(
+                windows, rows, teacher.signal, counts, self.vocabulary
+            )
         return metrics
 
 
 class Student:
     """A prepared perturbation: its weights, the first block that differs from the teacher, and its own head, if any."""
 
-    def __init__(self, model: LoadedModel, perturbation: Perturbation, kernels: Kernels | None) -> None:
+    def __init__(
+        self, model: LoadedModel, perturbation: Perturbation, kernels: Kernels | None
+    ) -> None:
         self.perturbation = perturbation
         self.weights = replacements(model, perturbation, kernels)
         self.start = first_block(model.anatomy, perturbation)
-        self.has_own_head = any(parameter is model.chain.head.weight for parameter, _ in self.weights)
+        self.has_own_head = any(
+            parameter is model.chain.head.weight for parameter, _ in self.weights
+        )
 
 
 class FastEngine(Engine):
@@ -260,7 +293,11 @@ class FastEngine(Engine):
 
     def _run_teacher(self, ids: torch.Tensor) -> Teacher:
         budget = self.states_budget if self.model.residency is None else None
-        most = None if self.chain.device.type == "cpu" else self.memory_budget // 2 // self.sharers
+        most = (
+            None
+            if self.chain.device.type == "cpu"
+            else self.memory_budget // 2 // self.sharers
+        )
         rows = logit_rows(self.vocabulary, most)
         return Teacher(self.model, ids, self._products, self.batch_tokens, rows, budget)
 
@@ -270,10 +307,16 @@ class FastEngine(Engine):
     def _students(self, perturbations: Sequence[Perturbation]) -> list[Student]:
         """Prepared perturbations. On a GPU in a stream of their own, because quantizing waits for its own results."""
         if self.chain.device.type != "cuda":
-            return [Student(self.model, perturbation, self.deployed) for perturbation in perturbations]
+            return [
+                Student(self.model, perturbation, self.deployed)
+                for perturbation in perturbations
+            ]
         main = torch.cuda.current_stream()
         with torch.cuda.stream(self._beside):
-            students = [Student(self.model, perturbation, self.deployed) for perturbation in perturbations]
+            students = [
+                Student(self.model, perturbation, self.deployed)
+                for perturbation in perturbations
+            ]
         main.wait_stream(self._beside)
         for student in students:
             for _, weight in student.weights:
@@ -287,7 +330,10 @@ class FastEngine(Engine):
 
     def started(self, perturbations: Sequence[Perturbation]) -> Finish:
         students = self._students(perturbations)
-        measured = [(batch, self._measure_batch(batch, students)) for batch in self.teacher.batches]
+        measured = [
+            (batch, self._measure_batch(batch, students))
+            for batch in self.teacher.batches
+        ]
 
         def finish() -> list[list[WindowMetrics]]:
             metrics: list[list[WindowMetrics]] = [[] for _ in students]
@@ -301,7 +347,9 @@ class FastEngine(Engine):
     def batch_windows(self, length: int) -> int:
         return max(1, self.batch_tokens // length)
 
-    def groups(self, perturbations: Sequence[Perturbation], rows: int | None = None) -> Iterator[list[int]]:
+    def groups(
+        self, perturbations: Sequence[Perturbation], rows: int | None = None
+    ) -> Iterator[list[int]]:
         """Neighbours that differ from the teacher in the same single block can share a stacked suffix."""
         rows = rows or max(batch.rows for batch in self.teacher.batches)
         most = max(1, self.batch_tokens // rows)
@@ -309,8 +357,15 @@ class FastEngine(Engine):
         room = 0
         for index, perturbation in enumerate(perturbations):
             block = self._only_block(perturbation)
-            size = 4 * sum(self.model.anatomy.component(name).parameters for name in perturbation.recipes)
-            fits = group and block is not None and block == self._only_block(perturbations[group[0]])
+            size = 4 * sum(
+                self.model.anatomy.component(name).parameters
+                for name in perturbation.recipes
+            )
+            fits = (
+                group
+                and block is not None
+                and block == self._only_block(perturbations[group[0]])
+            )
             if group and not (fits and len(group) < most and size <= room):
                 yield group
                 group = []
@@ -321,7 +376,9 @@ class FastEngine(Engine):
             yield group
 
     def _only_block(self, perturbation: Perturbation) -> int | None:
-        each = [self.model.anatomy.component(name).blocks for name in perturbation.recipes]
+        each = [
+            self.model.anatomy.component(name).blocks for name in perturbation.recipes
+        ]
         each += [component.blocks for component, _ in perturbation.states]
         blocks = {block for some in each for block in some}
         return blocks.pop() if all(each) and len(blocks) == 1 else None
@@ -331,12 +388,16 @@ class FastEngine(Engine):
         with self.teacher.running():
             if len(students) == 1:
                 states = self._states(batch, students[0])
-                return self._compare(batch, [states], students[0] if students[0].has_own_head else None)
+                return self._compare(
+                    batch, [states], students[0] if students[0].has_own_head else None
+                )
             outputs = []
             for student in students:
                 with self.perturbed(student.perturbation, student.weights):
                     outputs.append(self._first_block(batch, student))
-            hidden = self.chain.run(States.stacked(outputs), batch.calls, students[0].start + 1)
+            hidden = self.chain.run(
+                States.stacked(outputs), batch.calls, students[0].start + 1
+            )
             states = self.chain.finish(hidden, batch.calls)
             return self._compare(batch, list(states.chunk(len(students))))
 
@@ -348,7 +409,9 @@ class FastEngine(Engine):
             if student.start < 0:
                 calls = self.chain.calls(batch.calls.ids)
                 return self.chain.finish(self.chain.run(calls.hidden, calls, 0), calls)
-            hidden = self.chain.run(self._first_block(batch, student), batch.calls, student.start + 1)
+            hidden = self.chain.run(
+                self._first_block(batch, student), batch.calls, student.start + 1
+            )
             return self.chain.finish(hidden, batch.calls)
 
     def _first_block(self, batch: Batch, student: Student) -> States:
@@ -357,10 +420,17 @@ class FastEngine(Engine):
         return self.chain.run(batch.inputs[block], batch.calls, block, block + 1)
 
     def _compare(
-        self, batch: Batch, states: Sequence[torch.Tensor], own_head: Student | None = None
+        self,
+        batch: Batch,
+        states: Sequence[torch.Tensor],
+        own_head: Student | None = None,
     ) -> list[Rows]:
         """`own_head`: the student, if its head is perturbed too; the teacher's logits use the original head."""
-        if runs_triton(self.chain.device) and kernels_hold(self.chain.device) and not OBJECTIVES:
+        if (
+            runs_triton(self.chain.device)
+            and kernels_hold(self.chain.device)
+            and not OBJECTIVES
+        ):
             return self._compare_on_gpu(batch, states, own_head)
         parts: list[list[Floats]] = [[] for _ in states]
         for rows, teacher in self.teacher.rows(batch):
@@ -375,7 +445,8 @@ class FastEngine(Engine):
         """The same without waiting for the GPU: the next student is quantized meanwhile."""
         from kl_lens.measuring.triton_metrics import SharedHead, compare_logits
 
-        head, scale = self.chain.head.weight, self.chain.head_scale
+        head = self.chain.head.weight
+        scale = self.chain.head_scale
         fused = self.precision != FLOAT32 and scale is not None and own_head is None
         shared = SharedHead(head, scale) if fused else None  # type: ignore[arg-type]
         flat = [entering.flatten(0, 1) for entering in states]
@@ -386,12 +457,20 @@ class FastEngine(Engine):
                 if shared is not None:
                     part.append(shared.compare(teacher, entering[rows], originals[rows]))
                 else:
-                    part.append(compare_logits(teacher, self._logits(entering[rows], own_head).float()))
+                    part.append(
+                        compare_logits(
+                            teacher, self._logits(entering[rows], own_head).float()
+                        )
+                    )
 
-        def both(entering: torch.Tensor, bad: torch.Tensor) -> tuple[TeacherRows, torch.Tensor]:
+        def both(
+            entering: torch.Tensor, bad: torch.Tensor
+        ) -> tuple[TeacherRows, torch.Tensor]:
             at = bad.to(entering.device)
             with self.teacher.running():
-                original = TeacherRows.of(self.chain.logits(originals[at]), batch.targets.flatten()[at])
+                original = TeacherRows.of(
+                    self.chain.logits(originals[at]), batch.targets.flatten()[at]
+                )
                 return original, self._logits(entering[at], own_head).float()
 
         def later(rows: torch.Tensor, entering: torch.Tensor) -> Rows:
@@ -407,7 +486,10 @@ class FastEngine(Engine):
 
             return wait
 
-        return [later(torch.cat(part), entering) for part, entering in zip(parts, flat, strict=True)]
+        return [
+            later(torch.cat(part), entering)
+            for part, entering in zip(parts, flat, strict=True)
+        ]
 
     def _logits(self, states: torch.Tensor, own_head: Student | None) -> torch.Tensor:
         if own_head is None:
@@ -416,7 +498,9 @@ class FastEngine(Engine):
             return self.chain.logits(states)
 
     def _windows(self, batch: Batch, rows: Floats) -> list[WindowMetrics]:
-        return window_metrics(batch.windows, rows, batch.signal, batch.counts, self.vocabulary)
+        return window_metrics(
+            batch.windows, rows, batch.signal, batch.counts, self.vocabulary
+        )
 
 
 def _empty_gpu() -> None:
@@ -425,4 +509,7 @@ def _empty_gpu() -> None:
     torch.cuda.empty_cache()
 
 
-ENGINES: dict[str, type[Engine]] = {FastEngine.name: FastEngine, PlainEngine.name: PlainEngine}
+ENGINES: dict[str, type[Engine]] = {
+    FastEngine.name: FastEngine,
+    PlainEngine.name: PlainEngine,
+}

@@ -46,8 +46,11 @@ class PlanMeter:
         deployed: Kernels | None = None,
     ) -> None:
         """`deployed`: measure with the activations of a runtime's kernels, not only with quantized weights."""
-        self.model, self.text = model, windows
-        self._engine = engine_for(FastEngine.name, model, windows.ids, memory_budget, deployed)
+        self.model = model
+        self.text = windows
+        self._engine = engine_for(
+            FastEngine.name, model, windows.ids, memory_budget, deployed
+        )
         self._slabs = self._engine.slabs(windows.ids)
         self._prepared: range | None = None
         self._entropy: dict[int, float] = {}
@@ -59,12 +62,23 @@ class PlanMeter:
     @property
     def known(self) -> list[tuple[dict[str, Recipe], JointResult]]:
         """The plans measured so far, with their results."""
-        known = ((parsed(dict(key)), caches, result) for (key, caches), result in self._known.items())
-        return [(recipes, result) for recipes, caches, result in known if recipes and not caches]
+        known = (
+            (parsed(dict(key)), caches, result)
+            for (key, caches), result in self._known.items()
+        )
+        return [
+            (recipes, result)
+            for recipes, caches, result in known
+            if recipes and not caches
+        ]
 
-    def measure(self, assignment: Mapping[str, str], caches: Mapping[str, str] | None = None) -> JointResult:
+    def measure(
+        self, assignment: Mapping[str, str], caches: Mapping[str, str] | None = None
+    ) -> JointResult:
         """`caches`: keys and values → their formats."""
-        recipes = {name: recipe for name, recipe in parsed(assignment).items() if recipe != FP16}
+        recipes = {
+            name: recipe for name, recipe in parsed(assignment).items() if recipe != FP16
+        }
         kept = {kind: name for kind, name in (caches or {}).items() if name != FP16}
         key = (tuple(sorted(recipes.items())), tuple(sorted(kept.items())))
         if key in self._known:

@@ -54,17 +54,22 @@ class TeacherRows:
     targets: torch.Tensor  # (rows,), int64: the true next token, -1 where there is none
 
     @classmethod
-    def of(cls, logits: torch.Tensor, targets: torch.Tensor, *, kernel: bool | None = None) -> Self:
+    def of(
+        cls, logits: torch.Tensor, targets: torch.Tensor, *, kernel: bool | None = None
+    ) -> Self:
         """`kernel`: whether to use ours; None: if it is right."""
         logits = logits.float()
-        if logits.device.type == "cpu" and (kernels_hold(logits.device) if kernel is None else kernel):
+        if logits.device.type == "cpu" and (
+            kernels_hold(logits.device) if kernel is None else kernel
+        ):
             rows = logits.contiguous().numpy()
             sums = np.empty(len(rows), np.float64)
             _log_sum_exps(rows, sums)
             lse = torch.from_numpy(sums)
             top = torch.from_numpy(rows.argmax(-1))  # ten times as fast as torch's
         else:
-            lse, top = torch.logsumexp(logits.double(), -1), logits.argmax(-1)
+            lse = torch.logsumexp(logits.double(), -1)
+            top = logits.argmax(-1)
         return cls(logits, lse, top, targets)
 
     def some(self, rows: torch.Tensor | slice) -> Self:
@@ -81,16 +86,28 @@ class TeacherRows:
     def cross_entropy(self) -> torch.Tensor:
         """Per row, in nats; 0 where there is no target."""
         has_target = self.targets >= 0
-        at_target = self.logits.gather(1, self.targets.clamp(min=0)[:, None])[:, 0].double()
+        at_target = self.logits.gather(1, self.targets.clamp(min=0)[:, None])[
+            :, 0
+        ].double()
         return torch.where(has_target, self.lse - at_target, 0.0)
 
 
 # The columns that kernels compute; those of other objectives follow.
-BUILT_IN = (KL, "kl_student_to_teacher", "squared_error", "delta_cross_entropy", "same_top")
-KL_TEACHER_STUDENT, KL_STUDENT_TEACHER, SQUARED_ERROR, DELTA_CROSS_ENTROPY, SAME_TOP = range(len(BUILT_IN))
+BUILT_IN = (
+    KL,
+    "kl_student_to_teacher",
+    "squared_error",
+    "delta_cross_entropy",
+    "same_top",
+)
+KL_TEACHER_STUDENT, KL_STUDENT_TEACHER, SQUARED_ERROR, DELTA_CROSS_ENTROPY, SAME_TOP = (
+    range(len(BUILT_IN))
+)
 
 
-def compare(teacher: TeacherRows, student: torch.Tensor, *, kernel: bool = True) -> Floats:
+def compare(
+    teacher: TeacherRows, student: torch.Tensor, *, kernel: bool = True
+) -> Floats:
     """(rows, columns): both divergences, Σ squared error, change in cross-entropy, same top token, and a column for
     each of `OBJECTIVES`."""
     student = student.float()
@@ -98,7 +115,10 @@ def compare(teacher: TeacherRows, student: torch.Tensor, *, kernel: bool = True)
     rows = (_compare_by_kernel if by_kernel else _compare_reference)(teacher, student)
     if not OBJECTIVES:
         return rows
-    others = [each.rows(teacher.logits, student, teacher.targets) for each in OBJECTIVES.values()]
+    others = [
+        each.rows(teacher.logits, student, teacher.targets)
+        for each in OBJECTIVES.values()
+    ]
     return np.column_stack([rows, *(values.double().cpu().numpy() for values in others)])
 
 
@@ -129,7 +149,8 @@ def kernels_hold(device: torch.device) -> bool:
 
 # Largest mean error of a row's metrics, relative to each; sound kernels are off by 1e-6. With a shared head, the
 # difference of the logits comes from a product of halves.
-_ROUNDING, _ROUNDING_OF_HALVES = 3e-5, 5e-4
+_ROUNDING = 3e-5
+_ROUNDING_OF_HALVES = 5e-4
 
 
 @cache
@@ -137,15 +158,24 @@ def compared_metrics(device: str) -> list[Comparison]:
     """The kernels that compare logits beside plain torch in double precision, on random rows."""
     generator = torch.Generator().manual_seed(0)
     states, moves = torch.randn(2, 60, 64, generator=generator)
-    head = torch.randn(2500, 64, generator=generator) / 4  # three tiles, the last one not full
+    head = (
+        torch.randn(2500, 64, generator=generator) / 4
+    )  # three tiles, the last one not full
     moved = states + moves * torch.logspace(-2, 0, 60)[:, None]
     states, moved, head = (tensor.to(device) for tensor in (states, moved, head))
     targets = torch.arange(60, device=device)
-    student, logits = moved @ head.T, states @ head.T
-    teacher, plain = (TeacherRows.of(logits, targets, kernel=kernel) for kernel in (True, False))
-    exact = _compare_reference(replace(plain, logits=logits.double()), student.double())[:, :4]
+    student = moved @ head.T
+    logits = states @ head.T
+    teacher, plain = (
+        TeacherRows.of(logits, targets, kernel=kernel) for kernel in (True, False)
+    )
+    exact = _compare_reference(replace(plain, logits=logits.double()), student.double())[
+        :, :4
+    ]
     sizes = np.abs(exact)
-    sizes[:, DELTA_CROSS_ENTROPY] = sizes[:, DELTA_CROSS_ENTROPY].mean()  # those of single rows may be zero
+    sizes[:, DELTA_CROSS_ENTROPY] = sizes[
+        :, DELTA_CROSS_ENTROPY
+    ].mean()  # those of single rows may be zero
 
     def error(rows: Floats) -> float:
         return float((np.abs(rows[:, :4] - exact) / sizes).mean(0).max())
@@ -157,11 +187,15 @@ def compared_metrics(device: str) -> list[Comparison]:
         rows = compare_logits(teacher, student - teacher.logits, moved=True).cpu().numpy()
         found.append(Comparison("KL from differences", error(rows), _ROUNDING))
         rows = SharedHead(head, 1.0).compare(teacher, moved, states).cpu().numpy()
-        found.append(Comparison("KL behind a shared head", error(rows), _ROUNDING_OF_HALVES))
+        found.append(
+            Comparison("KL behind a shared head", error(rows), _ROUNDING_OF_HALVES)
+        )
     return found
 
 
-def mended(rows: Floats, again: Callable[[torch.Tensor], tuple[TeacherRows, torch.Tensor]]) -> Floats:
+def mended(
+    rows: Floats, again: Callable[[torch.Tensor], tuple[TeacherRows, torch.Tensor]]
+) -> Floats:
     """The rows from a GPU's kernels; those that are NaN or infinite are computed again in plain torch.
 
     The kernels overflow where a student is certain of a token that the teacher thinks impossible. `again` gives the
@@ -175,15 +209,21 @@ def mended(rows: Floats, again: Callable[[torch.Tensor], tuple[TeacherRows, torc
 
 def _compare_reference(teacher: TeacherRows, student: torch.Tensor) -> Floats:
     """The same in plain torch with double sums."""
-    lse, exactness = torch.logsumexp(student.double(), -1), student.dtype
+    lse = torch.logsumexp(student.double(), -1)
+    exactness = student.dtype
     log_p = teacher.logits - teacher.lse.to(exactness)[:, None]
     d = (student - teacher.logits) - (lse - teacher.lse).to(exactness)[:, None]
-    p, q = log_p.exp(), (student - lse.to(exactness)[:, None]).exp()
+    p = log_p.exp()
+    q = (student - lse.to(exactness)[:, None]).exp()
     # q - p - p·d loses precision for small d; there the first terms of the series are exact.
     small = d.abs() < 0.1
     square = p * d * d
-    forward = torch.where(small, square * (1 / 2 + d * (1 / 6 + d * (1 / 24 + d / 120))), q - p - p * d)
-    backward = torch.where(small, square * (1 / 2 + d * (1 / 3 + d * (1 / 8 + d / 30))), q * d - q + p)
+    forward = torch.where(
+        small, square * (1 / 2 + d * (1 / 6 + d * (1 / 24 + d / 120))), q - p - p * d
+    )
+    backward = torch.where(
+        small, square * (1 / 2 + d * (1 / 3 + d * (1 / 8 + d / 30))), q * d - q + p
+    )
     has_target = teacher.targets >= 0
     at_target = teacher.targets.clamp(min=0)[:, None]
     teacher_there = teacher.logits.gather(1, at_target)[:, 0].double() - teacher.lse
@@ -199,12 +239,19 @@ def _compare_reference(teacher: TeacherRows, student: torch.Tensor) -> Floats:
 
 
 def window_metrics(
-    windows: Sequence[int], rows: Floats, signal: Floats, targets: Sequence[int], vocabulary: int
+    windows: Sequence[int],
+    rows: Floats,
+    signal: Floats,
+    targets: Sequence[int],
+    vocabulary: int,
 ) -> list[WindowMetrics]:
     """The sums of each window, from the rows of compare() and the teacher's Σ squared logits of each row."""
-    by_window, signals = rows.reshape(len(windows), -1, rows.shape[1]), signal.reshape(len(windows), -1)
+    by_window = rows.reshape(len(windows), -1, rows.shape[1])
+    signals = signal.reshape(len(windows), -1)
     metrics = []
-    for window, values, power, count in zip(windows, by_window, signals, targets, strict=True):
+    for window, values, power, count in zip(
+        windows, by_window, signals, targets, strict=True
+    ):
         sums = dict(zip((*BUILT_IN, *OBJECTIVES), values.sum(0).tolist(), strict=True))
         sums["squared_error"] /= vocabulary
         sums["signal"] = float(power.sum()) / vocabulary
@@ -267,7 +314,18 @@ def _choose(mask, yes, no):  # type: ignore[no-untyped-def]
 
 
 @njit(fastmath=FAST_MATH, error_model="numpy", cache=True)
-def _terms(teacher, student, exponentials, scale, teacher_lse, shift, count, forward, backward, error):  # type: ignore[no-untyped-def]
+def _terms(  # type: ignore[no-untyped-def]
+    teacher,
+    student,
+    exponentials,
+    scale,
+    teacher_lse,
+    shift,
+    count,
+    forward,
+    backward,
+    error,
+):
     """Per column: its share of both divergences, and its squared error."""
     offset = np.float32(-teacher_lse * LOG2_E)
     for i in range(count):
@@ -301,13 +359,17 @@ def _log_sum_exps(rows, out):  # type: ignore[no-untyped-def]
 def _compare(teacher, teacher_lse, teacher_top, student, targets, out):  # type: ignore[no-untyped-def]
     columns = teacher.shape[1]
     for r in prange(teacher.shape[0]):
-        exponentials = np.empty(columns, np.float32)  # of the whole row, because they are needed twice
+        exponentials = np.empty(
+            columns, np.float32
+        )  # of the whole row, because they are needed twice
         forward = np.empty(_TILE, np.float32)
         backward = np.empty(_TILE, np.float32)
         error = np.empty(_TILE, np.float32)
         top = largest(student[r], np.empty(LANES, np.float32))
         lse, total = _log_sum_exp(student[r], top, exponentials)
-        forward_sum, backward_sum, error_sum = 0.0, 0.0, 0.0
+        forward_sum = 0.0
+        backward_sum = 0.0
+        error_sum = 0.0
         for first in range(0, columns, _TILE):
             count = min(_TILE, columns - first)
             last = first + count

@@ -5,7 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -27,7 +33,9 @@ class Perturbation:
     """Component name → recipe, for one candidate of the sweep or for a whole plan."""
 
     recipes: Mapping[str, Recipe]
-    states: tuple[tuple[Component, str], ...] = ()  # states and caches, with the formats they are kept in
+    states: tuple[
+        tuple[Component, str], ...
+    ] = ()  # states and caches, with the formats they are kept in
 
     @classmethod
     def single(cls, component: str, recipe: Recipe) -> Perturbation:
@@ -44,7 +52,9 @@ class Kernels(Protocol):
     def kernel_values(self, fmt: Format, quantized: Quantized) -> torch.Tensor:
         """The float32 weights that the kernels multiply with."""
 
-    def activations(self, model: LoadedModel, recipes: Mapping[str, Recipe]) -> AbstractContextManager[None]:
+    def activations(
+        self, model: LoadedModel, recipes: Mapping[str, Recipe]
+    ) -> AbstractContextManager[None]:
         """Within, the named components' inputs are rounded as the kernels round them."""
 
 
@@ -78,7 +88,9 @@ def name_pattern(text: str | None) -> re.Pattern[str]:
     try:
         return re.compile(text or "")
     except (re.error, OverflowError, RecursionError, TypeError) as error:
-        raise RunError(f"--components {text!r} is not a regular expression: {error}") from error
+        raise RunError(
+            f"--components {text!r} is not a regular expression: {error}"
+        ) from error
 
 
 def find_candidates(
@@ -90,7 +102,11 @@ def find_candidates(
     matches nothing is an error.
     """
     expression = name_pattern(pattern)
-    matching = [c for c in anatomy.candidates if any(expression.search(n) for n in (c.name, *c.tied_with))]
+    matching = [
+        c
+        for c in anatomy.candidates
+        if any(expression.search(n) for n in (c.name, *c.tied_with))
+    ]
     if not matching:
         raise RunError(
             f"--components {pattern!r} matches none of the {len(anatomy.candidates)} quantizable components; "
@@ -107,7 +123,9 @@ def find_candidates(
                 unfit.append((component, recipe, reason))
     if not fitting:
         component, _, reason = unfit[0]
-        raise FormatError(f"no component can be stored in {', '.join(recipes)}: {component.name}: {reason}")
+        raise FormatError(
+            f"no component can be stored in {', '.join(recipes)}: {component.name}: {reason}"
+        )
     return list(fitting), unfit
 
 
@@ -119,18 +137,31 @@ def states_of(model: LoadedModel) -> tuple[Component, ...]:
         chain.full_logits(chain.task.blank(1, 5))
     return tuple(
         Component(
-            name=f"{chain.blocks_name}.{block}.{kind}", weight="", kind=kind, family="states", block=block,
-            blocks=(block,), shape=shape, parameters=math.prod(shape), quantizable=False,
+            name=f"{chain.blocks_name}.{block}.{kind}",
+            weight="",
+            kind=kind,
+            family="states",
+            block=block,
+            blocks=(block,),
+            shape=shape,
+            parameters=math.prod(shape),
+            quantizable=False,
         )
         for block, kinds in seen.items()
         for kind, shape in kinds.items()
-    )  # fmt: skip
+    )
 
 
-def cached_states(model: LoadedModel, caches: Mapping[str, str]) -> tuple[tuple[Component, str], ...]:
+def cached_states(
+    model: LoadedModel, caches: Mapping[str, str]
+) -> tuple[tuple[Component, str], ...]:
     """The keys and values of all blocks, in the formats of their kind."""
     there = states_of(model) if caches else ()
-    return tuple((component, caches[component.kind]) for component in there if component.kind in caches)
+    return tuple(
+        (component, caches[component.kind])
+        for component in there
+        if component.kind in caches
+    )
 
 
 def find_state_candidates(
@@ -139,10 +170,17 @@ def find_state_candidates(
     """Every state and cache × format (default: `states.MENUS`), and what does not fit, with the reason. Of formats that
     are the same for a shape, the first counts."""
     if model.classifier is not None:
-        raise RunError(f"{model.name} classifies images: it keeps nothing from token to token")
-    expression, there = name_pattern(pattern), states_of(model)
+        raise RunError(
+            f"{model.name} classifies images: it keeps nothing from token to token"
+        )
+    expression = name_pattern(pattern)
+    there = states_of(model)
     if not there:
-        why = "our kernels are not used" if not model.chain.fast else "it has no Mamba scan and no attention"
+        why = (
+            "our kernels are not used"
+            if not model.chain.fast
+            else "it has no Mamba scan and no attention"
+        )
         raise RunError(f"{model.name}: no states or caches to measure: {why}")
     fitting: dict[tuple[Component, StateFormat, int], Candidate] = {}
     unfit: list[tuple[Component, Recipe, str]] = []
@@ -153,7 +191,8 @@ def find_state_candidates(
             f"{model.name} has {kinds}, such as {there[0].name}, and nothing that matches {pattern!r}"
         )
     for component in matching:
-        kind, shape = component.kind, (1, *component.shape)[-2:]
+        kind = component.kind
+        shape = (1, *component.shape)[-2:]
         for name in formats or MENUS[kind]:
             try:
                 how = StateFormat.parse(name, kind)
@@ -186,7 +225,9 @@ def _stored(recipe: Recipe, component: Component) -> tuple[Recipe | None, str | 
         stored = fitting_recipe(recipe, component.shape)[0]
     except FormatError:
         return None, reason
-    return (None, reason) if stored == FP16 else (stored, f"{reason}; measured as {stored}")
+    return (
+        (None, reason) if stored == FP16 else (stored, f"{reason}; measured as {stored}")
+    )
 
 
 Replacement = tuple[torch.nn.Parameter, torch.Tensor]
@@ -203,7 +244,11 @@ def replacements(
     for name, recipe in perturbation.recipes.items():
         component = model.anatomy.component(name)
         quantized = model.weights.quantized(component.name, recipe)
-        read = recipe.grid.dequantize if kernels is None else partial(kernels.kernel_values, recipe.grid)
+        read = (
+            recipe.grid.dequantize
+            if kernels is None
+            else partial(kernels.kernel_values, recipe.grid)
+        )
         parameters = model.parameters_of(component)
         weight = read(quantized).to(parameters[0].dtype)
         ready += [(parameter, weight) for parameter in parameters]
@@ -235,7 +280,9 @@ def applied(
     formats: dict[int, dict[str, StateFormat]] = {}
     for component, name in states:
         assert component.block is not None
-        formats.setdefault(component.block, {})[component.kind] = StateFormat.parse(name, component.kind)
+        formats.setdefault(component.block, {})[component.kind] = StateFormat.parse(
+            name, component.kind
+        )
     rounded = kernels.activations(model, recipes) if kernels else nullcontext()
     with swapped(weights), rounded, keeping(model.chain.blocks, formats):
         yield
@@ -257,9 +304,16 @@ def applied_by_block(
 
     with ExitStack() as stack:
         for index in sorted(block for block in own if block is not None):
-            inside = stack.enter_context(ExitStack())  # closed here too: an interrupt calls no hook
+            inside = stack.enter_context(
+                ExitStack()
+            )  # closed here too: an interrupt calls no hook
 
-            def enter(block: nn.Module, _: object, index: int = index, inside: ExitStack = inside) -> None:
+            def enter(
+                block: nn.Module,
+                _: object,
+                index: int = index,
+                inside: ExitStack = inside,
+            ) -> None:
                 if not needs_no_weights(block):
                     inside.enter_context(swapped(weights_of(index)))
 
@@ -268,7 +322,9 @@ def applied_by_block(
 
             stack.callback(blocks[index].register_forward_pre_hook(enter).remove)
             # Before the block's own weights are released.
-            hook = blocks[index].register_forward_hook(leave, prepend=True, always_call=True)
+            hook = blocks[index].register_forward_hook(
+                leave, prepend=True, always_call=True
+            )
             stack.callback(hook.remove)
         stack.enter_context(applied(model, recipes, weights_of(None), kernels))
         yield
@@ -277,7 +333,10 @@ def applied_by_block(
 def first_block(anatomy: Anatomy, perturbation: Perturbation) -> int:
     """The first block that differs from the teacher: -1 before the blocks, the number of blocks for the head."""
     # If nothing is perturbed, only the head runs.
-    starts = [anatomy.blocks, *(c.block for c, _ in perturbation.states if c.block is not None)]
+    starts = [
+        anatomy.blocks,
+        *(c.block for c, _ in perturbation.states if c.block is not None),
+    ]
     for name in perturbation.recipes:
         component = anatomy.component(name)
         if component.block is not None:

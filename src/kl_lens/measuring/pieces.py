@@ -14,7 +14,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kl_lens.measuring.engines import DEFAULT_MEMORY, ENGINES, Engine, FastEngine, PlainEngine, ranges
+from kl_lens.measuring.engines import (
+    DEFAULT_MEMORY,
+    ENGINES,
+    Engine,
+    FastEngine,
+    PlainEngine,
+    ranges,
+)
 from kl_lens.measuring.metrics import TeacherRows, check_finite, compare, window_metrics
 from kl_lens.measuring.perturbation import Candidate, Kernels, key_of
 from kl_lens.measuring.products import FLOAT32
@@ -39,12 +46,21 @@ class Piece:
         """The piece without finished windows and groups; None if nothing is left."""
 
         def lacks(group: Group, windows: Iterable[int]) -> bool:
-            return any(not done.get(key_of(candidates[index]), set()).issuperset(windows) for index in group)
+            return any(
+                not done.get(key_of(candidates[index]), set()).issuperset(windows)
+                for index in group
+            )
 
-        windows = tuple(w for w in self.windows if any(lacks(group, [w]) for group in self.groups))
+        windows = tuple(
+            w for w in self.windows if any(lacks(group, [w]) for group in self.groups)
+        )
         groups = tuple(group for group in self.groups if lacks(group, windows))
         share = len(windows) * len(groups) / max(1, len(self.windows) * len(self.groups))
-        return replace(self, windows=windows, groups=groups, work=self.work * share) if groups else None
+        return (
+            replace(self, windows=windows, groups=groups, work=self.work * share)
+            if groups
+            else None
+        )
 
 
 @dataclass(frozen=True)
@@ -64,17 +80,21 @@ class Layout:
         """About `each` pieces per worker, at least one for each slab. `costs`: of each candidate on one window. The
         windows are cut into few ranges, because a worker has to run the teacher on each range that it works on."""
         batches = -(-self.windows // self.batch)
-        stretch = self.batch * max(1, min(batches // max(1, workers), self.slab // self.batch))
+        stretch = self.batch * max(
+            1, min(batches // max(1, workers), self.slab // self.batch)
+        )
         size = sum(costs) * self.windows / (workers * each)
         pieces = []
         for windows in ranges(self.windows, stretch):
-            some, work = list[Group](), 0.0
+            some = list[Group]()
+            work = 0.0
             for group in self.groups:
                 some.append(group)
                 work += _cost(group, costs)
                 if work * len(windows) >= size:
                     pieces.append(self._piece(windows, tuple(some), costs))
-                    some, work = [], 0.0
+                    some = []
+                    work = 0.0
             if some:
                 pieces.append(self._piece(windows, tuple(some), costs))
         return pieces
@@ -82,26 +102,38 @@ class Layout:
     def share(self, costs: Sequence[float], index: int, count: int) -> list[Piece]:
         """Share `index` (from 1) of `count` shares of about equal work."""
         pieces = self.spread(costs, count)
-        whole, before, mine = sum(piece.work for piece in pieces), 0.0, []
+        whole = sum(piece.work for piece in pieces)
+        before = 0.0
+        mine = []
         for piece in pieces:
-            if index - 1 == min(count - 1, int((before + piece.work / 2) / whole * count)):
+            if index - 1 == min(
+                count - 1, int((before + piece.work / 2) / whole * count)
+            ):
                 mine.append(piece)
             before += piece.work
         return mine
 
-    def _piece(self, windows: Sequence[int], groups: tuple[Group, ...], costs: Sequence[float]) -> Piece:
+    def _piece(
+        self, windows: Sequence[int], groups: tuple[Group, ...], costs: Sequence[float]
+    ) -> Piece:
         """The piece with the first group on the first window also measures the noise floor."""
         work = sum(_cost(group, costs) for group in groups) * len(windows)
-        return Piece(tuple(windows), groups, work, windows[0] == 0 and groups[0] == self.groups[0])
+        return Piece(
+            tuple(windows), groups, work, windows[0] == 0 and groups[0] == self.groups[0]
+        )
 
 
 @dataclass(frozen=True)
 class Found:
     """Results that are committed together: the teacher on some windows, or a group of candidates."""
 
-    teacher: tuple[tuple[int, int, float], ...] = ()  # window, tokens with a target, summed cross-entropy
+    teacher: tuple[
+        tuple[int, int, float], ...
+    ] = ()  # window, tokens with a target, summed cross-entropy
     noise: Mapping[str, float] | None = None
-    candidates: tuple[tuple[int, tuple[WindowMetrics, ...]], ...] = ()  # index → its windows
+    candidates: tuple[
+        tuple[int, tuple[WindowMetrics, ...]], ...
+    ] = ()  # index → its windows
     seconds: float = 0.0  # per candidate
 
 
@@ -110,7 +142,8 @@ class PieceRunner:
 
     def __init__(self, job: Job, engine: Engine, sharers: int = 1) -> None:
         """`sharers`: processes that share the engine's memory budget."""
-        self.engine, self.candidates = engine, job.candidates
+        self.engine = engine
+        self.candidates = job.candidates
         self.ids = torch.from_numpy(np.array(job.ids))
         self._every = [candidate.perturbation for candidate in self.candidates]
         self._prepared: tuple[int, ...] = ()
@@ -122,8 +155,11 @@ class PieceRunner:
         if sharers > 1:  # smaller slabs, but the same batches and so the same bits
             engine.sharers = sharers
             slab = max(batch, engine.slab_windows(length))
-        kind, fault = engine.chain.device.type, engine.chain.fault
-        self.layout = Layout(batch, groups, engine.name, engine.precision, kind, count, slab, fault)
+        kind = engine.chain.device.type
+        fault = engine.chain.fault
+        self.layout = Layout(
+            batch, groups, engine.name, engine.precision, kind, count, slab, fault
+        )
 
     def do(self, piece: Piece) -> Iterator[Found]:
         """Whole groups on whole batches, a slab at a time."""
@@ -134,12 +170,17 @@ class PieceRunner:
             if piece.noise and some.start == 0:
                 yield Found(noise=noise_floor(self.engine, self._first))
             begin = time.perf_counter()
-            for group, results in self.engine.in_turn(self._every, map(list, piece.groups)):
-                seconds, begin = (time.perf_counter() - begin) / len(group), time.perf_counter()
+            for group, results in self.engine.in_turn(
+                self._every, map(list, piece.groups)
+            ):
+                seconds = (time.perf_counter() - begin) / len(group)
+                begin = time.perf_counter()
                 members = []
                 for index, metrics in zip(group, results, strict=True):
                     own = tuple(replace(w, window=windows[w.window]) for w in metrics)
-                    check_finite(str(self.candidates[index]), [(w.window, w.kl) for w in own])
+                    check_finite(
+                        str(self.candidates[index]), [(w.window, w.kl) for w in own]
+                    )
                     members.append((index, own))
                 yield Found(candidates=tuple(members), seconds=seconds)
 
@@ -149,7 +190,10 @@ class PieceRunner:
         self.engine.prepare(ids)
         self._prepared = windows
         entropies = self.engine.teacher_cross_entropy()
-        check_finite("the original model", [(windows[k], float(e)) for k, e in enumerate(entropies)])
+        check_finite(
+            "the original model",
+            [(windows[k], float(e)) for k, e in enumerate(entropies)],
+        )
         counts = (self.engine.chain.task.targets(ids) >= 0).sum(1).tolist()
         rows = zip(windows, counts, entropies, strict=True)
         return Found(teacher=tuple((w, n, float(e)) for w, n, e in rows))
@@ -171,7 +215,9 @@ def engine_for(
     """The engine of this name; for a model that cannot run in parts the plain one, with a message that says why."""
     doubt = model.chain.doubt(ids) if name == FastEngine.name else None
     if doubt is not None:
-        say(f"{model.name}: {doubt}; using the plain engine, which runs the whole model for every candidate")
+        say(
+            f"{model.name}: {doubt}; using the plain engine, which runs the whole model for every candidate"
+        )
         name = PlainEngine.name
     if model.residency is not None and name == FastEngine.name:
         return StreamedEngine(model, memory_budget, deployed, precision)
@@ -192,11 +238,15 @@ class Job:
     statistics: str | None = None  # digest of those that methods learn from
     run: str = ""  # the folder that holds them
 
-    def engine_on(self, model: LoadedModel, say: Callable[[str], None] = lambda text: None) -> Engine:
+    def engine_on(
+        self, model: LoadedModel, say: Callable[[str], None] = lambda text: None
+    ) -> Engine:
         """The engine with the requested precision, the run's, or the fastest with float32's accuracy."""
         ids = torch.from_numpy(np.array(self.ids))
         precision = self.precision or (None if self.known == FLOAT32 else self.known)
-        return engine_for(self.engine, model, ids, self.memory_budget, self.deployed, say, precision)
+        return engine_for(
+            self.engine, model, ids, self.memory_budget, self.deployed, say, precision
+        )
 
 
 def noise_floor(engine: Engine, ids: torch.Tensor, windows: int = 2) -> dict[str, float]:
@@ -213,7 +263,9 @@ def noise_floor(engine: Engine, ids: torch.Tensor, windows: int = 2) -> dict[str
         alone = engine.logits(ids[index : index + 1])[0]
         rows = compare(TeacherRows.of(together[index], targets), alone)
         # The signal is for the SQNR, which is not asked for.
-        metrics += window_metrics([index], rows, np.ones(len(rows)), [1], engine.vocabulary)
+        metrics += window_metrics(
+            [index], rows, np.ones(len(rows)), [1], engine.vocabulary
+        )
     summary = summarise(metrics)
     names = ("kl_teacher_to_student", "kl_student_to_teacher", "mse", "kl_max")
     return {name: sides * summary[name].value for name in names}

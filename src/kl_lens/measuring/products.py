@@ -22,7 +22,9 @@ from kl_lens.model.patching import has_own_forward, patched
 
 FLOAT32, TF32X3, TF32 = PRECISIONS = ("float32", "tf32x3", "tf32")
 PRODUCTS = "matrix products"
-_SOUND: WeakKeyDictionary[Chain, dict[str, bool]] = WeakKeyDictionary()  # precisions that were compared
+_SOUND: WeakKeyDictionary[Chain, dict[str, bool]] = (
+    WeakKeyDictionary()
+)  # precisions that were compared
 
 
 def _rounding(precision: str, depth: int) -> float:
@@ -35,7 +37,8 @@ def has_tensor_cores(model: LoadedModel) -> bool:
     return (
         runs_triton(first.device)
         and first.dtype == torch.float32
-        and torch.cuda.get_device_capability(first.device) >= (8, 0)  # the kernels' tiles need Ampere
+        and torch.cuda.get_device_capability(first.device)
+        >= (8, 0)  # the kernels' tiles need Ampere
     )
 
 
@@ -68,7 +71,9 @@ def _checked(precision: str, model: LoadedModel) -> str:
 def compared_products(model: LoadedModel, precision: str) -> list[Comparison]:
     """Our products beside torch's."""
     products = TensorCores([*model.chain.blocks, model.chain.head], precision).active()
-    return [c for c in model.chain.compared_kernels(around=products) if c.kernel == PRODUCTS]
+    return [
+        c for c in model.chain.compared_kernels(around=products) if c.kernel == PRODUCTS
+    ]
 
 
 class TensorCores:
@@ -76,7 +81,9 @@ class TensorCores:
     as torch does."""
 
     def __init__(self, modules: Iterable[nn.Module], precision: str) -> None:
-        every = dict.fromkeys(m for outer in modules for m in outer.modules() if precision != FLOAT32)
+        every = dict.fromkeys(
+            m for outer in modules for m in outer.modules() if precision != FLOAT32
+        )
         self._forwards = {
             layer: _forward(layer, precision)
             for layer in every
@@ -92,10 +99,14 @@ class TensorCores:
 def _forward(module: nn.Linear, precision: str) -> Callable[[torch.Tensor], torch.Tensor]:
     from kl_lens.model.kernels.triton_products import linear
 
-    def multiply(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def multiply(
+        input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
         if input.dtype != torch.float32:
             return functional.linear(input, weight, bias)
         return linear(input, weight, bias, precision)
 
-    ours = replacing(PRODUCTS, functional.linear, multiply, _rounding(precision, module.in_features))
+    ours = replacing(
+        PRODUCTS, functional.linear, multiply, _rounding(precision, module.in_features)
+    )
     return lambda input: ours(input, module.weight, module.bias)

@@ -25,7 +25,9 @@ from kl_lens.weights.recipes import Recipe, preferred
 SMALL_MENU = 3  # with so few recipes, everything is measured
 ROWS = 16  # of each matrix that show a recipe's error
 TOLERANCE = 0.15  # of predictions
-ALIKE = 8  # components of a kind that show how a recipe's error compares with the anchor's
+ALIKE = (
+    8  # components of a kind that show how a recipe's error compares with the anchor's
+)
 PART = 8  # anchors are measured on one of so many parts of the text
 
 Key = tuple[str, Recipe]  # component and recipe
@@ -35,7 +37,9 @@ Name = TypeVar("Name", bound=Hashable)
 def is_worth_it(candidates: Sequence[Candidate], *, with_a_limit: bool) -> bool:
     """Whether a component has a large menu and, without a limit on plans, several methods for one format."""
     names = [candidate.component.name for candidate in candidates]
-    formats = {(candidate.component.name, candidate.recipe.grid.name) for candidate in candidates}
+    formats = {
+        (candidate.component.name, candidate.recipe.grid.name) for candidate in candidates
+    }
     large = max(map(names.count, set(names))) > SMALL_MENU
     return large and (with_a_limit or len(formats) < len(candidates))
 
@@ -61,9 +65,14 @@ class Screen:
         """Component → the middle of its formats, without error feedback."""
         menus: dict[str, dict[Candidate, None]] = {}
         for each in self.candidates:
-            plain = Candidate(each.component, preferred(each.recipe.grid.name, ("imatrix",)))
+            plain = Candidate(
+                each.component, preferred(each.recipe.grid.name, ("imatrix",))
+            )
             menus.setdefault(each.component.name, {})[plain] = None
-        return {name: sorted(menu, key=_size)[(len(menu) - 1) // 2] for name, menu in menus.items()}
+        return {
+            name: sorted(menu, key=_size)[(len(menu) - 1) // 2]
+            for name, menu in menus.items()
+        }
 
     @property
     def first(self) -> list[Candidate]:
@@ -75,8 +84,11 @@ class Screen:
         """Candidates of one kind, recipe and anchor."""
         alike: dict[Hashable, list[Candidate]] = {}
         for each in self.candidates:
-            component, anchor = each.component, self._anchors[each.component.name].recipe
-            alike.setdefault((component.kind, component.family, anchor, each.recipe), []).append(each)
+            component = each.component
+            anchor = self._anchors[each.component.name].recipe
+            alike.setdefault(
+                (component.kind, component.family, anchor, each.recipe), []
+            ).append(each)
         return alike
 
     @property
@@ -88,13 +100,18 @@ class Screen:
             for group in self._alike.values()
             for place in range(ALIKE)
         )
-        return sorted(dict.fromkeys((*some, *self.first)), key=lambda c: order[c.component.name])
+        return sorted(
+            dict.fromkeys((*some, *self.first)), key=lambda c: order[c.component.name]
+        )
 
     def completed(self, errors: Mapping[Key, float]) -> dict[Key, float]:
         """The errors of all candidates: of `needed` as given, of others from the anchor's and those of similar ones."""
         every = dict(errors)
         for group in self._alike.values():
-            anchors = {key_of(c): max(errors[key_of(self._anchors[c.component.name])], 1e-30) for c in group}
+            anchors = {
+                key_of(c): max(errors[key_of(self._anchors[c.component.name])], 1e-30)
+                for c in group
+            }
             ratio = statistics.median(
                 errors[key] / anchor for key, anchor in anchors.items() if key in errors
             )
@@ -112,12 +129,19 @@ class Screen:
         return [
             c
             for c in self.candidates
-            if not any(own <= _size(c) and e < errors[key_of(c)] for own, e in best[c.component.name])
+            if not any(
+                own <= _size(c) and e < errors[key_of(c)]
+                for own, e in best[c.component.name]
+            )
         ]
 
-    def first_from(self, errors: Mapping[Key, float], measured: Mapping[Key, float]) -> dict[Key, float]:
+    def first_from(
+        self, errors: Mapping[Key, float], measured: Mapping[Key, float]
+    ) -> dict[Key, float]:
         """The values of `first` by what was measured of the same components."""
-        ratios = _medians((key[0], value / max(errors[key], 1e-30)) for key, value in measured.items())
+        ratios = _medians(
+            (key[0], value / max(errors[key], 1e-30)) for key, value in measured.items()
+        )
         anchors = map(key_of, self.first)
         return {key: ratios[key[0]] * errors[key] for key in anchors if key[0] in ratios}
 
@@ -143,19 +167,30 @@ class Screen:
         raw: dict[Key, float] = {}
         for key in map(key_of, self.candidates):
             anchor = key_of(self._anchors[key[0]])
-            raw[key] = max(first.get(anchor, 0.0), 0.0) / max(errors[anchor], 1e-30) * errors[key]
+            raw[key] = (
+                max(first.get(anchor, 0.0), 0.0)
+                / max(errors[anchor], 1e-30)
+                * errors[key]
+            )
         # What was measured differs from its prediction by a factor of its kind and recipe and one of the component.
-        ratios = {k: v / raw[k] for k, v in {**(samples or {}), **measured}.items() if raw[k] > 0}
+        ratios = {
+            k: v / raw[k]
+            for k, v in {**(samples or {}), **measured}.items()
+            if raw[k] > 0
+        }
         kinds = {name: anchor.component.kind for name, anchor in self._anchors.items()}
         usual = statistics.median(ratios.values()) if ratios else 1.0
-        alike = _medians(((kinds[name], recipe), ratio) for (name, recipe), ratio in ratios.items())
+        alike = _medians(
+            ((kinds[name], recipe), ratio) for (name, recipe), ratio in ratios.items()
+        )
 
         def of_kind(key: Key) -> float:
             return alike.get((kinds[key[0]], key[1]), usual)
 
         own = _medians((key[0], ratio / of_kind(key)) for key, ratio in ratios.items())
         return {
-            key: measured.get(key, value * of_kind(key) * own.get(key[0], 1.0)) for key, value in raw.items()
+            key: measured.get(key, value * of_kind(key) * own.get(key[0], 1.0))
+            for key, value in raw.items()
         }
 
 

@@ -54,7 +54,10 @@ class StoredStatistics:
     """The second moments of every component's inputs on one text: a `weights.Statistics`."""
 
     def __init__(
-        self, folder: Path, identity: Mapping[str, Any], components: dict[str, dict[str, Any]]
+        self,
+        folder: Path,
+        identity: Mapping[str, Any],
+        components: dict[str, dict[str, Any]],
     ) -> None:
         self.folder = folder
         self.identity = dict(identity)
@@ -88,20 +91,29 @@ class StoredStatistics:
             index = json.loads(path.read_text(encoding="utf-8"))
             return cls(folder, index["identity"], index["components"])
         except (ValueError, KeyError, TypeError) as error:
-            raise RunError(f"{path} cannot be read: {error}; delete {folder} and gather again") from error
+            raise RunError(
+                f"{path} cannot be read: {error}; delete {folder} and gather again"
+            ) from error
 
     @classmethod
     def begun(cls, run: Path, model: LoadedModel, windows: Windows) -> StoredStatistics:
         """The existing statistics of this model and text, to add to."""
         identity = {
-            "version": VERSION, "model": model.name, "model_fingerprint": model.fingerprint,
-            "text": windows.provenance(), "text_fingerprint": windows.fingerprint,
-        }  # fmt: skip
+            "version": VERSION,
+            "model": model.name,
+            "model_fingerprint": model.fingerprint,
+            "text": windows.provenance(),
+            "text_fingerprint": windows.fingerprint,
+        }
         stored = cls.held_by(run)
         if stored is None:
             return cls(run / FOLDER, identity, {})
         stored._require(identity)
-        intact = {name: entry for name, entry in stored._components.items() if stored._is_readable(name)}
+        intact = {
+            name: entry
+            for name, entry in stored._components.items()
+            if stored._is_readable(name)
+        }
         return cls(stored.folder, identity, intact)
 
     def covers(self, model: LoadedModel) -> bool:
@@ -109,7 +121,9 @@ class StoredStatistics:
         return not self._missing(model)
 
     def _missing(self, model: LoadedModel) -> list[str]:
-        return [c.name for c in model.anatomy.candidates if c.name not in self._components]
+        return [
+            c.name for c in model.anatomy.candidates if c.name not in self._components
+        ]
 
     @property
     def digest(self) -> str:
@@ -119,7 +133,11 @@ class StoredStatistics:
     @property
     def notes(self) -> dict[str, str]:
         """Component → remark about its statistics."""
-        return {name: entry["note"] for name, entry in self._components.items() if entry.get("note")}
+        return {
+            name: entry["note"]
+            for name, entry in self._components.items()
+            if entry.get("note")
+        }
 
     def __contains__(self, component: str) -> bool:
         return component in self._components
@@ -133,7 +151,9 @@ class StoredStatistics:
         tokens = tuple(entry["tokens"])
         if entry["file"] is None:
             if entry["columns"] is None:
-                raise FormatError(f"{component}: {entry['note']}; use a method that needs no statistics")
+                raise FormatError(
+                    f"{component}: {entry['note']}; use a method that needs no statistics"
+                )
             return InputStatistics(torch.eye(entry["columns"], device=device), tokens)
         try:
             with safe_open(self.folder / entry["file"], framework="pt") as file:
@@ -144,29 +164,42 @@ class StoredStatistics:
             ) from error
         return InputStatistics(_unpacked(packed.to(device), entry["columns"]), tokens)
 
-    def add(self, file: str, moments: Mapping[str, InputStatistics], notes: Mapping[str, str]) -> None:
+    def add(
+        self, file: str, moments: Mapping[str, InputStatistics], notes: Mapping[str, str]
+    ) -> None:
         """Writes finished components to a file, then to the index."""
         tensors: dict[str, torch.Tensor] = {}
         for name, statistics in moments.items():
             packed = _packed(statistics.second_moments)
-            same = (other for other, tensor in tensors.items() if torch.equal(tensor, packed))
+            same = (
+                other for other, tensor in tensors.items() if torch.equal(tensor, packed)
+            )
             under = next(same, name)
             if under == name:
                 tensors[name] = packed
             self._components[name] = {
-                "file": file, "under": under, "columns": statistics.second_moments.shape[-1],
-                "tokens": list(statistics.tokens), "note": notes.get(name),
-            }  # fmt: skip
+                "file": file,
+                "under": under,
+                "columns": statistics.second_moments.shape[-1],
+                "tokens": list(statistics.tokens),
+                "note": notes.get(name),
+            }
         if tensors:
             with whole(self.folder / file) as temporary:
                 save_file(tensors, temporary)
         self._write_index()
 
-    def add_without_moments(self, component: str, note: str, columns: int | None, tokens: int) -> None:
+    def add_without_moments(
+        self, component: str, note: str, columns: int | None, tokens: int
+    ) -> None:
         """Records a component whose columns count equally (`columns` given), or about which nothing is known (None)."""
         self._components[component] = {
-            "file": None, "under": None, "columns": columns, "tokens": [tokens], "note": note,
-        }  # fmt: skip
+            "file": None,
+            "under": None,
+            "columns": columns,
+            "tokens": [tokens],
+            "note": note,
+        }
         self._write_index()
 
     def _require(self, identity: Mapping[str, Any]) -> None:
@@ -185,7 +218,11 @@ class StoredStatistics:
         return True
 
     def _write_index(self) -> None:
-        index = {"identity": self.identity, "digest": self.digest, "components": self._components}
+        index = {
+            "identity": self.identity,
+            "digest": self.digest,
+            "components": self._components,
+        }
         write_text(self.folder / _INDEX, json.dumps(index, indent=1) + "\n")
 
 
@@ -227,9 +264,16 @@ def gather(
 
 class _Gathering:
     def __init__(
-        self, model: LoadedModel, windows: Windows, stored: StoredStatistics, missing: Sequence[Component]
+        self,
+        model: LoadedModel,
+        windows: Windows,
+        stored: StoredStatistics,
+        missing: Sequence[Component],
     ) -> None:
-        self._model, self._chain, self._stored, self._missing = model, model.chain, stored, missing
+        self._model = model
+        self._chain = model.chain
+        self._stored = stored
+        self._missing = missing
         self._tokens = windows.tokens
         size = max(1, self._chain.task.rows_at_once // windows.length)
         self._batches = windows.ids.split(size)
@@ -243,8 +287,12 @@ class _Gathering:
                 watch = self._watch([c for c in self._missing if index in c.blocks])
                 for number, call in enumerate(calls):
                     with watch:
-                        states[number] = self._chain.run(states[number], call, index, index + 1)
-                    self._check_states(states[number].hidden, f"after block {index}", number)
+                        states[number] = self._chain.run(
+                            states[number], call, index, index + 1
+                        )
+                    self._check_states(
+                        states[number].hidden, f"after block {index}", number
+                    )
                 done = [c for c in self._missing if c.blocks and c.blocks[-1] == index]
                 self._store(f"block-{index:03d}.safetensors", done)
             progress(index + 1, len(self._chain))
@@ -266,14 +314,20 @@ class _Gathering:
                 self._moments[anatomy.head].add(final)
         self._store("outside.safetensors", multiplied)
         for component in looked_up:
-            self._stored.add_without_moments(component.name, LOOKED_UP, component.shape[-1], self._tokens)
+            self._stored.add_without_moments(
+                component.name, LOOKED_UP, component.shape[-1], self._tokens
+            )
 
     def _watch(self, components: Sequence[Component]) -> ProductWatch:
         for component in components:
             if component.name not in self._moments:
-                self._moments[component.name] = Moments(component.shape, self._chain.device)
+                self._moments[component.name] = Moments(
+                    component.shape, self._chain.device
+                )
         here = {c.name: self._moments[c.name] for c in components}
-        return ProductWatch({c.name: self._model.tensor(c.weight) for c in components}, here)
+        return ProductWatch(
+            {c.name: self._model.tensor(c.weight) for c in components}, here
+        )
 
     def _store(self, file: str, components: Sequence[Component]) -> None:
         statistics: dict[str, InputStatistics] = {}
@@ -284,15 +338,25 @@ class _Gathering:
                 self._stored.add_without_moments(name, "used only in parts", None, 0)
             elif not any(moments.tokens):
                 unused = "never used in a matrix product"
-                note = "no token of this text was routed to its experts" if moments.stacked else unused
+                note = (
+                    "no token of this text was routed to its experts"
+                    if moments.stacked
+                    else unused
+                )
                 self._stored.add_without_moments(name, note, None, 0)
             elif not bool(moments.sums.any()):
-                self._stored.add_without_moments(name, NO_INPUT, moments.columns, sum(moments.tokens))
+                self._stored.add_without_moments(
+                    name, NO_INPUT, moments.columns, sum(moments.tokens)
+                )
             else:
                 statistics[name] = InputStatistics(moments.means, tuple(moments.tokens))
                 if not bool(torch.isfinite(moments.sums).all()):
-                    raise CheckpointError(f"{name}: its inputs are too large to square; load it in float32")
-                few = [str(e) for e, n in enumerate(moments.tokens) if n < moments.columns]
+                    raise CheckpointError(
+                        f"{name}: its inputs are too large to square; load it in float32"
+                    )
+                few = [
+                    str(e) for e, n in enumerate(moments.tokens) if n < moments.columns
+                ]
                 if few and moments.stacked:
                     notes[name] = (
                         f"experts {', '.join(few)} saw fewer tokens than they have columns: filled up with the overall "
@@ -303,7 +367,9 @@ class _Gathering:
     def _check_states(self, states: torch.Tensor, where: str, number: int) -> None:
         finite = torch.isfinite(states).flatten(1).all(1)
         if not bool(finite.all()):
-            window = sum(map(len, self._batches[:number])) + int((~finite).nonzero()[0, 0])
+            window = sum(map(len, self._batches[:number])) + int(
+                (~finite).nonzero()[0, 0]
+            )
             raise CheckpointError(
                 f"{self._model.name}: states {where} hold NaN or infinity in window {window}; "
                 "repair the checkpoint, or load it in float32"
@@ -334,9 +400,13 @@ class Moments:
         self.columns = shape[-1]
         self.stacked = len(shape) == 3
         experts = shape[0] if self.stacked else 1
-        self.sums = torch.zeros(experts, self.columns, self.columns, dtype=torch.float64, device=device)
+        self.sums = torch.zeros(
+            experts, self.columns, self.columns, dtype=torch.float64, device=device
+        )
         self.tokens = [0] * experts
-        self.in_parts = False  # a product used only some of the columns: the moments are incomplete
+        self.in_parts = (
+            False  # a product used only some of the columns: the moments are incomplete
+        )
 
     def add(self, inputs: torch.Tensor, expert: int = 0) -> None:
         """Adds inputs of shape (…, columns)."""
@@ -347,9 +417,15 @@ class Moments:
     @property
     def means(self) -> torch.Tensor:
         """E[x xᵀ] in float32; an expert with fewer tokens than columns is filled up with the mean over all experts."""
-        tokens = torch.tensor(self.tokens, dtype=torch.float64, device=self.sums.device)[:, None, None]
+        tokens = torch.tensor(self.tokens, dtype=torch.float64, device=self.sums.device)[
+            :, None, None
+        ]
         overall = self.sums.sum(0) / tokens.sum()
-        lacking = (self.columns - tokens).clamp_min(0) if self.stacked else torch.zeros_like(tokens)
+        lacking = (
+            (self.columns - tokens).clamp_min(0)
+            if self.stacked
+            else torch.zeros_like(tokens)
+        )
         means = ((self.sums + lacking * overall) / (tokens + lacking)).float()
         return means if self.stacked else means[0]
 
@@ -357,27 +433,40 @@ class Moments:
 class ProductWatch(TorchFunctionMode):
     """Within the block, every product with a watched weight adds its inputs to that weight's moments."""
 
-    def __init__(self, weights: Mapping[str, torch.Tensor], moments: Mapping[str, Moments]) -> None:
+    def __init__(
+        self, weights: Mapping[str, torch.Tensor], moments: Mapping[str, Moments]
+    ) -> None:
         super().__init__()
         self._moments = moments
-        ordered = sorted((weights[name].data_ptr(), name, weights[name]) for name in moments)
+        ordered = sorted(
+            (weights[name].data_ptr(), name, weights[name]) for name in moments
+        )
         self._starts = [start for start, _, _ in ordered]
         self._weights = [(name, weight) for _, name, weight in ordered]
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         name = getattr(func, "__name__", "")
         if name == "linear" and len(args) > 1:
             self._see(args[0], args[1], transposed=False)
         elif name in _PRODUCTS and len(args) > 1:
-            left, right = args[0], args[1]
+            left = args[0]
+            right = args[1]
             # weight · x: the inputs are the columns of x; x · weightᵀ: its rows.
-            if not self._see(right.mT if right.dim() > 1 else right, left, transposed=False):
+            if not self._see(
+                right.mT if right.dim() > 1 else right, left, transposed=False
+            ):
                 self._see(left, right, transposed=True)
         return func(*args, **(kwargs or {}))
 
-    def _see(self, inputs: torch.Tensor, operand: torch.Tensor, *, transposed: bool) -> bool:
+    def _see(
+        self, inputs: torch.Tensor, operand: torch.Tensor, *, transposed: bool
+    ) -> bool:
         """Adds the inputs if the operand is (part of) a watched weight, (rows, columns) or its transpose."""
         owner = self._owner(operand)
         if owner is None:
@@ -385,7 +474,11 @@ class ProductWatch(TorchFunctionMode):
         name, expert = owner
         moments = self._moments[name]
         matrix = operand.mT if transposed else operand
-        if matrix.shape[-1] != moments.columns or inputs.shape[-1] != moments.columns or expert is None:
+        if (
+            matrix.shape[-1] != moments.columns
+            or inputs.shape[-1] != moments.columns
+            or expert is None
+        ):
             moments.in_parts = True
         else:
             moments.add(inputs, expert)

@@ -24,24 +24,40 @@ from kl_lens.run.samples import WindowMetrics
 # Share of the budget (after weights) for states; the rest is working memory.
 _FOR_STATES = 1 / 3
 # A slab is small enough that states of this many candidates fit, besides the teacher's.
-_CANDIDATES, _TEACHERS = 8, 4
+_CANDIDATES = 8
+_TEACHERS = 4
 
 
 class _Flight:
     """A group of perturbations on its way through the blocks."""
 
-    def __init__(self, group: list[int], members: list[Perturbation], model: LoadedModel, start: int) -> None:
-        self.group, self.members, self._model, self.start = group, members, model, start
+    def __init__(
+        self,
+        group: list[int],
+        members: list[Perturbation],
+        model: LoadedModel,
+        start: int,
+    ) -> None:
+        self.group = group
+        self.members = members
+        self._model = model
+        self.start = start
         self.metrics: list[list[WindowMetrics]] = [[] for _ in members]
         self.states: dict[int, States] = {}  # of each batch
-        self.calls: list[BlockCalls] = []  # its own, if it differs from the teacher before the first block
+        self.calls: list[
+            BlockCalls
+        ] = []  # its own, if it differs from the teacher before the first block
 
     def among(self, choose: Callable[[Component], bool]) -> list[Perturbation]:
         """Each member, restricted to the chosen components."""
         component = self._model.anatomy.component
         return [
             Perturbation(
-                {name: recipe for name, recipe in m.recipes.items() if choose(component(name))},
+                {
+                    name: recipe
+                    for name, recipe in m.recipes.items()
+                    if choose(component(name))
+                },
                 tuple(state for state in m.states if choose(state[0])),
             )
             for m in self.members
@@ -69,11 +85,17 @@ class StreamedEngine(FastEngine):
         taken = BLOCKS_AT_ONCE * self.residency.block_bytes
         if self.chain.device.type == "cpu":
             taken += self.residency.resident_bytes
-        return int(max(self.memory_budget - taken, self.memory_budget / 4) * _FOR_STATES / self.sharers)
+        return int(
+            max(self.memory_budget - taken, self.memory_budget / 4)
+            * _FOR_STATES
+            / self.sharers
+        )
 
     def slab_windows(self, length: int) -> int:
         width = -(-self.chain.state_size // len(self.chain))
-        most = max(1, self.states_budget // (length * width * 4 * (_CANDIDATES + _TEACHERS)))
+        most = max(
+            1, self.states_budget // (length * width * 4 * (_CANDIDATES + _TEACHERS))
+        )
         return most - most % min(most, self.batch_windows(length))
 
     def in_turn(
@@ -85,13 +107,21 @@ class StreamedEngine(FastEngine):
             start = min(first_block(self.model.anatomy, member) for member in members)
             flights.append(_Flight(group, members, self.model, start))
         flights.sort(key=lambda flight: flight.start)
-        each, room = self._teacher_bytes // _TEACHERS, self.states_budget - self._teacher_bytes
-        waves = list(_filled(flights, lambda f: each * (len(f.members) + (f.start < 0)), room))
+        each = self._teacher_bytes // _TEACHERS
+        room = self.states_budget - self._teacher_bytes
+        waves = list(
+            _filled(flights, lambda f: each * (len(f.members) + (f.start < 0)), room)
+        )
         # The teacher moves along and stops where the next wave starts.
         entering = [States(batch.calls.hidden) for batch in self.teacher.batches]
         at = 0
         for place, wave in enumerate(waves):
-            following = [f.start for later in waves[place + 1 :] for f in later if f.start < len(self.chain)]
+            following = [
+                f.start
+                for later in waves[place + 1 :]
+                for f in later
+                if f.start < len(self.chain)
+            ]
             starts = [f.start for f in wave if f.start < len(self.chain)]
             goal = max([at, *([min(following)] if following else starts)])
             self._through(wave, at, entering, goal)
@@ -103,16 +133,27 @@ class StreamedEngine(FastEngine):
     @property
     def _teacher_bytes(self) -> int:
         """The teacher's states: inputs of the first block, the current one, the next one and the head."""
-        return _TEACHERS * sum(batch.rows for batch in self.teacher.batches) * self.teacher.row_bytes
+        return (
+            _TEACHERS
+            * sum(batch.rows for batch in self.teacher.batches)
+            * self.teacher.row_bytes
+        )
 
-    def _through(self, wave: Sequence[_Flight], at: int, entering: list[States], goal: int) -> None:
+    def _through(
+        self, wave: Sequence[_Flight], at: int, entering: list[States], goal: int
+    ) -> None:
         """Runs a wave through the blocks, and the teacher from block `at` (inputs: `entering`) to `goal`."""
         batches = self.teacher.batches
         for flight in wave:
             if flight.start < 0:
                 with self._perturbed(flight.outside):
-                    flight.calls = [self.chain.calls(batch.calls.ids) for batch in batches]
-                flight.states = {number: States(call.hidden) for number, call in enumerate(flight.calls)}
+                    flight.calls = [
+                        self.chain.calls(batch.calls.ids) for batch in batches
+                    ]
+                flight.states = {
+                    number: States(call.hidden)
+                    for number, call in enumerate(flight.calls)
+                }
         for index in range(at, len(self.chain)):
             flying = [f for f in wave if f.start < index or (f.start < 0 and not index)]
             starting = [f for f in wave if f.start == index]
@@ -122,14 +163,19 @@ class StreamedEngine(FastEngine):
                 for number, batch in enumerate(batches):
                     entered = entering[number]
                     if index < goal:
-                        entering[number] = self.chain.run(entered, batch.calls, index, index + 1)
+                        entering[number] = self.chain.run(
+                            entered, batch.calls, index, index + 1
+                        )
                     for flight in starting:
                         flight.states[number] = self._first(flight, entered, batch)
                     for flight in flying:
                         # Perturbed here too if a weight is shared or a plan changes several.
-                        before, calls = flight.states.pop(number), self._calls(flight, number)
+                        before = flight.states.pop(number)
+                        calls = self._calls(flight, number)
                         with self._perturbed(flight.here(index)):
-                            flight.states[number] = self.chain.run(before, calls, index, index + 1)
+                            flight.states[number] = self.chain.run(
+                                before, calls, index, index + 1
+                            )
 
     def _first(self, flight: _Flight, entered: States, batch: Batch) -> States:
         """Output of the block in which a flight starts."""
@@ -137,15 +183,21 @@ class StreamedEngine(FastEngine):
         for perturbation in flight.here(flight.start):
             student = Student(self.model, perturbation, self.deployed)
             with self.perturbed(perturbation, student.weights):
-                outputs.append(self.chain.run(entered, batch.calls, flight.start, flight.start + 1))
+                outputs.append(
+                    self.chain.run(entered, batch.calls, flight.start, flight.start + 1)
+                )
         return outputs[0] if len(outputs) == 1 else States.stacked(outputs)
 
     def _calls(self, flight: _Flight, number: int) -> BlockCalls:
-        return flight.calls[number] if flight.calls else self.teacher.batches[number].calls
+        return (
+            flight.calls[number] if flight.calls else self.teacher.batches[number].calls
+        )
 
     def _perturbed(self, members: Sequence[Perturbation]) -> AbstractContextManager[None]:
         """Applies what a flight changes behind its first block; only flights with a single member do."""
-        some = next((member for member in members if member.recipes or member.states), None)
+        some = next(
+            (member for member in members if member.recipes or member.states), None
+        )
         if some is None or len(members) > 1:
             return nullcontext()
         return self.perturbed(some, Student(self.model, some, self.deployed).weights)
@@ -158,12 +210,18 @@ class StreamedEngine(FastEngine):
                 for portion in _filled(wave, lambda flight: len(flight.members), most):
                     self._compare_portion(portion, batch, number)
 
-    def _compare_portion(self, flights: Sequence[_Flight], batch: Batch, number: int) -> None:
+    def _compare_portion(
+        self, flights: Sequence[_Flight], batch: Batch, number: int
+    ) -> None:
         """All members together; those with their own head one by one."""
         together: list[tuple[list[WindowMetrics], torch.Tensor]] = []
         for flight in flights:
             states = self._final(flight, batch, number)
-            head = Student(self.model, flight.outside[0], self.deployed) if len(states) == 1 else None
+            head = (
+                Student(self.model, flight.outside[0], self.deployed)
+                if len(states) == 1
+                else None
+            )
             if head is not None and head.has_own_head:
                 (rows,) = self._compare(batch, states, head)
                 flight.metrics[0] += self._windows(batch, rows())
@@ -179,11 +237,15 @@ class StreamedEngine(FastEngine):
         if flight.start == len(self.chain):
             return [batch.states] * len(flight.members)
         with self._perturbed(flight.outside):
-            final = self.chain.finish(flight.states.pop(number), self._calls(flight, number))
+            final = self.chain.finish(
+                flight.states.pop(number), self._calls(flight, number)
+            )
         return list(final.chunk(len(flight.members)))
 
 
-def _filled(flights: Iterable[_Flight], size: Callable[[_Flight], int], most: int) -> Iterator[list[_Flight]]:
+def _filled(
+    flights: Iterable[_Flight], size: Callable[[_Flight], int], most: int
+) -> Iterator[list[_Flight]]:
     """In order, as many as fit and at least one."""
     some: list[_Flight] = []
     for flight in flights:

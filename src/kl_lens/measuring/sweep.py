@@ -23,7 +23,8 @@ from kl_lens.text.windows import Windows
 
 # Quantizing one weight takes as long as so many multiplications of a forward pass; measured on two ARM cores.
 QUANTIZING = {"gptq": 1.5e4}
-LEAST_WINDOWS, MOST_WINDOWS = 4, 64
+LEAST_WINDOWS = 4
+MOST_WINDOWS = 64
 GPU_WORK = 3.4e15  # multiplications: 32 windows for 2.7 billion parameters
 
 
@@ -31,7 +32,9 @@ GPU_WORK = 3.4e15  # multiplications: 32 windows for 2.7 billion parameters
 class Progress:
     """What a progress display needs; the command line replaces the callbacks."""
 
-    started: Callable[[float, float], None] = lambda total, done: None  # total work, work already done
+    started: Callable[[float, float], None] = lambda total, done: (
+        None
+    )  # total work, work already done
     advanced: Callable[[float, str], None] = lambda work, what: None
     message: Callable[[str], None] = lambda text: None
 
@@ -75,8 +78,12 @@ class Sweep:
     engine: str = FastEngine.name
     memory_budget: int = DEFAULT_MEMORY
     progress: Progress = field(default_factory=Progress)
-    deployed: Kernels | None = None  # measure with a runtime's activations, not only quantized weights
-    precision: str | None = None  # of products on a GPU; None: the run's, or the fastest that is exact enough
+    deployed: Kernels | None = (
+        None  # measure with a runtime's activations, not only quantized weights
+    )
+    precision: str | None = (
+        None  # of products on a GPU; None: the run's, or the fastest that is exact enough
+    )
     share: tuple[int, int] | None = None  # (3, 16): only the third of sixteen shares
     workers: Workers | None = None  # that do the measuring in other processes
 
@@ -93,14 +100,23 @@ class Sweep:
         self.identify(windows, role)
         learnt = self.bind(candidates)
         text, role = role, self._role(role)
-        ids, known = windows.ids.cpu().numpy().astype(np.int64), self.run.identity.get("precision")
+        ids = windows.ids.cpu().numpy().astype(np.int64)
+        known = self.run.identity.get("precision")
         how = (self.engine, self.memory_budget, self.deployed, self.precision, known)
         job = Job(candidates, ids, *how, learnt, str(self.run.folder.absolute()))
         costs = [self._work(candidate) for candidate in candidates]
-        runner = None if self.workers else PieceRunner(job, job.engine_on(self.model, self.progress.message))
+        runner = (
+            None
+            if self.workers
+            else PieceRunner(job, job.engine_on(self.model, self.progress.message))
+        )
         if runner is not None:
             layout = runner.layout
-            pieces = layout.share(costs, *self.share) if self.share else layout.spread(costs, 1, each=1)
+            pieces = (
+                layout.share(costs, *self.share)
+                if self.share
+                else layout.spread(costs, 1, each=1)
+            )
         else:
             assert self.workers is not None
             layout = self.workers.begin(job)
@@ -110,12 +126,18 @@ class Sweep:
             self.run.identify({"precision": FLOAT32 if exact else layout.precision})
         self.run.store(KERNELS, role, layout.fault or None)
         if self.workers and layout.fault:  # this process has not seen it
-            self.model.warn(f"{layout.fault}; transformers' own code computes this model instead")
+            self.model.warn(
+                f"{layout.fault}; transformers' own code computes this model instead"
+            )
         done = self.run.measured_windows(role)
-        quantizing = [quantizing_work(c, windows.length) / len(windows) for c in candidates]
+        quantizing = [
+            quantizing_work(c, windows.length) / len(windows) for c in candidates
+        ]
         shown = [cost + more for cost, more in zip(costs, quantizing, strict=True)]
         reused = self._say_how_much(candidates, pieces, shown, done)
-        left = [piece for piece in (each.left(candidates, done) for each in pieces) if piece]
+        left = [
+            piece for piece in (each.left(candidates, done) for each in pieces) if piece
+        ]
         if not noise or self.run.load("noise", role) is not None:
             left = [replace(piece, noise=False) for piece in left]
         elif left and not self.share and not self.workers:
@@ -129,14 +151,29 @@ class Sweep:
             if found.noise is not None:
                 self.run.store("noise", role, found.noise)
             for index, metrics in found.candidates:
-                fresh = [w for w in metrics if w.window not in done.get(key_of(candidates[index]), ())]
+                fresh = [
+                    w
+                    for w in metrics
+                    if w.window not in done.get(key_of(candidates[index]), ())
+                ]
                 if fresh:
-                    key, measured = key_of(candidates[index]), measured + len(fresh)
-                    self.run.store_samples(role, *key, fresh, found.seconds, _dtype(self.model))
-                    self.progress.advanced(shown[index] * len(fresh), str(candidates[index]))
+                    key = key_of(candidates[index])
+                    measured = measured + len(fresh)
+                    self.run.store_samples(
+                        role, *key, fresh, found.seconds, _dtype(self.model)
+                    )
+                    self.progress.advanced(
+                        shown[index] * len(fresh), str(candidates[index])
+                    )
         seconds = time.perf_counter() - begin
         return SweepResult(
-            len(candidates), len(windows), windows.tokens, measured, reused, seconds, layout.precision
+            len(candidates),
+            len(windows),
+            windows.tokens,
+            measured,
+            reused,
+            seconds,
+            layout.precision,
         )
 
     def _results(
@@ -156,19 +193,30 @@ class Sweep:
             yield from runner.do(piece)
 
     def _say_how_much(
-        self, candidates: Sequence[Candidate], pieces: Sequence[Piece], costs: Sequence[float], done: Done
+        self,
+        candidates: Sequence[Candidate],
+        pieces: Sequence[Piece],
+        costs: Sequence[float],
+        done: Done,
     ) -> int:
         """Tells the progress display how much is left; returns the pairs that exist already."""
-        reused, finished, total = 0, 0.0, 0.0
+        reused = 0
+        finished = 0.0
+        total = 0.0
         for piece in pieces:
             for index in (index for group in piece.groups for index in group):
-                there = len(done.get(key_of(candidates[index]), set()).intersection(piece.windows))
-                reused, finished = reused + there, finished + costs[index] * there
+                there = len(
+                    done.get(key_of(candidates[index]), set()).intersection(piece.windows)
+                )
+                reused = reused + there
+                finished = finished + costs[index] * there
                 total += costs[index] * len(piece.windows)
         self.progress.started(total, finished)
         return reused
 
-    def kl(self, candidate: Candidate, windows: int, role: str = CALIBRATION) -> float | None:
+    def kl(
+        self, candidate: Candidate, windows: int, role: str = CALIBRATION
+    ) -> float | None:
         """The KL of a candidate on the first windows; None if it was not measured."""
         samples = self.run.samples(self._role(role), *key_of(candidate), windows=windows)
         return summarise(samples)["kl_teacher_to_student"].value if samples else None
@@ -181,7 +229,10 @@ class Sweep:
         """Records the run's model and text, or refuses others than the recorded ones."""
         self.run.identify(model_identity(self.model))
         known = windows.provenance()
-        identity = {name: known[name] for name in ("source", "split", "order", "length", "seed", "stride")}
+        identity = {
+            name: known[name]
+            for name in ("source", "split", "order", "length", "seed", "stride")
+        }
         rows = (row.astype(np.int64).tobytes() for row in windows.ids.cpu().numpy())
         texts = [hashlib.blake2b(row, digest_size=8).hexdigest() for row in rows]
         self.run.identify_text(role, identity, texts)
@@ -190,7 +241,9 @@ class Sweep:
     def bind(self, candidates: Sequence[Candidate]) -> str | None:
         """Records the digest of the statistics that learnt recipes use: results from different ones must not be
         mixed."""
-        learnt = self.model.weights.learnt_by(each.recipe for each in candidates if not each.is_state)
+        learnt = self.model.weights.learnt_by(
+            each.recipe for each in candidates if not each.is_state
+        )
         if learnt is not None:
             self.run.identify({"statistics": learnt})
         return learnt
@@ -200,25 +253,44 @@ class Sweep:
     ) -> float:
         """Approximate multiplications for everything that the run does not hold yet."""
         done = self.run.measured_windows(self._role(role))
-        left = [len(windows) - len(done.get(key_of(c), set()) & {*range(len(windows))}) for c in candidates]
-        return 2.0 * windows.length * sum(n * self._work(c) for n, c in zip(left, candidates, strict=True))
+        left = [
+            len(windows) - len(done.get(key_of(c), set()) & {*range(len(windows))})
+            for c in candidates
+        ]
+        return (
+            2.0
+            * windows.length
+            * sum(n * self._work(c) for n, c in zip(left, candidates, strict=True))
+        )
 
     def _work(self, candidate: Candidate) -> float:
         return work_of(self.model, candidate, self.engine)
 
 
-def work_of(model: LoadedModel, candidate: Candidate, engine: str = FastEngine.name) -> float:
+def work_of(
+    model: LoadedModel, candidate: Candidate, engine: str = FastEngine.name
+) -> float:
     """Relative cost of a candidate: the parameters of the blocks it runs through, and twice the head's."""
     anatomy = model.anatomy
-    start = max(0, first_block(anatomy, candidate.perturbation)) if engine == FastEngine.name else 0
-    blocks = sum(c.parameters for c in anatomy.candidates if c.block is not None) / max(1, anatomy.blocks)
+    start = (
+        max(0, first_block(anatomy, candidate.perturbation))
+        if engine == FastEngine.name
+        else 0
+    )
+    blocks = sum(c.parameters for c in anatomy.candidates if c.block is not None) / max(
+        1, anatomy.blocks
+    )
     head = anatomy.component(anatomy.head).parameters
     return blocks * (anatomy.blocks - start) + 2 * head
 
 
 def quantizing_work(candidate: Candidate, length: int) -> float:
     """Cost of quantizing a candidate's weight, in units of `work_of` per window; for forecasts only."""
-    return candidate.component.parameters * QUANTIZING.get(candidate.recipe.method, 0.0) / length
+    return (
+        candidate.component.parameters
+        * QUANTIZING.get(candidate.recipe.method, 0.0)
+        / length
+    )
 
 
 def error_work(candidate: Candidate) -> float:
@@ -226,18 +298,25 @@ def error_work(candidate: Candidate) -> float:
     return 10.0 * candidate.component.shape[-1] ** 2
 
 
-def windows_by_cost(model: LoadedModel, candidates: Sequence[Candidate], length: int) -> int:
+def windows_by_cost(
+    model: LoadedModel, candidates: Sequence[Candidate], length: int
+) -> int:
     """How many windows to measure on by default: on a CPU as many as take about as long as quantizing, on a GPU as many
     as its allowance of multiplications permits and four rounds of its free memory hold. Counted, not timed, so that a
     busy machine changes nothing."""
-    once = {each.component.name: each for each in candidates}.values()  # about what a plan needs
+    once = {
+        each.component.name: each for each in candidates
+    }.values()  # about what a plan needs
     each = length * sum(work_of(model, candidate) for candidate in once)
     quantizing = sum(quantizing_work(candidate, 1) for candidate in once)
     most = MOST_WINDOWS
     if on_gpu := model.chain.device.type == "cuda":
         states = memory_on(model.chain.device, DEFAULT_MEMORY) // 2
         head = model.anatomy.component(model.anatomy.head)
-        most = min(most, 4 * states // window_bytes(model.chain, length, head.shape[1], head.shape[0]))
+        most = min(
+            most,
+            4 * states // window_bytes(model.chain, length, head.shape[1], head.shape[0]),
+        )
     most = min(most, int((GPU_WORK if on_gpu else quantizing) / each))
     return max(LEAST_WINDOWS, most // LEAST_WINDOWS * LEAST_WINDOWS)
 

@@ -16,9 +16,11 @@ from kl_lens.model import BlockCalls, Chain, LoadedModel, States
 
 # Most bytes and rows of logits computed at once. Three hundred rows are enough for full speed; with a small vocabulary,
 # more than a thousand no longer fit into the caches.
-LOGIT_BYTES, LOGIT_ROWS = 64 << 20, 1024
+LOGIT_BYTES = 64 << 20
+LOGIT_ROWS = 1024
 # The same for a GPU, limited by its memory.
-GPU_TIMES, GPU_LOGIT_ROWS = 8, 8192
+GPU_TIMES = 8
+GPU_LOGIT_ROWS = 8192
 
 
 def logit_rows(vocabulary: int, gpu_budget: int | None = None) -> int:
@@ -33,7 +35,12 @@ def batch_tokens(chain: Chain, budget: int) -> int:
     usual = chain.task.rows_at_once
     if chain.device.type == "cpu":
         return usual
-    layers = [m for block in chain.blocks for m in block.modules() if isinstance(m, torch.nn.Linear)]
+    layers = [
+        m
+        for block in chain.blocks
+        for m in block.modules()
+        if isinstance(m, torch.nn.Linear)
+    ]
     widest = max((max(m.in_features, m.out_features) for m in layers), default=1024)
     return max(usual // 8, min(GPU_TIMES * usual, budget // 4 // (10 * 4 * widest)), 1)
 
@@ -73,14 +80,17 @@ class Teacher:
         """`tokens` run together; `row_chunk` rows of logits are computed at once. `budget`: bytes for everything kept;
         None: for a model on disk, only the inputs of the first block and of the head are kept."""
         self.chain = chain = model.chain
-        self._products, self.row_chunk = products, row_chunk
+        self._products = products
+        self.row_chunk = row_chunk
         vocabulary = model.anatomy.component(model.anatomy.head).shape[0]
         per_batch = max(1, tokens // ids.shape[1])
         self.batches = []
         for first in range(0, len(ids), per_batch):
             part = ids[first : first + per_batch]
             targets = chain.task.targets(part).to(chain.device)
-            self.batches.append(Batch(range(first, first + len(part)), chain.calls(part), targets))
+            self.batches.append(
+                Batch(range(first, first + len(part)), chain.calls(part), targets)
+            )
         states = [States(batch.calls.hidden) for batch in self.batches]
         self.row_bytes = 0  # most bytes per row between two blocks
         with self.running():
@@ -89,8 +99,12 @@ class Teacher:
                     for number, batch in enumerate(self.batches):
                         if budget is not None:
                             batch.inputs.append(states[number])
-                        states[number] = chain.run(states[number], batch.calls, index, index + 1)
-                        self.row_bytes = max(self.row_bytes, bytes_of(states[number]) // batch.rows)
+                        states[number] = chain.run(
+                            states[number], batch.calls, index, index + 1
+                        )
+                        self.row_bytes = max(
+                            self.row_bytes, bytes_of(states[number]) // batch.rows
+                        )
             for batch in self.batches:
                 batch.states = chain.finish(states.pop(0), batch.calls)
         with model.present(chain.head):
@@ -98,10 +112,13 @@ class Teacher:
                 # Slabs are cut so that this holds, unless one window is too large; then logits are computed each time.
                 if budget is not None and ids.numel() * vocabulary * 4 <= budget:
                     self._keep(batch)
-                seen = [(t.cross_entropy.cpu().numpy(), t.signal) for _, t in self.rows(batch)]
+                seen = [
+                    (t.cross_entropy.cpu().numpy(), t.signal) for _, t in self.rows(batch)
+                ]
                 entropies, signals = map(np.concatenate, zip(*seen, strict=True))
                 batch.cross_entropy = entropies.reshape(batch.targets.shape).sum(1)
-                batch.signal, batch.counts = signals, (batch.targets >= 0).sum(1).tolist()
+                batch.counts = (batch.targets >= 0).sum(1).tolist()
+                batch.signal = signals
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -113,10 +130,13 @@ class Teacher:
         """Allocates one tensor for the logits first: joining parts would need twice the memory."""
         first = self._rows_of(batch, next(self._chunks(batch)))
         logits = first.logits.new_empty(batch.rows, first.logits.shape[1])
-        lse, top = first.lse.new_empty(batch.rows), first.top.new_empty(batch.rows)
+        lse = first.lse.new_empty(batch.rows)
+        top = first.top.new_empty(batch.rows)
         for rows in self._chunks(batch):
             part = first if rows.start == 0 else self._rows_of(batch, rows)
-            logits[rows], lse[rows], top[rows] = part.logits, part.lse, part.top
+            logits[rows] = part.logits
+            lse[rows] = part.lse
+            top[rows] = part.top
         batch.kept = TeacherRows(logits, lse, top, batch.targets.flatten())
 
     def _chunks(self, batch: Batch) -> Iterator[slice]:

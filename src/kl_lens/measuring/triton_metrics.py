@@ -54,14 +54,26 @@ def _terms(t, difference, lse, c, inside):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _from_logits(  # type: ignore[no-untyped-def]
-    teacher, student, lse, top, target, out, columns, teacher_stride, student_stride, MOVED: tl.constexpr,
-    BLOCK: tl.constexpr, SPAN: tl.constexpr,
-):  # fmt: skip
+    teacher,
+    student,
+    lse,
+    top,
+    target,
+    out,
+    columns,
+    teacher_stride,
+    student_stride,
+    MOVED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPAN: tl.constexpr,
+):
     """out: (_SUMS, rows), float64; one program per row. MOVED: `student` holds δ."""
     row = tl.program_id(0).to(tl.int64)
     rows = tl.num_programs(0)
-    t_row, s_row = teacher + row * teacher_stride, student + row * student_stride
-    best, wanted = tl.load(top + row), tl.load(target + row)
+    t_row = teacher + row * teacher_stride
+    s_row = student + row * student_stride
+    best = tl.load(top + row)
+    wanted = tl.load(target + row)
     at_top = tl.load(s_row + best)
     if MOVED:
         shift = at_top
@@ -76,15 +88,19 @@ def _from_logits(  # type: ignore[no-untyped-def]
     largest = tl.full((BLOCK,), float("-inf"), tl.float32)
     for start in range(0, columns, BLOCK * SPAN):
         # Threads synchronise for the sum once per SPAN tiles, not once per tile.
-        f, g = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
-        u, e = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+        f = tl.zeros((BLOCK,), tl.float32)
+        g = tl.zeros((BLOCK,), tl.float32)
+        u = tl.zeros((BLOCK,), tl.float32)
+        e = tl.zeros((BLOCK,), tl.float32)
         for first in range(start, tl.minimum(start + BLOCK * SPAN, columns), BLOCK):
             column = first + tl.arange(0, BLOCK)
             inside = column < columns
             t = tl.load(t_row + column, mask=inside, other=0.0)
             s = tl.load(s_row + column, mask=inside, other=0.0)
             difference = s if MOVED else s - t
-            largest = tl.maximum(largest, tl.where(inside, t + difference if MOVED else s, float("-inf")))
+            largest = tl.maximum(
+                largest, tl.where(inside, t + difference if MOVED else s, float("-inf"))
+            )
             more_f, more_g, more_u = _terms(t, difference, row_lse, shift, inside)
             f += more_f
             g += more_g
@@ -107,7 +123,9 @@ def _from_logits(  # type: ignore[no-untyped-def]
     tl.store(out + 6 * rows + row, tl.maximum(tl.max(largest, 0), at_top).to(tl.float64))
 
 
-def _finished(sums: torch.Tensor, shift: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def _finished(
+    sums: torch.Tensor, shift: torch.Tensor, targets: torch.Tensor
+) -> torch.Tensor:
     """(rows, 5), as in `metrics.compare`, from (_SUMS, rows) in double."""
     forward, backward, linear, error, at_target, at_top, largest = sums
     x = linear + forward
@@ -129,9 +147,12 @@ class SharedHead:
     """A head (vocabulary, width) that students share with the teacher, split once."""
 
     def __init__(self, head: torch.Tensor, factor: float) -> None:
-        self._halves, self._factor = split(head, "tf32"), factor
+        self._halves = split(head, "tf32")
+        self._factor = factor
 
-    def compare(self, teacher: Any, states: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
+    def compare(
+        self, teacher: Any, states: torch.Tensor, original: torch.Tensor
+    ) -> torch.Tensor:
         """(rows, 5) in double on the device, from both models' states (rows, width) and a `metrics.TeacherRows`."""
         moved = product(split(states - original, "tf32"), self._halves)
         if self._factor != 1.0:
@@ -139,16 +160,30 @@ class SharedHead:
         return compare_logits(teacher, moved, moved=True)
 
 
-def compare_logits(teacher: Any, student: torch.Tensor, *, moved: bool = False) -> torch.Tensor:
+def compare_logits(
+    teacher: Any, student: torch.Tensor, *, moved: bool = False
+) -> torch.Tensor:
     """The same from existing logits (rows, vocabulary); `moved`: they are differences from the teacher's."""
-    logits, top = teacher.logits, teacher.top
+    logits = teacher.logits
+    top = teacher.top
     rows, vocabulary = logits.shape
     out = torch.empty(_SUMS, rows, dtype=torch.float64, device=logits.device)
     grid: Any = (rows,)
     _from_logits[grid](
-        logits, student, teacher.lse.float(), top, teacher.targets, out, vocabulary, logits.stride(0),
-        student.stride(0), MOVED=moved, BLOCK=1024, SPAN=16, num_warps=8,
-    )  # fmt: skip
+        logits,
+        student,
+        teacher.lse.float(),
+        top,
+        teacher.targets,
+        out,
+        vocabulary,
+        logits.stride(0),
+        student.stride(0),
+        MOVED=moved,
+        BLOCK=1024,
+        SPAN=16,
+        num_warps=8,
+    )
     shift = student.gather(1, top[:, None])[:, 0]
     if not moved:
         shift = shift - logits.gather(1, top[:, None])[:, 0]

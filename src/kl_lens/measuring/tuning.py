@@ -10,13 +10,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.nn import functional
 
 from kl_lens.model import LoadedModel
 from kl_lens.weights.formats import Quantized
-from kl_lens.weights.formats.scales import scales_of, small_scales_of, with_scales, with_small_scales
+from kl_lens.weights.formats.scales import (
+    scales_of,
+    small_scales_of,
+    with_scales,
+    with_small_scales,
+)
 from kl_lens.weights.recipes import Recipe
 
 LOGIT_BYTES = 1 << 30  # of one forward and backward pass
@@ -43,20 +49,26 @@ def tuned(
     model.require_memory("tuning")
     rates = rates or TuningRates()
     parts = {
-        name: _Tunable(model.weights.quantized(name, recipe), recipe) for name, recipe in recipes.items()
+        name: _Tunable(model.weights.quantized(name, recipe), recipe)
+        for name, recipe in recipes.items()
     }
     factors = [factor for part in parts.values() for factor in part.factors]
     if not factors:
         return {}
-    student, optimizer = _Student(model), torch.optim.Adam(factors, betas=(0.9, 0.95))
+    student = _Student(model)
+    optimizer = torch.optim.Adam(factors, betas=(0.9, 0.95))
     size = max(1, min(rates.batch, len(ids) // rates.steps))
     per_epoch = len(ids) // size
     steps = rates.epochs * per_epoch
     for step in range(steps):
         if step % per_epoch == 0:
-            order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(step))
+            order = torch.randperm(
+                len(ids), generator=torch.Generator().manual_seed(step)
+            )
         share = min(1.0, (step + 1) / (rates.warm_up * steps + 1))
-        optimizer.param_groups[0]["lr"] = rates.rate * share * (0.5 + 0.5 * math.cos(math.pi * step / steps))
+        optimizer.param_groups[0]["lr"] = (
+            rates.rate * share * (0.5 + 0.5 * math.cos(math.pi * step / steps))
+        )
         batch = ids[order[step % per_epoch * size :][:size]].to(model.chain.device)
         optimizer.zero_grad()
         student.backward(batch, {name: part.values() for name, part in parts.items()})
@@ -70,12 +82,17 @@ class _Tunable:
     blocks have them, are rounded to whole numbers and multiplied in."""
 
     def __init__(self, quantized: Quantized, recipe: Recipe) -> None:
-        self._format, self._quantized = recipe.grid, quantized
+        self._format = recipe.grid
+        self._quantized = quantized
         self._scales = [scale.float() for scale in scales_of(self._format, quantized)]
         self._small = small_scales_of(self._format, quantized)
         self._bases = [self._basis(index) for index in range(len(self._scales))]
-        self._whole_factors = [torch.ones_like(scale, requires_grad=True) for scale in self._scales]
-        self._small_factors = [torch.ones_like(small.values, requires_grad=True) for small in self._small]
+        self._whole_factors = [
+            torch.ones_like(scale, requires_grad=True) for scale in self._scales
+        ]
+        self._small_factors = [
+            torch.ones_like(small.values, requires_grad=True) for small in self._small
+        ]
 
     @property
     def factors(self) -> list[torch.Tensor]:
@@ -83,22 +100,30 @@ class _Tunable:
 
     def _basis(self, index: int) -> torch.Tensor:
         """The values with one scale at 1 and the others at 0, (…, rows, blocks, groups, columns of a group)."""
-        scales = [torch.full_like(scale, float(i == index)) for i, scale in enumerate(self._scales)]
+        scales = [
+            torch.full_like(scale, float(i == index))
+            for i, scale in enumerate(self._scales)
+        ]
         bare = with_scales(self._format, self._quantized, scales)
         if self._small:
             bare = with_small_scales(
-                self._format, bare, [torch.ones_like(small.values) for small in self._small]
+                self._format,
+                bare,
+                [torch.ones_like(small.values) for small in self._small],
             )
         groups = self._small[0].values.shape[-1] if self._small else 1
-        return self._format.dequantize(bare).unflatten(-1, (self._scales[0].shape[-1], groups, -1))
+        return self._format.dequantize(bare).unflatten(
+            -1, (self._scales[0].shape[-1], groups, -1)
+        )
 
     def _stored_scales(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """As the file has them, with gradients as if they were not rounded."""
         whole = [
-            _rounded(s * f, torch.Tensor.half) for s, f in zip(self._scales, self._whole_factors, strict=True)
+            _rounded(s * f, torch.Tensor.half)
+            for s, f in zip(self._scales, self._whole_factors, strict=True)
         ]
         small = [
-            _rounded(s.values * f, lambda exact, s=s: exact.round().clamp(s.lowest, s.highest))  # type: ignore[misc]
+            _rounded(s.values * f, partial(_on_grid, lowest=s.lowest, highest=s.highest))
             for s, f in zip(self._small, self._small_factors, strict=True)
         ]
         return whole, small
@@ -113,8 +138,15 @@ class _Tunable:
             if small
             else [w.unsqueeze(-1) for w in whole]
         )
-        terms = [scale.unsqueeze(-1) * basis for scale, basis in zip(scales, self._bases, strict=True)]
-        return torch.stack(terms).sum(0).flatten(-3) if len(terms) > 1 else terms[0].flatten(-3)
+        terms = [
+            scale.unsqueeze(-1) * basis
+            for scale, basis in zip(scales, self._bases, strict=True)
+        ]
+        return (
+            torch.stack(terms).sum(0).flatten(-3)
+            if len(terms) > 1
+            else terms[0].flatten(-3)
+        )
 
     def stored(self) -> Quantized:
         with torch.no_grad():
@@ -123,9 +155,15 @@ class _Tunable:
         return with_small_scales(self._format, made, small) if small else made
 
 
-def _rounded(exact: torch.Tensor, rounding: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+def _rounded(
+    exact: torch.Tensor, rounding: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
     """Rounded, with the gradient of what is not (straight-through)."""
     return exact + (rounding(exact).float() - exact).detach()
+
+
+def _on_grid(exact: torch.Tensor, lowest: int, highest: int) -> torch.Tensor:
+    return exact.round().clamp(lowest, highest)
 
 
 class _Student(torch.nn.Module):
@@ -136,8 +174,13 @@ class _Student(torch.nn.Module):
         self.model = model.model
         self._opened = model
         named = list(model.model.named_parameters(remove_duplicate=False))
-        own = {c.name: {id(p) for p in model.parameters_of(c)} for c in model.anatomy.candidates}
-        self._names = {name: [n for n, p in named if id(p) in ids] for name, ids in own.items()}
+        own = {
+            c.name: {id(p) for p in model.parameters_of(c)}
+            for c in model.anatomy.candidates
+        }
+        self._names = {
+            name: [n for n, p in named if id(p) in ids] for name, ids in own.items()
+        }
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self._opened.task.forward(self.model, ids)
@@ -145,8 +188,13 @@ class _Student(torch.nn.Module):
     def backward(self, ids: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> None:
         """Adds the gradients of the KL per token to the leaves behind `weights`."""
         chain = self._opened.chain
-        leaves = {name: w.detach().requires_grad_(w.requires_grad) for name, w in weights.items()}
-        placed = {f"model.{n}": leaf for name, leaf in leaves.items() for n in self._names[name]}
+        leaves = {
+            name: w.detach().requires_grad_(w.requires_grad)
+            for name, w in weights.items()
+        }
+        placed = {
+            f"model.{n}": leaf for name, leaf in leaves.items() for n in self._names[name]
+        }
         size = max(1, LOGIT_BYTES // (4 * ids.shape[1] * int(chain.head.weight.shape[0])))  # type: ignore[index]
         for part in ids.split(size):
             target = chain.full_logits(part).float().softmax(-1)
@@ -156,4 +204,6 @@ class _Student(torch.nn.Module):
             loss = functional.cross_entropy(logits.flatten(0, -2), target.flatten(0, -2))
             (loss * (len(part) / len(ids))).backward()
         moved = [name for name, leaf in leaves.items() if leaf.grad is not None]
-        torch.autograd.backward([weights[name] for name in moved], [leaves[name].grad for name in moved])
+        torch.autograd.backward(
+            [weights[name] for name in moved], [leaves[name].grad for name in moved]
+        )

@@ -31,14 +31,17 @@ from kl_lens.measuring.statistics import StoredStatistics
 from kl_lens.model import LoadedModel, load
 from kl_lens.run.samples import METRICS_VERSION
 
-MANY_CORES, LEAST_WORKERS = 8, 4  # on fewer cores, one process keeps all of them busy
+MANY_CORES = 8
+LEAST_WORKERS = 4  # on fewer cores, one process keeps all of them busy
 # Operations per core below which starting workers costs more than it saves: on 16 cores a quarter of this took one
 # process 15.9 s, of which workers saved a third, and starting them took 17 s.
 LEAST_OPERATIONS = 1.5e12
 # Memory of a process before it opens a model: Python, torch, transformers, compiled kernels.
 PROCESS_BYTES = 600 * 10**6
 _MOST = 4  # workers per processor; more would only wait for each other
-_SETBACKS = 3  # after so many failures without a result between them, no more workers are started
+_SETBACKS = (
+    3  # after so many failures without a result between them, no more workers are started
+)
 _RAY_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",  # 15, the default, leaves workers almost no time if anything else runs
@@ -46,7 +49,9 @@ _RAY_SETTINGS = {
 }
 
 
-def workers_by_default(cores: int, copy_bytes: int, budget: int, free: int, operations: float) -> int:
+def workers_by_default(
+    cores: int, copy_bytes: int, budget: int, free: int, operations: float
+) -> int:
     """The default number of processes for a sweep on a CPU; 1: only this one, with all threads.
 
     Products of a small model are too small for many cores, but candidates are independent. So workers with two threads
@@ -56,7 +61,11 @@ def workers_by_default(cores: int, copy_bytes: int, budget: int, free: int, oper
     if cores < MANY_CORES or operations < cores * LEAST_OPERATIONS:
         return 1
     counts = [cores >> step for step in range(1, cores.bit_length())]
-    fitting = (n for n in counts if n * copy_bytes <= budget and n * (copy_bytes + PROCESS_BYTES) <= free)
+    fitting = (
+        n
+        for n in counts
+        if n * copy_bytes <= budget and n * (copy_bytes + PROCESS_BYTES) <= free
+    )
     return next((n for n in fitting if n >= LEAST_WORKERS), 1)
 
 
@@ -82,7 +91,8 @@ class Worker:
     """In a process of its own: opens the model once, and does pieces of one sweep after another."""
 
     def __init__(self, order: Order) -> None:
-        self._order, self._number = order, 0
+        self._order = order
+        self._number = 0
         self._model: LoadedModel | None = None
         self._runner: PieceRunner | None = None
 
@@ -96,7 +106,8 @@ class Worker:
         try:
             if number != self._number or self._runner is None:
                 self._runner = None  # free the last sweep's teacher first
-                self._runner, self._number = self._prepared(job), number
+                self._runner = self._prepared(job)
+                self._number = number
             if layout not in (None, self._runner.layout):
                 raise RunError(
                     "it would compute differently from the others: another kind of device, less memory, or a kernel "
@@ -105,7 +116,9 @@ class Worker:
             return self._runner.layout if piece is None else list(self._runner.do(piece))
         except Exception as error:  # a library's error costs one piece, not the sweep
             kind = "" if isinstance(error, KLLensError) else f"{type(error).__name__}: "
-            return f"worker {os.getpid()} on {platform.node()}: {kind}{one_line(error, 500)}"
+            return (
+                f"worker {os.getpid()} on {platform.node()}: {kind}{one_line(error, 500)}"
+            )
 
     def _prepared(self, job: Job) -> PieceRunner:
         model = self._model = self._model or self._opened()
@@ -122,7 +135,8 @@ class Worker:
     def _opened(self) -> LoadedModel:
         import numba
 
-        order, own = self._order, (__version__, METRICS_VERSION)
+        order = self._order
+        own = (__version__, METRICS_VERSION)
         if order.version != own:
             raise RunError(
                 "it has kl-lens {} (metrics {}), the command {} (metrics {}); install the same version "
@@ -140,16 +154,24 @@ class Worker:
 class Workers:
     """Maps the pieces of a sweep to results as they come."""
 
-    def __init__(self, hire: Callable[[], Aside], count: int, say: Callable[[str], None]) -> None:
-        self.count, self._hire, self._say = count, hire, say
+    def __init__(
+        self, hire: Callable[[], Aside], count: int, say: Callable[[str], None]
+    ) -> None:
+        self.count = count
+        self._hire = hire
+        self._say = say
         self._number = 0  # of the sweep
         self._busy: dict[Future[Any], tuple[Aside, int, Piece | None]] = {}
-        self._idle: dict[Aside, tuple[int, ...]] = {}  # worker → windows whose teacher it has
+        self._idle: dict[
+            Aside, tuple[int, ...]
+        ] = {}  # worker → windows whose teacher it has
         self.reason = ""  # why a worker failed last
 
     def begin(self, job: Job) -> Layout:
         """Starts a sweep. The first worker that is ready says how it is divided."""
-        self._job, self._number, self._setbacks = job, self._number + 1, 0
+        self._job = job
+        self._number = self._number + 1
+        self._setbacks = 0
         self._layout: Layout | None = None
         idle, self._idle = self._idle, {}
         lacking = self.count - len(idle) - len(self._busy)
@@ -164,17 +186,28 @@ class Workers:
 
     def do(self, pieces: Sequence[Piece]) -> Generator[Found, None, list[Piece]]:
         """Yields results as they come; returns the pieces that no worker could do."""
-        queue, again, found = list(pieces), list[Piece](), list[Found]()
+        queue = list(pieces)
+        again = list[Piece]()
+        found = list[Found]()
         while True:
             while self._idle and (left := queue or again):  # what failed comes last
                 worker, windows = self._idle.popitem()
                 self._give(worker, _taken(left, windows))
             yield from found  # workers do not wait until this is committed
-            if not self._busy or not (queue or again or any(piece for _, _, piece in self._busy.values())):
+            if not self._busy or not (
+                queue or again or any(piece for _, _, piece in self._busy.values())
+            ):
                 return queue + again
-            heard = [(piece, answer) for piece, answer in self._heard() if piece is not None]
+            heard = [
+                (piece, answer) for piece, answer in self._heard() if piece is not None
+            ]
             again += [piece for piece, answer in heard if isinstance(answer, str)]
-            found = [each for _, answer in heard if not isinstance(answer, str) for each in answer]
+            found = [
+                each
+                for _, answer in heard
+                if not isinstance(answer, str)
+                for each in answer
+            ]
 
     def close(self) -> None:
         for worker in (*self._idle, *(worker for worker, _, _ in self._busy.values())):
@@ -200,9 +233,12 @@ class Workers:
             heard.append((piece, answer))
             if isinstance(answer, str):
                 worker.end()
-                self.reason, self._setbacks = answer, self._setbacks + 1
+                self.reason = answer
+                self._setbacks = self._setbacks + 1
                 replaced = self._setbacks <= _SETBACKS
-                self._say(f"{answer}; {'starting another' if replaced else 'going on without it'}")
+                self._say(
+                    f"{answer}; {'starting another' if replaced else 'going on without it'}"
+                )
                 if replaced:
                     self._give(self._hire())
                 continue
@@ -219,7 +255,10 @@ def _taken(pieces: list[Piece], windows: tuple[int, ...]) -> Piece:
     left: dict[tuple[int, ...], float] = {}
     for piece in pieces:
         left[piece.windows] = left.get(piece.windows, 0.0) + piece.work
-    best = max(pieces, key=lambda piece: (piece.windows == windows, left[piece.windows], piece.work))
+    best = max(
+        pieces,
+        key=lambda piece: (piece.windows == windows, left[piece.windows], piece.work),
+    )
     pieces.remove(best)
     return best
 
@@ -236,7 +275,9 @@ def hired(
     per machine without GPUs. `copy_bytes`: of one worker's model."""
     with ExitStack() as ending:
         if ray is None:
-            count, each, free = count or 1, copy_bytes + PROCESS_BYTES, available_memory()
+            count = count or 1
+            each = copy_bytes + PROCESS_BYTES
+            free = available_memory()
             most = max(1, min(_MOST * processors(), free // each))
             if count > most:
                 raise KLLensError(
@@ -248,7 +289,9 @@ def hired(
             library = _ray(ray, count)
             ending.callback(library.shutdown)
             order, count = _on_ray(library, ray, order, count)
-        workers = Workers(lambda: _actor(library, order) if ray else _process(order), count, say)
+        workers = Workers(
+            lambda: _actor(library, order) if ray else _process(order), count, say
+        )
         ending.callback(workers.close)
         yield workers
 
@@ -272,14 +315,20 @@ def _process(order: Order) -> Aside:
 
 def _actor(ray: Any, order: Order) -> Aside:
     """A worker on a Ray cluster."""
-    options = {"num_cpus": order.threads, "num_gpus": order.gpus, "scheduling_strategy": "SPREAD"}
+    options = {
+        "num_cpus": order.threads,
+        "num_gpus": order.gpus,
+        "scheduling_strategy": "SPREAD",
+    }
     actor = ray.remote(Worker).options(**options).remote(order)
     return Aside(lambda *work: actor.do.remote(*work).future(), partial(ray.kill, actor))
 
 
 def _ray(address: str, count: int | None) -> Any:
     """Ray, connected to a cluster."""
-    os.environ |= {name: os.environ.get(name, value) for name, value in _RAY_SETTINGS.items()}
+    os.environ |= {
+        name: os.environ.get(name, value) for name, value in _RAY_SETTINGS.items()
+    }
     how: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
         import ray
@@ -291,7 +340,9 @@ def _ray(address: str, count: int | None) -> Any:
             socket.create_connection((host, int(port)), timeout=10).close()
         ray.init(address, **how)
     except ImportError:
-        raise KLLensError("--ray needs Ray; install it with: pip install 'kl-lens[ray]'") from None
+        raise KLLensError(
+            "--ray needs Ray; install it with: pip install 'kl-lens[ray]'"
+        ) from None
     except (Exception, SystemExit) as error:  # Ray raises many kinds
         raise KLLensError(
             f"--ray {address}: no cluster answers there ({one_line(error)}); give HOST:PORT of its head (ray start "
@@ -303,10 +354,13 @@ def _ray(address: str, count: int | None) -> Any:
 def _on_ray(ray: Any, address: str, order: Order, count: int | None) -> tuple[Order, int]:
     """The order with each worker's threads and GPU, and the number of workers."""
     there = ray.cluster_resources()
-    cpus, gpus = int(there.get("CPU", 0)), int(there.get("GPU", 0))
+    cpus = int(there.get("CPU", 0))
+    gpus = int(there.get("GPU", 0))
     wanted = str(order.how.get("device", "cpu"))
     each = int(wanted.startswith("cuda") or (wanted == "auto" and gpus > 0))
-    nodes = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
+    nodes = [
+        int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]
+    ]
     count = count or (gpus if each else len(nodes)) or 1
     if count > cpus or each * count > gpus:
         raise KLLensError(
@@ -314,5 +368,7 @@ def _on_ray(ray: Any, address: str, order: Order, count: int | None) -> tuple[Or
             "GPUs; use fewer --workers"
         )
     # As many threads as possible with each worker inside one machine.
-    fitting = (t for t in range(cpus // count, 1, -1) if sum(cpu // t for cpu in nodes) >= count)
+    fitting = (
+        t for t in range(cpus // count, 1, -1) if sum(cpu // t for cpu in nodes) >= count
+    )
     return replace(order, threads=next(fitting, 1), gpus=each), count

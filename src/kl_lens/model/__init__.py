@@ -2,7 +2,14 @@
 
 from kl_lens.model.anatomy import Anatomy, anatomy_of
 from kl_lens.model.chain import BlockCalls, Chain, States
-from kl_lens.model.opening import LoadedModel, load, load_tokenizer, model_folder, own_images, pinned
+from kl_lens.model.opening import (
+    LoadedModel,
+    load,
+    load_tokenizer,
+    model_folder,
+    own_images,
+    pinned,
+)
 from kl_lens.model.tasks import ImageTask, LanguageTask, Task
 
 __all__ = [

@@ -69,7 +69,9 @@ class Anatomy:
         for candidate in self.components:
             if candidate.name == name or name in candidate.tied_with:
                 return candidate
-        raise CheckpointError(f"there is no component {name!r}; `kl-lens inspect` lists them all")
+        raise CheckpointError(
+            f"there is no component {name!r}; `kl-lens inspect` lists them all"
+        )
 
 
 def anatomy_of(model: nn.Module, chain: Chain) -> Anatomy:
@@ -101,7 +103,9 @@ def anatomy_of(model: nn.Module, chain: Chain) -> Anatomy:
         model_type=str(getattr(model.config, "model_type", type(model).__name__)),
         components=tuple(sorted(components, key=place)),
         blocks=blocks,
-        embedding="" if describe.embedding_weight is None else holder[names_of[describe.embedding_weight][0]],
+        embedding=""
+        if describe.embedding_weight is None
+        else holder[names_of[describe.embedding_weight][0]],
         head=holder[names_of[describe.head_weight][0]],
         notes=(note,) if groups > 1 else (),
     )
@@ -141,7 +145,11 @@ class _Describer:
         labels = [component_name(name, parameter.dim()) for name in names]
         outside = _identity(parameter) in (self.embedding_weight, self.head_weight)
         prefix = self.blocks_name + "."
-        inside = [] if outside else [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+        inside = (
+            []
+            if outside
+            else [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+        )
         blocks = sorted({int(name.split(".", 1)[0]) for name in inside})
         return Component(
             name=labels[0],
@@ -157,7 +165,9 @@ class _Describer:
             reason=reason,
         )
 
-    def _classify(self, parameter: nn.Parameter, owner: str, leaf: str) -> tuple[str, str, str | None]:
+    def _classify(
+        self, parameter: nn.Parameter, owner: str, leaf: str
+    ) -> tuple[str, str, str | None]:
         """(kind, family, why it is not quantizable or None)."""
         identity = _identity(parameter)
         if identity == self.embedding_weight:
@@ -182,11 +192,19 @@ class _Describer:
         if parameter.dim() == 3 and "expert" in type(module).__name__.lower():
             transposed = getattr(module, "is_transposed", False) or along_last is False
             return kind, "moe", _sized("input_major", parameter) if transposed else None
-        if "router" in type(module).__name__.lower() or kind == "router" or (kind, family) == ("gate", "moe"):
+        if (
+            "router" in type(module).__name__.lower()
+            or kind == "router"
+            or (kind, family) == ("gate", "moe")
+        ):
             return "router", "moe", REASONS["router"]
         if isinstance(module, nn.Linear):
             return kind, family, None
-        return kind.removesuffix("_weight"), family, _why_not(module, parameter, along_last)
+        return (
+            kind.removesuffix("_weight"),
+            family,
+            _why_not(module, parameter, along_last),
+        )
 
     def _family(self, owner: str, kind: str) -> str:
         """From the nearest enclosing module that is clearly a state-space, attention or MLP layer."""
@@ -196,13 +214,23 @@ class _Describer:
             children = {name for name, _ in module.named_children()}
             direct = {name for name, _ in module.named_parameters(recurse=False)}
             word = f"{type(module).__name__.removeprefix(self.model_prefix)} {_last_word(path)}".lower()
-            if {"A_log", "D"} <= direct | children or ({"A", "D"} <= direct and "conv1d" in children):
+            if {"A_log", "D"} <= direct | children or (
+                {"A", "D"} <= direct and "conv1d" in children
+            ):
                 return "ssm"
             if "moe" in word or "expert" in word:
                 return "moe"
-            if "attention" in word or "attn" in word or {"q_proj", "k_proj", "v_proj"} <= children:
+            if (
+                "attention" in word
+                or "attn" in word
+                or {"q_proj", "k_proj", "v_proj"} <= children
+            ):
                 return "attention"
-            if "mlp" in word or "feed_forward" in word or {"up_proj", "down_proj"} <= children:
+            if (
+                "mlp" in word
+                or "feed_forward" in word
+                or {"up_proj", "down_proj"} <= children
+            ):
                 return "mlp"
             if path == self.blocks_name:
                 break
@@ -210,7 +238,9 @@ class _Describer:
         return "norm" if "norm" in kind.lower() else "other"
 
 
-def _why_not(module: nn.Module, parameter: nn.Parameter, along_last: bool | None) -> str | None:
+def _why_not(
+    module: nn.Module, parameter: nn.Parameter, along_last: bool | None
+) -> str | None:
     """Why a parameter outside a `Linear` is not quantizable, or None."""
     if max(parameter.shape, default=0) == parameter.numel():
         return REASONS["vector"]
@@ -250,7 +280,11 @@ def _with_siblings(components: Sequence[Component]) -> list[Component]:
         for group in FUSED_GROUPS if c.quantizable else ():
             if c.kind in group:
                 together[c.name.rpartition(".")[0], group].append(c.name)
-    fused = {name: tuple(n for n in names if n != name) for names in together.values() for name in names}
+    fused = {
+        name: tuple(n for n in names if n != name)
+        for names in together.values()
+        for name in names
+    }
     return [replace(c, fused_with=fused.get(c.name, ())) for c in components]
 
 
@@ -275,7 +309,11 @@ class _Watcher(TorchFunctionMode):
         self.seen: dict[int, set[bool]] = {key: set() for key in self._parameters}
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Any = None,
     ) -> Any:
         given = [*args, *(kwargs or {}).values()]
         for position, axis in _PRODUCTS.get(getattr(func, "__name__", ""), ()):
@@ -299,12 +337,18 @@ class _Watcher(TorchFunctionMode):
 # Falcon-H1 and Nemotron-H. For the families below it normalises over all groups at once, except in mamba_ssm's fused
 # kernel, which it calls in training. With one group, as most of their checkpoints have, there is no difference.
 # Families whose transformers class normalises over all groups → where their configuration says how many there are.
-_NORMALISED_OVER_ALL = {"mamba2": "n_groups", "bamba": "mamba_n_groups", "granitemoehybrid": "mamba_n_groups"}
+_NORMALISED_OVER_ALL = {
+    "mamba2": "n_groups",
+    "bamba": "mamba_n_groups",
+    "granitemoehybrid": "mamba_n_groups",
+}
 
 
 def groups_of(config: object) -> int:
     """How many groups the gated norm has that transformers would take as one; 1 where transformers is right."""
-    groups = getattr(config, _NORMALISED_OVER_ALL.get(getattr(config, "model_type", ""), ""), 1)
+    groups = getattr(
+        config, _NORMALISED_OVER_ALL.get(getattr(config, "model_type", ""), ""), 1
+    )
     return groups if isinstance(groups, int) else 1
 
 

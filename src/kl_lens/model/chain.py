@@ -14,10 +14,23 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import (
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -35,7 +48,8 @@ ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-8}
 _HALF_ROUNDING = 3e-2
 # Our kernels are compared one by one, which sees small errors. The logits show large ones of what is around them. Deep
 # models amplify the last bits, so much is allowed.
-_AROUND_KERNELS, _AROUND_KERNELS_IN_HALF = 1e-3, 1e-1
+_AROUND_KERNELS = 1e-3
+_AROUND_KERNELS_IN_HALF = 1e-1
 # Tokens of the comparison: enough for our attention, which leaves short windows to torch, and no multiple of any chunk.
 CHECKED_TOKENS = 136
 
@@ -69,17 +83,25 @@ class States:
     """The input of a block: hidden states, and outputs of earlier blocks that it or later ones take."""
 
     hidden: torch.Tensor  # (batch, positions, width), or (batch, channels, height, width)
-    carried: Mapping[Given | Board, Any] = field(default_factory=dict)  # a tensor, or a board's contents
+    carried: Mapping[Given | Board, Any] = field(
+        default_factory=dict
+    )  # a tensor, or a board's contents
 
     @staticmethod
     def stacked(parts: Sequence[States]) -> States:
         """Joins several batches at the same block."""
 
         def joined(first: Any, *others: Any) -> Any:
-            return torch.cat([first, *others]) if isinstance(first, torch.Tensor) and first.dim() else first
+            return (
+                torch.cat([first, *others])
+                if isinstance(first, torch.Tensor) and first.dim()
+                else first
+            )
 
         hidden = torch.cat([part.hidden for part in parts])
-        return States(hidden, pytree.tree_map(joined, *(dict(part.carried) for part in parts)))
+        return States(
+            hidden, pytree.tree_map(joined, *(dict(part.carried) for part in parts))
+        )
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -88,7 +110,11 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """The hidden states among a block's arguments: (batch, positions, width), else an image with four axes."""
     given = [*args[:1], kwargs.get("hidden_states"), *args, *kwargs.values()]
-    real = [value for value in given if isinstance(value, torch.Tensor) and value.is_floating_point()]
+    real = [
+        value
+        for value in given
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
+    ]
     for axes in (3, 4):
         if found := [value for value in real if value.dim() == axes]:
             return found[0]
@@ -105,7 +131,10 @@ def marked(call: Arguments, given: Mapping[int, Given], boards: set[str]) -> Arg
             return HIDDEN
         return given.get(id(value), value) if isinstance(value, torch.Tensor) else value
 
-    kwargs = {name: Board(name, copy.copy(v)) if name in boards else v for name, v in kwargs.items()}
+    kwargs = {
+        name: Board(name, copy.copy(v)) if name in boards else v
+        for name, v in kwargs.items()
+    }
     return pytree.tree_map(mark, (args, kwargs))
 
 
@@ -123,13 +152,19 @@ class BlockCalls:
     """For one batch of ids: the input of the first block, and every block's other arguments."""
 
     ids: torch.Tensor  # (batch, time), or (windows, images)
-    hidden: torch.Tensor  # (batch, positions, width): positions may exceed time (meta tokens)
+    hidden: (
+        torch.Tensor
+    )  # (batch, positions, width): positions may exceed time (meta tokens)
     arguments: tuple[Arguments, ...]
 
     @cached_property
     def last_taker(self) -> dict[Given, int]:
         """Every tensor that a block takes from an earlier one → the last block that takes it."""
-        leaves = ((i, leaf) for i, call in enumerate(self.arguments) for leaf in pytree.tree_leaves(call))
+        leaves = (
+            (i, leaf)
+            for i, call in enumerate(self.arguments)
+            for leaf in pytree.tree_leaves(call)
+        )
         return {leaf: index for index, leaf in leaves if isinstance(leaf, Given)}
 
 
@@ -182,26 +217,40 @@ class Chain:
         self._boards: set[str] = set()  # dictionary arguments that blocks write to
 
         def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
-            before.append({name: dict(v) for name, v in kwargs.items() if isinstance(v, MutableMapping)})
+            before.append(
+                {
+                    name: dict(v)
+                    for name, v in kwargs.items()
+                    if isinstance(v, MutableMapping)
+                }
+            )
 
         def leave(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             calls.append((args, kwargs))
             outputs.append(output)
             for name, old in before[-1].items():
                 now = kwargs[name]
-                if old.keys() != now.keys() or any(old[key] is not now[key] for key in old):
+                if old.keys() != now.keys() or any(
+                    old[key] is not now[key] for key in old
+                ):
                     self._boards.add(name)
 
         with ExitStack() as hooks:
             for block in self.blocks:
-                hooks.enter_context(block.register_forward_pre_hook(enter, with_kwargs=True))
+                hooks.enter_context(
+                    block.register_forward_pre_hook(enter, with_kwargs=True)
+                )
                 hooks.enter_context(block.register_forward_hook(leave, with_kwargs=True))
-            hooks.enter_context(self.head.register_forward_hook(lambda _m, _a, out: at_head.append(out)))
+            hooks.enter_context(
+                self.head.register_forward_hook(lambda _m, _a, out: at_head.append(out))
+            )
             logits = self._forward(ids)
         _check_linked(self.model, self.blocks_name, calls, outputs)
         hidden = [hidden_of(*call) for call in calls]
         # Values per row (token, or image) in the inputs of all blocks.
-        self.state_size = sum(h.shape[-1] if self.task.generates else h[0].numel() for h in hidden)
+        self.state_size = sum(
+            h.shape[-1] if self.task.generates else h[0].numel() for h in hidden
+        )
         last = outputs[-1][0] if isinstance(outputs[-1], (tuple, list)) else outputs[-1]
         self._reshapes = len({states.shape for states in (*hidden, last)}) > 1
         self._outputs = [pytree.tree_flatten(output) for output in outputs]
@@ -223,7 +272,9 @@ class Chain:
 
     def _rounding(self, logits: torch.Tensor) -> float:
         """What two ways to compute these logits may differ by."""
-        return ROUNDING.get(next(self.model.parameters()).dtype, _HALF_ROUNDING) * float(logits.abs().max())
+        return ROUNDING.get(next(self.model.parameters()).dtype, _HALF_ROUNDING) * float(
+            logits.abs().max()
+        )
 
     def _batched_arguments(self, ids: torch.Tensor) -> tuple[tuple[bool, ...], ...]:
         """For every argument of every block: is its first axis the batch? Found by comparing a batch of two with a
@@ -235,8 +286,14 @@ class Chain:
             sizes = (two.hidden.shape[0], three.hidden.shape[0])
             self._batched[length] = tuple(
                 tuple(
-                    isinstance(a, torch.Tensor) and a.dim() > 0 and (a.shape[0], b.shape[0]) == sizes
-                    for a, b in zip(pytree.tree_leaves(smaller), pytree.tree_leaves(larger), strict=True)
+                    isinstance(a, torch.Tensor)
+                    and a.dim() > 0
+                    and (a.shape[0], b.shape[0]) == sizes
+                    for a, b in zip(
+                        pytree.tree_leaves(smaller),
+                        pytree.tree_leaves(larger),
+                        strict=True,
+                    )
                 )
                 for smaller, larger in zip(two.arguments, three.arguments, strict=True)
             )
@@ -258,7 +315,9 @@ class Chain:
             calls = self.calls(ids)
             middle = len(self) // 2
             half = self.run(calls.hidden, calls, 0, middle)
-            logits = self.logits(self.finish(self.run(half, calls, middle), calls)).float()
+            logits = self.logits(
+                self.finish(self.run(half, calls, middle), calls)
+            ).float()
             stacked = self.run(States.stacked([half, half]), calls, middle)
             copies = self.logits(self.finish(stacked, calls)).float()
         except Exception as error:  # a block may raise anything for unexpected arguments
@@ -300,18 +359,29 @@ class Chain:
     ) -> list[Comparison]:
         """Our kernels beside the library's own code, on a short window; `around`: with more kernels, active within."""
         rows = CHECKED_TOKENS if self.task.generates else 2
-        most = getattr(getattr(self.model, "config", None), "max_position_embeddings", None)
-        ids = self.task.sample(self.model, 1, min(rows, most or rows)) if ids is None else ids
+        most = getattr(
+            getattr(self.model, "config", None), "max_position_embeddings", None
+        )
+        ids = (
+            self.task.sample(self.model, 1, min(rows, most or rows))
+            if ids is None
+            else ids
+        )
         watch = Watch(gradients=gradients)
         with watch.watching(), around or nullcontext():
             logits = self._forward(ids).float()
         found = list(watch.found.values())
         if gradients or around is not None:
             return found
-        with suppress(Exception), torch.inference_mode():  # code of a checkpoint may need a GPU: see `Watch`
+        with (
+            suppress(Exception),
+            torch.inference_mode(),
+        ):  # code of a checkpoint may need a GPU: see `Watch`
             expected = self.task.forward(self.model, ids.to(self.device)).float()
             # As in `doubt`: most rows must agree.
-            off = (logits - expected).abs().amax(-1).median() / expected.abs().max().clamp(min=1e-30)
+            off = (logits - expected).abs().amax(
+                -1
+            ).median() / expected.abs().max().clamp(min=1e-30)
             dtype = next(self.model.parameters()).dtype
             limit = _AROUND_KERNELS if dtype in ROUNDING else _AROUND_KERNELS_IN_HALF
             if bool(expected.isfinite().all()):
@@ -366,7 +436,9 @@ class Chain:
             hidden = hidden_of(args, kwargs)
             calls.append(marked((args, kwargs), given, self._boards))
             states.append(hidden)
-            if self._reshapes and len(calls) == len(self):  # the model's next step needs another shape
+            if self._reshapes and len(calls) == len(
+                self
+            ):  # the model's next step needs another shape
                 raise _Stop
             passed = hidden.view_as(hidden)  # the same states as a distinct object
             given[id(passed)] = Given(len(calls) - 1, 0)
@@ -378,7 +450,11 @@ class Chain:
         return BlockCalls(ids, states[0], tuple(calls))
 
     def run(
-        self, states: States | torch.Tensor, calls: BlockCalls, start: int, stop: int | None = None
+        self,
+        states: States | torch.Tensor,
+        calls: BlockCalls,
+        start: int,
+        stop: int | None = None,
     ) -> States:
         """Runs blocks `start` to `stop` (exclusive) on the states that enter block `start`. `states` may stack k copies
         of the batch along the first axis; the arguments are repeated to fit. A plain tensor will do for the first
@@ -388,13 +464,17 @@ class Chain:
             states = States(states)
         copies, remainder = divmod(states.hidden.shape[0], calls.hidden.shape[0])
         if remainder or not copies:
-            raise ValueError(f"{len(states.hidden)} sequences are no multiple of {len(calls.hidden)}")
+            raise ValueError(
+                f"{len(states.hidden)} sequences are no multiple of {len(calls.hidden)}"
+            )
         with torch.inference_mode(), self._kernels():
             for index in range(start, stop):
                 states = self._run_block(index, states, calls, copies)
         return states
 
-    def _run_block(self, index: int, states: States, calls: BlockCalls, copies: int) -> States:
+    def _run_block(
+        self, index: int, states: States, calls: BlockCalls, copies: int
+    ) -> States:
         boards: dict[Board, Any] = {}
 
         def value_of(mark: Any) -> Any:
@@ -435,7 +515,10 @@ class Chain:
         """From the last block's output to the head's input: (batch, time, width)."""
         hidden = states.hidden if isinstance(states, States) else states
         ids = calls.ids.repeat(hidden.shape[0] // calls.hidden.shape[0], 1)
-        with self._blocks_bypassed(lambda args, kwargs: hidden), _stopping_at(self.head) as seen:
+        with (
+            self._blocks_bypassed(lambda args, kwargs: hidden),
+            _stopping_at(self.head) as seen,
+        ):
             self._forward(ids)
         return seen[0].reshape(*ids.shape, -1)
 
@@ -449,7 +532,9 @@ class Chain:
             rows = states.reshape(1, -1, states.shape[-1])
             ids = self.task.blank(*rows.shape[:2])
             entering = rows if self.task.generates else rows.flatten(0, 1)
-            given = self.head.register_forward_pre_hook(lambda _module, _args: (entering,))
+            given = self.head.register_forward_pre_hook(
+                lambda _module, _args: (entering,)
+            )
             with given, self._blocks_bypassed(hidden_of):
                 logits = self._forward(ids)
             return logits.reshape(*states.shape[:-1], -1)
@@ -462,15 +547,20 @@ class Chain:
         def stand_in(index: int) -> Callable[..., Any]:
             leaves, structure = self._outputs[index]
             marks = [
-                Given(index, n) if isinstance(leaf, torch.Tensor) else leaf for n, leaf in enumerate(leaves)
+                Given(index, n) if isinstance(leaf, torch.Tensor) else leaf
+                for n, leaf in enumerate(leaves)
             ]
 
             def forward(*args: Any, **kwargs: Any) -> Any:
-                return pytree.tree_unflatten([hidden_for(args, kwargs), *marks[1:]], structure)
+                return pytree.tree_unflatten(
+                    [hidden_for(args, kwargs), *marks[1:]], structure
+                )
 
             return without_weights(forward)
 
-        return patched((block, stand_in(index)) for index, block in enumerate(self.blocks))
+        return patched(
+            (block, stand_in(index)) for index, block in enumerate(self.blocks)
+        )
 
 
 @contextmanager
@@ -490,30 +580,48 @@ def _factor(at_head: list[torch.Tensor], logits: torch.Tensor) -> float | None:
     """The factor between the head's output and the logits; None if it is not a plain factor."""
     if len(at_head) != 1 or at_head[0].numel() != logits.numel():
         return None
-    given, found = (values.flatten().float() for values in (at_head[0], logits))  # models may convert it
+    given, found = (
+        values.flatten().float() for values in (at_head[0], logits)
+    )  # models may convert it
     largest = int(given.abs().argmax())
     factors = (1.0, float(found[largest] / given[largest]))
-    return next((f for f in factors if torch.allclose(given * f, found, rtol=1e-6, atol=0)), None)
+    return next(
+        (f for f in factors if torch.allclose(given * f, found, rtol=1e-6, atol=0)), None
+    )
+
+
+def _note_position(
+    order: list[tuple[int, int]], position: tuple[int, int], *_: object
+) -> None:
+    order.append(position)
 
 
 def _find_blocks(
-    model: nn.Module, forward: Callable[[], Any], kinds: tuple[type[nn.Module], ...], head: nn.Module
+    model: nn.Module,
+    forward: Callable[[], Any],
+    kinds: tuple[type[nn.Module], ...],
+    head: nn.Module,
 ) -> tuple[str, Sequence[nn.Module]]:
     """The list with the most parameters whose members run once each, in order, before the head."""
     lists: list[tuple[str, Any]] = [
-        (name, m) for name, m in model.named_modules() if isinstance(m, kinds) and head not in m.modules()
+        (name, m)
+        for name, m in model.named_modules()
+        if isinstance(m, kinds) and head not in m.modules()
     ]
     order: list[tuple[int, int]] = []
     with ExitStack() as hooks:
         for number, (_, members) in enumerate(lists):
             for index, member in enumerate(members):
-                hook = lambda *_, number=number, index=index: order.append((number, index))  # noqa: E731
+                position = (number, index)
+                hook = partial(_note_position, order, position)
                 hooks.enter_context(member.register_forward_pre_hook(hook))
         forward()
     chains = [
         (name, members)
         for number, (name, members) in enumerate(lists)
-        if len(members) and [index for which, index in order if which == number] == list(range(len(members)))
+        if len(members)
+        and [index for which, index in order if which == number]
+        == list(range(len(members)))
     ]
     if not chains:
         raise CheckpointError(
@@ -521,11 +629,15 @@ def _find_blocks(
             f"in order) among {[name for name, _ in lists] or 'no lists at all'}; "
             "KL Lens needs a model of the form embedding → blocks → norm → head"
         )
-    name, members = max(chains, key=lambda chain: sum(p.numel() for p in chain[1].parameters()))
+    name, members = max(
+        chains, key=lambda chain: sum(p.numel() for p in chain[1].parameters())
+    )
     return name, list(members)
 
 
-def _check_linked(model: nn.Module, name: str, calls: list[Arguments], outputs: list[Any]) -> None:
+def _check_linked(
+    model: nn.Module, name: str, calls: list[Arguments], outputs: list[Any]
+) -> None:
     """Raises if a block does not take exactly the output of the one before: then it could not be run alone."""
     for index, (call, output) in enumerate(zip(calls[1:], outputs[:-1], strict=True)):
         given = output[0] if isinstance(output, (tuple, list)) else output
@@ -533,7 +645,11 @@ def _check_linked(model: nn.Module, name: str, calls: list[Arguments], outputs: 
         if taken.shape == given.shape and torch.equal(taken, given):
             continue
         rescales = getattr(getattr(model, "config", None), "rescale_every", 0)
-        hint = "; it rescales them for half precision (rescale_every): open it in float32" if rescales else ""
+        hint = (
+            "; it rescales them for half precision (rescale_every): open it in float32"
+            if rescales
+            else ""
+        )
         raise CheckpointError(
             f"{name}.{index + 1} does not take the output of {name}.{index}: {type(model).__name__} changes the hidden "
             f"states between blocks, so KL Lens cannot run its blocks in parts{hint}"

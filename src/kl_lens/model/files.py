@@ -30,7 +30,9 @@ _SCALE = re.compile("scale|SCB|absmax")  # in the names of their scales
 # Heads for further tokens, and vision towers: no part of the language model.
 LEFT_OUT = re.compile(r"^(mtp|model\.visual)\.")
 # Left in files by older versions of transformers, and computed anew.
-_HARMLESS = re.compile(r"\.(inv_freq|masked_bias|attn(ention)?\.bias|position_ids|num_batches_tracked)$")
+_HARMLESS = re.compile(
+    r"\.(inv_freq|masked_bias|attn(ention)?\.bias|position_ids|num_batches_tracked)$"
+)
 BELONG = "weights and config.json do not belong together"
 ORIGINAL = "give the original checkpoint, in 16 or 32 bits"
 _ALWAYS_FINE = 1000  # sizes below this are never refused
@@ -46,7 +48,9 @@ class Stored:
     shape: tuple[int, ...]
     bytes: int
     begin: int = 0  # in a safetensors file
-    pickled: torch.Tensor | None = field(default=None, compare=False, repr=False)  # of other files, mapped
+    pickled: torch.Tensor | None = field(
+        default=None, compare=False, repr=False
+    )  # of other files, mapped
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -58,11 +62,17 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} is not a JSON object; download it again")
     classes = config.get("auto_map", {})
-    if not isinstance(classes, dict) or not all(isinstance(each, (str, list)) for each in classes.values()):
-        raise CheckpointError(f"{path}: auto_map must name classes, not {classes!r}; remove it")
+    if not isinstance(classes, dict) or not all(
+        isinstance(each, (str, list)) for each in classes.values()
+    ):
+        raise CheckpointError(
+            f"{path}: auto_map must name classes, not {classes!r}; remove it"
+        )
     kind = config.get("model_type")
     if kind is not None and not isinstance(kind, str):
-        raise CheckpointError(f"{path}: model_type must be a name, not {kind!r}; download it again")
+        raise CheckpointError(
+            f"{path}: model_type must be a name, not {kind!r}; download it again"
+        )
     return config
 
 
@@ -75,14 +85,18 @@ def weight_files(folder: Path) -> list[Path]:
     for name in SINGLE:
         if (folder / name).is_file():
             return [_inside(folder, folder / name)]
-    raise CheckpointError(f"{folder} has no weights ({' or '.join(SINGLE)}, or shards with an index)")
+    raise CheckpointError(
+        f"{folder} has no weights ({' or '.join(SINGLE)}, or shards with an index)"
+    )
 
 
 def _inside(folder: Path, path: Path) -> Path:
     """Raises for a link out of the folder, except to the hub's cache (`blobs`)."""
     place = path.resolve()
     if not place.is_relative_to(folder.resolve()) and place.parent.name != "blobs":
-        raise CheckpointError(f"{path} is a link to {place}, outside its folder; copy the weights there")
+        raise CheckpointError(
+            f"{path} is a link to {place}, outside its folder; copy the weights there"
+        )
     return path
 
 
@@ -92,7 +106,9 @@ def weight_bytes(folder: Path) -> int:
 
 def is_quantized(name: str, kind: str) -> bool:
     """Whether a tensor of this type holds weights that are no plain floats; indexes, masks and counters do not."""
-    narrow = _NARROW.fullmatch(kind) and not name.endswith("bias")  # old GPT-2 files keep masks as attn.bias
+    narrow = _NARROW.fullmatch(kind) and not name.endswith(
+        "bias"
+    )  # old GPT-2 files keep masks as attn.bias
     return bool(narrow or name.endswith("weight")) and not _FLOATS.fullmatch(kind)
 
 
@@ -102,12 +118,18 @@ def quant_method(config: dict[str, Any]) -> str | None:
     return str(settings.get("quant_method")) if isinstance(settings, dict) else None
 
 
-def refuse_quantized(folder: Path, config: dict[str, Any], what_to_do: str | None = None) -> None:
+def refuse_quantized(
+    folder: Path, config: dict[str, Any], what_to_do: str | None = None
+) -> None:
     """Raises for stored weights that mean nothing without scales, if there are none or nothing says how to use them.
     `what_to_do`: raise for all quantized weights, with this advice; None: transformers will multiply with the
     scales."""
     types = {tensor.name: tensor.kind for tensor in stored_tensors(folder)}
-    scaled = {name.rpartition(".")[0] for name in types if _SCALE.search(name.rpartition(".")[2])}
+    scaled = {
+        name.rpartition(".")[0]
+        for name in types
+        if _SCALE.search(name.rpartition(".")[2])
+    }
     method = quant_method(config)
     for name, kind in types.items():
         if not is_quantized(name, kind):
@@ -120,12 +142,15 @@ def refuse_quantized(folder: Path, config: dict[str, Any], what_to_do: str | Non
             reason = f"quantized with {method}"
         else:
             continue
-        raise CheckpointError(f"{folder}: {name} is stored as {kind}, {reason}; {what_to_do or ORIGINAL}")
+        raise CheckpointError(
+            f"{folder}: {name} is stored as {kind}, {reason}; {what_to_do or ORIGINAL}"
+        )
 
 
 def check_sizes(folder: Path, config: dict[str, Any]) -> None:
     """Raises for counts and sizes that cannot fit weights of this size; a library would try to allocate them."""
-    tensors, stored = len(stored_tensors(folder)), weight_bytes(folder)
+    tensors = len(stored_tensors(folder))
+    stored = weight_bytes(folder)
     parts = [config, *(value for value in config.values() if isinstance(value, dict))]
     for name, value in (item for part in parts for item in part.items()):
         if not isinstance(value, int):
@@ -149,21 +174,37 @@ def stored_tensors(folder: Path) -> list[Stored]:
 def _contents(path: Path) -> Iterator[Stored]:
     if path.suffix == ".safetensors":
         try:
-            with safe_open(path, framework="numpy"), path.open("rb") as file:  # the first checks it
+            with (
+                safe_open(path, framework="numpy"),
+                path.open("rb") as file,
+            ):  # the first checks it
                 length = int.from_bytes(file.read(8), "little")
                 table = json.loads(file.read(length))
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path} is not a complete safetensors file ({one_line(error)})") from error
+            raise CheckpointError(
+                f"{path} is not a complete safetensors file ({one_line(error)})"
+            ) from error
         table.pop("__metadata__", None)
         for name, entry in table.items():
             begin, end = entry["data_offsets"]
-            yield Stored(path, name, entry["dtype"], tuple(entry["shape"]), end - begin, 8 + length + begin)
+            yield Stored(
+                path,
+                name,
+                entry["dtype"],
+                tuple(entry["shape"]),
+                end - begin,
+                8 + length + begin,
+            )
         return
     try:
-        held = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
+        held = torch.load(
+            path, map_location="cpu", weights_only=True, mmap=is_zipfile(path)
+        )
         for name, tensor in held.items():
             kind = str(tensor.dtype).removeprefix("torch.")
-            yield Stored(path, name, kind, tuple(tensor.shape), tensor.nbytes, pickled=tensor)
+            yield Stored(
+                path, name, kind, tuple(tensor.shape), tensor.nbytes, pickled=tensor
+            )
     except Exception as error:  # the unpickler raises many kinds of errors
         raise CheckpointError(
             f"{path} is damaged or holds more than tensors ({one_line(error, 80)}); download it again, or convert it "
@@ -179,22 +220,34 @@ def read_stored(stored: Stored) -> torch.Tensor:
         return file.get_tensor(stored.name)
 
 
-def refuse_broken_numbers(folder: Path, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+def refuse_broken_numbers(
+    folder: Path, named: Iterable[tuple[str, torch.Tensor]]
+) -> None:
     """Raises for NaN or infinity: every measurement would be wrong."""
     for name, tensor in named:
         if not tensor.is_floating_point() or not tensor.numel():
             continue
         low, high = (float(value) for value in tensor.aminmax())
         if not (math.isfinite(low) and math.isfinite(high)):
-            what = "NaN" if math.isnan(low) else f"infinite in {str(tensor.dtype).removeprefix('torch.')}"
-            raise CheckpointError(f"{folder}: a number in {name} is {what}; the weights are damaged")
+            what = (
+                "NaN"
+                if math.isnan(low)
+                else f"infinite in {str(tensor.dtype).removeprefix('torch.')}"
+            )
+            raise CheckpointError(
+                f"{folder}: a number in {name} is {what}; the weights are damaged"
+            )
 
 
 def weights_digest(named: Iterable[tuple[str, torch.Tensor]]) -> str:
     """Of tensors by their names: two models with one digest are one."""
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in named:
-        digest.update(tensor_digest(tensor, about=f"{name} {tuple(tensor.shape)} {tensor.dtype}").encode())
+        digest.update(
+            tensor_digest(
+                tensor, about=f"{name} {tuple(tensor.shape)} {tensor.dtype}"
+            ).encode()
+        )
     return digest.hexdigest()
 
 
@@ -218,7 +271,9 @@ def refuse_misfits(
             f"{folder}: the weights lack {lacking[0]}{and_more(lacking)}; download the checkpoint again, or check "
             "that config.json belongs to these weights"
         )
-    if extra := sorted(n for n in unused if not _HARMLESS.search(n) and not LEFT_OUT.match(n)):
+    if extra := sorted(
+        n for n in unused if not _HARMLESS.search(n) and not LEFT_OUT.match(n)
+    ):
         raise CheckpointError(
             f"{folder}: {extra[0]}{and_more(extra)} is not in config.json's model; {BELONG}"
         )
@@ -233,7 +288,9 @@ def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse_nan)
     except (ValueError, RecursionError) as error:  # ValueError: not JSON or not UTF-8
-        raise CheckpointError(f"{path} is not valid JSON ({one_line(error)}); download it again") from error
+        raise CheckpointError(
+            f"{path} is not valid JSON ({one_line(error)}); download it again"
+        ) from error
 
 
 def and_more(items: Sequence[Any]) -> str:
@@ -249,7 +306,9 @@ def _shards(index: Path) -> list[Path]:
     names = sorted({str(name) for name in places.values()})
     for name in names:
         if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise CheckpointError(f"{index} names {name}, which is outside its folder; download it again")
+            raise CheckpointError(
+                f"{index} names {name}, which is outside its folder; download it again"
+            )
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
         raise CheckpointError(

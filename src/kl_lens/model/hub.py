@@ -14,7 +14,13 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download, try_to_load_from_cache
+from huggingface_hub import (
+    HfApi,
+    constants,
+    hf_hub_download,
+    snapshot_download,
+    try_to_load_from_cache,
+)
 from huggingface_hub.errors import (
     GatedRepoError,
     LocalEntryNotFoundError,
@@ -29,7 +35,9 @@ from kl_lens.model.files import INDEXES, SINGLE, weight_files
 _NAME = re.compile(r"^[\w.-]+(/[\w.-]+)?(@[\w./-]+)?$")
 _COMMIT = re.compile(r"^[0-9a-f]{40}$")
 # Everything but weights; their indexes are chosen with them.
-_SMALL_FILE = re.compile(r"\.py$|^[^/]*(?<!\.index)\.(json|txt|model|jinja)$|^README\.md$")
+_SMALL_FILE = re.compile(
+    r"\.py$|^[^/]*(?<!\.index)\.(json|txt|model|jinja)$|^README\.md$"
+)
 _CONNECT_SECONDS = 10.0
 
 
@@ -38,7 +46,11 @@ Watch = Callable[[str], AbstractContextManager[Any]]
 
 
 def download(
-    text: str, revision: str | None = None, *, weights: bool = True, watch: Watch | None = None
+    text: str,
+    revision: str | None = None,
+    *,
+    weights: bool = True,
+    watch: Watch | None = None,
 ) -> Path:
     """The folder of a snapshot, named after its commit. A commit that is in the cache needs no network.
 
@@ -52,7 +64,11 @@ def download(
     if named and revision and named != revision:
         raise CheckpointError(f"{text} and revision {revision}: give only one")
     revision = named or revision
-    if revision and _COMMIT.match(revision) and (folder := _cached(repo, revision, weights)):
+    if (
+        revision
+        and _COMMIT.match(revision)
+        and (folder := _cached(repo, revision, weights))
+    ):
         return folder
     try:
         return _from_hub(repo, revision, weights, watch)
@@ -60,7 +76,9 @@ def download(
         raise
     except Exception as error:  # of the client, of its HTTP library, of the system
         usable = not isinstance(error, RevisionNotFoundError) and not _is_full(error)
-        if usable and (folder := _cached(repo, revision, weights)):  # no connection, or no longer on the hub
+        if usable and (
+            folder := _cached(repo, revision, weights)
+        ):  # no connection, or no longer on the hub
             return folder
         raise CheckpointError(_why(repo, revision, error)) from error
 
@@ -70,14 +88,22 @@ def pinned_name(folder: Path) -> str:
     return f"{folder.parent.parent.name.removeprefix('models--').replace('--', '/', 1)}@{folder.name}"
 
 
-def _from_hub(repo: str, revision: str | None, weights: bool, watch: Watch | None) -> Path:
-    info = HfApi().model_info(repo, revision=revision, files_metadata=True, timeout=_CONNECT_SECONDS)
+def _from_hub(
+    repo: str, revision: str | None, weights: bool, watch: Watch | None
+) -> Path:
+    info = HfApi().model_info(
+        repo, revision=revision, files_metadata=True, timeout=_CONNECT_SECONDS
+    )
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     chosen = [name for name in sizes if _SMALL_FILE.search(name)]
     if weights:
         chosen += _weights(info.id, str(info.sha), sizes)
-    cached = {name: try_to_load_from_cache(info.id, name, revision=info.sha) for name in chosen}
-    needed = sum(sizes[name] for name, place in cached.items() if not isinstance(place, str))
+    cached = {
+        name: try_to_load_from_cache(info.id, name, revision=info.sha) for name in chosen
+    }
+    needed = sum(
+        sizes[name] for name, place in cached.items() if not isinstance(place, str)
+    )
     cache = Path(constants.HF_HUB_CACHE)
     place = next(folder for folder in (cache, *cache.parents) if folder.is_dir())
     if needed > (free := shutil.disk_usage(place).free):
@@ -85,35 +111,52 @@ def _from_hub(repo: str, revision: str | None, weights: bool, watch: Watch | Non
             f"{repo} needs {human_bytes(needed)} in {cache}, where {human_bytes(free)} are free; free some space, or "
             "set HF_HOME to a place on another disk"
         )
-    title = f"downloading {repo}" if info.id == repo else f"downloading {info.id} (renamed from {repo})"
+    title = (
+        f"downloading {repo}"
+        if info.id == repo
+        else f"downloading {info.id} (renamed from {repo})"
+    )
     blobs = cache / f"models--{info.id.replace('/', '--')}" / "blobs"
     with _watched(title, needed, blobs, watch):
         patterns = [glob.escape(name) for name in chosen]
-        return Path(snapshot_download(info.id, revision=revision, allow_patterns=patterns))
+        return Path(
+            snapshot_download(info.id, revision=revision, allow_patterns=patterns)
+        )
 
 
 def _weights(repo: str, commit: str, sizes: dict[str, int]) -> list[str]:
     """The names of the weight files and their index: safetensors before .bin twins."""
     for index, single in zip(INDEXES, SINGLE, strict=True):
         if index in sizes:
-            content = json.loads(Path(hf_hub_download(repo, index, revision=commit)).read_bytes())
+            content = json.loads(
+                Path(hf_hub_download(repo, index, revision=commit)).read_bytes()
+            )
             shards = sorted(set(content["weight_map"].values()))
             if missing := [name for name in shards if name not in sizes]:
-                raise CheckpointError(f"{repo}: {index} names {missing[0]}, which the hub does not have")
+                raise CheckpointError(
+                    f"{repo}: {index} names {missing[0]}, which the hub does not have"
+                )
             return [index, *shards]
         if single in sizes:
             return [single]
     others = (".gguf", ".onnx", ".pth", ".pt", ".msgpack", ".h5", ".safetensors")
     held = next((name for name in sizes if name.endswith(others)), "")
     instead = f" (it has {held})" if held else ""
-    raise CheckpointError(f"{repo} has no safetensors weights{instead}; name the original model's repository")
+    raise CheckpointError(
+        f"{repo} has no safetensors weights{instead}; name the original model's repository"
+    )
 
 
 def _cached(repo: str, revision: str | None, weights: bool) -> Path | None:
     """The snapshot in the cache, if it is whole."""
     try:
         folder = Path(
-            snapshot_download(repo, revision=revision, local_files_only=True, allow_patterns=["config.json"])
+            snapshot_download(
+                repo,
+                revision=revision,
+                local_files_only=True,
+                allow_patterns=["config.json"],
+            )
         )
         if weights:
             weight_files(folder)
@@ -136,7 +179,10 @@ def _why(repo: str, revision: str | None, error: Exception) -> str:
             f"{repo}: the disk of {constants.HF_HUB_CACHE} is full; free some space, or set HF_HOME to a place on "
             "another disk, and run the command again: finished files are kept"
         )
-    if isinstance(error, LocalEntryNotFoundError | ConnectionError) or "Connect" in type(error).__name__:
+    if (
+        isinstance(error, LocalEntryNotFoundError | ConnectionError)
+        or "Connect" in type(error).__name__
+    ):
         return (
             f"{repo}{at} is not a folder, is not in the local hub cache as a whole, and the hub cannot be reached; "
             "check the spelling, go online once, or give a folder"

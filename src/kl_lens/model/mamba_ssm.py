@@ -16,7 +16,9 @@ from kl_lens.base.errors import CheckpointError, one_line
 
 
 def is_layout(config: dict[str, Any]) -> bool:
-    return "model_type" not in config and {"d_model", "n_layer", "vocab_size"} <= set(config)
+    return "model_type" not in config and {"d_model", "n_layer", "vocab_size"} <= set(
+        config
+    )
 
 
 def configuration(folder: Path, config: dict[str, Any]) -> transformers.PretrainedConfig:
@@ -26,16 +28,22 @@ def configuration(folder: Path, config: dict[str, Any]) -> transformers.Pretrain
         "attention layers (attn_layer_idx)": bool(config.get("attn_layer_idx")),
         "MLP layers (d_intermediate)": bool(config.get("d_intermediate")),
         "LayerNorm (rms_norm false)": config.get("rms_norm", True) is False,
-        f"layer {settings.get('layer')!r}": settings.get("layer", "Mamba1") not in ("Mamba1", "Mamba2"),
-        "a gate after the norm (norm_before_gate)": bool(settings.get("norm_before_gate")),
+        f"layer {settings.get('layer')!r}": settings.get("layer", "Mamba1")
+        not in ("Mamba1", "Mamba2"),
+        "a gate after the norm (norm_before_gate)": bool(
+            settings.get("norm_before_gate")
+        ),
         "no gated norm (rmsnorm false)": settings.get("rmsnorm", True) is False,
         "one D per channel (D_has_hdim)": bool(settings.get("D_has_hdim")),
         "channels beside the scan (d_ssm)": settings.get("d_ssm") is not None,
     }
     if what := [name for name, present in refused.items() if present]:
-        raise CheckpointError(f"{folder} has {what[0]}, which transformers' Mamba does not compute")
+        raise CheckpointError(
+            f"{folder} has {what[0]}, which transformers' Mamba does not compute"
+        )
     try:
-        width, multiple = config["d_model"], int(config.get("pad_vocab_size_multiple", 8))
+        width = config["d_model"]
+        multiple = int(config.get("pad_vocab_size_multiple", 8))
         common = {
             "vocab_size": math.ceil(int(config["vocab_size"]) / multiple) * multiple,
             "hidden_size": width,
@@ -65,4 +73,6 @@ def configuration(folder: Path, config: dict[str, Any]) -> transformers.Pretrain
             time_step_limit=tuple(settings.get("dt_limit", (0.0, math.inf))),
         )
     except Exception as error:  # a library may raise anything for a strange setting
-        raise CheckpointError(f"{folder}: config.json is not of a model: {one_line(error)}") from error
+        raise CheckpointError(
+            f"{folder}: config.json is not of a model: {one_line(error)}"
+        ) from error

@@ -24,7 +24,14 @@ from kl_lens.model import architectures, files, mamba_ssm
 from kl_lens.model.anatomy import Anatomy, anatomy_of, groups_of, normalise_per_group
 from kl_lens.model.chain import Chain, warn
 from kl_lens.model.hub import Watch, download, pinned_name
-from kl_lens.model.residency import AUTO, DISK, MEMORY, Residency, belongs_on_disk, weightless
+from kl_lens.model.residency import (
+    AUTO,
+    DISK,
+    MEMORY,
+    Residency,
+    belongs_on_disk,
+    weightless,
+)
 from kl_lens.model.streaming import CheckpointTensors, join_twins
 from kl_lens.model.tasks import (
     IMAGE,
@@ -45,7 +52,8 @@ _LOADERS: dict[str, Any] = {
     TEXT: transformers.AutoModelForCausalLM,
     IMAGE: transformers.AutoModelForImageClassification,
 }
-_MARKED, _ENDS = re.compile(r"<.+>|\[.+\]"), ("<eos>", "</s>", "<|endoftext|>", "[EOS]", "[SEP]")
+_MARKED = re.compile(r"<.+>|\[.+\]")
+_ENDS = ("<eos>", "</s>", "<|endoftext|>", "[EOS]", "[SEP]")
 _LARGEST_TOKEN = 2**24  # sixty times the largest known vocabulary
 
 
@@ -60,12 +68,24 @@ class LoadedModel:
     layout: str = "transformers"
     source: str = ""  # argument of load() that opens it again
     tokenizer_source: str | None = None
-    classifier: ImageTask | None = field(default=None, repr=False)  # of an image classifier
-    residency: Residency | None = field(default=None, repr=False)  # if its weights stay on disk
-    digest: str | None = field(default=None, repr=False)  # of its weights, where they were read one by one
-    not_on_disk: str = field(default="", repr=False)  # why they could not stay there, if they should
-    left_out: tuple[str, ...] = field(default=(), repr=False)  # stored tensors that are not in the model
-    warn: Callable[[str], None] = field(default=warn, repr=False)  # hears of a kernel that is wrong
+    classifier: ImageTask | None = field(
+        default=None, repr=False
+    )  # of an image classifier
+    residency: Residency | None = field(
+        default=None, repr=False
+    )  # if its weights stay on disk
+    digest: str | None = field(
+        default=None, repr=False
+    )  # of its weights, where they were read one by one
+    not_on_disk: str = field(
+        default="", repr=False
+    )  # why they could not stay there, if they should
+    left_out: tuple[str, ...] = field(
+        default=(), repr=False
+    )  # stored tensors that are not in the model
+    warn: Callable[[str], None] = field(
+        default=warn, repr=False
+    )  # hears of a kernel that is wrong
 
     def __post_init__(self) -> None:
         normalise_per_group(self.model)
@@ -73,7 +93,9 @@ class LoadedModel:
     @property
     def task(self) -> Task:
         """What its batches are, and what is right."""
-        return self.classifier or LanguageTask(self.tokenizer, self.name, vocabulary_size(self.model))
+        return self.classifier or LanguageTask(
+            self.tokenizer, self.name, vocabulary_size(self.model)
+        )
 
     @cached_property
     def chain(self) -> Chain:
@@ -129,7 +151,11 @@ class LoadedModel:
     def tensor(self, name: str) -> torch.Tensor:
         """A parameter's values, read from disk if they are not in memory."""
         parameter = self.model.get_parameter(name)
-        return parameter.detach() if self.residency is None else self.residency.original(parameter)
+        return (
+            parameter.detach()
+            if self.residency is None
+            else self.residency.original(parameter)
+        )
 
     def present(self, module: torch.nn.Module) -> AbstractContextManager[None]:
         """Within the block, the weights of `module` are in memory: a block's, or for the whole model those outside the
@@ -151,7 +177,11 @@ class LoadedModel:
     @property
     def unread_tokens(self) -> str | None:
         """A line about tokens that the embedding has no row for; None: there are none."""
-        rows = None if self.tokenizer is None or self.classifier else vocabulary_size(self.model)
+        rows = (
+            None
+            if self.tokenizer is None or self.classifier
+            else vocabulary_size(self.model)
+        )
         known = {} if rows is None else self.tokenizer.get_vocab()  # type: ignore[union-attr]
         beyond = sorted((token, text) for text, token in known.items() if token >= rows)
         if not beyond:
@@ -166,7 +196,9 @@ class LoadedModel:
     def further_heads(self) -> dict[str, files.Stored]:
         """The files' tensors of heads for further tokens (`mtp.*`): exports keep them where a runtime has a place."""
         stored = files.stored_tensors(self.folder) if self.left_out else ()
-        return {tensor.name: tensor for tensor in stored if tensor.name.startswith("mtp.")}
+        return {
+            tensor.name: tensor for tensor in stored if tensor.name.startswith("mtp.")
+        }
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -219,7 +251,9 @@ def load(
     folder = model_folder(source, revision=revision)
     config = files.read_config(folder)
     is_folder = os.path.isdir(os.path.expanduser(source))
-    known = pinned_name(folder) if _is_on_hub(source) else str(source)  # opens the same weights again
+    known = (
+        pinned_name(folder) if _is_on_hub(source) else str(source)
+    )  # opens the same weights again
     name = folder.name if is_folder else known.partition("@")[0]
     chosen = _dtype(dtype)
     place = _device(device, folder, chosen, weights)
@@ -229,7 +263,9 @@ def load(
     kind = task_of(config, task)
     layout = "mamba_ssm" if mamba_ssm.is_layout(config) else "transformers"
     checkpoint = _Checkpoint(folder, config, kind, chosen, place, trust_remote_code)
-    residency, read, not_on_disk = None, None, ""
+    residency = None
+    read = None
+    not_on_disk = ""
     if kind == TEXT and belongs_on_disk(folder, chosen, place, weights, memory_budget):
         try:
             read = residency = checkpoint.streamed(memory_budget)
@@ -242,7 +278,9 @@ def load(
         try:
             read = checkpoint.streamed(None, whole=True)
         except torch.OutOfMemoryError as error:
-            raise CheckpointError(f"{name} does not fit onto {place} ({one_line(error)})") from error
+            raise CheckpointError(
+                f"{name} does not fit onto {place} ({one_line(error)})"
+            ) from error
         except (CheckpointError, NotImplementedError):
             if layout == "mamba_ssm":
                 raise
@@ -252,7 +290,9 @@ def load(
         model: Any = checkpoint.loaded() if read is None else read.model.eval()
         model.requires_grad_(False)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise CheckpointError(f"{name} cannot be moved to {place} ({one_line(error)})") from error
+        raise CheckpointError(
+            f"{name} cannot be moved to {place} ({one_line(error)})"
+        ) from error
     return LoadedModel(
         name=name,
         folder=folder,
@@ -261,11 +301,15 @@ def load(
         layout=layout,
         source=str(folder.resolve()) if is_folder else known,
         tokenizer_source=None if tokenizer is None else str(tokenizer),
-        classifier=ImageTask.of(folder, config, images or own_images(source)) if kind == IMAGE else None,
+        classifier=ImageTask.of(folder, config, images or own_images(source))
+        if kind == IMAGE
+        else None,
         residency=residency,
         digest=None if read is None else read.fingerprint,
         not_on_disk=not_on_disk,
-        left_out=tuple(t.name for t in files.stored_tensors(folder) if files.LEFT_OUT.match(t.name)),
+        left_out=tuple(
+            t.name for t in files.stored_tensors(folder) if files.LEFT_OUT.match(t.name)
+        ),
     )
 
 
@@ -274,22 +318,30 @@ def own_images(source: str | Path) -> str | None:
     return DIGITS if str(source) == "reference:vision" else None
 
 
-def model_folder(source: str | Path, *, revision: str | None = None, watch: Watch | None = None) -> Path:
+def model_folder(
+    source: str | Path, *, revision: str | None = None, watch: Watch | None = None
+) -> Path:
     """The model's local folder; downloads from the hub if it is not in the cache."""
     text = str(source)
     if revision and not _is_on_hub(source):
-        raise CheckpointError(f"revision {revision} is for hub ids only, and {text} is none")
+        raise CheckpointError(
+            f"revision {revision} is for hub ids only, and {text} is none"
+        )
     if text.startswith("reference:"):
         name = text.partition(":")[2]
         if name not in REFERENCES:
-            raise CheckpointError(f"there is no reference model {name!r}; known are {', '.join(REFERENCES)}")
+            raise CheckpointError(
+                f"there is no reference model {name!r}; known are {', '.join(REFERENCES)}"
+            )
         return reference_path(name)
     # Not pathlib's expanduser and is_dir: they raise for an unknown user or a name that is too long.
     path = Path(os.path.expanduser(text))
     if os.path.isdir(path):
         return path
     if os.path.isfile(path):
-        raise CheckpointError(f"{text} is a file; give the folder with config.json and the weights")
+        raise CheckpointError(
+            f"{text} is a file; give the folder with config.json and the weights"
+        )
     return download(text, revision, watch=watch)
 
 
@@ -300,7 +352,9 @@ def pinned(source: str | Path, revision: str | None, watch: Watch) -> str:
 
 
 def _is_on_hub(source: str | Path) -> bool:
-    return not (str(source).startswith("reference:") or os.path.isdir(os.path.expanduser(source)))
+    return not (
+        str(source).startswith("reference:") or os.path.isdir(os.path.expanduser(source))
+    )
 
 
 @dataclass(frozen=True)
@@ -320,9 +374,15 @@ class _Checkpoint:
         parsed, _ = self._parsed()
         try:
             with weightless():
-                model = _LOADERS[TEXT].from_config(parsed, dtype=self.dtype, trust_remote_code=self.trusted)
-        except Exception as error:  # what a library raises over a strange setting can be anything
-            raise CheckpointError(why_not_loaded(self.folder, self.config, error)) from error
+                model = _LOADERS[TEXT].from_config(
+                    parsed, dtype=self.dtype, trust_remote_code=self.trusted
+                )
+        except (
+            Exception
+        ) as error:  # what a library raises over a strange setting can be anything
+            raise CheckpointError(
+                why_not_loaded(self.folder, self.config, error)
+            ) from error
         return Residency(model, self.folder, self.dtype, self.device, budget, whole=whole)
 
     def loaded(self) -> torch.nn.Module:
@@ -340,30 +400,46 @@ class _Checkpoint:
             )
         except Exception as error:  # as above
             if self.task == TEXT and isinstance(error, RuntimeError):
-                CheckpointTensors(self.folder, empty).close()  # names what transformers cannot join
-            raise CheckpointError(why_not_loaded(self.folder, self.config, error)) from error
+                CheckpointTensors(
+                    self.folder, empty
+                ).close()  # names what transformers cannot join
+            raise CheckpointError(
+                why_not_loaded(self.folder, self.config, error)
+            ) from error
         found = {kind: info[f"{kind}_keys"] for kind in ("missing", "mismatched")}
         files.refuse_misfits(self.folder, **found, unused=info["unexpected_keys"])
         if files.quant_method(self.config):
             for name, tensor in model.state_dict().items():
-                if files.is_quantized(name, kind := str(tensor.dtype).removeprefix("torch.")):
-                    raise CheckpointError(f"{self.folder}: {name} stays {kind}; {files.ORIGINAL}")
-            model._weight_conversions = None  # they would quantize what is converted or saved from here
+                if files.is_quantized(
+                    name, kind := str(tensor.dtype).removeprefix("torch.")
+                ):
+                    raise CheckpointError(
+                        f"{self.folder}: {name} stays {kind}; {files.ORIGINAL}"
+                    )
+            model._weight_conversions = (
+                None  # they would quantize what is converted or saved from here
+            )
         files.refuse_broken_numbers(self.folder, model.state_dict().items())
         if self.task == TEXT:
-            join_twins(model, lambda one, two: model.get_parameter(one).equal(model.get_parameter(two)))
+            join_twins(
+                model,
+                lambda one, two: model.get_parameter(one).equal(model.get_parameter(two)),
+            )
         return model.to(self.device).eval()
 
     def _parsed(self) -> tuple[Any, Any]:
         """The configuration as transformers reads it, and its model without weights. Raises if the first does not fit
         the files."""
-        folder, config = self.folder, self.config
+        folder = self.folder
+        config = self.config
         is_ssm = mamba_ssm.is_layout(config)
         kind = model_type(config)
         known = is_ssm or kind in transformers.CONFIG_MAPPING
         if "auto_map" in config and not self.trusted and not known:
             code = config["auto_map"].get("AutoModelForCausalLM", "auto_map")
-            raise CheckpointError(f"{folder} has its own code ({code}): read it, then --trust-remote-code")
+            raise CheckpointError(
+                f"{folder} has its own code ({code}): read it, then --trust-remote-code"
+            )
         if "auto_map" not in config and not known:
             raise CheckpointError(
                 f"{folder / 'config.json'}: transformers {transformers.__version__} does not know model_type {kind!r}; "
@@ -378,12 +454,15 @@ class _Checkpoint:
                 )
             )
             with torch.device("meta"):  # names and shapes only
-                empty = _LOADERS[self.task].from_config(parsed, trust_remote_code=self.trusted)
+                empty = _LOADERS[self.task].from_config(
+                    parsed, trust_remote_code=self.trusted
+                )
         except CheckpointError:
             raise
         except Exception as error:  # as above
             raise CheckpointError(why_not_loaded(folder, config, error)) from error
-        wanted, stored = sum(p.numel() for p in empty.parameters()), files.weight_bytes(folder)
+        wanted = sum(p.numel() for p in empty.parameters())
+        stored = files.weight_bytes(folder)
         # Before memory is allocated: no checkpoint stores a parameter in less than two bits.
         if wanted > 4 * stored:
             raise CheckpointError(
@@ -400,7 +479,9 @@ class _Checkpoint:
 
 def why_not_loaded(folder: Path, config: dict[str, Any], error: Exception) -> str:
     """One line about a library's error over a checkpoint."""
-    if isinstance(error, KeyError):  # an unknown name, for example of an activation function
+    if isinstance(
+        error, KeyError
+    ):  # an unknown name, for example of an activation function
         for name, value in config.items():
             if isinstance(value, str) and error.args == (value,):
                 return f"{folder / 'config.json'}: {name} is {value!r}, which transformers does not know"
@@ -412,7 +493,9 @@ def why_not_loaded(folder: Path, config: dict[str, Any], error: Exception) -> st
     return f"{folder} could not be loaded: {type(error).__name__}: {one_line(error)}"
 
 
-def load_tokenizer(folder: Path, override: str | Path | None, trust_remote_code: bool) -> Any | None:
+def load_tokenizer(
+    folder: Path, override: str | Path | None, trust_remote_code: bool
+) -> Any | None:
     """The tokenizer of a checkpoint, or the one at `override`: a folder, a tokenizer.json, a list of tokens (.txt), a
     hub id."""
     place = Path(override) if override is not None else folder
@@ -423,7 +506,9 @@ def load_tokenizer(folder: Path, override: str | Path | None, trust_remote_code:
     if not is_file and not any((place / name).exists() for name in names):
         if override is None:
             return None
-        raise CheckpointError(f"{override} has no tokenizer (tokenizer.json, tokenizer.model or vocab.json)")
+        raise CheckpointError(
+            f"{override} has no tokenizer (tokenizer.json, tokenizer.model or vocab.json)"
+        )
     try:
         if is_file and place.suffix == ".txt":
             tokenizer: Any = listed_tokenizer(place)
@@ -434,7 +519,8 @@ def load_tokenizer(folder: Path, override: str | Path | None, trust_remote_code:
                 place, local_files_only=True, trust_remote_code=trust_remote_code
             )
             # Some classes bring their own pattern: a Qwen 3.5 whose files name Qwen2Tokenizer would be split as Qwen 2.
-            file, fast = place / names[0], transformers.PreTrainedTokenizerFast
+            file = place / names[0]
+            fast = transformers.PreTrainedTokenizerFast
             if isinstance(tokenizer, fast) and file.is_file():
                 used = _patterns(tokenizer.backend_tokenizer.to_str())
                 if used != _patterns(file.read_text(encoding="utf-8")):
@@ -442,11 +528,17 @@ def load_tokenizer(folder: Path, override: str | Path | None, trust_remote_code:
         # Tokenizers fill all gaps below a huge token id, which takes gigabytes.
         largest = max(tokenizer.get_vocab().values(), default=0)
         if largest > _LARGEST_TOKEN:
-            raise ValueError(f"it has a token with the id {largest}, larger than any vocabulary")
+            raise ValueError(
+                f"it has a token with the id {largest}, larger than any vocabulary"
+            )
         tokenizer("a")  # some settings only matter once it is used
         return tokenizer
-    except Exception as error:  # tokenizers raises bare Exception on a broken tokenizer.json
-        raise CheckpointError(f"the tokenizer in {place} could not be read: {one_line(error)}") from error
+    except (
+        Exception
+    ) as error:  # tokenizers raises bare Exception on a broken tokenizer.json
+        raise CheckpointError(
+            f"the tokenizer in {place} could not be read: {one_line(error)}"
+        ) from error
 
 
 def _patterns(specification: str) -> list[str]:
@@ -463,13 +555,20 @@ def listed_tokenizer(path: Path) -> transformers.PreTrainedTokenizerFast:
     """From a list of tokens, one a line in the order of their ids: letters, and longer tokens such as `<eos>`. Nothing
     is merged. Characters that are not listed are dropped, here and in llama.cpp; text with such letters is refused."""
     lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
-    if bad := [line for line in lines if not line or not line.isascii() or lines.count(line) > 1]:
-        raise ValueError(f"line {lines.index(bad[0]) + 1}, {bad[0]!r}, is empty, there twice, or not ASCII")
+    if bad := [
+        line for line in lines if not line or not line.isascii() or lines.count(line) > 1
+    ]:
+        raise ValueError(
+            f"line {lines.index(bad[0]) + 1}, {bad[0]!r}, is empty, there twice, or not ASCII"
+        )
     bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    single = {line: bytewise.pre_tokenize_str(line)[0][0] for line in lines if len(line) == 1}
+    single = {
+        line: bytewise.pre_tokenize_str(line)[0][0] for line in lines if len(line) == 1
+    }
     vocabulary = {single.get(line, line): index for index, line in enumerate(lines)}
     backend = tokenizers.Tokenizer(models.BPE(vocabulary, []))
-    backend.pre_tokenizer, backend.decoder = bytewise, decoders.ByteLevel()
+    backend.pre_tokenizer = bytewise
+    backend.decoder = decoders.ByteLevel()
     ends = [line for line in lines if line in _ENDS]
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend, **({"eos_token": ends[0]} if ends else {})
@@ -477,7 +576,9 @@ def listed_tokenizer(path: Path) -> transformers.PreTrainedTokenizerFast:
     longer = [line for line in lines if line not in single]
     for special in (True, False):
         some = [each for each in longer if bool(_MARKED.fullmatch(each)) == special]
-        tokenizer.add_tokens([tokenizers.AddedToken(t, special=special, normalized=False) for t in some])
+        tokenizer.add_tokens(
+            [tokenizers.AddedToken(t, special=special, normalized=False) for t in some]
+        )
     return tokenizer
 
 
@@ -495,7 +596,9 @@ def _device(
         chosen = torch.device(device)
         torch.empty(0, device=chosen)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise CheckpointError(f"--device {device}: torch has none here ({one_line(error, 120)})") from error
+        raise CheckpointError(
+            f"--device {device}: torch has none here ({one_line(error, 120)})"
+        ) from error
     if chosen.type == "cuda" and chosen.index is not None:
         torch.cuda.set_device(chosen)  # Triton uses the current device
     return chosen
@@ -504,5 +607,7 @@ def _device(
 def _dtype(dtype: torch.dtype | str) -> torch.dtype:
     named = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype, None)
     if not isinstance(named, torch.dtype) or not named.is_floating_point:
-        raise CheckpointError(f"{dtype!r} is not a floating-point dtype; use float32, bfloat16 or float16")
+        raise CheckpointError(
+            f"{dtype!r} is not a floating-point dtype; use float32, bfloat16 or float16"
+        )
     return named

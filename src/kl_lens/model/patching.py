@@ -46,7 +46,9 @@ def has_own_forward(module: nn.Module) -> bool:
     return "forward" not in vars(module) and not hasattr(module, "_hf_hook")
 
 
-def with_globals(function: types.FunctionType, names: dict[str, Any]) -> types.FunctionType:
+def with_globals(
+    function: types.FunctionType, names: dict[str, Any]
+) -> types.FunctionType:
     """A copy of a function with other values for these module-level names; its module is not changed."""
     copy = types.FunctionType(
         function.__code__,

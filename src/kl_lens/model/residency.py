@@ -29,7 +29,8 @@ from kl_lens.model.streaming import CheckpointTensors, join_twins
 
 AUTO, MEMORY, DISK = PLACES = ("auto", "memory", "disk")
 # Shares of free GPU memory, and of a budget, for weights that stay.
-_SHARE_OF_CARD, _SHARE_OF_BUDGET = 0.5, 1 / 3
+_SHARE_OF_CARD = 0.5
+_SHARE_OF_BUDGET = 1 / 3
 BLOCKS_AT_ONCE = 3  # the previous, the current and the next one
 _FITS = 0.6  # the rest is for states
 
@@ -41,7 +42,9 @@ def weightless() -> Iterator[None]:
 
     def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None and parameter.device.type != "meta":
-            parameter = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+            parameter = nn.Parameter(
+                torch.empty_like(parameter, device="meta"), requires_grad=False
+            )
         original(module, name, parameter)
 
     with mock.patch.object(nn.Module, "register_parameter", register):
@@ -53,13 +56,18 @@ def belongs_on_disk(
 ) -> bool:
     """Whether a model does not fit into the budget if given, else into free memory."""
     if place not in PLACES:
-        raise CheckpointError(f"weights is {place!r}; expected one of {', '.join(PLACES)}")
+        raise CheckpointError(
+            f"weights is {place!r}; expected one of {', '.join(PLACES)}"
+        )
     if place != AUTO:
         return place == DISK
     on_gpu = device.type == "cuda"
     free = int(_FITS * (free_memory(device) if on_gpu else available_memory()))
     room = free if budget is None else min(budget, free) if on_gpu else budget
-    return sum(math.prod(tensor.shape) for tensor in stored_tensors(folder)) * dtype.itemsize > room
+    return (
+        sum(math.prod(tensor.shape) for tensor in stored_tensors(folder)) * dtype.itemsize
+        > room
+    )
 
 
 @dataclass(eq=False)
@@ -100,7 +108,8 @@ class Residency:
         whole: bool = False,
     ) -> None:
         """Gives a model made `weightless` its vectors and the matrices that stay; `whole`: all of them."""
-        self.device, self.dtype = device, dtype
+        self.device = device
+        self.dtype = dtype
         self.tensors = CheckpointTensors(folder, model, pinned=device.type == "cuda")
         if not whole:
             self.tensors.refuse_pickles()
@@ -112,7 +121,9 @@ class Residency:
         self._left: torch.cuda.Event | None = None
         self._host_room = 0
         self._matrices: dict[int, _Matrix] = {}  # by id of the parameter
-        self.kept: dict[str, torch.Tensor] = {}  # for a GPU: stored form, on the card or in host memory
+        self.kept: dict[
+            str, torch.Tensor
+        ] = {}  # for a GPU: stored form, on the card or in host memory
         self._units: dict[nn.Module, list[_Matrix]] = {}
         self._next: dict[nn.Module, nn.Module] = {}
         join_twins(model, self.tensors.is_twice)
@@ -121,9 +132,9 @@ class Residency:
         if not whole:
             self._divide(budget)
             return
-        for (
-            matrix
-        ) in self._matrices.values():  # one at a time, so that a GPU's model is never in the host's memory
+        for matrix in (
+            self._matrices.values()
+        ):  # one at a time, so that a GPU's model is never in the host's memory
             matrix.parameter.data = self._brought(self.tensors.read(matrix.name))
         self._matrices.clear()
         self.close()
@@ -142,13 +153,23 @@ class Residency:
                 fresh[id(tensor)] = self._parameter(places[id(tensor)], tensor)
         for module in self.model.modules():
             own = module._parameters
-            own.update({leaf: fresh[id(empty)] for leaf, empty in own.items() if empty is not None})
+            own.update(
+                {
+                    leaf: fresh[id(empty)]
+                    for leaf, empty in own.items()
+                    if empty is not None
+                }
+            )
         self.model.to(self.device)  # buffers; parameters are there
 
     def _parameter(self, name: str, wanted: nn.Parameter) -> nn.Parameter:
         if wanted.dim() < 2:
-            return nn.Parameter(self._brought(self.tensors.read(name)), requires_grad=False)
-        absent = torch.full((), math.nan, dtype=self.dtype, device=self.device).expand(wanted.shape)
+            return nn.Parameter(
+                self._brought(self.tensors.read(name)), requires_grad=False
+            )
+        absent = torch.full((), math.nan, dtype=self.dtype, device=self.device).expand(
+            wanted.shape
+        )
         parameter = nn.Parameter(absent, requires_grad=False)
         self._matrices[id(parameter)] = _Matrix(parameter, name, absent)
         return parameter
@@ -158,7 +179,9 @@ class Residency:
         for name, tensor in sorted(self.model.state_dict(keep_vars=True).items()):
             matrix = self._matrices.get(id(tensor))
             values = (
-                tensor.detach().cpu() if matrix is None else self.tensors.read(matrix.name).to(self.dtype)
+                tensor.detach().cpu()
+                if matrix is None
+                else self.tensors.read(matrix.name).to(self.dtype)
             )
             refuse_broken_numbers(self._folder, [(name, values)])
             yield name, values
@@ -169,14 +192,24 @@ class Residency:
             free = free_memory(self.device)
             room = int(_SHARE_OF_CARD * (free if budget is None else min(free, budget)))
         else:
-            room = int(_SHARE_OF_BUDGET * (available_memory() if budget is None else budget))
+            room = int(
+                _SHARE_OF_BUDGET * (available_memory() if budget is None else budget)
+            )
         lists = [m for m in self.model.modules() if isinstance(m, nn.ModuleList)]
-        largest = max(lists, key=lambda m: sum(p.numel() for p in m.parameters()), default=nn.ModuleList())
+        largest = max(
+            lists,
+            key=lambda m: sum(p.numel() for p in m.parameters()),
+            default=nn.ModuleList(),
+        )
         self._blocks = blocks = list(largest)
         inside = {id(p) for block in blocks for p in block.parameters()}
         outside = [m for key, m in self._matrices.items() if key not in inside]
-        self.block_bytes = max((sum(map(self._bytes, self._of(block))) for block in blocks), default=0)
-        self.resident_bytes = sum(p.nbytes for p in self.model.parameters() if p.dim() < 2)
+        self.block_bytes = max(
+            (sum(map(self._bytes, self._of(block))) for block in blocks), default=0
+        )
+        self.resident_bytes = sum(
+            p.nbytes for p in self.model.parameters() if p.dim() < 2
+        )
         room -= BLOCKS_AT_ONCE * self.block_bytes
         if sum(map(self._bytes, outside)) <= room:
             for matrix in outside:
@@ -190,16 +223,25 @@ class Residency:
                 self._watch(module, [m for m in own if id(m.parameter) not in inside])
         for block in blocks:
             self._watch(block, self._of(block))
-        self._next = {b: n for b, n in pairwise(blocks) if b in self._units and n in self._units}
+        self._next = {
+            b: n for b, n in pairwise(blocks) if b in self._units and n in self._units
+        }
         if self.device.type == "cuda":
             self._host_room = available_memory() // 2
             names = {m.name for block in blocks for m in self._of(block)}
             stored = sum(map(self.tensors.stored_bytes, names))
             if stored <= room:  # for example in half precision: all stay on the card
-                self.kept = {name: self.tensors.read(name).to(self.device) for name in sorted(names)}
+                self.kept = {
+                    name: self.tensors.read(name).to(self.device)
+                    for name in sorted(names)
+                }
 
     def _of(self, module: nn.Module, *, recurse: bool = True) -> list[_Matrix]:
-        return [self._matrices[id(p)] for p in module.parameters(recurse) if id(p) in self._matrices]
+        return [
+            self._matrices[id(p)]
+            for p in module.parameters(recurse)
+            if id(p) in self._matrices
+        ]
 
     def _bytes(self, matrix: _Matrix) -> int:
         return matrix.parameter.numel() * self.dtype.itemsize
@@ -221,7 +263,11 @@ class Residency:
     def present(self, module: nn.Module) -> Iterator[None]:
         """Within the block, the matrices of `module` are loaded and the next block's are being read; for the whole
         model: everything outside the blocks."""
-        around = [m for m in self._units if m not in self._blocks] if module is self.model else [module]
+        around = (
+            [m for m in self._units if m not in self._blocks]
+            if module is self.model
+            else [module]
+        )
         with ExitStack() as held:
             for unit in around:
                 if unit in self._units:
@@ -241,7 +287,9 @@ class Residency:
         matrix = self._matrices.get(id(parameter))
         if matrix is None:
             return False
-        there = matrix.loaded is not None and parameter.data_ptr() == matrix.loaded.data_ptr()
+        there = (
+            matrix.loaded is not None and parameter.data_ptr() == matrix.loaded.data_ptr()
+        )
         return matrix.is_absent or there
 
     def _enter(self, module: nn.Module) -> None:
@@ -250,7 +298,9 @@ class Residency:
         if wanted:
             ahead = self._ahead.pop(module, None)
             found = self._handed_over(ahead.result()) if ahead is not None else {}
-            found |= self._handed_over(self._fetched([m for m in wanted if m.name not in found], None))
+            found |= self._handed_over(
+                self._fetched([m for m in wanted if m.name not in found], None)
+            )
             for matrix in wanted:
                 matrix.loaded = matrix.parameter.data = found[matrix.name]
         for matrix in matrices:
@@ -260,7 +310,9 @@ class Residency:
             absent = [m for m in self._units[following] if m.is_absent]
             self._ahead.clear()
             if absent:
-                self._ahead[following] = self._reader.submit(self._fetched, absent, self._left)
+                self._ahead[following] = self._reader.submit(
+                    self._fetched, absent, self._left
+                )
 
     def _leave(self, module: nn.Module) -> None:
         for matrix in self._units[module]:
@@ -273,14 +325,23 @@ class Residency:
         if self._copy_stream is not None and module in self._next:
             self._left = torch.cuda.current_stream(self.device).record_event()
 
-    def _fetched(self, matrices: list[_Matrix], left: torch.cuda.Event | None) -> _Arrivals:
+    def _fetched(
+        self, matrices: list[_Matrix], left: torch.cuda.Event | None
+    ) -> _Arrivals:
         """Reads matrices. A GPU gets them while it computes, but not before it has `left` an earlier block: the host
         runs ahead and would fill it with blocks."""
         if left is not None:
             left.synchronize()
-        with nullcontext() if self._copy_stream is None else torch.cuda.stream(self._copy_stream):
+        with (
+            nullcontext()
+            if self._copy_stream is None
+            else torch.cuda.stream(self._copy_stream)
+        ):
             brought = {m.name: self._brought(self._stored(m.name)) for m in matrices}
-            return brought, None if self._copy_stream is None else self._copy_stream.record_event()
+            return (
+                brought,
+                None if self._copy_stream is None else self._copy_stream.record_event(),
+            )
 
     def _handed_over(self, arrivals: _Arrivals) -> dict[str, torch.Tensor]:
         brought, there = arrivals
@@ -299,7 +360,9 @@ class Residency:
             tensor = self.tensors.read(name)
         if 0 < tensor.nbytes <= self._host_room:
             self._host_room -= tensor.nbytes
-            self.kept[name] = tensor = tensor if tensor.is_pinned() else tensor.pin_memory()
+            self.kept[name] = tensor = (
+                tensor if tensor.is_pinned() else tensor.pin_memory()
+            )
         return tensor
 
     def _brought(self, stored: torch.Tensor) -> torch.Tensor:

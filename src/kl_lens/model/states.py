@@ -23,7 +23,8 @@ from kl_lens.weights.formats import get_format
 
 STATE, KEYS, VALUES = KINDS = ("state", "keys", "values")
 CACHES = (KEYS, VALUES)
-ROW, HEAD = "row", "head"
+ROW = "row"
+HEAD = "head"
 BLOCK = 32  # numbers of a row that share a scale in `-32`
 
 
@@ -41,7 +42,9 @@ class Numbers:
 
 NUMBERS = {
     "fp16": Numbers(16, 65504.0, 10, -14, scaled=False),
-    "bf16": Numbers(16, 3.3895e38, 7, -100, scaled=False),  # nothing here depends on smaller exponents
+    "bf16": Numbers(
+        16, 3.3895e38, 7, -100, scaled=False
+    ),  # nothing here depends on smaller exponents
     "fp8": Numbers(8, 448.0, 3, -6),
     "int8": Numbers(8, 127.0),
     "int4": Numbers(4, 7.0),
@@ -52,10 +55,22 @@ GGML = ("q8_0", "q5_1", "q4_0", "iq4_nl")
 # What is measured unasked. Two that share scales in the same way, as rows and heads of Mamba-1 do, are one.
 MENUS = {
     STATE: (
-        *("fp16", "bf16", "fp8", "int8", "int8-head", "int8-32", "int4", "int4-head", "int4-32"),
+        *(
+            "fp16",
+            "bf16",
+            "fp8",
+            "int8",
+            "int8-head",
+            "int8-32",
+            "int4",
+            "int4-head",
+            "int4-32",
+        ),
         *("int8+feedback", "int4+feedback"),
     ),
-    **dict.fromkeys(CACHES, ("fp16", "bf16", "fp8", "int8", "int4", *GGML, "u8", "u4", "u4-32")),
+    **dict.fromkeys(
+        CACHES, ("fp16", "bf16", "fp8", "int8", "int4", *GGML, "u8", "u4", "u4-32")
+    ),
 }
 
 
@@ -85,7 +100,9 @@ class StateFormat:
             or (feedback and kind != STATE)
             or (numbers.unsigned and kind == STATE)
         ):
-            raise FormatError(f"no format {name!r} for {kind}; there are {', '.join(MENUS[kind])}")
+            raise FormatError(
+                f"no format {name!r} for {kind}; there are {', '.join(MENUS[kind])}"
+            )
         return cls(numbers, scales or ROW, bool(feedback))
 
     def fits(self, shape: Sequence[int]) -> str | None:
@@ -105,17 +122,21 @@ class StateFormat:
             return get_format(self.ggml).bits_per_weight((1, BLOCK))
         width, states = (1, *shape)[-2:]
         scale = 64 if self.numbers.unsigned else 16
-        each = self.numbers.bits + (scale / self.group(width, states) if self.numbers.scaled else 0)
+        each = self.numbers.bits + (
+            scale / self.group(width, states) if self.numbers.scaled else 0
+        )
         return each * (2 if self.feedback else 1)
 
     def rounded(self, values: torch.Tensor) -> torch.Tensor:
         """Values (…, width, states) as they come back, without feedback."""
-        numbers, shape = self.numbers, values.shape
+        numbers = self.numbers
+        shape = values.shape
         if self.ggml:
             rows = values.float().reshape(-1, shape[-1])
             return get_format(self.ggml).roundtrip(rows).reshape(shape).to(values.dtype)
         groups = values.float().reshape(-1, self.group(*shape[-2:]))
-        scale, offset = torch.ones_like(groups[:, :1]), torch.zeros_like(groups[:, :1])
+        scale = torch.ones_like(groups[:, :1])
+        offset = torch.zeros_like(groups[:, :1])
         if numbers.unsigned:
             offset, high = torch.aminmax(groups, dim=-1, keepdim=True)
             scale = (high - offset) / numbers.largest
@@ -123,7 +144,10 @@ class StateFormat:
             scale = (groups.abs().amax(-1, keepdim=True) / numbers.largest).half().float()
         groups = (groups - offset) / torch.where(scale > 0, scale, 1.0)
         if numbers.mantissa:
-            step = groups.abs().clamp_min(2.0**numbers.exponent).log2().floor() - numbers.mantissa
+            step = (
+                groups.abs().clamp_min(2.0**numbers.exponent).log2().floor()
+                - numbers.mantissa
+            )
             groups = (groups / step.exp2()).round() * step.exp2()
         else:
             groups = groups.round()
@@ -167,5 +191,9 @@ def keeping(
         for index, own in formats.items():
             before = entering(_Block(own, seen[index]))
             stack.callback(blocks[index].register_forward_pre_hook(before).remove)
-            stack.callback(blocks[index].register_forward_hook(entering(None), always_call=True).remove)
+            stack.callback(
+                blocks[index]
+                .register_forward_hook(entering(None), always_call=True)
+                .remove
+            )
         yield seen

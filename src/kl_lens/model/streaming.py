@@ -25,15 +25,28 @@ from transformers.core_model_loading import (
 
 from kl_lens.base.environment import processors
 from kl_lens.base.errors import CheckpointError, one_line
-from kl_lens.model.files import LEFT_OUT, Stored, refuse_misfits, stored_tensors, weight_files
+from kl_lens.model.files import (
+    LEFT_OUT,
+    Stored,
+    refuse_misfits,
+    stored_tensors,
+    weight_files,
+)
 
 # Names in the mamba_ssm layout; all others are in transformers' own tables.
 _MAMBA_SSM = {r"^backbone\.embedding\.": "backbone.embeddings."}
 _TYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
     "BOOL": torch.bool,
-}  # fmt: skip
+}
 _AT_ONCE = 16 << 20  # bytes per read: a fast disk needs several threads
 
 
@@ -78,11 +91,15 @@ class _Assembly:
 
     def shape(self, folder: Path, name: str) -> tuple[int, ...]:
         try:
-            return tuple(self.made(lambda part: torch.empty(part.shape, device="meta")).shape)
+            return tuple(
+                self.made(lambda part: torch.empty(part.shape, device="meta")).shape
+            )
         except Exception as error:  # transformers checks nothing before it joins
             refuse_misfits(folder, missing=self._lacking())
             why = one_line(error)
-            raise CheckpointError(f"{folder}: {name} cannot be joined from its parts ({why})") from error
+            raise CheckpointError(
+                f"{folder}: {name} cannot be joined from its parts ({why})"
+            ) from error
 
     def _lacking(self) -> list[str]:
         """What one kind of parts has, such as the experts' `up_proj`, and another, such as `gate_proj`, has not."""
@@ -105,12 +122,19 @@ class CheckpointTensors:
 
     def __init__(self, folder: Path, model: Any, *, pinned: bool = False) -> None:
         """`model`: transformers' model of the checkpoint; its weights are not read."""
-        self._folder, self._pinned = folder, pinned
-        self._readers = ThreadPoolExecutor(min(8, processors()), thread_name_prefix="kl-lens-file")
-        self._files = {path: path.open("rb", buffering=0) for path in weight_files(folder)}
+        self._folder = folder
+        self._pinned = pinned
+        self._readers = ThreadPoolExecutor(
+            min(8, processors()), thread_name_prefix="kl-lens-file"
+        )
+        self._files = {
+            path: path.open("rb", buffering=0) for path in weight_files(folder)
+        }
         self._seen = {path: _state(file) for path, file in self._files.items()}
         self._assemblies = _assemblies(folder, model)
-        self.shapes = {name: each.shape(folder, name) for name, each in self._assemblies.items()}
+        self.shapes = {
+            name: each.shape(folder, name) for name, each in self._assemblies.items()
+        }
 
     def places(self, wanted: Mapping[str, torch.Tensor]) -> dict[int, str]:
         """Where a model's tensors are stored, by id: a shared one under one of its names. Raises for tensors that
@@ -118,7 +142,10 @@ class CheckpointTensors:
         names: dict[int, list[str]] = defaultdict(list)
         for name, tensor in wanted.items():
             names[id(tensor)].append(name)
-        stored = {key: next((n for n in known if n in self.shapes), "") for key, known in names.items()}
+        stored = {
+            key: next((n for n in known if n in self.shapes), "")
+            for key, known in names.items()
+        }
         refuse_misfits(
             self._folder,
             missing=[known[0] for key, known in names.items() if not stored[key]],
@@ -133,14 +160,19 @@ class CheckpointTensors:
 
     def refuse_pickles(self) -> None:
         """Raises for files that cannot be read a part at a time."""
-        pickled = next((path for path in self._files if path.suffix != ".safetensors"), None)
+        pickled = next(
+            (path for path in self._files if path.suffix != ".safetensors"), None
+        )
         if pickled is not None:
-            raise CheckpointError(f"{pickled}: only safetensors can stay on disk; use --weights memory")
+            raise CheckpointError(
+                f"{pickled}: only safetensors can stay on disk; use --weights memory"
+            )
 
     def is_twice(self, name: str, other: str) -> bool:
         """Whether one matrix is stored under both names; an opened model has it once (`join_twins`). They are read one
         at a time, so that both are never in memory."""
-        one, two = self.shapes.get(name), self.shapes.get(other)
+        one = self.shapes.get(name)
+        two = self.shapes.get(other)
         return bool(one and one == two) and self._digest(name) == self._digest(other)
 
     def _digest(self, name: str) -> bytes:
@@ -165,8 +197,12 @@ class CheckpointTensors:
         if stored.pickled is not None:
             return stored.pickled.clone()  # not the mapped file
         if stored.kind not in _TYPES:
-            raise CheckpointError(f"{stored.path}: {stored.name} is {stored.kind}; use --weights memory")
-        tensor = torch.empty(stored.shape, dtype=_TYPES[stored.kind], pin_memory=self._pinned)
+            raise CheckpointError(
+                f"{stored.path}: {stored.name} is {stored.kind}; use --weights memory"
+            )
+        tensor = torch.empty(
+            stored.shape, dtype=_TYPES[stored.kind], pin_memory=self._pinned
+        )
         if tensor.numel():
             self._fill(stored, tensor.reshape(-1).view(torch.uint8).numpy().data)
         return tensor
@@ -185,10 +221,14 @@ class CheckpointTensors:
 
         try:
             places = range(0, len(view), _AT_ONCE)
-            whole = all(self._readers.map(read, places) if len(places) > 1 else map(read, places))
+            whole = all(
+                self._readers.map(read, places) if len(places) > 1 else map(read, places)
+            )
             untouched = whole and _state(file) == self._seen[stored.path]
         except OSError as error:
-            raise CheckpointError(f"{stored.path} cannot be read ({one_line(error)})") from error
+            raise CheckpointError(
+                f"{stored.path} cannot be read ({one_line(error)})"
+            ) from error
         if not untouched:
             raise CheckpointError(
                 f"{stored.path} was changed while {stored.name} was read from it; restore it and run the command "
@@ -209,12 +249,17 @@ def _assemblies(folder: Path, model: Any) -> dict[str, _Assembly]:
     owners = {pattern: each for each in converters for pattern in each.source_patterns}
     wanted = model.state_dict()
     parts: dict[str, list[tuple[str | None, Stored]]] = defaultdict(list)
-    for tensor in sorted(stored_tensors(folder), key=lambda tensor: dot_natural_key(tensor.name)):
+    for tensor in sorted(
+        stored_tensors(folder), key=lambda tensor: dot_natural_key(tensor.name)
+    ):
         if LEFT_OUT.match(tensor.name):
             continue
-        name, pattern = rename_source_key(tensor.name, renamings, converters, model.base_model_prefix, wanted)
+        name, pattern = rename_source_key(
+            tensor.name, renamings, converters, model.base_model_prefix, wanted
+        )
         if name not in wanted and tensor.name in wanted:
-            name, pattern = tensor.name, None
+            name = tensor.name
+            pattern = None
         parts[name].append((pattern, tensor))
     return {
         name: _Assembly(tuple(found), owners.get(found[0][0] or ""), model.config)

@@ -30,8 +30,11 @@ from kl_lens.text.images import (
 from kl_lens.text.sources import WIKITEXT, TextSource
 from kl_lens.text.windows import Windows, draw_windows, evaluation_windows
 
-TEXT, IMAGE = "text", "image"
-MEASURED = "KL Lens measures causal language models, and image classifiers with --images FOLDER"
+TEXT = "text"
+IMAGE = "image"
+MEASURED = (
+    "KL Lens measures causal language models, and image classifiers with --images FOLDER"
+)
 Source = TextSource | str
 
 
@@ -48,10 +51,16 @@ class LanguageTask:
     head_kind: ClassVar = "lm_head"
     window_length: ClassVar = 512  # usual rows of a window
     judged_length: ClassVar = 2048  # usual for evaluation
-    lists: ClassVar[tuple[type[nn.Module], ...]] = (nn.ModuleList,)  # containers of blocks
+    lists: ClassVar[tuple[type[nn.Module], ...]] = (
+        nn.ModuleList,
+    )  # containers of blocks
     generates: ClassVar = True
-    identity: ClassVar[dict[str, Any]] = {}  # what a run stores about it, besides the model
-    rows_at_once: ClassVar = 4096  # per forward: enough for fast products, few enough for the caches
+    identity: ClassVar[
+        dict[str, Any]
+    ] = {}  # what a run stores about it, besides the model
+    rows_at_once: ClassVar = (
+        4096  # per forward: enough for fast products, few enough for the caches
+    )
 
     @property
     def key(self) -> Hashable:
@@ -65,17 +74,31 @@ class LanguageTask:
             )
         return self.tokenizer
 
-    def drawn(self, source: Source, *, windows: int, length: int, seed: int = 42) -> Windows:
-        return self._fitting(draw_windows(source, self.require_tokenizer(), windows, length, seed))
+    def drawn(
+        self, source: Source, *, windows: int, length: int, seed: int = 42
+    ) -> Windows:
+        return self._fitting(
+            draw_windows(source, self.require_tokenizer(), windows, length, seed)
+        )
 
     def from_start(
-        self, source: Source, *, length: int, stride: int | None = None, limit: int | None = None
+        self,
+        source: Source,
+        *,
+        length: int,
+        stride: int | None = None,
+        limit: int | None = None,
     ) -> Windows:
-        return self._fitting(evaluation_windows(source, self.require_tokenizer(), length, stride, limit))
+        return self._fitting(
+            evaluation_windows(source, self.require_tokenizer(), length, stride, limit)
+        )
 
     def _fitting(self, windows: Windows) -> Windows:
         """Raises for a token that the embedding has no row for."""
-        if self.rows is not None and (beyond := windows.ids[windows.ids >= self.rows]).numel():
+        if (
+            self.rows is not None
+            and (beyond := windows.ids[windows.ids >= self.rows]).numel()
+        ):
             token = int(beyond[0])
             raise TextError(
                 f"{windows.label}: {self.require_tokenizer().decode([token])!r} is token {token}, but the embedding of "
@@ -85,7 +108,9 @@ class LanguageTask:
 
     def sample(self, model: nn.Module, windows: int, rows: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(0)
-        return torch.randint(0, vocabulary_size(model), (windows, rows), generator=generator)
+        return torch.randint(
+            0, vocabulary_size(model), (windows, rows), generator=generator
+        )
 
     def blank(self, windows: int, rows: int) -> torch.Tensor:
         return torch.zeros(windows, rows, dtype=torch.long)
@@ -94,7 +119,9 @@ class LanguageTask:
         own: Any = getattr(model, "get_output_embeddings", lambda: None)()
         head = _last_linear(model, vocabulary_size(model)) if own is None else own
         if head is None:
-            raise CheckpointError(f"{type(model).__name__} has no linear layer to the vocabulary; {MEASURED}")
+            raise CheckpointError(
+                f"{type(model).__name__} has no linear layer to the vocabulary; {MEASURED}"
+            )
         return head
 
     def forward(self, model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
@@ -119,21 +146,38 @@ class ImageTask:
     head_kind: ClassVar = "head"
     window_length: ClassVar = 16
     judged_length: ClassVar = 16
-    lists: ClassVar[tuple[type[nn.Module], ...]] = (nn.ModuleList, nn.Sequential)  # as in timm
+    lists: ClassVar[tuple[type[nn.Module], ...]] = (
+        nn.ModuleList,
+        nn.Sequential,
+    )  # as in timm
     generates: ClassVar = False
 
     @classmethod
-    def of(cls, folder: Path, config: Mapping[str, Any], images: str | None = None) -> ImageTask:
+    def of(
+        cls, folder: Path, config: Mapping[str, Any], images: str | None = None
+    ) -> ImageTask:
         """From the files next to the weights, of a checkpoint or of an exported model."""
-        names = {str(label): int(number) for number, label in (config.get("id2label") or {}).items()}
-        classes = len(names) or int(config.get("num_classes") or config.get("num_labels") or 1000)
-        if names == {f"LABEL_{number}": number for number in range(classes)}:  # transformers' placeholders
+        names = {
+            str(label): int(number)
+            for number, label in (config.get("id2label") or {}).items()
+        }
+        classes = len(names) or int(
+            config.get("num_classes") or config.get("num_labels") or 1000
+        )
+        if names == {
+            f"LABEL_{number}": number for number in range(classes)
+        }:  # transformers' placeholders
             names = {}
         return cls(Preparation.of(folder, config), classes, names, images)
 
     @property
     def key(self) -> Hashable:
-        return self.preparation, self.classes, tuple(self.label_names.items()), self.images
+        return (
+            self.preparation,
+            self.classes,
+            tuple(self.label_names.items()),
+            self.images,
+        )
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -146,55 +190,83 @@ class ImageTask:
         if base != WIKITEXT:
             return open_images(source, for_evaluation=for_evaluation)
         if self.images is None:
-            raise TextError("this model classifies images: give some with --images FOLDER")
+            raise TextError(
+                "this model classifies images: give some with --images FOLDER"
+            )
         # A command's default text: that split of the run's images.
         return open_images(self.images, split or None, for_evaluation=for_evaluation)
 
-    def drawn(self, source: Source, *, windows: int, length: int, seed: int = 42) -> Windows:
+    def drawn(
+        self, source: Source, *, windows: int, length: int, seed: int = 42
+    ) -> Windows:
         opened = self._opened(source, for_evaluation=False)
         named = (self.preparation, self.label_names, self.classes)
         return image_windows(opened, *named, windows=windows, length=length, seed=seed)
 
     def from_start(
-        self, source: Source, *, length: int, stride: int | None = None, limit: int | None = None
+        self,
+        source: Source,
+        *,
+        length: int,
+        stride: int | None = None,
+        limit: int | None = None,
     ) -> Windows:
         opened = self._opened(source, for_evaluation=True)
         if any(entry.label is None for entry in opened.entries):
-            raise TextError(f"{opened.label}: evaluation needs labels: folders by class, or labels.csv")
+            raise TextError(
+                f"{opened.label}: evaluation needs labels: folders by class, or labels.csv"
+            )
         if stride not in (None, length):
-            raise TextError(f"{opened.label}: windows of images do not overlap; --stride works only for text")
+            raise TextError(
+                f"{opened.label}: windows of images do not overlap; --stride works only for text"
+            )
         named = (self.preparation, self.label_names, self.classes)
         return image_windows(opened, *named, windows=limit, length=length)
 
     def sample(self, model: nn.Module, windows: int, rows: int) -> torch.Tensor:
         generator = np.random.default_rng(0)
         shape = self.preparation.shape
-        noise = [generator.integers(0, 256, shape, dtype=np.uint8) for _ in range(windows * rows)]
-        return torch.tensor([add_picture(Picture("noise", each, 0)) for each in noise]).reshape(windows, rows)
+        noise = [
+            generator.integers(0, 256, shape, dtype=np.uint8)
+            for _ in range(windows * rows)
+        ]
+        return torch.tensor(
+            [add_picture(Picture("noise", each, 0)) for each in noise]
+        ).reshape(windows, rows)
 
     def blank(self, windows: int, rows: int) -> torch.Tensor:
-        black = add_picture(Picture("black", np.zeros(self.preparation.shape, np.uint8), 0))
+        black = add_picture(
+            Picture("black", np.zeros(self.preparation.shape, np.uint8), 0)
+        )
         return torch.full((windows, rows), black)
 
     @property
     def rows_at_once(self) -> int:
-        return max(1, min(4096, 2**20 // (self.preparation.height * self.preparation.width)))
+        return max(
+            1, min(4096, 2**20 // (self.preparation.height * self.preparation.width))
+        )
 
     def head(self, model: nn.Module) -> nn.Module:
         head = _last_linear(model, self.classes)
         if head is None:
-            raise CheckpointError(f"{type(model).__name__} has no linear layer to {self.classes} classes")
+            raise CheckpointError(
+                f"{type(model).__name__} has no linear layer to {self.classes} classes"
+            )
         return head
 
     def forward(self, model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
         parameter = next(model.parameters())
-        pixels = torch.from_numpy(self.preparation.normalised(pixels_of(ids.flatten().tolist())))
+        pixels = torch.from_numpy(
+            self.preparation.normalised(pixels_of(ids.flatten().tolist()))
+        )
         output = model(pixels.to(parameter.device, parameter.dtype))
         logits = output if isinstance(output, torch.Tensor) else output["logits"]
         return logits.reshape(*ids.shape, -1)
 
     def targets(self, ids: torch.Tensor) -> torch.Tensor:
-        return torch.tensor(labels_of(ids.flatten().tolist()), device=ids.device).reshape(ids.shape)
+        return torch.tensor(labels_of(ids.flatten().tolist()), device=ids.device).reshape(
+            ids.shape
+        )
 
 
 def vocabulary_size(model: nn.Module) -> int:
@@ -203,7 +275,9 @@ def vocabulary_size(model: nn.Module) -> int:
 
 
 def _last_linear(model: nn.Module, width: int) -> nn.Module | None:
-    wide = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == width]
+    wide = [
+        m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == width
+    ]
     return wide[-1] if wide else None
 
 
@@ -221,4 +295,8 @@ def task_of(config: Mapping[str, Any], wanted: str | None = None) -> str:
     if wanted is not None:
         return wanted
     is_classifier = "ForImageClassification" in str(config.get("architectures"))
-    return IMAGE if is_classifier or model_type(config) in ("timm_wrapper", "mambavision") else TEXT
+    return (
+        IMAGE
+        if is_classifier or model_type(config) in ("timm_wrapper", "mambavision")
+        else TEXT
+    )

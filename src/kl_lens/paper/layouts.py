@@ -21,7 +21,12 @@ from kl_lens.model import Anatomy
 from kl_lens.run.folder import Run
 from kl_lens.run.records import Estimate, Measurement
 
-KEYS = ("sqnr_db", "kl_teacher_to_student", "kl_student_to_teacher", "delta_cross_entropy")
+KEYS = (
+    "sqnr_db",
+    "kl_teacher_to_student",
+    "kl_student_to_teacher",
+    "delta_cross_entropy",
+)
 LARGEST = 10**300
 SUFFIXES = {"int4": "4bit", "int8": "8bit"}  # of file names, by format
 
@@ -32,7 +37,9 @@ def write_legacy(path: Path, measurements: Sequence[Measurement]) -> list[Path]:
     written = []
     for name in names:
         content = {
-            m.component: {key: m.metrics[key].value for key in KEYS} for m in measurements if m.format == name
+            m.component: {key: m.metrics[key].value for key in KEYS}
+            for m in measurements
+            if m.format == name
         }
         own = f"{path.stem}_{SUFFIXES.get(name, name)}{path.suffix}"
         target = path if len(names) == 1 else path.with_name(own)
@@ -53,8 +60,14 @@ def read_legacy(path: Path, format_name: str, anatomy: Anatomy) -> list[Measurem
         raise RunError(f"{path}: no such file; check --int4 and --int8") from error
     except (OSError, ValueError, RecursionError) as error:
         raise RunError(f"{path} is not JSON ({error})") from error
-    if not isinstance(data, dict) or not all(isinstance(v, dict) for v in data.values()) or not data:
-        raise RunError(f"{path} is not a published sensitivity file: expected {{layer: {{metric: value}}}}")
+    if (
+        not isinstance(data, dict)
+        or not all(isinstance(v, dict) for v in data.values())
+        or not data
+    ):
+        raise RunError(
+            f"{path} is not a published sensitivity file: expected {{layer: {{metric: value}}}}"
+        )
     by_name = {name: c for c in anatomy.candidates for name in (c.name, *c.tied_with)}
     unknown = [layer for layer in data if layer not in by_name]
     if unknown:
@@ -66,7 +79,9 @@ def read_legacy(path: Path, format_name: str, anatomy: Anatomy) -> list[Measurem
     for layer, entry in data.items():
         for key, value in entry.items():
             # JSON integers are unlimited, floats are not; and bool is an int.
-            if type(value) is not float and not (type(value) is int and abs(value) < LARGEST):
+            if type(value) is not float and not (
+                type(value) is int and abs(value) < LARGEST
+            ):
                 raise RunError(f"{path}: {layer}: {key} is {value!r}, expected a number")
         if not set(entry) & set(KEYS):
             raise RunError(f"{path}: {layer} has none of {', '.join(KEYS)}")
@@ -76,7 +91,9 @@ def read_legacy(path: Path, format_name: str, anatomy: Anatomy) -> list[Measurem
     return found
 
 
-def write_published(run: Run, model: str, text: EvaluationText, tag: str | None = None) -> Path:
+def write_published(
+    run: Run, model: str, text: EvaluationText, tag: str | None = None
+) -> Path:
     """`perplexity_results_{tag}.json`: token perplexities of everything in the run that was scored on this text.
 
     A plan computed in PyTorch is named after the plan; files are `TARGET/PLAN`.

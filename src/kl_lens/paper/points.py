@@ -57,10 +57,15 @@ class Entry:
     value: float
 
 
-def paper_formats(table: SensitivityTable, *, eight_bits_alone: bool = False) -> tuple[tuple[str, ...], str]:
+def paper_formats(
+    table: SensitivityTable, *, eight_bits_alone: bool = False
+) -> tuple[tuple[str, ...], str]:
     """The measured pair of formats (the paper's, if both were), and the prefix of its plans."""
     measured = set(measured_recipes(table))
-    pairs = [(pair[1:] if eight_bits_alone else pair, prefix) for pair, prefix in FORMAT_PAIRS.items()]
+    pairs = [
+        (pair[1:] if eight_bits_alone else pair, prefix)
+        for pair, prefix in FORMAT_PAIRS.items()
+    ]
     return max(pairs, key=lambda pair: len(measured.intersection(pair[0])))
 
 
@@ -76,7 +81,10 @@ def label(metric: str) -> str:
 
 
 def ranked(
-    table: SensitivityTable, recipes: Sequence[Recipe], metric: str, exclude: Container[str]
+    table: SensitivityTable,
+    recipes: Sequence[Recipe],
+    metric: str,
+    exclude: Container[str],
 ) -> list[Entry]:
     """The merged lists of these recipes, least sensitive first.
 
@@ -87,8 +95,14 @@ def ranked(
     entries = []
     for recipe in recipes:
         require_measurements(table, recipe)
-        measured = {m.component: m.metrics for m in table.measurements if m.format == recipe}
-        for name in (c.name for c in table.candidates if c.name in measured and c.name not in exclude):
+        measured = {
+            m.component: m.metrics for m in table.measurements if m.format == recipe
+        }
+        for name in (
+            c.name
+            for c in table.candidates
+            if c.name in measured and c.name not in exclude
+        ):
             if key not in measured[name]:
                 raise PlanError(
                     f"{name} in {recipe}: {key} was not measured; use another --metric or measure again"
@@ -104,7 +118,11 @@ def ranked(
 
 
 def paper_points(
-    table: SensitivityTable, *, metric: str = PUBLISHED_METRIC, pipeline: str = "cpu", no_head: bool = False
+    table: SensitivityTable,
+    *,
+    metric: str = PUBLISHED_METRIC,
+    pipeline: str = "cpu",
+    no_head: bool = False,
 ) -> list[Plan]:
     """The uniform plans and the points of one pipeline, in the paper's order. conv1d is not included (it is not
     quantizable), nor is an untied embedding, which the published lists do not have."""
@@ -115,15 +133,26 @@ def paper_points(
     predictor = Predictor(table)
     prefix += PIPELINES[pipeline]
 
-    def plan(name: str, assignment: dict[str, Recipe], family: str, **notes: object) -> Plan:
+    def plan(
+        name: str, assignment: dict[str, Recipe], family: str, **notes: object
+    ) -> Plan:
         notes = {"metric": metric, "pipeline": pipeline, "head": not no_head, **notes}
         made_by = f"the paper's points, {pipeline} pipeline, ranked by {metric}"
-        return finished_plan(table, f"{prefix}{name}", assignment, made_by, notes, predictor, family=family)
+        return finished_plan(
+            table, f"{prefix}{name}", assignment, made_by, notes, predictor, family=family
+        )
 
     planned = [c.name for c in table.candidates if c.name not in exclude]
-    plans = [plan(f"uniform_{r}", dict.fromkeys(planned, r), "uniform") for r in reversed(recipes)]
+    plans = [
+        plan(f"uniform_{r}", dict.fromkeys(planned, r), "uniform")
+        for r in reversed(recipes)
+    ]
     # The GPU script cuts the 8-bit list of a Mamba-2 into eight.
-    points = MAMBA2_GPU_POINTS if pipeline == "gpu" and table.model_type == "mamba2" else POINTS
+    points = (
+        MAMBA2_GPU_POINTS
+        if pipeline == "gpu" and table.model_type == "mamba2"
+        else POINTS
+    )
     step = (len(order) - 1) // points
     if step <= 0:
         raise PlanError(
@@ -135,7 +164,9 @@ def paper_points(
         name = f"{label(metric)}_point{index:02d}"
         # The later entry of a component wins.
         chosen = {entry.component: entry.recipe for entry in cut}
-        plans.append(plan(name, chosen, "paper", entries=len(cut), entries_in_all=len(order)))
+        plans.append(
+            plan(name, chosen, "paper", entries=len(cut), entries_in_all=len(order))
+        )
     return plans
 
 
@@ -179,15 +210,20 @@ def greedy_plan(
     `formats`: default int4 and int8 or, if those were measured, q4_0 and q8_0.
     """
     if not gamma >= 1:
-        raise PlanError(f"--gamma {gamma:g} demands better than FP16; give 1 or more, such as 1.10")
+        raise PlanError(
+            f"--gamma {gamma:g} demands better than FP16; give 1 or more, such as 1.10"
+        )
     exclude = excluded_components(table, no_head=no_head)
     formats, prefix = (formats, "") if formats else paper_formats(table)
     order = ranked(table, [Recipe.parse(f) for f in formats], metric, exclude)
     components = {c.name: c for c in table.candidates}
     baseline = perplexity = float(evaluate({}))
     if not (math.isfinite(baseline) and baseline > 0):
-        raise PlanError(f"the FP16 model's perplexity is {baseline}; check the text and the checkpoint")
-    assignment, evaluations = dict[str, Recipe](), 1
+        raise PlanError(
+            f"the FP16 model's perplexity is {baseline}; check the text and the checkpoint"
+        )
+    assignment = dict[str, Recipe]()
+    evaluations = 1
     for entry in order:
         component = components[entry.component]
         recipe = stored_recipe(component, entry.recipe)[0]
@@ -195,9 +231,11 @@ def greedy_plan(
         if component_bytes(component, recipe) >= component_bytes(component, current):
             continue
         longer = assignment | {entry.component: recipe}
-        found, evaluations = float(evaluate(longer)), evaluations + 1
+        found = float(evaluate(longer))
+        evaluations = evaluations + 1
         if found <= gamma * baseline:  # False for nan
-            assignment, perplexity = longer, found
+            assignment = longer
+            perplexity = found
     notes = {
         "gamma": gamma,
         "deciding_perplexity": perplexity,

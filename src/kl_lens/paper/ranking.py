@@ -24,7 +24,13 @@ from kl_lens.run.samples import WindowMetrics, summarise
 
 HARM = "delta_cross_entropy"
 # Metric → +1 if larger means more damage, -1 if less.
-DIRECTIONS = {"kl_teacher_to_student": 1, "kl_student_to_teacher": 1, "mse": 1, "sqnr_db": -1, HARM: 1}
+DIRECTIONS = {
+    "kl_teacher_to_student": 1,
+    "kl_student_to_teacher": 1,
+    "mse": 1,
+    "sqnr_db": -1,
+    HARM: 1,
+}
 DAMAGES = {"perplexity": HARM, "divergence": "kl_teacher_to_student"}  # on held-out text
 BOOTSTRAPS = 1000
 # If the error is a larger share of the spread than this, noise affects the order as much as the damage does.
@@ -37,7 +43,9 @@ Floats = npt.NDArray[np.float64]
 class Correlation(Record):
     """Kendall's τ between a metric on calibration text and the damage on held-out text."""
 
-    damage: str  # perplexity (change in cross-entropy) or divergence (KL from the original)
+    damage: (
+        str  # perplexity (change in cross-entropy) or divergence (KL from the original)
+    )
     metric: str
     format: str
     with_head: bool
@@ -101,30 +109,44 @@ def rank(run: Run, shares: Sequence[float] = (1.0, 0.1, 0.05), seed: int = 0) ->
     damage = {key: summarise(own) for key, own in windows.items()}
     entropy, tokens = run.teacher_cross_entropy(EVALUATION)
     head = run.identity["head"]
-    texts = [role for role in run.roles() if role == CALIBRATION or role.startswith(f"{CALIBRATION}:")]
+    texts = [
+        role
+        for role in run.roles()
+        if role == CALIBRATION or role.startswith(f"{CALIBRATION}:")
+    ]
     calibrations = {role: _samples(run, role) for role in texts}
     full = calibrations.get(CALIBRATION, {})
-    points, perplexity = list[Point](), math.exp(entropy)
+    points = list[Point]()
+    perplexity = math.exp(entropy)
     for key in (key for key in sorted(damage) if key in full):
         harm = damage[key][HARM]
         grown = math.exp(min(harm.value, 700.0))
-        delta = Estimate(perplexity * (grown - 1), perplexity * grown * harm.standard_error)
+        delta = Estimate(
+            perplexity * (grown - 1), perplexity * grown * harm.standard_error
+        )
         points.append(Point(*key, key[0] == head, summarise(full[key]), harm, delta))
     correlations: list[Correlation] = []
     reliabilities: list[Reliability] = []
     for format_name in sorted({key[1] for key in damage}):
         for with_head in (True, False):
-            keys = [k for k in damage if k[1] == format_name and (with_head or k[0] != head)]
+            keys = [
+                k for k in damage if k[1] == format_name and (with_head or k[0] != head)
+            ]
             if len(keys) < 3:
                 continue
-            halves = [[summarise(windows[k][at::2] or windows[k])[HARM].value for k in keys] for at in (0, 1)]
+            halves = [
+                [summarise(windows[k][at::2] or windows[k])[HARM].value for k in keys]
+                for at in (0, 1)
+            ]
             harms = [damage[k][HARM] for k in keys]
             reliabilities.append(
                 Reliability(
                     format=format_name,
                     with_head=with_head,
                     spread=float(np.std([harm.value for harm in harms], ddof=1)),
-                    median_error=float(np.median([harm.standard_error for harm in harms])),
+                    median_error=float(
+                        np.median([harm.standard_error for harm in harms])
+                    ),
                     split_half_tau=float(scipy.stats.kendalltau(*halves).statistic),
                 )
             )
@@ -132,14 +154,24 @@ def rank(run: Run, shares: Sequence[float] = (1.0, 0.1, 0.05), seed: int = 0) ->
                 own = [k for k in keys if k in samples]
                 most = min((len(s) for s in samples.values()), default=1)
                 # With few windows, 10 % and 5 % can both mean one.
-                parts = (max(1, round(share * most)) for share in (shares if role == CALIBRATION else (1.0,)))
+                parts = (
+                    max(1, round(share * most))
+                    for share in (shares if role == CALIBRATION else (1.0,))
+                )
                 for count in dict.fromkeys(parts) if len(own) > 2 else ():
                     label = f"{role.partition(':')[2] or 'in domain'}, {count} of {most} windows"
-                    first = [samples[k][: max(1, round(count / most * len(samples[k])))] for k in own]
+                    first = [
+                        samples[k][: max(1, round(count / most * len(samples[k])))]
+                        for k in own
+                    ]
                     about = (format_name, with_head, label, len(own))
                     metrics = [summarise(part) for part in first]
-                    correlations += _correlations(metrics, [damage[k] for k in own], seed, about)
-    return Ranking(perplexity, tokens, tuple(points), tuple(correlations), tuple(reliabilities))
+                    correlations += _correlations(
+                        metrics, [damage[k] for k in own], seed, about
+                    )
+    return Ranking(
+        perplexity, tokens, tuple(points), tuple(correlations), tuple(reliabilities)
+    )
 
 
 def _samples(run: Run, role: str) -> dict[tuple[str, str], list[WindowMetrics]]:
@@ -157,8 +189,11 @@ def _correlations(
     for kind, metric in itertools.product(DAMAGES, DIRECTIONS):
         values = DIRECTIONS[metric] * np.array([each[metric].value for each in metrics])
         target = np.array([each[DAMAGES[kind]].value for each in damage])
-        result, interval = scipy.stats.kendalltau(values, target), _interval(values, target, seed)
-        yield Correlation(kind, metric, *about, float(result.statistic), *interval, float(result.pvalue))
+        result = scipy.stats.kendalltau(values, target)
+        interval = _interval(values, target, seed)
+        yield Correlation(
+            kind, metric, *about, float(result.statistic), *interval, float(result.pvalue)
+        )
 
 
 def _interval(values: Floats, target: Floats, seed: int) -> tuple[float, float]:
@@ -167,7 +202,9 @@ def _interval(values: Floats, target: Floats, seed: int) -> tuple[float, float]:
     x = np.sign(values[:, None] - values[None, :])
     y = np.sign(target[:, None] - target[None, :])
     weights = (
-        np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), BOOTSTRAPS).astype(float)
+        np.random.default_rng(seed)
+        .multinomial(count, np.full(count, 1 / count), BOOTSTRAPS)
+        .astype(float)
     )
 
     def total(pairs: Floats) -> Floats:

@@ -24,7 +24,9 @@ from kl_lens.run.subjects import current_profiles
 from kl_lens.targets.openvino.target import AppReport, BenchmarkApp
 
 PROTOCOL = "benchmark_app"
-SECONDS, QUICK_SECONDS, ITERATIONS = 60, 3, 50
+SECONDS = 60
+QUICK_SECONDS = 3
+ITERATIONS = 50
 ATTEMPTS = 3
 LIMIT_SECONDS = 3600  # per attempt: ends a compiler that hangs
 LOG_FOLDER = Path("log/benchmark_log")
@@ -36,7 +38,9 @@ class PublishedTiming:
 
     tag: str = "kl-lens"  # part of the names of logs and the CSV
 
-    def measure(self, subjects: Sequence[Timed], benchmark: Benchmark, report: Report) -> None:
+    def measure(
+        self, subjects: Sequence[Timed], benchmark: Benchmark, report: Report
+    ) -> None:
         """Times artifacts whose target has such a program; logs and the CSV go to the run's folder."""
         device = benchmark.settings.runtime.device
         done: dict[str, Profile] = {}
@@ -47,7 +51,9 @@ class PublishedTiming:
                 # Ratios are relative to earlier artifacts; FP16 comes first.
                 base = base_of(subject, [s for s in timed if s.name in done] + [subject])
                 before = done.get(base.name)
-                profile = self._profile(subject, base, before, benchmark, report.bandwidth)
+                profile = self._profile(
+                    subject, base, before, benchmark, report.bandwidth
+                )
                 done[subject.name] = profile
                 benchmark.store(profile)
             except (KLLensError, RuntimeError, OSError) as error:
@@ -56,33 +62,56 @@ class PublishedTiming:
         if skipped := [s for s in subjects if s.target.published is None]:
             runtimes = " and ".join(dict.fromkeys(s.target.title for s in skipped))
             names = ", ".join(s.name for s in skipped)
-            report.notes.append(f"{runtimes} has no benchmark_app: {names} not run with it")
+            report.notes.append(
+                f"{runtimes} has no benchmark_app: {names} not run with it"
+            )
         report.profiles += done.values()
         # Earlier ones of the run with this tag and device, and the new ones.
-        mine, earlier = (PROTOCOL, device, self.tag), current_profiles(benchmark.run) if benchmark.run else ()
-        same = [p for p in earlier if (p.protocol, p.device, p.settings.get("tag")) == mine]
+        mine = (PROTOCOL, device, self.tag)
+        earlier = current_profiles(benchmark.run) if benchmark.run else ()
+        same = [
+            p for p in earlier if (p.protocol, p.device, p.settings.get("tag")) == mine
+        ]
         if rows := {p.subject.label: p for p in same} | done:
-            report.csv = write_report(_folder(benchmark), device, self.tag, list(rows.values()))
+            report.csv = write_report(
+                _folder(benchmark), device, self.tag, list(rows.values())
+            )
 
     def _profile(
-        self, subject: Timed, base: Timed, earlier: Profile | None, benchmark: Benchmark, bandwidth: float
+        self,
+        subject: Timed,
+        base: Timed,
+        earlier: Profile | None,
+        benchmark: Benchmark,
+        bandwidth: float,
     ) -> Profile:
-        program, settings = subject.target.published, benchmark.settings
+        program = subject.target.published
+        settings = benchmark.settings
         assert program is not None
-        device, threads = settings.runtime.device, settings.runtime.threads
+        device = settings.runtime.device
+        threads = settings.runtime.threads
         name = f"{tag_of(_model_name(subject.subject))}_{device}_{self.tag}.log"
         log = _folder(benchmark) / LOG_FOLDER / name
         seconds = QUICK_SECONDS if settings.quick else SECONDS
-        report, command = run_app(program, subject.path, log, seconds=seconds, device=device, threads=threads)
+        report, command = run_app(
+            program, subject.path, log, seconds=seconds, device=device, threads=threads
+        )
         # benchmark_app gives extremes, not quartiles; they are in the settings.
-        medians = {"latency_ms": report.median_ms, "throughput_fps": report.throughput_fps}
-        timings = {name: Quartiles(value, value, value, report.iterations) for name, value in medians.items()}
+        medians = {
+            "latency_ms": report.median_ms,
+            "throughput_fps": report.throughput_fps,
+        }
+        timings = {
+            name: Quartiles(value, value, value, report.iterations)
+            for name, value in medians.items()
+        }
         before = earlier.timings if earlier else timings
         ratios = {
             "latency_ms": before["latency_ms"].median / report.median_ms,
             "throughput_fps": report.throughput_fps / before["throughput_fps"].median,
         }
-        contents, bound = subject.target.contents(subject.path), dict[str, float]()
+        contents = subject.target.contents(subject.path)
+        bound = dict[str, float]()
         if contents is not None and limits_hold(device):
             bound = bound_of(contents, bandwidth, 0, report.throughput_fps)
         return Profile(
@@ -91,7 +120,9 @@ class PublishedTiming:
             device=device,
             threads=report.threads or threads or processors(),
             timings=timings,
-            ratios={name: Quartiles(value, value, value, 1) for name, value in ratios.items()},
+            ratios={
+                name: Quartiles(value, value, value, 1) for name, value in ratios.items()
+            },
             peak_memory_bytes=None,
             file_bytes=subject.file_bytes,
             bound=bound,
@@ -131,11 +162,17 @@ def run_app(
     threads: int | None = None,
 ) -> tuple[AppReport, list[str]]:
     """Runs until both limits are reached; the log keeps every attempt. Returns the report and its command."""
-    ask_seconds, ask_iterations, texts = seconds, ITERATIONS, []
+    ask_seconds = seconds
+    ask_iterations = ITERATIONS
+    texts = []
     for _ in range(ATTEMPTS):
         limits = {"seconds": ask_seconds, "iterations": ask_iterations}
         command = program.command(
-            place, **limits, device=device, threads=threads, beside=log.with_suffix(".json")
+            place,
+            **limits,
+            device=device,
+            threads=threads,
+            beside=log.with_suffix(".json"),
         )
         code, text = _run(command)
         texts.append(f"$ {shlex.join(command)}\n{text}")
@@ -145,7 +182,8 @@ def run_app(
         report = program.read(texts[-1])
         if report.duration_seconds >= seconds and report.iterations >= ITERATIONS:
             return report, command
-        ask_seconds, ask_iterations = 2 * ask_seconds, 2 * ask_iterations
+        ask_seconds = 2 * ask_seconds
+        ask_iterations = 2 * ask_iterations
     raise TargetError(
         f"{PROTOCOL} did not reach {seconds} s and {ITERATIONS} iterations in {ATTEMPTS} attempts; see {log}"
     )
@@ -154,7 +192,11 @@ def run_app(
 def _run(command: Sequence[str]) -> tuple[int, str]:
     try:
         done = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT_SECONDS
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=LIMIT_SECONDS,
         )
     except subprocess.TimeoutExpired:
         raise TargetError(
@@ -165,10 +207,16 @@ def _run(command: Sequence[str]) -> tuple[int, str]:
 
 def _model_name(subject: Subject) -> str:
     """The plan; a file outside the run keeps its whole path, so that no two share a log."""
-    return subject.label if "path" in subject.settings or subject.plan is None else subject.plan
+    return (
+        subject.label
+        if "path" in subject.settings or subject.plan is None
+        else subject.plan
+    )
 
 
-def write_report(folder: Path, device: str, tag: str, profiles: Sequence[Profile]) -> Path:
+def write_report(
+    folder: Path, device: str, tag: str, profiles: Sequence[Profile]
+) -> Path:
     """`latency_throughput_{device}_{tag}_report.csv`, one row per model."""
     rows = [
         {

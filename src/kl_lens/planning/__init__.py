@@ -7,7 +7,11 @@ from kl_lens.planning.budget import (
     plan_for_budget as plan_for_budget,
     plan_for_loss as plan_for_loss,
 )
-from kl_lens.planning.files import plan_path as plan_path, read_plan as read_plan, write_plan as write_plan
+from kl_lens.planning.files import (
+    plan_path as plan_path,
+    read_plan as read_plan,
+    write_plan as write_plan,
+)
 from kl_lens.planning.memory import held_by as held_by
 from kl_lens.planning.predict import (
     Cost as Cost,

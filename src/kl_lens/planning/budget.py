@@ -44,9 +44,16 @@ def frontier(problem: Problem) -> tuple[FrontierPoint, ...]:
     `plan_for_budget` finds the best plan of any size between two of them.
     """
     amounts = _amounts(problem)
-    hull = hull_of(*([each.astype(float) for each in amounts[quantity]] for quantity in ("kl", "bytes")))
+    hull = hull_of(
+        *(
+            [each.astype(float) for each in amounts[quantity]]
+            for quantity in ("kl", "bytes")
+        )
+    )
     points = zip(hull.amounts, hull.costs, strict=True)
-    return tuple(FrontierPoint(problem.fixed.bytes + int(size), float(kl)) for size, kl in points)
+    return tuple(
+        FrontierPoint(problem.fixed.bytes + int(size), float(kl)) for size, kl in points
+    )
 
 
 def plan_for_budget(
@@ -71,7 +78,9 @@ def plan_for_budget(
     if goal not in QUANTITIES:
         raise PlanError(f"cannot minimise {goal!r}; choose {', '.join(QUANTITIES)}")
     if problem.speed is None and "seconds" in (goal, *limits):
-        raise PlanError("a limit on speed needs the speeds of the target's files: `speed_model`")
+        raise PlanError(
+            "a limit on speed needs the speeds of the target's files: `speed_model`"
+        )
     for quantity, most in limits.items():
         if most < problem.reach(quantity)[0]:
             raise _impossible(problem, quantity, flags[quantity])
@@ -84,8 +93,14 @@ def plan_for_budget(
     optimum = knapsack.minimise(amounts[goal], rows)
     totals = problem.totals(optimum.selection) if optimum else None
     # A limit on the goal itself needs no row: compare the minimum with it.
-    if optimum is None or totals is None or getattr(totals, goal) > limits.get(goal, math.inf):
-        raise BudgetError(f"{' and '.join(flags.values())} cannot be met together; relax one of them")
+    if (
+        optimum is None
+        or totals is None
+        or getattr(totals, goal) > limits.get(goal, math.inf)
+    ):
+        raise BudgetError(
+            f"{' and '.join(flags.values())} cannot be met together; relax one of them"
+        )
     notes: dict[str, object] = {
         "minimised": goal,
         "metric": problem.predictor.metric,
@@ -110,11 +125,15 @@ def plan_for_budget(
     besides = totals.bytes - plan.bytes - held
     grids = (Recipe.parse(plan.assignment[c.name]).grid for c in problem.table.candidates)
     grown = sum(problem.target.overhead(grid) for grid in grids) if problem.target else 0
-    assert besides == problem.besides_bytes + grown, "the plan's bytes must be those that the solver added up"
+    assert besides == problem.besides_bytes + grown, (
+        "the plan's bytes must be those that the solver added up"
+    )
     plan = replace(plan, limits=limits, fixed_bytes=besides)
     if caches or held:
         formats = {kind: str(choice.recipe) for kind, choice in caches.items()}
-        loss = math.fsum([plan.predicted_kl or 0.0, *(choice.kl for choice in caches.values())])
+        loss = math.fsum(
+            [plan.predicted_kl or 0.0, *(choice.kl for choice in caches.values())]
+        )
         plan = replace(plan, caches=formats, held_bytes=held, predicted_kl=loss)
     return BudgetSolution(plan, totals, goal, optimum.gap, optimum.seconds)
 
@@ -122,7 +141,9 @@ def plan_for_budget(
 def _amounts(problem: Problem) -> dict[str, list[knapsack.Numbers]]:
     """Whole numbers stay whole."""
     return {
-        quantity: [np.array([getattr(c, quantity) for c in g.choices]) for g in problem.groups]
+        quantity: [
+            np.array([getattr(c, quantity) for c in g.choices]) for g in problem.groups
+        ]
         for quantity in QUANTITIES
     }
 
@@ -140,7 +161,8 @@ def _limits(
     if max_bpw is not None:
         size = max_bpw * _parameters(problem) / 8 + problem.besides_bytes
         if "bytes" not in limits or not size >= limits["bytes"]:
-            limits["bytes"], flags["bytes"] = size, f"--max-bpw {max_bpw:g}"
+            limits["bytes"] = size
+            flags["bytes"] = f"--max-bpw {max_bpw:g}"
     if max_bytes is not None and problem.held_bytes:
         flags.setdefault("bytes", f"--memory {human_bytes(max_bytes)}")
     if max_kl is not None:
@@ -149,14 +171,18 @@ def _limits(
         limits["seconds"] = 1 / min_speed if min_speed > 0 else math.inf
         flags |= {} if min_speed > 0 else {"seconds": f"--min-speed {min_speed:g}"}
     if not limits:
-        raise PlanError("no budget given; set at least one of --max-bytes, --max-bpw, --max-kl, --min-speed")
+        raise PlanError(
+            "no budget given; set at least one of --max-bytes, --max-bpw, --max-kl, --min-speed"
+        )
     for quantity, most in limits.items():
         if not math.isfinite(most):
             given = flags.get(quantity) or f"{_OPTION[quantity]} {most}"
             raise PlanError(f"{given} is not a limit; give a number")
     if "bytes" in limits:
         limits["bytes"] = math.floor(limits["bytes"])
-    return limits, {q: f"{_OPTION[q]} {_HUMAN[q](most)}" for q, most in limits.items()} | flags
+    return limits, {
+        q: f"{_OPTION[q]} {_HUMAN[q](most)}" for q, most in limits.items()
+    } | flags
 
 
 def _parameters(problem: Problem) -> int:
@@ -166,9 +192,13 @@ def _parameters(problem: Problem) -> int:
 def _impossible(problem: Problem, quantity: str, flag: str) -> BudgetError:
     """What is possible instead of a limit that no plan meets."""
     low, high = problem.reach(quantity)
-    show, extra = _HUMAN[quantity], ""
+    show = _HUMAN[quantity]
+    extra = ""
     if quantity == "bytes" and not problem.held_bytes:
-        bits = [8 * (end - problem.besides_bytes) / _parameters(problem) for end in (low, high)]
+        bits = [
+            8 * (end - problem.besides_bytes) / _parameters(problem)
+            for end in (low, high)
+        ]
         extra = f" ({bits[0]:.3f} to {bits[1]:.3f} bits per weight)"
     return BudgetError(
         f"{flag} cannot be met: plans from these measurements range from {show(low)} to {show(high)}{extra}; "
@@ -183,7 +213,10 @@ def _name(goal: str, limits: Mapping[str, float], problem: Problem) -> str:
         "kl": lambda most: f"kl{most:g}",
         "seconds": lambda most: f"{1 / most:g}tps".replace("+", ""),
     }
-    parts = [f"least_{goal}_at", *(spell(limits[q]) for q, spell in spelled.items() if q in limits)]
+    parts = [
+        f"least_{goal}_at",
+        *(spell(limits[q]) for q, spell in spelled.items() if q in limits),
+    ]
     return "_".join(parts) + (f"-{problem.target.name}" if problem.target else "")
 
 
@@ -212,8 +245,10 @@ def plan_for_loss(
     if not max_loss > 0:
         raise BudgetError("the allowed loss must be above 0; only FP16 loses nothing")
     fitting: LossResult | None = None
-    good, bad = 0.0, math.inf  # KL limits that led to a loss within the limit, and above it
-    limit, closest = max_loss, math.inf
+    good = 0.0
+    bad = math.inf  # KL limits that led to a loss within the limit, and above it
+    limit = max_loss
+    closest = math.inf
     for count in range(1, evaluations + 1):
         plan = plan_for_budget(problem, max_kl=limit, name=name).plan
         measured = loss(plan.assignment)

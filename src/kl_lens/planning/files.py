@@ -23,8 +23,25 @@ from kl_lens.weights.recipes import FP16, Recipe
 PLAN_FILE_VERSION = 3
 # In this order. Those that are not a plan's own: version, bits_per_weight (for people), fingerprint.
 _FIELDS = (
-    *("version", "name", "family", "made_by", "target", "predicted_kl", "interaction", "bytes"),
-    *("bits_per_weight", "fixed_bytes", "limits", "measured", "statistics", "contest", "fingerprint"),
+    *(
+        "version",
+        "name",
+        "family",
+        "made_by",
+        "target",
+        "predicted_kl",
+        "interaction",
+        "bytes",
+    ),
+    *(
+        "bits_per_weight",
+        "fixed_bytes",
+        "limits",
+        "measured",
+        "statistics",
+        "contest",
+        "fingerprint",
+    ),
     *("caches", "held_bytes", "notes", "assignment"),
 )
 _MEMORY = ("caches", "held_bytes")  # only of plans for a memory
@@ -38,7 +55,9 @@ def write_plan(plan: Plan, path: Path | str, components: Iterable[Component]) ->
     """Writes a plan atomically. Every quantizable component is named, FP16 ones too."""
     path = Path(path)
     if checked_plan_name(plan.name) != path.stem:
-        raise PlanError(f"{path}: the file of plan {plan.name} must be called {plan.name}.json")
+        raise PlanError(
+            f"{path}: the file of plan {plan.name} must be called {plan.name}.json"
+        )
     components = tuple(components)
     cost = cost_of(components, plan.assignment)
     notes = {key: value for key, value in plan.notes.items() if key != "not_named"}
@@ -52,8 +71,12 @@ def write_plan(plan: Plan, path: Path | str, components: Iterable[Component]) ->
         "notes": notes,
         "assignment": cost.stored,
     }
-    content = {name: facts[name] for name in _FIELDS if facts[name] or name not in _MEMORY}
-    write_text(path, json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    content = {
+        name: facts[name] for name in _FIELDS if facts[name] or name not in _MEMORY
+    }
+    write_text(
+        path, json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    )
     return path
 
 
@@ -76,16 +99,34 @@ def read_plan(path: Path | str, components: Iterable[Component]) -> Plan:
     for name in ("version", "bits_per_weight"):
         facts.pop(name, None)
     try:
-        plan = Plan.from_json({"name": path.stem, "made_by": "hand", **facts, "assignment": full})
+        plan = Plan.from_json(
+            {"name": path.stem, "made_by": "hand", **facts, "assignment": full}
+        )
         if plan.family not in PLAN_FAMILIES:
-            raise ValueError(f"family is {plan.family!r}; expected one of {', '.join(PLAN_FAMILIES)}")
-        if not plan.interaction > 0 or (plan.measured and not plan.measured.original_perplexity > 0):
+            raise ValueError(
+                f"family is {plan.family!r}; expected one of {', '.join(PLAN_FAMILIES)}"
+            )
+        if not plan.interaction > 0 or (
+            plan.measured and not plan.measured.original_perplexity > 0
+        ):
             raise ValueError("interaction and perplexity must be above zero")
     except ValueError as error:
         raise PlanError(f"{path}: {error}") from None
-    if fingerprint != _fingerprint(full, plan.statistics, plan.target) or plan.bytes != size:
-        made_by = plan.made_by if plan.made_by == "hand" else f"{plan.made_by}, edited by hand"
-        plan = Plan(path.stem, full, made_by, statistics=plan.statistics, target=plan.target, edited=True)
+    if (
+        fingerprint != _fingerprint(full, plan.statistics, plan.target)
+        or plan.bytes != size
+    ):
+        made_by = (
+            plan.made_by if plan.made_by == "hand" else f"{plan.made_by}, edited by hand"
+        )
+        plan = Plan(
+            path.stem,
+            full,
+            made_by,
+            statistics=plan.statistics,
+            target=plan.target,
+            edited=True,
+        )
     if missing:
         plan.notes["not_named"] = missing
     return replace(plan, bytes=size)
@@ -93,7 +134,9 @@ def read_plan(path: Path | str, components: Iterable[Component]) -> Plan:
 
 def _load(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates)
+        content = json.loads(
+            path.read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates
+        )
         json.dumps(content, ensure_ascii=False, allow_nan=False).encode()
     except FileNotFoundError:
         raise PlanError(f"{path}: no such plan; make one with kl-lens plan") from None
@@ -102,15 +145,20 @@ def _load(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise PlanError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(content, dict) or not isinstance(content.get("assignment"), dict):
-        raise PlanError(f'{path}: not a plan: expected an object with an "assignment" of component to format')
-    version, name = content.get("version"), content.get("name", path.stem)
+        raise PlanError(
+            f'{path}: not a plan: expected an object with an "assignment" of component to format'
+        )
+    version = content.get("version")
+    name = content.get("name", path.stem)
     if version != PLAN_FILE_VERSION:
         raise PlanError(
             f"{path}: plan file version {version!r}; this program reads version {PLAN_FILE_VERSION}: "
             "make the plan again"
         )
     if unknown := sorted(set(content) - set(_FIELDS)):
-        raise PlanError(f"{path}: unknown field {unknown[0]!r}{_hint(unknown[0], _FIELDS)}")
+        raise PlanError(
+            f"{path}: unknown field {unknown[0]!r}{_hint(unknown[0], _FIELDS)}"
+        )
     if name != path.stem:
         raise PlanError(
             f"{path}: the name inside is {name!r}, but must be that of the file; "
@@ -132,19 +180,27 @@ def _checked_assignment(
     for name, wanted in lines.items():
         component = by_name.get(name) or aliases.get(name)
         if component is None:
-            raise PlanError(f"{path}: the model has no component {name!r}{_hint(name, [*by_name, *aliases])}")
+            raise PlanError(
+                f"{path}: the model has no component {name!r}{_hint(name, [*by_name, *aliases])}"
+            )
         if not isinstance(wanted, str):
-            raise PlanError(f"{path}: {name}: expected the name of a format, got {wanted!r}")
+            raise PlanError(
+                f"{path}: {name}: expected the name of a format, got {wanted!r}"
+            )
         try:
             recipe = Recipe.parse(wanted)
         except FormatError as error:
             raise PlanError(f"{path}: {name}: {error}") from None
         if not component.quantizable:
             if recipe != FP16:
-                raise PlanError(f"{path}: {name} cannot be {recipe}: {component.reason}; remove the line")
+                raise PlanError(
+                    f"{path}: {name} cannot be {recipe}: {component.reason}; remove the line"
+                )
             continue
         if reason := recipe.grid.fits(component.shape):
-            raise PlanError(f"{path}: {name} cannot be {recipe}: {reason}; choose another format")
+            raise PlanError(
+                f"{path}: {name} cannot be {recipe}: {reason}; choose another format"
+            )
         if assignment.setdefault(component.name, recipe) != recipe:
             raise PlanError(
                 f"{path}: {name} is the same weight as {component.name}, which has {assignment[component.name]}, "
@@ -155,10 +211,16 @@ def _checked_assignment(
 
 def _hint(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
-    return f"; did you mean {' or '.join(close)}?" if close else "; `kl-lens inspect` lists the known names"
+    return (
+        f"; did you mean {' or '.join(close)}?"
+        if close
+        else "; `kl-lens inspect` lists the known names"
+    )
 
 
-def _fingerprint(assignment: Mapping[str, str], statistics: str | None, target: str | None) -> str:
+def _fingerprint(
+    assignment: Mapping[str, str], statistics: str | None, target: str | None
+) -> str:
     """Of everything the numbers depend on: recipes, statistics, target."""
     facts: list[Any] = sorted(assignment.items())
     facts += [fact for fact in (statistics, target) if fact is not None]

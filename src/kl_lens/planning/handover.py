@@ -26,7 +26,11 @@ from kl_lens.targets.gguf.export import tensor_jobs
 from kl_lens.targets.gguf.writer import FLOAT32, ModelTensors, TensorJob
 from kl_lens.weights.formats import Format
 from kl_lens.weights.formats.gguf_blocks import gguf_module
-from kl_lens.weights.formats.integer import GroupedFormat, SignedScaleFormat, ZeroPointFormat
+from kl_lens.weights.formats.integer import (
+    GroupedFormat,
+    SignedScaleFormat,
+    ZeroPointFormat,
+)
 from kl_lens.weights.formats.tables import MicroscalingFormat, NormalFloatFormat
 from kl_lens.weights.quantizers.methods import column_importance
 from kl_lens.weights.recipes import FP16, NEAREST, parsed
@@ -50,30 +54,45 @@ class Tool:
     title: str
     file: str
     use: str  # FOLDER stands for the folder of the file
-    settings: Callable[[Format], Settings | None]  # of a format; None: the tool does not have it
-    refuses: Callable[[LoadedModel, Component], str | None]  # why a component must stay at FP16
+    settings: Callable[
+        [Format], Settings | None
+    ]  # of a format; None: the tool does not have it
+    refuses: Callable[
+        [LoadedModel, Component], str | None
+    ]  # why a component must stay at FP16
     # From each component's settings, without FP16 ones.
     content: Callable[[LoadedModel, Plan, Mapping[str, Settings]], str]
 
 
 def write_recipe(
-    name: str, model: LoadedModel, plan: Plan, folder: Path, statistics: StoredStatistics | None = None
+    name: str,
+    model: LoadedModel,
+    plan: Plan,
+    folder: Path,
+    statistics: StoredStatistics | None = None,
 ) -> Handover:
     """Writes a plan for a tool. Raises PlanError, which names the component, if the tool has no words for it.
 
     `statistics`: of the run, for tools that weigh columns by importance.
     """
-    tool, ours = TOOLS[name], [NEAREST]
+    tool = TOOLS[name]
+    ours = [NEAREST]
     with replacing(folder) as place:
         if tool is None:
-            title, ours = "llama-quantize", [NEAREST, "imatrix"]
+            title = "llama-quantize"
+            ours = [NEAREST, "imatrix"]
             use = _write_for_llama_cpp(model, plan, place, statistics)
         else:
-            title, use = tool.title, tool.use
+            title = tool.title
+            use = tool.use
             content = tool.content(model, plan, _chosen(tool, model, plan))
             (place / tool.file).write_text(content, encoding="utf-8")
         names = sorted(path.name for path in place.iterdir())
-    others = [recipe.method for recipe in parsed(plan.assignment).values() if recipe.method not in ours]
+    others = [
+        recipe.method
+        for recipe in parsed(plan.assignment).values()
+        if recipe.method not in ours
+    ]
     note = (
         f"{plan.name}: {len(others)} components were measured with {', '.join(sorted(set(others)))}; {title} rounds in "
         "its own way, so measure its file"
@@ -83,15 +102,22 @@ def write_recipe(
 
 
 def _chosen(tool: Tool, model: LoadedModel, plan: Plan) -> dict[str, Settings]:
-    recipes, chosen = parsed(plan.assignment), {}
+    recipes = parsed(plan.assignment)
+    chosen = {}
     for component in model.anatomy.candidates:
         if (recipe := recipes.get(component.name, FP16)) == FP16:
             continue
-        why, found = tool.refuses(model, component), tool.settings(recipe.grid)
+        why = tool.refuses(model, component)
+        found = tool.settings(recipe.grid)
         if why or found is None:
-            reason = f"{why}; give it fp16, not {recipe}, in the plan's file" if why else (
-                f"it has nothing like {recipe.grid.name}")  # fmt: skip
-            raise PlanError(f"{tool.title} cannot express plan {plan.name}: {component.name}: {reason}")
+            reason = (
+                f"{why}; give it fp16, not {recipe}, in the plan's file"
+                if why
+                else (f"it has nothing like {recipe.grid.name}")
+            )
+            raise PlanError(
+                f"{tool.title} cannot express plan {plan.name}: {component.name}: {reason}"
+            )
         chosen[component.name] = found
     return chosen
 
@@ -106,7 +132,9 @@ def _is_integer(fmt: Format) -> bool:
 
 
 def _not_linear(model: LoadedModel, component: Component) -> str | None:
-    layer = dict(model.model.named_modules()).get(component.weight.removesuffix(".weight"))
+    layer = dict(model.model.named_modules()).get(
+        component.weight.removesuffix(".weight")
+    )
     if isinstance(layer, nn.Linear) and not component.tied_with:
         return None
     return "it quantizes only Linear layers of their own"
@@ -186,7 +214,11 @@ def _nncf_settings(fmt: Format) -> Settings | None:
     if not _is_integer(fmt) or fmt.bits == 2 or (fmt.bits == 8 and fmt.group_size):
         return None
     kind, letter = ("sym", "i") if fmt.symmetric else ("asym", "u")
-    return {"mode": f"int{fmt.bits}_{kind}", "group_size": size, "type": f"{letter}{fmt.bits}"}
+    return {
+        "mode": f"int{fmt.bits}_{kind}",
+        "group_size": size,
+        "type": f"{letter}{fmt.bits}",
+    }
 
 
 def _nncf_content(model: LoadedModel, plan: Plan, chosen: Mapping[str, Settings]) -> str:
@@ -194,7 +226,9 @@ def _nncf_content(model: LoadedModel, plan: Plan, chosen: Mapping[str, Settings]
     for name, how in chosen.items():
         weights = passes.setdefault(repr(how), how | {"weights": []})["weights"]
         weights.append(model.anatomy.component(name).weight)
-    return _NNCF_SCRIPT.format(plan=plan.name, passes=json.dumps(list(passes.values()), indent=4))
+    return _NNCF_SCRIPT.format(
+        plan=plan.name, passes=json.dumps(list(passes.values()), indent=4)
+    )
 
 
 _NNCF = Tool(
@@ -218,11 +252,18 @@ def _auto_round_refuses(model: LoadedModel, component: Component) -> str | None:
 
 
 def _auto_round_settings(fmt: Format) -> Settings | None:
-    how = {"bits": fmt.bits, "group_size": fmt.group_size or -1, "sym": fmt.symmetric, "data_type": "int"}
+    how = {
+        "bits": fmt.bits,
+        "group_size": fmt.group_size or -1,
+        "sym": fmt.symmetric,
+        "data_type": "int",
+    }
     return how if _is_integer(fmt) else None
 
 
-def _auto_round_content(model: LoadedModel, plan: Plan, chosen: Mapping[str, Settings]) -> str:
+def _auto_round_content(
+    model: LoadedModel, plan: Plan, chosen: Mapping[str, Settings]
+) -> str:
     """Layers that are not named would get the scheme's 4 bits."""
     layers = (c.name for c in model.anatomy.candidates if c.kind != "embedding")
     return _as_json({name: chosen.get(name, {"bits": 16}) for name in layers})
@@ -243,15 +284,24 @@ AutoRound(MODEL, scheme="W4A16", layer_config=layers).quantize_and_save(OUT, for
 
 def _modelopt_settings(fmt: Format) -> Settings | None:
     """ModelOpt's integers are symmetric."""
-    shared = {"axis": 0} if fmt.group_size is None else {"block_sizes": {"-1": fmt.group_size}}
-    return {"num_bits": fmt.bits, **shared} if _is_integer(fmt) and fmt.symmetric else None
+    shared = (
+        {"axis": 0} if fmt.group_size is None else {"block_sizes": {"-1": fmt.group_size}}
+    )
+    return (
+        {"num_bits": fmt.bits, **shared} if _is_integer(fmt) and fmt.symmetric else None
+    )
 
 
-def _modelopt_content(model: LoadedModel, plan: Plan, chosen: Mapping[str, Settings]) -> str:
+def _modelopt_content(
+    model: LoadedModel, plan: Plan, chosen: Mapping[str, Settings]
+) -> str:
     entries: list[Settings] = [
-        {"quantizer_name": f"{name}.weight_quantizer", "cfg": cfg} for name, cfg in chosen.items()
+        {"quantizer_name": f"{name}.weight_quantizer", "cfg": cfg}
+        for name, cfg in chosen.items()
     ]
-    entries.insert(0, {"quantizer_name": "*", "enable": False})  # later entries override earlier ones
+    entries.insert(
+        0, {"quantizer_name": "*", "enable": False}
+    )  # later entries override earlier ones
     # JSON is YAML, except that keys of JSON are never numbers and ModelOpt wants the axis as one.
     return _as_json({"quant_cfg": entries, "algorithm": "max"}).replace('"-1":', "-1:")
 
@@ -271,7 +321,11 @@ mtq.quantize(model, yaml.safe_load(open("FOLDER/quant_cfg.yaml")))""",
 def _mlx_settings(fmt: Format) -> Settings | None:
     """MLX stores a scale and an offset per group."""
     uneven = isinstance(fmt, NormalFloatFormat | MicroscalingFormat)
-    if not isinstance(fmt, GroupedFormat) or uneven or fmt.group_size not in (32, 64, 128):
+    if (
+        not isinstance(fmt, GroupedFormat)
+        or uneven
+        or fmt.group_size not in (32, 64, 128)
+    ):
         return None
     return {"bits": fmt.bits, "group_size": fmt.group_size}
 
@@ -283,8 +337,12 @@ def _mlx_refuses(model: LoadedModel, component: Component) -> str | None:
 
 def _mlx_content(model: LoadedModel, plan: Plan, chosen: Mapping[str, Settings]) -> str:
     # A family whose layers mlx-lm calls by other names.
-    ours, theirs = ("model.", "backbone.") if model.config.model_type == "nemotron_h" else ("", "")
-    return _as_json({theirs + name.removeprefix(ours): how for name, how in chosen.items()})
+    ours, theirs = (
+        ("model.", "backbone.") if model.config.model_type == "nemotron_h" else ("", "")
+    )
+    return _as_json(
+        {theirs + name.removeprefix(ours): how for name, how in chosen.items()}
+    )
 
 
 _MLX_LM = Tool(
@@ -311,7 +369,8 @@ TOOLS: dict[str, Tool | None] = {
 }
 
 
-TYPES, IMPORTANCE = "tensor-types.txt", "imatrix.gguf"
+TYPES = "tensor-types.txt"
+IMPORTANCE = "imatrix.gguf"
 _SPELLED = {FP16: "f16", FLOAT32: "f32"}
 # Parts of names that `llama-quantize` never quantizes.
 _KEPT = ("_norm.weight", "ffn_gate_inp.weight", "ssm_conv1d", "shortconv.conv.weight")
@@ -327,12 +386,19 @@ def _write_for_llama_cpp(
     """
     jobs = _jobs(model, plan)
     # Names are regular expressions that are searched for: without ^ and $, `output` would also match `ffn_output`.
-    lines = (f"^{re.escape(job.rule.name)}$={_SPELLED.get(job.format, job.format)}\n" for job in jobs)
+    lines = (
+        f"^{re.escape(job.rule.name)}$={_SPELLED.get(job.format, job.format)}\n"
+        for job in jobs
+    )
     (folder / TYPES).write_text("".join(lines), encoding="utf-8")
     learning = [
         job
         for job in jobs
-        if job.recipe and (job.recipe.quantizer.learns or (job.recipe.is_tuned and statistics is not None))
+        if job.recipe
+        and (
+            job.recipe.quantizer.learns
+            or (job.recipe.is_tuned and statistics is not None)
+        )
     ]
     if learning:
         if statistics is None:
@@ -340,7 +406,9 @@ def _write_for_llama_cpp(
                 f"plan {plan.name}: {learning[0].component}: {learning[0].recipe} needs an importance matrix, and the "
                 "run has no statistics; gather them with kl-lens calibrate"
             )
-        model.weights.learnt_by((job.recipe for job in learning if job.recipe), plan.statistics)
+        model.weights.learnt_by(
+            (job.recipe for job in learning if job.recipe), plan.statistics
+        )
         _write_importance(folder / IMPORTANCE, learning, statistics, model.chain.device)
     sizes = Counter[str]()
     for job in jobs:
@@ -380,12 +448,24 @@ def _write_importance(
     for job in jobs:
         found = statistics.of(job.component, device)
         moments = found.second_moments
-        matrices = moments[None] if moments.dim() == 2 else moments  # one, or one per expert
+        matrices = (
+            moments[None] if moments.dim() == 2 else moments
+        )  # one, or one per expert
         importance = torch.stack([column_importance(each) for each in matrices]).cpu()
         if job.rule.columns != (1, 1):
-            importance = importance.unflatten(-1, (*job.rule.columns, -1)).transpose(-3, -2).flatten(-3)
-        counts = torch.tensor(found.tokens, dtype=torch.float32).clamp_min(1).expand(len(matrices))[:, None]
-        writer.add_tensor(f"{job.rule.name}.in_sum2", (importance * counts).float().numpy())
+            importance = (
+                importance.unflatten(-1, (*job.rule.columns, -1))
+                .transpose(-3, -2)
+                .flatten(-3)
+            )
+        counts = (
+            torch.tensor(found.tokens, dtype=torch.float32)
+            .clamp_min(1)
+            .expand(len(matrices))[:, None]
+        )
+        writer.add_tensor(
+            f"{job.rule.name}.in_sum2", (importance * counts).float().numpy()
+        )
         writer.add_tensor(f"{job.rule.name}.counts", counts.contiguous().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

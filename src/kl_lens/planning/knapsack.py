@@ -28,12 +28,15 @@ import scipy  # its parts load on first use: that takes seconds
 
 from kl_lens.base.errors import PlanError
 
-Numbers = npt.NDArray[np.int64] | npt.NDArray[np.float64]  # whole numbers below 2^53, or reals
+Numbers = (
+    npt.NDArray[np.int64] | npt.NDArray[np.float64]
+)  # whole numbers below 2^53, or reals
 Indices = npt.NDArray[np.intp]
 
 # A bound this close to the value (relatively) is equal to it within HiGHS's precision.
 ARITHMETIC = 1e-9
-MOST_SECONDS, MOST_SOLVES = 60.0, 40
+MOST_SECONDS = 60.0
+MOST_SOLVES = 40
 SCALED_OPTIMUM = 1e4  # the optimum is scaled to this; HiGHS's 1e-6 is then 1e-10 of it
 
 
@@ -58,7 +61,10 @@ class Optimum:
 def minimise(costs: Sequence[Numbers], limits: Sequence[Limit]) -> Optimum | None:
     """The best selection, or None if no selection meets the limits."""
     started = time.perf_counter()
-    alive = [undominated(c, *(limit.amounts[g] for limit in limits)) for g, c in enumerate(costs)]
+    alive = [
+        undominated(c, *(limit.amounts[g] for limit in limits))
+        for g, c in enumerate(costs)
+    ]
     cheapest = [int(i[np.argmin(c[i])]) for c, i in zip(costs, alive, strict=True)]
     if all(limit.holds(cheapest) for limit in limits):
         return Optimum(cheapest, 0.0, time.perf_counter() - started)
@@ -70,10 +76,14 @@ def minimise(costs: Sequence[Numbers], limits: Sequence[Limit]) -> Optimum | Non
     while True:
         program = _Program(costs, limits, alive)
         scale = _scale(costs, program, incumbent)
-        selection, bound, stopped = program.solve(scale, MOST_SECONDS - (time.perf_counter() - started))
+        selection, bound, stopped = program.solve(
+            scale, MOST_SECONDS - (time.perf_counter() - started)
+        )
         if selection is None:
             if stopped and incumbent is None:
-                raise PlanError(f"no plan found within {MOST_SECONDS:g} s; use fewer --formats")
+                raise PlanError(
+                    f"no plan found within {MOST_SECONDS:g} s; use fewer --formats"
+                )
             if incumbent is None:
                 return None
             selection = incumbent  # HiGHS ran out of time, or rejected the incumbent by a tolerance
@@ -89,7 +99,9 @@ def minimise(costs: Sequence[Numbers], limits: Sequence[Limit]) -> Optimum | Non
 def undominated(*quantities: Numbers) -> Indices:
     """Indices of elements that no other beats or equals in every quantity; of equals, the first is kept."""
     rows = np.stack(quantities, axis=1)
-    no_worse = (rows[None, :, :] <= rows[:, None, :]).all(axis=2)  # [i, j]: j is not worse than i
+    no_worse = (rows[None, :, :] <= rows[:, None, :]).all(
+        axis=2
+    )  # [i, j]: j is not worse than i
     place = np.arange(len(rows))
     beaten = no_worse & (~no_worse.T | (place[None, :] < place[:, None]))
     return np.flatnonzero(~beaten.any(axis=1))
@@ -103,26 +115,38 @@ def _within_limits(alive: list[Indices], limits: Sequence[Limit]) -> list[Indice
         if room < -ARITHMETIC * abs(limit.most):
             return None
         slack = room + (0 if integral(limit.amounts) else ARITHMETIC * abs(limit.most))
-        alive = [i[a[i] - low <= slack] for a, i, low in zip(limit.amounts, alive, least, strict=True)]
+        alive = [
+            i[a[i] - low <= slack]
+            for a, i, low in zip(limit.amounts, alive, least, strict=True)
+        ]
         if any(len(index) == 0 for index in alive):
             return None
     return alive
 
 
-def _scale(costs: Sequence[Numbers], program: _Program, incumbent: list[int] | None) -> float:
+def _scale(
+    costs: Sequence[Numbers], program: _Program, incumbent: list[int] | None
+) -> float:
     """A scale at which HiGHS's tolerances are negligible."""
     if integral(costs):
         return 1.0 / (int(np.gcd.reduce(program.extra)) or 1)
     if incumbent is not None:
         size = _excess(costs, program.alive, incumbent)
     else:  # a guess: the answer gives a better one
-        size = sum(float(np.median(c[i] - c[i].min())) for c, i in zip(costs, program.alive, strict=True))
+        size = sum(
+            float(np.median(c[i] - c[i].min()))
+            for c, i in zip(costs, program.alive, strict=True)
+        )
     return SCALED_OPTIMUM / size if size > 0 else 1.0
 
 
-def _excess(costs: Sequence[Numbers], alive: Sequence[Indices], selection: Sequence[int]) -> float:
+def _excess(
+    costs: Sequence[Numbers], alive: Sequence[Indices], selection: Sequence[int]
+) -> float:
     """Cost above the cheapest choice of every group."""
-    return math.fsum(c[s] - c[i].min() for c, i, s in zip(costs, alive, selection, strict=True))
+    return math.fsum(
+        c[s] - c[i].min() for c, i, s in zip(costs, alive, selection, strict=True)
+    )
 
 
 def _relative_gap(value: float, bound: float, step: float) -> float:
@@ -137,14 +161,19 @@ def _relative_gap(value: float, bound: float, step: float) -> float:
 class _Program:
     """The integer program over the remaining choices of each group."""
 
-    def __init__(self, costs: Sequence[Numbers], limits: Sequence[Limit], alive: Sequence[Indices]) -> None:
-        self.limits, self.alive = limits, alive
+    def __init__(
+        self, costs: Sequence[Numbers], limits: Sequence[Limit], alive: Sequence[Indices]
+    ) -> None:
+        self.limits = limits
+        self.alive = alive
         self.starts = np.cumsum([0, *map(len, alive)])
         owner = np.repeat(np.arange(len(alive)), [len(index) for index in alive])
         self.base, self.extra = _above_least(costs, alive)
         count = len(self.extra)
         shape = (len(alive), count)
-        one_each = scipy.sparse.csr_array((np.ones(count), (owner, np.arange(count))), shape=shape)
+        one_each = scipy.sparse.csr_array(
+            (np.ones(count), (owner, np.arange(count))), shape=shape
+        )
         self.rows = [
             scipy.optimize.LinearConstraint(one_each, 1, 1),
             *(_row(limit, alive) for limit in limits),
@@ -161,15 +190,21 @@ class _Program:
             stopped = result.status == 1
             if result.x is None:
                 return None, bound, stopped
-            picks = [int(np.argmax(each)) for each in np.split(result.x, self.starts[1:-1])]
-            selection = [int(index[pick]) for index, pick in zip(self.alive, picks, strict=True)]
+            picks = [
+                int(np.argmax(each)) for each in np.split(result.x, self.starts[1:-1])
+            ]
+            selection = [
+                int(index[pick]) for index, pick in zip(self.alive, picks, strict=True)
+            ]
             if all(limit.holds(selection) for limit in self.limits):
                 return selection, bound, stopped
             if stopped:
                 break
             chosen = np.zeros((1, len(self.extra)))
             chosen[0, self.starts[:-1] + picks] = 1
-            cut = scipy.optimize.LinearConstraint(scipy.sparse.csr_array(chosen), -np.inf, len(picks) - 1)
+            cut = scipy.optimize.LinearConstraint(
+                scipy.sparse.csr_array(chosen), -np.inf, len(picks) - 1
+            )
             self.rows.append(cut)
         return None, bound, True
 
@@ -196,15 +231,21 @@ def _row(limit: Limit, alive: Sequence[Indices]) -> scipy.optimize.LinearConstra
     else:
         # Keep the unit above the limit's rounding error and above the smallest float.
         unit_size = max(room / 1e6, abs(limit.most) * 1e-15, 1e-290)
-        coefficients, room, half = extra / unit_size, room / unit_size, 1e-6
+        coefficients = extra / unit_size
+        room = room / unit_size
+        half = 1e-6
     row = scipy.sparse.csr_array(coefficients.reshape(1, -1))
     return scipy.optimize.LinearConstraint(row, -np.inf, room + half)
 
 
-def _above_least(amounts: Sequence[Numbers], alive: Sequence[Indices]) -> tuple[float, Numbers]:
+def _above_least(
+    amounts: Sequence[Numbers], alive: Sequence[Indices]
+) -> tuple[float, Numbers]:
     """The sum of the smallest amounts of all groups, and by how much each choice is above its group's smallest."""
     left = [a[i] for a, i in zip(amounts, alive, strict=True)]
-    return math.fsum(each.min() for each in left), np.concatenate([each - each.min() for each in left])
+    return math.fsum(each.min() for each in left), np.concatenate(
+        [each - each.min() for each in left]
+    )
 
 
 def total(amounts: Sequence[Numbers], selection: Sequence[int]) -> float:
@@ -222,8 +263,13 @@ def _silent_stdout() -> Iterator[None]:
     try:
         flush = ctypes.CDLL(None).fflush
         flush(None)
-        saved, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
-    except (OSError, TypeError, AttributeError):  # no C library of this kind, or no standard output
+        saved = os.dup(1)
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+    except (
+        OSError,
+        TypeError,
+        AttributeError,
+    ):  # no C library of this kind, or no standard output
         yield
         return
     try:
@@ -262,7 +308,9 @@ class Hull:
 def hull_of(costs: Sequence[Array], amounts: Sequence[Array]) -> Hull:
     """The hull of all sums: the steps of all groups sorted by slope."""
     start: list[int] = []
-    steps: list[tuple[float, int, int, float, float]] = []  # slope, group, choice, extra amount, extra cost
+    steps: list[
+        tuple[float, int, int, float, float]
+    ] = []  # slope, group, choice, extra amount, extra cost
     for group, (cost, amount) in enumerate(zip(costs, amounts, strict=True)):
         corners = _corners(cost, amount)
         start.append(corners[0])
@@ -290,8 +338,11 @@ def _corners(cost: Array, amount: Array) -> list[int]:
         if corners and cost[i] >= cost[corners[-1]]:
             continue  # dominated: larger and not cheaper
         while len(corners) > 1:
-            a, b = corners[-2], corners[-1]
-            if (cost[b] - cost[a]) * (amount[i] - amount[a]) < (cost[i] - cost[a]) * (amount[b] - amount[a]):
+            a = corners[-2]
+            b = corners[-1]
+            if (cost[b] - cost[a]) * (amount[i] - amount[a]) < (cost[i] - cost[a]) * (
+                amount[b] - amount[a]
+            ):
                 break
             corners.pop()
         corners.append(int(i))

@@ -53,7 +53,9 @@ class Predictor:
             estimate = m.metrics.get(self.metric)
             if estimate is None or m.component not in components:
                 continue
-            clamped = Estimate(0.0 if estimate.value < 0 else estimate.value, estimate.standard_error)
+            clamped = Estimate(
+                0.0 if estimate.value < 0 else estimate.value, estimate.standard_error
+            )
             stored, reason = stored_recipe(components[m.component], m.format)
             parsed = m.component, Recipe.parse(m.format)
             if m.compute_dtype == PREDICTED and parsed not in self._measured:
@@ -88,7 +90,9 @@ class Predictor:
         known = [e for e in estimates if e is not None]
         if len(known) < len(estimates):
             return None
-        return Estimate(math.fsum(e.value for e in known), math.fsum(e.standard_error for e in known))
+        return Estimate(
+            math.fsum(e.value for e in known), math.fsum(e.standard_error for e in known)
+        )
 
 
 def prediction_metric(table: SensitivityTable) -> tuple[str, str | None]:
@@ -100,13 +104,23 @@ def prediction_metric(table: SensitivityTable) -> tuple[str, str | None]:
 
     def usable(metric: str) -> bool:
         """Whether any value is possible; a single wrong one does not disqualify the metric."""
-        return any(metric in m.metrics and not _impossible(m, metric, most) for m in table.measurements)
+        return any(
+            metric in m.metrics and not _impossible(m, metric, most)
+            for m in table.measurements
+        )
 
     if usable(PREDICTED_METRIC) or not usable(OTHER_KL):
         return PREDICTED_METRIC, None
-    values = [m.metrics[PREDICTED_METRIC].value for m in table.measurements if PREDICTED_METRIC in m.metrics]
-    why = f"no value of {PREDICTED_METRIC} can be a KL (about {values[0]:.2g})" if values else (
-        f"{PREDICTED_METRIC} was not measured")  # fmt: skip
+    values = [
+        m.metrics[PREDICTED_METRIC].value
+        for m in table.measurements
+        if PREDICTED_METRIC in m.metrics
+    ]
+    why = (
+        f"no value of {PREDICTED_METRIC} can be a KL (about {values[0]:.2g})"
+        if values
+        else (f"{PREDICTED_METRIC} was not measured")
+    )
     published = all(m.compute_dtype == "published" for m in table.measurements)
     unit = "; published KLs are sums over a window, not per token" if published else ""
     return OTHER_KL, f"{why}, so plans use {OTHER_KL}{unit}"
@@ -114,9 +128,16 @@ def prediction_metric(table: SensitivityTable) -> tuple[str, str | None]:
 
 def require_sane(table: SensitivityTable, metric: str) -> None:
     """Raises if the metric cannot be summed, or if a value is impossible."""
-    known = {name: None for m in table.measurements for name in m.metrics if name not in NOT_ADDITIVE}
+    known = {
+        name: None
+        for m in table.measurements
+        for name in m.metrics
+        if name not in NOT_ADDITIVE
+    }
     if metric in NOT_ADDITIVE:
-        raise PlanError(f"{metric} cannot be added up over components; choose {', '.join(known)}")
+        raise PlanError(
+            f"{metric} cannot be added up over components; choose {', '.join(known)}"
+        )
     if table.measurements and metric not in known:
         raise PlanError(
             f"{table.model}: no measurement has {metric}; use another --metric ({', '.join(known)}), or measure again"
@@ -147,7 +168,9 @@ def _impossible(measurement: Measurement, metric: str, most: float) -> str | Non
 
 def _most(table: SensitivityTable) -> float:
     """Largest plausible KL; the head has one row per token of the vocabulary."""
-    rows = [c.shape[-2] for c in table.components if c.name == table.head and len(c.shape) > 1]
+    rows = [
+        c.shape[-2] for c in table.components if c.name == table.head and len(c.shape) > 1
+    ]
     return _LARGEST * math.log(max(rows[0], 2) if rows else 2**20)
 
 
@@ -164,7 +187,9 @@ def finished_plan(
     """A plan with all components named, exact bytes, a prediction, and replaced recipes in the notes."""
     cost = cost_of(table.components, assignment)
     predictor = predictor or Predictor(table)
-    settled: dict[str, str] = {c.name: cost.stored.get(c.name, FP16) for c in table.candidates}
+    settled: dict[str, str] = {
+        c.name: cost.stored.get(c.name, FP16) for c in table.candidates
+    }
     predicted = predictor.total(settled)
     remarks: dict[str, object] = dict(notes or {})
     if cost.fallbacks:
@@ -180,9 +205,15 @@ def finished_plan(
     value = finite_or_none(predicted.value) if predicted is not None else None
     learnt = any(recipe.quantizer.learns for recipe in cost.stored.values())
     return Plan(
-        checked_plan_name(name), settled, made_by, value, cost.bytes, remarks, family,
+        checked_plan_name(name),
+        settled,
+        made_by,
+        value,
+        cost.bytes,
+        remarks,
+        family,
         statistics=table.statistics if learnt else None,
-    )  # fmt: skip
+    )
 
 
 def uniform_plan(table: SensitivityTable, recipe: str, *, no_head: bool = False) -> Plan:
@@ -191,13 +222,21 @@ def uniform_plan(table: SensitivityTable, recipe: str, *, no_head: bool = False)
     kept = {table.head} if no_head else set()
     assignment = {c.name: wanted for c in table.candidates if c.name not in kept}
     name = f"uniform_{wanted.replace('+', '.')}"
-    return finished_plan(table, name, assignment, f"uniform: everything in {wanted}", family="uniform")
+    return finished_plan(
+        table, name, assignment, f"uniform: everything in {wanted}", family="uniform"
+    )
 
 
 def repredicted(plan: Plan, table: SensitivityTable) -> Plan:
     """The same assignment with bytes and prediction computed again, for a plan edited by hand."""
     fresh = finished_plan(table, plan.name, plan.assignment, plan.made_by)
-    stale = ("fallbacks", "predicted_kl_standard_error", "unmeasured", "predicted", "predicted_by")
+    stale = (
+        "fallbacks",
+        "predicted_kl_standard_error",
+        "unmeasured",
+        "predicted",
+        "predicted_by",
+    )
     kept = {key: value for key, value in plan.notes.items() if key not in stale}
     return replace(
         plan,
@@ -258,7 +297,11 @@ def interaction(pairs: Iterable[tuple[float, float]]) -> float:
 
     Along the frontier it varies by a few percent; docs/method.md has the remaining error.
     """
-    logs = [math.log(measured / predicted) for predicted, measured in pairs if predicted > 0 < measured]
+    logs = [
+        math.log(measured / predicted)
+        for predicted, measured in pairs
+        if predicted > 0 < measured
+    ]
     return math.exp(math.fsum(logs) / len(logs)) if logs else 1.0
 
 
@@ -297,8 +340,13 @@ class Cost:
     @property
     def shares_text(self) -> str:
         """`int8 40 (61.2 %), int4 10 (8.0 %), kept 73 (0.3 %)`: components, and share of all weights."""
-        rows = [(share.recipe if share.quantizable else "kept", share) for share in self.shares]
-        return ", ".join(f"{what} {row.components} ({100 * row.share:.1f} %)" for what, row in rows)
+        rows = [
+            (share.recipe if share.quantizable else "kept", share)
+            for share in self.shares
+        ]
+        return ", ".join(
+            f"{what} {row.components} ({100 * row.share:.1f} %)" for what, row in rows
+        )
 
 
 @lru_cache(maxsize=65536)
@@ -332,7 +380,9 @@ def cost_of(components: Iterable[Component], assignment: Mapping[str, str]) -> C
     components = tuple(components)
     if unknown := sorted(set(assignment) - {c.name for c in components}):
         more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
-        raise PlanError(f"the model has no component {unknown[0]!r}{more}; `kl-lens inspect` lists them all")
+        raise PlanError(
+            f"the model has no component {unknown[0]!r}{more}; `kl-lens inspect` lists them all"
+        )
     stored: dict[str, Recipe] = {}
     fallbacks: dict[str, str] = {}
     total = 0
@@ -352,7 +402,9 @@ def cost_of(components: Iterable[Component], assignment: Mapping[str, str]) -> C
             fallbacks[component.name] = reason
         total += component_bytes(component, recipe)
     parameters = sum(c.parameters for c in components)
-    return Cost(total, parameters, stored, fallbacks, _shares(components, stored, parameters))
+    return Cost(
+        total, parameters, stored, fallbacks, _shares(components, stored, parameters)
+    )
 
 
 def _shares(
@@ -360,9 +412,13 @@ def _shares(
 ) -> tuple[RecipeShare, ...]:
     """Most bits first; last, what cannot be quantized."""
     rows = []
-    for recipe in sorted(set(stored.values()), key=lambda recipe: (-recipe.grid.bits, recipe)):
+    for recipe in sorted(
+        set(stored.values()), key=lambda recipe: (-recipe.grid.bits, recipe)
+    ):
         weights = [c.parameters for c in components if stored.get(c.name) == recipe]
         rows.append(RecipeShare(recipe, len(weights), sum(weights), sum(weights) / total))
     if kept := [c.parameters for c in components if not c.quantizable]:
-        rows.append(RecipeShare(FP16, len(kept), sum(kept), sum(kept) / total, quantizable=False))
+        rows.append(
+            RecipeShare(FP16, len(kept), sum(kept), sum(kept) / total, quantizable=False)
+        )
     return tuple(rows)

@@ -57,7 +57,9 @@ class Held:
 
     runtime: int  # its process, libraries and working memory
     states: int
-    caches: tuple[Group, ...]  # of keys and of values: the target's formats, its default first
+    caches: tuple[
+        Group, ...
+    ]  # of keys and of values: the target's formats, its default first
 
     @property
     def fixed(self) -> int:
@@ -68,7 +70,9 @@ class Held:
         total = self.fixed
         for group in self.caches:
             wanted = chosen.get(group.members[0], group.choices[0].recipe)
-            total += next(choice.bytes for choice in group.choices if choice.recipe == wanted)
+            total += next(
+                choice.bytes for choice in group.choices if choice.recipe == wanted
+            )
         return total
 
 
@@ -85,7 +89,9 @@ class Problem:
     speed: SpeedModel | None
     formats: Sequence[str] | None  # the user's choice
     keeps_fused: bool
-    caches: tuple[Group, ...] = ()  # the last of the groups: keys and values, in memory and not in the file
+    caches: tuple[
+        Group, ...
+    ] = ()  # the last of the groups: keys and values, in memory and not in the file
     held_bytes: int = 0  # the part of the fixed bytes that is not in the file
 
     def assignment(self, selection: Sequence[int]) -> dict[str, Recipe]:
@@ -98,11 +104,16 @@ class Problem:
 
     def kept(self, selection: Sequence[int]) -> dict[str, Choice]:
         """Keys and values → what is chosen for them."""
-        chosen = zip(self.caches, selection[len(self.groups) - len(self.caches) :], strict=True)
+        chosen = zip(
+            self.caches, selection[len(self.groups) - len(self.caches) :], strict=True
+        )
         return {group.members[0]: group.choices[index] for group, index in chosen}
 
     def totals(self, selection: Sequence[int]) -> Totals:
-        chosen = [group.choices[index] for group, index in zip(self.groups, selection, strict=True)]
+        chosen = [
+            group.choices[index]
+            for group, index in zip(self.groups, selection, strict=True)
+        ]
         return Totals(
             bytes=self.fixed.bytes + sum(c.bytes for c in chosen),
             kl=math.fsum(c.kl for c in chosen),
@@ -111,14 +122,21 @@ class Problem:
 
     def reach(self, quantity: str) -> tuple[float, float]:
         """The smallest and the largest possible total."""
-        values = [[getattr(choice, quantity) for choice in group.choices] for group in self.groups]
+        values = [
+            [getattr(choice, quantity) for choice in group.choices]
+            for group in self.groups
+        ]
         fixed = getattr(self.fixed, quantity)
-        return math.fsum([fixed, *map(min, values)]), math.fsum([fixed, *map(max, values)])
+        return math.fsum([fixed, *map(min, values)]), math.fsum(
+            [fixed, *map(max, values)]
+        )
 
 
 def bytes_for(component: Component, recipe: Recipe, target: Target | None) -> int:
     """Bytes of a component, with the overhead in the target's file."""
-    return component_bytes(component, recipe) + (target.overhead(recipe.grid) if target else 0)
+    return component_bytes(component, recipe) + (
+        target.overhead(recipe.grid) if target else 0
+    )
 
 
 def build_problem(
@@ -154,13 +172,18 @@ def build_problem(
     free = [c for c in table.candidates if c.name != head]
     fixed = [c for c in table.components if not c.quantizable or c.name == head]
     groups = tuple(
-        Group(tuple(c.name for c in members), _choices(members, menu, predictor, speed, target))
+        Group(
+            tuple(c.name for c in members),
+            _choices(members, menu, predictor, speed, target),
+        )
         for members in (_clusters(free) if keep_fused else [(c,) for c in free])
     )
     seconds = 0.0
     if speed is not None:  # weights that are never quantized are in its constant
         heads = (c for c in fixed if c.quantizable)
-        seconds = speed.constant + sum(speed.of(c.name, FP16, fp16_bytes(c)) for c in heads)
+        seconds = speed.constant + sum(
+            speed.of(c.name, FP16, fp16_bytes(c)) for c in heads
+        )
     caches, beside = (held.caches, held.fixed) if held else ((), 0)
     kept = Totals(fixed_bytes + beside + sum(fp16_bytes(c) for c in fixed), 0.0, seconds)
     return Problem(
@@ -222,7 +245,9 @@ def _choices(
         values = [e.value for e in estimates if e is not None and math.isfinite(e.value)]
         if recipe in choices or len(values) < len(members):
             continue
-        reasons = [why for m in members if target and (why := _why_not(m, recipe, target))]
+        reasons = [
+            why for m in members if target and (why := _why_not(m, recipe, target))
+        ]
         if reasons:
             refused += reasons[:1]
             continue
@@ -231,7 +256,9 @@ def _choices(
         choices[recipe] = Choice(size, math.fsum(values), seconds, recipe)
     if not choices:
         told = "; ".join(refused)
-        raise PlanError(f"{members[0].name}: the target supports none of its recipes: {told}; measure others")
+        raise PlanError(
+            f"{members[0].name}: the target supports none of its recipes: {told}; measure others"
+        )
     return tuple(choices.values())
 
 

@@ -32,9 +32,16 @@ class PairedDifference:
     def interval(self) -> tuple[float, float]:
         """The ends of the 95 % confidence interval: Student's t, because windows are few. Unlimited if an error is not
         known."""
-        if self.windows < 2 or not math.isfinite(self.mean) or not math.isfinite(self.standard_error):
+        if (
+            self.windows < 2
+            or not math.isfinite(self.mean)
+            or not math.isfinite(self.standard_error)
+        ):
             return -math.inf, math.inf
-        reach = float(scipy.special.stdtrit(self.windows - 1, _QUANTILE)) * self.standard_error
+        reach = (
+            float(scipy.special.stdtrit(self.windows - 1, _QUANTILE))
+            * self.standard_error
+        )
         return self.mean - reach, self.mean + reach
 
 
@@ -96,7 +103,10 @@ def paired_difference(windows: Windows, reference: Windows) -> PairedDifference:
 
 
 def contest(
-    ours: Contender, rivals: Sequence[Contender], *, keeps: Callable[[Contender], bool] = lambda rival: True
+    ours: Contender,
+    rivals: Sequence[Contender],
+    *,
+    keeps: Callable[[Contender], bool] = lambda rival: True,
 ) -> Contest:
     """Recommends ours, or the best of the rivals that are no larger and not worse.
 
@@ -104,7 +114,12 @@ def contest(
     Every rival is compared with ours alone, so that small losses cannot add up from rival to rival. A rival that does
     not keep the user's limit cannot win.
     """
-    found: dict[str, list[Contender]] = {"worse": [], "good": [], "beyond": [], "unknown": []}
+    found: dict[str, list[Contender]] = {
+        "worse": [],
+        "good": [],
+        "beyond": [],
+        "unknown": [],
+    }
     for rival in rivals:
         if rival.bytes > ours.bytes:
             continue
@@ -141,15 +156,24 @@ def stock_with_our_methods(
     found = []
     for one in stock:
         sizes = {
-            name: bytes_for(by_name[name], stored_recipe(by_name[name], recipe)[0], problem.target)
+            name: bytes_for(
+                by_name[name], stored_recipe(by_name[name], recipe)[0], problem.target
+            )
             for name, recipe in one.items()
         }
         fitting = {
-            group.members[0]: [c for c in group.choices if c.bytes <= sizes.get(group.members[0], math.inf)]
+            group.members[0]: [
+                c
+                for c in group.choices
+                if c.bytes <= sizes.get(group.members[0], math.inf)
+            ]
             for group in problem.groups
         }
         if all(fitting.values()):
             found.append(
-                {name: min(each, key=lambda c: (c.kl, c.bytes)).recipe for name, each in fitting.items()}
+                {
+                    name: min(each, key=lambda c: (c.kl, c.bytes)).recipe
+                    for name, each in fitting.items()
+                }
             )
     return found

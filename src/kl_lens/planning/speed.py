@@ -21,7 +21,8 @@ from kl_lens.targets import Target
 
 FEWEST = 3  # timed files of different sizes
 # Relative: how far timings are expected to scatter, and the rates of formats to differ.
-NOISE, SPREAD = 0.03, 0.3
+NOISE = 0.03
+SPREAD = 0.3
 WORST = 0.3  # median error, of each file predicted from the others, above which there is no model
 
 
@@ -39,7 +40,9 @@ class SpeedModel:
     files: int = 0
     off: float = 0.0  # median error, of each file predicted from the others
     conditions: str = ""  # `CPU, 2 threads`
-    lookup: str | None = None  # the component that tokens take one row of: its bytes cost no time
+    lookup: str | None = (
+        None  # the component that tokens take one row of: its bytes cost no time
+    )
 
     def rate(self, format_name: str) -> float:
         """Seconds per byte. A kernel's time depends on the format, not on the method."""
@@ -63,10 +66,16 @@ def speed_model(run: Run, table: SensitivityTable, target: Target) -> SpeedModel
     groups: dict[str, dict[str, Profile]] = {}
     for profile in current_profiles(run):
         plan = profile.subject.own_plan
-        if plan and profile.subject.target == target.name and "seconds_per_token" in profile.timings:
+        if (
+            plan
+            and profile.subject.target == target.name
+            and "seconds_per_token" in profile.timings
+        ):
             threads = f"{profile.threads} thread{'' if profile.threads == 1 else 's'}"
             groups.setdefault(f"{profile.device}, {threads}", {})[plan] = profile
-    conditions, profiles = max(groups.items(), key=lambda item: len(item[1]), default=("", {}))
+    conditions, profiles = max(
+        groups.items(), key=lambda item: len(item[1]), default=("", {})
+    )
     lookup = table.embedding if table.embedding != table.head else None
     read = {c.name for c in table.candidates if c.name != lookup}
     files = [_timed(run, profile, read) for profile in profiles.values()]
@@ -76,17 +85,28 @@ def speed_model(run: Run, table: SensitivityTable, target: Target) -> SpeedModel
             f"has {different}; export more plans, then: kl-lens benchmark --run {run.folder} --targets {target.name}"
         )
     fit = fitted(files)
-    off = float(np.median([error_of(file, fitted([f for f in files if f is not file])) for file in files]))
+    off = float(
+        np.median(
+            [
+                error_of(file, fitted([f for f in files if f is not file]))
+                for file in files
+            ]
+        )
+    )
     if fit is None or off > WORST:
         raise PlanError(
             f"smaller {target.title} files were not reliably faster in this run ({conditions}), so a speed cannot be "
             f"the budget; on a quiet machine, repeat: kl-lens benchmark --run {run.folder} --targets {target.name}"
         )
-    return SpeedModel(fit.constant, fit.rates, fit.usual, len(files), off, conditions, lookup)
+    return SpeedModel(
+        fit.constant, fit.rates, fit.usual, len(files), off, conditions, lookup
+    )
 
 
 def _timed(run: Run, profile: Profile, read: set[str]) -> TimedFile:
-    artifact = recorded_artifact(run.artifact_folder(f"{profile.subject.target}/{profile.subject.plan}"))
+    artifact = recorded_artifact(
+        run.artifact_folder(f"{profile.subject.target}/{profile.subject.plan}")
+    )
     assert artifact is not None  # or the profile would be outdated
     sizes: Counter[str] = Counter()
     for tensor in artifact.tensors:
@@ -101,12 +121,17 @@ def fitted(files: Sequence[TimedFile]) -> SpeedModel | None:
     First one rate for all bytes, then one for each format, drawn towards the first.
     """
     formats = sorted({name for file in files for name in file.bytes})
-    sizes = np.array([[file.bytes.get(name, 0) for name in formats] for file in files], np.float64)
+    sizes = np.array(
+        [[file.bytes.get(name, 0) for name in formats] for file in files], np.float64
+    )
     times = np.array([file.seconds for file in files])
-    mean, whole = times.mean(), sizes.sum(1)
+    mean = times.mean()
+    whole = sizes.sum(1)
     scale = mean / whole.mean()
     ones = np.ones(len(files))
-    _, common = scipy.optimize.nnls(np.column_stack([mean / times, scale * whole / times]), ones)[0]
+    _, common = scipy.optimize.nnls(
+        np.column_stack([mean / times, scale * whole / times]), ones
+    )[0]
     usual = float(scale * common)
     if usual == 0:
         return None
@@ -125,5 +150,7 @@ def error_of(file: TimedFile, model: SpeedModel | None) -> float:
     """How far a prediction is off, as a share."""
     if model is None:
         return np.inf
-    predicted = model.constant + sum(model.rate(name) * size for name, size in file.bytes.items())
+    predicted = model.constant + sum(
+        model.rate(name) * size for name, size in file.bytes.items()
+    )
     return abs(predicted / file.seconds - 1)

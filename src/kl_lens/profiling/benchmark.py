@@ -12,7 +12,14 @@ from kl_lens.profiling.machine import read_bandwidth
 from kl_lens.run.folder import ALL_PLANS, Run, named_plans, provenance
 from kl_lens.run.records import Artifact, Profile, Subject
 from kl_lens.run.subjects import artifact_subject
-from kl_lens.targets import TARGETS, SessionSettings, Target, exported_places, locate, target_of
+from kl_lens.targets import (
+    TARGETS,
+    SessionSettings,
+    Target,
+    exported_places,
+    locate,
+    target_of,
+)
 
 
 @dataclass(frozen=True)
@@ -22,7 +29,9 @@ class UseSettings:
     repeats: int = 5  # timed rounds, at most
     runtime: SessionSettings = field(default_factory=SessionSettings)
     quick: bool = False  # too short to publish; marked in the record
-    narrow: float | None = None  # with the ends of every speed's interval no further apart, it is enough
+    narrow: float | None = (
+        None  # with the ends of every speed's interval no further apart, it is enough
+    )
 
     @property
     def context(self) -> float:
@@ -60,7 +69,9 @@ class Report:
 
     bandwidth: float  # bytes per second that this machine reads from memory
     profiles: list[Profile] = field(default_factory=list)
-    failures: dict[str, str] = field(default_factory=dict)  # artifact → why it could not be benchmarked
+    failures: dict[str, str] = field(
+        default_factory=dict
+    )  # artifact → why it could not be benchmarked
     notes: list[str] = field(default_factory=list)
     csv: Path | None = None
 
@@ -75,7 +86,9 @@ class Report:
 class Timing(Protocol):
     """One way to time artifacts."""
 
-    def measure(self, subjects: Sequence[Timed], benchmark: Benchmark, report: Report) -> None:
+    def measure(
+        self, subjects: Sequence[Timed], benchmark: Benchmark, report: Report
+    ) -> None:
         """Adds profiles, failures and notes to the report, passes each profile to the benchmark's `store`, and says to
         `started` how many times it will call `advanced`."""
 
@@ -92,9 +105,12 @@ class Benchmark:
 
     def measure(self, places: Sequence[Path]) -> Report:
         """Benchmarks artifacts; those that fail are listed in the report. Raises TargetError if all fail."""
-        exports, order = exported_places(self.run).items() if self.run else (), list(TARGETS)
+        exports = exported_places(self.run).items() if self.run else ()
+        order = list(TARGETS)
         known = {place.resolve(): key for key, place in exports}
-        usable, failures, notes = list[Timed](), dict[str, str](), list[str]()
+        usable = list[Timed]()
+        failures = dict[str, str]()
+        notes = list[str]()
         for path in places:
             try:
                 subject = read_timed(path, known)
@@ -108,7 +124,9 @@ class Benchmark:
                 notes.append(f"{subject.name} left out: {error}")
         if not usable:  # measuring the machine takes seconds, so check first
             raise TargetError("; ".join([*failures.values(), *notes]))
-        usable.sort(key=lambda s: (order.index(s.target.name), not s.is_fp16))  # FP16 first in each target
+        usable.sort(
+            key=lambda s: (order.index(s.target.name), not s.is_fp16)
+        )  # FP16 first in each target
         report = Report(read_bandwidth(), failures=failures, notes=notes)
         for timing in self.timings:
             timing.measure(usable, self, report)
@@ -118,41 +136,63 @@ class Benchmark:
         if self.run is None:
             return
         settings = profile.settings
-        parts = [profile.protocol, profile.device, *([settings["tag"]] if "tag" in settings else [])]
+        parts = [
+            profile.protocol,
+            profile.device,
+            *([settings["tag"]] if "tag" in settings else []),
+        ]
         name = "|".join([*parts, *(["quick"] if settings["quick"] else [])])
         # Stored under another name until the last round, so that it does not replace a finished one.
         if not partial:
             self.run.forget_result("profile", profile.subject, f"{name}|partial")
         value = profile.to_json() | {"provenance": provenance()}
-        self.run.store_result("profile", profile.subject, name + partial * "|partial", value)
+        self.run.store_result(
+            "profile", profile.subject, name + partial * "|partial", value
+        )
 
 
 def base_of(subject: Timed, subjects: Sequence[Timed]) -> Timed:
     """The base of ratios: the FP16 subject of the same target and signature, else the first one."""
-    same = [s for s in subjects if s.target is subject.target and s.signature == subject.signature]
+    same = [
+        s
+        for s in subjects
+        if s.target is subject.target and s.signature == subject.signature
+    ]
     return next((s for s in same if s.is_fp16), same[0])
 
 
 def read_timed(path: Path, known: Mapping[Path, tuple[str, str]] | None = None) -> Timed:
     """Raises TargetError if the artifact is missing or damaged. `known`: the run's folders → (target, plan)."""
     place, artifact = locate(path)
-    target, of_run = target_of(place), (known or {}).get(place.resolve())
+    target = target_of(place)
+    of_run = (known or {}).get(place.resolve())
     subject = artifact_subject(place, artifact, target.name, of_run and of_run[1])
     size = target.loaded_bytes(place)
     return Timed(subject, place, target, size, target.is_all_floating(place), artifact)
 
 
-def run_places(run: Run, *, plans: str = ALL_PLANS, targets: Sequence[str] = tuple(TARGETS)) -> list[Path]:
+def run_places(
+    run: Run, *, plans: str = ALL_PLANS, targets: Sequence[str] = tuple(TARGETS)
+) -> list[Path]:
     """The exported folders of a run."""
-    places, wanted = exported_places(run), named_plans(plans)
+    places = exported_places(run)
+    wanted = named_plans(plans)
     chosen = [
         place
         for (target, plan), place in places.items()
         if target in targets and (wanted is None or plan in wanted)
     ]
     if not chosen:
-        what, name = ("nothing", "") if wanted is None else (f"no plan {plans!r}", f" --plan {plans}")
-        there = f"; it has {', '.join(sorted('/'.join(key) for key in places))}" if places else ""
+        what, name = (
+            ("nothing", "")
+            if wanted is None
+            else (f"no plan {plans!r}", f" --plan {plans}")
+        )
+        there = (
+            f"; it has {', '.join(sorted('/'.join(key) for key in places))}"
+            if places
+            else ""
+        )
         raise TargetError(
             f"{run.folder} has {what} for {' or '.join(targets)}{there}; "
             f"export with: kl-lens export --run {run.folder} --target {targets[0]}{name}"

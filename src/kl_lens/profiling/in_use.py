@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,13 @@ from kl_lens.base.environment import processors
 from kl_lens.base.errors import KLLensError
 from kl_lens.base.units import human_bytes
 from kl_lens.profiling.benchmark import Benchmark, Report, Timed, UseSettings, base_of
-from kl_lens.profiling.machine import LoadMeter, bound_of, compared, limits_hold, spread_of
+from kl_lens.profiling.machine import (
+    LoadMeter,
+    bound_of,
+    compared,
+    limits_hold,
+    spread_of,
+)
 from kl_lens.profiling.memory import MemoryUse, fresh_process
 from kl_lens.run.records import Profile, Quartiles
 from kl_lens.targets import Session
@@ -43,14 +50,17 @@ class Player:
     """One artifact in one round: every prompt from scratch, then greedy text after the longest."""
 
     def __init__(self, session: Session, clock: Clock = time.perf_counter) -> None:
-        self.session, self._clock = session, clock
+        self.session = session
+        self._clock = clock
         self._token = 0
         self._prompts: dict[int, float] = {}  # tokens → seconds
         self._text: list[list[float]] = []  # seconds per token, by turn
 
     def read(self, length: int) -> None:
         """Times a random prompt, the same for all artifacts, up to the choice of the first token."""
-        prompt = np.random.default_rng(0).integers(0, self.session.vocabulary, length).tolist()
+        prompt = (
+            np.random.default_rng(0).integers(0, self.session.vocabulary, length).tolist()
+        )
         self.session.reset()
         started = self._clock()
         self._token = int(self.session.prefill(prompt).argmax())
@@ -70,7 +80,10 @@ class Player:
     def timings(self) -> dict[str, float]:
         """The timings of the round; text as the mean over all tokens."""
         each = float(np.mean([seconds for turn in self._text for seconds in turn]))
-        prompts = {f"first_token_seconds@{length}": seconds for length, seconds in self._prompts.items()}
+        prompts = {
+            f"first_token_seconds@{length}": seconds
+            for length, seconds in self._prompts.items()
+        }
         return prompts | {"seconds_per_token": each, "tokens_per_second": 1 / each}
 
     @property
@@ -78,15 +91,18 @@ class Player:
         """Seconds of every turn by the names of the timings, for ratios: of a prompt, or of the fastest token."""
         text = [min(turn) for turn in self._text]
         return {name: [self.timings[name]] for name in self.timings if "@" in name} | {
-            "seconds_per_token": text, "tokens_per_second": text
-        }  # fmt: skip
+            "seconds_per_token": text,
+            "tokens_per_second": text,
+        }
 
 
 def acts_of(settings: UseSettings) -> list[tuple[Callable[[Player, int], None], int]]:
     """The turns of every artifact in a round; artifacts alternate between turns."""
     starts = range(0, settings.new_tokens, TURN_TOKENS)
     reading = [(Player.read, length) for length in sorted(settings.prompt_lengths)]
-    return reading + [(Player.write, min(TURN_TOKENS, settings.new_tokens - start)) for start in starts]
+    return reading + [
+        (Player.write, min(TURN_TOKENS, settings.new_tokens - start)) for start in starts
+    ]
 
 
 @dataclass
@@ -102,7 +118,10 @@ class _Record:
         """Ratios by the names of the timings, if they have an interval; the base itself is 1."""
         found = {}
         for name in self.rounds[0].timings:
-            ours, theirs = ([t for r in record.rounds for t in r.turns[name]] for record in (self, base))
+            ours, theirs = (
+                [t for r in record.rounds for t in r.turns[name]]
+                for record in (self, base)
+            )
             one = Quartiles(1.0, 1.0, 1.0, len(self.rounds))
             if (spread := one if self is base else compared(ours, theirs)) is not None:
                 found[name] = spread
@@ -112,7 +131,9 @@ class _Record:
 class InUse:
     """Times loading, the first token and text generation of artifacts that take turns."""
 
-    def measure(self, subjects: Sequence[Timed], benchmark: Benchmark, report: Report) -> None:
+    def measure(
+        self, subjects: Sequence[Timed], benchmark: Benchmark, report: Report
+    ) -> None:
         """Profiles go to the benchmark's `store` after every round, so that a stop loses one round. A subject that
         fails is left out from then on; what was stored before stays."""
         report.notes += [
@@ -120,22 +141,29 @@ class InUse:
             for subject in subjects
             if subject.signature
         ]
-        self._benchmark, self._settings, self._report = benchmark, benchmark.settings, report
+        self._benchmark = benchmark
+        self._settings = benchmark.settings
+        self._report = report
         self._alive = [subject for subject in subjects if not subject.signature]
         benchmark.started(len(self._alive) * (2 + self._settings.repeats + 1))
         self._records: dict[str, _Record] = {}
         self._profiles: dict[str, Profile] = {}
         need = int(sum(s.file_bytes for s in self._alive) * MEMORY_PER_FILE_BYTE)
         free = psutil.virtual_memory().available
-        fits, during = need < FREE_SHARE * free, "loading it in a fresh process"
+        fits = need < FREE_SHARE * free
+        during = "loading it in a fresh process"
         runtime = self._settings.runtime
-        with ThreadPoolExecutor(processors() if fits else 1) as several:  # nothing is timed yet
+        with ThreadPoolExecutor(
+            processors() if fits else 1
+        ) as several:  # nothing is timed yet
             memory = {
-                s.name: several.submit(fresh_process, s.path, s.target.name, runtime) for s in self._alive
+                s.name: several.submit(fresh_process, s.path, s.target.name, runtime)
+                for s in self._alive
             }
 
             def examine(subject: Timed) -> None:
-                used, contents = memory[subject.name].result(), subject.target.contents(subject.path)
+                used = memory[subject.name].result()
+                contents = subject.target.contents(subject.path)
                 self._records[subject.name] = _Record(used, contents)
 
             for subject in [*self._alive]:
@@ -145,7 +173,8 @@ class InUse:
         groups = [[*self._alive]]
         if not fits:
             self._interleaving = (
-                f"one after the other: together they need {human_bytes(need)}, {human_bytes(free)} are free"
+                f"one after the other: together they need {human_bytes(need)}, "
+                f"{human_bytes(free)} are free"
             )
             groups = [[subject] for subject in self._alive]
         self._meter = LoadMeter()
@@ -153,7 +182,9 @@ class InUse:
             self._play(group)
         report.profiles += self._profiles.values()
 
-    def _attempt(self, during: str, subject: Timed, work: Callable[[Timed], None]) -> None:
+    def _attempt(
+        self, during: str, subject: Timed, work: Callable[[Timed], None]
+    ) -> None:
         if subject in self._alive:
             try:
                 work(subject)
@@ -171,7 +202,9 @@ class InUse:
                 started = time.perf_counter()
                 session = subject.target.open(subject.path, self._settings.runtime)
                 if number:
-                    self._records[subject.name].loads.append(time.perf_counter() - started)
+                    self._records[subject.name].loads.append(
+                        time.perf_counter() - started
+                    )
                 if number < loads:
                     session.close()
             sessions[subject.name] = stack.enter_context(closing(session))
@@ -181,20 +214,34 @@ class InUse:
                 self._attempt("timing its loading", subject, load)
                 self._benchmark.advanced(f"{subject.name}, timing its loading")
             for number in range(self._settings.repeats + 1):
-                during = f"round {number} of {self._settings.repeats}" if number else "warming up"
+                during = (
+                    f"round {number} of {self._settings.repeats}"
+                    if number
+                    else "warming up"
+                )
                 players = {name: Player(session) for name, session in sessions.items()}
-                order, acts = random.Random(number), acts_of(self._settings)
-                for act, tokens in acts if number else acts[: len(self._settings.prompt_lengths) + 1]:
+                order = random.Random(number)
+                acts = acts_of(self._settings)
+                for act, tokens in (
+                    acts if number else acts[: len(self._settings.prompt_lengths) + 1]
+                ):
                     for subject in order.sample(group, len(group)):
-                        self._attempt(during, subject, lambda s: act(players[s.name], tokens))  # noqa: B023
+                        player = players[subject.name]
+                        self._attempt(
+                            during, subject, partial(_play, act, player, tokens)
+                        )
                 for subject in group:
                     if number and subject in self._alive:
                         self._records[subject.name].rounds.append(players[subject.name])
                     self._benchmark.advanced(f"{subject.name}, {during}")
-                alive = [subject for subject in group if number and subject in self._alive]
+                alive = [
+                    subject for subject in group if number and subject in self._alive
+                ]
                 made = {subject.name: self._profile(subject) for subject in alive}
                 self._profiles |= made
-                last = number == self._settings.repeats or (number >= FEWEST_ROUNDS and self._narrow(made))
+                last = number == self._settings.repeats or (
+                    number >= FEWEST_ROUNDS and self._narrow(made)
+                )
                 for profile in made.values():
                     self._benchmark.store(profile, partial=not last)
                 if last:
@@ -202,23 +249,34 @@ class InUse:
 
     def _narrow(self, profiles: Mapping[str, Profile]) -> bool:
         """Whether further rounds would say nothing new about the speeds."""
-        ratios = [profile.ratios.get("tokens_per_second") for profile in profiles.values()]
+        ratios = [
+            profile.ratios.get("tokens_per_second") for profile in profiles.values()
+        ]
         most = self._settings.narrow
-        return most is not None and all(ratio and ratio.high <= most * ratio.low for ratio in ratios)
+        return most is not None and all(
+            ratio and ratio.high <= most * ratio.low for ratio in ratios
+        )
 
     def _profile(self, subject: Timed) -> Profile:
-        settings, record = self._settings, self._records[subject.name]
+        settings = self._settings
+        record = self._records[subject.name]
         base = base_of(subject, [s for s in self._alive if self._records[s.name].rounds])
         timings = {"load_seconds": spread_of(record.loads)}
-        rounds, runtime = [player.timings for player in record.rounds], record.rounds[-1].session.description
-        timings |= {name: spread_of([each[name] for each in rounds]) for name in rounds[0]}
+        rounds = [player.timings for player in record.rounds]
+        runtime = record.rounds[-1].session.description
+        timings |= {
+            name: spread_of([each[name] for each in rounds]) for name in rounds[0]
+        }
         threads = _threads(runtime, settings.runtime.threads)
-        load, bound = self._meter.read(), dict[str, float]()
+        load = self._meter.read()
+        bound = dict[str, float]()
         if limits_hold(str(runtime.get("device", ""))):
             load["asked"] = threads / processors()
             if record.contents is not None:
                 speed = timings["tokens_per_second"].median
-                bound = bound_of(record.contents, self._report.bandwidth, settings.context, speed)
+                bound = bound_of(
+                    record.contents, self._report.bandwidth, settings.context, speed
+                )
         return Profile(
             subject=subject.subject,
             protocol=PROTOCOL,
@@ -238,11 +296,18 @@ class InUse:
                 "interleaving": self._interleaving,
                 "ratios_to": base.name,
                 "ratios_to_fp16": base.is_fp16,
-                "memory": record.memory.to_json() | {"model_bytes": record.memory.model_bytes},
+                "memory": record.memory.to_json()
+                | {"model_bytes": record.memory.model_bytes},
             },
             runtime=runtime,
             load=load,
         )
+
+
+def _play(
+    act: Callable[[Player, int], None], player: Player, tokens: int, _: Timed
+) -> None:
+    act(player, tokens)
 
 
 def _threads(runtime: dict[str, Any], asked: int | None) -> int:

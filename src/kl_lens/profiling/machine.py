@@ -30,9 +30,11 @@ from kl_lens.base.environment import processors
 from kl_lens.run.records import Profile, Quartiles
 from kl_lens.targets.base import Contents
 
-BUFFER_BYTES, REPEATS = 1 << 30, 5  # larger than caches
+BUFFER_BYTES = 1 << 30
+REPEATS = 5  # larger than caches
 LOW = 0.1  # quantile of turns that represents a file
-CONFIDENCE, DRAWS = 0.95, 1000
+CONFIDENCE = 0.95
+DRAWS = 1000
 FEWEST_TURNS = 5
 WIDEST = 1.5  # a ratio of the ends above this says nothing
 NOTICED = 0.05  # share of processor time worth reporting
@@ -91,8 +93,10 @@ def summed(values: npt.NDArray[np.int64], parts: int) -> int:
         own = values[part * size : (part + 1) * size].reshape(8, -1)
         partial = np.int64(0)
         for i in range(own.shape[1]):
-            first, second = own[0, i] + own[1, i], own[2, i] + own[3, i]
-            third, fourth = own[4, i] + own[5, i], own[6, i] + own[7, i]
+            first = own[0, i] + own[1, i]
+            second = own[2, i] + own[3, i]
+            third = own[4, i] + own[5, i]
+            fourth = own[6, i] + own[7, i]
             partial += (first + second) + (third + fourth)
         sums[part] = partial
     return sums.sum()
@@ -106,21 +110,33 @@ class LoadMeter:
 
     def read(self) -> dict[str, float]:
         """`stolen` by the host for other virtual machines, used by `others` here; empty if unknown."""
-        spent = {name: now - self._before.get(name, 0.0) for name, now in _processor_seconds().items()}
+        spent = {
+            name: now - self._before.get(name, 0.0)
+            for name, now in _processor_seconds().items()
+        }
         whole = spent.pop("whole", 0.0)
-        return {name: min(1.0, max(0.0, value / whole)) for name, value in spent.items()} if whole > 0 else {}
+        return (
+            {name: min(1.0, max(0.0, value / whole)) for name, value in spent.items()}
+            if whole > 0
+            else {}
+        )
 
 
 def _processor_seconds() -> dict[str, float]:
     """Seconds since boot: whole, others, and stolen if the system reports it (Linux)."""
     try:
-        times, own = psutil.cpu_times(), psutil.Process().cpu_times()
+        times = psutil.cpu_times()
+        own = psutil.Process().cpu_times()
     except (OSError, psutil.Error):
         return {}
-    idle, stolen = times.idle + getattr(times, "iowait", 0.0), getattr(times, "steal", None)
+    idle = times.idle + getattr(times, "iowait", 0.0)
+    stolen = getattr(times, "steal", None)
     # Time of guests is in that of users already.
     whole = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
-    found = {"whole": whole, "others": whole - idle - (stolen or 0.0) - own.user - own.system}
+    found = {
+        "whole": whole,
+        "others": whole - idle - (stolen or 0.0) - own.user - own.system,
+    }
     return found if stolen is None else found | {"stolen": stolen}
 
 
@@ -129,7 +145,9 @@ def _processor_seconds() -> dict[str, float]:
 
 def spread_of(values: Sequence[float]) -> Quartiles:
     """Median and quartiles (linear interpolation)."""
-    low, median, high = (float(v) for v in np.percentile(np.asarray(values, np.float64), (25, 50, 75)))
+    low, median, high = (
+        float(v) for v in np.percentile(np.asarray(values, np.float64), (25, 50, 75))
+    )
     return Quartiles(median, low, high, len(values))
 
 
@@ -139,7 +157,9 @@ def compared(seconds: Sequence[float], base: Sequence[float]) -> Quartiles | Non
     times = np.array([base[:turns], seconds[:turns]], np.float64)
     if turns < FEWEST_TURNS:
         return None
-    drawn = times[:, np.random.default_rng(0).integers(0, turns, (DRAWS, turns))]  # (2, draws, turns)
+    drawn = times[
+        :, np.random.default_rng(0).integers(0, turns, (DRAWS, turns))
+    ]  # (2, draws, turns)
     above, below = np.quantile(drawn, LOW, axis=-1)
     tail = (1 - CONFIDENCE) / 2
     quickest = times[0].min() / times[1].min()
@@ -159,7 +179,9 @@ class Ratio:
     def brief(self) -> str:
         if self.obstacle or self.spread is None:
             return "not measurable"
-        low, median, high = (f"{v:.2f}" for v in (self.spread.low, self.spread.median, self.spread.high))
+        low, median, high = (
+            f"{v:.2f}" for v in (self.spread.low, self.spread.median, self.spread.high)
+        )
         return median if low == high else f"{median} ({low}–{high})"
 
     @property
@@ -180,11 +202,19 @@ def ratio_of(profile: Profile, timing: str) -> Ratio:
     spread = profile.ratios.get(timing)
     if spread is None:
         return Ratio(None, "too few turns; raise --repeats or --new-tokens")
-    asked, stolen, others = (profile.load.get(name, 0.0) for name in ("asked", "stolen", "others"))
+    asked, stolen, others = (
+        profile.load.get(name, 0.0) for name in ("asked", "stolen", "others")
+    )
     is_exact = spread.low == spread.high  # the base itself, or a tool without intervals
-    if is_exact or (spread.high <= WIDEST * spread.low and asked + stolen + others <= CROWDED):
+    if is_exact or (
+        spread.high <= WIDEST * spread.low and asked + stolen + others <= CROWDED
+    ):
         return Ratio(spread)
     share = ""
     if max(stolen, others) >= NOTICED:
-        share = f" ({stolen:.0%} stolen)" if stolen >= NOTICED else f" ({others:.0%} used by others)"
+        share = (
+            f" ({stolen:.0%} stolen)"
+            if stolen >= NOTICED
+            else f" ({others:.0%} used by others)"
+        )
     return Ratio(spread, "the machine was busy" + share.replace("%", " %"))

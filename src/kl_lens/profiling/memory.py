@@ -19,7 +19,8 @@ from kl_lens.base.errors import KLLensError, TargetError
 from kl_lens.run.records import Record
 from kl_lens.targets import TARGETS, SessionSettings, get_target, register
 
-PROMPT_TOKENS, NEW_TOKENS = 32, 8  # unless a context is asked for: that is filled, a chunk at a time
+PROMPT_TOKENS = 32
+NEW_TOKENS = 8  # unless a context is asked for: that is filled, a chunk at a time
 CHUNK = 512
 _STATUS = Path("/proc/self/status")
 
@@ -41,13 +42,18 @@ def fresh_process(place: Path, target: str, settings: SessionSettings) -> Memory
     """Loads the artifact in its own process, so that a crash of the runtime ends only that process."""
     arguments = [str(place), target, TARGETS[target], json.dumps(asdict(settings))]
     done = subprocess.run(
-        [sys.executable, "-m", __name__, *arguments], capture_output=True, text=True, env=for_child()
+        [sys.executable, "-m", __name__, *arguments],
+        capture_output=True,
+        text=True,
+        env=for_child(),
     )
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         crashed = f"the process ended with code {done.returncode}"
         reason = lines[-1] if lines and done.returncode > 0 else crashed
-        raise TargetError(reason if str(place) in reason else f"{place} cannot be loaded: {reason}")
+        raise TargetError(
+            reason if str(place) in reason else f"{place} cannot be loaded: {reason}"
+        )
     return MemoryUse.from_json(json.loads(done.stdout.splitlines()[-1]))
 
 

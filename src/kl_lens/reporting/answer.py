@@ -36,11 +36,16 @@ def recommendations(view: RunView) -> list[Plan]:
     or the smallest verified one that keeps perplexity."""
     named = [plan for plan in view.plans if plan.name in view.recommended]
     if named:
-        return sorted((p for p in named if p.target), key=lambda p: p.target or "") or named[:1]
+        return (
+            sorted((p for p in named if p.target), key=lambda p: p.target or "")
+            or named[:1]
+        )
     kept = [
         p
         for p in view.plans
-        if p.measured and p.measured.rise.value <= TOLERATED and view.bytes_of(p) < view.fp16_bytes
+        if p.measured
+        and p.measured.rise.value <= TOLERATED
+        and view.bytes_of(p) < view.fp16_bytes
     ]
     return [min(kept, key=view.bytes_of)] if kept else []
 
@@ -51,12 +56,24 @@ def recommended_names(view: RunView) -> frozenset[str]:
 
 def target_of(plan: Plan, unit: Unit | None = None) -> str:
     """What the plan had to meet."""
-    limits, lost, unit = plan.limits, plan.missed, unit or Unit()
+    limits = plan.limits
+    lost = plan.missed
+    unit = unit or Unit()
     if "loss" in limits:
-        missed = "" if lost is None else f" Missed on held-out {unit.text}: {with_error(lost)}."
-        return f"Target: KL ≤ {limits['loss']:g} nats per {unit.one} (--max-loss).{missed}"
+        missed = (
+            ""
+            if lost is None
+            else f" Missed on held-out {unit.text}: {with_error(lost)}."
+        )
+        return (
+            f"Target: KL ≤ {limits['loss']:g} nats per {unit.one} (--max-loss).{missed}"
+        )
     if "drop" in limits:
-        missed = "" if lost is None else f" Missed on held-out {unit.text}: {percent(lost.value, 2)}."
+        missed = (
+            ""
+            if lost is None
+            else f" Missed on held-out {unit.text}: {percent(lost.value, 2)}."
+        )
         return f"Target: perplexity rises by at most {percent(limits['drop'], 1)} (--max-drop).{missed}"
     if "memory" in limits:
         use = f"{limits.get('batch', 1):g} × {limits.get('context', 4096):g} tokens"
@@ -70,7 +87,11 @@ def target_of(plan: Plan, unit: Unit | None = None) -> str:
 
 def measured_of(view: RunView, plan: Plan) -> str:
     """The KL of the file on test text, and whether that is above the target."""
-    subject = Subject(ARTIFACT, plan.name, plan.target) if plan.target else Subject(PLAN, plan.name)
+    subject = (
+        Subject(ARTIFACT, plan.name, plan.target)
+        if plan.target
+        else Subject(PLAN, plan.name)
+    )
     kl = value_of(view, subject, "divergence", "kl_mean")
     if kl is None:
         return ""
@@ -86,15 +107,25 @@ def value_of(view: RunView, subject: Subject, kind: str, name: str) -> Estimate 
 
 def speed_ratio(profile: Profile) -> Ratio | None:
     """Times the FP16 file of the same session, larger is faster; None where there was no such file."""
-    if "ratios_to" not in profile.settings or not profile.settings.get("ratios_to_fp16", True):
+    if "ratios_to" not in profile.settings or not profile.settings.get(
+        "ratios_to_fp16", True
+    ):
         return None
-    return ratio_of(profile, "tokens_per_second" if profile.protocol == "use" else "latency_ms")
+    return ratio_of(
+        profile, "tokens_per_second" if profile.protocol == "use" else "latency_ms"
+    )
 
 
 def unmeasurable(profiles: Sequence[Profile]) -> list[str]:
     """A line for each reason why a speed cannot be compared; tables show for which files."""
-    ratios = [ratio for profile in profiles if (ratio := speed_ratio(profile)) is not None]
-    return list(dict.fromkeys(f"Speed against FP16 {ratio.words}." for ratio in ratios if ratio.obstacle))
+    ratios = [
+        ratio for profile in profiles if (ratio := speed_ratio(profile)) is not None
+    ]
+    return list(
+        dict.fromkeys(
+            f"Speed against FP16 {ratio.words}." for ratio in ratios if ratio.obstacle
+        )
+    )
 
 
 def commands_for(view: RunView, plan: Plan) -> list[str]:
@@ -102,8 +133,14 @@ def commands_for(view: RunView, plan: Plan) -> list[str]:
     whole = [c for c in view.commands if c.verb == "run"]
     if whole and plan.name in view.recommended:
         return [whole[-1].line]
-    measured = [c for c in view.commands if c.verb == "measure" or c.words[1:3] == ("paper", "import")][-1:]
-    planned = [c for c in view.commands if c.verb == "plan" and "--frontier" not in c.words]
+    measured = [
+        c
+        for c in view.commands
+        if c.verb == "measure" or c.words[1:3] == ("paper", "import")
+    ][-1:]
+    planned = [
+        c for c in view.commands if c.verb == "plan" and "--frontier" not in c.words
+    ]
     named = [c for c in planned if plan.name in c.words] or planned
     return list(dict.fromkeys(command.line for command in (*measured, *named)))
 
@@ -128,20 +165,30 @@ def section(view: RunView) -> Section | None:
         return None
     cards = [_card(view, plan) for plan in answers]
     commands = commands_for(view, answers[0])
-    again = details("To make it again", tag("pre", tag("code", "\n".join(commands)))) if commands else None
-    return Section("answer", "The answer", join([tag("div", *cards, class_="grid answers"), again]))
+    again = (
+        details("To make it again", tag("pre", tag("code", "\n".join(commands))))
+        if commands
+        else None
+    )
+    return Section(
+        "answer", "The answer", join([tag("div", *cards, class_="grid answers"), again])
+    )
 
 
 def _card(view: RunView, plan: Plan) -> Html:
-    stock, contest = plan.notes.get("taken_over"), plan.contest
+    stock = plan.notes.get("taken_over")
+    contest = plan.contest
     title = runtime_title(plan.target) if plan.target else plan_title(plan.name)
-    base, bytes_ = view.fp16_of(plan.target), view.bytes_of(plan, plan.target)
+    base = view.fp16_of(plan.target)
+    bytes_ = view.bytes_of(plan, plan.target)
     kl, where = view.measured_kl(plan, plan.target)
     first = [tag("b", title), f": {size(bytes_)}, {percent(bytes_ / base)} of FP16; "]
     if kl is not None:
         first += ["KL ", tag("b", with_error(kl)), f" {view.nats}"]
     else:
-        first += [f"predicted KL {number(plan.predicted_kl)} {view.nats}, not measured yet"]
+        first += [
+            f"predicted KL {number(plan.predicted_kl)} {view.nats}, not measured yet"
+        ]
     parts = [
         tag("p", *first, _perplexity(view, plan), ".", class_="lead"),
         tag("p", _nearest(view, plan, kl)),
@@ -149,7 +196,9 @@ def _card(view: RunView, plan: Plan) -> Html:
             "" if plan.name in view.recommended else _RULE,
             f"Against stock recipes: {readable(contest)}. " if contest else "",
             target_of(plan, view.unit),
-            " The file is above it." if kl and kl.value > plan.limits.get("loss", math.inf) else "",
+            " The file is above it."
+            if kl and kl.value > plan.limits.get("loss", math.inf)
+            else "",
             f" Measured: {where}." if kl is not None else "",
             f" The file follows the stock recipe {stock}." if stock else "",
             _speed(view, plan),
@@ -168,37 +217,64 @@ def _nearest(view: RunView, plan: Plan, kl: Estimate | None) -> str:
     """The largest stock file that is no larger (of two of one size, the better), and how much more it loses."""
     own = view.bytes_of(plan, plan.target)
     stock = [
-        p for p in view.plans_of(plan.target) if p.family == "stock" and view.bytes_of(p, plan.target) <= own
+        p
+        for p in view.plans_of(plan.target)
+        if p.family == "stock" and view.bytes_of(p, plan.target) <= own
     ]
-    judged = [(p, loss) for p in stock if (loss := view.measured_kl(p, plan.target)[0]) is not None]
+    judged = [
+        (p, loss)
+        for p in stock
+        if (loss := view.measured_kl(p, plan.target)[0]) is not None
+    ]
     if kl is None or not judged:
-        return "No stock file that was measured is as small." if kl and plan.target else ""
+        return (
+            "No stock file that was measured is as small." if kl and plan.target else ""
+        )
     rival, loss = max(
-        judged, key=lambda pair: (round(view.bytes_of(pair[0], plan.target), -4), -pair[1].value)
+        judged,
+        key=lambda pair: (round(view.bytes_of(pair[0], plan.target), -4), -pair[1].value),
     )
     words = f"{plan_title(rival.name)}, the nearest stock file that is no larger "
     words += f"({size(view.bytes_of(rival, plan.target))})"
     if not kl.value > 0 or not math.isfinite(loss.value):
         return f"{words}: KL {with_error(loss)}."
     ratio = loss.value / kl.value
-    much = f"loses {number(ratio, 2)} times as much" if ratio >= 1 else f"loses less ({percent(ratio)} of it)"
+    much = (
+        f"loses {number(ratio, 2)} times as much"
+        if ratio >= 1
+        else f"loses less ({percent(ratio)} of it)"
+    )
     return f"{words}, {much}: KL {with_error(loss)}."
 
 
 def _perplexity(view: RunView, plan: Plan) -> str:
     """Of the plan (its file before PyTorch) beside the original's by the same protocol. A change within twice its own
     error is called what it is."""
-    scores = [s for s in view.scores if s.kind == "perplexity" and "token_perplexity" in s.values]
-    originals = {f"{s.what} {s.protocol}": s for s in scores if s.subject.what == ORIGINAL}
-    ours = [s for s in scores if s.subject.own_plan == plan.name and f"{s.what} {s.protocol}" in originals]
+    scores = [
+        s
+        for s in view.scores
+        if s.kind == "perplexity" and "token_perplexity" in s.values
+    ]
+    originals = {
+        f"{s.what} {s.protocol}": s for s in scores if s.subject.what == ORIGINAL
+    }
+    ours = [
+        s
+        for s in scores
+        if s.subject.own_plan == plan.name and f"{s.what} {s.protocol}" in originals
+    ]
     if ours:
         score = min(ours, key=lambda s: s.subject.what == PLAN)
-        original = originals[f"{score.what} {score.protocol}"].values["token_perplexity"].value
+        original = (
+            originals[f"{score.what} {score.protocol}"].values["token_perplexity"].value
+        )
         value = score.values["token_perplexity"].value
         error = score.values.get("token_perplexity_change", Estimate(0.0)).standard_error
     elif plan.measured is not None:
-        found, original = plan.measured.perplexity, plan.measured.original_perplexity
-        value, error = found.value, found.standard_error
+        found = plan.measured.perplexity
+        original = plan.measured.original_perplexity
+        value = found.value
+        error = found.standard_error
     else:
         return ""
     change = value - original
@@ -219,5 +295,7 @@ def _speed(view: RunView, plan: Plan) -> str:
         + ("" if plan.target else f" ({runtime_of(p.subject)})")
         for p, r in timed
     ]
-    quick = ", by a quick timing" if any(p.settings.get("quick") for p, _ in timed) else ""
+    quick = (
+        ", by a quick timing" if any(p.settings.get("quick") for p, _ in timed) else ""
+    )
     return f" Speed against the FP16 file on {timed[0][0].device}: {' and '.join(said)}{quick}."

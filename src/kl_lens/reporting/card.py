@@ -12,7 +12,14 @@ from jinja2 import Environment, StrictUndefined
 from kl_lens.base.version import __version__
 from kl_lens.reporting import answer
 from kl_lens.reporting.data import RunView
-from kl_lens.reporting.names import percent, plan_title, readable, runtime_title, size, with_error
+from kl_lens.reporting.names import (
+    percent,
+    plan_title,
+    readable,
+    runtime_title,
+    size,
+    with_error,
+)
 from kl_lens.reporting.page import asset
 from kl_lens.reporting.sections.details import shown_place
 from kl_lens.reporting.sections.explorer import Explorer
@@ -32,11 +39,28 @@ def front_matter(
 ) -> dict[str, Any]:
     """What the hub files a model by. `inherited`: from the card of the original (licence, language)."""
     target = str(plan.target)
-    formats = sorted({recipe.grid.name for recipe in view.cost(plan).stored.values()} - {"fp16"})
+    formats = sorted(
+        {recipe.grid.name for recipe in view.cost(plan).stored.values()} - {"fp16"}
+    )
     kind = view.identity.get("model_type")
-    tags = ["kl-lens", "quantized", "mixed-precision", target, *([kind] if kind else []), *formats]
-    relation = {"base_model": base_model, "base_model_relation": "quantized"} if base_model else {}
-    task = "image-classification" if view.identity.get("task") == "image" else "text-generation"
+    tags = [
+        "kl-lens",
+        "quantized",
+        "mixed-precision",
+        target,
+        *([kind] if kind else []),
+        *formats,
+    ]
+    relation = (
+        {"base_model": base_model, "base_model_relation": "quantized"}
+        if base_model
+        else {}
+    )
+    task = (
+        "image-classification"
+        if view.identity.get("task") == "image"
+        else "text-generation"
+    )
     return {
         **inherited,
         **relation,
@@ -47,21 +71,34 @@ def front_matter(
 
 
 def card(
-    view: RunView, plan: Plan, artifact: Artifact, score: Score, repository: str, about: Mapping[str, Any]
+    view: RunView,
+    plan: Plan,
+    artifact: Artifact,
+    score: Score,
+    repository: str,
+    about: Mapping[str, Any],
 ) -> str:
     """The whole card. `about`: its front matter."""
-    target, file = get_target(str(plan.target)), Subject(ARTIFACT, plan.name, plan.target)
-    base, stock = about.get("base_model"), plan.notes.get("taken_over")
-    known = [c.provenance["versions"] for c in view.commands if "versions" in c.provenance]
+    target = get_target(str(plan.target))
+    file = Subject(ARTIFACT, plan.name, plan.target)
+    base = about.get("base_model")
+    stock = plan.notes.get("taken_over")
+    known = [
+        c.provenance["versions"] for c in view.commands if "versions" in c.provenance
+    ]
     versions = known[-1] if known else {}
     matter = yaml.safe_dump(dict(about), sort_keys=False, allow_unicode=True, width=1000)
-    page = Environment(undefined=StrictUndefined, autoescape=False, keep_trailing_newline=True)
+    page = Environment(
+        undefined=StrictUndefined, autoescape=False, keep_trailing_newline=True
+    )
     page.filters["cell"] = _cell
     body = page.from_string(asset("card.md")).render(
         percent=percent,
         size=size,
         name=repository.rpartition("/")[2],
-        base=f"[{base}](https://huggingface.co/{base})" if base else f"`{shown_place(view.model)}`",
+        base=f"[{base}](https://huggingface.co/{base})"
+        if base
+        else f"`{shown_place(view.model)}`",
         title=target.title,
         bytes=artifact.realised_bytes,
         whole=view.fp16_of(plan.target),
@@ -70,7 +107,9 @@ def card(
         window=score.protocol.get("window"),
         kl=with_error(score.values["kl_mean"]),
         perplexity=answer.value_of(view, file, "perplexity", "token_perplexity"),
-        original=answer.value_of(view, Subject(ORIGINAL), "perplexity", "token_perplexity"),
+        original=answer.value_of(
+            view, Subject(ORIGINAL), "perplexity", "token_perplexity"
+        ),
         contest=readable(plan.contest or ""),
         chart=CHART,
         rivals=_rivals(view, plan),
@@ -83,7 +122,11 @@ def card(
         extra=target.extra,
         version=__version__,
         commands=_again(view, plan),
-        made_with=[f"{n} {versions[n]}" for n in ("kl-lens", "torch", "transformers") if n in versions],
+        made_with=[
+            f"{n} {versions[n]}"
+            for n in ("kl-lens", "torch", "transformers")
+            if n in versions
+        ],
         judge=f"{runtime_title(plan.target)} ({score.runtime.get('version', 'unknown version')})",
     )
     return f"---\n{matter}---\n\n{body}"
@@ -99,14 +142,24 @@ def chart(view: RunView, plan: Plan) -> str:
 def _rivals(view: RunView, plan: Plan) -> list[list[str]]:
     """This file among the others of its target, small files last."""
     rows = []
-    for each in sorted(view.plans_of(plan.target), key=lambda p: -view.bytes_of(p, plan.target)):
-        file, bytes_ = Subject(ARTIFACT, each.name, plan.target), view.bytes_of(each, plan.target)
+    for each in sorted(
+        view.plans_of(plan.target), key=lambda p: -view.bytes_of(p, plan.target)
+    ):
+        file = Subject(ARTIFACT, each.name, plan.target)
+        bytes_ = view.bytes_of(each, plan.target)
         perplexity = answer.value_of(view, file, "perplexity", "token_perplexity")
         if score := view.score(file, "divergence"):
             title = "this file" if each is plan else plan_title(each.name)
-            title += "" if score.subject.what == ARTIFACT else " (in PyTorch, as deployed)"
+            title += (
+                "" if score.subject.what == ARTIFACT else " (in PyTorch, as deployed)"
+            )
             kl = with_error(score.values["kl_mean"])
-            cells = [title, size(bytes_), kl, f"{perplexity.value:.2f}" if perplexity else "–"]
+            cells = [
+                title,
+                size(bytes_),
+                kl,
+                f"{perplexity.value:.2f}" if perplexity else "–",
+            ]
             rows.append([f"**{cell}**" for cell in cells] if each is plan else cells)
     return rows
 
@@ -115,9 +168,16 @@ def _texts(view: RunView, plan: Plan, score: Score) -> list[tuple[str, ...]]:
     rows = []
     for role, text in view.texts.items():
         if "windows" in text and "length" in text:
-            source, split = shown_place(text.get("source", "unknown")), text.get("split")
-            name = source if not split or source.endswith(f":{split}") else f"{source}:{split}"
-            rows.append((role.partition("@")[0], name, f"{text['windows'] * text['length']:,}"))
+            source = shown_place(text.get("source", "unknown"))
+            split = text.get("split")
+            name = (
+                source
+                if not split or source.endswith(f":{split}")
+                else f"{source}:{split}"
+            )
+            rows.append(
+                (role.partition("@")[0], name, f"{text['windows'] * text['length']:,}")
+            )
     if plan.measured:
         rows.append(("choosing the plan", plan.measured.place, ""))
     rows.append(("the numbers above", shown_place(score.what), f"{score.tokens:,}"))
@@ -132,7 +192,10 @@ def _again(view: RunView, plan: Plan) -> list[str]:
         words = shlex.split(line)
         if "--run" in words:
             del words[words.index("--run") : words.index("--run") + 2]
-        pinned = [source if "@" in source and word == view.model else shown_place(word) for word in words]
+        pinned = [
+            source if "@" in source and word == view.model else shown_place(word)
+            for word in words
+        ]
         lines.append(shlex.join(pinned))
     return lines
 

@@ -41,7 +41,12 @@ from kl_lens.run.records import (
     Subject,
 )
 from kl_lens.run.samples import PositionCurve
-from kl_lens.run.subjects import AnyRecord, current_profiles, current_results, stored_record
+from kl_lens.run.subjects import (
+    AnyRecord,
+    current_profiles,
+    current_results,
+    stored_record,
+)
 from kl_lens.targets import get_target
 from kl_lens.weights.recipes import FP16, Recipe
 
@@ -60,8 +65,11 @@ FAMILIES = {
 
 def read_plans(folder: Path, components: tuple[Component, ...]) -> tuple[Plan, ...]:
     """All plans of a run: families in order, each from large to small."""
-    plans, order = [planning.read_plan(path, components) for path in folder.glob("*.json")], list(FAMILIES)
-    return tuple(sorted(plans, key=lambda p: (order.index(p.family), -(p.file_bytes or 0), p.name)))
+    plans = [planning.read_plan(path, components) for path in folder.glob("*.json")]
+    order = list(FAMILIES)
+    return tuple(
+        sorted(plans, key=lambda p: (order.index(p.family), -(p.file_bytes or 0), p.name))
+    )
 
 
 @dataclass(frozen=True)
@@ -95,15 +103,22 @@ class Space:
         """The best plans from small to large, evenly many."""
         groups = self.problem.groups
         kls = [np.array([c.kl for c in group.choices]) for group in groups]
-        hull = hull_of(kls, [np.array([c.bytes for c in group.choices], float) for group in groups])
+        hull = hull_of(
+            kls, [np.array([c.bytes for c in group.choices], float) for group in groups]
+        )
         # The steps nearest to sizes that are equal factors apart.
         wanted = np.geomspace(max(hull.amounts[0], 1), max(hull.amounts[-1], 1), MOST)
         steps = sorted(
-            {0, len(hull.steps), *np.searchsorted(hull.amounts, wanted).clip(0, len(hull.steps)).tolist()}
+            {
+                0,
+                len(hull.steps),
+                *np.searchsorted(hull.amounts, wanted).clip(0, len(hull.steps)).tolist(),
+            }
         )
         found = []
         for selection in map(hull.selection, steps):
-            totals, stored = self.problem.totals(selection), self.problem.assignment(selection)
+            totals = self.problem.totals(selection)
+            stored = self.problem.assignment(selection)
             seconds = totals.seconds if self.speed else None
             found.append(Position(totals.bytes, self.factor * totals.kl, stored, seconds))
         return found
@@ -112,7 +127,9 @@ class Space:
 def frontier(space: Space, files: Sequence[Position]) -> list[Position]:
     """The best known at each size: a plan as predicted, or a file as measured. It never rises with size."""
     found: list[Position] = []
-    for each in sorted([*space.plans(), *files], key=lambda position: (position.bytes, position.kl)):
+    for each in sorted(
+        [*space.plans(), *files], key=lambda position: (position.bytes, position.kl)
+    ):
         if not found or each.kl < found[-1].kl:
             found.append(each)
     return found
@@ -145,10 +162,14 @@ class RunView:
     identity: dict[str, Any]
     table: SensitivityTable | None
     noise: float | None  # KL of the original against itself
-    kernels: str | None  # why transformers' own code computed, where our kernels should have
+    kernels: (
+        str | None
+    )  # why transformers' own code computed, where our kernels should have
     ranking: Ranking | None
     plans: tuple[Plan, ...]
-    recommended: frozenset[str]  # plans that the last `kl-lens run` recommends, one for each target
+    recommended: frozenset[
+        str
+    ]  # plans that the last `kl-lens run` recommends, one for each target
     spaces: dict[str | None, Space]  # by target
     without_slider: tuple[str, ...]  # why there is none for a target, a line each
     artifacts: dict[str, Artifact]
@@ -156,7 +177,9 @@ class RunView:
     profiles: tuple[Profile, ...]
     generations: tuple[Generation, ...]
     autopsies: tuple[Autopsy, ...]
-    verdicts: dict[tuple[Subject, str], str]  # (subject, text) → does the file agree with PyTorch?
+    verdicts: dict[
+        tuple[Subject, str], str
+    ]  # (subject, text) → does the file agree with PyTorch?
     texts: dict[str, dict[str, Any]]
     commands: tuple[Command, ...]
     states: tuple[tuple[Component, Measurement, PositionCurve], ...] = ()  # and caches
@@ -210,25 +233,41 @@ class RunView:
 
     def score(self, subject: Subject, kind: str) -> Score | None:
         """The last of its kind: of this subject, or else of PyTorch that stands in for this file."""
-        found = [s for s in reversed(self.scores) if s.kind == kind and s.subject.file_key == subject.key]
+        found = [
+            s
+            for s in reversed(self.scores)
+            if s.kind == kind and s.subject.file_key == subject.key
+        ]
         return max(found, key=lambda s: s.subject.key == subject.key, default=None)
 
     def plans_of(self, target: str | None) -> list[Plan]:
         """The target's own, and those without a target that were written as its files."""
         if target is None:
             return [p for p in self.plans if p.target is None]
-        return [p for p in self.plans if p.target == target or f"{target}/{p.name}" in self.artifacts]
+        return [
+            p
+            for p in self.plans
+            if p.target == target or f"{target}/{p.name}" in self.artifacts
+        ]
 
     def bytes_of(self, plan: Plan, target: str | None = None) -> int:
         """Of the target's file where it was written; else as planned."""
-        written = self.subject_bytes(Subject(ARTIFACT, plan.name, target)) if target else None
+        written = (
+            self.subject_bytes(Subject(ARTIFACT, plan.name, target)) if target else None
+        )
         return written or plan.file_bytes or 0
 
     def measured_kl(self, plan: Plan, target: str | None) -> tuple[Estimate | None, str]:
         """Of the target's file where it was evaluated, else of the plan in PyTorch; and on which text."""
-        score = self.score(Subject(ARTIFACT, plan.name, target), "divergence") if target else None
+        score = (
+            self.score(Subject(ARTIFACT, plan.name, target), "divergence")
+            if target
+            else None
+        )
         if score is not None:
-            judge = "files" if score.subject.what == ARTIFACT else "in PyTorch, as deployed"
+            judge = (
+                "files" if score.subject.what == ARTIFACT else "in PyTorch, as deployed"
+            )
             return score.values.get("kl_mean"), f"{judge}, on {score.what}"
         seen = plan.measured
         return (seen.kl, f"in PyTorch, on {seen.place}") if seen else (None, "")
@@ -262,7 +301,9 @@ def collect(run: Run) -> RunView:
 
     def read(kind: str, record: type[AnyRecord]) -> tuple[AnyRecord, ...]:
         return tuple(
-            stored_record(run, kind, result.name, result.value, record, subject=result.subject)
+            stored_record(
+                run, kind, result.name, result.value, record, subject=result.subject
+            )
             for result in current_results(run, kind)
         )
 
@@ -272,7 +313,9 @@ def collect(run: Run) -> RunView:
         table=table,
         noise=noise.get(KL),
         kernels=run.load(KERNELS, run.measured_role()),
-        ranking=stored_record(run, "ranking", "latest", ranking, Ranking) if ranking else None,
+        ranking=stored_record(run, "ranking", "latest", ranking, Ranking)
+        if ranking
+        else None,
         plans=plans,
         recommended=frozenset(run.recommended(plan.target) for plan in plans),
         spaces=spaces,
@@ -287,7 +330,8 @@ def collect(run: Run) -> RunView:
             for subject, _, value in current_results(run, "agreement")
         },
         texts={
-            role: (run.load("text", role) or {}) | (run.text_identity(role) or {}) for role in run.roles()
+            role: (run.load("text", role) or {}) | (run.text_identity(role) or {})
+            for role in run.roles()
         },
         commands=tuple(_command(entry) for entry in run.commands()),
         states=tuple(run.state_rows()),
@@ -296,17 +340,24 @@ def collect(run: Run) -> RunView:
 
 def _command(entry: Mapping[str, Any]) -> Command:
     words = tuple(str(word) for word in entry["command"])
-    return Command(shlex.join(words), words, float(entry["started"]), dict(entry["provenance"]))
+    return Command(
+        shlex.join(words), words, float(entry["started"]), dict(entry["provenance"])
+    )
 
 
-def read_spaces(run: Run, plans: Sequence[Plan]) -> tuple[dict[str | None, Space], tuple[str, ...]]:
+def read_spaces(
+    run: Run, plans: Sequence[Plan]
+) -> tuple[dict[str | None, Space], tuple[str, ...]]:
     """One for each target that the run has plans for, one for plans without a target; and why there is none."""
     targets: list[str | None] = [*sorted({p.target for p in plans if p.target})]
     if "components" not in run.identity:
         return {}, ()
-    if not targets or any(p.target is None and set(p.assignment.values()) != {FP16} for p in plans):
+    if not targets or any(
+        p.target is None and set(p.assignment.values()) != {FP16} for p in plans
+    ):
         targets.append(None)
-    spaces, missing = dict[str | None, Space](), []
+    spaces = dict[str | None, Space]()
+    missing = []
     for target in targets:
         try:
             spaces[target] = _space(run, target, plans)
@@ -317,13 +368,21 @@ def read_spaces(run: Run, plans: Sequence[Plan]) -> tuple[dict[str | None, Space
 
 
 def _space(run: Run, name: str | None, plans: Sequence[Plan]) -> Space:
-    table, target = run.table(target=name, predicted=True), get_target(name) if name else None
+    table = run.table(target=name, predicted=True)
+    target = get_target(name) if name else None
     made = [p for p in plans if p.target == name and p.family != "stock"]
-    ours = next((plan for plan in made if plan.name == run.recommended(name)), made[0] if made else None)
+    ours = next(
+        (plan for plan in made if plan.name == run.recommended(name)),
+        made[0] if made else None,
+    )
     speed = None
     with suppress(PlanError):  # nothing was timed
         speed = planning.speed_model(run, table, target) if target else None
     fixed_bytes = planning.stored_fixed_bytes(run, target)
-    problem = planning.build_problem(table, speed=speed, target=target, fixed_bytes=fixed_bytes)
-    noise = (run.load("noise", run.measured_role(name)) or {}).get("kl_teacher_to_student")
+    problem = planning.build_problem(
+        table, speed=speed, target=target, fixed_bytes=fixed_bytes
+    )
+    noise = (run.load("noise", run.measured_role(name)) or {}).get(
+        "kl_teacher_to_student"
+    )
     return Space(name, table, problem, ours.interaction if ours else 1.0, noise, speed)

@@ -100,7 +100,14 @@ def chosen(name: str, panels: Sequence[tuple[str, Html]]) -> Html:
     if len(panels) == 1:
         return panels[0][1]
     return join(
-        tag("details", tag("summary", title), body, name_=name, open=index == 0, class_="panel")
+        tag(
+            "details",
+            tag("summary", title),
+            body,
+            name_=name,
+            open=index == 0,
+            class_="panel",
+        )
         for index, (title, body) in enumerate(panels)
     )
 
@@ -126,18 +133,29 @@ def table(
     """Columns of numbers are aligned to the right. `highlight`: rows that stand out; `tall`: scrolls by itself."""
     rows = list(rows)
     columns = list(zip(*rows, strict=True)) or [()] * len(heads)
-    styles = ["n" if column and all(map(_is_number, column)) else None for column in columns]
-    head = [tag("th", words, scope="col", class_=style) for words, style in zip(heads, styles, strict=True)]
+    styles = [
+        "n" if column and all(map(_is_number, column)) else None for column in columns
+    ]
+    head = [
+        tag("th", words, scope="col", class_=style)
+        for words, style in zip(heads, styles, strict=True)
+    ]
     body = [
         tag("tr", *map(_cell, row, styles), class_="loud" if index in highlight else None)
         for index, row in enumerate(rows)
     ]
     whole = tag(
-        "table", tag("caption", caption), tag("thead", tag("tr", *head)), tag("tbody", *body), id=identifier,
+        "table",
+        tag("caption", caption),
+        tag("thead", tag("tr", *head)),
+        tag("tbody", *body),
+        id=identifier,
         class_="sortable" if sortable else None,
-    )  # fmt: skip
+    )
     scroll = "scroll tall" if tall else "scroll"
-    return tag("div", whole, class_=scroll, tabindex="0", role="region", aria_label=caption)
+    return tag(
+        "div", whole, class_=scroll, tabindex="0", role="region", aria_label=caption
+    )
 
 
 def _is_number(value: object) -> bool:
@@ -147,4 +165,9 @@ def _is_number(value: object) -> bool:
 def _cell(value: object, style: str | None) -> Html:
     if not isinstance(value, Cell):
         return tag("td", value, class_=style)
-    return tag("td", value.text, class_=style, data_v=None if value.value is None else f"{value.value:.9g}")
+    return tag(
+        "td",
+        value.text,
+        class_=style,
+        data_v=None if value.value is None else f"{value.value:.9g}",
+    )

@@ -23,7 +23,9 @@ class Unit:
     perplexity: str = "token perplexity"
 
 
-UNITS = {"image": Unit("image", "images", "class", "perplexity over classes")}  # by task; others: Unit()
+UNITS = {
+    "image": Unit("image", "images", "class", "perplexity over classes")
+}  # by task; others: Unit()
 
 
 def runtime_title(target: str | None) -> str:
@@ -40,9 +42,13 @@ def plan_title(name: str) -> str:
             return name.removeprefix(prefix).removesuffix(".imatrix").upper() + (
                 " imatrix" if name.endswith(".imatrix") else ""
             )
-    of_run = rf"{RECOMMENDED}(?:-(?:{'|'.join(TARGETS)}))?(-(?:kl|drop)?\d[\w.-]*?)?(\.own)?"
+    of_run = (
+        rf"{RECOMMENDED}(?:-(?:{'|'.join(TARGETS)}))?(-(?:kl|drop)?\d[\w.-]*?)?(\.own)?"
+    )
     if found := re.fullmatch(of_run, name):
-        return ("our own plan" if found[2] else RECOMMENDED) + (found[1] or "").replace("-", " ", 1)
+        return ("our own plan" if found[2] else RECOMMENDED) + (found[1] or "").replace(
+            "-", " ", 1
+        )
     return name
 
 
@@ -65,7 +71,11 @@ def subject_title(subject: Subject) -> str:
 
 def readable(text: str) -> str:
     """A stored sentence with the plans in it by their titles."""
-    return re.sub(r"\b(?:stock\.|uniform_|recommended-)[\w.+-]*\w", lambda found: plan_title(found[0]), text)
+    return re.sub(
+        r"\b(?:stock\.|uniform_|recommended-)[\w.+-]*\w",
+        lambda found: plan_title(found[0]),
+        text,
+    )
 
 
 # -- numbers -------------------------------------------------------------------------------------------------
@@ -87,9 +97,12 @@ def with_error(estimate: Estimate | None, digits: int = 3) -> str:
     """`0.0091 ± 0.0005`, `8.3e-4 ± 3e-5`: the standard error to one digit, the value to the same place."""
     if estimate is None:
         return "–"
-    value, error = estimate.value, estimate.standard_error
+    value = estimate.value
+    error = estimate.standard_error
     if not (math.isfinite(value) and math.isfinite(error) and error > 0):
-        return number(value, digits) + ("" if math.isnan(error) else f" ± {number(error, 1)}")
+        return number(value, digits) + (
+            "" if math.isnan(error) else f" ± {number(error, 1)}"
+        )
     place = -math.floor(math.log10(float(f"{error:.0e}")))  # of the error's digit
     if 0 <= place <= 5 and abs(value) >= 1e-3:
         return f"{value:,.{place}f} ± {error:.{place}f}"
@@ -104,7 +117,11 @@ def fixed_with_error(estimate: Estimate | None, decimals: int = 2) -> str:
     if abs(estimate.value) >= 1e5:
         return with_error(estimate)
     text = f"{estimate.value:z.{decimals}f}"  # z: no -0.00
-    return text if math.isnan(estimate.standard_error) else f"{text} ± {estimate.standard_error:.{decimals}f}"
+    return (
+        text
+        if math.isnan(estimate.standard_error)
+        else f"{text} ± {estimate.standard_error:.{decimals}f}"
+    )
 
 
 def percent(share: float, decimals: int = 0) -> str:

@@ -6,7 +6,16 @@ import html
 from pathlib import Path
 
 from kl_lens.planning import FrontierPoint
-from kl_lens.reporting.charts import RAMP, Cell, Chart, Line, axis, grid_map, scatter, unit_of
+from kl_lens.reporting.charts import (
+    RAMP,
+    Cell,
+    Chart,
+    Line,
+    axis,
+    grid_map,
+    scatter,
+    unit_of,
+)
 from kl_lens.reporting.data import KL
 from kl_lens.reporting.names import with_error
 from kl_lens.reporting.sections.explorer import rows_of
@@ -18,7 +27,9 @@ class ReportFile(type(Path())):  # type: ignore[misc]
 
     def _repr_html_(self) -> str:
         page = html.escape(self.read_text(encoding="utf-8"))
-        return f'<iframe srcdoc="{page}" style="width:100%;height:900px;border:0"></iframe>'
+        return (
+            f'<iframe srcdoc="{page}" style="width:100%;height:900px;border:0"></iframe>'
+        )
 
 
 class PlottedFrontier(tuple[FrontierPoint, ...]):
@@ -44,16 +55,27 @@ class PlottedTable(SensitivityTable):
         names = [m.format for m in self.measurements if KL in m.metrics]
         recipe = recipe or max(self.formats, key=names.count)
         kls = {
-            m.component: m.metrics[KL] for m in self.measurements if m.format == recipe and KL in m.metrics
+            m.component: m.metrics[KL]
+            for m in self.measurements
+            if m.format == recipe and KL in m.metrics
         }
         shown = [c for c in self.candidates if c.name in kls]
-        rows, scale = rows_of(shown), axis("", [kl.value for kl in kls.values()], log=True)
+        rows = rows_of(shown)
+        scale = axis("", [kl.value for kl in kls.values()], log=True)
         cells = [
-            Cell(rows[c.name], block, f"h{scale.level(kls[c.name].value, len(RAMP))}",
-                 f"{c.name}\n{recipe}: KL {with_error(kls[c.name])}")
-            for c in shown for block in c.blocks or (c.block,)
-        ]  # fmt: skip
-        return grid_map(cells, 1 + max((cell.block for cell in cells if cell.block is not None), default=0))
+            Cell(
+                rows[c.name],
+                block,
+                f"h{scale.level(kls[c.name].value, len(RAMP))}",
+                f"{c.name}\n{recipe}: KL {with_error(kls[c.name])}",
+            )
+            for c in shown
+            for block in c.blocks or (c.block,)
+        ]
+        return grid_map(
+            cells,
+            1 + max((cell.block for cell in cells if cell.block is not None), default=0),
+        )
 
     def _repr_svg_(self) -> str:
         return self.plot()._repr_svg_()

@@ -59,7 +59,9 @@ def write_report(run: Run, path: Path | None = None) -> Path:
     try:
         write_text(path, content)
     except OSError as error:
-        raise RunError(f"{path} cannot be written ({error.strerror}); use another --out") from error
+        raise RunError(
+            f"{path} cannot be written ({error.strerror}); use another --out"
+        ) from error
     return path
 
 
@@ -72,12 +74,22 @@ def report_page(view: RunView) -> str:
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         title=escape(f"KL Lens: {view.model}"),
         style=asset("report.css"),
-        links=join(tag("li", tag("a", title, href=f"#{part.identifier}")) for title, part in shown),
-        body=join(tag("section", tag("h2", title), part.body, id=part.identifier) for title, part in shown),
+        links=join(
+            tag("li", tag("a", title, href=f"#{part.identifier}"))
+            for title, part in shown
+        ),
+        body=join(
+            tag("section", tag("h2", title), part.body, id=part.identifier)
+            for title, part in shown
+        ),
         script=script,
     )
 
 
 def asset(name: str) -> str:
     """A file of the page: its style, its script."""
-    return resources.files("kl_lens.reporting").joinpath("assets", name).read_text(encoding="utf-8")
+    return (
+        resources.files("kl_lens.reporting")
+        .joinpath("assets", name)
+        .read_text(encoding="utf-8")
+    )

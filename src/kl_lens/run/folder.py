@@ -34,10 +34,21 @@ from kl_lens.run.records import (
     Subject,
     checked_plan_name,
 )
-from kl_lens.run.samples import KL, METRICS_VERSION, PositionCurve, WindowMetrics, by_position, summarise
+from kl_lens.run.samples import (
+    KL,
+    METRICS_VERSION,
+    PositionCurve,
+    WindowMetrics,
+    by_position,
+    summarise,
+)
 
-CALIBRATION, EVALUATION = "calibration", "evaluation"  # roles of texts
-STATES, COMPONENTS = "states", "components"  # role of states and caches; kind and name of the record of them
+CALIBRATION = "calibration"
+EVALUATION = "evaluation"  # roles of texts
+STATES = "states"
+COMPONENTS = (
+    "components"  # role of states and caches; kind and name of the record of them
+)
 TUNING = "tuning"  # kind of record: a text that a plan was tuned on
 SCREENED = "screened"  # kind of records: what a staged search measured, for which limit, and what it predicts
 KERNELS = "kernels"  # kind of record: why transformers' own code computed, where our kernels should have
@@ -99,7 +110,9 @@ class Run:
                 raise RunError(f"{folder} holds a model (config.json); use another --run")
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise RunError(f"{folder} cannot be written ({error.strerror}); use another --run") from error
+            raise RunError(
+                f"{folder} cannot be written ({error.strerror}); use another --run"
+            ) from error
         return cls(folder)
 
     @classmethod
@@ -108,9 +121,13 @@ class Run:
         try:
             there = (Path(folder) / FILE).is_file()
         except OSError as error:  # the name is too long, or the folder is not readable
-            raise RunError(f"{folder} cannot be read ({error.strerror}); use another --run") from error
+            raise RunError(
+                f"{folder} cannot be read ({error.strerror}); use another --run"
+            ) from error
         if not there:
-            raise RunError(f"{folder} has no run; make one with: kl-lens measure MODEL --run {folder}")
+            raise RunError(
+                f"{folder} has no run; make one with: kl-lens measure MODEL --run {folder}"
+            )
         return cls.create(folder)
 
     def __enter__(self) -> Self:
@@ -130,7 +147,9 @@ class Run:
     def identify(self, model: Mapping[str, Any]) -> None:
         """Sets the model of the run, or raises if it has another one."""
         given = {**model, "metrics_version": METRICS_VERSION}
-        with self.journal.alone():  # if two processes bring two models, the second is refused
+        with (
+            self.journal.alone()
+        ):  # if two processes bring two models, the second is refused
             if "dtype" in model:
                 self.require_dtype(model["dtype"])
             known = self.identity
@@ -153,7 +172,9 @@ class Run:
             )
 
     @checks_rows
-    def identify_text(self, role: str, identity: Mapping[str, Any], hashes: Sequence[str]) -> None:
+    def identify_text(
+        self, role: str, identity: Mapping[str, Any], hashes: Sequence[str]
+    ) -> None:
         """Sets the text of a role (calibration, evaluation, …), or raises if it has another one.
 
         More windows may be added; existing ones must be the same.
@@ -172,9 +193,15 @@ class Run:
                     raise RunError(
                         f"{self.folder}: {role} window {index} has other tokens than before; use another --run"
                     )
-            self.journal.write("INSERT OR IGNORE INTO texts VALUES (?, ?)", [(role, json.dumps(identity))])
+            self.journal.write(
+                "INSERT OR IGNORE INTO texts VALUES (?, ?)",
+                [(role, json.dumps(identity))],
+            )
             rows = [(role, index, value) for index, value in enumerate(hashes)]
-            self.journal.write("INSERT OR IGNORE INTO windows (role, window, hash) VALUES (?, ?, ?)", rows)
+            self.journal.write(
+                "INSERT OR IGNORE INTO windows (role, window, hash) VALUES (?, ?, ?)",
+                rows,
+            )
 
     @property
     @checks_rows
@@ -186,15 +213,23 @@ class Run:
     def text_identity(self, role: str) -> dict[str, Any] | None:
         """What the text of a role is, and the number of its windows."""
         rows = self.journal.rows("SELECT identity FROM texts WHERE role = ?", role)
-        return json.loads(rows[0][0]) | {"windows": len(self.window_hashes(role))} if rows else None
+        return (
+            json.loads(rows[0][0]) | {"windows": len(self.window_hashes(role))}
+            if rows
+            else None
+        )
 
     def window_hashes(self, role: str) -> dict[int, str]:
         return dict(
-            self.journal.rows("SELECT window, hash FROM windows WHERE role = ? ORDER BY window", role)
+            self.journal.rows(
+                "SELECT window, hash FROM windows WHERE role = ? ORDER BY window", role
+            )
         )
 
     def roles(self) -> list[str]:
-        return [role for (role,) in self.journal.rows("SELECT role FROM texts ORDER BY rowid")]
+        return [
+            role for (role,) in self.journal.rows("SELECT role FROM texts ORDER BY rowid")
+        ]
 
     def note_command(self, command: Sequence[str]) -> None:
         """Records a command that writes, and locks the run until it is closed."""
@@ -204,11 +239,17 @@ class Run:
 
     @checks_rows
     def commands(self) -> list[dict[str, Any]]:
-        rows = self.journal.rows("SELECT started, command, provenance FROM commands ORDER BY started")
+        rows = self.journal.rows(
+            "SELECT started, command, provenance FROM commands ORDER BY started"
+        )
         if any(not 0 <= float(started) < 2**40 for started, _, _ in rows):
             raise ValueError("not a time")
         return [
-            {"started": float(s), "command": list(json.loads(c)), "provenance": dict(json.loads(p))}
+            {
+                "started": float(s),
+                "command": list(json.loads(c)),
+                "provenance": dict(json.loads(p)),
+            }
             for s, c, p in rows
         ]
 
@@ -240,18 +281,31 @@ class Run:
     ) -> None:
         """Commits some windows of one candidate: the unit of work that a kill can lose."""
         rows = [
-            (role, component, format_name, w.window, w.tokens, w.targets, json.dumps(w.sums), w.token_kl)
+            (
+                role,
+                component,
+                format_name,
+                w.window,
+                w.tokens,
+                w.targets,
+                json.dumps(w.sums),
+                w.token_kl,
+            )
             for w in windows
         ]
         with self.journal.alone():
-            self.journal.write("INSERT OR REPLACE INTO samples VALUES (?, ?, ?, ?, ?, ?, ?, ?)", rows)
+            self.journal.write(
+                "INSERT OR REPLACE INTO samples VALUES (?, ?, ?, ?, ?, ?, ?, ?)", rows
+            )
             self.journal.write(
                 "INSERT INTO effort VALUES (?, ?, ?, ?, ?) ON CONFLICT (role, component, format) "
                 "DO UPDATE SET seconds = seconds + excluded.seconds",
                 [(role, component, format_name, seconds, compute_dtype)],
             )
 
-    def expect(self, role: str, candidates: Iterable[tuple[str, str]], compute_dtype: str) -> None:
+    def expect(
+        self, role: str, candidates: Iterable[tuple[str, str]], compute_dtype: str
+    ) -> None:
         """Fixes the order of candidates (component, format) before their results arrive."""
         rows = [(role, *key, 0.0, compute_dtype) for key in candidates]
         self.journal.write("INSERT OR IGNORE INTO effort VALUES (?, ?, ?, ?, ?)", rows)
@@ -280,7 +334,9 @@ class Run:
         ]
 
     @checks_rows
-    def measurements(self, role: str = CALIBRATION, windows: int | None = None) -> list[Measurement]:
+    def measurements(
+        self, role: str = CALIBRATION, windows: int | None = None
+    ) -> list[Measurement]:
         """One record per candidate, in the order of first measurement."""
         measurements = []
         query = "SELECT component, format, seconds, compute_dtype FROM effort WHERE role = ? ORDER BY rowid"
@@ -305,9 +361,14 @@ class Run:
         """The role to read for a target: measured with its activations, else weights alone. Without a target: weights
         alone, else whatever was measured first."""
         query = "SELECT role FROM effort GROUP BY role ORDER BY min(rowid)"
-        there = [name for (name,) in self.journal.rows(query) if name.partition("@")[0] == role]
+        there = [
+            name for (name,) in self.journal.rows(query) if name.partition("@")[0] == role
+        ]
         wanted = [role_as(role, target), role]
-        return next((name for name in wanted if name in there), there[0] if there and not target else role)
+        return next(
+            (name for name in wanted if name in there),
+            there[0] if there and not target else role,
+        )
 
     @property
     def usual_target(self) -> str | None:
@@ -334,7 +395,11 @@ class Run:
             raise RunError(
                 f"{self.folder} has no measurements; make some with: kl-lens measure MODEL --run {self.folder}"
             )
-        published = role == CALIBRATION and target is None and self.load("imported", "measurements")
+        published = (
+            role == CALIBRATION
+            and target is None
+            and self.load("imported", "measurements")
+        )
         if "@" not in role:
             role = self.measured_role(target, role)
         if published:
@@ -368,13 +433,20 @@ class Run:
         components = tuple(Component.from_json(each) for each in known)
         identity = self.identity
         return SensitivityTable(
-            identity["model"], identity["model_type"], components, "", "", tuple(self.measurements(STATES))
+            identity["model"],
+            identity["model_type"],
+            components,
+            "",
+            "",
+            tuple(self.measurements(STATES)),
         )
 
     def state_rows(self) -> Iterator[tuple[Component, Measurement, PositionCurve]]:
         """Every measurement of a state or cache: of what, its means, its KL by position."""
         known = self.states()
-        parts = {component.name: component for component in known.components} if known else {}
+        parts = (
+            {component.name: component for component in known.components} if known else {}
+        )
         for m in known.measurements if known else ():
             samples = self.samples(STATES, m.component, m.format)
             kls = [np.frombuffer(sample.token_kl, np.float32) for sample in samples]
@@ -406,12 +478,16 @@ class Run:
 
     @checks_rows
     def load(self, kind: str, name: str) -> Any | None:
-        rows = self.journal.rows("SELECT value FROM records WHERE kind = ? AND name = ?", kind, name)
+        rows = self.journal.rows(
+            "SELECT value FROM records WHERE kind = ? AND name = ?", kind, name
+        )
         return json.loads(rows[0][0]) if rows else None
 
     @checks_rows
     def load_all(self, kind: str) -> dict[str, Any]:
-        rows = self.journal.rows("SELECT name, value FROM records WHERE kind = ? ORDER BY created", kind)
+        rows = self.journal.rows(
+            "SELECT name, value FROM records WHERE kind = ? ORDER BY created", kind
+        )
         return {name: json.loads(value) for name, value in rows}
 
     # -- results about subjects ------------------------------------------------------------------------
@@ -419,7 +495,9 @@ class Run:
     def store_result(self, kind: str, subject: Subject, name: str, value: Any) -> None:
         """Stores a result; replaces an earlier one of the same name, subject and digest."""
         row = (kind, *_columns(subject), name, json.dumps(value), time.time())
-        self.journal.write("INSERT OR REPLACE INTO results VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", [row])
+        self.journal.write(
+            "INSERT OR REPLACE INTO results VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", [row]
+        )
 
     @checks_rows
     def results(self, kind: str) -> list[Result]:
@@ -431,7 +509,9 @@ class Run:
         )
         return [
             Result(
-                Subject(what, plan or None, target or None, dict(json.loads(settings)), digest),
+                Subject(
+                    what, plan or None, target or None, dict(json.loads(settings)), digest
+                ),
                 name,
                 json.loads(value),
             )
@@ -441,7 +521,9 @@ class Run:
     def forget_result(self, kind: str, subject: Subject, name: str) -> None:
         same = "what = ? AND plan = ? AND target = ? AND settings = ? AND digest = ?"
         row = (kind, *_columns(subject), name)
-        self.journal.write(f"DELETE FROM results WHERE kind = ? AND {same} AND name = ?", [row])
+        self.journal.write(
+            f"DELETE FROM results WHERE kind = ? AND {same} AND name = ?", [row]
+        )
 
     def forget_results(self, kind: str) -> None:
         self.journal.write("DELETE FROM results WHERE kind = ?", [(kind,)])
@@ -461,7 +543,13 @@ class Run:
 
 def _columns(subject: Subject) -> tuple[str, ...]:
     settings = json.dumps(subject.settings, sort_keys=True)
-    return subject.what, subject.plan or "", subject.target or "", settings, subject.digest
+    return (
+        subject.what,
+        subject.plan or "",
+        subject.target or "",
+        settings,
+        subject.digest,
+    )
 
 
 def named_plans(text: str) -> tuple[str, ...] | None:
@@ -470,7 +558,9 @@ def named_plans(text: str) -> tuple[str, ...] | None:
         return None
     names = tuple(checked_plan_name(name) for name in parse_names(text))
     if not names:
-        raise PlanError(f"{text!r} names no plan; give small, or small,large, or {ALL_PLANS}")
+        raise PlanError(
+            f"{text!r} names no plan; give small, or small,large, or {ALL_PLANS}"
+        )
     return names
 
 

@@ -54,8 +54,21 @@ _REASONS = {
 }
 _DAMAGED = "is damaged ({}); restore it from a copy, or use another --run"
 # Bugs of the program, not damage of the file.
-_OURS = (sqlite3.ProgrammingError, sqlite3.IntegrityError, sqlite3.InterfaceError, sqlite3.NotSupportedError)
-_ODD = (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError, RecursionError)
+_OURS = (
+    sqlite3.ProgrammingError,
+    sqlite3.IntegrityError,
+    sqlite3.InterfaceError,
+    sqlite3.NotSupportedError,
+)
+_ODD = (
+    TypeError,
+    ValueError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+)
 
 
 class Journal(sqlite3.Connection):
@@ -101,8 +114,13 @@ class Journal(sqlite3.Connection):
             yield
         except _OURS:
             raise
-        except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter: names of tables and columns
-            code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the upper bits are extended codes
+        except (
+            sqlite3.Error,
+            UnicodeDecodeError,
+        ) as error:  # the latter: names of tables and columns
+            code = (
+                getattr(error, "sqlite_errorcode", 0) & 0xFF
+            )  # the upper bits are extended codes
             reason = _REASONS.get(code, _DAMAGED).format(one_line(error))
             raise RunError(f"{self.path} {reason}") from error
 
@@ -115,7 +133,9 @@ class Journal(sqlite3.Connection):
             if version == SCHEMA_VERSION:
                 return
             if version or self.execute("SELECT * FROM sqlite_master").fetchone():
-                what_to_do = "update KL Lens" if version > SCHEMA_VERSION else "measure again"
+                what_to_do = (
+                    "update KL Lens" if version > SCHEMA_VERSION else "measure again"
+                )
                 raise RunError(
                     f"{self.path} is a journal of version {version}, and this KL Lens reads version {SCHEMA_VERSION}; "
                     f"{what_to_do}, or use another --run"
@@ -142,7 +162,9 @@ def checks_rows(method: Method) -> Method:
     return checked  # type: ignore[return-value]
 
 
-_held: dict[str, tuple[int, int]] = {}  # folder → file handle, and how often this process holds it
+_held: dict[
+    str, tuple[int, int]
+] = {}  # folder → file handle, and how often this process holds it
 
 
 class Hold:
@@ -177,10 +199,19 @@ def _take(handle: int, folder: Path, command: Sequence[str]) -> None:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        holder = os.pread(handle, 4096, 0).decode(errors="replace").strip() or "another process"
-        raise RunError(f"{folder} is in use by {holder}; wait for it, or use another --run") from None
+        holder = (
+            os.pread(handle, 4096, 0).decode(errors="replace").strip()
+            or "another process"
+        )
+        raise RunError(
+            f"{folder} is in use by {holder}; wait for it, or use another --run"
+        ) from None
     except OSError:
         return  # the file system has no locks
     since = time.strftime("%H:%M:%S")
     os.ftruncate(handle, 0)
-    os.pwrite(handle, f"process {os.getpid()} ({shlex.join(command)[:1000]}, since {since})\n".encode(), 0)
+    os.pwrite(
+        handle,
+        f"process {os.getpid()} ({shlex.join(command)[:1000]}, since {since})\n".encode(),
+        0,
+    )

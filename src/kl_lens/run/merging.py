@@ -22,7 +22,9 @@ from kl_lens.run.samples import METRICS_VERSION
 from kl_lens.run.subjects import content_digest
 
 SHARDS = "shards"  # folder in a run for `measure --shard`
-_EFFORT = "SELECT * FROM effort ORDER BY rowid"  # every candidate of a sweep, in its order
+_EFFORT = (
+    "SELECT * FROM effort ORDER BY rowid"  # every candidate of a sweep, in its order
+)
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,9 @@ def missing(run: Run) -> int:
     """Candidate × window pairs that no shard has measured yet."""
     total = 0
     for role, component, name, *_ in run.journal.rows(_EFFORT):
-        total += len(run.window_hashes(role.partition("@")[0])) - len(run.samples(role, component, name))
+        total += len(run.window_hashes(role.partition("@")[0])) - len(
+            run.samples(role, component, name)
+        )
     return total
 
 
@@ -97,9 +101,13 @@ def _checked(source: Run) -> str:
             token_kl = np.frombuffer(window.token_kl, np.float32)
             total = float(token_kl.sum(dtype=np.float64))
             numbers = window.window, window.tokens, window.targets, *window.sums.values()
-            if len(token_kl) != window.tokens or not all(math.isfinite(number) for number in numbers):
+            if len(token_kl) != window.tokens or not all(
+                math.isfinite(number) for number in numbers
+            ):
                 raise ValueError(f"window {window.window} holds no measurement")
-            if not math.isclose(total, window.kl, rel_tol=1e-4, abs_tol=1e-9 * window.tokens):
+            if not math.isclose(
+                total, window.kl, rel_tol=1e-4, abs_tol=1e-9 * window.tokens
+            ):
                 raise ValueError(f"window {window.window} does not add up")
     for role in source.roles():
         hashes = source.window_hashes(role)
@@ -119,16 +127,25 @@ def _joined(source: Run, run: Run) -> Joined:
         run.identify_text(role, identity, list(source.window_hashes(role).values()))
     taken = known = differing = 0
     for role, component, name, seconds, dtype in source.journal.rows(_EFFORT):
-        there = {window.window: window.token_kl for window in run.samples(role, component, name)}
+        there = {
+            window.window: window.token_kl
+            for window in run.samples(role, component, name)
+        }
         windows = source.samples(role, component, name)
         fresh = [window for window in windows if window.window not in there]
-        differing += sum(there.get(window.window, window.token_kl) != window.token_kl for window in windows)
-        taken, known = taken + len(fresh), known + len(windows) - len(fresh)
+        differing += sum(
+            there.get(window.window, window.token_kl) != window.token_kl
+            for window in windows
+        )
+        taken = taken + len(fresh)
+        known = known + len(windows) - len(fresh)
         share = len(fresh) / max(1, len(windows))
         run.store_samples(role, component, name, fresh, seconds * share, dtype)
     run.journal.write(
         "UPDATE windows SET tokens = ?, teacher_cross_entropy = ? WHERE role = ? AND window = ? AND tokens IS NULL",
-        source.journal.rows("SELECT tokens, teacher_cross_entropy, role, window FROM windows"),
+        source.journal.rows(
+            "SELECT tokens, teacher_cross_entropy, role, window FROM windows"
+        ),
     )
     run.journal.write(
         "INSERT OR IGNORE INTO records VALUES (?, ?, ?, ?)",

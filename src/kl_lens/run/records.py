@@ -29,14 +29,22 @@ class Record:
             raise ValueError(f"{cls.__name__}: expected a record, found {_shown(data)}")
         kinds = _kinds(cls)  # type: ignore[arg-type]
         if unknown := set(data) - set(kinds):
-            raise ValueError(f"{cls.__name__}: unknown fields {sorted(map(str, unknown))}")
-        if missing := [f.name for f in fields(cls) if f.name not in data and _is_required(f)]:  # type: ignore[arg-type]
+            raise ValueError(
+                f"{cls.__name__}: unknown fields {sorted(map(str, unknown))}"
+            )
+        required = [f.name for f in fields(cls) if _is_required(f)]  # type: ignore[arg-type]
+        if missing := [name for name in required if name not in data]:
             raise ValueError(f"{cls.__name__}: {missing[0]} is missing")
-        return cls(**{k: _checked(v, kinds[k], f"{cls.__name__}.{k}") for k, v in data.items()})
+        return cls(
+            **{k: _checked(v, kinds[k], f"{cls.__name__}.{k}") for k, v in data.items()}
+        )
 
 
 def _strict(entries: list[tuple[str, Any]]) -> dict[str, Any]:
-    return {name: None if name == "standard_error" and not math.isfinite(v) else v for name, v in entries}
+    return {
+        name: None if name == "standard_error" and not math.isfinite(v) else v
+        for name, v in entries
+    }
 
 
 @cache
@@ -52,20 +60,34 @@ def _checked(value: Any, kind: Any, name: str) -> Any:
     """Converts a JSON value to the field's type: lists to tuples, dictionaries to records."""
     if kind is Any or (value is None and kind is types.NoneType):
         return value
-    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    origin = typing.get_origin(kind)
+    inner = typing.get_args(kind)
     if origin is types.UnionType:
         others = [each for each in inner if each is not types.NoneType]
-        return None if value is None and len(others) < len(inner) else _checked(value, others[0], name)
+        return (
+            None
+            if value is None and len(others) < len(inner)
+            else _checked(value, others[0], name)
+        )
     if origin in (tuple, Sequence) and isinstance(value, (list, tuple)):
         return tuple(_checked(each, inner[0], name) for each in value)
     if origin is dict and isinstance(value, dict):
-        return {str(key): _checked(each, inner[1], f"{name}[{key}]") for key, each in value.items()}
+        return {
+            str(key): _checked(each, inner[1], f"{name}[{key}]")
+            for key, each in value.items()
+        }
     if isinstance(kind, type) and issubclass(kind, Record):
         return value if isinstance(value, kind) else kind.from_json(value)
     plain = (int, float) if kind is float else kind
-    if origin is None and isinstance(value, plain) and (kind is bool or not isinstance(value, bool)):
+    if (
+        origin is None
+        and isinstance(value, plain)
+        and (kind is bool or not isinstance(value, bool))
+    ):
         return value
-    raise ValueError(f"{name}: expected {getattr(kind, '__name__', kind)}, found {_shown(value)}")
+    raise ValueError(
+        f"{name}: expected {getattr(kind, '__name__', kind)}, found {_shown(value)}"
+    )
 
 
 def _shown(value: Any) -> str:
@@ -86,7 +108,9 @@ class Component(Record):
     parameters: int
     blocks: tuple[int, ...] = ()  # every block that uses this weight, if several share it
     tied_with: tuple[str, ...] = ()  # other names of the same weight
-    fused_with: tuple[str, ...] = ()  # siblings that runtimes fuse into one matmul (q/k/v, gate/up)
+    fused_with: tuple[
+        str, ...
+    ] = ()  # siblings that runtimes fuse into one matmul (q/k/v, gate/up)
     quantizable: bool = True
     reason: str | None = None  # why it is not quantizable
 
@@ -101,7 +125,9 @@ class Estimate(Record):
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         error = data.get("standard_error")
-        return super().from_json({**data, "standard_error": math.nan if error is None else error})
+        return super().from_json(
+            {**data, "standard_error": math.nan if error is None else error}
+        )
 
 
 @dataclass(frozen=True)
@@ -162,7 +188,9 @@ class Plan(Record):
     """Which recipe each component gets. Components not named stay FP16."""
 
     name: str
-    assignment: dict[str, str]  # component name → recipe, as `kl_lens.weights.recipes` spells it
+    assignment: dict[
+        str, str
+    ]  # component name → recipe, as `kl_lens.weights.recipes` spells it
     made_by: str  # for people only
     predicted_kl: float | None = None
     bytes: int | None = None  # of the weights
@@ -175,11 +203,15 @@ class Plan(Record):
     fixed_bytes: int = 0  # bytes of the file besides the weights
     statistics: str | None = None  # digest of the statistics behind recipes that learn
     target: str | None = None  # the target it was made for
-    interaction: float = 1.0  # how much more whole plans lose than their parts; included in `predicted_kl`
+    interaction: float = (
+        1.0  # how much more whole plans lose than their parts; included in `predicted_kl`
+    )
     caches: dict[str, str] = field(
         default_factory=dict
     )  # keys and values → the format the runtime keeps them in
-    held_bytes: int = 0  # in memory beside the file, with --memory: the runtime, states, caches
+    held_bytes: int = (
+        0  # in memory beside the file, with --memory: the runtime, states, caches
+    )
     contest: str | None = None  # how it compares with stock recipes, in a sentence
     edited: bool = False  # by hand since KL Lens wrote it
 
@@ -190,7 +222,9 @@ class Plan(Record):
             return None
         loss = self.measured.rise if "drop" in self.limits else self.measured.kl
         most = self.limits.get("drop", self.limits.get("loss", math.inf))
-        error = 0.0 if math.isnan(loss.standard_error) else loss.standard_error  # of one window
+        error = (
+            0.0 if math.isnan(loss.standard_error) else loss.standard_error
+        )  # of one window
         return loss if loss.value + error > most else None
 
     @property
@@ -238,7 +272,10 @@ class SensitivityTable:
         for m in self.measurements:
             about = components[m.component]
             row: dict[str, Any] = {"component": m.component, "recipe": m.format}
-            row |= {name: getattr(about, name) for name in ("kind", "family", "block", "parameters")}
+            row |= {
+                name: getattr(about, name)
+                for name in ("kind", "family", "block", "parameters")
+            }
             for name, metric in m.metrics.items():
                 row |= {name: metric.value, f"{name}_se": metric.standard_error}
             rows.append(row)
@@ -274,11 +311,17 @@ class Artifact(Record):
     realised_bytes: int  # of the files that the runtime loads (`Target.loaded_bytes`)
     model: str
     model_fingerprint: str
-    settings: dict[str, Any] = field(default_factory=dict)  # device profile, rewrites, versions, …
-    digests: dict[str, str] = field(default_factory=dict)  # file → digest of its bytes as they were exported
+    settings: dict[str, Any] = field(
+        default_factory=dict
+    )  # device profile, rewrites, versions, …
+    digests: dict[str, str] = field(
+        default_factory=dict
+    )  # file → digest of its bytes as they were exported
 
 
-ORIGINAL, PLAN, ARTIFACT = "original", "plan", "artifact"
+ORIGINAL = "original"
+PLAN = "plan"
+ARTIFACT = "artifact"
 
 
 @dataclass(frozen=True)
@@ -291,7 +334,9 @@ class Subject(Record):
 
     what: str  # original, plan, artifact
     plan: str | None = None
-    target: str | None = None  # of an artifact; for a plan: the target whose stored weights it uses
+    target: str | None = (
+        None  # of an artifact; for a plan: the target whose stored weights it uses
+    )
     settings: dict[str, Any] = field(default_factory=dict)
     digest: str = ""  # of the recipes or of the artifact's record
 
@@ -304,20 +349,28 @@ class Subject(Record):
         path = settings.pop("path", None)
         if self.what == PLAN:
             stored = f" as {self.target}" if self.target else ""
-            return f"torch/{self.plan}{stored}" + (" deployed" if "activations" in settings else "")
-        return (f"{self.target}/{self.plan}" if path is None else str(path)) + _bracketed(settings)
+            return f"torch/{self.plan}{stored}" + (
+                " deployed" if "activations" in settings else ""
+            )
+        return (f"{self.target}/{self.plan}" if path is None else str(path)) + _bracketed(
+            settings
+        )
 
     @property
     def key(self) -> str:
         """Identifies the subject without its digest."""
-        return json.dumps([self.what, self.plan, self.target, self.settings], sort_keys=True)
+        return json.dumps(
+            [self.what, self.plan, self.target, self.settings], sort_keys=True
+        )
 
     @property
     def file_key(self) -> str:
         """The key of the file that this is, or that PyTorch with its weights stands in for."""
         if self.what != PLAN or self.target is None:
             return self.key
-        settings = {name: value for name, value in self.settings.items() if name != "activations"}
+        settings = {
+            name: value for name, value in self.settings.items() if name != "activations"
+        }
         return replace(self, what=ARTIFACT, settings=settings).key
 
     @property
@@ -330,8 +383,17 @@ class Subject(Record):
 
 
 def _bracketed(settings: Mapping[str, Any]) -> str:
-    words = {"device": "on {}", "gpu_layers": "{} GPU layers", "exact": "exact", "load": "{}"}
-    parts = [words.get(name, name + " {}").format(value) for name, value in settings.items() if value]
+    words = {
+        "device": "on {}",
+        "gpu_layers": "{} GPU layers",
+        "exact": "exact",
+        "load": "{}",
+    }
+    parts = [
+        words.get(name, name + " {}").format(value)
+        for name, value in settings.items()
+        if value
+    ]
     return f" ({', '.join(parts)})" if parts else ""
 
 
@@ -385,4 +447,6 @@ class Profile(Record):
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         """A run keeps the provenance with it."""
-        return super().from_json({key: value for key, value in data.items() if key != "provenance"})
+        return super().from_json(
+            {key: value for key, value in data.items() if key != "provenance"}
+        )

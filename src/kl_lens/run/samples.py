@@ -17,7 +17,14 @@ from kl_lens.run.records import Estimate, Score
 METRICS_VERSION = 1
 
 KL = "kl_teacher_to_student"
-_BUILT_IN = (KL, "kl_student_to_teacher", "squared_error", "signal", "delta_cross_entropy", "same_top")
+_BUILT_IN = (
+    KL,
+    "kl_student_to_teacher",
+    "squared_error",
+    "signal",
+    "delta_cross_entropy",
+    "same_top",
+)
 
 Floats = npt.NDArray[np.float64]
 
@@ -29,7 +36,9 @@ class WindowMetrics:
     window: int
     tokens: int  # rows compared
     targets: int  # rows that have a true next token
-    sums: Mapping[str, float]  # name → sum over tokens; of squares: the mean over the vocabulary
+    sums: Mapping[
+        str, float
+    ]  # name → sum over tokens; of squares: the mean over the vocabulary
     token_kl: bytes  # KL(teacher ‖ student) of every token, float32
 
     @property
@@ -54,16 +63,25 @@ def summarise(windows: Sequence[WindowMetrics]) -> dict[str, Estimate]:
     def mean(name: str, weight: Floats = tokens) -> Estimate:
         return ratio(np.array([w.sums[name] for w in windows]), weight)
 
-    error, signal = mean("squared_error"), mean("signal")
+    error = mean("squared_error")
+    signal = mean("signal")
     token_kl = np.concatenate([np.frombuffer(w.token_kl, np.float32) for w in windows])
-    others = [n for n in windows[0].sums if n not in _BUILT_IN and all(n in w.sums for w in windows)]
+    others = [
+        n
+        for n in windows[0].sums
+        if n not in _BUILT_IN and all(n in w.sums for w in windows)
+    ]
     return {
         KL: mean(KL),
         "kl_student_to_teacher": mean("kl_student_to_teacher"),
         "mse": error,  # of the logits
         "sqnr_db": _decibels(signal, error, windows),  # of the logits; larger is better
-        "delta_cross_entropy": mean("delta_cross_entropy", targets),  # against the true next token
-        "same_top": mean("same_top"),  # share of tokens whose most likely next token stays the same
+        "delta_cross_entropy": mean(
+            "delta_cross_entropy", targets
+        ),  # against the true next token
+        "same_top": mean(
+            "same_top"
+        ),  # share of tokens whose most likely next token stays the same
         "kl_p99": Estimate(float(np.quantile(token_kl, 0.99))),
         "kl_max": Estimate(float(token_kl.max())),
         **{name: mean(name) for name in others},
@@ -83,10 +101,14 @@ def ratio_error(residuals: Floats, weights: Floats) -> float:
     count = len(residuals)
     if count < 2 or not weights.any():
         return float("nan")
-    return float(np.sqrt((residuals**2).sum() / (count - 1) / count)) / float(weights.mean())
+    return float(np.sqrt((residuals**2).sum() / (count - 1) / count)) / float(
+        weights.mean()
+    )
 
 
-def _decibels(signal: Estimate, error: Estimate, windows: Sequence[WindowMetrics]) -> Estimate:
+def _decibels(
+    signal: Estimate, error: Estimate, windows: Sequence[WindowMetrics]
+) -> Estimate:
     """10 log10 of signal over error; infinite if nothing changed. Standard error by the delta method."""
     if error.value == 0.0:
         return Estimate(float("inf"))
@@ -96,7 +118,9 @@ def _decibels(signal: Estimate, error: Estimate, windows: Sequence[WindowMetrics
     signals = np.array([w.sums["signal"] / w.tokens for w in windows])
     errors = np.array([w.sums["squared_error"] / w.tokens for w in windows])
     relative = signals / signal.value - errors / error.value
-    return Estimate(value, 10 / np.log(10) * float(relative.std(ddof=1) / np.sqrt(len(windows))))
+    return Estimate(
+        value, 10 / np.log(10) * float(relative.std(ddof=1) / np.sqrt(len(windows)))
+    )
 
 
 # -- loss by position: does it grow along the text? ----------------------------------------------------------
@@ -104,10 +128,13 @@ def _decibels(signal: Estimate, error: Estimate, windows: Sequence[WindowMetrics
 # A recurrent state carries its errors on, so a plan that loses little on 512 tokens may lose more after 8,000. Each
 # window gives a mean per bin of positions, and a slope over those bins by least squares. Windows are independent, the
 # tokens in one are not. So errors, also the slope's, are taken over windows.
-BIN, FEWEST_BINS = 512, 4
+BIN = 512
+FEWEST_BINS = 4
 LONGEST = 8192  # tokens of a window by default, where the model allows so many
 SLOPE = "slope"
-GROWS, FALLS, STEADY = "grows", "falls", "no trend"
+GROWS = "grows"
+FALLS = "falls"
+STEADY = "no trend"
 _CONFIDENCE = 0.975  # two-sided 95 %
 
 
@@ -128,11 +155,20 @@ class PositionCurve:
         if self.windows < 2:
             return STEADY
         reach = float(t.ppf(_CONFIDENCE, self.windows - 1)) * self.slope.standard_error
-        return GROWS if self.slope.value > reach else FALLS if self.slope.value < -reach else STEADY
+        return (
+            GROWS
+            if self.slope.value > reach
+            else FALLS
+            if self.slope.value < -reach
+            else STEADY
+        )
 
     def values(self, name: str) -> dict[str, Estimate]:
         """As values of a score: `kl@0`, `kl@512`, …, `kl_slope`."""
-        bins = {f"{name}@{start}": mean for start, mean in zip(self.starts, self.means, strict=True)}
+        bins = {
+            f"{name}@{start}": mean
+            for start, mean in zip(self.starts, self.means, strict=True)
+        }
         return bins | {f"{name}_{SLOPE}": self.slope}
 
 
@@ -140,10 +176,14 @@ def curve_of(score: Score, name: str) -> PositionCurve | None:
     """What `PositionCurve.values` put into a score; None if it is not there."""
     slope = score.values.get(f"{name}_{SLOPE}")
     parts = [(key.partition("@"), mean) for key, mean in score.values.items()]
-    bins = {int(place): mean for (kind, _, place), mean in parts if kind == name and place}
+    bins = {
+        int(place): mean for (kind, _, place), mean in parts if kind == name and place
+    }
     if not bins or slope is None:
         return None
-    return PositionCurve(tuple(bins), tuple(bins.values()), slope, int(score.protocol["windows"]))
+    return PositionCurve(
+        tuple(bins), tuple(bins.values()), slope, int(score.protocol["windows"])
+    )
 
 
 def shown_bins(count: int) -> list[int]:
@@ -164,7 +204,9 @@ def by_position(windows: Sequence[npt.NDArray[np.floating[Any]]]) -> PositionCur
     tokens = len(windows[0])
     starts = np.arange(0, tokens, max(1, min(BIN, math.ceil(tokens / FEWEST_BINS))))
     counts = np.diff(starts, append=tokens)
-    means = np.add.reduceat(np.array(windows, np.float64), starts, axis=1) / counts  # (windows, bins)
+    means = (
+        np.add.reduceat(np.array(windows, np.float64), starts, axis=1) / counts
+    )  # (windows, bins)
     places = (starts + counts / 2) / 1000
     away = counts * (places - np.average(places, weights=counts))
     slopes = means @ away / (away @ places) if len(starts) > 1 else np.zeros(len(means))

@@ -20,7 +20,15 @@ import numpy as np
 from kl_lens.base.errors import KLLensError, RunError
 from kl_lens.base.files import DERIVED, RECORD_FILE, bytes_digest, settle, write_text
 from kl_lens.run.folder import Result, Run
-from kl_lens.run.records import ARTIFACT, ORIGINAL, Artifact, Profile, Record, Subject, checked_plan_name
+from kl_lens.run.records import (
+    ARTIFACT,
+    ORIGINAL,
+    Artifact,
+    Profile,
+    Record,
+    Subject,
+    checked_plan_name,
+)
 from kl_lens.weights.recipes import FP16, parsed
 
 AnyRecord = TypeVar("AnyRecord", bound=Record)
@@ -30,25 +38,38 @@ LARGE = 1 << 26  # bytes; the digest of smaller files is not cached
 # -- digests -------------------------------------------------------------------------------------------------
 
 
-def plan_digest(assignment: Mapping[str, str], fingerprint: str | None, statistics: str | None = None) -> str:
+def plan_digest(
+    assignment: Mapping[str, str], fingerprint: str | None, statistics: str | None = None
+) -> str:
     """Digest of a plan: recipe of each component and the model. FP16 may be named or left out.
 
     `statistics` counts only if a recipe learns from them.
     """
     recipes = parsed(assignment)
     chosen = sorted((name, recipe) for name, recipe in recipes.items() if recipe != FP16)
-    learnt = [statistics] if any(recipe.quantizer.learns for recipe in recipes.values()) else []
+    learnt = (
+        [statistics]
+        if any(recipe.quantizer.learns for recipe in recipes.values())
+        else []
+    )
     return content_digest([fingerprint, chosen, *learnt])
 
 
 def artifact_digest(artifact: Artifact) -> str:
     """Digest of an artifact: its tensors with the digests of their bytes, its settings, its model."""
     tensors = [
-        [t.component, t.runtime_name, t.realised, t.bytes, t.digest, t.weights] for t in artifact.tensors
+        [t.component, t.runtime_name, t.realised, t.bytes, t.digest, t.weights]
+        for t in artifact.tensors
     ]
     # Not how long the export took.
-    settings = {name: value for name, value in artifact.settings.items() if not name.startswith("export_")}
-    return content_digest([artifact.target, artifact.model_fingerprint, tensors, settings])
+    settings = {
+        name: value
+        for name, value in artifact.settings.items()
+        if not name.startswith("export_")
+    }
+    return content_digest(
+        [artifact.target, artifact.model_fingerprint, tensors, settings]
+    )
 
 
 def file_digest(path: Path) -> str:
@@ -63,7 +84,9 @@ def file_digest(path: Path) -> str:
             known = json.loads(memory.read_text(encoding="utf-8"))
             if known["stamp"] == stamp:
                 return str(known["digest"])
-    digest = bytes_digest(np.memmap(path, np.uint8, "r")) if status.st_size else bytes_digest()
+    digest = (
+        bytes_digest(np.memmap(path, np.uint8, "r")) if status.st_size else bytes_digest()
+    )
     if remembers:
         with suppress(OSError):  # read-only folder: computed again next time
             write_text(memory, json.dumps({"stamp": stamp, "digest": digest}))
@@ -72,7 +95,9 @@ def file_digest(path: Path) -> str:
 
 def content_digest(content: Any, size: int = 12) -> str:
     """Digest of a JSON value."""
-    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=size).hexdigest()
+    return hashlib.blake2b(
+        json.dumps(content, sort_keys=True).encode(), digest_size=size
+    ).hexdigest()
 
 
 # -- what is there now ---------------------------------------------------------------------------------------
@@ -92,9 +117,13 @@ def artifact_subject(
 ) -> Subject:
     """An exported folder or a file without a record, as `locate` finds it. `plan`: its plan in the run; without one it
     is named by its path."""
-    apart = dict(settings or {}) | ({} if plan is not None else {"path": outside_path(path)})
+    apart = dict(settings or {}) | (
+        {} if plan is not None else {"path": outside_path(path)}
+    )
     digest = file_digest(path) if artifact is None else artifact_digest(artifact)
-    return Subject(ARTIFACT, plan or (artifact.plan if artifact else None), target, apart, digest)
+    return Subject(
+        ARTIFACT, plan or (artifact.plan if artifact else None), target, apart, digest
+    )
 
 
 def is_current(run: Run, subject: Subject) -> bool:
@@ -116,12 +145,19 @@ def current_results(run: Run, kind: str) -> list[Result]:
 
 
 def stored_record(
-    run: Run, kind: str, name: str, value: Mapping[str, Any], record: type[AnyRecord], **more: Any
+    run: Run,
+    kind: str,
+    name: str,
+    value: Mapping[str, Any],
+    record: type[AnyRecord],
+    **more: Any,
 ) -> AnyRecord:
     """A record from a stored value, which may hold more; RunError if it is damaged."""
     known = {f.name for f in fields(record)}  # type: ignore[arg-type]
     try:
-        return record.from_json({k: v for k, v in {**more, **value}.items() if k in known})
+        return record.from_json(
+            {k: v for k, v in {**more, **value}.items() if k in known}
+        )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise RunError(
             f"{run.folder}: {kind} {name!r} cannot be read ({error}); repeat what made it"
@@ -159,7 +195,9 @@ def current_digest(run: Run, subject: Subject) -> str | None:
         return plan
     name = f"{subject.target}/{subject.plan}"
     record = run.load("artifact", name) or {}
-    if plan is not None and record.get("of_plan", plan) != plan:  # the plan has changed since the export
+    if (
+        plan is not None and record.get("of_plan", plan) != plan
+    ):  # the plan has changed since the export
         return None
     artifact = recorded_artifact(run.artifact_folder(name))
     return None if artifact is None else artifact_digest(artifact)
@@ -168,12 +206,18 @@ def current_digest(run: Run, subject: Subject) -> str | None:
 def _plan_now(run: Run, name: str) -> str | None:
     """The digest of the plan in its file; None if there is none."""
     identity = run.identity
-    aliases = {alias: c["name"] for c in identity.get("components", []) for alias in c.get("tied_with", ())}
+    aliases = {
+        alias: c["name"]
+        for c in identity.get("components", [])
+        for alias in c.get("tied_with", ())
+    }
     try:
         path = run.folder / "plans" / f"{checked_plan_name(name)}.json"
         content = json.loads(path.read_text(encoding="utf-8"))
         lines = content["assignment"].items()
-        assignment = {aliases.get(component, component): recipe for component, recipe in lines}
+        assignment = {
+            aliases.get(component, component): recipe for component, recipe in lines
+        }
         statistics = content.get("statistics") or run.statistics
         return plan_digest(assignment, identity.get("model_fingerprint"), statistics)
     except (KLLensError, OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -184,6 +228,8 @@ def recorded_artifact(folder: Path) -> Artifact | None:
     """The record of an exported folder, whether or not its files are still there; None if there is none."""
     settle(folder)
     try:
-        return Artifact.from_json(json.loads((folder / RECORD_FILE).read_text(encoding="utf-8")))
+        return Artifact.from_json(
+            json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))
+        )
     except (OSError, ValueError, TypeError, KeyError):
         return None

@@ -27,15 +27,17 @@ KIND = "autopsy"  # of the run's results
 @dataclass(frozen=True, kw_only=True)
 class AutopsySettings(Settings):
     file: Path = option(
-        help="a .gguf file, an OpenVINO .xml, or a folder of llama.cpp, OpenVINO or mlx-lm", positional=True,
+        help="a .gguf file, an OpenVINO .xml, or a folder of llama.cpp, OpenVINO or mlx-lm",
+        positional=True,
         metavar="FILE",
-    )  # fmt: skip
+    )
     model: of.Model | None = option(
         None, f"the original: {VERB_MODEL} (default: the run's)", flag="--against"
     )
     opening: Opening = group(Opening)
     run: of.Folder | None = option(
-        None, "a run of this model: keeps the result for its report, and plans for the same bytes"
+        None,
+        "a run of this model: keeps the result for its report, and plans for the same bytes",
     )
     text: of.Text = option(DEFAULT_TEXT, "text that everything is measured on")
     windows: of.Count = option(8, "number of windows")
@@ -57,20 +59,37 @@ class AutopsyResult:
 def autopsy(settings: AutopsySettings, session: Session) -> AutopsyResult:
     target, dissection = dissected(settings.file)
     with ExitStack() as stack:
-        run = stack.enter_context(Run.open(Path(settings.run))) if settings.run is not None else None
-        model, text = None, None
+        run = (
+            stack.enter_context(Run.open(Path(settings.run)))
+            if settings.run is not None
+            else None
+        )
+        model = None
+        text = None
         if run is not None:
-            model = session.model_of(run, settings.model, settings.opening, weights=of.MEMORY)
+            model = session.model_of(
+                run, settings.model, settings.opening, weights=of.MEMORY
+            )
         elif settings.model is not None:
             model = session.model(settings.model, settings.opening, weights=of.MEMORY)
         if model is not None:
             if not isinstance(model.task, LanguageTask):
-                raise TargetError(f"{model.name}: autopsy needs a language model; this one classifies images")
-            window, limit = settings.window_length, settings.windows
-            text = evaluation.prepare(settings.text, model.task, window=window, limit=limit)
+                raise TargetError(
+                    f"{model.name}: autopsy needs a language model; this one classifies images"
+                )
+            window = settings.window_length
+            limit = settings.windows
+            text = evaluation.prepare(
+                settings.text, model.task, window=window, limit=limit
+            )
         with session.events.progress("autopsy") as progress:
             found = perform_autopsy(
-                dissection, target, model, text, threads=settings.threads, progress=progress
+                dissection,
+                target,
+                model,
+                text,
+                threads=settings.threads,
+                progress=progress,
             )
         if run is None or model is None or text is None:
             return AutopsyResult(found)
@@ -78,19 +97,31 @@ def autopsy(settings: AutopsySettings, session: Session) -> AutopsyResult:
         try:
             # What the run's measurements make of the same bytes, measured on the same text.
             limits = Limits(max_bytes=found.bytes)
-            planner = TargetPlanner(session, run, target.name, opened=lambda: model, limits=limits)
+            planner = TargetPlanner(
+                session, run, target.name, opened=lambda: model, limits=limits
+            )
             table = run.table(target=target.name, predicted=True)
             ours = plan_within(planner, table)
             recipes = evaluation.planned_recipes(model, ours.assignment)
-            as_deployed = evaluation.TorchSession(model, recipes, deployed=deployed(computed_as(target)))
-            scores = evaluation.score_text(as_deployed, text, evaluation.TorchSession(model))
+            as_deployed = evaluation.TorchSession(
+                model, recipes, deployed=deployed(computed_as(target))
+            )
+            scores = evaluation.score_text(
+                as_deployed, text, evaluation.TorchSession(model)
+            )
             kl = evaluation.divergence_values(scores)["kl_mean"]
             found = replace(found, planned_kl=kl, planned_bytes=ours.file_bytes)
         except KLLensError as error:
             notes.append(f"No plan of the same bytes: {error}")
         # Once for each file: a later autopsy replaces it.
         weights = dissection.files[-1]
-        subject = Subject(ARTIFACT, None, target.name, {"path": outside_path(weights)}, file_digest(weights))
+        subject = Subject(
+            ARTIFACT,
+            None,
+            target.name,
+            {"path": outside_path(weights)},
+            file_digest(weights),
+        )
         run.note_command(["kl-lens", *of.command_of(settings)])
         run.store_result(KIND, subject, found.text, found.to_json())
         return AutopsyResult(found, notes)

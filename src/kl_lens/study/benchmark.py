@@ -18,7 +18,8 @@ from kl_lens.study import settings as of
 from kl_lens.study.session import Session
 from kl_lens.study.settings import Kind, Runtime, Settings, group, grouped, option
 
-USE, PUBLISHED = "use", "benchmark_app"  # protocols
+USE = "use"
+PUBLISHED = "benchmark_app"  # protocols
 _use = grouped("use")
 
 
@@ -29,7 +30,9 @@ def _lengths(text: str) -> tuple[int, ...]:
     return tuple(sorted({int(length) for length in lengths}))
 
 
-_LENGTHS = Kind(_lengths, lambda each: ",".join(map(str, each)), "LIST", int, 1, of.MOST_TOKENS)
+_LENGTHS = Kind(
+    _lengths, lambda each: ",".join(map(str, each)), "LIST", int, 1, of.MOST_TOKENS
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +47,12 @@ class BenchmarkSettings(Settings):
         "use: loading, prompt and generation; benchmark_app: the paper's protocol, 60 s per IR",
         choices=(USE, PUBLISHED, "both"),
     )
-    quick: bool = option(False, "a short run to try things out; marked as such in the results")
-    prompt_lengths: Annotated[tuple[int, ...], _LENGTHS] = _use((32, 128, 512), "prompt lengths in tokens")
+    quick: bool = option(
+        False, "a short run to try things out; marked as such in the results"
+    )
+    prompt_lengths: Annotated[tuple[int, ...], _LENGTHS] = _use(
+        (32, 128, 512), "prompt lengths in tokens"
+    )
     new_tokens: of.Tokens = _use(64, "tokens to generate")
     repeats: of.Count = _use(5, "timed rounds")
 
@@ -64,18 +71,27 @@ def benchmark(settings: BenchmarkSettings, session: Session) -> Report:
         if run is not None and not places:
             targets = of.chosen_targets(settings.targets)
             places = run_places(run, plans=settings.plan, targets=targets)
-        new_tokens, repeats = settings.new_tokens, settings.repeats
+        new_tokens = settings.new_tokens
+        repeats = settings.repeats
         if settings.quick:
-            new_tokens, repeats = min(new_tokens, 16), min(repeats, 2)
-        how, quick = settings.runtime.session(), settings.quick
+            new_tokens = min(new_tokens, 16)
+            repeats = min(repeats, 2)
+        how = settings.runtime.session()
+        quick = settings.quick
         use = UseSettings(settings.prompt_lengths, new_tokens, repeats, how, quick)
         return time_files(places, run, session, use, settings.protocol)
 
 
 def time_files(
-    places: Sequence[Path], run: Run | None, session: Session, use: UseSettings, protocol: str = USE
+    places: Sequence[Path],
+    run: Run | None,
+    session: Session,
+    use: UseSettings,
+    protocol: str = USE,
 ) -> Report:
-    published = PublishedTiming(tag_of(run.identity.get("model", "model") if run else "model"))
+    published = PublishedTiming(
+        tag_of(run.identity.get("model", "model") if run else "model")
+    )
     timings: list[Timing] = [InUse()] if protocol != PUBLISHED else []
     with session.events.progress("benchmark") as progress:
         measuring = Benchmark(

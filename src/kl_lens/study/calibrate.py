@@ -25,7 +25,9 @@ from kl_lens.text.sources import label_of
 from kl_lens.text.windows import Windows, refuse_overlap
 from kl_lens.weights.recipes import Recipe
 
-DEFAULT_TEXT, DEFAULT_WINDOWS, DEFAULT_SEED = "wikitext2:train", 32, 42
+DEFAULT_TEXT = "wikitext2:train"
+DEFAULT_WINDOWS = 32
+DEFAULT_SEED = 42
 _text = grouped("text that methods learn from")
 
 
@@ -34,32 +36,48 @@ class LearningText:
     """The text that statistics are gathered on; defaults come from the run."""
 
     text: str | None = _text(
-        None, f"name:split, or a file or folder (default: the run's calibration text, or {DEFAULT_TEXT})"
+        None,
+        f"name:split, or a file or folder (default: the run's calibration text, or {DEFAULT_TEXT})",
     )
-    windows: of.Count | None = _text(None, f"default: {DEFAULT_WINDOWS}, or fewer if the text is short")
-    window_length: of.Tokens | None = _text(None, "tokens per window (default: the run's, or 512; 16 images)")
+    windows: of.Count | None = _text(
+        None, f"default: {DEFAULT_WINDOWS}, or fewer if the text is short"
+    )
+    window_length: of.Tokens | None = _text(
+        None, "tokens per window (default: the run's, or 512; 16 images)"
+    )
     seed: of.Seed | None = _text(
-        None, "chooses the windows (default: not measure's: no method is measured on what it learned from)"
+        None,
+        "chooses the windows (default: not measure's: no method is measured on what it learned from)",
     )
 
     def drawn(self, run: Run | None, model: LoadedModel, session: Session) -> Windows:
         measured = (run and run.text_identity(CALIBRATION)) or {}
-        own = label_of(measured["source"], measured["split"]) if measured else DEFAULT_TEXT
+        own = (
+            label_of(measured["source"], measured["split"]) if measured else DEFAULT_TEXT
+        )
         length = self.window_length or measured.get("length", model.task.window_length)
         seed = measured.get("seed", DEFAULT_SEED) + 1 if self.seed is None else self.seed
-        drawn = partial(session.drawn, self.text or own, model.task, length=length, seed=seed)
-        windows = self.windows or min(DEFAULT_WINDOWS, drawn(windows=1).stream_tokens // length)
+        drawn = partial(
+            session.drawn, self.text or own, model.task, length=length, seed=seed
+        )
+        windows = self.windows or min(
+            DEFAULT_WINDOWS, drawn(windows=1).stream_tokens // length
+        )
         return drawn(windows=windows)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateSettings(Settings):
-    model: of.Model | None = option(None, "the model, if --run is new", positional=True, nargs="?")
+    model: of.Model | None = option(
+        None, "the model, if --run is new", positional=True, nargs="?"
+    )
     opening: Opening = group(Opening)
     weights: str = of.place_of_weights()
     learning: LearningText = group(LearningText)
     run: of.Folder | None = of.of_new_run()
-    again: bool = option(False, "gather new statistics, and discard measurements that used the old ones")
+    again: bool = option(
+        False, "gather new statistics, and discard measurements that used the old ones"
+    )
 
 
 @dataclass(frozen=True)
@@ -77,12 +95,18 @@ def calibrate(settings: CalibrateSettings, session: Session) -> CalibrateResult:
     with ExitStack() as stack:
         if settings.model is None:
             run = stack.enter_context(Run.open(Path(settings.run or of.DEFAULT_RUN)))
-            model = session.model_of(run, None, settings.opening, weights=settings.weights)
+            model = session.model_of(
+                run, None, settings.opening, weights=settings.weights
+            )
         else:
-            model = session.model(settings.model, settings.opening, weights=settings.weights)
+            model = session.model(
+                settings.model, settings.opening, weights=settings.weights
+            )
             folder = of.new_run_folder(settings.run, model.name)
             if not (folder / FILE).exists():
-                settings.learning.drawn(None, model, session)  # unusable text leaves no run behind
+                settings.learning.drawn(
+                    None, model, session
+                )  # unusable text leaves no run behind
             run = stack.enter_context(Run.create(folder))
         run.identify(model_identity(model))
         run.note_command(["kl-lens", *of.command_of(settings)])
@@ -90,12 +114,18 @@ def calibrate(settings: CalibrateSettings, session: Session) -> CalibrateResult:
             settings.learning.drawn(run, model, session)  # unusable text deletes nothing
             if (stored := StoredStatistics.held_by(run.folder)) is not None:
                 shutil.rmtree(stored.folder)
-            formats = {name for role in run.roles() for _, name in run.measured_windows(role)}
-            run.forget_learnt(name for name in formats if Recipe.parse(name).quantizer.learns)
+            formats = {
+                name for role in run.roles() for _, name in run.measured_windows(role)
+            }
+            run.forget_learnt(
+                name for name in formats if Recipe.parse(name).quantizer.learns
+            )
         return gather_statistics(run, model, settings.learning, session)
 
 
-def gather_statistics(run: Run, model: LoadedModel, text: LearningText, session: Session) -> CalibrateResult:
+def gather_statistics(
+    run: Run, model: LoadedModel, text: LearningText, session: Session
+) -> CalibrateResult:
     """The run's statistics; gathers what is missing or damaged. Raises if they come from another text."""
     stored = StoredStatistics.held_by(run.folder)
     if stored is None or text != LearningText():
@@ -113,7 +143,10 @@ def gather_statistics(run: Run, model: LoadedModel, text: LearningText, session:
         with going_on(run.folder), session.events.progress("calibrating") as shown:
             shown.started(len(model.chain), 0)
             statistics = gather(
-                model, windows, run.folder, progress=lambda done, _: shown.advanced(1, f"block {done - 1}")
+                model,
+                windows,
+                run.folder,
+                progress=lambda done, _: shown.advanced(1, f"block {done - 1}"),
             )
     session.drop_statistics()
     for component, note in statistics.notes.items():
@@ -121,11 +154,20 @@ def gather_statistics(run: Run, model: LoadedModel, text: LearningText, session:
     return CalibrateResult(run.folder, model.source or model.name, statistics)
 
 
-def _refuse_judging_text(run: Run, windows: Windows, model: LoadedModel, session: Session) -> None:
+def _refuse_judging_text(
+    run: Run, windows: Windows, model: LoadedModel, session: Session
+) -> None:
     """Raises if methods would learn from evaluation text. Later commands check their own texts."""
     texts = session.judging
     if (known := run.text_identity(EVALUATION)) is not None:
-        how = {"length": known["length"], "stride": known["stride"], "limit": known["windows"]}
-        texts = [*texts, model.task.from_start(label_of(known["source"], known["split"]), **how)]
+        how = {
+            "length": known["length"],
+            "stride": known["stride"],
+            "limit": known["windows"],
+        }
+        texts = [
+            *texts,
+            model.task.from_start(label_of(known["source"], known["split"]), **how),
+        ]
     for judging in texts:
         refuse_overlap(windows, judging)

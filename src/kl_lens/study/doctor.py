@@ -31,7 +31,9 @@ class DoctorResult:
 
 
 def doctor(settings: DoctorSettings, session: Session) -> DoctorResult:
-    targets = {describe_target(name).title: describe_target(name).health() for name in TARGETS}
+    targets = {
+        describe_target(name).title: describe_target(name).health() for name in TARGETS
+    }
     torch = _torch()
     kernels = {"Kernels": _kernels()} if torch.runtime else {}
     return DoctorResult({"PyTorch": torch, **kernels, **targets})
@@ -43,10 +45,16 @@ def _torch() -> Health:
     try:
         import torch
     except ImportError:
-        return Health("", (python,), "not installed: nothing can be measured", "pip install kl-lens")
+        return Health(
+            "", (python,), "not installed: nothing can be measured", "pip install kl-lens"
+        )
     facts = [python, f"{torch.get_num_threads()} threads"]
-    facts.append(torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no CUDA device")
-    facts.append(f"transformers {metadata.version('transformers')}, numba {metadata.version('numba')}")
+    facts.append(
+        torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no CUDA device"
+    )
+    facts.append(
+        f"transformers {metadata.version('transformers')}, numba {metadata.version('numba')}"
+    )
     return Health(f"torch {torch.__version__}", tuple(facts))
 
 
@@ -59,19 +67,32 @@ def _kernels() -> Health:
     from kl_lens.model import load
 
     worst: dict[str, Comparison] = {}
-    devices = {"cpu": "the CPU"} | ({"cuda": "the GPU"} if torch.cuda.is_available() else {})
+    devices = {"cpu": "the CPU"} | (
+        {"cuda": "the GPU"} if torch.cuda.is_available() else {}
+    )
     for device, title in devices.items():
         found = [("", compared_metrics(device))]
         for name in ("mamba", "mamba2", "hybrid"):
             model = load(f"reference:{name}", device=device)
-            found += [("", model.chain.compared_kernels(gradients=gradients)) for gradients in (False, True)]
+            found += [
+                ("", model.chain.compared_kernels(gradients=gradients))
+                for gradients in (False, True)
+            ]
             for precision in PRECISIONS[1:] if has_tensor_cores(model) else ():
                 found.append((f" in {precision}", compared_products(model, precision)))
         for suffix, comparisons in found:
             for new in comparisons:
                 name = f"{new.kernel}{suffix} on {title}"
                 new = replace(new, kernel=name)
-                worst[name] = max(new, worst.get(name, new), key=lambda c: c.error / c.limit)
-    wrong = "; ".join(str(comparison) for comparison in worst.values() if not comparison.holds)
-    problem = wrong and f"wrong: {wrong}. transformers' own code is used; please report this"
-    return Health("compared with transformers and torch", tuple(map(str, worst.values())), problem)
+                worst[name] = max(
+                    new, worst.get(name, new), key=lambda c: c.error / c.limit
+                )
+    wrong = "; ".join(
+        str(comparison) for comparison in worst.values() if not comparison.holds
+    )
+    problem = (
+        wrong and f"wrong: {wrong}. transformers' own code is used; please report this"
+    )
+    return Health(
+        "compared with transformers and torch", tuple(map(str, worst.values())), problem
+    )

@@ -27,7 +27,16 @@ from kl_lens.run.samples import LONGEST, longest_window
 from kl_lens.study import settings as of
 from kl_lens.study.events import going_on
 from kl_lens.study.session import Session
-from kl_lens.study.settings import Opening, Runtime, Settings, Tasks, group, grouped, loading, option
+from kl_lens.study.settings import (
+    Opening,
+    Runtime,
+    Settings,
+    Tasks,
+    group,
+    grouped,
+    loading,
+    option,
+)
 
 DEFAULT_TEXT = "wikitext2:test"
 TORCH = "torch"
@@ -43,28 +52,45 @@ class EvaluateSettings(Settings):
         Opening,
         dtype=loading("float32", "data type in PyTorch", choices=of.DTYPES),
         device=loading(
-            "auto", "device of PyTorch; auto: a GPU if there is one", flag="--torch-device", metavar="DEVICE"
+            "auto",
+            "device of PyTorch; auto: a GPU if there is one",
+            flag="--torch-device",
+            metavar="DEVICE",
         ),
     )
     artifact: tuple[Path, ...] = of.of_files()
     plan: str = of.of_plans()
-    targets: of.Names | None = option(None, "torch (plans in PyTorch) or targets (files); default: all")
-    perplexity: of.Text | None = _on_text(f"default text: {DEFAULT_TEXT}", bare=DEFAULT_TEXT)
-    divergence: of.Text | None = _on_text("KL from the original (default text: as --perplexity)", bare="")
+    targets: of.Names | None = option(
+        None, "torch (plans in PyTorch) or targets (files); default: all"
+    )
+    perplexity: of.Text | None = _on_text(
+        f"default text: {DEFAULT_TEXT}", bare=DEFAULT_TEXT
+    )
+    divergence: of.Text | None = _on_text(
+        "KL from the original (default text: as --perplexity)", bare=""
+    )
     positions: of.Text | None = _on_text(
         "KL by position, and whether it grows; in windows of 8,192 tokens, or as many as the model allows",
         bare=DEFAULT_TEXT,
     )
     window: of.Tokens | None = _what(None, "tokens per window (default: 2048; 16 images)")
-    stride: of.Tokens | None = _what(None, "score only the last S tokens of each window", metavar="S")
+    stride: of.Tokens | None = _what(
+        None, "score only the last S tokens of each window", metavar="S"
+    )
     limit: of.Count | None = _what(None, "only the first N windows")
     tasks: Tasks = group(Tasks)
-    chart: Path | None = option(None, "a picture of the given files: KL against size", metavar="FILE.svg")
-    max_drop: of.Share | None = option(None, "accuracy that a task may lose at most, such as 3% (points)")
+    chart: Path | None = option(
+        None, "a picture of the given files: KL against size", metavar="FILE.svg"
+    )
+    max_drop: of.Share | None = option(
+        None, "accuracy that a task may lose at most, such as 3% (points)"
+    )
     exact: bool = of.running(False, "compute in float32 instead of the fastest way")
     runtime: Runtime = group(
         Runtime,
-        device=of.running("CPU", "device of OpenVINO or MLX", name="runtime_device", metavar="DEVICE"),
+        device=of.running(
+            "CPU", "device of OpenVINO or MLX", name="runtime_device", metavar="DEVICE"
+        ),
     )
     again: bool = of.running(False, "repeat what the run has already measured")
 
@@ -73,20 +99,32 @@ class EvaluateSettings(Settings):
         of.chosen_targets(self.targets, TORCH)
         self.tasks.check()
         if self.max_drop is not None and self.tasks.tasks is None:
-            raise KLLensError("--max-drop limits the accuracy that tasks lose; name tasks with --tasks")
-        if self.chart is not None and (not str(self.chart).endswith(".svg") or not self.artifact):
-            raise KLLensError(f"--chart {self.chart}: expected a name that ends in .svg, and files to draw")
+            raise KLLensError(
+                "--max-drop limits the accuracy that tasks lose; name tasks with --tasks"
+            )
+        if self.chart is not None and (
+            not str(self.chart).endswith(".svg") or not self.artifact
+        ):
+            raise KLLensError(
+                f"--chart {self.chart}: expected a name that ends in .svg, and files to draw"
+            )
         if self.window is not None and (self.stride or 0) > self.window:
-            raise KLLensError(f"--stride {self.stride} is larger than --window {self.window}; it skips text")
+            raise KLLensError(
+                f"--stride {self.stride} is larger than --window {self.window}; it skips text"
+            )
         if self.positions is not None and self.stride is not None:
-            raise KLLensError("--positions scores every token of a window: leave out --stride")
+            raise KLLensError(
+                "--positions scores every token of a window: leave out --stride"
+            )
 
 
 @dataclass
 class EvaluateResult(evaluation.Outcome):
     notes: list[str] = field(default_factory=list)
     written: list[Path] = field(default_factory=list)
-    duel: list[Entrant] = field(default_factory=list)  # two files or more that were given, by size
+    duel: list[Entrant] = field(
+        default_factory=list
+    )  # two files or more that were given, by size
     max_drop: float | None = None
 
     @property
@@ -94,11 +132,17 @@ class EvaluateResult(evaluation.Outcome):
         """Whether each task's loss of accuracy is within the limit."""
         if self.max_drop is None:
             return []
-        most, tasks = self.max_drop, [s for s in self.scores if s.kind == "task" and "acc_drop" in s.values]
+        most = self.max_drop
+        tasks = [s for s in self.scores if s.kind == "task" and "acc_drop" in s.values]
         return [
-            {"subject": s.subject.label, "task": s.what, "max_drop": most, "verdict": judge(s.values["acc_drop"], most)}
+            {
+                "subject": s.subject.label,
+                "task": s.what,
+                "max_drop": most,
+                "verdict": judge(s.values["acc_drop"], most),
+            }
             for s in tasks
-        ]  # fmt: skip
+        ]
 
     @property
     def exit_code(self) -> int:
@@ -113,33 +157,62 @@ def evaluate(settings: EvaluateSettings, session: Session) -> EvaluateResult:
     how = settings.runtime.session(exact=settings.exact)
     model: LoadedModel | None = None
     with ExitStack() as stack:
-        if settings.run is None and settings.artifact:  # files are scored without a run folder
-            kept, place = None, stack.enter_context(tempfile.TemporaryDirectory())
+        if (
+            settings.run is None and settings.artifact
+        ):  # files are scored without a run folder
+            kept = None
+            place = stack.enter_context(tempfile.TemporaryDirectory())
             run = stack.enter_context(Run.create(Path(place)))
             if settings.model is not None:
                 model = session.model(settings.model, settings.opening)
         else:
-            kept = run = stack.enter_context(Run.open(Path(settings.run or of.DEFAULT_RUN)))
+            kept = run = stack.enter_context(
+                Run.open(Path(settings.run or of.DEFAULT_RUN))
+            )
             run.note_command(["kl-lens", *of.command_of(settings)])
             model = session.model_of(run, settings.model, settings.opening)
         if settings.artifact or model is None:
             found = evaluation.given_subjects(settings.artifact, how, model, kept)
         else:
-            found = evaluation.run_subjects(run, model, how, plans=settings.plan, targets=settings.targets)
+            found = evaluation.run_subjects(
+                run, model, how, plans=settings.plan, targets=settings.targets
+            )
         if not found.subjects and model is None:
-            raise KLLensError(next(iter(found.failures.values()), "there is nothing to evaluate"))
-        task = model.task if model is not None else _task_of(found.subjects, settings.opening)
-        judge = Judge(run, session, found, task, model, kept=kept is not None, again=settings.again)
+            raise KLLensError(
+                next(iter(found.failures.values()), "there is nothing to evaluate")
+            )
+        task = (
+            model.task
+            if model is not None
+            else _task_of(found.subjects, settings.opening)
+        )
+        judge = Judge(
+            run, session, found, task, model, kept=kept is not None, again=settings.again
+        )
         for name, kinds in _asked(settings, model is not None).items():
-            judge.text(name, kinds, window=settings.window, stride=settings.stride, limit=settings.limit)
+            judge.text(
+                name,
+                kinds,
+                window=settings.window,
+                stride=settings.stride,
+                limit=settings.limit,
+            )
         if settings.positions is not None:
-            judge.text(settings.positions, {POSITIONS}, window=settings.window, limit=settings.limit)
+            judge.text(
+                settings.positions,
+                {POSITIONS},
+                window=settings.window,
+                limit=settings.limit,
+            )
         judge.tasks(settings.tasks, settings.window)
         result = judge.result
-        duel, written = result.duel if settings.artifact[1:] else [], result.written
+        duel = result.duel if settings.artifact[1:] else []
+        written = result.written
         if settings.chart is not None:
             if not duel:
-                raise KLLensError("--chart draws KL against size: give two files or more, and --model")
+                raise KLLensError(
+                    "--chart draws KL against size: give two files or more, and --model"
+                )
             write_text(settings.chart, sized_chart(duel)._repr_svg_())
             written = [*written, settings.chart]
         return replace(result, duel=duel, written=written, max_drop=settings.max_drop)
@@ -147,9 +220,16 @@ def evaluate(settings: EvaluateSettings, session: Session) -> EvaluateResult:
 
 def _asked(settings: EvaluateSettings, with_original: bool) -> dict[str, set[str]]:
     """Text → what to measure on it."""
-    perplexity, divergence = settings.perplexity, settings.divergence
-    if (perplexity, divergence, settings.positions, settings.tasks.tasks) == (None, None, None, None):
-        perplexity, divergence = DEFAULT_TEXT, "" if with_original else None
+    perplexity = settings.perplexity
+    divergence = settings.divergence
+    if (perplexity, divergence, settings.positions, settings.tasks.tasks) == (
+        None,
+        None,
+        None,
+        None,
+    ):
+        perplexity = DEFAULT_TEXT
+        divergence = "" if with_original else None
     kinds: dict[str, set[str]] = {}
     if perplexity is not None:
         kinds.setdefault(perplexity, set()).add(PERPLEXITY)
@@ -174,41 +254,73 @@ class Judge:
     """Judges files, and plans in PyTorch, beside the original model; the run's journal keeps what is done."""
 
     def __init__(
-        self, run: Run, session: Session, found: evaluation.Selection, task: Task, model: LoadedModel | None,
-        *, kept: bool = True, again: bool = False, others: Collection[str] = (),
-        deciding: Callable[[], Collection[str]] = tuple, **evaluator: Any,
-    ) -> None:  # fmt: skip
+        self,
+        run: Run,
+        session: Session,
+        found: evaluation.Selection,
+        task: Task,
+        model: LoadedModel | None,
+        *,
+        kept: bool = True,
+        again: bool = False,
+        others: Collection[str] = (),
+        deciding: Callable[[], Collection[str]] = tuple,
+        **evaluator: Any,
+    ) -> None:
         """`kept`: the run is the user's own; `again`: what it holds is measured again; `others`, `deciding`: files by
         their keys, as in `Evaluator.judge_text`; `evaluator`: more arguments of `Evaluator`."""
-        self._run, self._session, self._task, self._model, self._kept = run, session, task, model, kept
-        files = [file for file in found.subjects if isinstance(file, evaluation.JudgedArtifact)]
+        self._run = run
+        self._session = session
+        self._task = task
+        self._model = model
+        self._kept = kept
+        files = [
+            file for file in found.subjects if isinstance(file, evaluation.JudgedArtifact)
+        ]
         self._others = [file for file in files if file.subject.key in others]
         self._subjects = [each for each in found.subjects if each not in self._others]
-        self._deciding, self._how = deciding, evaluator
+        self._deciding = deciding
+        self._how = evaluator
         self._journal = evaluation.ScoreJournal(run, again=again)
         self._original = None if model is None else evaluation.JudgedModel(model)
         self.result = EvaluateResult(notes=[*found.notes], failures={**found.failures})
 
-    def text(self, name: str, kinds: Collection[str], *, window: int | None, **how: int | None) -> None:
+    def text(
+        self, name: str, kinds: Collection[str], *, window: int | None, **how: int | None
+    ) -> None:
         """Measures these kinds on a text; without any, only whether files agree with PyTorch. `how`: stride, limit."""
         if POSITIONS in kinds:
             if not self._task.generates:
-                raise KLLensError("--positions needs a language model; this one classifies images")
-            window = window or (LONGEST if self._model is None else longest_window(self._model.config))
+                raise KLLensError(
+                    "--positions needs a language model; this one classifies images"
+                )
+            window = window or (
+                LONGEST if self._model is None else longest_window(self._model.config)
+            )
         text = evaluation.prepare(name, self._task, window=window, **how)
         self._session.refuse_overlap(self._run, text.windows, self._task)
         with self._going_on(), self._session.events.progress(text.label) as progress:
-            evaluator = evaluation.Evaluator(self._journal, self._original, progress, **self._how)
+            evaluator = evaluation.Evaluator(
+                self._journal, self._original, progress, **self._how
+            )
             try:
-                found = evaluator.judge_text(self._subjects, text, kinds, self._others, self._deciding)
+                found = evaluator.judge_text(
+                    self._subjects, text, kinds, self._others, self._deciding
+                )
             finally:
                 evaluator.close()
         # From here on, PyTorch stands in for the same files.
-        self._subjects, self._others = found.judged, []
+        self._subjects = found.judged
+        self._others = []
         self.result.add(found)
         if DIVERGENCE in kinds:
             self.result.duel[:] = entrants(self._journal, self._subjects, text)
-        if PERPLEXITY in kinds and self._model is not None and self._kept and self._task.generates:
+        if (
+            PERPLEXITY in kinds
+            and self._model is not None
+            and self._kept
+            and self._task.generates
+        ):
             self.result.written.append(write_published(self._run, self._model.name, text))
 
     def _going_on(self) -> AbstractContextManager[None]:
@@ -221,12 +333,23 @@ class Judge:
 
         for data in chosen_tasks(tasks.task_data, tasks.tasks):
             if not isinstance(self._task, LanguageTask):
-                raise KLLensError("--tasks needs a language model; this one classifies images")
-            subjects = [*([] if self._original is None else [self._original]), *self._subjects]
-            length, tokenizer = window or self._task.judged_length, self._task.require_tokenizer()
+                raise KLLensError(
+                    "--tasks needs a language model; this one classifies images"
+                )
+            subjects = [
+                *([] if self._original is None else [self._original]),
+                *self._subjects,
+            ]
+            length = window or self._task.judged_length
+            tokenizer = self._task.require_tokenizer()
             with self._going_on(), self._session.events.progress(data.name) as progress:
                 outcome = judge_task(
-                    self._journal, subjects, data, tokenizer,
-                    max_length=length, limit=tasks.task_limit, progress=progress,
-                )  # fmt: skip
+                    self._journal,
+                    subjects,
+                    data,
+                    tokenizer,
+                    max_length=length,
+                    limit=tasks.task_limit,
+                    progress=progress,
+                )
                 self.result.add(outcome)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # `generate` runs on small devices and does without torch
     from kl_lens.measuring.sweep import Progress
 
-IN_RUNTIME, IN_MODEL = "runtime", "model"  # kinds of stages; how far they are off differs
+IN_RUNTIME = "runtime"
+IN_MODEL = "model"  # kinds of stages; how far they are off differs
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,11 @@ class StageCost:
 
     @property
     def kind(self) -> str:
-        return IN_RUNTIME if self.verb in ("export", "evaluate", "generate", "benchmark") else IN_MODEL
+        return (
+            IN_RUNTIME
+            if self.verb in ("export", "evaluate", "generate", "benchmark")
+            else IN_MODEL
+        )
 
 
 @dataclass(frozen=True)
@@ -98,5 +103,9 @@ def going_on(folder: Path | None) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        kept = f"; {folder} keeps what was done. Run the same command to continue." if folder else ""
+        kept = (
+            f"; {folder} keeps what was done. Run the same command to continue."
+            if folder
+            else ""
+        )
         raise Stopped(f"stopped{kept}") from None

@@ -19,7 +19,13 @@ from kl_lens.study import settings as of
 from kl_lens.study.events import Events
 from kl_lens.study.session import Session
 from kl_lens.study.settings import Kind, Opening, Option, Settings, group, option
-from kl_lens.targets import TARGETS, describe_target, earlier_artifact, export as write_files, get_target
+from kl_lens.targets import (
+    TARGETS,
+    describe_target,
+    earlier_artifact,
+    export as write_files,
+    get_target,
+)
 from kl_lens.weights.recipes import FP16, Recipe, parsed
 
 _KINDS = {
@@ -35,12 +41,21 @@ def _target_options(within: str) -> list[Option]:
     options: dict[str, Option] = {}
     for name in TARGETS:
         for each in describe_target(name).options:
-            kind, switch = _KINDS[each.kind], each.kind == "switch"
+            kind = _KINDS[each.kind]
+            switch = each.kind == "switch"
             option = Option(
-                each.keyword, each.flag, kind, None, each.help, kind.metavar, name,
-                is_switch=switch, bare=each.given if switch else None,
-                attribute=each.keyword, within=within,
-            )  # fmt: skip
+                each.keyword,
+                each.flag,
+                kind,
+                None,
+                each.help,
+                kind.metavar,
+                name,
+                is_switch=switch,
+                bare=each.given if switch else None,
+                attribute=each.keyword,
+                within=within,
+            )
             options.setdefault(each.flag, option)
     return list(options.values())
 
@@ -60,14 +75,20 @@ class ExportSettings(Settings):
         "statistics: kl-lens calibrate)",
         metavar="FORMAT",
     )
-    out: of.Directory | None = option(None, "where to write (default: RUN/artifacts/TARGET)")
-    options: Mapping[str, Any] = field(default_factory=dict, metadata={"spread": _target_options})
+    out: of.Directory | None = option(
+        None, "where to write (default: RUN/artifacts/TARGET)"
+    )
+    options: Mapping[str, Any] = field(
+        default_factory=dict, metadata={"spread": _target_options}
+    )
     weights: str = of.place_of_weights()
 
     def check(self) -> None:
         super().check()
         if self.format is None and self.run is None and self.model is not None:
-            raise PlanError("say what to export: --format FORMAT, or --run DIR [--plan NAME] for plans")
+            raise PlanError(
+                "say what to export: --format FORMAT, or --run DIR [--plan NAME] for plans"
+            )
         if self.format and self.model is None:
             raise PlanError(
                 "--format exports a whole model: name it, as in: kl-lens export MODEL --format q8_0"
@@ -89,21 +110,33 @@ class ExportResult:
 
 
 def export(settings: ExportSettings, session: Session) -> ExportResult:
-    target, name, recipe = get_target(settings.target), settings.model or "", settings.format
+    target = get_target(settings.target)
+    name = settings.model or ""
+    recipe = settings.format
     files = Files(settings.target, session.events, dict(settings.options))
     weights = settings.weights if target.streams else of.MEMORY
     if recipe is None:
         with Run.open(Path(settings.run or of.DEFAULT_RUN)) as run:
-            model = session.model_of(run, settings.model, settings.opening, weights=weights)
+            model = session.model_of(
+                run, settings.model, settings.opening, weights=weights
+            )
             names = named_plans(settings.plan)
             if names is None:
-                names = tuple(sorted(path.stem for path in (run.folder / "plans").glob("*.json")))
+                names = tuple(
+                    sorted(path.stem for path in (run.folder / "plans").glob("*.json"))
+                )
             if not names:
-                raise PlanError(f"{run.folder} has no plans; make some with: kl-lens plan")
+                raise PlanError(
+                    f"{run.folder} has no plans; make some with: kl-lens plan"
+                )
             run.note_command(["kl-lens", *of.command_of(settings)])
             return files.of_plans(run, model, names, settings.out)
     model = session.model(name, settings.opening, weights=weights)
-    assignment = {} if recipe in (FP16, "f16") else {c.name: recipe for c in model.anatomy.candidates}
+    assignment = (
+        {}
+        if recipe in (FP16, "f16")
+        else {c.name: recipe for c in model.anatomy.candidates}
+    )
     plan = Plan(f"uniform_{recipe.replace('+', '.')}", assignment, "--format")
     folder = of.new_run_folder(settings.run, model.name)
     place = settings.out or folder / "artifacts" / settings.target / plan.name
@@ -130,7 +163,9 @@ class Files:
 
     target: str
     events: Events
-    options: dict[str, Any] = field(default_factory=dict)  # of the target; `fallback` may be given to any
+    options: dict[str, Any] = field(
+        default_factory=dict
+    )  # of the target; `fallback` may be given to any
 
     def of_plans(
         self, run: Run, model: LoadedModel, names: Sequence[str], out: Path | None = None
@@ -149,7 +184,9 @@ class Files:
         """A file that the run records."""
         self._quantize(model, plan)
         artifact = self.written(model, plan, folder)
-        digest = plan_digest(plan.assignment, model.fingerprint, plan.statistics or run.statistics)
+        digest = plan_digest(
+            plan.assignment, model.fingerprint, plan.statistics or run.statistics
+        )
         about = {"folder": str(folder.resolve()), "of_plan": digest}
         run.store("artifact", f"{self.target}/{plan.name}", artifact.to_json() | about)
         return artifact
@@ -162,15 +199,21 @@ class Files:
         artifact = write_files(model, plan, self.target, folder, **options)
         if earlier is not None and artifact_digest(earlier) != artifact_digest(artifact):
             size = human_bytes(earlier.realised_bytes)
-            self.events.warn(f"{folder}: the files of an earlier export ({size}) were replaced")
+            self.events.warn(
+                f"{folder}: the files of an earlier export ({size}) were replaced"
+            )
         return artifact
 
     def _quantize(self, model: LoadedModel, plan: Plan) -> None:
         """Quantizes with methods that learn, showing progress; the store keeps the results for the export."""
-        store, target, recipes = model.weights, get_target(self.target), parsed(plan.assignment)
+        store = model.weights
+        target = get_target(self.target)
+        recipes = parsed(plan.assignment)
         if store.learnt_by(recipes.values(), plan.statistics) is None:
             return
-        chosen = [(model.anatomy.component(name), recipe) for name, recipe in recipes.items()]
+        chosen = [
+            (model.anatomy.component(name), recipe) for name, recipe in recipes.items()
+        ]
         fits = [(c, r) for c, r in chosen if target.holds(r.grid, c.shape) is None]
         allowed = not any(o.keyword == "fallback" and o.given for o in target.options)
         if not (len(fits) == len(chosen) or allowed or self.options.get("fallback")):
@@ -180,4 +223,6 @@ class Files:
             shown.started(sum(float(c.parameters * c.shape[-1]) for c, _ in todo), 0)
             for component, recipe in todo:
                 store.digest(component.name, recipe)
-                shown.advanced(float(component.parameters * component.shape[-1]), component.name)
+                shown.advanced(
+                    float(component.parameters * component.shape[-1]), component.name
+                )

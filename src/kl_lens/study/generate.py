@@ -25,21 +25,32 @@ from kl_lens.targets.tokenizer import find_tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateSettings(Settings):
-    artifact: Path = option(help="an exported folder, or a .gguf file", positional=True, metavar="ARTIFACT")
-    prompt: of.Text | None = option(None, "text to go on from; with --chat the first thing you say")
-    chat: bool = option(
-        False, "a conversation by the model's chat template, line by line from standard input; /quit ends it"
+    artifact: Path = option(
+        help="an exported folder, or a .gguf file", positional=True, metavar="ARTIFACT"
     )
-    max_new_tokens: of.Tokens | None = option(None, "default: 64; 1024 for an answer of --chat")
+    prompt: of.Text | None = option(
+        None, "text to go on from; with --chat the first thing you say"
+    )
+    chat: bool = option(
+        False,
+        "a conversation by the model's chat template, line by line from standard input; /quit ends it",
+    )
+    max_new_tokens: of.Tokens | None = option(
+        None, "default: 64; 1024 for an answer of --chat"
+    )
     temperature: of.Temperature = option(0.0, "0: always the likeliest token")
     seed: of.Seed = option(0, "for a temperature above 0", metavar="S")
-    tokenizer: of.Place | None = option(None, "folder, tokenizer.json or hub id (default: the artifact's)")
+    tokenizer: of.Place | None = option(
+        None, "folder, tokenizer.json or hub id (default: the artifact's)"
+    )
     runtime: Runtime = group(Runtime)
 
     def check(self) -> None:
         super().check()
         if not self.prompt and not self.chat:
-            raise TargetError("give --prompt some text to go on from, or --chat for a conversation")
+            raise TargetError(
+                "give --prompt some text to go on from, or --chat for a conversation"
+            )
 
 
 @dataclass(frozen=True)
@@ -65,13 +76,25 @@ def generate(settings: GenerateSettings, session: Session) -> GenerateResult:
     try:
         tokenizer = find_tokenizer(opened, settings.artifact, settings.tokenizer)
         writer = _Writer(settings, opened, tokenizer, session.events)
-        prompt, text = _conversation(writer) if settings.chat else _continued(writer, settings.prompt or "")
-        read, written = writer.read, writer.written
+        prompt, text = (
+            _conversation(writer)
+            if settings.chat
+            else _continued(writer, settings.prompt or "")
+        )
+        read = writer.read
+        written = writer.written
         return GenerateResult(
-            prompt, text, read, written, read / max(writer.read_seconds, 1e-9),
-            written / max(writer.write_seconds, 1e-9), 1000 * writer.write_seconds / max(1, written),
-            opened.description, load_seconds, peak_memory(),
-        )  # fmt: skip
+            prompt,
+            text,
+            read,
+            written,
+            read / max(writer.read_seconds, 1e-9),
+            written / max(writer.write_seconds, 1e-9),
+            1000 * writer.write_seconds / max(1, written),
+            opened.description,
+            load_seconds,
+            peak_memory(),
+        )
     finally:
         opened.close()
 
@@ -89,7 +112,9 @@ def _continued(writer: _Writer, prompt: str) -> tuple[str, str]:
 
 def _conversation(writer: _Writer) -> tuple[str, str]:
     """Turn by turn until the input ends; the last thing said, and its answer."""
-    tokenizer, events, settings = writer.tokenizer, writer.events, writer.settings
+    tokenizer = writer.tokenizer
+    events = writer.events
+    settings = writer.settings
     if tokenizer.render is None:
         raise TargetError(
             f"{settings.artifact} has no chat template; give it a text with --prompt TEXT instead"
@@ -116,7 +141,10 @@ class _Writer:
         tokenizer: ArtifactTokenizer,
         events: Events,
     ) -> None:
-        self.settings, self.session, self.tokenizer, self.events = settings, session, tokenizer, events
+        self.settings = settings
+        self.session = session
+        self.tokenizer = tokenizer
+        self.events = events
         self.read = self.written = 0  # tokens
         self.read_seconds = self.write_seconds = 0.0
         self._fed: list[int] = []  # what the session's state has seen
@@ -129,7 +157,9 @@ class _Writer:
         if known == 0 or known >= len(ids) or ids[:known] != self._fed:
             self.session.reset()
             known = 0
-        if (wrong := next((i for i in ids if i >= self.session.vocabulary), None)) is not None:
+        if (
+            wrong := next((i for i in ids if i >= self.session.vocabulary), None)
+        ) is not None:
             raise TargetError(
                 f"{self.tokenizer.decode([wrong])!r} is token {wrong}, but {self.settings.artifact} has only "
                 f"{self.session.vocabulary} tokens; give the model's own tokenizer with --tokenizer"

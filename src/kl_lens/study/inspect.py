@@ -65,14 +65,26 @@ class FitResult:
 
 def fits(settings: InspectSettings, use: Usage) -> FitResult:
     """From the configuration: no weights are read."""
-    carried = carried_from(settings.model, trust_remote_code=settings.opening.trust_remote_code)
+    carried = carried_from(
+        settings.model, trust_remote_code=settings.opening.trust_remote_code
+    )
     rows = []
-    for target in (target for target in map(describe_target, TARGETS) if target.footprint().process):
-        for name in (FP16, *dict.fromkeys(recipe.grid.name for recipe in reversed(target.short_menu))):
-            size = carried.matrices * get_format(name).bytes((1, 256)) // 256 + 4 * carried.vectors
+    for target in (
+        target for target in map(describe_target, TARGETS) if target.footprint().process
+    ):
+        for name in (
+            FP16,
+            *dict.fromkeys(recipe.grid.name for recipe in reversed(target.short_menu)),
+        ):
+            size = (
+                carried.matrices * get_format(name).bytes((1, 256)) // 256
+                + 4 * carried.vectors
+            )
             held = held_by(target, carried, use, quantized=name != FP16)
             caches = held.bytes({}) - held.fixed
-            runtime = held.runtime + int((target.footprint(quantized=name != FP16).copies - 1) * size)
+            runtime = held.runtime + int(
+                (target.footprint(quantized=name != FP16).copies - 1) * size
+            )
             rows.append(Fit(target.name, name, size, held.states, caches, runtime))
     return FitResult(settings.model, settings.memory or 0, use, rows)
 

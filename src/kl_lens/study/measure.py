@@ -32,49 +32,88 @@ from kl_lens.measuring.perturbation import (
 from kl_lens.measuring.products import PRECISIONS
 from kl_lens.measuring.screening import PART, Key, Screen, is_worth_it, output_errors
 from kl_lens.measuring.statistics import StoredStatistics
-from kl_lens.measuring.sweep import Sweep, SweepResult, error_work, quantizing_work, work_of
+from kl_lens.measuring.sweep import (
+    Sweep,
+    SweepResult,
+    error_work,
+    quantizing_work,
+    work_of,
+)
 from kl_lens.measuring.teacher import window_bytes
-from kl_lens.measuring.workers import Order, Workers, hired, threads_here, workers_by_default
+from kl_lens.measuring.workers import (
+    Order,
+    Workers,
+    hired,
+    threads_here,
+    workers_by_default,
+)
 from kl_lens.model import Anatomy, LoadedModel, own_images
 from kl_lens.model.residency import BLOCKS_AT_ONCE
 from kl_lens.paper.layouts import write_legacy
 from kl_lens.run.folder import CALIBRATION, COMPONENTS, SCREENED, STATES, Run, role_as
 from kl_lens.run.merging import SHARDS
-from kl_lens.run.records import PREDICTED, Component, Estimate, Measurement, Plan, SensitivityTable
+from kl_lens.run.records import (
+    PREDICTED,
+    Component,
+    Estimate,
+    Measurement,
+    Plan,
+    SensitivityTable,
+)
 from kl_lens.run.samples import PositionCurve, longest_window
 from kl_lens.study import settings as of
 from kl_lens.study.events import Events, going_on
 from kl_lens.study.planner import KL, TargetPlanner, limited_loss, nats_allowed
 from kl_lens.study.session import Session
-from kl_lens.study.settings import Calibration, HeldOut, Limits, Opening, Processes, Settings, group, grouped
+from kl_lens.study.settings import (
+    Calibration,
+    HeldOut,
+    Limits,
+    Opening,
+    Processes,
+    Settings,
+    group,
+    grouped,
+)
 from kl_lens.targets import TARGETS, Target, computed_as, deployed, get_target, menu_of
 from kl_lens.text.windows import Windows
 from kl_lens.weights.recipes import Recipe, parsed
 
 DEFAULT_FORMATS = ("int4", "int8")
 WINDOWS = 64
-STATE_WINDOWS, STATE_TOKENS = 4, 1024  # long windows, so that drift shows
+STATE_WINDOWS = 4
+STATE_TOKENS = 1024  # long windows, so that drift shows
 CACHES_ONLY = r"\.(keys|values)$"  # the components that targets have formats for
 SCREENING = "screening"  # role of the first measurements, on little text
 # Shares of the limit to plan for, round by round; every round plans with what the one before has measured. Below the
 # range of the last round a plan would lack larger formats and lose much; above it, it would only lack smaller ones.
-OF_LOSS, OF_BYTES = ((1.0,), (0.9, 1.0)), ((1.0,), (0.985, 1.0))  # a file may need more bytes than its parts
+OF_LOSS = ((1.0,), (0.9, 1.0))
+OF_BYTES = ((1.0,), (0.985, 1.0))  # a file may need more bytes than its parts
 UNSURE = 1.2  # predictions count so much more than measurements: only clear gains are worth measuring
 MEASURED = 1.3  # candidates per component, for forecasts; benchmarks/staged.py
-_what, _how = grouped("what to measure"), grouped("how")
+_what = grouped("what to measure")
+_how = grouped("how")
 
-Hire = Callable[..., AbstractContextManager[Workers | None]]  # gives the workers for some operations
+Hire = Callable[
+    ..., AbstractContextManager[Workers | None]
+]  # gives the workers for some operations
 
 
-def menu_for(target: Target, anatomy: Anatomy, max_bytes: int | None) -> tuple[Recipe, ...]:
+def menu_for(
+    target: Target, anatomy: Anatomy, max_bytes: int | None
+) -> tuple[Recipe, ...]:
     """The target's short menu, with its formats below four bits if no file of the short menu is this small."""
     usual = menu_of(target)
     if max_bytes is None or not target.small_formats:
         return usual
-    smallest = {component.name: 2 * component.parameters for component in anatomy.components}
+    smallest = {
+        component.name: 2 * component.parameters for component in anatomy.components
+    }
     for candidate in find_candidates(anatomy, usual)[0]:
         name = candidate.component.name
-        smallest[name] = min(smallest[name], candidate.recipe.grid.bytes(candidate.component.shape))
+        smallest[name] = min(
+            smallest[name], candidate.recipe.grid.bytes(candidate.component.shape)
+        )
     return menu_of(target, small=max_bytes < sum(smallest.values()))
 
 
@@ -93,12 +132,17 @@ class MeasureSettings(Settings):
     processes: Processes = group(Processes)
     run: of.Folder | None = of.of_new_run()
     target: str | None = _what(
-        None, "measure for this target: its formats, and activations as its kernels compute", choices=TARGETS
+        None,
+        "measure for this target: its formats, and activations as its kernels compute",
+        choices=TARGETS,
     )
     formats: of.Names | None = _what(
-        None, "such as int8 or int4-g64+gptq, with the method (default: the target's, or int4,int8)"
+        None,
+        "such as int8 or int4-g64+gptq, with the method (default: the target's, or int4,int8)",
     )
-    components: str | None = _what(None, "only components with a matching name", metavar="REGEX")
+    components: str | None = _what(
+        None, "only components with a matching name", metavar="REGEX"
+    )
     states: bool = _what(
         False,
         "not weights, but recurrent states and attention caches, kept in each format after every token; by position in "
@@ -121,15 +165,23 @@ class MeasureSettings(Settings):
         "measure only the 3rd of 16 shards, into DIR/shards/03-of-16, for `kl-lens merge`",
         metavar="3/16",
     )
-    legacy_json: Path | None = _how(None, "also write the paper's JSON, a file per bit width", metavar="FILE")
+    legacy_json: Path | None = _how(
+        None, "also write the paper's JSON, a file per bit width", metavar="FILE"
+    )
 
     def check(self) -> None:
         super().check()
         self.limits.check()
         if self.limits.loss:
             self.held_out.check(searches=True)
-        if self.shard and share_of(self.shard) and (self.processes.ray or (self.processes.workers or 1) > 1):
-            raise KLLensError("--shard: leave out --workers and --ray; workers already share the whole sweep")
+        if (
+            self.shard
+            and share_of(self.shard)
+            and (self.processes.ray or (self.processes.workers or 1) > 1)
+        ):
+            raise KLLensError(
+                "--shard: leave out --workers and --ray; workers already share the whole sweep"
+            )
         if self.formats == ():
             raise KLLensError("--formats names no format; give for example int4,int8")
         if self.states and self.limits.given:
@@ -157,37 +209,70 @@ class MeasureResult:
 def measure(settings: MeasureSettings, session: Session) -> MeasureResult:
     share = None if settings.shard is None else share_of(settings.shard)
     # With Ray, this process computes nothing.
-    opening = replace(settings.opening, device="cpu") if settings.processes.ray else settings.opening
+    opening = (
+        replace(settings.opening, device="cpu")
+        if settings.processes.ray
+        else settings.opening
+    )
     model = session.model(
-        settings.model, opening, weights=settings.weights, memory_budget=settings.memory_budget
+        settings.model,
+        opening,
+        weights=settings.weights,
+        memory_budget=settings.memory_budget,
     )
     menu: Sequence[str] = settings.formats or DEFAULT_FORMATS
     if settings.formats is None and settings.target is not None:
-        menu = menu_for(get_target(settings.target), model.anatomy, settings.limits.max_bytes)
+        menu = menu_for(
+            get_target(settings.target), model.anatomy, settings.limits.max_bytes
+        )
     text = settings.calibration
-    text = states_text(text, model) if settings.states else replace(text, windows=text.windows or WINDOWS)
+    text = (
+        states_text(text, model)
+        if settings.states
+        else replace(text, windows=text.windows or WINDOWS)
+    )
     windows = session.calibration_windows(text, model.task)
     whole = of.new_run_folder(settings.run, model.name)
     folder = whole / SHARDS / shard_name(*share) if share else whole
     model = session.in_run(model, folder, learn_from=whole)
     hire = partial(
-        workers_for, settings.processes, model, settings.opening, settings.weights, session.events,
+        workers_for,
+        settings.processes,
+        model,
+        settings.opening,
+        settings.weights,
+        session.events,
         memory_budget=settings.memory_budget,
-    )  # fmt: skip
+    )
     with Run.create(folder) as run:
         run.note_command(["kl-lens", *of.command_of(settings)])
         sweep = Sweep(
-            model, run, memory_budget=settings.memory_budget, precision=settings.precision, share=share
+            model,
+            run,
+            memory_budget=settings.memory_budget,
+            precision=settings.precision,
+            share=share,
         )
         if settings.states:
-            formats, components = settings.formats, settings.components
+            formats = settings.formats
+            components = settings.components
             if settings.target is not None and not formats:
-                formats, components = get_target(settings.target).cache_formats, components or CACHES_ONLY
+                formats = get_target(settings.target).cache_formats
+                components = components or CACHES_ONLY
             return measure_states(session, sweep, windows, hire, formats, components)
         result = measure_recipes(
-            session, sweep, menu, windows, hire, target=settings.target, components=settings.components,
-            limits=settings.limits, held_out=settings.held_out, exhaustive=settings.exhaustive, learnt_in=whole,
-        )  # fmt: skip
+            session,
+            sweep,
+            menu,
+            windows,
+            hire,
+            target=settings.target,
+            components=settings.components,
+            limits=settings.limits,
+            held_out=settings.held_out,
+            exhaustive=settings.exhaustive,
+            learnt_in=whole,
+        )
     if settings.legacy_json:
         for path in write_legacy(settings.legacy_json, result.measurements):
             session.events.note(f"wrote {path}")
@@ -201,11 +286,17 @@ def states_text(text: Calibration, model: LoadedModel) -> Calibration:
 
 
 def measure_states(
-    session: Session, sweep: Sweep, windows: Windows, hire: Hire, formats: Sequence[str] | None = None,
+    session: Session,
+    sweep: Sweep,
+    windows: Windows,
+    hire: Hire,
+    formats: Sequence[str] | None = None,
     components: str | None = None,
-) -> MeasureResult:  # fmt: skip
+) -> MeasureResult:
     """Measures every block's state and cache in each format, in place of weights."""
-    run, model, share = sweep.run, sweep.model, sweep.share
+    run = sweep.run
+    model = sweep.model
+    share = sweep.share
     candidates, unfit = find_state_candidates(model, formats, components)
     run.store(STATES, COMPONENTS, [component.to_json() for component in states_of(model)])
     with going_on(run.folder), session.events.progress("measuring") as shown:
@@ -225,59 +316,102 @@ def measure_states(
         )
     noise = (run.load("noise", STATES) or {}).get("kl_teacher_to_student", 0.0)
     rows = [(m, curve) for _, m, curve in run.state_rows()]
-    measurements, curves = [m for m, _ in rows], [curve for _, curve in rows]
-    return MeasureResult(run.folder, measurements, noise, result, model.task.unit, share, curves)
+    measurements = [m for m, _ in rows]
+    curves = [curve for _, curve in rows]
+    return MeasureResult(
+        run.folder, measurements, noise, result, model.task.unit, share, curves
+    )
 
 
 def measure_recipes(
-    session: Session, sweep: Sweep, recipes: Sequence[str], windows: Windows, hire: Hire,
-    *, target: str | None = None, components: str | None = None, limits: Limits | None = None,
-    held_out: HeldOut | None = None, exhaustive: bool = False, learnt_in: Path | None = None,
-) -> MeasureResult:  # fmt: skip
+    session: Session,
+    sweep: Sweep,
+    recipes: Sequence[str],
+    windows: Windows,
+    hire: Hire,
+    *,
+    target: str | None = None,
+    components: str | None = None,
+    limits: Limits | None = None,
+    held_out: HeldOut | None = None,
+    exhaustive: bool = False,
+    learnt_in: Path | None = None,
+) -> MeasureResult:
     """Measures a model's components in these recipes, or with limits those that plans within them can use.
 
     `learnt_in`: the folder with statistics (default: the run's own).
     """
-    events, run, model, share = session.events, sweep.run, sweep.model, sweep.share
-    limits, learnt_in = limits or Limits(), learnt_in or run.folder
+    events = session.events
+    run = sweep.run
+    model = sweep.model
+    share = sweep.share
+    limits = limits or Limits()
+    learnt_in = learnt_in or run.folder
     computed = None if target is None else computed_as(get_target(target))
     sweep = replace(sweep, deployed=deployed(computed))
     sweep.identify(windows)  # raises early if this does not belong in the run
-    every, unfit = find_candidates(model.anatomy, [*dict.fromkeys(map(Recipe.parse, recipes))], components)
+    every, unfit = find_candidates(
+        model.anatomy, [*dict.fromkeys(map(Recipe.parse, recipes))], components
+    )
     learns = next((c.recipe for c in every if c.recipe.quantizer.learns), None)
     if learns is not None and StoredStatistics.held_by(learnt_in) is None:
-        command = shlex.join(["calibrate", model.source or model.name, "--run", str(learnt_in)])
+        command = shlex.join(
+            ["calibrate", model.source or model.name, "--run", str(learnt_in)]
+        )
         why = f"{learns} needs statistics and {learnt_in} has none"
         raise UnlearntError(f"{why}; gather them with: kl-lens {command}")
     with going_on(run.folder), events.progress("measuring") as shown:
         sweep.bind(every)
-        candidates, screen, losses = every, None, dict[Key, float]()
+        candidates = every
+        screen = None
+        losses = dict[Key, float]()
         # Otherwise there are no statistics to predict with, or shards have to agree on what they measure.
-        known = not exhaustive and not share and StoredStatistics.held_by(learnt_in) is not None
+        known = (
+            not exhaustive
+            and not share
+            and StoredStatistics.held_by(learnt_in) is not None
+        )
         if known and is_worth_it(every, with_a_limit=bool(limits.given)):
             screen = Screen(every)
-            shown = shown.as_one(expected_work(model, screen, len(windows), windows.length))
+            shown = shown.as_one(
+                expected_work(model, screen, len(windows), windows.length)
+            )
             shown.started(sum(map(error_work, screen.needed)), 0)
-            errors = output_errors(model, screen, lambda c: shown.advanced(error_work(c), str(c)))
+            errors = output_errors(
+                model, screen, lambda c: shown.advanced(error_work(c), str(c))
+            )
             candidates = screen.undominated(errors)
         left = 0.0 if share else sweep.operations_left(candidates, windows)
         with hire(operations=left) as workers:
             sweep = replace(sweep, workers=workers, progress=shown)
             if screen and limits.given:
-                planner = TargetPlanner(session, run, target, held_out, lambda: model, limits)
-                result, candidates, losses = staged_search(sweep, planner, screen, errors, windows)
+                planner = TargetPlanner(
+                    session, run, target, held_out, lambda: model, limits
+                )
+                result, candidates, losses = staged_search(
+                    sweep, planner, screen, errors, windows
+                )
             else:
                 result = sweep.measure(candidates, windows)
                 if screen:
                     measured = measured_kl(sweep, candidates, len(windows))
-                    losses = screen.predicted(errors, screen.first_from(errors, measured), measured)
+                    losses = screen.predicted(
+                        errors, screen.first_from(errors, measured), measured
+                    )
     _say_unfit(unfit, events)
     role = role_as(CALIBRATION, computed)
     if len(candidates) < len(every):
         chosen = [key_of(candidate) for candidate in candidates]
         rest = set(losses) - set(chosen)
-        predicted = [(*key, max(value, 0.0)) for key, value in losses.items() if key in rest]
-        about = {"measured": len(candidates), "of": len(every), "limit": limits.given, "chosen": chosen}
+        predicted = [
+            (*key, max(value, 0.0)) for key, value in losses.items() if key in rest
+        ]
+        about = {
+            "measured": len(candidates),
+            "of": len(every),
+            "limit": limits.given,
+            "chosen": chosen,
+        }
         run.store(SCREENED, role, about | {"predicted": predicted})
         events.note(
             f"measured {len(candidates)} of {len(every)} candidates: by their predicted KL, no good plan "
@@ -286,7 +420,9 @@ def measure_recipes(
     else:
         run.store(SCREENED, role, None)
     noise = (run.load("noise", role) or {}).get("kl_teacher_to_student", 0.0)
-    return MeasureResult(run.folder, run.measurements(role), noise, result, model.task.unit, share)
+    return MeasureResult(
+        run.folder, run.measurements(role), noise, result, model.task.unit, share
+    )
 
 
 def _say_unfit(unfit: Sequence[tuple[Component, Recipe, str]], events: Events) -> None:
@@ -303,16 +439,23 @@ def _say_unfit(unfit: Sequence[tuple[Component, Recipe, str]], events: Events) -
 
 
 def workers_for(
-    processes: Processes, model: LoadedModel, opening: Opening, weights: str, events: Events,
-    *, operations: float, memory_budget: int = DEFAULT_MEMORY,
-) -> AbstractContextManager[Workers | None]:  # fmt: skip
+    processes: Processes,
+    model: LoadedModel,
+    opening: Opening,
+    weights: str,
+    events: Events,
+    *,
+    operations: float,
+    memory_budget: int = DEFAULT_MEMORY,
+) -> AbstractContextManager[Workers | None]:
     """The workers for a sweep, or None to measure in this process. `operations`: work left; with none, no process is
     started; `opening`, `weights`: how they open the model."""
     if (there := model.residency) is not None:
         copy = there.resident_bytes + BLOCKS_AT_ONCE * there.block_bytes
     else:
         copy = sum(p.nbytes for p in model.model.parameters())
-    count, device = processes.workers, model.chain.device
+    count = processes.workers
+    device = model.chain.device
     if processes.ray is None:
         count = count or _by_default(model, copy, memory_budget, operations)
         if count == 1 or not operations:
@@ -322,14 +465,20 @@ def workers_for(
                 f"--workers {count} on {device}: add --ray local (GPU workers need Ray) or --device cpu"
             )
         if processes.workers is None:
-            events.note(f"measuring with {count} processes; --workers 1 uses only this one")
+            events.note(
+                f"measuring with {count} processes; --workers 1 uses only this one"
+            )
         opening = replace(opening, device=device.type)  # `auto` is decided here
     place = model.source or model.name
     images = _absolute(opening.images or own_images(place) or "") or None
     # Each worker checks whether the weights fit into its memory.
     room = None if memory_budget == DEFAULT_MEMORY else memory_budget
     how = asdict(replace(opening, images=images))
-    how |= {"task": "image" if images else None, "weights": weights, "memory_budget": room}
+    how |= {
+        "task": "image" if images else None,
+        "weights": weights,
+        "memory_budget": room,
+    }
     order = Order(_absolute(place), how, model.fingerprint)
     return hired(order, count, processes.ray, copy, events.note)
 
@@ -340,7 +489,9 @@ def _by_default(model: LoadedModel, weights: int, budget: int, operations: float
         return 1
     vocabulary, width = (int(n) for n in chain.head.weight.shape)  # type: ignore[union-attr]
     copy = weights + window_bytes(chain, chain.task.rows_at_once, width, vocabulary)
-    return workers_by_default(threads_here(), copy, budget, available_memory(), operations)
+    return workers_by_default(
+        threads_here(), copy, budget, available_memory(), operations
+    )
 
 
 def _absolute(place: str) -> str:
@@ -369,7 +520,10 @@ def shard_name(index: int, count: int) -> str:
 def expected_work(model: LoadedModel, screen: Screen, windows: int, length: int) -> float:
     """Of screening and all rounds, in the units of the sweep's progress."""
     names = {candidate.component.name for candidate in screen.candidates}
-    each = [work_of(model, c) * windows + quantizing_work(c, length) for c in screen.candidates]
+    each = [
+        work_of(model, c) * windows + quantizing_work(c, length)
+        for c in screen.candidates
+    ]
     rounds = (MEASURED + _few(windows) / windows) * len(names) / len(each) * sum(each)
     return rounds + sum(map(error_work, screen.needed))
 
@@ -386,11 +540,17 @@ def measured_kl(
 
 
 def staged_search(
-    sweep: Sweep, planner: TargetPlanner, screen: Screen, errors: Mapping[Key, float], windows: Windows
+    sweep: Sweep,
+    planner: TargetPlanner,
+    screen: Screen,
+    errors: Mapping[Key, float],
+    windows: Windows,
 ) -> tuple[SweepResult, list[Candidate], dict[Key, float]]:
     """Measures what plans within the limits choose; also returns these candidates, and every one's KL. `errors`: of the
     outputs, for all that `screen` needs."""
-    few, table, limits = windows.first(_few(len(windows))), sweep.run.table(), planner.limits
+    few = windows.first(_few(len(windows)))
+    table = sweep.run.table()
+    limits = planner.limits
     results = [sweep.measure(screen.first, few, SCREENING, noise=False)]
     first = measured_kl(sweep, screen.first, len(few), SCREENING)
     chosen: list[Candidate] = []
@@ -400,9 +560,13 @@ def staged_search(
         measured = measured_kl(sweep, chosen, len(windows))
         values = screen.predicted(errors, first, measured)
         rows = (
-            Measurement(name, recipe, {KL: Estimate(max(value, 0.0), 0.0)}, 0, 0, PREDICTED, 0.0)
+            Measurement(
+                name, recipe, {KL: Estimate(max(value, 0.0), 0.0)}, 0, 0, PREDICTED, 0.0
+            )
             for (name, recipe), kl in values.items()
-            for value in [kl * unsure ** ((name, recipe) not in measured and bool(measured))]
+            for value in [
+                kl * unsure ** ((name, recipe) not in measured and bool(measured))
+            ]
         )
         return replace(table, measurements=tuple(rows))
 
@@ -427,21 +591,31 @@ def staged_search(
         room = nats_allowed(limits.loss)
         for shares in OF_LOSS:
             room = _room(planner, known(), room)
-            measure([_plan(planner, known(UNSURE), max_kl=share * room) for share in shares])
-    whole, measured = results[-1], measured_kl(sweep, chosen, len(windows))
+            measure(
+                [_plan(planner, known(UNSURE), max_kl=share * room) for share in shares]
+            )
+    whole = results[-1]
+    measured = measured_kl(sweep, chosen, len(windows))
     if others := screen.samples(measured):
         results.append(sweep.measure(others, few, SCREENING, noise=False))
     samples = measured_kl(sweep, others, len(few), SCREENING)
     whole = replace(
-        whole, candidates=len(chosen), measured=sum(each.measured for each in results),
-        reused=sum(each.reused for each in results), seconds=sum(each.seconds for each in results),
-    )  # fmt: skip
+        whole,
+        candidates=len(chosen),
+        measured=sum(each.measured for each in results),
+        reused=sum(each.reused for each in results),
+        seconds=sum(each.seconds for each in results),
+    )
     return whole, chosen, screen.predicted(errors, first, measured, samples)
 
 
 def _plan(planner: TargetPlanner, table: SensitivityTable, **limit: Any) -> Plan:
     problem = planning.build_problem(
-        table, metric=KL, target=planner.target, fixed_bytes=planner.fixed_bytes, held=planner.held
+        table,
+        metric=KL,
+        target=planner.target,
+        fixed_bytes=planner.fixed_bytes,
+        held=planner.held,
     )
     return planning.plan_for_budget(problem, **limit).plan
 
@@ -450,21 +624,28 @@ def _room(planner: TargetPlanner, table: SensitivityTable, room: float) -> float
     """The sum of KLs at which whole plans reach the limit on the held-out half that decides, with one standard error:
     by a plan for the sum that seemed right so far. (`plan` asks the other half too: a few percent, and the plans of the
     last round begin below.)"""
-    plan, limit = _plan(planner, table, max_kl=room), planner.limits.loss
+    plan = _plan(planner, table, max_kl=room)
+    limit = planner.limits.loss
     parts = planning.Predictor(table, KL).total(plan.assignment)
     if parts is None or parts.value <= 0:
         return room
     loss = limited_loss(planner.halves[0].measure(plan.assignment), limit)
-    return parts.value * min(2.0, nats_allowed(limit) / max(loss.value + loss.standard_error, 1e-12))
+    return parts.value * min(
+        2.0, nats_allowed(limit) / max(loss.value + loss.standard_error, 1e-12)
+    )
 
 
-def _stock(planner: TargetPlanner, table: SensitivityTable, loss: float, most: int) -> set[Key]:
+def _stock(
+    planner: TargetPlanner, table: SensitivityTable, loss: float, most: int
+) -> set[Key]:
     """Stock recipes with our methods that fit and lose less, by bytes that only a written file shows."""
     if planner.target is None:
         return set()
     stock = [one.assignment for one in planner.target.stock_recipes(planner.model)]
     found: set[Key] = set()
-    problem = planning.build_problem(table, target=planner.target, metric=KL, keep_fused=False)
+    problem = planning.build_problem(
+        table, target=planner.target, metric=KL, keep_fused=False
+    )
     for assignment in planning.stock_with_our_methods(problem, stock):
         total = problem.predictor.total(assignment)
         size = planning.cost_of(table.components, assignment).bytes + planner.fixed_bytes

@@ -15,9 +15,17 @@ from kl_lens.study.settings import Settings, command_of, option
 
 @dataclass(frozen=True, kw_only=True)
 class MergeSettings(Settings):
-    run: str = option(help="the run folder to merge into; created if missing", positional=True, metavar="RUN")
+    run: str = option(
+        help="the run folder to merge into; created if missing",
+        positional=True,
+        metavar="RUN",
+    )
     sources: tuple[str, ...] = option(
-        (), "folders to merge (default: the run's shards)", positional=True, nargs="*", metavar="FROM"
+        (),
+        "folders to merge (default: the run's shards)",
+        positional=True,
+        nargs="*",
+        metavar="FROM",
     )
 
 
@@ -33,7 +41,9 @@ def merge(settings: MergeSettings, session: Session) -> MergeResult:
     folder = Path(settings.run)
     sources = [Path(source) for source in settings.sources] or shards_of(folder)
     if not sources:
-        raise RunError(f"{folder / merging.SHARDS} holds no shards; name them: kl-lens merge RUN FROM …")
+        raise RunError(
+            f"{folder / merging.SHARDS} holds no shards; name them: kl-lens merge RUN FROM …"
+        )
     joined, refused = merging.merge(folder, sources, ["kl-lens", *command_of(settings)])
     missing = 0
     if joined:

@@ -24,15 +24,17 @@ from kl_lens.targets import deployed
 from kl_lens.text.windows import Windows, refuse_overlap
 from kl_lens.weights.recipes import Recipe
 
-RANK, IMPORT = "rank", "import"
+RANK = "rank"
+IMPORT = "import"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PaperSettings(Settings):
     what: str = option(
         help="rank: which metric predicts the loss on held-out text; import: read published sensitivity files",
-        positional=True, choices=(RANK, IMPORT),
-    )  # fmt: skip
+        positional=True,
+        choices=(RANK, IMPORT),
+    )
     run: of.Folder | None = of.of_run()
     model: of.Model | None = of.moved_model()
     opening: Opening = group(Opening)
@@ -40,14 +42,22 @@ class PaperSettings(Settings):
     processes: Processes = group(Processes)
     evaluation_text: of.Text = option("wikitext2:test", "rank: held-out text")
     evaluation_windows: of.Count = option(128, "rank: windows of held-out text")
-    other_text: of.Names = option((), "rank: also measure on these out-of-domain texts, comma-separated")
-    int4: Path | None = option(None, "import: the published file of 4 bits", metavar="FILE")
-    int8: Path | None = option(None, "import: the published file of 8 bits", metavar="FILE")
+    other_text: of.Names = option(
+        (), "rank: also measure on these out-of-domain texts, comma-separated"
+    )
+    int4: Path | None = option(
+        None, "import: the published file of 4 bits", metavar="FILE"
+    )
+    int8: Path | None = option(
+        None, "import: the published file of 8 bits", metavar="FILE"
+    )
 
     def check(self) -> None:
         super().check()
         if self.what == IMPORT and not (self.model and (self.int4 or self.int8)):
-            raise RunError("paper import needs --model MODEL, and --int4 FILE or --int8 FILE or both")
+            raise RunError(
+                "paper import needs --model MODEL, and --int4 FILE or --int8 FILE or both"
+            )
 
 
 @dataclass(frozen=True)
@@ -63,12 +73,23 @@ def paper(settings: PaperSettings, session: Session) -> Ranking | Imported:
     with Run.open(Path(settings.run or of.DEFAULT_RUN)) as run:
         run.note_command(["kl-lens", *of.command_of(settings)])
         # With Ray, this process computes nothing.
-        opening = replace(settings.opening, device="cpu") if settings.processes.ray else settings.opening
+        opening = (
+            replace(settings.opening, device="cpu")
+            if settings.processes.ray
+            else settings.opening
+        )
         model = session.model_of(run, settings.model, opening, weights=settings.weights)
         hire = partial(
-            workers_for, settings.processes, model, settings.opening, settings.weights, session.events
+            workers_for,
+            settings.processes,
+            model,
+            settings.opening,
+            settings.weights,
+            session.events,
         )
-        text, windows, others = settings.evaluation_text, settings.evaluation_windows, settings.other_text
+        text = settings.evaluation_text
+        windows = settings.evaluation_windows
+        others = settings.other_text
         return rank_metrics(session, run, model, text, windows, hire, other_texts=others)
 
 
@@ -79,7 +100,9 @@ def _imported(settings: PaperSettings, session: Session) -> Imported:
         measurements += read_legacy(path, name, model.anatomy) if path else []
     with Run.create(of.new_run_folder(settings.run, model.name)) as run:
         if run.roles():
-            raise RunError(f"{run.folder} already holds measurements; import into another --run")
+            raise RunError(
+                f"{run.folder} already holds measurements; import into another --run"
+            )
         run.identify(model_identity(model))
         run.store("imported", "measurements", [m.to_json() for m in measurements])
         run.note_command(["kl-lens", *of.command_of(settings)])
@@ -87,40 +110,64 @@ def _imported(settings: PaperSettings, session: Session) -> Imported:
 
 
 def rank_metrics(
-    session: Session, run: Run, model: LoadedModel, text: str, windows: int, hire: Hire,
-    *, other_texts: Sequence[str] = (), formats: Sequence[str] = (),
-) -> Ranking:  # fmt: skip
+    session: Session,
+    run: Run,
+    model: LoadedModel,
+    text: str,
+    windows: int,
+    hire: Hire,
+    *,
+    other_texts: Sequence[str] = (),
+    formats: Sequence[str] = (),
+) -> Ranking:
     """Measures the candidates of a run, all or those in `formats`, on held-out text and stores the ranking."""
-    events, calibration = session.events, session.calibration(run, model.task)
-    held_out = session.from_start(text, model.task, length=calibration.length, limit=windows)
+    events = session.events
+    calibration = session.calibration(run, model.task)
+    held_out = session.from_start(
+        text, model.task, length=calibration.length, limit=windows
+    )
     session.refuse_overlap(run, held_out, model.task)
     candidates = [c for c in _measured(run) if not formats or str(c.recipe) in formats]
     kernels = deployed(run.usual_target)
     # Read the statistics before the progress bar starts.
     model.weights.learnt_by(candidate.recipe for candidate in candidates)
-    left = Sweep(model, run, deployed=kernels).operations_left(candidates, held_out, EVALUATION)
+    left = Sweep(model, run, deployed=kernels).operations_left(
+        candidates, held_out, EVALUATION
+    )
     with going_on(run.folder), hire(operations=left + len(other_texts)) as workers:
 
         def sweep(windows: Windows, role: str, title: str) -> None:
             with events.progress(title) as progress:
-                how = Sweep(model, run, progress=progress, deployed=kernels, workers=workers)
+                how = Sweep(
+                    model, run, progress=progress, deployed=kernels, workers=workers
+                )
                 how.measure(candidates, windows, role)
 
         sweep(held_out, EVALUATION, "damage on held-out text")
         known = run.text_identity(CALIBRATION) or {}
         for name in other_texts:
-            other = model.task.drawn(name, **{key: known[key] for key in ("windows", "length", "seed")})
+            other = model.task.drawn(
+                name, **{key: known[key] for key in ("windows", "length", "seed")}
+            )
             refuse_overlap(other, held_out)
-            sweep(other, f"{CALIBRATION}:{Path(other.source).stem}", f"calibration on {other.source}")
+            sweep(
+                other,
+                f"{CALIBRATION}:{Path(other.source).stem}",
+                f"calibration on {other.source}",
+            )
     ranking = rank(run)
     run.store("ranking", "latest", ranking.to_json())
     return ranking
 
 
 def _measured(run: Run) -> list[Candidate]:
-    components = {c["name"]: Component.from_json(c) for c in run.identity.get("components", [])}
+    components = {
+        c["name"]: Component.from_json(c) for c in run.identity.get("components", [])
+    }
     measured = run.measured_windows(run.measured_role())
-    candidates = [Candidate(components[name], Recipe.parse(text)) for name, text in measured]
+    candidates = [
+        Candidate(components[name], Recipe.parse(text)) for name, text in measured
+    ]
     if not candidates:
         raise RunError(f"{run.folder} holds no measurements; run kl-lens measure first")
     order = {name: index for index, name in enumerate(components)}

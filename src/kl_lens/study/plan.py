@@ -25,7 +25,15 @@ from kl_lens.study import settings as of
 from kl_lens.study.events import going_on
 from kl_lens.study.planner import KL, TargetPlanner, nats_allowed
 from kl_lens.study.session import Session
-from kl_lens.study.settings import HeldOut, Limits, Opening, Settings, group, grouped, option
+from kl_lens.study.settings import (
+    HeldOut,
+    Limits,
+    Opening,
+    Settings,
+    group,
+    grouped,
+    option,
+)
 from kl_lens.targets import TARGETS, exported_places
 from kl_lens.text.windows import Windows, refuse_overlap
 from kl_lens.weights.formats import get_format
@@ -34,7 +42,8 @@ from kl_lens.weights.quantizers import TUNED
 from kl_lens.weights.recipes import FP16, Recipe, parsed
 
 OUR_STOCK = "a stock recipe with our methods"
-ALL, USUAL = "all", "usual"  # values of --rivals
+ALL = "all"
+USUAL = "usual"  # values of --rivals
 BUDGETS = ("max_bpw", "max_kl", "min_speed")
 SEARCHES = ("gamma", "max_loss", "max_drop")
 LIMITS = (*SEARCHES, "max_bytes", "memory", *BUDGETS)
@@ -64,7 +73,9 @@ class Choosing:
 class Budgets:
     """Limits on what is predicted, and what to minimise within them."""
 
-    max_bpw: float | None = _budget(None, "bits per weight, over all weights", metavar="BITS")
+    max_bpw: float | None = _budget(
+        None, "bits per weight, over all weights", metavar="BITS"
+    )
     max_kl: of.Nats | None = _budget(None, "predicted KL per token")
     min_speed: float | None = _budget(
         None,
@@ -72,7 +83,9 @@ class Budgets:
         metavar="TOKENS",
     )
     minimise: str | None = _budget(
-        None, "default: the one without a limit (seconds: per token)", choices=("bytes", "kl", "seconds")
+        None,
+        "default: the one without a limit (seconds: per token)",
+        choices=("bytes", "kl", "seconds"),
     )
 
     @property
@@ -87,24 +100,35 @@ class PlanSettings(Settings):
     opening: Opening = group(Opening)
     weights: str = of.place_of_weights()
     paper: str | None = _paper(
-        None, "uniform INT8 and INT4, and points 01 to 10 (gpu: of INT8 and FP16)",
-        choices=tuple(PIPELINES), nargs="?", bare="cpu",
-    )  # fmt: skip
+        None,
+        "uniform INT8 and INT4, and points 01 to 10 (gpu: of INT8 and FP16)",
+        choices=tuple(PIPELINES),
+        nargs="?",
+        bare="cpu",
+    )
     choosing: Choosing = group(Choosing)
-    uniform: of.Names = option((), "a plan per format, for all components, such as int8", metavar="FORMATS")
+    uniform: of.Names = option(
+        (), "a plan per format, for all components, such as int8", metavar="FORMATS"
+    )
     gamma: float | None = of.wanted(
-        None, "the paper's greedy rule: quantize while held-out perplexity ≤ G × the original's", metavar="G"
+        None,
+        "the paper's greedy rule: quantize while held-out perplexity ≤ G × the original's",
+        metavar="G",
     )
     limits: Limits = group(Limits)
     budgets: Budgets = group(Budgets)
-    frontier: bool = _budget(False, "print the Pareto frontier of bytes and KL", excludes="look")
+    frontier: bool = _budget(
+        False, "print the Pareto frontier of bytes and KL", excludes="look"
+    )
     verify: bool = _proof(False, "measure the whole plan")
     rivals: str | None = _proof(
         None,
         "also measure the target's stock recipes, such as Q4_K_M; one that is no larger and not worse replaces the "
         "plan (usual: a few of them; without a value: all)",
-        choices=(USUAL, ALL), nargs="?", bare=ALL,
-    )  # fmt: skip
+        choices=(USUAL, ALL),
+        nargs="?",
+        bare=ALL,
+    )
     tune: of.Count | None = tuning(
         "also tune the scales with gradients, so that the KL on calibration text falls; kept if it falls on held-out "
         f"text too (default: {TUNING_WINDOWS} windows)",
@@ -112,19 +136,31 @@ class PlanSettings(Settings):
     )
     held_out: HeldOut = group(HeldOut)
     target: str | None = option(
-        None, "plan for this target: its formats, its measurements, the size of its files", choices=TARGETS
+        None,
+        "plan for this target: its formats, its measurements, the size of its files",
+        choices=TARGETS,
     )
     plan: str | None = option(
-        None, "a plan of the run to --verify or to compare with --rivals", excludes="look", metavar="NAME"
+        None,
+        "a plan of the run to --verify or to compare with --rivals",
+        excludes="look",
+        metavar="NAME",
     )
-    write_recipe: str | None = option(None, "also for another tool, to RUN/recipes", choices=tuple(TOOLS))
+    write_recipe: str | None = option(
+        None, "also for another tool, to RUN/recipes", choices=tuple(TOOLS)
+    )
 
     def check(self) -> None:
         super().check()
-        searches, others, limits = (self.given(*names) for names in (SEARCHES, BUDGETS, LIMITS))
-        looks, new = self.given("frontier", "plan"), self.given("paper", "uniform", *LIMITS)
+        searches, others, limits = (
+            self.given(*names) for names in (SEARCHES, BUDGETS, LIMITS)
+        )
+        looks = self.given("frontier", "plan")
+        new = self.given("paper", "uniform", *LIMITS)
         if looks and new:
-            raise PlanError(f"{looks[0]} makes no new plan: leave out {', '.join(new)}, or {looks[0]}")
+            raise PlanError(
+                f"{looks[0]} makes no new plan: leave out {', '.join(new)}, or {looks[0]}"
+            )
         if not looks and not new and not self.rivals:
             raise PlanError(
                 "say what to plan: --paper, --uniform, --gamma, --max-bytes, --max-bpw, --max-kl, --max-loss, "
@@ -137,12 +173,21 @@ class PlanSettings(Settings):
         if (name := self.choosing.name) is not None:
             checked_plan_name(name)
             if not limits:
-                raise PlanError(f"--name {name} names a plan made by a limit, such as --max-bytes")
+                raise PlanError(
+                    f"--name {name} names a plan made by a limit, such as --max-bytes"
+                )
         if self.frontier and (writes := self.given("write_recipe", "tune")):
-            raise PlanError(f"{writes[0]} needs a plan, and --frontier makes none: leave one of them out")
-        about = self.given("min_speed", "rivals", "memory") or ["--minimise seconds"] * self.budgets.by_speed
+            raise PlanError(
+                f"{writes[0]} needs a plan, and --frontier makes none: leave one of them out"
+            )
+        about = (
+            self.given("min_speed", "rivals", "memory")
+            or ["--minimise seconds"] * self.budgets.by_speed
+        )
         if self.target is None and about:
-            raise PlanError(f"{about[0]} is about a target's files: name it with --target")
+            raise PlanError(
+                f"{about[0]} is about a target's files: name it with --target"
+            )
         self.limits.check()
         if searches or self.verify or self.rivals or self.tune:
             self.held_out.check(searches=bool(self.limits.loss))
@@ -150,7 +195,9 @@ class PlanSettings(Settings):
     def given(self, *names: str) -> list[str]:
         """The flags among these that are set. (A limit of 0 is.)"""
         return [
-            each.flag for each, value in of.values_of(self) if each.name in names and value != each.default
+            each.flag
+            for each, value in of.values_of(self)
+            if each.name in names and value != each.default
         ]
 
 
@@ -167,32 +214,56 @@ class PlanResult:
 
 def plan(settings: PlanSettings, session: Session) -> PlanResult:
     with Run.open(Path(settings.run or of.DEFAULT_RUN)) as run:
-        opened = partial(session.model_of, run, settings.model, settings.opening, weights=settings.weights)
-        planner = TargetPlanner(session, run, settings.target, settings.held_out, opened, settings.limits)
+        opened = partial(
+            session.model_of,
+            run,
+            settings.model,
+            settings.opening,
+            weights=settings.weights,
+        )
+        planner = TargetPlanner(
+            session, run, settings.target, settings.held_out, opened, settings.limits
+        )
         if settings.given(*LIMITS):
             table = planner.table()
         else:
             table = run.table(target=settings.target, predicted=settings.frontier)
         if settings.frontier:
             _require_storable(planner, table, settings.choosing)
-            how = {"metric": _metric(planner, table, settings.choosing), "fixed_bytes": planner.fixed_bytes}
+            how = {
+                "metric": _metric(planner, table, settings.choosing),
+                "fixed_bytes": planner.fixed_bytes,
+            }
             problem = _problem(planner, table, settings.choosing, **how)
             return PlanResult(table, frontier=planning.frontier(problem))
         run.note_command(["kl-lens", *of.command_of(settings)])
         return finished(
-            planner, table, _made(settings, planner, table), rivals=settings.rivals, verify=settings.verify,
-            tune=settings.tune, tool=settings.write_recipe, known=settings.plan,
-        )  # fmt: skip
+            planner,
+            table,
+            _made(settings, planner, table),
+            rivals=settings.rivals,
+            verify=settings.verify,
+            tune=settings.tune,
+            tool=settings.write_recipe,
+            known=settings.plan,
+        )
 
 
 def finished(
-    planner: TargetPlanner, table: SensitivityTable, plans: list[Plan],
-    *, rivals: str | None = None, verify: bool = False, tune: int | None = None,
-    tool: str | None = None, known: str | None = None,
-) -> PlanResult:  # fmt: skip
+    planner: TargetPlanner,
+    table: SensitivityTable,
+    plans: list[Plan],
+    *,
+    rivals: str | None = None,
+    verify: bool = False,
+    tune: int | None = None,
+    tool: str | None = None,
+    known: str | None = None,
+) -> PlanResult:
     """Tunes, measures and writes plans. `rivals`: stock recipes beside them, USUAL or ALL; `tool`: also for this one;
     `known`: the plan that is not new."""
-    run, note = planner.run, planner.session.events.note
+    run = planner.run
+    note = planner.session.events.note
     for each in plans:
         if predicted := each.notes.get("predicted"):
             note(
@@ -213,7 +284,9 @@ def finished(
     for each in plans:
         if each.name != known:
             _say_replaced(planner, each)
-        planning.write_plan(each, planning.plan_path(run.folder / "plans", each.name), table.components)
+        planning.write_plan(
+            each, planning.plan_path(run.folder / "plans", each.name), table.components
+        )
     handovers = [handed_over(planner, each, tool) for each in plans] if tool else []
     for text in (text for each in handovers for text in each.notes):
         note(text)
@@ -224,11 +297,15 @@ def handed_over(planner: TargetPlanner, plan: Plan, tool: str) -> Handover:
     """The plan for another tool, in RUN/recipes."""
     folder = planner.run.folder
     place = folder / RECIPES / f"{plan.name}.{tool}"
-    return write_recipe(tool, planner.model, plan, place, StoredStatistics.held_by(folder))
+    return write_recipe(
+        tool, planner.model, plan, place, StoredStatistics.held_by(folder)
+    )
 
 
 def _read(run: Run, name: str, table: SensitivityTable) -> Plan:
-    return planning.read_plan(planning.plan_path(run.folder / "plans", name), table.components)
+    return planning.read_plan(
+        planning.plan_path(run.folder / "plans", name), table.components
+    )
 
 
 def _say_replaced(planner: TargetPlanner, plan: Plan) -> None:
@@ -236,14 +313,29 @@ def _say_replaced(planner: TargetPlanner, plan: Plan) -> None:
     run = planner.run
     with suppress(PlanError):  # none, or one that cannot be read
         earlier = _read(run, plan.name, run.table())
-        before, now = (plan_digest(each.assignment, None, each.statistics) for each in (earlier, plan))
+        before, now = (
+            plan_digest(each.assignment, None, each.statistics)
+            for each in (earlier, plan)
+        )
         if before != now:
-            old = [str(place) for (_, name), place in exported_places(run).items() if name == plan.name]
-            kept = f"; until the next export, the earlier one stays in {' and '.join(old)}" if old else ""
-            planner.session.events.tell(f"{plan.name} replaces another plan of this name{kept}")
+            old = [
+                str(place)
+                for (_, name), place in exported_places(run).items()
+                if name == plan.name
+            ]
+            kept = (
+                f"; until the next export, the earlier one stays in {' and '.join(old)}"
+                if old
+                else ""
+            )
+            planner.session.events.tell(
+                f"{plan.name} replaces another plan of this name{kept}"
+            )
 
 
-def _made(settings: PlanSettings, planner: TargetPlanner, table: SensitivityTable) -> list[Plan]:
+def _made(
+    settings: PlanSettings, planner: TargetPlanner, table: SensitivityTable
+) -> list[Plan]:
     choosing = settings.choosing
     if settings.plan:
         named = _read(planner.run, settings.plan, table)
@@ -251,13 +343,20 @@ def _made(settings: PlanSettings, planner: TargetPlanner, table: SensitivityTabl
     made: list[Plan] = []
     if settings.paper is not None:
         made += published_points(planner, table, settings.paper, choosing)
-    made += [planning.uniform_plan(table, fmt, no_head=choosing.no_head) for fmt in settings.uniform]
+    made += [
+        planning.uniform_plan(table, fmt, no_head=choosing.no_head)
+        for fmt in settings.uniform
+    ]
     if settings.gamma is not None:
         _require_storable(planner, table, choosing)
         result = greedy_plan(
-            table, planner.halves[0].perplexity, gamma=settings.gamma, name=choosing.name,
-            metric=_metric(planner, table, choosing), no_head=choosing.no_head,
-        )  # fmt: skip
+            table,
+            planner.halves[0].perplexity,
+            gamma=settings.gamma,
+            name=choosing.name,
+            metric=_metric(planner, table, choosing),
+            no_head=choosing.no_head,
+        )
         planner.session.events.note(
             f"greedy: {result.evaluations} evaluations of perplexity; the original's is {result.baseline:.3f}, "
             f"the plan's {result.perplexity:.3f}"
@@ -273,28 +372,41 @@ def published_points(
 ) -> list[Plan]:
     """The paper's points; `pipeline`: cpu or gpu."""
     metric = choosing.metric or PUBLISHED_METRIC
-    points = paper_points(table, metric=metric, pipeline=pipeline, no_head=choosing.no_head)
+    points = paper_points(
+        table, metric=metric, pipeline=pipeline, no_head=choosing.no_head
+    )
     unmeasured = planning.Predictor(table).unmeasured
-    uniform = [set(unmeasured(point.assignment)) for point in points if point.family == "uniform"]
+    uniform = [
+        set(unmeasured(point.assignment)) for point in points if point.family == "uniform"
+    ]
     for name in sorted(set.intersection(*uniform)):
-        planner.session.events.warn(f"{name} was never measured; the paper's points leave it at FP16")
+        planner.session.events.warn(
+            f"{name} was never measured; the paper's points leave it at FP16"
+        )
     return points
 
 
 def plan_within(
-    planner: TargetPlanner, table: SensitivityTable, choosing: Choosing | None = None,
+    planner: TargetPlanner,
+    table: SensitivityTable,
+    choosing: Choosing | None = None,
     budgets: Budgets | None = None,
-) -> Plan:  # fmt: skip
+) -> Plan:
     """The smallest plan within a measured loss, or the one with the least predicted loss (or bytes, or time) within the
     other limits, counting the target's file."""
-    choosing, budgets = choosing or Choosing(), budgets or Budgets()
-    target, events, limits = planner.target, planner.session.events, planner.limits
+    choosing = choosing or Choosing()
+    budgets = budgets or Budgets()
+    target = planner.target
+    events = planner.session.events
+    limits = planner.limits
     _require_storable(planner, table, choosing)
     if loss := limits.loss:  # on both halves of the held-out text
         found = planning.plan_for_loss(
-            _problem(planner, table, choosing), lambda plan: planner.lost(plan, loss),
-            max_loss=nats_allowed(loss), name=choosing.name,
-        )  # fmt: skip
+            _problem(planner, table, choosing),
+            lambda plan: planner.lost(plan, loss),
+            max_loss=nats_allowed(loss),
+            name=choosing.name,
+        )
         asked = spell_share(loss["drop"]) if "drop" in loss else f"{loss['loss']:g} nats"
         events.note(
             f"target {asked}: {found.evaluations} plans measured; the smallest that fits loses at most "
@@ -302,13 +414,17 @@ def plan_within(
             f"{planner.halves[0].text.label}"
         )
         return planner.sized(replace(found.plan, limits=loss))
-    max_bytes, metric, speed = limits.bytes, _metric(planner, table, choosing), None
+    max_bytes = limits.bytes
+    metric = _metric(planner, table, choosing)
+    speed = None
     if target is not None and budgets.by_speed:
         speed = planning.speed_model(planner.run, table, target)
     solutions: list[planning.BudgetSolution] = []
 
     def make(fixed_bytes: int) -> Plan:
-        problem = _problem(planner, table, choosing, metric=metric, speed=speed, fixed_bytes=fixed_bytes)
+        problem = _problem(
+            planner, table, choosing, metric=metric, speed=speed, fixed_bytes=fixed_bytes
+        )
         how = {"max_bytes": max_bytes, "name": choosing.name, **asdict(budgets)}
         solution = planning.plan_for_budget(problem, **how)
         solutions.append(solution)
@@ -317,17 +433,32 @@ def plan_within(
     # The solver adds up upper bounds; a stock recipe's file is measured to the byte and may fit where the bounds do
     # not. With other limits or another goal only the solver knows what is best.
     others: list[Plan] = []
-    if target is not None and limits.max_bytes is not None and budgets in (Budgets(), Budgets(minimise="kl")):
+    if (
+        target is not None
+        and limits.max_bytes is not None
+        and budgets in (Budgets(), Budgets(minimise="kl"))
+    ):
         stock = [one.assignment for one in target.stock_recipes(planner.model)]
         problem = _problem(planner, table, choosing, metric=metric, keep_fused=False)
         others = [
-            planning.finished_plan(table, "stock", each, OUR_STOCK, predictor=problem.predictor)
+            planning.finished_plan(
+                table, "stock", each, OUR_STOCK, predictor=problem.predictor
+            )
             for each in planning.stock_with_our_methods(problem, stock)
         ]
     plan = planner.fitted(make, max_bytes, others)
-    solution = next((each for each in solutions if each.plan.assignment == plan.assignment), solutions[-1])
-    proof = "proven optimal" if solution.gap == 0 else f"within {solution.gap:.2e} of the optimum"
-    events.note(f"least {solution.minimised} within the budget: {proof}, in {solution.seconds:.2f} s")
+    solution = next(
+        (each for each in solutions if each.plan.assignment == plan.assignment),
+        solutions[-1],
+    )
+    proof = (
+        "proven optimal"
+        if solution.gap == 0
+        else f"within {solution.gap:.2e} of the optimum"
+    )
+    events.note(
+        f"least {solution.minimised} within the budget: {proof}, in {solution.seconds:.2f} s"
+    )
     if plan.made_by == OUR_STOCK:
         events.note(f"{OUR_STOCK} fits and is predicted to lose less; it is used instead")
     if planner.held is not None:
@@ -359,17 +490,27 @@ def _problem(
 ) -> planning.Problem:
     recipes = choosing.formats or None
     return planning.build_problem(
-        table, held=planner.held, target=planner.target, recipes=recipes, no_head=choosing.no_head, **how
+        table,
+        held=planner.held,
+        target=planner.target,
+        recipes=recipes,
+        no_head=choosing.no_head,
+        **how,
     )
 
 
-def _require_storable(planner: TargetPlanner, table: SensitivityTable, choosing: Choosing) -> None:
+def _require_storable(
+    planner: TargetPlanner, table: SensitivityTable, choosing: Choosing
+) -> None:
     """Otherwise the only plan would be FP16."""
-    target, chosen = planner.target, choosing.formats or table.formats
+    target = planner.target
+    chosen = choosing.formats or table.formats
     if target is None or set(chosen) == {FP16}:
         return
     grids = [get_format(name.partition("+")[0]) for name in chosen if name != FP16]
-    if not any(target.holds(grid, c.shape) is None for grid in grids for c in table.candidates):
+    if not any(
+        target.holds(grid, c.shape) is None for grid in grids for c in table.candidates
+    ):
         raise PlanError(
             f"{target.title} can store none of the measured formats ({', '.join(chosen)}); repeat kl-lens "
             f"measure with --target {target.name} instead of --formats"
@@ -390,8 +531,13 @@ def _metric(planner: TargetPlanner, table: SensitivityTable, choosing: Choosing)
 def with_tuning(plan: Plan, windows: int, planner: TargetPlanner) -> Plan:
     """The plan with scales tuned on text, or the plan itself if its KL on the first held-out half did not fall; the
     second half confirms, as for every plan."""
-    run, model, meter, events = planner.run, planner.model, planner.halves[0], planner.session.events
-    recipes = {name: recipe for name, recipe in parsed(plan.assignment).items() if recipe != FP16}
+    run = planner.run
+    model = planner.model
+    meter = planner.halves[0]
+    events = planner.session.events
+    recipes = {
+        name: recipe for name, recipe in parsed(plan.assignment).items() if recipe != FP16
+    }
     model.weights.learnt_by(recipes.values(), plan.statistics)
     drawn, text = _tuning_text(planner, windows)
     rates = TuningRates()
@@ -405,9 +551,13 @@ def with_tuning(plan: Plan, windows: int, planner: TargetPlanner) -> Plan:
     }
     if not all(model.weights.has_tuned(name, recipe) for name, recipe in spelled.items()):
         about = drawn.provenance()
-        identity = {name: about[name] for name in ("source", "split", "windows", "length", "seed")}
+        identity = {
+            name: about[name] for name in ("source", "split", "windows", "length", "seed")
+        }
         run.store(TUNING, digest, identity)  # no plan of this run is judged on it
-        events.note(f"tuning {plan.name} on {text.label}, {len(text)} windows of {text.length}")
+        events.note(
+            f"tuning {plan.name} on {text.label}, {len(text)} windows of {text.length}"
+        )
         with going_on(run.folder), events.progress(f"tuning {plan.name}") as shown:
 
             def advance(done: int, steps: int) -> None:
@@ -415,39 +565,64 @@ def with_tuning(plan: Plan, windows: int, planner: TargetPlanner) -> Plan:
                     shown.started(steps, 0)
                 shown.advanced(1, f"step {done}")
 
-            for name, quantized in tuned(model, recipes, text.ids, rates, advance).items():
+            for name, quantized in tuned(
+                model, recipes, text.ids, rates, advance
+            ).items():
                 model.weights.keep_tuned(name, spelled[name], quantized)
     assignment = plan.assignment | spelled
-    before, after = meter.measure(plan.assignment), meter.measure(assignment)
+    before = meter.measure(plan.assignment)
+    after = meter.measure(assignment)
     gain = planning.paired_difference(after.windows, before.windows)
     change = f"KL {before.kl.value:.4g} before and {after.kl.value:.4g} after, on {meter.text.label}"
     if gain.mean >= 0:
-        events.note(f"{plan.name}: tuning did not help ({change}); the plan stays as it was")
+        events.note(
+            f"{plan.name}: tuning did not help ({change}); the plan stays as it was"
+        )
         return plan
     events.note(f"{plan.name}: tuned, {change}")
     return replace(
-        plan, assignment=assignment, made_by=f"{plan.made_by}, tuned", predicted_kl=None, measured=None,
-        statistics=None, notes=plan.notes | {"tuned": change},
-    )  # fmt: skip
+        plan,
+        assignment=assignment,
+        made_by=f"{plan.made_by}, tuned",
+        predicted_kl=None,
+        measured=None,
+        statistics=None,
+        notes=plan.notes | {"tuned": change},
+    )
 
 
 def _tuning_text(planner: TargetPlanner, windows: int) -> tuple[Windows, Windows]:
     """Windows of the run's calibration text at random places; and those of them that share nothing with the windows
     that measured or taught methods."""
-    session, run, task = planner.session, planner.run, planner.model.task
-    measured, learnt = session.calibration(run, task), StoredStatistics.held_by(run.folder)
+    session = planner.session
+    run = planner.run
+    task = planner.model.task
+    measured = session.calibration(run, task)
+    learnt = StoredStatistics.held_by(run.folder)
     assert measured.seed is not None
     drawn = session.drawn(
-        measured.label, task, length=measured.length, seed=measured.seed + 2,
+        measured.label,
+        task,
+        length=measured.length,
+        seed=measured.seed + 2,
         windows=min(windows, measured.stream_tokens // measured.length),
-    )  # fmt: skip
+    )
     for half in planner.halves:
         refuse_overlap(drawn, half.text)
-    used = [measured, *([session.drawn_again(learnt.identity["text"], task)] if learnt else [])]
+    used = [
+        measured,
+        *([session.drawn_again(learnt.identity["text"], task)] if learnt else []),
+    ]
     taken = [start for text in used if text.label == drawn.label for start in text.starts]
-    apart = [i for i, start in enumerate(drawn.starts) if all(abs(start - t) >= drawn.length for t in taken)]
+    apart = [
+        i
+        for i, start in enumerate(drawn.starts)
+        if all(abs(start - t) >= drawn.length for t in taken)
+    ]
     if not apart:
-        raise TextError(f"{drawn.label}: measuring used all of it; --tune needs more text")
+        raise TextError(
+            f"{drawn.label}: measuring used all of it; --tune needs more text"
+        )
     starts = tuple(drawn.starts[i] for i in apart)
     documents = tuple(drawn.documents[i] for i in apart)
     return drawn, replace(drawn, ids=drawn.ids[apart], starts=starts, documents=documents)

@@ -32,11 +32,18 @@ class TargetPlanner:
     """
 
     def __init__(
-        self, session: Session, run: Run, target: str | None = None, held_out: HeldOut | None = None,
-        opened: Callable[[], LoadedModel] | None = None, limits: Limits | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        session: Session,
+        run: Run,
+        target: str | None = None,
+        held_out: HeldOut | None = None,
+        opened: Callable[[], LoadedModel] | None = None,
+        limits: Limits | None = None,
+    ) -> None:
         """`opened`: opens the run's model (default: from where the run found it)."""
-        self.session, self.run, self._held_out = session, run, held_out or HeldOut()
+        self.session = session
+        self.run = run
+        self._held_out = held_out or HeldOut()
         self._opened = opened or partial(session.model_of, run)
         self.target = get_target(target) if target else None
         self.limits = limits or Limits()
@@ -48,13 +55,17 @@ class TargetPlanner:
         if use is None or self.target is None:
             return None
         carried = carried_by(self.model.config, self.model.name)
-        return planning.held_by(self.target, carried, use, self.run.states(), self.limits.memory or 0)
+        return planning.held_by(
+            self.target, carried, use, self.run.states(), self.limits.memory or 0
+        )
 
     def table(self) -> SensitivityTable:
         """The measurements to plan with. A staged search has measured what plans within its own limit use; within
         others they may use what was only predicted."""
         target = None if self.target is None else self.target.name
-        known = (self.run.load(SCREENED, self.run.measured_role(target)) or {}).get("limit")
+        known = (self.run.load(SCREENED, self.run.measured_role(target)) or {}).get(
+            "limit"
+        )
         return self.run.table(target=target, predicted=self.limits.given != known)
 
     @property
@@ -69,10 +80,15 @@ class TargetPlanner:
         held_out = self.session.held_out(self._held_out, self.run, model.task)
         middle = (len(held_out) + 1) // 2
         if middle == len(held_out):
-            raise PlanError("--held-out-windows must be at least 2: one half decides, the other confirms")
+            raise PlanError(
+                "--held-out-windows must be at least 2: one half decides, the other confirms"
+            )
         kind = None if self.target is None else computed_as(self.target)
-        first, second = held_out.first(middle), held_out.after(middle)
-        return self.session.meter(model, first, kind), self.session.meter(model, second, kind)
+        first = held_out.first(middle)
+        second = held_out.after(middle)
+        return self.session.meter(model, first, kind), self.session.meter(
+            model, second, kind
+        )
 
     def lost(self, assignment: Mapping[str, str], limits: Mapping[str, float]) -> float:
         """What a plan loses in nats per token, of what is limited, with one standard error: on little text plans would
@@ -83,7 +99,11 @@ class TargetPlanner:
         if not decided <= nats_allowed(limits):
             return decided
         loss = limited_loss(second(assignment), limits)
-        return max(decided, loss.value + (0.0 if math.isnan(loss.standard_error) else loss.standard_error))
+        return max(
+            decided,
+            loss.value
+            + (0.0 if math.isnan(loss.standard_error) else loss.standard_error),
+        )
 
     def keeps(self, assignment: Mapping[str, str], limits: Mapping[str, float]) -> bool:
         """Whether a plan loses no more than the limits allow, on both halves."""
@@ -92,28 +112,46 @@ class TargetPlanner:
 
     def interaction(self, table: SensitivityTable, plans: Sequence[Plan]) -> float:
         """How much more whole plans lose than the sum of their parts, over all plans measured on the first half."""
-        meter, predictor = self.halves[0], planning.Predictor(table)
+        meter = self.halves[0]
+        predictor = planning.Predictor(table)
         for plan in plans:
             meter.measure(plan.assignment)
-        sums = [(predictor.total(assignment), result.kl.value) for assignment, result in meter.known]
-        return planning.interaction((total.value, kl) for total, kl in sums if total is not None)
+        sums = [
+            (predictor.total(assignment), result.kl.value)
+            for assignment, result in meter.known
+        ]
+        return planning.interaction(
+            (total.value, kl) for total, kl in sums if total is not None
+        )
 
     def other_text(self, rivals: Sequence[Plan]) -> float:
         """How much more plans lose on the second half than on the first, from the rival that loses most: its ratio has
         the smallest error."""
         first, second = self.halves
-        losses = [(second.measure(rival.assignment).kl.value, rival.assignment) for rival in rivals]
+        losses = [
+            (second.measure(rival.assignment).kl.value, rival.assignment)
+            for rival in rivals
+        ]
         worst = max(losses, key=lambda loss: loss[0], default=None)
-        return planning.interaction([(first.measure(worst[1]).kl.value, worst[0])] if worst else [])
+        return planning.interaction(
+            [(first.measure(worst[1]).kl.value, worst[0])] if worst else []
+        )
 
     def sized(self, plan: Plan, *, exact: bool = True) -> Plan:
         """The plan with the size of its file; `exact=False`: a quick upper bound."""
         if self.target is None:
             return plan
         size = self.target.file_bytes(self.model, plan, exact=exact)
-        return replace(plan, target=self.target.name, fixed_bytes=size - (plan.bytes or 0))
+        return replace(
+            plan, target=self.target.name, fixed_bytes=size - (plan.bytes or 0)
+        )
 
-    def fitted(self, make: Callable[[int], Plan], max_bytes: int | None, others: Sequence[Plan] = ()) -> Plan:
+    def fitted(
+        self,
+        make: Callable[[int], Plan],
+        max_bytes: int | None,
+        others: Sequence[Plan] = (),
+    ) -> Plan:
         """The plan with the least predicted loss whose file fits: from `make(bytes besides the weights)`, called until
         the size is right, or one of `others`."""
         if self.target is None or max_bytes is None:
@@ -135,14 +173,18 @@ class TargetPlanner:
             fixed += wrong if best is not None else max(wrong, size - max_bytes)
         for other in others:
             # Check the weights first: most files need not be written.
-            if (other.bytes or 0) + self.fixed_bytes > max_bytes or (best and not _loses_less(other, best)):
+            if (other.bytes or 0) + self.fixed_bytes > max_bytes or (
+                best and not _loses_less(other, best)
+            ):
                 continue
             plan = self.sized(replace(other, name=made.name, limits=made.limits))
             if (plan.file_bytes or 0) <= max_bytes:
                 best = plan
         if best is not None:
             return best
-        raise PlanError(f"no {self.target.title} file has at most {human_bytes(max_bytes)}; raise the budget")
+        raise PlanError(
+            f"no {self.target.title} file has at most {human_bytes(max_bytes)}; raise the budget"
+        )
 
     @cached_property
     def fixed_bytes(self) -> int:
@@ -150,19 +192,32 @@ class TargetPlanner:
         if self.target is None:
             return 0
         weights = sum(2 * c.parameters for c in self.model.anatomy.components)
-        return self.sized(Plan("fp16", {}, "fp16", bytes=weights), exact=False).fixed_bytes
+        return self.sized(
+            Plan("fp16", {}, "fp16", bytes=weights), exact=False
+        ).fixed_bytes
 
     def verified(self, plan: Plan, table: SensitivityTable, factor: float = 1.0) -> Plan:
         """The plan with its measured loss on the second half. Prediction: the sum of its parts, times `factor`."""
-        meter, events = self.halves[1], self.session.events
-        learnt = meter.model.weights.learnt_by(parsed(plan.assignment).values(), plan.statistics)
+        meter = self.halves[1]
+        events = self.session.events
+        learnt = meter.model.weights.learnt_by(
+            parsed(plan.assignment).values(), plan.statistics
+        )
         result = meter.measure(plan.assignment, plan.caches)
         measured = Measured(
-            result.kl, result.perplexity, result.original_perplexity, meter.text.label, len(result.windows)
+            result.kl,
+            result.perplexity,
+            result.original_perplexity,
+            meter.text.label,
+            len(result.windows),
         )
         plan = replace(plan, measured=measured, statistics=learnt)
         if (loss := plan.missed) is not None:
-            what, most = ("perplexity rises by", "drop") if "drop" in plan.limits else ("the KL is", "loss")
+            what, most = (
+                ("perplexity rises by", "drop")
+                if "drop" in plan.limits
+                else ("the KL is", "loss")
+            )
             events.tell(
                 f"{plan.name} misses its target: {what} {spell_estimate(loss)} on {measured.place}, and at most "
                 f"{plan.limits[most]:g} was asked for"
@@ -176,14 +231,22 @@ class TargetPlanner:
         if not explained:
             events.warn(f"{plan.name}: {message}")
         notes = plan.notes | {"verification": message}
-        return replace(plan, notes=notes, predicted_kl=predicted.value, interaction=factor)
+        return replace(
+            plan, notes=notes, predicted_kl=predicted.value, interaction=factor
+        )
 
     def _of_caches(self, plan: Plan) -> float:
         """What its caches lose by themselves."""
         choices = [
-            (g.members[0], choice) for g in (self.held.caches if self.held else ()) for choice in g.choices
+            (g.members[0], choice)
+            for g in (self.held.caches if self.held else ())
+            for choice in g.choices
         ]
-        return sum(choice.kl for kind, choice in choices if plan.caches.get(kind) == choice.recipe)
+        return sum(
+            choice.kl
+            for kind, choice in choices
+            if plan.caches.get(kind) == choice.recipe
+        )
 
     # -- stock recipes -----------------------------------------------------------------------------------------
 
@@ -197,26 +260,35 @@ class TargetPlanner:
         measured = [self.verified(each, table, factor) for each in (*plans, *rivals)]
         if not plans:
             return measured
-        ours, others = measured[len(plans) - 1], measured[len(plans) :]
+        ours = measured[len(plans) - 1]
+        others = measured[len(plans) :]
         same = next((each for each in others if _stored(each) == _stored(ours)), None)
         contest = self._contest(ours, [each for each in others if each is not same])
         sentence = contest.sentence(same.name if same else None)
         # One window decides nothing, whatever the rivals are: the user should ask for more.
         events = self.session.events
-        (events.tell if contest.unknown and contest.windows < 2 else events.note)(f"{ours.name}: {sentence}")
+        (events.tell if contest.unknown and contest.windows < 2 else events.note)(
+            f"{ours.name}: {sentence}"
+        )
         if contest.winner == ours.name:
             notes = ours.notes | ({"taken_over": same.name} if same else {})
             kept = [replace(ours, contest=sentence, notes=notes)]
         else:
             winner = next(each for each in others if each.name == contest.winner)
             taken = replace(
-                winner, name=ours.name, made_by=f"{winner.made_by}; replaces our own plan", limits=ours.limits,
-                notes=winner.notes | {"taken_over": winner.name}, contest=sentence,
-            )  # fmt: skip
+                winner,
+                name=ours.name,
+                made_by=f"{winner.made_by}; replaces our own plan",
+                limits=ours.limits,
+                notes=winner.notes | {"taken_over": winner.name},
+                contest=sentence,
+            )
             kept = [self.sized(replace(ours, name=f"{ours.name}.own")), self.sized(taken)]
         return [*measured[: len(plans) - 1], *others, *kept]
 
-    def rivals(self, table: SensitivityTable, ours: Plan | None, *, everything: bool) -> list[Plan]:
+    def rivals(
+        self, table: SensitivityTable, ours: Plan | None, *, everything: bool
+    ) -> list[Plan]:
         """The target's stock recipes as plans: all, or the usual ones and the largest that is no larger than ours."""
         assert self.target is not None
         stock = self.target.stock_recipes(self.model)
@@ -232,10 +304,16 @@ class TargetPlanner:
         }
         if everything:
             return [self.sized(plan) for plan in made.values()]
-        usual = {one.plan_name: self.sized(made[one.plan_name]) for one in stock if one.usual}
+        usual = {
+            one.plan_name: self.sized(made[one.plan_name]) for one in stock if one.usual
+        }
         size = (ours.file_bytes if ours else None) or 0
         # Reversed, so that of two equal sizes the one with an importance matrix comes first.
-        below = [plan for plan in reversed(made.values()) if (plan.bytes or 0) + self.fixed_bytes <= size]
+        below = [
+            plan
+            for plan in reversed(made.values())
+            if (plan.bytes or 0) + self.fixed_bytes <= size
+        ]
         for plan in sorted(below, key=lambda plan: -(plan.bytes or 0)):
             nearest = self.sized(plan)
             if (nearest.file_bytes or 0) <= size:
@@ -245,21 +323,28 @@ class TargetPlanner:
 
     def _contest(self, ours: Plan, rivals: Sequence[Plan]) -> planning.Contest:
         """On the second half of the text. All files are sized under our plan's name, because some contain it."""
-        meter, by_name = self.halves[1], {plan.name: plan for plan in rivals}
+        meter = self.halves[1]
+        by_name = {plan.name: plan for plan in rivals}
 
         def contender(plan: Plan) -> planning.Contender:
             size = self.sized(replace(plan, name=ours.name)).memory_bytes
-            return planning.Contender(plan.name, size, meter.measure(plan.assignment, plan.caches).windows)
+            return planning.Contender(
+                plan.name, size, meter.measure(plan.assignment, plan.caches).windows
+            )
 
         def keeps(rival: planning.Contender) -> bool:
             return self.keeps(by_name[rival.name].assignment, ours.limits)
 
-        return planning.contest(contender(ours), [contender(each) for each in rivals], keeps=keeps)
+        return planning.contest(
+            contender(ours), [contender(each) for each in rivals], keeps=keeps
+        )
 
 
 def nats_allowed(limits: Mapping[str, float]) -> float:
     """The loss per token that a user's limits allow: of KL (`loss`), or of cross-entropy (`drop`)."""
-    return math.log1p(limits["drop"]) if "drop" in limits else limits.get("loss", math.inf)
+    return (
+        math.log1p(limits["drop"]) if "drop" in limits else limits.get("loss", math.inf)
+    )
 
 
 def limited_loss(result: JointResult, limits: Mapping[str, float]) -> Estimate:
@@ -271,4 +356,6 @@ def _loses_less(plan: Plan, other: Plan) -> bool:
 
 
 def _stored(plan: Plan) -> dict[str, Recipe]:
-    return {name: recipe for name, recipe in parsed(plan.assignment).items() if recipe != FP16}
+    return {
+        name: recipe for name, recipe in parsed(plan.assignment).items() if recipe != FP16
+    }

@@ -25,13 +25,24 @@ _INHERITED = ("license", "license_name", "license_link", "language")
 @dataclass(frozen=True, kw_only=True)
 class PublishSettings(Settings):
     run: str = option(help="the run folder", positional=True, metavar="RUN")
-    target: str = option(help="whose file to publish", positional=True, choices=TARGETS, metavar="TARGET")
-    to: str = option(help="the repository on the hub; it is made if it does not exist", metavar="ORG/NAME")
-    plan: of.Name | None = option(None, "whose file it is (default: what the last kl-lens run recommends)")
-    base_model: str | None = option(
-        None, "the original on the hub (default: where the run's model came from)", metavar="ORG/NAME"
+    target: str = option(
+        help="whose file to publish", positional=True, choices=TARGETS, metavar="TARGET"
     )
-    license: str | None = option(None, "as the hub spells it (default: the original's)", metavar="ID")
+    to: str = option(
+        help="the repository on the hub; it is made if it does not exist",
+        metavar="ORG/NAME",
+    )
+    plan: of.Name | None = option(
+        None, "whose file it is (default: what the last kl-lens run recommends)"
+    )
+    base_model: str | None = option(
+        None,
+        "the original on the hub (default: where the run's model came from)",
+        metavar="ORG/NAME",
+    )
+    license: str | None = option(
+        None, "as the hub spells it (default: the original's)", metavar="ID"
+    )
     private: bool = option(False, "make the repository private")
     out: of.Directory | None = option(
         None,
@@ -44,7 +55,9 @@ class PublishSettings(Settings):
         from huggingface_hub.errors import HFValidationError
         from huggingface_hub.utils._validators import validate_repo_id
 
-        names = {"--to": self.to} | ({} if self.base_model is None else {"--base-model": self.base_model})
+        names = {"--to": self.to} | (
+            {} if self.base_model is None else {"--base-model": self.base_model}
+        )
         for flag, name in names.items():
             try:
                 validate_repo_id(name)
@@ -73,7 +86,9 @@ def publish(settings: PublishSettings, session: Session) -> PublishResult:
     return PublishResult(folder, files, url)
 
 
-def _write(run: Run, settings: PublishSettings, name: str, folder: Path, events: Events) -> Any:
+def _write(
+    run: Run, settings: PublishSettings, name: str, folder: Path, events: Events
+) -> Any:
     """Writes the folder; returns the client's own view of the card."""
     import pyarrow
     from huggingface_hub import ModelCard
@@ -86,9 +101,13 @@ def _write(run: Run, settings: PublishSettings, name: str, folder: Path, events:
     view = collect(run)
     plan = view.plan(name)
     if plan is None or artifact is None:
-        raise RunError(f"{run.folder} has no plan {name}; it has {', '.join(p.name for p in view.plans)}")
+        raise RunError(
+            f"{run.folder} has no plan {name}; it has {', '.join(p.name for p in view.plans)}"
+        )
     if plan.target != settings.target:
-        raise RunError(f"{name} was not made for {settings.target}; publish a plan of that target")
+        raise RunError(
+            f"{name} was not made for {settings.target}; publish a plan of that target"
+        )
     score = score_of(view, plan)
     if score is None or score.subject.what != ARTIFACT:
         raise RunError(
@@ -97,14 +116,20 @@ def _write(run: Run, settings: PublishSettings, name: str, folder: Path, events:
         )
     source = str(view.identity.get("source", ""))
     base = settings.base_model or (source.partition("@")[0] if "@" in source else None)
-    inherited = _original_card(source) | ({"license": settings.license} if settings.license else {})
+    inherited = _original_card(source) | (
+        {"license": settings.license} if settings.license else {}
+    )
     if "license" not in inherited:
-        events.warn("the card names no licence, because the original's does not; name one with --license")
+        events.warn(
+            "the card names no licence, because the original's does not; name one with --license"
+        )
     about = front_matter(view, plan, base, inherited)
     content = card(view, plan, artifact, score, settings.to, about)
     parsed = ModelCard(content)
     if parsed.data.to_dict() != about:
-        raise RunError(f"{run.folder}: the card's front matter cannot be read back; please report it")
+        raise RunError(
+            f"{run.folder}: the card's front matter cannot be read back; please report it"
+        )
     earlier = earlier_artifact(folder)
     with replacing(folder) as new:
         for file in (*artifact.files, RECORD_FILE):
@@ -113,10 +138,14 @@ def _write(run: Run, settings: PublishSettings, name: str, folder: Path, events:
             shutil.copytree(recipe, new / "recipe" / recipe.name.removeprefix(f"{name}."))
         shutil.copyfile(planning.plan_path(run.folder / "plans", name), new / "plan.json")
         rows = run.table(target=settings.target).rows()
-        parquet.write_table(pyarrow.Table.from_pylist(rows), new / "sensitivities.parquet")
+        parquet.write_table(
+            pyarrow.Table.from_pylist(rows), new / "sensitivities.parquet"
+        )
         (new / CHART).write_text(chart(view, plan), encoding="utf-8")
         (new / "README.md").write_text(content, encoding="utf-8")
-    for file in set(earlier.files if earlier else ()) - set(artifact.files):  # or they would be uploaded too
+    for file in set(earlier.files if earlier else ()) - set(
+        artifact.files
+    ):  # or they would be uploaded too
         (folder / file).unlink(missing_ok=True)
     return parsed
 
@@ -129,7 +158,12 @@ def _original_card(source: str) -> dict[str, Any]:
 
     try:
         known = ModelCard.load(model_folder(source) / "README.md").data.to_dict()
-    except (KLLensError, OSError, ValueError, TypeError):  # moved, without a card, or one that cannot be read
+    except (
+        KLLensError,
+        OSError,
+        ValueError,
+        TypeError,
+    ):  # moved, without a card, or one that cannot be read
         return {}
     return {name: known[name] for name in _INHERITED if known.get(name)}
 
@@ -152,11 +186,17 @@ def _upload(settings: PublishSettings, folder: Path, card: Any, events: Events) 
         api.create_repo(settings.to, private=settings.private, exist_ok=True)
         events.note(f"uploading {folder} to {settings.to}")
         message = f"Upload {settings.target} files by KL Lens"
-        done = api.upload_folder(repo_id=settings.to, folder_path=folder, commit_message=message)
-    except Exception as error:  # also of the client's HTTP library; a card that the hub does not accept
+        done = api.upload_folder(
+            repo_id=settings.to, folder_path=folder, commit_message=message
+        )
+    except (
+        Exception
+    ) as error:  # also of the client's HTTP library; a card that the hub does not accept
         if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403):
             raise KLLensError(
                 f"{settings.to}: the hub does not let you write there; run `hf auth login`"
             ) from error
-        raise KLLensError(f"{settings.to}: not uploaded: {one_line(error)}; {folder} is complete") from error
+        raise KLLensError(
+            f"{settings.to}: not uploaded: {one_line(error)}; {folder} is complete"
+        ) from error
     return str(done.commit_url)

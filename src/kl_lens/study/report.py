@@ -15,7 +15,9 @@ from kl_lens.study.settings import DEFAULT_RUN, Folder, Settings, of_run, option
 @dataclass(frozen=True, kw_only=True)
 class ReportSettings(Settings):
     run: Folder | None = of_run()
-    out: Path | None = option(None, "where to write (default: RUN/report.html)", metavar="FILE")
+    out: Path | None = option(
+        None, "where to write (default: RUN/report.html)", metavar="FILE"
+    )
     open: bool = option(False, "open it in the browser")
 
 

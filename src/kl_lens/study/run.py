@@ -26,7 +26,13 @@ import torch
 from kl_lens import evaluation, planning
 from kl_lens.base.aside import Aside, aside
 from kl_lens.base.environment import processors
-from kl_lens.base.errors import BudgetError, KLLensError, PlanError, TargetError, UnsupportedError
+from kl_lens.base.errors import (
+    BudgetError,
+    KLLensError,
+    PlanError,
+    TargetError,
+    UnsupportedError,
+)
 from kl_lens.base.files import write_text
 from kl_lens.base.units import human_bytes, spell_bytes, spell_share
 from kl_lens.evaluation.ahead import SPARED, Ahead
@@ -37,7 +43,13 @@ from kl_lens.measuring import screening
 from kl_lens.measuring.engines import DEFAULT_MEMORY, memory_on
 from kl_lens.measuring.perturbation import Candidate, find_candidates, states_of
 from kl_lens.measuring.statistics import StoredStatistics
-from kl_lens.measuring.sweep import Sweep, model_identity, quantizing_work, windows_by_cost, work_of
+from kl_lens.measuring.sweep import (
+    Sweep,
+    model_identity,
+    quantizing_work,
+    windows_by_cost,
+    work_of,
+)
 from kl_lens.measuring.teacher import batch_tokens, window_bytes
 from kl_lens.model import Anatomy, LoadedModel, States
 from kl_lens.model.states import CACHES
@@ -47,11 +59,29 @@ from kl_lens.reporting import write_report
 from kl_lens.run.folder import CALIBRATION, RECOMMENDED, SCREENED, Run, recommended_name
 from kl_lens.run.records import ARTIFACT, Plan, Subject
 from kl_lens.run.subjects import current_results
-from kl_lens.study import benchmark, calibrate, evaluate, export, measure, paper, plan, settings as of
+from kl_lens.study import (
+    benchmark,
+    calibrate,
+    evaluate,
+    export,
+    measure,
+    paper,
+    plan,
+    settings as of,
+)
 from kl_lens.study.events import JobEstimate, StageCost, exit_code, going_on
 from kl_lens.study.planner import KL, TargetPlanner
 from kl_lens.study.session import Session
-from kl_lens.study.settings import Calibration, HeldOut, Limits, Opening, Processes, Tasks, group, option
+from kl_lens.study.settings import (
+    Calibration,
+    HeldOut,
+    Limits,
+    Opening,
+    Processes,
+    Tasks,
+    group,
+    option,
+)
 from kl_lens.targets import (
     Target,
     describe_target,
@@ -73,16 +103,21 @@ LARGE = 5e7  # weights per processor: 8 windows of 130 million on two ARM cores 
 AT_ONCE = 3  # files of a small model read beside a GPU
 NARROW = 1.05  # ends of a speed's interval: closer together, it is timed no longer
 OPTIONAL_STAGES = ("rank", "evaluate", "benchmark", "report")
-SHORT, FULL, SMALL, NONE = "short", "full", "small", "none"
+SHORT = "short"
+FULL = "full"
+SMALL = "small"
+NONE = "none"
 _ANY_SHAPE = (1024, 1024)  # every format fits it
 _proof = of.grouped("checking the result")
 
 # For estimates:
 BLOCKS = 3  # that are timed
-ENOUGH, REPEATS = 0.2, 3  # seconds and repeats of a timing: until one of them
+ENOUGH = 0.2
+REPEATS = 3  # seconds and repeats of a timing: until one of them
 LEARNT_WINDOWS = 32  # of `calibrate`
 FILES = 6  # per target: FP16, four stock recipes, the plan
-DECIDING, TIMED = 3, 5  # of them judged by their runtime, and timed
+DECIDING = 3
+TIMED = 5  # of them judged by their runtime, and timed
 PLANS = 16  # whole plans that `plan` measures, on half of the held-out text each
 # What cannot be timed without files. benchmarks/forecast.py shows how well it fits; two ARM cores, reference:mamba:
 WRITING = 3e7  # bytes of weights per second and processor: quantized, packed, written, read back and compared
@@ -102,28 +137,43 @@ class RunSettings(of.Settings):
     weights: str = of.place_of_weights()
     calibration: Calibration = group(
         Calibration,
-        windows=of.calibration_text(None, "default: 4 to 64, as many as cost no more than quantizing"),
+        windows=of.calibration_text(
+            None, "default: 4 to 64, as many as cost no more than quantizing"
+        ),
     )
     processes: Processes = group(Processes)
     run: of.Folder | None = of.of_new_run()
-    formats: of.Names | None = option(None, "formats to choose from (default: each target's menu)")
+    formats: of.Names | None = option(
+        None, "formats to choose from (default: each target's menu)"
+    )
     menu: str | None = option(
         None,
         "formats of each target: the most useful, all, or the most useful and those below 4 bits (default: short, or "
         "small if no file of the short menu is as small as --budget or --max-bytes)",
         choices=(SHORT, FULL, SMALL),
     )
-    paper: bool = option(False, "also reproduce the paper: its INT4 and INT8 points, its ranking of metrics")
-    limits: Limits = group(Limits, max_loss=of.wanted(MAX_LOSS, "the smallest file with at most this KL"))
-    budget: of.Share | None = of.wanted(None, "the best file of at most this share of the FP16 file's size")
+    paper: bool = option(
+        False,
+        "also reproduce the paper: its INT4 and INT8 points, its ranking of metrics",
+    )
+    limits: Limits = group(
+        Limits, max_loss=of.wanted(MAX_LOSS, "the smallest file with at most this KL")
+    )
+    budget: of.Share | None = of.wanted(
+        None, "the best file of at most this share of the FP16 file's size"
+    )
     exhaustive: bool = option(False, "measure every component in every format")
     targets: of.Names | None = _proof(
-        None, "targets to plan for and export to (default: openvino,gguf; mlx if only that is installed)"
+        None,
+        "targets to plan for and export to (default: openvino,gguf; mlx if only that is installed)",
     )
-    rivals: str = _proof(plan.USUAL, "stock recipes to compare with", choices=(NONE, plan.USUAL, plan.ALL))
+    rivals: str = _proof(
+        plan.USUAL, "stock recipes to compare with", choices=(NONE, plan.USUAL, plan.ALL)
+    )
     evaluation_text: of.Text = _proof("wikitext2:test", "text that files are scored on")
     evaluation_windows: of.Count | None = _proof(
-        None, "number of windows for rank and evaluate (default: 8; 4 for a large model on few processors)"
+        None,
+        "number of windows for rank and evaluate (default: 8; 4 for a large model on few processors)",
     )
     tune: of.Count | None = plan.tuning(
         f"tune the recommended plans, as kl-lens plan --tune does (default: {plan.TUNING_WINDOWS} windows)",
@@ -133,9 +183,13 @@ class RunSettings(of.Settings):
     tasks: Tasks = group(Tasks)
     repeats: of.Count = _proof(3, "repeats of each timing")
     threads: of.Threads | None = _proof(None, "threads of the runtimes (default: all)")
-    without: of.Names = _proof((), "stages to skip, of rank, evaluate, benchmark, report", metavar="STAGES")
+    without: of.Names = _proof(
+        (), "stages to skip, of rank, evaluate, benchmark, report", metavar="STAGES"
+    )
     again: bool = _proof(False, "repeat stages that are already done")
-    estimate: bool = option(False, "only estimate time, memory and disk (without --paper, --tune and tasks)")
+    estimate: bool = option(
+        False, "only estimate time, memory and disk (without --paper, --tune and tasks)"
+    )
 
     @property
     def named(self) -> tuple[str, ...]:
@@ -144,19 +198,26 @@ class RunSettings(of.Settings):
     @property
     def wanted(self) -> tuple[str, ...]:
         """The targets of --targets, or the usual ones that are installed."""
-        return self.named if self.targets else tuple(t for t in self.named if not describe_target(t).lacks())
+        return (
+            self.named
+            if self.targets
+            else tuple(t for t in self.named if not describe_target(t).lacks())
+        )
 
     def menu_of(self, target: str | None, anatomy: Anatomy) -> Sequence[str]:
         """The formats that a target's plans choose from; without `--menu`, the size asked of this model decides."""
         if target is None:
             return self.formats or PAPER_FORMATS
-        chosen, max_bytes = get_target(target), self.limits.max_bytes
+        chosen = get_target(target)
+        max_bytes = self.limits.max_bytes
         if self.formats is not None:
             return _held(chosen, self.formats)
         if self.menu is not None:
             return menu_of(chosen, full=self.menu == FULL, small=self.menu == SMALL)
         if self.budget is not None:  # without what a file has besides weights
-            max_bytes = int(self.budget * sum(2 * c.parameters for c in anatomy.components))
+            max_bytes = int(
+                self.budget * sum(2 * c.parameters for c in anatomy.components)
+            )
         return measure.menu_for(chosen, anatomy, max_bytes)
 
     def recommended(self, target: str | None) -> str:
@@ -178,7 +239,9 @@ class RunSettings(of.Settings):
     def check(self) -> None:
         super().check()
         if unknown := sorted(set(self.without) - set(OPTIONAL_STAGES)):
-            raise KLLensError(f"--without {unknown[0]!r}: only {', '.join(OPTIONAL_STAGES)} can be skipped")
+            raise KLLensError(
+                f"--without {unknown[0]!r}: only {', '.join(OPTIONAL_STAGES)} can be skipped"
+            )
         for target in map(get_target, self.wanted if self.formats else ()):
             if not _held(target, self.formats or ()):
                 raise PlanError(
@@ -189,11 +252,17 @@ class RunSettings(of.Settings):
         self.held_out.check(searches=self.limits.bytes is None and self.budget is None)
         self.tasks.check()
         if self.weights == of.DISK and (why := self.needs_memory()):
-            raise KLLensError(f"--weights disk does not work with {why}, which needs the model in memory")
+            raise KLLensError(
+                f"--weights disk does not work with {why}, which needs the model in memory"
+            )
 
     def needs_memory(self) -> str | None:
         """What cannot work with weights on disk, of all that is asked for."""
-        whole = [f"--targets {name}" for name in self.wanted if not describe_target(name).streams]
+        whole = [
+            f"--targets {name}"
+            for name in self.wanted
+            if not describe_target(name).streams
+        ]
         return next(iter(["--tune"] * (self.tune is not None) + whole), None)
 
 
@@ -201,7 +270,9 @@ class RunSettings(of.Settings):
 class RunResult:
     settings: RunSettings
     folder: Path
-    plans: dict[str, list[str]]  # target (torch: none) → plans that were compared, the recommendation last
+    plans: dict[
+        str, list[str]
+    ]  # target (torch: none) → plans that were compared, the recommendation last
     exported: dict[str, Path]  # target → folder of the recommendation there
     failed: list[str]  # commands that failed
     seconds: float
@@ -213,7 +284,8 @@ class RunResult:
 
 
 def run(settings: RunSettings, session: Session) -> RunResult | JobEstimate:
-    begin, events = time.perf_counter(), session.events
+    begin = time.perf_counter()
+    events = session.events
     # Opened in memory, it stays there for all stages.
     weights = of.MEMORY if settings.needs_memory() else settings.weights
     model = session.model(settings.model, settings.opening, weights=weights)
@@ -223,36 +295,57 @@ def run(settings: RunSettings, session: Session) -> RunResult | JobEstimate:
     with Run.create(folder) as journal:
         journal.identify(model_identity(model))
         known = journal.text_identity(CALIBRATION)
-        settings = _completed(settings, model, None if known is None else int(known["windows"]))
-        journal.note_command(["kl-lens", *of.command_of(settings)])  # and holds the lock until the end
+        settings = _completed(
+            settings, model, None if known is None else int(known["windows"])
+        )
+        journal.note_command(
+            ["kl-lens", *of.command_of(settings)]
+        )  # and holds the lock until the end
         events.keep_in(folder)
         # What repeats this run elsewhere: `kl-lens run --config RUN/run.yaml`.
-        write_text(folder / "run.yaml", of.as_yaml(replace(settings, model=model.source or settings.model)))
+        write_text(
+            folder / "run.yaml",
+            of.as_yaml(replace(settings, model=model.source or settings.model)),
+        )
         if known is None:
             with suppress(KLLensError):  # it cannot be estimated
                 expected = _estimate(settings, model)
                 events.expect(expected)
                 if expected.disk > (free := shutil.disk_usage(folder).free):
-                    size, room = human_bytes(expected.disk), human_bytes(free)
-                    events.tell(f"{folder}: about {size} will be written, and only {room} are free")
+                    size = human_bytes(expected.disk)
+                    room = human_bytes(free)
+                    events.tell(
+                        f"{folder}: about {size} will be written, and only {room} are free"
+                    )
         job = _Job(settings, session, journal, model)
         with going_on(folder), job.working_ahead():
             plans, exported = job.all_stages()
     seconds = time.perf_counter() - begin
-    return RunResult(settings, folder, plans, exported, job.failed, seconds, model.task.generates)
+    return RunResult(
+        settings, folder, plans, exported, job.failed, seconds, model.task.generates
+    )
 
 
-def _completed(settings: RunSettings, model: LoadedModel, begun_with: int | None) -> RunSettings:
+def _completed(
+    settings: RunSettings, model: LoadedModel, begun_with: int | None
+) -> RunSettings:
     """With the numbers of windows: to calibrate, those of the run if it was begun, or what is cheap for all menus; to
     judge, few for a large model, because runtimes compute on the CPU."""
     judged = settings.evaluation_windows or (4 if _is_large(model) else 8)
     text = settings.calibration
     if (windows := text.windows or begun_with) is None:
         menus = [settings.menu_of(target, model.anatomy) for target in settings.wanted]
-        recipes = [Recipe.parse(recipe) for recipe in dict.fromkeys(r for menu in menus for r in menu)]
+        recipes = [
+            Recipe.parse(recipe)
+            for recipe in dict.fromkeys(r for menu in menus for r in menu)
+        ]
         length = text.window_length or model.task.window_length
-        windows = windows_by_cost(model, find_candidates(model.anatomy, recipes)[0], length)
-    return replace(settings, evaluation_windows=judged, calibration=replace(text, windows=windows))
+        windows = windows_by_cost(
+            model, find_candidates(model.anatomy, recipes)[0], length
+        )
+    return replace(
+        settings, evaluation_windows=judged, calibration=replace(text, windows=windows)
+    )
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
@@ -271,14 +364,24 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
 
 def _pace(model: LoadedModel, windows: int, length: int) -> float:
     """Seconds per token and parameter of the blocks."""
-    chain, anatomy = model.chain, model.anatomy
-    together = max(1, batch_tokens(chain, memory_on(chain.device, DEFAULT_MEMORY)) // length)
+    chain = model.chain
+    anatomy = model.anatomy
+    together = max(
+        1, batch_tokens(chain, memory_on(chain.device, DEFAULT_MEMORY)) // length
+    )
     rows = together if chain.device.type == "cuda" else min(windows, together)
     ids = torch.arange(length) % 1000 % anatomy.component(anatomy.embedding).shape[-2]
-    calls, timed = chain.calls(ids.repeat(rows, 1)), min(BLOCKS, len(chain))
+    calls = chain.calls(ids.repeat(rows, 1))
+    timed = min(BLOCKS, len(chain))
     with chain.kernels():
-        seconds = _seconds(partial(chain.run, States(calls.hidden), calls, 0, timed), chain.device)
-    parameters = sum(c.parameters for c in anatomy.candidates if c.block is not None and c.block < timed)
+        seconds = _seconds(
+            partial(chain.run, States(calls.hidden), calls, 0, timed), chain.device
+        )
+    parameters = sum(
+        c.parameters
+        for c in anatomy.candidates
+        if c.block is not None and c.block < timed
+    )
     return seconds / (rows * length) / max(1, parameters)
 
 
@@ -287,23 +390,38 @@ def _estimate(settings: RunSettings, model: LoadedModel) -> JobEstimate:
     everything else is counted, in the units of the sweep's progress. No text is opened."""
     if model.residency is not None or not model.task.generates:
         raise KLLensError("--estimate needs a language model that fits into memory")
-    usable = [t for t in settings.wanted if get_target(t).unsupported(model.anatomy.model_type) is None]
+    usable = [
+        t
+        for t in settings.wanted
+        if get_target(t).unsupported(model.anatomy.model_type) is None
+    ]
     if not usable:
         raise KLLensError("--estimate needs a target that supports the model")
     menus = {t: [*map(Recipe.parse, settings.menu_of(t, model.anatomy))] for t in usable}
-    every = {target: find_candidates(model.anatomy, menu)[0] for target, menu in menus.items()}
+    every = {
+        target: find_candidates(model.anatomy, menu)[0] for target, menu in menus.items()
+    }
     calibration = settings.calibration
-    windows, length = calibration.windows or 0, calibration.window_length or model.task.window_length
-    held_out, judged = settings.held_out.held_out_windows, settings.evaluation_windows or 0
-    repeats, without = settings.repeats, settings.without
-    anatomy, targets = model.anatomy, len(every)
-    window = length * _pace(model, windows, length)  # seconds of one parameter on one window
+    windows = calibration.windows or 0
+    length = calibration.window_length or model.task.window_length
+    held_out = settings.held_out.held_out_windows
+    judged = settings.evaluation_windows or 0
+    repeats = settings.repeats
+    without = settings.without
+    anatomy = model.anatomy
+    targets = len(every)
+    window = length * _pace(
+        model, windows, length
+    )  # seconds of one parameter on one window
     weights = sum(c.parameters for c in anatomy.components)
     head = anatomy.component(anatomy.head)
     inside = sum(c.parameters for c in anatomy.candidates if c.block is not None)
-    left, right = torch.ones(256, 2048), torch.ones(2048, 2048)
+    left = torch.ones(256, 2048)
+    right = torch.ones(2048, 2048)
     product = _seconds(lambda: torch.mm(left, right), left.device)
-    in_runtime = weights * product / (RUNTIME * left.numel() * len(right))  # seconds per token, on the CPU
+    in_runtime = (
+        weights * product / (RUNTIME * left.numel() * len(right))
+    )  # seconds per token, on the CPU
     decoding = DECODING * in_runtime
 
     def text(windows: float) -> float:
@@ -312,22 +430,41 @@ def _estimate(settings: RunSettings, model: LoadedModel) -> JobEstimate:
 
     def exporting(target: str, files: int, bytes_per_weight: float) -> StageCost:
         size = files * bytes_per_weight * weights
-        return StageCost("export", target, files * FILE + size / WRITING / processors(), int(size))
+        return StageCost(
+            "export", target, files * FILE + size / WRITING / processors(), int(size)
+        )
 
     def judging(files: int, others: int, windows: int) -> StageCost:
         """Files in their runtimes and, on the first windows, in PyTorch; others in PyTorch alone."""
         runtimes = files * (FILE + windows * length * in_runtime)
         compared = files * min(COMPARED_WINDOWS, windows)
-        return StageCost("evaluate", None, runtimes + text(windows + compared + others * windows))
+        return StageCost(
+            "evaluate", None, runtimes + text(windows + compared + others * windows)
+        )
 
     def measuring(target: str, candidates: Sequence[Candidate]) -> StageCost:
-        work = sum(work_of(model, c) * windows + quantizing_work(c, length) for c in candidates)
-        seconds, count = text(windows + 4), float(len(candidates))  # the original; the noise floor
-        if not settings.exhaustive and screening.is_worth_it(candidates, with_a_limit=True):
-            work = measure.expected_work(model, screening.Screen(candidates), windows, length)
-            seconds += text((1 + len(measure.OF_LOSS)) * held_out / 2)  # the original and whole plans
-            count = min(count, measure.MEASURED * len({c.component.name for c in candidates}))
-        made = sum(c.recipe.grid.bytes(c.component.shape) for c in candidates if c.recipe.quantizer.learns)
+        work = sum(
+            work_of(model, c) * windows + quantizing_work(c, length) for c in candidates
+        )
+        seconds = text(windows + 4)
+        count = float(len(candidates))  # the original; the noise floor
+        if not settings.exhaustive and screening.is_worth_it(
+            candidates, with_a_limit=True
+        ):
+            work = measure.expected_work(
+                model, screening.Screen(candidates), windows, length
+            )
+            seconds += text(
+                (1 + len(measure.OF_LOSS)) * held_out / 2
+            )  # the original and whole plans
+            count = min(
+                count, measure.MEASURED * len({c.component.name for c in candidates})
+            )
+        made = sum(
+            c.recipe.grid.bytes(c.component.shape)
+            for c in candidates
+            if c.recipe.quantizer.learns
+        )
         disk = int(count / len(candidates) * made + count * windows * length * 5)
         return StageCost("measure", target, seconds + window * work, disk)
 
@@ -335,40 +472,70 @@ def _estimate(settings: RunSettings, model: LoadedModel) -> JobEstimate:
         *(exporting(target, 1, 2.0) for target in every),
         judging(targets, 0, FIRST_LOOK),
     ]
-    learnt = {c.component.name: c.component.shape for each in every.values() for c in each}.values()
+    learnt = {
+        c.component.name: c.component.shape for each in every.values() for c in each
+    }.values()
     if any(c.recipe.quantizer.learns for each in every.values() for c in each):
-        moments = sum(shape[-1] ** 2 for shape in learnt) / 2  # half of each matrix, besides the products
-        kept = sum(math.prod(shape[:-2]) * shape[-1] ** 2 for shape in learnt)  # of float32, one half
+        moments = (
+            sum(shape[-1] ** 2 for shape in learnt) / 2
+        )  # half of each matrix, besides the products
+        kept = sum(
+            math.prod(shape[:-2]) * shape[-1] ** 2 for shape in learnt
+        )  # of float32, one half
         seconds = TEXT + LEARNT_WINDOWS * window * (inside + moments)
         stages.append(StageCost("calibrate", None, seconds, 2 * kept))
     for target, candidates in every.items():
-        stages += [measuring(target, candidates), StageCost("plan", target, text(PLANS * held_out / 2))]
+        stages += [
+            measuring(target, candidates),
+            StageCost("plan", target, text(PLANS * held_out / 2)),
+        ]
     stages += [exporting(target, FILES - 1, 0.8) for target in every]
     stages.append(judging(DECIDING * targets, (FILES - DECIDING) * targets, judged))
     if "evaluate" not in without:
-        stages.append(StageCost("generate", None, SAMPLES + targets * (FILE + 2 * 32 * decoding)))
+        stages.append(
+            StageCost("generate", None, SAMPLES + targets * (FILE + 2 * 32 * decoding))
+        )
     each = TIMED_FILE + (repeats + 1) * (160 * in_runtime + 32 * decoding)
     stages.append(StageCost("benchmark", None, MACHINE + TIMED * targets * each))
     stages.append(StageCost("report", None, 2.0))
-    states = max(windows, held_out // 2) * window_bytes(model.chain, length, head.shape[-1], head.shape[-2])
+    states = max(windows, held_out // 2) * window_bytes(
+        model.chain, length, head.shape[-1], head.shape[-2]
+    )
     largest = max(c.parameters for c in anatomy.candidates)
-    memory = psutil.Process().memory_info().rss + min(DEFAULT_MEMORY, states) + 12 * largest
-    return JobEstimate(tuple(stage for stage in stages if stage.verb not in without), memory, windows)
+    memory = (
+        psutil.Process().memory_info().rss + min(DEFAULT_MEMORY, states) + 12 * largest
+    )
+    return JobEstimate(
+        tuple(stage for stage in stages if stage.verb not in without), memory, windows
+    )
 
 
 class _Job:
     """One run: its stages, in the order in which `all_stages` calls them."""
 
-    def __init__(self, settings: RunSettings, session: Session, journal: Run, model: LoadedModel) -> None:
-        self.settings, self.session, self.journal = settings, session, journal
-        self.events, self.folder, self._opened = session.events, journal.folder, model
+    def __init__(
+        self, settings: RunSettings, session: Session, journal: Run, model: LoadedModel
+    ) -> None:
+        self.settings = settings
+        self.session = session
+        self.journal = journal
+        self.events = session.events
+        self.folder = journal.folder
+        self._opened = model
         self.failed: list[str] = []  # stages that others did not depend on
         self._ahead: Ahead | None = None
         self._apart: Aside | None = None  # quantizes ahead
         self._quantized: dict[str, Future[None]] = {}  # by target
-        self._early: set[tuple[str, str]] = set()  # target and plan of files that were written ahead
+        self._early: set[tuple[str, str]] = (
+            set()
+        )  # target and plan of files that were written ahead
         self._hire = partial(
-            measure.workers_for, settings.processes, model, settings.opening, settings.weights, session.events
+            measure.workers_for,
+            settings.processes,
+            model,
+            settings.opening,
+            settings.weights,
+            session.events,
         )
 
     @property
@@ -379,8 +546,11 @@ class _Job:
     def all_stages(self) -> tuple[dict[str, list[str]], dict[str, Path]]:
         """Plans by target, the recommended one last; and where its file is."""
         settings = self.settings
-        judges, generates = "evaluate" not in settings.without, self.model.task.generates
-        tokenizing = Thread(target=self._tokenize, daemon=True)  # does not hold up a command that ends
+        judges = "evaluate" not in settings.without
+        generates = self.model.task.generates
+        tokenizing = Thread(
+            target=self._tokenize, daemon=True
+        )  # does not hold up a command that ends
         if self.journal.text_identity(CALIBRATION) is None:
             tokenizing.start()
         self.do("inspect", lambda: self.model)
@@ -389,8 +559,12 @@ class _Job:
         for name in settings.named:
             if name not in settings.wanted:
                 self.events.tell(f"left out: {describe_target(name).lacks()}")
-        usable = [target for target in settings.wanted if self.export(target, [UNIFORM_FP16])]
-        unchecked = usable if judges else []  # a runtime that computes something else shows early
+        usable = [
+            target for target in settings.wanted if self.export(target, [UNIFORM_FP16])
+        ]
+        unchecked = (
+            usable if judges else []
+        )  # a runtime that computes something else shows early
         if unchecked and self._ahead is None:
             self.evaluate([UNIFORM_FP16], unchecked)
             unchecked = []
@@ -415,7 +589,9 @@ class _Job:
                 if target in self._quantized and not self._quantized[target].done():
                     self._end_apart()  # the plan needs the rest now, and has all processors
                 self.plan(target)
-            except BudgetError as error:  # for the formats of other targets the limit may be enough
+            except (
+                BudgetError
+            ) as error:  # for the formats of other targets the limit may be enough
                 if target is None or len(aims) == 1:
                     raise
                 self.events.tell(f"{describe_target(target).title}: {error}")
@@ -429,7 +605,9 @@ class _Job:
         self.session.drop_meters()
         plans = {target or evaluate.TORCH: self.compared(target) for target in aims}
         for target in exported:
-            if rivals := [name for name in plans[target][1:-1] if (target, name) not in self._early]:
+            if rivals := [
+                name for name in plans[target][1:-1] if (target, name) not in self._early
+            ]:
                 self.export(target, rivals)
             for name in sorted(self.deciding(target) - {settings.recommended(target)}):
                 self.read_ahead(target, name)
@@ -437,7 +615,9 @@ class _Job:
         if judges:
             self.evaluate(every, [*exported] or [evaluate.TORCH], whole=True)
         if not generates:
-            self.events.note("no text samples and no timing: this model classifies images")
+            self.events.note(
+                "no text samples and no timing: this model classifies images"
+            )
         if generates and judges:
             self.write_samples([*exported.values()])
         if generates and exported and "benchmark" not in settings.without:
@@ -447,23 +627,40 @@ class _Job:
         return plans, exported
 
     def do(
-        self, verb: str, work: Callable[[], object], target: str | None = None, *, key: str = "", given: object = (),
-        inputs: str = "", outputs: Sequence[str] = (), lost: bool = False, optional: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        verb: str,
+        work: Callable[[], object],
+        target: str | None = None,
+        *,
+        key: str = "",
+        given: object = (),
+        inputs: str = "",
+        outputs: Sequence[str] = (),
+        lost: bool = False,
+        optional: bool = False,
+    ) -> None:
         """Does the work of a verb, unless it was done with the same settings (`given`) and `inputs` (a digest).
 
         It is recorded under `key`; without one it is always done. `outputs`: patterns of the files it writes; if they
         change or it is `lost`, it is done again. `optional`: if it fails, the run goes on.
         """
         done = {"given": str(given), "inputs": inputs}
-        known = None if lost or self.settings.again or not key else self.journal.load("stage", key)
+        known = (
+            None
+            if lost or self.settings.again or not key
+            else self.journal.load("stage", key)
+        )
         if known == done | {"outputs": self._files(*outputs)}:
             self.events.skipped(verb, target)
             return
         with self.events.stage(verb, target):
             try:
                 result = work()
-            except (KLLensError, RuntimeError, OSError) as error:  # runtimes raise their own
+            except (
+                KLLensError,
+                RuntimeError,
+                OSError,
+            ) as error:  # runtimes raise their own
                 if not optional:
                     raise
                 self.events.tell(str(error))
@@ -473,24 +670,34 @@ class _Job:
             if exit_code(result):
                 self.failed.append(verb)
             elif key:
-                self.journal.store("stage", key, done | {"outputs": self._files(*outputs)})
+                self.journal.store(
+                    "stage", key, done | {"outputs": self._files(*outputs)}
+                )
 
     def _measurements(self, target: str | None, formats: Sequence[str] = ()) -> str:
         """A digest of the measurements for a target, of a staged search what it chose; or of those in `formats`. What
         was measured besides, for other limits or targets, is no reason to do a stage again."""
         role = self.journal.measured_role(target)
-        chosen = None if formats else (self.journal.load(SCREENED, role) or {}).get("chosen")
+        chosen = (
+            None if formats else (self.journal.load(SCREENED, role) or {}).get("chosen")
+        )
         rows = [
             (m.component, m.format, m.windows, m.metrics[KL].value)
             for m in self.journal.measurements(role)
-            if (not formats or m.format in formats) and (chosen is None or [m.component, m.format] in chosen)
+            if (not formats or m.format in formats)
+            and (chosen is None or [m.component, m.format] in chosen)
         ]
         return _digest(json.dumps(sorted(rows)).encode())
 
     def _files(self, *patterns: str) -> str:
         """A digest of the matching files of the run."""
         paths = sorted(path for pattern in patterns for path in self.folder.glob(pattern))
-        return _digest(*(str(path.relative_to(self.folder)).encode() + path.read_bytes() for path in paths))
+        return _digest(
+            *(
+                str(path.relative_to(self.folder)).encode() + path.read_bytes()
+                for path in paths
+            )
+        )
 
     # -- what stages need ---------------------------------------------------------------------------------------
 
@@ -498,18 +705,25 @@ class _Job:
         return self.settings.menu_of(target, self._opened.anatomy)
 
     def _limits(self, target: str | None) -> Limits:
-        asked, share = self.settings.limits, self.settings.budget
+        asked = self.settings.limits
+        share = self.settings.budget
         if share is None:
             instead = asked.max_drop is not None or asked.bytes is not None
             return replace(asked, max_loss=None) if instead else asked
         whole = sum(2 * c.parameters for c in self._opened.anatomy.components)
         if target is not None:
-            whole = read_artifact(self.folder / "artifacts" / target / UNIFORM_FP16).realised_bytes
+            whole = read_artifact(
+                self.folder / "artifacts" / target / UNIFORM_FP16
+            ).realised_bytes
         return Limits(max_bytes=int(share * whole))
 
-    def _planner(self, target: str | None = None, limits: Limits | None = None) -> TargetPlanner:
+    def _planner(
+        self, target: str | None = None, limits: Limits | None = None
+    ) -> TargetPlanner:
         held_out = self.settings.held_out
-        return TargetPlanner(self.session, self.journal, target, held_out, lambda: self.model, limits)
+        return TargetPlanner(
+            self.session, self.journal, target, held_out, lambda: self.model, limits
+        )
 
     def _plans(self) -> dict[str, Plan]:
         components = self.journal.table().components
@@ -522,19 +736,30 @@ class _Job:
         """Gathers statistics if any recipe of these targets, or any stock recipe, needs them."""
         recipes = {recipe for target in targets for recipe in self._menu(target)}
         if self.settings.rivals != NONE:
-            for stock in (one for target in targets for one in get_target(target).stock_recipes(self.model)):
+            for stock in (
+                one
+                for target in targets
+                for one in get_target(target).stock_recipes(self.model)
+            ):
                 recipes |= set(stock.assignment.values())
         if not any(Recipe.parse(recipe).quantizer.learns for recipe in recipes):
             return
-        stored, text = StoredStatistics.held_by(self.folder), self.settings.calibration
+        stored = StoredStatistics.held_by(self.folder)
+        text = self.settings.calibration
         # Not the sweep's seed: no method is measured on the text it learned from.
         seed = text.seed + 1
-        learning = calibrate.LearningText(text=text.text, window_length=text.window_length, seed=seed)
+        learning = calibrate.LearningText(
+            text=text.text, window_length=text.window_length, seed=seed
+        )
         self.do(
             "calibrate",
-            lambda: calibrate.gather_statistics(self.journal, self.model, learning, self.session),
-            key="calibrate", given=asdict(learning), lost=stored is None or not stored.covers(self.model),
-        )  # fmt: skip
+            lambda: calibrate.gather_statistics(
+                self.journal, self.model, learning, self.session
+            ),
+            key="calibrate",
+            given=asdict(learning),
+            lost=stored is None or not stored.covers(self.model),
+        )
 
     def _tokenize(self) -> None:
         """While the FP16 file is written and tried, which needs one processor."""
@@ -542,19 +767,27 @@ class _Job:
             self._windows()
 
     def _windows(self) -> Windows:
-        return self.session.calibration_windows(self.settings.calibration, self._opened.task)
+        return self.session.calibration_windows(
+            self.settings.calibration, self._opened.task
+        )
 
     def measure(self, target: str | None, formats: Sequence[str], limits: Limits) -> None:
         exhaustive = self.settings.exhaustive
         self.do(
             "measure",
             lambda: measure.measure_recipes(
-                self.session, Sweep(self.model, self.journal), formats, self._windows(), self._hire, target=target,
-                limits=Limits() if exhaustive else limits, held_out=self.settings.held_out,
+                self.session,
+                Sweep(self.model, self.journal),
+                formats,
+                self._windows(),
+                self._hire,
+                target=target,
+                limits=Limits() if exhaustive else limits,
+                held_out=self.settings.held_out,
                 exhaustive=exhaustive,
             ),
             target,
-        )  # fmt: skip
+        )
 
     def measure_caches(self, target: str) -> None:
         """Keys and values in the target's formats, which a plan for a memory chooses from."""
@@ -563,36 +796,51 @@ class _Job:
         ):
             return
         text = replace(self.settings.calibration, windows=None, window_length=None)
-        windows = self.session.calibration_windows(measure.states_text(text, self.model), self.model.task)
+        windows = self.session.calibration_windows(
+            measure.states_text(text, self.model), self.model.task
+        )
         sweep = Sweep(self.model, self.journal)
         how = (self.session, sweep, windows, self._hire, formats, measure.CACHES_ONLY)
         self.do(
-            "measure", lambda: measure.measure_states(*how), target, key=f"states {target}", given=formats
+            "measure",
+            lambda: measure.measure_states(*how),
+            target,
+            key=f"states {target}",
+            given=formats,
         )
 
     def plan_fp16(self) -> None:
         def work() -> plan.PlanResult:
-            planner, table = self._planner(), self.journal.table()
+            planner = self._planner()
+            table = self.journal.table()
             return plan.finished(planner, table, [planning.uniform_plan(table, FP16)])
 
         self.do("plan", work, key="plan fp16", outputs=[f"plans/{UNIFORM_FP16}.json"])
 
     def plan(self, target: str | None) -> None:
         """Plans for a target and compares with stock recipes."""
-        settings, limits, name = self.settings, self._limits(target), self.settings.recommended(target)
+        settings = self.settings
+        limits = self._limits(target)
+        name = self.settings.recommended(target)
         rivals = None if target is None or settings.rivals == NONE else settings.rivals
         planner = self._planner(target, limits)
 
         def work() -> plan.PlanResult:
             table = planner.table()
             best = plan.plan_within(planner, table, plan.Choosing(name=name))
-            return plan.finished(planner, table, [best], rivals=rivals, verify=True, tune=settings.tune)
+            return plan.finished(
+                planner, table, [best], rivals=rivals, verify=True, tune=settings.tune
+            )
 
         self.do(
-            "plan", work, target, key=f"plan {name}",
+            "plan",
+            work,
+            target,
+            key=f"plan {name}",
             given=(limits.given, rivals, settings.tune, asdict(settings.held_out)),
-            inputs=self._measurements(target), outputs=[f"plans/{name}.json"],
-        )  # fmt: skip
+            inputs=self._measurements(target),
+            outputs=[f"plans/{name}.json"],
+        )
         self.journal.store(RECOMMENDED, recommended_name(target), name)
         # For the runtime's own quantizer too, unless that has no words for it.
         if target is not None and (tool := get_target(target).recipe_tool) is not None:
@@ -603,48 +851,71 @@ class _Job:
         """Measures weights alone, ranks metrics, makes the paper's points."""
         settings = self.settings
         self.measure(None, PAPER_FORMATS, Limits())
-        inputs, text = self._measurements(None, PAPER_FORMATS), settings.evaluation_text
+        inputs = self._measurements(None, PAPER_FORMATS)
+        text = settings.evaluation_text
         if "rank" not in settings.without:
             windows = settings.evaluation_windows or 0
             self.do(
                 "paper",
                 lambda: paper.rank_metrics(
-                    self.session, self.journal, self.model, text, windows, self._hire, formats=PAPER_FORMATS
+                    self.session,
+                    self.journal,
+                    self.model,
+                    text,
+                    windows,
+                    self._hire,
+                    formats=PAPER_FORMATS,
                 ),
-                key="rank", given=(text, windows), inputs=inputs,
-            )  # fmt: skip
+                key="rank",
+                given=(text, windows),
+                inputs=inputs,
+            )
 
         def work() -> plan.PlanResult:
-            planner, table = self._planner(), self.journal.table()
+            planner = self._planner()
+            table = self.journal.table()
             points = plan.published_points(planner, table, "cpu", plan.Choosing())
             return plan.finished(planner, table, points, verify=True)
 
         self.do(
-            "plan", work, key="plan paper", given=asdict(settings.held_out), inputs=inputs,
+            "plan",
+            work,
+            key="plan paper",
+            given=asdict(settings.held_out),
+            inputs=inputs,
             outputs=["plans/uniform_int?.json", "plans/*_point[0-9][0-9].json"],
-        )  # fmt: skip
+        )
 
     def compared(self, target: str | None) -> list[str]:
         """The plans to export and compare for a target, the recommendation last."""
-        plans, name = self._plans(), self.settings.recommended(target)
+        plans = self._plans()
+        name = self.settings.recommended(target)
         # What runs with other limits recommended stays as it is.
-        of_runs, ours = recommended_name(target), (name, f"{name}.own")
+        of_runs = recommended_name(target)
+        ours = (name, f"{name}.own")
         own = [p for p in plans.values() if p.target == target]
         own = [p for p in own if p.name in ours or not p.name.startswith(of_runs)]
         own.sort(key=lambda p: -(p.file_bytes or 0))
         names = [UNIFORM_FP16, *(p.name for p in own if target is not None)]
-        held = target is None or len(_held(get_target(target), PAPER_FORMATS)) == len(PAPER_FORMATS)
+        held = target is None or len(_held(get_target(target), PAPER_FORMATS)) == len(
+            PAPER_FORMATS
+        )
         if self.settings.paper and held:
             points = [p for p in plans.values() if p.target in (None, target)]
             best = best_paper_point(points, plans[name])
-            names += [*(f"uniform_{fmt}" for fmt in reversed(PAPER_FORMATS)), *([best.name] if best else [])]
+            names += [
+                *(f"uniform_{fmt}" for fmt in reversed(PAPER_FORMATS)),
+                *([best.name] if best else []),
+            ]
         return [*(n for n in dict.fromkeys(names) if n in plans and n != name), name]
 
     def deciding(self, target: str) -> set[str]:
         """The plans whose files prove the answer, so that only their runtime may judge them: the recommendation, of the
         stock files that are no larger the nearest and the best, the next larger one, our own plan if it lost to one of
         them, and what reproduces the paper."""
-        sizes, losses, own = self._sizes(target), self._losses(target), self.settings.recommended(target)
+        sizes = self._sizes(target)
+        losses = self._losses(target)
+        own = self.settings.recommended(target)
         stock = [name for name in sizes if name in losses]
         smaller = [name for name in stock if sizes[name] <= sizes[own]]
         larger = [name for name in stock if name not in smaller]
@@ -665,7 +936,11 @@ class _Job:
         """What stock files lose on test text, where they were judged, or else their plans on held-out text."""
         plans = self._plans()
         stock = [plans[name] for name in self.compared(target)[:-1]]
-        found = {p.name: p.measured.kl.value for p in stock if p.family == "stock" and p.measured}
+        found = {
+            p.name: p.measured.kl.value
+            for p in stock
+            if p.family == "stock" and p.measured
+        }
         for score in evaluation.read_scores(self.journal, "divergence"):
             if score.subject.target == target and score.subject.plan in found:
                 found[score.subject.plan] = score.values["kl_mean"].value
@@ -675,7 +950,9 @@ class _Job:
         """Bytes of the files to compare, of those that could be written."""
         folder = self.folder / "artifacts" / target
         found = {name: earlier_artifact(folder / name) for name in self.compared(target)}
-        return {name: artifact.realised_bytes for name, artifact in found.items() if artifact}
+        return {
+            name: artifact.realised_bytes for name, artifact in found.items() if artifact
+        }
 
     def export(self, target: str, plans: Sequence[str]) -> bool:
         """Whether the plans were exported. An architecture that the runtime does not support is not a failure."""
@@ -686,12 +963,14 @@ class _Job:
             self.do(
                 "export",
                 lambda: files.of_plans(self.journal, self.model, plans),
-                target, key=f"export {target} {plans[-1]}", given=plans,
+                target,
+                key=f"export {target} {plans[-1]}",
+                given=plans,
                 inputs=self._files(*(f"plans/{name}.json" for name in plans)),
                 lost=not all(earlier_artifact(folder / name) for name in plans),
                 # Runs with other limits write the files of stock recipes again; their weights are the same.
                 outputs=[f"artifacts/{target}/{plans[-1]}/artifact.json"],
-            )  # fmt: skip
+            )
         except UnsupportedError as error:
             self.events.tell(f"not exported to {target}: {error}")
             return False
@@ -704,10 +983,14 @@ class _Job:
     def first_file(self, target: str) -> Path:
         """Says where the recommended file is; what follows proves it."""
         name = self.settings.recommended(target)
-        folder, plan = self.folder / "artifacts" / target / name, self._plans()[name]
-        size, loss = human_bytes(read_artifact(folder).realised_bytes), plan.measured
+        folder = self.folder / "artifacts" / target / name
+        plan = self._plans()[name]
+        size = human_bytes(read_artifact(folder).realised_bytes)
+        loss = plan.measured
         told = "" if loss is None else f", KL about {loss.kl.value:.2g} on held-out text"
-        self.events.tell(f"{folder}: {size}{told}; it can be used while what follows proves it")
+        self.events.tell(
+            f"{folder}: {size}{told}; it can be used while what follows proves it"
+        )
         return folder
 
     @contextmanager
@@ -722,7 +1005,9 @@ class _Job:
         if large:
             opening = replace(self.settings.opening, device="cpu")
             place = self._opened.source or self._opened.name
-            self._apart = aside(max(1, processors() - SPARED), _begin_apart, place, opening, self.folder)
+            self._apart = aside(
+                max(1, processors() - SPARED), _begin_apart, place, opening, self.folder
+            )
         try:
             yield
         finally:
@@ -736,29 +1021,45 @@ class _Job:
 
     def read_ahead(self, target: str, plan: str, *, whole: bool = True) -> None:
         """Begins to compute a file's logits for `evaluate`, where a GPU leaves the processors time."""
-        compared = [result.subject for result in current_results(self.journal, "agreement")]
-        known = any((subject.target, subject.plan) == (target, plan) for subject in compared)
+        compared = [
+            result.subject for result in current_results(self.journal, "agreement")
+        ]
+        known = any(
+            (subject.target, subject.plan) == (target, plan) for subject in compared
+        )
         if self._ahead is None or known or "evaluate" in self.settings.without:
             return
-        model, place = self.model, self.folder / "artifacts" / target / plan
+        model = self.model
+        place = self.folder / "artifacts" / target / plan
         get_target(target).prepare()  # here, not in a thread
-        text = evaluation.prepare(self.settings.evaluation_text, model.task, **self._judging(whole=whole))
+        text = evaluation.prepare(
+            self.settings.evaluation_text, model.task, **self._judging(whole=whole)
+        )
         columns = model.anatomy.component(model.anatomy.head).shape[-2]
-        self._ahead.read(place, of.Runtime(threads=self.settings.threads).session(), text, columns)
+        self._ahead.read(
+            place, of.Runtime(threads=self.settings.threads).session(), text, columns
+        )
 
     def begin_with_stock(self, targets: Sequence[str]) -> None:
         """Begins what the usual stock recipes need of the processors, where a GPU leaves them time: quantizing them,
         and reading the largest, which nearly always is one of the files that decide."""
-        new = [target for target in targets if self.settings.recommended(target) not in self._plans()]
+        new = [
+            target
+            for target in targets
+            if self.settings.recommended(target) not in self._plans()
+        ]
         if self._ahead is None or self.settings.rivals == NONE:
             return
         for target in new:
-            planner, table = self._planner(target), self.journal.table()
+            planner = self._planner(target)
+            table = self.journal.table()
             stock = planner.rivals(table, None, everything=False)
             parts = (part for each in stock for part in parsed(each.assignment).items())
             if self._apart is not None:
                 with suppress(BrokenExecutor):  # it could not open the model, or died
-                    self._quantized[target] = self._apart.submit(_quantize_apart, [*dict.fromkeys(parts)])
+                    self._quantized[target] = self._apart.submit(
+                        _quantize_apart, [*dict.fromkeys(parts)]
+                    )
             if stock and "evaluate" not in self.settings.without:
                 largest = max(stock, key=lambda each: each.file_bytes or 0)
                 self.do("plan", partial(plan.finished, planner, table, [largest]), target)
@@ -772,26 +1073,46 @@ class _Job:
         length = self.settings.calibration.window_length or self.model.task.window_length
         return {"window": length, "limit": windows if whole else FIRST_LOOK}
 
-    def evaluate(self, plans: Sequence[str], targets: Sequence[str], *, whole: bool = False) -> None:
+    def evaluate(
+        self, plans: Sequence[str], targets: Sequence[str], *, whole: bool = False
+    ) -> None:
         """Sees whether files agree with PyTorch; on the whole text, what each loses."""
-        settings, model, how = self.settings, self.model, self._judging(whole=whole)
+        settings = self.settings
+        model = self.model
+        how = self._judging(whole=whole)
 
         def work() -> evaluate.EvaluateResult:
             if settings.threads is not None:
                 torch.set_num_threads(settings.threads)
             found = evaluation.run_subjects(
-                self.journal, model, of.Runtime(threads=settings.threads).session(),
-                plans=",".join(plans), targets=targets,
-            )  # fmt: skip
+                self.journal,
+                model,
+                of.Runtime(threads=settings.threads).session(),
+                plans=",".join(plans),
+                targets=targets,
+            )
             stock = {t: self._losses(t) for t in targets if whole and t != evaluate.TORCH}
-            ahead: dict[str, Any] = {} if self._ahead is None else {"ahead": self._ahead.take}
+            ahead: dict[str, Any] = (
+                {} if self._ahead is None else {"ahead": self._ahead.take}
+            )
             judge = evaluate.Judge(
-                self.journal, self.session, found, model.task, model, again=settings.again and whole,
-                others=_keys({target: [UNIFORM_FP16, *names] for target, names in stock.items()}),
-                deciding=lambda: _keys({target: self.deciding(target) for target in stock}),
+                self.journal,
+                self.session,
+                found,
+                model.task,
+                model,
+                again=settings.again and whole,
+                others=_keys(
+                    {target: [UNIFORM_FP16, *names] for target, names in stock.items()}
+                ),
+                deciding=lambda: _keys(
+                    {target: self.deciding(target) for target in stock}
+                ),
                 **ahead,
-            )  # fmt: skip
-            judge.text(settings.evaluation_text, {PERPLEXITY, DIVERGENCE} if whole else (), **how)
+            )
+            judge.text(
+                settings.evaluation_text, {PERPLEXITY, DIVERGENCE} if whole else (), **how
+            )
             if whole:
                 judge.tasks(settings.tasks, how["window"])
             return judge.result
@@ -801,7 +1122,9 @@ class _Job:
     def write_samples(self, files: Sequence[Path]) -> None:
         """Text by the original and by the recommended files, for the report."""
         if self.model.residency is not None and not self.model.residency.kept:
-            self.events.note("no text samples: every token would read the whole model from disk")
+            self.events.note(
+                "no text samples: every token would read the whole model from disk"
+            )
             return
         judged = [evaluation.JudgedArtifact(place, plan=place.name) for place in files]
         work = partial(store_continuations, self.journal, self.model, judged, PROMPTS)
@@ -809,21 +1132,31 @@ class _Job:
 
     def benchmark(self, targets: Sequence[str]) -> None:
         """Times the files that decide, FP16, and the smallest, so that speeds between them can be predicted."""
-        settings, runtime = self.settings, of.Runtime(threads=self.settings.threads).session()
+        settings = self.settings
+        runtime = of.Runtime(threads=self.settings.threads).session()
         use = UseSettings((32, 128), 32, settings.repeats, runtime, narrow=NARROW)
         files = []
         for target in targets:
             sizes = self._sizes(target)
-            timed = self.deciding(target) | {UNIFORM_FP16, min(sizes, key=sizes.__getitem__)}
+            timed = self.deciding(target) | {
+                UNIFORM_FP16,
+                min(sizes, key=sizes.__getitem__),
+            }
             files += [f"artifacts/{target}/{plan}" for plan in sizes if plan in timed]
         records = self._files(*(f"{file}/artifact.json" for file in files))
-        versions = [get_target(t).version for t in targets]  # another may have another speed
+        versions = [
+            get_target(t).version for t in targets
+        ]  # another may have another speed
         self.do(
             "benchmark",
-            lambda: benchmark.time_files([self.folder / f for f in files], self.journal, self.session, use),
-            key=f"benchmark {files[-1]}", given=(files, settings.repeats, settings.threads),
-            inputs=" ".join([records, *versions]), optional=True,
-        )  # fmt: skip
+            lambda: benchmark.time_files(
+                [self.folder / f for f in files], self.journal, self.session, use
+            ),
+            key=f"benchmark {files[-1]}",
+            given=(files, settings.repeats, settings.threads),
+            inputs=" ".join([records, *versions]),
+            optional=True,
+        )
 
 
 _apart: LoadedModel  # in the process that quantizes ahead
@@ -844,7 +1177,10 @@ def _quantize_apart(parts: Sequence[tuple[str, Recipe]]) -> None:
 
 
 def _is_large(model: LoadedModel) -> bool:
-    return sum(component.parameters for component in model.anatomy.components) > LARGE * processors()
+    return (
+        sum(component.parameters for component in model.anatomy.components)
+        > LARGE * processors()
+    )
 
 
 def _leaves_time(model: LoadedModel) -> bool:
@@ -855,11 +1191,19 @@ def _leaves_time(model: LoadedModel) -> bool:
 
 def _held(target: Target, recipes: Sequence[str]) -> list[str]:
     """Those that the target supports."""
-    return [name for name in recipes if target.holds(Recipe.parse(name).grid, _ANY_SHAPE) is None]
+    return [
+        name
+        for name in recipes
+        if target.holds(Recipe.parse(name).grid, _ANY_SHAPE) is None
+    ]
 
 
 def _keys(files: Mapping[str, Iterable[str]]) -> list[str]:
-    return [Subject(ARTIFACT, name, target).key for target, names in files.items() for name in names]
+    return [
+        Subject(ARTIFACT, name, target).key
+        for target, names in files.items()
+        for name in names
+    ]
 
 
 def _digest(*parts: bytes) -> str:

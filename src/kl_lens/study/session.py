@@ -23,7 +23,9 @@ if TYPE_CHECKING:  # `generate` runs on small devices and loads no torch
 KEPT_METERS = 2
 QUANTIZED = "weights"  # folder in a run: quantized weights that were expensive to make
 
-_Source = tuple[str, Opening]  # a folder, or a hub id with its commit, and how it is opened
+_Source = tuple[
+    str, Opening
+]  # a folder, or a hub id with its commit, and how it is opened
 
 
 class Session:
@@ -35,22 +37,33 @@ class Session:
         >>> session.do(PlanSettings.of(max_loss=0.01)).plans
     """
 
-    def __init__(self, events: Events | None = None, given: LoadedModel | None = None) -> None:
+    def __init__(
+        self, events: Events | None = None, given: LoadedModel | None = None
+    ) -> None:
         """`given`: a model opened elsewhere; used for all settings."""
-        self.events, self._given = events or Events(), given
+        self.events = events or Events()
+        self._given = given
         self._pinned: dict[str, str] = {}  # name → the same, with its commit
-        self._models: dict[_Source, tuple[LoadedModel, int | None]] = {}  # with the memory it was opened for
+        self._models: dict[
+            _Source, tuple[LoadedModel, int | None]
+        ] = {}  # with the memory it was opened for
         self._in_run: dict[tuple[int, Path, Path], LoadedModel] = {}
         self._drawn: dict[tuple[object, ...], Windows] = {}
         self._from_start: dict[tuple[object, ...], Windows] = {}  # evaluation texts
-        self._apart: set[tuple[str, str]] = set()  # fingerprints of texts that do not overlap
-        self._meters: dict[tuple[int, str, str | None], PlanMeter] = {}  # the last used last
+        self._apart: set[tuple[str, str]] = (
+            set()
+        )  # fingerprints of texts that do not overlap
+        self._meters: dict[
+            tuple[int, str, str | None], PlanMeter
+        ] = {}  # the last used last
 
     def do(self, settings: Settings) -> Any:
         """Checks the settings, runs the command that they are for, in the same module, and returns its result. Prints
         nothing."""
         settings.check()
-        return getattr(sys.modules[type(settings).__module__], settings.verb)(settings, self)
+        return getattr(sys.modules[type(settings).__module__], settings.verb)(
+            settings, self
+        )
 
     # -- models -----------------------------------------------------------------------------------------------
 
@@ -73,21 +86,32 @@ class Session:
         if name not in self._pinned:
             self._pinned[name] = pinned(name, None, watch=self.events.progress)
         place = os.path.expanduser(name)
-        source = (os.path.realpath(place) if os.path.isdir(place) else self._pinned[name], opening)
+        source = (
+            os.path.realpath(place) if os.path.isdir(place) else self._pinned[name],
+            opening,
+        )
         if source in self._models:
             model, budget = self._models[source]
             streams = model.residency is not None
-            if weights != (MEMORY if streams else DISK) and (not streams or memory_budget in (None, budget)):
+            if weights != (MEMORY if streams else DISK) and (
+                not streams or memory_budget in (None, budget)
+            ):
                 return model
         room = None if memory_budget == DEFAULT_MEMORY else memory_budget
-        how: dict[str, Any] = {"weights": weights, "memory_budget": room} if weights else {}
+        how: dict[str, Any] = (
+            {"weights": weights, "memory_budget": room} if weights else {}
+        )
         task = "image" if opening.images else None
         opened = load(self._pinned[name], **asdict(opening), task=task, **how)
         model = replace(opened, warn=self.events.tell)
         if model.not_on_disk:
-            self.events.warn(f"{model.name} does not fit, but has to be loaded whole: {model.not_on_disk}")
+            self.events.warn(
+                f"{model.name} does not fit, but has to be loaded whole: {model.not_on_disk}"
+            )
         if model.residency is not None:
-            self.events.note(f"{model.name}: weights stay on disk and are read one block at a time")
+            self.events.note(
+                f"{model.name}: weights stay on disk and are read one block at a time"
+            )
         self._models[source] = model, memory_budget
         return model
 
@@ -103,20 +127,27 @@ class Session:
         """The model of a run, from its recorded place or from --model. Raises if its weights differ."""
         from kl_lens.measuring.sweep import model_identity
 
-        known, opening = run.identity, opening or Opening()
+        known = run.identity
+        opening = opening or Opening()
         place = name or known.get("source") or known.get("model")
         opening = replace(
             opening,
             tokenizer=opening.tokenizer or known.get("tokenizer"),
             images=opening.images or known.get("images"),
         )
-        model = self.model(str(place), opening, weights=weights, memory_budget=memory_budget)
+        model = self.model(
+            str(place), opening, weights=weights, memory_budget=memory_budget
+        )
         if known.get("model_fingerprint") != model.fingerprint:
             run.require_dtype(str(model_identity(model)["dtype"]))
-            raise RunError(f"{place} is not the model of {run.folder}; name the right one with --model")
+            raise RunError(
+                f"{place} is not the model of {run.folder}; name the right one with --model"
+            )
         return self.in_run(model, run.folder)
 
-    def in_run(self, model: LoadedModel, folder: Path, learn_from: Path | None = None) -> LoadedModel:
+    def in_run(
+        self, model: LoadedModel, folder: Path, learn_from: Path | None = None
+    ) -> LoadedModel:
         """The model with the weight store of a run. Methods learn from the statistics in `learn_from` (default: the
         same folder; a shard uses its run's)."""
         from kl_lens.measuring.statistics import StoredStatistics
@@ -125,7 +156,8 @@ class Session:
         key = (id(model.model), folder.resolve(), learnt.resolve())
         if key not in self._in_run:
             self._in_run[key] = model.with_store(
-                folder=folder / QUANTIZED, statistics=lambda: StoredStatistics.open(learnt, model)
+                folder=folder / QUANTIZED,
+                statistics=lambda: StoredStatistics.open(learnt, model),
             )
         return self._in_run[key]
 
@@ -136,7 +168,9 @@ class Session:
 
     # -- texts ------------------------------------------------------------------------------------------------
 
-    def drawn(self, text: str, task: Task, *, windows: int, length: int | None, seed: int) -> Windows:
+    def drawn(
+        self, text: str, task: Task, *, windows: int, length: int | None, seed: int
+    ) -> Windows:
         """Windows at random places of a text; see `Task.drawn`."""
         length = length or task.window_length
         key = (text, task.key, windows, length, seed)
@@ -159,7 +193,11 @@ class Session:
     def calibration_windows(self, text: Calibration, task: Task) -> Windows:
         """The windows of --text, --windows, …"""
         return self.drawn(
-            text.text, task, windows=text.windows or 0, length=text.window_length, seed=text.seed
+            text.text,
+            task,
+            windows=text.windows or 0,
+            length=text.window_length,
+            seed=text.seed,
         )
 
     def calibration(self, run: Run, task: Task) -> Windows:
@@ -168,7 +206,9 @@ class Session:
 
         identity = run.text_identity(CALIBRATION)
         if identity is None:
-            raise RunError(f"{run.folder} holds no measurements made by KL Lens; run kl-lens measure first")
+            raise RunError(
+                f"{run.folder} holds no measurements made by KL Lens; run kl-lens measure first"
+            )
         return self.drawn_again(identity, task)
 
     def drawn_again(self, identity: Mapping[str, Any], task: Task) -> Windows:
@@ -184,7 +224,9 @@ class Session:
 
         text = run.text_identity(CALIBRATION)
         length = text["length"] if text else task.window_length
-        windows = self.from_start(wanted.held_out, task, length=length, limit=wanted.held_out_windows)
+        windows = self.from_start(
+            wanted.held_out, task, length=length, limit=wanted.held_out_windows
+        )
         self.refuse_overlap(run, windows, task)
         return windows
 
@@ -195,7 +237,10 @@ class Session:
         from kl_lens.text.windows import refuse_overlap
 
         learnt = StoredStatistics.held_by(run.folder)
-        texts = [run.text_identity(CALIBRATION), None if learnt is None else learnt.identity["text"]]
+        texts = [
+            run.text_identity(CALIBRATION),
+            None if learnt is None else learnt.identity["text"],
+        ]
         for identity in (*texts, *run.load_all(TUNING).values()):
             if identity is None:
                 continue
@@ -206,13 +251,17 @@ class Session:
 
     # -- whole plans ------------------------------------------------------------------------------------------
 
-    def meter(self, model: LoadedModel, windows: Windows, target: str | None = None) -> PlanMeter:
+    def meter(
+        self, model: LoadedModel, windows: Windows, target: str | None = None
+    ) -> PlanMeter:
         """Measures whole plans on a text; `target`: with activations as its kernels quantize them."""
         from kl_lens.measuring.joint import PlanMeter
         from kl_lens.targets import deployed
 
         key = (id(model), windows.fingerprint, target)
-        meter = self._meters.pop(key, None) or PlanMeter(model, windows, deployed=deployed(target))
+        meter = self._meters.pop(key, None) or PlanMeter(
+            model, windows, deployed=deployed(target)
+        )
         self._meters[key] = meter
         while len(self._meters) > KEPT_METERS:
             self._meters.pop(next(iter(self._meters)))

@@ -24,7 +24,8 @@ VERB_MODEL = (
     "folder, hub id (org/name or org/name@revision), or reference:mamba, reference:mamba2, reference:hybrid, "
     "reference:hymba, reference:vision"
 )
-DEFAULT_MODEL, DEFAULT_RUN = "reference:mamba", "runs/reference-mamba"
+DEFAULT_MODEL = "reference:mamba"
+DEFAULT_RUN = "runs/reference-mamba"
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,14 @@ class Kind:
         if self.type in (str, Path):
             if not isinstance(value, str | Path):
                 return "text"
-            fits = _is_plain(str(value)) and (not self.pattern or re.fullmatch(self.pattern, str(value)))
+            fits = _is_plain(str(value)) and (
+                not self.pattern or re.fullmatch(self.pattern, str(value))
+            )
             return None if fits else self.expected
         is_number = isinstance(value, int if self.type is int else int | float)
-        if is_number and not isinstance(value, bool) and self.least <= value <= self.most:  # not true of nan
+        if (
+            is_number and not isinstance(value, bool) and self.least <= value <= self.most
+        ):  # not true of nan
             return None
         return f"{'a whole number' if self.type is int else 'a number'} from {self.least:,} to {self.most:,}"
 
@@ -78,7 +83,14 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 MOST_TOKENS = 1 << 20
 SIZE = Kind(units.parse_bytes, units.spell_bytes, "SIZE", int, 0, 10**18)
 _DEVICES = r"auto|cpu|mps|xpu(:\d{1,3})?|cuda(:\d{1,3})?"
-_LAYERS = Kind(_layers, lambda count: "all" if count >= ALL_LAYERS else str(count), "N", int, 0, ALL_LAYERS)
+_LAYERS = Kind(
+    _layers,
+    lambda count: "all" if count >= ALL_LAYERS else str(count),
+    "N",
+    int,
+    0,
+    ALL_LAYERS,
+)
 _PLAIN = {
     str: Kind(),
     int: number(2**62),
@@ -103,7 +115,9 @@ Model = Annotated[str, Kind(metavar="MODEL")]
 Place = Annotated[str, Kind(metavar="PLACE")]
 Folder = Annotated[str, Kind(metavar="DIR")]
 Directory = Annotated[Path, Kind(Path, metavar="DIR", type=Path)]
-_DEVICE = Kind(pattern=_DEVICES, expected="cpu, cuda, cuda:1, …, or auto (a GPU if there is one)")
+_DEVICE = Kind(
+    pattern=_DEVICES, expected="cpu, cuda, cuda:1, …, or auto (a GPU if there is one)"
+)
 Device = Annotated[str, _DEVICE]
 
 
@@ -201,7 +215,9 @@ class Option:
         if not isinstance(value, list | tuple):
             return (value,) if self.several else value
         return tuple(
-            self.from_python(one)[0] if self.has_many and isinstance(one, str | Path) else one
+            self.from_python(one)[0]
+            if self.has_many and isinstance(one, str | Path)
+            else one
             for one in value
         )
 
@@ -210,10 +226,16 @@ class Option:
         front = [self.flag] if self.flag else []
         if self.is_switch or (self.bare is not None and value == self.bare):
             return front
-        return [*front, *map(str, value)] if self.has_many else [*front, self.kind.spell(value)]
+        return (
+            [*front, *map(str, value)]
+            if self.has_many
+            else [*front, self.kind.spell(value)]
+        )
 
 
-def option(default: Any = MISSING, help: str = "", *, positional: bool = False, **metadata: Any) -> Any:
+def option(
+    default: Any = MISSING, help: str = "", *, positional: bool = False, **metadata: Any
+) -> Any:
     """A settings field; `metadata` are fields of `Option`. Without a default it is required."""
     if positional:
         metadata["flag"] = ""
@@ -239,10 +261,12 @@ def options_of(settings: type[Settings]) -> tuple[Option, ...]:
         if "spread" in f.metadata:
             options += f.metadata["spread"](f.name)
         elif "holds" in f.metadata:
-            kind, changed = f.metadata["holds"], f.metadata["changed"]
+            kind = f.metadata["holds"]
+            changed = f.metadata["changed"]
             inner = typing.get_type_hints(kind, include_extras=True)
             options += [
-                _option(changed.get(g.name, g), g.name, inner[g.name], within=f.name) for g in fields(kind)
+                _option(changed.get(g.name, g), g.name, inner[g.name], within=f.name)
+                for g in fields(kind)
             ]
         else:
             options.append(_option(f, f.name, hints[f.name]))
@@ -257,19 +281,36 @@ def _option(f: Field[Any], name: str, hint: Any, within: str = "") -> Option:
     several = typing.get_origin(hint) is tuple
     kind = kind or _PLAIN.get(typing.get_args(hint)[0] if several else hint, _PLAIN[str])
     required = f.default is MISSING
-    flag, usual = f"--{name.replace('_', '-')}", None if required else f.default
-    described: dict[str, Any] = {"name": name, "flag": flag, "metavar": kind.metavar, **f.metadata}
+    flag = f"--{name.replace('_', '-')}"
+    usual = None if required else f.default
+    described: dict[str, Any] = {
+        "name": name,
+        "flag": flag,
+        "metavar": kind.metavar,
+        **f.metadata,
+    }
     return Option(
-        kind=kind, default=usual, required=required, is_switch=hint is bool, several=several, attribute=name,
-        within=within, **described,
-    )  # fmt: skip
+        kind=kind,
+        default=usual,
+        required=required,
+        is_switch=hint is bool,
+        several=several,
+        attribute=name,
+        within=within,
+        **described,
+    )
 
 
 def values_of(settings: Settings) -> Iterator[tuple[Option, Any]]:
     """Every option with its value."""
     for each in options_of(type(settings)):
         held = getattr(settings, each.within) if each.within else settings
-        yield each, held.get(each.name) if isinstance(held, Mapping) else getattr(held, each.attribute)
+        yield (
+            each,
+            held.get(each.name)
+            if isinstance(held, Mapping)
+            else getattr(held, each.attribute),
+        )
 
 
 def converted(settings: type[Settings], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -278,7 +319,9 @@ def converted(settings: type[Settings], values: Mapping[str, Any]) -> dict[str, 
     given = {}
     for name, value in values.items():
         if name not in known:
-            raise KLLensError(f"{settings.verb} has no setting {name!r}; it has {', '.join(sorted(known))}")
+            raise KLLensError(
+                f"{settings.verb} has no setting {name!r}; it has {', '.join(sorted(known))}"
+            )
         if value is not None:
             given[name] = known[name].from_python(value)
             known[name].check(given[name])
@@ -287,7 +330,9 @@ def converted(settings: type[Settings], values: Mapping[str, Any]) -> dict[str, 
 
 def from_python(settings: type[S], values: Mapping[str, Any]) -> S:
     given = converted(settings, values)
-    if missing := [each for each in options_of(settings) if each.required and each.name not in given]:
+    if missing := [
+        each for each in options_of(settings) if each.required and each.name not in given
+    ]:
         raise KLLensError(f"{settings.verb} needs {missing[0].name}: {missing[0].help}")
     return settings.of(**given)
 
@@ -347,7 +392,9 @@ def as_yaml(settings: Settings) -> str:
     values = {}
     for each, value in values_of(settings):
         if value is not None and (value != () or value != each.default):
-            plain = isinstance(value, bool | int | float) and str(value) == each.kind.spell(value)
+            plain = isinstance(value, bool | int | float) and str(
+                value
+            ) == each.kind.spell(value)
             values[each.name.replace("_", "-")] = value if plain else each.spelled(value)
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
@@ -365,8 +412,12 @@ class Opening:
         None, "another tokenizer: folder, tokenizer.json, list of tokens (.txt), hub id"
     )
     dtype: str = loading("float32", "data type for computing", choices=DTYPES)
-    device: Device = loading(AUTO, "where to compute: cpu, cuda, cuda:1, …; auto: the GPU if there is one")
-    trust_remote_code: bool = loading(False, "run the Python code that comes with the checkpoint")
+    device: Device = loading(
+        AUTO, "where to compute: cpu, cuda, cuda:1, …; auto: the GPU if there is one"
+    )
+    trust_remote_code: bool = loading(
+        False, "run the Python code that comes with the checkpoint"
+    )
     images: Folder | None = loading(
         None, "for a classifier: a folder of CLASS/*.png, or of train/, val/, test/"
     )
@@ -380,9 +431,13 @@ calibration_text = grouped("calibration text")
 class Calibration:
     """The text that the sweep measures on."""
 
-    text: str = calibration_text("wikitext2:train", "name:split, or a text, JSON or Parquet file or folder")
+    text: str = calibration_text(
+        "wikitext2:train", "name:split, or a text, JSON or Parquet file or folder"
+    )
     windows: Count | None = calibration_text(64, "number of windows")
-    window_length: Tokens | None = calibration_text(None, "tokens per window (default: 512; 16 images)")
+    window_length: Tokens | None = calibration_text(
+        None, "tokens per window (default: 512; 16 images)"
+    )
     seed: Seed = calibration_text(42, "chooses the windows")
 
 
@@ -401,7 +456,9 @@ class HeldOut:
                 f"{few}: --max-loss and --max-drop need at least 3, to search with a standard error"
             )
         if self.held_out_windows < 2:
-            raise PlanError("--held-out-windows must be at least 2: one half decides, the other confirms")
+            raise PlanError(
+                "--held-out-windows must be at least 2: one half decides, the other confirms"
+            )
 
 
 wanted = grouped("target size or loss (give one)", excludes="limit")
@@ -412,14 +469,22 @@ in_use = grouped("target size or loss (give one)")
 class Limits:
     """What is asked of a plan; at most one is given."""
 
-    max_bytes: Size | None = wanted(None, "the best plan (of a target: file) of at most this size, as 90MB")
-    max_loss: Nats | None = wanted(None, "the smallest plan of at most this measured KL, for example 0.01")
-    max_drop: Share | None = wanted(None, "the smallest plan with at most this rise of perplexity, as 3%")
+    max_bytes: Size | None = wanted(
+        None, "the best plan (of a target: file) of at most this size, as 90MB"
+    )
+    max_loss: Nats | None = wanted(
+        None, "the smallest plan of at most this measured KL, for example 0.01"
+    )
+    max_drop: Share | None = wanted(
+        None, "the smallest plan with at most this rise of perplexity, as 3%"
+    )
     memory: Size | None = wanted(
         None,
         "the best plan that runs within this memory: file, states, caches and the runtime's own share, as 8GB",
     )
-    context: Context | None = in_use(None, "tokens that each sequence may have, as 32k (default: 4096)")
+    context: Context | None = in_use(
+        None, "tokens that each sequence may have, as 32k (default: 4096)"
+    )
     batch: Count | None = in_use(None, "sequences at once (default: 1)")
 
     @property
@@ -430,7 +495,9 @@ class Limits:
     @property
     def use(self) -> Usage | None:
         return (
-            None if self.memory is None else Usage(self.context or Usage.context, self.batch or Usage.batch)
+            None
+            if self.memory is None
+            else Usage(self.context or Usage.context, self.batch or Usage.batch)
         )
 
     @property
@@ -442,11 +509,17 @@ class Limits:
 
     def check(self) -> None:
         if self.memory is None and (self.context or self.batch):
-            raise PlanError("--context and --batch say what --memory is for: give that, too")
+            raise PlanError(
+                "--context and --batch say what --memory is for: give that, too"
+            )
 
     @property
     def given(self) -> dict[str, float]:
-        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
+        return {
+            f.name: value
+            for f in fields(self)
+            if (value := getattr(self, f.name)) is not None
+        }
 
 
 several = grouped("several processes")
@@ -457,7 +530,9 @@ class Processes:
     """Where a sweep runs: this process, several on this machine, or a Ray cluster."""
 
     ray: str | None = several(
-        None, "HOST:PORT of a Ray cluster, or local for this machine (needs kl-lens[ray])", metavar="ADDRESS"
+        None,
+        "HOST:PORT of a Ray cluster, or local for this machine (needs kl-lens[ray])",
+        metavar="ADDRESS",
     )
     workers: Count | None = several(
         None,
@@ -473,14 +548,21 @@ _tasks = grouped("tasks (lm-eval)")
 class Tasks:
     """Tasks of lm-eval."""
 
-    tasks: Names | None = _tasks(None, "for example arc_easy,hellaswag,piqa (needs kl-lens[eval])")
-    task_data: Directory | None = _tasks(None, "local NAME_test.jsonl files, instead of the hub")
+    tasks: Names | None = _tasks(
+        None, "for example arc_easy,hellaswag,piqa (needs kl-lens[eval])"
+    )
+    task_data: Directory | None = _tasks(
+        None, "local NAME_test.jsonl files, instead of the hub"
+    )
     task_limit: Count | None = _tasks(None, "only the first N examples of each task")
 
     def check(self) -> None:
         """Raises if lm-eval is missing, or if something is said about tasks and none is named."""
         if self.tasks is None:
-            for flag, value in (("--task-data", self.task_data), ("--task-limit", self.task_limit)):
+            for flag, value in (
+                ("--task-data", self.task_data),
+                ("--task-limit", self.task_limit),
+            ):
                 if value is not None:
                     raise KLLensError(f"{flag} needs tasks; name them with --tasks")
             return
@@ -498,13 +580,19 @@ running = grouped("running")
 class Runtime:
     """How a runtime opens a file."""
 
-    device: str = running("CPU", "device: CPU, GPU or NPU (OpenVINO), CPU or GPU (MLX)", metavar="DEVICE")
+    device: str = running(
+        "CPU", "device: CPU, GPU or NPU (OpenVINO), CPU or GPU (MLX)", metavar="DEVICE"
+    )
     threads: Threads | None = running(None, "default: the runtime's own choice")
     gpu_layers: Layers = running(0, "llama.cpp: layers on a GPU, or all")
-    load: str = running(AUTO, "llama.cpp: how weights are loaded", choices=(AUTO, *LOAD_MODES))
+    load: str = running(
+        AUTO, "llama.cpp: how weights are loaded", choices=(AUTO, *LOAD_MODES)
+    )
 
     def session(self, *, exact: bool = False) -> SessionSettings:
-        return SessionSettings(self.device.upper(), self.threads, self.gpu_layers, exact, self.load)
+        return SessionSettings(
+            self.device.upper(), self.threads, self.gpu_layers, exact, self.load
+        )
 
 
 # -- options that several commands have ---------------------------------------------------------------------
@@ -513,17 +601,22 @@ of_run = partial(option, None, f"the run folder (default: {DEFAULT_RUN})")
 of_new_run = partial(option, None, "the run folder (default: runs/<model>)")
 of_model = partial(option, DEFAULT_MODEL, VERB_MODEL, positional=True, nargs="?")
 of_files = partial(
-    option, (), "files or folders, whoever made them (default: all of the run)", positional=True, nargs="*",
+    option,
+    (),
+    "files or folders, whoever made them (default: all of the run)",
+    positional=True,
+    nargs="*",
     metavar="ARTIFACT",
-)  # fmt: skip
+)
 of_plans = partial(option, "all", "plans of the run: a, or a,b, or all", metavar="NAMES")
 moved_model = partial(option, None, "the run's model, if it has moved")
 place_of_weights = partial(
-    loading, AUTO,
+    loading,
+    AUTO,
     "disk: weights are read one block at a time, with the same results; auto: disk if they do not fit into free "
     "memory, or into --memory-budget",
     choices=PLACES,
-)  # fmt: skip
+)
 
 
 def new_run_folder(run: str | None, model_name: str) -> Path:
@@ -535,5 +628,7 @@ def chosen_targets(names: tuple[str, ...] | None, *others: str) -> tuple[str, ..
     """The targets of --targets, or all of them and `others`."""
     known = (*others, *TARGETS)
     if unknown := [name for name in names or () if name not in known]:
-        raise KLLensError(f"--targets: no target is called {unknown[0]!r}; there are {', '.join(known)}")
+        raise KLLensError(
+            f"--targets: no target is called {unknown[0]!r}; there are {', '.join(known)}"
+        )
     return known if names is None else names

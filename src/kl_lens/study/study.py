@@ -37,9 +37,12 @@ def settings_of(verb: str) -> type[Settings]:
         gc.enable()
         gc.freeze()  # what stays is not looked through again
     return next(
-        kind for kind in vars(home).values()
-        if isinstance(kind, type) and issubclass(kind, Settings) and kind.__module__ == home.__name__
-    )  # fmt: skip
+        kind
+        for kind in vars(home).values()
+        if isinstance(kind, type)
+        and issubclass(kind, Settings)
+        and kind.__module__ == home.__name__
+    )
 
 
 class Study:
@@ -74,7 +77,10 @@ class Study:
         events: Events | None = None,
         **loading: Any,
     ) -> None:
-        self._model, self._folder, self.target, self._loading = model, folder, target, loading
+        self._model = model
+        self._folder = folder
+        self.target = target
+        self._loading = loading
         if target is not None:
             describe_target(target)
         given = None if isinstance(model, str | Path) else model
@@ -92,7 +98,11 @@ class Study:
     @cached_property
     def folder(self) -> Path:
         """The run folder."""
-        return Path(self._folder) if self._folder is not None else of.new_run_folder(None, self.model.name)
+        return (
+            Path(self._folder)
+            if self._folder is not None
+            else of.new_run_folder(None, self.model.name)
+        )
 
     @property
     def table(self) -> PlottedTable:
@@ -108,13 +118,21 @@ class Study:
     def settings(self, verb: str, **given: Any) -> Settings:
         """The settings of a command: the given values, and model, target and folder from the study."""
         kind = settings_of(verb)
-        name = self._model if isinstance(self._model, str | Path) else self._model.source or self._model.name
+        name = (
+            self._model
+            if isinstance(self._model, str | Path)
+            else self._model.source or self._model.name
+        )
         known = {"model": str(name), "target": self.target, **self._loading}
         if verb == "run" and self.target is not None:
             known["targets"] = (self.target,)
         names = {option.name for option in of.options_of(kind)}
         if "run" in names:
-            known["run"] = str(self.folder) if self._folder is None and verb != "run" else self._folder
+            known["run"] = (
+                str(self.folder)
+                if self._folder is None and verb != "run"
+                else self._folder
+            )
         own = {name: value for name, value in known.items() if name in names}
         return of.from_python(kind, own | given)
 
@@ -180,7 +198,9 @@ class Study:
     def autopsy(self, file: Path | str, **flags: Any) -> Autopsy:
         """What is wrong with a file of this model, whoever made it."""
         kept = self._folder is not None and self.folder.is_dir()  # a run is optional here
-        return self._done("autopsy", file=file, run=self._folder if kept else None, **flags).autopsy
+        return self._done(
+            "autopsy", file=file, run=self._folder if kept else None, **flags
+        ).autopsy
 
     def generate(self, file: Path | str, prompt: str, **flags: Any) -> GenerateResult:
         """Text from an exported model."""
@@ -235,5 +255,7 @@ def _complete(result: Any) -> Any:
     """Raises if part of the work failed (the command line would return exit code 1)."""
     if failures := getattr(result, "failures", None):
         subject, reason = next(iter(failures.items()))
-        raise KLLensError(reason if reason.startswith(subject) else f"{subject}: {reason}")
+        raise KLLensError(
+            reason if reason.startswith(subject) else f"{subject}: {reason}"
+        )
     return result

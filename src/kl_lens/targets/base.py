@@ -62,7 +62,9 @@ class Usage:
 class Footprint:
     """What a runtime holds in memory beside states and caches. Prompts are computed in parts of 512 tokens."""
 
-    process: int = 0  # with its libraries, and what does not depend on the model; 0: not measured
+    process: int = (
+        0  # with its libraries, and what does not depend on the model; 0: not measured
+    )
     copies: float = 1.0  # of the file's bytes
     widths: float = 0.0  # float32 vectors of the model's width, for each token of a part
     states: float = 0.0  # float32 states of one block, for each token of a part
@@ -71,8 +73,12 @@ class Footprint:
     cache_bits: int = 16  # of keys and values, where the target has no formats for them
 
     def bytes(self, carried: Carried, use: Usage) -> int:
-        attending = use.context * (self.scores * min(1, carried.heads) + self.head_scores * carried.heads)
-        floats = self.widths * carried.width + self.states * carried.states / max(1, carried.blocks)
+        attending = use.context * (
+            self.scores * min(1, carried.heads) + self.head_scores * carried.heads
+        )
+        floats = self.widths * carried.width + self.states * carried.states / max(
+            1, carried.blocks
+        )
         return int(self.process + PART * (4 * floats + attending))
 
 
@@ -85,7 +91,9 @@ PART = 512
 FOOTPRINTS = {
     ("gguf", True): Footprint(56_300_000, widths=16.3, scores=2.3),
     ("gguf", False): Footprint(56_300_000, widths=16.3, scores=2.3),
-    ("openvino", True): Footprint(109_000_000, 2.1, states=0.55, head_scores=53, cache_bits=32),
+    ("openvino", True): Footprint(
+        109_000_000, 2.1, states=0.55, head_scores=53, cache_bits=32
+    ),
     ("openvino", False): Footprint(145_000_000, 1.44, states=0.83, head_scores=18.5),
 }
 ON_X86 = {
@@ -139,19 +147,37 @@ class Target(ABC):
     name: ClassVar[str]  # gguf: as typed
     title: ClassVar[str]  # llama.cpp: as shown
     extra: ClassVar[str]  # of `pip install kl-lens[EXTRA]`
-    packages: ClassVar[tuple[str, ...]]  # required; the last one's version is the runtime's
-    loads: ClassVar[tuple[str, ...]]  # suffixes of the files that the runtime loads; only these count as size
-    methods: ClassVar[tuple[str, ...]] = ()  # quantization methods of its menu, best first
-    options: ClassVar[tuple[ExportOption, ...]] = ()  # of its export, besides model, plan and folder
-    usual: ClassVar[bool] = True  # `kl-lens run` makes its files unasked, where its packages are installed
-    recipe_tool: ClassVar[str | None] = None  # of `handover.TOOLS`: the runtime's own quantizer
-    streams: ClassVar[bool] = False  # whether `export` also takes a model whose weights stay on disk
+    packages: ClassVar[
+        tuple[str, ...]
+    ]  # required; the last one's version is the runtime's
+    loads: ClassVar[
+        tuple[str, ...]
+    ]  # suffixes of the files that the runtime loads; only these count as size
+    methods: ClassVar[
+        tuple[str, ...]
+    ] = ()  # quantization methods of its menu, best first
+    options: ClassVar[
+        tuple[ExportOption, ...]
+    ] = ()  # of its export, besides model, plan and folder
+    usual: ClassVar[bool] = (
+        True  # `kl-lens run` makes its files unasked, where its packages are installed
+    )
+    recipe_tool: ClassVar[str | None] = (
+        None  # of `handover.TOOLS`: the runtime's own quantizer
+    )
+    streams: ClassVar[bool] = (
+        False  # whether `export` also takes a model whose weights stay on disk
+    )
     published: ClassVar[Any] = (
         None  # the benchmark program that publications quote, as `openvino.target.BenchmarkApp`
     )
     besides: ClassVar[str] = "the header"  # what its files hold besides weights
-    cache_formats: ClassVar[tuple[str, ...]] = ()  # of keys and values, its default first; empty: no choice
-    exact_options: ClassVar[str] = ""  # how its users get the arithmetic of an exact session
+    cache_formats: ClassVar[
+        tuple[str, ...]
+    ] = ()  # of keys and values, its default first; empty: no choice
+    exact_options: ClassVar[str] = (
+        ""  # how its users get the arithmetic of an exact session
+    )
 
     def footprint(self, *, quantized: bool = True) -> Footprint:
         footprints = FOOTPRINTS | (ON_X86 if platform.machine() == "x86_64" else {})
@@ -174,7 +200,9 @@ class Target(ABC):
     def fit(self, recipe: Recipe, shape: Sequence[int]) -> tuple[Recipe, str | None]:
         """For `exporting.choices`: what a weight of this shape gets, and why it is not what was planned (or None)."""
         if reason := self.stores(recipe.grid):
-            raise TargetError(f"{reason}. Make a plan for it with: kl-lens plan --target {self.name}")
+            raise TargetError(
+                f"{reason}. Make a plan for it with: kl-lens plan --target {self.name}"
+            )
         return fitting_recipe(recipe, shape)
 
     @property
@@ -211,7 +239,9 @@ class Target(ABC):
     # -- files ---------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def write(self, model: LoadedModel, plan: Plan, folder: Path, **options: Any) -> Artifact:
+    def write(
+        self, model: LoadedModel, plan: Plan, folder: Path, **options: Any
+    ) -> Artifact:
         """Writes only the files, to an empty folder. `exporting.py` has what targets share."""
 
     def try_out(self, place: Path) -> str | None:
@@ -220,26 +250,38 @@ class Target(ABC):
             session.step(0)
         return None
 
-    def export(self, model: LoadedModel, plan: Plan, folder: Path, **options: Any) -> Artifact:
+    def export(
+        self, model: LoadedModel, plan: Plan, folder: Path, **options: Any
+    ) -> Artifact:
         """Writes the files and their record (`artifact.json`), in place of an earlier export's.
 
         On an error, or if the runtime cannot open the files, the folder stays as it was.
         """
         earlier = earlier_artifact(folder)
         if earlier is None and (folder / "config.json").exists():
-            raise TargetError(f"{folder} holds a model (config.json); export to another folder")
+            raise TargetError(
+                f"{folder} holds a model (config.json); export to another folder"
+            )
         with replacing(folder) as place:
             artifact = self.write(model, plan, place, **options)
             digests = {name: file_digest(place / name) for name in artifact.files}
             settings = artifact.settings | ({CACHES: plan.caches} if plan.caches else {})
             size = self.loaded_bytes(place)
-            artifact = replace(artifact, digests=digests, realised_bytes=size, settings=settings)
+            artifact = replace(
+                artifact, digests=digests, realised_bytes=size, settings=settings
+            )
             write_record(place, artifact)
             try:
                 unopened = self.try_out(place)
             except TargetError as error:
-                reason = str(error).replace(f"{place}{os.sep}", "").replace(str(place), str(folder))
-                failed = f"{self.title} cannot open the files exported to {folder}: {reason}"
+                reason = (
+                    str(error)
+                    .replace(f"{place}{os.sep}", "")
+                    .replace(str(place), str(folder))
+                )
+                failed = (
+                    f"{self.title} cannot open the files exported to {folder}: {reason}"
+                )
                 raise TargetError(failed) from error
             notes = [] if unopened is None else [unopened]
             if model.further_heads and not artifact.settings.get("further_heads"):
@@ -250,7 +292,9 @@ class Target(ABC):
                 )
             if notes:
                 notes = [*artifact.settings.get("notes", ()), *notes]
-                artifact = replace(artifact, settings=artifact.settings | {"notes": notes})
+                artifact = replace(
+                    artifact, settings=artifact.settings | {"notes": notes}
+                )
                 write_record(place, artifact)
         for name in set(earlier.files if earlier else ()) - set(artifact.files):
             (folder / name).unlink(missing_ok=True)
@@ -283,7 +327,9 @@ class Target(ABC):
         """Whether nothing in it is quantized, so that it can serve as the FP16 baseline."""
         if self.owns(place):
             return False  # not known
-        return all(tensor.realised.lower() in FLOATS for tensor in read_artifact(place).tensors)
+        return all(
+            tensor.realised.lower() in FLOATS for tensor in read_artifact(place).tensors
+        )
 
     def contents(self, place: Path) -> Contents | None:
         """The weights and states that one token reads, for the memory bound; None: not known."""
@@ -309,7 +355,9 @@ class Target(ABC):
     # -- running -------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def open(self, place: Path, settings: SessionSettings, *, cold: bool = False) -> Session:
+    def open(
+        self, place: Path, settings: SessionSettings, *, cold: bool = False
+    ) -> Session:
         """Opens a session. `cold`: without caches of earlier compilations."""
 
     def lacks(self) -> str | None:
@@ -343,7 +391,9 @@ class Target(ABC):
         mend = f"pip install 'kl-lens[{self.extra}]'"
         if self.lacks():  # on most machines nobody misses a target that is not usual
             wanted = Health("not installed", (f"if you want it: {mend}",))
-            return Health("", problem="not installed", mend=mend) if self.usual else wanted
+            return (
+                Health("", problem="not installed", mend=mend) if self.usual else wanted
+            )
         return Health(f"{self.packages[-1]} {self.version}")
 
     def check_device(self, settings: SessionSettings) -> None:
@@ -369,13 +419,19 @@ class Target(ABC):
 
     # -- what its kernels do -------------------------------------------------------------------------------
 
-    def models_activations(self, settings: SessionSettings, recipes: Mapping[str, Recipe]) -> bool:
+    def models_activations(
+        self, settings: SessionSettings, recipes: Mapping[str, Recipe]
+    ) -> bool:
         """Whether `activations` describes what happens with these settings on this machine."""
         return False
 
-    def activations(self, model: LoadedModel, recipes: Mapping[str, Recipe]) -> AbstractContextManager[None]:
+    def activations(
+        self, model: LoadedModel, recipes: Mapping[str, Recipe]
+    ) -> AbstractContextManager[None]:
         """Within, the named components' inputs (not weights) are rounded as this runtime's kernels round them."""
-        raise UnsupportedError(f"KL Lens does not model what {self.title} does to activations")
+        raise UnsupportedError(
+            f"KL Lens does not model what {self.title} does to activations"
+        )
 
     def kernel_values(self, fmt: Format, quantized: Quantized) -> torch.Tensor:
         """The float32 weights that its kernels multiply with."""

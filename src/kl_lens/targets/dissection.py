@@ -17,7 +17,13 @@ from kl_lens.base.errors import TargetError
 from kl_lens.base.files import RECORD_FILE
 from kl_lens.targets.exporting import GENERATION_FILE, read_artifact, require_exported
 from kl_lens.targets.session import Session, SessionSettings
-from kl_lens.targets.tokenizer import TOKENIZER_FILE, read_json, special_texts, template_of, varied_strings
+from kl_lens.targets.tokenizer import (
+    TOKENIZER_FILE,
+    read_json,
+    special_texts,
+    template_of,
+    varied_strings,
+)
 from kl_lens.weights.formats import Format, get_format
 
 if TYPE_CHECKING:
@@ -26,7 +32,9 @@ if TYPE_CHECKING:
 Values = Callable[[torch.Tensor], torch.Tensor]
 
 # What a disagreement is about. A vocabulary turns text into other ids.
-METADATA, TOKENIZER, VOCABULARY = "metadata", "tokenizer", "vocabulary"
+METADATA = "metadata"
+TOKENIZER = "tokenizer"
+VOCABULARY = "vocabulary"
 _CHAT = "the chat template"
 _LARGEST_TRANSFORMED = 1 << 20  # values; norms and decays are small
 # (f(0), f(1)) of what a file stores instead of a parameter → its inverse: as it is, 1 + x, exp(x), −exp(x).
@@ -48,7 +56,9 @@ class StoredTensor:
     bytes: int
     read: Callable[[], torch.Tensor]  # its values in float32
     format: str = ""  # our name of that type, if we have it
-    rounded: Values | None = None  # any values, rounded to nearest in that type; None: not known
+    rounded: Values | None = (
+        None  # any values, rounded to nearest in that type; None: not known
+    )
 
 
 @dataclass(frozen=True)
@@ -72,8 +82,11 @@ class Part:
 
         The way back is found by sending zeros, ones and positions through `arrange`.
         """
-        shape, count = into.shape, into.numel()
-        zero, one = (float(self.arrange(torch.full(shape, end)).flatten()[0]) for end in (0.0, 1.0))
+        shape = into.shape
+        count = into.numel()
+        zero, one = (
+            float(self.arrange(torch.full(shape, end)).flatten()[0]) for end in (0.0, 1.0)
+        )
         ends = round(zero, 3), round(one, 3)
         if (inverse := _INVERSES.get(ends)) is None:
             return None
@@ -81,11 +94,17 @@ class Part:
             places = self.arrange(torch.arange(count).reshape(shape))
         else:  # of a vector or a small matrix; in steps below one, so that exp stays finite
             steps = (torch.arange(count, dtype=torch.float64) + 0.5) / count
-            places = (inverse(self.arrange(steps.float().reshape(shape)).double()) * count - 0.5).round()
+            places = (
+                inverse(self.arrange(steps.float().reshape(shape)).double()) * count - 0.5
+            ).round()
         index = places.flatten().long()
         if values.numel() != index.numel():
             return None
-        factors = torch.as_tensor(self.factors, dtype=torch.float32).broadcast_to(shape).flatten()
+        factors = (
+            torch.as_tensor(self.factors, dtype=torch.float32)
+            .broadcast_to(shape)
+            .flatten()
+        )
         whole = into.float().flatten().clone()
         whole[index] = inverse(values.flatten()) / factors[index]
         return whole.reshape(shape)
@@ -98,14 +117,22 @@ class Disagreement:
     name: str
     words: str
     advice: str = ""
-    matters: bool | None = True  # None: if the runtime computes something else, or text becomes other ids
+    matters: bool | None = (
+        True  # None: if the runtime computes something else, or text becomes other ids
+    )
     about: str = METADATA
 
 
-def setting(name: str, found: Any, expected: Any, advice: str = "", **more: Any) -> Disagreement:
+def setting(
+    name: str, found: Any, expected: Any, advice: str = "", **more: Any
+) -> Disagreement:
     """A key with another value; None: it is not there."""
-    here, there = ("missing" if value is None else _shown(value) for value in (found, expected))
-    return Disagreement(name, f"{name} is {here} in the file, {there} in the original", advice, **more)
+    here, there = (
+        "missing" if value is None else _shown(value) for value in (found, expected)
+    )
+    return Disagreement(
+        name, f"{name} is {here} in the file, {there} in the original", advice, **more
+    )
 
 
 class Dissection(ABC):
@@ -114,7 +141,9 @@ class Dissection(ABC):
     place: Path
     files: tuple[Path, ...]  # that the runtime loads
     tensors: tuple[StoredTensor, ...]
-    usual_settings: bool = True  # it is run with the settings that `Target.activations` describes
+    usual_settings: bool = (
+        True  # it is run with the settings that `Target.activations` describes
+    )
 
     @abstractmethod
     def parts(self, model: LoadedModel) -> list[Part]:
@@ -133,8 +162,11 @@ class Dissection(ABC):
     def tokenizer(self, model: LoadedModel) -> Iterator[Disagreement]:
         """What of its tokenizer and chat template is not the original's, without running it."""
         if (self.folder / TOKENIZER_FILE).is_file() and model.tokenizer is not None:
-            found, expected = Texts.of(self.folder), Texts.of(model.folder)
-            yield from other_texts(found, expected, lambda *_: "copy the original's tokenizer files")
+            found = Texts.of(self.folder)
+            expected = Texts.of(model.folder)
+            yield from other_texts(
+                found, expected, lambda *_: "copy the original's tokenizer files"
+            )
 
     def strings(self, tokenizer: Any) -> list[str]:
         """Texts that its tokenizer must turn into the original's ids."""
@@ -159,45 +191,80 @@ class Dissection(ABC):
 class Texts:
     """What a tokenizer's files say."""
 
-    lists: Mapping[str, Mapping[int, Any]] = field(default_factory=dict)  # token, merge, token type
-    splitting: Mapping[str, Any] = field(default_factory=dict)  # wrong only if text becomes other ids
+    lists: Mapping[str, Mapping[int, Any]] = field(
+        default_factory=dict
+    )  # token, merge, token type
+    splitting: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # wrong only if text becomes other ids
     keys: Mapping[str, Any] = field(default_factory=dict)  # special tokens and switches
     template: str | None = None
 
     @classmethod
     def of(cls, folder: Path) -> Texts:
-        content, generation = read_json(folder / TOKENIZER_FILE), read_json(folder / GENERATION_FILE)
+        content = read_json(folder / TOKENIZER_FILE)
+        generation = read_json(folder / GENERATION_FILE)
         model = content.get("model", {})
         pairs = model["vocab"].items() if isinstance(model.get("vocab"), dict) else ()
-        added = {token["id"]: token["content"] for token in content.get("added_tokens", ())}
-        merges = (merge if isinstance(merge, str) else " ".join(merge) for merge in model.get("merges", ()))
-        lists = {"token": {i: text for text, i in pairs} | added, "merge": dict(enumerate(merges))}
-        splitting = {key: content.get(key) for key in ("normalizer", "pre_tokenizer", "post_processor")}
-        keys = special_texts(folder) | {k: generation.get(k) for k in ("eos_token_id", "bos_token_id")}
+        added = {
+            token["id"]: token["content"] for token in content.get("added_tokens", ())
+        }
+        merges = (
+            merge if isinstance(merge, str) else " ".join(merge)
+            for merge in model.get("merges", ())
+        )
+        lists = {
+            "token": {i: text for text, i in pairs} | added,
+            "merge": dict(enumerate(merges)),
+        }
+        splitting = {
+            key: content.get(key)
+            for key in ("normalizer", "pre_tokenizer", "post_processor")
+        }
+        keys = special_texts(folder) | {
+            k: generation.get(k) for k in ("eos_token_id", "bos_token_id")
+        }
         return cls(lists, splitting, keys, (template_of(folder) or (None, None))[1])
 
 
-def other_texts(found: Texts, expected: Texts, advice: Callable[[str, Any], str]) -> Iterator[Disagreement]:
+def other_texts(
+    found: Texts, expected: Texts, advice: Callable[[str, Any], str]
+) -> Iterator[Disagreement]:
     """Compares what two tokenizers say. Lists and keys that one of them lacks say nothing."""
     for name in [name for name in expected.lists if name in found.lists]:
-        held, wanted = found.lists[name], expected.lists[name]
-        more = held if name == "merge" else {}  # a file may name rows of the embedding that have no token
+        held = found.lists[name]
+        wanted = expected.lists[name]
+        more = (
+            held if name == "merge" else {}
+        )  # a file may name rows of the embedding that have no token
         if other := [i for i in {**wanted, **more} if held.get(i) != wanted.get(i)]:
-            first = setting(f"{name} {other[0]}", held.get(other[0]), wanted.get(other[0])).words
+            first = setting(
+                f"{name} {other[0]}", held.get(other[0]), wanted.get(other[0])
+            ).words
             words = f"{len(other):,} of {len(wanted):,} {name}s are not the original's: {first}"
             matters = None if name == "token type" else True
-            yield Disagreement(f"{name}s", words, advice(f"{name}s", None), matters, VOCABULARY)
+            yield Disagreement(
+                f"{name}s", words, advice(f"{name}s", None), matters, VOCABULARY
+            )
     for one, two, about in (
         (found.splitting, expected.splitting, VOCABULARY),
         (found.keys, expected.keys, TOKENIZER),
     ):
         for key, own in two.items():
             theirs = one.get(key)
-            if None not in (theirs, own) and theirs not in (own, [own]) and own != [theirs]:
+            if (
+                None not in (theirs, own)
+                and theirs not in (own, [own])
+                and own != [theirs]
+            ):
                 matters = None if about == VOCABULARY else True
-                yield setting(key, theirs, own, advice(key, own), matters=matters, about=about)
+                yield setting(
+                    key, theirs, own, advice(key, own), matters=matters, about=about
+                )
     if words := _other_template(found.template, expected.template):
-        yield Disagreement(_CHAT, words, advice(_CHAT, None), expected.template is not None, TOKENIZER)
+        yield Disagreement(
+            _CHAT, words, advice(_CHAT, None), expected.template is not None, TOKENIZER
+        )
 
 
 def _other_template(found: str | None, expected: str | None) -> str:
@@ -228,24 +295,38 @@ def rounding(fmt: Format | str) -> Values | None:
     def rounded(value: torch.Tensor) -> torch.Tensor:
         # Blocks that are longer than a row belong to what should not have been quantized.
         rows = value if grid.fits(value.shape) is None else value.reshape(1, -1)
-        return value if grid.fits(rows.shape) else grid.roundtrip(rows).reshape(value.shape)
+        return (
+            value if grid.fits(rows.shape) else grid.roundtrip(rows).reshape(value.shape)
+        )
 
     return rounded
 
 
 def arrangements(
-    kind: Sequence[tuple[torch.Tensor, tuple[int, ...], Callable[[], torch.Tensor], bool]],
+    kind: Sequence[
+        tuple[torch.Tensor, tuple[int, ...], Callable[[], torch.Tensor], bool]
+    ],
 ) -> list[Values]:
     """How tensors of one kind follow from their parameters: as x, 1 + x, exp(x) or −exp(x), whichever fits most of
     them, so that a damaged one is not taken for another kind.
 
     `kind`: the parameter, the shape that is stored, its values, and whether they are transposed.
     """
-    maps: list[Values] = [lambda v: v, lambda v: v + 1, torch.exp, lambda v: -torch.exp(v)]
+    maps: list[Values] = [
+        lambda v: v,
+        lambda v: v + 1,
+        torch.exp,
+        lambda v: -torch.exp(v),
+    ]
 
     def error(change: Values) -> float:
-        pairs = [(_arranged(change, turned, shape, own.float()), read()) for own, shape, read, turned in kind]
-        errors = sorted(float((one - two).norm()) / max(float(two.norm()), 1e-9) for one, two in pairs)
+        pairs = [
+            (_arranged(change, turned, shape, own.float()), read())
+            for own, shape, read, turned in kind
+        ]
+        errors = sorted(
+            float((one - two).norm()) / max(float(two.norm()), 1e-9) for one, two in pairs
+        )
         return errors[(len(errors) - 1) // 2]
 
     small = all(own.numel() <= _LARGEST_TRANSFORMED for own, *_ in kind)
@@ -253,7 +334,9 @@ def arrangements(
     return [partial(_arranged, best, turned, shape) for _, shape, _, turned in kind]
 
 
-def _arranged(change: Values, turned: bool, shape: tuple[int, ...], value: torch.Tensor) -> torch.Tensor:
+def _arranged(
+    change: Values, turned: bool, shape: tuple[int, ...], value: torch.Tensor
+) -> torch.Tensor:
     return change(value.T if turned else value).reshape(shape)
 
 
@@ -272,7 +355,12 @@ def other_settings(
 ) -> list[Disagreement]:
     """Keys of two config.json that differ; what nothing is computed with, or one of them lacks, says nothing."""
     return [
-        setting(f"config.json: {key}", found[key], value, "take it from the original's config.json")
+        setting(
+            f"config.json: {key}",
+            found[key],
+            value,
+            "take it from the original's config.json",
+        )
         for key, value in expected.items()
         if key in found and isinstance(value, int | float | str | list)
         if not without_effect.search(key) and not same(found[key], value)

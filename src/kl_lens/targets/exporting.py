@@ -24,7 +24,17 @@ if TYPE_CHECKING:
     from kl_lens.run.folder import Run
 
 GENERATION_FILE = "generation_config.json"
-_BYTES = {"I64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1, "F8_E4M3": 1}
+_BYTES = {
+    "I64": 8,
+    "F32": 4,
+    "I32": 4,
+    "U32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I8": 1,
+    "U8": 1,
+    "F8_E4M3": 1,
+}
 # A planned recipe and a weight's shape → the recipe that it gets, and why that is another one (or None).
 Fit = Callable[[Recipe, Sequence[int]], tuple[Recipe, str | None]]
 
@@ -47,17 +57,27 @@ def choices(model: LoadedModel, plan: Plan, fit: Fit) -> dict[str, Choice]:
     for name, recipe in parsed(plan.assignment).items():
         component = model.anatomy.component(name)
         if planned.setdefault(component.name, recipe) != recipe:
-            raise TargetError(f"{name} is the same weight as {component.name}, but planned as {recipe}")
+            raise TargetError(
+                f"{name} is the same weight as {component.name}, but planned as {recipe}"
+            )
         if not component.quantizable and recipe != FP16:
-            raise TargetError(f"{name} is planned as {recipe}, but must stay as it is: {component.reason}")
-    chosen = {component.name: Choice(FP16, FP16) for component in model.anatomy.components}
+            raise TargetError(
+                f"{name} is planned as {recipe}, but must stay as it is: {component.reason}"
+            )
+    chosen = {
+        component.name: Choice(FP16, FP16) for component in model.anatomy.components
+    }
     for name, recipe in planned.items():
         chosen[name] = Choice(recipe, *fit(recipe, model.anatomy.component(name).shape))
-    model.weights.learnt_by((choice.recipe for choice in chosen.values()), plan.statistics)
+    model.weights.learnt_by(
+        (choice.recipe for choice in chosen.values()), plan.statistics
+    )
     return chosen
 
 
-def write_beside(model: LoadedModel, folder: Path, *, with_tokenizer: bool = True) -> list[str]:
+def write_beside(
+    model: LoadedModel, folder: Path, *, with_tokenizer: bool = True
+) -> list[str]:
     """Generation settings and the tokenizer's files, with its chat template; returns notes about them."""
     if (generation := model.folder / GENERATION_FILE).is_file():
         shutil.copyfile(generation, folder / GENERATION_FILE)
@@ -77,7 +97,9 @@ def record(
 ) -> Artifact:
     """The record of everything in a folder; `Target.export` adds digests and the bytes that the runtime loads."""
     stored = tuple(tensors)
-    methods = (Recipe.parse(tensor.realised) for tensor in stored if "+" in tensor.realised)
+    methods = (
+        Recipe.parse(tensor.realised) for tensor in stored if "+" in tensor.realised
+    )
     if learnt := model.weights.learnt_by(methods):
         settings["statistics"] = learnt
     return Artifact(
@@ -106,14 +128,20 @@ def read_artifact(folder: Path) -> Artifact:
     settle(folder)
     path = folder / RECORD_FILE
     if not path.is_file():
-        raise TargetError(f"{folder} is not an exported model: it has no {RECORD_FILE}; run `kl-lens export`")
+        raise TargetError(
+            f"{folder} is not an exported model: it has no {RECORD_FILE}; run `kl-lens export`"
+        )
     try:
         artifact = Artifact.from_json(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise TargetError(f"{path} cannot be read ({error}); export the model again") from error
+        raise TargetError(
+            f"{path} cannot be read ({error}); export the model again"
+        ) from error
     for name in artifact.files:
         if Path(name).name != name:
-            raise TargetError(f"{path} names {name!r}, which is not a file of its folder; export again")
+            raise TargetError(
+                f"{path} names {name!r}, which is not a file of its folder; export again"
+            )
         if not (folder / name).exists():
             raise TargetError(f"{folder}: {name} is missing; export the model again")
     return artifact
@@ -130,8 +158,13 @@ def earlier_artifact(folder: Path) -> Artifact | None:
 def require_exported(folder: Path, artifact: Artifact) -> None:
     """Raises TargetError if a file differs from what was exported."""
     for name in artifact.files:
-        if name in artifact.digests and file_digest(folder / name) != artifact.digests[name]:
-            raise TargetError(f"{folder}: {name} was changed after the export; export the model again")
+        if (
+            name in artifact.digests
+            and file_digest(folder / name) != artifact.digests[name]
+        ):
+            raise TargetError(
+                f"{folder}: {name} was changed after the export; export the model again"
+            )
 
 
 def exported_places(run: Run) -> dict[tuple[str, str], Path]:
@@ -166,7 +199,10 @@ def file_size(entries: Sequence[Entry], made_for: str) -> int:
 
 
 def write_file(
-    path: Path, entries: Sequence[Entry], made_for: str, data: Callable[[Entry], npt.NDArray[np.uint8]]
+    path: Path,
+    entries: Sequence[Entry],
+    made_for: str,
+    data: Callable[[Entry], npt.NDArray[np.uint8]],
 ) -> None:
     """`made_for`: the header's format, `mlx` or `pt`. `data` gives an entry's bytes; called once for each, in order."""
     with naming(path), path.open("wb") as file:
@@ -182,7 +218,11 @@ def _header(entries: Sequence[Entry], made_for: str) -> bytes:
     at = 0
     for entry in entries:
         offsets = [at, at := at + entry.bytes]
-        described[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": offsets}
+        described[entry.name] = {
+            "dtype": entry.dtype,
+            "shape": list(entry.shape),
+            "data_offsets": offsets,
+        }
     text = json.dumps(described, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that the tensors are aligned
     return len(text).to_bytes(8, "little") + text

@@ -32,7 +32,11 @@ def inputs_changed(model: nn.Module, changes: Mapping[str, Change]) -> Iterator[
 
 
 def _attach(
-    stack: ExitStack, model: nn.Module, modules: dict[str, nn.Module], component: str, change: Change
+    stack: ExitStack,
+    model: nn.Module,
+    modules: dict[str, nn.Module],
+    component: str,
+    change: Change,
 ) -> None:
     module = modules.get(component)
     owner_name, _, leaf = component.rpartition(".")
@@ -44,9 +48,16 @@ def _attach(
             _before(stack, module, change)
     elif isinstance(module, nn.Embedding):
         head = model.get_output_embeddings()  # type: ignore[operator]
-        if isinstance(head, nn.Linear) and head.weight.data_ptr() == module.weight.data_ptr():
+        if (
+            isinstance(head, nn.Linear)
+            and head.weight.data_ptr() == module.weight.data_ptr()
+        ):
             _before(stack, head, change)
-    elif module is None and owner is not None and isinstance(getattr(owner, leaf, None), nn.Parameter):
+    elif (
+        module is None
+        and owner is not None
+        and isinstance(getattr(owner, leaf, None), nn.Parameter)
+    ):
         if getattr(owner, leaf).dim() == 3:
             _inside_experts(stack, owner, leaf, change)
     elif module is None:
@@ -54,17 +65,23 @@ def _attach(
 
 
 def _before(stack: ExitStack, module: nn.Module, change: Change) -> None:
-    handle = module.register_forward_pre_hook(lambda _, args: (change(args[0]), *args[1:]))
+    handle = module.register_forward_pre_hook(
+        lambda _, args: (change(args[0]), *args[1:])
+    )
     stack.callback(handle.remove)
 
 
-def _before_time_step(stack: ExitStack, mixer: Any, dt_proj: nn.Linear, change: Change) -> None:
+def _before_time_step(
+    stack: ExitStack, mixer: Any, dt_proj: nn.Linear, change: Change
+) -> None:
     """Mamba-1 uses `dt_proj.weight` directly, so a hook on that module never fires.
 
     Its input is the first columns of x_proj's output, behind a norm in some families.
     """
     if isinstance(getattr(mixer, "dt_layernorm", None), nn.Module):
-        handle = mixer.dt_layernorm.register_forward_hook(lambda _m, _a, output: change(output))
+        handle = mixer.dt_layernorm.register_forward_hook(
+            lambda _m, _a, output: change(output)
+        )
     else:
         rank = dt_proj.in_features
 
@@ -81,7 +98,9 @@ def _inside_experts(stack: ExitStack, experts: Any, leaf: str, change: Change) -
         _before(stack, experts, change)
         return
     if not getattr(experts, "has_gate", True):
-        handle = experts.act_fn.register_forward_hook(lambda _m, _a, output: change(output))
+        handle = experts.act_fn.register_forward_hook(
+            lambda _m, _a, output: change(output)
+        )
         stack.callback(handle.remove)
         return
     if getattr(experts.config, "_experts_implementation", None) == "eager" or not hasattr(

@@ -19,37 +19,60 @@ from kl_lens.base.environment import for_child
 from kl_lens.base.errors import TargetError, one_line, printable
 
 # Time limit: one second per so many bytes, plus enough for the libraries to load on a busy machine.
-_SECONDS, _BYTES_PER_SECOND = 120, 20_000_000
+_SECONDS = 120
+_BYTES_PER_SECOND = 20_000_000
 # Memory limit: enough for libraries and small models, plus room for runtimes that expand compressed weights.
-_MEMORY, _MEMORY_PER_BYTE = 3 << 29, 16
-_stood: set[tuple[object, ...]] = set()  # what was done with which files, with their sizes and times
+_MEMORY = 3 << 29
+_MEMORY_PER_BYTE = 16
+_stood: set[tuple[object, ...]] = (
+    set()
+)  # what was done with which files, with their sizes and times
 
 
-def require_opens(try_out: Callable[[Path], None], place: Path, files: Sequence[Path], runtime: str) -> None:
+def require_opens(
+    try_out: Callable[[Path], None], place: Path, files: Sequence[Path], runtime: str
+) -> None:
     """Raises TargetError if `try_out(place)` fails, crashes or hangs."""
-    states, function = [file.stat() for file in files], f"{try_out.__module__}:{try_out.__name__}"
-    stamp = (function, str(place.resolve()), *((state.st_size, state.st_mtime_ns) for state in states))
+    states = [file.stat() for file in files]
+    function = f"{try_out.__module__}:{try_out.__name__}"
+    stamp = (
+        function,
+        str(place.resolve()),
+        *((state.st_size, state.st_mtime_ns) for state in states),
+    )
     if stamp in _stood:
         return
-    environment = for_child() | {"GGML_NO_BACKTRACE": "1"}  # otherwise it spends seconds in a debugger
-    environment |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")  # each thread takes memory
+    environment = for_child() | {
+        "GGML_NO_BACKTRACE": "1"
+    }  # otherwise it spends seconds in a debugger
+    environment |= dict.fromkeys(
+        ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"
+    )  # each thread takes memory
     limit = _SECONDS + sum(state.st_size for state in states) / _BYTES_PER_SECOND
     again = "export or download it again"
     try:
         done = subprocess.run(
             [sys.executable, "-m", __name__, function, str(place), *map(str, files)],
-            stdin=subprocess.DEVNULL, capture_output=True, env=environment, timeout=limit,
-        )  # fmt: skip
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            env=environment,
+            timeout=limit,
+        )
     except subprocess.TimeoutExpired:
         raise TargetError(f"{place}: {runtime} hangs on it; {again}") from None
-    lines = [line for line in done.stderr.decode(errors="replace").splitlines() if line.strip()]
+    lines = [
+        line for line in done.stderr.decode(errors="replace").splitlines() if line.strip()
+    ]
     last = printable(one_line(Exception(lines[-1]))) if lines else ""
     if done.returncode < 0:
-        name, said = signal.Signals(-done.returncode).name, f" ({last})" if last else ""
+        name = signal.Signals(-done.returncode).name
+        said = f" ({last})" if last else ""
         raise TargetError(f"{place}: {runtime} crashes on it with {name}{said}; {again}")
     if done.returncode:
         reason = last or f"opening it ended with {done.returncode}"
-        raise TargetError(reason if str(place) in reason else f"{place}: {reason}; {again}")
+        raise TargetError(
+            reason if str(place) in reason else f"{place}: {reason}; {again}"
+        )
     _stood.add(stamp)
 
 
@@ -60,7 +83,10 @@ def main() -> int:
     try:
         getattr(importlib.import_module(module), function)(Path(place))
     except MemoryError:
-        print(f"{place}: opening it takes more than {most >> 20} MB of memory", file=sys.stderr)
+        print(
+            f"{place}: opening it takes more than {most >> 20} MB of memory",
+            file=sys.stderr,
+        )
         return 1
     except Exception as error:
         print(one_line(error), file=sys.stderr)

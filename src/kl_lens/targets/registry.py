@@ -77,7 +77,8 @@ def locate(path: Path | str) -> tuple[Path, Artifact | None]:
     """
     path = Path(path)
     if path.is_file():
-        folder, artifact = path.parent, earlier_artifact(path.parent)
+        folder = path.parent
+        artifact = earlier_artifact(path.parent)
         if artifact is None or path.name not in artifact.files:
             if owner := _owner(path):
                 get_target(owner).try_out(path)
@@ -87,7 +88,8 @@ def locate(path: Path | str) -> tuple[Path, Artifact | None]:
     elif (file := _foreign(path)) is not None:
         return locate(file)
     else:
-        folder, artifact = path, read_artifact(path)
+        folder = path
+        artifact = read_artifact(path)
     require_exported(folder, artifact)
     return folder, artifact
 
@@ -101,29 +103,40 @@ def dissected(path: Path) -> tuple[Target, Dissection]:
     if not path.exists():
         raise TargetError(f"{path}: no such file")
     known = ", ".join(describe_target(name).title for name in TARGETS)
-    raise TargetError(f"{path} holds no model that KL Lens can take apart; it takes files for {known}")
+    raise TargetError(
+        f"{path} holds no model that KL Lens can take apart; it takes files for {known}"
+    )
 
 
 def _owner(path: Path) -> str | None:
     """Of a bare file. Several runtimes load safetensors; what is in the folder tells which one."""
     owners = [name for name in TARGETS if describe_target(name).owns(path)]
-    return next((name for name in owners if describe_target(name).dissects(path)), next(iter(owners), None))
+    return next(
+        (name for name in owners if describe_target(name).dissects(path)),
+        next(iter(owners), None),
+    )
 
 
 def _foreign(folder: Path) -> Path | None:
     """The first file of a folder without a record that some runtime loads."""
     for target in (
-        () if (folder / RECORD_FILE).exists() or not folder.is_dir() else map(describe_target, TARGETS)
+        ()
+        if (folder / RECORD_FILE).exists() or not folder.is_dir()
+        else map(describe_target, TARGETS)
     ):
         if target.dissects(folder):
             files = [path for path in target.loaded_files(folder) if target.owns(path)]
             if set(files) - set(target.loaded_files(files[0])):
-                raise TargetError(f"{folder} holds several models; name the file, such as {files[0]}")
+                raise TargetError(
+                    f"{folder} holds several models; name the file, such as {files[0]}"
+                )
             return files[0]
     return None
 
 
-def export(model: LoadedModel, plan: Plan, target: str, folder: Path, **options: Any) -> Artifact:
+def export(
+    model: LoadedModel, plan: Plan, target: str, folder: Path, **options: Any
+) -> Artifact:
     """Writes the plan as files of a target, with their record."""
     return get_target(target).export(model, plan, Path(folder), **options)
 
@@ -148,7 +161,9 @@ def open_session(
     return target.open(place, settings)
 
 
-def menu_of(target: Target, *, full: bool = False, small: bool = False) -> tuple[Recipe, ...]:
+def menu_of(
+    target: Target, *, full: bool = False, small: bool = False
+) -> tuple[Recipe, ...]:
     """The recipes that plans for a target choose from besides FP16: the short menu or the full one, and (`small`) its
     formats below four bits."""
     below = target.recipes(target.small_formats) if small else ()

@@ -20,9 +20,7 @@ Renderer = Callable[[Messages], str]
 # pages of repacked tensors are returned to the system.
 LOAD_MODES = ("lean", "read", "mapped", "read-plain", "mapped-plain")
 ALL_LAYERS = 999  # on a GPU
-CACHES = (
-    "caches"  # in an artifact's settings: `keys` and `values` → the format that the runtime keeps them in
-)
+CACHES = "caches"  # in an artifact's settings: `keys` and `values` → the format that the runtime keeps them in
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,9 @@ class SessionSettings:
     gpu_layers: int = 0
     exact: bool = False  # float32 arithmetic instead of a deployment's
     load: str = "auto"  # how weights come into memory; llama.cpp
-    context: int | None = None  # tokens that each sequence has room for; None: the runtime's own choice
+    context: int | None = (
+        None  # tokens that each sequence has room for; None: the runtime's own choice
+    )
     batch: int = 1  # sequences that memory is kept for
 
     @property
@@ -46,8 +46,17 @@ class SessionSettings:
     def unusual(self) -> dict[str, Any]:
         """Settings that differ from the defaults, for a subject's record; without threads, which change only speed."""
         layers = "all" if self.gpu_layers >= ALL_LAYERS else self.gpu_layers
-        settings = {"device": self.device, "gpu_layers": layers, "load": self.load, "exact": self.exact}
-        return {key: value for key, value in settings.items() if value not in ("CPU", 0, "auto")}
+        settings = {
+            "device": self.device,
+            "gpu_layers": layers,
+            "load": self.load,
+            "exact": self.exact,
+        }
+        return {
+            key: value
+            for key, value in settings.items()
+            if value not in ("CPU", 0, "auto")
+        }
 
 
 @runtime_checkable
@@ -82,8 +91,12 @@ class Session(Protocol):
 class ArtifactTokenizer:
     """Encodes and decodes text."""
 
-    encode: Callable[[str], list[int]]  # recognises special tokens by their text; adds none
-    begin: Callable[[str], list[int]]  # the same, plus the tokens that the tokenizer adds, such as <s>
+    encode: Callable[
+        [str], list[int]
+    ]  # recognises special tokens by their text; adds none
+    begin: Callable[
+        [str], list[int]
+    ]  # the same, plus the tokens that the tokenizer adds, such as <s>
     decode: Callable[[Sequence[int]], str]
     ends: frozenset[int]  # tokens that end a text or a turn; empty if unknown
     render: Renderer | None = None  # the chat template, if any

@@ -13,36 +13,91 @@ from typing import TYPE_CHECKING, Any
 
 from kl_lens.base.errors import TargetError, one_line
 from kl_lens.targets.exporting import GENERATION_FILE
-from kl_lens.targets.session import ArtifactTokenizer, Messages, Renderer, Session, TokenizingSession
+from kl_lens.targets.session import (
+    ArtifactTokenizer,
+    Messages,
+    Renderer,
+    Session,
+    TokenizingSession,
+)
 
 if TYPE_CHECKING:
     from jinja2 import nodes
     from jinja2.parser import Parser
 
-TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
+TOKENIZER_FILE = "tokenizer.json"
+CONFIG_FILE = "tokenizer_config.json"
 _WORDS = (
-    "the", "a", "of", "model", "state", "Mamba", "don't", "I'll", "we've", "they're", "naïve", "café", "Straße",
-    "l'été", "mañana", "über", "İstanbul",
-)  # fmt: skip
+    "the",
+    "a",
+    "of",
+    "model",
+    "state",
+    "Mamba",
+    "don't",
+    "I'll",
+    "we've",
+    "they're",
+    "naïve",
+    "café",
+    "Straße",
+    "l'été",
+    "mañana",
+    "über",
+    "İstanbul",
+)
 _CODE = (
-    "def f(x: int) -> int:\n    return x ** 2\n", "for (int i = 0; i < n; ++i) { a[i] += b[i]; }",
-    '{"key": [1, 2.5e-3, null]}', "SELECT * FROM t WHERE x >= 10;", "#include <vector>\n", "x = y if z else w  # note",
-    '<div class="a">&nbsp;</div>', "\tif err != nil {\n\t\treturn err\n\t}\n", "https://example.org/a?b=c&d=%20e",
-    "C:\\path\\to\\file.txt", "-----", "===", "!!!???", "...",
-)  # fmt: skip
+    "def f(x: int) -> int:\n    return x ** 2\n",
+    "for (int i = 0; i < n; ++i) { a[i] += b[i]; }",
+    '{"key": [1, 2.5e-3, null]}',
+    "SELECT * FROM t WHERE x >= 10;",
+    "#include <vector>\n",
+    "x = y if z else w  # note",
+    '<div class="a">&nbsp;</div>',
+    "\tif err != nil {\n\t\treturn err\n\t}\n",
+    "https://example.org/a?b=c&d=%20e",
+    "C:\\path\\to\\file.txt",
+    "-----",
+    "===",
+    "!!!???",
+    "...",
+)
 _SCRIPTS = (
-    "今天天气很好", "言語モデルは面白いです", "안녕하세요", "مرحبا بالعالم", "שלום עולם", "Привет, мир",
-    "Γεια σου", "नमस्ते", "สวัสดีชาวโลก", "e\u0301a\u0308n\u0303",  # the last: combining accents
-)  # fmt: skip
+    "今天天气很好",
+    "言語モデルは面白いです",
+    "안녕하세요",
+    "مرحبا بالعالم",
+    "שלום עולם",
+    "Привет, мир",
+    "Γεια σου",
+    "नमस्ते",
+    "สวัสดีชาวโลก",
+    "e\u0301a\u0308n\u0303",  # the last: combining accents
+)
 _EMOJI = ("😀", "🎉🎊", "👩\u200d💻", "🇩🇪", "👍🏽", "❤\ufe0f", "🫠")
 _SPACES = (
-    " ", "  ", "   ", " " * 7, " " * 17, "\t", "\t\t", "\n", "\n\n", "\n\n\n", "\r\n", " \n ", "\u00a0", "\u3000",
+    " ",
+    "  ",
+    "   ",
+    " " * 7,
+    " " * 17,
+    "\t",
+    "\t\t",
+    "\n",
+    "\n\n",
+    "\n\n\n",
+    "\r\n",
+    " \n ",
+    "\u00a0",
+    "\u3000",
     "\u2009",
-)  # fmt: skip
+)
 _MARKS = ".,;:!?'\"()[]{}<>/\\|@#$%^&*-_=+~`"
 
 
-def find_tokenizer(session: Session | None, artifact: Path, place: str | None = None) -> ArtifactTokenizer:
+def find_tokenizer(
+    session: Session | None, artifact: Path, place: str | None = None
+) -> ArtifactTokenizer:
     """The tokenizer of an exported folder or a bare file; llama.cpp's sessions can tokenize by themselves.
 
     `place`: a folder, a tokenizer.json or a hub id (for which transformers loads) to use instead.
@@ -62,7 +117,8 @@ class VocabularyTokenizer:
     bos_token_id = None
 
     def __init__(self, own: ArtifactTokenizer) -> None:
-        self._own, self.eos_token_id = own, min(own.ends, default=None)
+        self._own = own
+        self.eos_token_id = min(own.ends, default=None)
 
     def encode(self, text: str, **_: Any) -> list[int]:
         return self._own.encode(text)
@@ -74,7 +130,9 @@ class VocabularyTokenizer:
         return {"input_ids": [self.encode(text) for text in texts]}
 
 
-def artifact_tokenizer(artifact: Path, opened: Callable[[], Session], place: str | None = None) -> Any:
+def artifact_tokenizer(
+    artifact: Path, opened: Callable[[], Session], place: str | None = None
+) -> Any:
     """The tokenizer for evaluation: transformers' own, which knows special tokens too, or the file's vocabulary."""
     beside = _file(artifact, None)
     if chosen := place or (beside and beside.parent):
@@ -106,10 +164,18 @@ def _from_file(path: Path) -> ArtifactTokenizer:
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises no narrower class
-        raise TargetError(f"{path} cannot be read as a tokenizer: {error}; use --tokenizer") from error
-    folder, special, template = path.parent, special_texts(path.parent), template_of(path.parent)
+        raise TargetError(
+            f"{path} cannot be read as a tokenizer: {error}; use --tokenizer"
+        ) from error
+    folder = path.parent
+    special = special_texts(path.parent)
+    template = template_of(path.parent)
     cleaned = read_json(folder / CONFIG_FILE).get("clean_up_tokenization_spaces")
-    if cleaned and path.name == TOKENIZER_FILE and type(tokenizer.model).__name__ != "BPE":
+    if (
+        cleaned
+        and path.name == TOKENIZER_FILE
+        and type(tokenizer.model).__name__ != "BPE"
+    ):
         return _from_transformers(str(folder))  # only it knows which spaces to clean up
     # A file may hold truncation limits from training; prompts are not truncated.
     tokenizer.no_truncation()
@@ -128,20 +194,29 @@ def _from_transformers(place: str) -> ArtifactTokenizer:
     from kl_lens.model import load_tokenizer
 
     tokenizer: Any = load_tokenizer(Path(place), place, trust_remote_code=False)
-    end, template = tokenizer.eos_token_id, default_template(tokenizer.chat_template)
+    end = tokenizer.eos_token_id
+    template = default_template(tokenizer.chat_template)
     return ArtifactTokenizer(
-        encode=lambda text: [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]],
+        encode=lambda text: [
+            int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]
+        ],
         begin=lambda text: [int(token) for token in tokenizer(text)["input_ids"]],
         decode=lambda ids: str(tokenizer.decode(list(ids))),
         ends=frozenset() if end is None else frozenset([int(end)]),
-        render=chat_renderer(template, tokenizer.special_tokens_map, place) if template else None,
+        render=chat_renderer(template, tokenizer.special_tokens_map, place)
+        if template
+        else None,
     )
 
 
 def default_template(template: Any) -> str | None:
     """The default of one or several named templates, in the form of tokenizer_config.json."""
     if isinstance(template, list):
-        template = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
+        template = {
+            each.get("name"): each.get("template")
+            for each in template
+            if isinstance(each, dict)
+        }
     if isinstance(template, dict):
         template = template.get("default")
     return template if isinstance(template, str) and template else None
@@ -149,7 +224,9 @@ def default_template(template: Any) -> str | None:
 
 def template_of(folder: Path) -> tuple[Path, str] | None:
     """The chat template in a tokenizer's files and the file that holds it, in the places where transformers looks."""
-    if (file := folder / "chat_template.jinja").is_file() and (text := file.read_text(encoding="utf-8")):
+    if (file := folder / "chat_template.jinja").is_file() and (
+        text := file.read_text(encoding="utf-8")
+    ):
         return file, text
     file = folder / CONFIG_FILE
     template = default_template(read_json(file).get("chat_template"))
@@ -171,7 +248,9 @@ def special_texts(folder: Path) -> dict[str, str]:
 def end_ids(folder: Path) -> list[int]:
     """Tokens that end a text, from the model's generation settings."""
     ids = read_json(folder / GENERATION_FILE).get("eos_token_id")
-    return [one for one in (ids if isinstance(ids, list) else [ids]) if isinstance(one, int)]
+    return [
+        one for one in (ids if isinstance(ids, list) else [ids]) if isinstance(one, int)
+    ]
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -181,7 +260,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise TargetError(f"{path} cannot be read: {error}; copy the tokenizer's files again") from error
+        raise TargetError(
+            f"{path} cannot be read: {error}; copy the tokenizer's files again"
+        ) from error
     return data if isinstance(data, dict) else {}
 
 
@@ -207,22 +288,32 @@ def chat_renderer(template: str, special: Mapping[str, str], where: str) -> Rend
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
-    environment.filters["tojson"] = lambda value, **how: json.dumps(value, ensure_ascii=False, **how)
+    environment.filters["tojson"] = lambda value, **how: json.dumps(
+        value, ensure_ascii=False, **how
+    )
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda how: datetime.now().strftime(how)
 
     def render(messages: Messages) -> str:
         try:
             return environment.from_string(template).render(
-                messages=messages, add_generation_prompt=True, tools=None, documents=None, **special
+                messages=messages,
+                add_generation_prompt=True,
+                tools=None,
+                documents=None,
+                **special,
             )
         except Exception as error:  # a template is third-party code
-            raise TargetError(f"{where}: its chat template fails: {one_line(error)}") from error
+            raise TargetError(
+                f"{where}: its chat template fails: {one_line(error)}"
+            ) from error
 
     return render
 
 
-def varied_strings(count: int, *, special: Sequence[str] = (), seed: int = 0) -> list[str]:
+def varied_strings(
+    count: int, *, special: Sequence[str] = (), seed: int = 0
+) -> list[str]:
     """Words, code, numbers, emoji, several scripts, runs of spaces and the given special tokens, mixed at random."""
     draw = random.Random(seed)
     kinds = [
@@ -237,13 +328,22 @@ def varied_strings(count: int, *, special: Sequence[str] = (), seed: int = 0) ->
         lambda: draw.choice(_SCRIPTS),
         lambda: draw.choice(_SPACES),
         lambda: draw.choice(_MARKS) * draw.randint(1, 4),
-        lambda: "".join(draw.choices("abcdefghijklmnopqrstuvwxyzABCDEFXYZ0123456789", k=draw.randint(1, 12))),
-        lambda: chr(draw.choice((draw.randrange(0x20, 0x250), draw.randrange(0x370, 0x3000)))),
+        lambda: "".join(
+            draw.choices(
+                "abcdefghijklmnopqrstuvwxyzABCDEFXYZ0123456789", k=draw.randint(1, 12)
+            )
+        ),
+        lambda: chr(
+            draw.choice((draw.randrange(0x20, 0x250), draw.randrange(0x370, 0x3000)))
+        ),
     ]
     if special:
         kinds.append(lambda: draw.choice(special))
     return [
-        "".join(draw.choice(kinds)() + draw.choice(("", " ")) for _ in range(draw.randint(1, 10)))
+        "".join(
+            draw.choice(kinds)() + draw.choice(("", " "))
+            for _ in range(draw.randint(1, 10))
+        )
         for _ in range(count)
     ]
 

@@ -57,7 +57,9 @@ _ALBUM: dict[int, Picture] = {}
 def add_picture(picture: Picture) -> int:
     """Returns its id: a hash of its pixels and its label."""
     about = f"{picture.pixels.shape} {picture.label} "
-    digest = hashlib.blake2b(about.encode() + picture.pixels.tobytes(), digest_size=8).digest()
+    digest = hashlib.blake2b(
+        about.encode() + picture.pixels.tobytes(), digest_size=8
+    ).digest()
     number = int.from_bytes(digest, "little") >> 1  # fits into an int64
     _ALBUM.setdefault(number, picture)
     return number
@@ -81,7 +83,8 @@ def _picture(number: int) -> Picture:
 FILE = "preprocessor_config.json"
 _MODES: dict[Any, str] = {0: "nearest", 2: "bilinear", 3: "bicubic"}  # Pillow's numbers
 _MODES |= {"bilinear": "bilinear", "bicubic": "bicubic"}
-_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, used by most classifiers
+_MEAN = (0.485, 0.456, 0.406)
+_STD = (0.229, 0.224, 0.225)  # ImageNet's, used by most classifiers
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,9 @@ class Preparation:
 
     height: int
     width: int
-    shortest: int | None = None  # first resized to this shorter side, then cropped to the centre
+    shortest: int | None = (
+        None  # first resized to this shorter side, then cropped to the centre
+    )
     mode: str = "bilinear"
     scale: float = 1 / 255
     mean: tuple[float, ...] = _MEAN
@@ -112,9 +117,16 @@ class Preparation:
             try:
                 return cls._of_processor(json.loads(path.read_text()))
             except (ValueError, TypeError, KeyError, AttributeError) as error:
-                raise CheckpointError(f"{path} does not say how images are prepared: {error!r}") from error
+                raise CheckpointError(
+                    f"{path} does not say how images are prepared: {error!r}"
+                ) from error
         about = {**config, **(config.get("pretrained_cfg") or {})}
-        size = about.get("input_size") or about.get("input_resolution") or about.get("image_size") or 224
+        size = (
+            about.get("input_size")
+            or about.get("input_resolution")
+            or about.get("image_size")
+            or 224
+        )
         sides = [size] if isinstance(size, int) else list(size)
         height, width = sides[-2:] if len(sides) > 1 else (sides[0], sides[0])
         share = float(about.get("crop_pct") or 1.0)
@@ -130,7 +142,8 @@ class Preparation:
     @classmethod
     def _of_processor(cls, about: Mapping[str, Any]) -> Self:
         """The fields of transformers' image processors."""
-        size, crop = about["size"], about.get("crop_size")
+        size = about["size"]
+        crop = about.get("crop_size")
         shortest = None
         if isinstance(size, int):
             size = {"height": size, "width": size}
@@ -138,7 +151,9 @@ class Preparation:
             shortest = int(size["shortest_edge"])
             if crop is None and "crop_pct" in about:  # as in ConvNeXt
                 size = crop = shortest
-                shortest = round(shortest / about["crop_pct"]) if shortest < 384 else shortest
+                shortest = (
+                    round(shortest / about["crop_pct"]) if shortest < 384 else shortest
+                )
             size = {"height": shortest, "width": shortest}
         if crop is not None and about.get("do_center_crop", True):
             shortest = shortest or min(size["height"], size["width"])
@@ -149,9 +164,15 @@ class Preparation:
             int(size["width"]),
             shortest,
             _MODES.get(about.get("resample", 2), "bilinear"),
-            float(about.get("rescale_factor", 1 / 255)) if about.get("do_rescale", True) else 1.0,
-            tuple(about["image_mean"]) if normalised else (0.0,) * len(about.get("image_mean", _MEAN)),
-            tuple(about["image_std"]) if normalised else (1.0,) * len(about.get("image_mean", _MEAN)),
+            float(about.get("rescale_factor", 1 / 255))
+            if about.get("do_rescale", True)
+            else 1.0,
+            tuple(about["image_mean"])
+            if normalised
+            else (0.0,) * len(about.get("image_mean", _MEAN)),
+            tuple(about["image_std"])
+            if normalised
+            else (1.0,) * len(about.get("image_mean", _MEAN)),
         )
 
     def write(self, folder: Path) -> None:
@@ -159,7 +180,9 @@ class Preparation:
         about: dict[str, Any] = {
             "do_resize": True,
             "size": {"height": self.height, "width": self.width},
-            "resample": next(number for number, mode in _MODES.items() if mode == self.mode),
+            "resample": next(
+                number for number, mode in _MODES.items() if mode == self.mode
+            ),
             "do_rescale": True,
             "rescale_factor": self.scale,
             "do_normalize": True,
@@ -174,13 +197,20 @@ class Preparation:
     def prepare(self, image: Pixels) -> Pixels:
         """(height, width, channels) from the file → (channels, height, width) for the model."""
         if image.shape[-1] != self.channels:
-            image = image[..., :1].repeat(self.channels, -1) if image.shape[-1] == 1 else _grey(image)
+            image = (
+                image[..., :1].repeat(self.channels, -1)
+                if image.shape[-1] == 1
+                else _grey(image)
+            )
         planes = np.ascontiguousarray(np.moveaxis(image, -1, 0))
         if self.shortest is not None:
             factor = self.shortest / min(planes.shape[1:])
-            sides = (max(self.shortest, round(side * factor)) for side in planes.shape[1:])
+            sides = (
+                max(self.shortest, round(side * factor)) for side in planes.shape[1:]
+            )
             planes = self._resized(planes, *sides)
-            top, left = (planes.shape[1] - self.height) // 2, (planes.shape[2] - self.width) // 2
+            top = (planes.shape[1] - self.height) // 2
+            left = (planes.shape[2] - self.width) // 2
             if min(top, left) >= 0:
                 planes = planes[:, top : top + self.height, left : left + self.width]
         return np.ascontiguousarray(self._resized(planes, self.height, self.width))
@@ -190,26 +220,49 @@ class Preparation:
             return planes
         smooth = self.mode != "nearest"
         resized = torch.nn.functional.interpolate(
-            torch.from_numpy(planes)[None], (height, width), mode=self.mode, antialias=smooth
+            torch.from_numpy(planes)[None],
+            (height, width),
+            mode=self.mode,
+            antialias=smooth,
         )
         return np.asarray(resized[0].numpy())
 
     def normalised(self, pixels: Pixels) -> npt.NDArray[np.float32]:
         """The model's input, (…, channels, height, width)."""
-        mean, std = (np.asarray(values, np.float32)[:, None, None] for values in (self.mean, self.std))
+        mean, std = (
+            np.asarray(values, np.float32)[:, None, None]
+            for values in (self.mean, self.std)
+        )
         return (pixels.astype(np.float32) * np.float32(self.scale) - mean) / std
 
 
 def _grey(image: Pixels) -> Pixels:
     """With Pillow's weights."""
-    return np.round(image[..., :3] @ np.array([0.299, 0.587, 0.114])).astype(np.uint8)[..., None]
+    return np.round(image[..., :3] @ np.array([0.299, 0.587, 0.114])).astype(np.uint8)[
+        ..., None
+    ]
 
 
 DIGITS = "digits"
 TRAIN, VALID, TEST = SPLITS = ("train", "valid", "test")
-_FOLDERS = {TRAIN: ("train", "training"), VALID: ("val", "valid", "validation"), TEST: ("test",)}
+_FOLDERS = {
+    TRAIN: ("train", "training"),
+    VALID: ("val", "valid", "validation"),
+    TEST: ("test",),
+}
 _DEALT = (TRAIN, TRAIN, VALID, TEST)
-_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+_SUFFIXES = (
+    ".png",
+    ".jpg",
+    ".jpeg",
+    ".bmp",
+    ".webp",
+    ".gif",
+    ".tif",
+    ".tiff",
+    ".ppm",
+    ".pgm",
+)
 _LABELS = ("labels.csv", "labels.txt")
 
 
@@ -253,16 +306,22 @@ class ImageSource:
 
 
 def open_images(
-    name: str | os.PathLike[str], split: str | None = None, *, for_evaluation: bool = False
+    name: str | os.PathLike[str],
+    split: str | None = None,
+    *,
+    for_evaluation: bool = False,
 ) -> ImageSource:
     """Opens images by name or by the path of a folder; `FOLDER:SPLIT` also names a split."""
     name = os.fspath(name)
     base, _, named = name.rpartition(":")
     if not base or named not in SPLITS:
-        base, named = name, ""
+        base = name
+        named = ""
     split = named or split or (TEST if for_evaluation else TRAIN)
     if split not in SPLITS:
-        raise TextError(f"{name}: images have no split {split!r}; there are {', '.join(SPLITS)}")
+        raise TextError(
+            f"{name}: images have no split {split!r}; there are {', '.join(SPLITS)}"
+        )
     if base == DIGITS:
         return ImageSource(base, split, _digits(split))
     folder = Path(os.path.expanduser(base))
@@ -277,7 +336,8 @@ def open_images(
 
 def _digits(split: str) -> tuple[Entry, ...]:
     with np.load(reference_path("images", "digits.npz")) as stored:
-        images, labels = stored[f"{split}_images"], stored[f"{split}_labels"]
+        images = stored[f"{split}_images"]
+        labels = stored[f"{split}_labels"]
     return tuple(
         Entry(f"{DIGITS}:{split}, image {number}", image[..., None], str(label))
         for number, (image, label) in enumerate(zip(images, labels.tolist(), strict=True))
@@ -294,8 +354,16 @@ def _of_split(folder: Path, split: str) -> list[Entry]:
         return _entries(there[split])
     if split != TRAIN and (judging := there.get(VALID) or there.get(TEST)) is not None:
         # Divide a single evaluation folder: images that help choose a plan must not evaluate it.
-        return [entry for entry in _entries(judging) if (VALID, TEST)[_share(entry) % 2] == split]
-    return [entry for entry in _entries(folder) if _DEALT[_share(entry) % len(_DEALT)] == split]
+        return [
+            entry
+            for entry in _entries(judging)
+            if (VALID, TEST)[_share(entry) % 2] == split
+        ]
+    return [
+        entry
+        for entry in _entries(folder)
+        if _DEALT[_share(entry) % len(_DEALT)] == split
+    ]
 
 
 def _share(entry: Entry) -> int:
@@ -304,7 +372,9 @@ def _share(entry: Entry) -> int:
 
 
 def _entries(folder: Path) -> list[Entry]:
-    files = sorted(p for p in folder.rglob("*") if p.suffix.lower() in _SUFFIXES and p.is_file())
+    files = sorted(
+        p for p in folder.rglob("*") if p.suffix.lower() in _SUFFIXES and p.is_file()
+    )
     labels = _labels(folder)
     return [Entry(str(path), path, _label(path, folder, labels)) for path in files]
 
@@ -325,30 +395,44 @@ def _labels(folder: Path) -> dict[str, str] | None:
     if path is None:
         return None
     text = path.read_text()
-    rows = csv.reader(io.StringIO(text), delimiter="," if "," in text else " ", skipinitialspace=True)
+    rows = csv.reader(
+        io.StringIO(text), delimiter="," if "," in text else " ", skipinitialspace=True
+    )
     try:
         return {row[0].strip(): row[1].strip() for row in rows if row}
     except IndexError as error:
-        raise TextError(f"{path}: expected two columns in every line, file and label") from error
+        raise TextError(
+            f"{path}: expected two columns in every line, file and label"
+        ) from error
 
 
 def _read(path: Path) -> Pixels:
     try:
         from PIL import Image
     except ImportError as error:
-        raise TextError(f"{path}: reading image files needs Pillow: pip install 'kl-lens[images]'") from error
+        raise TextError(
+            f"{path}: reading image files needs Pillow: pip install 'kl-lens[images]'"
+        ) from error
     try:
         with Image.open(path) as image:
             grey = image.mode in ("1", "L", "LA", "I;16")
-            return np.asarray(image.convert("L" if grey else "RGB")).reshape(image.height, image.width, -1)
+            return np.asarray(image.convert("L" if grey else "RGB")).reshape(
+                image.height, image.width, -1
+            )
     except Exception as error:  # Pillow raises many kinds of errors for damaged files
         raise TextError(f"{path} is not a readable image: {one_line(error)}") from error
 
 
 def image_windows(
-    source: ImageSource, preparation: Preparation, names: Mapping[str, int], classes: int,
-    *, length: int, windows: int | None, seed: int | None = None,
-) -> Windows:  # fmt: skip
+    source: ImageSource,
+    preparation: Preparation,
+    names: Mapping[str, int],
+    classes: int,
+    *,
+    length: int,
+    windows: int | None,
+    seed: int | None = None,
+) -> Windows:
     """With a seed: windows of randomly chosen images; the first k of a larger draw are the draw of k. Without: all
     images, at most `windows`, in a fixed order that mixes the classes."""
     from kl_lens.text.windows import UsedDocument, Windows
@@ -373,7 +457,9 @@ def image_windows(
     documents = [UsedDocument(picture.name, picture.sha256) for picture in pictures]
     starts = tuple(range(0, len(pictures), length))
     return Windows(
-        ids=torch.tensor([add_picture(picture) for picture in pictures]).reshape(-1, length),
+        ids=torch.tensor([add_picture(picture) for picture in pictures]).reshape(
+            -1, length
+        ),
         source=source.name,
         split=source.split,
         order="sequential" if seed is None else "drawn",

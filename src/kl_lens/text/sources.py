@@ -81,14 +81,18 @@ def documents_of(texts: Iterable[tuple[str, str]]) -> Iterator[Document]:
     for name, text in texts:
         try:
             text.encode()
-        except UnicodeEncodeError as error:  # JSON can hold half a surrogate pair, which no tokenizer accepts
+        except (
+            UnicodeEncodeError
+        ) as error:  # JSON can hold half a surrogate pair, which no tokenizer accepts
             where = f"{name}: half a surrogate pair at character {error.start}"
             raise TextError(f"{where}: expected valid Unicode text") from None
         if text.strip():
             yield Document(name, text)
 
 
-def open_text(name: str | os.PathLike[str], *, for_evaluation: bool = False) -> TextSource:
+def open_text(
+    name: str | os.PathLike[str], *, for_evaluation: bool = False
+) -> TextSource:
     """Opens a text by name (`wikitext2:train`), or by the path of a file or folder.
 
     Args:
@@ -123,8 +127,16 @@ Texts = Iterator[tuple[str, str]]  # where it is, and the text
 def read_path(path: Path) -> list[Document]:
     """The documents of a file, or of every text file in a folder and its subfolders, sorted by path."""
     if path.is_dir():
-        within = {p: p.relative_to(path).parts for p in sorted(path.rglob("*")) if p.is_file() and _reader(p)}
-        paths = [p for p, parts in within.items() if not any(part.startswith(".") for part in parts)]
+        within = {
+            p: p.relative_to(path).parts
+            for p in sorted(path.rglob("*"))
+            if p.is_file() and _reader(p)
+        }
+        paths = [
+            p
+            for p, parts in within.items()
+            if not any(part.startswith(".") for part in parts)
+        ]
         if not paths:
             raise TextError(f"{path}: no text files in this folder: expected {SUFFIXES}")
         return [document for each in paths for document in read_path(each)]
@@ -139,12 +151,16 @@ def read_path(path: Path) -> list[Document]:
     except OSError as error:
         raise TextError(f"{path}: cannot be read ({error.strerror or error})") from None
     if not documents:
-        raise TextError(f"{path}: {'empty' if empty else 'holds only blank text'}: expected some text")
+        raise TextError(
+            f"{path}: {'empty' if empty else 'holds only blank text'}: expected some text"
+        )
     return documents
 
 
 def _reader(path: Path) -> Callable[[Path], Texts] | None:
-    return next((read for end, read in _READERS.items() if path.name.lower().endswith(end)), None)
+    return next(
+        (read for end, read in _READERS.items() if path.name.lower().endswith(end)), None
+    )
 
 
 def _read_txt(path: Path) -> Texts:
@@ -164,10 +180,18 @@ def _read_jsonl(path: Path) -> Texts:
                 row = json.loads(line)
             except (json.JSONDecodeError, RecursionError) as error:
                 expected = f'one object per line, {{"{TEXT_FIELD}": …}}'
-                raise TextError(f"{where}: not valid JSON ({error}): expected {expected}") from None
+                raise TextError(
+                    f"{where}: not valid JSON ({error}): expected {expected}"
+                ) from None
             if not isinstance(row, dict) or not isinstance(row.get(TEXT_FIELD), str):
-                fields = f"fields {', '.join(row) or 'none'}" if isinstance(row, dict) else type(row).__name__
-                raise TextError(f"{where}: no field `{TEXT_FIELD}` with a string in it (found: {fields})")
+                fields = (
+                    f"fields {', '.join(row) or 'none'}"
+                    if isinstance(row, dict)
+                    else type(row).__name__
+                )
+                raise TextError(
+                    f"{where}: no field `{TEXT_FIELD}` with a string in it (found: {fields})"
+                )
             yield where, row[TEXT_FIELD]
 
 
@@ -179,13 +203,19 @@ def _read_parquet(path: Path) -> Texts:
             raise TextError(f"{path}: no column `{TEXT_FIELD}`: its columns are {there}")
         rows = pq.read_table(path, columns=[TEXT_FIELD]).column(0).to_pylist()
     except UnicodeDecodeError as error:
-        raise TextError(f"{path}: column `{TEXT_FIELD}` is not UTF-8 (byte {error.start} of a row)") from None
+        raise TextError(
+            f"{path}: column `{TEXT_FIELD}` is not UTF-8 (byte {error.start} of a row)"
+        ) from None
     except (pa.ArrowException, OSError) as error:
-        raise TextError(f"{path}: not a readable Parquet file ({one_line(error)}): is it complete?") from None
+        raise TextError(
+            f"{path}: not a readable Parquet file ({one_line(error)}): is it complete?"
+        ) from None
     for number, value in enumerate(rows, start=1):
         where = f"{path}, row {number}"
         if not isinstance(value, str):
-            raise TextError(f"{where}: column `{TEXT_FIELD}` holds {value!r:.40}: expected a string")
+            raise TextError(
+                f"{where}: column `{TEXT_FIELD}` holds {value!r:.40}: expected a string"
+            )
         yield where, value
 
 
@@ -231,10 +261,14 @@ def wikitext2(split: str = "train") -> TextSource:
     if split == "validation":
         return wikitext2("valid")
     if split not in _CHECKSUMS:
-        raise TextError(f"{WIKITEXT}:{split}: no such split: use one of {', '.join(_CHECKSUMS)}")
+        raise TextError(
+            f"{WIKITEXT}:{split}: no such split: use one of {', '.join(_CHECKSUMS)}"
+        )
     articles = split_articles(raw_text(split).splitlines(keepends=True))
     documents = tuple(
-        Document(f"{WIKITEXT}:{split}, article {number} ({title})", PARAGRAPH_BREAK.join(rows))
+        Document(
+            f"{WIKITEXT}:{split}, article {number} ({title})", PARAGRAPH_BREAK.join(rows)
+        )
         for number, (title, rows) in enumerate(articles, start=1)
     )
     return TextSource(WIKITEXT, split, documents)
@@ -247,7 +281,9 @@ def raw_text(split: str) -> str:
     except (lzma.LZMAError, EOFError) as error:
         raise TextError(f"{path}: damaged ({error}): reinstall kl-lens") from None
     if hashlib.sha256(raw).hexdigest() != _CHECKSUMS[split]:
-        raise TextError(f"{path}: not the WikiText-2 {split} text (checksum differs): reinstall kl-lens")
+        raise TextError(
+            f"{path}: not the WikiText-2 {split} text (checksum differs): reinstall kl-lens"
+        )
     return raw.decode()
 
 

@@ -57,14 +57,23 @@ def token_stream(source: TextSource, tokenizer: Any) -> TokenStream:
     `tokenizer` is a transformers tokenizer or a `tokenizers.Tokenizer`; it is not changed.
     """
     backend = _backend(tokenizer)
-    if backend is None:  # written in Python; `verbose=False` silences its warning about long sequences
-        plain = {"add_special_tokens": False, "truncation": False, "padding": False, "verbose": False}
+    if (
+        backend is None
+    ):  # written in Python; `verbose=False` silences its warning about long sequences
+        plain = {
+            "add_special_tokens": False,
+            "truncation": False,
+            "padding": False,
+            "verbose": False,
+        }
         return _encode(source, lambda texts: tokenizer(texts, **plain)["input_ids"])
     key = (source.sha256, hashlib.sha256(backend.to_str().encode()).hexdigest())
     if key not in _streams:
         _refuse_dropped(source, backend)
         encode = partial(backend.encode_batch_fast, add_special_tokens=False)
-        _streams[key] = _encode(source, lambda texts: (each.ids for each in encode(texts)))
+        _streams[key] = _encode(
+            source, lambda texts: (each.ids for each in encode(texts))
+        )
         if len(_streams) > _KEPT_STREAMS:
             _streams.popitem(last=False)
     _streams.move_to_end(key)
@@ -73,11 +82,18 @@ def token_stream(source: TextSource, tokenizer: Any) -> TokenStream:
 
 def _refuse_dropped(source: TextSource, backend: Tokenizer) -> None:
     """Raises for letters and digits that become no token at all: the rest would be another text."""
-    letters = sorted({c for document in source.documents for c in set(document.text) if c.isalnum()})
+    letters = sorted(
+        {c for document in source.documents for c in set(document.text) if c.isalnum()}
+    )
     encoded = backend.encode_batch_fast(letters, add_special_tokens=False)
-    dropped = [letter for letter, each in zip(letters, encoded, strict=True) if not each.ids]
+    dropped = [
+        letter for letter, each in zip(letters, encoded, strict=True) if not each.ids
+    ]
     if dropped:  # some may only be in the names of tokens, such as <eos>
-        known = "|".join(re.escape(token.content) for token in backend.get_added_tokens_decoder().values())
+        known = "|".join(
+            re.escape(token.content)
+            for token in backend.get_added_tokens_decoder().values()
+        )
         text = re.sub(known, "", source.joined()) if known else source.joined()
         dropped = [letter for letter in dropped if letter in text]
     if dropped:
@@ -89,7 +105,11 @@ def _refuse_dropped(source: TextSource, backend: Tokenizer) -> None:
 
 def _backend(tokenizer: Any) -> Tokenizer | None:
     """The Rust tokenizer without truncation and padding, which a tokenizer.json may set."""
-    backend = tokenizer if isinstance(tokenizer, Tokenizer) else getattr(tokenizer, "backend_tokenizer", None)
+    backend = (
+        tokenizer
+        if isinstance(tokenizer, Tokenizer)
+        else getattr(tokenizer, "backend_tokenizer", None)
+    )
     if not isinstance(backend, Tokenizer):
         return None
     if backend.truncation or backend.padding:
@@ -99,7 +119,9 @@ def _backend(tokenizer: Any) -> Tokenizer | None:
     return backend
 
 
-def _encode(source: TextSource, encode: Callable[[list[str]], Iterable[Sequence[int]]]) -> TokenStream:
+def _encode(
+    source: TextSource, encode: Callable[[list[str]], Iterable[Sequence[int]]]
+) -> TokenStream:
     """Document by document, each with the separator that follows it, in batches that use all cores. For byte-level
     tokenizers (such as GPT-NeoX's) on WikiText this gives exactly the tokens of the joined text, since their words
     never cross the blank lines before a title."""
@@ -108,9 +130,15 @@ def _encode(source: TextSource, encode: Callable[[list[str]], Iterable[Sequence[
     for piece in source.pieces():
         batches.setdefault(characters // _BATCH_CHARACTERS, []).append(piece)
         characters += len(piece)
-    encoded = [np.asarray(ids, dtype=np.int64) for batch in batches.values() for ids in encode(batch)]
+    encoded = [
+        np.asarray(ids, dtype=np.int64)
+        for batch in batches.values()
+        for ids in encode(batch)
+    ]
     starts = np.cumsum([0, *(len(ids) for ids in encoded)], dtype=np.int64)[:-1]
-    return TokenStream(np.concatenate([np.empty(0, np.int64), *encoded]), starts, source.documents)
+    return TokenStream(
+        np.concatenate([np.empty(0, np.int64), *encoded]), starts, source.documents
+    )
 
 
 # Raise it, with the reason, when the same arguments give other windows.
@@ -155,14 +183,19 @@ class Windows:
     @cached_property
     def used_documents(self) -> tuple[UsedDocument, ...]:
         """Every document with a token in some window, each once."""
-        return tuple(dict.fromkeys(document for window in self.documents for document in window))
+        return tuple(
+            dict.fromkeys(document for window in self.documents for document in window)
+        )
 
     @cached_property
     def overlapping(self) -> int:
         """How many windows share tokens with another; above zero only if the text is nearly used up."""
         order = sorted(self.starts)
         close = [b - a < self.length for a, b in itertools.pairwise(order)]
-        return sum(before or after for before, after in zip([False, *close], [*close, False], strict=True))
+        return sum(
+            before or after
+            for before, after in zip([False, *close], [*close, False], strict=True)
+        )
 
     @property
     def _protocol(self) -> dict[str, Any]:
@@ -180,7 +213,9 @@ class Windows:
     def first(self, count: int) -> Windows:
         """The first `count` windows."""
         if not 1 <= count <= len(self):
-            raise TextError(f"{self.source}: {count} of {len(self)} windows: expected 1 to {len(self)}")
+            raise TextError(
+                f"{self.source}: {count} of {len(self)} windows: expected 1 to {len(self)}"
+            )
         return self._some(slice(count))
 
     def after(self, count: int) -> Windows:
@@ -188,7 +223,12 @@ class Windows:
         return self._some(slice(count, None))
 
     def _some(self, which: slice) -> Windows:
-        return replace(self, ids=self.ids[which], starts=self.starts[which], documents=self.documents[which])
+        return replace(
+            self,
+            ids=self.ids[which],
+            starts=self.starts[which],
+            documents=self.documents[which],
+        )
 
     @property
     def label(self) -> str:
@@ -237,7 +277,9 @@ def draw_windows(
     Raises:
         TextError: the text is shorter than one window, or than all windows together.
     """
-    source, stream = _stream(source, tokenizer, for_evaluation=False, length=length, windows=windows)
+    source, stream = _stream(
+        source, tokenizer, for_evaluation=False, length=length, windows=windows
+    )
     available = len(stream.ids)
     if windows * length > available:
         raise TextError(
@@ -267,7 +309,9 @@ def evaluation_windows(
             f"{source.label}: stride {stride} is longer than the window of {length}: tokens would be skipped"
         )
     starts = list(range(0, len(stream.ids) - length + 1, stride))[:limit]
-    return _cut(source, stream, starts, length, order="sequential", seed=None, stride=stride)
+    return _cut(
+        source, stream, starts, length, order="sequential", seed=None, stride=stride
+    )
 
 
 def _stream(
@@ -279,7 +323,9 @@ def _stream(
     for name, size in sizes.items():
         least = 2 if name == "length" else 1
         if size < least:
-            raise TextError(f"{source.label}: {name} {size} is too small: expected at least {least}")
+            raise TextError(
+                f"{source.label}: {name} {size} is too small: expected at least {least}"
+            )
     stream = token_stream(source, tokenizer)
     if len(stream.ids) < sizes["length"]:
         raise TextError(
@@ -294,14 +340,18 @@ def random_starts(available: int, windows: int, length: int, seed: int) -> list[
     starts: list[int] = []
     placed: list[int] = []
     for _ in range(windows):
-        best, least = 0, length + 1
+        best = 0
+        least = length + 1
         for _ in range(_TRIES):
             start = generator.randrange(available - length + 1)
-            after = bisect.bisect_left(placed, start)  # the nearest earlier window on either side
+            after = bisect.bisect_left(
+                placed, start
+            )  # the nearest earlier window on either side
             nearest = placed[max(0, after - 1) : after + 1]
             overlap = max((length - abs(start - other) for other in nearest), default=0)
             if overlap < least:
-                best, least = start, max(0, overlap)
+                best = start
+                least = max(0, overlap)
             if overlap <= 0:
                 break
         starts.append(best)
@@ -321,7 +371,10 @@ def _cut(
 ) -> Windows:
     ids = np.stack([stream.ids[start : start + length] for start in starts])
     documents = tuple(
-        tuple(UsedDocument(d.name, d.sha256) for d in stream.documents_between(start, start + length))
+        tuple(
+            UsedDocument(d.name, d.sha256)
+            for d in stream.documents_between(start, start + length)
+        )
         for start in starts
     )
     return Windows(
@@ -350,7 +403,9 @@ def refuse_overlap(calibration: Windows, evaluation: Windows) -> None:
     word.
     """
     known = {document.sha256: document.name for document in calibration.used_documents}
-    shared = [document for document in evaluation.used_documents if document.sha256 in known]
+    shared = [
+        document for document in evaluation.used_documents if document.sha256 in known
+    ]
     if shared:
         others = f" and {len(shared) - 1} more" if len(shared) > 1 else ""
         raise TextError(
@@ -366,20 +421,26 @@ def refuse_overlap(calibration: Windows, evaluation: Windows) -> None:
         )
 
 
-def shared_run(a: Windows, b: Windows) -> tuple[tuple[int, int], tuple[int, int], int] | None:
+def shared_run(
+    a: Windows, b: Windows
+) -> tuple[tuple[int, int], tuple[int, int], int] | None:
     """((window, token) in `a`, (window, token) in `b`, length) of a shared run that counts as overlap, or None."""
     # Windows of the same text begin at different places, so short ones may share only half.
     least = min(OVERLAP_TOKENS, max(1, min(a.length, b.length) // 2))
-    size = max(1, least // 2)  # every such run holds one of the pieces into which the windows of `a` are cut
+    size = max(
+        1, least // 2
+    )  # every such run holds one of the pieces into which the windows of `a` are cut
     pieces: dict[bytes, list[tuple[int, int]]] = {}
-    rows_a, rows_b = a.ids.tolist(), b.ids.tolist()
+    rows_a = a.ids.tolist()
+    rows_b = b.ids.tolist()
     for window, row in enumerate(a.ids.numpy()):
         for at in range(0, a.length - size + 1, size):
             pieces.setdefault(row[at : at + size].tobytes(), []).append((window, at))
     for window, row in enumerate(b.ids.numpy()):
         for at in range(b.length - size + 1):
             for other, there in pieces.get(row[at : at + size].tobytes(), ()):
-                ours, theirs = rows_a[other], rows_b[window]
+                ours = rows_a[other]
+                theirs = rows_b[window]
                 before = _same(ours[:there][::-1], theirs[:at][::-1])
                 run = before + _same(ours[there:], theirs[at:])
                 if run >= least:
@@ -391,7 +452,8 @@ def _same(first: Sequence[int], second: Sequence[int]) -> int:
     """How many tokens they begin with that are the same."""
     pairs = zip(first, second, strict=False)
     return next(
-        (index for index, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second))
+        (index for index, (one, other) in enumerate(pairs) if one != other),
+        min(len(first), len(second)),
     )
 
 

@@ -22,7 +22,9 @@ class Recipe(str):
     __slots__ = ()
 
     def __new__(cls, format_name: str, method: str = NEAREST) -> Recipe:
-        return super().__new__(cls, format_name if method == NEAREST else f"{format_name}+{method}")
+        return super().__new__(
+            cls, format_name if method == NEAREST else f"{format_name}+{method}"
+        )
 
     @classmethod
     def parse(cls, text: str) -> Recipe:
@@ -32,7 +34,8 @@ class Recipe(str):
         name, plus, method = text.strip().partition("+")
         if plus and not method:
             raise FormatError(f"recipe {text!r} names no method after the +")
-        fmt, quantizer = get_format(name), get_quantizer(method or NEAREST)
+        fmt = get_format(name)
+        quantizer = get_quantizer(method or NEAREST)
         if reason := quantizer.suits(fmt):
             raise FormatError(f"recipe {text!r}: {reason}")
         return cls(fmt.name, method.lower() or NEAREST)
@@ -65,7 +68,11 @@ def parsed(assignment: Mapping[str, str]) -> dict[str, Recipe]:
 def preferred(format_name: str, methods: Sequence[str]) -> Recipe:
     """A format with the first of these methods that is known and suits it."""
     fmt = get_format(format_name)
-    fitting = (m for m in methods if m in known_quantizers() and get_quantizer(m).suits(fmt) is None)
+    fitting = (
+        m
+        for m in methods
+        if m in known_quantizers() and get_quantizer(m).suits(fmt) is None
+    )
     return Recipe(fmt.name, next(fitting, NEAREST))
 
 

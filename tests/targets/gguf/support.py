@@ -17,15 +17,21 @@ from kl_lens.weights.formats import get_format
 from kl_lens.weights.recipes import Recipe
 from tests import families
 
-_COMMON, _ATTENTION, _ONE_GROUP = families._COMMON, families._ATTENTION, families._ONE_GROUP
+_COMMON = families._COMMON
+_ATTENTION = families._ATTENTION
+_ONE_GROUP = families._ONE_GROUP
 
 
 def _falcon_h1(**changes: Any) -> transformers.PretrainedConfig:
     config = families.CONFIGS["falcon_h1"]()
     settings = {
-        "mamba_norm_before_gate": False, "attention_in_multiplier": 0.8, "ssm_in_multiplier": 1.3,
-        "ssm_out_multiplier": 0.6, "attention_out_multiplier": 1.4, "mlp_multipliers": [0.9, 1.2],
-    }  # fmt: skip
+        "mamba_norm_before_gate": False,
+        "attention_in_multiplier": 0.8,
+        "ssm_in_multiplier": 1.3,
+        "ssm_out_multiplier": 0.6,
+        "attention_out_multiplier": 1.4,
+        "mlp_multipliers": [0.9, 1.2],
+    }
     for name, value in (settings | changes).items():
         setattr(config, name, value)
     return config
@@ -33,22 +39,36 @@ def _falcon_h1(**changes: Any) -> transformers.PretrainedConfig:
 
 def _granite(**changes: Any) -> transformers.PretrainedConfig:
     settings = {
-        "num_hidden_layers": 4, "layer_types": ["mamba", "attention"] * 2, "num_local_experts": 4,
-        "num_experts_per_tok": 2, "shared_intermediate_size": 64, "logits_scaling": 3.0, "embedding_multiplier": 2.0,
+        "num_hidden_layers": 4,
+        "layer_types": ["mamba", "attention"] * 2,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 64,
+        "logits_scaling": 3.0,
+        "embedding_multiplier": 2.0,
         "residual_multiplier": 0.5,
-    }  # fmt: skip
+    }
     common = _COMMON | _ATTENTION | _ONE_GROUP
     return transformers.GraniteMoeHybridConfig(**(common | settings | changes))
 
 
 def _nemotron(feed_forward: str, **changes: Any) -> transformers.PretrainedConfig:
     settings = {
-        "layers_block_type": ["mamba", feed_forward, "attention", "mamba", feed_forward], "head_dim": 16,
+        "layers_block_type": ["mamba", feed_forward, "attention", "mamba", feed_forward],
+        "head_dim": 16,
         "mamba_num_heads": 6,  # an inner size that is no multiple of the width: older llama.cpp aborted
-        "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 16, "n_routed_experts": 4,
-        "num_experts_per_tok": 2, "moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 64,
-        "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.7,
-    }  # fmt: skip
+        "mamba_head_dim": 16,
+        "ssm_state_size": 16,
+        "n_groups": 2,
+        "chunk_size": 16,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "moe_shared_expert_intermediate_size": 64,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.7,
+    }
     return transformers.NemotronHConfig(**(_COMMON | _ATTENTION | settings | changes))
 
 
@@ -70,15 +90,24 @@ CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "jamba": families.CONFIGS["jamba"],
     "jamba with experts": families.CONFIGS["jamba_experts"],
     "falcon_h1": _falcon_h1,
-    "falcon_h1 tied, without norm": lambda: _falcon_h1(mamba_rms_norm=False, tie_word_embeddings=True),
+    "falcon_h1 tied, without norm": lambda: _falcon_h1(
+        mamba_rms_norm=False, tie_word_embeddings=True
+    ),
     "granitemoehybrid": _granite,
     "granitemoehybrid dense, with rope": lambda: _granite(
-        num_local_experts=0, num_experts_per_tok=0, position_embedding_type="rope", attention_multiplier=0.3
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        position_embedding_type="rope",
+        attention_multiplier=0.3,
     ),
     "granitemoehybrid with groups": lambda: _granite(mamba_n_groups=2),
     "bamba": families.CONFIGS["bamba"],
     "bamba with groups": lambda: transformers.BambaConfig(
-        **_COMMON, **_ATTENTION, **families._MAMBA2, num_hidden_layers=4, attn_layer_indices=[1, 3]
+        **_COMMON,
+        **_ATTENTION,
+        **families._MAMBA2,
+        num_hidden_layers=4,
+        attn_layer_indices=[1, 3],
     ),
     "lfm2": families.OTHERS["lfm2"],
     "lfm2_moe": families.OTHERS["lfm2_moe"],
@@ -88,7 +117,9 @@ CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "qwen3_next": families.OTHERS["qwen3_next"],
     "kimi_linear": lambda: families.OTHERS["kimi_linear"](rms_norm_eps=1e-6),
     "bailing_hybrid": families.OTHERS["bailing_hybrid"],
-    "bailing_hybrid with groups of experts": lambda: families.OTHERS["bailing_hybrid"](n_group=2),
+    "bailing_hybrid with groups of experts": lambda: families.OTHERS["bailing_hybrid"](
+        n_group=2
+    ),
     "nemotron_h": lambda: _nemotron("mlp"),
     "nemotron_h with experts": lambda: _nemotron("moe"),
     # Without rope a head may have any size.
@@ -100,7 +131,9 @@ CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
 
 
 def tiny(
-    config: transformers.PretrainedConfig | str, tokenizer: Any | None = None, name: str = "tiny"
+    config: transformers.PretrainedConfig | str,
+    tokenizer: Any | None = None,
+    name: str = "tiny",
 ) -> LoadedModel:
     """A random model, every parameter (and the expert bias, a buffer) away from zero and one."""
     chosen = CONFIGS[config]() if isinstance(config, str) else config
@@ -116,7 +149,9 @@ def tiny(
     return families.plain(LoadedModel(name, Path("."), model, tokenizer))
 
 
-def small_mamba(tokenizer: Any | None = None, name: str = "tiny", **changes: Any) -> LoadedModel:
+def small_mamba(
+    tokenizer: Any | None = None, name: str = "tiny", **changes: Any
+) -> LoadedModel:
     """One block, and a row for each token."""
     vocabulary = {} if tokenizer is None else {"vocab_size": len(tokenizer)}
     settings = _COMMON | vocabulary | {"num_hidden_layers": 1, "state_size": 8} | changes
@@ -126,11 +161,19 @@ def small_mamba(tokenizer: Any | None = None, name: str = "tiny", **changes: Any
 def matrices(model: LoadedModel) -> dict[str, tuple[int, ...]]:
     """Component → shape, of everything with rows and columns (norms and biases have none)."""
     shapes = ModelTensors(model).shapes
-    return {component_name(name, len(shape)): shape for name, shape in shapes.items() if len(shape) >= 2}
+    return {
+        component_name(name, len(shape)): shape
+        for name, shape in shapes.items()
+        if len(shape) >= 2
+    }
 
 
 def uniform(model: LoadedModel, format_name: str) -> Plan:
-    names = [n for n in matrices(model) if not n.endswith(("conv1d", "A_log", "router", "gate"))]
+    names = [
+        n
+        for n in matrices(model)
+        if not n.endswith(("conv1d", "A_log", "router", "gate"))
+    ]
     return Plan(format_name, dict.fromkeys(names, format_name), made_by="test")
 
 
@@ -139,7 +182,9 @@ def torch_logits(model: LoadedModel, windows: torch.Tensor) -> np.ndarray:
     bamba = model.config.model_type == "bamba"  # which is wrong without positions
     more = {"position_ids": torch.arange(windows.shape[1])[None]} if bamba else {}
     with torch.no_grad(), fast_kernels(model.model):
-        return torch.cat([model.model(window[None], **more).logits[0] for window in windows]).numpy()
+        return torch.cat(
+            [model.model(window[None], **more).logits[0] for window in windows]
+        ).numpy()
 
 
 def quantize_weights(model: LoadedModel, artifact: Artifact) -> dict[str, Recipe]:

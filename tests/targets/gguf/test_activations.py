@@ -26,11 +26,15 @@ def _samples() -> Iterator[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     yield torch.randn(7, 3, 512, generator=generator)
     yield torch.randn(4, 512, generator=generator) * torch.logspace(-6, 4, 4)[:, None]
-    yield torch.randn(2000, 512, generator=generator) * torch.logspace(-6, 4, 2000)[:, None]
+    yield (
+        torch.randn(2000, 512, generator=generator) * torch.logspace(-6, 4, 2000)[:, None]
+    )
     ties = torch.randint(-254, 255, (100, 512), generator=generator).float()
     ties[:, ::32] = 254  # 127 times two: every odd number lies between two integers
     yield ties
-    yield torch.cat([torch.zeros(1, 256), torch.full((1, 256), -3.0), torch.eye(256)[:2] * 1e3])
+    yield torch.cat(
+        [torch.zeros(1, 256), torch.full((1, 256), -3.0), torch.eye(256)[:2] * 1e3]
+    )
 
 
 def _kernel(name: str, rows: np.ndarray, block: int, block_bytes: int) -> np.ndarray:
@@ -38,18 +42,24 @@ def _kernel(name: str, rows: np.ndarray, block: int, block_bytes: int) -> np.nda
     rows = np.ascontiguousarray(rows)
     blocks = np.zeros((rows.size // block, block_bytes), np.uint8)
     getattr(ggml_library(), name)(
-        ctypes.c_void_p(rows.ctypes.data), ctypes.c_void_p(blocks.ctypes.data), ctypes.c_int64(rows.size)
+        ctypes.c_void_p(rows.ctypes.data),
+        ctypes.c_void_p(blocks.ctypes.data),
+        ctypes.c_int64(rows.size),
     )
     return blocks
 
 
 def test_blocks_equal_the_kernels_on_this_processor() -> None:
     for values in _samples():
-        blocks = _kernel("quantize_row_q8_0", values.numpy(), 32, 34)  # a half-precision scale, 32 integers
+        blocks = _kernel(
+            "quantize_row_q8_0", values.numpy(), 32, 34
+        )  # a half-precision scale, 32 integers
         scales = blocks[:, :2].copy().view(np.float16).astype(np.float32)
         expected = (blocks[:, 2:].view(np.int8) * scales).reshape(values.shape)
         assert np.array_equal(quantize_activations(values, "q8_0").numpy(), expected)
-        blocks = _kernel("quantize_row_q8_K", values.numpy(), 256, 292)  # scale, 256 integers, 16 sums
+        blocks = _kernel(
+            "quantize_row_q8_K", values.numpy(), 256, 292
+        )  # scale, 256 integers, 16 sums
         scales = blocks[:, :4].copy().view(np.float32)
         expected = (blocks[:, 4:260].view(np.int8) * scales).reshape(values.shape)
         assert np.array_equal(quantize_activations(values, "q4_k").numpy(), expected)
@@ -59,10 +69,15 @@ class _Kernels(ctypes.Structure):
     """ggml's table of what the CPU does with a type (`ggml_type_traits_cpu`)."""
 
     _fields_ = (
-        ("from_float", ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)),
+        (
+            "from_float",
+            ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64),
+        ),
         (
             "vec_dot",
-            ctypes.CFUNCTYPE(None, ctypes.c_int, *[ctypes.c_void_p, ctypes.c_size_t] * 3, ctypes.c_int),
+            ctypes.CFUNCTYPE(
+                None, ctypes.c_int, *[ctypes.c_void_p, ctypes.c_size_t] * 3, ctypes.c_int
+            ),
         ),
         ("vec_dot_type", ctypes.c_int),
     )
@@ -71,7 +86,9 @@ class _Kernels(ctypes.Structure):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow) if name in ("iq2_s", "iq2_xs") else name
+        pytest.param(name, marks=pytest.mark.slow)
+        if name in ("iq2_s", "iq2_xs")
+        else name
         for name in (*FORMATS, "q5_0", "q5_1")
         if name != "fp16"
     ],
@@ -84,21 +101,42 @@ def test_products_are_those_of_llama_cpp_s_kernels(name: str) -> None:
     fmt = get_format(name)
     assert isinstance(fmt, GGUFFormat)
     generator = torch.Generator().manual_seed(0)
-    weight, values = torch.randn(8, 512, generator=generator), torch.randn(4, 512, generator=generator)
-    stored = fmt.quantize_with(weight, torch.ones(512)) if fmt.needs_importance else fmt.quantize(weight)
-    kernels = library.ggml_get_type_traits_cpu(int(gguf.GGMLQuantizationType[fmt.gguf_type])).contents
+    weight = torch.randn(8, 512, generator=generator)
+    values = torch.randn(4, 512, generator=generator)
+    stored = (
+        fmt.quantize_with(weight, torch.ones(512))
+        if fmt.needs_importance
+        else fmt.quantize(weight)
+    )
+    kernels = library.ggml_get_type_traits_cpu(
+        int(gguf.GGMLQuantizationType[fmt.gguf_type])
+    ).contents
     rounding = library.ggml_get_type_traits_cpu(kernels.vec_dot_type).contents
-    blocks, results = np.zeros(4096, np.uint8), np.zeros((4, 8), np.float32)
+    blocks = np.zeros(4096, np.uint8)
+    results = np.zeros((4, 8), np.float32)
     for row, found in zip(values.numpy(), results, strict=True):
         rounding.from_float(row.ctypes.data, blocks.ctypes.data, 512)
         for i, packed in enumerate(stored.data.numpy()):
-            kernels.vec_dot(512, found[i:].ctypes.data, 0, packed.ctypes.data, 0, blocks.ctypes.data, 0, 1)
+            kernels.vec_dot(
+                512,
+                found[i:].ctypes.data,
+                0,
+                packed.ctypes.data,
+                0,
+                blocks.ctypes.data,
+                0,
+                1,
+            )
     exact = fmt.dequantize(stored).double()
     predicted = (quantize_activations(values, name).double() @ exact.T).numpy()
     size = np.abs(predicted).max()
     # The sums in Q8_1 are rounded once more (see activations.py); everything else is the order of additions.
-    assert np.abs(results - predicted).max() < size * (3e-3 if name in ("q4_1", "q5_1") else 1e-6)
-    assert np.abs(results - (values.double() @ exact.T).numpy()).max() > size * 3e-3  # the rule is not idle
+    assert np.abs(results - predicted).max() < size * (
+        3e-3 if name in ("q4_1", "q5_1") else 1e-6
+    )
+    assert (
+        np.abs(results - (values.double() @ exact.T).numpy()).max() > size * 3e-3
+    )  # the rule is not idle
 
 
 @pytest.mark.parametrize(
@@ -113,7 +151,9 @@ def test_products_are_those_of_llama_cpp_s_kernels(name: str) -> None:
         ("nemotron_h with experts", "model.layers.1.mixer.experts.down_proj"),
     ],
 )
-def test_each_component_alone_as_llama_cpp_computes_it(name: str, component: str, tmp_path: Path) -> None:
+def test_each_component_alone_as_llama_cpp_computes_it(
+    name: str, component: str, tmp_path: Path
+) -> None:
     """One component in F16 or Q8_0 and everything else exact: the emulation finds the right inputs."""
     model = tiny(name)
     ids = token_ids(1, 40)
@@ -135,13 +175,18 @@ def test_each_component_alone_as_llama_cpp_computes_it(name: str, component: str
 
 
 MORE = [
-    (family, name) for family in ("mamba", "mamba2", "hybrid") for name in ("q8_0", "q6_k", "q4_k", "q4_0")
+    (family, name)
+    for family in ("mamba", "mamba2", "hybrid")
+    for name in ("q8_0", "q6_k", "q4_k", "q4_0")
 ]
 
 
 @pytest.mark.parametrize(
     ("family", "format_name", "windows", "tolerance"),
-    [("mamba", "q8_0", 2, 0.15), *(pytest.param(*each, 16, 0.04, marks=pytest.mark.slow) for each in MORE)],
+    [
+        ("mamba", "q8_0", 2, 0.15),
+        *(pytest.param(*each, 16, 0.04, marks=pytest.mark.slow) for each in MORE),
+    ],
 )
 def test_predicted_kl_is_the_kl_of_the_file(
     family: str, format_name: str, windows: int, tolerance: float, tmp_path: Path
@@ -162,4 +207,6 @@ def test_predicted_kl_is_the_kl_of_the_file(
     measured, _ = kl(teacher, found)
     assert abs(predicted - measured) < tolerance * measured
     if format_name == "q8_0":
-        assert weights_only < 0.7 * measured  # and without the activations it would be far off
+        assert (
+            weights_only < 0.7 * measured
+        )  # and without the activations it would be far off

@@ -26,9 +26,16 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_header_says_what_the_gguf_package_says(whole: Path) -> None:
-    info, reader = read_header(whole), gguf.GGUFReader(whole)
+    info = read_header(whole)
+    reader = gguf.GGUFReader(whole)
     assert [(t.name, t.type, t.bytes, t.offset, t.shape) for t in info.tensors] == [
-        (t.name, t.tensor_type.name, int(t.n_bytes), int(t.data_offset), tuple(map(int, t.shape))[::-1])
+        (
+            t.name,
+            t.tensor_type.name,
+            int(t.n_bytes),
+            int(t.data_offset),
+            tuple(map(int, t.shape))[::-1],
+        )
         for t in reader.tensors
     ]
     assert info.architecture == "jamba"
@@ -36,13 +43,17 @@ def test_header_says_what_the_gguf_package_says(whole: Path) -> None:
     assert info.metadata["kl_lens.plan"] == "p"
 
 
-def test_every_way_of_loading_gives_the_same_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_way_of_loading_gives_the_same_logits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Read or mapped to the bit; without repacking by other kernels, to rounding."""
     model = tiny("mamba")
     artifact = export(model, uniform(model, "q4_0"), tmp_path)
     blocks = [tensor for tensor in artifact.tensors if tensor.realised == "q4_0"]
     tokens = list(range(40))
-    monkeypatch.setattr(paging, "LEAST", 0)  # as for large files: pages are given back while it loads
+    monkeypatch.setattr(
+        paging, "LEAST", 0
+    )  # as for large files: pages are given back while it loads
     given_back = Mock(side_effect=paging.give_back)
     monkeypatch.setattr(paging, "give_back", given_back)
     found = {}
@@ -91,16 +102,25 @@ def test_sessions_say_what_is_wrong(whole: Path) -> None:
         open_session(whole, threads=0)
 
 
-def test_a_device_that_llama_cpp_lacks_is_refused(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_device_that_llama_cpp_lacks_is_refused(
+    whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It would run on the processor and be labelled with the device."""
     assert main(["generate", "--prompt", "a", str(whole), "--device", "npu"]) == 1
-    assert "--device NPU: llama.cpp runs on CPU; --gpu-layers N puts" in capsys.readouterr().err
+    assert (
+        "--device NPU: llama.cpp runs on CPU; --gpu-layers N puts"
+        in capsys.readouterr().err
+    )
     if not library.find_library().has_gpu:
-        with pytest.raises(TargetError, match=r"--gpu-layers 4: .* has no GPU backend, or finds no GPU"):
+        with pytest.raises(
+            TargetError, match=r"--gpu-layers 4: .* has no GPU backend, or finds no GPU"
+        ):
             open_session(whole, gpu_layers=4)
 
 
-def test_state_space_models_have_no_length_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_space_models_have_no_length_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(session_module, "LARGEST_CONTEXT", 32)
     artifact = export(tiny("mamba"), Plan("p", {}, "test"), tmp_path)
     with open_session(tmp_path / artifact.files[0], threads=1) as session:

@@ -42,13 +42,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny instruct model, as they lie on the hub."""
     folder = tmp_path_factory.mktemp("hub") / "Tiny-Mamba-Instruct-v0.2"
     tokenizer = transformers.AutoTokenizer.from_pretrained(reference_path("mamba"))
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|stop|>"]})
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|stop|>"]}
+    )
     tokenizer.chat_template = TEMPLATE
     tokenizer.bos_token = "<|endoftext|>"
     small_mamba(vocab_size=len(tokenizer) + 5).model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     ends = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>", "<|stop|>"])
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends, "top_k": 20}))
+    (folder / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": ends, "top_k": 20})
+    )
     (folder / "README.md").write_text(CARD)
     return folder
 
@@ -107,23 +111,45 @@ def test_names_by_the_convention(tmp_path: Path) -> None:
             artifact.files
         )  # the earlier one is gone
         said = read_header(tmp_path / artifact.files[0]).metadata
-        assert said["general.source.repo_url"] == "https://huggingface.co/owner/Mamba2-451k"
+        assert (
+            said["general.source.repo_url"] == "https://huggingface.co/owner/Mamba2-451k"
+        )
         assert said["general.organization"] == "Owner"
 
 
 def test_parts(checkpoint: Path, exported: Path, tmp_path: Path) -> None:
     target = get_target("gguf")
-    artifact = export(plain(load(checkpoint)), Plan("p", {}, "test"), "gguf", tmp_path, part_bytes=30_000)
+    artifact = export(
+        plain(load(checkpoint)),
+        Plan("p", {}, "test"),
+        "gguf",
+        tmp_path,
+        part_bytes=30_000,
+    )
     assert len(artifact.files) > 2
-    assert artifact.files[0] == f"Tiny-Mamba-292K-Instruct-v0.2-F16-00001-of-{len(artifact.files):05}.gguf"
+    assert (
+        artifact.files[0]
+        == f"Tiny-Mamba-292K-Instruct-v0.2-F16-00001-of-{len(artifact.files):05}.gguf"
+    )
     sizes = [(tmp_path / name).stat().st_size for name in artifact.files]
     last = tmp_path / artifact.files[-1]
-    assert target.loaded_bytes(tmp_path) == target.loaded_bytes(last) == artifact.realised_bytes == sum(sizes)
-    whole, split = read_header(target.loaded_files(exported)[0]), read_header(last)
-    tensors = ([(t.name, t.shape, t.type) for t in info.tensors] for info in (whole, split))
+    assert (
+        target.loaded_bytes(tmp_path)
+        == target.loaded_bytes(last)
+        == artifact.realised_bytes
+        == sum(sizes)
+    )
+    whole = read_header(target.loaded_files(exported)[0])
+    split = read_header(last)
+    tensors = (
+        [(t.name, t.shape, t.type) for t in info.tensors] for info in (whole, split)
+    )
     assert next(tensors) == next(tensors)
     assert shipped_digests(tmp_path) == shipped_digests(exported)
-    with open_session(exported, threads=1) as one, open_session(last, threads=1) as several:
+    with (
+        open_session(exported, threads=1) as one,
+        open_session(last, threads=1) as several,
+    ):
         assert (one.logits([1, 2, 3]) == several.logits([1, 2, 3])).all()
     assert locate(last)[0] == tmp_path
     last.unlink()
@@ -147,7 +173,9 @@ print(json.dumps([server.handle_chat_completions(chat), server.handle_completion
 
 
 @pytest.mark.slow
-def test_llama_cpps_server_answers_as_generate_does(checkpoint: Path, exported: Path, tmp_path: Path) -> None:
+def test_llama_cpps_server_answers_as_generate_does(
+    checkpoint: Path, exported: Path, tmp_path: Path
+) -> None:
     pytest.importorskip("xllamacpp")
     model = LoadedModel(
         "chatty",
@@ -158,10 +186,15 @@ def test_llama_cpps_server_answers_as_generate_does(checkpoint: Path, exported: 
     model.tokenizer.chat_template = TEMPLATE
     artifact = export(model, Plan("p", {}, "test"), "gguf", tmp_path)
     file = tmp_path / artifact.files[0]
-    done = subprocess.run([sys.executable, "-c", SERVER, str(file)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", SERVER, str(file)], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     chat, plain = json.loads(done.stdout.strip().splitlines()[-1])
     flags = {"max_new_tokens": 12, "threads": 1}
     answer = generate(file, "The history of the city", chat=True, **flags).text
     assert chat["choices"][0]["message"]["content"].strip() == answer.strip()
-    assert plain["choices"][0]["text"] == generate(file, "The history of the city", **flags).text
+    assert (
+        plain["choices"][0]["text"]
+        == generate(file, "The history of the city", **flags).text
+    )

@@ -32,7 +32,9 @@ from tests.targets.gguf.support import (
 gguf = pytest.importorskip("gguf")
 
 IDS = token_ids(1, 40)
-SHORT = IDS.reshape(-1, 2)  # prompts of two tokens: the second meets every state that the first left behind
+SHORT = IDS.reshape(
+    -1, 2
+)  # prompts of two tokens: the second meets every state that the first left behind
 
 
 def test_every_supported_architecture_has_a_parity_test() -> None:
@@ -59,13 +61,19 @@ def test_float32_logits_equal_pytorch(name: str, tmp_path: Path) -> None:
         # llama.cpp's default: keys and values in F16, sums in F16 inside CPU flash attention.
         found = session.logits(IDS[0].tolist())
     attention = any("attn_q" in tensor.runtime_name for tensor in artifact.tensors)
-    assert np.abs(found - expected).max() < (2e-2 if attention else 1e-4) * max(1.0, limit / 1e-4)
+    assert np.abs(found - expected).max() < (2e-2 if attention else 1e-4) * max(
+        1.0, limit / 1e-4
+    )
     assert (found.argmax(-1) == expected.argmax(-1)).mean() >= 0.95
 
 
-def test_falcon_mamba_with_its_usual_two_epsilons_differs_a_little_and_says_so(tmp_path: Path) -> None:
+def test_falcon_mamba_with_its_usual_two_epsilons_differs_a_little_and_says_so(
+    tmp_path: Path,
+) -> None:
     model = tiny(
-        transformers.FalconMambaConfig(**_COMMON, num_hidden_layers=3, state_size=8, time_step_rank=5)
+        transformers.FalconMambaConfig(
+            **_COMMON, num_hidden_layers=3, state_size=8, time_step_rank=5
+        )
     )
     artifact = export(model, uniform(model, "fp32"), tmp_path)
     assert "epsilon 1e-05" in artifact.settings["notes"][0]
@@ -79,7 +87,11 @@ def test_heads_that_change_places_keep_their_bytes(tmp_path: Path) -> None:
     """Qwen3.5 with two value heads to a key head: llama.cpp has the columns of out_proj in another order."""
     model = tiny("qwen3_5_text, two value heads to a key head")
     artifact = export(model, uniform(model, "q4_k"), tmp_path)
-    formats = {t.component: t.realised for t in artifact.tensors if t.component.endswith("out_proj")}
+    formats = {
+        t.component: t.realised
+        for t in artifact.tensors
+        if t.component.endswith("out_proj")
+    }
     assert set(formats.values()) == {"q5_0"}, "blocks of 256 are longer than a head"
     assert "longer than a head (32 columns)" in artifact.settings["notes"][0]
     with open_session(tmp_path / artifact.files[0], threads=1, exact=True) as session:
@@ -115,10 +127,13 @@ def test_quantized_logits_equal_pytorch_with_the_same_weights(
         found = np.stack([session.step(int(token)) for token in IDS[0]])
         short = _short_prompts(session)
     with as_deployed(model.model, quantize_weights(model, artifact)):
-        expected, expected_short = torch_logits(model, IDS), torch_logits(model, SHORT)
+        expected = torch_logits(model, IDS)
+        expected_short = torch_logits(model, SHORT)
     # Half precision rounds the other way more often, and by far less.
     assert _equal(short, expected_short, 1e-2 if format_name == "fp16" else 1e-4) >= 0.75
-    assert kl(expected, found)[0] < (1e-6 if format_name == "fp16" else 0.1 * kl(original, found)[0])
+    assert kl(expected, found)[0] < (
+        1e-6 if format_name == "fp16" else 0.1 * kl(original, found)[0]
+    )
 
 
 def _short_prompts(session: Session) -> np.ndarray:
@@ -135,7 +150,9 @@ def _equal(found: np.ndarray, expected: np.ndarray, within: float = 1e-4) -> flo
 
 
 @pytest.mark.parametrize("format_name", ["fp16", "q4_0"])
-def test_falcon_h1_with_its_factors_inside_the_weights(format_name: str, tmp_path: Path) -> None:
+def test_falcon_h1_with_its_factors_inside_the_weights(
+    format_name: str, tmp_path: Path
+) -> None:
     """Scaled weights have their scales rounded elsewhere, so logits agree only as well as the format is fine."""
     model = tiny("falcon_h1")
     original = torch_logits(model, IDS)
@@ -149,10 +166,19 @@ def test_falcon_h1_with_its_factors_inside_the_weights(format_name: str, tmp_pat
 
 
 REFUSED = {
-    "twice 64": lambda: transformers.MambaConfig(**_COMMON, num_hidden_layers=1, state_size=8, expand=3),
-    "biases": lambda: transformers.MambaConfig(**_COMMON, num_hidden_layers=1, state_size=8, use_bias=True),
+    "twice 64": lambda: transformers.MambaConfig(
+        **_COMMON, num_hidden_layers=1, state_size=8, expand=3
+    ),
+    "biases": lambda: transformers.MambaConfig(
+        **_COMMON, num_hidden_layers=1, state_size=8, use_bias=True
+    ),
     "limits time steps": lambda: transformers.Mamba2Config(
-        **_COMMON, num_hidden_layers=1, num_heads=8, head_dim=16, n_groups=1, time_step_limit=(0.0, 1.0)
+        **_COMMON,
+        num_hidden_layers=1,
+        num_heads=8,
+        head_dim=16,
+        n_groups=1,
+        time_step_limit=(0.0, 1.0),
     ),
     "gates first": lambda: CONFIGS["falcon_h1"]().__class__(
         **_COMMON, mamba_rms_norm=True, mamba_norm_before_gate=True
@@ -164,14 +190,22 @@ REFUSED = {
     "latent space": lambda: support._nemotron("moe", moe_latent_size=32),
     "llama.cpp has no zamba2 architecture": lambda: transformers.Zamba2Config(**_COMMON),
     "their own latent": lambda: OTHERS["kimi_linear"](q_lora_rank=8),
-    "layers without experts first": lambda: OTHERS["kimi_linear"](mlp_layer_types=["sparse", "dense"] * 2),
-    "llama.cpp runs minimax models, but KL Lens": lambda: transformers.MiniMaxConfig(**_COMMON),
-    "it writes bailing_hybrid, bamba, falcon_h1": lambda: transformers.LlamaConfig(**_COMMON),
+    "layers without experts first": lambda: OTHERS["kimi_linear"](
+        mlp_layer_types=["sparse", "dense"] * 2
+    ),
+    "llama.cpp runs minimax models, but KL Lens": lambda: transformers.MiniMaxConfig(
+        **_COMMON
+    ),
+    "it writes bailing_hybrid, bamba, falcon_h1": lambda: transformers.LlamaConfig(
+        **_COMMON
+    ),
 }
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_what_llama_cpp_would_compute_differently_is_refused_in_one_line(message: str) -> None:
+def test_what_llama_cpp_would_compute_differently_is_refused_in_one_line(
+    message: str,
+) -> None:
     config = REFUSED[message]()
     with pytest.raises(TargetError) as caught:
         get_architecture(config.model_type).require(config)
@@ -187,7 +221,9 @@ def test_what_llama_cpp_would_compute_differently_is_refused_in_one_line(message
     ],
     ids=["most", "with long tables"],
 )
-def test_every_type_in_one_file(types: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_type_in_one_file(
+    types: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """llama.cpp loads and runs them, and computes with our values and rounded activations."""
 
     def evenly(self: GGUFFormat, weight: torch.Tensor, name: str = "weight") -> Quantized:
@@ -198,12 +234,19 @@ def test_every_type_in_one_file(types: list[str], tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(GGUFFormat, "quantize", evenly)
     layers = -(-len(types) // 2)
     model = small_mamba(hidden_size=256, num_hidden_layers=layers)
-    places = [f"backbone.layers.{i}.mixer.{kind}" for i in range(layers) for kind in ("in_proj", "out_proj")]
+    places = [
+        f"backbone.layers.{i}.mixer.{kind}"
+        for i in range(layers)
+        for kind in ("in_proj", "out_proj")
+    ]
     exact = dict.fromkeys(matrices(model), "fp32")
     plan = Plan("p", exact | dict(zip(places, types, strict=False)), made_by="test")
     teacher = torch_logits(model, IDS)
     artifact = export(model, plan, tmp_path)
-    stored = {tensor.tensor_type.name for tensor in gguf.GGUFReader(tmp_path / artifact.files[0]).tensors}
+    stored = {
+        tensor.tensor_type.name
+        for tensor in gguf.GGUFReader(tmp_path / artifact.files[0]).tensors
+    }
     assert stored == {"F32", *(name.upper() for name in types)}
     with open_session(tmp_path / artifact.files[0], threads=1) as session:
         found = session.logits(IDS[0].tolist())

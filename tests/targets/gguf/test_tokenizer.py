@@ -45,7 +45,12 @@ AWKWARD = [
     "x" * 300,
 ]
 
-_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+_BYTES = {
+    "type": "ByteLevel",
+    "add_prefix_space": False,
+    "trim_offsets": True,
+    "use_regex": False,
+}
 
 
 def _reference() -> dict[str, Any]:
@@ -53,7 +58,9 @@ def _reference() -> dict[str, Any]:
 
 
 def _session(tokenizer: Any, vocabulary: int, folder: Path) -> Any:
-    artifact = export(small_mamba(tokenizer, vocab_size=vocabulary), Plan("p", {}, "test"), folder)
+    artifact = export(
+        small_mamba(tokenizer, vocab_size=vocabulary), Plan("p", {}, "test"), folder
+    )
     return open_session(folder / artifact.files[0], threads=1), artifact
 
 
@@ -76,10 +83,16 @@ def test_our_own(tmp_path: Path) -> None:
 
 def test_gpt_neox(shared: Path, tmp_path: Path) -> None:
     path = shared / "data/tokenizers/gpt_neox_20b_tokenizer.json"
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path), eos_token="<|endoftext|>")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(path), eos_token="<|endoftext|>"
+    )
     session, artifact = _session(tokenizer, 50280, tmp_path)
     assert artifact.settings["tokenizer"] == "mpt"
-    _compare(session, tokenizer, [unicodedata.normalize("NFC", text) for text in [*AWKWARD, _wikitext()]])
+    _compare(
+        session,
+        tokenizer,
+        [unicodedata.normalize("NFC", text) for text in [*AWKWARD, _wikitext()]],
+    )
     # What llama.cpp does not do, and the artifact says so.
     assert "NFC" in artifact.settings["notes"][0]
     decomposed = "cafe\u0301"
@@ -100,7 +113,10 @@ def test_split_patterns(kind: tuple[str, bool] | None, name: str, tmp_path: Path
     split = {"type": "Split", "pattern": {"Regex": pattern}, **how}
     steps = [split, _BYTES]
     if kind is None:
-        steps = [{"type": "Digits", "individual_digits": True}, _BYTES | {"use_regex": True}]
+        steps = [
+            {"type": "Digits", "individual_digits": True},
+            _BYTES | {"use_regex": True},
+        ]
     specification["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
     tokenizer = _from(specification)
     session, artifact = _session(tokenizer, len(tokenizer), tmp_path)
@@ -117,8 +133,16 @@ def test_the_pattern_is_that_of_the_file(tmp_path: Path) -> None:
     """Not that of the class which its settings name."""
     specification = _reference()
     (pattern, _), _ = next(item for item in _SPLITS.items() if item[1] == "qwen35")
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    specification["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, _BYTES]}
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": pattern},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    specification["pre_tokenizer"] = {
+        "type": "Sequence",
+        "pretokenizers": [split, _BYTES],
+    }
     (tmp_path / "tokenizer.json").write_text(json.dumps(specification))
     settings = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|endoftext|>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -133,7 +157,9 @@ def _sentencepiece(**changes: Any) -> Any:
     trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=True)
     trainer = trainers.BpeTrainer(vocab_size=900, limit_alphabet=90, show_progress=False)
     trained.train_from_iterator([_wikitext()], trainer)
-    learnt = [text for text, _ in sorted(trained.get_vocab().items(), key=lambda item: item[1])]
+    learnt = [
+        text for text, _ in sorted(trained.get_vocab().items(), key=lambda item: item[1])
+    ]
     texts = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *learnt]
     known = set(learnt)
     merges = [
@@ -144,16 +170,22 @@ def _sentencepiece(**changes: Any) -> Any:
     ]
     specification = json.loads(trained.to_str()) | changes
     specification["model"] |= {
-        "vocab": {text: index for index, text in enumerate(texts)}, "merges": merges, "byte_fallback": True,
-        "unk_token": "<unk>", "fuse_unk": True,
-    }  # fmt: skip
+        "vocab": {text: index for index, text in enumerate(texts)},
+        "merges": merges,
+        "byte_fallback": True,
+        "unk_token": "<unk>",
+        "fuse_unk": True,
+    }
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     specification["added_tokens"] = [
-        {"id": index, "content": text, "special": True, **flags} for index, text in enumerate(texts[:3])
+        {"id": index, "content": text, "special": True, **flags}
+        for index, text in enumerate(texts[:3])
     ]
     specification["post_processor"] = None
     tokenizer = _from(specification)
-    tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token = "<s>", "</s>", "<unk>"
+    tokenizer.bos_token = "<s>"
+    tokenizer.eos_token = "</s>"
+    tokenizer.unk_token = "<unk>"
     return tokenizer
 
 
@@ -165,14 +197,44 @@ METASPACE = {"type": "Metaspace", "replacement": "▁", "split": False}
 @pytest.mark.parametrize(
     ("changes", "prefix", "exact"),
     [
-        ({"normalizer": {"type": "Sequence", "normalizers": [PREPEND, SPACES]}, "pre_tokenizer": None}, True, True),
+        (
+            {
+                "normalizer": {"type": "Sequence", "normalizers": [PREPEND, SPACES]},
+                "pre_tokenizer": None,
+            },
+            True,
+            True,
+        ),
         ({"normalizer": SPACES, "pre_tokenizer": None}, False, True),
-        ({"normalizer": None, "pre_tokenizer": METASPACE | {"prepend_scheme": "never"}}, False, True),
-        ({"normalizer": None, "pre_tokenizer": METASPACE | {"prepend_scheme": "always"}}, True, False),
-        ({"normalizer": None, "pre_tokenizer": METASPACE | {"prepend_scheme": "first"}}, False, False),
+        (
+            {
+                "normalizer": None,
+                "pre_tokenizer": METASPACE | {"prepend_scheme": "never"},
+            },
+            False,
+            True,
+        ),
+        (
+            {
+                "normalizer": None,
+                "pre_tokenizer": METASPACE | {"prepend_scheme": "always"},
+            },
+            True,
+            False,
+        ),
+        (
+            {
+                "normalizer": None,
+                "pre_tokenizer": METASPACE | {"prepend_scheme": "first"},
+            },
+            False,
+            False,
+        ),
     ],
-)  # fmt: skip
-def test_sentencepiece(changes: dict[str, Any], prefix: bool, exact: bool, tmp_path: Path) -> None:
+)
+def test_sentencepiece(
+    changes: dict[str, Any], prefix: bool, exact: bool, tmp_path: Path
+) -> None:
     tokenizer = _sentencepiece(**changes)
     session, artifact = _session(tokenizer, len(tokenizer), tmp_path)
     assert artifact.settings["tokenizer"] == "default"
@@ -181,10 +243,17 @@ def test_sentencepiece(changes: dict[str, Any], prefix: bool, exact: bool, tmp_p
     special = ["<s>", "</s>"]
     texts = [*AWKWARD, _wikitext()[:20_000], *varied_strings(300, special=special)]
     if not exact and prefix:
-        texts = [text.lstrip(" ") for text in texts if not any(each in text for each in special)]
+        texts = [
+            text.lstrip(" ")
+            for text in texts
+            if not any(each in text for each in special)
+        ]
     elif not exact:
         texts = ["<s>[x] Hello</s> a", *(f" {text.lstrip(' ')}" for text in texts)]
-        assert session.tokenize("Hello") != tokenizer("Hello", add_special_tokens=False)["input_ids"]
+        assert (
+            session.tokenize("Hello")
+            != tokenizer("Hello", add_special_tokens=False)["input_ids"]
+        )
     _compare(session, tokenizer, [text for text in texts if text])
     session.close()
 
@@ -201,17 +270,27 @@ def test_a_list_of_tokens(tmp_path: Path) -> None:
         "G<eos>",
         *varied_strings(500, special=["<eos>", "A", "Cl"]),
     ):
-        assert session.tokenize(text) == tokenizer(text, add_special_tokens=False)["input_ids"], text
+        assert (
+            session.tokenize(text)
+            == tokenizer(text, add_special_tokens=False)["input_ids"]
+        ), text
     assert tokenizer("<cls>AC Cl-")["input_ids"] == [0, 2, 3, 7, 6, 5]
     assert (tokenizer.decode([2, 7, 6]), tokenizer.eos_token_id) == ("A Cl", 1)
     session.close()
-    windows = draw_windows(TextSource("t", None, (Document("t", "<cls>ACG<eos>\nGC"),)), tokenizer, 1, 4)
+    windows = draw_windows(
+        TextSource("t", None, (Document("t", "<cls>ACG<eos>\nGC"),)), tokenizer, 1, 4
+    )
     assert windows.stream_tokens == 7
-    with pytest.raises(TextError, match="t: the tokenizer has no token for 'D', 'a': remove such letters"):
-        draw_windows(TextSource("t", None, (Document("t", "<cls>ACaD"),)), tokenizer, 1, 4)
+    with pytest.raises(
+        TextError, match="t: the tokenizer has no token for 'D', 'a': remove such letters"
+    ):
+        draw_windows(
+            TextSource("t", None, (Document("t", "<cls>ACaD"),)), tokenizer, 1, 4
+        )
     (tmp_path / "tokens.txt").write_text("A\n\nB\n")
     with pytest.raises(
-        CheckpointError, match=r"tokens.txt could not be read: line 2, '', is empty, there twice"
+        CheckpointError,
+        match=r"tokens.txt could not be read: line 2, '', is empty, there twice",
     ):
         load_tokenizer(tmp_path, tmp_path / "tokens.txt", trust_remote_code=False)
 
@@ -221,39 +300,67 @@ def test_a_wrong_name_is_found_when_the_file_is_opened(
 ) -> None:
     """As if llama.cpp's pattern of that name were another one."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(reference_path("mamba"))
-    monkeypatch.setattr(gguf_tokenizer, "_pre_tokenizer", lambda specification, composes: "qwen2")
-    with pytest.raises(TargetError, match=r"tokenizer \(qwen2\) splits text unlike the model's; export with"):
+    monkeypatch.setattr(
+        gguf_tokenizer, "_pre_tokenizer", lambda specification, composes: "qwen2"
+    )
+    with pytest.raises(
+        TargetError,
+        match=r"tokenizer \(qwen2\) splits text unlike the model's; export with",
+    ):
         write(small_mamba(tokenizer), Plan("p", {}, "test"), "gguf", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("KL_LENS_TOKENIZERS" not in os.environ, reason="names a folder of tokenizers' folders")
+@pytest.mark.skipif(
+    "KL_LENS_TOKENIZERS" not in os.environ, reason="names a folder of tokenizers' folders"
+)
 def test_tokenizers_of_real_models(tmp_path: Path) -> None:
     """Ten thousand strings each, as they are and composed; docs/targets.md has the table."""
     for file in sorted(Path(os.environ["KL_LENS_TOKENIZERS"]).glob("*/tokenizer.*")):
         tokenizer: Any = transformers.AutoTokenizer.from_pretrained(file.parent)
-        session, artifact = _session(tokenizer, len(tokenizer) + 7, tmp_path / file.parent.name)
-        special = [token.content for token in tokenizer.added_tokens_decoder.values()][:40]
+        session, artifact = _session(
+            tokenizer, len(tokenizer) + 7, tmp_path / file.parent.name
+        )
+        special = [token.content for token in tokenizer.added_tokens_decoder.values()][
+            :40
+        ]
         plain = varied_strings(10_000, special=special)
         differ = []
         for texts in (plain, [unicodedata.normalize("NFC", text) for text in plain]):
             expected = tokenizer(texts, add_special_tokens=False)["input_ids"]
             differ.append(
-                sum(session.tokenize(text) != ids for text, ids in zip(texts, expected, strict=True))
+                sum(
+                    session.tokenize(text) != ids
+                    for text, ids in zip(texts, expected, strict=True)
+                )
             )
         session.close()
-        print(file.parent.name, artifact.settings["tokenizer"], differ, artifact.settings["notes"])
+        print(
+            file.parent.name,
+            artifact.settings["tokenizer"],
+            differ,
+            artifact.settings["notes"],
+        )
         assert min(differ) == 0 or artifact.settings["notes"]
 
 
-_SPLIT = {"type": "Split", "pattern": {"Regex": "x+"}, "behavior": "Isolated", "invert": False}
+_SPLIT = {
+    "type": "Split",
+    "pattern": {"Regex": "x+"},
+    "behavior": "Isolated",
+    "invert": False,
+}
 CHANGES: dict[str, dict[str, Any]] = {
     "it normalises with Lowercase": {"normalizer": {"type": "Lowercase"}},
     "its pre-tokenizer is Whitespace": {"pre_tokenizer": {"type": "Whitespace"}},
-    "its pre-tokenizer is ByteLevel": {"pre_tokenizer": _BYTES | {"add_prefix_space": True, "use_regex": True}},
-    "its pre-tokenizer is Split(x+)": {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [_SPLIT, _BYTES]}},
-}  # fmt: skip
+    "its pre-tokenizer is ByteLevel": {
+        "pre_tokenizer": _BYTES | {"add_prefix_space": True, "use_regex": True}
+    },
+    "its pre-tokenizer is Split(x+)": {
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [_SPLIT, _BYTES]}
+    },
+}
 
 
 @pytest.mark.parametrize("reason", CHANGES)

@@ -15,7 +15,14 @@ from kl_lens.base.files import reference_path
 from kl_lens.cli.main import main
 from kl_lens.model import LoadedModel, load
 from kl_lens.run.records import Plan
-from kl_lens.targets import SessionSettings, describe_target, export, get_target, open_session, read_artifact
+from kl_lens.targets import (
+    SessionSettings,
+    describe_target,
+    export,
+    get_target,
+    open_session,
+    read_artifact,
+)
 from kl_lens.targets.registry import target_of
 from kl_lens.weights.formats.affine import AffineFormat
 from kl_lens.weights.recipes import FP16, Recipe
@@ -23,40 +30,79 @@ from tests.families import plain, tiny_model, token_ids
 
 mx = pytest.importorskip("mlx.core", reason="needs the extra mlx")
 
-FORMATS = ("affine4-g32", "affine8-g64", "affine3-g32", "affine5-g32", "affine2-g32", "affine6-g32", FP16)
-SLOW = ("falcon_mamba", "mamba2", "jamba", "nemotron_h", "lfm2", "lfm2_moe", "qwen3_next", "qwen3_5_text",
-        "qwen3_5_moe_text", "olmo_hybrid", "recurrent_gemma", "gemma3_text", "gpt_neox")  # fmt: skip
+FORMATS = (
+    "affine4-g32",
+    "affine8-g64",
+    "affine3-g32",
+    "affine5-g32",
+    "affine2-g32",
+    "affine6-g32",
+    FP16,
+)
+SLOW = (
+    "falcon_mamba",
+    "mamba2",
+    "jamba",
+    "nemotron_h",
+    "lfm2",
+    "lfm2_moe",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "olmo_hybrid",
+    "recurrent_gemma",
+    "gemma3_text",
+    "gpt_neox",
+)
 
 
 def _in_turn(model: LoadedModel) -> Plan:
     candidates = model.anatomy.candidates
-    return Plan("mixed", {c.name: FORMATS[i % len(FORMATS)] for i, c in enumerate(candidates)}, "test")
+    return Plan(
+        "mixed",
+        {c.name: FORMATS[i % len(FORMATS)] for i, c in enumerate(candidates)},
+        "test",
+    )
 
 
 def _with_values(model: LoadedModel, realised: dict[str, str]) -> None:
     """The model computes with the stored weights from now on."""
     for component in model.anatomy.candidates:
-        values = model.weights.values(component.name, Recipe.parse(realised[component.name]))
+        values = model.weights.values(
+            component.name, Recipe.parse(realised[component.name])
+        )
         for parameter in model.parameters_of(component):
             parameter.data.copy_(values)
 
 
 def _dequantized(module: Any) -> np.ndarray:
     scales, biases = (part.astype(mx.float32) for part in (module.scales, module.biases))
-    values = mx.dequantize(module.weight, scales, biases, group_size=module.group_size, bits=module.bits)
+    values = mx.dequantize(
+        module.weight, scales, biases, group_size=module.group_size, bits=module.bits
+    )
     return np.array(values)
 
 
 @pytest.mark.parametrize(
-    "family", ["mamba", "granitemoehybrid", *(pytest.param(f, marks=pytest.mark.slow) for f in SLOW)]
+    "family",
+    [
+        "mamba",
+        "granitemoehybrid",
+        *(pytest.param(f, marks=pytest.mark.slow) for f in SLOW),
+    ],
 )
 def test_a_family_as_mlx_lm_opens_it(family: str, tmp_path: Path) -> None:
     from mlx_lm.utils import load_model
 
     net = tiny_model(family)
-    for name, parameter in net.named_parameters():  # what is not quantized is float16 in the file
+    for (
+        name,
+        parameter,
+    ) in net.named_parameters():  # what is not quantized is float16 in the file
         # Qwen's norms are, too, after mlx-lm added 1 to them.
-        parameter.data.copy_((parameter * 512).round() / 512 if "norm" in name else parameter.half())
+        parameter.data.copy_(
+            (parameter * 512).round() / 512 if "norm" in name else parameter.half()
+        )
     model = plain(LoadedModel(family, Path(), net, None))
     plan = _in_turn(model)
     artifact = export(model, plan, "mlx", tmp_path)
@@ -87,20 +133,28 @@ def test_a_family_as_mlx_lm_opens_it(family: str, tmp_path: Path) -> None:
         approximate = family == "gpt_neox"  # mlx-lm computes its GELU with tanh
         np.testing.assert_allclose(whole, expected, atol=1e-3 if approximate else 2e-4)
         session.reset()
-        steps = [session.prefill(tokens[:10]), *(session.step(token) for token in tokens[10:])]
+        steps = [
+            session.prefill(tokens[:10]),
+            *(session.step(token) for token in tokens[10:]),
+        ]
         np.testing.assert_allclose(np.stack(steps), whole[9:], atol=1e-4)
 
 
 @pytest.mark.parametrize(
     ("family", "reason"),
     [
-        ("mamba2_groups", "computes something else than PyTorch"),  # its norm ignores groups
+        (
+            "mamba2_groups",
+            "computes something else than PyTorch",
+        ),  # its norm ignores groups
         # It normalises the weights of chosen experts.
         ("jamba_experts", "computes something else than PyTorch"),
         ("zamba2", "Model type zamba2 not supported"),
     ],
 )
-def test_what_mlx_lm_computes_otherwise_is_refused(family: str, reason: str, tmp_path: Path) -> None:
+def test_what_mlx_lm_computes_otherwise_is_refused(
+    family: str, reason: str, tmp_path: Path
+) -> None:
     model = plain(LoadedModel(family, Path(), tiny_model(family), None))
     with pytest.raises(UnsupportedError, match=reason):
         export(model, Plan("p", {}, "test"), "mlx", tmp_path / "out")
@@ -114,7 +168,10 @@ def hybrid() -> LoadedModel:
 
 @pytest.mark.parametrize(
     ("name", "how"),
-    [("4bit", {"q_bits": 4}), ("mixed_3_6", {"quant_predicate": "mixed_3_6", "q_group_size": 64})],
+    [
+        ("4bit", {"q_bits": 4}),
+        ("mixed_3_6", {"quant_predicate": "mixed_3_6", "q_group_size": 64}),
+    ],
 )
 def test_stock_recipes_are_what_mlx_lm_converts_to(
     name: str, how: dict[str, Any], hybrid: LoadedModel, tmp_path: Path
@@ -125,14 +182,21 @@ def test_stock_recipes_are_what_mlx_lm_converts_to(
     stock = {recipe.name: recipe for recipe in target.stock_recipes(hybrid)}[name]
     export(hybrid, Plan(name, dict(stock.assignment), "test"), "mlx", tmp_path / "ours")
     theirs = tmp_path / "theirs"
-    mlx_lm.convert(str(reference_path("hybrid")), str(theirs), quantize=True, dtype="float16", **how)
-    ours, converted = (mx.load(str(tmp_path / side / "model.safetensors")) for side in ("ours", "theirs"))
+    mlx_lm.convert(
+        str(reference_path("hybrid")), str(theirs), quantize=True, dtype="float16", **how
+    )
+    ours, converted = (
+        mx.load(str(tmp_path / side / "model.safetensors")) for side in ("ours", "theirs")
+    )
     assert set(ours) == set(converted)
     for tensor, array in ours.items():
         assert array.dtype == converted[tensor].dtype
         assert bool(mx.array_equal(array, converted[tensor])), tensor
     _, tokenizer = mlx_lm.load(str(tmp_path / "ours"))
-    assert tokenizer.decode(tokenizer.encode("The history of the city")) == "The history of the city"
+    assert (
+        tokenizer.decode(tokenizer.encode("The history of the city"))
+        == "The history of the city"
+    )
     # What mlx-lm made is opened by its file, without a record of ours. Its config.json is the checkpoint's, in which
     # mlx-lm 0.32.2 does not find the base of the rotary embedding (rope_parameters): it silently takes another one.
     file = theirs / "model.safetensors"
@@ -140,12 +204,15 @@ def test_stock_recipes_are_what_mlx_lm_converts_to(
     assert not target.is_all_floating(file)
     with open_session(file) as foreign, open_session(tmp_path / "ours") as own:
         np.testing.assert_array_equal(foreign.logits([1]), own.logits([1]))
-    sizes, layers = target.contents(file), hybrid.config.num_hidden_layers
+    sizes = target.contents(file)
+    layers = hybrid.config.num_hidden_layers
     assert sizes.kv_bytes_per_position == 2 * 2 * 2 * 64 * layers  # keys, values, float16
     assert sizes.weight_bytes == pytest.approx(target.loaded_bytes(file), rel=0.01)
 
 
-def test_a_tied_matrix_that_a_checkpoint_holds_twice_is_stored_once(tmp_path: Path) -> None:
+def test_a_tied_matrix_that_a_checkpoint_holds_twice_is_stored_once(
+    tmp_path: Path,
+) -> None:
     from mlx_lm.utils import load_model
 
     net = tiny_model("mamba2")
@@ -168,18 +235,41 @@ def test_multipliers_that_mlx_lm_folds_into_weights(tmp_path: Path) -> None:
     """
     torch.manual_seed(0)
     config = transformers.FalconH1Config(
-        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, mamba_d_ssm=128, mamba_n_heads=8, mamba_d_head=16, mamba_d_state=16,
-        mamba_n_groups=1, mamba_chunk_size=16, mamba_rms_norm=False, tie_word_embeddings=False,
-        ssm_multipliers=[0.9, 0.8, 0.7, 1.1, 1.2], ssm_in_multiplier=1.3, ssm_out_multiplier=0.6,
-        mlp_multipliers=[0.7, 1.4], embedding_multiplier=2.0, lm_head_multiplier=0.5, key_multiplier=0.4,
-        attention_in_multiplier=0.8, pad_token_id=0,
-    )  # fmt: skip
-    net = transformers.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+        vocab_size=97,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        mamba_d_ssm=128,
+        mamba_n_heads=8,
+        mamba_d_head=16,
+        mamba_d_state=16,
+        mamba_n_groups=1,
+        mamba_chunk_size=16,
+        mamba_rms_norm=False,
+        tie_word_embeddings=False,
+        ssm_multipliers=[0.9, 0.8, 0.7, 1.1, 1.2],
+        ssm_in_multiplier=1.3,
+        ssm_out_multiplier=0.6,
+        mlp_multipliers=[0.7, 1.4],
+        embedding_multiplier=2.0,
+        lm_head_multiplier=0.5,
+        key_multiplier=0.4,
+        attention_in_multiplier=0.8,
+        pad_token_id=0,
+    )
+    net = (
+        transformers.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    )
     model = plain(LoadedModel("falcon_h1", Path(), net, None))
     plan = Plan("p", {c.name: "affine8-g32" for c in model.anatomy.candidates}, "test")
     artifact = export(model, plan, "mlx", tmp_path)
-    folded = [t.component for t in artifact.tensors if t.realised == "affine8-g32" and not t.weights]
+    folded = [
+        t.component
+        for t in artifact.tensors
+        if t.realised == "affine8-g32" and not t.weights
+    ]
     multiplied = {"in_proj", "out_proj", "gate_proj", "down_proj", "lm_head"}
     assert {name.rpartition(".")[2] for name in folded} >= multiplied
     ids = token_ids(1, 16)
@@ -193,7 +283,9 @@ def test_multipliers_that_mlx_lm_folds_into_weights(tmp_path: Path) -> None:
 def test_what_it_does_not_hold_is_said(hybrid: LoadedModel, tmp_path: Path) -> None:
     target = describe_target("mlx")
     name = hybrid.anatomy.candidates[1].name
-    with pytest.raises(TargetError, match=r"MLX has no format 'q4_k'.*kl-lens plan --target mlx"):
+    with pytest.raises(
+        TargetError, match=r"MLX has no format 'q4_k'.*kl-lens plan --target mlx"
+    ):
         export(hybrid, Plan("p", {name: "q4_k"}, "test"), "mlx", tmp_path / "out")
     assert not (tmp_path / "out").exists()
     with pytest.raises(TargetError, match="--device NPU: MLX runs on CPU or GPU"):
@@ -210,7 +302,16 @@ def test_what_it_does_not_hold_is_said(hybrid: LoadedModel, tmp_path: Path) -> N
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("mlx") / "run"
-    whole = ["export", "reference:hybrid", "--run", str(run), "--target", "mlx", "--format", "affine4-g64"]
+    whole = [
+        "export",
+        "reference:hybrid",
+        "--run",
+        str(run),
+        "--target",
+        "mlx",
+        "--format",
+        "affine4-g64",
+    ]
     assert main(whole) == 0
     return run / "artifacts/mlx/uniform_affine4-g64"
 
@@ -220,7 +321,19 @@ def test_a_folder_is_judged_beside_pytorch_and_generates(
 ) -> None:
     assert {t.realised for t in read_artifact(exported).tensors} >= {"affine4-g64"}
     assert json.loads((exported / "config.json").read_text())["quantization"]["bits"] == 4
-    assert main(["generate", str(exported), "--prompt", "The history", "--max-new-tokens", "3"]) == 0
+    assert (
+        main(
+            [
+                "generate",
+                str(exported),
+                "--prompt",
+                "The history",
+                "--max-new-tokens",
+                "3",
+            ]
+        )
+        == 0
+    )
     judge = "--model reference:hybrid --perplexity wikitext2:test --divergence --window 64 --limit 1"
     assert main(["evaluate", str(exported), *judge.split()]) == 0
     assert "mlx" in capsys.readouterr().out.lower()

@@ -55,7 +55,9 @@ def unsigned_plan(model: LoadedModel) -> Plan:
 
 def _in_turn(model: LoadedModel, name: str, formats: list[str]) -> Plan:
     components = enumerate(model.anatomy.candidates)
-    return Plan(name, {c.name: formats[i % len(formats)] for i, c in components}, made_by="test")
+    return Plan(
+        name, {c.name: formats[i % len(formats)] for i, c in components}, made_by="test"
+    )
 
 
 @pytest.fixture(scope="session")

@@ -19,27 +19,55 @@ from kl_lens.targets.openvino.session import open_session, read_graph
 from kl_lens.weights.formats import get_format
 from kl_lens.weights.formats.integer import ZeroPointFormat
 from tests.families import token_ids
-from tests.targets.openvino.conftest import assert_same_logits, export, loaded, reference, untouched
+from tests.targets.openvino.conftest import (
+    assert_same_logits,
+    export,
+    loaded,
+    reference,
+    untouched,
+)
 
-SLOW = ["falcon_mamba", "mamba2", "falcon_h1", "zamba2", "bamba", "nemotron_h", "granitemoehybrid"]
+SLOW = [
+    "falcon_mamba",
+    "mamba2",
+    "falcon_h1",
+    "zamba2",
+    "bamba",
+    "nemotron_h",
+    "granitemoehybrid",
+]
 SLOW += ["hymba", "zamba", "lfm2", "qwen3_next", "kimi_linear", "minimax", "rwkv"]
 plans = pytest.mark.parametrize(
     ("family", "plan"),
     [
         ("mamba", "unsigned"),
         ("mamba", "mixed"),
-        *(pytest.param(name, "mixed", marks=pytest.mark.slow) for name in ("jamba_experts", *SLOW)),
+        *(
+            pytest.param(name, "mixed", marks=pytest.mark.slow)
+            for name in ("jamba_experts", *SLOW)
+        ),
         pytest.param("jamba_experts", "unsigned", marks=pytest.mark.slow),
     ],
 )
-ELEMENTS = {"int8": "i8", "int4": "i4", "uint4": "u4", "nf4": "nf4", "uint2": "u2", "mxfp4": "f4e2m1"}
+ELEMENTS = {
+    "int8": "i8",
+    "int4": "i4",
+    "uint4": "u4",
+    "nf4": "nf4",
+    "uint2": "u2",
+    "mxfp4": "f4e2m1",
+}
 
 
 def stored_in(folder: Path) -> dict[str, tuple[str, Any]]:
     """Constant → element type and bytes."""
     nodes = operations(read_graph(folder / "openvino_model.xml"), "Constant")
     return {
-        n.get_friendly_name(): (n.get_element_type().get_type_name(), constants.raw_bytes(n)) for n in nodes
+        n.get_friendly_name(): (
+            n.get_element_type().get_type_name(),
+            constants.raw_bytes(n),
+        )
+        for n in nodes
     }
 
 
@@ -48,7 +76,10 @@ def test_the_file_holds_the_formats_integers_and_computes_with_them(
     family: str, plan: str, exported: Callable
 ) -> None:
     case = exported(family, plan)
-    stored, anatomy, model, seen = stored_in(case.folder), case.model.anatomy, loaded(family).model, set()
+    stored = stored_in(case.folder)
+    anatomy = case.model.anatomy
+    model = loaded(family).model
+    seen = set()
     held = {tensor.component: tensor.runtime_name for tensor in case.artifact.tensors}
     assert {c.name: c.weight for c in anatomy.candidates}.items() <= held.items()
     names = [t.runtime_name for t in case.artifact.tensors if t.realised != "fp32"]
@@ -60,11 +91,15 @@ def test_the_file_holds_the_formats_integers_and_computes_with_them(
             assert element == "f32"
             continue
         assert component.quantizable
-        fmt, weight = get_format(tensor.realised), model.get_parameter(component.weight)
-        quantized, scales = fmt.quantize(weight), stored[f"{tensor.runtime_name}/scale"][1]
+        fmt = get_format(tensor.realised)
+        weight = model.get_parameter(component.weight)
+        quantized = fmt.quantize(weight)
+        scales = stored[f"{tensor.runtime_name}/scale"][1]
         assert element == ELEMENTS[fmt.name.partition("-")[0]]
         np.testing.assert_array_equal(data, fmt.pack(quantized))
-        np.testing.assert_array_equal(scales, quantized.scales.numpy().reshape(-1).view(np.uint8))
+        np.testing.assert_array_equal(
+            scales, quantized.scales.numpy().reshape(-1).view(np.uint8)
+        )
         zero_points = np.empty(0, np.uint8)
         if isinstance(fmt, ZeroPointFormat):
             element, zero_points = stored[f"{tensor.runtime_name}/zero_point"]
@@ -76,7 +111,10 @@ def test_the_file_holds_the_formats_integers_and_computes_with_them(
         seen.add(fmt.name)
         with torch.no_grad():
             weight.copy_(fmt.dequantize(quantized))
-    wanted = {"mixed": {"int8", "int4"}, "unsigned": {"uint4", "uint4-g32", "nf4", "nf4-g32", "mxfp4"}}
+    wanted = {
+        "mixed": {"int8", "int4"},
+        "unsigned": {"uint4", "uint4-g32", "nf4", "nf4-g32", "mxfp4"},
+    }
     assert wanted[plan] <= seen
     ids = token_ids(1, 70)
     session = open_session(case.folder, exact=True, threads=1)
@@ -87,12 +125,20 @@ def test_a_file_taken_apart_gives_the_same_values(
     exported: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = exported("mamba", "unsigned")
-    monkeypatch.setattr(quarantine, "require_opens", lambda *_: None)  # it is our own file
-    apart = {tensor.name: tensor for tensor in describe_target("openvino").dissect(case.folder).tensors}
+    monkeypatch.setattr(
+        quarantine, "require_opens", lambda *_: None
+    )  # it is our own file
+    apart = {
+        tensor.name: tensor
+        for tensor in describe_target("openvino").dissect(case.folder).tensors
+    }
     for tensor in case.artifact.tensors:
         if tensor.realised in ("uint2-g64", "mxfp4", "uint4-g32"):
-            weight = case.model.model.get_parameter(case.model.anatomy.component(tensor.component).weight)
-            found, expected = apart.pop(tensor.runtime_name), get_format(tensor.realised).roundtrip(weight)
+            weight = case.model.model.get_parameter(
+                case.model.anatomy.component(tensor.component).weight
+            )
+            found = apart.pop(tensor.runtime_name)
+            expected = get_format(tensor.realised).roundtrip(weight)
             assert torch.equal(found.read().reshape(weight.shape), expected)
             assert (found.format, found.bytes) == (tensor.realised, tensor.bytes)
     notes = case.artifact.settings.get("notes", [])
@@ -100,28 +146,42 @@ def test_a_file_taken_apart_gives_the_same_values(
     assert expands == (platform.machine() in ("aarch64", "arm64"))
 
 
-def test_bytes_on_disk_are_the_plans_and_a_tied_head_is_stored_once(tmp_path: Path) -> None:
+def test_bytes_on_disk_are_the_plans_and_a_tied_head_is_stored_once(
+    tmp_path: Path,
+) -> None:
     model = untouched("mamba")
     assignment = {c.name: "int8" for c in model.anatomy.candidates}
     planned = sum(
-        get_format(assignment[c.name]).bytes(c.shape) if c.name in assignment else 2 * c.parameters
+        get_format(assignment[c.name]).bytes(c.shape)
+        if c.name in assignment
+        else 2 * c.parameters
         for c in model.anatomy.components
     )
-    artifact = export(model, Plan("int8", assignment, made_by="test", bytes=planned), tmp_path)
+    artifact = export(
+        model, Plan("int8", assignment, made_by="test", bytes=planned), tmp_path
+    )
     files = [tmp_path / f"openvino_model.{ending}" for ending in ("xml", "bin")]
     assert artifact.realised_bytes == sum(path.stat().st_size for path in files)
     binary = files[1].stat().st_size
-    once = artifact.settings["bytes_stored_once"]  # A_log of the four layers is the same in a fresh model
+    once = artifact.settings[
+        "bytes_stored_once"
+    ]  # A_log of the four layers is the same in a fresh model
     assert once == 3 * 2 * 128 * 8
     assert abs((binary + once) / planned - 1) < 0.01
-    assert artifact.settings["bytes_over_plan"] == pytest.approx((binary + once) / planned - 1)
+    assert artifact.settings["bytes_over_plan"] == pytest.approx(
+        (binary + once) / planned - 1
+    )
     graph = files[0].read_text()
     numbers = [int(number) for number in re.findall(r'name="[A-Za-z]+_(\d+)"', graph)]
-    assert max(numbers) < graph.count("<layer "), "names count what else this process has made"
+    assert max(numbers) < graph.count("<layer "), (
+        "names count what else this process has made"
+    )
     anatomy = model.anatomy
     assert anatomy.head == anatomy.embedding
     size = anatomy.component(anatomy.embedding).parameters
-    large = [name for name, (_, data) in stored_in(tmp_path).items() if data.nbytes == size]
+    large = [
+        name for name, (_, data) in stored_in(tmp_path).items() if data.nbytes == size
+    ]
     assert large == ["backbone.embeddings.weight"]
 
 

@@ -18,18 +18,28 @@ from kl_lens.targets.openvino.profiles import (
     quantize_activations,
     quantize_groups,
 )
-from kl_lens.targets.openvino.session import DEPLOYED, WHOLE_ROW, compile_graph, open_session, read_graph
+from kl_lens.targets.openvino.session import (
+    DEPLOYED,
+    WHOLE_ROW,
+    compile_graph,
+    open_session,
+    read_graph,
+)
 from kl_lens.weights.formats import get_format
 from kl_lens.weights.formats.integer import ZeroPointFormat
 from kl_lens.weights.recipes import parsed
 from tests.families import token_ids
 from tests.targets.openvino.conftest import reference
 
-on_arm = pytest.mark.skipif(platform.machine() != "aarch64", reason="KleidiAI kernels exist on ARM only")
+on_arm = pytest.mark.skipif(
+    platform.machine() != "aarch64", reason="KleidiAI kernels exist on ARM only"
+)
 
 
 @on_arm
-@pytest.mark.parametrize("name", ["int8", "int4", "int4-g32", "int4-g64", "uint4-g32", "uint4-g64"])
+@pytest.mark.parametrize(
+    "name", ["int8", "int4", "int4-g32", "int4-g64", "uint4-g32", "uint4-g64"]
+)
 def test_single_products(name: str, tmp_path) -> None:
     fmt = get_format(name)
     generator = torch.Generator().manual_seed(0)
@@ -39,11 +49,17 @@ def test_single_products(name: str, tmp_path) -> None:
     model = ov.Model([ops.result(ops.matmul(x, node, False, True))], [x], "product")
     ov.save_model(model, tmp_path / "m.xml", compress_to_fp16=False)
     settings = {"DYNAMIC_QUANTIZATION_GROUP_SIZE": WHOLE_ROW}
-    compiled = compile_graph(read_graph(tmp_path / "m.xml"), "CPU", exact=True, threads=1, settings=settings)
+    compiled = compile_graph(
+        read_graph(tmp_path / "m.xml"), "CPU", exact=True, threads=1, settings=settings
+    )
     values = torch.randn(1, 9, 128, generator=generator)
     theirs = compiled([values.numpy()])[0]
     grouped = isinstance(fmt, ZeroPointFormat) and fmt.group_size
-    rounded = quantize_groups(values, fmt.group_size) if grouped else quantize_activations(values)
+    rounded = (
+        quantize_groups(values, fmt.group_size)
+        if grouped
+        else quantize_activations(values)
+    )
     ours = (rounded @ kernel_values(fmt, fmt.quantize(weight)).T).numpy()
     plain = (values @ fmt.roundtrip(weight).T).numpy()
     largest = np.abs(theirs).max()
@@ -53,21 +69,33 @@ def test_single_products(name: str, tmp_path) -> None:
 
 @on_arm
 @pytest.mark.parametrize(
-    ("family", "plan"), [("mamba", "mixed"), ("jamba_experts", "mixed"), ("mamba", "unsigned")]
+    ("family", "plan"),
+    [("mamba", "mixed"), ("jamba_experts", "mixed"), ("mamba", "unsigned")],
 )
-def test_whole_models(family: str, plan: str, exported: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_models(
+    family: str, plan: str, exported: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = exported(family, plan)
     ids = token_ids(1, 40)
     monkeypatch.setitem(DEPLOYED, "KV_CACHE_PRECISION", "f32")
     session = open_session(case.folder, threads=1, cache=False)
     theirs = session.logits(ids[0].tolist())
-    realised = parsed({t.component: t.realised for t in case.artifact.tensors if t.realised != "fp32"})
+    realised = parsed(
+        {t.component: t.realised for t in case.artifact.tensors if t.realised != "fp32"}
+    )
     model = case.model.model
     before = reference(model, ids)
     recipes = Perturbation(
-        {c.name: realised[c.name] for c in case.model.anatomy.candidates if c.name in realised}
+        {
+            c.name: realised[c.name]
+            for c in case.model.anatomy.candidates
+            if c.name in realised
+        }
     )
-    with swapped(replacements(case.model, recipes, deployed("openvino"))), as_deployed(model, realised):
+    with (
+        swapped(replacements(case.model, recipes, deployed("openvino"))),
+        as_deployed(model, realised),
+    ):
         ours = reference(model, ids)
     with swapped(replacements(case.model, recipes)):
         plain = reference(model, ids)
@@ -88,6 +116,7 @@ def test_activations_keep_zero_and_stay_within_half_a_step() -> None:
     y = quantize_activations(x)
     assert torch.equal(y[0], x[0])
     assert y[2, 5] == 0
-    low, high = x.amin(-1, keepdim=True).clamp(max=0), x.amax(-1, keepdim=True).clamp(min=0)
+    low = x.amin(-1, keepdim=True).clamp(max=0)
+    high = x.amax(-1, keepdim=True).clamp(min=0)
     step = (high - low) / 255
     assert bool(((y - x).abs() <= 1.01 * step).all())

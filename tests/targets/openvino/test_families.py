@@ -18,9 +18,24 @@ from tests.targets.openvino.conftest import assert_same_logits, export, loaded, 
 
 QUICK = ("mamba", "mamba2", "jamba_experts")
 SLOW = (  # built of what the others have
-    "falcon_mamba", "mamba2_groups", "falcon_h1", "zamba2", "jamba", "bamba", "nemotron_h", "granitemoehybrid",
-    "hymba", "zamba", "lfm2", "lfm2_moe", "qwen3_next", "qwen3_5_text", "kimi_linear", "minimax", "rwkv",
-)  # fmt: skip
+    "falcon_mamba",
+    "mamba2_groups",
+    "falcon_h1",
+    "zamba2",
+    "jamba",
+    "bamba",
+    "nemotron_h",
+    "granitemoehybrid",
+    "hymba",
+    "zamba",
+    "lfm2",
+    "lfm2_moe",
+    "qwen3_next",
+    "qwen3_5_text",
+    "kimi_linear",
+    "minimax",
+    "rwkv",
+)
 FAMILIES = [*QUICK, *(pytest.param(family, marks=pytest.mark.slow) for family in SLOW)]
 TOKENS = 90  # more than one chunk of the matrix form
 # Measured: 1.5e-6 (mamba) to 3.5e-5 (zamba2) of the logit range. The promise is 1e-3.
@@ -40,10 +55,13 @@ def test_logits_equal_pytorchs(family: str, exported: Callable) -> None:
     assert_same_logits(session.logits(tokens), theirs, SHARE)
 
     session.reset()
-    assert_same_logits(np.stack([session.step(token) for token in tokens[:30]]), theirs[:30], SHARE)
+    assert_same_logits(
+        np.stack([session.step(token) for token in tokens[:30]]), theirs[:30], SHARE
+    )
 
     session.reset()
-    ends, outputs = [], []
+    ends = []
+    outputs = []
     for size in (5, 1, 1, 70, 3, 10):
         start = ends[-1] if ends else 0
         outputs.append(session.prefill(tokens[start : start + size]))
@@ -52,12 +70,16 @@ def test_logits_equal_pytorchs(family: str, exported: Callable) -> None:
     session.close()
 
 
-@pytest.mark.parametrize("family", ["mamba2", *(pytest.param(f, marks=pytest.mark.slow) for f in SLOW)])
+@pytest.mark.parametrize(
+    "family", ["mamba2", *(pytest.param(f, marks=pytest.mark.slow) for f in SLOW)]
+)
 def test_an_fp16_file_is_pytorch_with_the_numbers_that_the_file_holds(
     family: str, exported: Callable
 ) -> None:
     """Nothing but this rounding sets an FP16 file apart: A is stored as exp(A_log), some norms as 1 + weight."""
-    folder, model, ids = exported(family, unplanned="fp16").folder, loaded(family), token_ids(1, 24)
+    folder = exported(family, unplanned="fp16").folder
+    model = loaded(family)
+    ids = token_ids(1, 24)
     with torch.no_grad():
         for name, value in model.model.named_parameters():
             norm = type(model.model.get_submodule(name.rpartition(".")[0])).__name__
@@ -70,21 +92,32 @@ def test_an_fp16_file_is_pytorch_with_the_numbers_that_the_file_holds(
             ):  # cut up, and kept as they are
                 value.copy_(value.half().float())
     with contextlib.closing(open_session(folder, exact=True, threads=1)) as session:
-        assert_same_logits(session.logits(ids[0].tolist()), reference(model.model, ids), SHARE)
+        assert_same_logits(
+            session.logits(ids[0].tolist()), reference(model.model, ids), SHARE
+        )
 
 
 def test_every_promised_family_is_tested() -> None:
-    tested = {name.removesuffix("_experts").removesuffix("_groups") for name in (*QUICK, *SLOW)}
+    tested = {
+        name.removesuffix("_experts").removesuffix("_groups") for name in (*QUICK, *SLOW)
+    }
     assert set(capture.FAMILIES) == tested
 
 
 def test_an_untested_family_is_proven_on_the_model_or_refused(
     exported: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case, ids = exported("llama"), token_ids(1, 12)
+    case = exported("llama")
+    ids = token_ids(1, 12)
     with contextlib.closing(open_session(case.folder, exact=True, threads=1)) as session:
-        assert_same_logits(session.logits(ids[0].tolist()), reference(case.model.model, ids), SHARE)
-    monkeypatch.setattr("kl_lens.targets.openvino.graph.PROOF_SHARE", 0.0)  # nothing is as right as that
-    with pytest.raises(TargetError, match=r"llama cannot be exported to OpenVINO: .* other logits than"):
+        assert_same_logits(
+            session.logits(ids[0].tolist()), reference(case.model.model, ids), SHARE
+        )
+    monkeypatch.setattr(
+        "kl_lens.targets.openvino.graph.PROOF_SHARE", 0.0
+    )  # nothing is as right as that
+    with pytest.raises(
+        TargetError, match=r"llama cannot be exported to OpenVINO: .* other logits than"
+    ):
         export(loaded("llama"), Plan("none", {}, made_by="test"), tmp_path)
     assert not (tmp_path / "openvino_model.xml").exists()

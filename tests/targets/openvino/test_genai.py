@@ -22,16 +22,28 @@ from tests.byte_level import save_tokenizer
 from tests.families import plain, tiny_model
 from tests.targets.openvino.conftest import export
 
-genai = pytest.importorskip("openvino_genai", reason="needs openvino-genai, of the extra kl-lens[dev]")
+genai = pytest.importorskip(
+    "openvino_genai", reason="needs openvino-genai, of the extra kl-lens[dev]"
+)
 
 NEW_TOKENS = 12
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
-END, TURN = "<|end|>", "<|turn|>"
+END = "<|end|>"
+TURN = "<|turn|>"
 TEMPLATE = (
     "{% for m in messages %}<|turn|>{{ m.role }}:{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<|turn|>assistant:{% endif %}"
 )
-SLOW = ("mamba2", "falcon_h1", "llama", "jamba", "granitemoehybrid", "lfm2", "qwen3_next", "gemma3_text")
+SLOW = (
+    "mamba2",
+    "falcon_h1",
+    "llama",
+    "jamba",
+    "granitemoehybrid",
+    "lfm2",
+    "qwen3_next",
+    "gemma3_text",
+)
 # Random models nearly tie, and half precision decides: both sides compute in float32.
 EXACT = {"KV_CACHE_PRECISION": "f32", "INFERENCE_PRECISION_HINT": "f32"}
 
@@ -39,17 +51,22 @@ EXACT = {"KV_CACHE_PRECISION": "f32", "INFERENCE_PRECISION_HINT": "f32"}
 @pytest.fixture(autouse=True)
 def in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "kl_lens.study.generate.open_session", functools.partial(targets.open_session, exact=True)
+        "kl_lens.study.generate.open_session",
+        functools.partial(targets.open_session, exact=True),
     )
 
 
 def byte_tokenizer() -> transformers.PreTrainedTokenizerFast:
     """A token for each byte and two special ones: every text can be written with it."""
-    tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(BYTES)}, []))
+    tokenizer = Tokenizer(
+        models.BPE({letter: index for index, letter in enumerate(BYTES)}, [])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END)
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END, pad_token=END
+    )
     fast.add_special_tokens({"additional_special_tokens": [TURN]})
     fast.chat_template = TEMPLATE
     return fast
@@ -75,7 +92,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 def ours(folder: Path, prompt: str) -> str:
     """Without the special tokens, which GenAI leaves out of a text."""
-    settings = GenerateSettings.of(artifact=folder, prompt=prompt, max_new_tokens=NEW_TOKENS)
+    settings = GenerateSettings.of(
+        artifact=folder, prompt=prompt, max_new_tokens=NEW_TOKENS
+    )
     return generate(settings, Session()).text.replace(TURN, "")
 
 
@@ -91,7 +110,9 @@ def theirs(pipeline: Any, prompt: Any, **settings: Any) -> str:
     return answer if isinstance(answer, str) else answer.texts[0]
 
 
-@pytest.mark.parametrize("family", ["mamba", *(pytest.param(f, marks=pytest.mark.slow) for f in SLOW)])
+@pytest.mark.parametrize(
+    "family", ["mamba", *(pytest.param(f, marks=pytest.mark.slow) for f in SLOW)]
+)
 def test_genai_writes_the_same_text(family: str, folder: Callable) -> None:
     place = folder(family)
     pipeline = genai.LLMPipeline(place, "CPU", **EXACT)
@@ -101,7 +122,11 @@ def test_genai_writes_the_same_text(family: str, folder: Callable) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["mamba", *(pytest.param(f, marks=pytest.mark.slow) for f in ("falcon_h1", "mamba2"))]
+    "family",
+    [
+        "mamba",
+        *(pytest.param(f, marks=pytest.mark.slow) for f in ("falcon_h1", "mamba2")),
+    ],
 )
 def test_a_chat_goes_on_where_it_was(family: str, folder: Callable) -> None:
     """The history is tokenized anew for every turn; GenAI has to begin again where the states cannot be cut back."""
@@ -111,7 +136,9 @@ def test_a_chat_goes_on_where_it_was(family: str, folder: Callable) -> None:
     pipeline.start_chat()
     for question in ("Hello", "And then?"):
         said.append({"role": "user", "content": question})
-        written = byte_tokenizer().apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+        written = byte_tokenizer().apply_chat_template(
+            said, tokenize=False, add_generation_prompt=True
+        )
         answer = theirs(pipeline, question)
         assert answer.encode() == ours(place, written).encode()
         said.append({"role": "assistant", "content": answer})
@@ -120,27 +147,40 @@ def test_a_chat_goes_on_where_it_was(family: str, folder: Callable) -> None:
     assert theirs(pipeline, history) == said[3]["content"]
 
 
-@pytest.mark.parametrize("family", ["mamba", pytest.param("llama", marks=pytest.mark.slow)])
-def test_genai_cannot_change_the_attention_or_feed_several_sequences(family: str, folder: Callable) -> None:
+@pytest.mark.parametrize(
+    "family", ["mamba", pytest.param("llama", marks=pytest.mark.slow)]
+)
+def test_genai_cannot_change_the_attention_or_feed_several_sequences(
+    family: str, folder: Callable
+) -> None:
     """Its first try, on x86, is paged attention, which would get positions wrong. It pads prompts of different lengths,
     and no mask is read here. Both are refused, not wrong."""
     graph = ov.Core().read_model(folder(family) / "openvino_model.xml")
-    with pytest.raises(RuntimeError, match=r"undeclared parameters.*beam_idx|No ScaledDotProductAttention"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"undeclared parameters.*beam_idx|No ScaledDotProductAttention",
+    ):
         paged_attention_transformation(graph)
     pipeline = genai.LLMPipeline(folder(family), "CPU")
     with pytest.raises(RuntimeError, match="Reshape"):
         pipeline.generate("Hello", genai.GenerationConfig(max_new_tokens=3, num_beams=2))
     with pytest.raises(RuntimeError, match="Reshape"):
-        pipeline.generate(["Hello", "Once upon a time"], genai.GenerationConfig(max_new_tokens=3))
+        pipeline.generate(
+            ["Hello", "Once upon a time"], genai.GenerationConfig(max_new_tokens=3)
+        )
 
 
 def test_a_tokenizer_that_cannot_be_converted(tmp_path: Path) -> None:
     """Without special tokens, openvino-tokenizers fails. The rest is exported, and one line says so."""
     tiny_model("mamba").save_pretrained(tmp_path / "model")
     save_tokenizer(tmp_path / "model", ["the quick brown fox"])
-    artifact = export(plain(load(tmp_path / "model")), Plan("p", {}, "test"), tmp_path / "out")
+    artifact = export(
+        plain(load(tmp_path / "model")), Plan("p", {}, "test"), tmp_path / "out"
+    )
     [note] = artifact.settings["notes"]
-    assert note.startswith("no openvino_tokenizer.xml was written, so OpenVINO GenAI cannot open this folder")
+    assert note.startswith(
+        "no openvino_tokenizer.xml was written, so OpenVINO GenAI cannot open this folder"
+    )
     assert str(tmp_path / "model") in note
     assert "\n" not in note
     assert not list((tmp_path / "out").glob("*tokenizer*.bin"))

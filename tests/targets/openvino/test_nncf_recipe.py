@@ -26,9 +26,14 @@ def _types(graph: ov.Model) -> dict[str, str]:
 def test_nncf_gives_every_constant_its_type(
     kind: str, exported: Callable[..., Exported], tmp_path: Path
 ) -> None:
-    ours, original = exported("mamba", kind), exported("mamba")
+    ours = exported("mamba", kind)
+    original = exported("mamba")
     without = ("fp16", "fp32", "uint2-g64")  # NNCF's two bits are symmetric
-    stored = {t.component: t.realised for t in ours.artifact.tensors if t.realised not in without}
+    stored = {
+        t.component: t.realised
+        for t in ours.artifact.tensors
+        if t.realised not in without
+    }
     made = write_recipe("nncf", ours.model, Plan(kind, stored, "test"), tmp_path)
     compress = runpy.run_path(str(made.files[0]))["compress"]
     core = ov.Core()
@@ -37,8 +42,12 @@ def test_nncf_gives_every_constant_its_type(
     checked = [t for t in ours.artifact.tensors if t.component in stored]
     assert checked
     for tensor in checked:
-        assert theirs[tensor.runtime_name] == wanted[tensor.runtime_name], tensor.component
-    assert {theirs[t.runtime_name] for t in ours.artifact.tensors if t.component not in stored} <= {
+        assert theirs[tensor.runtime_name] == wanted[tensor.runtime_name], (
+            tensor.component
+        )
+    assert {
+        theirs[t.runtime_name] for t in ours.artifact.tensors if t.component not in stored
+    } <= {
         "f32",
         "f16",
     }

@@ -11,7 +11,9 @@ from tests.targets.openvino.conftest import export, untouched
 IN_PROJ = "backbone.layers.0.mixer.in_proj"
 
 
-def realised(assignment: dict[str, str], profile: str = "cpu", *, fallback: bool = True) -> dict[str, Choice]:
+def realised(
+    assignment: dict[str, str], profile: str = "cpu", *, fallback: bool = True
+) -> dict[str, Choice]:
     plan = Plan("p", assignment, "test")
     return realise(untouched("mamba"), plan, PROFILES[profile], fallback=fallback)
 
@@ -19,26 +21,44 @@ def realised(assignment: dict[str, str], profile: str = "cpu", *, fallback: bool
 @pytest.mark.parametrize(
     ("profile", "wanted", "given"),
     [
-        ("cpu", "uint4-g32", "uint4-g32"), ("cpu", "nf4-g32", "nf4-g32"), ("cpu", "mxfp4", "mxfp4"),
-        ("gpu-int4", "mxfp4", "int4"), ("gpu", "uint2-g64", "int8"), ("gpu-int4", "uint4-g32", "uint4-g32"),
-        ("gpu-int4", "nf4-g32", "int4"), ("gpu", "uint4", "int8"), ("npu", "uint4", "int4"),
-        ("gpu-int4", "int4", "int4"), ("gpu", "int4", "int8"), ("cpu", "q4_0", "int4"), ("cpu", "int8-absmax", "int8"),
+        ("cpu", "uint4-g32", "uint4-g32"),
+        ("cpu", "nf4-g32", "nf4-g32"),
+        ("cpu", "mxfp4", "mxfp4"),
+        ("gpu-int4", "mxfp4", "int4"),
+        ("gpu", "uint2-g64", "int8"),
+        ("gpu-int4", "uint4-g32", "uint4-g32"),
+        ("gpu-int4", "nf4-g32", "int4"),
+        ("gpu", "uint4", "int8"),
+        ("npu", "uint4", "int4"),
+        ("gpu-int4", "int4", "int4"),
+        ("gpu", "int4", "int8"),
+        ("cpu", "q4_0", "int4"),
+        ("cpu", "int8-absmax", "int8"),
     ],
-)  # fmt: skip
-def test_what_a_device_does_not_hold_is_replaced_visibly(profile: str, wanted: str, given: str) -> None:
+)
+def test_what_a_device_does_not_hold_is_replaced_visibly(
+    profile: str, wanted: str, given: str
+) -> None:
     chosen = realised({IN_PROJ: wanted}, profile)
     assert (chosen[IN_PROJ].planned, chosen[IN_PROJ].recipe) == (wanted, given)
-    assert {name for name, choice in chosen.items() if choice.recipe != "fp16"} == {IN_PROJ}
+    assert {name for name, choice in chosen.items() if choice.recipe != "fp16"} == {
+        IN_PROJ
+    }
     if wanted == given:
-        assert realised({IN_PROJ: wanted}, profile, fallback=False)[IN_PROJ].reason is None
+        assert (
+            realised({IN_PROJ: wanted}, profile, fallback=False)[IN_PROJ].reason is None
+        )
         return
     assert f"stored as {given}" in (chosen[IN_PROJ].reason or "")
-    with pytest.raises(TargetError, match=rf"does not fit: .*in_proj: {wanted}: .*--fallback"):
+    with pytest.raises(
+        TargetError, match=rf"does not fit: .*in_proj: {wanted}: .*--fallback"
+    ):
         realised({IN_PROJ: wanted}, profile, fallback=False)
 
 
 def test_settings_that_make_no_sense(tmp_path) -> None:
-    model, plan = untouched("mamba"), Plan("none", {}, made_by="test")
+    model = untouched("mamba")
+    plan = Plan("none", {}, made_by="test")
     for options, message in [
         ({"device_profile": "tpu"}, "no device profile is called 'tpu'"),
         ({"device_profile": "npu"}, "needs fixed shapes"),

@@ -17,24 +17,34 @@ from tests.targets.openvino.conftest import assert_same_logits, reference
 
 def run(model: ov.Model, path, *inputs: np.ndarray) -> np.ndarray:
     ov.save_model(model, path, compress_to_fp16=False)
-    request = compile_graph(read_graph(path), "CPU", exact=True, threads=1).create_infer_request()
+    request = compile_graph(
+        read_graph(path), "CPU", exact=True, threads=1
+    ).create_infer_request()
     request.infer(list(inputs))
     return request.get_output_tensor(0).data.copy()
 
 
-@pytest.mark.parametrize(("axes", "compressed"), [((1, -1, 8), True), ((-1, -1, 8), False), ((-1, 8), True)])
-def test_activations_meet_a_stack_of_matrices(axes: tuple[int, ...], compressed: bool, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("axes", "compressed"), [((1, -1, 8), True), ((-1, -1, 8), False), ((-1, 8), True)]
+)
+def test_activations_meet_a_stack_of_matrices(
+    axes: tuple[int, ...], compressed: bool, tmp_path
+) -> None:
     """Broadcasting inside the product is what the x86 plugin does wrong; so there must be none."""
     stack = np.random.default_rng(0).integers(-7, 7, (3, 5, 8)).astype(np.float32)
     weight = ops.constant(stack.astype(np.int8)) if compressed else ops.constant(stack)
     x = ops.parameter(ov.PartialShape(axes), np.float32)
-    product = ops.matmul(x, ops.convert(weight, "f32") if compressed else weight, False, True)
+    product = ops.matmul(
+        x, ops.convert(weight, "f32") if compressed else weight, False, True
+    )
     model = ov.Model([ops.result(product)], [x], "experts")
     assert rewrites.apply(model)["equal_batches"] == 1
     assert rewrites.equal_batches(model) == 0  # nothing left to do
     for tokens in (6, 1, 9):
         values = np.random.default_rng(1).normal(size=(tokens, 8)).astype(np.float32)
-        found = run(model, tmp_path / "m.xml", values.reshape([1] * (len(axes) - 2) + [tokens, 8]))
+        found = run(
+            model, tmp_path / "m.xml", values.reshape([1] * (len(axes) - 2) + [tokens, 8])
+        )
         np.testing.assert_allclose(found, values @ stack.transpose(0, 2, 1), atol=1e-5)
 
 
@@ -47,17 +57,28 @@ def _cumulated(x: ov.Node, axis: int) -> ov.Node:
     ("rewrite", "operation", "right"),
     [
         ("exact_softplus", ops.softplus, lambda x: np.logaddexp(0, x.astype(np.float64))),
-        *(("cumba", partial(_cumulated, axis=a), partial(np.cumsum, axis=a)) for a in (0, 1, -1)),
+        *(
+            ("cumba", partial(_cumulated, axis=a), partial(np.cumsum, axis=a))
+            for a in (0, 1, -1)
+        ),
     ],
 )
-def test_only_the_operations_change(rewrite: str, operation, right, shape: list[int], tmp_path) -> None:
+def test_only_the_operations_change(
+    rewrite: str, operation, right, shape: list[int], tmp_path
+) -> None:
     x = ops.parameter(ov.PartialShape(shape), np.float32)
     model = ov.Model([ops.result(operation(x))], [x], "m")
     assert rewrites.apply(model, cumba=rewrite == "cumba")[rewrite] == 1
     assert not rewrites.operations(model, "CumSum", "SoftPlus")
-    values = np.concatenate([np.linspace(-9, 9, 58), [-80, 80]]).astype(np.float32).reshape(3, 4, 5)
+    values = (
+        np.concatenate([np.linspace(-9, 9, 58), [-80, 80]])
+        .astype(np.float32)
+        .reshape(3, 4, 5)
+    )
     tiny = 1e-12 if rewrite == "exact_softplus" else 1e-5
-    np.testing.assert_allclose(run(model, tmp_path / "m.xml", values), right(values), rtol=1e-6, atol=tiny)
+    np.testing.assert_allclose(
+        run(model, tmp_path / "m.xml", values), right(values), rtol=1e-6, atol=tiny
+    )
 
 
 def test_cumba_keeps_the_models_logits(exported: Callable) -> None:
@@ -68,7 +89,9 @@ def test_cumba_keeps_the_models_logits(exported: Callable) -> None:
     assert not rewrites.operations(graph, "CumSum", "SoftPlus")
     ids = token_ids(1, 80)
     session = open_session(case.folder, exact=True, threads=1)
-    assert_same_logits(session.logits(ids[0].tolist()), reference(case.model.model, ids), 1e-4)
+    assert_same_logits(
+        session.logits(ids[0].tolist()), reference(case.model.model, ids), 1e-4
+    )
 
 
 @pytest.mark.parametrize(("family", "unroll"), [("mamba", True), ("mamba2", False)])

@@ -16,7 +16,9 @@ IDS = token_ids(1, 20)[0].tolist()
 
 
 def test_reset_forgets_and_two_sessions_do_not_mix(exported: Callable) -> None:
-    one, two = (open_session(exported("mamba").folder, exact=True, threads=1) for _ in range(2))
+    one, two = (
+        open_session(exported("mamba").folder, exact=True, threads=1) for _ in range(2)
+    )
     first = one.prefill(IDS)
     assert not np.allclose(one.prefill(IDS), first)  # it goes on where it was
     one.reset()
@@ -38,7 +40,8 @@ def test_the_cache_does_not_mix_settings(exported: Callable) -> None:
     folder = exported("mamba", "mixed").folder
     exact = open_session(folder, exact=True, threads=1)
     deployed = open_session(folder, threads=1)
-    a, b = exact.logits(IDS), deployed.logits(IDS)
+    a = exact.logits(IDS)
+    b = deployed.logits(IDS)
     again = open_session(folder, exact=True, threads=1)
     assert again.description["loaded_from_cache"] == "True"
     np.testing.assert_array_equal(again.logits(IDS), a)
@@ -58,7 +61,9 @@ def test_one_thread_and_a_gated_part_compute_in_float32(
     folder = exported(family).folder
     assert is_gated(read_graph(graph_file(folder))) == gated
     if gated:
-        precision = open_session(folder, threads=1).description["inference_precision_hint"]
+        precision = open_session(folder, threads=1).description[
+            "inference_precision_hint"
+        ]
         assert precision == "<Type: 'float32'>"
 
 
@@ -68,7 +73,10 @@ def test_a_device_that_is_not_there_and_a_time_limit(
     with pytest.raises(TargetError, match=r"no device 'TPU' here; it finds .*CPU"):
         open_session(exported("mamba").folder, device="TPU")
     monkeypatch.setenv("KL_LENS_COMPILE_TIMEOUT", "0.000001")
-    with pytest.raises(TargetError, match=r"took more than 1e-06 s and was stopped.*KL_LENS_COMPILE_TIMEOUT"):
+    with pytest.raises(
+        TargetError,
+        match=r"took more than 1e-06 s and was stopped.*KL_LENS_COMPILE_TIMEOUT",
+    ):
         open_session(exported("mamba").folder, cache=False)
     monkeypatch.setenv("KL_LENS_COMPILE_TIMEOUT", "soon")
     with pytest.raises(TargetError, match="expected a number of seconds"):
@@ -79,7 +87,9 @@ def test_a_static_model_in_a_session(exported: Callable) -> None:
     case = exported("mamba", static_tokens=8)
     session = open_session(case.folder, exact=True, threads=1)
     stateful = open_session(exported("mamba").folder, exact=True, threads=1)
-    np.testing.assert_allclose(session.logits(IDS[:5]), stateful.logits(IDS[:5]), atol=1e-4)
+    np.testing.assert_allclose(
+        session.logits(IDS[:5]), stateful.logits(IDS[:5]), atol=1e-4
+    )
     with pytest.raises(TargetError, match="takes 8 tokens at most"):
         session.logits(IDS)
     with pytest.raises(TargetError, match="without --static-tokens"):

@@ -12,7 +12,8 @@ from kl_lens.model import ImageTask
 from kl_lens.text.images import Picture, add_picture, labels_of, open_images, pixels_of
 from kl_lens.text.windows import refuse_overlap
 
-TASK, DIGITS = ImageTask(PREPARATION, 5), ImageTask(PREPARATION, 10)
+TASK = ImageTask(PREPARATION, 5)
+DIGITS = ImageTask(PREPARATION, 10)
 
 
 def image_folder(folder: Path, count: int, classes: int = 5, seed: int = 0) -> Path:
@@ -47,7 +48,8 @@ def test_a_damaged_file_is_one_line_with_its_name(tmp_path: Path) -> None:
 def test_an_id_is_the_image_and_its_label() -> None:
     pixels = np.arange(64, dtype=np.uint8).reshape(1, 8, 8)
     first, again, other = (
-        add_picture(Picture(name, pixels, label)) for name, label in (("a", 1), ("b", 1), ("a", 2))
+        add_picture(Picture(name, pixels, label))
+        for name, label in (("a", 1), ("b", 1), ("a", 2))
     )
     assert first == again != other
     assert labels_of([first, other]) == [1, 2]
@@ -60,7 +62,10 @@ def test_a_folder_without_splits_is_dealt_out_by_content(tmp_path: Path) -> None
     folder = image_folder(tmp_path, 120)
     copy = folder / "class 0" / "copy.png"
     copy.write_bytes((folder / "class 1" / "1.png").read_bytes())
-    parts = {split: open_images(str(folder), split).entries for split in ("train", "valid", "test")}
+    parts = {
+        split: open_images(str(folder), split).entries
+        for split in ("train", "valid", "test")
+    }
     names = [entry.name for part in parts.values() for entry in part]
     assert len(names) == len(set(names)) == 121
     assert 40 <= len(parts["train"]) <= 80
@@ -71,17 +76,23 @@ def test_a_folder_without_splits_is_dealt_out_by_content(tmp_path: Path) -> None
 def test_folders_called_train_and_val_are_the_splits(tmp_path: Path) -> None:
     image_folder(tmp_path / "train", 20, seed=1)
     image_folder(tmp_path / "val", 40, seed=2)
-    train, valid, test = (open_images(f"{tmp_path}:{split}").entries for split in ("train", "valid", "test"))
+    train, valid, test = (
+        open_images(f"{tmp_path}:{split}").entries for split in ("train", "valid", "test")
+    )
     assert len(train) == 20
     assert len(valid) + len(test) == 40
     assert not {e.name for e in valid} & {e.name for e in test}
     image_folder(tmp_path / "test", 10, seed=3)
-    assert [len(open_images(str(tmp_path), split).entries) for split in ("valid", "test")] == [40, 10]
+    assert [
+        len(open_images(str(tmp_path), split).entries) for split in ("valid", "test")
+    ] == [40, 10]
 
 
 def test_a_flat_folder_has_labels_in_a_file_or_none(tmp_path: Path) -> None:
     folder = image_folder(tmp_path, 40, classes=1) / "class 0"
-    assert set(TASK.targets(TASK.drawn(str(folder), windows=2, length=4).ids).flatten().tolist()) == {-1}
+    assert set(
+        TASK.targets(TASK.drawn(str(folder), windows=2, length=4).ids).flatten().tolist()
+    ) == {-1}
     with pytest.raises(TextError, match="evaluation needs labels"):
         TASK.from_start(str(folder), length=4)
     (folder / "labels.csv").write_text("".join(f"{n}.png, {n % 5}\n" for n in range(40)))
@@ -96,7 +107,9 @@ def test_a_flat_folder_has_labels_in_a_file_or_none(tmp_path: Path) -> None:
 def test_more_windows_extend_fewer_and_another_seed_gives_others() -> None:
     few, many = (DIGITS.drawn("digits", windows=count, length=8) for count in (2, 5))
     assert few.fingerprint == many.first(2).fingerprint
-    assert not np.array_equal(DIGITS.drawn("digits", windows=2, length=8, seed=1).ids, few.ids)
+    assert not np.array_equal(
+        DIGITS.drawn("digits", windows=2, length=8, seed=1).ids, few.ids
+    )
     with pytest.raises(TextError, match="ask for at most 68 windows"):
         DIGITS.drawn("digits", windows=69, length=16)
 

@@ -8,7 +8,12 @@ from kl_lens.weights.formats import fitting_format, get_format, known_formats
 from kl_lens.weights.formats.affine import AffineFormat
 from kl_lens.weights.formats.gguf_blocks import GGUFFormat
 from kl_lens.weights.formats.integer import ZeroPointFormat
-from kl_lens.weights.formats.scales import scales_of, small_scales_of, with_scales, with_small_scales
+from kl_lens.weights.formats.scales import (
+    scales_of,
+    small_scales_of,
+    with_scales,
+    with_small_scales,
+)
 
 for _package in ("gguf", "xllamacpp"):
     pytest.importorskip(_package, reason="the extra 'gguf' is not installed")
@@ -38,7 +43,11 @@ every_format = pytest.mark.parametrize(
         ("int5-g64", (2, 3, 64), 6 * 40 + 6 * 2),
         ("uint8-g32", (3, 64), 3 * 64 + 3 * 2 * 3),
         ("mxfp4", (768, 1536), 768 * 1536 // 2 + 768 * 48),  # a byte for every 32 columns
-        ("affine3-g64", (768, 1536), 768 * 1536 * 3 // 8 + 768 * 24 * 4),  # a scale and a bias
+        (
+            "affine3-g64",
+            (768, 1536),
+            768 * 1536 * 3 // 8 + 768 * 24 * 4,
+        ),  # a scale and a bias
         ("iq2_xxs", (10, 512), 10 * 2 * 66),
     ],
 )
@@ -48,10 +57,13 @@ def test_bytes(name: str, shape: tuple[int, ...], expected: int) -> None:
 
 @every_format
 def test_bytes_are_those_of_the_packed_weight(name: str) -> None:
-    fmt, shape = get_format(name), (2, 3, 256)
+    fmt = get_format(name)
+    shape = (2, 3, 256)
     stored = fmt.quantize(torch.randn(shape, generator=torch.Generator().manual_seed(0)))
     scales = 0 if stored.scales is None else stored.scales.nbytes
-    zero_points = fmt.pack_zero_points(stored).nbytes if isinstance(fmt, ZeroPointFormat) else 0
+    zero_points = (
+        fmt.pack_zero_points(stored).nbytes if isinstance(fmt, ZeroPointFormat) else 0
+    )
     if isinstance(fmt, AffineFormat):
         assert stored.zero_points is not None
         zero_points = stored.zero_points.nbytes
@@ -88,7 +100,9 @@ def test_the_format_that_fits(wanted: str, columns: int, given: str) -> None:
         assert reason.endswith(f"stored as {given}")
 
 
-@pytest.mark.parametrize("name", ["fp16", "int4-g32", "uint4", "nf4", "affine4-g32", "q8_0", "q4_k"])
+@pytest.mark.parametrize(
+    "name", ["fp16", "int4-g32", "uint4", "nf4", "affine4-g32", "q8_0", "q4_k"]
+)
 @pytest.mark.parametrize(
     ("value", "complaint"),
     [
@@ -104,10 +118,16 @@ def test_bad_values_name_the_tensor(name: str, value: float, complaint: str) -> 
         get_format(name).roundtrip(weight, "layers.3.x_proj.weight")
 
 
-@pytest.mark.parametrize("name", ["fp16", "int4-g32", "uint4", "nf4", "mxfp4", "affine4-g32", "q8_0", "q4_k"])
+@pytest.mark.parametrize(
+    "name", ["fp16", "int4-g32", "uint4", "nf4", "mxfp4", "affine4-g32", "q8_0", "q4_k"]
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_any_float_dtype_is_computed_in_float32(name: str, dtype: torch.dtype) -> None:
-    weight = torch.randn(3, 256, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
+    weight = (
+        torch.randn(3, 256, generator=torch.Generator().manual_seed(1))
+        .to(dtype)
+        .requires_grad_()
+    )
     kept = weight.detach().clone()
     values = get_format(name).roundtrip(weight)
     assert values.dtype == torch.float32
@@ -120,12 +140,18 @@ def test_any_float_dtype_is_computed_in_float32(name: str, dtype: torch.dtype) -
 @every_format
 def test_a_gpu_gives_the_same_bits(name: str) -> None:
     generator = torch.Generator().manual_seed(3)
-    weight = torch.randn(300, 512, generator=generator) * torch.logspace(-9, 3, 300)[:, None]
+    weight = (
+        torch.randn(300, 512, generator=generator) * torch.logspace(-9, 3, 300)[:, None]
+    )
     fmt = get_format(name)
-    here, there = fmt.quantize(weight), fmt.quantize(weight.cuda())
+    here = fmt.quantize(weight)
+    there = fmt.quantize(weight.cuda())
     assert there.data.is_cuda
     assert torch.equal(here.data, there.data.cpu())
-    for ours, theirs in [(here.scales, there.scales), (here.zero_points, there.zero_points)]:
+    for ours, theirs in [
+        (here.scales, there.scales),
+        (here.zero_points, there.zero_points),
+    ]:
         if ours is not None and theirs is not None:
             assert torch.equal(ours, theirs.cpu())
     assert torch.equal(fmt.dequantize(here), fmt.dequantize(there).cpu())
@@ -139,9 +165,15 @@ def _quantized(name: str, weight: torch.Tensor):  # type: ignore[no-untyped-def]
 
 
 # IQ2's tables take seconds to build; IQ2_XXS stands for them.
-@pytest.mark.parametrize("name", [name for name in known_formats() if name not in ("iq2_xs", "iq2_s")])
-def test_values_are_linear_in_the_scales_and_the_scales_go_back_bit_for_bit(name: str) -> None:
-    fmt, quantized = _quantized(name, torch.randn(2, 512, generator=torch.Generator().manual_seed(0)))
+@pytest.mark.parametrize(
+    "name", [name for name in known_formats() if name not in ("iq2_xs", "iq2_s")]
+)
+def test_values_are_linear_in_the_scales_and_the_scales_go_back_bit_for_bit(
+    name: str,
+) -> None:
+    fmt, quantized = _quantized(
+        name, torch.randn(2, 512, generator=torch.Generator().manual_seed(0))
+    )
     scales = scales_of(fmt, quantized)
     if not scales:
         assert quantized.scales is None or quantized.scales.dtype != torch.float16
@@ -155,12 +187,24 @@ def test_values_are_linear_in_the_scales_and_the_scales_go_back_bit_for_bit(name
 
 @pytest.mark.parametrize("name", ["q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs"])
 def test_small_scales_go_back_bit_for_bit_and_values_follow_them(name: str) -> None:
-    fmt, quantized = _quantized(name, torch.randn(3, 512, generator=torch.Generator().manual_seed(0)))
+    fmt, quantized = _quantized(
+        name, torch.randn(3, 512, generator=torch.Generator().manual_seed(0))
+    )
     small = small_scales_of(fmt, quantized)
     assert len(small) == len(scales_of(fmt, quantized))
-    assert with_small_scales(fmt, quantized, [each.values for each in small]).digest == quantized.digest
-    halved = with_small_scales(fmt, quantized, [(each.values / 2).trunc() * 2 for each in small])
-    ones = with_small_scales(fmt, quantized, [(each.values / 2).trunc() for each in small])
+    assert (
+        with_small_scales(fmt, quantized, [each.values for each in small]).digest
+        == quantized.digest
+    )
+    halved = with_small_scales(
+        fmt, quantized, [(each.values / 2).trunc() * 2 for each in small]
+    )
+    ones = with_small_scales(
+        fmt, quantized, [(each.values / 2).trunc() for each in small]
+    )
     assert torch.equal(fmt.dequantize(halved), 2 * fmt.dequantize(ones))
-    assert all(each.values.amin() >= each.lowest and each.values.amax() <= each.highest for each in small)
+    assert all(
+        each.values.amin() >= each.lowest and each.values.amax() <= each.highest
+        for each in small
+    )
     assert small_scales_of(get_format("q4_0"), quantized) == ()

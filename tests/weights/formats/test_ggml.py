@@ -16,9 +16,23 @@ gguf = pytest.importorskip("gguf", reason="the extra 'gguf' is not installed")
 pytest.importorskip("xllamacpp", reason="the extra 'gguf' is not installed")
 
 SIMPLE = ["q8_0", "q4_0", "q4_1", "q5_0", "q5_1"]
-FORMATS = [*SIMPLE, "q6_k", "q5_k", "q4_k", "q3_k", "q2_k", "iq4_nl", "iq4_xs", "iq3_s", "iq3_xxs"]
+FORMATS = [
+    *SIMPLE,
+    "q6_k",
+    "q5_k",
+    "q4_k",
+    "q3_k",
+    "q2_k",
+    "iq4_nl",
+    "iq4_xs",
+    "iq3_s",
+    "iq3_xxs",
+]
 # The tables that ggml builds for its two-bit types take one, three and six seconds.
-TWO_BITS = ["iq2_xxs", *(pytest.param(name, marks=pytest.mark.slow) for name in ("iq2_xs", "iq2_s"))]
+TWO_BITS = [
+    "iq2_xxs",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("iq2_xs", "iq2_s")),
+]
 EVERY = [*FORMATS, *TWO_BITS]
 
 
@@ -33,11 +47,15 @@ def awkward_matrix() -> torch.Tensor:
     random = torch.Generator().manual_seed(0)
     w = torch.randn(64, 512, generator=random) * torch.logspace(-9, 4, 64)[:, None]
     w[0] = 0
-    w[1], w[2] = 0.3, -0.3
+    w[1] = 0.3
+    w[2] = -0.3
     w[3], w[4] = w[43].abs(), -w[43].abs()
     w[5] = torch.randint(-16, 17, (512,), generator=random) / 2
-    w[6, ::2], w[6, 1::2] = 1.0, -1.0
-    w[7] = torch.randn(512, generator=random) * 10.0 ** torch.randint(-10, 3, (512,), generator=random)
+    w[6, ::2] = 1.0
+    w[6, 1::2] = -1.0
+    w[7] = torch.randn(512, generator=random) * 10.0 ** torch.randint(
+        -10, 3, (512,), generator=random
+    )
     w[8, 9] = 65504
     return w.clamp(-65504, 65504)
 
@@ -55,7 +73,9 @@ def test_sizes_are_ggml_s(name: str) -> None:
     fmt = gguf_format(name)
     kind = gguf.GGMLQuantizationType[fmt.gguf_type]
     assert (fmt.block_size, fmt.block_bytes) == gguf.GGML_QUANT_SIZES[kind]
-    assert fmt.needs_importance == ggml_library().ggml_quantize_requires_imatrix(int(kind))
+    assert fmt.needs_importance == ggml_library().ggml_quantize_requires_imatrix(
+        int(kind)
+    )
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -66,14 +86,18 @@ def test_blocks_equal_ggml_s(name: str) -> None:
     kind = gguf.GGMLQuantizationType[fmt.gguf_type]
     from_c = np.empty(fmt.bytes(w.shape), np.uint8)
     source = np.ascontiguousarray(w.numpy())
-    ggml_library().ggml_quantize_chunk(int(kind), source.ctypes.data, from_c.ctypes.data, 0, *w.shape, None)
+    ggml_library().ggml_quantize_chunk(
+        int(kind), source.ctypes.data, from_c.ctypes.data, 0, *w.shape, None
+    )
     assert np.array_equal(fmt.pack(fmt.quantize(w)), from_c)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_any_bytes_stand_for_the_values_that_gguf_py_gives_them(name: str) -> None:
     fmt = gguf_format(name)
-    data = torch.randint(0, 256, (40, 4 * fmt.block_bytes), generator=torch.Generator().manual_seed(0)).byte()
+    data = torch.randint(
+        0, 256, (40, 4 * fmt.block_bytes), generator=torch.Generator().manual_seed(0)
+    ).byte()
     with np.errstate(all="ignore"):
         expected = gguf.dequantize(data.numpy(), gguf.GGMLQuantizationType[fmt.gguf_type])
     found = fmt.dequantize(Quantized(name, expected.shape, data)).numpy()
@@ -88,16 +112,26 @@ def test_blocks_with_importance_equal_ggml_s(name: str) -> None:
     w = awkward_matrix()[9:].clamp(-3e4, 3e4)
     kind = gguf.GGMLQuantizationType[fmt.gguf_type]
     from_c = np.empty(fmt.bytes(w.shape), np.uint8)
-    source, columns = np.ascontiguousarray(w.numpy()), importance().numpy()
+    source = np.ascontiguousarray(w.numpy())
+    columns = importance().numpy()
     ggml_library().ggml_quantize_chunk(
-        int(kind), source.ctypes.data, from_c.ctypes.data, 0, *w.shape, columns.ctypes.data
+        int(kind),
+        source.ctypes.data,
+        from_c.ctypes.data,
+        0,
+        *w.shape,
+        columns.ctypes.data,
     )
     stored = fmt.quantize_with(w, importance())
     assert np.array_equal(fmt.pack(stored), from_c)
     for power in (-100, 120):
-        assert torch.equal(fmt.quantize_with(w, importance() * 2.0**power).data, stored.data)
+        assert torch.equal(
+            fmt.quantize_with(w, importance() * 2.0**power).data, stored.data
+        )
     if not fmt.needs_importance:
-        assert torch.equal(stored.data, fmt.quantize(w).data) == (not fmt.takes_importance)
+        assert torch.equal(stored.data, fmt.quantize(w).data) == (
+            not fmt.takes_importance
+        )
 
 
 @pytest.mark.parametrize(

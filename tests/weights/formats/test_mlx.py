@@ -16,7 +16,8 @@ NAMES = [f"affine{bits}-g{group}" for bits in BITS for group in GROUPS]
 def _weight() -> torch.Tensor:
     weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)) * 0.05
     weight[0] = 0.0
-    weight[1], weight[2] = 0.3, -0.3
+    weight[1] = 0.3
+    weight[2] = -0.3
     weight[3], weight[4] = weight[3].abs(), -weight[4].abs()
     weight[5, :128] = 0.0
     weight[6] *= 1e-6
@@ -32,16 +33,23 @@ def _values(name: str, stored: Quantized) -> np.ndarray:
     packed = mx.array(fmt.pack(stored).view(np.uint32).reshape(rows, -1))
     assert stored.scales is not None
     assert stored.zero_points is not None
-    scales, biases = (mx.array(part.float().numpy()) for part in (stored.scales, stored.zero_points))
-    return np.array(mx.dequantize(packed, scales, biases, group_size=fmt.group_size, bits=fmt.bits))
+    scales, biases = (
+        mx.array(part.float().numpy()) for part in (stored.scales, stored.zero_points)
+    )
+    return np.array(
+        mx.dequantize(packed, scales, biases, group_size=fmt.group_size, bits=fmt.bits)
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_rounding_to_nearest_is_that_of_mlx(name: str) -> None:
-    fmt, weight = get_format(name), _weight()
+    fmt = get_format(name)
+    weight = _weight()
     stored = fmt.quantize(weight)
     codes, scales, biases = mx.quantize(
-        mx.array(weight.numpy()).astype(mx.float16), group_size=fmt.group_size, bits=fmt.bits
+        mx.array(weight.numpy()).astype(mx.float16),
+        group_size=fmt.group_size,
+        bits=fmt.bits,
     )
     assert fmt.pack(stored).tobytes() == np.array(codes).tobytes()
     for ours, theirs in ((stored.scales, scales), (stored.zero_points, biases)):
@@ -54,7 +62,11 @@ def test_rounding_to_nearest_is_that_of_mlx(name: str) -> None:
 @pytest.mark.parametrize("method", ["search", "gptq"])
 def test_learnt_weights_are_what_mlx_computes_with(name: str, method: str) -> None:
     weight = _weight()[9:33]
-    inputs = torch.randn(2048, 256, generator=torch.Generator().manual_seed(1)) * torch.linspace(0.1, 2, 256)
+    inputs = torch.randn(
+        2048, 256, generator=torch.Generator().manual_seed(1)
+    ) * torch.linspace(0.1, 2, 256)
     statistics = InputStatistics(inputs.T @ inputs / len(inputs), (len(inputs),))
     stored = get_quantizer(method).quantize(weight, get_format(name), "layer", statistics)
-    np.testing.assert_array_equal(get_format(name).dequantize(stored).numpy(), _values(name, stored))
+    np.testing.assert_array_equal(
+        get_format(name).dequantize(stored).numpy(), _values(name, stored)
+    )

@@ -23,9 +23,26 @@ logging.getLogger("nncf").setLevel(logging.ERROR)
 SYMMETRIC = ["int8", "int4", "int4-g128", "int4-g64", "int4-g32"]
 FORMATS = [
     *SYMMETRIC,
-    *["uint4", "uint4-g128", "uint4-g64", "uint4-g32", "nf4", "nf4-g128", "nf4-g64", "nf4-g32"],
+    *[
+        "uint4",
+        "uint4-g128",
+        "uint4-g64",
+        "uint4-g32",
+        "nf4",
+        "nf4-g128",
+        "nf4-g64",
+        "nf4-g32",
+    ],
 ]
-MORE_GROUPS = ["int4-g128", "int4-g64", "uint4-g128", "uint4-g64", "nf4", "nf4-g128", "nf4-g64"]
+MORE_GROUPS = [
+    "int4-g128",
+    "int4-g64",
+    "uint4-g128",
+    "uint4-g64",
+    "nf4",
+    "nf4-g128",
+    "nf4-g64",
+]
 # From 10,000 weights on, NNCF computes with an OpenVINO graph instead of numpy: have both.
 SHAPES = [(1, 128), (8, 128), (96, 384), (40, 256), (3, 40, 256), (300, 128)]
 
@@ -45,13 +62,20 @@ def awkward_matrices(seed: int) -> list[np.ndarray]:
                 w[..., 3, :] = -0.3 * size
                 w[..., 4, :] = np.abs(w[..., 4, :])
                 w[..., 5, :] = -np.abs(w[..., 5, :])
-                w[..., 6, :] = random.integers(-15, 16, columns) / np.float32(2)  # ties to even
+                w[..., 6, :] = random.integers(-15, 16, columns) / np.float32(
+                    2
+                )  # ties to even
                 w[..., 6, ::32] = -8
                 w[..., 7, :] = -w[..., 6, :]
-                w[..., 8, ::2], w[..., 8, 1::2] = size, -size  # both extremes equal
-                w[..., 9, :] = random.standard_normal(columns) * 10.0 ** random.integers(-10, 1, columns)
+                w[..., 8, ::2] = size
+                w[..., 8, 1::2] = -size  # both extremes equal
+                w[..., 9, :] = random.standard_normal(columns) * 10.0 ** random.integers(
+                    -10, 1, columns
+                )
                 w[..., 10, 0] = 65504
-                w[..., 11, :] = np.resize(NF_BORDERS, columns)  # NF4's ties, and their neighbours
+                w[..., 11, :] = np.resize(
+                    NF_BORDERS, columns
+                )  # NF4's ties, and their neighbours
                 w[..., 12, :] = np.nextafter(w[..., 11, :], np.float32(2))
                 w[..., 13, :] = np.nextafter(w[..., 11, :], np.float32(-2))
                 w[..., 11:14, ::32] = 1
@@ -60,15 +84,22 @@ def awkward_matrices(seed: int) -> list[np.ndarray]:
 
 
 def matmul_model(matrices: list[np.ndarray]) -> Any:
-    inputs, results = [], []
+    inputs = []
+    results = []
     for i, w in enumerate(matrices):
         x = op.parameter([*w.shape[:-2], -1, w.shape[-1]], np.float32, name=f"x{i}")
         inputs.append(x)
-        results.append(op.result(op.matmul(x, op.constant(w, dtype=np.float32, name=f"w{i}"), False, True)))
+        results.append(
+            op.result(
+                op.matmul(x, op.constant(w, dtype=np.float32, name=f"w{i}"), False, True)
+            )
+        )
     return ov.Model(results, inputs)
 
 
-def compressed(matrices: list[np.ndarray], fmt: Format, file: Path, **advanced: Any) -> Any:
+def compressed(
+    matrices: list[np.ndarray], fmt: Format, file: Path, **advanced: Any
+) -> Any:
     """The model as NNCF writes it, saved and read back."""
     kinds = {"int8": "INT8_SYM", "int4": "INT4_SYM", "uint4": "INT4_ASYM", "nf4": "NF4"}
     mode = nncf.CompressWeightsMode[kinds[fmt.name.partition("-")[0]]]
@@ -82,11 +113,16 @@ def compressed(matrices: list[np.ndarray], fmt: Format, file: Path, **advanced: 
 
 
 def constants(model: Any) -> dict[str, Any]:
-    return {n.get_friendly_name(): n for n in model.get_ops() if n.get_type_name() == "Constant"}
+    return {
+        n.get_friendly_name(): n
+        for n in model.get_ops()
+        if n.get_type_name() == "Constant"
+    }
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if n in MORE_GROUPS else n for n in FORMATS]
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow) if n in MORE_GROUPS else n for n in FORMATS],
 )
 def test_integers_and_scales_equal_nncf(name: str, tmp_path: Path) -> None:
     fmt = get_format(name)
@@ -98,23 +134,36 @@ def test_integers_and_scales_equal_nncf(name: str, tmp_path: Path) -> None:
         their_integers = found[f"w{i}"].data.tobytes()
         their_scales = found[f"w{i}/scale"].data
         assert their_scales.dtype == np.float16
-        assert fmt.pack(stored).tobytes() == their_integers, f"integers of {w.shape}, matrix {i}"
-        assert stored.scales.numpy().tobytes() == their_scales.tobytes(), f"scales of {w.shape}, matrix {i}"
+        assert fmt.pack(stored).tobytes() == their_integers, (
+            f"integers of {w.shape}, matrix {i}"
+        )
+        assert stored.scales.numpy().tobytes() == their_scales.tobytes(), (
+            f"scales of {w.shape}, matrix {i}"
+        )
         their_zero_points = b""
         if isinstance(fmt, ZeroPointFormat):
             their_zero_points = found[f"w{i}/zero_point"].data.tobytes()
             assert found[f"w{i}/zero_point"].get_element_type() == ov.Type.u4
-            assert fmt.pack_zero_points(stored).tobytes() == their_zero_points, f"zero points, matrix {i}"
-        assert len(their_integers) + their_scales.nbytes + len(their_zero_points) == fmt.bytes(w.shape)
+            assert fmt.pack_zero_points(stored).tobytes() == their_zero_points, (
+                f"zero points, matrix {i}"
+            )
+        assert len(their_integers) + their_scales.nbytes + len(
+            their_zero_points
+        ) == fmt.bytes(w.shape)
 
 
 def test_mxfp4_has_nncf_s_values() -> None:
     """By its numpy form, for small matrices: the other adds its epsilon before dividing by 6."""
-    from nncf.quantization.algorithms.weight_compression.config import WeightCompressionConfig
-    from nncf.quantization.algorithms.weight_compression.weight_lowering import do_float_quantization
+    from nncf.quantization.algorithms.weight_compression.config import (
+        WeightCompressionConfig,
+    )
+    from nncf.quantization.algorithms.weight_compression.weight_lowering import (
+        do_float_quantization,
+    )
     from nncf.tensor import Tensor
 
-    config, fmt = WeightCompressionConfig(nncf.CompressWeightsMode.MXFP4, group_size=32), get_format("mxfp4")
+    config = WeightCompressionConfig(nncf.CompressWeightsMode.MXFP4, group_size=32)
+    fmt = get_format("mxfp4")
     for w in awkward_matrices(seed=3):
         w = w.reshape(-1, w.shape[-1]).clip(
             -49152, 49152
@@ -126,7 +175,8 @@ def test_mxfp4_has_nncf_s_values() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [*(n for n in FORMATS if n not in MORE_GROUPS), "int8-g128", "uint2-g64", "mxfp4"]
+    "name",
+    [*(n for n in FORMATS if n not in MORE_GROUPS), "int8-g128", "uint2-g64", "mxfp4"],
 )
 def test_openvino_computes_with_our_values(name: str, tmp_path: Path) -> None:
     """A saved file shows the weights that the plugin uses, multiplied and looked up: (q − z) · fp16(s), exactly.
@@ -137,9 +187,15 @@ def test_openvino_computes_with_our_values(name: str, tmp_path: Path) -> None:
     w = torch.from_numpy(awkward_matrices(seed=5)[2 * 3])
     stored = fmt.quantize(w)
     weight, _, _ = integer_constant(stored, fmt, "w")
-    x, ids = op.parameter([-1, w.shape[-1]], np.float32), op.parameter([-1], np.int64)
-    ends = [op.matmul(x, weight, False, True), op.gather(weight, ids, op.constant(np.int64(0)))]
-    ov.save_model(ov.Model([op.result(end) for end in ends], [x, ids]), tmp_path / "m.xml")
+    x = op.parameter([-1, w.shape[-1]], np.float32)
+    ids = op.parameter([-1], np.int64)
+    ends = [
+        op.matmul(x, weight, False, True),
+        op.gather(weight, ids, op.constant(np.int64(0))),
+    ]
+    ov.save_model(
+        ov.Model([op.result(end) for end in ends], [x, ids]), tmp_path / "m.xml"
+    )
     exact = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"}
     compiled = ov.Core().compile_model(tmp_path / "m.xml", "CPU", exact)
     given = compiled([np.eye(w.shape[-1], dtype=np.float32), np.arange(len(w))])

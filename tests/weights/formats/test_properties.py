@@ -16,7 +16,9 @@ QUICK = tuple(
     for name in known_formats()
     if not name.startswith(("iq2", "iq3_s"))
     and name not in ("uint4-g128", "uint4-g64", "nf4-g128", "nf4-g64")
-    and not name.startswith(("int5", "int6", "uint8-", "int3-g64", "int3-g128", "int8-g32", "int8-g64"))
+    and not name.startswith(
+        ("int5", "int6", "uint8-", "int3-g64", "int3-g128", "int8-g32", "int8-g64")
+    )
     and (not name.startswith("affine") or name in ("affine3-g32", "affine8-g32"))
 )
 
@@ -24,7 +26,9 @@ quick = settings(max_examples=15)
 
 
 @st.composite
-def weights(draw: st.DrawFn, columns: st.SearchStrategy[int], rows: int = 3) -> torch.Tensor:
+def weights(
+    draw: st.DrawFn, columns: st.SearchStrategy[int], rows: int = 3
+) -> torch.Tensor:
     """Matrices whose rows differ wildly in size, with zeros, subnormals, ties and the largest FP16 number.
 
     Hypothesis picks a few elements; a seed spreads them over the matrix, among ordinary weights or not.
@@ -36,7 +40,9 @@ def weights(draw: st.DrawFn, columns: st.SearchStrategy[int], rows: int = 3) -> 
     )
     shape = (draw(st.integers(1, rows)), draw(columns))
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    matrix = random.choice(np.float32(draw(st.lists(element, min_size=1, max_size=8))), shape)
+    matrix = random.choice(
+        np.float32(draw(st.lists(element, min_size=1, max_size=8))), shape
+    )
     ordinary = random.random(shape) < draw(st.sampled_from([0.0, 0.0, 0.5, 0.99, 1.0]))
     matrix = np.where(ordinary, random.standard_normal(shape, np.float32), matrix)
     size = st.sampled_from([1.0, 1.0, 1e-3, 1e-6, 1e-7, 1e-8, 1e-20, 1e-38, 1e3])
@@ -99,5 +105,9 @@ def test_rows_are_independent(name: str, data: st.DataObject) -> None:
     assert torch.equal(stacked.data, torch.stack([e.data for e in experts]))
     for part in ("scales", "zero_points"):
         if (together := getattr(stacked, part)) is not None:
-            assert torch.equal(together, torch.stack([getattr(expert, part) for expert in experts]))
-    assert torch.equal(fmt.dequantize(stacked), torch.stack([fmt.dequantize(e) for e in experts]))
+            assert torch.equal(
+                together, torch.stack([getattr(expert, part) for expert in experts])
+            )
+    assert torch.equal(
+        fmt.dequantize(stacked), torch.stack([fmt.dequantize(e) for e in experts])
+    )

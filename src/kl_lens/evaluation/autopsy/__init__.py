@@ -4,4 +4,12 @@ from kl_lens.evaluation.autopsy.performing import perform_autopsy
 from kl_lens.evaluation.autopsy.verdict import Autopsy, Finding, Restored, Step, shown
 from kl_lens.evaluation.autopsy.weights import TensorReport
 
-__all__ = ["Autopsy", "Finding", "Restored", "Step", "TensorReport", "perform_autopsy", "shown"]
+__all__ = [
+    "Autopsy",
+    "Finding",
+    "Restored",
+    "Step",
+    "TensorReport",
+    "perform_autopsy",
+    "shown",
+]

@@ -8,24 +8,38 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from kl_lens.evaluation.autopsy.weights import HOLDS, INFINITE, OFF, SHAPE, TensorReport, Weights
+from kl_lens.evaluation.autopsy.weights import (
+    HOLDS,
+    INFINITE,
+    OFF,
+    SHAPE,
+    TensorReport,
+    Weights,
+)
 from kl_lens.run.records import Estimate, Record
 from kl_lens.targets.dissection import TOKENIZER, VOCABULARY, Disagreement
 
 # In nats per token, and as shares of the KL that a step starts from. Rounding stays far below them, a lost state, a
 # wrong setting or a wrong kernel far above.
-_ROUNDING, _ROUNDING_SHARE, _DRIFT = 5e-4, 0.1, 3.0
-_ACTIVATIONS, _ACTIVATIONS_TIMES = 0.02, 4.0  # 8-bit ones often cost one to three times what weights do
-_DEFAULTS, _DEFAULTS_SHARE = 0.01, 0.5
+_ROUNDING = 5e-4
+_ROUNDING_SHARE = 0.1
+_DRIFT = 3.0
+_ACTIVATIONS = 0.02
+_ACTIVATIONS_TIMES = 4.0  # 8-bit ones often cost one to three times what weights do
+_DEFAULTS = 0.01
+_DEFAULTS_SHARE = 0.5
 _CARRIES = 0.5  # of the loss, in tensors of a coarser type than most
 _COARSER = 0.75  # of the bits of most weights
 _VISIBLE = 5e-3  # a loss that is worth another type
 _UNUSUAL_SHARE = 0.2  # of the loss, in tensors that should be floating point
 _MOST_TENSORS = 0.6  # differing: not a damaged file, but another model's
-_WORSE, _WORSE_BY = 3.0, 0.02  # how much more than plain rounding weights may lose
+_WORSE = 3.0
+_WORSE_BY = 0.02  # how much more than plain rounding weights may lose
 _TWICE = 0.25  # relative error up to which that is rounding or fine-tuning
 _CANCELLED = 0.1  # of what one damaged tensor costs: together they cost nothing
-_REST = 0.25  # of the loss: what the runtime adds to the weights' loss is worth a sentence
+_REST = (
+    0.25  # of the loss: what the runtime adds to the weights' loss is worth a sentence
+)
 
 # The beginning of a cause → what to do.
 _ADVICE = {
@@ -99,8 +113,12 @@ class Autopsy(Record):
     steps: tuple[Step, ...] = ()
     restored: tuple[Restored, ...] = ()
     tensors: tuple[TensorReport, ...] = ()
-    rounding_kl: Estimate | None = None  # the original, rounded to nearest in the same types
-    planned_kl: Estimate | None = None  # our plan of no more bytes, from a run's measurements
+    rounding_kl: Estimate | None = (
+        None  # the original, rounded to nearest in the same types
+    )
+    planned_kl: Estimate | None = (
+        None  # our plan of no more bytes, from a run's measurements
+    )
     planned_bytes: int | None = None
     unchecked: tuple[str, ...] = ()  # what could not be checked, in words
 
@@ -150,58 +168,104 @@ class Evidence:
     @property
     def decides(self) -> str:
         """The step that shows whether the runtime computes what the weights say; empty: none."""
-        return next((letter for letter in "ed" if letter in self.steps and self.steps[letter].apart), "")
+        return next(
+            (
+                letter
+                for letter in "ed"
+                if letter in self.steps and self.steps[letter].apart
+            ),
+            "",
+        )
 
     @property
     def rounds_too_much(self) -> bool:
         """Whether rounded activations cost far more than rounded weights."""
-        before, after = self.kl("b"), self.kl("c")
+        before = self.kl("b")
+        after = self.kl("c")
         if before is None or after is None:
             return before is not None and bool(self.failure("c"))
         return after - before > _ACTIVATIONS + _ACTIVATIONS_TIMES * before
 
     def judged(self) -> tuple[str, tuple[Finding, ...]]:
         """The headline and all findings: faults first, the costliest first."""
-        found = [*self._damages(), *self._types(), *self._activations(), *self._settings()]
+        found = [
+            *self._damages(),
+            *self._types(),
+            *self._activations(),
+            *self._settings(),
+        ]
         found += self._runtime({finding.step for finding in found if finding.is_fault})
         if (other := self._another_model()) is not None:
-            found = [other, *(replace(f, is_fault=False) for f in found if f.step != "weights")]
+            found = [
+                other,
+                *(replace(f, is_fault=False) for f in found if f.step != "weights"),
+            ]
         notes = [f"Not checked: {words}" for words in self.unchecked]
         compared = "b" in self.steps
-        extra = [r.name for r in self.weights.reports if compared and r.error is None and not r.problem]
-        lists = {"not found in the file": self.weights.uncompared, "not of the original": extra}
-        notes += [f"Not compared, because {why}: {listed(names)}" for why, names in lists.items() if names]
-        notes += [f"It is no longer what KL Lens exported: {self.changed}"] if self.changed else []
+        extra = [
+            r.name
+            for r in self.weights.reports
+            if compared and r.error is None and not r.problem
+        ]
+        lists = {
+            "not found in the file": self.weights.uncompared,
+            "not of the original": extra,
+        }
+        notes += [
+            f"Not compared, because {why}: {listed(names)}"
+            for why, names in lists.items()
+            if names
+        ]
+        notes += (
+            [f"It is no longer what KL Lens exported: {self.changed}"]
+            if self.changed
+            else []
+        )
         found += [Finding("file", "", words, is_fault=False) for words in notes]
         found.sort(key=_rank)
         faults = [finding for finding in found if finding.is_fault]
         more = f" (and {len(faults) - 1} more: see the findings)" if faults[1:] else ""
-        return f"{faults[0].words}{more}" if faults else self._nothing_wrong(), tuple(found)
+        return f"{faults[0].words}{more}" if faults else self._nothing_wrong(), tuple(
+            found
+        )
 
     def _nothing_wrong(self) -> str:
         changed = " But it is no longer what KL Lens exported." if self.changed else ""
         if "a" not in self.steps:
             alone = "Nothing is wrong that the file alone could show. Give the original with --against to compare."
             return alone + changed
-        kl = next((step.kl for letter in "dcb" if (step := self.steps.get(letter)) and step.kl), None)
+        kl = next(
+            (step.kl for letter in "dcb" if (step := self.steps.get(letter)) and step.kl),
+            None,
+        )
         lost = "" if kl is None else f" (KL {shown(kl)} nats per token)"
         if self.unchecked:
             return f"Nothing wrong was found{lost}, but not everything was checked: {self.unchecked[0]}.{changed}"
         words = f"Nothing is wrong: it loses what {self._usual().type} loses{lost}."
-        plain, (weights, whole, exact) = self.rounding, (self.kl(letter) or 0.0 for letter in "bde")
+        plain = self.rounding
+        (weights, whole, exact) = (self.kl(letter) or 0.0 for letter in "bde")
         if plain is not None and max(plain.value, weights) > _ROUNDING:
             words += f" Its weights lose {short(weights)}; plain rounding to the same types loses "
             words += f"{shown(plain)}."
         if (rest := whole - weights) > max(_REST * whole, _ROUNDING / 5):
             words += f" The rest, {short(rest)}, is activations, which {self.runtime} computes in fewer bits"
-            words += f": with exact settings it loses {short(exact)}." if "e" in self.steps else "."
+            words += (
+                f": with exact settings it loses {short(exact)}."
+                if "e" in self.steps
+                else "."
+            )
         return words + changed
 
     def _usual(self, besides: str = "") -> TensorReport:
         """A tensor of the type that most weights have, without one kind or component."""
-        sizes, one = Counter[str](), {"": TensorReport("", "rounding", 0, 0.0)}
+        sizes = Counter[str]()
+        one = {"": TensorReport("", "rounding", 0, 0.0)}
         for report in self.weights.reports:
-            if report.component and not report.float_only and besides not in (report.kind, report.component):
+            if (
+                report.component
+                and not report.float_only
+                and besides not in (report.kind, report.component)
+            ):
                 sizes[report.type] += round(report.bytes / report.bits)
                 one[report.type] = report
         return one[sizes.most_common(1)[0][0] if sizes else ""]
@@ -210,54 +274,97 @@ class Evidence:
 
     def _another_model(self) -> Finding | None:
         compared = [r for r in self.weights.reports if r.component and not r.float_only]
-        strange, missing = [r for r in compared if r.cause in (OFF, SHAPE)], self.weights.missing
-        count, total = len(strange) + len(missing), len(compared) + len(missing)
+        strange = [r for r in compared if r.cause in (OFF, SHAPE)]
+        missing = self.weights.missing
+        count = len(strange) + len(missing)
+        total = len(compared) + len(missing)
         if total <= 3 or count <= _MOST_TENSORS * total:
             return None
         close = [r for r in strange if r.error is not None and r.error < _TWICE]
-        what, advice = "Another model", "give the checkpoint that the file was made from"
+        what = "Another model"
+        advice = "give the checkpoint that the file was made from"
         if len(close) > len(strange) / 2:
             what = "Another version of the model, or quantized twice"
             advice = "quantize the original's weights"
-        example = f"{strange[0].name}: {strange[0].problem}" if strange else f"{missing[0]} is missing"
+        example = (
+            f"{strange[0].name}: {strange[0].problem}"
+            if strange
+            else f"{missing[0]} is missing"
+        )
         words = f"{what}: check --against. {count} of {total} tensors are not those of {self.original}: "
         return Finding("weights", "all tensors", words + example, advice)
 
     def _damages(self) -> Iterator[Finding]:
         if missing := self.weights.missing:
-            words, advice = f"Tensors of the original are missing: {listed(missing)}", "use a newer converter"
+            words = f"Tensors of the original are missing: {listed(missing)}"
+            advice = "use a newer converter"
             yield Finding("weights", missing[0], words, advice)
         costs = [cost for _, cost in self.damage if cost is not None]
-        if len(costs) == len(self.damage) > 1 and self.damaged_by < _CANCELLED * max(costs):
+        if len(costs) == len(self.damage) > 1 and self.damaged_by < _CANCELLED * max(
+            costs
+        ):
             names = listed([report.name for group, _ in self.damage for report in group])
             words = f"{names} are not the original's, but make up for each other, as after rescaling"
-            yield Finding("weights", names, words, "", max(self.damaged_by, 0.0), is_fault=False)
+            yield Finding(
+                "weights", names, words, "", max(self.damaged_by, 0.0), is_fault=False
+            )
             return
         for group, cost in self.damage:
-            advice = next(text for cause, text in _ADVICE.items() if group[0].cause.startswith(cause))
+            advice = next(
+                text
+                for cause, text in _ADVICE.items()
+                if group[0].cause.startswith(cause)
+            )
             yield Finding("weights", group[0].name, _damage(group), advice, cost)
-        lost, plain = self.kl("b") or 0.0, self.rounding
-        if not self.damage and plain is not None and lost > _WORSE * plain.value + _WORSE_BY:
+        lost = self.kl("b") or 0.0
+        plain = self.rounding
+        if (
+            not self.damage
+            and plain is not None
+            and lost > _WORSE * plain.value + _WORSE_BY
+        ):
             words = f"The weights lose {short(lost)} nats, where plain rounding to their types loses {shown(plain)}"
-            yield Finding("weights", "all tensors", words, "quantize the original again", lost - plain.value)
+            yield Finding(
+                "weights",
+                "all tensors",
+                words,
+                "quantize the original again",
+                lost - plain.value,
+            )
 
     def _types(self) -> Iterator[Finding]:
         """Sound values in a type that is too coarse for them."""
-        shares, unusual = {each.what: each for each in self.restored}, dict[str, list[TensorReport]]()
+        shares = {each.what: each for each in self.restored}
+        unusual = dict[str, list[TensorReport]]()
         for report in self.weights.reports:
             if report.float_only and not report.is_float and not report.problem:
-                unusual.setdefault(report.kind or re.sub(r"\d+", "N", report.name), []).append(report)
+                unusual.setdefault(
+                    report.kind or re.sub(r"\d+", "N", report.name), []
+                ).append(report)
         for kind, reports in unusual.items():
             carried = shares.get(f"all {kind}") or shares.get(reports[0].component)
             names = [report.name for report in reports]
             words = f"{listed(names)} is {reports[0].type}: runtimes expect {kind} in floating point"
-            words += f"; it carries {carried.share:.0%} of the weights' loss" if carried is not None else ""
+            words += (
+                f"; it carries {carried.share:.0%} of the weights' loss"
+                if carried is not None
+                else ""
+            )
             fault = carried is not None and carried.share > _UNUSUAL_SHARE
             fault = fault or any(name in self.failure("d") for name in names)
-            advice, cost = f"keep {kind} in F32 or F16" if fault else "", carried.kl if carried else None
+            advice = f"keep {kind} in F32 or F16" if fault else ""
+            cost = carried.kl if carried else None
             yield Finding("type", names[0], words, advice, cost, fault)
-        worst = self.restored[0] if self.restored and (self.kl("b") or 0.0) >= _VISIBLE else None
-        if worst and worst.share >= _CARRIES and (own := worst.what.removeprefix("all ")) not in unusual:
+        worst = (
+            self.restored[0]
+            if self.restored and (self.kl("b") or 0.0) >= _VISIBLE
+            else None
+        )
+        if (
+            worst
+            and worst.share >= _CARRIES
+            and (own := worst.what.removeprefix("all ")) not in unusual
+        ):
             usual = self._usual(own).bits
             words = f"{worst.share:.0%} of the loss of the weights is in {worst.what} ({worst.type}), at "
             words += f"{worst.bits:.1f} bits where most of the file has {usual:.1f}"
@@ -270,63 +377,104 @@ class Evidence:
     def _activations(self) -> Iterator[Finding]:
         if not self.rounds_too_much:
             return
-        before, after = self.kl("b") or 0.0, self.kl("c")
+        before = self.kl("b") or 0.0
+        after = self.kl("c")
         added = None if after is None else after - before
-        cost = "overflow" if added is None else f"add {short(added)} nats to {short(before)} of the weights"
+        cost = (
+            "overflow"
+            if added is None
+            else f"add {short(added)} nats to {short(before)} of the weights"
+        )
         worst = self.inputs[0].what if self.inputs else "the matrices behind them"
-        where = f", most of it before {worst} ({self.inputs[0].type})" if self.inputs else ""
+        where = (
+            f", most of it before {worst} ({self.inputs[0].type})" if self.inputs else ""
+        )
         words = f"The activations do not survive rounding: {self.runtime}'s kernels {cost}{where}"
         advice = f"store {worst.removeprefix('all ')} in F16, whose kernels round less, or rescale outlier channels"
         yield Finding("activations", worst, words, advice, added)
 
     def _settings(self) -> Iterator[Finding]:
         """What changes the computation or the ids is blamed together: what each costs is not known. Then others."""
-        apart, ids = self.apart(self.decides), self.failure("g")
-        for kind, seen, cost in (("metadata", apart, apart), (VOCABULARY, ids, self.tokens_cost)):
+        apart = self.apart(self.decides)
+        ids = self.failure("g")
+        for kind, seen, cost in (
+            ("metadata", apart, apart),
+            (VOCABULARY, ids, self.tokens_cost),
+        ):
             every = [each for each in self.disagreements if each.about == kind]
-            wrong = [each for each in every if each.matters or (each.matters is None and seen)]
-            words = [each.words for each in wrong] + [ids] * (kind == VOCABULARY and bool(ids))
+            wrong = [
+                each for each in every if each.matters or (each.matters is None and seen)
+            ]
+            words = [each.words for each in wrong] + [ids] * (
+                kind == VOCABULARY and bool(ids)
+            )
             if words:
-                start = "its tokenizer is not the original's: " if kind == VOCABULARY else ""
+                start = (
+                    "its tokenizer is not the original's: " if kind == VOCABULARY else ""
+                )
                 advice = "; ".join(dict.fromkeys(each.advice for each in wrong))
                 step = "tokenizer" if kind == VOCABULARY else kind
                 text = _sentence(start + "; ".join(words))
-                yield Finding(step, kind, text, advice or "copy the original's tokenizer", cost)
+                yield Finding(
+                    step, kind, text, advice or "copy the original's tokenizer", cost
+                )
         for each in self.disagreements:
             if each.about == TOKENIZER or each.matters is False:
-                text, fault = _sentence(each.words), bool(each.matters)
+                text = _sentence(each.words)
+                fault = bool(each.matters)
                 yield Finding(each.about, each.name, text, each.advice, is_fault=fault)
 
     def _runtime(self, blamed: set[str]) -> Iterator[Finding]:
         """`blamed`: steps in which faults were found already, so that the runtime is not blamed for them."""
-        runtime, retry = self.runtime, f"try another version of {self.runtime}; if that changes nothing, "
+        runtime = self.runtime
+        retry = f"try another version of {self.runtime}; if that changes nothing, "
         if refused := self.failure("d"):
             explained = bool(blamed - {"tokenizer"})
             words = f"{runtime} does not run it: {refused}"
             advice = "" if explained else retry + "convert the model with another tool"
             yield Finding("runtime", "", words, advice, is_fault=not explained)
             return
-        apart, weights = self.apart(self.decides), self.weights
-        if apart is not None and "metadata" not in blamed and not weights.left_out and not weights.missing:
+        apart = self.apart(self.decides)
+        weights = self.weights
+        if (
+            apart is not None
+            and "metadata" not in blamed
+            and not weights.left_out
+            and not weights.missing
+        ):
             words = f"{runtime} does not compute what the weights say: KL {short(apart)} from the same weights in "
             words += "PyTorch, more than rounding. "
             if weights.uncompared:
-                words += f"Not compared, and perhaps the cause: {listed(weights.uncompared)}"
+                words += (
+                    f"Not compared, and perhaps the cause: {listed(weights.uncompared)}"
+                )
             elif "weights" in blamed:
                 words += "This is besides the weights"
             else:
-                count = len([report for report in weights.reports if report.error is not None])
+                count = len(
+                    [report for report in weights.reports if report.error is not None]
+                )
                 words += f"It is not the weights: all {count} tensors were compared"
-            yield Finding("runtime", "", words, retry + "the converter wrote another computation", apart)
+            yield Finding(
+                "runtime",
+                "",
+                words,
+                retry + "the converter wrote another computation",
+                apart,
+            )
         before = max(self.kl("c") or 0.0, self.kl("e") or 0.0)
         added = (self.kl("d") or 0.0) - before
         if self.kl("e") is not None and added > _DEFAULTS + _DEFAULTS_SHARE * before:
             words = f"{runtime}'s default arithmetic adds {short(added)} nats; with exact settings it is gone"
             yield Finding("settings", "", words, self.exact_options, added)
         if (cost := self.apart("f")) is not None or self.failure("f"):
-            words = f"{runtime} gives other results token by token than for a whole prompt: "
+            words = (
+                f"{runtime} gives other results token by token than for a whole prompt: "
+            )
             words += self.failure("f") if cost is None else f"KL {short(cost)}"
-            yield Finding("prompt", "", words, retry + "its graph keeps the states wrongly", cost)
+            yield Finding(
+                "prompt", "", words, retry + "its graph keeps the states wrongly", cost
+            )
 
 
 def _rank(finding: Finding) -> tuple[bool, float]:
@@ -336,10 +484,15 @@ def _rank(finding: Finding) -> tuple[bool, float]:
 
 
 def _damage(group: Sequence[TensorReport]) -> str:
-    worst, names = max(group, key=lambda r: r.error or 0.0), listed([report.name for report in group])
+    worst = max(group, key=lambda r: r.error or 0.0)
+    names = listed([report.name for report in group])
     if worst.cause == HOLDS:
         swapped = [r.partner for r in group] == [r.name for r in reversed(group)]
-        return f"{names} are swapped" if swapped else "; ".join(f"{r.name} {r.problem}" for r in group)
+        return (
+            f"{names} are swapped"
+            if swapped
+            else "; ".join(f"{r.name} {r.problem}" for r in group)
+        )
     if worst.cause == OFF and len(group) > 2 and worst.block is not None:
         return f"Block {worst.block} is damaged: {names}: {worst.problem}"
     return f"{names} ({', '.join(sorted({r.type for r in group}))}): {worst.problem}"

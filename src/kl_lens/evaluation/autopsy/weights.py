@@ -20,19 +20,35 @@ from kl_lens.run.records import Component, Record
 from kl_lens.targets.dissection import Part, StoredTensor
 
 # Causes: another tensor's values, values that are not finite, another shape, unknown. `_predictions` has others.
-HOLDS, INFINITE, SHAPE, OFF = "holds", "infinite", "shape", "off"
+HOLDS = "holds"
+INFINITE = "infinite"
+SHAPE = "shape"
+OFF = "off"
 _MOST = 3.0  # times the error of rounding to nearest
 _LEAST = 2e-3  # relative error that no rounding explains, in types that are almost exact
 _UNKNOWN = 0.5  # the same for a type that we cannot round to
 _EXPLAINED = 0.6  # relative error that is left at most, however coarse the type
-_OTHER_SLOPE = 0.12  # how far the best factor between file and original may be from rounding's own
-_BLOCK, _BLOCK_ERROR = 32, 0.3  # values side by side; of their length, beyond four times their rounding error
-_VALUE, _OF_MEAN = 0.03, 0.003  # of a value and of the mean: what an almost exact type changes at most
+_OTHER_SLOPE = (
+    0.12  # how far the best factor between file and original may be from rounding's own
+)
+_BLOCK = 32
+_BLOCK_ERROR = (
+    0.3  # values side by side; of their length, beyond four times their rounding error
+)
+_VALUE = 0.03
+_OF_MEAN = 0.003  # of a value and of the mean: what an almost exact type changes at most
 _ENOUGH = 16  # tensors without a known cause: it is another model, and nothing is gained by looking further
-_MATCHED = 1 << 17, 64  # rows that are looked for among each other, by so many of their columns
+_MATCHED = (
+    1 << 17,
+    64,
+)  # rows that are looked for among each other, by so many of their columns
 # Names of what runtimes keep in floating point, for files without an original.
-_FLOAT_ONLY = re.compile(r"conv1d|A_log|[._](a|d|D)$|dt_bias|norm|router|gate_inp|\.bias$")
-Cause = tuple[str, str, str]  # what tensors with the same mistake share, the mistake in words, another tensor
+_FLOAT_ONLY = re.compile(
+    r"conv1d|A_log|[._](a|d|D)$|dt_bias|norm|router|gate_inp|\.bias$"
+)
+Cause = tuple[
+    str, str, str
+]  # what tensors with the same mistake share, the mistake in words, another tensor
 
 
 @dataclass(frozen=True)
@@ -47,7 +63,9 @@ class TensorReport(Record):
     component: str = ""
     block: int | None = None
     error: float | None = None  # ‖file − original‖ / ‖original‖
-    own_error: float | None = None  # the same for the original, rounded to nearest in this type
+    own_error: float | None = (
+        None  # the same for the original, rounded to nearest in this type
+    )
     problem: str = ""  # what is wrong with its values, in words
     cause: str = ""  # the same for tensors that share a mistake
     partner: str = ""  # the tensor whose values it holds
@@ -64,17 +82,32 @@ class Weights:
 
     reports: list[TensorReport] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)  # tensors that the file lacks
-    left_out: list[str] = field(default_factory=list)  # tensors that could not be put back into the model
-    uncompared: list[str] = field(default_factory=list)  # parameters that were found nowhere in the file
-    held: dict[str, torch.Tensor] = field(default_factory=dict)  # parameter → the file's values
-    rounded: dict[str, torch.Tensor] = field(default_factory=dict)  # the same in rounding to nearest
-    formats: dict[str, str] = field(default_factory=dict)  # component → our name of its type
+    left_out: list[str] = field(
+        default_factory=list
+    )  # tensors that could not be put back into the model
+    uncompared: list[str] = field(
+        default_factory=list
+    )  # parameters that were found nowhere in the file
+    held: dict[str, torch.Tensor] = field(
+        default_factory=dict
+    )  # parameter → the file's values
+    rounded: dict[str, torch.Tensor] = field(
+        default_factory=dict
+    )  # the same in rounding to nearest
+    formats: dict[str, str] = field(
+        default_factory=dict
+    )  # component → our name of its type
     parameters: dict[str, str] = field(default_factory=dict)  # tensor → parameter
 
 
-def examine(parts: Sequence[Part], model: LoadedModel, tensors: Sequence[StoredTensor]) -> Weights:
+def examine(
+    parts: Sequence[Part], model: LoadedModel, tensors: Sequence[StoredTensor]
+) -> Weights:
     """Reads every tensor once, one at a time."""
-    named = [*model.model.named_buffers(), *model.model.named_parameters(remove_duplicate=False)]
+    named = [
+        *model.model.named_buffers(),
+        *model.model.named_parameters(remove_duplicate=False),
+    ]
     state = {name: value.detach() for name, value in named}
     components = {name: c for c in model.anatomy.components for name in _names(c)}
     found = Weights()
@@ -82,11 +115,20 @@ def examine(parts: Sequence[Part], model: LoadedModel, tensors: Sequence[StoredT
         if part.tensor is None:
             found.missing.append(part.name)
         elif part.parameter is None or part.parameter in state:
-            _examine(part, part.tensor, components.get(part.parameter or ""), state, parts, found)
+            _examine(
+                part,
+                part.tensor,
+                components.get(part.parameter or ""),
+                state,
+                parts,
+                found,
+            )
     known = {report.name for report in found.reports}
     found.reports += [describe(tensor) for tensor in tensors if tensor.name not in known]
     wanted = {part.parameter for part in parts}
-    found.uncompared = [c.weight for c in model.anatomy.components if not wanted & set(_names(c))]
+    found.uncompared = [
+        c.weight for c in model.anatomy.components if not wanted & set(_names(c))
+    ]
     return found
 
 
@@ -95,13 +137,21 @@ def _names(component: Component) -> Iterator[str]:
     yield from (component.weight, *(other + suffix for other in component.tied_with))
 
 
-def describe(tensor: StoredTensor, component: Component | None = None, **seen: Any) -> TensorReport:
+def describe(
+    tensor: StoredTensor, component: Component | None = None, **seen: Any
+) -> TensorReport:
     bits = 8 * tensor.bytes / max(math.prod(tensor.shape), 1)
     only = _FLOAT_ONLY.search(tensor.name) is not None
     if component is not None:
-        seen |= {"kind": component.kind, "component": component.name, "block": component.block}
+        seen |= {
+            "kind": component.kind,
+            "component": component.name,
+            "block": component.block,
+        }
         only = not component.quantizable
-    return TensorReport(tensor.name, tensor.type, tensor.bytes, bits, float_only=only, **seen)
+    return TensorReport(
+        tensor.name, tensor.type, tensor.bytes, bits, float_only=only, **seen
+    )
 
 
 def alone(tensor: StoredTensor) -> TensorReport:
@@ -127,18 +177,31 @@ def together(reports: Sequence[TensorReport]) -> list[list[TensorReport]]:
 
 def _infinite(values: torch.Tensor) -> Cause:
     count = int((~values.isfinite()).sum())
-    return (INFINITE, f"{count:,} of {values.numel():,} values are not finite", "") if count else ("", "", "")
+    return (
+        (INFINITE, f"{count:,} of {values.numel():,} values are not finite", "")
+        if count
+        else ("", "", "")
+    )
 
 
 def _examine(
-    part: Part, tensor: StoredTensor, component: Component | None, state: Mapping[str, torch.Tensor],
-    parts: Sequence[Part], found: Weights,
-) -> None:  # fmt: skip
-    name, values = part.parameter, tensor.read()
+    part: Part,
+    tensor: StoredTensor,
+    component: Component | None,
+    state: Mapping[str, torch.Tensor],
+    parts: Sequence[Part],
+    found: Weights,
+) -> None:
+    name = part.parameter
+    values = tensor.read()
     wanted = part.constant
     if wanted is None:
         wanted = torch.zeros_like(values) if name is None else part.expected(state[name])
-    if values.shape != wanted.shape and values.numel() == wanted.numel() and values.dim() != wanted.dim():
+    if (
+        values.shape != wanted.shape
+        and values.numel() == wanted.numel()
+        and values.dim() != wanted.dim()
+    ):
         values = values.reshape(wanted.shape)  # (heads) and (heads, 1) are the same
     if values.shape != wanted.shape:
         sizes = ["×".join(map(str, each.shape)) for each in (values, wanted)]
@@ -150,7 +213,11 @@ def _examine(
     def others() -> Iterator[tuple[str, torch.Tensor]]:
         for other in parts:
             shape = None if other.tensor is None else other.tensor.shape
-            if other.parameter in state and other.parameter != name and shape == tensor.shape:
+            if (
+                other.parameter in state
+                and other.parameter != name
+                and shape == tensor.shape
+            ):
                 yield other.name, other.expected(state[other.parameter])  # type: ignore[index]
 
     plain = None if tensor.rounded is None else tensor.rounded(wanted)
@@ -158,15 +225,24 @@ def _examine(
     pair = _Pair(values, wanted, plain)
     cause, problem, partner = pair.cause(component, others if searched else None)
     seen = {"error": pair.error, "own_error": pair.own} if cause != INFINITE else {}
-    found.reports.append(describe(tensor, component, problem=problem, cause=cause, partner=partner, **seen))
+    found.reports.append(
+        describe(tensor, component, problem=problem, cause=cause, partner=partner, **seen)
+    )
     if name is None:
         return
     found.parameters[tensor.name] = name
-    for put, into in ((values, found.held), (wanted if plain is None else plain, found.rounded)):
+    for put, into in (
+        (values, found.held),
+        (wanted if plain is None else plain, found.rounded),
+    ):
         whole = part.written(put, into.get(name, state[name]))
         lost = whole is None or not bool(whole.isfinite().all())
-        if into is found.held and (lost or (name in into and values.numel() == state[name].numel())):
-            found.left_out.append(tensor.name)  # also a second tensor for one parameter, which has one place
+        if into is found.held and (
+            lost or (name in into and values.numel() == state[name].numel())
+        ):
+            found.left_out.append(
+                tensor.name
+            )  # also a second tensor for one parameter, which has one place
         if whole is not None and not lost:
             into[name] = whole
     if tensor.format and component is not None and component.quantizable:
@@ -176,33 +252,60 @@ def _examine(
 class _Pair:
     """The values of a tensor beside those that it should hold."""
 
-    def __init__(self, values: torch.Tensor, wanted: torch.Tensor, plain: torch.Tensor | None) -> None:
-        self.values, self.wanted, self.plain = values, wanted, plain
+    def __init__(
+        self, values: torch.Tensor, wanted: torch.Tensor, plain: torch.Tensor | None
+    ) -> None:
+        self.values = values
+        self.wanted = wanted
+        self.plain = plain
         self.error = _distance(values, wanted)
         self.own = None if plain is None else _distance(plain, wanted)
         self.limit = _UNKNOWN if self.own is None else max(_MOST * self.own, _LEAST)
 
     def cause(
-        self, component: Component | None, others: Callable[[], Iterator[tuple[str, torch.Tensor]]] | None
+        self,
+        component: Component | None,
+        others: Callable[[], Iterator[tuple[str, torch.Tensor]]] | None,
     ) -> Cause:
         """Empty: it differs by rounding only. `others`: whose values these may be; None: do not look far."""
         if (infinite := _infinite(self.values))[0]:
             return infinite
-        odd, slope = self._odd(), _slope(self.values, self.wanted)
+        odd = self._odd()
+        slope = _slope(self.values, self.wanted)
         usual = 1.0 if self.plain is None else _slope(self.plain, self.wanted) or 1.0
-        if self.error <= self.limit and abs(slope - usual) <= _OTHER_SLOPE and not odd.any():
+        if (
+            self.error <= self.limit
+            and abs(slope - usual) <= _OTHER_SLOPE
+            and not odd.any()
+        ):
             return "", "", ""
-        if (first := float(self.values.flatten()[0])) == float(self.values.min()) == float(self.values.max()):
-            return f"all {first + 0.0:g}", f"all values are {first + 0.0:.4g}", ""  # −0 + 0 is 0
-        for cause, words, predicted in self._predictions(slope / usual, component, others is not None):
+        if (
+            (first := float(self.values.flatten()[0]))
+            == float(self.values.min())
+            == float(self.values.max())
+        ):
+            return (
+                f"all {first + 0.0:g}",
+                f"all values are {first + 0.0:.4g}",
+                "",
+            )  # −0 + 0 is 0
+        for cause, words, predicted in self._predictions(
+            slope / usual, component, others is not None
+        ):
             if self._is(predicted):
                 return cause, words, ""
         for name, theirs in others() if others is not None else ():
             if self._is(theirs):
                 return HOLDS, f"holds the values of {name}", name
-        if 0 < odd.sum() < 0.9 * odd.numel() and self._is(torch.where(odd, self.values, self.wanted)):
+        if 0 < odd.sum() < 0.9 * odd.numel() and self._is(
+            torch.where(odd, self.values, self.wanted)
+        ):
             return self._partly(odd)
-        rounding = "" if self.own is None else f", where rounding to this type gives {self.own:.2g}"
+        rounding = (
+            ""
+            if self.own is None
+            else f", where rounding to this type gives {self.own:.2g}"
+        )
         return OFF, f"off by {self.error:.2g} of its length{rounding}", ""
 
     def _is(self, predicted: torch.Tensor) -> bool:
@@ -212,20 +315,35 @@ class _Pair:
         self, factor: float, component: Component | None, searched: bool
     ) -> Iterator[tuple[str, str, torch.Tensor]]:
         """(cause, words, the values that it would give)."""
-        values, wanted = self.values, self.wanted
+        values = self.values
+        wanted = self.wanted
         if abs(factor - 1) > 2 * _LEAST and abs(factor) > 1e-3:
-            said = "with the other sign" if abs(factor + 1) < _LEAST else f"times {factor:.3g}"
+            said = (
+                "with the other sign"
+                if abs(factor + 1) < _LEAST
+                else f"times {factor:.3g}"
+            )
             yield said, f"the original's values {said}", factor * wanted
         if abs(shift := float((values - wanted).mean())) > _LEAST:
             yield "shifted", f"the original's values {shift:+.3g}", wanted + shift
-        yield "logarithm", "the logarithm of the size of the original's values", wanted.abs().log()
+        yield (
+            "logarithm",
+            "the logarithm of the size of the original's values",
+            wanted.abs().log(),
+        )
         yield "exponential", "the exponential of the original's values", wanted.exp()
         plain = wanted.squeeze()
         if plain.dim() == 2:
             yield "transposed", "transposed", plain.T.reshape(wanted.shape)
         taps = component is not None and "conv" in component.kind
-        labels = ("experts", "rows", "taps" if taps else "columns") if plain.dim() > 1 else ("values",)
-        for axis in reversed(range(plain.dim() if searched and len(plain) <= _MATCHED[0] else 0)):
+        labels = (
+            ("experts", "rows", "taps" if taps else "columns")
+            if plain.dim() > 1
+            else ("values",)
+        )
+        for axis in reversed(
+            range(plain.dim() if searched and len(plain) <= _MATCHED[0] else 0)
+        ):
             order = _order(values.reshape(plain.shape), plain, axis)
             if not torch.equal(order, torch.arange(len(order))):
                 moved = plain.index_select(axis, order).reshape(wanted.shape)
@@ -234,26 +352,38 @@ class _Pair:
     def _odd(self) -> torch.Tensor:
         """Places that no rounding explains, where most others may be right."""
         if self.own is not None and self.own < _LEAST:
-            size = _VALUE * self.wanted.abs() + _OF_MEAN * self.wanted.square().mean().sqrt()
+            size = (
+                _VALUE * self.wanted.abs() + _OF_MEAN * self.wanted.square().mean().sqrt()
+            )
             return (self.values - self.wanted).abs() > size
         width = self.values.shape[-1]
         shape = (-1, _BLOCK if width % _BLOCK == 0 else width)
-        blocks, right = self.values.reshape(shape), self.wanted.reshape(shape)
-        lengths, errors = right.norm(dim=-1), (blocks - right).norm(dim=-1)
-        own, empty = lengths * float((errors / lengths.clamp_min(1e-30)).median()), (blocks == 0).all(dim=-1)
+        blocks = self.values.reshape(shape)
+        right = self.wanted.reshape(shape)
+        lengths = right.norm(dim=-1)
+        errors = (blocks - right).norm(dim=-1)
+        own = lengths * float((errors / lengths.clamp_min(1e-30)).median())
+        empty = (blocks == 0).all(dim=-1)
         if self.plain is not None:
             plain = self.plain.reshape(shape)
-            own, empty = (plain - right).norm(dim=-1), empty & (plain != 0).any(dim=-1)
-        odd = ((errors > 4 * own + _BLOCK_ERROR * lengths) | empty) & (lengths > 0.05 * lengths.mean())
+            own = (plain - right).norm(dim=-1)
+            empty = empty & (plain != 0).any(dim=-1)
+        odd = ((errors > 4 * own + _BLOCK_ERROR * lengths) | empty) & (
+            lengths > 0.05 * lengths.mean()
+        )
         return odd[:, None].expand(blocks.shape).reshape(self.values.shape)
 
     def _partly(self, odd: torch.Tensor) -> Cause:
-        values, wanted, count = self.values[odd], self.wanted[odd], int(odd.sum())
+        values = self.values[odd]
+        wanted = self.wanted[odd]
+        count = int(odd.sum())
         if _distance(values, -wanted) <= min(self.limit, _EXPLAINED):
             words = f"{count:,} of {odd.numel():,} values have the wrong sign"
             return f"signs: {words}", words, ""
         how = "not the original's" if values.any() else "zero"
-        kind, lines = ("rows", odd.flatten(0, -2).any(dim=-1)) if odd.dim() > 1 else ("values", odd)
+        kind, lines = (
+            ("rows", odd.flatten(0, -2).any(dim=-1)) if odd.dim() > 1 else ("values", odd)
+        )
         words = f"{int(lines.sum()):,} of {len(lines):,} {kind} are {how}, from number {int(lines.nonzero()[0]):,} on"
         return f"partly {how}: {words}", words, ""
 
@@ -267,9 +397,12 @@ def _order(values: torch.Tensor, wanted: torch.Tensor, axis: int) -> torch.Tenso
     rows, theirs = (each.movedim(axis, 0).flatten(1) for each in (values, wanted))
     odd = ((rows - theirs).norm(dim=1) > _LEAST * theirs.norm(dim=1)).nonzero().flatten()
     some = slice(None, None, max(1, rows.shape[1] // _MATCHED[1]))
-    rows, theirs = rows[:, some], theirs[:, some]
+    rows = rows[:, some]
+    theirs = theirs[:, some]
     for part in odd.split(1024):
-        order[part] = (rows[part] @ theirs.T - theirs.square().sum(dim=1) / 2).argmax(dim=1)
+        order[part] = (rows[part] @ theirs.T - theirs.square().sum(dim=1) / 2).argmax(
+            dim=1
+        )
     return order
 
 
@@ -280,12 +413,21 @@ def _named(order: torch.Tensor, label: str) -> tuple[str, str]:
     if torch.equal(order, whole.flip(0)):
         return f"{label} reversed", f"its {label} are in reverse order"
     if len(moved) == 2:
-        return f"{label} swapped", f"{label} {int(moved[0]):,} and {int(moved[1]):,} are swapped"
+        return (
+            f"{label} swapped",
+            f"{label} {int(moved[0]):,} and {int(moved[1]):,} are swapped",
+        )
     if torch.equal(order, whole.roll(-int(order[0]))):
-        return f"{label} rolled", f"its {label} are shifted by {-int(order[0]) % len(order):,} places"
+        return (
+            f"{label} rolled",
+            f"its {label} are shifted by {-int(order[0]) % len(order):,} places",
+        )
     if label == "rows" and any(torch.equal(order, each) for each in _rotary(whole)):
         return "rotary", "its rows are in the order of the other rotary layout"
-    return f"{label} moved", f"{len(moved):,} of {len(order):,} {label} are at other places"
+    return (
+        f"{label} moved",
+        f"{len(moved):,} of {len(order):,} {label} are at other places",
+    )
 
 
 def _rotary(rows: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -293,7 +435,9 @@ def _rotary(rows: torch.Tensor) -> Iterator[torch.Tensor]:
     for size in range(4, len(rows) + 1, 2):
         if len(rows) % size == 0:
             for pairs in ((2, -1), (-1, 2)):
-                yield rows.reshape(-1, size).unflatten(1, pairs).transpose(1, 2).reshape(-1)
+                yield (
+                    rows.reshape(-1, size).unflatten(1, pairs).transpose(1, 2).reshape(-1)
+                )
 
 
 def _distance(values: torch.Tensor, wanted: torch.Tensor) -> float:

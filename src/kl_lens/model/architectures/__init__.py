@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-HYMBA, MAMBAVISION = "hymba", "mambavision"  # model types in config.json
+HYMBA = "hymba"
+MAMBAVISION = "mambavision"  # model types in config.json
 
 
 def register(model_type: str) -> None:
@@ -14,7 +15,9 @@ def register(model_type: str) -> None:
         from kl_lens.model.architectures.hymba import HymbaConfig, HymbaForCausalLM
 
         transformers.AutoConfig.register(HYMBA, HymbaConfig, exist_ok=True)
-        transformers.AutoModelForCausalLM.register(HymbaConfig, HymbaForCausalLM, exist_ok=True)
+        transformers.AutoModelForCausalLM.register(
+            HymbaConfig, HymbaForCausalLM, exist_ok=True
+        )
     elif model_type == MAMBAVISION:
         from kl_lens.model.architectures.mambavision import (
             MambaVisionConfig,

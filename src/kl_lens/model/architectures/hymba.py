@@ -24,7 +24,10 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 # Called by these names: fast kernels and exporters replace them.
-from transformers.models.mamba.modeling_mamba import causal_conv1d_fn, mamba_selective_scan
+from transformers.models.mamba.modeling_mamba import (
+    causal_conv1d_fn,
+    mamba_selective_scan,
+)
 
 from kl_lens.base.errors import CheckpointError
 
@@ -86,7 +89,9 @@ class HymbaConfig(PretrainedConfig):
         super().__post_init__(**others)
         for name, allowed in _ONLY.items():
             if (value := getattr(self, name, allowed[0])) not in allowed:
-                raise CheckpointError(f"config.json: {name} is {value!r}, not {allowed[0]!r} as published")
+                raise CheckpointError(
+                    f"config.json: {name} is {value!r}, not {allowed[0]!r} as published"
+                )
 
     @property
     def inner_size(self) -> int:
@@ -95,7 +100,9 @@ class HymbaConfig(PretrainedConfig):
 
     def keys_from(self, layer: int) -> int:
         """The layer whose keys and values this one attends to."""
-        return next((group[0] for group in self.kv_reuse_group or () if layer in group), layer)
+        return next(
+            (group[0] for group in self.kv_reuse_group or () if layer in group), layer
+        )
 
     def is_global(self, layer: int) -> bool:
         return self.global_attn_idx is None or layer in self.global_attn_idx
@@ -105,7 +112,9 @@ def _rotated(x: Tensor, rotary: Tensor) -> Tensor:
     """Rotary embedding of x (batch, heads, time, width)."""
     first, second = x.chunk(2, -1)
     cosine, sine = rotary
-    return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1).to(x.dtype)
+    return torch.cat(
+        [first * cosine - second * sine, second * cosine + first * sine], -1
+    ).to(x.dtype)
 
 
 class HymbaBlock(nn.Module):
@@ -113,28 +122,45 @@ class HymbaBlock(nn.Module):
 
     def __init__(self, config: HymbaConfig, layer_idx: int) -> None:
         super().__init__()
-        hidden, inner, states, rank = (
-            config.hidden_size, config.inner_size, config.mamba_d_state, int(config.mamba_dt_rank)
-        )  # fmt: skip
+        hidden = config.hidden_size
+        inner = config.inner_size
+        states = config.mamba_d_state
+        rank = int(config.mamba_dt_rank)
         self.layer_idx = layer_idx
-        self.heads, self.key_heads = config.num_attention_heads, config.num_key_value_heads
+        self.heads = config.num_attention_heads
+        self.key_heads = config.num_key_value_heads
         share = self.key_heads / self.heads
-        own = [int(share * hidden), int(share * inner)] if config.keys_from(layer_idx) == layer_idx else []
-        self.sizes = [hidden, *own, inner, inner]  # queries, own keys and values, Mamba, gate
+        own = (
+            [int(share * hidden), int(share * inner)]
+            if config.keys_from(layer_idx) == layer_idx
+            else []
+        )
+        self.sizes = [
+            hidden,
+            *own,
+            inner,
+            inner,
+        ]  # queries, own keys and values, Mamba, gate
         self.scan_sizes = [rank, states, states]
         self.in_proj = nn.Linear(hidden, sum(self.sizes), bias=config.mamba_proj_bias)
         self.out_proj = nn.Linear(inner, hidden, bias=config.mamba_proj_bias)
-        self.conv1d = nn.Conv1d(inner, inner, config.mamba_d_conv, groups=inner, bias=config.mamba_conv_bias)
+        self.conv1d = nn.Conv1d(
+            inner, inner, config.mamba_d_conv, groups=inner, bias=config.mamba_conv_bias
+        )
         # Lists of one, as published.
         self.x_proj = nn.ModuleList([nn.Linear(inner, sum(self.scan_sizes), bias=False)])
         self.dt_proj = nn.ModuleList([nn.Linear(rank, inner)])
-        self.A_log = nn.ParameterList([torch.arange(1.0, states + 1).log().repeat(inner, 1)])
+        self.A_log = nn.ParameterList(
+            [torch.arange(1.0, states + 1).log().repeat(inner, 1)]
+        )
         self.D = nn.ParameterList([torch.ones(inner)])
         self.pre_avg_layernorm1, self.pre_avg_layernorm2 = (
             LlamaRMSNorm(inner, config.rms_norm_eps) for _ in range(2)
         )
         self.dt_layernorm = LlamaRMSNorm(rank, config.rms_norm_eps)
-        self.B_layernorm, self.C_layernorm = (LlamaRMSNorm(states, config.rms_norm_eps) for _ in range(2))
+        self.B_layernorm, self.C_layernorm = (
+            LlamaRMSNorm(states, config.rms_norm_eps) for _ in range(2)
+        )
 
     def forward(
         self,
@@ -146,7 +172,9 @@ class HymbaBlock(nn.Module):
     ) -> tuple[Tensor, KeysValues]:
         query, *own, x, gate = self.in_proj(hidden_states).split(self.sizes, -1)
         if shared is None:
-            key, value = (part.unflatten(-1, (self.key_heads, -1)).transpose(1, 2) for part in own)
+            key, value = (
+                part.unflatten(-1, (self.key_heads, -1)).transpose(1, 2) for part in own
+            )
             shared = _rotated(key, rotary), value
             if past_key_values is not None:
                 shared = past_key_values.update(*shared, self.layer_idx)
@@ -157,9 +185,13 @@ class HymbaBlock(nn.Module):
             x = past_key_values.update_conv_state(
                 x, self.layer_idx, conv_kernel_size=self.conv1d.kernel_size[0]
             )
-        x = causal_conv1d_fn(x, self.conv1d.weight.squeeze(1), self.conv1d.bias, activation="silu")
+        x = causal_conv1d_fn(
+            x, self.conv1d.weight.squeeze(1), self.conv1d.bias, activation="silu"
+        )
         step, b, c = self.x_proj[0](x.transpose(1, 2)).split(self.scan_sizes, -1)
-        step, b, c = self.dt_layernorm(step), self.B_layernorm(b), self.C_layernorm(c)
+        step = self.dt_layernorm(step)
+        b = self.B_layernorm(b)
+        c = self.C_layernorm(c)
         scanned = mamba_selective_scan(
             x,
             self.dt_proj[0](step).transpose(1, 2),
@@ -174,9 +206,13 @@ class HymbaBlock(nn.Module):
         mean = (self.pre_avg_layernorm1(attended) + self.pre_avg_layernorm2(scanned)) / 2
         return self.out_proj(mean), shared
 
-    def _attend(self, query: Tensor, shared: KeysValues, mask: Tensor | None, rotary: Tensor) -> Tensor:
+    def _attend(
+        self, query: Tensor, shared: KeysValues, mask: Tensor | None, rotary: Tensor
+    ) -> Tensor:
         query = _rotated(query.unflatten(-1, (self.heads, -1)).transpose(1, 2), rotary)
-        key, value = (part.repeat_interleave(self.heads // self.key_heads, 1) for part in shared)
+        key, value = (
+            part.repeat_interleave(self.heads // self.key_heads, 1) for part in shared
+        )
         mixed = functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None
         )
@@ -202,7 +238,9 @@ class HymbaDecoderLayer(nn.Module):
         self.moe = HymbaFeedForward(config)
         self.pre_moe_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, hidden_states: Tensor, **arguments: Any) -> tuple[Tensor, KeysValues]:
+    def forward(
+        self, hidden_states: Tensor, **arguments: Any
+    ) -> tuple[Tensor, KeysValues]:
         """Returns hidden states, and the keys and values it attended to."""
         mixed, shared = self.mamba(self.input_layernorm(hidden_states), **arguments)
         hidden_states = hidden_states + mixed
@@ -219,12 +257,18 @@ class HymbaModel(HymbaPreTrainedModel):
     def __init__(self, config: HymbaConfig) -> None:
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(HymbaDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            HymbaDecoderLayer(config, i) for i in range(config.num_hidden_layers)
+        )
         self.final_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.memory_tokens = nn.Parameter(torch.randn(config.num_memory_tokens, config.hidden_size))
+        self.memory_tokens = nn.Parameter(
+            torch.randn(config.num_memory_tokens, config.hidden_size)
+        )
         self.post_init()
 
-    def forward(self, input_ids: Tensor, past_key_values: Any = None, **_: Any) -> BaseModelOutputWithPast:
+    def forward(
+        self, input_ids: Tensor, past_key_values: Any = None, **_: Any
+    ) -> BaseModelOutputWithPast:
         """`past_key_values` comes from an exporter: convolutions, keys and values. It handles the scan states
         itself."""
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
@@ -247,22 +291,30 @@ class HymbaModel(HymbaPreTrainedModel):
                 past_key_values=past_key_values,
             )
         hidden = self.final_layernorm(hidden)[:, -length:]
-        return BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=past_key_values)
+        return BaseModelOutputWithPast(
+            last_hidden_state=hidden, past_key_values=past_key_values
+        )
 
     def _rotary(self, positions: Tensor) -> Tensor:
         """Cosines and sines, (2, positions, half a head)."""
         width = self.config.hidden_size // self.config.num_attention_heads
         base = self.config.rope_theta
         if self.config.rope_type == "ntk":
-            longer = self.config.max_position_embeddings / self.config.orig_max_position_embeddings
+            longer = (
+                self.config.max_position_embeddings
+                / self.config.orig_max_position_embeddings
+            )
             base *= (_NTK_FACTOR * longer - (_NTK_FACTOR - 1)) ** (width / (width - 2))
         exponents = torch.arange(0, width, 2, device=positions.device).float() / width
         angles = positions.float()[:, None] * base**-exponents
         return torch.stack([angles.cos(), angles.sin()])
 
-    def _masks(self, positions: Tensor, past: Any, *, by_itself: bool) -> dict[bool, Tensor | None]:
+    def _masks(
+        self, positions: Tensor, past: Any, *, by_itself: bool
+    ) -> dict[bool, Tensor | None]:
         """Attention masks of global layers (True) and of others; None: all earlier positions."""
-        window, meta = self.config.sliding_window, self.config.num_memory_tokens
+        window = self.config.sliding_window
+        meta = self.config.num_memory_tokens
         if by_itself and positions.shape[0] - 1 - meta <= window:
             return {True: None, False: None}
         keys = torch.arange(positions.shape[0] + past, device=positions.device)
@@ -282,7 +334,11 @@ class HymbaForCausalLM(HymbaPreTrainedModel):
         self.post_init()
 
     def forward(
-        self, input_ids: Tensor, past_key_values: Any = None, use_cache: bool | None = None, **_: Any
+        self,
+        input_ids: Tensor,
+        past_key_values: Any = None,
+        use_cache: bool | None = None,
+        **_: Any,
     ) -> CausalLMOutputWithPast:
         output = self.model(input_ids, past_key_values=past_key_values)
         return CausalLMOutputWithPast(

@@ -19,7 +19,8 @@ from transformers.modeling_outputs import ImageClassifierOutputWithNoAttention
 # Called by this name: fast kernels and exporters replace it.
 from transformers.models.mamba.modeling_mamba import mamba_selective_scan
 
-STATES, KERNEL = 8, 3  # of the mixer, fixed in the published code
+STATES = 8
+KERNEL = 3  # of the mixer, fixed in the published code
 
 
 class MambaVisionConfig(PretrainedConfig):
@@ -51,19 +52,29 @@ class MambaVisionMixer(nn.Module):
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        half, self.rank = dim // 2, math.ceil(dim / 16)
+        half = dim // 2
+        self.rank = math.ceil(dim / 16)
         self.in_proj = nn.Linear(dim, dim, bias=False)
         self.x_proj = nn.Linear(half, self.rank + 2 * STATES, bias=False)
         self.dt_proj = nn.Linear(self.rank, half)
-        self.A_log = nn.Parameter(torch.arange(1, STATES + 1).float().log().repeat(half, 1))
+        self.A_log = nn.Parameter(
+            torch.arange(1, STATES + 1).float().log().repeat(half, 1)
+        )
         self.D = nn.Parameter(torch.ones(half))
         self.out_proj = nn.Linear(dim, dim, bias=False)
-        self.conv1d_x = nn.Conv1d(half, half, KERNEL, padding="same", groups=half, bias=False)
-        self.conv1d_z = nn.Conv1d(half, half, KERNEL, padding="same", groups=half, bias=False)
+        self.conv1d_x = nn.Conv1d(
+            half, half, KERNEL, padding="same", groups=half, bias=False
+        )
+        self.conv1d_z = nn.Conv1d(
+            half, half, KERNEL, padding="same", groups=half, bias=False
+        )
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:  # (windows, positions, width)
+    def forward(
+        self, hidden_states: torch.Tensor
+    ) -> torch.Tensor:  # (windows, positions, width)
         x, z = self.in_proj(hidden_states).transpose(1, 2).chunk(2, 1)
-        x, z = functional.silu(self.conv1d_x(x)), functional.silu(self.conv1d_z(z))
+        x = functional.silu(self.conv1d_x(x))
+        z = functional.silu(self.conv1d_z(z))
         dt, b, c = self.x_proj(x.transpose(1, 2)).split([self.rank, STATES, STATES], -1)
         y = mamba_selective_scan(
             x,
@@ -87,7 +98,9 @@ class Attention(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         batch, positions, width = hidden_states.shape
-        split = self.qkv(hidden_states).view(batch, positions, 3, self.heads, width // self.heads)
+        split = self.qkv(hidden_states).view(
+            batch, positions, 3, self.heads, width // self.heads
+        )
         query, key, value = split.permute(2, 0, 3, 1, 4).unbind(0)
         mixed = functional.scaled_dot_product_attention(query, key, value)
         return self.proj(mixed.transpose(1, 2).reshape(batch, positions, width))
@@ -96,7 +109,8 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     def __init__(self, dim: int, inner: int) -> None:
         super().__init__()
-        self.fc1, self.fc2 = nn.Linear(dim, inner), nn.Linear(inner, dim)
+        self.fc1 = nn.Linear(dim, inner)
+        self.fc2 = nn.Linear(inner, dim)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.fc2(functional.gelu(self.fc1(hidden_states)))
@@ -105,9 +119,12 @@ class Mlp(nn.Module):
 class Block(nn.Module):
     """A mixer or attention, then an MLP, each with a norm and a residual connection."""
 
-    def __init__(self, config: MambaVisionConfig, dim: int, heads: int, attends: bool) -> None:
+    def __init__(
+        self, config: MambaVisionConfig, dim: int, heads: int, attends: bool
+    ) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.norm1 = nn.LayerNorm(dim)
+        self.norm2 = nn.LayerNorm(dim)
         self.mixer = Attention(dim, heads) if attends else MambaVisionMixer(dim)
         self.mlp = Mlp(dim, int(dim * config.mlp_ratio))
         if config.layer_scale is not None:
@@ -131,7 +148,9 @@ class ConvBlock(nn.Module):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         inner = functional.gelu(self.norm1(self.conv1(hidden_states)), approximate="tanh")
         inner = self.norm2(self.conv2(inner))
-        return hidden_states + (inner * self.gamma[:, None, None] if hasattr(self, "gamma") else inner)
+        return hidden_states + (
+            inner * self.gamma[:, None, None] if hasattr(self, "gamma") else inner
+        )
 
 
 class Downsample(nn.Module):
@@ -148,7 +167,9 @@ class MambaVisionLayer(nn.Module):
 
     def __init__(self, config: MambaVisionConfig, stage: int) -> None:
         super().__init__()
-        dim, depth, heads = config.dim * 2**stage, config.depths[stage], config.num_heads[stage]
+        dim = config.dim * 2**stage
+        depth = config.depths[stage]
+        heads = config.num_heads[stage]
         self.windowed = stage >= config.convolution_stages
         self.window_size = config.window_size[stage]
         self.blocks = nn.ModuleList(
@@ -159,25 +180,36 @@ class MambaVisionLayer(nn.Module):
         )
         self.downsample = Downsample(dim) if stage < len(config.depths) - 1 else None
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:  # (batch, channels, height, width)
+    def forward(
+        self, hidden_states: torch.Tensor
+    ) -> torch.Tensor:  # (batch, channels, height, width)
         if self.windowed:
             hidden_states = self._on_windows(hidden_states)
         else:
             for block in self.blocks:
                 hidden_states = block(hidden_states)
-        return hidden_states if self.downsample is None else self.downsample(hidden_states)
+        return (
+            hidden_states if self.downsample is None else self.downsample(hidden_states)
+        )
 
     def _on_windows(self, images: torch.Tensor) -> torch.Tensor:
         batch, channels, height, width = images.shape
         side = self.window_size
         padded = functional.pad(images, (0, -width % side, 0, -height % side))
-        rows, columns = padded.shape[2] // side, padded.shape[3] // side
-        windows = padded.reshape(batch, channels, rows, side, columns, side).permute(0, 2, 4, 3, 5, 1)
+        rows = padded.shape[2] // side
+        columns = padded.shape[3] // side
+        windows = padded.reshape(batch, channels, rows, side, columns, side).permute(
+            0, 2, 4, 3, 5, 1
+        )
         windows = windows.reshape(batch * rows * columns, side * side, channels)
         for block in self.blocks:
             windows = block(windows)
-        whole = windows.reshape(batch, rows, columns, side, side, channels).permute(0, 5, 1, 3, 2, 4)
-        return whole.reshape(batch, channels, rows * side, columns * side)[:, :, :height, :width].contiguous()
+        whole = windows.reshape(batch, rows, columns, side, side, channels).permute(
+            0, 5, 1, 3, 2, 4
+        )
+        return whole.reshape(batch, channels, rows * side, columns * side)[
+            :, :, :height, :width
+        ].contiguous()
 
 
 class PatchEmbed(nn.Module):
@@ -202,7 +234,9 @@ class MambaVision(nn.Module):
         super().__init__()
         features = config.dim * 2 ** (len(config.depths) - 1)
         self.patch_embed = PatchEmbed(config)
-        self.levels = nn.ModuleList(MambaVisionLayer(config, stage) for stage in range(len(config.depths)))
+        self.levels = nn.ModuleList(
+            MambaVisionLayer(config, stage) for stage in range(len(config.depths))
+        )
         self.norm = nn.BatchNorm2d(features)
         self.head = nn.Linear(features, int(config.num_labels or 0))
 
@@ -227,5 +261,7 @@ class MambaVisionForImageClassification(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """Weights come from a file or from training."""
 
-    def forward(self, pixel_values: torch.Tensor, **_: Any) -> ImageClassifierOutputWithNoAttention:
+    def forward(
+        self, pixel_values: torch.Tensor, **_: Any
+    ) -> ImageClassifierOutputWithNoAttention:
         return ImageClassifierOutputWithNoAttention(logits=self.model(pixel_values))

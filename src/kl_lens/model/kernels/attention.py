@@ -15,12 +15,20 @@ import torch
 
 from kl_lens.base.compiling import njit, prange
 from kl_lens.model.kernels.tile_product import WIDTH, accumulate, multiply
-from kl_lens.model.kernels.vector_math import FAST_MATH, LANES, LOG2_E, exp2_decay, largest, plain
+from kl_lens.model.kernels.vector_math import (
+    FAST_MATH,
+    LANES,
+    LOG2_E,
+    exp2_decay,
+    largest,
+    plain,
+)
 
 # Query rows per task. Their scores against a thousand keys are 64 KB.
 ROWS = 16
 # Windows outside these bounds are left to torch: its larger tiles win in the end, and tiny windows are not worth it.
-SHORTEST, LONGEST = 128, 2048
+SHORTEST = 128
+LONGEST = 2048
 
 
 @njit(fastmath=FAST_MATH, error_model="numpy", cache=True)
@@ -60,7 +68,8 @@ def _attend(queries, keys, values, scale, out):  # type: ignore[no-untyped-def]
         last = min(time, first + ROWS)
         query = np.zeros((ROWS, depth), np.float32)
         for r in range(last - first):
-            given, row = queries[sequence, head, first + r], query[r]
+            given = queries[sequence, head, first + r]
+            row = query[r]
             for d in range(width):
                 row[d] = given[d] * scale
         panels = (last + WIDTH - 1) // WIDTH
@@ -72,7 +81,9 @@ def _attend(queries, keys, values, scale, out):  # type: ignore[no-untyped-def]
         share = np.empty(ROWS, np.float32)
         lanes = np.empty(LANES, np.float32)
         for r in range(ROWS):
-            share[r] = np.float32(1) / _exponentials(scores[r], min(first + r + 1, last), lanes)
+            share[r] = np.float32(1) / _exponentials(
+                scores[r], min(first + r + 1, last), lanes
+            )
         sums = np.empty((ROWS, WIDTH), np.float32)
         for panel in range(values.shape[2]):
             sums[:] = np.float32(0)
@@ -80,14 +91,17 @@ def _attend(queries, keys, values, scale, out):  # type: ignore[no-untyped-def]
                 panels
             ):  # a stretch of keys at a time, which stays in the L1 cache for all rows
                 some = scores[:, part * WIDTH : (part + 1) * WIDTH]
-                weighted = values[sequence, head // sharing, panel, part * WIDTH : (part + 1) * WIDTH]
+                weighted = values[
+                    sequence, head // sharing, panel, part * WIDTH : (part + 1) * WIDTH
+                ]
                 for r in range(0, ROWS, 4):
                     accumulate(some, r, weighted, sums, r)
             start = panel * WIDTH
             columns = min(WIDTH, out.shape[3] - start)
             for r in range(last - first):
                 # A slice: an index that might be negative would keep the loop from becoming SIMD code.
-                row, given = out[sequence, first + r, head, start : start + columns], sums[r]
+                row = out[sequence, first + r, head, start : start + columns]
+                given = sums[r]
                 for c in range(columns):
                     row[c] = given[c] * share[r]
 
@@ -113,12 +127,22 @@ def causal_attention(
     batch, heads, time, width = query.shape
     shared = key.shape[1]
     padding = -time % WIDTH
-    keys = torch.nn.functional.pad(key, (0, -width % 4, 0, padding)) if padding or width % 4 else key
+    keys = (
+        torch.nn.functional.pad(key, (0, -width % 4, 0, padding))
+        if padding or width % 4
+        else key
+    )
     keys = keys.reshape(batch, shared, -1, WIDTH, keys.shape[3]).transpose(3, 4)
     columns = -value.shape[3] % WIDTH
-    values = torch.nn.functional.pad(value, (0, columns, 0, padding)) if padding or columns else value
+    values = (
+        torch.nn.functional.pad(value, (0, columns, 0, padding))
+        if padding or columns
+        else value
+    )
     values = values.reshape(batch, shared, time + padding, -1, WIDTH).transpose(2, 3)
     out = torch.empty(batch, time, heads, value.shape[3])
-    factor = np.float32((1 / math.sqrt(width) if scale is None else scale) * float(LOG2_E))
+    factor = np.float32(
+        (1 / math.sqrt(width) if scale is None else scale) * float(LOG2_E)
+    )
     _attend(plain(query), plain(keys), plain(values), factor, out.numpy())
     return out

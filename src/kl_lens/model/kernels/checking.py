@@ -25,18 +25,25 @@ from torch.utils import _pytree as pytree
 Function = Callable[..., Any]
 Given = tuple[Sequence[Any], Mapping[str, Any]]
 
-ROUNDING, ROUNDING_OF_GRADIENTS = 5e-6, 2e-4
-TRACKED, GRADIENTS = " (with autograd)", " (gradients)"  # of kernels' names
+ROUNDING = 5e-6
+ROUNDING_OF_GRADIENTS = 2e-4
+TRACKED = " (with autograd)"
+GRADIENTS = " (gradients)"  # of kernels' names
 _AS_THE_LIBRARY = 4.0  # times the library's own error
 
 
 class InDouble(TorchFunctionMode):
     """Within the block, conversions to float32 are conversions to float64: the library converts by name."""
 
-    def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Function, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.Tensor.float:
             return torch.Tensor.double(*args)
-        kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()}
+        kwargs = {
+            k: torch.float64 if v is torch.float32 else v
+            for k, v in (kwargs or {}).items()
+        }
         return func(*(torch.float64 if a is torch.float32 else a for a in args), **kwargs)
 
 
@@ -72,7 +79,14 @@ class Watch:
         finally:
             _WATCH.reset(token)
 
-    def compare(self, kernel: str, ours: Function, original: Function, given: Given, own: float = 0.0) -> Any:
+    def compare(
+        self,
+        kernel: str,
+        ours: Function,
+        original: Function,
+        given: Given,
+        own: float = 0.0,
+    ) -> Any:
         """The result of `ours`. `own`: the rounding that this kernel is allowed, if more than float32's."""
         shapes = [x.shape for x in given[0] if isinstance(x, torch.Tensor)]
         layer = self._calls[kernel, *shapes]
@@ -81,31 +95,41 @@ class Watch:
         if layer & (layer - 1) or (self._gradients and layer > 1):
             return ours(*given[0], **given[1])
         plain = _without_packages(original)
-        with torch.inference_mode(False), torch.enable_grad() if self._gradients else torch.no_grad():
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad() if self._gradients else torch.no_grad(),
+        ):
             try:
                 with InDouble():
-                    wide = pytree.tree_map(lambda x: x.double() if _is_real(x) else x, given)
+                    wide = pytree.tree_map(
+                        lambda x: x.double() if _is_real(x) else x, given
+                    )
                     _, exact = self._results(plain, wide)
-            except (
-                Exception
-            ):  # code of a checkpoint may run on a GPU or in float32 only: nothing to compare with
+            except Exception:  # code of a checkpoint may run on a GPU or in float32 only: nothing to compare with
                 exact = {}
             result, found = self._results(ours, given)
             for part, right in exact.items():
                 base = ROUNDING_OF_GRADIENTS if part == GRADIENTS else max(ROUNDING, own)
-                error, limit = _largest_error(found[part], right), base + _stored(found[part])
+                error = _largest_error(found[part], right)
+                limit = base + _stored(found[part])
                 if not error <= limit:
                     _, theirs = self._results(plain, given)
-                    limit = max(limit, _AS_THE_LIBRARY * _largest_error(theirs[part], right))
+                    limit = max(
+                        limit, _AS_THE_LIBRARY * _largest_error(theirs[part], right)
+                    )
                 worst = self.found.get(kernel + part)
                 if worst is None or not error / limit <= worst.error / worst.limit:
                     self.found[kernel + part] = Comparison(kernel + part, error, limit)
         return result
 
-    def _results(self, function: Function, given: Given) -> tuple[Any, dict[str, list[torch.Tensor]]]:
+    def _results(
+        self, function: Function, given: Given
+    ) -> tuple[Any, dict[str, list[torch.Tensor]]]:
         """What a function returns, the tensors in it, and the gradients of its inputs where they are asked for."""
         if self._gradients:
-            given = pytree.tree_map(lambda x: x.clone().requires_grad_() if _is_real(x) else x, given)
+            given = pytree.tree_map(
+                lambda x: x.clone().requires_grad_() if _is_real(x) else x, given
+            )
         args, kwargs = given
         result = function(*args, **kwargs)
         outputs = [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
@@ -113,21 +137,33 @@ class Watch:
             return result, {"": outputs}
         inputs = [x for x in pytree.tree_leaves(given) if _is_real(x)]
         # Some function of the outputs that treats no two of them alike.
-        ramps = [torch.linspace(-1, 1, x.numel(), device=x.device).to(x.dtype).view_as(x) for x in outputs]
-        gradients = torch.autograd.grad(outputs, inputs, ramps, allow_unused=True, materialize_grads=True)
+        ramps = [
+            torch.linspace(-1, 1, x.numel(), device=x.device).to(x.dtype).view_as(x)
+            for x in outputs
+        ]
+        gradients = torch.autograd.grad(
+            outputs, inputs, ramps, allow_unused=True, materialize_grads=True
+        )
         parts = {TRACKED: [x.detach() for x in outputs], GRADIENTS: list(gradients)}
-        return pytree.tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, result), parts
+        return pytree.tree_map(
+            lambda x: x.detach() if isinstance(x, torch.Tensor) else x, result
+        ), parts
 
 
 _WATCH: ContextVar[Watch | None] = ContextVar("watch", default=None)
 
 
-def replacing(kernel: str, original: Function, ours: Function, own: float = 0.0) -> Function:
+def replacing(
+    kernel: str, original: Function, ours: Function, own: float = 0.0
+) -> Function:
     """`ours` in place of the library's `original`, compared with it where somebody watches. Ours compute in float32. In
     float64 the library's function is used, in double precision throughout."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(x, torch.Tensor) and x.dtype == torch.float64 for x in (*args, *kwargs.values())):
+        if any(
+            isinstance(x, torch.Tensor) and x.dtype == torch.float64
+            for x in (*args, *kwargs.values())
+        ):
             with InDouble():
                 return _without_packages(original)(*args, **kwargs)
         watch = _WATCH.get()
@@ -149,7 +185,13 @@ def _is_real(value: Any) -> bool:
 
 def _stored(results: Sequence[torch.Tensor]) -> float:
     """What rounding to the results' own type may add."""
-    return max((torch.finfo(x.dtype).eps for x in results if x.is_floating_point()), default=0.0) / 2
+    return (
+        max(
+            (torch.finfo(x.dtype).eps for x in results if x.is_floating_point()),
+            default=0.0,
+        )
+        / 2
+    )
 
 
 def _largest_error(found: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> float:

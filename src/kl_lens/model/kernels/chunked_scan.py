@@ -48,14 +48,19 @@ def chunked_scan(
     inflow = x * dt[..., None]
     log_decay = dt * a
     if padding:
-        inflow, b, c = (torch.nn.functional.pad(each, (0, 0, 0, 0, 0, padding)) for each in (inflow, b, c))
+        inflow, b, c = (
+            torch.nn.functional.pad(each, (0, 0, 0, 0, 0, padding))
+            for each in (inflow, b, c)
+        )
         log_decay = torch.nn.functional.pad(log_decay, (0, 0, 0, padding))
 
     # (batch·chunks, groups, …): tokens are rows, the heads of a group lie side by side in the columns.
     inflow = inflow.reshape(batch * chunks, chunk, groups, heads_per_group, width)
     b = b.reshape(batch * chunks, chunk, groups, states).transpose(1, 2)
     c = c.reshape(batch * chunks, chunk, groups, states).transpose(1, 2)
-    log_decay = log_decay.reshape(batch * chunks, chunk, heads).transpose(1, 2).contiguous()
+    log_decay = (
+        log_decay.reshape(batch * chunks, chunk, heads).transpose(1, 2).contiguous()
+    )
     cumulative = log_decay.cumsum(-1)  # (batch·chunks, heads, chunk)
 
     # Within the chunk: token t hears token s ≤ t, damped by exp(cumulative[t] - cumulative[s]).
@@ -65,31 +70,53 @@ def chunked_scan(
     damping = difference.masked_fill_(future, -torch.inf).exp_()
     scores = c @ b.transpose(-1, -2)  # (batch·chunks, groups, chunk, chunk)
     damping = damping.view(batch * chunks, groups, heads_per_group, chunk, chunk)
-    tracked = torch.is_grad_enabled() and damping.requires_grad  # exp's backward needs its result
-    weights = damping * scores[:, :, None] if tracked else damping.mul_(scores[:, :, None])
+    tracked = (
+        torch.is_grad_enabled() and damping.requires_grad
+    )  # exp's backward needs its result
+    weights = (
+        damping * scores[:, :, None] if tracked else damping.mul_(scores[:, :, None])
+    )
     weights = weights.view(batch * chunks, heads, chunk, chunk)
     by_head = inflow.reshape(batch * chunks, chunk, heads, width).transpose(1, 2)
     within = weights @ by_head  # (batch·chunks, heads, chunk, width)
 
     # What the chunk adds to the state by its end: (states × chunk) · (chunk × heads of the group · width).
-    to_end = (cumulative[..., -1:] - cumulative).exp().transpose(1, 2)  # (batch·chunks, chunk, heads)
+    to_end = (
+        (cumulative[..., -1:] - cumulative).exp().transpose(1, 2)
+    )  # (batch·chunks, chunk, heads)
     damped = inflow * to_end.reshape(batch * chunks, chunk, groups, heads_per_group, 1)
-    damped = damped.reshape(batch * chunks, chunk, groups, heads_per_group * width).transpose(1, 2)
-    added = (b.transpose(-1, -2) @ damped).view(batch, chunks, groups, states, heads_per_group, width)
+    damped = damped.reshape(
+        batch * chunks, chunk, groups, heads_per_group * width
+    ).transpose(1, 2)
+    added = (b.transpose(-1, -2) @ damped).view(
+        batch, chunks, groups, states, heads_per_group, width
+    )
 
     # Between chunks: the plain recurrence, one step per chunk.
-    decay_of_chunk = cumulative[..., -1].exp().view(batch, chunks, groups, 1, heads_per_group, 1)
+    decay_of_chunk = (
+        cumulative[..., -1].exp().view(batch, chunks, groups, 1, heads_per_group, 1)
+    )
     state = x.new_zeros(batch, groups, states, heads_per_group, width)
     entering = []
     for index in range(chunks):
         entering.append(state)
         state = state * decay_of_chunk[:, index] + added[:, index]
-    before = torch.stack(entering, 1).view(batch * chunks, groups, states, heads_per_group * width)
+    before = torch.stack(entering, 1).view(
+        batch * chunks, groups, states, heads_per_group * width
+    )
 
     # What the state at the chunk's start still says to token t.
     carried = (c @ before).view(batch * chunks, groups, chunk, heads_per_group, width)
-    from_start = cumulative.exp().view(batch * chunks, groups, heads_per_group, chunk).transpose(2, 3)
-    carried = (carried * from_start[..., None]).transpose(1, 2).reshape(batch, chunks * chunk, heads, width)
+    from_start = (
+        cumulative.exp()
+        .view(batch * chunks, groups, heads_per_group, chunk)
+        .transpose(2, 3)
+    )
+    carried = (
+        (carried * from_start[..., None])
+        .transpose(1, 2)
+        .reshape(batch, chunks * chunk, heads, width)
+    )
 
     y = within.transpose(1, 2).reshape(batch, chunks * chunk, heads, width) + carried
     return y[:, :time]
@@ -101,7 +128,10 @@ def _states(decay: torch.Tensor, inflow: torch.Tensor) -> torch.Tensor:
     length = math.isqrt(time - 1) + 1
     padding = [0, 0] * (inflow.dim() - 1) + [0, -time % length]
     # (chunks, length, …)
-    factors, states = (functional.pad(t, padding).unflatten(0, (-1, length)) for t in (decay, inflow.clone()))
+    factors, states = (
+        functional.pad(t, padding).unflatten(0, (-1, length))
+        for t in (decay, inflow.clone())
+    )
     for t in range(1, length):
         states[:, t].addcmul_(factors[:, t], states[:, t - 1])
     reach = factors.cumprod(1)  # of what enters a chunk, at every step of it
@@ -127,9 +157,17 @@ class _Recurrence(torch.autograd.Function):
 
 
 def tracked_scan(
-    x: T, dt: T, a: T, b: T, c: T, *, dt_bias: T | None = None, dt_softplus: bool = False, skip: T | None = None,
+    x: T,
+    dt: T,
+    a: T,
+    b: T,
+    c: T,
+    *,
+    dt_bias: T | None = None,
+    dt_softplus: bool = False,
+    skip: T | None = None,
     gate: T | None = None,
-) -> T:  # fmt: skip
+) -> T:
     """Arguments and result of `selective_scan`, with gradients. What is between is computed again for them."""
     step = dt.float() if dt_bias is None else dt.float() + dt_bias
     step = functional.softplus(step) if dt_softplus else step
@@ -141,7 +179,9 @@ def tracked_scan(
 def _outputs(
     x: torch.Tensor, step: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor
 ) -> torch.Tensor:
-    x, step, b, c = (tensor.float().transpose(0, 1) for tensor in (x, step, b, c))  # (time, batch, …)
+    x, step, b, c = (
+        tensor.float().transpose(0, 1) for tensor in (x, step, b, c)
+    )  # (time, batch, …)
     decay = torch.exp(step[..., None] * a)  # (time, batch, channels, states)
     states = _Recurrence.apply(decay, (step * x)[..., None] * b[:, :, None])
     return torch.einsum("tbcs,tbs->btc", states, c)

@@ -31,11 +31,18 @@ def _within(weights, inflow, y, begin, end):  # type: ignore[no-untyped-def]
         row = y[t, begin:end]
         for quad in range(t // 4 + 1):
             s = 4 * quad
-            w_0, w_1, w_2, w_3 = weights[t, s], weights[t, s + 1], weights[t, s + 2], weights[t, s + 3]
-            x_0, x_1 = inflow[s, begin:end], inflow[s + 1, begin:end]
-            x_2, x_3 = inflow[s + 2, begin:end], inflow[s + 3, begin:end]
+            w_0 = weights[t, s]
+            w_1 = weights[t, s + 1]
+            w_2 = weights[t, s + 2]
+            w_3 = weights[t, s + 3]
+            x_0 = inflow[s, begin:end]
+            x_1 = inflow[s + 1, begin:end]
+            x_2 = inflow[s + 2, begin:end]
+            x_3 = inflow[s + 3, begin:end]
             for k in range(row.shape[0]):
-                row[k] = row[k] + w_0 * x_0[k] + w_1 * x_1[k] + w_2 * x_2[k] + w_3 * x_3[k]
+                row[k] = (
+                    row[k] + w_0 * x_0[k] + w_1 * x_1[k] + w_2 * x_2[k] + w_3 * x_3[k]
+                )
 
 
 @njit(fastmath=FAST_MATH, error_model="numpy", cache=True)
@@ -51,7 +58,8 @@ def _head(x, first, dt, a, skip, scores, rate, weights, inflow, kept, y, begin, 
             total += dt[t] * a
         rate[t] = total
     for t in range(CHUNK):
-        row, score = weights[t], scores[t]
+        row = weights[t]
+        score = scores[t]
         stop = t // 4 * 4 + 4
         for s in range(stop):
             row[s] = exp2_decay(min(rate[t] - rate[s], np.float32(0))) * score[s]
@@ -61,8 +69,10 @@ def _head(x, first, dt, a, skip, scores, rate, weights, inflow, kept, y, begin, 
         so_far = exp2_decay(rate[t])
         left = dt[t] * exp2_decay(total - rate[t])
         # Rows are cut here and not by the caller: a slice of columns would hide from the compiler that they are dense.
-        given, row = x[t, first : first + end - begin], y[t, begin:end]
-        flows, stays = inflow[t, begin:end], kept[t, begin:end]
+        given = x[t, first : first + end - begin]
+        row = y[t, begin:end]
+        flows = inflow[t, begin:end]
+        stays = kept[t, begin:end]
         for k in range(given.shape[0]):
             value = given[k]
             flows[k] = dt[t] * value
@@ -85,7 +95,8 @@ def _scores(b, c, out):  # type: ignore[no-untyped-def]
             for s in range(CHUNK):
                 row[s] = np.float32(0)
             for n in range(b.shape[1]):
-                factor, vector = c[chunk, t, n], b[chunk, n]
+                factor = c[chunk, t, n]
+                vector = b[chunk, n]
                 for s in range(CHUNK):
                     row[s] = row[s] + factor * vector[s]
 
@@ -97,7 +108,9 @@ def _scan(x, dt, a, b, c, scores, skip, y, head_width):  # type: ignore[no-untyp
     scores: (batch, chunks, groups, CHUNK, CHUNK), c · b; states are a multiple of four.
     Blocks never cross the border between two groups; the lanes that a short block leaves over stay zero."""
     batch, time, channels = x.shape
-    chunks, groups, states = b.shape[1], b.shape[2], b.shape[3]
+    chunks = b.shape[1]
+    groups = b.shape[2]
+    states = b.shape[3]
     per_group = channels // groups
     blocks = (per_group + WIDTH - 1) // WIDTH
     for task in prange(batch * groups * blocks):
@@ -123,9 +136,20 @@ def _scan(x, dt, a, b, c, scores, skip, y, head_width):  # type: ignore[no-untyp
                 head = (first + k) // head_width
                 end = min(width, (head + 1) * head_width - first)
                 decay[k:end] = _head(
-                    x[sequence, start:stop], first + k, dt[sequence, start:stop, head], a[head], skip[head],
-                    scores[sequence, chunk, group], rate, weights, inflow, kept, result, k, end,
-                )  # fmt: skip
+                    x[sequence, start:stop],
+                    first + k,
+                    dt[sequence, start:stop, head],
+                    a[head],
+                    skip[head],
+                    scores[sequence, chunk, group],
+                    rate,
+                    weights,
+                    inflow,
+                    kept,
+                    result,
+                    k,
+                    end,
+                )
                 k = end
             for n in range(states):
                 row = h[n]
@@ -134,7 +158,8 @@ def _scan(x, dt, a, b, c, scores, skip, y, head_width):  # type: ignore[no-untyp
             for n in range(0, states, 4):
                 accumulate(b[sequence, chunk, group], n, kept, h, n)
             for t in range(stop - start):
-                row, given = y[sequence, start + t, first : first + width], result[t]
+                row = y[sequence, start + t, first : first + width]
+                given = result[t]
                 for k in range(width):
                     row[k] = given[k]
 
@@ -147,16 +172,30 @@ def head_scan(x: T, dt: T, a: T, b: T, c: T, *, skip: T | None = None) -> T:
 
     def in_chunks(vectors: torch.Tensor) -> torch.Tensor:
         """(batch, time, groups, states) → (batch, chunks, groups, CHUNK, states), padded with zeros."""
-        padded = torch.nn.functional.pad(vectors.detach().float(), (0, -states % 4, 0, 0, 0, -time % CHUNK))
+        padded = torch.nn.functional.pad(
+            vectors.detach().float(), (0, -states % 4, 0, 0, 0, -time % CHUNK)
+        )
         return padded.unflatten(1, (-1, CHUNK)).transpose(2, 3).contiguous()
 
-    inputs, outputs = in_chunks(b).transpose(3, 4).contiguous(), in_chunks(c)
+    inputs = in_chunks(b).transpose(3, 4).contiguous()
+    outputs = in_chunks(c)
     # Not as a batched product of torch: one library call for each of hundreds of tiny ones took as long as the scan.
     scores = np.empty((*inputs.shape[:3], CHUNK, CHUNK), np.float32)
-    _scores(inputs.flatten(0, 2).numpy(), outputs.flatten(0, 2).numpy(), scores.reshape(-1, CHUNK, CHUNK))
+    _scores(
+        inputs.flatten(0, 2).numpy(),
+        outputs.flatten(0, 2).numpy(),
+        scores.reshape(-1, CHUNK, CHUNK),
+    )
     y = np.empty((batch, time, channels), np.float32)
     _scan(
-        plain(x).reshape(batch, time, channels), plain(dt), plain(a) * LOG2_E, inputs.numpy(), outputs.numpy(),
-        scores, np.zeros(heads, np.float32) if skip is None else plain(skip), y, width,
-    )  # fmt: skip
+        plain(x).reshape(batch, time, channels),
+        plain(dt),
+        plain(a) * LOG2_E,
+        inputs.numpy(),
+        outputs.numpy(),
+        scores,
+        np.zeros(heads, np.float32) if skip is None else plain(skip),
+        y,
+        width,
+    )
     return torch.from_numpy(y).view(batch, time, heads, width)

@@ -34,17 +34,24 @@ def _to_float(value, mantissa, smallest, unit):  # type: ignore[no-untyped-def]
     bits: np.int32 = float_bits(value)  # type: ignore[call-arg]
     odd = np.int32(np.int32(bits >> drop) & np.int32(1))
     half = np.int32(np.int32(1) << np.int32(drop - np.int32(1)))
-    normal = np.int32(np.int32(bits + odd + half - np.int32(1)) & np.int32(-(np.int32(1) << drop)))
+    normal = np.int32(
+        np.int32(bits + odd + half - np.int32(1)) & np.int32(-(np.int32(1) << drop))
+    )
     small = float_bits(((value / unit + _ROUNDER) - _ROUNDER) * unit)
-    is_small = np.int32(np.int32(np.int32(bits & _POSITIVE) - float_bits(smallest)) >> np.int32(31))
+    is_small = np.int32(
+        np.int32(np.int32(bits & _POSITIVE) - float_bits(smallest)) >> np.int32(31)
+    )
     return from_bits(np.int32((small & is_small) | (normal & ~is_small)))
 
 
 @njit(fastmath=FAST_MATH, error_model="numpy", cache=True)
 def _round_group(values, out, largest, mantissa, smallest, scaled):  # type: ignore[no-untyped-def]
-    scale, inverse = np.float32(1), np.float32(1)
+    scale = np.float32(1)
+    inverse = np.float32(1)
     if scaled:
-        top = np.int32(0)  # of positive floats, the larger one has the larger bits: a maximum as SIMD code
+        top = np.int32(
+            0
+        )  # of positive floats, the larger one has the larger bits: a maximum as SIMD code
         for k in range(values.shape[0]):
             top = max(top, np.int32(float_bits(values[k]) & _POSITIVE))  # type: ignore[call-arg]
         scale = from_bits(top) / largest  # type: ignore[call-arg]
@@ -62,14 +69,18 @@ def _round_group(values, out, largest, mantissa, smallest, scaled):  # type: ign
 
 
 @njit(parallel=True, fastmath=FAST_MATH, error_model="numpy", cache=True)
-def _scan(x, dt, a, b, c, skip, group, largest, mantissa, smallest, scaled, feedback, y, state):  # type: ignore[no-untyped-def]
+def _scan(  # type: ignore[no-untyped-def]
+    x, dt, a, b, c, skip, group, largest, mantissa, smallest, scaled, feedback, y, state
+):
     """x, y: (batch, time, heads, width); dt: (batch, time, heads); a: (heads, 1 or states), times log2(e);
     b, c: (batch, time, groups, states); state: (batch, heads, 1 or 2, width · states), the last one and
     with feedback what it lost, as stored."""
     batch, time, heads, width = x.shape
-    groups, states = b.shape[2], b.shape[3]
+    groups = b.shape[2]
+    states = b.shape[3]
     for task in prange(batch * heads):
-        sequence, head = task // heads, task % heads
+        sequence = task // heads
+        head = task % heads
         inputs = head * groups // heads
         value = np.zeros(width * states, np.float32)
         kept = np.zeros(width * states, np.float32)
@@ -81,11 +92,13 @@ def _scan(x, dt, a, b, c, skip, group, largest, mantissa, smallest, scaled, feed
                 decay[n] = exp2_decay(step * a[head, n])
             for n in range(a.shape[1], states):
                 decay[n] = decay[0]
-            into, out = b[sequence, t, inputs], c[sequence, t, inputs]
+            into = b[sequence, t, inputs]
+            out = c[sequence, t, inputs]
             for p in range(width):
                 given = x[sequence, t, head, p]
                 inflow = step * given
-                row, old = value[p * states : (p + 1) * states], kept[p * states : (p + 1) * states]
+                row = value[p * states : (p + 1) * states]
+                old = kept[p * states : (p + 1) * states]
                 missing = lost[p * states : (p + 1) * states]
                 for n in range(states):
                     row[n] = decay[n] * old[n] + inflow * into[n]
@@ -97,7 +110,8 @@ def _scan(x, dt, a, b, c, skip, group, largest, mantissa, smallest, scaled, feed
                     total += row[n] * out[n]
                 y[sequence, t, head, p] = total + skip[head] * given
             for first in range(0, width * states, group):
-                part, stored = value[first : first + group], kept[first : first + group]
+                part = value[first : first + group]
+                stored = kept[first : first + group]
                 _round_group(part, stored, largest, mantissa, smallest, scaled)
                 if feedback:
                     error = lost[first : first + group]
@@ -129,9 +143,19 @@ def rounded_scan(
     state = np.empty((batch, heads, 1 + how.feedback, width * states), np.float32)
     numbers = how.numbers
     _scan(
-        plain(x), plain(dt), plain(a.reshape(heads, -1)) * LOG2_E, plain(b), plain(c),
-        np.zeros(heads, np.float32) if skip is None else plain(skip), how.group(width, states),
-        np.float32(numbers.largest), np.int32(numbers.mantissa), np.float32(2.0**numbers.exponent), numbers.scaled,
-        how.feedback, y, state,
-    )  # fmt: skip
+        plain(x),
+        plain(dt),
+        plain(a.reshape(heads, -1)) * LOG2_E,
+        plain(b),
+        plain(c),
+        np.zeros(heads, np.float32) if skip is None else plain(skip),
+        how.group(width, states),
+        np.float32(numbers.largest),
+        np.int32(numbers.mantissa),
+        np.float32(2.0**numbers.exponent),
+        numbers.scaled,
+        how.feedback,
+        y,
+        state,
+    )
     return torch.from_numpy(y), torch.from_numpy(state).unflatten(-1, (width, states))

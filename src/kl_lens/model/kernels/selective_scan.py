@@ -15,7 +15,14 @@ import numpy as np
 import torch
 
 from kl_lens.base.compiling import njit, prange
-from kl_lens.model.kernels.vector_math import FAST_MATH, LOG2_E, exp2_decay, plain, silu, softplus
+from kl_lens.model.kernels.vector_math import (
+    FAST_MATH,
+    LOG2_E,
+    exp2_decay,
+    plain,
+    silu,
+    softplus,
+)
 
 # Channels per task. The states and rates of a block (2 × 16 × 256 × 4 bytes = 32 KB) stay in the L1 cache.
 CHANNEL_BLOCK = 256
@@ -54,24 +61,32 @@ def _scan(x, dt, dt_bias, use_softplus, a, b, c, skip, gate, use_gate, y, block)
             # Two states at once: two independent chains of arithmetic hide each other's latency.
             for pair in range(states // 2):
                 n = 2 * pair
-                b_0, b_1 = b[sequence, t, n], b[sequence, t, n + 1]
-                c_0, c_1 = c[sequence, t, n], c[sequence, t, n + 1]
+                b_0 = b[sequence, t, n]
+                b_1 = b[sequence, t, n + 1]
+                c_0 = c[sequence, t, n]
+                c_1 = c[sequence, t, n + 1]
                 for d in range(width):
                     value_0 = exp2_decay(step[d] * rate[n, d]) * h[n, d] + inflow[d] * b_0
-                    value_1 = exp2_decay(step[d] * rate[n + 1, d]) * h[n + 1, d] + inflow[d] * b_1
+                    value_1 = (
+                        exp2_decay(step[d] * rate[n + 1, d]) * h[n + 1, d]
+                        + inflow[d] * b_1
+                    )
                     h[n, d] = value_0
                     h[n + 1, d] = value_1
                     total[d] += value_0 * c_0 + value_1 * c_1
             if states % 2:
                 n = states - 1
-                b_0, c_0 = b[sequence, t, n], c[sequence, t, n]
+                b_0 = b[sequence, t, n]
+                c_0 = c[sequence, t, n]
                 for d in range(width):
                     value_0 = exp2_decay(step[d] * rate[n, d]) * h[n, d] + inflow[d] * b_0
                     h[n, d] = value_0
                     total[d] += value_0 * c_0
             if use_gate:
                 for d in range(width):
-                    y[sequence, t, first + d] = total[d] * silu(gate[sequence, t, first + d])
+                    y[sequence, t, first + d] = total[d] * silu(
+                        gate[sequence, t, first + d]
+                    )
             else:
                 for d in range(width):
                     y[sequence, t, first + d] = total[d]
@@ -94,10 +109,19 @@ def selective_scan(
     inputs = plain(x)
     y = np.empty(x.shape, np.float32)
     _scan(
-        inputs, plain(dt), none if dt_bias is None else plain(dt_bias), dt_softplus, plain(a.T) * LOG2_E, plain(b),
-        plain(c), none if skip is None else plain(skip), inputs if gate is None else plain(gate), gate is not None,
-        y, CHANNEL_BLOCK,
-    )  # fmt: skip
+        inputs,
+        plain(dt),
+        none if dt_bias is None else plain(dt_bias),
+        dt_softplus,
+        plain(a.T) * LOG2_E,
+        plain(b),
+        plain(c),
+        none if skip is None else plain(skip),
+        inputs if gate is None else plain(gate),
+        gate is not None,
+        y,
+        CHANNEL_BLOCK,
+    )
     return torch.from_numpy(y)
 
 
@@ -122,7 +146,11 @@ def _convolve(x, taps, bias, with_silu, y):  # type: ignore[no-untyped-def]
 
 
 def causal_convolution(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, with_silu: bool = False
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    with_silu: bool = False,
 ) -> torch.Tensor:
     """x: (batch, time, channels), weight: (channels, width) → (batch, time, channels), float32, on CPU."""
     y = torch.empty(x.shape, dtype=torch.float32)

@@ -34,18 +34,34 @@ Function = Callable[..., Any]
 
 def _is_inference(*tensors: T | None) -> bool:
     """Our compiled kernels have no gradients; under autograd scans are made of torch's operations."""
-    return not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors))
+    return not (
+        torch.is_grad_enabled()
+        and any(t is not None and t.requires_grad for t in tensors)
+    )
 
 
 def _selective_scan(
-    original: Function, hidden_states: T, dt: T, A: T, B: T, C: T, D: T | None = None, z: T | None = None,
-    delta_bias: T | None = None, delta_softplus: bool = False, return_last_state: bool = False, **kwargs: Any,
-) -> Any:  # fmt: skip
+    original: Function,
+    hidden_states: T,
+    dt: T,
+    A: T,
+    B: T,
+    C: T,
+    D: T | None = None,
+    z: T | None = None,
+    delta_bias: T | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    **kwargs: Any,
+) -> Any:
     if (how := kept(STATE, A.shape[0], 1, A.shape[1])) is not None:
-        step = dt.float() if delta_bias is None else dt.float() + delta_bias.float()[:, None]
+        step = (
+            dt.float() if delta_bias is None else dt.float() + delta_bias.float()[:, None]
+        )
         step = (functional.softplus(step) if delta_softplus else step).transpose(1, 2)
         x, B, C = (
-            tensor.transpose(1, 2).unsqueeze(axis) for tensor, axis in ((hidden_states, 3), (B, 2), (C, 2))
+            tensor.transpose(1, 2).unsqueeze(axis)
+            for tensor, axis in ((hidden_states, 3), (B, 2), (C, 2))
         )
         y = _rounded_scan(x, step, A, B, C, how, D).squeeze(3).transpose(1, 2)
         return y if z is None else y * functional.silu(z.float())
@@ -59,15 +75,31 @@ def _selective_scan(
     elif runs_triton(hidden_states.device):
         from kl_lens.model.kernels import triton_scan
 
-        kernel = triton_scan.selective_scan_gpu if triton_scan.fits_selective(A.shape[-1]) else None
+        kernel = (
+            triton_scan.selective_scan_gpu
+            if triton_scan.fits_selective(A.shape[-1])
+            else None
+        )
     if kernel is None:
         return original(
-            hidden_states, dt, A, B, C, D, z, delta_bias, delta_softplus, return_last_state, **kwargs
+            hidden_states,
+            dt,
+            A,
+            B,
+            C,
+            D,
+            z,
+            delta_bias,
+            delta_softplus,
+            return_last_state,
+            **kwargs,
         )
     # transformers passes (batch, channels, time) and (batch, states, time).
     x, dt, B, C = (tensor.transpose(1, 2) for tensor in (hidden_states, dt, B, C))
     gate = None if z is None else z.transpose(1, 2)
-    y = kernel(x, dt, A, B, C, dt_bias=delta_bias, dt_softplus=delta_softplus, skip=D, gate=gate)
+    y = kernel(
+        x, dt, A, B, C, dt_bias=delta_bias, dt_softplus=delta_softplus, skip=D, gate=gate
+    )
     return y.transpose(1, 2)
 
 
@@ -78,18 +110,34 @@ def _rounded_scan(x: T, step: T, a: T, b: T, c: T, how: StateFormat, skip: T | N
 
         return rounded_scan(x, step, a, b, c, how, skip=skip)[0]
     if not runs_triton(x.device):
-        raise UnsupportedError(f"states are not measured on {x.device}: measure on a CPU, with --device cpu")
+        raise UnsupportedError(
+            f"states are not measured on {x.device}: measure on a CPU, with --device cpu"
+        )
     from kl_lens.model.kernels.triton_rounded_scan import rounded_scan_gpu
 
     return rounded_scan_gpu(x, step, a, b, c, how, skip=skip)
 
 
 def _chunk_scan(
-    original: Function, hidden_states: T, dt: T, A: T, B: T, C: T, chunk_size: int, D: T | None = None, *,
-    dt_bias: T | None = None, dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, float("inf")),
+    original: Function,
+    hidden_states: T,
+    dt: T,
+    A: T,
+    B: T,
+    C: T,
+    chunk_size: int,
+    D: T | None = None,
+    *,
+    dt_bias: T | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
     **kwargs: Any,
-) -> Any:  # fmt: skip
-    options: dict[str, Any] = {"dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
+) -> Any:
+    options: dict[str, Any] = {
+        "dt_bias": dt_bias,
+        "dt_softplus": dt_softplus,
+        "dt_limit": dt_limit,
+    }
     if kwargs.get("initial_states") is not None or kwargs.get("return_final_states"):
         return original(hidden_states, dt, A, B, C, chunk_size, D=D, **options, **kwargs)
     inference = _is_inference(hidden_states, dt, A, B, C, D, dt_bias)
@@ -101,8 +149,11 @@ def _chunk_scan(
 
         if triton_scan.fits_chunks(hidden_states.shape[3], B.shape[3]):
             with suppress(OutOfResources):  # a card with little shared memory
-                return triton_scan.head_scan_gpu(hidden_states, dt, A, B, C, skip=D, **options)
-    x, step = hidden_states.float(), dt.float()
+                return triton_scan.head_scan_gpu(
+                    hidden_states, dt, A, B, C, skip=D, **options
+                )
+    x = hidden_states.float()
+    step = dt.float()
     if dt_bias is not None:
         step = step + dt_bias.float()
     if dt_softplus:
@@ -118,23 +169,44 @@ def _chunk_scan(
 
 
 def _convolve(
-    original: Function, hidden_states: T, weight: T, bias: T | None = None, activation: str | None = None, **kwargs: Any
-) -> Any:  # fmt: skip
+    original: Function,
+    hidden_states: T,
+    weight: T,
+    bias: T | None = None,
+    activation: str | None = None,
+    **kwargs: Any,
+) -> Any:
     on_gpu = runs_triton(hidden_states.device)
-    fits = (on_gpu or hidden_states.device.type == "cpu") and _is_inference(hidden_states, weight, bias)
-    if not fits or activation not in (None, "silu", "swish") or kwargs.get("seq_idx") is not None:
+    fits = (on_gpu or hidden_states.device.type == "cpu") and _is_inference(
+        hidden_states, weight, bias
+    )
+    if (
+        not fits
+        or activation not in (None, "silu", "swish")
+        or kwargs.get("seq_idx") is not None
+    ):
         return original(hidden_states, weight, bias=bias, activation=activation, **kwargs)
     kernel: Function = causal_convolution
     if on_gpu:
         from kl_lens.model.kernels.triton_scan import causal_convolution_gpu as kernel
-    y = kernel(hidden_states.transpose(1, 2), weight, bias, with_silu=activation is not None)
+    y = kernel(
+        hidden_states.transpose(1, 2), weight, bias, with_silu=activation is not None
+    )
     return y.transpose(1, 2).to(hidden_states.dtype)
 
 
 def _attend(
-    original: Function, module: torch.nn.Module, query: T, key: T, value: T, attention_mask: T | None,
-    dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None, **kwargs: Any,
-) -> Any:  # fmt: skip
+    original: Function,
+    module: torch.nn.Module,
+    query: T,
+    key: T,
+    value: T,
+    attention_mask: T | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> Any:
     """Our causal attention if there is no mask or bias and it is known to be faster; else the library's."""
     if (how := kept(KEYS, key.shape[1], key.shape[3])) is not None:
         key = how.rounded(key)
@@ -142,7 +214,12 @@ def _attend(
         value = how.rounded(value)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     named = (kwargs.get(name) for name in ("position_bias", "cache", "softcap"))
-    usual = causal and attention_mask is None and not dropout and all(value is None for value in named)
+    usual = (
+        causal
+        and attention_mask is None
+        and not dropout
+        and all(value is None for value in named)
+    )
     if usual and _is_inference(query, key, value) and is_faster(query, key):
         return causal_attention(query, key, value, scaling), None
     options = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
@@ -161,7 +238,11 @@ class _AttentionFunctions:
 
     def get_interface(self, implementation: str, default: Function) -> Function:
         chosen: Function = self._original.get_interface(implementation, default)
-        return _replaced("attention", _attend)(chosen) if implementation == "sdpa" else chosen
+        return (
+            _replaced("attention", _attend)(chosen)
+            if implementation == "sdpa"
+            else chosen
+        )
 
     def __getitem__(self, implementation: str) -> Function:
         return self.get_interface(implementation, self._original[implementation])
@@ -202,10 +283,18 @@ def _epsilon(module: torch.nn.Module) -> Any:
 
 def _is_rms_norm(module: torch.nn.Module) -> bool:
     """weight · x/√(mean x² + ε), with a gate's SiLU as factor in front where there is a gate: seen on random inputs."""
-    settings = {name: value for name, value in vars(module).items() if isinstance(value, int | float)}
+    settings = {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, int | float)
+    }
     parameters = dict(module.named_parameters())
     epsilon = _epsilon(module)
-    if list(parameters) != ["weight"] or parameters["weight"].dim() != 1 or not isinstance(epsilon, float):
+    if (
+        list(parameters) != ["weight"]
+        or parameters["weight"].dim() != 1
+        or not isinstance(epsilon, float)
+    ):
         return False
     kind = (type(module), parameters["weight"].numel(), *sorted(settings.items()))
     if kind not in _NORMS:
@@ -213,7 +302,11 @@ def _is_rms_norm(module: torch.nn.Module) -> bool:
         weight = parameters["weight"]
         given = torch.randn(len(names), 3, len(weight), device=weight.device)
         try:
-            found = module(*given) if names in (["hidden_states"], ["hidden_states", "gate"], ["x"]) else None
+            found = (
+                module(*given)
+                if names in (["hidden_states"], ["hidden_states", "gate"], ["x"])
+                else None
+            )
         except Exception:  # foreign code may raise anything; then it is not one
             found = None
         x = given[0] if len(names) == 1 else given[0] * functional.silu(given[1])
@@ -234,9 +327,13 @@ def _norm_on_gpu(module: torch.nn.Module) -> Function | None:
 
     original = module.forward
 
-    def forward(hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        hidden_states: torch.Tensor, gate: torch.Tensor | None = None
+    ) -> torch.Tensor:
         if hidden_states.dtype != torch.float32 or not _is_inference(hidden_states, gate):
-            return original(hidden_states) if gate is None else original(hidden_states, gate)
+            return (
+                original(hidden_states) if gate is None else original(hidden_states, gate)
+            )
         return rms_norm_gpu(hidden_states, module.weight, _epsilon(module), gate)  # type: ignore[arg-type]
 
     return replacing("norm", original, forward)
@@ -247,16 +344,21 @@ def replaceable(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [
         module
         for module in model.modules()
-        if _forward_with_our_kernels(type(module).forward) is not None or _epsilon(module) is not None
+        if _forward_with_our_kernels(type(module).forward) is not None
+        or _epsilon(module) is not None
     ]
 
 
 @contextmanager
-def fast_kernels(model: torch.nn.Module, among: Iterable[torch.nn.Module] | None = None) -> Iterator[int]:
+def fast_kernels(
+    model: torch.nn.Module, among: Iterable[torch.nn.Module] | None = None
+) -> Iterator[int]:
     """Within the block, the state-space and attention layers of `model` run our kernels. Yields their number. `among`:
     the result of `replaceable`."""
     # Layers whose forward was already replaced keep it.
-    free = [m for m in (replaceable(model) if among is None else among) if has_own_forward(m)]
+    free = [
+        m for m in (replaceable(model) if among is None else among) if has_own_forward(m)
+    ]
     ours = [
         (module, types.MethodType(forward, module))
         for module in free

@@ -29,17 +29,25 @@ def _tile_product(from_zero: bool) -> Any:
     """out[at : at + 4] = left[row : row + 4] · panel, or += it; as code for numba functions."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        number, wide = ir.FloatType(), ir.VectorType(ir.FloatType(), _LANES)
+        number = ir.FloatType()
+        wide = ir.VectorType(ir.FloatType(), _LANES)
         quad = ir.VectorType(number, 4)
         index = context.get_value_type(types.intp)
 
         def rows_of(which: int, first: Any, count: int) -> list[Any]:
             """Pointers to `count` rows of an array, from row `first` on."""
-            array = context.make_array(signature.args[which])(context, builder, arguments[which])
+            array = context.make_array(signature.args[which])(
+                context, builder, arguments[which]
+            )
             start = builder.bitcast(array.data, ir.IntType(8).as_pointer())
             stride = builder.extract_value(array.strides, 0)  # in bytes
-            offsets = [builder.mul(builder.add(first, index(r)), stride) for r in range(count)]
-            return [builder.bitcast(builder.gep(start, [o]), number.as_pointer()) for o in offsets]
+            offsets = [
+                builder.mul(builder.add(first, index(r)), stride) for r in range(count)
+            ]
+            return [
+                builder.bitcast(builder.gep(start, [o]), number.as_pointer())
+                for o in offsets
+            ]
 
         def load(kind: Any, pointer: Any) -> Any:
             loaded = builder.load(builder.bitcast(pointer, kind.as_pointer()))
@@ -58,24 +66,36 @@ def _tile_product(from_zero: bool) -> Any:
             }
             zero = ir.Constant(wide, [0.0] * _LANES)
             sums = {
-                key: cgutils.alloca_once_value(builder, zero if from_zero else load(wide, place))
+                key: cgutils.alloca_once_value(
+                    builder, zero if from_zero else load(wide, place)
+                )
                 for key, place in places.items()
             }
             with cgutils.for_range(builder, steps) as loop:
                 depth = builder.mul(loop.index, index(4))
-                factors = [load(quad, builder.gep(pointer, [depth])) for pointer in left_rows]
+                factors = [
+                    load(quad, builder.gep(pointer, [depth])) for pointer in left_rows
+                ]
                 panel_rows = rows_of(2, depth, 4)
                 for k in range(4):
-                    lane = ir.Constant(ir.VectorType(ir.IntType(32), _LANES), [k] * _LANES)
+                    lane = ir.Constant(
+                        ir.VectorType(ir.IntType(32), _LANES), [k] * _LANES
+                    )
                     for c in range(0, _COLUMNS, _LANES):
-                        values = load(wide, builder.gep(panel_rows[k], [index(first + c)]))
+                        values = load(
+                            wide, builder.gep(panel_rows[k], [index(first + c)])
+                        )
                         for r in range(_ROWS):
                             factor = builder.shuffle_vector(factors[r], factors[r], lane)
                             product = builder.fmul(factor, values, flags=("contract",))
-                            total = builder.fadd(builder.load(sums[r, c]), product, flags=("contract",))
+                            total = builder.fadd(
+                                builder.load(sums[r, c]), product, flags=("contract",)
+                            )
                             builder.store(total, sums[r, c])
             for key, place in places.items():
-                stored = builder.store(builder.load(sums[key]), builder.bitcast(place, wide.as_pointer()))
+                stored = builder.store(
+                    builder.load(sums[key]), builder.bitcast(place, wide.as_pointer())
+                )
                 stored.align = 4
         return context.get_dummy_value()
 
@@ -85,7 +105,8 @@ def _tile_product(from_zero: bool) -> Any:
     return intrinsic(typed)
 
 
-_multiply, _accumulate = _tile_product(from_zero=True), _tile_product(from_zero=False)
+_multiply = _tile_product(from_zero=True)
+_accumulate = _tile_product(from_zero=False)
 
 
 @njit(fastmath=FAST_MATH, error_model="numpy", cache=True)

@@ -29,7 +29,9 @@ class Halves:
 
     high: torch.Tensor  # (rows, columns padded)
     low: torch.Tensor  # the same, or `high` again where a single product is wanted
-    inverses: torch.Tensor  # (rows,), float32: what a row has to be multiplied with in the end
+    inverses: (
+        torch.Tensor
+    )  # (rows,), float32: what a row has to be multiplied with in the end
 
     @property
     def parts(self) -> int:
@@ -38,20 +40,34 @@ class Halves:
 
 @triton.jit
 def _split(  # type: ignore[no-untyped-def]
-    x, high, low, inverses, stride, columns, padded, LOW: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x,
+    high,
+    low,
+    inverses,
+    stride,
+    columns,
+    padded,
+    LOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
     values = tl.load(x + row * stride + k, mask=k < columns, other=0.0)
     # The largest becomes 2¹⁴ to 2¹⁵; halves reach to 2¹⁶.
-    exponent = tl.maximum((tl.max(tl.abs(values), axis=0).to(tl.int32, bitcast=True) >> 23) & 255, 27)
+    exponent = tl.maximum(
+        (tl.max(tl.abs(values), axis=0).to(tl.int32, bitcast=True) >> 23) & 255, 27
+    )
     values *= ((268 - exponent) << 23).to(tl.float32, bitcast=True)
     tl.store(inverses + row, ((exponent - 14) << 23).to(tl.float32, bitcast=True))
     part = values.to(high.dtype.element_ty)
     place = row * padded + k
     tl.store(high + place, part, mask=k < padded)
     if LOW:
-        tl.store(low + place, (values - part.to(tl.float32)).to(high.dtype.element_ty), mask=k < padded)
+        tl.store(
+            low + place,
+            (values - part.to(tl.float32)).to(high.dtype.element_ty),
+            mask=k < padded,
+        )
 
 
 def split(matrix: torch.Tensor, precision: str) -> Halves:
@@ -65,9 +81,17 @@ def split(matrix: torch.Tensor, precision: str) -> Halves:
     inverses = torch.empty(rows, dtype=torch.float32, device=matrix.device)
     block = triton.next_power_of_2(padded)
     _split[(rows,)](
-        matrix, high, low, inverses, matrix.stride(0), columns, padded,
-        LOW=low is not high, BLOCK=block, num_warps=min(8, max(1, block // 512)),
-    )  # fmt: skip
+        matrix,
+        high,
+        low,
+        inverses,
+        matrix.stride(0),
+        columns,
+        padded,
+        LOW=low is not high,
+        BLOCK=block,
+        num_warps=min(8, max(1, block // 512)),
+    )
     return Halves(high, low, inverses)
 
 
@@ -82,27 +106,50 @@ def _place(program, row_tiles, column_tiles, GROUP: tl.constexpr):  # type: igno
 
 @triton.jit
 def _linear(  # type: ignore[no-untyped-def]
-    a, a_low, a_scale, b, b_low, b_scale, bias, y, rows, columns, depth, BIAS: tl.constexpr, PARTS: tl.constexpr,
-    DESCRIBED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
+    a,
+    a_low,
+    a_scale,
+    b,
+    b_low,
+    b_scale,
+    bias,
+    y,
+    rows,
+    columns,
+    depth,
+    BIAS: tl.constexpr,
+    PARTS: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP: tl.constexpr,
+):
     """a and b are pointers, or (DESCRIBED) descriptors that Hopper's copy engine reads tiles by."""
     m, n = _place(tl.program_id(0), tl.cdiv(rows, BM), tl.cdiv(columns, BN), GROUP)
-    row, column = m * BM + tl.arange(0, BM), n * BN + tl.arange(0, BN)
+    row = m * BM + tl.arange(0, BM)
+    column = n * BN + tl.arange(0, BN)
     # Beyond the edges the last row and column are computed again, and not stored.
-    r, c, k = tl.minimum(row, rows - 1), tl.minimum(column, columns - 1), tl.arange(0, BK)
+    r = tl.minimum(row, rows - 1)
+    c = tl.minimum(column, columns - 1)
+    k = tl.arange(0, BK)
     left = r.to(tl.int64)[:, None] * depth + k[None, :]
     right = c.to(tl.int64)[:, None] * depth + k[None, :]
     total = tl.zeros((BM, BN), tl.float32)
     for first in range(0, depth, BK):
         if DESCRIBED:
-            a_high, b_high = a.load([m * BM, first]), b.load([n * BN, first])
+            a_high = a.load([m * BM, first])
+            b_high = b.load([n * BN, first])
         else:
-            a_high, b_high = tl.load(a + left + first), tl.load(b + right + first)
+            a_high = tl.load(a + left + first)
+            b_high = tl.load(b + right + first)
         if PARTS == 2:
             if DESCRIBED:
-                a_rest, b_rest = a_low.load([m * BM, first]), b_low.load([n * BN, first])
+                a_rest = a_low.load([m * BM, first])
+                b_rest = b_low.load([n * BN, first])
             else:
-                a_rest, b_rest = tl.load(a_low + left + first), tl.load(b_low + right + first)
+                a_rest = tl.load(a_low + left + first)
+                b_rest = tl.load(b_low + right + first)
             total = tl.dot(a_rest, b_high.T, total)
             total = tl.dot(a_high, b_rest.T, total)
         total = tl.dot(a_high, b_high.T, total)
@@ -116,7 +163,9 @@ def _linear(  # type: ignore[no-untyped-def]
 @cache
 def _tiles(device: torch.device, parts: int) -> dict[str, Any]:
     """Sizes of tiles for this device; the same for every product, so that equal rows give equal results anywhere."""
-    card: Any = torch.cuda.get_device_properties(device)  # its stubs lack what newer releases have
+    card: Any = torch.cuda.get_device_properties(
+        device
+    )  # its stubs lack what newer releases have
     if parts == 1 and card.shared_memory_per_block_optin >= 200 << 10:
         sizes = {"BM": 128, "BN": 256, "BK": 64, "num_warps": 8, "num_stages": 4}
     else:  # 96 KB of shared memory: what every card since Ampere has
@@ -126,23 +175,43 @@ def _tiles(device: torch.device, parts: int) -> dict[str, Any]:
 
 def product(a: Halves, b: Halves, bias: torch.Tensor | None = None) -> torch.Tensor:
     """a · bᵀ in float32, (rows of a, rows of b)."""
-    rows, columns = len(a.high), len(b.high)
+    rows = len(a.high)
+    columns = len(b.high)
     y = torch.empty(rows, columns, dtype=torch.float32, device=a.high.device)
     sizes = _tiles(y.device, a.parts)
 
     def given(matrix: torch.Tensor, height: int) -> Any:
-        return TensorDescriptor.from_tensor(matrix, [height, sizes["BK"]]) if sizes["DESCRIBED"] else matrix
+        return (
+            TensorDescriptor.from_tensor(matrix, [height, sizes["BK"]])
+            if sizes["DESCRIBED"]
+            else matrix
+        )
 
     grid: Any = (triton.cdiv(rows, sizes["BM"]) * triton.cdiv(columns, sizes["BN"]),)
     _linear[grid](
-        given(a.high, sizes["BM"]), given(a.low, sizes["BM"]), a.inverses,
-        given(b.high, sizes["BN"]), given(b.low, sizes["BN"]), b.inverses, b.inverses if bias is None else bias, y,
-        rows, columns, a.high.shape[1], BIAS=bias is not None, PARTS=a.parts, **sizes,
-    )  # fmt: skip
+        given(a.high, sizes["BM"]),
+        given(a.low, sizes["BM"]),
+        a.inverses,
+        given(b.high, sizes["BN"]),
+        given(b.low, sizes["BN"]),
+        b.inverses,
+        b.inverses if bias is None else bias,
+        y,
+        rows,
+        columns,
+        a.high.shape[1],
+        BIAS=bias is not None,
+        PARTS=a.parts,
+        **sizes,
+    )
     return y
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, precision: str) -> torch.Tensor:
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, precision: str
+) -> torch.Tensor:
     """`torch.nn.functional.linear` of float32 tensors on a GPU; x: (…, columns), weight: (outputs, columns)."""
-    y = product(split(x.reshape(-1, x.shape[-1]), precision), split(weight, precision), bias)
+    y = product(
+        split(x.reshape(-1, x.shape[-1]), precision), split(weight, precision), bias
+    )
     return y.view(*x.shape[:-1], -1)

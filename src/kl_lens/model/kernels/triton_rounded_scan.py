@@ -17,11 +17,17 @@ _KINDS = {NUMBERS["fp8"]: _FP8, NUMBERS["fp16"]: _FP16, NUMBERS["bf16"]: _BF16}
 
 
 @triton.jit
-def _stored(v, largest, KIND: tl.constexpr, P: tl.constexpr, N: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+def _stored(  # type: ignore[no-untyped-def]
+    v, largest, KIND: tl.constexpr, P: tl.constexpr, N: tl.constexpr, GROUP: tl.constexpr
+):
     """A tile (P, N) as it comes back; GROUP numbers share a scale."""
     groups = tl.reshape(v, (P * N // GROUP, GROUP))
     if KIND == 2:
-        groups = tl.minimum(tl.maximum(groups, -largest), largest).to(tl.float16).to(tl.float32)
+        groups = (
+            tl.minimum(tl.maximum(groups, -largest), largest)
+            .to(tl.float16)
+            .to(tl.float32)
+        )
     elif KIND == 3:
         groups = groups.to(tl.bfloat16).to(tl.float32)
     else:
@@ -31,24 +37,50 @@ def _stored(v, largest, KIND: tl.constexpr, P: tl.constexpr, N: tl.constexpr, GR
         if KIND == 1:
             levels = levels.to(tl.float8e4nv).to(tl.float32)
         else:
-            levels = (levels + 12582912.0) - 12582912.0  # to the nearest integer, ties to even
+            levels = (
+                levels + 12582912.0
+            ) - 12582912.0  # to the nearest integer, ties to even
         groups = levels * scale[:, None]
     return tl.reshape(groups, (P, N))
 
 
 @triton.jit
 def _scan(  # type: ignore[no-untyped-def]
-    x, dt, a, b, c, skip, y, time, heads, width, states, per_group, groups, largest, BY_ROW: tl.constexpr,
-    KIND: tl.constexpr, FEEDBACK: tl.constexpr, P: tl.constexpr, N: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
+    x,
+    dt,
+    a,
+    b,
+    c,
+    skip,
+    y,
+    time,
+    heads,
+    width,
+    states,
+    per_group,
+    groups,
+    largest,
+    BY_ROW: tl.constexpr,
+    KIND: tl.constexpr,
+    FEEDBACK: tl.constexpr,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    GROUP: tl.constexpr,
+):
     """x, y: (sequences, time, heads, width); b, c: (sequences, time, groups, states). BY_ROW: rows have time steps,
     skip weights and decays of their own, as in Mamba-1, whose channels are rows of one head."""
-    sequence, head = tl.program_id(2).to(tl.int64), tl.program_id(1)
-    row, n = tl.program_id(0) * P + tl.arange(0, P), tl.arange(0, N)
-    inside, real = row < width, n < states
+    sequence = tl.program_id(2).to(tl.int64)
+    head = tl.program_id(1)
+    row = tl.program_id(0) * P + tl.arange(0, P)
+    n = tl.arange(0, N)
+    inside = row < width
+    real = n < states
     if BY_ROW:
         both = inside[:, None] & real[None, :]
-        rate = tl.load(a + row[:, None] * states + n[None, :], mask=both, other=0.0) * 1.4426950408889634
+        rate = (
+            tl.load(a + row[:, None] * states + n[None, :], mask=both, other=0.0)
+            * 1.4426950408889634
+        )
         through = tl.load(skip + row, mask=inside, other=0.0)
         dt += sequence * time * width + row
     else:
@@ -59,27 +91,37 @@ def _scan(  # type: ignore[no-untyped-def]
     y += (sequence * time * heads + head) * width + row
     b += (sequence * time * groups + head // per_group) * states + n
     c += (sequence * time * groups + head // per_group) * states + n
-    state, lost = tl.zeros((P, N), tl.float32), tl.zeros((P, N), tl.float32)
+    state = tl.zeros((P, N), tl.float32)
+    lost = tl.zeros((P, N), tl.float32)
     for t in tl.range(time, num_stages=4):
         value = tl.load(x + t * heads * width, mask=inside, other=0.0)
         into = tl.load(b + t * groups * states, mask=real, other=0.0)
         out = tl.load(c + t * groups * states, mask=real, other=0.0)
         if BY_ROW:
             step = tl.load(dt + t * width, mask=inside, other=0.0)
-            state = tl.exp2(step[:, None] * rate) * state + (step * value)[:, None] * into[None, :]
+            state = (
+                tl.exp2(step[:, None] * rate) * state
+                + (step * value)[:, None] * into[None, :]
+            )
         else:
             step = tl.load(dt + t * heads)
             state = tl.exp2(step * rate) * state + (step * value)[:, None] * into[None, :]
         if FEEDBACK:
             state += lost
-        tl.store(y + t * heads * width, tl.sum(state * out[None, :], 1) + through * value, mask=inside)
+        tl.store(
+            y + t * heads * width,
+            tl.sum(state * out[None, :], 1) + through * value,
+            mask=inside,
+        )
         stored = _stored(state, largest, KIND, P, N, GROUP)
         if FEEDBACK:
             lost = _stored(state - stored, largest, KIND, P, N, GROUP)
         state = stored
 
 
-def rounded_scan_gpu(x: T, dt: T, a: T, b: T, c: T, how: StateFormat, *, skip: T | None = None) -> T:
+def rounded_scan_gpu(
+    x: T, dt: T, a: T, b: T, c: T, how: StateFormat, *, skip: T | None = None
+) -> T:
     """Arguments and outputs as those of `rounded_scan`."""
     shape = x.shape
     if by_row := x.shape[3] == 1 and b.shape[2] == 1:
@@ -91,13 +133,35 @@ def rounded_scan_gpu(x: T, dt: T, a: T, b: T, c: T, how: StateFormat, *, skip: T
     y = torch.empty_like(x)
     size = triton.next_power_of_2(states)
     whole = how.scales == HEAD and not by_row
-    rows = triton.next_power_of_2(width) if whole else min(ROWS, triton.next_power_of_2(width))
+    rows = (
+        triton.next_power_of_2(width)
+        if whole
+        else min(ROWS, triton.next_power_of_2(width))
+    )
     each = how.group(1, states)
     group = rows * size if whole else size if each == states else each
     grid: Any = (triton.cdiv(width, rows), heads, batch)
     _scan[grid](
-        x, dt, a, b, c, none if skip is None else skip.float().contiguous(), y, time, heads, width, states,
-        heads // groups, groups, how.numbers.largest, BY_ROW=by_row, KIND=_KINDS.get(how.numbers, _INTEGERS),
-        FEEDBACK=how.feedback, P=rows, N=size, GROUP=group, num_warps=1 if rows * size <= 2048 else 4,
-    )  # fmt: skip
+        x,
+        dt,
+        a,
+        b,
+        c,
+        none if skip is None else skip.float().contiguous(),
+        y,
+        time,
+        heads,
+        width,
+        states,
+        heads // groups,
+        groups,
+        how.numbers.largest,
+        BY_ROW=by_row,
+        KIND=_KINDS.get(how.numbers, _INTEGERS),
+        FEEDBACK=how.feedback,
+        P=rows,
+        N=size,
+        GROUP=group,
+        num_warps=1 if rows * size <= 2048 else 4,
+    )
     return y.reshape(shape)

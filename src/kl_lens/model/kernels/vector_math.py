@@ -15,9 +15,12 @@ _ROUNDER = np.float32(12582912.0)
 _LARGEST_EXPONENT = np.float32(126.0)
 # 2^f on [-1/2, 1/2] with a largest relative error of 1.9e-9 (weighted least squares, iterated to equal ripple).
 _P0, _P1, _P2, _P3 = map(
-    np.float32, (1.0000000005542005, 0.6931472057374122, 0.2402264689031655, 0.055503287765051305)
+    np.float32,
+    (1.0000000005542005, 0.6931472057374122, 0.2402264689031655, 0.055503287765051305),
 )
-_P4, _P5, _P6 = map(np.float32, (0.009618488996532993, 0.0013399931449460045, 0.00015345800256696837))
+_P4, _P5, _P6 = map(
+    np.float32, (0.009618488996532993, 0.0013399931449460045, 0.00015345800256696837)
+)
 
 
 def plain(tensor: torch.Tensor) -> np.ndarray:

@@ -21,7 +21,16 @@ from kl_lens.reporting.names import (
 from kl_lens.run.records import ORIGINAL, PREDICTED, Plan, SensitivityTable
 from kl_lens.weights.recipes import FP16
 
-_TEXT_FIELDS = ("source", "split", "order", "windows", "length", "stride", "seed", "fingerprint")
+_TEXT_FIELDS = (
+    "source",
+    "split",
+    "order",
+    "windows",
+    "length",
+    "stride",
+    "seed",
+    "fingerprint",
+)
 
 
 def section(view: RunView) -> Section | None:
@@ -32,7 +41,11 @@ def section(view: RunView) -> Section | None:
         tables = [(None, "as published", view.table)]
     for index, (target, title, of) in enumerate(tables):
         if of.measurements:
-            parts.append(details(f"Every layer, {title}", _layers(view, of, plans.get(target), index)))
+            parts.append(
+                details(
+                    f"Every layer, {title}", _layers(view, of, plans.get(target), index)
+                )
+            )
     parts += [_tasks(view), _samples(view)]
     return Section("details", "Details", join(parts)) if any(parts) else None
 
@@ -51,13 +64,19 @@ def _layers(view: RunView, of: SensitivityTable, plan: Plan | None, index: int) 
             return "–"
         value = m.metrics[KL]
         predicted = m.compute_dtype == PREDICTED
-        return Cell(f"≈ {number(value.value, 2)}" if predicted else with_error(value), value.value)
+        return Cell(
+            f"≈ {number(value.value, 2)}" if predicted else with_error(value), value.value
+        )
 
     rows = [
-        [c.name, stored.get(c.name, FP16 if plan else "–"), Cell(f"{c.parameters:,}", c.parameters),
-         *(kl(c.name, name) for name in formats)]
+        [
+            c.name,
+            stored.get(c.name, FP16 if plan else "–"),
+            Cell(f"{c.parameters:,}", c.parameters),
+            *(kl(c.name, name) for name in formats),
+        ]
         for c in shown
-    ]  # fmt: skip
+    ]
     identifier = f"layers-{index}" if index else "layers"
     caption = f"KL of every component in every recipe, {view.nats} (≈: predicted)"
     return table(columns, rows, identifier=identifier, caption=caption, tall=True)
@@ -69,16 +88,29 @@ def _tasks(view: RunView) -> Html | None:
         return None
     latest = {(s.subject, s.what): s for s in scores}
     names = list(dict.fromkeys((s.what, metric) for s in scores for metric in s.values))
-    subjects = sorted(dict.fromkeys(s.subject for s in scores), key=lambda s: s.what != ORIGINAL)
+    subjects = sorted(
+        dict.fromkeys(s.subject for s in scores), key=lambda s: s.what != ORIGINAL
+    )
     rows = []
     for subject in subjects:
-        own = {what: latest[subject, what].values for what, _ in names if (subject, what) in latest}
-        cells = [fixed_with_error(own.get(what, {}).get(metric), 3) for what, metric in names]
+        own = {
+            what: latest[subject, what].values
+            for what, _ in names
+            if (subject, what) in latest
+        }
+        cells = [
+            fixed_with_error(own.get(what, {}).get(metric), 3) for what, metric in names
+        ]
         rows.append([subject_title(subject), *cells])
     columns = ["file", *(f"{what}: {metric}" for what, metric in names)]
-    examples = ", ".join(f"{what} {n:,}" for what, n in {s.what: s.tokens for s in scores}.items())
+    examples = ", ".join(
+        f"{what} {n:,}" for what, n in {s.what: s.tokens for s in scores}.items()
+    )
     return join(
-        [table(columns, rows, caption="Task results"), note(f"± one standard error; examples: {examples}.")]
+        [
+            table(columns, rows, caption="Task results"),
+            note(f"± one standard error; examples: {examples}."),
+        ]
     )
 
 
@@ -98,32 +130,51 @@ def _samples(view: RunView) -> Html | None:
 def autopsies(view: RunView) -> Section | None:
     if not view.autopsies:
         return None
-    return Section("autopsies", "Autopsies", join(_autopsy(view, found) for found in view.autopsies))
+    return Section(
+        "autopsies", "Autopsies", join(_autopsy(view, found) for found in view.autopsies)
+    )
 
 
 def _autopsy(view: RunView, found: Autopsy) -> Html:
     rows = [
-        [step.letter, step.title, with_error(step.kl), with_error(step.apart), step.failure or step.note]
+        [
+            step.letter,
+            step.title,
+            with_error(step.kl),
+            with_error(step.apart),
+            step.failure or step.note,
+        ]
         for step in found.steps
     ]
     columns = ["", "step", "KL", "apart", ""]
     items = [
-        tag("li", tag("b", "Wrong: " if finding.is_fault else "Note: "), finding.words,
-            "" if finding.kl is None else f" ({number(finding.kl)} nats)", ". ", finding.advice)
+        tag(
+            "li",
+            tag("b", "Wrong: " if finding.is_fault else "Note: "),
+            finding.words,
+            "" if finding.kl is None else f" ({number(finding.kl)} nats)",
+            ". ",
+            finding.advice,
+        )
         for finding in found.findings
-    ]  # fmt: skip
+    ]
     planned = None
     if found.planned_kl is not None:
         bytes_ = size(found.planned_bytes or found.bytes)
         planned = tag(
-            "p", f"Our plan from this run: KL {with_error(found.planned_kl)} at {bytes_}, in PyTorch."
+            "p",
+            f"Our plan from this run: KL {with_error(found.planned_kl)} at {bytes_}, in PyTorch.",
         )
-    return join([
-        tag("h3", f"{Path(found.file).name}, {size(found.bytes)}"), tag("p", tag("b", found.headline)),
-        tag("ul", *items) if items else None,
-        table(columns, rows, sortable=False, caption=f"Step by step on {found.text}"), planned,
-        note("Each step changes one thing. ± is one standard error over windows."),
-    ])  # fmt: skip
+    return join(
+        [
+            tag("h3", f"{Path(found.file).name}, {size(found.bytes)}"),
+            tag("p", tag("b", found.headline)),
+            tag("ul", *items) if items else None,
+            table(columns, rows, sortable=False, caption=f"Step by step on {found.text}"),
+            planned,
+            note("Each step changes one thing. ± is one standard error over windows."),
+        ]
+    )
 
 
 # -- where the numbers come from -----------------------------------------------------------------------------
@@ -149,7 +200,9 @@ def shown_place(value: object) -> str:
 def _model(view: RunView) -> dict[str, object]:
     identity = view.identity
     candidates = [c for c in view.components if c.quantizable]
-    blocks = 1 + max((c.block for c in view.components if c.block is not None), default=-1)
+    blocks = 1 + max(
+        (c.block for c in view.components if c.block is not None), default=-1
+    )
     weights = f"{sum(c.parameters for c in view.components):,} in {blocks} blocks; "
     weights += f"{len(candidates)} components can be quantized"
     return {
@@ -170,7 +223,9 @@ def _model(view: RunView) -> dict[str, object]:
 
 def _pairs(pairs: dict[str, object]) -> Html:
     known = {key: value for key, value in pairs.items() if value not in (None, "")}
-    return tag("dl", *(join([tag("dt", key), tag("dd", value)]) for key, value in known.items()))
+    return tag(
+        "dl", *(join([tag("dt", key), tag("dd", value)]) for key, value in known.items())
+    )
 
 
 def _texts(view: RunView) -> Html:
@@ -180,9 +235,19 @@ def _texts(view: RunView) -> Html:
     for role, text in view.texts.items():
         values = ["–" if text.get(name) is None else text[name] for name in _TEXT_FIELDS]
         rows.append([role, shown_place(values[0]), *values[1:]])
-    texts = table(["used for", *_TEXT_FIELDS], rows, sortable=False, caption="Texts, splits and seeds")
+    texts = table(
+        ["used for", *_TEXT_FIELDS],
+        rows,
+        sortable=False,
+        caption="Texts, splits and seeds",
+    )
     return join(
-        [texts, note("A run whose held-out or test windows overlap those of calibration is refused.")]
+        [
+            texts,
+            note(
+                "A run whose held-out or test windows overlap those of calibration is refused."
+            ),
+        ]
     )
 
 
@@ -203,12 +268,16 @@ def _machine(view: RunView) -> dict[str, object]:
     facts: dict[str, dict[str, None]] = {}
     for command in view.commands:
         if versions := command.provenance.get("versions"):
-            packages = ", ".join(f"{package} {version}" for package, version in versions.items())
+            packages = ", ".join(
+                f"{package} {version}" for package, version in versions.items()
+            )
             facts.setdefault("packages", {})[packages] = None
         for name in ("machine", "system"):
             if name in command.provenance:
                 facts.setdefault(name, {})[str(command.provenance[name])] = None
-    used = [(s.subject, s.runtime) for s in view.scores] + [(p.subject, p.runtime) for p in view.profiles]
+    used = [(s.subject, s.runtime) for s in view.scores] + [
+        (p.subject, p.runtime) for p in view.profiles
+    ]
     for subject, runtime in used:
         if "version" in runtime:
             facts.setdefault(runtime_of(subject), {})[str(runtime["version"])] = None

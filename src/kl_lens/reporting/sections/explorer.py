@@ -16,8 +16,25 @@ from kl_lens.planning.predict import stored_recipe
 from kl_lens.reporting import charts
 from kl_lens.reporting.answer import recommended_names, unmeasurable
 from kl_lens.reporting.data import FAMILIES, KL, Position, RunView, Space, frontier
-from kl_lens.reporting.markup import Html, Section, chosen, figure, join, json_block, note, tag
-from kl_lens.reporting.names import count, number, percent, plan_title, short_title, size, with_error
+from kl_lens.reporting.markup import (
+    Html,
+    Section,
+    chosen,
+    figure,
+    join,
+    json_block,
+    note,
+    tag,
+)
+from kl_lens.reporting.names import (
+    count,
+    number,
+    percent,
+    plan_title,
+    short_title,
+    size,
+    with_error,
+)
 from kl_lens.run.records import PREDICTED, Component, Measurement
 from kl_lens.weights.recipes import FP16, Recipe
 
@@ -26,7 +43,9 @@ _NOTHING = 1e-8  # a KL below this is rounding, and would stretch a logarithmic 
 
 def section(view: RunView) -> Section | None:
     parts = [note(line) for line in view.without_slider]
-    explorers = [Explorer(view, space) for space in view.spaces.values()] if view.table else []
+    explorers = (
+        [Explorer(view, space) for space in view.spaces.values()] if view.table else []
+    )
     if explorers:
         panels = [(e.space.title, e.panel(index)) for index, e in enumerate(explorers)]
         data = {
@@ -68,11 +87,17 @@ class Explorer:
     def known(self) -> dict[tuple[str, Recipe], Measurement]:
         """What each component loses in each recipe, measured or predicted."""
         by_name = {c.name: c for c in self.components}
-        shown = [m for m in self.space.table.measurements if KL in m.metrics and m.component in by_name]
+        shown = [
+            m
+            for m in self.space.table.measurements
+            if KL in m.metrics and m.component in by_name
+        ]
         shown.sort(key=lambda m: m.compute_dtype == PREDICTED)
         found: dict[tuple[str, Recipe], Measurement] = {}
         for m in shown:
-            found.setdefault((m.component, stored_recipe(by_name[m.component], m.format)[0]), m)
+            found.setdefault(
+                (m.component, stored_recipe(by_name[m.component], m.format)[0]), m
+            )
         return found
 
     def predicted(self, position: Position) -> int:
@@ -85,7 +110,9 @@ class Explorer:
     @cached_property
     def recipes(self) -> list[Recipe]:
         """Every recipe that has a number or is in a plan, fewest bits first."""
-        named = {recipe for _, recipe in self.known} | {r for p in self.positions for r in p.stored.values()}
+        named = {recipe for _, recipe in self.known} | {
+            r for p in self.positions for r in p.stored.values()
+        }
         return sorted({*named, FP16}, key=lambda r: (r.grid.bits, r))
 
     # -- the frontier -------------------------------------------------------------------------------------------------
@@ -94,25 +121,44 @@ class Explorer:
     def _axes(self) -> tuple[charts.Axis, charts.Axis, float]:
         divisor, unit = charts.unit_of(self.positions[-1].bytes)
         kls = [v for p in [*self.files, *self.positions] if (v := p.kl) > _NOTHING]
-        x = charts.axis(f"size, {unit}", [p.bytes / divisor for p in self.positions], log=False)
-        return x, charts.axis(f"KL from the original, {self.view.nats}", kls or [0.1], log=True), divisor
+        x = charts.axis(
+            f"size, {unit}", [p.bytes / divisor for p in self.positions], log=False
+        )
+        return (
+            x,
+            charts.axis(
+                f"KL from the original, {self.view.nats}", kls or [0.1], log=True
+            ),
+            divisor,
+        )
 
     def chart(self, own: str | None = None) -> charts.Chart:
         """`own`: the name of the plan to show as `this file`; else recommended plans have a star."""
         x, y, divisor = self._axes
         stars = {own} if own else recommended_names(self.view)
         dots = []
-        for p in sorted(self.files, key=lambda p: p.file is not None and p.file.name not in stars):
+        for p in sorted(
+            self.files, key=lambda p: p.file is not None and p.file.name not in stars
+        ):
             assert p.file is not None
             if p.kl > _NOTHING:
-                star, error = p.file.name in stars, p.measured.standard_error if p.measured else 0.0
+                star = p.file.name in stars
+                error = p.measured.standard_error if p.measured else 0.0
                 error = error if math.isfinite(error) else 0.0
                 label = "this file" if own and star else short_title(p.file)
                 words = f"{plan_title(p.file.name)}\n{size(p.bytes)}\n"
                 words += f"KL {with_error(p.measured)} {self.view.nats}, measured"
                 series = charts.RECOMMENDED if star else FAMILIES[p.file.family]
                 dots.append(
-                    charts.Dot(p.bytes / divisor, p.kl, words, series, p.kl - error, p.kl + error, label)
+                    charts.Dot(
+                        p.bytes / divisor,
+                        p.kl,
+                        words,
+                        series,
+                        p.kl - error,
+                        p.kl + error,
+                        label,
+                    )
                 )
         return charts.scatter(x, y, dots, self._lines(divisor, y.low))
 
@@ -134,7 +180,9 @@ class Explorer:
         """Size; KL; the rest."""
         share = percent(position.bytes / self.view.fp16_of(self.space.target))
         if position.file:
-            whose = "Stock file" if position.file.family == "stock" else "File of this run"
+            whose = (
+                "Stock file" if position.file.family == "stock" else "File of this run"
+            )
             rest = f"{whose} {plan_title(position.file.name)}, {share} of FP16, as measured: "
             rest += "no plan of this size loses less."
             return size(position.bytes), f"KL {with_error(position.measured)}", rest
@@ -144,26 +192,38 @@ class Explorer:
             formats[recipe] += weights.get(name, 0)
         parts = [f"{share} of FP16"]
         if predicted := self.predicted(position):
-            parts.append(f"{predicted} of {count(len(self.components), 'component')} predicted, not measured")
+            parts.append(
+                f"{predicted} of {count(len(self.components), 'component')} predicted, not measured"
+            )
         if position.seconds and not self._busy:
             parts.append(f"about {human_speed(position.seconds)}")
         whole = sum(formats.values())
         made = ", ".join(
-            f"{recipe} {percent(n / whole)}" for recipe, n in formats.most_common() if n / whole >= 0.005
+            f"{recipe} {percent(n / whole)}"
+            for recipe, n in formats.most_common()
+            if n / whole >= 0.005
         )
-        kl = "the original" if position.kl <= _NOTHING else f"predicted KL {number(position.kl)}"
+        kl = (
+            "the original"
+            if position.kl <= _NOTHING
+            else f"predicted KL {number(position.kl)}"
+        )
         return size(position.bytes), kl, f"{'; '.join(parts)}. Of the weights: {made}."
 
     @cached_property
     def _busy(self) -> list[str]:
         """Where speeds could not be compared, none is predicted."""
-        return unmeasurable([p for p in self.view.profiles if p.subject.target == self.space.target])
+        return unmeasurable(
+            [p for p in self.view.profiles if p.subject.target == self.space.target]
+        )
 
     # -- the map ------------------------------------------------------------------------------------------------------
 
     @cached_property
     def _levels(self) -> charts.Axis:
-        return charts.axis("", [m.metrics[KL].value for m in self.known.values()], log=True)
+        return charts.axis(
+            "", [m.metrics[KL].value for m in self.known.values()], log=True
+        )
 
     def level(self, kl: float) -> int:
         return self._levels.level(kl, len(charts.RAMP))
@@ -172,7 +232,11 @@ class Explorer:
     def cells(self) -> list[tuple[int, str, int | None]]:
         """Component, row and block of each cell."""
         rows = rows_of(self.components)
-        return [(i, rows[c.name], b) for i, c in enumerate(self.components) for b in c.blocks or (c.block,)]
+        return [
+            (i, rows[c.name], b)
+            for i, c in enumerate(self.components)
+            for b in c.blocks or (c.block,)
+        ]
 
     @cached_property
     def usual(self) -> Recipe:
@@ -187,15 +251,28 @@ class Explorer:
             words = f"{self.components[i].name}\n{self.usual}: {self.told(m) if m else 'no number'}"
             level = "grid" if m is None else f"h{self.level(m.metrics[KL].value)}"
             shown.append(
-                charts.Cell(row, block, level, words, m is not None and m.compute_dtype == PREDICTED)
+                charts.Cell(
+                    row,
+                    block,
+                    level,
+                    words,
+                    m is not None and m.compute_dtype == PREDICTED,
+                )
             )
-        return charts.grid_map(shown, 1 + max((b for _, _, b in self.cells if b is not None), default=0))
+        return charts.grid_map(
+            shown, 1 + max((b for _, _, b in self.cells if b is not None), default=0)
+        )
 
     def told(self, m: Measurement) -> str:
-        kl, noise = m.metrics[KL], self.space.noise
+        kl = m.metrics[KL]
+        noise = self.space.noise
         if m.compute_dtype == PREDICTED:
             return f"KL about {number(kl.value, 2)}, predicted"
-        buried = ", within the noise of measuring" if noise is not None and kl.value <= noise else ""
+        buried = (
+            ", within the noise of measuring"
+            if noise is not None and kl.value <= noise
+            else ""
+        )
         return f"KL {with_error(kl)}{buried}"
 
     # -- the panel ----------------------------------------------------------------------------------------------------
@@ -203,44 +280,105 @@ class Explorer:
     @cached_property
     def start(self) -> int:
         """Where the slider stands at first: at the recommended size."""
-        wanted = [p.bytes for p in self.files if p.file and p.file.name in recommended_names(self.view)]
+        wanted = [
+            p.bytes
+            for p in self.files
+            if p.file and p.file.name in recommended_names(self.view)
+        ]
         limit = wanted[0] if wanted else self.positions[len(self.positions) // 2].bytes
-        return max([i for i, p in enumerate(self.positions) if p.bytes <= limit], default=0)
+        return max(
+            [i for i, p in enumerate(self.positions) if p.bytes <= limit], default=0
+        )
 
     def panel(self, index: int) -> Html:
         words = self.words(self.positions[self.start])
         knobs = tag(
             "div",
-            tag("label", "Size at most ", tag("input", type="text", class_="limit", data_by="0", size=9)),
-            tag("label", "or KL at most ", tag("input", type="text", class_="limit", data_by="1", size=9)),
-            class_="knobs", hidden=True,
-        )  # fmt: skip
-        slider = tag("input", type="range", min=0, max=len(self.positions) - 1, value=self.start, hidden=True,
-                     aria_label=f"Size of the file, {self.space.title}")  # fmt: skip
+            tag(
+                "label",
+                "Size at most ",
+                tag("input", type="text", class_="limit", data_by="0", size=9),
+            ),
+            tag(
+                "label",
+                "or KL at most ",
+                tag("input", type="text", class_="limit", data_by="1", size=9),
+            ),
+            class_="knobs",
+            hidden=True,
+        )
+        slider = tag(
+            "input",
+            type="range",
+            min=0,
+            max=len(self.positions) - 1,
+            value=self.start,
+            hidden=True,
+            aria_label=f"Size of the file, {self.space.title}",
+        )
         reading = tag(
-            "p", tag("b", words[0]), " ", tag("b", words[1]), " ", tag("span", words[2]), class_="reading"
+            "p",
+            tag("b", words[0]),
+            " ",
+            tag("b", words[1]),
+            " ",
+            tag("span", words[2]),
+            class_="reading",
         )
         line = tag("pre", tag("code", class_="made"), hidden=True)
         texts = dict.fromkeys(
-            self.view.measured_kl(p.file, self.space.target)[1] for p in self.files if p.file
+            self.view.measured_kl(p.file, self.space.target)[1]
+            for p in self.files
+            if p.file
         )
-        dashed = ", dashed where parts of a plan were predicted, not measured" if self._any_predicted else ""
+        dashed = (
+            ", dashed where parts of a plan were predicted, not measured"
+            if self._any_predicted
+            else ""
+        )
         caption = f"Line: the best known at each size{dashed}."
-        caption += f" Dots: measured ({'; '.join(texts)}) ± one standard error." if texts else ""
+        caption += (
+            f" Dots: measured ({'; '.join(texts)}) ± one standard error." if texts else ""
+        )
         options = [tag("option", "the plan above", value="plan")] + [
             tag("option", recipe, value=str(i), selected=recipe == self.usual)
-            for i, recipe in enumerate(self.recipes) if recipe != FP16
-        ]  # fmt: skip
-        switch = tag("label", "Show ", tag("select", *options), class_="switch", hidden=True)
+            for i, recipe in enumerate(self.recipes)
+            if recipe != FP16
+        ]
+        switch = tag(
+            "label", "Show ", tag("select", *options), class_="switch", hidden=True
+        )
         low, high = (number(v, 2) for v in (self._levels.low, self._levels.high))
-        ramp = [tag("i", style=f"background:{charts.colour(f'h{i}')}") for i in range(len(charts.RAMP))]
-        meaning = ", for all formats. Grey: no number." + " Hatched: predicted." * self._any_predicted
-        scale = tag("p", f"KL {low} ", *ramp, f" {high} {self.view.nats}{meaning}", class_="note ramp")
-        maps = tag("div", switch, figure(f"What each component loses alone in {self.usual}", self.map().svg()), scale,
-                   tag("div", class_="component"), class_="map")  # fmt: skip
-        sizes = figure(f"Size against KL: {self.space.title}", self.chart().svg(), caption)
+        ramp = [
+            tag("i", style=f"background:{charts.colour(f'h{i}')}")
+            for i in range(len(charts.RAMP))
+        ]
+        meaning = (
+            ", for all formats. Grey: no number."
+            + " Hatched: predicted." * self._any_predicted
+        )
+        scale = tag(
+            "p",
+            f"KL {low} ",
+            *ramp,
+            f" {high} {self.view.nats}{meaning}",
+            class_="note ramp",
+        )
+        maps = tag(
+            "div",
+            switch,
+            figure(f"What each component loses alone in {self.usual}", self.map().svg()),
+            scale,
+            tag("div", class_="component"),
+            class_="map",
+        )
+        sizes = figure(
+            f"Size against KL: {self.space.title}", self.chart().svg(), caption
+        )
         both = tag("div", tag("div", sizes, class_="line"), maps, class_="grid")
-        return tag("div", knobs, slider, reading, line, both, class_="explorer", data_space=index)
+        return tag(
+            "div", knobs, slider, reading, line, both, class_="explorer", data_space=index
+        )
 
     @cached_property
     def _any_predicted(self) -> bool:
@@ -251,20 +389,30 @@ class Explorer:
         target = ["--target", self.space.target] if self.space.target else []
         code = {recipe: i for i, recipe in enumerate(self.recipes)}
         positions = [
-            [p.bytes, p.kl, round(x.place(p.bytes / divisor, charts.WIDTH), 1),
-             round(charts.HEIGHT - y.place(max(p.kl, y.low), charts.HEIGHT), 1),
-             [code[p.stored.get(c.name, FP16)] for c in self.components], *self.words(p),
-             p.file.name if p.file else ""]
+            [
+                p.bytes,
+                p.kl,
+                round(x.place(p.bytes / divisor, charts.WIDTH), 1),
+                round(charts.HEIGHT - y.place(max(p.kl, y.low), charts.HEIGHT), 1),
+                [code[p.stored.get(c.name, FP16)] for c in self.components],
+                *self.words(p),
+                p.file.name if p.file else "",
+            ]
             for p in self.positions
-        ]  # fmt: skip
+        ]
         return {
-            "command": shlex.join(["kl-lens", "plan", "--run", self.view.folder, *target]),
+            "command": shlex.join(
+                ["kl-lens", "plan", "--run", self.view.folder, *target]
+            ),
             "recipes": self.recipes,
             "colours": [charts.bits_colour(recipe.grid.bits) for recipe in self.recipes],
             "cells": [i for i, _, _ in self.cells],
             "positions": positions,
             "ramp": [charts.colour(f"h{i}") for i in range(len(charts.RAMP))],
-            "kls": [[self._coded(c, recipe) for c in self.components] for recipe in self.recipes],
+            "kls": [
+                [self._coded(c, recipe) for c in self.components]
+                for recipe in self.recipes
+            ],
         }
 
     def _coded(self, component: Component, recipe: Recipe) -> list[Any]:
@@ -272,11 +420,20 @@ class Explorer:
         m = self.known.get((component.name, recipe))
         if m is None:
             return []
-        return [self.level(m.metrics[KL].value), self.told(m), int(m.compute_dtype == PREDICTED)]
+        return [
+            self.level(m.metrics[KL].value),
+            self.told(m),
+            int(m.compute_dtype == PREDICTED),
+        ]
 
 
 def rows_of(components: Sequence[Component]) -> Mapping[str, str]:
     """Component → the row it stands in: its kind, or its name within the block where a block has several of a kind."""
-    found = Counter((c.kind, block) for c in components for block in c.blocks or (c.block,))
+    found = Counter(
+        (c.kind, block) for c in components for block in c.blocks or (c.block,)
+    )
     crowded = {kind for (kind, _), n in found.items() if n > 1}
-    return {c.name: re.sub(r"^.*?\.\d+\.", "", c.name) if c.kind in crowded else c.kind for c in components}
+    return {
+        c.name: re.sub(r"^.*?\.\d+\.", "", c.name) if c.kind in crowded else c.kind
+        for c in components
+    }

@@ -7,7 +7,17 @@ from collections.abc import Sequence
 from kl_lens.reporting import answer
 from kl_lens.reporting.charts import SERIES, Dot, Line, axis, scatter, unit_of
 from kl_lens.reporting.data import FAMILIES, RunView, runtime_of
-from kl_lens.reporting.markup import Cell, Html, Section, details, figure, join, note, table, tag
+from kl_lens.reporting.markup import (
+    Cell,
+    Html,
+    Section,
+    details,
+    figure,
+    join,
+    note,
+    table,
+    tag,
+)
 from kl_lens.reporting.names import (
     count,
     fixed_with_error,
@@ -36,7 +46,8 @@ def section(view: RunView) -> Section | None:
     if not view.plans:
         return None
     stars = answer.recommended_names(view)
-    scores, plans = _scores(view, stars), _plans(view, stars)
+    scores = _scores(view, stars)
+    plans = _plans(view, stars)
     parts = [
         *scores,
         details("Every plan, and what it is made of", plans) if scores else plans,
@@ -50,31 +61,60 @@ def _scores(view: RunView, stars: frozenset[str]) -> list[Html]:
     texts: dict[str, dict[Subject, dict[str, Score]]] = {}
     for score in view.scores:
         if score.kind in ("perplexity", "divergence"):
-            subjects = texts.setdefault(f"Files on {score.what}: {_amount(view, score)}", {})
+            subjects = texts.setdefault(
+                f"Files on {score.what}: {_amount(view, score)}", {}
+            )
             subjects.setdefault(score.subject, {})[score.kind] = score
-    columns = ["file", "size", "KL", "predicted KL", view.unit.perplexity, "word perplexity", "change, paired",
-               f"same top {view.unit.guess.split()[-1]}, %", "speed, × FP16", "peak memory",
-               "agrees with PyTorch"]  # fmt: skip
+    columns = [
+        "file",
+        "size",
+        "KL",
+        "predicted KL",
+        view.unit.perplexity,
+        "word perplexity",
+        "change, paired",
+        f"same top {view.unit.guess.split()[-1]}, %",
+        "speed, × FP16",
+        "peak memory",
+        "agrees with PyTorch",
+    ]
     tables = []
     for caption, subjects in texts.items():
-        files = {s.key for s in subjects if s.what == ARTIFACT}  # PyTorch no longer stands in for them
+        files = {
+            s.key for s in subjects if s.what == ARTIFACT
+        }  # PyTorch no longer stands in for them
         shown = [s for s in subjects if s.key in files or s.file_key not in files]
-        order = sorted(shown, key=lambda s: (s.target or "", -(view.subject_bytes(s) or 0), s.label))
-        rows = [_score_row(view, subject, list(subjects[subject].values())) for subject in order]
+        order = sorted(
+            shown, key=lambda s: (s.target or "", -(view.subject_bytes(s) or 0), s.label)
+        )
+        rows = [
+            _score_row(view, subject, list(subjects[subject].values()))
+            for subject in order
+        ]
         kept = [i for i in range(len(columns)) if any(row[i] != "–" for row in rows)]
         highlight = [i for i, subject in enumerate(order) if subject.own_plan in stars]
         cells = [[row[i] for i in kept] for row in rows]
-        tables.append(table([columns[i] for i in kept], cells, highlight=highlight, caption=caption))
+        tables.append(
+            table([columns[i] for i in kept], cells, highlight=highlight, caption=caption)
+        )
     return tables
 
 
 def _score_row(view: RunView, subject: Subject, scores: Sequence[Score]) -> list[object]:
     values = {k: v for score in scores for k, v in score.values.items()}
-    bytes_, top, plan = view.subject_bytes(subject), values.get("same_top"), view.plan(subject.own_plan or "")
+    bytes_ = view.subject_bytes(subject)
+    top = values.get("same_top")
+    plan = view.plan(subject.own_plan or "")
     profile = next(
-        (p for p in view.profiles if p.subject.key == subject.file_key and p.protocol == "use"), None
+        (
+            p
+            for p in view.profiles
+            if p.subject.key == subject.file_key and p.protocol == "use"
+        ),
+        None,
     )
-    ratio, memory = answer.speed_ratio(profile) if profile else None, profile and profile.peak_memory_bytes
+    ratio = answer.speed_ratio(profile) if profile else None
+    memory = profile and profile.peak_memory_bytes
     return [
         subject_title(subject),
         Cell(size(bytes_), bytes_),
@@ -94,24 +134,43 @@ def _score_row(view: RunView, subject: Subject, scores: Sequence[Score]) -> list
 
 def _amount(view: RunView, score: Score) -> str:
     """What a perplexity must name: window, stride, how much text."""
-    window, stride = score.protocol.get("window"), score.protocol.get("stride")
+    window = score.protocol.get("window")
+    stride = score.protocol.get("stride")
     protocol = f", window {window}, stride {stride}" if window and stride else ""
     return f"{score.tokens:,} {view.unit.one}s{protocol}"
 
 
 def _plans(view: RunView, stars: frozenset[str]) -> Html:
     text = f"held-out {view.unit.text}"
-    columns = ["plan", "size", f"KL, {text}", "predicted KL", f"perplexity, {text}", "kind", "of FP16",
-               "bits per weight", "formats: components (share of the weights)"]  # fmt: skip
+    columns = [
+        "plan",
+        "size",
+        f"KL, {text}",
+        "predicted KL",
+        f"perplexity, {text}",
+        "kind",
+        "of FP16",
+        "bits per weight",
+        "formats: components (share of the weights)",
+    ]
     rows: list[Sequence[object]] = []
     for p in view.plans:
-        cost, seen, bytes_ = view.cost(p), p.measured, view.bytes_of(p)
+        cost = view.cost(p)
+        seen = p.measured
+        bytes_ = view.bytes_of(p)
         rows.append(
-            [p.name, Cell(size(bytes_), bytes_), with_error(seen.kl if seen else None), number(p.predicted_kl),
-             fixed_with_error(seen.perplexity if seen else None), FAMILIES[p.family],
-             Cell(percent(bytes_ / view.fp16_of(p.target), 1), bytes_), f"{cost.bits_per_weight:.2f}",
-             cost.shares_text.replace(" %", "\u00a0%")]
-        )  # fmt: skip
+            [
+                p.name,
+                Cell(size(bytes_), bytes_),
+                with_error(seen.kl if seen else None),
+                number(p.predicted_kl),
+                fixed_with_error(seen.perplexity if seen else None),
+                FAMILIES[p.family],
+                Cell(percent(bytes_ / view.fp16_of(p.target), 1), bytes_),
+                f"{cost.bits_per_weight:.2f}",
+                cost.shares_text.replace(" %", "\u00a0%"),
+            ]
+        )
     highlight = [i for i, p in enumerate(view.plans) if p.name in stars]
     caption = "Every plan, by the name that commands know it by"
     return table(columns, rows, highlight=highlight, caption=caption, identifier="plans")
@@ -121,11 +180,15 @@ def _protocol(view: RunView) -> str:
     texts = list(dict.fromkeys(p.measured.place for p in view.plans if p.measured))
     words = "KL in nats, ± one standard error; of perplexities, that of the difference from the original. "
     words += "Predicted KL: the sum of what each component loses alone"
-    factor = next((space.factor for space in view.spaces.values() if space.factor != 1), None)
-    words += "." if factor is None else f", times {factor:.3f}: other plans were seen to lose that much more."
-    held_out = (
-        f" Held-out {view.unit.text}: {'; '.join(texts)}, plans in PyTorch that rounds as the runtime does."
+    factor = next(
+        (space.factor for space in view.spaces.values() if space.factor != 1), None
     )
+    words += (
+        "."
+        if factor is None
+        else f", times {factor:.3f}: other plans were seen to lose that much more."
+    )
+    held_out = f" Held-out {view.unit.text}: {'; '.join(texts)}, plans in PyTorch that rounds as the runtime does."
     return words + (held_out if texts else "")
 
 
@@ -158,62 +221,111 @@ def speed(view: RunView) -> Section | None:
 
 def _chart(view: RunView, profiles: Sequence[Profile]) -> Html | None:
     """Over file size, one series per runtime."""
-    timing = next((name for name in _TIMINGS if any(name in p.timings for p in profiles)), None)
+    timing = next(
+        (name for name in _TIMINGS if any(name in p.timings for p in profiles)), None
+    )
     if timing is None:
         return None
     title, _ = _TIMINGS[timing]
     shown = [p for p in profiles if timing in p.timings]
     divisor, unit = unit_of(max(p.file_bytes for p in shown))
     stars = answer.recommended_names(view)
-    dots, lines = [], []
+    dots = []
+    lines = []
     for index, runtime in enumerate(dict.fromkeys(runtime_of(p.subject) for p in shown)):
         limits = []
         for p in (p for p in shown if runtime_of(p.subject) == runtime):
-            spread, name = p.timings[timing], p.subject.own_plan or p.subject.label
+            spread = p.timings[timing]
+            name = p.subject.own_plan or p.subject.label
             words = f"{subject_title(p.subject)}, {p.device}, {count(p.threads, 'thread')}\n{size(p.file_bytes)}\n"
-            words += f"{title}: {number(spread.median)}, quartiles {number(spread.low)} to "
+            words += (
+                f"{title}: {number(spread.median)}, quartiles {number(spread.low)} to "
+            )
             words += f"{number(spread.high)}, {spread.repeats} repeats"
             plan = view.plan(name)
             label = short_title(plan) if plan else name.rpartition("/")[2]
             label = f"{label} ★" if name in stars else label
-            dots.append(Dot(p.file_bytes / divisor, spread.median, words, runtime, spread.low,
-                            spread.high, label))  # fmt: skip
+            dots.append(
+                Dot(
+                    p.file_bytes / divisor,
+                    spread.median,
+                    words,
+                    runtime,
+                    spread.low,
+                    spread.high,
+                    label,
+                )
+            )
             if limit := p.bound.get(timing):
                 limits.append((p.file_bytes / divisor, limit))
         lines.append(Line(sorted(limits), f"s{index % len(SERIES)}", dashed=True))
     fastest = max(d.y for d in dots)
-    lines = [line for line in lines if line.points and max(y for _, y in line.points) <= _NEAR * fastest]
+    lines = [
+        line
+        for line in lines
+        if line.points and max(y for _, y in line.points) <= _NEAR * fastest
+    ]
     y = axis(
         title,
-        [v for d in dots for v in (d.low or d.y, d.high or d.y)] + [v for s in lines for _, v in s.points],
+        [v for d in dots for v in (d.low or d.y, d.high or d.y)]
+        + [v for s in lines for _, v in s.points],
     )
     caption = "Dashed: the limit of the machine's memory." if lines else ""
     x = axis(f"size of the file, {unit}", [d.x for d in dots])
-    return figure(f"{title[0].upper()}{title[1:]} against size", scatter(x, y, dots, lines).svg(), caption)
+    return figure(
+        f"{title[0].upper()}{title[1:]} against size",
+        scatter(x, y, dots, lines).svg(),
+        caption,
+    )
 
 
 def _notes(profiles: Sequence[Profile]) -> list[Html]:
     notes = []
-    if rates := [p.bound["read_bandwidth"] for p in profiles if p.bound.get("read_bandwidth")]:
+    if rates := [
+        p.bound["read_bandwidth"] for p in profiles if p.bound.get("read_bandwidth")
+    ]:
         words = f"The bound: every weight that a token needs is read once, at {size(max(rates))} per second. "
-        notes.append(note(words, "A file that fits into the processor's caches may be above it."))
-    notes += [note(line) for line in (*answer.libraries(profiles), *answer.unmeasurable(profiles))]
+        notes.append(
+            note(words, "A file that fits into the processor's caches may be above it.")
+        )
+    notes += [
+        note(line)
+        for line in (*answer.libraries(profiles), *answer.unmeasurable(profiles))
+    ]
     if any(p.settings.get("quick") for p in profiles):
         notes.append(note("Some of these are quick timings, too short to publish."))
     if any(not p.settings.get("ratios_to_fp16", True) for p in profiles):
-        notes.append(note("Where a runtime had no FP16 file beside the others, no ratio is given."))
+        notes.append(
+            note("Where a runtime had no FP16 file beside the others, no ratio is given.")
+        )
     return notes
 
 
 def _timings(profiles: Sequence[Profile]) -> Html:
-    columns = ["file", "size", "speed", "quartiles", "× FP16", "first token, ms", "load, s", "peak memory",
-               "of the bound"]  # fmt: skip
-    rows = [_timing_row(p) for p in sorted(profiles, key=lambda p: (runtime_of(p.subject), -p.file_bytes))]
+    columns = [
+        "file",
+        "size",
+        "speed",
+        "quartiles",
+        "× FP16",
+        "first token, ms",
+        "load, s",
+        "peak memory",
+        "of the bound",
+    ]
+    rows = [
+        _timing_row(p)
+        for p in sorted(profiles, key=lambda p: (runtime_of(p.subject), -p.file_bytes))
+    ]
     return table(columns, rows, caption="Timings")
 
 
 def _timing_row(profile: Profile) -> list[object]:
-    speeds = [(unit, profile.timings[n]) for n, (_, unit) in _TIMINGS.items() if n in profile.timings]
+    speeds = [
+        (unit, profile.timings[n])
+        for n, (_, unit) in _TIMINGS.items()
+        if n in profile.timings
+    ]
     speed = next(iter(speeds), None)
     ratio = answer.speed_ratio(profile)
     firsts = [n for n in profile.timings if n.startswith("first_token_seconds@")]
@@ -226,7 +338,9 @@ def _timing_row(profile: Profile) -> list[object]:
         Cell(f"{number(speed[1].median)} {speed[0]}", speed[1].median) if speed else "–",
         f"{number(speed[1].low)} to {number(speed[1].high)}" if speed else "–",
         ratio.brief if ratio else "–",
-        f"{1e3 * profile.timings[first].median:.1f} (after {first.partition('@')[2]})" if first else "–",
+        f"{1e3 * profile.timings[first].median:.1f} (after {first.partition('@')[2]})"
+        if first
+        else "–",
         f"{load.median:.2f}" if load else "–",
         Cell(size(profile.peak_memory_bytes), profile.peak_memory_bytes),
         Cell(percent(share), share) if share is not None else "–",

@@ -20,19 +20,26 @@ def section(view: RunView) -> Section | None:
         if curves := _curves(view, kind):
             title = f"{kind.capitalize()} of all blocks, by position (sums)"
             parts.append(figure(title, position_chart(view.nats, curves).svg()))
-    if shapes := [c.shape for c in {c.name: c for c, _, _ in view.states if c.kind == STATE}.values()]:
+    if shapes := [
+        c.shape
+        for c in {c.name: c for c, _, _ in view.states if c.kind == STATE}.values()
+    ]:
         bits = [StateFormat.parse(name).bits for name in ("fp16", "int8")]
         numbers = [shape[0] * shape[1] * shape[2] for shape in shapes]
-        half, small = (sum(n * each(s) for n, s in zip(numbers, shapes, strict=True)) / 8 for each in bits)
-        words = (
-            f"llama.cpp and OpenVINO keep recurrent states in float32: {size(4 * sum(numbers))} per sequence."
+        half, small = (
+            sum(n * each(s) for n, s in zip(numbers, shapes, strict=True)) / 8
+            for each in bits
         )
-        parts.append(note(f"{words} fp16 would need {size(int(half))}, int8 {size(int(small))}."))
+        words = f"llama.cpp and OpenVINO keep recurrent states in float32: {size(4 * sum(numbers))} per sequence."
+        parts.append(
+            note(f"{words} fp16 would need {size(int(half))}, int8 {size(int(small))}.")
+        )
     return Section("states", "States and caches", join(parts))
 
 
 def _map(view: RunView) -> charts.Chart:
-    levels, shown = charts.axis("", [m.metrics[KL].value for _, m, _ in view.states], log=True), []
+    levels = charts.axis("", [m.metrics[KL].value for _, m, _ in view.states], log=True)
+    shown = []
     for c, m, curve in view.states:
         words = f"{c.name}\n{m.format}: KL {with_error(m.metrics[KL])}\n{curve.trend} along the text"
         level = f"h{levels.level(m.metrics[KL].value, len(charts.RAMP))}"
@@ -44,8 +51,15 @@ def _curves(view: RunView, kind: str) -> dict[str, PositionCurve]:
     """Format → the sum over all blocks; errors are added, which is an upper bound."""
     found: dict[str, PositionCurve] = {}
     for m, curve in ((m, curve) for c, m, curve in view.states if c.kind == kind):
-        before = found[m.format].means if m.format in found else [Estimate(0.0, 0.0)] * len(curve.means)
+        before = (
+            found[m.format].means
+            if m.format in found
+            else [Estimate(0.0, 0.0)] * len(curve.means)
+        )
         pairs = zip(before, curve.means, strict=True)
-        means = tuple(Estimate(a.value + b.value, a.standard_error + b.standard_error) for a, b in pairs)
+        means = tuple(
+            Estimate(a.value + b.value, a.standard_error + b.standard_error)
+            for a, b in pairs
+        )
         found[m.format] = PositionCurve(curve.starts, means, curve.slope, curve.windows)
     return found

@@ -35,7 +35,8 @@ _PACKED = re.compile(r"(.*\.weight)_(packed|scale|shape|zero_point|g_idx)")
 
 class CompressedTensorsDissection(general.Dissection):
     def __init__(self, folder: Path) -> None:
-        self.place, self._config = folder, read_json(folder / CONFIG_FILE)
+        self.place = folder
+        self._config = read_json(folder / CONFIG_FILE)
         self.files = tuple(sorted(folder.glob("model*.safetensors")))
         packed: dict[str, dict[str, torch.Tensor]] = {}
         others = []
@@ -50,7 +51,10 @@ class CompressedTensorsDissection(general.Dissection):
                     packed.setdefault(part[1], {})[f"weight_{part[2]}"] = tensor
                 else:
                     others.append(_unpacked(name, tensor))
-        self.tensors = (*others, *(self._packed(name, parts) for name, parts in packed.items()))
+        self.tensors = (
+            *others,
+            *(self._packed(name, parts) for name, parts in packed.items()),
+        )
 
     def parts(self, model: LoadedModel) -> list[general.Part]:
         held = {tensor.name: tensor for tensor in self.tensors}
@@ -59,7 +63,9 @@ class CompressedTensorsDissection(general.Dissection):
         return [general.Part(named[name], held.get(named[name]), name) for name in own]
 
     def settings(self, model: LoadedModel) -> list[general.Disagreement]:
-        return general.other_settings(self._config, configuration(model, {}, {}), _WITHOUT_EFFECT)
+        return general.other_settings(
+            self._config, configuration(model, {}, {}), _WITHOUT_EFFECT
+        )
 
     def open(self, settings: SessionSettings) -> Session:
         return TransformersSession(self.place, settings.threads)
@@ -67,7 +73,11 @@ class CompressedTensorsDissection(general.Dissection):
     def _packed(self, name: str, parts: dict[str, torch.Tensor]) -> general.StoredTensor:
         module = name.removesuffix(".weight")
         groups = self._config["quantization_config"].get("config_groups", {}).values()
-        found = [g for g in groups if any(t == "Linear" or match_name(module, t) for t in g["targets"])]
+        found = [
+            g
+            for g in groups
+            if any(t == "Linear" or match_name(module, t) for t in g["targets"])
+        ]
         if not found:
             missing = f"{self.place / CONFIG_FILE} has no scheme for {module}"
             raise TargetError(f"{missing}; export or download it again")
@@ -75,15 +85,24 @@ class CompressedTensorsDissection(general.Dissection):
         group = f"-g{weights.group_size}" if (weights.group_size or 0) > 0 else ""
         spelled = f"{'' if weights.symmetric else 'u'}int{weights.num_bits}{group}"
         kind = spelled if spelled in known_formats() else ""
-        size, shape = sum(part.nbytes for part in parts.values()), tuple(parts["weight_shape"].tolist())
+        size = sum(part.nbytes for part in parts.values())
+        shape = tuple(parts["weight_shape"].tolist())
         read = partial(_values, parts, QuantizationScheme(targets=[], weights=weights))
-        return general.StoredTensor(name, spelled, shape, size, read, kind, general.rounding(kind))
+        return general.StoredTensor(
+            name, spelled, shape, size, read, kind, general.rounding(kind)
+        )
 
 
 def _unpacked(name: str, tensor: torch.Tensor) -> general.StoredTensor:
-    kind = next((kind for kind, dtype in general.DTYPES.items() if dtype == tensor.dtype), "")
-    spelled, shape, rounded = kind or str(tensor.dtype), tuple(tensor.shape), general.rounding(kind)
-    return general.StoredTensor(name, spelled, shape, tensor.nbytes, tensor.float, kind, rounded)
+    kind = next(
+        (kind for kind, dtype in general.DTYPES.items() if dtype == tensor.dtype), ""
+    )
+    spelled = kind or str(tensor.dtype)
+    shape = tuple(tensor.shape)
+    rounded = general.rounding(kind)
+    return general.StoredTensor(
+        name, spelled, shape, tensor.nbytes, tensor.float, kind, rounded
+    )
 
 
 def _values(parts: dict[str, torch.Tensor], scheme: QuantizationScheme) -> torch.Tensor:

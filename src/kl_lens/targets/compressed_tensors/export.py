@@ -19,8 +19,21 @@ from transformers.core_model_loading import revert_weight_conversion
 from kl_lens.base.files import tensor_digest
 from kl_lens.model.files import read_stored
 from kl_lens.run.records import Artifact, ExportedTensor, Plan
-from kl_lens.targets.compressed_tensors.schemes import CONFIG_FILE, configuration, fused, is_packed
-from kl_lens.targets.exporting import Choice, Entry, choices, file_size, record, write_beside, write_file
+from kl_lens.targets.compressed_tensors.schemes import (
+    CONFIG_FILE,
+    configuration,
+    fused,
+    is_packed,
+)
+from kl_lens.targets.exporting import (
+    Choice,
+    Entry,
+    choices,
+    file_size,
+    record,
+    write_beside,
+    write_file,
+)
 from kl_lens.weights.recipes import FP16, Recipe
 
 if TYPE_CHECKING:
@@ -28,9 +41,15 @@ if TYPE_CHECKING:
     from kl_lens.targets.base import Target
     from kl_lens.weights.formats import Format, Quantized
 
-WEIGHT_FILE, FORMAT = "model.safetensors", "pt"
+WEIGHT_FILE = "model.safetensors"
+FORMAT = "pt"
 PARTS = ("shape", "packed", "zero_point", "scale")  # of a packed matrix, wide types first
-_KINDS = {torch.int64: "I64", torch.int32: "I32", torch.float32: "F32", torch.float16: "F16"}
+_KINDS = {
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.float32: "F32",
+    torch.float16: "F16",
+}
 _PACKED_AT_ONCE = 1 << 22  # weights
 
 
@@ -40,10 +59,18 @@ def export(target: Target, model: LoadedModel, plan: Plan, folder: Path) -> Arti
     write_file(folder / WEIGHT_FILE, file.entries, FORMAT, file.bytes_of)
     recipes = {c.weight: file.chosen[c.name].recipe for c in model.anatomy.candidates}
     config = configuration(model, recipes | file.heads, file.names)
-    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    (folder / CONFIG_FILE).write_text(
+        json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+    )
     notes = write_beside(model, folder)
-    versions = {name: metadata.version(name) for name in ("transformers", "compressed-tensors")}
-    settings = {"versions": versions, "notes": notes, "further_heads": bool(model.further_heads)}
+    versions = {
+        name: metadata.version(name) for name in ("transformers", "compressed-tensors")
+    }
+    settings = {
+        "versions": versions,
+        "notes": notes,
+        "further_heads": bool(model.further_heads),
+    }
     return record(target.name, model, plan, folder, file.records, **settings)
 
 
@@ -57,7 +84,8 @@ class _File:
 
     def __init__(self, target: Target, model: LoadedModel, plan: Plan) -> None:
         model.require_memory(f"exporting to {target.title}")
-        self._model, self.chosen = model, _chosen(target, model, plan)
+        self._model = model
+        self.chosen = _chosen(target, model, plan)
         self._candidates = {component.name for component in model.anatomy.candidates}
         # Zero points and scales, which come after packed matrices.
         self._waiting: dict[str, torch.Tensor] = {}
@@ -71,19 +99,38 @@ class _File:
         }
         self.names = names = checkpoint_names(model, state)
         self._sources = {names[own]: owners.get(own, own) for own in state}
-        packed = [name for name, source in self._sources.items() if self._is_packed(source)]
-        self._others = {names[own]: t.contiguous() for own, t in state.items() if names[own] not in packed}
+        packed = [
+            name for name, source in self._sources.items() if self._is_packed(source)
+        ]
+        self._others = {
+            names[own]: t.contiguous()
+            for own, t in state.items()
+            if names[own] not in packed
+        }
         self.heads = _packed_heads(target, model)
-        self.chosen |= {name: Choice(recipe, recipe) for name, recipe in self.heads.items()}
+        self.chosen |= {
+            name: Choice(recipe, recipe) for name, recipe in self.heads.items()
+        }
         for name in sorted(model.further_heads.keys() - self.heads.keys()):
-            kept = torch.empty(model.further_heads[name].shape, device="meta")  # read when it is written
+            kept = torch.empty(
+                model.further_heads[name].shape, device="meta"
+            )  # read when it is written
             self._others[name] = kept.half() if kept.dim() > 1 else kept
-        entries = [Entry(name, _KINDS[t.dtype], tuple(t.shape)) for name, t in self._others.items()]
-        entries += [entry for name in (*packed, *self.heads) for entry in self._entries(name)]
-        self.entries = sorted(entries, key=lambda entry: list(_KINDS.values()).index(entry.dtype))
+        entries = [
+            Entry(name, _KINDS[t.dtype], tuple(t.shape))
+            for name, t in self._others.items()
+        ]
+        entries += [
+            entry for name in (*packed, *self.heads) for entry in self._entries(name)
+        ]
+        self.entries = sorted(
+            entries, key=lambda entry: list(_KINDS.values()).index(entry.dtype)
+        )
 
     def _is_packed(self, component: str) -> bool:
-        return component in self._candidates and is_packed(self.chosen[component].recipe.grid)
+        return component in self._candidates and is_packed(
+            self.chosen[component].recipe.grid
+        )
 
     def _stored(self, component: str, tensor: torch.Tensor) -> torch.Tensor:
         """A matrix that stays in 16 bits is rounded to them; what is never quantized keeps its values."""
@@ -95,73 +142,116 @@ class _File:
 
     def _entries(self, name: str) -> list[Entry]:
         """Of a packed matrix."""
-        source, head = self._sources.get(name, name), self._model.further_heads.get(name)
+        source = self._sources.get(name, name)
+        head = self._model.further_heads.get(name)
         fmt = self.chosen[source].recipe.grid
-        rows, columns = head.shape if head else self._model.anatomy.component(source).shape
+        rows, columns = (
+            head.shape if head else self._model.anatomy.component(source).shape
+        )
         groups = columns // (fmt.group_size or columns)
-        shapes = (2,), (rows, _words(columns, fmt)), (_words(rows, fmt), groups), (rows, groups)
+        shapes = (
+            (2,),
+            (rows, _words(columns, fmt)),
+            (_words(rows, fmt), groups),
+            (rows, groups),
+        )
         return [
             Entry(f"{name}_{part}", kind, shape)
-            for part, kind, shape in zip(PARTS, ("I64", "I32", "I32", "F16"), shapes, strict=True)
+            for part, kind, shape in zip(
+                PARTS, ("I64", "I32", "I32", "F16"), shapes, strict=True
+            )
             if part != "zero_point" or not fmt.symmetric
         ]
 
     def bytes_of(self, entry: Entry) -> npt.NDArray[np.uint8]:
         name = entry.name.removesuffix("_shape")
-        source, head = self._sources.get(name, name), self._model.further_heads.get(name)
+        source = self._sources.get(name, name)
+        head = self._model.further_heads.get(name)
         if (tensor := self._others.get(entry.name)) is not None:
             tensor = read_stored(head).to(tensor.dtype) if head else tensor
             self._add(entry.name, source, tensor)
             return _raw(tensor)
         if entry.name in self._waiting:
             return _raw(self._waiting.pop(entry.name))
-        recipe, store = self.chosen[source].recipe, self._model.weights
-        made = recipe.grid.quantize(read_stored(head), name) if head else store.quantized(source, recipe)
+        recipe = self.chosen[source].recipe
+        store = self._model.weights
+        made = (
+            recipe.grid.quantize(read_stored(head), name)
+            if head
+            else store.quantized(source, recipe)
+        )
         parts = packed(recipe.grid, made)
         self._add(f"{name}_packed", source, *parts.values(), weights=made.digest)
         self._waiting |= {f"{name}_{part}": tensor for part, tensor in parts.items()}
         return _raw(self._waiting.pop(entry.name))
 
-    def _add(self, name: str, component: str, *tensors: torch.Tensor, weights: str = "") -> None:
+    def _add(
+        self, name: str, component: str, *tensors: torch.Tensor, weights: str = ""
+    ) -> None:
         choice = self.chosen.get(component, Choice(FP16, FP16))
         realised = choice.recipe if tensors[0].dtype != torch.float32 else "fp32"
         if component in self._candidates and not weights:
             weights = self._model.weights.digest(component, FP16)
-        stored = sum(tensor.nbytes for tensor in tensors), choice.reason, tensor_digest(*tensors), weights
-        self.records.append(ExportedTensor(component, name, choice.planned, realised, *stored))
+        stored = (
+            sum(tensor.nbytes for tensor in tensors),
+            choice.reason,
+            tensor_digest(*tensors),
+            weights,
+        )
+        self.records.append(
+            ExportedTensor(component, name, choice.planned, realised, *stored)
+        )
 
 
-def checkpoint_names(model: LoadedModel, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+def checkpoint_names(
+    model: LoadedModel, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, str]:
     """transformers' names → those in checkpoints. What it would split (experts) keeps its own; it reads both."""
     whole: Any = model.model
     found = revert_weight_conversion(whole, dict(tensors))
     renamed = {(tensor.data_ptr(), tensor.shape): name for name, tensor in found.items()}
-    return {name: renamed.get((tensor.data_ptr(), tensor.shape), name) for name, tensor in tensors.items()}
+    return {
+        name: renamed.get((tensor.data_ptr(), tensor.shape), name)
+        for name, tensor in tensors.items()
+    }
 
 
 def _chosen(target: Target, model: LoadedModel, plan: Plan) -> dict[str, Choice]:
-    modules, chosen = dict(model.model.named_modules()), choices(model, plan, target.fit)
+    modules = dict(model.model.named_modules())
+    chosen = choices(model, plan, target.fit)
     for component in model.anatomy.candidates:
-        kept, planned = target.keeps(component), chosen[component.name].planned
-        if kept is None and not isinstance(modules.get(component.weight.removesuffix(".weight")), nn.Linear):
+        kept = target.keeps(component)
+        planned = chosen[component.name].planned
+        if kept is None and not isinstance(
+            modules.get(component.weight.removesuffix(".weight")), nn.Linear
+        ):
             kept = "it is not a Linear layer"
         if planned != FP16 and kept is not None:
-            chosen[component.name] = Choice(planned, FP16, f"{planned}: {kept}; stored as {FP16}")
+            chosen[component.name] = Choice(
+                planned, FP16, f"{planned}: {kept}; stored as {FP16}"
+            )
     for siblings in fused(model.anatomy.candidates):
         recipes = [chosen[component.name].recipe for component in siblings]
-        widest = max(recipes, key=lambda recipe: recipe.grid.bits_per_weight(siblings[0].shape))
-        shared = FP16 if any(target.holds(widest.grid, c.shape) for c in siblings) else widest
+        widest = max(
+            recipes, key=lambda recipe: recipe.grid.bits_per_weight(siblings[0].shape)
+        )
+        shared = (
+            FP16 if any(target.holds(widest.grid, c.shape) for c in siblings) else widest
+        )
         for component, own in zip(siblings, recipes, strict=True):
             if own.grid != shared.grid:
                 reason = f"{own}: vLLM needs one format for {', '.join(c.kind for c in siblings)}"
                 planned = chosen[component.name].planned
-                chosen[component.name] = Choice(planned, shared, f"{reason}; stored as {shared}")
+                chosen[component.name] = Choice(
+                    planned, shared, f"{reason}; stored as {shared}"
+                )
     return chosen
 
 
 def _packed_heads(target: Target, model: LoadedModel) -> dict[str, Recipe]:
     """Heads for further tokens, which vLLM reads, in 8 bits: their matrices, but no embeddings and gates of experts."""
-    shapes, recipe = {name: stored.shape for name, stored in model.further_heads.items()}, Recipe("int8")
+    shapes = {name: stored.shape for name, stored in model.further_heads.items()}
+    recipe = Recipe("int8")
     linear = re.compile(r"(?!.*embed).*(?<!gate)\.weight")
     own = [name for name in shapes if len(shapes[name]) == 2 and linear.fullmatch(name)]
     # vLLM multiplies some as one: all or none. Its kernel for CPUs has no 8 bits, so there they stay in 16.
@@ -177,7 +267,11 @@ def packed(fmt: Format, quantized: Quantized) -> dict[str, torch.Tensor]:
     """The tensors of a matrix."""
 
     def signed(codes: torch.Tensor) -> torch.Tensor:
-        return codes.cpu() if fmt.symmetric else (codes.cpu().int() - 2 ** (fmt.bits - 1)).to(torch.int8)
+        return (
+            codes.cpu()
+            if fmt.symmetric
+            else (codes.cpu().int() - 2 ** (fmt.bits - 1)).to(torch.int8)
+        )
 
     step = max(1, _PACKED_AT_ONCE // quantized.shape[-1])
     words = [pack_to_int32(signed(rows), fmt.bits) for rows in quantized.data.split(step)]
@@ -188,7 +282,9 @@ def packed(fmt: Format, quantized: Quantized) -> dict[str, torch.Tensor]:
         "scale": quantized.scales.cpu(),
     }
     if quantized.zero_points is not None:
-        parts["zero_point"] = pack_to_int32(signed(quantized.zero_points), fmt.bits, packed_dim=0)
+        parts["zero_point"] = pack_to_int32(
+            signed(quantized.zero_points), fmt.bits, packed_dim=0
+        )
     return parts
 
 

@@ -30,7 +30,11 @@ _VLLM_NAMES = {
     "lfm2": ((r"\.conv\.", ".short_conv."),),
 }
 # Besides those of all runtimes: what vLLM multiplies as one, in Qwen 3.5.
-_FUSED = (*FUSED_GROUPS, frozenset({"in_proj_qkv", "in_proj_z"}), frozenset({"in_proj_b", "in_proj_a"}))
+_FUSED = (
+    *FUSED_GROUPS,
+    frozenset({"in_proj_qkv", "in_proj_z"}),
+    frozenset({"in_proj_b", "in_proj_a"}),
+)
 
 
 def fused(components: Sequence[Component]) -> Iterator[list[Component]]:
@@ -54,21 +58,31 @@ def configuration(
     """The checkpoint's own settings with the schemes of its matrices; `names`: of weights in the file."""
     file = model.folder / CONFIG_FILE
     own = model.layout == "transformers" and file.is_file()
-    text = file.read_text(encoding="utf-8") if own else model.config.to_json_string(use_diff=False)
+    text = (
+        file.read_text(encoding="utf-8")
+        if own
+        else model.config.to_json_string(use_diff=False)
+    )
     config: dict[str, Any] = json.loads(text)
     config.pop("torch_dtype", None)
-    config["architectures"] = config.get("architectures") or [type(model.model).__name__]  # vLLM asks for it
+    config["architectures"] = config.get("architectures") or [
+        type(model.model).__name__
+    ]  # vLLM asks for it
     config["dtype"] = "float16"  # of the scales: in bfloat16 they would be rounded again
     embedding = model.anatomy.embedding
     if embedding and embedding == model.anatomy.head:
-        config["tie_word_embeddings"] = True  # some checkpoints deny it and hold the same matrix twice
+        config["tie_word_embeddings"] = (
+            True  # some checkpoints deny it and hold the same matrix twice
+        )
     groups: dict[str, list[str]] = {}
     for weight, recipe in recipes.items():
         spelled = (weight, names.get(weight, weight), _in_vllm(weight, model))
         modules = dict.fromkeys(name.removesuffix(".weight") for name in spelled)
         # One expression for all names, so that no reader warns about those of others.
         every = f"re:({'|'.join(map(re.escape, modules))})$"
-        groups.setdefault(recipe.grid.name, []).append(every if len(modules) > 1 else next(iter(modules)))
+        groups.setdefault(recipe.grid.name, []).append(
+            every if len(modules) > 1 else next(iter(modules))
+        )
     ignored = groups.pop(FP16, [])
     if groups:
         config["quantization_config"] = {
@@ -76,7 +90,11 @@ def configuration(
             "format": PACKED,
             "quantization_status": "compressed",  # anything else loads random weights without an error
             "config_groups": {
-                f"group_{number}": {"targets": names, "weights": _scheme(get_format(name)), "format": PACKED}
+                f"group_{number}": {
+                    "targets": names,
+                    "weights": _scheme(get_format(name)),
+                    "format": PACKED,
+                }
                 for number, (name, names) in enumerate(groups.items())
             },
             "ignore": ignored,
@@ -86,8 +104,16 @@ def configuration(
 
 def _scheme(fmt: Format) -> dict[str, Any]:
     size = fmt.group_size
-    blocks = {"strategy": "group", "group_size": size} if size else {"strategy": "channel"}
-    return {"num_bits": fmt.bits, "type": "int", "symmetric": fmt.symmetric, "dynamic": False, **blocks}
+    blocks = (
+        {"strategy": "group", "group_size": size} if size else {"strategy": "channel"}
+    )
+    return {
+        "num_bits": fmt.bits,
+        "type": "int",
+        "symmetric": fmt.symmetric,
+        "dynamic": False,
+        **blocks,
+    }
 
 
 def _in_vllm(name: str, model: LoadedModel) -> str:

@@ -45,7 +45,9 @@ def opened(folder: Path) -> Any:
     """The model in float32. There the products of codes and float16 scales are exact."""
     with redirect_stderr(io.StringIO()), initialising_safely():  # a bar for every stage
         load: Any = transformers.AutoModelForCausalLM.from_pretrained
-        model, report = load(folder, dtype=torch.float32, output_loading_info=True, local_files_only=True)
+        model, report = load(
+            folder, dtype=torch.float32, output_loading_info=True, local_files_only=True
+        )
         known = [key for key in report["unexpected_keys"] if not LEFT_OUT.match(key)]
         if wrong := sorted({*report["missing_keys"], *known}):
             raise KeyError(f"{wrong[0]}: missing in the file, or unknown to the model")
@@ -59,18 +61,24 @@ class TransformersSession(FedSession):
     """One sequence at a time, on a CPU."""
 
     def __init__(self, folder: Path, threads: int | None = None) -> None:
-        self.place, self._threads = folder, torch.get_num_threads()
+        self.place = folder
+        self._threads = torch.get_num_threads()
         torch.set_num_threads(threads or self._threads)
         try:
             self._model = opened(folder)
         except Exception as error:  # transformers raises anything over a strange folder
             torch.set_num_threads(self._threads)
             reason = f"{type(error).__name__} {one_line(error)}"
-            raise TargetError(f"{folder}: transformers cannot load it: {reason}") from error
+            raise TargetError(
+                f"{folder}: transformers cannot load it: {reason}"
+            ) from error
         self.vocabulary = int(self._model.get_output_embeddings().weight.shape[0])
         self._steps = True
-        (*_, whole), stepped = self.logits([0, 1, 0]), [self.prefill([0, 1]), self.step(0)][1]
-        self._steps = bool(np.allclose(whole, stepped, rtol=1e-3, atol=1e-3))  # Bamba forgets between calls
+        (*_, whole) = self.logits([0, 1, 0])
+        stepped = [self.prefill([0, 1]), self.step(0)][1]
+        self._steps = bool(
+            np.allclose(whole, stepped, rtol=1e-3, atol=1e-3)
+        )  # Bamba forgets between calls
         self.reset()
 
     @property
@@ -98,9 +106,12 @@ class TransformersSession(FedSession):
         self._fed += tokens
         # After states, Mamba and Jamba would start again: once more from the start.
         if new > 1 or not self._steps:
-            tokens, self._states = self._fed, {}
+            tokens = self._fed
+            self._states = {}
         output = self._model(torch.tensor([tokens]), use_cache=not every, **self._states)
-        self._states = {name: output[name] for name in _STATES if output.get(name) is not None}
+        self._states = {
+            name: output[name] for name in _STATES if output.get(name) is not None
+        }
         return output.logits[0, -new if every else -1 :].numpy()
 
     def close(self) -> None:

@@ -10,7 +10,11 @@ from kl_lens.weights.recipes import FP16, Recipe
 _SCHEMES = {
     "w4a16": (Recipe("int4-g128"), 'QuantizationModifier(scheme="W4A16")', True),
     "w4a16.gptq": (Recipe("int4-g128", "gptq"), 'GPTQModifier(scheme="W4A16")', True),
-    "w4a16_asym": (Recipe("uint4-g128"), 'QuantizationModifier(scheme="W4A16_ASYM")', False),
+    "w4a16_asym": (
+        Recipe("uint4-g128"),
+        'QuantizationModifier(scheme="W4A16_ASYM")',
+        False,
+    ),
     "w8a16": (Recipe("int8"), 'QuantizationModifier(scheme="W8A16")', True),
 }
 
@@ -21,7 +25,9 @@ def stock_recipes(target: Target, model: LoadedModel) -> tuple[StockRecipe, ...]
     for name, (recipe, spelled, usual) in _SCHEMES.items():
         assignment = {
             c.name: FP16
-            if c.name == model.anatomy.head or target.keeps(c) or target.holds(recipe.grid, c.shape)
+            if c.name == model.anatomy.head
+            or target.keeps(c)
+            or target.holds(recipe.grid, c.shape)
             else recipe
             for c in model.anatomy.candidates
         }

@@ -27,14 +27,24 @@ _LISTED_BYTES = 130  # of one tensor in a file's header: a little more than was 
 
 
 class CompressedTensorsTarget(Target):
-    name, title, extra = "compressed-tensors", "compressed-tensors", "compressed"
+    name = "compressed-tensors"
+    title = "compressed-tensors"
+    extra = "compressed"
     packages = ("compressed_tensors", "transformers")
     loads = (SUFFIX,)
     methods = ("gptq", "search")
     usual = False
     formats: ClassVar[tuple[str, ...]] = (
-        "int3-g128", "int4-g128", "uint4-g128", "int4-g32", "uint4-g32", "int5-g128", "int6-g128", "int8", FP16,
-    )  # fmt: skip
+        "int3-g128",
+        "int4-g128",
+        "uint4-g128",
+        "int4-g32",
+        "uint4-g32",
+        "int5-g128",
+        "int6-g128",
+        "int8",
+        FP16,
+    )
     small_formats: ClassVar[tuple[str, ...]] = ("uint2-g64",)
 
     def stores(self, fmt: Format) -> str | None:
@@ -42,7 +52,9 @@ class CompressedTensorsTarget(Target):
 
         if fmt.name == FP16 or is_packed(fmt):
             return None
-        return f"{self.title} has no format {fmt.name!r}; it has {', '.join(self.formats)}"
+        return (
+            f"{self.title} has no format {fmt.name!r}; it has {', '.join(self.formats)}"
+        )
 
     def holds(self, fmt: Format, shape: Sequence[int]) -> str | None:
         if fmt.name != FP16 and len(shape) != 2:
@@ -64,22 +76,35 @@ class CompressedTensorsTarget(Target):
 
     @property
     def short_menu(self) -> tuple[Recipe, ...]:
-        learnt = [name for name in self.formats if name.startswith("int") and not name.startswith("int8")]
-        return (*self.recipes(learnt), *(Recipe(name) for name in self.formats if name == "int8"))
+        learnt = [
+            name
+            for name in self.formats
+            if name.startswith("int") and not name.startswith("int8")
+        ]
+        return (
+            *self.recipes(learnt),
+            *(Recipe(name) for name in self.formats if name == "int8"),
+        )
 
     def stock_recipes(self, model: LoadedModel) -> tuple[StockRecipe, ...]:
         from kl_lens.targets.compressed_tensors.stock import stock_recipes
 
         return stock_recipes(self, model)
 
-    def write(self, model: LoadedModel, plan: Plan, folder: Path, **options: Any) -> Artifact:
+    def write(
+        self, model: LoadedModel, plan: Plan, folder: Path, **options: Any
+    ) -> Artifact:
         from kl_lens.targets.compressed_tensors.export import export
 
         return export(self, self._checked(model), plan, folder)
 
     def _checked(self, model: LoadedModel) -> LoadedModel:
-        if model.classifier is not None or not type(model.model).__module__.startswith("transformers."):
-            raise UnsupportedError(f"transformers has no language model of type {model.anatomy.model_type}")
+        if model.classifier is not None or not type(model.model).__module__.startswith(
+            "transformers."
+        ):
+            raise UnsupportedError(
+                f"transformers has no language model of type {model.anatomy.model_type}"
+            )
         return model
 
     def file_bytes(self, model: LoadedModel, plan: Plan, *, exact: bool = False) -> int:
@@ -97,7 +122,8 @@ class CompressedTensorsTarget(Target):
             return super().health()
         version = metadata.version("compressed-tensors")
         return Health(
-            f"transformers {self.version}", (f"with compressed-tensors {version}, judges its files",)
+            f"transformers {self.version}",
+            (f"with compressed-tensors {version}, judges its files",),
         )
 
     def owns(self, path: Path) -> bool:
@@ -108,14 +134,21 @@ class CompressedTensorsTarget(Target):
 
     def dissects(self, path: Path) -> bool:
         quantization = read_json(_folder(path) / "config.json").get("quantization_config")
-        return isinstance(quantization, dict) and quantization.get("quant_method") == "compressed-tensors"
+        return (
+            isinstance(quantization, dict)
+            and quantization.get("quant_method") == "compressed-tensors"
+        )
 
     def dissect(self, place: Path) -> Dissection:
-        from kl_lens.targets.compressed_tensors.dissection import CompressedTensorsDissection
+        from kl_lens.targets.compressed_tensors.dissection import (
+            CompressedTensorsDissection,
+        )
 
         return CompressedTensorsDissection(_folder(place))
 
-    def open(self, place: Path, settings: SessionSettings, *, cold: bool = False) -> Session:
+    def open(
+        self, place: Path, settings: SessionSettings, *, cold: bool = False
+    ) -> Session:
         from kl_lens.targets.compressed_tensors.session import TransformersSession
 
         return TransformersSession(_folder(place), settings.threads)
@@ -124,18 +157,29 @@ class CompressedTensorsTarget(Target):
 class VLLMTarget(CompressedTensorsTarget):
     """What vLLM's Marlin kernels run on an NVIDIA GPU."""
 
-    name, title = "vllm", "vLLM"
+    name = "vllm"
+    title = "vLLM"
     formats: ClassVar[tuple[str, ...]] = (
-        "int4-g128", "uint4-g128", "int4-g32", "uint4-g32", "int8-g128", "int8", FP16,
-    )  # fmt: skip
+        "int4-g128",
+        "uint4-g128",
+        "int4-g32",
+        "uint4-g32",
+        "int8-g128",
+        "int8",
+        FP16,
+    )
     small_formats = ()
     bits: ClassVar[tuple[int, ...]] = (4, 8)
     rows: ClassVar[int] = 8  # the zero points of fused layers begin at whole words
     columns: ClassVar[int] = 32
 
     def stores(self, fmt: Format) -> str | None:
-        runs = fmt.name == FP16 or (fmt.bits in self.bits and (fmt.bits == 4 or fmt.symmetric))
-        return super().stores(fmt) or (None if runs else f"{self.title} has no kernel for {fmt.name}")
+        runs = fmt.name == FP16 or (
+            fmt.bits in self.bits and (fmt.bits == 4 or fmt.symmetric)
+        )
+        return super().stores(fmt) or (
+            None if runs else f"{self.title} has no kernel for {fmt.name}"
+        )
 
     def holds(self, fmt: Format, shape: Sequence[int]) -> str | None:
         if fmt.name != FP16 and (shape[-2] % self.rows or shape[-1] % self.columns):
@@ -143,13 +187,19 @@ class VLLMTarget(CompressedTensorsTarget):
         return super().holds(fmt, shape)
 
     def keeps(self, component: Component) -> str | None:
-        head = "vLLM reads the heads of most hybrids in 16 bits" if component.family == "head" else None
+        head = (
+            "vLLM reads the heads of most hybrids in 16 bits"
+            if component.family == "head"
+            else None
+        )
         return head or super().keeps(component)
 
     def _checked(self, model: LoadedModel) -> LoadedModel:
         checked = super()._checked(model)
         if any(len(component.shape) == 3 for component in checked.anatomy.candidates):
-            raise UnsupportedError("vLLM reads experts one by one, and KL Lens does not write them so")
+            raise UnsupportedError(
+                "vLLM reads experts one by one, and KL Lens does not write them so"
+            )
         return checked
 
     def how_to_run(self, repository: str, artifact: Artifact) -> str:
@@ -163,9 +213,11 @@ class VLLMTarget(CompressedTensorsTarget):
 class VLLMCPUTarget(VLLMTarget):
     """What vLLM's kernel for CPUs runs."""
 
-    name, title = "vllm-cpu", "vLLM on a CPU"
+    name = "vllm-cpu"
+    title = "vLLM on a CPU"
     formats = ("int4-g128", "uint4-g128", "int4-g32", "uint4-g32", FP16)
-    bits, rows = (4,), 32
+    bits = (4,)
+    rows = 32
 
 
 def _folder(place: Path) -> Path:

@@ -28,8 +28,18 @@ from kl_lens.weights.recipes import FP16, Recipe
 # against 5e-3 for the rounding modelled here.
 _PER_32 = ("q8_0", "q4_0", "q5_0", "iq4_nl", "q4_1", "q5_1")
 _PER_256 = (
-    "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs", "iq3_s", "iq3_xxs", "iq2_s", "iq2_xs", "iq2_xxs",
-)  # fmt: skip
+    "q2_k",
+    "q3_k",
+    "q4_k",
+    "q5_k",
+    "q6_k",
+    "iq4_xs",
+    "iq3_s",
+    "iq3_xxs",
+    "iq2_s",
+    "iq2_xs",
+    "iq2_xxs",
+)
 _SMALLEST = torch.finfo(torch.float32).tiny
 # Kernels for x86 multiply by 127/max|x|, others by 1/(max|x|/127): one activation in a million differs.
 _ON_X86 = platform.machine().lower() in ("x86_64", "amd64")
@@ -56,7 +66,9 @@ def _blocks_of_32(activations: torch.Tensor) -> torch.Tensor:
     inverse = _quotient(127, largest) if _ON_X86 else _quotient(1, scale)
     inverse = torch.where(scale > _SMALLEST, inverse, 0)
     integers = (blocks * inverse).round()
-    return (integers * scale.half().float()).reshape(activations.shape).to(activations.dtype)
+    return (
+        (integers * scale.half().float()).reshape(activations.shape).to(activations.dtype)
+    )
 
 
 def _blocks_of_256(activations: torch.Tensor) -> torch.Tensor:
@@ -94,6 +106,9 @@ def as_deployed(model: nn.Module, recipes: Mapping[str, Recipe]) -> Iterator[Non
 
     `recipes`: component → the recipe it is *realised* in (after fallbacks). A tied embedding stands for the head.
     """
-    changes = {c: partial(quantize_activations, format_name=r.grid.name) for c, r in recipes.items()}
+    changes = {
+        c: partial(quantize_activations, format_name=r.grid.name)
+        for c, r in recipes.items()
+    }
     with inputs_changed(model, changes):
         yield

@@ -13,11 +13,24 @@ import torch
 
 from kl_lens.base.errors import KLLensError
 from kl_lens.targets import dissection, quarantine
-from kl_lens.targets.dissection import Disagreement, Dissection, Part, StoredTensor, Texts, setting
+from kl_lens.targets.dissection import (
+    Disagreement,
+    Dissection,
+    Part,
+    StoredTensor,
+    Texts,
+    setting,
+)
 from kl_lens.targets.gguf.architectures import get_architecture
 from kl_lens.targets.gguf.header import TensorEntry, read_header
 from kl_lens.targets.gguf.session import GGUFSession, try_out
-from kl_lens.targets.gguf.tokenizer import CHAT_TEMPLATE, PREFIX, UNUSED, sample_strings, tokenizer_data
+from kl_lens.targets.gguf.tokenizer import (
+    CHAT_TEMPLATE,
+    PREFIX,
+    UNUSED,
+    sample_strings,
+    tokenizer_data,
+)
 from kl_lens.targets.gguf.writer import ModelTensors
 from kl_lens.targets.session import Session, SessionSettings
 from kl_lens.targets.tokenizer import default_template, end_ids
@@ -35,30 +48,51 @@ _WITHOUT_EFFECT = ("context_length", "feed_forward_length", "vocab_size")
 class GGUFDissection(Dissection):
     def __init__(self, path: Path) -> None:
         self.info = read_header(path)
-        self.place, self.files = self.info.paths[0], self.info.paths
+        self.place = self.info.paths[0]
+        self.files = self.info.paths
         self.tensors = tuple(_stored(entry) for entry in self.info.tensors)
 
     def parts(self, model: LoadedModel) -> list[Part]:
         shapes = ModelTensors(model).shapes
         held = {tensor.name: tensor for tensor in self.tensors}
         rules = get_architecture(model.config.model_type).tensors(model.config, shapes)
-        head = next((rule for rule in rules if rule.name == _HEAD), replace(rules[0], name=_HEAD))
+        head = next(
+            (rule for rule in rules if rule.name == _HEAD), replace(rules[0], name=_HEAD)
+        )
         if _HEAD in held and head not in rules:  # a tied head, stored once more
             rules = [*rules, head]
-        return [Part(r.name, held.get(r.name), r.parameter, r.arranged, r.factors) for r in rules]
+        return [
+            Part(r.name, held.get(r.name), r.parameter, r.arranged, r.factors)
+            for r in rules
+        ]
 
     def settings(self, model: LoadedModel) -> list[Disagreement]:
-        architecture, metadata = get_architecture(model.config.model_type), self.info.metadata
-        own, found = architecture.name(model.config), []
+        architecture = get_architecture(model.config.model_type)
+        metadata = self.info.metadata
+        own = architecture.name(model.config)
+        found = []
         if own != self.info.architecture:
-            found.append(setting("general.architecture", self.info.architecture, own, f"convert it as {own}"))
+            found.append(
+                setting(
+                    "general.architecture",
+                    self.info.architecture,
+                    own,
+                    f"convert it as {own}",
+                )
+            )
         for name, value in architecture.metadata(model.config).items():
             key = f"{self.info.architecture}.{name}"
             if name == "block_count":  # heads for further tokens are blocks too
-                value += metadata.get(f"{self.info.architecture}.nextn_predict_layers") or 0
+                value += (
+                    metadata.get(f"{self.info.architecture}.nextn_predict_layers") or 0
+                )
             if not dissection.same(there := metadata.get(key), value):
-                matters = name not in _WITHOUT_EFFECT if key in metadata else None  # llama.cpp has defaults
-                found.append(setting(key, there, value, self._advice(key, value), matters=matters))
+                matters = (
+                    name not in _WITHOUT_EFFECT if key in metadata else None
+                )  # llama.cpp has defaults
+                found.append(
+                    setting(key, there, value, self._advice(key, value), matters=matters)
+                )
         for reason in architecture.refusals(model.config):
             words = f"llama.cpp computes another model: {reason}"
             found.append(Disagreement("llama.cpp", words, "use another runtime"))
@@ -66,11 +100,14 @@ class GGUFDissection(Dissection):
 
     def tokenizer(self, model: LoadedModel) -> Iterator[Disagreement]:
         try:
-            wanted = self._tokenizer(model.require_tokenizer(), end_ids(model.folder)).metadata
+            wanted = self._tokenizer(
+                model.require_tokenizer(), end_ids(model.folder)
+            ).metadata
         except KLLensError:  # there is none, or llama.cpp has none of this kind
             return
         held = read_header(self.place, whole=True).metadata
-        own, theirs = _lists(wanted), _lists(held)
+        own = _lists(wanted)
+        theirs = _lists(held)
         known = [i for i, kind in own["token type"].items() if kind != UNUSED]
         for name in ("token", "token type"):
             own[name] = {i: own[name][i] for i in known}
@@ -79,7 +116,9 @@ class GGUFDissection(Dissection):
         if theirs["token"]:
             splitting = {PREFIX + key: wanted[PREFIX + key] for key in ("pre", "model")}
             keys = {key: value for key, value in wanted.items() if isinstance(value, int)}
-            expected = Texts(own, splitting, keys, default_template(wanted[CHAT_TEMPLATE]))
+            expected = Texts(
+                own, splitting, keys, default_template(wanted[CHAT_TEMPLATE])
+            )
             found = Texts(theirs, held, held, default_template(held.get(CHAT_TEMPLATE)))
             yield from dissection.other_texts(found, expected, self._advice)
 
@@ -87,7 +126,9 @@ class GGUFDissection(Dissection):
         if value is not None:
             return f"gguf-set-metadata {self.place.name} {key} {value}"
         if "template" in key:
-            return f"gguf-new-metadata --chat-template TEMPLATE {self.place.name} NEW.gguf"
+            return (
+                f"gguf-new-metadata --chat-template TEMPLATE {self.place.name} NEW.gguf"
+            )
         return "take the tokenizer from the original: convert it with --vocab-only and copy its keys"
 
     def open(self, settings: SessionSettings) -> Session:
@@ -99,21 +140,34 @@ class GGUFDissection(Dissection):
 
     def _tokenizer(self, tokenizer: Any, ends: list[int] | None = None) -> Any:
         """The original's as a file should hold it. Rows that only one of the two has are not its concern."""
-        return tokenizer_data(tokenizer, 1 + max(tokenizer.get_vocab().values(), default=0), ends or [])
+        return tokenizer_data(
+            tokenizer, 1 + max(tokenizer.get_vocab().values(), default=0), ends or []
+        )
 
 
 def _lists(metadata: Mapping[str, Any]) -> dict[str, dict[int, Any]]:
     """What a file's tokenizer lists, by number."""
     names = {"token": "tokens", "merge": "merges", "token type": "token_type"}
-    return {name: dict(enumerate(metadata.get(PREFIX + key, ()))) for name, key in names.items()}
+    return {
+        name: dict(enumerate(metadata.get(PREFIX + key, ())))
+        for name, key in names.items()
+    }
 
 
 def _stored(entry: TensorEntry) -> StoredTensor:
-    name = {"F16": "fp16", "F32": "fp32", "BF16": "bf16"}.get(entry.type, entry.type.lower())
+    name = {"F16": "fp16", "F32": "fp32", "BF16": "bf16"}.get(
+        entry.type, entry.type.lower()
+    )
     known = name if name in (*known_formats(), *dissection.DTYPES) else ""
     read = partial(_values, entry, known)
     return StoredTensor(
-        entry.name, entry.type, entry.shape, entry.bytes, read, known, dissection.rounding(known)
+        entry.name,
+        entry.type,
+        entry.shape,
+        entry.bytes,
+        read,
+        known,
+        dissection.rounding(known),
     )
 
 
@@ -124,9 +178,15 @@ def _values(entry: TensorEntry, known: str) -> torch.Tensor:
         return torch.from_numpy(values).float().reshape(entry.shape)
     kind = gguf_module().GGMLQuantizationType[entry.type]
     blocks = data.reshape(-1, gguf_module().GGML_QUANT_SIZES[kind][1])
-    with np.errstate(all="ignore"):  # scales may be infinite; that is for the autopsy to say
+    with np.errstate(
+        all="ignore"
+    ):  # scales may be infinite; that is for the autopsy to say
         if known in known_formats():
             width = gguf_module().GGML_QUANT_SIZES[kind][0]
             stored = Quantized(known, (len(blocks), width), torch.from_numpy(blocks))
             return get_format(known).dequantize(stored).reshape(entry.shape)
-        return torch.from_numpy(gguf_module().dequantize(blocks, kind)).float().reshape(entry.shape)
+        return (
+            torch.from_numpy(gguf_module().dequantize(blocks, kind))
+            .float()
+            .reshape(entry.shape)
+        )

@@ -34,10 +34,29 @@ from kl_lens.targets.tokenizer import end_ids
 from kl_lens.weights.recipes import FP16, Recipe, fitting_recipe
 
 FORMATS = (  # that plans for this target may use
-    FP16, "q8_0", "q6_k", "q5_k", "q4_k", "q4_0", "q4_1", "iq4_nl", "iq4_xs", "q3_k", "iq3_s", "iq3_xxs",
-    "q2_k", "iq2_s", "iq2_xs", "iq2_xxs",
-)  # fmt: skip
-STAND_INS = (*FORMATS, "q5_0", "q5_1", FLOAT32)  # also in files: fallbacks and exact copies
+    FP16,
+    "q8_0",
+    "q6_k",
+    "q5_k",
+    "q4_k",
+    "q4_0",
+    "q4_1",
+    "iq4_nl",
+    "iq4_xs",
+    "q3_k",
+    "iq3_s",
+    "iq3_xxs",
+    "q2_k",
+    "iq2_s",
+    "iq2_xs",
+    "iq2_xxs",
+)
+STAND_INS = (
+    *FORMATS,
+    "q5_0",
+    "q5_1",
+    FLOAT32,
+)  # also in files: fallbacks and exact copies
 FURTHER = "q8_0"  # of heads for further tokens, which no plan names
 PART_BYTES = 50 * 10**9  # the largest file that the Hugging Face hub takes
 
@@ -46,7 +65,8 @@ def tensor_jobs(
     model: LoadedModel, tensors: ModelTensors, plan: Plan, *, fallback: bool = True
 ) -> list[TensorJob]:
     """Every tensor of the file with its recipe; without `fallback`, FormatError if one is not the planned."""
-    architecture, shapes = get_architecture(model.config.model_type), tensors.shapes
+    architecture = get_architecture(model.config.model_type)
+    shapes = tensors.shapes
     architecture.require(model.config)
     rules = architecture.tensors(model.config, shapes)
     check_complete(rules, shapes)
@@ -67,12 +87,18 @@ def further_rules(model: LoadedModel) -> list[TensorRule]:
 
 def _recipes(model: LoadedModel, plan: Plan) -> dict[str, Recipe | None]:
     """Component → recipe (None: F32). Raises for unknown components or formats, and for tied weights in two formats."""
-    owners = {name: c.name for c in model.anatomy.components for name in (c.name, *c.tied_with)}
+    owners = {
+        name: c.name for c in model.anatomy.components for name in (c.name, *c.tied_with)
+    }
     if unknown := sorted(set(plan.assignment) - set(owners)):
-        raise PlanError(f"plan {plan.name}: the model has no component {unknown[0]}{and_more(unknown)}")
+        raise PlanError(
+            f"plan {plan.name}: the model has no component {unknown[0]}{and_more(unknown)}"
+        )
     chosen: dict[str, Recipe | None] = {}
     for component, planned in plan.assignment.items():
-        spelling = {"f16": FP16, "f32": FLOAT32}.get(planned, planned)  # llama.cpp's own spelling
+        spelling = {"f16": FP16, "f32": FLOAT32}.get(
+            planned, planned
+        )  # llama.cpp's own spelling
         name = spelling.partition("+")[0]
         if name not in STAND_INS:
             raise PlanError(
@@ -82,24 +108,30 @@ def _recipes(model: LoadedModel, plan: Plan) -> dict[str, Recipe | None]:
         wanted = None if name == FLOAT32 else Recipe.parse(spelling)
         owner = owners[component]
         if chosen.setdefault(owner, wanted) != wanted:
-            raise PlanError(f"plan {plan.name}: {component} is tied to {owner}, but planned in two formats")
+            raise PlanError(
+                f"plan {plan.name}: {component} is tied to {owner}, but planned in two formats"
+            )
     return chosen
 
 
 def _decide(
     rule: TensorRule, shapes: Shapes, recipes: Mapping[str, Recipe | None], fallback: bool
 ) -> TensorJob:
-    shape, component = rule.shape or (), rule.name
+    shape = rule.shape or ()
+    component = rule.name
     if rule.parameter is not None:
         source = shapes[rule.parameter]
         shape = tuple(rule.transform(torch.empty(source, device="meta")).shape)
         component = component_name(rule.parameter, len(source))
     planned = recipes.get(component, FP16)
-    recipe, reason = None, "llama.cpp computes with it in F32" if rule.float32 else None
+    recipe = None
+    reason = "llama.cpp computes with it in F32" if rule.float32 else None
     if planned is not None and not rule.float32:
         recipe, reason = fitting_recipe(planned, rule.stretch(shape))
     if not fallback and reason and not (rule.float32 and planned in (FP16, None)):
-        raise FormatError(f"{component}: {planned} is not possible: {reason}; change the plan")
+        raise FormatError(
+            f"{component}: {planned} is not possible: {reason}; change the plan"
+        )
     return TensorJob(rule, component, shape, planned, recipe, reason)
 
 
@@ -121,17 +153,24 @@ def export(
         part_bytes: files with more bytes of weights than this are split; llama.cpp opens them by the first part.
     """
     tensors = ModelTensors(model)
-    header = _prepared(model, tensors, plan, model.tokenizer if include_tokenizer else None, part_bytes)
+    header = _prepared(
+        model, tensors, plan, model.tokenizer if include_tokenizer else None, part_bytes
+    )
     # FormatError: the plan was made with other statistics than the model has.
-    model.weights.learnt_by((job.recipe for job in header.jobs if job.recipe is not None), plan.statistics)
+    model.weights.learnt_by(
+        (job.recipe for job in header.jobs if job.recipe is not None), plan.statistics
+    )
     records = write_files(folder, header, tensors, model.weights)
-    text, notes = header.tokenizer, get_architecture(model.config.model_type).notes(model.config)
+    text = header.tokenizer
+    notes = get_architecture(model.config.model_type).notes(model.config)
     settings: dict[str, Any] = {
         "architecture": header.architecture,
         "tokenizer": text.metadata[f"{PREFIX}pre"] if text else "none",
         "tensor_bytes": sum(tensor.bytes for tensor in records),
         "further_heads": bool(further_rules(model)),
-        "fallbacks": sum(1 for tensor in records if tensor.realised not in (tensor.planned, FLOAT32)),
+        "fallbacks": sum(
+            1 for tensor in records if tensor.realised not in (tensor.planned, FLOAT32)
+        ),
         **({TOKENIZER_CHECK: text.check} if text else {}),
         "notes": [*notes, *(text.notes if text else ())],
     }
@@ -141,15 +180,24 @@ def export(
 
 def file_bytes(model: LoadedModel, plan: Plan) -> int:
     """The exact size of the file that `export` would write without quantizing anything."""
-    return size_on_disk(_prepared(model, ModelTensors(model), plan, model.tokenizer, PART_BYTES))
+    return size_on_disk(
+        _prepared(model, ModelTensors(model), plan, model.tokenizer, PART_BYTES)
+    )
 
 
 def _prepared(
-    model: LoadedModel, tensors: ModelTensors, plan: Plan, tokenizer: Any | None, part_bytes: int
+    model: LoadedModel,
+    tensors: ModelTensors,
+    plan: Plan,
+    tokenizer: Any | None,
+    part_bytes: int,
 ) -> Header:
     """Everything about a file that is known before reading weights."""
-    config, jobs = model.config, tensor_jobs(model, tensors, plan)
-    vocabulary = next(job.shape[0] for job in jobs if job.rule.name == "token_embd.weight")
+    config = model.config
+    jobs = tensor_jobs(model, tensors, plan)
+    vocabulary = next(
+        job.shape[0] for job in jobs if job.rule.name == "token_embd.weight"
+    )
     architecture = get_architecture(config.model_type)
     metadata = {
         "kl_lens.version": __version__,
@@ -159,8 +207,17 @@ def _prepared(
         ".vocab_size": vocabulary,
     }
     if further_rules(model):
-        metadata |= {".nextn_predict_layers": 1, ".block_count": metadata[".block_count"] + 1}
-    text = None if tokenizer is None else tokenizer_data(tokenizer, vocabulary, end_ids(model.folder))
+        metadata |= {
+            ".nextn_predict_layers": 1,
+            ".block_count": metadata[".block_count"] + 1,
+        }
+    text = (
+        None
+        if tokenizer is None
+        else tokenizer_data(tokenizer, vocabulary, end_ids(model.folder))
+    )
     general = general_metadata(model.folder, model.name, parameter_counts(jobs))
     file = file_name(general, plan, jobs)
-    return Header(architecture.name(config), metadata, general, text, jobs, file, part_bytes)
+    return Header(
+        architecture.name(config), metadata, general, text, jobs, file, part_bytes
+    )

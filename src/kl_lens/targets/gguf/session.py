@@ -17,9 +17,22 @@ from kl_lens.base.errors import TargetError, printable
 from kl_lens.targets.exporting import earlier_artifact
 from kl_lens.targets.gguf.header import read_header
 from kl_lens.targets.gguf.library import find_library
-from kl_lens.targets.gguf.paging import ProgressCallback, can_give_back, give_back, giving_back, set_apart
+from kl_lens.targets.gguf.paging import (
+    ProgressCallback,
+    can_give_back,
+    give_back,
+    giving_back,
+    set_apart,
+)
 from kl_lens.targets.gguf.tokenizer import TOKENIZER_CHECK, differing_string
-from kl_lens.targets.session import CACHES, LOAD_MODES, ArtifactTokenizer, FedSession, Logits, SessionSettings
+from kl_lens.targets.session import (
+    CACHES,
+    LOAD_MODES,
+    ArtifactTokenizer,
+    FedSession,
+    Logits,
+    SessionSettings,
+)
 from kl_lens.targets.tokenizer import chat_renderer
 
 # Tokens in one call of llama_decode. llama.cpp keeps the logits of all of them, so this bounds that memory.
@@ -48,12 +61,17 @@ class GGUFSession(FedSession):
     """
 
     def __init__(
-        self, path: Path, settings: SessionSettings, caches: Mapping[str, str] | None = None
+        self,
+        path: Path,
+        settings: SessionSettings,
+        caches: Mapping[str, str] | None = None,
     ) -> None:
         """`caches`: keys and values → formats of llama.cpp's --cache-type-k and -v, where they are not F16."""
         self._context: int | None = None
         self._model: int | None = None
-        self._settings, self.file, self._library = settings, read_header(path), find_library()
+        self._settings = settings
+        self.file = read_header(path)
+        self._library = find_library()
         self._caches = dict(caches or {})
         self.place = self.file.paths[0]
         self.threads = processors() if settings.threads is None else settings.threads
@@ -84,20 +102,29 @@ class GGUFSession(FedSession):
 
     def _load(self) -> None:
         self._library.errors.clear()
-        lean = ProgressCallback(giving_back(self.file.paths)) if self.load == "lean" else None
-        parameters = self._library.model_parameters(self._settings.gpu_layers, self.load, lean)
+        lean = (
+            ProgressCallback(giving_back(self.file.paths))
+            if self.load == "lean"
+            else None
+        )
+        parameters = self._library.model_parameters(
+            self._settings.gpu_layers, self.load, lean
+        )
         load = self._library.functions.llama_model_load_from_file
         self._model = load(os.fsencode(self.place), parameters)
         if lean is not None:
             give_back(self.file.paths)
             set_apart(self.file.tensors)
         if not self._model:
-            raise TargetError(f"{self.place}: llama.cpp cannot load it: {self._complaint()}")
+            raise TargetError(
+                f"{self.place}: llama.cpp cannot load it: {self._complaint()}"
+            )
 
     def _make_context(self, wanted: int) -> None:
         functions = self._library.functions
         self._batch_size = min(BATCH, wanted)
-        sequences, exact = self._settings.batch, self._settings.exact
+        sequences = self._settings.batch
+        exact = self._settings.exact
         parameters = self._library.context_parameters(
             wanted * sequences, self._batch_size, exact, sequences, self._caches
         )
@@ -105,7 +132,9 @@ class GGUFSession(FedSession):
         if not self._context:
             message = self._complaint()
             self.close()
-            raise TargetError(f"{self.place}: llama.cpp cannot make a context of {wanted}: {message}")
+            raise TargetError(
+                f"{self.place}: llama.cpp cannot make a context of {wanted}: {message}"
+            )
         functions.llama_set_n_threads(self._context, self.threads, self.threads)
         self.context = int(functions.llama_n_ctx(self._context)) // sequences
         self._batch = functions.llama_batch_init(self._batch_size, 0, 1)
@@ -113,7 +142,8 @@ class GGUFSession(FedSession):
 
     @property
     def description(self) -> dict[str, Any]:
-        library, gpu_layers = self._library, self._settings.gpu_layers
+        library = self._library
+        gpu_layers = self._settings.gpu_layers
         return {
             "runtime": "llama.cpp",
             "library": str(library.path.name),
@@ -125,8 +155,12 @@ class GGUFSession(FedSession):
             "gpu_layers": gpu_layers,
             "threads": self.threads,
             "context": self.context,
-            "attention": "F32, plain" if self._settings.exact else "the library's default (F16 cache, flash)",
-            **({} if self._settings.exact or not self._caches else {CACHES: self._caches}),
+            "attention": "F32, plain"
+            if self._settings.exact
+            else "the library's default (F16 cache, flash)",
+            **(
+                {} if self._settings.exact or not self._caches else {CACHES: self._caches}
+            ),
             "load_mode": self.load or "the library's default",
             "file": self.place.name,
             "architecture": self.file.architecture,
@@ -143,7 +177,9 @@ class GGUFSession(FedSession):
     def end_tokens(self) -> frozenset[int]:
         """Includes those that llama.cpp knows by their text, such as `<|im_end|>`."""
         ends = self._library.functions.llama_vocab_is_eog
-        return frozenset(token for token in range(self.vocabulary) if ends(self._vocab, token))
+        return frozenset(
+            token for token in range(self.vocabulary) if ends(self._vocab, token)
+        )
 
     def tokenize(self, text: str, *, begin: bool = False) -> list[int]:
         """llama.cpp's own tokenization with the file's vocabulary."""
@@ -164,30 +200,46 @@ class GGUFSession(FedSession):
         One by one, as llama.cpp's server does: its function for whole texts drops spaces before punctuation.
         """
         self.require_vocabulary()
-        return b"".join(self._piece(token, special) for token in tokens).decode("utf-8", errors="replace")
+        return b"".join(self._piece(token, special) for token in tokens).decode(
+            "utf-8", errors="replace"
+        )
 
     def _piece(self, token: int, special: bool) -> bytes:
         room = 64
         for _ in range(2):
             text = ctypes.create_string_buffer(room)
-            length = self._library.functions.llama_token_to_piece(self._vocab, token, text, room, 0, special)
+            length = self._library.functions.llama_token_to_piece(
+                self._vocab, token, text, room, 0, special
+            )
             if length >= 0:
                 return text.raw[:length]
             room = -length  # llama.cpp says how much it needs
-        raise TargetError(f"{self.place}: llama.cpp could not convert token {token} to text")
+        raise TargetError(
+            f"{self.place}: llama.cpp could not convert token {token} to text"
+        )
 
     def tokenizer(self) -> ArtifactTokenizer:
         self.require_vocabulary()
-        template, special = self.file.metadata.get("tokenizer.chat_template"), {}
-        for name, key in {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}.items():
+        template = self.file.metadata.get("tokenizer.chat_template")
+        special = {}
+        for name, key in {
+            "bos": "bos",
+            "eos": "eos",
+            "pad": "padding",
+            "unk": "unknown",
+        }.items():
             index = self.file.metadata.get(f"tokenizer.ggml.{key}_token_id")
-            special[f"{name}_token"] = "" if index is None else self.detokenize([index], special=True)
+            special[f"{name}_token"] = (
+                "" if index is None else self.detokenize([index], special=True)
+            )
         return ArtifactTokenizer(
             encode=self.tokenize,
             begin=partial(self.tokenize, begin=True),
             decode=self.detokenize,
             ends=self.end_tokens,
-            render=chat_renderer(template, special, str(self.place)) if isinstance(template, str) else None,
+            render=chat_renderer(template, special, str(self.place))
+            if isinstance(template, str)
+            else None,
         )
 
     def close(self) -> None:
@@ -206,19 +258,26 @@ class GGUFSession(FedSession):
 
     @property
     def has_vocabulary(self) -> bool:
-        return self.file.metadata.get("tokenizer.ggml.model", "no_vocab") not in ("no_vocab", "none")
+        return self.file.metadata.get("tokenizer.ggml.model", "no_vocab") not in (
+            "no_vocab",
+            "none",
+        )
 
     def require_vocabulary(self) -> None:
         """llama.cpp aborts the process if it has to tokenize without a vocabulary."""
         if not self.has_vocabulary:
-            raise TargetError(f"{self.place} holds no tokenizer; pass one with --tokenizer")
+            raise TargetError(
+                f"{self.place} holds no tokenizer; pass one with --tokenizer"
+            )
 
     def feed(self, tokens: list[int], *, every: bool) -> Logits:
         if not (context := self._context):  # check first: closing frees the batch
             raise self.closed()
         if not self.endless and self._position + len(tokens) > self.context:
             count = self._position + len(tokens)
-            raise TargetError(f"{self.place}: {count} tokens do not fit into the context of {self.context}")
+            raise TargetError(
+                f"{self.place}: {count} tokens do not fit into the context of {self.context}"
+            )
         rows = np.empty((len(tokens) if every else 1, self.vocabulary), np.float32)
         filled = 0
         for start in range(0, len(tokens), self._batch_size):
@@ -243,7 +302,9 @@ class GGUFSession(FedSession):
         self._library.errors.clear()
         status = self._library.functions.llama_decode(context, batch)
         if status != 0:
-            raise TargetError(f"{self.place}: llama_decode failed with {status}: {self._complaint()}")
+            raise TargetError(
+                f"{self.place}: llama_decode failed with {status}: {self._complaint()}"
+            )
         self._position += len(chunk)
 
     def _logits_of(self, context: int, index: int) -> Logits:
@@ -265,7 +326,9 @@ def open_session(path: Path, **settings: Any) -> GGUFSession:
 def try_out(place: Path) -> None:
     """For `quarantine`: opens a file and uses all of it. In an exported folder, text must be split as recorded."""
     artifact = earlier_artifact(place)
-    with open_session(place / artifact.files[0] if artifact else place, threads=1) as session:
+    with open_session(
+        place / artifact.files[0] if artifact else place, threads=1
+    ) as session:
         logits = session.prefill([0, min(1, session.vocabulary - 1)])
         session.step(int(logits.argmax()))
         if not session.has_vocabulary:

@@ -23,30 +23,62 @@ from kl_lens.weights.recipes import Recipe, fitting_recipe, preferred
 
 # Stock recipe → the type of most weights.
 _BASES = {
-    "IQ2_XXS": "iq2_xxs", "IQ2_XS": "iq2_xs", "IQ2_S": "iq2_xs", "IQ2_M": "iq2_s", "Q2_K_S": "q2_k", "Q2_K": "q2_k",
-    "IQ3_XXS": "iq3_xxs", "IQ3_XS": "iq3_s", "IQ3_S": "iq3_s", "IQ3_M": "iq3_s", "Q3_K_S": "q3_k", "Q3_K_M": "q3_k",
-    "Q3_K_L": "q3_k", "Q4_0": "q4_0", "IQ4_XS": "iq4_xs", "Q4_K_M": "q4_k", "Q5_K_M": "q5_k", "Q6_K": "q6_k",
+    "IQ2_XXS": "iq2_xxs",
+    "IQ2_XS": "iq2_xs",
+    "IQ2_S": "iq2_xs",
+    "IQ2_M": "iq2_s",
+    "Q2_K_S": "q2_k",
+    "Q2_K": "q2_k",
+    "IQ3_XXS": "iq3_xxs",
+    "IQ3_XS": "iq3_s",
+    "IQ3_S": "iq3_s",
+    "IQ3_M": "iq3_s",
+    "Q3_K_S": "q3_k",
+    "Q3_K_M": "q3_k",
+    "Q3_K_L": "q3_k",
+    "Q4_0": "q4_0",
+    "IQ4_XS": "iq4_xs",
+    "Q4_K_M": "q4_k",
+    "Q5_K_M": "q5_k",
+    "Q6_K": "q6_k",
     "Q8_0": "q8_0",
-}  # fmt: skip
+}
 _USUAL = ("Q4_K_M", "Q5_K_M", "Q8_0")
-_TINY, _TWO_BITS = ("IQ2_XXS", "IQ2_XS"), ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M")
+_TINY = ("IQ2_XXS", "IQ2_XS")
+_TWO_BITS = ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M")
 _ONLY_WITH_IMPORTANCE = (*_TWO_BITS, "Q2_K_S", "IQ3_XXS")
 # Parts of tensor names → what llama.cpp takes them for; the first that is found.
 _PARTS = {
-    "attn_qkv.weight": "values", "attn_kv_b.weight": "values", "attn_v.weight": "values", "attn_k.weight": "keys",
-    "attn_q.weight": "keys", "attn_output.weight": "attention", "ffn_up": "up", "ffn_gate": "gate", "ffn_down": "down",
-}  # fmt: skip
-_ATTENTION = {"Q2_K": "q3_k", "IQ3_XXS": "iq3_s", "IQ3_M": "q4_k", "Q3_K_M": "q4_k", "Q3_K_L": "q5_k"}
+    "attn_qkv.weight": "values",
+    "attn_kv_b.weight": "values",
+    "attn_v.weight": "values",
+    "attn_k.weight": "keys",
+    "attn_q.weight": "keys",
+    "attn_output.weight": "attention",
+    "ffn_up": "up",
+    "ffn_gate": "gate",
+    "ffn_down": "down",
+}
+_ATTENTION = {
+    "Q2_K": "q3_k",
+    "IQ3_XXS": "iq3_s",
+    "IQ3_M": "q4_k",
+    "Q3_K_M": "q4_k",
+    "Q3_K_L": "q5_k",
+}
 _MANY = 4  # queries per key, or experts; from here on, values are few and get more bits
 
 
 def stock_recipes(model: LoadedModel) -> tuple[StockRecipe, ...]:
-    recipes, file = [], FileTensors(model)
+    recipes = []
+    file = FileTensors(model)
     for name, base in _BASES.items():
         origin = f"llama.cpp's llama-quantize {name}, {{}} an importance matrix"
         if name not in _ONLY_WITH_IMPORTANCE:
             plain = file.recipes(name, ())
-            recipes.append(StockRecipe(name, plain, origin.format("without"), usual=name in _USUAL))
+            recipes.append(
+                StockRecipe(name, plain, origin.format("without"), usual=name in _USUAL)
+            )
         if preferred(base, ("imatrix",)) != base:
             weighed = file.recipes(name, ("imatrix",))
             recipes.append(StockRecipe(f"{name}.imatrix", weighed, origin.format("with")))
@@ -66,16 +98,21 @@ class FileTensors:
     """The tensors that llama.cpp chooses types for."""
 
     def __init__(self, model: LoadedModel) -> None:
-        self._model, self._architecture = model, get_architecture(model.config.model_type)
+        self._model = model
+        self._architecture = get_architecture(model.config.model_type)
         metadata = self._architecture.metadata(model.config)
-        self._blocks, self._experts = int(metadata["block_count"]), int(metadata.get("expert_count", 0))
+        self._blocks = int(metadata["block_count"])
+        self._experts = int(metadata.get("expert_count", 0))
         # Queries per key, in the first block, which is where llama.cpp looks.
         counts = (metadata.get(f"attention.head_count{end}", 0) for end in ("", "_kv"))
-        heads, keys = (count[0] if isinstance(count, list | tuple) else count for count in counts)
+        heads, keys = (
+            count[0] if isinstance(count, list | tuple) else count for count in counts
+        )
         self._queries = int(heads) // int(keys) if keys else 0
 
     def recipes(self, name: str, methods: tuple[str, ...]) -> dict[str, Recipe]:
-        anatomy, chosen = self._model.anatomy, {}
+        anatomy = self._model.anatomy
+        chosen = {}
         for component in anatomy.candidates:
             ends = component.name in (anatomy.head, anatomy.embedding)
             if component.name == anatomy.head:  # a tied embedding is the head
@@ -85,7 +122,9 @@ class FileTensors:
                 wanted = low if name in (*_TWO_BITS, "IQ3_XXS") else _BASES[name]
             else:
                 place = self.places.get(component.name)
-                raised = place and self._raised(name, place, with_importance=bool(methods))
+                raised = place and self._raised(
+                    name, place, with_importance=bool(methods)
+                )
                 wanted = raised or _BASES[name]
             recipe = preferred(wanted, () if ends else methods)
             chosen[component.name] = fitting_recipe(recipe, component.shape)[0]
@@ -93,16 +132,21 @@ class FileTensors:
 
     def _raised(self, name: str, place: Place, *, with_importance: bool) -> str | None:
         """The type of a component that does not get the recipe's own."""
-        part, layer, blocks = place.part, place.layer, self._blocks
+        part = place.part
+        layer = place.layer
+        blocks = self._blocks
         first = layer < blocks // 8
         if name in _TWO_BITS:
             more = "q2_k" if name in _TINY else "iq3_s"
             if part == "values":
-                return "q4_k" if self._queries >= _MANY or self._experts >= _MANY else more
+                return (
+                    "q4_k" if self._queries >= _MANY or self._experts >= _MANY else more
+                )
             if part == "down":
                 return more if place.count < blocks // 8 else None
             return more if part == "attention" and name not in _TINY else None
-        few, often = self._queries >= _MANY, "q6_k" if _has_more(layer, blocks) else None
+        few = self._queries >= _MANY
+        often = "q6_k" if _has_more(layer, blocks) else None
         values = "q6_k" if _has_more(place.count, self._values) else None
         found: dict[str, dict[str, str | None]] = {
             "values": {
@@ -110,7 +154,9 @@ class FileTensors:
                 "IQ3_M": "q4_k",
                 "Q3_K_M": "q5_k" if place.count < 2 else "q4_k",
                 "Q3_K_L": "q5_k",
-                **dict.fromkeys(("Q2_K_S", "IQ3_XXS", "IQ3_XS", "IQ3_S"), "q4_k" if few else None),
+                **dict.fromkeys(
+                    ("Q2_K_S", "IQ3_XXS", "IQ3_XS", "IQ3_S"), "q4_k" if few else None
+                ),
                 "IQ4_XS": "q5_k" if few else None,
                 **dict.fromkeys(("Q4_K_M", "Q5_K_M"), values),
             },
@@ -128,7 +174,11 @@ class FileTensors:
             },
         }
         if part in ("gate", "up"):
-            return "iq3_xxs" if name == "IQ3_XS" and blocks // 8 <= layer < 7 * blocks // 8 else None
+            return (
+                "iq3_xxs"
+                if name == "IQ3_XS" and blocks // 8 <= layer < 7 * blocks // 8
+                else None
+            )
         return found.get(part, {}).get(name)
 
     @cached_property
@@ -153,7 +203,10 @@ class FileTensors:
 
     @property
     def _values(self) -> int:
-        return max((place.count + 1 for place in self.places.values() if place.part == "values"), default=0)
+        return max(
+            (place.count + 1 for place in self.places.values() if place.part == "values"),
+            default=0,
+        )
 
 
 def _head(name: str, shape: Sequence[int]) -> str:
@@ -169,4 +222,6 @@ def _block(tensor: str) -> int:
 
 def _has_more(layer: int, layers: int) -> bool:
     """The first and last eighth, and every third in between."""
-    return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
+    return (
+        layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
+    )

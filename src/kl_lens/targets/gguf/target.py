@@ -13,7 +13,14 @@ from kl_lens.base.errors import TargetError
 from kl_lens.base.lazy import lazy_modules
 from kl_lens.run.records import Artifact, Plan
 from kl_lens.targets import quarantine
-from kl_lens.targets.base import FLOATS, Contents, ExportOption, Health, StockRecipe, Target
+from kl_lens.targets.base import (
+    FLOATS,
+    Contents,
+    ExportOption,
+    Health,
+    StockRecipe,
+    Target,
+)
 from kl_lens.targets.exporting import earlier_artifact
 from kl_lens.targets.gguf import library
 from kl_lens.targets.gguf.header import parts_of, read_header
@@ -24,10 +31,23 @@ from kl_lens.weights.recipes import FP16, Recipe, fitting_recipe
 if TYPE_CHECKING:
     from kl_lens.model import LoadedModel
     from kl_lens.targets.dissection import Dissection
-    from kl_lens.targets.gguf import activations, architectures, dissection, export, session, stock
+    from kl_lens.targets.gguf import (
+        activations,
+        architectures,
+        dissection,
+        export,
+        session,
+        stock,
+    )
 else:  # they load torch, or what is not installed
     activations, architectures, dissection, export, session, stock = lazy_modules(
-        __package__, "activations", "architectures", "dissection", "export", "session", "stock"
+        __package__,
+        "activations",
+        "architectures",
+        "dissection",
+        "export",
+        "session",
+        "stock",
     )
 
 SUFFIX = ".gguf"
@@ -35,18 +55,29 @@ BUILDING = "https://kl-lens.github.io/kl-lens/targets/#llamacpp"
 
 
 class GGUFTarget(Target):
-    name, title, extra, packages = "gguf", "llama.cpp", "gguf", ("gguf",)
-    loads, besides = (SUFFIX,), "the header (settings, vocabulary)"
+    name = "gguf"
+    title = "llama.cpp"
+    extra = "gguf"
+    packages = ("gguf",)
+    loads = (SUFFIX,)
+    besides = "the header (settings, vocabulary)"
     streams = True
     cache_formats = (FP16, "q8_0", "q5_1", "q4_0", "iq4_nl")
-    methods, recipe_tool = ("gptq", "imatrix"), "llama.cpp"
+    methods = ("gptq", "imatrix")
+    recipe_tool = "llama.cpp"
     exact_options = "run it with --flash-attn off --cache-type-k f32 --cache-type-v f32"
     options = (
         ExportOption(
-            "include_tokenizer", "--without-tokenizer", "a file that works with token ids only", given=False
+            "include_tokenizer",
+            "--without-tokenizer",
+            "a file that works with token ids only",
+            given=False,
         ),
         ExportOption(
-            "part_bytes", "--part-size", "split files with more weights than this (default: 50GB)", "size"
+            "part_bytes",
+            "--part-size",
+            "split files with more weights than this (default: 50GB)",
+            "size",
         ),
     )
 
@@ -58,7 +89,11 @@ class GGUFTarget(Target):
 
     def stores(self, fmt: Format) -> str | None:
         known = fmt.name in export.STAND_INS
-        return None if known else f"GGUF has no format {fmt.name!r}; it has {', '.join(export.FORMATS)}"
+        return (
+            None
+            if known
+            else f"GGUF has no format {fmt.name!r}; it has {', '.join(export.FORMATS)}"
+        )
 
     @property
     def formats(self) -> tuple[str, ...]:
@@ -70,7 +105,13 @@ class GGUFTarget(Target):
 
     @property
     def small_formats(self) -> tuple[str, ...]:
-        return ("iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s")  # Q2_K and Q3_K lose to IQ2_S and IQ3_S
+        return (
+            "iq2_xxs",
+            "iq2_xs",
+            "iq2_s",
+            "iq3_xxs",
+            "iq3_s",
+        )  # Q2_K and Q3_K lose to IQ2_S and IQ3_S
 
     def unsupported(self, model_type: str) -> str | None:
         return architectures.why_unknown(model_type)
@@ -80,7 +121,9 @@ class GGUFTarget(Target):
 
     # -- files ---------------------------------------------------------------------------------------------
 
-    def write(self, model: LoadedModel, plan: Plan, folder: Path, **options: Any) -> Artifact:
+    def write(
+        self, model: LoadedModel, plan: Plan, folder: Path, **options: Any
+    ) -> Artifact:
         return export.export(model, plan, folder, **options)
 
     def try_out(self, place: Path) -> str | None:
@@ -89,7 +132,9 @@ class GGUFTarget(Target):
             library.find_library()
         except TargetError:
             return "no llama.cpp is installed here, so the file was not opened; kl-lens doctor says what to install"
-        quarantine.require_opens(session.try_out, place, self.loaded_files(place), self.title)
+        quarantine.require_opens(
+            session.try_out, place, self.loaded_files(place), self.title
+        )
         return None
 
     def file_bytes(self, model: LoadedModel, plan: Plan, *, exact: bool = False) -> int:
@@ -104,22 +149,34 @@ class GGUFTarget(Target):
         file = next(name for name in artifact.files if name.endswith(SUFFIX))
         server = f"llama-server --hf-repo {repository} --hf-file {file}"
         if caches := artifact.settings.get(CACHES):  # as this file was measured
-            names = (caches.get(kind, FP16).replace(FP16, "f16") for kind in ("keys", "values"))
-            server += " --flash-attn on --cache-type-k {} --cache-type-v {}".format(*names)
+            names = (
+                caches.get(kind, FP16).replace(FP16, "f16") for kind in ("keys", "values")
+            )
+            server += " --flash-attn on --cache-type-k {} --cache-type-v {}".format(
+                *names
+            )
         return f"{server}\n\n# or, on a small board, without a server:\n{super().how_to_run(repository, artifact)}"
 
     def is_all_floating(self, place: Path) -> bool:
         """From the file itself, which may have no record."""
-        return all(entry.type.lower() in FLOATS for entry in read_header(self.loaded_files(place)[0]).tensors)
+        return all(
+            entry.type.lower() in FLOATS
+            for entry in read_header(self.loaded_files(place)[0]).tensors
+        )
 
     def contents(self, place: Path) -> Contents:
         return read_header(self.loaded_files(place)[0]).contents()
 
     # -- running -------------------------------------------------------------------------------------------
 
-    def open(self, place: Path, settings: SessionSettings, *, cold: bool = False) -> Session:
-        record, file = earlier_artifact(place), self.loaded_files(place)[0]
-        return session.GGUFSession(file, settings, record.settings.get(CACHES) if record else None)
+    def open(
+        self, place: Path, settings: SessionSettings, *, cold: bool = False
+    ) -> Session:
+        record = earlier_artifact(place)
+        file = self.loaded_files(place)[0]
+        return session.GGUFSession(
+            file, settings, record.settings.get(CACHES) if record else None
+        )
 
     def dissects(self, path: Path) -> bool:
         return self.owns(path) or (path.is_dir() and any(path.glob(f"*{SUFFIX}")))
@@ -166,10 +223,17 @@ class GGUFTarget(Target):
 
     # -- what its kernels do -------------------------------------------------------------------------------
 
-    def models_activations(self, settings: SessionSettings, recipes: Mapping[str, Recipe]) -> bool:
+    def models_activations(
+        self, settings: SessionSettings, recipes: Mapping[str, Recipe]
+    ) -> bool:
         return not settings.gpu_layers
 
-    def activations(self, model: LoadedModel, recipes: Mapping[str, Recipe]) -> AbstractContextManager[None]:
+    def activations(
+        self, model: LoadedModel, recipes: Mapping[str, Recipe]
+    ) -> AbstractContextManager[None]:
         shapes = {c.name: c.shape for c in model.anatomy.components}
-        realised = {name: fitting_recipe(recipe, shapes[name])[0] for name, recipe in recipes.items()}
+        realised = {
+            name: fitting_recipe(recipe, shapes[name])[0]
+            for name, recipe in recipes.items()
+        }
         return activations.as_deployed(model.model, realised)

@@ -17,18 +17,28 @@ from typing import Any
 from kl_lens.base.errors import TargetError, UnsupportedError
 from kl_lens.targets.tokenizer import varied_strings
 
-PREFIX, CHAT_TEMPLATE = "tokenizer.ggml.", "tokenizer.chat_template"
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
-BYTE_LEVEL, SENTENCEPIECE = "gpt2", "llama"  # tokenizer.ggml.model
+PREFIX = "tokenizer.ggml."
+CHAT_TEMPLATE = "tokenizer.chat_template"
+NORMAL = 1
+UNKNOWN = 2
+CONTROL = 3
+USER_DEFINED = 4
+UNUSED = 5
+BYTE = 6
+BYTE_LEVEL = "gpt2"
+SENTENCEPIECE = "llama"  # tokenizer.ggml.model
 SPACES = "default"  # SentencePiece's pre-tokenizer: only spaces
-TOKENIZER_CHECK = "tokenizer_check"  # of an artifact's settings: input of `differing_string`
+TOKENIZER_CHECK = (
+    "tokenizer_check"  # of an artifact's settings: input of `differing_string`
+)
 
 # llama.cpp opens no file without merges. Text is merged from single characters on, so this one never happens.
 _NO_MERGES = (("[NO]", "[MERGE]"),)
 _LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _LLAMA3 = rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}{{1,3}}|{_TAIL}"
 _QWEN2 = rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}|{_TAIL}"
 _QWEN35 = (
@@ -71,7 +81,9 @@ class TokenizerData:
     notes: tuple[str, ...] = ()
 
 
-def tokenizer_data(tokenizer: Any, vocabulary: int, ends: Sequence[int] = ()) -> TokenizerData:
+def tokenizer_data(
+    tokenizer: Any, vocabulary: int, ends: Sequence[int] = ()
+) -> TokenizerData:
     """A transformers tokenizer for a model whose embedding has `vocabulary` rows. Rows without a token get a name that
     no text contains. `ends`: further tokens that end a text. TargetError: llama.cpp has no equivalent."""
     specification = _specification(tokenizer)
@@ -84,54 +96,87 @@ def tokenizer_data(tokenizer: Any, vocabulary: int, ends: Sequence[int] = ()) ->
             f"the tokenizer has a token {highest}, but the embedding only {vocabulary} rows; give the model's own "
             "tokenizer with --tokenizer; --without-tokenizer makes a file that works with token ids only"
         )
-    tokens, types = [], []
+    tokens = []
+    types = []
     for index in range(vocabulary):
         if index in added:
             tokens.append(added[index]["content"])
             types.append(CONTROL if added[index]["special"] else USER_DEFINED)
         elif index in names:
             tokens.append(names[index])
-            byte = model == SENTENCEPIECE and re.fullmatch("<0x[0-9A-F]{2}>", names[index])
+            byte = model == SENTENCEPIECE and re.fullmatch(
+                "<0x[0-9A-F]{2}>", names[index]
+            )
             types.append(BYTE if byte else NORMAL)
         else:
             tokens.append(f"[PAD{index}]")
             types.append(UNUSED)
-    merges = [m.split(" ") if isinstance(m, str) else m for m in specification["model"]["merges"]]
+    merges = [
+        m.split(" ") if isinstance(m, str) else m
+        for m in specification["model"]["merges"]
+    ]
     attributes = {"bos": "bos", "eos": "eos", "padding": "pad", "unknown": "unk"}
-    ids_of = {name: getattr(tokenizer, f"{short}_token_id") for name, short in attributes.items()}
+    ids_of = {
+        name: getattr(tokenizer, f"{short}_token_id")
+        for name, short in attributes.items()
+    }
     special = {name: int(index) for name, index in ids_of.items() if index is not None}
     template = getattr(tokenizer, "chat_template", None) or None
     if isinstance(template, dict):  # several, such as `default` and `tool_use`
         template = [{"name": name, "template": text} for name, text in template.items()]
     # If a file names no end token, llama.cpp takes token 11, whatever that is. Name one that no text contains.
     silent = [index for index, kind in enumerate(types) if kind in (CONTROL, UNUSED)]
-    known = [index for index in (special.get("eos"), *ends) if index is not None and index < vocabulary]
+    known = [
+        index
+        for index in (special.get("eos"), *ends)
+        if index is not None and index < vocabulary
+    ]
     samples = [token["content"] for token in added.values()][:20]
-    check = {"form": next((_FORMS[name] for name in notes if name in _FORMS), "all"), "special": samples}
-    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in sample_strings(check)]
+    check = {
+        "form": next((_FORMS[name] for name in notes if name in _FORMS), "all"),
+        "special": samples,
+    }
+    ids = [
+        tokenizer(text, add_special_tokens=False)["input_ids"]
+        for text in sample_strings(check)
+    ]
     special |= _ends(list(dict.fromkeys(known)) or silent[:1], tokens, template)
     values = {
         "model": model,
         "pre": pre,
         "tokens": tokens,
         "token_type": types,
-        "merges": [" ".join(pair) for pair in merges or _NO_MERGES] if model == BYTE_LEVEL else [],
+        "merges": [" ".join(pair) for pair in merges or _NO_MERGES]
+        if model == BYTE_LEVEL
+        else [],
         "scores": _scores(tokens, merges) if model == SENTENCEPIECE else [],
         **{f"{name}_token_id": index for name, index in special.items()},
         **_added_around(tokenizer),
         **switches,
     }
-    metadata = {f"{PREFIX}{key}": value for key, value in values.items()} | {CHAT_TEMPLATE: template}
+    metadata = {f"{PREFIX}{key}": value for key, value in values.items()} | {
+        CHAT_TEMPLATE: template
+    }
     found = tuple(_NOTES[name] for name in notes)
     return TokenizerData(metadata, check | {"checksums": _checksums(ids)}, found)
 
 
-def differing_string(encode: Callable[[str], list[int]], check: Mapping[str, Any]) -> str | None:
+def differing_string(
+    encode: Callable[[str], list[int]], check: Mapping[str, Any]
+) -> str | None:
     """The first sample string to which `encode` gives other ids than the exported tokenizer."""
     strings = sample_strings(check)
-    found, expected = _checksums([encode(text) for text in strings]), check["checksums"]
+    found = _checksums([encode(text) for text in strings])
+    expected = check["checksums"]
     places = (slice(8 * index, 8 * index + 8) for index in range(len(strings)))
-    return next((text for text, at in zip(strings, places, strict=True) if found[at] != expected[at]), None)
+    return next(
+        (
+            text
+            for text, at in zip(strings, places, strict=True)
+            if found[at] != expected[at]
+        ),
+        None,
+    )
 
 
 def sample_strings(check: Mapping[str, Any]) -> list[str]:
@@ -164,7 +209,9 @@ def _specification(tokenizer: Any) -> dict[str, Any]:
     return specification
 
 
-def _splitting(specification: dict[str, Any]) -> tuple[str, str, list[str], dict[str, bool]]:
+def _splitting(
+    specification: dict[str, Any],
+) -> tuple[str, str, list[str], dict[str, bool]]:
     """llama.cpp's names for the tokenizer and its pre-tokenizer, names of notes, and switches."""
     if specification["model"].get("byte_fallback"):
         scheme = _space_scheme(specification)
@@ -174,7 +221,9 @@ def _splitting(specification: dict[str, Any]) -> tuple[str, str, list[str], dict
             [scheme] if scheme in _NOTES else [],
             {"add_space_prefix": scheme in ("each", "always")},
         )
-    kinds = [step["type"] for step in _steps(specification.get("normalizer"), "normalizers")]
+    kinds = [
+        step["type"] for step in _steps(specification.get("normalizer"), "normalizers")
+    ]
     if kinds and set(kinds) != {"NFC"}:
         raise _unknown(f"it normalises with {'+'.join(kinds)}")
     pre = _pre_tokenizer(specification, composes=bool(kinds))
@@ -188,7 +237,8 @@ def _pre_tokenizer(specification: dict[str, Any], composes: bool) -> str:
         raise unknown
     # Under some of its names llama.cpp takes whole words from the vocabulary, under others it does not.
     whole_words = bool(specification["model"].get("ignore_merges"))
-    first, by_pattern = steps[0], steps[-1].get("use_regex", True)
+    first = steps[0]
+    by_pattern = steps[-1].get("use_regex", True)
     if len(steps) == 1 and by_pattern and not whole_words:
         return "mpt" if composes else "gpt-2"
     digits = first["type"] == "Digits" and first.get("individual_digits")
@@ -198,7 +248,10 @@ def _pre_tokenizer(specification: dict[str, Any], composes: bool) -> str:
         pattern = (first.get("pattern") or {}).get("Regex", "")
         name = _SPLITS.get((pattern, whole_words))
         # The two are equivalent here: these patterns match all text.
-        kept = (first.get("behavior"), bool(first.get("invert"))) in (("Isolated", False), ("Removed", True))
+        kept = (first.get("behavior"), bool(first.get("invert"))) in (
+            ("Isolated", False),
+            ("Removed", True),
+        )
         if name and kept:
             return name
     raise unknown
@@ -210,9 +263,17 @@ def _space_scheme(specification: dict[str, Any]) -> str:
     normalizers = _steps(specification.get("normalizer"), "normalizers")
     steps = _steps(specification.get("pre_tokenizer"), "pretokenizers")
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
-    if not steps and normalizers in ([spaces], [{"type": "Prepend", "prepend": "▁"}, spaces]):
+    if not steps and normalizers in (
+        [spaces],
+        [{"type": "Prepend", "prepend": "▁"}, spaces],
+    ):
         return "each" if len(normalizers) == 2 else "never"
-    if not normalizers and len(steps) == 1 and steps[0]["type"] == "Metaspace" and not steps[0].get("split"):
+    if (
+        not normalizers
+        and len(steps) == 1
+        and steps[0]["type"] == "Metaspace"
+        and not steps[0].get("split")
+    ):
         return str(steps[0].get("prepend_scheme", "always"))
     raise _unknown(
         f"it is SentencePiece with the normalizer {_names(normalizers)} and the pre-tokenizer {_names(steps)}"
@@ -227,7 +288,9 @@ def _steps(step: dict[str, Any] | None, inner: str) -> list[dict[str, Any]]:
 
 def _names(steps: list[dict[str, Any]]) -> str:
     patterns = [str((step.get("pattern") or {}).get("Regex", ""))[:40] for step in steps]
-    described = [step["type"] + f"({p})" * bool(p) for step, p in zip(steps, patterns, strict=True)]
+    described = [
+        step["type"] + f"({p})" * bool(p) for step, p in zip(steps, patterns, strict=True)
+    ]
     return "+".join(described) or "none"
 
 
@@ -248,14 +311,26 @@ def _scores(tokens: Sequence[str], merges: Sequence[Sequence[str]]) -> list[floa
 
 
 def _ends(
-    ends: Sequence[int], tokens: Sequence[str], template: str | list[dict[str, str]] | None
+    ends: Sequence[int],
+    tokens: Sequence[str],
+    template: str | list[dict[str, str]] | None,
 ) -> dict[str, int]:
     """A file has room for three tokens that end a text: eos, eot (end of a turn) and eom. llama.cpp knows more by
     their names (`<|im_end|>`, `<|eot_id|>` and the like)."""
-    text = template if isinstance(template, str) else " ".join(each["template"] for each in template or ())
-    turn = next((i for i in ends if tokens[i] in text), ends[1] if len(ends) > 1 else None)
+    text = (
+        template
+        if isinstance(template, str)
+        else " ".join(each["template"] for each in template or ())
+    )
+    turn = next(
+        (i for i in ends if tokens[i] in text), ends[1] if len(ends) > 1 else None
+    )
     rest = [i for i in ends[1:] if i != turn]
-    found = {"eos": ends[0] if ends else None, "eot": turn, "eom": rest[0] if rest else None}
+    found = {
+        "eos": ends[0] if ends else None,
+        "eot": turn,
+        "eom": rest[0] if rest else None,
+    }
     return {name: index for name, index in found.items() if index is not None}
 
 

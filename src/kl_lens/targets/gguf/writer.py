@@ -40,19 +40,25 @@ class ModelTensors:
     """A model's parameters and buffers, each once, under transformers' names; its weights may be on disk."""
 
     def __init__(self, model: LoadedModel) -> None:
-        self._model, self._tensors = model, dict[str, torch.Tensor]()
+        self._model = model
+        self._tensors = dict[str, torch.Tensor]()
         first: dict[tuple[int, tuple[int, ...]], str] = {}
         for name, tensor in model.model.state_dict(keep_vars=True).items():
             if first.setdefault((tensor.data_ptr(), tuple(tensor.shape)), name) == name:
                 self._tensors[name] = tensor
-        self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+        self.shapes = {
+            name: tuple(tensor.shape) for name, tensor in self._tensors.items()
+        }
 
     def read(self, name: str) -> torch.Tensor:
         """The values on the CPU."""
         if (stored := self._model.further_heads.get(name)) is not None:
             return read_stored(stored)
-        tensor, residency = self._tensors[name], self._model.residency
-        return (tensor.detach() if residency is None else residency.original(tensor)).cpu()
+        tensor = self._tensors[name]
+        residency = self._model.residency
+        return (
+            tensor.detach() if residency is None else residency.original(tensor)
+        ).cpu()
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,11 @@ class TensorJob:
 
     @property
     def bytes(self) -> int:
-        return 4 * math.prod(self.shape) if self.recipe is None else self.recipe.grid.bytes(self.shape)
+        return (
+            4 * math.prod(self.shape)
+            if self.recipe is None
+            else self.recipe.grid.bytes(self.shape)
+        )
 
     @property
     def planned_bytes(self) -> int:
@@ -80,10 +90,17 @@ class TensorJob:
         if self.planned is None:
             return 4 * math.prod(self.shape)
         fmt = self.planned.grid
-        return 2 * math.prod(self.shape) if fmt.fits(self.shape) else fmt.bytes(self.shape)
+        return (
+            2 * math.prod(self.shape) if fmt.fits(self.shape) else fmt.bytes(self.shape)
+        )
 
     def record(self, digest: str, weights: str) -> ExportedTensor:
-        what = self.component, self.rule.name, self.planned or FLOAT32, self.recipe or FLOAT32
+        what = (
+            self.component,
+            self.rule.name,
+            self.planned or FLOAT32,
+            self.recipe or FLOAT32,
+        )
         return ExportedTensor(*what, self.bytes, self.reason, digest, weights)
 
 
@@ -92,7 +109,9 @@ class Header:
     """Everything in a file except the tensors' bytes."""
 
     architecture: str
-    metadata: dict[str, Any]  # keys that begin with a dot get the architecture's name as prefix
+    metadata: dict[
+        str, Any
+    ]  # keys that begin with a dot get the architecture's name as prefix
     general: Any  # gguf's Metadata
     tokenizer: TokenizerData | None
     jobs: Sequence[TensorJob]
@@ -104,11 +123,15 @@ class Header:
         gguf = gguf_module()
         fits = sum(job.bytes for job in self.jobs) <= self.part_bytes
         writer = gguf.GGUFWriter(
-            folder / self.name, self.architecture, split_max_size=0 if fits else self.part_bytes
+            folder / self.name,
+            self.architecture,
+            split_max_size=0 if fits else self.part_bytes,
         )
         writer.add_type("model")
         self.general.set_gguf_meta_model(writer)
-        tokenizer = self.tokenizer.metadata if self.tokenizer else {f"{PREFIX}model": "no_vocab"}
+        tokenizer = (
+            self.tokenizer.metadata if self.tokenizer else {f"{PREFIX}model": "no_vocab"}
+        )
         for key, value in (self.metadata | tokenizer).items():
             if key == CHAT_TEMPLATE and value:
                 writer.add_chat_template(value)
@@ -129,8 +152,11 @@ class Header:
         sizes = Counter[str]()
         for job in self.jobs:
             sizes[job.format] += math.prod(job.shape)
-        most, types = max(sizes, key=lambda name: sizes[name]), gguf_module().LlamaFileType
-        name = {FLOAT32: "ALL_F32", FP16: "MOSTLY_F16"}.get(most, f"MOSTLY_{most.upper()}")
+        most = max(sizes, key=lambda name: sizes[name])
+        types = gguf_module().LlamaFileType
+        name = {FLOAT32: "ALL_F32", FP16: "MOSTLY_F16"}.get(
+            most, f"MOSTLY_{most.upper()}"
+        )
         return int(types[f"{name}_S" if f"{name}_S" in types.__members__ else name])
 
 
@@ -140,7 +166,9 @@ def size_on_disk(header: Header) -> int:
         header.begin(Path(folder)).close()
         parts = [path.stat().st_size for path in Path(folder).iterdir()]
     unit = gguf_module().GGUF_DEFAULT_ALIGNMENT
-    return sum(-(-part // unit) * unit for part in (*parts, *(job.bytes for job in header.jobs)))
+    return sum(
+        -(-part // unit) * unit for part in (*parts, *(job.bytes for job in header.jobs))
+    )
 
 
 def write_files(
@@ -170,15 +198,21 @@ def parameter_counts(jobs: Sequence[TensorJob]) -> tuple[int, int, int, int]:
     return counts
 
 
-def _stored(job: TensorJob, tensors: ModelTensors, store: WeightStore) -> tuple[npt.NDArray[np.uint8], str]:
+def _stored(
+    job: TensorJob, tensors: ModelTensors, store: WeightStore
+) -> tuple[npt.NDArray[np.uint8], str]:
     """The tensor's bytes, and the digest of the store's quantized weight if they are its rows in the file's order."""
     rule = job.rule
     if rule.parameter is None:
         return np.zeros(job.bytes, np.uint8), ""
     if job.recipe is None:
-        values = rule.arranged(tensors.read(rule.parameter).float() * rule.factors).contiguous()
+        values = rule.arranged(
+            tensors.read(rule.parameter).float() * rule.factors
+        ).contiguous()
         if not bool(values.isfinite().all()):
-            raise TargetError(f"{rule.parameter}: has NaN or infinity; repair or download the checkpoint")
+            raise TargetError(
+                f"{rule.parameter}: has NaN or infinity; repair or download the checkpoint"
+            )
         return values.numpy().reshape(-1).view(np.uint8), ""
     if rule.parameter in tensors.shapes:
         quantized = store.quantized(job.component, job.recipe, rule.factors)
@@ -186,7 +220,9 @@ def _stored(job: TensorJob, tensors: ModelTensors, store: WeightStore) -> tuple[
         quantized = job.recipe.grid.quantize(tensors.read(rule.parameter), rule.parameter)
     rows = rule.arranged(quantized.data)
     if tuple(rows.shape[:-1]) != job.shape[:-1]:
-        raise TargetError(f"{rule.parameter}: has shape {tuple(rows.shape)} for {rule.name}, not {job.shape}")
+        raise TargetError(
+            f"{rule.parameter}: has shape {tuple(rows.shape)} for {rule.name}, not {job.shape}"
+        )
     packed = job.recipe.grid.pack(replace(quantized, data=rows, shape=job.shape))
     own = isinstance(rule.factors, float) and rule.factors == 1.0
     return packed, quantized.digest if own else ""
@@ -195,7 +231,9 @@ def _stored(job: TensorJob, tensors: ModelTensors, store: WeightStore) -> tuple[
 def _announce(writer: Any, job: TensorJob) -> None:
     name = {FLOAT32: "F32", FP16: "F16"}.get(job.format, job.format.upper())
     kind = gguf_module().GGMLQuantizationType[name]
-    writer.add_tensor_info(job.rule.name, job.shape, np.dtype(np.float32), job.bytes, raw_dtype=kind)
+    writer.add_tensor_info(
+        job.rule.name, job.shape, np.dtype(np.float32), job.bytes, raw_dtype=kind
+    )
 
 
 def _typed(value: Any) -> tuple[Any, Any]:
@@ -212,12 +250,17 @@ def general_metadata(folder: Path, name: str, counts: tuple[int, int, int, int])
     or a hub id). `counts` of parameters: all, shared, of one expert, and how many experts."""
     gguf = gguf_module()
     try:
-        card, config = gguf.Metadata.load_model_card(folder), gguf.Metadata.load_hf_parameters(folder)
+        card = gguf.Metadata.load_model_card(folder)
+        config = gguf.Metadata.load_hf_parameters(folder)
         metadata = _from(card, config, name, counts[0])
     except Exception:  # cards are written by hand: invalid YAML, or a number as a name
         metadata = _from({}, {}, name, counts[0])
     settings = read_json(folder / GENERATION_FILE)
-    sampling = {"sampling_top_k": "top_k", "sampling_top_p": "top_p", "sampling_temp": "temperature"}
+    sampling = {
+        "sampling_top_k": "top_k",
+        "sampling_top_p": "top_p",
+        "sampling_temp": "temperature",
+    }
     for field, key in sampling.items():
         if isinstance(value := settings.get(key), int | float):
             setattr(metadata, field, value)
@@ -228,7 +271,9 @@ def general_metadata(folder: Path, name: str, counts: tuple[int, int, int, int])
     return metadata
 
 
-def _from(card: dict[str, Any], config: dict[str, Any], name: str, parameters: int) -> Any:
+def _from(
+    card: dict[str, Any], config: dict[str, Any], name: str, parameters: int
+) -> Any:
     gguf = gguf_module()
     owner, _, own = name.rpartition("/")
     # `_name_or_path` is often a path on the trainer's machine.
@@ -250,9 +295,16 @@ def _from(card: dict[str, Any], config: dict[str, Any], name: str, parameters: i
 def file_name(metadata: Any, plan: Plan, jobs: Sequence[TensorJob]) -> str:
     """By the GGUF naming convention, BaseName-SizeLabel-FineTune-Version-Encoding: `Mamba2-130M-KL-4.5bpw.gguf`."""
     stem = gguf_module().naming_convention(
-        metadata.name, metadata.basename, metadata.finetune, metadata.version, metadata.size_label, None
+        metadata.name,
+        metadata.basename,
+        metadata.finetune,
+        metadata.version,
+        metadata.size_label,
+        None,
     )
-    formats = {job.format for job in jobs if job.recipe is not None and job.format != FP16}
+    formats = {
+        job.format for job in jobs if job.recipe is not None and job.format != FP16
+    }
     if plan.family == "stock":
         encoding = tag_of(plan.name.removeprefix("stock.")).upper()
     elif not formats:
@@ -260,6 +312,8 @@ def file_name(metadata: Any, plan: Plan, jobs: Sequence[TensorJob]) -> str:
     elif len(formats) == 1 and len(set(plan.assignment.values())) == 1:
         encoding = formats.pop().upper()
     else:
-        bits = 8 * sum(job.bytes for job in jobs) / sum(math.prod(job.shape) for job in jobs)
+        bits = (
+            8 * sum(job.bytes for job in jobs) / sum(math.prod(job.shape) for job in jobs)
+        )
         encoding = f"KL-{bits:.1f}bpw"
     return f"{tag_of(stem)}-{encoding}.gguf"

@@ -29,13 +29,23 @@ from kl_lens.base.files import bytes_digest
 from kl_lens.model import LoadedModel
 from kl_lens.run.records import Artifact, Component, ExportedTensor, Plan
 from kl_lens.targets.base import StockRecipe
-from kl_lens.targets.exporting import Choice, Entry, file_size, record, write_beside, write_file
+from kl_lens.targets.exporting import (
+    Choice,
+    Entry,
+    file_size,
+    record,
+    write_beside,
+    write_file,
+)
 from kl_lens.weights.formats.affine import AffineFormat
 from kl_lens.weights.recipes import FP16, Recipe
 from kl_lens.weights.store import WeightStore
 
-_TOKENS, _WHOLE = 24, 16  # of the comparison; the first are fed at once
-MOST_KL = 1e-3  # nats per token between PyTorch and mlx-lm in float32; rounding gives 1e-8
+_TOKENS = 24
+_WHOLE = 16  # of the comparison; the first are fed at once
+MOST_KL = (
+    1e-3  # nats per token between PyTorch and mlx-lm in float32; rounding gives 1e-8
+)
 # Constants that mlx-lm 0.32.2 forgets to fold into weights: ends of names → factors. Tried only if the model is not
 # right without them.
 _FORGOTTEN: dict[str, Callable[[dict[str, Any]], dict[str, float]]] = {
@@ -54,7 +64,9 @@ class Matrix:
     component: str
     shape: tuple[int, ...]
     rows: torch.Tensor  # of the component, experts one below the other
-    factors: float | torch.Tensor  # that the component's rows are multiplied with: a number, or (…, rows, 1)
+    factors: (
+        float | torch.Tensor
+    )  # that the component's rows are multiplied with: a number, or (…, rows, 1)
 
     def arranged(self, part: torch.Tensor) -> torch.Tensor:
         """Something of the component's with one row per row, in this parameter's order and shape."""
@@ -67,7 +79,9 @@ class Layout:
 
     config: dict[str, Any]
     matrices: tuple[Matrix, ...]
-    values: dict[str, npt.NDArray[np.float32]]  # parameters outside plans: norms, convolutions, biases
+    values: dict[
+        str, npt.NDArray[np.float32]
+    ]  # parameters outside plans: norms, convolutions, biases
     sources: dict[str, str]  # their components
     full_precision: frozenset[str]  # of these, what mlx-lm never converts to float16
     difference: float  # of mlx-lm's logits from PyTorch's in float32: the largest, as a share of their range
@@ -85,7 +99,9 @@ def layout_of(model: LoadedModel) -> Layout:
         return _layout(model, config, forgotten(config))
 
 
-def _layout(model: LoadedModel, config: dict[str, Any], forgotten: dict[str, float]) -> Layout:
+def _layout(
+    model: LoadedModel, config: dict[str, Any], forgotten: dict[str, float]
+) -> Layout:
     runtime = empty_model(config)
     candidates = {c.name: c for c in model.anatomy.candidates}
     ways = _Ways(model, runtime, forgotten)
@@ -97,15 +113,27 @@ def _layout(model: LoadedModel, config: dict[str, Any], forgotten: dict[str, flo
         if component not in candidates or not hasattr(modules.get(path), "to_quantized"):
             others[name] = component
             continue
-        rows, factors = ways.rows(name), ways.factors(name)
+        rows = ways.rows(name)
+        factors = ways.factors(name)
         shape = candidates[component].shape
-        matrix = Matrix(path, component, ways.shapes[name], rows, _by_row(factors, rows, shape))
-        weight = model.tensor(candidates[component].weight).detach().cpu().float() * matrix.factors
-        if not torch.equal(matrix.arranged(weight), torch.from_numpy(np.array(ways.real[name]))):
-            raise UnsupportedError(f"mlx-lm changes {component} in a way that KL Lens does not follow")
+        matrix = Matrix(
+            path, component, ways.shapes[name], rows, _by_row(factors, rows, shape)
+        )
+        weight = (
+            model.tensor(candidates[component].weight).detach().cpu().float()
+            * matrix.factors
+        )
+        if not torch.equal(
+            matrix.arranged(weight), torch.from_numpy(np.array(ways.real[name]))
+        ):
+            raise UnsupportedError(
+                f"mlx-lm changes {component} in a way that KL Lens does not follow"
+            )
         matrices.append(matrix)
     if lost := sorted(set(candidates) - {matrix.component for matrix in matrices}):
-        raise UnsupportedError(f"mlx-lm's {config['model_type']} has no matrix of just {lost[0]} to quantize")
+        raise UnsupportedError(
+            f"mlx-lm's {config['model_type']} has no matrix of just {lost[0]} to quantize"
+        )
     difference = _compared(model, runtime, ways.real)
     casts = getattr(runtime, "cast_predicate", lambda _: True)
     values = {name: np.array(ways.real[name]) for name in others}
@@ -113,7 +141,9 @@ def _layout(model: LoadedModel, config: dict[str, Any], forgotten: dict[str, flo
     return Layout(config, tuple(matrices), values, others, kept, difference)
 
 
-def _by_row(factors: torch.Tensor, rows: torch.Tensor, shape: tuple[int, ...]) -> float | torch.Tensor:
+def _by_row(
+    factors: torch.Tensor, rows: torch.Tensor, shape: tuple[int, ...]
+) -> float | torch.Tensor:
     """The factors of a parameter's rows as those of its component's rows."""
     if bool((factors == factors[0]).all()):
         return float(factors[0])
@@ -125,26 +155,47 @@ def _by_row(factors: torch.Tensor, rows: torch.Tensor, shape: tuple[int, ...]) -
 class _Ways:
     """What becomes of a model's tensors in mlx-lm."""
 
-    def __init__(self, model: LoadedModel, runtime: Any, forgotten: dict[str, float]) -> None:
+    def __init__(
+        self, model: LoadedModel, runtime: Any, forgotten: dict[str, float]
+    ) -> None:
         from mlx.utils import tree_flatten
 
-        self._model, self._runtime, self._forgotten = model, runtime, forgotten
-        self._state = {name: tensor.detach().cpu() for name, tensor in model.model.state_dict().items()}
+        self._model = model
+        self._runtime = runtime
+        self._forgotten = forgotten
+        self._state = {
+            name: tensor.detach().cpu()
+            for name, tensor in model.model.state_dict().items()
+        }
         parameters: Any = tree_flatten(runtime.parameters())
         self.shapes = {name: tuple(array.shape) for name, array in parameters}
         components = model.anatomy.components
         named = model.model.named_parameters(remove_duplicate=False)
-        numbers = {id(p): n for n, c in enumerate(components, start=1) for p in model.parameters_of(c)}
-        self._numbers = {name: numbers[id(parameter)] for name, parameter in named}  # from 1
-        self._matrices = {name for name, n in self._numbers.items() if components[n - 1].quantizable}
+        numbers = {
+            id(p): n
+            for n, c in enumerate(components, start=1)
+            for p in model.parameters_of(c)
+        }
+        self._numbers = {
+            name: numbers[id(parameter)] for name, parameter in named
+        }  # from 1
+        self._matrices = {
+            name for name, n in self._numbers.items() if components[n - 1].quantizable
+        }
         self._zeros = self._probed(lambda *_: torch.zeros(()))
         self._ones = self._probed(lambda *_: torch.ones(()))
         self.real = self._sanitized({name: t.float() for name, t in self._state.items()})
         for name, shape in self.shapes.items():
             if (given := tuple(self.real[name].shape)) != shape:
-                raise UnsupportedError(f"mlx-lm expects {name} of shape {shape}, not {given}")
-        self.sources: dict[str, str] = {}  # parameter → its component; empty: none, or several
-        for name, found in self._found(lambda name, _: torch.tensor(self._numbers.get(name, 0))).items():
+                raise UnsupportedError(
+                    f"mlx-lm expects {name} of shape {shape}, not {given}"
+                )
+        self.sources: dict[
+            str, str
+        ] = {}  # parameter → its component; empty: none, or several
+        for name, found in self._found(
+            lambda name, _: torch.tensor(self._numbers.get(name, 0))
+        ).items():
             one = found.flat[0] and np.ptp(found) == 0
             self.sources[name] = components[int(found.flat[0]) - 1].name if one else ""
 
@@ -162,13 +213,21 @@ class _Ways:
 
     def factors(self, name: str) -> torch.Tensor:
         """What these rows are multiplied with."""
-        return torch.from_numpy((self._ones[name] - self._zeros[name])[..., 0].reshape(-1))
+        return torch.from_numpy(
+            (self._ones[name] - self._zeros[name])[..., 0].reshape(-1)
+        )
 
-    def _found(self, value: Callable[[str, torch.Tensor], torch.Tensor]) -> dict[str, npt.NDArray[np.int64]]:
+    def _found(
+        self, value: Callable[[str, torch.Tensor], torch.Tensor]
+    ) -> dict[str, npt.NDArray[np.int64]]:
         """The whole numbers that each parameter's elements had before mlx-lm multiplied and added."""
-        probed, zeros, ones = self._probed(value), self._zeros, self._ones
+        probed = self._probed(value)
+        zeros = self._zeros
+        ones = self._ones
         return {
-            name: np.rint((probed[name] - zeros[name]) / (ones[name] - zeros[name])).astype(np.int64)
+            name: np.rint(
+                (probed[name] - zeros[name]) / (ones[name] - zeros[name])
+            ).astype(np.int64)
             for name in self.shapes
         }
 
@@ -188,12 +247,24 @@ class _Ways:
         from transformers.core_model_loading import revert_weight_conversion
 
         whole: Any = self._model.model
-        stored = revert_weight_conversion(whole, tensors)  # names and shapes as in checkpoints
+        stored = revert_weight_conversion(
+            whole, tensors
+        )  # names and shapes as in checkpoints
         family = self._model.anatomy.model_type
-        for named in (stored, tensors | stored):  # some classes want transformers' own names
-            arrays = {name: mx.array(tensor.contiguous().numpy()) for name, tensor in named.items()}
+        for named in (
+            stored,
+            tensors | stored,
+        ):  # some classes want transformers' own names
+            arrays = {
+                name: mx.array(tensor.contiguous().numpy())
+                for name, tensor in named.items()
+            }
             try:
-                arrays = self._runtime.sanitize(arrays) if hasattr(self._runtime, "sanitize") else arrays
+                arrays = (
+                    self._runtime.sanitize(arrays)
+                    if hasattr(self._runtime, "sanitize")
+                    else arrays
+                )
             except Exception as error:  # written for one family's checkpoints; over others it raises anything
                 reason = f"{type(error).__name__} {one_line(error)}"
                 raise UnsupportedError(
@@ -202,8 +273,12 @@ class _Ways:
             if not (missing := sorted(set(self.shapes) - set(arrays))):
                 break
         else:
-            raise UnsupportedError(f"mlx-lm's {family} wants {missing[0]}, which is not there")
-        for name, (end, factor) in itertools.product(self.shapes, self._forgotten.items()):
+            raise UnsupportedError(
+                f"mlx-lm's {family} wants {missing[0]}, which is not there"
+            )
+        for name, (end, factor) in itertools.product(
+            self.shapes, self._forgotten.items()
+        ):
             if name.endswith(end):
                 arrays[name] *= factor
         return {name: arrays[name] for name in self.shapes}
@@ -224,12 +299,16 @@ def _compared(model: LoadedModel, runtime: Any, weights: dict[str, Any]) -> floa
             runtime.load_weights(list(weights.items()))
             runtime.eval()
             cache = make_prompt_cache(runtime)
-            logits = [np.array(runtime(mx.array(piece)[None], cache=cache)[0]) for piece in pieces]
+            logits = [
+                np.array(runtime(mx.array(piece)[None], cache=cache)[0])
+                for piece in pieces
+            ]
     except Exception as error:  # a model class may raise anything over settings that it was not written for
         reason = f"{type(error).__name__} {one_line(error)}"
         raise UnsupportedError(f"mlx-lm cannot run this model: {reason}") from error
     theirs = torch.from_numpy(np.concatenate(logits))
-    expected, found = ours.log_softmax(-1), theirs.log_softmax(-1)
+    expected = ours.log_softmax(-1)
+    found = theirs.log_softmax(-1)
     divergence = float((expected.exp() * (expected - found)).sum(-1).mean())
     if not divergence <= MOST_KL:
         raise UnsupportedError(
@@ -242,7 +321,10 @@ def _compared(model: LoadedModel, runtime: Any, weights: dict[str, Any]) -> floa
 # config.json as mlx-lm reads it: the checkpoint's own, with the settings that transformers 5 no longer writes.
 CONFIG_FILE = "config.json"
 _ROTARY = ("rope_theta", "partial_rotary_factor")
-_LAYERS = {"linear_attention": "mamba", "full_attention": "attention"}  # transformers' names → Granite's own
+_LAYERS = {
+    "linear_attention": "mamba",
+    "full_attention": "attention",
+}  # transformers' names → Granite's own
 
 
 def _interval(config: dict[str, Any]) -> dict[str, Any]:
@@ -250,20 +332,34 @@ def _interval(config: dict[str, Any]) -> dict[str, Any]:
     kinds = config.get("layer_types") or []
     if not kinds:
         return {}
-    every = kinds.index("full_attention") + 1 if "full_attention" in kinds else len(kinds) + 1
-    rhythm = ["linear_attention" if i % every else "full_attention" for i in range(1, len(kinds) + 1)]
+    every = (
+        kinds.index("full_attention") + 1 if "full_attention" in kinds else len(kinds) + 1
+    )
+    rhythm = [
+        "linear_attention" if i % every else "full_attention"
+        for i in range(1, len(kinds) + 1)
+    ]
     if kinds != rhythm or every > len(kinds):
-        raise UnsupportedError("mlx-lm expects attention in every n-th layer, and layer_types says otherwise")
+        raise UnsupportedError(
+            "mlx-lm expects attention in every n-th layer, and layer_types says otherwise"
+        )
     return {"full_attention_interval": every}
 
 
 # Model type → settings that mlx-lm needs, computed from the others.
 _MORE: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-    "mamba2": lambda config: {"intermediate_size": int(config["expand"] * config["hidden_size"])},
-    "falcon_h1": lambda config: {"head_dim": config["hidden_size"] // config["num_attention_heads"]},
+    "mamba2": lambda config: {
+        "intermediate_size": int(config["expand"] * config["hidden_size"])
+    },
+    "falcon_h1": lambda config: {
+        "head_dim": config["hidden_size"] // config["num_attention_heads"]
+    },
     "gpt_neox": lambda config: {
         old: config["rope_parameters"][new]
-        for old, new in (("rotary_emb_base", "rope_theta"), ("rotary_pct", "partial_rotary_factor"))
+        for old, new in (
+            ("rotary_emb_base", "rope_theta"),
+            ("rotary_pct", "partial_rotary_factor"),
+        )
         if old not in config
     },
     "granitemoehybrid": lambda config: {
@@ -275,12 +371,17 @@ _MORE: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "qwen3_5_text": lambda config: {"model_type": "qwen3_5", **_interval(config)},
     "qwen3_5_moe_text": lambda config: {"model_type": "qwen3_5_moe", **_interval(config)},
 }
-_REPLACED = ("layer_types", "model_type", "tie_word_embeddings")  # the computed value wins
+_REPLACED = (
+    "layer_types",
+    "model_type",
+    "tie_word_embeddings",
+)  # the computed value wins
 
 
 def configuration_of(model: LoadedModel) -> dict[str, Any]:
     """As JSON: numbers that are not finite are written as transformers writes them."""
-    file, text = model.folder / CONFIG_FILE, model.config.to_json_string(use_diff=False)
+    file = model.folder / CONFIG_FILE
+    text = model.config.to_json_string(use_diff=False)
     if model.layout == "transformers" and file.is_file():
         text = file.read_text(encoding="utf-8")
     config: dict[str, Any] = json.loads(text)
@@ -291,9 +392,13 @@ def configuration_of(model: LoadedModel) -> dict[str, Any]:
     if rotary.get("rope_type", "default") != "default":
         more["rope_scaling"] = rotary
     if getattr(model.config, "tie_word_embeddings", False):
-        more["tie_word_embeddings"] = True  # some checkpoints deny it and hold the same matrix twice
+        more["tie_word_embeddings"] = (
+            True  # some checkpoints deny it and hold the same matrix twice
+        )
     more |= _MORE.get(config["model_type"], lambda _: {})(config)
-    return config | {key: v for key, v in more.items() if key in _REPLACED or config.get(key) is None}
+    return config | {
+        key: v for key, v in more.items() if key in _REPLACED or config.get(key) is None
+    }
 
 
 def empty_model(config: dict[str, Any]) -> Any:
@@ -307,9 +412,22 @@ def empty_model(config: dict[str, Any]) -> Any:
         raise UnsupportedError(f"mlx-lm cannot build it: {one_line(error)}") from error
 
 
-_UNIFORM = ((4, 64), (4, 32), (4, 128), (3, 64), (5, 64), (6, 64), (8, 64))  # bits, group size
+_UNIFORM = (
+    (4, 64),
+    (4, 32),
+    (4, 128),
+    (3, 64),
+    (5, 64),
+    (6, 64),
+    (8, 64),
+)  # bits, group size
 _USUAL = ((4, 64), (8, 64))  # mlx-lm's default, and what is called lossless
-_MIXED = {"mixed_2_6": (2, 6), "mixed_3_4": (3, 4), "mixed_3_6": (3, 6), "mixed_4_6": (4, 6)}
+_MIXED = {
+    "mixed_2_6": (2, 6),
+    "mixed_3_4": (3, 4),
+    "mixed_3_6": (3, 6),
+    "mixed_4_6": (4, 6),
+}
 _GROUP = 64
 
 
@@ -332,11 +450,17 @@ def stock_recipes(model: LoadedModel, layout: Layout) -> tuple[StockRecipe, ...]
         return tuple(recipes)  # mlx_lm.convert refuses its mixtures for such a model
     for name, (low, high) in _MIXED.items():
         mixed = {
-            c.name: _held(c, high if _raised(names[c.name], c, model.anatomy.blocks) else low, _GROUP)
+            c.name: _held(
+                c,
+                high if _raised(names[c.name], c, model.anatomy.blocks) else low,
+                _GROUP,
+            )
             for c in candidates
         }
         recipes.append(
-            StockRecipe(name, mixed, f"mlx_lm.convert -q --quant-predicate {name} --dtype float16")
+            StockRecipe(
+                name, mixed, f"mlx_lm.convert -q --quant-predicate {name} --dtype float16"
+            )
         )
     return tuple(recipes)
 
@@ -349,29 +473,44 @@ def _held(component: Component, bits: int, group: int) -> Recipe:
 def _raised(name: str, component: Component, layers: int) -> bool:
     """mlx-lm's `mixed_quant_predicate`: values, outputs of feed-forward parts and the head."""
     index = component.block or 0
-    more = index < layers // 8 or index >= 7 * layers // 8 or (index - layers // 8) % 3 == 2
-    return "lm_head" in name or (more and any(part in name for part in ("v_proj", "down_proj")))
+    more = (
+        index < layers // 8 or index >= 7 * layers // 8 or (index - layers // 8) % 3 == 2
+    )
+    return "lm_head" in name or (
+        more and any(part in name for part in ("v_proj", "down_proj"))
+    )
 
 
-WEIGHT_FILE, FORMAT = "model.safetensors", "mlx"
+WEIGHT_FILE = "model.safetensors"
+FORMAT = "mlx"
 PARTS = ("weight", "scales", "biases")  # of a quantized matrix
 _FLOATS = {"F16": np.float16, "F32": np.float32}
 
 
 def export(
-    model: LoadedModel, plan: Plan, layout: Layout, chosen: dict[str, Choice], folder: Path
+    model: LoadedModel,
+    plan: Plan,
+    layout: Layout,
+    chosen: dict[str, Choice],
+    folder: Path,
 ) -> Artifact:
     """Everything that is not quantized is float16, as after `mlx_lm.convert --dtype float16`."""
     file = _File(layout, chosen, model.weights)
     folder.mkdir(parents=True, exist_ok=True)
     write_file(folder / WEIGHT_FILE, file.entries, FORMAT, file.bytes_of)
     config = layout.config | quantization(layout, chosen)
-    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    (folder / CONFIG_FILE).write_text(
+        json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+    )
     notes = write_beside(model, folder)
     if model.tokenizer is None:
-        notes = ["mlx_lm.load wants a tokenizer, and the checkpoint has none; kl-lens opens the folder"]
+        notes = [
+            "mlx_lm.load wants a tokenizer, and the checkpoint has none; kl-lens opens the folder"
+        ]
     versions = {name: metadata.version(name) for name in ("mlx", "mlx-lm")}
-    return record("mlx", model, plan, folder, file.records(), versions=versions, notes=notes)
+    return record(
+        "mlx", model, plan, folder, file.records(), versions=versions, notes=notes
+    )
 
 
 def file_bytes(model: LoadedModel, layout: Layout, chosen: dict[str, Choice]) -> int:
@@ -385,7 +524,11 @@ def quantization(layout: Layout, chosen: dict[str, Choice]) -> dict[str, Any]:
     for matrix in layout.matrices:
         grid = chosen[matrix.component].recipe.grid
         if isinstance(grid, AffineFormat):
-            paths[matrix.name] = {"group_size": grid.group_size, "bits": grid.bits, "mode": "affine"}
+            paths[matrix.name] = {
+                "group_size": grid.group_size,
+                "bits": grid.bits,
+                "mode": "affine",
+            }
     if not paths:
         return {}
     usual, _ = Counter(json.dumps(how) for how in paths.values()).most_common(1)[0]
@@ -396,8 +539,12 @@ def quantization(layout: Layout, chosen: dict[str, Choice]) -> dict[str, Any]:
 class _File:
     """The tensors of one file."""
 
-    def __init__(self, layout: Layout, chosen: dict[str, Choice], store: WeightStore) -> None:
-        self._layout, self._chosen, self._store = layout, chosen, store
+    def __init__(
+        self, layout: Layout, chosen: dict[str, Choice], store: WeightStore
+    ) -> None:
+        self._layout = layout
+        self._chosen = chosen
+        self._store = store
         self._matrices = {f"{matrix.name}.weight": matrix for matrix in layout.matrices}
         # Scales and biases, which come after all matrices.
         self._waiting: dict[str, npt.NDArray[np.uint8]] = {}
@@ -405,25 +552,36 @@ class _File:
         self._stored: dict[str, tuple[int, str, str]] = {}
         entries = [entry for matrix in layout.matrices for entry in self._entries(matrix)]
         for name, value in layout.values.items():
-            entries.append(Entry(name, "F32" if name in layout.full_precision else "F16", value.shape))
+            entries.append(
+                Entry(
+                    name, "F32" if name in layout.full_precision else "F16", value.shape
+                )
+            )
         # Wide types first, so that everything is aligned.
         self.entries = sorted(entries, key=lambda entry: entry.dtype == "F16")
 
     def _entries(self, matrix: Matrix) -> list[Entry]:
-        name, grid = matrix.name, self._chosen[matrix.component].recipe.grid
+        name = matrix.name
+        grid = self._chosen[matrix.component].recipe.grid
         if not isinstance(grid, AffineFormat):
             return [Entry(f"{name}.weight", "F16", matrix.shape)]
         *outer, columns = matrix.shape
         assert grid.group_size is not None
         groups = (*outer, columns // grid.group_size)
         packed = Entry(f"{name}.weight", "U32", (*outer, columns * grid.bits // 32))
-        return [packed, Entry(f"{name}.scales", "F16", groups), Entry(f"{name}.biases", "F16", groups)]
+        return [
+            packed,
+            Entry(f"{name}.scales", "F16", groups),
+            Entry(f"{name}.biases", "F16", groups),
+        ]
 
     def bytes_of(self, entry: Entry) -> npt.NDArray[np.uint8]:
         if entry.name in self._layout.values:
             value = self._layout.values[entry.name].astype(_FLOATS[entry.dtype])
             if not np.isfinite(value).all():
-                raise TargetError(f"{entry.name}: has values that {entry.dtype} cannot hold; rescale it")
+                raise TargetError(
+                    f"{entry.name}: has values that {entry.dtype} cannot hold; rescale it"
+                )
             data = _raw(value)
             self._stored[entry.name] = data.nbytes, bytes_digest(data), ""
             return data
@@ -432,25 +590,38 @@ class _File:
         recipe = self._chosen[matrix.component].recipe
         quantized = self._store.quantized(matrix.component, recipe, matrix.factors)
         own = isinstance(matrix.factors, float) and matrix.factors == 1.0
-        data = recipe.grid.pack(replace(quantized, data=matrix.arranged(quantized.data), shape=matrix.shape))
+        data = recipe.grid.pack(
+            replace(quantized, data=matrix.arranged(quantized.data), shape=matrix.shape)
+        )
         parts = (quantized.scales, quantized.zero_points)
-        more = [_raw(matrix.arranged(part).cpu().numpy()) for part in parts if part is not None]
-        size, digest = data.nbytes + sum(raw.nbytes for raw in more), bytes_digest(data, *more)
+        more = [
+            _raw(matrix.arranged(part).cpu().numpy())
+            for part in parts
+            if part is not None
+        ]
+        size = data.nbytes + sum(raw.nbytes for raw in more)
+        digest = bytes_digest(data, *more)
         self._stored[entry.name] = size, digest, quantized.digest if own else ""
-        self._waiting |= {f"{matrix.name}.{part}": raw for part, raw in zip(PARTS[1:], more, strict=False)}
+        self._waiting |= {
+            f"{matrix.name}.{part}": raw
+            for part, raw in zip(PARTS[1:], more, strict=False)
+        }
         return data
 
     def records(self) -> list[ExportedTensor]:
         """After all bytes were given."""
         records = []
         for name, matrix in self._matrices.items():
-            choice, (size, digest, weights) = self._chosen[matrix.component], self._stored[name]
+            choice = self._chosen[matrix.component]
+            (size, digest, weights) = self._stored[name]
             what = matrix.component, name, choice.planned, choice.recipe
             records.append(ExportedTensor(*what, size, choice.reason, digest, weights))
         for name, component in self._layout.sources.items():
             kind = "fp32" if name in self._layout.full_precision else FP16
             size, digest, _ = self._stored[name]
-            records.append(ExportedTensor(component or name, name, FP16, kind, size, None, digest))
+            records.append(
+                ExportedTensor(component or name, name, FP16, kind, size, None, digest)
+            )
         return records
 
 

@@ -31,8 +31,10 @@ from kl_lens.weights.formats import known_formats
 # Tokens in one call of the model. The operations of a call wait in memory until it is computed; Mamba-1 has dozens for
 # every token and layer.
 BATCH = 128
-CPU, GPU = "CPU", "GPU"
-_EMBEDDINGS, _EXPERTS = ("embeddings", "embed_tokens"), "switch_mlp"
+CPU = "CPU"
+GPU = "GPU"
+_EMBEDDINGS = ("embeddings", "embed_tokens")
+_EXPERTS = "switch_mlp"
 
 
 class MLXSession(FedSession):
@@ -41,7 +43,8 @@ class MLXSession(FedSession):
     the file's own types, as mlx-lm does, unless `exact` is set. Weights are the same in both cases."""
 
     def __init__(self, folder: Path, *, device: str = CPU, exact: bool = False) -> None:
-        self.place, self._device_name = folder, device
+        self.place = folder
+        self._device_name = device
         self._device = mx.gpu if device == GPU else mx.cpu
         self.float32 = exact or device == CPU
         self._model: Any = None
@@ -53,8 +56,12 @@ class MLXSession(FedSession):
                 mx.eval(self._model.parameters())
                 self.reset()
                 self.vocabulary = int(self.feed([0], every=False).shape[-1])
-        except Exception as error:  # mlx-lm checks little, and raises anything over a strange folder
-            raise TargetError(f"{folder}: mlx-lm cannot load it: {one_line(error)}") from error
+        except (
+            Exception
+        ) as error:  # mlx-lm checks little, and raises anything over a strange folder
+            raise TargetError(
+                f"{folder}: mlx-lm cannot load it: {one_line(error)}"
+            ) from error
         self.reset()
 
     def _here(self) -> AbstractContextManager[Any]:
@@ -80,18 +87,25 @@ class MLXSession(FedSession):
 
     def state_bytes(self) -> tuple[int, float]:
         """Bytes of the states, and of keys and values for each position, in the types of this session."""
-        fixed, growing, waiting = 0, 0.0, list(self._cache)
+        fixed = 0
+        growing = 0.0
+        waiting = list(self._cache)
         while waiting:
             cache = waiting.pop()
             waiting += getattr(cache, "caches", ())
             if (keys := getattr(cache, "keys", None)) is not None:
                 growing += (keys.nbytes + cache.values.nbytes) / keys.shape[-2]
             elif not hasattr(cache, "caches"):
-                fixed += tree_reduce(lambda total, array: total + getattr(array, "nbytes", 0), cache.state, 0)
+                fixed += tree_reduce(
+                    lambda total, array: total + getattr(array, "nbytes", 0),
+                    cache.state,
+                    0,
+                )
         return fixed, growing
 
     def close(self) -> None:
-        self._model, self._cache = None, []
+        self._model = None
+        self._cache = []
         mx.clear_cache()
 
     def feed(self, tokens: list[int], *, every: bool) -> Logits:
@@ -116,14 +130,19 @@ def _widened(array: Any) -> Any:
 def file_contents(folder: Path) -> Contents:
     """Lookups and experts by mlx-lm's names; states as a session keeps them."""
     config = read_json(folder / CONFIG_FILE)
-    counts = [config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts")]
-    experts, chosen = next(filter(None, counts), 0), config.get("num_experts_per_tok")
+    counts = [
+        config.get(key)
+        for key in ("num_experts", "num_local_experts", "n_routed_experts")
+    ]
+    experts = next(filter(None, counts), 0)
+    chosen = config.get("num_experts_per_tok")
     files = sorted(folder.glob("model*.safetensors"))
     arrays = [item for path in files for item in load_file(path).items()]
     untied = any(name.startswith("lm_head.") for name, _ in arrays)
     read = 0.0
     for name, array in arrays:
-        owner, share = name.rpartition(".")[0], 1.0
+        owner = name.rpartition(".")[0]
+        share = 1.0
         if owner.endswith(_EMBEDDINGS) and untied:
             share = 1 / array.shape[0]
         elif _EXPERTS in owner and chosen and experts:
@@ -145,29 +164,49 @@ _WITHOUT_EFFECT = re.compile(
 
 class MLXDissection(Dissection):
     def __init__(self, folder: Path, layout: Callable[[LoadedModel], Layout]) -> None:
-        self.place, self._layout = folder, layout
+        self.place = folder
+        self._layout = layout
         self.files = tuple(sorted(folder.glob("model*.safetensors")))
-        self._config, arrays = read_json(folder / CONFIG_FILE), dict[str, Any]()
+        self._config = read_json(folder / CONFIG_FILE)
+        arrays = dict[str, Any]()
         try:
             for file in self.files:
                 arrays |= mx.load(str(file))  # type: ignore[arg-type]
         except Exception as error:  # it raises anything over a damaged file
-            raise TargetError(f"{file} is damaged: {one_line(error)}; export or download it again") from error
-        quantized = [name.removesuffix(".scales") for name in arrays if name.endswith(".scales")]
+            raise TargetError(
+                f"{file} is damaged: {one_line(error)}; export or download it again"
+            ) from error
+        quantized = [
+            name.removesuffix(".scales") for name in arrays if name.endswith(".scales")
+        ]
         more = {f"{path}.{part}" for path in quantized for part in PARTS[1:]}
-        self.tensors = tuple(self._stored(name, arrays) for name in arrays if name not in more)
+        self.tensors = tuple(
+            self._stored(name, arrays) for name in arrays if name not in more
+        )
 
     def parts(self, model: LoadedModel) -> list[Part]:
-        layout, held = self._layout(model), {tensor.name: tensor for tensor in self.tensors}
-        weight = {component.name: component.weight for component in model.anatomy.components}
+        layout = self._layout(model)
+        held = {tensor.name: tensor for tensor in self.tensors}
+        weight = {
+            component.name: component.weight for component in model.anatomy.components
+        }
         parts = [
-            Part(f"{m.name}.weight", held.get(f"{m.name}.weight"), weight[m.component], m.arranged, m.factors)
+            Part(
+                f"{m.name}.weight",
+                held.get(f"{m.name}.weight"),
+                weight[m.component],
+                m.arranged,
+                m.factors,
+            )
             for m in layout.matrices
         ]
         for name, value in layout.values.items():
-            values, source = torch.from_numpy(np.array(value)), weight.get(layout.sources[name])
+            values = torch.from_numpy(np.array(value))
+            source = weight.get(layout.sources[name])
             own = None if source is None else model.tensor(source)
-            if own is None or own.numel() != values.numel():  # made from several, or from a part of one
+            if (
+                own is None or own.numel() != values.numel()
+            ):  # made from several, or from a part of one
                 parts.append(Part(name, held.get(name), source, constant=values))
                 continue
             (way,) = dissection.arrangements(
@@ -177,17 +216,23 @@ class MLXDissection(Dissection):
         return parts
 
     def settings(self, model: LoadedModel) -> list[Disagreement]:
-        return dissection.other_settings(self._config, self._layout(model).config, _WITHOUT_EFFECT)
+        return dissection.other_settings(
+            self._config, self._layout(model).config, _WITHOUT_EFFECT
+        )
 
     def open(self, settings: SessionSettings) -> Session:
         return MLXSession(self.place, device=settings.device, exact=settings.exact)
 
     def _stored(self, name: str, arrays: dict[str, Any]) -> StoredTensor:
-        array, path = arrays[name], name.removesuffix(".weight")
+        array = arrays[name]
+        path = name.removesuffix(".weight")
         parts = [arrays[f"{path}.{part}"] for part in PARTS if f"{path}.{part}" in arrays]
         if f"{path}.scales" not in arrays:
             kind = _FLOATS.get(array.dtype, "")
-            spelled, shape, parts, how = kind or str(array.dtype), tuple(array.shape), [array], {}
+            spelled = kind or str(array.dtype)
+            shape = tuple(array.shape)
+            parts = [array]
+            how = {}
         else:
             sections: dict[str, Any] = self._config.get("quantization") or {}
             section = {"mode": "affine", **sections, **(sections.get(path) or {})}
@@ -197,14 +242,22 @@ class MLXDissection(Dissection):
             kind = spelled if spelled in known_formats() else ""
         size = sum(part.nbytes for part in parts)
         return StoredTensor(
-            name, spelled, shape, size, partial(_values, parts, how), kind, dissection.rounding(kind)
+            name,
+            spelled,
+            shape,
+            size,
+            partial(_values, parts, how),
+            kind,
+            dissection.rounding(kind),
         )
 
 
 def _values(parts: list[Any], how: dict[str, Any]) -> torch.Tensor:
     with mx.stream(mx.cpu):
         whole = (
-            mx.dequantize(parts[0], *(each.astype(mx.float32) for each in parts[1:]), **how)
+            mx.dequantize(
+                parts[0], *(each.astype(mx.float32) for each in parts[1:]), **how
+            )
             if how
             else parts[0]
         )

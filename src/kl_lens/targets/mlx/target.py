@@ -25,15 +25,20 @@ else:  # they load MLX and torch
     layout, session = lazy_modules(__package__, "layout", "session")
 
 SUFFIX = ".safetensors"
-CPU, GPU = "CPU", "GPU"
+CPU = "CPU"
+GPU = "GPU"
 _LONGEST_HEADER = 1 << 26  # bytes of a file's list of tensors
 _LISTED_BYTES = 140  # of one tensor in a file's header: a little more than was seen
 
 
 class MLXTarget(Target):
-    name, title, extra, packages = "mlx", "MLX", "mlx", ("mlx.core", "mlx_lm")
+    name = "mlx"
+    title = "MLX"
+    extra = "mlx"
+    packages = ("mlx.core", "mlx_lm")
     loads = (SUFFIX,)
-    methods, recipe_tool = ("gptq", "search"), "mlx-lm"
+    methods = ("gptq", "search")
+    recipe_tool = "mlx-lm"
     usual = False
 
     def __init__(self) -> None:
@@ -57,7 +62,14 @@ class MLXTarget(Target):
     @property
     def short_menu(self) -> tuple[Recipe, ...]:
         return self.recipes(
-            ("affine3-g128", "affine4-g128", "affine4-g64", "affine5-g128", "affine6-g128", "affine8-g64")
+            (
+                "affine3-g128",
+                "affine4-g128",
+                "affine4-g64",
+                "affine5-g128",
+                "affine6-g128",
+                "affine8-g64",
+            )
         )
 
     @property
@@ -74,7 +86,9 @@ class MLXTarget(Target):
 
     # -- files ---------------------------------------------------------------------------------------------
 
-    def write(self, model: LoadedModel, plan: Plan, folder: Path, **options: Any) -> Artifact:
+    def write(
+        self, model: LoadedModel, plan: Plan, folder: Path, **options: Any
+    ) -> Artifact:
         if model.classifier is not None:
             raise UnsupportedError("mlx-lm runs language models only")
         chosen = choices(model, plan, self.fit)
@@ -82,7 +96,9 @@ class MLXTarget(Target):
 
     def file_bytes(self, model: LoadedModel, plan: Plan, *, exact: bool = False) -> int:
         """Exact, from the header."""
-        return layout.file_bytes(model, self._layout(model), choices(model, plan, self.fit))
+        return layout.file_bytes(
+            model, self._layout(model), choices(model, plan, self.fit)
+        )
 
     def overhead(self, fmt: Format) -> int:
         """Scales and biases are two more tensors of the file's list."""
@@ -96,7 +112,9 @@ class MLXTarget(Target):
             return False
         with file.open("rb") as content:
             size = int.from_bytes(content.read(8), "little")
-            return b'"format":"mlx"' in content.read(min(size, _LONGEST_HEADER)).replace(b" ", b"")
+            return b'"format":"mlx"' in content.read(min(size, _LONGEST_HEADER)).replace(
+                b" ", b""
+            )
 
     def dissect(self, place: Path) -> Dissection:
         return session.MLXDissection(_folder(place), self._layout)
@@ -115,8 +133,12 @@ class MLXTarget(Target):
 
     # -- running -------------------------------------------------------------------------------------------
 
-    def open(self, place: Path, settings: SessionSettings, *, cold: bool = False) -> session.MLXSession:
-        return session.MLXSession(_folder(place), device=settings.device, exact=settings.exact)
+    def open(
+        self, place: Path, settings: SessionSettings, *, cold: bool = False
+    ) -> session.MLXSession:
+        return session.MLXSession(
+            _folder(place), device=settings.device, exact=settings.exact
+        )
 
     @property
     def version(self) -> str:
@@ -131,7 +153,11 @@ class MLXTarget(Target):
         import mlx.core as mx
 
         gpu = mx.metal.is_available()
-        fact = "computes on the GPU with --device GPU" if gpu else "no Apple GPU: the CPU only, slow"
+        fact = (
+            "computes on the GPU with --device GPU"
+            if gpu
+            else "no Apple GPU: the CPU only, slow"
+        )
         return Health(f"mlx {self.version}", (fact,))
 
     def require_device(self, device: str) -> None:
@@ -140,10 +166,16 @@ class MLXTarget(Target):
         if device not in (CPU, GPU):
             raise TargetError(f"--device {device}: MLX runs on CPU or GPU")
         if device == GPU and not mx.is_available(mx.gpu):
-            raise TargetError("--device GPU: MLX finds no GPU on this machine; it runs on CPU")
+            raise TargetError(
+                "--device GPU: MLX finds no GPU on this machine; it runs on CPU"
+            )
 
     def in_float32(self, settings: SessionSettings) -> SessionSettings | None:
-        return None if settings.exact or settings.device == CPU else replace(settings, exact=True)
+        return (
+            None
+            if settings.exact or settings.device == CPU
+            else replace(settings, exact=True)
+        )
 
 
 def _folder(place: Path) -> Path:

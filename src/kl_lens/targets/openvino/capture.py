@@ -27,9 +27,25 @@ from kl_lens.model.patching import patched, with_globals
 # Families whose exported logits are tested against PyTorch's, whole prompts, chunks and single tokens. Any other that
 # can be traced is exported, too, once its graph has been proven on the model itself (`graph.py`).
 FAMILIES = (
-    "mamba", "falcon_mamba", "mamba2", "falcon_h1", "zamba2", "jamba", "bamba", "nemotron_h", "granitemoehybrid",
-    "hymba", "zamba", "lfm2", "lfm2_moe", "qwen3_next", "qwen3_5_text", "kimi_linear", "minimax", "rwkv",
-)  # fmt: skip
+    "mamba",
+    "falcon_mamba",
+    "mamba2",
+    "falcon_h1",
+    "zamba2",
+    "jamba",
+    "bamba",
+    "nemotron_h",
+    "granitemoehybrid",
+    "hymba",
+    "zamba",
+    "lfm2",
+    "lfm2_moe",
+    "qwen3_next",
+    "qwen3_5_text",
+    "kimi_linear",
+    "minimax",
+    "rwkv",
+)
 # Scan function that a mixer of transformers calls → our method that replaces it.
 _SCANS = {
     "mamba_selective_scan": "selective",
@@ -58,7 +74,8 @@ class GraphCache:
     """Stands in for transformers' cache while tracing: states come from inputs, new states are collected."""
 
     def __init__(self, states: dict[str, T] | None, graph: GraphForward) -> None:
-        self.states, self.graph = states, graph  # no states: a forward from an empty past
+        self.states = states
+        self.graph = graph  # no states: a forward from an empty past
         self.updated: dict[str, T] = {}
 
     # What a state-space mixer calls. It never sees a state, so it never takes its one-token path.
@@ -68,7 +85,12 @@ class GraphCache:
     get_recurrent_state = is_recording_past = has_previous_state = get_conv_state
 
     def update_conv_state(
-        self, new: T, layer_idx: int | str, conv_kernel_size: int = 4, state_idx: int = 0, **_: Any
+        self,
+        new: T,
+        layer_idx: int | str,
+        conv_kernel_size: int = 4,
+        state_idx: int = 0,
+        **_: Any,
     ) -> T:
         """Puts the last (kernel width − 1) columns in front of (1, channels, time)."""
         past = conv_kernel_size - 1
@@ -104,32 +126,47 @@ class GraphForward(nn.Module):
 
     def __init__(self, model: nn.Module, *, stateful: bool, with_head: bool) -> None:
         super().__init__()
-        self.model, self.stateful, self.with_head = model, stateful, with_head
+        self.model = model
+        self.stateful = stateful
+        self.with_head = with_head
         self.sites: list[ScanSite] = []
         # States that the model keeps between calls, except those of its scans. Found by running one forward.
         self.convolutions: dict[str, tuple[int, int]] = {}  # name → (channels, kernel)
-        self.attention: dict[int, tuple[int, int, int]] = {}  # layer → (heads, key, value width)
+        self.attention: dict[
+            int, tuple[int, int, int]
+        ] = {}  # layer → (heads, key, value width)
         self.probing = False
         self.prefix = 0  # positions that the model itself puts before the first token
         self._results: dict[str, T] = {}
-        self._calls: Counter[int] = Counter()  # scans of each layer so far in this forward
+        self._calls: Counter[int] = (
+            Counter()
+        )  # scans of each layer so far in this forward
         self._time: Any = 0
         self._cache = GraphCache(None, self)
 
     @property
     def state_names(self) -> list[str]:
-        pairs = (f"{kind}.{layer}" for layer in self.attention for kind in ("key", "value"))
+        pairs = (
+            f"{kind}.{layer}" for layer in self.attention for kind in ("key", "value")
+        )
         return [*self.convolutions, *pairs] if self.stateful else []
 
     def example_inputs(self, tokens: int) -> tuple[T, ...]:
         """Inputs of the right shapes for tracing. They include a few past tokens, so that no axis is empty."""
-        inputs, positions = [torch.ones(1, tokens, dtype=torch.long)], tokens + self.prefix
+        inputs = [torch.ones(1, tokens, dtype=torch.long)]
+        positions = tokens + self.prefix
         if self.stateful:
-            positions, past = tokens, self.prefix + 3
-            inputs += [torch.zeros(1, c, kernel - 1) for c, kernel in self.convolutions.values()]
+            positions = tokens
+            past = self.prefix + 3
+            inputs += [
+                torch.zeros(1, c, kernel - 1) for c, kernel in self.convolutions.values()
+            ]
             for heads, *widths in self.attention.values():
                 inputs += [torch.zeros(1, heads, past, width) for width in widths]
-        return (*inputs, *(torch.zeros(positions, *site.result_shape) for site in self.sites))
+        return (
+            *inputs,
+            *(torch.zeros(positions, *site.result_shape) for site in self.sites),
+        )
 
     def forward(self, ids: T, *tensors: T) -> tuple[T, ...]:
         names = self.state_names
@@ -138,7 +175,9 @@ class GraphForward(nn.Module):
         self._results = dict(zip(sites, tensors[len(names) :], strict=not self.probing))
         self._time = ids.shape[1]
         self._calls.clear()
-        self._cache = cache = GraphCache(states if self.stateful and not self.probing else None, self)
+        self._cache = cache = GraphCache(
+            states if self.stateful and not self.probing else None, self
+        )
         output = self._run_model(ids, cache)
         new_states = [cache.updated[name] for name in names] if not self.probing else []
         arguments = [argument for site in self.sites for argument in site.arguments]
@@ -152,14 +191,18 @@ class GraphForward(nn.Module):
         arguments: dict[str, Any] = {"input_ids": ids, "use_cache": use_cache}
         if "cache_params" in accepted:
             arguments["cache_params"] = cache
-        elif "past_key_values" not in accepted:  # RWKV's state, which our replacements keep
+        elif (
+            "past_key_values" not in accepted
+        ):  # RWKV's state, which our replacements keep
             arguments["use_cache"] = False
         else:
             past = cache.get_seq_length()
             positions = torch.arange(self._time, device=ids.device) + past
             arguments["past_key_values"] = cache
             arguments["position_ids"] = positions[None]
-            arguments["attention_mask"] = self._masks(positions, torch.arange(self._time + past))
+            arguments["attention_mask"] = self._masks(
+                positions, torch.arange(self._time + past)
+            )
         if self.with_head:
             return self.model(**arguments).logits
         return self.model.base_model(**arguments).last_hidden_state  # type: ignore[operator]
@@ -169,13 +212,22 @@ class GraphForward(nn.Module):
         distance = positions[:, None] - keys[None, :]
         full = torch.zeros(1).masked_fill((distance < 0)[None, None], float("-inf"))
         window = getattr(self.model.config, "sliding_window", None)
-        near = full if not window else full.masked_fill((distance >= window)[None, None], float("-inf"))
+        near = (
+            full
+            if not window
+            else full.masked_fill((distance >= window)[None, None], float("-inf"))
+        )
         base: Any = self.model.base_model
         forward = inspect.unwrap(type(base).forward)
         if "dict" not in forward.__code__.co_names:
             return near
         recurrent = dict.fromkeys(("linear_attention", "mamba", "conv"))
-        return {"full_attention": full, "attention": full, "sliding_attention": near, **recurrent}
+        return {
+            "full_attention": full,
+            "attention": full,
+            "sliding_attention": near,
+            **recurrent,
+        }
 
     # -- what replaces the library's functions, one set for each mixer -------------------------------------
 
@@ -191,12 +243,22 @@ class GraphForward(nn.Module):
     def selective(self, layer: int) -> Callable[..., Any]:
         # x, Δ (1, channels, time); A (channels, states); B, C (1, states, time)
         def scan(
-            hidden_states: T, dt: T, A: T, B: T, C: T, D: T | None = None, z: T | None = None,
-            delta_bias: T | None = None, delta_softplus: bool = False, return_last_state: bool = False, **_: Any,
-        ) -> Any:  # fmt: skip
+            hidden_states: T,
+            dt: T,
+            A: T,
+            B: T,
+            C: T,
+            D: T | None = None,
+            z: T | None = None,
+            delta_bias: T | None = None,
+            delta_softplus: bool = False,
+            return_last_state: bool = False,
+            **_: Any,
+        ) -> Any:
             site = self._site(layer, "selective")
             # Channels innermost from here on: with time innermost, one token leaves the vector units nothing to do.
-            x, dt = hidden_states.transpose(1, 2), dt.transpose(1, 2)
+            x = hidden_states.transpose(1, 2)
+            dt = dt.transpose(1, 2)
             if delta_bias is not None:
                 dt = dt + delta_bias
             if delta_softplus:
@@ -217,10 +279,19 @@ class GraphForward(nn.Module):
     def chunked(self, layer: int, kind: str = "chunked") -> Callable[..., Any]:
         # x (1, time, heads, width); Δ (1, time, heads); A (heads,); B, C (1, time, groups, states)
         def scan(
-            hidden_states: T, dt: T, A: T, B: T, C: T, chunk_size: int, D: T | None = None, dt_bias: T | None = None,
-            dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, float("inf")),
-            return_final_states: bool = False, **_: Any,
-        ) -> Any:  # fmt: skip
+            hidden_states: T,
+            dt: T,
+            A: T,
+            B: T,
+            C: T,
+            chunk_size: int,
+            D: T | None = None,
+            dt_bias: T | None = None,
+            dt_softplus: bool = False,
+            dt_limit: tuple[float, float] = (0.0, float("inf")),
+            return_final_states: bool = False,
+            **_: Any,
+        ) -> Any:
             site = self._site(layer, kind)
             if dt_bias is not None:
                 dt = dt + dt_bias
@@ -229,7 +300,9 @@ class GraphForward(nn.Module):
             if tuple(dt_limit) != (0.0, float("inf")):  # softplus is never negative
                 dt = torch.clamp(dt, dt_limit[0], dt_limit[1])
             site.arguments = [hidden_states[0], dt[0], A, B[0], C[0]]
-            heads, width, states = hidden_states.shape[2], hidden_states.shape[3], B.shape[3]
+            heads = hidden_states.shape[2]
+            width = hidden_states.shape[3]
+            states = B.shape[3]
             site.state_shape = (int(heads), int(width), int(states))
             site.result_shape = (int(heads), int(width))
             y = self._result_of(site)[None]
@@ -243,11 +316,20 @@ class GraphForward(nn.Module):
         # query, key, value (1, time, heads, width); beta (1, time, heads); g, the logarithm of the decay, the same, or
         # with the key's width behind
         def scan(
-            query: T, key: T, value: T, g: T, beta: T, use_qk_l2norm_in_kernel: bool = False, **_: Any
+            query: T,
+            key: T,
+            value: T,
+            g: T,
+            beta: T,
+            use_qk_l2norm_in_kernel: bool = False,
+            **_: Any,
         ) -> Any:
             site = self._site(layer, "delta")
             if use_qk_l2norm_in_kernel:
-                query, key = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (query, key))
+                query, key = (
+                    x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+                    for x in (query, key)
+                )
             query = query * query.shape[-1] ** -0.5
             site.arguments = [query[0], key[0], value[0], g[0], beta[0]]
             site.state_shape = (int(key.shape[2]), int(key.shape[3]), int(value.shape[3]))
@@ -261,7 +343,10 @@ class GraphForward(nn.Module):
         def scan(time_decay: T, time_first: T, key: T, value: T, **_: Any) -> Any:
             site = self._site(layer, "weighted")
             site.arguments = [key[0], value[0], -torch.exp(time_decay), time_first]
-            site.state_shape = (3, int(time_decay.shape[0]))  # numerator, denominator, largest exponent
+            site.state_shape = (
+                3,
+                int(time_decay.shape[0]),
+            )  # numerator, denominator, largest exponent
             site.result_shape = (int(time_decay.shape[0]),)
             return self._result_of(site)[None], None
 
@@ -271,7 +356,9 @@ class GraphForward(nn.Module):
         """RWKV's time shift: the hidden states of the previous token."""
 
         def forward(_: nn.Module, hidden: T) -> T:
-            joined = self._cache.update_conv_state(hidden.transpose(1, 2), name, conv_kernel_size=2)
+            joined = self._cache.update_conv_state(
+                hidden.transpose(1, 2), name, conv_kernel_size=2
+            )
             return joined[:, :, :-1].transpose(1, 2)
 
         return forward
@@ -283,8 +370,11 @@ class GraphForward(nn.Module):
             mixed = module.act_fn(module.qkv_proj(hidden_states))
             mixed = mixed.unflatten(-1, (module.num_attention_heads, -1))
             query, key, value = mixed.split(module.head_dim, -1)
-            steps, rates = torch.ones_like(value[..., 0]), -module.slope_rate.flatten()
-            y = self.chunked(layer, "lightning")(value, steps, rates, key, query, chunk_size=0)
+            steps = torch.ones_like(value[..., 0])
+            rates = -module.slope_rate.flatten()
+            y = self.chunked(layer, "lightning")(
+                value, steps, rates, key, query, chunk_size=0
+            )
             gate = torch.sigmoid(module.output_gate(hidden_states))
             return module.out_proj(gate * module.norm(y.flatten(2))), None
 
@@ -294,35 +384,53 @@ class GraphForward(nn.Module):
         """(time, …). Callers add the axis of sequences with [None], not by a reshape: behind the If of Mamba-2's scan
         the CPU plugin (2026.4.1) would read unwritten memory."""
         if self.probing:
-            return torch.zeros(site.arguments[0].shape[0], *(int(n) for n in site.result_shape))
+            return torch.zeros(
+                site.arguments[0].shape[0], *(int(n) for n in site.result_shape)
+            )
         return self._results[site.name]
 
 
 def _convolution(
-    hidden_states: T, weight: T, bias: T | None = None, activation: str | None = None, **_: Any
+    hidden_states: T,
+    weight: T,
+    bias: T | None = None,
+    activation: str | None = None,
+    **_: Any,
 ) -> T:
     """Of (1, channels, kernel − 1 + time): what came before is in it already."""
-    y = functional.conv1d(hidden_states, weight.unsqueeze(1), bias, groups=weight.shape[0])
+    y = functional.conv1d(
+        hidden_states, weight.unsqueeze(1), bias, groups=weight.shape[0]
+    )
     if activation in ("silu", "swish"):
         return functional.silu(y.transpose(1, 2)).transpose(1, 2)  # channels innermost
     if activation is None:
         return y
-    raise TargetError(f"convolution activation {activation!r}: only silu is known to the OpenVINO target")
+    raise TargetError(
+        f"convolution activation {activation!r}: only silu is known to the OpenVINO target"
+    )
 
 
 def _dense_experts(self: Any, hidden_states: T, top_k_index: T, top_k_weights: T) -> T:
     """Runs every expert on every token and gives the ones not chosen weight zero: exact, without branches."""
     experts = torch.arange(self.num_experts, device=hidden_states.device)
-    chosen = (top_k_index[:, :, None] == experts).to(top_k_weights.dtype)  # (tokens, k, experts)
-    share = (chosen * top_k_weights[:, :, None]).sum(1).t()[:, :, None]  # (experts, tokens, 1)
+    chosen = (top_k_index[:, :, None] == experts).to(
+        top_k_weights.dtype
+    )  # (tokens, k, experts)
+    share = (
+        (chosen * top_k_weights[:, :, None]).sum(1).t()[:, :, None]
+    )  # (experts, tokens, 1)
     up = self.gate_up_proj if self.has_gate else self.up_proj
-    inner = torch.matmul(hidden_states[None], up.transpose(1, 2))  # (experts, tokens, width)
+    inner = torch.matmul(
+        hidden_states[None], up.transpose(1, 2)
+    )  # (experts, tokens, width)
     inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
     return (torch.matmul(inner, self.down_proj.transpose(1, 2)) * share).sum(0)
 
 
 @contextmanager
-def prepared(model: nn.Module, *, stateful: bool, with_head: bool) -> Iterator[GraphForward]:
+def prepared(
+    model: nn.Module, *, stateful: bool, with_head: bool
+) -> Iterator[GraphForward]:
     """The model, ready to trace. Its own forwards are restored when the block ends."""
     graph = GraphForward(model, stateful=stateful, with_head=with_head)
     # The fused operation where the model knows it: OpenVINO has one, too.
@@ -344,19 +452,29 @@ def prepared(model: nn.Module, *, stateful: bool, with_head: bool) -> Iterator[G
             model.set_attn_implementation(attention)  # type: ignore[operator]
 
 
-def _replacements(model: nn.Module, graph: GraphForward) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
+def _replacements(
+    model: nn.Module, graph: GraphForward
+) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
     for name, module in model.named_modules():
         replacement = _replacement(name, module, graph)
         if replacement is not None:
             yield module, types.MethodType(replacement, module)
 
 
-def _replacement(name: str, module: nn.Module, graph: GraphForward) -> Callable[..., Any] | None:
+def _replacement(
+    name: str, module: nn.Module, graph: GraphForward
+) -> Callable[..., Any] | None:
     """A forward without loops and branches for a mixer or an expert layer; None for other modules."""
     if type(module).__name__.endswith("Experts") and hasattr(module, "num_experts"):
-        odd = [a for a in ("has_bias", "is_transposed", "has_post_expert_norm") if getattr(module, a, False)]
+        odd = [
+            a
+            for a in ("has_bias", "is_transposed", "has_post_expert_norm")
+            if getattr(module, a, False)
+        ]
         if odd or not hasattr(module, "has_gate"):
-            raise TargetError(f"{name}: expert layers with {odd or 'an unknown layout'} cannot be exported")
+            raise TargetError(
+                f"{name}: expert layers with {odd or 'an unknown layout'} cannot be exported"
+            )
         return _dense_experts
     if name.endswith("time_shift") and isinstance(module, nn.ZeroPad2d):
         return graph.shifted(name)
@@ -364,7 +482,9 @@ def _replacement(name: str, module: nn.Module, graph: GraphForward) -> Callable[
         return graph.lightning(_layer(module))
     plain = inspect.unwrap(type(module).forward)
     called = set(plain.__code__.co_names)
-    scans = [function for function in _SCANS if function in called & set(plain.__globals__)]
+    scans = [
+        function for function in _SCANS if function in called & set(plain.__globals__)
+    ]
     if hasattr(module, "A_log") and hasattr(module, "conv1d") and len(scans) != 1:
         raise TargetError(
             f"{name}: {type(module).__name__} does not call the scan functions of transformers 5.22; "

@@ -39,7 +39,12 @@ Nodes = dict[str, list[Any]]  # by component
 
 
 def map_weights(
-    graph: ov.Model, model: nn.Module, anatomy: Anatomy, *, without_head: bool = False, may_fold: bool = False
+    graph: ov.Model,
+    model: nn.Module,
+    anatomy: Anatomy,
+    *,
+    without_head: bool = False,
+    may_fold: bool = False,
 ) -> tuple[Nodes, list[str]]:
     """Component → the constants of the float32 graph that hold it (one, or one for each use); and the weights that were
     folded away without effect. `may_fold`: the converter may have multiplied batch norms into the convolutions before
@@ -51,7 +56,8 @@ def map_weights(
     plus_one: dict[bytes, list[str]] = defaultdict(list)
     # Of small parameters that the converter cut up: Zamba's bias and D, a row for each head.
     rows: dict[bytes, str] = {}
-    decays, convolutions = {}, {}
+    decays = {}
+    convolutions = {}
     for component in anatomy.components:
         value = parameters[component.weight].detach()
         by_digest[_digest(_numbers(value))].append(component.name)
@@ -63,23 +69,40 @@ def map_weights(
             convolutions[component.name] = _numbers(value)
         if component.kind == "A_log":
             decays[component.name] = torch.exp(value.float()).numpy()
-    buffers = {_digest(_numbers(b)) for _, b in model.named_buffers() if b.dtype.is_floating_point}
+    buffers = {
+        _digest(_numbers(b))
+        for _, b in model.named_buffers()
+        if b.dtype.is_floating_point
+    }
 
     weights = {c.name: c.weight for c in anatomy.components}
     constants: dict[str, list[Any]] = defaultdict(list)
-    strangers, cut_up = [], set()
+    strangers = []
+    cut_up = set()
     for node in operations(graph, "Constant"):
-        if node.get_element_type() != ov.Type.f32 or node.get_friendly_name().startswith(OURS):
+        if node.get_element_type() != ov.Type.f32 or node.get_friendly_name().startswith(
+            OURS
+        ):
             continue
         digest = _digest(node.data)
-        names = by_digest.get(digest) or plus_one.get(digest) or _decay_names(node.data, decays)
+        names = (
+            by_digest.get(digest)
+            or plus_one.get(digest)
+            or _decay_names(node.data, decays)
+        )
         names = names or _scaled_names(node.data, convolutions)
         if names:  # among weights with the same numbers, such as norms of ones, by the converter's name
-            own = (name for name in names if node.get_friendly_name() == _CONVERTER_PREFIX + weights[name])
+            own = (
+                name
+                for name in names
+                if node.get_friendly_name() == _CONVERTER_PREFIX + weights[name]
+            )
             constants[next(own, names[0])].append(node)
         elif digest in rows:
             cut_up.add(rows[digest])
-        elif digest in buffers or (may_fold and max(node.data.shape, default=1) == node.data.size):
+        elif digest in buffers or (
+            may_fold and max(node.data.shape, default=1) == node.data.size
+        ):
             continue  # where norms are folded, what they add to each channel is left
         elif node.data.size > SMALL:
             strangers.append(f"{node.get_friendly_name()} {list(node.data.shape)}")
@@ -87,36 +110,56 @@ def map_weights(
     # `place_weights` checks it.
     for same in by_digest.values():
         if held := [name for name in same if constants.get(name)]:
-            constants |= {name: list(constants[held[0]]) for name in same if not constants.get(name)}
-    absent = {anatomy.head} if without_head and anatomy.head != anatomy.embedding else set()
-    missing = [c.name for c in anatomy.candidates if not constants.get(c.name) and c.name not in absent]
+            constants |= {
+                name: list(constants[held[0]]) for name in same if not constants.get(name)
+            }
+    absent = (
+        {anatomy.head} if without_head and anatomy.head != anatomy.embedding else set()
+    )
+    missing = [
+        c.name
+        for c in anatomy.candidates
+        if not constants.get(c.name) and c.name not in absent
+    ]
     if missing or strangers:
         raise TargetError(
             "the weights of the converted graph could not all be recognised; "
             f"without a constant: {', '.join(missing) or 'none'}; constants that are no weight: "
             f"{', '.join(strangers) or 'none'}"
         )
-    folded = [c.name for c in anatomy.components if not constants.get(c.name) and c.name not in cut_up]
+    folded = [
+        c.name
+        for c in anatomy.components
+        if not constants.get(c.name) and c.name not in cut_up
+    ]
     return dict(constants), folded
 
 
-def _decay_names(data: npt.NDArray[Any], decays: dict[str, npt.NDArray[Any]]) -> list[str]:
+def _decay_names(
+    data: npt.NDArray[Any], decays: dict[str, npt.NDArray[Any]]
+) -> list[str]:
     """The converter folds exp(A_log) into a constant, with its own exponential."""
     return [
         name
         for name, decay in decays.items()
-        if decay.size == data.size and np.allclose(data.reshape(-1), decay.reshape(-1), rtol=1e-6, atol=0)
+        if decay.size == data.size
+        and np.allclose(data.reshape(-1), decay.reshape(-1), rtol=1e-6, atol=0)
     ]
 
 
-def _scaled_names(data: npt.NDArray[Any], convolutions: dict[str, npt.NDArray[np.float32]]) -> list[str]:
+def _scaled_names(
+    data: npt.NDArray[Any], convolutions: dict[str, npt.NDArray[np.float32]]
+) -> list[str]:
     """Whether a constant is a convolution's weight times one number per output channel: a folded batch norm."""
     for name, weight in convolutions.items():
         if weight.size == data.size and weight.shape[0] == data.shape[0]:
-            given, rows = data.reshape(len(weight), -1), weight.reshape(len(weight), -1)
+            given = data.reshape(len(weight), -1)
+            rows = weight.reshape(len(weight), -1)
             squares = np.maximum((rows * rows).sum(1, keepdims=True), 1e-30)
             factors = (given * rows).sum(1, keepdims=True) / squares
-            if np.allclose(given, factors * rows, rtol=1e-4, atol=1e-6 * float(np.abs(given).max())):
+            if np.allclose(
+                given, factors * rows, rtol=1e-4, atol=1e-6 * float(np.abs(given).max())
+            ):
                 return [name]
     return []
 
@@ -126,7 +169,9 @@ def _numbers(tensor: torch.Tensor) -> npt.NDArray[np.float32]:
 
 
 def _digest(data: npt.NDArray[Any]) -> bytes:
-    return hashlib.blake2b(np.ascontiguousarray(data).view(np.uint8).data, digest_size=16).digest()
+    return hashlib.blake2b(
+        np.ascontiguousarray(data).view(np.uint8).data, digest_size=16
+    ).digest()
 
 
 def place_weights(
@@ -138,13 +183,16 @@ def place_weights(
 ) -> list[ExportedTensor]:
     """Replaces the constants of every weight by one in its recipe, named after the parameter; returns their records."""
     placed: list[ExportedTensor] = []
-    done: dict[tuple[int, ...], ExportedTensor] = {}  # identities of constants → what replaced them
+    done: dict[
+        tuple[int, ...], ExportedTensor
+    ] = {}  # identities of constants → what replaced them
     for component in components:
         nodes = nodes_of.get(component.name)
         if not nodes:
             continue
         choice = chosen[component.name]
-        recipe, key = choice.recipe, tuple(sorted(node.get_instance_id() for node in nodes))
+        recipe = choice.recipe
+        key = tuple(sorted(node.get_instance_id() for node in nodes))
         if key in done:
             owner = done[key]
             if recipe != (given := chosen[owner.component].recipe):
@@ -152,19 +200,31 @@ def place_weights(
                     f"{component.name} and {owner.component} hold the same numbers and the converter merged them; "
                     f"they cannot be {recipe} and {given}"
                 )
-            same = replace(owner, component=component.name, planned=choice.planned, reason=choice.reason)
+            same = replace(
+                owner,
+                component=component.name,
+                planned=choice.planned,
+                reason=choice.reason,
+            )
             placed.append(same)
             continue
-        weights, label = "", str(recipe)
+        weights = ""
+        label = str(recipe)
         if label == FP16:
             source = nodes[0].data
             new = _floating(source, component.weight, baseline)
-            stored = (source.astype(np.float16) if baseline == FP16 else source).view(np.uint8)
-            size, digest, label = stored.nbytes, bytes_digest(stored), baseline
+            stored = (source.astype(np.float16) if baseline == FP16 else source).view(
+                np.uint8
+            )
+            size = stored.nbytes
+            digest = bytes_digest(stored)
+            label = baseline
             if baseline == FP16 and component.quantizable:
                 weights = store.digest(component.name, recipe)
         else:
-            quantized = moved(store.quantized(component.name, recipe), torch.device("cpu"))
+            quantized = moved(
+                store.quantized(component.name, recipe), torch.device("cpu")
+            )
             new, size, digest = integer_constant(quantized, recipe.grid, component.weight)
             weights = quantized.digest
         names = component.name, component.weight, choice.planned, label
@@ -172,7 +232,9 @@ def place_weights(
         placed.append(done[key])
         for node in nodes:
             fits = list(node.data.shape) == list(new.get_output_shape(0))
-            scans.replace(node, new if fits else scans.reshaped(new, list(node.data.shape)))
+            scans.replace(
+                node, new if fits else scans.reshaped(new, list(node.data.shape))
+            )
     return placed
 
 
@@ -190,21 +252,30 @@ def _floating(data: npt.NDArray[Any], name: str, baseline: str) -> Any:
     return convert
 
 
-def integer_constant(quantized: Quantized, fmt: Format, name: str) -> tuple[Any, int, str]:
+def integer_constant(
+    quantized: Quantized, fmt: Format, name: str
+) -> tuple[Any, int, str]:
     """NNCF's pattern: integers → FP16 (− zero point) × scale (→ back from groups) → float32. NF4 goes to float32 before
     the product. By way of FP16, as NNCF writes it, the ARM plugin rounds the levels, and the x86 plugin does so where
     rows are looked up (2026.4.1)."""
     assert quantized.scales is not None
     scales = quantized.scales.numpy()
-    rows, columns = quantized.shape[:-1], quantized.shape[-1]
+    rows = quantized.shape[:-1]
+    columns = quantized.shape[-1]
     grouped = fmt.group_size is not None
-    stored_shape = (*rows, columns // fmt.group_size, fmt.group_size) if fmt.group_size else quantized.shape
+    stored_shape = (
+        (*rows, columns // fmt.group_size, fmt.group_size)
+        if fmt.group_size
+        else quantized.shape
+    )
     packed = fmt.pack(quantized)
     element = _element(fmt)
     constant = _packed_constant(packed, element, stored_shape, name)
     scale_values = scales[..., None] if grouped else scales.reshape(*rows, 1)
     if isinstance(fmt, MicroscalingFormat):
-        scale = _packed_constant(scales.reshape(-1), ov.Type.f8e8m0, scale_values.shape, f"{name}/scale")
+        scale = _packed_constant(
+            scales.reshape(-1), ov.Type.f8e8m0, scale_values.shape, f"{name}/scale"
+        )
         scale = ops.convert(scale, "f16")
     else:
         scale = ops.constant(np.ascontiguousarray(scale_values))
@@ -212,16 +283,21 @@ def integer_constant(quantized: Quantized, fmt: Format, name: str) -> tuple[Any,
     wide = isinstance(fmt, NormalFloatFormat)
     if wide:
         scale = ops.convert(scale, "f32")
-    value, zero_points = ops.convert(constant, "f32" if wide else "f16"), np.empty(0, np.uint8)
+    value = ops.convert(constant, "f32" if wide else "f16")
+    zero_points = np.empty(0, np.uint8)
     if isinstance(fmt, ZeroPointFormat):
         zero_points = fmt.pack_zero_points(quantized)
-        zero = _packed_constant(zero_points, element, scale_values.shape, f"{name}/zero_point")
+        zero = _packed_constant(
+            zero_points, element, scale_values.shape, f"{name}/zero_point"
+        )
         value = ops.subtract(value, ops.convert(zero, "f16"))
         value.set_friendly_name(f"{name}/zero_point/subtract")
     value = ops.multiply(value, scale)
     value.set_friendly_name(f"{name}/scaled")
     if grouped:
-        value = ops.reshape(value, ops.constant(np.asarray(quantized.shape, np.int64)), False)
+        value = ops.reshape(
+            value, ops.constant(np.asarray(quantized.shape, np.int64)), False
+        )
         value.set_friendly_name(f"{name}/ungrouped")
     if not wide:
         value = ops.convert(value, "f32")
@@ -240,8 +316,12 @@ def _element(fmt: Format) -> Any:
     return ov.Type.i4 if fmt.bits == 4 else ov.Type.i8
 
 
-def _packed_constant(packed: npt.NDArray[np.uint8], element: Any, shape: tuple[int, ...], name: str) -> Any:
-    tensor = ov.Tensor(element, ov.Shape(shape))  # its own memory: a view of `packed` would outlive it
+def _packed_constant(
+    packed: npt.NDArray[np.uint8], element: Any, shape: tuple[int, ...], name: str
+) -> Any:
+    tensor = ov.Tensor(
+        element, ov.Shape(shape)
+    )  # its own memory: a view of `packed` would outlive it
     tensor.data.reshape(-1)[:] = packed.view(tensor.data.dtype)
     constant = ops.constant(tensor)
     constant.set_friendly_name(name)
@@ -255,10 +335,15 @@ def raw_bytes(node: Any) -> npt.NDArray[np.uint8]:
 
 def stored_digests(graph: ov.Model) -> dict[str, str]:
     """The named weights of a saved graph: name → digest of their bytes, scales and zero points included."""
-    stored = {node.get_friendly_name(): raw_bytes(node) for node in operations(graph, "Constant")}
+    stored = {
+        node.get_friendly_name(): raw_bytes(node)
+        for node in operations(graph, "Constant")
+    }
     parts = ("", "/scale", "/zero_point")
     return {
-        name: bytes_digest(*(stored[name + part] for part in parts if name + part in stored))
+        name: bytes_digest(
+            *(stored[name + part] for part in parts if name + part in stored)
+        )
         for name in stored
     }
 
@@ -266,6 +351,12 @@ def stored_digests(graph: ov.Model) -> dict[str, str]:
 def check_saved(graph: ov.Model, placed: Sequence[ExportedTensor]) -> None:
     """Compares a saved and re-read graph with what was to be stored, byte for byte."""
     stored = stored_digests(graph)
-    wrong = [tensor.runtime_name for tensor in placed if stored.get(tensor.runtime_name) != tensor.digest]
+    wrong = [
+        tensor.runtime_name
+        for tensor in placed
+        if stored.get(tensor.runtime_name) != tensor.digest
+    ]
     if wrong:
-        raise TargetError(f"the saved IR is not what was planned: {wrong[0]} holds other numbers")
+        raise TargetError(
+            f"the saved IR is not what was planned: {wrong[0]} holds other numbers"
+        )

@@ -24,9 +24,19 @@ from kl_lens.model import LoadedModel
 from kl_lens.run.records import Artifact, Plan
 from kl_lens.targets.exporting import record, write_beside
 from kl_lens.targets.openvino import constants, rewrites
-from kl_lens.targets.openvino.folder import DETOKENIZER_FILE, IR_FILE, TOKENIZER_FILE, WEIGHT_FILE
+from kl_lens.targets.openvino.folder import (
+    DETOKENIZER_FILE,
+    IR_FILE,
+    TOKENIZER_FILE,
+    WEIGHT_FILE,
+)
 from kl_lens.targets.openvino.graph import StaticShape, graph_of, image_graph_of, on_cpu
-from kl_lens.targets.openvino.profiles import DeviceProfile, expanded, get_profile, realise
+from kl_lens.targets.openvino.profiles import (
+    DeviceProfile,
+    expanded,
+    get_profile,
+    realise,
+)
 from kl_lens.targets.openvino.session import HEAD_NODE, read_graph
 from kl_lens.targets.tokenizer import other_ids, varied_strings
 from kl_lens.weights.recipes import FP16
@@ -62,15 +72,26 @@ def export(
     chosen = realise(model, plan, profile, fallback=fallback)
 
     # The model as a float32 graph, and where its weights are.
-    module, task = on_cpu(model.model), model.classifier
-    graph = image_graph_of(module, task) if task else graph_of(module, static=static, with_head=with_head)
+    module = on_cpu(model.model)
+    task = model.classifier
+    graph = (
+        image_graph_of(module, task)
+        if task
+        else graph_of(module, static=static, with_head=with_head)
+    )
     rewrites.weights_on_the_right(graph)
     if with_head:
         _name_head(graph)
     nodes, folded = constants.map_weights(
-        graph, module, model.anatomy, without_head=not with_head, may_fold=task is not None
+        graph,
+        module,
+        model.anatomy,
+        without_head=not with_head,
+        may_fold=task is not None,
     )
-    placed = constants.place_weights(nodes, model.weights, model.anatomy.components, chosen, unplanned)
+    placed = constants.place_weights(
+        nodes, model.weights, model.anatomy.components, chosen, unplanned
+    )
     place.mkdir(parents=True, exist_ok=True)
     settings: dict[str, Any] = {
         "device_profile": device_profile,
@@ -78,11 +99,18 @@ def export(
         "with_head": with_head,
         "unplanned": unplanned,
         "folded_away": folded,
-        "versions": {module.__name__: module.__version__ for module in (ov, torch, transformers)},
+        "versions": {
+            module.__name__: module.__version__ for module in (ov, torch, transformers)
+        },
         **({} if model.classifier is None else {"task": model.classifier.name}),
         "rewritten": rewrites.apply(graph, cumba=profile.cumba),
     }
-    for kind, name in plan.caches.items():  # OpenVINO reads this from the file, whichever program opens it
+    for (
+        kind,
+        name,
+    ) in (
+        plan.caches.items()
+    ):  # OpenVINO reads this from the file, whichever program opens it
         number, _, group = name.replace(FP16, "f16").partition("-")
         for what, value in {"PRECISION": number, "GROUP_SIZE": group or "0"}.items():
             graph.set_rt_info(value, ["runtime_options", f"{_CACHES[kind]}_CACHE_{what}"])
@@ -95,7 +123,9 @@ def export(
         model.classifier.preparation.write(place)
     elif with_tokenizer and static is None:
         notes += filter(None, [write_tokenizer(model.tokenizer, place)])
-    if names := {choice.recipe.grid.name for choice in chosen.values()} & set(expanded(platform.machine())):
+    if names := {choice.recipe.grid.name for choice in chosen.values()} & set(
+        expanded(platform.machine())
+    ):
         notes.append(
             f"on this processor OpenVINO expands {' and '.join(sorted(names))} to floats when it loads the file: right "
             "results, but neither less memory nor more speed; on x86-64 they run as stored"
@@ -105,10 +135,17 @@ def export(
     # Equal constants are stored once; the record has them all.
     once = {tensor.digest: tensor.bytes for tensor in placed}
     shared = sum(tensor.bytes for tensor in placed) - sum(once.values())
-    artifact = record("openvino", model, plan, place, placed, **settings, bytes_stored_once=shared)
+    artifact = record(
+        "openvino", model, plan, place, placed, **settings, bytes_stored_once=shared
+    )
     over = ((place / WEIGHT_FILE).stat().st_size + shared) / artifact.planned_bytes - 1
-    costs = {"export_seconds": round(time.perf_counter() - started, 2), "export_peak_bytes": peak_memory()}
-    return replace(artifact, settings=artifact.settings | {"bytes_over_plan": over, **costs})
+    costs = {
+        "export_seconds": round(time.perf_counter() - started, 2),
+        "export_peak_bytes": peak_memory(),
+    }
+    return replace(
+        artifact, settings=artifact.settings | {"bytes_over_plan": over, **costs}
+    )
 
 
 def _save(graph: ov.Model, path: Path) -> None:
@@ -117,7 +154,9 @@ def _save(graph: ov.Model, path: Path) -> None:
         ov.save_model(graph, path, compress_to_fp16=False)
     except RuntimeError as error:  # OpenVINO does not give the reason
         free = shutil.disk_usage(path.parent).free / 1e6
-        raise TargetError(f"{path.parent.parent}: OpenVINO cannot write; {free:.1f} MB are free") from error
+        raise TargetError(
+            f"{path.parent.parent}: OpenVINO cannot write; {free:.1f} MB are free"
+        ) from error
 
 
 def _static_shape(
@@ -126,13 +165,19 @@ def _static_shape(
     """None: a graph with state."""
     if model.classifier is not None:
         if tokens is not None or not with_head:
-            raise TargetError("--static-tokens and --without-head are for language models, not for images")
+            raise TargetError(
+                "--static-tokens and --without-head are for language models, not for images"
+            )
         return None
     if tokens is None:
         if profile.static:
-            raise TargetError(f"profile {profile.name} needs fixed shapes: give --static-tokens N")
+            raise TargetError(
+                f"profile {profile.name} needs fixed shapes: give --static-tokens N"
+            )
         if not with_head:
-            raise TargetError("a graph without its head makes sense only with --static-tokens N")
+            raise TargetError(
+                "a graph without its head makes sense only with --static-tokens N"
+            )
         return None
     if tokens < 1:
         raise TargetError(f"--static-tokens has to be at least 1, not {tokens}")
@@ -144,7 +189,9 @@ def _name_head(graph: ov.Model) -> None:
     node = graph.get_results()[0].input_value(0).get_node()
     while node.get_type_name() != "MatMul":
         if node.get_input_size() == 0:
-            raise TargetError("no matrix product before the logits; this head is not understood")
+            raise TargetError(
+                "no matrix product before the logits; this head is not understood"
+            )
         node = node.input_value(0).get_node()
     node.set_friendly_name(HEAD_NODE)
 
@@ -179,14 +226,20 @@ def _converted(tokenizer: Any) -> tuple[dict[str, bytes], str | None]:
     with tempfile.TemporaryDirectory() as folder:
         paths = Path(folder) / TOKENIZER_FILE, Path(folder) / DETOKENIZER_FILE
         try:
-            graphs = openvino_tokenizers.convert_tokenizer(tokenizer, with_detokenizer=True)
+            graphs = openvino_tokenizers.convert_tokenizer(
+                tokenizer, with_detokenizer=True
+            )
             for graph, path in zip(graphs, paths, strict=True):
                 rewrites.number_names(graph)
                 ov.save_model(graph, path, compress_to_fp16=False)
             difference = first_difference(tokenizer, *paths)
-        except Exception as error:  # the package raises anything over a tokenizer that it does not know
+        except (
+            Exception
+        ) as error:  # the package raises anything over a tokenizer that it does not know
             difference = f"cannot be converted by openvino-tokenizers ({one_line(error)})"
-        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}, difference
+        return {
+            path.name: path.read_bytes() for path in Path(folder).iterdir()
+        }, difference
 
 
 def first_difference(tokenizer: Any, encoder: Path, decoder: Path) -> str | None:
@@ -200,8 +253,8 @@ def first_difference(tokenizer: Any, encoder: Path, decoder: Path) -> str | None
         if ids != list(expected):
             return f"splits text into other tokens than transformers: {other_ids(ids, expected, tokenizer)}"
         words = tokenizer.decode(expected, skip_special_tokens=True)
-        if expected and words != (own := str(decode([np.array([expected])])["string_output"][0])):
-            return (
-                f"turns tokens into other text than transformers: {expected} becomes {own!r}, not {words!r}"
-            )
+        if expected and words != (
+            own := str(decode([np.array([expected])])["string_output"][0])
+        ):
+            return f"turns tokens into other text than transformers: {expected} becomes {own!r}, not {words!r}"
     return None

@@ -19,7 +19,14 @@ from kl_lens.base.errors import TargetError, last_line
 from kl_lens.run.records import Artifact
 from kl_lens.targets import dissection, quarantine
 from kl_lens.targets.base import Contents
-from kl_lens.targets.dissection import Disagreement, Dissection, Part, StoredTensor, Texts, setting
+from kl_lens.targets.dissection import (
+    Disagreement,
+    Dissection,
+    Part,
+    StoredTensor,
+    Texts,
+    setting,
+)
 from kl_lens.targets.exporting import read_artifact
 from kl_lens.targets.openvino import session
 from kl_lens.targets.openvino.constants import raw_bytes
@@ -70,8 +77,13 @@ class OpenVINODissection(Dissection):
 
     def parts(self, model: LoadedModel) -> list[Part]:
         """Weights by their names; what has lost its name by its values."""
-        own = {name: value.detach() for name, value in model.model.named_parameters() if value.numel() > 1}
-        named, left = list[tuple[str, StoredTensor]](), []
+        own = {
+            name: value.detach()
+            for name, value in model.model.named_parameters()
+            if value.numel() > 1
+        }
+        named = list[tuple[str, StoredTensor]]()
+        left = []
         for tensor in self.tensors:
             inside = [name for name in own if name in tensor.name]
             if inside:
@@ -80,36 +92,61 @@ class OpenVINODissection(Dissection):
                 left.append((tensor, tensor.read().flatten()))
         absent = [name for name in own if name not in dict(named)]
         alike = [
-            (abs(float(cosine_similarity(values, own[name].flatten().float(), 0))), name, tensor)
-            for name in absent for tensor, values in left if own[name].numel() == values.numel()
-        ]  # fmt: skip
+            (
+                abs(float(cosine_similarity(values, own[name].flatten().float(), 0))),
+                name,
+                tensor,
+            )
+            for name in absent
+            for tensor, values in left
+            if own[name].numel() == values.numel()
+        ]
         for close, name, tensor in sorted(alike, key=lambda each: -each[0]):
-            if close > _ALIKE and name not in dict(named) and tensor not in [t for _, t in named]:
+            if (
+                close > _ALIKE
+                and name not in dict(named)
+                and tensor not in [t for _, t in named]
+            ):
                 named.append((name, tensor))
-        kinds, parts = dict[str, list[tuple[str, StoredTensor]]](), []
+        kinds = dict[str, list[tuple[str, StoredTensor]]]()
+        parts = []
         for name, tensor in named:  # in_proj of all blocks
             if math.prod(tensor.shape) == own[name].numel():
                 kinds.setdefault(re.sub(r"\d+", "", name), []).append((name, tensor))
             else:
                 parts.append(Part(tensor.name, tensor, name))
         for members in kinds.values():
-            fitting = [(own[n], t.shape, t.read, self._is_turned(t, own[n])) for n, t in members]
+            fitting = [
+                (own[n], t.shape, t.read, self._is_turned(t, own[n])) for n, t in members
+            ]
             ways = dissection.arrangements(fitting)
-            parts += [Part(t.name, t, n, way) for (n, t), way in zip(members, ways, strict=True)]
+            parts += [
+                Part(t.name, t, n, way) for (n, t), way in zip(members, ways, strict=True)
+            ]
         return parts
 
     def _is_turned(self, tensor: StoredTensor, parameter: torch.Tensor) -> bool:
-        own, plain = tuple(parameter.shape), tuple(size for size in tensor.shape if size > 1)
+        own = tuple(parameter.shape)
+        plain = tuple(size for size in tensor.shape if size > 1)
         if len(own) != 2 or own[0] != own[1]:
             return len(own) == 2 and plain == own[::-1]
         return _is_input_major(self._ends[tensor.name])
 
     def settings(self, model: LoadedModel) -> list[Disagreement]:
         """The epsilons of norms are constants of the graph; other settings leave no trace that could be compared."""
-        wanted = [v for k, v in model.config.to_dict().items() if "eps" in k and isinstance(v, float)]
+        wanted = [
+            v
+            for k, v in model.config.to_dict().items()
+            if "eps" in k and isinstance(v, float)
+        ]
         expected = wanted[0] if len(set(wanted)) == 1 else sorted(set(wanted))
         return [
-            setting("the epsilon of a norm", value, expected, "convert it with the original's config.json")
+            setting(
+                "the epsilon of a norm",
+                value,
+                expected,
+                "convert it with the original's config.json",
+            )
             for value in sorted(set(_epsilons(self._graph)))
             if wanted and not any(dissection.same(value, own) for own in wanted)
         ]
@@ -117,16 +154,21 @@ class OpenVINODissection(Dissection):
     def tokenizer(self, model: LoadedModel) -> Iterator[Disagreement]:
         yield from super().tokenizer(model)
         graphs = self.folder / TOKENIZER_FILE, self.folder / DETOKENIZER_FILE
-        there = all(graph.is_file() for graph in graphs) and find_spec("openvino_tokenizers") is not None
+        there = (
+            all(graph.is_file() for graph in graphs)
+            and find_spec("openvino_tokenizers") is not None
+        )
         if model.tokenizer is None or not there:
             return
         import openvino_tokenizers  # noqa: F401 - registers its operations
 
         again = f"make {TOKENIZER_FILE} again with openvino_tokenizers"
         try:
-            graph, difference = ov.Core().read_model(graphs[0]), first_difference(model.tokenizer, *graphs)
+            graph = ov.Core().read_model(graphs[0])
+            difference = first_difference(model.tokenizer, *graphs)
         except RuntimeError as error:
-            graph, difference = None, f"cannot be run: {last_line(error)}"
+            graph = None
+            difference = f"cannot be run: {last_line(error)}"
         if difference:
             words = f"{TOKENIZER_FILE} {difference}"
             yield Disagreement("tokenizer", words, again, about=dissection.VOCABULARY)
@@ -139,7 +181,9 @@ class OpenVINODissection(Dissection):
     def open(self, settings: SessionSettings) -> Session:
         if self.usual_settings:
             if changed := bool(self.changed()):
-                quarantine.require_opens(session.try_out, self.folder, self.files, "OpenVINO")
+                quarantine.require_opens(
+                    session.try_out, self.folder, self.files, "OpenVINO"
+                )
             return self._open_own(self.folder, settings, cold=changed)
         return open_foreign(self.place, settings)
 
@@ -171,10 +215,20 @@ def _end(value: Any) -> Any:
     """Follows a constant through its decompression: as long as nothing but constants is mixed in."""
     while True:
         readers = [reader.get_node() for reader in value.get_target_inputs()]
-        onward = [n for n in readers if n.get_type_name() in (*_SHAPING, "Convert", "Multiply", "Subtract")]
-        if len(onward) != len(readers) or len({n.get_friendly_name() for n in onward}) != 1:
+        onward = [
+            n
+            for n in readers
+            if n.get_type_name() in (*_SHAPING, "Convert", "Multiply", "Subtract")
+        ]
+        if (
+            len(onward) != len(readers)
+            or len({n.get_friendly_name() for n in onward}) != 1
+        ):
             return value
-        if not is_constant(onward[0]) or onward[0].get_element_type().get_type_name() not in _FLOATS:
+        if (
+            not is_constant(onward[0])
+            or onward[0].get_element_type().get_type_name() not in _FLOATS
+        ):
             return value
         value = onward[0].output(0)
 
@@ -183,7 +237,11 @@ def _stored(name: str, end: Any) -> StoredTensor:
     constants = list(_constants(end.get_node()))
     weight = max(constants, key=_size)
     kind = weight.get_element_type().get_type_name()
-    floats = [n for n in constants if n.get_element_type().get_type_name() in (*_BITS, *_FLOATS, _EXPONENTS)]
+    floats = [
+        n
+        for n in constants
+        if n.get_element_type().get_type_name() in (*_BITS, *_FLOATS, _EXPONENTS)
+    ]
     size = sum(raw_bytes(node).nbytes for node in floats)
     shape = tuple(end.get_shape())
     fmt = _format(kind, weight, [node for node in floats if node is not weight])
@@ -192,9 +250,13 @@ def _stored(name: str, end: Any) -> StoredTensor:
     group = f" g{fmt.group_size}" if fmt is not None and fmt.group_size else ""
 
     def read() -> torch.Tensor:
-        return torch.from_numpy(np.array(_value(end.get_node()), np.float32)).reshape(shape)
+        return torch.from_numpy(np.array(_value(end.get_node()), np.float32)).reshape(
+            shape
+        )
 
-    return StoredTensor(name, kind + group, shape, size, read, known, dissection.rounding(fmt or known))
+    return StoredTensor(
+        name, kind + group, shape, size, read, known, dissection.rounding(fmt or known)
+    )
 
 
 def _format(kind: str, weight: Any, others: list[Any]) -> Format | None:
@@ -203,10 +265,13 @@ def _format(kind: str, weight: Any, others: list[Any]) -> Format | None:
         return get_format("mxfp4") if kind == "f4e2m1" else None
     if kind not in _BITS or kind in _LEVELS:
         return None
-    shape, scales = list(weight.get_output_shape(0)), max((_size(node) for node in others), default=1)
+    shape = list(weight.get_output_shape(0))
+    scales = max((_size(node) for node in others), default=1)
     group = shape[-1] if len(shape) == 3 and scales > math.prod(shape[:-2]) else None
     make = ZeroPointFormat if kind.startswith("u") else SignedScaleFormat
-    name = f"{'uint' if kind.startswith('u') else 'int'}{_BITS[kind]}" + (f"-g{group}" if group else "")
+    name = f"{'uint' if kind.startswith('u') else 'int'}{_BITS[kind]}" + (
+        f"-g{group}" if group else ""
+    )
     return make(name, _BITS[kind], group, make is SignedScaleFormat)
 
 
@@ -233,31 +298,48 @@ def _value(node: Any) -> npt.NDArray[Any]:
 
 
 def _numbers(node: Any) -> npt.NDArray[Any]:
-    kind, shape = node.get_element_type().get_type_name(), tuple(node.get_output_shape(0))
+    kind = node.get_element_type().get_type_name()
+    shape = tuple(node.get_output_shape(0))
     if (bits := _BITS.get(kind, 8)) < 8:
         packed = raw_bytes(node)
         parts = [packed >> place & 2**bits - 1 for place in range(0, 8, bits)]
         codes = np.stack(parts, -1).reshape(-1)[: math.prod(shape)].reshape(shape)
         if kind in _LEVELS:
             return _LEVELS[kind][codes]
-        return (codes.astype(np.int8) - 16 * ((codes > 7) & (kind == "i4"))).astype(np.float32)
+        return (codes.astype(np.int8) - 16 * ((codes > 7) & (kind == "i4"))).astype(
+            np.float32
+        )
     if kind == _EXPONENTS:
         return (raw_bytes(node).astype(np.uint32) << 23).view(np.float32).reshape(shape)
     if kind == "bf16":
-        return (raw_bytes(node).view(np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(shape)
-    return np.asarray(node.data).astype(np.float32 if kind in (*_BITS, *_FLOATS) else np.int64)
+        return (
+            (raw_bytes(node).view(np.uint16).astype(np.uint32) << 16)
+            .view(np.float32)
+            .reshape(shape)
+        )
+    return np.asarray(node.data).astype(
+        np.float32 if kind in (*_BITS, *_FLOATS) else np.int64
+    )
 
 
 def _is_input_major(end: Any) -> bool:
     """Whether a product reads it as (in, out); PyTorch's linear layers are (out, in)."""
-    products = [r for r in end.get_target_inputs() if r.get_node().get_type_name() == "MatMul"]
-    return any(r.get_index() == 1 and not r.get_node().get_attributes()["transpose_b"] for r in products)
+    products = [
+        r for r in end.get_target_inputs() if r.get_node().get_type_name() == "MatMul"
+    ]
+    return any(
+        r.get_index() == 1 and not r.get_node().get_attributes()["transpose_b"]
+        for r in products
+    )
 
 
 def _epsilons(graph: Any) -> Iterator[float]:
     """Small numbers that are added just before a root: what norms add to the mean square."""
     for node in operations(graph, "Add"):
-        after = {reader.get_node().get_type_name() for reader in node.output(0).get_target_inputs()}
+        after = {
+            reader.get_node().get_type_name()
+            for reader in node.output(0).get_target_inputs()
+        }
         if not after & {"Sqrt", "Power", "Rsqrt"}:
             continue
         for value in node.input_values():
@@ -277,7 +359,8 @@ def graph_contents(folder: Path, artifact: Artifact) -> Contents:
         name = node.get_friendly_name()
         if node.get_type_name() == "Constant" and name in sizes and _is_looked_up(node):
             read -= sizes[name] * (1 - 1 / node.get_output_shape(0)[0])  # one row
-    fixed, growing = 0, 0.0
+    fixed = 0
+    growing = 0.0
     for variable in graph.get_variables():
         shape = variable.info.data_shape
         lengths = [d.get_length() if d.is_static else None for d in shape]
@@ -291,5 +374,8 @@ def graph_contents(folder: Path, artifact: Artifact) -> Contents:
 
 def _is_looked_up(node: Any) -> bool:
     """Whether rows of a matrix are picked, and it is in no product."""
-    users = {reader.get_node().get_type_name() for reader in _end(node.output(0)).get_target_inputs()}
+    users = {
+        reader.get_node().get_type_name()
+        for reader in _end(node.output(0)).get_target_inputs()
+    }
     return users == {"Gather"} and len(node.get_output_shape(0)) >= 2

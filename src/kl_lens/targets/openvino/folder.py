@@ -6,8 +6,10 @@ from pathlib import Path
 
 from kl_lens.targets.exporting import read_artifact
 
-IR_FILE, WEIGHT_FILE = "openvino_model.xml", "openvino_model.bin"
-TOKENIZER_FILE, DETOKENIZER_FILE = "openvino_tokenizer.xml", "openvino_detokenizer.xml"
+IR_FILE = "openvino_model.xml"
+WEIGHT_FILE = "openvino_model.bin"
+TOKENIZER_FILE = "openvino_tokenizer.xml"
+DETOKENIZER_FILE = "openvino_detokenizer.xml"
 
 
 def graph_file(place: Path) -> Path:

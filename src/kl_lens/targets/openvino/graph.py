@@ -27,13 +27,22 @@ from torch import nn
 from kl_lens.base.errors import TargetError, UnsupportedError, one_line
 from kl_lens.model import ImageTask
 from kl_lens.targets.openvino import rewrites, scans, session
-from kl_lens.targets.openvino.capture import FAMILIES, SAMPLE_TOKENS, GraphForward, ScanSite, prepared
+from kl_lens.targets.openvino.capture import (
+    FAMILIES,
+    SAMPLE_TOKENS,
+    GraphForward,
+    ScanSite,
+    prepared,
+)
 from kl_lens.weights.store import state_of
 
 Made = TypeVar("Made")
-PROOF_TOKENS, PROOF_PARTS = 24, (7, 8, 9)
+PROOF_TOKENS = 24
+PROOF_PARTS = (7, 8, 9)
 PROOF_SHARE = 1e-3  # largest difference from PyTorch: of the logits' range, or of an image's largest logit
-MAX_UNROLLED = scans.CHUNK  # tokens of a graph without loops: one chunk of Mamba-2, a large graph of Mamba-1
+MAX_UNROLLED = (
+    scans.CHUNK
+)  # tokens of a graph without loops: one chunk of Mamba-2, a large graph of Mamba-1
 
 
 @dataclass(frozen=True)
@@ -54,21 +63,31 @@ def on_cpu(model: nn.Module) -> nn.Module:
 
     def copied() -> nn.Module:
         # Tensors that deepcopy finds here are not copied on the card first.
-        here: dict[int, Any] = {id(p): nn.Parameter(p.detach().cpu(), False) for p in model.parameters()}
+        here: dict[int, Any] = {
+            id(p): nn.Parameter(p.detach().cpu(), False) for p in model.parameters()
+        }
         here |= {id(buffer): buffer.cpu() for buffer in model.buffers()}
         return copy.deepcopy(model, here)
 
-    return model if next(model.parameters()).device.type == "cpu" else _remembered(model, "copy", copied)
+    return (
+        model
+        if next(model.parameters()).device.type == "cpu"
+        else _remembered(model, "copy", copied)
+    )
 
 
-def graph_of(model: nn.Module, *, static: StaticShape | None = None, with_head: bool = True) -> ov.Model:
+def graph_of(
+    model: nn.Module, *, static: StaticShape | None = None, with_head: bool = True
+) -> ov.Model:
     """Token ids in, logits (or, without the head, the last hidden states) out; states inside unless static. Raises
     UnsupportedError unless the family is tested or the graph is proven on this model."""
     family = str(getattr(model.config, "model_type", type(model).__name__))
     if family not in FAMILIES and model not in _proven:
         _prove(model, family)
         _proven.add(model)
-    return _remembered(model, (static, with_head), partial(_build, model, static, with_head)).clone()
+    return _remembered(
+        model, (static, with_head), partial(_build, model, static, with_head)
+    ).clone()
 
 
 def _remembered(model: nn.Module, how: Hashable, build: Callable[[], Made]) -> Made:
@@ -95,15 +114,23 @@ def _prove(model: nn.Module, family: str) -> None:
             expected = model(input_ids=ids, use_cache=False).logits[0].float().numpy()
         compiled = _compiled(graph)
         whole = session.run_graph(compiled, ids[0].tolist())
-        request, parts = session.new_request(compiled), []
+        request = session.new_request(compiled)
+        parts = []
         for part in np.split(ids.numpy(), PROOF_PARTS, 1):
             request.infer({"input_ids": part})
             parts.append(np.array(request.get_output_tensor(0).data[0]))
     except TargetError as error:
         raise UnsupportedError(refused + one_line(error)) from error
-    except Exception as error:  # a model's code may raise anything when it meets our cache
-        raise UnsupportedError(f"{refused}it cannot be traced ({one_line(error)})") from error
-    off = max(float(np.abs(logits - expected).max()) for logits in (whole, np.concatenate(parts)))
+    except (
+        Exception
+    ) as error:  # a model's code may raise anything when it meets our cache
+        raise UnsupportedError(
+            f"{refused}it cannot be traced ({one_line(error)})"
+        ) from error
+    off = max(
+        float(np.abs(logits - expected).max())
+        for logits in (whole, np.concatenate(parts))
+    )
     if not off <= PROOF_SHARE * float(np.ptp(expected)):
         raise UnsupportedError(
             f"{refused}the converted graph gives other logits than PyTorch, off by {off:.1e} in a range of "
@@ -133,7 +160,9 @@ class _Classifier(nn.Module):
 
 def image_graph_of(model: nn.Module, task: ImageTask) -> ov.Model:
     """An image classifier: one prepared image in, logits out, no state. Cached, with every weight in float32."""
-    return _remembered(model, task.preparation, partial(_build_images, model, task)).clone()
+    return _remembered(
+        model, task.preparation, partial(_build_images, model, task)
+    ).clone()
 
 
 def _build_images(model: nn.Module, task: ImageTask) -> ov.Model:
@@ -150,7 +179,9 @@ def _build_images(model: nn.Module, task: ImageTask) -> ov.Model:
     ids = task.sample(model, 1, 4)
     with torch.inference_mode():
         expected = task.forward(model, ids)[0].float().cpu().numpy()
-    given = session.ImageSession(_compiled(graph), task.preparation, {}).logits(ids[0].tolist())
+    given = session.ImageSession(_compiled(graph), task.preparation, {}).logits(
+        ids[0].tolist()
+    )
     off = float(np.abs(given - expected).max() / np.abs(expected).max())
     if not off <= PROOF_SHARE:
         raise TargetError(
@@ -162,7 +193,10 @@ def _build_images(model: nn.Module, task: ImageTask) -> ov.Model:
 
 def _build(model: nn.Module, static: StaticShape | None, with_head: bool) -> ov.Model:
     tokens = static.tokens if static else SAMPLE_TOKENS
-    with prepared(model, stateful=static is None, with_head=with_head) as graph, torch.no_grad():
+    with (
+        prepared(model, stateful=static is None, with_head=with_head) as graph,
+        torch.no_grad(),
+    ):
         converted = convert_quietly(graph, graph.example_inputs(tokens))
         return _stitch(converted, graph, static, with_head)
 
@@ -175,12 +209,18 @@ def convert_quietly(graph: nn.Module, inputs: tuple[torch.Tensor, ...]) -> ov.Mo
     level = quiet.level
     quiet.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()), no_telemetry:
+        with (
+            warnings.catch_warnings(),
+            contextlib.redirect_stderr(io.StringIO()),
+            no_telemetry,
+        ):
             warnings.simplefilter("ignore")
             return ov.convert_model(graph, example_input=inputs)
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise TargetError(f"OpenVINO {ov.__version__} cannot convert this model: {reason}") from error
+        raise TargetError(
+            f"OpenVINO {ov.__version__} cannot convert this model: {reason}"
+        ) from error
     finally:
         quiet.setLevel(level)
 
@@ -195,8 +235,12 @@ def _stitch(
     taken = [len(site.arguments) for site in graph.sites]
     expected = (1 + len(names) + len(graph.sites), 1 + len(names) + sum(taken))
     if (len(parameters), len(values)) != expected:
-        raise TargetError(f"the graph has {len(parameters)} inputs and {len(values)} outputs, not {expected}")
-    ids, state_inputs, results = parameters[0], parameters[1 : 1 + len(names)], parameters[1 + len(names) :]
+        raise TargetError(
+            f"the graph has {len(parameters)} inputs and {len(values)} outputs, not {expected}"
+        )
+    ids = parameters[0]
+    state_inputs = parameters[1 : 1 + len(names)]
+    results = parameters[1 + len(names) :]
     _set_shapes(graph, static, ids, state_inputs, results)
     converted.validate_nodes_and_infer_types()
 
@@ -217,7 +261,11 @@ def _stitch(
         if variable is not None:
             _, stored = _shapes(site)
             sequences = ops.concat([ops.shape_of(beams), scans.constant(stored)], 0)
-            sinks.append(_assign(ops.broadcast(scans.reshaped(last, [1, *stored]), sequences), variable))
+            sinks.append(
+                _assign(
+                    ops.broadcast(scans.reshaped(last, [1, *stored]), sequences), variable
+                )
+            )
 
     output = ops.result(values[0])
     inputs = {"input_ids": ids}
@@ -249,7 +297,11 @@ def _require_one_sequence(ids: Any, beams: Any) -> None:
 
 
 def _set_shapes(
-    graph: GraphForward, static: StaticShape | None, ids: Any, states: list[Any], results: list[Any]
+    graph: GraphForward,
+    static: StaticShape | None,
+    ids: Any,
+    states: list[Any],
+    results: list[Any],
 ) -> None:
     time = static.tokens if static else -1
     # The CPU plugin (2026.4.1) loses states unless what is assigned to them has the axes of unknown length that the
@@ -265,7 +317,9 @@ def _set_shapes(
         parameter.set_partial_shape(ov.PartialShape([positions, *site.result_shape]))
 
 
-def _variable(name: str, shape: list[Any], beams: Any, first: Any = None) -> tuple[Any, Any]:
+def _variable(
+    name: str, shape: list[Any], beams: Any, first: Any = None
+) -> tuple[Any, Any]:
     """A state: the node that reads it, and the variable that keeps it. It begins as zeros (or `first`), with length 0
     along an axis that grows. `shape` is that of one sequence. The axis of sequences is of unknown length: by this
     OpenVINO GenAI tells recurrent states from keys and values."""
@@ -273,9 +327,13 @@ def _variable(name: str, shape: list[Any], beams: Any, first: Any = None) -> tup
     start = scans.constant([axis.get_length() if axis.is_static else 0 for axis in sizes])
     zeros = first or scans.constant(0, np.float32)
     info = op.util.VariableInfo()
-    info.variable_id, info.data_type, info.data_shape = name, ov.Type.f32, ov.PartialShape([-1, *sizes])
+    info.variable_id = name
+    info.data_type = ov.Type.f32
+    info.data_shape = ov.PartialShape([-1, *sizes])
     variable = op.util.Variable(info)
-    read = op.read_value(ops.broadcast(zeros, ops.concat([ops.shape_of(beams), start], 0)), variable)
+    read = op.read_value(
+        ops.broadcast(zeros, ops.concat([ops.shape_of(beams), start], 0)), variable
+    )
     read.set_friendly_name(name)
     return read, variable
 
@@ -288,14 +346,20 @@ def _assign(value: Any, variable: Any) -> Any:
     return op.assign(node, variable)
 
 
-def _scan_state(site: ScanSite, static: StaticShape | None, beams: Any) -> tuple[Any, Any]:
+def _scan_state(
+    site: ScanSite, static: StaticShape | None, beams: Any
+) -> tuple[Any, Any]:
     shape, stored = _shapes(site)
     first = scans.weighted_start(shape[1]) if site.kind == "weighted" else None
     if static is not None:
-        return first or ops.broadcast(scans.constant(0, np.float32), scans.constant(list(shape))), None
+        return first or ops.broadcast(
+            scans.constant(0, np.float32), scans.constant(list(shape))
+        ), None
     read, variable = _variable(f"scan.{site.name}", stored, beams, first)
     # A Reshape to one sequence would do, but crashes the CPU plugin (2026.4.1).
-    state = ops.gather(read, ops.gather(beams, scans.constant(0), scans.constant(0)), scans.constant(0))
+    state = ops.gather(
+        read, ops.gather(beams, scans.constant(0), scans.constant(0)), scans.constant(0)
+    )
     return scans.reshaped(state, list(shape)), variable
 
 
@@ -309,15 +373,23 @@ def _shapes(site: ScanSite) -> tuple[tuple[int, ...], list[int]]:
     return shape, list(shape)
 
 
-def _scan(site: ScanSite, arguments: list[Any], state: Any, static: StaticShape | None) -> tuple[Any, Any]:
+def _scan(
+    site: ScanSite, arguments: list[Any], state: Any, static: StaticShape | None
+) -> tuple[Any, Any]:
     inputs = (*arguments, state)
     unrolled = static.tokens if static is not None and static.unroll else 0
     if unrolled > MAX_UNROLLED:
-        raise TargetError(f"a graph without loops holds at most {MAX_UNROLLED} tokens, asked for {unrolled}")
+        raise TargetError(
+            f"a graph without loops holds at most {MAX_UNROLLED} tokens, asked for {unrolled}"
+        )
     if site.kind in ("delta", "weighted"):
         if unrolled:
-            raise TargetError(f"the {site.kind} scan has no form without a loop; use the profile cpu or gpu")
-        return (scans.delta_scan if site.kind == "delta" else scans.weighted_scan)(inputs, site.state_shape)
+            raise TargetError(
+                f"the {site.kind} scan has no form without a loop; use the profile cpu or gpu"
+            )
+        return (scans.delta_scan if site.kind == "delta" else scans.weighted_scan)(
+            inputs, site.state_shape
+        )
     if site.kind == "selective":
         channels, states = site.state_shape
         if not unrolled:
@@ -325,7 +397,9 @@ def _scan(site: ScanSite, arguments: list[Any], state: Any, static: StaticShape 
         return scans.unrolled_selective_scan(inputs, states, unrolled)
     if static is None and site.kind == "chunked":
         return scans.one_or_many_scan(inputs, _sizes(site))
-    if static is None:  # the x86 plugin (2026.4.1) computes MiniMax's wrongly inside an If
+    if (
+        static is None
+    ):  # the x86 plugin (2026.4.1) computes MiniMax's wrongly inside an If
         return scans.chunked_scan(inputs, _sizes(site))
     if static.tokens == 1:
         return scans.one_token_scan(inputs, _sizes(site))

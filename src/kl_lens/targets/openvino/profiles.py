@@ -34,7 +34,11 @@ from kl_lens.targets.base import StockRecipe
 from kl_lens.targets.exporting import Choice, choices
 from kl_lens.targets.inputs import Change, inputs_changed
 from kl_lens.weights.formats import Format, Quantized
-from kl_lens.weights.formats.integer import NNCF_SMALLEST_SCALE, SignedScaleFormat, ZeroPointFormat
+from kl_lens.weights.formats.integer import (
+    NNCF_SMALLEST_SCALE,
+    SignedScaleFormat,
+    ZeroPointFormat,
+)
 from kl_lens.weights.formats.tables import MicroscalingFormat, NormalFloatFormat
 from kl_lens.weights.recipes import FP16, Recipe, fitting_recipe
 
@@ -78,29 +82,41 @@ PROFILES = {
         # the same, with INT4 chosen explicitly
         DeviceProfile("gpu-int4", bits=(4, 8), cumba=True),
         # Intel NPU: fixed shapes, no loops
-        DeviceProfile("npu", bits=(4, 8), static=True, cumba=True, kinds=(SignedScaleFormat,)),
+        DeviceProfile(
+            "npu", bits=(4, 8), static=True, cumba=True, kinds=(SignedScaleFormat,)
+        ),
     )
 }
 
 
 def get_profile(name: str) -> DeviceProfile:
     if name not in PROFILES:
-        raise TargetError(f"no device profile is called {name!r}; there are {', '.join(PROFILES)}")
+        raise TargetError(
+            f"no device profile is called {name!r}; there are {', '.join(PROFILES)}"
+        )
     return PROFILES[name]
 
 
-def realise(model: LoadedModel, plan: Plan, profile: DeviceProfile, *, fallback: bool) -> dict[str, Choice]:
+def realise(
+    model: LoadedModel, plan: Plan, profile: DeviceProfile, *, fallback: bool
+) -> dict[str, Choice]:
     """Every component's recipe on this device. Unless `fallback` is set, TargetError for formats that the device or the
     shape does not allow."""
     chosen = choices(model, plan, partial(lowered, profile=profile))
-    problems = [f"{name}: {choice.reason}" for name, choice in chosen.items() if choice.reason]
+    problems = [
+        f"{name}: {choice.reason}" for name, choice in chosen.items() if choice.reason
+    ]
     if problems and not fallback:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise TargetError(f"the plan does not fit: {problems[0]}{more}; allow substitutes with --fallback")
+        raise TargetError(
+            f"the plan does not fit: {problems[0]}{more}; allow substitutes with --fallback"
+        )
     return chosen
 
 
-def lowered(wanted: Recipe, shape: Sequence[int], profile: DeviceProfile) -> tuple[Recipe, str | None]:
+def lowered(
+    wanted: Recipe, shape: Sequence[int], profile: DeviceProfile
+) -> tuple[Recipe, str | None]:
     """The recipe that a weight gets on a device, and why it is not the one asked for (or None)."""
     fmt = wanted.grid
     if (reason := profile.holds(fmt)) is not None:
@@ -137,19 +153,31 @@ def stock_recipes(model: LoadedModel) -> tuple[StockRecipe, ...]:
     which makes no difference worth a format. With a ratio, that share of the weights gets 4 bits, chosen by NNCF's
     data-free criterion."""
     every = {c.name: BACKUP for c in model.anatomy.candidates}
-    recipes = [StockRecipe("INT8_SYM", every, "NNCF's compress_weights, mode INT8_SYM", usual=True)]
+    recipes = [
+        StockRecipe(
+            "INT8_SYM", every, "NNCF's compress_weights, mode INT8_SYM", usual=True
+        )
+    ]
     outer = {model.anatomy.embedding, model.anatomy.head}
     order = by_sensitivity(model, [name for name in every if name not in outer])
     for mode, grid in _GRIDS.items():
         for size in (128, 64):
             for ratio in (1.0, _RATIO):
-                name = f"{mode}-g{size}" + ("" if ratio == 1 else f"-{ratio:.0%}".replace("%", ""))
+                name = f"{mode}-g{size}" + (
+                    "" if ratio == 1 else f"-{ratio:.0%}".replace("%", "")
+                )
                 origin = f"NNCF's compress_weights, mode {mode}, groups of {size}, ratio {ratio:g}, data-free"
                 small = {
-                    c: fitting_recipe(Recipe(f"{grid}-g{size}"), model.anatomy.component(c).shape)[0]
+                    c: fitting_recipe(
+                        Recipe(f"{grid}-g{size}"), model.anatomy.component(c).shape
+                    )[0]
                     for c in least_sensitive(model, order, ratio)
                 }
-                recipes.append(StockRecipe(name, every | small, origin, usual=name == "INT4_SYM-g128"))
+                recipes.append(
+                    StockRecipe(
+                        name, every | small, origin, usual=name == "INT4_SYM-g128"
+                    )
+                )
     return tuple(recipes)
 
 
@@ -160,7 +188,8 @@ def by_sensitivity(model: LoadedModel, names: list[str]) -> list[str]:
 
     def error(name: str) -> float:
         weight = model.tensor(model.anatomy.component(name).weight).float()
-        low, high = weight.amin(-1, keepdim=True).clamp(max=0), weight.amax(-1, keepdim=True).clamp(min=0)
+        low = weight.amin(-1, keepdim=True).clamp(max=0)
+        high = weight.amax(-1, keepdim=True).clamp(min=0)
         scale = ((high - low) / 255).clamp(min=NNCF_SMALLEST_SCALE)
         zero = (-(low / scale).round()).clamp(0, 255)
         stored = ((weight / scale + zero).round().clamp(0, 255) - zero) * scale
@@ -175,7 +204,11 @@ def least_sensitive(model: LoadedModel, order: list[str], ratio: float) -> list[
         return order
     sizes = [model.anatomy.component(name).parameters for name in order]
     together = itertools.accumulate(sizes)
-    return [name for name, total in zip(order, together, strict=True) if total < ratio * sum(sizes)]
+    return [
+        name
+        for name, total in zip(order, together, strict=True)
+        if total < ratio * sum(sizes)
+    ]
 
 
 def quantize_activations(x: torch.Tensor) -> torch.Tensor:

@@ -38,13 +38,20 @@ def graphs(model: ov.Model) -> Iterator[ov.Model]:
 def operations(model: ov.Model, *kinds: str) -> list[Any]:
     """All nodes of these types, also inside loops and branches."""
     return [
-        node for graph in graphs(model) for node in graph.get_ordered_ops() if node.get_type_name() in kinds
+        node
+        for graph in graphs(model)
+        for node in graph.get_ordered_ops()
+        if node.get_type_name() in kinds
     ]
 
 
 def apply(model: ov.Model, *, cumba: bool = False) -> dict[str, int]:
     """Rewrites the model in place; returns how many nodes each rewrite replaced."""
-    counts = {"exact_softplus": _each(model, ("SoftPlus",), lambda n: exact_softplus(n.input_value(0)))}
+    counts = {
+        "exact_softplus": _each(
+            model, ("SoftPlus",), lambda n: exact_softplus(n.input_value(0))
+        )
+    }
     if cumba:
         counts["cumba"] = _each(model, ("CumSum",), _cumulative_product)
     counts["equal_batches"] = equal_batches(model)
@@ -71,7 +78,9 @@ def number_names(model: ov.Model) -> None:
                 output.get_tensor().set_names(kept | {f"{own}:{index}"})
 
 
-def _each(model: ov.Model, kinds: tuple[str, ...], replacement: Callable[[Any], Any | None]) -> int:
+def _each(
+    model: ov.Model, kinds: tuple[str, ...], replacement: Callable[[Any], Any | None]
+) -> int:
     replaced = 0
     for node in operations(model, *kinds):
         new = replacement(node)
@@ -91,14 +100,18 @@ def exact_softplus(x: Any) -> Any:
     highest, *lower = reversed(_log1p_coefficients())
     polynomial: Any = constant(highest, np.float32)
     for coefficient in lower:
-        polynomial = ops.add(ops.multiply(polynomial, small), constant(coefficient, np.float32))
+        polynomial = ops.add(
+            ops.multiply(polynomial, small), constant(coefficient, np.float32)
+        )
     return ops.add(ops.relu(x), ops.multiply(small, polynomial))
 
 
 @functools.cache
 def _log1p_coefficients() -> list[float]:
     """log1p(e)/e on 0 … 1, interpolated at Chebyshev's points; constant term first."""
-    series = np.polynomial.Chebyshev.interpolate(lambda e: np.log1p(e) / e, SOFTPLUS_DEGREE, [0, 1])
+    series = np.polynomial.Chebyshev.interpolate(
+        lambda e: np.log1p(e) / e, SOFTPLUS_DEGREE, [0, 1]
+    )
     return [float(c) for c in series.convert(kind=np.polynomial.Polynomial).coef]
 
 
@@ -107,10 +120,14 @@ def weights_on_the_right(model: ov.Model) -> int:
 
     def turned(node: Any) -> Any | None:
         attributes = node.get_attributes()
-        left, right = node.input_value(0), node.input_value(1)
+        left = node.input_value(0)
+        right = node.input_value(1)
         if left.get_node().get_type_name() != "Constant" or attributes["transpose_a"]:
             return None
-        if [value.get_partial_shape().rank.get_length() for value in (left, right)] != [2, 3]:
+        if [value.get_partial_shape().rank.get_length() for value in (left, right)] != [
+            2,
+            3,
+        ]:
             return None
         order = constant([0, 2, 1])
         rows = right if attributes["transpose_b"] else ops.transpose(right, order)
@@ -129,12 +146,15 @@ def equal_batches(model: ov.Model) -> int:
         batches = list(stack.get_partial_shape())[:-2]
         if all(batch == 1 for batch in batches) or not is_constant(stack.get_node()):
             return None
-        x, attributes = node.input_value(0), node.get_attributes()
+        x = node.input_value(0)
+        attributes = node.get_attributes()
         if list(x.get_partial_shape())[:-2] == batches:
             return None
         shape = constant([*(batch.get_length() for batch in batches), 1, 1])
         copies = ops.broadcast(x, shape, broadcast_spec="BIDIRECTIONAL")
-        return ops.matmul(copies, stack, attributes["transpose_a"], attributes["transpose_b"])
+        return ops.matmul(
+            copies, stack, attributes["transpose_a"], attributes["transpose_b"]
+        )
 
     return _each(model, ("MatMul",), copied)
 
@@ -145,7 +165,10 @@ def is_gated(model: ov.Model) -> bool:
         {node.input_value(i).get_node().get_type_name() for i in (0, 1)}
         for node in operations(model, "Multiply")
     )
-    return any(pair & {"Swish", "Gelu"} and pair & {"MatMul", "Split", "VariadicSplit"} for pair in pairs)
+    return any(
+        pair & {"Swish", "Gelu"} and pair & {"MatMul", "Split", "VariadicSplit"}
+        for pair in pairs
+    )
 
 
 def is_constant(node: Any) -> bool:
@@ -169,7 +192,8 @@ def _cumulative_product(node: Any) -> Any | None:
         mask = constant(np.triu(np.ones((size.get_length(),) * 2)), np.float32)
     else:
         positions = ops.range(constant(0), length(x, axis), constant(1), "i64")
-        column, row = ops.unsqueeze(positions, constant(1)), ops.unsqueeze(positions, constant(0))
+        column = ops.unsqueeze(positions, constant(1))
+        row = ops.unsqueeze(positions, constant(0))
         mask = ops.convert(ops.less_equal(column, row), "f32")
     mask.set_friendly_name(f"{node.get_friendly_name()}/cumba_mask")
     if axis == rank - 1:

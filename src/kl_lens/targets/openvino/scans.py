@@ -15,7 +15,9 @@ import openvino.opset13 as ops
 
 CHUNK = 64  # tokens per chunk of Mamba-2's matrix form
 Value = Any  # an ov.Output or ov.Node
-Inputs = tuple[Value, ...]  # x, Δ, A, B, C, or what else a scan takes; and the state before
+Inputs = tuple[
+    Value, ...
+]  # x, Δ, A, B, C, or what else a scan takes; and the state before
 
 
 class Sizes(NamedTuple):
@@ -39,7 +41,10 @@ def reshaped(value: Value, shape: list[Any]) -> Value:
     """Reshape where the axes may be numbers or scalar nodes; −1 is inferred."""
     if all(isinstance(axis, int) for axis in shape):
         return ops.reshape(value, constant(shape), False)
-    parts = [ops.unsqueeze(constant(a) if isinstance(a, int) else a, constant(0)) for a in shape]
+    parts = [
+        ops.unsqueeze(constant(a) if isinstance(a, int) else a, constant(0))
+        for a in shape
+    ]
     return ops.reshape(value, ops.concat(parts, 0), False)
 
 
@@ -72,13 +77,17 @@ def selective_scan(inputs: Inputs, channels: int, states: int) -> tuple[Value, V
     after = ops.add(ops.multiply(decay, before), added)
     y = ops.matmul(out_of, after, False, False)
     body = ov.Model(
-        [ops.result(after), ops.result(y)], [step, inflow, into, out_of, rates, before], "selective_scan"
+        [ops.result(after), ops.result(y)],
+        [step, inflow, into, out_of, rates, before],
+        "selective_scan",
     )
     sliced = ((step, dt), (inflow, ops.multiply(x, dt)), (into, b), (out_of, c))
     return _iterated(body, (before, state), sliced, [(rates, transposed(a, [1, 0]))])
 
 
-def unrolled_selective_scan(inputs: Inputs, states: int, tokens: int) -> tuple[Value, Value]:
+def unrolled_selective_scan(
+    inputs: Inputs, states: int, tokens: int
+) -> tuple[Value, Value]:
     """Mamba-1 for a few tokens whose number is fixed: no iterator, for devices that cannot run one."""
     x, dt, a, b, c, state = inputs
     rates = transposed(a, [1, 0])
@@ -86,7 +95,9 @@ def unrolled_selective_scan(inputs: Inputs, states: int, tokens: int) -> tuple[V
     outputs = []
     for token in range(tokens):
         step, flow, into, out_of = (
-            ops.slice(v, constant([token]), constant([token + 1]), constant([1]), constant([0]))
+            ops.slice(
+                v, constant([token]), constant([token + 1]), constant([1]), constant([0])
+            )
             for v in (dt, inflow, b, c)
         )
         added = ops.multiply(reshaped(into, [states, 1]), flow)
@@ -105,18 +116,32 @@ def delta_scan(inputs: Inputs, shape: tuple[int, ...]) -> tuple[Value, Value]:
     heads, keys, values = shape
     widths = {"query": keys, "key": keys, "value": values, "beta": 1}
     decays = keys if g.get_partial_shape().rank.get_length() == 3 else 1
-    tokens = {name: ops.parameter([1, heads, 1, width], np.float32) for name, width in widths.items()}
+    tokens = {
+        name: ops.parameter([1, heads, 1, width], np.float32)
+        for name, width in widths.items()
+    }
     decay = ops.parameter([1, heads, decays, 1], np.float32)
     before = ops.parameter([heads, keys, values], np.float32)
-    q, k, v, b = (reshaped(tokens[name], [heads, 1, width]) for name, width in widths.items())
+    q, k, v, b = (
+        reshaped(tokens[name], [heads, 1, width]) for name, width in widths.items()
+    )
     kept = ops.multiply(before, reshaped(decay, [heads, decays, 1]))
     news = ops.multiply(ops.subtract(v, ops.matmul(k, kept, False, False)), b)
     after = ops.add(kept, ops.multiply(reshaped(tokens["key"], [heads, keys, 1]), news))
     y = reshaped(ops.matmul(q, after, False, False), [1, heads, values])
-    body = ov.Model([ops.result(after), ops.result(y)], [*tokens.values(), decay, before], "delta_scan")
+    body = ov.Model(
+        [ops.result(after), ops.result(y)],
+        [*tokens.values(), decay, before],
+        "delta_scan",
+    )
     sliced = [
         (tokens[name], reshaped(whole, [-1, heads, 1, widths[name]]))
-        for name, whole in {"query": query, "key": key, "value": value, "beta": beta}.items()
+        for name, whole in {
+            "query": query,
+            "key": key,
+            "value": value,
+            "beta": beta,
+        }.items()
     ]
     sliced.append((decay, reshaped(ops.exp(g), [-1, heads, decays, 1])))
     return _iterated(body, (before, state), sliced)
@@ -142,21 +167,34 @@ def weighted_scan(inputs: Inputs, shape: tuple[int, ...]) -> tuple[Value, Value]
     k, v = (ops.parameter([1, channels], np.float32) for _ in range(2))
     w, u = (ops.parameter([channels], np.float32) for _ in range(2))
     before = ops.parameter([3, channels], np.float32)
-    top, bottom, most = (ops.gather(before, constant([row]), constant(0)) for row in range(3))
+    top, bottom, most = (
+        ops.gather(before, constant([row]), constant(0)) for row in range(3)
+    )
 
     def joined(old: Value, new: Value) -> tuple[Value, Value, Value]:
         largest = ops.maximum(old, new)
-        a, b = ops.exp(ops.subtract(old, largest)), ops.exp(ops.subtract(new, largest))
-        return ops.add(ops.multiply(a, top), ops.multiply(b, v)), ops.add(ops.multiply(a, bottom), b), largest
+        a = ops.exp(ops.subtract(old, largest))
+        b = ops.exp(ops.subtract(new, largest))
+        return (
+            ops.add(ops.multiply(a, top), ops.multiply(b, v)),
+            ops.add(ops.multiply(a, bottom), b),
+            largest,
+        )
 
     numerator, denominator, _ = joined(most, ops.add(k, u))
     y = ops.divide(numerator, denominator)
     after = ops.concat(list(joined(ops.add(most, w), k)), 0)
-    body = ov.Model([ops.result(after), ops.result(y)], [k, v, w, u, before], "weighted_scan")
-    return _iterated(body, (before, state), [(k, key), (v, value)], [(w, decay), (u, first)])
+    body = ov.Model(
+        [ops.result(after), ops.result(y)], [k, v, w, u, before], "weighted_scan"
+    )
+    return _iterated(
+        body, (before, state), [(k, key), (v, value)], [(w, decay), (u, first)]
+    )
 
 
-def chunked_scan(inputs: Inputs, sizes: Sizes, *, single: bool = False) -> tuple[Value, Value]:
+def chunked_scan(
+    inputs: Inputs, sizes: Sizes, *, single: bool = False
+) -> tuple[Value, Value]:
     """Mamba-2 in chunks of at most 64 tokens: matrix products inside, a TensorIterator from chunk to chunk.
 
     x (time, heads, width); dt (time, heads); a (heads,); b, c (time, groups, states);
@@ -176,9 +214,15 @@ def chunked_scan(inputs: Inputs, sizes: Sizes, *, single: bool = False) -> tuple
     inflow = _padded(ops.multiply(x, ops.unsqueeze(dt, constant(2))), padding, 3)
     rates = _padded(ops.multiply(dt, ops.unsqueeze(a, constant(0))), padding, 2)
     inflow = reshaped(inflow, [chunks, chunk, groups, per_group * width])
-    into = transposed(reshaped(_padded(b, padding, 3), [chunks, chunk, groups, states]), [0, 2, 1, 3])
-    out_of = transposed(reshaped(_padded(c, padding, 3), [chunks, chunk, groups, states]), [0, 2, 1, 3])
-    rates = transposed(reshaped(rates, [chunks, chunk, heads]), [0, 2, 1])  # (chunks, heads, chunk)
+    into = transposed(
+        reshaped(_padded(b, padding, 3), [chunks, chunk, groups, states]), [0, 2, 1, 3]
+    )
+    out_of = transposed(
+        reshaped(_padded(c, padding, 3), [chunks, chunk, groups, states]), [0, 2, 1, 3]
+    )
+    rates = transposed(
+        reshaped(rates, [chunks, chunk, heads]), [0, 2, 1]
+    )  # (chunks, heads, chunk)
     cumulative = ops.cum_sum(rates, constant(2))
 
     # Within the chunk: token t hears token s ≤ t, damped by exp(cumulative[t] − cumulative[s]). The minimum keeps the
@@ -190,10 +234,13 @@ def chunked_scan(inputs: Inputs, sizes: Sizes, *, single: bool = False) -> tuple
     scores = ops.multiply(ops.matmul(out_of, into, False, True), _causal_mask(chunk))
     damping = reshaped(damping, [chunks, groups, per_group, chunk, chunk])
     weights = reshaped(
-        ops.multiply(damping, ops.unsqueeze(scores, constant(2))), [chunks, heads, chunk, chunk]
+        ops.multiply(damping, ops.unsqueeze(scores, constant(2))),
+        [chunks, heads, chunk, chunk],
     )
     by_head = transposed(reshaped(inflow, [chunks, chunk, heads, width]), [0, 2, 1, 3])
-    within = transposed(ops.matmul(weights, by_head, False, False), [0, 2, 1, 3])  # (chunks, t, heads, width)
+    within = transposed(
+        ops.matmul(weights, by_head, False, False), [0, 2, 1, 3]
+    )  # (chunks, t, heads, width)
 
     # What each chunk adds to the state by its end, and how much of the state before it survives.
     total = ops.gather(cumulative, constant([-1]), constant(2))  # (chunks, heads, 1)
@@ -202,20 +249,32 @@ def chunked_scan(inputs: Inputs, sizes: Sizes, *, single: bool = False) -> tuple
         reshaped(inflow, [chunks, chunk, groups, per_group, width]),
         reshaped(to_end, [chunks, chunk, groups, per_group, 1]),
     )
-    damped = transposed(reshaped(damped, [chunks, chunk, groups, per_group * width]), [0, 2, 1, 3])
-    added = reshaped(ops.matmul(into, damped, True, False), [chunks, groups, states, per_group, width])
+    damped = transposed(
+        reshaped(damped, [chunks, chunk, groups, per_group * width]), [0, 2, 1, 3]
+    )
+    added = reshaped(
+        ops.matmul(into, damped, True, False), [chunks, groups, states, per_group, width]
+    )
     surviving = reshaped(ops.exp(total), [chunks, groups, 1, per_group, 1])
     if single:
-        entering, last = state, ops.add(ops.multiply(surviving, state), added)
+        entering = state
+        last = ops.add(ops.multiply(surviving, state), added)
     else:
         entering, last = _between_chunks(surviving, added, state, sizes.state_shape)
 
     # What the state at the chunk's start contributes to token t.
     carried = ops.matmul(
-        out_of, reshaped(entering, [chunks, groups, states, per_group * width]), False, False
+        out_of,
+        reshaped(entering, [chunks, groups, states, per_group * width]),
+        False,
+        False,
     )
-    carried = transposed(reshaped(carried, [chunks, groups, chunk, per_group, width]), [0, 2, 1, 3, 4])
-    from_start = reshaped(transposed(ops.exp(cumulative), [0, 2, 1]), [chunks, chunk, groups, per_group, 1])
+    carried = transposed(
+        reshaped(carried, [chunks, groups, chunk, per_group, width]), [0, 2, 1, 3, 4]
+    )
+    from_start = reshaped(
+        transposed(ops.exp(cumulative), [0, 2, 1]), [chunks, chunk, groups, per_group, 1]
+    )
     carried = reshaped(ops.multiply(carried, from_start), [chunks, chunk, heads, width])
     y = reshaped(ops.add(within, carried), [-1, heads, width])
     end = ops.unsqueeze(time, constant(0))
@@ -231,10 +290,14 @@ def one_token_scan(inputs: Inputs, sizes: Sizes) -> tuple[Value, Value]:
     ones = constant(np.ones((1, width)), np.float32)
     ones.set_friendly_name("kl_lens/ones")
     over_width = ops.multiply(reshaped(decay, [heads, 1]), ones)
-    inflow = reshaped(ops.multiply(x, ops.unsqueeze(dt, constant(2))), [groups, 1, columns])
+    inflow = reshaped(
+        ops.multiply(x, ops.unsqueeze(dt, constant(2))), [groups, 1, columns]
+    )
     added = ops.multiply(reshaped(b, [groups, states, 1]), inflow)
     before = reshaped(state, [groups, states, columns])
-    after = ops.add(ops.multiply(reshaped(over_width, [groups, 1, columns]), before), added)
+    after = ops.add(
+        ops.multiply(reshaped(over_width, [groups, 1, columns]), before), added
+    )
     y = ops.matmul(reshaped(c, [groups, 1, states]), after, False, False)
     return reshaped(y, [1, heads, width]), reshaped(after, list(sizes.state_shape))
 
@@ -252,15 +315,20 @@ def one_or_many_scan(inputs: Inputs, sizes: Sizes) -> tuple[Value, Value]:
     )
 
     def branch(scan: Any, name: str) -> ov.Model:
-        parameters = [ops.parameter(ov.PartialShape(shape), np.float32) for shape in shapes]
+        parameters = [
+            ops.parameter(ov.PartialShape(shape), np.float32) for shape in shapes
+        ]
         y, last = scan(tuple(parameters), sizes)
         return ov.Model([ops.result(y), ops.result(last)], parameters, name)
 
-    one, many = branch(one_token_scan, "one_token"), branch(chunked_scan, "many_tokens")
+    one = branch(one_token_scan, "one_token")
+    many = branch(chunked_scan, "many_tokens")
     choice = ops.if_op(_output(ops.equal(length(inputs[0]), constant(1))))
     choice.set_then_body(one)
     choice.set_else_body(many)
-    for value, for_one, for_many in zip(inputs, one.get_parameters(), many.get_parameters(), strict=True):
+    for value, for_one, for_many in zip(
+        inputs, one.get_parameters(), many.get_parameters(), strict=True
+    ):
         choice.set_input(_output(value), for_one, for_many)
     y = choice.set_output(one.results[0], many.results[0])
     last = choice.set_output(one.results[1], many.results[1])
@@ -275,7 +343,9 @@ def _between_chunks(
     plus = ops.parameter(list(shape), np.float32)
     before = ops.parameter(list(shape), np.float32)
     after = ops.add(ops.multiply(keep, before), plus)
-    body = ov.Model([ops.result(after), ops.result(before)], [keep, plus, before], "between_chunks")
+    body = ov.Model(
+        [ops.result(after), ops.result(before)], [keep, plus, before], "between_chunks"
+    )
     return _iterated(body, (before, state), [(keep, surviving), (plus, added)])
 
 
@@ -295,7 +365,9 @@ def _iterated(
         iterator.set_invariant_input(parameter, _output(value))
     iterator.set_merged_input(state[0], _output(state[1]), body.results[0].output(0))
     last = iterator.get_iter_value(body.results[0].output(0), -1)
-    return iterator.get_concatenated_slices(body.results[1].output(0), 0, 1, 1, -1, 0), last
+    return iterator.get_concatenated_slices(
+        body.results[1].output(0), 0, 1, 1, -1, 0
+    ), last
 
 
 def _padded(value: Value, padding: Value, rank: int) -> Value:
@@ -309,7 +381,13 @@ def _causal_mask(chunk: Value) -> Value:
     full = constant(np.tril(np.ones((CHUNK, CHUNK))), np.float32)
     full.set_friendly_name("kl_lens/causal_mask")
     end = ops.unsqueeze(chunk, constant(0))
-    return ops.slice(full, constant([0, 0]), ops.concat([end, end], 0), constant([1, 1]), constant([0, 1]))
+    return ops.slice(
+        full,
+        constant([0, 0]),
+        ops.concat([end, end], 0),
+        constant([1, 1]),
+        constant([0, 1]),
+    )
 
 
 def _output(value: Value) -> ov.Output:

@@ -32,10 +32,12 @@ from kl_lens.targets.session import CACHES, FedSession, Logits, SessionSettings
 from kl_lens.text.images import Preparation, pixels_of
 from kl_lens.weights.formats import get_format
 
-ATTENTION_MASK, BEAM_IDX = "attention_mask", "beam_idx"  # inputs as OpenVINO GenAI names them
+ATTENTION_MASK = "attention_mask"
+BEAM_IDX = "beam_idx"  # inputs as OpenVINO GenAI names them
 HEAD_NODE = "lm_head"  # name of the head's product in the graph
 CACHE_FOLDER = DERIVED
-TIMEOUT_VARIABLE, COMPILE_TIMEOUT = "KL_LENS_COMPILE_TIMEOUT", "600"  # s; the iGPU compiler hangs on Mamba-2
+TIMEOUT_VARIABLE = "KL_LENS_COMPILE_TIMEOUT"
+COMPILE_TIMEOUT = "600"  # s; the iGPU compiler hangs on Mamba-2
 LOGITS_CHUNK = 512  # tokens per call when all their logits are wanted
 
 # float32 everywhere: what a comparison with PyTorch needs. The plugins' own defaults are lossy (f16, 8-bit KV cache).
@@ -50,10 +52,14 @@ DEPLOYED = {"KV_CACHE_PRECISION": "f16", "PERFORMANCE_HINT": "LATENCY"}
 WHOLE_ROW = "18446744073709551615"
 
 
-def deployment_settings(formats: set[str], machine: str = platform.machine()) -> dict[str, str]:
+def deployment_settings(
+    formats: set[str], machine: str = platform.machine()
+) -> dict[str, str]:
     """The fastest settings that were measured for weights in these formats (docs/targets.md)."""
     settings = dict(DEPLOYED)
-    integers = [get_format(name.partition("+")[0]) for name in formats if name.startswith("int")]
+    integers = [
+        get_format(name.partition("+")[0]) for name in formats if name.startswith("int")
+    ]
     if any(fmt.bits == 8 and fmt.group_size for fmt in integers):
         # There is no kernel for 8-bit weights in groups: with the setting below, compiling fails.
         settings["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = "0"
@@ -66,21 +72,32 @@ def deployment_settings(formats: set[str], machine: str = platform.machine()) ->
 
 
 def open_session(
-    folder: Path, *, device: str = "CPU", exact: bool = False, threads: int | None = None, cache: bool = True
+    folder: Path,
+    *,
+    device: str = "CPU",
+    exact: bool = False,
+    threads: int | None = None,
+    cache: bool = True,
 ) -> OpenVINOSession | ImageSession:
     """Loads an exported folder. `exact`: compute in float32, for checks, instead of with the fastest settings.
     `cache`: keep the compiled graph beside the IR and use it next time."""
     artifact = read_artifact(folder)
     if artifact.target != "openvino":
-        raise TargetError(f"{folder} holds a {artifact.target} artifact, not an OpenVINO one")
+        raise TargetError(
+            f"{folder} holds a {artifact.target} artifact, not an OpenVINO one"
+        )
     if not artifact.settings.get("with_head", True):
-        raise TargetError(f"{folder} was exported without its head, for benchmark_app: it has no logits")
+        raise TargetError(
+            f"{folder} was exported without its head, for benchmark_app: it has no logits"
+        )
     graph = read_graph(graph_file(folder))
     static = artifact.settings.get("static_tokens")
     of_images = artifact.settings.get("task") == "image"
     length = graph.inputs[0].get_partial_shape()[1]
     if not of_images and static != (length.get_length() if length.is_static else None):
-        raise TargetError(f"{folder}: its graph and its record ({static=}) do not fit; export it again")
+        raise TargetError(
+            f"{folder}: its graph and its record ({static=}) do not fit; export it again"
+        )
     if static is None and not of_images:
         _fix_sequences(graph)
         _choose_rows(graph)
@@ -90,8 +107,13 @@ def open_session(
         if (threads or processors()) < fewest_threads(graph):
             settings["INFERENCE_PRECISION_HINT"] = "f32"
     kept = folder / CACHE_FOLDER if cache else None
-    compiled = compile_graph(graph, device, exact=exact, threads=threads, cache=kept, settings=settings)
-    about = describe(compiled, device) | {"mode": "exact" if exact else "deployed", "plan": artifact.plan}
+    compiled = compile_graph(
+        graph, device, exact=exact, threads=threads, cache=kept, settings=settings
+    )
+    about = describe(compiled, device) | {
+        "mode": "exact" if exact else "deployed",
+        "plan": artifact.plan,
+    }
     if not exact and (caches := artifact.settings.get(CACHES)):
         about[CACHES] = caches
     if of_images:
@@ -128,12 +150,20 @@ class OpenVINOSession(FedSession):
     """One sequence at a time; the states are inside the compiled model's request."""
 
     def __init__(
-        self, compiled: ov.CompiledModel, place: Path, static: int | None, description: dict[str, Any]
+        self,
+        compiled: ov.CompiledModel,
+        place: Path,
+        static: int | None,
+        description: dict[str, Any],
     ) -> None:
-        self.place, self.description, self._static = place, description, static
+        self.place = place
+        self.description = description
+        self._static = static
         names = [output.get_names() for output in compiled.outputs]
         self._at = next((i for i, given in enumerate(names) if "logits" in given), 0)
-        self.vocabulary = int(compiled.outputs[self._at].get_partial_shape()[2].get_length())
+        self.vocabulary = int(
+            compiled.outputs[self._at].get_partial_shape()[2].get_length()
+        )
         self._request: Any = new_request(compiled)
 
     def reset(self) -> None:
@@ -144,13 +174,17 @@ class OpenVINOSession(FedSession):
 
     def step(self, token: int) -> Logits:
         if self._static is not None:
-            raise TargetError("a static forward has no state: export it without --static-tokens")
+            raise TargetError(
+                "a static forward has no state: export it without --static-tokens"
+            )
         return super().step(token)
 
     def feed(self, tokens: list[int], *, every: bool) -> Logits:
         if (most := self._static) is not None:
             if len(tokens) > most:
-                raise TargetError(f"this model takes {most} tokens at most, got {len(tokens)}")
+                raise TargetError(
+                    f"this model takes {most} tokens at most, got {len(tokens)}"
+                )
             # Padded at the end, which a causal model does not see.
             padded = np.array([tokens + [0] * (most - len(tokens))], np.int64)
             return self._infer({"input_ids": padded})[: len(tokens)]
@@ -173,7 +207,9 @@ class OpenVINOSession(FedSession):
         try:
             self._request.infer(inputs)
         except RuntimeError as error:
-            raise TargetError(f"{self.place}: OpenVINO cannot run it: {last_line(error)}") from error
+            raise TargetError(
+                f"{self.place}: OpenVINO cannot run it: {last_line(error)}"
+            ) from error
         return np.array(self._request.get_output_tensor(self._at).data[0], np.float32)
 
 
@@ -181,10 +217,14 @@ class ImageSession:
     """Classifies one image at a time, by the ids of `kl_lens.text.images`. There is no next token."""
 
     def __init__(
-        self, compiled: ov.CompiledModel, preparation: Preparation, description: dict[str, Any]
+        self,
+        compiled: ov.CompiledModel,
+        preparation: Preparation,
+        description: dict[str, Any],
     ) -> None:
         self._request: Any = compiled.create_infer_request()
-        self._preparation, self.description = preparation, description
+        self._preparation = preparation
+        self.description = description
         self.vocabulary = int(compiled.outputs[0].get_partial_shape()[1].get_length())
 
     def reset(self) -> None:
@@ -194,16 +234,22 @@ class ImageSession:
         if self._request is None:
             raise TargetError("this session is closed")
         rows = np.empty((len(ids), self.vocabulary), np.float32)
-        for row, image in zip(rows, self._preparation.normalised(pixels_of(ids)), strict=True):
+        for row, image in zip(
+            rows, self._preparation.normalised(pixels_of(ids)), strict=True
+        ):
             self._request.infer([image[None]])
             row[:] = self._request.get_output_tensor(0).data[0]
         return rows
 
     def prefill(self, ids: Sequence[int]) -> Logits:
-        raise TargetError("this file classifies images; there are no prompts to feed it or to time")
+        raise TargetError(
+            "this file classifies images; there are no prompts to feed it or to time"
+        )
 
     def step(self, token: int) -> Logits:
-        raise TargetError("this file classifies images; there is no next token to ask for or to time")
+        raise TargetError(
+            "this file classifies images; there is no next token to ask for or to time"
+        )
 
     def close(self) -> None:
         self._request = None
@@ -211,7 +257,9 @@ class ImageSession:
 
 def _fix_sequences(graph: ov.Model) -> None:
     """Fixes the number of sequences to one. As it is on disk, for GenAI, the graph copies its states at every token."""
-    parameters = {parameter.get_friendly_name(): parameter for parameter in graph.get_parameters()}
+    parameters = {
+        parameter.get_friendly_name(): parameter for parameter in graph.get_parameters()
+    }
     scans.replace(parameters[BEAM_IDX], ops.constant(np.zeros(1, np.int32)))
     graph.remove_parameter(parameters[BEAM_IDX])
     graph.remove_parameter(parameters[ATTENTION_MASK])
@@ -226,9 +274,18 @@ def _fix_sequences(graph: ov.Model) -> None:
 def _choose_rows(graph: ov.Model) -> None:
     """Adds an input with the positions whose logits are wanted: a prefill wants only the last. Done on loading; the IR
     on disk gives the logits of all tokens."""
-    head = next((node for node in graph.get_ordered_ops() if node.get_friendly_name() == HEAD_NODE), None)
+    head = next(
+        (
+            node
+            for node in graph.get_ordered_ops()
+            if node.get_friendly_name() == HEAD_NODE
+        ),
+        None,
+    )
     if head is None:
-        raise TargetError(f"this IR has no node named {HEAD_NODE}; export the model again")
+        raise TargetError(
+            f"this IR has no node named {HEAD_NODE}; export the model again"
+        )
     rows = ops.parameter(ov.PartialShape([-1]), np.int64)
     rows.set_friendly_name("rows")
     rows.output(0).get_tensor().set_names({"rows"})
@@ -260,7 +317,9 @@ def read_graph(path: Path) -> ov.Model:
     try:
         return core().read_model(path)
     except RuntimeError as error:
-        raise TargetError(f"{path} cannot be read by OpenVINO: {last_line(error)}") from error
+        raise TargetError(
+            f"{path} cannot be read by OpenVINO: {last_line(error)}"
+        ) from error
 
 
 def compile_graph(
@@ -276,7 +335,9 @@ def compile_graph(
     require_device(device)
     text = os.environ.get(TIMEOUT_VARIABLE) or COMPILE_TIMEOUT
     if not re.fullmatch(r"\d+(\.\d+)?", text) or not (timeout := float(text)):
-        raise TargetError(f"{TIMEOUT_VARIABLE}={text}: expected a number of seconds, such as 1800")
+        raise TargetError(
+            f"{TIMEOUT_VARIABLE}={text}: expected a number of seconds, such as 1800"
+        )
     properties: dict[str, Any] = dict(EXACT if exact else DEPLOYED)
     if device != "CPU":  # other plugins do not know these two
         properties.pop("KV_CACHE_PRECISION", None)
@@ -288,7 +349,9 @@ def compile_graph(
         properties.pop("KV_CACHE_PRECISION", None)  # the file says it
     if cache is not None:
         # A folder for each set of settings: OpenVINO 2026.4 itself returns graphs compiled with other settings.
-        key = json.dumps([ov.__version__, device, properties], sort_keys=True, default=str)
+        key = json.dumps(
+            [ov.__version__, device, properties], sort_keys=True, default=str
+        )
         place = cache / hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
         with suppress(OSError):  # read-only: compile every time
             place.mkdir(parents=True, exist_ok=True)
@@ -311,21 +374,30 @@ def compile_graph(
             f"iGPU compiler); set {TIMEOUT_VARIABLE} to more seconds, or export with another device profile"
         ) from error
     except Exception as error:
-        raise TargetError(f"OpenVINO cannot compile for {device}: {last_line(error)}") from error
+        raise TargetError(
+            f"OpenVINO cannot compile for {device}: {last_line(error)}"
+        ) from error
 
 
 def require_device(device: str) -> None:
     """Raises TargetError, with the list of devices, if OpenVINO does not find this one."""
     present = core().available_devices
-    if device.split(".")[0].split(":")[0] not in {name.split(".")[0] for name in present} | {"AUTO"}:
-        raise TargetError(f"OpenVINO finds no device {device!r} here; it finds {', '.join(present)}")
+    if device.split(".")[0].split(":")[0] not in {
+        name.split(".")[0] for name in present
+    } | {"AUTO"}:
+        raise TargetError(
+            f"OpenVINO finds no device {device!r} here; it finds {', '.join(present)}"
+        )
 
 
 def new_request(compiled: ov.CompiledModel) -> ov.InferRequest:
     """For one sequence: sets `beam_idx`, and the mask, which our graphs do not read."""
     request = compiled.create_infer_request()
     present = {entry.get_any_name() for entry in compiled.inputs}
-    for name, value in ((ATTENTION_MASK, np.ones((1, 1), np.int64)), (BEAM_IDX, np.zeros(1, np.int32))):
+    for name, value in (
+        (ATTENTION_MASK, np.ones((1, 1), np.int64)),
+        (BEAM_IDX, np.zeros(1, np.int32)),
+    ):
         if name in present:
             request.set_tensor(name, ov.Tensor(value))
     return request
@@ -344,11 +416,14 @@ def log_softmax(logits: Logits) -> npt.NDArray[np.float64]:
     return wide - np.log(np.exp(wide).sum(-1, keepdims=True))
 
 
-IDS, POSITIONS, CACHE_POSITION = "input_ids", "position_ids", "cache_position"
+IDS = "input_ids"
+POSITIONS = "position_ids"
+CACHE_POSITION = "cache_position"
 _PAST = ("past_key_values.", "cache_params.past.")  # states as inputs
 # What a program gets that sets nothing; our own sessions ask for more.
 _PLUGIN_DEFAULTS = {"KV_CACHE_PRECISION": "u8"}
-_TRIED, _SAME = 12, 0.05  # tokens that show what cache_position means; a share of the range of logits
+_TRIED = 12
+_SAME = 0.05  # tokens that show what cache_position means; a share of the range of logits
 
 
 class ForeignSession(OpenVINOSession):
@@ -358,16 +433,27 @@ class ForeignSession(OpenVINOSession):
     def __init__(self, path: Path, settings: SessionSettings) -> None:
         graph = _feedable(path)
         compiled = compile_graph(
-            graph, settings.device, exact=settings.exact, threads=settings.threads,
-            settings={} if settings.exact or settings.device != "CPU" else _PLUGIN_DEFAULTS,
-        )  # fmt: skip
+            graph,
+            settings.device,
+            exact=settings.exact,
+            threads=settings.threads,
+            settings={}
+            if settings.exact or settings.device != "CPU"
+            else _PLUGIN_DEFAULTS,
+        )
         super().__init__(compiled, path, None, describe(compiled, settings.device))
-        self._recurrent, self._inputs, self._fed = bool(graph.get_variables()), graph.inputs, list[int]()
+        self._recurrent = bool(graph.get_variables())
+        self._inputs = graph.inputs
+        self._fed = list[int]()
         self._taps: int | None = None  # cache_position counts these, not tokens
         if CACHE_POSITION in _names(graph) and not self._steps_agree():
             # (1, channels, taps)
-            shapes = [variable.get_info().data_shape for variable in graph.get_variables()]
-            widths = sorted({s[2].get_length() for s in shapes if len(s) == 3 and s[2].is_static})
+            shapes = [
+                variable.get_info().data_shape for variable in graph.get_variables()
+            ]
+            widths = sorted(
+                {s[2].get_length() for s in shapes if len(s) == 3 and s[2].is_static}
+            )
             self._taps = next(filter(self._steps_agree, widths), None)
         self.reset()
 
@@ -379,7 +465,8 @@ class ForeignSession(OpenVINOSession):
         """Whether a prompt gives the same at once and with its last token alone. `cache_position` is the tokens'
         positions in most graphs. In optimum-intel's Mamba it is the places of the convolution's state: all of them for
         a prompt, the last one for a token."""
-        self._taps, ids = taps, [i % self.vocabulary for i in range(1, _TRIED + 1)]
+        self._taps = taps
+        ids = [i % self.vocabulary for i in range(1, _TRIED + 1)]
         try:
             whole = self.logits(ids)[-1]
             self.logits(ids[:-1])
@@ -391,14 +478,25 @@ class ForeignSession(OpenVINOSession):
     def feed(self, tokens: list[int], *, every: bool) -> Logits:
         start = len(self._fed) if self._recurrent else 0
         self._fed += tokens
-        taps = None if self._taps is None else np.arange(self._taps) if start == 0 else np.array([self._taps])
+        taps = (
+            None
+            if self._taps is None
+            else np.arange(self._taps)
+            if start == 0
+            else np.array([self._taps])
+        )
         positions = np.arange(start, len(self._fed))
         known: dict[str, npt.NDArray[Any]] = {
-            IDS: np.array([self._fed[start:]]), ATTENTION_MASK: np.ones((1, len(self._fed))), BEAM_IDX: np.zeros(1),
-            POSITIONS: positions[None], CACHE_POSITION: positions if taps is None else taps,
-        }  # fmt: skip
+            IDS: np.array([self._fed[start:]]),
+            ATTENTION_MASK: np.ones((1, len(self._fed))),
+            BEAM_IDX: np.zeros(1),
+            POSITIONS: positions[None],
+            CACHE_POSITION: positions if taps is None else taps,
+        }
         given = {}
-        for port in self._inputs:  # in its own type; states are empty, or zero where their size is fixed
+        for port in (
+            self._inputs
+        ):  # in its own type; states are empty, or zero where their size is fixed
             axes = enumerate(port.get_partial_shape())
             sizes = [d.get_length() if d.is_static else int(i == 0) for i, d in axes]
             value = known.get(name := port.get_any_name(), np.zeros(sizes))
@@ -409,13 +507,21 @@ class ForeignSession(OpenVINOSession):
 def _feedable(path: Path) -> ov.Model:
     """The graph; UnsupportedError if it wants something that a language model does not get here."""
     graph = read_graph(path)
-    output = next((value for value in graph.outputs if "logits" in value.get_names()), graph.outputs[0])
-    names, shape = _names(graph), output.get_partial_shape()
+    output = next(
+        (value for value in graph.outputs if "logits" in value.get_names()),
+        graph.outputs[0],
+    )
+    names = _names(graph)
+    shape = output.get_partial_shape()
     known = {IDS, ATTENTION_MASK, POSITIONS, BEAM_IDX, CACHE_POSITION}
     if odd := sorted(name for name in names - known if not name.startswith(_PAST)):
-        raise UnsupportedError(f"{path.name} has an input {odd[0]!r}, which KL Lens cannot feed")
+        raise UnsupportedError(
+            f"{path.name} has an input {odd[0]!r}, which KL Lens cannot feed"
+        )
     if IDS not in names or len(shape) != 3 or not shape[2].is_static:
-        raise UnsupportedError(f"{path.name} is not a language model: expected {IDS} in and logits out")
+        raise UnsupportedError(
+            f"{path.name} is not a language model: expected {IDS} in and logits out"
+        )
     return graph
 
 

@@ -20,7 +20,12 @@ from kl_lens.base.lazy import lazy_modules
 from kl_lens.run.records import Artifact, Plan
 from kl_lens.targets.base import Contents, ExportOption, StockRecipe, Target
 from kl_lens.targets.exporting import read_artifact
-from kl_lens.targets.openvino.folder import IR_FILE, TOKENIZER_FILE, WEIGHT_FILE, graph_file
+from kl_lens.targets.openvino.folder import (
+    IR_FILE,
+    TOKENIZER_FILE,
+    WEIGHT_FILE,
+    graph_file,
+)
 from kl_lens.targets.session import Session, SessionSettings
 from kl_lens.weights.formats import Format
 from kl_lens.weights.recipes import FP16, Recipe, fitting_recipe, parsed
@@ -40,7 +45,12 @@ else:  # they load OpenVINO and torch
 _ARM = ("aarch64", "arm64")
 # Bytes that a quantized matrix adds to the .xml, compared with an FP16 one: its decompression nodes. (symmetric, in
 # groups) → a little more than was seen (1.3, 2.3 and 3.7 kB), so that no file is larger than predicted.
-_GRAPH_BYTES = {(True, False): 1550, (True, True): 2700, (False, False): 3200, (False, True): 4400}
+_GRAPH_BYTES = {
+    (True, False): 1550,
+    (True, True): 2700,
+    (False, False): 3200,
+    (False, True): 4400,
+}
 _WRITTEN_TO_BE_SIZED = 200_000_000  # parameters; writing larger models takes too long
 
 
@@ -74,12 +84,21 @@ class BenchmarkApp:
         for entry in session.read_graph(graph_file(place)).inputs:
             shape = entry.get_partial_shape()
             if shape.is_dynamic:
-                sizes = ",".join(str(d.get_length()) if d.is_static else "1" for d in shape)
+                sizes = ",".join(
+                    str(d.get_length()) if d.is_static else "1" for d in shape
+                )
                 shapes.append(f"{entry.get_any_name()}[{sizes}]")
         return ",".join(shapes) or None
 
     def command(
-        self, place: Path, *, seconds: int, iterations: int, device: str, threads: int | None, beside: Path
+        self,
+        place: Path,
+        *,
+        seconds: int,
+        iterations: int,
+        device: str,
+        threads: int | None,
+        beside: Path,
     ) -> list[str]:
         """Calls the program of this environment, so that the OpenVINO version is the same. The number of threads goes
         into a file: benchmark_app does not accept `-nthreads` together with `-hint`."""
@@ -87,7 +106,14 @@ class BenchmarkApp:
         if (program := Path(sys.executable).parent / "benchmark_app").is_file():
             words = [str(program)]
         words += ["-m", str(graph_file(place)), "-d", device, "-hint", "latency"]
-        words += ["-t", str(seconds), "-niter", str(iterations), "--inference_only", "TRUE"]
+        words += [
+            "-t",
+            str(seconds),
+            "-niter",
+            str(iterations),
+            "--inference_only",
+            "TRUE",
+        ]
         if shapes := self.input_shapes(place):
             words += ["-data_shape", shapes]
         if threads is not None:
@@ -102,14 +128,22 @@ class BenchmarkApp:
         def found(name: str) -> float:
             match = re.search(_LINE.format(name=name), text, re.MULTILINE)
             if match is None:
-                raise TargetError(f"benchmark_app printed no {name!r}: {self.complaint(text)}")
+                raise TargetError(
+                    f"benchmark_app printed no {name!r}: {self.complaint(text)}"
+                )
             return float(match[1]) * _TO_MILLISECONDS.get(match[2], 1.0)
 
         threads = re.search(r"INFERENCE_NUM_THREADS: (\d+)", text)
         return AppReport(
-            int(found("Count")), found("Duration") / 1e3, found("Median"), found("Average"), found("Min"), found("Max"),
-            found("Throughput"), int(threads[1]) if threads else None,
-        )  # fmt: skip
+            int(found("Count")),
+            found("Duration") / 1e3,
+            found("Median"),
+            found("Average"),
+            found("Min"),
+            found("Max"),
+            found("Throughput"),
+            int(threads[1]) if threads else None,
+        )
 
     def complaint(self, text: str) -> str:
         """The program's last line, which on failure is the innermost reason."""
@@ -118,30 +152,46 @@ class BenchmarkApp:
 
 
 class OpenVINOTarget(Target):
-    name, title, extra, packages = "openvino", "OpenVINO", "openvino", ("openvino",)
+    name = "openvino"
+    title = "OpenVINO"
+    extra = "openvino"
+    packages = ("openvino",)
     loads = (WEIGHT_FILE, IR_FILE)  # and not the graphs of the tokenizer
     besides = f"the graph ({IR_FILE})"
     published = BenchmarkApp()
     # On ARM the plugin keeps keys and values as it computes them.
     cache_formats = () if platform.machine() in _ARM else (FP16, "u8", "u4", "u4-32")
-    methods, recipe_tool = ("gptq", "search"), "nncf"
-    exact_options = (
-        "set INFERENCE_PRECISION_HINT and KV_CACHE_PRECISION to f32, DYNAMIC_QUANTIZATION_GROUP_SIZE to 0"
-    )
+    methods = ("gptq", "search")
+    recipe_tool = "nncf"
+    exact_options = "set INFERENCE_PRECISION_HINT and KV_CACHE_PRECISION to f32, DYNAMIC_QUANTIZATION_GROUP_SIZE to 0"
     options = (
         ExportOption(
-            "device_profile", "--device-profile", "cpu, gpu, gpu-int4 or npu (default: cpu)", "text"
+            "device_profile",
+            "--device-profile",
+            "cpu, gpu, gpu-int4 or npu (default: cpu)",
+            "text",
         ),
-        ExportOption("static_tokens", "--static-tokens", "a static forward without state", "number"),
         ExportOption(
-            "with_head", "--without-head", "end in the last hidden states (static only)", given=False
+            "static_tokens", "--static-tokens", "a static forward without state", "number"
         ),
-        ExportOption("fallback", "--fallback", "lower what a profile cannot hold, visibly"),
+        ExportOption(
+            "with_head",
+            "--without-head",
+            "end in the last hidden states (static only)",
+            given=False,
+        ),
+        ExportOption(
+            "fallback", "--fallback", "lower what a profile cannot hold, visibly"
+        ),
     )
 
     def __init__(self) -> None:
-        self._sizes: dict[tuple[str, frozenset[tuple[str, str]]], int] = {}  # model and formats → bytes
-        self._repeating: dict[str, bool] = {}  # model → whether two of its matrices are the same
+        self._sizes: dict[
+            tuple[str, frozenset[tuple[str, str]]], int
+        ] = {}  # model and formats → bytes
+        self._repeating: dict[
+            str, bool
+        ] = {}  # model → whether two of its matrices are the same
 
     # -- what it can hold ----------------------------------------------------------------------------------
 
@@ -149,7 +199,9 @@ class OpenVINOTarget(Target):
         return profiles.PROFILES["cpu"].holds(fmt)
 
     def holds(self, fmt: Format, shape: Sequence[int]) -> str | None:
-        return profiles.lowered(Recipe(fmt.name), tuple(shape), profiles.PROFILES["cpu"])[1]
+        return profiles.lowered(Recipe(fmt.name), tuple(shape), profiles.PROFILES["cpu"])[
+            1
+        ]
 
     @property
     def formats(self) -> tuple[str, ...]:
@@ -168,7 +220,9 @@ class OpenVINOTarget(Target):
 
     # -- files ---------------------------------------------------------------------------------------------
 
-    def write(self, model: LoadedModel, plan: Plan, folder: Path, **options: Any) -> Artifact:
+    def write(
+        self, model: LoadedModel, plan: Plan, folder: Path, **options: Any
+    ) -> Artifact:
         return convert.export(model, plan, folder, **options)
 
     def try_out(self, place: Path) -> None:
@@ -184,7 +238,11 @@ class OpenVINOTarget(Target):
         """The FP16 artifact's size, with every quantized matrix's bytes and decompression nodes put in its place; the
         size of a written file if `exact` is asked for and does not take minutes."""
         recipes = parsed(plan.assignment)
-        if exact and sum(c.parameters for c in model.anatomy.components) <= _WRITTEN_TO_BE_SIZED:
+        if (
+            exact
+            and sum(c.parameters for c in model.anatomy.components)
+            <= _WRITTEN_TO_BE_SIZED
+        ):
             # Only formats count, except that OpenVINO stores two matrices once if they stay equal (a repeated layer).
             if model.fingerprint not in self._repeating:
                 self._repeating[model.fingerprint] = _repeats_a_matrix(model)
@@ -193,12 +251,21 @@ class OpenVINOTarget(Target):
             return self._written_bytes(model, Plan(plan.name, grids, plan.made_by))
         size = self._written_bytes(model, Plan("fp16", {}, "fp16"))
         for component in model.anatomy.candidates:
-            grid = fitting_recipe(recipes.get(component.name, FP16), component.shape)[0].grid
-            size += grid.bytes(component.shape) - 2 * component.parameters + self.overhead(grid)
+            grid = fitting_recipe(recipes.get(component.name, FP16), component.shape)[
+                0
+            ].grid
+            size += (
+                grid.bytes(component.shape)
+                - 2 * component.parameters
+                + self.overhead(grid)
+            )
         return size
 
     def _written_bytes(self, model: LoadedModel, plan: Plan) -> int:
-        key = model.fingerprint, frozenset(item for item in plan.assignment.items() if item[1] != FP16)
+        key = (
+            model.fingerprint,
+            frozenset(item for item in plan.assignment.items() if item[1] != FP16),
+        )
         if key not in self._sizes:
             with tempfile.TemporaryDirectory() as folder:
                 self.write(model, plan, Path(folder), with_tokenizer=False)
@@ -206,7 +273,11 @@ class OpenVINOTarget(Target):
         return self._sizes[key]
 
     def overhead(self, fmt: Format) -> int:
-        return 0 if fmt.name == FP16 else _GRAPH_BYTES[fmt.symmetric, fmt.group_size is not None]
+        return (
+            0
+            if fmt.name == FP16
+            else _GRAPH_BYTES[fmt.symmetric, fmt.group_size is not None]
+        )
 
     def how_to_run(self, repository: str, artifact: Artifact) -> str:
         if TOKENIZER_FILE not in artifact.files:  # GenAI cannot open it
@@ -223,18 +294,32 @@ class OpenVINOTarget(Target):
 
     def loaded_files(self, place: Path) -> list[Path]:
         """A bare graph with its weights."""
-        return [place, place.with_suffix(".bin")] if self.owns(place) else super().loaded_files(place)
+        return (
+            [place, place.with_suffix(".bin")]
+            if self.owns(place)
+            else super().loaded_files(place)
+        )
 
     def contents(self, place: Path) -> Contents | None:
-        return None if self.owns(place) else dissection.graph_contents(place, read_artifact(place))
+        return (
+            None
+            if self.owns(place)
+            else dissection.graph_contents(place, read_artifact(place))
+        )
 
     # -- running -------------------------------------------------------------------------------------------
 
-    def open(self, place: Path, settings: SessionSettings, *, cold: bool = False) -> Session:
+    def open(
+        self, place: Path, settings: SessionSettings, *, cold: bool = False
+    ) -> Session:
         if self.owns(place):
             return session.open_foreign(place, settings)
         return session.open_session(
-            place, device=settings.device, threads=settings.threads, exact=settings.exact, cache=not cold
+            place,
+            device=settings.device,
+            threads=settings.threads,
+            exact=settings.exact,
+            cache=not cold,
         )
 
     def dissects(self, path: Path) -> bool:
@@ -254,12 +339,18 @@ class OpenVINOTarget(Target):
 
     # -- what its kernels do -------------------------------------------------------------------------------
 
-    def models_activations(self, settings: SessionSettings, recipes: Mapping[str, Recipe]) -> bool:
+    def models_activations(
+        self, settings: SessionSettings, recipes: Mapping[str, Recipe]
+    ) -> bool:
         """True for the integer kernels on ARM. Half precision, for files without integers, is not modelled."""
-        deployed = settings.device == "CPU" and not settings.exact and platform.machine() in _ARM
+        deployed = (
+            settings.device == "CPU" and not settings.exact and platform.machine() in _ARM
+        )
         return deployed and any(recipe != FP16 for recipe in recipes.values())
 
-    def activations(self, model: LoadedModel, recipes: Mapping[str, Recipe]) -> AbstractContextManager[None]:
+    def activations(
+        self, model: LoadedModel, recipes: Mapping[str, Recipe]
+    ) -> AbstractContextManager[None]:
         return profiles.as_deployed(model.model, recipes)
 
     def kernel_values(self, fmt: Format, quantized: Quantized) -> torch.Tensor:
@@ -270,6 +361,8 @@ def _repeats_a_matrix(model: LoadedModel) -> bool:
     import torch
 
     components = model.anatomy.candidates
-    weights = (model.tensor(c.weight).cpu().reshape(-1).view(torch.uint8) for c in components)
+    weights = (
+        model.tensor(c.weight).cpu().reshape(-1).view(torch.uint8) for c in components
+    )
     digests = {hashlib.blake2b(weight.numpy().data).digest() for weight in weights}
     return len(digests) < len(components)

@@ -23,4 +23,12 @@ from kl_lens.weights.formats import affine as affine
 from kl_lens.weights.formats import gguf_blocks as gguf_blocks
 # isort: on
 
-__all__ = ["FP16", "Format", "Quantized", "fitting_format", "get_format", "known_formats", "register"]
+__all__ = [
+    "FP16",
+    "Format",
+    "Quantized",
+    "fitting_format",
+    "get_format",
+    "known_formats",
+    "register",
+]

@@ -36,7 +36,9 @@ class Layout:
     zero: int = 0
     table: bool = False  # levels are those of IQ4_NL, not evenly apart
     scale: int = 0  # byte where the FP16 scale is
-    minimum: int | None = None  # the same for the minimum; with small scales it is taken off, else added
+    minimum: int | None = (
+        None  # the same for the minimum; with small scales it is taken off, else added
+    )
     small: tuple[Field, ...] = ()
     small_zero: int = 0
     small_highest: int = 0
@@ -51,26 +53,54 @@ LAYOUTS = {
     "q5_1": Layout(32, 31, (Field(4, 1, 4, 1), replace(_HALVES, start=8)), minimum=2),
     "q8_0": Layout(32, 254, (Field(2, 8, 0, 1),), 127),
     "q2_k": Layout(
-        16, 3, (Field(16, 2, 0, 32),), scale=80, minimum=82, small=(Field(0, 4, 0, 16),), small_highest=15
+        16,
+        3,
+        (Field(16, 2, 0, 32),),
+        scale=80,
+        minimum=82,
+        small=(Field(0, 4, 0, 16),),
+        small_highest=15,
     ),
     "q3_k": Layout(
-        16, 7, (Field(0, 1, 2, 32), Field(32, 2, 0, 32)), 4, scale=108,
-        small=(Field(96, 4, 0, 8), Field(104, 2, 4, 4)), small_zero=32, small_highest=63,
+        16,
+        7,
+        (Field(0, 1, 2, 32), Field(32, 2, 0, 32)),
+        4,
+        scale=108,
+        small=(Field(96, 4, 0, 8), Field(104, 2, 4, 4)),
+        small_zero=32,
+        small_highest=63,
     ),
     "q4_k": Layout(32, 15, (Field(16, 4, 0, 32),), minimum=2, small_highest=63, six=4),
     "q5_k": Layout(
-        32, 31, (Field(16, 1, 4, 32), Field(48, 4, 0, 32)), minimum=2, small_highest=63, six=4
+        32,
+        31,
+        (Field(16, 1, 4, 32), Field(48, 4, 0, 32)),
+        minimum=2,
+        small_highest=63,
+        six=4,
     ),
     "q6_k": Layout(
-        16, 63, (Field(0, 4, 0, 64), Field(128, 2, 4, 32)), 32, scale=208, small=(Field(192, 8, 0, 1),),
-        small_zero=128, small_highest=255,
+        16,
+        63,
+        (Field(0, 4, 0, 64), Field(128, 2, 4, 32)),
+        32,
+        scale=208,
+        small=(Field(192, 8, 0, 1),),
+        small_zero=128,
+        small_highest=255,
     ),
     "iq4_nl": Layout(32, 15, (_HALVES,), table=True),
     "iq4_xs": Layout(
-        32, 15, (replace(_HALVES, start=8),), table=True, small=(Field(4, 4, 0, 1), Field(2, 2, 4, 1)),
-        small_zero=32, small_highest=63,
+        32,
+        15,
+        (replace(_HALVES, start=8),),
+        table=True,
+        small=(Field(4, 4, 0, 1), Field(2, 2, 4, 1)),
+        small_zero=32,
+        small_highest=63,
     ),
-}  # fmt: skip
+}
 
 
 def _places(field: Field, count: int, device: torch.device) -> tuple[slice, torch.Tensor]:
@@ -79,7 +109,9 @@ def _places(field: Field, count: int, device: torch.device) -> tuple[slice, torc
     return slice(field.start, field.start + count * field.bits // 8), shifts[:, None]
 
 
-def _read(blocks: torch.Tensor, fields: tuple[Field, ...], zero: int, count: int) -> torch.Tensor:
+def _read(
+    blocks: torch.Tensor, fields: tuple[Field, ...], zero: int, count: int
+) -> torch.Tensor:
     """Codes as uint8, (blocks, count). Whole bytes are signed, and `zero` makes them codes."""
     found = torch.zeros(len(blocks), count, dtype=torch.uint8, device=blocks.device)
     for field in fields:
@@ -87,11 +119,15 @@ def _read(blocks: torch.Tensor, fields: tuple[Field, ...], zero: int, count: int
         parts = blocks[:, where].reshape(len(blocks), -1, 1, field.run)
         if field.bits == 8:
             return parts.reshape(found.shape) + zero
-        found |= (((parts >> shifts) & (2**field.bits - 1)) << field.shift).reshape(found.shape)
+        found |= (((parts >> shifts) & (2**field.bits - 1)) << field.shift).reshape(
+            found.shape
+        )
     return found
 
 
-def _write(blocks: torch.Tensor, fields: tuple[Field, ...], zero: int, codes: torch.Tensor) -> None:
+def _write(
+    blocks: torch.Tensor, fields: tuple[Field, ...], zero: int, codes: torch.Tensor
+) -> None:
     """Codes as uint8, (blocks, count), put into their bytes."""
     for field in fields:
         where, shifts = _places(field, codes.shape[1], blocks.device)
@@ -101,15 +137,23 @@ def _write(blocks: torch.Tensor, fields: tuple[Field, ...], zero: int, codes: to
         parts = ((codes >> field.shift) & (2**field.bits - 1)).reshape(
             len(blocks), -1, len(shifts), field.run
         )
-        blocks[:, where] = (parts << shifts).sum(2, dtype=torch.uint8).reshape(len(blocks), -1)
+        blocks[:, where] = (
+            (parts << shifts).sum(2, dtype=torch.uint8).reshape(len(blocks), -1)
+        )
 
 
 def _read_six(packed: torch.Tensor) -> torch.Tensor:
     """Eight scales and eight minima, (blocks, 16), from twelve bytes: those of the first four groups whole in the first
     eight, with the upper bits of the others; their lower bits in the last four."""
-    first, last = packed[:, :8], packed[:, 8:]
+    first = packed[:, :8]
+    last = packed[:, 8:]
     second = torch.cat([last & 15, last >> 4], 1) | (first >> 6) << 4
-    return torch.cat([first & 63, second], 1).view(-1, 2, 2, 4).transpose(1, 2).reshape(-1, 16)
+    return (
+        torch.cat([first & 63, second], 1)
+        .view(-1, 2, 2, 4)
+        .transpose(1, 2)
+        .reshape(-1, 16)
+    )
 
 
 def _write_six(packed: torch.Tensor, small: torch.Tensor) -> None:
@@ -122,7 +166,9 @@ def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
     return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
 
 
-def _scales(layout: Layout, blocks: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _scales(
+    layout: Layout, blocks: torch.Tensor, groups: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Of every group its scale and, where there is one, what is added, (blocks, groups)."""
     scale = _half(blocks, layout.scale)
     minimum = None if layout.minimum is None else _half(blocks, layout.minimum)
@@ -140,7 +186,9 @@ def small_scales(layout: Layout, blocks: torch.Tensor, groups: int) -> torch.Ten
     if layout.six is not None:
         return _read_six(blocks[:, layout.six : layout.six + 12]).float()
     count = groups * (1 if layout.minimum is None else 2)
-    return _read(blocks, layout.small, layout.small_zero, count).float() - layout.small_zero
+    return (
+        _read(blocks, layout.small, layout.small_zero, count).float() - layout.small_zero
+    )
 
 
 def write_small_scales(layout: Layout, blocks: torch.Tensor, small: torch.Tensor) -> None:
@@ -151,7 +199,9 @@ def write_small_scales(layout: Layout, blocks: torch.Tensor, small: torch.Tensor
         _write(blocks, layout.small, layout.small_zero, codes)
 
 
-def dequantized(layout: Layout, data: torch.Tensor, block_size: int, block_bytes: int) -> torch.Tensor:
+def dequantized(
+    layout: Layout, data: torch.Tensor, block_size: int, block_bytes: int
+) -> torch.Tensor:
     """The float32 values of blocks (…, bytes of a row), (…, columns)."""
     blocks = data.reshape(-1, block_bytes)
     values = torch.empty(len(blocks), block_size, device=data.device)
@@ -161,7 +211,9 @@ def dequantized(layout: Layout, data: torch.Tensor, block_size: int, block_bytes
         scales, offsets = _scales(layout, some, block_size // layout.group)
         codes = _read(some, layout.codes, layout.zero, block_size)
         if layout.table:
-            places = constant(torch.tensor(IQ4_LEVELS, dtype=torch.float32), data.device)[codes.int()]
+            places = constant(torch.tensor(IQ4_LEVELS, dtype=torch.float32), data.device)[
+                codes.int()
+            ]
         else:
             places = (codes - layout.zero).view(torch.int8).float()
         grouped = into.view(len(some), -1, layout.group)
@@ -172,9 +224,13 @@ def dequantized(layout: Layout, data: torch.Tensor, block_size: int, block_bytes
 
 
 def with_scales(
-    layout: Layout, block_size: int, block_bytes: int, scale: torch.Tensor, minimum: torch.Tensor | None = None,
+    layout: Layout,
+    block_size: int,
+    block_bytes: int,
+    scale: torch.Tensor,
+    minimum: torch.Tensor | None = None,
     small: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Blocks with these scales and every code at 0: scale and minimum (blocks,); small scales as in `small_scales`."""
     blocks = torch.zeros(len(scale), block_bytes, dtype=torch.uint8, device=scale.device)
     _write(blocks, layout.codes, layout.zero, blocks.new_zeros(len(blocks), block_size))
@@ -186,11 +242,15 @@ def with_scales(
     return blocks
 
 
-def with_codes(quantized: Quantized, codes: torch.Tensor, block_size: int, block_bytes: int) -> Quantized:
+def with_codes(
+    quantized: Quantized, codes: torch.Tensor, block_size: int, block_bytes: int
+) -> Quantized:
     """The same blocks with other codes, (…, rows, columns)."""
     layout = LAYOUTS[quantized.format]
     blocks = quantized.data.reshape(-1, block_bytes).clone()
-    _write(blocks, layout.codes, layout.zero, codes.to(torch.uint8).reshape(-1, block_size))
+    _write(
+        blocks, layout.codes, layout.zero, codes.to(torch.uint8).reshape(-1, block_size)
+    )
     return replace(quantized, data=blocks.reshape(quantized.data.shape))
 
 
@@ -200,12 +260,15 @@ def nearest(name: str, weight: torch.Tensor, block_bytes: int) -> Quantized:
     groups = weight.reshape(-1, layout.group)
     low, high = torch.aminmax(groups, dim=1, keepdim=True)
     if layout.minimum is not None:
-        scale, shift = (high - low) / layout.highest, low
+        scale = (high - low) / layout.highest
+        shift = low
     elif name == "q8_0":
-        scale, shift = torch.maximum(high, low.abs()) / layout.zero, None  # of a block of zeros: never −0
+        scale = torch.maximum(high, low.abs()) / layout.zero
+        shift = None  # of a block of zeros: never −0
     else:
         # The value of largest magnitude, the first of equals, goes to the lowest code.
-        scale, shift = groups.gather(1, groups.abs().argmax(1, keepdim=True)) / -layout.zero, None
+        scale = groups.gather(1, groups.abs().argmax(1, keepdim=True)) / -layout.zero
+        shift = None
     inverse = torch.where(scale == 0, 0, 1 / scale)
     if name == "q8_0":  # halves away from zero
         scaled = groups * inverse
@@ -216,7 +279,11 @@ def nearest(name: str, weight: torch.Tensor, block_bytes: int) -> Quantized:
         moved = (groups if shift is None else groups - shift) * inverse
         codes = (moved + (layout.zero + 0.5)).trunc().clamp(0, layout.highest)
     blocks = with_scales(
-        layout, layout.group, block_bytes, scale[:, 0], None if shift is None else shift[:, 0]
+        layout,
+        layout.group,
+        block_bytes,
+        scale[:, 0],
+        None if shift is None else shift[:, 0],
     )
     _write(blocks, layout.codes, layout.zero, codes.to(torch.uint8))
     return Quantized(name, tuple(weight.shape), blocks.reshape(*weight.shape[:-1], -1))

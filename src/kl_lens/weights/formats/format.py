@@ -34,20 +34,33 @@ class Quantized:
     shape: tuple[int, ...]
     # int8 (uint8 where unsigned), one per weight; uint8 GGUF blocks (…, rows, bytes per row); float16 values
     data: torch.Tensor
-    scales: torch.Tensor | None = None  # (…, rows, groups); GGUF keeps them inside the blocks
+    scales: torch.Tensor | None = (
+        None  # (…, rows, groups); GGUF keeps them inside the blocks
+    )
     # Shaped as the scales: codes of 0 (uint8), or values of code 0 (float16).
     zero_points: torch.Tensor | None = None
 
     @classmethod
     def stacked(cls, parts: Sequence[Quantized], shape: tuple[int, ...]) -> Quantized:
         """The rows of all parts, one after another, as a weight of this shape."""
-        joined = {name: torch.cat([part.tensors[name] for part in parts]) for name in parts[0].tensors}
-        return cls(parts[0].format, shape, **{n: t.reshape(*shape[:-1], -1) for n, t in joined.items()})
+        joined = {
+            name: torch.cat([part.tensors[name] for part in parts])
+            for name in parts[0].tensors
+        }
+        return cls(
+            parts[0].format,
+            shape,
+            **{n: t.reshape(*shape[:-1], -1) for n, t in joined.items()},
+        )
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """Those of data, scales and zero points that there are."""
-        parts = {"data": self.data, "scales": self.scales, "zero_points": self.zero_points}
+        parts = {
+            "data": self.data,
+            "scales": self.scales,
+            "zero_points": self.zero_points,
+        }
         return {name: part for name, part in parts.items() if part is not None}
 
     @cached_property
@@ -69,7 +82,9 @@ class Format(ABC):
     bits: int
     group_size: int | None  # weights that share one scale; None: the whole row
     symmetric: bool
-    fallback: tuple[str, ...] = ()  # formats to try, in order, for shapes this one does not fit
+    fallback: tuple[
+        str, ...
+    ] = ()  # formats to try, in order, for shapes this one does not fit
 
     @property
     def block(self) -> int:
@@ -127,19 +142,27 @@ class Format(ABC):
 
     def _require_fit(self, shape: tuple[int, ...], name: str) -> None:
         if reason := self.fits(shape):
-            raise FormatError(f"{name}: {self.name} cannot hold it: {reason}; choose another format")
+            raise FormatError(
+                f"{name}: {self.name} cannot hold it: {reason}; choose another format"
+            )
 
 
 def checked_float32(weight: torch.Tensor, name: str) -> torch.Tensor:
     """The weight in float32; raises if it is not finite or too large."""
     if not weight.dtype.is_floating_point:
-        raise FormatError(f"{name}: expected floating-point weights, found {weight.dtype}")
+        raise FormatError(
+            f"{name}: expected floating-point weights, found {weight.dtype}"
+        )
     values = weight.detach().float()
     low, high = (float(v) for v in values.aminmax())  # NaN anywhere makes both NaN
     if not (math.isfinite(low) and math.isfinite(high)):
-        raise FormatError(f"{name}: has NaN or infinity; repair the checkpoint or download it again")
+        raise FormatError(
+            f"{name}: has NaN or infinity; repair the checkpoint or download it again"
+        )
     if (largest := max(-low, high)) > LARGEST_MAGNITUDE:
-        raise FormatError(f"{name}: has {largest:g}, above FP16's {LARGEST_MAGNITUDE:g}; rescale the weight")
+        raise FormatError(
+            f"{name}: has {largest:g}, above FP16's {LARGEST_MAGNITUDE:g}; rescale the weight"
+        )
     return values
 
 
@@ -165,7 +188,9 @@ def get_format(name: str) -> Format:
     try:
         return _formats[name.lower()]
     except KeyError:
-        raise FormatError(f"unknown format {name!r}; known: {', '.join(_formats)}") from None
+        raise FormatError(
+            f"unknown format {name!r}; known: {', '.join(_formats)}"
+        ) from None
 
 
 def fitting_format(fmt: Format | str, shape: Sequence[int]) -> tuple[Format, str | None]:

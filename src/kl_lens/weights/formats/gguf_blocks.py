@@ -56,7 +56,10 @@ class GGUFFormat(Format):
 
     @property
     def needs_importance(self) -> bool:
-        return self.name in ("iq2_xs", "iq2_xxs")  # as `ggml_quantize_requires_imatrix` says
+        return self.name in (
+            "iq2_xs",
+            "iq2_xxs",
+        )  # as `ggml_quantize_requires_imatrix` says
 
     @property
     def takes_importance(self) -> bool:
@@ -82,8 +85,13 @@ class GGUFFormat(Format):
         values = checked_float32(weight, "weight")
         stored = self._blocks(values, importance.detach().float().cpu())
         # The search can move minima outside FP16's range, but only near its end.
-        if float(values.abs().max()) > LARGEST_MAGNITUDE / 2 and not self.dequantize(stored).isfinite().all():
-            raise FormatError(f"{self.name} cannot hold weights so close to FP16's end; rescale them")
+        if (
+            float(values.abs().max()) > LARGEST_MAGNITUDE / 2
+            and not self.dequantize(stored).isfinite().all()
+        ):
+            raise FormatError(
+                f"{self.name} cannot hold weights so close to FP16's end; rescale them"
+            )
         return stored
 
     def _bytes(self, shape: tuple[int, ...]) -> int:
@@ -106,7 +114,9 @@ class GGUFFormat(Format):
 
     def dequantize(self, quantized: Quantized) -> torch.Tensor:
         if self.name in LAYOUTS:
-            return dequantized(LAYOUTS[self.name], quantized.data, self.block_size, self.block_bytes)
+            return dequantized(
+                LAYOUTS[self.name], quantized.data, self.block_size, self.block_bytes
+            )
         gguf = gguf_module()
         blocks = self._wide(quantized.data.cpu().numpy(), self.block_bytes)
         values = gguf.dequantize(blocks, gguf.GGMLQuantizationType[self.gguf_type])
@@ -175,7 +185,9 @@ def ggml_library() -> ctypes.CDLL:
                 ]
                 library.ggml_quantize_requires_imatrix.restype = ctypes.c_bool
                 return library
-    raise FormatError(f"the installed xllamacpp does not export ggml_quantize_chunk: upgrade it, {_INSTALL}")
+    raise FormatError(
+        f"the installed xllamacpp does not export ggml_quantize_chunk: upgrade it, {_INSTALL}"
+    )
 
 
 def quantize_rows(
@@ -196,12 +208,20 @@ def quantize_rows(
         importance = _proportions(importance, columns)
     blocks = np.empty((rows, row_bytes), np.uint8)
     weighed = None if importance is None else importance.ctypes.data
-    library.ggml_quantize_init(ggml_type)  # tables of the IQ types, once; up to six seconds
+    library.ggml_quantize_init(
+        ggml_type
+    )  # tables of the IQ types, once; up to six seconds
 
     def quantize(first: int, last: int) -> int:
         at = first * columns
         written: int = library.ggml_quantize_chunk(
-            ggml_type, weight.ctypes.data, blocks.ctypes.data, at, last - first, columns, weighed
+            ggml_type,
+            weight.ctypes.data,
+            blocks.ctypes.data,
+            at,
+            last - first,
+            columns,
+            weighed,
         )
         return written
 
@@ -216,14 +236,22 @@ def quantize_rows(
     return blocks
 
 
-def _proportions(importance: npt.NDArray[np.float32], columns: int) -> npt.NDArray[np.float32]:
+def _proportions(
+    importance: npt.NDArray[np.float32], columns: int
+) -> npt.NDArray[np.float32]:
     """Scales the importance by a power of two to a largest value in [1/2, 1): exact, and safe from ggml's overflows."""
     values = np.ascontiguousarray(importance, dtype=np.float32)
     if values.shape != (columns,):
-        raise FormatError(f"importance has shape {values.shape} where {(columns,)} was expected")
+        raise FormatError(
+            f"importance has shape {values.shape} where {(columns,)} was expected"
+        )
     if not np.isfinite(values).all() or values.min() < 0:
-        raise FormatError("importance holds NaN, infinity or a negative number; calibrate again")
+        raise FormatError(
+            "importance holds NaN, infinity or a negative number; calibrate again"
+        )
     largest = float(values.max())
     if largest == 0:
-        raise FormatError("importance is zero for every column; calibrate on text that reaches this weight")
+        raise FormatError(
+            "importance is zero for every column; calibrate on text that reaches this weight"
+        )
     return np.ldexp(values, -math.frexp(largest)[1]).astype(np.float32)

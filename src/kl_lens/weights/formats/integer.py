@@ -35,7 +35,9 @@ from kl_lens.base.lazy import torch
 from kl_lens.weights.formats.format import Format, Quantized, register
 
 _PACKED_AT_ONCE = 1 << 22
-NNCF_SMALLEST_SCALE = 2.0**-23  # float32's machine epsilon; still exact in FP16, as a subnormal
+NNCF_SMALLEST_SCALE = (
+    2.0**-23
+)  # float32's machine epsilon; still exact in FP16, as a subnormal
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,11 @@ class GroupedFormat(Format):
         return numbers + self._groups(shape) * self.scale_dtype.itemsize
 
     def pack(self, quantized: Quantized) -> npt.NDArray[np.uint8]:
-        return super().pack(quantized) if self.bits == 8 else pack_codes(quantized.data, self.bits)
+        return (
+            super().pack(quantized)
+            if self.bits == 8
+            else pack_codes(quantized.data, self.bits)
+        )
 
     def _columns_per_group(self, shape: tuple[int, ...]) -> int:
         return self.group_size or shape[-1]
@@ -112,15 +118,23 @@ class GroupedFormat(Format):
 
 def pack_codes(numbers: torch.Tensor, bits: int) -> npt.NDArray[np.uint8]:
     """One stream of bits, the first number in the lowest bits of the first byte."""
-    values, each = numbers.cpu().to(torch.int8).numpy().reshape(-1).view(np.uint8), 8 // bits
-    if 8 % bits:  # eight numbers in as many bytes as one has bits; rows are multiples of eight
-        packed, shifts = np.empty((values.size // 8, bits), np.uint8), np.arange(8, dtype="<u8") * bits
+    values = numbers.cpu().to(torch.int8).numpy().reshape(-1).view(np.uint8)
+    each = 8 // bits
+    if (
+        8 % bits
+    ):  # eight numbers in as many bytes as one has bits; rows are multiples of eight
+        packed = np.empty((values.size // 8, bits), np.uint8)
+        shifts = np.arange(8, dtype="<u8") * bits
         for first in range(0, len(packed), _PACKED_AT_ONCE):
             eights = values[8 * first : 8 * (first + _PACKED_AT_ONCE)].reshape(-1, 8)
             words = np.bitwise_or.reduce(eights.astype("<u8") << shifts, axis=-1)
-            packed[first : first + _PACKED_AT_ONCE] = words.view(np.uint8).reshape(-1, 8)[:, :bits]
+            packed[first : first + _PACKED_AT_ONCE] = words.view(np.uint8).reshape(-1, 8)[
+                :, :bits
+            ]
         return packed.reshape(-1)
-    codes = np.append(values, np.zeros(-values.size % each, np.uint8)) & np.uint8(2**bits - 1)
+    codes = np.append(values, np.zeros(-values.size % each, np.uint8)) & np.uint8(
+        2**bits - 1
+    )
     packed = codes[0::each].copy()
     for place in range(1, each):
         packed |= codes[place::each] << np.uint8(place * bits)
@@ -141,7 +155,9 @@ class SignedScaleFormat(IntegerFormat):
     def covering_scales(self, groups: torch.Tensor) -> torch.Tensor:
         low, high = torch.aminmax(groups, dim=-1, keepdim=True)
         scales = torch.where(low.abs() >= high, low.abs(), -high) / 2 ** (self.bits - 1)
-        return torch.where(scales.abs() < NNCF_SMALLEST_SCALE, NNCF_SMALLEST_SCALE, scales)
+        return torch.where(
+            scales.abs() < NNCF_SMALLEST_SCALE, NNCF_SMALLEST_SCALE, scales
+        )
 
 
 @dataclass(frozen=True)
@@ -166,7 +182,11 @@ register(AbsoluteMaximumFormat("int4-absmax", bits=4, group_size=None, symmetric
 
 # If groups do not divide the columns, NNCF stops with an error by default. When allowed to adjust, it takes the largest
 # power of two from 32 up that divides them, or else its 8-bit backup. So do these.
-register(SignedScaleFormat("int4-g128", 4, 128, True, fallback=("int4-g64", "int4-g32", "int8")))
+register(
+    SignedScaleFormat(
+        "int4-g128", 4, 128, True, fallback=("int4-g64", "int4-g32", "int8")
+    )
+)
 register(SignedScaleFormat("int4-g64", 4, 64, True, fallback=("int4-g32", "int8")))
 register(SignedScaleFormat("int4-g32", 4, 32, True, fallback=("int8",)))
 register(SignedScaleFormat("int8-g128", 8, 128, True, fallback=("int8",)))
@@ -188,18 +208,25 @@ class ZeroPointFormat(GroupedFormat):
         top = 2**self.bits - 1
         groups = self._grouped(weight)
         low, high = torch.aminmax(groups, dim=-1, keepdim=True)
-        low, high = low.clamp(max=0), high.clamp(min=0)
+        low = low.clamp(max=0)
+        high = high.clamp(min=0)
         # A tensor as divisor: GPUs turn division by a number into a product with its rounded inverse.
         scales = (high - low) / torch.full_like(high, top)
         scales = torch.where(scales < NNCF_SMALLEST_SCALE, NNCF_SMALLEST_SCALE, scales)
         zero_points = (-(low / scales).round()).clamp(0, top)
         integers = (groups / scales).add_(zero_points).round_().clamp_(0, top)
-        return self._stored(weight, integers.to(torch.uint8), scales, zero_points.to(torch.uint8))
+        return self._stored(
+            weight, integers.to(torch.uint8), scales, zero_points.to(torch.uint8)
+        )
 
 
 # Replacements as for the symmetric formats.
 register(ZeroPointFormat("uint4", bits=4, group_size=None, symmetric=False))
-register(ZeroPointFormat("uint4-g128", 4, 128, False, fallback=("uint4-g64", "uint4-g32", "int8")))
+register(
+    ZeroPointFormat(
+        "uint4-g128", 4, 128, False, fallback=("uint4-g64", "uint4-g32", "int8")
+    )
+)
 register(ZeroPointFormat("uint4-g64", 4, 64, False, fallback=("uint4-g32", "int8")))
 register(ZeroPointFormat("uint4-g32", 4, 32, False, fallback=("int8",)))
 register(ZeroPointFormat("uint2-g64", 2, 64, False, fallback=("int4-g32", "int8")))

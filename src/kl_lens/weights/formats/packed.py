@@ -25,8 +25,12 @@ for _group in (32, 64, 128):  # a format's replacements come before it
     _smaller = [other for other in (64, 32) if other < _group]
     for _bits in (3, 5, 6):
         _others = (*(f"int{_bits}-g{other}" for other in _smaller), "int8")
-        register(PackedFormat(f"int{_bits}-g{_group}", _bits, _group, True, fallback=_others))
+        register(
+            PackedFormat(f"int{_bits}-g{_group}", _bits, _group, True, fallback=_others)
+        )
     for _name, _kind in (("int8", SignedScaleFormat), ("uint8", ZeroPointFormat)):
         if (_name, _group) != ("int8", 128):  # NNCF has it
             _others = (*(f"{_name}-g{other}" for other in _smaller), _name)
-            register(_kind(f"{_name}-g{_group}", 8, _group, _name == "int8", fallback=_others))
+            register(
+                _kind(f"{_name}-g{_group}", 8, _group, _name == "int8", fallback=_others)
+            )

@@ -18,12 +18,19 @@ def scales_of(fmt: Format, quantized: Quantized) -> tuple[torch.Tensor, ...]:
     are not linear in FP16 scales."""
     if isinstance(fmt, GGUFFormat):
         blocks = quantized.data.unflatten(-1, (-1, fmt.block_bytes))
-        return tuple(blocks[..., at : at + 2].contiguous().view(torch.float16)[..., 0] for at in _places(fmt))
+        return tuple(
+            blocks[..., at : at + 2].contiguous().view(torch.float16)[..., 0]
+            for at in _places(fmt)
+        )
     parts = (quantized.scales, quantized.zero_points)
-    return tuple(part for part in parts if part is not None and part.dtype == torch.float16)
+    return tuple(
+        part for part in parts if part is not None and part.dtype == torch.float16
+    )
 
 
-def with_scales(fmt: Format, quantized: Quantized, scales: Sequence[torch.Tensor]) -> Quantized:
+def with_scales(
+    fmt: Format, quantized: Quantized, scales: Sequence[torch.Tensor]
+) -> Quantized:
     """The same codes with other scales, in the order of `scales_of`."""
     if isinstance(fmt, GGUFFormat):
         blocks = quantized.data.unflatten(-1, (-1, fmt.block_bytes)).clone()
@@ -44,19 +51,30 @@ class SmallScales:
 
 def small_scales_of(fmt: Format, quantized: Quantized) -> tuple[SmallScales, ...]:
     """One for each of `scales_of`; () if the format has none."""
-    if not (isinstance(fmt, GGUFFormat) and (layout := LAYOUTS.get(fmt.name)) and layout.small_highest):
+    if not (
+        isinstance(fmt, GGUFFormat)
+        and (layout := LAYOUTS.get(fmt.name))
+        and layout.small_highest
+    ):
         return ()
-    blocks, groups = quantized.data.unflatten(-1, (-1, fmt.block_bytes)), fmt.block_size // layout.group
-    small = small_scales(layout, blocks.flatten(0, -2), groups).view(*blocks.shape[:-1], -1)
+    blocks = quantized.data.unflatten(-1, (-1, fmt.block_bytes))
+    groups = fmt.block_size // layout.group
+    small = small_scales(layout, blocks.flatten(0, -2), groups).view(
+        *blocks.shape[:-1], -1
+    )
     ends = -layout.small_zero, layout.small_highest - layout.small_zero
     return tuple(SmallScales(part, *ends) for part in small.split(groups, -1))
 
 
-def with_small_scales(fmt: Format, quantized: Quantized, small: Sequence[torch.Tensor]) -> Quantized:
+def with_small_scales(
+    fmt: Format, quantized: Quantized, small: Sequence[torch.Tensor]
+) -> Quantized:
     """The same codes and FP16 numbers with other small scales, in the order of `small_scales_of`."""
     assert isinstance(fmt, GGUFFormat)
     blocks = quantized.data.reshape(-1, fmt.block_bytes).clone()
-    write_small_scales(LAYOUTS[fmt.name], blocks, torch.cat(list(small), -1).flatten(0, -2))
+    write_small_scales(
+        LAYOUTS[fmt.name], blocks, torch.cat(list(small), -1).flatten(0, -2)
+    )
     return replace(quantized, data=blocks.reshape(quantized.data.shape))
 
 

@@ -34,28 +34,57 @@ from kl_lens.weights.formats.integer import NNCF_SMALLEST_SCALE, GroupedFormat, 
 
 NF_LEVELS = np.array(
     [
-        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
-        -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
-        0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-        0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+        -1.0,
+        -0.6961928009986877,
+        -0.5250730514526367,
+        -0.39491748809814453,
+        -0.28444138169288635,
+        -0.18477343022823334,
+        -0.09105003625154495,
+        0.0,
+        0.07958029955625534,
+        0.16093020141124725,
+        0.24611230194568634,
+        0.33791524171829224,
+        0.44070982933044434,
+        0.5626170039176941,
+        0.7229568362236023,
+        1.0,
     ],
     np.float32,
-)  # fmt: skip
+)
 # Midpoints between levels as in NNCF and OpenVINO: four differ from the exact middle in the last bit.
 NF_BORDERS = np.array(
     [
-        -0.84809643, -0.6106329, -0.45999527, -0.33967942, -0.2346074, -0.13791174, -0.045525018, 0.03979015,
-        0.120255254, 0.20352125, 0.29201376, 0.38931254, 0.5016634, 0.6427869, 0.8614784,
+        -0.84809643,
+        -0.6106329,
+        -0.45999527,
+        -0.33967942,
+        -0.2346074,
+        -0.13791174,
+        -0.045525018,
+        0.03979015,
+        0.120255254,
+        0.20352125,
+        0.29201376,
+        0.38931254,
+        0.5016634,
+        0.6427869,
+        0.8614784,
     ],
     np.float32,
-)  # fmt: skip
+)
 
-MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)  # in the order of E2M1's codes
+MAGNITUDES = np.array(
+    [0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32
+)  # in the order of E2M1's codes
 MX_ZERO = len(MAGNITUDES) - 1  # index of the level 0
 MX_LEVELS = np.concatenate([-MAGNITUDES[:0:-1], MAGNITUDES])
 _MIDDLES = (MX_LEVELS[1:] + MX_LEVELS[:-1]) / 2
 # A value on a border goes down. Above a level with an odd code it has to go up, so that border lies a bit lower.
-MX_BORDERS = np.where(np.arange(len(_MIDDLES)) % 2 == 0, np.nextafter(_MIDDLES, np.float32(-7)), _MIDDLES)
+MX_BORDERS = np.where(
+    np.arange(len(_MIDDLES)) % 2 == 0, np.nextafter(_MIDDLES, np.float32(-7)), _MIDDLES
+)
 MX_LARGEST_SCALE = 2.0**13  # 6 s still fits FP16
 
 
@@ -64,10 +93,14 @@ class TableFormat(GroupedFormat):
     """`Quantized.data` holds the index of each weight's level (uint8)."""
 
     levels: ClassVar[npt.NDArray[np.float32]]
-    borders: ClassVar[npt.NDArray[np.float32]]  # between levels; a value on a border goes down
+    borders: ClassVar[
+        npt.NDArray[np.float32]
+    ]  # between levels; a value on a border goes down
 
     def _codes(self, scaled: torch.Tensor) -> torch.Tensor:
-        return torch.bucketize(scaled.contiguous(), self._on(scaled.device)[1]).to(torch.uint8)
+        return torch.bucketize(scaled.contiguous(), self._on(scaled.device)[1]).to(
+            torch.uint8
+        )
 
     def _places(self, codes: torch.Tensor) -> torch.Tensor:
         return self._on(codes.device)[0][codes.long()]
@@ -76,13 +109,16 @@ class TableFormat(GroupedFormat):
     @cache
     def _on(cls, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Levels and borders on the weight's device."""
-        levels, borders = (constant(torch.from_numpy(part), device) for part in (cls.levels, cls.borders))
+        levels, borders = (
+            constant(torch.from_numpy(part), device) for part in (cls.levels, cls.borders)
+        )
         return levels, borders
 
 
 @dataclass(frozen=True)
 class NormalFloatFormat(TableFormat):
-    levels, borders = NF_LEVELS, NF_BORDERS
+    levels = NF_LEVELS
+    borders = NF_BORDERS
 
     def covering_scales(self, groups: torch.Tensor) -> torch.Tensor:
         return groups.abs().amax(-1, keepdim=True).clamp(min=NNCF_SMALLEST_SCALE)
@@ -92,7 +128,8 @@ class NormalFloatFormat(TableFormat):
 class MicroscalingFormat(TableFormat):
     """`Quantized.scales` holds exponents + 127 (uint8)."""
 
-    levels, borders = MX_LEVELS, MX_BORDERS
+    levels = MX_LEVELS
+    borders = MX_BORDERS
 
     @property
     def scale_dtype(self) -> torch.dtype:
@@ -119,7 +156,11 @@ class MicroscalingFormat(TableFormat):
 
 
 register(NormalFloatFormat("nf4", bits=4, group_size=None, symmetric=True))
-register(NormalFloatFormat("nf4-g128", 4, 128, True, fallback=("nf4-g64", "nf4-g32", "int8")))
+register(
+    NormalFloatFormat("nf4-g128", 4, 128, True, fallback=("nf4-g64", "nf4-g32", "int8"))
+)
 register(NormalFloatFormat("nf4-g64", 4, 64, True, fallback=("nf4-g32", "int8")))
 register(NormalFloatFormat("nf4-g32", 4, 32, True, fallback=("int8",)))
-register(MicroscalingFormat("mxfp4", bits=4, group_size=32, symmetric=True, fallback=("int8",)))
+register(
+    MicroscalingFormat("mxfp4", bits=4, group_size=32, symmetric=True, fallback=("int8",))
+)

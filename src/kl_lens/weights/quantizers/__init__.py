@@ -15,4 +15,11 @@ from kl_lens.weights.quantizers.quantizer import (
 # Importing a module registers its quantizers.
 from kl_lens.weights.quantizers import methods as methods  # isort: skip
 
-__all__ = ["TUNED", "InputStatistics", "Quantizer", "get_quantizer", "known_quantizers", "register"]
+__all__ = [
+    "TUNED",
+    "InputStatistics",
+    "Quantizer",
+    "get_quantizer",
+    "known_quantizers",
+    "register",
+]

@@ -16,12 +16,16 @@ from kl_lens.weights.formats.gguf_blocks import SMALLEST_MAGNITUDE, GGUFFormat
 from kl_lens.weights.quantizers.levels import block_levels, with_codes
 
 _REFITS = 2
-_NEAR = torch.linspace(-0.9, 0.9, 19)  # where a group's largest weight may lie, relative to the last code
+_NEAR = torch.linspace(
+    -0.9, 0.9, 19
+)  # where a group's largest weight may lie, relative to the last code
 # The same for a block's largest scale; wider, because there are few scales.
 _WIDE = torch.linspace(-4.0, 2.0, 61)
 
 
-def weighed_blocks(fmt: GGUFFormat, weight: torch.Tensor, importance: torch.Tensor) -> Quantized:
+def weighed_blocks(
+    fmt: GGUFFormat, weight: torch.Tensor, importance: torch.Tensor
+) -> Quantized:
     """A weight (rows, columns) in a type's blocks; importance (columns,). Uses ggml's own code on a CPU, and for
     types where weights share codes."""
     if weight.device.type == "cpu" or fmt.name not in LAYOUTS:
@@ -29,7 +33,9 @@ def weighed_blocks(fmt: GGUFFormat, weight: torch.Tensor, importance: torch.Tens
     return searched_blocks(fmt, weight, importance)
 
 
-def searched_blocks(fmt: GGUFFormat, weight: torch.Tensor, importance: torch.Tensor) -> Quantized:
+def searched_blocks(
+    fmt: GGUFFormat, weight: torch.Tensor, importance: torch.Tensor
+) -> Quantized:
     """The same with this module's search, on any device."""
     layout = LAYOUTS[fmt.name]
     if not fmt.takes_importance:
@@ -43,18 +49,26 @@ def searched_blocks(fmt: GGUFFormat, weight: torch.Tensor, importance: torch.Ten
         x = rows.reshape(-1, fmt.block_size // layout.group, layout.group)
         weigh = _weighed(fmt, rows, importance).reshape(x.shape)
         fitted = _symmetric if layout.minimum is None else _with_minimum
-        parts.append(with_scales(layout, fmt.block_size, fmt.block_bytes, *fitted(layout, x, weigh)))
+        parts.append(
+            with_scales(
+                layout, fmt.block_size, fmt.block_bytes, *fitted(layout, x, weigh)
+            )
+        )
     data = torch.cat(parts).reshape(len(weight), -1)
     bare = Quantized(fmt.name, tuple(weight.shape), data)
     return with_codes(fmt, bare, block_levels(fmt, bare).rounded(values))
 
 
-def _weighed(fmt: GGUFFormat, rows: torch.Tensor, importance: torch.Tensor) -> torch.Tensor:
+def _weighed(
+    fmt: GGUFFormat, rows: torch.Tensor, importance: torch.Tensor
+) -> torch.Tensor:
     """How much every weight counts, as in ggml's code for this type."""
     if fmt.name == "q6_k":
         return importance.expand_as(rows)
     squares = rows.square()
-    simple = fmt.name[:2] in ("q4", "q5") and fmt.block_size == 32  # these look at whole rows
+    simple = (
+        fmt.name[:2] in ("q4", "q5") and fmt.block_size == 32
+    )  # these look at whole rows
     grouped = squares if simple else squares.unflatten(1, (-1, fmt.block_size))
     mean = grouped.mean(-1, keepdim=True) * (1 if simple or fmt.name == "q2_k" else 2)
     return importance * (mean + grouped).sqrt_().flatten(1)
@@ -68,13 +82,21 @@ def _symmetric(layout: Layout, x: torch.Tensor, weigh: torch.Tensor) -> Scales:
     """x and weigh: (blocks, groups, columns of a group)."""
     if layout.table:
         table = constant(torch.tensor(IQ4_LEVELS, dtype=torch.float32), x.device)
-        ends = torch.cat([torch.arange(-7.0, 8.0) + IQ4_LEVELS[0], torch.tensor([-float(IQ4_LEVELS[0])])])
+        ends = torch.cat(
+            [
+                torch.arange(-7.0, 8.0) + IQ4_LEVELS[0],
+                torch.tensor([-float(IQ4_LEVELS[0])]),
+            ]
+        )
         scales = _fitted(x, weigh, ends, table=table)
     else:
-        scales = _fitted(x, weigh, _NEAR - layout.zero, -layout.zero, layout.highest - layout.zero)
+        scales = _fitted(
+            x, weigh, _NEAR - layout.zero, -layout.zero, layout.highest - layout.zero
+        )
     if not layout.small_highest:
         return scales[:, 0], None, None
-    counts, zero = weigh.sum(-1), layout.small_zero
+    counts = weigh.sum(-1)
+    zero = layout.small_zero
     whole, small = _stored(scales, counts, -zero, layout.small_highest - zero)
     return whole, None, small
 
@@ -83,16 +105,21 @@ def _with_minimum(layout: Layout, x: torch.Tensor, weigh: torch.Tensor) -> Scale
     scales, minima = _line(x, weigh, layout.highest)
     if not layout.small_highest:
         return scales[:, 0], minima[:, 0], None
-    top, counts = layout.small_highest, weigh.sum(-1)
+    top = layout.small_highest
+    counts = weigh.sum(-1)
     whole, small = _stored(scales.clamp_min(0), counts, 0, top)
     minimum, small_minima = _stored(-minima, counts, 0, top)
     return whole, minimum, torch.cat([small, small_minima], 1)
 
 
 def _fitted(
-    x: torch.Tensor, weigh: torch.Tensor, ends: torch.Tensor, lowest: int = 0, highest: int = 0,
+    x: torch.Tensor,
+    weigh: torch.Tensor,
+    ends: torch.Tensor,
+    lowest: int = 0,
+    highest: int = 0,
     table: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """The best s (…,) with x ≈ s · code, for x (…, columns): codes from the scales that put the largest x at each
     of `ends`, s by least squares."""
     largest = x.gather(-1, x.abs().argmax(-1, keepdim=True))
@@ -112,26 +139,35 @@ def _stored(
     whole = _fitted(scales, counts, ends, lowest, highest)
     for _ in range(_REFITS):
         codes = _rounded(_divided(scales, whole[:, None]), lowest, highest)
-        fit = _divided((counts * scales * codes).sum(-1), (counts * codes.square()).sum(-1))
+        fit = _divided(
+            (counts * scales * codes).sum(-1), (counts * codes.square()).sum(-1)
+        )
         whole = torch.where(fit == 0, whole, fit)
     whole = whole.half().float()
     return whole, _rounded(_divided(scales, whole[:, None]), lowest, highest)
 
 
-def _line(x: torch.Tensor, weigh: torch.Tensor, highest: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _line(
+    x: torch.Tensor, weigh: torch.Tensor, highest: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The best s and m ≤ 0, (…,) each, with x ≈ s · code + m: codes from scales around the smallest that covers the
     group, s and m by least squares; then once more starting from that m."""
     low = x.amin(-1).clamp_max(0)
     y = x - low.unsqueeze(-1)
     span = y.amax(-1)
-    total, first = weigh.sum(-1, keepdim=True), (weigh * y).sum(-1, keepdim=True)
+    total = weigh.sum(-1, keepdim=True)
+    first = (weigh * y).sum(-1, keepdim=True)
     ends = constant(torch.linspace(-0.9, 0.9, 37) + highest, x.device)
-    scale, shift = span / highest, torch.zeros_like(low)
+    scale = span / highest
+    shift = torch.zeros_like(low)
     least = torch.full_like(low, torch.inf)
     for _ in range(2):
         inverses = _divided(ends, (span - shift).unsqueeze(-1))
-        codes = _rounded((y - shift.unsqueeze(-1)).unsqueeze(-2) * inverses.unsqueeze(-1), 0, highest)
-        ones, products = _summed(codes, weigh), _summed(codes, weigh * y)
+        codes = _rounded(
+            (y - shift.unsqueeze(-1)).unsqueeze(-2) * inverses.unsqueeze(-1), 0, highest
+        )
+        ones = _summed(codes, weigh)
+        products = _summed(codes, weigh * y)
         squares = _summed(codes.square_(), weigh)
         spread = total * squares - ones.square()
         slope = (total * products - first * ones) / spread
@@ -140,7 +176,9 @@ def _line(x: torch.Tensor, weigh: torch.Tensor, highest: int) -> tuple[torch.Ten
         slope = torch.where(start > most, (products - most * ones) / squares, slope)
         start = torch.minimum(start, most)
         # Σ w (s c + t − y)² less Σ w y²
-        loss = slope * (slope * squares + 2 * (start * ones - products)) + start * (start * total - 2 * first)
+        loss = slope * (slope * squares + 2 * (start * ones - products)) + start * (
+            start * total - 2 * first
+        )
         loss = torch.where(spread > 1e-6 * total * squares, loss, torch.inf)
         value, best = loss.min(-1, keepdim=True)
         better = value.squeeze(-1) < least

@@ -42,14 +42,21 @@ class Objective:
         exact = moments.double()
         mean = exact.diagonal().mean()
         added = damping * torch.where(mean == 0, 1.0, mean)
-        exact = exact + torch.eye(len(exact), dtype=exact.dtype, device=exact.device) * added
+        exact = (
+            exact + torch.eye(len(exact), dtype=exact.dtype, device=exact.device) * added
+        )
         order = torch.argsort(exact.diagonal(), descending=True, stable=True)
         # cholesky() gives a lower factor; flipping before and after gives the upper one.
         factor = torch.linalg.cholesky(exact[order][:, order].flip(0, 1)).flip(0, 1)
         diagonal = factor.diagonal()
         remaining = torch.empty_like(diagonal)
         remaining[order] = diagonal.square()
-        return cls(exact.float(), order, (factor / diagonal).float().contiguous(), remaining.float())
+        return cls(
+            exact.float(),
+            order,
+            (factor / diagonal).float().contiguous(),
+            remaining.float(),
+        )
 
 
 @lru_cache(maxsize=1)
@@ -60,9 +67,11 @@ def last_objective(moments: torch.Tensor, damping: float) -> Objective:
 
 def fed_back(weight: torch.Tensor, levels: Levels, objective: Objective) -> torch.Tensor:
     """Codes of a weight (rows, columns), rounded in order of importance with error feedback."""
-    order, mixing = objective.order, objective.mixing
+    order = objective.order
+    mixing = objective.mixing
     ordered = weight[:, order]
-    codes, errors = torch.empty_like(ordered), torch.empty_like(ordered)
+    codes = torch.empty_like(ordered)
+    errors = torch.empty_like(ordered)
     for first in range(0, weight.shape[1], BLOCK):
         block = slice(first, first + BLOCK)
         own = ordered[:, block].contiguous()
@@ -79,15 +88,20 @@ def descended(
     weight: torch.Tensor, levels: Levels, codes: torch.Tensor, objective: Objective
 ) -> torch.Tensor:
     """The codes after one round of coordinate descent."""
-    codes, moments = codes.clone(), objective.moments
+    codes = codes.clone()
+    moments = objective.moments
     errors = weight - levels.values(codes)
     columns = torch.arange(weight.shape[1], device=weight.device)
     for first in range(0, weight.shape[1], BLOCK):
         block = slice(first, first + BLOCK)
         pull = errors @ moments[:, block]
-        own, left = codes[:, block].contiguous(), errors[:, block].contiguous()
-        descend(pull, moments[block, block].contiguous(), own, left, levels, columns[block])
-        codes[:, block], errors[:, block] = own, left
+        own = codes[:, block].contiguous()
+        left = errors[:, block].contiguous()
+        descend(
+            pull, moments[block, block].contiguous(), own, left, levels, columns[block]
+        )
+        codes[:, block] = own
+        errors[:, block] = left
     return codes
 
 
@@ -99,7 +113,8 @@ def with_fitted_scales(
         return levels
     if levels.offsets is not None:
         return _with_fitted_biases(weight, levels, codes, objective)
-    places, moments = levels.places(codes), objective.moments
+    places = levels.places(codes)
+    moments = objective.moments
     scales = levels.scales.clone()
     errors = weight - levels.values(codes)
     for g in range(scales.shape[1]):
@@ -119,19 +134,30 @@ def _with_fitted_biases(
     weight: torch.Tensor, levels: Levels, codes: torch.Tensor, objective: Objective
 ) -> Levels:
     """Scale and bias of a group together: alone, each could hardly move against the other."""
-    moments, errors = objective.moments, weight - levels.values(codes)
+    moments = objective.moments
+    errors = weight - levels.values(codes)
     assert levels.offsets is not None
-    scales, offsets = levels.scales.clone(), levels.offsets.clone()
+    scales = levels.scales.clone()
+    offsets = levels.offsets.clone()
     for g in range(scales.shape[1]):
         block = slice(g * levels.group, (g + 1) * levels.group)
-        own, inner = codes[:, block], moments[block, block]
+        own = codes[:, block]
+        inner = moments[block, block]
         pull = errors @ moments[:, block]
-        scale_pull, bias_pull = (pull * own).sum(-1), pull.sum(-1)
-        square, mixed, ones = ((own @ inner) * own).sum(-1), (own @ inner).sum(-1), inner.sum()
+        scale_pull = (pull * own).sum(-1)
+        bias_pull = pull.sum(-1)
+        square = ((own @ inner) * own).sum(-1)
+        mixed = (own @ inner).sum(-1)
+        ones = inner.sum()
         determinant = square * ones - mixed.square()
         wanted = (scale_pull * ones - bias_pull * mixed) / determinant
-        step = refitted(scales[:, g], scales[:, g] + torch.where(determinant > 0, wanted, 0)) - scales[:, g]
-        shift = (offsets[:, g] + (bias_pull - step * mixed) / ones).half().float() - offsets[:, g]
+        step = (
+            refitted(scales[:, g], scales[:, g] + torch.where(determinant > 0, wanted, 0))
+            - scales[:, g]
+        )
+        shift = (
+            offsets[:, g] + (bias_pull - step * mixed) / ones
+        ).half().float() - offsets[:, g]
         gain = 2 * (scale_pull * step + bias_pull * shift)
         gain -= square * step.square() + 2 * mixed * step * shift + ones * shift.square()
         step, shift = (torch.where(gain > 0, part, 0) for part in (step, shift))
@@ -142,7 +168,11 @@ def _with_fitted_biases(
 
 
 def round_in_order(
-    wanted: torch.Tensor, weight: torch.Tensor, mixing: torch.Tensor, levels: Levels, columns: torch.Tensor
+    wanted: torch.Tensor,
+    weight: torch.Tensor,
+    mixing: torch.Tensor,
+    levels: Levels,
+    columns: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and errors (weight − value) of a block. Each column's wanted value shifts with the errors before it.
 
@@ -154,15 +184,20 @@ def round_in_order(
 
         return triton_columns.round_in_order(wanted, weight, mixing, levels, columns)
     given = [t.cpu().numpy() for t in (wanted, weight, mixing)]
-    codes, errors = torch.empty(weight.shape), torch.empty(weight.shape)
+    codes = torch.empty(weight.shape)
+    errors = torch.empty(weight.shape)
     _round_in_order(*given, *levels.arrays(columns), codes.numpy(), errors.numpy())  # type: ignore[call-arg]
     return codes.to(weight.device), errors.to(weight.device)
 
 
 def descend(
-    pull: torch.Tensor, moments: torch.Tensor, codes: torch.Tensor, errors: torch.Tensor, levels: Levels,
+    pull: torch.Tensor,
+    moments: torch.Tensor,
+    codes: torch.Tensor,
+    errors: torch.Tensor,
+    levels: Levels,
     columns: torch.Tensor,
-) -> None:  # fmt: skip
+) -> None:
     """One round of coordinate descent over a block: each column moves to its best level while the others stay. `pull`:
     the whole row's errors times this block's columns of the moments; it changes, and so do `codes` and `errors`."""
     if runs_triton(pull.device):
@@ -170,7 +205,8 @@ def descend(
 
         triton_columns.descend(pull, moments, codes, errors, levels, columns)
         return
-    given, changed = [t.cpu().numpy() for t in (pull, moments)], [t.cpu() for t in (codes, errors)]
+    given = [t.cpu().numpy() for t in (pull, moments)]
+    changed = [t.cpu() for t in (codes, errors)]
     _descend(*given, *levels.arrays(columns), *(t.numpy() for t in changed))
     for there, here in zip((codes, errors), changed, strict=True):
         there.copy_(here)
@@ -195,14 +231,27 @@ def _value(code, scale, offset, table):  # type: ignore[no-untyped-def]
 
 @njit(parallel=True, fastmath={"contract", "nsz"}, error_model="numpy", cache=True)
 def _round_in_order(  # type: ignore[no-untyped-def]
-    wanted, weight, mixing, groups, scales, inverses, shifts, lowest, highest, table, codes, errors
+    wanted,
+    weight,
+    mixing,
+    groups,
+    scales,
+    inverses,
+    shifts,
+    lowest,
+    highest,
+    table,
+    codes,
+    errors,
 ):
     rows, width = weight.shape
     for row in prange(rows):
         own = wanted[row]
         for j in range(width):
             g = groups[j]
-            code = _nearest(own[j], inverses[row, g], shifts[row, g], lowest, highest, table)
+            code = _nearest(
+                own[j], inverses[row, g], shifts[row, g], lowest, highest, table
+            )
             error = weight[row, j] - _value(code, scales[row, g], shifts[row, g], table)
             codes[row, j] = code
             errors[row, j] = error
@@ -219,9 +268,17 @@ def _descend(  # type: ignore[no-untyped-def]
         own = pull[row]
         for j in range(width):
             g = groups[j]
-            scale, offset = scales[row, g], shifts[row, g]
+            scale = scales[row, g]
+            offset = shifts[row, g]
             before = _value(codes[row, j], scale, offset, table)
-            code = _nearest(before + own[j] / moments[j, j], inverses[row, g], offset, lowest, highest, table)
+            code = _nearest(
+                before + own[j] / moments[j, j],
+                inverses[row, g],
+                offset,
+                lowest,
+                highest,
+                table,
+            )
             if code != codes[row, j]:
                 step = _value(code, scale, offset, table) - before
                 codes[row, j] = code

@@ -24,14 +24,21 @@ from kl_lens.weights.formats.integer import (
     SignedScaleFormat,
     ZeroPointFormat,
 )
-from kl_lens.weights.formats.tables import MX_LEVELS, NF_LEVELS, MicroscalingFormat, NormalFloatFormat
+from kl_lens.weights.formats.tables import (
+    MX_LEVELS,
+    NF_LEVELS,
+    MicroscalingFormat,
+    NormalFloatFormat,
+)
 from kl_lens.weights.quantizers.levels import Levels
 
 _FACTORS = torch.linspace(0.5, 1.1, 19)  # times the smallest scale that covers a group
 _REFITS = 4
 
 
-def searched_levels(weight: torch.Tensor, fmt: Format, importance: torch.Tensor) -> Levels:
+def searched_levels(
+    weight: torch.Tensor, fmt: Format, importance: torch.Tensor
+) -> Levels:
     """Levels of a weight (rows, columns) in a grouped format; importance (columns,), positive."""
     group = fmt.group_size or weight.shape[-1]
     groups = weight.reshape(-1, group)
@@ -46,32 +53,55 @@ def searched_levels(weight: torch.Tensor, fmt: Format, importance: torch.Tensor)
         best = _best(groups, weigh, plain, zeros, factors, torch.zeros_like(factors))
     elif isinstance(fmt, ZeroPointFormat):
         top = 2**fmt.bits - 1
-        low, high = low.clamp(max=0), high.clamp(min=0)
+        low = low.clamp(max=0)
+        high = high.clamp(min=0)
         span = (high - low).clamp_min(NNCF_SMALLEST_SCALE)
         shifts = torch.tensor([-1.0, 0.0, 1.0]).repeat(len(_FACTORS))
         plain = Levels(group, span[:, None] / top, 0, top)
-        best = _best(groups, weigh, plain, (-low * top / span).round(), _FACTORS.repeat_interleave(3), shifts)
+        best = _best(
+            groups,
+            weigh,
+            plain,
+            (-low * top / span).round(),
+            _FACTORS.repeat_interleave(3),
+            shifts,
+        )
     elif isinstance(fmt, AffineFormat):
-        best = _best_affine(groups, weigh.repeat(len(groups) // len(weigh), 1), 2**fmt.bits - 1)
+        best = _best_affine(
+            groups, weigh.repeat(len(groups) // len(weigh), 1), 2**fmt.bits - 1
+        )
     elif isinstance(fmt, MicroscalingFormat):
         best = _best_powers(groups, weigh.repeat(len(groups) // len(weigh), 1), fmt)
     else:
         assert isinstance(fmt, NormalFloatFormat)
-        plain = Levels(group, largest[:, None], 0, len(NF_LEVELS) - 1, table=tuple(NF_LEVELS.tolist()))
+        plain = Levels(
+            group,
+            largest[:, None],
+            0,
+            len(NF_LEVELS) - 1,
+            table=tuple(NF_LEVELS.tolist()),
+        )
         best = _best(groups, weigh, plain, zeros, _FACTORS, torch.zeros_like(_FACTORS))
 
     def by_row(part: torch.Tensor | None) -> torch.Tensor | None:
         return None if part is None else part.view(weight.shape[0], -1)
 
     scales = best.scales.view(weight.shape[0], -1)
-    return replace(best, scales=scales, zero_points=by_row(best.zero_points), offsets=by_row(best.offsets))
+    return replace(
+        best,
+        scales=scales,
+        zero_points=by_row(best.zero_points),
+        offsets=by_row(best.offsets),
+    )
 
 
 def stored(fmt: Format, levels: Levels, codes: torch.Tensor) -> Quantized:
     """These codes as an artifact stores them."""
     assert isinstance(fmt, GroupedFormat)
     unsigned = levels.lowest == 0
-    zero_points = None if levels.zero_points is None else levels.zero_points.to(torch.uint8)
+    zero_points = (
+        None if levels.zero_points is None else levels.zero_points.to(torch.uint8)
+    )
     return Quantized(
         fmt.name,
         tuple(codes.shape),
@@ -89,16 +119,25 @@ def refitted(before: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def _best(
-    groups: torch.Tensor, weigh: torch.Tensor, plain: Levels, zeros: torch.Tensor, factors: torch.Tensor,
+    groups: torch.Tensor,
+    weigh: torch.Tensor,
+    plain: Levels,
+    zeros: torch.Tensor,
+    factors: torch.Tensor,
     shifts: torch.Tensor,
-) -> Levels:  # fmt: skip
+) -> Levels:
     """The best of `factors` × the plain scales, zero points moved by `shifts`; then rounded and refitted in turns.
 
     Groups are rows here: (groups, columns per group).
     """
     trial = try_scales_on_cpu if groups.device.type == "cpu" else try_scales
     scales, zero_points = trial(
-        groups, weigh, plain, zeros, constant(factors, groups.device), constant(shifts, groups.device)
+        groups,
+        weigh,
+        plain,
+        zeros,
+        constant(factors, groups.device),
+        constant(shifts, groups.device),
     )
     asymmetric = bool((shifts != 0).any())
     smallest = plain.scales.half().float().clamp_min(NNCF_SMALLEST_SCALE)
@@ -118,11 +157,14 @@ def _refined(groups: torch.Tensor, rows: torch.Tensor, best: Levels) -> Levels:
         if not bool(better.any()):
             break
         best = _chosen(better, other, best)
-        codes, loss = torch.where(better, new_codes, codes), torch.where(better, new_loss, loss)
+        codes = torch.where(better, new_codes, codes)
+        loss = torch.where(better, new_loss, loss)
     return best
 
 
-def _rounded(groups: torch.Tensor, rows: torch.Tensor, levels: Levels) -> tuple[torch.Tensor, torch.Tensor]:
+def _rounded(
+    groups: torch.Tensor, rows: torch.Tensor, levels: Levels
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and loss, (groups, 1)."""
     codes = levels.rounded(groups)
     return codes, (rows * (groups - levels.values(codes)).square()).sum(-1, keepdim=True)
@@ -135,18 +177,24 @@ def _chosen(which: torch.Tensor, yes: Levels, no: Levels) -> Levels:
     return replace(no, scales=torch.where(which, yes.scales, no.scales), offsets=offsets)
 
 
-def _fitted(groups: torch.Tensor, rows: torch.Tensor, levels: Levels, codes: torch.Tensor) -> Levels:
+def _fitted(
+    groups: torch.Tensor, rows: torch.Tensor, levels: Levels, codes: torch.Tensor
+) -> Levels:
     """The levels with the scales, and biases if there are any, that suit these codes best."""
     places = levels.places(codes)
     if levels.offsets is None:
-        fit = (rows * groups * places).sum(-1, keepdim=True) / (rows * places.square()).sum(-1, keepdim=True)
+        fit = (rows * groups * places).sum(-1, keepdim=True) / (
+            rows * places.square()
+        ).sum(-1, keepdim=True)
         return levels.with_scales(refitted(levels.scales, fit), levels.zero_points)
     total = rows.sum(-1, keepdim=True)
-    mean, middle = ((rows * part).sum(-1, keepdim=True) / total for part in (groups, places))
-    places = places - middle
-    fit = (rows * (groups - mean) * places).sum(-1, keepdim=True) / (rows * places.square()).sum(
-        -1, keepdim=True
+    mean, middle = (
+        (rows * part).sum(-1, keepdim=True) / total for part in (groups, places)
     )
+    places = places - middle
+    fit = (rows * (groups - mean) * places).sum(-1, keepdim=True) / (
+        rows * places.square()
+    ).sum(-1, keepdim=True)
     scales = refitted(levels.scales, fit)
     return replace(levels, scales=scales, offsets=(mean - scales * middle).half().float())
 
@@ -163,39 +211,53 @@ def _best_affine(groups: torch.Tensor, rows: torch.Tensor, top: int) -> Levels:
         tried = _fitted(groups, rows, tried, tried.rounded(groups))
         loss = _rounded(groups, rows, tried)[1]
         if best is None:
-            best, least = tried, loss
+            best = tried
+            least = loss
             continue
         better = loss < least
-        best, least = _chosen(better, tried, best), torch.where(better, loss, least)
+        best = _chosen(better, tried, best)
+        least = torch.where(better, loss, least)
     assert best is not None
     return _refined(groups, rows, best)
 
 
-def _best_powers(groups: torch.Tensor, rows: torch.Tensor, fmt: MicroscalingFormat) -> Levels:
+def _best_powers(
+    groups: torch.Tensor, rows: torch.Tensor, fmt: MicroscalingFormat
+) -> Levels:
     """The best of the power of two that covers a group and the two below it; there is nothing to fit."""
     table = tuple(MX_LEVELS.tolist())
     covering = fmt.covering_scales(groups)
     tried = [covering * factor for factor in (1, 0.5, 0.25)]
     plain = Levels(groups.shape[-1], covering, 0, len(table) - 1, table=table, fixed=True)
-    losses = [_rounded(groups, rows, plain.with_scales(scales))[1][:, 0] for scales in tried]
+    losses = [
+        _rounded(groups, rows, plain.with_scales(scales))[1][:, 0] for scales in tried
+    ]
     best = torch.stack(losses).argmin(0)
     scales = torch.stack(tried)[best, torch.arange(len(best), device=best.device)]
     return plain.with_scales(scales.clamp_min(NNCF_SMALLEST_SCALE))
 
 
 def try_scales(
-    groups: torch.Tensor, weigh: torch.Tensor, plain: Levels, zeros: torch.Tensor, factors: torch.Tensor,
+    groups: torch.Tensor,
+    weigh: torch.Tensor,
+    plain: Levels,
+    zeros: torch.Tensor,
+    factors: torch.Tensor,
     shifts: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The best fitted scale and zero point of every group, over all tries."""
     rows = weigh.repeat(len(groups) // len(weigh), 1)
     gain = torch.full_like(zeros, -1.0)
-    scales, points = plain.scales[:, 0].clone(), zeros.clone()
+    scales = plain.scales[:, 0].clone()
+    points = zeros.clone()
     for factor, shift in zip(factors, shifts, strict=True):
         zero = (zeros + shift).clamp(plain.lowest, plain.highest)
-        level = plain.with_scales(plain.scales * factor, zero[:, None] if plain.lowest == 0 else None)
+        level = plain.with_scales(
+            plain.scales * factor, zero[:, None] if plain.lowest == 0 else None
+        )
         places = level.places(level.rounded(groups))
-        product, square = (rows * groups * places).sum(-1), (rows * places.square()).sum(-1)
+        product = (rows * groups * places).sum(-1)
+        square = (rows * places.square()).sum(-1)
         reached = torch.where(square > 0, product.square() / square, 0)
         better = reached > gain
         gain = torch.where(better, reached, gain)
@@ -205,15 +267,27 @@ def try_scales(
 
 
 def try_scales_on_cpu(
-    groups: torch.Tensor, weigh: torch.Tensor, plain: Levels, zeros: torch.Tensor, factors: torch.Tensor,
+    groups: torch.Tensor,
+    weigh: torch.Tensor,
+    plain: Levels,
+    zeros: torch.Tensor,
+    factors: torch.Tensor,
     shifts: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    scales, points = plain.scales[:, 0].clone(), zeros.clone()
+) -> tuple[torch.Tensor, torch.Tensor]:
+    scales = plain.scales[:, 0].clone()
+    points = zeros.clone()
     table = np.array(plain.table or (0.0,), np.float32)
     _try_scales(
-        groups.contiguous().numpy(), weigh.contiguous().numpy(), scales.numpy(), points.numpy(), factors.numpy(),
-        shifts.numpy(), np.float32(plain.lowest), np.float32(plain.highest), table,
-    )  # fmt: skip
+        groups.contiguous().numpy(),
+        weigh.contiguous().numpy(),
+        scales.numpy(),
+        points.numpy(),
+        factors.numpy(),
+        shifts.numpy(),
+        np.float32(plain.lowest),
+        np.float32(plain.highest),
+        table,
+    )
     return scales, points
 
 
@@ -222,15 +296,22 @@ def _try_scales(groups, weigh, scales, points, factors, shifts, lowest, highest,
     count, width = groups.shape
     with_zero = lowest == 0 and table.shape[0] == 1
     for row in prange(count):
-        values, importance = groups[row], weigh[row % weigh.shape[0]]
-        plain, first = scales[row], points[row]
+        values = groups[row]
+        importance = weigh[row % weigh.shape[0]]
+        plain = scales[row]
+        first = points[row]
         if plain == 0:
             continue
         gain = np.float32(-1)
         for t in range(factors.shape[0]):
             inverse = np.float32(1) / (plain * factors[t])
-            zero = min(max(first + shifts[t], lowest), highest) if with_zero else np.float32(0)
-            product, square = np.float32(0), np.float32(0)
+            zero = (
+                min(max(first + shifts[t], lowest), highest)
+                if with_zero
+                else np.float32(0)
+            )
+            product = np.float32(0)
+            square = np.float32(0)
             if table.shape[0] > 1:
                 for j in range(width):
                     scaled = values[j] * inverse
@@ -243,7 +324,13 @@ def _try_scales(groups, weigh, scales, points, factors, shifts, lowest, highest,
             else:
                 for j in range(width):
                     # Adding and subtracting 1.5·2²³ would round faster, but fastmath would remove it.
-                    place = min(max(np.float32(np.rint(values[j] * inverse)) + zero, lowest), highest) - zero
+                    place = (
+                        min(
+                            max(np.float32(np.rint(values[j] * inverse)) + zero, lowest),
+                            highest,
+                        )
+                        - zero
+                    )
                     product += importance[j] * values[j] * place
                     square += importance[j] * place * place
             if square > 0 and product * product / square > gain:

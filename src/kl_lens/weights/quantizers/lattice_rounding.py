@@ -41,7 +41,9 @@ def fed_back_blocks(
     values = np.zeros_like(given)
     order, mixing, metrics = _by_runs(objective)
     grid = np.ascontiguousarray(lattice.grid.T)
-    _feed_back(given, scales, order, mixing, metrics, grid, lattice.even, codes, signs, values)
+    _feed_back(
+        given, scales, order, mixing, metrics, grid, lattice.even, codes, signs, values
+    )
     runs = [moments[i : i + RUN, i : i + RUN] for i in range(0, columns, RUN)]
     inverses = np.linalg.inv(np.stack(runs))
     for _ in range(ROUNDS):
@@ -49,13 +51,23 @@ def fed_back_blocks(
             block = slice(first, first + BLOCK)
             pull = (given - values) @ moments[:, block]
             _descend(
-                pull, moments[block, block].copy(), inverses[first // RUN : (first + BLOCK) // RUN],
-                scales, grid, lattice.even, first, codes, signs, values,
-            )  # fmt: skip
+                pull,
+                moments[block, block].copy(),
+                inverses[first // RUN : (first + BLOCK) // RUN],
+                scales,
+                grid,
+                lattice.even,
+                first,
+                codes,
+                signs,
+                values,
+            )
         packed = _fitted(packed, given, values, moments, rows)
         scales = run_scales(fmt.name, packed).reshape(rows, -1)
         values = _values(lattice.grid, codes, signs, scales)
-    done = with_codes(fmt.name, packed, codes.reshape(len(packed), -1), signs.reshape(len(packed), -1))
+    done = with_codes(
+        fmt.name, packed, codes.reshape(len(packed), -1), signs.reshape(len(packed), -1)
+    )
     data = torch.from_numpy(done).reshape(blocks.data.shape).to(weight.device)
     return Quantized(fmt.name, blocks.shape, data)
 
@@ -66,7 +78,9 @@ def _by_runs(objective: Objective) -> tuple[npt.NDArray[np.int64], Array, Array]
     runs = exact.diagonal().reshape(-1, RUN).sum(-1).argsort(descending=True, stable=True)
     order = (runs[:, None] * RUN + torch.arange(RUN, device=runs.device)).flatten()
     factor = torch.linalg.cholesky(exact[order][:, order].flip(0, 1)).flip(0, 1)
-    own = torch.stack([factor[i : i + RUN, i : i + RUN] for i in range(0, len(factor), RUN)])
+    own = torch.stack(
+        [factor[i : i + RUN, i : i + RUN] for i in range(0, len(factor), RUN)]
+    )
     inverse = torch.linalg.inv(own)
     mixing = torch.einsum("kbi,bij->kbj", factor.reshape(len(factor), -1, RUN), inverse)
     whole = mixing.reshape(len(factor), -1).float().contiguous().cpu().numpy()
@@ -74,9 +88,17 @@ def _by_runs(objective: Objective) -> tuple[npt.NDArray[np.int64], Array, Array]
 
 
 def _feed_back(
-    weight: Array, scales: Array, runs: npt.NDArray[np.int64], mixing: Array, metrics: Array, grid: Array,
-    even: bool, codes: npt.NDArray[np.uint16], signs: npt.NDArray[np.uint8], values: Array,
-) -> None:  # fmt: skip
+    weight: Array,
+    scales: Array,
+    runs: npt.NDArray[np.int64],
+    mixing: Array,
+    metrics: Array,
+    grid: Array,
+    even: bool,
+    codes: npt.NDArray[np.uint16],
+    signs: npt.NDArray[np.uint8],
+    values: Array,
+) -> None:
     order = (runs[:, None] * RUN + np.arange(RUN)).reshape(-1)
     ordered = weight[:, order]
     errors = np.zeros_like(ordered)
@@ -85,9 +107,18 @@ def _feed_back(
         wanted = ordered[:, block] + errors[:, :first] @ mixing[:first, block]
         inside = slice(first // RUN, (first + BLOCK) // RUN)
         _round_runs(
-            wanted, ordered[:, block].copy(), mixing[block, block].copy(), metrics[inside], scales, grid, even,
-            runs[inside], codes, signs, values,
-        )  # fmt: skip
+            wanted,
+            ordered[:, block].copy(),
+            mixing[block, block].copy(),
+            metrics[inside],
+            scales,
+            grid,
+            even,
+            runs[inside],
+            codes,
+            signs,
+            values,
+        )
         errors[:, block] = ordered[:, block] - values[:, order[block]]
 
 
@@ -96,14 +127,19 @@ def _fitted(
 ) -> npt.NDArray[np.uint8]:
     """Blocks with their FP16 scales fitted to the codes, each by least squares given the others."""
     old = packed[:, :2].copy().view(np.float16).astype(np.float32).reshape(rows, -1)
-    new, errors = old.copy(), weight - values
+    new = old.copy()
+    errors = weight - values
     for b in range(old.shape[1]):
         block = slice(256 * b, 256 * (b + 1))
         own = values[:, block]
         pull = ((errors @ moments[:, block]) * own).sum(-1)
         curvature = np.maximum(((own @ moments[block, block]) * own).sum(-1), 1e-30)
-        stored = (old[:, b] * (1 + pull / curvature)).astype(np.float16).astype(np.float32)
-        step = np.where(old[:, b] != 0, stored / np.where(old[:, b] == 0, 1, old[:, b]) - 1, 0)
+        stored = (
+            (old[:, b] * (1 + pull / curvature)).astype(np.float16).astype(np.float32)
+        )
+        step = np.where(
+            old[:, b] != 0, stored / np.where(old[:, b] == 0, 1, old[:, b]) - 1, 0
+        )
         step = np.where(2 * pull * step > curvature * step**2, step, 0).astype(np.float32)
         errors[:, block] -= own * step[:, None]
         new[:, b] = np.where(step == 0, old[:, b], stored)
@@ -112,10 +148,17 @@ def _fitted(
     return changed
 
 
-def _values(grid: Array, codes: npt.NDArray[np.uint16], signs: npt.NDArray[np.uint8], scales: Array) -> Array:
+def _values(
+    grid: Array,
+    codes: npt.NDArray[np.uint16],
+    signs: npt.NDArray[np.uint8],
+    scales: Array,
+) -> Array:
     bits = np.unpackbits(signs[..., None], axis=-1, bitorder="little").astype(np.float32)
     points = grid[codes].reshape(*signs.shape, RUN) * (1 - 2 * bits)
-    values: Array = (points * scales[..., None]).reshape(len(codes), -1).astype(np.float32)
+    values: Array = (
+        (points * scales[..., None]).reshape(len(codes), -1).astype(np.float32)
+    )
     return values
 
 
@@ -134,9 +177,12 @@ def _nearest(  # type: ignore[no-untyped-def]
     for p in range(parts):
         costs[:] = np.float32(np.inf)
         scores[:] = np.float32(0)
-        for i in range(width):  # the vectors inside, so that the processor takes several at once
+        for i in range(
+            width
+        ):  # the vectors inside, so that the processor takes several at once
             own = metric[p * width + i, p * width + i]
-            square, slope = own * scale * scale, np.float32(-2) * own * scale * abs(target[p * width + i])
+            square = own * scale * scale
+            slope = np.float32(-2) * own * scale * abs(target[p * width + i])
             for n in range(count):
                 scores[n] += columns[i, n] * (square * columns[i, n] + slope)
         for n in range(count):
@@ -149,7 +195,8 @@ def _nearest(  # type: ignore[no-untyped-def]
                     place -= 1
                 costs[place] = cost
                 kept[p, place] = n
-    least, chosen = np.float32(np.inf), 0
+    least = np.float32(np.inf)
+    chosen = 0
     away = np.empty(8, np.float32)
     for first in range(keep):
         for second in range(keep if parts == 2 else 1):
@@ -174,18 +221,21 @@ def _nearest(  # type: ignore[no-untyped-def]
                     distance += total * (target[i] - point[i])
                 if turn == turns:
                     break
-                change, at = np.float32(np.inf), 0
+                change = np.float32(np.inf)
+                at = 0
                 for i in range(8):
                     step = np.float32(2) * point[i]  # target − point grows by it
                     this = np.float32(2) * step * away[i] + step * step * metric[i, i]
                     if this < change:
-                        change, at = this, i
+                        change = this
+                        at = i
                 if not even and change >= 0:
                     break
                 point[at] = -point[at]
                 signs ^= 1 << at
             if distance < least:
-                least, chosen = distance, signs
+                least = distance
+                chosen = signs
                 code[0] = kept[0, first]
                 code[1] = kept[1, second]
                 for i in range(8):
@@ -200,15 +250,29 @@ def _round_runs(  # type: ignore[no-untyped-def]
     """One block of runs, in order. `wanted` is changed; codes, signs and values are written at the runs' places."""
     parts = 8 // columns.shape[0]
     for row in prange(wanted.shape[0]):
-        kept, costs = np.zeros((2, SHORTLIST), np.int64), np.empty(SHORTLIST, np.float32)
+        kept = np.zeros((2, SHORTLIST), np.int64)
+        costs = np.empty(SHORTLIST, np.float32)
         scores = np.empty(columns.shape[1], np.float32)
-        point, best, code = np.empty(8, np.float32), np.empty(8, np.float32), np.zeros(2, np.int64)
+        point = np.empty(8, np.float32)
+        best = np.empty(8, np.float32)
+        code = np.zeros(2, np.int64)
         own = wanted[row]
         for b in range(runs.shape[0]):
-            run, at = runs[b], 8 * b
+            run = runs[b]
+            at = 8 * b
             target = own[at : at + 8].copy()
             turned, _ = _nearest(
-                target, scales[row, run], metrics[b], columns, even, scores, kept, costs, point, best, code
+                target,
+                scales[row, run],
+                metrics[b],
+                columns,
+                even,
+                scores,
+                kept,
+                costs,
+                point,
+                best,
+                code,
             )
             signs[row, run] = turned
             for p in range(parts):
@@ -227,13 +291,18 @@ def _descend(  # type: ignore[no-untyped-def]
     """One block of runs: each moves to its best point while the others stay. `pull` is changed."""
     parts = 8 // columns.shape[0]
     for row in prange(pull.shape[0]):
-        kept, costs = np.zeros((2, SHORTLIST), np.int64), np.empty(SHORTLIST, np.float32)
+        kept = np.zeros((2, SHORTLIST), np.int64)
+        costs = np.empty(SHORTLIST, np.float32)
         scores = np.empty(columns.shape[1], np.float32)
-        point, best, code = np.empty(8, np.float32), np.empty(8, np.float32), np.zeros(2, np.int64)
-        target, metric = np.empty(8, np.float32), np.empty((8, 8), np.float32)
+        point = np.empty(8, np.float32)
+        best = np.empty(8, np.float32)
+        code = np.zeros(2, np.int64)
+        target = np.empty(8, np.float32)
+        metric = np.empty((8, 8), np.float32)
         own = pull[row]
         for b in range(inverses.shape[0]):
-            at, run = 8 * b, start // 8 + b
+            at = 8 * b
+            run = start // 8 + b
             here = np.float32(0)
             for i in range(8):
                 shift = np.float32(0)
@@ -243,7 +312,17 @@ def _descend(  # type: ignore[no-untyped-def]
                 target[i] = values[row, start + at + i] + shift
                 here += shift * own[at + i]
             turned, distance = _nearest(
-                target, scales[row, run], metric, columns, even, scores, kept, costs, point, best, code
+                target,
+                scales[row, run],
+                metric,
+                columns,
+                even,
+                scores,
+                kept,
+                costs,
+                point,
+                best,
+                code,
             )
             if distance < here:
                 signs[row, run] = turned
@@ -297,35 +376,47 @@ LATTICES = {
 def _grid(name: str) -> npt.NDArray[np.float32]:
     kind: Any = getattr(gguf_module().quants, name.upper())
     kind.init_grid()
-    grid: npt.NDArray[np.float32] = np.ascontiguousarray(kind.grid.reshape(-1, LATTICES[name].width))
+    grid: npt.NDArray[np.float32] = np.ascontiguousarray(
+        kind.grid.reshape(-1, LATTICES[name].width)
+    )
     return grid
 
 
 def run_scales(name: str, blocks: Bytes) -> npt.NDArray[np.float32]:
     """What the grid is multiplied by in every run of 8 weights, (blocks, 32)."""
-    count, gguf = len(blocks), gguf_module()
-    first = with_codes(name, blocks, np.zeros((count, 256 // LATTICES[name].width), np.uint16), _NO_SIGNS)
+    count = len(blocks)
+    gguf = gguf_module()
+    first = with_codes(
+        name, blocks, np.zeros((count, 256 // LATTICES[name].width), np.uint16), _NO_SIGNS
+    )
     values = gguf.dequantize(first, gguf.GGMLQuantizationType[name.upper()])
-    scales: npt.NDArray[np.float32] = values.reshape(count, 32, RUN)[..., 0] / _grid(name)[0, 0]
+    scales: npt.NDArray[np.float32] = (
+        values.reshape(count, 32, RUN)[..., 0] / _grid(name)[0, 0]
+    )
     return scales
 
 
 def with_codes(name: str, blocks: Bytes, codes: Codes, signs: Bytes) -> Bytes:
     """The same blocks and scales with other codes, (blocks, 256 / width), and signs, (blocks, 32), a bit per weight."""
-    count, changed = len(blocks), blocks.copy()
+    count = len(blocks)
+    changed = blocks.copy()
     signs = np.broadcast_to(signs, (count, 32))
     low = (codes & 255).astype(np.uint8)
     if name == "iq2_xs":
         changed[:, 2:66] = (codes | (signs & 127).astype(np.uint16) << 9).view(np.uint8)
     elif name == "iq2_s":
-        changed[:, 2:34], changed[:, 34:66] = low, signs
+        changed[:, 2:34] = low
+        changed[:, 34:66] = signs
         changed[:, 66:74] = _joined((codes >> 8).reshape(count, 8, 4), 2)
     elif name == "iq3_s":
-        changed[:, 2:66], changed[:, 74:106] = low, signs
+        changed[:, 2:66] = low
+        changed[:, 74:106] = signs
         changed[:, 66:74] = _joined((codes >> 8).reshape(count, 8, 8), 1)
     else:  # the signs of 32 weights and their 4-bit scale are one 32-bit number
         words = slice(66, 98) if name == "iq3_xxs" else slice(2, 66)
-        parts = np.ascontiguousarray(blocks[:, words]).view(np.uint32).reshape(count, 8, -1)
+        parts = (
+            np.ascontiguousarray(blocks[:, words]).view(np.uint32).reshape(count, 8, -1)
+        )
         parts[..., -1] &= np.uint32(0xF << 28)
         for place, each in enumerate(np.moveaxis(signs.reshape(count, 8, 4), -1, 0)):
             parts[..., -1] |= (each & 127).astype(np.uint32) << np.uint32(7 * place)

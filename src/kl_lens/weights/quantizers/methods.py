@@ -32,10 +32,17 @@ if TYPE_CHECKING:
     from kl_lens.weights.quantizers.feedback import Objective
 
 
-GROUPED = (SignedScaleFormat, ZeroPointFormat, NormalFloatFormat, MicroscalingFormat, AffineFormat)
+GROUPED = (
+    SignedScaleFormat,
+    ZeroPointFormat,
+    NormalFloatFormat,
+    MicroscalingFormat,
+    AffineFormat,
+)
 # Moments from few tokens are noisy, more so with many columns. So the diagonal's mean × (DAMPING + SCARCITY · columns /
 # tokens) is added to the diagonal. Both tuned by KL of reference:mamba on WikiText-2 valid: docs/method.md.
-DAMPING, SCARCITY = 0.1, 4.0
+DAMPING = 0.1
+SCARCITY = 4.0
 ROUNDS = 3  # of coordinate descent
 # Columns that were never active get this share of the mean: with weight 0, ggml would not fit them at all.
 _FLOOR = 1e-6
@@ -55,7 +62,11 @@ class Nearest(Quantizer):
         return fmt.searches
 
     def quantize(
-        self, weight: torch.Tensor, fmt: Format, name: str, statistics: InputStatistics | None
+        self,
+        weight: torch.Tensor,
+        fmt: Format,
+        name: str,
+        statistics: InputStatistics | None,
     ) -> Quantized:
         return fmt.quantize(weight, name)
 
@@ -91,7 +102,11 @@ class ImportanceMatrix(LearningQuantizer):
     def suits(self, fmt: Format) -> str | None:
         if not isinstance(fmt, GGUFFormat):
             return f"{fmt.name} is not one of ggml's types; use search or gptq"
-        return None if fmt.takes_importance else f"ggml's {fmt.name} ignores importance; use gptq, or none"
+        return (
+            None
+            if fmt.takes_importance
+            else f"ggml's {fmt.name} ignores importance; use gptq, or none"
+        )
 
     def _rounding(
         self, fmt: Format, moments: torch.Tensor, tokens: int
@@ -116,10 +131,17 @@ class ErrorFeedback(LearningQuantizer):
         from kl_lens.weights.quantizers.feedback import last_objective
 
         damping = DAMPING + SCARCITY * len(moments) / max(tokens, 1)
-        objective, importance = last_objective(moments, damping), column_importance(moments)
+        objective = last_objective(moments, damping)
+        importance = column_importance(moments)
         # In ggml's other types 4 or 8 weights share a code.
-        ways = _by_lattice if isinstance(fmt, GGUFFormat) and fmt.name not in LAYOUTS else _by_columns
-        return lambda weight: best_rows(weight, fmt, moments, ways(weight, fmt, importance, objective))
+        ways = (
+            _by_lattice
+            if isinstance(fmt, GGUFFormat) and fmt.name not in LAYOUTS
+            else _by_columns
+        )
+        return lambda weight: best_rows(
+            weight, fmt, moments, ways(weight, fmt, importance, objective)
+        )
 
 
 def _by_columns(
@@ -127,7 +149,11 @@ def _by_columns(
 ) -> list[Quantized]:
     """Plain rounding, searched scales, and error feedback with two sets of scales."""
     from kl_lens.weights.quantizers.block_scales import weighed_blocks
-    from kl_lens.weights.quantizers.feedback import descended, fed_back, with_fitted_scales
+    from kl_lens.weights.quantizers.feedback import (
+        descended,
+        fed_back,
+        with_fitted_scales,
+    )
     from kl_lens.weights.quantizers.group_scales import searched_levels, stored
     from kl_lens.weights.quantizers.levels import block_levels, with_codes
 
@@ -146,8 +172,10 @@ def _by_columns(
         for _ in range(ROUNDS):
             levels = with_fitted_scales(weight, levels, codes, objective)
             codes = descended(weight, levels, codes, objective)
-        blocks = isinstance(fmt, GGUFFormat)
-        ways.append(with_codes(fmt, searched, codes) if blocks else stored(fmt, levels, codes))  # type: ignore[arg-type]
+        if isinstance(fmt, GGUFFormat):
+            ways.append(with_codes(fmt, searched, codes))
+        else:
+            ways.append(stored(fmt, levels, codes))
     return ways
 
 
@@ -173,9 +201,15 @@ class Tuned(Quantizer):
     name = TUNED
 
     def quantize(
-        self, weight: torch.Tensor, fmt: Format, name: str, statistics: InputStatistics | None
+        self,
+        weight: torch.Tensor,
+        fmt: Format,
+        name: str,
+        statistics: InputStatistics | None,
     ) -> Quantized:
-        raise FormatError(f"{name}: tuned weights are made by kl-lens plan --tune, for a whole plan")
+        raise FormatError(
+            f"{name}: tuned weights are made by kl-lens plan --tune, for a whole plan"
+        )
 
 
 def column_importance(moments: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,9 @@ from kl_lens.weights.formats.format import checked_float32
 class InputStatistics:
     """Statistics of one component's inputs on the calibration text."""
 
-    second_moments: torch.Tensor  # E[x xᵀ], float32: (columns, columns), or (experts, columns, columns)
+    second_moments: (
+        torch.Tensor
+    )  # E[x xᵀ], float32: (columns, columns), or (experts, columns, columns)
     tokens: tuple[int, ...]  # inputs they were taken over: one number, or one per expert
 
 
@@ -39,7 +41,11 @@ class Quantizer(ABC):
 
     @abstractmethod
     def quantize(
-        self, weight: torch.Tensor, fmt: Format, name: str, statistics: InputStatistics | None
+        self,
+        weight: torch.Tensor,
+        fmt: Format,
+        name: str,
+        statistics: InputStatistics | None,
     ) -> Quantized:
         """The weight on the format's grid. Error messages use `name`."""
 
@@ -62,7 +68,9 @@ def get_quantizer(name: str) -> Quantizer:
     try:
         return QUANTIZERS[TUNED if name.lower().startswith(f"{TUNED}-") else name.lower()]
     except KeyError:
-        raise FormatError(f"unknown method {name!r}; known: {', '.join(QUANTIZERS)}") from None
+        raise FormatError(
+            f"unknown method {name!r}; known: {', '.join(QUANTIZERS)}"
+        ) from None
 
 
 class LearningQuantizer(Quantizer):
@@ -71,21 +79,32 @@ class LearningQuantizer(Quantizer):
     learns = True
 
     def quantize(
-        self, weight: torch.Tensor, fmt: Format, name: str, statistics: InputStatistics | None
+        self,
+        weight: torch.Tensor,
+        fmt: Format,
+        name: str,
+        statistics: InputStatistics | None,
     ) -> Quantized:
         if statistics is None:
-            raise FormatError(f"{name}: {self.name} needs calibration statistics, and there are none")
+            raise FormatError(
+                f"{name}: {self.name} needs calibration statistics, and there are none"
+            )
         if reason := self.suits(fmt) or fmt.fits(tuple(weight.shape)):
             raise FormatError(f"{name}: {fmt.name}+{self.name} cannot hold it: {reason}")
         moments = statistics.second_moments.to(weight.device)
         expected = (*weight.shape[:-2], weight.shape[-1], weight.shape[-1])
-        if moments.shape[-2:] != expected[-2:] or moments.shape not in (expected, expected[-2:]):
+        if moments.shape[-2:] != expected[-2:] or moments.shape not in (
+            expected,
+            expected[-2:],
+        ):
             raise FormatError(
                 f"{name}: its statistics have shape {tuple(moments.shape)}, expected {expected}: "
                 "they belong to another model; gather them again"
             )
         if not bool(torch.isfinite(moments).all()):
-            raise FormatError(f"{name}: its statistics hold NaN or infinity; gather them again")
+            raise FormatError(
+                f"{name}: its statistics hold NaN or infinity; gather them again"
+            )
         values = checked_float32(weight, name)
         experts = values if values.dim() == 3 else values[None]
         pieces: list[Quantized] = []
@@ -93,7 +112,10 @@ class LearningQuantizer(Quantizer):
             own, tokens = (moments, 0) if moments.dim() == 2 else (moments[index], index)
             rounding = self._rounding(fmt, own, statistics.tokens[tokens])
             step = max(1, elements_at_once(expert.device) // expert.shape[1])
-            pieces += [rounding(expert[first : first + step]) for first in range(0, len(expert), step)]
+            pieces += [
+                rounding(expert[first : first + step])
+                for first in range(0, len(expert), step)
+            ]
         return Quantized.stacked(pieces, tuple(weight.shape))
 
     @abstractmethod
@@ -117,6 +139,12 @@ def best_rows(
 ) -> Quantized:
     """Each row from the choice with the smallest loss; ties go to the first."""
     losses = torch.stack([row_losses(weight, fmt, choice, moments) for choice in choices])
-    best, rows = losses.argmin(0), torch.arange(len(weight), device=losses.device)
-    tensors = {name: torch.stack([c.tensors[name] for c in choices]) for name in choices[0].tensors}
-    return Quantized(fmt.name, tuple(weight.shape), **{n: t[best, rows] for n, t in tensors.items()})
+    best = losses.argmin(0)
+    rows = torch.arange(len(weight), device=losses.device)
+    tensors = {
+        name: torch.stack([c.tensors[name] for c in choices])
+        for name in choices[0].tensors
+    }
+    return Quantized(
+        fmt.name, tuple(weight.shape), **{n: t[best, rows] for n, t in tensors.items()}
+    )

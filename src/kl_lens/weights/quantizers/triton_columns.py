@@ -17,8 +17,14 @@ _ROWS = 16
 
 @triton.jit
 def _nearest(  # type: ignore[no-untyped-def]
-    x, inverse, shift, lowest, highest, table, ENTRIES: tl.constexpr,
-):  # fmt: skip
+    x,
+    inverse,
+    shift,
+    lowest,
+    highest,
+    table,
+    ENTRIES: tl.constexpr,
+):
     scaled = (x - shift) * inverse
     if ENTRIES > 1:
         code = tl.zeros_like(scaled)
@@ -40,10 +46,27 @@ def _value(code, scale, shift, table, ENTRIES: tl.constexpr):  # type: ignore[no
 
 @triton.jit
 def _round(  # type: ignore[no-untyped-def]
-    wanted, weight, mixing, groups, scales, inverses, shifts, table, codes, errors, rows, width,
-    group_count, lowest, highest, ENTRIES: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
-):  # fmt: skip
-    row, column = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, W)
+    wanted,
+    weight,
+    mixing,
+    groups,
+    scales,
+    inverses,
+    shifts,
+    table,
+    codes,
+    errors,
+    rows,
+    width,
+    group_count,
+    lowest,
+    highest,
+    ENTRIES: tl.constexpr,
+    R: tl.constexpr,
+    W: tl.constexpr,
+):
+    row = tl.program_id(0) * R + tl.arange(0, R)
+    column = tl.arange(0, W)
     valid = row < rows
     inside = valid[:, None] & (column < width)[None, :]
     place = row.to(tl.int64)[:, None] * width + column[None, :]
@@ -58,7 +81,9 @@ def _round(  # type: ignore[no-untyped-def]
         code = _nearest(x, inverse, shift, lowest, highest, table, ENTRIES)
         exact = tl.load(weight + row.to(tl.int64) * width + j, mask=valid, other=0.0)
         error = exact - _value(code, scale, shift, table, ENTRIES)
-        later = tl.load(mixing + j * width + column, mask=(column > j) & (column < width), other=0.0)
+        later = tl.load(
+            mixing + j * width + column, mask=(column > j) & (column < width), other=0.0
+        )
         own += error[:, None] * later[None, :]
     at = at_row[:, None] + tl.load(groups + column, mask=column < width, other=0)[None, :]
     scale = tl.load(scales + at, mask=inside, other=1.0)
@@ -67,15 +92,33 @@ def _round(  # type: ignore[no-untyped-def]
     code = _nearest(own, inverse, shift, lowest, highest, table, ENTRIES)
     exact = tl.load(weight + place, mask=inside, other=0.0)
     tl.store(codes + place, code, mask=inside)
-    tl.store(errors + place, exact - _value(code, scale, shift, table, ENTRIES), mask=inside)
+    tl.store(
+        errors + place, exact - _value(code, scale, shift, table, ENTRIES), mask=inside
+    )
 
 
 @triton.jit
 def _descend(  # type: ignore[no-untyped-def]
-    pull, moments, groups, scales, inverses, shifts, table, codes, errors, rows, width, group_count, lowest,
-    highest, ENTRIES: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
-):  # fmt: skip
-    row, column = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, W)
+    pull,
+    moments,
+    groups,
+    scales,
+    inverses,
+    shifts,
+    table,
+    codes,
+    errors,
+    rows,
+    width,
+    group_count,
+    lowest,
+    highest,
+    ENTRIES: tl.constexpr,
+    R: tl.constexpr,
+    W: tl.constexpr,
+):
+    row = tl.program_id(0) * R + tl.arange(0, R)
+    column = tl.arange(0, W)
     valid = row < rows
     inside = valid[:, None] & (column < width)[None, :]
     place = row.to(tl.int64)[:, None] * width + column[None, :]
@@ -88,18 +131,26 @@ def _descend(  # type: ignore[no-untyped-def]
         shift = tl.load(shifts + at, mask=valid, other=0.0)
         code = tl.load(codes + row.to(tl.int64) * width + j, mask=valid, other=0.0)
         before = _value(code, scale, shift, table, ENTRIES)
-        x = before + tl.sum(tl.where(column[None, :] == j, own, 0.0), 1) / tl.load(moments + j * width + j)
+        x = before + tl.sum(tl.where(column[None, :] == j, own, 0.0), 1) / tl.load(
+            moments + j * width + j
+        )
         code = _nearest(x, inverse, shift, lowest, highest, table, ENTRIES)
         step = _value(code, scale, shift, table, ENTRIES) - before
-        later = tl.load(moments + j * width + column, mask=(column > j) & (column < width), other=0.0)
+        later = tl.load(
+            moments + j * width + column, mask=(column > j) & (column < width), other=0.0
+        )
         own -= step[:, None] * later[None, :]
     at = at_row[:, None] + tl.load(groups + column, mask=column < width, other=0)[None, :]
     scale = tl.load(scales + at, mask=inside, other=1.0)
     shift = tl.load(shifts + at, mask=inside, other=0.0)
     inverse = tl.load(inverses + at, mask=inside, other=1.0)
     diagonal = tl.load(moments + column * width + column, mask=column < width, other=1.0)
-    before = _value(tl.load(codes + place, mask=inside, other=0.0), scale, shift, table, ENTRIES)
-    code = _nearest(before + own / diagonal[None, :], inverse, shift, lowest, highest, table, ENTRIES)
+    before = _value(
+        tl.load(codes + place, mask=inside, other=0.0), scale, shift, table, ENTRIES
+    )
+    code = _nearest(
+        before + own / diagonal[None, :], inverse, shift, lowest, highest, table, ENTRIES
+    )
     step = _value(code, scale, shift, table, ENTRIES) - before
     error = tl.load(errors + place, mask=inside, other=0.0)
     tl.debug_barrier()  # other threads of the program may still be reading codes
@@ -108,31 +159,57 @@ def _descend(  # type: ignore[no-untyped-def]
 
 
 def _launch(
-    kernel: Any, first: list[torch.Tensor], levels: Any, columns: torch.Tensor, codes: torch.Tensor,
+    kernel: Any,
+    first: list[torch.Tensor],
+    levels: Any,
+    columns: torch.Tensor,
+    codes: torch.Tensor,
     errors: torch.Tensor,
-) -> None:  # fmt: skip
+) -> None:
     rows, width = codes.shape
     groups = (columns // levels.group).to(torch.int32)
     kernel[(triton.cdiv(rows, _ROWS),)](
-        *first, groups, levels.scales.contiguous(), levels.inverses.contiguous(), levels.shifts.contiguous(),
-        levels._table, codes, errors, rows, width, levels.scales.shape[1], float(levels.lowest),
-        float(levels.highest), ENTRIES=len(levels._table), R=_ROWS, W=max(16, triton.next_power_of_2(width)),
+        *first,
+        groups,
+        levels.scales.contiguous(),
+        levels.inverses.contiguous(),
+        levels.shifts.contiguous(),
+        levels._table,
+        codes,
+        errors,
+        rows,
+        width,
+        levels.scales.shape[1],
+        float(levels.lowest),
+        float(levels.highest),
+        ENTRIES=len(levels._table),
+        R=_ROWS,
+        W=max(16, triton.next_power_of_2(width)),
         num_warps=2,
-    )  # fmt: skip
+    )
 
 
 def round_in_order(
-    wanted: torch.Tensor, weight: torch.Tensor, mixing: torch.Tensor, levels: Any, columns: torch.Tensor
+    wanted: torch.Tensor,
+    weight: torch.Tensor,
+    mixing: torch.Tensor,
+    levels: Any,
+    columns: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Like `feedback.round_in_order`, but `wanted` is not changed."""
-    codes, errors = torch.empty_like(weight), torch.empty_like(weight)
+    codes = torch.empty_like(weight)
+    errors = torch.empty_like(weight)
     _launch(_round, [wanted.contiguous(), weight, mixing], levels, columns, codes, errors)
     return codes, errors
 
 
 def descend(
-    pull: torch.Tensor, moments: torch.Tensor, codes: torch.Tensor, errors: torch.Tensor, levels: Any,
+    pull: torch.Tensor,
+    moments: torch.Tensor,
+    codes: torch.Tensor,
+    errors: torch.Tensor,
+    levels: Any,
     columns: torch.Tensor,
-) -> None:  # fmt: skip
+) -> None:
     """Like `feedback.descend`, but `pull` is not changed."""
     _launch(_descend, [pull.contiguous(), moments], levels, columns, codes, errors)

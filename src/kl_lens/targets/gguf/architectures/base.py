@@ -19,10 +19,16 @@ from kl_lens.model.files import and_more
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
 Factors = float | torch.Tensor  # one, or (rows, 1)
-Metadata = dict[str, Any]  # key without the architecture's prefix → int, float, bool, str or list of int
-Shapes = Mapping[str, tuple[int, ...]]  # parameter name → shape, everything the checkpoint holds
+Metadata = dict[
+    str, Any
+]  # key without the architecture's prefix → int, float, bool, str or list of int
+Shapes = Mapping[
+    str, tuple[int, ...]
+]  # parameter name → shape, everything the checkpoint holds
 
-ENDLESS_CONTEXT = 2**20  # state-space models have no trained limit, but llama.cpp needs a number
+ENDLESS_CONTEXT = (
+    2**20
+)  # state-space models have no trained limit, but llama.cpp needs a number
 
 
 def as_is(tensor: torch.Tensor) -> torch.Tensor:
@@ -39,7 +45,9 @@ class TensorRule:
     """
 
     name: str
-    parameter: str | None  # None: made from nothing (a bias that the checkpoint leaves out)
+    parameter: (
+        str | None
+    )  # None: made from nothing (a bias that the checkpoint leaves out)
     transform: Transform = as_is
     factors: Factors = 1.0  # for all rows or each, applied before rounding: multipliers that llama.cpp lacks
     float32: bool = False  # llama.cpp's kernels read it as F32
@@ -63,10 +71,14 @@ class TensorRule:
 class Architecture:
     """How families of transformers become an architecture of llama.cpp."""
 
-    names: Mapping[str, str | Callable[[Any], str]]  # transformers' → llama.cpp's, or how it is found
+    names: Mapping[
+        str, str | Callable[[Any], str]
+    ]  # transformers' → llama.cpp's, or how it is found
     metadata: Callable[[Any], Metadata]
     tensors: Callable[[Any, Shapes], list[TensorRule]]
-    refusals: Callable[[Any], Iterable[str]]  # reasons why this configuration is not supported
+    refusals: Callable[
+        [Any], Iterable[str]
+    ]  # reasons why this configuration is not supported
     notes: Callable[[Any], Iterable[str]] = lambda _: ()  # known small differences
     # Tensors of heads for further tokens, if llama.cpp has a place.
     further: Callable[[Any], list[TensorRule]] = lambda _: []
@@ -77,7 +89,9 @@ class Architecture:
 
     def require(self, config: Any) -> None:
         for reason in self.refusals(config):
-            raise UnsupportedError(f"this {config.model_type} model cannot be written as GGUF: {reason}")
+            raise UnsupportedError(
+                f"this {config.model_type} model cannot be written as GGUF: {reason}"
+            )
 
 
 def check_complete(rules: Sequence[TensorRule], shapes: Shapes) -> None:
@@ -89,6 +103,12 @@ def check_complete(rules: Sequence[TensorRule], shapes: Shapes) -> None:
         "no tensor of the file takes": set(shapes) - used,
         "two tensors are called": {name for name, count in counts.items() if count > 1},
     }
-    problems = [f"{label}: {min(names)}{and_more([*names])}" for label, names in found.items() if names]
+    problems = [
+        f"{label}: {min(names)}{and_more([*names])}"
+        for label, names in found.items()
+        if names
+    ]
     if problems:
-        raise TargetError(f"weights and the GGUF name map do not fit: {'; '.join(problems)}")
+        raise TargetError(
+            f"weights and the GGUF name map do not fit: {'; '.join(problems)}"
+        )

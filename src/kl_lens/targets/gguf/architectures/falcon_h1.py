@@ -15,7 +15,13 @@ from typing import Any
 import torch
 
 from kl_lens.targets.gguf.architectures import parts
-from kl_lens.targets.gguf.architectures.base import Architecture, Factors, Metadata, Shapes, TensorRule
+from kl_lens.targets.gguf.architectures.base import (
+    Architecture,
+    Factors,
+    Metadata,
+    Shapes,
+    TensorRule,
+)
 
 _HEAD = "lm_head.weight"
 
@@ -38,11 +44,15 @@ def _metadata(config: Any) -> Metadata:
 
 def _factors(config: Any, tied: bool) -> dict[str, Factors]:
     """Tensor → the multiplier that transformers applies and llama.cpp does not."""
-    inner, states = _inner(config), config.mamba_n_groups * config.mamba_d_state
+    inner = _inner(config)
+    states = config.mamba_n_groups * config.mamba_d_state
     # Rows of the input projection are z, x, B, C and the time steps, each with its own factor.
     sizes = torch.tensor([inner, inner, states, states, config.mamba_n_heads])
-    projection = torch.tensor([m * config.ssm_in_multiplier for m in config.ssm_multipliers])
-    attention, (gate, down) = config.attention_in_multiplier, config.mlp_multipliers
+    projection = torch.tensor(
+        [m * config.ssm_in_multiplier for m in config.ssm_multipliers]
+    )
+    attention = config.attention_in_multiplier
+    (gate, down) = config.mlp_multipliers
     head = config.lm_head_multiplier / (config.embedding_multiplier if tied else 1.0)
     return {
         "token_embd.weight": config.embedding_multiplier,
@@ -59,27 +69,45 @@ def _factors(config: Any, tied: bool) -> dict[str, Factors]:
 
 
 def _tensors(config: Any, shapes: Shapes) -> list[TensorRule]:
-    rules = parts.ends("model.embed_tokens.weight", "model.final_layernorm.weight", _HEAD, shapes)
+    rules = parts.ends(
+        "model.embed_tokens.weight", "model.final_layernorm.weight", _HEAD, shapes
+    )
     for index in range(config.num_hidden_layers):
-        block, layer = f"blk.{index}", f"model.layers.{index}"
+        block = f"blk.{index}"
+        layer = f"model.layers.{index}"
         rules += [
-            TensorRule(f"{block}.attn_norm.weight", f"{layer}.input_layernorm.weight", float32=True),
+            TensorRule(
+                f"{block}.attn_norm.weight",
+                f"{layer}.input_layernorm.weight",
+                float32=True,
+            ),
             # Without ".weight" only in this architecture.
-            TensorRule(f"{block}.ffn_norm", f"{layer}.pre_ff_layernorm.weight", float32=True),
+            TensorRule(
+                f"{block}.ffn_norm", f"{layer}.pre_ff_layernorm.weight", float32=True
+            ),
         ]
         rules += parts.mamba2_layer(
-            block, f"{layer}.mamba", config.mamba_n_groups, shapes, norm=config.mamba_rms_norm
+            block,
+            f"{layer}.mamba",
+            config.mamba_n_groups,
+            shapes,
+            norm=config.mamba_rms_norm,
         )
         rules += parts.attention_layer(block, f"{layer}.self_attn")
         rules += parts.gated_mlp(block, f"{layer}.feed_forward")
     factors = _factors(config, tied=_HEAD not in shapes)
-    return [replace(rule, factors=factors.get(re.sub(r"^blk\.\d+\.", "", rule.name), 1.0)) for rule in rules]
+    return [
+        replace(rule, factors=factors.get(re.sub(r"^blk\.\d+\.", "", rule.name), 1.0))
+        for rule in rules
+    ]
 
 
 def _refusals(config: Any) -> Iterable[str]:
     if config.mamba_rms_norm and config.mamba_norm_before_gate:
         yield "it normalises before the gate (mamba_norm_before_gate), but llama.cpp gates first"
-    yield from parts.refusals(config, "attention_bias", "mlp_bias", "mamba_proj_bias", "projectors_bias")
+    yield from parts.refusals(
+        config, "attention_bias", "mlp_bias", "mamba_proj_bias", "projectors_bias"
+    )
 
 
 ARCHITECTURE = Architecture({"falcon_h1": "falcon-h1"}, _metadata, _tensors, _refusals)

@@ -6,21 +6,35 @@ from collections.abc import Iterable
 from typing import Any
 
 from kl_lens.targets.gguf.architectures import parts
-from kl_lens.targets.gguf.architectures.base import Architecture, Metadata, Shapes, TensorRule, as_is
+from kl_lens.targets.gguf.architectures.base import (
+    Architecture,
+    Metadata,
+    Shapes,
+    TensorRule,
+    as_is,
+)
 
 _ATTENTION = ("attention", "full_attention")  # transformers renamed it in version 5
 
 
 def _attention_layers(config: Any) -> list[bool]:
-    kinds = config.layers_block_type if config.model_type == "bamba" else config.layer_types
+    kinds = (
+        config.layers_block_type if config.model_type == "bamba" else config.layer_types
+    )
     return [kind in _ATTENTION for kind in kinds]
 
 
 def _rotary(config: Any) -> int:
     """How many dimensions of a head rotate; 0 without rope."""
-    if config.model_type == "granitemoehybrid" and config.position_embedding_type != "rope":
+    if (
+        config.model_type == "granitemoehybrid"
+        and config.position_embedding_type != "rope"
+    ):
         return 0
-    return int(parts.head_size(config) * (config.rope_parameters or {}).get("partial_rotary_factor", 1.0))
+    return int(
+        parts.head_size(config)
+        * (config.rope_parameters or {}).get("partial_rotary_factor", 1.0)
+    )
 
 
 def _inner(config: Any) -> int:
@@ -35,7 +49,8 @@ def _metadata(config: Any) -> Metadata:
     values: Metadata = {
         **parts.hybrid_metadata(config, _inner(config), config.mamba_n_heads),
         "attention.head_count_kv": [
-            config.num_key_value_heads if attention else 0 for attention in _attention_layers(config)
+            config.num_key_value_heads if attention else 0
+            for attention in _attention_layers(config)
         ],
         # llama.cpp uses this flag as a switch for rope in this architecture.
         "rope.scaling.finetuned": _rotary(config) > 0,
@@ -67,15 +82,24 @@ def _tensors(config: Any, shapes: Shapes) -> list[TensorRule]:
     second_norm = "pre_ff_layernorm" if bamba else "post_attention_layernorm"
     rules = parts.ends("model.embed_tokens.weight", norm, "lm_head.weight", shapes)
     rotary = _rotary(config)
-    query = parts.interleaved_heads(config.num_attention_heads, rotary) if rotary else as_is
+    query = (
+        parts.interleaved_heads(config.num_attention_heads, rotary) if rotary else as_is
+    )
     key = parts.interleaved_heads(config.num_key_value_heads, rotary) if rotary else as_is
     for index, attention in enumerate(_attention_layers(config)):
-        block, layer = f"blk.{index}", f"model.layers.{index}"
-        rules += parts.norms(block, layer, {"attn_norm": "input_layernorm", "ffn_norm": second_norm})
+        block = f"blk.{index}"
+        layer = f"model.layers.{index}"
+        rules += parts.norms(
+            block, layer, {"attn_norm": "input_layernorm", "ffn_norm": second_norm}
+        )
         if attention:
-            rules += parts.attention_layer(block, f"{layer}.self_attn", query=query, key=key)
+            rules += parts.attention_layer(
+                block, f"{layer}.self_attn", query=query, key=key
+            )
         else:
-            rules += parts.mamba2_layer(block, f"{layer}.mamba", config.mamba_n_groups, shapes)
+            rules += parts.mamba2_layer(
+                block, f"{layer}.mamba", config.mamba_n_groups, shapes
+            )
         if bamba:
             rules += parts.gated_mlp(block, f"{layer}.feed_forward")
         else:
@@ -87,8 +111,16 @@ def _granite_mlp(config: Any, block: str, layer: str) -> list[TensorRule]:
     suffix = "_shexp" if _experts(config) else ""
     shared = f"{layer}.shared_mlp"
     rules = [
-        TensorRule(f"{block}.ffn_gate{suffix}.weight", f"{shared}.input_linear.weight", parts.half(0)),
-        TensorRule(f"{block}.ffn_up{suffix}.weight", f"{shared}.input_linear.weight", parts.half(1)),
+        TensorRule(
+            f"{block}.ffn_gate{suffix}.weight",
+            f"{shared}.input_linear.weight",
+            parts.half(0),
+        ),
+        TensorRule(
+            f"{block}.ffn_up{suffix}.weight",
+            f"{shared}.input_linear.weight",
+            parts.half(1),
+        ),
         TensorRule(f"{block}.ffn_down{suffix}.weight", f"{shared}.output_linear.weight"),
     ]
     if _experts(config):

@@ -11,9 +11,17 @@ from typing import Any
 import torch
 
 from kl_lens.targets.gguf.architectures import parts
-from kl_lens.targets.gguf.architectures.base import Architecture, Metadata, Shapes, TensorRule, Transform
+from kl_lens.targets.gguf.architectures.base import (
+    Architecture,
+    Metadata,
+    Shapes,
+    TensorRule,
+    Transform,
+)
 
-_EPSILON = 1e-6  # of the norms of keys, queries and the latent: a constant of the model's code
+_EPSILON = (
+    1e-6  # of the norms of keys, queries and the latent: a constant of the model's code
+)
 
 
 def _dense_layers(config: Any) -> int:
@@ -36,7 +44,9 @@ def _metadata(config: Any) -> Metadata:
         **parts.sizes(config, config.intermediate_size),
         "attention.head_count": config.num_attention_heads,
         # llama.cpp caches the latent, which all heads share, so there is one key head.
-        "attention.head_count_kv": [int(kind == "full_attention") for kind in config.layer_types],
+        "attention.head_count_kv": [
+            int(kind == "full_attention") for kind in config.layer_types
+        ],
         "attention.key_length": config.kv_lora_rank + config.qk_rope_head_dim,
         "attention.value_length": config.kv_lora_rank,
         "attention.key_length_mla": config.qk_nope_head_dim + config.qk_rope_head_dim,
@@ -70,7 +80,9 @@ def _of_latent(config: Any, *, keys: bool) -> Transform:
     sizes = [config.qk_nope_head_dim, config.v_head_dim]
 
     def transform(tensor: torch.Tensor) -> torch.Tensor:
-        key, value = tensor.unflatten(0, (config.num_attention_heads, -1)).split(sizes, dim=1)
+        key, value = tensor.unflatten(0, (config.num_attention_heads, -1)).split(
+            sizes, dim=1
+        )
         return key.transpose(1, 2) if keys else value
 
     return transform
@@ -81,18 +93,25 @@ def _positive_decay(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _delta_layer(config: Any, block: str, mixer: str) -> list[TensorRule]:
-    gate, names = f"{mixer}.forget_gate", {"ssm_beta": "b_proj"}
+    gate = f"{mixer}.forget_gate"
+    names = {"ssm_beta": "b_proj"}
     if _is_ling(config):
         names |= {"ssm_f_a": "forget_gate.f_proj", "ssm_g_a": "g_proj"}
     else:
         names |= {f"ssm_f_{part}": f"forget_gate.f_{part}_proj" for part in "ab"}
         names |= {f"ssm_g_{part}": f"g_{part}_proj" for part in "ab"}
-    taps = {f"{block}.ssm_conv1d_{part}.weight": _third(index) for index, part in enumerate("qkv")}
+    taps = {
+        f"{block}.ssm_conv1d_{part}.weight": _third(index)
+        for index, part in enumerate("qkv")
+    }
     decay = _positive_decay if _is_ling(config) else parts.negative_exponential_column
     return [
         *parts.attention_layer(block, mixer),
         *parts.matrices(block, mixer, names),
-        *(TensorRule(name, f"{mixer}.conv1d.weight", part, float32=True) for name, part in taps.items()),
+        *(
+            TensorRule(name, f"{mixer}.conv1d.weight", part, float32=True)
+            for name, part in taps.items()
+        ),
         TensorRule(f"{block}.ssm_a", f"{gate}.A_log", decay, float32=True),
         TensorRule(f"{block}.ssm_dt.bias", f"{gate}.dt_bias", float32=True),
         *parts.norms(block, mixer, {"ssm_norm": "o_norm"}),
@@ -100,23 +119,38 @@ def _delta_layer(config: Any, block: str, mixer: str) -> list[TensorRule]:
 
 
 def _attention_layer(config: Any, block: str, attention: str) -> list[TensorRule]:
-    latent, names = f"{attention}.kv_b_proj.weight", {"attn_gate": "g_proj"} if _is_ling(config) else {}
+    latent = f"{attention}.kv_b_proj.weight"
+    names = {"attn_gate": "g_proj"} if _is_ling(config) else {}
     names |= {"attn_q": "q_proj", "attn_kv_a_mqa": "kv_a_proj_with_mqa"}
     return [
         *parts.matrices(block, attention, names),
         *parts.norms(block, attention, {"attn_kv_a_norm": "kv_a_layernorm"}),
         # llama.cpp multiplies with the transpose, whose rows cross the blocks of a quantized matrix.
-        TensorRule(f"{block}.attn_k_b.weight", latent, _of_latent(config, keys=True), float32=True),
-        TensorRule(f"{block}.attn_v_b.weight", latent, _of_latent(config, keys=False), float32=True),
+        TensorRule(
+            f"{block}.attn_k_b.weight",
+            latent,
+            _of_latent(config, keys=True),
+            float32=True,
+        ),
+        TensorRule(
+            f"{block}.attn_v_b.weight",
+            latent,
+            _of_latent(config, keys=False),
+            float32=True,
+        ),
         *parts.matrices(block, attention, {"attn_output": "o_proj"}),
     ]
 
 
 def _tensors(config: Any, shapes: Shapes) -> list[TensorRule]:
-    rules = parts.ends("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", shapes)
+    rules = parts.ends(
+        "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", shapes
+    )
     for index, kind in enumerate(config.layer_types):
-        block, layer = f"blk.{index}", f"model.layers.{index}"
-        mixer, mlp = f"{layer}.self_attn", f"{layer}.mlp"
+        block = f"blk.{index}"
+        layer = f"model.layers.{index}"
+        mixer = f"{layer}.self_attn"
+        mlp = f"{layer}.mlp"
         names = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
         rules += parts.norms(block, layer, names)
         if kind == "full_attention":

@@ -6,7 +6,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from kl_lens.targets.gguf.architectures import parts
-from kl_lens.targets.gguf.architectures.base import Architecture, Metadata, Shapes, TensorRule
+from kl_lens.targets.gguf.architectures.base import (
+    Architecture,
+    Metadata,
+    Shapes,
+    TensorRule,
+)
 
 
 def _has_experts(config: Any, index: int) -> bool:
@@ -30,7 +35,8 @@ def _metadata(config: Any) -> Metadata:
         "vocab_size": config.vocab_size,
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": [
-            0 if kind == "conv" else config.num_key_value_heads for kind in config.layer_types
+            0 if kind == "conv" else config.num_key_value_heads
+            for kind in config.layer_types
         ],
         "attention.layer_norm_rms_epsilon": config.norm_eps,
         "rope.freq_base": parts.rope_base(config),
@@ -48,27 +54,48 @@ def _metadata(config: Any) -> Metadata:
 
 
 def _tensors(config: Any, shapes: Shapes) -> list[TensorRule]:
-    rules = parts.ends("model.embed_tokens.weight", "model.embedding_norm.weight", "lm_head.weight", shapes)
+    rules = parts.ends(
+        "model.embed_tokens.weight",
+        "model.embedding_norm.weight",
+        "lm_head.weight",
+        shapes,
+    )
     # Despite its name in llama.cpp, this is the final norm.
-    rules[1] = TensorRule("token_embd_norm.weight", "model.embedding_norm.weight", float32=True)
+    rules[1] = TensorRule(
+        "token_embd_norm.weight", "model.embedding_norm.weight", float32=True
+    )
     for index, kind in enumerate(config.layer_types):
-        block, layer = f"blk.{index}", f"model.layers.{index}"
-        rules += parts.norms(block, layer, {"attn_norm": "operator_norm", "ffn_norm": "ffn_norm"})
+        block = f"blk.{index}"
+        layer = f"model.layers.{index}"
+        rules += parts.norms(
+            block, layer, {"attn_norm": "operator_norm", "ffn_norm": "ffn_norm"}
+        )
         if kind == "conv":
-            short, own = f"{block}.shortconv", f"{layer}.conv"
+            short = f"{block}.shortconv"
+            own = f"{layer}.conv"
             rules += parts.norms(short, own, {"conv": "conv"}, parts.squeezed_convolution)
-            rules += parts.matrices(short, own, {"in_proj": "in_proj", "out_proj": "out_proj"})
+            rules += parts.matrices(
+                short, own, {"in_proj": "in_proj", "out_proj": "out_proj"}
+            )
         else:
-            names = {f"attn_{part}": f"{part}_proj" for part in "qkv"} | {"attn_output": "out_proj"}
+            names = {f"attn_{part}": f"{part}_proj" for part in "qkv"} | {
+                "attn_output": "out_proj"
+            }
             rules += parts.matrices(block, f"{layer}.self_attn", names)
             names = {f"attn_{part}_norm": f"{part}_layernorm" for part in "qk"}
             rules += parts.norms(block, f"{layer}.self_attn", names)
         mlp = f"{layer}.feed_forward"
         if _has_experts(config, index):
             rules += parts.gated_experts(block, f"{mlp}.gate.weight", f"{mlp}.experts")
-            rules.append(TensorRule(f"{block}.exp_probs_b.bias", f"{mlp}.expert_bias", float32=True))
+            rules.append(
+                TensorRule(
+                    f"{block}.exp_probs_b.bias", f"{mlp}.expert_bias", float32=True
+                )
+            )
         else:
-            rules += parts.matrices(block, mlp, {"ffn_gate": "w1", "ffn_up": "w3", "ffn_down": "w2"})
+            rules += parts.matrices(
+                block, mlp, {"ffn_gate": "w1", "ffn_up": "w3", "ffn_down": "w2"}
+            )
     return rules
 
 
@@ -82,4 +109,6 @@ def _refusals(config: Any) -> Iterable[str]:
             yield "it has no bias for its experts, but llama.cpp's lfm2moe requires one"
 
 
-ARCHITECTURE = Architecture({"lfm2": "lfm2", "lfm2_moe": "lfm2moe"}, _metadata, _tensors, _refusals)
+ARCHITECTURE = Architecture(
+    {"lfm2": "lfm2", "lfm2_moe": "lfm2moe"}, _metadata, _tensors, _refusals
+)

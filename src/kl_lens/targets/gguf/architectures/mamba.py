@@ -18,7 +18,9 @@ from kl_lens.targets.gguf.architectures.base import (
 def _metadata(config: Any) -> Metadata:
     second = config.model_type == "mamba2"
     falcon = config.model_type == "falcon_mamba"
-    own: Metadata = {"ssm.group_count": config.n_groups} if second else {"ssm.dt_b_c_rms": falcon}
+    own: Metadata = (
+        {"ssm.group_count": config.n_groups} if second else {"ssm.dt_b_c_rms": falcon}
+    )
     return {
         "context_length": ENDLESS_CONTEXT,
         "embedding_length": config.hidden_size,
@@ -26,7 +28,9 @@ def _metadata(config: Any) -> Metadata:
         "attention.head_count": 0,
         "block_count": config.num_hidden_layers,
         "ssm.conv_kernel": config.conv_kernel,
-        "ssm.inner_size": config.num_heads * config.head_dim if second else config.intermediate_size,
+        "ssm.inner_size": config.num_heads * config.head_dim
+        if second
+        else config.intermediate_size,
         "ssm.state_size": config.state_size,
         # also llama.cpp's name for the number of heads
         "ssm.time_step_rank": config.num_heads if second else int(config.time_step_rank),
@@ -36,10 +40,15 @@ def _metadata(config: Any) -> Metadata:
 
 
 def _tensors(config: Any, shapes: Shapes) -> list[TensorRule]:
-    rules = parts.ends("backbone.embeddings.weight", "backbone.norm_f.weight", "lm_head.weight", shapes)
+    rules = parts.ends(
+        "backbone.embeddings.weight", "backbone.norm_f.weight", "lm_head.weight", shapes
+    )
     for index in range(config.num_hidden_layers):
-        block, layer = f"blk.{index}", f"backbone.layers.{index}"
-        rules.append(TensorRule(f"{block}.attn_norm.weight", f"{layer}.norm.weight", float32=True))
+        block = f"blk.{index}"
+        layer = f"backbone.layers.{index}"
+        rules.append(
+            TensorRule(f"{block}.attn_norm.weight", f"{layer}.norm.weight", float32=True)
+        )
         if config.model_type == "mamba2":
             rules += parts.mamba2_layer(block, f"{layer}.mixer", config.n_groups, shapes)
         else:
@@ -54,7 +63,10 @@ def _refusals(config: Any) -> Iterable[str]:
 
 
 def _notes(config: Any) -> Iterable[str]:
-    if config.model_type == "falcon_mamba" and config.mixer_rms_eps != config.layer_norm_epsilon:
+    if (
+        config.model_type == "falcon_mamba"
+        and config.mixer_rms_eps != config.layer_norm_epsilon
+    ):
         yield (
             f"llama.cpp normalises B, C and the time step with epsilon {config.layer_norm_epsilon:g}, "
             f"transformers with {config.mixer_rms_eps:g}"

@@ -9,9 +9,17 @@ from collections.abc import Iterable
 from typing import Any
 
 from kl_lens.targets.gguf.architectures import parts
-from kl_lens.targets.gguf.architectures.base import Architecture, Metadata, Shapes, TensorRule
+from kl_lens.targets.gguf.architectures.base import (
+    Architecture,
+    Metadata,
+    Shapes,
+    TensorRule,
+)
 
-_KINDS = {"linear_attention": "mamba", "full_attention": "attention"}  # transformers' names since version 5
+_KINDS = {
+    "linear_attention": "mamba",
+    "full_attention": "attention",
+}  # transformers' names since version 5
 
 
 def _layers(config: Any) -> list[str]:
@@ -24,12 +32,16 @@ def _has_experts(config: Any) -> bool:
 
 def _metadata(config: Any) -> Metadata:
     layers = _layers(config)
-    width = config.moe_intermediate_size if _has_experts(config) else config.intermediate_size
+    width = (
+        config.moe_intermediate_size if _has_experts(config) else config.intermediate_size
+    )
     values: Metadata = {
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
         "block_count": len(layers),
-        "feed_forward_length": [width if kind in ("mlp", "moe") else 0 for kind in layers],
+        "feed_forward_length": [
+            width if kind in ("mlp", "moe") else 0 for kind in layers
+        ],
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": [
             config.num_key_value_heads if kind == "attention" else 0 for kind in layers
@@ -60,17 +72,24 @@ def _metadata(config: Any) -> Metadata:
 
 
 def _tensors(config: Any, shapes: Shapes) -> list[TensorRule]:
-    rules = parts.ends("model.embeddings.weight", "model.norm_f.weight", "lm_head.weight", shapes)
+    rules = parts.ends(
+        "model.embeddings.weight", "model.norm_f.weight", "lm_head.weight", shapes
+    )
     for index, kind in enumerate(_layers(config)):
-        block, layer = f"blk.{index}", f"model.layers.{index}"
+        block = f"blk.{index}"
+        layer = f"model.layers.{index}"
         mixer = f"{layer}.mixer"
-        rules.append(TensorRule(f"{block}.attn_norm.weight", f"{layer}.norm.weight", float32=True))
+        rules.append(
+            TensorRule(f"{block}.attn_norm.weight", f"{layer}.norm.weight", float32=True)
+        )
         if kind == "mamba":
             rules += parts.mamba2_layer(block, mixer, config.n_groups, shapes)
         elif kind == "attention":
             rules += parts.attention_layer(block, mixer)
         elif kind == "mlp":
-            rules += parts.matrices(block, mixer, {"ffn_up": "up_proj", "ffn_down": "down_proj"})
+            rules += parts.matrices(
+                block, mixer, {"ffn_up": "up_proj", "ffn_down": "down_proj"}
+            )
         else:
             bias = f"{mixer}.gate.e_score_correction_bias"
             shared = {f"ffn_{part}_shexp": f"{part}_proj" for part in ("up", "down")}

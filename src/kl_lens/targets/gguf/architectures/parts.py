@@ -8,7 +8,13 @@ from typing import Any
 
 import torch
 
-from kl_lens.targets.gguf.architectures.base import Metadata, Shapes, TensorRule, Transform, as_is
+from kl_lens.targets.gguf.architectures.base import (
+    Metadata,
+    Shapes,
+    TensorRule,
+    Transform,
+    as_is,
+)
 
 # -- transforms ------------------------------------------------------------------------------------------
 
@@ -61,7 +67,10 @@ def interleaved_heads(heads: int, rotary: int) -> Transform:
 
 
 def head_size(config: Any) -> int:
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    return int(
+        getattr(config, "head_dim", None)
+        or config.hidden_size // config.num_attention_heads
+    )
 
 
 def sizes(config: Any, feed_forward: int) -> Metadata:
@@ -87,7 +96,9 @@ def hybrid_metadata(config: Any, inner: int, rank: int) -> Metadata:
 
 
 def rope_base(config: Any) -> float:
-    return float((getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0))
+    return float(
+        (getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0)
+    )
 
 
 # -- groups of tensors -----------------------------------------------------------------------------------
@@ -104,27 +115,41 @@ def ends(embedding: str, norm: str, head: str, shapes: Shapes) -> list[TensorRul
     return rules
 
 
-def norms(block: str, layer: str, names: Mapping[str, str], transform: Transform = as_is) -> list[TensorRule]:
+def norms(
+    block: str, layer: str, names: Mapping[str, str], transform: Transform = as_is
+) -> list[TensorRule]:
     """`names`: of the norms in llama.cpp → in transformers."""
     return [
-        TensorRule(f"{block}.{name}.weight", f"{layer}.{own}.weight", transform, float32=True)
+        TensorRule(
+            f"{block}.{name}.weight", f"{layer}.{own}.weight", transform, float32=True
+        )
         for name, own in names.items()
     ]
 
 
 def matrices(block: str, layer: str, names: Mapping[str, str]) -> list[TensorRule]:
     """`names`: of the matrices in llama.cpp → in transformers."""
-    return [TensorRule(f"{block}.{name}.weight", f"{layer}.{own}.weight") for name, own in names.items()]
+    return [
+        TensorRule(f"{block}.{name}.weight", f"{layer}.{own}.weight")
+        for name, own in names.items()
+    ]
 
 
 def convolution(block: str, mixer: str, shapes: Shapes) -> list[TensorRule]:
-    weight, bias = f"{mixer}.conv1d.weight", f"{mixer}.conv1d.bias"
-    rules = [TensorRule(f"{block}.ssm_conv1d.weight", weight, squeezed_convolution, float32=True)]
+    weight = f"{mixer}.conv1d.weight"
+    bias = f"{mixer}.conv1d.bias"
+    rules = [
+        TensorRule(
+            f"{block}.ssm_conv1d.weight", weight, squeezed_convolution, float32=True
+        )
+    ]
     if bias in shapes:
         rules.append(TensorRule(f"{block}.ssm_conv1d.bias", bias, float32=True))
     else:  # llama.cpp always adds one
         channels = shapes[weight][:1] if weight in shapes else (0,)
-        rules.append(TensorRule(f"{block}.ssm_conv1d.bias", None, float32=True, shape=channels))
+        rules.append(
+            TensorRule(f"{block}.ssm_conv1d.bias", None, float32=True, shape=channels)
+        )
     return rules
 
 
@@ -134,7 +159,9 @@ def mamba1_layer(block: str, mixer: str, shapes: Shapes) -> list[TensorRule]:
         *convolution(block, mixer, shapes),
         *matrices(block, mixer, {"ssm_x": "x_proj", "ssm_dt": "dt_proj"}),
         TensorRule(f"{block}.ssm_dt.bias", f"{mixer}.dt_proj.bias", float32=True),
-        TensorRule(f"{block}.ssm_a", f"{mixer}.A_log", negative_exponential, float32=True),
+        TensorRule(
+            f"{block}.ssm_a", f"{mixer}.A_log", negative_exponential, float32=True
+        ),
         TensorRule(f"{block}.ssm_d", f"{mixer}.D", float32=True),
         *matrices(block, mixer, {"ssm_out": "out_proj"}),
     ]
@@ -147,7 +174,9 @@ def mamba2_layer(
         *matrices(block, mixer, {"ssm_in": "in_proj"}),
         *convolution(block, mixer, shapes),
         TensorRule(f"{block}.ssm_dt.bias", f"{mixer}.dt_bias", float32=True),
-        TensorRule(f"{block}.ssm_a", f"{mixer}.A_log", negative_exponential_column, float32=True),
+        TensorRule(
+            f"{block}.ssm_a", f"{mixer}.A_log", negative_exponential_column, float32=True
+        ),
         TensorRule(f"{block}.ssm_d", f"{mixer}.D", column, float32=True),
         *matrices(block, mixer, {"ssm_out": "out_proj"}),
         *(norms(block, mixer, {"ssm_norm": "norm"}, in_groups(groups)) if norm else ()),
@@ -165,7 +194,11 @@ def attention_layer(
 
 
 def gated_mlp(block: str, mlp: str, *, suffix: str = "") -> list[TensorRule]:
-    return matrices(block, mlp, {f"ffn_{part}{suffix}": f"{part}_proj" for part in ("gate", "up", "down")})
+    return matrices(
+        block,
+        mlp,
+        {f"ffn_{part}{suffix}": f"{part}_proj" for part in ("gate", "up", "down")},
+    )
 
 
 def gated_experts(block: str, router: str, experts: str) -> list[TensorRule]:
@@ -181,13 +214,19 @@ def gated_experts(block: str, router: str, experts: str) -> list[TensorRule]:
 # -- reasons to refuse -----------------------------------------------------------------------------------
 
 
-def refusals(config: Any, *biases: str, rope: bool = True, steps: bool = True) -> Iterator[str]:
+def refusals(
+    config: Any, *biases: str, rope: bool = True, steps: bool = True
+) -> Iterator[str]:
     """Biases, activations, limits of time steps and rope scaling that llama.cpp does not compute."""
     for name in biases:
         if getattr(config, name, False):
             yield f"it has biases ({name}), for which llama.cpp has no tensors"
     silu = ("silu", "swish")
-    for name, known in {"hidden_act": silu, "mamba_hidden_act": silu, "mlp_hidden_act": ("relu2",)}.items():
+    for name, known in {
+        "hidden_act": silu,
+        "mamba_hidden_act": silu,
+        "mlp_hidden_act": ("relu2",),
+    }.items():
         if (activation := getattr(config, name, known[0])) not in known:
             yield f"its activation {activation!r} is not llama.cpp's {known[0]!r}"
     limits = tuple(getattr(config, "time_step_limit", None) or (0.0, math.inf))

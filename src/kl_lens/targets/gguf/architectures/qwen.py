@@ -28,14 +28,20 @@ def _plus_one(tensor: torch.Tensor) -> torch.Tensor:
 
 def _interval(config: Any) -> int:
     """Attention comes every so many layers; 0: not regularly."""
-    full = [index for index, kind in enumerate(config.layer_types) if kind == "full_attention"]
+    full = [
+        index for index, kind in enumerate(config.layer_types) if kind == "full_attention"
+    ]
     interval = full[0] + 1 if full else 0
-    regular = interval and full == list(range(interval - 1, config.num_hidden_layers, interval))
+    regular = interval and full == list(
+        range(interval - 1, config.num_hidden_layers, interval)
+    )
     return interval if regular else 0
 
 
 def _rotary(config: Any) -> int:
-    return int(config.head_dim * (config.rope_parameters or {}).get("partial_rotary_factor", 1.0))
+    return int(
+        config.head_dim * (config.rope_parameters or {}).get("partial_rotary_factor", 1.0)
+    )
 
 
 def _has_experts(config: Any) -> bool:
@@ -50,7 +56,10 @@ def _heads(config: Any) -> tuple[int, int]:
 
 def _metadata(config: Any) -> Metadata:
     values: Metadata = {
-        **parts.sizes(config, getattr(config, "intermediate_size", 0) or config.moe_intermediate_size),
+        **parts.sizes(
+            config,
+            getattr(config, "intermediate_size", 0) or config.moe_intermediate_size,
+        ),
         "full_attention_interval": _interval(config),
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
@@ -68,7 +77,12 @@ def _metadata(config: Any) -> Metadata:
     if config.model_type != "qwen3_next":
         # Three kinds of positions alternate; in text all three are equal.
         pairs = _rotary(config) // 2
-        values["rope.dimension_sections"] = [(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0]
+        values["rope.dimension_sections"] = [
+            (pairs + 2) // 3,
+            (pairs + 1) // 3,
+            pairs // 3,
+            0,
+        ]
     if _has_experts(config):
         values |= {
             "expert_count": config.num_experts,
@@ -82,10 +96,14 @@ def _metadata(config: Any) -> Metadata:
 def _projected(config: Any, *wanted: str) -> Transform:
     """Rows of Qwen3-Next's `in_proj_qkvz`, which groups q, k, v and z by key head; llama.cpp separates them."""
     keys, per_key = _heads(config)
-    sizes = [config.linear_key_head_dim] * 2 + [per_key * config.linear_value_head_dim] * 2
+    sizes = [config.linear_key_head_dim] * 2 + [
+        per_key * config.linear_value_head_dim
+    ] * 2
 
     def transform(tensor: torch.Tensor) -> torch.Tensor:
-        found = dict(zip("qkvz", tensor.unflatten(0, (keys, -1)).split(sizes, dim=1), strict=True))
+        found = dict(
+            zip("qkvz", tensor.unflatten(0, (keys, -1)).split(sizes, dim=1), strict=True)
+        )
         return torch.cat([found[part].flatten(0, 1) for part in wanted])
 
     return transform
@@ -98,7 +116,12 @@ def _value_heads(config: Any, *, behind: int = 0) -> Transform:
     keys, per_key = _heads(config)
 
     def transform(tensor: torch.Tensor) -> torch.Tensor:
-        values = tensor[behind:].unflatten(0, (keys, per_key, -1)).transpose(0, 1).flatten(0, 2)
+        values = (
+            tensor[behind:]
+            .unflatten(0, (keys, per_key, -1))
+            .transpose(0, 1)
+            .flatten(0, 2)
+        )
         return torch.cat([tensor[:behind], values])
 
     return transform if per_key > 1 else as_is
@@ -113,27 +136,49 @@ def _delta_layer(config: Any, block: str, mixer: str) -> list[TensorRule]:
     if config.model_type == "qwen3_next":
         both = f"{mixer}.in_proj_qkvz.weight"
         rules = [
-            TensorRule(f"{block}.attn_qkv.weight", both, _projected(config, "q", "k", "v")),
+            TensorRule(
+                f"{block}.attn_qkv.weight", both, _projected(config, "q", "k", "v")
+            ),
             TensorRule(f"{block}.attn_gate.weight", both, _projected(config, "z")),
             *parts.matrices(block, mixer, {"ssm_ba": "in_proj_ba"}),
         ]
     else:
-        channels, heads = _value_heads(config, behind=keys_and_queries), _value_heads(config)
+        channels = _value_heads(config, behind=keys_and_queries)
+        heads = _value_heads(config)
         columns = _heads(config) if _heads(config)[1] > 1 else (1, 1)
-        names = {"attn_gate": "in_proj_z", "ssm_beta": "in_proj_b", "ssm_alpha": "in_proj_a"}
+        names = {
+            "attn_gate": "in_proj_z",
+            "ssm_beta": "in_proj_b",
+            "ssm_alpha": "in_proj_a",
+        }
         rules = [
-            TensorRule(f"{block}.attn_qkv.weight", f"{mixer}.in_proj_qkv.weight", channels),
-            *(TensorRule(f"{block}.{n}.weight", f"{mixer}.{own}.weight", heads) for n, own in names.items()),
+            TensorRule(
+                f"{block}.attn_qkv.weight", f"{mixer}.in_proj_qkv.weight", channels
+            ),
+            *(
+                TensorRule(f"{block}.{n}.weight", f"{mixer}.{own}.weight", heads)
+                for n, own in names.items()
+            ),
         ]
     return [
         *rules,
         *parts.norms(
-            block, mixer, {"ssm_conv1d": "conv1d"}, lambda t: channels(parts.squeezed_convolution(t))
+            block,
+            mixer,
+            {"ssm_conv1d": "conv1d"},
+            lambda t: channels(parts.squeezed_convolution(t)),
         ),
-        TensorRule(f"{block}.ssm_a", decay, lambda t: heads(parts.negative_exponential(t)), float32=True),
+        TensorRule(
+            f"{block}.ssm_a",
+            decay,
+            lambda t: heads(parts.negative_exponential(t)),
+            float32=True,
+        ),
         TensorRule(f"{block}.ssm_dt.bias", f"{mixer}.dt_bias", heads, float32=True),
         *parts.norms(block, mixer, {"ssm_norm": "norm"}),
-        TensorRule(f"{block}.ssm_out.weight", f"{mixer}.out_proj.weight", columns=columns),
+        TensorRule(
+            f"{block}.ssm_out.weight", f"{mixer}.out_proj.weight", columns=columns
+        ),
     ]
 
 
@@ -142,20 +187,32 @@ def _experts(block: str, mlp: str) -> list[TensorRule]:
     return [
         *parts.gated_experts(block, f"{mlp}.gate.weight", f"{mlp}.experts"),
         *parts.gated_mlp(block, f"{mlp}.shared_expert", suffix="_shexp"),
-        TensorRule(f"{block}.ffn_gate_inp_shexp.weight", gate, lambda t: t.flatten(), float32=True),
+        TensorRule(
+            f"{block}.ffn_gate_inp_shexp.weight",
+            gate,
+            lambda t: t.flatten(),
+            float32=True,
+        ),
     ]
 
 
 def _tensors(config: Any, shapes: Shapes) -> list[TensorRule]:
-    rules = parts.ends("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", shapes)
-    rules[1] = TensorRule("output_norm.weight", "model.norm.weight", _plus_one, float32=True)
+    rules = parts.ends(
+        "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", shapes
+    )
+    rules[1] = TensorRule(
+        "output_norm.weight", "model.norm.weight", _plus_one, float32=True
+    )
     for index, kind in enumerate(config.layer_types):
         rules += _layer(config, f"blk.{index}", f"model.layers.{index}", kind)
     return rules
 
 
 def _layer(config: Any, block: str, layer: str, kind: str) -> list[TensorRule]:
-    norms = {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
+    norms = {
+        "attn_norm": "input_layernorm",
+        "post_attention_norm": "post_attention_layernorm",
+    }
     if kind == "full_attention":
         norms |= {f"attn_{part}_norm": f"self_attn.{part}_norm" for part in "qk"}
         rules = parts.attention_layer(block, f"{layer}.self_attn")
@@ -163,13 +220,20 @@ def _layer(config: Any, block: str, layer: str, kind: str) -> list[TensorRule]:
         rules = _delta_layer(config, block, f"{layer}.linear_attn")
     rules += parts.norms(block, layer, norms, _plus_one)
     mlp = f"{layer}.mlp"
-    return [*rules, *(_experts(block, mlp) if _has_experts(config) else parts.gated_mlp(block, mlp))]
+    return [
+        *rules,
+        *(_experts(block, mlp) if _has_experts(config) else parts.gated_mlp(block, mlp)),
+    ]
 
 
 def _further(config: Any) -> list[TensorRule]:
     """The head for the token after the next one: a block with attention behind all others."""
     block = f"blk.{config.num_hidden_layers}"
-    norms = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "shared_head_norm": "norm"}
+    norms = {
+        "enorm": "pre_fc_norm_embedding",
+        "hnorm": "pre_fc_norm_hidden",
+        "shared_head_norm": "norm",
+    }
     return [
         *_layer(config, block, "mtp.layers.0", "full_attention"),
         TensorRule(f"{block}.nextn.eh_proj.weight", "mtp.fc.weight"),
@@ -197,5 +261,9 @@ def _notes(config: Any) -> Iterable[str]:
         )
 
 
-_NAMES = {"qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"}
+_NAMES = {
+    "qwen3_next": "qwen3next",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
+}
 ARCHITECTURE = Architecture(_NAMES, _metadata, _tensors, _refusals, _notes, _further)
