@@ -9,8 +9,9 @@ from torch.nn import functional
 
 from kl_lens.base.errors import RunError
 from kl_lens.evaluation.torch_session import TorchSession
-from kl_lens.measuring.engines import FastEngine, PlainEngine
+from kl_lens.measuring.engines import Engine, FastEngine, PlainEngine
 from kl_lens.measuring.metrics import TeacherRows, compare, compared_metrics
+from kl_lens.measuring.objectives import OBJECTIVES, Objective
 from kl_lens.measuring.perturbation import Perturbation, find_candidates
 from kl_lens.measuring.pieces import engine_for, noise_floor
 from kl_lens.measuring.sweep import Sweep
@@ -289,6 +290,38 @@ def test_on_a_gpu_fast_equals_plain(family: str) -> None:
         assert fast["kl_max"].value == pytest.approx(
             plain["kl_max"].value, rel=1e-2, abs=1e-8
         ), "one token alone"
+
+
+@needs_gpu
+@pytest.mark.parametrize("precision", ["float32", "tf32x3"])
+def test_on_a_gpu_an_objective_is_computed_beside_the_fused_kl(
+    precision: str, monkeypatch
+) -> None:
+    """The other numbers stay the same to the last bit, and nothing falls back to plain torch."""
+
+    def total_variation(original, perturbed, targets) -> torch.Tensor:
+        return (original.softmax(-1) - perturbed.softmax(-1)).abs().sum(-1) / 2
+
+    model = loaded("mamba")
+    model.model.cuda()
+    some = _one_of_each_kind(model)
+
+    def sums(engine: Engine) -> list[list[dict[str, float]]]:
+        engine.prepare(token_ids(5, 24))
+        return [[dict(w.sums) for w in windows] for windows in engine.measure(some)]
+
+    without = sums(FastEngine(model, precision=precision))
+    objective = Objective("variation", total_variation)
+    monkeypatch.setitem(OBJECTIVES, objective.name, objective)
+    expected = sums(PlainEngine(model))
+    monkeypatch.setattr("kl_lens.measuring.engines.compare", pytest.fail)
+    found = sums(FastEngine(model, precision=precision))
+    for windows, others in zip(found, expected, strict=True):
+        for window, plain in zip(windows, others, strict=True):
+            assert window.pop(objective.name) == pytest.approx(
+                plain[objective.name], rel=1e-3, abs=1e-5
+            )
+    assert found == without
 
 
 @needs_gpu

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kl_lens.model import architectures as kl_lens_models
 from kl_lens.model.architectures import hymba
 from kl_lens.weights.formats import get_format
 
@@ -71,7 +70,6 @@ def main() -> None:
     )
     args = parser.parse_args()
     torch.set_float32_matmul_precision("highest")
-    kl_lens_models.register()
     hymba.mamba_selective_scan = models._hymba_scan
     hymba.causal_conv1d_fn = models._hymba_convolution
     model = (

@@ -12,8 +12,6 @@ from models import LanguageModel, language_model, next_token_losses
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
-from kl_lens.model import architectures as kl_lens_models
-
 WINDOW = 512
 
 
@@ -49,7 +47,6 @@ def mean_loss(
 
 def saved_model(folder: Path, device: str) -> LanguageModel:
     """The checkpoint of a folder in our own modules: FP16 values, computed in float32."""
-    kl_lens_models.register()
     model = language_model(AutoConfig.from_pretrained(folder))
     model.load_state_dict(
         {k: v.float() for k, v in load_file(folder / "model.safetensors").items()}

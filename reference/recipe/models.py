@@ -18,8 +18,9 @@ from tokenizer import VOCABULARY
 from torch import Tensor, nn
 from transformers import FalconH1Config, Mamba2Config, MambaConfig, PretrainedConfig
 
-from kl_lens.model import architectures as kl_lens_models
-from kl_lens.model.architectures import hymba
+from kl_lens.model.architectures import HYMBA, hymba, register
+
+register(HYMBA)  # transformers' Auto classes open it too
 
 HIDDEN = 256
 # Large enough for the GPT-NeoX vocabulary, as in the published checkpoints.
@@ -426,7 +427,6 @@ class HymbaLanguageModel(nn.Module):
 
     def __init__(self, config: hymba.HymbaConfig) -> None:
         super().__init__()
-        kl_lens_models.register()
         hymba.mamba_selective_scan = _hymba_scan
         hymba.causal_conv1d_fn = _hymba_convolution
         self.model = hymba.HymbaModel(config)

@@ -16,6 +16,7 @@ from kl_lens.measuring.metrics import (
     TeacherRows,
     compare,
     kernels_hold,
+    mended,
     window_metrics,
 )
 from kl_lens.run.samples import WindowMetrics, summarise
@@ -119,6 +120,14 @@ def test_impossible_tokens_do_not_make_nan() -> None:
         )
         assert np.isfinite(row).all()
         assert row[KL_TEACHER_STUDENT] == pytest.approx(400, rel=1e-4)
+
+
+def test_rows_in_which_a_kernel_overflowed_are_mended_beside_other_objectives() -> None:
+    rows = np.array([[1.0, 2, 3, 4, 5, 6], [np.inf, 2, 3, 4, 5, 7]])
+    logits = torch.zeros(1, 8)
+    teacher = TeacherRows.of(logits, torch.tensor([0]))
+    again = mended(rows, lambda bad: (teacher, logits))
+    assert again.tolist() == [[1, 2, 3, 4, 5, 6], [0, 0, 0, 0, 1, 7]]
 
 
 def _window(index: int, kl: float, tokens: int = 4) -> WindowMetrics:

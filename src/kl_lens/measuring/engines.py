@@ -27,6 +27,7 @@ from kl_lens.measuring.metrics import (
     compared_metrics,
     kernels_hold,
     mended,
+    objectives,
     window_metrics,
 )
 from kl_lens.measuring.objectives import OBJECTIVES
@@ -426,11 +427,7 @@ class FastEngine(Engine):
         own_head: Student | None = None,
     ) -> list[Rows]:
         """`own_head`: the student, if its head is perturbed too; the teacher's logits use the original head."""
-        if (
-            runs_triton(self.chain.device)
-            and kernels_hold(self.chain.device)
-            and not OBJECTIVES
-        ):
+        if runs_triton(self.chain.device) and kernels_hold(self.chain.device):
             return self._compare_on_gpu(batch, states, own_head)
         parts: list[list[Floats]] = [[] for _ in states]
         for rows, teacher in self.teacher.rows(batch):
@@ -454,14 +451,14 @@ class FastEngine(Engine):
         parts: list[list[torch.Tensor]] = [[] for _ in states]
         for rows, teacher in self.teacher.rows(batch):
             for part, entering in zip(parts, flat, strict=True):
-                if shared is not None:
-                    part.append(shared.compare(teacher, entering[rows], originals[rows]))
+                if shared is None:
+                    student = self._logits(entering[rows], own_head).float()
+                    columns = compare_logits(teacher, student)
                 else:
-                    part.append(
-                        compare_logits(
-                            teacher, self._logits(entering[rows], own_head).float()
-                        )
-                    )
+                    moved = shared.moved(entering[rows], originals[rows])
+                    columns = compare_logits(teacher, moved, moved=True)
+                    student = moved.add_(teacher.logits) if OBJECTIVES else moved
+                part.append(torch.column_stack([columns, *objectives(teacher, student)]))
 
         def both(
             entering: torch.Tensor, bad: torch.Tensor

@@ -113,13 +113,16 @@ def compare(
     student = student.float()
     by_kernel = kernel and kernels_hold(student.device)
     rows = (_compare_by_kernel if by_kernel else _compare_reference)(teacher, student)
-    if not OBJECTIVES:
-        return rows
-    others = [
-        each.rows(teacher.logits, student, teacher.targets)
-        for each in OBJECTIVES.values()
+    others = [values.cpu().numpy() for values in objectives(teacher, student)]
+    return np.column_stack([rows, *others])
+
+
+def objectives(teacher: TeacherRows, student: torch.Tensor) -> list[torch.Tensor]:
+    """(rows,) in double on the device for each of `OBJECTIVES`."""
+    return [
+        objective.rows(teacher.logits, student, teacher.targets).double()
+        for objective in OBJECTIVES.values()
     ]
-    return np.column_stack([rows, *(values.double().cpu().numpy() for values in others)])
 
 
 def _compare_by_kernel(teacher: TeacherRows, student: torch.Tensor) -> Floats:
@@ -186,7 +189,8 @@ def compared_metrics(device: str) -> list[Comparison]:
 
         rows = compare_logits(teacher, student - teacher.logits, moved=True).cpu().numpy()
         found.append(Comparison("KL from differences", error(rows), _ROUNDING))
-        rows = SharedHead(head, 1.0).compare(teacher, moved, states).cpu().numpy()
+        differences = SharedHead(head, 1.0).moved(moved, states)
+        rows = compare_logits(teacher, differences, moved=True).cpu().numpy()
         found.append(
             Comparison("KL behind a shared head", error(rows), _ROUNDING_OF_HALVES)
         )
@@ -201,9 +205,10 @@ def mended(
     The kernels overflow where a student is certain of a token that the teacher thinks impossible. `again` gives the
     logits of both models for some rows.
     """
-    wrong = torch.from_numpy(np.flatnonzero(~np.isfinite(rows).all(1)))
+    built_in = rows[:, : len(BUILT_IN)]
+    wrong = torch.from_numpy(np.flatnonzero(~np.isfinite(built_in).all(1)))
     for bad in wrong.split(256) if len(wrong) else ():
-        rows[bad.numpy()] = _compare_reference(*again(bad))
+        built_in[bad.numpy()] = _compare_reference(*again(bad))
     return rows
 
 

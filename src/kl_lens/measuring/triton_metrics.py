@@ -150,20 +150,19 @@ class SharedHead:
         self._halves = split(head, "tf32")
         self._factor = factor
 
-    def compare(
-        self, teacher: Any, states: torch.Tensor, original: torch.Tensor
-    ) -> torch.Tensor:
-        """(rows, 5) in double on the device, from both models' states (rows, width) and a `metrics.TeacherRows`."""
+    def moved(self, states: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
+        """By how much logits (rows, vocabulary) differ, from both models' states (rows, width)."""
         moved = product(split(states - original, "tf32"), self._halves)
         if self._factor != 1.0:
             moved *= self._factor
-        return compare_logits(teacher, moved, moved=True)
+        return moved
 
 
 def compare_logits(
     teacher: Any, student: torch.Tensor, *, moved: bool = False
 ) -> torch.Tensor:
-    """The same from existing logits (rows, vocabulary); `moved`: they are differences from the teacher's."""
+    """(rows, 5) in double on the device, from a `metrics.TeacherRows` and logits (rows, vocabulary); `moved`: these are
+    differences from the teacher's."""
     logits = teacher.logits
     top = teacher.top
     rows, vocabulary = logits.shape

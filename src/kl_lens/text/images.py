@@ -5,8 +5,6 @@
 
 Splits are `train`, `valid` and `test`: folders of these names, or else files assigned by a hash of their content,
 half of them to `train`, so that copies of an image are always in the same split.
-
-Images are prepared on small devices too, without torch.
 """
 
 from __future__ import annotations

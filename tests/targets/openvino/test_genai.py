@@ -12,11 +12,11 @@ import transformers
 from openvino._offline_transformations import paged_attention_transformation
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from kl_lens import targets
 from kl_lens.model import LoadedModel, load
 from kl_lens.run.records import Plan
 from kl_lens.study.generate import GenerateSettings, generate
 from kl_lens.study.session import Session
+from kl_lens.study.settings import Runtime
 from kl_lens.targets.openvino.session import open_session
 from tests.byte_level import save_tokenizer
 from tests.families import plain, tiny_model
@@ -50,10 +50,8 @@ EXACT = {"KV_CACHE_PRECISION": "f32", "INFERENCE_PRECISION_HINT": "f32"}
 
 @pytest.fixture(autouse=True)
 def in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "kl_lens.study.generate.open_session",
-        functools.partial(targets.open_session, exact=True),
-    )
+    exact = functools.partialmethod(Runtime.session, exact=True)
+    monkeypatch.setattr(Runtime, "session", exact)
 
 
 def byte_tokenizer() -> transformers.PreTrainedTokenizerFast:
@@ -95,7 +93,9 @@ def ours(folder: Path, prompt: str) -> str:
     settings = GenerateSettings.of(
         artifact=folder, prompt=prompt, max_new_tokens=NEW_TOKENS
     )
-    return generate(settings, Session()).text.replace(TURN, "")
+    written = generate(settings, Session())
+    assert written.runtime["mode"] == "exact"
+    return written.text.replace(TURN, "")
 
 
 def readable(text: str) -> str:
