@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from kl_lens.base.errors import TextError
+from kl_lens.text import sources
 from kl_lens.text.sources import open_text
 
 ROWS = ["First row.", "Second row,\nof two lines.", "Dritte Zeile: Übermut."]
@@ -71,6 +72,21 @@ def test_names_with_and_without_split() -> None:
     assert open_text("wikitext2:valid").label == "wikitext2:valid"
     assert open_text("wikitext2").label == "wikitext2:train"
     assert open_text("wikitext2", for_evaluation=True).label == "wikitext2:test"
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet", ""])
+def test_of_a_long_text_only_the_beginning_is_read(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And files behind it are not opened."""
+    monkeypatch.setattr(sources, "MOST_CHARACTERS", 1000)
+    text = "Übermut. " * 100
+    write(tmp_path / "a.txt", text.encode() * 2)
+    write(tmp_path / "a.jsonl", jsonl([{"text": text}] * 1100) + b"no JSON")
+    pq.write_table(pa.table({"text": [text] * 1100 + [None]}), tmp_path / "a.parquet")
+    opened = open_text(tmp_path / name)
+    assert "".join(each.text for each in opened.documents) == (text * 2)[:1000]
+    assert opened.note.endswith("is long: its first 1,000 characters are used")
 
 
 # What cannot

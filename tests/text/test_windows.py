@@ -11,7 +11,8 @@ from hypothesis import given, settings, strategies as st
 from tokenizers import Tokenizer
 
 from kl_lens.base.errors import TextError
-from kl_lens.text.sources import TextSource
+from kl_lens.text import windows as windows_module
+from kl_lens.text.sources import Document, TextSource
 from kl_lens.text.windows import (
     draw_windows,
     evaluation_windows,
@@ -59,6 +60,25 @@ def test_windows_do_not_overlap_while_there_is_room(
     assert {d["sha256"] for d in record["documents"]} == {
         d.sha256 for d in brim_full.used_documents
     }
+
+
+def test_long_documents_are_tokenized_in_pieces_and_no_further_than_needed(
+    source: TextSource, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = token_stream(source, tokenizer)
+    known = evaluation_windows(source, tokenizer, length=64, limit=3)
+    for name, size in {"_PIECE_CHARACTERS": 500, "_BATCH_CHARACTERS": 3000}.items():
+        monkeypatch.setattr(windows_module, name, size)
+    windows_module._streams.clear()
+    again = token_stream(source, tokenizer)
+    assert np.array_equal(again.ids, whole.ids)
+    assert np.array_equal(again.document_starts, whole.document_starts)
+    first = evaluation_windows(source, tokenizer, length=64, limit=3)
+    assert first.fingerprint == known.fingerprint
+    assert first.used_documents == known.used_documents
+    assert first.stream_tokens < len(whole.ids) / 10
+    dense = TextSource("dense", None, (Document("dense", "x" * 4321),))
+    assert tokenizer.decode(token_stream(dense, tokenizer).ids.tolist()) == "x" * 4321
 
 
 def test_fingerprint_follows_the_tokens_and_not_the_path(

@@ -82,6 +82,7 @@ def autopsy(settings: AutopsySettings, session: Session) -> AutopsyResult:
             text = evaluation.prepare(
                 settings.text, model.task, window=window, limit=limit
             )
+            session.say_note(text.windows)
         with session.events.progress("autopsy") as progress:
             found = perform_autopsy(
                 dissection,

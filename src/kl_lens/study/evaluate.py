@@ -298,6 +298,7 @@ class Judge:
                 LONGEST if self._model is None else longest_window(self._model.config)
             )
         text = evaluation.prepare(name, self._task, window=window, **how)
+        self._session.say_note(text.windows)
         self._session.refuse_overlap(self._run, text.windows, self._task)
         with self._going_on(), self._session.events.progress(text.label) as progress:
             evaluator = evaluation.Evaluator(

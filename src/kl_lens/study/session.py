@@ -50,6 +50,7 @@ class Session:
         self._in_run: dict[tuple[int, Path, Path], LoadedModel] = {}
         self._drawn: dict[tuple[object, ...], Windows] = {}
         self._from_start: dict[tuple[object, ...], Windows] = {}  # evaluation texts
+        self._notes = {""}  # about texts, said so far
         self._apart: set[tuple[str, str]] = (
             set()
         )  # fingerprints of texts that do not overlap
@@ -176,6 +177,7 @@ class Session:
         key = (text, task.key, windows, length, seed)
         if key not in self._drawn:
             self._drawn[key] = task.drawn(text, windows=windows, length=length, seed=seed)
+            self.say_note(self._drawn[key])
         return self._drawn[key]
 
     def from_start(self, text: str, task: Task, *, length: int, limit: int) -> Windows:
@@ -183,7 +185,14 @@ class Session:
         key = (text, task.key, length, limit)
         if key not in self._from_start:
             self._from_start[key] = task.from_start(text, length=length, limit=limit)
+            self.say_note(self._from_start[key])
         return self._from_start[key]
+
+    def say_note(self, windows: Windows) -> None:
+        """Says once what the user should know about a text."""
+        if windows.note not in self._notes:
+            self._notes.add(windows.note)
+            self.events.note(windows.note)
 
     @property
     def judging(self) -> list[Windows]:

@@ -432,7 +432,8 @@ class Calibration:
     """The text that the sweep measures on."""
 
     text: str = calibration_text(
-        "wikitext2:train", "name:split, or a text, JSON or Parquet file or folder"
+        "wikitext2:train",
+        "name:split, or a .txt, .jsonl or .parquet file, or a folder of them",
     )
     windows: Count | None = calibration_text(64, "number of windows")
     window_length: Tokens | None = calibration_text(

@@ -12,13 +12,15 @@ Parquet file, a whole text file. It is known by the hash of its text, so that a 
 from __future__ import annotations
 
 import hashlib
+import io
+import itertools
 import json
 import lzma
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -28,6 +30,9 @@ from kl_lens.base.errors import TextError, one_line
 from kl_lens.base.files import reference_path
 
 PARAGRAPH_BREAK = "\n\n"
+# Of a longer text only the beginning is read, on every machine the same: windows are drawn from the tokens of the whole
+# text, and memory and time shall not depend on a file's size.
+MOST_CHARACTERS = 16_000_000
 
 
 @dataclass(frozen=True)
@@ -53,10 +58,18 @@ class TextSource:
     name: str
     split: str | None
     documents: tuple[Document, ...]
+    whole: bool = True  # False: only the first MOST_CHARACTERS were read
 
     @property
     def label(self) -> str:
         return label_of(self.name, self.split)
+
+    @property
+    def note(self) -> str:
+        """What the user should know."""
+        if self.whole:
+            return ""
+        return f"{self.label} is long: its first {MOST_CHARACTERS:,} characters are used"
 
     @cached_property
     def sha256(self) -> str:
@@ -113,7 +126,14 @@ def open_text(
             f"{name or 'an empty name'}: no text of that name: use {WIKITEXT} "
             f"(`{WIKITEXT}:test` for a split), or the path of a file ({SUFFIXES}) or folder"
         )
-    return TextSource(name, None, tuple(read_path(path)))
+    room = MOST_CHARACTERS
+    documents = []
+    for document in read_path(path):
+        documents.append(replace(document, text=document.text[:room]))
+        room -= len(document.text)
+        if room < 0:
+            break
+    return TextSource(name, None, tuple(documents), whole=room >= 0)
 
 
 # -- the user's files ----------------------------------------------------------------------------------------
@@ -124,7 +144,7 @@ TEXT_FIELD = "text"
 Texts = Iterator[tuple[str, str]]  # where it is, and the text
 
 
-def read_path(path: Path) -> list[Document]:
+def read_path(path: Path) -> Iterator[Document]:
     """The documents of a file, or of every text file in a folder and its subfolders, sorted by path."""
     if path.is_dir():
         within = {
@@ -139,22 +159,25 @@ def read_path(path: Path) -> list[Document]:
         ]
         if not paths:
             raise TextError(f"{path}: no text files in this folder: expected {SUFFIXES}")
-        return [document for each in paths for document in read_path(each)]
+        yield from itertools.chain.from_iterable(map(read_path, paths))
+        return
     if not path.exists():
         raise TextError(f"{path}: no such file or folder: check the path")
     reader = _reader(path)
     if reader is None:
         raise TextError(f"{path}: not a text file that can be read: use {SUFFIXES}")
+    blank = True
     try:
         empty = path.stat().st_size == 0
-        documents = [] if empty else [*documents_of(reader(path))]
+        for document in () if empty else documents_of(reader(path)):
+            blank = False
+            yield document
     except OSError as error:
         raise TextError(f"{path}: cannot be read ({error.strerror or error})") from None
-    if not documents:
+    if blank:
         raise TextError(
             f"{path}: {'empty' if empty else 'holds only blank text'}: expected some text"
         )
-    return documents
 
 
 def _reader(path: Path) -> Callable[[Path], Texts] | None:
@@ -164,15 +187,25 @@ def _reader(path: Path) -> Callable[[Path], Texts] | None:
 
 
 def _read_txt(path: Path) -> Texts:
-    yield str(path), _decode(path.read_bytes().removeprefix(b"\xef\xbb\xbf"), str(path))
+    with path.open("rb") as file:
+        text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+        try:
+            yield str(path), text.read(MOST_CHARACTERS + 1)
+        except UnicodeDecodeError as error:
+            before = file.tell() - len(error.object)
+            raise _not_utf8(error, str(path), before) from None
 
 
 def _read_jsonl(path: Path) -> Texts:
     offset = 0
     with path.open("rb") as file:
-        for number, raw in enumerate(file, start=1):
+        rows = iter(partial(file.readline, 4 * MOST_CHARACTERS), b"")
+        for number, raw in enumerate(rows, start=1):
             where = f"{path}, line {number}"
-            line = _decode(raw, where, offset).removeprefix("\ufeff")
+            try:
+                line = raw.decode().removeprefix("\ufeff")
+            except UnicodeDecodeError as error:
+                raise _not_utf8(error, where, offset) from None
             offset += len(raw)
             if not line.strip():
                 continue
@@ -196,12 +229,22 @@ def _read_jsonl(path: Path) -> Texts:
 
 
 def _read_parquet(path: Path) -> Texts:
+    number = 0
     try:
-        columns = pq.read_schema(path).names
+        file = pq.ParquetFile(path)
+        columns = file.schema_arrow.names
         if TEXT_FIELD not in columns:
             there = ", ".join(columns) or "none"
             raise TextError(f"{path}: no column `{TEXT_FIELD}`: its columns are {there}")
-        rows = pq.read_table(path, columns=[TEXT_FIELD]).column(0).to_pylist()
+        for batch in file.iter_batches(1024, columns=[TEXT_FIELD]):
+            for value in batch.column(0).to_pylist():
+                number += 1
+                where = f"{path}, row {number}"
+                if not isinstance(value, str):
+                    raise TextError(
+                        f"{where}: column `{TEXT_FIELD}` holds {value!r:.40}: expected a string"
+                    )
+                yield where, value
     except UnicodeDecodeError as error:
         raise TextError(
             f"{path}: column `{TEXT_FIELD}` is not UTF-8 (byte {error.start} of a row)"
@@ -210,23 +253,14 @@ def _read_parquet(path: Path) -> Texts:
         raise TextError(
             f"{path}: not a readable Parquet file ({one_line(error)}): is it complete?"
         ) from None
-    for number, value in enumerate(rows, start=1):
-        where = f"{path}, row {number}"
-        if not isinstance(value, str):
-            raise TextError(
-                f"{where}: column `{TEXT_FIELD}` holds {value!r:.40}: expected a string"
-            )
-        yield where, value
 
 
-def _decode(raw: bytes, where: str, offset: int = 0) -> str:
-    try:
-        return raw.decode()
-    except UnicodeDecodeError as error:
-        raise TextError(
-            f"{where}: not UTF-8 (byte 0x{raw[error.start]:02x} at offset {offset + error.start} of the file): "
-            "convert it first, for example with iconv"
-        ) from None
+def _not_utf8(error: UnicodeDecodeError, where: str, before: int) -> TextError:
+    """`before`: bytes of the file before what could not be decoded."""
+    return TextError(
+        f"{where}: not UTF-8 (byte 0x{error.object[error.start]:02x} at offset {before + error.start} of the file): "
+        "convert it first, for example with iconv"
+    )
 
 
 # In the order they are tried and listed in messages.

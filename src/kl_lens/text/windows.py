@@ -17,7 +17,7 @@ import json
 import random
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -31,6 +31,8 @@ from kl_lens.base.errors import TextError
 from kl_lens.text.sources import Document, TextSource, label_of, open_text
 
 _BATCH_CHARACTERS = 2_000_000  # limits the tokenizer's memory
+_PIECE_CHARACTERS = 1_000_000  # of a longer document
+_CUTS = re.compile(r"(?<=\w)(?= \w)|(?<=\S\n)(?=\S)")  # where no token crosses
 _KEPT_STREAMS = 4
 
 
@@ -48,14 +50,18 @@ class TokenStream:
 
 
 # The last few streams: a run often reads the same text again.
-_streams: OrderedDict[tuple[str, str], TokenStream] = OrderedDict()
+_streams: OrderedDict[tuple[str, str, int | None], TokenStream] = OrderedDict()
 
 
-def token_stream(source: TextSource, tokenizer: Any) -> TokenStream:
-    """All tokens of a source, without special tokens.
+def token_stream(
+    source: TextSource, tokenizer: Any, enough: int | None = None
+) -> TokenStream:
+    """The tokens of a source, without special tokens: all, or of its first batches `enough`.
 
     `tokenizer` is a transformers tokenizer or a `tokenizers.Tokenizer`; it is not changed.
     """
+    if sum(len(document.text) for document in source.documents) <= _BATCH_CHARACTERS:
+        enough = None
     backend = _backend(tokenizer)
     if (
         backend is None
@@ -66,13 +72,16 @@ def token_stream(source: TextSource, tokenizer: Any) -> TokenStream:
             "padding": False,
             "verbose": False,
         }
-        return _encode(source, lambda texts: tokenizer(texts, **plain)["input_ids"])
-    key = (source.sha256, hashlib.sha256(backend.to_str().encode()).hexdigest())
+        return _encode(
+            source, lambda texts: tokenizer(texts, **plain)["input_ids"], enough
+        )
+    backend_digest = hashlib.sha256(backend.to_str().encode()).hexdigest()
+    key = (source.sha256, backend_digest, enough)
     if key not in _streams:
         _refuse_dropped(source, backend)
         encode = partial(backend.encode_batch_fast, add_special_tokens=False)
         _streams[key] = _encode(
-            source, lambda texts: (each.ids for each in encode(texts))
+            source, lambda texts: (each.ids for each in encode(texts)), enough
         )
         if len(_streams) > _KEPT_STREAMS:
             _streams.popitem(last=False)
@@ -120,25 +129,55 @@ def _backend(tokenizer: Any) -> Tokenizer | None:
 
 
 def _encode(
-    source: TextSource, encode: Callable[[list[str]], Iterable[Sequence[int]]]
+    source: TextSource,
+    encode: Callable[[list[str]], Iterable[Sequence[int]]],
+    enough: int | None,
 ) -> TokenStream:
     """Document by document, each with the separator that follows it, in batches that use all cores. For byte-level
     tokenizers (such as GPT-NeoX's) on WikiText this gives exactly the tokens of the joined text, since their words
     never cross the blank lines before a title."""
-    batches: dict[int, list[str]] = {}
-    characters = 0
-    for piece in source.pieces():
-        batches.setdefault(characters // _BATCH_CHARACTERS, []).append(piece)
-        characters += len(piece)
-    encoded = [
-        np.asarray(ids, dtype=np.int64)
-        for batch in batches.values()
-        for ids in encode(batch)
-    ]
-    starts = np.cumsum([0, *(len(ids) for ids in encoded)], dtype=np.int64)[:-1]
-    return TokenStream(
-        np.concatenate([np.empty(0, np.int64), *encoded]), starts, source.documents
-    )
+    lengths = [0] * len(source.documents)
+    encoded = [np.empty(0, np.int64)]
+    reached = 0
+    for batch in _batches(source):
+        for (index, _), ids in zip(
+            batch, encode([text for _, text in batch]), strict=True
+        ):
+            encoded.append(np.asarray(ids, dtype=np.int64))
+            lengths[index] += len(ids)
+            reached = index + 1
+        if enough is not None and sum(lengths) >= enough:
+            break
+    starts = np.cumsum([0, *lengths[:reached]], dtype=np.int64)[:-1]
+    return TokenStream(np.concatenate(encoded), starts, source.documents[:reached])
+
+
+def _batches(source: TextSource) -> Iterator[list[tuple[int, str]]]:
+    """(document's number, piece of its text), together as much as a tokenizer is given at once."""
+    batch = []
+    room = _BATCH_CHARACTERS
+    for index, text in enumerate(source.pieces()):
+        for piece in _cut_up(text):
+            batch.append((index, piece))
+            room -= len(piece)
+            if room <= 0:
+                yield batch
+                batch = []
+                room = _BATCH_CHARACTERS
+    if batch:
+        yield batch
+
+
+def _cut_up(text: str) -> Iterator[str]:
+    """Pieces of a long text, cut between two words where there are words."""
+    start = 0
+    while len(text) - start > _PIECE_CHARACTERS:
+        end = start + _PIECE_CHARACTERS
+        cuts = [match.start() for match in _CUTS.finditer(text, end - 10_000, end)]
+        stop = cuts[-1] if cuts else end
+        yield text[start:stop]
+        start = stop
+    yield text[start:]
 
 
 # Raise it, with the reason, when the same arguments give other windows.
@@ -167,7 +206,8 @@ class Windows:
     stride: int | None  # None for drawn windows
     starts: tuple[int, ...]  # where in the token stream each window begins
     documents: tuple[tuple[UsedDocument, ...], ...]  # of each window
-    stream_tokens: int  # in the source
+    stream_tokens: int  # in the source, or in what was read of it
+    note: str = ""  # what the user should know about the text
 
     def __len__(self) -> int:
         return int(self.ids.shape[0])
@@ -303,7 +343,8 @@ def evaluation_windows(
     """
     stride = length if stride is None else stride
     sizes = {"length": length, "stride": stride, "limit": 1 if limit is None else limit}
-    source, stream = _stream(source, tokenizer, for_evaluation=True, **sizes)
+    enough = None if limit is None else length + stride * (limit - 1)
+    source, stream = _stream(source, tokenizer, enough, for_evaluation=True, **sizes)
     if stride > length:
         raise TextError(
             f"{source.label}: stride {stride} is longer than the window of {length}: tokens would be skipped"
@@ -315,7 +356,12 @@ def evaluation_windows(
 
 
 def _stream(
-    source: TextSource | str, tokenizer: Any, *, for_evaluation: bool, **sizes: int
+    source: TextSource | str,
+    tokenizer: Any,
+    enough: int | None = None,
+    *,
+    for_evaluation: bool,
+    **sizes: int,
 ) -> tuple[TextSource, TokenStream]:
     """Opens and tokenizes a text; raises if it is shorter than one window, or if a size is too small."""
     if isinstance(source, str):
@@ -326,7 +372,7 @@ def _stream(
             raise TextError(
                 f"{source.label}: {name} {size} is too small: expected at least {least}"
             )
-    stream = token_stream(source, tokenizer)
+    stream = token_stream(source, tokenizer, enough)
     if len(stream.ids) < sizes["length"]:
         raise TextError(
             f"{source.label}: {len(stream.ids)} tokens, shorter than one window of {sizes['length']}: "
@@ -387,6 +433,7 @@ def _cut(
         starts=tuple(starts),
         documents=documents,
         stream_tokens=len(stream.ids),
+        note=source.note,
     )
 
 
