@@ -318,7 +318,7 @@ def results(folder: Path) -> dict[str, Any]:
     found["files"] = {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in (folder / "artifacts").rglob("*")
-        if path.is_file() and path.name != RECORD_FILE and ".compiled" not in path.parts
+        if path.is_file() and path.name != RECORD_FILE and ".digests" not in path.parts
     }
     statistics = folder / "statistics/statistics.json"
     found["statistics"] = (
@@ -328,7 +328,7 @@ def results(folder: Path) -> dict[str, Any]:
     found["leftovers"] = sorted(
         str(path.relative_to(folder))
         for path in folder.rglob(".*")
-        if path.name not in (".lock", ".compiled")
+        if path.name not in (".lock", ".digests")
     )
     assert found["leftovers"] == []
     return found

@@ -64,7 +64,7 @@ def test_a_killed_export_leaves_the_old_files_or_the_new_with_their_record(
         folder = tmp_path / str(moment)
         export(str(folder), "old")
         (folder / "mine.txt").write_text("of the user")
-        (folder / ".compiled").mkdir()
+        (folder / ".digests").mkdir()
         was_killed = killed_at(
             forks, moment, folder, "tests.base.test_files:export", str(folder), "new"
         )
@@ -77,8 +77,8 @@ def test_a_killed_export_leaves_the_old_files_or_the_new_with_their_record(
         found = contents(folder)
         assert found.pop("mine.txt") == "of the user"
         assert found in (old, new)
-        # What was compiled of the old files does not outlive them.
-        assert (folder / ".compiled").exists() == (found == old)
+        # Remembered digests of the old files do not outlive them.
+        assert (folder / ".digests").exists() == (found == old)
         with replacing(folder) as place:
             (place / "graph.bin").write_text("later")
         assert not [

@@ -108,9 +108,7 @@ class ToyTarget(Target):
         write_beside(model, folder)
         return record(NAME, model, plan, folder, tensors)
 
-    def open(
-        self, place: Path, settings: SessionSettings, *, cold: bool = False
-    ) -> ToySession:
+    def open(self, place: Path, settings: SessionSettings) -> ToySession:
         return ToySession(place)
 
 

@@ -10,7 +10,7 @@ import pytest
 import transformers
 
 from kl_lens.base.errors import TargetError
-from kl_lens.base.files import DERIVED, RECORD_FILE, reference_path
+from kl_lens.base.files import DIGESTS, RECORD_FILE, reference_path
 from kl_lens.cli.main import main
 from kl_lens.run import subjects
 from kl_lens.run.records import Plan
@@ -94,10 +94,10 @@ def test_the_digest_of_a_large_file_is_remembered_until_it_is_written_to(
     folder = tmp_path / "gguf"
     shutil.copytree(exported / "gguf", folder)
     file = folder / WEIGHTS["gguf"]
-    assert not (folder / DERIVED).exists()
+    assert not (folder / DIGESTS).exists()
     monkeypatch.setattr(subjects, "LARGE", 1)
     digest = file_digest(file)
-    memory = folder / DERIVED / f"{file.name}.digest"
+    memory = folder / DIGESTS / f"{file.name}.digest"
     known = json.loads(memory.read_text())
     assert known["digest"] == digest
     memory.write_text(json.dumps(known | {"digest": "remembered"}))
@@ -107,8 +107,8 @@ def test_the_digest_of_a_large_file_is_remembered_until_it_is_written_to(
     memory.write_text("{")
     with pytest.raises(TargetError, match="was changed after the export"):
         locate(folder)
-    shutil.rmtree(folder / DERIVED)
-    (folder / DERIVED).write_text(
+    shutil.rmtree(folder / DIGESTS)
+    (folder / DIGESTS).write_text(
         "no folder: nothing can be written there, not even by root"
     )
     with pytest.raises(TargetError, match="was changed after the export"):

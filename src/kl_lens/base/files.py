@@ -27,7 +27,7 @@ from kl_lens.base.errors import KLLensError
 from kl_lens.base.lazy import torch
 
 RECORD_FILE = "artifact.json"  # describes the other files; moved last, removed first
-DERIVED = ".compiled"  # compiled by a runtime from the files; deleted with them
+DIGESTS = ".digests"  # of large files; deleted with them
 _WRITING = ".writing"
 _DECIDED = ".decided"
 
@@ -166,7 +166,7 @@ def _finish(folder: Path) -> None:
     moved = sorted(decided.iterdir(), key=lambda path: path.name == RECORD_FILE)
     if moved:
         (folder / RECORD_FILE).unlink(missing_ok=True)
-        shutil.rmtree(folder / DERIVED, ignore_errors=True)
+        shutil.rmtree(folder / DIGESTS, ignore_errors=True)
     for path in moved:
         place = folder / path.name
         if place.is_dir():

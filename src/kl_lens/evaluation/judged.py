@@ -177,12 +177,10 @@ class JudgedArtifact(Judged):
         return self._identity
 
     def open(self, threads: int | None = None) -> Session:
-        """With `threads`, the compiled model is not cached."""
-        if threads is None:
-            return self.target.open(self.path, self.settings)
-        return self.target.open(
-            self.path, replace(self.settings, threads=threads), cold=True
-        )
+        settings = self.settings
+        if threads is not None:
+            settings = replace(settings, threads=threads)
+        return self.target.open(self.path, settings)
 
     def check(self) -> None:
         if self._stamps() != self._seen:

@@ -61,7 +61,7 @@ class TorchSession:
             at_once = Perturbation(self._recipes if model.residency is None else {})
             made = [
                 (p, w)
-                for p, w in replacements(model, at_once, deployed)
+                for p, w in replacements(model, at_once)
                 if not torch.equal(p.data, w)
             ]
         else:

@@ -235,7 +235,7 @@ class PlainEngine(Engine):
 
     def _measure_one(self, perturbation: Perturbation) -> list[WindowMetrics]:
         metrics: list[WindowMetrics] = []
-        weights = replacements(self.model, perturbation, self.deployed)
+        weights = replacements(self.model, perturbation)
         for windows in self._batches:
             teacher = self._teacher(windows)
             with self.perturbed(perturbation, weights):
@@ -254,7 +254,7 @@ class Student:
         self, model: LoadedModel, perturbation: Perturbation, kernels: Kernels | None
     ) -> None:
         self.perturbation = perturbation
-        self.weights = replacements(model, perturbation, kernels)
+        self.weights = replacements(model, perturbation)
         self.start = first_block(model.anatomy, perturbation)
         self.has_own_head = any(
             parameter is model.chain.head.weight for parameter, _ in self.weights

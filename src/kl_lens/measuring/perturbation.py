@@ -13,7 +13,6 @@ from contextlib import (
     suppress,
 )
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -24,7 +23,6 @@ from kl_lens.model import Anatomy, LoadedModel
 from kl_lens.model.patching import needs_no_weights
 from kl_lens.model.states import KINDS, MENUS, StateFormat, keeping
 from kl_lens.run.records import Component
-from kl_lens.weights.formats import Format, Quantized
 from kl_lens.weights.recipes import FP16, Recipe, fitting_recipe
 
 
@@ -48,9 +46,6 @@ class Kernels(Protocol):
     @property
     def name(self) -> str:
         """Of the target."""
-
-    def kernel_values(self, fmt: Format, quantized: Quantized) -> torch.Tensor:
-        """The float32 weights that the kernels multiply with."""
 
     def activations(
         self, model: LoadedModel, recipes: Mapping[str, Recipe]
@@ -233,24 +228,14 @@ def _stored(recipe: Recipe, component: Component) -> tuple[Recipe | None, str | 
 Replacement = tuple[torch.nn.Parameter, torch.Tensor]
 
 
-def replacements(
-    model: LoadedModel, perturbation: Perturbation, kernels: Kernels | None = None
-) -> list[Replacement]:
-    """The perturbation's quantized weights, each with the parameter that it replaces.
-
-    With `kernels`, the weights that a runtime multiplies with, which can differ from the stored ones.
-    """
+def replacements(model: LoadedModel, perturbation: Perturbation) -> list[Replacement]:
+    """The perturbation's quantized weights, each with the parameter that it replaces."""
     ready: list[Replacement] = []
     for name, recipe in perturbation.recipes.items():
         component = model.anatomy.component(name)
         quantized = model.weights.quantized(component.name, recipe)
-        read = (
-            recipe.grid.dequantize
-            if kernels is None
-            else partial(kernels.kernel_values, recipe.grid)
-        )
         parameters = model.parameters_of(component)
-        weight = read(quantized).to(parameters[0].dtype)
+        weight = recipe.grid.dequantize(quantized).to(parameters[0].dtype)
         ready += [(parameter, weight) for parameter in parameters]
     return ready
 
@@ -300,7 +285,7 @@ def applied_by_block(
             own.setdefault(block, {})[name] = recipe
 
     def weights_of(block: int | None) -> list[Replacement]:
-        return replacements(model, Perturbation(own.get(block, {})), kernels)
+        return replacements(model, Perturbation(own.get(block, {})))
 
     with ExitStack() as stack:
         for index in sorted(block for block in own if block is not None):

@@ -32,7 +32,8 @@ def held_by(
         if not (numbers := getattr(carried, kind) * use.batch * use.context):
             continue
         default, *others = target.cache_formats or (FP16,)
-        usual = numbers * (16 if target.cache_formats else share.cache_bits) // 8
+        usual_bits = StateFormat.parse(default, kind).numbers.bits
+        usual = numbers * (usual_bits if target.cache_formats else share.cache_bits) // 8
         choices = [Choice(usual, 0.0, 0.0, Recipe(default))]
         for name in others:
             if measured := _measured(kind, name, table):

@@ -35,7 +35,7 @@ from kl_lens.targets import Session
 from kl_lens.targets.base import Contents
 
 PROTOCOL = "use"
-# Timed loads of each artifact, after one that fills the file cache and the cache of compiled graphs; one in a run.
+# Timed loads of each artifact, after one that fills the file cache; one in a run.
 LOADS = 3
 TURN_TOKENS = 4  # tokens that an artifact generates per turn
 # Memory relative to the file: expanded or repacked weights come on top of mapped ones.

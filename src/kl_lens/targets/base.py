@@ -27,12 +27,9 @@ from kl_lens.weights.formats import Format
 from kl_lens.weights.recipes import Recipe, fitting_recipe, preferred
 
 if TYPE_CHECKING:  # running an exported model must not load what exporting needs
-    import torch
-
     from kl_lens.model import LoadedModel
     from kl_lens.model.carried import Carried
     from kl_lens.targets.dissection import Dissection
-    from kl_lens.weights.formats import Quantized
 
 
 FLOATS = ("fp16", "fp32", "f16", "f32", "bf16")
@@ -355,10 +352,8 @@ class Target(ABC):
     # -- running -------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def open(
-        self, place: Path, settings: SessionSettings, *, cold: bool = False
-    ) -> Session:
-        """Opens a session. `cold`: without caches of earlier compilations."""
+    def open(self, place: Path, settings: SessionSettings) -> Session:
+        """Opens a session: with the runtime's defaults and what the file says, unless asked otherwise."""
 
     def lacks(self) -> str | None:
         """None, or that packages are missing and what to type."""
@@ -432,7 +427,3 @@ class Target(ABC):
         raise UnsupportedError(
             f"KL Lens does not model what {self.title} does to activations"
         )
-
-    def kernel_values(self, fmt: Format, quantized: Quantized) -> torch.Tensor:
-        """The float32 weights that its kernels multiply with."""
-        return fmt.dequantize(quantized)

@@ -178,5 +178,5 @@ def computed_as(target: Target) -> str | None:
 
 
 def deployed(target: str | None) -> Target | None:
-    """The target whose `kernel_values` and `activations` a PyTorch model computes with, or None."""
+    """The target whose `activations` a PyTorch model computes with, or None."""
     return get_target(target) if target else None

@@ -146,9 +146,7 @@ class CompressedTensorsTarget(Target):
 
         return CompressedTensorsDissection(_folder(place))
 
-    def open(
-        self, place: Path, settings: SessionSettings, *, cold: bool = False
-    ) -> Session:
+    def open(self, place: Path, settings: SessionSettings) -> Session:
         from kl_lens.targets.compressed_tensors.session import TransformersSession
 
         return TransformersSession(_folder(place), settings.threads)

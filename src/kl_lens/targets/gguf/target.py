@@ -169,9 +169,7 @@ class GGUFTarget(Target):
 
     # -- running -------------------------------------------------------------------------------------------
 
-    def open(
-        self, place: Path, settings: SessionSettings, *, cold: bool = False
-    ) -> Session:
+    def open(self, place: Path, settings: SessionSettings) -> Session:
         record = earlier_artifact(place)
         file = self.loaded_files(place)[0]
         return session.GGUFSession(

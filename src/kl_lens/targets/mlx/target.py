@@ -133,9 +133,7 @@ class MLXTarget(Target):
 
     # -- running -------------------------------------------------------------------------------------------
 
-    def open(
-        self, place: Path, settings: SessionSettings, *, cold: bool = False
-    ) -> session.MLXSession:
+    def open(self, place: Path, settings: SessionSettings) -> session.MLXSession:
         return session.MLXSession(
             _folder(place), device=settings.device, exact=settings.exact
         )

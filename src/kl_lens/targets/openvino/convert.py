@@ -25,6 +25,7 @@ from kl_lens.run.records import Artifact, Plan
 from kl_lens.targets.exporting import record, write_beside
 from kl_lens.targets.openvino import constants, rewrites
 from kl_lens.targets.openvino.folder import (
+    ACTIVATION_GROUPS,
     DETOKENIZER_FILE,
     IR_FILE,
     TOKENIZER_FILE,
@@ -41,6 +42,8 @@ from kl_lens.targets.openvino.session import HEAD_NODE, read_graph
 from kl_lens.targets.tokenizer import other_ids, varied_strings
 from kl_lens.weights.recipes import FP16
 
+# Activations that share a scale; "row" is 2^64 − 1.
+GROUP_SIZES = {"0": "0", "32": "32", "64": "64", "128": "128", "row": f"{2**64 - 1}"}
 _CACHES = {"keys": "KEY", "values": "VALUE"}  # in names of OpenVINO's settings
 
 
@@ -53,6 +56,7 @@ def export(
     static_tokens: int | None = None,
     with_head: bool = True,
     fallback: bool = False,
+    activation_groups: str | None = None,
     unplanned: str = FP16,
     with_tokenizer: bool = True,
 ) -> Artifact:
@@ -62,10 +66,15 @@ def export(
         static_tokens: a forward of exactly this many tokens without state, instead of the stateful graph.
         with_head: False makes the graph end in the last hidden states (static graphs only).
         fallback: where a format does not fit, use another and record it, instead of refusing.
+        activation_groups: a runtime option of the file, GROUP_SIZES; None: the runtime's default.
         unplanned: fp16, or fp32 for a graph that is to be compared with PyTorch.
         with_tokenizer: write the tokenizer's files too; not needed to find out how large the model will be.
     """
     started = time.perf_counter()
+    if activation_groups not in (None, *GROUP_SIZES):
+        raise TargetError(
+            f"--activation-groups {activation_groups}: expected one of {', '.join(GROUP_SIZES)}"
+        )
     model.require_memory("exporting to OpenVINO")
     profile = get_profile(device_profile)
     static = _static_shape(model, profile, static_tokens, with_head)
@@ -105,12 +114,11 @@ def export(
         **({} if model.classifier is None else {"task": model.classifier.name}),
         "rewritten": rewrites.apply(graph, cumba=profile.cumba),
     }
-    for (
-        kind,
-        name,
-    ) in (
-        plan.caches.items()
-    ):  # OpenVINO reads this from the file, whichever program opens it
+    # Runtime options: OpenVINO reads them from the file, whichever program opens it.
+    if activation_groups is not None:
+        settings["activation_groups"] = activation_groups
+        graph.set_rt_info(GROUP_SIZES[activation_groups], ACTIVATION_GROUPS)
+    for kind, name in plan.caches.items():
         number, _, group = name.replace(FP16, "f16").partition("-")
         for what, value in {"PRECISION": number, "GROUP_SIZE": group or "0"}.items():
             graph.set_rt_info(value, ["runtime_options", f"{_CACHES[kind]}_CACHE_{what}"])

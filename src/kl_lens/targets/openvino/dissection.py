@@ -27,11 +27,16 @@ from kl_lens.targets.dissection import (
     Texts,
     setting,
 )
-from kl_lens.targets.exporting import read_artifact
+from kl_lens.targets.exporting import earlier_artifact
 from kl_lens.targets.openvino import session
 from kl_lens.targets.openvino.constants import raw_bytes
 from kl_lens.targets.openvino.convert import first_difference
-from kl_lens.targets.openvino.folder import DETOKENIZER_FILE, IR_FILE, TOKENIZER_FILE
+from kl_lens.targets.openvino.folder import (
+    ACTIVATION_GROUPS,
+    DETOKENIZER_FILE,
+    IR_FILE,
+    TOKENIZER_FILE,
+)
 from kl_lens.targets.openvino.rewrites import is_constant, operations
 from kl_lens.targets.openvino.session import open_foreign, read_graph
 from kl_lens.targets.session import Session, SessionSettings
@@ -67,11 +72,10 @@ class OpenVINODissection(Dissection):
         if self.place not in self.files:
             raise TargetError(f"{self.place}: no such file")
         quarantine.require_opens(try_out, self.place, self.files, "OpenVINO")
-        try:
-            self.usual_settings = read_artifact(self.place.parent).target == "openvino"
-        except TargetError:
-            self.usual_settings = False  # not our export: run with the plugin's defaults
+        record = earlier_artifact(self.place.parent)
+        self._exported = record is not None and record.target == "openvino"
         self._graph = read_graph(self.place)
+        self.usual_settings = not self._graph.has_rt_info(ACTIVATION_GROUPS)
         self._ends = dict(_weights(self._graph))
         self.tensors = tuple(_stored(name, end) for name, end in self._ends.items())
 
@@ -179,12 +183,12 @@ class OpenVINODissection(Dissection):
             yield from dissection.other_texts(found, expected, lambda *_: again)
 
     def open(self, settings: SessionSettings) -> Session:
-        if self.usual_settings:
-            if changed := bool(self.changed()):
+        if self._exported:
+            if self.changed():
                 quarantine.require_opens(
                     session.try_out, self.folder, self.files, "OpenVINO"
                 )
-            return self._open_own(self.folder, settings, cold=changed)
+            return self._open_own(self.folder, settings)
         return open_foreign(self.place, settings)
 
 

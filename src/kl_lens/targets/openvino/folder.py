@@ -9,6 +9,8 @@ from kl_lens.targets.exporting import read_artifact
 IR_FILE = "openvino_model.xml"
 WEIGHT_FILE = "openvino_model.bin"
 TOKENIZER_FILE = "openvino_tokenizer.xml"
+# Where a graph says how its activations are rounded, to every program that opens it.
+ACTIVATION_GROUPS = ["runtime_options", "DYNAMIC_QUANTIZATION_GROUP_SIZE"]
 DETOKENIZER_FILE = "openvino_detokenizer.xml"
 
 

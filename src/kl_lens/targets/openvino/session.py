@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
 import os
 import platform
 import re
@@ -22,7 +20,6 @@ import openvino.opset13 as ops
 
 from kl_lens.base.environment import processors
 from kl_lens.base.errors import TargetError, UnsupportedError, last_line
-from kl_lens.base.files import DERIVED
 from kl_lens.targets import quarantine
 from kl_lens.targets.exporting import read_artifact
 from kl_lens.targets.openvino import scans
@@ -30,45 +27,21 @@ from kl_lens.targets.openvino.folder import graph_file
 from kl_lens.targets.openvino.rewrites import is_gated
 from kl_lens.targets.session import CACHES, FedSession, Logits, SessionSettings
 from kl_lens.text.images import Preparation, pixels_of
-from kl_lens.weights.formats import get_format
 
 ATTENTION_MASK = "attention_mask"
 BEAM_IDX = "beam_idx"  # inputs as OpenVINO GenAI names them
 HEAD_NODE = "lm_head"  # name of the head's product in the graph
-CACHE_FOLDER = DERIVED
 TIMEOUT_VARIABLE = "KL_LENS_COMPILE_TIMEOUT"
 COMPILE_TIMEOUT = "600"  # s; the iGPU compiler hangs on Mamba-2
 LOGITS_CHUNK = 512  # tokens per call when all their logits are wanted
 
-# float32 everywhere: what a comparison with PyTorch needs. The plugins' own defaults are lossy (f16, 8-bit KV cache).
+# float32 everywhere: what a comparison with PyTorch needs. Files are judged with the runtime's own defaults, which are
+# lossy (keys and values in 8 bits, on some processors half precision), and with what the file says (`runtime_options`).
 EXACT = {
     "INFERENCE_PRECISION_HINT": "f32",
     "KV_CACHE_PRECISION": "f32",
     "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0",
 }
-DEPLOYED = {"KV_CACHE_PRECISION": "f16", "PERFORMANCE_HINT": "LATENCY"}
-# Kernels that compute with the stored integers, each row of activations quantized to int8 on the fly. The number is
-# 2^64 − 1, "a whole row"; the plugin accepts it only as a string.
-WHOLE_ROW = "18446744073709551615"
-
-
-def deployment_settings(
-    formats: set[str], machine: str = platform.machine()
-) -> dict[str, str]:
-    """The fastest settings that were measured for weights in these formats (docs/targets.md)."""
-    settings = dict(DEPLOYED)
-    integers = [
-        get_format(name.partition("+")[0]) for name in formats if name.startswith("int")
-    ]
-    if any(fmt.bits == 8 and fmt.group_size for fmt in integers):
-        # There is no kernel for 8-bit weights in groups: with the setting below, compiling fails.
-        settings["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = "0"
-    elif integers:
-        settings["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = WHOLE_ROW
-        if machine in ("aarch64", "arm64"):
-            # With f16, its default, the plugin does not use them.
-            settings["INFERENCE_PRECISION_HINT"] = "f32"
-    return settings
 
 
 def open_session(
@@ -77,10 +50,8 @@ def open_session(
     device: str = "CPU",
     exact: bool = False,
     threads: int | None = None,
-    cache: bool = True,
 ) -> OpenVINOSession | ImageSession:
-    """Loads an exported folder. `exact`: compute in float32, for checks, instead of with the fastest settings.
-    `cache`: keep the compiled graph beside the IR and use it next time."""
+    """Loads an exported folder. `exact`: compute in float32, for checks, instead of as any other program does."""
     artifact = read_artifact(folder)
     if artifact.target != "openvino":
         raise TargetError(
@@ -101,15 +72,7 @@ def open_session(
     if static is None and not of_images:
         _fix_sequences(graph)
         _choose_rows(graph)
-    settings: dict[str, Any] = {}
-    if device == "CPU" and not exact:
-        settings = deployment_settings({tensor.realised for tensor in artifact.tensors})
-        if (threads or processors()) < fewest_threads(graph):
-            settings["INFERENCE_PRECISION_HINT"] = "f32"
-    kept = folder / CACHE_FOLDER if cache else None
-    compiled = compile_graph(
-        graph, device, exact=exact, threads=threads, cache=kept, settings=settings
-    )
+    compiled = compile_graph(graph, device, exact=exact, threads=threads)
     about = describe(compiled, device) | {
         "mode": "exact" if exact else "deployed",
         "plan": artifact.plan,
@@ -124,9 +87,9 @@ def open_session(
 def try_out(place: Path) -> None:
     """For `quarantine`: opens and runs an exported folder, or a graph from elsewhere."""
     if place.is_dir():
-        session = open_session(place, threads=1, cache=False)
+        session = open_session(place)
     else:
-        session = ForeignSession(place, SessionSettings(threads=1))
+        session = ForeignSession(place, SessionSettings())
     session.logits([0, 0])
 
 
@@ -311,6 +274,21 @@ def computes_in_bfloat16() -> bool:
     return "BF16" in core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
 
 
+@functools.cache
+def rounds_in_groups() -> bool:
+    """Whether kernels round activations in groups of 32 (`profiles`) where nothing is set: a small product tells."""
+    ones = ops.constant(np.ones((2, 64), np.int8))
+    weight = ops.multiply(
+        ops.convert(ones, "f32"), ops.constant(np.ones((2, 1), np.float32))
+    )
+    row = np.full((1, 64), 0.4, np.float32)
+    row[0, 0] = 127  # beside it, 0.4 becomes 0
+    x = ops.parameter(ov.PartialShape([-1, 64]), np.float32)
+    product = ov.Model([ops.matmul(x, weight, False, True)], [x])
+    found = float(core().compile_model(product, "CPU")([row])[0][0, 0])
+    return abs(found - (127 + 32 * 0.4)) < 1
+
+
 def read_graph(path: Path) -> ov.Model:
     """Reads a saved IR. Graphs are always compiled from files: fresh from the converter, the ARM plugin of
     2025.2 to 2026.4 runs a unary minus in integers, and rotary embeddings come out wrong."""
@@ -328,34 +306,22 @@ def compile_graph(
     *,
     exact: bool = False,
     threads: int | None = None,
-    cache: Path | None = None,
-    settings: dict[str, Any] | None = None,
 ) -> ov.CompiledModel:
-    """Compiles for a device within a time limit."""
+    """Compiles for a device within a time limit, with the runtime's defaults or (`exact`) in float32."""
     require_device(device)
     text = os.environ.get(TIMEOUT_VARIABLE) or COMPILE_TIMEOUT
     if not re.fullmatch(r"\d+(\.\d+)?", text) or not (timeout := float(text)):
         raise TargetError(
             f"{TIMEOUT_VARIABLE}={text}: expected a number of seconds, such as 1800"
         )
-    properties: dict[str, Any] = dict(EXACT if exact else DEPLOYED)
+    properties: dict[str, Any] = dict(EXACT if exact else {})
     if device != "CPU":  # other plugins do not know these two
         properties.pop("KV_CACHE_PRECISION", None)
         properties.pop("DYNAMIC_QUANTIZATION_GROUP_SIZE", None)
-    if threads is not None and device == "CPU":
+    elif threads is not None:
         properties["INFERENCE_NUM_THREADS"] = threads
-    properties.update(settings or {})
-    if not exact and graph.has_rt_info(["runtime_options"]):
-        properties.pop("KV_CACHE_PRECISION", None)  # the file says it
-    if cache is not None:
-        # A folder for each set of settings: OpenVINO 2026.4 itself returns graphs compiled with other settings.
-        key = json.dumps(
-            [ov.__version__, device, properties], sort_keys=True, default=str
-        )
-        place = cache / hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
-        with suppress(OSError):  # read-only: compile every time
-            place.mkdir(parents=True, exist_ok=True)
-            properties["CACHE_DIR"] = str(place)
+    if device == "CPU" and (threads or processors()) < fewest_threads(graph):
+        properties["INFERENCE_PRECISION_HINT"] = "f32"
     outcome: Future[ov.CompiledModel] = Future()
 
     def work() -> None:
@@ -420,8 +386,6 @@ IDS = "input_ids"
 POSITIONS = "position_ids"
 CACHE_POSITION = "cache_position"
 _PAST = ("past_key_values.", "cache_params.past.")  # states as inputs
-# What a program gets that sets nothing; our own sessions ask for more.
-_PLUGIN_DEFAULTS = {"KV_CACHE_PRECISION": "u8"}
 _TRIED = 12
 _SAME = 0.05  # tokens that show what cache_position means; a share of the range of logits
 
@@ -433,13 +397,7 @@ class ForeignSession(OpenVINOSession):
     def __init__(self, path: Path, settings: SessionSettings) -> None:
         graph = _feedable(path)
         compiled = compile_graph(
-            graph,
-            settings.device,
-            exact=settings.exact,
-            threads=settings.threads,
-            settings={}
-            if settings.exact or settings.device != "CPU"
-            else _PLUGIN_DEFAULTS,
+            graph, settings.device, exact=settings.exact, threads=settings.threads
         )
         super().__init__(compiled, path, None, describe(compiled, settings.device))
         self._recurrent = bool(graph.get_variables())

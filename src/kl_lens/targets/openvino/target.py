@@ -31,12 +31,9 @@ from kl_lens.weights.formats import Format
 from kl_lens.weights.recipes import FP16, Recipe, fitting_recipe, parsed
 
 if TYPE_CHECKING:
-    import torch
-
     from kl_lens.model import LoadedModel
     from kl_lens.targets.dissection import Dissection
     from kl_lens.targets.openvino import convert, dissection, profiles, session
-    from kl_lens.weights.formats import Quantized
 else:  # they load OpenVINO and torch
     convert, dissection, profiles, session = lazy_modules(
         __package__, "convert", "dissection", "profiles", "session"
@@ -160,7 +157,7 @@ class OpenVINOTarget(Target):
     besides = f"the graph ({IR_FILE})"
     published = BenchmarkApp()
     # On ARM the plugin keeps keys and values as it computes them.
-    cache_formats = () if platform.machine() in _ARM else (FP16, "u8", "u4", "u4-32")
+    cache_formats = () if platform.machine() in _ARM else ("u8", FP16, "u4", "u4-32")
     methods = ("gptq", "search")
     recipe_tool = "nncf"
     exact_options = "set INFERENCE_PRECISION_HINT and KV_CACHE_PRECISION to f32, DYNAMIC_QUANTIZATION_GROUP_SIZE to 0"
@@ -179,6 +176,13 @@ class OpenVINOTarget(Target):
             "--without-head",
             "end in the last hidden states (static only)",
             given=False,
+        ),
+        ExportOption(
+            "activation_groups",
+            "--activation-groups",
+            "how many activations share a scale where they are rounded: 0 (no rounding), 32, 64, 128 or row; written "
+            "into the file (default: the runtime's)",
+            "text",
         ),
         ExportOption(
             "fallback", "--fallback", "lower what a profile cannot hold, visibly"
@@ -230,9 +234,9 @@ class OpenVINOTarget(Target):
         if self.owns(place):
             session.open_foreign(place, SessionSettings())
         elif read_artifact(place).settings.get("with_head", True):
-            session.open_session(place, threads=1, cache=False)
+            session.open_session(place)
         else:  # for benchmark_app alone
-            session.compile_graph(session.read_graph(graph_file(place)), "CPU", threads=1)
+            session.compile_graph(session.read_graph(graph_file(place)), "CPU")
 
     def file_bytes(self, model: LoadedModel, plan: Plan, *, exact: bool = False) -> int:
         """The FP16 artifact's size, with every quantized matrix's bytes and decompression nodes put in its place; the
@@ -309,9 +313,7 @@ class OpenVINOTarget(Target):
 
     # -- running -------------------------------------------------------------------------------------------
 
-    def open(
-        self, place: Path, settings: SessionSettings, *, cold: bool = False
-    ) -> Session:
+    def open(self, place: Path, settings: SessionSettings) -> Session:
         if self.owns(place):
             return session.open_foreign(place, settings)
         return session.open_session(
@@ -319,7 +321,6 @@ class OpenVINOTarget(Target):
             device=settings.device,
             threads=settings.threads,
             exact=settings.exact,
-            cache=not cold,
         )
 
     def dissects(self, path: Path) -> bool:
@@ -342,19 +343,15 @@ class OpenVINOTarget(Target):
     def models_activations(
         self, settings: SessionSettings, recipes: Mapping[str, Recipe]
     ) -> bool:
-        """True for the integer kernels on ARM. Half precision, for files without integers, is not modelled."""
-        deployed = (
-            settings.device == "CPU" and not settings.exact and platform.machine() in _ARM
-        )
-        return deployed and any(recipe != FP16 for recipe in recipes.values())
+        """True for kernels that multiply integers. Half precision is not modelled."""
+        deployed = settings.device == "CPU" and not settings.exact
+        integers = any(profiles.is_integer(recipe.grid) for recipe in recipes.values())
+        return deployed and integers and session.rounds_in_groups()
 
     def activations(
         self, model: LoadedModel, recipes: Mapping[str, Recipe]
     ) -> AbstractContextManager[None]:
-        return profiles.as_deployed(model.model, recipes)
-
-    def kernel_values(self, fmt: Format, quantized: Quantized) -> torch.Tensor:
-        return profiles.kernel_values(fmt, quantized)
+        return profiles.as_deployed(model, recipes)
 
 
 def _repeats_a_matrix(model: LoadedModel) -> bool:
