@@ -47,11 +47,11 @@ class Linked(torch.nn.Module):
             self.mix, self.key, self.value = (torch.nn.Linear(8, 8) for _ in range(3))
 
         def forward(self, hidden, shared=None, notes=None):
-            own = (self.key(hidden), self.value(hidden))
-            key, value = own if shared is None else shared
+            states = (self.key(hidden), self.value(hidden))
+            key, value = states if shared is None else shared
             if notes is not None:
                 notes["last"] = key = notes.get("last", 0) + key
-            return hidden + torch.tanh(self.mix(hidden)) * key.cumsum(1) + value, own
+            return hidden + torch.tanh(self.mix(hidden)) * key.cumsum(1) + value, states
 
     def __init__(self, link) -> None:
         super().__init__()
@@ -71,10 +71,10 @@ class Linked(torch.nn.Module):
         shared = None
         notes = {} if self.link == "notes" else None
         for layer in self.layers:
-            taken = (
+            states = (
                 self.link(shared) if callable(self.link) and shared is not None else None
             )
-            hidden, shared = layer(hidden, taken, notes=notes)
+            hidden, shared = layer(hidden, states, notes=notes)
         return (self.head(hidden),)
 
 

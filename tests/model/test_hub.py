@@ -56,7 +56,6 @@ def test_a_commit_in_the_cache_asks_the_hub_nothing(tiny: Hub) -> None:
     folder = model_folder("org/tiny")
     tiny.requests.clear()
     assert model_folder(f"org/tiny@{folder.name}") == folder
-    assert model_folder("org/tiny", revision=folder.name) == folder
     assert not tiny.requests
 
 
@@ -72,7 +71,7 @@ def test_without_the_hub_the_cache_is_used_and_a_part_is_not_taken_for_the_whole
     with pytest.raises(
         CheckpointError, match=r"org/other at revision v2 .*the hub cannot be reached"
     ):
-        model_folder("org/other", revision="v2")
+        model_folder("org/other@v2")
     next(folder.glob("*-00002-*.safetensors")).unlink()
     with pytest.raises(
         CheckpointError, match=r"org/tiny .*local hub cache as a whole.*go online once"
@@ -98,11 +97,7 @@ def test_a_name_may_be_an_old_one_or_have_a_revision_behind_it(tiny: Hub) -> Non
     tiny.add("old/name", renamed_to="org/tiny")
     assert load("old/name").source == f"org/tiny@{tiny.repositories['org/tiny'].commit}"
     tiny.repositories["org/tiny"].tags["v1"] = tiny.repositories["org/tiny"].commit
-    assert model_folder("org/tiny@v1") == model_folder("org/tiny", revision="v1")
-    with pytest.raises(
-        CheckpointError, match="org/tiny@v1 and revision v2: give only one"
-    ):
-        model_folder("org/tiny@v1", revision="v2")
+    assert model_folder("org/tiny@v1") == model_folder("org/tiny")
     with pytest.raises(CheckpointError, match="org/tiny has no revision 'v9'"):
         model_folder("org/tiny@v9")
 

@@ -73,10 +73,10 @@ def _mamba2(
     )
 
 
-def _equal(ours: torch.Tensor, right: torch.Tensor, rounding: float = 1e-5) -> None:
+def _equal(result: torch.Tensor, right: torch.Tensor, rounding: float = 1e-5) -> None:
     largest = max(1.0, float(right.abs().max()))
     torch.testing.assert_close(
-        ours.double(), right, rtol=rounding, atol=rounding * largest
+        result.double(), right, rtol=rounding, atol=rounding * largest
     )
 
 
@@ -161,24 +161,24 @@ def test_attention_equals_torchs_in_double_precision(
     query = size * torch.randn(batch, time, heads, width).transpose(1, 2)
     key = torch.randn(batch, shared, time, width)
     value = torch.randn(batch, shared, time, value_width)
-    ours = attention.causal_attention(query, key, value, scale=0.3)
+    result = attention.causal_attention(query, key, value, scale=0.3)
     keys, values = (
         t.double().repeat_interleave(heads // shared, 1) for t in (key, value)
     )
     expected = functional.scaled_dot_product_attention(
         query.double(), keys, values, is_causal=True, scale=0.3
     )
-    _equal(ours, expected.transpose(1, 2), 1e-5 if size == 3 else 2e-3)
+    _equal(result, expected.transpose(1, 2), 1e-5 if size == 3 else 2e-3)
 
 
 def test_a_nan_that_enters_a_kernel_comes_out_of_it() -> None:
     """A broken weight must show in the logits, not be computed away."""
-    for scan, made in (
+    for scan, sound in (
         (selective_scan, _mamba1(2, 33, 64, 16)),
         (head_scan, _mamba2(2, 33, 4, 16, 1, 8)),
     ):
         for broken in range(5):
-            inputs = [tensor.clone() for tensor in made]
+            inputs = [tensor.clone() for tensor in sound]
             inputs[broken].view(-1)[-1] = float("nan")
             assert scan(*inputs).isnan().any()
     query, key, value = torch.randn(3, 1, 2, 40, 16).unbind()
@@ -210,16 +210,16 @@ def test_a_kernel_that_is_wrong_is_found_named_and_not_used(
 ) -> None:
     monkeypatch.setattr(attention.platform, "machine", lambda: "aarch64")
     monkeypatch.setattr(swap, place, plant(getattr(swap, place), 1.0001))
-    said: list[str] = []
+    warnings: list[str] = []
     model = tiny_model(family)
     ids = token_ids(2, 140)
     with torch.inference_mode():
         expected = model(ids, use_cache=False).logits
-    chain = Chain(model, warn=said.append)
+    chain = Chain(model, warn=warnings.append)
     with chain.kernels(gradients=gradients):
         assert not any("forward" in vars(module) for module in model.modules())
     assert torch.equal(chain.full_logits(ids), expected)
-    (line,) = said
+    (line,) = warnings
     assert line.startswith(chain.fault)
     assert "rounding allows 5" in line
     assert "\n" not in line
@@ -236,11 +236,11 @@ def test_a_wrong_gradient_is_found(monkeypatch) -> None:
         "tracked_scan",
         lambda x, *more, **options: sound(Wrong.apply(x), *more, **options),
     )
-    said: list[str] = []
-    chain = Chain(tiny_model("mamba"), warn=said.append)
+    warnings: list[str] = []
+    chain = Chain(tiny_model("mamba"), warn=warnings.append)
     assert chain.uses_kernels()
     assert not chain.uses_kernels(gradients=True)
-    assert "Mamba-1 scan (gradients)" in said[0]
+    assert "Mamba-1 scan (gradients)" in warnings[0]
 
 
 QUICK = ("mamba", "mamba2", "jamba_experts", "mamba2_groups")
@@ -268,24 +268,29 @@ def test_right_kernels_are_found_right_in_every_precision(
 ) -> None:
     monkeypatch.setattr(attention.platform, "machine", lambda: "aarch64")
     chain = Chain(tiny_model(family).to(dtype))
-    found = chain.compared_kernels()
-    assert found
-    assert all(each.holds for each in (*found, *chain.compared_kernels(gradients=True)))
+    comparisons = chain.compared_kernels()
+    assert comparisons
+    assert all(
+        comparison.holds
+        for comparison in (*comparisons, *chain.compared_kernels(gradients=True))
+    )
     if dtype == torch.float32:
-        assert all(each.error < each.limit / 5 for each in found), "far from the limit"
+        assert all(
+            comparison.error < comparison.limit / 5 for comparison in comparisons
+        ), "far from the limit"
 
 
 def test_what_is_wrong_around_the_kernels_shows_in_the_logits(monkeypatch) -> None:
     """A library whose mixers do something that our copies of them do not, for example by a decorator."""
     model = tiny_model("mamba")
-    said = []
+    warnings = []
     mixer = type(model.backbone.layers[0].mixer)
     sound = mixer.forward
 
     @functools.wraps(sound)
-    def decorated(*given, **options):
-        return 1.05 * sound(*given, **options)
+    def decorated(*args, **options):
+        return 1.05 * sound(*args, **options)
 
     monkeypatch.setattr(mixer, "forward", decorated)
-    assert not Chain(model, warn=said.append).uses_kernels()
-    assert "all layers together" in said[0]
+    assert not Chain(model, warn=warnings.append).uses_kernels()
+    assert "all layers together" in warnings[0]

@@ -27,9 +27,9 @@ def test_mamba2_with_groups_is_another_model_than_transformers_alone_makes_of_it
     folder = saved("mamba2_groups")
     in_memory = load(folder)
     on_disk = load(folder, weights="disk")
-    found = in_memory.chain.full_logits(IDS)
+    logits = in_memory.chain.full_logits(IDS)
     torch.testing.assert_close(
-        on_disk.chain.full_logits(IDS), found, rtol=1e-4, atol=1e-4
+        on_disk.chain.full_logits(IDS), logits, rtol=1e-4, atol=1e-4
     )
     assert in_memory.fingerprint == on_disk.fingerprint
     assert in_memory.fingerprint.endswith("-grouped-norm"), (
@@ -37,7 +37,7 @@ def test_mamba2_with_groups_is_another_model_than_transformers_alone_makes_of_it
     )
     with torch.inference_mode():
         assert (
-            tiny_model("mamba2_groups")(IDS, use_cache=False).logits - found
+            tiny_model("mamba2_groups")(IDS, use_cache=False).logits - logits
         ).abs().max() > 0.1
 
 

@@ -202,8 +202,8 @@ def _older(
     if "rope_theta" in rope:
         rope |= {"rope_scaling": None}
     new = (*unknown, "dtype", "rope_parameters", "rope_type")
-    kept = {key: value for key, value in (config | rope).items() if key not in new}
-    return kept | {"torch_dtype": "float32", "transformers_version": version} | names
+    settings = {key: value for key, value in (config | rope).items() if key not in new}
+    return settings | {"torch_dtype": "float32", "transformers_version": version} | names
 
 
 @pytest.mark.parametrize("family", OLDER)

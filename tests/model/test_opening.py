@@ -45,9 +45,11 @@ def _shards(suffix: str, save: Callable[..., object]) -> Callable[[Path], None]:
         names = {
             f"part-{half}-of-2.{suffix}": sorted(weights)[half::2] for half in (1, 0)
         }
-        for file, held in names.items():
-            save({name: weights[name] for name in held}, folder / file)
-        places = {name: file for file, held in names.items() for name in reversed(held)}
+        for file, tensors in names.items():
+            save({name: weights[name] for name in tensors}, folder / file)
+        places = {
+            name: file for file, tensors in names.items() for name in reversed(tensors)
+        }
         stem = "model" if suffix == "safetensors" else "pytorch_model"
         index = {"metadata": {"total_size": 1}, "weight_map": places}
         (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps(index))
@@ -55,10 +57,12 @@ def _shards(suffix: str, save: Callable[..., object]) -> Callable[[Path], None]:
     return change
 
 
-def _pickled(**how: Any) -> Callable[[Path], None]:
+def _pickled(**options: Any) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         torch.save(
-            load_file(folder / "model.safetensors"), folder / "pytorch_model.bin", **how
+            load_file(folder / "model.safetensors"),
+            folder / "pytorch_model.bin",
+            **options,
         )
         (folder / "model.safetensors").unlink()
 

@@ -7,7 +7,7 @@ import torch
 
 from kl_lens.base.errors import FormatError
 from kl_lens.model.kernels.rounded_scan import rounded_scan
-from kl_lens.model.states import GGML, KEYS, STATE, StateFormat, keeping, kept
+from kl_lens.model.states import GGML, KEYS, STATE, StateFormat, keeping, running_format
 from kl_lens.weights.formats import get_format
 
 FORMATS = (
@@ -36,13 +36,15 @@ def scan_inputs(shape: tuple[int, int, int, int], time: int) -> tuple[torch.Tens
     return x, dt, a, b, c, torch.randn(heads, generator=random)
 
 
-def plain_step(how, state, lost, x, dt, a, b, c, skip):
+def plain_step(storage, state, lost, x, dt, a, b, c, skip):
     """One token: outputs, the stored state, what it lost."""
     inflow = (dt[..., None] * x)[..., None] * b[:, :, None, :]
     value = torch.exp(dt[..., None] * a)[:, :, None, :] * state + inflow + lost
-    kept = how.rounded(value)
-    lost = how.rounded(value - kept) if how.feedback else torch.zeros_like(kept)
-    return (value * c[:, :, None, :]).sum(-1) + skip[:, None] * x, kept, lost
+    stored = storage.rounded(value)
+    lost = (
+        storage.rounded(value - stored) if storage.feedback else torch.zeros_like(stored)
+    )
+    return (value * c[:, :, None, :]).sum(-1) + skip[:, None] * x, stored, lost
 
 
 @pytest.mark.parametrize("shape", [MAMBA, MAMBA2], ids=["mamba", "mamba2"])
@@ -51,24 +53,39 @@ def test_each_token_is_the_plain_recurrence(
     name: str, shape: tuple[int, int, int, int]
 ) -> None:
     heads, width, states, groups = shape
-    how = StateFormat.parse(name)
+    storage = StateFormat.parse(name)
     time = 12
     x, dt, a, b, c, skip = scan_inputs(shape, time)
     stored = torch.zeros(2, heads, 2, width, states)
     for t in range(time):
         y, after = rounded_scan(
-            x[:, : t + 1], dt[:, : t + 1], a, b[:, : t + 1], c[:, : t + 1], how, skip=skip
+            x[:, : t + 1],
+            dt[:, : t + 1],
+            a,
+            b[:, : t + 1],
+            c[:, : t + 1],
+            storage,
+            skip=skip,
         )
-        now = (vectors[:, t].repeat_interleave(heads // groups, 1) for vectors in (b, c))
-        wanted, kept, lost = plain_step(
-            how, stored[:, :, 0], stored[:, :, 1], x[:, t], dt[:, t], a, *now, skip
+        current = (
+            vectors[:, t].repeat_interleave(heads // groups, 1) for vectors in (b, c)
+        )
+        wanted, expected, lost = plain_step(
+            storage,
+            stored[:, :, 0],
+            stored[:, :, 1],
+            x[:, t],
+            dt[:, t],
+            a,
+            *current,
+            skip,
         )
         torch.testing.assert_close(y[:, t], wanted, rtol=1e-5, atol=1e-5)
         # Where a value lies between two levels, the last bit of the arithmetic decides.
-        assert ((after[:, :, 0] - kept).abs() > 1e-6).float().mean() < 1e-2
-        if how.feedback:
+        assert ((after[:, :, 0] - expected).abs() > 1e-6).float().mean() < 1e-2
+        if storage.feedback:
             assert (
-                (after[:, :, 1] - lost).abs() > 1e-3 * kept.abs().max()
+                (after[:, :, 1] - lost).abs() > 1e-3 * expected.abs().max()
             ).float().mean() < 1e-2
         stored[:, :, : after.shape[2]] = after
 
@@ -121,17 +138,19 @@ def test_caches_have_the_formats_of_runtimes() -> None:
 
 def test_only_the_blocks_that_are_named_are_rounded() -> None:
     blocks = [torch.nn.Linear(2, 2) for _ in range(2)]
-    given: list[StateFormat | None] = []
+    formats: list[StateFormat | None] = []
     for block in blocks:
-        block.register_forward_hook(lambda *_: given.append(kept(STATE, 4, 1, 16)))
+        block.register_forward_hook(
+            lambda *_: formats.append(running_format(STATE, 4, 1, 16))
+        )
     int8 = StateFormat.parse("int8")
-    with keeping(blocks, {0: {}, 1: {STATE: int8}}) as seen:
+    with keeping(blocks, {0: {}, 1: {STATE: int8}}) as shapes:
         for block in blocks:
             block(torch.zeros(1, 2))
-        assert kept(STATE, 1) is None  # between blocks
+        assert running_format(STATE, 1) is None  # between blocks
     blocks[1](torch.zeros(1, 2))
-    assert given == [None, int8, None]
-    assert seen == {0: {STATE: (4, 1, 16)}, 1: {STATE: (4, 1, 16)}}
+    assert formats == [None, int8, None]
+    assert shapes == {0: {STATE: (4, 1, 16)}, 1: {STATE: (4, 1, 16)}}
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_kl_of_both_engines_is_that_of_two_forwards_in_float64(name: str) -> Non
         )
 
     teacher = log_p()
-    for candidate, found in zip(candidates, results[0], strict=True):
+    for candidate, measured in zip(candidates, results[0], strict=True):
         parameter = wide.model.get_parameter(candidate.component.weight)
         recipe = candidate.recipe
         original = parameter.data
@@ -77,7 +77,7 @@ def test_kl_of_both_engines_is_that_of_two_forwards_in_float64(name: str) -> Non
         ).double()
         expected = (teacher.exp() * (teacher - log_p())).sum((1, 2)).numpy()
         parameter.data = original
-        np.testing.assert_allclose(found, expected, rtol=5e-3, atol=1e-7)
+        np.testing.assert_allclose(measured, expected, rtol=5e-3, atol=1e-7)
 
 
 def test_mambavision_is_the_published_function_under_the_published_names() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -111,6 +112,14 @@ def anatomy_of(model: nn.Module, chain: Chain) -> Anatomy:
     )
 
 
+# Families of layers, by words in the names of modules, or by what is in them.
+_LAYERS = {
+    "moe": ("moe|expert", {""}),
+    "attention": ("attention|attn", {"q_proj", "k_proj", "v_proj"}),
+    "mlp": ("mlp|feed_forward", {"up_proj", "down_proj"}),
+}
+
+
 class _Describer:
     """Makes the record of a weight from its place in the module tree."""
 
@@ -128,7 +137,7 @@ class _Describer:
         with _Watcher(loose) as watcher:
             if loose:
                 chain.full_logits(ids)
-        self.summed = watcher.seen
+        self.summed = watcher.directions
 
     def _is_loose(self, name: str, parameter: nn.Parameter) -> bool:
         """A matrix, or a stack of them, outside a `Linear`: its orientation must be found by watching a forward."""
@@ -145,19 +154,18 @@ class _Describer:
         labels = [component_name(name, parameter.dim()) for name in names]
         outside = _identity(parameter) in (self.embedding_weight, self.head_weight)
         prefix = self.blocks_name + "."
-        inside = (
-            []
-            if outside
-            else [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
-        )
-        blocks = sorted({int(name.split(".", 1)[0]) for name in inside})
+        blocks = {
+            int(name.removeprefix(prefix).partition(".")[0])
+            for name in names
+            if name.startswith(prefix) and not outside
+        }
         return Component(
             name=labels[0],
             weight=names[0],
             kind=kind,
             family=family,
-            block=blocks[0] if blocks else None,
-            blocks=tuple(blocks),
+            block=min(blocks, default=None),
+            blocks=tuple(sorted(blocks)),
             shape=tuple(parameter.shape),
             parameters=parameter.numel(),
             tied_with=tuple(labels[1:]),
@@ -187,24 +195,19 @@ class _Describer:
             return "bias", family, REASONS["bias"]
         if "norm" in type(module).__name__.lower():
             return "norm", family, REASONS["norm"]
-        seen = self.summed.get(identity)
-        along_last = all(seen) if seen else None  # None: in no product
-        if parameter.dim() == 3 and "expert" in type(module).__name__.lower():
+        directions = self.summed.get(identity)
+        along_last = all(directions) if directions else None  # None: in no product
+        class_name = type(module).__name__.lower()
+        if parameter.dim() == 3 and "expert" in class_name:
             transposed = getattr(module, "is_transposed", False) or along_last is False
             return kind, "moe", _sized("input_major", parameter) if transposed else None
-        if (
-            "router" in type(module).__name__.lower()
-            or kind == "router"
-            or (kind, family) == ("gate", "moe")
-        ):
+        is_gate = (kind, family) == ("gate", "moe")
+        if "router" in class_name or kind == "router" or is_gate:
             return "router", "moe", REASONS["router"]
         if isinstance(module, nn.Linear):
             return kind, family, None
-        return (
-            kind.removesuffix("_weight"),
-            family,
-            _why_not(module, parameter, along_last),
-        )
+        reason = _why_not(module, parameter, along_last)
+        return kind.removesuffix("_weight"), family, reason
 
     def _family(self, owner: str, kind: str) -> str:
         """From the nearest enclosing module that is clearly a state-space, attention or MLP layer."""
@@ -213,25 +216,14 @@ class _Describer:
             module = self.modules[path]
             children = {name for name, _ in module.named_children()}
             direct = {name for name, _ in module.named_parameters(recurse=False)}
-            word = f"{type(module).__name__.removeprefix(self.model_prefix)} {_last_word(path)}".lower()
-            if {"A_log", "D"} <= direct | children or (
-                {"A", "D"} <= direct and "conv1d" in children
-            ):
+            class_name = type(module).__name__.removeprefix(self.model_prefix)
+            word = f"{class_name} {_last_word(path)}".lower()
+            is_ssm = {"A", "D"} <= direct and "conv1d" in children
+            if is_ssm or {"A_log", "D"} <= direct | children:
                 return "ssm"
-            if "moe" in word or "expert" in word:
-                return "moe"
-            if (
-                "attention" in word
-                or "attn" in word
-                or {"q_proj", "k_proj", "v_proj"} <= children
-            ):
-                return "attention"
-            if (
-                "mlp" in word
-                or "feed_forward" in word
-                or {"up_proj", "down_proj"} <= children
-            ):
-                return "mlp"
+            for family, (words, members) in _LAYERS.items():
+                if re.search(words, word) or members <= children:
+                    return family
             if path == self.blocks_name:
                 break
             path = path.rpartition(".")[0]
@@ -277,15 +269,14 @@ def _last_word(path: str) -> str:
 def _with_siblings(components: Sequence[Component]) -> list[Component]:
     together: dict[tuple[str, frozenset[str]], list[str]] = defaultdict(list)
     for c in components:
-        for group in FUSED_GROUPS if c.quantizable else ():
-            if c.kind in group:
+        for group in FUSED_GROUPS:
+            if c.quantizable and c.kind in group:
                 together[c.name.rpartition(".")[0], group].append(c.name)
-    fused = {
-        name: tuple(n for n in names if n != name)
-        for names in together.values()
-        for name in names
-    }
-    return [replace(c, fused_with=fused.get(c.name, ())) for c in components]
+    siblings = {name: names for names in together.values() for name in names}
+    return [
+        replace(c, fused_with=tuple(n for n in siblings.get(c.name, ()) if n != c.name))
+        for c in components
+    ]
 
 
 # Function name → its arguments that are matrices, each with the axis that is summed over.
@@ -306,7 +297,7 @@ class _Watcher(TorchFunctionMode):
         super().__init__()
         self._parameters = {_identity(p): p for p in parameters}
         # For each parameter: whether products of it, or of its views, sum over its last axis.
-        self.seen: dict[int, set[bool]] = {key: set() for key in self._parameters}
+        self.directions: dict[int, set[bool]] = {key: set() for key in self._parameters}
 
     def __torch_function__(
         self,
@@ -315,10 +306,10 @@ class _Watcher(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Any = None,
     ) -> Any:
-        given = [*args, *(kwargs or {}).values()]
+        operands = [*args, *(kwargs or {}).values()]
         for position, axis in _PRODUCTS.get(getattr(func, "__name__", ""), ()):
-            if position < len(given):
-                self._note(given[position], axis)
+            if position < len(operands):
+                self._note(operands[position], axis)
         return func(*args, **(kwargs or {}))
 
     def _note(self, tensor: Any, axis: int) -> None:
@@ -329,7 +320,9 @@ class _Watcher(TorchFunctionMode):
             size = min(parameter.nbytes, parameter.untyped_storage().nbytes())
             if 0 <= tensor.data_ptr() - parameter.data_ptr() < size:
                 whole = tensor.shape[axis] == parameter.shape[-1]
-                self.seen[key].add(whole and tensor.stride(axis) == parameter.stride(-1))
+                self.directions[key].add(
+                    whole and tensor.stride(axis) == parameter.stride(-1)
+                )
 
 
 # The gated norm of Mamba-2 layers with several groups. mamba_ssm, which these models are trained with, normalises each

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import transformers
 
-from kl_lens.base.errors import CheckpointError, one_line
+from kl_lens.base.errors import CheckpointError
 from kl_lens.base.files import reference_path
+from kl_lens.model.files import refusing
 
 
 @dataclass(frozen=True)
@@ -32,19 +33,18 @@ class Carried:
 def carried_by(config: Any, name: str = "") -> Carried:
     """Runs the model without weights on five tokens, and looks at what it would keep for the next."""
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    try:
-        with torch.device("meta"), torch.no_grad():
-            model = transformers.AutoModelForCausalLM.from_config(
-                config, dtype=torch.bfloat16
-            )
-            output = model(torch.zeros(1, 5, dtype=torch.long), use_cache=True)
-    except Exception as error:  # a model's own code may raise anything
-        raise CheckpointError(
-            f"{name}: cannot be run without its weights ({one_line(error)})"
-        ) from error
-    cache: Any = getattr(output, "past_key_values", None) or getattr(
-        output, "cache_params", None
-    )
+    # A model's own code may raise anything.
+    with (
+        refusing(f"{name}: cannot be run without its weights"),
+        torch.device("meta"),
+        torch.no_grad(),
+    ):
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16
+        )
+        output = model(torch.zeros(1, 5, dtype=torch.long), use_cache=True)
+    named = (getattr(output, name, None) for name in ("past_key_values", "cache_params"))
+    cache: Any = next(filter(None, named), None)
     if not hasattr(cache, "layers"):
         raise CheckpointError(
             f"{name}: {type(model).__name__} does not show what it carries from token to token, so its memory cannot "
@@ -54,51 +54,39 @@ def carried_by(config: Any, name: str = "") -> Carried:
     caches = {"keys": 0, "values": 0}
     for layer in cache.layers:
         for kind in ("recurrent_states", "conv_states"):
-            fixed += sum(
-                t.numel()
-                for t in (getattr(layer, kind, None) or {}).values()
-                if t is not None
-            )
+            tensors = (getattr(layer, kind, None) or {}).values()
+            fixed += sum(tensor.numel() for tensor in tensors if tensor is not None)
         for kind in caches:
             tensor = getattr(layer, kind, None)
             caches[kind] += 0 if tensor is None else tensor.numel() // tensor.shape[-2]
-    sizes = {id(p): p for p in model.parameters()}.values()
+    # Convolutions are no matrices.
     matrices = sum(
-        p.numel() for p in sizes if p.dim() > 1 and min(p.shape[-2:]) > 8
-    )  # not convolutions
+        p.numel() for p in model.parameters() if p.dim() > 1 and min(p.shape[-2:]) > 8
+    )
     return Carried(
-        name,
-        len(cache.layers),
-        config.vocab_size,
-        config.hidden_size,
-        matrices,
-        sum(p.numel() for p in sizes) - matrices,
-        fixed,
-        getattr(config, "num_attention_heads", 0) if caches["keys"] else 0,
-        caches["keys"],
-        caches["values"],
+        name=name,
+        blocks=len(cache.layers),
+        vocabulary=config.vocab_size,
+        width=config.hidden_size,
+        matrices=matrices,
+        vectors=sum(p.numel() for p in model.parameters()) - matrices,
+        states=fixed,
+        heads=getattr(config, "num_attention_heads", 0) if caches["keys"] else 0,
+        **caches,
     )
 
 
 def carried_from(source: str, *, trust_remote_code: bool = False) -> Carried:
     """Of a folder, `reference:NAME`, or a hub id, of which only the configuration is downloaded."""
-    place = (
-        reference_path(source.removeprefix("reference:"))
-        if source.startswith("reference:")
-        else source
-    )
-    repository, _, revision = str(place).partition("@")
-    place, options = (
-        (place, {})
-        if Path(place).exists()
-        else (repository, {"revision": revision or None})
-    )
-    try:
+    options = {}
+    path = source
+    if source.startswith("reference:"):
+        path = str(reference_path(source.removeprefix("reference:")))
+    elif not Path(source).exists():
+        path, _, revision = source.partition("@")
+        options["revision"] = revision or None
+    with refusing(f"{source}: its configuration cannot be read", (OSError, ValueError)):
         config = transformers.AutoConfig.from_pretrained(
-            place, trust_remote_code=trust_remote_code, **options
+            path, trust_remote_code=trust_remote_code, **options
         )
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{source}: its configuration cannot be read: {one_line(error)}"
-        ) from error
     return carried_by(config, source)

@@ -30,7 +30,7 @@ from contextlib import (
     suppress,
 )
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -83,25 +83,20 @@ class States:
     """The input of a block: hidden states, and outputs of earlier blocks that it or later ones take."""
 
     hidden: torch.Tensor  # (batch, positions, width), or (batch, channels, height, width)
-    carried: Mapping[Given | Board, Any] = field(
-        default_factory=dict
-    )  # a tensor, or a board's contents
+    # Tensors, and contents of boards.
+    carried: Mapping[Given | Board, Any] = field(default_factory=dict)
 
     @staticmethod
     def stacked(parts: Sequence[States]) -> States:
         """Joins several batches at the same block."""
 
-        def joined(first: Any, *others: Any) -> Any:
-            return (
-                torch.cat([first, *others])
-                if isinstance(first, torch.Tensor) and first.dim()
-                else first
-            )
+        def joined(*values: Any) -> Any:
+            is_batch = isinstance(values[0], torch.Tensor) and values[0].dim()
+            return torch.cat(values) if is_batch else values[0]
 
         hidden = torch.cat([part.hidden for part in parts])
-        return States(
-            hidden, pytree.tree_map(joined, *(dict(part.carried) for part in parts))
-        )
+        carried = pytree.tree_map(joined, *(dict(part.carried) for part in parts))
+        return States(hidden, carried)
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -109,19 +104,16 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """The hidden states among a block's arguments: (batch, positions, width), else an image with four axes."""
-    given = [*args[:1], kwargs.get("hidden_states"), *args, *kwargs.values()]
-    real = [
-        value
-        for value in given
-        if isinstance(value, torch.Tensor) and value.is_floating_point()
-    ]
+    values = [*args[:1], kwargs.get("hidden_states"), *args, *kwargs.values()]
+    real = [v for v in values if isinstance(v, torch.Tensor) and v.is_floating_point()]
     for axes in (3, 4):
-        if found := [value for value in real if value.dim() == axes]:
-            return found[0]
+        for value in real:
+            if value.dim() == axes:
+                return value
     raise CheckpointError("a block was called without hidden states or an image")
 
 
-def marked(call: Arguments, given: Mapping[int, Given], boards: set[str]) -> Arguments:
+def marked(call: Arguments, marks: Mapping[int, Given], boards: set[str]) -> Arguments:
     """A call with marks for hidden states, outputs of earlier blocks (by id) and boards."""
     args, kwargs = call
     hidden = hidden_of(args, kwargs)
@@ -129,7 +121,7 @@ def marked(call: Arguments, given: Mapping[int, Given], boards: set[str]) -> Arg
     def mark(value: Any) -> Any:
         if value is hidden:
             return HIDDEN
-        return given.get(id(value), value) if isinstance(value, torch.Tensor) else value
+        return marks.get(id(value), value) if isinstance(value, torch.Tensor) else value
 
     kwargs = {
         name: Board(name, copy.copy(v)) if name in boards else v
@@ -152,20 +144,18 @@ class BlockCalls:
     """For one batch of ids: the input of the first block, and every block's other arguments."""
 
     ids: torch.Tensor  # (batch, time), or (windows, images)
-    hidden: (
-        torch.Tensor
-    )  # (batch, positions, width): positions may exceed time (meta tokens)
+    hidden: torch.Tensor  # (batch, positions, width): may exceed time (meta tokens)
     arguments: tuple[Arguments, ...]
 
     @cached_property
     def last_taker(self) -> dict[Given, int]:
         """Every tensor that a block takes from an earlier one → the last block that takes it."""
-        leaves = (
-            (i, leaf)
-            for i, call in enumerate(self.arguments)
+        return {
+            leaf: index
+            for index, call in enumerate(self.arguments)
             for leaf in pytree.tree_leaves(call)
-        )
-        return {leaf: index for index, leaf in leaves if isinstance(leaf, Given)}
+            if isinstance(leaf, Given)
+        }
 
 
 class Chain:
@@ -193,7 +183,7 @@ class Chain:
         self._warn = warn
         self.task = task or LanguageTask()
         self.head = self.task.head(model)
-        self._batched: dict[int, tuple[tuple[bool, ...], ...]] = {}  # by length
+        self._batched: dict[int, list[Any]] = {}  # by length
         self._doubts: dict[int, str | None] = {}  # by length
         self._unchecked = {False, True}  # kernels without and with gradients
         self._watch()
@@ -213,25 +203,20 @@ class Chain:
         calls: list[Arguments] = []
         outputs: list[Any] = []
         at_head: list[torch.Tensor] = []
-        before: list[dict[str, dict[Any, Any]]] = []
+        boards: list[dict[str, dict[Any, Any]]] = []
         self._boards: set[str] = set()  # dictionary arguments that blocks write to
 
         def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
-            before.append(
-                {
-                    name: dict(v)
-                    for name, v in kwargs.items()
-                    if isinstance(v, MutableMapping)
-                }
-            )
+            mutable = {k: v for k, v in kwargs.items() if isinstance(v, MutableMapping)}
+            boards.append({name: dict(value) for name, value in mutable.items()})
 
         def leave(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             calls.append((args, kwargs))
             outputs.append(output)
-            for name, old in before[-1].items():
-                now = kwargs[name]
-                if old.keys() != now.keys() or any(
-                    old[key] is not now[key] for key in old
+            for name, before in boards[-1].items():
+                after = kwargs[name]
+                if before.keys() != after.keys() or any(
+                    before[key] is not after[key] for key in before
                 ):
                     self._boards.add(name)
 
@@ -251,9 +236,9 @@ class Chain:
         self.state_size = sum(
             h.shape[-1] if self.task.generates else h[0].numel() for h in hidden
         )
-        last = outputs[-1][0] if isinstance(outputs[-1], (tuple, list)) else outputs[-1]
-        self._reshapes = len({states.shape for states in (*hidden, last)}) > 1
         self._outputs = [pytree.tree_flatten(output) for output in outputs]
+        hidden.append(self._outputs[-1][0][0])
+        self._reshapes = len({states.shape for states in hidden}) > 1
         self.head_scale = _factor(at_head, logits)
 
     def _first_forward(self, ids: torch.Tensor) -> None:
@@ -276,7 +261,7 @@ class Chain:
             logits.abs().max()
         )
 
-    def _batched_arguments(self, ids: torch.Tensor) -> tuple[tuple[bool, ...], ...]:
+    def _batched_arguments(self, ids: torch.Tensor) -> list[Any]:
         """For every argument of every block: is its first axis the batch? Found by comparing a batch of two with a
         batch of three at the length in use: the mask of a sliding window, for example, exists only if the text is
         longer than the window."""
@@ -284,19 +269,15 @@ class Chain:
         if length not in self._batched:
             two, three = (self.calls(ids[:1].repeat(rows, 1)) for rows in (2, 3))
             sizes = (two.hidden.shape[0], three.hidden.shape[0])
-            self._batched[length] = tuple(
-                tuple(
-                    isinstance(a, torch.Tensor)
-                    and a.dim() > 0
-                    and (a.shape[0], b.shape[0]) == sizes
-                    for a, b in zip(
-                        pytree.tree_leaves(smaller),
-                        pytree.tree_leaves(larger),
-                        strict=True,
-                    )
-                )
-                for smaller, larger in zip(two.arguments, three.arguments, strict=True)
-            )
+
+            def is_batched(a: Any, b: Any) -> bool:
+                is_array = isinstance(a, torch.Tensor) and a.dim() > 0
+                return is_array and (a.shape[0], b.shape[0]) == sizes
+
+            self._batched[length] = [
+                pytree.tree_map(is_batched, *calls)
+                for calls in zip(two.arguments, three.arguments, strict=True)
+            ]
         return self._batched[length]
 
     # -- trusting it ------------------------------------------------------------------------------------
@@ -315,20 +296,19 @@ class Chain:
             calls = self.calls(ids)
             middle = len(self) // 2
             half = self.run(calls.hidden, calls, 0, middle)
-            logits = self.logits(
-                self.finish(self.run(half, calls, middle), calls)
-            ).float()
-            stacked = self.run(States.stacked([half, half]), calls, middle)
-            copies = self.logits(self.finish(stacked, calls)).float()
+            stacked = States.stacked([half, half])
+            logits, copies = (
+                self.logits(self.finish(self.run(states, calls, middle), calls)).float()
+                for states in (half, stacked)
+            )
         except Exception as error:  # a block may raise anything for unexpected arguments
             return f"its blocks cannot be run in parts ({type(error).__name__}: {one_line(error)})"
         off = float((logits - expected).abs().max())
-        # A larger batch rounds differently, and a token may go to another expert, so only most rows must agree.
-        off_stacked = float((copies - expected).abs().amax(-1).median())
-        if max(off, off_stacked) <= self._rounding(expected):
+        off = max(off, _typical_error(copies, expected))
+        if off <= self._rounding(expected):
             return None
         return (
-            f"run in parts, its logits are off by {max(off, off_stacked):.1e} "
+            f"run in parts, its logits are off by {off:.1e} "
             f"where the largest is {float(expected.abs().max()):.1e}"
         )
 
@@ -341,7 +321,7 @@ class Chain:
 
     def distrust(self, comparisons: Iterable[Comparison]) -> None:
         """Our kernels are not used again if one of them is wrong."""
-        wrong = next((each for each in comparisons if not each.holds), None)
+        wrong = next((result for result in comparisons if not result.holds), None)
         if wrong is not None and self.fast:
             self.fast = False
             self.fault = f"our kernel for {wrong.kernel} is wrong here"
@@ -358,35 +338,27 @@ class Chain:
         around: AbstractContextManager[Any] | None = None,
     ) -> list[Comparison]:
         """Our kernels beside the library's own code, on a short window; `around`: with more kernels, active within."""
-        rows = CHECKED_TOKENS if self.task.generates else 2
-        most = getattr(
-            getattr(self.model, "config", None), "max_position_embeddings", None
-        )
-        ids = (
-            self.task.sample(self.model, 1, min(rows, most or rows))
-            if ids is None
-            else ids
-        )
+        if ids is None:
+            rows = CHECKED_TOKENS if self.task.generates else 2
+            config = getattr(self.model, "config", None)
+            most = getattr(config, "max_position_embeddings", None)
+            ids = self.task.sample(self.model, 1, min(rows, most or rows))
         watch = Watch(gradients=gradients)
         with watch.watching(), around or nullcontext():
             logits = self._forward(ids).float()
-        found = list(watch.found.values())
+        comparisons = list(watch.comparisons.values())
         if gradients or around is not None:
-            return found
-        with (
-            suppress(Exception),
-            torch.inference_mode(),
-        ):  # code of a checkpoint may need a GPU: see `Watch`
+            return comparisons
+        # Code of a checkpoint may need a GPU: see `Watch`.
+        with suppress(Exception), torch.inference_mode():
             expected = self.task.forward(self.model, ids.to(self.device)).float()
-            # As in `doubt`: most rows must agree.
-            off = (logits - expected).abs().amax(
-                -1
-            ).median() / expected.abs().max().clamp(min=1e-30)
+            error = _typical_error(logits, expected)
+            error /= max(1e-30, float(expected.abs().max()))
             dtype = next(self.model.parameters()).dtype
             limit = _AROUND_KERNELS if dtype in ROUNDING else _AROUND_KERNELS_IN_HALF
             if bool(expected.isfinite().all()):
-                found.append(Comparison("all layers together", float(off), limit))
-        return found
+                comparisons.append(Comparison("all layers together", error, limit))
+        return comparisons
 
     # -- running ------------------------------------------------------------------------------------------
 
@@ -420,28 +392,27 @@ class Chain:
     def final_states(self, ids: torch.Tensor) -> torch.Tensor:
         """The inputs of the head in the model's own forward: (batch, time, width)."""
         self.uses_kernels()
-        with _stopping_at(self.head) as seen:
+        with _stopping_at(self.head) as inputs:
             self._forward(ids)
-        return seen[0].reshape(*ids.shape, -1)
+        return inputs[0].reshape(*ids.shape, -1)
 
     def calls(self, ids: torch.Tensor) -> BlockCalls:
         """The input of the first block for these ids, and the other arguments of every block."""
         self.uses_kernels()
         ids = ids.to(self.device)
         calls: list[Arguments] = []
-        given: dict[int, Given] = {}
+        marks: dict[int, Given] = {}
         states: list[torch.Tensor] = []  # kept alive, so that their ids stay unique
 
         def bypass(args: Any, kwargs: Any) -> torch.Tensor:
             hidden = hidden_of(args, kwargs)
-            calls.append(marked((args, kwargs), given, self._boards))
+            calls.append(marked((args, kwargs), marks, self._boards))
             states.append(hidden)
-            if self._reshapes and len(calls) == len(
-                self
-            ):  # the model's next step needs another shape
+            # The model's next step needs another shape.
+            if self._reshapes and len(calls) == len(self):
                 raise _Stop
             passed = hidden.view_as(hidden)  # the same states as a distinct object
-            given[id(passed)] = Given(len(calls) - 1, 0)
+            marks[id(passed)] = Given(len(calls) - 1, 0)
             states.append(passed)
             return passed
 
@@ -488,28 +459,26 @@ class Chain:
 
         args, kwargs = pytree.tree_map(value_of, self._repeated(calls, index, copies))
         output = self.blocks[index](*args, **kwargs)
-        hidden = output[0] if isinstance(output, (tuple, list)) else output
-        if not calls.last_taker and not boards:
-            return States(hidden)
         leaves = pytree.tree_leaves(output)
+        if not calls.last_taker and not boards:
+            return States(leaves[0])
         carried: dict[Given | Board, Any] = {
             mark: leaves[mark.leaf] if mark.block == index else states.carried[mark]
             for mark, last in calls.last_taker.items()
             if mark.block <= index < last
         }
         carried.update({mark: dict(board) for mark, board in boards.items()})
-        return States(hidden, carried)
+        return States(leaves[0], carried)
 
     def _repeated(self, calls: BlockCalls, index: int, copies: int) -> Arguments:
         if copies == 1:
             return calls.arguments[index]
-        leaves, structure = pytree.tree_flatten(calls.arguments[index])
+
+        def repeat(leaf: Any, is_batched: bool) -> Any:
+            return leaf.repeat(copies, *[1] * (leaf.dim() - 1)) if is_batched else leaf
+
         batched = self._batched_arguments(calls.ids)[index]
-        repeated = [
-            leaf.repeat(copies, *[1] * (leaf.dim() - 1)) if follows else leaf
-            for leaf, follows in zip(leaves, batched, strict=True)
-        ]
-        return pytree.tree_unflatten(repeated, structure)
+        return pytree.tree_map(repeat, calls.arguments[index], batched)
 
     def finish(self, states: States | torch.Tensor, calls: BlockCalls) -> torch.Tensor:
         """From the last block's output to the head's input: (batch, time, width)."""
@@ -517,10 +486,10 @@ class Chain:
         ids = calls.ids.repeat(hidden.shape[0] // calls.hidden.shape[0], 1)
         with (
             self._blocks_bypassed(lambda args, kwargs: hidden),
-            _stopping_at(self.head) as seen,
+            _stopping_at(self.head) as inputs,
         ):
             self._forward(ids)
-        return seen[0].reshape(*ids.shape, -1)
+        return inputs[0].reshape(*ids.shape, -1)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """Logits of head inputs, (…, width) → (…, vocabulary)."""
@@ -532,10 +501,8 @@ class Chain:
             rows = states.reshape(1, -1, states.shape[-1])
             ids = self.task.blank(*rows.shape[:2])
             entering = rows if self.task.generates else rows.flatten(0, 1)
-            given = self.head.register_forward_pre_hook(
-                lambda _module, _args: (entering,)
-            )
-            with given, self._blocks_bypassed(hidden_of):
+            replaced = self.head.register_forward_pre_hook(lambda *_: (entering,))
+            with replaced, self._blocks_bypassed(hidden_of):
                 logits = self._forward(ids)
             return logits.reshape(*states.shape[:-1], -1)
 
@@ -566,34 +533,32 @@ class Chain:
 @contextmanager
 def _stopping_at(module: nn.Module) -> Iterator[list[torch.Tensor]]:
     """Within the block, a forward stops at `module`; yields its inputs."""
-    seen: list[torch.Tensor] = []
+    inputs: list[torch.Tensor] = []
 
     def stop(_: nn.Module, args: tuple[Any, ...]) -> None:
-        seen.append(args[0])
+        inputs.append(args[0])
         raise _Stop
 
     with module.register_forward_pre_hook(stop), suppress(_Stop):
-        yield seen
+        yield inputs
+
+
+def _typical_error(logits: torch.Tensor, expected: torch.Tensor) -> float:
+    """A larger batch rounds differently, and a token may go to another expert, so only most rows must agree."""
+    return float((logits - expected).abs().amax(-1).median())
 
 
 def _factor(at_head: list[torch.Tensor], logits: torch.Tensor) -> float | None:
     """The factor between the head's output and the logits; None if it is not a plain factor."""
     if len(at_head) != 1 or at_head[0].numel() != logits.numel():
         return None
-    given, found = (
-        values.flatten().float() for values in (at_head[0], logits)
-    )  # models may convert it
-    largest = int(given.abs().argmax())
-    factors = (1.0, float(found[largest] / given[largest]))
-    return next(
-        (f for f in factors if torch.allclose(given * f, found, rtol=1e-6, atol=0)), None
-    )
-
-
-def _note_position(
-    order: list[tuple[int, int]], position: tuple[int, int], *_: object
-) -> None:
-    order.append(position)
+    outputs = at_head[0].flatten().float()  # models may convert it
+    expected = logits.flatten().float()
+    largest = int(outputs.abs().argmax())
+    for factor in (1.0, float(expected[largest] / outputs[largest])):
+        if torch.allclose(outputs * factor, expected, rtol=1e-6, atol=0):
+            return factor
+    return None
 
 
 def _find_blocks(
@@ -612,16 +577,18 @@ def _find_blocks(
     with ExitStack() as hooks:
         for number, (_, members) in enumerate(lists):
             for index, member in enumerate(members):
-                position = (number, index)
-                hook = partial(_note_position, order, position)
-                hooks.enter_context(member.register_forward_pre_hook(hook))
+                hooks.enter_context(
+                    member.register_forward_pre_hook(
+                        lambda *_, position=(number, index): order.append(position)
+                    )
+                )
         forward()
     chains = [
         (name, members)
         for number, (name, members) in enumerate(lists)
         if len(members)
-        and [index for which, index in order if which == number]
-        == list(range(len(members)))
+        and [(number, index) for index in range(len(members))]
+        == [position for position in order if position[0] == number]
     ]
     if not chains:
         raise CheckpointError(
@@ -640,9 +607,9 @@ def _check_linked(
 ) -> None:
     """Raises if a block does not take exactly the output of the one before: then it could not be run alone."""
     for index, (call, output) in enumerate(zip(calls[1:], outputs[:-1], strict=True)):
-        given = output[0] if isinstance(output, (tuple, list)) else output
-        taken = hidden_of(*call)
-        if taken.shape == given.shape and torch.equal(taken, given):
+        leaving = pytree.tree_leaves(output)[0]
+        entering = hidden_of(*call)
+        if entering.shape == leaving.shape and torch.equal(entering, leaving):
             continue
         rescales = getattr(getattr(model, "config", None), "rescale_every", 0)
         hint = (

@@ -7,13 +7,14 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from zipfile import is_zipfile
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from kl_lens.base.errors import CheckpointError, one_line
 from kl_lens.base.files import tensor_digest
@@ -38,6 +39,19 @@ ORIGINAL = "give the original checkpoint, in 16 or 32 bits"
 _ALWAYS_FINE = 1000  # sizes below this are never refused
 
 
+@contextmanager
+def refusing(
+    message: str, kinds: tuple[type[Exception], ...] = (Exception,)
+) -> Iterator[None]:
+    """Within the block, errors of libraries (default: all) become a `CheckpointError` with this message."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except kinds as error:
+        raise CheckpointError(f"{message} ({one_line(error)})") from error
+
+
 @dataclass(frozen=True)
 class Stored:
     """One tensor of a weight file."""
@@ -48,9 +62,8 @@ class Stored:
     shape: tuple[int, ...]
     bytes: int
     begin: int = 0  # in a safetensors file
-    pickled: torch.Tensor | None = field(
-        default=None, compare=False, repr=False
-    )  # of other files, mapped
+    # Of other files, mapped.
+    pickled: torch.Tensor | None = field(default=None, compare=False, repr=False)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -63,7 +76,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is not a JSON object; download it again")
     classes = config.get("auto_map", {})
     if not isinstance(classes, dict) or not all(
-        isinstance(each, (str, list)) for each in classes.values()
+        isinstance(name, (str, list)) for name in classes.values()
     ):
         raise CheckpointError(
             f"{path}: auto_map must name classes, not {classes!r}; remove it"
@@ -92,10 +105,10 @@ def weight_files(folder: Path) -> list[Path]:
 
 def _inside(folder: Path, path: Path) -> Path:
     """Raises for a link out of the folder, except to the hub's cache (`blobs`)."""
-    place = path.resolve()
-    if not place.is_relative_to(folder.resolve()) and place.parent.name != "blobs":
+    target = path.resolve()
+    if not target.is_relative_to(folder.resolve()) and target.parent.name != "blobs":
         raise CheckpointError(
-            f"{path} is a link to {place}, outside its folder; copy the weights there"
+            f"{path} is a link to {target}, outside its folder; copy the weights there"
         )
     return path
 
@@ -106,9 +119,8 @@ def weight_bytes(folder: Path) -> int:
 
 def is_quantized(name: str, kind: str) -> bool:
     """Whether a tensor of this type holds weights that are no plain floats; indexes, masks and counters do not."""
-    narrow = _NARROW.fullmatch(kind) and not name.endswith(
-        "bias"
-    )  # old GPT-2 files keep masks as attn.bias
+    # Old GPT-2 files keep masks as attn.bias.
+    narrow = _NARROW.fullmatch(kind) and not name.endswith("bias")
     return bool(narrow or name.endswith("weight")) and not _FLOATS.fullmatch(kind)
 
 
@@ -119,31 +131,28 @@ def quant_method(config: dict[str, Any]) -> str | None:
 
 
 def refuse_quantized(
-    folder: Path, config: dict[str, Any], what_to_do: str | None = None
+    folder: Path, config: dict[str, Any], advice: str | None = None
 ) -> None:
     """Raises for stored weights that mean nothing without scales, if there are none or nothing says how to use them.
-    `what_to_do`: raise for all quantized weights, with this advice; None: transformers will multiply with the
-    scales."""
-    types = {tensor.name: tensor.kind for tensor in stored_tensors(folder)}
-    scaled = {
-        name.rpartition(".")[0]
-        for name in types
-        if _SCALE.search(name.rpartition(".")[2])
-    }
+    `advice`: raise for all quantized weights, with this advice; None: transformers will multiply with the scales."""
+    tensors = stored_tensors(folder)
+    names = [tensor.name.rpartition(".") for tensor in tensors]
+    scaled = {owner for owner, _, leaf in names if _SCALE.search(leaf)}
     method = quant_method(config)
-    for name, kind in types.items():
-        if not is_quantized(name, kind):
+    for tensor in tensors:
+        name = tensor.name
+        if not is_quantized(name, tensor.kind):
             continue
         if not scaled & {name, name.rpartition(".")[0]}:
             reason = "and the files hold no scales for it"
         elif method is None:
             reason = "and config.json has no quantization_config that says how to read it"
-        elif what_to_do:
+        elif advice:
             reason = f"quantized with {method}"
         else:
             continue
         raise CheckpointError(
-            f"{folder}: {name} is stored as {kind}, {reason}; {what_to_do or ORIGINAL}"
+            f"{folder}: {name} is stored as {tensor.kind}, {reason}; {advice or ORIGINAL}"
         )
 
 
@@ -155,15 +164,15 @@ def check_sizes(folder: Path, config: dict[str, Any]) -> None:
     for name, value in (item for part in parts for item in part.items()):
         if not isinstance(value, int):
             continue
-        held = ""
         if _LAYER_COUNT.match(name) and value > tensors:
-            held = f"{tensors} tensors"
+            content = f"{tensors} tensors"
         elif _AXIS.match(name) and value > max(stored, _ALWAYS_FINE):
-            held = f"{stored} bytes"
-        if held:
-            raise CheckpointError(
-                f"{folder / 'config.json'}: {name} is {value}, but the weights have only {held}; {BELONG}"
-            )
+            content = f"{stored} bytes"
+        else:
+            continue
+        raise CheckpointError(
+            f"{folder / 'config.json'}: {name} is {value}, but the weights have only {content}; {BELONG}"
+        )
 
 
 def stored_tensors(folder: Path) -> list[Stored]:
@@ -173,43 +182,37 @@ def stored_tensors(folder: Path) -> list[Stored]:
 
 def _contents(path: Path) -> Iterator[Stored]:
     if path.suffix == ".safetensors":
-        try:
-            with (
-                safe_open(path, framework="numpy"),
-                path.open("rb") as file,
-            ):  # the first checks it
-                length = int.from_bytes(file.read(8), "little")
-                table = json.loads(file.read(length))
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"{path} is not a complete safetensors file ({one_line(error)})"
-            ) from error
+        with (
+            refusing(f"{path} is not a complete safetensors file"),
+            safe_open(path, framework="numpy"),  # checks it
+            path.open("rb") as file,
+        ):
+            length = int.from_bytes(file.read(8), "little")
+            table = json.loads(file.read(length))
         table.pop("__metadata__", None)
         for name, entry in table.items():
             begin, end = entry["data_offsets"]
-            yield Stored(
-                path,
-                name,
-                entry["dtype"],
-                tuple(entry["shape"]),
-                end - begin,
-                8 + length + begin,
-            )
+            shape = tuple(entry["shape"])
+            start = 8 + length + begin
+            yield Stored(path, name, entry["dtype"], shape, end - begin, start)
         return
     try:
-        held = torch.load(
+        tensors = torch.load(
             path, map_location="cpu", weights_only=True, mmap=is_zipfile(path)
         )
-        for name, tensor in held.items():
-            kind = str(tensor.dtype).removeprefix("torch.")
-            yield Stored(
-                path, name, kind, tuple(tensor.shape), tensor.nbytes, pickled=tensor
-            )
+        for name, tensor in tensors.items():
+            shape = tuple(tensor.shape)
+            kind = dtype_name(tensor)
+            yield Stored(path, name, kind, shape, tensor.nbytes, pickled=tensor)
     except Exception as error:  # the unpickler raises many kinds of errors
         raise CheckpointError(
             f"{path} is damaged or holds more than tensors ({one_line(error, 80)}); download it again, or convert it "
             "to safetensors with the tool that made it"
         ) from error
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def read_stored(stored: Stored) -> torch.Tensor:
@@ -228,26 +231,20 @@ def refuse_broken_numbers(
         if not tensor.is_floating_point() or not tensor.numel():
             continue
         low, high = (float(value) for value in tensor.aminmax())
-        if not (math.isfinite(low) and math.isfinite(high)):
-            what = (
-                "NaN"
-                if math.isnan(low)
-                else f"infinite in {str(tensor.dtype).removeprefix('torch.')}"
-            )
-            raise CheckpointError(
-                f"{folder}: a number in {name} is {what}; the weights are damaged"
-            )
+        if math.isfinite(low) and math.isfinite(high):
+            continue
+        fault = "NaN" if math.isnan(low) else f"infinite in {dtype_name(tensor)}"
+        raise CheckpointError(
+            f"{folder}: a number in {name} is {fault}; the weights are damaged"
+        )
 
 
 def weights_digest(named: Iterable[tuple[str, torch.Tensor]]) -> str:
     """Of tensors by their names: two models with one digest are one."""
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in named:
-        digest.update(
-            tensor_digest(
-                tensor, about=f"{name} {tuple(tensor.shape)} {tensor.dtype}"
-            ).encode()
-        )
+        about = f"{name} {tuple(tensor.shape)} {tensor.dtype}"
+        digest.update(tensor_digest(tensor, about=about).encode())
     return digest.hexdigest()
 
 
@@ -272,7 +269,7 @@ def refuse_misfits(
             "that config.json belongs to these weights"
         )
     if extra := sorted(
-        n for n in unused if not _HARMLESS.search(n) and not LEFT_OUT.match(n)
+        name for name in unused if not _HARMLESS.search(name) and not LEFT_OUT.match(name)
     ):
         raise CheckpointError(
             f"{folder}: {extra[0]}{and_more(extra)} is not in config.json's model; {BELONG}"
@@ -300,10 +297,10 @@ def and_more(items: Sequence[Any]) -> str:
 
 def _shards(index: Path) -> list[Path]:
     content = _read_json(index)
-    places = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(places, dict) or not places or "metadata" not in content:
+    files = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(files, dict) or not files or "metadata" not in content:
         raise CheckpointError(f"{index} is not a valid shard index; download it again")
-    names = sorted({str(name) for name in places.values()})
+    names = sorted({str(name) for name in files.values()})
     for name in names:
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise CheckpointError(

@@ -45,13 +45,7 @@ _CONNECT_SECONDS = 10.0
 Watch = Callable[[str], AbstractContextManager[Any]]
 
 
-def download(
-    text: str,
-    revision: str | None = None,
-    *,
-    weights: bool = True,
-    watch: Watch | None = None,
-) -> Path:
+def download(text: str, *, weights: bool = True, watch: Watch | None = None) -> Path:
     """The folder of a snapshot, named after its commit. A commit that is in the cache needs no network.
 
     Args:
@@ -60,25 +54,17 @@ def download(
     """
     if not _NAME.match(text) or text.startswith((".", "/")):
         raise CheckpointError(f"{text}: no such folder, and not a hub id (owner/name)")
-    repo, _, named = text.partition("@")
-    if named and revision and named != revision:
-        raise CheckpointError(f"{text} and revision {revision}: give only one")
-    revision = named or revision
-    if (
-        revision
-        and _COMMIT.match(revision)
-        and (folder := _cached(repo, revision, weights))
-    ):
+    repo, _, revision = text.partition("@")
+    if _COMMIT.match(revision) and (folder := _cached(repo, revision, weights)):
         return folder
     try:
-        return _from_hub(repo, revision, weights, watch)
+        return _from_hub(repo, revision or None, weights, watch)
     except CheckpointError:
         raise
     except Exception as error:  # of the client, of its HTTP library, of the system
+        # Without a connection, or no longer on the hub, but in the cache.
         usable = not isinstance(error, RevisionNotFoundError) and not _is_full(error)
-        if usable and (
-            folder := _cached(repo, revision, weights)
-        ):  # no connection, or no longer on the hub
+        if usable and (folder := _cached(repo, revision, weights)):
             return folder
         raise CheckpointError(_why(repo, revision, error)) from error
 
@@ -98,24 +84,20 @@ def _from_hub(
     chosen = [name for name in sizes if _SMALL_FILE.search(name)]
     if weights:
         chosen += _weights(info.id, str(info.sha), sizes)
-    cached = {
-        name: try_to_load_from_cache(info.id, name, revision=info.sha) for name in chosen
-    }
     needed = sum(
-        sizes[name] for name, place in cached.items() if not isinstance(place, str)
+        sizes[name]
+        for name in chosen
+        if not isinstance(try_to_load_from_cache(info.id, name, revision=info.sha), str)
     )
     cache = Path(constants.HF_HUB_CACHE)
-    place = next(folder for folder in (cache, *cache.parents) if folder.is_dir())
-    if needed > (free := shutil.disk_usage(place).free):
+    disk = next(folder for folder in (cache, *cache.parents) if folder.is_dir())
+    if needed > (free := shutil.disk_usage(disk).free):
         raise CheckpointError(
             f"{repo} needs {human_bytes(needed)} in {cache}, where {human_bytes(free)} are free; free some space, or "
             "set HF_HOME to a place on another disk"
         )
-    title = (
-        f"downloading {repo}"
-        if info.id == repo
-        else f"downloading {info.id} (renamed from {repo})"
-    )
+    renamed = "" if info.id == repo else f" (renamed from {repo})"
+    title = f"downloading {info.id}{renamed}"
     blobs = cache / f"models--{info.id.replace('/', '--')}" / "blobs"
     with _watched(title, needed, blobs, watch):
         patterns = [glob.escape(name) for name in chosen]
@@ -128,9 +110,8 @@ def _weights(repo: str, commit: str, sizes: dict[str, int]) -> list[str]:
     """The names of the weight files and their index: safetensors before .bin twins."""
     for index, single in zip(INDEXES, SINGLE, strict=True):
         if index in sizes:
-            content = json.loads(
-                Path(hf_hub_download(repo, index, revision=commit)).read_bytes()
-            )
+            path = Path(hf_hub_download(repo, index, revision=commit))
+            content = json.loads(path.read_bytes())
             shards = sorted(set(content["weight_map"].values()))
             if missing := [name for name in shards if name not in sizes]:
                 raise CheckpointError(
@@ -139,25 +120,24 @@ def _weights(repo: str, commit: str, sizes: dict[str, int]) -> list[str]:
             return [index, *shards]
         if single in sizes:
             return [single]
-    others = (".gguf", ".onnx", ".pth", ".pt", ".msgpack", ".h5", ".safetensors")
-    held = next((name for name in sizes if name.endswith(others)), "")
-    instead = f" (it has {held})" if held else ""
+    suffixes = (".gguf", ".onnx", ".pth", ".pt", ".msgpack", ".h5", ".safetensors")
+    unreadable = next((name for name in sizes if name.endswith(suffixes)), "")
+    instead = f" (it has {unreadable})" if unreadable else ""
     raise CheckpointError(
         f"{repo} has no safetensors weights{instead}; name the original model's repository"
     )
 
 
-def _cached(repo: str, revision: str | None, weights: bool) -> Path | None:
+def _cached(repo: str, revision: str, weights: bool) -> Path | None:
     """The snapshot in the cache, if it is whole."""
     try:
-        folder = Path(
-            snapshot_download(
-                repo,
-                revision=revision,
-                local_files_only=True,
-                allow_patterns=["config.json"],
-            )
+        path = snapshot_download(
+            repo,
+            revision=revision or None,
+            local_files_only=True,
+            allow_patterns=["config.json"],
         )
+        folder = Path(path)
         if weights:
             weight_files(folder)
         return folder
@@ -165,7 +145,7 @@ def _cached(repo: str, revision: str | None, weights: bool) -> Path | None:
         return None
 
 
-def _why(repo: str, revision: str | None, error: Exception) -> str:
+def _why(repo: str, revision: str, error: Exception) -> str:
     """One line about an error of the client."""
     at = f" at revision {revision}" if revision else ""
     if isinstance(error, GatedRepoError):
@@ -179,10 +159,8 @@ def _why(repo: str, revision: str | None, error: Exception) -> str:
             f"{repo}: the disk of {constants.HF_HUB_CACHE} is full; free some space, or set HF_HOME to a place on "
             "another disk, and run the command again: finished files are kept"
         )
-    if (
-        isinstance(error, LocalEntryNotFoundError | ConnectionError)
-        or "Connect" in type(error).__name__
-    ):
+    no_connection = isinstance(error, LocalEntryNotFoundError | ConnectionError)
+    if no_connection or "Connect" in type(error).__name__:
         return (
             f"{repo}{at} is not a folder, is not in the local hub cache as a whole, and the hub cannot be reached; "
             "check the spelling, go online once, or give a folder"
@@ -215,15 +193,15 @@ def _watched(title: str, total: int, blobs: Path, watch: Watch | None) -> Iterat
 
     def look(progress: Any, before: int) -> None:
         progress.started(float(total), 0.0)
-        while not done.wait(0.5):
-            now = arrived()
-            progress.advanced(float(now - before), "")
-            before = now
+        while not finished.wait(0.5):
+            current = arrived()
+            progress.advanced(float(current - before), "")
+            before = current
 
-    done = threading.Event()
+    finished = threading.Event()
     with watch(title) as progress, ThreadPoolExecutor(1) as looking:
         looking.submit(look, progress, arrived())
         try:
             yield
         finally:
-            done.set()
+            finished.set()

@@ -16,20 +16,22 @@ from kl_lens.base.errors import CheckpointError, one_line
 
 
 def is_layout(config: dict[str, Any]) -> bool:
-    return "model_type" not in config and {"d_model", "n_layer", "vocab_size"} <= set(
-        config
-    )
+    return "model_type" not in config and config.keys() >= {
+        "d_model",
+        "n_layer",
+        "vocab_size",
+    }
 
 
 def configuration(folder: Path, config: dict[str, Any]) -> transformers.PretrainedConfig:
     """transformers' configuration of the same model. Raises for what transformers' classes compute differently."""
     settings = config.get("ssm_cfg") or {}
+    layer = settings.get("layer", "Mamba1")
     refused = {
         "attention layers (attn_layer_idx)": bool(config.get("attn_layer_idx")),
         "MLP layers (d_intermediate)": bool(config.get("d_intermediate")),
         "LayerNorm (rms_norm false)": config.get("rms_norm", True) is False,
-        f"layer {settings.get('layer')!r}": settings.get("layer", "Mamba1")
-        not in ("Mamba1", "Mamba2"),
+        f"layer {layer!r}": layer not in ("Mamba1", "Mamba2"),
         "a gate after the norm (norm_before_gate)": bool(
             settings.get("norm_before_gate")
         ),
@@ -37,9 +39,9 @@ def configuration(folder: Path, config: dict[str, Any]) -> transformers.Pretrain
         "one D per channel (D_has_hdim)": bool(settings.get("D_has_hdim")),
         "channels beside the scan (d_ssm)": settings.get("d_ssm") is not None,
     }
-    if what := [name for name, present in refused.items() if present]:
+    if unsupported := [name for name, present in refused.items() if present]:
         raise CheckpointError(
-            f"{folder} has {what[0]}, which transformers' Mamba does not compute"
+            f"{folder} has {unsupported[0]}, which transformers' Mamba does not compute"
         )
     try:
         width = config["d_model"]
@@ -56,7 +58,7 @@ def configuration(folder: Path, config: dict[str, Any]) -> transformers.Pretrain
             "residual_in_fp32": config.get("residual_in_fp32", True),
             "tie_word_embeddings": config.get("tie_embeddings", True),
         }
-        if settings.get("layer", "Mamba1") == "Mamba1":
+        if layer == "Mamba1":
             return transformers.MambaConfig(
                 **common,
                 state_size=settings.get("d_state", 16),

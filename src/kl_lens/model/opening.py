@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import tokenizers
 import torch
 import transformers
-from tokenizers import decoders, models, pre_tokenizers
 
 from kl_lens.base.errors import CheckpointError, FormatError, one_line
 from kl_lens.base.files import reference_path
@@ -40,11 +36,12 @@ from kl_lens.model.tasks import (
     LanguageTask,
     Task,
     model_type,
+    own_images,
     task_of,
     vocabulary_size,
 )
+from kl_lens.model.tokenizer import load_tokenizer
 from kl_lens.run.records import Component
-from kl_lens.text.images import DIGITS
 from kl_lens.weights.store import DISK_BUDGET, WeightStore, state_of
 
 REFERENCES = ("mamba", "mamba2", "hybrid", "hymba", "vision")
@@ -52,12 +49,11 @@ _LOADERS: dict[str, Any] = {
     TEXT: transformers.AutoModelForCausalLM,
     IMAGE: transformers.AutoModelForImageClassification,
 }
-_MARKED = re.compile(r"<.+>|\[.+\]")
-_ENDS = ("<eos>", "</s>", "<|endoftext|>", "[EOS]", "[SEP]")
-_LARGEST_TOKEN = 2**24  # sixty times the largest known vocabulary
+# What torch raises for a device that it lacks, or that has no room.
+_DEVICE_ERRORS = (RuntimeError, AssertionError, NotImplementedError)
 
 
-@dataclass
+@dataclass(repr=False)
 class LoadedModel:
     """An opened model with its tokenizer, chain of blocks, anatomy and weight store."""
 
@@ -68,24 +64,12 @@ class LoadedModel:
     layout: str = "transformers"
     source: str = ""  # argument of load() that opens it again
     tokenizer_source: str | None = None
-    classifier: ImageTask | None = field(
-        default=None, repr=False
-    )  # of an image classifier
-    residency: Residency | None = field(
-        default=None, repr=False
-    )  # if its weights stay on disk
-    digest: str | None = field(
-        default=None, repr=False
-    )  # of its weights, where they were read one by one
-    not_on_disk: str = field(
-        default="", repr=False
-    )  # why they could not stay there, if they should
-    left_out: tuple[str, ...] = field(
-        default=(), repr=False
-    )  # stored tensors that are not in the model
-    warn: Callable[[str], None] = field(
-        default=warn, repr=False
-    )  # hears of a kernel that is wrong
+    classifier: ImageTask | None = None  # of an image classifier
+    residency: Residency | None = None  # if its weights stay on disk
+    digest: str | None = None  # of its weights, if they were read one by one
+    not_on_disk: str = ""  # why they could not stay there, if they should
+    left_out: tuple[files.Stored, ...] = ()  # tensors that are not in the model
+    warn: Callable[[str], None] = warn  # hears of a kernel that is wrong
 
     def __post_init__(self) -> None:
         normalise_per_group(self.model)
@@ -151,39 +135,35 @@ class LoadedModel:
     def tensor(self, name: str) -> torch.Tensor:
         """A parameter's values, read from disk if they are not in memory."""
         parameter = self.model.get_parameter(name)
-        return (
-            parameter.detach()
-            if self.residency is None
-            else self.residency.original(parameter)
-        )
+        if self.residency is None:
+            return parameter.detach()
+        return self.residency.original(parameter)
 
     def present(self, module: torch.nn.Module) -> AbstractContextManager[None]:
         """Within the block, the weights of `module` are in memory: a block's, or for the whole model those outside the
         blocks."""
         return nullcontext() if self.residency is None else self.residency.present(module)
 
-    def require_memory(self, what: str) -> None:
-        """Raises if the weights are not all in memory; `what` needs them."""
+    def require_memory(self, activity: str) -> None:
+        """Raises if the weights are not all in memory; `activity` needs them."""
         if self.residency is not None:
-            raise CheckpointError(f"{self.name}: {what} needs weights='memory'")
+            raise CheckpointError(f"{self.name}: {activity} needs weights='memory'")
 
     def parameters_of(self, component: Component) -> list[torch.nn.Parameter]:
         """Every parameter object with this weight: one, unless a library ties by storage."""
         suffix = component.weight.removeprefix(component.name)
-        names = [component.weight, *(other + suffix for other in component.tied_with)]
+        names = [component.weight, *(name + suffix for name in component.tied_with)]
         unique = {id(p): p for p in (self.model.get_parameter(name) for name in names)}
         return list(unique.values())
 
     @property
     def unread_tokens(self) -> str | None:
         """A line about tokens that the embedding has no row for; None: there are none."""
-        rows = (
-            None
-            if self.tokenizer is None or self.classifier
-            else vocabulary_size(self.model)
-        )
-        known = {} if rows is None else self.tokenizer.get_vocab()  # type: ignore[union-attr]
-        beyond = sorted((token, text) for text, token in known.items() if token >= rows)
+        if self.tokenizer is None or self.classifier:
+            return None
+        rows = vocabulary_size(self.model)
+        vocabulary = self.tokenizer.get_vocab().items()
+        beyond = sorted((token, text) for text, token in vocabulary if token >= rows)
         if not beyond:
             return None
         token, text = beyond[0]
@@ -195,9 +175,10 @@ class LoadedModel:
     @cached_property
     def further_heads(self) -> dict[str, files.Stored]:
         """The files' tensors of heads for further tokens (`mtp.*`): exports keep them where a runtime has a place."""
-        stored = files.stored_tensors(self.folder) if self.left_out else ()
         return {
-            tensor.name: tensor for tensor in stored if tensor.name.startswith("mtp.")
+            tensor.name: tensor
+            for tensor in self.left_out
+            if tensor.name.startswith("mtp.")
         }
 
     @property
@@ -205,8 +186,8 @@ class LoadedModel:
         """What a user should know about how it was opened."""
         if not self.left_out:
             return self.anatomy.notes
-        what = f"{self.left_out[0]}{files.and_more(self.left_out)}"
-        line = f"Not opened: {what}. Heads for further tokens and vision towers are no part of the language model."
+        names = f"{self.left_out[0].name}{files.and_more(self.left_out)}"
+        line = f"Not opened: {names}. Heads for further tokens and vision towers are no part of the language model."
         return (*self.anatomy.notes, line)
 
     def require_tokenizer(self) -> Any:
@@ -218,10 +199,8 @@ def load(
     *,
     dtype: torch.dtype | str = torch.float32,
     device: str | torch.device = "cpu",
-    revision: str | None = None,
     tokenizer: str | Path | None = None,
     trust_remote_code: bool = False,
-    task: str | None = None,
     images: str | None = None,
     weights: str = MEMORY,
     memory_budget: int | None = None,
@@ -232,11 +211,9 @@ def load(
         source: a folder, a hub id (`org/name` or `org/name@revision`), or `reference:mamba|mamba2|hybrid|hymba|vision`.
         dtype: data type for computing. Use float32: half precision hides the damage of 8 bits in its own noise.
         device: where to compute; `auto`: the GPU if there is one and the model fits.
-        revision: branch, tag or commit on the hub.
         tokenizer: folder, `tokenizer.json` or hub id, if the model has none or you want another.
         trust_remote_code: run the Python code that comes with the checkpoint. Off unless you read that code.
-        task: `text` or `image` (default: from config.json).
-        images: default folder of images for a classifier.
+        images: default folder of images, for an image classifier.
         weights: `memory`; `disk`: read one block at a time; `auto`: `disk` for a language model that does not fit.
             `disk` works for measuring, statistics and quantizing only.
         memory_budget: bytes for such a model (default: free memory).
@@ -248,85 +225,36 @@ def load(
         >>> model = load("reference:mamba")
         >>> len(model.chain), len(model.anatomy.candidates)
     """
-    folder = model_folder(source, revision=revision)
+    folder = model_folder(source)
     config = files.read_config(folder)
     is_folder = os.path.isdir(os.path.expanduser(source))
-    known = (
-        pinned_name(folder) if _is_on_hub(source) else str(source)
-    )  # opens the same weights again
-    name = folder.name if is_folder else known.partition("@")[0]
-    chosen = _dtype(dtype)
-    place = _device(device, folder, chosen, weights)
-    files.check_sizes(folder, config)
-    files.refuse_quantized(folder, config)
-    architectures.register(str(config.get("model_type")))
-    kind = task_of(config, task)
-    layout = "mamba_ssm" if mamba_ssm.is_layout(config) else "transformers"
-    checkpoint = _Checkpoint(folder, config, kind, chosen, place, trust_remote_code)
-    residency = None
-    read = None
-    not_on_disk = ""
-    if kind == TEXT and belongs_on_disk(folder, chosen, place, weights, memory_budget):
-        try:
-            read = residency = checkpoint.streamed(memory_budget)
-        except CheckpointError as error:
-            if weights == DISK:
-                raise
-            not_on_disk = str(error)
-    to_gpu = kind == TEXT and place.type == "cuda" and chosen == torch.float32
-    if read is None and (to_gpu or layout == "mamba_ssm"):
-        try:
-            read = checkpoint.streamed(None, whole=True)
-        except torch.OutOfMemoryError as error:
-            raise CheckpointError(
-                f"{name} does not fit onto {place} ({one_line(error)})"
-            ) from error
-        except (CheckpointError, NotImplementedError):
-            if layout == "mamba_ssm":
-                raise
-            # torch raises the latter for a parameter that the files lack. transformers fills such ones in foreign code,
-            # and opens other files, through the host's memory; if it cannot, it says what is wrong.
-    try:
-        model: Any = checkpoint.loaded() if read is None else read.model.eval()
-        model.requires_grad_(False)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise CheckpointError(
-            f"{name} cannot be moved to {place} ({one_line(error)})"
-        ) from error
-    return LoadedModel(
-        name=name,
+    # Opens the same weights again.
+    identity = pinned_name(folder) if _is_on_hub(source) else str(source)
+    compute_dtype = _dtype(dtype)
+    images = images or own_images(source)
+    checkpoint = _Checkpoint(
+        name=folder.name if is_folder else identity.partition("@")[0],
         folder=folder,
-        model=model,
+        config=config,
+        task=IMAGE if images else task_of(config),
+        dtype=compute_dtype,
+        device=_device(device, folder, compute_dtype, weights),
+        trusted=trust_remote_code,
+    )
+    return replace(
+        checkpoint.opened(weights, memory_budget),
         tokenizer=load_tokenizer(folder, tokenizer, trust_remote_code),
-        layout=layout,
-        source=str(folder.resolve()) if is_folder else known,
+        source=str(folder.resolve()) if is_folder else identity,
         tokenizer_source=None if tokenizer is None else str(tokenizer),
-        classifier=ImageTask.of(folder, config, images or own_images(source))
-        if kind == IMAGE
+        classifier=ImageTask.of(folder, config, images)
+        if checkpoint.task == IMAGE
         else None,
-        residency=residency,
-        digest=None if read is None else read.fingerprint,
-        not_on_disk=not_on_disk,
-        left_out=tuple(
-            t.name for t in files.stored_tensors(folder) if files.LEFT_OUT.match(t.name)
-        ),
     )
 
 
-def own_images(source: str | Path) -> str | None:
-    """The images that ship with a model."""
-    return DIGITS if str(source) == "reference:vision" else None
-
-
-def model_folder(
-    source: str | Path, *, revision: str | None = None, watch: Watch | None = None
-) -> Path:
+def model_folder(source: str | Path, *, watch: Watch | None = None) -> Path:
     """The model's local folder; downloads from the hub if it is not in the cache."""
     text = str(source)
-    if revision and not _is_on_hub(source):
-        raise CheckpointError(
-            f"revision {revision} is for hub ids only, and {text} is none"
-        )
     if text.startswith("reference:"):
         name = text.partition(":")[2]
         if name not in REFERENCES:
@@ -342,12 +270,12 @@ def model_folder(
         raise CheckpointError(
             f"{text} is a file; give the folder with config.json and the weights"
         )
-    return download(text, revision, watch=watch)
+    return download(text, watch=watch)
 
 
-def pinned(source: str | Path, revision: str | None, watch: Watch) -> str:
+def pinned(source: str | Path, watch: Watch) -> str:
     """A source whose content cannot change: of a hub id, `org/name@commit`, downloaded. Others stay as they are."""
-    folder = model_folder(source, revision=revision, watch=watch)
+    folder = model_folder(source, watch=watch)
     return pinned_name(folder) if _is_on_hub(source) else str(source)
 
 
@@ -361,69 +289,137 @@ def _is_on_hub(source: str | Path) -> bool:
 class _Checkpoint:
     """A folder, and how it is opened."""
 
+    name: str
     folder: Path
     config: dict[str, Any]
     task: str
     dtype: torch.dtype
     device: torch.device
-    trusted: bool = False
+    trusted: bool
 
-    def streamed(self, budget: int | None, *, whole: bool = False) -> Residency:
+    def opened(self, weights: str, budget: int | None) -> LoadedModel:
+        files.check_sizes(self.folder, self.config)
+        files.refuse_quantized(self.folder, self.config)
+        architectures.register(str(self.config.get("model_type")))
+        residency, not_on_disk = self._on_disk(weights, budget)
+        reading = residency or self._read_directly()
+        with files.refusing(
+            f"{self.name} cannot be moved to {self.device}", _DEVICE_ERRORS
+        ):
+            model = self._loaded() if reading is None else reading.model.eval()
+            model.requires_grad_(False)
+        return LoadedModel(
+            self.name,
+            self.folder,
+            model,
+            None,
+            layout="mamba_ssm" if self._is_ssm else "transformers",
+            residency=residency,
+            digest=None if reading is None else reading.fingerprint,
+            not_on_disk=not_on_disk,
+            left_out=tuple(
+                tensor
+                for tensor in files.stored_tensors(self.folder)
+                if files.LEFT_OUT.match(tensor.name)
+            ),
+        )
+
+    @property
+    def _is_ssm(self) -> bool:
+        return mamba_ssm.is_layout(self.config)
+
+    def _on_disk(self, weights: str, budget: int | None) -> tuple[Residency | None, str]:
+        """A language model whose weights stay on disk, if they belong there; else why they cannot, if they should."""
+        stays = self.task == TEXT and belongs_on_disk(
+            self.folder, self.dtype, self.device, weights, budget
+        )
+        if not stays:
+            return None, ""
+        try:
+            return self._streamed(budget), ""
+        except CheckpointError as error:
+            if weights == DISK:
+                raise
+            return None, str(error)
+
+    def _read_directly(self) -> Residency | None:
+        """A language model that is read straight to the device; None: transformers has to load it."""
+        on_gpu = self.device.type == "cuda" and self.dtype == torch.float32
+        if not self._is_ssm and not (on_gpu and self.task == TEXT):
+            return None
+        try:
+            return self._streamed(None, whole=True)
+        except torch.OutOfMemoryError as error:
+            raise CheckpointError(
+                f"{self.name} does not fit onto {self.device} ({one_line(error)})"
+            ) from error
+        except (CheckpointError, NotImplementedError):
+            if self._is_ssm:
+                raise
+            # torch raises the latter for a parameter that the files lack. transformers fills such ones in foreign code,
+            # and opens other files, through the host's memory; if it cannot, it says what is wrong.
+            return None
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Says in one line what a library raises within the block: over a strange setting, that can be anything."""
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise CheckpointError(
+                why_not_loaded(self.folder, self.config, error)
+            ) from error
+
+    def _streamed(self, budget: int | None, *, whole: bool = False) -> Residency:
         """A language model whose matrices are read from disk when needed; `whole`: now, straight to the device."""
         files.refuse_quantized(self.folder, self.config, "use --weights memory")
         parsed, _ = self._parsed()
-        try:
-            with weightless():
-                model = _LOADERS[TEXT].from_config(
-                    parsed, dtype=self.dtype, trust_remote_code=self.trusted
-                )
-        except (
-            Exception
-        ) as error:  # what a library raises over a strange setting can be anything
-            raise CheckpointError(
-                why_not_loaded(self.folder, self.config, error)
-            ) from error
+        with self._explained(), weightless():
+            model = _LOADERS[TEXT].from_config(
+                parsed, dtype=self.dtype, trust_remote_code=self.trusted
+            )
         return Residency(model, self.folder, self.dtype, self.device, budget, whole=whole)
 
-    def loaded(self) -> torch.nn.Module:
+    def _loaded(self) -> torch.nn.Module:
         """By transformers."""
         parsed, empty = self._parsed()
-        try:
-            model, info = _LOADERS[self.task].from_pretrained(
-                self.folder,
-                config=parsed,
-                dtype=self.dtype,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-                local_files_only=True,
-                trust_remote_code=self.trusted,
-            )
-        except Exception as error:  # as above
-            if self.task == TEXT and isinstance(error, RuntimeError):
-                CheckpointTensors(
-                    self.folder, empty
-                ).close()  # names what transformers cannot join
-            raise CheckpointError(
-                why_not_loaded(self.folder, self.config, error)
-            ) from error
-        found = {kind: info[f"{kind}_keys"] for kind in ("missing", "mismatched")}
-        files.refuse_misfits(self.folder, **found, unused=info["unexpected_keys"])
+        with self._explained():
+            try:
+                model, info = _LOADERS[self.task].from_pretrained(
+                    self.folder,
+                    config=parsed,
+                    dtype=self.dtype,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,
+                    local_files_only=True,
+                    trust_remote_code=self.trusted,
+                )
+            except RuntimeError:
+                if self.task == TEXT:  # names what transformers cannot join
+                    CheckpointTensors(self.folder, empty).close()
+                raise
+        files.refuse_misfits(
+            self.folder,
+            missing=info["missing_keys"],
+            unused=info["unexpected_keys"],
+            mismatched=info["mismatched_keys"],
+        )
         if files.quant_method(self.config):
             for name, tensor in model.state_dict().items():
-                if files.is_quantized(
-                    name, kind := str(tensor.dtype).removeprefix("torch.")
-                ):
+                kind = files.dtype_name(tensor)
+                if files.is_quantized(name, kind):
                     raise CheckpointError(
                         f"{self.folder}: {name} stays {kind}; {files.ORIGINAL}"
                     )
-            model._weight_conversions = (
-                None  # they would quantize what is converted or saved from here
-            )
+            # They would quantize what is converted or saved from here.
+            model._weight_conversions = None
         files.refuse_broken_numbers(self.folder, model.state_dict().items())
         if self.task == TEXT:
             join_twins(
                 model,
-                lambda one, two: model.get_parameter(one).equal(model.get_parameter(two)),
+                lambda *names: torch.equal(*map(model.get_parameter, names)),
             )
         return model.to(self.device).eval()
 
@@ -432,23 +428,22 @@ class _Checkpoint:
         the files."""
         folder = self.folder
         config = self.config
-        is_ssm = mamba_ssm.is_layout(config)
         kind = model_type(config)
-        known = is_ssm or kind in transformers.CONFIG_MAPPING
-        if "auto_map" in config and not self.trusted and not known:
+        is_known = self._is_ssm or kind in transformers.CONFIG_MAPPING
+        if "auto_map" in config and not self.trusted and not is_known:
             code = config["auto_map"].get("AutoModelForCausalLM", "auto_map")
             raise CheckpointError(
                 f"{folder} has its own code ({code}): read it, then --trust-remote-code"
             )
-        if "auto_map" not in config and not known:
+        if "auto_map" not in config and not is_known:
             raise CheckpointError(
                 f"{folder / 'config.json'}: transformers {transformers.__version__} does not know model_type {kind!r}; "
                 "update transformers, or use a checkpoint with its own code (--trust-remote-code)"
             )
-        try:
-            parsed = (
+        with self._explained():
+            parsed: Any = (
                 mamba_ssm.configuration(folder, config)
-                if is_ssm
+                if self._is_ssm
                 else transformers.AutoConfig.from_pretrained(
                     folder, local_files_only=True, trust_remote_code=self.trusted
                 )
@@ -457,10 +452,6 @@ class _Checkpoint:
                 empty = _LOADERS[self.task].from_config(
                     parsed, trust_remote_code=self.trusted
                 )
-        except CheckpointError:
-            raise
-        except Exception as error:  # as above
-            raise CheckpointError(why_not_loaded(folder, config, error)) from error
         wanted = sum(p.numel() for p in empty.parameters())
         stored = files.weight_bytes(folder)
         # Before memory is allocated: no checkpoint stores a parameter in less than two bits.
@@ -479,9 +470,8 @@ class _Checkpoint:
 
 def why_not_loaded(folder: Path, config: dict[str, Any], error: Exception) -> str:
     """One line about a library's error over a checkpoint."""
-    if isinstance(
-        error, KeyError
-    ):  # an unknown name, for example of an activation function
+    # An unknown name, for example of an activation function.
+    if isinstance(error, KeyError):
         for name, value in config.items():
             if isinstance(value, str) and error.args == (value,):
                 return f"{folder / 'config.json'}: {name} is {value!r}, which transformers does not know"
@@ -491,95 +481,6 @@ def why_not_loaded(folder: Path, config: dict[str, Any], error: Exception) -> st
             f"({one_line(error)}); {files.ORIGINAL}"
         )
     return f"{folder} could not be loaded: {type(error).__name__}: {one_line(error)}"
-
-
-def load_tokenizer(
-    folder: Path, override: str | Path | None, trust_remote_code: bool
-) -> Any | None:
-    """The tokenizer of a checkpoint, or the one at `override`: a folder, a tokenizer.json, a list of tokens (.txt), a
-    hub id."""
-    place = Path(override) if override is not None else folder
-    is_file = os.path.isfile(place)
-    if override is not None and not is_file and not os.path.isdir(place):
-        place = download(str(override), weights=False)  # weights may be gigabytes
-    names = ("tokenizer.json", "tokenizer.model", "vocab.json")
-    if not is_file and not any((place / name).exists() for name in names):
-        if override is None:
-            return None
-        raise CheckpointError(
-            f"{override} has no tokenizer (tokenizer.json, tokenizer.model or vocab.json)"
-        )
-    try:
-        if is_file and place.suffix == ".txt":
-            tokenizer: Any = listed_tokenizer(place)
-        elif is_file:
-            tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(place))
-        else:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(
-                place, local_files_only=True, trust_remote_code=trust_remote_code
-            )
-            # Some classes bring their own pattern: a Qwen 3.5 whose files name Qwen2Tokenizer would be split as Qwen 2.
-            file = place / names[0]
-            fast = transformers.PreTrainedTokenizerFast
-            if isinstance(tokenizer, fast) and file.is_file():
-                used = _patterns(tokenizer.backend_tokenizer.to_str())
-                if used != _patterns(file.read_text(encoding="utf-8")):
-                    tokenizer = fast.from_pretrained(place, local_files_only=True)
-        # Tokenizers fill all gaps below a huge token id, which takes gigabytes.
-        largest = max(tokenizer.get_vocab().values(), default=0)
-        if largest > _LARGEST_TOKEN:
-            raise ValueError(
-                f"it has a token with the id {largest}, larger than any vocabulary"
-            )
-        tokenizer("a")  # some settings only matter once it is used
-        return tokenizer
-    except (
-        Exception
-    ) as error:  # tokenizers raises bare Exception on a broken tokenizer.json
-        raise CheckpointError(
-            f"the tokenizer in {place} could not be read: {one_line(error)}"
-        ) from error
-
-
-def _patterns(specification: str) -> list[str]:
-    """The patterns at which a tokenizer.json splits text."""
-    step = json.loads(specification).get("pre_tokenizer") or {}
-    return [
-        each["pattern"]["Regex"]
-        for each in step.get("pretokenizers", [step])
-        if "Regex" in each.get("pattern", ())
-    ]
-
-
-def listed_tokenizer(path: Path) -> transformers.PreTrainedTokenizerFast:
-    """From a list of tokens, one a line in the order of their ids: letters, and longer tokens such as `<eos>`. Nothing
-    is merged. Characters that are not listed are dropped, here and in llama.cpp; text with such letters is refused."""
-    lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
-    if bad := [
-        line for line in lines if not line or not line.isascii() or lines.count(line) > 1
-    ]:
-        raise ValueError(
-            f"line {lines.index(bad[0]) + 1}, {bad[0]!r}, is empty, there twice, or not ASCII"
-        )
-    bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    single = {
-        line: bytewise.pre_tokenize_str(line)[0][0] for line in lines if len(line) == 1
-    }
-    vocabulary = {single.get(line, line): index for index, line in enumerate(lines)}
-    backend = tokenizers.Tokenizer(models.BPE(vocabulary, []))
-    backend.pre_tokenizer = bytewise
-    backend.decoder = decoders.ByteLevel()
-    ends = [line for line in lines if line in _ENDS]
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend, **({"eos_token": ends[0]} if ends else {})
-    )
-    longer = [line for line in lines if line not in single]
-    for special in (True, False):
-        some = [each for each in longer if bool(_MARKED.fullmatch(each)) == special]
-        tokenizer.add_tokens(
-            [tokenizers.AddedToken(t, special=special, normalized=False) for t in some]
-        )
-    return tokenizer
 
 
 def _device(
@@ -592,13 +493,9 @@ def _device(
             weights == MEMORY and belongs_on_disk(folder, dtype, gpu, AUTO, None)
         )
         device = gpu if fits else "cpu"
-    try:
+    with files.refusing(f"--device {device}: torch has none here", _DEVICE_ERRORS):
         chosen = torch.device(device)
         torch.empty(0, device=chosen)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise CheckpointError(
-            f"--device {device}: torch has none here ({one_line(error, 120)})"
-        ) from error
     if chosen.type == "cuda" and chosen.index is not None:
         torch.cuda.set_device(chosen)  # Triton uses the current device
     return chosen

@@ -23,11 +23,11 @@ def patched(forwards: Iterable[tuple[nn.Module, Forward]]) -> Iterator[None]:
             module.forward = forward
         yield
     finally:
-        for module, own in reversed(before):
-            if own is None:
+        for module, previous in reversed(before):
+            if previous is None:
                 del module.forward
             else:
-                module.forward = own
+                module.forward = previous
 
 
 def without_weights(forward: Forward) -> Forward:

@@ -52,22 +52,27 @@ def weightless() -> Iterator[None]:
 
 
 def belongs_on_disk(
-    folder: Path, dtype: torch.dtype, device: torch.device, place: str, budget: int | None
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    weights: str,
+    budget: int | None,
 ) -> bool:
     """Whether a model does not fit into the budget if given, else into free memory."""
-    if place not in PLACES:
+    if weights not in PLACES:
         raise CheckpointError(
-            f"weights is {place!r}; expected one of {', '.join(PLACES)}"
+            f"weights is {weights!r}; expected one of {', '.join(PLACES)}"
         )
-    if place != AUTO:
-        return place == DISK
+    if weights != AUTO:
+        return weights == DISK
     on_gpu = device.type == "cuda"
     free = int(_FITS * (free_memory(device) if on_gpu else available_memory()))
-    room = free if budget is None else min(budget, free) if on_gpu else budget
-    return (
-        sum(math.prod(tensor.shape) for tensor in stored_tensors(folder)) * dtype.itemsize
-        > room
-    )
+    if budget is None:
+        room = free
+    else:
+        room = min(budget, free) if on_gpu else budget
+    numbers = sum(math.prod(tensor.shape) for tensor in stored_tensors(folder))
+    return numbers * dtype.itemsize > room
 
 
 @dataclass(eq=False)
@@ -87,6 +92,10 @@ class _Matrix:
 
 # Matrices by their names on disk; on a GPU, what to wait for before they are used.
 _Arrivals = tuple[dict[str, torch.Tensor], torch.cuda.Event | None]
+
+
+def _parameters(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
 
 
 class Residency:
@@ -118,12 +127,11 @@ class Residency:
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="kl-lens-read")
         self._ahead: dict[nn.Module, Future[_Arrivals]] = {}
         self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._left: torch.cuda.Event | None = None
+        self._exit_event: torch.cuda.Event | None = None
         self._host_room = 0
         self._matrices: dict[int, _Matrix] = {}  # by id of the parameter
-        self.kept: dict[
-            str, torch.Tensor
-        ] = {}  # for a GPU: stored form, on the card or in host memory
+        # For a GPU: the stored form, on the card or in host memory.
+        self.cached: dict[str, torch.Tensor] = {}
         self._units: dict[nn.Module, list[_Matrix]] = {}
         self._next: dict[nn.Module, nn.Module] = {}
         join_twins(model, self.tensors.is_twice)
@@ -132,10 +140,9 @@ class Residency:
         if not whole:
             self._divide(budget)
             return
-        for matrix in (
-            self._matrices.values()
-        ):  # one at a time, so that a GPU's model is never in the host's memory
-            matrix.parameter.data = self._brought(self.tensors.read(matrix.name))
+        # One at a time, so that a GPU's model is never in the host's memory.
+        for matrix in self._matrices.values():
+            self._fill(matrix)
         self._matrices.clear()
         self.close()
 
@@ -144,32 +151,27 @@ class Residency:
     def _place_parameters(self) -> None:
         """Reads vectors and buffers; matrices get placeholders."""
         wanted = self.model.state_dict(keep_vars=True)
-        places = self.tensors.places(wanted)
+        locations = self.tensors.places(wanted)
         fresh: dict[int, nn.Parameter] = {}
         for tensor in wanted.values():
             if not isinstance(tensor, nn.Parameter):
-                tensor.copy_(self.tensors.read(places[id(tensor)]).reshape(tensor.shape))
+                tensor.copy_(
+                    self.tensors.read(locations[id(tensor)]).reshape(tensor.shape)
+                )
             elif id(tensor) not in fresh:
-                fresh[id(tensor)] = self._parameter(places[id(tensor)], tensor)
+                fresh[id(tensor)] = self._parameter(locations[id(tensor)], tensor)
         for module in self.model.modules():
-            own = module._parameters
-            own.update(
-                {
-                    leaf: fresh[id(empty)]
-                    for leaf, empty in own.items()
-                    if empty is not None
-                }
-            )
+            for leaf, empty in module._parameters.items():
+                if empty is not None:
+                    module._parameters[leaf] = fresh[id(empty)]
         self.model.to(self.device)  # buffers; parameters are there
 
     def _parameter(self, name: str, wanted: nn.Parameter) -> nn.Parameter:
         if wanted.dim() < 2:
-            return nn.Parameter(
-                self._brought(self.tensors.read(name)), requires_grad=False
-            )
-        absent = torch.full((), math.nan, dtype=self.dtype, device=self.device).expand(
-            wanted.shape
-        )
+            vector = self._brought(self.tensors.read(name))
+            return nn.Parameter(vector, requires_grad=False)
+        nan = torch.full((), math.nan, dtype=self.dtype, device=self.device)
+        absent = nan.expand(wanted.shape)
         parameter = nn.Parameter(absent, requires_grad=False)
         self._matrices[id(parameter)] = _Matrix(parameter, name, absent)
         return parameter
@@ -178,63 +180,61 @@ class Residency:
         """Every tensor as the model would have it in memory, by its name, read once. Raises for NaN or infinity."""
         for name, tensor in sorted(self.model.state_dict(keep_vars=True).items()):
             matrix = self._matrices.get(id(tensor))
-            values = (
-                tensor.detach().cpu()
-                if matrix is None
-                else self.tensors.read(matrix.name).to(self.dtype)
-            )
+            if matrix is None:
+                values = tensor.detach().cpu()
+            else:
+                values = self.tensors.read(matrix.name).to(self.dtype)
             refuse_broken_numbers(self._folder, [(name, values)])
             yield name, values
 
-    def _divide(self, budget: int | None) -> None:
-        """Decides what stays in memory: everything outside the blocks if there is room; blocks come and go."""
+    def _fill(self, matrix: _Matrix) -> None:
+        matrix.parameter.data = self._brought(self.tensors.read(matrix.name))
+
+    def _room(self, budget: int | None) -> int:
+        """Bytes for weights that stay."""
         if self.device.type == "cuda":
             free = free_memory(self.device)
-            room = int(_SHARE_OF_CARD * (free if budget is None else min(free, budget)))
-        else:
-            room = int(
-                _SHARE_OF_BUDGET * (available_memory() if budget is None else budget)
-            )
+            return int(_SHARE_OF_CARD * min(free, free if budget is None else budget))
+        return int(_SHARE_OF_BUDGET * (available_memory() if budget is None else budget))
+
+    def _divide(self, budget: int | None) -> None:
+        """Decides what stays in memory: everything outside the blocks if there is room; blocks come and go."""
+        room = self._room(budget)
         lists = [m for m in self.model.modules() if isinstance(m, nn.ModuleList)]
-        largest = max(
-            lists,
-            key=lambda m: sum(p.numel() for p in m.parameters()),
-            default=nn.ModuleList(),
-        )
-        self._blocks = blocks = list(largest)
-        inside = {id(p) for block in blocks for p in block.parameters()}
-        outside = [m for key, m in self._matrices.items() if key not in inside]
+        self._blocks = list(max(lists, key=_parameters, default=()))
+        inside = {m for block in self._blocks for m in self._of(block)}
+        outside = [m for m in self._matrices.values() if m not in inside]
         self.block_bytes = max(
-            (sum(map(self._bytes, self._of(block))) for block in blocks), default=0
+            (sum(map(self._bytes, self._of(block))) for block in self._blocks), default=0
         )
         self.resident_bytes = sum(
             p.nbytes for p in self.model.parameters() if p.dim() < 2
         )
         room -= BLOCKS_AT_ONCE * self.block_bytes
-        if sum(map(self._bytes, outside)) <= room:
+        if (size := sum(map(self._bytes, outside))) <= room:
             for matrix in outside:
-                matrix.parameter.data = self._brought(self.tensors.read(matrix.name))
-                room -= self._bytes(matrix)
-                self.resident_bytes += self._bytes(matrix)
+                self._fill(matrix)
                 del self._matrices[id(matrix.parameter)]
+            room -= size
+            self.resident_bytes += size
         else:
             for module in self.model.modules():
-                own = self._of(module, recurse=False)
-                self._watch(module, [m for m in own if id(m.parameter) not in inside])
-        for block in blocks:
+                matrices = self._of(module, recurse=False)
+                self._watch(module, [m for m in matrices if m not in inside])
+        for block in self._blocks:
             self._watch(block, self._of(block))
         self._next = {
-            b: n for b, n in pairwise(blocks) if b in self._units and n in self._units
+            block: following
+            for block, following in pairwise(self._blocks)
+            if block in self._units and following in self._units
         }
         if self.device.type == "cuda":
             self._host_room = available_memory() // 2
-            names = {m.name for block in blocks for m in self._of(block)}
-            stored = sum(map(self.tensors.stored_bytes, names))
-            if stored <= room:  # for example in half precision: all stay on the card
-                self.kept = {
-                    name: self.tensors.read(name).to(self.device)
-                    for name in sorted(names)
-                }
+            names = sorted({matrix.name for matrix in inside})
+            # For example in half precision: all stay on the card.
+            if sum(map(self.tensors.stored_bytes, names)) <= room:
+                for name in names:
+                    self.cached[name] = self.tensors.read(name).to(self.device)
 
     def _of(self, module: nn.Module, *, recurse: bool = True) -> list[_Matrix]:
         return [
@@ -263,16 +263,14 @@ class Residency:
     def present(self, module: nn.Module) -> Iterator[None]:
         """Within the block, the matrices of `module` are loaded and the next block's are being read; for the whole
         model: everything outside the blocks."""
-        around = (
-            [m for m in self._units if m not in self._blocks]
-            if module is self.model
-            else [module]
-        )
-        with ExitStack() as held:
-            for unit in around:
+        units = [module]
+        if module is self.model:
+            units = [unit for unit in self._units if unit not in self._blocks]
+        with ExitStack() as loaded:
+            for unit in units:
                 if unit in self._units:
                     self._enter(unit)
-                    held.callback(self._leave, unit)
+                    loaded.callback(self._leave, unit)
             yield
 
     def original(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -287,22 +285,21 @@ class Residency:
         matrix = self._matrices.get(id(parameter))
         if matrix is None:
             return False
-        there = (
-            matrix.loaded is not None and parameter.data_ptr() == matrix.loaded.data_ptr()
-        )
-        return matrix.is_absent or there
+        if matrix.loaded is None:
+            return matrix.is_absent
+        return matrix.is_absent or parameter.data_ptr() == matrix.loaded.data_ptr()
 
     def _enter(self, module: nn.Module) -> None:
         matrices = self._units[module]
         wanted = [m for m in matrices if m.is_absent]
         if wanted:
             ahead = self._ahead.pop(module, None)
-            found = self._handed_over(ahead.result()) if ahead is not None else {}
-            found |= self._handed_over(
-                self._fetched([m for m in wanted if m.name not in found], None)
+            values = self._handed_over(ahead.result()) if ahead is not None else {}
+            values |= self._handed_over(
+                self._fetched([m for m in wanted if m.name not in values], None)
             )
             for matrix in wanted:
-                matrix.loaded = matrix.parameter.data = found[matrix.name]
+                matrix.loaded = matrix.parameter.data = values[matrix.name]
         for matrix in matrices:
             matrix.holders += 1
         following = self._next.get(module)
@@ -311,7 +308,7 @@ class Residency:
             self._ahead.clear()
             if absent:
                 self._ahead[following] = self._reader.submit(
-                    self._fetched, absent, self._left
+                    self._fetched, absent, self._exit_event
                 )
 
     def _leave(self, module: nn.Module) -> None:
@@ -323,46 +320,39 @@ class Residency:
                 matrix.parameter.data = matrix.absent
             matrix.loaded = None
         if self._copy_stream is not None and module in self._next:
-            self._left = torch.cuda.current_stream(self.device).record_event()
+            self._exit_event = torch.cuda.current_stream(self.device).record_event()
 
     def _fetched(
-        self, matrices: list[_Matrix], left: torch.cuda.Event | None
+        self, matrices: list[_Matrix], exit_event: torch.cuda.Event | None
     ) -> _Arrivals:
         """Reads matrices. A GPU gets them while it computes, but not before it has `left` an earlier block: the host
         runs ahead and would fill it with blocks."""
-        if left is not None:
-            left.synchronize()
-        with (
-            nullcontext()
-            if self._copy_stream is None
-            else torch.cuda.stream(self._copy_stream)
-        ):
+        if exit_event is not None:
+            exit_event.synchronize()
+        stream = self._copy_stream
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
             brought = {m.name: self._brought(self._stored(m.name)) for m in matrices}
-            return (
-                brought,
-                None if self._copy_stream is None else self._copy_stream.record_event(),
-            )
+            return brought, None if stream is None else stream.record_event()
 
     def _handed_over(self, arrivals: _Arrivals) -> dict[str, torch.Tensor]:
-        brought, there = arrivals
-        if there is not None:
-            here = torch.cuda.current_stream(self.device)
-            here.wait_event(there)
+        brought, copied = arrivals
+        if copied is not None:
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_event(copied)
             for tensor in brought.values():
-                tensor.record_stream(here)
+                tensor.record_stream(stream)
         return brought
 
     def _stored(self, name: str) -> torch.Tensor:
         """The stored form: kept on the card or in host memory while there is room, else from disk."""
-        if name in self.kept:
-            return self.kept[name]
+        if name in self.cached:
+            return self.cached[name]
         with torch.inference_mode(False):
             tensor = self.tensors.read(name)
         if 0 < tensor.nbytes <= self._host_room:
             self._host_room -= tensor.nbytes
-            self.kept[name] = tensor = (
-                tensor if tensor.is_pinned() else tensor.pin_memory()
-            )
+            tensor = tensor if tensor.is_pinned() else tensor.pin_memory()
+            self.cached[name] = tensor
         return tensor
 
     def _brought(self, stored: torch.Tensor) -> torch.Tensor:

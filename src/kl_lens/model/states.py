@@ -42,9 +42,8 @@ class Numbers:
 
 NUMBERS = {
     "fp16": Numbers(16, 65504.0, 10, -14, scaled=False),
-    "bf16": Numbers(
-        16, 3.3895e38, 7, -100, scaled=False
-    ),  # nothing here depends on smaller exponents
+    # Nothing here depends on smaller exponents.
+    "bf16": Numbers(16, 3.3895e38, 7, -100, scaled=False),
     "fp8": Numbers(8, 448.0, 3, -6),
     "int8": Numbers(8, 127.0),
     "int4": Numbers(4, 7.0),
@@ -55,18 +54,17 @@ GGML = ("q8_0", "q5_1", "q4_0", "iq4_nl")
 # What is measured unasked. Two that share scales in the same way, as rows and heads of Mamba-1 do, are one.
 MENUS = {
     STATE: (
-        *(
-            "fp16",
-            "bf16",
-            "fp8",
-            "int8",
-            "int8-head",
-            "int8-32",
-            "int4",
-            "int4-head",
-            "int4-32",
-        ),
-        *("int8+feedback", "int4+feedback"),
+        "fp16",
+        "bf16",
+        "fp8",
+        "int8",
+        "int8-head",
+        "int8-32",
+        "int4",
+        "int4-head",
+        "int4-32",
+        "int8+feedback",
+        "int4+feedback",
     ),
     **dict.fromkeys(
         CACHES, ("fp16", "bf16", "fp8", "int8", "int4", *GGML, "u8", "u4", "u4-32")
@@ -122,10 +120,8 @@ class StateFormat:
             return get_format(self.ggml).bits_per_weight((1, BLOCK))
         width, states = (1, *shape)[-2:]
         scale = 64 if self.numbers.unsigned else 16
-        each = self.numbers.bits + (
-            scale / self.group(width, states) if self.numbers.scaled else 0
-        )
-        return each * (2 if self.feedback else 1)
+        scale_bits = scale / self.group(width, states) if self.numbers.scaled else 0
+        return (self.numbers.bits + scale_bits) * (1 + self.feedback)
 
     def rounded(self, values: torch.Tensor) -> torch.Tensor:
         """Values (…, width, states) as they come back, without feedback."""
@@ -144,11 +140,9 @@ class StateFormat:
             scale = (groups.abs().amax(-1, keepdim=True) / numbers.largest).half().float()
         groups = (groups - offset) / torch.where(scale > 0, scale, 1.0)
         if numbers.mantissa:
-            step = (
-                groups.abs().clamp_min(2.0**numbers.exponent).log2().floor()
-                - numbers.mantissa
-            )
-            groups = (groups / step.exp2()).round() * step.exp2()
+            magnitude = groups.abs().clamp_min(2.0**numbers.exponent).log2().floor()
+            step = (magnitude - numbers.mantissa).exp2()
+            groups = (groups / step).round() * step
         else:
             groups = groups.round()
         groups = groups.clamp(-numbers.largest, numbers.largest) * scale + offset
@@ -158,18 +152,18 @@ class StateFormat:
 @dataclass(frozen=True)
 class _Block:
     formats: Mapping[str, StateFormat]  # kind → how it is kept
-    seen: dict[str, tuple[int, ...]]  # kind → its shape, without sequences and tokens
+    shapes: dict[str, tuple[int, ...]]  # kind → its shape, without sequences and tokens
 
 
 _RUNNING: ContextVar[_Block | None] = ContextVar("running", default=None)
 
 
-def kept(kind: str, *shape: int) -> StateFormat | None:
+def running_format(kind: str, *shape: int) -> StateFormat | None:
     """For scans and attention: the format in which the block that runs now keeps this; None: as computed."""
     block = _RUNNING.get()
     if block is None:
         return None
-    block.seen.setdefault(kind, shape)
+    block.shapes.setdefault(kind, shape)
     return block.formats.get(kind)
 
 
@@ -179,7 +173,7 @@ def keeping(
 ) -> Iterator[dict[int, dict[str, tuple[int, ...]]]]:
     """Within, the blocks of these numbers keep states and caches in these formats. Yields what each has, once it has
     run: kind → shape."""
-    seen: dict[int, dict[str, tuple[int, ...]]] = {index: {} for index in formats}
+    shapes: dict[int, dict[str, tuple[int, ...]]] = {index: {} for index in formats}
 
     def entering(block: _Block | None) -> Any:
         def hook(*_: object) -> None:
@@ -188,12 +182,11 @@ def keeping(
         return hook
 
     with ExitStack() as stack:
-        for index, own in formats.items():
-            before = entering(_Block(own, seen[index]))
-            stack.callback(blocks[index].register_forward_pre_hook(before).remove)
-            stack.callback(
-                blocks[index]
-                .register_forward_hook(entering(None), always_call=True)
-                .remove
+        for index, kinds in formats.items():
+            block = blocks[index]
+            enter = entering(_Block(kinds, shapes[index]))
+            stack.enter_context(block.register_forward_pre_hook(enter))
+            stack.enter_context(
+                block.register_forward_hook(entering(None), always_call=True)
             )
-        yield seen
+        yield shapes

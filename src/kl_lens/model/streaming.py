@@ -29,6 +29,7 @@ from kl_lens.model.files import (
     LEFT_OUT,
     Stored,
     refuse_misfits,
+    refusing,
     stored_tensors,
     weight_files,
 )
@@ -50,18 +51,18 @@ _TYPES = {
 _AT_ONCE = 16 << 20  # bytes per read: a fast disk needs several threads
 
 
-def join_twins(model: torch.nn.Module, same: Callable[[str, str], bool]) -> None:
+def join_twins(model: torch.nn.Module, are_equal: Callable[[str, str], bool]) -> None:
     """Ties embedding and head if they are the `same` by their names, as in Mamba-2 checkpoints that store one matrix
     twice and do not say so in config.json. The same function with one matrix less in every file."""
     try:
         modules = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
     except NotImplementedError:
         return  # foreign code may not say which they are; then they stay two components
-    first, second = (getattr(module, "weight", None) for module in modules)
+    weights = [getattr(module, "weight", None) for module in modules]
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    two = first is not second and {id(first), id(second)} <= names.keys()
-    if two and same(names[id(second)], names[id(first)]):
-        modules[1].weight = first
+    first, second = (names.get(id(weight)) for weight in weights)
+    if first and second and first != second and are_equal(second, first):
+        modules[1].weight = weights[0]
         config: Any = model.config
         config.tie_word_embeddings = True  # for saving it again
 
@@ -77,28 +78,26 @@ class _Assembly:
     def made(self, read: Callable[[Stored], torch.Tensor]) -> torch.Tensor:
         if self.converter is None:
             return read(self.parts[0][1])
-        found: dict[Any, Any] = defaultdict(list)
+        tensors: dict[Any, Any] = defaultdict(list)
         for pattern, part in self.parts:
-            found[pattern].append(read(part))
+            tensors[pattern].append(read(part))
         table = {
             "source_patterns": self.converter.source_patterns,
             "target_patterns": self.converter.target_patterns,
         }
         for operation in self.converter.operations:
-            found = operation.convert(found, **table, config=self.config)
-        (joined,) = found.values()
+            tensors = operation.convert(tensors, **table, config=self.config)
+        (joined,) = tensors.values()
         return joined
 
     def shape(self, folder: Path, name: str) -> tuple[int, ...]:
         try:
-            return tuple(
-                self.made(lambda part: torch.empty(part.shape, device="meta")).shape
-            )
+            joined = self.made(lambda part: torch.empty(part.shape, device="meta"))
+            return tuple(joined.shape)
         except Exception as error:  # transformers checks nothing before it joins
             refuse_misfits(folder, missing=self._lacking())
-            why = one_line(error)
             raise CheckpointError(
-                f"{folder}: {name} cannot be joined from its parts ({why})"
+                f"{folder}: {name} cannot be joined from its parts ({one_line(error)})"
             ) from error
 
     def _lacking(self) -> list[str]:
@@ -110,8 +109,8 @@ class _Assembly:
         every = set.union(*kinds.values())
         return [
             "".join(text + number for text, number in zip(kind, numbers, strict=True))
-            for kind, held in kinds.items()
-            for numbers in sorted(every - held)
+            for kind, numbered in kinds.items()
+            for numbers in sorted(every - numbered)
             if len(numbers) == len(kind)
         ]
 
@@ -130,10 +129,11 @@ class CheckpointTensors:
         self._files = {
             path: path.open("rb", buffering=0) for path in weight_files(folder)
         }
-        self._seen = {path: _state(file) for path, file in self._files.items()}
+        self._states = {path: _state(file) for path, file in self._files.items()}
         self._assemblies = _assemblies(folder, model)
         self.shapes = {
-            name: each.shape(folder, name) for name, each in self._assemblies.items()
+            name: assembly.shape(folder, name)
+            for name, assembly in self._assemblies.items()
         }
 
     def places(self, wanted: Mapping[str, torch.Tensor]) -> dict[int, str]:
@@ -143,37 +143,38 @@ class CheckpointTensors:
         for name, tensor in wanted.items():
             names[id(tensor)].append(name)
         stored = {
-            key: next((n for n in known if n in self.shapes), "")
-            for key, known in names.items()
+            key: next((name for name in aliases if name in self.shapes), "")
+            for key, aliases in names.items()
         }
         refuse_misfits(
             self._folder,
-            missing=[known[0] for key, known in names.items() if not stored[key]],
+            missing=[names[key][0] for key, name in stored.items() if not name],
             unused=self.shapes.keys() - wanted.keys(),
             mismatched=[
                 (name, self.shapes[name], wanted[name].shape)
-                for name in filter(None, stored.values())
-                if self.shapes[name] != wanted[name].shape
+                for name in stored.values()
+                if name and self.shapes[name] != wanted[name].shape
             ],
         )
         return stored
 
     def refuse_pickles(self) -> None:
         """Raises for files that cannot be read a part at a time."""
-        pickled = next(
-            (path for path in self._files if path.suffix != ".safetensors"), None
-        )
-        if pickled is not None:
-            raise CheckpointError(
-                f"{pickled}: only safetensors can stay on disk; use --weights memory"
-            )
+        for path in self._files:
+            if path.suffix != ".safetensors":
+                raise CheckpointError(
+                    f"{path}: only safetensors can stay on disk; use --weights memory"
+                )
 
-    def is_twice(self, name: str, other: str) -> bool:
+    def is_twice(self, *names: str) -> bool:
         """Whether one matrix is stored under both names; an opened model has it once (`join_twins`). They are read one
         at a time, so that both are never in memory."""
-        one = self.shapes.get(name)
-        two = self.shapes.get(other)
-        return bool(one and one == two) and self._digest(name) == self._digest(other)
+        shapes = {self.shapes.get(name) for name in names}
+        return (
+            len(shapes) == 1
+            and None not in shapes
+            and len({*map(self._digest, names)}) == 1
+        )
 
     def _digest(self, name: str) -> bytes:
         """Of its values as float32 with −0 as 0, so that it agrees with comparing an opened model."""
@@ -219,16 +220,11 @@ class CheckpointTensors:
                 first += got
             return True
 
-        try:
-            places = range(0, len(view), _AT_ONCE)
-            whole = all(
-                self._readers.map(read, places) if len(places) > 1 else map(read, places)
-            )
-            untouched = whole and _state(file) == self._seen[stored.path]
-        except OSError as error:
-            raise CheckpointError(
-                f"{stored.path} cannot be read ({one_line(error)})"
-            ) from error
+        with refusing(f"{stored.path} cannot be read", (OSError,)):
+            offsets = range(0, len(view), _AT_ONCE)
+            spread = self._readers.map if len(offsets) > 1 else map
+            whole = all(spread(read, offsets))
+            untouched = whole and _state(file) == self._states[stored.path]
         if not untouched:
             raise CheckpointError(
                 f"{stored.path} was changed while {stored.name} was read from it; restore it and run the command "
@@ -237,21 +233,28 @@ class CheckpointTensors:
 
 
 def _state(file: FileIO) -> tuple[int, int]:
-    known = os.fstat(file.fileno())
-    return known.st_size, known.st_mtime_ns
+    status = os.fstat(file.fileno())
+    return status.st_size, status.st_mtime_ns
 
 
 def _assemblies(folder: Path, model: Any) -> dict[str, _Assembly]:
     """The model's parameters in the files' tensors, by the tables that transformers itself loads checkpoints with."""
     transforms = get_model_conversion_mapping(model, _MAMBA_SSM)
-    renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
-    converters = [each for each in transforms if isinstance(each, WeightConverter)]
-    owners = {pattern: each for each in converters for pattern in each.source_patterns}
+    renamings = [
+        transform for transform in transforms if isinstance(transform, WeightRenaming)
+    ]
+    converters = [
+        transform for transform in transforms if isinstance(transform, WeightConverter)
+    ]
+    owners = {
+        pattern: transform
+        for transform in converters
+        for pattern in transform.source_patterns
+    }
     wanted = model.state_dict()
     parts: dict[str, list[tuple[str | None, Stored]]] = defaultdict(list)
-    for tensor in sorted(
-        stored_tensors(folder), key=lambda tensor: dot_natural_key(tensor.name)
-    ):
+    tensors = stored_tensors(folder)
+    for tensor in sorted(tensors, key=lambda tensor: dot_natural_key(tensor.name)):
         if LEFT_OUT.match(tensor.name):
             continue
         name, pattern = rename_source_key(
@@ -262,6 +265,6 @@ def _assemblies(folder: Path, model: Any) -> dict[str, _Assembly]:
             pattern = None
         parts[name].append((pattern, tensor))
     return {
-        name: _Assembly(tuple(found), owners.get(found[0][0] or ""), model.config)
-        for name, found in parts.items()
+        name: _Assembly(tuple(members), owners.get(members[0][0] or ""), model.config)
+        for name, members in parts.items()
     }

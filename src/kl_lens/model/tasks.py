@@ -18,6 +18,7 @@ from torch import nn
 
 from kl_lens.base.errors import CheckpointError, TextError
 from kl_lens.text.images import (
+    DIGITS,
     ImageSource,
     Picture,
     Preparation,
@@ -51,16 +52,11 @@ class LanguageTask:
     head_kind: ClassVar = "lm_head"
     window_length: ClassVar = 512  # usual rows of a window
     judged_length: ClassVar = 2048  # usual for evaluation
-    lists: ClassVar[tuple[type[nn.Module], ...]] = (
-        nn.ModuleList,
-    )  # containers of blocks
+    lists: ClassVar[tuple[type[nn.Module], ...]] = (nn.ModuleList,)  # of blocks
     generates: ClassVar = True
-    identity: ClassVar[
-        dict[str, Any]
-    ] = {}  # what a run stores about it, besides the model
-    rows_at_once: ClassVar = (
-        4096  # per forward: enough for fast products, few enough for the caches
-    )
+    identity: ClassVar[dict[str, Any]] = {}  # what a run stores, besides the model
+    # Per forward: enough for fast products, few enough for the caches.
+    rows_at_once: ClassVar = 4096
 
     @property
     def key(self) -> Hashable:
@@ -95,10 +91,9 @@ class LanguageTask:
 
     def _fitting(self, windows: Windows) -> Windows:
         """Raises for a token that the embedding has no row for."""
-        if (
-            self.rows is not None
-            and (beyond := windows.ids[windows.ids >= self.rows]).numel()
-        ):
+        rows = 2**63 if self.rows is None else self.rows
+        beyond = windows.ids[windows.ids >= rows]
+        if beyond.numel():
             token = int(beyond[0])
             raise TextError(
                 f"{windows.label}: {self.require_tokenizer().decode([token])!r} is token {token}, but the embedding of "
@@ -116,8 +111,9 @@ class LanguageTask:
         return torch.zeros(windows, rows, dtype=torch.long)
 
     def head(self, model: nn.Module) -> nn.Module:
-        own: Any = getattr(model, "get_output_embeddings", lambda: None)()
-        head = _last_linear(model, vocabulary_size(model)) if own is None else own
+        head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+        if head is None:
+            head = _last_linear(model, vocabulary_size(model))
         if head is None:
             raise CheckpointError(
                 f"{type(model).__name__} has no linear layer to the vocabulary; {MEASURED}"
@@ -146,10 +142,7 @@ class ImageTask:
     head_kind: ClassVar = "head"
     window_length: ClassVar = 16
     judged_length: ClassVar = 16
-    lists: ClassVar[tuple[type[nn.Module], ...]] = (
-        nn.ModuleList,
-        nn.Sequential,
-    )  # as in timm
+    lists: ClassVar[tuple[type[nn.Module], ...]] = (nn.ModuleList, nn.Sequential)
     generates: ClassVar = False
 
     @classmethod
@@ -157,27 +150,20 @@ class ImageTask:
         cls, folder: Path, config: Mapping[str, Any], images: str | None = None
     ) -> ImageTask:
         """From the files next to the weights, of a checkpoint or of an exported model."""
-        names = {
-            str(label): int(number)
-            for number, label in (config.get("id2label") or {}).items()
-        }
+        labels = config.get("id2label") or {}
+        names = {str(label): int(number) for number, label in labels.items()}
         classes = len(names) or int(
             config.get("num_classes") or config.get("num_labels") or 1000
         )
-        if names == {
-            f"LABEL_{number}": number for number in range(classes)
-        }:  # transformers' placeholders
+        # transformers' placeholders.
+        if names == {f"LABEL_{number}": number for number in range(classes)}:
             names = {}
         return cls(Preparation.of(folder, config), classes, names, images)
 
     @property
     def key(self) -> Hashable:
-        return (
-            self.preparation,
-            self.classes,
-            tuple(self.label_names.items()),
-            self.images,
-        )
+        labels = tuple(self.label_names.items())
+        return self.preparation, self.classes, labels, self.images
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -200,8 +186,12 @@ class ImageTask:
         self, source: Source, *, windows: int, length: int, seed: int = 42
     ) -> Windows:
         opened = self._opened(source, for_evaluation=False)
-        named = (self.preparation, self.label_names, self.classes)
-        return image_windows(opened, *named, windows=windows, length=length, seed=seed)
+        return self._windows(opened, windows=windows, length=length, seed=seed)
+
+    def _windows(self, opened: ImageSource, **options: Any) -> Windows:
+        return image_windows(
+            opened, self.preparation, self.label_names, self.classes, **options
+        )
 
     def from_start(
         self,
@@ -220,31 +210,23 @@ class ImageTask:
             raise TextError(
                 f"{opened.label}: windows of images do not overlap; --stride works only for text"
             )
-        named = (self.preparation, self.label_names, self.classes)
-        return image_windows(opened, *named, windows=limit, length=length)
+        return self._windows(opened, windows=limit, length=length)
 
     def sample(self, model: nn.Module, windows: int, rows: int) -> torch.Tensor:
         generator = np.random.default_rng(0)
-        shape = self.preparation.shape
-        noise = [
-            generator.integers(0, 256, shape, dtype=np.uint8)
-            for _ in range(windows * rows)
-        ]
-        return torch.tensor(
-            [add_picture(Picture("noise", each, 0)) for each in noise]
-        ).reshape(windows, rows)
+        shape = (windows * rows, *self.preparation.shape)
+        noise = generator.integers(0, 256, shape, dtype=np.uint8)
+        ids = [add_picture(Picture("noise", pixels, 0)) for pixels in noise]
+        return torch.tensor(ids).reshape(windows, rows)
 
     def blank(self, windows: int, rows: int) -> torch.Tensor:
-        black = add_picture(
-            Picture("black", np.zeros(self.preparation.shape, np.uint8), 0)
-        )
-        return torch.full((windows, rows), black)
+        pixels = np.zeros(self.preparation.shape, np.uint8)
+        return torch.full((windows, rows), add_picture(Picture("black", pixels, 0)))
 
     @property
     def rows_at_once(self) -> int:
-        return max(
-            1, min(4096, 2**20 // (self.preparation.height * self.preparation.width))
-        )
+        pixels = self.preparation.height * self.preparation.width
+        return max(1, min(LanguageTask.rows_at_once, 2**20 // pixels))
 
     def head(self, model: nn.Module) -> nn.Module:
         head = _last_linear(model, self.classes)
@@ -264,9 +246,8 @@ class ImageTask:
         return logits.reshape(*ids.shape, -1)
 
     def targets(self, ids: torch.Tensor) -> torch.Tensor:
-        return torch.tensor(labels_of(ids.flatten().tolist()), device=ids.device).reshape(
-            ids.shape
-        )
+        labels = labels_of(ids.flatten().tolist())
+        return torch.tensor(labels, device=ids.device).reshape(ids.shape)
 
 
 def vocabulary_size(model: nn.Module) -> int:
@@ -275,10 +256,8 @@ def vocabulary_size(model: nn.Module) -> int:
 
 
 def _last_linear(model: nn.Module, width: int) -> nn.Module | None:
-    wide = [
-        m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == width
-    ]
-    return wide[-1] if wide else None
+    linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    return next((m for m in reversed(linears) if m.out_features == width), None)
 
 
 Task = LanguageTask | ImageTask
@@ -290,13 +269,13 @@ def model_type(config: Mapping[str, Any]) -> Any:
     return config.get("model_type", "timm_wrapper" if is_timm else None)
 
 
-def task_of(config: Mapping[str, Any], wanted: str | None = None) -> str:
-    """`text` or `image`: `wanted`, or from config.json's architectures."""
-    if wanted is not None:
-        return wanted
-    is_classifier = "ForImageClassification" in str(config.get("architectures"))
-    return (
-        IMAGE
-        if is_classifier or model_type(config) in ("timm_wrapper", "mambavision")
-        else TEXT
-    )
+def task_of(config: Mapping[str, Any]) -> str:
+    """`text` or `image`, from config.json."""
+    named = "ForImageClassification" in str(config.get("architectures"))
+    is_classifier = named or model_type(config) in ("timm_wrapper", "mambavision")
+    return IMAGE if is_classifier else TEXT
+
+
+def own_images(source: str | Path) -> str | None:
+    """The images that ship with a model."""
+    return DIGITS if str(source) == "reference:vision" else None

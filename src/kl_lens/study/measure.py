@@ -474,11 +474,7 @@ def workers_for(
     # Each worker checks whether the weights fit into its memory.
     room = None if memory_budget == DEFAULT_MEMORY else memory_budget
     how = asdict(replace(opening, images=images))
-    how |= {
-        "task": "image" if images else None,
-        "weights": weights,
-        "memory_budget": room,
-    }
+    how |= {"weights": weights, "memory_budget": room}
     order = Order(_absolute(place), how, model.fingerprint)
     return hired(order, count, processes.ray, copy, events.note)
 

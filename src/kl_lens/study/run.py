@@ -35,7 +35,6 @@ from kl_lens.base.errors import (
 )
 from kl_lens.base.files import write_text
 from kl_lens.base.units import human_bytes, spell_bytes, spell_share
-from kl_lens.evaluation import choosing
 from kl_lens.evaluation.ahead import SPARED, Ahead
 from kl_lens.evaluation.evaluator import DIVERGENCE, PERPLEXITY
 from kl_lens.evaluation.judged import store_continuations
@@ -918,12 +917,20 @@ class _Job:
         losses = self._losses(target)
         own = self.settings.recommended(target)
         stock = [name for name in sizes if name in losses]
-        ours = choosing.Contender(own, sizes[own], math.nan, None)
-        rivals = [
-            choosing.Contender(name, sizes[name], losses[name], None) for name in stock
-        ]
-        others = {name for name in sizes if name != UNIFORM_FP16 and name not in stock}
-        return others | choosing.deciding(ours, rivals)
+        smaller = [name for name in stock if sizes[name] <= sizes[own]]
+        larger = [name for name in stock if name not in smaller]
+        found = {name for name in sizes if name != UNIFORM_FP16 and name not in stock}
+
+        def size(name: str) -> int:
+            """As the answer compares them: names and the like make no difference."""
+            return round(sizes[name], -4)
+
+        if smaller:
+            found.add(min(smaller, key=lambda name: (-size(name), losses[name])))
+            found.add(min(smaller, key=losses.__getitem__))
+        if larger:
+            found.add(min(larger, key=lambda name: (size(name), losses[name])))
+        return found
 
     def _losses(self, target: str) -> dict[str, float]:
         """What stock files lose on test text, where they were judged, or else their plans on held-out text."""
@@ -1114,7 +1121,7 @@ class _Job:
 
     def write_samples(self, files: Sequence[Path]) -> None:
         """Text by the original and by the recommended files, for the report."""
-        if self.model.residency is not None and not self.model.residency.kept:
+        if self.model.residency is not None and not self.model.residency.cached:
             self.events.note(
                 "no text samples: every token would read the whole model from disk"
             )

@@ -85,7 +85,7 @@ class Session:
         opening = opening or Opening()
         opening = replace(opening, images=opening.images or own_images(name))
         if name not in self._pinned:
-            self._pinned[name] = pinned(name, None, watch=self.events.progress)
+            self._pinned[name] = pinned(name, watch=self.events.progress)
         place = os.path.expanduser(name)
         source = (
             os.path.realpath(place) if os.path.isdir(place) else self._pinned[name],
@@ -102,8 +102,7 @@ class Session:
         how: dict[str, Any] = (
             {"weights": weights, "memory_budget": room} if weights else {}
         )
-        task = "image" if opening.images else None
-        opened = load(self._pinned[name], **asdict(opening), task=task, **how)
+        opened = load(self._pinned[name], **asdict(opening), **how)
         model = replace(opened, warn=self.events.tell)
         if model.not_on_disk:
             self.events.warn(

@@ -50,38 +50,38 @@ def straightforward_logits(model: HymbaForCausalLM, ids: list[int]) -> np.ndarra
     values_of = {}
     for layer in range(c.num_hidden_layers):
         p = f"model.layers.{layer}."
-        own = producer.get(layer, layer)
-        keys = keys_of.setdefault(own, [])
-        values = values_of.setdefault(own, [])
-        held = np.zeros((inner, states))
+        source_layer = producer.get(layer, layer)
+        keys = keys_of.setdefault(source_layer, [])
+        values = values_of.setdefault(source_layer, [])
+        state = np.zeros((inner, states))
         recent = [np.zeros(inner)] * c.mamba_d_conv
         for position, x in enumerate(stream):
             mixed = w[p + "mamba.in_proj.weight"] @ norm(
                 x, w[p + "input_layernorm.weight"], c.rms_norm_eps
             )
             query = mixed[: c.hidden_size].reshape(heads, width)
-            rest = mixed[c.hidden_size :]
-            if own == layer:
+            remainder = mixed[c.hidden_size :]
+            if source_layer == layer:
                 k = c.hidden_size // groups
                 v = inner // groups
                 keys.append(
-                    [turned(h, position, base) for h in rest[:k].reshape(-1, width)]
+                    [turned(h, position, base) for h in remainder[:k].reshape(-1, width)]
                 )
-                values.append(rest[k : k + v].reshape(-1, inner // heads))
-                rest = rest[k + v :]
-            u = rest[:inner]
-            gate = rest[inner:]
+                values.append(remainder[k : k + v].reshape(-1, inner // heads))
+                remainder = remainder[k + v :]
+            u = remainder[:inner]
+            gate = remainder[inner:]
 
             attended = []
             for head in range(heads):
                 q = turned(query[head], position, base)
                 scores = []
                 heard = []
-                for other in range(position + 1):
-                    near = position - other <= c.sliding_window or other < meta
+                for earlier in range(position + 1):
+                    near = position - earlier <= c.sliding_window or earlier < meta
                     if layer in c.global_attn_idx or near:
-                        scores.append(q @ keys[other][head // groups] / np.sqrt(width))
-                        heard.append(values[other][head // groups])
+                        scores.append(q @ keys[earlier][head // groups] / np.sqrt(width))
+                        heard.append(values[earlier][head // groups])
                 share = np.exp(np.array(scores) - max(scores))
                 attended.extend(share / share.sum() @ np.array(heard))
 
@@ -108,18 +108,18 @@ def straightforward_logits(model: HymbaForCausalLM, ids: list[int]) -> np.ndarra
             )
             for channel in range(inner):
                 decay = np.exp(-dt[channel] * np.exp(w[p + "mamba.A_log.0"][channel]))
-                held[channel] = decay * held[channel] + dt[channel] * u[channel] * b
-            scanned = (held @ out + w[p + "mamba.D.0"] * u) * silu(gate)
+                state[channel] = decay * state[channel] + dt[channel] * u[channel] * b
+            scanned = (state @ out + w[p + "mamba.D.0"] * u) * silu(gate)
 
-            both = norm(
+            averaged = norm(
                 np.array(attended),
                 w[p + "mamba.pre_avg_layernorm1.weight"],
                 c.rms_norm_eps,
             )
-            both = both + norm(
+            averaged = averaged + norm(
                 scanned, w[p + "mamba.pre_avg_layernorm2.weight"], c.rms_norm_eps
             )
-            x = x + w[p + "mamba.out_proj.weight"] @ (both / 2)
+            x = x + w[p + "mamba.out_proj.weight"] @ (averaged / 2)
             fed = norm(x, w[p + "pre_moe_layernorm.weight"], c.rms_norm_eps)
             e = p + "moe.experts.0."
             fed = silu(w[e + "gate_proj.weight"] @ fed) * (w[e + "up_proj.weight"] @ fed)

@@ -82,11 +82,12 @@ class HymbaConfig(PretrainedConfig):
     mamba_inner_layernorms: bool = True
     tie_word_embeddings: bool = True
 
-    def __post_init__(self, **others: Any) -> None:
-        others.pop("attn_implementation", None)  # "flex": transformers would look for it
+    def __post_init__(self, **settings: Any) -> None:
+        # "flex": transformers would look for it.
+        settings.pop("attn_implementation", None)
         if self.mamba_dt_rank == "auto":
             self.mamba_dt_rank = math.ceil(self.hidden_size / 16)
-        super().__post_init__(**others)
+        super().__post_init__(**settings)
         for name, allowed in _ONLY.items():
             if (value := getattr(self, name, allowed[0])) not in allowed:
                 raise CheckpointError(
@@ -130,17 +131,10 @@ class HymbaBlock(nn.Module):
         self.heads = config.num_attention_heads
         self.key_heads = config.num_key_value_heads
         share = self.key_heads / self.heads
-        own = (
-            [int(share * hidden), int(share * inner)]
-            if config.keys_from(layer_idx) == layer_idx
-            else []
-        )
-        self.sizes = [
-            hidden,
-            *own,
-            inner,
-            inner,
-        ]  # queries, own keys and values, Mamba, gate
+        # Queries, keys and values of its own, Mamba, gate.
+        self.sizes = [hidden, inner, inner]
+        if config.keys_from(layer_idx) == layer_idx:
+            self.sizes[1:1] = [int(share * hidden), int(share * inner)]
         self.scan_sizes = [rank, states, states]
         self.in_proj = nn.Linear(hidden, sum(self.sizes), bias=config.mamba_proj_bias)
         self.out_proj = nn.Linear(inner, hidden, bias=config.mamba_proj_bias)
@@ -170,10 +164,11 @@ class HymbaBlock(nn.Module):
         shared: KeysValues | None = None,
         past_key_values: Any = None,
     ) -> tuple[Tensor, KeysValues]:
-        query, *own, x, gate = self.in_proj(hidden_states).split(self.sizes, -1)
+        query, *keys_values, x, gate = self.in_proj(hidden_states).split(self.sizes, -1)
         if shared is None:
             key, value = (
-                part.unflatten(-1, (self.key_heads, -1)).transpose(1, 2) for part in own
+                part.unflatten(-1, (self.key_heads, -1)).transpose(1, 2)
+                for part in keys_values
             )
             shared = _rotated(key, rotary), value
             if past_key_values is not None:
@@ -275,19 +270,19 @@ class HymbaModel(HymbaPreTrainedModel):
         hidden = self.embed_tokens(input_ids)
         length = hidden.shape[1]
         # All of them before the first token, none later; without a branch, for tracing.
-        seen = torch.as_tensor(past).clamp(max=self.config.num_memory_tokens)
-        meta = self.memory_tokens[seen:].to(hidden.dtype)
+        cached = torch.as_tensor(past).clamp(max=self.config.num_memory_tokens)
+        meta = self.memory_tokens[cached:].to(hidden.dtype)
         hidden = torch.cat([meta.expand(hidden.shape[0], -1, -1), hidden], 1)
         positions = torch.arange(hidden.shape[1], device=hidden.device) + past
         rotary = self._rotary(positions)
         masks = self._masks(positions, past, by_itself=past_key_values is None)
-        given: dict[int, KeysValues] = {}
+        reusable: dict[int, KeysValues] = {}
         for index, layer in enumerate(self.layers):
-            hidden, given[index] = layer(
+            hidden, reusable[index] = layer(
                 hidden,
                 mask=masks[self.config.is_global(index)],
                 rotary=rotary,
-                shared=given.get(self.config.keys_from(index)),
+                shared=reusable.get(self.config.keys_from(index)),
                 past_key_values=past_key_values,
             )
         hidden = self.final_layernorm(hidden)[:, -length:]

@@ -39,12 +39,12 @@ class MambaVisionConfig(PretrainedConfig):
     convolution_stages: int = 2
     patch_strides: list[int] | tuple[int, int] = (2, 2)
 
-    def __post_init__(self, **others: Any) -> None:
-        if "num_classes" in others:
-            others.setdefault("num_labels", others.pop("num_classes"))
+    def __post_init__(self, **settings: Any) -> None:
+        if "num_classes" in settings:
+            settings.setdefault("num_labels", settings.pop("num_classes"))
         elif self.id2label is None:
-            others.setdefault("num_labels", 1000)
-        super().__post_init__(**others)
+            settings.setdefault("num_labels", 1000)
+        super().__post_init__(**settings)
 
 
 class MambaVisionMixer(nn.Module):
@@ -62,16 +62,13 @@ class MambaVisionMixer(nn.Module):
         )
         self.D = nn.Parameter(torch.ones(half))
         self.out_proj = nn.Linear(dim, dim, bias=False)
-        self.conv1d_x = nn.Conv1d(
-            half, half, KERNEL, padding="same", groups=half, bias=False
-        )
-        self.conv1d_z = nn.Conv1d(
-            half, half, KERNEL, padding="same", groups=half, bias=False
+        self.conv1d_x, self.conv1d_z = (
+            nn.Conv1d(half, half, KERNEL, padding="same", groups=half, bias=False)
+            for _ in range(2)
         )
 
-    def forward(
-        self, hidden_states: torch.Tensor
-    ) -> torch.Tensor:  # (windows, positions, width)
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """(windows, positions, width)"""
         x, z = self.in_proj(hidden_states).transpose(1, 2).chunk(2, 1)
         x = functional.silu(self.conv1d_x(x))
         z = functional.silu(self.conv1d_z(z))
@@ -148,9 +145,9 @@ class ConvBlock(nn.Module):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         inner = functional.gelu(self.norm1(self.conv1(hidden_states)), approximate="tanh")
         inner = self.norm2(self.conv2(inner))
-        return hidden_states + (
-            inner * self.gamma[:, None, None] if hasattr(self, "gamma") else inner
-        )
+        if hasattr(self, "gamma"):
+            inner = inner * self.gamma[:, None, None]
+        return hidden_states + inner
 
 
 class Downsample(nn.Module):
@@ -180,17 +177,16 @@ class MambaVisionLayer(nn.Module):
         )
         self.downsample = Downsample(dim) if stage < len(config.depths) - 1 else None
 
-    def forward(
-        self, hidden_states: torch.Tensor
-    ) -> torch.Tensor:  # (batch, channels, height, width)
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """(batch, channels, height, width)"""
         if self.windowed:
             hidden_states = self._on_windows(hidden_states)
         else:
             for block in self.blocks:
                 hidden_states = block(hidden_states)
-        return (
-            hidden_states if self.downsample is None else self.downsample(hidden_states)
-        )
+        if self.downsample is not None:
+            hidden_states = self.downsample(hidden_states)
+        return hidden_states
 
     def _on_windows(self, images: torch.Tensor) -> torch.Tensor:
         batch, channels, height, width = images.shape
@@ -198,18 +194,14 @@ class MambaVisionLayer(nn.Module):
         padded = functional.pad(images, (0, -width % side, 0, -height % side))
         rows = padded.shape[2] // side
         columns = padded.shape[3] // side
-        windows = padded.reshape(batch, channels, rows, side, columns, side).permute(
-            0, 2, 4, 3, 5, 1
-        )
+        windows = padded.reshape(batch, channels, rows, side, columns, side)
+        windows = windows.permute(0, 2, 4, 3, 5, 1)
         windows = windows.reshape(batch * rows * columns, side * side, channels)
         for block in self.blocks:
             windows = block(windows)
-        whole = windows.reshape(batch, rows, columns, side, side, channels).permute(
-            0, 5, 1, 3, 2, 4
-        )
-        return whole.reshape(batch, channels, rows * side, columns * side)[
-            :, :, :height, :width
-        ].contiguous()
+        whole = windows.reshape(batch, rows, columns, side, side, channels)
+        whole = whole.permute(0, 5, 1, 3, 2, 4).reshape(padded.shape)
+        return whole[:, :, :height, :width].contiguous()
 
 
 class PatchEmbed(nn.Module):

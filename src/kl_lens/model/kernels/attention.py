@@ -12,6 +12,7 @@ import platform
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 from kl_lens.base.compiling import njit, prange
 from kl_lens.model.kernels.tile_product import WIDTH, accumulate, multiply
@@ -68,16 +69,16 @@ def _attend(queries, keys, values, scale, out):  # type: ignore[no-untyped-def]
         last = min(time, first + ROWS)
         query = np.zeros((ROWS, depth), np.float32)
         for r in range(last - first):
-            given = queries[sequence, head, first + r]
+            source = queries[sequence, head, first + r]
             row = query[r]
             for d in range(width):
-                row[d] = given[d] * scale
+                row[d] = source[d] * scale
         panels = (last + WIDTH - 1) // WIDTH
         scores = np.empty((ROWS, panels * WIDTH), np.float32)
         for panel in range(panels):
-            some = scores[:, panel * WIDTH : (panel + 1) * WIDTH]
+            tile = scores[:, panel * WIDTH : (panel + 1) * WIDTH]
             for r in range(0, ROWS, 4):
-                multiply(query, r, keys[sequence, head // sharing, panel], some, r)
+                multiply(query, r, keys[sequence, head // sharing, panel], tile, r)
         share = np.empty(ROWS, np.float32)
         lanes = np.empty(LANES, np.float32)
         for r in range(ROWS):
@@ -87,23 +88,22 @@ def _attend(queries, keys, values, scale, out):  # type: ignore[no-untyped-def]
         sums = np.empty((ROWS, WIDTH), np.float32)
         for panel in range(values.shape[2]):
             sums[:] = np.float32(0)
-            for part in range(
-                panels
-            ):  # a stretch of keys at a time, which stays in the L1 cache for all rows
-                some = scores[:, part * WIDTH : (part + 1) * WIDTH]
+            # A stretch of keys at a time, which stays in the L1 cache for all rows.
+            for part in range(panels):
+                tile = scores[:, part * WIDTH : (part + 1) * WIDTH]
                 weighted = values[
                     sequence, head // sharing, panel, part * WIDTH : (part + 1) * WIDTH
                 ]
                 for r in range(0, ROWS, 4):
-                    accumulate(some, r, weighted, sums, r)
+                    accumulate(tile, r, weighted, sums, r)
             start = panel * WIDTH
             columns = min(WIDTH, out.shape[3] - start)
             for r in range(last - first):
                 # A slice: an index that might be negative would keep the loop from becoming SIMD code.
                 row = out[sequence, first + r, head, start : start + columns]
-                given = sums[r]
+                source = sums[r]
                 for c in range(columns):
-                    row[c] = given[c] * share[r]
+                    row[c] = source[c] * share[r]
 
 
 def is_faster(query: torch.Tensor, key: torch.Tensor) -> bool:
@@ -127,22 +127,18 @@ def causal_attention(
     batch, heads, time, width = query.shape
     shared = key.shape[1]
     padding = -time % WIDTH
-    keys = (
-        torch.nn.functional.pad(key, (0, -width % 4, 0, padding))
-        if padding or width % 4
-        else key
-    )
+    # Not where nothing is missing: it would copy.
+    keys = key
+    if padding or width % 4:
+        keys = functional.pad(key, (0, -width % 4, 0, padding))
     keys = keys.reshape(batch, shared, -1, WIDTH, keys.shape[3]).transpose(3, 4)
     columns = -value.shape[3] % WIDTH
-    values = (
-        torch.nn.functional.pad(value, (0, columns, 0, padding))
-        if padding or columns
-        else value
-    )
+    values = value
+    if padding or columns:
+        values = functional.pad(value, (0, columns, 0, padding))
     values = values.reshape(batch, shared, time + padding, -1, WIDTH).transpose(2, 3)
     out = torch.empty(batch, time, heads, value.shape[3])
-    factor = np.float32(
-        (1 / math.sqrt(width) if scale is None else scale) * float(LOG2_E)
-    )
+    size = 1 / math.sqrt(width) if scale is None else scale
+    factor = np.float32(size * float(LOG2_E))
     _attend(plain(query), plain(keys), plain(values), factor, out.numpy())
     return out

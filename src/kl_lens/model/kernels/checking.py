@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 Function = Callable[..., Any]
-Given = tuple[Sequence[Any], Mapping[str, Any]]
+Arguments = tuple[Sequence[Any], Mapping[str, Any]]
 
 ROUNDING = 5e-6
 ROUNDING_OF_GRADIENTS = 2e-4
@@ -67,7 +67,7 @@ class Watch:
     """Compares the calls of our kernels; `gradients`: with gradients, for which other kernels may be used."""
 
     def __init__(self, *, gradients: bool = False) -> None:
-        self.found: dict[str, Comparison] = {}  # the worst of each kernel
+        self.comparisons: dict[str, Comparison] = {}  # the worst of each kernel
         self._gradients = gradients
         self._calls: Counter[tuple[Any, ...]] = Counter()  # by kernel and shapes
 
@@ -82,18 +82,18 @@ class Watch:
     def compare(
         self,
         kernel: str,
-        ours: Function,
+        replacement: Function,
         original: Function,
-        given: Given,
-        own: float = 0.0,
+        arguments: Arguments,
+        rounding: float = 0.0,
     ) -> Any:
         """The result of `ours`. `own`: the rounding that this kernel is allowed, if more than float32's."""
-        shapes = [x.shape for x in given[0] if isinstance(x, torch.Tensor)]
+        shapes = [x.shape for x in arguments[0] if isinstance(x, torch.Tensor)]
         layer = self._calls[kernel, *shapes]
         self._calls[kernel, *shapes] += 1
         # Layers 0, 1, 2, 4, 8, …; the first two with gradients: the library's own scans are slow.
         if layer & (layer - 1) or (self._gradients and layer > 1):
-            return ours(*given[0], **given[1])
+            return replacement(*arguments[0], **arguments[1])
         plain = _without_packages(original)
         with (
             torch.inference_mode(False),
@@ -102,40 +102,46 @@ class Watch:
             try:
                 with InDouble():
                     wide = pytree.tree_map(
-                        lambda x: x.double() if _is_real(x) else x, given
+                        lambda x: x.double() if _is_real(x) else x, arguments
                     )
                     _, exact = self._results(plain, wide)
             except Exception:  # code of a checkpoint may run on a GPU or in float32 only: nothing to compare with
                 exact = {}
-            result, found = self._results(ours, given)
+            result, results = self._results(replacement, arguments)
             for part, right in exact.items():
-                base = ROUNDING_OF_GRADIENTS if part == GRADIENTS else max(ROUNDING, own)
-                error = _largest_error(found[part], right)
-                limit = base + _stored(found[part])
+                base = (
+                    ROUNDING_OF_GRADIENTS
+                    if part == GRADIENTS
+                    else max(ROUNDING, rounding)
+                )
+                error = _largest_error(results[part], right)
+                limit = base + _stored(results[part])
                 if not error <= limit:
-                    _, theirs = self._results(plain, given)
+                    _, library = self._results(plain, arguments)
                     limit = max(
-                        limit, _AS_THE_LIBRARY * _largest_error(theirs[part], right)
+                        limit, _AS_THE_LIBRARY * _largest_error(library[part], right)
                     )
-                worst = self.found.get(kernel + part)
+                worst = self.comparisons.get(kernel + part)
                 if worst is None or not error / limit <= worst.error / worst.limit:
-                    self.found[kernel + part] = Comparison(kernel + part, error, limit)
+                    self.comparisons[kernel + part] = Comparison(
+                        kernel + part, error, limit
+                    )
         return result
 
     def _results(
-        self, function: Function, given: Given
+        self, function: Function, arguments: Arguments
     ) -> tuple[Any, dict[str, list[torch.Tensor]]]:
         """What a function returns, the tensors in it, and the gradients of its inputs where they are asked for."""
         if self._gradients:
-            given = pytree.tree_map(
-                lambda x: x.clone().requires_grad_() if _is_real(x) else x, given
+            arguments = pytree.tree_map(
+                lambda x: x.clone().requires_grad_() if _is_real(x) else x, arguments
             )
-        args, kwargs = given
+        args, kwargs = arguments
         result = function(*args, **kwargs)
         outputs = [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
         if not self._gradients:
             return result, {"": outputs}
-        inputs = [x for x in pytree.tree_leaves(given) if _is_real(x)]
+        inputs = [x for x in pytree.tree_leaves(arguments) if _is_real(x)]
         # Some function of the outputs that treats no two of them alike.
         ramps = [
             torch.linspace(-1, 1, x.numel(), device=x.device).to(x.dtype).view_as(x)
@@ -154,7 +160,7 @@ _WATCH: ContextVar[Watch | None] = ContextVar("watch", default=None)
 
 
 def replacing(
-    kernel: str, original: Function, ours: Function, own: float = 0.0
+    kernel: str, original: Function, replacement: Function, rounding: float = 0.0
 ) -> Function:
     """`ours` in place of the library's `original`, compared with it where somebody watches. Ours compute in float32. In
     float64 the library's function is used, in double precision throughout."""
@@ -168,8 +174,8 @@ def replacing(
                 return _without_packages(original)(*args, **kwargs)
         watch = _WATCH.get()
         if watch is None:
-            return ours(*args, **kwargs)
-        return watch.compare(kernel, ours, original, (args, kwargs), own)
+            return replacement(*args, **kwargs)
+        return watch.compare(kernel, replacement, original, (args, kwargs), rounding)
 
     return call
 
@@ -194,11 +200,13 @@ def _stored(results: Sequence[torch.Tensor]) -> float:
     )
 
 
-def _largest_error(found: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> float:
+def _largest_error(
+    results: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]
+) -> float:
     """Relative to the norm of each exact result; nothing is said about results that are NaN or infinite."""
     errors = [0.0]
-    for ours, right in zip(found, exact, strict=False):
+    for result, right in zip(results, exact, strict=False):
         size = float(right.double().norm())
         if size == size and size != torch.inf:
-            errors.append(float((ours.double() - right).norm()) / (size or 1.0))
+            errors.append(float((result.double() - right).norm()) / (size or 1.0))
     return max(errors, key=lambda error: torch.inf if error != error else error)

@@ -49,77 +49,62 @@ def chunked_scan(
     log_decay = dt * a
     if padding:
         inflow, b, c = (
-            torch.nn.functional.pad(each, (0, 0, 0, 0, 0, padding))
-            for each in (inflow, b, c)
+            functional.pad(tensor, (0, 0, 0, 0, 0, padding)) for tensor in (inflow, b, c)
         )
-        log_decay = torch.nn.functional.pad(log_decay, (0, 0, 0, padding))
+        log_decay = functional.pad(log_decay, (0, 0, 0, padding))
 
     # (batch·chunks, groups, …): tokens are rows, the heads of a group lie side by side in the columns.
     inflow = inflow.reshape(batch * chunks, chunk, groups, heads_per_group, width)
     b = b.reshape(batch * chunks, chunk, groups, states).transpose(1, 2)
     c = c.reshape(batch * chunks, chunk, groups, states).transpose(1, 2)
-    log_decay = (
-        log_decay.reshape(batch * chunks, chunk, heads).transpose(1, 2).contiguous()
-    )
-    cumulative = log_decay.cumsum(-1)  # (batch·chunks, heads, chunk)
+    log_decay = log_decay.reshape(batch * chunks, chunk, heads).transpose(1, 2)
+    cumulative = log_decay.contiguous().cumsum(-1)  # (batch·chunks, heads, chunk)
 
-    # Within the chunk: token t hears token s ≤ t, damped by exp(cumulative[t] - cumulative[s]).
-    difference = cumulative[..., :, None] - cumulative[..., None, :]
-    future = torch.ones(chunk, chunk, dtype=torch.bool, device=x.device).triu(1)
-    # Masked before exp: above the diagonal the difference is positive and could overflow.
-    damping = difference.masked_fill_(future, -torch.inf).exp_()
-    scores = c @ b.transpose(-1, -2)  # (batch·chunks, groups, chunk, chunk)
-    damping = damping.view(batch * chunks, groups, heads_per_group, chunk, chunk)
-    tracked = (
-        torch.is_grad_enabled() and damping.requires_grad
-    )  # exp's backward needs its result
-    weights = (
-        damping * scores[:, :, None] if tracked else damping.mul_(scores[:, :, None])
-    )
-    weights = weights.view(batch * chunks, heads, chunk, chunk)
     by_head = inflow.reshape(batch * chunks, chunk, heads, width).transpose(1, 2)
-    within = weights @ by_head  # (batch·chunks, heads, chunk, width)
+    within = _weights_within(cumulative, c @ b.transpose(-1, -2)) @ by_head
 
     # What the chunk adds to the state by its end: (states × chunk) · (chunk × heads of the group · width).
-    to_end = (
-        (cumulative[..., -1:] - cumulative).exp().transpose(1, 2)
-    )  # (batch·chunks, chunk, heads)
+    to_end = (cumulative[..., -1:] - cumulative).exp().transpose(1, 2)
     damped = inflow * to_end.reshape(batch * chunks, chunk, groups, heads_per_group, 1)
-    damped = damped.reshape(
-        batch * chunks, chunk, groups, heads_per_group * width
-    ).transpose(1, 2)
+    damped = damped.flatten(3).transpose(1, 2)
     added = (b.transpose(-1, -2) @ damped).view(
         batch, chunks, groups, states, heads_per_group, width
     )
 
     # Between chunks: the plain recurrence, one step per chunk.
-    decay_of_chunk = (
-        cumulative[..., -1].exp().view(batch, chunks, groups, 1, heads_per_group, 1)
-    )
+    decay_of_chunk = cumulative[..., -1].exp()
+    decay_of_chunk = decay_of_chunk.view(batch, chunks, groups, 1, heads_per_group, 1)
     state = x.new_zeros(batch, groups, states, heads_per_group, width)
     entering = []
     for index in range(chunks):
         entering.append(state)
         state = state * decay_of_chunk[:, index] + added[:, index]
-    before = torch.stack(entering, 1).view(
-        batch * chunks, groups, states, heads_per_group * width
-    )
+    before = torch.stack(entering, 1).flatten(0, 1).flatten(3)
 
     # What the state at the chunk's start still says to token t.
     carried = (c @ before).view(batch * chunks, groups, chunk, heads_per_group, width)
-    from_start = (
-        cumulative.exp()
-        .view(batch * chunks, groups, heads_per_group, chunk)
-        .transpose(2, 3)
-    )
-    carried = (
-        (carried * from_start[..., None])
-        .transpose(1, 2)
-        .reshape(batch, chunks * chunk, heads, width)
-    )
+    from_start = cumulative.exp().view(batch * chunks, groups, heads_per_group, chunk)
+    carried = carried * from_start.transpose(2, 3)[..., None]
 
-    y = within.transpose(1, 2).reshape(batch, chunks * chunk, heads, width) + carried
+    shape = (batch, chunks * chunk, heads, width)
+    y = within.transpose(1, 2).reshape(shape) + carried.transpose(1, 2).reshape(shape)
     return y[:, :time]
+
+
+def _weights_within(cumulative: T, scores: T) -> T:
+    """How much token t of a chunk hears of token s ≤ t: its score, damped by exp(cumulative[t] - cumulative[s]).
+
+    cumulative: (chunks, heads, chunk); scores: (chunks, groups, chunk, chunk)."""
+    chunk = cumulative.shape[-1]
+    difference = cumulative[..., :, None] - cumulative[..., None, :]
+    future = torch.ones(chunk, chunk, dtype=torch.bool, device=scores.device).triu(1)
+    # Masked before exp: above the diagonal the difference is positive and could overflow.
+    damping = difference.masked_fill_(future, -torch.inf).exp_()
+    damping = damping.unflatten(1, (scores.shape[1], -1))
+    # exp's backward needs its result.
+    tracked = torch.is_grad_enabled() and damping.requires_grad
+    scores = scores[:, :, None]
+    return (damping * scores if tracked else damping.mul_(scores)).flatten(1, 2)
 
 
 def _states(decay: torch.Tensor, inflow: torch.Tensor) -> torch.Tensor:
@@ -135,8 +120,8 @@ def _states(decay: torch.Tensor, inflow: torch.Tensor) -> torch.Tensor:
     for t in range(1, length):
         states[:, t].addcmul_(factors[:, t], states[:, t - 1])
     reach = factors.cumprod(1)  # of what enters a chunk, at every step of it
-    for before, now, factor in zip(states, states[1:], reach[1:], strict=False):
-        now.addcmul_(factor, before[-1])
+    for before, current, factor in zip(states, states[1:], reach[1:], strict=False):
+        current.addcmul_(factor, before[-1])
     return states.flatten(0, 1)[:time]
 
 
@@ -169,19 +154,23 @@ def tracked_scan(
     gate: T | None = None,
 ) -> T:
     """Arguments and result of `selective_scan`, with gradients. What is between is computed again for them."""
-    step = dt.float() if dt_bias is None else dt.float() + dt_bias
-    step = functional.softplus(step) if dt_softplus else step
+    step = time_steps(dt, dt_bias, dt_softplus)
     y = checkpoint(_outputs, x, step, a, b, c, use_reentrant=False)
     y = y if skip is None else y + skip * x
     return y if gate is None else y * functional.silu(gate.float())
 
 
+def time_steps(raw: T, bias: T | None, with_softplus: bool) -> T:
+    """Δ of what a projection gave."""
+    step = raw.float() if bias is None else raw.float() + bias.float()
+    return functional.softplus(step) if with_softplus else step
+
+
 def _outputs(
     x: torch.Tensor, step: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor
 ) -> torch.Tensor:
-    x, step, b, c = (
-        tensor.float().transpose(0, 1) for tensor in (x, step, b, c)
-    )  # (time, batch, …)
+    # (time, batch, …)
+    x, step, b, c = (tensor.float().transpose(0, 1) for tensor in (x, step, b, c))
     decay = torch.exp(step[..., None] * a)  # (time, batch, channels, states)
     states = _Recurrence.apply(decay, (step * x)[..., None] * b[:, :, None])
     return torch.einsum("tbcs,tbs->btc", states, c)

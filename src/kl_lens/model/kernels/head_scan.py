@@ -46,11 +46,11 @@ def _within(weights, inflow, y, begin, end):  # type: ignore[no-untyped-def]
 
 
 @njit(fastmath=FAST_MATH, error_model="numpy", cache=True)
-def _head(x, first, dt, a, skip, scores, rate, weights, inflow, kept, y, begin, end):  # type: ignore[no-untyped-def]
-    """One head in one chunk: columns `begin` to `end` of inflow, kept and y; `first` is the first one's place in x.
+def _head(x, first, dt, a, skip, scores, rate, weights, inflow, remaining, y, begin, end):  # type: ignore[no-untyped-def]
+    """One head in one chunk: columns `begin` to `end` of inflow, remaining, y; `first` is the first one's place in x.
 
     x: (steps, all channels) and dt: (steps,), fewer than CHUNK at the sequence's end. `y` comes as C · h and leaves
-    complete; `inflow` is Δ·x, `kept` what of it is left at the chunk's end. Returns what is left of the old state."""
+    complete; `inflow` is Δ·x, `remaining` what the chunk's end has of it. Returns what is left of the old state."""
     steps = x.shape[0]
     total = np.float32(0)
     for t in range(CHUNK):
@@ -67,21 +67,21 @@ def _head(x, first, dt, a, skip, scores, rate, weights, inflow, kept, y, begin, 
             row[s] = np.float32(0)
     for t in range(steps):
         so_far = exp2_decay(rate[t])
-        left = dt[t] * exp2_decay(total - rate[t])
+        to_end = dt[t] * exp2_decay(total - rate[t])
         # Rows are cut here and not by the caller: a slice of columns would hide from the compiler that they are dense.
-        given = x[t, first : first + end - begin]
+        source = x[t, first : first + end - begin]
         row = y[t, begin:end]
         flows = inflow[t, begin:end]
-        stays = kept[t, begin:end]
-        for k in range(given.shape[0]):
-            value = given[k]
+        stays = remaining[t, begin:end]
+        for k in range(source.shape[0]):
+            value = source[k]
             flows[k] = dt[t] * value
-            stays[k] = left * value
+            stays[k] = to_end * value
             row[k] = so_far * row[k] + skip * value
     for t in range(steps, CHUNK):
         for k in range(begin, end):
             inflow[t, k] = np.float32(0)
-            kept[t, k] = np.float32(0)
+            remaining[t, k] = np.float32(0)
     _within(weights, inflow, y, begin, end)
     return exp2_decay(total)
 
@@ -122,7 +122,7 @@ def _scan(x, dt, a, b, c, scores, skip, y, head_width):  # type: ignore[no-untyp
         h = np.zeros((states, WIDTH), np.float32)
         result = np.zeros((CHUNK, WIDTH), np.float32)
         inflow = np.zeros((CHUNK, WIDTH), np.float32)
-        kept = np.zeros((CHUNK, WIDTH), np.float32)
+        remaining = np.zeros((CHUNK, WIDTH), np.float32)
         decay = np.zeros(WIDTH, np.float32)
         rate = np.zeros(CHUNK, np.float32)
         weights = np.zeros((CHUNK, CHUNK), np.float32)
@@ -145,7 +145,7 @@ def _scan(x, dt, a, b, c, scores, skip, y, head_width):  # type: ignore[no-untyp
                     rate,
                     weights,
                     inflow,
-                    kept,
+                    remaining,
                     result,
                     k,
                     end,
@@ -156,12 +156,12 @@ def _scan(x, dt, a, b, c, scores, skip, y, head_width):  # type: ignore[no-untyp
                 for k in range(WIDTH):
                     row[k] *= decay[k]
             for n in range(0, states, 4):
-                accumulate(b[sequence, chunk, group], n, kept, h, n)
+                accumulate(b[sequence, chunk, group], n, remaining, h, n)
             for t in range(stop - start):
                 row = y[sequence, start + t, first : first + width]
-                given = result[t]
+                source = result[t]
                 for k in range(width):
-                    row[k] = given[k]
+                    row[k] = source[k]
 
 
 def head_scan(x: T, dt: T, a: T, b: T, c: T, *, skip: T | None = None) -> T:

@@ -49,9 +49,8 @@ def _round_group(values, out, largest, mantissa, smallest, scaled):  # type: ign
     scale = np.float32(1)
     inverse = np.float32(1)
     if scaled:
-        top = np.int32(
-            0
-        )  # of positive floats, the larger one has the larger bits: a maximum as SIMD code
+        # Of positive floats, the larger one has the larger bits: a maximum as SIMD code.
+        top = np.int32(0)
         for k in range(values.shape[0]):
             top = max(top, np.int32(float_bits(values[k]) & _POSITIVE))  # type: ignore[call-arg]
         scale = from_bits(top) / largest  # type: ignore[call-arg]
@@ -83,7 +82,7 @@ def _scan(  # type: ignore[no-untyped-def]
         head = task % heads
         inputs = head * groups // heads
         value = np.zeros(width * states, np.float32)
-        kept = np.zeros(width * states, np.float32)
+        memory = np.zeros(width * states, np.float32)
         lost = np.zeros(width * states, np.float32)
         decay = np.empty(states, np.float32)
         for t in range(time):
@@ -95,10 +94,10 @@ def _scan(  # type: ignore[no-untyped-def]
             into = b[sequence, t, inputs]
             out = c[sequence, t, inputs]
             for p in range(width):
-                given = x[sequence, t, head, p]
-                inflow = step * given
+                entering = x[sequence, t, head, p]
+                inflow = step * entering
                 row = value[p * states : (p + 1) * states]
-                old = kept[p * states : (p + 1) * states]
+                old = memory[p * states : (p + 1) * states]
                 missing = lost[p * states : (p + 1) * states]
                 for n in range(states):
                     row[n] = decay[n] * old[n] + inflow * into[n]
@@ -108,17 +107,17 @@ def _scan(  # type: ignore[no-untyped-def]
                 total = np.float32(0)
                 for n in range(states):
                     total += row[n] * out[n]
-                y[sequence, t, head, p] = total + skip[head] * given
+                y[sequence, t, head, p] = total + skip[head] * entering
             for first in range(0, width * states, group):
                 part = value[first : first + group]
-                stored = kept[first : first + group]
+                stored = memory[first : first + group]
                 _round_group(part, stored, largest, mantissa, smallest, scaled)
                 if feedback:
                     error = lost[first : first + group]
                     for k in range(error.shape[0]):
                         part[k] -= stored[k]
                     _round_group(part, error, largest, mantissa, smallest, scaled)
-        state[sequence, head, 0] = kept
+        state[sequence, head, 0] = memory
         if feedback:
             state[sequence, head, 1] = lost
 
@@ -129,7 +128,7 @@ def rounded_scan(
     a: torch.Tensor,
     b: torch.Tensor,
     c: torch.Tensor,
-    how: StateFormat,
+    storage: StateFormat,
     *,
     skip: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -140,8 +139,8 @@ def rounded_scan(
     states = b.shape[3]
 
     y = np.empty(x.shape, np.float32)
-    state = np.empty((batch, heads, 1 + how.feedback, width * states), np.float32)
-    numbers = how.numbers
+    state = np.empty((batch, heads, 1 + storage.feedback, width * states), np.float32)
+    numbers = storage.numbers
     _scan(
         plain(x),
         plain(dt),
@@ -149,12 +148,12 @@ def rounded_scan(
         plain(b),
         plain(c),
         np.zeros(heads, np.float32) if skip is None else plain(skip),
-        how.group(width, states),
+        storage.group(width, states),
         np.float32(numbers.largest),
         np.int32(numbers.mantissa),
         np.float32(2.0**numbers.exponent),
         numbers.scaled,
-        how.feedback,
+        storage.feedback,
         y,
         state,
     )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 from kl_lens.base.compiling import njit, prange
 from kl_lens.model.kernels.vector_math import (
@@ -31,7 +32,7 @@ CHANNEL_BLOCK = 256
 @njit(parallel=True, fastmath=FAST_MATH, error_model="numpy", cache=True)
 def _scan(x, dt, dt_bias, use_softplus, a, b, c, skip, gate, use_gate, y, block):  # type: ignore[no-untyped-def]
     """x, dt, gate, y: (batch, time, channels); a: (states, channels), times log2(e); b, c: (batch, time, states);
-    dt_bias, skip: (channels,)."""
+    dt_bias, skip: (channels,). The number of states is even."""
     batch, time, channels = x.shape
     states = a.shape[0]
     blocks = (channels + block - 1) // block
@@ -74,14 +75,6 @@ def _scan(x, dt, dt_bias, use_softplus, a, b, c, skip, gate, use_gate, y, block)
                     h[n, d] = value_0
                     h[n + 1, d] = value_1
                     total[d] += value_0 * c_0 + value_1 * c_1
-            if states % 2:
-                n = states - 1
-                b_0 = b[sequence, t, n]
-                c_0 = c[sequence, t, n]
-                for d in range(width):
-                    value_0 = exp2_decay(step[d] * rate[n, d]) * h[n, d] + inflow[d] * b_0
-                    h[n, d] = value_0
-                    total[d] += value_0 * c_0
             if use_gate:
                 for d in range(width):
                     y[sequence, t, first + d] = total[d] * silu(
@@ -105,18 +98,20 @@ def selective_scan(
     gate: torch.Tensor | None = None,  # outputs are multiplied by SiLU(gate), as x
 ) -> torch.Tensor:
     """The outputs, as x, in float32 on CPU, with what stands around the scan in a Mamba layer done on the way."""
-    none = np.zeros(x.shape[2], np.float32)
+    if a.shape[1] % 2:  # one that stays zero
+        a, b, c = (functional.pad(tensor, (0, 1)) for tensor in (a, b, c))
+    zeros = np.zeros(x.shape[2], np.float32)
     inputs = plain(x)
     y = np.empty(x.shape, np.float32)
     _scan(
         inputs,
         plain(dt),
-        none if dt_bias is None else plain(dt_bias),
+        zeros if dt_bias is None else plain(dt_bias),
         dt_softplus,
         plain(a.T) * LOG2_E,
         plain(b),
         plain(c),
-        none if skip is None else plain(skip),
+        zeros if skip is None else plain(skip),
         inputs if gate is None else plain(gate),
         gate is not None,
         y,

@@ -22,11 +22,11 @@ from kl_lens.base.accelerators import runs_triton
 from kl_lens.base.errors import UnsupportedError
 from kl_lens.model.kernels.attention import causal_attention, is_faster
 from kl_lens.model.kernels.checking import replacing
-from kl_lens.model.kernels.chunked_scan import chunked_scan, tracked_scan
+from kl_lens.model.kernels.chunked_scan import chunked_scan, time_steps, tracked_scan
 from kl_lens.model.kernels.head_scan import head_scan
 from kl_lens.model.kernels.selective_scan import causal_convolution, selective_scan
 from kl_lens.model.patching import has_own_forward, patched, with_globals
-from kl_lens.model.states import KEYS, STATE, VALUES, StateFormat, kept
+from kl_lens.model.states import KEYS, STATE, VALUES, StateFormat, running_format
 
 T = torch.Tensor
 Function = Callable[..., Any]
@@ -41,7 +41,6 @@ def _is_inference(*tensors: T | None) -> bool:
 
 
 def _selective_scan(
-    original: Function,
     hidden_states: T,
     dt: T,
     A: T,
@@ -52,74 +51,66 @@ def _selective_scan(
     delta_bias: T | None = None,
     delta_softplus: bool = False,
     return_last_state: bool = False,
-    **kwargs: Any,
+    **_: Any,
 ) -> Any:
-    if (how := kept(STATE, A.shape[0], 1, A.shape[1])) is not None:
-        step = (
-            dt.float() if delta_bias is None else dt.float() + delta_bias.float()[:, None]
-        )
-        step = (functional.softplus(step) if delta_softplus else step).transpose(1, 2)
-        x, B, C = (
-            tensor.transpose(1, 2).unsqueeze(axis)
-            for tensor, axis in ((hidden_states, 3), (B, 2), (C, 2))
-        )
-        y = _rounded_scan(x, step, A, B, C, how, D).squeeze(3).transpose(1, 2)
-        return y if z is None else y * functional.silu(z.float())
-    kernel: Function | None = None
-    if return_last_state:
-        pass  # for a cache, which nothing here uses
-    elif not _is_inference(hidden_states, dt, A, B, C, D, z, delta_bias):
+    # transformers passes (batch, channels, time) and (batch, states, time).
+    x, step, b, c = (tensor.transpose(1, 2) for tensor in (hidden_states, dt, B, C))
+    gate = None if z is None else z.transpose(1, 2)
+    storage = running_format(STATE, A.shape[0], 1, A.shape[1])
+    if storage is not None:
+        step = time_steps(step, delta_bias, delta_softplus)
+        y = _rounded_scan(
+            x[..., None], step, A, b[:, :, None], c[:, :, None], storage, D
+        ).squeeze(3)
+        y = y if gate is None else y * functional.silu(gate.float())
+        return y.transpose(1, 2)
+    kernel: Function
+    if return_last_state:  # for a cache, which nothing here uses
+        return NotImplemented
+    if not _is_inference(hidden_states, dt, A, B, C, D, z, delta_bias):
         kernel = tracked_scan
-    elif hidden_states.device.type == "cpu":
+    elif x.device.type == "cpu":
         kernel = selective_scan
-    elif runs_triton(hidden_states.device):
+    elif runs_triton(x.device):
         from kl_lens.model.kernels import triton_scan
 
-        kernel = (
-            triton_scan.selective_scan_gpu
-            if triton_scan.fits_selective(A.shape[-1])
-            else None
-        )
-    if kernel is None:
-        return original(
-            hidden_states,
-            dt,
-            A,
-            B,
-            C,
-            D,
-            z,
-            delta_bias,
-            delta_softplus,
-            return_last_state,
-            **kwargs,
-        )
-    # transformers passes (batch, channels, time) and (batch, states, time).
-    x, dt, B, C = (tensor.transpose(1, 2) for tensor in (hidden_states, dt, B, C))
-    gate = None if z is None else z.transpose(1, 2)
+        if not triton_scan.fits_selective(A.shape[-1]):
+            return NotImplemented
+        kernel = triton_scan.selective_scan_gpu
+    else:
+        return NotImplemented
     y = kernel(
-        x, dt, A, B, C, dt_bias=delta_bias, dt_softplus=delta_softplus, skip=D, gate=gate
+        x,
+        step,
+        A,
+        b,
+        c,
+        dt_bias=delta_bias,
+        dt_softplus=delta_softplus,
+        skip=D,
+        gate=gate,
     )
     return y.transpose(1, 2)
 
 
-def _rounded_scan(x: T, step: T, a: T, b: T, c: T, how: StateFormat, skip: T | None) -> T:
+def _rounded_scan(
+    x: T, step: T, a: T, b: T, c: T, storage: StateFormat, skip: T | None
+) -> T:
     """Outputs with a state that is rounded after every token."""
     if x.device.type == "cpu":
         from kl_lens.model.kernels.rounded_scan import rounded_scan
 
-        return rounded_scan(x, step, a, b, c, how, skip=skip)[0]
+        return rounded_scan(x, step, a, b, c, storage, skip=skip)[0]
     if not runs_triton(x.device):
         raise UnsupportedError(
             f"states are not measured on {x.device}: measure on a CPU, with --device cpu"
         )
     from kl_lens.model.kernels.triton_rounded_scan import rounded_scan_gpu
 
-    return rounded_scan_gpu(x, step, a, b, c, how, skip=skip)
+    return rounded_scan_gpu(x, step, a, b, c, storage, skip=skip)
 
 
 def _chunk_scan(
-    original: Function,
     hidden_states: T,
     dt: T,
     A: T,
@@ -127,22 +118,18 @@ def _chunk_scan(
     C: T,
     chunk_size: int,
     D: T | None = None,
-    *,
     dt_bias: T | None = None,
+    initial_states: T | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
-    **kwargs: Any,
+    return_final_states: bool = False,
+    **_: Any,
 ) -> Any:
-    options: dict[str, Any] = {
-        "dt_bias": dt_bias,
-        "dt_softplus": dt_softplus,
-        "dt_limit": dt_limit,
-    }
-    if kwargs.get("initial_states") is not None or kwargs.get("return_final_states"):
-        return original(hidden_states, dt, A, B, C, chunk_size, D=D, **options, **kwargs)
+    if initial_states is not None or return_final_states:
+        return NotImplemented
     inference = _is_inference(hidden_states, dt, A, B, C, D, dt_bias)
-    how = kept(STATE, *hidden_states.shape[2:], B.shape[3])
-    if inference and how is None and runs_triton(hidden_states.device):
+    storage = running_format(STATE, *hidden_states.shape[2:], B.shape[3])
+    if inference and storage is None and runs_triton(hidden_states.device):
         from triton.runtime.errors import OutOfResources
 
         from kl_lens.model.kernels import triton_scan
@@ -150,17 +137,20 @@ def _chunk_scan(
         if triton_scan.fits_chunks(hidden_states.shape[3], B.shape[3]):
             with suppress(OutOfResources):  # a card with little shared memory
                 return triton_scan.head_scan_gpu(
-                    hidden_states, dt, A, B, C, skip=D, **options
+                    hidden_states,
+                    dt,
+                    A,
+                    B,
+                    C,
+                    dt_bias=dt_bias,
+                    dt_softplus=dt_softplus,
+                    dt_limit=dt_limit,
+                    skip=D,
                 )
     x = hidden_states.float()
-    step = dt.float()
-    if dt_bias is not None:
-        step = step + dt_bias.float()
-    if dt_softplus:
-        step = functional.softplus(step)
-    step = step.clamp(*dt_limit)
-    if how is not None:
-        return _rounded_scan(x, step, A, B, C, how, D)
+    step = time_steps(dt, dt_bias, dt_softplus).clamp(*dt_limit)
+    if storage is not None:
+        return _rounded_scan(x, step, A, B, C, storage, D)
     if inference and x.device.type == "cpu":
         return head_scan(x, step, A, B, C, skip=D)
     y = chunked_scan(x, step, A.float(), B.float(), C.float())
@@ -169,23 +159,18 @@ def _chunk_scan(
 
 
 def _convolve(
-    original: Function,
     hidden_states: T,
     weight: T,
     bias: T | None = None,
     activation: str | None = None,
-    **kwargs: Any,
+    seq_idx: T | None = None,
+    **_: Any,
 ) -> Any:
     on_gpu = runs_triton(hidden_states.device)
-    fits = (on_gpu or hidden_states.device.type == "cpu") and _is_inference(
-        hidden_states, weight, bias
-    )
-    if (
-        not fits
-        or activation not in (None, "silu", "swish")
-        or kwargs.get("seq_idx") is not None
-    ):
-        return original(hidden_states, weight, bias=bias, activation=activation, **kwargs)
+    has_kernel = on_gpu or hidden_states.device.type == "cpu"
+    is_plain = activation in (None, "silu", "swish") and seq_idx is None
+    if not (has_kernel and is_plain and _is_inference(hidden_states, weight, bias)):
+        return NotImplemented
     kernel: Function = causal_convolution
     if on_gpu:
         from kl_lens.model.kernels.triton_scan import causal_convolution_gpu as kernel
@@ -208,26 +193,39 @@ def _attend(
     **kwargs: Any,
 ) -> Any:
     """Our causal attention if there is no mask or bias and it is known to be faster; else the library's."""
-    if (how := kept(KEYS, key.shape[1], key.shape[3])) is not None:
-        key = how.rounded(key)
-    if (how := kept(VALUES, value.shape[1], value.shape[3])) is not None:
-        value = how.rounded(value)
+    key = _as_stored(key, KEYS)
+    value = _as_stored(value, VALUES)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    named = (kwargs.get(name) for name in ("position_bias", "cache", "softcap"))
-    usual = (
-        causal
+    extras = [kwargs.get(name) for name in ("position_bias", "cache", "softcap")]
+    usual = causal and not dropout and extras == [None] * 3
+    if (
+        usual
         and attention_mask is None
-        and not dropout
-        and all(value is None for value in named)
-    )
-    if usual and _is_inference(query, key, value) and is_faster(query, key):
+        and _is_inference(query, key, value)
+        and is_faster(query, key)
+    ):
         return causal_attention(query, key, value, scaling), None
     options = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
     return original(module, query, key, value, attention_mask, **options)
 
 
-def _replaced(kernel: str, ours: Function) -> Function:
-    return lambda original: replacing(kernel, original, functools.partial(ours, original))
+def _as_stored(tensor: T, kind: str) -> T:
+    """Keys or values (batch, heads, time, width) as they come back from the running block's cache."""
+    storage = running_format(kind, tensor.shape[1], tensor.shape[3])
+    return tensor if storage is None else storage.rounded(tensor)
+
+
+def _replaced(kernel: str, function: Function) -> Callable[[Function], Function]:
+    """Replaces the library's function by ours, which may answer `NotImplemented`: then the library's is called."""
+
+    def replaced(original: Function) -> Function:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            return original(*args, **kwargs) if result is NotImplemented else result
+
+        return replacing(kernel, original, call)
+
+    return replaced
 
 
 class _AttentionFunctions:
@@ -238,11 +236,9 @@ class _AttentionFunctions:
 
     def get_interface(self, implementation: str, default: Function) -> Function:
         chosen: Function = self._original.get_interface(implementation, default)
-        return (
-            _replaced("attention", _attend)(chosen)
-            if implementation == "sdpa"
-            else chosen
-        )
+        if implementation != "sdpa":
+            return chosen
+        return replacing("attention", chosen, functools.partial(_attend, chosen))
 
     def __getitem__(self, implementation: str) -> Function:
         return self.get_interface(implementation, self._original[implementation])
@@ -269,8 +265,8 @@ def _forward_with_our_kernels(forward: Function) -> Function | None:
     called = set(plain.__code__.co_names) & set(REPLACEMENTS) & set(plain.__globals__)
     if not called:
         return None
-    ours = {name: REPLACEMENTS[name](plain.__globals__[name]) for name in called}
-    return with_globals(plain, ours)
+    replacements = {name: REPLACEMENTS[name](plain.__globals__[name]) for name in called}
+    return with_globals(plain, replacements)
 
 
 # Classes with their settings (a norm may have groups) that were tried → whether they are what `_norm_on_gpu` computes.
@@ -283,38 +279,36 @@ def _epsilon(module: torch.nn.Module) -> Any:
 
 def _is_rms_norm(module: torch.nn.Module) -> bool:
     """weight · x/√(mean x² + ε), with a gate's SiLU as factor in front where there is a gate: seen on random inputs."""
-    settings = {
-        name: value
-        for name, value in vars(module).items()
-        if isinstance(value, int | float)
-    }
-    parameters = dict(module.named_parameters())
     epsilon = _epsilon(module)
+    parameters = dict(module.named_parameters())
+    weight = parameters.pop("weight", None)
     if (
-        list(parameters) != ["weight"]
-        or parameters["weight"].dim() != 1
+        parameters
+        or weight is None
+        or weight.dim() != 1
         or not isinstance(epsilon, float)
     ):
         return False
-    kind = (type(module), parameters["weight"].numel(), *sorted(settings.items()))
+    numbers = {k: v for k, v in vars(module).items() if isinstance(v, int | float)}
+    kind = (type(module), weight.numel(), *sorted(numbers.items()))
     if kind not in _NORMS:
-        names = list(inspect.signature(module.forward).parameters)
-        weight = parameters["weight"]
-        given = torch.randn(len(names), 3, len(weight), device=weight.device)
-        try:
-            found = (
-                module(*given)
-                if names in (["hidden_states"], ["hidden_states", "gate"], ["x"])
-                else None
-            )
-        except Exception:  # foreign code may raise anything; then it is not one
-            found = None
-        x = given[0] if len(names) == 1 else given[0] * functional.silu(given[1])
-        expected = weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)
-        _NORMS[kind] = isinstance(found, torch.Tensor) and torch.allclose(
-            found, expected, rtol=1e-5, atol=1e-6
-        )
+        _NORMS[kind] = _computes_rms_norm(module, weight, epsilon)
     return _NORMS[kind]
+
+
+def _computes_rms_norm(module: torch.nn.Module, weight: T, epsilon: float) -> bool:
+    names = list(inspect.signature(module.forward).parameters)
+    if names not in (["hidden_states"], ["hidden_states", "gate"], ["x"]):
+        return False
+    inputs = torch.randn(len(names), 3, len(weight), device=weight.device)
+    try:
+        result = module(*inputs)
+    except Exception:  # foreign code may raise anything; then it is not one
+        return False
+    x = inputs[0] if len(names) == 1 else inputs[0] * functional.silu(inputs[1])
+    expected = weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)
+    is_tensor = isinstance(result, torch.Tensor)
+    return is_tensor and torch.allclose(result, expected, rtol=1e-5, atol=1e-6)
 
 
 def _norm_on_gpu(module: torch.nn.Module) -> Function | None:
@@ -331,9 +325,8 @@ def _norm_on_gpu(module: torch.nn.Module) -> Function | None:
         hidden_states: torch.Tensor, gate: torch.Tensor | None = None
     ) -> torch.Tensor:
         if hidden_states.dtype != torch.float32 or not _is_inference(hidden_states, gate):
-            return (
-                original(hidden_states) if gate is None else original(hidden_states, gate)
-            )
+            inputs = (hidden_states,) if gate is None else (hidden_states, gate)
+            return original(*inputs)
         return rms_norm_gpu(hidden_states, module.weight, _epsilon(module), gate)  # type: ignore[arg-type]
 
     return replacing("norm", original, forward)
@@ -356,14 +349,13 @@ def fast_kernels(
     """Within the block, the state-space and attention layers of `model` run our kernels. Yields their number. `among`:
     the result of `replaceable`."""
     # Layers whose forward was already replaced keep it.
-    free = [
-        m for m in (replaceable(model) if among is None else among) if has_own_forward(m)
-    ]
-    ours = [
+    layers = replaceable(model) if among is None else among
+    free = [module for module in layers if has_own_forward(module)]
+    mixers = [
         (module, types.MethodType(forward, module))
         for module in free
         if (forward := _forward_with_our_kernels(type(module).forward)) is not None
     ]
     norms = [(m, forward) for m in free if (forward := _norm_on_gpu(m)) is not None]
-    with patched(ours), patched(norms):
-        yield len(ours)
+    with patched(mixers), patched(norms):
+        yield len(mixers)

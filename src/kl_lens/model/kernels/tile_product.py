@@ -26,7 +26,7 @@ _LANES = 8 if binding.get_host_cpu_features().get("avx2") else 4
 
 
 def _tile_product(from_zero: bool) -> Any:
-    """out[at : at + 4] = left[row : row + 4] · panel, or += it; as code for numba functions."""
+    """out[at : at + 4] = matrix[row : row + 4] · panel, or += it; as code for numba functions."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         number = ir.FloatType()
@@ -34,10 +34,10 @@ def _tile_product(from_zero: bool) -> Any:
         quad = ir.VectorType(number, 4)
         index = context.get_value_type(types.intp)
 
-        def rows_of(which: int, first: Any, count: int) -> list[Any]:
+        def rows_of(argument: int, first: Any, count: int) -> list[Any]:
             """Pointers to `count` rows of an array, from row `first` on."""
-            array = context.make_array(signature.args[which])(
-                context, builder, arguments[which]
+            array = context.make_array(signature.args[argument])(
+                context, builder, arguments[argument]
             )
             start = builder.bitcast(array.data, ir.IntType(8).as_pointer())
             stride = builder.extract_value(array.strides, 0)  # in bytes
@@ -59,7 +59,7 @@ def _tile_product(from_zero: bool) -> Any:
         left_rows = rows_of(0, arguments[1], _ROWS)
         out_rows = rows_of(3, arguments[4], _ROWS)
         for first in range(0, WIDTH, _COLUMNS):
-            places = {
+            targets = {
                 (r, c): builder.gep(out_rows[r], [index(first + c)])
                 for r in range(_ROWS)
                 for c in range(0, _COLUMNS, _LANES)
@@ -67,9 +67,9 @@ def _tile_product(from_zero: bool) -> Any:
             zero = ir.Constant(wide, [0.0] * _LANES)
             sums = {
                 key: cgutils.alloca_once_value(
-                    builder, zero if from_zero else load(wide, place)
+                    builder, zero if from_zero else load(wide, target)
                 )
-                for key, place in places.items()
+                for key, target in targets.items()
             }
             with cgutils.for_range(builder, steps) as loop:
                 depth = builder.mul(loop.index, index(4))
@@ -92,15 +92,15 @@ def _tile_product(from_zero: bool) -> Any:
                                 builder.load(sums[r, c]), product, flags=("contract",)
                             )
                             builder.store(total, sums[r, c])
-            for key, place in places.items():
+            for key, target in targets.items():
                 stored = builder.store(
-                    builder.load(sums[key]), builder.bitcast(place, wide.as_pointer())
+                    builder.load(sums[key]), builder.bitcast(target, wide.as_pointer())
                 )
                 stored.align = 4
         return context.get_dummy_value()
 
-    def typed(typing_context, left, row, panel, out, at):  # type: ignore[no-untyped-def]
-        return types.void(left, row, panel, out, at), build
+    def typed(typing_context, matrix, row, panel, out, at):  # type: ignore[no-untyped-def]
+        return types.void(matrix, row, panel, out, at), build
 
     return intrinsic(typed)
 
@@ -110,15 +110,15 @@ _accumulate = _tile_product(from_zero=False)
 
 
 @njit(fastmath=FAST_MATH, error_model="numpy", cache=True)
-def multiply(left, row, panel, out, at):  # type: ignore[no-untyped-def]
-    """out[at : at + 4, :WIDTH] = left[row : row + 4] · panel.
+def multiply(matrix, row, panel, out, at):  # type: ignore[no-untyped-def]
+    """out[at : at + 4, :WIDTH] = matrix[row : row + 4] · panel.
 
-    left: (rows, depth); panel: (depth, WIDTH); float32, each row dense, depth a multiple of four, nothing overlapping.
+    matrix: (rows, depth); panel: (depth, WIDTH); float32, rows dense, depth a multiple of four, nothing overlapping.
     """
-    _multiply(left, row, panel, out, at)
+    _multiply(matrix, row, panel, out, at)
 
 
 @njit(fastmath=FAST_MATH, error_model="numpy", cache=True)
-def accumulate(left, row, panel, out, at):  # type: ignore[no-untyped-def]
+def accumulate(matrix, row, panel, out, at):  # type: ignore[no-untyped-def]
     """The same, added to what is there."""
-    _accumulate(left, row, panel, out, at)
+    _accumulate(matrix, row, panel, out, at)

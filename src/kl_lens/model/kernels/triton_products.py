@@ -29,9 +29,7 @@ class Halves:
 
     high: torch.Tensor  # (rows, columns padded)
     low: torch.Tensor  # the same, or `high` again where a single product is wanted
-    inverses: (
-        torch.Tensor
-    )  # (rows,), float32: what a row has to be multiplied with in the end
+    inverses: torch.Tensor  # (rows,), float32: factors of the rows, in the end
 
     @property
     def parts(self) -> int:
@@ -60,11 +58,11 @@ def _split(  # type: ignore[no-untyped-def]
     values *= ((268 - exponent) << 23).to(tl.float32, bitcast=True)
     tl.store(inverses + row, ((exponent - 14) << 23).to(tl.float32, bitcast=True))
     part = values.to(high.dtype.element_ty)
-    place = row * padded + k
-    tl.store(high + place, part, mask=k < padded)
+    offset = row * padded + k
+    tl.store(high + offset, part, mask=k < padded)
     if LOW:
         tl.store(
-            low + place,
+            low + offset,
             (values - part.to(tl.float32)).to(high.dtype.element_ty),
             mask=k < padded,
         )
@@ -133,39 +131,38 @@ def _linear(  # type: ignore[no-untyped-def]
     r = tl.minimum(row, rows - 1)
     c = tl.minimum(column, columns - 1)
     k = tl.arange(0, BK)
-    left = r.to(tl.int64)[:, None] * depth + k[None, :]
-    right = c.to(tl.int64)[:, None] * depth + k[None, :]
+    a_offset = r.to(tl.int64)[:, None] * depth + k[None, :]
+    b_offset = c.to(tl.int64)[:, None] * depth + k[None, :]
     total = tl.zeros((BM, BN), tl.float32)
     for first in range(0, depth, BK):
         if DESCRIBED:
             a_high = a.load([m * BM, first])
             b_high = b.load([n * BN, first])
         else:
-            a_high = tl.load(a + left + first)
-            b_high = tl.load(b + right + first)
+            a_high = tl.load(a + a_offset + first)
+            b_high = tl.load(b + b_offset + first)
         if PARTS == 2:
             if DESCRIBED:
                 a_rest = a_low.load([m * BM, first])
                 b_rest = b_low.load([n * BN, first])
             else:
-                a_rest = tl.load(a_low + left + first)
-                b_rest = tl.load(b_low + right + first)
+                a_rest = tl.load(a_low + a_offset + first)
+                b_rest = tl.load(b_low + b_offset + first)
             total = tl.dot(a_rest, b_high.T, total)
             total = tl.dot(a_high, b_rest.T, total)
         total = tl.dot(a_high, b_high.T, total)
     total = total * tl.load(a_scale + r)[:, None] * tl.load(b_scale + c)[None, :]
     if BIAS:
         total += tl.load(bias + c)[None, :]
-    place = row.to(tl.int64)[:, None] * columns + column[None, :]
-    tl.store(y + place, total, mask=(row < rows)[:, None] & (column < columns)[None, :])
+    offset = row.to(tl.int64)[:, None] * columns + column[None, :]
+    tl.store(y + offset, total, mask=(row < rows)[:, None] & (column < columns)[None, :])
 
 
 @cache
 def _tiles(device: torch.device, parts: int) -> dict[str, Any]:
     """Sizes of tiles for this device; the same for every product, so that equal rows give equal results anywhere."""
-    card: Any = torch.cuda.get_device_properties(
-        device
-    )  # its stubs lack what newer releases have
+    # Its stubs lack what newer releases have.
+    card: Any = torch.cuda.get_device_properties(device)
     if parts == 1 and card.shared_memory_per_block_optin >= 200 << 10:
         sizes = {"BM": 128, "BN": 256, "BK": 64, "num_warps": 8, "num_stages": 4}
     else:  # 96 KB of shared memory: what every card since Ampere has
@@ -180,20 +177,18 @@ def product(a: Halves, b: Halves, bias: torch.Tensor | None = None) -> torch.Ten
     y = torch.empty(rows, columns, dtype=torch.float32, device=a.high.device)
     sizes = _tiles(y.device, a.parts)
 
-    def given(matrix: torch.Tensor, height: int) -> Any:
-        return (
-            TensorDescriptor.from_tensor(matrix, [height, sizes["BK"]])
-            if sizes["DESCRIBED"]
-            else matrix
-        )
+    def tiled(matrix: torch.Tensor, height: int) -> Any:
+        if not sizes["DESCRIBED"]:
+            return matrix
+        return TensorDescriptor.from_tensor(matrix, [height, sizes["BK"]])
 
     grid: Any = (triton.cdiv(rows, sizes["BM"]) * triton.cdiv(columns, sizes["BN"]),)
     _linear[grid](
-        given(a.high, sizes["BM"]),
-        given(a.low, sizes["BM"]),
+        tiled(a.high, sizes["BM"]),
+        tiled(a.low, sizes["BM"]),
         a.inverses,
-        given(b.high, sizes["BN"]),
-        given(b.low, sizes["BN"]),
+        tiled(b.high, sizes["BN"]),
+        tiled(b.low, sizes["BN"]),
         b.inverses,
         b.inverses if bias is None else bias,
         y,
@@ -211,7 +206,6 @@ def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, precision: str
 ) -> torch.Tensor:
     """`torch.nn.functional.linear` of float32 tensors on a GPU; x: (…, columns), weight: (outputs, columns)."""
-    y = product(
-        split(x.reshape(-1, x.shape[-1]), precision), split(weight, precision), bias
-    )
+    rows = split(x.reshape(-1, x.shape[-1]), precision)
+    y = product(rows, split(weight, precision), bias)
     return y.view(*x.shape[:-1], -1)

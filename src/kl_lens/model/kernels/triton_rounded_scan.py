@@ -76,9 +76,9 @@ def _scan(  # type: ignore[no-untyped-def]
     inside = row < width
     real = n < states
     if BY_ROW:
-        both = inside[:, None] & real[None, :]
+        valid = inside[:, None] & real[None, :]
         rate = (
-            tl.load(a + row[:, None] * states + n[None, :], mask=both, other=0.0)
+            tl.load(a + row[:, None] * states + n[None, :], mask=valid, other=0.0)
             * 1.4426950408889634
         )
         through = tl.load(skip + row, mask=inside, other=0.0)
@@ -120,7 +120,7 @@ def _scan(  # type: ignore[no-untyped-def]
 
 
 def rounded_scan_gpu(
-    x: T, dt: T, a: T, b: T, c: T, how: StateFormat, *, skip: T | None = None
+    x: T, dt: T, a: T, b: T, c: T, storage: StateFormat, *, skip: T | None = None
 ) -> T:
     """Arguments and outputs as those of `rounded_scan`."""
     shape = x.shape
@@ -128,18 +128,18 @@ def rounded_scan_gpu(
         x = x.transpose(2, 3)
     batch, time, heads, width = x.shape
     groups, states = b.shape[2:]
-    none = torch.zeros(max(heads, width), device=x.device)
+    zeros = torch.zeros(max(heads, width), device=x.device)
     x, dt, a, b, c = (tensor.float().contiguous() for tensor in (x, dt, a, b, c))
     y = torch.empty_like(x)
     size = triton.next_power_of_2(states)
-    whole = how.scales == HEAD and not by_row
-    rows = (
-        triton.next_power_of_2(width)
-        if whole
-        else min(ROWS, triton.next_power_of_2(width))
-    )
-    each = how.group(1, states)
-    group = rows * size if whole else size if each == states else each
+    whole = storage.scales == HEAD and not by_row
+    rows = triton.next_power_of_2(width)
+    if whole:
+        group = rows * size
+    else:
+        rows = min(ROWS, rows)
+        sharing = storage.group(1, states)
+        group = size if sharing == states else sharing
     grid: Any = (triton.cdiv(width, rows), heads, batch)
     _scan[grid](
         x,
@@ -147,7 +147,7 @@ def rounded_scan_gpu(
         a,
         b,
         c,
-        none if skip is None else skip.float().contiguous(),
+        zeros if skip is None else skip.float().contiguous(),
         y,
         time,
         heads,
@@ -155,10 +155,10 @@ def rounded_scan_gpu(
         states,
         heads // groups,
         groups,
-        how.numbers.largest,
+        storage.numbers.largest,
         BY_ROW=by_row,
-        KIND=_KINDS.get(how.numbers, _INTEGERS),
-        FEEDBACK=how.feedback,
+        KIND=_KINDS.get(storage.numbers, _INTEGERS),
+        FEEDBACK=storage.feedback,
         P=rows,
         N=size,
         GROUP=group,

@@ -55,8 +55,8 @@ def _turn(  # type: ignore[no-untyped-def]
     step += tl.load(bias + channel, mask=channel < channels, other=0.0)[:, None]
     if SOFTPLUS:
         step = _softplus(step)
-    place = y + (sequence * time + t)[:, None] * channels + channel[None, :]
-    tl.store(place, tl.trans(step), mask=tl.trans(inside))
+    target = y + (sequence * time + t)[:, None] * channels + channel[None, :]
+    tl.store(target, tl.trans(step), mask=tl.trans(inside))
 
 
 @triton.jit
@@ -104,9 +104,8 @@ def _selective(  # type: ignore[no-untyped-def]
     c += sequence * c_s + n
     gate += sequence * z_s + channel
     y += sequence * time * D + channel
-    for t in tl.range(
-        time, num_stages=5
-    ):  # what comes is loaded while the present step is computed
+    # Inputs of later steps are loaded while the present one is computed.
+    for t in tl.range(time, num_stages=5):
         step = tl.load(dt + t * dt_t, mask=inside, other=0.0) + offset
         value = tl.load(x + t * x_t, mask=inside, other=0.0)
         b_now = tl.load(b + t * b_t)
@@ -148,15 +147,14 @@ def selective_scan_gpu(
 ) -> T:
     """Arguments and result as those of `selective_scan`, on a GPU."""
     batch, time, channels = x.shape
-    none = x.new_zeros(channels, dtype=torch.float32)
-    if (
-        dt.stride(1) == 1 and dt.dtype == torch.float32
-    ):  # as Mamba-1's projection leaves it: time innermost
+    zeros = x.new_zeros(channels, dtype=torch.float32)
+    # As Mamba-1's projection leaves it: time innermost.
+    if dt.stride(1) == 1 and dt.dtype == torch.float32:
         turned = torch.empty(batch, time, channels, dtype=torch.float32, device=x.device)
         grid: Any = (triton.cdiv(channels, 64), triton.cdiv(time, 64), batch)
         _turn[grid](
             dt,
-            none if dt_bias is None else dt_bias.float(),
+            zeros if dt_bias is None else dt_bias.float(),
             turned,
             time,
             channels,
@@ -177,11 +175,11 @@ def selective_scan_gpu(
     _selective[grid](
         x,
         dt,
-        none if dt_bias is None else dt_bias.float(),
+        zeros if dt_bias is None else dt_bias.float(),
         a.float().contiguous(),
         b,
         c,
-        none if skip is None else skip.float(),
+        zeros if skip is None else skip.float(),
         z,
         y,
         time,
@@ -328,7 +326,7 @@ def head_scan_gpu(
     """Arguments and result as those of `head_scan`, on a GPU; `dt` as the projection gave it."""
     batch, time, heads, width = x.shape
     groups, states = b.shape[2:]
-    none = x.new_zeros(heads, dtype=torch.float32)
+    zeros = x.new_zeros(heads, dtype=torch.float32)
     x = _rows(x)
     dt = _rows(dt)
     b = _rows(b)
@@ -341,11 +339,11 @@ def head_scan_gpu(
     _chunks[grid](
         x,
         dt,
-        none if dt_bias is None else dt_bias.float(),
+        zeros if dt_bias is None else dt_bias.float(),
         a.float().contiguous(),
         b,
         c,
-        none if skip is None else skip.float(),
+        zeros if skip is None else skip.float(),
         y,
         time,
         float(dt_limit[0]),
@@ -395,8 +393,8 @@ def _convolve(  # type: ignore[no-untyped-def]
         total += part * tl.load(taps + d * WIDTH + k, mask=inside, other=0.0)[None, :]
     if SILU:
         total = _silu(total)
-    place = (sequence * time + t[:, None]) * channels + d[None, :]
-    tl.store(y + place, total, mask=inside[None, :] & (t < time)[:, None])
+    offset = (sequence * time + t[:, None]) * channels + d[None, :]
+    tl.store(y + offset, total, mask=inside[None, :] & (t < time)[:, None])
 
 
 def causal_convolution_gpu(
