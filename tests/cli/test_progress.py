@@ -7,7 +7,9 @@ import pytest
 from kl_lens.cli import progress
 from kl_lens.cli.progress import Forecast
 from kl_lens.cli.run import Screen
+from kl_lens.study import forecast
 from kl_lens.study.events import JobEstimate, StageCost
+from tests.measuring.conftest import loaded
 
 
 class Clock:
@@ -103,3 +105,43 @@ def test_inside_a_stage_of_a_run_the_time_left_is_that_of_the_whole_run(
         "Measuring sensitivity, llama.cpp   4:00  about 1:00 left",
         "Writing the report                 1:00",
     ]
+
+
+@pytest.mark.parametrize(
+    ("compiling", "busy", "sentence"),
+    [
+        (0.0, 0.1, "About 1:30 in all."),
+        (20.0, 0.0, "About 1:30 in all, with 0:20 to compile kernels, once."),
+        (0.0, 0.6, "About 1:30 in all. Other programs use 60 % of the processors now"),
+    ],
+)
+def test_what_makes_a_run_longer_is_said(
+    compiling: float, busy: float, sentence: str, capsys
+) -> None:
+    stages = (StageCost("measure", "gguf", 90.0),)
+    estimate = JobEstimate(stages, 0, 4, compiling, busy)
+    Screen("run", lambda terminal, result: None).expect(estimate)
+    assert capsys.readouterr().err.startswith(sentence)
+
+
+@pytest.mark.parametrize(("busy", "compiled"), [(0.5, True), (0.0, False)])
+def test_a_busy_machine_does_not_multiply_the_forecast_and_kernels_count_once(
+    busy: float, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine half of which others use, everything that is timed takes twice as long."""
+    model = loaded("mamba")
+    menus = {"gguf": ["q8_0", "q4_0"], "openvino": ["int8"]}
+
+    def estimate(seconds: float, busy: float, compiled: bool) -> list[float]:
+        monkeypatch.setattr(forecast, "_shortest", lambda *_: seconds)
+        monkeypatch.setattr(forecast.LoadMeter, "read", lambda meter: {"others": busy})
+        monkeypatch.setattr(forecast, "_has_kernels", lambda: compiled)
+        some = {"windows": 4, "length": 16, "held_out": 4, "judged": 4, "repeats": 1}
+        found = forecast.estimate(model, menus, **some, exhaustive=True, opened=1.0)
+        assert found.compiling == (0.0 if compiled else forecast.COMPILING)
+        return [stage.seconds for stage in found.stages]
+
+    quiet = estimate(1.0, 0.0, True)
+    other = estimate(2.0 if busy else 1.0, busy, compiled)
+    more = [b - a for a, b in zip(quiet, other, strict=True) if b != pytest.approx(a)]
+    assert more == pytest.approx([] if compiled else [forecast.COMPILING])

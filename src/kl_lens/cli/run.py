@@ -42,6 +42,7 @@ from kl_lens.study.events import JobEstimate
 from kl_lens.study.run import UNIFORM_FP16, RunResult
 
 LINE_INTERVAL = 60.0  # seconds between two lines of progress where there is no terminal
+BUSY = 0.2  # share of the processors that is worth a sentence
 RIVALS = 3  # shown beside each recommendation; the report has all
 
 
@@ -168,7 +169,17 @@ def show_run(result: RunResult | JobEstimate) -> Shown:
 
 
 def _in_all(estimate: JobEstimate) -> str:
-    return f"About {clock_time(estimate.seconds)} in all."
+    compiling = (
+        f", with {clock_time(estimate.compiling)} to compile kernels, once"
+        if estimate.compiling
+        else ""
+    )
+    busy = (
+        f" Other programs use {percent(estimate.busy)} of the processors now: it takes longer beside them."
+        if estimate.busy >= BUSY
+        else ""
+    )
+    return f"About {clock_time(estimate.seconds)} in all{compiling}.{busy}"
 
 
 def _cost(title: str, seconds: float, disk: int) -> Row:

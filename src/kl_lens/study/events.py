@@ -36,6 +36,10 @@ class JobEstimate:
     stages: tuple[StageCost, ...]  # as they come
     memory: int
     windows: int
+    compiling: float = 0.0  # of the seconds, the first time only
+    busy: float = (
+        0.0  # share of the processors that others use, which is not in the seconds
+    )
 
     @property
     def seconds(self) -> float:

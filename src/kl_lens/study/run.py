@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +19,6 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-import psutil
 import torch
 
 from kl_lens import evaluation, planning
@@ -39,19 +37,14 @@ from kl_lens.evaluation.ahead import SPARED, Ahead
 from kl_lens.evaluation.evaluator import DIVERGENCE, PERPLEXITY
 from kl_lens.evaluation.judged import store_continuations
 from kl_lens.evaluation.scoring import COMPARED_WINDOWS
-from kl_lens.measuring import screening
-from kl_lens.measuring.engines import DEFAULT_MEMORY, memory_on
-from kl_lens.measuring.perturbation import Candidate, find_candidates, states_of
+from kl_lens.measuring.perturbation import find_candidates, states_of
 from kl_lens.measuring.statistics import StoredStatistics
 from kl_lens.measuring.sweep import (
     Sweep,
     model_identity,
-    quantizing_work,
     windows_by_cost,
-    work_of,
 )
-from kl_lens.measuring.teacher import batch_tokens, window_bytes
-from kl_lens.model import Anatomy, LoadedModel, States
+from kl_lens.model import Anatomy, LoadedModel
 from kl_lens.model.states import CACHES
 from kl_lens.paper.points import best_paper_point
 from kl_lens.profiling.benchmark import UseSettings
@@ -69,7 +62,8 @@ from kl_lens.study import (
     plan,
     settings as of,
 )
-from kl_lens.study.events import JobEstimate, StageCost, exit_code, going_on
+from kl_lens.study.events import JobEstimate, exit_code, going_on
+from kl_lens.study.forecast import estimate
 from kl_lens.study.planner import KL, TargetPlanner
 from kl_lens.study.session import Session
 from kl_lens.study.settings import (
@@ -109,25 +103,6 @@ SMALL = "small"
 NONE = "none"
 _ANY_SHAPE = (1024, 1024)  # every format fits it
 _proof = of.grouped("checking the result")
-
-# For estimates:
-BLOCKS = 3  # that are timed
-ENOUGH = 0.2
-REPEATS = 3  # seconds and repeats of a timing: until one of them
-LEARNT_WINDOWS = 32  # of `calibrate`
-FILES = 6  # per target: FP16, four stock recipes, the plan
-DECIDING = 3
-TIMED = 5  # of them judged by their runtime, and timed
-PLANS = 16  # whole plans that `plan` measures, on half of the held-out text each
-# What cannot be timed without files. benchmarks/forecast.py shows how well it fits; two ARM cores, reference:mamba:
-WRITING = 3e7  # bytes of weights per second and processor: quantized, packed, written, read back and compared
-FILE = 1.0  # seconds per file besides its weights: header, tokenizer, opening it in the runtime
-TEXT = 5.0  # seconds to read and tokenize a training text
-TIMED_FILE = 2.0  # seconds to load a file in a fresh process, and four times in this one
-MACHINE = 3.0  # seconds to time the machine's limits
-SAMPLES = 2.0  # seconds for text samples by the original
-DECODING = 6  # generating a token takes as long as reading so many
-RUNTIME = 0.25  # of the speed of products in PyTorch: 0.14 llama.cpp without dotprod, 0.34 OpenVINO, 0.3 a 130m model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,7 +265,8 @@ def run(settings: RunSettings, session: Session) -> RunResult | JobEstimate:
     weights = of.MEMORY if settings.needs_memory() else settings.weights
     model = session.model(settings.model, settings.opening, weights=weights)
     if settings.estimate:
-        return _estimate(_completed(settings, model, None), model)
+        settings = _completed(settings, model, None)
+        return _estimate(settings, model, opened=time.perf_counter() - begin)
     folder = of.new_run_folder(settings.run, model.name)
     with Run.create(folder) as journal:
         journal.identify(model_identity(model))
@@ -309,7 +285,8 @@ def run(settings: RunSettings, session: Session) -> RunResult | JobEstimate:
         )
         if known is None:
             with suppress(KLLensError):  # it cannot be estimated
-                expected = _estimate(settings, model)
+                opened = time.perf_counter() - begin
+                expected = _estimate(settings, model, opened=opened)
                 events.expect(expected)
                 if expected.disk > (free := shutil.disk_usage(folder).free):
                     size = human_bytes(expected.disk)
@@ -348,166 +325,34 @@ def _completed(
     )
 
 
-def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """The shortest of a few: whatever disturbs a repeat makes it slower, never faster."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    times: list[float] = []
-    work()  # compiles kernels
-    while len(times) < REPEATS and sum(times) < ENOUGH:
-        wait()
-        begin = time.perf_counter()
-        work()
-        wait()
-        times.append(time.perf_counter() - begin)
-    return min(times)
-
-
-def _pace(model: LoadedModel, windows: int, length: int) -> float:
-    """Seconds per token and parameter of the blocks."""
-    chain = model.chain
-    anatomy = model.anatomy
-    together = max(
-        1, batch_tokens(chain, memory_on(chain.device, DEFAULT_MEMORY)) // length
-    )
-    rows = together if chain.device.type == "cuda" else min(windows, together)
-    ids = torch.arange(length) % 1000 % anatomy.component(anatomy.embedding).shape[-2]
-    calls = chain.calls(ids.repeat(rows, 1))
-    timed = min(BLOCKS, len(chain))
-    with chain.kernels():
-        seconds = _seconds(
-            partial(chain.run, States(calls.hidden), calls, 0, timed), chain.device
-        )
-    parameters = sum(
-        c.parameters
-        for c in anatomy.candidates
-        if c.block is not None and c.block < timed
-    )
-    return seconds / (rows * length) / max(1, parameters)
-
-
-def _estimate(settings: RunSettings, model: LoadedModel) -> JobEstimate:
-    """What a run takes, without the paper's stages, `rank` and tasks. A few blocks and a matrix product are timed;
-    everything else is counted, in the units of the sweep's progress. No text is opened."""
+def _estimate(settings: RunSettings, model: LoadedModel, *, opened: float) -> JobEstimate:
+    """No text is opened. `opened`: seconds so far."""
     if model.residency is not None or not model.task.generates:
         raise KLLensError("--estimate needs a language model that fits into memory")
-    usable = [
-        t
-        for t in settings.wanted
-        if get_target(t).unsupported(model.anatomy.model_type) is None
-    ]
-    if not usable:
-        raise KLLensError("--estimate needs a target that supports the model")
-    menus = {t: [*map(Recipe.parse, settings.menu_of(t, model.anatomy))] for t in usable}
-    every = {
-        target: find_candidates(model.anatomy, menu)[0] for target, menu in menus.items()
+    menus = {
+        target: settings.menu_of(target, model.anatomy)
+        for target in settings.wanted
+        if get_target(target).unsupported(model.anatomy.model_type) is None
     }
+    if not menus:
+        raise KLLensError("--estimate needs a target that supports the model")
     calibration = settings.calibration
-    windows = calibration.windows or 0
-    length = calibration.window_length or model.task.window_length
-    held_out = settings.held_out.held_out_windows
-    judged = settings.evaluation_windows or 0
-    repeats = settings.repeats
-    without = settings.without
-    anatomy = model.anatomy
-    targets = len(every)
-    window = length * _pace(
-        model, windows, length
-    )  # seconds of one parameter on one window
-    weights = sum(c.parameters for c in anatomy.components)
-    head = anatomy.component(anatomy.head)
-    inside = sum(c.parameters for c in anatomy.candidates if c.block is not None)
-    left = torch.ones(256, 2048)
-    right = torch.ones(2048, 2048)
-    product = _seconds(lambda: torch.mm(left, right), left.device)
-    in_runtime = (
-        weights * product / (RUNTIME * left.numel() * len(right))
-    )  # seconds per token, on the CPU
-    decoding = DECODING * in_runtime
-
-    def text(windows: float) -> float:
-        """The whole model on so many windows."""
-        return windows * window * (inside + 2 * head.parameters)
-
-    def exporting(target: str, files: int, bytes_per_weight: float) -> StageCost:
-        size = files * bytes_per_weight * weights
-        return StageCost(
-            "export", target, files * FILE + size / WRITING / processors(), int(size)
-        )
-
-    def judging(files: int, others: int, windows: int) -> StageCost:
-        """Files in their runtimes and, on the first windows, in PyTorch; others in PyTorch alone."""
-        runtimes = files * (FILE + windows * length * in_runtime)
-        compared = files * min(COMPARED_WINDOWS, windows)
-        return StageCost(
-            "evaluate", None, runtimes + text(windows + compared + others * windows)
-        )
-
-    def measuring(target: str, candidates: Sequence[Candidate]) -> StageCost:
-        work = sum(
-            work_of(model, c) * windows + quantizing_work(c, length) for c in candidates
-        )
-        seconds = text(windows + 4)
-        count = float(len(candidates))  # the original; the noise floor
-        if not settings.exhaustive and screening.is_worth_it(
-            candidates, with_a_limit=True
-        ):
-            work = measure.expected_work(
-                model, screening.Screen(candidates), windows, length
-            )
-            seconds += text(
-                (1 + len(measure.OF_LOSS)) * held_out / 2
-            )  # the original and whole plans
-            count = min(
-                count, measure.MEASURED * len({c.component.name for c in candidates})
-            )
-        made = sum(
-            c.recipe.grid.bytes(c.component.shape)
-            for c in candidates
-            if c.recipe.quantizer.learns
-        )
-        disk = int(count / len(candidates) * made + count * windows * length * 5)
-        return StageCost("measure", target, seconds + window * work, disk)
-
-    stages = [
-        *(exporting(target, 1, 2.0) for target in every),
-        judging(targets, 0, FIRST_LOOK),
-    ]
-    learnt = {
-        c.component.name: c.component.shape for each in every.values() for c in each
-    }.values()
-    if any(c.recipe.quantizer.learns for each in every.values() for c in each):
-        moments = (
-            sum(shape[-1] ** 2 for shape in learnt) / 2
-        )  # half of each matrix, besides the products
-        kept = sum(
-            math.prod(shape[:-2]) * shape[-1] ** 2 for shape in learnt
-        )  # of float32, one half
-        seconds = TEXT + LEARNT_WINDOWS * window * (inside + moments)
-        stages.append(StageCost("calibrate", None, seconds, 2 * kept))
-    for target, candidates in every.items():
-        stages += [
-            measuring(target, candidates),
-            StageCost("plan", target, text(PLANS * held_out / 2)),
-        ]
-    stages += [exporting(target, FILES - 1, 0.8) for target in every]
-    stages.append(judging(DECIDING * targets, (FILES - DECIDING) * targets, judged))
-    if "evaluate" not in without:
-        stages.append(
-            StageCost("generate", None, SAMPLES + targets * (FILE + 2 * 32 * decoding))
-        )
-    each = TIMED_FILE + (repeats + 1) * (160 * in_runtime + 32 * decoding)
-    stages.append(StageCost("benchmark", None, MACHINE + TIMED * targets * each))
-    stages.append(StageCost("report", None, 2.0))
-    states = max(windows, held_out // 2) * window_bytes(
-        model.chain, length, head.shape[-1], head.shape[-2]
+    found = estimate(
+        model,
+        menus,
+        windows=calibration.windows or 0,
+        length=calibration.window_length or model.task.window_length,
+        held_out=settings.held_out.held_out_windows,
+        judged=settings.evaluation_windows or 0,
+        repeats=settings.repeats,
+        exhaustive=settings.exhaustive,
+        opened=opened,
     )
-    largest = max(c.parameters for c in anatomy.candidates)
-    memory = (
-        psutil.Process().memory_info().rss + min(DEFAULT_MEMORY, states) + 12 * largest
-    )
-    return JobEstimate(
-        tuple(stage for stage in stages if stage.verb not in without), memory, windows
-    )
+    without = {*settings.without}
+    if "evaluate" in without:
+        without.add("generate")
+    stages = tuple(stage for stage in found.stages if stage.verb not in without)
+    return replace(found, stages=stages)
 
 
 class _Job:
