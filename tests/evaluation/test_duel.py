@@ -3,18 +3,17 @@
 import numpy as np
 import pytest
 
-from kl_lens.evaluation.duel import Entrant, short_names, verdicts
-from kl_lens.run.records import Estimate
+from kl_lens.evaluation.choosing import Contender, verdicts
+from kl_lens.evaluation.duel import short_names
 
 WINDOWS = np.array(
     [0.9, 1.0, 1.1, 1.0, 0.95, 1.05, 1.2, 0.8]
 )  # some are harder than others, for all files
 
 
-def entrant(name: str, size: float, kl: float, noise: float = 0.0) -> Entrant:
+def entrant(name: str, size: float, kl: float, noise: float = 0.0) -> Contender:
     windows = kl * WINDOWS + noise * np.array([1, -1, 1, -1, -1, 1, -1, 1])
-    values = {"kl_mean": Estimate(float(windows.mean()), 0.01)}
-    return Entrant(name, "llama.cpp", int(size * 1e6), values, windows)
+    return Contender.on(name, int(size * 1e6), windows)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from rich.table import Table
 from kl_lens.base.units import human_bytes
 from kl_lens.cli.terminal import Row, Shown, table
 from kl_lens.evaluation.autopsy import Autopsy, TensorReport
-from kl_lens.evaluation.duel import Entrant, verdicts
+from kl_lens.evaluation.choosing import verdicts
+from kl_lens.evaluation.duel import Entrant
 from kl_lens.evaluation.scoring import (
     AGREES,
     AS_DEPLOYED,

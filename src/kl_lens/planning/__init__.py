@@ -31,12 +31,5 @@ from kl_lens.planning.problem import (
     store_fixed_bytes as store_fixed_bytes,
     stored_fixed_bytes as stored_fixed_bytes,
 )
-from kl_lens.planning.rivals import (
-    Contender as Contender,
-    Contest as Contest,
-    PairedDifference as PairedDifference,
-    contest as contest,
-    paired_difference as paired_difference,
-    stock_with_our_methods as stock_with_our_methods,
-)
+from kl_lens.planning.rivals import stock_with_our_methods as stock_with_our_methods
 from kl_lens.planning.speed import SpeedModel as SpeedModel, speed_model as speed_model

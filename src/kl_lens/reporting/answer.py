@@ -6,6 +6,12 @@ import math
 from collections.abc import Sequence
 from pathlib import PurePath
 
+from kl_lens.evaluation.choosing import (
+    KEPT_PERPLEXITY,
+    Contender,
+    nearest,
+    smallest_that_keeps,
+)
 from kl_lens.profiling.machine import Ratio, ratio_of
 from kl_lens.reporting.data import RunView, runtime_of
 from kl_lens.reporting.markup import Html, Section, details, join, note, tag
@@ -23,11 +29,9 @@ from kl_lens.reporting.names import (
 from kl_lens.run.folder import RECOMMENDED
 from kl_lens.run.records import ARTIFACT, ORIGINAL, PLAN, Estimate, Plan, Profile, Subject
 
-# Of a run without a plan of that name, the smallest plan that loses no more than this is the answer.
-TOLERATED = 0.02
 _RULE = (
     f'The run has no plan called "{RECOMMENDED}"; this is the smallest verified plan whose held-out perplexity stays '
-    f"within {100 * TOLERATED:g} % of the original's. "
+    f"within {100 * KEPT_PERPLEXITY:g} % of the original's. "
 )
 
 
@@ -40,14 +44,17 @@ def recommendations(view: RunView) -> list[Plan]:
             sorted((p for p in named if p.target), key=lambda p: p.target or "")
             or named[:1]
         )
-    kept = [
-        p
-        for p in view.plans
-        if p.measured
-        and p.measured.rise.value <= TOLERATED
-        and view.bytes_of(p) < view.fp16_bytes
+    measured = {p.name: p for p in view.plans if p.measured}
+    rises = [
+        (
+            Contender(name, view.bytes_of(p), p.measured.kl.value, None),
+            p.measured.rise.value,
+        )
+        for name, p in measured.items()
+        if p.measured and view.bytes_of(p) < view.fp16_bytes
     ]
-    return [min(kept, key=view.bytes_of)] if kept else []
+    smallest = smallest_that_keeps(rises)
+    return [measured[smallest.name]] if smallest else []
 
 
 def recommended_names(view: RunView) -> frozenset[str]:
@@ -216,26 +223,23 @@ def _card(view: RunView, plan: Plan) -> Html:
 def _nearest(view: RunView, plan: Plan, kl: Estimate | None) -> str:
     """The largest stock file that is no larger (of two of one size, the better), and how much more it loses."""
     own = view.bytes_of(plan, plan.target)
-    stock = [
-        p
-        for p in view.plans_of(plan.target)
-        if p.family == "stock" and view.bytes_of(p, plan.target) <= own
-    ]
+    stock = [p for p in view.plans_of(plan.target) if p.family == "stock"]
+    losses = {p.name: view.measured_kl(p, plan.target)[0] for p in stock}
     judged = [
-        (p, loss)
+        Contender(p.name, view.bytes_of(p, plan.target), loss.value, None)
         for p in stock
-        if (loss := view.measured_kl(p, plan.target)[0]) is not None
+        if (loss := losses[p.name]) is not None
     ]
-    if kl is None or not judged:
+    ours = Contender(plan.name, own, kl.value if kl else math.nan, None)
+    rival = nearest(ours, judged)
+    if kl is None or rival is None:
         return (
             "No stock file that was measured is as small." if kl and plan.target else ""
         )
-    rival, loss = max(
-        judged,
-        key=lambda pair: (round(view.bytes_of(pair[0], plan.target), -4), -pair[1].value),
-    )
+    loss = losses[rival.name]
+    assert loss is not None
     words = f"{plan_title(rival.name)}, the nearest stock file that is no larger "
-    words += f"({size(view.bytes_of(rival, plan.target))})"
+    words += f"({size(rival.bytes)})"
     if not kl.value > 0 or not math.isfinite(loss.value):
         return f"{words}: KL {with_error(loss)}."
     ratio = loss.value / kl.value

@@ -14,6 +14,7 @@ from typing import Any
 from kl_lens import planning
 from kl_lens.base.errors import PlanError, TextError
 from kl_lens.base.units import human_bytes, human_speed, spell_share
+from kl_lens.evaluation.choosing import paired_difference
 from kl_lens.measuring.statistics import StoredStatistics
 from kl_lens.measuring.tuning import TuningRates, tuned
 from kl_lens.paper.points import PIPELINES, PUBLISHED_METRIC, greedy_plan, paper_points
@@ -572,7 +573,7 @@ def with_tuning(plan: Plan, windows: int, planner: TargetPlanner) -> Plan:
     assignment = plan.assignment | spelled
     before = meter.measure(plan.assignment)
     after = meter.measure(assignment)
-    gain = planning.paired_difference(after.windows, before.windows)
+    gain = paired_difference(after.windows, before.windows)
     change = f"KL {before.kl.value:.4g} before and {after.kl.value:.4g} after, on {meter.text.label}"
     if gain.mean >= 0:
         events.note(

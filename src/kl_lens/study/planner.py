@@ -10,6 +10,7 @@ from functools import cached_property, partial
 from kl_lens import planning
 from kl_lens.base.errors import PlanError
 from kl_lens.base.units import human_bytes
+from kl_lens.evaluation import choosing
 from kl_lens.measuring.joint import JointResult, PlanMeter
 from kl_lens.model import LoadedModel
 from kl_lens.model.carried import carried_by
@@ -321,21 +322,21 @@ class TargetPlanner:
                 break
         return list(usual.values())
 
-    def _contest(self, ours: Plan, rivals: Sequence[Plan]) -> planning.Contest:
+    def _contest(self, ours: Plan, rivals: Sequence[Plan]) -> choosing.Contest:
         """On the second half of the text. All files are sized under our plan's name, because some contain it."""
         meter = self.halves[1]
         by_name = {plan.name: plan for plan in rivals}
 
-        def contender(plan: Plan) -> planning.Contender:
+        def contender(plan: Plan) -> choosing.Contender:
             size = self.sized(replace(plan, name=ours.name)).memory_bytes
-            return planning.Contender(
+            return choosing.Contender.on(
                 plan.name, size, meter.measure(plan.assignment, plan.caches).windows
             )
 
-        def keeps(rival: planning.Contender) -> bool:
+        def keeps(rival: choosing.Contender) -> bool:
             return self.keeps(by_name[rival.name].assignment, ours.limits)
 
-        return planning.contest(
+        return choosing.contest(
             contender(ours), [contender(each) for each in rivals], keeps=keeps
         )
 

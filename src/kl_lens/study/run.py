@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ from kl_lens.base.errors import (
 )
 from kl_lens.base.files import write_text
 from kl_lens.base.units import human_bytes, spell_bytes, spell_share
+from kl_lens.evaluation import choosing
 from kl_lens.evaluation.ahead import SPARED, Ahead
 from kl_lens.evaluation.evaluator import DIVERGENCE, PERPLEXITY
 from kl_lens.evaluation.judged import store_continuations
@@ -762,20 +764,12 @@ class _Job:
         losses = self._losses(target)
         own = self.settings.recommended(target)
         stock = [name for name in sizes if name in losses]
-        smaller = [name for name in stock if sizes[name] <= sizes[own]]
-        larger = [name for name in stock if name not in smaller]
-        found = {name for name in sizes if name != UNIFORM_FP16 and name not in stock}
-
-        def size(name: str) -> int:
-            """As the answer compares them: names and the like make no difference."""
-            return round(sizes[name], -4)
-
-        if smaller:
-            found.add(min(smaller, key=lambda name: (-size(name), losses[name])))
-            found.add(min(smaller, key=losses.__getitem__))
-        if larger:
-            found.add(min(larger, key=lambda name: (size(name), losses[name])))
-        return found
+        ours = choosing.Contender(own, sizes[own], math.nan, None)
+        rivals = [
+            choosing.Contender(name, sizes[name], losses[name], None) for name in stock
+        ]
+        others = {name for name in sizes if name != UNIFORM_FP16 and name not in stock}
+        return others | choosing.deciding(ours, rivals)
 
     def _losses(self, target: str) -> dict[str, float]:
         """What stock files lose on test text, where they were judged, or else their plans on held-out text."""
