@@ -1,10 +1,14 @@
 """What is said about files side by side."""
 
+import math
+
 import numpy as np
 import pytest
 
 from kl_lens.evaluation.choosing import Contender, verdicts
 from kl_lens.evaluation.duel import short_names
+from kl_lens.reporting.names import fixed_with_error, with_error
+from kl_lens.run.records import Estimate
 
 WINDOWS = np.array(
     [0.9, 1.0, 1.1, 1.0, 0.95, 1.05, 1.2, 0.8]
@@ -56,3 +60,14 @@ def test_the_difference_is_paired_by_window() -> None:
 def test_names_are_as_long_as_needed() -> None:
     assert short_names(["/x/one.gguf", "/x/two/model.safetensors"]) == ["one.gguf", "two"]
     assert short_names(["/x/a/q4.gguf", "/x/b/q4.gguf"]) == ["a/q4.gguf", "b/q4.gguf"]
+
+
+def test_one_window_has_no_error() -> None:
+    files = [
+        Contender.on(name, 10**6, np.array([kl]))
+        for name, kl in (("a", 0.02), ("b", 0.03))
+    ]
+    [sentence] = verdicts(files)
+    assert "±" not in sentence
+    assert with_error(Estimate(0.02)) == with_error(Estimate(0.02, math.inf)) == "0.02"
+    assert fixed_with_error(Estimate(20.0, math.inf)) == "20.00"

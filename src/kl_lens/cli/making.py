@@ -13,7 +13,7 @@ from kl_lens import planning
 from kl_lens.base.units import human_bytes, human_kl, spell_bytes
 from kl_lens.cli.terminal import Row, Shown, table
 from kl_lens.model import Anatomy, LoadedModel
-from kl_lens.reporting.names import runtime_title
+from kl_lens.reporting.names import number, runtime_title
 from kl_lens.run.records import Artifact, Component
 from kl_lens.study.calibrate import CalibrateResult
 from kl_lens.study.export import ExportResult
@@ -197,8 +197,8 @@ def _states(result: MeasureResult) -> Iterator[Row]:
             "state or cache": m.component,
             "format": m.format,
             "KL, nats": f"{kl.value:.2e}",
+            "±": number(kl.standard_error, 1),
         }
-        row |= {"±": f"{kl.standard_error:.0e}"}
         bins = zip(curve.starts, curve.means, strict=True)
         yield (
             row
@@ -223,7 +223,7 @@ def show_measure(result: MeasureResult) -> Shown:
                 "component": m.component,
                 "format": m.format,
                 "KL, nats": f"{kl.value:.3e}{'' if kl.value > result.noise else ' (noise)'}",
-                "±": f"{kl.standard_error:.1e}",
+                "±": number(kl.standard_error, 2),
                 "KL 99 %": f"{m.metrics['kl_p99'].value:.2e}",
                 "MSE": f"{m.metrics['mse'].value:.2e}",
                 "SQNR, dB": f"{m.metrics['sqnr_db'].value:.1f}",
@@ -244,8 +244,8 @@ def show_measure(result: MeasureResult) -> Shown:
         f"Noise floor: KL {result.noise:.1e}{products}."
     )
     if result.share is not None:
-        number, count = result.share
-        yield f"This is share {number}/{count}. When all are done: kl-lens merge {result.folder.parent.parent}"
+        share, count = result.share
+        yield f"This is share {share}/{count}. When all are done: kl-lens merge {result.folder.parent.parent}"
     else:
         yield f"Next: kl-lens plan --run {result.folder}"
 

@@ -209,10 +209,9 @@ def verdicts(files: Sequence[Contender]) -> Iterator[str]:
         if best is None or (best.kl, best.name) > (file.kl, file.name):
             continue  # not beaten; its rivals of one size say so
         difference = difference_of(file, best)
-        apart = (
-            f"{difference.mean:.2g} ± {difference.standard_error:.1g} nats per token, "
-            "paired by window"
-        )
+        error = difference.standard_error
+        bars = f" ± {error:.1g}" if math.isfinite(error) else ""
+        apart = f"{difference.mean:.2g}{bars} nats per token, paired by window"
         one_size = best.is_as_large_as(file)
         sizes = f"{human_bytes(best.bytes)} and {human_bytes(file.bytes)}"
         if difference.interval[0] > 0:

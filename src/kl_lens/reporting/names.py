@@ -101,7 +101,7 @@ def with_error(estimate: Estimate | None, digits: int = 3) -> str:
     error = estimate.standard_error
     if not (math.isfinite(value) and math.isfinite(error) and error > 0):
         return number(value, digits) + (
-            "" if math.isnan(error) else f" ± {number(error, 1)}"
+            f" ± {number(error, 1)}" if math.isfinite(error) else ""
         )
     place = -math.floor(math.log10(float(f"{error:.0e}")))  # of the error's digit
     if 0 <= place <= 5 and abs(value) >= 1e-3:
@@ -117,11 +117,8 @@ def fixed_with_error(estimate: Estimate | None, decimals: int = 2) -> str:
     if abs(estimate.value) >= 1e5:
         return with_error(estimate)
     text = f"{estimate.value:z.{decimals}f}"  # z: no -0.00
-    return (
-        text
-        if math.isnan(estimate.standard_error)
-        else f"{text} ± {estimate.standard_error:.{decimals}f}"
-    )
+    error = estimate.standard_error
+    return f"{text} ± {error:.{decimals}f}" if math.isfinite(error) else text
 
 
 def percent(share: float, decimals: int = 0) -> str:

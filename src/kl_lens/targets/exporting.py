@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from kl_lens.run.folder import Run
 
 GENERATION_FILE = "generation_config.json"
+# Arguments of this program's own `from_pretrained`, which transformers would write into tokenizer_config.json.
+LOADING = ("local_files_only", "is_local", "trust_remote_code")
 _BYTES = {
     "I64": 8,
     "F32": 4,
@@ -83,6 +85,8 @@ def write_beside(
         shutil.copyfile(generation, folder / GENERATION_FILE)
     if model.tokenizer is None or not with_tokenizer:
         return []
+    for argument in LOADING:
+        model.tokenizer.init_kwargs.pop(argument, None)
     model.tokenizer.save_pretrained(folder)
     return [model.unread_tokens] if model.unread_tokens else []
 

@@ -1,7 +1,9 @@
 """OpenVINO GenAI opens an exported folder and writes what `kl-lens generate` writes."""
 
 import functools
+import json
 import re
+import string
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -185,3 +187,36 @@ def test_a_tokenizer_that_cannot_be_converted(tmp_path: Path) -> None:
     assert "\n" not in note
     assert not list((tmp_path / "out").glob("*tokenizer*.bin"))
     open_session(tmp_path / "out", threads=1).close()
+
+
+@pytest.mark.parametrize("odd", [1, 20])
+def test_a_few_odd_tokens_take_no_tokenizer_away(
+    odd: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of Gemma's `</div>`: openvino-tokenizers writes one token otherwise. A note names it, and GenAI opens it."""
+    tokenizer = byte_tokenizer()
+    tokenizer.init_kwargs |= {"local_files_only": True, "is_local": True}
+    usual = tokenizer.decode
+
+    def decode(ids: list[int], **settings: Any) -> str:
+        text = usual(ids, **settings)
+        for letter in string.ascii_lowercase[:odd]:
+            text = text.replace(letter, "?")
+        return text
+
+    monkeypatch.setattr(tokenizer, "decode", decode)
+    tiny = tiny_model("mamba", vocabulary=len(tokenizer))
+    model = plain(LoadedModel("mamba", Path("nowhere"), tiny, tokenizer))
+    artifact = export(model, Plan("p", {}, "test"), tmp_path / "out")
+    [note] = artifact.settings["notes"]
+    written = (tmp_path / "out" / "openvino_tokenizer.xml").is_file()
+    assert written == (odd == 1)
+    assert (
+        "turns the tokens of 'a' into other text than transformers: 'a'" in note
+    ) == written
+    assert note.startswith("no openvino_tokenizer.xml was written") != written
+    config = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert not {"local_files_only", "is_local"} & set(config)
+    if written:
+        pipeline = genai.LLMPipeline(tmp_path / "out", "CPU", **EXACT)
+        assert theirs(pipeline, "Hello", apply_chat_template=False)

@@ -205,28 +205,29 @@ def _name_head(graph: ov.Model) -> None:
 
 
 CHECKED_STRINGS = 300
+FEW = 3  # strings or tokens that differ: a tokenizer is written in spite of them, and a note names the first
 
 
 def write_tokenizer(tokenizer: Any | None, place: Path) -> str | None:
-    """Writes tokenizer and detokenizer as IR, for OpenVINO GenAI. Returns None, or why there are none. The converted
-    tokenizer is compared with transformers on a few hundred strings. One that differs is not written: a model that is
-    fed other tokens answers badly, and nothing would say why."""
+    """Writes tokenizer and detokenizer as IR, for OpenVINO GenAI. Returns None, or a note: why there are none, or how
+    they differ. The converted tokenizer is compared with transformers on a few hundred strings. One that differs on
+    more than a few is not written: a model that is fed other tokens answers badly, and nothing would say why."""
     none = f"no {TOKENIZER_FILE} was written, so OpenVINO GenAI cannot open this folder (kl-lens can): "
     if tokenizer is None:
         return f"{none}the checkpoint has no tokenizer"
     if find_spec("openvino_tokenizers") is None:
         return f"{none}openvino-tokenizers is missing; pip install 'kl-lens[openvino]' and export again"
-    files, difference = _converted(tokenizer)
-    if difference is not None:
-        owner = tokenizer.name_or_path or "this checkpoint"
-        return f"{none}{type(tokenizer).__name__} of {owner} {difference}"
+    files, found = _converted(tokenizer)
+    owner = tokenizer.name_or_path or "this checkpoint"
+    if len(found) > FEW or not files:
+        return f"{none}{type(tokenizer).__name__} of {owner} {found[0]}"
     for name, content in files.items():
         (place / name).write_bytes(content)
-    return None
+    return f"{TOKENIZER_FILE} {'; it '.join(found)}" if found else None
 
 
 @lru_cache(maxsize=1)
-def _converted(tokenizer: Any) -> tuple[dict[str, bytes], str | None]:
+def _converted(tokenizer: Any) -> tuple[dict[str, bytes], list[str]]:
     """The files by name, and how they differ from the tokenizer. Kept, because a run exports many plans."""
     import openvino_tokenizers
 
@@ -240,29 +241,47 @@ def _converted(tokenizer: Any) -> tuple[dict[str, bytes], str | None]:
             for graph, path in zip(graphs, paths, strict=True):
                 rewrites.number_names(graph)
                 ov.save_model(graph, path, compress_to_fp16=False)
-            difference = first_difference(tokenizer, *paths)
+            found = differences(tokenizer, *paths)
         except (
             Exception
-        ) as error:  # the package raises anything over a tokenizer that it does not know
-            difference = f"cannot be converted by openvino-tokenizers ({one_line(error)})"
-        return {
-            path.name: path.read_bytes() for path in Path(folder).iterdir()
-        }, difference
+        ) as error:  # the package raises anything over an unknown tokenizer
+            reason = one_line(error)
+            return {}, [f"cannot be converted by openvino-tokenizers ({reason})"]
+        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}, found
 
 
-def first_difference(tokenizer: Any, encoder: Path, decoder: Path) -> str | None:
-    """The first string on which the graphs and the tokenizer differ, as a sentence; None if they agree on all."""
+def differences(tokenizer: Any, encoder: Path, decoder: Path) -> list[str]:
+    """What the graphs do otherwise than the tokenizer, a sentence for each string or token, until they are too many."""
     core = ov.Core()  # a new one: only those made after importing openvino_tokenizers know its operations
     encode, decode = (core.compile_model(path, "CPU") for path in (encoder, decoder))
+
+    def text_of(ids: list[int]) -> str:
+        return str(decode([np.array([ids])])["string_output"][0]) if ids else ""
+
+    def agrees(ids: list[int]) -> bool:
+        return text_of(ids) == tokenizer.decode(ids, skip_special_tokens=True)
+
+    found = dict[str, None]()
     special = sorted(set(map(str, tokenizer.get_added_vocab())))
     for text in varied_strings(CHECKED_STRINGS, special=special):
-        expected = tokenizer(text)["input_ids"]
+        if len(found) > FEW:
+            break
+        expected = list(tokenizer(text)["input_ids"])
         ids = [int(token) for token in encode([text])["input_ids"][0]]
-        if ids != list(expected):
-            return f"splits text into other tokens than transformers: {other_ids(ids, expected, tokenizer)}"
-        words = tokenizer.decode(expected, skip_special_tokens=True)
-        if expected and words != (
-            own := str(decode([np.array([expected])])["string_output"][0])
-        ):
-            return f"turns tokens into other text than transformers: {expected} becomes {own!r}, not {words!r}"
-    return None
+        if ids != expected:
+            parts = other_ids(ids, expected, tokenizer)
+            found[f"splits text into other tokens than transformers: {parts}"] = None
+        elif not agrees(ids):
+            # The token without which the rest agrees.
+            odd = (
+                token
+                for token in dict.fromkeys(ids)
+                if agrees([other for other in ids if other != token])
+            )
+            token = next(odd, None)
+            words = text if token is None else tokenizer.convert_ids_to_tokens(token)
+            own = text_of(ids if token is None else [token])
+            found[
+                f"turns the tokens of {words!r} into other text than transformers: {own!r}"
+            ] = None
+    return list(found)

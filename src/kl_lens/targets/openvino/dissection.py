@@ -30,7 +30,7 @@ from kl_lens.targets.dissection import (
 from kl_lens.targets.exporting import earlier_artifact
 from kl_lens.targets.openvino import session
 from kl_lens.targets.openvino.constants import raw_bytes
-from kl_lens.targets.openvino.convert import first_difference
+from kl_lens.targets.openvino.convert import FEW, differences
 from kl_lens.targets.openvino.folder import (
     ACTIVATION_GROUPS,
     DETOKENIZER_FILE,
@@ -169,18 +169,18 @@ class OpenVINODissection(Dissection):
         again = f"make {TOKENIZER_FILE} again with openvino_tokenizers"
         try:
             graph = ov.Core().read_model(graphs[0])
-            difference = first_difference(model.tokenizer, *graphs)
+            found = differences(model.tokenizer, *graphs)
         except RuntimeError as error:
             graph = None
-            difference = f"cannot be run: {last_line(error)}"
-        if difference:
-            words = f"{TOKENIZER_FILE} {difference}"
+            found = [f"cannot be run: {last_line(error)}"]
+        if graph is None or len(found) > FEW:
+            words = f"{TOKENIZER_FILE} {found[0]}"
             yield Disagreement("tokenizer", words, again, about=dissection.VOCABULARY)
         if graph is not None and graph.has_rt_info("chat_template"):
-            found = Texts(template=graph.get_rt_info("chat_template").astype(str))
+            held = Texts(template=graph.get_rt_info("chat_template").astype(str))
             expected = Texts(template=default_template(model.tokenizer.chat_template))
             again += ": it holds a chat template too"
-            yield from dissection.other_texts(found, expected, lambda *_: again)
+            yield from dissection.other_texts(held, expected, lambda *_: again)
 
     def open(self, settings: SessionSettings) -> Session:
         if self._exported:
