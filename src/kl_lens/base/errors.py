@@ -6,6 +6,7 @@ traceback and returns the error's exit code.
 
 import errno
 import os
+import re
 
 
 class KLLensError(Exception):
@@ -68,7 +69,24 @@ _WHAT_TO_DO = {
     errno.ELOOP: "a link there points back to itself",
     errno.EIO: "the disk does not respond; use another place",
     errno.EMFILE: "raise the limit (ulimit -n) and run the command again",
+    errno.ENFILE: "close other programs and run the command again",
+    errno.EFBIG: "the disk or a limit (ulimit -f) takes no file of this size; use another disk",
 }
+# As Rust spells an error of the system, and other libraries a full disk.
+_IN_RUST = re.compile(r"(?:os error |Os { code: )(\d+)")
+_FULL = re.compile("written|free space")
+
+
+def system_error(error: BaseException) -> OSError | None:
+    """The system's error that a library met, if it says which."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error
+    number = None
+    if spelled := _IN_RUST.search(str(error)):
+        number = int(spelled[1])
+    elif isinstance(error, OSError) and _FULL.search(str(error)):
+        number = errno.ENOSPC
+    return None if number is None else OSError(number, os.strerror(number))
 
 
 def system_reason(error: OSError) -> str | None:

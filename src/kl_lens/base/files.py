@@ -23,11 +23,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kl_lens.base.accelerators import on_host
-from kl_lens.base.errors import KLLensError
+from kl_lens.base.environment import processors
+from kl_lens.base.errors import KLLensError, system_error
 from kl_lens.base.lazy import torch
 
 RECORD_FILE = "artifact.json"  # describes the other files; moved last, removed first
 DIGESTS = ".digests"  # of large files; deleted with them
+LFS_POINTER = b"version https://git-lfs"  # what Git leaves of a large file
 _WRITING = ".writing"
 _DECIDED = ".decided"
 
@@ -63,17 +65,25 @@ def naming(path: Path) -> Iterator[None]:
     """Errors of the system that name no file get this one's name."""
     try:
         yield
-    except OSError as error:
-        if error.filename is not None:
+    except Exception as error:
+        found = system_error(error)
+        if found is None or found.filename is not None:
             raise
-        # A full disk does not say where it was met, and numpy says only what it could not write.
-        full = error.errno is None and any(
-            word in str(error) for word in ("written", "free space")
-        )
-        number = errno.ENOSPC if full else error.errno
-        if number is None:
-            raise
-        raise OSError(number, os.strerror(number), str(path)) from error
+        raise OSError(found.errno, found.strerror, str(path)) from error
+
+
+def damage(path: Path) -> str:
+    """What is wrong with a file that no reader understands, and what to do."""
+    with suppress(OSError):
+        with path.open("rb") as file:
+            start = file.read(200).lstrip().lower()
+        if start.startswith(LFS_POINTER):
+            return "is a pointer of Git LFS; run `git lfs pull` in its folder"
+        if start.startswith((b"<!doctype", b"<html")):
+            return "is a web page; download the file itself"
+        if not start:
+            return "is empty; download it again"
+    return "is damaged or incomplete; download it again"
 
 
 def _locked_file(path: Path) -> tuple[Path, int]:
@@ -200,7 +210,7 @@ def bytes_digest(*parts: npt.NDArray[Any], about: str = "") -> str:
     ]
     total = hashlib.blake2b(about.encode(), digest_size=16)
     with ThreadPoolExecutor(
-        os.cpu_count()
+        processors()
     ) as pool:  # starts no more threads than there are pieces
         for digest in (
             pool.map(_digest, pieces) if len(pieces) > 2 else map(_digest, pieces)

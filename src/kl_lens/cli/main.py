@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import io
 import itertools
 import logging
 import os
@@ -21,7 +22,13 @@ from kl_lens.base.environment import require_thread_counts, set_defaults
 
 set_defaults()
 
-from kl_lens.base.errors import KLLensError, one_line, printable, system_reason  # noqa: E402
+from kl_lens.base.errors import (  # noqa: E402
+    KLLensError,
+    one_line,
+    printable,
+    system_error,
+    system_reason,
+)
 from kl_lens.base.version import __version__  # noqa: E402
 from kl_lens.cli.flags import add_arguments, settings_from  # noqa: E402
 from kl_lens.cli.terminal import Terminal, console, print_json  # noqa: E402
@@ -243,7 +250,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = execute(parse(words))
         sys.stdout.flush()  # here, where a full disk can still be reported
         return code
-    except (SystemExit, GeneratorExit):  # argparse has said what is wrong
+    except (SystemExit, GeneratorExit) as end:  # argparse has said what is wrong
+        if isinstance(end.__context__, BrokenPipeError):  # met by rich
+            return 141
         raise
     except KeyboardInterrupt as stop:
         print(
@@ -270,7 +279,8 @@ def explained(error: BaseException, words: Sequence[str]) -> tuple[int, str]:
     """The exit code of `kl-lens WORDS`, and the one line about it."""
     if isinstance(error, KLLensError):
         return error.exit_code, " ".join(str(error).split("\n"))
-    if isinstance(error, OSError) and (line := system_reason(error)):
+    found = system_error(error)
+    if found is not None and (line := system_reason(found)):
         return KLLensError.exit_code, line
     if type(error).__name__ == "OutOfMemoryError":  # torch's, which may not be loaded
         return KLLensError.exit_code, (
@@ -313,6 +323,9 @@ def _open_streams() -> None:
         if getattr(sys, name) is None:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free number: this one
             setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # Windows' cp1252 has no Δ
+            stream.reconfigure(errors="replace")
     if closed:
         raise KLLensError(
             "standard output is closed; use >/dev/null to discard the result"

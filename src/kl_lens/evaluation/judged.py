@@ -25,6 +25,7 @@ from kl_lens.base.errors import (
     TargetError,
     UnlearntError,
 )
+from kl_lens.base.files import RECORD_FILE
 from kl_lens.evaluation.torch_session import TorchSession
 from kl_lens.model import ImageTask, LanguageTask, LoadedModel, Task
 from kl_lens.model.files import read_config
@@ -301,9 +302,13 @@ class Selection:
             self.failures["/".join(key) if key else str(path)] = str(error)
             return
         if run is not None and key is not None and not is_current(run, judged.subject):
-            self.notes.append(
-                f"{judged.label} was exported from an older version of its plan; export it again"
+            older = judged.artifact is not None
+            reason = (
+                "was exported from an older version of its plan"
+                if older
+                else f"has lost its record ({RECORD_FILE})"
             )
+            self.notes.append(f"{judged.label} {reason}; export it again")
         self.subjects.append(judged)
 
 
@@ -338,7 +343,7 @@ def run_subjects(
     selection = Selection()
     wanted = named_plans(plans)
     known = dict[str, Plan]()
-    components = run.table().components
+    components = run.components
     for path in sorted((run.folder / "plans").glob("*.json")):
         try:
             known[checked_plan_name(path.stem)] = planning.read_plan(path, components)

@@ -611,6 +611,10 @@ def _check_linked(
         entering = hidden_of(*call)
         if entering.shape == leaving.shape and torch.equal(entering, leaving):
             continue
+        if not given.isfinite().all():
+            raise CheckpointError(
+                f"{name}.{index}: its output is not finite; its weights are damaged, or too large for this --dtype"
+            )
         rescales = getattr(getattr(model, "config", None), "rescale_every", 0)
         hint = (
             "; it rescales them for half precision (rescale_every): open it in float32"

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 
 from kl_lens.base.errors import CheckpointError, one_line
-from kl_lens.base.files import tensor_digest
+from kl_lens.base.files import damage, tensor_digest
 
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 SINGLE = ("model.safetensors", "pytorch_model.bin")
@@ -41,7 +41,8 @@ _ALWAYS_FINE = 1000  # sizes below this are never refused
 
 @contextmanager
 def refusing(
-    message: str, kinds: tuple[type[Exception], ...] = (Exception,)
+    message: str | Callable[[], str],
+    kinds: tuple[type[Exception], ...] = (Exception,),
 ) -> Iterator[None]:
     """Within the block, errors of libraries (default: all) become a `CheckpointError` with this message."""
     try:
@@ -49,7 +50,8 @@ def refusing(
     except CheckpointError:
         raise
     except kinds as error:
-        raise CheckpointError(f"{message} ({one_line(error)})") from error
+        said = message if isinstance(message, str) else message()
+        raise CheckpointError(f"{said} ({one_line(error)})") from error
 
 
 @dataclass(frozen=True)
@@ -183,7 +185,7 @@ def stored_tensors(folder: Path) -> list[Stored]:
 def _contents(path: Path) -> Iterator[Stored]:
     if path.suffix == ".safetensors":
         with (
-            refusing(f"{path} is not a complete safetensors file"),
+            refusing(lambda: f"{path} {damage(path)}"),
             safe_open(path, framework="numpy"),  # checks it
             path.open("rb") as file,
         ):
@@ -206,8 +208,8 @@ def _contents(path: Path) -> Iterator[Stored]:
             yield Stored(path, name, kind, shape, tensor.nbytes, pickled=tensor)
     except Exception as error:  # the unpickler raises many kinds of errors
         raise CheckpointError(
-            f"{path} is damaged or holds more than tensors ({one_line(error, 80)}); download it again, or convert it "
-            "to safetensors with the tool that made it"
+            f"{path} {damage(path)}, or convert it to safetensors with the tool that made it: it may hold more than "
+            f"tensors ({one_line(error, 80)})"
         ) from error
 
 
@@ -286,7 +288,7 @@ def _read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse_nan)
     except (ValueError, RecursionError) as error:  # ValueError: not JSON or not UTF-8
         raise CheckpointError(
-            f"{path} is not valid JSON ({one_line(error)}); download it again"
+            f"{path} {damage(path)} (not valid JSON: {one_line(error)})"
         ) from error
 
 

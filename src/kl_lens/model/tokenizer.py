@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import transformers
 from tokenizers import decoders, models, pre_tokenizers
 
 from kl_lens.base.errors import CheckpointError
+from kl_lens.base.files import damage
 from kl_lens.model.files import refusing
 from kl_lens.model.hub import download
 
@@ -31,14 +33,14 @@ def load_tokenizer(
     is_file = os.path.isfile(path)
     if override is not None and not is_file and not os.path.isdir(path):
         path = download(str(override), weights=False)  # weights may be gigabytes
-    if not is_file and not any((path / name).exists() for name in _FILES):
+    if not is_file and not any((path / name).is_file() for name in _FILES):
         if override is None:
             return None
         raise CheckpointError(
             f"{override} has no tokenizer (tokenizer.json, tokenizer.model or vocab.json)"
         )
     # tokenizers raises bare Exception on a broken tokenizer.json
-    with refusing(f"the tokenizer in {path} could not be read"):
+    with refusing(lambda: _unreadable(path)):
         if is_file and path.suffix == ".txt":
             tokenizer: Any = _listed_tokenizer(path)
         elif is_file:
@@ -67,6 +69,19 @@ def _from_folder(folder: Path, trust_remote_code: bool) -> Any:
         if used != _patterns(file.read_text(encoding="utf-8")):
             return fast.from_pretrained(folder, local_files_only=True)
     return tokenizer
+
+
+def _unreadable(place: Path) -> str:
+    """What is wrong with a tokenizer."""
+    for path in [place, *sorted(place.glob("*token*.json"))]:
+        if path.suffix != ".json":
+            continue
+        with suppress(OSError, ValueError):
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if content and isinstance(content, dict):
+                continue
+        return f"{path} {damage(path)}"
+    return f"the tokenizer in {place} could not be read: copy its files again"
 
 
 def _patterns(specification: str) -> list[str]:

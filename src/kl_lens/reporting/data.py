@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from kl_lens import planning
-from kl_lens.base.errors import KLLensError, PlanError
+from kl_lens.base.errors import KLLensError, PlanError, RunError
 from kl_lens.evaluation.autopsy import Autopsy
 from kl_lens.paper.ranking import Ranking
 from kl_lens.planning.knapsack import hull_of
@@ -284,6 +284,10 @@ def runtime_of(subject: Subject) -> str:
 def collect(run: Run) -> RunView:
     """Reads a run. What is not there is None or empty; what cannot be read is an error that names it."""
     identity = run.identity
+    if not identity:
+        raise RunError(
+            f"{run.folder} has an empty journal; make a run with: kl-lens measure MODEL --run {run.folder}"
+        )
     table = run.table() if "components" in identity else None
     if table is not None and not table.measurements:
         table = None

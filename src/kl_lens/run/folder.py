@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import platform
 import re
+import stat
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -119,12 +120,16 @@ class Run:
     def open(cls, folder: Path) -> Self:
         """Opens a run that must exist."""
         try:
-            there = (Path(folder) / FILE).is_file()
+            mode = (Path(folder) / FILE).stat().st_mode
+        except FileNotFoundError:
+            mode = 0
+        except NotADirectoryError:
+            raise RunError(f"{folder} is a file; --run needs a folder") from None
         except OSError as error:  # the name is too long, or the folder is not readable
             raise RunError(
                 f"{folder} cannot be read ({error.strerror}); use another --run"
             ) from error
-        if not there:
+        if not stat.S_ISREG(mode):
             raise RunError(
                 f"{folder} has no run; make one with: kl-lens measure MODEL --run {folder}"
             )
@@ -375,6 +380,17 @@ class Run:
         """The target whose measurements are read by default; None for weights alone."""
         return self.measured_role().partition("@")[2] or None
 
+    @property
+    @checks_rows
+    def components(self) -> tuple[Component, ...]:
+        """What its measurements are about."""
+        known = self.identity.get("components")
+        if known is None:
+            raise RunError(
+                f"{self.folder} has no measurements; make some with: kl-lens measure MODEL --run {self.folder}"
+            )
+        return tuple(Component.from_json(each) for each in known)
+
     @checks_rows
     def table(
         self,
@@ -390,11 +406,8 @@ class Run:
             target: with its activations.
             predicted: also what was not measured and has a predicted KL.
         """
+        components = self.components
         identity = self.identity
-        if "components" not in identity:
-            raise RunError(
-                f"{self.folder} has no measurements; make some with: kl-lens measure MODEL --run {self.folder}"
-            )
         published = (
             role == CALIBRATION
             and target is None
@@ -417,7 +430,7 @@ class Run:
         return SensitivityTable(
             model=identity["model"],
             model_type=identity["model_type"],
-            components=tuple(Component.from_json(c) for c in identity["components"]),
+            components=components,
             head=identity["head"],
             embedding=identity["embedding"],
             measurements=tuple(measurements),

@@ -171,7 +171,7 @@ class Files:
         self, run: Run, model: LoadedModel, names: Sequence[str], out: Path | None = None
     ) -> ExportResult:
         """The files of a run's plans."""
-        components = run.table().components
+        components = run.components
         paths = [planning.plan_path(run.folder / "plans", name) for name in names]
         made = []
         for plan in [planning.read_plan(path, components) for path in paths]:

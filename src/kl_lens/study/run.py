@@ -573,7 +573,7 @@ class _Job:
         )
 
     def _plans(self) -> dict[str, Plan]:
-        components = self.journal.table().components
+        components = self.journal.components
         paths = sorted((self.folder / "plans").glob("*.json"))
         return {path.stem: planning.read_plan(path, components) for path in paths}
 

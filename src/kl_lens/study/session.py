@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kl_lens.base.errors import RunError
+from kl_lens.base.errors import RunError, TextError
 from kl_lens.study.events import Events
 from kl_lens.study.settings import DISK, MEMORY, Calibration, HeldOut, Opening, Settings
 
@@ -50,6 +50,7 @@ class Session:
         self._in_run: dict[tuple[int, Path, Path], LoadedModel] = {}
         self._drawn: dict[tuple[object, ...], Windows] = {}
         self._from_start: dict[tuple[object, ...], Windows] = {}  # evaluation texts
+        self.memory_budget: int | None = None  # of the command; None: the usual one
         self._notes = {""}  # about texts, said so far
         self._apart: set[tuple[str, str]] = (
             set()
@@ -62,6 +63,7 @@ class Session:
         """Checks the settings, runs the command that they are for, in the same module, and returns its result. Prints
         nothing."""
         settings.check()
+        self.memory_budget = getattr(settings, "memory_budget", None)
         return getattr(sys.modules[type(settings).__module__], settings.verb)(
             settings, self
         )
@@ -130,6 +132,10 @@ class Session:
         known = run.identity
         opening = opening or Opening()
         place = name or known.get("source") or known.get("model")
+        if place is None:
+            raise RunError(
+                f"{run.folder} holds no model; make a run with: kl-lens measure MODEL --run {run.folder}"
+            )
         opening = replace(
             opening,
             tokenizer=opening.tokenizer or known.get("tokenizer"),
@@ -224,7 +230,14 @@ class Session:
         from kl_lens.text.sources import label_of
 
         how = {name: identity[name] for name in ("windows", "length", "seed")}
-        return self.drawn(label_of(identity["source"], identity["split"]), task, **how)
+        try:
+            return self.drawn(
+                label_of(identity["source"], identity["split"]), task, **how
+            )
+        except TextError as error:
+            raise TextError(
+                f"{error}; it is the run's text: start in the folder where it was measured"
+            ) from error
 
     def held_out(self, wanted: HeldOut, run: Run, task: Task) -> Windows:
         """The windows of --held-out. Raises if they overlap the run's calibration text."""
@@ -263,12 +276,13 @@ class Session:
         self, model: LoadedModel, windows: Windows, target: str | None = None
     ) -> PlanMeter:
         """Measures whole plans on a text; `target`: with activations as its kernels quantize them."""
+        from kl_lens.measuring.engines import DEFAULT_MEMORY
         from kl_lens.measuring.joint import PlanMeter
         from kl_lens.targets import deployed
 
         key = (id(model), windows.fingerprint, target)
         meter = self._meters.pop(key, None) or PlanMeter(
-            model, windows, deployed=deployed(target)
+            model, windows, self.memory_budget or DEFAULT_MEMORY, deployed(target)
         )
         self._meters[key] = meter
         while len(self._meters) > KEPT_METERS:

@@ -160,9 +160,12 @@ class Option:
 
     def read(self, text: str) -> Any:
         """Parses one word; raises KLLensError if it is not valid."""
-        if not text.strip() and text != self.bare and self.kind.parse in (str, Path):
+        words = (str, Path, units.parse_names)
+        if not text.strip() and text != self.bare and self.kind.parse in words:
             raise KLLensError(f"{self.label} is empty; give it a value, or leave it out")
         try:
+            if "_" in text and self.kind.type in (int, float):
+                raise ValueError("Python would ignore it")
             value = self.kind.parse(text)
         except KLLensError as error:
             raise KLLensError(f"{self.label} {error}") from None

@@ -223,7 +223,7 @@ class Study:
 
         path = planning.plan_path(self.folder / "plans", plan.name)
         with Run.open(self.folder) as run:
-            components = run.table().components
+            components = run.components
         if not path.exists() or planning.read_plan(path, components) != plan:
             planning.write_plan(plan, path, components)
         return plan.name

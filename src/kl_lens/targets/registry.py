@@ -13,6 +13,7 @@ from kl_lens.run.records import Artifact, Plan
 from kl_lens.targets.base import Target
 from kl_lens.targets.exporting import earlier_artifact, read_artifact, require_exported
 from kl_lens.targets.session import Session, SessionSettings
+from kl_lens.targets.tokenizer import read_json
 from kl_lens.weights.recipes import FP16, Recipe
 
 if TYPE_CHECKING:  # opening a session must not load what exporting needs
@@ -77,6 +78,7 @@ def locate(path: Path | str) -> tuple[Path, Artifact | None]:
     """
     path = Path(path)
     if path.is_file():
+        _refuse_unnamed(path)
         folder = path.parent
         artifact = earlier_artifact(path.parent)
         if artifact is None or path.name not in artifact.files:
@@ -99,13 +101,25 @@ def dissected(path: Path) -> tuple[Target, Dissection]:
     for name in TARGETS:
         if (target := describe_target(name)).dissects(path):
             target.require()
+            for file in sorted(path.glob("*.json")) if path.is_dir() else ():
+                read_json(file)
             return target, target.dissect(path)
     if not path.exists():
         raise TargetError(f"{path}: no such file")
+    if path.is_file():
+        _refuse_unnamed(path)
     known = ", ".join(describe_target(name).title for name in TARGETS)
     raise TargetError(
         f"{path} holds no model that KL Lens can take apart; it takes files for {known}"
     )
+
+
+def _refuse_unnamed(path: Path) -> None:
+    """Raises for a file that lost its suffix, by which files are told apart."""
+    with path.open("rb") as file:
+        unnamed = file.read(4) == b"GGUF" and path.suffix != ".gguf"
+    if unnamed:
+        raise TargetError(f"{path} is a GGUF file: rename it to {path.name}.gguf")
 
 
 def _owner(path: Path) -> str | None:

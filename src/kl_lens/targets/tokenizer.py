@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kl_lens.base.errors import TargetError, one_line
+from kl_lens.base.files import damage
 from kl_lens.targets.exporting import GENERATION_FILE
 from kl_lens.targets.session import (
     ArtifactTokenizer,
@@ -261,7 +262,7 @@ def read_json(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise TargetError(
-            f"{path} cannot be read: {error}; copy the tokenizer's files again"
+            f"{path} {damage(path)} (not valid JSON: {one_line(error)})"
         ) from error
     return data if isinstance(data, dict) else {}
 

@@ -27,7 +27,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from kl_lens.base.errors import TextError, one_line
-from kl_lens.base.files import reference_path
+from kl_lens.base.files import LFS_POINTER, damage, reference_path
 
 PARAGRAPH_BREAK = "\n\n"
 # Of a longer text only the beginning is read, on every machine the same: windows are drawn from the tokens of the whole
@@ -161,14 +161,21 @@ def read_path(path: Path) -> Iterator[Document]:
             raise TextError(f"{path}: no text files in this folder: expected {SUFFIXES}")
         yield from itertools.chain.from_iterable(map(read_path, paths))
         return
-    if not path.exists():
+    if not os.path.exists(path):  # Path.exists raises for a link to itself
         raise TextError(f"{path}: no such file or folder: check the path")
     reader = _reader(path)
     if reader is None:
         raise TextError(f"{path}: not a text file that can be read: use {SUFFIXES}")
     blank = True
     try:
+        if not path.is_file():
+            raise TextError(
+                f"{path}: neither a file nor a folder: copy its text to a file"
+            )
         empty = path.stat().st_size == 0
+        with path.open("rb") as file:
+            if file.read(len(LFS_POINTER)) == LFS_POINTER:
+                raise TextError(f"{path} {damage(path)}")
         for document in () if empty else documents_of(reader(path)):
             blank = False
             yield document
@@ -211,7 +218,7 @@ def _read_jsonl(path: Path) -> Texts:
                 continue
             try:
                 row = json.loads(line)
-            except (json.JSONDecodeError, RecursionError) as error:
+            except (ValueError, RecursionError) as error:
                 expected = f'one object per line, {{"{TEXT_FIELD}": …}}'
                 raise TextError(
                     f"{where}: not valid JSON ({error}): expected {expected}"
@@ -251,7 +258,7 @@ def _read_parquet(path: Path) -> Texts:
         ) from None
     except (pa.ArrowException, OSError) as error:
         raise TextError(
-            f"{path}: not a readable Parquet file ({one_line(error)}): is it complete?"
+            f"{path} {damage(path)} (not a readable Parquet file: {one_line(error)})"
         ) from None
 
 

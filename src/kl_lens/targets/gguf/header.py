@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kl_lens.base.errors import TargetError, one_line, printable
+from kl_lens.base.files import damage
 from kl_lens.targets.base import Contents
 from kl_lens.weights.formats.gguf_blocks import gguf_module
 
@@ -127,7 +128,7 @@ def _read_part(path: Path, whole: bool) -> FileInfo:
         )
     if path.stat().st_size < 24:
         raise TargetError(
-            f"{path} is not a GGUF file: it is only {path.stat().st_size} bytes long"
+            f"{path} {damage(path)} (not a GGUF file: only {path.stat().st_size} bytes long)"
         )
     with (
         path.open("rb") as file,
@@ -135,7 +136,7 @@ def _read_part(path: Path, whole: bool) -> FileInfo:
     ):
         if data[:4] != b"GGUF":
             raise TargetError(
-                f"{path} is not a GGUF file: it begins with {bytes(data[:4])!r}, not b'GGUF'"
+                f"{path} {damage(path)} (not a GGUF file: it begins with {bytes(data[:4])!r})"
             )
         try:
             return _Reader(data, whole).read(path)

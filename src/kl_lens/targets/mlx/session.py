@@ -20,6 +20,7 @@ from safetensors.numpy import load_file
 
 from kl_lens.base.errors import TargetError, one_line
 from kl_lens.model import LoadedModel
+from kl_lens.model.files import check_sizes
 from kl_lens.targets import dissection
 from kl_lens.targets.base import Contents
 from kl_lens.targets.dissection import Disagreement, Dissection, Part, StoredTensor
@@ -48,6 +49,7 @@ class MLXSession(FedSession):
         self._device = mx.gpu if device == GPU else mx.cpu
         self.float32 = exact or device == CPU
         self._model: Any = None
+        check_sizes(folder, read_json(folder / CONFIG_FILE))
         try:
             with self._here():
                 self._model, self._config = load_model(folder, lazy=True)
@@ -168,6 +170,7 @@ class MLXDissection(Dissection):
         self._layout = layout
         self.files = tuple(sorted(folder.glob("model*.safetensors")))
         self._config = read_json(folder / CONFIG_FILE)
+        check_sizes(folder, self._config)
         arrays = dict[str, Any]()
         try:
             for file in self.files:
