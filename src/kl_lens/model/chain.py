@@ -611,9 +611,9 @@ def _check_linked(
         entering = hidden_of(*call)
         if entering.shape == leaving.shape and torch.equal(entering, leaving):
             continue
-        if not given.isfinite().all():
+        if not leaving.isfinite().all():
             raise CheckpointError(
-                f"{name}.{index}: its output is not finite; its weights are damaged, or too large for this --dtype"
+                f"{name}.{index}: its output is not finite: its weights are damaged or too large"
             )
         rescales = getattr(getattr(model, "config", None), "rescale_every", 0)
         hint = (
