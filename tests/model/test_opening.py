@@ -230,7 +230,7 @@ def test_a_pickle_that_holds_code_is_not_run(tmp_path: Path) -> None:
 
     (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Attack()))
     with pytest.raises(
-        CheckpointError, match="is damaged or incomplete; .* more than tensors"
+        CheckpointError, match=r"is damaged or incomplete; .* more than tensors"
     ):
         load(tmp_path)
     assert not marker.exists()
