@@ -19,6 +19,7 @@ from kl_lens.measuring.metrics import (
     mended,
     window_metrics,
 )
+from kl_lens.model.tasks import UNCOUNTED
 from kl_lens.run.samples import WindowMetrics, summarise
 
 
@@ -134,10 +135,25 @@ def _window(index: int, kl: float, tokens: int = 4) -> WindowMetrics:
     rows = np.zeros((tokens, 5))
     rows[:, KL_TEACHER_STUDENT] = kl
     rows[:, SQUARED_ERROR] = 8.0
+    targets = torch.tensor([[*range(tokens - 1), -1]])
     (window,) = window_metrics(
-        [index], rows, np.full(tokens, 800.0), [tokens - 1], vocabulary=8
+        [index], rows, np.full(tokens, 800.0), targets, vocabulary=8
     )
     return window
+
+
+def test_a_row_behind_bos_counts_nowhere() -> None:
+    rows = np.arange(20.0).reshape(4, 5)
+    powers = np.array([1.0, 2, 3, 4])
+    whole, rest = (
+        window_metrics([0], rows[first:], powers[first:], targets, vocabulary=8)
+        for first, targets in (
+            (0, torch.tensor([[UNCOUNTED, 5, 6, -1]])),
+            (1, torch.tensor([[5, 6, -1]])),
+        )
+    )
+    assert whole == rest
+    assert (whole[0].tokens, whole[0].targets) == (3, 2)
 
 
 def test_means_are_per_token_with_errors_over_windows() -> None:

@@ -3,17 +3,20 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from kl_lens.base.errors import TextError
 from kl_lens.text import windows as windows_module
 from kl_lens.text.sources import Document, TextSource
 from kl_lens.text.windows import (
+    beginning_of,
     draw_windows,
     evaluation_windows,
     random_starts,
@@ -140,11 +143,9 @@ def test_text_shorter_than_a_window_is_refused(
             cut(str(tmp_path / "a.txt"), tokenizer, length=512)
 
 
-def test_truncation_padding_and_special_tokens_of_a_tokenizer_are_left_out(
-    source, tokenizer: Tokenizer
-) -> None:
-    from tokenizers.processors import TemplateProcessing
-
+@pytest.fixture
+def fussy(tokenizer: Tokenizer) -> Tokenizer:
+    """Puts <s> before a text; and cuts and fills texts, as after some training."""
     fussy = Tokenizer.from_str(tokenizer.to_str())
     fussy.add_special_tokens(["<s>"])
     fussy.post_processor = TemplateProcessing(
@@ -152,7 +153,32 @@ def test_truncation_padding_and_special_tokens_of_a_tokenizer_are_left_out(
     )
     fussy.enable_truncation(16)
     fussy.enable_padding(length=4096)
-    assert np.array_equal(
-        token_stream(source, fussy).ids, token_stream(source, tokenizer).ids
-    )
+    return fussy
+
+
+def test_truncation_padding_and_special_tokens_are_not_in_the_stream(
+    source: TextSource, tokenizer: Tokenizer, fussy: Tokenizer
+) -> None:
+    plain = token_stream(source, tokenizer).ids
+    assert np.array_equal(token_stream(source, fussy).ids, plain)
     assert fussy.truncation["max_length"] == 16  # the caller's tokenizer is as it was
+
+
+@pytest.mark.parametrize("cut", [draw_windows, evaluation_windows])
+def test_windows_begin_with_bos_where_the_tokenizer_does(
+    source: TextSource, tokenizer: Tokenizer, fussy: Tokenizer, cut: Any
+) -> None:
+    """In place of the first token, as llama.cpp does it; nothing is scored from it alone."""
+    bos = fussy.token_to_id("<s>")
+    plain = cut(source, tokenizer, length=64).first(4)
+    begun = cut(source, fussy, length=64).first(4)
+    assert (beginning_of(tokenizer), beginning_of(fussy)) == (None, bos)
+    assert (plain.bos, begun.bos) == (None, bos)
+    assert begun.ids[:, 0].tolist() == [bos] * 4
+    assert torch.equal(begun.ids[:, 1:], plain.ids[:, 1:])
+    assert (plain.first_target(0), begun.first_target(0)) == (1, 2)
+    assert begun.provenance()["bos"] == bos
+    assert "bos" not in plain.provenance()
+    assert begun.fingerprint != replace(begun, bos=None).fingerprint
+    with pytest.raises(TextError, match="length 2 is too small: expected at least 3"):
+        cut(source, fussy, length=2)

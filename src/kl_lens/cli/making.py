@@ -67,6 +67,8 @@ def show_inspect(model: LoadedModel | FitResult) -> Shown:
         f"[bold]{model.name}[/]  {anatomy.model_type}, {anatomy.blocks} blocks, {anatomy.parameters:,} parameters, "
         f"{len(anatomy.candidates)} quantizable components, {tied}"
     )
+    if not model.classifier:
+        yield f"BOS: {model.beginning.words}."
     yield table("Quantizable components", [*_blocks(anatomy)])
     groups: dict[tuple[str, str], list[Component]] = defaultdict(list)
     for component in anatomy.components:
@@ -149,6 +151,7 @@ def json_inspect(model: LoadedModel | FitResult) -> dict[str, Any]:
         "parameters": anatomy.parameters,
         "bytes": bytes_of(*anatomy.components),
         "notes": model.notes,
+        "bos": model.beginning.choice,
         "components": [c.to_json() | {"bytes": bytes_of(c)} for c in anatomy.components],
     }
 

@@ -43,6 +43,7 @@ from kl_lens.targets import Session, SessionSettings, Target, exported_places
 from kl_lens.targets.registry import get_target, locate, target_of
 from kl_lens.targets.session import CACHES
 from kl_lens.targets.tokenizer import artifact_tokenizer
+from kl_lens.text.windows import beginning_of
 from kl_lens.weights.recipes import FP16, Recipe, parsed
 
 TORCH = "torch"
@@ -413,12 +414,13 @@ def store_continuations(
 ) -> None:
     """Stores continuations of each prompt by the original and by each artifact."""
     tokenizer = model.require_tokenizer()
+    begins = {beginning_of(tokenizer)} - {None}
     # Shown side by side, so all must have the same prompts.
     run.forget_results("generation")
     for judged in (JudgedModel(model), *artifacts):
         with closing(judged.open()) as session:
             for prompt in prompts:
-                ids = tokenizer.encode(prompt, add_special_tokens=False)
+                ids = [*begins, *tokenizer.encode(prompt, add_special_tokens=False)]
                 new = list(likeliest(session, ids, tokenizer.eos_token_id, SAMPLE_TOKENS))
                 value = {
                     "prompt": prompt,

@@ -240,9 +240,9 @@ class PlainEngine(Engine):
             teacher = self._teacher(windows)
             with self.perturbed(perturbation, weights):
                 rows = compare(teacher, self._logits(windows), kernel=False)
-            counts = (self.targets[windows.start : windows.stop] >= 0).sum(1).tolist()
+            targets = self.targets[windows.start : windows.stop]
             metrics += window_metrics(
-                windows, rows, teacher.signal, counts, self.vocabulary
+                windows, rows, teacher.signal, targets, self.vocabulary
             )
         return metrics
 
@@ -496,7 +496,7 @@ class FastEngine(Engine):
 
     def _windows(self, batch: Batch, rows: Floats) -> list[WindowMetrics]:
         return window_metrics(
-            batch.windows, rows, batch.signal, batch.counts, self.vocabulary
+            batch.windows, rows, batch.signal, batch.answers, self.vocabulary
         )
 
 

@@ -39,6 +39,7 @@ from kl_lens.model.kernels.vector_math import (
     from_bits,
     largest,
 )
+from kl_lens.model.tasks import UNCOUNTED
 from kl_lens.run.samples import KL, WindowMetrics
 
 Floats = npt.NDArray[np.float64]  # (rows, columns), or one value per row or window
@@ -247,16 +248,21 @@ def window_metrics(
     windows: Sequence[int],
     rows: Floats,
     signal: Floats,
-    targets: Sequence[int],
+    targets: torch.Tensor,
     vocabulary: int,
 ) -> list[WindowMetrics]:
-    """The sums of each window, from the rows of compare() and the teacher's Σ squared logits of each row."""
+    """The sums of each window, from the rows of compare() and the teacher's Σ squared logits of each row; `targets`:
+    those of each window, `UNCOUNTED` where a row does not count."""
     by_window = rows.reshape(len(windows), -1, rows.shape[1])
     signals = signal.reshape(len(windows), -1)
     metrics = []
-    for window, values, power, count in zip(
-        windows, by_window, signals, targets, strict=True
+    for window, every, powers, known in zip(
+        windows, by_window, signals, targets.cpu().numpy(), strict=True
     ):
+        counted = known != UNCOUNTED
+        values = every[counted]
+        power = powers[counted]
+        count = int((known >= 0).sum())
         sums = dict(zip((*BUILT_IN, *OBJECTIVES), values.sum(0).tolist(), strict=True))
         sums["squared_error"] /= vocabulary
         sums["signal"] = float(power.sum()) / vocabulary

@@ -264,7 +264,7 @@ def noise_floor(engine: Engine, ids: torch.Tensor, windows: int = 2) -> dict[str
         rows = compare(TeacherRows.of(together[index], targets), alone)
         # The signal is for the SQNR, which is not asked for.
         metrics += window_metrics(
-            [index], rows, np.ones(len(rows)), [1], engine.vocabulary
+            [index], rows, np.ones(len(rows)), targets[None], engine.vocabulary
         )
     summary = summarise(metrics)
     names = ("kl_teacher_to_student", "kl_student_to_teacher", "mse", "kl_max")

@@ -233,6 +233,8 @@ class Sweep:
             name: known[name]
             for name in ("source", "split", "order", "length", "seed", "stride")
         }
+        if windows.bos is not None:
+            identity["bos"] = windows.bos
         rows = (row.astype(np.int64).tobytes() for row in windows.ids.cpu().numpy())
         texts = [hashlib.blake2b(row, digest_size=8).hexdigest() for row in rows]
         self.run.identify_text(role, identity, texts)

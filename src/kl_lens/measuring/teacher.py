@@ -51,13 +51,13 @@ class Batch:
 
     windows: range  # indices into the ids that were given
     calls: BlockCalls
-    targets: torch.Tensor  # (windows, time): the true classes, -1 where there is none
+    targets: torch.Tensor  # (windows, time): as `Task.targets` gives them
+    answers: torch.Tensor  # the same, on the host
     inputs: list[States] = field(default_factory=list)  # of each block
     states: torch.Tensor = field(init=False)  # (windows, time, width): the head's inputs
     kept: TeacherRows | None = None  # logits of all rows, when memory suffices
     cross_entropy: Floats = field(init=False)  # of each window, summed
     signal: Floats = field(init=False)  # Σ squared logits of each row
-    counts: list[int] = field(init=False)  # rows of each window that have a true class
 
     @property
     def rows(self) -> int:
@@ -87,10 +87,10 @@ class Teacher:
         self.batches = []
         for first in range(0, len(ids), per_batch):
             part = ids[first : first + per_batch]
-            targets = chain.task.targets(part).to(chain.device)
-            self.batches.append(
-                Batch(range(first, first + len(part)), chain.calls(part), targets)
-            )
+            answers = chain.task.targets(part).cpu()
+            targets = answers.to(chain.device)
+            windows = range(first, first + len(part))
+            self.batches.append(Batch(windows, chain.calls(part), targets, answers))
         states = [States(batch.calls.hidden) for batch in self.batches]
         self.row_bytes = 0  # most bytes per row between two blocks
         with self.running():
@@ -117,7 +117,6 @@ class Teacher:
                 ]
                 entropies, signals = map(np.concatenate, zip(*seen, strict=True))
                 batch.cross_entropy = entropies.reshape(batch.targets.shape).sum(1)
-                batch.counts = (batch.targets >= 0).sum(1).tolist()
                 batch.signal = signals
 
     @contextmanager

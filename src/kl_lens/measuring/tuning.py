@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional
 
 from kl_lens.model import LoadedModel
+from kl_lens.model.tasks import UNCOUNTED
 from kl_lens.weights.formats import Quantized
 from kl_lens.weights.formats.scales import (
     scales_of,
@@ -201,7 +202,8 @@ class _Student(torch.nn.Module):
             with chain.kernels(gradients=True):
                 logits = torch.func.functional_call(self, placed, (part,)).float()
             # The KL but for the original's entropy, which has no gradient.
-            loss = functional.cross_entropy(logits.flatten(0, -2), target.flatten(0, -2))
+            counted = self._opened.task.targets(part) != UNCOUNTED
+            loss = functional.cross_entropy(logits[counted], target[counted])
             (loss * (len(part) / len(ids))).backward()
         moved = [name for name, leaf in leaves.items() if leaf.grad is not None]
         torch.autograd.backward(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from kl_lens.base.errors import CheckpointError, FormatError, one_line
 from kl_lens.base.files import reference_path
 from kl_lens.model import architectures, files, mamba_ssm
 from kl_lens.model.anatomy import Anatomy, anatomy_of, groups_of, normalise_per_group
+from kl_lens.model.beginning import Beginning
 from kl_lens.model.chain import Chain, warn
 from kl_lens.model.hub import Watch, download, pinned_name
 from kl_lens.model.residency import (
@@ -42,6 +43,7 @@ from kl_lens.model.tasks import (
 )
 from kl_lens.model.tokenizer import load_tokenizer
 from kl_lens.run.records import Component
+from kl_lens.run.samples import context_of
 from kl_lens.weights.store import DISK_BUDGET, WeightStore, state_of
 
 REFERENCES = ("mamba", "mamba2", "hybrid", "hymba", "vision")
@@ -70,15 +72,23 @@ class LoadedModel:
     not_on_disk: str = ""  # why they could not stay there, if they should
     left_out: tuple[files.Stored, ...] = ()  # tensors that are not in the model
     warn: Callable[[str], None] = warn  # hears of a kernel that is wrong
+    beginning: Beginning = Beginning(None)  # of texts
 
     def __post_init__(self) -> None:
         normalise_per_group(self.model)
+        if self.classifier is None and self.beginning.tokenizer is not self.tokenizer:
+            self.beginning = Beginning(self.tokenizer)
 
     @property
     def task(self) -> Task:
         """What its batches are, and what is right."""
         return self.classifier or LanguageTask(
-            self.tokenizer, self.name, vocabulary_size(self.model)
+            self.tokenizer,
+            self.name,
+            vocabulary_size(self.model),
+            context_of(self.config),
+            partial(self.beginning.settle, self),
+            self.beginning.settled,
         )
 
     @cached_property
@@ -204,6 +214,7 @@ def load(
     images: str | None = None,
     weights: str = MEMORY,
     memory_budget: int | None = None,
+    bos: str = AUTO,
 ) -> LoadedModel:
     """Opens a causal language model, or an image classifier.
 
@@ -217,6 +228,7 @@ def load(
         weights: `memory`; `disk`: read one block at a time; `auto`: `disk` for a language model that does not fit.
             `disk` works for measuring, statistics and quantizing only.
         memory_budget: bytes for such a model (default: free memory).
+        bos: `yes`, `no`: whether texts begin with BOS; `auto`: as the tokenizer says, or as two windows show.
 
     Raises:
         CheckpointError: says in one line what is wrong and what to do.
@@ -241,9 +253,12 @@ def load(
         device=_device(device, folder, compute_dtype, weights),
         trusted=trust_remote_code,
     )
+    opened = checkpoint.opened(weights, memory_budget)
+    reader = load_tokenizer(folder, tokenizer, trust_remote_code)
     return replace(
-        checkpoint.opened(weights, memory_budget),
-        tokenizer=load_tokenizer(folder, tokenizer, trust_remote_code),
+        opened,
+        tokenizer=reader,
+        beginning=Beginning(None if checkpoint.task == IMAGE else reader, bos),
         source=str(folder.resolve()) if is_folder else identity,
         tokenizer_source=None if tokenizer is None else str(tokenizer),
         classifier=ImageTask.of(folder, config, images)

@@ -7,7 +7,8 @@ of likelihood of the true class.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+import math
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -29,7 +30,12 @@ from kl_lens.text.images import (
     pixels_of,
 )
 from kl_lens.text.sources import WIKITEXT, TextSource
-from kl_lens.text.windows import Windows, draw_windows, evaluation_windows
+from kl_lens.text.windows import (
+    Windows,
+    beginning_of,
+    draw_windows,
+    evaluation_windows,
+)
 
 TEXT = "text"
 IMAGE = "image"
@@ -37,6 +43,9 @@ MEASURED = (
     "KL Lens measures causal language models, and image classifiers with --images FOLDER"
 )
 Source = TextSource | str
+WINDOW = 512  # tokens, where the model reads so many
+JUDGED = 2048  # the same for evaluation
+UNCOUNTED = -2  # in `targets`: a row that no mean counts
 
 
 @dataclass(frozen=True)
@@ -46,17 +55,32 @@ class LanguageTask:
     tokenizer: Any = None
     model_name: str = "the model"
     rows: int | None = None  # of the embedding; None: not known
+    context: int | None = None  # most tokens of a window; None: no limit
+    settle: Callable[[Source], object] = lambda source: None  # see `Beginning`
+    bos: str | None = None  # yes or no, once it is settled
 
     name: ClassVar = TEXT
     unit: ClassVar = "tokens"  # a window's rows
     head_kind: ClassVar = "lm_head"
-    window_length: ClassVar = 512  # usual rows of a window
-    judged_length: ClassVar = 2048  # usual for evaluation
     lists: ClassVar[tuple[type[nn.Module], ...]] = (nn.ModuleList,)  # of blocks
     generates: ClassVar = True
-    identity: ClassVar[dict[str, Any]] = {}  # what a run stores, besides the model
     # Per forward: enough for fast products, few enough for the caches.
     rows_at_once: ClassVar = 4096
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a run stores about it, besides the model."""
+        return {} if self.bos is None else {"bos": self.bos}
+
+    @property
+    def window_length(self) -> int:
+        """Usual rows of a window."""
+        return min(WINDOW, self.context or WINDOW)
+
+    @property
+    def judged_length(self) -> int:
+        """Usual for evaluation."""
+        return min(JUDGED, self.context or JUDGED)
 
     @property
     def key(self) -> Hashable:
@@ -73,9 +97,8 @@ class LanguageTask:
     def drawn(
         self, source: Source, *, windows: int, length: int, seed: int = 42
     ) -> Windows:
-        return self._fitting(
-            draw_windows(source, self.require_tokenizer(), windows, length, seed)
-        )
+        tokenizer = self._ready(source, length)
+        return self._fitting(draw_windows(source, tokenizer, windows, length, seed))
 
     def from_start(
         self,
@@ -85,8 +108,28 @@ class LanguageTask:
         stride: int | None = None,
         limit: int | None = None,
     ) -> Windows:
-        return self._fitting(
-            evaluation_windows(source, self.require_tokenizer(), length, stride, limit)
+        tokenizer = self._ready(source, length)
+        return self._fitting(evaluation_windows(source, tokenizer, length, stride, limit))
+
+    def _ready(self, source: Source, length: int) -> Any:
+        """The tokenizer, which from here on begins texts as the model expects."""
+        if self.context is not None and length > self.context:
+            raise TextError(
+                f"windows of {length} tokens: {self.model_name} reads at most {self.context} "
+                f"(max_position_embeddings): ask for at most {self.context}"
+            )
+        tokenizer = self.require_tokenizer()
+        self.settle(source)
+        return tokenizer
+
+    def lost(self, windows: Windows, perplexity: float) -> str | None:
+        """A sentence where the original itself can do nothing with a text."""
+        if perplexity <= max(windows.guessing, math.sqrt(self.rows or 0)):
+            return None
+        return (
+            f"{self.model_name} itself is lost on {windows.label}: its perplexity of {perplexity:,.0f} is worse than "
+            "guessing by how often each token occurs, so what is measured there says little; use text the model was "
+            "trained on: --text FILE"
         )
 
     def _fitting(self, windows: Windows) -> Windows:
@@ -125,7 +168,12 @@ class LanguageTask:
         return output.logits if hasattr(output, "logits") else output[0]
 
     def targets(self, ids: torch.Tensor) -> torch.Tensor:
-        return torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -1)], 1)
+        """The next tokens; -1 behind the last, UNCOUNTED behind BOS."""
+        targets = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -1)], 1)
+        bos = None if self.tokenizer is None else beginning_of(self.tokenizer)
+        if bos is not None:
+            targets[:, 0][ids[:, 0] == bos] = UNCOUNTED
+        return targets
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,6 +259,9 @@ class ImageTask:
                 f"{opened.label}: windows of images do not overlap; --stride works only for text"
             )
         return self._windows(opened, windows=limit, length=length)
+
+    def lost(self, windows: Windows, perplexity: float) -> str | None:
+        return None
 
     def sample(self, model: nn.Module, windows: int, rows: int) -> torch.Tensor:
         generator = np.random.default_rng(0)

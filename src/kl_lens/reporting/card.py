@@ -175,9 +175,9 @@ def _texts(view: RunView, plan: Plan, score: Score) -> list[tuple[str, ...]]:
                 if not split or source.endswith(f":{split}")
                 else f"{source}:{split}"
             )
-            rows.append(
-                (role.partition("@")[0], name, f"{text['windows'] * text['length']:,}")
-            )
+            tokens = f"{text['windows'] * text['length']:,}"
+            begins = "" if text.get("bos") is None else ", windows begin with BOS"
+            rows.append((role.partition("@")[0], name, tokens + begins))
     if plan.measured:
         rows.append(("choosing the plan", plan.measured.place, ""))
     rows.append(("the numbers above", shown_place(score.what), f"{score.tokens:,}"))

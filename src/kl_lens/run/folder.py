@@ -65,6 +65,7 @@ _MEANINGS = {
     "metrics_version": "definition of the metrics",
     "precision": "precision of matrix products",
     "statistics": "set of statistics",
+    "bos": "beginning of texts (--bos)",
 }
 
 
@@ -212,7 +213,9 @@ class Run:
     @checks_rows
     def identity(self) -> dict[str, Any]:
         rows = self.journal.rows("SELECT key, value FROM identity")
-        return {key: json.loads(value) for key, value in rows}
+        known = {key: json.loads(value) for key, value in rows}
+        # Version 0.1.0 never began windows with BOS, and did not say so.
+        return ({"bos": "no"} if self.roles() else {}) | known
 
     @checks_rows
     def text_identity(self, role: str) -> dict[str, Any] | None:

@@ -194,8 +194,13 @@ def shown_bins(count: int) -> list[int]:
 
 def longest_window(config: Any) -> int:
     """8,192 tokens, or as many as the model's attention allows."""
+    return min(LONGEST, context_of(config) or LONGEST)
+
+
+def context_of(config: Any) -> int | None:
+    """Most tokens that the model's attention reads at once; None: no limit."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return min(LONGEST, int(getattr(text, "max_position_embeddings", None) or LONGEST))
+    return getattr(text, "max_position_embeddings", None) or None
 
 
 def by_position(windows: Sequence[npt.NDArray[np.floating[Any]]]) -> PositionCurve:

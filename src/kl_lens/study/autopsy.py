@@ -22,6 +22,7 @@ from kl_lens.study.settings import VERB_MODEL, Limits, Opening, Settings, group,
 from kl_lens.targets import computed_as, deployed, dissected
 
 KIND = "autopsy"  # of the run's results
+WINDOW = 256  # tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,9 @@ class AutopsySettings(Settings):
     )
     text: of.Text = option(DEFAULT_TEXT, "text that everything is measured on")
     windows: of.Count = option(8, "number of windows")
-    window_length: of.Tokens = option(256, "tokens per window")
+    window_length: of.Tokens | None = option(
+        None, f"tokens per window (default: {WINDOW})"
+    )
     threads: of.Threads | None = option(None, "of the runtime (default: its own choice)")
 
 
@@ -77,7 +80,7 @@ def autopsy(settings: AutopsySettings, session: Session) -> AutopsyResult:
                 raise TargetError(
                     f"{model.name}: autopsy needs a language model; this one classifies images"
                 )
-            window = settings.window_length
+            window = settings.window_length or min(WINDOW, model.task.window_length)
             limit = settings.windows
             text = evaluation.prepare(
                 settings.text, model.task, window=window, limit=limit

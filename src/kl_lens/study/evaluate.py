@@ -23,6 +23,7 @@ from kl_lens.model import LanguageTask, LoadedModel, Task
 from kl_lens.paper.layouts import write_published
 from kl_lens.reporting.charts import sized_chart
 from kl_lens.run.folder import Run
+from kl_lens.run.records import ORIGINAL
 from kl_lens.run.samples import LONGEST, longest_window
 from kl_lens.study import settings as of
 from kl_lens.study.events import going_on
@@ -314,6 +315,11 @@ class Judge:
         self._subjects = found.judged
         self._others = []
         self.result.add(found)
+        for score in found.scores:
+            if score.subject.what == ORIGINAL and "token_perplexity" in score.values:
+                perplexity = score.values["token_perplexity"].value
+                if words := self._task.lost(text.windows, perplexity):
+                    self._session.events.warn(words)
         if DIVERGENCE in kinds:
             self.result.duel[:] = entrants(self._journal, self._subjects, text)
         if (

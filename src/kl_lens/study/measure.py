@@ -7,6 +7,7 @@ every plan consists of measured candidates.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shlex
@@ -304,6 +305,7 @@ def measure_states(
         with hire(operations=left) as workers:
             sweep = replace(sweep, workers=workers, progress=shown)
             result = sweep.measure(candidates, windows, STATES)
+    _say_if_lost(sweep, windows, STATES, session.events)
     _say_unfit(unfit, session.events)
     without = [
         str(block)
@@ -398,6 +400,7 @@ def measure_recipes(
                     losses = screen.predicted(
                         errors, screen.first_from(errors, measured), measured
                     )
+    _say_if_lost(sweep, windows, CALIBRATION, events)
     _say_unfit(unfit, events)
     role = role_as(CALIBRATION, computed)
     if len(candidates) < len(every):
@@ -423,6 +426,16 @@ def measure_recipes(
     return MeasureResult(
         run.folder, run.measurements(role), noise, result, model.task.unit, share
     )
+
+
+def _say_if_lost(sweep: Sweep, windows: Windows, role: str, events: Events) -> None:
+    """Warns of a text that says little about this model; the report does, too."""
+    if sweep.share or not sweep.model.task.generates:
+        return
+    nats, _ = sweep.run.teacher_cross_entropy(role)
+    if words := sweep.model.task.lost(windows, math.exp(min(nats, 700.0))):
+        events.warn(words)
+        sweep.run.store("text", role, windows.provenance() | {"lost": words})
 
 
 def _say_unfit(unfit: Sequence[tuple[Component, Recipe, str]], events: Events) -> None:
@@ -473,7 +486,7 @@ def workers_for(
     images = _absolute(opening.images or own_images(place) or "") or None
     # Each worker checks whether the weights fit into its memory.
     room = None if memory_budget == DEFAULT_MEMORY else memory_budget
-    how = asdict(replace(opening, images=images))
+    how = asdict(replace(opening, images=images, bos=model.beginning.choice))
     how |= {"weights": weights, "memory_budget": room}
     order = Order(_absolute(place), how, model.fingerprint)
     return hired(order, count, processes.ray, copy, events.note)

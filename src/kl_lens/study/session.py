@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from kl_lens.base.errors import RunError, TextError
 from kl_lens.study.events import Events
-from kl_lens.study.settings import DISK, MEMORY, Calibration, HeldOut, Opening, Settings
+from kl_lens.study.settings import (
+    AUTO,
+    DISK,
+    MEMORY,
+    Calibration,
+    HeldOut,
+    Opening,
+    Settings,
+)
 
 if TYPE_CHECKING:  # `generate` runs on small devices and loads no torch
     from kl_lens.measuring.joint import PlanMeter
@@ -83,6 +91,8 @@ class Session:
             return self._given
         from kl_lens.measuring.engines import DEFAULT_MEMORY
         from kl_lens.model import load, own_images, pinned
+        from kl_lens.model.tasks import JUDGED
+        from kl_lens.run.samples import context_of
 
         opening = opening or Opening()
         opening = replace(opening, images=opening.images or own_images(name))
@@ -114,6 +124,12 @@ class Session:
             self.events.note(
                 f"{model.name}: weights stay on disk and are read one block at a time"
             )
+        context = None if model.classifier else context_of(model.config)
+        if context is not None and context < JUDGED:
+            self.events.note(
+                f"{model.name} reads at most {context} tokens at once (max_position_embeddings): windows that are "
+                f"longer by default have {context}"
+            )
         self._models[source] = model, memory_budget
         return model
 
@@ -140,6 +156,7 @@ class Session:
             opening,
             tokenizer=opening.tokenizer or known.get("tokenizer"),
             images=opening.images or known.get("images"),
+            bos=known.get("bos", AUTO) if opening.bos == AUTO else opening.bos,
         )
         model = self.model(
             str(place), opening, weights=weights, memory_budget=memory_budget

@@ -421,6 +421,11 @@ class Opening:
     trust_remote_code: bool = loading(
         False, "run the Python code that comes with the checkpoint"
     )
+    bos: str = loading(
+        AUTO,
+        "whether texts begin with the model's first token, BOS; auto: as its tokenizer says, else measured",
+        choices=(AUTO, "yes", "no"),
+    )
     images: Folder | None = loading(
         None, "for a classifier: a folder of CLASS/*.png, or of train/, val/, test/"
     )

@@ -85,9 +85,15 @@ def write_beside(
         shutil.copyfile(generation, folder / GENERATION_FILE)
     if model.tokenizer is None or not with_tokenizer:
         return []
+    from kl_lens.text.windows import beginning_of  # loads torch
+
     for argument in LOADING:
         model.tokenizer.init_kwargs.pop(argument, None)
     model.tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8"))  # transformers leaves it out
+    settings["add_bos_token"] = beginning_of(model.tokenizer) is not None
+    write_text(path, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
     return [model.unread_tokens] if model.unread_tokens else []
 
 

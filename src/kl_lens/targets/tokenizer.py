@@ -121,14 +121,15 @@ class VocabularyTokenizer:
         self._own = own
         self.eos_token_id = min(own.ends, default=None)
 
-    def encode(self, text: str, **_: Any) -> list[int]:
-        return self._own.encode(text)
+    def encode(self, text: str, add_special_tokens: bool = True, **_: Any) -> list[int]:
+        encode = self._own.begin if add_special_tokens else self._own.encode
+        return encode(text)
 
     def decode(self, ids: list[int], **_: Any) -> str:
         return self._own.decode(ids)
 
-    def __call__(self, texts: list[str], **_: Any) -> dict[str, list[list[int]]]:
-        return {"input_ids": [self.encode(text) for text in texts]}
+    def __call__(self, texts: list[str], **how: Any) -> dict[str, list[list[int]]]:
+        return {"input_ids": [self.encode(text, **how) for text in texts]}
 
 
 def artifact_tokenizer(

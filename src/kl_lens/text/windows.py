@@ -6,6 +6,9 @@ window is drawn again, so that no token counts twice. Windows are placed one by 
 earlier ones.
 
 **Evaluation** windows cover the stream from its beginning. An incomplete window at the end is dropped.
+
+Where the tokenizer begins a text with a token (BOS), that token takes the place of each window's first, as in
+llama.cpp. What the model predicts there, without a word of the text, is not scored.
 """
 
 from __future__ import annotations
@@ -112,6 +115,16 @@ def _refuse_dropped(source: TextSource, backend: Tokenizer) -> None:
         )
 
 
+def beginning_of(tokenizer: Any) -> int | None:
+    """The token that the tokenizer itself puts before a text: BOS, where the model expects it."""
+    if isinstance(tokenizer, Tokenizer):
+        tokenizer = _backend(tokenizer)
+    both = [tokenizer.encode("A", add_special_tokens=added) for added in (False, True)]
+    plain, begun = ([*getattr(each, "ids", each)] for each in both)
+    precedes = len(begun) > len(plain) and begun[1 : len(plain) + 1] == plain
+    return int(begun[0]) if precedes else None
+
+
 def _backend(tokenizer: Any) -> Tokenizer | None:
     """The Rust tokenizer without truncation and padding, which a tokenizer.json may set."""
     backend = (
@@ -208,6 +221,7 @@ class Windows:
     documents: tuple[tuple[UsedDocument, ...], ...]  # of each window
     stream_tokens: int  # in the source, or in what was read of it
     note: str = ""  # what the user should know about the text
+    bos: int | None = None  # the token that every window begins with, if any
 
     def __len__(self) -> int:
         return int(self.ids.shape[0])
@@ -228,6 +242,13 @@ class Windows:
         )
 
     @cached_property
+    def guessing(self) -> float:
+        """The perplexity of whoever knows only how often each token occurs here."""
+        _, counts = np.unique(self.ids.numpy(), return_counts=True)
+        shares = counts / counts.sum()
+        return float(np.exp(-(shares * np.log(shares)).sum()))
+
+    @cached_property
     def overlapping(self) -> int:
         """How many windows share tokens with another; above zero only if the text is nearly used up."""
         order = sorted(self.starts)
@@ -240,7 +261,8 @@ class Windows:
     @property
     def _protocol(self) -> dict[str, Any]:
         own = {name: getattr(self, name) for name in ("order", "seed", "stride", "split")}
-        return own | {"version": PROTOCOL_VERSION}
+        begun = {} if self.bos is None else {"bos": self.bos}
+        return own | begun | {"version": PROTOCOL_VERSION}
 
     @cached_property
     def fingerprint(self) -> str:
@@ -278,11 +300,13 @@ class Windows:
     def first_target(self, window: int) -> int:
         """Index of the first token of this window that is scored.
 
-        Nothing precedes token 0. If windows overlap, tokens scored in an earlier window are context only.
+        Nothing precedes token 0, and only BOS a token behind it. If windows overlap, tokens scored in an earlier window
+        are context only.
         """
+        first = 1 if self.bos is None else 2
         if window == 0 or self.stride is None:
-            return 1
-        return max(1, self.length - self.stride)
+            return first
+        return max(first, self.length - self.stride)
 
     def provenance(self) -> dict[str, Any]:
         """Everything but the tokens, as JSON."""
@@ -309,7 +333,7 @@ def draw_windows(
 
     Args:
         source: a text, or its name as in `open_text`.
-        tokenizer: a transformers tokenizer or a `tokenizers.Tokenizer`; no special tokens are added.
+        tokenizer: a transformers tokenizer or a `tokenizers.Tokenizer`; windows begin with BOS if it adds one.
         windows: number of windows. The first k of a larger draw with the same seed are the draw of k.
         length: tokens per window.
         seed: of `random.Random`.
@@ -327,7 +351,9 @@ def draw_windows(
             f"the text has {available:,}: ask for at most {available // length} windows, or give more text"
         )
     starts = random_starts(available, windows, length, seed)
-    return _cut(source, stream, starts, length, order="drawn", seed=seed, stride=None)
+    bos = beginning_of(tokenizer)
+    how: dict[str, Any] = {"order": "drawn", "seed": seed, "stride": None}
+    return _cut(source, stream, starts, length, bos, **how)
 
 
 def evaluation_windows(
@@ -350,9 +376,9 @@ def evaluation_windows(
             f"{source.label}: stride {stride} is longer than the window of {length}: tokens would be skipped"
         )
     starts = list(range(0, len(stream.ids) - length + 1, stride))[:limit]
-    return _cut(
-        source, stream, starts, length, order="sequential", seed=None, stride=stride
-    )
+    bos = beginning_of(tokenizer)
+    how: dict[str, Any] = {"order": "sequential", "seed": None, "stride": stride}
+    return _cut(source, stream, starts, length, bos, **how)
 
 
 def _stream(
@@ -367,7 +393,7 @@ def _stream(
     if isinstance(source, str):
         source = open_text(source, for_evaluation=for_evaluation)
     for name, size in sizes.items():
-        least = 2 if name == "length" else 1
+        least = (2 if beginning_of(tokenizer) is None else 3) if name == "length" else 1
         if size < least:
             raise TextError(
                 f"{source.label}: {name} {size} is too small: expected at least {least}"
@@ -410,12 +436,15 @@ def _cut(
     stream: TokenStream,
     starts: list[int],
     length: int,
+    bos: int | None,
     *,
     order: Literal["drawn", "sequential"],
     seed: int | None,
     stride: int | None,
 ) -> Windows:
     ids = np.stack([stream.ids[start : start + length] for start in starts])
+    if bos is not None:
+        ids[:, 0] = bos
     documents = tuple(
         tuple(
             UsedDocument(d.name, d.sha256)
@@ -434,6 +463,7 @@ def _cut(
         documents=documents,
         stream_tokens=len(stream.ids),
         note=source.note,
+        bos=bos,
     )
 
 

@@ -239,9 +239,13 @@ class _Comparison:
                 pair := next((pair for pair in pairs if pair[0] != list(pair[1])), None)
             ) is not None:
                 words = other_ids(*pair, tokenizer)
+                begins = 0 if self.text.windows.bos is None else 1
                 ids = self.text.items[0].ids
                 with suppress(KLLensError):  # ids that the model does not have
-                    both = (own(tokenizer.decode(ids)), ids)
+                    both = (
+                        [*ids[:begins], *own(tokenizer.decode(ids[begins:]))],
+                        ids,
+                    )
                     losses = [
                         score_logits(self._teacher.logits(i), text_window(tuple(i))).nll
                         for i in both

@@ -234,16 +234,19 @@ def _texts(view: RunView) -> Html:
     rows = []
     for role, text in view.texts.items():
         values = ["–" if text.get(name) is None else text[name] for name in _TEXT_FIELDS]
-        rows.append([role, shown_place(values[0]), *values[1:]])
+        begins = "–" if text.get("bos") is None else f"BOS (token {text['bos']})"
+        rows.append([role, shown_place(values[0]), *values[1:], begins])
     texts = table(
-        ["used for", *_TEXT_FIELDS],
+        ["used for", *_TEXT_FIELDS, "windows begin with"],
         rows,
         sortable=False,
         caption="Texts, splits and seeds",
     )
+    lost = dict.fromkeys(text["lost"] for text in view.texts.values() if "lost" in text)
     return join(
         [
             texts,
+            *map(note, lost),
             note(
                 "A run whose held-out or test windows overlap those of calibration is refused."
             ),
