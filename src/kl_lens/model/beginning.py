@@ -50,9 +50,9 @@ class Beginning:
         if tokenizer is None:
             self.choice = NO
         elif choice != AUTO:
-            self._decide(choice)
+            self.decide(choice)
         elif beginning_of(tokenizer) is not None or _is_in_template(tokenizer):
-            self._decide(YES)
+            self.decide(YES)
         elif getattr(tokenizer, "bos_token_id", None) is None:
             self.choice = NO
 
@@ -77,7 +77,7 @@ class Beginning:
         with suppress(TextError):  # whoever asked for the text says what is wrong with it
             text = open_text(source) if isinstance(source, str) else source
             before, after = _perplexities(model, self.tokenizer, text)
-            self._decide(YES if after < FALLS_TO * before else NO)
+            self.decide(YES if after < FALLS_TO * before else NO)
             if self.choice == YES:
                 self.note = (
                     f"{model.name}: every window begins with BOS ({self.tokenizer.bos_token}): on two windows of "
@@ -86,7 +86,8 @@ class Beginning:
                 model.warn(self.note)
         return self.choice
 
-    def _decide(self, choice: str) -> None:
+    def decide(self, choice: str) -> None:
+        """Makes the tokenizer begin texts so."""
         begins = choice == YES
         if (beginning_of(self.tokenizer) is not None) != begins:
             # transformers makes the tokenizer's last step anew; save_pretrained writes it.

@@ -99,10 +99,14 @@ class Session:
         if name not in self._pinned:
             self._pinned[name] = pinned(name, watch=self.events.progress)
         place = os.path.expanduser(name)
-        source = (
-            os.path.realpath(place) if os.path.isdir(place) else self._pinned[name],
-            opening,
-        )
+        folder = os.path.realpath(place) if os.path.isdir(place) else self._pinned[name]
+        usual = replace(opening, bos=AUTO)
+        if (folder, usual) in self._models:  # what is not decided yet, a run decides
+            begins = self._models[folder, usual][0].beginning
+            if begins.settled is None and opening.bos != AUTO:
+                begins.decide(opening.bos)
+            opening = usual if begins.settled == opening.bos else opening
+        source = (folder, opening)
         if source in self._models:
             model, budget = self._models[source]
             streams = model.residency is not None
