@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,7 @@ class LoadedModel:
     not_on_disk: str = ""  # why they could not stay there, if they should
     left_out: tuple[files.Stored, ...] = ()  # tensors that are not in the model
     warn: Callable[[str], None] = warn  # hears of a kernel that is wrong
-    beginning: Beginning = Beginning(None)  # of texts
+    beginning: Beginning = field(default_factory=partial(Beginning, None))  # of texts
 
     def __post_init__(self) -> None:
         normalise_per_group(self.model)
