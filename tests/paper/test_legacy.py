@@ -29,11 +29,11 @@ KEYS = (
 
 def test_one_file_per_bit_width(mamba, tmp_path) -> None:
     name = "backbone.layers.0.mixer.in_proj"
-    found = [
+    measurements = [
         measurement(name, fmt, **dict.fromkeys(KEYS, kl))
         for fmt, kl in (("int4", 0.5), ("int8", 0.25))
     ]
-    written = write_legacy(tmp_path / "tiny.json", found)
+    written = write_legacy(tmp_path / "tiny.json", measurements)
     assert [path.name for path in written] == ["tiny_4bit.json", "tiny_8bit.json"]
     assert json.loads(written[0].read_text()) == {name: dict.fromkeys(KEYS, 0.5)}
     (tmp_path / "head.json").write_text(json.dumps({"lm_head": {"sqnr_db": 1.0}}))

@@ -104,23 +104,24 @@ def test_ties_get_int8_and_what_is_not_a_number_ranks_as_the_worst() -> None:
 
 
 def test_gguf_has_the_same_points_in_its_own_formats() -> None:
-    own = {"int4": "q4_0", "int8": "q8_0"}
+    ggml_names = {"int4": "q4_0", "int8": "q8_0"}
     kls = {
         (f"c{i}", fmt): (7 * i % 13) + bits
         for i in range(12)
-        for bits, fmt in enumerate(own)
+        for bits, fmt in enumerate(ggml_names)
     }
-    in_gguf = {(name, own[fmt]): kl for (name, fmt), kl in kls.items()}
+    in_gguf = {(name, ggml_names[fmt]): kl for (name, fmt), kl in kls.items()}
     paper = paper_points(small_table(kls, head="c0"))
     points = paper_points(small_table(in_gguf, head="c0"))
     assert points[0].name == "ggml_uniform_q8_0"
     assert points[-1].name == "ggml_kl_point10"
     translated = [
-        {name: own.get(fmt, fmt) for name, fmt in p.assignment.items()} for p in paper
+        {name: ggml_names.get(fmt, fmt) for name, fmt in p.assignment.items()}
+        for p in paper
     ]
     assert [p.assignment for p in points] == translated
-    both = paper_points(small_table(kls | in_gguf, head="c0"))
-    assert [p.assignment for p in both] == [p.assignment for p in paper]
+    together = paper_points(small_table(kls | in_gguf, head="c0"))
+    assert [p.assignment for p in together] == [p.assignment for p in paper]
 
 
 def point(name: str, size: int, kl: float | None, family: str = "paper") -> Plan:
@@ -147,12 +148,12 @@ def test_the_best_of_the_papers_points_is_no_larger_than_its_rival() -> None:
         point("kl_point02", 99, 0.3),
         point("kl_point03", 90, 0.2),
     ]
-    others = [
+    rivals = [
         point("uniform_int8", 80, 0.0, "uniform"),
         point("kl_point03_ours", 80, 0.0, "exact"),
         rival,
     ]
-    assert best_paper_point([*points, *others], rival) is points[2]
+    assert best_paper_point([*points, *rivals], rival) is points[2]
     smallest = point("kl_point05", 110, 0.5)
     assert best_paper_point([points[0], smallest], rival) is smallest
     assert best_paper_point([rival], rival) is None

@@ -103,8 +103,8 @@ def test_the_first_windows_and_other_texts_stand_beside(tmp_path) -> None:
                 "calibration:novels", _name(index), "int4", windows, 1.0, "float32"
             )
         ranking = rank(run)
-    own = {f"in domain, {count} of 20 windows" for count in (20, 2, 1)}
-    assert {c.calibration for c in ranking.correlations} == own | {
+    whole = {f"in domain, {count} of 20 windows" for count in (20, 2, 1)}
+    assert {c.calibration for c in ranking.correlations} == whole | {
         "novels, 1 of 1 windows"
     }
     novels = [c for c in ranking.correlations if c.calibration.startswith("novels")]

@@ -17,9 +17,7 @@ APP = BenchmarkApp()
 @pytest.fixture
 def one_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model of these tests is only a name."""
-    monkeypatch.setattr(
-        BenchmarkApp, "input_shapes", lambda self, place: "input_ids[1,1]"
-    )
+    monkeypatch.setattr(BenchmarkApp, "input_shapes", lambda self, path: "input_ids[1,1]")
 
 
 def test_its_real_output_is_read() -> None:
@@ -61,22 +59,22 @@ def test_a_run_that_fell_short_is_extended(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked: list[tuple[int, int]] = []
+    limits: list[tuple[int, int]] = []
 
     def run(command: Sequence[str]) -> tuple[int, str]:
-        asked.append(
+        limits.append(
             (
                 int(command[command.index("-t") + 1]),
                 int(command[command.index("-niter") + 1]),
             )
         )
-        return 0, _printed(iterations, seconds) if len(asked) == 1 else _printed(
+        return 0, _printed(iterations, seconds) if len(limits) == 1 else _printed(
             90, 121.0
         )
 
     monkeypatch.setattr(timing, "_run", run)
     report, command = timing.run_app(APP, Path("model.xml"), tmp_path / "log/model.log")
-    assert asked == [(60, 50), (120, 100)]
+    assert limits == [(60, 50), (120, 100)]
     assert (report.iterations, report.duration_seconds) == (90, 121.0)
     assert command[command.index("-t") + 1] == "120"
     assert (tmp_path / "log/model.log").read_text().count(
@@ -89,11 +87,11 @@ def test_a_run_that_never_gets_there_or_fails_is_an_error_that_names_its_log(
 ) -> None:
     model = Path("model.xml")
     log = tmp_path / "model.log"
-    said = {
+    outcomes = {
         "did not reach 60 s and 50 iterations": (0, _printed(49, 10.0)),
         r"see .*model\.log": (1, "[ ERROR ] no such device"),
     }
-    for message, answer in said.items():
+    for message, answer in outcomes.items():
         monkeypatch.setattr(timing, "_run", lambda command, answer=answer: answer)
         with pytest.raises(TargetError, match=message):
             timing.run_app(APP, model, log)

@@ -42,14 +42,14 @@ def table_of(
     model_type: str = "mamba",
 ) -> SensitivityTable:
     """Both KLs, the MSE and ΔCE of a measurement are the same number here, and SQNR its negative."""
-    same = (
+    metrics = (
         "kl_teacher_to_student",
         "kl_student_to_teacher",
         "mse",
         "delta_cross_entropy",
     )
     measurements = tuple(
-        measurement(name, fmt, **dict.fromkeys(same, kl), sqnr_db=-kl)
+        measurement(name, fmt, **dict.fromkeys(metrics, kl), sqnr_db=-kl)
         for (name, fmt), kl in kls.items()
     )
     return SensitivityTable(
@@ -65,10 +65,10 @@ def table_of(
 LIMITS = ("max_bytes", "max_bpw", "max_kl", "min_speed", "minimise", "name")
 
 
-def best(table: SensitivityTable, **how: Any) -> BudgetSolution:
+def best(table: SensitivityTable, **options: Any) -> BudgetSolution:
     """The best plan of a table: limits, and what there is to choose from."""
-    limits = {name: how.pop(name) for name in LIMITS if name in how}
-    return plan_for_budget(build_problem(table, **how), **limits)
+    limits = {name: options.pop(name) for name in LIMITS if name in options}
+    return plan_for_budget(build_problem(table, **options), **limits)
 
 
 def seed_lists() -> dict[int, dict[str, dict[str, float]]]:

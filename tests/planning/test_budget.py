@@ -162,15 +162,15 @@ def test_least_bytes_within_kl(instance: Instance, data: st.DataObject) -> None:
     st.sampled_from(["min_speed", "max_kl"]),
 )
 def test_two_limits_together(
-    instance: Instance, share: float, part: float, other: str
+    instance: Instance, share: float, part: float, limited: str
 ) -> None:
     plans = list(instance.brute_force())
-    quantity = "seconds" if other == "min_speed" else "kl"
+    quantity = "seconds" if limited == "min_speed" else "kl"
     values = [getattr(p, quantity) for p in plans]
     most = max(1e-12, (min(values) + part * (max(values) - min(values))) * (1 + 1e-9))
     limits = {
         "max_bytes": within(plans, share),
-        other: 1 / most if other == "min_speed" else most,
+        limited: 1 / most if limited == "min_speed" else most,
     }
     problem = build_problem(instance.table, speed=instance.speed)
     fits = [p for p in plans if p.bytes <= limits["max_bytes"]]
@@ -225,14 +225,14 @@ def test_impossible_budgets_answer_with_the_range() -> None:
     ) as e:
         best(table, max_bytes=5)
     assert e.value.exit_code == 2
-    for others in (
+    for further in (
         {},
         {"max_bytes": 600_000},
     ):  # the tighter one is named, as it was given
         with pytest.raises(
             BudgetError, match=r"^--max-bpw 4 cannot be met: .* \(8.016 to 16"
         ):
-            best(table, max_bpw=4, **others)
+            best(table, max_bpw=4, **further)
     with pytest.raises(BudgetError, match=r"^--max-bytes 400.00 kB cannot be met"):
         best(table, max_bpw=4, max_bytes=400_000)
     with pytest.raises(
@@ -252,7 +252,7 @@ def test_impossible_budgets_answer_with_the_range() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("options", "message"),
     [
         ({}, "no budget given"),
         ({"min_speed": 1.0}, "needs the speeds of the target's files"),
@@ -266,10 +266,10 @@ def test_impossible_budgets_answer_with_the_range() -> None:
     ],
 )
 def test_budgets_that_make_no_sense_are_refused(
-    asked: dict[str, Any], message: str
+    options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(PlanError, match=message):
-        best(table_of([component("head")], {("head", "int8"): 0.25}), **asked)
+        best(table_of([component("head")], {("head", "int8"): 0.25}), **options)
 
 
 def test_hopeless_formats_do_not_spoil_the_scaling() -> None:

@@ -15,6 +15,7 @@ from kl_lens.planning import (
     cost_of,
     finished_plan,
     frontier,
+    interaction,
     verify,
 )
 from kl_lens.run.records import Estimate, SensitivityTable
@@ -146,10 +147,10 @@ def test_a_limit_in_bytes_is_the_files() -> None:
 def with_kl(value: float, error: float = 0.0) -> SensitivityTable:
     table = measured_table("int4", "int8")
     odd = measurement("in_proj", "int4", kl_teacher_to_student=Estimate(value, error))
-    rest = [
+    plausible = [
         m for m in table.measurements if (m.component, m.format) != ("in_proj", "int4")
     ]
-    return replace(table, measurements=(*rest, odd))
+    return replace(table, measurements=(*plausible, odd))
 
 
 @pytest.mark.parametrize(
@@ -242,3 +243,36 @@ def test_verification_weighs_the_difference_against_the_errors() -> None:
     explained, message = verify(Estimate(0.1), Estimate(0.5, 0.01))
     assert explained
     assert "without a known error" in message
+
+
+@pytest.mark.parametrize(
+    ("pairs", "factor"),
+    [
+        ([], 1.0),
+        ([(0.1, 0.2)], 2.0),
+        ([(0.1, 0.2), (0.4, 0.2), (0.1, 0.8)], 2.0),
+        ([(0.1, 0.3), (0.0, 9.0), (9.0, 0.0)], 3.0),  # nothing lost says nothing
+    ],
+)
+def test_the_interaction_is_the_geometric_mean(
+    pairs: list[tuple[float, float]], factor: float
+) -> None:
+    assert interaction(pairs) == pytest.approx(factor)
+
+
+def test_siblings_of_siblings_share_a_recipe() -> None:
+    chain = [
+        component("q", fused_with=["k"]),
+        component("k", fused_with=["q", "v"]),
+        component("v", fused_with=["k"]),
+        component("head"),
+    ]
+    table = table_of(chain, {(part.name, "int8"): 0.1 for part in chain})
+    problem = build_problem(table)
+    assert [group.members for group in problem.groups] == [("q", "k", "v"), ("head",)]
+    size = 3 * (64 * 64 + 2 * 64)
+    assert [(c.recipe, c.bytes) for c in problem.groups[0].choices] == [
+        ("fp16", 3 * 2 * 64 * 64),
+        ("int8", size),
+    ]
+    assert problem.groups[0].choices[1].kl == pytest.approx(0.3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 
 import pytest
@@ -83,25 +84,25 @@ def weights() -> SensitivityTable:
 
 def test_weights_and_caches_share_the_memory_in_the_best_way() -> None:
     target = get_target("gguf")
-    held = held_by(target, CARRIED, Usage(context=256, batch=2), states())
-    assert held.states == 4 * 500 * 2
-    problem = build_problem(weights(), target=target, held=held)
+    beside = held_by(target, CARRIED, Usage(context=256, batch=2), states())
+    assert beside.states == 4 * 500 * 2
+    problem = build_problem(weights(), target=target, held=beside)
     everything = list(
         itertools.product(*(range(len(group.choices)) for group in problem.groups))
     )
-    largest = max(problem.totals(each).bytes for each in everything)
+    largest = max(problem.totals(selection).bytes for selection in everything)
     for memory in (largest, largest - 60_000, largest - 200_000):
         fitting = [
-            problem.totals(each)
-            for each in everything
-            if problem.totals(each).bytes <= memory
+            problem.totals(selection)
+            for selection in everything
+            if problem.totals(selection).bytes <= memory
         ]
-        found = plan_for_budget(problem, max_bytes=memory)
-        assert found.totals.kl == pytest.approx(min(total.kl for total in fitting))
-        assert found.plan.predicted_kl == pytest.approx(found.totals.kl)
-        assert found.plan.memory_bytes == found.totals.bytes <= memory
-        assert held.bytes(found.plan.caches) == found.plan.held_bytes
-    assert found.plan.caches[VALUES] != "fp16"
+        best_plan = plan_for_budget(problem, max_bytes=memory)
+        assert best_plan.totals.kl == pytest.approx(min(total.kl for total in fitting))
+        assert best_plan.plan.predicted_kl == pytest.approx(best_plan.totals.kl)
+        assert best_plan.plan.memory_bytes == best_plan.totals.bytes <= memory
+        assert beside.bytes(best_plan.plan.caches) == best_plan.plan.held_bytes
+    assert best_plan.plan.caches[VALUES] != "fp16"
     with pytest.raises(BudgetError, match=r"--memory .* cannot be met"):
         plan_for_budget(problem, max_bytes=1000)
 
@@ -119,6 +120,20 @@ def test_caches_grow_with_context_and_batch_and_have_no_choice_unmeasured() -> N
     )
     without = held_by(target, replace(CARRIED, keys=0, values=0), Usage())
     assert without.caches == ()
+
+
+def test_a_file_that_the_runtime_copies_has_room_for_its_copies() -> None:
+    """The largest file that fits is such that the file, its copies and all else fill the memory."""
+    for target in map(get_target, ("gguf", "openvino")):
+        copies = target.footprint(quantized=True).copies
+        alone = held_by(target, CARRIED, Usage())
+        memory = alone.bytes({}) + 1_000_000
+        full = held_by(target, CARRIED, Usage(), memory=memory)
+        assert full.states == alone.states
+        assert full.bytes({}) - alone.bytes({}) == math.ceil(
+            (copies - 1) * 1_000_000 / copies
+        )
+        assert held_by(target, CARRIED, Usage(), memory=1) == alone
 
 
 def test_a_plan_for_a_memory_goes_to_its_file_and_back(tmp_path) -> None:

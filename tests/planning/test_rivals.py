@@ -25,7 +25,7 @@ def test_stock_assignments_get_our_methods_where_they_are_no_larger() -> None:
     )
     mixture = parsed({"head": "int8", "in_proj": "int4", "k": "int8"})
     problem = build_problem(table, target=target, keep_fused=False)
-    [found] = stock_with_our_methods(problem, [mixture])
-    assert found == {"head": "int8+search", "in_proj": "int4", "k": "int8+search"}
+    [outcome] = stock_with_our_methods(problem, [mixture])
+    assert outcome == {"head": "int8+search", "in_proj": "int4", "k": "int8+search"}
     only = build_problem(table, target=target, keep_fused=False, recipes=["int8"])
     assert stock_with_our_methods(only, [mixture]) == []

@@ -78,7 +78,7 @@ def test_published_timings_fit_as_docs_results_says() -> None:
     )
     left_out = [
         median(
-            error_of(file, fitted([other for other in files if other is not file]))
+            error_of(file, fitted([timing for timing in files if timing is not file]))
             for file in files
         )
         for files in sets

@@ -19,14 +19,14 @@ pytest.importorskip("openvino", reason="needs the extra openvino")
 pytest.importorskip("gguf", reason="needs the extra gguf")
 
 
-def read_contents(place: Path) -> Contents:
-    return target_of(place).contents(place)
+def read_contents(path: Path) -> Contents:
+    return target_of(path).contents(path)
 
 
-def stored_bytes(place: Path) -> int:
+def stored_bytes(path: Path) -> int:
     return sum(
         {
-            tensor.runtime_name: tensor.bytes for tensor in read_artifact(place).tensors
+            tensor.runtime_name: tensor.bytes for tensor in read_artifact(path).tensors
         }.values()
     )
 
@@ -58,16 +58,16 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
 
 @pytest.mark.parametrize(("target", "fmt"), [("openvino", "fp16"), ("gguf", "q8_0")])
 def test_mamba_with_a_tied_head(target: str, fmt: str, exported: Exported) -> None:
-    place = exported("mamba", target, fmt)
+    path = exported("mamba", target, fmt)
     config = opened("mamba").config
-    contents = read_contents(place)
+    contents = read_contents(path)
     # Four layers, inner size 128, eight states, a convolution of four: all in float32.
     assert contents.state_bytes == 4 * 4 * (
         128 * config.state_size + 128 * (config.conv_kernel - 1)
     )
     assert contents.kv_bytes_per_position == 0
     assert contents.weight_bytes == stored_bytes(
-        place
+        path
     )  # tied: all of the embedding is read, at its size on disk
 
 

@@ -26,12 +26,12 @@ def test_disturbances_leave_the_true_ratio_in_the_interval(
         )
         return list(true * drift * random.uniform(1, 1.03, 48) * slowed)
 
-    found = compared(seconds(2.0), seconds(3.0))
-    assert found is not None
-    assert found.low <= found.median <= found.high
-    assert 0.99 * found.low <= 1.5 <= 1.01 * found.high
+    ratio = compared(seconds(2.0), seconds(3.0))
+    assert ratio is not None
+    assert ratio.low <= ratio.median <= ratio.high
+    assert 0.99 * ratio.low <= 1.5 <= 1.01 * ratio.high
     if not disturbed:
-        assert found.high < 1.1 * found.low
+        assert ratio.high < 1.1 * ratio.low
 
 
 def test_spreads_few_turns_have_no_interval_and_equal_files_a_ratio_of_one() -> None:
@@ -62,7 +62,7 @@ BUSY = "not measurable here: the machine was busy"
 
 
 @pytest.mark.parametrize(
-    ("found", "words"),
+    ("timed", "words"),
     [
         (profile(1.2, 1.3, stolen=0.2, others=0.05, asked=1.0), "1.25 (1.20–1.30)"),
         (profile(0.25, 2.12, stolen=0.42, others=0.1), f"{BUSY} (42 % stolen)"),
@@ -75,9 +75,9 @@ BUSY = "not measurable here: the machine was busy"
     ],
 )
 def test_a_ratio_is_shown_with_its_interval_or_not_at_all(
-    found: Profile, words: str
+    timed: Profile, words: str
 ) -> None:
-    ratio = ratio_of(found, "tokens_per_second")
+    ratio = ratio_of(timed, "tokens_per_second")
     assert ratio.words == words
     shown = ratio.to_json()
     assert (
@@ -119,9 +119,9 @@ print(base, resident("VmHWM"), alive)
 
 
 def test_the_peak_is_what_psutil_sees() -> None:
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
     )
-    base, peak, alive = (int(word) for word in done.stdout.split())
+    base, peak, alive = (int(word) for word in result.stdout.split())
     assert peak == pytest.approx(alive, rel=0.05)
     assert peak - base == pytest.approx(ALLOCATED, rel=0.05)

@@ -28,10 +28,10 @@ class Ticking:
         name: str = "",
         breaks_after: int | None = None,
     ) -> None:
-        self.now = 0.0
+        self.seconds = 0.0
         self.log = log if log is not None else []
         self.name = name
-        self.left = breaks_after
+        self.prompts_left = breaks_after
 
     @property
     def description(self) -> dict[str, Any]:
@@ -41,17 +41,17 @@ class Ticking:
         pass
 
     def prefill(self, ids: Sequence[int]) -> np.ndarray:
-        if self.left is not None:
-            self.left -= 1
-            if self.left < 0:
+        if self.prompts_left is not None:
+            self.prompts_left -= 1
+            if self.prompts_left < 0:
                 raise TargetError("the file is gone")
         self.log.append(self.name)
-        self.now += len(ids)
+        self.seconds += len(ids)
         return np.eye(10, dtype=np.float32)[7]
 
     def step(self, token: int) -> np.ndarray:
         assert token == 7  # the likeliest one
-        self.now += 2
+        self.seconds += 2
         return np.eye(10, dtype=np.float32)[7]
 
     def close(self) -> None:
@@ -60,7 +60,7 @@ class Ticking:
 
 def test_a_round_times_every_prompt_and_then_the_text() -> None:
     session = Ticking()
-    player = in_use.Player(session, clock=lambda: session.now)
+    player = in_use.Player(session, clock=lambda: session.seconds)
     for act, tokens in in_use.acts_of(UseSettings(prompt_lengths=(8, 2), new_tokens=6)):
         act(player, tokens)
     prompts = {"first_token_seconds@2": 2.0, "first_token_seconds@8": 8.0}
@@ -88,8 +88,8 @@ def three(
         ),
         "contents": lambda self, path: Contents(1000, 0, 0),
     }
-    for method, ours in methods.items():
-        monkeypatch.setattr(type(target), method, ours)
+    for method, replacement in methods.items():
+        monkeypatch.setattr(type(target), method, replacement)
     monkeypatch.setattr(in_use, "fresh_process", lambda *_: MemoryUse(100, 250))
     subjects = [
         Timed(
@@ -167,7 +167,7 @@ def test_rounds_end_when_every_interval_is_narrow(
     monkeypatch.setattr(
         in_use,
         "compared",
-        lambda ours, theirs: Quartiles(1.1, 1.0, spreads.get(len(ours) // 5, 1.0), 24),
+        lambda turns, base: Quartiles(1.1, 1.0, spreads.get(len(turns) // 5, 1.0), 24),
     )
     for narrow, rounds in (
         (None, 6),

@@ -89,17 +89,17 @@ def test_what_is_damaged_or_deleted_is_made_again(
             NAME, Recipe("q4_k")
         )
 
-    known = digest()
+    original = digest()
     (path,) = tmp_path.iterdir()
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(bytes(content))
-    assert digest() == known
+    assert digest() == original
     assert path.read_bytes() != bytes(content)
     path.write_bytes(b"no safetensors")
-    assert digest() == known
+    assert digest() == original
     path.unlink()
-    assert digest() == known
+    assert digest() == original
     assert not list(tmp_path.glob(".*"))
 
 
@@ -107,9 +107,9 @@ def test_the_budget_is_kept(
     weight: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = {f"w{i}": weight + i for i in range(6)}
-    one = get_format("q4_k").bytes((24, 256))
+    size = get_format("q4_k").bytes((24, 256))
     store = WeightStore(
-        GivenWeights(weights), folder=tmp_path, disk_budget=3 * one + 3 * 300
+        GivenWeights(weights), folder=tmp_path, disk_budget=3 * size + 3 * 300
     )
     for name in weights:
         store.quantized(name, Recipe("q4_k"))
@@ -121,6 +121,44 @@ def test_the_budget_is_kept(
     assert fresh.digest("w5", Recipe("q4_k")) == store.digest(
         "w5", Recipe("q4_k")
     )  # the newest stays
+
+
+def test_what_was_used_last_stays_in_memory(
+    weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = {f"w{i}": weight + i for i in range(3)}
+    store = WeightStore(GivenWeights(weights))
+    size = get_format("int8").bytes((24, 256))
+    monkeypatch.setattr("kl_lens.weights.store.MEMORY_BUDGET", 2 * size)
+    first, second = (store.quantized(name, INT8) for name in ("w0", "w1"))
+    assert store.quantized("w0", INT8) is first  # and now w1 is the oldest
+    third = store.quantized("w2", INT8)
+    assert store.quantized("w0", INT8) is first
+    assert store.quantized("w2", INT8) is third
+    assert store.quantized("w1", INT8) is not second
+
+
+@pytest.mark.parametrize("factors", [3.0, torch.arange(24.0)[:, None] + 1])
+def test_factors_are_multiplied_with_the_rows(
+    weight: torch.Tensor, factors: float | torch.Tensor, tmp_path: Path
+) -> None:
+    """Before rounding; those of a tuned weight go into its scales, and its codes stay."""
+    store = WeightStore(GivenWeights({NAME: weight}), folder=tmp_path / "cache")
+    fmt = get_format("int8")
+    scaled = store.quantized(NAME, INT8, factors)
+    assert scaled.digest == fmt.quantize(weight * factors).digest
+    tuned = Recipe("int8", "tuned-1234")
+    assert not store.has_tuned(NAME, tuned)
+    with pytest.raises(FormatError, match="is not in this run; tune the plan"):
+        store.quantized(NAME, tuned)
+    store.keep_tuned(NAME, tuned, fmt.quantize(weight))
+    assert store.has_tuned(NAME, tuned)
+    assert store.digest(NAME, tuned) == fmt.quantize(weight).digest
+    codes, scales = store.quantized(NAME, tuned, factors).tensors.values()
+    assert torch.equal(codes, fmt.quantize(weight).data)
+    plain = fmt.quantize(weight).scales
+    assert plain is not None
+    assert torch.equal(scales, (plain.float() * factors).half())
 
 
 class Doubling(Quantizer):
@@ -212,8 +250,8 @@ def test_what_is_kept_serves_the_same_numbers_in_another_type(
 ) -> None:
     """A streamed checkpoint is in half precision where the opened model is in single."""
     half = weight.half()
-    for given in (half, half.float()):
-        WeightStore(GivenWeights({NAME: given}), Known("aa", 1.0), tmp_path).digest(
+    for version in (half, half.float()):
+        WeightStore(GivenWeights({NAME: version}), Known("aa", 1.0), tmp_path).digest(
             NAME, DOUBLED
         )
     assert doubling.calls == 1
@@ -238,15 +276,17 @@ def test_the_error_of_a_components_own_outputs(
 
     stacked = torch.stack([weight, 2 * weight])
     store = WeightStore(GivenWeights({NAME: weight, "experts": stacked}), Seen())
-    for name, given in ((NAME, weight), ("experts", stacked)):
-        moved = (given - get_format("int4-g64").roundtrip(given)) @ inputs.T
+    for name, matrix in ((NAME, weight), ("experts", stacked)):
+        moved = (matrix - get_format("int4-g64").roundtrip(matrix)) @ inputs.T
         expected = float(moved.square().sum() / len(inputs))
         assert store.output_error(name, Recipe("int4-g64")) == pytest.approx(
             expected, rel=1e-4
         )
-        some = store.output_error(name, Recipe("int4-g64"), rows=given.shape[-2] // 2)
-        assert some == pytest.approx(expected, rel=0.2)  # from every second row
-        assert some != expected
+        estimate = store.output_error(
+            name, Recipe("int4-g64"), rows=matrix.shape[-2] // 2
+        )
+        assert estimate == pytest.approx(expected, rel=0.2)  # from every second row
+        assert estimate != expected
     monkeypatch.setattr("kl_lens.weights.store._ROWS_AT_ONCE", 5 * 256)
     assert store.output_error("experts", Recipe("int4-g64")) == pytest.approx(
         expected, rel=1e-4

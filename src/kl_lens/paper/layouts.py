@@ -41,8 +41,9 @@ def write_legacy(path: Path, measurements: Sequence[Measurement]) -> list[Path]:
             for m in measurements
             if m.format == name
         }
-        own = f"{path.stem}_{SUFFIXES.get(name, name)}{path.suffix}"
-        target = path if len(names) == 1 else path.with_name(own)
+        target = path
+        if len(names) > 1:
+            target = path.with_stem(f"{path.stem}_{SUFFIXES.get(name, name)}")
         write_text(target, json.dumps(content, indent=2))
         written.append(target)
     return written
@@ -60,35 +61,34 @@ def read_legacy(path: Path, format_name: str, anatomy: Anatomy) -> list[Measurem
         raise RunError(f"{path}: no such file; check --int4 and --int8") from error
     except (OSError, ValueError, RecursionError) as error:
         raise RunError(f"{path} is not JSON ({error})") from error
-    if (
-        not isinstance(data, dict)
-        or not all(isinstance(v, dict) for v in data.values())
-        or not data
-    ):
+    layers = data.values() if isinstance(data, dict) else ()
+    if not layers or not all(isinstance(metrics, dict) for metrics in layers):
         raise RunError(
             f"{path} is not a published sensitivity file: expected {{layer: {{metric: value}}}}"
         )
     by_name = {name: c for c in anatomy.candidates for name in (c.name, *c.tied_with)}
     unknown = [layer for layer in data if layer not in by_name]
     if unknown:
+        more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
         raise RunError(
-            f"{path} names {unknown[0]}{f' and {len(unknown) - 1} more' if len(unknown) > 1 else ''}, which the model "
-            "does not have (or which is not quantizable); is --model the right one?"
+            f"{path} names {unknown[0]}{more}, which the model does not have (or which is not quantizable); is --model "
+            "the right one?"
         )
-    found = []
+    measurements = []
     for layer, entry in data.items():
         for key, value in entry.items():
             # JSON integers are unlimited, floats are not; and bool is an int.
-            if type(value) is not float and not (
-                type(value) is int and abs(value) < LARGEST
-            ):
+            is_whole = type(value) is int and abs(value) < LARGEST
+            if type(value) is not float and not is_whole:
                 raise RunError(f"{path}: {layer}: {key} is {value!r}, expected a number")
         if not set(entry) & set(KEYS):
             raise RunError(f"{path}: {layer} has none of {', '.join(KEYS)}")
         metrics = {key: Estimate(float(value)) for key, value in entry.items()}
         name = by_name[layer].name
-        found.append(Measurement(name, format_name, metrics, 0, 0, "published", 0.0))
-    return found
+        measurements.append(
+            Measurement(name, format_name, metrics, 0, 0, "published", 0.0)
+        )
+    return measurements
 
 
 def write_published(

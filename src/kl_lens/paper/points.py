@@ -54,7 +54,7 @@ class Entry:
 
     component: str
     recipe: Recipe
-    value: float
+    damage: float
 
 
 def paper_formats(
@@ -62,10 +62,8 @@ def paper_formats(
 ) -> tuple[tuple[str, ...], str]:
     """The measured pair of formats (the paper's, if both were), and the prefix of its plans."""
     measured = set(measured_recipes(table))
-    pairs = [
-        (pair[1:] if eight_bits_alone else pair, prefix)
-        for pair, prefix in FORMAT_PAIRS.items()
-    ]
+    first = 1 if eight_bits_alone else 0
+    pairs = [(pair[first:], prefix) for pair, prefix in FORMAT_PAIRS.items()]
     return max(pairs, key=lambda pair: len(measured.intersection(pair[0])))
 
 
@@ -90,7 +88,7 @@ def ranked(
 
     Ties keep the order of the recipes, then the model's order. NaN ranks as the worst.
     """
-    larger_is_better = metric in ("sqnr", "same_top")
+    sign = -1 if metric in ("sqnr", "same_top") else 1  # larger is better
     key = "sqnr_db" if metric == "sqnr" else metric
     entries = []
     for recipe in recipes:
@@ -98,23 +96,16 @@ def ranked(
         measured = {
             m.component: m.metrics for m in table.measurements if m.format == recipe
         }
-        for name in (
-            c.name
-            for c in table.candidates
-            if c.name in measured and c.name not in exclude
-        ):
+        names = [c.name for c in table.candidates if c.name not in exclude]
+        for name in filter(measured.__contains__, names):
             if key not in measured[name]:
                 raise PlanError(
                     f"{name} in {recipe}: {key} was not measured; use another --metric or measure again"
                 )
-            entries.append(Entry(name, recipe, measured[name][key].value))
-
-    def damage(entry: Entry) -> float:
-        if math.isnan(entry.value):
-            return math.inf
-        return -entry.value if larger_is_better else entry.value
-
-    return sorted(entries, key=damage)
+            damage = sign * measured[name][key].value
+            damage = math.inf if math.isnan(damage) else damage
+            entries.append(Entry(name, recipe, damage))
+    return sorted(entries, key=lambda entry: entry.damage)
 
 
 def paper_points(
@@ -133,26 +124,26 @@ def paper_points(
     predictor = Predictor(table)
     prefix += PIPELINES[pipeline]
 
+    made_by = f"the paper's points, {pipeline} pipeline, ranked by {metric}"
+    common = {"metric": metric, "pipeline": pipeline, "head": not no_head}
+
     def plan(
         name: str, assignment: dict[str, Recipe], family: str, **notes: object
     ) -> Plan:
-        notes = {"metric": metric, "pipeline": pipeline, "head": not no_head, **notes}
-        made_by = f"the paper's points, {pipeline} pipeline, ranked by {metric}"
+        name = f"{prefix}{name}"
+        notes = common | notes
         return finished_plan(
-            table, f"{prefix}{name}", assignment, made_by, notes, predictor, family=family
+            table, name, assignment, made_by, notes, predictor, family=family
         )
 
     planned = [c.name for c in table.candidates if c.name not in exclude]
     plans = [
-        plan(f"uniform_{r}", dict.fromkeys(planned, r), "uniform")
-        for r in reversed(recipes)
+        plan(f"uniform_{recipe}", dict.fromkeys(planned, recipe), "uniform")
+        for recipe in reversed(recipes)
     ]
-    # The GPU script cuts the 8-bit list of a Mamba-2 into eight.
-    points = (
-        MAMBA2_GPU_POINTS
-        if pipeline == "gpu" and table.model_type == "mamba2"
-        else POINTS
-    )
+    points = POINTS
+    if pipeline == "gpu" and table.model_type == "mamba2":
+        points = MAMBA2_GPU_POINTS  # its script cuts the list into eight
     step = (len(order) - 1) // points
     if step <= 0:
         raise PlanError(
@@ -164,24 +155,22 @@ def paper_points(
         name = f"{label(metric)}_point{index:02d}"
         # The later entry of a component wins.
         chosen = {entry.component: entry.recipe for entry in cut}
-        plans.append(
-            plan(name, chosen, "paper", entries=len(cut), entries_in_all=len(order))
-        )
+        counts = {"entries": len(cut), "entries_in_all": len(order)}
+        plans.append(plan(name, chosen, "paper", **counts))
     return plans
 
 
 def best_paper_point(plans: Sequence[Plan], rival: Plan) -> Plan | None:
     """The best of the paper's points that are no larger than `rival`, by measured KL if all of them have it, otherwise
     by predicted KL; else the smallest of all."""
-    points = [p for p in plans if p.family == "paper"]
-    if not points:
-        return None
-    fitting = [p for p in points if (p.bytes or 0) <= (rival.bytes or 0)]
+    points = [plan for plan in plans if plan.family == "paper"]
+    fitting = [plan for plan in points if (plan.bytes or 0) <= (rival.bytes or 0)]
     if not fitting:
-        return min(points, key=lambda p: p.bytes or 0)
-    if all(p.measured for p in fitting):
-        return min(fitting, key=lambda p: p.measured.kl.value if p.measured else math.inf)
-    return min(fitting, key=lambda p: p.predicted_kl or 0.0)
+        return min(points, key=lambda plan: plan.bytes or 0, default=None)
+    measured = {plan.name: plan.measured.kl.value for plan in fitting if plan.measured}
+    if len(measured) == len(fitting):
+        return min(fitting, key=lambda plan: measured[plan.name])
+    return min(fitting, key=lambda plan: plan.predicted_kl or 0.0)
 
 
 # -- the greedy rule -----------------------------------------------------------------------------------------
@@ -231,11 +220,11 @@ def greedy_plan(
         if component_bytes(component, recipe) >= component_bytes(component, current):
             continue
         longer = assignment | {entry.component: recipe}
-        found = float(evaluate(longer))
-        evaluations = evaluations + 1
-        if found <= gamma * baseline:  # False for nan
+        reached = float(evaluate(longer))
+        evaluations += 1
+        if reached <= gamma * baseline:  # False for nan
             assignment = longer
-            perplexity = found
+            perplexity = reached
     notes = {
         "gamma": gamma,
         "deciding_perplexity": perplexity,

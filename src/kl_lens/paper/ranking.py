@@ -43,9 +43,8 @@ Floats = npt.NDArray[np.float64]
 class Correlation(Record):
     """Kendall's τ between a metric on calibration text and the damage on held-out text."""
 
-    damage: (
-        str  # perplexity (change in cross-entropy) or divergence (KL from the original)
-    )
+    # Perplexity (change in cross-entropy) or divergence (KL from the original).
+    damage: str
     metric: str
     format: str
     with_head: bool
@@ -106,71 +105,66 @@ def rank(run: Run, shares: Sequence[float] = (1.0, 0.1, 0.05), seed: int = 0) ->
         raise RunError(
             f"{run.folder} holds no damage measurements; run: kl-lens paper rank --run {run.folder}"
         )
-    damage = {key: summarise(own) for key, own in windows.items()}
+    damage = {key: summarise(samples) for key, samples in windows.items()}
     entropy, tokens = run.teacher_cross_entropy(EVALUATION)
     head = run.identity["head"]
-    texts = [
-        role
+    calibrations = {
+        role: _samples(run, role)
         for role in run.roles()
-        if role == CALIBRATION or role.startswith(f"{CALIBRATION}:")
-    ]
-    calibrations = {role: _samples(run, role) for role in texts}
-    full = calibrations.get(CALIBRATION, {})
-    points = list[Point]()
+        if role.partition(":")[0] == CALIBRATION
+    }
     perplexity = math.exp(entropy)
-    for key in (key for key in sorted(damage) if key in full):
+    points = []
+    for key, samples in sorted(calibrations.get(CALIBRATION, {}).items()):
+        if key not in damage:
+            continue
         harm = damage[key][HARM]
         grown = math.exp(min(harm.value, 700.0))
-        delta = Estimate(
-            perplexity * (grown - 1), perplexity * grown * harm.standard_error
-        )
-        points.append(Point(*key, key[0] == head, summarise(full[key]), harm, delta))
+        error = perplexity * grown * harm.standard_error
+        delta = Estimate(perplexity * (grown - 1), error)
+        points.append(Point(*key, key[0] == head, summarise(samples), harm, delta))
     correlations: list[Correlation] = []
     reliabilities: list[Reliability] = []
-    for format_name in sorted({key[1] for key in damage}):
-        for with_head in (True, False):
-            keys = [
-                k for k in damage if k[1] == format_name and (with_head or k[0] != head)
-            ]
-            if len(keys) < 3:
+    formats = sorted({format_name for _, format_name in damage})
+    for format_name, with_head in itertools.product(formats, (True, False)):
+        keys = [k for k in damage if k[1] == format_name and (with_head or k[0] != head)]
+        if len(keys) < 3:
+            continue
+        reliability = _reliability([windows[key] for key in keys])
+        reliabilities.append(Reliability(format_name, with_head, *reliability))
+        for role, candidates in calibrations.items():
+            common = [key for key in keys if key in candidates]
+            if len(common) < 3:
                 continue
-            halves = [
-                [summarise(windows[k][at::2] or windows[k])[HARM].value for k in keys]
-                for at in (0, 1)
-            ]
-            harms = [damage[k][HARM] for k in keys]
-            reliabilities.append(
-                Reliability(
-                    format=format_name,
-                    with_head=with_head,
-                    spread=float(np.std([harm.value for harm in harms], ddof=1)),
-                    median_error=float(
-                        np.median([harm.standard_error for harm in harms])
-                    ),
-                    split_half_tau=float(scipy.stats.kendalltau(*halves).statistic),
-                )
-            )
-            for role, samples in calibrations.items():
-                own = [k for k in keys if k in samples]
-                most = min((len(s) for s in samples.values()), default=1)
-                # With few windows, 10 % and 5 % can both mean one.
-                parts = (
-                    max(1, round(share * most))
-                    for share in (shares if role == CALIBRATION else (1.0,))
-                )
-                for count in dict.fromkeys(parts) if len(own) > 2 else ():
-                    label = f"{role.partition(':')[2] or 'in domain'}, {count} of {most} windows"
-                    first = [
-                        samples[k][: max(1, round(count / most * len(samples[k])))]
-                        for k in own
-                    ]
-                    about = (format_name, with_head, label, len(own))
-                    metrics = [summarise(part) for part in first]
-                    correlations += _correlations(
-                        metrics, [damage[k] for k in own], seed, about
-                    )
+            longest = max(map(len, candidates.values()))
+            # With few windows, 10 % and 5 % can both mean one.
+            parts = shares if role == CALIBRATION else (1.0,)
+            for count in dict.fromkeys(max(1, round(part * longest)) for part in parts):
+                text = role.partition(":")[2] or "in domain"
+                label = f"{text}, {count} of {longest} windows"
+                metrics = []
+                for key in common:
+                    first = max(1, round(count / longest * len(candidates[key])))
+                    metrics.append(summarise(candidates[key][:first]))
+                about = (format_name, with_head, label, len(common))
+                damages = [damage[key] for key in common]
+                correlations += _correlations(metrics, damages, seed, about)
     return Ranking(
         perplexity, tokens, tuple(points), tuple(correlations), tuple(reliabilities)
+    )
+
+
+def _reliability(windows: Sequence[list[WindowMetrics]]) -> tuple[float, float, float]:
+    """Spread of the candidates' damage, its median error, and τ between its halves."""
+    harms = [summarise(samples)[HARM] for samples in windows]
+    halves = [
+        [summarise(samples[start::2] or samples)[HARM].value for samples in windows]
+        for start in (0, 1)
+    ]
+    return (
+        float(np.std([harm.value for harm in harms], ddof=1)),
+        float(np.median([harm.standard_error for harm in harms])),
+        float(scipy.stats.kendalltau(*halves).statistic),
     )
 
 
@@ -187,8 +181,8 @@ def _correlations(
     metrics: Metrics, damage: Metrics, seed: int, about: tuple[str, bool, str, int]
 ) -> Iterator[Correlation]:
     for kind, metric in itertools.product(DAMAGES, DIRECTIONS):
-        values = DIRECTIONS[metric] * np.array([each[metric].value for each in metrics])
-        target = np.array([each[DAMAGES[kind]].value for each in damage])
+        values = DIRECTIONS[metric] * np.array([m[metric].value for m in metrics])
+        target = np.array([harm[DAMAGES[kind]].value for harm in damage])
         result = scipy.stats.kendalltau(values, target)
         interval = _interval(values, target, seed)
         yield Correlation(
@@ -201,11 +195,9 @@ def _interval(values: Floats, target: Floats, seed: int) -> tuple[float, float]:
     count = len(values)
     x = np.sign(values[:, None] - values[None, :])
     y = np.sign(target[:, None] - target[None, :])
-    weights = (
-        np.random.default_rng(seed)
-        .multinomial(count, np.full(count, 1 / count), BOOTSTRAPS)
-        .astype(float)
-    )
+    random = np.random.default_rng(seed)
+    draws = random.multinomial(count, np.full(count, 1 / count), BOOTSTRAPS)
+    weights = draws.astype(float)
 
     def total(pairs: Floats) -> Floats:
         return np.einsum("bi,bi->b", weights @ pairs, weights)

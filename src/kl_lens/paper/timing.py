@@ -43,18 +43,19 @@ class PublishedTiming:
     ) -> None:
         """Times artifacts whose target has such a program; logs and the CSV go to the run's folder."""
         device = benchmark.settings.runtime.device
-        done: dict[str, Profile] = {}
+        profiles: dict[str, Profile] = {}
         timed = [s for s in subjects if s.target.published is not None]
         benchmark.started(len(timed))
         for subject in timed:
+            # Ratios are relative to earlier artifacts; FP16 comes first.
+            earlier = [s for s in timed if s.name in profiles]
+            base = base_of(subject, [*earlier, subject])
+            before = profiles.get(base.name)
             try:
-                # Ratios are relative to earlier artifacts; FP16 comes first.
-                base = base_of(subject, [s for s in timed if s.name in done] + [subject])
-                before = done.get(base.name)
                 profile = self._profile(
                     subject, base, before, benchmark, report.bandwidth
                 )
-                done[subject.name] = profile
+                profiles[subject.name] = profile
                 benchmark.store(profile)
             except (KLLensError, RuntimeError, OSError) as error:
                 report.failed(subject, error)
@@ -65,17 +66,18 @@ class PublishedTiming:
             report.notes.append(
                 f"{runtimes} has no benchmark_app: {names} not run with it"
             )
-        report.profiles += done.values()
+        report.profiles += profiles.values()
         # Earlier ones of the run with this tag and device, and the new ones.
-        mine = (PROTOCOL, device, self.tag)
-        earlier = current_profiles(benchmark.run) if benchmark.run else ()
-        same = [
-            p for p in earlier if (p.protocol, p.device, p.settings.get("tag")) == mine
-        ]
-        if rows := {p.subject.label: p for p in same} | done:
-            report.csv = write_report(
-                _folder(benchmark), device, self.tag, list(rows.values())
-            )
+        stored = current_profiles(benchmark.run) if benchmark.run else ()
+        kind = (PROTOCOL, device, self.tag)
+        rows = {
+            p.subject.label: p
+            for p in stored
+            if (p.protocol, p.device, p.settings.get("tag")) == kind
+        }
+        if rows := rows | profiles:
+            folder = _folder(benchmark)
+            report.csv = write_report(folder, device, self.tag, [*rows.values()])
 
     def _profile(
         self,
@@ -97,23 +99,19 @@ class PublishedTiming:
             program, subject.path, log, seconds=seconds, device=device, threads=threads
         )
         # benchmark_app gives extremes, not quartiles; they are in the settings.
-        medians = {
-            "latency_ms": report.median_ms,
-            "throughput_fps": report.throughput_fps,
-        }
+        latency = report.median_ms
+        speed = report.throughput_fps
         timings = {
-            name: Quartiles(value, value, value, report.iterations)
-            for name, value in medians.items()
+            "latency_ms": Quartiles(latency, latency, latency, report.iterations),
+            "throughput_fps": Quartiles(speed, speed, speed, report.iterations),
         }
         before = earlier.timings if earlier else timings
         ratios = {
-            "latency_ms": before["latency_ms"].median / report.median_ms,
-            "throughput_fps": report.throughput_fps / before["throughput_fps"].median,
+            "latency_ms": before["latency_ms"].median / latency,
+            "throughput_fps": speed / before["throughput_fps"].median,
         }
-        contents = subject.target.contents(subject.path)
-        bound = dict[str, float]()
-        if contents is not None and limits_hold(device):
-            bound = bound_of(contents, bandwidth, 0, report.throughput_fps)
+        contents = subject.target.contents(subject.path) if limits_hold(device) else None
+        bound = bound_of(contents, bandwidth, 0, speed) if contents else {}
         return Profile(
             subject=subject.subject,
             protocol=PROTOCOL,
@@ -131,11 +129,7 @@ class PublishedTiming:
                 "quick": settings.quick,
                 "seconds": seconds,
                 "iterations": ITERATIONS,
-                "reached_seconds": report.duration_seconds,
-                "reached_iterations": report.iterations,
-                "average_ms": report.average_ms,
-                "min_ms": report.min_ms,
-                "max_ms": report.max_ms,
+                **_reached(report),
                 "data_shape": program.input_shapes(subject.path),
                 "signature": subject.signature or "1 token, with state",
                 "plugin_settings": f"{PROTOCOL}'s defaults, as published",
@@ -148,13 +142,23 @@ class PublishedTiming:
         )
 
 
+def _reached(report: AppReport) -> dict[str, float]:
+    return {
+        "reached_seconds": report.duration_seconds,
+        "reached_iterations": report.iterations,
+        "average_ms": report.average_ms,
+        "min_ms": report.min_ms,
+        "max_ms": report.max_ms,
+    }
+
+
 def _folder(benchmark: Benchmark) -> Path:
     return benchmark.run.folder if benchmark.run else Path()
 
 
 def run_app(
     program: BenchmarkApp,
-    place: Path,
+    model: Path,
     log: Path,
     *,
     seconds: int = SECONDS,
@@ -162,14 +166,12 @@ def run_app(
     threads: int | None = None,
 ) -> tuple[AppReport, list[str]]:
     """Runs until both limits are reached; the log keeps every attempt. Returns the report and its command."""
-    ask_seconds = seconds
-    ask_iterations = ITERATIONS
     texts = []
-    for _ in range(ATTEMPTS):
-        limits = {"seconds": ask_seconds, "iterations": ask_iterations}
+    for attempt in range(ATTEMPTS):
         command = program.command(
-            place,
-            **limits,
+            model,
+            seconds=seconds << attempt,
+            iterations=ITERATIONS << attempt,
             device=device,
             threads=threads,
             beside=log.with_suffix(".json"),
@@ -182,8 +184,6 @@ def run_app(
         report = program.read(texts[-1])
         if report.duration_seconds >= seconds and report.iterations >= ITERATIONS:
             return report, command
-        ask_seconds = 2 * ask_seconds
-        ask_iterations = 2 * ask_iterations
     raise TargetError(
         f"{PROTOCOL} did not reach {seconds} s and {ITERATIONS} iterations in {ATTEMPTS} attempts; see {log}"
     )
@@ -191,7 +191,7 @@ def run_app(
 
 def _run(command: Sequence[str]) -> tuple[int, str]:
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             command,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -202,16 +202,14 @@ def _run(command: Sequence[str]) -> tuple[int, str]:
         raise TargetError(
             f"{PROTOCOL} did not finish within {LIMIT_SECONDS // 60} minutes; the device's compiler may hang"
         ) from None
-    return done.returncode, done.stdout
+    return result.returncode, result.stdout
 
 
 def _model_name(subject: Subject) -> str:
     """The plan; a file outside the run keeps its whole path, so that no two share a log."""
-    return (
-        subject.label
-        if "path" in subject.settings or subject.plan is None
-        else subject.plan
-    )
+    if subject.plan is None or "path" in subject.settings:
+        return subject.label
+    return subject.plan
 
 
 def write_report(

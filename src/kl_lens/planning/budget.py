@@ -15,7 +15,7 @@ from kl_lens.planning.knapsack import hull_of
 from kl_lens.planning.predict import finished_plan
 from kl_lens.planning.problem import QUANTITIES, Problem, Totals
 from kl_lens.run.records import Plan
-from kl_lens.weights.recipes import Recipe
+from kl_lens.weights.recipes import parsed
 
 _HUMAN = {"bytes": human_bytes, "kl": human_kl, "seconds": human_speed}
 _OPTION = {"bytes": "--max-bytes", "kl": "--max-kl", "seconds": "--min-speed"}
@@ -44,12 +44,8 @@ def frontier(problem: Problem) -> tuple[FrontierPoint, ...]:
     `plan_for_budget` finds the best plan of any size between two of them.
     """
     amounts = _amounts(problem)
-    hull = hull_of(
-        *(
-            [each.astype(float) for each in amounts[quantity]]
-            for quantity in ("kl", "bytes")
-        )
-    )
+    costs = [values.astype(float) for values in amounts["kl"]]
+    hull = hull_of(costs, [values.astype(float) for values in amounts["bytes"]])
     points = zip(hull.amounts, hull.costs, strict=True)
     return tuple(
         FrontierPoint(problem.fixed.bytes + int(size), float(kl)) for size, kl in points
@@ -86,21 +82,28 @@ def plan_for_budget(
             raise _impossible(problem, quantity, flags[quantity])
     amounts = _amounts(problem)
     rows = [
-        knapsack.Limit(amounts[q], most - getattr(problem.fixed, q))
-        for q, most in limits.items()
-        if q != goal
+        knapsack.Limit(amounts[quantity], most - getattr(problem.fixed, quantity))
+        for quantity, most in limits.items()
+        if quantity != goal
     ]
     optimum = knapsack.minimise(amounts[goal], rows)
-    totals = problem.totals(optimum.selection) if optimum else None
     # A limit on the goal itself needs no row: compare the minimum with it.
-    if (
-        optimum is None
-        or totals is None
-        or getattr(totals, goal) > limits.get(goal, math.inf)
+    if optimum is None or getattr(problem.totals(optimum.selection), goal) > limits.get(
+        goal, math.inf
     ):
         raise BudgetError(
             f"{' and '.join(flags.values())} cannot be met together; relax one of them"
         )
+    name = name or _name(goal, limits, problem)
+    plan = replace(_optimal_plan(problem, optimum, goal, name), limits=limits)
+    totals = problem.totals(optimum.selection)
+    return BudgetSolution(plan, totals, goal, optimum.gap, optimum.seconds)
+
+
+def _optimal_plan(
+    problem: Problem, optimum: knapsack.Optimum, goal: str, name: str
+) -> Plan:
+    totals = problem.totals(optimum.selection)
     notes: dict[str, object] = {
         "minimised": goal,
         "metric": problem.predictor.metric,
@@ -112,7 +115,7 @@ def plan_for_budget(
         notes["predicted_seconds_per_token"] = totals.seconds
     plan = finished_plan(
         problem.table,
-        name or _name(goal, limits, problem),
+        name,
         problem.assignment(optimum.selection),
         "exact budget",
         notes,
@@ -120,32 +123,35 @@ def plan_for_budget(
         family="exact",
     )
     assert plan.bytes is not None
-    caches = problem.kept(optimum.selection)
-    held = problem.held_bytes + sum(choice.bytes for choice in caches.values())
-    besides = totals.bytes - plan.bytes - held
-    grids = (Recipe.parse(plan.assignment[c.name]).grid for c in problem.table.candidates)
-    grown = sum(problem.target.overhead(grid) for grid in grids) if problem.target else 0
-    assert besides == problem.besides_bytes + grown, (
+    caches = problem.cached(optimum.selection)
+    beside = problem.held_bytes + sum(choice.bytes for choice in caches.values())
+    fixed = problem.besides_bytes
+    if problem.target is not None:
+        recipes = parsed(plan.assignment).values()
+        fixed += sum(problem.target.overhead(recipe.grid) for recipe in recipes)
+    assert totals.bytes == plan.bytes + fixed + beside, (
         "the plan's bytes must be those that the solver added up"
     )
-    plan = replace(plan, limits=limits, fixed_bytes=besides)
-    if caches or held:
-        formats = {kind: str(choice.recipe) for kind, choice in caches.items()}
-        loss = math.fsum(
-            [plan.predicted_kl or 0.0, *(choice.kl for choice in caches.values())]
-        )
-        plan = replace(plan, caches=formats, held_bytes=held, predicted_kl=loss)
-    return BudgetSolution(plan, totals, goal, optimum.gap, optimum.seconds)
+    losses = [plan.predicted_kl or 0.0, *(choice.kl for choice in caches.values())]
+    return replace(
+        plan,
+        fixed_bytes=fixed,
+        caches={kind: str(choice.recipe) for kind, choice in caches.items()},
+        held_bytes=beside,
+        predicted_kl=math.fsum(losses) if caches else plan.predicted_kl,
+    )
 
 
 def _amounts(problem: Problem) -> dict[str, list[knapsack.Numbers]]:
     """Whole numbers stay whole."""
-    return {
-        quantity: [
-            np.array([getattr(c, quantity) for c in g.choices]) for g in problem.groups
+
+    def of(quantity: str) -> list[knapsack.Numbers]:
+        return [
+            np.array([getattr(choice, quantity) for choice in group.choices])
+            for group in problem.groups
         ]
-        for quantity in QUANTITIES
-    }
+
+    return {quantity: of(quantity) for quantity in QUANTITIES}
 
 
 def _limits(
@@ -169,20 +175,20 @@ def _limits(
         limits["kl"] = max_kl
     if min_speed is not None:
         limits["seconds"] = 1 / min_speed if min_speed > 0 else math.inf
-        flags |= {} if min_speed > 0 else {"seconds": f"--min-speed {min_speed:g}"}
+        if not min_speed > 0:
+            flags["seconds"] = f"--min-speed {min_speed:g}"
     if not limits:
         raise PlanError(
             "no budget given; set at least one of --max-bytes, --max-bpw, --max-kl, --min-speed"
         )
     for quantity, most in limits.items():
         if not math.isfinite(most):
-            given = flags.get(quantity) or f"{_OPTION[quantity]} {most}"
-            raise PlanError(f"{given} is not a limit; give a number")
+            flag = flags.get(quantity) or f"{_OPTION[quantity]} {most}"
+            raise PlanError(f"{flag} is not a limit; give a number")
     if "bytes" in limits:
         limits["bytes"] = math.floor(limits["bytes"])
-    return limits, {
-        q: f"{_OPTION[q]} {_HUMAN[q](most)}" for q, most in limits.items()
-    } | flags
+    spelled = {q: f"{_OPTION[q]} {_HUMAN[q](most)}" for q, most in limits.items()}
+    return limits, spelled | flags
 
 
 def _parameters(problem: Problem) -> int:
@@ -195,14 +201,15 @@ def _impossible(problem: Problem, quantity: str, flag: str) -> BudgetError:
     show = _HUMAN[quantity]
     extra = ""
     if quantity == "bytes" and not problem.held_bytes:
-        bits = [
+        least, most = (
             8 * (end - problem.besides_bytes) / _parameters(problem)
             for end in (low, high)
-        ]
-        extra = f" ({bits[0]:.3f} to {bits[1]:.3f} bits per weight)"
+        )
+        extra = f" ({least:.3f} to {most:.3f} bits per weight)"
+    change = "lower" if quantity == "seconds" else "raise"
     return BudgetError(
         f"{flag} cannot be met: plans from these measurements range from {show(low)} to {show(high)}{extra}; "
-        f"{'lower' if quantity == 'seconds' else 'raise'} the budget or measure smaller formats"
+        f"{change} the budget or measure smaller formats"
     )
 
 
@@ -213,11 +220,9 @@ def _name(goal: str, limits: Mapping[str, float], problem: Problem) -> str:
         "kl": lambda most: f"kl{most:g}",
         "seconds": lambda most: f"{1 / most:g}tps".replace("+", ""),
     }
-    parts = [
-        f"least_{goal}_at",
-        *(spell(limits[q]) for q, spell in spelled.items() if q in limits),
-    ]
-    return "_".join(parts) + (f"-{problem.target.name}" if problem.target else "")
+    parts = [spell(limits[name]) for name, spell in spelled.items() if name in limits]
+    name = "_".join([f"least_{goal}_at", *parts])
+    return f"{name}-{problem.target.name}" if problem.target else name
 
 
 @dataclass(frozen=True)

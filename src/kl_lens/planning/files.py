@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -74,9 +75,8 @@ def write_plan(plan: Plan, path: Path | str, components: Iterable[Component]) ->
     content = {
         name: facts[name] for name in _FIELDS if facts[name] or name not in _MEMORY
     }
-    write_text(
-        path, json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-    )
+    text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)
+    write_text(path, text + "\n")
     return path
 
 
@@ -98,31 +98,25 @@ def read_plan(path: Path | str, components: Iterable[Component]) -> Plan:
     fingerprint = facts.pop("fingerprint", None)
     for name in ("version", "bits_per_weight"):
         facts.pop(name, None)
+    facts = {"name": path.stem, "made_by": "hand", **facts, "assignment": full}
     try:
-        plan = Plan.from_json(
-            {"name": path.stem, "made_by": "hand", **facts, "assignment": full}
-        )
+        plan = Plan.from_json(facts)
         if plan.family not in PLAN_FAMILIES:
             raise ValueError(
                 f"family is {plan.family!r}; expected one of {', '.join(PLAN_FAMILIES)}"
             )
-        if not plan.interaction > 0 or (
-            plan.measured and not plan.measured.original_perplexity > 0
-        ):
+        perplexity = plan.measured.original_perplexity if plan.measured else 1.0
+        if not (plan.interaction > 0 and perplexity > 0):
             raise ValueError("interaction and perplexity must be above zero")
     except ValueError as error:
         raise PlanError(f"{path}: {error}") from None
-    if (
-        fingerprint != _fingerprint(full, plan.statistics, plan.target)
-        or plan.bytes != size
-    ):
-        made_by = (
-            plan.made_by if plan.made_by == "hand" else f"{plan.made_by}, edited by hand"
-        )
+    current = _fingerprint(full, plan.statistics, plan.target)
+    if fingerprint != current or plan.bytes != size:
+        made_by = plan.made_by
         plan = Plan(
             path.stem,
             full,
-            made_by,
+            made_by if made_by == "hand" else f"{made_by}, edited by hand",
             statistics=plan.statistics,
             target=plan.target,
             edited=True,
@@ -177,18 +171,18 @@ def _checked_assignment(
     by_name = {c.name: c for c in components}
     aliases = {alias: c for c in components for alias in c.tied_with}
     assignment: dict[str, str] = {}
-    for name, wanted in lines.items():
+    for name, spelling in lines.items():
         component = by_name.get(name) or aliases.get(name)
         if component is None:
             raise PlanError(
                 f"{path}: the model has no component {name!r}{_hint(name, [*by_name, *aliases])}"
             )
-        if not isinstance(wanted, str):
+        if not isinstance(spelling, str):
             raise PlanError(
-                f"{path}: {name}: expected the name of a format, got {wanted!r}"
+                f"{path}: {name}: expected the name of a format, got {spelling!r}"
             )
         try:
-            recipe = Recipe.parse(wanted)
+            recipe = Recipe.parse(spelling)
         except FormatError as error:
             raise PlanError(f"{path}: {name}: {error}") from None
         if not component.quantizable:
@@ -209,28 +203,25 @@ def _checked_assignment(
     return assignment
 
 
-def _hint(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
-    return (
-        f"; did you mean {' or '.join(close)}?"
-        if close
-        else "; `kl-lens inspect` lists the known names"
-    )
+def _hint(name: str, names: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(names))
+    if close:
+        return f"; did you mean {' or '.join(close)}?"
+    return "; `kl-lens inspect` lists the known names"
 
 
 def _fingerprint(
     assignment: Mapping[str, str], statistics: str | None, target: str | None
 ) -> str:
     """Of everything the numbers depend on: recipes, statistics, target."""
-    facts: list[Any] = sorted(assignment.items())
-    facts += [fact for fact in (statistics, target) if fact is not None]
-    text = json.dumps(facts)
+    basis = [fact for fact in (statistics, target) if fact is not None]
+    text = json.dumps([*sorted(assignment.items()), *basis])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) < len(pairs):
-        twice = next(key for key in result if sum(key == other for other, _ in pairs) > 1)
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"{twice!r} appears twice; keep one of the two lines")
     return result

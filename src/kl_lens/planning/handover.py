@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from kl_lens.base.errors import PlanError, UnlearntError
 from kl_lens.base.files import replacing
@@ -25,15 +24,12 @@ from kl_lens.run.records import Component, Plan
 from kl_lens.targets.gguf.export import tensor_jobs
 from kl_lens.targets.gguf.writer import FLOAT32, ModelTensors, TensorJob
 from kl_lens.weights.formats import Format
+from kl_lens.weights.formats.affine import AffineFormat
 from kl_lens.weights.formats.gguf_blocks import gguf_module
-from kl_lens.weights.formats.integer import (
-    GroupedFormat,
-    SignedScaleFormat,
-    ZeroPointFormat,
-)
+from kl_lens.weights.formats.integer import GROUPS, SignedScaleFormat, ZeroPointFormat
 from kl_lens.weights.formats.tables import MicroscalingFormat, NormalFloatFormat
 from kl_lens.weights.quantizers.methods import column_importance
-from kl_lens.weights.recipes import FP16, NEAREST, parsed
+from kl_lens.weights.recipes import FP16, NEAREST, Recipe, parsed
 
 Settings = dict[str, Any]
 
@@ -54,14 +50,12 @@ class Tool:
     title: str
     file: str
     use: str  # FOLDER stands for the folder of the file
-    settings: Callable[
-        [Format], Settings | None
-    ]  # of a format; None: the tool does not have it
-    refuses: Callable[
-        [LoadedModel, Component], str | None
-    ]  # why a component must stay at FP16
+    # Of a format; None: the tool does not have it.
+    settings: Callable[[Format], Settings | None]
     # From each component's settings, without FP16 ones.
     content: Callable[[LoadedModel, Plan, Mapping[str, Settings]], str]
+    # Why a component must stay at FP16.
+    refuses: Callable[[Component], str | None] = lambda component: None
 
 
 def write_recipe(
@@ -76,29 +70,26 @@ def write_recipe(
     `statistics`: of the run, for tools that weigh columns by importance.
     """
     tool = TOOLS[name]
-    ours = [NEAREST]
-    with replacing(folder) as place:
+    shared = [NEAREST]
+    with replacing(folder) as new:
         if tool is None:
             title = "llama-quantize"
-            ours = [NEAREST, "imatrix"]
-            use = _write_for_llama_cpp(model, plan, place, statistics)
+            shared.append("imatrix")
+            use = _write_for_llama_cpp(model, plan, new, statistics)
         else:
             title = tool.title
             use = tool.use
             content = tool.content(model, plan, _chosen(tool, model, plan))
-            (place / tool.file).write_text(content, encoding="utf-8")
-        names = sorted(path.name for path in place.iterdir())
-    others = [
-        recipe.method
-        for recipe in parsed(plan.assignment).values()
-        if recipe.method not in ours
-    ]
+            (new / tool.file).write_text(content, encoding="utf-8")
+        files = tuple(folder / path.name for path in sorted(new.iterdir()))
+    methods = [recipe.method for recipe in parsed(plan.assignment).values()]
+    foreign = [method for method in methods if method not in shared]
     note = (
-        f"{plan.name}: {len(others)} components were measured with {', '.join(sorted(set(others)))}; {title} rounds in "
-        "its own way, so measure its file"
+        f"{plan.name}: {len(foreign)} components were measured with {', '.join(sorted(set(foreign)))}; {title} rounds "
+        "in its own way, so measure its file"
     )
-    files = tuple(folder / file for file in names)
-    return Handover(use.replace("FOLDER", str(folder)), files, (note,) if others else ())
+    use = use.replace("FOLDER", str(folder))
+    return Handover(use, files, (note,) if foreign else ())
 
 
 def _chosen(tool: Tool, model: LoadedModel, plan: Plan) -> dict[str, Settings]:
@@ -107,37 +98,16 @@ def _chosen(tool: Tool, model: LoadedModel, plan: Plan) -> dict[str, Settings]:
     for component in model.anatomy.candidates:
         if (recipe := recipes.get(component.name, FP16)) == FP16:
             continue
-        why = tool.refuses(model, component)
-        found = tool.settings(recipe.grid)
-        if why or found is None:
-            reason = (
-                f"{why}; give it fp16, not {recipe}, in the plan's file"
-                if why
-                else (f"it has nothing like {recipe.grid.name}")
-            )
+        settings = tool.settings(recipe.grid)
+        reason = f"it has nothing like {recipe.grid.name}" if settings is None else None
+        if refusal := tool.refuses(component):
+            reason = f"{refusal}; give it fp16, not {recipe}, in the plan's file"
+        if settings is None or reason:
             raise PlanError(
                 f"{tool.title} cannot express plan {plan.name}: {component.name}: {reason}"
             )
-        chosen[component.name] = found
+        chosen[component.name] = settings
     return chosen
-
-
-def _as_json(content: Mapping[str, Any]) -> str:
-    return json.dumps(content, indent=1) + "\n"
-
-
-def _is_integer(fmt: Format) -> bool:
-    """Integers of `bits` bits with a scale, and unless `symmetric` a zero point, per `group_size` weights or row."""
-    return isinstance(fmt, SignedScaleFormat | ZeroPointFormat) and fmt.bits in (2, 4, 8)
-
-
-def _not_linear(model: LoadedModel, component: Component) -> str | None:
-    layer = dict(model.model.named_modules()).get(
-        component.weight.removesuffix(".weight")
-    )
-    if isinstance(layer, nn.Linear) and not component.tied_with:
-        return None
-    return "it quantizes only Linear layers of their own"
 
 
 # NNCF takes no map from layer to format. A pass of `compress_weights` with ratio 1 compresses everything but its
@@ -211,24 +181,21 @@ def _nncf_settings(fmt: Format) -> Settings | None:
         return {"mode": "nf4", "group_size": size, "type": "nf4"}
     if isinstance(fmt, MicroscalingFormat):
         return {"mode": "mxfp4", "group_size": size, "type": "f4e2m1"}
-    if not _is_integer(fmt) or fmt.bits == 2 or (fmt.bits == 8 and fmt.group_size):
+    is_integer = isinstance(fmt, SignedScaleFormat | ZeroPointFormat)
+    if not is_integer or (fmt.bits, size > 0) not in ((4, True), (4, False), (8, False)):
         return None
-    kind, letter = ("sym", "i") if fmt.symmetric else ("asym", "u")
-    return {
-        "mode": f"int{fmt.bits}_{kind}",
-        "group_size": size,
-        "type": f"{letter}{fmt.bits}",
-    }
+    mode = f"int{fmt.bits}_{'sym' if fmt.symmetric else 'asym'}"
+    letter = "i" if fmt.symmetric else "u"
+    return {"mode": mode, "group_size": size, "type": f"{letter}{fmt.bits}"}
 
 
 def _nncf_content(model: LoadedModel, plan: Plan, chosen: Mapping[str, Settings]) -> str:
     passes: dict[str, Settings] = {}
-    for name, how in chosen.items():
-        weights = passes.setdefault(repr(how), how | {"weights": []})["weights"]
-        weights.append(model.anatomy.component(name).weight)
-    return _NNCF_SCRIPT.format(
-        plan=plan.name, passes=json.dumps(list(passes.values()), indent=4)
-    )
+    for name, settings in chosen.items():
+        step = passes.setdefault(repr(settings), settings | {"weights": []})
+        step["weights"].append(model.anatomy.component(name).weight)
+    text = json.dumps(list(passes.values()), indent=4)
+    return _NNCF_SCRIPT.format(plan=plan.name, passes=text)
 
 
 _NNCF = Tool(
@@ -240,109 +207,32 @@ sys.path.append("FOLDER")
 from nncf_recipe import compress
 openvino.save_model(compress(openvino.Core().read_model(MODEL_XML)), OUT_XML)""",
     _nncf_settings,
-    lambda model, component: None,
     _nncf_content,
-)
-
-
-def _auto_round_refuses(model: LoadedModel, component: Component) -> str | None:
-    odd = any(size % 32 for size in component.shape)
-    shape = f"its shape {component.shape} does not divide by 32, so AutoRound would leave it alone"
-    return _not_linear(model, component) or (shape if odd else None)
-
-
-def _auto_round_settings(fmt: Format) -> Settings | None:
-    how = {
-        "bits": fmt.bits,
-        "group_size": fmt.group_size or -1,
-        "sym": fmt.symmetric,
-        "data_type": "int",
-    }
-    return how if _is_integer(fmt) else None
-
-
-def _auto_round_content(
-    model: LoadedModel, plan: Plan, chosen: Mapping[str, Settings]
-) -> str:
-    """Layers that are not named would get the scheme's 4 bits."""
-    layers = (c.name for c in model.anatomy.candidates if c.kind != "embedding")
-    return _as_json({name: chosen.get(name, {"bits": 16}) for name in layers})
-
-
-_AUTO_ROUND = Tool(
-    "AutoRound",
-    "layer_config.json",
-    """import json
-from auto_round import AutoRound
-layers = json.load(open("FOLDER/layer_config.json"))
-AutoRound(MODEL, scheme="W4A16", layer_config=layers).quantize_and_save(OUT, format="auto_round")""",
-    _auto_round_settings,
-    _auto_round_refuses,
-    _auto_round_content,
-)
-
-
-def _modelopt_settings(fmt: Format) -> Settings | None:
-    """ModelOpt's integers are symmetric."""
-    shared = (
-        {"axis": 0} if fmt.group_size is None else {"block_sizes": {"-1": fmt.group_size}}
-    )
-    return (
-        {"num_bits": fmt.bits, **shared} if _is_integer(fmt) and fmt.symmetric else None
-    )
-
-
-def _modelopt_content(
-    model: LoadedModel, plan: Plan, chosen: Mapping[str, Settings]
-) -> str:
-    entries: list[Settings] = [
-        {"quantizer_name": f"{name}.weight_quantizer", "cfg": cfg}
-        for name, cfg in chosen.items()
-    ]
-    entries.insert(
-        0, {"quantizer_name": "*", "enable": False}
-    )  # later entries override earlier ones
-    # JSON is YAML, except that keys of JSON are never numbers and ModelOpt wants the axis as one.
-    return _as_json({"quant_cfg": entries, "algorithm": "max"}).replace('"-1":', "-1:")
-
-
-_MODELOPT = Tool(
-    "ModelOpt",
-    "quant_cfg.yaml",
-    """import yaml
-import modelopt.torch.quantization as mtq
-mtq.quantize(model, yaml.safe_load(open("FOLDER/quant_cfg.yaml")))""",
-    _modelopt_settings,
-    _not_linear,
-    _modelopt_content,
 )
 
 
 def _mlx_settings(fmt: Format) -> Settings | None:
     """MLX stores a scale and an offset per group."""
-    uneven = isinstance(fmt, NormalFloatFormat | MicroscalingFormat)
-    if (
-        not isinstance(fmt, GroupedFormat)
-        or uneven
-        or fmt.group_size not in (32, 64, 128)
+    if fmt.group_size not in GROUPS or not isinstance(
+        fmt, SignedScaleFormat | ZeroPointFormat | AffineFormat
     ):
         return None
     return {"bits": fmt.bits, "group_size": fmt.group_size}
 
 
-def _mlx_refuses(model: LoadedModel, component: Component) -> str | None:
-    known = len(component.shape) == 2 and component.weight == f"{component.name}.weight"
-    return None if known else "KL Lens does not know mlx-lm's name of it"
+def _mlx_refuses(component: Component) -> str | None:
+    if len(component.shape) == 2 and component.weight == f"{component.name}.weight":
+        return None
+    return "KL Lens does not know mlx-lm's name of it"
 
 
 def _mlx_content(model: LoadedModel, plan: Plan, chosen: Mapping[str, Settings]) -> str:
-    # A family whose layers mlx-lm calls by other names.
-    ours, theirs = (
-        ("model.", "backbone.") if model.config.model_type == "nemotron_h" else ("", "")
-    )
-    return _as_json(
-        {theirs + name.removeprefix(ours): how for name, how in chosen.items()}
-    )
+    if model.config.model_type == "nemotron_h":  # whose layers mlx-lm calls otherwise
+        chosen = {
+            f"backbone.{name.removeprefix('model.')}": settings
+            for name, settings in chosen.items()
+        }
+    return json.dumps(chosen, indent=1) + "\n"
 
 
 _MLX_LM = Tool(
@@ -355,16 +245,14 @@ layers = json.load(open("FOLDER/quantization.json"))
 convert(MODEL, OUT, quantize=True, q_group_size=32, quant_predicate=lambda path, *_: layers.pop(path, False))
 assert not layers, layers""",
     _mlx_settings,
-    _mlx_refuses,
     _mlx_content,
+    _mlx_refuses,
 )
 
 # In the order in which they are listed for users. llama.cpp's files are made by a function of their own.
 TOOLS: dict[str, Tool | None] = {
     "llama.cpp": None,
     "nncf": _NNCF,
-    "auto-round": _AUTO_ROUND,
-    "modelopt": _MODELOPT,
     "mlx-lm": _MLX_LM,
 }
 
@@ -391,24 +279,19 @@ def _write_for_llama_cpp(
         for job in jobs
     )
     (folder / TYPES).write_text("".join(lines), encoding="utf-8")
-    learning = [
-        job
-        for job in jobs
-        if job.recipe
-        and (
-            job.recipe.quantizer.learns
-            or (job.recipe.is_tuned and statistics is not None)
-        )
-    ]
+
+    def learns(recipe: Recipe) -> bool:
+        return recipe.quantizer.learns or (recipe.is_tuned and statistics is not None)
+
+    learning = [job for job in jobs if job.recipe and learns(job.recipe)]
     if learning:
         if statistics is None:
             raise UnlearntError(
                 f"plan {plan.name}: {learning[0].component}: {learning[0].recipe} needs an importance matrix, and the "
                 "run has no statistics; gather them with kl-lens calibrate"
             )
-        model.weights.learnt_by(
-            (job.recipe for job in learning if job.recipe), plan.statistics
-        )
+        recipes = (job.recipe for job in learning if job.recipe)
+        model.weights.learnt_by(recipes, plan.statistics)
         _write_importance(folder / IMPORTANCE, learning, statistics, model.chain.device)
     sizes = Counter[str]()
     for job in jobs:
@@ -446,27 +329,16 @@ def _write_importance(
     writer.add_uint32("imatrix.chunk_count", int(text["windows"]))
     writer.add_uint32("imatrix.chunk_size", int(text["length"]))
     for job in jobs:
-        found = statistics.of(job.component, device)
-        moments = found.second_moments
-        matrices = (
-            moments[None] if moments.dim() == 2 else moments
-        )  # one, or one per expert
-        importance = torch.stack([column_importance(each) for each in matrices]).cpu()
+        inputs = statistics.of(job.component, device)
+        moments = inputs.second_moments.view(-1, *inputs.second_moments.shape[-2:])
+        importance = torch.stack([column_importance(matrix) for matrix in moments]).cpu()
         if job.rule.columns != (1, 1):
-            importance = (
-                importance.unflatten(-1, (*job.rule.columns, -1))
-                .transpose(-3, -2)
-                .flatten(-3)
-            )
-        counts = (
-            torch.tensor(found.tokens, dtype=torch.float32)
-            .clamp_min(1)
-            .expand(len(matrices))[:, None]
-        )
-        writer.add_tensor(
-            f"{job.rule.name}.in_sum2", (importance * counts).float().numpy()
-        )
-        writer.add_tensor(f"{job.rule.name}.counts", counts.contiguous().numpy())
+            grouped = importance.unflatten(-1, (*job.rule.columns, -1))
+            importance = grouped.transpose(-3, -2).flatten(-3)
+        counts = torch.tensor(inputs.tokens, dtype=torch.float32).clamp_min(1)
+        counts = counts.expand(len(moments))[:, None].contiguous()
+        writer.add_tensor(f"{job.rule.name}.in_sum2", (importance * counts).numpy())
+        writer.add_tensor(f"{job.rule.name}.counts", counts.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

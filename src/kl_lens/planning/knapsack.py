@@ -28,9 +28,8 @@ import scipy  # its parts load on first use: that takes seconds
 
 from kl_lens.base.errors import PlanError
 
-Numbers = (
-    npt.NDArray[np.int64] | npt.NDArray[np.float64]
-)  # whole numbers below 2^53, or reals
+# Whole numbers below 2^53, or reals.
+Numbers = npt.NDArray[np.int64] | npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
 
 # A bound this close to the value (relatively) is equal to it within HiGHS's precision.
@@ -86,7 +85,8 @@ def minimise(costs: Sequence[Numbers], limits: Sequence[Limit]) -> Optimum | Non
                 )
             if incumbent is None:
                 return None
-            selection = incumbent  # HiGHS ran out of time, or rejected the incumbent by a tolerance
+            # HiGHS ran out of time, or rejected the incumbent by a tolerance.
+            selection = incumbent
         excess = _excess(costs, alive, selection)
         # If the first scale was bad, the answer gives a better one.
         if integral(costs) or stopped or excess == 0 or 1e2 <= excess * scale <= 1e8:
@@ -99,11 +99,10 @@ def minimise(costs: Sequence[Numbers], limits: Sequence[Limit]) -> Optimum | Non
 def undominated(*quantities: Numbers) -> Indices:
     """Indices of elements that no other beats or equals in every quantity; of equals, the first is kept."""
     rows = np.stack(quantities, axis=1)
-    no_worse = (rows[None, :, :] <= rows[:, None, :]).all(
-        axis=2
-    )  # [i, j]: j is not worse than i
-    place = np.arange(len(rows))
-    beaten = no_worse & (~no_worse.T | (place[None, :] < place[:, None]))
+    # [i, j]: j is not worse than i.
+    no_worse = (rows[None, :, :] <= rows[:, None, :]).all(axis=2)
+    index = np.arange(len(rows))
+    beaten = no_worse & (~no_worse.T | (index[None, :] < index[:, None]))
     return np.flatnonzero(~beaten.any(axis=1))
 
 
@@ -170,14 +169,10 @@ class _Program:
         owner = np.repeat(np.arange(len(alive)), [len(index) for index in alive])
         self.base, self.extra = _above_least(costs, alive)
         count = len(self.extra)
-        shape = (len(alive), count)
-        one_each = scipy.sparse.csr_array(
-            (np.ones(count), (owner, np.arange(count))), shape=shape
-        )
-        self.rows = [
-            scipy.optimize.LinearConstraint(one_each, 1, 1),
-            *(_row(limit, alive) for limit in limits),
-        ]
+        cells = (np.ones(count), (owner, np.arange(count)))
+        choosing = scipy.sparse.csr_array(cells, shape=(len(alive), count))
+        self.rows = [scipy.optimize.LinearConstraint(choosing, 1, 1)]
+        self.rows += (_row(limit, alive) for limit in limits)
 
     def solve(self, scale: float, seconds: float) -> tuple[list[int] | None, float, bool]:
         """A selection that is feasible in exact arithmetic, a lower bound of the cost, and whether time ran out."""
@@ -190,22 +185,20 @@ class _Program:
             stopped = result.status == 1
             if result.x is None:
                 return None, bound, stopped
-            picks = [
-                int(np.argmax(each)) for each in np.split(result.x, self.starts[1:-1])
-            ]
-            selection = [
-                int(index[pick]) for index, pick in zip(self.alive, picks, strict=True)
-            ]
+            shares = np.split(result.x, self.starts[1:-1])
+            picks = [int(np.argmax(share)) for share in shares]
+            pairs = zip(self.alive, picks, strict=True)
+            selection = [int(index[pick]) for index, pick in pairs]
             if all(limit.holds(selection) for limit in self.limits):
                 return selection, bound, stopped
             if stopped:
                 break
             chosen = np.zeros((1, len(self.extra)))
             chosen[0, self.starts[:-1] + picks] = 1
-            cut = scipy.optimize.LinearConstraint(
-                scipy.sparse.csr_array(chosen), -np.inf, len(picks) - 1
+            chosen = scipy.sparse.csr_array(chosen)
+            self.rows.append(
+                scipy.optimize.LinearConstraint(chosen, -np.inf, len(picks) - 1)
             )
-            self.rows.append(cut)
         return None, bound, True
 
     def _run(self, scale: float, seconds: float) -> Any:
@@ -242,10 +235,9 @@ def _above_least(
     amounts: Sequence[Numbers], alive: Sequence[Indices]
 ) -> tuple[float, Numbers]:
     """The sum of the smallest amounts of all groups, and by how much each choice is above its group's smallest."""
-    left = [a[i] for a, i in zip(amounts, alive, strict=True)]
-    return math.fsum(each.min() for each in left), np.concatenate(
-        [each - each.min() for each in left]
-    )
+    parts = [a[i] for a, i in zip(amounts, alive, strict=True)]
+    extra = np.concatenate([part - part.min() for part in parts])
+    return math.fsum(part.min() for part in parts), extra
 
 
 def total(amounts: Sequence[Numbers], selection: Sequence[int]) -> float:
@@ -265,11 +257,8 @@ def _silent_stdout() -> Iterator[None]:
         flush(None)
         saved = os.dup(1)
         nowhere = os.open(os.devnull, os.O_WRONLY)
-    except (
-        OSError,
-        TypeError,
-        AttributeError,
-    ):  # no C library of this kind, or no standard output
+    except (OSError, TypeError, AttributeError):
+        # No C library of this kind, or no standard output.
         yield
         return
     try:
@@ -308,9 +297,8 @@ class Hull:
 def hull_of(costs: Sequence[Array], amounts: Sequence[Array]) -> Hull:
     """The hull of all sums: the steps of all groups sorted by slope."""
     start: list[int] = []
-    steps: list[
-        tuple[float, int, int, float, float]
-    ] = []  # slope, group, choice, extra amount, extra cost
+    # Slope, group, choice, extra amount, extra cost.
+    steps: list[tuple[float, int, int, float, float]] = []
     for group, (cost, amount) in enumerate(zip(costs, amounts, strict=True)):
         corners = _corners(cost, amount)
         start.append(corners[0])
@@ -338,11 +326,9 @@ def _corners(cost: Array, amount: Array) -> list[int]:
         if corners and cost[i] >= cost[corners[-1]]:
             continue  # dominated: larger and not cheaper
         while len(corners) > 1:
-            a = corners[-2]
-            b = corners[-1]
-            if (cost[b] - cost[a]) * (amount[i] - amount[a]) < (cost[i] - cost[a]) * (
-                amount[b] - amount[a]
-            ):
+            a, b = corners[-2:]
+            past = (cost[b] - cost[a]) * (amount[i] - amount[a])
+            if past < (cost[i] - cost[a]) * (amount[b] - amount[a]):
                 break
             corners.pop()
         corners.append(int(i))

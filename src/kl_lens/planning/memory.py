@@ -31,37 +31,37 @@ def held_by(
     for kind in CACHES:
         if not (numbers := getattr(carried, kind) * use.batch * use.context):
             continue
-        default, *others = target.cache_formats or (FP16,)
+        default, *smaller = target.cache_formats or (FP16,)
         usual_bits = StateFormat.parse(default, kind).numbers.bits
         usual = numbers * (usual_bits if target.cache_formats else share.cache_bits) // 8
         choices = [Choice(usual, 0.0, 0.0, Recipe(default))]
-        for name in others:
+        for name in smaller:
             if measured := _measured(kind, name, table):
-                bits, loss = measured
-                choices.append(
-                    Choice(math.ceil(numbers * bits / 8), loss, 0.0, Recipe(name))
-                )
+                size = math.ceil(numbers * measured[0] / 8)
+                choices.append(Choice(size, measured[1], 0.0, Recipe(name)))
         caches.append(Group((kind,), tuple(choices)))
-    held = Held(share.bytes(carried, use), 4 * carried.states * use.batch, tuple(caches))
-    file = max(0, memory - held.bytes({})) / share.copies
-    return replace(held, runtime=held.runtime + math.ceil((share.copies - 1) * file))
+    beside = Held(
+        share.bytes(carried, use), 4 * carried.states * use.batch, tuple(caches)
+    )
+    file = max(0, memory - beside.bytes({})) / share.copies
+    copies = math.ceil((share.copies - 1) * file)
+    return replace(beside, runtime=beside.runtime + copies)
 
 
 def _measured(
     kind: str, name: str, table: SensitivityTable | None
 ) -> tuple[float, float] | None:
     """Bits per number and the loss of all blocks; None if one was not measured."""
-    parts = {c.name: c.shape for c in table.components if c.kind == kind} if table else {}
-    found = (
-        [m for m in table.measurements if m.component in parts and m.format == name]
-        if table
-        else []
-    )
-    if not found or len(found) < len(parts):
+    if table is None:
         return None
-    numbers = [math.prod(shape) for shape in parts.values()]
-    how = StateFormat.parse(name, kind)
-    bits = sum(
-        n * how.bits(shape) for n, shape in zip(numbers, parts.values(), strict=True)
-    ) / sum(numbers)
-    return bits, math.fsum(max(0.0, m.metrics[KL].value) for m in found)
+    shapes = {c.name: c.shape for c in table.components if c.kind == kind}
+    losses = [
+        max(0.0, m.metrics[KL].value)
+        for m in table.measurements
+        if m.component in shapes and m.format == name
+    ]
+    if not losses or len(losses) < len(shapes):
+        return None
+    fmt = StateFormat.parse(name, kind)
+    bits = sum(math.prod(shape) * fmt.bits(shape) for shape in shapes.values())
+    return bits / sum(map(math.prod, shapes.values())), math.fsum(losses)

@@ -53,16 +53,15 @@ class Predictor:
             estimate = m.metrics.get(self.metric)
             if estimate is None or m.component not in components:
                 continue
-            clamped = Estimate(
-                0.0 if estimate.value < 0 else estimate.value, estimate.standard_error
-            )
+            if estimate.value < 0:
+                estimate = replace(estimate, value=0.0)
             stored, reason = stored_recipe(components[m.component], m.format)
             parsed = m.component, Recipe.parse(m.format)
             if m.compute_dtype == PREDICTED and parsed not in self._measured:
                 self._predicted.add(parsed)
-            self._measured.setdefault(parsed, clamped)
+            self._measured.setdefault(parsed, estimate)
             if reason is not None:
-                through_fallback.setdefault((m.component, stored), clamped)
+                through_fallback.setdefault((m.component, stored), estimate)
         # A replacement recipe was measured under the name of the wanted one.
         for key, estimate in through_fallback.items():
             self._measured.setdefault(key, estimate)
@@ -86,13 +85,12 @@ class Predictor:
         All parts were measured on the same windows, so their errors are correlated in an unknown way. The sum of the
         standard errors is an upper bound for any correlation.
         """
-        estimates = [self.estimate(c, r) for c, r in assignment.items()]
-        known = [e for e in estimates if e is not None]
-        if len(known) < len(estimates):
+        parts = [self.estimate(c, r) for c, r in assignment.items()]
+        estimates = [part for part in parts if part is not None]
+        if len(estimates) < len(parts):
             return None
-        return Estimate(
-            math.fsum(e.value for e in known), math.fsum(e.standard_error for e in known)
-        )
+        error = math.fsum(estimate.standard_error for estimate in estimates)
+        return Estimate(math.fsum(estimate.value for estimate in estimates), error)
 
 
 def prediction_metric(table: SensitivityTable) -> tuple[str, str | None]:
@@ -116,11 +114,9 @@ def prediction_metric(table: SensitivityTable) -> tuple[str, str | None]:
         for m in table.measurements
         if PREDICTED_METRIC in m.metrics
     ]
-    why = (
-        f"no value of {PREDICTED_METRIC} can be a KL (about {values[0]:.2g})"
-        if values
-        else (f"{PREDICTED_METRIC} was not measured")
-    )
+    why = f"{PREDICTED_METRIC} was not measured"
+    if values:
+        why = f"no value of {PREDICTED_METRIC} can be a KL (about {values[0]:.2g})"
     published = all(m.compute_dtype == "published" for m in table.measurements)
     unit = "; published KLs are sums over a window, not per token" if published else ""
     return OTHER_KL, f"{why}, so plans use {OTHER_KL}{unit}"
@@ -128,19 +124,15 @@ def prediction_metric(table: SensitivityTable) -> tuple[str, str | None]:
 
 def require_sane(table: SensitivityTable, metric: str) -> None:
     """Raises if the metric cannot be summed, or if a value is impossible."""
-    known = {
-        name: None
-        for m in table.measurements
-        for name in m.metrics
-        if name not in NOT_ADDITIVE
-    }
+    metrics = dict[str, Estimate]()
+    for m in table.measurements:
+        metrics |= m.metrics
+    names = ", ".join(name for name in metrics if name not in NOT_ADDITIVE)
     if metric in NOT_ADDITIVE:
+        raise PlanError(f"{metric} cannot be added up over components; choose {names}")
+    if metrics and metric not in metrics:
         raise PlanError(
-            f"{metric} cannot be added up over components; choose {', '.join(known)}"
-        )
-    if table.measurements and metric not in known:
-        raise PlanError(
-            f"{table.model}: no measurement has {metric}; use another --metric ({', '.join(known)}), or measure again"
+            f"{table.model}: no measurement has {metric}; use another --metric ({names}), or measure again"
         )
     most = _most(table)
     for m in table.measurements:
@@ -168,10 +160,9 @@ def _impossible(measurement: Measurement, metric: str, most: float) -> str | Non
 
 def _most(table: SensitivityTable) -> float:
     """Largest plausible KL; the head has one row per token of the vocabulary."""
-    rows = [
-        c.shape[-2] for c in table.components if c.name == table.head and len(c.shape) > 1
-    ]
-    return _LARGEST * math.log(max(rows[0], 2) if rows else 2**20)
+    heads = (c for c in table.components if c.name == table.head and len(c.shape) > 1)
+    rows = next((max(head.shape[-2], 2) for head in heads), 2**20)
+    return _LARGEST * math.log(rows)
 
 
 def finished_plan(
@@ -190,11 +181,12 @@ def finished_plan(
     settled: dict[str, str] = {
         c.name: cost.stored.get(c.name, FP16) for c in table.candidates
     }
-    predicted = predictor.total(settled)
     remarks: dict[str, object] = dict(notes or {})
     if cost.fallbacks:
         remarks["fallbacks"] = cost.fallbacks
-    if predicted is not None:
+    value = None
+    if predicted := predictor.total(settled):
+        value = finite_or_none(predicted.value)
         remarks["predicted_kl_standard_error"] = finite_or_none(predicted.standard_error)
     else:
         remarks["unmeasured"] = predictor.unmeasured(settled)
@@ -202,7 +194,6 @@ def finished_plan(
         remarks["predicted"] = guessed
     if predictor.metric != PREDICTED_METRIC:
         remarks["predicted_by"] = predictor.metric
-    value = finite_or_none(predicted.value) if predicted is not None else None
     learnt = any(recipe.quantizer.learns for recipe in cost.stored.values())
     return Plan(
         checked_plan_name(name),
@@ -219,12 +210,11 @@ def finished_plan(
 def uniform_plan(table: SensitivityTable, recipe: str, *, no_head: bool = False) -> Plan:
     """One recipe for all components. The name spells `+` as a dot: `uniform_int4-g64.gptq`."""
     wanted = Recipe.parse(recipe)
-    kept = {table.head} if no_head else set()
-    assignment = {c.name: wanted for c in table.candidates if c.name not in kept}
+    head = table.head if no_head else None
+    assignment = {c.name: wanted for c in table.candidates if c.name != head}
     name = f"uniform_{wanted.replace('+', '.')}"
-    return finished_plan(
-        table, name, assignment, f"uniform: everything in {wanted}", family="uniform"
-    )
+    made_by = f"uniform: everything in {wanted}"
+    return finished_plan(table, name, assignment, made_by, family="uniform")
 
 
 def repredicted(plan: Plan, table: SensitivityTable) -> Plan:
@@ -237,13 +227,13 @@ def repredicted(plan: Plan, table: SensitivityTable) -> Plan:
         "predicted",
         "predicted_by",
     )
-    kept = {key: value for key, value in plan.notes.items() if key not in stale}
+    lasting = {key: value for key, value in plan.notes.items() if key not in stale}
     return replace(
         plan,
         assignment=fresh.assignment,
         predicted_kl=fresh.predicted_kl,
         bytes=fresh.bytes,
-        notes={**kept, **fresh.notes},
+        notes=lasting | fresh.notes,
         measured=None,
         statistics=fresh.statistics,
     )
@@ -277,8 +267,10 @@ def verify(predicted: Estimate, measured: Estimate) -> tuple[bool, str]:
     Prediction and measurement use different text, so their errors are independent.
     """
     ratio = measured.value / predicted.value if predicted.value else math.inf
-    both = f"predicted {spell_estimate(predicted)}, measured {spell_estimate(measured)} nats per token"
-    numbers = f"{both} ({ratio:.3g} times)"
+    numbers = (
+        f"predicted {spell_estimate(predicted)}, measured {spell_estimate(measured)} nats per token "
+        f"({ratio:.3g} times)"
+    )
     difference = measured.value - predicted.value
     error = math.hypot(predicted.standard_error, measured.standard_error)
     if not math.isfinite(error) or not math.isfinite(difference):
@@ -306,7 +298,7 @@ def interaction(pairs: Iterable[tuple[float, float]]) -> float:
 
 
 def spell_estimate(estimate: Estimate) -> str:
-    """`0.0103 ± 0.0001`; an unknown error is left out."""
+    """`0.0103 ± 0.0001`; an unknown error is not shown."""
     if math.isfinite(estimate.standard_error):
         return f"{estimate.value:.4g} ± {estimate.standard_error:.1g}"
     return f"{estimate.value:.4g}"
@@ -340,12 +332,9 @@ class Cost:
     @property
     def shares_text(self) -> str:
         """`int8 40 (61.2 %), int4 10 (8.0 %), kept 73 (0.3 %)`: components, and share of all weights."""
-        rows = [
-            (share.recipe if share.quantizable else "kept", share)
-            for share in self.shares
-        ]
         return ", ".join(
-            f"{what} {row.components} ({100 * row.share:.1f} %)" for what, row in rows
+            f"{row.recipe if row.quantizable else 'kept'} {row.components} ({100 * row.share:.1f} %)"
+            for row in self.shares
         )
 
 
@@ -402,23 +391,21 @@ def cost_of(components: Iterable[Component], assignment: Mapping[str, str]) -> C
             fallbacks[component.name] = reason
         total += component_bytes(component, recipe)
     parameters = sum(c.parameters for c in components)
-    return Cost(
-        total, parameters, stored, fallbacks, _shares(components, stored, parameters)
-    )
+    shares = _shares(components, stored, parameters)
+    return Cost(total, parameters, stored, fallbacks, shares)
 
 
 def _shares(
     components: tuple[Component, ...], stored: Mapping[str, Recipe], total: int
 ) -> tuple[RecipeShare, ...]:
     """Most bits first; last, what cannot be quantized."""
-    rows = []
-    for recipe in sorted(
-        set(stored.values()), key=lambda recipe: (-recipe.grid.bits, recipe)
-    ):
-        weights = [c.parameters for c in components if stored.get(c.name) == recipe]
-        rows.append(RecipeShare(recipe, len(weights), sum(weights), sum(weights) / total))
-    if kept := [c.parameters for c in components if not c.quantizable]:
-        rows.append(
-            RecipeShare(FP16, len(kept), sum(kept), sum(kept) / total, quantizable=False)
-        )
+    sizes: dict[tuple[Recipe, bool], list[int]] = {}
+    for c in components:
+        key = (stored.get(c.name, FP16), c.quantizable)
+        sizes.setdefault(key, []).append(c.parameters)
+    rows = [
+        RecipeShare(recipe, len(counts), sum(counts), sum(counts) / total, quantizable)
+        for (recipe, quantizable), counts in sizes.items()
+    ]
+    rows.sort(key=lambda row: (not row.quantizable, -row.recipe.grid.bits, row.recipe))
     return tuple(rows)

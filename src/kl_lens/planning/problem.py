@@ -57,9 +57,8 @@ class Held:
 
     runtime: int  # its process, libraries and working memory
     states: int
-    caches: tuple[
-        Group, ...
-    ]  # of keys and of values: the target's formats, its default first
+    # Of keys and of values: the target's formats, its default first.
+    caches: tuple[Group, ...]
 
     @property
     def fixed(self) -> int:
@@ -70,9 +69,7 @@ class Held:
         total = self.fixed
         for group in self.caches:
             wanted = chosen.get(group.members[0], group.choices[0].recipe)
-            total += next(
-                choice.bytes for choice in group.choices if choice.recipe == wanted
-            )
+            total += next(c.bytes for c in group.choices if c.recipe == wanted)
         return total
 
 
@@ -89,31 +86,28 @@ class Problem:
     speed: SpeedModel | None
     formats: Sequence[str] | None  # the user's choice
     keeps_fused: bool
-    caches: tuple[
-        Group, ...
-    ] = ()  # the last of the groups: keys and values, in memory and not in the file
+    # The last of the groups: keys and values, in memory and not in the file.
+    caches: tuple[Group, ...] = ()
     held_bytes: int = 0  # the part of the fixed bytes that is not in the file
 
-    def assignment(self, selection: Sequence[int]) -> dict[str, Recipe]:
-        return {
-            member: group.choices[index].recipe
-            for group, index in zip(self.groups, selection, strict=True)
-            for member in group.members
-            if group not in self.caches
-        }
+    def chosen(self, selection: Sequence[int]) -> list[tuple[Group, Choice]]:
+        pairs = zip(self.groups, selection, strict=True)
+        return [(group, group.choices[index]) for group, index in pairs]
 
-    def kept(self, selection: Sequence[int]) -> dict[str, Choice]:
+    def assignment(self, selection: Sequence[int]) -> dict[str, Recipe]:
+        assignment: dict[str, Recipe] = {}
+        for group, choice in self.chosen(selection):
+            if group not in self.caches:
+                assignment |= dict.fromkeys(group.members, choice.recipe)
+        return assignment
+
+    def cached(self, selection: Sequence[int]) -> dict[str, Choice]:
         """Keys and values → what is chosen for them."""
-        chosen = zip(
-            self.caches, selection[len(self.groups) - len(self.caches) :], strict=True
-        )
-        return {group.members[0]: group.choices[index] for group, index in chosen}
+        pairs = self.chosen(selection)[len(self.groups) - len(self.caches) :]
+        return {group.members[0]: choice for group, choice in pairs}
 
     def totals(self, selection: Sequence[int]) -> Totals:
-        chosen = [
-            group.choices[index]
-            for group, index in zip(self.groups, selection, strict=True)
-        ]
+        chosen = [choice for _, choice in self.chosen(selection)]
         return Totals(
             bytes=self.fixed.bytes + sum(c.bytes for c in chosen),
             kl=math.fsum(c.kl for c in chosen),
@@ -122,21 +116,19 @@ class Problem:
 
     def reach(self, quantity: str) -> tuple[float, float]:
         """The smallest and the largest possible total."""
-        values = [
-            [getattr(choice, quantity) for choice in group.choices]
-            for group in self.groups
-        ]
-        fixed = getattr(self.fixed, quantity)
-        return math.fsum([fixed, *map(min, values)]), math.fsum(
-            [fixed, *map(max, values)]
-        )
+        low = [getattr(self.fixed, quantity)]
+        high = [*low]
+        for group in self.groups:
+            values = [getattr(choice, quantity) for choice in group.choices]
+            low.append(min(values))
+            high.append(max(values))
+        return math.fsum(low), math.fsum(high)
 
 
 def bytes_for(component: Component, recipe: Recipe, target: Target | None) -> int:
     """Bytes of a component, with the overhead in the target's file."""
-    return component_bytes(component, recipe) + (
-        target.overhead(recipe.grid) if target else 0
-    )
+    overhead = target.overhead(recipe.grid) if target else 0
+    return component_bytes(component, recipe) + overhead
 
 
 def build_problem(
@@ -171,26 +163,24 @@ def build_problem(
     head = table.head if no_head else None
     free = [c for c in table.candidates if c.name != head]
     fixed = [c for c in table.components if not c.quantizable or c.name == head]
-    groups = tuple(
-        Group(
-            tuple(c.name for c in members),
-            _choices(members, menu, predictor, speed, target),
-        )
-        for members in (_clusters(free) if keep_fused else [(c,) for c in free])
-    )
+    clusters = _clusters(free) if keep_fused else [(c,) for c in free]
+    groups = []
+    for members in clusters:
+        choices = _choices(members, menu, predictor, speed, target)
+        groups.append(Group(tuple(c.name for c in members), choices))
     seconds = 0.0
     if speed is not None:  # weights that are never quantized are in its constant
-        heads = (c for c in fixed if c.quantizable)
-        seconds = speed.constant + sum(
-            speed.of(c.name, FP16, fp16_bytes(c)) for c in heads
-        )
-    caches, beside = (held.caches, held.fixed) if held else ((), 0)
-    kept = Totals(fixed_bytes + beside + sum(fp16_bytes(c) for c in fixed), 0.0, seconds)
+        heads = [c for c in fixed if c.quantizable]
+        seconds = sum(speed.of(c.name, FP16, fp16_bytes(c)) for c in heads)
+        seconds += speed.constant
+    caches = held.caches if held else ()
+    beside = held.fixed if held else 0
+    size = fixed_bytes + beside + sum(map(fp16_bytes, fixed))
     return Problem(
         table,
         predictor,
         (*groups, *caches),
-        kept,
+        Totals(size, 0.0, seconds),
         fixed_bytes,
         target,
         speed,
@@ -236,8 +226,8 @@ def _choices(
 ) -> tuple[Choice, ...]:
     choices: dict[Recipe, Choice] = {}
     refused: list[str] = []
-    for wanted in (FP16, *menu):
-        stored = {stored_recipe(member, wanted)[0] for member in members}
+    for proposal in (FP16, *menu):
+        stored = {stored_recipe(member, proposal)[0] for member in members}
         if len(stored) > 1:
             continue  # the siblings would get different replacements
         recipe = stored.pop()
@@ -245,25 +235,24 @@ def _choices(
         values = [e.value for e in estimates if e is not None and math.isfinite(e.value)]
         if recipe in choices or len(values) < len(members):
             continue
-        reasons = [
-            why for m in members if target and (why := _why_not(m, recipe, target))
-        ]
-        if reasons:
-            refused += reasons[:1]
+        reasons = [_refusal(member, recipe, target) for member in members]
+        if reason := next(filter(None, reasons), None):
+            refused.append(reason)
             continue
         size = sum(bytes_for(member, recipe, target) for member in members)
         seconds = speed.of(members[0].name, recipe.grid.name, size) if speed else 0.0
         choices[recipe] = Choice(size, math.fsum(values), seconds, recipe)
     if not choices:
-        told = "; ".join(refused)
         raise PlanError(
-            f"{members[0].name}: the target supports none of its recipes: {told}; measure others"
+            f"{members[0].name}: the target supports none of its recipes: {'; '.join(refused)}; measure others"
         )
     return tuple(choices.values())
 
 
-def _why_not(component: Component, recipe: Recipe, target: Target) -> str | None:
+def _refusal(component: Component, recipe: Recipe, target: Target | None) -> str | None:
     """Why this component cannot have this recipe on the target, or None."""
+    if target is None:
+        return None
     reason = None if recipe == FP16 else target.keeps(component)
     reason = reason or target.holds(recipe.grid, component.shape)
     if reason is None and bytes_for(component, recipe, target) > fp16_bytes(component):
@@ -279,10 +268,10 @@ def store_fixed_bytes(run: Run, target: Target, fixed_bytes: int) -> None:
 def stored_fixed_bytes(run: Run, target: Target | None) -> int:
     if target is None:
         return 0
-    known = run.load(_FIXED_BYTES, target.name)
-    if known is None:
+    size = run.load(_FIXED_BYTES, target.name)
+    if size is None:
         raise PlanError(
             f"the run does not say what its {target.title} file needs besides the weights; "
             f"write any plan with: kl-lens plan --target {target.name}"
         )
-    return int(known)
+    return int(size)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from kl_lens.planning.predict import stored_recipe
 from kl_lens.planning.problem import Problem, bytes_for
+from kl_lens.run.records import Component
 from kl_lens.weights.recipes import Recipe
 
 
@@ -19,28 +20,23 @@ def stock_with_our_methods(
     `problem`: without groups, because fused siblings may differ here. A stock recipe smaller than anything measured is
     left out.
     """
-    by_name = {c.name: c for c in problem.table.components}
-    found = []
-    for one in stock:
-        sizes = {
-            name: bytes_for(
-                by_name[name], stored_recipe(by_name[name], recipe)[0], problem.target
-            )
-            for name, recipe in one.items()
-        }
-        fitting = {
-            group.members[0]: [
-                c
-                for c in group.choices
-                if c.bytes <= sizes.get(group.members[0], math.inf)
-            ]
-            for group in problem.groups
-        }
-        if all(fitting.values()):
-            found.append(
-                {
-                    name: min(each, key=lambda c: (c.kl, c.bytes)).recipe
-                    for name, each in fitting.items()
-                }
-            )
-    return found
+    components = {c.name: c for c in problem.table.components}
+    improved = (_improved(problem, components, assignment) for assignment in stock)
+    return [assignment for assignment in improved if assignment is not None]
+
+
+def _improved(
+    problem: Problem, components: Mapping[str, Component], stock: Mapping[str, Recipe]
+) -> dict[str, Recipe] | None:
+    assignment = {}
+    for group in problem.groups:
+        (name,) = group.members
+        most = math.inf
+        if name in stock:
+            recipe = stored_recipe(components[name], stock[name])[0]
+            most = bytes_for(components[name], recipe, problem.target)
+        fitting = [choice for choice in group.choices if choice.bytes <= most]
+        if not fitting:
+            return None
+        assignment[name] = min(fitting, key=lambda c: (c.kl, c.bytes)).recipe
+    return assignment

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import scipy  # its parts load on first use: that takes seconds
@@ -40,9 +40,8 @@ class SpeedModel:
     files: int = 0
     off: float = 0.0  # median error, of each file predicted from the others
     conditions: str = ""  # `CPU, 2 threads`
-    lookup: str | None = (
-        None  # the component that tokens take one row of: its bytes cost no time
-    )
+    # The component that tokens take one row of: its bytes cost no time.
+    lookup: str | None = None
 
     def rate(self, format_name: str) -> float:
         """Seconds per byte. A kernel's time depends on the format, not on the method."""
@@ -56,9 +55,9 @@ class SpeedModel:
     def basis(self) -> str:
         """What it rests on, for people."""
         return (
-            f"from {self.files} timed files ({self.conditions}); each predicted from the others: {self.off:.0%} off "
-            "(median)"
-        ).replace("%", " %")
+            f"from {self.files} timed files ({self.conditions}); each predicted from the others: {100 * self.off:.0f} "
+            "% off (median)"
+        )
 
 
 def speed_model(run: Run, table: SensitivityTable, target: Target) -> SpeedModel:
@@ -66,47 +65,35 @@ def speed_model(run: Run, table: SensitivityTable, target: Target) -> SpeedModel
     groups: dict[str, dict[str, Profile]] = {}
     for profile in current_profiles(run):
         plan = profile.subject.own_plan
-        if (
-            plan
-            and profile.subject.target == target.name
-            and "seconds_per_token" in profile.timings
-        ):
-            threads = f"{profile.threads} thread{'' if profile.threads == 1 else 's'}"
-            groups.setdefault(f"{profile.device}, {threads}", {})[plan] = profile
-    conditions, profiles = max(
-        groups.items(), key=lambda item: len(item[1]), default=("", {})
-    )
+        is_timed = "seconds_per_token" in profile.timings
+        if plan and is_timed and profile.subject.target == target.name:
+            plural = "" if profile.threads == 1 else "s"
+            machine = f"{profile.device}, {profile.threads} thread{plural}"
+            groups.setdefault(machine, {})[plan] = profile
+    conditions = max(groups, key=lambda machine: len(groups[machine]), default="")
+    profiles = groups.get(conditions, {})
     lookup = table.embedding if table.embedding != table.head else None
     read = {c.name for c in table.candidates if c.name != lookup}
     files = [_timed(run, profile, read) for profile in profiles.values()]
-    if (different := len({sum(file.bytes.values()) for file in files})) < FEWEST:
+    different = len({sum(file.bytes.values()) for file in files})
+    if different < FEWEST:
         raise PlanError(
             f"speeds are predicted from at least {FEWEST} timed {target.title} files of different sizes, and the run "
             f"has {different}; export more plans, then: kl-lens benchmark --run {run.folder} --targets {target.name}"
         )
     fit = fitted(files)
-    off = float(
-        np.median(
-            [
-                error_of(file, fitted([f for f in files if f is not file]))
-                for file in files
-            ]
-        )
-    )
+    off = error_left_out(files)
     if fit is None or off > WORST:
         raise PlanError(
             f"smaller {target.title} files were not reliably faster in this run ({conditions}), so a speed cannot be "
             f"the budget; on a quiet machine, repeat: kl-lens benchmark --run {run.folder} --targets {target.name}"
         )
-    return SpeedModel(
-        fit.constant, fit.rates, fit.usual, len(files), off, conditions, lookup
-    )
+    return replace(fit, files=len(files), off=off, conditions=conditions, lookup=lookup)
 
 
 def _timed(run: Run, profile: Profile, read: set[str]) -> TimedFile:
-    artifact = recorded_artifact(
-        run.artifact_folder(f"{profile.subject.target}/{profile.subject.plan}")
-    )
+    name = f"{profile.subject.target}/{profile.subject.plan}"
+    artifact = recorded_artifact(run.artifact_folder(name))
     assert artifact is not None  # or the profile would be outdated
     sizes: Counter[str] = Counter()
     for tensor in artifact.tensors:
@@ -121,36 +108,36 @@ def fitted(files: Sequence[TimedFile]) -> SpeedModel | None:
     First one rate for all bytes, then one for each format, drawn towards the first.
     """
     formats = sorted({name for file in files for name in file.bytes})
-    sizes = np.array(
-        [[file.bytes.get(name, 0) for name in formats] for file in files], np.float64
-    )
+    sizes = np.array([[file.bytes.get(n, 0.0) for n in formats] for file in files])
     times = np.array([file.seconds for file in files])
     mean = times.mean()
     whole = sizes.sum(1)
     scale = mean / whole.mean()
-    ones = np.ones(len(files))
-    _, common = scipy.optimize.nnls(
-        np.column_stack([mean / times, scale * whole / times]), ones
-    )[0]
-    usual = float(scale * common)
+    shares = np.column_stack([mean / times, scale * whole / times])
+    usual = float(scale * scipy.optimize.nnls(shares, np.ones(len(files)))[0][1])
     if usual == 0:
         return None
     rows = np.column_stack([mean / times, usual * sizes / times[:, None]]) / NOISE
-    drawn = np.column_stack([np.zeros(len(formats)), np.eye(len(formats))]) / SPREAD
-    wanted = np.concatenate([ones / NOISE, np.ones(len(formats)) / SPREAD])
-    constant, *factors = scipy.optimize.nnls(np.vstack([rows, drawn]), wanted)[0].tolist()
-    return SpeedModel(
-        float(mean * constant),
-        {name: usual * factor for name, factor in zip(formats, factors, strict=True)},
-        usual,
-    )
+    drawn = np.eye(1 + len(formats))[1:] / SPREAD
+    goals = np.repeat([1 / NOISE, 1 / SPREAD], [len(files), len(formats)])
+    constant, *factors = scipy.optimize.nnls(np.vstack([rows, drawn]), goals)[0].tolist()
+    rates = {name: usual * factor for name, factor in zip(formats, factors, strict=True)}
+    return SpeedModel(float(mean * constant), rates, usual)
+
+
+def error_left_out(files: Sequence[TimedFile]) -> float:
+    """The median error of each file predicted from the others."""
+    errors = []
+    for index, file in enumerate(files):
+        model = fitted([*files[:index], *files[index + 1 :]])
+        errors.append(error_of(file, model))
+    return float(np.median(errors))
 
 
 def error_of(file: TimedFile, model: SpeedModel | None) -> float:
     """How far a prediction is off, as a share."""
     if model is None:
         return np.inf
-    predicted = model.constant + sum(
-        model.rate(name) * size for name, size in file.bytes.items()
-    )
+    reading = sum(model.rate(name) * size for name, size in file.bytes.items())
+    predicted = model.constant + reading
     return abs(predicted / file.seconds - 1)

@@ -29,9 +29,8 @@ class UseSettings:
     repeats: int = 5  # timed rounds, at most
     runtime: SessionSettings = field(default_factory=SessionSettings)
     quick: bool = False  # too short to publish; marked in the record
-    narrow: float | None = (
-        None  # with the ends of every speed's interval no further apart, it is enough
-    )
+    # With the ends of every speed's interval no further apart, it is enough.
+    narrow: float | None = None
 
     @property
     def context(self) -> float:
@@ -69,9 +68,8 @@ class Report:
 
     bandwidth: float  # bytes per second that this machine reads from memory
     profiles: list[Profile] = field(default_factory=list)
-    failures: dict[str, str] = field(
-        default_factory=dict
-    )  # artifact → why it could not be benchmarked
+    # Artifact → why it could not be benchmarked.
+    failures: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     csv: Path | None = None
 
@@ -101,21 +99,22 @@ class Benchmark:
     timings: Sequence[Timing]
     run: Run | None = None  # stores the profiles; None: not stored
     started: Callable[[int], None] = lambda total: None
-    advanced: Callable[[str], None] = lambda what: None
+    advanced: Callable[[str], None] = lambda step: None
 
-    def measure(self, places: Sequence[Path]) -> Report:
+    def measure(self, paths: Sequence[Path]) -> Report:
         """Benchmarks artifacts; those that fail are listed in the report. Raises TargetError if all fail."""
         exports = exported_places(self.run).items() if self.run else ()
         order = list(TARGETS)
-        known = {place.resolve(): key for key, place in exports}
+        exported = {folder.resolve(): key for key, folder in exports}
         usable = list[Timed]()
         failures = dict[str, str]()
         notes = list[str]()
-        for path in places:
+        for path in paths:
             try:
-                subject = read_timed(path, known)
+                subject = read_timed(path, exported)
             except KLLensError as error:
-                failures["/".join(known.get(path.resolve(), (str(path),)))] = str(error)
+                name = "/".join(exported.get(path.resolve(), (str(path),)))
+                failures[name] = str(error)
                 continue
             try:
                 subject.target.check_device(self.settings.runtime)
@@ -124,9 +123,8 @@ class Benchmark:
                 notes.append(f"{subject.name} left out: {error}")
         if not usable:  # measuring the machine takes seconds, so check first
             raise TargetError("; ".join([*failures.values(), *notes]))
-        usable.sort(
-            key=lambda s: (order.index(s.target.name), not s.is_fp16)
-        )  # FP16 first in each target
+        # FP16 first in each target.
+        usable.sort(key=lambda s: (order.index(s.target.name), not s.is_fp16))
         report = Report(read_bandwidth(), failures=failures, notes=notes)
         for timing in self.timings:
             timing.measure(usable, self, report)
@@ -135,66 +133,54 @@ class Benchmark:
     def store(self, profile: Profile, partial: bool = False) -> None:
         if self.run is None:
             return
-        settings = profile.settings
-        parts = [
-            profile.protocol,
-            profile.device,
-            *([settings["tag"]] if "tag" in settings else []),
-        ]
-        name = "|".join([*parts, *(["quick"] if settings["quick"] else [])])
+        quick = "quick" if profile.settings["quick"] else None
+        tag = profile.settings.get("tag")
+        name = "|".join(filter(None, [profile.protocol, profile.device, tag, quick]))
         # Stored under another name until the last round, so that it does not replace a finished one.
+        unfinished = f"{name}|partial"
         if not partial:
-            self.run.forget_result("profile", profile.subject, f"{name}|partial")
+            self.run.forget_result("profile", profile.subject, unfinished)
         value = profile.to_json() | {"provenance": provenance()}
-        self.run.store_result(
-            "profile", profile.subject, name + partial * "|partial", value
-        )
+        name = unfinished if partial else name
+        self.run.store_result("profile", profile.subject, name, value)
 
 
 def base_of(subject: Timed, subjects: Sequence[Timed]) -> Timed:
     """The base of ratios: the FP16 subject of the same target and signature, else the first one."""
-    same = [
-        s
-        for s in subjects
-        if s.target is subject.target and s.signature == subject.signature
-    ]
-    return next((s for s in same if s.is_fp16), same[0])
+    kind = (subject.target, subject.signature)
+    similar = [s for s in subjects if (s.target, s.signature) == kind]
+    return next((s for s in similar if s.is_fp16), similar[0])
 
 
-def read_timed(path: Path, known: Mapping[Path, tuple[str, str]] | None = None) -> Timed:
-    """Raises TargetError if the artifact is missing or damaged. `known`: the run's folders → (target, plan)."""
-    place, artifact = locate(path)
-    target = target_of(place)
-    of_run = (known or {}).get(place.resolve())
-    subject = artifact_subject(place, artifact, target.name, of_run and of_run[1])
-    size = target.loaded_bytes(place)
-    return Timed(subject, place, target, size, target.is_all_floating(place), artifact)
+def read_timed(
+    path: Path, exported: Mapping[Path, tuple[str, str]] | None = None
+) -> Timed:
+    """Raises TargetError if the artifact is missing or damaged. `exported`: the run's folders → (target, plan)."""
+    path, artifact = locate(path)
+    target = target_of(path)
+    plan = (exported or {}).get(path.resolve(), ("", None))[1]
+    subject = artifact_subject(path, artifact, target.name, plan)
+    size = target.loaded_bytes(path)
+    return Timed(subject, path, target, size, target.is_all_floating(path), artifact)
 
 
 def run_places(
     run: Run, *, plans: str = ALL_PLANS, targets: Sequence[str] = tuple(TARGETS)
 ) -> list[Path]:
     """The exported folders of a run."""
-    places = exported_places(run)
-    wanted = named_plans(plans)
+    folders = exported_places(run)
+    names = named_plans(plans)
     chosen = [
-        place
-        for (target, plan), place in places.items()
-        if target in targets and (wanted is None or plan in wanted)
+        folder
+        for (target, plan), folder in folders.items()
+        if target in targets and (names is None or plan in names)
     ]
     if not chosen:
-        what, name = (
-            ("nothing", "")
-            if wanted is None
-            else (f"no plan {plans!r}", f" --plan {plans}")
-        )
-        there = (
-            f"; it has {', '.join(sorted('/'.join(key) for key in places))}"
-            if places
-            else ""
-        )
+        lack = "nothing" if names is None else f"no plan {plans!r}"
+        option = "" if names is None else f" --plan {plans}"
+        present = ", ".join(sorted("/".join(key) for key in folders))
         raise TargetError(
-            f"{run.folder} has {what} for {' or '.join(targets)}{there}; "
-            f"export with: kl-lens export --run {run.folder} --target {targets[0]}{name}"
+            f"{run.folder} has {lack} for {' or '.join(targets)}{present and f'; it has {present}'}; "
+            f"export with: kl-lens export --run {run.folder} --target {targets[0]}{option}"
         )
     return chosen

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -58,9 +57,8 @@ class Player:
 
     def read(self, length: int) -> None:
         """Times a random prompt, the same for all artifacts, up to the choice of the first token."""
-        prompt = (
-            np.random.default_rng(0).integers(0, self.session.vocabulary, length).tolist()
-        )
+        random = np.random.default_rng(0)
+        prompt = random.integers(0, self.session.vocabulary, length).tolist()
         self.session.reset()
         started = self._clock()
         self._token = int(self.session.prefill(prompt).argmax())
@@ -79,30 +77,32 @@ class Player:
     @property
     def timings(self) -> dict[str, float]:
         """The timings of the round; text as the mean over all tokens."""
-        each = float(np.mean([seconds for turn in self._text for seconds in turn]))
+        token = float(np.mean(np.concatenate(self._text)))
         prompts = {
             f"first_token_seconds@{length}": seconds
             for length, seconds in self._prompts.items()
         }
-        return prompts | {"seconds_per_token": each, "tokens_per_second": 1 / each}
+        return prompts | {"seconds_per_token": token, "tokens_per_second": 1 / token}
 
     @property
     def turns(self) -> dict[str, list[float]]:
         """Seconds of every turn by the names of the timings, for ratios: of a prompt, or of the fastest token."""
         text = [min(turn) for turn in self._text]
-        return {name: [self.timings[name]] for name in self.timings if "@" in name} | {
-            "seconds_per_token": text,
-            "tokens_per_second": text,
+        return {
+            name: [seconds] if "@" in name else text
+            for name, seconds in self.timings.items()
         }
 
 
-def acts_of(settings: UseSettings) -> list[tuple[Callable[[Player, int], None], int]]:
+Act = tuple[Callable[[Player, int], None], int]  # with how many tokens
+
+
+def acts_of(settings: UseSettings) -> list[Act]:
     """The turns of every artifact in a round; artifacts alternate between turns."""
-    starts = range(0, settings.new_tokens, TURN_TOKENS)
-    reading = [(Player.read, length) for length in sorted(settings.prompt_lengths)]
-    return reading + [
-        (Player.write, min(TURN_TOKENS, settings.new_tokens - start)) for start in starts
-    ]
+    acts: list[Act] = [(Player.read, n) for n in sorted(settings.prompt_lengths)]
+    for start in range(0, settings.new_tokens, TURN_TOKENS):
+        acts.append((Player.write, min(TURN_TOKENS, settings.new_tokens - start)))
+    return acts
 
 
 @dataclass
@@ -116,16 +116,17 @@ class _Record:
 
     def ratios_to(self, base: _Record) -> dict[str, Quartiles]:
         """Ratios by the names of the timings, if they have an interval; the base itself is 1."""
-        found = {}
-        for name in self.rounds[0].timings:
-            ours, theirs = (
-                [t for r in record.rounds for t in r.turns[name]]
-                for record in (self, base)
-            )
-            one = Quartiles(1.0, 1.0, 1.0, len(self.rounds))
-            if (spread := one if self is base else compared(ours, theirs)) is not None:
-                found[name] = spread
-        return found
+        if self is base:
+            equal = Quartiles(1.0, 1.0, 1.0, len(self.rounds))
+            return dict.fromkeys(self.rounds[0].timings, equal)
+        ratios = {
+            name: compared(self.turns(name), base.turns(name))
+            for name in self.rounds[0].timings
+        }
+        return {name: ratio for name, ratio in ratios.items() if ratio is not None}
+
+    def turns(self, timing: str) -> list[float]:
+        return [seconds for player in self.rounds for seconds in player.turns[timing]]
 
 
 class InUse:
@@ -153,109 +154,106 @@ class InUse:
         fits = need < FREE_SHARE * free
         during = "loading it in a fresh process"
         runtime = self._settings.runtime
-        with ThreadPoolExecutor(
-            processors() if fits else 1
-        ) as several:  # nothing is timed yet
+        # Nothing is timed yet, so several at once.
+        with ThreadPoolExecutor(processors() if fits else 1) as pool:
             memory = {
-                s.name: several.submit(fresh_process, s.path, s.target.name, runtime)
+                s.name: pool.submit(fresh_process, s.path, s.target.name, runtime)
                 for s in self._alive
             }
-
-            def examine(subject: Timed) -> None:
-                used = memory[subject.name].result()
-                contents = subject.target.contents(subject.path)
-                self._records[subject.name] = _Record(used, contents)
-
             for subject in [*self._alive]:
-                self._attempt(during, subject, examine)
+                with self._leaving_out(subject, during):
+                    used = memory[subject.name].result()
+                    contents = subject.target.contents(subject.path)
+                    self._records[subject.name] = _Record(used, contents)
                 benchmark.advanced(f"{subject.name}, {during}")
         self._interleaving = f"all loaded at once, taking turns of {TURN_TOKENS} tokens"
         groups = [[*self._alive]]
         if not fits:
-            self._interleaving = (
-                f"one after the other: together they need {human_bytes(need)}, "
-                f"{human_bytes(free)} are free"
-            )
+            sizes = f"{human_bytes(need)}, {human_bytes(free)} are free"
+            self._interleaving = f"one after the other: together they need {sizes}"
             groups = [[subject] for subject in self._alive]
         self._meter = LoadMeter()
         for group in groups:
             self._play(group)
         report.profiles += self._profiles.values()
 
-    def _attempt(
-        self, during: str, subject: Timed, work: Callable[[Timed], None]
-    ) -> None:
-        if subject in self._alive:
-            try:
-                work(subject)
-            except (KLLensError, RuntimeError, OSError) as error:
-                self._report.failed(subject, error, during)
-                self._alive.remove(subject)
+    @contextmanager
+    def _leaving_out(self, subject: Timed, during: str) -> Iterator[None]:
+        """Reports an error, and goes on without the artifact."""
+        try:
+            yield
+        except (KLLensError, RuntimeError, OSError) as error:
+            self._report.failed(subject, error, during)
+            self._alive.remove(subject)
 
     def _play(self, group: Sequence[Timed]) -> None:
         """All rounds of artifacts that are open at the same time."""
         sessions: dict[str, Session] = {}
-
-        def load(subject: Timed) -> None:
-            loads = LOADS if self._settings.narrow is None else 1
-            for number in range(loads + 1):
-                started = time.perf_counter()
-                session = subject.target.open(subject.path, self._settings.runtime)
-                if number:
-                    self._records[subject.name].loads.append(
-                        time.perf_counter() - started
-                    )
-                if number < loads:
-                    session.close()
-            sessions[subject.name] = stack.enter_context(closing(session))
-
+        during = "timing its loading"
         with ExitStack() as stack:
             for subject in group:
-                self._attempt("timing its loading", subject, load)
-                self._benchmark.advanced(f"{subject.name}, timing its loading")
+                if subject in self._alive:
+                    with self._leaving_out(subject, during):
+                        session = self._loaded(subject)
+                        sessions[subject.name] = stack.enter_context(closing(session))
+                self._benchmark.advanced(f"{subject.name}, {during}")
             for number in range(self._settings.repeats + 1):
-                during = (
-                    f"round {number} of {self._settings.repeats}"
-                    if number
-                    else "warming up"
-                )
-                players = {name: Player(session) for name, session in sessions.items()}
-                order = random.Random(number)
-                acts = acts_of(self._settings)
-                for act, tokens in (
-                    acts if number else acts[: len(self._settings.prompt_lengths) + 1]
-                ):
-                    for subject in order.sample(group, len(group)):
-                        player = players[subject.name]
-                        self._attempt(
-                            during, subject, partial(_play, act, player, tokens)
-                        )
-                for subject in group:
-                    if number and subject in self._alive:
-                        self._records[subject.name].rounds.append(players[subject.name])
-                    self._benchmark.advanced(f"{subject.name}, {during}")
-                alive = [
-                    subject for subject in group if number and subject in self._alive
-                ]
-                made = {subject.name: self._profile(subject) for subject in alive}
-                self._profiles |= made
-                last = number == self._settings.repeats or (
-                    number >= FEWEST_ROUNDS and self._narrow(made)
-                )
-                for profile in made.values():
-                    self._benchmark.store(profile, partial=not last)
-                if last:
+                if self._is_last(number, self._round(number, group, sessions)):
                     break
 
-    def _narrow(self, profiles: Mapping[str, Profile]) -> bool:
+    def _loaded(self, subject: Timed) -> Session:
+        """The last of several timed loads."""
+        loads = LOADS if self._settings.narrow is None else 1
+        for number in range(loads + 1):
+            started = time.perf_counter()
+            session = subject.target.open(subject.path, self._settings.runtime)
+            seconds = time.perf_counter() - started
+            if number:
+                self._records[subject.name].loads.append(seconds)
+            if number < loads:
+                session.close()
+        return session
+
+    def _round(
+        self, number: int, group: Sequence[Timed], sessions: Mapping[str, Session]
+    ) -> list[Profile]:
+        """One turn of everything for each artifact; the profiles so far. Round 0 warms up."""
+        settings = self._settings
+        during = f"round {number} of {settings.repeats}" if number else "warming up"
+        players = {name: Player(session) for name, session in sessions.items()}
+        order = random.Random(number)
+        acts = acts_of(settings)
+        if not number:
+            acts = acts[: len(settings.prompt_lengths) + 1]
+        for act, tokens in acts:
+            for subject in order.sample(group, len(group)):
+                if subject in self._alive:
+                    with self._leaving_out(subject, during):
+                        act(players[subject.name], tokens)
+        for subject in group:
+            if number and subject in self._alive:
+                self._records[subject.name].rounds.append(players[subject.name])
+            self._benchmark.advanced(f"{subject.name}, {during}")
+        if not number:
+            return []
+        profiles = [self._profile(s) for s in group if s in self._alive]
+        for profile in profiles:
+            self._profiles[profile.subject.label] = profile
+            self._benchmark.store(profile, partial=not self._is_last(number, profiles))
+        return profiles
+
+    def _is_last(self, number: int, profiles: Sequence[Profile]) -> bool:
+        if number == self._settings.repeats:
+            return True
+        return number >= FEWEST_ROUNDS and self._is_narrow(profiles)
+
+    def _is_narrow(self, profiles: Sequence[Profile]) -> bool:
         """Whether further rounds would say nothing new about the speeds."""
-        ratios = [
-            profile.ratios.get("tokens_per_second") for profile in profiles.values()
-        ]
         most = self._settings.narrow
-        return most is not None and all(
-            ratio and ratio.high <= most * ratio.low for ratio in ratios
-        )
+        if most is None:
+            return False
+        ratios = [profile.ratios.get("tokens_per_second") for profile in profiles]
+        return all(ratio and ratio.high <= most * ratio.low for ratio in ratios)
 
     def _profile(self, subject: Timed) -> Profile:
         settings = self._settings
@@ -264,19 +262,17 @@ class InUse:
         timings = {"load_seconds": spread_of(record.loads)}
         rounds = [player.timings for player in record.rounds]
         runtime = record.rounds[-1].session.description
-        timings |= {
-            name: spread_of([each[name] for each in rounds]) for name in rounds[0]
-        }
+        for name in rounds[0]:
+            timings[name] = spread_of([values[name] for values in rounds])
         threads = _threads(runtime, settings.runtime.threads)
         load = self._meter.read()
         bound = dict[str, float]()
         if limits_hold(str(runtime.get("device", ""))):
             load["asked"] = threads / processors()
+            bandwidth = self._report.bandwidth
+            speed = timings["tokens_per_second"].median
             if record.contents is not None:
-                speed = timings["tokens_per_second"].median
-                bound = bound_of(
-                    record.contents, self._report.bandwidth, settings.context, speed
-                )
+                bound = bound_of(record.contents, bandwidth, settings.context, speed)
         return Profile(
             subject=subject.subject,
             protocol=PROTOCOL,
@@ -304,16 +300,10 @@ class InUse:
         )
 
 
-def _play(
-    act: Callable[[Player, int], None], player: Player, tokens: int, _: Timed
-) -> None:
-    act(player, tokens)
-
-
-def _threads(runtime: dict[str, Any], asked: int | None) -> int:
+def _threads(runtime: Mapping[str, Any], requested: int | None) -> int:
     """The number of threads the runtime reports; otherwise the requested one, or all processors."""
     for key in ("threads", "inference_num_threads"):
         text = str(runtime.get(key, ""))
         if text.isdigit() and int(text) > 0:
             return int(text)
-    return asked or processors()
+    return requested or processors()

@@ -90,13 +90,13 @@ def summed(values: npt.NDArray[np.int64], parts: int) -> int:
     size = values.size // parts
     for part in prange(parts):
         # A slice, not an offset: otherwise the loop is not vectorised and too slow to be limited by memory.
-        own = values[part * size : (part + 1) * size].reshape(8, -1)
+        rows = values[part * size : (part + 1) * size].reshape(8, -1)
         partial = np.int64(0)
-        for i in range(own.shape[1]):
-            first = own[0, i] + own[1, i]
-            second = own[2, i] + own[3, i]
-            third = own[4, i] + own[5, i]
-            fourth = own[6, i] + own[7, i]
+        for i in range(rows.shape[1]):
+            first = rows[0, i] + rows[1, i]
+            second = rows[2, i] + rows[3, i]
+            third = rows[4, i] + rows[5, i]
+            fourth = rows[6, i] + rows[7, i]
             partial += (first + second) + (third + fourth)
         sums[part] = partial
     return sums.sum()
@@ -111,33 +111,29 @@ class LoadMeter:
     def read(self) -> dict[str, float]:
         """`stolen` by the host for other virtual machines, used by `others` here; empty if unknown."""
         spent = {
-            name: now - self._before.get(name, 0.0)
-            for name, now in _processor_seconds().items()
+            name: seconds - self._before.get(name, 0.0)
+            for name, seconds in _processor_seconds().items()
         }
         whole = spent.pop("whole", 0.0)
-        return (
-            {name: min(1.0, max(0.0, value / whole)) for name, value in spent.items()}
-            if whole > 0
-            else {}
-        )
+        if whole <= 0:
+            return {}
+        return {name: min(1.0, max(0.0, value / whole)) for name, value in spent.items()}
 
 
 def _processor_seconds() -> dict[str, float]:
     """Seconds since boot: whole, others, and stolen if the system reports it (Linux)."""
     try:
         times = psutil.cpu_times()
-        own = psutil.Process().cpu_times()
+        process = psutil.Process().cpu_times()
     except (OSError, psutil.Error):
         return {}
     idle = times.idle + getattr(times, "iowait", 0.0)
     stolen = getattr(times, "steal", None)
     # Time of guests is in that of users already.
     whole = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
-    found = {
-        "whole": whole,
-        "others": whole - idle - (stolen or 0.0) - own.user - own.system,
-    }
-    return found if stolen is None else found | {"stolen": stolen}
+    used = whole - idle - (stolen or 0.0) - process.user - process.system
+    seconds = {"whole": whole, "others": used}
+    return seconds if stolen is None else seconds | {"stolen": stolen}
 
 
 # -- ratios --------------------------------------------------------------------------------------------------
@@ -157,9 +153,8 @@ def compared(seconds: Sequence[float], base: Sequence[float]) -> Quartiles | Non
     times = np.array([base[:turns], seconds[:turns]], np.float64)
     if turns < FEWEST_TURNS:
         return None
-    drawn = times[
-        :, np.random.default_rng(0).integers(0, turns, (DRAWS, turns))
-    ]  # (2, draws, turns)
+    draws = np.random.default_rng(0).integers(0, turns, (DRAWS, turns))
+    drawn = times[:, draws]  # (2, draws, turns)
     above, below = np.quantile(drawn, LOW, axis=-1)
     tail = (1 - CONFIDENCE) / 2
     quickest = times[0].min() / times[1].min()
@@ -190,11 +185,11 @@ class Ratio:
 
     def to_json(self) -> dict[str, object]:
         """As shown: without a median if the interval says nothing."""
-        told: dict[str, object] = {} if self.spread is None else self.spread.to_json()
+        values: dict[str, object] = {} if self.spread is None else self.spread.to_json()
         if self.obstacle:
-            told.pop("median", None)
-            told["not_measurable"] = self.obstacle
-        return told
+            values.pop("median", None)
+            values["not_measurable"] = self.obstacle
+        return values
 
 
 def ratio_of(profile: Profile, timing: str) -> Ratio:
@@ -202,19 +197,16 @@ def ratio_of(profile: Profile, timing: str) -> Ratio:
     spread = profile.ratios.get(timing)
     if spread is None:
         return Ratio(None, "too few turns; raise --repeats or --new-tokens")
-    asked, stolen, others = (
-        profile.load.get(name, 0.0) for name in ("asked", "stolen", "others")
-    )
+    stolen = profile.load.get("stolen", 0.0)
+    used = profile.load.get("others", 0.0)
+    crowd = profile.load.get("asked", 0.0) + stolen + used
     is_exact = spread.low == spread.high  # the base itself, or a tool without intervals
-    if is_exact or (
-        spread.high <= WIDEST * spread.low and asked + stolen + others <= CROWDED
-    ):
+    is_clear = spread.high <= WIDEST * spread.low and crowd <= CROWDED
+    if is_exact or is_clear:
         return Ratio(spread)
     share = ""
-    if max(stolen, others) >= NOTICED:
-        share = (
-            f" ({stolen:.0%} stolen)"
-            if stolen >= NOTICED
-            else f" ({others:.0%} used by others)"
-        )
-    return Ratio(spread, "the machine was busy" + share.replace("%", " %"))
+    if stolen >= NOTICED:
+        share = f" ({100 * stolen:.0f} % stolen)"
+    elif used >= NOTICED:
+        share = f" ({100 * used:.0f} % used by others)"
+    return Ratio(spread, f"the machine was busy{share}")

@@ -38,23 +38,24 @@ class MemoryUse(Record):
         return self.peak_bytes - self.base_bytes
 
 
-def fresh_process(place: Path, target: str, settings: SessionSettings) -> MemoryUse:
+def fresh_process(path: Path, target: str, settings: SessionSettings) -> MemoryUse:
     """Loads the artifact in its own process, so that a crash of the runtime ends only that process."""
-    arguments = [str(place), target, TARGETS[target], json.dumps(asdict(settings))]
-    done = subprocess.run(
+    arguments = [str(path), target, TARGETS[target], json.dumps(asdict(settings))]
+    result = subprocess.run(
         [sys.executable, "-m", __name__, *arguments],
         capture_output=True,
         text=True,
         env=for_child(),
     )
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
-        crashed = f"the process ended with code {done.returncode}"
-        reason = lines[-1] if lines and done.returncode > 0 else crashed
-        raise TargetError(
-            reason if str(place) in reason else f"{place} cannot be loaded: {reason}"
-        )
-    return MemoryUse.from_json(json.loads(done.stdout.splitlines()[-1]))
+    if result.returncode:
+        lines = [line for line in result.stderr.splitlines() if line.strip()]
+        reason = f"the process ended with code {result.returncode}"
+        if lines and result.returncode > 0:
+            reason = lines[-1]
+        if str(path) not in reason:
+            reason = f"{path} cannot be loaded: {reason}"
+        raise TargetError(reason)
+    return MemoryUse.from_json(json.loads(result.stdout.splitlines()[-1]))
 
 
 def resident(field: str) -> int:
@@ -66,15 +67,17 @@ def resident(field: str) -> int:
     return peak_memory()  # macOS has no /proc, only the peak
 
 
-def main(place: str, name: str, where: str, settings: str) -> int:
+def main(path: str, name: str, module: str, settings: str) -> int:
     try:
-        register(name, where)
+        register(name, module)
         target = get_target(name)
         target.prepare()  # libraries count as base; loading the model starts after them
         base = resident("VmRSS")
-        how = SessionSettings(**json.loads(settings))
-        session = target.open(Path(place), how)
-        prompt = max(1, how.context - NEW_TOKENS) if how.context else PROMPT_TOKENS
+        runtime = SessionSettings(**json.loads(settings))
+        session = target.open(Path(path), runtime)
+        prompt = PROMPT_TOKENS
+        if runtime.context:
+            prompt = max(1, runtime.context - NEW_TOKENS)
         for first in range(0, prompt, CHUNK):
             ids = range(first, min(first + CHUNK, prompt))
             logits = session.prefill([index % session.vocabulary for index in ids])

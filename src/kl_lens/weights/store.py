@@ -6,13 +6,12 @@ expensive methods are cached on disk if the store has a folder.
 
 from __future__ import annotations
 
-import hashlib
+import math
 import os
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -32,8 +31,6 @@ DISK_BUDGET = 4 * 10**9
 MEMORY_BUDGET = 256 << 20
 _EXPERTS = 4  # that show what all lose
 _ROWS_AT_ONCE = 1 << 24  # weights converted to float32 at a time
-
-
 Factors = float | torch.Tensor  # one factor, or (rows, 1)
 
 
@@ -80,7 +77,7 @@ class WeightStore:
             self.keep_in(folder, disk_budget)
         self._recent: OrderedDict[tuple[Hashable, ...], Quantized] = OrderedDict()
         self._recent_bytes = 0
-        self._originals: dict[tuple[str, Hashable], str] = {}
+        # (component, recipe or None for the original, state of the weight) → digest.
         self._digests: dict[tuple[Hashable, ...], str] = {}
         self._last: tuple[tuple[str, Statistics], InputStatistics] | None = None
 
@@ -100,16 +97,16 @@ class WeightStore:
 
         Raises if there are none, or others than expected.
         """
-        for recipe in recipes:
-            if recipe.quantizer.learns:
-                known = self._learnt_from(recipe).digest
-                if expected not in (None, known):
-                    raise FormatError(
-                        f"{recipe}: the plan was made with statistics {expected}, but the run has {known}; make the "
-                        "plan again, or restore the old statistics"
-                    )
-                return known
-        return None
+        recipe = next((recipe for recipe in recipes if recipe.quantizer.learns), None)
+        if recipe is None:
+            return None
+        digest = self._learnt_from(recipe).digest
+        if expected not in (None, digest):
+            raise FormatError(
+                f"{recipe}: the plan was made with statistics {expected}, but the run has {digest}; make the "
+                "plan again, or restore the old statistics"
+            )
+        return digest
 
     def output_error(
         self, component: str, recipe: Recipe, rows: int | None = None
@@ -119,42 +116,38 @@ class WeightStore:
         `rows`: estimated from so many rows, evenly spread, of a few experts. All quantizers treat rows independently.
         """
         weight = self._source.weight(component).detach()
-        every = weight.numel()
+        count = weight.numel()
         experts = None
         if rows is not None and rows < weight.shape[-2]:
             if weight.dim() == 3:
                 experts = _spread(_EXPERTS, weight, 0)
                 weight = weight[experts]
             weight = weight[..., _spread(rows, weight, -2), :].float()
-            values = recipe.grid.dequantize(
-                self._rounded(weight, component, recipe, experts)
-            )
+            quantized = self._rounded(weight, component, recipe, experts)
+            values = recipe.grid.dequantize(quantized)
         else:
             values = self.values(component, recipe)
-        share = weight.numel() / every
-        moments = _some(
-            self._of(self._learnt_from(recipe), component), experts
-        ).second_moments
-        step = max(1, _ROWS_AT_ONCE // weight.shape[-1])
+        moments = self._inputs(recipe, component, experts).second_moments
+        columns = weight.shape[-1]
+        step = max(1, _ROWS_AT_ONCE // columns)
+        matrices = zip(
+            weight.reshape(-1, *weight.shape[-2:]),
+            values.reshape(-1, *weight.shape[-2:]),
+            moments.expand(math.prod(weight.shape[:-2]), columns, columns),
+            strict=True,
+        )
         total = 0.0
-        for index, (before, after) in enumerate(
-            zip(_matrices(weight), _matrices(values), strict=True)
-        ):
-            own = moments if moments.dim() == 2 else moments[index]
-            for first in range(0, len(before), step):
-                errors = (
-                    before[first : first + step].float() - after[first : first + step]
-                )
-                total += float(((errors @ own) * errors).sum(dtype=torch.float64))
-        return total / share
+        for before, after, inner in matrices:
+            for part, rounded in zip(before.split(step), after.split(step), strict=True):
+                errors = part.float() - rounded
+                total += float(((errors @ inner) * errors).sum(dtype=torch.float64))
+        return total / (weight.numel() / count)
 
     def _bound(self, recipe: Recipe) -> str:
         """The recipe with the digest of its statistics; raises if there are none."""
-        return (
-            f"{recipe}@{self._learnt_from(recipe).digest}"
-            if recipe.quantizer.learns
-            else recipe
-        )
+        if not recipe.quantizer.learns:
+            return recipe
+        return f"{recipe}@{self._learnt_from(recipe).digest}"
 
     def _learnt_from(self, recipe: Recipe) -> Statistics:
         if self._statistics is None:
@@ -166,35 +159,36 @@ class WeightStore:
             self._statistics = self._statistics()
         return self._statistics
 
-    def _of(self, statistics: Statistics, component: str) -> InputStatistics:
-        """On the weights' device, kept until another component's are wanted: its recipes come one after another."""
-        if self._last is None or self._last[0] != (component, statistics):
+    def _inputs(
+        self, recipe: Recipe, component: str, experts: torch.Tensor | None = None
+    ) -> InputStatistics:
+        """Of all experts or some, on the weights' device; kept until another component's are wanted: its recipes come
+        one after another."""
+        key = (component, self._learnt_from(recipe))
+        if self._last is None or self._last[0] != key:
             self._last = None  # two would not fit
-            self._last = (
-                (component, statistics),
-                statistics.of(component, self._source.device),
-            )
-        return self._last[1]
+            self._last = (key, key[1].of(component, self._source.device))
+        inputs = self._last[1]
+        if experts is None or inputs.second_moments.dim() == 2:
+            return inputs
+        tokens = tuple(inputs.tokens[expert] for expert in experts.tolist())
+        return InputStatistics(inputs.second_moments[experts], tokens)
 
     def quantized(
         self, component: str, recipe: Recipe, factors: Factors = 1.0
     ) -> Quantized:
         """The quantized component; `factors` are multiplied with its rows first."""
-        key = (
-            component,
-            self._bound(recipe),
-            _spelled(factors),
-            self._source.state(component),
-        )
+        state = self._source.state(component)
+        key = (component, self._bound(recipe), _spelled(factors), state)
         if key in self._recent:
             self._recent.move_to_end(key)
             return self._recent[key]
-        made = self._kept(component, recipe, factors)
-        self._recent[key] = made
-        self._recent_bytes += _size(made)
+        quantized = self._cached(component, recipe, factors)
+        self._recent[key] = quantized
+        self._recent_bytes += _size(quantized)
         while self._recent and self._recent_bytes > MEMORY_BUDGET:
             self._recent_bytes -= _size(self._recent.popitem(last=False)[1])
-        return made
+        return quantized
 
     def values(self, component: str, recipe: Recipe) -> torch.Tensor:
         """The float32 values that a runtime computes with, on the weight's device."""
@@ -208,22 +202,18 @@ class WeightStore:
 
     def digests(self, recipes: Mapping[str, Recipe]) -> dict[str, str]:
         """Component → digest of its stored form, for a whole plan."""
-        return {
-            component: self.digest(component, recipe)
-            for component, recipe in recipes.items()
-        }
+        return {name: self.digest(name, recipe) for name, recipe in recipes.items()}
 
-    def _kept(self, component: str, recipe: Recipe, factors: Factors) -> Quantized:
+    def _cached(self, component: str, recipe: Recipe, factors: Factors) -> Quantized:
         if self._disk is None or not recipe.quantizer.is_expensive(recipe.grid):
             return self._computed(component, recipe, factors)
-        known = f"{self._original(component)} {self._bound(recipe)} {recipe.quantizer.version}"
-        name = f"{known} {_spelled(factors)} {component}"
-        kept = self._disk.take(name)
-        if kept is None:
-            kept = self._computed(component, recipe, factors)
-            self._disk.put(name, kept)
-        device = self._source.device
-        return kept if kept.data.device == device else moved(kept, device)
+        method = f"{self._bound(recipe)} {recipe.quantizer.version}"
+        name = f"{self._original(component)} {method} {_spelled(factors)} {component}"
+        quantized = self._disk.take(name)
+        if quantized is None:
+            quantized = self._computed(component, recipe, factors)
+            self._disk.put(name, quantized)
+        return moved(quantized, self._source.device)
 
     def keep_tuned(self, component: str, recipe: Recipe, quantized: Quantized) -> None:
         """Stores what a tuned recipe stands for, beside the folder of the cache."""
@@ -234,34 +224,32 @@ class WeightStore:
         self._tuned.put(f"{recipe} {component}", quantized)
 
     def has_tuned(self, component: str, recipe: Recipe) -> bool:
-        return (
-            self._tuned is not None
-            and self._tuned.take(f"{recipe} {component}") is not None
-        )
+        return self._tuned_weight(component, recipe) is not None
 
-    def _taken(self, component: str, recipe: Recipe, factors: Factors) -> Quantized:
-        """A tuned weight. Its scales take the factors, so its codes are the same with and without them."""
-        kept = None if self._tuned is None else self._tuned.take(f"{recipe} {component}")
-        if kept is None:
+    def _tuned_weight(self, component: str, recipe: Recipe) -> Quantized | None:
+        name = f"{recipe} {component}"
+        return None if self._tuned is None else self._tuned.take(name)
+
+    def _computed(self, component: str, recipe: Recipe, factors: Factors) -> Quantized:
+        device = self._source.device
+        is_scaled = not isinstance(factors, float) or factors != 1.0
+        if isinstance(factors, torch.Tensor):
+            factors = factors.to(device)
+        if not recipe.is_tuned:
+            weight = self._source.weight(component).detach()
+            weight = weight.float() * factors if is_scaled else weight
+            return self._rounded(weight, component, recipe)
+        quantized = self._tuned_weight(component, recipe)
+        if quantized is None:
             raise FormatError(
                 f"{component}: {recipe} is not in this run; tune the plan: kl-lens plan --tune"
             )
-        kept = moved(kept, self._source.device)
-        if isinstance(factors, float) and factors == 1.0:
-            return kept
-        spread = factors if isinstance(factors, float) else factors.to(kept.data.device)
-        scales = [scale.float() * spread for scale in scales_of(recipe.grid, kept)]
-        return with_scales(recipe.grid, kept, scales)
-
-    def _computed(self, component: str, recipe: Recipe, factors: Factors) -> Quantized:
-        if recipe.is_tuned:
-            return self._taken(component, recipe, factors)
-        weight = self._source.weight(component).detach()
-        if not isinstance(factors, float) or factors != 1.0:
-            weight = weight.float() * (
-                factors if isinstance(factors, float) else factors.to(weight.device)
-            )
-        return self._rounded(weight, component, recipe)
+        quantized = moved(quantized, device)
+        if not is_scaled:
+            return quantized
+        # The scales take the factors, so codes are the same with and without them.
+        scales = [scale.float() * factors for scale in scales_of(recipe.grid, quantized)]
+        return with_scales(recipe.grid, quantized, scales)
 
     def _rounded(
         self,
@@ -271,38 +259,31 @@ class WeightStore:
         experts: torch.Tensor | None = None,
     ) -> Quantized:
         """The component's weight, or some rows of it, on the recipe's grid; `experts`: only of these."""
+        quantize = recipe.quantizer.quantize
         if recipe.quantizer.learns:
-            statistics = _some(self._of(self._learnt_from(recipe), component), experts)
-            return recipe.quantizer.quantize(weight, recipe.grid, component, statistics)
-        rows = weight.shape[-2] if weight.dim() == 2 else 0
+            inputs = self._inputs(recipe, component, experts)
+            return quantize(weight, recipe.grid, component, inputs)
         step = max(1, _ROWS_AT_ONCE // weight.shape[-1])
-        if rows <= step:
-            return recipe.quantizer.quantize(weight, recipe.grid, component, None)
+        if weight.dim() != 2 or len(weight) <= step:
+            return quantize(weight, recipe.grid, component, None)
         # In parts, so that a large matrix is never whole in float32. Rows are independent.
         parts = [
-            recipe.quantizer.quantize(
-                weight[first : first + step], recipe.grid, component, None
-            )
-            for first in range(0, rows, step)
+            quantize(rows, recipe.grid, component, None) for rows in weight.split(step)
         ]
         return Quantized.stacked(parts, tuple(weight.shape))
 
     def _original(self, component: str) -> str:
         """A digest of the weight, so that the same matrix in another checkpoint is found again."""
-        key = (component, self._source.state(component))
-        if key not in self._originals:
-            self._originals[key] = _digest_of(self._source.weight(component).detach())
-        return self._originals[key]
-
-
-def _digest_of(weight: torch.Tensor) -> str:
-    total = str(tuple(weight.shape))
-    step = max(1, _ROWS_AT_ONCE // weight.shape[-1])
-    for rows in weight.reshape(-1, weight.shape[-1]).split(step):
-        total = tensor_digest(
-            rows.float(), about=total
-        )  # as float32: quantizers see nothing else
-    return total
+        key = (component, None, self._source.state(component))
+        if key not in self._digests:
+            weight = self._source.weight(component).detach()
+            digest = str(tuple(weight.shape))
+            step = max(1, _ROWS_AT_ONCE // weight.shape[-1])
+            for rows in weight.reshape(-1, weight.shape[-1]).split(step):
+                # As float32: quantizers see nothing else.
+                digest = tensor_digest(rows.float(), about=digest)
+            self._digests[key] = digest
+        return self._digests[key]
 
 
 def _spread(count: int, weight: torch.Tensor, dim: int) -> torch.Tensor:
@@ -311,31 +292,15 @@ def _spread(count: int, weight: torch.Tensor, dim: int) -> torch.Tensor:
     return torch.arange(count, device=weight.device) * weight.shape[dim] // count
 
 
-def _some(statistics: InputStatistics, experts: torch.Tensor | None) -> InputStatistics:
-    """The statistics of some experts; all may share one."""
-    if experts is None or statistics.second_moments.dim() == 2:
-        return statistics
-    tokens = tuple(statistics.tokens[expert] for expert in experts.tolist())
-    return replace(
-        statistics, second_moments=statistics.second_moments[experts], tokens=tokens
-    )
-
-
-def _matrices(weight: torch.Tensor) -> torch.Tensor:
-    return weight if weight.dim() == 3 else weight[None]
-
-
 def state_of(weight: torch.Tensor) -> Hashable:
     """Address and write count of a tensor in memory."""
     return weight.data_ptr(), weight._version
 
 
 def _spelled(factors: Factors) -> str:
-    return (
-        repr(factors)
-        if isinstance(factors, float)
-        else bytes_digest(factors.cpu().numpy())
-    )
+    if isinstance(factors, float):
+        return repr(factors)
+    return bytes_digest(factors.cpu().numpy())
 
 
 def _size(quantized: Quantized) -> int:
@@ -343,10 +308,12 @@ def _size(quantized: Quantized) -> int:
 
 
 def moved(quantized: Quantized, device: torch.device) -> Quantized:
-    """The same weight on another device."""
-    there = {name: part.to(device) for name, part in quantized.tensors.items()}
-    made = Quantized(quantized.format, quantized.shape, **there)
-    return made.known_as(quantized.digest) if "digest" in vars(quantized) else made
+    """The same weight on this device."""
+    if quantized.data.device == device:
+        return quantized
+    tensors = {name: part.to(device) for name, part in quantized.tensors.items()}
+    copy = Quantized(quantized.format, quantized.shape, **tensors)
+    return copy.known_as(quantized.digest) if "digest" in vars(quantized) else copy
 
 
 class DiskCache:
@@ -358,20 +325,19 @@ class DiskCache:
     def __init__(self, folder: Path, budget: int) -> None:
         self.folder = folder
         self._budget = budget
-        self._sound: dict[
-            Path, int
-        ] = {}  # the time of a file that was written here, or checked
+        # The time of a file that was written here, or checked.
+        self._sound: dict[Path, int] = {}
 
     def take(self, name: str) -> Quantized | None:
         """The weight stored under this name, if it exists and is undamaged."""
         path = self._path(name)
         try:
             with safe_open(path, framework="pt") as file:
-                known = file.metadata() or {}
+                about = file.metadata() or {}
                 parts = {part: file.get_tensor(part) for part in file.keys()}  # noqa: SIM118
-            shape = tuple(int(size) for size in known["shape"].split(","))
-            digest = known["digest"]
-            quantized = Quantized(known["format"], shape, **parts)
+            shape = tuple(int(size) for size in about["shape"].split(","))
+            digest = about["digest"]
+            quantized = Quantized(about["format"], shape, **parts)
             if self._sound.get(path) == path.stat().st_mtime_ns:
                 quantized = quantized.known_as(digest)
         except (OSError, SafetensorError, KeyError, ValueError, TypeError):
@@ -392,11 +358,13 @@ class DiskCache:
         }
         if sum(tensor.nbytes for tensor in tensors.values()) > self._budget:
             return
-        about = {"format": quantized.format, "digest": quantized.digest}
+        about = {
+            "format": quantized.format,
+            "digest": quantized.digest,
+            "shape": ",".join(map(str, quantized.shape)),
+        }
         with whole(path) as temporary:
-            save_file(
-                tensors, temporary, about | {"shape": ",".join(map(str, quantized.shape))}
-            )
+            save_file(tensors, temporary, about)
         with suppress(FileNotFoundError):  # as above
             self._sound[path] = path.stat().st_mtime_ns
         self._trim(path)
@@ -414,7 +382,4 @@ class DiskCache:
             total -= status.st_size
 
     def _path(self, name: str) -> Path:
-        return (
-            self.folder
-            / f"{hashlib.blake2b(name.encode(), digest_size=16).hexdigest()}.safetensors"
-        )
+        return self.folder / f"{bytes_digest(about=name)}.safetensors"

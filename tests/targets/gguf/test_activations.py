@@ -109,7 +109,7 @@ def test_products_are_those_of_llama_cpp_s_kernels(name: str) -> None:
         else fmt.quantize(weight)
     )
     kernels = library.ggml_get_type_traits_cpu(
-        int(gguf.GGMLQuantizationType[fmt.gguf_type])
+        int(gguf.GGMLQuantizationType[fmt.name.upper()])
     ).contents
     rounding = library.ggml_get_type_traits_cpu(kernels.vec_dot_type).contents
     blocks = np.zeros(4096, np.uint8)

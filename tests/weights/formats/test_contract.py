@@ -72,7 +72,7 @@ def test_bytes_are_those_of_the_packed_weight(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "columns", "given"),
+    ("wanted", "columns", "fitting"),
     [
         ("int4-g128", 192, "int4-g64"),
         ("int4-g128", 48, "int8"),
@@ -89,15 +89,15 @@ def test_bytes_are_those_of_the_packed_weight(name: str) -> None:
         ("iq2_xxs", 96, "iq4_nl"),
     ],
 )
-def test_the_format_that_fits(wanted: str, columns: int, given: str) -> None:
-    fmt, reason = fitting_format(wanted, (10, columns))
-    assert fmt.name == given
-    if wanted == given:
+def test_the_format_that_fits(wanted: str, columns: int, fitting: str) -> None:
+    fmt, reason = fitting_format(get_format(wanted), (10, columns))
+    assert fmt.name == fitting
+    if wanted == fitting:
         assert reason is None
     else:
         assert reason is not None
         assert reason.startswith(f"{wanted}: {columns} columns do not divide")
-        assert reason.endswith(f"stored as {given}")
+        assert reason.endswith(f"stored as {fitting}")
 
 
 @pytest.mark.parametrize(
@@ -128,12 +128,12 @@ def test_any_float_dtype_is_computed_in_float32(name: str, dtype: torch.dtype) -
         .to(dtype)
         .requires_grad_()
     )
-    kept = weight.detach().clone()
+    copy = weight.detach().clone()
     values = get_format(name).roundtrip(weight)
     assert values.dtype == torch.float32
     assert not values.requires_grad
-    assert torch.equal(values, get_format(name).roundtrip(kept.float()))
-    assert torch.equal(weight, kept)
+    assert torch.equal(values, get_format(name).roundtrip(copy.float()))
+    assert torch.equal(weight, copy)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -144,17 +144,17 @@ def test_a_gpu_gives_the_same_bits(name: str) -> None:
         torch.randn(300, 512, generator=generator) * torch.logspace(-9, 3, 300)[:, None]
     )
     fmt = get_format(name)
-    here = fmt.quantize(weight)
-    there = fmt.quantize(weight.cuda())
-    assert there.data.is_cuda
-    assert torch.equal(here.data, there.data.cpu())
-    for ours, theirs in [
-        (here.scales, there.scales),
-        (here.zero_points, there.zero_points),
+    on_cpu = fmt.quantize(weight)
+    on_gpu = fmt.quantize(weight.cuda())
+    assert on_gpu.data.is_cuda
+    assert torch.equal(on_cpu.data, on_gpu.data.cpu())
+    for part, gpu_part in [
+        (on_cpu.scales, on_gpu.scales),
+        (on_cpu.zero_points, on_gpu.zero_points),
     ]:
-        if ours is not None and theirs is not None:
-            assert torch.equal(ours, theirs.cpu())
-    assert torch.equal(fmt.dequantize(here), fmt.dequantize(there).cpu())
+        if part is not None and gpu_part is not None:
+            assert torch.equal(part, gpu_part.cpu())
+    assert torch.equal(fmt.dequantize(on_cpu), fmt.dequantize(on_gpu).cpu())
 
 
 def _quantized(name: str, weight: torch.Tensor):  # type: ignore[no-untyped-def]
@@ -193,18 +193,18 @@ def test_small_scales_go_back_bit_for_bit_and_values_follow_them(name: str) -> N
     small = small_scales_of(fmt, quantized)
     assert len(small) == len(scales_of(fmt, quantized))
     assert (
-        with_small_scales(fmt, quantized, [each.values for each in small]).digest
+        with_small_scales(fmt, quantized, [part.values for part in small]).digest
         == quantized.digest
     )
     halved = with_small_scales(
-        fmt, quantized, [(each.values / 2).trunc() * 2 for each in small]
+        fmt, quantized, [(part.values / 2).trunc() * 2 for part in small]
     )
-    ones = with_small_scales(
-        fmt, quantized, [(each.values / 2).trunc() for each in small]
+    single = with_small_scales(
+        fmt, quantized, [(part.values / 2).trunc() for part in small]
     )
-    assert torch.equal(fmt.dequantize(halved), 2 * fmt.dequantize(ones))
+    assert torch.equal(fmt.dequantize(halved), 2 * fmt.dequantize(single))
     assert all(
-        each.values.amin() >= each.lowest and each.values.amax() <= each.highest
-        for each in small
+        part.values.amin() >= part.lowest and part.values.amax() <= part.highest
+        for part in small
     )
     assert small_scales_of(get_format("q4_0"), quantized) == ()

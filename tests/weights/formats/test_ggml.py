@@ -71,7 +71,7 @@ def encoded(fmt: GGUFFormat, w: torch.Tensor) -> Quantized:
 @pytest.mark.parametrize("name", [*FORMATS, "iq2_xxs", "iq2_xs", "iq2_s"])
 def test_sizes_are_ggml_s(name: str) -> None:
     fmt = gguf_format(name)
-    kind = gguf.GGMLQuantizationType[fmt.gguf_type]
+    kind = gguf.GGMLQuantizationType[fmt.name.upper()]
     assert (fmt.block_size, fmt.block_bytes) == gguf.GGML_QUANT_SIZES[kind]
     assert fmt.needs_importance == ggml_library().ggml_quantize_requires_imatrix(
         int(kind)
@@ -83,7 +83,7 @@ def test_blocks_equal_ggml_s(name: str) -> None:
     """gguf-py's blocks are C's; where C is what runs, nothing is lost around the call."""
     fmt = gguf_format(name)
     w = awkward_matrix()
-    kind = gguf.GGMLQuantizationType[fmt.gguf_type]
+    kind = gguf.GGMLQuantizationType[fmt.name.upper()]
     from_c = np.empty(fmt.bytes(w.shape), np.uint8)
     source = np.ascontiguousarray(w.numpy())
     ggml_library().ggml_quantize_chunk(
@@ -99,10 +99,14 @@ def test_any_bytes_stand_for_the_values_that_gguf_py_gives_them(name: str) -> No
         0, 256, (40, 4 * fmt.block_bytes), generator=torch.Generator().manual_seed(0)
     ).byte()
     with np.errstate(all="ignore"):
-        expected = gguf.dequantize(data.numpy(), gguf.GGMLQuantizationType[fmt.gguf_type])
-    found = fmt.dequantize(Quantized(name, expected.shape, data)).numpy()
-    there = np.isfinite(expected)
-    assert np.array_equal(found[there].view(np.uint32), expected[there].view(np.uint32))
+        expected = gguf.dequantize(
+            data.numpy(), gguf.GGMLQuantizationType[fmt.name.upper()]
+        )
+    values = fmt.dequantize(Quantized(name, expected.shape, data)).numpy()
+    finite = np.isfinite(expected)
+    assert np.array_equal(
+        values[finite].view(np.uint32), expected[finite].view(np.uint32)
+    )
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -110,7 +114,7 @@ def test_blocks_with_importance_equal_ggml_s(name: str) -> None:
     """And only its proportions count, down to the smallest and up to the largest numbers."""
     fmt = gguf_format(name)
     w = awkward_matrix()[9:].clamp(-3e4, 3e4)
-    kind = gguf.GGMLQuantizationType[fmt.gguf_type]
+    kind = gguf.GGMLQuantizationType[fmt.name.upper()]
     from_c = np.empty(fmt.bytes(w.shape), np.uint8)
     source = np.ascontiguousarray(w.numpy())
     columns = importance().numpy()

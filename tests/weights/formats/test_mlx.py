@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from kl_lens.weights.formats import Quantized, get_format
-from kl_lens.weights.formats.affine import BITS, GROUPS
+from kl_lens.weights.formats.affine import BITS
+from kl_lens.weights.formats.integer import GROUPS
 from kl_lens.weights.quantizers import InputStatistics, get_quantizer
 
 mx = pytest.importorskip("mlx.core", reason="needs the extra mlx")
@@ -52,9 +53,9 @@ def test_rounding_to_nearest_is_that_of_mlx(name: str) -> None:
         bits=fmt.bits,
     )
     assert fmt.pack(stored).tobytes() == np.array(codes).tobytes()
-    for ours, theirs in ((stored.scales, scales), (stored.zero_points, biases)):
-        assert ours is not None
-        assert ours.numpy().tobytes() == np.array(theirs).tobytes()
+    for part, mlx_part in ((stored.scales, scales), (stored.zero_points, biases)):
+        assert part is not None
+        assert part.numpy().tobytes() == np.array(mlx_part).tobytes()
     np.testing.assert_array_equal(fmt.dequantize(stored).numpy(), _values(name, stored))
 
 

@@ -127,12 +127,12 @@ def constants(model: Any) -> dict[str, Any]:
 def test_integers_and_scales_equal_nncf(name: str, tmp_path: Path) -> None:
     fmt = get_format(name)
     matrices = awkward_matrices(seed=FORMATS.index(name))
-    found = constants(compressed(matrices, fmt, tmp_path / "model.xml"))
+    stored_constants = constants(compressed(matrices, fmt, tmp_path / "model.xml"))
     for i, w in enumerate(matrices):
         stored = fmt.quantize(torch.from_numpy(w))
         assert stored.scales is not None
-        their_integers = found[f"w{i}"].data.tobytes()
-        their_scales = found[f"w{i}/scale"].data
+        their_integers = stored_constants[f"w{i}"].data.tobytes()
+        their_scales = stored_constants[f"w{i}/scale"].data
         assert their_scales.dtype == np.float16
         assert fmt.pack(stored).tobytes() == their_integers, (
             f"integers of {w.shape}, matrix {i}"
@@ -142,8 +142,8 @@ def test_integers_and_scales_equal_nncf(name: str, tmp_path: Path) -> None:
         )
         their_zero_points = b""
         if isinstance(fmt, ZeroPointFormat):
-            their_zero_points = found[f"w{i}/zero_point"].data.tobytes()
-            assert found[f"w{i}/zero_point"].get_element_type() == ov.Type.u4
+            their_zero_points = stored_constants[f"w{i}/zero_point"].data.tobytes()
+            assert stored_constants[f"w{i}/zero_point"].get_element_type() == ov.Type.u4
             assert fmt.pack_zero_points(stored).tobytes() == their_zero_points, (
                 f"zero points, matrix {i}"
             )
@@ -169,8 +169,8 @@ def test_mxfp4_has_nncf_s_values() -> None:
             -49152, 49152
         )  # beyond, ours saturates and NNCF's is infinite in FP16
         for part in np.array_split(w, w.size // 8000 + 1):
-            theirs = do_float_quantization(Tensor(part), config, reduction_axes=1)
-            values = (theirs.tensor * theirs.scale).data.reshape(part.shape)
+            reference = do_float_quantization(Tensor(part), config, reduction_axes=1)
+            values = (reference.tensor * reference.scale).data.reshape(part.shape)
             assert np.array_equal(values, fmt.roundtrip(torch.from_numpy(part)).numpy())
 
 
@@ -198,6 +198,6 @@ def test_openvino_computes_with_our_values(name: str, tmp_path: Path) -> None:
     )
     exact = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"}
     compiled = ov.Core().compile_model(tmp_path / "m.xml", "CPU", exact)
-    given = compiled([np.eye(w.shape[-1], dtype=np.float32), np.arange(len(w))])
-    for found in (given[0].T, given[1]):
-        assert np.array_equal(found, fmt.dequantize(stored).numpy())
+    outputs = compiled([np.eye(w.shape[-1], dtype=np.float32), np.arange(len(w))])
+    for values in (outputs[0].T, outputs[1]):
+        assert np.array_equal(values, fmt.dequantize(stored).numpy())

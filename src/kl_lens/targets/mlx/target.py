@@ -55,7 +55,8 @@ class MLXTarget(Target):
 
     @property
     def formats(self) -> tuple[str, ...]:
-        from kl_lens.weights.formats.affine import BITS, GROUPS
+        from kl_lens.weights.formats.affine import BITS
+        from kl_lens.weights.formats.integer import GROUPS
 
         return (*(f"affine{bits}-g{group}" for bits in BITS for group in GROUPS), FP16)
 

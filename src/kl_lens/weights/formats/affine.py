@@ -16,12 +16,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kl_lens.base.lazy import torch
-from kl_lens.weights.formats.format import FP16, Quantized, register
-from kl_lens.weights.formats.integer import GroupedFormat
+from kl_lens.weights.formats.format import FP16, Quantized
+from kl_lens.weights.formats.integer import GroupedFormat, register_groups
 
 SMALLEST_SCALE = 1e-7
 BITS = (2, 3, 4, 5, 6, 8)
-GROUPS = (128, 64, 32)
 
 
 @dataclass(frozen=True)
@@ -46,28 +45,15 @@ class AffineFormat(GroupedFormat):
         scales = torch.where(away, edges / torch.where(away, steps, 1), scales)
         biases = torch.where(away, edges, 0)
         codes = ((groups - biases) / scales).round_().clamp_(0, top)
-        return self._stored(
-            weight, codes.to(torch.uint8), scales, biases.to(self.scale_dtype)
-        )
+        return self._stored(weight, codes.to(torch.uint8), scales, biases.half())
 
     def dequantize(self, quantized: Quantized) -> torch.Tensor:
         assert quantized.scales is not None
         assert quantized.zero_points is not None
-        groups = self._grouped(quantized.data.float()).mul_(
-            quantized.scales.float().unsqueeze(-1)
-        )
+        groups = self._grouped(quantized.data.float())
+        groups.mul_(quantized.scales.float().unsqueeze(-1))
         return groups.add_(quantized.zero_points.float().unsqueeze(-1)).flatten(-2)
 
 
 for _bits in BITS:
-    for _group in GROUPS:
-        _smaller = [f"affine{_bits}-g{group}" for group in GROUPS if group < _group]
-        register(
-            AffineFormat(
-                f"affine{_bits}-g{_group}",
-                _bits,
-                _group,
-                False,
-                fallback=(*_smaller, FP16),
-            )
-        )
+    register_groups(AffineFormat, f"affine{_bits}", _bits, False, last=FP16)

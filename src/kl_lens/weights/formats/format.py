@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -34,9 +33,8 @@ class Quantized:
     shape: tuple[int, ...]
     # int8 (uint8 where unsigned), one per weight; uint8 GGUF blocks (…, rows, bytes per row); float16 values
     data: torch.Tensor
-    scales: torch.Tensor | None = (
-        None  # (…, rows, groups); GGUF keeps them inside the blocks
-    )
+    # (…, rows, groups); GGUF keeps them inside the blocks.
+    scales: torch.Tensor | None = None
     # Shaped as the scales: codes of 0 (uint8), or values of code 0 (float16).
     zero_points: torch.Tensor | None = None
 
@@ -44,14 +42,12 @@ class Quantized:
     def stacked(cls, parts: Sequence[Quantized], shape: tuple[int, ...]) -> Quantized:
         """The rows of all parts, one after another, as a weight of this shape."""
         joined = {
-            name: torch.cat([part.tensors[name] for part in parts])
+            name: torch.cat([part.tensors[name] for part in parts]).reshape(
+                *shape[:-1], -1
+            )
             for name in parts[0].tensors
         }
-        return cls(
-            parts[0].format,
-            shape,
-            **{n: t.reshape(*shape[:-1], -1) for n, t in joined.items()},
-        )
+        return cls(parts[0].format, shape, **joined)
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -82,9 +78,8 @@ class Format(ABC):
     bits: int
     group_size: int | None  # weights that share one scale; None: the whole row
     symmetric: bool
-    fallback: tuple[
-        str, ...
-    ] = ()  # formats to try, in order, for shapes this one does not fit
+    # Formats to try, in order, for shapes this one does not fit.
+    fallback: tuple[str, ...] = ()
 
     @property
     def block(self) -> int:
@@ -170,13 +165,10 @@ FP16 = "fp16"  # the format of weights without another
 
 _formats: dict[str, Format] = {}
 
-AnyFormat = TypeVar("AnyFormat", bound=Format)
 
-
-def register(fmt: AnyFormat) -> AnyFormat:
+def register(fmt: Format) -> None:
     """Registers a format. A new format is one file that ends in this call."""
     _formats[fmt.name] = fmt
-    return fmt
 
 
 def known_formats() -> tuple[str, ...]:
@@ -193,9 +185,8 @@ def get_format(name: str) -> Format:
         ) from None
 
 
-def fitting_format(fmt: Format | str, shape: Sequence[int]) -> tuple[Format, str | None]:
+def fitting_format(wanted: Format, shape: Sequence[int]) -> tuple[Format, str | None]:
     """The format for a weight of this shape, and why it differs from the wanted one (or None)."""
-    wanted = get_format(fmt) if isinstance(fmt, str) else fmt
     reason = wanted.fits(shape)
     if reason is None:
         return wanted, None

@@ -56,20 +56,13 @@ class GGUFFormat(Format):
 
     @property
     def needs_importance(self) -> bool:
-        return self.name in (
-            "iq2_xs",
-            "iq2_xxs",
-        )  # as `ggml_quantize_requires_imatrix` says
+        # As `ggml_quantize_requires_imatrix` says.
+        return self.name in ("iq2_xs", "iq2_xxs")
 
     @property
     def takes_importance(self) -> bool:
         """Whether the importance of columns changes anything."""
         return self.name != "q8_0"
-
-    @property
-    def gguf_type(self) -> str:
-        """The type's name in gguf-py and llama.cpp."""
-        return self.name.upper()
 
     def quantize(self, weight: torch.Tensor, name: str = "weight") -> Quantized:
         if self.needs_importance:
@@ -85,10 +78,8 @@ class GGUFFormat(Format):
         values = checked_float32(weight, "weight")
         stored = self._blocks(values, importance.detach().float().cpu())
         # The search can move minima outside FP16's range, but only near its end.
-        if (
-            float(values.abs().max()) > LARGEST_MAGNITUDE / 2
-            and not self.dequantize(stored).isfinite().all()
-        ):
+        is_close = float(values.abs().max()) > LARGEST_MAGNITUDE / 2
+        if is_close and not self.dequantize(stored).isfinite().all():
             raise FormatError(
                 f"{self.name} cannot hold weights so close to FP16's end; rescale them"
             )
@@ -103,53 +94,49 @@ class GGUFFormat(Format):
     def _blocks(self, weight: torch.Tensor, importance: torch.Tensor | None) -> Quantized:
         whole = torch.nn.functional.hardshrink(weight, SMALLEST_MAGNITUDE)
         if importance is None and not self.searches:
-            return nearest(self.name, whole, self.block_bytes)
-        ggml_type = gguf_module().GGMLQuantizationType[self.gguf_type]
+            return nearest(self.name, whole)
+        ggml_type = int(gguf_module().GGMLQuantizationType[self.name.upper()])
         rows = on_host(whole.flatten(0, -2)).numpy()
         row_bytes = weight.shape[-1] // self.block_size * self.block_bytes
         weighed = None if importance is None else importance.numpy()
-        blocks = quantize_rows(rows, int(ggml_type), row_bytes, weighed)
+        blocks = quantize_rows(rows, ggml_type, row_bytes, weighed)
         data = torch.from_numpy(blocks).reshape(*weight.shape[:-1], -1)
         return Quantized(self.name, tuple(weight.shape), data.to(weight.device))
 
     def dequantize(self, quantized: Quantized) -> torch.Tensor:
         if self.name in LAYOUTS:
-            return dequantized(
-                LAYOUTS[self.name], quantized.data, self.block_size, self.block_bytes
-            )
-        gguf = gguf_module()
-        blocks = self._wide(quantized.data.cpu().numpy(), self.block_bytes)
-        values = gguf.dequantize(blocks, gguf.GGMLQuantizationType[self.gguf_type])
+            return dequantized(LAYOUTS[self.name], quantized.data)
+        blocks = quantized.data.cpu().numpy()
+        # In wide rows, because gguf-py works on sixteen at a time: narrow ones take two to five times as long.
+        count = blocks.size // self.block_bytes
+        most = _WIDE // self.block_size
+        beside = next(n for n in range(most, 0, -1) if count % n == 0)
+        values = gguf_values(self.name, blocks.reshape(-1, beside * self.block_bytes))
         return torch.from_numpy(values).reshape(quantized.shape).to(quantized.data.device)
-
-    def _wide(self, values: npt.NDArray[Any], block: int) -> npt.NDArray[Any]:
-        """The same blocks in wider rows, which gives the same bits because blocks are independent. gguf-py works on
-        sixteen rows at a time, so narrow rows take two to five times as long."""
-        count = values.size // block
-        most = max(1, _WIDE // self.block_size)
-        side_by_side = max((n for n in range(1, most + 1) if count % n == 0), default=1)
-        return values.reshape(-1, side_by_side * block)
 
 
 # If 256 does not divide the columns, the first replacement is llama.cpp's own (`tensor_type_fallback`). For the others
 # llama.cpp has no rule; FP16 is its last resort.
-register(GGUFFormat("q8_0", 8, 32, True, (FP16,), 32, 34))
-register(GGUFFormat("q6_k", 6, 16, True, ("q8_0", FP16), 256, 210))
-register(GGUFFormat("q5_k", 5, 32, False, ("q5_1", FP16), 256, 176))
-register(GGUFFormat("q4_k", 4, 32, False, ("q5_0", FP16), 256, 144))
-register(GGUFFormat("q4_0", 4, 32, True, (FP16,), 32, 18))
-register(GGUFFormat("q5_0", 5, 32, True, (FP16,), 32, 22))
-register(GGUFFormat("q5_1", 5, 32, False, (FP16,), 32, 24))
-register(GGUFFormat("q4_1", 4, 32, False, (FP16,), 32, 20))
-register(GGUFFormat("iq4_nl", 4, 32, True, (FP16,), 32, 18))
-register(GGUFFormat("iq4_xs", 4, 32, True, ("iq4_nl", FP16), 256, 136))
-register(GGUFFormat("q3_k", 3, 16, True, ("q4_0", FP16), 256, 110))
-register(GGUFFormat("iq3_s", 3, 32, True, ("iq4_nl", FP16), 256, 110))
-register(GGUFFormat("iq3_xxs", 3, 32, True, ("iq4_nl", FP16), 256, 98))
-register(GGUFFormat("q2_k", 2, 16, False, ("q4_0", FP16), 256, 84))
-register(GGUFFormat("iq2_s", 2, 16, True, ("iq4_nl", FP16), 256, 82))
-register(GGUFFormat("iq2_xs", 2, 16, True, ("iq4_nl", FP16), 256, 74))
-register(GGUFFormat("iq2_xxs", 2, 32, True, ("iq4_nl", FP16), 256, 66))
+for _facts in (
+    ("q8_0", 8, 32, True, (FP16,), 32, 34),
+    ("q6_k", 6, 16, True, ("q8_0", FP16), 256, 210),
+    ("q5_k", 5, 32, False, ("q5_1", FP16), 256, 176),
+    ("q4_k", 4, 32, False, ("q5_0", FP16), 256, 144),
+    ("q4_0", 4, 32, True, (FP16,), 32, 18),
+    ("q5_0", 5, 32, True, (FP16,), 32, 22),
+    ("q5_1", 5, 32, False, (FP16,), 32, 24),
+    ("q4_1", 4, 32, False, (FP16,), 32, 20),
+    ("iq4_nl", 4, 32, True, (FP16,), 32, 18),
+    ("iq4_xs", 4, 32, True, ("iq4_nl", FP16), 256, 136),
+    ("q3_k", 3, 16, True, ("q4_0", FP16), 256, 110),
+    ("iq3_s", 3, 32, True, ("iq4_nl", FP16), 256, 110),
+    ("iq3_xxs", 3, 32, True, ("iq4_nl", FP16), 256, 98),
+    ("q2_k", 2, 16, False, ("q4_0", FP16), 256, 84),
+    ("iq2_s", 2, 16, True, ("iq4_nl", FP16), 256, 82),
+    ("iq2_xs", 2, 16, True, ("iq4_nl", FP16), 256, 74),
+    ("iq2_xxs", 2, 32, True, ("iq4_nl", FP16), 256, 66),
+):
+    register(GGUFFormat(*_facts))
 
 
 _INSTALL = "pip install 'kl-lens[gguf]'"
@@ -161,6 +148,15 @@ def gguf_module() -> Any:
         return importlib.import_module("gguf")
     except ImportError:
         raise FormatError(f"GGUF formats need the package gguf: {_INSTALL}") from None
+
+
+def gguf_values(name: str, rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+    """The values of rows of blocks, by gguf-py."""
+    gguf = gguf_module()
+    values: npt.NDArray[np.float32] = gguf.dequantize(
+        rows, gguf.GGMLQuantizationType[name.upper()]
+    )
+    return values
 
 
 @cache
@@ -208,20 +204,13 @@ def quantize_rows(
         importance = _proportions(importance, columns)
     blocks = np.empty((rows, row_bytes), np.uint8)
     weighed = None if importance is None else importance.ctypes.data
-    library.ggml_quantize_init(
-        ggml_type
-    )  # tables of the IQ types, once; up to six seconds
+    # Tables of the IQ types, once; up to six seconds.
+    library.ggml_quantize_init(ggml_type)
 
     def quantize(first: int, last: int) -> int:
-        at = first * columns
+        span = (first * columns, last - first, columns)
         written: int = library.ggml_quantize_chunk(
-            ggml_type,
-            weight.ctypes.data,
-            blocks.ctypes.data,
-            at,
-            last - first,
-            columns,
-            weighed,
+            ggml_type, weight.ctypes.data, blocks.ctypes.data, *span, weighed
         )
         return written
 

@@ -26,6 +26,7 @@ point costs four bits per group: 0.125 bits a weight in groups of 32.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,9 +36,9 @@ from kl_lens.base.lazy import torch
 from kl_lens.weights.formats.format import Format, Quantized, register
 
 _PACKED_AT_ONCE = 1 << 22
-NNCF_SMALLEST_SCALE = (
-    2.0**-23
-)  # float32's machine epsilon; still exact in FP16, as a subnormal
+# float32's machine epsilon; still exact in FP16, as a subnormal.
+NNCF_SMALLEST_SCALE = 2.0**-23
+GROUPS = (128, 64, 32)
 
 
 @dataclass(frozen=True)
@@ -103,11 +104,9 @@ class GroupedFormat(Format):
         return numbers + self._groups(shape) * self.scale_dtype.itemsize
 
     def pack(self, quantized: Quantized) -> npt.NDArray[np.uint8]:
-        return (
-            super().pack(quantized)
-            if self.bits == 8
-            else pack_codes(quantized.data, self.bits)
-        )
+        if self.bits == 8:
+            return super().pack(quantized)
+        return pack_codes(quantized.data, self.bits)
 
     def _columns_per_group(self, shape: tuple[int, ...]) -> int:
         return self.group_size or shape[-1]
@@ -119,26 +118,23 @@ class GroupedFormat(Format):
 def pack_codes(numbers: torch.Tensor, bits: int) -> npt.NDArray[np.uint8]:
     """One stream of bits, the first number in the lowest bits of the first byte."""
     values = numbers.cpu().to(torch.int8).numpy().reshape(-1).view(np.uint8)
-    each = 8 // bits
-    if (
-        8 % bits
-    ):  # eight numbers in as many bytes as one has bits; rows are multiples of eight
-        packed = np.empty((values.size // 8, bits), np.uint8)
-        shifts = np.arange(8, dtype="<u8") * bits
-        for first in range(0, len(packed), _PACKED_AT_ONCE):
-            eights = values[8 * first : 8 * (first + _PACKED_AT_ONCE)].reshape(-1, 8)
-            words = np.bitwise_or.reduce(eights.astype("<u8") << shifts, axis=-1)
-            packed[first : first + _PACKED_AT_ONCE] = words.view(np.uint8).reshape(-1, 8)[
-                :, :bits
-            ]
-        return packed.reshape(-1)
-    codes = np.append(values, np.zeros(-values.size % each, np.uint8)) & np.uint8(
-        2**bits - 1
-    )
-    packed = codes[0::each].copy()
-    for place in range(1, each):
-        packed |= codes[place::each] << np.uint8(place * bits)
-    return packed
+    if 8 % bits == 0:
+        count = 8 // bits
+        padded = np.append(values, np.zeros(-values.size % count, np.uint8))
+        codes = (padded & np.uint8(2**bits - 1)).reshape(-1, count)
+        packed = codes[:, 0].copy()
+        for index in range(1, count):
+            packed |= codes[:, index] << np.uint8(index * bits)
+        return packed
+    # Eight numbers in as many bytes as one has bits; rows are multiples of eight.
+    eights = values.reshape(-1, 8)
+    packed = np.empty((len(eights), bits), np.uint8)
+    shifts = np.arange(8, dtype="<u8") * bits
+    for first in range(0, len(packed), _PACKED_AT_ONCE):
+        part = slice(first, first + _PACKED_AT_ONCE)
+        words = np.bitwise_or.reduce(eights[part].astype("<u8") << shifts, axis=-1)
+        packed[part] = words.view(np.uint8).reshape(-1, 8)[:, :bits]
+    return packed.reshape(-1)
 
 
 @dataclass(frozen=True)
@@ -175,21 +171,29 @@ class AbsoluteMaximumFormat(IntegerFormat):
         return torch.where(scales == 0, 1.0, scales)
 
 
-register(SignedScaleFormat("int8", bits=8, group_size=None, symmetric=True))
-register(SignedScaleFormat("int4", bits=4, group_size=None, symmetric=True))
-register(AbsoluteMaximumFormat("int8-absmax", bits=8, group_size=None, symmetric=True))
-register(AbsoluteMaximumFormat("int4-absmax", bits=4, group_size=None, symmetric=True))
+def register_groups(
+    kind: type[GroupedFormat],
+    stem: str,
+    bits: int,
+    symmetric: bool,
+    groups: Sequence[int] = GROUPS,
+    last: str = "int8",
+) -> None:
+    """`STEM-gN` for groups of N columns. Where N does not divide the columns, smaller ones replace it, then `last`."""
+    for group in groups:
+        smaller = (f"{stem}-g{size}" for size in groups if size < group)
+        register(kind(f"{stem}-g{group}", bits, group, symmetric, (*smaller, last)))
+
+
+register(SignedScaleFormat("int8", 8, None, True))
+register(SignedScaleFormat("int4", 4, None, True))
+register(AbsoluteMaximumFormat("int8-absmax", 8, None, True))
+register(AbsoluteMaximumFormat("int4-absmax", 4, None, True))
 
 # If groups do not divide the columns, NNCF stops with an error by default. When allowed to adjust, it takes the largest
 # power of two from 32 up that divides them, or else its 8-bit backup. So do these.
-register(
-    SignedScaleFormat(
-        "int4-g128", 4, 128, True, fallback=("int4-g64", "int4-g32", "int8")
-    )
-)
-register(SignedScaleFormat("int4-g64", 4, 64, True, fallback=("int4-g32", "int8")))
-register(SignedScaleFormat("int4-g32", 4, 32, True, fallback=("int8",)))
-register(SignedScaleFormat("int8-g128", 8, 128, True, fallback=("int8",)))
+register_groups(SignedScaleFormat, "int4", 4, True)
+register_groups(SignedScaleFormat, "int8", 8, True, groups=(128,))
 
 
 @dataclass(frozen=True)
@@ -221,12 +225,6 @@ class ZeroPointFormat(GroupedFormat):
 
 
 # Replacements as for the symmetric formats.
-register(ZeroPointFormat("uint4", bits=4, group_size=None, symmetric=False))
-register(
-    ZeroPointFormat(
-        "uint4-g128", 4, 128, False, fallback=("uint4-g64", "uint4-g32", "int8")
-    )
-)
-register(ZeroPointFormat("uint4-g64", 4, 64, False, fallback=("uint4-g32", "int8")))
-register(ZeroPointFormat("uint4-g32", 4, 32, False, fallback=("int8",)))
-register(ZeroPointFormat("uint2-g64", 2, 64, False, fallback=("int4-g32", "int8")))
+register(ZeroPointFormat("uint4", 4, None, False))
+register_groups(ZeroPointFormat, "uint4", 4, False)
+register(ZeroPointFormat("uint2-g64", 2, 64, False, ("int4-g32", "int8")))

@@ -9,7 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kl_lens.weights.formats.format import Quantized, register
-from kl_lens.weights.formats.integer import SignedScaleFormat, ZeroPointFormat, pack_codes
+from kl_lens.weights.formats.integer import (
+    SignedScaleFormat,
+    ZeroPointFormat,
+    pack_codes,
+    register_groups,
+)
 
 
 @dataclass(frozen=True)
@@ -20,17 +25,8 @@ class PackedFormat(SignedScaleFormat):
         return pack_codes(quantized.data + 2 ** (self.bits - 1), self.bits)
 
 
-register(ZeroPointFormat("uint8", bits=8, group_size=None, symmetric=False))
-for _group in (32, 64, 128):  # a format's replacements come before it
-    _smaller = [other for other in (64, 32) if other < _group]
-    for _bits in (3, 5, 6):
-        _others = (*(f"int{_bits}-g{other}" for other in _smaller), "int8")
-        register(
-            PackedFormat(f"int{_bits}-g{_group}", _bits, _group, True, fallback=_others)
-        )
-    for _name, _kind in (("int8", SignedScaleFormat), ("uint8", ZeroPointFormat)):
-        if (_name, _group) != ("int8", 128):  # NNCF has it
-            _others = (*(f"{_name}-g{other}" for other in _smaller), _name)
-            register(
-                _kind(f"{_name}-g{_group}", 8, _group, _name == "int8", fallback=_others)
-            )
+register(ZeroPointFormat("uint8", 8, None, False))
+for _bits in (3, 5, 6):
+    register_groups(PackedFormat, f"int{_bits}", _bits, True)
+register_groups(SignedScaleFormat, "int8", 8, True, groups=(64, 32))  # NNCF has 128
+register_groups(ZeroPointFormat, "uint8", 8, False, last="uint8")

@@ -18,10 +18,8 @@ def scales_of(fmt: Format, quantized: Quantized) -> tuple[torch.Tensor, ...]:
     are not linear in FP16 scales."""
     if isinstance(fmt, GGUFFormat):
         blocks = quantized.data.unflatten(-1, (-1, fmt.block_bytes))
-        return tuple(
-            blocks[..., at : at + 2].contiguous().view(torch.float16)[..., 0]
-            for at in _places(fmt)
-        )
+        halves = (blocks[..., start : start + 2] for start in _starts(fmt))
+        return tuple(half.contiguous().view(torch.float16)[..., 0] for half in halves)
     parts = (quantized.scales, quantized.zero_points)
     return tuple(
         part for part in parts if part is not None and part.dtype == torch.float16
@@ -34,8 +32,8 @@ def with_scales(
     """The same codes with other scales, in the order of `scales_of`."""
     if isinstance(fmt, GGUFFormat):
         blocks = quantized.data.unflatten(-1, (-1, fmt.block_bytes)).clone()
-        for at, values in zip(_places(fmt), scales, strict=True):
-            blocks[..., at : at + 2] = values.half()[..., None].view(torch.uint8)
+        for start, values in zip(_starts(fmt), scales, strict=True):
+            blocks[..., start : start + 2] = values.half()[..., None].view(torch.uint8)
         return replace(quantized, data=blocks.flatten(-2))
     halves = [part.half() for part in scales]
     zero_points = halves[1] if len(halves) > 1 else quantized.zero_points
@@ -51,34 +49,27 @@ class SmallScales:
 
 def small_scales_of(fmt: Format, quantized: Quantized) -> tuple[SmallScales, ...]:
     """One for each of `scales_of`; () if the format has none."""
-    if not (
-        isinstance(fmt, GGUFFormat)
-        and (layout := LAYOUTS.get(fmt.name))
-        and layout.small_highest
-    ):
+    layout = LAYOUTS.get(fmt.name)
+    if layout is None or not layout.small_highest:
         return ()
-    blocks = quantized.data.unflatten(-1, (-1, fmt.block_bytes))
-    groups = fmt.block_size // layout.group
-    small = small_scales(layout, blocks.flatten(0, -2), groups).view(
-        *blocks.shape[:-1], -1
-    )
+    blocks = quantized.data.unflatten(-1, (-1, layout.bytes))
+    small = small_scales(layout, blocks.flatten(0, -2)).view(*blocks.shape[:-1], -1)
     ends = -layout.small_zero, layout.small_highest - layout.small_zero
-    return tuple(SmallScales(part, *ends) for part in small.split(groups, -1))
+    parts = small.split(layout.size // layout.group, -1)
+    return tuple(SmallScales(part, *ends) for part in parts)
 
 
 def with_small_scales(
     fmt: Format, quantized: Quantized, small: Sequence[torch.Tensor]
 ) -> Quantized:
     """The same codes and FP16 numbers with other small scales, in the order of `small_scales_of`."""
-    assert isinstance(fmt, GGUFFormat)
-    blocks = quantized.data.reshape(-1, fmt.block_bytes).clone()
-    write_small_scales(
-        LAYOUTS[fmt.name], blocks, torch.cat(list(small), -1).flatten(0, -2)
-    )
+    layout = LAYOUTS[fmt.name]
+    blocks = quantized.data.reshape(-1, layout.bytes).clone()
+    write_small_scales(layout, blocks, torch.cat(list(small), -1).flatten(0, -2))
     return replace(quantized, data=blocks.reshape(quantized.data.shape))
 
 
-def _places(fmt: GGUFFormat) -> tuple[int, ...]:
+def _starts(fmt: GGUFFormat) -> tuple[int, ...]:
     """The bytes of a block where its FP16 numbers begin."""
     if fmt.name not in LAYOUTS:  # IQ2 and IQ3
         return (0,)

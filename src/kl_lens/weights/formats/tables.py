@@ -30,7 +30,12 @@ import numpy.typing as npt
 from kl_lens.base.accelerators import constant
 from kl_lens.base.lazy import torch
 from kl_lens.weights.formats.format import Quantized, register
-from kl_lens.weights.formats.integer import NNCF_SMALLEST_SCALE, GroupedFormat, pack_codes
+from kl_lens.weights.formats.integer import (
+    NNCF_SMALLEST_SCALE,
+    GroupedFormat,
+    pack_codes,
+    register_groups,
+)
 
 NF_LEVELS = np.array(
     [
@@ -75,9 +80,8 @@ NF_BORDERS = np.array(
     np.float32,
 )
 
-MAGNITUDES = np.array(
-    [0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32
-)  # in the order of E2M1's codes
+# In the order of E2M1's codes.
+MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 MX_ZERO = len(MAGNITUDES) - 1  # index of the level 0
 MX_LEVELS = np.concatenate([-MAGNITUDES[:0:-1], MAGNITUDES])
 _MIDDLES = (MX_LEVELS[1:] + MX_LEVELS[:-1]) / 2
@@ -93,14 +97,12 @@ class TableFormat(GroupedFormat):
     """`Quantized.data` holds the index of each weight's level (uint8)."""
 
     levels: ClassVar[npt.NDArray[np.float32]]
-    borders: ClassVar[
-        npt.NDArray[np.float32]
-    ]  # between levels; a value on a border goes down
+    # Between levels; a value on a border goes down.
+    borders: ClassVar[npt.NDArray[np.float32]]
 
     def _codes(self, scaled: torch.Tensor) -> torch.Tensor:
-        return torch.bucketize(scaled.contiguous(), self._on(scaled.device)[1]).to(
-            torch.uint8
-        )
+        borders = self._on(scaled.device)[1]
+        return torch.bucketize(scaled.contiguous(), borders).to(torch.uint8)
 
     def _places(self, codes: torch.Tensor) -> torch.Tensor:
         return self._on(codes.device)[0][codes.long()]
@@ -109,10 +111,8 @@ class TableFormat(GroupedFormat):
     @cache
     def _on(cls, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Levels and borders on the weight's device."""
-        levels, borders = (
-            constant(torch.from_numpy(part), device) for part in (cls.levels, cls.borders)
-        )
-        return levels, borders
+        levels = constant(torch.from_numpy(cls.levels), device)
+        return levels, constant(torch.from_numpy(cls.borders), device)
 
 
 @dataclass(frozen=True)
@@ -144,23 +144,16 @@ class MicroscalingFormat(TableFormat):
 
     def covering_scales(self, groups: torch.Tensor) -> torch.Tensor:
         largest = groups.abs().amax(-1, keepdim=True)
-        wanted = (largest / torch.full_like(largest, float(MX_LEVELS[-1]))).clamp(
-            NNCF_SMALLEST_SCALE, MX_LARGEST_SCALE
-        )
-        return self.scale_values(self.stored_scales(wanted))
+        scales = largest / torch.full_like(largest, float(MX_LEVELS[-1]))
+        scales = scales.clamp(NNCF_SMALLEST_SCALE, MX_LARGEST_SCALE)
+        return self.scale_values(self.stored_scales(scales))
 
     def pack(self, quantized: Quantized) -> npt.NDArray[np.uint8]:
         """E2M1's codes: the magnitude's index, and 8 for a negative sign."""
-        places = quantized.data.int() - MX_ZERO
-        return pack_codes(places.abs() + 8 * (places < 0), self.bits)
+        indices = quantized.data.int() - MX_ZERO
+        return pack_codes(indices.abs() + 8 * (indices < 0), self.bits)
 
 
-register(NormalFloatFormat("nf4", bits=4, group_size=None, symmetric=True))
-register(
-    NormalFloatFormat("nf4-g128", 4, 128, True, fallback=("nf4-g64", "nf4-g32", "int8"))
-)
-register(NormalFloatFormat("nf4-g64", 4, 64, True, fallback=("nf4-g32", "int8")))
-register(NormalFloatFormat("nf4-g32", 4, 32, True, fallback=("int8",)))
-register(
-    MicroscalingFormat("mxfp4", bits=4, group_size=32, symmetric=True, fallback=("int8",))
-)
+register(NormalFloatFormat("nf4", 4, None, True))
+register_groups(NormalFloatFormat, "nf4", 4, True)
+register(MicroscalingFormat("mxfp4", 4, 32, True, ("int8",)))

@@ -11,14 +11,20 @@ import torch
 
 from kl_lens.base.accelerators import constant, elements_at_once
 from kl_lens.weights.formats import Quantized
-from kl_lens.weights.formats.blocks import IQ4_LEVELS, LAYOUTS, Layout, with_scales
+from kl_lens.weights.formats.blocks import (
+    IQ4_LEVELS,
+    LAYOUTS,
+    Layout,
+    iq4_levels,
+    with_codes,
+    with_scales,
+)
 from kl_lens.weights.formats.gguf_blocks import SMALLEST_MAGNITUDE, GGUFFormat
-from kl_lens.weights.quantizers.levels import block_levels, with_codes
+from kl_lens.weights.quantizers.levels import block_levels
 
 _REFITS = 2
-_NEAR = torch.linspace(
-    -0.9, 0.9, 19
-)  # where a group's largest weight may lie, relative to the last code
+# Where a group's largest weight may lie, relative to the last code.
+_NEAR = torch.linspace(-0.9, 0.9, 19)
 # The same for a block's largest scale; wider, because there are few scales.
 _WIDE = torch.linspace(-4.0, 2.0, 61)
 
@@ -44,19 +50,15 @@ def searched_blocks(
     importance = importance / importance.max()
     tries = 37 if layout.minimum is not None else 19
     step = max(1, elements_at_once(values.device) // tries // values.shape[1])
+    fitted = _symmetric if layout.minimum is None else _with_minimum
     parts = []
     for rows in values.split(step):
-        x = rows.reshape(-1, fmt.block_size // layout.group, layout.group)
+        x = rows.reshape(-1, layout.size // layout.group, layout.group)
         weigh = _weighed(fmt, rows, importance).reshape(x.shape)
-        fitted = _symmetric if layout.minimum is None else _with_minimum
-        parts.append(
-            with_scales(
-                layout, fmt.block_size, fmt.block_bytes, *fitted(layout, x, weigh)
-            )
-        )
+        parts.append(with_scales(layout, *fitted(layout, x, weigh)))
     data = torch.cat(parts).reshape(len(weight), -1)
     bare = Quantized(fmt.name, tuple(weight.shape), data)
-    return with_codes(fmt, bare, block_levels(fmt, bare).rounded(values))
+    return with_codes(bare, block_levels(bare).rounded(values))
 
 
 def _weighed(
@@ -66,9 +68,7 @@ def _weighed(
     if fmt.name == "q6_k":
         return importance.expand_as(rows)
     squares = rows.square()
-    simple = (
-        fmt.name[:2] in ("q4", "q5") and fmt.block_size == 32
-    )  # these look at whole rows
+    simple = fmt.name in ("q4_0", "q4_1", "q5_0", "q5_1")  # these look at whole rows
     grouped = squares if simple else squares.unflatten(1, (-1, fmt.block_size))
     mean = grouped.mean(-1, keepdim=True) * (1 if simple or fmt.name == "q2_k" else 2)
     return importance * (mean + grouped).sqrt_().flatten(1)
@@ -81,23 +81,16 @@ Scales = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 def _symmetric(layout: Layout, x: torch.Tensor, weigh: torch.Tensor) -> Scales:
     """x and weigh: (blocks, groups, columns of a group)."""
     if layout.table:
-        table = constant(torch.tensor(IQ4_LEVELS, dtype=torch.float32), x.device)
-        ends = torch.cat(
-            [
-                torch.arange(-7.0, 8.0) + IQ4_LEVELS[0],
-                torch.tensor([-float(IQ4_LEVELS[0])]),
-            ]
-        )
-        scales = _fitted(x, weigh, ends, table=table)
+        largest = float(IQ4_LEVELS[0])
+        ends = torch.cat([torch.arange(-7.0, 8.0) + largest, torch.tensor([-largest])])
+        scales = _fitted(x, weigh, ends, table=iq4_levels(x.device))
     else:
-        scales = _fitted(
-            x, weigh, _NEAR - layout.zero, -layout.zero, layout.highest - layout.zero
-        )
+        lowest = -layout.zero
+        scales = _fitted(x, weigh, _NEAR + lowest, lowest, layout.highest + lowest)
     if not layout.small_highest:
         return scales[:, 0], None, None
-    counts = weigh.sum(-1)
-    zero = layout.small_zero
-    whole, small = _stored(scales, counts, -zero, layout.small_highest - zero)
+    lowest = -layout.small_zero
+    whole, small = _stored(scales, weigh.sum(-1), lowest, layout.small_highest + lowest)
     return whole, None, small
 
 
@@ -139,9 +132,8 @@ def _stored(
     whole = _fitted(scales, counts, ends, lowest, highest)
     for _ in range(_REFITS):
         codes = _rounded(_divided(scales, whole[:, None]), lowest, highest)
-        fit = _divided(
-            (counts * scales * codes).sum(-1), (counts * codes.square()).sum(-1)
-        )
+        product = (counts * scales * codes).sum(-1)
+        fit = _divided(product, (counts * codes.square()).sum(-1))
         whole = torch.where(fit == 0, whole, fit)
     whole = whole.half().float()
     return whole, _rounded(_divided(scales, whole[:, None]), lowest, highest)
@@ -163,22 +155,20 @@ def _line(
     least = torch.full_like(low, torch.inf)
     for _ in range(2):
         inverses = _divided(ends, (span - shift).unsqueeze(-1))
-        codes = _rounded(
-            (y - shift.unsqueeze(-1)).unsqueeze(-2) * inverses.unsqueeze(-1), 0, highest
-        )
-        ones = _summed(codes, weigh)
+        shifted = (y - shift.unsqueeze(-1)).unsqueeze(-2)
+        codes = _rounded(shifted * inverses.unsqueeze(-1), 0, highest)
+        sums = _summed(codes, weigh)
         products = _summed(codes, weigh * y)
         squares = _summed(codes.square_(), weigh)
-        spread = total * squares - ones.square()
-        slope = (total * products - first * ones) / spread
-        start = (squares * first - ones * products) / spread
+        spread = total * squares - sums.square()
+        slope = (total * products - first * sums) / spread
+        start = (squares * first - sums * products) / spread
         most = -low.unsqueeze(-1)
-        slope = torch.where(start > most, (products - most * ones) / squares, slope)
+        slope = torch.where(start > most, (products - most * sums) / squares, slope)
         start = torch.minimum(start, most)
         # Σ w (s c + t − y)² less Σ w y²
-        loss = slope * (slope * squares + 2 * (start * ones - products)) + start * (
-            start * total - 2 * first
-        )
+        loss = slope * (slope * squares + 2 * (start * sums - products))
+        loss = loss + start * (start * total - 2 * first)
         loss = torch.where(spread > 1e-6 * total * squares, loss, torch.inf)
         value, best = loss.min(-1, keepdim=True)
         better = value.squeeze(-1) < least

@@ -42,21 +42,15 @@ class Objective:
         exact = moments.double()
         mean = exact.diagonal().mean()
         added = damping * torch.where(mean == 0, 1.0, mean)
-        exact = (
-            exact + torch.eye(len(exact), dtype=exact.dtype, device=exact.device) * added
-        )
+        exact = exact + torch.eye(len(exact)).to(exact) * added
         order = torch.argsort(exact.diagonal(), descending=True, stable=True)
         # cholesky() gives a lower factor; flipping before and after gives the upper one.
         factor = torch.linalg.cholesky(exact[order][:, order].flip(0, 1)).flip(0, 1)
         diagonal = factor.diagonal()
         remaining = torch.empty_like(diagonal)
         remaining[order] = diagonal.square()
-        return cls(
-            exact.float(),
-            order,
-            (factor / diagonal).float().contiguous(),
-            remaining.float(),
-        )
+        mixing = (factor / diagonal).float().contiguous()
+        return cls(exact.float(), order, mixing, remaining.float())
 
 
 @lru_cache(maxsize=1)
@@ -74,14 +68,12 @@ def fed_back(weight: torch.Tensor, levels: Levels, objective: Objective) -> torc
     errors = torch.empty_like(ordered)
     for first in range(0, weight.shape[1], BLOCK):
         block = slice(first, first + BLOCK)
-        own = ordered[:, block].contiguous()
-        wanted = own + errors[:, :first] @ mixing[:first, block]
+        part = ordered[:, block].contiguous()
+        wanted = part + errors[:, :first] @ mixing[:first, block]
         codes[:, block], errors[:, block] = round_in_order(
-            wanted, own, mixing[block, block].contiguous(), levels, order[block]
+            wanted, part, mixing[block, block].contiguous(), levels, order[block]
         )
-    back = torch.empty_like(codes)
-    back[:, order] = codes
-    return back
+    return torch.empty_like(codes).index_copy_(1, order, codes)
 
 
 def descended(
@@ -95,13 +87,12 @@ def descended(
     for first in range(0, weight.shape[1], BLOCK):
         block = slice(first, first + BLOCK)
         pull = errors @ moments[:, block]
-        own = codes[:, block].contiguous()
-        left = errors[:, block].contiguous()
-        descend(
-            pull, moments[block, block].contiguous(), own, left, levels, columns[block]
-        )
-        codes[:, block] = own
-        errors[:, block] = left
+        inner = moments[block, block].contiguous()
+        block_codes = codes[:, block].contiguous()
+        block_errors = errors[:, block].contiguous()
+        descend(pull, inner, block_codes, block_errors, levels, columns[block])
+        codes[:, block] = block_codes
+        errors[:, block] = block_errors
     return codes
 
 
@@ -113,20 +104,20 @@ def with_fitted_scales(
         return levels
     if levels.offsets is not None:
         return _with_fitted_biases(weight, levels, codes, objective)
-    places = levels.places(codes)
+    factors = levels.places(codes)
     moments = objective.moments
     scales = levels.scales.clone()
     errors = weight - levels.values(codes)
     for g in range(scales.shape[1]):
         block = slice(g * levels.group, (g + 1) * levels.group)
-        own = places[:, block]
-        pull = ((errors @ moments[:, block]) * own).sum(-1)
-        curvature = ((own @ moments[block, block]) * own).sum(-1)
+        part = factors[:, block]
+        pull = ((errors @ moments[:, block]) * part).sum(-1)
+        curvature = ((part @ moments[block, block]) * part).sum(-1)
         wanted = scales[:, g] + torch.where(curvature > 0, pull / curvature, 0)
         step = refitted(scales[:, g], wanted) - scales[:, g]
         step = torch.where(2 * pull * step > curvature * step.square(), step, 0)
         scales[:, g] += step
-        errors[:, block] -= own * step[:, None]
+        errors[:, block] -= part * step[:, None]
     return levels.with_scales(scales, levels.zero_points)
 
 
@@ -141,29 +132,27 @@ def _with_fitted_biases(
     offsets = levels.offsets.clone()
     for g in range(scales.shape[1]):
         block = slice(g * levels.group, (g + 1) * levels.group)
-        own = codes[:, block]
+        part = codes[:, block]
+        scale = scales[:, g]
+        offset = offsets[:, g]
         inner = moments[block, block]
         pull = errors @ moments[:, block]
-        scale_pull = (pull * own).sum(-1)
+        scale_pull = (pull * part).sum(-1)
         bias_pull = pull.sum(-1)
-        square = ((own @ inner) * own).sum(-1)
-        mixed = (own @ inner).sum(-1)
-        ones = inner.sum()
-        determinant = square * ones - mixed.square()
-        wanted = (scale_pull * ones - bias_pull * mixed) / determinant
-        step = (
-            refitted(scales[:, g], scales[:, g] + torch.where(determinant > 0, wanted, 0))
-            - scales[:, g]
-        )
-        shift = (
-            offsets[:, g] + (bias_pull - step * mixed) / ones
-        ).half().float() - offsets[:, g]
+        square = ((part @ inner) * part).sum(-1)
+        mixed = (part @ inner).sum(-1)
+        total = inner.sum()
+        determinant = square * total - mixed.square()
+        wanted = (scale_pull * total - bias_pull * mixed) / determinant
+        step = refitted(scale, scale + torch.where(determinant > 0, wanted, 0)) - scale
+        shift = (offset + (bias_pull - step * mixed) / total).half().float() - offset
         gain = 2 * (scale_pull * step + bias_pull * shift)
-        gain -= square * step.square() + 2 * mixed * step * shift + ones * shift.square()
-        step, shift = (torch.where(gain > 0, part, 0) for part in (step, shift))
+        gain -= square * step.square() + 2 * mixed * step * shift + total * shift.square()
+        step = torch.where(gain > 0, step, 0)
+        shift = torch.where(gain > 0, shift, 0)
         scales[:, g] += step
         offsets[:, g] += shift
-        errors[:, block] -= own * step[:, None] + shift[:, None]
+        errors[:, block] -= part * step[:, None] + shift[:, None]
     return replace(levels, scales=scales, offsets=offsets)
 
 
@@ -183,10 +172,10 @@ def round_in_order(
         from kl_lens.weights.quantizers import triton_columns
 
         return triton_columns.round_in_order(wanted, weight, mixing, levels, columns)
-    given = [t.cpu().numpy() for t in (wanted, weight, mixing)]
+    arrays = [t.cpu().numpy() for t in (wanted, weight, mixing)]
     codes = torch.empty(weight.shape)
     errors = torch.empty(weight.shape)
-    _round_in_order(*given, *levels.arrays(columns), codes.numpy(), errors.numpy())  # type: ignore[call-arg]
+    _round_in_order(*arrays, *levels.arrays(columns), codes.numpy(), errors.numpy())  # type: ignore[call-arg]
     return codes.to(weight.device), errors.to(weight.device)
 
 
@@ -205,11 +194,11 @@ def descend(
 
         triton_columns.descend(pull, moments, codes, errors, levels, columns)
         return
-    given = [t.cpu().numpy() for t in (pull, moments)]
+    arrays = [t.cpu().numpy() for t in (pull, moments)]
     changed = [t.cpu() for t in (codes, errors)]
-    _descend(*given, *levels.arrays(columns), *(t.numpy() for t in changed))
-    for there, here in zip((codes, errors), changed, strict=True):
-        there.copy_(here)
+    _descend(*arrays, *levels.arrays(columns), *(t.numpy() for t in changed))
+    codes.copy_(changed[0])
+    errors.copy_(changed[1])
 
 
 @njit(inline="always", error_model="numpy")
@@ -246,17 +235,16 @@ def _round_in_order(  # type: ignore[no-untyped-def]
 ):
     rows, width = weight.shape
     for row in prange(rows):
-        own = wanted[row]
+        values = wanted[row]
         for j in range(width):
             g = groups[j]
-            code = _nearest(
-                own[j], inverses[row, g], shifts[row, g], lowest, highest, table
-            )
-            error = weight[row, j] - _value(code, scales[row, g], shifts[row, g], table)
+            shift = shifts[row, g]
+            code = _nearest(values[j], inverses[row, g], shift, lowest, highest, table)
+            error = weight[row, j] - _value(code, scales[row, g], shift, table)
             codes[row, j] = code
             errors[row, j] = error
             for k in range(j + 1, width):
-                own[k] += error * mixing[j, k]
+                values[k] += error * mixing[j, k]
 
 
 @njit(parallel=True, fastmath={"contract", "nsz"}, error_model="numpy", cache=True)
@@ -265,23 +253,17 @@ def _descend(  # type: ignore[no-untyped-def]
 ):
     rows, width = pull.shape
     for row in prange(rows):
-        own = pull[row]
+        pulls = pull[row]
         for j in range(width):
             g = groups[j]
             scale = scales[row, g]
-            offset = shifts[row, g]
-            before = _value(codes[row, j], scale, offset, table)
-            code = _nearest(
-                before + own[j] / moments[j, j],
-                inverses[row, g],
-                offset,
-                lowest,
-                highest,
-                table,
-            )
+            shift = shifts[row, g]
+            before = _value(codes[row, j], scale, shift, table)
+            x = before + pulls[j] / moments[j, j]
+            code = _nearest(x, inverses[row, g], shift, lowest, highest, table)
             if code != codes[row, j]:
-                step = _value(code, scale, offset, table) - before
+                step = _value(code, scale, shift, table) - before
                 codes[row, j] = code
                 errors[row, j] -= step
                 for k in range(j + 1, width):
-                    own[k] -= step * moments[j, k]
+                    pulls[k] -= step * moments[j, k]

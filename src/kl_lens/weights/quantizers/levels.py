@@ -11,8 +11,7 @@ import torch
 
 from kl_lens.base.accelerators import constant
 from kl_lens.weights.formats import Quantized
-from kl_lens.weights.formats.blocks import IQ4_LEVELS, LAYOUTS, with_codes as _with_codes
-from kl_lens.weights.formats.gguf_blocks import GGUFFormat
+from kl_lens.weights.formats.blocks import IQ4_LEVELS, LAYOUTS, dequantized, with_codes
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,9 +28,8 @@ class Levels:
     highest: int
     zero_points: torch.Tensor | None = None  # (rows, groups), float32
     table: tuple[float, ...] | None = None  # ascending
-    offsets: torch.Tensor | None = (
-        None  # (rows, groups), float32: the minima stored beside a block's scales
-    )
+    # (rows, groups), float32: the minima stored beside a block's scales.
+    offsets: torch.Tensor | None = None
     # Scales are not fitted to codes: too coarse (powers of two), or found by ggml's search.
     fixed: bool = False
 
@@ -42,48 +40,44 @@ class Levels:
 
     @cached_property
     def inverses(self) -> torch.Tensor:
-        return torch.where(
-            self.scales == 0, 0, 1 / torch.where(self.scales == 0, 1, self.scales)
-        )
+        return torch.where(self.scales == 0, 0, 1 / self.scales)
 
     @cached_property
     def shifts(self) -> torch.Tensor:
         """The value of code 0: the offset less zero point × scale."""
         offsets = torch.zeros_like(self.scales) if self.offsets is None else self.offsets
-        return (
-            offsets
-            if self.zero_points is None
-            else offsets - self.zero_points * self.scales
-        )
+        if self.zero_points is None:
+            return offsets
+        return offsets - self.zero_points * self.scales
 
     @cached_property
-    def _table(self) -> torch.Tensor:
-        return constant(
-            torch.tensor(self.table or (0.0,), dtype=torch.float32), self.scales.device
-        )
+    def entries(self) -> torch.Tensor:
+        """The table, or a single zero."""
+        table = torch.tensor(self.table or (0.0,), dtype=torch.float32)
+        return constant(table, self.scales.device)
 
     def rounded(self, weight: torch.Tensor) -> torch.Tensor:
         """Codes of the nearest levels, (rows, columns)."""
-        grouped = weight.unflatten(-1, (-1, self.group))
-        return self._codes(
-            grouped, self.inverses.unsqueeze(-1), self.shifts.unsqueeze(-1)
-        ).flatten(-2)
+        grouped = weight.unflatten(-1, (-1, self.group)) - self.shifts.unsqueeze(-1)
+        scaled = (grouped * self.inverses.unsqueeze(-1)).flatten(-2)
+        if self.table is None:
+            return scaled.round_().clamp_(self.lowest, self.highest)
+        borders = (self.entries[1:] + self.entries[:-1]) / 2
+        return torch.bucketize(scaled, borders).float()
 
     def values(self, codes: torch.Tensor) -> torch.Tensor:
         """The values of all codes, (rows, columns)."""
         grouped = self._looked_up(codes).unflatten(-1, (-1, self.group))
-        return torch.addcmul(
-            self.shifts.unsqueeze(-1), grouped, self.scales.unsqueeze(-1)
-        ).flatten(-2)
+        shifts = self.shifts.unsqueeze(-1)
+        return torch.addcmul(shifts, grouped, self.scales.unsqueeze(-1)).flatten(-2)
 
     def places(self, codes: torch.Tensor) -> torch.Tensor:
         """The factors of the scales, (rows, columns)."""
         looked_up = self._looked_up(codes)
         if self.zero_points is None:
             return looked_up
-        return (
-            looked_up.unflatten(-1, (-1, self.group)) - self.zero_points.unsqueeze(-1)
-        ).flatten(-2)
+        grouped = looked_up.unflatten(-1, (-1, self.group))
+        return (grouped - self.zero_points.unsqueeze(-1)).flatten(-2)
 
     def arrays(self, columns: torch.Tensor) -> tuple[Any, ...]:
         """The kernels' arguments: the columns' groups, and all scales."""
@@ -92,43 +86,26 @@ class Levels:
             *(part.cpu().numpy() for part in (self.scales, self.inverses, self.shifts)),
             np.float32(self.lowest),
             np.float32(self.highest),
-            self._table.cpu().numpy(),
+            self.entries.cpu().numpy(),
         )
 
-    def _codes(
-        self, values: torch.Tensor, inverses: torch.Tensor, shifts: torch.Tensor
-    ) -> torch.Tensor:
-        scaled = (values - shifts) * inverses
-        if self.table is None:
-            return scaled.round_().clamp_(self.lowest, self.highest)
-        return torch.bucketize(
-            scaled.contiguous(), (self._table[1:] + self._table[:-1]) / 2
-        ).float()
-
     def _looked_up(self, codes: torch.Tensor) -> torch.Tensor:
-        return codes if self.table is None else self._table[codes.long()]
+        return codes if self.table is None else self.entries[codes.long()]
 
 
-def block_levels(fmt: GGUFFormat, quantized: Quantized) -> Levels:
-    """The values that each code stands for, given the scales of a quantized matrix."""
-    layout = LAYOUTS[fmt.name]
+def block_levels(quantized: Quantized) -> Levels:
+    """The values that each code stands for, given the scales of a matrix in ggml's blocks."""
+    layout = LAYOUTS[quantized.format]
 
     def all_at(code: int) -> torch.Tensor:
         codes = torch.full(quantized.shape, float(code), device=quantized.data.device)
-        return fmt.dequantize(with_codes(fmt, quantized, codes))[
-            :, :: layout.group
-        ].contiguous()
+        values = dequantized(layout, with_codes(quantized, codes).data)
+        return values[:, :: layout.group].contiguous()
 
     if layout.table:
         # Code 8 is level 1, so its value is the scale.
         table = tuple(float(level) for level in IQ4_LEVELS)
         return Levels(layout.group, all_at(8), 0, layout.highest, table=table, fixed=True)
     lowest = all_at(0)
-    highest = all_at(layout.highest)
-    scales = (highest - lowest) / layout.highest
+    scales = (all_at(layout.highest) - lowest) / layout.highest
     return Levels(layout.group, scales, 0, layout.highest, offsets=lowest, fixed=True)
-
-
-def with_codes(fmt: GGUFFormat, quantized: Quantized, codes: torch.Tensor) -> Quantized:
-    """The same blocks with other codes, (rows, columns)."""
-    return _with_codes(quantized, codes, fmt.block_size, fmt.block_bytes)

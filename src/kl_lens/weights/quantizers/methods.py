@@ -14,11 +14,9 @@ from typing import TYPE_CHECKING
 from kl_lens.base.errors import FormatError
 from kl_lens.base.lazy import torch
 from kl_lens.weights.formats import Format, Quantized
-from kl_lens.weights.formats.affine import AffineFormat
 from kl_lens.weights.formats.blocks import LAYOUTS
 from kl_lens.weights.formats.gguf_blocks import GGUFFormat
-from kl_lens.weights.formats.integer import SignedScaleFormat, ZeroPointFormat
-from kl_lens.weights.formats.tables import MicroscalingFormat, NormalFloatFormat
+from kl_lens.weights.formats.integer import AbsoluteMaximumFormat, GroupedFormat
 from kl_lens.weights.quantizers.quantizer import (
     TUNED,
     InputStatistics,
@@ -32,13 +30,6 @@ if TYPE_CHECKING:
     from kl_lens.weights.quantizers.feedback import Objective
 
 
-GROUPED = (
-    SignedScaleFormat,
-    ZeroPointFormat,
-    NormalFloatFormat,
-    MicroscalingFormat,
-    AffineFormat,
-)
 # Moments from few tokens are noisy, more so with many columns. So the diagonal's mean × (DAMPING + SCARCITY · columns /
 # tokens) is added to the diagonal. Both tuned by KL of reference:mamba on WikiText-2 valid: docs/method.md.
 DAMPING = 0.1
@@ -75,7 +66,7 @@ class ScaleSearch(LearningQuantizer):
     name = "search"
 
     def suits(self, fmt: Format) -> str | None:
-        if isinstance(fmt, GROUPED):
+        if _is_grouped(fmt):
             return None
         if isinstance(fmt, GGUFFormat):
             return f"ggml searches the scales of {fmt.name} itself; use imatrix or gptq"
@@ -102,11 +93,9 @@ class ImportanceMatrix(LearningQuantizer):
     def suits(self, fmt: Format) -> str | None:
         if not isinstance(fmt, GGUFFormat):
             return f"{fmt.name} is not one of ggml's types; use search or gptq"
-        return (
-            None
-            if fmt.takes_importance
-            else f"ggml's {fmt.name} ignores importance; use gptq, or none"
-        )
+        if fmt.takes_importance:
+            return None
+        return f"ggml's {fmt.name} ignores importance; use gptq, or none"
 
     def _rounding(
         self, fmt: Format, moments: torch.Tensor, tokens: int
@@ -122,7 +111,7 @@ class ErrorFeedback(LearningQuantizer):
     version = 2  # 2: damping depends on the number of tokens
 
     def suits(self, fmt: Format) -> str | None:
-        has_levels = isinstance(fmt, (*GROUPED, GGUFFormat))
+        has_levels = isinstance(fmt, GGUFFormat) or _is_grouped(fmt)
         return None if has_levels else f"{fmt.name} has no levels to choose from"
 
     def _rounding(
@@ -134,20 +123,33 @@ class ErrorFeedback(LearningQuantizer):
         objective = last_objective(moments, damping)
         importance = column_importance(moments)
         # In ggml's other types 4 or 8 weights share a code.
-        ways = (
-            _by_lattice
-            if isinstance(fmt, GGUFFormat) and fmt.name not in LAYOUTS
-            else _by_columns
-        )
-        return lambda weight: best_rows(
-            weight, fmt, moments, ways(weight, fmt, importance, objective)
-        )
+        is_lattice = isinstance(fmt, GGUFFormat) and fmt.name not in LAYOUTS
+        feed = _by_lattice if is_lattice else _by_columns
+
+        def rounding(weight: torch.Tensor) -> Quantized:
+            # Plain rounding never won a row on the references; skip it where a GPU would wait for ggml's CPU search.
+            waits = fmt.searches and weight.device.type != "cpu"
+            choices = [] if waits or is_lattice else [fmt.quantize(weight)]
+            for importances in (importance, objective.remaining):
+                searched, learnt = feed(weight, fmt, importances, objective)
+                if importances is importance:
+                    choices.append(searched)
+                choices.append(learnt)
+            return best_rows(weight, fmt, moments, choices)
+
+        return rounding
+
+
+def _is_grouped(fmt: Format) -> bool:
+    """Whether it has scales to choose, and a runtime that stores them."""
+    return isinstance(fmt, GroupedFormat) and not isinstance(fmt, AbsoluteMaximumFormat)
 
 
 def _by_columns(
     weight: torch.Tensor, fmt: Format, importance: torch.Tensor, objective: Objective
-) -> list[Quantized]:
-    """Plain rounding, searched scales, and error feedback with two sets of scales."""
+) -> tuple[Quantized, Quantized]:
+    """With searched scales, and the same with error feedback."""
+    from kl_lens.weights.formats.blocks import with_codes
     from kl_lens.weights.quantizers.block_scales import weighed_blocks
     from kl_lens.weights.quantizers.feedback import (
         descended,
@@ -155,44 +157,31 @@ def _by_columns(
         with_fitted_scales,
     )
     from kl_lens.weights.quantizers.group_scales import searched_levels, stored
-    from kl_lens.weights.quantizers.levels import block_levels, with_codes
+    from kl_lens.weights.quantizers.levels import block_levels
 
-    # Plain rounding never won a row on the references; skip it where a GPU would wait for ggml's CPU search.
-    ways = [] if fmt.searches and weight.device.type != "cpu" else [fmt.quantize(weight)]
-    for weighed in (importance, objective.remaining):
-        if isinstance(fmt, GGUFFormat):
-            searched = weighed_blocks(fmt, weight, weighed)
-            levels = block_levels(fmt, searched)
-        else:
-            levels = searched_levels(weight, fmt, weighed)
-            searched = stored(fmt, levels, levels.rounded(weight))
-        if weighed is importance:
-            ways.append(searched)
-        codes = fed_back(weight, levels, objective)
-        for _ in range(ROUNDS):
-            levels = with_fitted_scales(weight, levels, codes, objective)
-            codes = descended(weight, levels, codes, objective)
-        if isinstance(fmt, GGUFFormat):
-            ways.append(with_codes(fmt, searched, codes))
-        else:
-            ways.append(stored(fmt, levels, codes))
-    return ways
+    if isinstance(fmt, GGUFFormat):
+        searched = weighed_blocks(fmt, weight, importance)
+        levels = block_levels(searched)
+    else:
+        levels = searched_levels(weight, fmt, importance)
+        searched = stored(fmt, levels, levels.rounded(weight))
+    codes = fed_back(weight, levels, objective)
+    for _ in range(ROUNDS):
+        levels = with_fitted_scales(weight, levels, codes, objective)
+        codes = descended(weight, levels, codes, objective)
+    if isinstance(fmt, GGUFFormat):
+        return searched, with_codes(searched, codes)
+    return searched, stored(fmt, levels, codes)
 
 
 def _by_lattice(
     weight: torch.Tensor, fmt: Format, importance: torch.Tensor, objective: Objective
-) -> list[Quantized]:
-    """ggml's with importance, and error feedback with two sets of scales."""
+) -> tuple[Quantized, Quantized]:
     from kl_lens.weights.quantizers.lattice_rounding import fed_back_blocks
 
     assert isinstance(fmt, GGUFFormat)
-    ways = []
-    for weighed in (importance, objective.remaining):
-        blocks = fmt.quantize_with(weight, weighed)
-        if weighed is importance:
-            ways.append(blocks)
-        ways.append(fed_back_blocks(fmt, weight, blocks, objective))
-    return ways
+    blocks = fmt.quantize_with(weight, importance)
+    return blocks, fed_back_blocks(fmt, weight, blocks, objective)
 
 
 class Tuned(Quantizer):

@@ -18,9 +18,8 @@ from kl_lens.weights.formats.format import checked_float32
 class InputStatistics:
     """Statistics of one component's inputs on the calibration text."""
 
-    second_moments: (
-        torch.Tensor
-    )  # E[x xᵀ], float32: (columns, columns), or (experts, columns, columns)
+    # E[x xᵀ], float32: (columns, columns), or (experts, columns, columns).
+    second_moments: torch.Tensor
     tokens: tuple[int, ...]  # inputs they were taken over: one number, or one per expert
 
 
@@ -54,9 +53,8 @@ TUNED = "tuned"  # recipes spell it with the digest of a tuning: `q4_k+tuned-1f2
 QUANTIZERS: dict[str, Quantizer] = {}
 
 
-def register(quantizer: Quantizer) -> Quantizer:
+def register(quantizer: Quantizer) -> None:
     QUANTIZERS[quantizer.name] = quantizer
-    return quantizer
 
 
 def known_quantizers() -> tuple[str, ...]:
@@ -65,8 +63,9 @@ def known_quantizers() -> tuple[str, ...]:
 
 
 def get_quantizer(name: str) -> Quantizer:
+    key = name.lower()
     try:
-        return QUANTIZERS[TUNED if name.lower().startswith(f"{TUNED}-") else name.lower()]
+        return QUANTIZERS[TUNED if key.startswith(f"{TUNED}-") else key]
     except KeyError:
         raise FormatError(
             f"unknown method {name!r}; known: {', '.join(QUANTIZERS)}"
@@ -93,10 +92,7 @@ class LearningQuantizer(Quantizer):
             raise FormatError(f"{name}: {fmt.name}+{self.name} cannot hold it: {reason}")
         moments = statistics.second_moments.to(weight.device)
         expected = (*weight.shape[:-2], weight.shape[-1], weight.shape[-1])
-        if moments.shape[-2:] != expected[-2:] or moments.shape not in (
-            expected,
-            expected[-2:],
-        ):
+        if moments.shape not in (expected, expected[-2:]):
             raise FormatError(
                 f"{name}: its statistics have shape {tuple(moments.shape)}, expected {expected}: "
                 "they belong to another model; gather them again"
@@ -109,13 +105,11 @@ class LearningQuantizer(Quantizer):
         experts = values if values.dim() == 3 else values[None]
         pieces: list[Quantized] = []
         for index, expert in enumerate(experts):
-            own, tokens = (moments, 0) if moments.dim() == 2 else (moments[index], index)
-            rounding = self._rounding(fmt, own, statistics.tokens[tokens])
+            shared = moments.dim() == 2
+            tokens = statistics.tokens[0 if shared else index]
+            rounding = self._rounding(fmt, moments if shared else moments[index], tokens)
             step = max(1, elements_at_once(expert.device) // expert.shape[1])
-            pieces += [
-                rounding(expert[first : first + step])
-                for first in range(0, len(expert), step)
-            ]
+            pieces += map(rounding, expert.split(step))
         return Quantized.stacked(pieces, tuple(weight.shape))
 
     @abstractmethod
@@ -126,25 +120,18 @@ class LearningQuantizer(Quantizer):
         are finite, possibly all zero."""
 
 
-def row_losses(
-    weight: torch.Tensor, fmt: Format, quantized: Quantized, moments: torch.Tensor
-) -> torch.Tensor:
-    """e H eᵀ of every row's error e, (rows,)."""
-    errors = weight - fmt.dequantize(quantized)
-    return ((errors @ moments) * errors).sum(-1)
-
-
 def best_rows(
     weight: torch.Tensor, fmt: Format, moments: torch.Tensor, choices: Sequence[Quantized]
 ) -> Quantized:
-    """Each row from the choice with the smallest loss; ties go to the first."""
-    losses = torch.stack([row_losses(weight, fmt, choice, moments) for choice in choices])
-    best = losses.argmin(0)
-    rows = torch.arange(len(weight), device=losses.device)
+    """Each row from the choice with the smallest loss e H eᵀ, e its error; ties go to the first."""
+    losses = []
+    for choice in choices:
+        errors = weight - fmt.dequantize(choice)
+        losses.append(((errors @ moments) * errors).sum(-1))
+    best = torch.stack(losses).argmin(0)
+    rows = torch.arange(len(weight), device=best.device)
     tensors = {
-        name: torch.stack([c.tensors[name] for c in choices])
+        name: torch.stack([c.tensors[name] for c in choices])[best, rows]
         for name in choices[0].tensors
     }
-    return Quantized(
-        fmt.name, tuple(weight.shape), **{n: t[best, rows] for n, t in tensors.items()}
-    )
+    return Quantized(fmt.name, tuple(weight.shape), **tensors)

@@ -69,31 +69,31 @@ def _round(  # type: ignore[no-untyped-def]
     column = tl.arange(0, W)
     valid = row < rows
     inside = valid[:, None] & (column < width)[None, :]
-    place = row.to(tl.int64)[:, None] * width + column[None, :]
-    own = tl.load(wanted + place, mask=inside, other=0.0)
+    index = row.to(tl.int64)[:, None] * width + column[None, :]
+    values = tl.load(wanted + index, mask=inside, other=0.0)
     at_row = row.to(tl.int64) * group_count
     for j in range(width):
         at = at_row + tl.load(groups + j)
         scale = tl.load(scales + at, mask=valid, other=1.0)
         inverse = tl.load(inverses + at, mask=valid, other=1.0)
         shift = tl.load(shifts + at, mask=valid, other=0.0)
-        x = tl.sum(tl.where(column[None, :] == j, own, 0.0), 1)
+        x = tl.sum(tl.where(column[None, :] == j, values, 0.0), 1)
         code = _nearest(x, inverse, shift, lowest, highest, table, ENTRIES)
         exact = tl.load(weight + row.to(tl.int64) * width + j, mask=valid, other=0.0)
         error = exact - _value(code, scale, shift, table, ENTRIES)
         later = tl.load(
             mixing + j * width + column, mask=(column > j) & (column < width), other=0.0
         )
-        own += error[:, None] * later[None, :]
+        values += error[:, None] * later[None, :]
     at = at_row[:, None] + tl.load(groups + column, mask=column < width, other=0)[None, :]
     scale = tl.load(scales + at, mask=inside, other=1.0)
     shift = tl.load(shifts + at, mask=inside, other=0.0)
     inverse = tl.load(inverses + at, mask=inside, other=1.0)
-    code = _nearest(own, inverse, shift, lowest, highest, table, ENTRIES)
-    exact = tl.load(weight + place, mask=inside, other=0.0)
-    tl.store(codes + place, code, mask=inside)
+    code = _nearest(values, inverse, shift, lowest, highest, table, ENTRIES)
+    exact = tl.load(weight + index, mask=inside, other=0.0)
+    tl.store(codes + index, code, mask=inside)
     tl.store(
-        errors + place, exact - _value(code, scale, shift, table, ENTRIES), mask=inside
+        errors + index, exact - _value(code, scale, shift, table, ENTRIES), mask=inside
     )
 
 
@@ -121,8 +121,8 @@ def _descend(  # type: ignore[no-untyped-def]
     column = tl.arange(0, W)
     valid = row < rows
     inside = valid[:, None] & (column < width)[None, :]
-    place = row.to(tl.int64)[:, None] * width + column[None, :]
-    own = tl.load(pull + place, mask=inside, other=0.0)
+    index = row.to(tl.int64)[:, None] * width + column[None, :]
+    values = tl.load(pull + index, mask=inside, other=0.0)
     at_row = row.to(tl.int64) * group_count
     for j in range(width):
         at = at_row + tl.load(groups + j)
@@ -131,7 +131,7 @@ def _descend(  # type: ignore[no-untyped-def]
         shift = tl.load(shifts + at, mask=valid, other=0.0)
         code = tl.load(codes + row.to(tl.int64) * width + j, mask=valid, other=0.0)
         before = _value(code, scale, shift, table, ENTRIES)
-        x = before + tl.sum(tl.where(column[None, :] == j, own, 0.0), 1) / tl.load(
+        x = before + tl.sum(tl.where(column[None, :] == j, values, 0.0), 1) / tl.load(
             moments + j * width + j
         )
         code = _nearest(x, inverse, shift, lowest, highest, table, ENTRIES)
@@ -139,23 +139,21 @@ def _descend(  # type: ignore[no-untyped-def]
         later = tl.load(
             moments + j * width + column, mask=(column > j) & (column < width), other=0.0
         )
-        own -= step[:, None] * later[None, :]
+        values -= step[:, None] * later[None, :]
     at = at_row[:, None] + tl.load(groups + column, mask=column < width, other=0)[None, :]
     scale = tl.load(scales + at, mask=inside, other=1.0)
     shift = tl.load(shifts + at, mask=inside, other=0.0)
     inverse = tl.load(inverses + at, mask=inside, other=1.0)
     diagonal = tl.load(moments + column * width + column, mask=column < width, other=1.0)
-    before = _value(
-        tl.load(codes + place, mask=inside, other=0.0), scale, shift, table, ENTRIES
-    )
-    code = _nearest(
-        before + own / diagonal[None, :], inverse, shift, lowest, highest, table, ENTRIES
-    )
+    old = tl.load(codes + index, mask=inside, other=0.0)
+    before = _value(old, scale, shift, table, ENTRIES)
+    goal = before + values / diagonal[None, :]
+    code = _nearest(goal, inverse, shift, lowest, highest, table, ENTRIES)
     step = _value(code, scale, shift, table, ENTRIES) - before
-    error = tl.load(errors + place, mask=inside, other=0.0)
+    error = tl.load(errors + index, mask=inside, other=0.0)
     tl.debug_barrier()  # other threads of the program may still be reading codes
-    tl.store(codes + place, code, mask=inside)
-    tl.store(errors + place, error - step, mask=inside)
+    tl.store(codes + index, code, mask=inside)
+    tl.store(errors + index, error - step, mask=inside)
 
 
 def _launch(
@@ -174,7 +172,7 @@ def _launch(
         levels.scales.contiguous(),
         levels.inverses.contiguous(),
         levels.shifts.contiguous(),
-        levels._table,
+        levels.entries,
         codes,
         errors,
         rows,
@@ -182,7 +180,7 @@ def _launch(
         levels.scales.shape[1],
         float(levels.lowest),
         float(levels.highest),
-        ENTRIES=len(levels._table),
+        ENTRIES=len(levels.entries),
         R=_ROWS,
         W=max(16, triton.next_power_of_2(width)),
         num_warps=2,
