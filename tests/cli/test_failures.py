@@ -1,5 +1,7 @@
 """Unexpected errors and errors of the system: one line, a file to report, no traceback."""
 
+import errno
+import io
 import os
 import subprocess
 import sys
@@ -7,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from kl_lens.cli.main import UNEXPECTED, main
 
@@ -44,6 +47,42 @@ def test_an_unexpected_error_is_one_line_and_a_file(
 
     assert main(["--debug", "plan", "--run", str(tmp_path), "--paper"]) == 70
     assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        (SafetensorError("I/O error: No space left (os error 28)"), "free some space"),
+        (OSError(errno.EFBIG, "File too large"), "use another disk"),
+        (OSError(errno.ENFILE, "Too many open files"), "close other programs"),
+        (BaseException("Err value: Os { code: 24, kind: Uncategorized }"), "ulimit -n"),
+    ],
+)
+def test_errors_of_the_system_that_libraries_hide(
+    error: BaseException, advice: str, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    def broken(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("kl_lens.study.session.Session.do", broken)
+    assert main(["plan", "--paper"]) == 1
+    assert advice in capsys.readouterr().err
+
+
+def test_letters_that_a_terminal_lacks_are_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="ascii"))
+    assert main(["inspect", "reference:mamba"]) == 0
+    assert b"10 blocks" in written.getvalue()
+
+
+def test_a_reader_that_went_away_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    monkeypatch.setattr("sys.stdout", os.fdopen(writer, "w"))
+    assert main(["inspect", "reference:mamba"]) == 141
 
 
 def test_a_full_card_is_said_in_a_line_with_what_to_do(

@@ -14,6 +14,7 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from kl_lens.base.errors import KLLensError
 from kl_lens.cli.main import main
 from kl_lens.model import load
 from kl_lens.planning import plan_path
@@ -234,6 +235,15 @@ def test_fp8_weights_are_multiplied_with_their_scales(
     assert torch.equal(model.tensor(name), stored.float() * 0.01)
     model.model.save_pretrained(tmp_path / "saved")  # type: ignore[operator]
     assert load_file(tmp_path / "saved/model.safetensors")[name].dtype == torch.float32
+
+
+def test_weights_too_large_to_compute_with(folder: Path) -> None:
+    """Each number is finite, what they give is not."""
+    weights = load_file(folder / "model.safetensors")
+    weights["backbone.layers.0.mixer.in_proj.weight"].fill_(3e38)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(KLLensError, match=r"layers\.0: its output is not finite"):
+        load(folder).chain  # noqa: B018
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -20,6 +20,7 @@ from kl_lens.text.sources import open_text
 from tests.byte_level import save_tokenizer
 from tests.families import tiny_model
 from tests.hostile.saying import says_one_line, within_time
+from tests.reporting.sample import make_run
 
 Q8_0 = ["--target", "gguf", "--format", "q8_0"]
 PAGE = b"\n<!DOCTYPE html>\n<html><head><title>Sign in</title></head></html>\n"
@@ -249,7 +250,28 @@ def test_texts_that_are_no_files(kind: str, name: str, tmp_path: Path) -> None:
         open_text(tmp_path / name)
 
 
-# -- settings ------------------------------------------------------------------------------------------
+# -- runs and settings ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("made") / "run", stages=("plan",))
+
+
+@pytest.mark.parametrize("name", ["run.sqlite", "plans/small.json"])
+@pytest.mark.parametrize("kind", [*CONTENTS, *PLACES])
+def test_in_a_run(kind: str, name: str, made: Path, tmp_path: Path, capsys) -> None:
+    run = Path(shutil.copytree(made, tmp_path / "run"))
+    for beside in run.glob("run.sqlite-*"):
+        beside.unlink()
+    put(run / name, kind)
+    with within_time(60, (kind, name)):
+        # The last bytes of a journal may hold nothing.
+        harmless = kind == "all but the end" and name == "run.sqlite"
+        words = ["report", "--run", str(run)]
+        line = says_one_line(words, capsys, may_succeed=harmless)
+    assert not line or str(run) in line
+    assert bool(line) != (run / "report.html").exists()
 
 
 @pytest.mark.parametrize("kind", CONTENTS)

@@ -127,6 +127,8 @@ def read_plan(path: Path | str, components: Iterable[Component]) -> Plan:
 
 
 def _load(path: Path) -> dict[str, Any]:
+    if path.is_fifo():
+        raise PlanError(f"{path}: a pipe, where a file is needed")
     try:
         content = json.loads(
             path.read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates

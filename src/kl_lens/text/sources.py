@@ -161,7 +161,7 @@ def read_path(path: Path) -> Iterator[Document]:
             raise TextError(f"{path}: no text files in this folder: expected {SUFFIXES}")
         yield from itertools.chain.from_iterable(map(read_path, paths))
         return
-    if not os.path.exists(path):  # Path.exists raises for a link to itself
+    if not path.exists():
         raise TextError(f"{path}: no such file or folder: check the path")
     reader = _reader(path)
     if reader is None:

@@ -10,7 +10,7 @@ import torch
 import transformers
 from safetensors import safe_open
 
-from kl_lens.base.errors import TargetError, UnsupportedError
+from kl_lens.base.errors import CheckpointError, TargetError, UnsupportedError
 from kl_lens.base.files import reference_path
 from kl_lens.cli.main import main
 from kl_lens.model import LoadedModel, load
@@ -278,6 +278,18 @@ def test_multipliers_that_mlx_lm_folds_into_weights(tmp_path: Path) -> None:
     with open_session(tmp_path) as session:
         found = torch.from_numpy(session.logits(ids[0].tolist())).log_softmax(-1)
     assert float((expected.exp() * (expected - found)).sum(-1).mean()) < 1e-4
+
+
+def test_layers_that_the_weights_do_not_hold_are_refused_before_they_are_made(
+    tmp_path: Path,
+) -> None:
+    mlx = get_target("mlx")
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), {"a": mx.zeros(2)})
+    config = {"model_type": "mamba", "num_hidden_layers": 400_000}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for opened in (mlx.dissect, lambda folder: mlx.open(folder, SessionSettings())):
+        with pytest.raises(CheckpointError, match=r"400000, .* only 1 tensors"):
+            opened(tmp_path)
 
 
 def test_what_it_does_not_hold_is_said(hybrid: LoadedModel, tmp_path: Path) -> None:
