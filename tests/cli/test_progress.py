@@ -1,6 +1,7 @@
 """Progress: the forecast follows the pace and counts all that is to come; the bar and the lines say the same."""
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,6 +10,7 @@ from kl_lens.cli.progress import Forecast
 from kl_lens.cli.run import Screen
 from kl_lens.study import forecast
 from kl_lens.study.events import JobEstimate, StageCost
+from kl_lens.targets.openvino.target import OpenVINOTarget
 from tests.measuring.conftest import loaded
 
 
@@ -145,3 +147,19 @@ def test_a_busy_machine_does_not_multiply_the_forecast_and_kernels_count_once(
     other = estimate(2.0 if busy else 1.0, busy, compiled)
     more = [b - a for a, b in zip(quiet, other, strict=True) if b != pytest.approx(a)]
     assert more == pytest.approx([] if compiled else [forecast.COMPILING])
+
+
+def test_the_forecast_counts_the_memory_in_which_files_are_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = loaded("mamba")
+    monkeypatch.setattr(forecast, "_shortest", lambda *_: 1.0)
+    now = SimpleNamespace(rss=10**9)
+    monkeypatch.setattr(forecast.psutil.Process, "memory_info", lambda _: now)
+    monkeypatch.setattr(OpenVINOTarget, "writing_bytes", 1e6)
+    weights = sum(c.parameters for c in model.anatomy.components)
+    some = {"windows": 1, "length": 16, "held_out": 4, "judged": 4, "repeats": 1}
+    for target, written in (("gguf", 0), ("openvino", 1e6 * weights)):
+        menus = {target: ["int8" if written else "q8_0"]}
+        found = forecast.estimate(model, menus, **some, exhaustive=True, opened=1.0)
+        assert (found.memory == 10**9 + written) == bool(written)

@@ -22,6 +22,7 @@ from kl_lens.model import LoadedModel, States
 from kl_lens.profiling.machine import LoadMeter
 from kl_lens.study import measure
 from kl_lens.study.events import JobEstimate, StageCost
+from kl_lens.targets import get_target
 from kl_lens.weights.recipes import Recipe
 
 BLOCKS = 3  # that are timed
@@ -147,8 +148,9 @@ def estimate(
         model.chain, length, head.shape[-1], head.shape[-2]
     )
     largest = max(c.parameters for c in anatomy.candidates)
-    memory = psutil.Process().memory_info().rss
-    memory += min(DEFAULT_MEMORY, states) + 12 * largest
+    measured = min(DEFAULT_MEMORY, states) + 12 * largest
+    written = max(get_target(target).writing_bytes for target in menus) * weights
+    memory = psutil.Process().memory_info().rss + max(measured, int(written))
     return JobEstimate(tuple(stages), memory, windows, compiling, busy)
 
 

@@ -159,6 +159,9 @@ class Target(ABC):
     usual: ClassVar[bool] = (
         True  # `kl-lens run` makes its files unasked, where its packages are installed
     )
+    writing_bytes: ClassVar[float] = (
+        0.0  # of memory for each weight of the model, while files are written and tried
+    )
     recipe_tool: ClassVar[str | None] = (
         None  # of `handover.TOOLS`: the runtime's own quantizer
     )
