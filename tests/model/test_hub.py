@@ -9,6 +9,7 @@ import pytest
 from kl_lens.base.errors import CheckpointError
 from kl_lens.measuring.sweep import model_identity
 from kl_lens.model import load, model_folder
+from kl_lens.model.hub import pinned_name
 from kl_lens.run.folder import Run
 from kl_lens.study.session import Session
 from tests.hub_server import Hub
@@ -77,6 +78,11 @@ def test_without_the_hub_the_cache_is_used_and_a_part_is_not_taken_for_the_whole
         CheckpointError, match=r"org/tiny .*local hub cache as a whole.*go online once"
     ):
         model_folder("org/tiny")
+
+
+def test_a_name_may_hold_what_stands_between_owner_and_name_in_the_cache() -> None:
+    folder = Path("models--org--a--b/snapshots/c0ffee")
+    assert pinned_name(folder) == "org/a--b@c0ffee"
 
 
 def test_a_run_records_the_commit_and_opens_it_again(tiny: Hub, tmp_path: Path) -> None:

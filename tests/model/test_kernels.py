@@ -195,7 +195,7 @@ def test_a_nan_that_enters_a_kernel_comes_out_of_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "family", "plant", "gradients"),
+    ("kernel", "family", "plant", "gradients"),
     [
         ("selective_scan", "mamba", growing, False),
         ("head_scan", "mamba2", growing, False),
@@ -206,10 +206,10 @@ def test_a_nan_that_enters_a_kernel_comes_out_of_it() -> None:
     ],
 )
 def test_a_kernel_that_is_wrong_is_found_named_and_not_used(
-    place: str, family: str, plant, gradients: bool, monkeypatch
+    kernel: str, family: str, plant, gradients: bool, monkeypatch
 ) -> None:
     monkeypatch.setattr(attention.platform, "machine", lambda: "aarch64")
-    monkeypatch.setattr(swap, place, plant(getattr(swap, place), 1.0001))
+    monkeypatch.setattr(swap, kernel, plant(getattr(swap, kernel), 1.0001))
     warnings: list[str] = []
     model = tiny_model(family)
     ids = token_ids(2, 140)
@@ -223,6 +223,45 @@ def test_a_kernel_that_is_wrong_is_found_named_and_not_used(
     assert line.startswith(chain.fault)
     assert "rounding allows 5" in line
     assert "\n" not in line
+
+
+_WINDOW = torch.randn(1, 8, 5)  # (batch, channels, time)
+_VECTORS = torch.randn(1, 5, 1, 4)
+_HEADS = (
+    torch.randn(1, 5, 2, 4),
+    torch.rand(1, 5, 2),
+    -torch.rand(2),
+    _VECTORS,
+    _VECTORS,
+)
+_CHANNELS = (_WINDOW, _WINDOW, -torch.rand(8, 4), _WINDOW[:, :4], _WINDOW[:, :4])
+
+
+@pytest.mark.parametrize(
+    ("kernel", "arguments", "options"),
+    [
+        ("mamba_selective_scan", _CHANNELS, {"return_last_state": True}),
+        ("mamba_selective_scan", tuple(t.to("meta") for t in _CHANNELS), {}),
+        ("mamba2_chunk_scan", (*_HEADS, 4), {"return_final_states": True}),
+        ("mamba2_chunk_scan", (*_HEADS, 4), {"initial_states": _VECTORS}),
+        ("causal_conv1d_fn", (_WINDOW, torch.randn(8, 4)), {"activation": "gelu"}),
+        ("causal_conv1d_fn", (_WINDOW, torch.randn(8, 4)), {"seq_idx": torch.zeros(1)}),
+        ("causal_conv1d_fn", (_WINDOW.to("meta"), torch.randn(8, 4)), {}),
+        ("causal_conv1d_fn", (_WINDOW, torch.randn(8, 4, requires_grad=True)), {}),
+    ],
+)
+def test_what_our_kernels_do_not_compute_the_library_gets_unchanged(
+    kernel: str, arguments: tuple, options: dict
+) -> None:
+    calls = []
+
+    def library(*args, **kwargs):
+        calls.append((args, kwargs))
+        return "computed by the library"
+
+    assert swap.REPLACEMENTS[kernel](library)(*arguments, **options) == library()
+    assert calls[0] == (arguments, options)
+    assert len(calls) == 2
 
 
 def test_a_wrong_gradient_is_found(monkeypatch) -> None:
@@ -260,7 +299,7 @@ SLOW += [(family, torch.float16) for family in ("mamba", "mamba2", "hymba")] + [
     [
         *((family, torch.float32) for family in QUICK),
         ("mamba2", torch.bfloat16),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
     ],
 )
 def test_right_kernels_are_found_right_in_every_precision(

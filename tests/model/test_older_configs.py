@@ -215,7 +215,7 @@ def test_the_same_model_opens(family: str, tmp_path: Path) -> None:
     ids = token_ids(1, 16)
     opened = load(tmp_path).model
     with torch.inference_mode():
-        one, two = (
+        logits, two = (
             model(ids, use_cache=False).logits for model in (opened, original.eval())
         )
-    torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits, two, rtol=1e-4, atol=1e-4)

@@ -47,11 +47,11 @@ def _shards(suffix: str, save: Callable[..., object]) -> Callable[[Path], None]:
         }
         for file, tensors in names.items():
             save({name: weights[name] for name in tensors}, folder / file)
-        places = {
+        weight_map = {
             name: file for file, tensors in names.items() for name in reversed(tensors)
         }
         stem = "model" if suffix == "safetensors" else "pytorch_model"
-        index = {"metadata": {"total_size": 1}, "weight_map": places}
+        index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
         (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps(index))
 
     return change
@@ -124,8 +124,8 @@ def test_a_matrix_stored_as_embedding_and_as_head_is_one_component(
 
     weights["lm_head.weight"][-1, -1] += 1
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    for place in ("memory", "disk"):
-        assert load(folder, weights=place).anatomy.head == "lm_head", (
+    for weights in ("memory", "disk"):
+        assert load(folder, weights=weights).anatomy.head == "lm_head", (
             "nearly the same is not the same"
         )
 

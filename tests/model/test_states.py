@@ -133,7 +133,16 @@ def test_caches_have_the_formats_of_runtimes() -> None:
     torch.testing.assert_close(
         StateFormat.parse("u4", KEYS).rounded(keys), low + levels * (high - low) / 15
     )
-    assert "32" in (StateFormat.parse("q8_0", KEYS).fits((1, 48)) or "")
+    q8_0 = StateFormat.parse("q8_0", KEYS)
+    assert (q8_0.fits((1, 48)) or "").startswith("48 numbers per head do not divide")
+    assert q8_0.fits((3, 64)) is None
+
+
+def test_a_row_is_cut_into_groups_of_32_only_if_that_works_out() -> None:
+    groups = {"int4-32": (16, 32, 40), "int4": (16, 64, 40), "int4-head": (48, 192, 120)}
+    for name, sizes in groups.items():
+        storage = StateFormat.parse(name)
+        assert tuple(storage.group(3, states) for states in (16, 64, 40)) == sizes, name
 
 
 def test_only_the_blocks_that_are_named_are_rounded() -> None:
