@@ -154,18 +154,22 @@ def with_kl(value: float, error: float = 0.0) -> SensitivityTable:
 
 
 @pytest.mark.parametrize(
-    ("value", "complaint"),
+    ("value", "error", "complaint"),
     [
-        (math.nan, "which is not a number"),
-        (-0.01, "never negative"),
-        (5e8, "far too large for a KL"),
+        (math.nan, 0.0, "which is not a number"),
+        (-0.01, 0.0, "never negative"),
+        (-0.0122, 0.003, "never negative"),  # more than four errors and the noise
+        (5e8, 0.0, "far too large for a KL"),
+        (1.001e4 * math.log(128), 0.0, "far too large for a KL"),  # of 128 tokens
     ],
 )
-def test_what_cannot_be_a_kl_is_not_optimised(value: float, complaint: str) -> None:
+def test_what_cannot_be_a_kl_is_not_optimised(
+    value: float, error: float, complaint: str
+) -> None:
     with pytest.raises(
         PlanError, match=f"in_proj in int4: kl_teacher_to_student is .*{complaint}"
     ):
-        best(with_kl(value), max_bpw=6.0)
+        best(with_kl(value, error), max_bpw=6.0)
     with pytest.raises(PlanError, match="sqnr_db cannot be added up"):
         build_problem(measured_table("int4"), metric="sqnr_db")
 
@@ -173,9 +177,10 @@ def test_what_cannot_be_a_kl_is_not_optimised(value: float, complaint: str) -> N
 def test_noise_below_zero_and_ruin_are_kls() -> None:
     assert best(with_kl(-1e-6), max_kl=0.0).plan.assignment["in_proj"] == "int4"
     assert (
-        best(with_kl(-0.01, error=0.003), max_kl=0.0).plan.assignment["in_proj"] == "int4"
+        best(with_kl(-0.012, error=0.003), max_kl=0.0).plan.assignment["in_proj"]
+        == "int4"
     )
-    for ruin in (90.0, math.inf):
+    for ruin in (90.0, 0.999e4 * math.log(128), math.inf):
         assert best(with_kl(ruin), max_kl=0.5).plan.assignment["in_proj"] == "int8"
 
 

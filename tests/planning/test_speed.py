@@ -1,10 +1,19 @@
 """The model of speed: seconds per token from the bytes of each format."""
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
+from typing import Any
 
-from kl_lens.planning.speed import WORST, TimedFile, error_of, fitted
+import pytest
+
+from kl_lens.base.errors import PlanError
+from kl_lens.planning import build_problem, speed, speed_model
+from kl_lens.planning.speed import WORST, SpeedModel, TimedFile, error_of, fitted
+from kl_lens.run.records import ARTIFACT, Profile, Quartiles, Subject
+from tests.planning.tables import component, table_of
 
 SIZES = {
     "fp16": {"fp16": 1600},
@@ -87,3 +96,65 @@ def test_published_timings_fit_as_docs_results_says() -> None:
     assert max(left_out) < WORST
     factors = [rate / model.usual for model in models for rate in model.rates.values()]
     assert (round(min(factors), 2), round(max(factors), 2)) == (0.56, 1.36)
+
+
+TABLE = table_of(
+    [component("head"), component("embedding"), component("in_proj")],
+    {},
+    embedding="embedding",
+)
+GGUF: Any = SimpleNamespace(name="gguf", title="GGUF")
+
+
+def profile(plan: str, seconds: float, threads: int = 2, target: str = "gguf") -> Profile:
+    timings = {"seconds_per_token": Quartiles(seconds, seconds, seconds, 1)}
+    settings = (Subject(ARTIFACT, plan, target), "use", "CPU", threads, timings)
+    return Profile(*settings, {}, None, 1, {}, {}, {}, {})
+
+
+def modelled(monkeypatch: pytest.MonkeyPatch, *profiles: Profile) -> SpeedModel:
+    """Of files called after the MB of their `in_proj`; the embedding, of 9 MB, takes no time."""
+
+    def recorded(path: Path) -> Any:
+        sizes = {"in_proj": float(path.name), "embedding": 9.0, "norm": 5.0}
+        return SimpleNamespace(
+            tensors=[
+                SimpleNamespace(component=name, realised="q8_0+gptq", bytes=int(1e6 * mb))
+                for name, mb in sizes.items()
+            ]
+        )
+
+    run: Any = SimpleNamespace(folder="runs/m", artifact_folder=Path)
+    monkeypatch.setattr(speed, "current_profiles", lambda run: profiles)
+    monkeypatch.setattr(speed, "recorded_artifact", recorded)
+    return speed_model(run, TABLE, GGUF)
+
+
+def test_a_model_rests_on_the_files_timed_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2 ms, and 1 ms for every MB. A file timed with one thread, and another target's, do not count."""
+    files = [profile(str(mb), 1e-3 * (2 + mb)) for mb in (1, 2, 4)]
+    foreign = [profile("3", 9.0, threads=1), profile("8", 9.0, target="openvino")]
+    model = modelled(monkeypatch, *foreign, *files)
+    assert (model.files, model.conditions) == (3, "CPU, 2 threads")
+    assert model.lookup == "embedding"
+    assert model.constant == pytest.approx(2e-3, rel=0.05)
+    assert model.rate("q8_0") == pytest.approx(1e-9, rel=0.05)
+    assert model.basis.startswith("from 3 timed files (CPU, 2 threads); each predicted")
+    fixed = build_problem(TABLE, speed=replace(model, rates={}), no_head=True).fixed
+    assert fixed.seconds == pytest.approx(model.constant + model.usual * 2 * 64 * 64)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "message"),
+    [
+        ({"1": 0.003, "2": 0.004}, "the run has 2; export more plans"),
+        ({"1": 0.003, "1.0": 0.003, "2": 0.004}, "the run has 2; export more plans"),
+        ({"1": 0.004, "2": 0.003, "4": 0.002}, "were not reliably faster"),
+        ({"1": 0.001, "2": 0.009, "4": 0.003}, "were not reliably faster"),
+    ],
+)
+def test_timings_that_say_nothing_give_no_model(
+    seconds: dict[str, float], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        modelled(monkeypatch, *(profile(plan, s) for plan, s in seconds.items()))

@@ -6,7 +6,17 @@ import sys
 import numpy as np
 import pytest
 
-from kl_lens.profiling.machine import bound_of, compared, limits_hold, ratio_of, spread_of
+from kl_lens.profiling import machine
+from kl_lens.profiling.machine import (
+    LoadMeter,
+    bound_of,
+    compared,
+    fill,
+    limits_hold,
+    ratio_of,
+    spread_of,
+    summed,
+)
 from kl_lens.run.records import ARTIFACT, Profile, Quartiles, Subject
 from kl_lens.targets.base import Contents
 
@@ -125,3 +135,25 @@ def test_the_peak_is_what_psutil_sees() -> None:
     base, peak, alive = (int(word) for word in result.stdout.split())
     assert peak == pytest.approx(alive, rel=0.05)
     assert peak - base == pytest.approx(ALLOCATED, rel=0.05)
+
+
+def test_what_is_read_is_read_once() -> None:
+    values = np.zeros(3 * 8 * 5, np.int64)
+    fill(values, 3)
+    assert values.tolist() == list(range(120))
+    assert summed(values, 3) == 119 * 120 // 2
+
+
+def test_others_are_those_who_used_the_processors_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    states = [
+        {"whole": 100.0, "others": 40.0, "stolen": 10.0},
+        {"whole": 120.0, "others": 45.0, "stolen": 9.0},  # clocks may run backwards
+        {"whole": 100.0, "others": 50.0},
+        {},
+    ]
+    monkeypatch.setattr(machine, "_processor_seconds", lambda: states.pop(0))
+    meter = LoadMeter()
+    assert meter.read() == {"others": 0.25, "stolen": 0.0}
+    assert meter.read() == meter.read() == {}  # no time has passed, or nothing is known

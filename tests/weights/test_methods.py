@@ -278,6 +278,8 @@ def test_experts_are_quantized_each_with_its_own_moments(recipe: str) -> None:
     for expert in range(2):
         alone = _quantized(recipe, weights[expert], moments[expert])
         assert torch.equal(parsed.grid.dequantize(together)[expert], alone)
+    shared = _quantized(recipe, weights, moments[0])
+    assert torch.equal(shared[1], _quantized(recipe, weights[1], moments[0]))
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
