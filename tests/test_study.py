@@ -8,6 +8,8 @@ import pytest
 
 import kl_lens as kl
 from kl_lens.cli.main import main, parse, settings_from
+from kl_lens.study.measure import MeasureSettings
+from kl_lens.study.session import Session
 from kl_lens.study.settings import Settings
 from kl_lens.targets import read_artifact
 from tests.docs.markdown import README, blocks, commands
@@ -154,3 +156,16 @@ def test_python_callers_get_the_clear_errors_of_the_command_line(
         call(study)
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_plans_are_measured_within_the_memory_of_the_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    session = Session()
+    settings = MeasureSettings.of(model="reference:mamba", memory_budget=10**8)
+    monkeypatch.setattr("kl_lens.study.measure.measure", lambda *_: None)
+    session.do(settings)
+    monkeypatch.setattr("kl_lens.measuring.joint.PlanMeter", lambda *given: given)
+    model = kl.load("reference:mamba")
+    windows = model.task.drawn("wikitext2:valid", windows=1, length=8)
+    assert session.meter(model, windows)[2] == 10**8  # type: ignore[index]
