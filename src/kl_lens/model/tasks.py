@@ -134,8 +134,9 @@ class LanguageTask:
 
     def _fitting(self, windows: Windows) -> Windows:
         """Raises for a token that the embedding has no row for."""
-        rows = 2**63 if self.rows is None else self.rows
-        beyond = windows.ids[windows.ids >= rows]
+        if self.rows is None:
+            return windows
+        beyond = windows.ids[windows.ids >= self.rows]
         if beyond.numel():
             token = int(beyond[0])
             raise TextError(
