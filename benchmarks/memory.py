@@ -22,7 +22,7 @@ from kl_lens.planning import held_by
 from kl_lens.profiling.memory import fresh_process
 from kl_lens.run.records import Plan
 from kl_lens.targets import SessionSettings, get_target
-from kl_lens.targets.base import Usage
+from kl_lens.targets.abilities import Usage
 from kl_lens.weights.recipes import FP16, Recipe, fitting_recipe
 from result_files import Row, options, write
 

@@ -22,7 +22,7 @@ from kl_lens.planning import (
 )
 from kl_lens.run.records import Component, Estimate, Measurement, SensitivityTable
 from kl_lens.targets import get_target
-from kl_lens.targets.base import Usage
+from kl_lens.targets.abilities import Usage
 from tests.families import tiny_model
 
 CARRIED = Carried("tiny", 2, 100, 64, 10_000, 100, 500, heads=2, keys=128, values=128)

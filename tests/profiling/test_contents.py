@@ -12,7 +12,7 @@ from kl_lens.model import LoadedModel
 from kl_lens.profiling.benchmark import read_timed
 from kl_lens.run.records import Plan
 from kl_lens.targets import export, read_artifact, target_of
-from kl_lens.targets.base import Contents
+from kl_lens.targets.abilities import Contents
 from tests.families import VOCABULARY, tiny_model
 
 pytest.importorskip("openvino", reason="needs the extra openvino")

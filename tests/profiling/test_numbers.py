@@ -18,7 +18,7 @@ from kl_lens.profiling.machine import (
     summed,
 )
 from kl_lens.run.records import ARTIFACT, Profile, Quartiles, Subject
-from kl_lens.targets.base import Contents
+from kl_lens.targets.abilities import Contents
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -14,7 +14,7 @@ from kl_lens.profiling.benchmark import Benchmark, Report, Timed, UseSettings
 from kl_lens.profiling.memory import MemoryUse
 from kl_lens.run.records import ARTIFACT, Profile, Quartiles, Subject
 from kl_lens.targets import describe_target
-from kl_lens.targets.base import Contents
+from kl_lens.targets.abilities import Contents
 
 
 class Ticking:

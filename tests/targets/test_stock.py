@@ -48,7 +48,7 @@ def test_every_recipe_is_one_that_the_target_holds(
             for name, recipe in assignment.items():
                 assert found.holds(recipe.grid, shapes[name]) is None
     assert {recipe.grid.name for recipe in found.short_menu} < set(found.formats)
-    for recipe in (*found.menu, *found.recipes(found.small_formats)):
+    for recipe in found.recipes((*found.formats, *found.small_formats)):
         assert found.holds(recipe.grid, (256, 256)) is None
     assert found.unsupported("mamba2") is None
     if target == "gguf":  # OpenVINO's graphs are proven, or refused, on the model itself

@@ -27,7 +27,6 @@ from kl_lens.targets import (
 from kl_lens.targets.exporting import choices, record, write_beside
 from kl_lens.targets.registry import TARGETS
 from kl_lens.targets.session import FedSession, Logits
-from kl_lens.weights.formats import Format
 from kl_lens.weights.recipes import FP16
 from tests.cli.conftest import tiny_folder as tiny_folder
 
@@ -38,78 +37,62 @@ WEIGHTS = "weights.npz"
 class ToySession(FedSession):
     """The stored weights in transformers; every call runs the whole sequence."""
 
-    description: ClassVar = {
-        "library": NAME,
-        "version": "1",
-        "device": "CPU",
-        "threads": 1,
-    }
+    description: ClassVar = {"library": NAME, "device": "CPU", "threads": 1}
 
     def __init__(self, folder: Path) -> None:
         config = transformers.AutoConfig.from_pretrained(folder)
         self._model = transformers.AutoModelForCausalLM.from_config(config).eval()
         with np.load(folder / WEIGHTS) as stored:
-            self._model.load_state_dict(
-                {name: torch.from_numpy(stored[name]) for name in stored}
-            )
-        self.place = folder
+            weights = {name: torch.from_numpy(stored[name]) for name in stored}
+        self._model.load_state_dict(weights)
+        self.path = folder
         self.vocabulary = int(config.vocab_size)
-        self._fed = list[int]()
+        self.reset()
 
     def reset(self) -> None:
-        self._fed = []
+        self._fed = list[int]()
 
     close = reset
 
     @torch.no_grad()
     def feed(self, tokens: list[int], *, every: bool) -> Logits:
         self._fed += tokens
-        logits = self._model(torch.tensor([self._fed]), use_cache=False).logits[0].numpy()
-        return logits[-len(tokens) :]
+        logits = self._model(torch.tensor([self._fed]), use_cache=False).logits[0]
+        return logits[-len(tokens) :].numpy()
 
 
 class ToyTarget(Target):
     """Every format's float32 values in one npz file."""
 
-    name = NAME
+    name = extra = NAME
     title = "Toy"
-    extra = NAME
     packages = ("torch",)
     loads = (".npz",)
-
-    def stores(self, fmt: Format) -> str | None:
-        return None
-
-    @property
-    def formats(self) -> tuple[str, ...]:
-        return ("int4", "int8", FP16)
+    formats = ("int4", "int8", FP16)
 
     def write(self, model: Any, plan: Plan, folder: Path, **options: Any) -> Artifact:
         arrays = {
             name: tensor.numpy() for name, tensor in model.model.state_dict().items()
         }
-        tensors = []
         chosen = choices(model, plan, self.fit)
+        tensors = []
         for component in model.anatomy.components:
-            choice = chosen[component.name]
+            name, weight = component.name, component.weight
+            choice = chosen[name]
+            stored = choice.recipe if component.quantizable else "fp32"
             if component.quantizable:
-                arrays[component.weight] = model.weights.values(
-                    component.name, choice.recipe
-                ).numpy()
-            data = arrays[component.weight]
-            realised = choice.recipe if component.quantizable else "fp32"
-            what = component.name, component.weight, choice.planned, realised
-            tensors.append(
-                ExportedTensor(*what, data.nbytes, choice.reason, bytes_digest(data))
-            )
-        folder.mkdir(parents=True, exist_ok=True)
+                arrays[weight] = model.weights.values(name, stored).numpy()
+            data = arrays[weight]
+            names = name, weight, choice.planned, stored
+            digest = bytes_digest(data)
+            tensors.append(ExportedTensor(*names, data.nbytes, choice.reason, digest))
         np.savez(folder / WEIGHTS, **arrays)
         model.config.save_pretrained(folder)
         write_beside(model, folder)
         return record(NAME, model, plan, folder, tensors)
 
-    def open(self, place: Path, settings: SessionSettings) -> ToySession:
-        return ToySession(place)
+    def open(self, path: Path, settings: SessionSettings) -> ToySession:
+        return ToySession(path)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -123,35 +106,16 @@ def registered() -> Iterator[None]:
 def finished(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Measured, planned, exported, evaluated, benchmarked and reported, by the verbs themselves."""
     run = tmp_path_factory.mktemp("toy") / "run"
-    here = ["--run", str(run)]
-    text = str(tiny_folder / "text.txt")
-    windows = ["--windows", "2", "--window-length", "32"]
-    assert main(["measure", str(tiny_folder), *here, "--text", text, *windows]) == 0
-    assert main(["plan", *here, "--max-bpw", "9", "--name", "small"]) == 0
-    assert main(["plan", *here, "--uniform", "fp16"]) == 0
-    assert main(["export", *here, "--target", NAME]) == 0
-    judge = [
-        "--perplexity",
-        "wikitext2:test",
-        "--divergence",
-        "--window",
-        "32",
-        "--limit",
-        "2",
-    ]
-    assert main(["evaluate", *here, "--targets", f"torch,{NAME}", *judge]) == 0
-    short = [
-        "--threads",
-        "1",
-        "--prompt-lengths",
-        "4",
-        "--new-tokens",
-        "2",
-        "--repeats",
-        "1",
-    ]
-    assert main(["benchmark", *here, "--targets", NAME, *short]) == 0
-    assert main(["report", *here]) == 0
+    for command in (
+        f"measure {tiny_folder} --text {tiny_folder}/text.txt --windows 2 --window-length 32",
+        "plan --max-bpw 9 --name small",
+        "plan --uniform fp16",
+        f"export --target {NAME}",
+        f"evaluate --targets torch,{NAME} --perplexity wikitext2:test --divergence --window 32 --limit 2",
+        f"benchmark --targets {NAME} --threads 1 --prompt-lengths 4 --new-tokens 2 --repeats 1",
+        "report",
+    ):
+        assert main([*command.split(), "--run", str(run)]) == 0
     return run
 
 
@@ -190,17 +154,10 @@ def test_it_is_judged_beside_pytorch_timed_against_its_own_fp16_and_reported(
 def test_what_it_does_not_have_is_said(
     finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = [
-        "benchmark",
-        "--run",
-        str(finished),
-        "--targets",
-        NAME,
-        "--plan",
-        "small",
-    ]
-    arguments += ["--protocol", "benchmark_app", "--threads", "1"]
-    assert main(arguments) == 0
+    command = (
+        f"benchmark --targets {NAME} --plan small --protocol benchmark_app --threads 1"
+    )
+    assert main([*command.split(), "--run", str(finished)]) == 0
     output = capsys.readouterr()
     assert "Toy has no benchmark_app" in output.out
     with pytest.raises(

@@ -10,7 +10,8 @@ from kl_lens.model.states import CACHES, StateFormat
 from kl_lens.planning.problem import Choice, Group, Held
 from kl_lens.run.records import SensitivityTable
 from kl_lens.run.samples import KL
-from kl_lens.targets.base import Target, Usage
+from kl_lens.targets.abilities import Usage
+from kl_lens.targets.base import Target
 from kl_lens.weights.recipes import FP16, Recipe
 
 

@@ -31,7 +31,7 @@ from kl_lens.profiling.machine import (
 from kl_lens.profiling.memory import MemoryUse, fresh_process
 from kl_lens.run.records import Profile, Quartiles
 from kl_lens.targets import Session
-from kl_lens.targets.base import Contents
+from kl_lens.targets.abilities import Contents
 
 PROTOCOL = "use"
 # Timed loads of each artifact, after one that fills the file cache; one in a run.

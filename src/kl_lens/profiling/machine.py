@@ -28,7 +28,7 @@ import psutil
 from kl_lens.base.compiling import get_num_threads, njit, prange
 from kl_lens.base.environment import processors
 from kl_lens.run.records import Profile, Quartiles
-from kl_lens.targets.base import Contents
+from kl_lens.targets.abilities import Contents
 
 BUFFER_BYTES = 1 << 30
 REPEATS = 5  # larger than caches

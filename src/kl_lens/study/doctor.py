@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kl_lens.study.session import Session
 from kl_lens.study.settings import Settings
 from kl_lens.targets import TARGETS, describe_target
-from kl_lens.targets.base import Health
+from kl_lens.targets.abilities import Health
 
 if TYPE_CHECKING:  # torch may not be installed
     from kl_lens.model.kernels import Comparison

@@ -12,7 +12,7 @@ from kl_lens.study import settings as of
 from kl_lens.study.session import Session
 from kl_lens.study.settings import Limits, Opening, Settings, group, option
 from kl_lens.targets import TARGETS, describe_target
-from kl_lens.targets.base import Usage
+from kl_lens.targets.abilities import Usage
 from kl_lens.weights.formats import FP16, get_format
 
 PRECISIONS = (FP16, "int8", "int4")

@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar, Self, TypeVar
 from kl_lens.base import units
 from kl_lens.base.errors import KLLensError, PlanError
 from kl_lens.targets import ALL_LAYERS, LOAD_MODES, TARGETS, SessionSettings
-from kl_lens.targets.base import Usage
+from kl_lens.targets.abilities import Usage
 
 VERB_MODEL = (
     "folder, hub id (org/name or org/name@revision), or reference:mamba, reference:mamba2, reference:hybrid, "

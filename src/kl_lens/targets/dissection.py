@@ -138,7 +138,7 @@ def setting(
 class Dissection(ABC):
     """One file, ready for an autopsy."""
 
-    place: Path
+    path: Path
     files: tuple[Path, ...]  # that the runtime loads
     tensors: tuple[StoredTensor, ...]
     usual_settings: bool = (

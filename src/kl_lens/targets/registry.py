@@ -181,13 +181,15 @@ def menu_of(
     """The recipes that plans for a target choose from besides FP16: the short menu or the full one, and (`small`) its
     formats below four bits."""
     below = target.recipes(target.small_formats) if small else ()
-    menu = dict.fromkeys((*below, *(target.menu if full else target.short_menu)))
-    return tuple(recipe for recipe in menu if recipe != FP16)
+    menu = target.recipes(target.formats) if full else target.short_menu
+    return tuple(recipe for recipe in dict.fromkeys((*below, *menu)) if recipe != FP16)
 
 
 def computed_as(target: Target) -> str | None:
     """The target's name if its kernels' effect on activations is modelled; None: only weights are."""
-    recipes: dict[str, Recipe] = {recipe: recipe for recipe in target.menu}
+    recipes: dict[str, Recipe] = {
+        recipe: recipe for recipe in target.recipes(target.formats)
+    }
     return target.name if target.models_activations(SessionSettings(), recipes) else None
 
 

@@ -113,7 +113,7 @@ class TokenizingSession(Session, Protocol):
 class FedSession(ABC):
     """A `Session` that only says how it is fed. Usable in a `with` statement."""
 
-    place: Path  # for errors
+    path: Path  # for errors
     vocabulary: int
 
     @abstractmethod
@@ -138,10 +138,10 @@ class FedSession(ABC):
         return self.feed(tokens, every=True)
 
     def _checked(self, ids: Sequence[int]) -> list[int]:
-        return checked_tokens(ids, self.vocabulary, str(self.place))
+        return checked_tokens(ids, self.vocabulary, str(self.path))
 
     def closed(self) -> TargetError:
-        return TargetError(f"{self.place}: this session is closed")
+        return TargetError(f"{self.path}: this session is closed")
 
     def __enter__(self) -> Self:
         return self

@@ -66,7 +66,7 @@ def perform_autopsy(
             _one_by_one(found, session, window.ids)
     headline, findings = found.judged()
     return Autopsy(
-        file=str(dissection.place),
+        file=str(dissection.path),
         target=target.name,
         bytes=sum(path.stat().st_size for path in dissection.files),
         original=found.original,

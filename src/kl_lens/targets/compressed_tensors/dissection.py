@@ -35,7 +35,7 @@ _PACKED = re.compile(r"(.*\.weight)_(packed|scale|shape|zero_point|g_idx)")
 
 class CompressedTensorsDissection(general.Dissection):
     def __init__(self, folder: Path) -> None:
-        self.place = folder
+        self.path = folder
         self._config = read_json(folder / CONFIG_FILE)
         self.files = tuple(sorted(folder.glob("model*.safetensors")))
         packed: dict[str, dict[str, torch.Tensor]] = {}
@@ -68,7 +68,7 @@ class CompressedTensorsDissection(general.Dissection):
         )
 
     def open(self, settings: SessionSettings) -> Session:
-        return TransformersSession(self.place, settings.threads)
+        return TransformersSession(self.path, settings.threads)
 
     def _packed(self, name: str, parts: dict[str, torch.Tensor]) -> general.StoredTensor:
         module = name.removesuffix(".weight")
@@ -79,7 +79,7 @@ class CompressedTensorsDissection(general.Dissection):
             if any(t == "Linear" or match_name(module, t) for t in g["targets"])
         ]
         if not found:
-            missing = f"{self.place / CONFIG_FILE} has no scheme for {module}"
+            missing = f"{self.path / CONFIG_FILE} has no scheme for {module}"
             raise TargetError(f"{missing}; export or download it again")
         weights = QuantizationArgs(**found[0]["weights"])
         group = f"-g{weights.group_size}" if (weights.group_size or 0) > 0 else ""

@@ -61,7 +61,7 @@ class TransformersSession(FedSession):
     """One sequence at a time, on a CPU."""
 
     def __init__(self, folder: Path, threads: int | None = None) -> None:
-        self.place = folder
+        self.path = folder
         self._threads = torch.get_num_threads()
         torch.set_num_threads(threads or self._threads)
         try:
@@ -91,7 +91,7 @@ class TransformersSession(FedSession):
             "device": "CPU",
             "threads": torch.get_num_threads(),
             "arithmetic": "float32",
-            "file": self.place.name,
+            "file": self.path.name,
         }
 
     def reset(self) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kl_lens.model import LoadedModel
-from kl_lens.targets.base import StockRecipe, Target
+from kl_lens.targets.abilities import StockRecipe
+from kl_lens.targets.base import Target
 from kl_lens.weights.recipes import FP16, Recipe
 
 # Name → recipe, what llm-compressor calls it, and whether most people try it first. GPTQ is ours.

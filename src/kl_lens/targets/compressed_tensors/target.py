@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from kl_lens.base.errors import UnsupportedError
 from kl_lens.run.records import Artifact, Component, Plan
-from kl_lens.targets.base import Health, StockRecipe, Target
+from kl_lens.targets.abilities import Health, StockRecipe
+from kl_lens.targets.base import Target
 from kl_lens.targets.session import Session, SessionSettings
 from kl_lens.targets.tokenizer import read_json
 from kl_lens.weights.formats import Format
@@ -50,11 +51,7 @@ class CompressedTensorsTarget(Target):
     def stores(self, fmt: Format) -> str | None:
         from kl_lens.targets.compressed_tensors.schemes import is_packed
 
-        if fmt.name == FP16 or is_packed(fmt):
-            return None
-        return (
-            f"{self.title} has no format {fmt.name!r}; it has {', '.join(self.formats)}"
-        )
+        return None if is_packed(fmt) else super().stores(fmt)
 
     def holds(self, fmt: Format, shape: Sequence[int]) -> str | None:
         if fmt.name != FP16 and len(shape) != 2:
@@ -129,8 +126,8 @@ class CompressedTensorsTarget(Target):
     def owns(self, path: Path) -> bool:
         return path.suffix == SUFFIX
 
-    def loaded_files(self, place: Path) -> list[Path]:
-        return super().loaded_files(_folder(place))
+    def loaded_files(self, path: Path) -> list[Path]:
+        return super().loaded_files(_folder(path))
 
     def dissects(self, path: Path) -> bool:
         quantization = read_json(_folder(path) / "config.json").get("quantization_config")
@@ -139,17 +136,17 @@ class CompressedTensorsTarget(Target):
             and quantization.get("quant_method") == "compressed-tensors"
         )
 
-    def dissect(self, place: Path) -> Dissection:
+    def dissect(self, path: Path) -> Dissection:
         from kl_lens.targets.compressed_tensors.dissection import (
             CompressedTensorsDissection,
         )
 
-        return CompressedTensorsDissection(_folder(place))
+        return CompressedTensorsDissection(_folder(path))
 
-    def open(self, place: Path, settings: SessionSettings) -> Session:
+    def open(self, path: Path, settings: SessionSettings) -> Session:
         from kl_lens.targets.compressed_tensors.session import TransformersSession
 
-        return TransformersSession(_folder(place), settings.threads)
+        return TransformersSession(_folder(path), settings.threads)
 
 
 class VLLMTarget(CompressedTensorsTarget):
@@ -218,5 +215,5 @@ class VLLMCPUTarget(VLLMTarget):
     rows = 32
 
 
-def _folder(place: Path) -> Path:
-    return place.parent if place.suffix == SUFFIX else place
+def _folder(path: Path) -> Path:
+    return path.parent if path.suffix == SUFFIX else path

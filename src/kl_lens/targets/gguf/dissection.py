@@ -48,7 +48,7 @@ _WITHOUT_EFFECT = ("context_length", "feed_forward_length", "vocab_size")
 class GGUFDissection(Dissection):
     def __init__(self, path: Path) -> None:
         self.info = read_header(path)
-        self.place = self.info.paths[0]
+        self.path = self.info.paths[0]
         self.files = self.info.paths
         self.tensors = tuple(_stored(entry) for entry in self.info.tensors)
 
@@ -105,7 +105,7 @@ class GGUFDissection(Dissection):
             ).metadata
         except KLLensError:  # there is none, or llama.cpp has none of this kind
             return
-        held = read_header(self.place, whole=True).metadata
+        held = read_header(self.path, whole=True).metadata
         own = _lists(wanted)
         theirs = _lists(held)
         known = [i for i, kind in own["token type"].items() if kind != UNUSED]
@@ -124,16 +124,14 @@ class GGUFDissection(Dissection):
 
     def _advice(self, key: str, value: Any) -> str:
         if value is not None:
-            return f"gguf-set-metadata {self.place.name} {key} {value}"
+            return f"gguf-set-metadata {self.path.name} {key} {value}"
         if "template" in key:
-            return (
-                f"gguf-new-metadata --chat-template TEMPLATE {self.place.name} NEW.gguf"
-            )
+            return f"gguf-new-metadata --chat-template TEMPLATE {self.path.name} NEW.gguf"
         return "take the tokenizer from the original: convert it with --vocab-only and copy its keys"
 
     def open(self, settings: SessionSettings) -> Session:
-        quarantine.require_opens(try_out, self.place, self.files, "llama.cpp")
-        return GGUFSession(self.place, settings)
+        quarantine.require_opens(try_out, self.path, self.files, "llama.cpp")
+        return GGUFSession(self.path, settings)
 
     def strings(self, tokenizer: Any) -> list[str]:
         return sample_strings(self._tokenizer(tokenizer).check)

@@ -16,7 +16,7 @@ from typing import Any
 
 from kl_lens.base.errors import TargetError, one_line, printable
 from kl_lens.base.files import damage
-from kl_lens.targets.base import Contents
+from kl_lens.targets.abilities import Contents
 from kl_lens.weights.formats.gguf_blocks import gguf_module
 
 # Number types of metadata by their code, as `struct` spells them.

@@ -73,7 +73,7 @@ class GGUFSession(FedSession):
         self.file = read_header(path)
         self._library = find_library()
         self._caches = dict(caches or {})
-        self.place = self.file.paths[0]
+        self.path = self.file.paths[0]
         self.threads = processors() if settings.threads is None else settings.threads
         if settings.gpu_layers:
             self._library.require_gpu(settings.gpu_layers)
@@ -111,13 +111,13 @@ class GGUFSession(FedSession):
             self._settings.gpu_layers, self.load, lean
         )
         load = self._library.functions.llama_model_load_from_file
-        self._model = load(os.fsencode(self.place), parameters)
+        self._model = load(os.fsencode(self.path), parameters)
         if lean is not None:
             give_back(self.file.paths)
             set_apart(self.file.tensors)
         if not self._model:
             raise TargetError(
-                f"{self.place}: llama.cpp cannot load it: {self._complaint()}"
+                f"{self.path}: llama.cpp cannot load it: {self._complaint()}"
             )
 
     def _make_context(self, wanted: int) -> None:
@@ -133,7 +133,7 @@ class GGUFSession(FedSession):
             message = self._complaint()
             self.close()
             raise TargetError(
-                f"{self.place}: llama.cpp cannot make a context of {wanted}: {message}"
+                f"{self.path}: llama.cpp cannot make a context of {wanted}: {message}"
             )
         functions.llama_set_n_threads(self._context, self.threads, self.threads)
         self.context = int(functions.llama_n_ctx(self._context)) // sequences
@@ -162,7 +162,7 @@ class GGUFSession(FedSession):
                 {} if self._settings.exact or not self._caches else {CACHES: self._caches}
             ),
             "load_mode": self.load or "the library's default",
-            "file": self.place.name,
+            "file": self.path.name,
             "architecture": self.file.architecture,
         }
 
@@ -191,7 +191,7 @@ class GGUFSession(FedSession):
             self._vocab, data, len(data), tokens, room, begin, True
         )
         if count < 0:
-            raise TargetError(f"{self.place}: llama.cpp could not tokenize {text[:40]!r}")
+            raise TargetError(f"{self.path}: llama.cpp could not tokenize {text[:40]!r}")
         return list(tokens[:count])
 
     def detokenize(self, tokens: Sequence[int], *, special: bool = False) -> str:
@@ -215,7 +215,7 @@ class GGUFSession(FedSession):
                 return text.raw[:length]
             room = -length  # llama.cpp says how much it needs
         raise TargetError(
-            f"{self.place}: llama.cpp could not convert token {token} to text"
+            f"{self.path}: llama.cpp could not convert token {token} to text"
         )
 
     def tokenizer(self) -> ArtifactTokenizer:
@@ -237,7 +237,7 @@ class GGUFSession(FedSession):
             begin=partial(self.tokenize, begin=True),
             decode=self.detokenize,
             ends=self.end_tokens,
-            render=chat_renderer(template, special, str(self.place))
+            render=chat_renderer(template, special, str(self.path))
             if isinstance(template, str)
             else None,
         )
@@ -267,7 +267,7 @@ class GGUFSession(FedSession):
         """llama.cpp aborts the process if it has to tokenize without a vocabulary."""
         if not self.has_vocabulary:
             raise TargetError(
-                f"{self.place} holds no tokenizer; pass one with --tokenizer"
+                f"{self.path} holds no tokenizer; pass one with --tokenizer"
             )
 
     def feed(self, tokens: list[int], *, every: bool) -> Logits:
@@ -276,7 +276,7 @@ class GGUFSession(FedSession):
         if not self.endless and self._position + len(tokens) > self.context:
             count = self._position + len(tokens)
             raise TargetError(
-                f"{self.place}: {count} tokens do not fit into the context of {self.context}"
+                f"{self.path}: {count} tokens do not fit into the context of {self.context}"
             )
         rows = np.empty((len(tokens) if every else 1, self.vocabulary), np.float32)
         filled = 0
@@ -303,14 +303,14 @@ class GGUFSession(FedSession):
         status = self._library.functions.llama_decode(context, batch)
         if status != 0:
             raise TargetError(
-                f"{self.place}: llama_decode failed with {status}: {self._complaint()}"
+                f"{self.path}: llama_decode failed with {status}: {self._complaint()}"
             )
         self._position += len(chunk)
 
     def _logits_of(self, context: int, index: int) -> Logits:
         pointer = self._library.functions.llama_get_logits_ith(context, index)
         if not pointer:
-            raise TargetError(f"{self.place}: llama.cpp returned no logits")
+            raise TargetError(f"{self.path}: llama.cpp returned no logits")
         return np.ctypeslib.as_array(pointer, (self.vocabulary,))
 
     def _complaint(self) -> str:
@@ -338,6 +338,6 @@ def try_out(place: Path) -> None:
         if check and (text := differing_string(session.tokenize, check)) is not None:
             pre = session.file.metadata.get("tokenizer.ggml.pre")
             raise TargetError(
-                f"{session.place}: llama.cpp's tokenizer ({pre}) splits text unlike the model's; export with "
+                f"{session.path}: llama.cpp's tokenizer ({pre}) splits text unlike the model's; export with "
                 f"--without-tokenizer, for use with token ids. First difference: {text[:60]!r}"
             )

@@ -15,7 +15,7 @@ from functools import cached_property
 
 from kl_lens.model import LoadedModel
 from kl_lens.model.anatomy import component_name
-from kl_lens.targets.base import StockRecipe
+from kl_lens.targets.abilities import StockRecipe
 from kl_lens.targets.gguf.architectures import get_architecture
 from kl_lens.targets.gguf.writer import ModelTensors
 from kl_lens.weights.formats import get_format

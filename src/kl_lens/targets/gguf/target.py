@@ -13,14 +13,15 @@ from kl_lens.base.errors import TargetError
 from kl_lens.base.lazy import lazy_modules
 from kl_lens.run.records import Artifact, Plan
 from kl_lens.targets import quarantine
-from kl_lens.targets.base import (
+from kl_lens.targets.abilities import (
     FLOATS,
     Contents,
     ExportOption,
+    Footprint,
     Health,
     StockRecipe,
-    Target,
 )
+from kl_lens.targets.base import Target
 from kl_lens.targets.exporting import earlier_artifact
 from kl_lens.targets.gguf import library
 from kl_lens.targets.gguf.header import parts_of, read_header
@@ -88,12 +89,7 @@ class GGUFTarget(Target):
     # -- what it can hold ----------------------------------------------------------------------------------
 
     def stores(self, fmt: Format) -> str | None:
-        known = fmt.name in export.STAND_INS
-        return (
-            None
-            if known
-            else f"GGUF has no format {fmt.name!r}; it has {', '.join(export.FORMATS)}"
-        )
+        return None if fmt.name in export.STAND_INS else super().stores(fmt)
 
     @property
     def formats(self) -> tuple[str, ...]:
@@ -126,14 +122,14 @@ class GGUFTarget(Target):
     ) -> Artifact:
         return export.export(model, plan, folder, **options)
 
-    def try_out(self, place: Path) -> str | None:
+    def try_out(self, path: Path) -> str | None:
         """In another process: on some files llama.cpp aborts or hangs."""
         try:
             library.find_library()
         except TargetError:
             return "no llama.cpp is installed here, so the file was not opened; kl-lens doctor says what to install"
         quarantine.require_opens(
-            session.try_out, place, self.loaded_files(place), self.title
+            session.try_out, path, self.loaded_files(path), self.title
         )
         return None
 
@@ -141,9 +137,9 @@ class GGUFTarget(Target):
         """Exact, from the header."""
         return export.file_bytes(model, plan)
 
-    def loaded_files(self, place: Path) -> list[Path]:
+    def loaded_files(self, path: Path) -> list[Path]:
         """All parts, even if only one is given."""
-        return list(parts_of(place)) if self.owns(place) else super().loaded_files(place)
+        return list(parts_of(path)) if self.owns(path) else super().loaded_files(path)
 
     def how_to_run(self, repository: str, artifact: Artifact) -> str:
         file = next(name for name in artifact.files if name.endswith(SUFFIX))
@@ -157,21 +153,25 @@ class GGUFTarget(Target):
             )
         return f"{server}\n\n# or, on a small board, without a server:\n{super().how_to_run(repository, artifact)}"
 
-    def is_all_floating(self, place: Path) -> bool:
+    def is_all_floating(self, path: Path) -> bool:
         """From the file itself, which may have no record."""
         return all(
             entry.type.lower() in FLOATS
-            for entry in read_header(self.loaded_files(place)[0]).tensors
+            for entry in read_header(self.loaded_files(path)[0]).tensors
         )
 
-    def contents(self, place: Path) -> Contents:
-        return read_header(self.loaded_files(place)[0]).contents()
+    def contents(self, path: Path) -> Contents:
+        return read_header(self.loaded_files(path)[0]).contents()
+
+    def footprint(self, *, quantized: bool = True) -> Footprint:
+        """Of xllamacpp 2026.10."""
+        return Footprint(56_300_000, widths=16.3, scores=2.3)
 
     # -- running -------------------------------------------------------------------------------------------
 
-    def open(self, place: Path, settings: SessionSettings) -> Session:
-        record = earlier_artifact(place)
-        file = self.loaded_files(place)[0]
+    def open(self, path: Path, settings: SessionSettings) -> Session:
+        record = earlier_artifact(path)
+        file = self.loaded_files(path)[0]
         return session.GGUFSession(
             file, settings, record.settings.get(CACHES) if record else None
         )
@@ -179,9 +179,9 @@ class GGUFTarget(Target):
     def dissects(self, path: Path) -> bool:
         return self.owns(path) or (path.is_dir() and any(path.glob(f"*{SUFFIX}")))
 
-    def dissect(self, place: Path) -> Dissection:
+    def dissect(self, path: Path) -> Dissection:
         return dissection.GGUFDissection(
-            parts_of(place if self.owns(place) else min(place.glob(f"*{SUFFIX}")))[0]
+            parts_of(path if self.owns(path) else min(path.glob(f"*{SUFFIX}")))[0]
         )
 
     @property
@@ -216,7 +216,7 @@ class GGUFTarget(Target):
             facts.append(f"a llama.cpp built for this processor is faster: {BUILDING}")
         return Health(found.version, tuple(facts))
 
-    def fewest_threads(self, place: Path) -> int:
+    def fewest_threads(self, path: Path) -> int:
         return 1
 
     # -- what its kernels do -------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from kl_lens.base.errors import TargetError, UnsupportedError, one_line
 from kl_lens.base.files import bytes_digest
 from kl_lens.model import LoadedModel
 from kl_lens.run.records import Artifact, Component, ExportedTensor, Plan
-from kl_lens.targets.base import StockRecipe
+from kl_lens.targets.abilities import StockRecipe
 from kl_lens.targets.exporting import (
     Choice,
     Entry,

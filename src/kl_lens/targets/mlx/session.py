@@ -22,7 +22,7 @@ from kl_lens.base.errors import TargetError, one_line
 from kl_lens.model import LoadedModel
 from kl_lens.model.files import check_sizes
 from kl_lens.targets import dissection
-from kl_lens.targets.base import Contents
+from kl_lens.targets.abilities import Contents
 from kl_lens.targets.dissection import Disagreement, Dissection, Part, StoredTensor
 from kl_lens.targets.mlx.layout import CONFIG_FILE, PARTS, Layout
 from kl_lens.targets.session import FedSession, Logits, Session, SessionSettings
@@ -44,7 +44,7 @@ class MLXSession(FedSession):
     the file's own types, as mlx-lm does, unless `exact` is set. Weights are the same in both cases."""
 
     def __init__(self, folder: Path, *, device: str = CPU, exact: bool = False) -> None:
-        self.place = folder
+        self.path = folder
         self._device_name = device
         self._device = mx.gpu if device == GPU else mx.cpu
         self.float32 = exact or device == CPU
@@ -78,7 +78,7 @@ class MLXSession(FedSession):
             "device": self._device_name,
             "threads": "MLX decides",
             "arithmetic": "float32" if self.float32 else "the file's types",
-            "file": self.place.name,
+            "file": self.path.name,
             "architecture": self._config["model_type"],
         }
 
@@ -166,7 +166,7 @@ _WITHOUT_EFFECT = re.compile(
 
 class MLXDissection(Dissection):
     def __init__(self, folder: Path, layout: Callable[[LoadedModel], Layout]) -> None:
-        self.place = folder
+        self.path = folder
         self._layout = layout
         self.files = tuple(sorted(folder.glob("model*.safetensors")))
         self._config = read_json(folder / CONFIG_FILE)
@@ -224,7 +224,7 @@ class MLXDissection(Dissection):
         )
 
     def open(self, settings: SessionSettings) -> Session:
-        return MLXSession(self.place, device=settings.device, exact=settings.exact)
+        return MLXSession(self.path, device=settings.device, exact=settings.exact)
 
     def _stored(self, name: str, arrays: dict[str, Any]) -> StoredTensor:
         array = arrays[name]

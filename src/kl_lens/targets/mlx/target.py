@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Any
 from kl_lens.base.errors import TargetError, UnsupportedError
 from kl_lens.base.lazy import lazy_modules
 from kl_lens.run.records import Artifact, Plan
-from kl_lens.targets.base import Contents, Health, StockRecipe, Target
+from kl_lens.targets.abilities import Contents, Health, StockRecipe
+from kl_lens.targets.base import Target
 from kl_lens.targets.exporting import choices
 from kl_lens.targets.session import SessionSettings
 from kl_lens.targets.tokenizer import read_json
 from kl_lens.weights.formats import Format
+from kl_lens.weights.formats.affine import BITS
+from kl_lens.weights.formats.integer import GROUPS
 from kl_lens.weights.recipes import FP16, Recipe
 
 if TYPE_CHECKING:
@@ -46,18 +49,8 @@ class MLXTarget(Target):
 
     # -- what it can hold ----------------------------------------------------------------------------------
 
-    def stores(self, fmt: Format) -> str | None:
-        from kl_lens.weights.formats.affine import AffineFormat
-
-        if fmt.name == FP16 or isinstance(fmt, AffineFormat):
-            return None
-        return f"MLX has no format {fmt.name!r}; it has {', '.join(self.formats)}"
-
     @property
     def formats(self) -> tuple[str, ...]:
-        from kl_lens.weights.formats.affine import BITS
-        from kl_lens.weights.formats.integer import GROUPS
-
         return (*(f"affine{bits}-g{group}" for bits in BITS for group in GROUPS), FP16)
 
     @property
@@ -117,26 +110,26 @@ class MLXTarget(Target):
                 b" ", b""
             )
 
-    def dissect(self, place: Path) -> Dissection:
-        return session.MLXDissection(_folder(place), self._layout)
+    def dissect(self, path: Path) -> Dissection:
+        return session.MLXDissection(_folder(path), self._layout)
 
-    def loaded_files(self, place: Path) -> list[Path]:
+    def loaded_files(self, path: Path) -> list[Path]:
         """All of a folder, even if only one is given."""
-        return super().loaded_files(_folder(place))
+        return super().loaded_files(_folder(path))
 
-    def contents(self, place: Path) -> Contents:
-        return session.file_contents(_folder(place))
+    def contents(self, path: Path) -> Contents:
+        return session.file_contents(_folder(path))
 
-    def is_all_floating(self, place: Path) -> bool:
+    def is_all_floating(self, path: Path) -> bool:
         """From the configuration: a folder may have no record."""
-        config = read_json(_folder(place) / "config.json")
+        config = read_json(_folder(path) / "config.json")
         return not config.get("quantization") and not config.get("quantization_config")
 
     # -- running -------------------------------------------------------------------------------------------
 
-    def open(self, place: Path, settings: SessionSettings) -> session.MLXSession:
+    def open(self, path: Path, settings: SessionSettings) -> session.MLXSession:
         return session.MLXSession(
-            _folder(place), device=settings.device, exact=settings.exact
+            _folder(path), device=settings.device, exact=settings.exact
         )
 
     @property
@@ -177,5 +170,5 @@ class MLXTarget(Target):
         )
 
 
-def _folder(place: Path) -> Path:
-    return place.parent if place.suffix == SUFFIX else place
+def _folder(path: Path) -> Path:
+    return path.parent if path.suffix == SUFFIX else path

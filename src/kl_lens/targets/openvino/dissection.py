@@ -18,7 +18,7 @@ from torch.nn.functional import cosine_similarity
 from kl_lens.base.errors import TargetError, last_line
 from kl_lens.run.records import Artifact
 from kl_lens.targets import dissection, quarantine
-from kl_lens.targets.base import Contents
+from kl_lens.targets.abilities import Contents
 from kl_lens.targets.dissection import (
     Disagreement,
     Dissection,
@@ -66,15 +66,15 @@ def _size(node: Any) -> int:
 class OpenVINODissection(Dissection):
     def __init__(self, place: Path, open_own: Callable[..., Session]) -> None:
         self._open_own = open_own  # of a folder that KL Lens exported
-        self.place = place if place.suffix == ".xml" else place / IR_FILE
-        bare = (self.place, self.place.with_suffix(".bin"))
+        self.path = place if place.suffix == ".xml" else place / IR_FILE
+        bare = (self.path, self.path.with_suffix(".bin"))
         self.files = tuple(file for file in bare if file.is_file())
-        if self.place not in self.files:
-            raise TargetError(f"{self.place}: no such file")
-        quarantine.require_opens(try_out, self.place, self.files, "OpenVINO")
-        record = earlier_artifact(self.place.parent)
+        if self.path not in self.files:
+            raise TargetError(f"{self.path}: no such file")
+        quarantine.require_opens(try_out, self.path, self.files, "OpenVINO")
+        record = earlier_artifact(self.path.parent)
         self._exported = record is not None and record.target == "openvino"
-        self._graph = read_graph(self.place)
+        self._graph = read_graph(self.path)
         self.usual_settings = not self._graph.has_rt_info(ACTIVATION_GROUPS)
         self._ends = dict(_weights(self._graph))
         self.tensors = tuple(_stored(name, end) for name, end in self._ends.items())
@@ -189,7 +189,7 @@ class OpenVINODissection(Dissection):
                     session.try_out, self.folder, self.files, "OpenVINO"
                 )
             return self._open_own(self.folder, settings)
-        return open_foreign(self.place, settings)
+        return open_foreign(self.path, settings)
 
 
 def try_out(path: Path) -> None:

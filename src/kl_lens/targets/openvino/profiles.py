@@ -22,7 +22,7 @@ from torch import nn
 from kl_lens.base.errors import FormatError, TargetError
 from kl_lens.model import LoadedModel
 from kl_lens.run.records import Plan
-from kl_lens.targets.base import StockRecipe
+from kl_lens.targets.abilities import StockRecipe
 from kl_lens.targets.exporting import Choice, choices
 from kl_lens.targets.inputs import Change, inputs_changed
 from kl_lens.weights.formats import Format

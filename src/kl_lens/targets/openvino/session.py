@@ -119,7 +119,7 @@ class OpenVINOSession(FedSession):
         static: int | None,
         description: dict[str, Any],
     ) -> None:
-        self.place = place
+        self.path = place
         self.description = description
         self._static = static
         names = [output.get_names() for output in compiled.outputs]
@@ -171,7 +171,7 @@ class OpenVINOSession(FedSession):
             self._request.infer(inputs)
         except RuntimeError as error:
             raise TargetError(
-                f"{self.place}: OpenVINO cannot run it: {last_line(error)}"
+                f"{self.path}: OpenVINO cannot run it: {last_line(error)}"
             ) from error
         return np.array(self._request.get_output_tensor(self._at).data[0], np.float32)
 

@@ -18,7 +18,8 @@ from kl_lens.base.errors import TargetError
 from kl_lens.base.files import write_text
 from kl_lens.base.lazy import lazy_modules
 from kl_lens.run.records import Artifact, Plan
-from kl_lens.targets.base import Contents, ExportOption, StockRecipe, Target
+from kl_lens.targets.abilities import Contents, ExportOption, Footprint, StockRecipe
+from kl_lens.targets.base import Target
 from kl_lens.targets.exporting import read_artifact
 from kl_lens.targets.openvino.folder import (
     IR_FILE,
@@ -49,6 +50,17 @@ _GRAPH_BYTES = {
     (False, True): 4400,
 }
 _WRITTEN_TO_BE_SIZED = 200_000_000  # parameters; writing larger models takes too long
+# (x86, whether weights are quantized) → of OpenVINO 2026.4.1, which makes the products of inputs and states for all
+# tokens of a part. On ARM it makes scores several times; with integers it computes in float32, and keeps the file
+# besides its own copy. On x86 compiling takes several copies of the file.
+_FOOTPRINTS = {
+    (False, True): Footprint(
+        109_000_000, 2.1, states=0.55, head_scores=53, cache_bits=32
+    ),
+    (False, False): Footprint(145_000_000, 1.44, states=0.83, head_scores=18.5),
+    (True, True): Footprint(162_000_000, 2.85, states=0.55, head_scores=8),
+    (True, False): Footprint(160_000_000, 4.5, states=0.83, head_scores=8),
+}
 
 
 _LINE = r"\[ INFO \]\s+{name}:\s+([0-9.]+) (us|ms|s|iterations|FPS)\s*$"
@@ -74,11 +86,11 @@ class BenchmarkApp:
     The plugin settings are its defaults, as published: this is not the fastest way to run a quantized model
     (docs/targets.md), it is the comparable one."""
 
-    def input_shapes(self, place: Path) -> str | None:
+    def input_shapes(self, path: Path) -> str | None:
         """One token. benchmark_app fills inputs at random, so `beam_idx` finds no state and every token starts from
         zeros: the same work."""
         shapes = []
-        for entry in session.read_graph(graph_file(place)).inputs:
+        for entry in session.read_graph(graph_file(path)).inputs:
             shape = entry.get_partial_shape()
             if shape.is_dynamic:
                 sizes = ",".join(
@@ -89,7 +101,7 @@ class BenchmarkApp:
 
     def command(
         self,
-        place: Path,
+        path: Path,
         *,
         seconds: int,
         iterations: int,
@@ -102,7 +114,7 @@ class BenchmarkApp:
         words = [sys.executable, "-m", "openvino.tools.benchmark.main"]
         if (program := Path(sys.executable).parent / "benchmark_app").is_file():
             words = [str(program)]
-        words += ["-m", str(graph_file(place)), "-d", device, "-hint", "latency"]
+        words += ["-m", str(graph_file(path)), "-d", device, "-hint", "latency"]
         words += [
             "-t",
             str(seconds),
@@ -111,7 +123,7 @@ class BenchmarkApp:
             "--inference_only",
             "TRUE",
         ]
-        if shapes := self.input_shapes(place):
+        if shapes := self.input_shapes(path):
             words += ["-data_shape", shapes]
         if threads is not None:
             write_text(beside, json.dumps({"CPU": {"INFERENCE_NUM_THREADS": threads}}))
@@ -232,14 +244,14 @@ class OpenVINOTarget(Target):
     ) -> Artifact:
         return convert.export(model, plan, folder, **options)
 
-    def try_out(self, place: Path) -> None:
+    def try_out(self, path: Path) -> None:
         """Opens our own graph in this process: another one would take longer."""
-        if self.owns(place):
-            session.open_foreign(place, SessionSettings())
-        elif read_artifact(place).settings.get("with_head", True):
-            session.open_session(place)
+        if self.owns(path):
+            session.open_foreign(path, SessionSettings())
+        elif read_artifact(path).settings.get("with_head", True):
+            session.open_session(path)
         else:  # for benchmark_app alone
-            session.compile_graph(session.read_graph(graph_file(place)), "CPU")
+            session.compile_graph(session.read_graph(graph_file(path)), "CPU")
 
     def file_bytes(self, model: LoadedModel, plan: Plan, *, exact: bool = False) -> int:
         """The FP16 artifact's size, with every quantized matrix's bytes and decompression nodes put in its place; the
@@ -299,28 +311,31 @@ class OpenVINOTarget(Target):
     def owns(self, path: Path) -> bool:
         return path.suffix == ".xml"
 
-    def loaded_files(self, place: Path) -> list[Path]:
+    def loaded_files(self, path: Path) -> list[Path]:
         """A bare graph with its weights."""
         return (
-            [place, place.with_suffix(".bin")]
-            if self.owns(place)
-            else super().loaded_files(place)
+            [path, path.with_suffix(".bin")]
+            if self.owns(path)
+            else super().loaded_files(path)
         )
 
-    def contents(self, place: Path) -> Contents | None:
+    def contents(self, path: Path) -> Contents | None:
         return (
             None
-            if self.owns(place)
-            else dissection.graph_contents(place, read_artifact(place))
+            if self.owns(path)
+            else dissection.graph_contents(path, read_artifact(path))
         )
+
+    def footprint(self, *, quantized: bool = True) -> Footprint:
+        return _FOOTPRINTS[platform.machine() == "x86_64", quantized]
 
     # -- running -------------------------------------------------------------------------------------------
 
-    def open(self, place: Path, settings: SessionSettings) -> Session:
-        if self.owns(place):
-            return session.open_foreign(place, settings)
+    def open(self, path: Path, settings: SessionSettings) -> Session:
+        if self.owns(path):
+            return session.open_foreign(path, settings)
         return session.open_session(
-            place,
+            path,
             device=settings.device,
             threads=settings.threads,
             exact=settings.exact,
@@ -329,14 +344,14 @@ class OpenVINOTarget(Target):
     def dissects(self, path: Path) -> bool:
         return path.suffix == ".xml" or (path / IR_FILE).is_file()
 
-    def dissect(self, place: Path) -> Dissection:
-        return dissection.OpenVINODissection(place, self.open)
+    def dissect(self, path: Path) -> Dissection:
+        return dissection.OpenVINODissection(path, self.open)
 
     def require_device(self, device: str) -> None:
         session.require_device(device)
 
-    def fewest_threads(self, place: Path) -> int:
-        return session.fewest_threads(session.read_graph(graph_file(place)))
+    def fewest_threads(self, path: Path) -> int:
+        return session.fewest_threads(session.read_graph(graph_file(path)))
 
     def in_float32(self, settings: SessionSettings) -> SessionSettings | None:
         return None if settings.exact else replace(settings, exact=True)
