@@ -79,6 +79,11 @@ class PublishedTiming:
             folder = _folder(benchmark)
             report.csv = write_report(folder, device, self.tag, [*rows.values()])
 
+    def _log(self, subject: Timed, benchmark: Benchmark) -> Path:
+        device = benchmark.settings.runtime.device
+        name = f"{tag_of(_model_name(subject.subject))}_{device}_{self.tag}.log"
+        return _folder(benchmark) / LOG_FOLDER / name
+
     def _profile(
         self,
         subject: Timed,
@@ -92,8 +97,7 @@ class PublishedTiming:
         assert program is not None
         device = settings.runtime.device
         threads = settings.runtime.threads
-        name = f"{tag_of(_model_name(subject.subject))}_{device}_{self.tag}.log"
-        log = _folder(benchmark) / LOG_FOLDER / name
+        log = self._log(subject, benchmark)
         seconds = QUICK_SECONDS if settings.quick else SECONDS
         report, command = run_app(
             program, subject.path, log, seconds=seconds, device=device, threads=threads

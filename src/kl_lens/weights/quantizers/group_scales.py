@@ -218,9 +218,9 @@ def try_scales(
         if zeros is not None:
             zeros = (zeros + shift).clamp(plain.lowest, plain.highest)
         levels = plain.with_scales(plain.scales * factor, zeros)
-        places = levels.places(levels.rounded(groups))
-        product = (rows * groups * places).sum(-1, keepdim=True)
-        square = (rows * places.square()).sum(-1, keepdim=True)
+        grid = levels.places(levels.rounded(groups))
+        product = (rows * groups * grid).sum(-1, keepdim=True)
+        square = (rows * grid.square()).sum(-1, keepdim=True)
         reached = torch.where(square > 0, product.square() / square, 0)
         better = reached > gain
         gain = torch.where(better, reached, gain)
