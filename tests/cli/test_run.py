@@ -219,42 +219,34 @@ def test_a_run_with_another_limit_gets_its_own_file_and_replaces_none(
         assert recommended_names(collect(run)) == {BEST}
 
 
-def test_a_plan_of_a_used_name_replaces_it_and_says_so(folder: Path, capsys) -> None:
-    file = folder / "artifacts/openvino" / BEST / "openvino_model.bin"
+def test_a_plan_of_a_used_name_replaces_it_and_says_so(
+    folder: Path, tiny_folder: Path, capsys
+) -> None:
+    here = ["--run", str(folder)]
+    plan = ["plan", *here, "--target", "openvino", "--name", "mine", "--max-bpw"]
+    export = ["export", *here, "--target", "openvino", "--plan", "mine", "--fallback"]
+    text = ["--perplexity", str(tiny_folder / "text.txt"), "--window", "32", "--limit"]
+    scored = ["evaluate", *here, "--plan", "mine", "--targets", "openvino", *text, "1"]
+    for words in ([*plan, "9"], export, scored):
+        assert main(words) == 0
+    file = folder / "artifacts/openvino/mine/openvino_model.bin"
     before = file.read_bytes()
-    plan = [
-        "plan",
-        "--run",
-        str(folder),
-        "--target",
-        "openvino",
-        "--max-bpw",
-        "15",
-        "--name",
-        BEST,
-    ]
-    assert main(plan) == 0
-    said = f"{BEST} replaces another plan of this name; until the next export, the earlier one stays in "
+    capsys.readouterr()
+    assert main([*plan, "15"]) == 0
+    said = "mine replaces another plan of this name; until the next export, the earlier one stays in "
     assert f"{said}{file.parent}" in capsys.readouterr().err
     assert file.read_bytes() == before
-    assert main(plan) == 0
+    assert main([*plan, "15"]) == 0
     assert "replaces" not in capsys.readouterr().err, "it is the same plan"
-    export = [
-        "export",
-        "--run",
-        str(folder),
-        "--target",
-        "openvino",
-        "--plan",
-        BEST,
-        "--fallback",
-    ]
+
+    def labels() -> set[str]:
+        with Run.open(folder) as run:
+            return {each.subject.label for each in current_results(run, "score")}
+
+    assert "openvino/mine" in labels()
     assert main(export) == 0
     assert f"{file.parent}: the files of an earlier export" in capsys.readouterr().err
-    with Run.open(folder) as run:
-        assert f"openvino/{BEST}" not in {
-            r.subject.label for r in current_results(run, "score")
-        }
+    assert "openvino/mine" not in labels()
 
 
 def test_beside_a_gpu_files_are_read_ahead_with_the_same_results(

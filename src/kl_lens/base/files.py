@@ -27,6 +27,8 @@ from kl_lens.base.environment import processors
 from kl_lens.base.errors import KLLensError, system_error
 from kl_lens.base.lazy import torch
 
+MODEL_FILE = "config.json"
+_WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 RECORD_FILE = "artifact.json"  # describes the other files; moved last, removed first
 DIGESTS = ".digests"  # of large files; deleted with them
 LFS_POINTER = b"version https://git-lfs"  # what Git leaves of a large file
@@ -115,6 +117,48 @@ def _clear_files(folder: Path) -> None:
                     leftover.unlink()
             finally:
                 os.close(handle)
+
+
+# -- what is not ours ------------------------------------------------------------------------------------------
+
+
+def require_outside_models(path: Path, label: str) -> None:
+    """Raises if an output that the user named (`label`: the flag) is a model's folder, or lies in one."""
+    place = Path(os.path.realpath(path))
+    for folder in (place, *place.parents):
+        is_model = os.path.isfile(folder / MODEL_FILE)
+        if not is_model or os.path.exists(folder / RECORD_FILE):
+            continue
+        if folder == place or any(any(folder.glob(weights)) for weights in _WEIGHTS):
+            raise KLLensError(
+                f"{label} {path}: {folder} holds a model ({MODEL_FILE}); use a place outside it"
+            )
+
+
+def require_own_file(path: Path, label: str, mark: str) -> None:
+    """Raises if an output that the user named would replace a file that KL Lens did not make; those it made have `mark`
+    near their beginning."""
+    if not os.path.lexists(path):
+        return
+    if path.is_dir():
+        raise KLLensError(f"{label} {path} is a folder; it needs a file")
+    with suppress(OSError), path.open("rb") as file:
+        if mark.encode() in file.read(1 << 14):
+            return
+    raise KLLensError(
+        f"{label} {path}: the file that is there was not made by {label}; use another name, or delete it"
+    )
+
+
+def require_own_folder(folder: Path) -> None:
+    """Raises if a folder for exported files holds others."""
+    if (folder / RECORD_FILE).exists() or not folder.is_dir():
+        return
+    for path in folder.iterdir():
+        if not path.name.startswith("."):
+            raise KLLensError(
+                f"{folder} holds {path.name}, which KL Lens did not export; use another folder"
+            )
 
 
 # -- folders -------------------------------------------------------------------------------------------------

@@ -6,11 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from rich.markup import escape
 from rich.table import Table
 
 from kl_lens.base.units import human_bytes
-from kl_lens.cli.terminal import Row, Shown, table
+from kl_lens.cli.terminal import Bold, Red, Row, Shown, table
 from kl_lens.evaluation.autopsy import Autopsy, TensorReport
 from kl_lens.evaluation.choosing import verdicts
 from kl_lens.evaluation.duel import Entrant
@@ -53,7 +52,7 @@ _VERDICTS = {
     AGREES: "yes",
     AS_DEPLOYED: "yes, as deployed",
     IN_FLOAT32: "yes, in float32",
-    DISAGREES: "[bold red]NO[/]",
+    DISAGREES: "NO",
 }
 _REMARKS = {
     AS_DEPLOYED: "As deployed: the file has the weights that were measured. The runtime also rounds activations; "
@@ -124,8 +123,8 @@ def show_evaluate(result: EvaluateResult) -> Shown:
         ]
         one = subject_title(agreement.subject)
         other = subject_title(agreement.compared_with)
-        yield (
-            f"[bold red]{one} DISAGREES with {other}[/] on the same windows: {', '.join(changes)} nats per token. "
+        yield Red(
+            f"{one} DISAGREES with {other} on the same windows: {', '.join(changes)} nats per token. "
             "PyTorch computes what transformers' own code computes, so the file is not what was measured: export it "
             "again. (Arithmetic that is not modelled, for example on a GPU, can look the same.)"
         )
@@ -186,9 +185,9 @@ def _likelihood(scores: list[Score], agreements: list[Agreement]) -> Table:
             )
         if agreement := beside.get(score.subject):
             change = agreement.differences["cross_entropy"].value
-            row["agrees with PyTorch?"] = (
-                f"{_VERDICTS[agreement.verdict]} ({change:+.1e} nats)"
-            )
+            told = f"{_VERDICTS[agreement.verdict]} ({change:+.1e} nats)"
+            wrong = agreement.verdict == DISAGREES
+            row["agrees with PyTorch?"] = Red(told) if wrong else told
         rows.append(row)
     return table(f"{title} on {scores[0].what}", rows)
 
@@ -430,15 +429,16 @@ def show_autopsy(result: AutopsyResult) -> Shown:
         ]
         yield table("What exact weights would gain", rows)
     for finding in found.findings:
-        label = "[bold red]Wrong[/]" if finding.is_fault else "Note"
+        label = "Wrong" if finding.is_fault else "Note"
         cost = "" if finding.kl is None else f" ({number(finding.kl)} nats)"
-        advice = f" What to do: {escape(finding.advice)}." if finding.advice else ""
-        yield f"{label} ({finding.step}): {escape(finding.words)}{cost}.{advice}"
+        advice = f" What to do: {finding.advice}." if finding.advice else ""
+        told = f"{label} ({finding.step}): {finding.words}{cost}.{advice}"
+        yield Red(told) if finding.is_fault else told
     if found.planned_kl is not None:
         size = human_bytes(found.planned_bytes or found.bytes)
         yield f"Our plan from this run: KL {with_error(found.planned_kl)} at {size} (in PyTorch, same text)."
-    yield from map(escape, result.notes)
-    yield f"[bold]{escape(found.headline)}[/]"
+    yield from result.notes
+    yield Bold(found.headline)
 
 
 def _contents(found: Autopsy) -> Table:
@@ -478,7 +478,7 @@ def _chain(found: Autopsy) -> Table:
             "apart": ""
             if step.apart is None
             else f"{with_error(step.apart)} ({step.beside})",
-            "note": escape(step.failure or step.note),
+            "note": step.failure or step.note,
         }
         for step in found.steps
     ]

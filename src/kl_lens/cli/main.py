@@ -31,7 +31,7 @@ from kl_lens.base.errors import (  # noqa: E402
 )
 from kl_lens.base.version import __version__  # noqa: E402
 from kl_lens.cli.flags import add_arguments, settings_from  # noqa: E402
-from kl_lens.cli.terminal import Terminal, console, print_json  # noqa: E402
+from kl_lens.cli.terminal import Terminal, console, literal, print_json  # noqa: E402
 from kl_lens.study.events import exit_code  # noqa: E402
 from kl_lens.study.settings import as_yaml  # noqa: E402
 from kl_lens.study.study import Study, settings_of  # noqa: E402
@@ -224,7 +224,10 @@ def show(terminal: Terminal, result: object, wants_json: bool = False) -> None:
         print_json(as_json(result) if as_json else result)
     else:
         for each in getattr(home, f"show_{terminal.verb}")(result):
-            console().print(each, soft_wrap=isinstance(each, str))
+            if isinstance(each, str):
+                console().print(literal(each), soft_wrap=True)
+            else:
+                console().print(each)
     for subject, reason in getattr(result, "failures", {}).items():
         terminal.tell(reason if reason.startswith(subject) else f"{subject}: {reason}")
 
@@ -255,10 +258,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 141
         raise
     except KeyboardInterrupt as stop:
-        print(
-            f"\n{program}: {stop or 'stopped; run the same command to continue'}",
-            file=sys.stderr,
-        )
+        told = str(stop) or "stopped; run the same command to continue"
+        print(f"\n{program}: {printable(told)}", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `kl-lens … | head`
         _drop_output()

@@ -11,7 +11,7 @@ from typing import Any
 
 from kl_lens import planning
 from kl_lens.base.units import human_bytes, human_kl, spell_bytes
-from kl_lens.cli.terminal import Row, Shown, table
+from kl_lens.cli.terminal import Bold, Row, Shown, table
 from kl_lens.model import Anatomy, LoadedModel
 from kl_lens.reporting.names import number, runtime_title
 from kl_lens.run.records import Artifact, Component
@@ -63,8 +63,8 @@ def show_inspect(model: LoadedModel | FitResult) -> Shown:
     tied = (
         "head tied to the embedding" if anatomy.head == anatomy.embedding else "own head"
     )
-    yield (
-        f"[bold]{model.name}[/]  {anatomy.model_type}, {anatomy.blocks} blocks, {anatomy.parameters:,} parameters, "
+    yield Bold(
+        f"{model.name}  {anatomy.model_type}, {anatomy.blocks} blocks, {anatomy.parameters:,} parameters, "
         f"{len(anatomy.candidates)} quantizable components, {tied}"
     )
     if not model.classifier:
@@ -107,7 +107,7 @@ def _blocks(anatomy: Anatomy) -> Iterator[Row | None]:
     sums = {
         "quantizable": anatomy.candidates,
         "left alone": left_alone,
-        "[bold]all[/]": anatomy.components,
+        Bold("all"): anatomy.components,
     }
     yield from ({what: name} | _sizes(members) for name, members in sums.items())
 
@@ -299,7 +299,8 @@ def show_plan(result: PlanResult) -> Shown:
     count = len(result.plans)
     yield f"{count} plan{'s' if count != 1 else ''}, written to {result.written_to}."
     for handover in result.handovers:
-        yield f"Written: {', '.join(map(str, handover.files))}. Use:\n{handover.use}"
+        yield f"Written: {', '.join(map(str, handover.files))}. Use:"
+        yield from handover.use.splitlines()
 
 
 def _frontier(model: str, frontier: Sequence[planning.FrontierPoint]) -> Shown:

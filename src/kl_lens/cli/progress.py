@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress as Bar, TextColumn
 from rich.table import Column
 
+from kl_lens.base.errors import printable
 from kl_lens.measuring.sweep import Progress
 from kl_lens.reporting.names import runtime_title
 from kl_lens.study.events import StageCost
@@ -163,7 +164,11 @@ def shown_progress(
         yield _lines(title, forecast, interval, details)
         return
     columns = (
-        TextColumn("{task.description}", table_column=Column(min_width=TITLE_WIDTH)),
+        TextColumn(
+            "{task.description}",
+            table_column=Column(min_width=TITLE_WIDTH),
+            markup=False,
+        ),
         BarColumn(18),
         TextColumn(
             "{task.fields[forecast]}", table_column=Column(min_width=24, no_wrap=True)
@@ -172,6 +177,7 @@ def shown_progress(
             TextColumn(
                 "{task.fields[what]}",
                 style="dim",
+                markup=False,
                 table_column=Column(no_wrap=True, ratio=1),
             )
         ]
@@ -186,11 +192,12 @@ def shown_progress(
 
         def advanced(work: float, what: str) -> None:
             forecast.advance(work)
-            bar.update(task, advance=work, what=what)
+            bar.update(task, advance=work, what=printable(what))
 
-        yield Progress(
-            started, advanced, message=lambda text: bar.update(task, what=text)
-        )
+        def message(text: str) -> None:
+            bar.update(task, what=printable(text))
+
+        yield Progress(started, advanced, message=message)
 
 
 def _lines(title: str, forecast: Forecast, interval: float, details: bool) -> Progress:
@@ -204,7 +211,7 @@ def _lines(title: str, forecast: Forecast, interval: float, details: bool) -> Pr
             say(f"{forecast}{f'  {what}' if details else ''}")
 
     def say(text: str) -> None:
-        print(f"{title}: {text.strip()}", file=sys.stderr, flush=True)
+        print(printable(f"{title}: {text.strip()}"), file=sys.stderr, flush=True)
 
     return Progress(
         forecast.start, advanced, message=say if details else lambda text: None

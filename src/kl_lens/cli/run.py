@@ -25,7 +25,7 @@ from kl_lens.cli.progress import (
     shown_progress,
     stage_title,
 )
-from kl_lens.cli.terminal import Row, Shown, Terminal, table
+from kl_lens.cli.terminal import Bold, Row, Shown, Terminal, table
 from kl_lens.measuring.sweep import Progress
 from kl_lens.reporting.answer import (
     measured_of,
@@ -59,17 +59,18 @@ class Screen(Terminal):
 
     def expect(self, estimate: JobEstimate) -> None:
         self._forecast.expect(estimate.stages)
-        self.note(f"\n== {_in_all(estimate)}")
+        self._write("\n")
+        self.note(f"== {_in_all(estimate)}")
         self._say(_in_all(estimate))
 
     def keep_in(self, folder: Path) -> None:
         self._log = folder / "log" / time.strftime("run-%Y%m%d-%H%M%S.log")
         self._log.parent.mkdir(parents=True, exist_ok=True)
         self._write(self._early)
-        self._say(f"Log: {self._log}")
+        self._say(printable(f"Log: {self._log}"))
 
     def note(self, text: str) -> None:
-        self._write(printable(text, kept="\n") + "\n")
+        self._write(printable(text) + "\n")
 
     def tell(self, text: str) -> None:
         self.warn(text)
@@ -85,7 +86,8 @@ class Screen(Terminal):
         title = stage_title(verb, target)
         outer = self.verb
         begin = time.monotonic()
-        self.note(f"\n== {title}")
+        self._write("\n")
+        self.note(f"== {title}")
         self.verb = verb
         self._forecast.begin(verb, target)
         try:
@@ -149,7 +151,7 @@ def show_run(result: RunResult | JobEstimate) -> Shown:
         for name in _nearest(view, names, target):
             row = row_of(view, name, target)
             files.append(
-                {h: f"[bold]{cell}[/]" for h, cell in row.items()}
+                {heading: Bold(cell) for heading, cell in row.items()}
                 if name == names[-1]
                 else row
             )

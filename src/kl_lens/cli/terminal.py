@@ -18,8 +18,9 @@ from kl_lens.base.units import human_bytes
 from kl_lens.study.events import Events
 
 if TYPE_CHECKING:  # `kl-lens generate` runs on small devices: libraries load in the functions that need them
-    from rich.console import Console
+    from rich.console import Console, JustifyMethod
     from rich.table import Table
+    from rich.text import Text
 
     from kl_lens.measuring.sweep import Progress
     from kl_lens.study.doctor import DoctorResult
@@ -27,7 +28,19 @@ if TYPE_CHECKING:  # `kl-lens generate` runs on small devices: libraries load in
     from kl_lens.study.publish import PublishResult
 
 Row = dict[str, str]  # heading → cell
-Shown = Iterable["Table | str"]  # a result: tables, and lines in rich's markup
+Shown = Iterable["Table | str"]  # a result: tables, and lines
+
+
+class Bold(str):
+    """A line or cell that stands out."""
+
+    style = "bold"
+
+
+class Red(Bold):
+    """What is wrong."""
+
+    style = "bold red"
 
 
 def console() -> Console:
@@ -37,11 +50,18 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 220, highlight=False)
 
 
+def literal(text: str) -> Text:
+    """Text as it is: names and paths in it are no markup, and a terminal obeys nothing in it."""
+    from rich.text import Text
+
+    return Text(printable(text), getattr(text, "style", ""))
+
+
 def table(title: str, rows: Sequence[Row | None]) -> Table:
     """None is a line between rows. Columns of numbers are aligned right; those without any cell are left out."""
     from rich.table import Table
 
-    shown = Table(title=title, title_justify="left")
+    shown = Table(title=literal(title), title_justify="left")
     cells = {
         heading: [row.get(heading, "") for row in rows if row]
         for row in rows
@@ -50,13 +70,15 @@ def table(title: str, rows: Sequence[Row | None]) -> Table:
     }
     cells = {heading: column for heading, column in cells.items() if any(column)}
     for heading, column in cells.items():
-        numbers = all(re.match(r"(\[bold\])?([-+−]?\d|–|∞|$)", cell) for cell in column)
-        shown.add_column(heading, justify="right" if numbers else "left", overflow="fold")
+        justify: JustifyMethod = "left"
+        if all(re.match(r"[-+−]?\d|–|∞|$", cell) for cell in column):
+            justify = "right"
+        shown.add_column(literal(heading), justify=justify, overflow="fold")
     for row in rows:
         if row is None:
             shown.add_section()
         else:
-            shown.add_row(*(row.get(heading, "") for heading in cells))
+            shown.add_row(*(literal(row.get(heading, "")) for heading in cells))
     return shown
 
 
@@ -88,7 +110,7 @@ class Terminal(Events):
         self._writes = writes
 
     def note(self, text: str) -> None:
-        print(printable(text, kept="\n"), file=sys.stderr, flush=True)
+        print(printable(text), file=sys.stderr, flush=True)
 
     def warn(self, text: str) -> None:
         self.note(f"kl-lens {self.verb}: {text}")
@@ -126,8 +148,7 @@ def show_generate(result: GenerateResult) -> Shown:
 
 
 def show_report(path: Path) -> Shown:
-    print(path)
-    return ()
+    yield str(path)
 
 
 def show_publish(result: PublishResult) -> Shown:
@@ -139,16 +160,15 @@ def show_publish(result: PublishResult) -> Shown:
 
 
 def show_doctor(result: DoctorResult) -> Shown:
-    from rich.markup import escape
-
-    rows = []
+    rows: list[Row] = []
     for name, health in result.parts.items():
-        found = "\n".join([health.runtime or "nothing", *health.facts])
+        found = health.runtime or "nothing"
         rows.append({"part": name, "found": found, "problem": health.problem or "none"})
+        rows += ({"found": fact} for fact in health.facts)
     yield table("", rows)
     problems = [health for health in result.parts.values() if health.problem]
     yield from dict.fromkeys(
-        f"To fix it: {escape(health.mend)}" for health in problems if health.mend
+        f"To fix it: {health.mend}" for health in problems if health.mend
     )
     if not problems:
         yield "No problems found."

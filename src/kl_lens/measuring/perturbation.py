@@ -105,7 +105,7 @@ def find_candidates(
     if not matching:
         raise RunError(
             f"--components {pattern!r} matches none of the {len(anatomy.candidates)} quantizable components; "
-            "`kl-lens inspect --components` lists their names"
+            "`kl-lens inspect MODEL --json` lists their names"
         )
     fitting: dict[Candidate, None] = {}
     unfit: list[tuple[Component, Recipe, str]] = []

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kl_lens.base.errors import RunError
-from kl_lens.base.files import write_text
+from kl_lens.base.files import require_own_file, write_text
 from kl_lens.base.units import tag_of
 from kl_lens.evaluation.evaluator import read_scores
 from kl_lens.evaluation.texts import EvaluationText, protocol_digest
@@ -44,6 +44,7 @@ def write_legacy(path: Path, measurements: Sequence[Measurement]) -> list[Path]:
         target = path
         if len(names) > 1:
             target = path.with_stem(f"{path.stem}_{SUFFIXES.get(name, name)}")
+        require_own_file(target, "--legacy-json", KEYS[0])
         write_text(target, json.dumps(content, indent=2))
         written.append(target)
     return written

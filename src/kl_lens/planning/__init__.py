@@ -10,6 +10,7 @@ from kl_lens.planning.budget import (
 from kl_lens.planning.files import (
     plan_path as plan_path,
     read_plan as read_plan,
+    require_distinct as require_distinct,
     write_plan as write_plan,
 )
 from kl_lens.planning.memory import held_by as held_by

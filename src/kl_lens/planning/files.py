@@ -52,6 +52,15 @@ def plan_path(folder: Path | str, name: str) -> Path:
     return Path(folder) / f"{checked_plan_name(name)}.json"
 
 
+def require_distinct(folder: Path, name: str) -> None:
+    """Raises if another plan's name differs only by case: macOS and Windows would keep one file for both."""
+    for path in folder.glob("*.json"):
+        if path.stem != name and path.stem.casefold() == name.casefold():
+            raise PlanError(
+                f"{name}: {path} differs only by case, and is the same file on macOS and Windows; use another name"
+            )
+
+
 def write_plan(plan: Plan, path: Path | str, components: Iterable[Component]) -> Path:
     """Writes a plan atomically. Every quantizable component is named, FP16 ones too."""
     path = Path(path)
@@ -59,6 +68,7 @@ def write_plan(plan: Plan, path: Path | str, components: Iterable[Component]) ->
         raise PlanError(
             f"{path}: the file of plan {plan.name} must be called {plan.name}.json"
         )
+    require_distinct(path.parent, plan.name)
     components = tuple(components)
     cost = cost_of(components, plan.assignment)
     notes = {key: value for key, value in plan.notes.items() if key != "not_named"}

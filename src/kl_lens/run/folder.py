@@ -23,9 +23,10 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from kl_lens.base.errors import PlanError, RunError
+from kl_lens.base.files import require_outside_models
 from kl_lens.base.units import parse_names
 from kl_lens.base.version import __version__
-from kl_lens.run.journal import FILE, Hold, Journal, checks_rows
+from kl_lens.run.journal import FILE, LOCK, Hold, Journal, checks_rows
 from kl_lens.run.records import (
     PREDICTED,
     Component,
@@ -96,8 +97,11 @@ class Run:
         ...     print(run.table().formats)
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, made: Sequence[Path] = ()) -> None:
+        """`made`: the folders that were made for it, itself first."""
         self.folder = folder
+        self._made = made
+        self._is_new = not (folder / FILE).exists()
         self.journal = Journal(folder / FILE)
         self._hold: Hold | None = None
 
@@ -108,14 +112,15 @@ class Run:
         try:
             if folder.exists() and not folder.is_dir():
                 raise RunError(f"{folder} is a file; --run needs a folder")
-            if (folder / "config.json").exists() and not (folder / FILE).exists():
-                raise RunError(f"{folder} holds a model (config.json); use another --run")
+            if not (folder / FILE).exists():
+                require_outside_models(folder, "--run")
+            made = [each for each in (folder, *folder.parents) if not each.exists()]
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RunError(
                 f"{folder} cannot be written ({error.strerror}); use another --run"
             ) from error
-        return cls(folder)
+        return cls(folder, made)
 
     @classmethod
     def open(cls, folder: Path) -> Self:
@@ -139,13 +144,26 @@ class Run:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        failed = error is not None and issubclass(error, Exception)
+        forgets = failed and self._is_new and self._hold is not None and self._is_empty()
         self.close()
+        if forgets:
+            for name in (FILE, f"{FILE}-wal", f"{FILE}-shm", LOCK):
+                (self.folder / name).unlink(missing_ok=True)
+            with suppress(OSError):  # something else is there
+                for folder in self._made:
+                    folder.rmdir()
 
     def close(self) -> None:
         self.journal.close()
         if self._hold is not None:
             self._hold.release()
+
+    def _is_empty(self) -> bool:
+        """Whether nothing was measured or made."""
+        tables = ("samples", "results", "records WHERE kind != 'text'")
+        return not any(self.journal.rows(f"SELECT 1 FROM {t} LIMIT 1") for t in tables)
 
     # -- what the run is about -------------------------------------------------------------------------
 
@@ -183,22 +201,15 @@ class Run:
     ) -> None:
         """Sets the text of a role (calibration, evaluation, …), or raises if it has another one.
 
-        More windows may be added; existing ones must be the same.
+        More windows may be added; existing ones must be the same. A text that nothing was measured on fixes nothing.
         """
         with self.journal.alone():
-            known = self.text_identity(role) or identity
-            for key, value in identity.items():
-                if known.get(key) != value:
-                    raise RunError(
-                        f"{self.folder}: its {role} text has {key} {known.get(key)!r}, now it is {value!r}; "
-                        "use another --run, or the text, length and seed of this one"
-                    )
-            stored = self.window_hashes(role)
-            for index, value in enumerate(hashes):
-                if stored.get(index, value) != value:
-                    raise RunError(
-                        f"{self.folder}: {role} window {index} has other tokens than before; use another --run"
-                    )
+            if difference := self._text_difference(role, identity, hashes):
+                measured = "SELECT 1 FROM samples WHERE role = ? OR role GLOB ? LIMIT 1"
+                if self.journal.rows(measured, role, f"{role}@*"):
+                    raise RunError(f"{self.folder}: {difference}")
+                self.journal.write("DELETE FROM texts WHERE role = ?", [(role,)])
+                self.journal.write("DELETE FROM windows WHERE role = ?", [(role,)])
             self.journal.write(
                 "INSERT OR IGNORE INTO texts VALUES (?, ?)",
                 [(role, json.dumps(identity))],
@@ -208,6 +219,23 @@ class Run:
                 "INSERT OR IGNORE INTO windows (role, window, hash) VALUES (?, ?, ?)",
                 rows,
             )
+
+    def _text_difference(
+        self, role: str, identity: Mapping[str, Any], hashes: Sequence[str]
+    ) -> str | None:
+        """How the text of a role differs from this one, and what to do; None: it does not."""
+        known = self.text_identity(role) or identity
+        for key, value in identity.items():
+            if known.get(key) != value:
+                return (
+                    f"its {role} text has {key} {known.get(key)!r}, now it is {value!r}; "
+                    "use another --run, or the text, length and seed of this one"
+                )
+        stored = self.window_hashes(role)
+        for index, value in enumerate(hashes):
+            if stored.get(index, value) != value:
+                return f"{role} window {index} has other tokens than before; use another --run"
+        return None
 
     @property
     @checks_rows

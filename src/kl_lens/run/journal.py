@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from kl_lens.base.errors import RunError, one_line
 
 FILE = "run.sqlite"
+LOCK = ".lock"
 LOCK_SECONDS = 30.0  # how long to wait for another process
 SCHEMA_VERSION = 4  # of the journal's tables
 
@@ -107,6 +108,11 @@ class Journal(sqlite3.Connection):
                 with self:
                     self.execute("BEGIN IMMEDIATE")
                     yield
+                if not self.path.exists():
+                    raise RunError(
+                        f"{self.path} was deleted or moved while this command worked; run it again, or move the folder "
+                        "back and run it again"
+                    )
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
@@ -175,7 +181,7 @@ class Hold:
         self._key: str | None = os.path.realpath(folder)
         handle, times = _held.get(self._key, (-1, 0))
         if not times:
-            handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+            handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
             try:
                 _take(handle, folder, command)
             except BaseException:

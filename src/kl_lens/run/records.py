@@ -143,9 +143,10 @@ class Measurement(Record):
     seconds: float
 
 
-_PLAN_NAME = re.compile(
-    r"(?!all$|-)[A-Za-z0-9._-]{1,80}"
-)  # --plan all means every plan, -x looks like a flag
+# `--plan all` means every plan, -x looks like a flag; Windows has such devices, and drops a dot at the end.
+_DEVICES = r"(?i:con|prn|aux|nul|com\d|lpt\d)(?:\.|$)"
+_PLAN_NAME = re.compile(rf"(?!all$|-|{_DEVICES})[A-Za-z0-9._-]{{0,79}}[A-Za-z0-9_-]")
+_OUR_PLANS = ("stock.", "uniform_", "recommended")
 # Where a plan comes from: one recipe for all components, the paper's points, an exact budget, γ-greedy, a stock recipe,
 # anything else.
 PLAN_FAMILIES = ("uniform", "paper", "exact", "greedy", "stock", "other")
@@ -153,12 +154,20 @@ PLAN_FAMILIES = ("uniform", "paper", "exact", "greedy", "stock", "other")
 
 def checked_plan_name(name: str) -> str:
     """Returns a valid plan name or raises: it becomes part of file names, commands and records."""
-    if not isinstance(name, str) or not _PLAN_NAME.fullmatch(name) or set(name) == {"."}:
+    if not isinstance(name, str) or not _PLAN_NAME.fullmatch(name):
         raise PlanError(
             f"{name!r} is not a valid plan name: use letters, digits, dots, dashes and underscores, at most 80, "
-            "no dash in front; `all` means every plan"
+            "no dash in front, no dot at the end; `all` means every plan, and con, nul, … are devices of Windows"
         )
     return name
+
+
+def require_own_plan_name(name: str) -> None:
+    """Raises if a user's plan would look like one that KL Lens makes by itself."""
+    if checked_plan_name(name).casefold().startswith(_OUR_PLANS):
+        raise PlanError(
+            f"--name {name}: plans that KL Lens makes by itself begin with {', '.join(_OUR_PLANS)}; use another name"
+        )
 
 
 @dataclass(frozen=True)

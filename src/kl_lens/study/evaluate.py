@@ -80,7 +80,7 @@ class EvaluateSettings(Settings):
     )
     limit: of.Count | None = _what(None, "only the first N windows")
     tasks: Tasks = group(Tasks)
-    chart: Path | None = option(
+    chart: of.Chart | None = option(
         None, "a picture of the given files: KL against size", metavar="FILE.svg"
     )
     max_drop: of.Share | None = option(
@@ -214,7 +214,8 @@ def evaluate(settings: EvaluateSettings, session: Session) -> EvaluateResult:
                 raise KLLensError(
                     "--chart draws KL against size: give two files or more, and --model"
                 )
-            write_text(settings.chart, sized_chart(duel)._repr_svg_())
+            drawn = sized_chart(duel)._repr_svg_()
+            write_text(settings.chart, f"{of.CHART_MARK}\n{drawn}")
             written = [*written, settings.chart]
         return replace(result, duel=duel, written=written, max_drop=settings.max_drop)
 

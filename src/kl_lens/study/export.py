@@ -75,7 +75,7 @@ class ExportSettings(Settings):
         "statistics: kl-lens calibrate)",
         metavar="FORMAT",
     )
-    out: of.Directory | None = option(
+    out: of.OutputFolder | None = option(
         None, "where to write (default: RUN/artifacts/TARGET)"
     )
     options: Mapping[str, Any] = field(

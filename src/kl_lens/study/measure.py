@@ -166,8 +166,8 @@ class MeasureSettings(Settings):
         "measure only the 3rd of 16 shards, into DIR/shards/03-of-16, for `kl-lens merge`",
         metavar="3/16",
     )
-    legacy_json: Path | None = _how(
-        None, "also write the paper's JSON, a file per bit width", metavar="FILE"
+    legacy_json: of.LegacyJson | None = _how(
+        None, "also write the paper's JSON, a file per bit width"
     )
 
     def check(self) -> None:
@@ -351,7 +351,6 @@ def measure_recipes(
     learnt_in = learnt_in or run.folder
     computed = None if target is None else computed_as(get_target(target))
     sweep = replace(sweep, deployed=deployed(computed))
-    sweep.identify(windows)  # raises early if this does not belong in the run
     every, unfit = find_candidates(
         model.anatomy, [*dict.fromkeys(map(Recipe.parse, recipes))], components
     )
@@ -362,6 +361,7 @@ def measure_recipes(
         )
         why = f"{learns} needs statistics and {learnt_in} has none"
         raise UnlearntError(f"{why}; gather them with: kl-lens {command}")
+    sweep.identify(windows)  # raises early if this does not belong in the run
     with going_on(run.folder), events.progress("measuring") as shown:
         sweep.bind(every)
         candidates = every

@@ -20,7 +20,7 @@ from kl_lens.measuring.tuning import TuningRates, tuned
 from kl_lens.paper.points import PIPELINES, PUBLISHED_METRIC, greedy_plan, paper_points
 from kl_lens.planning.handover import TOOLS, Handover, write_recipe
 from kl_lens.run.folder import RECIPES, TUNING, Run
-from kl_lens.run.records import Plan, SensitivityTable, checked_plan_name
+from kl_lens.run.records import Plan, SensitivityTable, require_own_plan_name
 from kl_lens.run.subjects import plan_digest
 from kl_lens.study import settings as of
 from kl_lens.study.events import going_on
@@ -172,7 +172,7 @@ class PlanSettings(Settings):
                 f"{searches[0]} searches by itself: leave out {', '.join(others)}, or {searches[0]}"
             )
         if (name := self.choosing.name) is not None:
-            checked_plan_name(name)
+            require_own_plan_name(name)
             if not limits:
                 raise PlanError(
                     f"--name {name} names a plan made by a limit, such as --max-bytes"
@@ -215,6 +215,8 @@ class PlanResult:
 
 def plan(settings: PlanSettings, session: Session) -> PlanResult:
     with Run.open(Path(settings.run or of.DEFAULT_RUN)) as run:
+        if settings.choosing.name is not None:
+            planning.require_distinct(run.folder / "plans", settings.choosing.name)
         opened = partial(
             session.model_of,
             run,

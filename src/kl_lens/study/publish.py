@@ -10,7 +10,7 @@ from typing import Any
 
 from kl_lens import planning
 from kl_lens.base.errors import KLLensError, RunError, one_line
-from kl_lens.base.files import RECORD_FILE, replacing
+from kl_lens.base.files import RECORD_FILE, replacing, require_own_folder
 from kl_lens.run.folder import RECIPES, Run, recommended_name
 from kl_lens.run.records import ARTIFACT
 from kl_lens.study import settings as of
@@ -44,7 +44,7 @@ class PublishSettings(Settings):
         None, "as the hub spells it (default: the original's)", metavar="ID"
     )
     private: bool = option(False, "make the repository private")
-    out: of.Directory | None = option(
+    out: of.OutputFolder | None = option(
         None,
         "where to write (default: RUN/published/TARGET; RUN/published/PLAN if it is not recommended-TARGET)",
     )
@@ -131,6 +131,7 @@ def _write(
             f"{run.folder}: the card's front matter cannot be read back; please report it"
         )
     earlier = earlier_artifact(folder)
+    require_own_folder(folder)
     with replacing(folder) as new:
         for file in (*artifact.files, RECORD_FILE):
             _link(place / file, new / file)

@@ -8,21 +8,20 @@ from pathlib import Path
 
 from kl_lens.reporting import write_report
 from kl_lens.run.folder import Run
+from kl_lens.study import settings as of
 from kl_lens.study.session import Session
-from kl_lens.study.settings import DEFAULT_RUN, Folder, Settings, of_run, option
+from kl_lens.study.settings import Settings, option
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReportSettings(Settings):
-    run: Folder | None = of_run()
-    out: Path | None = option(
-        None, "where to write (default: RUN/report.html)", metavar="FILE"
-    )
+    run: of.Folder | None = of.of_run()
+    out: of.Report | None = option(None, "where to write (default: RUN/report.html)")
     open: bool = option(False, "open it in the browser")
 
 
 def report(settings: ReportSettings, session: Session) -> Path:
-    with Run.open(Path(settings.run or DEFAULT_RUN)) as run:
+    with Run.open(Path(settings.run or of.DEFAULT_RUN)) as run:
         path = write_report(run, settings.out)
     if settings.open and not webbrowser.open(path.resolve().as_uri()):
         session.events.warn(f"no browser found; open {path} yourself")

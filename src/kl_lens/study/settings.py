@@ -17,6 +17,7 @@ from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from kl_lens.base import units
 from kl_lens.base.errors import KLLensError, PlanError
+from kl_lens.base.files import require_outside_models, require_own_file
 from kl_lens.targets import ALL_LAYERS, LOAD_MODES, TARGETS, SessionSettings
 from kl_lens.targets.abilities import Usage
 
@@ -40,6 +41,8 @@ class Kind:
     most: int = 0
     pattern: str = ""  # of text
     expected: str = "UTF-8 text without null characters"
+    is_output: bool = False
+    mark: str = ""  # of an output that is a file: what those that KL Lens made begin with
 
     def refusal(self, value: Any) -> str | None:
         """What was expected instead of this value; None if the value is fine."""
@@ -115,10 +118,21 @@ Model = Annotated[str, Kind(metavar="MODEL")]
 Place = Annotated[str, Kind(metavar="PLACE")]
 Folder = Annotated[str, Kind(metavar="DIR")]
 Directory = Annotated[Path, Kind(Path, metavar="DIR", type=Path)]
+OutputFolder = Annotated[Path, Kind(Path, metavar="DIR", type=Path, is_output=True)]
 _DEVICE = Kind(
     pattern=_DEVICES, expected="cpu, cuda, cuda:1, …, or auto (a GPU if there is one)"
 )
 Device = Annotated[str, _DEVICE]
+
+
+def _output(mark: str) -> Kind:
+    return Kind(Path, metavar="FILE", type=Path, is_output=True, mark=mark)
+
+
+CHART_MARK = "<!-- KL Lens -->"
+Report = Annotated[Path, _output("<title>KL Lens: ")]
+Chart = Annotated[Path, _output(CHART_MARK)]
+LegacyJson = Annotated[Path, _output('"sqnr_db"')]
 
 
 @dataclass(frozen=True)
@@ -371,6 +385,10 @@ class Settings:
         given: dict[str, str] = {}
         for each, value in values_of(self):
             each.check(value)
+            if each.kind.is_output and value is not None:
+                require_outside_models(value, each.flag)
+                if each.kind.mark:
+                    require_own_file(value, each.flag, each.kind.mark)
             if not each.excludes or value == each.default:
                 continue
             if (other := given.setdefault(each.excludes, each.flag)) != each.flag:

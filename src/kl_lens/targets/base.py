@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kl_lens.base.errors import TargetError
-from kl_lens.base.files import replacing
+from kl_lens.base.files import replacing, require_own_folder
 from kl_lens.run.records import Artifact, Plan
 from kl_lens.run.subjects import file_digest
 from kl_lens.targets import abilities
@@ -44,10 +44,7 @@ class Target(
         On an error, or if the runtime cannot open the files, the folder stays as it was.
         """
         earlier = earlier_artifact(folder)
-        if earlier is None and (folder / "config.json").exists():
-            raise TargetError(
-                f"{folder} holds a model (config.json); export to another folder"
-            )
+        require_own_folder(folder)
         with replacing(folder) as draft:
             artifact = self.write(model, plan, draft, **options)
             artifact = replace(
