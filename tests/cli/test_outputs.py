@@ -81,7 +81,7 @@ def test_an_output_of_its_own_is_replaced(
     (tmp_path / "artifact.json").write_text("{}")
     require_own_folder(tmp_path)
     (tmp_path / "artifact.json").unlink()
-    with pytest.raises(KLLensError, match="which KL Lens did not export"):
+    with pytest.raises(KLLensError, match="so KL Lens did not export it"):
         require_own_folder(tmp_path)
 
 

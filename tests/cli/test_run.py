@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from kl_lens import model, planning
+from kl_lens.base.errors import TargetError
 from kl_lens.cli.main import main, parse, settings_from
 from kl_lens.evaluation import EvaluationText, JudgedArtifact
 from kl_lens.evaluation.ahead import Ahead
@@ -23,7 +24,7 @@ from kl_lens.run.subjects import current_results
 from kl_lens.study.run import RunSettings, _begin_apart, _quantize_apart
 from kl_lens.study.session import QUANTIZED, Session
 from kl_lens.study.settings import Opening
-from kl_lens.targets import read_artifact
+from kl_lens.targets import get_target, read_artifact
 from kl_lens.weights.recipes import Recipe
 
 pytest.importorskip("gguf", reason="needs the extra gguf")
@@ -219,16 +220,20 @@ def test_a_run_with_another_limit_gets_its_own_file_and_replaces_none(
         assert recommended_names(collect(run)) == {BEST}
 
 
-def test_a_plan_of_a_used_name_replaces_it_and_says_so(
-    folder: Path, tiny_folder: Path, capsys
-) -> None:
+def test_a_plan_of_a_used_name_replaces_it_and_says_so(folder: Path, capsys) -> None:
     here = ["--run", str(folder)]
     plan = ["plan", *here, "--target", "openvino", "--name", "mine", "--max-bpw"]
     export = ["export", *here, "--target", "openvino", "--plan", "mine", "--fallback"]
-    text = ["--perplexity", str(tiny_folder / "text.txt"), "--window", "32", "--limit"]
+    text = ["--perplexity", "wikitext2:train", "--window", "32", "--limit"]
     scored = ["evaluate", *here, "--plan", "mine", "--targets", "openvino", *text, "1"]
+
+    def labels() -> set[str]:
+        with Run.open(folder) as run:
+            return {each.subject.label for each in current_results(run, "score")}
+
     for words in ([*plan, "9"], export, scored):
         assert main(words) == 0
+    assert "openvino/mine" in labels()
     file = folder / "artifacts/openvino/mine/openvino_model.bin"
     before = file.read_bytes()
     capsys.readouterr()
@@ -238,12 +243,6 @@ def test_a_plan_of_a_used_name_replaces_it_and_says_so(
     assert file.read_bytes() == before
     assert main([*plan, "15"]) == 0
     assert "replaces" not in capsys.readouterr().err, "it is the same plan"
-
-    def labels() -> set[str]:
-        with Run.open(folder) as run:
-            return {each.subject.label for each in current_results(run, "score")}
-
-    assert "openvino/mine" in labels()
     assert main(export) == 0
     assert f"{file.parent}: the files of an earlier export" in capsys.readouterr().err
     assert "openvino/mine" not in labels()
@@ -304,7 +303,7 @@ def test_a_stage_that_others_do_not_need_may_fail(
     assert main(words(folder, tiny_folder, *tasks, "--without", "benchmark")) == 1
     captured = capsys.readouterr()
     assert "nowhere" in captured.err
-    assert "Failed, see the log: kl-lens evaluate" in captured.out
+    assert "Failed, see the log: evaluate." in captured.out
     assert "OpenVINO: " in captured.out
     assert (folder / "report.html").is_file()
 
@@ -335,24 +334,71 @@ def test_an_estimate_names_every_stage_and_does_nothing(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_runtime_that_does_not_support_the_model_is_not_a_failure(
-    folder: Path, tiny_folder: Path, capsys
+REFUSED = {
+    # llama.cpp has no such tokenizer; OpenVINO's graph alone is larger.
+    "gguf": (
+        [],
+        r"\(gguf: .*tokenizer.*\); --targets (?=.*openvino)(?=.*mlx).* would do",
+    ),
+    "openvino": (
+        ["--max-bytes", "200kB"],
+        r"\(openvino: --max-bytes 200.00 kB cannot be met: the smallest possible is "
+        r"[\d.]+ [kM]B\); --targets .*mlx.* would do",
+    ),
+    "compressed-tensors": (
+        ["--budget", "5%"],
+        r"--budget [\d.]+ kB cannot be met: .*; no target would do",
+    ),
+}
+
+
+@pytest.mark.parametrize("target", REFUSED)
+def test_what_no_file_can_be_is_refused_before_anything_is_measured(
+    target: str, tiny_folder: Path, tmp_path: Path, capsys
 ) -> None:
-    code = main(
-        words(
-            folder,
-            tiny_folder,
-            "--targets",
-            "gguf",
-            "--without",
-            "evaluate,benchmark,report",
-        )
-    )
-    assert code == 0
-    assert "kl-lens run: not exported to gguf" in capsys.readouterr().err
-    assert (
-        read(folder, "recommended-kl0.05").target is None
-    )  # without a target, weights are planned
+    asked, said = REFUSED[target]
+    pytest.importorskip(target.replace("-", "_"), reason=f"needs the runtime of {target}")
+    given = words(tmp_path / "run", tiny_folder, "--targets", target)
+    limit = given.index("--max-loss")
+    given[limit : limit + 2] = asked
+    assert main(given) == 1
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "no file can be written, so nothing was measured" in line
+    assert re.search(said, line), line
+    with Run.open(tmp_path / "run") as run:
+        assert run.text_identity("calibration") is None
+        assert run.measurements() == []
+
+
+@pytest.mark.parametrize("when", ["exported", "judged"])
+def test_a_file_that_fails_in_its_runtime_is_named_first_and_never_suggested(
+    when: str,
+    folder: Path,
+    tiny_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys,
+) -> None:
+    def fail(*given: object, **how: object) -> object:
+        if BEST in str(given[1]):
+            raise TargetError("the kernel wants 64 columns")
+        return working(*given, **how)
+
+    method = {"exported": "try_out", "judged": "open"}[when]
+    openvino = type(get_target("openvino"))
+    working = getattr(openvino, method)
+    monkeypatch.setattr(openvino, method, fail)
+    if when == "exported":
+        shutil.rmtree(folder / "artifacts/openvino" / BEST)
+    other = ["--targets", "openvino", "--paper", "--evaluation-windows", "5"]
+    assert main([*words(folder, tiny_folder), *other]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    what = {"exported": "no file", "judged": "the file does not work"}[when]
+    assert re.match(f"OpenVINO: {what}: .*the kernel wants 64 columns", lines[1])
+    assert not [line for line in lines if "kl-lens generate" in line]
+    assert not [line for line in lines if "kl-lens evaluate" in line]
+    failed = {"exported": "export --target openvino", "judged": "evaluate"}[when]
+    assert f"Failed, see the log: {failed}." in lines
+    assert f"Report: kl-lens report --run {folder} --open" in lines
 
 
 def test_a_yaml_file_equals_the_flags_and_flags_win(tmp_path: Path, capsys) -> None:
@@ -403,23 +449,19 @@ def test_a_small_size_offers_formats_below_four_bits() -> None:
 def test_a_limit_that_is_too_small_for_one_runtime_leaves_the_others_their_files(
     tiny_folder: Path, tmp_path: Path, capsys
 ) -> None:
-    quick = [
-        "--targets",
-        "openvino,mlx",
-        "--rivals",
-        "none",
-        "--without",
-        "evaluate,benchmark,report",
-    ]
-    given = [
-        word
-        for word in words(tmp_path / "run", tiny_folder, *quick)
-        if word not in ("--max-loss", "0.05")
-    ]
-    assert main([*given, "--max-bytes", "200kB"]) == 1
-    said = capsys.readouterr().err
-    assert "OpenVINO: --max-bytes 200.00 kB cannot be met" in said
-    assert (
-        read_artifact(tmp_path / "run/artifacts/mlx/recommended-mlx-200kB").realised_bytes
-        <= 200_000
+    quick = (
+        "--targets gguf,openvino,mlx --rivals none --without evaluate,benchmark,report"
     )
+    given = words(tmp_path / "run", tiny_folder, *quick.split())
+    limit = given.index("--max-loss")
+    given[limit : limit + 2] = ["--max-bytes", "200kB"]
+    assert main(given) == 1
+    said = capsys.readouterr()
+    assert "OpenVINO: --max-bytes 200.00 kB cannot be met" in said.err
+    place = tmp_path / "run/artifacts/mlx/recommended-mlx-200kB"
+    assert read_artifact(place).realised_bytes <= 200_000
+    lines = said.out.splitlines()
+    assert re.match(r"llama.cpp: no file: .*tokenizer", lines[1])
+    assert lines[2].startswith("OpenVINO: no file: --max-bytes 200.00 kB cannot be met")
+    assert lines[-1].startswith(f"Next: kl-lens generate {place} ")
+    assert "Failed, see the log: export --target gguf, plan --target openvino." in lines

@@ -157,7 +157,8 @@ def require_own_folder(folder: Path) -> None:
     for path in folder.iterdir():
         if not path.name.startswith("."):
             raise KLLensError(
-                f"{folder} holds {path.name}, which KL Lens did not export; use another folder"
+                f"{folder} holds {path.name} and no {RECORD_FILE}, so KL Lens did not export it; delete it, or use "
+                "another folder"
             )
 
 

@@ -25,7 +25,7 @@ from kl_lens.cli.progress import (
     shown_progress,
     stage_title,
 )
-from kl_lens.cli.terminal import Bold, Row, Shown, Terminal, table
+from kl_lens.cli.terminal import Bold, Red, Row, Shown, Terminal, table
 from kl_lens.measuring.sweep import Progress
 from kl_lens.reporting.answer import (
     measured_of,
@@ -37,7 +37,7 @@ from kl_lens.reporting.answer import (
 from kl_lens.reporting.data import RunView, collect
 from kl_lens.reporting.names import percent, plan_title, runtime_title, with_error
 from kl_lens.run.folder import Run
-from kl_lens.run.records import ARTIFACT, ORIGINAL, PLAN, Subject
+from kl_lens.run.records import ARTIFACT, ORIGINAL, Subject
 from kl_lens.study.events import JobEstimate
 from kl_lens.study.run import UNIFORM_FP16, RunResult
 
@@ -146,7 +146,11 @@ def show_run(result: RunResult | JobEstimate) -> Shown:
         view = collect(run)
     files: list[Row | None] = []
     yield ""
-    for target, names in result.plans.items():
+    for target, reason in result.without_file.items():
+        what = "the file does not work" if target in result.exported else "no file"
+        yield Red(f"{runtime_title(target)}: {what}: {reason}")
+    for target in result.exported:
+        names = result.plans[target]
         yield from _answer(view, names[-1], target)
         for name in _nearest(view, names, target):
             row = row_of(view, name, target)
@@ -157,17 +161,22 @@ def show_run(result: RunResult | JobEstimate) -> Shown:
             )
         files.append(None)
     yield table("", files)
-    if any("*" in str(row["KL, nats"]) for row in files if row):
+    evaluates = "evaluate" not in result.failed
+    if evaluates and any("*" in str(row["KL, nats"]) for row in files if row):
         again = f"kl-lens evaluate --run {shlex.quote(str(result.folder))}"
         yield f"* in PyTorch, as deployed. To judge every file in its runtime: {again}"
     yield f"Done in {clock_time(result.seconds)}."
     yield from _protocol(view, result)
     yield from unmeasurable([p for p in view.profiles if p.protocol == "use"])
-    yield from (f"Failed, see the log: kl-lens {command}" for command in result.failed)
+    if result.failed:
+        yield f"Failed, see the log: {', '.join(dict.fromkeys(result.failed))}."
     if (result.folder / "report.html").is_file():
         yield f"Report: kl-lens report --run {shlex.quote(str(result.folder))} --open"
-    for place in list(result.exported.values())[: int(result.generates)]:
+    for target, place in result.exported.items():
+        if target in result.without_file or not result.generates:
+            continue
         yield f'Next: kl-lens generate {shlex.quote(str(place))} --prompt "The history of the city"'
+        return
 
 
 def _in_all(estimate: JobEstimate) -> str:
@@ -272,4 +281,4 @@ def _protocol(view: RunView, result: RunResult) -> list[str]:
 
 
 def _subject(target: str, plan: str) -> Subject:
-    return Subject(PLAN, plan) if target == "torch" else Subject(ARTIFACT, plan, target)
+    return Subject(ARTIFACT, plan, target)

@@ -145,6 +145,7 @@ class Run:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        """A new run in which nothing was measured when an error came leaves nothing behind."""
         failed = error is not None and issubclass(error, Exception)
         forgets = failed and self._is_new and self._hold is not None and self._is_empty()
         self.close()

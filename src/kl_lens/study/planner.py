@@ -12,11 +12,19 @@ from kl_lens.base.errors import PlanError
 from kl_lens.base.units import human_bytes
 from kl_lens.evaluation import choosing
 from kl_lens.measuring.joint import JointResult, PlanMeter
+from kl_lens.measuring.perturbation import find_candidates
 from kl_lens.model import LoadedModel
 from kl_lens.model.carried import carried_by
 from kl_lens.planning.predict import spell_estimate
 from kl_lens.run.folder import SCREENED, Run
-from kl_lens.run.records import Estimate, Measured, Plan, SensitivityTable
+from kl_lens.run.records import (
+    PREDICTED,
+    Estimate,
+    Measured,
+    Measurement,
+    Plan,
+    SensitivityTable,
+)
 from kl_lens.study.session import Session
 from kl_lens.study.settings import HeldOut, Limits
 from kl_lens.targets import computed_as, get_target
@@ -137,6 +145,30 @@ class TargetPlanner:
         return planning.interaction(
             [(first.measure(worst[1]).kl.value, worst[0])] if worst else []
         )
+
+    def smallest(self, recipes: Sequence[str]) -> int:
+        """Bytes that plans in these recipes need at least, as the solver counts them, before anything is measured."""
+        chosen = find_candidates(self.model.anatomy, [*map(Recipe.parse, recipes)])[0]
+        rows = (
+            Measurement(
+                each.component.name,
+                str(each.recipe),
+                {KL: Estimate(0.0)},
+                0,
+                0,
+                PREDICTED,
+                0.0,
+            )
+            for each in chosen
+        )
+        problem = planning.build_problem(
+            replace(self.run.table(), measurements=tuple(rows)),
+            metric=KL,
+            target=self.target,
+            fixed_bytes=self.fixed_bytes,
+            held=self.held and replace(self.held, caches=()),
+        )
+        return round(problem.reach("bytes")[0])
 
     def sized(self, plan: Plan, *, exact: bool = True) -> Plan:
         """The plan with the size of its file; `exact=False`: a quick upper bound."""

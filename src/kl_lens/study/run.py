@@ -26,7 +26,6 @@ from kl_lens import evaluation, planning
 from kl_lens.base.aside import Aside, aside
 from kl_lens.base.environment import processors
 from kl_lens.base.errors import (
-    BudgetError,
     KLLensError,
     PlanError,
     TargetError,
@@ -79,6 +78,7 @@ from kl_lens.study.settings import (
     option,
 )
 from kl_lens.targets import (
+    TARGETS,
     Target,
     describe_target,
     earlier_artifact,
@@ -181,10 +181,8 @@ class RunSettings(of.Settings):
             else tuple(t for t in self.named if not describe_target(t).lacks())
         )
 
-    def menu_of(self, target: str | None, anatomy: Anatomy) -> Sequence[str]:
+    def menu_of(self, target: str, anatomy: Anatomy) -> Sequence[str]:
         """The formats that a target's plans choose from; without `--menu`, the size asked of this model decides."""
-        if target is None:
-            return self.formats or PAPER_FORMATS
         chosen = get_target(target)
         max_bytes = self.limits.max_bytes
         if self.formats is not None:
@@ -197,7 +195,7 @@ class RunSettings(of.Settings):
             )
         return measure.menu_for(chosen, anatomy, max_bytes)
 
-    def recommended(self, target: str | None) -> str:
+    def recommended(self, target: str) -> str:
         """Name of the plan for a target, with the limit if it is not the usual one: a run with another limit replaces
         nothing."""
         asked = self.limits
@@ -247,11 +245,11 @@ class RunSettings(of.Settings):
 class RunResult:
     settings: RunSettings
     folder: Path
-    plans: dict[
-        str, list[str]
-    ]  # target (torch: none) → plans that were compared, the recommendation last
+    # Target → plans that were compared, the recommendation last.
+    plans: dict[str, list[str]]
     exported: dict[str, Path]  # target → folder of the recommendation there
     failed: list[str]  # commands that failed
+    without_file: dict[str, str]  # target → why it has no file, or none that works
     seconds: float
     generates: bool = True  # the model writes text
 
@@ -301,7 +299,14 @@ def run(settings: RunSettings, session: Session) -> RunResult | JobEstimate:
             plans, exported = job.all_stages()
     seconds = time.perf_counter() - begin
     return RunResult(
-        settings, folder, plans, exported, job.failed, seconds, model.task.generates
+        settings,
+        folder,
+        plans,
+        exported,
+        job.failed,
+        job.without_file,
+        seconds,
+        model.task.generates,
     )
 
 
@@ -370,6 +375,8 @@ class _Job:
         self.folder = journal.folder
         self._opened = model
         self.failed: list[str] = []  # stages that others did not depend on
+        self.without_file: dict[str, str] = {}  # target → why
+        self.left_out: dict[str, str] = {}  # the same, of targets that nobody asked for
         self._ahead: Ahead | None = None
         self._apart: Aside | None = None  # quantizes ahead
         self._quantized: dict[str, Future[None]] = {}  # by target
@@ -407,8 +414,12 @@ class _Job:
             if name not in settings.wanted:
                 self.events.tell(f"left out: {describe_target(name).lacks()}")
         usable = [
-            target for target in settings.wanted if self.export(target, [UNIFORM_FP16])
+            target
+            for target in settings.wanted
+            if self.export(target, [UNIFORM_FP16]) and self.is_large_enough(target)
         ]
+        if not usable:
+            raise TargetError(self.refusal())
         unchecked = (
             usable if judges else []
         )  # a runtime that computes something else shows early
@@ -421,12 +432,12 @@ class _Job:
             tokenizing.join()
         if settings.paper:
             self.reproduce_paper()
-        aims: list[str | None] = [*usable] or [None]
+        aims = [*usable]
         exported: dict[str, Path] = {}
         self.calibrate(usable)
         self.begin_with_stock(usable)
         for target in list(aims):
-            if target is not None and self.settings.limits.use is not None:
+            if self.settings.limits.use is not None:
                 self.measure_caches(target)
             try:
                 self.measure(target, self._menu(target), self._limits(target))
@@ -437,20 +448,20 @@ class _Job:
                     self._end_apart()  # the plan needs the rest now, and has all processors
                 self.plan(target)
             except (
-                BudgetError
-            ) as error:  # for the formats of other targets the limit may be enough
-                if target is None or len(aims) == 1:
+                PlanError,
+                TargetError,
+            ) as error:  # for other targets it may be enough
+                if len(aims) == 1:
                     raise
-                self.events.tell(f"{describe_target(target).title}: {error}")
-                self.failed.append(f"plan --target {target}")
+                self.give_up(target, f"plan --target {target}", str(error))
                 aims.remove(target)
                 continue
             # A file that can be used, at once: who stops here keeps it.
-            if target is not None and self.export(target, [settings.recommended(target)]):
+            if self.export(target, [settings.recommended(target)]):
                 exported[target] = self.first_file(target)
                 self.read_ahead(target, settings.recommended(target))
         self.session.drop_meters()
-        plans = {target or evaluate.TORCH: self.compared(target) for target in aims}
+        plans = {target: self.compared(target) for target in aims}
         for target in exported:
             if rivals := [
                 name for name in plans[target][1:-1] if (target, name) not in self._early
@@ -461,14 +472,15 @@ class _Job:
         every = list(dict.fromkeys(name for names in plans.values() for name in names))
         if judges:
             self.evaluate(every, [*exported] or [evaluate.TORCH], whole=True)
+        working = [t for t in exported if t not in self.without_file]
         if not generates:
             self.events.note(
                 "no text samples and no timing: this model classifies images"
             )
         if generates and judges:
-            self.write_samples([*exported.values()])
-        if generates and exported and "benchmark" not in settings.without:
-            self.benchmark([*exported])
+            self.write_samples([exported[target] for target in working])
+        if generates and working and "benchmark" not in settings.without:
+            self.benchmark(working)
         if "report" not in settings.without:
             self.do("report", lambda: write_report(self.journal))
         return plans, exported
@@ -516,10 +528,70 @@ class _Job:
             self.events.result(result)
             if exit_code(result):
                 self.failed.append(verb)
+                self.note_failures(getattr(result, "failures", {}))
             elif key:
                 self.journal.store(
                     "stage", key, done | {"outputs": self._files(*outputs)}
                 )
+
+    def give_up(self, target: str, command: str, reason: str) -> None:
+        """A target gets no file; the others go on."""
+        self.without_file[target] = reason
+        self.failed.append(command)
+        self.events.tell(f"{describe_target(target).title}: {reason}")
+
+    def note_failures(self, failures: Mapping[str, str]) -> None:
+        """Recommended files that failed in their runtime."""
+        for subject, reason in failures.items():
+            target, _, plan = subject.partition("/")
+            if target in self.settings.wanted and plan == self.settings.recommended(
+                target
+            ):
+                self.without_file[target] = reason
+
+    def is_large_enough(self, target: str) -> bool:
+        """Whether the limit allows any file, which is known before anything is measured."""
+        why = self._too_small(target)
+        if why is not None:
+            self.give_up(target, f"plan --target {target}", why)
+        return why is None
+
+    def _too_small(self, target: str) -> str | None:
+        limits = self._limits(target)
+        if limits.bytes is None:
+            return None
+        least = self._planner(target, limits).smallest(self._menu(target))
+        if least <= limits.bytes:
+            return None
+        share = self.settings.budget is not None
+        flag = "--budget" if share else "--memory" if limits.memory else "--max-bytes"
+        size = human_bytes(limits.bytes)
+        return (
+            f"{flag} {size} cannot be met: the smallest possible is {human_bytes(least)}"
+        )
+
+    def refusal(self) -> str:
+        """Why no target can be served, and which would."""
+        tried = self.left_out | self.without_file
+        whole = "; ".join(f"{name}: {why}" for name, why in tried.items())
+        others = [name for name in TARGETS if self._would_do(name)]
+        advice = (
+            f"--targets {','.join(others)} would do" if others else "no target would do"
+        )
+        told = whole or "no target is installed: pip install 'kl-lens[gguf]'"
+        return f"no file can be written, so nothing was measured ({told}); {advice}"
+
+    def _would_do(self, target: str) -> bool:
+        known = describe_target(target)
+        if target in self.left_out | self.without_file or known.lacks():
+            return False
+        if known.unsupported(self._opened.anatomy.model_type):
+            return False
+        limits = self._limits(target)
+        with suppress(Exception):  # whatever its libraries raise, it would not do
+            least = self._planner(target, limits).smallest(self._menu(target))
+            return least <= (limits.bytes or math.inf)
+        return False
 
     def _measurements(self, target: str | None, formats: Sequence[str] = ()) -> str:
         """A digest of the measurements for a target, of a staged search what it chose; or of those in `formats`. What
@@ -548,20 +620,19 @@ class _Job:
 
     # -- what stages need ---------------------------------------------------------------------------------------
 
-    def _menu(self, target: str | None) -> Sequence[str]:
+    def _menu(self, target: str) -> Sequence[str]:
         return self.settings.menu_of(target, self._opened.anatomy)
 
-    def _limits(self, target: str | None) -> Limits:
+    def _limits(self, target: str) -> Limits:
         asked = self.settings.limits
         share = self.settings.budget
         if share is None:
             instead = asked.max_drop is not None or asked.bytes is not None
             return replace(asked, max_loss=None) if instead else asked
         whole = sum(2 * c.parameters for c in self._opened.anatomy.components)
-        if target is not None:
-            whole = read_artifact(
-                self.folder / "artifacts" / target / UNIFORM_FP16
-            ).realised_bytes
+        place = self.folder / "artifacts" / target / UNIFORM_FP16
+        if (artifact := earlier_artifact(place)) is not None:
+            whole = artifact.realised_bytes
         return Limits(max_bytes=int(share * whole))
 
     def _planner(
@@ -664,12 +735,12 @@ class _Job:
 
         self.do("plan", work, key="plan fp16", outputs=[f"plans/{UNIFORM_FP16}.json"])
 
-    def plan(self, target: str | None) -> None:
+    def plan(self, target: str) -> None:
         """Plans for a target and compares with stock recipes."""
         settings = self.settings
         limits = self._limits(target)
         name = self.settings.recommended(target)
-        rivals = None if target is None or settings.rivals == NONE else settings.rivals
+        rivals = None if settings.rivals == NONE else settings.rivals
         planner = self._planner(target, limits)
 
         def work() -> plan.PlanResult:
@@ -690,7 +761,7 @@ class _Job:
         )
         self.journal.store(RECOMMENDED, recommended_name(target), name)
         # For the runtime's own quantizer too, unless that has no words for it.
-        if target is not None and (tool := get_target(target).recipe_tool) is not None:
+        if (tool := get_target(target).recipe_tool) is not None:
             with suppress(PlanError):
                 plan.handed_over(planner, self._plans()[name], tool)
 
@@ -733,7 +804,7 @@ class _Job:
             outputs=["plans/uniform_int?.json", "plans/*_point[0-9][0-9].json"],
         )
 
-    def compared(self, target: str | None) -> list[str]:
+    def compared(self, target: str) -> list[str]:
         """The plans to export and compare for a target, the recommendation last."""
         plans = self._plans()
         name = self.settings.recommended(target)
@@ -743,11 +814,9 @@ class _Job:
         own = [p for p in plans.values() if p.target == target]
         own = [p for p in own if p.name in ours or not p.name.startswith(of_runs)]
         own.sort(key=lambda p: -(p.file_bytes or 0))
-        names = [UNIFORM_FP16, *(p.name for p in own if target is not None)]
-        held = target is None or len(_held(get_target(target), PAPER_FORMATS)) == len(
-            PAPER_FORMATS
-        )
-        if self.settings.paper and held:
+        names = [UNIFORM_FP16, *(p.name for p in own)]
+        held = _held(get_target(target), PAPER_FORMATS)
+        if self.settings.paper and len(held) == len(PAPER_FORMATS):
             points = [p for p in plans.values() if p.target in (None, target)]
             best = best_paper_point(points, plans[name])
             names += [
@@ -810,12 +879,17 @@ class _Job:
                 # Runs with other limits write the files of stock recipes again; their weights are the same.
                 outputs=[f"artifacts/{target}/{plans[-1]}/artifact.json"],
             )
-        except UnsupportedError as error:
+        except (TargetError, RuntimeError) as error:
             self.events.tell(f"not exported to {target}: {error}")
-            return False
-        except TargetError as error:
-            self.events.tell(str(error))
+            unasked = self.settings.targets is None and isinstance(
+                error, UnsupportedError
+            )
+            if unasked:
+                self.left_out[target] = str(error)
+                return False
             self.failed.append(f"export --target {target}")
+            if plans[-1] in (UNIFORM_FP16, self.settings.recommended(target)):
+                self.without_file[target] = str(error)
             return False
         return True
 

@@ -386,9 +386,9 @@ class Settings:
         for each, value in values_of(self):
             each.check(value)
             if each.kind.is_output and value is not None:
-                require_outside_models(value, each.flag)
+                require_outside_models(Path(value), each.flag)
                 if each.kind.mark:
-                    require_own_file(value, each.flag, each.kind.mark)
+                    require_own_file(Path(value), each.flag, each.kind.mark)
             if not each.excludes or value == each.default:
                 continue
             if (other := given.setdefault(each.excludes, each.flag)) != each.flag:
