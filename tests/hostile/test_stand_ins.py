@@ -7,7 +7,7 @@ import os
 import shutil
 import socket
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +19,7 @@ from kl_lens.base.errors import KLLensError
 from kl_lens.text.sources import open_text
 from tests.byte_level import save_tokenizer
 from tests.families import tiny_model
+from tests.hostile.aside import forked_quarantine
 from tests.hostile.saying import says_one_line, within_time
 from tests.reporting.sample import make_run
 
@@ -149,9 +150,18 @@ def test_in_a_checkpoint(
     assert listed(folder) == before
 
 
+@pytest.fixture(scope="module")
+def warm() -> Iterator[None]:
+    pytest.importorskip("openvino", reason="needs the extra openvino")
+    with forked_quarantine("openvino", "kl_lens.targets.openvino.dissection"):
+        yield
+
+
 @pytest.mark.parametrize("kind", CONTENTS)
 @pytest.mark.parametrize("name", ["model.gguf", "openvino_model.xml", "model-Q4_0"])
-def test_as_a_file_of_a_runtime(kind: str, name: str, tmp_path: Path, capsys) -> None:
+def test_as_a_file_of_a_runtime(
+    kind: str, name: str, warm: None, tmp_path: Path, capsys
+) -> None:
     path = tmp_path / name
     path.write_bytes(b"GGUF" + bytes(range(256)))
     put(path, kind)
