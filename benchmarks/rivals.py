@@ -32,9 +32,9 @@ import torch
 
 from bits_rule import BitsRule
 from common import ALL, machine, models, opened, shown
-from kl_lens import planning
 from kl_lens.base.errors import PlanError
 from kl_lens.evaluation import prepare
+from kl_lens.evaluation.choosing import paired_difference
 from kl_lens.evaluation.scoring import WindowScore, score_text
 from kl_lens.evaluation.texts import EvaluationText
 from kl_lens.evaluation.torch_session import TorchSession
@@ -186,7 +186,7 @@ def compare(
                     flush=True,
                 )
                 continue
-            difference = planning.paired_difference(ours.kl, theirs.kl)
+            difference = paired_difference(ours.kl, theirs.kl)
             apart = (
                 difference.mean / difference.standard_error
                 if difference.standard_error

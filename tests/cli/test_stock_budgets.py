@@ -7,8 +7,8 @@ import pytest
 import torch
 import transformers
 
-from kl_lens import planning
 from kl_lens.base.errors import BudgetError
+from kl_lens.evaluation.choosing import paired_difference
 from kl_lens.run.folder import Run
 from kl_lens.study.calibrate import CalibrateSettings
 from kl_lens.study.measure import MeasureSettings
@@ -75,7 +75,7 @@ def test_our_plan_that_is_no_larger_is_never_worse(
             except BudgetError:  # the short menu has nothing as small
                 continue
             assert (ours.file_bytes or 0) <= (limit or 0), rival.name
-            difference = planning.paired_difference(
+            difference = paired_difference(
                 meter.measure(ours.assignment).windows,
                 meter.measure(rival.assignment).windows,
             )

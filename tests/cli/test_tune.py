@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from kl_lens import planning
 from kl_lens.cli.main import main
+from kl_lens.evaluation.choosing import PairedDifference
 from kl_lens.model import load
 from kl_lens.run.folder import TUNING, Run
 from kl_lens.targets import read_artifact
@@ -24,9 +24,9 @@ def test_tuned_weights_reach_the_file_if_held_out_text_agrees(
 ) -> None:
     run = tmp_path / "run"
     if not helps:
-        worse = planning.PairedDifference(1.0, 0.1)
+        worse = PairedDifference(1.0, 0.1)
         monkeypatch.setattr(
-            "kl_lens.planning.paired_difference", lambda ours, theirs: worse
+            "kl_lens.study.plan.paired_difference", lambda ours, theirs: worse
         )
     assert main([*measure_arguments, "--formats", "q4_0"]) == 0
     plan = [
