@@ -7,9 +7,10 @@ error that names it, and nothing is silently dropped or matched twice.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,16 +20,29 @@ from kl_lens.model.files import and_more
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
 Factors = float | torch.Tensor  # one, or (rows, 1)
-Metadata = dict[
-    str, Any
-]  # key without the architecture's prefix → int, float, bool, str or list of int
-Shapes = Mapping[
-    str, tuple[int, ...]
-]  # parameter name → shape, everything the checkpoint holds
+# Key without the architecture's prefix → int, float, bool, str or list of int.
+Metadata = dict[str, Any]
+Reasons = Iterable[str]
+# Parameter name → shape, everything the checkpoint holds.
+Shapes = Mapping[str, tuple[int, ...]]
 
-ENDLESS_CONTEXT = (
-    2**20
-)  # state-space models have no trained limit, but llama.cpp needs a number
+# State-space models have no trained limit, but llama.cpp needs a number.
+ENDLESS_CONTEXT = 2**20
+# Tensors that llama.cpp's kernels read as F32, by their names in the file.
+_FLOAT32 = re.compile(
+    r"norm|conv1d|shortconv\.conv\.|\.bias$|ssm_[ad]$|gate_inp|attn_[kv]_b\."
+)
+# The first of each that a checkpoint has.
+_EMBEDDINGS = ("model.embed_tokens", "model.embeddings", "backbone.embeddings")
+# Of the last norm in transformers → in llama.cpp.
+_LAST_NORMS = {
+    "model.norm": "output_norm",
+    "model.norm_f": "output_norm",
+    "model.final_layernorm": "output_norm",
+    "model.embedding_norm": "token_embd_norm",
+    "backbone.norm_f": "output_norm",
+}
+HEAD = "lm_head.weight"
 
 
 def as_is(tensor: torch.Tensor) -> torch.Tensor:
@@ -45,15 +59,17 @@ class TensorRule:
     """
 
     name: str
-    parameter: (
-        str | None
-    )  # None: made from nothing (a bias that the checkpoint leaves out)
+    # None: made from nothing (a bias that the checkpoint leaves out).
+    parameter: str | None
     transform: Transform = as_is
     factors: Factors = 1.0  # for all rows or each, applied before rounding: multipliers that llama.cpp lacks
-    float32: bool = False  # llama.cpp's kernels read it as F32
     shape: tuple[int, ...] | None = None  # only for tensors made from nothing
     # (a, b): columns are a · b runs, which the file has in the order b, a. No block may be longer than a run.
     columns: tuple[int, int] = (1, 1)
+
+    @property
+    def float32(self) -> bool:
+        return bool(_FLOAT32.search(self.name))
 
     def arranged(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor as the file has it: values, or the bytes of quantized rows."""
@@ -67,25 +83,55 @@ class TensorRule:
         return (*shape[:-1], shape[-1] // math.prod(self.columns)) if shape else shape
 
 
+Rules = list[TensorRule]
+
+
+@dataclass(frozen=True)
+class Module:
+    """A module of the checkpoint (`model.layers.3.mixer`), and the block of the file with its tensors (`blk.3`)."""
+
+    block: str
+    name: str
+    shapes: Shapes
+    index: int = 0  # of its layer
+
+    def inside(self, child: str) -> Module:
+        return replace(self, name=f"{self.name}.{child}")
+
+    def tensor(
+        self, name: str, parameter: str, transform: Transform = as_is
+    ) -> TensorRule:
+        return TensorRule(f"{self.block}.{name}", f"{self.name}.{parameter}", transform)
+
+    def weights(self, names: Mapping[str, str], transform: Transform = as_is) -> Rules:
+        """`names`: of weights in llama.cpp → in transformers."""
+        return [
+            self.tensor(f"{name}.weight", f"{parameter}.weight", transform)
+            for name, parameter in names.items()
+        ]
+
+
 @dataclass(frozen=True)
 class Architecture:
     """How families of transformers become an architecture of llama.cpp."""
 
-    names: Mapping[
-        str, str | Callable[[Any], str]
-    ]  # transformers' → llama.cpp's, or how it is found
+    # transformers' → llama.cpp's, or how it is found.
+    names: Mapping[str, str | Callable[[Any], str]]
     metadata: Callable[[Any], Metadata]
-    tensors: Callable[[Any, Shapes], list[TensorRule]]
-    refusals: Callable[
-        [Any], Iterable[str]
-    ]  # reasons why this configuration is not supported
-    notes: Callable[[Any], Iterable[str]] = lambda _: ()  # known small differences
+    layer: Callable[[Any, Module], Rules]
+    # Reasons why this configuration is not supported.
+    refusals: Callable[[Any], Reasons]
+    # Known small differences.
+    notes: Callable[[Any], Reasons] = lambda _: ()
     # Tensors of heads for further tokens, if llama.cpp has a place.
-    further: Callable[[Any], list[TensorRule]] = lambda _: []
+    further: Callable[[Any], Rules] = lambda _: []
+    # Tensor without its block's number → the multiplier that transformers applies and llama.cpp does not.
+    factors: Callable[[Any, Shapes], Mapping[str, Factors]] = lambda *_: {}
+    last_norm: Transform = as_is
 
     def name(self, config: Any) -> str:
-        found = self.names[config.model_type]
-        return found if isinstance(found, str) else found(config)
+        name = self.names[config.model_type]
+        return name if isinstance(name, str) else name(config)
 
     def require(self, config: Any) -> None:
         for reason in self.refusals(config):
@@ -93,19 +139,47 @@ class Architecture:
                 f"this {config.model_type} model cannot be written as GGUF: {reason}"
             )
 
+    def tensors(self, config: Any, shapes: Shapes) -> Rules:
+        """Embedding, last norm, the head unless it is tied to the embedding, and all layers."""
+        embedding = _first(_EMBEDDINGS, shapes)
+        norm = _first(_LAST_NORMS, shapes)
+        rules = [
+            TensorRule("token_embd.weight", f"{embedding}.weight"),
+            TensorRule(f"{_LAST_NORMS[norm]}.weight", f"{norm}.weight", self.last_norm),
+        ]
+        if HEAD in shapes:
+            rules.append(TensorRule("output.weight", HEAD))
+        layers = f"{embedding.partition('.')[0]}.layers"
+        for index in range(config.num_hidden_layers):
+            module = Module(f"blk.{index}", f"{layers}.{index}", shapes, index)
+            rules += self.layer(config, module)
+        factors = self.factors(config, shapes)
+        return [
+            replace(rule, factors=factors.get(re.sub(r"^blk\.\d+\.", "", rule.name), 1.0))
+            for rule in rules
+        ]
+
+
+def _first(names: Iterable[str], shapes: Shapes) -> str:
+    """The first that the checkpoint has; where it has none, the first of all, for the error that names it."""
+    candidates = list(names)
+    return next(
+        (name for name in candidates if f"{name}.weight" in shapes), candidates[0]
+    )
+
 
 def check_complete(rules: Sequence[TensorRule], shapes: Shapes) -> None:
     """Checks the name map: every parameter is used, every tensor has a source, and names are unique."""
     counts = Counter(rule.name for rule in rules)
     used = {rule.parameter for rule in rules if rule.parameter is not None}
-    found = {
+    misfits = {
         "the checkpoint lacks": used - set(shapes),
         "no tensor of the file takes": set(shapes) - used,
         "two tensors are called": {name for name, count in counts.items() if count > 1},
     }
     problems = [
         f"{label}: {min(names)}{and_more([*names])}"
-        for label, names in found.items()
+        for label, names in misfits.items()
         if names
     ]
     if problems:

@@ -7,23 +7,21 @@ final norm instead, so that the head keeps its integers and a tied head stays on
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from kl_lens.targets.gguf.architectures import parts
 from kl_lens.targets.gguf.architectures.base import (
+    HEAD,
     Architecture,
     Factors,
     Metadata,
+    Module,
+    Reasons,
+    Rules,
     Shapes,
-    TensorRule,
 )
-
-_HEAD = "lm_head.weight"
 
 
 def _inner(config: Any) -> int:
@@ -42,8 +40,7 @@ def _metadata(config: Any) -> Metadata:
     }
 
 
-def _factors(config: Any, tied: bool) -> dict[str, Factors]:
-    """Tensor → the multiplier that transformers applies and llama.cpp does not."""
+def _factors(config: Any, shapes: Shapes) -> dict[str, Factors]:
     inner = _inner(config)
     states = config.mamba_n_groups * config.mamba_d_state
     # Rows of the input projection are z, x, B, C and the time steps, each with its own factor.
@@ -52,11 +49,12 @@ def _factors(config: Any, tied: bool) -> dict[str, Factors]:
         [m * config.ssm_in_multiplier for m in config.ssm_multipliers]
     )
     attention = config.attention_in_multiplier
-    (gate, down) = config.mlp_multipliers
-    head = config.lm_head_multiplier / (config.embedding_multiplier if tied else 1.0)
+    gate, down = config.mlp_multipliers
+    # A tied head is multiplied like the embedding.
+    tied = 1.0 if HEAD in shapes else config.embedding_multiplier
     return {
         "token_embd.weight": config.embedding_multiplier,
-        "output_norm.weight": head,
+        "output_norm.weight": config.lm_head_multiplier / tied,
         "ssm_in.weight": projection.repeat_interleave(sizes)[:, None],
         "ssm_out.weight": config.ssm_out_multiplier,
         "attn_q.weight": attention,
@@ -68,41 +66,20 @@ def _factors(config: Any, tied: bool) -> dict[str, Factors]:
     }
 
 
-def _tensors(config: Any, shapes: Shapes) -> list[TensorRule]:
-    rules = parts.ends(
-        "model.embed_tokens.weight", "model.final_layernorm.weight", _HEAD, shapes
-    )
-    for index in range(config.num_hidden_layers):
-        block = f"blk.{index}"
-        layer = f"model.layers.{index}"
-        rules += [
-            TensorRule(
-                f"{block}.attn_norm.weight",
-                f"{layer}.input_layernorm.weight",
-                float32=True,
-            ),
-            # Without ".weight" only in this architecture.
-            TensorRule(
-                f"{block}.ffn_norm", f"{layer}.pre_ff_layernorm.weight", float32=True
-            ),
-        ]
-        rules += parts.mamba2_layer(
-            block,
-            f"{layer}.mamba",
-            config.mamba_n_groups,
-            shapes,
-            norm=config.mamba_rms_norm,
-        )
-        rules += parts.attention_layer(block, f"{layer}.self_attn")
-        rules += parts.gated_mlp(block, f"{layer}.feed_forward")
-    factors = _factors(config, tied=_HEAD not in shapes)
+def _layer(config: Any, layer: Module) -> Rules:
     return [
-        replace(rule, factors=factors.get(re.sub(r"^blk\.\d+\.", "", rule.name), 1.0))
-        for rule in rules
+        *layer.weights({"attn_norm": "input_layernorm"}),
+        # Without ".weight" only in this architecture.
+        layer.tensor("ffn_norm", "pre_ff_layernorm.weight"),
+        *parts.mamba2_layer(
+            layer.inside("mamba"), config.mamba_n_groups, norm=config.mamba_rms_norm
+        ),
+        *parts.attention_layer(layer.inside("self_attn")),
+        *parts.gated_mlp(layer.inside("feed_forward")),
     ]
 
 
-def _refusals(config: Any) -> Iterable[str]:
+def _refusals(config: Any) -> Reasons:
     if config.mamba_rms_norm and config.mamba_norm_before_gate:
         yield "it normalises before the gate (mamba_norm_before_gate), but llama.cpp gates first"
     yield from parts.refusals(
@@ -110,4 +87,6 @@ def _refusals(config: Any) -> Iterable[str]:
     )
 
 
-ARCHITECTURE = Architecture({"falcon_h1": "falcon-h1"}, _metadata, _tensors, _refusals)
+ARCHITECTURE = Architecture(
+    {"falcon_h1": "falcon-h1"}, _metadata, _layer, _refusals, factors=_factors
+)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from kl_lens.targets.gguf.architectures import parts
 from kl_lens.targets.gguf.architectures.base import (
     Architecture,
     Metadata,
-    Shapes,
-    TensorRule,
+    Module,
+    Reasons,
+    Rules,
     as_is,
 )
 
@@ -31,14 +31,7 @@ def _rotary(config: Any) -> int:
         and config.position_embedding_type != "rope"
     ):
         return 0
-    return int(
-        parts.head_size(config)
-        * (config.rope_parameters or {}).get("partial_rotary_factor", 1.0)
-    )
-
-
-def _inner(config: Any) -> int:
-    return int(config.mamba_expand * config.hidden_size)
+    return parts.rotary(config)
 
 
 def _experts(config: Any) -> int:
@@ -47,7 +40,7 @@ def _experts(config: Any) -> int:
 
 def _metadata(config: Any) -> Metadata:
     values: Metadata = {
-        **parts.hybrid_metadata(config, _inner(config), config.mamba_n_heads),
+        **parts.hybrid_metadata(config, parts.inner_size(config), config.mamba_n_heads),
         "attention.head_count_kv": [
             config.num_key_value_heads if attention else 0
             for attention in _attention_layers(config)
@@ -76,66 +69,40 @@ def _metadata(config: Any) -> Metadata:
     return values
 
 
-def _tensors(config: Any, shapes: Shapes) -> list[TensorRule]:
+def _layer(config: Any, layer: Module) -> Rules:
     bamba = config.model_type == "bamba"
-    norm = "model.final_layernorm.weight" if bamba else "model.norm.weight"
     second_norm = "pre_ff_layernorm" if bamba else "post_attention_layernorm"
-    rules = parts.ends("model.embed_tokens.weight", norm, "lm_head.weight", shapes)
-    rotary = _rotary(config)
-    query = (
-        parts.interleaved_heads(config.num_attention_heads, rotary) if rotary else as_is
-    )
-    key = parts.interleaved_heads(config.num_key_value_heads, rotary) if rotary else as_is
-    for index, attention in enumerate(_attention_layers(config)):
-        block = f"blk.{index}"
-        layer = f"model.layers.{index}"
-        rules += parts.norms(
-            block, layer, {"attn_norm": "input_layernorm", "ffn_norm": second_norm}
-        )
-        if attention:
-            rules += parts.attention_layer(
-                block, f"{layer}.self_attn", query=query, key=key
-            )
-        else:
-            rules += parts.mamba2_layer(
-                block, f"{layer}.mamba", config.mamba_n_groups, shapes
-            )
-        if bamba:
-            rules += parts.gated_mlp(block, f"{layer}.feed_forward")
-        else:
-            rules += _granite_mlp(config, block, layer)
-    return rules
-
-
-def _granite_mlp(config: Any, block: str, layer: str) -> list[TensorRule]:
+    rules = layer.weights({"attn_norm": "input_layernorm", "ffn_norm": second_norm})
+    if not _attention_layers(config)[layer.index]:
+        rules += parts.mamba2_layer(layer.inside("mamba"), config.mamba_n_groups)
+    else:
+        heads = (config.num_attention_heads, config.num_key_value_heads)
+        rotary = _rotary(config)
+        orders = [
+            parts.interleaved_heads(count, rotary) if rotary else as_is for count in heads
+        ]
+        rules += parts.attention_layer(layer.inside("self_attn"), *orders)
+    if bamba:
+        return rules + parts.gated_mlp(layer.inside("feed_forward"))
     suffix = "_shexp" if _experts(config) else ""
-    shared = f"{layer}.shared_mlp"
-    rules = [
-        TensorRule(
-            f"{block}.ffn_gate{suffix}.weight",
-            f"{shared}.input_linear.weight",
-            parts.half(0),
-        ),
-        TensorRule(
-            f"{block}.ffn_up{suffix}.weight",
-            f"{shared}.input_linear.weight",
-            parts.half(1),
-        ),
-        TensorRule(f"{block}.ffn_down{suffix}.weight", f"{shared}.output_linear.weight"),
+    shared = layer.inside("shared_mlp")
+    rules += [
+        *shared.weights({f"ffn_gate{suffix}": "input_linear"}, parts.half(0)),
+        *shared.weights({f"ffn_up{suffix}": "input_linear"}, parts.half(1)),
+        *shared.weights({f"ffn_down{suffix}": "output_linear"}),
     ]
     if _experts(config):
-        moe = f"{layer}.block_sparse_moe"
-        rules += parts.gated_experts(block, f"{moe}.router.weight", f"{moe}.experts")
+        rules += parts.gated_experts(layer.inside("block_sparse_moe"), "router")
     return rules
 
 
-def _refusals(config: Any) -> Iterable[str]:
+def _refusals(config: Any) -> Reasons:
     if all(_attention_layers(config)):
         yield "it has only attention layers, but this architecture of llama.cpp is for hybrids"
-    yield from parts.refuse_expansion(config.hidden_size, _inner(config))
+    yield from parts.refuse_expansion(config.hidden_size, parts.inner_size(config))
     biases = ("attention_bias", "mlp_bias", "mamba_proj_bias")
     yield from parts.refusals(config, *biases, rope=_rotary(config) > 0)
 
 
 _NAMES = dict.fromkeys(("granitemoehybrid", "bamba"), "granitehybrid")
-ARCHITECTURE = Architecture(_NAMES, _metadata, _tensors, _refusals)
+ARCHITECTURE = Architecture(_NAMES, _metadata, _layer, _refusals)

@@ -5,7 +5,6 @@ Most layers are delta rules with a decay per channel. The others have latent att
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,14 +13,14 @@ from kl_lens.targets.gguf.architectures import parts
 from kl_lens.targets.gguf.architectures.base import (
     Architecture,
     Metadata,
-    Shapes,
-    TensorRule,
+    Module,
+    Reasons,
+    Rules,
     Transform,
 )
 
-_EPSILON = (
-    1e-6  # of the norms of keys, queries and the latent: a constant of the model's code
-)
+# Of the norms of keys, queries and the latent: a constant of the model's code.
+_EPSILON = 1e-6
 
 
 def _dense_layers(config: Any) -> int:
@@ -33,13 +32,6 @@ def _is_ling(config: Any) -> bool:
 
 
 def _metadata(config: Any) -> Metadata:
-    own: Metadata = {}
-    if _is_ling(config):
-        own = {
-            "kda.safe_gate": True,
-            "kda.gate_lower_bound": float(config.kda_lower_bound),
-            "rope.freq_base": parts.rope_base(config),
-        }
     return {
         **parts.sizes(config, config.intermediate_size),
         "attention.head_count": config.num_attention_heads,
@@ -66,7 +58,15 @@ def _metadata(config: Any) -> Metadata:
         "expert_group_count": config.n_group,
         "expert_group_used_count": config.topk_group,
         "expert_gating_func": 2,  # a sigmoid
-        **own,
+        **(_ling_metadata(config) if _is_ling(config) else {}),
+    }
+
+
+def _ling_metadata(config: Any) -> Metadata:
+    return {
+        "kda.safe_gate": True,
+        "kda.gate_lower_bound": float(config.kda_lower_bound),
+        "rope.freq_base": parts.rope_base(config),
     }
 
 
@@ -92,82 +92,60 @@ def _positive_decay(tensor: torch.Tensor) -> torch.Tensor:
     return -parts.negative_exponential_column(tensor)
 
 
-def _delta_layer(config: Any, block: str, mixer: str) -> list[TensorRule]:
-    gate = f"{mixer}.forget_gate"
+def _delta_layer(config: Any, mixer: Module) -> Rules:
     names = {"ssm_beta": "b_proj"}
     if _is_ling(config):
         names |= {"ssm_f_a": "forget_gate.f_proj", "ssm_g_a": "g_proj"}
     else:
         names |= {f"ssm_f_{part}": f"forget_gate.f_{part}_proj" for part in "ab"}
         names |= {f"ssm_g_{part}": f"g_{part}_proj" for part in "ab"}
-    taps = {
-        f"{block}.ssm_conv1d_{part}.weight": _third(index)
-        for index, part in enumerate("qkv")
-    }
     decay = _positive_decay if _is_ling(config) else parts.negative_exponential_column
     return [
-        *parts.attention_layer(block, mixer),
-        *parts.matrices(block, mixer, names),
+        *parts.attention_layer(mixer),
+        *mixer.weights(names),
         *(
-            TensorRule(name, f"{mixer}.conv1d.weight", part, float32=True)
-            for name, part in taps.items()
+            mixer.tensor(f"ssm_conv1d_{part}.weight", "conv1d.weight", _third(index))
+            for index, part in enumerate("qkv")
         ),
-        TensorRule(f"{block}.ssm_a", f"{gate}.A_log", decay, float32=True),
-        TensorRule(f"{block}.ssm_dt.bias", f"{gate}.dt_bias", float32=True),
-        *parts.norms(block, mixer, {"ssm_norm": "o_norm"}),
+        mixer.tensor("ssm_a", "forget_gate.A_log", decay),
+        mixer.tensor("ssm_dt.bias", "forget_gate.dt_bias"),
+        *mixer.weights({"ssm_norm": "o_norm"}),
     ]
 
 
-def _attention_layer(config: Any, block: str, attention: str) -> list[TensorRule]:
-    latent = f"{attention}.kv_b_proj.weight"
+def _attention_layer(config: Any, attention: Module) -> Rules:
     names = {"attn_gate": "g_proj"} if _is_ling(config) else {}
-    names |= {"attn_q": "q_proj", "attn_kv_a_mqa": "kv_a_proj_with_mqa"}
+    names |= {
+        "attn_q": "q_proj",
+        "attn_kv_a_mqa": "kv_a_proj_with_mqa",
+        "attn_kv_a_norm": "kv_a_layernorm",
+    }
     return [
-        *parts.matrices(block, attention, names),
-        *parts.norms(block, attention, {"attn_kv_a_norm": "kv_a_layernorm"}),
+        *attention.weights(names),
         # llama.cpp multiplies with the transpose, whose rows cross the blocks of a quantized matrix.
-        TensorRule(
-            f"{block}.attn_k_b.weight",
-            latent,
-            _of_latent(config, keys=True),
-            float32=True,
-        ),
-        TensorRule(
-            f"{block}.attn_v_b.weight",
-            latent,
-            _of_latent(config, keys=False),
-            float32=True,
-        ),
-        *parts.matrices(block, attention, {"attn_output": "o_proj"}),
+        *attention.weights({"attn_k_b": "kv_b_proj"}, _of_latent(config, keys=True)),
+        *attention.weights({"attn_v_b": "kv_b_proj"}, _of_latent(config, keys=False)),
+        *attention.weights({"attn_output": "o_proj"}),
     ]
 
 
-def _tensors(config: Any, shapes: Shapes) -> list[TensorRule]:
-    rules = parts.ends(
-        "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", shapes
-    )
-    for index, kind in enumerate(config.layer_types):
-        block = f"blk.{index}"
-        layer = f"model.layers.{index}"
-        mixer = f"{layer}.self_attn"
-        mlp = f"{layer}.mlp"
-        names = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
-        rules += parts.norms(block, layer, names)
-        if kind == "full_attention":
-            rules += _attention_layer(config, block, mixer)
-        else:
-            rules += _delta_layer(config, block, mixer)
-        if index < _dense_layers(config):
-            rules += parts.gated_mlp(block, mlp)
-        else:
-            bias = f"{mlp}.gate.e_score_correction_bias"
-            rules += parts.gated_experts(block, f"{mlp}.gate.weight", f"{mlp}.experts")
-            rules += parts.gated_mlp(block, f"{mlp}.shared_experts", suffix="_shexp")
-            rules.append(TensorRule(f"{block}.exp_probs_b.bias", bias, float32=True))
-    return rules
+def _layer(config: Any, layer: Module) -> Rules:
+    names = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+    full = config.layer_types[layer.index] == "full_attention"
+    attention = _attention_layer if full else _delta_layer
+    rules = layer.weights(names) + attention(config, layer.inside("self_attn"))
+    mlp = layer.inside("mlp")
+    if layer.index < _dense_layers(config):
+        return rules + parts.gated_mlp(mlp)
+    return [
+        *rules,
+        *parts.gated_experts(mlp),
+        *parts.gated_mlp(mlp.inside("shared_experts"), "_shexp"),
+        mlp.tensor("exp_probs_b.bias", "gate.e_score_correction_bias"),
+    ]
 
 
-def _refusals(config: Any) -> Iterable[str]:
+def _refusals(config: Any) -> Reasons:
     if "dense" in config.mlp_layer_types[_dense_layers(config) :]:
         yield "llama.cpp expects layers without experts first, but this model has them elsewhere"
     if config.linear_num_heads != config.num_attention_heads:
@@ -182,7 +160,7 @@ def _refusals(config: Any) -> Iterable[str]:
     yield from parts.refusals(config, "attention_bias")
 
 
-def _notes(config: Any) -> Iterable[str]:
+def _notes(config: Any) -> Reasons:
     if config.rms_norm_eps != _EPSILON:
         yield (
             f"llama.cpp normalises queries, keys and the attention's latent with epsilon {config.rms_norm_eps:g}, "
@@ -191,4 +169,4 @@ def _notes(config: Any) -> Iterable[str]:
 
 
 _NAMES = {"kimi_linear": "kimi-linear", "bailing_hybrid": "bailingmoe3"}
-ARCHITECTURE = Architecture(_NAMES, _metadata, _tensors, _refusals, _notes)
+ARCHITECTURE = Architecture(_NAMES, _metadata, _layer, _refusals, _notes)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from kl_lens.targets.gguf.architectures import parts
 from kl_lens.targets.gguf.architectures.base import (
     Architecture,
     Metadata,
-    Shapes,
-    TensorRule,
+    Module,
+    Reasons,
+    Rules,
 )
 
 
@@ -53,53 +53,28 @@ def _metadata(config: Any) -> Metadata:
     return values
 
 
-def _tensors(config: Any, shapes: Shapes) -> list[TensorRule]:
-    rules = parts.ends(
-        "model.embed_tokens.weight",
-        "model.embedding_norm.weight",
-        "lm_head.weight",
-        shapes,
-    )
-    # Despite its name in llama.cpp, this is the final norm.
-    rules[1] = TensorRule(
-        "token_embd_norm.weight", "model.embedding_norm.weight", float32=True
-    )
-    for index, kind in enumerate(config.layer_types):
-        block = f"blk.{index}"
-        layer = f"model.layers.{index}"
-        rules += parts.norms(
-            block, layer, {"attn_norm": "operator_norm", "ffn_norm": "ffn_norm"}
+def _layer(config: Any, layer: Module) -> Rules:
+    rules = layer.weights({"attn_norm": "operator_norm", "ffn_norm": "ffn_norm"})
+    if config.layer_types[layer.index] == "conv":
+        rules += layer.weights(
+            {"shortconv.conv": "conv.conv"}, parts.squeezed_convolution
         )
-        if kind == "conv":
-            short = f"{block}.shortconv"
-            own = f"{layer}.conv"
-            rules += parts.norms(short, own, {"conv": "conv"}, parts.squeezed_convolution)
-            rules += parts.matrices(
-                short, own, {"in_proj": "in_proj", "out_proj": "out_proj"}
-            )
-        else:
-            names = {f"attn_{part}": f"{part}_proj" for part in "qkv"} | {
-                "attn_output": "out_proj"
-            }
-            rules += parts.matrices(block, f"{layer}.self_attn", names)
-            names = {f"attn_{part}_norm": f"{part}_layernorm" for part in "qk"}
-            rules += parts.norms(block, f"{layer}.self_attn", names)
-        mlp = f"{layer}.feed_forward"
-        if _has_experts(config, index):
-            rules += parts.gated_experts(block, f"{mlp}.gate.weight", f"{mlp}.experts")
-            rules.append(
-                TensorRule(
-                    f"{block}.exp_probs_b.bias", f"{mlp}.expert_bias", float32=True
-                )
-            )
-        else:
-            rules += parts.matrices(
-                block, mlp, {"ffn_gate": "w1", "ffn_up": "w3", "ffn_down": "w2"}
-            )
-    return rules
+        rules += layer.weights(
+            {f"shortconv.{part}_proj": f"conv.{part}_proj" for part in ("in", "out")}
+        )
+    else:
+        names = {f"attn_{part}": f"{part}_proj" for part in "qkv"}
+        names |= {"attn_output": "out_proj"}
+        names |= {f"attn_{part}_norm": f"{part}_layernorm" for part in "qk"}
+        rules += layer.inside("self_attn").weights(names)
+    mlp = layer.inside("feed_forward")
+    if _has_experts(config, layer.index):
+        bias = mlp.tensor("exp_probs_b.bias", "expert_bias")
+        return [*rules, *parts.gated_experts(mlp), bias]
+    return rules + mlp.weights({"ffn_gate": "w1", "ffn_up": "w3", "ffn_down": "w2"})
 
 
-def _refusals(config: Any) -> Iterable[str]:
+def _refusals(config: Any) -> Reasons:
     yield from parts.refusals(config, "conv_bias")
     if config.model_type == "lfm2_moe":
         yield from parts.refuse_expert_weights(config)
@@ -110,5 +85,5 @@ def _refusals(config: Any) -> Iterable[str]:
 
 
 ARCHITECTURE = Architecture(
-    {"lfm2": "lfm2", "lfm2_moe": "lfm2moe"}, _metadata, _tensors, _refusals
+    {"lfm2": "lfm2", "lfm2_moe": "lfm2moe"}, _metadata, _layer, _refusals
 )

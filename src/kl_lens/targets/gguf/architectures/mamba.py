@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from kl_lens.targets.gguf.architectures import parts
@@ -10,8 +9,9 @@ from kl_lens.targets.gguf.architectures.base import (
     ENDLESS_CONTEXT,
     Architecture,
     Metadata,
-    Shapes,
-    TensorRule,
+    Module,
+    Reasons,
+    Rules,
 )
 
 
@@ -39,30 +39,21 @@ def _metadata(config: Any) -> Metadata:
     }
 
 
-def _tensors(config: Any, shapes: Shapes) -> list[TensorRule]:
-    rules = parts.ends(
-        "backbone.embeddings.weight", "backbone.norm_f.weight", "lm_head.weight", shapes
-    )
-    for index in range(config.num_hidden_layers):
-        block = f"blk.{index}"
-        layer = f"backbone.layers.{index}"
-        rules.append(
-            TensorRule(f"{block}.attn_norm.weight", f"{layer}.norm.weight", float32=True)
-        )
-        if config.model_type == "mamba2":
-            rules += parts.mamba2_layer(block, f"{layer}.mixer", config.n_groups, shapes)
-        else:
-            rules += parts.mamba1_layer(block, f"{layer}.mixer", shapes)
-    return rules
+def _layer(config: Any, layer: Module) -> Rules:
+    mixer = layer.inside("mixer")
+    rules = layer.weights({"attn_norm": "norm"})
+    if config.model_type == "mamba2":
+        return rules + parts.mamba2_layer(mixer, config.n_groups)
+    return rules + parts.mamba1_layer(mixer)
 
 
-def _refusals(config: Any) -> Iterable[str]:
+def _refusals(config: Any) -> Reasons:
     if config.model_type != "mamba2":
         yield from parts.refuse_expansion(config.hidden_size, config.intermediate_size)
     yield from parts.refusals(config, "use_bias")
 
 
-def _notes(config: Any) -> Iterable[str]:
+def _notes(config: Any) -> Reasons:
     if (
         config.model_type == "falcon_mamba"
         and config.mixer_rms_eps != config.layer_norm_epsilon
@@ -74,4 +65,4 @@ def _notes(config: Any) -> Iterable[str]:
 
 
 _NAMES = {"mamba": "mamba", "mamba2": "mamba2", "falcon_mamba": "mamba"}
-ARCHITECTURE = Architecture(_NAMES, _metadata, _tensors, _refusals, _notes)
+ARCHITECTURE = Architecture(_NAMES, _metadata, _layer, _refusals, _notes)

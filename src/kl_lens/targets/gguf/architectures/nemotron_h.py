@@ -5,15 +5,15 @@ Every layer does one thing: Mamba-2, attention without rope, a plain MLP with sq
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from kl_lens.targets.gguf.architectures import parts
 from kl_lens.targets.gguf.architectures.base import (
     Architecture,
     Metadata,
-    Shapes,
-    TensorRule,
+    Module,
+    Reasons,
+    Rules,
 )
 
 _KINDS = {
@@ -71,39 +71,29 @@ def _metadata(config: Any) -> Metadata:
     return values
 
 
-def _tensors(config: Any, shapes: Shapes) -> list[TensorRule]:
-    rules = parts.ends(
-        "model.embeddings.weight", "model.norm_f.weight", "lm_head.weight", shapes
-    )
-    for index, kind in enumerate(_layers(config)):
-        block = f"blk.{index}"
-        layer = f"model.layers.{index}"
-        mixer = f"{layer}.mixer"
-        rules.append(
-            TensorRule(f"{block}.attn_norm.weight", f"{layer}.norm.weight", float32=True)
-        )
-        if kind == "mamba":
-            rules += parts.mamba2_layer(block, mixer, config.n_groups, shapes)
-        elif kind == "attention":
-            rules += parts.attention_layer(block, mixer)
-        elif kind == "mlp":
-            rules += parts.matrices(
-                block, mixer, {"ffn_up": "up_proj", "ffn_down": "down_proj"}
-            )
-        else:
-            bias = f"{mixer}.gate.e_score_correction_bias"
-            shared = {f"ffn_{part}_shexp": f"{part}_proj" for part in ("up", "down")}
-            rules += [
-                *parts.norms(block, mixer, {"ffn_gate_inp": "gate"}),
-                TensorRule(f"{block}.exp_probs_b.bias", bias, float32=True),
-                TensorRule(f"{block}.ffn_up_exps.weight", f"{mixer}.experts.up_proj"),
-                TensorRule(f"{block}.ffn_down_exps.weight", f"{mixer}.experts.down_proj"),
-                *parts.matrices(block, f"{mixer}.shared_experts", shared),
-            ]
-    return rules
+def _layer(config: Any, layer: Module) -> Rules:
+    kind = _layers(config)[layer.index]
+    mixer = layer.inside("mixer")
+    rules = layer.weights({"attn_norm": "norm"})
+    up_and_down = {"ffn_up": "up_proj", "ffn_down": "down_proj"}
+    if kind == "mamba":
+        return rules + parts.mamba2_layer(mixer, config.n_groups)
+    if kind == "attention":
+        return rules + parts.attention_layer(mixer)
+    if kind == "mlp":
+        return rules + mixer.weights(up_and_down)
+    shared = {f"{name}_shexp": parameter for name, parameter in up_and_down.items()}
+    return [
+        *rules,
+        *mixer.weights({"ffn_gate_inp": "gate"}),
+        mixer.tensor("exp_probs_b.bias", "gate.e_score_correction_bias"),
+        mixer.tensor("ffn_up_exps.weight", "experts.up_proj"),
+        mixer.tensor("ffn_down_exps.weight", "experts.down_proj"),
+        *mixer.inside("shared_experts").weights(shared),
+    ]
 
 
-def _refusals(config: Any) -> Iterable[str]:
+def _refusals(config: Any) -> Reasons:
     kinds = set(_layers(config))
     if {"mlp", "moe"} <= kinds:
         yield "it has plain MLP layers and expert layers, but llama.cpp supports only one kind per model"
@@ -117,7 +107,7 @@ def _refusals(config: Any) -> Iterable[str]:
     yield from parts.refusals(config, *biases, rope=False, steps=False)
 
 
-def _notes(config: Any) -> Iterable[str]:
+def _notes(config: Any) -> Reasons:
     if config.time_step_min:
         yield (
             f"transformers raises time steps below {config.time_step_min:g} to that value, llama.cpp does not: "
@@ -129,4 +119,4 @@ def _name(config: Any) -> str:
     return "nemotron_h_moe" if _has_experts(config) else "nemotron_h"
 
 
-ARCHITECTURE = Architecture({"nemotron_h": _name}, _metadata, _tensors, _refusals, _notes)
+ARCHITECTURE = Architecture({"nemotron_h": _name}, _metadata, _layer, _refusals, _notes)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from kl_lens.targets.gguf.architectures.base import (
     Metadata,
-    Shapes,
+    Module,
+    Reasons,
+    Rules,
     TensorRule,
     Transform,
     as_is,
@@ -53,12 +54,9 @@ def interleaved_heads(heads: int, rotary: int) -> Transform:
     """
 
     def reorder(tensor: torch.Tensor) -> torch.Tensor:
-        rows = tensor.shape[0]
-        size = rows // heads
-        pairs = torch.arange(rotary).reshape(2, -1).T.reshape(-1)
-        order = torch.cat([pairs, torch.arange(rotary, size)])
-        index = (torch.arange(heads)[:, None] * size + order).reshape(-1)
-        return tensor[index.to(tensor.device)]
+        rows = tensor.unflatten(0, (heads, -1))
+        pairs = rows[:, :rotary].unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+        return torch.cat([pairs, rows[:, rotary:]], dim=1).flatten(0, 1)
 
     return reorder
 
@@ -95,153 +93,114 @@ def hybrid_metadata(config: Any, inner: int, rank: int) -> Metadata:
     }
 
 
+def inner_size(config: Any) -> int:
+    return int(config.mamba_expand * config.hidden_size)
+
+
 def rope_base(config: Any) -> float:
-    return float(
-        (getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0)
-    )
+    return float(_rope(config).get("rope_theta", 10000.0))
+
+
+def rotary(config: Any) -> int:
+    """How many dimensions of a head rotate."""
+    return int(head_size(config) * _rope(config).get("partial_rotary_factor", 1.0))
+
+
+def _rope(config: Any) -> dict[str, Any]:
+    return getattr(config, "rope_parameters", None) or {}
 
 
 # -- groups of tensors -----------------------------------------------------------------------------------
 
 
-def ends(embedding: str, norm: str, head: str, shapes: Shapes) -> list[TensorRule]:
-    """Embedding, final norm, and the head unless it is tied to the embedding."""
-    rules = [
-        TensorRule("token_embd.weight", embedding),
-        TensorRule("output_norm.weight", norm, float32=True),
-    ]
-    if head in shapes:
-        rules.append(TensorRule("output.weight", head))
-    return rules
+def convolution(mixer: Module) -> Rules:
+    taps = mixer.tensor("ssm_conv1d.weight", "conv1d.weight", squeezed_convolution)
+    bias = mixer.tensor("ssm_conv1d.bias", "conv1d.bias")
+    if bias.parameter not in mixer.shapes:  # llama.cpp always adds one
+        channels = mixer.shapes.get(taps.parameter or "", (0,))[:1]
+        bias = TensorRule(bias.name, None, shape=channels)
+    return [taps, bias]
 
 
-def norms(
-    block: str, layer: str, names: Mapping[str, str], transform: Transform = as_is
-) -> list[TensorRule]:
-    """`names`: of the norms in llama.cpp → in transformers."""
+def mamba1_layer(mixer: Module) -> Rules:
     return [
-        TensorRule(
-            f"{block}.{name}.weight", f"{layer}.{own}.weight", transform, float32=True
-        )
-        for name, own in names.items()
+        *mixer.weights({"ssm_in": "in_proj"}),
+        *convolution(mixer),
+        *mixer.weights({"ssm_x": "x_proj", "ssm_dt": "dt_proj"}),
+        mixer.tensor("ssm_dt.bias", "dt_proj.bias"),
+        mixer.tensor("ssm_a", "A_log", negative_exponential),
+        mixer.tensor("ssm_d", "D"),
+        *mixer.weights({"ssm_out": "out_proj"}),
     ]
 
 
-def matrices(block: str, layer: str, names: Mapping[str, str]) -> list[TensorRule]:
-    """`names`: of the matrices in llama.cpp → in transformers."""
+def mamba2_layer(mixer: Module, groups: int, *, norm: bool = True) -> Rules:
     return [
-        TensorRule(f"{block}.{name}.weight", f"{layer}.{own}.weight")
-        for name, own in names.items()
-    ]
-
-
-def convolution(block: str, mixer: str, shapes: Shapes) -> list[TensorRule]:
-    weight = f"{mixer}.conv1d.weight"
-    bias = f"{mixer}.conv1d.bias"
-    rules = [
-        TensorRule(
-            f"{block}.ssm_conv1d.weight", weight, squeezed_convolution, float32=True
-        )
-    ]
-    if bias in shapes:
-        rules.append(TensorRule(f"{block}.ssm_conv1d.bias", bias, float32=True))
-    else:  # llama.cpp always adds one
-        channels = shapes[weight][:1] if weight in shapes else (0,)
-        rules.append(
-            TensorRule(f"{block}.ssm_conv1d.bias", None, float32=True, shape=channels)
-        )
-    return rules
-
-
-def mamba1_layer(block: str, mixer: str, shapes: Shapes) -> list[TensorRule]:
-    return [
-        *matrices(block, mixer, {"ssm_in": "in_proj"}),
-        *convolution(block, mixer, shapes),
-        *matrices(block, mixer, {"ssm_x": "x_proj", "ssm_dt": "dt_proj"}),
-        TensorRule(f"{block}.ssm_dt.bias", f"{mixer}.dt_proj.bias", float32=True),
-        TensorRule(
-            f"{block}.ssm_a", f"{mixer}.A_log", negative_exponential, float32=True
-        ),
-        TensorRule(f"{block}.ssm_d", f"{mixer}.D", float32=True),
-        *matrices(block, mixer, {"ssm_out": "out_proj"}),
-    ]
-
-
-def mamba2_layer(
-    block: str, mixer: str, groups: int, shapes: Shapes, *, norm: bool = True
-) -> list[TensorRule]:
-    return [
-        *matrices(block, mixer, {"ssm_in": "in_proj"}),
-        *convolution(block, mixer, shapes),
-        TensorRule(f"{block}.ssm_dt.bias", f"{mixer}.dt_bias", float32=True),
-        TensorRule(
-            f"{block}.ssm_a", f"{mixer}.A_log", negative_exponential_column, float32=True
-        ),
-        TensorRule(f"{block}.ssm_d", f"{mixer}.D", column, float32=True),
-        *matrices(block, mixer, {"ssm_out": "out_proj"}),
-        *(norms(block, mixer, {"ssm_norm": "norm"}, in_groups(groups)) if norm else ()),
+        *mixer.weights({"ssm_in": "in_proj"}),
+        *convolution(mixer),
+        mixer.tensor("ssm_dt.bias", "dt_bias"),
+        mixer.tensor("ssm_a", "A_log", negative_exponential_column),
+        mixer.tensor("ssm_d", "D", column),
+        *mixer.weights({"ssm_out": "out_proj"}),
+        *(mixer.weights({"ssm_norm": "norm"}, in_groups(groups)) if norm else ()),
     ]
 
 
 def attention_layer(
-    block: str, attention: str, *, query: Transform = as_is, key: Transform = as_is
-) -> list[TensorRule]:
+    attention: Module, query: Transform = as_is, key: Transform = as_is
+) -> Rules:
     return [
-        TensorRule(f"{block}.attn_q.weight", f"{attention}.q_proj.weight", query),
-        TensorRule(f"{block}.attn_k.weight", f"{attention}.k_proj.weight", key),
-        *matrices(block, attention, {"attn_v": "v_proj", "attn_output": "o_proj"}),
+        *attention.weights({"attn_q": "q_proj"}, query),
+        *attention.weights({"attn_k": "k_proj"}, key),
+        *attention.weights({"attn_v": "v_proj", "attn_output": "o_proj"}),
     ]
 
 
-def gated_mlp(block: str, mlp: str, *, suffix: str = "") -> list[TensorRule]:
-    return matrices(
-        block,
-        mlp,
-        {f"ffn_{part}{suffix}": f"{part}_proj" for part in ("gate", "up", "down")},
+def gated_mlp(mlp: Module, suffix: str = "") -> Rules:
+    return mlp.weights(
+        {f"ffn_{part}{suffix}": f"{part}_proj" for part in ("gate", "up", "down")}
     )
 
 
-def gated_experts(block: str, router: str, experts: str) -> list[TensorRule]:
+def gated_experts(mlp: Module, router: str = "gate") -> Rules:
     """A router and experts whose gate and up matrices are one parameter."""
     return [
-        TensorRule(f"{block}.ffn_gate_inp.weight", router, float32=True),
-        TensorRule(f"{block}.ffn_gate_exps.weight", f"{experts}.gate_up_proj", half(0)),
-        TensorRule(f"{block}.ffn_up_exps.weight", f"{experts}.gate_up_proj", half(1)),
-        TensorRule(f"{block}.ffn_down_exps.weight", f"{experts}.down_proj"),
+        *mlp.weights({"ffn_gate_inp": router}),
+        mlp.tensor("ffn_gate_exps.weight", "experts.gate_up_proj", half(0)),
+        mlp.tensor("ffn_up_exps.weight", "experts.gate_up_proj", half(1)),
+        mlp.tensor("ffn_down_exps.weight", "experts.down_proj"),
     ]
 
 
 # -- reasons to refuse -----------------------------------------------------------------------------------
 
 
-def refusals(
-    config: Any, *biases: str, rope: bool = True, steps: bool = True
-) -> Iterator[str]:
+def refusals(config: Any, *biases: str, rope: bool = True, steps: bool = True) -> Reasons:
     """Biases, activations, limits of time steps and rope scaling that llama.cpp does not compute."""
     for name in biases:
         if getattr(config, name, False):
             yield f"it has biases ({name}), for which llama.cpp has no tensors"
     silu = ("silu", "swish")
-    for name, known in {
+    for name, computed in {
         "hidden_act": silu,
         "mamba_hidden_act": silu,
         "mlp_hidden_act": ("relu2",),
     }.items():
-        if (activation := getattr(config, name, known[0])) not in known:
-            yield f"its activation {activation!r} is not llama.cpp's {known[0]!r}"
+        if (activation := getattr(config, name, computed[0])) not in computed:
+            yield f"its activation {activation!r} is not llama.cpp's {computed[0]!r}"
     limits = tuple(getattr(config, "time_step_limit", None) or (0.0, math.inf))
     if steps and limits != (0.0, math.inf):
         yield f"it limits time steps to {limits}, but llama.cpp does not limit them"
-    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    kind = _rope(config).get("rope_type", "default")
     if rope and kind != "default":
         yield f"its rope scaling {kind!r} is not mapped; only plain rope is"
 
 
-def refuse_expansion(width: int, inner: int) -> Iterator[str]:
+def refuse_expansion(width: int, inner: int) -> Reasons:
     if inner != 2 * width:
         yield f"llama.cpp loads it only with an inner size of twice {width}, but it is {inner}"
 
 
-def refuse_expert_weights(config: Any) -> Iterator[str]:
+def refuse_expert_weights(config: Any) -> Reasons:
     if not config.norm_topk_prob:
         yield "llama.cpp scales the weights of the chosen experts to a sum of one, but this model does not"

@@ -5,7 +5,7 @@ Most layers are gated delta rules. At regular intervals there is gated attention
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,8 +14,9 @@ from kl_lens.targets.gguf.architectures import parts
 from kl_lens.targets.gguf.architectures.base import (
     Architecture,
     Metadata,
-    Shapes,
-    TensorRule,
+    Module,
+    Reasons,
+    Rules,
     Transform,
     as_is,
 )
@@ -36,12 +37,6 @@ def _interval(config: Any) -> int:
         range(interval - 1, config.num_hidden_layers, interval)
     )
     return interval if regular else 0
-
-
-def _rotary(config: Any) -> int:
-    return int(
-        config.head_dim * (config.rope_parameters or {}).get("partial_rotary_factor", 1.0)
-    )
 
 
 def _has_experts(config: Any) -> bool:
@@ -67,7 +62,7 @@ def _metadata(config: Any) -> Metadata:
         "attention.value_length": config.head_dim,
         "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
         "rope.freq_base": parts.rope_base(config),
-        "rope.dimension_count": _rotary(config),
+        "rope.dimension_count": parts.rotary(config),
         "ssm.conv_kernel": config.linear_conv_kernel_dim,
         "ssm.inner_size": config.linear_value_head_dim * config.linear_num_value_heads,
         "ssm.state_size": config.linear_key_head_dim,
@@ -76,7 +71,7 @@ def _metadata(config: Any) -> Metadata:
     }
     if config.model_type != "qwen3_next":
         # Three kinds of positions alternate; in text all three are equal.
-        pairs = _rotary(config) // 2
+        pairs = parts.rotary(config) // 2
         values["rope.dimension_sections"] = [
             (pairs + 2) // 3,
             (pairs + 1) // 3,
@@ -127,23 +122,20 @@ def _value_heads(config: Any, *, behind: int = 0) -> Transform:
     return transform if per_key > 1 else as_is
 
 
-def _delta_layer(config: Any, block: str, mixer: str) -> list[TensorRule]:
-    keys_and_queries = 2 * config.linear_num_key_heads * config.linear_key_head_dim
-    decay = f"{mixer}.A_log"
+def _delta_layer(config: Any, mixer: Module) -> Rules:
     channels: Transform = as_is
     heads: Transform = as_is
     columns = (1, 1)
     if config.model_type == "qwen3_next":
-        both = f"{mixer}.in_proj_qkvz.weight"
+        parameter = "in_proj_qkvz.weight"
         rules = [
-            TensorRule(
-                f"{block}.attn_qkv.weight", both, _projected(config, "q", "k", "v")
-            ),
-            TensorRule(f"{block}.attn_gate.weight", both, _projected(config, "z")),
-            *parts.matrices(block, mixer, {"ssm_ba": "in_proj_ba"}),
+            mixer.tensor("attn_qkv.weight", parameter, _projected(config, "q", "k", "v")),
+            mixer.tensor("attn_gate.weight", parameter, _projected(config, "z")),
+            *mixer.weights({"ssm_ba": "in_proj_ba"}),
         ]
     else:
-        channels = _value_heads(config, behind=keys_and_queries)
+        queries_and_keys = 2 * config.linear_num_key_heads * config.linear_key_head_dim
+        channels = _value_heads(config, behind=queries_and_keys)
         heads = _value_heads(config)
         columns = _heads(config) if _heads(config)[1] > 1 else (1, 1)
         names = {
@@ -151,97 +143,60 @@ def _delta_layer(config: Any, block: str, mixer: str) -> list[TensorRule]:
             "ssm_beta": "in_proj_b",
             "ssm_alpha": "in_proj_a",
         }
-        rules = [
-            TensorRule(
-                f"{block}.attn_qkv.weight", f"{mixer}.in_proj_qkv.weight", channels
-            ),
-            *(
-                TensorRule(f"{block}.{n}.weight", f"{mixer}.{own}.weight", heads)
-                for n, own in names.items()
-            ),
-        ]
+        rules = mixer.weights({"attn_qkv": "in_proj_qkv"}, channels)
+        rules += mixer.weights(names, heads)
+    output = mixer.tensor("ssm_out.weight", "out_proj.weight")
     return [
         *rules,
-        *parts.norms(
-            block,
-            mixer,
-            {"ssm_conv1d": "conv1d"},
-            lambda t: channels(parts.squeezed_convolution(t)),
+        *mixer.weights(
+            {"ssm_conv1d": "conv1d"}, lambda t: channels(parts.squeezed_convolution(t))
         ),
-        TensorRule(
-            f"{block}.ssm_a",
-            decay,
-            lambda t: heads(parts.negative_exponential(t)),
-            float32=True,
-        ),
-        TensorRule(f"{block}.ssm_dt.bias", f"{mixer}.dt_bias", heads, float32=True),
-        *parts.norms(block, mixer, {"ssm_norm": "norm"}),
-        TensorRule(
-            f"{block}.ssm_out.weight", f"{mixer}.out_proj.weight", columns=columns
-        ),
+        mixer.tensor("ssm_a", "A_log", lambda t: heads(parts.negative_exponential(t))),
+        mixer.tensor("ssm_dt.bias", "dt_bias", heads),
+        *mixer.weights({"ssm_norm": "norm"}),
+        replace(output, columns=columns),
     ]
 
 
-def _experts(block: str, mlp: str) -> list[TensorRule]:
-    gate = f"{mlp}.shared_expert_gate.weight"
+def _experts(mlp: Module) -> Rules:
     return [
-        *parts.gated_experts(block, f"{mlp}.gate.weight", f"{mlp}.experts"),
-        *parts.gated_mlp(block, f"{mlp}.shared_expert", suffix="_shexp"),
-        TensorRule(
-            f"{block}.ffn_gate_inp_shexp.weight",
-            gate,
-            lambda t: t.flatten(),
-            float32=True,
-        ),
+        *parts.gated_experts(mlp),
+        *parts.gated_mlp(mlp.inside("shared_expert"), "_shexp"),
+        *mlp.weights({"ffn_gate_inp_shexp": "shared_expert_gate"}, torch.flatten),
     ]
 
 
-def _tensors(config: Any, shapes: Shapes) -> list[TensorRule]:
-    rules = parts.ends(
-        "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", shapes
-    )
-    rules[1] = TensorRule(
-        "output_norm.weight", "model.norm.weight", _plus_one, float32=True
-    )
-    for index, kind in enumerate(config.layer_types):
-        rules += _layer(config, f"blk.{index}", f"model.layers.{index}", kind)
-    return rules
-
-
-def _layer(config: Any, block: str, layer: str, kind: str) -> list[TensorRule]:
+def _layer(config: Any, layer: Module, kind: str = "") -> Rules:
     norms = {
         "attn_norm": "input_layernorm",
         "post_attention_norm": "post_attention_layernorm",
     }
-    if kind == "full_attention":
+    if (kind or config.layer_types[layer.index]) == "full_attention":
         norms |= {f"attn_{part}_norm": f"self_attn.{part}_norm" for part in "qk"}
-        rules = parts.attention_layer(block, f"{layer}.self_attn")
+        rules = parts.attention_layer(layer.inside("self_attn"))
     else:
-        rules = _delta_layer(config, block, f"{layer}.linear_attn")
-    rules += parts.norms(block, layer, norms, _plus_one)
-    mlp = f"{layer}.mlp"
-    return [
-        *rules,
-        *(_experts(block, mlp) if _has_experts(config) else parts.gated_mlp(block, mlp)),
-    ]
+        rules = _delta_layer(config, layer.inside("linear_attn"))
+    mlp = layer.inside("mlp")
+    rules += layer.weights(norms, _plus_one)
+    return rules + (_experts(mlp) if _has_experts(config) else parts.gated_mlp(mlp))
 
 
-def _further(config: Any) -> list[TensorRule]:
+def _further(config: Any) -> Rules:
     """The head for the token after the next one: a block with attention behind all others."""
-    block = f"blk.{config.num_hidden_layers}"
+    head = Module(f"blk.{config.num_hidden_layers}", "mtp", {})
     norms = {
-        "enorm": "pre_fc_norm_embedding",
-        "hnorm": "pre_fc_norm_hidden",
-        "shared_head_norm": "norm",
+        "nextn.enorm": "pre_fc_norm_embedding",
+        "nextn.hnorm": "pre_fc_norm_hidden",
+        "nextn.shared_head_norm": "norm",
     }
     return [
-        *_layer(config, block, "mtp.layers.0", "full_attention"),
-        TensorRule(f"{block}.nextn.eh_proj.weight", "mtp.fc.weight"),
-        *parts.norms(f"{block}.nextn", "mtp", norms, _plus_one),
+        *_layer(config, head.inside("layers.0"), "full_attention"),
+        *head.weights({"nextn.eh_proj": "fc"}),
+        *head.weights(norms, _plus_one),
     ]
 
 
-def _refusals(config: Any) -> Iterable[str]:
+def _refusals(config: Any) -> Reasons:
     if not _interval(config):
         yield "llama.cpp expects attention at a regular interval of layers, but this model has it elsewhere"
     if config.linear_key_head_dim != config.linear_value_head_dim:
@@ -253,7 +208,7 @@ def _refusals(config: Any) -> Iterable[str]:
     yield from parts.refusals(config, "attention_bias")
 
 
-def _notes(config: Any) -> Iterable[str]:
+def _notes(config: Any) -> Reasons:
     if config.model_type != "qwen3_next" and _heads(config)[1] > 1:
         yield (
             "llama.cpp has the heads of linear_attn.out_proj in another order: a format with blocks longer than a head "
@@ -266,4 +221,6 @@ _NAMES = {
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
 }
-ARCHITECTURE = Architecture(_NAMES, _metadata, _tensors, _refusals, _notes, _further)
+ARCHITECTURE = Architecture(
+    _NAMES, _metadata, _layer, _refusals, _notes, _further, last_norm=_plus_one
+)
