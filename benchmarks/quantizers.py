@@ -23,8 +23,8 @@ from pathlib import Path
 import numpy as np
 
 from common import ALL, machine, models, opened, shown
-from kl_lens.evaluation import prepare
-from kl_lens.evaluation.torch_session import TorchSession
+from kl_lens.judging import prepare
+from kl_lens.judging.torch_session import TorchSession
 from kl_lens.measuring.statistics import gather
 from kl_lens.model import LanguageTask, LoadedModel
 from kl_lens.run.records import Plan

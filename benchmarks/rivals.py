@@ -33,11 +33,11 @@ import torch
 from bits_rule import BitsRule
 from common import ALL, machine, models, opened, shown
 from kl_lens.base.errors import PlanError
-from kl_lens.evaluation import prepare
-from kl_lens.evaluation.choosing import paired_difference
-from kl_lens.evaluation.scoring import WindowScore, score_text
-from kl_lens.evaluation.texts import EvaluationText
-from kl_lens.evaluation.torch_session import TorchSession
+from kl_lens.judging import prepare
+from kl_lens.judging.choosing import paired_difference
+from kl_lens.judging.scoring import WindowScore, score_text
+from kl_lens.judging.texts import EvaluationText
+from kl_lens.judging.torch_session import TorchSession
 from kl_lens.model import LanguageTask, LoadedModel
 from kl_lens.run.folder import Run
 from kl_lens.run.records import Plan

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from common import ALL, machine, models, opened, shown
-from kl_lens.evaluation.choosing import paired_difference
+from kl_lens.judging.choosing import paired_difference
 from kl_lens.measuring.joint import PlanMeter
 from kl_lens.measuring.tuning import TuningRates, tuned
 from kl_lens.study.calibrate import CalibrateSettings

@@ -31,7 +31,7 @@ transformers.utils.logging.disable_progress_bar()
 # The same examples every time. `./test --all` explores too, with `-m explores`.
 EXPLORES = "KL_LENS_EXPLORE" in os.environ
 # Folders whose files share what takes long to make. `--dist loadgroup` keeps each in one process, as it keeps files.
-TOGETHER = ("openvino", "evaluation")
+TOGETHER = ("openvino", "judging")
 hypothesis.settings.register_profile(
     "same", derandomize=True, database=None, deadline=None
 )

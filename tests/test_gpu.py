@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from kl_lens.base.errors import RunError
-from kl_lens.evaluation.torch_session import TorchSession
+from kl_lens.judging.torch_session import TorchSession
 from kl_lens.measuring.engines import Engine, FastEngine, PlainEngine
 from kl_lens.measuring.metrics import TeacherRows, compare, compared_metrics
 from kl_lens.measuring.objectives import OBJECTIVES, Objective

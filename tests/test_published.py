@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kl_lens.cli.main import main
-from kl_lens.evaluation import read_scores
+from kl_lens.judging import read_scores
 from kl_lens.run.folder import Run
 from kl_lens.run.subjects import current_results
 

@@ -10,8 +10,8 @@ import pytest
 import tokenizers
 import transformers
 
-from kl_lens.evaluation import prepare
-from kl_lens.evaluation.autopsy import Autopsy, perform_autopsy
+from kl_lens.autopsy import Autopsy, perform_autopsy
+from kl_lens.judging import prepare
 from kl_lens.model import LoadedModel, load
 from kl_lens.run.records import Plan
 from kl_lens.targets import dissected, get_target

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kl_lens.cli.main import main
-from kl_lens.evaluation import evaluator, read_scores
+from kl_lens.judging import evaluator, read_scores
 from kl_lens.run.folder import Run
 from kl_lens.targets.registry import describe_target
 

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from kl_lens.base.errors import BudgetError
-from kl_lens.evaluation.choosing import paired_difference
+from kl_lens.judging.choosing import paired_difference
 from kl_lens.run.folder import Run
 from kl_lens.study.calibrate import CalibrateSettings
 from kl_lens.study.measure import MeasureSettings

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kl_lens.cli.main import main
-from kl_lens.evaluation.choosing import PairedDifference
+from kl_lens.judging.choosing import PairedDifference
 from kl_lens.model import load
 from kl_lens.run.folder import TUNING, Run
 from kl_lens.targets import read_artifact

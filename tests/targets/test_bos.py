@@ -9,9 +9,9 @@ import pytest
 import torch
 import transformers
 
-from kl_lens import evaluation
+from kl_lens import judging
 from kl_lens.base.files import reference_path
-from kl_lens.evaluation.scoring import divergence_values, likelihood_values, score_text
+from kl_lens.judging.scoring import divergence_values, likelihood_values, score_text
 from kl_lens.model import LoadedModel
 from kl_lens.model.beginning import Beginning
 from kl_lens.run.records import Plan
@@ -58,8 +58,8 @@ def test_the_file_says_what_was_measured(target: str, bos: str, tmp_path: Path) 
         assert begun == ([] if first is None else [first]) + words
         opened = artifact_tokenizer(folder, lambda: session)
         assert beginning_of(opened) == first
-        text = evaluation.prepare(TEXT, original.task, window=32, limit=2)
-        scores = score_text(session, text, evaluation.TorchSession(original))
+        text = judging.prepare(TEXT, original.task, window=32, limit=2)
+        scores = score_text(session, text, judging.TorchSession(original))
     assert text.windows.bos == first
     # The reference: what follows BOS, or the first token, is scored; what follows from BOS alone is not.
     with torch.no_grad():

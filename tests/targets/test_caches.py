@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kl_lens.evaluation.torch_session import TorchSession
+from kl_lens.judging.torch_session import TorchSession
 from kl_lens.model import load
 from kl_lens.run.records import Plan
 from kl_lens.targets import SessionSettings, get_target, read_artifact

@@ -8,19 +8,19 @@ from typing import Any
 
 from rich.table import Table
 
+from kl_lens.autopsy import Autopsy, TensorReport
 from kl_lens.base.units import human_bytes
 from kl_lens.cli.terminal import Bold, Red, Row, Shown, table
-from kl_lens.evaluation.autopsy import Autopsy, TensorReport
-from kl_lens.evaluation.choosing import verdicts
-from kl_lens.evaluation.duel import Entrant
-from kl_lens.evaluation.scoring import (
+from kl_lens.judging.choosing import verdicts
+from kl_lens.judging.duel import Entrant
+from kl_lens.judging.scoring import (
     AGREES,
     AS_DEPLOYED,
     DISAGREES,
     IN_FLOAT32,
     Agreement,
 )
-from kl_lens.evaluation.tasks import judge, near_chance
+from kl_lens.judging.tasks import judge, near_chance
 from kl_lens.paper.ranking import Ranking
 from kl_lens.profiling.benchmark import Report
 from kl_lens.profiling.machine import ratio_of

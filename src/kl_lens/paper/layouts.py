@@ -15,8 +15,8 @@ from pathlib import Path
 from kl_lens.base.errors import RunError
 from kl_lens.base.files import require_own_file, write_text
 from kl_lens.base.units import tag_of
-from kl_lens.evaluation.evaluator import read_scores
-from kl_lens.evaluation.texts import EvaluationText, protocol_digest
+from kl_lens.judging.evaluator import read_scores
+from kl_lens.judging.texts import EvaluationText, protocol_digest
 from kl_lens.model import Anatomy
 from kl_lens.run.folder import Run
 from kl_lens.run.records import Estimate, Measurement

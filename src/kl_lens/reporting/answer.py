@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from pathlib import PurePath
 
-from kl_lens.evaluation.choosing import (
+from kl_lens.judging.choosing import (
     KEPT_PERPLEXITY,
     Contender,
     nearest,

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kl_lens.evaluation.duel import Entrant
+from kl_lens.judging.duel import Entrant
 from kl_lens.reporting.markup import Html, clean
 
 WIDTH = 380

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from kl_lens import planning
+from kl_lens.autopsy import Autopsy
 from kl_lens.base.errors import KLLensError, PlanError, RunError
-from kl_lens.evaluation.autopsy import Autopsy
 from kl_lens.paper.ranking import Ranking
 from kl_lens.planning.knapsack import hull_of
 from kl_lens.reporting.names import UNITS, Unit, runtime_title

@@ -6,9 +6,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from kl_lens import evaluation
+from kl_lens import judging
+from kl_lens.autopsy import Autopsy, perform_autopsy
 from kl_lens.base.errors import KLLensError, TargetError
-from kl_lens.evaluation.autopsy import Autopsy, perform_autopsy
 from kl_lens.model import LanguageTask
 from kl_lens.run.folder import Run
 from kl_lens.run.records import ARTIFACT, Subject
@@ -82,9 +82,7 @@ def autopsy(settings: AutopsySettings, session: Session) -> AutopsyResult:
                 )
             window = settings.window_length or min(WINDOW, model.task.window_length)
             limit = settings.windows
-            text = evaluation.prepare(
-                settings.text, model.task, window=window, limit=limit
-            )
+            text = judging.prepare(settings.text, model.task, window=window, limit=limit)
             session.say_note(text.windows)
         with session.events.progress("autopsy") as progress:
             found = perform_autopsy(
@@ -106,14 +104,12 @@ def autopsy(settings: AutopsySettings, session: Session) -> AutopsyResult:
             )
             table = run.table(target=target.name, predicted=True)
             ours = plan_within(planner, table)
-            recipes = evaluation.planned_recipes(model, ours.assignment)
-            as_deployed = evaluation.TorchSession(
+            recipes = judging.planned_recipes(model, ours.assignment)
+            as_deployed = judging.TorchSession(
                 model, recipes, deployed=deployed(computed_as(target))
             )
-            scores = evaluation.score_text(
-                as_deployed, text, evaluation.TorchSession(model)
-            )
-            kl = evaluation.divergence_values(scores)["kl_mean"]
+            scores = judging.score_text(as_deployed, text, judging.TorchSession(model))
+            kl = judging.divergence_values(scores)["kl_mean"]
             found = replace(found, planned_kl=kl, planned_bytes=ours.file_bytes)
         except KLLensError as error:
             notes.append(f"No plan of the same bytes: {error}")

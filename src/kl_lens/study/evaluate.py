@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from kl_lens import evaluation
+from kl_lens import judging
 from kl_lens.base.errors import KLLensError
 from kl_lens.base.files import write_text
-from kl_lens.evaluation.duel import Entrant, entrants
-from kl_lens.evaluation.evaluator import DIVERGENCE, PERPLEXITY, POSITIONS
-from kl_lens.evaluation.scoring import DISAGREES
-from kl_lens.evaluation.tasks import FAIL, chosen_tasks, judge
+from kl_lens.judging.duel import Entrant, entrants
+from kl_lens.judging.evaluator import DIVERGENCE, PERPLEXITY, POSITIONS
+from kl_lens.judging.scoring import DISAGREES
+from kl_lens.judging.tasks import FAIL, chosen_tasks, judge
 from kl_lens.model import LanguageTask, LoadedModel, Task
 from kl_lens.paper.layouts import write_published
 from kl_lens.reporting.charts import sized_chart
@@ -120,7 +120,7 @@ class EvaluateSettings(Settings):
 
 
 @dataclass
-class EvaluateResult(evaluation.Outcome):
+class EvaluateResult(judging.Outcome):
     notes: list[str] = field(default_factory=list)
     written: list[Path] = field(default_factory=list)
     duel: list[Entrant] = field(
@@ -173,9 +173,9 @@ def evaluate(settings: EvaluateSettings, session: Session) -> EvaluateResult:
             run.note_command(["kl-lens", *of.command_of(settings)])
             model = session.model_of(run, settings.model, settings.opening)
         if settings.artifact or model is None:
-            found = evaluation.given_subjects(settings.artifact, how, model, kept)
+            found = judging.given_subjects(settings.artifact, how, model, kept)
         else:
-            found = evaluation.run_subjects(
+            found = judging.run_subjects(
                 run, model, how, plans=settings.plan, targets=settings.targets
             )
         if not found.subjects and model is None:
@@ -240,13 +240,13 @@ def _asked(settings: EvaluateSettings, with_original: bool) -> dict[str, set[str
     return kinds
 
 
-def _task_of(files: Sequence[evaluation.Judged], opening: Opening) -> Task:
+def _task_of(files: Sequence[judging.Judged], opening: Opening) -> Task:
     """The task of the first file that can be opened: a broken one must not stop the others."""
     failures: list[KLLensError] = []
     for file in files:
-        assert isinstance(file, evaluation.JudgedArtifact)
+        assert isinstance(file, judging.JudgedArtifact)
         try:
-            return evaluation.artifact_task(file, opening.tokenizer, opening.images)
+            return judging.artifact_task(file, opening.tokenizer, opening.images)
         except KLLensError as error:
             failures.append(error)
     raise failures[0]
@@ -259,7 +259,7 @@ class Judge:
         self,
         run: Run,
         session: Session,
-        found: evaluation.Selection,
+        found: judging.Selection,
         task: Task,
         model: LoadedModel | None,
         *,
@@ -277,14 +277,14 @@ class Judge:
         self._model = model
         self._kept = kept
         files = [
-            file for file in found.subjects if isinstance(file, evaluation.JudgedArtifact)
+            file for file in found.subjects if isinstance(file, judging.JudgedArtifact)
         ]
         self._others = [file for file in files if file.subject.key in others]
         self._subjects = [each for each in found.subjects if each not in self._others]
         self._deciding = deciding
         self._how = evaluator
-        self._journal = evaluation.ScoreJournal(run, again=again)
-        self._original = None if model is None else evaluation.JudgedModel(model)
+        self._journal = judging.ScoreJournal(run, again=again)
+        self._original = None if model is None else judging.JudgedModel(model)
         self.result = EvaluateResult(notes=[*found.notes], failures={**found.failures})
 
     def text(
@@ -299,11 +299,11 @@ class Judge:
             window = window or (
                 LONGEST if self._model is None else longest_window(self._model.config)
             )
-        text = evaluation.prepare(name, self._task, window=window, **how)
+        text = judging.prepare(name, self._task, window=window, **how)
         self._session.say_note(text.windows)
         self._session.refuse_overlap(self._run, text.windows, self._task)
         with self._going_on(), self._session.events.progress(text.label) as progress:
-            evaluator = evaluation.Evaluator(
+            evaluator = judging.Evaluator(
                 self._journal, self._original, progress, **self._how
             )
             try:
@@ -337,7 +337,7 @@ class Judge:
     def tasks(self, tasks: Tasks, window: int | None) -> None:
         if tasks.tasks is None:
             return
-        from kl_lens.evaluation.language_model import judge_task  # needs lm-eval
+        from kl_lens.judging.language_model import judge_task  # needs lm-eval
 
         for data in chosen_tasks(tasks.task_data, tasks.tasks):
             if not isinstance(self._task, LanguageTask):

@@ -14,7 +14,7 @@ from typing import Any
 from kl_lens import planning
 from kl_lens.base.errors import PlanError, TextError
 from kl_lens.base.units import human_bytes, human_speed, spell_share
-from kl_lens.evaluation.choosing import paired_difference
+from kl_lens.judging.choosing import paired_difference
 from kl_lens.measuring.statistics import StoredStatistics
 from kl_lens.measuring.tuning import TuningRates, tuned
 from kl_lens.paper.points import PIPELINES, PUBLISHED_METRIC, greedy_plan, paper_points

@@ -10,7 +10,7 @@ from functools import cached_property, partial
 from kl_lens import planning
 from kl_lens.base.errors import PlanError
 from kl_lens.base.units import human_bytes
-from kl_lens.evaluation import choosing
+from kl_lens.judging import choosing
 from kl_lens.measuring.joint import JointResult, PlanMeter
 from kl_lens.measuring.perturbation import find_candidates
 from kl_lens.model import LoadedModel

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from kl_lens import evaluation, planning
+from kl_lens import judging, planning
 from kl_lens.base.aside import Aside, aside
 from kl_lens.base.environment import processors
 from kl_lens.base.errors import (
@@ -33,11 +33,11 @@ from kl_lens.base.errors import (
 )
 from kl_lens.base.files import write_text
 from kl_lens.base.units import human_bytes, spell_bytes, spell_share
-from kl_lens.evaluation import choosing
-from kl_lens.evaluation.ahead import SPARED, Ahead
-from kl_lens.evaluation.evaluator import DIVERGENCE, PERPLEXITY
-from kl_lens.evaluation.judged import store_continuations
-from kl_lens.evaluation.scoring import COMPARED_WINDOWS
+from kl_lens.judging import choosing
+from kl_lens.judging.ahead import SPARED, Ahead
+from kl_lens.judging.evaluator import DIVERGENCE, PERPLEXITY
+from kl_lens.judging.judged import store_continuations
+from kl_lens.judging.scoring import COMPARED_WINDOWS
 from kl_lens.measuring.perturbation import find_candidates, states_of
 from kl_lens.measuring.statistics import StoredStatistics
 from kl_lens.measuring.sweep import (
@@ -849,7 +849,7 @@ class _Job:
             for p in stock
             if p.family == "stock" and p.measured
         }
-        for score in evaluation.read_scores(self.journal, "divergence"):
+        for score in judging.read_scores(self.journal, "divergence"):
             if score.subject.target == target and score.subject.plan in found:
                 found[score.subject.plan] = score.values["kl_mean"].value
         return found
@@ -945,7 +945,7 @@ class _Job:
         model = self.model
         place = self.folder / "artifacts" / target / plan
         get_target(target).prepare()  # here, not in a thread
-        text = evaluation.prepare(
+        text = judging.prepare(
             self.settings.evaluation_text, model.task, **self._judging(whole=whole)
         )
         columns = model.anatomy.component(model.anatomy.head).shape[-2]
@@ -997,7 +997,7 @@ class _Job:
         def work() -> evaluate.EvaluateResult:
             if settings.threads is not None:
                 torch.set_num_threads(settings.threads)
-            found = evaluation.run_subjects(
+            found = judging.run_subjects(
                 self.journal,
                 model,
                 of.Runtime(threads=settings.threads).session(),
@@ -1039,7 +1039,7 @@ class _Job:
                 "no text samples: every token would read the whole model from disk"
             )
             return
-        judged = [evaluation.JudgedArtifact(place, plan=place.name) for place in files]
+        judged = [judging.JudgedArtifact(place, plan=place.name) for place in files]
         work = partial(store_continuations, self.journal, self.model, judged, PROMPTS)
         self.do("generate", work, optional=True)
 

@@ -595,7 +595,7 @@ class Tasks:
             return
         if not self.tasks:
             raise KLLensError("--tasks names no task; give for example arc_easy,piqa")
-        from kl_lens.evaluation.tasks import require_lm_eval
+        from kl_lens.judging.tasks import require_lm_eval
 
         require_lm_eval()
 

@@ -19,7 +19,7 @@ from kl_lens.study.settings import DEFAULT_MODEL, OPENING_NAMES, Settings
 from kl_lens.targets import describe_target
 
 if TYPE_CHECKING:  # `generate` runs on small devices and loads no torch
-    from kl_lens.evaluation.autopsy import Autopsy
+    from kl_lens.autopsy import Autopsy
     from kl_lens.measuring.statistics import StoredStatistics
     from kl_lens.model import LoadedModel
     from kl_lens.paper.ranking import Ranking

@@ -6,8 +6,8 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from pathlib import Path, PurePath
 
+from kl_lens.autopsy import Autopsy
 from kl_lens.base.version import __version__
-from kl_lens.evaluation.autopsy import Autopsy
 from kl_lens.reporting import answer
 from kl_lens.reporting.data import KL, RunView, runtime_of
 from kl_lens.reporting.markup import Cell, Html, Section, details, join, note, table, tag

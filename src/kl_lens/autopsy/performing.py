@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from kl_lens.autopsy.verdict import Autopsy, Evidence, Restored, Step, listed
+from kl_lens.autopsy.weights import TensorReport, alone, examine, together
 from kl_lens.base.errors import KLLensError, UnsupportedError, one_line
-from kl_lens.evaluation.autopsy.verdict import Autopsy, Evidence, Restored, Step, listed
-from kl_lens.evaluation.autopsy.weights import TensorReport, alone, examine, together
-from kl_lens.evaluation.judged import REMEMBERED, RUNTIME_ERRORS
-from kl_lens.evaluation.scoring import WindowScore, mean_kl, score_logits
-from kl_lens.evaluation.texts import EvaluationText, text_window
-from kl_lens.evaluation.torch_session import TorchSession
+from kl_lens.judging.judged import REMEMBERED, RUNTIME_ERRORS
+from kl_lens.judging.scoring import WindowScore, mean_kl, score_logits
+from kl_lens.judging.texts import EvaluationText, text_window
+from kl_lens.judging.torch_session import TorchSession
 from kl_lens.measuring.sweep import Progress
 from kl_lens.model import LoadedModel
 from kl_lens.run.records import Estimate

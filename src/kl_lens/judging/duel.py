@@ -8,11 +8,11 @@ from pathlib import PurePath
 
 import numpy as np
 
-from kl_lens.evaluation.choosing import Contender
-from kl_lens.evaluation.evaluator import ScoreJournal
-from kl_lens.evaluation.judged import Judged, JudgedArtifact
-from kl_lens.evaluation.scoring import divergence_values, likelihood_values
-from kl_lens.evaluation.texts import EvaluationText
+from kl_lens.judging.choosing import Contender
+from kl_lens.judging.evaluator import ScoreJournal
+from kl_lens.judging.judged import Judged, JudgedArtifact
+from kl_lens.judging.scoring import divergence_values, likelihood_values
+from kl_lens.judging.texts import EvaluationText
 from kl_lens.run.records import Estimate
 
 

@@ -9,7 +9,7 @@ import transformers
 
 from kl_lens.base.errors import TargetError
 from kl_lens.base.files import reference_path
-from kl_lens.evaluation import (
+from kl_lens.judging import (
     EvaluationText,
     TorchSession,
     divergence_values,
@@ -17,8 +17,8 @@ from kl_lens.evaluation import (
     score_text,
     scoring,
 )
-from kl_lens.evaluation.scoring import likelihood_values, score_logits
-from kl_lens.evaluation.tasks import judge, near_chance
+from kl_lens.judging.scoring import likelihood_values, score_logits
+from kl_lens.judging.tasks import judge, near_chance
 from kl_lens.measuring.perturbation import Perturbation, replacements, swapped
 from kl_lens.model import LanguageTask, LoadedModel
 from kl_lens.run.records import Estimate

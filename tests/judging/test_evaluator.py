@@ -12,7 +12,7 @@ import pytest
 
 from kl_lens import planning
 from kl_lens.cli.progress import Forecast
-from kl_lens.evaluation import (
+from kl_lens.judging import (
     EvaluationText,
     Evaluator,
     JudgedArtifact,
@@ -25,8 +25,8 @@ from kl_lens.evaluation import (
     read_scores,
     run_subjects,
 )
-from kl_lens.evaluation.evaluator import lanes_for, side_by_side
-from kl_lens.evaluation.scoring import (
+from kl_lens.judging.evaluator import lanes_for, side_by_side
+from kl_lens.judging.scoring import (
     AGREES,
     AS_DEPLOYED,
     COMPARED_WINDOWS,

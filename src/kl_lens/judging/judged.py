@@ -26,7 +26,7 @@ from kl_lens.base.errors import (
     UnlearntError,
 )
 from kl_lens.base.files import RECORD_FILE
-from kl_lens.evaluation.torch_session import TorchSession
+from kl_lens.judging.torch_session import TorchSession
 from kl_lens.model import ImageTask, LanguageTask, LoadedModel, Task
 from kl_lens.model.files import read_config
 from kl_lens.model.tasks import IMAGE

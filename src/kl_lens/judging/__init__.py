@@ -1,12 +1,12 @@
 """Perplexity, KL from the original and task accuracy, of plans in PyTorch and of exported files."""
 
-from kl_lens.evaluation.evaluator import (
+from kl_lens.judging.evaluator import (
     Evaluator as Evaluator,
     Outcome as Outcome,
     ScoreJournal as ScoreJournal,
     read_scores as read_scores,
 )
-from kl_lens.evaluation.judged import (
+from kl_lens.judging.judged import (
     Judged as Judged,
     JudgedArtifact as JudgedArtifact,
     JudgedModel as JudgedModel,
@@ -16,9 +16,9 @@ from kl_lens.evaluation.judged import (
     planned_recipes as planned_recipes,
     run_subjects as run_subjects,
 )
-from kl_lens.evaluation.scoring import (
+from kl_lens.judging.scoring import (
     divergence_values as divergence_values,
     score_text as score_text,
 )
-from kl_lens.evaluation.texts import EvaluationText as EvaluationText, prepare as prepare
-from kl_lens.evaluation.torch_session import TorchSession as TorchSession
+from kl_lens.judging.texts import EvaluationText as EvaluationText, prepare as prepare
+from kl_lens.judging.torch_session import TorchSession as TorchSession

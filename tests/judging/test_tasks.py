@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from kl_lens.base.errors import TextError
-from kl_lens.evaluation import JudgedModel, ScoreJournal, TorchSession, read_scores
-from kl_lens.evaluation.tasks import TaskData, chosen_tasks
+from kl_lens.judging import JudgedModel, ScoreJournal, TorchSession, read_scores
+from kl_lens.judging.tasks import TaskData, chosen_tasks
 from kl_lens.measuring.sweep import Progress
 from kl_lens.model import LoadedModel
 from kl_lens.run.folder import Run
@@ -17,7 +17,7 @@ pytest.importorskip("lm_eval", reason="needs the extra eval")
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
-from kl_lens.evaluation.language_model import SessionLM, judge_task, run_task
+from kl_lens.judging.language_model import SessionLM, judge_task, run_task
 
 ROWS = {
     "arc_easy_test.jsonl": [
@@ -120,7 +120,7 @@ def test_local_files_give_lm_evals_results(
 def test_an_interrupted_task_goes_on(
     model: LoadedModel, task_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kl_lens.evaluation.language_model.ANSWERS_TOGETHER", 4)
+    monkeypatch.setattr("kl_lens.judging.language_model.ANSWERS_TOGETHER", 4)
     (task,) = chosen_tasks(task_data, ["arc_easy"])
     names = [c.name for c in model.anatomy.candidates]
     subjects = [

@@ -9,9 +9,9 @@ from itertools import takewhile
 from pathlib import Path
 
 from kl_lens.base.environment import available_memory, processors
-from kl_lens.evaluation.evaluator import Arrived, computed
-from kl_lens.evaluation.judged import RUNTIME_ERRORS, JudgedArtifact
-from kl_lens.evaluation.texts import EvaluationText
+from kl_lens.judging.evaluator import Arrived, computed
+from kl_lens.judging.judged import RUNTIME_ERRORS, JudgedArtifact
+from kl_lens.judging.texts import EvaluationText
 from kl_lens.targets import SessionSettings
 
 SPARED = 2  # processors: for the thread that drives the GPU, and for what it calls

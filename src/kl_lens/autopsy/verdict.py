@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from kl_lens.evaluation.autopsy.weights import (
+from kl_lens.autopsy.weights import (
     HOLDS,
     INFINITE,
     OFF,

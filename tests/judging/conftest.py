@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kl_lens.evaluation import EvaluationText, prepare
+from kl_lens.judging import EvaluationText, prepare
 from kl_lens.model import LoadedModel, load
 from kl_lens.run.records import Plan
 from kl_lens.targets import export

@@ -20,7 +20,7 @@ import torch
 from scipy.special import stdtrit
 
 from kl_lens.base.errors import TargetError
-from kl_lens.evaluation.texts import EvaluationText, Window
+from kl_lens.judging.texts import EvaluationText, Window
 from kl_lens.measuring.metrics import KL_TEACHER_STUDENT, SAME_TOP, TeacherRows, compare
 from kl_lens.model.tasks import TEXT
 from kl_lens.run.records import Estimate, Record, Subject

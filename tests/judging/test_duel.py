@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from kl_lens.evaluation.choosing import Contender, verdicts
-from kl_lens.evaluation.duel import short_names
+from kl_lens.judging.choosing import Contender, verdicts
+from kl_lens.judging.duel import short_names
 from kl_lens.reporting.names import fixed_with_error, with_error
 from kl_lens.run.records import Estimate
 

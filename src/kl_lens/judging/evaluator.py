@@ -17,9 +17,9 @@ import torch
 
 from kl_lens.base.environment import processors
 from kl_lens.base.errors import KLLensError, UnlearntError, one_line
-from kl_lens.evaluation import scoring
-from kl_lens.evaluation.judged import RUNTIME_ERRORS, Judged, JudgedArtifact, JudgedModel
-from kl_lens.evaluation.scoring import (
+from kl_lens.judging import scoring
+from kl_lens.judging.judged import RUNTIME_ERRORS, Judged, JudgedArtifact, JudgedModel
+from kl_lens.judging.scoring import (
     Agreement,
     WindowScore,
     divergence_values,
@@ -27,7 +27,7 @@ from kl_lens.evaluation.scoring import (
     position_values,
     score_logits,
 )
-from kl_lens.evaluation.texts import EvaluationText, Window, protocol_digest
+from kl_lens.judging.texts import EvaluationText, Window, protocol_digest
 from kl_lens.measuring.sweep import Progress
 from kl_lens.model import LoadedModel
 from kl_lens.run.folder import Run, provenance

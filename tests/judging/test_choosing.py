@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from kl_lens.evaluation.choosing import (
+from kl_lens.judging.choosing import (
     Contender,
     contest,
     deciding,
