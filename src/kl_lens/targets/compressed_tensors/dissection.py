@@ -39,7 +39,7 @@ class CompressedTensorsDissection(general.Dissection):
         self._config = read_json(folder / CONFIG_FILE)
         self.files = tuple(sorted(folder.glob("model*.safetensors")))
         packed: dict[str, dict[str, torch.Tensor]] = {}
-        others = []
+        plain = []
         for file in self.files:
             try:
                 tensors = load_file(file)
@@ -50,17 +50,20 @@ class CompressedTensorsDissection(general.Dissection):
                 if part := _PACKED.fullmatch(name):
                     packed.setdefault(part[1], {})[f"weight_{part[2]}"] = tensor
                 else:
-                    others.append(_unpacked(name, tensor))
+                    plain.append(_unpacked(name, tensor))
         self.tensors = (
-            *others,
+            *plain,
             *(self._packed(name, parts) for name, parts in packed.items()),
         )
 
     def parts(self, model: LoadedModel) -> list[general.Part]:
-        held = {tensor.name: tensor for tensor in self.tensors}
-        own = {c.weight: model.tensor(c.weight) for c in model.anatomy.components}
-        named = checkpoint_names(model, own)
-        return [general.Part(named[name], held.get(named[name]), name) for name in own]
+        stored = {tensor.name: tensor for tensor in self.tensors}
+        parameters = {c.weight: model.tensor(c.weight) for c in model.anatomy.components}
+        named = checkpoint_names(model, parameters)
+        return [
+            general.Part(named[name], stored.get(named[name]), name)
+            for name in parameters
+        ]
 
     def settings(self, model: LoadedModel) -> list[general.Disagreement]:
         return general.other_settings(
@@ -73,15 +76,15 @@ class CompressedTensorsDissection(general.Dissection):
     def _packed(self, name: str, parts: dict[str, torch.Tensor]) -> general.StoredTensor:
         module = name.removesuffix(".weight")
         groups = self._config["quantization_config"].get("config_groups", {}).values()
-        found = [
+        schemes = [
             g
             for g in groups
             if any(t == "Linear" or match_name(module, t) for t in g["targets"])
         ]
-        if not found:
+        if not schemes:
             missing = f"{self.path / CONFIG_FILE} has no scheme for {module}"
             raise TargetError(f"{missing}; export or download it again")
-        weights = QuantizationArgs(**found[0]["weights"])
+        weights = QuantizationArgs(**schemes[0]["weights"])
         group = f"-g{weights.group_size}" if (weights.group_size or 0) > 0 else ""
         spelled = f"{'' if weights.symmetric else 'u'}int{weights.num_bits}{group}"
         kind = spelled if spelled in known_formats() else ""

@@ -98,27 +98,29 @@ class _File:
             if not aliases & {name, name.removesuffix(".weight")}
         }
         self.names = names = checkpoint_names(model, state)
-        self._sources = {names[own]: owners.get(own, own) for own in state}
+        self._sources = {
+            names[parameter]: owners.get(parameter, parameter) for parameter in state
+        }
         packed = [
             name for name, source in self._sources.items() if self._is_packed(source)
         ]
-        self._others = {
-            names[own]: t.contiguous()
-            for own, t in state.items()
-            if names[own] not in packed
+        self._plain = {
+            names[parameter]: t.contiguous()
+            for parameter, t in state.items()
+            if names[parameter] not in packed
         }
         self.heads = _packed_heads(target, model)
         self.chosen |= {
             name: Choice(recipe, recipe) for name, recipe in self.heads.items()
         }
         for name in sorted(model.further_heads.keys() - self.heads.keys()):
-            kept = torch.empty(
+            tensor = torch.empty(
                 model.further_heads[name].shape, device="meta"
             )  # read when it is written
-            self._others[name] = kept.half() if kept.dim() > 1 else kept
+            self._plain[name] = tensor.half() if tensor.dim() > 1 else tensor
         entries = [
             Entry(name, _KINDS[t.dtype], tuple(t.shape))
-            for name, t in self._others.items()
+            for name, t in self._plain.items()
         ]
         entries += [
             entry for name in (*packed, *self.heads) for entry in self._entries(name)
@@ -167,7 +169,7 @@ class _File:
         name = entry.name.removesuffix("_shape")
         source = self._sources.get(name, name)
         head = self._model.further_heads.get(name)
-        if (tensor := self._others.get(entry.name)) is not None:
+        if (tensor := self._plain.get(entry.name)) is not None:
             tensor = read_stored(head).to(tensor.dtype) if head else tensor
             self._add(entry.name, source, tensor)
             return _raw(tensor)
@@ -175,13 +177,13 @@ class _File:
             return _raw(self._waiting.pop(entry.name))
         recipe = self.chosen[source].recipe
         store = self._model.weights
-        made = (
+        quantized = (
             recipe.grid.quantize(read_stored(head), name)
             if head
             else store.quantized(source, recipe)
         )
-        parts = packed(recipe.grid, made)
-        self._add(f"{name}_packed", source, *parts.values(), weights=made.digest)
+        parts = packed(recipe.grid, quantized)
+        self._add(f"{name}_packed", source, *parts.values(), weights=quantized.digest)
         self._waiting |= {f"{name}_{part}": tensor for part, tensor in parts.items()}
         return _raw(self._waiting.pop(entry.name))
 
@@ -208,8 +210,10 @@ def checkpoint_names(
 ) -> dict[str, str]:
     """transformers' names → those in checkpoints. What it would split (experts) keeps its own; it reads both."""
     whole: Any = model.model
-    found = revert_weight_conversion(whole, dict(tensors))
-    renamed = {(tensor.data_ptr(), tensor.shape): name for name, tensor in found.items()}
+    converted = revert_weight_conversion(whole, dict(tensors))
+    renamed = {
+        (tensor.data_ptr(), tensor.shape): name for name, tensor in converted.items()
+    }
     return {
         name: renamed.get((tensor.data_ptr(), tensor.shape), name)
         for name, tensor in tensors.items()
@@ -220,15 +224,15 @@ def _chosen(target: Target, model: LoadedModel, plan: Plan) -> dict[str, Choice]
     modules = dict(model.model.named_modules())
     chosen = choices(model, plan, target.fit)
     for component in model.anatomy.candidates:
-        kept = target.keeps(component)
+        reason = target.keeps(component)
         planned = chosen[component.name].planned
-        if kept is None and not isinstance(
+        if reason is None and not isinstance(
             modules.get(component.weight.removesuffix(".weight")), nn.Linear
         ):
-            kept = "it is not a Linear layer"
-        if planned != FP16 and kept is not None:
+            reason = "it is not a Linear layer"
+        if planned != FP16 and reason is not None:
             chosen[component.name] = Choice(
-                planned, FP16, f"{planned}: {kept}; stored as {FP16}"
+                planned, FP16, f"{planned}: {reason}; stored as {FP16}"
             )
     for siblings in fused(model.anatomy.candidates):
         recipes = [chosen[component.name].recipe for component in siblings]
@@ -238,9 +242,9 @@ def _chosen(target: Target, model: LoadedModel, plan: Plan) -> dict[str, Choice]
         shared = (
             FP16 if any(target.holds(widest.grid, c.shape) for c in siblings) else widest
         )
-        for component, own in zip(siblings, recipes, strict=True):
-            if own.grid != shared.grid:
-                reason = f"{own}: vLLM needs one format for {', '.join(c.kind for c in siblings)}"
+        for component, recipe in zip(siblings, recipes, strict=True):
+            if recipe.grid != shared.grid:
+                reason = f"{recipe}: vLLM needs one format for {', '.join(c.kind for c in siblings)}"
                 planned = chosen[component.name].planned
                 chosen[component.name] = Choice(
                     planned, shared, f"{reason}; stored as {shared}"
@@ -253,10 +257,12 @@ def _packed_heads(target: Target, model: LoadedModel) -> dict[str, Recipe]:
     shapes = {name: stored.shape for name, stored in model.further_heads.items()}
     recipe = Recipe("int8")
     linear = re.compile(r"(?!.*embed).*(?<!gate)\.weight")
-    own = [name for name in shapes if len(shapes[name]) == 2 and linear.fullmatch(name)]
+    matrices = [
+        name for name in shapes if len(shapes[name]) == 2 and linear.fullmatch(name)
+    ]
     # vLLM multiplies some as one: all or none. Its kernel for CPUs has no 8 bits, so there they stay in 16.
-    held = all(target.holds(recipe.grid, shapes[name]) is None for name in own)
-    return dict.fromkeys(own, recipe) if held else {}
+    all_fit = all(target.holds(recipe.grid, shapes[name]) is None for name in matrices)
+    return dict.fromkeys(matrices, recipe) if all_fit else {}
 
 
 def _words(numbers: int, fmt: Format) -> int:

@@ -57,10 +57,10 @@ def configuration(
 ) -> dict[str, Any]:
     """The checkpoint's own settings with the schemes of its matrices; `names`: of weights in the file."""
     file = model.folder / CONFIG_FILE
-    own = model.layout == "transformers" and file.is_file()
+    has_file = model.layout == "transformers" and file.is_file()
     text = (
         file.read_text(encoding="utf-8")
-        if own
+        if has_file
         else model.config.to_json_string(use_diff=False)
     )
     config: dict[str, Any] = json.loads(text)
@@ -118,7 +118,7 @@ def _scheme(fmt: Format) -> dict[str, Any]:
 
 def _in_vllm(name: str, model: LoadedModel) -> str:
     for pattern, replacement in _VLLM_NAMES.get(model.anatomy.model_type, ()):
-        if found := re.search(pattern, name):
-            index = int(found.group(1)) + model.anatomy.blocks if found.groups() else 0
+        if match := re.search(pattern, name):
+            index = int(match.group(1)) + model.anatomy.blocks if match.groups() else 0
             name = re.sub(pattern, replacement.format(layer=index), name)
     return name

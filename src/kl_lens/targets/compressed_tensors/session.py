@@ -48,8 +48,8 @@ def opened(folder: Path) -> Any:
         model, report = load(
             folder, dtype=torch.float32, output_loading_info=True, local_files_only=True
         )
-        known = [key for key in report["unexpected_keys"] if not LEFT_OUT.match(key)]
-        if wrong := sorted({*report["missing_keys"], *known}):
+        unexpected = [key for key in report["unexpected_keys"] if not LEFT_OUT.match(key)]
+        if wrong := sorted({*report["missing_keys"], *unexpected}):
             raise KeyError(f"{wrong[0]}: missing in the file, or unknown to the model")
         model.eval().requires_grad_(False)
         normalise_per_group(model)

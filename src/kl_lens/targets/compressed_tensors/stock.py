@@ -22,7 +22,7 @@ _SCHEMES = {
 
 def stock_recipes(target: Target, model: LoadedModel) -> tuple[StockRecipe, ...]:
     """llm-compressor stops at a matrix that groups do not divide; here it stays in 16 bits."""
-    found = []
+    recipes = []
     for name, (recipe, spelled, usual) in _SCHEMES.items():
         assignment = {
             c.name: FP16
@@ -34,5 +34,5 @@ def stock_recipes(target: Target, model: LoadedModel) -> tuple[StockRecipe, ...]
         }
         if set(assignment.values()) != {FP16}:
             spelled = f'llm-compressor {spelled}, ignore=["lm_head"]'
-            found.append(StockRecipe(name, assignment, spelled, usual))
-    return tuple(found)
+            recipes.append(StockRecipe(name, assignment, spelled, usual))
+    return tuple(recipes)

@@ -104,27 +104,27 @@ def _layout(
 ) -> Layout:
     runtime = empty_model(config)
     candidates = {c.name: c for c in model.anatomy.candidates}
-    ways = _Ways(model, runtime, forgotten)
+    probes = _Probes(model, runtime, forgotten)
     modules = dict(runtime.named_modules())
     matrices: list[Matrix] = []
-    others: dict[str, str] = {}
-    for name, component in ways.sources.items():
+    sources: dict[str, str] = {}
+    for name, component in probes.sources.items():
         path = name.removesuffix(".weight")
         if component not in candidates or not hasattr(modules.get(path), "to_quantized"):
-            others[name] = component
+            sources[name] = component
             continue
-        rows = ways.rows(name)
-        factors = ways.factors(name)
+        rows = probes.rows(name)
+        factors = probes.factors(name)
         shape = candidates[component].shape
         matrix = Matrix(
-            path, component, ways.shapes[name], rows, _by_row(factors, rows, shape)
+            path, component, probes.shapes[name], rows, _by_row(factors, rows, shape)
         )
         weight = (
             model.tensor(candidates[component].weight).detach().cpu().float()
             * matrix.factors
         )
         if not torch.equal(
-            matrix.arranged(weight), torch.from_numpy(np.array(ways.real[name]))
+            matrix.arranged(weight), torch.from_numpy(np.array(probes.real[name]))
         ):
             raise UnsupportedError(
                 f"mlx-lm changes {component} in a way that KL Lens does not follow"
@@ -134,11 +134,11 @@ def _layout(
         raise UnsupportedError(
             f"mlx-lm's {config['model_type']} has no matrix of just {lost[0]} to quantize"
         )
-    difference = _compared(model, runtime, ways.real)
+    difference = _compared(model, runtime, probes.real)
     casts = getattr(runtime, "cast_predicate", lambda _: True)
-    values = {name: np.array(ways.real[name]) for name in others}
-    kept = frozenset(name for name in others if not casts(name))
-    return Layout(config, tuple(matrices), values, others, kept, difference)
+    values = {name: np.array(probes.real[name]) for name in sources}
+    uncast = frozenset(name for name in sources if not casts(name))
+    return Layout(config, tuple(matrices), values, sources, uncast, difference)
 
 
 def _by_row(
@@ -152,7 +152,7 @@ def _by_row(
     return every.reshape(*shape[:-1], 1)
 
 
-class _Ways:
+class _Probes:
     """What becomes of a model's tensors in mlx-lm."""
 
     def __init__(
@@ -183,21 +183,23 @@ class _Ways:
             name for name, n in self._numbers.items() if components[n - 1].quantizable
         }
         self._zeros = self._probed(lambda *_: torch.zeros(()))
-        self._ones = self._probed(lambda *_: torch.ones(()))
+        self._units = self._probed(lambda *_: torch.ones(()))
         self.real = self._sanitized({name: t.float() for name, t in self._state.items()})
         for name, shape in self.shapes.items():
-            if (given := tuple(self.real[name].shape)) != shape:
+            if (stored := tuple(self.real[name].shape)) != shape:
                 raise UnsupportedError(
-                    f"mlx-lm expects {name} of shape {shape}, not {given}"
+                    f"mlx-lm expects {name} of shape {shape}, not {stored}"
                 )
         self.sources: dict[
             str, str
         ] = {}  # parameter → its component; empty: none, or several
-        for name, found in self._found(
+        for name, numbers_of in self._found(
             lambda name, _: torch.tensor(self._numbers.get(name, 0))
         ).items():
-            one = found.flat[0] and np.ptp(found) == 0
-            self.sources[name] = components[int(found.flat[0]) - 1].name if one else ""
+            single = numbers_of.flat[0] and np.ptp(numbers_of) == 0
+            self.sources[name] = (
+                components[int(numbers_of.flat[0]) - 1].name if single else ""
+            )
 
         def numbered(name: str, tensor: torch.Tensor) -> torch.Tensor:
             if name not in self._matrices:
@@ -214,7 +216,7 @@ class _Ways:
     def factors(self, name: str) -> torch.Tensor:
         """What these rows are multiplied with."""
         return torch.from_numpy(
-            (self._ones[name] - self._zeros[name])[..., 0].reshape(-1)
+            (self._units[name] - self._zeros[name])[..., 0].reshape(-1)
         )
 
     def _found(
@@ -223,10 +225,10 @@ class _Ways:
         """The whole numbers that each parameter's elements had before mlx-lm multiplied and added."""
         probed = self._probed(value)
         zeros = self._zeros
-        ones = self._ones
+        units = self._units
         return {
             name: np.rint(
-                (probed[name] - zeros[name]) / (ones[name] - zeros[name])
+                (probed[name] - zeros[name]) / (units[name] - zeros[name])
             ).astype(np.int64)
             for name in self.shapes
         }
@@ -292,7 +294,7 @@ def _compared(model: LoadedModel, runtime: Any, weights: dict[str, Any]) -> floa
     vocabulary = int(model.config.vocab_size)
     ids = np.random.default_rng(0).integers(0, vocabulary, _TOKENS)
     with torch.no_grad():
-        ours = model.chain.full_logits(torch.from_numpy(ids)[None])[0].float().cpu()
+        original = model.chain.full_logits(torch.from_numpy(ids)[None])[0].float().cpu()
     pieces = [ids[:_WHOLE], *ids[_WHOLE:, None]]
     try:
         with mx.stream(mx.cpu):
@@ -306,16 +308,16 @@ def _compared(model: LoadedModel, runtime: Any, weights: dict[str, Any]) -> floa
     except Exception as error:  # a model class may raise anything over settings that it was not written for
         reason = f"{type(error).__name__} {one_line(error)}"
         raise UnsupportedError(f"mlx-lm cannot run this model: {reason}") from error
-    theirs = torch.from_numpy(np.concatenate(logits))
-    expected = ours.log_softmax(-1)
-    found = theirs.log_softmax(-1)
-    divergence = float((expected.exp() * (expected - found)).sum(-1).mean())
+    converted = torch.from_numpy(np.concatenate(logits))
+    expected = original.log_softmax(-1)
+    logprobs = converted.log_softmax(-1)
+    divergence = float((expected.exp() * (expected - logprobs)).sum(-1).mean())
     if not divergence <= MOST_KL:
         raise UnsupportedError(
             f"mlx-lm computes something else than PyTorch for this {model.anatomy.model_type} model "
             f"(KL {divergence:.2g} nats per token with the original weights); use another target"
         )
-    return float((ours - theirs).abs().max() / (ours.max() - ours.min()))
+    return float((original - converted).abs().max() / (original.max() - original.min()))
 
 
 # config.json as mlx-lm reads it: the checkpoint's own, with the settings that transformers 5 no longer writes.
@@ -531,7 +533,9 @@ def quantization(layout: Layout, chosen: dict[str, Choice]) -> dict[str, Any]:
             }
     if not paths:
         return {}
-    usual, _ = Counter(json.dumps(how) for how in paths.values()).most_common(1)[0]
+    usual, _ = Counter(json.dumps(section) for section in paths.values()).most_common(1)[
+        0
+    ]
     section = {**json.loads(usual), **paths}
     return {"quantization": section, "quantization_config": section}
 
@@ -589,7 +593,7 @@ class _File:
             return self._waiting.pop(entry.name)
         recipe = self._chosen[matrix.component].recipe
         quantized = self._store.quantized(matrix.component, recipe, matrix.factors)
-        own = isinstance(matrix.factors, float) and matrix.factors == 1.0
+        unscaled = isinstance(matrix.factors, float) and matrix.factors == 1.0
         data = recipe.grid.pack(
             replace(quantized, data=matrix.arranged(quantized.data), shape=matrix.shape)
         )
@@ -601,7 +605,7 @@ class _File:
         ]
         size = data.nbytes + sum(raw.nbytes for raw in more)
         digest = bytes_digest(data, *more)
-        self._stored[entry.name] = size, digest, quantized.digest if own else ""
+        self._stored[entry.name] = size, digest, quantized.digest if unscaled else ""
         self._waiting |= {
             f"{matrix.name}.{part}": raw
             for part, raw in zip(PARTS[1:], more, strict=False)
@@ -614,8 +618,8 @@ class _File:
         for name, matrix in self._matrices.items():
             choice = self._chosen[matrix.component]
             (size, digest, weights) = self._stored[name]
-            what = matrix.component, name, choice.planned, choice.recipe
-            records.append(ExportedTensor(*what, size, choice.reason, digest, weights))
+            names = matrix.component, name, choice.planned, choice.recipe
+            records.append(ExportedTensor(*names, size, choice.reason, digest, weights))
         for name, component in self._layout.sources.items():
             kind = "fp32" if name in self._layout.full_precision else FP16
             size, digest, _ = self._stored[name]

@@ -118,10 +118,10 @@ class MLXSession(FedSession):
             for start in range(0, len(tokens), BATCH):
                 chunk = tokens[start : start + BATCH]
                 logits = self._model(mx.array([chunk]), cache=self._cache)[0]
-                kept = logits if every else logits[-1:]
-                mx.eval(kept, [cache.state for cache in self._cache])
+                wanted = logits if every else logits[-1:]
+                mx.eval(wanted, [cache.state for cache in self._cache])
                 if every or start + len(chunk) == len(tokens):
-                    rows.append(np.array(kept.astype(mx.float32)))
+                    rows.append(np.array(wanted.astype(mx.float32)))
         return np.concatenate(rows)
 
 
@@ -189,14 +189,14 @@ class MLXDissection(Dissection):
 
     def parts(self, model: LoadedModel) -> list[Part]:
         layout = self._layout(model)
-        held = {tensor.name: tensor for tensor in self.tensors}
+        stored = {tensor.name: tensor for tensor in self.tensors}
         weight = {
             component.name: component.weight for component in model.anatomy.components
         }
         parts = [
             Part(
                 f"{m.name}.weight",
-                held.get(f"{m.name}.weight"),
+                stored.get(f"{m.name}.weight"),
                 weight[m.component],
                 m.arranged,
                 m.factors,
@@ -206,16 +206,16 @@ class MLXDissection(Dissection):
         for name, value in layout.values.items():
             values = torch.from_numpy(np.array(value))
             source = weight.get(layout.sources[name])
-            own = None if source is None else model.tensor(source)
+            parameter = None if source is None else model.tensor(source)
             if (
-                own is None or own.numel() != values.numel()
+                parameter is None or parameter.numel() != values.numel()
             ):  # made from several, or from a part of one
-                parts.append(Part(name, held.get(name), source, constant=values))
+                parts.append(Part(name, stored.get(name), source, constant=values))
                 continue
-            (way,) = dissection.arrangements(
-                [(own, tuple(values.shape), partial(torch.clone, values), False)]
+            (arrange,) = dissection.arrangements(
+                [(parameter, tuple(values.shape), partial(torch.clone, values), False)]
             )
-            parts.append(Part(name, held.get(name), source, way))
+            parts.append(Part(name, stored.get(name), source, arrange))
         return parts
 
     def settings(self, model: LoadedModel) -> list[Disagreement]:
@@ -235,13 +235,13 @@ class MLXDissection(Dissection):
             spelled = kind or str(array.dtype)
             shape = tuple(array.shape)
             parts = [array]
-            how = {}
+            scheme = {}
         else:
             sections: dict[str, Any] = self._config.get("quantization") or {}
             section = {"mode": "affine", **sections, **(sections.get(path) or {})}
-            how = {key: section[key] for key in ("group_size", "bits", "mode")}
-            shape = (*array.shape[:-1], array.shape[-1] * 32 // how["bits"])
-            spelled = f"{how['mode']}{how['bits']}-g{how['group_size']}"
+            scheme = {key: section[key] for key in ("group_size", "bits", "mode")}
+            shape = (*array.shape[:-1], array.shape[-1] * 32 // scheme["bits"])
+            spelled = f"{scheme['mode']}{scheme['bits']}-g{scheme['group_size']}"
             kind = spelled if spelled in known_formats() else ""
         size = sum(part.nbytes for part in parts)
         return StoredTensor(
@@ -249,19 +249,19 @@ class MLXDissection(Dissection):
             spelled,
             shape,
             size,
-            partial(_values, parts, how),
+            partial(_values, parts, scheme),
             kind,
             dissection.rounding(kind),
         )
 
 
-def _values(parts: list[Any], how: dict[str, Any]) -> torch.Tensor:
+def _values(parts: list[Any], scheme: dict[str, Any]) -> torch.Tensor:
     with mx.stream(mx.cpu):
         whole = (
             mx.dequantize(
-                parts[0], *(each.astype(mx.float32) for each in parts[1:]), **how
+                parts[0], *(part.astype(mx.float32) for part in parts[1:]), **scheme
             )
-            if how
+            if scheme
             else parts[0]
         )
         return torch.from_numpy(np.array(whole.astype(mx.float32)))

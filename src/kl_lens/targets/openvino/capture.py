@@ -490,12 +490,12 @@ def _replacement(
             f"{name}: {type(module).__name__} does not call the scan functions of transformers 5.22; "
             "install that version to export this model to OpenVINO"
         )
-    ours: dict[str, Callable[..., Any]] = {
+    replacements: dict[str, Callable[..., Any]] = {
         function: getattr(graph, _SCANS[function])(_layer(module)) for function in scans
     }
     if "causal_conv1d_fn" in called:
-        ours["causal_conv1d_fn"] = _convolution
-    return with_globals(plain, ours) if ours else None
+        replacements["causal_conv1d_fn"] = _convolution
+    return with_globals(plain, replacements) if replacements else None
 
 
 def _layer(module: Any) -> int:

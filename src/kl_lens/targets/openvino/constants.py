@@ -92,12 +92,12 @@ def map_weights(
         )
         names = names or _scaled_names(node.data, convolutions)
         if names:  # among weights with the same numbers, such as norms of ones, by the converter's name
-            own = (
+            exact = (
                 name
                 for name in names
                 if node.get_friendly_name() == _CONVERTER_PREFIX + weights[name]
             )
-            constants[next(own, names[0])].append(node)
+            constants[next(exact, names[0])].append(node)
         elif digest in rows:
             cut_up.add(rows[digest])
         elif digest in buffers or (
@@ -108,10 +108,12 @@ def map_weights(
             strangers.append(f"{node.get_friendly_name()} {list(node.data.shape)}")
     # Weights with equal numbers have the same constants. That is right only while all of them get the same format;
     # `place_weights` checks it.
-    for same in by_digest.values():
-        if held := [name for name in same if constants.get(name)]:
+    for twins in by_digest.values():
+        if present := [name for name in twins if constants.get(name)]:
             constants |= {
-                name: list(constants[held[0]]) for name in same if not constants.get(name)
+                name: list(constants[present[0]])
+                for name in twins
+                if not constants.get(name)
             }
     absent = (
         {anatomy.head} if without_head and anatomy.head != anatomy.embedding else set()
@@ -153,12 +155,12 @@ def _scaled_names(
     """Whether a constant is a convolution's weight times one number per output channel: a folded batch norm."""
     for name, weight in convolutions.items():
         if weight.size == data.size and weight.shape[0] == data.shape[0]:
-            given = data.reshape(len(weight), -1)
+            values = data.reshape(len(weight), -1)
             rows = weight.reshape(len(weight), -1)
             squares = np.maximum((rows * rows).sum(1, keepdims=True), 1e-30)
-            factors = (given * rows).sum(1, keepdims=True) / squares
+            factors = (values * rows).sum(1, keepdims=True) / squares
             if np.allclose(
-                given, factors * rows, rtol=1e-4, atol=1e-6 * float(np.abs(given).max())
+                values, factors * rows, rtol=1e-4, atol=1e-6 * float(np.abs(values).max())
             ):
                 return [name]
     return []
@@ -183,7 +185,7 @@ def place_weights(
 ) -> list[ExportedTensor]:
     """Replaces the constants of every weight by one in its recipe, named after the parameter; returns their records."""
     placed: list[ExportedTensor] = []
-    done: dict[
+    replaced: dict[
         tuple[int, ...], ExportedTensor
     ] = {}  # identities of constants → what replaced them
     for component in components:
@@ -193,20 +195,20 @@ def place_weights(
         choice = chosen[component.name]
         recipe = choice.recipe
         key = tuple(sorted(node.get_instance_id() for node in nodes))
-        if key in done:
-            owner = done[key]
-            if recipe != (given := chosen[owner.component].recipe):
+        if key in replaced:
+            owner = replaced[key]
+            if recipe != (recipe_of_owner := chosen[owner.component].recipe):
                 raise TargetError(
                     f"{component.name} and {owner.component} hold the same numbers and the converter merged them; "
-                    f"they cannot be {recipe} and {given}"
+                    f"they cannot be {recipe} and {recipe_of_owner}"
                 )
-            same = replace(
+            record = replace(
                 owner,
                 component=component.name,
                 planned=choice.planned,
                 reason=choice.reason,
             )
-            placed.append(same)
+            placed.append(record)
             continue
         weights = ""
         label = str(recipe)
@@ -228,8 +230,8 @@ def place_weights(
             new, size, digest = integer_constant(quantized, recipe.grid, component.weight)
             weights = quantized.digest
         names = component.name, component.weight, choice.planned, label
-        done[key] = ExportedTensor(*names, size, choice.reason, digest, weights)
-        placed.append(done[key])
+        replaced[key] = ExportedTensor(*names, size, choice.reason, digest, weights)
+        placed.append(replaced[key])
         for node in nodes:
             fits = list(node.data.shape) == list(new.get_output_shape(0))
             scans.replace(

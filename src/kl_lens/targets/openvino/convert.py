@@ -50,7 +50,7 @@ _CACHES = {"keys": "KEY", "values": "VALUE"}  # in names of OpenVINO's settings
 def export(
     model: LoadedModel,
     plan: Plan,
-    place: Path,
+    folder: Path,
     *,
     device_profile: str = "cpu",
     static_tokens: int | None = None,
@@ -101,7 +101,7 @@ def export(
     placed = constants.place_weights(
         nodes, model.weights, model.anatomy.components, chosen, unplanned
     )
-    place.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     settings: dict[str, Any] = {
         "device_profile": device_profile,
         "static_tokens": static_tokens,
@@ -120,17 +120,19 @@ def export(
         graph.set_rt_info(GROUP_SIZES[activation_groups], ACTIVATION_GROUPS)
     for kind, name in plan.caches.items():
         number, _, group = name.replace(FP16, "f16").partition("-")
-        for what, value in {"PRECISION": number, "GROUP_SIZE": group or "0"}.items():
-            graph.set_rt_info(value, ["runtime_options", f"{_CACHES[kind]}_CACHE_{what}"])
-    _save(graph, place / IR_FILE)
+        for setting, value in {"PRECISION": number, "GROUP_SIZE": group or "0"}.items():
+            graph.set_rt_info(
+                value, ["runtime_options", f"{_CACHES[kind]}_CACHE_{setting}"]
+            )
+    _save(graph, folder / IR_FILE)
     del graph
-    constants.check_saved(read_graph(place / IR_FILE), placed)
-    model.config.save_pretrained(place)
-    notes = write_beside(model, place, with_tokenizer=with_tokenizer)
+    constants.check_saved(read_graph(folder / IR_FILE), placed)
+    model.config.save_pretrained(folder)
+    notes = write_beside(model, folder, with_tokenizer=with_tokenizer)
     if model.classifier is not None:
-        model.classifier.preparation.write(place)
+        model.classifier.preparation.write(folder)
     elif with_tokenizer and static is None:
-        notes += filter(None, [write_tokenizer(model.tokenizer, place)])
+        notes += filter(None, [write_tokenizer(model.tokenizer, folder)])
     if names := {choice.recipe.grid.name for choice in chosen.values()} & set(
         expanded(platform.machine())
     ):
@@ -144,9 +146,9 @@ def export(
     once = {tensor.digest: tensor.bytes for tensor in placed}
     shared = sum(tensor.bytes for tensor in placed) - sum(once.values())
     artifact = record(
-        "openvino", model, plan, place, placed, **settings, bytes_stored_once=shared
+        "openvino", model, plan, folder, placed, **settings, bytes_stored_once=shared
     )
-    over = ((place / WEIGHT_FILE).stat().st_size + shared) / artifact.planned_bytes - 1
+    over = ((folder / WEIGHT_FILE).stat().st_size + shared) / artifact.planned_bytes - 1
     costs = {
         "export_seconds": round(time.perf_counter() - started, 2),
         "export_peak_bytes": peak_memory(),
@@ -208,22 +210,22 @@ CHECKED_STRINGS = 300
 FEW = 3  # strings or tokens that differ: a tokenizer is written in spite of them, and a note names the first
 
 
-def write_tokenizer(tokenizer: Any | None, place: Path) -> str | None:
+def write_tokenizer(tokenizer: Any | None, folder: Path) -> str | None:
     """Writes tokenizer and detokenizer as IR, for OpenVINO GenAI. Returns None, or a note: why there are none, or how
     they differ. The converted tokenizer is compared with transformers on a few hundred strings. One that differs on
     more than a few is not written: a model that is fed other tokens answers badly, and nothing would say why."""
-    none = f"no {TOKENIZER_FILE} was written, so OpenVINO GenAI cannot open this folder (kl-lens can): "
+    missing = f"no {TOKENIZER_FILE} was written, so OpenVINO GenAI cannot open this folder (kl-lens can): "
     if tokenizer is None:
-        return f"{none}the checkpoint has no tokenizer"
+        return f"{missing}the checkpoint has no tokenizer"
     if find_spec("openvino_tokenizers") is None:
-        return f"{none}openvino-tokenizers is missing; pip install 'kl-lens[openvino]' and export again"
-    files, found = _converted(tokenizer)
+        return f"{missing}openvino-tokenizers is missing; pip install 'kl-lens[openvino]' and export again"
+    files, differing = _converted(tokenizer)
     owner = tokenizer.name_or_path or "this checkpoint"
-    if len(found) > FEW or not files:
-        return f"{none}{type(tokenizer).__name__} of {owner} {found[0]}"
+    if len(differing) > FEW or not files:
+        return f"{missing}{type(tokenizer).__name__} of {owner} {differing[0]}"
     for name, content in files.items():
-        (place / name).write_bytes(content)
-    return f"{TOKENIZER_FILE} {'; it '.join(found)}" if found else None
+        (folder / name).write_bytes(content)
+    return f"{TOKENIZER_FILE} {'; it '.join(differing)}" if differing else None
 
 
 @lru_cache(maxsize=1)
@@ -241,13 +243,15 @@ def _converted(tokenizer: Any) -> tuple[dict[str, bytes], list[str]]:
             for graph, path in zip(graphs, paths, strict=True):
                 rewrites.number_names(graph)
                 ov.save_model(graph, path, compress_to_fp16=False)
-            found = differences(tokenizer, *paths)
+            differing = differences(tokenizer, *paths)
         except (
             Exception
         ) as error:  # the package raises anything over an unknown tokenizer
             reason = one_line(error)
             return {}, [f"cannot be converted by openvino-tokenizers ({reason})"]
-        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}, found
+        return {
+            path.name: path.read_bytes() for path in Path(folder).iterdir()
+        }, differing
 
 
 def differences(tokenizer: Any, encoder: Path, decoder: Path) -> list[str]:
@@ -261,27 +265,27 @@ def differences(tokenizer: Any, encoder: Path, decoder: Path) -> list[str]:
     def agrees(ids: list[int]) -> bool:
         return text_of(ids) == tokenizer.decode(ids, skip_special_tokens=True)
 
-    found = dict[str, None]()
+    sentences = dict[str, None]()
     special = sorted(set(map(str, tokenizer.get_added_vocab())))
     for text in varied_strings(CHECKED_STRINGS, special=special):
-        if len(found) > FEW:
+        if len(sentences) > FEW:
             break
         expected = list(tokenizer(text)["input_ids"])
         ids = [int(token) for token in encode([text])["input_ids"][0]]
         if ids != expected:
             parts = other_ids(ids, expected, tokenizer)
-            found[f"splits text into other tokens than transformers: {parts}"] = None
+            sentences[f"splits text into other tokens than transformers: {parts}"] = None
         elif not agrees(ids):
             # The token without which the rest agrees.
             odd = (
                 token
                 for token in dict.fromkeys(ids)
-                if agrees([other for other in ids if other != token])
+                if agrees([member for member in ids if member != token])
             )
             token = next(odd, None)
             words = text if token is None else tokenizer.convert_ids_to_tokens(token)
-            own = text_of(ids if token is None else [token])
-            found[
-                f"turns the tokens of {words!r} into other text than transformers: {own!r}"
+            output = text_of(ids if token is None else [token])
+            sentences[
+                f"turns the tokens of {words!r} into other text than transformers: {output!r}"
             ] = None
-    return list(found)
+    return list(sentences)

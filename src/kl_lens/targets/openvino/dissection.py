@@ -64,9 +64,9 @@ def _size(node: Any) -> int:
 
 
 class OpenVINODissection(Dissection):
-    def __init__(self, place: Path, open_own: Callable[..., Session]) -> None:
+    def __init__(self, path: Path, open_own: Callable[..., Session]) -> None:
         self._open_own = open_own  # of a folder that KL Lens exported
-        self.path = place if place.suffix == ".xml" else place / IR_FILE
+        self.path = path if path.suffix == ".xml" else path / IR_FILE
         bare = (self.path, self.path.with_suffix(".bin"))
         self.files = tuple(file for file in bare if file.is_file())
         if self.path not in self.files:
@@ -81,31 +81,35 @@ class OpenVINODissection(Dissection):
 
     def parts(self, model: LoadedModel) -> list[Part]:
         """Weights by their names; what has lost its name by its values."""
-        own = {
+        parameters = {
             name: value.detach()
             for name, value in model.model.named_parameters()
             if value.numel() > 1
         }
         named = list[tuple[str, StoredTensor]]()
-        left = []
+        nameless = []
         for tensor in self.tensors:
-            inside = [name for name in own if name in tensor.name]
+            inside = [name for name in parameters if name in tensor.name]
             if inside:
                 named.append((max(inside, key=len), tensor))
             else:
-                left.append((tensor, tensor.read().flatten()))
-        absent = [name for name in own if name not in dict(named)]
+                nameless.append((tensor, tensor.read().flatten()))
+        absent = [name for name in parameters if name not in dict(named)]
         alike = [
             (
-                abs(float(cosine_similarity(values, own[name].flatten().float(), 0))),
+                abs(
+                    float(
+                        cosine_similarity(values, parameters[name].flatten().float(), 0)
+                    )
+                ),
                 name,
                 tensor,
             )
             for name in absent
-            for tensor, values in left
-            if own[name].numel() == values.numel()
+            for tensor, values in nameless
+            if parameters[name].numel() == values.numel()
         ]
-        for close, name, tensor in sorted(alike, key=lambda each: -each[0]):
+        for close, name, tensor in sorted(alike, key=lambda candidate: -candidate[0]):
             if (
                 close > _ALIKE
                 and name not in dict(named)
@@ -115,25 +119,27 @@ class OpenVINODissection(Dissection):
         kinds = dict[str, list[tuple[str, StoredTensor]]]()
         parts = []
         for name, tensor in named:  # in_proj of all blocks
-            if math.prod(tensor.shape) == own[name].numel():
+            if math.prod(tensor.shape) == parameters[name].numel():
                 kinds.setdefault(re.sub(r"\d+", "", name), []).append((name, tensor))
             else:
                 parts.append(Part(tensor.name, tensor, name))
         for members in kinds.values():
             fitting = [
-                (own[n], t.shape, t.read, self._is_turned(t, own[n])) for n, t in members
+                (parameters[n], t.shape, t.read, self._is_turned(t, parameters[n]))
+                for n, t in members
             ]
-            ways = dissection.arrangements(fitting)
+            arranging = dissection.arrangements(fitting)
             parts += [
-                Part(t.name, t, n, way) for (n, t), way in zip(members, ways, strict=True)
+                Part(t.name, t, n, arrange)
+                for (n, t), arrange in zip(members, arranging, strict=True)
             ]
         return parts
 
     def _is_turned(self, tensor: StoredTensor, parameter: torch.Tensor) -> bool:
-        own = tuple(parameter.shape)
+        shape = tuple(parameter.shape)
         plain = tuple(size for size in tensor.shape if size > 1)
-        if len(own) != 2 or own[0] != own[1]:
-            return len(own) == 2 and plain == own[::-1]
+        if len(shape) != 2 or shape[0] != shape[1]:
+            return len(shape) == 2 and plain == shape[::-1]
         return _is_input_major(self._ends[tensor.name])
 
     def settings(self, model: LoadedModel) -> list[Disagreement]:
@@ -152,35 +158,35 @@ class OpenVINODissection(Dissection):
                 "convert it with the original's config.json",
             )
             for value in sorted(set(_epsilons(self._graph)))
-            if wanted and not any(dissection.same(value, own) for own in wanted)
+            if wanted and not any(dissection.same(value, epsilon) for epsilon in wanted)
         ]
 
     def tokenizer(self, model: LoadedModel) -> Iterator[Disagreement]:
         yield from super().tokenizer(model)
         graphs = self.folder / TOKENIZER_FILE, self.folder / DETOKENIZER_FILE
-        there = (
+        present = (
             all(graph.is_file() for graph in graphs)
             and find_spec("openvino_tokenizers") is not None
         )
-        if model.tokenizer is None or not there:
+        if model.tokenizer is None or not present:
             return
         import openvino_tokenizers  # noqa: F401 - registers its operations
 
         again = f"make {TOKENIZER_FILE} again with openvino_tokenizers"
         try:
             graph = ov.Core().read_model(graphs[0])
-            found = differences(model.tokenizer, *graphs)
+            sentences = differences(model.tokenizer, *graphs)
         except RuntimeError as error:
             graph = None
-            found = [f"cannot be run: {last_line(error)}"]
-        if graph is None or len(found) > FEW:
-            words = f"{TOKENIZER_FILE} {found[0]}"
+            sentences = [f"cannot be run: {last_line(error)}"]
+        if graph is None or len(sentences) > FEW:
+            words = f"{TOKENIZER_FILE} {sentences[0]}"
             yield Disagreement("tokenizer", words, again, about=dissection.VOCABULARY)
         if graph is not None and graph.has_rt_info("chat_template"):
-            held = Texts(template=graph.get_rt_info("chat_template").astype(str))
+            stored = Texts(template=graph.get_rt_info("chat_template").astype(str))
             expected = Texts(template=default_template(model.tokenizer.chat_template))
             again += ": it holds a chat template too"
-            yield from dissection.other_texts(held, expected, lambda *_: again)
+            yield from dissection.other_texts(stored, expected, lambda *_: again)
 
     def open(self, settings: SessionSettings) -> Session:
         if self._exported:
@@ -207,9 +213,9 @@ def _weights(graph: Any) -> Iterator[tuple[str, Any]]:
             continue
         end = _end(node.output(0))
         key = end.get_node().get_friendly_name(), end.get_index()
-        held = ends.get(key)
+        earlier = ends.get(key)
         # Its scales and zero points lead to the same end; the weight is the largest.
-        if held is None or _size(node) > _size(held[0]):
+        if earlier is None or _size(node) > _size(earlier[0]):
             ends[key] = node, end
     for node, end in ends.values():
         yield node.get_friendly_name(), end
@@ -250,7 +256,7 @@ def _stored(name: str, end: Any) -> StoredTensor:
     shape = tuple(end.get_shape())
     fmt = _format(kind, weight, [node for node in floats if node is not weight])
     spelled = _FLOATS.get(kind) or (fmt.name if fmt is not None else "")
-    known = spelled if spelled in (*known_formats(), *dissection.DTYPES) else ""
+    format_name = spelled if spelled in (*known_formats(), *dissection.DTYPES) else ""
     group = f" g{fmt.group_size}" if fmt is not None and fmt.group_size else ""
 
     def read() -> torch.Tensor:
@@ -259,18 +265,24 @@ def _stored(name: str, end: Any) -> StoredTensor:
         )
 
     return StoredTensor(
-        name, kind + group, shape, size, read, known, dissection.rounding(fmt or known)
+        name,
+        kind + group,
+        shape,
+        size,
+        read,
+        format_name,
+        dissection.rounding(fmt or format_name),
     )
 
 
-def _format(kind: str, weight: Any, others: list[Any]) -> Format | None:
+def _format(kind: str, weight: Any, nodes: list[Any]) -> Format | None:
     """The format of a compressed weight; groups are the last axis of what is stored."""
-    if _EXPONENTS in {node.get_element_type().get_type_name() for node in others}:
+    if _EXPONENTS in {node.get_element_type().get_type_name() for node in nodes}:
         return get_format("mxfp4") if kind == "f4e2m1" else None
     if kind not in _BITS or kind in _LEVELS:
         return None
     shape = list(weight.get_output_shape(0))
-    scales = max((_size(node) for node in others), default=1)
+    scales = max((_size(node) for node in nodes), default=1)
     group = shape[-1] if len(shape) == 3 and scales > math.prod(shape[:-2]) else None
     make = ZeroPointFormat if kind.startswith("u") else SignedScaleFormat
     name = f"{'uint' if kind.startswith('u') else 'int'}{_BITS[kind]}" + (
@@ -291,13 +303,13 @@ def _value(node: Any) -> npt.NDArray[Any]:
     kind = node.get_type_name()
     if kind == "Constant":
         return _numbers(node)
-    first, *others = [_value(value.get_node()) for value in node.input_values()]
+    first, *operands = [_value(value.get_node()) for value in node.input_values()]
     if kind == "Multiply":
-        return first * others[0]
+        return first * operands[0]
     if kind == "Subtract":
-        return first - others[0]
+        return first - operands[0]
     if kind == "Transpose":
-        return first.transpose(others[0].astype(int))
+        return first.transpose(operands[0].astype(int))
     return first.reshape(tuple(node.get_output_shape(0))) if kind in _SHAPING else first
 
 
@@ -306,7 +318,7 @@ def _numbers(node: Any) -> npt.NDArray[Any]:
     shape = tuple(node.get_output_shape(0))
     if (bits := _BITS.get(kind, 8)) < 8:
         packed = raw_bytes(node)
-        parts = [packed >> place & 2**bits - 1 for place in range(0, 8, bits)]
+        parts = [packed >> shift & 2**bits - 1 for shift in range(0, 8, bits)]
         codes = np.stack(parts, -1).reshape(-1)[: math.prod(shape)].reshape(shape)
         if kind in _LEVELS:
             return _LEVELS[kind][codes]

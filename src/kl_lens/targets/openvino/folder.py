@@ -14,9 +14,9 @@ ACTIVATION_GROUPS = ["runtime_options", "DYNAMIC_QUANTIZATION_GROUP_SIZE"]
 DETOKENIZER_FILE = "openvino_detokenizer.xml"
 
 
-def graph_file(place: Path) -> Path:
+def graph_file(path: Path) -> Path:
     """The graph in an exported folder; an .xml file is returned as it is."""
-    if place.suffix == ".xml":
-        return place
-    read_artifact(place)  # says in one line what is missing
-    return place / IR_FILE
+    if path.suffix == ".xml":
+        return path
+    read_artifact(path)  # says in one line what is missing
+    return path / IR_FILE

@@ -54,7 +54,7 @@ class StaticShape:
 
 
 # What was made of models in memory. Tracing takes seconds, and plans differ only in their constants.
-_made: WeakKeyDictionary[nn.Module, dict[Hashable, Any]] = WeakKeyDictionary()
+_built: WeakKeyDictionary[nn.Module, dict[Hashable, Any]] = WeakKeyDictionary()
 _proven: WeakSet[nn.Module] = WeakSet()
 
 
@@ -63,11 +63,11 @@ def on_cpu(model: nn.Module) -> nn.Module:
 
     def copied() -> nn.Module:
         # Tensors that deepcopy finds here are not copied on the card first.
-        here: dict[int, Any] = {
+        memo: dict[int, Any] = {
             id(p): nn.Parameter(p.detach().cpu(), False) for p in model.parameters()
         }
-        here |= {id(buffer): buffer.cpu() for buffer in model.buffers()}
-        return copy.deepcopy(model, here)
+        memo |= {id(buffer): buffer.cpu() for buffer in model.buffers()}
+        return copy.deepcopy(model, memo)
 
     return (
         model
@@ -90,16 +90,16 @@ def graph_of(
     ).clone()
 
 
-def _remembered(model: nn.Module, how: Hashable, build: Callable[[], Made]) -> Made:
+def _remembered(model: nn.Module, variant: Hashable, build: Callable[[], Made]) -> Made:
     """What was made of a model is kept as long as its weights do not change."""
-    key = (how, tuple(state_of(parameter) for parameter in model.parameters()))
-    known = _made.setdefault(model, {})
-    if key not in known:
-        for other in [k for k in known if k[1] != key[1]]:  # type: ignore[index]
-            del known[other]  # made from other weights
-        known[key] = build()
-    made: Made = known[key]
-    return made
+    key = (variant, tuple(state_of(parameter) for parameter in model.parameters()))
+    built = _built.setdefault(model, {})
+    if key not in built:
+        for outdated in [k for k in built if k[1] != key[1]]:  # type: ignore[index]
+            del built[outdated]  # made from other weights
+        built[key] = build()
+    result: Made = built[key]
+    return result
 
 
 def _prove(model: nn.Module, family: str) -> None:
@@ -179,10 +179,10 @@ def _build_images(model: nn.Module, task: ImageTask) -> ov.Model:
     ids = task.sample(model, 1, 4)
     with torch.inference_mode():
         expected = task.forward(model, ids)[0].float().cpu().numpy()
-    given = session.ImageSession(_compiled(graph), task.preparation, {}).logits(
+    logits = session.ImageSession(_compiled(graph), task.preparation, {}).logits(
         ids[0].tolist()
     )
-    off = float(np.abs(given - expected).max() / np.abs(expected).max())
+    off = float(np.abs(logits - expected).max() / np.abs(expected).max())
     if not off <= PROOF_SHARE:
         raise TargetError(
             f"{type(model).__name__}: OpenVINO {ov.__version__} gives logits that are off by {off:.1e} of the "
@@ -232,8 +232,8 @@ def _stitch(
     names = graph.state_names
     parameters = converted.get_parameters()
     values = [result.input_value(0) for result in converted.get_results()]
-    taken = [len(site.arguments) for site in graph.sites]
-    expected = (1 + len(names) + len(graph.sites), 1 + len(names) + sum(taken))
+    counts = [len(site.arguments) for site in graph.sites]
+    expected = (1 + len(names) + len(graph.sites), 1 + len(names) + sum(counts))
     if (len(parameters), len(values)) != expected:
         raise TargetError(
             f"the graph has {len(parameters)} inputs and {len(values)} outputs, not {expected}"
@@ -253,8 +253,8 @@ def _stitch(
         scans.replace(parameter, ops.gather(read, beams, scans.constant(0)))
         sinks.append(_assign(value, variable))
     for index, (site, result) in enumerate(zip(graph.sites, results, strict=True)):
-        first = 1 + len(names) + sum(taken[:index])
-        arguments = values[first : first + taken[index]]
+        first = 1 + len(names) + sum(counts[:index])
+        arguments = values[first : first + counts[index]]
         state, variable = _scan_state(site, static, beams)
         y, last = _scan(site, arguments, state, static)
         scans.replace(result, y)

@@ -61,8 +61,8 @@ class DeviceProfile:
         asymmetric8 = fmt.bits == 8 and not fmt.symmetric
         if asymmetric8 or not isinstance(fmt, _KINDS):
             return "OpenVINO stores FP16, NNCF's integers, uint2, NF4 and MXFP4 only"
-        held = isinstance(fmt, self.kinds) and fmt.bits in self.bits
-        return None if held else f"profile {self.name} holds no {fmt.name}"
+        fits = isinstance(fmt, self.kinds) and fmt.bits in self.bits
+        return None if fits else f"profile {self.name} holds no {fmt.name}"
 
 
 PROFILES = {

@@ -69,13 +69,13 @@ def number_names(model: ov.Model) -> None:
     that the same plan always gives the same bytes."""
     nodes = (node for graph in graphs(model) for node in graph.get_ordered_ops())
     for number, node in enumerate(nodes):
-        own = f"{node.get_type_name()}_{number}"
+        unique = f"{node.get_type_name()}_{number}"
         if _MADE_UP.fullmatch(node.get_friendly_name()):
-            node.set_friendly_name(own)
+            node.set_friendly_name(unique)
         for index, output in enumerate(node.outputs()):
             if any(map(_MADE_UP.fullmatch, names := output.get_names())):
-                kept = {name for name in names if not _MADE_UP.fullmatch(name)}
-                output.get_tensor().set_names(kept | {f"{own}:{index}"})
+                lasting = {name for name in names if not _MADE_UP.fullmatch(name)}
+                output.get_tensor().set_names(lasting | {f"{unique}:{index}"})
 
 
 def _each(
@@ -120,18 +120,18 @@ def weights_on_the_right(model: ov.Model) -> int:
 
     def turned(node: Any) -> Any | None:
         attributes = node.get_attributes()
-        left = node.input_value(0)
-        right = node.input_value(1)
-        if left.get_node().get_type_name() != "Constant" or attributes["transpose_a"]:
+        matrix = node.input_value(0)
+        x = node.input_value(1)
+        if matrix.get_node().get_type_name() != "Constant" or attributes["transpose_a"]:
             return None
-        if [value.get_partial_shape().rank.get_length() for value in (left, right)] != [
+        if [value.get_partial_shape().rank.get_length() for value in (matrix, x)] != [
             2,
             3,
         ]:
             return None
         order = constant([0, 2, 1])
-        rows = right if attributes["transpose_b"] else ops.transpose(right, order)
-        return ops.transpose(ops.matmul(rows, left, False, True), order)
+        rows = x if attributes["transpose_b"] else ops.transpose(x, order)
+        return ops.transpose(ops.matmul(rows, matrix, False, True), order)
 
     return _each(model, ("MatMul",), turned)
 

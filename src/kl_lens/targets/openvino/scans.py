@@ -125,9 +125,9 @@ def delta_scan(inputs: Inputs, shape: tuple[int, ...]) -> tuple[Value, Value]:
     q, k, v, b = (
         reshaped(tokens[name], [heads, 1, width]) for name, width in widths.items()
     )
-    kept = ops.multiply(before, reshaped(decay, [heads, decays, 1]))
-    news = ops.multiply(ops.subtract(v, ops.matmul(k, kept, False, False)), b)
-    after = ops.add(kept, ops.multiply(reshaped(tokens["key"], [heads, keys, 1]), news))
+    faded = ops.multiply(before, reshaped(decay, [heads, decays, 1]))
+    news = ops.multiply(ops.subtract(v, ops.matmul(k, faded, False, False)), b)
+    after = ops.add(faded, ops.multiply(reshaped(tokens["key"], [heads, keys, 1]), news))
     y = reshaped(ops.matmul(q, after, False, False), [1, heads, values])
     body = ov.Model(
         [ops.result(after), ops.result(y)],
@@ -287,9 +287,9 @@ def one_token_scan(inputs: Inputs, sizes: Sizes) -> tuple[Value, Value]:
     heads, width, states, groups = sizes
     columns = heads // groups * width
     decay = ops.exp(ops.multiply(dt, ops.unsqueeze(a, constant(0))))
-    ones = constant(np.ones((1, width)), np.float32)
-    ones.set_friendly_name("kl_lens/ones")
-    over_width = ops.multiply(reshaped(decay, [heads, 1]), ones)
+    row = constant(np.ones((1, width)), np.float32)
+    row.set_friendly_name("kl_lens/ones")
+    over_width = ops.multiply(reshaped(decay, [heads, 1]), row)
     inflow = reshaped(
         ops.multiply(x, ops.unsqueeze(dt, constant(2))), [groups, 1, columns]
     )
@@ -321,17 +321,17 @@ def one_or_many_scan(inputs: Inputs, sizes: Sizes) -> tuple[Value, Value]:
         y, last = scan(tuple(parameters), sizes)
         return ov.Model([ops.result(y), ops.result(last)], parameters, name)
 
-    one = branch(one_token_scan, "one_token")
-    many = branch(chunked_scan, "many_tokens")
+    single = branch(one_token_scan, "one_token")
+    chunked = branch(chunked_scan, "many_tokens")
     choice = ops.if_op(_output(ops.equal(length(inputs[0]), constant(1))))
-    choice.set_then_body(one)
-    choice.set_else_body(many)
+    choice.set_then_body(single)
+    choice.set_else_body(chunked)
     for value, for_one, for_many in zip(
-        inputs, one.get_parameters(), many.get_parameters(), strict=True
+        inputs, single.get_parameters(), chunked.get_parameters(), strict=True
     ):
         choice.set_input(_output(value), for_one, for_many)
-    y = choice.set_output(one.results[0], many.results[0])
-    last = choice.set_output(one.results[1], many.results[1])
+    y = choice.set_output(single.results[0], chunked.results[0])
+    last = choice.set_output(single.results[1], chunked.results[1])
     return y, last
 
 

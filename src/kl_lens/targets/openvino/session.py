@@ -84,12 +84,12 @@ def open_session(
     return OpenVINOSession(compiled, folder, static, about | {"static_tokens": static})
 
 
-def try_out(place: Path) -> None:
+def try_out(path: Path) -> None:
     """For `quarantine`: opens and runs an exported folder, or a graph from elsewhere."""
-    if place.is_dir():
-        session = open_session(place)
+    if path.is_dir():
+        session = open_session(path)
     else:
-        session = ForeignSession(place, SessionSettings())
+        session = ForeignSession(path, SessionSettings())
     session.logits([0, 0])
 
 
@@ -115,15 +115,15 @@ class OpenVINOSession(FedSession):
     def __init__(
         self,
         compiled: ov.CompiledModel,
-        place: Path,
+        path: Path,
         static: int | None,
         description: dict[str, Any],
     ) -> None:
-        self.path = place
+        self.path = path
         self.description = description
         self._static = static
         names = [output.get_names() for output in compiled.outputs]
-        self._at = next((i for i, given in enumerate(names) if "logits" in given), 0)
+        self._at = next((i for i, name in enumerate(names) if "logits" in name), 0)
         self.vocabulary = int(
             compiled.outputs[self._at].get_partial_shape()[2].get_length()
         )
@@ -252,8 +252,8 @@ def _choose_rows(graph: ov.Model) -> None:
     rows = ops.parameter(ov.PartialShape([-1]), np.int64)
     rows.set_friendly_name("rows")
     rows.output(0).get_tensor().set_names({"rows"})
-    kept = ops.gather(head.input_value(0), rows, ops.constant(np.int64(1)))
-    head.input(0).replace_source_output(kept.output(0))
+    chosen = ops.gather(head.input_value(0), rows, ops.constant(np.int64(1)))
+    head.input(0).replace_source_output(chosen.output(0))
     graph.add_parameters([rows])
     graph.validate_nodes_and_infer_types()
 
@@ -277,16 +277,16 @@ def computes_in_bfloat16() -> bool:
 @functools.cache
 def rounds_in_groups() -> bool:
     """Whether kernels round activations in groups of 32 (`profiles`) where nothing is set: a small product tells."""
-    ones = ops.constant(np.ones((2, 64), np.int8))
+    matrix = ops.constant(np.ones((2, 64), np.int8))
     weight = ops.multiply(
-        ops.convert(ones, "f32"), ops.constant(np.ones((2, 1), np.float32))
+        ops.convert(matrix, "f32"), ops.constant(np.ones((2, 1), np.float32))
     )
     row = np.full((1, 64), 0.4, np.float32)
     row[0, 0] = 127  # beside it, 0.4 becomes 0
     x = ops.parameter(ov.PartialShape([-1, 64]), np.float32)
     product = ov.Model([ops.matmul(x, weight, False, True)], [x])
-    found = float(core().compile_model(product, "CPU")([row])[0][0, 0])
-    return abs(found - (127 + 32 * 0.4)) < 1
+    result = float(core().compile_model(product, "CPU")([row])[0][0, 0])
+    return abs(result - (127 + 32 * 0.4)) < 1
 
 
 def read_graph(path: Path) -> ov.Model:
@@ -444,22 +444,22 @@ class ForeignSession(OpenVINOSession):
             else np.array([self._taps])
         )
         positions = np.arange(start, len(self._fed))
-        known: dict[str, npt.NDArray[Any]] = {
+        values: dict[str, npt.NDArray[Any]] = {
             IDS: np.array([self._fed[start:]]),
             ATTENTION_MASK: np.ones((1, len(self._fed))),
             BEAM_IDX: np.zeros(1),
             POSITIONS: positions[None],
             CACHE_POSITION: positions if taps is None else taps,
         }
-        given = {}
+        tensors = {}
         for port in (
             self._inputs
         ):  # in its own type; states are empty, or zero where their size is fixed
             axes = enumerate(port.get_partial_shape())
             sizes = [d.get_length() if d.is_static else int(i == 0) for i, d in axes]
-            value = known.get(name := port.get_any_name(), np.zeros(sizes))
-            given[name] = value.astype(port.get_element_type().to_dtype())
-        return self._infer(given)[-len(tokens) :]
+            value = values.get(name := port.get_any_name(), np.zeros(sizes))
+            tensors[name] = value.astype(port.get_element_type().to_dtype())
+        return self._infer(tensors)[-len(tokens) :]
 
 
 def _feedable(path: Path) -> ov.Model:
@@ -471,8 +471,8 @@ def _feedable(path: Path) -> ov.Model:
     )
     names = _names(graph)
     shape = output.get_partial_shape()
-    known = {IDS, ATTENTION_MASK, POSITIONS, BEAM_IDX, CACHE_POSITION}
-    if odd := sorted(name for name in names - known if not name.startswith(_PAST)):
+    feedable = {IDS, ATTENTION_MASK, POSITIONS, BEAM_IDX, CACHE_POSITION}
+    if odd := sorted(name for name in names - feedable if not name.startswith(_PAST)):
         raise UnsupportedError(
             f"{path.name} has an input {odd[0]!r}, which KL Lens cannot feed"
         )
