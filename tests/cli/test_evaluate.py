@@ -224,7 +224,7 @@ def test_files_of_others_side_by_side(
         small, whole = (file for file in entrants if file["runtime"] == runtime)
         assert small["kl_mean"]["value"] > whole["kl_mean"]["value"]
     drawn = chart.read_text()
-    assert drawn.startswith("<svg")
+    assert drawn.startswith("<!-- KL Lens -->\n<svg")
     assert all(file["file"] in drawn for file in entrants)
     assert (
         main(["evaluate", *folders[:2], "--model", str(tiny_folder), *text, *SHORT]) == 0

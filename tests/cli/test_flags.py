@@ -30,7 +30,7 @@ COMMANDS = [
     "report --out a.html",
     "publish runs/x gguf --to org/name --base-model org/original --private --dry-run",
     "paper import --model m --int4 a.json --int8 b.json",
-    "run some/model --max-bytes 1.234567MB --targets '' --without rank,report",
+    "run some/model --max-bytes 1.234567MB --targets gguf --without rank,report",
 ]
 
 

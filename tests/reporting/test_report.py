@@ -343,16 +343,16 @@ def test_hostile_names_of_everything_stay_text(tmp_path: Path) -> None:
     assert HOSTILE[0] in tree.with_id("speed").words
 
 
-def test_an_empty_run_still_makes_a_page_and_a_damaged_record_is_named(
+def test_an_empty_run_and_a_damaged_record_are_named(
     tmp_path: Path,
 ) -> None:
-    with Run.create(tmp_path / "empty") as run:
-        page = write_report(run).read_text(encoding="utf-8")
-        assert [s.attributes["id"] for s in read(page).all("section")] == ["provenance"]
-        with pytest.raises(RunError, match="is a folder"):
-            write_report(run, tmp_path)
+    empty = pytest.raises(RunError, match="has an empty journal; make a run with")
+    with Run.create(tmp_path / "empty") as run, empty:
+        write_report(run)
     folder = make_run(tmp_path / "run", stages=("plan",))
     with Run.open(folder) as run:
+        with pytest.raises(RunError, match="is a folder"):
+            write_report(run, tmp_path)
         subject = about(run, "torch", "small")
         run.store_result(
             "score", subject, "perplexity|t|d", {"subject": subject.to_json()}

@@ -81,6 +81,8 @@ def _unreadable(place: Path) -> str:
             if content and isinstance(content, dict):
                 continue
         return f"{path} {damage(path)}"
+    if place.is_file():
+        return f"{place} could not be read"
     return f"the tokenizer in {place} could not be read: copy its files again"
 
 

@@ -356,9 +356,10 @@ def measure_recipes(
     )
     learns = next((c.recipe for c in every if c.recipe.quantizer.learns), None)
     if learns is not None and StoredStatistics.held_by(learnt_in) is None:
-        command = shlex.join(
-            ["calibrate", model.source or model.name, "--run", str(learnt_in)]
-        )
+        words = ["calibrate", model.source or model.name, "--run", str(learnt_in)]
+        # A run that has measured nothing does not know its text yet.
+        words += ["--text", windows.label, "--window-length", str(windows.length)]
+        command = shlex.join(words)
         why = f"{learns} needs statistics and {learnt_in} has none"
         raise UnlearntError(f"{why}; gather them with: kl-lens {command}")
     sweep.identify(windows)  # raises early if this does not belong in the run

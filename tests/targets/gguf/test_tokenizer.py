@@ -290,7 +290,7 @@ def test_a_list_of_tokens(tmp_path: Path) -> None:
     (tmp_path / "tokens.txt").write_text("A\n\nB\n")
     with pytest.raises(
         CheckpointError,
-        match=r"tokens.txt could not be read: line 2, '', is empty, there twice",
+        match=r"tokens.txt could not be read \(line 2, '', is empty, there twice",
     ):
         load_tokenizer(tmp_path, tmp_path / "tokens.txt", trust_remote_code=False)
 
