@@ -103,6 +103,6 @@ def test_the_documentation_is_short() -> None:
     assert words[README] < 900
     releases = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").split("\n## ")
     assert max(len(release.split()) for release in releases) <= 280
-    assert sum(words.values()) <= 26_500, (
+    assert sum(words.values()) <= 27_000, (
         "docs/**.md, README, CONTRIBUTING, SECURITY and CHANGELOG together"
     )
