@@ -11,6 +11,7 @@ from huggingface_hub import ModelCard
 
 from kl_lens.cli.main import main
 from kl_lens.run.folder import RECOMMENDED, Run
+from kl_lens.run.records import checked_plan_name
 from kl_lens.targets import read_artifact
 from tests.hub_server import Hub
 
@@ -29,49 +30,52 @@ def made(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
     ]
     held_out = ["--held-out", "wikitext2:test", "--held-out-windows", "2"]
     target = ["--run", run, "--target", "openvino"]
-    for words in (
-        ["measure", str(tiny_folder), *target, "--formats", "int4,int8", *text],
-        [
-            "plan",
-            *target,
-            "--max-bpw",
-            "9",
-            "--name",
-            "recommended-openvino",
-            "--rivals",
-            "usual",
-            "--write-recipe",
-            "nncf",
-            *held_out,
-        ],
-        [
-            "export",
-            *target,
-            "--plan",
-            "recommended-openvino,stock.int8_sym",
-            "--fallback",
-        ],
-        [
-            "evaluate",
-            "--run",
-            run,
-            "--plan",
-            "recommended-openvino,stock.int8_sym",
-            "--targets",
-            "openvino",
-            "--perplexity",
-            "wikitext2:test",
-            "--divergence",
-            "",
-            "--window",
-            "32",
-            "--limit",
-            "2",
-            "--threads",
-            "1",
-        ],
-    ):
-        assert main(words) == 0, words
+    # `kl-lens run` gives such names; a user may not.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kl_lens.study.plan.require_own_plan_name", checked_plan_name)
+        for words in (
+            ["measure", str(tiny_folder), *target, "--formats", "int4,int8", *text],
+            [
+                "plan",
+                *target,
+                "--max-bpw",
+                "9",
+                "--name",
+                "recommended-openvino",
+                "--rivals",
+                "usual",
+                "--write-recipe",
+                "nncf",
+                *held_out,
+            ],
+            [
+                "export",
+                *target,
+                "--plan",
+                "recommended-openvino,stock.int8_sym",
+                "--fallback",
+            ],
+            [
+                "evaluate",
+                "--run",
+                run,
+                "--plan",
+                "recommended-openvino,stock.int8_sym",
+                "--targets",
+                "openvino",
+                "--perplexity",
+                "wikitext2:test",
+                "--divergence",
+                "",
+                "--window",
+                "32",
+                "--limit",
+                "2",
+                "--threads",
+                "1",
+            ],
+        ):
+            assert main(words) == 0, words
     return Path(run)
 
 

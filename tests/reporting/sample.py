@@ -245,7 +245,7 @@ def _plan(run: Run, verified: bool) -> list[Plan]:
         )
         finished.append(done)
     run.note_command(shlex.split("kl-lens plan --run runs/sample --paper --verify"))
-    words = "kl-lens plan --run runs/sample --max-bytes 80kB --name recommended --verify"
+    words = "kl-lens plan --run runs/sample --max-bytes 80kB --name small --verify"
     run.note_command(shlex.split(words))
     return finished
 
