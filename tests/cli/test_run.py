@@ -4,9 +4,11 @@ import json
 import re
 import shutil
 from pathlib import Path
+from threading import Thread, current_thread, main_thread
 from typing import Any
 
 import pytest
+import transformers
 import yaml
 
 from kl_lens import model, planning
@@ -15,7 +17,7 @@ from kl_lens.cli.main import main, parse, settings_from
 from kl_lens.judging import EvaluationText, JudgedArtifact
 from kl_lens.judging.ahead import Ahead
 from kl_lens.judging.evaluator import Arrived
-from kl_lens.model import load
+from kl_lens.model import beginning, load
 from kl_lens.reporting.answer import recommended_names
 from kl_lens.reporting.data import collect
 from kl_lens.run.folder import Run
@@ -399,6 +401,27 @@ def test_a_file_that_fails_in_its_runtime_is_named_first_and_never_suggested(
     failed = {"exported": "export --target openvino", "judged": "evaluate"}[when]
     assert f"Failed, see the log: {failed}." in lines
     assert f"Report: kl-lens report --run {folder} --open" in lines
+
+
+def test_bos_is_decided_before_a_file_is_written_and_in_no_other_thread(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silent = Path(shutil.copytree(tiny_folder, tmp_path / "silent"))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(silent)
+    tokenizer.bos_token = "the"
+    tokenizer.save_pretrained(silent)
+    threads: list[Thread] = []
+
+    def perplexities(*_: object) -> tuple[float, float]:
+        threads.append(current_thread())
+        return 10.0, 7.0
+
+    monkeypatch.setattr(beginning, "_perplexities", perplexities)
+    too_small = ["--budget", "1%", "--targets", "openvino"]
+    main(words(tmp_path / "run", silent, *too_small))
+    assert threads == [main_thread()]
+    written = tmp_path / "run/artifacts/openvino/uniform_fp16/tokenizer_config.json"
+    assert json.loads(written.read_text())["add_bos_token"] is True
 
 
 def test_a_yaml_file_equals_the_flags_and_flags_win(tmp_path: Path, capsys) -> None:

@@ -82,10 +82,18 @@ def test_two_windows_decide_once_where_the_tokenizer_is_silent(
     model.task.drawn(TEXT, windows=2, length=32)
 
 
-def tiny(**changes: Any) -> torch.nn.Module:
+def test_a_token_that_the_model_does_not_have_is_named_by_whoever_draws_the_windows(
+    silent: Any,
+) -> None:
+    task = LoadedModel("tiny", Path(), tiny(vocabulary=2), silent).task
+    with pytest.raises(TextError, match="the embedding of tiny has only 2 rows"):
+        task.drawn(TEXT, windows=1, length=8)
+
+
+def tiny(vocabulary: int = VOCABULARY, **changes: Any) -> torch.nn.Module:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=2,

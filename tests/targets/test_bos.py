@@ -12,7 +12,7 @@ import transformers
 from kl_lens import judging
 from kl_lens.base.files import reference_path
 from kl_lens.judging.scoring import divergence_values, likelihood_values, score_text
-from kl_lens.model import LoadedModel
+from kl_lens.model import LoadedModel, beginning
 from kl_lens.model.beginning import Beginning
 from kl_lens.run.records import Plan
 from kl_lens.targets import export, open_session
@@ -32,8 +32,7 @@ TEXT = TextSource("made-up", None, (Document("made-up", "The old city. " * 100),
 
 def model(bos: str) -> LoadedModel:
     tokenizer = transformers.AutoTokenizer.from_pretrained(reference_path("mamba"))
-    beginning = Beginning(tokenizer, bos)
-    return replace(small_mamba(tokenizer), beginning=beginning)
+    return replace(small_mamba(tokenizer), beginning=Beginning(tokenizer, bos))
 
 
 @pytest.mark.parametrize("bos", ["yes", "no"])
@@ -72,6 +71,16 @@ def test_the_file_says_what_was_measured(target: str, bos: str, tmp_path: Path) 
     assert divergence_values(scores)["kl_mean"].value < 1e-4
     if target == "openvino":
         assert _converted(folder, "The city") == begun
+
+
+def test_an_export_asks_two_windows_where_the_tokenizer_is_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(beginning, "_perplexities", lambda *_: (10.0, 7.0))
+    folder = tmp_path / "made"
+    export(model("auto"), Plan("p", {}, made_by="test"), "openvino", folder)
+    config = (folder / "tokenizer_config.json").read_text(encoding="utf-8")
+    assert json.loads(config)["add_bos_token"] is True
 
 
 def _converted(folder: Path, text: str) -> list[int]:

@@ -74,7 +74,8 @@ class Beginning:
         """The choice; measured on two windows of a text if it is not known yet."""
         if self.choice != AUTO:
             return self.choice
-        with suppress(TextError):  # whoever asked for the text says what is wrong with it
+        # Whoever asked for the text says what is wrong with it, or with its tokens.
+        with suppress(TextError, IndexError):
             text = open_text(source) if isinstance(source, str) else source
             before, after = _perplexities(model, self.tokenizer, text)
             self.decide(YES if after < FALLS_TO * before else NO)

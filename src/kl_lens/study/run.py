@@ -406,6 +406,8 @@ class _Job:
             target=self._tokenize, daemon=True
         )  # does not hold up a command that ends
         if self.journal.text_identity(CALIBRATION) is None:
+            # Runs the model, which an export beside the other thread changes for a while.
+            self.model.beginning.settle(self.model, settings.calibration.text)
             tokenizing.start()
         self.do("inspect", lambda: self.model)
         self.plan_fp16()

@@ -45,6 +45,7 @@ class Target(
         """
         earlier = earlier_artifact(folder)
         require_own_folder(folder)
+        model.beginning.settle(model)  # the files say it
         with replacing(folder) as draft:
             artifact = self.write(model, plan, draft, **options)
             artifact = replace(
