@@ -84,20 +84,20 @@ class Part:
         """
         shape = into.shape
         count = into.numel()
-        zero, one = (
+        zero, unit = (
             float(self.arrange(torch.full(shape, end)).flatten()[0]) for end in (0.0, 1.0)
         )
-        ends = round(zero, 3), round(one, 3)
+        ends = round(zero, 3), round(unit, 3)
         if (inverse := _INVERSES.get(ends)) is None:
             return None
         if ends == (0.0, 1.0):
-            places = self.arrange(torch.arange(count).reshape(shape))
+            positions = self.arrange(torch.arange(count).reshape(shape))
         else:  # of a vector or a small matrix; in steps below one, so that exp stays finite
             steps = (torch.arange(count, dtype=torch.float64) + 0.5) / count
-            places = (
+            positions = (
                 inverse(self.arrange(steps.float().reshape(shape)).double()) * count - 0.5
             ).round()
-        index = places.flatten().long()
+        index = positions.flatten().long()
         if values.numel() != index.numel():
             return None
         factors = (
@@ -124,14 +124,14 @@ class Disagreement:
 
 
 def setting(
-    name: str, found: Any, expected: Any, advice: str = "", **more: Any
+    name: str, actual: Any, expected: Any, advice: str = "", **more: Any
 ) -> Disagreement:
     """A key with another value; None: it is not there."""
-    here, there = (
-        "missing" if value is None else _shown(value) for value in (found, expected)
+    actual_text, expected_text = (
+        "missing" if value is None else _shown(value) for value in (actual, expected)
     )
     return Disagreement(
-        name, f"{name} is {here} in the file, {there} in the original", advice, **more
+        name, f"{name} is {actual_text} in the file, {expected_text} in the original", advice, **more
     )
 
 
@@ -162,10 +162,10 @@ class Dissection(ABC):
     def tokenizer(self, model: LoadedModel) -> Iterator[Disagreement]:
         """What of its tokenizer and chat template is not the original's, without running it."""
         if (self.folder / TOKENIZER_FILE).is_file() and model.tokenizer is not None:
-            found = Texts.of(self.folder)
+            actual = Texts.of(self.folder)
             expected = Texts.of(model.folder)
             yield from other_texts(
-                found, expected, lambda *_: "copy the original's tokenizer files"
+                actual, expected, lambda *_: "copy the original's tokenizer files"
             )
 
     def strings(self, tokenizer: Any) -> list[str]:
@@ -340,30 +340,30 @@ def _arranged(
     return change(value.T if turned else value).reshape(shape)
 
 
-def same(found: Any, expected: Any) -> bool:
+def same(actual: Any, expected: Any) -> bool:
     """Whether two settings mean the same; a list of one number for all layers is that number."""
-    if isinstance(found, list) != isinstance(expected, list):
-        one, many = (expected, found) if isinstance(found, list) else (found, expected)
-        return set(many) - {0} <= {one}
-    if isinstance(expected, float) and isinstance(found, int | float):
-        return math.isclose(found, expected, rel_tol=1e-5)
-    return bool(found == expected)
+    if isinstance(actual, list) != isinstance(expected, list):
+        number, numbers = (expected, actual) if isinstance(actual, list) else (actual, expected)
+        return set(numbers) - {0} <= {number}
+    if isinstance(expected, float) and isinstance(actual, int | float):
+        return math.isclose(actual, expected, rel_tol=1e-5)
+    return bool(actual == expected)
 
 
 def other_settings(
-    found: Mapping[str, Any], expected: Mapping[str, Any], without_effect: re.Pattern[str]
+    actual: Mapping[str, Any], expected: Mapping[str, Any], without_effect: re.Pattern[str]
 ) -> list[Disagreement]:
     """Keys of two config.json that differ; what nothing is computed with, or one of them lacks, says nothing."""
     return [
         setting(
             f"config.json: {key}",
-            found[key],
+            actual[key],
             value,
             "take it from the original's config.json",
         )
         for key, value in expected.items()
-        if key in found and isinstance(value, int | float | str | list)
-        if not without_effect.search(key) and not same(found[key], value)
+        if key in actual and isinstance(value, int | float | str | list)
+        if not without_effect.search(key) and not same(actual[key], value)
     ]
 
 

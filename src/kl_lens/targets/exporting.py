@@ -179,13 +179,13 @@ def require_exported(folder: Path, artifact: Artifact) -> None:
 
 def exported_places(run: Run) -> dict[tuple[str, str], Path]:
     """(target, plan) → exported folder of a run, from its journal and from the run's folder."""
-    places = {}
+    folders = {}
     for name in run.load_all("artifact"):
         target, _, plan = name.partition("/")
-        places[target, plan] = run.artifact_folder(name)
+        folders[target, plan] = run.artifact_folder(name)
     for file in sorted((run.folder / "artifacts").glob(f"*/*/{RECORD_FILE}")):
-        places.setdefault((file.parent.parent.name, file.parent.name), file.parent)
-    return places
+        folders.setdefault((file.parent.parent.name, file.parent.name), file.parent)
+    return folders
 
 
 # -- safetensors, written tensor by tensor, so that the size is known before any tensor is -----------------

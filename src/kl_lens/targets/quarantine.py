@@ -30,14 +30,14 @@ _stood: set[tuple[object, ...]] = (
 
 
 def require_opens(
-    try_out: Callable[[Path], None], place: Path, files: Sequence[Path], runtime: str
+    try_out: Callable[[Path], None], path: Path, files: Sequence[Path], runtime: str
 ) -> None:
     """Raises TargetError if `try_out(place)` fails, crashes or hangs."""
     states = [file.stat() for file in files]
     function = f"{try_out.__module__}:{try_out.__name__}"
     stamp = (
         function,
-        str(place.resolve()),
+        str(path.resolve()),
         *((state.st_size, state.st_mtime_ns) for state in states),
     )
     if stamp in _stood:
@@ -51,40 +51,40 @@ def require_opens(
     limit = _SECONDS + sum(state.st_size for state in states) / _BYTES_PER_SECOND
     again = "export or download it again"
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", __name__, function, str(place), *map(str, files)],
+        process = subprocess.run(
+            [sys.executable, "-m", __name__, function, str(path), *map(str, files)],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             env=environment,
             timeout=limit,
         )
     except subprocess.TimeoutExpired:
-        raise TargetError(f"{place}: {runtime} hangs on it; {again}") from None
+        raise TargetError(f"{path}: {runtime} hangs on it; {again}") from None
     lines = [
-        line for line in done.stderr.decode(errors="replace").splitlines() if line.strip()
+        line for line in process.stderr.decode(errors="replace").splitlines() if line.strip()
     ]
     last = printable(one_line(Exception(lines[-1]))) if lines else ""
-    if done.returncode < 0:
-        name = signal.Signals(-done.returncode).name
-        said = f" ({last})" if last else ""
-        raise TargetError(f"{place}: {runtime} crashes on it with {name}{said}; {again}")
-    if done.returncode:
-        reason = last or f"opening it ended with {done.returncode}"
+    if process.returncode < 0:
+        name = signal.Signals(-process.returncode).name
+        complaint = f" ({last})" if last else ""
+        raise TargetError(f"{path}: {runtime} crashes on it with {name}{complaint}; {again}")
+    if process.returncode:
+        reason = last or f"opening it ended with {process.returncode}"
         raise TargetError(
-            reason if str(place) in reason else f"{place}: {reason}; {again}"
+            reason if str(path) in reason else f"{path}: {reason}; {again}"
         )
     _stood.add(stamp)
 
 
 def main() -> int:
-    (module, _, function), place, *files = sys.argv[1].partition(":"), *sys.argv[2:]
+    (module, _, function), path, *files = sys.argv[1].partition(":"), *sys.argv[2:]
     most = _MEMORY + _MEMORY_PER_BYTE * sum(os.path.getsize(file) for file in files)
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     try:
-        getattr(importlib.import_module(module), function)(Path(place))
+        getattr(importlib.import_module(module), function)(Path(path))
     except MemoryError:
         print(
-            f"{place}: opening it takes more than {most >> 20} MB of memory",
+            f"{path}: opening it takes more than {most >> 20} MB of memory",
             file=sys.stderr,
         )
         return 1

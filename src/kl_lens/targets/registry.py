@@ -31,14 +31,14 @@ TARGETS = {
 }
 
 
-def register(name: str, place: str) -> None:
+def register(name: str, location: str) -> None:
     """Makes a target known: `register("toy", "my_package.toy:ToyTarget")`."""
-    TARGETS[name] = place
+    TARGETS[name] = location
 
 
 @cache
-def _instance(place: str) -> Target:
-    module, _, name = place.partition(":")
+def _instance(location: str) -> Target:
+    module, _, name = location.partition(":")
     target: Target = getattr(importlib.import_module(module), name)()
     return target
 
@@ -108,9 +108,9 @@ def dissected(path: Path) -> tuple[Target, Dissection]:
         raise TargetError(f"{path}: no such file")
     if path.is_file():
         _refuse_unnamed(path)
-    known = ", ".join(describe_target(name).title for name in TARGETS)
+    titles = ", ".join(describe_target(name).title for name in TARGETS)
     raise TargetError(
-        f"{path} holds no model that KL Lens can take apart; it takes files for {known}"
+        f"{path} holds no model that KL Lens can take apart; it takes files for {titles}"
     )
 
 

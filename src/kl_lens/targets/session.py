@@ -150,13 +150,13 @@ class FedSession(ABC):
         self.close()
 
 
-def checked_tokens(ids: Sequence[int], vocabulary: int, where: str) -> list[int]:
+def checked_tokens(ids: Sequence[int], vocabulary: int, source: str) -> list[int]:
     tokens = [int(token) for token in ids]
     if not tokens:
         raise TargetError("no tokens to feed; give at least one")
     if wrong := [token for token in tokens if not 0 <= token < vocabulary]:
         raise TargetError(
-            f"{where}: token {wrong[0]} is outside the vocabulary of {vocabulary}; "
+            f"{source}: token {wrong[0]} is outside the vocabulary of {vocabulary}; "
             "the text was tokenized for another model: give this one's tokenizer with --tokenizer"
         )
     return tokens

@@ -97,16 +97,16 @@ _MARKS = ".,;:!?'\"()[]{}<>/\\|@#$%^&*-_=+~`"
 
 
 def find_tokenizer(
-    session: Session | None, artifact: Path, place: str | None = None
+    session: Session | None, artifact: Path, source: str | None = None
 ) -> ArtifactTokenizer:
     """The tokenizer of an exported folder or a bare file; llama.cpp's sessions can tokenize by themselves.
 
     `place`: a folder, a tokenizer.json or a hub id (for which transformers loads) to use instead.
     """
-    if (file := _file(artifact, place)) is not None:
+    if (file := _file(artifact, source)) is not None:
         return _from_file(file)
-    if place:
-        return _from_transformers(place)
+    if source:
+        return _from_transformers(source)
     if not isinstance(session, TokenizingSession):
         raise TargetError(f"{artifact} holds no tokenizer; pass one with --tokenizer")
     return session.tokenizer()
@@ -117,27 +117,27 @@ class VocabularyTokenizer:
 
     bos_token_id = None
 
-    def __init__(self, own: ArtifactTokenizer) -> None:
-        self._own = own
-        self.eos_token_id = min(own.ends, default=None)
+    def __init__(self, vocabulary: ArtifactTokenizer) -> None:
+        self._vocabulary = vocabulary
+        self.eos_token_id = min(vocabulary.ends, default=None)
 
     def encode(self, text: str, add_special_tokens: bool = True, **_: Any) -> list[int]:
-        encode = self._own.begin if add_special_tokens else self._own.encode
+        encode = self._vocabulary.begin if add_special_tokens else self._vocabulary.encode
         return encode(text)
 
     def decode(self, ids: list[int], **_: Any) -> str:
-        return self._own.decode(ids)
+        return self._vocabulary.decode(ids)
 
-    def __call__(self, texts: list[str], **how: Any) -> dict[str, list[list[int]]]:
-        return {"input_ids": [self.encode(text, **how) for text in texts]}
+    def __call__(self, texts: list[str], **options: Any) -> dict[str, list[list[int]]]:
+        return {"input_ids": [self.encode(text, **options) for text in texts]}
 
 
 def artifact_tokenizer(
-    artifact: Path, opened: Callable[[], Session], place: str | None = None
+    artifact: Path, opened: Callable[[], Session], source: str | None = None
 ) -> Any:
     """The tokenizer for evaluation: transformers' own, which knows special tokens too, or the file's vocabulary."""
     beside = _file(artifact, None)
-    if chosen := place or (beside and beside.parent):
+    if chosen := source or (beside and beside.parent):
         from kl_lens.model import load_tokenizer
 
         return load_tokenizer(artifact, chosen, trust_remote_code=False)
@@ -149,14 +149,14 @@ def artifact_tokenizer(
         raise
 
 
-def _file(artifact: Path, place: str | None) -> Path | None:
+def _file(artifact: Path, source: str | None) -> Path | None:
     """The tokenizer's file: the given one, or the one in the given folder."""
-    where = Path(place) if place else artifact
-    if where.suffix == ".json":
-        return where
-    if where.suffix == ".txt":
+    path = Path(source) if source else artifact
+    if path.suffix == ".json":
+        return path
+    if path.suffix == ".txt":
         return None
-    folder = where.parent if where.is_file() else where
+    folder = path.parent if path.is_file() else path
     return folder / TOKENIZER_FILE if (folder / TOKENIZER_FILE).is_file() else None
 
 
@@ -192,10 +192,10 @@ def _from_file(path: Path) -> ArtifactTokenizer:
     )
 
 
-def _from_transformers(place: str) -> ArtifactTokenizer:
+def _from_transformers(source: str) -> ArtifactTokenizer:
     from kl_lens.model import load_tokenizer
 
-    tokenizer: Any = load_tokenizer(Path(place), place, trust_remote_code=False)
+    tokenizer: Any = load_tokenizer(Path(source), source, trust_remote_code=False)
     end = tokenizer.eos_token_id
     template = default_template(tokenizer.chat_template)
     return ArtifactTokenizer(
@@ -205,7 +205,7 @@ def _from_transformers(place: str) -> ArtifactTokenizer:
         begin=lambda text: [int(token) for token in tokenizer(text)["input_ids"]],
         decode=lambda ids: str(tokenizer.decode(list(ids))),
         ends=frozenset() if end is None else frozenset([int(end)]),
-        render=chat_renderer(template, tokenizer.special_tokens_map, place)
+        render=chat_renderer(template, tokenizer.special_tokens_map, source)
         if template
         else None,
     )
@@ -215,9 +215,9 @@ def default_template(template: Any) -> str | None:
     """The default of one or several named templates, in the form of tokenizer_config.json."""
     if isinstance(template, list):
         template = {
-            each.get("name"): each.get("template")
-            for each in template
-            if isinstance(each, dict)
+            entry.get("name"): entry.get("template")
+            for entry in template
+            if isinstance(entry, dict)
         }
     if isinstance(template, dict):
         template = template.get("default")
@@ -251,7 +251,7 @@ def end_ids(folder: Path) -> list[int]:
     """Tokens that end a text, from the model's generation settings."""
     ids = read_json(folder / GENERATION_FILE).get("eos_token_id")
     return [
-        one for one in (ids if isinstance(ids, list) else [ids]) if isinstance(one, int)
+        token for token in (ids if isinstance(ids, list) else [ids]) if isinstance(token, int)
     ]
 
 
@@ -268,7 +268,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return data if isinstance(data, dict) else {}
 
 
-def chat_renderer(template: str, special: Mapping[str, str], where: str) -> Renderer:
+def chat_renderer(template: str, special: Mapping[str, str], source: str) -> Renderer:
     """Messages → the text that the model reads, up to where its answer begins. `special`: texts of the
     special tokens that templates name (bos_token, eos_token); `where`: the template's file, for errors."""
     import jinja2
@@ -307,7 +307,7 @@ def chat_renderer(template: str, special: Mapping[str, str], where: str) -> Rend
             )
         except Exception as error:  # a template is third-party code
             raise TargetError(
-                f"{where}: its chat template fails: {one_line(error)}"
+                f"{source}: its chat template fails: {one_line(error)}"
             ) from error
 
     return render
@@ -350,8 +350,8 @@ def varied_strings(
     ]
 
 
-def other_ids(own: Sequence[int], expected: Sequence[int], tokenizer: Any) -> str:
+def other_ids(actual: Sequence[int], expected: Sequence[int], tokenizer: Any) -> str:
     """Where two lists of ids for one text part, in words."""
-    at = next(i for i, (one, two) in enumerate(zip_longest(own, expected)) if one != two)
-    parts = list(own[at : at + 4]), list(expected[at : at + 4])
+    at = next(i for i, (one, two) in enumerate(zip_longest(actual, expected)) if one != two)
+    parts = list(actual[at : at + 4]), list(expected[at : at + 4])
     return f"{tokenizer.decode(parts[1])!r} becomes {parts[0]}, not {parts[1]}"

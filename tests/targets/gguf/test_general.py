@@ -82,7 +82,7 @@ def test_general_metadata_and_template(exported: Path, checkpoint: Path) -> None
         "general.base_model.0.repo_url": "https://huggingface.co/state-spaces/mamba2-130m",
         "general.sampling.top_k": 20,
         "tokenizer.chat_template": TEMPLATE,
-        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.ggml.add_bos_token": True,  # the chat template writes it
         "tokenizer.ggml.add_eos_token": False,
     }
     assert {key: said.get(key) for key in expected} == expected

@@ -74,8 +74,8 @@ def _blocks_of_32(activations: torch.Tensor) -> torch.Tensor:
 def _blocks_of_256(activations: torch.Tensor) -> torch.Tensor:
     """Q8_K: the element of largest magnitude, with its sign, lands on −127; the scale stays float32."""
     blocks = _blocked(activations, 256)
-    place = blocks.abs().argmax(-1, keepdim=True)
-    largest = blocks.gather(-1, place)
+    index = blocks.abs().argmax(-1, keepdim=True)
+    largest = blocks.gather(-1, index)
     safe = torch.where(largest.abs() > _SMALLEST, largest, 1)
     inverse = torch.where(largest.abs() > _SMALLEST, _quotient(-127, safe), 0)
     # Except on x86, compilers fuse the product with the addition of 1.5 · 2^23 that rounds it, so the exact product

@@ -54,15 +54,15 @@ class GGUFDissection(Dissection):
 
     def parts(self, model: LoadedModel) -> list[Part]:
         shapes = ModelTensors(model).shapes
-        held = {tensor.name: tensor for tensor in self.tensors}
+        stored = {tensor.name: tensor for tensor in self.tensors}
         rules = get_architecture(model.config.model_type).tensors(model.config, shapes)
         head = next(
             (rule for rule in rules if rule.name == _HEAD), replace(rules[0], name=_HEAD)
         )
-        if _HEAD in held and head not in rules:  # a tied head, stored once more
+        if _HEAD in stored and head not in rules:  # a tied head, stored once more
             rules = [*rules, head]
         return [
-            Part(r.name, held.get(r.name), r.parameter, r.arranged, r.factors)
+            Part(r.name, stored.get(r.name), r.parameter, r.arranged, r.factors)
             for r in rules
         ]
 
@@ -156,33 +156,33 @@ def _stored(entry: TensorEntry) -> StoredTensor:
     name = {"F16": "fp16", "F32": "fp32", "BF16": "bf16"}.get(
         entry.type, entry.type.lower()
     )
-    known = name if name in (*known_formats(), *dissection.DTYPES) else ""
-    read = partial(_values, entry, known)
+    format_name = name if name in (*known_formats(), *dissection.DTYPES) else ""
+    read = partial(_values, entry, format_name)
     return StoredTensor(
         entry.name,
         entry.type,
         entry.shape,
         entry.bytes,
         read,
-        known,
-        dissection.rounding(known),
+        format_name,
+        dissection.rounding(format_name),
     )
 
 
-def _values(entry: TensorEntry, known: str) -> torch.Tensor:
+def _values(entry: TensorEntry, format_name: str) -> torch.Tensor:
     data = np.array(np.memmap(entry.path, np.uint8, "r", entry.offset, (entry.bytes,)))
-    if known in ("fp32", "fp16"):
-        values = data.view(np.float32 if known == "fp32" else np.float16)
+    if format_name in ("fp32", "fp16"):
+        values = data.view(np.float32 if format_name == "fp32" else np.float16)
         return torch.from_numpy(values).float().reshape(entry.shape)
     kind = gguf_module().GGMLQuantizationType[entry.type]
     blocks = data.reshape(-1, gguf_module().GGML_QUANT_SIZES[kind][1])
     with np.errstate(
         all="ignore"
     ):  # scales may be infinite; that is for the autopsy to say
-        if known in known_formats():
+        if format_name in known_formats():
             width = gguf_module().GGML_QUANT_SIZES[kind][0]
-            stored = Quantized(known, (len(blocks), width), torch.from_numpy(blocks))
-            return get_format(known).dequantize(stored).reshape(entry.shape)
+            stored = Quantized(format_name, (len(blocks), width), torch.from_numpy(blocks))
+            return get_format(format_name).dequantize(stored).reshape(entry.shape)
         return (
             torch.from_numpy(gguf_module().dequantize(blocks, kind))
             .float()

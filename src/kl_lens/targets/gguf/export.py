@@ -75,8 +75,8 @@ def tensor_jobs(
         component_name(name, len(stored.shape)): Recipe(FURTHER)
         for name, stored in model.further_heads.items()
     }
-    held = shapes | {name: stored.shape for name, stored in model.further_heads.items()}
-    return [_decide(rule, held, recipes, fallback) for rule in (*rules, *further)]
+    parameters = shapes | {name: stored.shape for name, stored in model.further_heads.items()}
+    return [_decide(rule, parameters, recipes, fallback) for rule in (*rules, *further)]
 
 
 def further_rules(model: LoadedModel) -> list[TensorRule]:

@@ -165,11 +165,11 @@ class LlamaLibrary:
     def has_load_modes(self) -> bool:
         """Whether the load mode can be chosen: the library has load modes at the offsets that KL Lens knows."""
         parameters: Parameters = self.functions.llama_model_default_params()
-        place, switches = SWITCHES
+        offset, switches = SWITCHES
         return (
             hasattr(self.functions, "llama_load_mode_name")
             and parameters.integer(_LOAD_MODE[0]) in _LOAD_MODE[1]
-            and bytes(parameters.data)[place : place + len(switches)] == switches
+            and bytes(parameters.data)[offset : offset + len(switches)] == switches
             and not any(parameters.data[_CALLBACK : _CALLBACK + 16])
         )
 
@@ -211,10 +211,10 @@ class LlamaLibrary:
         self._set(parameters, "n_ubatch", min(batch, 512))
         self._set(parameters, "n_seq_max", sequences)
         if exact_attention or caches:
-            flash, *places = self.attention_offsets(parameters)
+            flash, *offsets = self.attention_offsets(parameters)
             # Off for F32 keys and values; quantized values need it.
             parameters.put(flash, 0 if exact_attention else 1)
-            for offset, kind in zip(places, ("keys", "values"), strict=True):
+            for offset, kind in zip(offsets, ("keys", "values"), strict=True):
                 parameters.put(
                     offset,
                     0
@@ -244,9 +244,9 @@ class LlamaLibrary:
 
     def _set(self, parameters: Parameters, name: str, value: int) -> None:
         offset, code, defaults = _FIELDS[name]
-        if (found := parameters.integer(offset, code)) not in defaults:
+        if (default := parameters.integer(offset, code)) not in defaults:
             raise TargetError(
-                f"{self.path}: {name} is not where KL Lens knows it (found {found}); this llama.cpp has another "
+                f"{self.path}: {name} is not where KL Lens knows it (found {default}); this llama.cpp has another "
                 f"layout, name another with --llama-cpp or {ENVIRONMENT_VARIABLE}"
             )
         parameters.put(offset, value, code)
@@ -286,20 +286,20 @@ def found_library(chosen: str | None) -> LlamaLibrary:
         raise TargetError(
             "no llama.cpp library found; pip install 'kl-lens[gguf]', or give --llama-cpp"
         )
-    place = Path(chosen)
-    if place.is_dir():
+    path = Path(chosen)
+    if path.is_dir():
         files = [
-            path for path in sorted(place.rglob("*llama*")) if _FILE.fullmatch(path.name)
+            path for path in sorted(path.rglob("*llama*")) if _FILE.fullmatch(path.name)
         ]
-        place = min(
-            files, key=lambda path: (len(path.parts), len(path.name)), default=place
+        path = min(
+            files, key=lambda path: (len(path.parts), len(path.name)), default=path
         )
-    if place.is_dir() or (place.is_absolute() and not place.is_file()):
+    if path.is_dir() or (path.is_absolute() and not path.is_file()):
         raise TargetError(
             f"{chosen}: no llama.cpp library there; --llama-cpp and {ENVIRONMENT_VARIABLE} take a libllama file, "
             "or a folder with one"
         )
-    return _opened(place, "", origin="your choice")
+    return _opened(path, "", origin="your choice")
 
 
 def _opened(path: Path, package: str, origin: str) -> LlamaLibrary:

@@ -49,10 +49,10 @@ def set_apart(tensors: Iterable[TensorEntry]) -> None:
     for tensor in tensors:
         if tensor.bytes >= _LARGE:
             stretches.setdefault(tensor.path, []).extend(stretches_of(tensor))
-    for (start, end, offset), own in (
-        (m, own) for path, own in stretches.items() for m in mappings_of(path)
+    for (start, end, offset), ranges in (
+        (m, ranges) for path, ranges in stretches.items() for m in mappings_of(path)
     ):
-        for first, last in own:
+        for first, last in ranges:
             if not _advise(
                 max(start, start + first - offset),
                 min(end, start + last - offset),
@@ -74,20 +74,20 @@ def stretches_of(tensor: TensorEntry) -> Iterator[tuple[int, int]]:
 
 def mappings_of(path: Path) -> list[tuple[int, int, int]]:
     """The file's read-only shared mappings: start, end, and offset in the file."""
-    found = []
+    mappings = []
     for line in _MAPS.read_text(errors="replace").splitlines():
-        place, access, offset, *_, name = line.split(maxsplit=5)
+        span, access, offset, *_, name = line.split(maxsplit=5)
         if access == "r--s" and name == str(path.resolve()):
-            start, end = (int(each, 16) for each in place.split("-"))
-            found.append((start, end, int(offset, 16)))
-    return found
+            start, end = (int(address, 16) for address in span.split("-"))
+            mappings.append((start, end, int(offset, 16)))
+    return mappings
 
 
-def _advise(start: int, end: int, what: int) -> bool:
+def _advise(start: int, end: int, advice: int) -> bool:
     """Calls madvise on the whole pages within a range. Returns whether it succeeded."""
     first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
     last = end // mmap.PAGESIZE * mmap.PAGESIZE
-    return first >= last or _madvise()(first, last - first, what) == 0
+    return first >= last or _madvise()(first, last - first, advice) == 0
 
 
 @cache

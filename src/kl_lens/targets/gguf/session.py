@@ -323,11 +323,11 @@ def open_session(path: Path, **settings: Any) -> GGUFSession:
     return GGUFSession(path, SessionSettings(**settings))
 
 
-def try_out(place: Path) -> None:
+def try_out(path: Path) -> None:
     """For `quarantine`: opens a file and uses all of it. In an exported folder, text must be split as recorded."""
-    artifact = earlier_artifact(place)
+    artifact = earlier_artifact(path)
     with open_session(
-        place / artifact.files[0] if artifact else place, threads=1
+        path / artifact.files[0] if artifact else path, threads=1
     ) as session:
         logits = session.prefill([0, min(1, session.vocabulary - 1)])
         session.step(int(logits.argmax()))

@@ -66,7 +66,7 @@ _ATTENTION = {
     "Q3_K_M": "q4_k",
     "Q3_K_L": "q5_k",
 }
-_MANY = 4  # queries per key, or experts; from here on, values are few and get more bits
+_PLENTY = 4  # queries per key, or experts; from here on, values are few and get more bits
 
 
 def stock_recipes(model: LoadedModel) -> tuple[StockRecipe, ...]:
@@ -121,9 +121,9 @@ class FileTensors:
                 low = "q2_k" if name in _TINY else "iq3_s"
                 wanted = low if name in (*_TWO_BITS, "IQ3_XXS") else _BASES[name]
             else:
-                place = self.places.get(component.name)
-                raised = place and self._raised(
-                    name, place, with_importance=bool(methods)
+                tensor = self.places.get(component.name)
+                raised = tensor and self._raised(
+                    name, tensor, with_importance=bool(methods)
                 )
                 wanted = raised or _BASES[name]
             recipe = preferred(wanted, () if ends else methods)
@@ -140,12 +140,12 @@ class FileTensors:
             more = "q2_k" if name in _TINY else "iq3_s"
             if part == "values":
                 return (
-                    "q4_k" if self._queries >= _MANY or self._experts >= _MANY else more
+                    "q4_k" if self._queries >= _PLENTY or self._experts >= _PLENTY else more
                 )
             if part == "down":
                 return more if place.count < blocks // 8 else None
             return more if part == "attention" and name not in _TINY else None
-        few = self._queries >= _MANY
+        few = self._queries >= _PLENTY
         often = "q6_k" if _has_more(layer, blocks) else None
         values = "q6_k" if _has_more(place.count, self._values) else None
         found: dict[str, dict[str, str | None]] = {
@@ -204,7 +204,7 @@ class FileTensors:
     @property
     def _values(self) -> int:
         return max(
-            (place.count + 1 for place in self.places.values() if place.part == "values"),
+            (tensor.count + 1 for tensor in self.places.values() if tensor.part == "values"),
             default=0,
         )
 

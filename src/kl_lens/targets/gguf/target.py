@@ -206,15 +206,15 @@ class GGUFTarget(Target):
         if basic.problem:
             return basic
         try:
-            found = library.find_library()
+            llama = library.find_library()
         except TargetError as error:
             return Health("", problem=str(error), mend="pip install 'kl-lens[gguf]'")
-        facts = [f"from {found.origin}: {found.path}"]
-        if found.has_gpu:
+        facts = [f"from {llama.origin}: {llama.path}"]
+        if llama.has_gpu:
             facts.append("has a GPU (--gpu-layers)")
-        if found.origin == library.WHEEL:
+        if llama.origin == library.WHEEL:
             facts.append(f"a llama.cpp built for this processor is faster: {BUILDING}")
-        return Health(found.version, tuple(facts))
+        return Health(llama.version, tuple(facts))
 
     def fewest_threads(self, path: Path) -> int:
         return 1

@@ -166,14 +166,14 @@ def differing_string(
 ) -> str | None:
     """The first sample string to which `encode` gives other ids than the exported tokenizer."""
     strings = sample_strings(check)
-    found = _checksums([encode(text) for text in strings])
+    checksums = _checksums([encode(text) for text in strings])
     expected = check["checksums"]
-    places = (slice(8 * index, 8 * index + 8) for index in range(len(strings)))
+    digits = (slice(8 * index, 8 * index + 8) for index in range(len(strings)))
     return next(
         (
             text
-            for text, at in zip(strings, places, strict=True)
-            if found[at] != expected[at]
+            for text, at in zip(strings, digits, strict=True)
+            if checksums[at] != expected[at]
         ),
         None,
     )
@@ -192,7 +192,7 @@ def sample_strings(check: Mapping[str, Any]) -> list[str]:
 
 def _checksums(ids: Sequence[Sequence[int]]) -> str:
     """Eight hexadecimal digits per string."""
-    return "".join(f"{zlib.crc32(json.dumps(list(one)).encode()):08x}" for one in ids)
+    return "".join(f"{zlib.crc32(json.dumps(list(tokens)).encode()):08x}" for tokens in ids)
 
 
 def _specification(tokenizer: Any) -> dict[str, Any]:
@@ -248,11 +248,11 @@ def _pre_tokenizer(specification: dict[str, Any], composes: bool) -> str:
         pattern = (first.get("pattern") or {}).get("Regex", "")
         name = _SPLITS.get((pattern, whole_words))
         # The two are equivalent here: these patterns match all text.
-        kept = (first.get("behavior"), bool(first.get("invert"))) in (
+        isolates = (first.get("behavior"), bool(first.get("invert"))) in (
             ("Isolated", False),
             ("Removed", True),
         )
-        if name and kept:
+        if name and isolates:
             return name
     raise unknown
 

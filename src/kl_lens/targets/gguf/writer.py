@@ -275,11 +275,11 @@ def _from(
     card: dict[str, Any], config: dict[str, Any], name: str, parameters: int
 ) -> Any:
     gguf = gguf_module()
-    owner, _, own = name.rpartition("/")
+    owner, _, leaf = name.rpartition("/")
     # `_name_or_path` is often a path on the trainer's machine.
     config = {key: value for key, value in config.items() if key != "_name_or_path"}
     metadata = gguf.Metadata.apply_metadata_heuristic(
-        gguf.Metadata(), card, config, Path(own or name), parameters
+        gguf.Metadata(), card, config, Path(leaf or name), parameters
     )
     if owner and metadata.organization is None:
         metadata.organization = gguf.Metadata.id_to_title(owner)

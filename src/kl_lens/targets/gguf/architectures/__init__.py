@@ -18,7 +18,7 @@ from kl_lens.targets.gguf.architectures.base import Architecture
 _MODULES = (falcon_h1, granite, jamba, kimi_linear, lfm2, mamba, nemotron_h, qwen)
 # transformers' model type → its architecture.
 ARCHITECTURES = {
-    name: each.ARCHITECTURE for each in _MODULES for name in each.ARCHITECTURE.names
+    name: module.ARCHITECTURE for module in _MODULES for name in module.ARCHITECTURE.names
 }
 # Families that llama.cpp runs under a different name, or that its Python package does not list yet.
 _OTHER_NAMES = ("mistral", "mixtral", "minimax", "qwen4_exp_text")
@@ -42,5 +42,5 @@ def why_unknown(model_type: str) -> str | None:
         and re.sub(r"[-_.]|text$", "", model_type) not in names
     ):
         return f"llama.cpp has no {model_type} architecture, so there is no GGUF of it"
-    known = ", ".join(sorted(ARCHITECTURES))
-    return f"llama.cpp runs {model_type} models, but KL Lens does not write GGUF files of them yet; it writes {known}"
+    written = ", ".join(sorted(ARCHITECTURES))
+    return f"llama.cpp runs {model_type} models, but KL Lens does not write GGUF files of them yet; it writes {written}"

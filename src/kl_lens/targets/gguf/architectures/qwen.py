@@ -96,10 +96,10 @@ def _projected(config: Any, *wanted: str) -> Transform:
     ] * 2
 
     def transform(tensor: torch.Tensor) -> torch.Tensor:
-        found = dict(
+        pieces = dict(
             zip("qkvz", tensor.unflatten(0, (keys, -1)).split(sizes, dim=1), strict=True)
         )
-        return torch.cat([found[part].flatten(0, 1) for part in wanted])
+        return torch.cat([pieces[part].flatten(0, 1) for part in wanted])
 
     return transform
 
