@@ -83,29 +83,25 @@ class Part:
         The way back is found by sending zeros, ones and positions through `arrange`.
         """
         shape = into.shape
-        count = into.numel()
         zero, unit = (
-            float(self.arrange(torch.full(shape, end)).flatten()[0]) for end in (0.0, 1.0)
+            round(float(self.arrange(torch.full(shape, end)).flatten()[0]), 3)
+            for end in (0.0, 1.0)
         )
-        ends = round(zero, 3), round(unit, 3)
-        if (inverse := _INVERSES.get(ends)) is None:
+        if (inverse := _INVERSES.get((zero, unit))) is None:
             return None
-        if ends == (0.0, 1.0):
+        count = into.numel()
+        if (zero, unit) == (0.0, 1.0):
             positions = self.arrange(torch.arange(count).reshape(shape))
         else:  # of a vector or a small matrix; in steps below one, so that exp stays finite
             steps = (torch.arange(count, dtype=torch.float64) + 0.5) / count
-            positions = (
-                inverse(self.arrange(steps.float().reshape(shape)).double()) * count - 0.5
-            ).round()
+            steps = inverse(self.arrange(steps.float().reshape(shape)).double())
+            positions = (steps * count - 0.5).round()
         index = positions.flatten().long()
         if values.numel() != index.numel():
             return None
-        factors = (
-            torch.as_tensor(self.factors, dtype=torch.float32)
-            .broadcast_to(shape)
-            .flatten()
-        )
+        factors = torch.as_tensor(self.factors, dtype=torch.float32)
         whole = into.float().flatten().clone()
+        factors = factors.broadcast_to(shape).flatten()
         whole[index] = inverse(values.flatten()) / factors[index]
         return whole.reshape(shape)
 
@@ -131,7 +127,10 @@ def setting(
         "missing" if value is None else _shown(value) for value in (actual, expected)
     )
     return Disagreement(
-        name, f"{name} is {actual_text} in the file, {expected_text} in the original", advice, **more
+        name,
+        f"{name} is {actual_text} in the file, {expected_text} in the original",
+        advice,
+        **more,
     )
 
 
@@ -232,50 +231,56 @@ def other_texts(
 ) -> Iterator[Disagreement]:
     """Compares what two tokenizers say. Lists and keys that one of them lacks say nothing."""
     for name in [name for name in expected.lists if name in found.lists]:
-        held = found.lists[name]
+        actual = found.lists[name]
         wanted = expected.lists[name]
-        more = (
-            held if name == "merge" else {}
-        )  # a file may name rows of the embedding that have no token
-        if other := [i for i in {**wanted, **more} if held.get(i) != wanted.get(i)]:
-            first = setting(
-                f"{name} {other[0]}", held.get(other[0]), wanted.get(other[0])
-            ).words
-            words = f"{len(other):,} of {len(wanted):,} {name}s are not the original's: {first}"
-            matters = None if name == "token type" else True
+        # A file may name rows of the embedding that have no token.
+        numbers = {**wanted, **actual} if name == "merge" else wanted
+        if others := [i for i in numbers if actual.get(i) != wanted.get(i)]:
+            first = others[0]
+            example = setting(f"{name} {first}", actual.get(first), wanted.get(first))
             yield Disagreement(
-                f"{name}s", words, advice(f"{name}s", None), matters, VOCABULARY
+                f"{name}s",
+                f"{len(others):,} of {len(wanted):,} {name}s are not the original's: {example.words}",
+                advice(f"{name}s", None),
+                None if name == "token type" else True,
+                VOCABULARY,
             )
-    for one, two, about in (
-        (found.splitting, expected.splitting, VOCABULARY),
-        (found.keys, expected.keys, TOKENIZER),
-    ):
-        for key, own in two.items():
-            theirs = one.get(key)
-            if (
-                None not in (theirs, own)
-                and theirs not in (own, [own])
-                and own != [theirs]
-            ):
-                matters = None if about == VOCABULARY else True
-                yield setting(
-                    key, theirs, own, advice(key, own), matters=matters, about=about
-                )
+    yield from _other_values(found.splitting, expected.splitting, VOCABULARY, advice)
+    yield from _other_values(found.keys, expected.keys, TOKENIZER, advice)
     if words := _other_template(found.template, expected.template):
         yield Disagreement(
             _CHAT, words, advice(_CHAT, None), expected.template is not None, TOKENIZER
         )
 
 
-def _other_template(found: str | None, expected: str | None) -> str:
-    one, two = (" ".join((text or "").split()) for text in (found, expected))
-    if one == two:
+def _other_values(
+    actual: Mapping[str, Any],
+    expected: Mapping[str, Any],
+    about: str,
+    advice: Callable[[str, Any], str],
+) -> Iterator[Disagreement]:
+    matters = None if about == VOCABULARY else True
+    for key, wanted in expected.items():
+        value = actual.get(key)
+        both = value is not None and wanted is not None
+        if both and value not in (wanted, [wanted]) and wanted != [value]:
+            hint = advice(key, wanted)
+            yield setting(key, value, wanted, hint, matters=matters, about=about)
+
+
+def _other_template(actual: str | None, expected: str | None) -> str:
+    text, original = (" ".join((text or "").split()) for text in (actual, expected))
+    if text == original:
         return ""
-    if not one or not two:
-        return f"{_CHAT} was {'removed' if two else 'added: the original has none'}"
-    pairs = enumerate(zip(one, two, strict=False))
-    at = next((i for i, (a, b) in pairs if a != b), min(len(one), len(two)))
-    return f"{_CHAT} was changed: it has {one[at : at + 40]!r} where the original's has {two[at : at + 40]!r}"
+    if not text or not original:
+        return f"{_CHAT} was {'removed' if original else 'added: the original has none'}"
+    pairs = enumerate(zip(text, original, strict=False))
+    shorter = min(len(text), len(original))
+    at = next((i for i, (a, b) in pairs if a != b), shorter)
+    return (
+        f"{_CHAT} was changed: it has {text[at : at + 40]!r} where the original's has "
+        f"{original[at : at + 40]!r}"
+    )
 
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -320,16 +325,14 @@ def arrangements(
     ]
 
     def error(change: Values) -> float:
-        pairs = [
-            (_arranged(change, turned, shape, own.float()), read())
-            for own, shape, read, turned in kind
-        ]
-        errors = sorted(
-            float((one - two).norm()) / max(float(two.norm()), 1e-9) for one, two in pairs
-        )
-        return errors[(len(errors) - 1) // 2]
+        errors = []
+        for parameter, shape, read, turned in kind:
+            wanted = read()
+            difference = _arranged(change, turned, shape, parameter.float()) - wanted
+            errors.append(float(difference.norm()) / max(float(wanted.norm()), 1e-9))
+        return sorted(errors)[(len(errors) - 1) // 2]
 
-    small = all(own.numel() <= _LARGEST_TRANSFORMED for own, *_ in kind)
+    small = all(parameter.numel() <= _LARGEST_TRANSFORMED for parameter, *_ in kind)
     best = min(maps, key=error) if small and kind else maps[0]
     return [partial(_arranged, best, turned, shape) for _, shape, _, turned in kind]
 
@@ -343,7 +346,9 @@ def _arranged(
 def same(actual: Any, expected: Any) -> bool:
     """Whether two settings mean the same; a list of one number for all layers is that number."""
     if isinstance(actual, list) != isinstance(expected, list):
-        number, numbers = (expected, actual) if isinstance(actual, list) else (actual, expected)
+        number, numbers = (
+            (expected, actual) if isinstance(actual, list) else (actual, expected)
+        )
         return set(numbers) - {0} <= {number}
     if isinstance(expected, float) and isinstance(actual, int | float):
         return math.isclose(actual, expected, rel_tol=1e-5)
@@ -351,7 +356,9 @@ def same(actual: Any, expected: Any) -> bool:
 
 
 def other_settings(
-    actual: Mapping[str, Any], expected: Mapping[str, Any], without_effect: re.Pattern[str]
+    actual: Mapping[str, Any],
+    expected: Mapping[str, Any],
+    without_effect: re.Pattern[str],
 ) -> list[Disagreement]:
     """Keys of two config.json that differ; what nothing is computed with, or one of them lacks, says nothing."""
     return [

@@ -61,18 +61,20 @@ def require_opens(
     except subprocess.TimeoutExpired:
         raise TargetError(f"{path}: {runtime} hangs on it; {again}") from None
     lines = [
-        line for line in process.stderr.decode(errors="replace").splitlines() if line.strip()
+        line
+        for line in process.stderr.decode(errors="replace").splitlines()
+        if line.strip()
     ]
     last = printable(one_line(Exception(lines[-1]))) if lines else ""
     if process.returncode < 0:
         name = signal.Signals(-process.returncode).name
         complaint = f" ({last})" if last else ""
-        raise TargetError(f"{path}: {runtime} crashes on it with {name}{complaint}; {again}")
+        raise TargetError(
+            f"{path}: {runtime} crashes on it with {name}{complaint}; {again}"
+        )
     if process.returncode:
         reason = last or f"opening it ended with {process.returncode}"
-        raise TargetError(
-            reason if str(path) in reason else f"{path}: {reason}; {again}"
-        )
+        raise TargetError(reason if str(path) in reason else f"{path}: {reason}; {again}")
     _stood.add(stamp)
 
 

@@ -133,11 +133,9 @@ def _owner(path: Path) -> str | None:
 
 def _foreign(folder: Path) -> Path | None:
     """The first file of a folder without a record that some runtime loads."""
-    for target in (
-        ()
-        if (folder / RECORD_FILE).exists() or not folder.is_dir()
-        else map(describe_target, TARGETS)
-    ):
+    if (folder / RECORD_FILE).exists() or not folder.is_dir():
+        return None
+    for target in map(describe_target, TARGETS):
         if target.dissects(folder):
             files = [path for path in target.loaded_files(folder) if target.owns(path)]
             if set(files) - set(target.loaded_files(files[0])):
@@ -168,11 +166,11 @@ def open_session(
 ) -> Session:
     """A session of an exported folder or a bare file. `exact`: in float32; `load`: llama.cpp only. `context`, `batch`:
     the tokens and sequences that memory is kept for."""
-    place, _ = locate(path)
+    located, _ = locate(path)
     settings = SessionSettings(device, threads, gpu_layers, exact, load, context, batch)
-    target = target_of(place)
+    target = target_of(located)
     target.check_device(settings)
-    return target.open(place, settings)
+    return target.open(located, settings)
 
 
 def menu_of(

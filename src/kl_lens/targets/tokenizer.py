@@ -251,7 +251,9 @@ def end_ids(folder: Path) -> list[int]:
     """Tokens that end a text, from the model's generation settings."""
     ids = read_json(folder / GENERATION_FILE).get("eos_token_id")
     return [
-        token for token in (ids if isinstance(ids, list) else [ids]) if isinstance(token, int)
+        token
+        for token in (ids if isinstance(ids, list) else [ids])
+        if isinstance(token, int)
     ]
 
 
@@ -352,6 +354,8 @@ def varied_strings(
 
 def other_ids(actual: Sequence[int], expected: Sequence[int], tokenizer: Any) -> str:
     """Where two lists of ids for one text part, in words."""
-    at = next(i for i, (one, two) in enumerate(zip_longest(actual, expected)) if one != two)
+    at = next(
+        i for i, (one, two) in enumerate(zip_longest(actual, expected)) if one != two
+    )
     parts = list(actual[at : at + 4]), list(expected[at : at + 4])
     return f"{tokenizer.decode(parts[1])!r} becomes {parts[0]}, not {parts[1]}"

@@ -20,26 +20,13 @@ from torch import nn
 
 from kl_lens.base.errors import TargetError
 from kl_lens.targets.inputs import inputs_changed
+from kl_lens.weights.formats import get_format
+from kl_lens.weights.formats.gguf_blocks import GGUFFormat
 from kl_lens.weights.recipes import FP16, Recipe
 
-# Weight formats by the block size of the type that their kernels multiply with. Q8_1, used with Q4_1 and Q5_1, has the
-# integers and scales of Q8_0, and each block's sum in half precision for the weights' minima. That last rounding
-# affects only the minima, so changed activations cannot model it. It is small: 7e-4 of a product of normal numbers,
-# against 5e-3 for the rounding modelled here.
-_PER_32 = ("q8_0", "q4_0", "q5_0", "iq4_nl", "q4_1", "q5_1")
-_PER_256 = (
-    "q2_k",
-    "q3_k",
-    "q4_k",
-    "q5_k",
-    "q6_k",
-    "iq4_xs",
-    "iq3_s",
-    "iq3_xxs",
-    "iq2_s",
-    "iq2_xs",
-    "iq2_xxs",
-)
+# Q8_1, used with Q4_1 and Q5_1, has the integers and scales of Q8_0, and each block's sum in half precision for the
+# weights' minima. That last rounding affects only the minima, so changed activations cannot model it. It is small: 7e-4
+# of a product of normal numbers, against 5e-3 for the rounding modelled here.
 _SMALLEST = torch.finfo(torch.float32).tiny
 # Kernels for x86 multiply by 127/max|x|, others by 1/(max|x|/127): one activation in a million differs.
 _ON_X86 = platform.machine().lower() in ("x86_64", "amd64")
@@ -51,11 +38,14 @@ def quantize_activations(activations: torch.Tensor, format_name: str) -> torch.T
         return activations
     if format_name in (FP16, "f16"):
         return activations.half().to(activations.dtype)
-    if format_name in _PER_32:
-        return _blocks_of_32(activations)
-    if format_name in _PER_256:
-        return _blocks_of_256(activations)
-    raise TargetError(f"llama.cpp has no kernel for the weight format {format_name!r}")
+    # Kernels multiply a weight with activations in blocks of the same size.
+    fmt = get_format(format_name)
+    if not isinstance(fmt, GGUFFormat):
+        raise TargetError(
+            f"llama.cpp has no kernel for the weight format {format_name!r}"
+        )
+    rounded = _blocks_of_256 if fmt.block_size == 256 else _blocks_of_32
+    return rounded(activations)
 
 
 def _blocks_of_32(activations: torch.Tensor) -> torch.Tensor:

@@ -69,58 +69,50 @@ class GGUFDissection(Dissection):
     def settings(self, model: LoadedModel) -> list[Disagreement]:
         architecture = get_architecture(model.config.model_type)
         metadata = self.info.metadata
-        own = architecture.name(model.config)
-        found = []
-        if own != self.info.architecture:
-            found.append(
-                setting(
-                    "general.architecture",
-                    self.info.architecture,
-                    own,
-                    f"convert it as {own}",
-                )
-            )
-        for name, value in architecture.metadata(model.config).items():
-            key = f"{self.info.architecture}.{name}"
-            if name == "block_count":  # heads for further tokens are blocks too
-                value += (
-                    metadata.get(f"{self.info.architecture}.nextn_predict_layers") or 0
-                )
-            if not dissection.same(there := metadata.get(key), value):
-                matters = (
-                    name not in _WITHOUT_EFFECT if key in metadata else None
-                )  # llama.cpp has defaults
-                found.append(
-                    setting(key, there, value, self._advice(key, value), matters=matters)
-                )
+        name = architecture.name(model.config)
+        prefix = self.info.architecture
+        disagreements = []
+        if name != prefix:
+            advice = f"convert it as {name}"
+            disagreements.append(setting("general.architecture", prefix, name, advice))
+        for suffix, value in architecture.metadata(model.config).items():
+            key = f"{prefix}.{suffix}"
+            if suffix == "block_count":  # heads for further tokens are blocks too
+                value += metadata.get(f"{prefix}.nextn_predict_layers") or 0
+            actual = metadata.get(key)
+            if not dissection.same(actual, value):
+                # Of what is missing, llama.cpp has defaults.
+                matters = suffix not in _WITHOUT_EFFECT if key in metadata else None
+                advice = self._advice(key, value)
+                disagreements.append(setting(key, actual, value, advice, matters=matters))
         for reason in architecture.refusals(model.config):
             words = f"llama.cpp computes another model: {reason}"
-            found.append(Disagreement("llama.cpp", words, "use another runtime"))
-        return found
+            disagreements.append(Disagreement("llama.cpp", words, "use another runtime"))
+        return disagreements
 
     def tokenizer(self, model: LoadedModel) -> Iterator[Disagreement]:
         try:
-            wanted = self._tokenizer(
-                model.require_tokenizer(), end_ids(model.folder)
-            ).metadata
+            tokenizer = model.require_tokenizer()
+            wanted = self._tokenizer(tokenizer, end_ids(model.folder)).metadata
         except KLLensError:  # there is none, or llama.cpp has none of this kind
             return
-        held = read_header(self.path, whole=True).metadata
-        own = _lists(wanted)
-        theirs = _lists(held)
-        known = [i for i, kind in own["token type"].items() if kind != UNUSED]
+        actual = read_header(self.path, whole=True).metadata
+        lists = _lists(actual)
+        if not lists["token"]:
+            return
+        original = _lists(wanted)
+        used = [i for i, kind in original["token type"].items() if kind != UNUSED]
         for name in ("token", "token type"):
-            own[name] = {i: own[name][i] for i in known}
-        if not theirs["token type"]:
-            del theirs["token type"]
-        if theirs["token"]:
-            splitting = {PREFIX + key: wanted[PREFIX + key] for key in ("pre", "model")}
-            keys = {key: value for key, value in wanted.items() if isinstance(value, int)}
-            expected = Texts(
-                own, splitting, keys, default_template(wanted[CHAT_TEMPLATE])
-            )
-            found = Texts(theirs, held, held, default_template(held.get(CHAT_TEMPLATE)))
-            yield from dissection.other_texts(found, expected, self._advice)
+            original[name] = {i: original[name][i] for i in used}
+        if not lists["token type"]:
+            del lists["token type"]
+        splitting = {PREFIX + key: wanted[PREFIX + key] for key in ("pre", "model")}
+        keys = {key: value for key, value in wanted.items() if isinstance(value, int)}
+        expected = Texts(
+            original, splitting, keys, default_template(wanted[CHAT_TEMPLATE])
+        )
+        found = Texts(lists, actual, actual, default_template(actual.get(CHAT_TEMPLATE)))
+        yield from dissection.other_texts(found, expected, self._advice)
 
     def _advice(self, key: str, value: Any) -> str:
         if value is not None:
@@ -181,7 +173,9 @@ def _values(entry: TensorEntry, format_name: str) -> torch.Tensor:
     ):  # scales may be infinite; that is for the autopsy to say
         if format_name in known_formats():
             width = gguf_module().GGML_QUANT_SIZES[kind][0]
-            stored = Quantized(format_name, (len(blocks), width), torch.from_numpy(blocks))
+            stored = Quantized(
+                format_name, (len(blocks), width), torch.from_numpy(blocks)
+            )
             return get_format(format_name).dequantize(stored).reshape(entry.shape)
         return (
             torch.from_numpy(gguf_module().dequantize(blocks, kind))

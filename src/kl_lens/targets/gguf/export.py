@@ -75,7 +75,9 @@ def tensor_jobs(
         component_name(name, len(stored.shape)): Recipe(FURTHER)
         for name, stored in model.further_heads.items()
     }
-    parameters = shapes | {name: stored.shape for name, stored in model.further_heads.items()}
+    parameters = shapes | {
+        name: stored.shape for name, stored in model.further_heads.items()
+    }
     return [_decide(rule, parameters, recipes, fallback) for rule in (*rules, *further)]
 
 

@@ -24,7 +24,12 @@ from kl_lens.targets.gguf.paging import (
     giving_back,
     set_apart,
 )
-from kl_lens.targets.gguf.tokenizer import TOKENIZER_CHECK, differing_string
+from kl_lens.targets.gguf.tokenizer import (
+    PREFIX,
+    SPECIAL,
+    TOKENIZER_CHECK,
+    differing_string,
+)
 from kl_lens.targets.session import (
     CACHES,
     LOAD_MODES,
@@ -222,16 +227,10 @@ class GGUFSession(FedSession):
         self.require_vocabulary()
         template = self.file.metadata.get("tokenizer.chat_template")
         special = {}
-        for name, key in {
-            "bos": "bos",
-            "eos": "eos",
-            "pad": "padding",
-            "unk": "unknown",
-        }.items():
-            index = self.file.metadata.get(f"tokenizer.ggml.{key}_token_id")
-            special[f"{name}_token"] = (
-                "" if index is None else self.detokenize([index], special=True)
-            )
+        for key, name in SPECIAL.items():
+            token = self.file.metadata.get(f"{PREFIX}{key}_token_id")
+            text = "" if token is None else self.detokenize([token], special=True)
+            special[f"{name}_token"] = text
         return ArtifactTokenizer(
             encode=self.tokenize,
             begin=partial(self.tokenize, begin=True),

@@ -140,7 +140,9 @@ class FileTensors:
             more = "q2_k" if name in _TINY else "iq3_s"
             if part == "values":
                 return (
-                    "q4_k" if self._queries >= _PLENTY or self._experts >= _PLENTY else more
+                    "q4_k"
+                    if self._queries >= _PLENTY or self._experts >= _PLENTY
+                    else more
                 )
             if part == "down":
                 return more if place.count < blocks // 8 else None
@@ -204,7 +206,11 @@ class FileTensors:
     @property
     def _values(self) -> int:
         return max(
-            (tensor.count + 1 for tensor in self.places.values() if tensor.part == "values"),
+            (
+                tensor.count + 1
+                for tensor in self.places.values()
+                if tensor.part == "values"
+            ),
             default=0,
         )
 

@@ -28,9 +28,11 @@ BYTE = 6
 BYTE_LEVEL = "gpt2"
 SENTENCEPIECE = "llama"  # tokenizer.ggml.model
 SPACES = "default"  # SentencePiece's pre-tokenizer: only spaces
-TOKENIZER_CHECK = (
-    "tokenizer_check"  # of an artifact's settings: input of `differing_string`
-)
+# Of an artifact's settings: input of `differing_string`.
+TOKENIZER_CHECK = "tokenizer_check"
+
+# Special tokens: llama.cpp's names → transformers'.
+SPECIAL = {"bos": "bos", "eos": "eos", "padding": "pad", "unknown": "unk"}
 
 # llama.cpp opens no file without merges. Text is merged from single characters on, so this one never happens.
 _NO_MERGES = (("[NO]", "[MERGE]"),)
@@ -115,10 +117,8 @@ def tokenizer_data(
         m.split(" ") if isinstance(m, str) else m
         for m in specification["model"]["merges"]
     ]
-    attributes = {"bos": "bos", "eos": "eos", "padding": "pad", "unknown": "unk"}
     ids_of = {
-        name: getattr(tokenizer, f"{short}_token_id")
-        for name, short in attributes.items()
+        name: getattr(tokenizer, f"{short}_token_id") for name, short in SPECIAL.items()
     }
     special = {name: int(index) for name, index in ids_of.items() if index is not None}
     template = getattr(tokenizer, "chat_template", None) or None
@@ -192,7 +192,9 @@ def sample_strings(check: Mapping[str, Any]) -> list[str]:
 
 def _checksums(ids: Sequence[Sequence[int]]) -> str:
     """Eight hexadecimal digits per string."""
-    return "".join(f"{zlib.crc32(json.dumps(list(tokens)).encode()):08x}" for tokens in ids)
+    return "".join(
+        f"{zlib.crc32(json.dumps(list(tokens)).encode()):08x}" for tokens in ids
+    )
 
 
 def _specification(tokenizer: Any) -> dict[str, Any]:

@@ -95,13 +95,16 @@ class TensorJob:
         )
 
     def record(self, digest: str, weights: str) -> ExportedTensor:
-        what = (
+        formats = (self.planned or FLOAT32, self.recipe or FLOAT32)
+        return ExportedTensor(
             self.component,
             self.rule.name,
-            self.planned or FLOAT32,
-            self.recipe or FLOAT32,
+            *formats,
+            self.bytes,
+            self.reason,
+            digest,
+            weights,
         )
-        return ExportedTensor(*what, self.bytes, self.reason, digest, weights)
 
 
 @dataclass(frozen=True)
@@ -224,8 +227,8 @@ def _stored(
             f"{rule.parameter}: has shape {tuple(rows.shape)} for {rule.name}, not {job.shape}"
         )
     packed = job.recipe.grid.pack(replace(quantized, data=rows, shape=job.shape))
-    own = isinstance(rule.factors, float) and rule.factors == 1.0
-    return packed, quantized.digest if own else ""
+    unchanged = isinstance(rule.factors, float) and rule.factors == 1.0
+    return packed, quantized.digest if unchanged else ""
 
 
 def _announce(writer: Any, job: TensorJob) -> None:
@@ -239,10 +242,8 @@ def _announce(writer: Any, job: TensorJob) -> None:
 def _typed(value: Any) -> tuple[Any, Any]:
     """A value of metadata with its type."""
     kinds = gguf_module().GGUFValueType
-    if isinstance(value, list | tuple):
-        return list(value), kinds.ARRAY
-    known = {bool: kinds.BOOL, int: kinds.UINT32, float: kinds.FLOAT32, str: kinds.STRING}
-    return value, next(kind for own, kind in known.items() if isinstance(value, own))
+    # gguf takes integers for signed ones.
+    return value, kinds.UINT32 if type(value) is int else kinds.get_type(value)
 
 
 def general_metadata(folder: Path, name: str, counts: tuple[int, int, int, int]) -> Any:

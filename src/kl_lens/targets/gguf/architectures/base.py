@@ -20,7 +20,7 @@ from kl_lens.model.files import and_more
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
 Factors = float | torch.Tensor  # one, or (rows, 1)
-# Key without the architecture's prefix → int, float, bool, str or list of int.
+# Key without the architecture's prefix → int, float, bool or list of int; a text is an attribute of the configuration.
 Metadata = dict[str, Any]
 Reasons = Iterable[str]
 # Parameter name → shape, everything the checkpoint holds.
@@ -117,7 +117,7 @@ class Architecture:
 
     # transformers' → llama.cpp's, or how it is found.
     names: Mapping[str, str | Callable[[Any], str]]
-    metadata: Callable[[Any], Metadata]
+    settings: Callable[[Any], Metadata]
     layer: Callable[[Any, Module], Rules]
     # Reasons why this configuration is not supported.
     refusals: Callable[[Any], Reasons]
@@ -132,6 +132,12 @@ class Architecture:
     def name(self, config: Any) -> str:
         name = self.names[config.model_type]
         return name if isinstance(name, str) else name(config)
+
+    def metadata(self, config: Any) -> Metadata:
+        return {
+            key: getattr(config, value) if isinstance(value, str) else value
+            for key, value in self.settings(config).items()
+        }
 
     def require(self, config: Any) -> None:
         for reason in self.refusals(config):

@@ -30,13 +30,13 @@ def _inner(config: Any) -> int:
 
 def _metadata(config: Any) -> Metadata:
     return {
-        **parts.hybrid_metadata(config, _inner(config), config.mamba_n_heads),
-        "attention.head_count_kv": config.num_key_value_heads,
+        **parts.hybrid_metadata(_inner(config), config.mamba_n_heads),
+        "attention.head_count_kv": "num_key_value_heads",
         "attention.key_length": parts.head_size(config),
         "attention.value_length": parts.head_size(config),
         "rope.freq_base": parts.rope_base(config),
         "rope.dimension_count": parts.head_size(config),
-        "ssm.group_count": config.mamba_n_groups,
+        "ssm.group_count": "mamba_n_groups",
     }
 
 

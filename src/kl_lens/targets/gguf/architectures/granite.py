@@ -40,7 +40,7 @@ def _experts(config: Any) -> int:
 
 def _metadata(config: Any) -> Metadata:
     values: Metadata = {
-        **parts.hybrid_metadata(config, parts.inner_size(config), config.mamba_n_heads),
+        **parts.hybrid_metadata(parts.inner_size(config), config.mamba_n_heads),
         "attention.head_count_kv": [
             config.num_key_value_heads if attention else 0
             for attention in _attention_layers(config)
@@ -49,7 +49,7 @@ def _metadata(config: Any) -> Metadata:
         "rope.scaling.finetuned": _rotary(config) > 0,
         **({"rope.dimension_count": _rotary(config)} if _rotary(config) else {}),
         "rope.freq_base": parts.rope_base(config),
-        "ssm.group_count": config.mamba_n_groups,
+        "ssm.group_count": "mamba_n_groups",
     }
     if config.model_type == "granitemoehybrid":
         values |= {
@@ -63,8 +63,8 @@ def _metadata(config: Any) -> Metadata:
     if _experts(config):
         values |= {
             "expert_count": _experts(config),
-            "expert_used_count": config.num_experts_per_tok,
-            "expert_shared_feed_forward_length": config.shared_intermediate_size,
+            "expert_used_count": "num_experts_per_tok",
+            "expert_shared_feed_forward_length": "shared_intermediate_size",
         }
     return values
 

@@ -33,30 +33,30 @@ def _is_ling(config: Any) -> bool:
 
 def _metadata(config: Any) -> Metadata:
     return {
-        **parts.sizes(config, config.intermediate_size),
-        "attention.head_count": config.num_attention_heads,
+        **parts.sizes("intermediate_size"),
+        "attention.head_count": "num_attention_heads",
         # llama.cpp caches the latent, which all heads share, so there is one key head.
         "attention.head_count_kv": [
             int(kind == "full_attention") for kind in config.layer_types
         ],
         "attention.key_length": config.kv_lora_rank + config.qk_rope_head_dim,
-        "attention.value_length": config.kv_lora_rank,
+        "attention.value_length": "kv_lora_rank",
         "attention.key_length_mla": config.qk_nope_head_dim + config.qk_rope_head_dim,
-        "attention.value_length_mla": config.v_head_dim,
-        "attention.kv_lora_rank": config.kv_lora_rank,
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        "rope.dimension_count": config.qk_rope_head_dim,  # the part of a key that all heads share
-        "ssm.conv_kernel": config.linear_conv_kernel_dim,
-        "kda.head_dim": config.linear_head_dim,
+        "attention.value_length_mla": "v_head_dim",
+        "attention.kv_lora_rank": "kv_lora_rank",
+        "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+        "rope.dimension_count": "qk_rope_head_dim",  # the part of a key that all heads share
+        "ssm.conv_kernel": "linear_conv_kernel_dim",
+        "kda.head_dim": "linear_head_dim",
         "leading_dense_block_count": _dense_layers(config),
-        "expert_count": config.num_local_experts,
-        "expert_used_count": config.num_experts_per_tok,
-        "expert_shared_count": config.n_shared_experts,
-        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_count": "num_local_experts",
+        "expert_used_count": "num_experts_per_tok",
+        "expert_shared_count": "n_shared_experts",
+        "expert_feed_forward_length": "moe_intermediate_size",
         "expert_weights_scale": float(config.routed_scaling_factor),
         "expert_weights_norm": True,
-        "expert_group_count": config.n_group,
-        "expert_group_used_count": config.topk_group,
+        "expert_group_count": "n_group",
+        "expert_group_used_count": "topk_group",
         "expert_gating_func": 2,  # a sigmoid
         **(_ling_metadata(config) if _is_ling(config) else {}),
     }

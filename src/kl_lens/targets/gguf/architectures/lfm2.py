@@ -31,23 +31,23 @@ def _feed_forward(config: Any) -> int:
 
 def _metadata(config: Any) -> Metadata:
     values: Metadata = {
-        **parts.sizes(config, _feed_forward(config)),
-        "vocab_size": config.vocab_size,
-        "attention.head_count": config.num_attention_heads,
+        **parts.sizes(_feed_forward(config)),
+        "vocab_size": "vocab_size",
+        "attention.head_count": "num_attention_heads",
         "attention.head_count_kv": [
             0 if kind == "conv" else config.num_key_value_heads
             for kind in config.layer_types
         ],
-        "attention.layer_norm_rms_epsilon": config.norm_eps,
+        "attention.layer_norm_rms_epsilon": "norm_eps",
         "rope.freq_base": parts.rope_base(config),
-        "shortconv.l_cache": config.conv_L_cache,
+        "shortconv.l_cache": "conv_L_cache",
     }
     if config.model_type == "lfm2_moe":
         values |= {
-            "leading_dense_block_count": config.num_dense_layers,
-            "expert_count": config.num_experts,
-            "expert_used_count": config.num_experts_per_tok,
-            "expert_feed_forward_length": config.moe_intermediate_size,
+            "leading_dense_block_count": "num_dense_layers",
+            "expert_count": "num_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "moe_intermediate_size",
             "expert_gating_func": 2,  # a sigmoid
         }
     return values

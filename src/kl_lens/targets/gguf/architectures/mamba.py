@@ -16,26 +16,26 @@ from kl_lens.targets.gguf.architectures.base import (
 
 
 def _metadata(config: Any) -> Metadata:
-    second = config.model_type == "mamba2"
-    falcon = config.model_type == "falcon_mamba"
-    own: Metadata = (
-        {"ssm.group_count": config.n_groups} if second else {"ssm.dt_b_c_rms": falcon}
-    )
+    if config.model_type == "mamba2":
+        inner = config.num_heads * config.head_dim
+        rank = config.num_heads  # llama.cpp has one name for both
+        family: Metadata = {"ssm.group_count": "n_groups"}
+    else:
+        inner = config.intermediate_size
+        rank = int(config.time_step_rank)
+        family = {"ssm.dt_b_c_rms": config.model_type == "falcon_mamba"}
     return {
         "context_length": ENDLESS_CONTEXT,
-        "embedding_length": config.hidden_size,
+        "embedding_length": "hidden_size",
         "feed_forward_length": 0,
         "attention.head_count": 0,
-        "block_count": config.num_hidden_layers,
-        "ssm.conv_kernel": config.conv_kernel,
-        "ssm.inner_size": config.num_heads * config.head_dim
-        if second
-        else config.intermediate_size,
-        "ssm.state_size": config.state_size,
-        # also llama.cpp's name for the number of heads
-        "ssm.time_step_rank": config.num_heads if second else int(config.time_step_rank),
-        **own,
-        "attention.layer_norm_rms_epsilon": config.layer_norm_epsilon,
+        "block_count": "num_hidden_layers",
+        "ssm.conv_kernel": "conv_kernel",
+        "ssm.inner_size": inner,
+        "ssm.state_size": "state_size",
+        "ssm.time_step_rank": rank,
+        **family,
+        "attention.layer_norm_rms_epsilon": "layer_norm_epsilon",
     }
 
 

@@ -36,34 +36,34 @@ def _metadata(config: Any) -> Metadata:
         config.moe_intermediate_size if _has_experts(config) else config.intermediate_size
     )
     values: Metadata = {
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
+        "context_length": "max_position_embeddings",
+        "embedding_length": "hidden_size",
         "block_count": len(layers),
         "feed_forward_length": [
             width if kind in ("mlp", "moe") else 0 for kind in layers
         ],
-        "attention.head_count": config.num_attention_heads,
+        "attention.head_count": "num_attention_heads",
         "attention.head_count_kv": [
             config.num_key_value_heads if kind == "attention" else 0 for kind in layers
         ],
-        "attention.key_length": config.head_dim,
-        "attention.value_length": config.head_dim,
-        "attention.layer_norm_rms_epsilon": config.layer_norm_epsilon,
+        "attention.key_length": "head_dim",
+        "attention.value_length": "head_dim",
+        "attention.layer_norm_rms_epsilon": "layer_norm_epsilon",
         # Releases of llama.cpp differ in which of the two they read.
-        "attention.layer_norm_epsilon": config.layer_norm_epsilon,
-        "ssm.conv_kernel": config.conv_kernel,
+        "attention.layer_norm_epsilon": "layer_norm_epsilon",
+        "ssm.conv_kernel": "conv_kernel",
         "ssm.inner_size": config.mamba_num_heads * config.mamba_head_dim,
-        "ssm.state_size": config.ssm_state_size,
-        "ssm.time_step_rank": config.mamba_num_heads,
-        "ssm.group_count": config.n_groups,
+        "ssm.state_size": "ssm_state_size",
+        "ssm.time_step_rank": "mamba_num_heads",
+        "ssm.group_count": "n_groups",
     }
     if _has_experts(config):
         values |= {
-            "expert_count": config.n_routed_experts,
-            "expert_used_count": config.num_experts_per_tok,
-            "expert_feed_forward_length": config.moe_intermediate_size,
-            "expert_shared_feed_forward_length": config.moe_shared_expert_intermediate_size,
-            "expert_shared_count": config.n_shared_experts,
+            "expert_count": "n_routed_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size",
+            "expert_shared_count": "n_shared_experts",
             "expert_weights_norm": bool(config.norm_topk_prob),
             "expert_weights_scale": float(config.routed_scaling_factor),
             "expert_group_count": 1,

@@ -71,24 +71,24 @@ def head_size(config: Any) -> int:
     )
 
 
-def sizes(config: Any, feed_forward: int) -> Metadata:
+def sizes(feed_forward: int | str) -> Metadata:
     return {
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
+        "context_length": "max_position_embeddings",
+        "embedding_length": "hidden_size",
         "feed_forward_length": feed_forward,
-        "block_count": config.num_hidden_layers,
+        "block_count": "num_hidden_layers",
     }
 
 
-def hybrid_metadata(config: Any, inner: int, rank: int) -> Metadata:
+def hybrid_metadata(inner: int, rank: int | str) -> Metadata:
     """Metadata of every hybrid of attention and state-space layers; `rank`: of the time steps, or the heads."""
     return {
-        **sizes(config, config.intermediate_size),
-        "attention.head_count": config.num_attention_heads,
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        "ssm.conv_kernel": config.mamba_d_conv,
+        **sizes("intermediate_size"),
+        "attention.head_count": "num_attention_heads",
+        "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+        "ssm.conv_kernel": "mamba_d_conv",
         "ssm.inner_size": inner,
-        "ssm.state_size": config.mamba_d_state,
+        "ssm.state_size": "mamba_d_state",
         "ssm.time_step_rank": rank,
     }
 

@@ -52,22 +52,21 @@ def _heads(config: Any) -> tuple[int, int]:
 def _metadata(config: Any) -> Metadata:
     values: Metadata = {
         **parts.sizes(
-            config,
             getattr(config, "intermediate_size", 0) or config.moe_intermediate_size,
         ),
         "full_attention_interval": _interval(config),
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
-        "attention.key_length": config.head_dim,
-        "attention.value_length": config.head_dim,
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "attention.head_count": "num_attention_heads",
+        "attention.head_count_kv": "num_key_value_heads",
+        "attention.key_length": "head_dim",
+        "attention.value_length": "head_dim",
+        "attention.layer_norm_rms_epsilon": "rms_norm_eps",
         "rope.freq_base": parts.rope_base(config),
         "rope.dimension_count": parts.rotary(config),
-        "ssm.conv_kernel": config.linear_conv_kernel_dim,
+        "ssm.conv_kernel": "linear_conv_kernel_dim",
         "ssm.inner_size": config.linear_value_head_dim * config.linear_num_value_heads,
-        "ssm.state_size": config.linear_key_head_dim,
-        "ssm.time_step_rank": config.linear_num_value_heads,
-        "ssm.group_count": config.linear_num_key_heads,
+        "ssm.state_size": "linear_key_head_dim",
+        "ssm.time_step_rank": "linear_num_value_heads",
+        "ssm.group_count": "linear_num_key_heads",
     }
     if config.model_type != "qwen3_next":
         # Three kinds of positions alternate; in text all three are equal.
@@ -80,10 +79,10 @@ def _metadata(config: Any) -> Metadata:
         ]
     if _has_experts(config):
         values |= {
-            "expert_count": config.num_experts,
-            "expert_used_count": config.num_experts_per_tok,
-            "expert_feed_forward_length": config.moe_intermediate_size,
-            "expert_shared_feed_forward_length": config.shared_expert_intermediate_size,
+            "expert_count": "num_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
         }
     return values
 
