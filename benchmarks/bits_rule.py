@@ -57,7 +57,7 @@ class BitsRule:
         self._model = model
         anatomy = model.anatomy
         self._parts = {
-            name: place.part for name, place in FileTensors(model).places.items()
+            name: tensor.part for name, tensor in FileTensors(model).part_tensors.items()
         }
         self._tied = anatomy.embedding == anatomy.head
         self._choices = {c.name: self._errors(c, statistics) for c in anatomy.candidates}

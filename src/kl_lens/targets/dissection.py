@@ -56,9 +56,8 @@ class StoredTensor:
     bytes: int
     read: Callable[[], torch.Tensor]  # its values in float32
     format: str = ""  # our name of that type, if we have it
-    rounded: Values | None = (
-        None  # any values, rounded to nearest in that type; None: not known
-    )
+    # Any values, rounded to nearest in that type; None: not known.
+    rounded: Values | None = None
 
 
 @dataclass(frozen=True)
@@ -113,9 +112,8 @@ class Disagreement:
     name: str
     words: str
     advice: str = ""
-    matters: bool | None = (
-        True  # None: if the runtime computes something else, or text becomes other ids
-    )
+    # None: if the runtime computes something else, or text becomes other ids.
+    matters: bool | None = True
     about: str = METADATA
 
 
@@ -140,9 +138,8 @@ class Dissection(ABC):
     path: Path
     files: tuple[Path, ...]  # that the runtime loads
     tensors: tuple[StoredTensor, ...]
-    usual_settings: bool = (
-        True  # it is run with the settings that `Target.activations` describes
-    )
+    # It is run with the settings that `Target.activations` describes.
+    usual_settings: bool = True
 
     @abstractmethod
     def parts(self, model: LoadedModel) -> list[Part]:
@@ -227,27 +224,27 @@ class Texts:
 
 
 def other_texts(
-    found: Texts, expected: Texts, advice: Callable[[str, Any], str]
+    texts: Texts, expected: Texts, advice: Callable[[str, Any], str]
 ) -> Iterator[Disagreement]:
     """Compares what two tokenizers say. Lists and keys that one of them lacks say nothing."""
-    for name in [name for name in expected.lists if name in found.lists]:
-        actual = found.lists[name]
+    for name in [name for name in expected.lists if name in texts.lists]:
+        actual = texts.lists[name]
         wanted = expected.lists[name]
         # A file may name rows of the embedding that have no token.
         numbers = {**wanted, **actual} if name == "merge" else wanted
-        if others := [i for i in numbers if actual.get(i) != wanted.get(i)]:
-            first = others[0]
+        if differing := [i for i in numbers if actual.get(i) != wanted.get(i)]:
+            first = differing[0]
             example = setting(f"{name} {first}", actual.get(first), wanted.get(first))
             yield Disagreement(
                 f"{name}s",
-                f"{len(others):,} of {len(wanted):,} {name}s are not the original's: {example.words}",
+                f"{len(differing):,} of {len(wanted):,} {name}s are not the original's: {example.words}",
                 advice(f"{name}s", None),
                 None if name == "token type" else True,
                 VOCABULARY,
             )
-    yield from _other_values(found.splitting, expected.splitting, VOCABULARY, advice)
-    yield from _other_values(found.keys, expected.keys, TOKENIZER, advice)
-    if words := _other_template(found.template, expected.template):
+    yield from _other_values(texts.splitting, expected.splitting, VOCABULARY, advice)
+    yield from _other_values(texts.keys, expected.keys, TOKENIZER, advice)
+    if words := _other_template(texts.template, expected.template):
         yield Disagreement(
             _CHAT, words, advice(_CHAT, None), expected.template is not None, TOKENIZER
         )
@@ -262,8 +259,8 @@ def _other_values(
     matters = None if about == VOCABULARY else True
     for key, wanted in expected.items():
         value = actual.get(key)
-        both = value is not None and wanted is not None
-        if both and value not in (wanted, [wanted]) and wanted != [value]:
+        comparable = value is not None and wanted is not None
+        if comparable and value not in (wanted, [wanted]) and wanted != [value]:
             hint = advice(key, wanted)
             yield setting(key, value, wanted, hint, matters=matters, about=about)
 

@@ -32,9 +32,8 @@ class SessionSettings:
     gpu_layers: int = 0
     exact: bool = False  # float32 arithmetic instead of a deployment's
     load: str = "auto"  # how weights come into memory; llama.cpp
-    context: int | None = (
-        None  # tokens that each sequence has room for; None: the runtime's own choice
-    )
+    # Tokens that each sequence has room for; None: the runtime's own choice.
+    context: int | None = None
     batch: int = 1  # sequences that memory is kept for
 
     @property
@@ -91,12 +90,10 @@ class Session(Protocol):
 class ArtifactTokenizer:
     """Encodes and decodes text."""
 
-    encode: Callable[
-        [str], list[int]
-    ]  # recognises special tokens by their text; adds none
-    begin: Callable[
-        [str], list[int]
-    ]  # the same, plus the tokens that the tokenizer adds, such as <s>
+    # Recognises special tokens by their text; adds none.
+    encode: Callable[[str], list[int]]
+    # The same, plus the tokens that the tokenizer adds, such as <s>.
+    begin: Callable[[str], list[int]]
     decode: Callable[[Sequence[int]], str]
     ends: frozenset[int]  # tokens that end a text or a turn; empty if unknown
     render: Renderer | None = None  # the chat template, if any

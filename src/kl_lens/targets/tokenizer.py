@@ -292,11 +292,11 @@ def chat_renderer(template: str, special: Mapping[str, str], source: str) -> Ren
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
-    environment.filters["tojson"] = lambda value, **how: json.dumps(
-        value, ensure_ascii=False, **how
+    environment.filters["tojson"] = lambda value, **options: json.dumps(
+        value, ensure_ascii=False, **options
     )
     environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda how: datetime.now().strftime(how)
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
 
     def render(messages: Messages) -> str:
         try:
@@ -355,7 +355,9 @@ def varied_strings(
 def other_ids(actual: Sequence[int], expected: Sequence[int], tokenizer: Any) -> str:
     """Where two lists of ids for one text part, in words."""
     at = next(
-        i for i, (one, two) in enumerate(zip_longest(actual, expected)) if one != two
+        i
+        for i, (token, wanted) in enumerate(zip_longest(actual, expected))
+        if token != wanted
     )
     parts = list(actual[at : at + 4]), list(expected[at : at + 4])
     return f"{tokenizer.decode(parts[1])!r} becomes {parts[0]}, not {parts[1]}"

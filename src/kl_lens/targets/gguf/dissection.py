@@ -111,8 +111,8 @@ class GGUFDissection(Dissection):
         expected = Texts(
             original, splitting, keys, default_template(wanted[CHAT_TEMPLATE])
         )
-        found = Texts(lists, actual, actual, default_template(actual.get(CHAT_TEMPLATE)))
-        yield from dissection.other_texts(found, expected, self._advice)
+        texts = Texts(lists, actual, actual, default_template(actual.get(CHAT_TEMPLATE)))
+        yield from dissection.other_texts(texts, expected, self._advice)
 
     def _advice(self, key: str, value: Any) -> str:
         if value is not None:

@@ -111,10 +111,10 @@ def read_header(path: Path, *, whole: bool = False) -> FileInfo:
 
     `whole`: with the tokenizer's long lists, which are otherwise only counted.
     """
-    first, *others = [_read_part(part, whole) for part in parts_of(path)]
-    tensors = (*first.tensors, *(entry for other in others for entry in other.tensors))
+    first, *further = [_read_part(part, whole) for part in parts_of(path)]
+    tensors = (*first.tensors, *(entry for part in further for entry in part.tensors))
     count = first.metadata.get("split.tensors.count", len(tensors))
-    if others and count != len(tensors):
+    if further and count != len(tensors):
         raise TargetError(
             f"{path}: its parts hold {len(tensors)} tensors, not {count}; export or download again"
         )
@@ -215,10 +215,10 @@ class _Reader:
     def array(self, kind: int, count: int) -> Any:
         if kind in _NUMBERS:
             data = self.take(count * struct.calcsize(f"<{_NUMBERS[kind]}"))
-            kept = self.whole or count <= _LONGEST_KEPT_ARRAY
+            is_listed = self.whole or count <= _LONGEST_KEPT_ARRAY
             return (
                 list(struct.unpack(f"<{count}{_NUMBERS[kind]}", data))
-                if kept
+                if is_listed
                 else f"[{count} values]"
             )
         if kind != _STRING:

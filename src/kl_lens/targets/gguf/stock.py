@@ -86,7 +86,7 @@ def stock_recipes(model: LoadedModel) -> tuple[StockRecipe, ...]:
 
 
 @dataclass(frozen=True)
-class Place:
+class PartTensor:
     """A tensor among those of its part, in llama.cpp's order."""
 
     part: str
@@ -121,7 +121,7 @@ class FileTensors:
                 low = "q2_k" if name in _TINY else "iq3_s"
                 wanted = low if name in (*_TWO_BITS, "IQ3_XXS") else _BASES[name]
             else:
-                tensor = self.places.get(component.name)
+                tensor = self.part_tensors.get(component.name)
                 raised = tensor and self._raised(
                     name, tensor, with_importance=bool(methods)
                 )
@@ -130,10 +130,12 @@ class FileTensors:
             chosen[component.name] = fitting_recipe(recipe, component.shape)[0]
         return chosen
 
-    def _raised(self, name: str, place: Place, *, with_importance: bool) -> str | None:
+    def _raised(
+        self, name: str, tensor: PartTensor, *, with_importance: bool
+    ) -> str | None:
         """The type of a component that does not get the recipe's own."""
-        part = place.part
-        layer = place.layer
+        part = tensor.part
+        layer = tensor.layer
         blocks = self._blocks
         first = layer < blocks // 8
         if name in _TWO_BITS:
@@ -145,16 +147,16 @@ class FileTensors:
                     else more
                 )
             if part == "down":
-                return more if place.count < blocks // 8 else None
+                return more if tensor.count < blocks // 8 else None
             return more if part == "attention" and name not in _TINY else None
         few = self._queries >= _PLENTY
         often = "q6_k" if _has_more(layer, blocks) else None
-        values = "q6_k" if _has_more(place.count, self._values) else None
-        found: dict[str, dict[str, str | None]] = {
+        values = "q6_k" if _has_more(tensor.count, self._values) else None
+        raised: dict[str, dict[str, str | None]] = {
             "values": {
                 "Q2_K": "q4_k" if few else "q3_k",
                 "IQ3_M": "q4_k",
-                "Q3_K_M": "q5_k" if place.count < 2 else "q4_k",
+                "Q3_K_M": "q5_k" if tensor.count < 2 else "q4_k",
                 "Q3_K_L": "q5_k",
                 **dict.fromkeys(
                     ("Q2_K_S", "IQ3_XXS", "IQ3_XS", "IQ3_S"), "q4_k" if few else None
@@ -181,10 +183,10 @@ class FileTensors:
                 if name == "IQ3_XS" and blocks // 8 <= layer < 7 * blocks // 8
                 else None
             )
-        return found.get(part, {}).get(name)
+        return raised.get(part, {}).get(name)
 
     @cached_property
-    def places(self) -> dict[str, Place]:
+    def part_tensors(self) -> dict[str, PartTensor]:
         model = self._model
         shapes = ModelTensors(model).shapes
         named = {
@@ -192,23 +194,23 @@ class FileTensors:
             for rule in self._architecture.tensors(model.config, shapes)
             if rule.parameter is not None
         }
-        places: dict[str, Place] = {}
+        tensors: dict[str, PartTensor] = {}
         counts = Counter[str]()
         for tensor in sorted(named, key=lambda name: (_block(name), name)):
             part = next((part for piece, part in _PARTS.items() if piece in tensor), None)
             if part is not None:
                 count = counts[part]
                 layer = _block(tensor) if self._experts > 1 else count
-                places.setdefault(named[tensor], Place(part, count, layer))
+                tensors.setdefault(named[tensor], PartTensor(part, count, layer))
                 counts[part] += 1
-        return places
+        return tensors
 
     @property
     def _values(self) -> int:
         return max(
             (
                 tensor.count + 1
-                for tensor in self.places.values()
+                for tensor in self.part_tensors.values()
                 if tensor.part == "values"
             ),
             default=0,

@@ -126,7 +126,7 @@ def tokenizer_data(
         template = [{"name": name, "template": text} for name, text in template.items()]
     # If a file names no end token, llama.cpp takes token 11, whatever that is. Name one that no text contains.
     silent = [index for index, kind in enumerate(types) if kind in (CONTROL, UNUSED)]
-    known = [
+    text_ends = [
         index
         for index in (special.get("eos"), *ends)
         if index is not None and index < vocabulary
@@ -140,7 +140,7 @@ def tokenizer_data(
         tokenizer(text, add_special_tokens=False)["input_ids"]
         for text in sample_strings(check)
     ]
-    special |= _ends(list(dict.fromkeys(known)) or silent[:1], tokens, template)
+    special |= _ends(list(dict.fromkeys(text_ends)) or silent[:1], tokens, template)
     values = {
         "model": model,
         "pre": pre,
@@ -157,8 +157,8 @@ def tokenizer_data(
     metadata = {f"{PREFIX}{key}": value for key, value in values.items()} | {
         CHAT_TEMPLATE: template
     }
-    found = tuple(_NOTES[name] for name in notes)
-    return TokenizerData(metadata, check | {"checksums": _checksums(ids)}, found)
+    sentences = tuple(_NOTES[name] for name in notes)
+    return TokenizerData(metadata, check | {"checksums": _checksums(ids)}, sentences)
 
 
 def differing_string(
@@ -322,18 +322,18 @@ def _ends(
     text = (
         template
         if isinstance(template, str)
-        else " ".join(each["template"] for each in template or ())
+        else " ".join(entry["template"] for entry in template or ())
     )
     turn = next(
         (i for i in ends if tokens[i] in text), ends[1] if len(ends) > 1 else None
     )
-    rest = [i for i in ends[1:] if i != turn]
-    found = {
+    further = [i for i in ends[1:] if i != turn]
+    special = {
         "eos": ends[0] if ends else None,
         "eot": turn,
-        "eom": rest[0] if rest else None,
+        "eom": further[0] if further else None,
     }
-    return {name: index for name, index in found.items() if index is not None}
+    return {name: index for name, index in special.items() if index is not None}
 
 
 def _added_around(tokenizer: Any) -> dict[str, bool]:
