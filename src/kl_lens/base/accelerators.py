@@ -40,9 +40,8 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     if tensor.device.type != "cuda":
         return tensor.cpu()
-    copy = tensor.contiguous().to(
-        "cpu", non_blocking=True
-    )  # page-locked, because it does not block
+    # Page-locked, because it does not block.
+    copy = tensor.contiguous().to("cpu", non_blocking=True)
     torch.cuda.current_stream(tensor.device).synchronize()
     return copy
 

@@ -61,9 +61,8 @@ def _starting(threads: int) -> Iterator[None]:
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         os.environ |= {f"{name}_NUM_THREADS": str(threads) for name in THREAD_VARIABLES}
-        os.environ["PYTHONWARNINGS"] = (
-            "ignore"  # such as of locks that a killed process did not give back
-        )
+        # Such as warnings of locks that a killed process did not give back.
+        os.environ["PYTHONWARNINGS"] = "ignore"
         sys.modules["__main__"] = ModuleType("__main__")
         yield
     finally:

@@ -38,9 +38,8 @@ def require_thread_counts() -> None:
     """Raises for numbers of threads that libraries cannot use; some crash, others ignore them with a page of text."""
     for name in (f"{prefix}_NUM_THREADS" for prefix in THREAD_VARIABLES):
         value = os.environ.get(name) or "1"
-        counts = (
-            value.split(",") if name.startswith("OMP") else [value]
-        )  # OpenMP takes one per level
+        # OpenMP takes one per level.
+        counts = value.split(",") if name.startswith("OMP") else [value]
         if not all(
             re.fullmatch("[0-9]{1,4}", n.strip()) and 1 <= int(n) <= _MOST_THREADS
             for n in counts

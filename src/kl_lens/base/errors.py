@@ -93,8 +93,8 @@ def system_reason(error: OSError) -> str | None:
     """The system's error in one line: which file, why, what to do. None if we have no advice."""
     if error.errno not in _WHAT_TO_DO:
         return None
-    place = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
-    return f"{place}{error.strerror}; {_WHAT_TO_DO[error.errno]}"
+    prefix = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
+    return f"{prefix}{error.strerror}; {_WHAT_TO_DO[error.errno]}"
 
 
 def printable(text: str, kept: str = "") -> str:

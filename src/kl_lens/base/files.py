@@ -52,9 +52,8 @@ def whole(path: Path) -> Iterator[Path]:
     try:
         with naming(path):
             yield temporary
-            shutil.copymode(
-                lock, temporary
-            )  # some libraries make files that nobody else may read
+            # Some libraries make files that nobody else may read.
+            shutil.copymode(lock, temporary)
             os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -68,10 +67,10 @@ def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        found = system_error(error)
-        if found is None or found.filename is not None:
+        failure = system_error(error)
+        if failure is None or failure.filename is not None:
             raise
-        raise OSError(found.errno, found.strerror, str(path)) from error
+        raise OSError(failure.errno, failure.strerror, str(path)) from error
 
 
 def damage(path: Path) -> str:
@@ -94,9 +93,8 @@ def _locked_file(path: Path) -> tuple[Path, int]:
         lock = path.parent / f".{path.name[:100]}.{secrets.token_hex(4)}{_WRITING}"
         handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         _lock(handle, wait=True)
-        if os.fstat(
-            handle
-        ).st_nlink:  # else another process removed it before it was locked
+        if os.fstat(handle).st_nlink:
+            # Without a link, another process removed it before it was locked.
             return lock, handle
         os.close(handle)
 
@@ -124,12 +122,12 @@ def _clear_files(folder: Path) -> None:
 
 def require_outside_models(path: Path, label: str) -> None:
     """Raises if an output that the user named (`label`: the flag) is a model's folder, or lies in one."""
-    place = Path(os.path.realpath(path))
-    for folder in (place, *place.parents):
+    output = Path(os.path.realpath(path))
+    for folder in (output, *output.parents):
         is_model = os.path.isfile(folder / MODEL_FILE)
         if not is_model or os.path.exists(folder / RECORD_FILE):
             continue
-        if folder == place or any(any(folder.glob(weights)) for weights in _WEIGHTS):
+        if folder == output or any(any(folder.glob(weights)) for weights in _WEIGHTS):
             raise KLLensError(
                 f"{label} {path}: {folder} holds a model ({MODEL_FILE}); use a place outside it"
             )
@@ -180,13 +178,13 @@ def replacing(folder: Path) -> Iterator[Path]:
         _finish(folder)
         for leftover in folder.glob(f"{_WRITING}*"):
             shutil.rmtree(leftover)
-        place = folder / _WRITING
-        place.mkdir()
+        staging = folder / _WRITING
+        staging.mkdir()
         try:
-            yield place
-            os.rename(place, folder / _DECIDED)
+            yield staging
+            os.rename(staging, folder / _DECIDED)
         except BaseException:
-            shutil.rmtree(place, ignore_errors=True)
+            shutil.rmtree(staging, ignore_errors=True)
             if new:
                 with suppress(OSError):
                     folder.rmdir()
@@ -223,10 +221,10 @@ def _finish(folder: Path) -> None:
         (folder / RECORD_FILE).unlink(missing_ok=True)
         shutil.rmtree(folder / DIGESTS, ignore_errors=True)
     for path in moved:
-        place = folder / path.name
-        if place.is_dir():
-            shutil.rmtree(place)
-        os.replace(path, place)
+        destination = folder / path.name
+        if destination.is_dir():
+            shutil.rmtree(destination)
+        os.replace(path, destination)
         path.unlink(missing_ok=True)  # of two links to one file, rename leaves both
     decided.rmdir()
 
@@ -254,9 +252,8 @@ def bytes_digest(*parts: npt.NDArray[Any], about: str = "") -> str:
         for first in range(0, len(part), _PIECE)
     ]
     total = hashlib.blake2b(about.encode(), digest_size=16)
-    with ThreadPoolExecutor(
-        processors()
-    ) as pool:  # starts no more threads than there are pieces
+    with ThreadPoolExecutor(processors()) as pool:
+        # Starts no more threads than there are pieces.
         for digest in (
             pool.map(_digest, pieces) if len(pieces) > 2 else map(_digest, pieces)
         ):

@@ -116,15 +116,15 @@ def show_evaluate(result: EvaluateResult) -> Shown:
             "95 % interval of the drop of acc."
         )
     labels = {"cross_entropy": "cross-entropy", "kl_mean": "KL from the original"}
-    for agreement in (each for each in agreements if each.verdict == DISAGREES):
+    for agreement in [a for a in agreements if a.verdict == DISAGREES]:
         changes = [
             f"{labels[name]} by {with_error(c)}"
             for name, c in agreement.differences.items()
         ]
-        one = subject_title(agreement.subject)
-        other = subject_title(agreement.compared_with)
+        title = subject_title(agreement.subject)
+        reference = subject_title(agreement.compared_with)
         yield Red(
-            f"{one} DISAGREES with {other} on the same windows: {', '.join(changes)} nats per token. "
+            f"{title} DISAGREES with {reference} on the same windows: {', '.join(changes)} nats per token. "
             "PyTorch computes what transformers' own code computes, so the file is not what was measured: export it "
             "again. (Arithmetic that is not modelled, for example on a GPU, can look the same.)"
         )
@@ -143,7 +143,7 @@ def show_evaluate(result: EvaluateResult) -> Shown:
 
 
 def _entrant_row(file: Entrant) -> Row:
-    kl, perplexity, same = (
+    kl, perplexity, top = (
         file.values[name] for name in ("kl_mean", "token_perplexity", "same_top")
     )
     return {
@@ -152,7 +152,7 @@ def _entrant_row(file: Entrant) -> Row:
         "size": human_bytes(file.bytes),
         "KL": with_error(kl),
         "perplexity": fixed_with_error(perplexity, 3),
-        "same top, %": f"{100 * same.value:.2f}",
+        "same top, %": f"{100 * top.value:.2f}",
     }
 
 
@@ -185,9 +185,9 @@ def _likelihood(scores: list[Score], agreements: list[Agreement]) -> Table:
             )
         if agreement := beside.get(score.subject):
             change = agreement.differences["cross_entropy"].value
-            told = f"{_VERDICTS[agreement.verdict]} ({change:+.1e} nats)"
+            answer = f"{_VERDICTS[agreement.verdict]} ({change:+.1e} nats)"
             wrong = agreement.verdict == DISAGREES
-            row["agrees with PyTorch?"] = Red(told) if wrong else told
+            row["agrees with PyTorch?"] = Red(answer) if wrong else answer
         rows.append(row)
     return table(f"{title} on {scores[0].what}", rows)
 
@@ -220,9 +220,9 @@ def _positions(scores: list[Score], _: list[Agreement]) -> Table:
             name = subject_title(score.subject) + (
                 "" if curve_of(score, "kl") else ": cross-entropy"
             )
-            some = shown_bins(len(curve.starts))
+            bins = shown_bins(len(curve.starts))
             row = {"model": name} | {
-                f"from {curve.starts[i]:,}": number(curve.means[i].value) for i in some
+                f"from {curve.starts[i]:,}": number(curve.means[i].value) for i in bins
             }
             rows.append(
                 row
@@ -259,9 +259,9 @@ def _task_row(score: Score, limit: float | None) -> Row:
     ]
     if near and chance is not None:
         notes.append(f"{' and '.join(near)} near chance ({100 * chance:.0f} %)")
-    others = [n for n in score.values if n not in accuracies and not n.endswith("_drop")]
+    metrics = [n for n in score.values if n not in accuracies and not n.endswith("_drop")]
     notes += [
-        f"{name.replace('_', ' ')} {with_error(score.values[name])}" for name in others
+        f"{name.replace('_', ' ')} {with_error(score.values[name])}" for name in metrics
     ]
     return row | {"note": ", ".join(notes)}
 
@@ -311,15 +311,15 @@ def show_benchmark(report: Report) -> Shown:
     yield f"This machine reads {report.bandwidth / 1e9:.1f} GB/s from memory with all threads: that is the limit."
     if any(p.bound.get("share", 0) > 1 for p in report.profiles):
         yield "A share above 1: the file fits into the processor's caches and is not read from memory."
-    others = sorted(
+    bases = sorted(
         {
             p.settings["ratios_to"]
             for p in report.profiles
             if not p.settings["ratios_to_fp16"]
         }
     )
-    if others:
-        yield f"* no FP16 file was there: ratios are to {', '.join(others)}."
+    if bases:
+        yield f"* no FP16 file was there: ratios are to {', '.join(bases)}."
     if used:
         yield from _circumstances(used[0])
     yield from (*unmeasurable(used), *libraries(used))
@@ -384,11 +384,11 @@ def _ratio(profile: Profile, name: str) -> str:
 
 
 def _circumstances(first: Profile) -> Iterable[str]:
-    how = first.settings
+    settings = first.settings
     yield (
-        f"{how['new_tokens']} tokens generated after {how['generated_after']}; {how['repeats']} round(s); "
-        f"{how['interleaving']}. Peak memory is of a fresh process, {human_bytes(how['memory']['base_bytes'])} of it "
-        "before the model is loaded."
+        f"{settings['new_tokens']} tokens generated after {settings['generated_after']}; "
+        f"{settings['repeats']} round(s); {settings['interleaving']}. Peak memory is of a fresh process, "
+        f"{human_bytes(settings['memory']['base_bytes'])} of it before the model is loaded."
     )
     lost = [
         f"{100 * first.load[name]:.0f} % {name}"
@@ -412,43 +412,43 @@ def json_autopsy(result: AutopsyResult) -> dict[str, Any]:
 
 
 def show_autopsy(result: AutopsyResult) -> Shown:
-    found = result.autopsy
-    yield _contents(found)
-    if found.steps:
-        yield _chain(found)
+    autopsy = result.autopsy
+    yield _contents(autopsy)
+    if autopsy.steps:
+        yield _chain(autopsy)
         yield "± is one standard error over windows. “apart”: KL from the step named there, where equal is right."
-    if found.restored:
+    if autopsy.restored:
         rows = [
             {
-                "part": each.what,
-                "type": each.type,
-                "KL": number(each.kl),
-                "share": f"{each.share:.0%}",
+                "part": part.what,
+                "type": part.type,
+                "KL": number(part.kl),
+                "share": f"{part.share:.0%}",
             }
-            for each in found.restored[:_MOST_RESTORED]
+            for part in autopsy.restored[:_MOST_RESTORED]
         ]
         yield table("What exact weights would gain", rows)
-    for finding in found.findings:
+    for finding in autopsy.findings:
         label = "Wrong" if finding.is_fault else "Note"
         cost = "" if finding.kl is None else f" ({number(finding.kl)} nats)"
         advice = f" What to do: {finding.advice}." if finding.advice else ""
-        told = f"{label} ({finding.step}): {finding.words}{cost}.{advice}"
-        yield Red(told) if finding.is_fault else told
-    if found.planned_kl is not None:
-        size = human_bytes(found.planned_bytes or found.bytes)
-        yield f"Our plan from this run: KL {with_error(found.planned_kl)} at {size} (in PyTorch, same text)."
+        line = f"{label} ({finding.step}): {finding.words}{cost}.{advice}"
+        yield Red(line) if finding.is_fault else line
+    if autopsy.planned_kl is not None:
+        size = human_bytes(autopsy.planned_bytes or autopsy.bytes)
+        yield f"Our plan from this run: KL {with_error(autopsy.planned_kl)} at {size} (in PyTorch, same text)."
     yield from result.notes
-    yield Bold(found.headline)
+    yield Bold(autopsy.headline)
 
 
-def _contents(found: Autopsy) -> Table:
+def _contents(autopsy: Autopsy) -> Table:
     """Tensors by kind and type."""
 
     def largest(errors: Iterable[float | None]) -> str:
         return number(max((e for e in errors if e is not None), default=None))
 
     groups: dict[tuple[str, str], list[TensorReport]] = defaultdict(list)
-    for tensor in found.tensors:
+    for tensor in autopsy.tensors:
         groups[tensor.kind or "–", tensor.type].append(tensor)
     rows = [
         {
@@ -461,13 +461,13 @@ def _contents(found: Autopsy) -> Table:
         }
         for (kind, stored), tensors in groups.items()
     ]
-    return table(f"{found.file}, {human_bytes(found.bytes)}", rows)
+    return table(f"{autopsy.file}, {human_bytes(autopsy.bytes)}", rows)
 
 
-def _chain(found: Autopsy) -> Table:
+def _chain(autopsy: Autopsy) -> Table:
     of = (
-        f"KL from {found.original} on {found.text}, nats per token"
-        if found.original
+        f"KL from {autopsy.original} on {autopsy.text}, nats per token"
+        if autopsy.original
         else "The file alone"
     )
     rows = [
@@ -480,7 +480,7 @@ def _chain(found: Autopsy) -> Table:
             else f"{with_error(step.apart)} ({step.beside})",
             "note": step.failure or step.note,
         }
-        for step in found.steps
+        for step in autopsy.steps
     ]
     return table(of, rows)
 

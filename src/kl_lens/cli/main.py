@@ -91,16 +91,16 @@ class _Parser(argparse.ArgumentParser):
         ends = ("--", *(VERBS if self._subparsers else ()))
         for word in itertools.takewhile(lambda word: word not in ends, args):
             flag = word.partition("=")[0]
-            known = list(self._option_string_actions)
-            if not flag.startswith("--") or " " in word or flag in known:
+            flags = list(self._option_string_actions)
+            if not flag.startswith("--") or " " in word or flag in flags:
                 continue
-            close = [name for name in known if name.startswith(flag)][:4]
+            close = [name for name in flags if name.startswith(flag)][:4]
             if flag in ("--debug", "--llama-cpp"):
                 instead = f" behind a command; put it in front: kl-lens {flag} …"
-            elif close := close or difflib.get_close_matches(flag, known, 1):
+            elif close := close or difflib.get_close_matches(flag, flags, 1):
                 instead = f"; did you mean {' or '.join(close)}?"
             else:
-                instead = f"; see {self.prog} --help{'-all' * ('--help-all' in known)}"
+                instead = f"; see {self.prog} --help{'-all' * ('--help-all' in flags)}"
             self.error(f"there is no {flag}{instead}")
         return super().parse_known_args(args, namespace)
 
@@ -112,12 +112,12 @@ def _versions() -> str:
     """Of KL Lens and of the packages that it uses."""
     from kl_lens.run.folder import provenance
 
-    known = provenance()
+    facts = provenance()
     packages = {
-        k: v for k, v in known["versions"].items() if k not in ("kl-lens", "python")
+        k: v for k, v in facts["versions"].items() if k not in ("kl-lens", "python")
     }
-    rest = "".join(f"{name} {version}\n" for name, version in packages.items())
-    return f"kl-lens {__version__}\nPython {known['versions']['python']} on {known['machine']}\n{rest}"
+    lines = "".join(f"{name} {version}\n" for name, version in packages.items())
+    return f"kl-lens {__version__}\nPython {facts['versions']['python']} on {facts['machine']}\n{lines}"
 
 
 def build_parser(
@@ -223,11 +223,11 @@ def show(terminal: Terminal, result: object, wants_json: bool = False) -> None:
         as_json = getattr(home, f"json_{terminal.verb}", None)
         print_json(as_json(result) if as_json else result)
     else:
-        for each in getattr(home, f"show_{terminal.verb}")(result):
-            if isinstance(each, str):
-                console().print(literal(each), soft_wrap=True)
+        for part in getattr(home, f"show_{terminal.verb}")(result):
+            if isinstance(part, str):
+                console().print(literal(part), soft_wrap=True)
             else:
-                console().print(each)
+                console().print(part)
     for subject, reason in getattr(result, "failures", {}).items():
         terminal.tell(reason if reason.startswith(subject) else f"{subject}: {reason}")
 
@@ -258,8 +258,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 141
         raise
     except KeyboardInterrupt as stop:
-        told = str(stop) or "stopped; run the same command to continue"
-        print(f"\n{program}: {printable(told)}", file=sys.stderr)
+        message = str(stop) or "stopped; run the same command to continue"
+        print(f"\n{program}: {printable(message)}", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `kl-lens … | head`
         _drop_output()
@@ -280,8 +280,8 @@ def explained(error: BaseException, words: Sequence[str]) -> tuple[int, str]:
     """The exit code of `kl-lens WORDS`, and the one line about it."""
     if isinstance(error, KLLensError):
         return error.exit_code, " ".join(str(error).split("\n"))
-    found = system_error(error)
-    if found is not None and (line := system_reason(found)):
+    failure = system_error(error)
+    if failure is not None and (line := system_reason(failure)):
         return KLLensError.exit_code, line
     if type(error).__name__ == "OutOfMemoryError":  # torch's, which may not be loaded
         return KLLensError.exit_code, (
@@ -292,11 +292,11 @@ def explained(error: BaseException, words: Sequence[str]) -> tuple[int, str]:
     reason = one_line(error)
     line = f"unexpected error: {kind}" + ("" if reason == kind else f": {reason}")
     with suppress(Exception):
-        place = Path(tempfile.mkdtemp(prefix="kl-lens-")) / "unexpected.txt"
-        place.write_text(
+        report = Path(tempfile.mkdtemp(prefix="kl-lens-")) / "unexpected.txt"
+        report.write_text(
             _report(error, words), encoding="utf-8", errors="backslashreplace"
         )
-        return UNEXPECTED, f"{line}; please report it with {place}"
+        return UNEXPECTED, f"{line}; please report it with {report}"
     return (
         UNEXPECTED,
         f"{line}; please report it (the traceback could not be written: --debug shows it)",
@@ -306,12 +306,12 @@ def explained(error: BaseException, words: Sequence[str]) -> tuple[int, str]:
 def _report(error: BaseException, words: Sequence[str]) -> str:
     from kl_lens.run.folder import provenance
 
-    known = provenance()
+    facts = provenance()
     versions = "".join(
-        f"{name} {version}\n" for name, version in known["versions"].items()
+        f"{name} {version}\n" for name, version in facts["versions"].items()
     )
     trace = "".join(traceback.format_exception(error))
-    return f"$ kl-lens {shlex.join(words)}\n\n{trace}\n{versions}{known['system']} {known['machine']}\n"
+    return f"$ kl-lens {shlex.join(words)}\n\n{trace}\n{versions}{facts['system']} {facts['machine']}\n"
 
 
 def _open_streams() -> None:

@@ -36,8 +36,8 @@ def _fits(result: FitResult) -> Shown:
             "for": runtime_title(row.target),
             "weights": row.format,
             **{
-                what: human_bytes(getattr(row, what))
-                for what in ("file", "states", "caches", "runtime", "total")
+                part: human_bytes(getattr(row, part))
+                for part in ("file", "states", "caches", "runtime", "total")
             },
             "fits": "yes" if row.total <= result.memory else "no",
         }
@@ -94,14 +94,14 @@ def _blocks(anatomy: Anatomy) -> Iterator[Row | None]:
         shared = (
             f" (shared by {len(component.blocks)})" if len(component.blocks) > 1 else ""
         )
-        place = (
+        block = (
             component.family if component.block is None else f"{component.block}{shared}"
         )
-        groups[place, component.family].append(component)
-    what = "components (rows × columns)"
-    for (place, family), members in groups.items():
+        groups[block, component.family].append(component)
+    heading = "components (rows × columns)"
+    for (block, family), members in groups.items():
         shapes = ", ".join(f"{c.kind} {_shape(c)}" for c in members)
-        yield {"block": place, "family": family, what: shapes} | _sizes(members)
+        yield {"block": block, "family": family, heading: shapes} | _sizes(members)
     yield None
     left_alone = [c for c in anatomy.components if not c.quantizable]
     sums = {
@@ -109,7 +109,7 @@ def _blocks(anatomy: Anatomy) -> Iterator[Row | None]:
         "left alone": left_alone,
         Bold("all"): anatomy.components,
     }
-    yield from ({what: name} | _sizes(members) for name, members in sums.items())
+    yield from ({heading: name} | _sizes(members) for name, members in sums.items())
 
 
 def _sizes(components: Sequence[Component]) -> Row:
@@ -256,12 +256,12 @@ def show_measure(result: MeasureResult) -> Shown:
 def show_merge(result: MergeResult) -> Shown:
     rows = [
         {
-            "from": str(each.source),
-            "new": str(each.taken),
-            "already there": str(each.known),
-            "already there, different": str(each.differing),
+            "from": str(joined.source),
+            "new": str(joined.taken),
+            "already there": str(joined.known),
+            "already there, different": str(joined.differing),
         }
-        for each in result.joined
+        for joined in result.joined
     ]
     if rows:
         yield table("Joined candidate × window pairs", rows)
@@ -305,8 +305,10 @@ def show_plan(result: PlanResult) -> Shown:
 
 def _frontier(model: str, frontier: Sequence[planning.FrontierPoint]) -> Shown:
     last = len(frontier) - 1
-    places = sorted({round(i * last / (_SHOWN_POINTS - 1)) for i in range(_SHOWN_POINTS)})
-    points = [frontier[place] for place in places]
+    indices = sorted(
+        {round(i * last / (_SHOWN_POINTS - 1)) for i in range(_SHOWN_POINTS)}
+    )
+    points = [frontier[index] for index in indices]
     rows = [
         {"size": human_bytes(point.bytes), "predicted KL": human_kl(point.kl)}
         for point in points
@@ -321,7 +323,10 @@ def json_plan(result: PlanResult) -> Any:
             {"bytes": point.bytes, "predicted_kl": point.kl} for point in result.frontier
         ]
     if result.handovers:
-        recipes = [{"files": each.files, "use": each.use} for each in result.handovers]
+        recipes = [
+            {"files": handover.files, "use": handover.use}
+            for handover in result.handovers
+        ]
         return {"plans": result.plans, "recipes": recipes}
     return result.plans
 
@@ -377,7 +382,7 @@ def _bytes_of(artifact: Artifact) -> str:
     stored = sum(
         {tensor.runtime_name: tensor.bytes for tensor in artifact.tensors}.values()
     )
-    others = sorted(
+    formats = sorted(
         {
             tensor.realised
             for tensor in artifact.tensors
@@ -385,34 +390,36 @@ def _bytes_of(artifact: Artifact) -> str:
         }
     )
     differing = (
-        f"stored as {' or '.join(others)} instead" if others else "that it does without"
+        f"stored as {' or '.join(formats)} instead" if formats else "that it does without"
     )
     parts = {
         f"tensors {differing}": stored - artifact.planned_bytes,
         describe_target(artifact.target).besides: artifact.realised_bytes - stored,
     }
-    told = [
-        f"{'+' if n > 0 else '−'} {human_bytes(abs(n))} for {what}"
-        for what, n in parts.items()
+    changes = [
+        f"{'+' if n > 0 else '−'} {human_bytes(abs(n))} for {cause}"
+        for cause, n in parts.items()
         if n
     ]
     planned = f"{human_bytes(artifact.planned_bytes)} of weights as planned"
-    return " ".join([f"{human_bytes(artifact.realised_bytes)} on disk =", planned, *told])
+    return " ".join(
+        [f"{human_bytes(artifact.realised_bytes)} on disk =", planned, *changes]
+    )
 
 
 def _next(folder: Path, artifact: Artifact) -> tuple[str, list[str]]:
     """A command that works with these files, and why it is not the usual one."""
-    place = shlex.quote(str(folder))
+    path = shlex.quote(str(folder))
     settings = artifact.settings
     if "task" in settings:
-        return f"evaluate {place} --images FOLDER", []
+        return f"evaluate {path} --images FOLDER", []
     if settings.get("static_tokens"):
-        return f"benchmark {place} --protocol benchmark_app", []
+        return f"benchmark {path} --protocol benchmark_app", []
     if (
         settings.get("tokenizer", "none") == "none"
         and TOKENIZER_FILE not in artifact.files
     ):
-        return f"benchmark {place}", [
+        return f"benchmark {path}", [
             "it holds no tokenizer; generate takes one with --tokenizer"
         ]
-    return f'generate {place} --prompt "Once upon a time"', []
+    return f'generate {path} --prompt "Once upon a time"', []

@@ -59,9 +59,8 @@ class Forecast:
         self._clock = clock
         self._to_come: list[StageCost] = []
         self._expected: dict[str, float] = {}  # kind → seconds of all stages
-        self._passed: list[
-            tuple[str, float, float]
-        ] = []  # kind, seconds expected, seconds taken
+        # Kind, seconds expected, seconds taken.
+        self._passed: list[tuple[str, float, float]] = []
         self._scope = ""  # what the time left is of
         self._begin(_ALONE)
 
@@ -79,9 +78,9 @@ class Forecast:
         self._scope = " in all" if self._expected else " in this stage"
         stage = _UNEXPECTED if self._expected else _ALONE
         if (verb, target) in names:
-            place = names.index((verb, target))
-            stage = self._to_come[place]
-            self._to_come = self._to_come[place + 1 :]
+            index = names.index((verb, target))
+            stage = self._to_come[index]
+            self._to_come = self._to_come[index + 1 :]
         self._begin(stage)
 
     def end(self, *, counts: bool = True) -> None:
@@ -95,21 +94,20 @@ class Forecast:
         self._begun = self._clock()
         self._stage = stage
         self.total = self.done = 0.0
-        self._seen = [
-            (self._begun, 0.0)
-        ]  # when how much was done: the beginning, the first piece, the last
+        # Times and the work done by then: the beginning, the first piece, the last.
+        self._marks = [(self._begun, 0.0)]
 
-    def start(self, total: float, done: float) -> None:
+    def start(self, total: float, reached: float) -> None:
         """`done`: so far, or by an earlier run."""
-        if done != self.done:
-            self._seen = [(self._clock(), done)]
+        if reached != self.done:
+            self._marks = [(self._clock(), reached)]
         self.total = total
-        self.done = done
+        self.done = reached
 
     def advance(self, work: float) -> None:
         if work:
             self.done += work
-            self._seen = [*self._seen[:2], (self._clock(), self.done)]
+            self._marks = [*self._marks[:2], (self._clock(), self.done)]
 
     @property
     def share(self) -> float:
@@ -125,29 +123,33 @@ class Forecast:
         def at_this_pace(kind: str, seconds: float) -> float:
             # A part of all stages counts as passed on time, so that short ones say little about the rest.
             on_time = CAUTION * self._expected.get(kind, 0.0)
-            expected = on_time + sum(said for each, said, _ in passed if each == kind)
-            taken = on_time + sum(spent for each, _, spent in passed if each == kind)
-            return seconds * taken / expected if expected else seconds
+            expected = on_time + sum(
+                estimate for name, estimate, _ in passed if name == kind
+            )
+            actual = on_time + sum(spent for name, _, spent in passed if name == kind)
+            return seconds * actual / expected if expected else seconds
 
-        now = self._stage.seconds - self._seconds_of(self.done)
-        waited = self._clock() - self._seen[-1][0]
+        current = self._stage.seconds - self._seconds_of(self.done)
+        waited = self._clock() - self._marks[-1][0]
         later = sum(at_this_pace(stage.kind, stage.seconds) for stage in self._to_come)
-        return max(0.0, at_this_pace(self._stage.kind, now) - waited) + later
+        return max(0.0, at_this_pace(self._stage.kind, current) - waited) + later
 
     def _lately(self) -> Iterator[tuple[str, float, float]]:
         """This stage so far. The first of several pieces has one-time work in it (loading, compiling), and says little
         about the pace."""
-        if len(self._seen) > 1 and self._stage.seconds:
-            (since, before), (last, done) = self._seen[-2:]
-            yield self._stage.kind, self._seconds_of(done - before), last - since
+        if len(self._marks) > 1 and self._stage.seconds:
+            (since, before), (last, amount) = self._marks[-2:]
+            yield self._stage.kind, self._seconds_of(amount - before), last - since
 
     def _seconds_of(self, work: float) -> float:
         """The seconds that this part of the stage should take."""
         return self._stage.seconds * work / self.total if self.total else 0.0
 
     def __str__(self) -> str:
-        left = "" if self.left is None else f"{clock_time(self.left)} left{self._scope}"
-        return f"{100 * self.share:3.0f} %  {left}" if self.total else ""
+        remaining = (
+            "" if self.left is None else f"{clock_time(self.left)} left{self._scope}"
+        )
+        return f"{100 * self.share:3.0f} %  {remaining}" if self.total else ""
 
 
 @contextmanager
@@ -186,13 +188,13 @@ def shown_progress(
     with Bar(*columns, console=Console(stderr=True), transient=True, expand=True) as bar:
         task = bar.add_task(title, total=None, forecast=forecast, what="")
 
-        def started(total: float, done: float) -> None:
-            forecast.start(total, done)
-            bar.update(task, total=total, completed=done, what="")
+        def started(total: float, reached: float) -> None:
+            forecast.start(total, reached)
+            bar.update(task, total=total, completed=reached, what="")
 
-        def advanced(work: float, what: str) -> None:
+        def advanced(work: float, words: str) -> None:
             forecast.advance(work)
-            bar.update(task, advance=work, what=printable(what))
+            bar.update(task, advance=work, what=printable(words))
 
         def message(text: str) -> None:
             bar.update(task, what=printable(text))
@@ -203,12 +205,12 @@ def shown_progress(
 def _lines(title: str, forecast: Forecast, interval: float, details: bool) -> Progress:
     printed = time.monotonic()
 
-    def advanced(work: float, what: str) -> None:
+    def advanced(work: float, words: str) -> None:
         nonlocal printed
         forecast.advance(work)
         if time.monotonic() - printed >= interval:
             printed = time.monotonic()
-            say(f"{forecast}{f'  {what}' if details else ''}")
+            say(f"{forecast}{f'  {words}' if details else ''}")
 
     def say(text: str) -> None:
         print(printable(f"{title}: {text.strip()}"), file=sys.stderr, flush=True)

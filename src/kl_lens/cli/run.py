@@ -108,8 +108,9 @@ class Screen(Terminal):
         self._say_done(stage_title(verb, target), "already done")
 
     def _say_done(self, title: str, spent: str) -> None:
-        left = f"  about {clock_time(left)} left" if (left := self._forecast.left) else ""
-        self._say(f"{title:{TITLE_WIDTH}} {spent}{left}")
+        seconds = self._forecast.left
+        remaining = f"  about {clock_time(seconds)} left" if seconds else ""
+        self._say(f"{title:{TITLE_WIDTH}} {spent}{remaining}")
 
     def result(self, result: object) -> None:
         if result is not None:
@@ -147,8 +148,8 @@ def show_run(result: RunResult | JobEstimate) -> Shown:
     files: list[Row | None] = []
     yield ""
     for target, reason in result.without_file.items():
-        what = "the file does not work" if target in result.exported else "no file"
-        yield Red(f"{runtime_title(target)}: {what}: {reason}")
+        problem = "the file does not work" if target in result.exported else "no file"
+        yield Red(f"{runtime_title(target)}: {problem}: {reason}")
     for target in result.exported:
         names = result.plans[target]
         yield from _answer(view, names[-1], target)
@@ -172,10 +173,10 @@ def show_run(result: RunResult | JobEstimate) -> Shown:
         yield f"Failed, see the log: {', '.join(dict.fromkeys(result.failed))}."
     if (result.folder / "report.html").is_file():
         yield f"Report: kl-lens report --run {shlex.quote(str(result.folder))} --open"
-    for target, place in result.exported.items():
+    for target, path in result.exported.items():
         if target in result.without_file or not result.generates:
             continue
-        yield f'Next: kl-lens generate {shlex.quote(str(place))} --prompt "The history of the city"'
+        yield f'Next: kl-lens generate {shlex.quote(str(path))} --prompt "The history of the city"'
         return
 
 
@@ -208,16 +209,16 @@ def _answer(view: RunView, name: str, target: str) -> list[str]:
     subject = _subject(target, name)
     size = view.subject_bytes(subject) or plan.file_bytes or 0
     base = view.subject_bytes(_subject(target, UNIFORM_FP16))
-    original, own = (
-        value_of(view, each, "perplexity", "token_perplexity")
-        for each in (Subject(ORIGINAL), subject)
+    original, planned = (
+        value_of(view, judged, "perplexity", "token_perplexity")
+        for judged in (Subject(ORIGINAL), subject)
     )
     stock = plan.notes.get("taken_over")
     words = [
         f"{runtime_title(target)}: {f'{plan_title(str(stock))}, ' if stock else ''}{human_bytes(size)}",
         f"{percent(size / base)} of FP16" if base else "",
-        f"perplexity {own.value:.2f} (original {original.value:.2f})"
-        if own and original
+        f"perplexity {planned.value:.2f} (original {original.value:.2f})"
+        if planned and original
         else "",
     ]
     return [
@@ -230,10 +231,10 @@ def _nearest(view: RunView, names: Sequence[str], target: str) -> list[str]:
     """The recommendation and the rivals whose files are nearest in size, judged by their runtime if possible; largest
     first."""
     size = {name: view.subject_bytes(_subject(target, name)) or 0 for name in names}
-    own = size[names[-1]]
+    recommended = size[names[-1]]
     rivals = sorted(
         (n for n in names[:-1] if n != UNIFORM_FP16),
-        key=lambda n: (_stood_in(view, _subject(target, n)), abs(size[n] - own)),
+        key=lambda n: (_stood_in(view, _subject(target, n)), abs(size[n] - recommended)),
     )[:RIVALS]
     return sorted([*rivals, names[-1]], key=lambda n: -size[n])
 

@@ -162,8 +162,8 @@ def show_publish(result: PublishResult) -> Shown:
 def show_doctor(result: DoctorResult) -> Shown:
     rows: list[Row] = []
     for name, health in result.parts.items():
-        found = health.runtime or "nothing"
-        rows.append({"part": name, "found": found, "problem": health.problem or "none"})
+        runtime = health.runtime or "nothing"
+        rows.append({"part": name, "found": runtime, "problem": health.problem or "none"})
         rows += ({"found": fact} for fact in health.facts)
     yield table("", rows)
     problems = [health for health in result.parts.values() if health.problem]

@@ -188,7 +188,7 @@ def _card(view: RunView, plan: Plan) -> Html:
     title = runtime_title(plan.target) if plan.target else plan_title(plan.name)
     base = view.fp16_of(plan.target)
     bytes_ = view.bytes_of(plan, plan.target)
-    kl, where = view.measured_kl(plan, plan.target)
+    kl, circumstances = view.measured_kl(plan, plan.target)
     first = [tag("b", title), f": {size(bytes_)}, {percent(bytes_ / base)} of FP16; "]
     if kl is not None:
         first += ["KL ", tag("b", with_error(kl)), f" {view.nats}"]
@@ -206,23 +206,23 @@ def _card(view: RunView, plan: Plan) -> Html:
             " The file is above it."
             if kl and kl.value > plan.limits.get("loss", math.inf)
             else "",
-            f" Measured: {where}." if kl is not None else "",
+            f" Measured: {circumstances}." if kl is not None else "",
             f" The file follows the stock recipe {stock}." if stock else "",
             _speed(view, plan),
         ),
     ]
     if artifact := view.artifacts.get(f"{plan.target}/{plan.name}"):
-        place = PurePath(view.folder, "artifacts", artifact.target, plan.name)
+        folder = PurePath(view.folder, "artifacts", artifact.target, plan.name)
         weights = next((f for f in artifact.files if f.endswith(".gguf")), "")
-        does = f'generate {place} --prompt "The history of the city"'
-        verb = f"evaluate {place}" if view.unit.one == "image" else does
-        parts.append(tag("pre", tag("code", f"{place / weights}\n\nkl-lens {verb}")))
+        does = f'generate {folder} --prompt "The history of the city"'
+        verb = f"evaluate {folder}" if view.unit.one == "image" else does
+        parts.append(tag("pre", tag("code", f"{folder / weights}\n\nkl-lens {verb}")))
     return tag("article", *parts)
 
 
 def _nearest(view: RunView, plan: Plan, kl: Estimate | None) -> str:
     """The largest stock file that is no larger (of two of one size, the better), and how much more it loses."""
-    own = view.bytes_of(plan, plan.target)
+    bytes_ = view.bytes_of(plan, plan.target)
     stock = [p for p in view.plans_of(plan.target) if p.family == "stock"]
     losses = {p.name: view.measured_kl(p, plan.target)[0] for p in stock}
     judged = [
@@ -230,8 +230,8 @@ def _nearest(view: RunView, plan: Plan, kl: Estimate | None) -> str:
         for p in stock
         if (loss := losses[p.name]) is not None
     ]
-    ours = Contender(plan.name, own, kl.value if kl else math.nan, None)
-    rival = nearest(ours, judged)
+    contender = Contender(plan.name, bytes_, kl.value if kl else math.nan, None)
+    rival = nearest(contender, judged)
     if kl is None or rival is None:
         return (
             "No stock file that was measured is as small." if kl and plan.target else ""
@@ -243,12 +243,12 @@ def _nearest(view: RunView, plan: Plan, kl: Estimate | None) -> str:
     if not kl.value > 0 or not math.isfinite(loss.value):
         return f"{words}: KL {with_error(loss)}."
     ratio = loss.value / kl.value
-    much = (
+    comparison = (
         f"loses {number(ratio, 2)} times as much"
         if ratio >= 1
         else f"loses less ({percent(ratio)} of it)"
     )
-    return f"{words}, {much}: KL {with_error(loss)}."
+    return f"{words}, {comparison}: KL {with_error(loss)}."
 
 
 def _perplexity(view: RunView, plan: Plan) -> str:
@@ -262,23 +262,23 @@ def _perplexity(view: RunView, plan: Plan) -> str:
     originals = {
         f"{s.what} {s.protocol}": s for s in scores if s.subject.what == ORIGINAL
     }
-    ours = [
+    judged = [
         s
         for s in scores
         if s.subject.own_plan == plan.name and f"{s.what} {s.protocol}" in originals
     ]
-    if ours:
-        score = min(ours, key=lambda s: s.subject.what == PLAN)
+    if judged:
+        score = min(judged, key=lambda s: s.subject.what == PLAN)
         original = (
             originals[f"{score.what} {score.protocol}"].values["token_perplexity"].value
         )
         value = score.values["token_perplexity"].value
         error = score.values.get("token_perplexity_change", Estimate(0.0)).standard_error
     elif plan.measured is not None:
-        found = plan.measured.perplexity
+        perplexity = plan.measured.perplexity
         original = plan.measured.original_perplexity
-        value = found.value
-        error = found.standard_error
+        value = perplexity.value
+        error = perplexity.standard_error
     else:
         return ""
     change = value - original
@@ -294,7 +294,7 @@ def _speed(view: RunView, plan: Plan) -> str:
     timed = [(p, r) for p in profiles if (r := speed_ratio(p)) is not None]
     if not timed:
         return ""
-    said = [
+    ratios = [
         (r.words if r.obstacle else f"{r.brief} times")
         + ("" if plan.target else f" ({runtime_of(p.subject)})")
         for p, r in timed
@@ -302,4 +302,4 @@ def _speed(view: RunView, plan: Plan) -> str:
     quick = (
         ", by a quick timing" if any(p.settings.get("quick") for p, _ in timed) else ""
     )
-    return f" Speed against the FP16 file on {timed[0][0].device}: {' and '.join(said)}{quick}."
+    return f" Speed against the FP16 file on {timed[0][0].device}: {' and '.join(ratios)}{quick}."

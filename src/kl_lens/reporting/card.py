@@ -83,10 +83,10 @@ def card(
     file = Subject(ARTIFACT, plan.name, plan.target)
     base = about.get("base_model")
     stock = plan.notes.get("taken_over")
-    known = [
+    recorded = [
         c.provenance["versions"] for c in view.commands if "versions" in c.provenance
     ]
-    versions = known[-1] if known else {}
+    versions = recorded[-1] if recorded else {}
     matter = yaml.safe_dump(dict(about), sort_keys=False, allow_unicode=True, width=1000)
     page = Environment(
         undefined=StrictUndefined, autoescape=False, keep_trailing_newline=True
@@ -142,14 +142,14 @@ def chart(view: RunView, plan: Plan) -> str:
 def _rivals(view: RunView, plan: Plan) -> list[list[str]]:
     """This file among the others of its target, small files last."""
     rows = []
-    for each in sorted(
+    for rival in sorted(
         view.plans_of(plan.target), key=lambda p: -view.bytes_of(p, plan.target)
     ):
-        file = Subject(ARTIFACT, each.name, plan.target)
-        bytes_ = view.bytes_of(each, plan.target)
+        file = Subject(ARTIFACT, rival.name, plan.target)
+        bytes_ = view.bytes_of(rival, plan.target)
         perplexity = answer.value_of(view, file, "perplexity", "token_perplexity")
         if score := view.score(file, "divergence"):
-            title = "this file" if each is plan else plan_title(each.name)
+            title = "this file" if rival is plan else plan_title(rival.name)
             title += (
                 "" if score.subject.what == ARTIFACT else " (in PyTorch, as deployed)"
             )
@@ -160,7 +160,7 @@ def _rivals(view: RunView, plan: Plan) -> list[list[str]]:
                 kl,
                 f"{perplexity.value:.2f}" if perplexity else "–",
             ]
-            rows.append([f"**{cell}**" for cell in cells] if each is plan else cells)
+            rows.append([f"**{cell}**" for cell in cells] if rival is plan else cells)
     return rows
 
 

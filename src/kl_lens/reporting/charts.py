@@ -66,18 +66,18 @@ _PAPER = {
 
 def colour(name: str) -> str:
     """A variable of report.css, and what it is without that: `ink`, `s0` (a series), `h3` (the ramp), `b4` (bits)."""
-    found = _PAPER.get(name)
-    if found is None:
+    value = _PAPER.get(name)
+    if value is None:
         number = int(name[1:])
-        found = (
+        value = (
             {"s": SERIES, "h": RAMP}[name[0]][number] if name[0] != "b" else BITS[number]
         )
-    return f"var(--{name},{found})"
+    return f"var(--{name},{value})"
 
 
 def bits_colour(bits: float) -> str:
     """Of formats with about so many bits per weight."""
-    return colour(f"b{min(BITS, key=lambda known: abs(known - bits))}")
+    return colour(f"b{min(BITS, key=lambda level: abs(level - bits))}")
 
 
 _CONFIG: dict[str, Any] = {
@@ -224,13 +224,13 @@ def log_ticks(low: float, high: float) -> list[float]:
     )
     exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     every = max(1, math.ceil(decades / 7))
-    found = [
+    ticks = [
         float(f"{digit}e{power}")
         for power in exponents
         if power % every == 0
         for digit in digits
     ]
-    return [value for value in found if low <= value <= high] or [
+    return [value for value in ticks if low <= value <= high] or [
         float(f"{math.sqrt(low * high):.2g}")
     ]
 
@@ -342,13 +342,13 @@ def scatter(
         },
     ]
     layers.append({"data": {"values": rows}, "layer": dotted})
-    both = {"x": x.encoding("x"), "y": y.encoding("y")}
+    encoding = {"x": x.encoding("x"), "y": y.encoding("y")}
     spec = {
         "width": width,
         "height": height,
         "config": _CONFIG,
         "layer": layers,
-        "encoding": both,
+        "encoding": encoding,
     }
     return Chart(spec)
 
@@ -381,8 +381,8 @@ def _placed(
     if x.around or y.around:
         return {}
     at = [(x.place(d.x, width), height - y.place(d.y, height)) for d in dots]
-    taken = [(a - 6, b - 6, a + 6, b + 6) for a, b in at]
-    found: dict[int, dict[str, Any]] = {}
+    boxes = [(a - 6, b - 6, a + 6, b + 6) for a, b in at]
+    labels: dict[int, dict[str, Any]] = {}
     order = sorted(
         (i for i, d in enumerate(dots) if d.label),
         key=lambda i: dots[i].series != RECOMMENDED,
@@ -400,21 +400,21 @@ def _placed(
             box = (middle - half, b + dy - 7, middle + half, b + dy + 7)
             inside = box[0] >= 0 and box[2] <= width and box[1] >= -8 and box[3] <= height
             if inside and not any(
-                _overlap(box, other) for other in taken if other != taken[i]
+                _overlap(box, neighbour) for neighbour in boxes if neighbour != boxes[i]
             ):
-                taken.append(box)
-                found[i] = {
+                boxes.append(box)
+                labels[i] = {
                     "label": clean(dots[i].label),
                     "dx": dx,
                     "dy": dy,
                     "align": align,
                 }
                 break
-    return found
+    return labels
 
 
-def _overlap(one: Sequence[float], two: Sequence[float]) -> bool:
-    return one[0] < two[2] and two[0] < one[2] and one[1] < two[3] and two[1] < one[3]
+def _overlap(a: Sequence[float], b: Sequence[float]) -> bool:
+    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
 
 
 @dataclass(frozen=True)

@@ -115,24 +115,26 @@ class Space:
                 *np.searchsorted(hull.amounts, wanted).clip(0, len(hull.steps)).tolist(),
             }
         )
-        found = []
+        positions = []
         for selection in map(hull.selection, steps):
             totals = self.problem.totals(selection)
             stored = self.problem.assignment(selection)
             seconds = totals.seconds if self.speed else None
-            found.append(Position(totals.bytes, self.factor * totals.kl, stored, seconds))
-        return found
+            positions.append(
+                Position(totals.bytes, self.factor * totals.kl, stored, seconds)
+            )
+        return positions
 
 
 def frontier(space: Space, files: Sequence[Position]) -> list[Position]:
     """The best known at each size: a plan as predicted, or a file as measured. It never rises with size."""
-    found: list[Position] = []
-    for each in sorted(
+    best: list[Position] = []
+    for candidate in sorted(
         [*space.plans(), *files], key=lambda position: (position.bytes, position.kl)
     ):
-        if not found or each.kl < found[-1].kl:
-            found.append(each)
-    return found
+        if not best or candidate.kl < best[-1].kl:
+            best.append(candidate)
+    return best
 
 
 @dataclass(frozen=True)
@@ -162,14 +164,12 @@ class RunView:
     identity: dict[str, Any]
     table: SensitivityTable | None
     noise: float | None  # KL of the original against itself
-    kernels: (
-        str | None
-    )  # why transformers' own code computed, where our kernels should have
+    # Why transformers' own code computed, where our kernels should have.
+    kernels: str | None
     ranking: Ranking | None
     plans: tuple[Plan, ...]
-    recommended: frozenset[
-        str
-    ]  # plans that the last `kl-lens run` recommends, one for each target
+    # Plans that the last `kl-lens run` recommends, one for each target.
+    recommended: frozenset[str]
     spaces: dict[str | None, Space]  # by target
     without_slider: tuple[str, ...]  # why there is none for a target, a line each
     artifacts: dict[str, Artifact]
@@ -177,9 +177,8 @@ class RunView:
     profiles: tuple[Profile, ...]
     generations: tuple[Generation, ...]
     autopsies: tuple[Autopsy, ...]
-    verdicts: dict[
-        tuple[Subject, str], str
-    ]  # (subject, text) → does the file agree with PyTorch?
+    # (subject, text) → does the file agree with PyTorch?
+    verdicts: dict[tuple[Subject, str], str]
     texts: dict[str, dict[str, Any]]
     commands: tuple[Command, ...]
     states: tuple[tuple[Component, Measurement, PositionCurve], ...] = ()  # and caches
@@ -233,12 +232,12 @@ class RunView:
 
     def score(self, subject: Subject, kind: str) -> Score | None:
         """The last of its kind: of this subject, or else of PyTorch that stands in for this file."""
-        found = [
+        scores = [
             s
             for s in reversed(self.scores)
             if s.kind == kind and s.subject.file_key == subject.key
         ]
-        return max(found, key=lambda s: s.subject.key == subject.key, default=None)
+        return max(scores, key=lambda s: s.subject.key == subject.key, default=None)
 
     def plans_of(self, target: str | None) -> list[Plan]:
         """The target's own, and those without a target that were written as its files."""
@@ -269,8 +268,10 @@ class RunView:
                 "files" if score.subject.what == ARTIFACT else "in PyTorch, as deployed"
             )
             return score.values.get("kl_mean"), f"{judge}, on {score.what}"
-        seen = plan.measured
-        return (seen.kl, f"in PyTorch, on {seen.place}") if seen else (None, "")
+        measured = plan.measured
+        return (
+            (measured.kl, f"in PyTorch, on {measured.place}") if measured else (None, "")
+        )
 
 
 def runtime_of(subject: Subject) -> str:
@@ -366,18 +367,18 @@ def read_spaces(
         try:
             spaces[target] = _space(run, target, plans)
         except KLLensError as error:
-            whose = runtime_title(target) if target else "weights alone"
-            missing.append(f"No slider for {whose}: {error}.")
+            title = runtime_title(target) if target else "weights alone"
+            missing.append(f"No slider for {title}: {error}.")
     return spaces, tuple(missing)
 
 
 def _space(run: Run, name: str | None, plans: Sequence[Plan]) -> Space:
     table = run.table(target=name, predicted=True)
     target = get_target(name) if name else None
-    made = [p for p in plans if p.target == name and p.family != "stock"]
-    ours = next(
-        (plan for plan in made if plan.name == run.recommended(name)),
-        made[0] if made else None,
+    candidates = [p for p in plans if p.target == name and p.family != "stock"]
+    chosen = next(
+        (plan for plan in candidates if plan.name == run.recommended(name)),
+        candidates[0] if candidates else None,
     )
     speed = None
     with suppress(PlanError):  # nothing was timed
@@ -389,4 +390,6 @@ def _space(run: Run, name: str | None, plans: Sequence[Plan]) -> Space:
     noise = (run.load("noise", run.measured_role(name)) or {}).get(
         "kl_teacher_to_student"
     )
-    return Space(name, table, problem, ours.interaction if ours else 1.0, noise, speed)
+    return Space(
+        name, table, problem, chosen.interaction if chosen else 1.0, noise, speed
+    )

@@ -23,9 +23,8 @@ class Unit:
     perplexity: str = "token perplexity"
 
 
-UNITS = {
-    "image": Unit("image", "images", "class", "perplexity over classes")
-}  # by task; others: Unit()
+# By task; others: Unit().
+UNITS = {"image": Unit("image", "images", "class", "perplexity over classes")}
 
 
 def runtime_title(target: str | None) -> str:
@@ -45,8 +44,8 @@ def plan_title(name: str) -> str:
     of_run = (
         rf"{RECOMMENDED}(?:-(?:{'|'.join(TARGETS)}))?(-(?:kl|drop)?\d[\w.-]*?)?(\.own)?"
     )
-    if found := re.fullmatch(of_run, name):
-        return ("our own plan" if found[2] else RECOMMENDED) + (found[1] or "").replace(
+    if match := re.fullmatch(of_run, name):
+        return ("our own plan" if match[2] else RECOMMENDED) + (match[1] or "").replace(
             "-", " ", 1
         )
     return name
@@ -62,18 +61,18 @@ def subject_title(subject: Subject) -> str:
     """`original`, `Q4_K_M, llama.cpp`, `Q4_K_M, in PyTorch, as deployed in llama.cpp`, a path (and what is unusual)."""
     if subject.what == ORIGINAL or "path" in subject.settings:
         return subject.label
-    where = runtime_title(subject.target)
+    runtime = runtime_title(subject.target)
     if subject.what != ARTIFACT and subject.target:
-        where = f"in PyTorch, as {'deployed in ' * ('activations' in subject.settings)}{where}"
+        runtime = f"in PyTorch, as {'deployed in ' * ('activations' in subject.settings)}{runtime}"
     _, bracket, apart = subject.label.partition(" (")
-    return f"{plan_title(subject.plan or '')}, {where}{bracket}{apart}"
+    return f"{plan_title(subject.plan or '')}, {runtime}{bracket}{apart}"
 
 
 def readable(text: str) -> str:
     """A stored sentence with the plans in it by their titles."""
     return re.sub(
         r"\b(?:stock\.|uniform_|recommended-)[\w.+-]*\w",
-        lambda found: plan_title(found[0]),
+        lambda match: plan_title(match[0]),
         text,
     )
 
@@ -103,10 +102,10 @@ def with_error(estimate: Estimate | None, digits: int = 3) -> str:
         return number(value, digits) + (
             f" ± {number(error, 1)}" if math.isfinite(error) else ""
         )
-    place = -math.floor(math.log10(float(f"{error:.0e}")))  # of the error's digit
-    if 0 <= place <= 5 and abs(value) >= 1e-3:
-        return f"{value:,.{place}f} ± {error:.{place}f}"
-    digits = max(1, place + 1 + math.floor(math.log10(abs(value)))) if value else 1
+    decimals = -math.floor(math.log10(float(f"{error:.0e}")))  # of the error's digit
+    if 0 <= decimals <= 5 and abs(value) >= 1e-3:
+        return f"{value:,.{decimals}f} ± {error:.{decimals}f}"
+    digits = max(1, decimals + 1 + math.floor(math.log10(abs(value)))) if value else 1
     return f"{number(value, digits)} ± {number(error, 1)}"
 
 

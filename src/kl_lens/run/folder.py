@@ -48,9 +48,8 @@ from kl_lens.run.samples import (
 CALIBRATION = "calibration"
 EVALUATION = "evaluation"  # roles of texts
 STATES = "states"
-COMPONENTS = (
-    "components"  # role of states and caches; kind and name of the record of them
-)
+# Role of states and caches; kind and name of the record of them.
+COMPONENTS = "components"
 TUNING = "tuning"  # kind of record: a text that a plan was tuned on
 SCREENED = "screened"  # kind of records: what a staged search measured, for which limit, and what it predicts
 KERNELS = "kernels"  # kind of record: why transformers' own code computed, where our kernels should have
@@ -97,10 +96,10 @@ class Run:
         ...     print(run.table().formats)
     """
 
-    def __init__(self, folder: Path, made: Sequence[Path] = ()) -> None:
-        """`made`: the folders that were made for it, itself first."""
+    def __init__(self, folder: Path, new_folders: Sequence[Path] = ()) -> None:
+        """`new_folders`: those that were made for it, itself first."""
         self.folder = folder
-        self._made = made
+        self._new_folders = new_folders
         self._is_new = not (folder / FILE).exists()
         self.journal = Journal(folder / FILE)
         self._hold: Hold | None = None
@@ -114,13 +113,15 @@ class Run:
                 raise RunError(f"{folder} is a file; --run needs a folder")
             if not (folder / FILE).exists():
                 require_outside_models(folder, "--run")
-            made = [each for each in (folder, *folder.parents) if not each.exists()]
+            new_folders = [
+                path for path in (folder, *folder.parents) if not path.exists()
+            ]
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RunError(
                 f"{folder} cannot be written ({error.strerror}); use another --run"
             ) from error
-        return cls(folder, made)
+        return cls(folder, new_folders)
 
     @classmethod
     def open(cls, folder: Path) -> Self:
@@ -153,7 +154,7 @@ class Run:
             for name in (FILE, f"{FILE}-wal", f"{FILE}-shm", LOCK):
                 (self.folder / name).unlink(missing_ok=True)
             with suppress(OSError):  # something else is there
-                for folder in self._made:
+                for folder in self._new_folders:
                     folder.rmdir()
 
     def close(self) -> None:
@@ -171,20 +172,19 @@ class Run:
     @checks_rows
     def identify(self, model: Mapping[str, Any]) -> None:
         """Sets the model of the run, or raises if it has another one."""
-        given = {**model, "metrics_version": METRICS_VERSION}
-        with (
-            self.journal.alone()
-        ):  # if two processes bring two models, the second is refused
+        identity = {**model, "metrics_version": METRICS_VERSION}
+        with self.journal.alone():
+            # If two processes bring two models, the second is refused.
             if "dtype" in model:
                 self.require_dtype(model["dtype"])
-            known = self.identity
-            for key, value in given.items():
-                if key in _MEANINGS and known.get(key, value) != value:
+            stored = self.identity
+            for key, value in identity.items():
+                if key in _MEANINGS and stored.get(key, value) != value:
                     raise RunError(
                         f"{self.folder} was made with another {_MEANINGS[key]}: "
-                        f"{key} is {known[key]!r} there and {value!r} now; use another --run"
+                        f"{key} is {stored[key]!r} there and {value!r} now; use another --run"
                     )
-            rows = [(key, json.dumps(value)) for key, value in given.items()]
+            rows = [(key, json.dumps(value)) for key, value in identity.items()]
             self.journal.write("INSERT OR IGNORE INTO identity VALUES (?, ?)", rows)
 
     def require_dtype(self, dtype: str) -> None:
@@ -225,11 +225,11 @@ class Run:
         self, role: str, identity: Mapping[str, Any], hashes: Sequence[str]
     ) -> str | None:
         """How the text of a role differs from this one, and what to do; None: it does not."""
-        known = self.text_identity(role) or identity
+        earlier = self.text_identity(role) or identity
         for key, value in identity.items():
-            if known.get(key) != value:
+            if earlier.get(key) != value:
                 return (
-                    f"its {role} text has {key} {known.get(key)!r}, now it is {value!r}; "
+                    f"its {role} text has {key} {earlier.get(key)!r}, now it is {value!r}; "
                     "use another --run, or the text, length and seed of this one"
                 )
         stored = self.window_hashes(role)
@@ -242,9 +242,9 @@ class Run:
     @checks_rows
     def identity(self) -> dict[str, Any]:
         rows = self.journal.rows("SELECT key, value FROM identity")
-        known = {key: json.loads(value) for key, value in rows}
+        values = {key: json.loads(value) for key, value in rows}
         # Version 0.1.0 never began windows with BOS, and did not say so.
-        return ({"bos": "no"} if self.roles() else {}) | known
+        return ({"bos": "no"} if self.roles() else {}) | values
 
     @checks_rows
     def text_identity(self, role: str) -> dict[str, Any] | None:
@@ -349,11 +349,11 @@ class Run:
 
     def measured_windows(self, role: str) -> dict[tuple[str, str], set[int]]:
         """(component, format) → windows that are done."""
-        done: dict[tuple[str, str], set[int]] = {}
+        windows: dict[tuple[str, str], set[int]] = {}
         query = "SELECT component, format, window FROM samples WHERE role = ?"
         for component, format_name, window in self.journal.rows(query, role):
-            done.setdefault((component, format_name), set()).add(window)
-        return done
+            windows.setdefault((component, format_name), set()).add(window)
+        return windows
 
     @checks_rows
     def samples(
@@ -398,13 +398,13 @@ class Run:
         """The role to read for a target: measured with its activations, else weights alone. Without a target: weights
         alone, else whatever was measured first."""
         query = "SELECT role FROM effort GROUP BY role ORDER BY min(rowid)"
-        there = [
+        roles = [
             name for (name,) in self.journal.rows(query) if name.partition("@")[0] == role
         ]
         wanted = [role_as(role, target), role]
         return next(
-            (name for name in wanted if name in there),
-            there[0] if there and not target else role,
+            (name for name in wanted if name in roles),
+            roles[0] if roles and not target else role,
         )
 
     @property
@@ -416,12 +416,12 @@ class Run:
     @checks_rows
     def components(self) -> tuple[Component, ...]:
         """What its measurements are about."""
-        known = self.identity.get("components")
-        if known is None:
+        stored = self.identity.get("components")
+        if stored is None:
             raise RunError(
                 f"{self.folder} has no measurements; make some with: kl-lens measure MODEL --run {self.folder}"
             )
-        return tuple(Component.from_json(each) for each in known)
+        return tuple(Component.from_json(component) for component in stored)
 
     @checks_rows
     def table(
@@ -448,16 +448,16 @@ class Run:
         if "@" not in role:
             role = self.measured_role(target, role)
         if published:
-            measurements = [Measurement.from_json(each) for each in published]
+            measurements = [Measurement.from_json(entry) for entry in published]
         else:
             measurements = self.measurements(role, windows)
         if predicted:
-            known = {(m.component, m.format) for m in measurements}
+            measured = {(m.component, m.format) for m in measurements}
             rows = (self.load(SCREENED, role) or {}).get("predicted", ())
             measurements += [
                 Measurement(name, recipe, {KL: Estimate(kl, 0.0)}, 0, 0, PREDICTED, 0.0)
                 for name, recipe, kl in rows
-                if (name, recipe) not in known
+                if (name, recipe) not in measured
             ]
         return SensitivityTable(
             model=identity["model"],
@@ -472,10 +472,10 @@ class Run:
     @checks_rows
     def states(self) -> SensitivityTable | None:
         """The measurements of states and caches, and what they are about; None if there are none."""
-        known = self.load(STATES, COMPONENTS)
-        if known is None:
+        stored = self.load(STATES, COMPONENTS)
+        if stored is None:
             return None
-        components = tuple(Component.from_json(each) for each in known)
+        components = tuple(Component.from_json(component) for component in stored)
         identity = self.identity
         return SensitivityTable(
             identity["model"],
@@ -488,11 +488,11 @@ class Run:
 
     def state_rows(self) -> Iterator[tuple[Component, Measurement, PositionCurve]]:
         """Every measurement of a state or cache: of what, its means, its KL by position."""
-        known = self.states()
+        table = self.states()
         parts = (
-            {component.name: component for component in known.components} if known else {}
+            {component.name: component for component in table.components} if table else {}
         )
-        for m in known.measurements if known else ():
+        for m in table.measurements if table else ():
             samples = self.samples(STATES, m.component, m.format)
             kls = [np.frombuffer(sample.token_kl, np.float32) for sample in samples]
             yield parts[m.component], m, by_position(kls)
@@ -564,10 +564,10 @@ class Run:
         ]
 
     def forget_result(self, kind: str, subject: Subject, name: str) -> None:
-        same = "what = ? AND plan = ? AND target = ? AND settings = ? AND digest = ?"
+        condition = "what = ? AND plan = ? AND target = ? AND settings = ? AND digest = ?"
         row = (kind, *_columns(subject), name)
         self.journal.write(
-            f"DELETE FROM results WHERE kind = ? AND {same} AND name = ?", [row]
+            f"DELETE FROM results WHERE kind = ? AND {condition} AND name = ?", [row]
         )
 
     def forget_results(self, kind: str) -> None:

@@ -120,13 +120,9 @@ class Journal(sqlite3.Connection):
             yield
         except _OURS:
             raise
-        except (
-            sqlite3.Error,
-            UnicodeDecodeError,
-        ) as error:  # the latter: names of tables and columns
-            code = (
-                getattr(error, "sqlite_errorcode", 0) & 0xFF
-            )  # the upper bits are extended codes
+        except (sqlite3.Error, UnicodeDecodeError) as error:
+            # UnicodeDecodeError: names of tables and columns. The upper bits are extended codes.
+            code = getattr(error, "sqlite_errorcode", 0) & 0xFF
             reason = _REASONS.get(code, _DAMAGED).format(one_line(error))
             raise RunError(f"{self.path} {reason}") from error
 
@@ -168,9 +164,8 @@ def checks_rows(method: Method) -> Method:
     return checked  # type: ignore[return-value]
 
 
-_held: dict[
-    str, tuple[int, int]
-] = {}  # folder → file handle, and how often this process holds it
+# Folder → file handle, and how often this process holds it.
+_holds: dict[str, tuple[int, int]] = {}
 
 
 class Hold:
@@ -179,7 +174,7 @@ class Hold:
 
     def __init__(self, folder: Path, command: Sequence[str]) -> None:
         self._key: str | None = os.path.realpath(folder)
-        handle, times = _held.get(self._key, (-1, 0))
+        handle, times = _holds.get(self._key, (-1, 0))
         if not times:
             handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
             try:
@@ -187,16 +182,16 @@ class Hold:
             except BaseException:
                 os.close(handle)
                 raise
-        _held[self._key] = handle, times + 1
+        _holds[self._key] = handle, times + 1
 
     def release(self) -> None:
         if self._key is None:
             return
-        handle, times = _held[self._key]
+        handle, times = _holds[self._key]
         if times > 1:
-            _held[self._key] = handle, times - 1
+            _holds[self._key] = handle, times - 1
         else:
-            del _held[self._key]
+            del _holds[self._key]
             os.close(handle)
         self._key = None
 

@@ -22,9 +22,8 @@ from kl_lens.run.samples import METRICS_VERSION
 from kl_lens.run.subjects import content_digest
 
 SHARDS = "shards"  # folder in a run for `measure --shard`
-_EFFORT = (
-    "SELECT * FROM effort ORDER BY rowid"  # every candidate of a sweep, in its order
-)
+# Every candidate of a sweep, in its order.
+_EFFORT = "SELECT * FROM effort ORDER BY rowid"
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,8 @@ def merge(
     """What was merged, sorted by name, and source → why it was refused."""
     about: dict[Path, str] = {}
     refused: dict[str, str] = {}
-    for path in sorted({os.path.realpath(each): Path(each) for each in sources}.values()):
+    folders = {os.path.realpath(path): Path(path) for path in sources}
+    for path in sorted(folders.values()):
         try:
             if os.path.realpath(path) == os.path.realpath(folder):
                 raise RunError(f"{path} is the run itself")
@@ -69,7 +69,7 @@ def merge(
                     joined.append(_joined(source, run))
             except KLLensError as error:
                 refused[str(path)] = str(error)
-    return sorted(joined, key=lambda each: each.source), refused
+    return sorted(joined, key=lambda entry: entry.source), refused
 
 
 def missing(run: Run) -> int:
@@ -125,20 +125,20 @@ def _joined(source: Run, run: Run) -> Joined:
         identity = dict(source.text_identity(role) or {})
         identity.pop("windows")
         run.identify_text(role, identity, list(source.window_hashes(role).values()))
-    taken = known = differing = 0
+    added = present = differing = 0
     for role, component, name, seconds, dtype in source.journal.rows(_EFFORT):
-        there = {
+        stored = {
             window.window: window.token_kl
             for window in run.samples(role, component, name)
         }
         windows = source.samples(role, component, name)
-        fresh = [window for window in windows if window.window not in there]
+        fresh = [window for window in windows if window.window not in stored]
         differing += sum(
-            there.get(window.window, window.token_kl) != window.token_kl
+            stored.get(window.window, window.token_kl) != window.token_kl
             for window in windows
         )
-        taken = taken + len(fresh)
-        known = known + len(windows) - len(fresh)
+        added = added + len(fresh)
+        present = present + len(windows) - len(fresh)
         share = len(fresh) / max(1, len(windows))
         run.store_samples(role, component, name, fresh, seconds * share, dtype)
     run.journal.write(
@@ -151,4 +151,4 @@ def _joined(source: Run, run: Run) -> Joined:
         "INSERT OR IGNORE INTO records VALUES (?, ?, ?, ?)",
         source.journal.rows("SELECT * FROM records WHERE kind IN ('noise', 'text')"),
     )
-    return Joined(source.folder, taken, known, differing)
+    return Joined(source.folder, added, present, differing)

@@ -63,18 +63,18 @@ def _checked(value: Any, kind: Any, name: str) -> Any:
     origin = typing.get_origin(kind)
     inner = typing.get_args(kind)
     if origin is types.UnionType:
-        others = [each for each in inner if each is not types.NoneType]
+        options = [item for item in inner if item is not types.NoneType]
         return (
             None
-            if value is None and len(others) < len(inner)
-            else _checked(value, others[0], name)
+            if value is None and len(options) < len(inner)
+            else _checked(value, options[0], name)
         )
     if origin in (tuple, Sequence) and isinstance(value, (list, tuple)):
-        return tuple(_checked(each, inner[0], name) for each in value)
+        return tuple(_checked(item, inner[0], name) for item in value)
     if origin is dict and isinstance(value, dict):
         return {
-            str(key): _checked(each, inner[1], f"{name}[{key}]")
-            for key, each in value.items()
+            str(key): _checked(item, inner[1], f"{name}[{key}]")
+            for key, item in value.items()
         }
     if isinstance(kind, type) and issubclass(kind, Record):
         return value if isinstance(value, kind) else kind.from_json(value)
@@ -108,9 +108,8 @@ class Component(Record):
     parameters: int
     blocks: tuple[int, ...] = ()  # every block that uses this weight, if several share it
     tied_with: tuple[str, ...] = ()  # other names of the same weight
-    fused_with: tuple[
-        str, ...
-    ] = ()  # siblings that runtimes fuse into one matmul (q/k/v, gate/up)
+    # Siblings that runtimes fuse into one matmul (q/k/v, gate/up).
+    fused_with: tuple[str, ...] = ()
     quantizable: bool = True
     reason: str | None = None  # why it is not quantizable
 
@@ -197,30 +196,25 @@ class Plan(Record):
     """Which recipe each component gets. Components not named stay FP16."""
 
     name: str
-    assignment: dict[
-        str, str
-    ]  # component name → recipe, as `kl_lens.weights.recipes` spells it
+    # Component name → recipe, as `kl_lens.weights.recipes` spells it.
+    assignment: dict[str, str]
     made_by: str  # for people only
     predicted_kl: float | None = None
     bytes: int | None = None  # of the weights
     notes: dict[str, Any] = field(default_factory=dict)
     family: str = "other"  # of PLAN_FAMILIES
     measured: Measured | None = None
-    limits: dict[str, float] = field(
-        default_factory=dict
-    )  # by the user: bytes, kl, seconds (per token), drop, loss
+    # By the user: bytes, kl, seconds (per token), drop, loss.
+    limits: dict[str, float] = field(default_factory=dict)
     fixed_bytes: int = 0  # bytes of the file besides the weights
     statistics: str | None = None  # digest of the statistics behind recipes that learn
     target: str | None = None  # the target it was made for
-    interaction: float = (
-        1.0  # how much more whole plans lose than their parts; included in `predicted_kl`
-    )
-    caches: dict[str, str] = field(
-        default_factory=dict
-    )  # keys and values → the format the runtime keeps them in
-    held_bytes: int = (
-        0  # in memory beside the file, with --memory: the runtime, states, caches
-    )
+    # How much more whole plans lose than their parts; included in `predicted_kl`.
+    interaction: float = 1.0
+    # Keys and values → the format the runtime keeps them in.
+    caches: dict[str, str] = field(default_factory=dict)
+    # In memory beside the file, with --memory: the runtime, states, caches.
+    held_bytes: int = 0
     contest: str | None = None  # how it compares with stock recipes, in a sentence
     edited: bool = False  # by hand since KL Lens wrote it
 
@@ -231,9 +225,8 @@ class Plan(Record):
             return None
         loss = self.measured.rise if "drop" in self.limits else self.measured.kl
         most = self.limits.get("drop", self.limits.get("loss", math.inf))
-        error = (
-            0.0 if math.isnan(loss.standard_error) else loss.standard_error
-        )  # of one window
+        # The error of one window is not defined.
+        error = 0.0 if math.isnan(loss.standard_error) else loss.standard_error
         return loss if loss.value + error > most else None
 
     @property
@@ -320,12 +313,10 @@ class Artifact(Record):
     realised_bytes: int  # of the files that the runtime loads (`Target.loaded_bytes`)
     model: str
     model_fingerprint: str
-    settings: dict[str, Any] = field(
-        default_factory=dict
-    )  # device profile, rewrites, versions, …
-    digests: dict[str, str] = field(
-        default_factory=dict
-    )  # file → digest of its bytes as they were exported
+    # Device profile, rewrites, versions, …
+    settings: dict[str, Any] = field(default_factory=dict)
+    # File → digest of its bytes as they were exported.
+    digests: dict[str, str] = field(default_factory=dict)
 
 
 ORIGINAL = "original"
@@ -343,9 +334,8 @@ class Subject(Record):
 
     what: str  # original, plan, artifact
     plan: str | None = None
-    target: str | None = (
-        None  # of an artifact; for a plan: the target whose stored weights it uses
-    )
+    # Of an artifact; for a plan: the target whose stored weights it uses.
+    target: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     digest: str = ""  # of the recipes or of the artifact's record
 

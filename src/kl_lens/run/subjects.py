@@ -81,9 +81,9 @@ def file_digest(path: Path) -> str:
     remembers = status.st_size >= LARGE and (path.parent / RECORD_FILE).is_file()
     if remembers:
         with suppress(OSError, ValueError, TypeError, KeyError):  # missing or damaged
-            known = json.loads(memory.read_text(encoding="utf-8"))
-            if known["stamp"] == stamp:
-                return str(known["digest"])
+            stored = json.loads(memory.read_text(encoding="utf-8"))
+            if stored["stamp"] == stamp:
+                return str(stored["digest"])
     digest = (
         bytes_digest(np.memmap(path, np.uint8, "r")) if status.st_size else bytes_digest()
     )
@@ -133,13 +133,13 @@ def is_current(run: Run, subject: Subject) -> bool:
 
 def current_results(run: Run, kind: str) -> list[Result]:
     """The results of a kind that are not outdated, in the order they were stored."""
-    now: dict[str, str | None] = {}
+    digests: dict[str, str | None] = {}
     results = []
     for result in run.results(kind):
         key = result.subject.key
-        if key not in now:
-            now[key] = current_digest(run, result.subject)
-        if now[key] == result.subject.digest:
+        if key not in digests:
+            digests[key] = current_digest(run, result.subject)
+        if digests[key] == result.subject.digest:
             results.append(result)
     return results
 
@@ -153,10 +153,10 @@ def stored_record(
     **more: Any,
 ) -> AnyRecord:
     """A record from a stored value, which may hold more; RunError if it is damaged."""
-    known = {f.name for f in fields(record)}  # type: ignore[arg-type]
+    names = {f.name for f in fields(record)}  # type: ignore[arg-type]
     try:
         return record.from_json(
-            {k: v for k, v in {**more, **value}.items() if k in known}
+            {k: v for k, v in {**more, **value}.items() if k in names}
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise RunError(
@@ -182,22 +182,21 @@ def current_digest(run: Run, subject: Subject) -> str | None:
     A file outside the run that is gone keeps its digest.
     """
     if subject.what == ORIGINAL:
-        known = run.identity.get("model_fingerprint")
-        return subject.digest if known is None else plan_digest({}, known)
+        fingerprint = run.identity.get("model_fingerprint")
+        return subject.digest if fingerprint is None else plan_digest({}, fingerprint)
     if "path" in subject.settings:
         path = Path(subject.settings["path"])
         if path.is_file():
             return file_digest(path)
-        there = recorded_artifact(path)
-        return subject.digest if there is None else artifact_digest(there)
+        artifact = recorded_artifact(path)
+        return subject.digest if artifact is None else artifact_digest(artifact)
     plan = _plan_now(run, subject.plan or "")
     if subject.target is None:
         return plan
     name = f"{subject.target}/{subject.plan}"
     record = run.load("artifact", name) or {}
-    if (
-        plan is not None and record.get("of_plan", plan) != plan
-    ):  # the plan has changed since the export
+    if plan is not None and record.get("of_plan", plan) != plan:
+        # The plan has changed since the export.
         return None
     artifact = recorded_artifact(run.artifact_folder(name))
     return None if artifact is None else artifact_digest(artifact)

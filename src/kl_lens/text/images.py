@@ -91,9 +91,8 @@ class Preparation:
 
     height: int
     width: int
-    shortest: int | None = (
-        None  # first resized to this shorter side, then cropped to the centre
-    )
+    # First resized to this shorter side, then cropped to the centre.
+    shortest: int | None = None
     mode: str = "bilinear"
     scale: float = 1 / 255
     mean: tuple[float, ...] = _MEAN
@@ -290,15 +289,17 @@ class ImageSource:
 
     def classes(self, names: Mapping[str, int], classes: int) -> dict[str, int]:
         """Label → output of the model: by the model's names, by number, or in sorted order."""
-        found = sorted({entry.label for entry in self.entries if entry.label is not None})
-        if all(label in names for label in found):
-            return {label: names[label] for label in found}
-        if all(label.isdigit() and int(label) < classes for label in found):
-            return {label: int(label) for label in found}
-        if len(found) == classes:
-            return {label: number for number, label in enumerate(found)}
+        labels = sorted(
+            {entry.label for entry in self.entries if entry.label is not None}
+        )
+        if all(label in names for label in labels):
+            return {label: names[label] for label in labels}
+        if all(label.isdigit() and int(label) < classes for label in labels):
+            return {label: int(label) for label in labels}
+        if len(labels) == classes:
+            return {label: number for number, label in enumerate(labels)}
         raise TextError(
-            f"{self.label}: {len(found)} classes ({', '.join(found[:3])}, …), but the model has {classes}: name "
+            f"{self.label}: {len(labels)} classes ({', '.join(labels[:3])}, …), but the model has {classes}: name "
             "them as in config.json's id2label, or by number"
         )
 
@@ -343,14 +344,17 @@ def _digits(split: str) -> tuple[Entry, ...]:
 
 
 def _of_split(folder: Path, split: str) -> list[Entry]:
-    places = {
+    candidates = {
         kind: next((folder / name for name in names if (folder / name).is_dir()), None)
         for kind, names in _FOLDERS.items()
     }
-    there = {kind: place for kind, place in places.items() if place is not None}
-    if split in there and (split == TRAIN or {VALID, TEST} <= there.keys()):
-        return _entries(there[split])
-    if split != TRAIN and (judging := there.get(VALID) or there.get(TEST)) is not None:
+    folders = {kind: path for kind, path in candidates.items() if path is not None}
+    if split in folders and (split == TRAIN or {VALID, TEST} <= folders.keys()):
+        return _entries(folders[split])
+    if (
+        split != TRAIN
+        and (judging := folders.get(VALID) or folders.get(TEST)) is not None
+    ):
         # Divide a single evaluation folder: images that help choose a plan must not evaluate it.
         return [
             entry

@@ -94,11 +94,10 @@ def documents_of(texts: Iterable[tuple[str, str]]) -> Iterator[Document]:
     for name, text in texts:
         try:
             text.encode()
-        except (
-            UnicodeEncodeError
-        ) as error:  # JSON can hold half a surrogate pair, which no tokenizer accepts
-            where = f"{name}: half a surrogate pair at character {error.start}"
-            raise TextError(f"{where}: expected valid Unicode text") from None
+        except UnicodeEncodeError as error:
+            # JSON can hold half a surrogate pair, which no tokenizer accepts.
+            location = f"{name}: half a surrogate pair at character {error.start}"
+            raise TextError(f"{location}: expected valid Unicode text") from None
         if text.strip():
             yield Document(name, text)
 
@@ -208,11 +207,11 @@ def _read_jsonl(path: Path) -> Texts:
     with path.open("rb") as file:
         rows = iter(partial(file.readline, 4 * MOST_CHARACTERS), b"")
         for number, raw in enumerate(rows, start=1):
-            where = f"{path}, line {number}"
+            location = f"{path}, line {number}"
             try:
                 line = raw.decode().removeprefix("\ufeff")
             except UnicodeDecodeError as error:
-                raise _not_utf8(error, where, offset) from None
+                raise _not_utf8(error, location, offset) from None
             offset += len(raw)
             if not line.strip():
                 continue
@@ -221,7 +220,7 @@ def _read_jsonl(path: Path) -> Texts:
             except (ValueError, RecursionError) as error:
                 expected = f'one object per line, {{"{TEXT_FIELD}": …}}'
                 raise TextError(
-                    f"{where}: not valid JSON ({error}): expected {expected}"
+                    f"{location}: not valid JSON ({error}): expected {expected}"
                 ) from None
             if not isinstance(row, dict) or not isinstance(row.get(TEXT_FIELD), str):
                 fields = (
@@ -230,9 +229,9 @@ def _read_jsonl(path: Path) -> Texts:
                     else type(row).__name__
                 )
                 raise TextError(
-                    f"{where}: no field `{TEXT_FIELD}` with a string in it (found: {fields})"
+                    f"{location}: no field `{TEXT_FIELD}` with a string in it (found: {fields})"
                 )
-            yield where, row[TEXT_FIELD]
+            yield location, row[TEXT_FIELD]
 
 
 def _read_parquet(path: Path) -> Texts:
@@ -241,17 +240,19 @@ def _read_parquet(path: Path) -> Texts:
         file = pq.ParquetFile(path)
         columns = file.schema_arrow.names
         if TEXT_FIELD not in columns:
-            there = ", ".join(columns) or "none"
-            raise TextError(f"{path}: no column `{TEXT_FIELD}`: its columns are {there}")
+            available = ", ".join(columns) or "none"
+            raise TextError(
+                f"{path}: no column `{TEXT_FIELD}`: its columns are {available}"
+            )
         for batch in file.iter_batches(1024, columns=[TEXT_FIELD]):
             for value in batch.column(0).to_pylist():
                 number += 1
-                where = f"{path}, row {number}"
+                location = f"{path}, row {number}"
                 if not isinstance(value, str):
                     raise TextError(
-                        f"{where}: column `{TEXT_FIELD}` holds {value!r:.40}: expected a string"
+                        f"{location}: column `{TEXT_FIELD}` holds {value!r:.40}: expected a string"
                     )
-                yield where, value
+                yield location, value
     except UnicodeDecodeError as error:
         raise TextError(
             f"{path}: column `{TEXT_FIELD}` is not UTF-8 (byte {error.start} of a row)"
@@ -262,10 +263,10 @@ def _read_parquet(path: Path) -> Texts:
         ) from None
 
 
-def _not_utf8(error: UnicodeDecodeError, where: str, before: int) -> TextError:
+def _not_utf8(error: UnicodeDecodeError, location: str, before: int) -> TextError:
     """`before`: bytes of the file before what could not be decoded."""
     return TextError(
-        f"{where}: not UTF-8 (byte 0x{error.object[error.start]:02x} at offset {before + error.start} of the file): "
+        f"{location}: not UTF-8 (byte 0x{error.object[error.start]:02x} at offset {before + error.start} of the file): "
         "convert it first, for example with iconv"
     )
 
@@ -340,7 +341,7 @@ def split_articles(lines: list[str]) -> list[tuple[str, list[str]]]:
             continue
         title = _TITLE.fullmatch(line)
         around = [*lines[max(0, index - 1) : index], *lines[index + 1 : index + 2]]
-        if title and not any(each.strip() for each in around):
+        if title and not any(neighbour.strip() for neighbour in around):
             articles.append((title[1], []))
         if not articles:  # text before the first title; the shipped files have none
             articles.append(("untitled", []))

@@ -66,9 +66,8 @@ def token_stream(
     if sum(len(document.text) for document in source.documents) <= _BATCH_CHARACTERS:
         enough = None
     backend = _backend(tokenizer)
-    if (
-        backend is None
-    ):  # written in Python; `verbose=False` silences its warning about long sequences
+    if backend is None:
+        # Written in Python; `verbose=False` silences its warning about long sequences.
         plain = {
             "add_special_tokens": False,
             "truncation": False,
@@ -84,7 +83,7 @@ def token_stream(
         _refuse_dropped(source, backend)
         encode = partial(backend.encode_batch_fast, add_special_tokens=False)
         _streams[key] = _encode(
-            source, lambda texts: (each.ids for each in encode(texts)), enough
+            source, lambda texts: (encoding.ids for encoding in encode(texts)), enough
         )
         if len(_streams) > _KEPT_STREAMS:
             _streams.popitem(last=False)
@@ -99,14 +98,16 @@ def _refuse_dropped(source: TextSource, backend: Tokenizer) -> None:
     )
     encoded = backend.encode_batch_fast(letters, add_special_tokens=False)
     dropped = [
-        letter for letter, each in zip(letters, encoded, strict=True) if not each.ids
+        letter
+        for letter, encoding in zip(letters, encoded, strict=True)
+        if not encoding.ids
     ]
     if dropped:  # some may only be in the names of tokens, such as <eos>
-        known = "|".join(
+        specials = "|".join(
             re.escape(token.content)
             for token in backend.get_added_tokens_decoder().values()
         )
-        text = re.sub(known, "", source.joined()) if known else source.joined()
+        text = re.sub(specials, "", source.joined()) if specials else source.joined()
         dropped = [letter for letter in dropped if letter in text]
     if dropped:
         raise TextError(
@@ -119,8 +120,10 @@ def beginning_of(tokenizer: Any) -> int | None:
     """The token that the tokenizer itself puts before a text: BOS, where the model expects it."""
     if isinstance(tokenizer, Tokenizer):
         tokenizer = _backend(tokenizer)
-    both = [tokenizer.encode("A", add_special_tokens=added) for added in (False, True)]
-    plain, begun = ([*getattr(each, "ids", each)] for each in both)
+    encodings = [
+        tokenizer.encode("A", add_special_tokens=added) for added in (False, True)
+    ]
+    plain, begun = ([*getattr(encoding, "ids", encoding)] for encoding in encodings)
     precedes = len(begun) > len(plain) and begun[1 : len(plain) + 1] == plain
     return int(begun[0]) if precedes else None
 
@@ -260,9 +263,11 @@ class Windows:
 
     @property
     def _protocol(self) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in ("order", "seed", "stride", "split")}
+        settings = {
+            name: getattr(self, name) for name in ("order", "seed", "stride", "split")
+        }
         begun = {} if self.bos is None else {"bos": self.bos}
-        return own | begun | {"version": PROTOCOL_VERSION}
+        return settings | begun | {"version": PROTOCOL_VERSION}
 
     @cached_property
     def fingerprint(self) -> str:
@@ -284,12 +289,12 @@ class Windows:
         """The windows after the first `count`."""
         return self._some(slice(count, None))
 
-    def _some(self, which: slice) -> Windows:
+    def _some(self, selection: slice) -> Windows:
         return replace(
             self,
-            ids=self.ids[which],
-            starts=self.starts[which],
-            documents=self.documents[which],
+            ids=self.ids[selection],
+            starts=self.starts[selection],
+            documents=self.documents[selection],
         )
 
     @property
@@ -352,8 +357,8 @@ def draw_windows(
         )
     starts = random_starts(available, windows, length, seed)
     bos = beginning_of(tokenizer)
-    how: dict[str, Any] = {"order": "drawn", "seed": seed, "stride": None}
-    return _cut(source, stream, starts, length, bos, **how)
+    protocol: dict[str, Any] = {"order": "drawn", "seed": seed, "stride": None}
+    return _cut(source, stream, starts, length, bos, **protocol)
 
 
 def evaluation_windows(
@@ -377,8 +382,8 @@ def evaluation_windows(
         )
     starts = list(range(0, len(stream.ids) - length + 1, stride))[:limit]
     bos = beginning_of(tokenizer)
-    how: dict[str, Any] = {"order": "sequential", "seed": None, "stride": stride}
-    return _cut(source, stream, starts, length, bos, **how)
+    protocol: dict[str, Any] = {"order": "sequential", "seed": None, "stride": stride}
+    return _cut(source, stream, starts, length, bos, **protocol)
 
 
 def _stream(
@@ -416,11 +421,12 @@ def random_starts(available: int, windows: int, length: int, seed: int) -> list[
         least = length + 1
         for _ in range(_TRIES):
             start = generator.randrange(available - length + 1)
-            after = bisect.bisect_left(
-                placed, start
-            )  # the nearest earlier window on either side
+            # The nearest earlier window on either side.
+            after = bisect.bisect_left(placed, start)
             nearest = placed[max(0, after - 1) : after + 1]
-            overlap = max((length - abs(start - other) for other in nearest), default=0)
+            overlap = max(
+                (length - abs(start - neighbour) for neighbour in nearest), default=0
+            )
             if overlap < least:
                 best = start
                 least = max(0, overlap)
@@ -479,19 +485,19 @@ def refuse_overlap(calibration: Windows, evaluation: Windows) -> None:
     The run of tokens catches what hashes of documents miss: an article inside another file, or a copy that differs by a
     word.
     """
-    known = {document.sha256: document.name for document in calibration.used_documents}
+    names = {document.sha256: document.name for document in calibration.used_documents}
     shared = [
-        document for document in evaluation.used_documents if document.sha256 in known
+        document for document in evaluation.used_documents if document.sha256 in names
     ]
     if shared:
-        others = f" and {len(shared) - 1} more" if len(shared) > 1 else ""
+        more = f" and {len(shared) - 1} more" if len(shared) > 1 else ""
         raise TextError(
-            f"calibration and evaluation share a document: {known[shared[0].sha256]} is {shared[0].name}"
-            f"{others}: use separate texts"
+            f"calibration and evaluation share a document: {names[shared[0].sha256]} is {shared[0].name}"
+            f"{more}: use separate texts"
         )
-    place = shared_run(calibration, evaluation)
-    if place:
-        (window_c, at_c), (window_e, at_e), run = place
+    overlap = shared_run(calibration, evaluation)
+    if overlap:
+        (window_c, at_c), (window_e, at_e), run = overlap
         raise TextError(
             f"calibration and evaluation share {run} tokens in a row: {_place(calibration, window_c, at_c)} "
             f"and {_place(evaluation, window_e, at_e)}: use separate texts"
@@ -504,9 +510,8 @@ def shared_run(
     """((window, token) in `a`, (window, token) in `b`, length) of a shared run that counts as overlap, or None."""
     # Windows of the same text begin at different places, so short ones may share only half.
     least = min(OVERLAP_TOKENS, max(1, min(a.length, b.length) // 2))
-    size = max(
-        1, least // 2
-    )  # every such run holds one of the pieces into which the windows of `a` are cut
+    # Every such run holds one of the pieces into which the windows of `a` are cut.
+    size = max(1, least // 2)
     pieces: dict[bytes, list[tuple[int, int]]] = {}
     rows_a = a.ids.tolist()
     rows_b = b.ids.tolist()
@@ -515,13 +520,13 @@ def shared_run(
             pieces.setdefault(row[at : at + size].tobytes(), []).append((window, at))
     for window, row in enumerate(b.ids.numpy()):
         for at in range(b.length - size + 1):
-            for other, there in pieces.get(row[at : at + size].tobytes(), ()):
-                ours = rows_a[other]
-                theirs = rows_b[window]
-                before = _same(ours[:there][::-1], theirs[:at][::-1])
-                run = before + _same(ours[there:], theirs[at:])
+            for index, offset in pieces.get(row[at : at + size].tobytes(), ()):
+                tokens_a = rows_a[index]
+                tokens_b = rows_b[window]
+                before = _same(tokens_a[:offset][::-1], tokens_b[:at][::-1])
+                run = before + _same(tokens_a[offset:], tokens_b[at:])
                 if run >= least:
-                    return (other, there - before), (window, at - before), run
+                    return (index, offset - before), (window, at - before), run
     return None
 
 
@@ -529,7 +534,7 @@ def _same(first: Sequence[int], second: Sequence[int]) -> int:
     """How many tokens they begin with that are the same."""
     pairs = zip(first, second, strict=False)
     return next(
-        (index for index, (one, other) in enumerate(pairs) if one != other),
+        (index for index, (a, b) in enumerate(pairs) if a != b),
         min(len(first), len(second)),
     )
 

@@ -52,14 +52,16 @@ def section(view: RunView) -> Section | None:
 
 def _layers(view: RunView, of: SensitivityTable, plan: Plan | None, index: int) -> Html:
     """One row for each component, KL in one column for each recipe; what was predicted has a sign before it."""
-    known = {(m.component, m.format): m for m in of.measurements if KL in m.metrics}
-    formats = list(dict.fromkeys(name for _, name in known))
-    shown = [c for c in of.components if any((c.name, name) in known for name in formats)]
+    measured = {(m.component, m.format): m for m in of.measurements if KL in m.metrics}
+    formats = list(dict.fromkeys(name for _, name in measured))
+    shown = [
+        c for c in of.components if any((c.name, name) in measured for name in formats)
+    ]
     columns = ["component", "in the plan", "weights", *formats]
     stored = {} if plan is None else view.cost(plan).stored
 
     def kl(name: str, format_name: str) -> object:
-        m = known.get((name, format_name))
+        m = measured.get((name, format_name))
         if m is None:
             return "–"
         value = m.metrics[KL]
@@ -93,18 +95,19 @@ def _tasks(view: RunView) -> Html | None:
     )
     rows = []
     for subject in subjects:
-        own = {
-            what: latest[subject, what].values
-            for what, _ in names
-            if (subject, what) in latest
+        results = {
+            task: latest[subject, task].values
+            for task, _ in names
+            if (subject, task) in latest
         }
         cells = [
-            fixed_with_error(own.get(what, {}).get(metric), 3) for what, metric in names
+            fixed_with_error(results.get(task, {}).get(metric), 3)
+            for task, metric in names
         ]
         rows.append([subject_title(subject), *cells])
-    columns = ["file", *(f"{what}: {metric}" for what, metric in names)]
+    columns = ["file", *(f"{task}: {metric}" for task, metric in names)]
     examples = ", ".join(
-        f"{what} {n:,}" for what, n in {s.what: s.tokens for s in scores}.items()
+        f"{task} {n:,}" for task, n in {s.what: s.tokens for s in scores}.items()
     )
     return join(
         [
@@ -120,8 +123,8 @@ def _samples(view: RunView) -> Html | None:
     blocks: dict[str, list[Html]] = {}
     for sample in sorted(view.generations, key=lambda g: g.subject.what != ORIGINAL):
         quote = tag("blockquote", tag("b", sample.prompt), sample.text)
-        whose = tag("span", subject_title(sample.subject), class_="what")
-        blocks.setdefault(sample.prompt, []).append(tag("div", whose, quote))
+        label = tag("span", subject_title(sample.subject), class_="what")
+        blocks.setdefault(sample.prompt, []).append(tag("div", label, quote))
     words = "The prompt in bold, then what the model wrote. Two good models may differ after one close call."
     shown = [tag("div", *samples, class_="samples") for samples in blocks.values()]
     return join([tag("h3", "Samples of text"), tag("p", words), *shown])
@@ -131,11 +134,13 @@ def autopsies(view: RunView) -> Section | None:
     if not view.autopsies:
         return None
     return Section(
-        "autopsies", "Autopsies", join(_autopsy(view, found) for found in view.autopsies)
+        "autopsies",
+        "Autopsies",
+        join(_autopsy(view, autopsy) for autopsy in view.autopsies),
     )
 
 
-def _autopsy(view: RunView, found: Autopsy) -> Html:
+def _autopsy(view: RunView, autopsy: Autopsy) -> Html:
     rows = [
         [
             step.letter,
@@ -144,7 +149,7 @@ def _autopsy(view: RunView, found: Autopsy) -> Html:
             with_error(step.apart),
             step.failure or step.note,
         ]
-        for step in found.steps
+        for step in autopsy.steps
     ]
     columns = ["", "step", "KL", "apart", ""]
     items = [
@@ -156,21 +161,23 @@ def _autopsy(view: RunView, found: Autopsy) -> Html:
             ". ",
             finding.advice,
         )
-        for finding in found.findings
+        for finding in autopsy.findings
     ]
     planned = None
-    if found.planned_kl is not None:
-        bytes_ = size(found.planned_bytes or found.bytes)
+    if autopsy.planned_kl is not None:
+        bytes_ = size(autopsy.planned_bytes or autopsy.bytes)
         planned = tag(
             "p",
-            f"Our plan from this run: KL {with_error(found.planned_kl)} at {bytes_}, in PyTorch.",
+            f"Our plan from this run: KL {with_error(autopsy.planned_kl)} at {bytes_}, in PyTorch.",
         )
     return join(
         [
-            tag("h3", f"{Path(found.file).name}, {size(found.bytes)}"),
-            tag("p", tag("b", found.headline)),
+            tag("h3", f"{Path(autopsy.file).name}, {size(autopsy.bytes)}"),
+            tag("p", tag("b", autopsy.headline)),
             tag("ul", *items) if items else None,
-            table(columns, rows, sortable=False, caption=f"Step by step on {found.text}"),
+            table(
+                columns, rows, sortable=False, caption=f"Step by step on {autopsy.text}"
+            ),
             planned,
             note("Each step changes one thing. ± is one standard error over windows."),
         ]
@@ -222,9 +229,10 @@ def _model(view: RunView) -> dict[str, object]:
 
 
 def _pairs(pairs: dict[str, object]) -> Html:
-    known = {key: value for key, value in pairs.items() if value not in (None, "")}
+    present = {key: value for key, value in pairs.items() if value not in (None, "")}
     return tag(
-        "dl", *(join([tag("dt", key), tag("dd", value)]) for key, value in known.items())
+        "dl",
+        *(join([tag("dt", key), tag("dd", value)]) for key, value in present.items()),
     )
 
 
@@ -260,9 +268,9 @@ def _commands(view: RunView) -> Html:
         lines.setdefault(command.line, []).append(command.started)
     items = []
     for line, times in lines.items():
-        when = datetime.fromtimestamp(times[0], UTC).strftime(" %Y-%m-%d %H:%M UTC")
-        when += f", {len(times)} times" if len(times) > 1 else ""
-        items.append(tag("li", tag("code", line), tag("span", when, class_="quiet")))
+        date = datetime.fromtimestamp(times[0], UTC).strftime(" %Y-%m-%d %H:%M UTC")
+        date += f", {len(times)} times" if len(times) > 1 else ""
+        items.append(tag("li", tag("code", line), tag("span", date, class_="quiet")))
     return tag("ol", *items, class_="commands") if items else note("None were noted.")
 
 

@@ -70,14 +70,14 @@ class Explorer:
     @cached_property
     def files(self) -> list[Position]:
         """Plans whose KL was measured as a whole."""
-        found = []
+        measured = []
         for plan in self.view.plans_of(self.space.target):
             kl = self.view.measured_kl(plan, self.space.target)[0]
             stored = self.view.cost(plan).stored
             if kl is not None and set(stored.values()) != {FP16}:
                 size_ = self.view.bytes_of(plan, self.space.target)
-                found.append(Position(size_, kl.value, stored, None, plan, kl))
-        return found
+                measured.append(Position(size_, kl.value, stored, None, plan, kl))
+        return measured
 
     @cached_property
     def positions(self) -> list[Position]:
@@ -93,12 +93,12 @@ class Explorer:
             if KL in m.metrics and m.component in by_name
         ]
         shown.sort(key=lambda m: m.compute_dtype == PREDICTED)
-        found: dict[tuple[str, Recipe], Measurement] = {}
+        rows: dict[tuple[str, Recipe], Measurement] = {}
         for m in shown:
-            found.setdefault(
+            rows.setdefault(
                 (m.component, stored_recipe(by_name[m.component], m.format)[0]), m
             )
-        return found
+        return rows
 
     def predicted(self, position: Position) -> int:
         """Components whose loss was not measured; of a file, the whole was."""
@@ -132,10 +132,10 @@ class Explorer:
             divisor,
         )
 
-    def chart(self, own: str | None = None) -> charts.Chart:
-        """`own`: the name of the plan to show as `this file`; else recommended plans have a star."""
+    def chart(self, name: str | None = None) -> charts.Chart:
+        """`name`: of the plan to show as `this file`; else recommended plans have a star."""
         x, y, divisor = self._axes
-        stars = {own} if own else recommended_names(self.view)
+        stars = {name} if name else recommended_names(self.view)
         dots = []
         for p in sorted(
             self.files, key=lambda p: p.file is not None and p.file.name not in stars
@@ -145,7 +145,7 @@ class Explorer:
                 star = p.file.name in stars
                 error = p.measured.standard_error if p.measured else 0.0
                 error = error if math.isfinite(error) else 0.0
-                label = "this file" if own and star else short_title(p.file)
+                label = "this file" if name and star else short_title(p.file)
                 words = f"{plan_title(p.file.name)}\n{size(p.bytes)}\n"
                 words += f"KL {with_error(p.measured)} {self.view.nats}, measured"
                 series = charts.RECOMMENDED if star else FAMILIES[p.file.family]
@@ -180,12 +180,12 @@ class Explorer:
         """Size; KL; the rest."""
         share = percent(position.bytes / self.view.fp16_of(self.space.target))
         if position.file:
-            whose = (
-                "Stock file" if position.file.family == "stock" else "File of this run"
+            kind = "Stock file" if position.file.family == "stock" else "File of this run"
+            sentence = (
+                f"{kind} {plan_title(position.file.name)}, {share} of FP16, as measured: "
             )
-            rest = f"{whose} {plan_title(position.file.name)}, {share} of FP16, as measured: "
-            rest += "no plan of this size loses less."
-            return size(position.bytes), f"KL {with_error(position.measured)}", rest
+            sentence += "no plan of this size loses less."
+            return size(position.bytes), f"KL {with_error(position.measured)}", sentence
         weights = {c.name: c.parameters for c in self.components}
         formats = Counter[Recipe]()
         for name, recipe in position.stored.items():
@@ -198,7 +198,7 @@ class Explorer:
         if position.seconds and not self._busy:
             parts.append(f"about {human_speed(position.seconds)}")
         whole = sum(formats.values())
-        made = ", ".join(
+        shares = ", ".join(
             f"{recipe} {percent(n / whole)}"
             for recipe, n in formats.most_common()
             if n / whole >= 0.005
@@ -208,7 +208,7 @@ class Explorer:
             if position.kl <= _NOTHING
             else f"predicted KL {number(position.kl)}"
         )
-        return size(position.bytes), kl, f"{'; '.join(parts)}. Of the weights: {made}."
+        return size(position.bytes), kl, f"{'; '.join(parts)}. Of the weights: {shares}."
 
     @cached_property
     def _busy(self) -> list[str]:
@@ -241,8 +241,8 @@ class Explorer:
     @cached_property
     def usual(self) -> Recipe:
         """The recipe that the map shows first: what most components have a number in; then fewer bits."""
-        found = Counter(recipe for _, recipe in self.known)
-        return max(found, key=lambda r: (found[r], -r.grid.bits, r))
+        counts = Counter(recipe for _, recipe in self.known)
+        return max(counts, key=lambda r: (counts[r], -r.grid.bits, r))
 
     def map(self) -> charts.Chart:
         shown = []
@@ -375,9 +375,16 @@ class Explorer:
         sizes = figure(
             f"Size against KL: {self.space.title}", self.chart().svg(), caption
         )
-        both = tag("div", tag("div", sizes, class_="line"), maps, class_="grid")
+        columns = tag("div", tag("div", sizes, class_="line"), maps, class_="grid")
         return tag(
-            "div", knobs, slider, reading, line, both, class_="explorer", data_space=index
+            "div",
+            knobs,
+            slider,
+            reading,
+            line,
+            columns,
+            class_="explorer",
+            data_space=index,
         )
 
     @cached_property
@@ -429,10 +436,10 @@ class Explorer:
 
 def rows_of(components: Sequence[Component]) -> Mapping[str, str]:
     """Component → the row it stands in: its kind, or its name within the block where a block has several of a kind."""
-    found = Counter(
+    counts = Counter(
         (c.kind, block) for c in components for block in c.blocks or (c.block,)
     )
-    crowded = {kind for (kind, _), n in found.items() if n > 1}
+    crowded = {kind for (kind, _), n in counts.items() if n > 1}
     return {
         c.name: re.sub(r"^.*?\.\d+\.", "", c.name) if c.kind in crowded else c.kind
         for c in components

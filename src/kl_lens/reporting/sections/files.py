@@ -80,9 +80,8 @@ def _scores(view: RunView, stars: frozenset[str]) -> list[Html]:
     ]
     tables = []
     for caption, subjects in texts.items():
-        files = {
-            s.key for s in subjects if s.what == ARTIFACT
-        }  # PyTorch no longer stands in for them
+        # PyTorch no longer stands in for them.
+        files = {s.key for s in subjects if s.what == ARTIFACT}
         shown = [s for s in subjects if s.key in files or s.file_key not in files]
         order = sorted(
             shown, key=lambda s: (s.target or "", -(view.subject_bytes(s) or 0), s.label)
@@ -91,11 +90,13 @@ def _scores(view: RunView, stars: frozenset[str]) -> list[Html]:
             _score_row(view, subject, list(subjects[subject].values()))
             for subject in order
         ]
-        kept = [i for i in range(len(columns)) if any(row[i] != "–" for row in rows)]
+        filled = [i for i in range(len(columns)) if any(row[i] != "–" for row in rows)]
         highlight = [i for i, subject in enumerate(order) if subject.own_plan in stars]
-        cells = [[row[i] for i in kept] for row in rows]
+        cells = [[row[i] for i in filled] for row in rows]
         tables.append(
-            table([columns[i] for i in kept], cells, highlight=highlight, caption=caption)
+            table(
+                [columns[i] for i in filled], cells, highlight=highlight, caption=caption
+            )
         )
     return tables
 
@@ -156,15 +157,15 @@ def _plans(view: RunView, stars: frozenset[str]) -> Html:
     rows: list[Sequence[object]] = []
     for p in view.plans:
         cost = view.cost(p)
-        seen = p.measured
+        measured = p.measured
         bytes_ = view.bytes_of(p)
         rows.append(
             [
                 p.name,
                 Cell(size(bytes_), bytes_),
-                with_error(seen.kl if seen else None),
+                with_error(measured.kl if measured else None),
                 number(p.predicted_kl),
-                fixed_with_error(seen.perplexity if seen else None),
+                fixed_with_error(measured.perplexity if measured else None),
                 FAMILIES[p.family],
                 Cell(percent(bytes_ / view.fp16_of(p.target), 1), bytes_),
                 f"{cost.bits_per_weight:.2f}",

@@ -75,9 +75,8 @@ def _damage(view: RunView, ranking: Ranking, format_name: str) -> Chart:
     )
     reach = max((abs(c.value) for c in changes if math.isfinite(c.value)), default=1.0)
     usual = errors[len(errors) // 2] if errors else reach / 100
-    around = (
-        usual if reach > 20 * usual else 0.0
-    )  # linear within the usual error, logarithmic beyond
+    # Linear within the usual error, logarithmic beyond.
+    around = usual if reach > 20 * usual else 0.0
     few = len(shown) <= 150  # or the page grows by a megabyte
     dots = [
         Dot(
@@ -179,13 +178,13 @@ def positions(view: RunView) -> Section | None:
     """Plans and files, text by text."""
     parts: list[Html] = []
     scores = [score for score in view.scores if score.kind == "positions"]
-    for what in dict.fromkeys((score.what, score.protocol["window"]) for score in scores):
+    for key in dict.fromkeys((score.what, score.protocol["window"]) for score in scores):
         chosen = [
-            score for score in scores if (score.what, score.protocol["window"]) == what
+            score for score in scores if (score.what, score.protocol["window"]) == key
         ]
         lost = {subject_title(s.subject): c for s in chosen if (c := curve_of(s, "kl"))}
         if lost:
-            words = f"{what[0]}, windows of {what[1]:,} tokens: the mean of each stretch of positions."
+            words = f"{key[0]}, windows of {key[1]:,} tokens: the mean of each stretch of positions."
             parts += [
                 tag(
                     "p",

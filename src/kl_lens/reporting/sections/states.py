@@ -27,8 +27,8 @@ def section(view: RunView) -> Section | None:
         bits = [StateFormat.parse(name).bits for name in ("fp16", "int8")]
         numbers = [shape[0] * shape[1] * shape[2] for shape in shapes]
         half, small = (
-            sum(n * each(s) for n, s in zip(numbers, shapes, strict=True)) / 8
-            for each in bits
+            sum(n * bits_of(s) for n, s in zip(numbers, shapes, strict=True)) / 8
+            for bits_of in bits
         )
         words = f"llama.cpp and OpenVINO keep recurrent states in float32: {size(4 * sum(numbers))} per sequence."
         parts.append(
@@ -49,11 +49,11 @@ def _map(view: RunView) -> charts.Chart:
 
 def _curves(view: RunView, kind: str) -> dict[str, PositionCurve]:
     """Format → the sum over all blocks; errors are added, which is an upper bound."""
-    found: dict[str, PositionCurve] = {}
+    curves: dict[str, PositionCurve] = {}
     for m, curve in ((m, curve) for c, m, curve in view.states if c.kind == kind):
         before = (
-            found[m.format].means
-            if m.format in found
+            curves[m.format].means
+            if m.format in curves
             else [Estimate(0.0, 0.0)] * len(curve.means)
         )
         pairs = zip(before, curve.means, strict=True)
@@ -61,5 +61,5 @@ def _curves(view: RunView, kind: str) -> dict[str, PositionCurve]:
             Estimate(a.value + b.value, a.standard_error + b.standard_error)
             for a, b in pairs
         )
-        found[m.format] = PositionCurve(curve.starts, means, curve.slope, curve.windows)
-    return found
+        curves[m.format] = PositionCurve(curve.starts, means, curve.slope, curve.windows)
+    return curves
