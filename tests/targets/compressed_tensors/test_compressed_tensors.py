@@ -112,9 +112,9 @@ def test_transformers_computes_with_exactly_our_weights(
         np.testing.assert_allclose(session.prefill(tokens[20:]), expected[-1], atol=1e-4)
     parts = get_target(NAME).dissect(tmp_path).parts(model)
     weights = {component.weight for component in model.anatomy.candidates}
-    own = [part for part in parts if part.parameter in weights]
-    assert own
-    for part in own:
+    quantized = [part for part in parts if part.parameter in weights]
+    assert quantized
+    for part in quantized:
         assert part.tensor is not None
         assert torch.equal(part.tensor.read(), model.tensor(str(part.parameter)))
 
@@ -179,7 +179,7 @@ def test_one_group_per_scheme_under_both_readers_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "name", "shape", "held"),
+    ("target", "name", "shape", "accepted"),
     [
         (NAME, "int3-g32", (99, 64), True),
         (NAME, "q4_k", (64, 256), False),
@@ -197,9 +197,9 @@ def test_one_group_per_scheme_under_both_readers_names(tmp_path: Path) -> None:
     ],
 )
 def test_what_readers_hold(
-    target: str, name: str, shape: tuple[int, ...], held: bool
+    target: str, name: str, shape: tuple[int, ...], accepted: bool
 ) -> None:
-    assert (describe_target(target).holds(get_format(name), shape) is None) == held
+    assert (describe_target(target).holds(get_format(name), shape) is None) == accepted
 
 
 def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
@@ -321,11 +321,11 @@ def test_vllm_writes_the_same_text_and_refuses_what_its_target_does(
     ran = subprocess.run(
         command, capture_output=True, text=True, env=environment, timeout=1200
     )
-    said = [
+    answers = [
         line for line in ran.stdout.splitlines() if line.startswith(("TOKENS", "REFUSED"))
     ]
-    assert said[:-1] == expected, ran.stderr[-2000:]
-    assert said[-1].startswith(f"REFUSED {refused} Failed to find a kernel")
+    assert answers[:-1] == expected, ran.stderr[-2000:]
+    assert answers[-1].startswith(f"REFUSED {refused} Failed to find a kernel")
 
 
 @pytest.mark.slow  # test_toy_target.py is quick and goes through every verb
@@ -363,8 +363,8 @@ def test_every_verb(
         == 0
     )
     assert capsys.readouterr().out.strip()
-    how = ["--text", "wikitext2:test", "--windows", "2", "--window-length", "32"]
-    assert main(["autopsy", str(folder), "--against", str(original), *how]) == 0
+    windows = ["--text", "wikitext2:test", "--windows", "2", "--window-length", "32"]
+    assert main(["autopsy", str(folder), "--against", str(original), *windows]) == 0
     assert "Nothing is wrong" in capsys.readouterr().out
     assert (
         main(

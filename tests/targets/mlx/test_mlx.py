@@ -116,11 +116,18 @@ def test_a_family_as_mlx_lm_opens_it(family: str, tmp_path: Path) -> None:
             continue
         module = modules[tensor.runtime_name.removesuffix(".weight")]
         assert (module.bits, module.group_size) == (grid.bits, grid.group_size)
-        ours = model.weights.values(tensor.component, Recipe.parse(tensor.realised))
+        expected_values = model.weights.values(
+            tensor.component, Recipe.parse(tensor.realised)
+        )
         # A matrix may be a part of its component: rows of a gate above those of the matrix beside it.
-        rows = {row.tobytes() for row in ours.reshape(-1, ours.shape[-1]).numpy()}
-        found = _dequantized(module)
-        assert {row.tobytes() for row in found.reshape(-1, found.shape[-1])} <= rows
+        rows = {
+            row.tobytes()
+            for row in expected_values.reshape(-1, expected_values.shape[-1]).numpy()
+        }
+        stored_values = _dequantized(module)
+        assert {
+            row.tobytes() for row in stored_values.reshape(-1, stored_values.shape[-1])
+        } <= rows
         checked += 1
     assert checked >= 4
     ids = token_ids(1, 24)
@@ -167,29 +174,33 @@ def hybrid() -> LoadedModel:
 
 
 @pytest.mark.parametrize(
-    ("name", "how"),
+    ("name", "settings"),
     [
         ("4bit", {"q_bits": 4}),
         ("mixed_3_6", {"quant_predicate": "mixed_3_6", "q_group_size": 64}),
     ],
 )
 def test_stock_recipes_are_what_mlx_lm_converts_to(
-    name: str, how: dict[str, Any], hybrid: LoadedModel, tmp_path: Path
+    name: str, settings: dict[str, Any], hybrid: LoadedModel, tmp_path: Path
 ) -> None:
     import mlx_lm
 
     target = get_target("mlx")
     stock = {recipe.name: recipe for recipe in target.stock_recipes(hybrid)}[name]
     export(hybrid, Plan(name, dict(stock.assignment), "test"), "mlx", tmp_path / "ours")
-    theirs = tmp_path / "theirs"
+    original = tmp_path / "theirs"
     mlx_lm.convert(
-        str(reference_path("hybrid")), str(theirs), quantize=True, dtype="float16", **how
+        str(reference_path("hybrid")),
+        str(original),
+        quantize=True,
+        dtype="float16",
+        **settings,
     )
-    ours, converted = (
+    exported_arrays, converted = (
         mx.load(str(tmp_path / side / "model.safetensors")) for side in ("ours", "theirs")
     )
-    assert set(ours) == set(converted)
-    for tensor, array in ours.items():
+    assert set(exported_arrays) == set(converted)
+    for tensor, array in exported_arrays.items():
         assert array.dtype == converted[tensor].dtype
         assert bool(mx.array_equal(array, converted[tensor])), tensor
     _, tokenizer = mlx_lm.load(str(tmp_path / "ours"))
@@ -199,11 +210,11 @@ def test_stock_recipes_are_what_mlx_lm_converts_to(
     )
     # What mlx-lm made is opened by its file, without a record of ours. Its config.json is the checkpoint's, in which
     # mlx-lm 0.32.2 does not find the base of the rotary embedding (rope_parameters): it silently takes another one.
-    file = theirs / "model.safetensors"
+    file = original / "model.safetensors"
     assert target_of(file) is target
     assert not target.is_all_floating(file)
-    with open_session(file) as foreign, open_session(tmp_path / "ours") as own:
-        np.testing.assert_array_equal(foreign.logits([1]), own.logits([1]))
+    with open_session(file) as foreign, open_session(tmp_path / "ours") as session:
+        np.testing.assert_array_equal(foreign.logits([1]), session.logits([1]))
     sizes = target.contents(file)
     layers = hybrid.config.num_hidden_layers
     assert sizes.kv_bytes_per_position == 2 * 2 * 2 * 64 * layers  # keys, values, float16
@@ -276,8 +287,8 @@ def test_multipliers_that_mlx_lm_folds_into_weights(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = model.chain.full_logits(ids)[0].log_softmax(-1)
     with open_session(tmp_path) as session:
-        found = torch.from_numpy(session.logits(ids[0].tolist())).log_softmax(-1)
-    assert float((expected.exp() * (expected - found)).sum(-1).mean()) < 1e-4
+        logprobs = torch.from_numpy(session.logits(ids[0].tolist())).log_softmax(-1)
+    assert float((expected.exp() * (expected - logprobs)).sum(-1).mean()) < 1e-4
 
 
 def test_layers_that_the_weights_do_not_hold_are_refused_before_they_are_made(

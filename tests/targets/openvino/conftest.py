@@ -63,18 +63,18 @@ def _in_turn(model: LoadedModel, name: str, formats: list[str]) -> Plan:
 @pytest.fixture(scope="session")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Exported]:
     """exported(family, "original" | "mixed" | "unsigned" | …): the family's tiny model as an OpenVINO folder."""
-    made: dict[Any, Exported] = {}
+    cache: dict[Any, Exported] = {}
 
     def make(family: str, kind: str = "original", **options: Any) -> Exported:
         key = (family, kind, *sorted(options.items()))
-        if key not in made:
+        if key not in cache:
             model = untouched(family)
             plans = {"mixed": mixed_plan, "unsigned": unsigned_plan}
             plan = plans[kind](model) if kind in plans else Plan(kind, {}, made_by="test")
             folder = tmp_path_factory.mktemp(f"{family}-{kind}")
             options = {"unplanned": "fp32", "fallback": kind in plans, **options}
-            made[key] = Exported(model, export(model, plan, folder, **options), folder)
-        return made[key]
+            cache[key] = Exported(model, export(model, plan, folder, **options), folder)
+        return cache[key]
 
     return make
 
@@ -85,10 +85,12 @@ def reference(model: torch.nn.Module, ids: torch.Tensor) -> np.ndarray:
         return model(ids, use_cache=False).logits[0].numpy()
 
 
-def assert_same_logits(ours: np.ndarray, theirs: np.ndarray, share: float = 1e-3) -> None:
+def assert_same_logits(
+    logits: np.ndarray, expected: np.ndarray, share: float = 1e-3
+) -> None:
     """Within a share of the logit range; the same most likely token except on near-ties."""
-    limit = share * float(np.ptp(theirs))
-    assert np.abs(ours - theirs).max() <= limit
-    for mine, right in zip(ours, theirs, strict=True):
-        if mine.argmax() != right.argmax():
-            assert right.max() - right[mine.argmax()] <= 2 * limit
+    limit = share * float(np.ptp(expected))
+    assert np.abs(logits - expected).max() <= limit
+    for row, right in zip(logits, expected, strict=True):
+        if row.argmax() != right.argmax():
+            assert right.max() - right[row.argmax()] <= 2 * limit

@@ -79,9 +79,9 @@ def test_the_file_holds_the_formats_integers_and_computes_with_them(
     stored = stored_in(case.folder)
     anatomy = case.model.anatomy
     model = loaded(family).model
-    seen = set()
-    held = {tensor.component: tensor.runtime_name for tensor in case.artifact.tensors}
-    assert {c.name: c.weight for c in anatomy.candidates}.items() <= held.items()
+    formats_seen = set()
+    names = {tensor.component: tensor.runtime_name for tensor in case.artifact.tensors}
+    assert {c.name: c.weight for c in anatomy.candidates}.items() <= names.items()
     names = [t.runtime_name for t in case.artifact.tensors if t.realised != "fp32"]
     assert len(names) == len(set(names))
     for tensor in case.artifact.tensors:
@@ -108,14 +108,14 @@ def test_the_file_holds_the_formats_integers_and_computes_with_them(
         # Four bits really take half a byte: integers, scales and zero points are the format's own count.
         size = data.nbytes + scales.nbytes + zero_points.nbytes
         assert size == fmt.bytes(component.shape) == tensor.bytes
-        seen.add(fmt.name)
+        formats_seen.add(fmt.name)
         with torch.no_grad():
             weight.copy_(fmt.dequantize(quantized))
     wanted = {
         "mixed": {"int8", "int4"},
         "unsigned": {"uint4", "uint4-g32", "nf4", "nf4-g32", "mxfp4"},
     }
-    assert wanted[plan] <= seen
+    assert wanted[plan] <= formats_seen
     ids = token_ids(1, 70)
     session = open_session(case.folder, exact=True, threads=1)
     assert_same_logits(session.logits(ids[0].tolist()), reference(model, ids), 1e-4)
@@ -137,10 +137,10 @@ def test_a_file_taken_apart_gives_the_same_values(
             weight = case.model.model.get_parameter(
                 case.model.anatomy.component(tensor.component).weight
             )
-            found = apart.pop(tensor.runtime_name)
+            stored = apart.pop(tensor.runtime_name)
             expected = get_format(tensor.realised).roundtrip(weight)
-            assert torch.equal(found.read().reshape(weight.shape), expected)
-            assert (found.format, found.bytes) == (tensor.realised, tensor.bytes)
+            assert torch.equal(stored.read().reshape(weight.shape), expected)
+            assert (stored.format, stored.bytes) == (tensor.realised, tensor.bytes)
     notes = case.artifact.settings.get("notes", [])
     expands = any("expands mxfp4 and uint2-g64" in note for note in notes)
     assert expands == (platform.machine() in ("aarch64", "arm64"))

@@ -56,16 +56,16 @@ def test_single_products(
     model = ov.Model([ops.result(ops.matmul(x, node, False, True))], [x], "product")
     ov.save_model(model, tmp_path / "m.xml", compress_to_fp16=False)
     values = torch.randn(1, 9, columns, generator=generator)
-    theirs = ov.Core().compile_model(tmp_path / "m.xml", "CPU")([values.numpy()])[0]
-    ours, plain = (
+    result = ov.Core().compile_model(tmp_path / "m.xml", "CPU")([values.numpy()])[0]
+    rounded_product, plain = (
         (x @ fmt.roundtrip(weight).T).numpy() for x in (quantize_groups(values), values)
     )
-    largest = np.abs(theirs).max()
+    largest = np.abs(result).max()
     if rounded:
-        assert np.abs(ours - theirs).max() < 1e-6 * largest
-        assert np.abs(plain - theirs).max() > 1e-3 * largest  # the rule is not idle
+        assert np.abs(rounded_product - result).max() < 1e-6 * largest
+        assert np.abs(plain - result).max() > 1e-3 * largest  # the rule is not idle
     elif rounds_in_groups():  # else in half precision
-        assert np.abs(plain - theirs).max() < 2e-6 * largest
+        assert np.abs(plain - result).max() < 2e-6 * largest
 
 
 @pytest.mark.parametrize(
@@ -87,18 +87,18 @@ def test_whole_models(family: str, plan: str, exported: Callable[..., Exported])
     recipes = {name: realised[name] for name in candidates}
     if not target.models_activations(SessionSettings(), recipes):
         pytest.skip("this processor's kernels leave activations alone")
-    theirs = open_session(case.folder, threads=1).logits(IDS[0].tolist())
+    deployed = open_session(case.folder, threads=1).logits(IDS[0].tolist())
     model = case.model.model
     before = reference(model, IDS)
     with swapped(replacements(case.model, Perturbation(recipes))):
         plain = reference(model, IDS)
         with as_deployed(case.model, recipes):
-            ours = reference(model, IDS)
-    span = np.ptp(theirs)
-    error, idle = (np.median(np.abs(each - theirs)) for each in (ours, plain))
+            modelled = reference(model, IDS)
+    span = np.ptp(deployed)
+    error, idle = (np.median(np.abs(logits - deployed)) for logits in (modelled, plain))
     # A value on the edge between two integers may fall to either side; everything else agrees to float32.
     assert error < min(2e-6 * span, 0.1 * idle)
-    assert np.abs(ours - theirs).max() < 0.02 * span
+    assert np.abs(modelled - deployed).max() < 0.02 * span
     np.testing.assert_array_equal(reference(model, IDS), before)
 
 
@@ -124,23 +124,23 @@ def test_every_program_runs_a_file_as_it_is_judged(
     options = {} if wanted is None else {"activation_groups": wanted}
     case = exported("llama", "mixed", **options)
     core = ov.Core()
-    theirs = core.compile_model(case.folder / IR_FILE, "CPU")
+    compiled = core.compile_model(case.folder / IR_FILE, "CPU")
     usual = str(core.get_property("CPU", "DYNAMIC_QUANTIZATION_GROUP_SIZE"))
-    ours = open_session(case.folder)
+    session = open_session(case.folder)
     for name in (
         "DYNAMIC_QUANTIZATION_GROUP_SIZE",
         "KV_CACHE_PRECISION",
         "INFERENCE_PRECISION_HINT",
     ):
-        assert ours.description[name.lower()] == str(theirs.get_property(name))
-    assert ours.description["dynamic_quantization_group_size"] == (number or usual)
+        assert session.description[name.lower()] == str(compiled.get_property(name))
+    assert session.description["dynamic_quantization_group_size"] == (number or usual)
     inputs = {
         "input_ids": IDS.numpy(),
         "attention_mask": np.ones(IDS.shape, np.int64),
         "beam_idx": np.zeros(1, np.int32),
     }
-    logits = theirs(inputs)[0][0]
-    distance = np.abs(ours.logits(IDS[0].tolist()) - logits).max()
+    logits = compiled(inputs)[0][0]
+    distance = np.abs(session.logits(IDS[0].tolist()) - logits).max()
     assert distance < 1e-4 * np.ptp(logits)
     exact = open_session(case.folder, exact=True)
     assert exact.description["dynamic_quantization_group_size"] == "0"
@@ -159,17 +159,17 @@ def test_files_are_tried_out_as_they_are_judged(
 ) -> None:
     """One thread has other settings than several."""
     folder = exported("llama").folder  # an export compiles graphs, too
-    seen = []
+    calls = []
     whole = compile_graph
 
-    def compiled(*places, **settings):
-        seen.append(settings)
-        return whole(*places, **settings)
+    def compiled(*arguments, **settings):
+        calls.append(settings)
+        return whole(*arguments, **settings)
 
     monkeypatch.setattr("kl_lens.targets.openvino.session.compile_graph", compiled)
     target = get_target("openvino")
     target.try_out(folder)
     target.open(folder, SessionSettings())
-    tried, judged = seen
+    tried, judged = calls
     assert tried == judged
     assert not read_graph(folder / IR_FILE).has_rt_info(["runtime_options"])

@@ -46,17 +46,17 @@ SHARE = 1e-4
 def test_logits_equal_pytorchs(family: str, exported: Callable) -> None:
     case = exported(family)
     ids = token_ids(1, TOKENS)
-    theirs = reference(case.model.model, ids)
+    expected = reference(case.model.model, ids)
     tokens = ids[0].tolist()
     session = open_session(case.folder, exact=True, threads=1)
     assert isinstance(session, Session)
-    assert session.vocabulary == theirs.shape[1]
+    assert session.vocabulary == expected.shape[1]
 
-    assert_same_logits(session.logits(tokens), theirs, SHARE)
+    assert_same_logits(session.logits(tokens), expected, SHARE)
 
     session.reset()
     assert_same_logits(
-        np.stack([session.step(token) for token in tokens[:30]]), theirs[:30], SHARE
+        np.stack([session.step(token) for token in tokens[:30]]), expected[:30], SHARE
     )
 
     session.reset()
@@ -66,7 +66,7 @@ def test_logits_equal_pytorchs(family: str, exported: Callable) -> None:
         start = ends[-1] if ends else 0
         outputs.append(session.prefill(tokens[start : start + size]))
         ends.append(start + size)
-    assert_same_logits(np.stack(outputs), theirs[np.array(ends) - 1], SHARE)
+    assert_same_logits(np.stack(outputs), expected[np.array(ends) - 1], SHARE)
     session.close()
 
 

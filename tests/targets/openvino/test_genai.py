@@ -75,17 +75,17 @@ def byte_tokenizer() -> transformers.PreTrainedTokenizerFast:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """folder(family): the family's tiny model with a tokenizer, exported."""
-    made: dict[str, Path] = {}
+    folders: dict[str, Path] = {}
 
     def make(family: str) -> Path:
-        if family not in made:
+        if family not in folders:
             tokenizer = byte_tokenizer()
             tiny = tiny_model(family, vocabulary=len(tokenizer))
             model = plain(LoadedModel(family, Path("nowhere"), tiny, tokenizer))
-            made[family] = tmp_path_factory.mktemp(family) / "exported"
-            artifact = export(model, Plan("p", {}, "test"), made[family])
+            folders[family] = tmp_path_factory.mktemp(family) / "exported"
+            artifact = export(model, Plan("p", {}, "test"), folders[family])
             assert "notes" not in artifact.settings
-        return made[family]
+        return folders[family]
 
     return make
 
@@ -116,11 +116,11 @@ def theirs(pipeline: Any, prompt: Any, **settings: Any) -> str:
     "family", ["mamba", *(pytest.param(f, marks=pytest.mark.slow) for f in SLOW)]
 )
 def test_genai_writes_the_same_text(family: str, folder: Callable) -> None:
-    place = folder(family)
-    pipeline = genai.LLMPipeline(place, "CPU", **EXACT)
+    path = folder(family)
+    pipeline = genai.LLMPipeline(path, "CPU", **EXACT)
     for prompt in ("Once upon a time", "def f(x):"):  # the second begins afresh
         text = theirs(pipeline, prompt, apply_chat_template=False)
-        assert readable(text) == readable(ours(place, prompt))
+        assert readable(text) == readable(ours(path, prompt))
 
 
 @pytest.mark.parametrize(
@@ -132,21 +132,21 @@ def test_genai_writes_the_same_text(family: str, folder: Callable) -> None:
 )
 def test_a_chat_goes_on_where_it_was(family: str, folder: Callable) -> None:
     """The history is tokenized anew for every turn; GenAI has to begin again where the states cannot be cut back."""
-    place = folder(family)
-    pipeline = genai.LLMPipeline(place, "CPU", **EXACT)
-    said = []
+    path = folder(family)
+    pipeline = genai.LLMPipeline(path, "CPU", **EXACT)
+    answers = []
     pipeline.start_chat()
     for question in ("Hello", "And then?"):
-        said.append({"role": "user", "content": question})
+        answers.append({"role": "user", "content": question})
         written = byte_tokenizer().apply_chat_template(
-            said, tokenize=False, add_generation_prompt=True
+            answers, tokenize=False, add_generation_prompt=True
         )
         answer = theirs(pipeline, question)
-        assert answer.encode() == ours(place, written).encode()
-        said.append({"role": "assistant", "content": answer})
+        assert answer.encode() == ours(path, written).encode()
+        answers.append({"role": "assistant", "content": answer})
     pipeline.finish_chat()
-    history = genai.ChatHistory(said[:3])
-    assert theirs(pipeline, history) == said[3]["content"]
+    history = genai.ChatHistory(answers[:3])
+    assert theirs(pipeline, history) == answers[3]["content"]
 
 
 @pytest.mark.parametrize(

@@ -26,27 +26,25 @@ def _types(graph: ov.Model) -> dict[str, str]:
 def test_nncf_gives_every_constant_its_type(
     kind: str, exported: Callable[..., Exported], tmp_path: Path
 ) -> None:
-    ours = exported("mamba", kind)
+    case = exported("mamba", kind)
     original = exported("mamba")
     without = ("fp16", "fp32", "uint2-g64")  # NNCF's two bits are symmetric
     stored = {
         t.component: t.realised
-        for t in ours.artifact.tensors
+        for t in case.artifact.tensors
         if t.realised not in without
     }
-    made = write_recipe("nncf", ours.model, Plan(kind, stored, "test"), tmp_path)
-    compress = runpy.run_path(str(made.files[0]))["compress"]
+    recipe = write_recipe("nncf", case.model, Plan(kind, stored, "test"), tmp_path)
+    compress = runpy.run_path(str(recipe.files[0]))["compress"]
     core = ov.Core()
-    theirs = _types(compress(core.read_model(next(original.folder.glob("*.xml")))))
-    wanted = _types(core.read_model(next(ours.folder.glob("*.xml"))))
-    checked = [t for t in ours.artifact.tensors if t.component in stored]
+    types = _types(compress(core.read_model(next(original.folder.glob("*.xml")))))
+    wanted = _types(core.read_model(next(case.folder.glob("*.xml"))))
+    checked = [t for t in case.artifact.tensors if t.component in stored]
     assert checked
     for tensor in checked:
-        assert theirs[tensor.runtime_name] == wanted[tensor.runtime_name], (
-            tensor.component
-        )
+        assert types[tensor.runtime_name] == wanted[tensor.runtime_name], tensor.component
     assert {
-        theirs[t.runtime_name] for t in ours.artifact.tensors if t.component not in stored
+        types[t.runtime_name] for t in case.artifact.tensors if t.component not in stored
     } <= {
         "f32",
         "f16",

@@ -19,7 +19,7 @@ def realised(
 
 
 @pytest.mark.parametrize(
-    ("profile", "wanted", "given"),
+    ("profile", "wanted", "stored"),
     [
         ("cpu", "uint4-g32", "uint4-g32"),
         ("cpu", "nf4-g32", "nf4-g32"),
@@ -37,19 +37,19 @@ def realised(
     ],
 )
 def test_what_a_device_does_not_hold_is_replaced_visibly(
-    profile: str, wanted: str, given: str
+    profile: str, wanted: str, stored: str
 ) -> None:
     chosen = realised({IN_PROJ: wanted}, profile)
-    assert (chosen[IN_PROJ].planned, chosen[IN_PROJ].recipe) == (wanted, given)
+    assert (chosen[IN_PROJ].planned, chosen[IN_PROJ].recipe) == (wanted, stored)
     assert {name for name, choice in chosen.items() if choice.recipe != "fp16"} == {
         IN_PROJ
     }
-    if wanted == given:
+    if wanted == stored:
         assert (
             realised({IN_PROJ: wanted}, profile, fallback=False)[IN_PROJ].reason is None
         )
         return
-    assert f"stored as {given}" in (chosen[IN_PROJ].reason or "")
+    assert f"stored as {stored}" in (chosen[IN_PROJ].reason or "")
     with pytest.raises(
         TargetError, match=rf"does not fit: .*in_proj: {wanted}: .*--fallback"
     ):

@@ -42,10 +42,10 @@ def test_activations_meet_a_stack_of_matrices(
     assert rewrites.equal_batches(model) == 0  # nothing left to do
     for tokens in (6, 1, 9):
         values = np.random.default_rng(1).normal(size=(tokens, 8)).astype(np.float32)
-        found = run(
+        products = run(
             model, tmp_path / "m.xml", values.reshape([1] * (len(axes) - 2) + [tokens, 8])
         )
-        np.testing.assert_allclose(found, values @ stack.transpose(0, 2, 1), atol=1e-5)
+        np.testing.assert_allclose(products, values @ stack.transpose(0, 2, 1), atol=1e-5)
 
 
 def _cumulated(x: ov.Node, axis: int) -> ov.Node:
@@ -85,8 +85,10 @@ def test_cumba_keeps_the_models_logits(exported: Callable) -> None:
     case = exported("mamba2", device_profile="gpu")
     # Inside the branch for many tokens.
     assert case.artifact.settings["rewritten"]["cumba"] == len(case.model.chain)
-    graph = read_graph(case.folder / "openvino_model.xml")
-    assert not rewrites.operations(graph, "CumSum", "SoftPlus")
+    path = case.folder / "openvino_model.xml"
+    assert not rewrites.operations(read_graph(path), "CumSum", "SoftPlus")
+    # OpenVINO's numbers of nodes differ from process to process, and the file's bytes with them.
+    assert "CumSum_" not in path.read_text()
     ids = token_ids(1, 80)
     session = open_session(case.folder, exact=True, threads=1)
     assert_same_logits(
@@ -104,5 +106,5 @@ def test_static_graphs(family: str, unroll: bool, tmp_path) -> None:
     if unroll or family == "mamba2":  # eight tokens are one chunk
         assert not rewrites.operations(graph, "TensorIterator")
     ids = token_ids(1, 8)
-    ours = run(graph, tmp_path / "static.xml", ids.numpy())[0]
-    assert_same_logits(ours, reference(model, ids), 1e-4)
+    logits = run(graph, tmp_path / "static.xml", ids.numpy())[0]
+    assert_same_logits(logits, reference(model, ids), 1e-4)

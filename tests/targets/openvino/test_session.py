@@ -16,23 +16,23 @@ IDS = token_ids(1, 20)[0].tolist()
 
 
 def test_reset_forgets_and_two_sessions_do_not_mix(exported: Callable) -> None:
-    one, two = (
+    session, second = (
         open_session(exported("mamba").folder, exact=True, threads=1) for _ in range(2)
     )
-    first = one.prefill(IDS)
-    assert not np.allclose(one.prefill(IDS), first)  # it goes on where it was
-    one.reset()
-    np.testing.assert_array_equal(one.prefill(IDS), first)
-    one.reset()
-    one.prefill(IDS[:10])
-    two.prefill(IDS[10:])
-    np.testing.assert_allclose(one.prefill(IDS[10:]), first, atol=1e-5)
+    first = session.prefill(IDS)
+    assert not np.allclose(session.prefill(IDS), first)  # it goes on where it was
+    session.reset()
+    np.testing.assert_array_equal(session.prefill(IDS), first)
+    session.reset()
+    session.prefill(IDS[:10])
+    second.prefill(IDS[10:])
+    np.testing.assert_allclose(session.prefill(IDS[10:]), first, atol=1e-5)
     for ids in ([], [97], [-1]):
         with pytest.raises(TargetError, match="token"):
-            one.prefill(ids)
-    one.close()
+            session.prefill(ids)
+    session.close()
     with pytest.raises(TargetError, match="closed"):
-        one.step(1)
+        session.step(1)
 
 
 def test_a_session_leaves_nothing_in_the_folder(exported: Callable) -> None:
