@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kl_lens.model import LoadedModel
     from kl_lens.run.folder import Run
 
+CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 # Arguments of this program's own `from_pretrained`, which transformers would write into tokenizer_config.json.
 LOADING = ("local_files_only", "is_local", "trust_remote_code")
@@ -95,6 +96,21 @@ def write_beside(
     settings["add_bos_token"] = beginning_of(model.tokenizer) is not None
     write_text(path, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
     return [model.unread_tokens] if model.unread_tokens else []
+
+
+def checkpoint_settings(model: LoadedModel) -> dict[str, Any]:
+    """The checkpoint's own config.json, or what transformers writes in its place."""
+    file = model.folder / CONFIG_FILE
+    text = model.config.to_json_string(use_diff=False)
+    if model.layout == "transformers" and file.is_file():
+        text = file.read_text(encoding="utf-8")
+    settings: dict[str, Any] = json.loads(text)
+    return settings
+
+
+def write_settings(folder: Path, settings: Mapping[str, Any]) -> None:
+    text = json.dumps(settings, indent=2, sort_keys=True) + "\n"
+    (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
 
 
 def record(

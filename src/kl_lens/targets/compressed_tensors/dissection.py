@@ -17,8 +17,9 @@ from safetensors.torch import load_file
 from kl_lens.base.errors import TargetError, one_line
 from kl_lens.targets import dissection as general
 from kl_lens.targets.compressed_tensors.export import checkpoint_names
-from kl_lens.targets.compressed_tensors.schemes import CONFIG_FILE, configuration
+from kl_lens.targets.compressed_tensors.schemes import configuration
 from kl_lens.targets.compressed_tensors.session import TransformersSession
+from kl_lens.targets.exporting import CONFIG_FILE
 from kl_lens.targets.session import Session, SessionSettings
 from kl_lens.targets.tokenizer import read_json
 from kl_lens.weights.formats import known_formats

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from importlib import metadata
@@ -18,9 +17,8 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from kl_lens.base.files import tensor_digest
 from kl_lens.model.files import read_stored
-from kl_lens.run.records import Artifact, ExportedTensor, Plan
+from kl_lens.run.records import Artifact, Component, ExportedTensor, Plan
 from kl_lens.targets.compressed_tensors.schemes import (
-    CONFIG_FILE,
     configuration,
     fused,
     is_packed,
@@ -33,6 +31,7 @@ from kl_lens.targets.exporting import (
     record,
     write_beside,
     write_file,
+    write_settings,
 )
 from kl_lens.weights.recipes import FP16, Recipe
 
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
 
 WEIGHT_FILE = "model.safetensors"
 FORMAT = "pt"
-PARTS = ("shape", "packed", "zero_point", "scale")  # of a packed matrix, wide types first
 _KINDS = {
     torch.int64: "I64",
     torch.int32: "I32",
@@ -59,15 +57,11 @@ def export(target: Target, model: LoadedModel, plan: Plan, folder: Path) -> Arti
     write_file(folder / WEIGHT_FILE, file.entries, FORMAT, file.bytes_of)
     recipes = {c.weight: file.chosen[c.name].recipe for c in model.anatomy.candidates}
     config = configuration(model, recipes | file.heads, file.names)
-    (folder / CONFIG_FILE).write_text(
-        json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8"
-    )
+    write_settings(folder, config)
     notes = write_beside(model, folder)
-    versions = {
-        name: metadata.version(name) for name in ("transformers", "compressed-tensors")
-    }
+    packages = ("transformers", "compressed-tensors")
     settings = {
-        "versions": versions,
+        "versions": {name: metadata.version(name) for name in packages},
         "notes": notes,
         "further_heads": bool(model.further_heads),
     }
@@ -105,8 +99,8 @@ class _File:
             name for name, source in self._sources.items() if self._is_packed(source)
         ]
         self._plain = {
-            names[parameter]: t.contiguous()
-            for parameter, t in state.items()
+            names[parameter]: tensor.contiguous()
+            for parameter, tensor in state.items()
             if names[parameter] not in packed
         }
         self.heads = _packed_heads(target, model)
@@ -114,9 +108,8 @@ class _File:
             name: Choice(recipe, recipe) for name, recipe in self.heads.items()
         }
         for name in sorted(model.further_heads.keys() - self.heads.keys()):
-            tensor = torch.empty(
-                model.further_heads[name].shape, device="meta"
-            )  # read when it is written
+            # Read when it is written.
+            tensor = torch.empty(model.further_heads[name].shape, device="meta")
             self._plain[name] = tensor.half() if tensor.dim() > 1 else tensor
         entries = [
             Entry(name, _KINDS[t.dtype], tuple(t.shape))
@@ -125,14 +118,12 @@ class _File:
         entries += [
             entry for name in (*packed, *self.heads) for entry in self._entries(name)
         ]
-        self.entries = sorted(
-            entries, key=lambda entry: list(_KINDS.values()).index(entry.dtype)
-        )
+        widths = list(_KINDS.values())
+        self.entries = sorted(entries, key=lambda entry: widths.index(entry.dtype))
 
     def _is_packed(self, component: str) -> bool:
-        return component in self._candidates and is_packed(
-            self.chosen[component].recipe.grid
-        )
+        candidate = component in self._candidates
+        return candidate and is_packed(self.chosen[component].recipe.grid)
 
     def _stored(self, component: str, tensor: torch.Tensor) -> torch.Tensor:
         """A matrix that stays in 16 bits is rounded to them; what is never quantized keeps its values."""
@@ -147,23 +138,18 @@ class _File:
         source = self._sources.get(name, name)
         head = self._model.further_heads.get(name)
         fmt = self.chosen[source].recipe.grid
-        rows, columns = (
-            head.shape if head else self._model.anatomy.component(source).shape
-        )
+        owner = head or self._model.anatomy.component(source)
+        rows, columns = owner.shape
         groups = columns // (fmt.group_size or columns)
-        shapes = (
-            (2,),
-            (rows, _words(columns, fmt)),
-            (_words(rows, fmt), groups),
-            (rows, groups),
-        )
-        return [
-            Entry(f"{name}_{part}", kind, shape)
-            for part, kind, shape in zip(
-                PARTS, ("I64", "I32", "I32", "F16"), shapes, strict=True
-            )
-            if part != "zero_point" or not fmt.symmetric
+        entries = [
+            Entry(f"{name}_shape", "I64", (2,)),
+            Entry(f"{name}_packed", "I32", (rows, _words(columns, fmt))),
+            Entry(f"{name}_zero_point", "I32", (_words(rows, fmt), groups)),
+            Entry(f"{name}_scale", "F16", (rows, groups)),
         ]
+        if fmt.symmetric:
+            del entries[2]
+        return entries
 
     def bytes_of(self, entry: Entry) -> npt.NDArray[np.uint8]:
         name = entry.name.removesuffix("_shape")
@@ -177,11 +163,10 @@ class _File:
             return _raw(self._waiting.pop(entry.name))
         recipe = self.chosen[source].recipe
         store = self._model.weights
-        quantized = (
-            recipe.grid.quantize(read_stored(head), name)
-            if head
-            else store.quantized(source, recipe)
-        )
+        if head:
+            quantized = recipe.grid.quantize(read_stored(head), name)
+        else:
+            quantized = store.quantized(source, recipe)
         parts = packed(recipe.grid, quantized)
         self._add(f"{name}_packed", source, *parts.values(), weights=quantized.digest)
         self._waiting |= {f"{name}_{part}": tensor for part, tensor in parts.items()}
@@ -194,15 +179,10 @@ class _File:
         realised = choice.recipe if tensors[0].dtype != torch.float32 else "fp32"
         if component in self._candidates and not weights:
             weights = self._model.weights.digest(component, FP16)
-        stored = (
-            sum(tensor.nbytes for tensor in tensors),
-            choice.reason,
-            tensor_digest(*tensors),
-            weights,
-        )
-        self.records.append(
-            ExportedTensor(component, name, choice.planned, realised, *stored)
-        )
+        labels = component, name, choice.planned, realised
+        size = sum(tensor.nbytes for tensor in tensors)
+        digest = tensor_digest(*tensors)
+        self.records.append(ExportedTensor(*labels, size, choice.reason, digest, weights))
 
 
 def checkpoint_names(
@@ -223,32 +203,29 @@ def checkpoint_names(
 def _chosen(target: Target, model: LoadedModel, plan: Plan) -> dict[str, Choice]:
     modules = dict(model.model.named_modules())
     chosen = choices(model, plan, target.fit)
-    for component in model.anatomy.candidates:
-        reason = target.keeps(component)
+
+    def lower(component: Component, recipe: Recipe, reason: str) -> None:
         planned = chosen[component.name].planned
-        if reason is None and not isinstance(
-            modules.get(component.weight.removesuffix(".weight")), nn.Linear
-        ):
+        chosen[component.name] = Choice(planned, recipe, f"{reason}; stored as {recipe}")
+
+    for component in model.anatomy.candidates:
+        planned = chosen[component.name].planned
+        reason = target.keeps(component)
+        module = modules.get(component.weight.removesuffix(".weight"))
+        if reason is None and not isinstance(module, nn.Linear):
             reason = "it is not a Linear layer"
         if planned != FP16 and reason is not None:
-            chosen[component.name] = Choice(
-                planned, FP16, f"{planned}: {reason}; stored as {FP16}"
-            )
+            lower(component, FP16, f"{planned}: {reason}")
     for siblings in fused(model.anatomy.candidates):
+        shape = siblings[0].shape
         recipes = [chosen[component.name].recipe for component in siblings]
-        widest = max(
-            recipes, key=lambda recipe: recipe.grid.bits_per_weight(siblings[0].shape)
-        )
-        shared = (
-            FP16 if any(target.holds(widest.grid, c.shape) for c in siblings) else widest
-        )
+        widest = max(recipes, key=lambda recipe: recipe.grid.bits_per_weight(shape))
+        refused = any(target.holds(widest.grid, c.shape) for c in siblings)
+        shared = FP16 if refused else widest
+        kinds = ", ".join(component.kind for component in siblings)
         for component, recipe in zip(siblings, recipes, strict=True):
             if recipe.grid != shared.grid:
-                reason = f"{recipe}: vLLM needs one format for {', '.join(c.kind for c in siblings)}"
-                planned = chosen[component.name].planned
-                chosen[component.name] = Choice(
-                    planned, shared, f"{reason}; stored as {shared}"
-                )
+                lower(component, shared, f"{recipe}: vLLM needs one format for {kinds}")
     return chosen
 
 
@@ -273,11 +250,9 @@ def packed(fmt: Format, quantized: Quantized) -> dict[str, torch.Tensor]:
     """The tensors of a matrix."""
 
     def signed(codes: torch.Tensor) -> torch.Tensor:
-        return (
-            codes.cpu()
-            if fmt.symmetric
-            else (codes.cpu().int() - 2 ** (fmt.bits - 1)).to(torch.int8)
-        )
+        if fmt.symmetric:
+            return codes.cpu()
+        return (codes.cpu().int() - 2 ** (fmt.bits - 1)).to(torch.int8)
 
     step = max(1, _PACKED_AT_ONCE // quantized.shape[-1])
     words = [pack_to_int32(signed(rows), fmt.bits) for rows in quantized.data.split(step)]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kl_lens.model.anatomy import FUSED_GROUPS
+from kl_lens.targets.exporting import checkpoint_settings
 from kl_lens.weights.formats import FP16, Format, get_format
 from kl_lens.weights.formats.integer import SignedScaleFormat, ZeroPointFormat
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from kl_lens.run.records import Component
     from kl_lens.weights.recipes import Recipe
 
-CONFIG_FILE = "config.json"
 PACKED = "pack-quantized"
 # Model type → vLLM 0.32's names of modules where they are not transformers': a pattern and what takes its place.
 # {layer} stands for the index of the layer after all layers: vLLM counts Falcon-H1's state-space layers behind them.
@@ -56,33 +55,23 @@ def configuration(
     model: LoadedModel, recipes: Mapping[str, Recipe], names: Mapping[str, str]
 ) -> dict[str, Any]:
     """The checkpoint's own settings with the schemes of its matrices; `names`: of weights in the file."""
-    file = model.folder / CONFIG_FILE
-    has_file = model.layout == "transformers" and file.is_file()
-    text = (
-        file.read_text(encoding="utf-8")
-        if has_file
-        else model.config.to_json_string(use_diff=False)
-    )
-    config: dict[str, Any] = json.loads(text)
+    config = checkpoint_settings(model)
     config.pop("torch_dtype", None)
-    config["architectures"] = config.get("architectures") or [
-        type(model.model).__name__
-    ]  # vLLM asks for it
+    # vLLM asks for it.
+    config["architectures"] = config.get("architectures") or [type(model.model).__name__]
     config["dtype"] = "float16"  # of the scales: in bfloat16 they would be rounded again
     embedding = model.anatomy.embedding
     if embedding and embedding == model.anatomy.head:
-        config["tie_word_embeddings"] = (
-            True  # some checkpoints deny it and hold the same matrix twice
-        )
+        # Some checkpoints deny it and hold the same matrix twice.
+        config["tie_word_embeddings"] = True
     groups: dict[str, list[str]] = {}
     for weight, recipe in recipes.items():
         spelled = (weight, names.get(weight, weight), _in_vllm(weight, model))
         modules = dict.fromkeys(name.removesuffix(".weight") for name in spelled)
-        # One expression for all names, so that no reader warns about those of others.
-        every = f"re:({'|'.join(map(re.escape, modules))})$"
-        groups.setdefault(recipe.grid.name, []).append(
-            every if len(modules) > 1 else next(iter(modules))
-        )
+        module, *more = modules
+        if more:  # one expression for all names, so that no reader warns about others'
+            module = f"re:({'|'.join(map(re.escape, modules))})$"
+        groups.setdefault(recipe.grid.name, []).append(module)
     ignored = groups.pop(FP16, [])
     if groups:
         config["quantization_config"] = {
@@ -103,17 +92,14 @@ def configuration(
 
 
 def _scheme(fmt: Format) -> dict[str, Any]:
-    size = fmt.group_size
-    blocks = (
-        {"strategy": "group", "group_size": size} if size else {"strategy": "channel"}
-    )
-    return {
+    scheme: dict[str, Any] = {
         "num_bits": fmt.bits,
         "type": "int",
         "symmetric": fmt.symmetric,
         "dynamic": False,
-        **blocks,
+        "strategy": "group" if fmt.group_size else "channel",
     }
+    return scheme | ({"group_size": fmt.group_size} if fmt.group_size else {})
 
 
 def _in_vllm(name: str, model: LoadedModel) -> str:

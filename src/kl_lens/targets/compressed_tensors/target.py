@@ -5,6 +5,7 @@ All write the same kind of folder, and transformers opens it on the CPU.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -14,6 +15,7 @@ from kl_lens.base.errors import UnsupportedError
 from kl_lens.run.records import Artifact, Component, Plan
 from kl_lens.targets.abilities import Health, StockRecipe
 from kl_lens.targets.base import Target
+from kl_lens.targets.exporting import CONFIG_FILE
 from kl_lens.targets.session import Session, SessionSettings
 from kl_lens.targets.tokenizer import read_json
 from kl_lens.weights.formats import Format
@@ -73,15 +75,8 @@ class CompressedTensorsTarget(Target):
 
     @property
     def short_menu(self) -> tuple[Recipe, ...]:
-        learnt = [
-            name
-            for name in self.formats
-            if name.startswith("int") and not name.startswith("int8")
-        ]
-        return (
-            *self.recipes(learnt),
-            *(Recipe(name) for name in self.formats if name == "int8"),
-        )
+        learnt = [name for name in self.formats if re.match("int(?!8)", name)]
+        return (*self.recipes(learnt), *map(Recipe, {"int8"}.intersection(self.formats)))
 
     def stock_recipes(self, model: LoadedModel) -> tuple[StockRecipe, ...]:
         from kl_lens.targets.compressed_tensors.stock import stock_recipes
@@ -123,18 +118,15 @@ class CompressedTensorsTarget(Target):
             (f"with compressed-tensors {version}, judges its files",),
         )
 
-    def owns(self, path: Path) -> bool:
-        return path.suffix == SUFFIX
-
     def loaded_files(self, path: Path) -> list[Path]:
         return super().loaded_files(_folder(path))
 
     def dissects(self, path: Path) -> bool:
-        quantization = read_json(_folder(path) / "config.json").get("quantization_config")
-        return (
-            isinstance(quantization, dict)
-            and quantization.get("quant_method") == "compressed-tensors"
+        quantization = read_json(_folder(path) / CONFIG_FILE).get("quantization_config")
+        method = (
+            quantization.get("quant_method") if isinstance(quantization, dict) else ""
         )
+        return method == "compressed-tensors"
 
     def dissect(self, path: Path) -> Dissection:
         from kl_lens.targets.compressed_tensors.dissection import (
@@ -169,12 +161,9 @@ class VLLMTarget(CompressedTensorsTarget):
     columns: ClassVar[int] = 32
 
     def stores(self, fmt: Format) -> str | None:
-        runs = fmt.name == FP16 or (
-            fmt.bits in self.bits and (fmt.bits == 4 or fmt.symmetric)
-        )
-        return super().stores(fmt) or (
-            None if runs else f"{self.title} has no kernel for {fmt.name}"
-        )
+        runs = fmt.bits in self.bits and (fmt.bits == 4 or fmt.symmetric)
+        missing = None if runs else f"{self.title} has no kernel for {fmt.name}"
+        return super().stores(fmt) or (None if fmt.name == FP16 else missing)
 
     def holds(self, fmt: Format, shape: Sequence[int]) -> str | None:
         if fmt.name != FP16 and (shape[-2] % self.rows or shape[-1] % self.columns):
@@ -182,12 +171,9 @@ class VLLMTarget(CompressedTensorsTarget):
         return super().holds(fmt, shape)
 
     def keeps(self, component: Component) -> str | None:
-        head = (
-            "vLLM reads the heads of most hybrids in 16 bits"
-            if component.family == "head"
-            else None
-        )
-        return head or super().keeps(component)
+        if component.family == "head":
+            return "vLLM reads the heads of most hybrids in 16 bits"
+        return super().keeps(component)
 
     def _checked(self, model: LoadedModel) -> LoadedModel:
         checked = super()._checked(model)

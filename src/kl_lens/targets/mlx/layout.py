@@ -10,7 +10,6 @@ as a folder that `mlx_lm.load` opens as it is.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from collections import Counter
@@ -32,10 +31,12 @@ from kl_lens.targets.abilities import StockRecipe
 from kl_lens.targets.exporting import (
     Choice,
     Entry,
+    checkpoint_settings,
     file_size,
     record,
     write_beside,
     write_file,
+    write_settings,
 )
 from kl_lens.weights.formats.affine import AffineFormat
 from kl_lens.weights.recipes import FP16, Recipe
@@ -43,9 +44,8 @@ from kl_lens.weights.store import WeightStore
 
 _TOKENS = 24
 _WHOLE = 16  # of the comparison; the first are fed at once
-MOST_KL = (
-    1e-3  # nats per token between PyTorch and mlx-lm in float32; rounding gives 1e-8
-)
+# Nats per token between PyTorch and mlx-lm in float32; rounding gives 1e-8.
+MOST_KL = 1e-3
 # Constants that mlx-lm 0.32.2 forgets to fold into weights: ends of names → factors. Tried only if the model is not
 # right without them.
 _FORGOTTEN: dict[str, Callable[[dict[str, Any]], dict[str, float]]] = {
@@ -64,9 +64,8 @@ class Matrix:
     component: str
     shape: tuple[int, ...]
     rows: torch.Tensor  # of the component, experts one below the other
-    factors: (
-        float | torch.Tensor
-    )  # that the component's rows are multiplied with: a number, or (…, rows, 1)
+    # That the component's rows are multiplied with: a number, or (…, rows, 1).
+    factors: float | torch.Tensor
 
     def arranged(self, part: torch.Tensor) -> torch.Tensor:
         """Something of the component's with one row per row, in this parameter's order and shape."""
@@ -79,9 +78,8 @@ class Layout:
 
     config: dict[str, Any]
     matrices: tuple[Matrix, ...]
-    values: dict[
-        str, npt.NDArray[np.float32]
-    ]  # parameters outside plans: norms, convolutions, biases
+    # Parameters outside plans: norms, convolutions, biases.
+    values: dict[str, npt.NDArray[np.float32]]
     sources: dict[str, str]  # their components
     full_precision: frozenset[str]  # of these, what mlx-lm never converts to float16
     difference: float  # of mlx-lm's logits from PyTorch's in float32: the largest, as a share of their range
@@ -119,13 +117,9 @@ def _layout(
         matrix = Matrix(
             path, component, probes.shapes[name], rows, _by_row(factors, rows, shape)
         )
-        weight = (
-            model.tensor(candidates[component].weight).detach().cpu().float()
-            * matrix.factors
-        )
-        if not torch.equal(
-            matrix.arranged(weight), torch.from_numpy(np.array(probes.real[name]))
-        ):
+        weight = model.tensor(candidates[component].weight).detach().cpu().float()
+        real = torch.from_numpy(np.array(probes.real[name]))
+        if not torch.equal(matrix.arranged(weight * matrix.factors), real):
             raise UnsupportedError(
                 f"mlx-lm changes {component} in a way that KL Lens does not follow"
             )
@@ -176,9 +170,8 @@ class _Probes:
             for n, c in enumerate(components, start=1)
             for p in model.parameters_of(c)
         }
-        self._numbers = {
-            name: numbers[id(parameter)] for name, parameter in named
-        }  # from 1
+        # Of components, from 1.
+        self._numbers = {name: numbers[id(parameter)] for name, parameter in named}
         self._matrices = {
             name for name, n in self._numbers.items() if components[n - 1].quantizable
         }
@@ -190,16 +183,13 @@ class _Probes:
                 raise UnsupportedError(
                     f"mlx-lm expects {name} of shape {shape}, not {stored}"
                 )
-        self.sources: dict[
-            str, str
-        ] = {}  # parameter → its component; empty: none, or several
-        for name, numbers_of in self._found(
-            lambda name, _: torch.tensor(self._numbers.get(name, 0))
-        ).items():
-            single = numbers_of.flat[0] and np.ptp(numbers_of) == 0
-            self.sources[name] = (
-                components[int(numbers_of.flat[0]) - 1].name if single else ""
-            )
+        # Parameter → its component; empty: none, or several.
+        self.sources = dict.fromkeys(self.shapes, "")
+        owners = self._found(lambda name, _: torch.tensor(self._numbers.get(name, 0)))
+        for name, owner in owners.items():
+            number = int(owner.flat[0])
+            if number and np.ptp(owner) == 0:
+                self.sources[name] = components[number - 1].name
 
         def numbered(name: str, tensor: torch.Tensor) -> torch.Tensor:
             if name not in self._matrices:
@@ -215,23 +205,19 @@ class _Probes:
 
     def factors(self, name: str) -> torch.Tensor:
         """What these rows are multiplied with."""
-        return torch.from_numpy(
-            (self._units[name] - self._zeros[name])[..., 0].reshape(-1)
-        )
+        factors = self._units[name] - self._zeros[name]
+        return torch.from_numpy(factors[..., 0].reshape(-1))
 
     def _found(
         self, value: Callable[[str, torch.Tensor], torch.Tensor]
     ) -> dict[str, npt.NDArray[np.int64]]:
         """The whole numbers that each parameter's elements had before mlx-lm multiplied and added."""
-        probed = self._probed(value)
-        zeros = self._zeros
-        units = self._units
-        return {
-            name: np.rint(
-                (probed[name] - zeros[name]) / (units[name] - zeros[name])
-            ).astype(np.int64)
-            for name in self.shapes
-        }
+        numbers = {}
+        for name, probed in self._probed(value).items():
+            zeros = self._zeros[name]
+            share = (probed - zeros) / (self._units[name] - zeros)
+            numbers[name] = np.rint(share).astype(np.int64)
+        return numbers
 
     def _probed(
         self, value: Callable[[str, torch.Tensor], torch.Tensor]
@@ -249,24 +235,18 @@ class _Probes:
         from transformers.core_model_loading import revert_weight_conversion
 
         whole: Any = self._model.model
-        stored = revert_weight_conversion(
-            whole, tensors
-        )  # names and shapes as in checkpoints
+        # Names and shapes as in checkpoints.
+        stored = revert_weight_conversion(whole, tensors)
         family = self._model.anatomy.model_type
-        for named in (
-            stored,
-            tensors | stored,
-        ):  # some classes want transformers' own names
+        sanitize = getattr(self._runtime, "sanitize", lambda arrays: arrays)
+        # Some classes want transformers' own names.
+        for named in (stored, tensors | stored):
             arrays = {
                 name: mx.array(tensor.contiguous().numpy())
                 for name, tensor in named.items()
             }
             try:
-                arrays = (
-                    self._runtime.sanitize(arrays)
-                    if hasattr(self._runtime, "sanitize")
-                    else arrays
-                )
+                arrays = sanitize(arrays)
             except Exception as error:  # written for one family's checkpoints; over others it raises anything
                 reason = f"{type(error).__name__} {one_line(error)}"
                 raise UnsupportedError(
@@ -278,11 +258,10 @@ class _Probes:
             raise UnsupportedError(
                 f"mlx-lm's {family} wants {missing[0]}, which is not there"
             )
-        for name, (end, factor) in itertools.product(
-            self.shapes, self._forgotten.items()
-        ):
-            if name.endswith(end):
-                arrays[name] *= factor
+        for end, factor in self._forgotten.items():
+            for name in self.shapes:
+                if name.endswith(end):
+                    arrays[name] *= factor
         return {name: arrays[name] for name in self.shapes}
 
 
@@ -321,12 +300,9 @@ def _compared(model: LoadedModel, runtime: Any, weights: dict[str, Any]) -> floa
 
 
 # config.json as mlx-lm reads it: the checkpoint's own, with the settings that transformers 5 no longer writes.
-CONFIG_FILE = "config.json"
 _ROTARY = ("rope_theta", "partial_rotary_factor")
-_LAYERS = {
-    "linear_attention": "mamba",
-    "full_attention": "attention",
-}  # transformers' names → Granite's own
+# transformers' names → Granite's own.
+_LAYERS = {"linear_attention": "mamba", "full_attention": "attention"}
 
 
 def _interval(config: dict[str, Any]) -> dict[str, Any]:
@@ -334,14 +310,9 @@ def _interval(config: dict[str, Any]) -> dict[str, Any]:
     kinds = config.get("layer_types") or []
     if not kinds:
         return {}
-    every = (
-        kinds.index("full_attention") + 1 if "full_attention" in kinds else len(kinds) + 1
-    )
-    rhythm = [
-        "linear_attention" if i % every else "full_attention"
-        for i in range(1, len(kinds) + 1)
-    ]
-    if kinds != rhythm or every > len(kinds):
+    every = (*kinds, "full_attention").index("full_attention") + 1
+    period = [*["linear_attention"] * (every - 1), "full_attention"]
+    if kinds != (period * len(kinds))[: len(kinds)] or every > len(kinds):
         raise UnsupportedError(
             "mlx-lm expects attention in every n-th layer, and layer_types says otherwise"
         )
@@ -358,10 +329,7 @@ _MORE: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     },
     "gpt_neox": lambda config: {
         old: config["rope_parameters"][new]
-        for old, new in (
-            ("rotary_emb_base", "rope_theta"),
-            ("rotary_pct", "partial_rotary_factor"),
-        )
+        for old, new in zip(("rotary_emb_base", "rotary_pct"), _ROTARY, strict=True)
         if old not in config
     },
     "granitemoehybrid": lambda config: {
@@ -373,20 +341,13 @@ _MORE: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "qwen3_5_text": lambda config: {"model_type": "qwen3_5", **_interval(config)},
     "qwen3_5_moe_text": lambda config: {"model_type": "qwen3_5_moe", **_interval(config)},
 }
-_REPLACED = (
-    "layer_types",
-    "model_type",
-    "tie_word_embeddings",
-)  # the computed value wins
+# The computed value wins.
+_REPLACED = ("layer_types", "model_type", "tie_word_embeddings")
 
 
 def configuration_of(model: LoadedModel) -> dict[str, Any]:
     """As JSON: numbers that are not finite are written as transformers writes them."""
-    file = model.folder / CONFIG_FILE
-    text = model.config.to_json_string(use_diff=False)
-    if model.layout == "transformers" and file.is_file():
-        text = file.read_text(encoding="utf-8")
-    config: dict[str, Any] = json.loads(text)
+    config = checkpoint_settings(model)
     if "text_config" in config:  # the language model of one that also sees images
         config = json.loads(model.config.to_json_string(use_diff=False))
     rotary = config.get("rope_parameters") or {}
@@ -394,9 +355,8 @@ def configuration_of(model: LoadedModel) -> dict[str, Any]:
     if rotary.get("rope_type", "default") != "default":
         more["rope_scaling"] = rotary
     if getattr(model.config, "tie_word_embeddings", False):
-        more["tie_word_embeddings"] = (
-            True  # some checkpoints deny it and hold the same matrix twice
-        )
+        # Some checkpoints deny it and hold the same matrix twice.
+        more["tie_word_embeddings"] = True
     more |= _MORE.get(config["model_type"], lambda _: {})(config)
     return config | {
         key: v for key, v in more.items() if key in _REPLACED or config.get(key) is None
@@ -414,22 +374,10 @@ def empty_model(config: dict[str, Any]) -> Any:
         raise UnsupportedError(f"mlx-lm cannot build it: {one_line(error)}") from error
 
 
-_UNIFORM = (
-    (4, 64),
-    (4, 32),
-    (4, 128),
-    (3, 64),
-    (5, 64),
-    (6, 64),
-    (8, 64),
-)  # bits, group size
+# Bits, group size.
+_UNIFORM = ((4, 64), (4, 32), (4, 128), (3, 64), (5, 64), (6, 64), (8, 64))
 _USUAL = ((4, 64), (8, 64))  # mlx-lm's default, and what is called lossless
-_MIXED = {
-    "mixed_2_6": (2, 6),
-    "mixed_3_4": (3, 4),
-    "mixed_3_6": (3, 6),
-    "mixed_4_6": (4, 6),
-}
+_MIXED = ((2, 6), (3, 4), (3, 6), (4, 6))  # bits, and bits of what is raised
 _GROUP = 64
 
 
@@ -450,20 +398,12 @@ def stock_recipes(model: LoadedModel, layout: Layout) -> tuple[StockRecipe, ...]
     names = {matrix.component: matrix.name for matrix in layout.matrices}
     if not any("down_proj" in name for name in names.values()):
         return tuple(recipes)  # mlx_lm.convert refuses its mixtures for such a model
-    for name, (low, high) in _MIXED.items():
-        mixed = {
-            c.name: _held(
-                c,
-                high if _raised(names[c.name], c, model.anatomy.blocks) else low,
-                _GROUP,
-            )
-            for c in candidates
-        }
-        recipes.append(
-            StockRecipe(
-                name, mixed, f"mlx_lm.convert -q --quant-predicate {name} --dtype float16"
-            )
-        )
+    raised = {c.name: _raised(names[c.name], c, model.anatomy.blocks) for c in candidates}
+    for bits in _MIXED:
+        name = "mixed_{}_{}".format(*bits)
+        mixed = {c.name: _held(c, bits[raised[c.name]], _GROUP) for c in candidates}
+        origin = f"mlx_lm.convert -q --quant-predicate {name} --dtype float16"
+        recipes.append(StockRecipe(name, mixed, origin))
     return tuple(recipes)
 
 
@@ -475,12 +415,10 @@ def _held(component: Component, bits: int, group: int) -> Recipe:
 def _raised(name: str, component: Component, layers: int) -> bool:
     """mlx-lm's `mixed_quant_predicate`: values, outputs of feed-forward parts and the head."""
     index = component.block or 0
-    more = (
-        index < layers // 8 or index >= 7 * layers // 8 or (index - layers // 8) % 3 == 2
-    )
-    return "lm_head" in name or (
-        more and any(part in name for part in ("v_proj", "down_proj"))
-    )
+    first = layers // 8
+    more = index < first or index >= 7 * layers // 8 or (index - first) % 3 == 2
+    raised = any(part in name for part in ("v_proj", "down_proj"))
+    return "lm_head" in name or (more and raised)
 
 
 WEIGHT_FILE = "model.safetensors"
@@ -501,9 +439,7 @@ def export(
     folder.mkdir(parents=True, exist_ok=True)
     write_file(folder / WEIGHT_FILE, file.entries, FORMAT, file.bytes_of)
     config = layout.config | quantization(layout, chosen)
-    (folder / CONFIG_FILE).write_text(
-        json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8"
-    )
+    write_settings(folder, config)
     notes = write_beside(model, folder)
     if model.tokenizer is None:
         notes = [
@@ -556,11 +492,8 @@ class _File:
         self._stored: dict[str, tuple[int, str, str]] = {}
         entries = [entry for matrix in layout.matrices for entry in self._entries(matrix)]
         for name, value in layout.values.items():
-            entries.append(
-                Entry(
-                    name, "F32" if name in layout.full_precision else "F16", value.shape
-                )
-            )
+            dtype = "F32" if name in layout.full_precision else "F16"
+            entries.append(Entry(name, dtype, value.shape))
         # Wide types first, so that everything is aligned.
         self.entries = sorted(entries, key=lambda entry: entry.dtype == "F16")
 
@@ -572,9 +505,8 @@ class _File:
         *outer, columns = matrix.shape
         assert grid.group_size is not None
         groups = (*outer, columns // grid.group_size)
-        packed = Entry(f"{name}.weight", "U32", (*outer, columns * grid.bits // 32))
         return [
-            packed,
+            Entry(f"{name}.weight", "U32", (*outer, columns * grid.bits // 32)),
             Entry(f"{name}.scales", "F16", groups),
             Entry(f"{name}.biases", "F16", groups),
         ]

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import torch
-from mlx.utils import tree_map, tree_reduce
+from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 from safetensors.numpy import load_file
@@ -24,7 +24,8 @@ from kl_lens.model.files import check_sizes
 from kl_lens.targets import dissection
 from kl_lens.targets.abilities import Contents
 from kl_lens.targets.dissection import Disagreement, Dissection, Part, StoredTensor
-from kl_lens.targets.mlx.layout import CONFIG_FILE, PARTS, Layout
+from kl_lens.targets.exporting import CONFIG_FILE
+from kl_lens.targets.mlx.layout import PARTS, Layout
 from kl_lens.targets.session import FedSession, Logits, Session, SessionSettings
 from kl_lens.targets.tokenizer import read_json
 from kl_lens.weights.formats import known_formats
@@ -58,9 +59,7 @@ class MLXSession(FedSession):
                 mx.eval(self._model.parameters())
                 self.reset()
                 self.vocabulary = int(self.feed([0], every=False).shape[-1])
-        except (
-            Exception
-        ) as error:  # mlx-lm checks little, and raises anything over a strange folder
+        except Exception as error:  # mlx-lm checks little, and raises anything
             raise TargetError(
                 f"{folder}: mlx-lm cannot load it: {one_line(error)}"
             ) from error
@@ -98,11 +97,8 @@ class MLXSession(FedSession):
             if (keys := getattr(cache, "keys", None)) is not None:
                 growing += (keys.nbytes + cache.values.nbytes) / keys.shape[-2]
             elif not hasattr(cache, "caches"):
-                fixed += tree_reduce(
-                    lambda total, array: total + getattr(array, "nbytes", 0),
-                    cache.state,
-                    0,
-                )
+                leaves: Any = tree_flatten(cache.state)
+                fixed += sum(getattr(array, "nbytes", 0) for _, array in leaves)
         return fixed, growing
 
     def close(self) -> None:
@@ -132,10 +128,7 @@ def _widened(array: Any) -> Any:
 def file_contents(folder: Path) -> Contents:
     """Lookups and experts by mlx-lm's names; states as a session keeps them."""
     config = read_json(folder / CONFIG_FILE)
-    counts = [
-        config.get(key)
-        for key in ("num_experts", "num_local_experts", "n_routed_experts")
-    ]
+    counts = map(config.get, ("num_experts", "num_local_experts", "n_routed_experts"))
     experts = next(filter(None, counts), 0)
     chosen = config.get("num_experts_per_tok")
     files = sorted(folder.glob("model*.safetensors"))
@@ -193,23 +186,17 @@ class MLXDissection(Dissection):
         weight = {
             component.name: component.weight for component in model.anatomy.components
         }
-        parts = [
-            Part(
-                f"{m.name}.weight",
-                stored.get(f"{m.name}.weight"),
-                weight[m.component],
-                m.arranged,
-                m.factors,
-            )
-            for m in layout.matrices
-        ]
+        parts = []
+        for matrix in layout.matrices:
+            name = f"{matrix.name}.weight"
+            rows = (weight[matrix.component], matrix.arranged, matrix.factors)
+            parts.append(Part(name, stored.get(name), *rows))
         for name, value in layout.values.items():
             values = torch.from_numpy(np.array(value))
             source = weight.get(layout.sources[name])
             parameter = None if source is None else model.tensor(source)
-            if (
-                parameter is None or parameter.numel() != values.numel()
-            ):  # made from several, or from a part of one
+            # Made from several, or from a part of one.
+            if parameter is None or parameter.numel() != values.numel():
                 parts.append(Part(name, stored.get(name), source, constant=values))
                 continue
             (arrange,) = dissection.arrangements(
@@ -257,11 +244,8 @@ class MLXDissection(Dissection):
 
 def _values(parts: list[Any], scheme: dict[str, Any]) -> torch.Tensor:
     with mx.stream(mx.cpu):
-        whole = (
-            mx.dequantize(
-                parts[0], *(part.astype(mx.float32) for part in parts[1:]), **scheme
-            )
-            if scheme
-            else parts[0]
-        )
+        whole, *more = parts
+        if scheme:
+            wide = (part.astype(mx.float32) for part in more)
+            whole = mx.dequantize(whole, *wide, **scheme)
         return torch.from_numpy(np.array(whole.astype(mx.float32)))

@@ -132,15 +132,13 @@ class GraphForward(nn.Module):
         self.sites: list[ScanSite] = []
         # States that the model keeps between calls, except those of its scans. Found by running one forward.
         self.convolutions: dict[str, tuple[int, int]] = {}  # name → (channels, kernel)
-        self.attention: dict[
-            int, tuple[int, int, int]
-        ] = {}  # layer → (heads, key, value width)
+        # Layer → (heads, key, value width).
+        self.attention: dict[int, tuple[int, int, int]] = {}
         self.probing = False
         self.prefix = 0  # positions that the model itself puts before the first token
         self._results: dict[str, T] = {}
-        self._calls: Counter[int] = (
-            Counter()
-        )  # scans of each layer so far in this forward
+        # Scans of each layer so far in this forward.
+        self._calls: Counter[int] = Counter()
         self._time: Any = 0
         self._cache = GraphCache(None, self)
 
@@ -413,16 +411,13 @@ def _convolution(
 def _dense_experts(self: Any, hidden_states: T, top_k_index: T, top_k_weights: T) -> T:
     """Runs every expert on every token and gives the ones not chosen weight zero: exact, without branches."""
     experts = torch.arange(self.num_experts, device=hidden_states.device)
-    chosen = (top_k_index[:, :, None] == experts).to(
-        top_k_weights.dtype
-    )  # (tokens, k, experts)
-    share = (
-        (chosen * top_k_weights[:, :, None]).sum(1).t()[:, :, None]
-    )  # (experts, tokens, 1)
+    # (tokens, k, experts)
+    chosen = (top_k_index[:, :, None] == experts).to(top_k_weights.dtype)
+    # (experts, tokens, 1)
+    share = (chosen * top_k_weights[:, :, None]).sum(1).t()[:, :, None]
     up = self.gate_up_proj if self.has_gate else self.up_proj
-    inner = torch.matmul(
-        hidden_states[None], up.transpose(1, 2)
-    )  # (experts, tokens, width)
+    # (experts, tokens, width)
+    inner = torch.matmul(hidden_states[None], up.transpose(1, 2))
     inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
     return (torch.matmul(inner, self.down_proj.transpose(1, 2)) * share).sum(0)
 
@@ -456,8 +451,7 @@ def _replacements(
     model: nn.Module, graph: GraphForward
 ) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
     for name, module in model.named_modules():
-        replacement = _replacement(name, module, graph)
-        if replacement is not None:
+        if (replacement := _replacement(name, module, graph)) is not None:
             yield module, types.MethodType(replacement, module)
 
 
@@ -466,11 +460,8 @@ def _replacement(
 ) -> Callable[..., Any] | None:
     """A forward without loops and branches for a mixer or an expert layer; None for other modules."""
     if type(module).__name__.endswith("Experts") and hasattr(module, "num_experts"):
-        odd = [
-            a
-            for a in ("has_bias", "is_transposed", "has_post_expert_norm")
-            if getattr(module, a, False)
-        ]
+        unknown = ("has_bias", "is_transposed", "has_post_expert_norm")
+        odd = [name for name in unknown if getattr(module, name, False)]
         if odd or not hasattr(module, "has_gate"):
             raise TargetError(
                 f"{name}: expert layers with {odd or 'an unknown layout'} cannot be exported"
@@ -482,9 +473,7 @@ def _replacement(
         return graph.lightning(_layer(module))
     plain = inspect.unwrap(type(module).forward)
     called = set(plain.__code__.co_names)
-    scans = [
-        function for function in _SCANS if function in called & set(plain.__globals__)
-    ]
+    scans = [name for name in _SCANS if name in called & set(plain.__globals__)]
     if hasattr(module, "A_log") and hasattr(module, "conv1d") and len(scans) != 1:
         raise TargetError(
             f"{name}: {type(module).__name__} does not call the scan functions of transformers 5.22; "

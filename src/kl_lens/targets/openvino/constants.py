@@ -50,78 +50,35 @@ def map_weights(
     folded away without effect. `may_fold`: the converter may have multiplied batch norms into the convolutions before
     them, channel by channel. Raises TargetError that lists candidates without a constant, or constants that are no
     weight."""
-    by_digest: dict[bytes, list[str]] = defaultdict(list)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    # Norms that multiply by 1 + weight (Gemma, Qwen3-Next).
-    plus_one: dict[bytes, list[str]] = defaultdict(list)
-    # Of small parameters that the converter cut up: Zamba's bias and D, a row for each head.
-    rows: dict[bytes, str] = {}
-    decays = {}
-    convolutions = {}
-    for component in anatomy.components:
-        value = parameters[component.weight].detach()
-        by_digest[_digest(_numbers(value))].append(component.name)
-        if value.dim() == 1:
-            plus_one[_digest(1 + _numbers(value))].append(component.name)
-        if value.dim() == 2 and not component.quantizable:
-            rows |= {_digest(row): component.name for row in _numbers(value)}
-        if may_fold and value.dim() == 4:
-            convolutions[component.name] = _numbers(value)
-        if component.kind == "A_log":
-            decays[component.name] = torch.exp(value.float()).numpy()
-    buffers = {
-        _digest(_numbers(b))
-        for _, b in model.named_buffers()
-        if b.dtype.is_floating_point
-    }
-
-    weights = {c.name: c.weight for c in anatomy.components}
+    weights = _Weights(model, anatomy, may_fold)
+    paths = {c.name: _CONVERTER_PREFIX + c.weight for c in anatomy.components}
     constants: dict[str, list[Any]] = defaultdict(list)
     strangers = []
     cut_up = set()
     for node in operations(graph, "Constant"):
-        if node.get_element_type() != ov.Type.f32 or node.get_friendly_name().startswith(
-            OURS
-        ):
+        label = node.get_friendly_name()
+        if node.get_element_type() != ov.Type.f32 or label.startswith(OURS):
             continue
         digest = _digest(node.data)
-        names = (
-            by_digest.get(digest)
-            or plus_one.get(digest)
-            or _decay_names(node.data, decays)
-        )
-        names = names or _scaled_names(node.data, convolutions)
-        if names:  # among weights with the same numbers, such as norms of ones, by the converter's name
-            exact = (
-                name
-                for name in names
-                if node.get_friendly_name() == _CONVERTER_PREFIX + weights[name]
-            )
-            constants[next(exact, names[0])].append(node)
-        elif digest in rows:
-            cut_up.add(rows[digest])
-        elif digest in buffers or (
-            may_fold and max(node.data.shape, default=1) == node.data.size
-        ):
-            continue  # where norms are folded, what they add to each channel is left
-        elif node.data.size > SMALL:
-            strangers.append(f"{node.get_friendly_name()} {list(node.data.shape)}")
+        if names := weights.components_of(node.data, digest):
+            # Among weights with the same numbers, such as norms of ones, by the converter's name.
+            named = (name for name in names if label == paths[name])
+            constants[next(named, names[0])].append(node)
+        elif digest in weights.rows:
+            cut_up.add(weights.rows[digest])
+        elif node.data.size > SMALL and not weights.explain(node.data, digest):
+            strangers.append(f"{label} {list(node.data.shape)}")
     # Weights with equal numbers have the same constants. That is right only while all of them get the same format;
     # `place_weights` checks it.
-    for twins in by_digest.values():
-        if present := [name for name in twins if constants.get(name)]:
-            constants |= {
-                name: list(constants[present[0]])
-                for name in twins
-                if not constants.get(name)
-            }
-    absent = (
-        {anatomy.head} if without_head and anatomy.head != anatomy.embedding else set()
-    )
+    for twins in weights.by_digest.values():
+        if present := [name for name in twins if name in constants]:
+            for name in twins:
+                constants.setdefault(name, constants[present[0]])
+    needless = without_head and anatomy.head != anatomy.embedding
     missing = [
         c.name
         for c in anatomy.candidates
-        if not constants.get(c.name) and c.name not in absent
+        if c.name not in constants and not (needless and c.name == anatomy.head)
     ]
     if missing or strangers:
         raise TargetError(
@@ -129,41 +86,69 @@ def map_weights(
             f"without a constant: {', '.join(missing) or 'none'}; constants that are no weight: "
             f"{', '.join(strangers) or 'none'}"
         )
-    folded = [
-        c.name
-        for c in anatomy.components
-        if not constants.get(c.name) and c.name not in cut_up
-    ]
+    folded = [c.name for c in anatomy.components if c.name not in {*constants, *cut_up}]
     return dict(constants), folded
 
 
-def _decay_names(
-    data: npt.NDArray[Any], decays: dict[str, npt.NDArray[Any]]
-) -> list[str]:
-    """The converter folds exp(A_log) into a constant, with its own exponential."""
-    return [
-        name
-        for name, decay in decays.items()
-        if decay.size == data.size
-        and np.allclose(data.reshape(-1), decay.reshape(-1), rtol=1e-6, atol=0)
-    ]
+class _Weights:
+    """What the weights look like in the converted graph."""
 
+    def __init__(self, model: nn.Module, anatomy: Anatomy, may_fold: bool) -> None:
+        self._may_fold = may_fold
+        self.by_digest: dict[bytes, list[str]] = defaultdict(list)
+        # Norms that multiply by 1 + weight (Gemma, Qwen3-Next).
+        self._plus_one: dict[bytes, list[str]] = defaultdict(list)
+        # Of small parameters that the converter cut up: Zamba's bias and D, a row for each head.
+        self.rows: dict[bytes, str] = {}
+        self._decays = {}
+        self._convolutions = {}
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        for component in anatomy.components:
+            name = component.name
+            value = _numbers(parameters[component.weight])
+            self.by_digest[_digest(value)].append(name)
+            if value.ndim == 1:
+                self._plus_one[_digest(1 + value)].append(name)
+            if value.ndim == 2 and not component.quantizable:
+                self.rows |= {_digest(row): name for row in value}
+            if may_fold and value.ndim == 4:
+                self._convolutions[name] = value
+            if component.kind == "A_log":
+                self._decays[name] = torch.from_numpy(value).exp().numpy()
+        buffers = (buffer for buffer in model.buffers() if buffer.is_floating_point())
+        self._buffers = {_digest(_numbers(buffer)) for buffer in buffers}
 
-def _scaled_names(
-    data: npt.NDArray[Any], convolutions: dict[str, npt.NDArray[np.float32]]
-) -> list[str]:
-    """Whether a constant is a convolution's weight times one number per output channel: a folded batch norm."""
-    for name, weight in convolutions.items():
-        if weight.size == data.size and weight.shape[0] == data.shape[0]:
-            values = data.reshape(len(weight), -1)
-            rows = weight.reshape(len(weight), -1)
-            squares = np.maximum((rows * rows).sum(1, keepdims=True), 1e-30)
-            factors = (values * rows).sum(1, keepdims=True) / squares
-            if np.allclose(
-                values, factors * rows, rtol=1e-4, atol=1e-6 * float(np.abs(values).max())
-            ):
-                return [name]
-    return []
+    def components_of(self, data: npt.NDArray[Any], digest: bytes) -> list[str]:
+        """The components that a constant may hold."""
+        names = self.by_digest.get(digest) or self._plus_one.get(digest)
+        return names or self._decayed(data) or self._scaled(data)
+
+    def explain(self, data: npt.NDArray[Any], digest: bytes) -> bool:
+        """Whether it is a buffer, or what folded norms add to each channel."""
+        vector = max(data.shape, default=1) == data.size
+        return digest in self._buffers or (self._may_fold and vector)
+
+    def _decayed(self, data: npt.NDArray[Any]) -> list[str]:
+        """The converter folds exp(A_log) into a constant, with its own exponential."""
+        return [
+            name
+            for name, decay in self._decays.items()
+            if decay.size == data.size
+            and np.allclose(data.reshape(-1), decay.reshape(-1), rtol=1e-6, atol=0)
+        ]
+
+    def _scaled(self, data: npt.NDArray[Any]) -> list[str]:
+        """Whether a constant is a convolution's weight times one number per output channel: a folded batch norm."""
+        for name, weight in self._convolutions.items():
+            if weight.size == data.size and len(weight) == len(data):
+                values = data.reshape(len(weight), -1)
+                rows = weight.reshape(len(weight), -1)
+                squares = np.maximum((rows * rows).sum(1, keepdims=True), 1e-30)
+                factors = (values * rows).sum(1, keepdims=True) / squares
+                error = 1e-6 * float(np.abs(values).max())
+                if np.allclose(values, factors * rows, rtol=1e-4, atol=error):
+                    return [name]
+        return []
 
 
 def _numbers(tensor: torch.Tensor) -> npt.NDArray[np.float32]:
@@ -185,9 +170,8 @@ def place_weights(
 ) -> list[ExportedTensor]:
     """Replaces the constants of every weight by one in its recipe, named after the parameter; returns their records."""
     placed: list[ExportedTensor] = []
-    replaced: dict[
-        tuple[int, ...], ExportedTensor
-    ] = {}  # identities of constants → what replaced them
+    # Identities of constants → what replaced them.
+    replaced: dict[tuple[int, ...], ExportedTensor] = {}
     for component in components:
         nodes = nodes_of.get(component.name)
         if not nodes:
@@ -196,31 +180,22 @@ def place_weights(
         recipe = choice.recipe
         key = tuple(sorted(node.get_instance_id() for node in nodes))
         if key in replaced:
-            owner = replaced[key]
-            if recipe != (recipe_of_owner := chosen[owner.component].recipe):
+            owner = replaced[key].component
+            if recipe != (other_recipe := chosen[owner].recipe):
                 raise TargetError(
-                    f"{component.name} and {owner.component} hold the same numbers and the converter merged them; "
-                    f"they cannot be {recipe} and {recipe_of_owner}"
+                    f"{component.name} and {owner} hold the same numbers and the converter merged them; "
+                    f"they cannot be {recipe} and {other_recipe}"
                 )
-            record = replace(
-                owner,
-                component=component.name,
-                planned=choice.planned,
-                reason=choice.reason,
+            twin = replace(
+                replaced[key], component=component.name, planned=choice.planned
             )
-            placed.append(record)
+            placed.append(replace(twin, reason=choice.reason))
             continue
         weights = ""
         label = str(recipe)
         if label == FP16:
-            source = nodes[0].data
-            new = _floating(source, component.weight, baseline)
-            stored = (source.astype(np.float16) if baseline == FP16 else source).view(
-                np.uint8
-            )
-            size = stored.nbytes
-            digest = bytes_digest(stored)
             label = baseline
+            new, size, digest = _floating(nodes[0].data, component.weight, baseline)
             if baseline == FP16 and component.quantizable:
                 weights = store.digest(component.name, recipe)
         else:
@@ -229,29 +204,25 @@ def place_weights(
             )
             new, size, digest = integer_constant(quantized, recipe.grid, component.weight)
             weights = quantized.digest
-        names = component.name, component.weight, choice.planned, label
-        replaced[key] = ExportedTensor(*names, size, choice.reason, digest, weights)
+        labels = component.name, component.weight, choice.planned, label
+        replaced[key] = ExportedTensor(*labels, size, choice.reason, digest, weights)
         placed.append(replaced[key])
         for node in nodes:
-            fits = list(node.data.shape) == list(new.get_output_shape(0))
-            scans.replace(
-                node, new if fits else scans.reshaped(new, list(node.data.shape))
-            )
+            shape = list(node.data.shape)
+            fits = shape == list(new.get_output_shape(0))
+            scans.replace(node, new if fits else scans.reshaped(new, shape))
     return placed
 
 
-def _floating(data: npt.NDArray[Any], name: str, baseline: str) -> Any:
+def _floating(data: npt.NDArray[Any], name: str, baseline: str) -> tuple[Any, int, str]:
     """FP16 by numpy's rounding: OpenVINO's own compression on saving doubles some tiny values."""
     stored = np.ascontiguousarray(data, np.float16 if baseline == FP16 else np.float32)
     if not np.isfinite(stored).all():
         raise TargetError(f"{name}: holds values beyond FP16's 65504; rescale the weight")
-    constant = ops.constant(stored)
-    constant.set_friendly_name(name)
-    if baseline != FP16:
-        return constant
-    convert = ops.convert(constant, "f32")
-    convert.set_friendly_name(f"{name}/convert")
-    return convert
+    node = ops.constant(stored, name=name)
+    if baseline == FP16:
+        node = ops.convert(node, "f32", name=f"{name}/convert")
+    return node, stored.nbytes, bytes_digest(stored)
 
 
 def integer_constant(
@@ -262,49 +233,35 @@ def integer_constant(
     rows are looked up (2026.4.1)."""
     assert quantized.scales is not None
     scales = quantized.scales.numpy()
-    rows = quantized.shape[:-1]
-    columns = quantized.shape[-1]
-    grouped = fmt.group_size is not None
-    stored_shape = (
-        (*rows, columns // fmt.group_size, fmt.group_size)
-        if fmt.group_size
-        else quantized.shape
-    )
+    *rows, columns = shape = quantized.shape
+    if size := fmt.group_size:
+        shape = (*rows, columns // size, size)
+    scales = scales.reshape(*shape[:-1], 1)
     packed = fmt.pack(quantized)
     element = _element(fmt)
-    constant = _packed_constant(packed, element, stored_shape, name)
-    scale_values = scales[..., None] if grouped else scales.reshape(*rows, 1)
+    wide = isinstance(fmt, NormalFloatFormat)
     if isinstance(fmt, MicroscalingFormat):
-        scale = _packed_constant(
-            scales.reshape(-1), ov.Type.f8e8m0, scale_values.shape, f"{name}/scale"
-        )
+        scale = _packed_constant(scales, ov.Type.f8e8m0, scales.shape, f"{name}/scale")
         scale = ops.convert(scale, "f16")
     else:
-        scale = ops.constant(np.ascontiguousarray(scale_values))
-        scale.set_friendly_name(f"{name}/scale")
-    wide = isinstance(fmt, NormalFloatFormat)
+        scale = ops.constant(np.ascontiguousarray(scales), name=f"{name}/scale")
     if wide:
         scale = ops.convert(scale, "f32")
-    value = ops.convert(constant, "f32" if wide else "f16")
+    value = _packed_constant(packed, element, shape, name)
+    value = ops.convert(value, "f32" if wide else "f16")
     zero_points = np.empty(0, np.uint8)
     if isinstance(fmt, ZeroPointFormat):
         zero_points = fmt.pack_zero_points(quantized)
-        zero = _packed_constant(
-            zero_points, element, scale_values.shape, f"{name}/zero_point"
-        )
-        value = ops.subtract(value, ops.convert(zero, "f16"))
-        value.set_friendly_name(f"{name}/zero_point/subtract")
-    value = ops.multiply(value, scale)
-    value.set_friendly_name(f"{name}/scaled")
-    if grouped:
-        value = ops.reshape(
-            value, ops.constant(np.asarray(quantized.shape, np.int64)), False
-        )
-        value.set_friendly_name(f"{name}/ungrouped")
+        zero = _packed_constant(zero_points, element, scales.shape, f"{name}/zero_point")
+        zero = ops.convert(zero, "f16")
+        value = ops.subtract(value, zero, name=f"{name}/zero_point/subtract")
+    value = ops.multiply(value, scale, name=f"{name}/scaled")
+    if size:
+        whole = ops.constant(np.asarray(quantized.shape, np.int64))
+        value = ops.reshape(value, whole, False, name=f"{name}/ungrouped")
     if not wide:
-        value = ops.convert(value, "f32")
-        value.set_friendly_name(f"{name}/convert")
-    digest = bytes_digest(packed, scale_values, zero_points)
+        value = ops.convert(value, "f32", name=f"{name}/convert")
+    digest = bytes_digest(packed, scales, zero_points)
     return value, packed.nbytes + scales.nbytes + zero_points.nbytes, digest
 
 
@@ -321,13 +278,10 @@ def _element(fmt: Format) -> Any:
 def _packed_constant(
     packed: npt.NDArray[np.uint8], element: Any, shape: tuple[int, ...], name: str
 ) -> Any:
-    tensor = ov.Tensor(
-        element, ov.Shape(shape)
-    )  # its own memory: a view of `packed` would outlive it
-    tensor.data.reshape(-1)[:] = packed.view(tensor.data.dtype)
-    constant = ops.constant(tensor)
-    constant.set_friendly_name(name)
-    return constant
+    # Its own memory: a view of `packed` would outlive it.
+    tensor = ov.Tensor(element, ov.Shape(shape))
+    tensor.data.reshape(-1)[:] = packed.reshape(-1).view(tensor.data.dtype)
+    return ops.constant(tensor, name=name)
 
 
 def raw_bytes(node: Any) -> npt.NDArray[np.uint8]:
@@ -353,12 +307,9 @@ def stored_digests(graph: ov.Model) -> dict[str, str]:
 def check_saved(graph: ov.Model, placed: Sequence[ExportedTensor]) -> None:
     """Compares a saved and re-read graph with what was to be stored, byte for byte."""
     stored = stored_digests(graph)
-    wrong = [
-        tensor.runtime_name
-        for tensor in placed
-        if stored.get(tensor.runtime_name) != tensor.digest
-    ]
+    names = (t.runtime_name for t in placed if stored.get(t.runtime_name) != t.digest)
+    wrong = next(names, None)
     if wrong:
         raise TargetError(
-            f"the saved IR is not what was planned: {wrong[0]} holds other numbers"
+            f"the saved IR is not what was planned: {wrong} holds other numbers"
         )

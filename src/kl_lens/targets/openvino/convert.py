@@ -7,6 +7,7 @@ import platform
 import shutil
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from importlib.util import find_spec
@@ -22,7 +23,7 @@ from kl_lens.base.environment import peak_memory
 from kl_lens.base.errors import TargetError, one_line
 from kl_lens.model import LoadedModel
 from kl_lens.run.records import Artifact, Plan
-from kl_lens.targets.exporting import record, write_beside
+from kl_lens.targets.exporting import Choice, record, write_beside
 from kl_lens.targets.openvino import constants, rewrites
 from kl_lens.targets.openvino.folder import (
     ACTIVATION_GROUPS,
@@ -111,36 +112,24 @@ def export(
         "versions": {
             module.__name__: module.__version__ for module in (ov, torch, transformers)
         },
-        **({} if model.classifier is None else {"task": model.classifier.name}),
+        **({"task": task.name} if task else {}),
         "rewritten": rewrites.apply(graph, cumba=profile.cumba),
     }
-    # Runtime options: OpenVINO reads them from the file, whichever program opens it.
+    options = _runtime_options(plan, activation_groups)
+    for name, value in options.items():
+        graph.set_rt_info(value, ["runtime_options", name])
     if activation_groups is not None:
         settings["activation_groups"] = activation_groups
-        graph.set_rt_info(GROUP_SIZES[activation_groups], ACTIVATION_GROUPS)
-    for kind, name in plan.caches.items():
-        number, _, group = name.replace(FP16, "f16").partition("-")
-        for setting, value in {"PRECISION": number, "GROUP_SIZE": group or "0"}.items():
-            graph.set_rt_info(
-                value, ["runtime_options", f"{_CACHES[kind]}_CACHE_{setting}"]
-            )
     _save(graph, folder / IR_FILE)
     del graph
     constants.check_saved(read_graph(folder / IR_FILE), placed)
     model.config.save_pretrained(folder)
     notes = write_beside(model, folder, with_tokenizer=with_tokenizer)
-    if model.classifier is not None:
-        model.classifier.preparation.write(folder)
+    if task:
+        task.preparation.write(folder)
     elif with_tokenizer and static is None:
         notes += filter(None, [write_tokenizer(model.tokenizer, folder)])
-    if names := {choice.recipe.grid.name for choice in chosen.values()} & set(
-        expanded(platform.machine())
-    ):
-        notes.append(
-            f"on this processor OpenVINO expands {' and '.join(sorted(names))} to floats when it loads the file: right "
-            "results, but neither less memory nor more speed; on x86-64 they run as stored"
-        )
-    if notes:
+    if notes := notes + _slow_formats(chosen):
         settings["notes"] = notes
     # Equal constants are stored once; the record has them all.
     once = {tensor.digest: tensor.bytes for tensor in placed}
@@ -148,14 +137,36 @@ def export(
     artifact = record(
         "openvino", model, plan, folder, placed, **settings, bytes_stored_once=shared
     )
-    over = ((folder / WEIGHT_FILE).stat().st_size + shared) / artifact.planned_bytes - 1
+    written = (folder / WEIGHT_FILE).stat().st_size + shared
     costs = {
+        "bytes_over_plan": written / artifact.planned_bytes - 1,
         "export_seconds": round(time.perf_counter() - started, 2),
         "export_peak_bytes": peak_memory(),
     }
-    return replace(
-        artifact, settings=artifact.settings | {"bytes_over_plan": over, **costs}
-    )
+    return replace(artifact, settings=artifact.settings | costs)
+
+
+def _runtime_options(plan: Plan, activation_groups: str | None) -> dict[str, str]:
+    """OpenVINO reads them from the file, whichever program opens it."""
+    options = {}
+    if activation_groups is not None:
+        options[ACTIVATION_GROUPS[1]] = GROUP_SIZES[activation_groups]
+    for kind, name in plan.caches.items():
+        number, _, group = name.replace(FP16, "f16").partition("-")
+        options[f"{_CACHES[kind]}_CACHE_PRECISION"] = number
+        options[f"{_CACHES[kind]}_CACHE_GROUP_SIZE"] = group or "0"
+    return options
+
+
+def _slow_formats(chosen: Mapping[str, Choice]) -> list[str]:
+    """A note if this processor does not multiply with some formats as they are stored."""
+    names = {choice.recipe.grid.name for choice in chosen.values()}
+    if not (slow := names.intersection(expanded(platform.machine()))):
+        return []
+    return [
+        f"on this processor OpenVINO expands {' and '.join(sorted(slow))} to floats when it loads the file: right "
+        "results, but neither less memory nor more speed; on x86-64 they run as stored"
+    ]
 
 
 def _save(graph: ov.Model, path: Path) -> None:
@@ -173,17 +184,15 @@ def _static_shape(
     model: LoadedModel, profile: DeviceProfile, tokens: int | None, with_head: bool
 ) -> StaticShape | None:
     """None: a graph with state."""
-    if model.classifier is not None:
-        if tokens is not None or not with_head:
-            raise TargetError(
-                "--static-tokens and --without-head are for language models, not for images"
-            )
-        return None
+    if model.classifier is not None and not (tokens is None and with_head):
+        raise TargetError(
+            "--static-tokens and --without-head are for language models, not for images"
+        )
+    if model.classifier is None and tokens is None and profile.static:
+        raise TargetError(
+            f"profile {profile.name} needs fixed shapes: give --static-tokens N"
+        )
     if tokens is None:
-        if profile.static:
-            raise TargetError(
-                f"profile {profile.name} needs fixed shapes: give --static-tokens N"
-            )
         if not with_head:
             raise TargetError(
                 "a graph without its head makes sense only with --static-tokens N"
@@ -196,7 +205,7 @@ def _static_shape(
 
 def _name_head(graph: ov.Model) -> None:
     """Names the head's product, the last MatMul before the logits, so that sessions find it."""
-    node = graph.get_results()[0].input_value(0).get_node()
+    node = graph.get_results()[0]
     while node.get_type_name() != "MatMul":
         if node.get_input_size() == 0:
             raise TargetError(

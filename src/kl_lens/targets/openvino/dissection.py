@@ -55,12 +55,26 @@ _LEVELS = {
     "f4e2m1": np.concatenate([tables.MAGNITUDES, -tables.MAGNITUDES]),
 }
 _EXPONENTS = "f8e8m0"  # scales alone
+_UPPER_BITS = {_EXPONENTS: (np.uint8, 23), "bf16": (np.uint16, 16)}
 _FLOATS = {"f32": "fp32", "f16": "fp16", "bf16": "bf16"}
 _EPSILONS = 1e-9, 1e-2  # what a norm adds lies between
 
 
 def _size(node: Any) -> int:
     return math.prod(node.get_output_shape(0))
+
+
+def _kind(node: Any) -> str:
+    """The type of its numbers."""
+    return str(node.get_element_type().get_type_name())
+
+
+def _readers(value: Any) -> list[Any]:
+    return [reader.get_node() for reader in value.get_target_inputs()]
+
+
+def _correlation(values: torch.Tensor, parameter: torch.Tensor) -> float:
+    return abs(float(cosine_similarity(values, parameter.flatten().float(), 0)))
 
 
 class OpenVINODissection(Dissection):
@@ -95,26 +109,15 @@ class OpenVINODissection(Dissection):
             else:
                 nameless.append((tensor, tensor.read().flatten()))
         absent = [name for name in parameters if name not in dict(named)]
-        alike = [
-            (
-                abs(
-                    float(
-                        cosine_similarity(values, parameters[name].flatten().float(), 0)
-                    )
-                ),
-                name,
-                tensor,
-            )
+        pairs = [
+            (_correlation(values, parameters[name]), name, tensor)
             for name in absent
             for tensor, values in nameless
             if parameters[name].numel() == values.numel()
         ]
-        for close, name, tensor in sorted(alike, key=lambda candidate: -candidate[0]):
-            if (
-                close > _ALIKE
-                and name not in dict(named)
-                and tensor not in [t for _, t in named]
-            ):
+        for correlation, name, tensor in sorted(pairs, key=lambda pair: -pair[0]):
+            is_free = all(name != n and tensor != t for n, t in named)
+            if correlation > _ALIKE and is_free:
                 named.append((name, tensor))
         kinds = dict[str, list[tuple[str, StoredTensor]]]()
         parts = []
@@ -144,19 +147,13 @@ class OpenVINODissection(Dissection):
 
     def settings(self, model: LoadedModel) -> list[Disagreement]:
         """The epsilons of norms are constants of the graph; other settings leave no trace that could be compared."""
-        wanted = [
-            v
-            for k, v in model.config.to_dict().items()
-            if "eps" in k and isinstance(v, float)
-        ]
-        expected = wanted[0] if len(set(wanted)) == 1 else sorted(set(wanted))
+        config = model.config.to_dict()
+        values = {v for k, v in config.items() if "eps" in k and isinstance(v, float)}
+        wanted = sorted(values)
+        expected = wanted[0] if len(wanted) == 1 else wanted
+        remedy = "convert it with the original's config.json"
         return [
-            setting(
-                "the epsilon of a norm",
-                value,
-                expected,
-                "convert it with the original's config.json",
-            )
+            setting("the epsilon of a norm", value, expected, remedy)
             for value in sorted(set(_epsilons(self._graph)))
             if wanted and not any(dissection.same(value, epsilon) for epsilon in wanted)
         ]
@@ -208,8 +205,7 @@ def _weights(graph: Any) -> Iterator[tuple[str, Any]]:
     """(name of the constant, the value that the graph computes with) of everything that may be a weight."""
     ends: dict[tuple[str, int], tuple[Any, Any]] = {}
     for node in operations(graph, "Constant"):
-        kind = node.get_element_type().get_type_name()
-        if kind not in (*_BITS, *_FLOATS) or math.prod(node.get_output_shape(0)) < 2:
+        if _kind(node) not in (*_BITS, *_FLOATS) or _size(node) < 2:
             continue
         end = _end(node.output(0))
         key = end.get_node().get_friendly_name(), end.get_index()
@@ -224,34 +220,22 @@ def _weights(graph: Any) -> Iterator[tuple[str, Any]]:
 def _end(value: Any) -> Any:
     """Follows a constant through its decompression: as long as nothing but constants is mixed in."""
     while True:
-        readers = [reader.get_node() for reader in value.get_target_inputs()]
-        onward = [
-            n
-            for n in readers
-            if n.get_type_name() in (*_SHAPING, "Convert", "Multiply", "Subtract")
-        ]
-        if (
-            len(onward) != len(readers)
-            or len({n.get_friendly_name() for n in onward}) != 1
-        ):
+        readers = _readers(value)
+        if len({node.get_friendly_name() for node in readers}) != 1:
             return value
-        if (
-            not is_constant(onward[0])
-            or onward[0].get_element_type().get_type_name() not in _FLOATS
-        ):
+        onward = readers[0]
+        if onward.get_type_name() not in (*_SHAPING, "Convert", "Multiply", "Subtract"):
             return value
-        value = onward[0].output(0)
+        if not is_constant(onward) or _kind(onward) not in _FLOATS:
+            return value
+        value = onward.output(0)
 
 
 def _stored(name: str, end: Any) -> StoredTensor:
     constants = list(_constants(end.get_node()))
     weight = max(constants, key=_size)
-    kind = weight.get_element_type().get_type_name()
-    floats = [
-        n
-        for n in constants
-        if n.get_element_type().get_type_name() in (*_BITS, *_FLOATS, _EXPONENTS)
-    ]
+    kind = _kind(weight)
+    floats = [node for node in constants if _kind(node) in (*_BITS, *_FLOATS, _EXPONENTS)]
     size = sum(raw_bytes(node).nbytes for node in floats)
     shape = tuple(end.get_shape())
     fmt = _format(kind, weight, [node for node in floats if node is not weight])
@@ -260,9 +244,8 @@ def _stored(name: str, end: Any) -> StoredTensor:
     group = f" g{fmt.group_size}" if fmt is not None and fmt.group_size else ""
 
     def read() -> torch.Tensor:
-        return torch.from_numpy(np.array(_value(end.get_node()), np.float32)).reshape(
-            shape
-        )
+        values = np.array(_value(end.get_node()), np.float32)
+        return torch.from_numpy(values).reshape(shape)
 
     return StoredTensor(
         name,
@@ -277,18 +260,17 @@ def _stored(name: str, end: Any) -> StoredTensor:
 
 def _format(kind: str, weight: Any, nodes: list[Any]) -> Format | None:
     """The format of a compressed weight; groups are the last axis of what is stored."""
-    if _EXPONENTS in {node.get_element_type().get_type_name() for node in nodes}:
+    if _EXPONENTS in map(_kind, nodes):
         return get_format("mxfp4") if kind == "f4e2m1" else None
     if kind not in _BITS or kind in _LEVELS:
         return None
     shape = list(weight.get_output_shape(0))
     scales = max((_size(node) for node in nodes), default=1)
     group = shape[-1] if len(shape) == 3 and scales > math.prod(shape[:-2]) else None
-    make = ZeroPointFormat if kind.startswith("u") else SignedScaleFormat
-    name = f"{'uint' if kind.startswith('u') else 'int'}{_BITS[kind]}" + (
-        f"-g{group}" if group else ""
-    )
-    return make(name, _BITS[kind], group, make is SignedScaleFormat)
+    signed = not kind.startswith("u")
+    name = f"{'' if signed else 'u'}int{_BITS[kind]}" + (f"-g{group}" if group else "")
+    make = SignedScaleFormat if signed else ZeroPointFormat
+    return make(name, _BITS[kind], group, signed)
 
 
 def _constants(node: Any) -> Iterator[Any]:
@@ -314,7 +296,7 @@ def _value(node: Any) -> npt.NDArray[Any]:
 
 
 def _numbers(node: Any) -> npt.NDArray[Any]:
-    kind = node.get_element_type().get_type_name()
+    kind = _kind(node)
     shape = tuple(node.get_output_shape(0))
     if (bits := _BITS.get(kind, 8)) < 8:
         packed = raw_bytes(node)
@@ -322,40 +304,30 @@ def _numbers(node: Any) -> npt.NDArray[Any]:
         codes = np.stack(parts, -1).reshape(-1)[: math.prod(shape)].reshape(shape)
         if kind in _LEVELS:
             return _LEVELS[kind][codes]
-        return (codes.astype(np.int8) - 16 * ((codes > 7) & (kind == "i4"))).astype(
-            np.float32
-        )
-    if kind == _EXPONENTS:
-        return (raw_bytes(node).astype(np.uint32) << 23).view(np.float32).reshape(shape)
-    if kind == "bf16":
-        return (
-            (raw_bytes(node).view(np.uint16).astype(np.uint32) << 16)
-            .view(np.float32)
-            .reshape(shape)
-        )
-    return np.asarray(node.data).astype(
-        np.float32 if kind in (*_BITS, *_FLOATS) else np.int64
-    )
+        signs = 16 * ((codes > 7) & (kind == "i4"))
+        return (codes.astype(np.int8) - signs).astype(np.float32)
+    if kind in _UPPER_BITS:  # of a float32
+        stored, shift = _UPPER_BITS[kind]
+        wide = raw_bytes(node).view(stored).astype(np.uint32) << shift
+        return wide.view(np.float32).reshape(shape)
+    numeric = np.float32 if kind in (*_BITS, *_FLOATS) else np.int64
+    return np.asarray(node.data).astype(numeric)
 
 
 def _is_input_major(end: Any) -> bool:
     """Whether a product reads it as (in, out); PyTorch's linear layers are (out, in)."""
-    products = [
-        r for r in end.get_target_inputs() if r.get_node().get_type_name() == "MatMul"
-    ]
     return any(
-        r.get_index() == 1 and not r.get_node().get_attributes()["transpose_b"]
-        for r in products
+        reader.get_node().get_type_name() == "MatMul"
+        and reader.get_index() == 1
+        and not reader.get_node().get_attributes()["transpose_b"]
+        for reader in end.get_target_inputs()
     )
 
 
 def _epsilons(graph: Any) -> Iterator[float]:
     """Small numbers that are added just before a root: what norms add to the mean square."""
     for node in operations(graph, "Add"):
-        after = {
-            reader.get_node().get_type_name()
-            for reader in node.output(0).get_target_inputs()
-        }
+        after = {reader.get_type_name() for reader in _readers(node.output(0))}
         if not after & {"Sqrt", "Power", "Rsqrt"}:
             continue
         for value in node.input_values():
@@ -390,8 +362,5 @@ def graph_contents(folder: Path, artifact: Artifact) -> Contents:
 
 def _is_looked_up(node: Any) -> bool:
     """Whether rows of a matrix are picked, and it is in no product."""
-    users = {
-        reader.get_node().get_type_name()
-        for reader in _end(node.output(0)).get_target_inputs()
-    }
+    users = {reader.get_type_name() for reader in _readers(_end(node.output(0)))}
     return users == {"Gather"} and len(node.get_output_shape(0)) >= 2

@@ -9,15 +9,17 @@ import logging
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
 from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
+import numpy.typing as npt
 import openvino as ov
 import openvino.op as op
 import openvino.opset13 as ops
@@ -40,9 +42,8 @@ Made = TypeVar("Made")
 PROOF_TOKENS = 24
 PROOF_PARTS = (7, 8, 9)
 PROOF_SHARE = 1e-3  # largest difference from PyTorch: of the logits' range, or of an image's largest logit
-MAX_UNROLLED = (
-    scans.CHUNK
-)  # tokens of a graph without loops: one chunk of Mamba-2, a large graph of Mamba-1
+# Tokens of a graph without loops: one chunk of Mamba-2, a large graph of Mamba-1.
+MAX_UNROLLED = scans.CHUNK
 
 
 @dataclass(frozen=True)
@@ -113,29 +114,31 @@ def _prove(model: nn.Module, family: str) -> None:
         with torch.no_grad():
             expected = model(input_ids=ids, use_cache=False).logits[0].float().numpy()
         compiled = _compiled(graph)
-        whole = session.run_graph(compiled, ids[0].tolist())
-        request = session.new_request(compiled)
-        parts = []
-        for part in np.split(ids.numpy(), PROOF_PARTS, 1):
-            request.infer({"input_ids": part})
-            parts.append(np.array(request.get_output_tensor(0).data[0]))
+        whole = _fed(compiled, [ids.numpy()])
+        parts = _fed(compiled, np.split(ids.numpy(), PROOF_PARTS, 1))
     except TargetError as error:
         raise UnsupportedError(refused + one_line(error)) from error
-    except (
-        Exception
-    ) as error:  # a model's code may raise anything when it meets our cache
-        raise UnsupportedError(
-            f"{refused}it cannot be traced ({one_line(error)})"
-        ) from error
-    off = max(
-        float(np.abs(logits - expected).max())
-        for logits in (whole, np.concatenate(parts))
-    )
+    except Exception as error:  # a model's code, meeting our cache, may raise anything
+        reason = f"it cannot be traced ({one_line(error)})"
+        raise UnsupportedError(refused + reason) from error
+    off = max(float(np.abs(logits - expected).max()) for logits in (whole, parts))
     if not off <= PROOF_SHARE * float(np.ptp(expected)):
         raise UnsupportedError(
             f"{refused}the converted graph gives other logits than PyTorch, off by {off:.1e} in a range of "
             f"{float(np.ptp(expected)):.1e}"
         )
+
+
+def _fed(
+    compiled: ov.CompiledModel, parts: Sequence[npt.NDArray[np.int64]]
+) -> npt.NDArray[np.float32]:
+    """The logits of all tokens, fed part by part to one new request."""
+    request = session.new_request(compiled)
+    logits = []
+    for part in parts:
+        request.infer({session.IDS: part})
+        logits.append(np.array(request.get_output_tensor(0).data[0]))
+    return np.concatenate(logits)
 
 
 def _compiled(graph: ov.Model) -> ov.CompiledModel:
@@ -171,10 +174,8 @@ def _build_images(model: nn.Module, task: ImageTask) -> ov.Model:
     with torch.no_grad():
         graph = convert_quietly(_Classifier(model), (torch.zeros(1, *shape),))
     graph.reshape([1, *shape])
-    graph.inputs[0].get_tensor().set_names({"pixel_values"})
-    graph.get_parameters()[0].set_friendly_name("pixel_values")
-    graph.outputs[0].get_tensor().set_names({"logits"})
-    graph.get_results()[0].set_friendly_name("logits")
+    _name(graph.get_parameters()[0], "pixel_values")
+    _name(graph.get_results()[0], "logits")
     graph.validate_nodes_and_infer_types()
     ids = task.sample(model, 1, 4)
     with torch.inference_mode():
@@ -205,16 +206,15 @@ def convert_quietly(graph: nn.Module, inputs: tuple[torch.Tensor, ...]) -> ov.Mo
     """Runs OpenVINO's converter without the tracer's warnings; tests check what they warn of. The converter reports
     each call to a server and waits for it, but not in CI."""
     no_telemetry = mock.patch.dict(os.environ, CI="true")
-    quiet = logging.getLogger("transformers")
-    level = quiet.level
-    quiet.setLevel(logging.ERROR)
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
     try:
         with (
-            warnings.catch_warnings(),
+            warnings.catch_warnings(action="ignore"),
             contextlib.redirect_stderr(io.StringIO()),
             no_telemetry,
         ):
-            warnings.simplefilter("ignore")
             return ov.convert_model(graph, example_input=inputs)
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -222,7 +222,7 @@ def convert_quietly(graph: nn.Module, inputs: tuple[torch.Tensor, ...]) -> ov.Mo
             f"OpenVINO {ov.__version__} cannot convert this model: {reason}"
         ) from error
     finally:
-        quiet.setLevel(level)
+        logger.setLevel(level)
 
 
 def _stitch(
@@ -238,8 +238,7 @@ def _stitch(
         raise TargetError(
             f"the graph has {len(parameters)} inputs and {len(values)} outputs, not {expected}"
         )
-    ids = parameters[0]
-    state_inputs = parameters[1 : 1 + len(names)]
+    ids, *state_inputs = parameters[: 1 + len(names)]
     results = parameters[1 + len(names) :]
     _set_shapes(graph, static, ids, state_inputs, results)
     converted.validate_nodes_and_infer_types()
@@ -250,38 +249,37 @@ def _stitch(
     sinks = []
     for name, parameter, value in zip(names, state_inputs, values[1:], strict=False):
         read, variable = _variable(name, list(parameter.get_partial_shape())[1:], beams)
-        scans.replace(parameter, ops.gather(read, beams, scans.constant(0)))
+        scans.replace(parameter, ops.gather(read, beams, 0))
         sinks.append(_assign(value, variable))
-    for index, (site, result) in enumerate(zip(graph.sites, results, strict=True)):
-        first = 1 + len(names) + sum(counts[:index])
-        arguments = values[first : first + counts[index]]
+    arguments = iter(values[1 + len(names) :])
+    for site, count, result in zip(graph.sites, counts, results, strict=True):
         state, variable = _scan_state(site, static, beams)
-        y, last = _scan(site, arguments, state, static)
+        inputs = (*islice(arguments, count), state)
+        y, last = _scan(site, inputs, static)
         scans.replace(result, y)
         if variable is not None:
             _, stored = _shapes(site)
-            sequences = ops.concat([ops.shape_of(beams), scans.constant(stored)], 0)
-            sinks.append(
-                _assign(
-                    ops.broadcast(scans.reshaped(last, [1, *stored]), sequences), variable
-                )
-            )
+            sequences = ops.concat([ops.shape_of(beams), stored], 0)
+            last = ops.broadcast(scans.reshaped(last, [1, *stored]), sequences)
+            sinks.append(_assign(last, variable))
 
     output = ops.result(values[0])
-    inputs = {"input_ids": ids}
+    ports = {session.IDS: ids}
     if static is None:
         # OpenVINO GenAI insists on a mask. It holds ones for a single sequence, so nothing here reads it.
         mask = ops.parameter(ov.PartialShape([-1, -1]), np.int64)
-        inputs |= {session.ATTENTION_MASK: mask, session.BEAM_IDX: beams}
-    model = ov.Model([output], sinks, list(inputs.values()), "kl_lens")
-    for name, parameter in inputs.items():
-        parameter.set_friendly_name(name)
-        parameter.output(0).get_tensor().set_names({name})
-    label = "logits" if with_head else "last_hidden_state"
-    model.outputs[0].get_tensor().set_names({label})
-    output.set_friendly_name(label)
+        ports |= {session.ATTENTION_MASK: mask, session.BEAM_IDX: beams}
+    model = ov.Model([output], sinks, list(ports.values()), "kl_lens")
+    for name, parameter in ports.items():
+        _name(parameter, name)
+    _name(output, "logits" if with_head else "last_hidden_state")
     model.validate_nodes_and_infer_types()
     return model
+
+
+def _name(port: Any, name: str) -> None:
+    port.set_friendly_name(name)
+    port.output(0).get_tensor().set_names({name})
 
 
 def _require_one_sequence(ids: Any, beams: Any) -> None:
@@ -290,7 +288,7 @@ def _require_one_sequence(ids: Any, beams: Any) -> None:
     of these graphs would come out wrong without a word. As every graph needs `beam_idx`, the attempt fails, and GenAI
     takes the graph as it is."""
     readers = ids.output(0).get_target_inputs()
-    tokens = ops.reduce_prod(ops.shape_of(ids), scans.constant([0]), True)
+    tokens = ops.reduce_prod(ops.shape_of(ids), [0], True)
     rows = ops.reshape(ids, ops.concat([ops.shape_of(beams), tokens], 0), False)
     for reader in readers:
         reader.replace_source_output(rows.output(0))
@@ -324,8 +322,8 @@ def _variable(
     along an axis that grows. `shape` is that of one sequence. The axis of sequences is of unknown length: by this
     OpenVINO GenAI tells recurrent states from keys and values."""
     sizes = ov.PartialShape(shape)
-    start = scans.constant([axis.get_length() if axis.is_static else 0 for axis in sizes])
-    zeros = first or scans.constant(0, np.float32)
+    start = [axis.get_length() if axis.is_static else 0 for axis in sizes]
+    zeros = first or np.float32(0)
     info = op.util.VariableInfo()
     info.variable_id = name
     info.data_type = ov.Type.f32
@@ -352,14 +350,10 @@ def _scan_state(
     shape, stored = _shapes(site)
     first = scans.weighted_start(shape[1]) if site.kind == "weighted" else None
     if static is not None:
-        return first or ops.broadcast(
-            scans.constant(0, np.float32), scans.constant(list(shape))
-        ), None
+        return first or ops.broadcast(np.float32(0), list(shape)), None
     read, variable = _variable(f"scan.{site.name}", stored, beams, first)
     # A Reshape to one sequence would do, but crashes the CPU plugin (2026.4.1).
-    state = ops.gather(
-        read, ops.gather(beams, scans.constant(0), scans.constant(0)), scans.constant(0)
-    )
+    state = ops.gather(read, ops.gather(beams, 0, 0), 0)
     return scans.reshaped(state, list(shape)), variable
 
 
@@ -374,9 +368,8 @@ def _shapes(site: ScanSite) -> tuple[tuple[int, ...], list[int]]:
 
 
 def _scan(
-    site: ScanSite, arguments: list[Any], state: Any, static: StaticShape | None
+    site: ScanSite, inputs: scans.Inputs, static: StaticShape | None
 ) -> tuple[Any, Any]:
-    inputs = (*arguments, state)
     unrolled = static.tokens if static is not None and static.unroll else 0
     if unrolled > MAX_UNROLLED:
         raise TargetError(
@@ -387,23 +380,21 @@ def _scan(
             raise TargetError(
                 f"the {site.kind} scan has no form without a loop; use the profile cpu or gpu"
             )
-        return (scans.delta_scan if site.kind == "delta" else scans.weighted_scan)(
-            inputs, site.state_shape
-        )
+        scan = scans.delta_scan if site.kind == "delta" else scans.weighted_scan
+        return scan(inputs, site.state_shape)
     if site.kind == "selective":
         channels, states = site.state_shape
         if not unrolled:
             return scans.selective_scan(inputs, channels, states)
         return scans.unrolled_selective_scan(inputs, states, unrolled)
+    sizes = _sizes(site)
+    if static is not None and static.tokens == 1:
+        return scans.one_token_scan(inputs, sizes)
+    # The x86 plugin (2026.4.1) computes MiniMax's wrongly inside an If.
     if static is None and site.kind == "chunked":
-        return scans.one_or_many_scan(inputs, _sizes(site))
-    if (
-        static is None
-    ):  # the x86 plugin (2026.4.1) computes MiniMax's wrongly inside an If
-        return scans.chunked_scan(inputs, _sizes(site))
-    if static.tokens == 1:
-        return scans.one_token_scan(inputs, _sizes(site))
-    return scans.chunked_scan(inputs, _sizes(site), single=static.tokens <= scans.CHUNK)
+        return scans.one_or_many_scan(inputs, sizes)
+    single = static is not None and static.tokens <= scans.CHUNK
+    return scans.chunked_scan(inputs, sizes, single=single)
 
 
 def _sizes(site: ScanSite) -> scans.Sizes:

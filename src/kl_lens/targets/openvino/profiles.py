@@ -95,9 +95,7 @@ def realise(
     """Every component's recipe on this device. Unless `fallback` is set, TargetError for formats that the device or the
     shape does not allow."""
     chosen = choices(model, plan, partial(lowered, profile=profile))
-    problems = [
-        f"{name}: {choice.reason}" for name, choice in chosen.items() if choice.reason
-    ]
+    problems = [f"{name}: {c.reason}" for name, c in chosen.items() if c.reason]
     if problems and not fallback:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise TargetError(
@@ -134,9 +132,7 @@ def lowered(
     return chosen, reason
 
 
-BACKUP = Recipe("int8")
 _GRIDS = {"INT4_SYM": "int4", "INT4_ASYM": "uint4"}
-_RATIO = 0.8
 
 
 def stock_recipes(model: LoadedModel) -> tuple[StockRecipe, ...]:
@@ -144,32 +140,22 @@ def stock_recipes(model: LoadedModel) -> tuple[StockRecipe, ...]:
     columns do not divide, groups are those of its mode ADJUST. Its 8-bit backup has zero points and ours is symmetric,
     which makes no difference worth a format. With a ratio, that share of the weights gets 4 bits, chosen by NNCF's
     data-free criterion."""
-    every = {c.name: BACKUP for c in model.anatomy.candidates}
-    recipes = [
-        StockRecipe(
-            "INT8_SYM", every, "NNCF's compress_weights, mode INT8_SYM", usual=True
-        )
-    ]
+    source = "NNCF's compress_weights, mode"
+    every = {c.name: Recipe("int8") for c in model.anatomy.candidates}
+    recipes = [StockRecipe("INT8_SYM", every, f"{source} INT8_SYM", usual=True)]
     outer = {model.anatomy.embedding, model.anatomy.head}
     order = by_sensitivity(model, [name for name in every if name not in outer])
-    for mode, grid in _GRIDS.items():
-        for size in (128, 64):
-            for ratio in (1.0, _RATIO):
-                name = f"{mode}-g{size}" + (
-                    "" if ratio == 1 else f"-{ratio:.0%}".replace("%", "")
-                )
-                origin = f"NNCF's compress_weights, mode {mode}, groups of {size}, ratio {ratio:g}, data-free"
-                small = {
-                    c: fitting_recipe(
-                        Recipe(f"{grid}-g{size}"), model.anatomy.component(c).shape
-                    )[0]
-                    for c in least_sensitive(model, order, ratio)
-                }
-                recipes.append(
-                    StockRecipe(
-                        name, every | small, origin, usual=name == "INT4_SYM-g128"
-                    )
-                )
+    shares = {1.0: "", 0.8: "-80"}
+    for mode, size, ratio in itertools.product(_GRIDS, (128, 64), shares):
+        name = f"{mode}-g{size}{shares[ratio]}"
+        origin = f"{source} {mode}, groups of {size}, ratio {ratio:g}, data-free"
+        recipe = Recipe(f"{_GRIDS[mode]}-g{size}")
+        small = {
+            c: fitting_recipe(recipe, model.anatomy.component(c).shape)[0]
+            for c in least_sensitive(model, order, ratio)
+        }
+        usual = name == "INT4_SYM-g128"
+        recipes.append(StockRecipe(name, every | small, origin, usual))
     return tuple(recipes)
 
 

@@ -49,11 +49,11 @@ def apply(model: ov.Model, *, cumba: bool = False) -> dict[str, int]:
     """Rewrites the model in place; returns how many nodes each rewrite replaced."""
     counts = {
         "exact_softplus": _each(
-            model, ("SoftPlus",), lambda n: exact_softplus(n.input_value(0))
+            model, "SoftPlus", lambda node: exact_softplus(node.input_value(0))
         )
     }
     if cumba:
-        counts["cumba"] = _each(model, ("CumSum",), _cumulative_product)
+        counts["cumba"] = _each(model, "CumSum", _cumulative_product)
     counts["equal_batches"] = equal_batches(model)
     for graph in graphs(model):
         graph.validate_nodes_and_infer_types()
@@ -78,17 +78,13 @@ def number_names(model: ov.Model) -> None:
                 output.get_tensor().set_names(lasting | {f"{unique}:{index}"})
 
 
-def _each(
-    model: ov.Model, kinds: tuple[str, ...], replacement: Callable[[Any], Any | None]
-) -> int:
+def _each(model: ov.Model, kind: str, replacement: Callable[[Any], Any | None]) -> int:
     replaced = 0
-    for node in operations(model, *kinds):
-        new = replacement(node)
-        if new is None:
-            continue
-        new.set_friendly_name(node.get_friendly_name())
-        replace(node, new)
-        replaced += 1
+    for node in operations(model, kind):
+        if (new := replacement(node)) is not None:
+            new.set_friendly_name(node.get_friendly_name())
+            replace(node, new)
+            replaced += 1
     return replaced
 
 
@@ -100,10 +96,8 @@ def exact_softplus(x: Any) -> Any:
     highest, *lower = reversed(_log1p_coefficients())
     polynomial: Any = constant(highest, np.float32)
     for coefficient in lower:
-        polynomial = ops.add(
-            ops.multiply(polynomial, small), constant(coefficient, np.float32)
-        )
-    return ops.add(ops.relu(x), ops.multiply(small, polynomial))
+        polynomial = ops.add(polynomial * small, np.float32(coefficient))
+    return ops.relu(x) + small * polynomial
 
 
 @functools.cache
@@ -124,16 +118,14 @@ def weights_on_the_right(model: ov.Model) -> int:
         x = node.input_value(1)
         if matrix.get_node().get_type_name() != "Constant" or attributes["transpose_a"]:
             return None
-        if [value.get_partial_shape().rank.get_length() for value in (matrix, x)] != [
-            2,
-            3,
-        ]:
+        ranks = [len(value.get_partial_shape()) for value in (matrix, x)]
+        if ranks != [2, 3]:
             return None
-        order = constant([0, 2, 1])
+        order = [0, 2, 1]
         rows = x if attributes["transpose_b"] else ops.transpose(x, order)
         return ops.transpose(ops.matmul(rows, matrix, False, True), order)
 
-    return _each(model, ("MatMul",), turned)
+    return _each(model, "MatMul", turned)
 
 
 def equal_batches(model: ov.Model) -> int:
@@ -150,13 +142,13 @@ def equal_batches(model: ov.Model) -> int:
         attributes = node.get_attributes()
         if list(x.get_partial_shape())[:-2] == batches:
             return None
-        shape = constant([*(batch.get_length() for batch in batches), 1, 1])
+        shape = [*(batch.get_length() for batch in batches), 1, 1]
         copies = ops.broadcast(x, shape, broadcast_spec="BIDIRECTIONAL")
         return ops.matmul(
             copies, stack, attributes["transpose_a"], attributes["transpose_b"]
         )
 
-    return _each(model, ("MatMul",), copied)
+    return _each(model, "MatMul", copied)
 
 
 def is_gated(model: ov.Model) -> bool:
@@ -182,7 +174,7 @@ def _cumulative_product(node: Any) -> Any | None:
     """CumSum over any axis: the axis goes last, times the upper triangle of ones."""
     axis = int(node.input_value(1).get_node().data.reshape(-1)[0])
     x = node.input_value(0)
-    rank = x.get_partial_shape().rank.get_length()
+    rank = len(x.get_partial_shape())
     attributes = node.get_attributes()
     if attributes.get("exclusive") or attributes.get("reverse"):
         return None
@@ -191,13 +183,12 @@ def _cumulative_product(node: Any) -> Any | None:
     if size.is_static:
         mask = constant(np.triu(np.ones((size.get_length(),) * 2)), np.float32)
     else:
-        positions = ops.range(constant(0), length(x, axis), constant(1), "i64")
-        column = ops.unsqueeze(positions, constant(1))
-        row = ops.unsqueeze(positions, constant(0))
-        mask = ops.convert(ops.less_equal(column, row), "f32")
-    mask.set_friendly_name(f"{node.get_friendly_name()}/cumba_mask")
+        positions = ops.range(0, length(x, axis), 1, "i64")
+        before = ops.less_equal(ops.unsqueeze(positions, 1), ops.unsqueeze(positions, 0))
+        mask = ops.convert(before, "f32")
+    mask.set_friendly_name("kl_lens/cumba_mask")  # without OpenVINO's number of the node
     if axis == rank - 1:
         return ops.matmul(x, mask, False, False)
     order = [i for i in range(rank) if i != axis] + [axis]
-    moved = ops.matmul(ops.transpose(x, constant(order)), mask, False, False)
-    return ops.transpose(moved, constant(list(np.argsort(order))))
+    moved = ops.matmul(ops.transpose(x, order), mask, False, False)
+    return ops.transpose(moved, np.argsort(order))

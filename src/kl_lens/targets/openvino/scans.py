@@ -40,21 +40,19 @@ def constant(value: Any, dtype: Any = np.int64) -> Value:
 def reshaped(value: Value, shape: list[Any]) -> Value:
     """Reshape where the axes may be numbers or scalar nodes; −1 is inferred."""
     if all(isinstance(axis, int) for axis in shape):
-        return ops.reshape(value, constant(shape), False)
-    parts = [
-        ops.unsqueeze(constant(a) if isinstance(a, int) else a, constant(0))
-        for a in shape
-    ]
-    return ops.reshape(value, ops.concat(parts, 0), False)
-
-
-def transposed(value: Value, order: list[int]) -> Value:
-    return ops.transpose(value, constant(order))
+        return ops.reshape(value, shape, False)
+    axes = [ops.unsqueeze(axis, 0) for axis in shape]
+    return ops.reshape(value, ops.concat(axes, 0), False)
 
 
 def length(value: Value, axis: int = 0) -> Value:
     """The length of an axis as a scalar node."""
-    return ops.gather(ops.shape_of(value), constant(axis), constant(0))
+    return ops.gather(ops.shape_of(value), axis, 0)
+
+
+def _slot(*shape: int) -> Value:
+    """An input of a loop's body."""
+    return ops.parameter(shape, np.float32)
 
 
 def selective_scan(inputs: Inputs, channels: int, states: int) -> tuple[Value, Value]:
@@ -66,23 +64,17 @@ def selective_scan(inputs: Inputs, channels: int, states: int) -> tuple[Value, V
     run along them.
     """
     x, dt, a, b, c, state = inputs
-    step = ops.parameter([1, channels], np.float32)
-    inflow = ops.parameter([1, channels], np.float32)
-    into = ops.parameter([1, states], np.float32)
-    out_of = ops.parameter([1, states], np.float32)
-    rates = ops.parameter([states, channels], np.float32)
-    before = ops.parameter([states, channels], np.float32)
-    decay = ops.exp(ops.multiply(step, rates))
-    added = ops.multiply(reshaped(into, [states, 1]), inflow)
-    after = ops.add(ops.multiply(decay, before), added)
+    step = _slot(1, channels)
+    inflow = _slot(1, channels)
+    into = _slot(1, states)
+    out_of = _slot(1, states)
+    rates = _slot(states, channels)
+    before = _slot(states, channels)
+    after = ops.exp(step * rates) * before + reshaped(into, [states, 1]) * inflow
     y = ops.matmul(out_of, after, False, False)
-    body = ov.Model(
-        [ops.result(after), ops.result(y)],
-        [step, inflow, into, out_of, rates, before],
-        "selective_scan",
-    )
     sliced = ((step, dt), (inflow, ops.multiply(x, dt)), (into, b), (out_of, c))
-    return _iterated(body, (before, state), sliced, [(rates, transposed(a, [1, 0]))])
+    whole = [(rates, ops.transpose(a, [1, 0]))]
+    return _iterated("selective_scan", (after, y), (before, state), sliced, whole)
 
 
 def unrolled_selective_scan(
@@ -90,18 +82,16 @@ def unrolled_selective_scan(
 ) -> tuple[Value, Value]:
     """Mamba-1 for a few tokens whose number is fixed: no iterator, for devices that cannot run one."""
     x, dt, a, b, c, state = inputs
-    rates = transposed(a, [1, 0])
+    rates = ops.transpose(a, [1, 0])
     inflow = ops.multiply(x, dt)
     outputs = []
     for token in range(tokens):
         step, flow, into, out_of = (
-            ops.slice(
-                v, constant([token]), constant([token + 1]), constant([1]), constant([0])
-            )
-            for v in (dt, inflow, b, c)
+            ops.slice(value, [token], [token + 1], [1], [0])
+            for value in (dt, inflow, b, c)
         )
-        added = ops.multiply(reshaped(into, [states, 1]), flow)
-        state = ops.add(ops.multiply(ops.exp(ops.multiply(step, rates)), state), added)
+        state = ops.multiply(ops.exp(step * rates), state)
+        state = state + reshaped(into, [states, 1]) * flow
         outputs.append(ops.matmul(out_of, state, False, False))
     return ops.concat(outputs, 0) if tokens > 1 else outputs[0], state
 
@@ -112,39 +102,27 @@ def delta_scan(inputs: Inputs, shape: tuple[int, ...]) -> tuple[Value, Value]:
     query, key (time, heads, keys); value (time, heads, values); g (time, heads) or (time, heads, keys); beta
     (time, heads); state (heads, keys, values). Returns y (time, heads, values) and the last state.
     """
-    query, key, value, g, beta, state = inputs
+    g, beta, state = inputs[3:]
     heads, keys, values = shape
-    widths = {"query": keys, "key": keys, "value": values, "beta": 1}
     decays = keys if g.get_partial_shape().rank.get_length() == 3 else 1
-    tokens = {
-        name: ops.parameter([1, heads, 1, width], np.float32)
-        for name, width in widths.items()
-    }
-    decay = ops.parameter([1, heads, decays, 1], np.float32)
-    before = ops.parameter([heads, keys, values], np.float32)
-    q, k, v, b = (
-        reshaped(tokens[name], [heads, 1, width]) for name, width in widths.items()
+    widths = (keys, keys, values, 1)
+    tokens = [_slot(1, heads, 1, width) for width in widths]
+    decay = _slot(1, heads, decays, 1)
+    before = _slot(heads, keys, values)
+    query, key, value, share = (
+        reshaped(token, [heads, 1, width])
+        for token, width in zip(tokens, widths, strict=True)
     )
-    faded = ops.multiply(before, reshaped(decay, [heads, decays, 1]))
-    news = ops.multiply(ops.subtract(v, ops.matmul(k, faded, False, False)), b)
-    after = ops.add(faded, ops.multiply(reshaped(tokens["key"], [heads, keys, 1]), news))
-    y = reshaped(ops.matmul(q, after, False, False), [1, heads, values])
-    body = ov.Model(
-        [ops.result(after), ops.result(y)],
-        [*tokens.values(), decay, before],
-        "delta_scan",
-    )
+    faded = before * reshaped(decay, [heads, decays, 1])
+    news = (value - ops.matmul(key, faded, False, False)) * share
+    after = faded + reshaped(tokens[1], [heads, keys, 1]) * news
+    y = reshaped(ops.matmul(query, after, False, False), [1, heads, values])
     sliced = [
-        (tokens[name], reshaped(whole, [-1, heads, 1, widths[name]]))
-        for name, whole in {
-            "query": query,
-            "key": key,
-            "value": value,
-            "beta": beta,
-        }.items()
+        (token, reshaped(whole, [-1, heads, 1, width]))
+        for token, whole, width in zip(tokens, (*inputs[:3], beta), widths, strict=True)
     ]
     sliced.append((decay, reshaped(ops.exp(g), [-1, heads, decays, 1])))
-    return _iterated(body, (before, state), sliced)
+    return _iterated("delta_scan", (after, y), (before, state), sliced)
 
 
 def weighted_start(channels: int) -> Value:
@@ -164,32 +142,23 @@ def weighted_scan(inputs: Inputs, shape: tuple[int, ...]) -> tuple[Value, Value]
     """
     key, value, decay, first, state = inputs
     channels = shape[1]
-    k, v = (ops.parameter([1, channels], np.float32) for _ in range(2))
-    w, u = (ops.parameter([channels], np.float32) for _ in range(2))
-    before = ops.parameter([3, channels], np.float32)
-    top, bottom, most = (
-        ops.gather(before, constant([row]), constant(0)) for row in range(3)
-    )
+    k, v = (_slot(1, channels) for _ in range(2))
+    w, u = (_slot(channels) for _ in range(2))
+    before = _slot(3, channels)
+    top, bottom, most = (ops.gather(before, [row], 0) for row in range(3))
 
-    def joined(old: Value, new: Value) -> tuple[Value, Value, Value]:
+    def joined(old: Value, new: Value) -> list[Value]:
         largest = ops.maximum(old, new)
-        a = ops.exp(ops.subtract(old, largest))
-        b = ops.exp(ops.subtract(new, largest))
-        return (
-            ops.add(ops.multiply(a, top), ops.multiply(b, v)),
-            ops.add(ops.multiply(a, bottom), b),
-            largest,
-        )
+        a = ops.exp(old - largest)
+        b = ops.exp(new - largest)
+        return [a * top + b * v, a * bottom + b, largest]
 
-    numerator, denominator, _ = joined(most, ops.add(k, u))
-    y = ops.divide(numerator, denominator)
-    after = ops.concat(list(joined(ops.add(most, w), k)), 0)
-    body = ov.Model(
-        [ops.result(after), ops.result(y)], [k, v, w, u, before], "weighted_scan"
-    )
-    return _iterated(
-        body, (before, state), [(k, key), (v, value)], [(w, decay), (u, first)]
-    )
+    numerator, denominator, _ = joined(most, k + u)
+    y = numerator / denominator
+    after = ops.concat(joined(most + w, k), 0)
+    sliced = [(k, key), (v, value)]
+    whole = [(w, decay), (u, first)]
+    return _iterated("weighted_scan", (after, y), (before, state), sliced, whole)
 
 
 def chunked_scan(
@@ -206,79 +175,62 @@ def chunked_scan(
     heads, width, states, groups = sizes
     per_group = heads // groups
     time = length(x)
-    chunk = ops.minimum(time, constant(CHUNK))
-    chunks = ops.divide(ops.subtract(ops.add(time, chunk), constant(1)), chunk)
-    padding = ops.subtract(ops.multiply(chunks, chunk), time)
+    chunk = ops.minimum(time, CHUNK)
+    chunks = ops.divide(ops.subtract(time + chunk, 1), chunk)
+    padding = chunks * chunk - time
+
+    def apart(value: Value, count: int, columns: int) -> Value:
+        parts = reshaped(value, [chunks, chunk, count, columns])
+        return ops.transpose(parts, [0, 2, 1, 3])
 
     # A padded token has Δ = 0: it decays nothing and adds nothing.
-    inflow = _padded(ops.multiply(x, ops.unsqueeze(dt, constant(2))), padding, 3)
-    rates = _padded(ops.multiply(dt, ops.unsqueeze(a, constant(0))), padding, 2)
+    inflow = _padded(ops.multiply(x, ops.unsqueeze(dt, 2)), padding, 3)
+    rates = _padded(ops.multiply(dt, ops.unsqueeze(a, 0)), padding, 2)
     inflow = reshaped(inflow, [chunks, chunk, groups, per_group * width])
-    into = transposed(
-        reshaped(_padded(b, padding, 3), [chunks, chunk, groups, states]), [0, 2, 1, 3]
-    )
-    out_of = transposed(
-        reshaped(_padded(c, padding, 3), [chunks, chunk, groups, states]), [0, 2, 1, 3]
-    )
-    rates = transposed(
-        reshaped(rates, [chunks, chunk, heads]), [0, 2, 1]
-    )  # (chunks, heads, chunk)
-    cumulative = ops.cum_sum(rates, constant(2))
+    into = apart(_padded(b, padding, 3), groups, states)
+    out_of = apart(_padded(c, padding, 3), groups, states)
+    # (chunks, heads, chunk)
+    rates = ops.transpose(reshaped(rates, [chunks, chunk, heads]), [0, 2, 1])
+    cumulative = ops.cum_sum(rates, 2)
 
-    # Within the chunk: token t hears token s ≤ t, damped by exp(cumulative[t] − cumulative[s]). The minimum keeps the
-    # upper triangle, which the mask drops, from overflowing.
-    difference = ops.subtract(
-        ops.unsqueeze(cumulative, constant(3)), ops.unsqueeze(cumulative, constant(2))
-    )  # (chunks, heads, t, s)
-    damping = ops.exp(ops.minimum(difference, constant(0, np.float32)))
-    scores = ops.multiply(ops.matmul(out_of, into, False, True), _causal_mask(chunk))
-    damping = reshaped(damping, [chunks, groups, per_group, chunk, chunk])
-    weights = reshaped(
-        ops.multiply(damping, ops.unsqueeze(scores, constant(2))),
-        [chunks, heads, chunk, chunk],
-    )
-    by_head = transposed(reshaped(inflow, [chunks, chunk, heads, width]), [0, 2, 1, 3])
-    within = transposed(
-        ops.matmul(weights, by_head, False, False), [0, 2, 1, 3]
-    )  # (chunks, t, heads, width)
+    scores = ops.matmul(out_of, into, False, True) * _causal_mask(chunk)
+    damping = reshaped(_damping(cumulative), [chunks, groups, per_group, chunk, chunk])
+    weights = damping * ops.unsqueeze(scores, 2)
+    weights = reshaped(weights, [chunks, heads, chunk, chunk])
+    within = ops.matmul(weights, apart(inflow, heads, width), False, False)
+    within = ops.transpose(within, [0, 2, 1, 3])  # (chunks, t, heads, width)
 
     # What each chunk adds to the state by its end, and how much of the state before it survives.
-    total = ops.gather(cumulative, constant([-1]), constant(2))  # (chunks, heads, 1)
-    to_end = transposed(ops.exp(ops.subtract(total, cumulative)), [0, 2, 1])
-    damped = ops.multiply(
-        reshaped(inflow, [chunks, chunk, groups, per_group, width]),
-        reshaped(to_end, [chunks, chunk, groups, per_group, 1]),
-    )
-    damped = transposed(
-        reshaped(damped, [chunks, chunk, groups, per_group * width]), [0, 2, 1, 3]
-    )
-    added = reshaped(
-        ops.matmul(into, damped, True, False), [chunks, groups, states, per_group, width]
-    )
+    total = ops.gather(cumulative, [-1], 2)  # (chunks, heads, 1)
+    to_end = ops.transpose(ops.exp(total - cumulative), [0, 2, 1])
+    damped = reshaped(inflow, [chunks, chunk, groups, per_group, width])
+    damped = damped * reshaped(to_end, [chunks, chunk, groups, per_group, 1])
+    added = ops.matmul(into, apart(damped, groups, per_group * width), True, False)
+    added = reshaped(added, [chunks, groups, states, per_group, width])
     surviving = reshaped(ops.exp(total), [chunks, groups, 1, per_group, 1])
     if single:
         entering = state
-        last = ops.add(ops.multiply(surviving, state), added)
+        last = ops.multiply(surviving, state) + added
     else:
         entering, last = _between_chunks(surviving, added, state, sizes.state_shape)
 
     # What the state at the chunk's start contributes to token t.
-    carried = ops.matmul(
-        out_of,
-        reshaped(entering, [chunks, groups, states, per_group * width]),
-        False,
-        False,
-    )
-    carried = transposed(
-        reshaped(carried, [chunks, groups, chunk, per_group, width]), [0, 2, 1, 3, 4]
-    )
-    from_start = reshaped(
-        transposed(ops.exp(cumulative), [0, 2, 1]), [chunks, chunk, groups, per_group, 1]
-    )
-    carried = reshaped(ops.multiply(carried, from_start), [chunks, chunk, heads, width])
-    y = reshaped(ops.add(within, carried), [-1, heads, width])
-    end = ops.unsqueeze(time, constant(0))
-    return ops.slice(y, constant([0]), end, constant([1]), constant([0])), last
+    entering = reshaped(entering, [chunks, groups, states, per_group * width])
+    carried = ops.matmul(out_of, entering, False, False)
+    carried = reshaped(carried, [chunks, groups, chunk, per_group, width])
+    carried = ops.transpose(carried, [0, 2, 1, 3, 4])
+    from_start = ops.transpose(ops.exp(cumulative), [0, 2, 1])
+    from_start = reshaped(from_start, [chunks, chunk, groups, per_group, 1])
+    carried = reshaped(carried * from_start, [chunks, chunk, heads, width])
+    y = reshaped(within + carried, [-1, heads, width])
+    return ops.slice(y, [0], ops.unsqueeze(time, 0), [1], [0]), last
+
+
+def _damping(cumulative: Value) -> Value:
+    """(chunks, heads, t, s): token t hears token s ≤ t damped by exp(cumulative[t] − cumulative[s]). The minimum keeps
+    the upper triangle, which the mask drops, from overflowing."""
+    difference = ops.unsqueeze(cumulative, 3) - ops.unsqueeze(cumulative, 2)
+    return ops.exp(ops.minimum(difference, np.float32(0)))
 
 
 def one_token_scan(inputs: Inputs, sizes: Sizes) -> tuple[Value, Value]:
@@ -286,18 +238,14 @@ def one_token_scan(inputs: Inputs, sizes: Sizes) -> tuple[Value, Value]:
     x, dt, a, b, c, state = inputs
     heads, width, states, groups = sizes
     columns = heads // groups * width
-    decay = ops.exp(ops.multiply(dt, ops.unsqueeze(a, constant(0))))
+    decay = ops.exp(ops.multiply(dt, ops.unsqueeze(a, 0)))
     row = constant(np.ones((1, width)), np.float32)
     row.set_friendly_name("kl_lens/ones")
-    over_width = ops.multiply(reshaped(decay, [heads, 1]), row)
-    inflow = reshaped(
-        ops.multiply(x, ops.unsqueeze(dt, constant(2))), [groups, 1, columns]
-    )
-    added = ops.multiply(reshaped(b, [groups, states, 1]), inflow)
+    over_width = reshaped(decay, [heads, 1]) * row
+    inflow = ops.multiply(x, ops.unsqueeze(dt, 2))
+    added = reshaped(b, [groups, states, 1]) * reshaped(inflow, [groups, 1, columns])
     before = reshaped(state, [groups, states, columns])
-    after = ops.add(
-        ops.multiply(reshaped(over_width, [groups, 1, columns]), before), added
-    )
+    after = reshaped(over_width, [groups, 1, columns]) * before + added
     y = ops.matmul(reshaped(c, [groups, 1, states]), after, False, False)
     return reshaped(y, [1, heads, width]), reshaped(after, list(sizes.state_shape))
 
@@ -318,20 +266,19 @@ def one_or_many_scan(inputs: Inputs, sizes: Sizes) -> tuple[Value, Value]:
         parameters = [
             ops.parameter(ov.PartialShape(shape), np.float32) for shape in shapes
         ]
-        y, last = scan(tuple(parameters), sizes)
-        return ov.Model([ops.result(y), ops.result(last)], parameters, name)
+        results = scan(tuple(parameters), sizes)
+        return ov.Model([ops.result(value) for value in results], parameters, name)
 
     single = branch(one_token_scan, "one_token")
     chunked = branch(chunked_scan, "many_tokens")
-    choice = ops.if_op(_output(ops.equal(length(inputs[0]), constant(1))))
+    choice = ops.if_op(ops.equal(length(inputs[0]), 1).output(0))
     choice.set_then_body(single)
     choice.set_else_body(chunked)
-    for value, for_one, for_many in zip(
+    for value, *parameters in zip(
         inputs, single.get_parameters(), chunked.get_parameters(), strict=True
     ):
-        choice.set_input(_output(value), for_one, for_many)
-    y = choice.set_output(single.results[0], chunked.results[0])
-    last = choice.set_output(single.results[1], chunked.results[1])
+        choice.set_input(_output(value), *parameters)
+    y, last = map(choice.set_output, single.results, chunked.results)
     return y, last
 
 
@@ -339,55 +286,48 @@ def _between_chunks(
     surviving: Value, added: Value, state: Value, shape: tuple[int, ...]
 ) -> tuple[Value, Value]:
     """The state before each chunk, and after the last one."""
-    keep = ops.parameter([1, shape[1], 1, shape[3], 1], np.float32)
-    plus = ops.parameter(list(shape), np.float32)
-    before = ops.parameter(list(shape), np.float32)
-    after = ops.add(ops.multiply(keep, before), plus)
-    body = ov.Model(
-        [ops.result(after), ops.result(before)], [keep, plus, before], "between_chunks"
-    )
-    return _iterated(body, (before, state), [(keep, surviving), (plus, added)])
+    keep = _slot(1, shape[1], 1, shape[3], 1)
+    plus = _slot(*shape)
+    before = _slot(*shape)
+    sliced = [(keep, surviving), (plus, added)]
+    results = (keep * before + plus, before)
+    return _iterated("between_chunks", results, (before, state), sliced)
 
 
 def _iterated(
-    body: ov.Model,
+    name: str,
+    results: tuple[Value, Value],
     state: tuple[Value, Value],
     sliced: Sequence[tuple[Value, Value]],
     whole: Sequence[tuple[Value, Value]] = (),
 ) -> tuple[Value, Value]:
-    """Runs a body over the first axis of what is sliced (pairs of its parameter and a value). Its first result is the
-    next state, its second what this step gives. Returns all steps' results and the last state."""
+    """Computes `results`, the next state and what this step gives, along the first axis of what is sliced (pairs of an
+    input and a value). Returns all steps' results and the last state."""
+    inputs = [slot for slot, _ in (*sliced, *whole, state)]
+    body = ov.Model([ops.result(value) for value in results], inputs, name)
+    after, step = (result.output(0) for result in body.results)
     iterator = ops.tensor_iterator()
     iterator.set_body(body)
-    for parameter, value in sliced:
-        iterator.set_sliced_input(parameter, _output(value), 0, 1, 1, -1, 0)
-    for parameter, value in whole:
-        iterator.set_invariant_input(parameter, _output(value))
-    iterator.set_merged_input(state[0], _output(state[1]), body.results[0].output(0))
-    last = iterator.get_iter_value(body.results[0].output(0), -1)
-    return iterator.get_concatenated_slices(
-        body.results[1].output(0), 0, 1, 1, -1, 0
-    ), last
+    for slot, value in sliced:
+        iterator.set_sliced_input(slot, _output(value), 0, 1, 1, -1, 0)
+    for slot, value in whole:
+        iterator.set_invariant_input(slot, _output(value))
+    iterator.set_merged_input(state[0], _output(state[1]), after)
+    last = iterator.get_iter_value(after, -1)
+    return iterator.get_concatenated_slices(step, 0, 1, 1, -1, 0), last
 
 
 def _padded(value: Value, padding: Value, rank: int) -> Value:
     """Appends zeros after the last token."""
-    begin = constant([0] * rank)
-    end = ops.concat([ops.unsqueeze(padding, constant(0)), constant([0] * (rank - 1))], 0)
-    return ops.pad(value, begin, end, "constant", constant(0, np.float32))
+    end = ops.concat([ops.unsqueeze(padding, 0), [0] * (rank - 1)], 0)
+    return ops.pad(value, [0] * rank, end, "constant", np.float32(0))
 
 
 def _causal_mask(chunk: Value) -> Value:
     full = constant(np.tril(np.ones((CHUNK, CHUNK))), np.float32)
     full.set_friendly_name("kl_lens/causal_mask")
-    end = ops.unsqueeze(chunk, constant(0))
-    return ops.slice(
-        full,
-        constant([0, 0]),
-        ops.concat([end, end], 0),
-        constant([1, 1]),
-        constant([0, 1]),
-    )
+    end = ops.unsqueeze(chunk, 0)
+    return ops.slice(full, [0, 0], ops.concat([end, end], 0), [1, 1], [0, 1])
 
 
 def _output(value: Value) -> ov.Output:

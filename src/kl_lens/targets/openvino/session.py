@@ -28,6 +28,7 @@ from kl_lens.targets.openvino.rewrites import is_gated
 from kl_lens.targets.session import CACHES, FedSession, Logits, SessionSettings
 from kl_lens.text.images import Preparation, pixels_of
 
+IDS = "input_ids"
 ATTENTION_MASK = "attention_mask"
 BEAM_IDX = "beam_idx"  # inputs as OpenVINO GenAI names them
 HEAD_NODE = "lm_head"  # name of the head's product in the graph
@@ -122,8 +123,7 @@ class OpenVINOSession(FedSession):
         self.path = path
         self.description = description
         self._static = static
-        names = [output.get_names() for output in compiled.outputs]
-        self._at = next((i for i, name in enumerate(names) if "logits" in name), 0)
+        self._at = _logits_index(compiled)
         self.vocabulary = int(
             compiled.outputs[self._at].get_partial_shape()[2].get_length()
         )
@@ -150,7 +150,7 @@ class OpenVINOSession(FedSession):
                 )
             # Padded at the end, which a causal model does not see.
             padded = np.array([tokens + [0] * (most - len(tokens))], np.int64)
-            return self._infer({"input_ids": padded})[: len(tokens)]
+            return self._infer({IDS: padded})[: len(tokens)]
         cuts = list(range(LOGITS_CHUNK, len(tokens), LOGITS_CHUNK)) if every else []
         # The first call attends to keys and values as computed; later ones, to those that are kept.
         if every and CACHES in self.description and len(tokens) > 1:
@@ -158,7 +158,7 @@ class OpenVINOSession(FedSession):
         rows = []
         for part in np.split(np.array([tokens], np.int64), cuts, 1):
             wanted = np.arange(part.size) if every else np.array([part.size - 1])
-            rows.append(self._infer({"input_ids": part, "rows": wanted}))
+            rows.append(self._infer({IDS: part, "rows": wanted}))
         return np.concatenate(rows)
 
     def close(self) -> None:
@@ -220,12 +220,10 @@ class ImageSession:
 
 def _fix_sequences(graph: ov.Model) -> None:
     """Fixes the number of sequences to one. As it is on disk, for GenAI, the graph copies its states at every token."""
-    parameters = {
-        parameter.get_friendly_name(): parameter for parameter in graph.get_parameters()
-    }
+    parameters = {node.get_friendly_name(): node for node in graph.get_parameters()}
     scans.replace(parameters[BEAM_IDX], ops.constant(np.zeros(1, np.int32)))
-    graph.remove_parameter(parameters[BEAM_IDX])
-    graph.remove_parameter(parameters[ATTENTION_MASK])
+    for name in (BEAM_IDX, ATTENTION_MASK):
+        graph.remove_parameter(parameters[name])
     for variable in graph.get_variables():
         info = variable.get_info()
         info.data_shape = ov.PartialShape([1, *list(info.data_shape)[1:]])
@@ -237,22 +235,14 @@ def _fix_sequences(graph: ov.Model) -> None:
 def _choose_rows(graph: ov.Model) -> None:
     """Adds an input with the positions whose logits are wanted: a prefill wants only the last. Done on loading; the IR
     on disk gives the logits of all tokens."""
-    head = next(
-        (
-            node
-            for node in graph.get_ordered_ops()
-            if node.get_friendly_name() == HEAD_NODE
-        ),
-        None,
-    )
-    if head is None:
+    heads = {node.get_friendly_name(): node for node in graph.get_ops()}
+    if (head := heads.get(HEAD_NODE)) is None:
         raise TargetError(
             f"this IR has no node named {HEAD_NODE}; export the model again"
         )
-    rows = ops.parameter(ov.PartialShape([-1]), np.int64)
-    rows.set_friendly_name("rows")
+    rows = ops.parameter(ov.PartialShape([-1]), np.int64, name="rows")
     rows.output(0).get_tensor().set_names({"rows"})
-    chosen = ops.gather(head.input_value(0), rows, ops.constant(np.int64(1)))
+    chosen = ops.gather(head.input_value(0), rows, 1)
     head.input(0).replace_source_output(chosen.output(0))
     graph.add_parameters([rows])
     graph.validate_nodes_and_infer_types()
@@ -348,9 +338,8 @@ def compile_graph(
 def require_device(device: str) -> None:
     """Raises TargetError, with the list of devices, if OpenVINO does not find this one."""
     present = core().available_devices
-    if device.split(".")[0].split(":")[0] not in {
-        name.split(".")[0] for name in present
-    } | {"AUTO"}:
+    families = {name.split(".")[0] for name in (*present, "AUTO")}
+    if device.split(".")[0].split(":")[0] not in families:
         raise TargetError(
             f"OpenVINO finds no device {device!r} here; it finds {', '.join(present)}"
         )
@@ -369,20 +358,6 @@ def new_request(compiled: ov.CompiledModel) -> ov.InferRequest:
     return request
 
 
-def run_graph(compiled: ov.CompiledModel, ids: Sequence[int]) -> Logits:
-    """The logits of every token, from one call in a new request."""
-    request = new_request(compiled)
-    request.infer({"input_ids": np.asarray(ids, np.int64).reshape(1, -1)})
-    return np.array(request.get_output_tensor(0).data[0], np.float32)
-
-
-def log_softmax(logits: Logits) -> npt.NDArray[np.float64]:
-    wide = logits.astype(np.float64)
-    wide -= wide.max(-1, keepdims=True)
-    return wide - np.log(np.exp(wide).sum(-1, keepdims=True))
-
-
-IDS = "input_ids"
 POSITIONS = "position_ids"
 CACHE_POSITION = "cache_position"
 _PAST = ("past_key_values.", "cache_params.past.")  # states as inputs
@@ -406,13 +381,9 @@ class ForeignSession(OpenVINOSession):
         self._taps: int | None = None  # cache_position counts these, not tokens
         if CACHE_POSITION in _names(graph) and not self._steps_agree():
             # (1, channels, taps)
-            shapes = [
-                variable.get_info().data_shape for variable in graph.get_variables()
-            ]
-            widths = sorted(
-                {s[2].get_length() for s in shapes if len(s) == 3 and s[2].is_static}
-            )
-            self._taps = next(filter(self._steps_agree, widths), None)
+            shapes = [v.get_info().data_shape for v in graph.get_variables()]
+            widths = {s[2].get_length() for s in shapes if len(s) == 3 and s[2].is_static}
+            self._taps = next(filter(self._steps_agree, sorted(widths)), None)
         self.reset()
 
     def reset(self) -> None:
@@ -436,25 +407,19 @@ class ForeignSession(OpenVINOSession):
     def feed(self, tokens: list[int], *, every: bool) -> Logits:
         start = len(self._fed) if self._recurrent else 0
         self._fed += tokens
-        taps = (
-            None
-            if self._taps is None
-            else np.arange(self._taps)
-            if start == 0
-            else np.array([self._taps])
-        )
-        positions = np.arange(start, len(self._fed))
+        positions = cached = np.arange(start, len(self._fed))
+        if self._taps is not None:
+            cached = np.array([self._taps]) if start else np.arange(self._taps)
         values: dict[str, npt.NDArray[Any]] = {
             IDS: np.array([self._fed[start:]]),
             ATTENTION_MASK: np.ones((1, len(self._fed))),
             BEAM_IDX: np.zeros(1),
             POSITIONS: positions[None],
-            CACHE_POSITION: positions if taps is None else taps,
+            CACHE_POSITION: cached,
         }
         tensors = {}
-        for port in (
-            self._inputs
-        ):  # in its own type; states are empty, or zero where their size is fixed
+        # In its own type; states are empty, or zero where their size is fixed.
+        for port in self._inputs:
             axes = enumerate(port.get_partial_shape())
             sizes = [d.get_length() if d.is_static else int(i == 0) for i, d in axes]
             value = values.get(name := port.get_any_name(), np.zeros(sizes))
@@ -465,12 +430,8 @@ class ForeignSession(OpenVINOSession):
 def _feedable(path: Path) -> ov.Model:
     """The graph; UnsupportedError if it wants something that a language model does not get here."""
     graph = read_graph(path)
-    output = next(
-        (value for value in graph.outputs if "logits" in value.get_names()),
-        graph.outputs[0],
-    )
     names = _names(graph)
-    shape = output.get_partial_shape()
+    shape = graph.outputs[_logits_index(graph)].get_partial_shape()
     feedable = {IDS, ATTENTION_MASK, POSITIONS, BEAM_IDX, CACHE_POSITION}
     if odd := sorted(name for name in names - feedable if not name.startswith(_PAST)):
         raise UnsupportedError(
@@ -481,6 +442,12 @@ def _feedable(path: Path) -> ov.Model:
             f"{path.name} is not a language model: expected {IDS} in and logits out"
         )
     return graph
+
+
+def _logits_index(graph: ov.Model | ov.CompiledModel) -> int:
+    """Of its output; the first where none has that name."""
+    names = [output.get_names() for output in graph.outputs]
+    return next((i for i, labels in enumerate(names) if "logits" in labels), 0)
 
 
 def _names(graph: ov.Model) -> set[str]:

@@ -93,10 +93,8 @@ class BenchmarkApp:
         for entry in session.read_graph(graph_file(path)).inputs:
             shape = entry.get_partial_shape()
             if shape.is_dynamic:
-                sizes = ",".join(
-                    str(d.get_length()) if d.is_static else "1" for d in shape
-                )
-                shapes.append(f"{entry.get_any_name()}[{sizes}]")
+                sizes = [str(d.get_length() if d.is_static else 1) for d in shape]
+                shapes.append(f"{entry.get_any_name()}[{','.join(sizes)}]")
         return ",".join(shapes) or None
 
     def command(
@@ -115,14 +113,7 @@ class BenchmarkApp:
         if (program := Path(sys.executable).parent / "benchmark_app").is_file():
             words = [str(program)]
         words += ["-m", str(graph_file(path)), "-d", device, "-hint", "latency"]
-        words += [
-            "-t",
-            str(seconds),
-            "-niter",
-            str(iterations),
-            "--inference_only",
-            "TRUE",
-        ]
+        words += f"-t {seconds} -niter {iterations} --inference_only TRUE".split()
         if shapes := self.input_shapes(path):
             words += ["-data_shape", shapes]
         if threads is not None:
@@ -134,7 +125,7 @@ class BenchmarkApp:
         """Latencies are printed in milliseconds, or in microseconds when the model is fast. Raises TargetError with the
         program's own message if there is no report."""
 
-        def found(name: str) -> float:
+        def figure(name: str) -> float:
             match = re.search(_LINE.format(name=name), text, re.MULTILINE)
             if match is None:
                 raise TargetError(
@@ -144,13 +135,13 @@ class BenchmarkApp:
 
         threads = re.search(r"INFERENCE_NUM_THREADS: (\d+)", text)
         return AppReport(
-            int(found("Count")),
-            found("Duration") / 1e3,
-            found("Median"),
-            found("Average"),
-            found("Min"),
-            found("Max"),
-            found("Throughput"),
+            int(figure("Count")),
+            figure("Duration") / 1e3,
+            figure("Median"),
+            figure("Average"),
+            figure("Min"),
+            figure("Max"),
+            figure("Throughput"),
             int(threads[1]) if threads else None,
         )
 
@@ -171,9 +162,8 @@ class OpenVINOTarget(Target):
     # On ARM the plugin keeps keys and values as it computes them.
     cache_formats = () if platform.machine() in _ARM else ("u8", FP16, "u4", "u4-32")
     methods = ("gptq", "search")
-    writing_bytes = (
-        24.0  # float32 graphs beside PyTorch: a run of 135 million weights used 4.4 GB
-    )
+    # Float32 graphs beside PyTorch: a run of 135 million weights used 4.4 GB.
+    writing_bytes = 24.0
     recipe_tool = "nncf"
     exact_options = "set INFERENCE_PRECISION_HINT and KV_CACHE_PRECISION to f32, DYNAMIC_QUANTIZATION_GROUP_SIZE to 0"
     options = (
@@ -205,12 +195,10 @@ class OpenVINOTarget(Target):
     )
 
     def __init__(self) -> None:
-        self._sizes: dict[
-            tuple[str, frozenset[tuple[str, str]]], int
-        ] = {}  # model and formats → bytes
-        self._repeating: dict[
-            str, bool
-        ] = {}  # model → whether two of its matrices are the same
+        # Model and formats → bytes.
+        self._sizes: dict[tuple[str, frozenset[tuple[str, str]]], int] = {}
+        # Model → whether two of its matrices are the same.
+        self._repeating: dict[str, bool] = {}
 
     # -- what it can hold ----------------------------------------------------------------------------------
 
@@ -218,9 +206,8 @@ class OpenVINOTarget(Target):
         return profiles.PROFILES["cpu"].holds(fmt)
 
     def holds(self, fmt: Format, shape: Sequence[int]) -> str | None:
-        return profiles.lowered(Recipe(fmt.name), tuple(shape), profiles.PROFILES["cpu"])[
-            1
-        ]
+        _, reason = profiles.lowered(Recipe(fmt.name), shape, profiles.PROFILES["cpu"])
+        return reason
 
     @property
     def formats(self) -> tuple[str, ...]:
@@ -257,11 +244,8 @@ class OpenVINOTarget(Target):
         """The FP16 artifact's size, with every quantized matrix's bytes and decompression nodes put in its place; the
         size of a written file if `exact` is asked for and does not take minutes."""
         recipes = parsed(plan.assignment)
-        if (
-            exact
-            and sum(c.parameters for c in model.anatomy.components)
-            <= _WRITTEN_TO_BE_SIZED
-        ):
+        parameters = sum(c.parameters for c in model.anatomy.components)
+        if exact and parameters <= _WRITTEN_TO_BE_SIZED:
             # Only formats count, except that OpenVINO stores two matrices once if they stay equal (a repeated layer).
             if model.fingerprint not in self._repeating:
                 self._repeating[model.fingerprint] = _repeats_a_matrix(model)
@@ -270,21 +254,15 @@ class OpenVINOTarget(Target):
             return self._written_bytes(model, Plan(plan.name, grids, plan.made_by))
         size = self._written_bytes(model, Plan("fp16", {}, "fp16"))
         for component in model.anatomy.candidates:
-            grid = fitting_recipe(recipes.get(component.name, FP16), component.shape)[
-                0
-            ].grid
-            size += (
-                grid.bytes(component.shape)
-                - 2 * component.parameters
-                + self.overhead(grid)
-            )
+            shape = component.shape
+            recipe, _ = fitting_recipe(recipes.get(component.name, FP16), shape)
+            grid = recipe.grid
+            size += grid.bytes(shape) - 2 * component.parameters + self.overhead(grid)
         return size
 
     def _written_bytes(self, model: LoadedModel, plan: Plan) -> int:
-        key = (
-            model.fingerprint,
-            frozenset(item for item in plan.assignment.items() if item[1] != FP16),
-        )
+        quantized = (item for item in plan.assignment.items() if item[1] != FP16)
+        key = (model.fingerprint, frozenset(quantized))
         if key not in self._sizes:
             with tempfile.TemporaryDirectory() as folder:
                 self.write(model, plan, Path(folder), with_tokenizer=False)
@@ -292,11 +270,8 @@ class OpenVINOTarget(Target):
         return self._sizes[key]
 
     def overhead(self, fmt: Format) -> int:
-        return (
-            0
-            if fmt.name == FP16
-            else _GRAPH_BYTES[fmt.symmetric, fmt.group_size is not None]
-        )
+        grouped = fmt.group_size is not None
+        return 0 if fmt.name == FP16 else _GRAPH_BYTES[fmt.symmetric, grouped]
 
     def how_to_run(self, repository: str, artifact: Artifact) -> str:
         if TOKENIZER_FILE not in artifact.files:  # GenAI cannot open it
@@ -313,18 +288,13 @@ class OpenVINOTarget(Target):
 
     def loaded_files(self, path: Path) -> list[Path]:
         """A bare graph with its weights."""
-        return (
-            [path, path.with_suffix(".bin")]
-            if self.owns(path)
-            else super().loaded_files(path)
-        )
+        bare = [path, path.with_suffix(".bin")]
+        return bare if self.owns(path) else super().loaded_files(path)
 
     def contents(self, path: Path) -> Contents | None:
-        return (
-            None
-            if self.owns(path)
-            else dissection.graph_contents(path, read_artifact(path))
-        )
+        if self.owns(path):
+            return None
+        return dissection.graph_contents(path, read_artifact(path))
 
     def footprint(self, *, quantized: bool = True) -> Footprint:
         return _FOOTPRINTS[platform.machine() == "x86_64", quantized]
