@@ -34,7 +34,7 @@ from kl_lens.measuring.perturbation import (
     find_state_candidates,
 )
 from kl_lens.measuring.pieces import noise_floor
-from kl_lens.run.samples import WindowMetrics, summarise
+from kl_lens.run.readings import Reading, summarise
 from kl_lens.study.calibrate import CalibrateSettings
 from kl_lens.study.measure import STATE_TOKENS, STATE_WINDOWS
 from kl_lens.study.session import Session
@@ -63,8 +63,8 @@ def seconds(work: Callable[[], object]) -> float:
 
 def measured(
     engine: Engine, candidates: list[Candidate], ids: torch.Tensor
-) -> list[list[WindowMetrics]]:
-    results: list[list[WindowMetrics]] = [[] for _ in candidates]
+) -> list[list[Reading]]:
+    results: list[list[Reading]] = [[] for _ in candidates]
     for slab in engine.slabs(ids):
         engine.prepare(ids[slab.start : slab.stop])
         for windows, more in zip(

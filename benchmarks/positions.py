@@ -15,8 +15,8 @@ from pathlib import Path
 from common import REFERENCES, machine
 from kl_lens import planning
 from kl_lens.run.folder import Run
+from kl_lens.run.positions import curve_of
 from kl_lens.run.records import Plan, SensitivityTable
-from kl_lens.run.samples import curve_of
 from kl_lens.study.study import Study
 from result_files import Row, options, write
 

@@ -35,11 +35,12 @@ from common import ALL, machine, models, opened, shown
 from kl_lens.base.errors import PlanError
 from kl_lens.judging import prepare
 from kl_lens.judging.choosing import paired_difference
-from kl_lens.judging.scoring import WindowScore, score_text
+from kl_lens.judging.scoring import score_text
 from kl_lens.judging.texts import EvaluationText
 from kl_lens.judging.torch_session import TorchSession
 from kl_lens.model import LanguageTask, LoadedModel
 from kl_lens.run.folder import Run
+from kl_lens.run.readings import NLL, Reading, window_kl
 from kl_lens.run.records import Plan
 from kl_lens.study.calibrate import CalibrateSettings
 from kl_lens.study.measure import MeasureSettings
@@ -93,11 +94,13 @@ def judge(
 ) -> Judged:
     session = target.open(folder, SessionSettings())
     try:
-        scores: list[WindowScore] = score_text(session, text, teacher)  # type: ignore[arg-type]
+        scores: list[Reading] = score_text(session, text, teacher)  # type: ignore[arg-type]
     finally:
         session.close()
-    kl = np.array([score.kl().sum(dtype=np.float64) / score.targets for score in scores])
-    entropy = sum(score.nll for score in scores) / sum(score.targets for score in scores)
+    kl = window_kl(scores)
+    entropy = sum(score.sums[NLL] for score in scores) / sum(
+        score.targets for score in scores
+    )
     return Judged(size, kl, float(np.exp(entropy)))
 
 

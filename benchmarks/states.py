@@ -21,8 +21,9 @@ from kl_lens.measuring.engines import FastEngine
 from kl_lens.measuring.perturbation import Perturbation
 from kl_lens.model.states import StateFormat
 from kl_lens.run.folder import Run
+from kl_lens.run.positions import by_position
+from kl_lens.run.readings import KL
 from kl_lens.run.records import Component
-from kl_lens.run.samples import KL, by_position
 from kl_lens.study.measure import MeasureSettings, states_text
 from kl_lens.study.session import Session
 from result_files import Row, options, write
@@ -55,7 +56,7 @@ def rows(name: str, windows: int, place: Path, device: str) -> list[Row]:
             samples += more
     new = []
     for ((kind, fmt), parts), samples in zip(alone.items(), found, strict=True):
-        tokens = [np.frombuffer(sample.token_kl, np.float32) for sample in samples]
+        tokens = [sample.by_token() for sample in samples]
         curve = by_position(tokens)
         each = [kl for _, kl in parts]
         worst, most = max(parts, key=lambda part: part[1])

@@ -33,8 +33,8 @@ from kl_lens.base.errors import KLLensError, UnsupportedError, one_line
 from kl_lens.measuring.engines import ENGINES
 from kl_lens.measuring.perturbation import Perturbation, replacements
 from kl_lens.model import LoadedModel
+from kl_lens.run.readings import summarise
 from kl_lens.run.records import Plan
-from kl_lens.run.samples import summarise
 from kl_lens.targets import export, open_session
 from kl_lens.weights.recipes import Recipe
 

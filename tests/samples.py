@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kl_lens.run.samples import WindowMetrics
+from kl_lens.run.readings import KL, Reading, packed
 
 
 def window_of(
@@ -15,7 +15,7 @@ def window_of(
     same_top: float = 1.0,
     *,
     signal: float = 100.0,
-) -> WindowMetrics:
+) -> Reading:
     """A window with these means per token."""
     means = {
         "kl_teacher_to_student": kl,
@@ -26,6 +26,4 @@ def window_of(
         "same_top": same_top,
     }
     sums = {name: mean * tokens for name, mean in means.items()}
-    return WindowMetrics(
-        window, tokens, tokens, sums, np.full(tokens, kl, np.float32).tobytes()
-    )
+    return Reading(window, tokens, tokens, sums, {KL: packed(np.full(tokens, kl))})

@@ -20,8 +20,8 @@ from kl_lens.model import Chain, load
 from kl_lens.model.kernels.rounded_scan import rounded_scan
 from kl_lens.model.states import StateFormat
 from kl_lens.run.folder import CALIBRATION, Run
+from kl_lens.run.readings import summarise
 from kl_lens.run.records import Plan
-from kl_lens.run.samples import summarise
 from kl_lens.targets import deployed, get_target
 from kl_lens.weights.formats import get_format
 from kl_lens.weights.formats.blocks import LAYOUTS

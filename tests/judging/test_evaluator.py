@@ -32,9 +32,7 @@ from kl_lens.judging.scoring import (
     COMPARED_WINDOWS,
     DISAGREES,
     IN_FLOAT32,
-    WindowScore,
     differences,
-    packed,
     within,
 )
 from kl_lens.measuring.sweep import Progress, model_identity
@@ -42,6 +40,7 @@ from kl_lens.model import LoadedModel, load
 from kl_lens.model.kernels import swap
 from kl_lens.paper.layouts import write_published
 from kl_lens.run.folder import Run
+from kl_lens.run.readings import KL, NLL, Reading, packed
 from kl_lens.run.records import Plan
 from kl_lens.run.subjects import file_digest, plan_digest
 from kl_lens.targets import SessionSettings, export, read_artifact
@@ -190,12 +189,10 @@ def test_the_rule_looks_at_differences_by_token(windows: int, length: int) -> No
         noise.normal(0, size, hard.shape) for size in (0.04, 8e-4)
     )  # as in an 8-bit file
 
-    def scores(losses: np.ndarray, kls: np.ndarray) -> list[WindowScore]:
+    def scores(losses: np.ndarray, kls: np.ndarray) -> list[Reading]:
         return [
-            WindowScore(
-                length, 80, float(nll.sum()), token_nll=packed(nll), token_kl=packed(k)
-            )
-            for nll, k in zip(losses, kls, strict=True)
+            Reading(index, length, length, {}, {NLL: packed(nll), KL: packed(kl)})
+            for index, (nll, kl) in enumerate(zip(losses, kls, strict=True))
         ]
 
     original = scores(hard, kl)

@@ -15,12 +15,18 @@ from kl_lens.judging import (
     divergence_values,
     prepare,
     score_text,
-    scoring,
 )
-from kl_lens.judging.scoring import likelihood_values, score_logits
+from kl_lens.judging.scoring import score_logits
 from kl_lens.judging.tasks import judge, near_chance
 from kl_lens.measuring.perturbation import Perturbation, replacements, swapped
 from kl_lens.model import LanguageTask, LoadedModel
+from kl_lens.run.readings import (
+    likelihood_values,
+    paired_drop,
+    perplexity,
+    perplexity_change,
+    quantile,
+)
 from kl_lens.run.records import Estimate
 from kl_lens.text.sources import Document, TextSource, wikitext2
 from kl_lens.weights.recipes import Recipe
@@ -155,8 +161,8 @@ def test_a_change_that_is_alike_everywhere_is_known_far_better_than_either_perpl
     weights = np.full(40, 100.0)
     original = weights * generator.normal(3.0, 0.3, 40)
     changed = original + weights * 0.01
-    change = scoring.perplexity_change(changed, original, weights)
-    ours, theirs = (scoring.perplexity(nll, weights) for nll in (changed, original))
+    change = perplexity_change(changed, original, weights)
+    ours, theirs = (perplexity(nll, weights) for nll in (changed, original))
     assert change.value == pytest.approx(ours.value - theirs.value)
     assert change.standard_error < ours.standard_error / 50
 
@@ -173,18 +179,18 @@ def test_the_error_of_a_quantile_is_that_of_repeated_texts() -> None:
             (level * generator.exponential(1, 200)).astype(np.float32) for level in levels
         ]
 
-    found = [scoring.quantile(windows(), 0.99) for _ in range(200)]
+    found = [quantile(windows(), 0.99) for _ in range(200)]
     spread = np.std([f.value for f in found])
     assert np.mean([f.standard_error for f in found]) == pytest.approx(spread, rel=0.2)
     few = [np.arange(5, dtype=np.float32), np.arange(5, dtype=np.float32)]
-    assert math.isnan(scoring.quantile(few, 0.999).standard_error)  # beyond the text
+    assert math.isnan(quantile(few, 0.999).standard_error)  # beyond the text
 
 
 def test_the_paired_drop_by_hand() -> None:
     """Of ten examples three were lost and one was won: 2 in 10; Agresti and Min's error with half an example each."""
     before = np.array([1, 1, 1, 1, 0, 0, 0, 0, 1, 0], float)
     after = np.array([0, 0, 0, 1, 1, 0, 0, 0, 1, 0], float)
-    drop = scoring.paired_drop(before, after)
+    drop = paired_drop(before, after)
     lost = 3.5
     won = 1.5
     n = 12
@@ -197,10 +203,7 @@ def test_the_paired_drop_by_hand() -> None:
 def test_verdicts_by_the_whole_error_bar() -> None:
     """No difference on few examples proves little."""
     for examples, verdict in ((40, "not decided"), (2000, "pass")):
-        assert (
-            judge(scoring.paired_drop(np.ones(examples), np.ones(examples)), 0.03)
-            == verdict
-        )
+        assert judge(paired_drop(np.ones(examples), np.ones(examples)), 0.03) == verdict
     found = [
         (0.01, 0.005, "pass"),
         (0.05, 0.005, "fail"),

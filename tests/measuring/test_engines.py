@@ -13,7 +13,7 @@ from kl_lens.measuring.perturbation import (
 )
 from kl_lens.measuring.pieces import engine_for
 from kl_lens.measuring.products import precision_for
-from kl_lens.run.samples import summarise
+from kl_lens.run.readings import summarise
 from kl_lens.weights.recipes import Recipe
 from tests.families import CONFIGS, UNUSUAL, token_ids
 from tests.measuring.conftest import loaded

@@ -20,7 +20,7 @@ from kl_lens.measuring.metrics import (
     window_metrics,
 )
 from kl_lens.model.tasks import UNCOUNTED
-from kl_lens.run.samples import WindowMetrics, summarise
+from kl_lens.run.readings import Reading, summarise
 
 
 def _in_double(
@@ -131,7 +131,7 @@ def test_rows_in_which_a_kernel_overflowed_are_mended_beside_other_objectives() 
     assert again.tolist() == [[1, 2, 3, 4, 5, 6], [0, 0, 0, 0, 1, 7]]
 
 
-def _window(index: int, kl: float, tokens: int = 4) -> WindowMetrics:
+def _window(index: int, kl: float, tokens: int = 4) -> Reading:
     rows = np.zeros((tokens, 5))
     rows[:, KL_TEACHER_STUDENT] = kl
     rows[:, SQUARED_ERROR] = 8.0

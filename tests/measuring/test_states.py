@@ -17,7 +17,7 @@ from kl_lens.measuring.perturbation import (
 )
 from kl_lens.model.states import KEYS, STATE, VALUES
 from kl_lens.run.folder import STATES, Run
-from kl_lens.run.samples import summarise
+from kl_lens.run.readings import summarise
 from kl_lens.study.study import Study
 from kl_lens.weights.recipes import Recipe
 from tests.families import token_ids

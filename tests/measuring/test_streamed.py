@@ -17,7 +17,7 @@ from kl_lens.model import LoadedModel, load
 from kl_lens.model.residency import BLOCKS_AT_ONCE
 from kl_lens.model.tasks import LanguageTask
 from kl_lens.run.folder import CALIBRATION, Run
-from kl_lens.run.samples import WindowMetrics
+from kl_lens.run.readings import Reading
 from kl_lens.study.session import Session
 from kl_lens.targets import deployed
 from kl_lens.weights.recipes import Recipe
@@ -51,11 +51,11 @@ def _matrices(model: LoadedModel) -> dict[str, bool]:
 
 def _measured(
     model: LoadedModel, perturbations: list[Perturbation], budget: int, target: str = ""
-) -> list[list[WindowMetrics]]:
+) -> list[list[Reading]]:
     windows = some_windows(3, 20)
     engine = engine_for("fast", model, windows.ids, budget, deployed(target or None))
     assert isinstance(engine, StreamedEngine) == (model.residency is not None)
-    results: list[list[WindowMetrics]] = [[] for _ in perturbations]
+    results: list[list[Reading]] = [[] for _ in perturbations]
     for slab in engine.slabs(windows.ids):
         engine.prepare(windows.ids[slab.start : slab.stop])
         for metrics, more in zip(results, engine.measure(perturbations), strict=True):

@@ -69,8 +69,7 @@ def test_the_answer_comes_first_with_the_command_that_makes_it(sample_page: str)
         words,
     )
     assert (
-        "kl-lens plan --run runs/sample --max-bytes 80kB --name small --verify"
-        in words
+        "kl-lens plan --run runs/sample --max-bytes 80kB --name small --verify" in words
     )
     assert "kl-lens measure sample-mamba --run runs/sample" in words
 

@@ -9,10 +9,10 @@ from tests.samples import window_of
 
 from kl_lens.base.errors import RunError
 from kl_lens.run.folder import CALIBRATION, Run
-from kl_lens.run.samples import WindowMetrics
+from kl_lens.run.readings import Reading
 
 
-def sample(kl: float) -> WindowMetrics:
+def sample(kl: float) -> Reading:
     return window_of(0, 4, kl, kl)
 
 

@@ -10,8 +10,8 @@ from tests.cli.conftest import tiny_folder  # noqa: F401
 import kl_lens as kl
 from kl_lens import planning
 from kl_lens.cli.main import main
+from kl_lens.run.positions import FALLS, GROWS, STEADY, by_position
 from kl_lens.run.records import Plan
-from kl_lens.run.samples import FALLS, GROWS, STEADY, by_position
 
 TOKENS = 2047
 WINDOWS = 6

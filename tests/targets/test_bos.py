@@ -11,9 +11,10 @@ import transformers
 
 from kl_lens import judging
 from kl_lens.base.files import reference_path
-from kl_lens.judging.scoring import divergence_values, likelihood_values, score_text
+from kl_lens.judging.scoring import score_text
 from kl_lens.model import LoadedModel, beginning
 from kl_lens.model.beginning import Beginning
+from kl_lens.run.readings import divergence_values, likelihood_values
 from kl_lens.run.records import Plan
 from kl_lens.targets import export, open_session
 from kl_lens.targets.tokenizer import artifact_tokenizer, find_tokenizer

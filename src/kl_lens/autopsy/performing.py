@@ -14,11 +14,12 @@ from kl_lens.autopsy.verdict import Autopsy, Evidence, Restored, Step, listed
 from kl_lens.autopsy.weights import TensorReport, alone, examine, together
 from kl_lens.base.errors import KLLensError, UnsupportedError, one_line
 from kl_lens.judging.judged import REMEMBERED, RUNTIME_ERRORS
-from kl_lens.judging.scoring import WindowScore, mean_kl, score_logits
+from kl_lens.judging.scoring import score_logits
 from kl_lens.judging.texts import EvaluationText, text_window
 from kl_lens.judging.torch_session import TorchSession
 from kl_lens.measuring.sweep import Progress
 from kl_lens.model import LoadedModel
+from kl_lens.run.readings import NLL, Reading, mean_kl
 from kl_lens.run.records import Estimate
 from kl_lens.targets import Session, SessionSettings, Target
 from kl_lens.targets.dissection import VOCABULARY, Disagreement, Dissection
@@ -247,7 +248,9 @@ class _Comparison:
                         ids,
                     )
                     losses = [
-                        score_logits(self._teacher.logits(i), text_window(tuple(i))).nll
+                        score_logits(self._teacher.logits(i), text_window(tuple(i))).sums[
+                            NLL
+                        ]
                         for i in both
                     ]
                     self.found.tokens_cost = max(losses[0] - losses[1], 0.0) / len(ids)
@@ -353,7 +356,7 @@ class _Comparison:
         title: str,
         other: Session | None = None,
         windows: int | None = None,
-    ) -> tuple[list[WindowScore], list[WindowScore]]:
+    ) -> tuple[list[Reading], list[Reading]]:
         """From the original, and from another step."""
         scores = []
         apart = []

@@ -13,21 +13,15 @@ from kl_lens.base.units import human_bytes
 from kl_lens.cli.terminal import Bold, Red, Row, Shown, table
 from kl_lens.judging.choosing import verdicts
 from kl_lens.judging.duel import Entrant
-from kl_lens.judging.scoring import (
-    AGREES,
-    AS_DEPLOYED,
-    DISAGREES,
-    IN_FLOAT32,
-    Agreement,
-)
+from kl_lens.judging.scoring import AGREES, AS_DEPLOYED, DISAGREES, IN_FLOAT32, Agreement
 from kl_lens.judging.tasks import judge, near_chance
 from kl_lens.paper.ranking import Ranking
 from kl_lens.profiling.benchmark import Report
 from kl_lens.profiling.machine import ratio_of
 from kl_lens.reporting.answer import libraries, unmeasurable
 from kl_lens.reporting.names import fixed_with_error, number, subject_title, with_error
+from kl_lens.run.positions import curve_of, shown_bins
 from kl_lens.run.records import Estimate, Profile, Score, Subject
-from kl_lens.run.samples import curve_of, shown_bins
 from kl_lens.study.autopsy import AutopsyResult
 from kl_lens.study.evaluate import EvaluateResult
 from kl_lens.study.paper import Imported

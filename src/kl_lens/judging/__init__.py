@@ -16,9 +16,7 @@ from kl_lens.judging.judged import (
     planned_recipes as planned_recipes,
     run_subjects as run_subjects,
 )
-from kl_lens.judging.scoring import (
-    divergence_values as divergence_values,
-    score_text as score_text,
-)
+from kl_lens.judging.scoring import score_text as score_text
 from kl_lens.judging.texts import EvaluationText as EvaluationText, prepare as prepare
 from kl_lens.judging.torch_session import TorchSession as TorchSession
+from kl_lens.run.readings import divergence_values as divergence_values

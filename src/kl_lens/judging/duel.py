@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
-import numpy as np
-
 from kl_lens.judging.choosing import Contender
 from kl_lens.judging.evaluator import ScoreJournal
 from kl_lens.judging.judged import Judged, JudgedArtifact
-from kl_lens.judging.scoring import divergence_values, likelihood_values
 from kl_lens.judging.texts import EvaluationText
+from kl_lens.model.tasks import TEXT
+from kl_lens.run.readings import divergence_values, likelihood_values, window_kl
 from kl_lens.run.records import Estimate
 
 
@@ -32,17 +31,18 @@ def entrants(
     files = [judged for judged in subjects if isinstance(judged, JudgedArtifact)]
     names = short_names([str(judged.path) for judged in files])
     for judged, name in zip(files, names, strict=True):
-        windows = [journal.window(judged, item, divergence=True) for item in text.items]
-        scores = [score for score in windows if score is not None]
-        if not scores or len(scores) < len(windows):
+        readings = list(journal.readings(judged, text, divergence=True).values())
+        if not readings or len(readings) < len(text.items):
             continue
-        values = divergence_values(scores) | likelihood_values(scores, task=text.task)
+        values = divergence_values(readings) | likelihood_values(
+            readings, images=text.task != TEXT
+        )
         shown = ("kl_mean", "token_perplexity", "same_top")
         entrant = Entrant(
             name,
             judged.target.loaded_bytes(judged.path),
             values["kl_mean"].value,
-            np.array([score.kl().mean(dtype=np.float64) for score in scores]),
+            window_kl(readings),
             judged.target.title,
             {key: values[key] for key in shown},
         )

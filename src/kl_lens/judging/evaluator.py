@@ -19,23 +19,18 @@ from kl_lens.base.environment import processors
 from kl_lens.base.errors import KLLensError, UnlearntError, one_line
 from kl_lens.judging import scoring
 from kl_lens.judging.judged import RUNTIME_ERRORS, Judged, JudgedArtifact, JudgedModel
-from kl_lens.judging.scoring import (
-    Agreement,
-    WindowScore,
-    divergence_values,
-    likelihood_values,
-    position_values,
-    score_logits,
-)
-from kl_lens.judging.texts import EvaluationText, Window, protocol_digest
+from kl_lens.judging.scoring import Agreement, position_values, score_logits
+from kl_lens.judging.texts import EvaluationText, protocol_digest
 from kl_lens.measuring.sweep import Progress
 from kl_lens.model import LoadedModel
+from kl_lens.model.tasks import TEXT
 from kl_lens.run.folder import Run, provenance
+from kl_lens.run.readings import KL, Reading, divergence_values, likelihood_values
 from kl_lens.run.records import Estimate, Score, Subject
 from kl_lens.run.subjects import current_results, stored_record
 from kl_lens.targets.session import Logits, Session
 
-WINDOW = "window_score"
+READING = "reading"
 RUNTIME = "score_runtime"
 ANSWERS = "task_answers"
 EXAMPLES = "task_examples"
@@ -82,14 +77,16 @@ class ScoreJournal:
             self.store(kind, judged, name, value)
         return value
 
-    def window(
-        self, judged: Judged, window: Window, *, divergence: bool
-    ) -> WindowScore | None:
-        """A window's score, if stored with everything needed."""
-        stored = self.load(WINDOW, judged, window.key)
-        if stored is None or (divergence and stored["token_kl"] is None):
-            return None
-        return WindowScore.from_json(stored)
+    def readings(
+        self, judged: Judged, text: EvaluationText, *, divergence: bool
+    ) -> dict[int, Reading]:
+        """The windows that are stored with everything needed."""
+        stored = (self.load(READING, judged, item.key) for item in text.items)
+        return {
+            index: Reading.from_json(index, value)
+            for index, value in enumerate(stored)
+            if value is not None and (KL in value["arrays"] or not divergence)
+        }
 
     def score(
         self,
@@ -236,7 +233,7 @@ class Evaluator:
             else self._windows(self.original, text, divergence=False)
         )
         self._at_once(files, text, divergence)
-        windows: dict[str, list[WindowScore]] = {}  # by identity
+        windows: dict[str, list[Reading]] = {}  # by identity
         for judged in order:
             try:
                 scores = self._windows(
@@ -292,22 +289,15 @@ class Evaluator:
 
     # -- windows -------------------------------------------------------------------------------------------
 
-    def _known(
-        self, judged: Judged, text: EvaluationText, divergence: bool
-    ) -> dict[int, WindowScore]:
-        found = (
-            self.journal.window(judged, item, divergence=divergence)
-            for item in text.items
-        )
-        return {index: score for index, score in enumerate(found) if score is not None}
-
     def _say_how_much(
         self, every: Sequence[Judged], text: EvaluationText, divergence: bool
     ) -> None:
         """Tells the progress display what comes now, and how much of it the journal has."""
         single = {judged.identity: judged for judged in every}.values()
         known = [
-            self._known(j, text, divergence and j is not self.original).values()
+            self.journal.readings(
+                j, text, divergence=divergence and j is not self.original
+            ).values()
             for j in single
         ]
         self.progress.started(
@@ -322,7 +312,7 @@ class Evaluator:
         for judged in {
             judged.identity: judged for judged in files
         }.values():  # two may be the same file
-            known = {*self._known(judged, text, divergence)}
+            known = {*self.journal.readings(judged, text, divergence=divergence)}
             for item in self._ahead(judged, text) if len(known) < len(text.items) else ():
                 if item.window not in known:
                     self._keep(item, text, divergence)
@@ -346,9 +336,9 @@ class Evaluator:
 
     def _windows(
         self, judged: Judged, text: EvaluationText, divergence: bool
-    ) -> list[WindowScore]:
+    ) -> list[Reading]:
         """The scores of all windows: from the journal, or computed now."""
-        scores = self._known(judged, text, divergence)
+        scores = self.journal.readings(judged, text, divergence=divergence)
         if missing := [index for index in range(len(text.items)) if index not in scores]:
             judged.check()
             is_teacher = judged is self.original
@@ -361,15 +351,15 @@ class Evaluator:
                     scores[item.window] = self._keep(item, text, divergence)
         return [scores[index] for index in range(len(text.items))]
 
-    def _keep(self, item: Arrived, text: EvaluationText, divergence: bool) -> WindowScore:
+    def _keep(self, item: Arrived, text: EvaluationText, divergence: bool) -> Reading:
         """Scores a window and stores it."""
         window = text.items[item.window]
         begin = perf_counter()
         teacher = self._teacher_session().logits(window.ids) if divergence else None
-        score = score_logits(item.logits, window, teacher)
+        score = score_logits(item.logits, window, teacher, item.window)
         score = replace(score, seconds=item.seconds + perf_counter() - begin)
         self.journal.store(RUNTIME, item.judged, "", item.runtime)
-        self.journal.store(WINDOW, item.judged, window.key, score.to_json())
+        self.journal.store(READING, item.judged, window.key, score.to_json())
         self.progress.advanced(
             window.targets, f"{item.judged.label}, window {item.window + 1}"
         )
@@ -385,14 +375,14 @@ class Evaluator:
         self,
         judged: Judged,
         text: EvaluationText,
-        scores: Sequence[WindowScore],
-        base: Sequence[WindowScore] | None,
+        scores: Sequence[Reading],
+        base: Sequence[Reading] | None,
         kinds: Collection[str],
     ) -> Iterator[Score]:
         """`base`: the original's windows; None for the original itself, or without one."""
         values: dict[str, Callable[[], dict[str, Estimate]]] = {
             POSITIONS: lambda: position_values(scores, divergence=base is not None),
-            PERPLEXITY: lambda: likelihood_values(scores, base, text.task),
+            PERPLEXITY: lambda: likelihood_values(scores, base, images=text.task != TEXT),
             **({} if base is None else {DIVERGENCE: lambda: divergence_values(scores)}),
         }
         for kind in (kind for kind in values if kind in kinds):
@@ -409,7 +399,7 @@ class Evaluator:
         judged: JudgedArtifact,
         model: LoadedModel,
         text: EvaluationText,
-        scores: Sequence[WindowScore],
+        scores: Sequence[Reading],
         known: Mapping[str, Subject],
         divergence: bool,
         outcome: Outcome,

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from kl_lens.base.errors import KLLensError, TextError
-from kl_lens.judging.scoring import mean, paired_drop, perplexity
+from kl_lens.run.readings import mean, paired_drop, perplexity
 from kl_lens.run.records import Estimate, Record
 
 INTERVAL = 1.96  # half the width of a 95 % interval in standard errors

@@ -48,9 +48,9 @@ from kl_lens.measuring.teacher import (
     window_bytes,
 )
 from kl_lens.model import LoadedModel, States
-from kl_lens.run.samples import WindowMetrics
+from kl_lens.run.readings import Reading
 
-Finish = Callable[[], list[list[WindowMetrics]]]
+Finish = Callable[[], list[list[Reading]]]
 Rows = Callable[[], Floats]  # waits for the result of `compare`
 
 DEFAULT_MEMORY = 8 * 10**9  # on a GPU: most of what is free there
@@ -150,7 +150,7 @@ class Engine(ABC):
 
     def in_turn(
         self, perturbations: Sequence[Perturbation], groups: Iterable[list[int]]
-    ) -> Iterator[tuple[list[int], list[list[WindowMetrics]]]]:
+    ) -> Iterator[tuple[list[int], list[list[Reading]]]]:
         """These groups with their results. A GPU works on the next group while the last one's numbers are summed."""
         behind = 1 if self.chain.device.type == "cuda" else 0
         waiting: deque[tuple[list[int], Finish]] = deque()
@@ -175,9 +175,9 @@ class Engine(ABC):
         for done, finish in waiting:
             yield done, finish()
 
-    def measure(self, perturbations: Sequence[Perturbation]) -> list[list[WindowMetrics]]:
+    def measure(self, perturbations: Sequence[Perturbation]) -> list[list[Reading]]:
         """The windows of each perturbation."""
-        measured: dict[int, list[WindowMetrics]] = {}
+        measured: dict[int, list[Reading]] = {}
         for group, results in self.in_turn(perturbations, self.groups(perturbations)):
             measured.update(zip(group, results, strict=True))
         return [measured[index] for index in range(len(perturbations))]
@@ -233,8 +233,8 @@ class PlainEngine(Engine):
         results = [self._measure_one(perturbation) for perturbation in perturbations]
         return lambda: results
 
-    def _measure_one(self, perturbation: Perturbation) -> list[WindowMetrics]:
-        metrics: list[WindowMetrics] = []
+    def _measure_one(self, perturbation: Perturbation) -> list[Reading]:
+        metrics: list[Reading] = []
         weights = replacements(self.model, perturbation)
         for windows in self._batches:
             teacher = self._teacher(windows)
@@ -336,8 +336,8 @@ class FastEngine(Engine):
             for batch in self.teacher.batches
         ]
 
-        def finish() -> list[list[WindowMetrics]]:
-            metrics: list[list[WindowMetrics]] = [[] for _ in students]
+        def finish() -> list[list[Reading]]:
+            metrics: list[list[Reading]] = [[] for _ in students]
             for batch, members in measured:
                 for windows, rows in zip(metrics, members, strict=True):
                     windows += self._windows(batch, rows())
@@ -494,7 +494,7 @@ class FastEngine(Engine):
         with self.perturbed(own_head.perturbation, own_head.weights):
             return self.chain.logits(states)
 
-    def _windows(self, batch: Batch, rows: Floats) -> list[WindowMetrics]:
+    def _windows(self, batch: Batch, rows: Floats) -> list[Reading]:
         return window_metrics(
             batch.windows, rows, batch.signal, batch.answers, self.vocabulary
         )

@@ -14,8 +14,8 @@ from kl_lens.measuring.metrics import check_finite
 from kl_lens.measuring.perturbation import Kernels, Perturbation, cached_states
 from kl_lens.measuring.pieces import engine_for
 from kl_lens.model import LoadedModel
+from kl_lens.run.readings import Reading, summarise, window_kl
 from kl_lens.run.records import Estimate
-from kl_lens.run.samples import WindowMetrics, summarise, window_kl
 from kl_lens.text.windows import Windows
 from kl_lens.weights.recipes import FP16, Recipe, parsed
 
@@ -98,8 +98,8 @@ class PlanMeter:
         )
         return self._known[key]
 
-    def _windows(self, perturbation: Perturbation) -> list[WindowMetrics]:
-        metrics: list[WindowMetrics] = []
+    def _windows(self, perturbation: Perturbation) -> list[Reading]:
+        metrics: list[Reading] = []
         for slab in self._slabs:
             if self._prepared != slab:
                 self._engine.prepare(self.text.ids[slab.start : slab.stop])

@@ -40,7 +40,7 @@ from kl_lens.model.kernels.vector_math import (
     largest,
 )
 from kl_lens.model.tasks import UNCOUNTED
-from kl_lens.run.samples import KL, WindowMetrics
+from kl_lens.run.readings import KL, Reading, packed
 
 Floats = npt.NDArray[np.float64]  # (rows, columns), or one value per row or window
 
@@ -250,7 +250,7 @@ def window_metrics(
     signal: Floats,
     targets: torch.Tensor,
     vocabulary: int,
-) -> list[WindowMetrics]:
+) -> list[Reading]:
     """The sums of each window, from the rows of compare() and the teacher's Σ squared logits of each row; `targets`:
     those of each window, `UNCOUNTED` where a row does not count."""
     by_window = rows.reshape(len(windows), -1, rows.shape[1])
@@ -263,12 +263,18 @@ def window_metrics(
         values = every[counted]
         power = powers[counted]
         count = int((known >= 0).sum())
-        sums = dict(zip((*BUILT_IN, *OBJECTIVES), values.sum(0).tolist(), strict=True))
-        sums["squared_error"] /= vocabulary
+        sums = named_sums(values, vocabulary)
         sums["signal"] = float(power.sum()) / vocabulary
-        token_kl = values[:, KL_TEACHER_STUDENT].astype(np.float32).tobytes()
-        metrics.append(WindowMetrics(window, len(values), count, sums, token_kl))
+        arrays = {KL: packed(values[:, KL_TEACHER_STUDENT])}
+        metrics.append(Reading(window, len(values), count, sums, arrays))
     return metrics
+
+
+def named_sums(rows: Floats, vocabulary: int) -> dict[str, float]:
+    """Of the rows of compare()."""
+    sums = dict(zip((*BUILT_IN, *OBJECTIVES), rows.sum(0).tolist(), strict=True))
+    sums["squared_error"] /= vocabulary
+    return sums
 
 
 def check_finite(what: str, windows: Sequence[tuple[int, float]]) -> None:

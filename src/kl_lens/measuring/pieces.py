@@ -27,7 +27,7 @@ from kl_lens.measuring.perturbation import Candidate, Kernels, key_of
 from kl_lens.measuring.products import FLOAT32
 from kl_lens.measuring.streamed import StreamedEngine
 from kl_lens.model import LoadedModel
-from kl_lens.run.samples import WindowMetrics, summarise
+from kl_lens.run.readings import Reading, summarise
 
 Group = tuple[int, ...]  # indices into the sweep's whole list of candidates
 Done = Mapping[tuple[str, str], set[int]]  # (component, format) → windows
@@ -131,9 +131,7 @@ class Found:
         tuple[int, int, float], ...
     ] = ()  # window, tokens with a target, summed cross-entropy
     noise: Mapping[str, float] | None = None
-    candidates: tuple[
-        tuple[int, tuple[WindowMetrics, ...]], ...
-    ] = ()  # index → its windows
+    candidates: tuple[tuple[int, tuple[Reading, ...]], ...] = ()  # index → its windows
     seconds: float = 0.0  # per candidate
 
 
@@ -258,7 +256,7 @@ def noise_floor(engine: Engine, ids: torch.Tensor, windows: int = 2) -> dict[str
     sides = 1 if engine.precision == FLOAT32 else 2
     together = engine.chain.full_logits(ids)
     targets = torch.full((ids.shape[1],), -1, device=ids.device)
-    metrics: list[WindowMetrics] = []
+    metrics: list[Reading] = []
     for index in range(len(ids)):
         alone = engine.logits(ids[index : index + 1])[0]
         rows = compare(TeacherRows.of(together[index], targets), alone)

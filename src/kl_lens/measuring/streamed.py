@@ -18,8 +18,8 @@ from kl_lens.measuring.perturbation import Perturbation, first_block
 from kl_lens.measuring.teacher import Batch
 from kl_lens.model import BlockCalls, LoadedModel, States
 from kl_lens.model.residency import BLOCKS_AT_ONCE, Residency
+from kl_lens.run.readings import Reading
 from kl_lens.run.records import Component
-from kl_lens.run.samples import WindowMetrics
 
 # Share of the budget (after weights) for states; the rest is working memory.
 _FOR_STATES = 1 / 3
@@ -42,7 +42,7 @@ class _Flight:
         self.members = members
         self._model = model
         self.start = start
-        self.metrics: list[list[WindowMetrics]] = [[] for _ in members]
+        self.metrics: list[list[Reading]] = [[] for _ in members]
         self.states: dict[int, States] = {}  # of each batch
         self.calls: list[
             BlockCalls
@@ -100,7 +100,7 @@ class StreamedEngine(FastEngine):
 
     def in_turn(
         self, perturbations: Sequence[Perturbation], groups: Iterable[list[int]]
-    ) -> Iterator[tuple[list[int], list[list[WindowMetrics]]]]:
+    ) -> Iterator[tuple[list[int], list[list[Reading]]]]:
         flights = []
         for group in groups:
             members = [perturbations[index] for index in group]
@@ -214,7 +214,7 @@ class StreamedEngine(FastEngine):
         self, flights: Sequence[_Flight], batch: Batch, number: int
     ) -> None:
         """All members together; those with their own head one by one."""
-        together: list[tuple[list[WindowMetrics], torch.Tensor]] = []
+        together: list[tuple[list[Reading], torch.Tensor]] = []
         for flight in flights:
             states = self._final(flight, batch, number)
             head = (

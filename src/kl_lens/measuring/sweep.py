@@ -18,7 +18,7 @@ from kl_lens.measuring.teacher import window_bytes
 from kl_lens.measuring.workers import Workers
 from kl_lens.model import LoadedModel
 from kl_lens.run.folder import CALIBRATION, KERNELS, Run, role_as
-from kl_lens.run.samples import summarise
+from kl_lens.run.readings import summarise
 from kl_lens.text.windows import Windows
 
 # Quantizing one weight takes as long as so many multiplications of a forward pass; measured on two ARM cores.

@@ -29,7 +29,7 @@ from kl_lens.base.version import __version__
 from kl_lens.measuring.pieces import Found, Job, Layout, Piece, PieceRunner
 from kl_lens.measuring.statistics import StoredStatistics
 from kl_lens.model import LoadedModel, load
-from kl_lens.run.samples import METRICS_VERSION
+from kl_lens.run.readings import METRICS_VERSION
 
 MANY_CORES = 8
 LEAST_WORKERS = 4  # on fewer cores, one process keeps all of them busy

@@ -42,8 +42,8 @@ from kl_lens.model.tasks import (
     vocabulary_size,
 )
 from kl_lens.model.tokenizer import load_tokenizer
+from kl_lens.run.positions import context_of
 from kl_lens.run.records import Component
-from kl_lens.run.samples import context_of
 from kl_lens.weights.store import DISK_BUDGET, WeightStore, state_of
 
 REFERENCES = ("mamba", "mamba2", "hybrid", "hymba", "vision")

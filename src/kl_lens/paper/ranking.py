@@ -19,8 +19,8 @@ import scipy  # its parts load on first use: that takes seconds
 
 from kl_lens.base.errors import RunError
 from kl_lens.run.folder import CALIBRATION, EVALUATION, Run, role_as
+from kl_lens.run.readings import Reading, summarise
 from kl_lens.run.records import Estimate, Record
-from kl_lens.run.samples import WindowMetrics, summarise
 
 HARM = "delta_cross_entropy"
 # Metric → +1 if larger means more damage, -1 if less.
@@ -154,7 +154,7 @@ def rank(run: Run, shares: Sequence[float] = (1.0, 0.1, 0.05), seed: int = 0) ->
     )
 
 
-def _reliability(windows: Sequence[list[WindowMetrics]]) -> tuple[float, float, float]:
+def _reliability(windows: Sequence[list[Reading]]) -> tuple[float, float, float]:
     """Spread of the candidates' damage, its median error, and τ between its halves."""
     harms = [summarise(samples)[HARM] for samples in windows]
     halves = [
@@ -168,7 +168,7 @@ def _reliability(windows: Sequence[list[WindowMetrics]]) -> tuple[float, float, 
     )
 
 
-def _samples(run: Run, role: str) -> dict[tuple[str, str], list[WindowMetrics]]:
+def _samples(run: Run, role: str) -> dict[tuple[str, str], list[Reading]]:
     """The run's default kind of measurements: weights alone, or with a target's activations."""
     role = role_as(role, run.usual_target)
     return {key: run.samples(role, *key) for key in run.measured_windows(role)}

@@ -26,6 +26,7 @@ from kl_lens.planning.knapsack import hull_of
 from kl_lens.reporting.names import UNITS, Unit, runtime_title
 from kl_lens.run.folder import KERNELS, Run
 from kl_lens.run.journal import checks_rows
+from kl_lens.run.positions import PositionCurve
 from kl_lens.run.records import (
     ARTIFACT,
     ORIGINAL,
@@ -40,7 +41,6 @@ from kl_lens.run.records import (
     SensitivityTable,
     Subject,
 )
-from kl_lens.run.samples import PositionCurve
 from kl_lens.run.subjects import (
     AnyRecord,
     current_profiles,

@@ -20,13 +20,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-import numpy as np
-
 from kl_lens.base.errors import PlanError, RunError
 from kl_lens.base.files import require_outside_models
 from kl_lens.base.units import parse_names
 from kl_lens.base.version import __version__
 from kl_lens.run.journal import FILE, LOCK, Hold, Journal, checks_rows
+from kl_lens.run.positions import PositionCurve, by_position
+from kl_lens.run.readings import KL, METRICS_VERSION, Reading, summarise
 from kl_lens.run.records import (
     PREDICTED,
     Component,
@@ -35,14 +35,6 @@ from kl_lens.run.records import (
     SensitivityTable,
     Subject,
     checked_plan_name,
-)
-from kl_lens.run.samples import (
-    KL,
-    METRICS_VERSION,
-    PositionCurve,
-    WindowMetrics,
-    by_position,
-    summarise,
 )
 
 CALIBRATION = "calibration"
@@ -312,7 +304,7 @@ class Run:
         role: str,
         component: str,
         format_name: str,
-        windows: Sequence[WindowMetrics],
+        windows: Sequence[Reading],
         seconds: float,
         compute_dtype: str,
     ) -> None:
@@ -326,7 +318,7 @@ class Run:
                 w.tokens,
                 w.targets,
                 json.dumps(w.sums),
-                w.token_kl,
+                w.arrays[KL],
             )
             for w in windows
         ]
@@ -358,7 +350,7 @@ class Run:
     @checks_rows
     def samples(
         self, role: str, component: str, format_name: str, windows: int | None = None
-    ) -> list[WindowMetrics]:
+    ) -> list[Reading]:
         """The windows of one candidate, in order; `windows`: only the first ones."""
         rows = self.journal.rows(
             "SELECT window, tokens, targets, sums, token_kl FROM samples "
@@ -366,7 +358,7 @@ class Run:
             *(role, component, format_name, sys.maxsize if windows is None else windows),
         )
         return [
-            WindowMetrics(window, tokens, targets, json.loads(sums), kl)
+            Reading(window, tokens, targets, json.loads(sums), {KL: kl})
             for window, tokens, targets, sums, kl in rows
         ]
 
@@ -494,7 +486,7 @@ class Run:
         )
         for m in table.measurements if table else ():
             samples = self.samples(STATES, m.component, m.format)
-            kls = [np.frombuffer(sample.token_kl, np.float32) for sample in samples]
+            kls = [sample.by_token() for sample in samples]
             yield parts[m.component], m, by_position(kls)
 
     def forget_learnt(self, formats: Iterable[str]) -> None:

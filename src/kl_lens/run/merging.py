@@ -18,7 +18,7 @@ import numpy as np
 from kl_lens.base.errors import KLLensError, RunError
 from kl_lens.run.folder import Run
 from kl_lens.run.journal import FILE, checks_rows
-from kl_lens.run.samples import METRICS_VERSION
+from kl_lens.run.readings import METRICS_VERSION
 from kl_lens.run.subjects import content_digest
 
 SHARDS = "shards"  # folder in a run for `measure --shard`
@@ -98,7 +98,7 @@ def _checked(source: Run) -> str:
         )
     for key in source.journal.rows(_EFFORT):
         for window in source.samples(*key[:3]):
-            token_kl = np.frombuffer(window.token_kl, np.float32)
+            token_kl = window.by_token()
             total = float(token_kl.sum(dtype=np.float64))
             numbers = window.window, window.tokens, window.targets, *window.sums.values()
             if len(token_kl) != window.tokens or not all(
@@ -128,13 +128,13 @@ def _joined(source: Run, run: Run) -> Joined:
     added = present = differing = 0
     for role, component, name, seconds, dtype in source.journal.rows(_EFFORT):
         stored = {
-            window.window: window.token_kl
+            window.window: window.arrays
             for window in run.samples(role, component, name)
         }
         windows = source.samples(role, component, name)
         fresh = [window for window in windows if window.window not in stored]
         differing += sum(
-            stored.get(window.window, window.token_kl) != window.token_kl
+            stored.get(window.window, window.arrays) != window.arrays
             for window in windows
         )
         added = added + len(fresh)

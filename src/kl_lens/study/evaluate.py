@@ -23,8 +23,8 @@ from kl_lens.model import LanguageTask, LoadedModel, Task
 from kl_lens.paper.layouts import write_published
 from kl_lens.reporting.charts import sized_chart
 from kl_lens.run.folder import Run
+from kl_lens.run.positions import LONGEST, longest_window
 from kl_lens.run.records import ORIGINAL
-from kl_lens.run.samples import LONGEST, longest_window
 from kl_lens.study import settings as of
 from kl_lens.study.events import going_on
 from kl_lens.study.session import Session

@@ -53,6 +53,7 @@ from kl_lens.model.residency import BLOCKS_AT_ONCE
 from kl_lens.paper.layouts import write_legacy
 from kl_lens.run.folder import CALIBRATION, COMPONENTS, SCREENED, STATES, Run, role_as
 from kl_lens.run.merging import SHARDS
+from kl_lens.run.positions import PositionCurve, longest_window
 from kl_lens.run.records import (
     PREDICTED,
     Component,
@@ -61,7 +62,6 @@ from kl_lens.run.records import (
     Plan,
     SensitivityTable,
 )
-from kl_lens.run.samples import PositionCurve, longest_window
 from kl_lens.study import settings as of
 from kl_lens.study.events import Events, going_on
 from kl_lens.study.planner import KL, TargetPlanner, limited_loss, nats_allowed

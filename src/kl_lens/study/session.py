@@ -92,7 +92,7 @@ class Session:
         from kl_lens.measuring.engines import DEFAULT_MEMORY
         from kl_lens.model import load, own_images, pinned
         from kl_lens.model.tasks import JUDGED
-        from kl_lens.run.samples import context_of
+        from kl_lens.run.positions import context_of
 
         opening = opening or Opening()
         opening = replace(opening, images=opening.images or own_images(name))

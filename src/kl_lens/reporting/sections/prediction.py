@@ -19,7 +19,7 @@ from kl_lens.reporting.markup import (
     tag,
 )
 from kl_lens.reporting.names import number, subject_title, with_error
-from kl_lens.run.samples import PositionCurve, curve_of
+from kl_lens.run.positions import PositionCurve, curve_of
 
 METRIC_NAMES = {
     "kl_teacher_to_student": "KL",

@@ -8,8 +8,8 @@ from kl_lens.reporting.data import KL, RunView
 from kl_lens.reporting.markup import Section, figure, join, note
 from kl_lens.reporting.names import size, with_error
 from kl_lens.reporting.sections.prediction import position_chart
+from kl_lens.run.positions import PositionCurve
 from kl_lens.run.records import Estimate
-from kl_lens.run.samples import PositionCurve
 
 
 def section(view: RunView) -> Section | None:
