@@ -9,6 +9,7 @@ import transformers
 
 from kl_lens.base.errors import TargetError
 from kl_lens.base.files import reference_path
+from kl_lens.cli.judging import _divergence
 from kl_lens.judging import (
     EvaluationText,
     TorchSession,
@@ -16,8 +17,10 @@ from kl_lens.judging import (
     prepare,
     score_text,
 )
+from kl_lens.judging.evaluator import DIVERGENCE
 from kl_lens.judging.scoring import score_logits
 from kl_lens.judging.tasks import judge, near_chance
+from kl_lens.measuring.objectives import OBJECTIVES, Objective
 from kl_lens.measuring.perturbation import Perturbation, replacements, swapped
 from kl_lens.model import LanguageTask, LoadedModel
 from kl_lens.run.readings import (
@@ -27,7 +30,7 @@ from kl_lens.run.readings import (
     perplexity_change,
     quantile,
 )
-from kl_lens.run.records import Estimate
+from kl_lens.run.records import ORIGINAL, Estimate, Score, Subject
 from kl_lens.text.sources import Document, TextSource, wikitext2
 from kl_lens.weights.recipes import Recipe
 
@@ -129,6 +132,40 @@ def test_divergence_by_hand(model: LoadedModel, text: EvaluationText) -> None:
     ):
         assert values[name].value == pytest.approx(np.quantile(tokens, share), rel=1e-4)
     assert values["same_top"].value == pytest.approx(np.concatenate(same).mean())
+
+
+def test_another_objective_is_judged_beside_kl(
+    model: LoadedModel, text: EvaluationText, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def variation(
+        original: torch.Tensor, other: torch.Tensor, targets: torch.Tensor
+    ) -> torch.Tensor:
+        return (original.softmax(-1) - other.softmax(-1)).abs().sum(-1) / 2
+
+    def judged() -> dict[str, Estimate]:
+        sessions = TorchSession(model, INT4), TorchSession(model)
+        return divergence_values(score_text(sessions[0], text, sessions[1]))
+
+    without = judged()
+    monkeypatch.setitem(OBJECTIVES, "variation", Objective("variation", variation))
+    values = judged()
+    found = values.pop("variation")
+    assert values == without  # to the last bit
+    assert found.standard_error > 0
+    assert 0 < found.value < math.sqrt(values["kl_mean"].value / 2)  # Pinsker
+    score = Score(
+        Subject(ORIGINAL),
+        DIVERGENCE,
+        "text",
+        values | {"variation": found},
+        1,
+        {},
+        {},
+        0.0,
+    )
+    assert "variation" in [
+        str(column.header) for column in _divergence([score], []).columns
+    ]
 
 
 def test_a_torch_session_remembers_goes_on_where_it_was_and_refuses_what_is_no_number(

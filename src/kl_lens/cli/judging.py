@@ -197,10 +197,16 @@ def _divergence(scores: list[Score], _: list[Agreement]) -> Table:
         "99.9 %": "kl_p999",
         "max": "kl_max",
     }
+    shown = {*names.values(), "same_top"}
     rows = [
         {"model": subject_title(score.subject)}
         | {heading: with_error(score.values[name]) for heading, name in names.items()}
         | {f"same top {best}, %": _cell(score, "same_top", 2, 100)}
+        | {
+            name: with_error(value)
+            for name, value in score.values.items()
+            if name not in shown
+        }
         for score in scores
     ]
     return table(f"KL from the original on {scores[0].what}, nats per {row}", rows)

@@ -23,19 +23,22 @@ from kl_lens.run.records import Estimate
 METRICS_VERSION = 1
 
 KL = "kl_teacher_to_student"
+
+NLL = "nll"  # −ln p(token | context), nats
+CORRECT = "correct"  # rows with the right class
+WORDS = "words"  # that begin in the scored tokens
+SAME_TOP = "same_top"
 _BUILT_IN = (
     KL,
     "kl_student_to_teacher",
     "squared_error",
     "signal",
     "delta_cross_entropy",
-    "same_top",
+    SAME_TOP,
+    NLL,
+    CORRECT,
+    WORDS,
 )
-
-NLL = "nll"  # −ln p(token | context), nats
-CORRECT = "correct"  # rows with the right class
-WORDS = "words"  # that begin in the scored tokens
-SAME_TOP = "same_top"
 
 Floats = npt.NDArray[np.float64]
 Tokens = npt.NDArray[np.float32]
@@ -103,11 +106,6 @@ def summarise(windows: Sequence[Reading]) -> dict[str, Estimate]:
     error = mean("squared_error")
     signal = mean("signal")
     every = np.concatenate([w.by_token() for w in windows])
-    others = [
-        n
-        for n in windows[0].sums
-        if n not in _BUILT_IN and all(n in w.sums for w in windows)
-    ]
     return {
         KL: mean(KL),
         "kl_student_to_teacher": mean("kl_student_to_teacher"),
@@ -121,7 +119,7 @@ def summarise(windows: Sequence[Reading]) -> dict[str, Estimate]:
         ),  # share of tokens whose most likely next token stays the same
         "kl_p99": Estimate(float(np.quantile(every, 0.99))),
         "kl_max": Estimate(float(every.max())),
-        **{name: mean(name) for name in others},
+        **other_means(windows),
     }
 
 
@@ -156,7 +154,7 @@ def likelihood_values(
 
 
 def divergence_values(readings: Sequence[Reading]) -> dict[str, Estimate]:
-    """KL from the original over tokens, in nats, and how often the most likely token is the same."""
+    """KL from the original over tokens, in nats; how often the most likely token is the same; other objectives."""
     kl = [reading.by_token() for reading in readings]
     shares = {"kl_median": 0.5, "kl_p99": 0.99, "kl_p999": 0.999}
     tokens = np.array([reading.tokens for reading in readings], float)
@@ -165,6 +163,17 @@ def divergence_values(readings: Sequence[Reading]) -> dict[str, Estimate]:
         **{name: quantile(kl, share) for name, share in shares.items()},
         "kl_max": Estimate(float(max(window.max() for window in kl))),
         SAME_TOP: ratio(_sums(readings, SAME_TOP), tokens),
+        **other_means(readings),
+    }
+
+
+def other_means(readings: Sequence[Reading]) -> dict[str, Estimate]:
+    """Per token: other objectives that all windows have."""
+    tokens = np.array([reading.tokens for reading in readings], float)
+    return {
+        name: ratio(_sums(readings, name), tokens)
+        for name in readings[0].sums
+        if name not in _BUILT_IN and all(name in reading.sums for reading in readings)
     }
 
 
