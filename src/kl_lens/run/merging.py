@@ -128,8 +128,7 @@ def _joined(source: Run, run: Run) -> Joined:
     added = present = differing = 0
     for role, component, name, seconds, dtype in source.journal.rows(_EFFORT):
         stored = {
-            window.window: window.arrays
-            for window in run.samples(role, component, name)
+            window.window: window.arrays for window in run.samples(role, component, name)
         }
         windows = source.samples(role, component, name)
         fresh = [window for window in windows if window.window not in stored]
