@@ -209,6 +209,13 @@ def test_the_rule_looks_at_differences_by_token(windows: int, length: int) -> No
     assert not within(
         differences(scores(hard + scatter - scatter.mean(), wrong), original)
     )
+    # Where rounding alone costs 0.04 nats, two roundings of one model differ by that much in a token.
+    costly = kl + 0.04 - kl.mean()
+    large = noise.normal(0, 0.3, hard.shape)
+    rounded = scores(hard, costly)
+    for shift, agrees in ((0.02, True), (0.05, False)):
+        other = scores(hard + large - large.mean() + shift, costly)
+        assert within(differences(other, rounded)) == agrees
 
 
 @pytest.mark.parametrize("shipped", ["gguf"], indirect=True)

@@ -125,18 +125,22 @@ def differences(
     artifact: Sequence[Reading], counterpart: Sequence[Reading]
 ) -> dict[str, tuple[Estimate, float]]:
     """Each difference, paired by token, and its limit."""
-    ours, theirs = (
-        [score.by_token(NLL) for score in scores] for scores in (artifact, counterpart)
-    )
-    changes = {"cross_entropy": _judged(ours, theirs, CROSS_ENTROPY_FLOOR)}
-    if all(KL in score.arrays for score in (*artifact, *counterpart)):
-        ours, theirs = (
-            [score.by_token() for score in scores] for scores in (artifact, counterpart)
-        )
-        changes["kl_mean"] = _judged(
-            ours, theirs, KL_FLOOR + KL_SHARE * float(np.concatenate(theirs).mean())
-        )
-    return changes
+    losses = [score.by_token(NLL) for score in artifact]
+    expected_losses = [score.by_token(NLL) for score in counterpart]
+    most = SCATTER * CROSS_ENTROPY_FLOOR
+    if not all(KL in score.arrays for score in (*artifact, *counterpart)):
+        change = _judged(losses, expected_losses, CROSS_ENTROPY_FLOOR, most)
+        return {"cross_entropy": change}
+    divergences = [score.by_token() for score in artifact]
+    expected_divergences = [score.by_token() for score in counterpart]
+    kl = float(np.concatenate(expected_divergences).mean())
+    floor = KL_FLOOR + KL_SHARE * kl
+    # Where rounding itself costs much, two roundings of one model scatter by about as much.
+    most = max(most, kl)
+    return {
+        "cross_entropy": _judged(losses, expected_losses, CROSS_ENTROPY_FLOOR, most),
+        "kl_mean": _judged(divergences, expected_divergences, floor, SCATTER * floor),
+    }
 
 
 def within(changes: Mapping[str, tuple[Estimate, float]]) -> bool:
@@ -144,20 +148,19 @@ def within(changes: Mapping[str, tuple[Estimate, float]]) -> bool:
 
 
 def _judged(
-    ours: Sequence[Tokens], theirs: Sequence[Tokens], floor: float
+    actual: Sequence[Tokens], expected: Sequence[Tokens], floor: float, most: float
 ) -> tuple[Estimate, float]:
-    """The mean difference of all tokens, and its limit."""
+    """The mean difference of all tokens, and its limit, which is between `floor` and `most`."""
     sums = []
     sizes = []
-    for one, other in zip(ours, theirs, strict=True):
-        starts = STRETCH * np.arange(
-            max(1, len(one) // STRETCH)
-        )  # the last stretch takes what is left over
-        sums.append(np.add.reduceat(one.astype(float) - other, starts))
-        sizes.append(np.diff([*starts, len(one)]).astype(float))
+    for window, expected_window in zip(actual, expected, strict=True):
+        # The last stretch takes what is left over.
+        starts = STRETCH * np.arange(max(1, len(window) // STRETCH))
+        sums.append(np.add.reduceat(window.astype(float) - expected_window, starts))
+        sizes.append(np.diff([*starts, len(window)]).astype(float))
     change = ratio(np.concatenate(sums), np.concatenate(sizes))
     stretches = sum(map(len, sums))
     if stretches < 2:  # too little to tell scatter from a difference
-        return change, SCATTER * floor
+        return change, most
     scatter = float(stdtrit(stretches - 1, _FIVE_SIGMA)) * change.standard_error
-    return change, min(max(floor, scatter), SCATTER * floor)
+    return change, min(max(floor, scatter), most)
