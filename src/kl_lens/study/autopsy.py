@@ -85,7 +85,7 @@ def autopsy(settings: AutopsySettings, session: Session) -> AutopsyResult:
             text = judging.prepare(settings.text, model.task, window=window, limit=limit)
             session.say_note(text.windows)
         with session.events.progress("autopsy") as progress:
-            found = perform_autopsy(
+            report = perform_autopsy(
                 dissection,
                 target,
                 model,
@@ -94,23 +94,23 @@ def autopsy(settings: AutopsySettings, session: Session) -> AutopsyResult:
                 progress=progress,
             )
         if run is None or model is None or text is None:
-            return AutopsyResult(found)
+            return AutopsyResult(report)
         notes = []
         try:
             # What the run's measurements make of the same bytes, measured on the same text.
-            limits = Limits(max_bytes=found.bytes)
+            limits = Limits(max_bytes=report.bytes)
             planner = TargetPlanner(
                 session, run, target.name, opened=lambda: model, limits=limits
             )
             table = run.table(target=target.name, predicted=True)
-            ours = plan_within(planner, table)
-            recipes = judging.planned_recipes(model, ours.assignment)
+            best = plan_within(planner, table)
+            recipes = judging.planned_recipes(model, best.assignment)
             as_deployed = judging.TorchSession(
                 model, recipes, deployed=deployed(computed_as(target))
             )
             scores = judging.score_text(as_deployed, text, judging.TorchSession(model))
             kl = judging.divergence_values(scores)["kl_mean"]
-            found = replace(found, planned_kl=kl, planned_bytes=ours.file_bytes)
+            report = replace(report, planned_kl=kl, planned_bytes=best.file_bytes)
         except KLLensError as error:
             notes.append(f"No plan of the same bytes: {error}")
         # Once for each file: a later autopsy replaces it.
@@ -123,5 +123,5 @@ def autopsy(settings: AutopsySettings, session: Session) -> AutopsyResult:
             file_digest(weights),
         )
         run.note_command(["kl-lens", *of.command_of(settings)])
-        run.store_result(KIND, subject, found.text, found.to_json())
-        return AutopsyResult(found, notes)
+        run.store_result(KIND, subject, report.text, report.to_json())
+        return AutopsyResult(report, notes)

@@ -67,19 +67,19 @@ def benchmark(settings: BenchmarkSettings, session: Session) -> Report:
         if settings.run or not settings.artifacts:
             run = stack.enter_context(Run.open(Path(settings.run or of.DEFAULT_RUN)))
             run.note_command(["kl-lens", *of.command_of(settings)])
-        places: Sequence[Path] = settings.artifacts
-        if run is not None and not places:
+        folders: Sequence[Path] = settings.artifacts
+        if run is not None and not folders:
             targets = of.chosen_targets(settings.targets)
-            places = run_places(run, plans=settings.plan, targets=targets)
+            folders = run_places(run, plans=settings.plan, targets=targets)
         new_tokens = settings.new_tokens
         repeats = settings.repeats
         if settings.quick:
             new_tokens = min(new_tokens, 16)
             repeats = min(repeats, 2)
-        how = settings.runtime.session()
+        runtime = settings.runtime.session()
         quick = settings.quick
-        use = UseSettings(settings.prompt_lengths, new_tokens, repeats, how, quick)
-        return time_files(places, run, session, use, settings.protocol)
+        use = UseSettings(settings.prompt_lengths, new_tokens, repeats, runtime, quick)
+        return time_files(folders, run, session, use, settings.protocol)
 
 
 def time_files(

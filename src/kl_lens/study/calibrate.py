@@ -159,15 +159,17 @@ def _refuse_judging_text(
 ) -> None:
     """Raises if methods would learn from evaluation text. Later commands check their own texts."""
     texts = session.judging
-    if (known := run.text_identity(EVALUATION)) is not None:
-        how = {
-            "length": known["length"],
-            "stride": known["stride"],
-            "limit": known["windows"],
+    if (identity := run.text_identity(EVALUATION)) is not None:
+        drawing = {
+            "length": identity["length"],
+            "stride": identity["stride"],
+            "limit": identity["windows"],
         }
         texts = [
             *texts,
-            model.task.from_start(label_of(known["source"], known["split"]), **how),
+            model.task.from_start(
+                label_of(identity["source"], identity["split"]), **drawing
+            ),
         ]
     for judging in texts:
         refuse_overlap(windows, judging)

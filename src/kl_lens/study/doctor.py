@@ -71,16 +71,16 @@ def _kernels() -> Health:
         {"cuda": "the GPU"} if torch.cuda.is_available() else {}
     )
     for device, title in devices.items():
-        found = [("", compared_metrics(device))]
+        kernels = [("", compared_metrics(device))]
         for name in ("mamba", "mamba2", "hybrid"):
             model = load(f"reference:{name}", device=device)
-            found += [
+            kernels += [
                 ("", model.chain.compared_kernels(gradients=gradients))
                 for gradients in (False, True)
             ]
             for precision in PRECISIONS[1:] if has_tensor_cores(model) else ():
-                found.append((f" in {precision}", compared_products(model, precision)))
-        for suffix, comparisons in found:
+                kernels.append((f" in {precision}", compared_products(model, precision)))
+        for suffix, comparisons in kernels:
             for new in comparisons:
                 name = f"{new.kernel}{suffix} on {title}"
                 new = replace(new, kernel=name)

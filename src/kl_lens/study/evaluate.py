@@ -155,15 +155,15 @@ class EvaluateResult(judging.Outcome):
 def evaluate(settings: EvaluateSettings, session: Session) -> EvaluateResult:
     if settings.runtime.threads is not None:
         torch.set_num_threads(settings.runtime.threads)
-    how = settings.runtime.session(exact=settings.exact)
+    runtime = settings.runtime.session(exact=settings.exact)
     model: LoadedModel | None = None
     with ExitStack() as stack:
         if (
             settings.run is None and settings.artifact
         ):  # files are scored without a run folder
             kept = None
-            place = stack.enter_context(tempfile.TemporaryDirectory())
-            run = stack.enter_context(Run.create(Path(place)))
+            scratch = stack.enter_context(tempfile.TemporaryDirectory())
+            run = stack.enter_context(Run.create(Path(scratch)))
             if settings.model is not None:
                 model = session.model(settings.model, settings.opening)
         else:
@@ -173,22 +173,28 @@ def evaluate(settings: EvaluateSettings, session: Session) -> EvaluateResult:
             run.note_command(["kl-lens", *of.command_of(settings)])
             model = session.model_of(run, settings.model, settings.opening)
         if settings.artifact or model is None:
-            found = judging.given_subjects(settings.artifact, how, model, kept)
+            selection = judging.given_subjects(settings.artifact, runtime, model, kept)
         else:
-            found = judging.run_subjects(
-                run, model, how, plans=settings.plan, targets=settings.targets
+            selection = judging.run_subjects(
+                run, model, runtime, plans=settings.plan, targets=settings.targets
             )
-        if not found.subjects and model is None:
+        if not selection.subjects and model is None:
             raise KLLensError(
-                next(iter(found.failures.values()), "there is nothing to evaluate")
+                next(iter(selection.failures.values()), "there is nothing to evaluate")
             )
         task = (
             model.task
             if model is not None
-            else _task_of(found.subjects, settings.opening)
+            else _task_of(selection.subjects, settings.opening)
         )
         judge = Judge(
-            run, session, found, task, model, kept=kept is not None, again=settings.again
+            run,
+            session,
+            selection,
+            task,
+            model,
+            kept=kept is not None,
+            again=settings.again,
         )
         for name, kinds in _asked(settings, model is not None).items():
             judge.text(
@@ -280,7 +286,9 @@ class Judge:
             file for file in found.subjects if isinstance(file, judging.JudgedArtifact)
         ]
         self._others = [file for file in files if file.subject.key in others]
-        self._subjects = [each for each in found.subjects if each not in self._others]
+        self._subjects = [
+            subject for subject in found.subjects if subject not in self._others
+        ]
         self._deciding = deciding
         self._how = evaluator
         self._journal = judging.ScoreJournal(run, again=again)
@@ -307,16 +315,16 @@ class Judge:
                 self._journal, self._original, progress, **self._how
             )
             try:
-                found = evaluator.judge_text(
+                judgement = evaluator.judge_text(
                     self._subjects, text, kinds, self._others, self._deciding
                 )
             finally:
                 evaluator.close()
         # From here on, PyTorch stands in for the same files.
-        self._subjects = found.judged
+        self._subjects = judgement.judged
         self._others = []
-        self.result.add(found)
-        for score in found.scores:
+        self.result.add(judgement)
+        for score in judgement.scores:
             if score.subject.what == ORIGINAL and "token_perplexity" in score.values:
                 perplexity = score.values["token_perplexity"].value
                 if words := self._task.lost(text.windows, perplexity):

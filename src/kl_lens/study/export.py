@@ -99,9 +99,11 @@ class ExportSettings(Settings):
                 f"--weights disk does not work with --target {target.name}: it needs the whole model"
             )
         unknown = set(self.options) - {each.keyword for each in target.options}
-        for each in _target_options(""):
-            if each.name in unknown:
-                raise PlanError(f"{each.flag} does not work with --target {target.name}")
+        for choice in _target_options(""):
+            if choice.name in unknown:
+                raise PlanError(
+                    f"{choice.flag} does not work with --target {target.name}"
+                )
 
 
 @dataclass(frozen=True)
@@ -139,15 +141,15 @@ def export(settings: ExportSettings, session: Session) -> ExportResult:
     )
     plan = Plan(f"uniform_{recipe.replace('+', '.')}", assignment, "--format")
     folder = of.new_run_folder(settings.run, model.name)
-    place = settings.out or folder / "artifacts" / settings.target / plan.name
+    destination = settings.out or folder / "artifacts" / settings.target / plan.name
     if not _learns(recipe):
-        return ExportResult([(place, files.written(model, plan, place))])
+        return ExportResult([(destination, files.written(model, plan, destination))])
     model = session.in_run(model, folder)  # with the statistics of the run
     plan = replace(plan, statistics=model.weights.learnt_by([Recipe.parse(recipe)]))
     with Run.create(folder) as run:
         run.identify(model_identity(model))
         run.note_command(["kl-lens", *of.command_of(settings)])
-        return ExportResult([(place, files.in_run(run, model, plan, place))])
+        return ExportResult([(destination, files.in_run(run, model, plan, destination))])
 
 
 def _learns(recipe: str) -> bool:
@@ -173,12 +175,12 @@ class Files:
         """The files of a run's plans."""
         components = run.components
         paths = [planning.plan_path(run.folder / "plans", name) for name in names]
-        made = []
+        artifacts = []
         for plan in [planning.read_plan(path, components) for path in paths]:
             self.events.note(f"exporting {plan.name} to {self.target}")
-            place = (out or run.folder / "artifacts" / self.target) / plan.name
-            made.append((place, self.in_run(run, model, plan, place)))
-        return ExportResult(made)
+            destination = (out or run.folder / "artifacts" / self.target) / plan.name
+            artifacts.append((destination, self.in_run(run, model, plan, destination)))
+        return ExportResult(artifacts)
 
     def in_run(self, run: Run, model: LoadedModel, plan: Plan, folder: Path) -> Artifact:
         """A file that the run records."""
@@ -193,8 +195,10 @@ class Files:
 
     def written(self, model: LoadedModel, plan: Plan, folder: Path) -> Artifact:
         """A file, and a warning if it replaces another of the same name."""
-        known = {each.keyword for each in get_target(self.target).options}
-        options = {name: value for name, value in self.options.items() if name in known}
+        keywords = {option.keyword for option in get_target(self.target).options}
+        options = {
+            name: value for name, value in self.options.items() if name in keywords
+        }
         earlier = earlier_artifact(folder)
         artifact = write_files(model, plan, self.target, folder, **options)
         if earlier is not None and artifact_digest(earlier) != artifact_digest(artifact):

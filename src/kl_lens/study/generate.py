@@ -120,14 +120,14 @@ def _conversation(writer: _Writer) -> tuple[str, str]:
             f"{settings.artifact} has no chat template; give it a text with --prompt TEXT instead"
         )
     messages: list[dict[str, str]] = []
-    said = settings.prompt or events.ask()
-    while said is not None and said.strip() != "/quit":
-        if said.strip():
-            messages.append({"role": "user", "content": said})
+    message = settings.prompt or events.ask()
+    while message is not None and message.strip() != "/quit":
+        if message.strip():
+            messages.append({"role": "user", "content": message})
             answer = writer.write(tokenizer.encode(tokenizer.render(messages)))
             events.wrote("\n")
             messages.append({"role": "assistant", "content": answer})
-        said = events.ask()
+        message = events.ask()
     return (messages[-2]["content"], messages[-1]["content"]) if messages else ("", "")
 
 
@@ -153,10 +153,10 @@ class _Writer:
 
     def write(self, ids: list[int], shown_before: str = "") -> str:
         """What the model writes behind `ids`, shown as it comes."""
-        known = len(self._fed)
-        if known == 0 or known >= len(ids) or ids[:known] != self._fed:
+        length = len(self._fed)
+        if length == 0 or length >= len(ids) or ids[:length] != self._fed:
             self.session.reset()
-            known = 0
+            length = 0
         if (
             wrong := next((i for i in ids if i >= self.session.vocabulary), None)
         ) is not None:
@@ -165,9 +165,9 @@ class _Writer:
                 f"{self.session.vocabulary} tokens; give the model's own tokenizer with --tokenizer"
             )
         begin = time.perf_counter()
-        logits = self.session.prefill(ids[known:])
+        logits = self.session.prefill(ids[length:])
         self.read_seconds += time.perf_counter() - begin
-        self.read += len(ids) - known
+        self.read += len(ids) - length
         self._fed = list(ids)
         self.events.wrote(shown_before)
         new: list[int] = []

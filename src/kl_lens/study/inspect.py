@@ -80,12 +80,12 @@ def fits(settings: InspectSettings, use: Usage) -> FitResult:
                 carried.matrices * get_format(name).bytes((1, 256)) // 256
                 + 4 * carried.vectors
             )
-            held = held_by(target, carried, use, quantized=name != FP16)
-            caches = held.bytes({}) - held.fixed
-            runtime = held.runtime + int(
+            memory = held_by(target, carried, use, quantized=name != FP16)
+            caches = memory.bytes({}) - memory.fixed
+            runtime = memory.runtime + int(
                 (target.footprint(quantized=name != FP16).copies - 1) * size
             )
-            rows.append(Fit(target.name, name, size, held.states, caches, runtime))
+            rows.append(Fit(target.name, name, size, memory.states, caches, runtime))
     return FitResult(settings.model, settings.memory or 0, use, rows)
 
 

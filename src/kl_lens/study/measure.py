@@ -301,8 +301,8 @@ def measure_states(
     candidates, unfit = find_state_candidates(model, formats, components)
     run.store(STATES, COMPONENTS, [component.to_json() for component in states_of(model)])
     with going_on(run.folder), session.events.progress("measuring") as shown:
-        left = 0.0 if share else sweep.operations_left(candidates, windows, STATES)
-        with hire(operations=left) as workers:
+        work = 0.0 if share else sweep.operations_left(candidates, windows, STATES)
+        with hire(operations=work) as workers:
             sweep = replace(sweep, workers=workers, progress=shown)
             result = sweep.measure(candidates, windows, STATES)
     _say_if_lost(sweep, windows, STATES, session.events)
@@ -384,8 +384,8 @@ def measure_recipes(
                 model, screen, lambda c: shown.advanced(error_work(c), str(c))
             )
             candidates = screen.undominated(errors)
-        left = 0.0 if share else sweep.operations_left(candidates, windows)
-        with hire(operations=left) as workers:
+        work = 0.0 if share else sweep.operations_left(candidates, windows)
+        with hire(operations=work) as workers:
             sweep = replace(sweep, workers=workers, progress=shown)
             if screen and limits.given:
                 planner = TargetPlanner(
@@ -406,9 +406,9 @@ def measure_recipes(
     role = role_as(CALIBRATION, computed)
     if len(candidates) < len(every):
         chosen = [key_of(candidate) for candidate in candidates]
-        rest = set(losses) - set(chosen)
+        unchosen = set(losses) - set(chosen)
         predicted = [
-            (*key, max(value, 0.0)) for key, value in losses.items() if key in rest
+            (*key, max(value, 0.0)) for key, value in losses.items() if key in unchosen
         ]
         about = {
             "measured": len(candidates),
@@ -464,8 +464,8 @@ def workers_for(
 ) -> AbstractContextManager[Workers | None]:
     """The workers for a sweep, or None to measure in this process. `operations`: work left; with none, no process is
     started; `opening`, `weights`: how they open the model."""
-    if (there := model.residency) is not None:
-        copy = there.resident_bytes + BLOCKS_AT_ONCE * there.block_bytes
+    if (residency := model.residency) is not None:
+        copy = residency.resident_bytes + BLOCKS_AT_ONCE * residency.block_bytes
     else:
         copy = sum(p.nbytes for p in model.model.parameters())
     count = processes.workers
@@ -483,13 +483,13 @@ def workers_for(
                 f"measuring with {count} processes; --workers 1 uses only this one"
             )
         opening = replace(opening, device=device.type)  # `auto` is decided here
-    place = model.source or model.name
-    images = _absolute(opening.images or own_images(place) or "") or None
+    source = model.source or model.name
+    images = _absolute(opening.images or own_images(source) or "") or None
     # Each worker checks whether the weights fit into its memory.
     room = None if memory_budget == DEFAULT_MEMORY else memory_budget
     how = asdict(replace(opening, images=images, bos=model.beginning.choice))
     how |= {"weights": weights, "memory_budget": room}
-    order = Order(_absolute(place), how, model.fingerprint)
+    order = Order(_absolute(source), how, model.fingerprint)
     return hired(order, count, processes.ray, copy, events.note)
 
 
@@ -512,8 +512,8 @@ def _absolute(place: str) -> str:
 
 def share_of(text: str) -> tuple[int, int]:
     """`3/16` → (3, 16)."""
-    found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
-    index, count = (int(found[1]), int(found[2])) if found else (0, 0)
+    match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
+    index, count = (int(match[1]), int(match[2])) if match else (0, 0)
     if not 1 <= index <= count:
         raise KLLensError(f"--shard {text}: write 3/16 for the third of sixteen")
     return index, count
@@ -530,11 +530,13 @@ def shard_name(index: int, count: int) -> str:
 def expected_work(model: LoadedModel, screen: Screen, windows: int, length: int) -> float:
     """Of screening and all rounds, in the units of the sweep's progress."""
     names = {candidate.component.name for candidate in screen.candidates}
-    each = [
+    screened = [
         work_of(model, c) * windows + quantizing_work(c, length)
         for c in screen.candidates
     ]
-    rounds = (MEASURED + _few(windows) / windows) * len(names) / len(each) * sum(each)
+    rounds = (
+        (MEASURED + _few(windows) / windows) * len(names) / len(screened) * sum(screened)
+    )
     return rounds + sum(map(error_work, screen.needed))
 
 
@@ -545,8 +547,8 @@ def _few(windows: int) -> int:
 def measured_kl(
     sweep: Sweep, candidates: Sequence[Candidate], windows: int, role: str = CALIBRATION
 ) -> dict[Key, float]:
-    found = {key_of(c): sweep.kl(c, windows, role) for c in candidates}
-    return {key: value for key, value in found.items() if value is not None}
+    losses = {key_of(c): sweep.kl(c, windows, role) for c in candidates}
+    return {key: value for key, value in losses.items() if value is not None}
 
 
 def staged_search(
@@ -588,11 +590,11 @@ def staged_search(
             chosen.extend(new)
 
     if limits.bytes is not None:
-        held = planner.held.fixed if planner.held else 0
+        fixed = planner.held.fixed if planner.held else 0
         for shares in OF_BYTES:
             plans = []
             for share in shares:
-                most = held + share * (limits.bytes - held)
+                most = fixed + share * (limits.bytes - fixed)
                 with suppress(BudgetError) if share < 1 else nullcontext():
                     plans.append(_plan(planner, known(UNSURE), max_bytes=most))
             most = limits.bytes - (planner.held.bytes({}) if planner.held else 0)
@@ -612,9 +614,9 @@ def staged_search(
     whole = replace(
         whole,
         candidates=len(chosen),
-        measured=sum(each.measured for each in results),
-        reused=sum(each.reused for each in results),
-        seconds=sum(each.seconds for each in results),
+        measured=sum(result.measured for result in results),
+        reused=sum(result.reused for result in results),
+        seconds=sum(result.seconds for result in results),
     )
     return whole, chosen, screen.predicted(errors, first, measured, samples)
 
@@ -651,8 +653,8 @@ def _stock(
     """Stock recipes with our methods that fit and lose less, by bytes that only a written file shows."""
     if planner.target is None:
         return set()
-    stock = [one.assignment for one in planner.target.stock_recipes(planner.model)]
-    found: set[Key] = set()
+    stock = [recipe.assignment for recipe in planner.target.stock_recipes(planner.model)]
+    keys: set[Key] = set()
     problem = planning.build_problem(
         table, target=planner.target, metric=KL, keep_fused=False
     )
@@ -660,5 +662,5 @@ def _stock(
         total = problem.predictor.total(assignment)
         size = planning.cost_of(table.components, assignment).bytes + planner.fixed_bytes
         if size <= most and total is not None and total.value < loss:
-            found |= set(assignment.items())
-    return found
+            keys |= set(assignment.items())
+    return keys

@@ -89,8 +89,8 @@ def paper(settings: PaperSettings, session: Session) -> Ranking | Imported:
         )
         text = settings.evaluation_text
         windows = settings.evaluation_windows
-        others = settings.other_text
-        return rank_metrics(session, run, model, text, windows, hire, other_texts=others)
+        texts = settings.other_text
+        return rank_metrics(session, run, model, text, windows, hire, other_texts=texts)
 
 
 def _imported(settings: PaperSettings, session: Session) -> Imported:
@@ -131,10 +131,10 @@ def rank_metrics(
     kernels = deployed(run.usual_target)
     # Read the statistics before the progress bar starts.
     model.weights.learnt_by(candidate.recipe for candidate in candidates)
-    left = Sweep(model, run, deployed=kernels).operations_left(
+    work = Sweep(model, run, deployed=kernels).operations_left(
         candidates, held_out, EVALUATION
     )
-    with going_on(run.folder), hire(operations=left + len(other_texts)) as workers:
+    with going_on(run.folder), hire(operations=work + len(other_texts)) as workers:
 
         def sweep(windows: Windows, role: str, title: str) -> None:
             with events.progress(title) as progress:
@@ -144,16 +144,16 @@ def rank_metrics(
                 how.measure(candidates, windows, role)
 
         sweep(held_out, EVALUATION, "damage on held-out text")
-        known = run.text_identity(CALIBRATION) or {}
+        identity = run.text_identity(CALIBRATION) or {}
         for name in other_texts:
-            other = model.task.drawn(
-                name, **{key: known[key] for key in ("windows", "length", "seed")}
+            second = model.task.drawn(
+                name, **{key: identity[key] for key in ("windows", "length", "seed")}
             )
-            refuse_overlap(other, held_out)
+            refuse_overlap(second, held_out)
             sweep(
-                other,
-                f"{CALIBRATION}:{Path(other.source).stem}",
-                f"calibration on {other.source}",
+                second,
+                f"{CALIBRATION}:{Path(second.source).stem}",
+                f"calibration on {second.source}",
             )
     ranking = rank(run)
     run.store("ranking", "latest", ranking.to_json())

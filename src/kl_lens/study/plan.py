@@ -153,7 +153,7 @@ class PlanSettings(Settings):
 
     def check(self) -> None:
         super().check()
-        searches, others, limits = (
+        searches, alternatives, limits = (
             self.given(*names) for names in (SEARCHES, BUDGETS, LIMITS)
         )
         looks = self.given("frontier", "plan")
@@ -167,9 +167,9 @@ class PlanSettings(Settings):
                 "say what to plan: --paper, --uniform, --gamma, --max-bytes, --max-bpw, --max-kl, --max-loss, "
                 "--max-drop, --min-speed, --rivals or --frontier; or name a plan with --plan to --verify it"
             )
-        if searches and others:
+        if searches and alternatives:
             raise PlanError(
-                f"{searches[0]} searches by itself: leave out {', '.join(others)}, or {searches[0]}"
+                f"{searches[0]} searches by itself: leave out {', '.join(alternatives)}, or {searches[0]}"
             )
         if (name := self.choosing.name) is not None:
             require_own_plan_name(name)
@@ -196,9 +196,9 @@ class PlanSettings(Settings):
     def given(self, *names: str) -> list[str]:
         """The flags among these that are set. (A limit of 0 is.)"""
         return [
-            each.flag
-            for each, value in of.values_of(self)
-            if each.name in names and value != each.default
+            option.flag
+            for option, value in of.values_of(self)
+            if option.name in names and value != option.default
         ]
 
 
@@ -267,31 +267,31 @@ def finished(
     `known`: the plan that is not new."""
     run = planner.run
     note = planner.session.events.note
-    for each in plans:
-        if predicted := each.notes.get("predicted"):
+    for plan in plans:
+        if predicted := plan.notes.get("predicted"):
             note(
-                f"{each.name}: the KL of {len(predicted)} of {len(each.assignment)} components was predicted, not "
+                f"{plan.name}: the KL of {len(predicted)} of {len(plan.assignment)} components was predicted, not "
                 "measured; kl-lens measure with this limit measures them"
             )
     if tune:
-        plans = [with_tuning(each, tune, planner) for each in plans]
+        plans = [with_tuning(plan, tune, planner) for plan in plans]
     if rivals and not plans and not verify:
         plans = planner.rivals(table, None, everything=rivals == ALL)
     elif rivals:
         plans = planner.beside_rivals(table, plans, everything=rivals == ALL)
     elif verify:
         factor = planner.interaction(table, plans) if planner.target else 1.0
-        plans = [planner.verified(each, table, factor) for each in plans]
+        plans = [planner.verified(plan, table, factor) for plan in plans]
     if planner.target:
         planning.store_fixed_bytes(run, planner.target, planner.fixed_bytes)
-    for each in plans:
-        if each.name != known:
-            _say_replaced(planner, each)
+    for plan in plans:
+        if plan.name != known:
+            _say_replaced(planner, plan)
         planning.write_plan(
-            each, planning.plan_path(run.folder / "plans", each.name), table.components
+            plan, planning.plan_path(run.folder / "plans", plan.name), table.components
         )
-    handovers = [handed_over(planner, each, tool) for each in plans] if tool else []
-    for text in (text for each in handovers for text in each.notes):
+    handovers = [handed_over(planner, plan, tool) for plan in plans] if tool else []
+    for text in (text for handover in handovers for text in handover.notes):
         note(text)
     return PlanResult(table, plans, run.folder / "plans", handovers=handovers)
 
@@ -299,10 +299,8 @@ def finished(
 def handed_over(planner: TargetPlanner, plan: Plan, tool: str) -> Handover:
     """The plan for another tool, in RUN/recipes."""
     folder = planner.run.folder
-    place = folder / RECIPES / f"{plan.name}.{tool}"
-    return write_recipe(
-        tool, planner.model, plan, place, StoredStatistics.held_by(folder)
-    )
+    path = folder / RECIPES / f"{plan.name}.{tool}"
+    return write_recipe(tool, planner.model, plan, path, StoredStatistics.held_by(folder))
 
 
 def _read(run: Run, name: str, table: SensitivityTable) -> Plan:
@@ -316,14 +314,14 @@ def _say_replaced(planner: TargetPlanner, plan: Plan) -> None:
     run = planner.run
     with suppress(PlanError):  # none, or one that cannot be read
         earlier = _read(run, plan.name, run.table())
-        before, now = (
-            plan_digest(each.assignment, None, each.statistics)
-            for each in (earlier, plan)
+        before, after = (
+            plan_digest(version.assignment, None, version.statistics)
+            for version in (earlier, plan)
         )
-        if before != now:
+        if before != after:
             old = [
-                str(place)
-                for (_, name), place in exported_places(run).items()
+                str(folder)
+                for (_, name), folder in exported_places(run).items()
                 if name == plan.name
             ]
             kept = (
@@ -343,10 +341,10 @@ def _made(
     if settings.plan:
         named = _read(planner.run, settings.plan, table)
         return [planning.repredicted(named, table) if named.edited else named]
-    made: list[Plan] = []
+    plans: list[Plan] = []
     if settings.paper is not None:
-        made += published_points(planner, table, settings.paper, choosing)
-    made += [
+        plans += published_points(planner, table, settings.paper, choosing)
+    plans += [
         planning.uniform_plan(table, fmt, no_head=choosing.no_head)
         for fmt in settings.uniform
     ]
@@ -364,10 +362,10 @@ def _made(
             f"greedy: {result.evaluations} evaluations of perplexity; the original's is {result.baseline:.3f}, "
             f"the plan's {result.perplexity:.3f}"
         )
-        made.append(result.plan)
+        plans.append(result.plan)
     if settings.limits.given or settings.given(*BUDGETS):
-        made.append(plan_within(planner, table, choosing, settings.budgets))
-    return [each if each.target else planner.sized(each) for each in made]
+        plans.append(plan_within(planner, table, choosing, settings.budgets))
+    return [plan if plan.target else planner.sized(plan) for plan in plans]
 
 
 def published_points(
@@ -410,9 +408,9 @@ def plan_within(
             max_loss=nats_allowed(loss),
             name=choosing.name,
         )
-        asked = spell_share(loss["drop"]) if "drop" in loss else f"{loss['loss']:g} nats"
+        limit = spell_share(loss["drop"]) if "drop" in loss else f"{loss['loss']:g} nats"
         events.note(
-            f"target {asked}: {found.evaluations} plans measured; the smallest that fits loses at most "
+            f"target {limit}: {found.evaluations} plans measured; the smallest that fits loses at most "
             f"{found.loss:.4g} nats per token, one standard error included, on each half of "
             f"{planner.halves[0].text.label}"
         )
@@ -435,23 +433,27 @@ def plan_within(
 
     # The solver adds up upper bounds; a stock recipe's file is measured to the byte and may fit where the bounds do
     # not. With other limits or another goal only the solver knows what is best.
-    others: list[Plan] = []
+    rivals: list[Plan] = []
     if (
         target is not None
         and limits.max_bytes is not None
         and budgets in (Budgets(), Budgets(minimise="kl"))
     ):
-        stock = [one.assignment for one in target.stock_recipes(planner.model)]
+        stock = [recipe.assignment for recipe in target.stock_recipes(planner.model)]
         problem = _problem(planner, table, choosing, metric=metric, keep_fused=False)
-        others = [
+        rivals = [
             planning.finished_plan(
-                table, "stock", each, OUR_STOCK, predictor=problem.predictor
+                table, "stock", assignment, OUR_STOCK, predictor=problem.predictor
             )
-            for each in planning.stock_with_our_methods(problem, stock)
+            for assignment in planning.stock_with_our_methods(problem, stock)
         ]
-    plan = planner.fitted(make, max_bytes, others)
+    plan = planner.fitted(make, max_bytes, rivals)
     solution = next(
-        (each for each in solutions if each.plan.assignment == plan.assignment),
+        (
+            solution
+            for solution in solutions
+            if solution.plan.assignment == plan.assignment
+        ),
         solutions[-1],
     )
     proof = (

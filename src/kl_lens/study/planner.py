@@ -72,10 +72,10 @@ class TargetPlanner:
         """The measurements to plan with. A staged search has measured what plans within its own limit use; within
         others they may use what was only predicted."""
         target = None if self.target is None else self.target.name
-        known = (self.run.load(SCREENED, self.run.measured_role(target)) or {}).get(
+        chosen = (self.run.load(SCREENED, self.run.measured_role(target)) or {}).get(
             "limit"
         )
-        return self.run.table(target=target, predicted=self.limits.given != known)
+        return self.run.table(target=target, predicted=self.limits.given != chosen)
 
     @property
     def model(self) -> LoadedModel:
@@ -151,15 +151,15 @@ class TargetPlanner:
         chosen = find_candidates(self.model.anatomy, [*map(Recipe.parse, recipes)])[0]
         rows = (
             Measurement(
-                each.component.name,
-                str(each.recipe),
+                recipe.component.name,
+                str(recipe.recipe),
                 {KL: Estimate(0.0)},
                 0,
                 0,
                 PREDICTED,
                 0.0,
             )
-            for each in chosen
+            for recipe in chosen
         )
         problem = planning.build_problem(
             replace(self.run.table(), measurements=tuple(rows)),
@@ -204,13 +204,13 @@ class TargetPlanner:
             if wrong == 0 or (wrong > 0 and best is not None):
                 break
             fixed += wrong if best is not None else max(wrong, size - max_bytes)
-        for other in others:
+        for rival in others:
             # Check the weights first: most files need not be written.
-            if (other.bytes or 0) + self.fixed_bytes > max_bytes or (
-                best and not _loses_less(other, best)
+            if (rival.bytes or 0) + self.fixed_bytes > max_bytes or (
+                best and not _loses_less(rival, best)
             ):
                 continue
-            plan = self.sized(replace(other, name=made.name, limits=made.limits))
+            plan = self.sized(replace(rival, name=made.name, limits=made.limits))
             if (plan.file_bytes or 0) <= max_bytes:
                 best = plan
         if best is not None:
@@ -246,13 +246,13 @@ class TargetPlanner:
         )
         plan = replace(plan, measured=measured, statistics=learnt)
         if (loss := plan.missed) is not None:
-            what, most = (
+            quantity, most = (
                 ("perplexity rises by", "drop")
                 if "drop" in plan.limits
                 else ("the KL is", "loss")
             )
             events.tell(
-                f"{plan.name} misses its target: {what} {spell_estimate(loss)} on {measured.place}, and at most "
+                f"{plan.name} misses its target: {quantity} {spell_estimate(loss)} on {measured.place}, and at most "
                 f"{plan.limits[most]:g} was asked for"
             )
         parts = planning.Predictor(table).total(plan.assignment)
@@ -290,34 +290,37 @@ class TargetPlanner:
         last plan. `everything`: all stock recipes, not only the usual ones."""
         rivals = self.rivals(table, plans[-1] if plans else None, everything=everything)
         factor = self.interaction(table, plans) * self.other_text(rivals)
-        measured = [self.verified(each, table, factor) for each in (*plans, *rivals)]
+        measured = [self.verified(plan, table, factor) for plan in (*plans, *rivals)]
         if not plans:
             return measured
-        ours = measured[len(plans) - 1]
-        others = measured[len(plans) :]
-        same = next((each for each in others if _stored(each) == _stored(ours)), None)
-        contest = self._contest(ours, [each for each in others if each is not same])
-        sentence = contest.sentence(same.name if same else None)
+        own_plan = measured[len(plans) - 1]
+        stock = measured[len(plans) :]
+        equal = next((plan for plan in stock if _stored(plan) == _stored(own_plan)), None)
+        contest = self._contest(own_plan, [plan for plan in stock if plan is not equal])
+        sentence = contest.sentence(equal.name if equal else None)
         # One window decides nothing, whatever the rivals are: the user should ask for more.
         events = self.session.events
         (events.tell if contest.unknown and contest.windows < 2 else events.note)(
-            f"{ours.name}: {sentence}"
+            f"{own_plan.name}: {sentence}"
         )
-        if contest.winner == ours.name:
-            notes = ours.notes | ({"taken_over": same.name} if same else {})
-            kept = [replace(ours, contest=sentence, notes=notes)]
+        if contest.winner == own_plan.name:
+            notes = own_plan.notes | ({"taken_over": equal.name} if equal else {})
+            recommended = [replace(own_plan, contest=sentence, notes=notes)]
         else:
-            winner = next(each for each in others if each.name == contest.winner)
+            winner = next(plan for plan in stock if plan.name == contest.winner)
             taken = replace(
                 winner,
-                name=ours.name,
+                name=own_plan.name,
                 made_by=f"{winner.made_by}; replaces our own plan",
-                limits=ours.limits,
+                limits=own_plan.limits,
                 notes=winner.notes | {"taken_over": winner.name},
                 contest=sentence,
             )
-            kept = [self.sized(replace(ours, name=f"{ours.name}.own")), self.sized(taken)]
-        return [*measured[: len(plans) - 1], *others, *kept]
+            recommended = [
+                self.sized(replace(own_plan, name=f"{own_plan.name}.own")),
+                self.sized(taken),
+            ]
+        return [*measured[: len(plans) - 1], *stock, *recommended]
 
     def rivals(
         self, table: SensitivityTable, ours: Plan | None, *, everything: bool
@@ -325,26 +328,32 @@ class TargetPlanner:
         """The target's stock recipes as plans: all, or the usual ones and the largest that is no larger than ours."""
         assert self.target is not None
         stock = self.target.stock_recipes(self.model)
-        held = self.held.bytes({}) if self.held else 0  # with the runtime's own caches
-        made = {
-            one.plan_name: replace(
+        caches = self.held.bytes({}) if self.held else 0  # with the runtime's own caches
+        plans = {
+            recipe.plan_name: replace(
                 planning.finished_plan(
-                    table, one.plan_name, dict(one.assignment), one.origin, family="stock"
+                    table,
+                    recipe.plan_name,
+                    dict(recipe.assignment),
+                    recipe.origin,
+                    family="stock",
                 ),
-                held_bytes=held,
+                held_bytes=caches,
             )
-            for one in stock
+            for recipe in stock
         }
         if everything:
-            return [self.sized(plan) for plan in made.values()]
+            return [self.sized(plan) for plan in plans.values()]
         usual = {
-            one.plan_name: self.sized(made[one.plan_name]) for one in stock if one.usual
+            recipe.plan_name: self.sized(plans[recipe.plan_name])
+            for recipe in stock
+            if recipe.usual
         }
         size = (ours.file_bytes if ours else None) or 0
         # Reversed, so that of two equal sizes the one with an importance matrix comes first.
         below = [
             plan
-            for plan in reversed(made.values())
+            for plan in reversed(plans.values())
             if (plan.bytes or 0) + self.fixed_bytes <= size
         ]
         for plan in sorted(below, key=lambda plan: -(plan.bytes or 0)):

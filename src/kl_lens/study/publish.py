@@ -77,8 +77,8 @@ class PublishResult:
 def publish(settings: PublishSettings, session: Session) -> PublishResult:
     with Run.open(Path(settings.run)) as run:
         name = settings.plan or run.recommended(settings.target)
-        place = settings.target if name == recommended_name(settings.target) else name
-        folder = settings.out or run.folder / "published" / place
+        plan_name = settings.target if name == recommended_name(settings.target) else name
+        folder = settings.out or run.folder / "published" / plan_name
         card = _write(run, settings, name, folder, session.events)
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     files = {str(path.relative_to(folder)): path.stat().st_size for path in paths}
@@ -158,7 +158,7 @@ def _original_card(source: str) -> dict[str, Any]:
     from kl_lens.model import model_folder
 
     try:
-        known = ModelCard.load(model_folder(source) / "README.md").data.to_dict()
+        metadata = ModelCard.load(model_folder(source) / "README.md").data.to_dict()
     except (
         KLLensError,
         OSError,
@@ -166,7 +166,7 @@ def _original_card(source: str) -> dict[str, Any]:
         TypeError,
     ):  # moved, without a card, or one that cannot be read
         return {}
-    return {name: known[name] for name in _INHERITED if known.get(name)}
+    return {name: metadata[name] for name in _INHERITED if metadata.get(name)}
 
 
 def _link(source: Path, place: Path) -> None:
@@ -187,7 +187,7 @@ def _upload(settings: PublishSettings, folder: Path, card: Any, events: Events) 
         api.create_repo(settings.to, private=settings.private, exist_ok=True)
         events.note(f"uploading {folder} to {settings.to}")
         message = f"Upload {settings.target} files by KL Lens"
-        done = api.upload_folder(
+        commit = api.upload_folder(
             repo_id=settings.to, folder_path=folder, commit_message=message
         )
     except (
@@ -200,4 +200,4 @@ def _upload(settings: PublishSettings, folder: Path, card: Any, events: Events) 
         raise KLLensError(
             f"{settings.to}: not uploaded: {one_line(error)}; {folder} is complete"
         ) from error
-    return str(done.commit_url)
+    return str(commit.commit_url)

@@ -98,8 +98,8 @@ class Session:
         opening = replace(opening, images=opening.images or own_images(name))
         if name not in self._pinned:
             self._pinned[name] = pinned(name, watch=self.events.progress)
-        place = os.path.expanduser(name)
-        folder = os.path.realpath(place) if os.path.isdir(place) else self._pinned[name]
+        path = os.path.expanduser(name)
+        folder = os.path.realpath(path) if os.path.isdir(path) else self._pinned[name]
         usual = replace(opening, bos=AUTO)
         if (folder, usual) in self._models:  # what is not decided yet, a run decides
             begins = self._models[folder, usual][0].beginning
@@ -149,26 +149,26 @@ class Session:
         """The model of a run, from its recorded place or from --model. Raises if its weights differ."""
         from kl_lens.measuring.sweep import model_identity
 
-        known = run.identity
+        identity = run.identity
         opening = opening or Opening()
-        place = name or known.get("source") or known.get("model")
-        if place is None:
+        source = name or identity.get("source") or identity.get("model")
+        if source is None:
             raise RunError(
                 f"{run.folder} holds no model; make a run with: kl-lens measure MODEL --run {run.folder}"
             )
         opening = replace(
             opening,
-            tokenizer=opening.tokenizer or known.get("tokenizer"),
-            images=opening.images or known.get("images"),
-            bos=known.get("bos", AUTO) if opening.bos == AUTO else opening.bos,
+            tokenizer=opening.tokenizer or identity.get("tokenizer"),
+            images=opening.images or identity.get("images"),
+            bos=identity.get("bos", AUTO) if opening.bos == AUTO else opening.bos,
         )
         model = self.model(
-            str(place), opening, weights=weights, memory_budget=memory_budget
+            str(source), opening, weights=weights, memory_budget=memory_budget
         )
-        if known.get("model_fingerprint") != model.fingerprint:
+        if identity.get("model_fingerprint") != model.fingerprint:
             run.require_dtype(str(model_identity(model)["dtype"]))
             raise RunError(
-                f"{place} is not the model of {run.folder}; name the right one with --model"
+                f"{source} is not the model of {run.folder}; name the right one with --model"
             )
         return self.in_run(model, run.folder)
 
@@ -250,10 +250,10 @@ class Session:
         """The windows that a record describes."""
         from kl_lens.text.sources import label_of
 
-        how = {name: identity[name] for name in ("windows", "length", "seed")}
+        drawing = {name: identity[name] for name in ("windows", "length", "seed")}
         try:
             return self.drawn(
-                label_of(identity["source"], identity["split"]), task, **how
+                label_of(identity["source"], identity["split"]), task, **drawing
             )
         except TextError as error:
             raise TextError(

@@ -197,16 +197,16 @@ class Option:
         self._check_each(value)
 
     def _check_each(self, value: Any) -> None:
-        for one in value if isinstance(value, tuple) else (value,):
+        for item in value if isinstance(value, tuple) else (value,):
             if self.is_switch:
-                expected = None if isinstance(one, bool) else "true or false"
+                expected = None if isinstance(item, bool) else "true or false"
             elif self.choices:
-                fits = isinstance(one, str) and one in self.choices
+                fits = isinstance(item, str) and item in self.choices
                 expected = None if fits else f"one of {', '.join(self.choices)}"
             else:
-                expected = self.kind.refusal(one)
+                expected = self.kind.refusal(item)
             if expected is not None:
-                raise self._wrong(one, expected)
+                raise self._wrong(item, expected)
 
     def _wrong(self, value: Any, expected: str) -> KLLensError:
         try:
@@ -232,10 +232,10 @@ class Option:
         if not isinstance(value, list | tuple):
             return (value,) if self.several else value
         return tuple(
-            self.from_python(one)[0]
-            if self.has_many and isinstance(one, str | Path)
-            else one
-            for one in value
+            self.from_python(item)[0]
+            if self.has_many and isinstance(item, str | Path)
+            else item
+            for item in value
         )
 
     def words(self, value: Any) -> list[str]:
@@ -266,7 +266,7 @@ def grouped(title: str, **metadata: Any) -> Callable[..., Any]:
 
 def group(kind: type[Any], **changed: Any) -> Any:
     """A field with a group of settings. `changed`: its options that are different in this command."""
-    usual = kind(**{name: one.default for name, one in changed.items()})
+    usual = kind(**{name: option.default for name, option in changed.items()})
     return field(default=usual, metadata={"holds": kind, "changed": changed})
 
 
@@ -320,38 +320,40 @@ def _option(f: Field[Any], name: str, hint: Any, within: str = "") -> Option:
 
 def values_of(settings: Settings) -> Iterator[tuple[Option, Any]]:
     """Every option with its value."""
-    for each in options_of(type(settings)):
-        held = getattr(settings, each.within) if each.within else settings
+    for option in options_of(type(settings)):
+        holder = getattr(settings, option.within) if option.within else settings
         yield (
-            each,
-            held.get(each.name)
-            if isinstance(held, Mapping)
-            else getattr(held, each.attribute),
+            option,
+            holder.get(option.name)
+            if isinstance(holder, Mapping)
+            else getattr(holder, option.attribute),
         )
 
 
 def converted(settings: type[Settings], values: Mapping[str, Any]) -> dict[str, Any]:
     """Values from Python or YAML, or strings as on the command line ("4.5MB", "int4,int8"). None: not given."""
-    known = {each.name: each for each in options_of(settings)}
-    given = {}
+    options = {option.name: option for option in options_of(settings)}
+    attributes = {}
     for name, value in values.items():
-        if name not in known:
+        if name not in options:
             raise KLLensError(
-                f"{settings.verb} has no setting {name!r}; it has {', '.join(sorted(known))}"
+                f"{settings.verb} has no setting {name!r}; it has {', '.join(sorted(options))}"
             )
         if value is not None:
-            given[name] = known[name].from_python(value)
-            known[name].check(given[name])
-    return given
+            attributes[name] = options[name].from_python(value)
+            options[name].check(attributes[name])
+    return attributes
 
 
 def from_python(settings: type[S], values: Mapping[str, Any]) -> S:
-    given = converted(settings, values)
+    typed = converted(settings, values)
     if missing := [
-        each for each in options_of(settings) if each.required and each.name not in given
+        option
+        for option in options_of(settings)
+        if option.required and option.name not in typed
     ]:
         raise KLLensError(f"{settings.verb} needs {missing[0].name}: {missing[0].help}")
-    return settings.of(**given)
+    return settings.of(**typed)
 
 
 S = TypeVar("S", bound="Settings")
@@ -369,40 +371,48 @@ class Settings:
     @classmethod
     def of(cls, **values: Any) -> Self:
         """Settings from values by option name, those in groups too."""
-        given: dict[str, dict[str, Any]] = {}
-        for each in options_of(cls):
-            if each.name in values:
-                given.setdefault(each.within, {})[each.attribute] = values[each.name]
-        own = given.pop("", {})
-        for within, changed in given.items():
+        by_group: dict[str, dict[str, Any]] = {}
+        for option in options_of(cls):
+            if option.name in values:
+                by_group.setdefault(option.within, {})[option.attribute] = values[
+                    option.name
+                ]
+        ungrouped = by_group.pop("", {})
+        for within, changed in by_group.items():
             usual = getattr(cls, within, None)
-            own[within] = replace(usual, **changed) if is_dataclass(usual) else changed  # type: ignore[type-var]
-        return cls(**own)
+            ungrouped[within] = (
+                replace(usual, **changed) if is_dataclass(usual) else changed
+            )  # type: ignore[type-var]
+        return cls(**ungrouped)
 
     def check(self) -> None:
         """Raises KLLensError if these settings cannot work, before anything is opened: by their values, and by options
         that exclude each other. Verbs add their own rules."""
-        given: dict[str, str] = {}
-        for each, value in values_of(self):
-            each.check(value)
-            if each.kind.is_output and value is not None:
-                require_outside_models(Path(value), each.flag)
-                if each.kind.mark:
-                    require_own_file(Path(value), each.flag, each.kind.mark)
-            if not each.excludes or value == each.default:
+        exclusive: dict[str, str] = {}
+        for option, value in values_of(self):
+            option.check(value)
+            if option.kind.is_output and value is not None:
+                require_outside_models(Path(value), option.flag)
+                if option.kind.mark:
+                    require_own_file(Path(value), option.flag, option.kind.mark)
+            if not option.excludes or value == option.default:
                 continue
-            if (other := given.setdefault(each.excludes, each.flag)) != each.flag:
-                raise KLLensError(f"{other} and {each.flag}: give only one of them")
+            if (
+                flag := exclusive.setdefault(option.excludes, option.flag)
+            ) != option.flag:
+                raise KLLensError(f"{flag} and {option.flag}: give only one of them")
 
 
 def command_of(settings: Settings) -> list[str]:
     """The arguments of `kl-lens` that give these settings; flags with their defaults are left out."""
     alone: list[str] = []
     flagged: list[str] = []
-    for each, value in values_of(settings):
-        if value is None or (each.flag and value == each.default and not each.required):
+    for option, value in values_of(settings):
+        if value is None or (
+            option.flag and value == option.default and not option.required
+        ):
             continue
-        (flagged if each.flag else alone).extend(each.words(value))
+        (flagged if option.flag else alone).extend(option.words(value))
     return [settings.verb, *alone, *flagged]
 
 
@@ -411,12 +421,14 @@ def as_yaml(settings: Settings) -> str:
     import yaml  # only `run` needs it
 
     values = {}
-    for each, value in values_of(settings):
-        if value is not None and (value != () or value != each.default):
+    for option, value in values_of(settings):
+        if value is not None and (value != () or value != option.default):
             plain = isinstance(value, bool | int | float) and str(
                 value
-            ) == each.kind.spell(value)
-            values[each.name.replace("_", "-")] = value if plain else each.spelled(value)
+            ) == option.kind.spell(value)
+            values[option.name.replace("_", "-")] = (
+                value if plain else option.spelled(value)
+            )
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 

@@ -83,8 +83,8 @@ class Study:
         self._loading = loading
         if target is not None:
             describe_target(target)
-        given = None if isinstance(model, str | Path) else model
-        self.session = Session(events, given)  # what the commands share
+        opened = None if isinstance(model, str | Path) else model
+        self.session = Session(events, opened)  # what the commands share
         if unknown := sorted(set(loading) - set(OPENING_NAMES)):
             raise KLLensError(
                 f"Study has no setting {unknown[0]!r}; it has model, target, folder, events, {', '.join(OPENING_NAMES)}"
@@ -123,18 +123,18 @@ class Study:
             if isinstance(self._model, str | Path)
             else self._model.source or self._model.name
         )
-        known = {"model": str(name), "target": self.target, **self._loading}
+        from_study = {"model": str(name), "target": self.target, **self._loading}
         if verb == "run" and self.target is not None:
-            known["targets"] = (self.target,)
+            from_study["targets"] = (self.target,)
         names = {option.name for option in of.options_of(kind)}
         if "run" in names:
-            known["run"] = (
+            from_study["run"] = (
                 str(self.folder)
                 if self._folder is None and verb != "run"
                 else self._folder
             )
-        own = {name: value for name, value in known.items() if name in names}
-        return of.from_python(kind, own | given)
+        defaults = {name: value for name, value in from_study.items() if name in names}
+        return of.from_python(kind, defaults | given)
 
     def do(self, settings: Settings) -> Any:
         """Runs a command and returns its whole result; the methods below return the main part of it."""
@@ -197,9 +197,11 @@ class Study:
 
     def autopsy(self, file: Path | str, **flags: Any) -> Autopsy:
         """What is wrong with a file of this model, whoever made it."""
-        kept = self._folder is not None and self.folder.is_dir()  # a run is optional here
+        has_run = (
+            self._folder is not None and self.folder.is_dir()
+        )  # a run is optional here
         return self._done(
-            "autopsy", file=file, run=self._folder if kept else None, **flags
+            "autopsy", file=file, run=self._folder if has_run else None, **flags
         ).autopsy
 
     def generate(self, file: Path | str, prompt: str, **flags: Any) -> GenerateResult:
