@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kl_lens import planning
+from kl_lens.base.progress import Progress
 from kl_lens.cli.progress import Forecast
 from kl_lens.judging import (
     EvaluationText,
@@ -35,7 +36,7 @@ from kl_lens.judging.scoring import (
     differences,
     within,
 )
-from kl_lens.measuring.sweep import Progress, model_identity
+from kl_lens.measuring.sweep import model_identity
 from kl_lens.model import LoadedModel, load
 from kl_lens.model.kernels import swap
 from kl_lens.paper.layouts import write_published

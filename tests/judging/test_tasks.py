@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from kl_lens.base.errors import TextError
+from kl_lens.base.progress import Progress
 from kl_lens.judging import JudgedModel, ScoreJournal, TorchSession, read_scores
 from kl_lens.judging.tasks import TaskData, chosen_tasks
-from kl_lens.measuring.sweep import Progress
 from kl_lens.model import LoadedModel
 from kl_lens.run.folder import Run
 

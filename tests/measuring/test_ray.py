@@ -14,7 +14,7 @@ ray = pytest.importorskip("ray", reason="needs kl-lens[ray]")
 
 import psutil  # noqa: E402
 
-from kl_lens.measuring.sweep import Progress  # noqa: E402
+from kl_lens.base.progress import Progress  # noqa: E402
 from kl_lens.measuring.workers import _RAY_SETTINGS, hired  # noqa: E402
 from tests.measuring.conftest import some_windows  # noqa: E402
 from tests.measuring.test_pieces import contents  # noqa: E402

@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 
 from kl_lens.base.errors import CheckpointError
+from kl_lens.base.progress import Progress
 from kl_lens.measuring.engines import DEFAULT_MEMORY
 from kl_lens.measuring.joint import PlanMeter
 from kl_lens.measuring.perturbation import Candidate, Perturbation, find_candidates
 from kl_lens.measuring.pieces import engine_for
 from kl_lens.measuring.statistics import gather
 from kl_lens.measuring.streamed import StreamedEngine
-from kl_lens.measuring.sweep import Progress, Sweep
+from kl_lens.measuring.sweep import Sweep
 from kl_lens.model import LoadedModel, load
 from kl_lens.model.residency import BLOCKS_AT_ONCE
 from kl_lens.model.tasks import LanguageTask

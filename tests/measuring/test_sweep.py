@@ -7,10 +7,11 @@ import torch
 
 from kl_lens import planning
 from kl_lens.base.errors import PlanError, RunError
+from kl_lens.base.progress import Progress
 from kl_lens.measuring.engines import ENGINES
 from kl_lens.measuring.objectives import OBJECTIVES, Objective
 from kl_lens.measuring.perturbation import find_candidates
-from kl_lens.measuring.sweep import Progress, Sweep, windows_by_cost
+from kl_lens.measuring.sweep import Sweep, windows_by_cost
 from kl_lens.model import LoadedModel
 from kl_lens.run.folder import CALIBRATION, Run
 from kl_lens.run.records import SensitivityTable

@@ -14,9 +14,10 @@ import pytest
 
 from kl_lens.base.environment import for_child
 from kl_lens.base.errors import KLLensError, RunError
+from kl_lens.base.progress import Progress
 from kl_lens.cli.main import main
 from kl_lens.measuring.perturbation import Candidate, find_candidates
-from kl_lens.measuring.sweep import Progress, Sweep, SweepResult
+from kl_lens.measuring.sweep import Sweep, SweepResult
 from kl_lens.measuring.workers import (
     LEAST_OPERATIONS,
     Order,

@@ -13,11 +13,11 @@ import torch
 from kl_lens.autopsy.verdict import Autopsy, Evidence, Restored, Step, listed
 from kl_lens.autopsy.weights import TensorReport, alone, examine, together
 from kl_lens.base.errors import KLLensError, UnsupportedError, one_line
+from kl_lens.base.progress import Progress
 from kl_lens.judging.judged import REMEMBERED, RUNTIME_ERRORS
 from kl_lens.judging.scoring import score_logits
 from kl_lens.judging.texts import EvaluationText, text_window
 from kl_lens.judging.torch_session import TorchSession
-from kl_lens.measuring.sweep import Progress
 from kl_lens.model import LoadedModel
 from kl_lens.run.readings import NLL, Reading, mean_kl
 from kl_lens.run.records import Estimate

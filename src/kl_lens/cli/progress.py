@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress as Bar, TextColumn
 from rich.table import Column
 
 from kl_lens.base.errors import printable
-from kl_lens.measuring.sweep import Progress
+from kl_lens.base.progress import Progress
 from kl_lens.reporting.names import runtime_title
 from kl_lens.study.events import StageCost
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kl_lens.base.errors import printable
+from kl_lens.base.progress import Progress
 from kl_lens.base.units import human_bytes
 from kl_lens.cli.progress import (
     TITLE_WIDTH,
@@ -26,7 +27,6 @@ from kl_lens.cli.progress import (
     stage_title,
 )
 from kl_lens.cli.terminal import Bold, Red, Row, Shown, Terminal, table
-from kl_lens.measuring.sweep import Progress
 from kl_lens.reporting.answer import (
     measured_of,
     speed_ratio,

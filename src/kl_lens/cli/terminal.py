@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # `kl-lens generate` runs on small devices: libraries load in
     from rich.table import Table
     from rich.text import Text
 
-    from kl_lens.measuring.sweep import Progress
+    from kl_lens.base.progress import Progress
     from kl_lens.study.doctor import DoctorResult
     from kl_lens.study.generate import GenerateResult
     from kl_lens.study.publish import PublishResult

@@ -17,11 +17,11 @@ import torch
 
 from kl_lens.base.environment import processors
 from kl_lens.base.errors import KLLensError, UnlearntError, one_line
+from kl_lens.base.progress import Progress
 from kl_lens.judging import scoring
 from kl_lens.judging.judged import RUNTIME_ERRORS, Judged, JudgedArtifact, JudgedModel
 from kl_lens.judging.scoring import Agreement, position_values, score_logits
 from kl_lens.judging.texts import EvaluationText, protocol_digest
-from kl_lens.measuring.sweep import Progress
 from kl_lens.model import LoadedModel
 from kl_lens.model.tasks import TEXT
 from kl_lens.run.folder import Run, provenance

@@ -27,11 +27,11 @@ from lm_eval.api.model import TemplateLM
 
 from kl_lens.base.errors import KLLensError, TextError, one_line
 from kl_lens.base.files import write_text
+from kl_lens.base.progress import Progress
 from kl_lens.judging.evaluator import ANSWERS, EXAMPLES, RUNTIME, Outcome, ScoreJournal
 from kl_lens.judging.judged import RUNTIME_ERRORS, Judged, JudgedModel, likeliest
 from kl_lens.judging.tasks import TaskData, TaskExamples, task_values
 from kl_lens.judging.texts import decode, protocol_digest
-from kl_lens.measuring.sweep import Progress
 from kl_lens.run.records import ORIGINAL
 from kl_lens.targets.session import Logits, Session
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from kl_lens.base.errors import RunError
+from kl_lens.base.progress import Progress
 from kl_lens.measuring.engines import DEFAULT_MEMORY, FastEngine, memory_on
 from kl_lens.measuring.perturbation import Candidate, Kernels, first_block, key_of
 from kl_lens.measuring.pieces import Done, Found, Job, Layout, Piece, PieceRunner
@@ -26,34 +27,6 @@ QUANTIZING = {"gptq": 1.5e4}
 LEAST_WINDOWS = 4
 MOST_WINDOWS = 64
 GPU_WORK = 3.4e15  # multiplications: 32 windows for 2.7 billion parameters
-
-
-@dataclass
-class Progress:
-    """What a progress display needs; the command line replaces the callbacks."""
-
-    started: Callable[[float, float], None] = lambda total, done: (
-        None
-    )  # total work, work already done
-    advanced: Callable[[float, str], None] = lambda work, what: None
-    message: Callable[[str], None] = lambda text: None
-
-    def as_one(self, expected: float) -> Progress:
-        """Shows several pieces of work as one of at least the expected amount."""
-        done = 0.0
-
-        def started(total: float, already: float) -> None:
-            nonlocal done
-            whole = max(expected, done + total)
-            done += already
-            self.started(whole, done)
-
-        def advanced(work: float, what: str) -> None:
-            nonlocal done
-            done += work
-            self.advanced(work, what)
-
-        return Progress(started, advanced, self.message)
 
 
 @dataclass(frozen=True)

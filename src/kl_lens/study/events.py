@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # `generate` runs on small devices and does without torch
-    from kl_lens.measuring.sweep import Progress
+    from kl_lens.base.progress import Progress
 
 IN_RUNTIME = "runtime"
 IN_MODEL = "model"  # kinds of stages; how far they are off differs
@@ -71,7 +71,7 @@ class Events:
         return None
 
     def progress(self, title: str) -> AbstractContextManager[Progress]:
-        from kl_lens.measuring.sweep import Progress
+        from kl_lens.base.progress import Progress
 
         return nullcontext(Progress())
 
