@@ -380,9 +380,10 @@ class Settings:
         ungrouped = by_group.pop("", {})
         for within, changed in by_group.items():
             usual = getattr(cls, within, None)
-            ungrouped[within] = (
-                replace(usual, **changed) if is_dataclass(usual) else changed
-            )  # type: ignore[type-var]
+            if is_dataclass(usual) and not isinstance(usual, type):
+                ungrouped[within] = replace(usual, **changed)
+            else:
+                ungrouped[within] = changed
         return cls(**ungrouped)
 
     def check(self) -> None:
