@@ -8,6 +8,7 @@ import pytest
 
 import kl_lens as kl
 from kl_lens.cli.main import main, parse, settings_from
+from kl_lens.study.events import Events
 from kl_lens.study.measure import MeasureSettings
 from kl_lens.study.session import Session
 from kl_lens.study.settings import Settings
@@ -169,3 +170,16 @@ def test_plans_are_measured_within_the_memory_of_the_command(
     model = kl.load("reference:mamba")
     windows = model.task.drawn("wikitext2:valid", windows=1, length=8)
     assert session.meter(model, windows)[2] == 10**8  # type: ignore[index]
+
+
+def test_what_several_stages_find_is_told_once() -> None:
+    told: list[str] = []
+
+    class Screen(Events):
+        def tell(self, text: str) -> None:
+            told.append(text)
+
+    session = Session(events=Screen())
+    for words in ("lost on a", "lost on b", "lost on a"):
+        session.tell_once(words)
+    assert told == ["lost on a", "lost on b"]

@@ -393,7 +393,9 @@ def test_a_file_that_fails_in_its_runtime_is_named_first_and_never_suggested(
         shutil.rmtree(folder / "artifacts/openvino" / BEST)
     other = ["--targets", "openvino", "--paper", "--evaluation-windows", "5"]
     assert main([*words(folder, tiny_folder), *other]) == 1
-    lines = capsys.readouterr().out.splitlines()
+    captured = capsys.readouterr()
+    assert captured.err.count("itself is lost on wikitext2:train") == 1
+    lines = captured.out.splitlines()
     what = {"exported": "no file", "judged": "the file does not work"}[when]
     assert re.match(f"OpenVINO: {what}: .*the kernel wants 64 columns", lines[1])
     assert not [line for line in lines if "kl-lens generate" in line]

@@ -328,7 +328,7 @@ class Judge:
             if score.subject.what == ORIGINAL and "token_perplexity" in score.values:
                 perplexity = score.values["token_perplexity"].value
                 if words := self._task.lost(text.windows, perplexity):
-                    self._session.events.warn(words)
+                    self._session.tell_once(words)
         if DIVERGENCE in kinds:
             self.result.duel[:] = entrants(self._journal, self._subjects, text)
         if (

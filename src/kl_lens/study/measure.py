@@ -305,7 +305,7 @@ def measure_states(
         with hire(operations=work) as workers:
             sweep = replace(sweep, workers=workers, progress=shown)
             result = sweep.measure(candidates, windows, STATES)
-    _say_if_lost(sweep, windows, STATES, session.events)
+    _say_if_lost(sweep, windows, STATES, session)
     _say_unfit(unfit, session.events)
     without = [
         str(block)
@@ -401,7 +401,7 @@ def measure_recipes(
                     losses = screen.predicted(
                         errors, screen.first_from(errors, measured), measured
                     )
-    _say_if_lost(sweep, windows, CALIBRATION, events)
+    _say_if_lost(sweep, windows, CALIBRATION, session)
     _say_unfit(unfit, events)
     role = role_as(CALIBRATION, computed)
     if len(candidates) < len(every):
@@ -429,13 +429,13 @@ def measure_recipes(
     )
 
 
-def _say_if_lost(sweep: Sweep, windows: Windows, role: str, events: Events) -> None:
-    """Warns of a text that says little about this model; the report does, too."""
+def _say_if_lost(sweep: Sweep, windows: Windows, role: str, session: Session) -> None:
+    """Tells of a text that says little about this model, once a run; the report does, too."""
     if sweep.share or not sweep.model.task.generates:
         return
     nats, _ = sweep.run.teacher_cross_entropy(role)
     if words := sweep.model.task.lost(windows, math.exp(min(nats, 700.0))):
-        events.warn(words)
+        session.tell_once(words)
         sweep.run.store("text", role, windows.provenance() | {"lost": words})
 
 

@@ -220,6 +220,12 @@ class Session:
             self._notes.add(windows.note)
             self.events.note(windows.note)
 
+    def tell_once(self, text: str) -> None:
+        """Says on the screen, once, what several stages find."""
+        if text not in self._notes:
+            self._notes.add(text)
+            self.events.tell(text)
+
     @property
     def judging(self) -> list[Windows]:
         """The evaluation texts opened so far."""
