@@ -8,8 +8,9 @@ import pytest
 from kl_lens.cli import progress
 from kl_lens.cli.progress import Forecast
 from kl_lens.cli.run import Screen
-from kl_lens.study import forecast
 from kl_lens.study.events import JobEstimate, StageCost
+from kl_lens.study.run import RunSettings, costs
+from kl_lens.study.run.forecast import estimate
 from kl_lens.targets.openvino.target import OpenVINOTarget
 from tests.measuring.conftest import loaded
 
@@ -126,40 +127,46 @@ def test_what_makes_a_run_longer_is_said(
     assert capsys.readouterr().err.startswith(sentence)
 
 
+def of_a_run(**given: object) -> RunSettings:
+    few = {"windows": 4, "window_length": 16, "held_out_windows": 4}
+    few |= {"evaluation_windows": 4, "repeats": 1}
+    return RunSettings.of(model="m", exhaustive=True, **few | given)
+
+
 @pytest.mark.parametrize(("busy", "compiled"), [(0.5, True), (0.0, False)])
 def test_a_busy_machine_does_not_multiply_the_forecast_and_kernels_count_once(
     busy: float, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a machine half of which others use, everything that is timed takes twice as long."""
     model = loaded("mamba")
-    menus = {"gguf": ["q8_0", "q4_0"], "openvino": ["int8"]}
+    settings = of_a_run(targets=("gguf", "openvino"), formats=("q8_0", "q4_0", "int8"))
 
-    def estimate(seconds: float, busy: float, compiled: bool) -> list[float]:
-        monkeypatch.setattr(forecast, "_shortest", lambda *_: seconds)
-        monkeypatch.setattr(forecast.LoadMeter, "read", lambda meter: {"others": busy})
-        monkeypatch.setattr(forecast, "_has_kernels", lambda: compiled)
-        some = {"windows": 4, "length": 16, "held_out": 4, "judged": 4, "repeats": 1}
-        found = forecast.estimate(model, menus, **some, exhaustive=True, opened=1.0)
-        assert found.compiling == (0.0 if compiled else forecast.COMPILING)
+    def seconds_of_stages(seconds: float, busy: float, compiled: bool) -> list[float]:
+        monkeypatch.setattr(costs, "_shortest", lambda *_: seconds)
+        monkeypatch.setattr(costs.LoadMeter, "read", lambda meter: {"others": busy})
+        monkeypatch.setattr(costs, "_has_kernels", lambda: compiled)
+        found = estimate(settings, model, opened=1.0)
+        assert found.compiling == (0.0 if compiled else costs.COMPILING)
         return [stage.seconds for stage in found.stages]
 
-    quiet = estimate(1.0, 0.0, True)
-    other = estimate(2.0 if busy else 1.0, busy, compiled)
+    quiet = seconds_of_stages(1.0, 0.0, True)
+    other = seconds_of_stages(2.0 if busy else 1.0, busy, compiled)
     more = [b - a for a, b in zip(quiet, other, strict=True) if b != pytest.approx(a)]
-    assert more == pytest.approx([] if compiled else [forecast.COMPILING])
+    assert more == pytest.approx([] if compiled else [costs.COMPILING])
 
 
 def test_the_forecast_counts_the_memory_in_which_files_are_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = loaded("mamba")
-    monkeypatch.setattr(forecast, "_shortest", lambda *_: 1.0)
+    monkeypatch.setattr(costs, "_shortest", lambda *_: 1.0)
     now = SimpleNamespace(rss=10**9)
-    monkeypatch.setattr(forecast.psutil.Process, "memory_info", lambda _: now)
+    monkeypatch.setattr(costs.psutil.Process, "memory_info", lambda _: now)
     monkeypatch.setattr(OpenVINOTarget, "writing_bytes", 1e6)
     weights = sum(c.parameters for c in model.anatomy.components)
-    some = {"windows": 1, "length": 16, "held_out": 4, "judged": 4, "repeats": 1}
     for target, written in (("gguf", 0), ("openvino", 1e6 * weights)):
-        menus = {target: ["int8" if written else "q8_0"]}
-        found = forecast.estimate(model, menus, **some, exhaustive=True, opened=1.0)
+        settings = of_a_run(
+            targets=(target,), formats=("int8" if written else "q8_0",), windows=1
+        )
+        found = estimate(settings, model, opened=1.0)
         assert (found.memory == 10**9 + written) == bool(written)

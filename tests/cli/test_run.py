@@ -23,7 +23,8 @@ from kl_lens.reporting.data import collect
 from kl_lens.run.folder import Run
 from kl_lens.run.records import ARTIFACT, Plan, Subject
 from kl_lens.run.subjects import current_results
-from kl_lens.study.run import RunSettings, _begin_apart, _quantize_apart
+from kl_lens.study.run import RunSettings
+from kl_lens.study.run.background import begin_apart, quantize_apart
 from kl_lens.study.session import QUANTIZED, Session
 from kl_lens.study.settings import Opening
 from kl_lens.targets import get_target, read_artifact
@@ -263,8 +264,10 @@ def test_beside_a_gpu_files_are_read_ahead_with_the_same_results(
     take = Ahead.take
     folder = tmp_path / "run"
     monkeypatch.setattr(Ahead, "take", seen)
-    monkeypatch.setattr("kl_lens.study.run._leaves_time", lambda model: True)
-    monkeypatch.setattr("kl_lens.study.run.LARGE", 0)  # so that another process quantizes
+    beside = "kl_lens.study.run.background"
+    for name in ("kl_lens.study.run", "kl_lens.study.run.forecast", beside):
+        monkeypatch.setattr(f"{name}.leaves_time", lambda model: True)
+    monkeypatch.setattr(f"{beside}.LARGE", 0)  # so that another process quantizes
     for _ in range(2):  # the second time nothing is left to read
         assert main(words(folder, tiny_folder, "--paper", "--without", "benchmark")) == 0
     assert {("uniform_fp16", 1), (BEST, 3)} < {*taken}
@@ -290,8 +293,8 @@ def test_what_another_process_quantizes_is_found_by_this_one(tmp_path: Path) -> 
     recipe = Recipe("q4_k")
     name = "backbone.layers.0.mixer.in_proj"
     model = session.in_run(session.model("reference:mamba"), tmp_path)
-    _begin_apart("reference:mamba", Opening(), tmp_path)
-    _quantize_apart([(name, recipe), (name, Recipe("int8")), (name, Recipe("q4_k+gptq"))])
+    begin_apart("reference:mamba", Opening(), tmp_path)
+    quantize_apart([(name, recipe), (name, Recipe("int8")), (name, Recipe("q4_k+gptq"))])
     made = [*(tmp_path / QUANTIZED).iterdir()]
     weight = model.tensor(f"{name}.weight")
     assert model.weights.digest(name, recipe) == recipe.grid.quantize(weight).digest

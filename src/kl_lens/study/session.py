@@ -68,13 +68,12 @@ class Session:
         ] = {}  # the last used last
 
     def do(self, settings: Settings) -> Any:
-        """Checks the settings, runs the command that they are for, in the same module, and returns its result. Prints
+        """Checks the settings, runs the command that they are for, and returns its result. Prints
         nothing."""
         settings.check()
         self.memory_budget = getattr(settings, "memory_budget", None)
-        return getattr(sys.modules[type(settings).__module__], settings.verb)(
-            settings, self
-        )
+        home = sys.modules[f"{__package__}.{settings.verb}"]
+        return getattr(home, settings.verb)(settings, self)
 
     # -- models -----------------------------------------------------------------------------------------------
 

@@ -361,12 +361,12 @@ S = TypeVar("S", bound="Settings")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Of one verb, whose name is that of the module."""
+    """Of one verb, whose name is that of its module or folder in `study`."""
 
     verb: ClassVar[str]
 
     def __init_subclass__(cls) -> None:
-        cls.verb = cls.__module__.rpartition(".")[2]
+        cls.verb = cls.__module__.removeprefix(f"{__package__}.").partition(".")[0]
 
     @classmethod
     def of(cls, **values: Any) -> Self:

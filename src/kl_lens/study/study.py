@@ -41,7 +41,7 @@ def settings_of(verb: str) -> type[Settings]:
         for kind in vars(home).values()
         if isinstance(kind, type)
         and issubclass(kind, Settings)
-        and kind.__module__ == home.__name__
+        and getattr(kind, "verb", None) == verb
     )
 
 

@@ -1,0 +1,108 @@
+"""`run`: all stages in order.
+
+For each target it measures the target's formats, plans the smallest file within the target KL, exports it and compares
+it with stock recipes. Each stage calls what the command of its name calls; finished stages are not repeated.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from contextlib import suppress
+from dataclasses import replace
+
+from kl_lens.base.errors import KLLensError
+from kl_lens.base.files import write_text
+from kl_lens.base.units import human_bytes
+from kl_lens.measuring.perturbation import find_candidates
+from kl_lens.measuring.sweep import model_identity, windows_by_cost
+from kl_lens.model import LoadedModel
+from kl_lens.run.folder import CALIBRATION, Run
+from kl_lens.study import settings as of
+from kl_lens.study.events import JobEstimate, going_on
+from kl_lens.study.run.background import is_large, leaves_time
+from kl_lens.study.run.forecast import estimate
+from kl_lens.study.run.job import UNIFORM_FP16 as UNIFORM_FP16, Job
+from kl_lens.study.run.result import RunResult as RunResult
+from kl_lens.study.run.runner import do_stages
+from kl_lens.study.run.settings import RunSettings as RunSettings
+from kl_lens.study.run.stages import stages_of
+from kl_lens.study.session import Session
+from kl_lens.weights.recipes import Recipe
+
+
+def run(settings: RunSettings, session: Session) -> RunResult | JobEstimate:
+    begin = time.perf_counter()
+    events = session.events
+    # Opened in memory, it stays there for all stages.
+    weights = of.MEMORY if settings.needs_memory() else settings.weights
+    model = session.model(settings.model, settings.opening, weights=weights)
+    if settings.estimate:
+        settings = _completed(settings, model, None)
+        return estimate(settings, model, opened=time.perf_counter() - begin)
+    folder = of.new_run_folder(settings.run, model.name)
+    with Run.create(folder) as journal:
+        journal.identify(model_identity(model))
+        known = journal.text_identity(CALIBRATION)
+        settings = _completed(
+            settings, model, None if known is None else int(known["windows"])
+        )
+        # It holds the lock until the end.
+        journal.note_command(["kl-lens", *of.command_of(settings)])
+        events.keep_in(folder)
+        # What repeats this run elsewhere: `kl-lens run --config RUN/run.yaml`.
+        write_text(
+            folder / "run.yaml",
+            of.as_yaml(replace(settings, model=model.source or settings.model)),
+        )
+        if known is None:
+            with suppress(KLLensError):  # it cannot be estimated
+                opened = time.perf_counter() - begin
+                expected = estimate(settings, model, opened)
+                events.expect(expected)
+                if expected.disk > (free := shutil.disk_usage(folder).free):
+                    size = human_bytes(expected.disk)
+                    room = human_bytes(free)
+                    events.tell(
+                        f"{folder}: about {size} will be written, and only {room} are free"
+                    )
+        job = Job(settings, session, journal, model)
+        stages = stages_of(settings, job.targets, ahead=leaves_time(model))
+        try:
+            with going_on(folder):
+                do_stages(stages, job)
+        finally:
+            job.background.stop()
+        plans = {target: job.compared(target) for target in job.targets}
+    return RunResult(
+        settings,
+        folder,
+        plans,
+        job.exported,
+        job.failed,
+        job.without_file,
+        time.perf_counter() - begin,
+        model.task.generates,
+    )
+
+
+def _completed(
+    settings: RunSettings, model: LoadedModel, begun_with: int | None
+) -> RunSettings:
+    """With the numbers of windows: to calibrate, those of the run if it was begun, or what is cheap for all menus; to
+    judge, few for a large model, because runtimes compute on the CPU."""
+    judged = settings.evaluation_windows or (4 if is_large(model) else 8)
+    text = settings.calibration
+    if (windows := text.windows or begun_with) is None:
+        menus = [settings.menu_of(target, model.anatomy) for target in settings.wanted]
+        recipes = [
+            Recipe.parse(recipe)
+            for recipe in dict.fromkeys(r for menu in menus for r in menu)
+        ]
+        length = text.window_length or model.task.window_length
+        windows = windows_by_cost(
+            model, find_candidates(model.anatomy, recipes)[0], length
+        )
+    return replace(
+        settings, evaluation_windows=judged, calibration=replace(text, windows=windows)
+    )
