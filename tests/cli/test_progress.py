@@ -11,6 +11,7 @@ from kl_lens.cli.run import Screen
 from kl_lens.study.events import JobEstimate, StageCost
 from kl_lens.study.run import RunSettings, costs
 from kl_lens.study.run.forecast import estimate
+from kl_lens.study.run.stages import stages_of
 from kl_lens.targets.openvino.target import OpenVINOTarget
 from tests.measuring.conftest import loaded
 
@@ -153,6 +154,29 @@ def test_a_busy_machine_does_not_multiply_the_forecast_and_kernels_count_once(
     other = seconds_of_stages(2.0 if busy else 1.0, busy, compiled)
     more = [b - a for a, b in zip(quiet, other, strict=True) if b != pytest.approx(a)]
     assert more == pytest.approx([] if compiled else [costs.COMPILING])
+
+
+def test_stages_are_forecast_in_the_order_in_which_they_are_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(costs, "_shortest", lambda *_: 1.0)
+    settings = of_a_run(targets=("gguf", "openvino"), formats=("q8_0", "int8"))
+    found = estimate(settings, loaded("mamba"), opened=1.0)
+    told = [(stage.verb, stage.target) for stage in found.stages]
+    done = [
+        (each.verb, each.target)
+        for each in stages_of(settings, settings.wanted, ahead=False)
+    ]
+    unknown = [stage for stage in done if stage not in told]
+    assert unknown == [("plan", None), ("calibrate", None)]  # at once; not needed
+    assert told == [stage for stage in done if stage not in unknown]
+    searched = [
+        (verb, target)
+        for target in settings.wanted
+        for verb in ("measure", "plan", "export")
+    ]
+    begin = told.index(searched[0])
+    assert told[begin : begin + len(searched)] == searched
 
 
 def test_the_forecast_counts_the_memory_in_which_files_are_written(

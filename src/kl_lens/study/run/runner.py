@@ -38,7 +38,7 @@ def _succeeds(stage: Stage, job: Job) -> bool:
 
 def _do(stage: Stage, job: Job) -> None:
     basis = stage.basis(job)
-    record = {}
+    record: dict[str, str] = {}
     if basis is not None:
         record = {"given": str(basis.given), "inputs": basis.inputs}
         if not (basis.lost or job.settings.again):
