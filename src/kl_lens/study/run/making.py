@@ -277,7 +277,7 @@ class Plan(Searched):
         # For the runtime's own quantizer too, unless that has no words for it.
         if (tool := get_target(self.target).recipe_tool) is not None:
             planner = job.planner(self.target, job.limits(self.target))
-            with suppress(PlanError):
+            with suppress(PlanError, TargetError):
                 plan.handed_over(planner, job.plans()[name], tool)
 
     def cost(self, costs: Costs) -> Cost:
