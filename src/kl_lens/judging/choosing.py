@@ -1,4 +1,4 @@
-"""Which of two plans or files is better, which one is recommended, and why: the only place that compares them.
+"""Which of two plans or files is better, which one is recommended, and why.
 
 Two subjects are compared window by window on the same text, so that what is hard for both cancels. A rival replaces our
 plan only if it is no larger and known not to be worse; what the text is too short to tell decides nothing.
