@@ -37,7 +37,6 @@ WARM = (
     "kl_lens.reporting.page",
     "openvino",
     "kl_lens.targets.openvino.convert",
-    "kl_lens.targets.openvino.profiles",
     "kl_lens.targets.gguf.export",
     "gguf",
     "kl_lens.measuring.sweep",
@@ -118,7 +117,6 @@ def commands(model: Path, run: Path) -> dict[str, list[str]]:
             "openvino",
             "--plan",
             "small",
-            "--fallback",
         ],
         "export gguf": [
             "export",

@@ -141,7 +141,7 @@ def test_a_budget_in_tokens_per_second(used: Path, tmp_path: Path, capsys) -> No
     )
     assert f"kl-lens benchmark --run {folder} --targets openvino" in said
     assert main(["plan", "--run", str(folder), "--uniform", "int8,int4"]) == 0
-    exported = ["export", "--run", str(folder), "--target", "openvino", "--fallback"]
+    exported = ["export", "--run", str(folder), "--target", "openvino"]
     assert main([*exported, "--plan", "uniform_int8,uniform_int4"]) == 0
     names = ("uniform_fp16", "small", "uniform_int8", "uniform_int4")
     with Run.open(folder) as run:

@@ -225,7 +225,6 @@ def test_a_plan_names_its_statistics_and_others_are_refused(
         "openvino",
         "--plan",
         "uniform_int4.gptq",
-        "--fallback",
     ]
     assert main(export) == 0
     artifact = read_artifact(tmp_path / "run/artifacts/openvino/uniform_int4.gptq")

@@ -53,7 +53,6 @@ def made(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
                 *target,
                 "--plan",
                 "recommended-openvino,stock.int8_sym",
-                "--fallback",
             ],
             [
                 "evaluate",

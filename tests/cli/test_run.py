@@ -226,7 +226,7 @@ def test_a_run_with_another_limit_gets_its_own_file_and_replaces_none(
 def test_a_plan_of_a_used_name_replaces_it_and_says_so(folder: Path, capsys) -> None:
     here = ["--run", str(folder)]
     plan = ["plan", *here, "--target", "openvino", "--name", "mine", "--max-bpw"]
-    export = ["export", *here, "--target", "openvino", "--plan", "mine", "--fallback"]
+    export = ["export", *here, "--target", "openvino", "--plan", "mine"]
     text = ["--perplexity", "wikitext2:train", "--window", "32", "--limit"]
     scored = ["evaluate", *here, "--plan", "mine", "--targets", "openvino", *text, "1"]
 

@@ -93,7 +93,10 @@ def test_transformers_and_vllm_get_them_in_8_bits_where_a_kernel_has_them(
     for made, source in zip(("plain", "headed"), folders, strict=True):
         artifact = target.export(model := load(source), PLAN, tmp_path / made)
         with monkeypatch.context() as unread:
-            unread.setattr("kl_lens.targets.compressed_tensors.export.read_stored", None)
+            unread.setattr(
+                "kl_lens.targets.compressed_tensors.export.read_stored",
+                lambda stored: pytest.fail(f"{stored.name} was read"),
+            )
             assert (
                 target.file_bytes(model, PLAN) == artifact.realised_bytes
             )  # from shapes alone

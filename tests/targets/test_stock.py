@@ -13,7 +13,7 @@ import transformers
 from kl_lens.model import LoadedModel
 from kl_lens.run.records import Plan
 from kl_lens.targets import TARGETS, describe_target, export, read_artifact
-from kl_lens.targets.openvino import profiles as stock
+from kl_lens.targets.openvino import stock
 from kl_lens.weights.recipes import Recipe, fitting_recipe
 from tests.families import _ATTENTION, _COMMON, plain, tiny_model
 from tests.shipped import shipped_digests

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ from kl_lens.targets import (
 )
 from kl_lens.targets.exporting import choices, record, write_beside
 from kl_lens.targets.registry import TARGETS
-from kl_lens.targets.session import FedSession, Logits
+from kl_lens.targets.session import Logits, Session
 from kl_lens.weights.recipes import FP16
 from tests.cli.conftest import tiny_folder as tiny_folder
 
@@ -34,10 +34,12 @@ NAME = "toy"
 WEIGHTS = "weights.npz"
 
 
-class ToySession(FedSession):
+class ToySession(Session):
     """The stored weights in transformers; every call runs the whole sequence."""
 
-    description: ClassVar = {"library": NAME, "device": "CPU", "threads": 1}
+    @property
+    def description(self) -> dict[str, Any]:
+        return {"library": NAME, "device": "CPU", "threads": 1}
 
     def __init__(self, folder: Path) -> None:
         config = transformers.AutoConfig.from_pretrained(folder)

@@ -21,16 +21,15 @@ from kl_lens.measuring.perturbation import (
 from kl_lens.measuring.products import FLOAT32, TensorCores, precision_for
 from kl_lens.measuring.teacher import logit_rows
 from kl_lens.model import LoadedModel
-from kl_lens.targets.session import Logits, checked_tokens
+from kl_lens.targets.session import Logits, Session, checked_tokens
 from kl_lens.weights.recipes import FP16, Recipe
 
 
-class TorchSession:
-    """Implements `kl_lens.targets.Session`.
+class TorchSession(Session):
+    """Several sessions may share one opened model: the weights are replaced only during a call.
 
-    Several sessions may share one opened model: the weights are replaced only during a call. Every call runs the whole
-    sequence: transformers restarts the scan of Mamba-1 and Jamba when several tokens follow a cache, so its cache is
-    not used.
+    Every call runs the whole sequence: transformers restarts the scan of Mamba-1 and Jamba when several tokens follow a
+    cache, so its cache is not used.
 
     Args:
         deployed: compute with weights and activations as this runtime's kernels see them.
@@ -108,19 +107,17 @@ class TorchSession:
     def reset(self) -> None:
         self._fed = []
 
-    def prefill(self, ids: Sequence[int]) -> Logits:
-        fed = [*self._fed, *self._checked(ids)]
+    def feed(self, tokens: list[int], *, every: bool) -> Logits:
+        if every:  # from the start
+            self._fed = list(tokens)
+            return self._all_logits(tokens)
+        fed = [*self._fed, *tokens]
         with self._applied():
             logits = self._model.chain.logits(self._final_states(fed)[-1:])
         self._fed = fed
-        return logits[0].float().cpu().numpy()
+        return logits.float().cpu().numpy()
 
-    def step(self, token: int) -> Logits:
-        return self.prefill([token])
-
-    def logits(self, ids: Sequence[int]) -> Logits:
-        tokens = self._checked(ids)
-        self._fed = list(tokens)
+    def _all_logits(self, tokens: list[int]) -> Logits:
         key = np.asarray(tokens, np.int64).tobytes()
         if key in self._kept_logits:
             return self._kept_logits[key]

@@ -165,9 +165,7 @@ class Files:
 
     target: str
     events: Events
-    options: dict[str, Any] = field(
-        default_factory=dict
-    )  # of the target; `fallback` may be given to any
+    options: dict[str, Any] = field(default_factory=dict)  # of the target
 
     def of_plans(
         self, run: Run, model: LoadedModel, names: Sequence[str], out: Path | None = None
@@ -215,14 +213,12 @@ class Files:
         recipes = parsed(plan.assignment)
         if store.learnt_by(recipes.values(), plan.statistics) is None:
             return
-        chosen = [
-            (model.anatomy.component(name), recipe) for name, recipe in recipes.items()
+        learning = [
+            (model.anatomy.component(name), recipe)
+            for name, recipe in recipes.items()
+            if recipe.quantizer.learns
         ]
-        fits = [(c, r) for c, r in chosen if target.holds(r.grid, c.shape) is None]
-        allowed = not any(o.keyword == "fallback" and o.given for o in target.options)
-        if not (len(fits) == len(chosen) or allowed or self.options.get("fallback")):
-            return  # the export will raise; do not spend minutes first
-        todo = [(c, r) for c, r in fits if r.quantizer.learns]
+        todo = [(c, r) for c, r in learning if target.holds(r.grid, c.shape) is None]
         with self.events.progress(f"quantizing {plan.name}") as shown:
             shown.started(sum(float(c.parameters * c.shape[-1]) for c, _ in todo), 0)
             for component, recipe in todo:

@@ -9,13 +9,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
-from kl_lens.base.errors import TargetError
+from kl_lens.base.errors import TargetError, one_line
 from kl_lens.base.files import RECORD_FILE
-from kl_lens.targets.exporting import GENERATION_FILE, read_artifact, require_exported
+from kl_lens.targets.exporting import (
+    CONFIG_FILE,
+    GENERATION_FILE,
+    read_artifact,
+    require_exported,
+)
 from kl_lens.targets.session import Session, SessionSettings
 from kl_lens.targets.tokenizer import (
     TOKENIZER_FILE,
@@ -24,7 +31,7 @@ from kl_lens.targets.tokenizer import (
     template_of,
     varied_strings,
 )
-from kl_lens.weights.formats import Format, get_format
+from kl_lens.weights.formats import Format, get_format, known_formats
 
 if TYPE_CHECKING:
     from kl_lens.model import LoadedModel
@@ -56,8 +63,12 @@ class StoredTensor:
     bytes: int
     read: Callable[[], torch.Tensor]  # its values in float32
     format: str = ""  # our name of that type, if we have it
-    # Any values, rounded to nearest in that type; None: not known.
-    rounded: Values | None = None
+    grid: Format | None = None  # where we have none
+
+    @property
+    def rounded(self) -> Values | None:
+        """Rounds any values to nearest in that type; None: not known."""
+        return rounding(self.grid or self.format)
 
 
 @dataclass(frozen=True)
@@ -183,6 +194,59 @@ class Dissection(ABC):
         return ""
 
 
+class FolderDissection(Dissection):
+    """A folder of safetensors with a config.json."""
+
+    # Settings of training and of files, which nothing is computed with.
+    without_effect: ClassVar[re.Pattern[str]] = re.compile(
+        r"^_|dtype|version|use_cache|initializer|_token_id|dropout|architectures|quantiz"
+    )
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder
+        self.config = read_json(folder / CONFIG_FILE)
+        self.files = tuple(sorted(folder.glob("model*.safetensors")))
+        tensors: dict[str, torch.Tensor] = {}
+        for file in self.files:
+            try:
+                tensors |= load_file(file)
+            except (OSError, SafetensorError) as error:
+                raise TargetError(
+                    f"{file} is damaged: {one_line(error)}; export or download it again"
+                ) from error
+        self.tensors = tuple(self.stored(tensors))
+
+    @abstractmethod
+    def stored(self, tensors: dict[str, torch.Tensor]) -> Iterator[StoredTensor]:
+        """The tensors of all files, those of a packed matrix as one."""
+
+    @abstractmethod
+    def configuration(self, model: LoadedModel) -> dict[str, Any]:
+        """config.json as it should be."""
+
+    def settings(self, model: LoadedModel) -> list[Disagreement]:
+        return [
+            setting(
+                f"config.json: {key}",
+                self.config[key],
+                value,
+                "take it from the original's config.json",
+            )
+            for key, value in self.configuration(model).items()
+            if key in self.config and isinstance(value, int | float | str | list)
+            if not self.without_effect.search(key) and not same(self.config[key], value)
+        ]
+
+
+def unpacked(name: str, tensor: torch.Tensor) -> StoredTensor:
+    """A tensor that is not quantized."""
+    names = (name for name, dtype in DTYPES.items() if dtype == tensor.dtype)
+    format_name = next(names, "")
+    spelled = format_name or str(tensor.dtype)
+    shape = tuple(tensor.shape)
+    return StoredTensor(name, spelled, shape, tensor.nbytes, tensor.float, format_name)
+
+
 @dataclass(frozen=True)
 class Texts:
     """What a tokenizer's files say."""
@@ -283,6 +347,11 @@ def _other_template(actual: str | None, expected: str | None) -> str:
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
+def known_name(name: str) -> str:
+    """A format's name if we have it; else empty."""
+    return name if name in (*known_formats(), *DTYPES) else ""
+
+
 def rounding(fmt: Format | str) -> Values | None:
     """Rounds any values to nearest in a format; None for one that needs more than the values."""
     if isinstance(fmt, str) and fmt in DTYPES:
@@ -350,25 +419,6 @@ def same(actual: Any, expected: Any) -> bool:
     if isinstance(expected, float) and isinstance(actual, int | float):
         return math.isclose(actual, expected, rel_tol=1e-5)
     return bool(actual == expected)
-
-
-def other_settings(
-    actual: Mapping[str, Any],
-    expected: Mapping[str, Any],
-    without_effect: re.Pattern[str],
-) -> list[Disagreement]:
-    """Keys of two config.json that differ; what nothing is computed with, or one of them lacks, says nothing."""
-    return [
-        setting(
-            f"config.json: {key}",
-            actual[key],
-            value,
-            "take it from the original's config.json",
-        )
-        for key, value in expected.items()
-        if key in actual and isinstance(value, int | float | str | list)
-        if not without_effect.search(key) and not same(actual[key], value)
-    ]
 
 
 def _shown(value: Any) -> str:

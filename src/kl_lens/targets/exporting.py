@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import shutil
@@ -14,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kl_lens.base.errors import TargetError
-from kl_lens.base.files import RECORD_FILE, naming, settle, write_text
+from kl_lens.base.files import RECORD_FILE, bytes_digest, naming, settle, write_text
 from kl_lens.run.records import Artifact, ExportedTensor, Plan
 from kl_lens.run.subjects import file_digest
 from kl_lens.weights.recipes import FP16, Recipe, parsed
@@ -27,17 +28,8 @@ CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 # Arguments of this program's own `from_pretrained`, which transformers would write into tokenizer_config.json.
 LOADING = ("local_files_only", "is_local", "trust_remote_code")
-_BYTES = {
-    "I64": 8,
-    "F32": 4,
-    "I32": 4,
-    "U32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "I8": 1,
-    "U8": 1,
-    "F8_E4M3": 1,
-}
+# Of safetensors' types, in the order of the file.
+_BYTES = {"I64": 8, "I32": 4, "U32": 4, "F32": 4, "F16": 2}
 # A planned recipe and a weight's shape → the recipe that it gets, and why that is another one (or None).
 Fit = Callable[[Recipe, Sequence[int]], tuple[Recipe, str | None]]
 
@@ -220,23 +212,64 @@ class Entry:
         return _BYTES[self.dtype] * math.prod(self.shape)
 
 
-def file_size(entries: Sequence[Entry], made_for: str) -> int:
+@dataclass(frozen=True)
+class Piece:
+    """What the file holds of a component: one tensor, or the parts of a packed matrix."""
+
+    component: str
+    entries: tuple[Entry, ...]
+    choice: Choice
+    realised: str
+    # The data of each entry, and the digest of the weights in the weight store.
+    make: Callable[[], tuple[Sequence[npt.NDArray[Any]], str]]
+    name: str = ""  # of the record; else of the first entry
+
+
+def file_size(pieces: Sequence[Piece], made_for: str) -> int:
+    entries = _in_file(pieces)
     return len(_header(entries, made_for)) + sum(entry.bytes for entry in entries)
 
 
 def write_file(
-    path: Path,
-    entries: Sequence[Entry],
-    made_for: str,
-    data: Callable[[Entry], npt.NDArray[np.uint8]],
-) -> None:
-    """`made_for`: the header's format, `mlx` or `pt`. `data` gives an entry's bytes; called once for each, in order."""
+    path: Path, pieces: Sequence[Piece], made_for: str
+) -> list[ExportedTensor]:
+    """`made_for`: the header's format, `mlx` or `pt`. Returns the pieces' records, in the order of the file."""
+    entries = _in_file(pieces)
+    header = _header(entries, made_for)
+    ends = itertools.accumulate(entry.bytes for entry in entries)
+    starts = {
+        entry.name: len(header) + end - entry.bytes
+        for entry, end in zip(entries, ends, strict=True)
+    }
+    records = []
     with naming(path), path.open("wb") as file:
-        file.write(_header(entries, made_for))
-        for entry in entries:
-            content = data(entry)
-            assert content.nbytes == entry.bytes, entry
-            file.write(content.data)
+        file.write(header)
+        for piece in sorted(pieces, key=lambda piece: starts[piece.entries[0].name]):
+            arrays, weights = piece.make()
+            for entry, array in zip(piece.entries, arrays, strict=True):
+                assert array.nbytes == entry.bytes, entry
+                file.seek(starts[entry.name])
+                file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+            records.append(
+                ExportedTensor(
+                    component=piece.component,
+                    runtime_name=piece.name or piece.entries[0].name,
+                    planned=piece.choice.planned,
+                    realised=piece.realised,
+                    bytes=sum(array.nbytes for array in arrays),
+                    reason=piece.choice.reason,
+                    digest=bytes_digest(*arrays),
+                    weights=weights,
+                )
+            )
+    return records
+
+
+def _in_file(pieces: Sequence[Piece]) -> list[Entry]:
+    """Wide types first, so that everything is aligned."""
+    entries = [entry for piece in pieces for entry in piece.entries]
+    order = list(_BYTES)
+    return sorted(entries, key=lambda entry: order.index(entry.dtype))
 
 
 def _header(entries: Sequence[Entry], made_for: str) -> bytes:

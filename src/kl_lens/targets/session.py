@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -58,78 +58,39 @@ class SessionSettings:
         }
 
 
-@runtime_checkable
-class Session(Protocol):
-    """One sequence at a time, with the runtime's own state inside."""
-
-    @property
-    def vocabulary(self) -> int:
-        """Columns of the logits."""
-
-    @property
-    def description(self) -> dict[str, Any]:
-        """Library, version, build flags, device, threads, settings: recorded with every speed figure."""
-
-    def reset(self) -> None:
-        """Forget everything: the next token is the first."""
-
-    def prefill(self, ids: Sequence[int]) -> Logits:
-        """Feed several tokens after the earlier ones; returns the logits (vocabulary,) after the last."""
-
-    def step(self, token: int) -> Logits:
-        """Feed one token; returns the logits (vocabulary,) after it."""
-
-    def logits(self, ids: Sequence[int]) -> Logits:
-        """Reset, feed all tokens, and return the logits after each: (len(ids), vocabulary)."""
-
-    def close(self) -> None:
-        """Free the runtime's memory."""
-
-
-@dataclass(frozen=True)
-class ArtifactTokenizer:
-    """Encodes and decodes text."""
-
-    # Recognises special tokens by their text; adds none.
-    encode: Callable[[str], list[int]]
-    # The same, plus the tokens that the tokenizer adds, such as <s>.
-    begin: Callable[[str], list[int]]
-    decode: Callable[[Sequence[int]], str]
-    ends: frozenset[int]  # tokens that end a text or a turn; empty if unknown
-    render: Renderer | None = None  # the chat template, if any
-
-
-@runtime_checkable
-class TokenizingSession(Session, Protocol):
-    """A session that can tokenize with the vocabulary inside its file."""
-
-    def tokenizer(self) -> ArtifactTokenizer:
-        """Raises TargetError if this file holds no vocabulary."""
-
-
-class FedSession(ABC):
-    """A `Session` that only says how it is fed. Usable in a `with` statement."""
+class Session(ABC):
+    """One sequence at a time, with the runtime's own state inside. A target's only says how it is fed."""
 
     path: Path  # for errors
-    vocabulary: int
+    vocabulary: int  # columns of the logits
+
+    @property
+    @abstractmethod
+    def description(self) -> dict[str, Any]:
+        """Library, version, build flags, device, threads, settings: recorded with every speed figure."""
 
     @abstractmethod
     def feed(self, tokens: list[int], *, every: bool) -> Logits:
         """Continues after the tokens fed before; logits after every token, or only after the last."""
 
     @abstractmethod
-    def reset(self) -> None: ...
+    def reset(self) -> None:
+        """Forget everything: the next token is the first."""
 
     @abstractmethod
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free the runtime's memory."""
 
     def prefill(self, ids: Sequence[int]) -> Logits:
+        """Feed several tokens after the earlier ones; returns the logits (vocabulary,) after the last."""
         return self.feed(self._checked(ids), every=False)[-1]
 
     def step(self, token: int) -> Logits:
+        """Feed one token; returns the logits (vocabulary,) after it."""
         return self.prefill([token])
 
     def logits(self, ids: Sequence[int]) -> Logits:
+        """Reset, feed all tokens, and return the logits after each: (len(ids), vocabulary)."""
         tokens = self._checked(ids)
         self.reset()
         return self.feed(tokens, every=True)
@@ -145,6 +106,27 @@ class FedSession(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@dataclass(frozen=True)
+class ArtifactTokenizer:
+    """Encodes and decodes text."""
+
+    # Recognises special tokens by their text; adds none.
+    encode: Callable[[str], list[int]]
+    # The same, plus the tokens that the tokenizer adds, such as <s>.
+    begin: Callable[[str], list[int]]
+    decode: Callable[[Sequence[int]], str]
+    ends: frozenset[int]  # tokens that end a text or a turn; empty if unknown
+    render: Renderer | None = None  # the chat template, if any
+
+
+class TokenizingSession(Session):
+    """A session that can tokenize with the vocabulary inside its file."""
+
+    @abstractmethod
+    def tokenizer(self) -> ArtifactTokenizer:
+        """Raises TargetError if this file holds no vocabulary."""
 
 
 def checked_tokens(ids: Sequence[int], vocabulary: int, source: str) -> list[int]:

@@ -72,7 +72,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Exported
             plans = {"mixed": mixed_plan, "unsigned": unsigned_plan}
             plan = plans[kind](model) if kind in plans else Plan(kind, {}, made_by="test")
             folder = tmp_path_factory.mktemp(f"{family}-{kind}")
-            options = {"unplanned": "fp32", "fallback": kind in plans, **options}
+            options = {"unplanned": "fp32", **options}
             cache[key] = Exported(model, export(model, plan, folder, **options), folder)
         return cache[key]
 

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from kl_lens.run.records import Plan
-from kl_lens.targets import describe_target, quarantine
+from kl_lens.targets import describe_target, open_session, quarantine
 from kl_lens.targets.openvino import constants
 from kl_lens.targets.openvino.rewrites import operations
-from kl_lens.targets.openvino.session import open_session, read_graph
+from kl_lens.targets.openvino.session import read_graph
 from kl_lens.weights.formats import get_format
 from kl_lens.weights.formats.integer import ZeroPointFormat
 from tests.families import token_ids

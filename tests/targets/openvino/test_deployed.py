@@ -11,13 +11,12 @@ import torch
 from kl_lens.base.errors import TargetError
 from kl_lens.measuring.perturbation import Perturbation, replacements, swapped
 from kl_lens.run.records import Plan
-from kl_lens.targets import SessionSettings, get_target
+from kl_lens.targets import SessionSettings, get_target, open_session
 from kl_lens.targets.openvino import constants
 from kl_lens.targets.openvino.folder import IR_FILE
-from kl_lens.targets.openvino.profiles import as_deployed, quantize_groups
+from kl_lens.targets.openvino.kernels import as_deployed, quantize_groups
 from kl_lens.targets.openvino.session import (
     compile_graph,
-    open_session,
     read_graph,
     rounds_in_groups,
 )
@@ -162,9 +161,9 @@ def test_files_are_tried_out_as_they_are_judged(
     calls = []
     whole = compile_graph
 
-    def compiled(*arguments, **settings):
+    def compiled(graph, settings):
         calls.append(settings)
-        return whole(*arguments, **settings)
+        return whole(graph, settings)
 
     monkeypatch.setattr("kl_lens.targets.openvino.session.compile_graph", compiled)
     target = get_target("openvino")

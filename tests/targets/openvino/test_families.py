@@ -10,9 +10,8 @@ import torch
 
 from kl_lens.base.errors import TargetError
 from kl_lens.run.records import Plan
-from kl_lens.targets import Session
+from kl_lens.targets import Session, open_session
 from kl_lens.targets.openvino import capture
-from kl_lens.targets.openvino.session import open_session
 from tests.families import token_ids
 from tests.targets.openvino.conftest import assert_same_logits, export, loaded, reference
 

@@ -19,7 +19,7 @@ from kl_lens.run.records import Plan
 from kl_lens.study.generate import GenerateSettings, generate
 from kl_lens.study.session import Session
 from kl_lens.study.settings import Runtime
-from kl_lens.targets.openvino.session import open_session
+from kl_lens.targets import open_session
 from tests.byte_level import save_tokenizer
 from tests.families import plain, tiny_model
 from tests.targets.openvino.conftest import export

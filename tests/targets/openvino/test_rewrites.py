@@ -8,18 +8,18 @@ import openvino as ov
 import openvino.opset13 as ops
 import pytest
 
+from kl_lens.targets import SessionSettings, open_session
 from kl_lens.targets.openvino import rewrites
-from kl_lens.targets.openvino.graph import StaticShape, graph_of
-from kl_lens.targets.openvino.session import compile_graph, open_session, read_graph
+from kl_lens.targets.openvino.graph import graph_of
+from kl_lens.targets.openvino.session import compile_graph, read_graph
 from tests.families import tiny_model, token_ids
 from tests.targets.openvino.conftest import assert_same_logits, reference
 
 
 def run(model: ov.Model, path, *inputs: np.ndarray) -> np.ndarray:
     ov.save_model(model, path, compress_to_fp16=False)
-    request = compile_graph(
-        read_graph(path), "CPU", exact=True, threads=1
-    ).create_infer_request()
+    settings = SessionSettings(exact=True, threads=1)
+    request = compile_graph(read_graph(path), settings).create_infer_request()
     request.infer(list(inputs))
     return request.get_output_tensor(0).data.copy()
 
@@ -96,15 +96,16 @@ def test_cumba_keeps_the_models_logits(exported: Callable) -> None:
     )
 
 
-@pytest.mark.parametrize(("family", "unroll"), [("mamba", True), ("mamba2", False)])
-def test_static_graphs(family: str, unroll: bool, tmp_path) -> None:
+@pytest.mark.parametrize("family", ["mamba", "mamba2"])
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_static_graphs(family: str, tokens: int, tmp_path) -> None:
     model = tiny_model(family)
-    graph = graph_of(model, static=StaticShape(8, unroll=unroll))
+    graph = graph_of(model, static_tokens=tokens)
     rewrites.apply(graph)
-    assert graph.inputs[0].get_shape() == ov.Shape([1, 8])
+    assert graph.inputs[0].get_shape() == ov.Shape([1, tokens])
     assert not rewrites.operations(graph, "ReadValue", "Assign", "If")
-    if unroll or family == "mamba2":  # eight tokens are one chunk
+    if family == "mamba2":  # eight tokens are one chunk
         assert not rewrites.operations(graph, "TensorIterator")
-    ids = token_ids(1, 8)
+    ids = token_ids(1, tokens)
     logits = run(graph, tmp_path / "static.xml", ids.numpy())[0]
     assert_same_logits(logits, reference(model, ids), 1e-4)

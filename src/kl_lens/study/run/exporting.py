@@ -32,8 +32,7 @@ class Export(OfTarget):
         )
 
     def work(self, job: Job) -> object:
-        # `fallback`: formats the runtime cannot hold are replaced; the export's table says which and why.
-        files = export.Files(self.target, job.events, {"fallback": True})
+        files = export.Files(self.target, job.events)
         return files.of_plans(job.journal, job.model, self.plans(job))
 
     def is_survived(self, job: Job, error: Exception) -> bool:

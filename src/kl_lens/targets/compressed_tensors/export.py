@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from importlib import metadata
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from torch import nn
 from transformers.core_model_loading import revert_weight_conversion
 
-from kl_lens.base.files import tensor_digest
-from kl_lens.model.files import read_stored
-from kl_lens.run.records import Artifact, Component, ExportedTensor, Plan
+from kl_lens.model.files import Stored, read_stored
+from kl_lens.run.records import Component, Plan
 from kl_lens.targets.compressed_tensors.schemes import (
     configuration,
     fused,
@@ -26,163 +23,129 @@ from kl_lens.targets.compressed_tensors.schemes import (
 from kl_lens.targets.exporting import (
     Choice,
     Entry,
+    Piece,
     choices,
-    file_size,
-    record,
-    write_beside,
-    write_file,
-    write_settings,
 )
+from kl_lens.targets.folders import FolderContents
 from kl_lens.weights.recipes import FP16, Recipe
 
 if TYPE_CHECKING:
     from kl_lens.model import LoadedModel
     from kl_lens.targets.base import Target
     from kl_lens.weights.formats import Format, Quantized
+    from kl_lens.weights.store import WeightStore
 
-WEIGHT_FILE = "model.safetensors"
-FORMAT = "pt"
-_KINDS = {
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.float32: "F32",
-    torch.float16: "F16",
-}
+_UNPLANNED = Choice(FP16, FP16)
 _PACKED_AT_ONCE = 1 << 22  # weights
 
 
-def export(target: Target, model: LoadedModel, plan: Plan, folder: Path) -> Artifact:
-    file = _File(target, model, plan)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_file(folder / WEIGHT_FILE, file.entries, FORMAT, file.bytes_of)
-    recipes = {c.weight: file.chosen[c.name].recipe for c in model.anatomy.candidates}
-    config = configuration(model, recipes | file.heads, file.names)
-    write_settings(folder, config)
-    notes = write_beside(model, folder)
-    packages = ("transformers", "compressed-tensors")
-    settings = {
-        "versions": {name: metadata.version(name) for name in packages},
-        "notes": notes,
-        "further_heads": bool(model.further_heads),
+def folder_contents(target: Target, model: LoadedModel, plan: Plan) -> FolderContents:
+    """What the folder of a plan holds."""
+    model.require_memory(f"exporting to {target.title}")
+    chosen = _chosen(target, model, plan)
+    heads = _packed_heads(target, model)
+    components = {c.weight: c for c in model.anatomy.components}
+    aliases = {name for c in components.values() for name in c.tied_with}
+    state = {
+        name: tensor.detach().cpu()
+        for name, tensor in model.model.state_dict().items()
+        if not aliases & {name, name.removesuffix(".weight")}
     }
-    return record(target.name, model, plan, folder, file.records, **settings)
-
-
-def file_bytes(target: Target, model: LoadedModel, plan: Plan) -> int:
-    """The exact size of the file that `export` would write, without quantizing anything."""
-    return file_size(_File(target, model, plan).entries, FORMAT)
-
-
-class _File:
-    """The tensors of one file, and the records of those whose bytes were given."""
-
-    def __init__(self, target: Target, model: LoadedModel, plan: Plan) -> None:
-        model.require_memory(f"exporting to {target.title}")
-        self._model = model
-        self.chosen = _chosen(target, model, plan)
-        self._candidates = {component.name for component in model.anatomy.candidates}
-        # Zero points and scales, which come after packed matrices.
-        self._waiting: dict[str, torch.Tensor] = {}
-        self.records: list[ExportedTensor] = []
-        owners = {c.weight: c.name for c in model.anatomy.components}
-        aliases = {name for c in model.anatomy.components for name in c.tied_with}
-        state = {
-            name: self._stored(owners.get(name, name), tensor.detach().cpu())
-            for name, tensor in model.model.state_dict().items()
-            if not aliases & {name, name.removesuffix(".weight")}
-        }
-        self.names = names = checkpoint_names(model, state)
-        self._sources = {
-            names[parameter]: owners.get(parameter, parameter) for parameter in state
-        }
-        packed = [
-            name for name, source in self._sources.items() if self._is_packed(source)
-        ]
-        self._plain = {
-            names[parameter]: tensor.contiguous()
-            for parameter, tensor in state.items()
-            if names[parameter] not in packed
-        }
-        self.heads = _packed_heads(target, model)
-        self.chosen |= {
-            name: Choice(recipe, recipe) for name, recipe in self.heads.items()
-        }
-        for name in sorted(model.further_heads.keys() - self.heads.keys()):
-            # Read when it is written.
-            tensor = torch.empty(model.further_heads[name].shape, device="meta")
-            self._plain[name] = tensor.half() if tensor.dim() > 1 else tensor
-        entries = [
-            Entry(name, _KINDS[t.dtype], tuple(t.shape))
-            for name, t in self._plain.items()
-        ]
-        entries += [
-            entry for name in (*packed, *self.heads) for entry in self._entries(name)
-        ]
-        widths = list(_KINDS.values())
-        self.entries = sorted(entries, key=lambda entry: widths.index(entry.dtype))
-
-    def _is_packed(self, component: str) -> bool:
-        candidate = component in self._candidates
-        return candidate and is_packed(self.chosen[component].recipe.grid)
-
-    def _stored(self, component: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A matrix that stays in 16 bits is rounded to them; what is never quantized keeps its values."""
-        if self._is_packed(component):
-            return tensor
-        half = tensor.half()
-        exact = torch.equal(half.float(), tensor.float())
-        return half if component in self._candidates or exact else tensor.float()
-
-    def _entries(self, name: str) -> list[Entry]:
-        """Of a packed matrix."""
-        source = self._sources.get(name, name)
-        head = self._model.further_heads.get(name)
-        fmt = self.chosen[source].recipe.grid
-        owner = head or self._model.anatomy.component(source)
-        rows, columns = owner.shape
-        groups = columns // (fmt.group_size or columns)
-        entries = [
-            Entry(f"{name}_shape", "I64", (2,)),
-            Entry(f"{name}_packed", "I32", (rows, _words(columns, fmt))),
-            Entry(f"{name}_zero_point", "I32", (_words(rows, fmt), groups)),
-            Entry(f"{name}_scale", "F16", (rows, groups)),
-        ]
-        if fmt.symmetric:
-            del entries[2]
-        return entries
-
-    def bytes_of(self, entry: Entry) -> npt.NDArray[np.uint8]:
-        name = entry.name.removesuffix("_shape")
-        source = self._sources.get(name, name)
-        head = self._model.further_heads.get(name)
-        if (tensor := self._plain.get(entry.name)) is not None:
-            tensor = read_stored(head).to(tensor.dtype) if head else tensor
-            self._add(entry.name, source, tensor)
-            return _raw(tensor)
-        if entry.name in self._waiting:
-            return _raw(self._waiting.pop(entry.name))
-        recipe = self.chosen[source].recipe
-        store = self._model.weights
-        if head:
-            quantized = recipe.grid.quantize(read_stored(head), name)
+    # transformers' names → those in the file.
+    names = checkpoint_names(model, state)
+    plain: list[Piece] = []
+    packed: list[Piece] = []
+    for parameter, tensor in state.items():
+        component = components.get(parameter)
+        name = names[parameter]
+        if component and component.quantizable:
+            piece = _candidate(
+                component, name, tensor, chosen[component.name], model.weights
+            )
+            (packed if len(piece.entries) > 1 else plain).append(piece)
         else:
-            quantized = store.quantized(source, recipe)
-        parts = packed(recipe.grid, quantized)
-        self._add(f"{name}_packed", source, *parts.values(), weights=quantized.digest)
-        self._waiting |= {f"{name}_{part}": tensor for part, tensor in parts.items()}
-        return _raw(self._waiting.pop(entry.name))
+            is_half = torch.equal(tensor.half().float(), tensor.float())
+            owner = component.name if component else parameter
+            plain.append(_floating(owner, name, tensor.shape, is_half, tensor.detach))
+    further = model.further_heads
+    for name in sorted(further.keys() - heads):
+        read = partial(read_stored, further[name])
+        shape = further[name].shape
+        plain.append(_floating(name, name, shape, len(shape) > 1, read))
+    for name, recipe in heads.items():
+        quantize = partial(_quantized_head, recipe, further[name])
+        shape = further[name].shape
+        packed.append(_packed(name, name, shape, Choice(recipe, recipe), quantize))
+    recipes = {c.weight: chosen[c.name].recipe for c in model.anatomy.candidates}
+    config = configuration(model, recipes | heads, names)
+    return FolderContents([*plain, *packed], config, {"further_heads": bool(further)})
 
-    def _add(
-        self, name: str, component: str, *tensors: torch.Tensor, weights: str = ""
-    ) -> None:
-        choice = self.chosen.get(component, Choice(FP16, FP16))
-        realised = choice.recipe if tensors[0].dtype != torch.float32 else "fp32"
-        if component in self._candidates and not weights:
-            weights = self._model.weights.digest(component, FP16)
-        labels = component, name, choice.planned, realised
-        size = sum(tensor.nbytes for tensor in tensors)
-        digest = tensor_digest(*tensors)
-        self.records.append(ExportedTensor(*labels, size, choice.reason, digest, weights))
+
+def _candidate(
+    component: Component,
+    name: str,
+    tensor: torch.Tensor,
+    choice: Choice,
+    store: WeightStore,
+) -> Piece:
+    owner = component.name
+    shape = component.shape
+    if is_packed(choice.recipe.grid):
+        quantize = partial(store.quantized, owner, choice.recipe)
+        return _packed(owner, name, shape, choice, quantize)
+    digest = partial(store.digest, owner, FP16)
+    return _floating(owner, name, tensor.shape, True, tensor.detach, choice, digest)
+
+
+def _quantized_head(recipe: Recipe, stored: Stored) -> Quantized:
+    return recipe.grid.quantize(read_stored(stored), stored.name)
+
+
+def _floating(
+    component: str,
+    name: str,
+    shape: Sequence[int],
+    is_half: bool,
+    read: Callable[[], torch.Tensor],
+    choice: Choice = _UNPLANNED,
+    digest: Callable[[], str] = str,
+) -> Piece:
+    """A matrix that stays in 16 bits is rounded to them; what is never quantized keeps its values."""
+
+    def make() -> tuple[list[npt.NDArray[Any]], str]:
+        stored = read().half() if is_half else read().float()
+        return [stored.numpy()], digest()
+
+    realised = choice.recipe if is_half else "fp32"
+    entry = Entry(name, "F16" if is_half else "F32", tuple(shape))
+    return Piece(component, (entry,), choice, realised, make)
+
+
+def _packed(
+    component: str,
+    name: str,
+    shape: Sequence[int],
+    choice: Choice,
+    quantize: Callable[[], Quantized],
+) -> Piece:
+    fmt = choice.recipe.grid
+    rows, columns = shape
+    groups = columns // (fmt.group_size or columns)
+    entries = [
+        Entry(f"{name}_shape", "I64", (2,)),
+        Entry(f"{name}_packed", "I32", (rows, _words(columns, fmt))),
+        Entry(f"{name}_scale", "F16", (rows, groups)),
+    ]
+    if not fmt.symmetric:
+        zero_points = (_words(rows, fmt), groups)
+        entries.append(Entry(f"{name}_zero_point", "I32", zero_points))
+
+    def make() -> tuple[list[npt.NDArray[Any]], str]:
+        quantized = quantize()
+        return [part.numpy() for part in packed(fmt, quantized)], quantized.digest
+
+    label = f"{name}_packed"
+    return Piece(component, tuple(entries), choice, choice.recipe, make, label)
 
 
 def checkpoint_names(
@@ -246,8 +209,8 @@ def _words(numbers: int, fmt: Format) -> int:
     return -(-numbers * fmt.bits // 32)
 
 
-def packed(fmt: Format, quantized: Quantized) -> dict[str, torch.Tensor]:
-    """The tensors of a matrix."""
+def packed(fmt: Format, quantized: Quantized) -> list[torch.Tensor]:
+    """The shape, codes and scales of a matrix, and its zero points if it has some."""
 
     def signed(codes: torch.Tensor) -> torch.Tensor:
         if fmt.symmetric:
@@ -257,17 +220,8 @@ def packed(fmt: Format, quantized: Quantized) -> dict[str, torch.Tensor]:
     step = max(1, _PACKED_AT_ONCE // quantized.shape[-1])
     words = [pack_to_int32(signed(rows), fmt.bits) for rows in quantized.data.split(step)]
     assert quantized.scales is not None
-    parts = {
-        "shape": torch.tensor(quantized.shape),
-        "packed": torch.cat(words),
-        "scale": quantized.scales.cpu(),
-    }
-    if quantized.zero_points is not None:
-        parts["zero_point"] = pack_to_int32(
-            signed(quantized.zero_points), fmt.bits, packed_dim=0
-        )
+    shape = torch.tensor(quantized.shape)
+    parts = [shape, torch.cat(words), quantized.scales.cpu()]
+    if (zero_points := quantized.zero_points) is not None:
+        parts.append(pack_to_int32(signed(zero_points), fmt.bits, packed_dim=0))
     return parts
-
-
-def _raw(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
-    return tensor.contiguous().numpy().reshape(-1).view(np.uint8)

@@ -17,7 +17,7 @@ import transformers
 from kl_lens.base.errors import TargetError, one_line
 from kl_lens.model.anatomy import normalise_per_group
 from kl_lens.model.files import LEFT_OUT
-from kl_lens.targets.session import FedSession, Logits
+from kl_lens.targets.session import Logits, Session
 
 _STATES = ("past_key_values", "cache_params")  # what models call theirs
 
@@ -57,7 +57,7 @@ def opened(folder: Path) -> Any:
     return model
 
 
-class TransformersSession(FedSession):
+class TransformersSession(Session):
     """One sequence at a time, on a CPU."""
 
     def __init__(self, folder: Path, threads: int | None = None) -> None:

@@ -9,13 +9,14 @@ import re
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from kl_lens.base.errors import UnsupportedError
+from kl_lens.base.lazy import lazy_modules
 from kl_lens.run.records import Artifact, Component, Plan
 from kl_lens.targets.abilities import Health, StockRecipe
-from kl_lens.targets.base import Target
 from kl_lens.targets.exporting import CONFIG_FILE
+from kl_lens.targets.folders import FolderContents, FolderTarget, folder_of
 from kl_lens.targets.session import Session, SessionSettings
 from kl_lens.targets.tokenizer import read_json
 from kl_lens.weights.formats import Format
@@ -23,20 +24,29 @@ from kl_lens.weights.recipes import FP16, Recipe
 
 if TYPE_CHECKING:
     from kl_lens.model import LoadedModel
+    from kl_lens.targets.compressed_tensors import (
+        dissection,
+        export,
+        schemes,
+        session,
+        stock,
+    )
     from kl_lens.targets.dissection import Dissection
+else:  # they load torch, transformers and compressed-tensors
+    dissection, export, schemes, session, stock = lazy_modules(
+        __package__, "dissection", "export", "schemes", "session", "stock"
+    )
 
-SUFFIX = ".safetensors"
 _LISTED_BYTES = 130  # of one tensor in a file's header: a little more than was seen
 
 
-class CompressedTensorsTarget(Target):
+class CompressedTensorsTarget(FolderTarget):
     name = "compressed-tensors"
     title = "compressed-tensors"
     extra = "compressed"
     packages = ("compressed_tensors", "transformers")
-    loads = (SUFFIX,)
-    methods = ("gptq", "search")
-    usual = False
+    made_for = "pt"
+    written_with = ("transformers", "compressed-tensors")
     formats: ClassVar[tuple[str, ...]] = (
         "int3-g128",
         "int4-g128",
@@ -51,9 +61,7 @@ class CompressedTensorsTarget(Target):
     small_formats: ClassVar[tuple[str, ...]] = ("uint2-g64",)
 
     def stores(self, fmt: Format) -> str | None:
-        from kl_lens.targets.compressed_tensors.schemes import is_packed
-
-        return None if is_packed(fmt) else super().stores(fmt)
+        return None if schemes.is_packed(fmt) else super().stores(fmt)
 
     def holds(self, fmt: Format, shape: Sequence[int]) -> str | None:
         if fmt.name != FP16 and len(shape) != 2:
@@ -79,16 +87,10 @@ class CompressedTensorsTarget(Target):
         return (*self.recipes(learnt), *map(Recipe, {"int8"}.intersection(self.formats)))
 
     def stock_recipes(self, model: LoadedModel) -> tuple[StockRecipe, ...]:
-        from kl_lens.targets.compressed_tensors.stock import stock_recipes
+        return stock.stock_recipes(self, model)
 
-        return stock_recipes(self, model)
-
-    def write(
-        self, model: LoadedModel, plan: Plan, folder: Path, **options: Any
-    ) -> Artifact:
-        from kl_lens.targets.compressed_tensors.export import export
-
-        return export(self, self._checked(model), plan, folder)
+    def folder_contents(self, model: LoadedModel, plan: Plan) -> FolderContents:
+        return export.folder_contents(self, self._checked(model), plan)
 
     def _checked(self, model: LoadedModel) -> LoadedModel:
         if model.classifier is not None or not type(model.model).__module__.startswith(
@@ -98,12 +100,6 @@ class CompressedTensorsTarget(Target):
                 f"transformers has no language model of type {model.anatomy.model_type}"
             )
         return model
-
-    def file_bytes(self, model: LoadedModel, plan: Plan, *, exact: bool = False) -> int:
-        """Exact, from the header."""
-        from kl_lens.targets.compressed_tensors.export import file_bytes
-
-        return file_bytes(self, self._checked(model), plan)
 
     def overhead(self, fmt: Format) -> int:
         """Scales, zero points and shapes are more tensors of the file's list; a shape is two numbers."""
@@ -118,27 +114,18 @@ class CompressedTensorsTarget(Target):
             (f"with compressed-tensors {version}, judges its files",),
         )
 
-    def loaded_files(self, path: Path) -> list[Path]:
-        return super().loaded_files(_folder(path))
-
     def dissects(self, path: Path) -> bool:
-        quantization = read_json(_folder(path) / CONFIG_FILE).get("quantization_config")
+        quantization = read_json(folder_of(path) / CONFIG_FILE).get("quantization_config")
         method = (
             quantization.get("quant_method") if isinstance(quantization, dict) else ""
         )
         return method == "compressed-tensors"
 
     def dissect(self, path: Path) -> Dissection:
-        from kl_lens.targets.compressed_tensors.dissection import (
-            CompressedTensorsDissection,
-        )
-
-        return CompressedTensorsDissection(_folder(path))
+        return dissection.CompressedTensorsDissection(folder_of(path))
 
     def open(self, path: Path, settings: SessionSettings) -> Session:
-        from kl_lens.targets.compressed_tensors.session import TransformersSession
-
-        return TransformersSession(_folder(path), settings.threads)
+        return session.TransformersSession(folder_of(path), settings.threads)
 
 
 class VLLMTarget(CompressedTensorsTarget):
@@ -199,7 +186,3 @@ class VLLMCPUTarget(VLLMTarget):
     formats = ("int4-g128", "uint4-g128", "int4-g32", "uint4-g32", FP16)
     bits = (4,)
     rows = 32
-
-
-def _folder(path: Path) -> Path:
-    return path.parent if path.suffix == SUFFIX else path

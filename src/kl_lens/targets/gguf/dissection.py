@@ -148,7 +148,7 @@ def _stored(entry: TensorEntry) -> StoredTensor:
     name = {"F16": "fp16", "F32": "fp32", "BF16": "bf16"}.get(
         entry.type, entry.type.lower()
     )
-    format_name = name if name in (*known_formats(), *dissection.DTYPES) else ""
+    format_name = dissection.known_name(name)
     read = partial(_values, entry, format_name)
     return StoredTensor(
         entry.name,
@@ -157,7 +157,6 @@ def _stored(entry: TensorEntry) -> StoredTensor:
         entry.bytes,
         read,
         format_name,
-        dissection.rounding(format_name),
     )
 
 

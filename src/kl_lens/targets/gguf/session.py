@@ -34,9 +34,9 @@ from kl_lens.targets.session import (
     CACHES,
     LOAD_MODES,
     ArtifactTokenizer,
-    FedSession,
     Logits,
     SessionSettings,
+    TokenizingSession,
 )
 from kl_lens.targets.tokenizer import chat_renderer
 
@@ -48,7 +48,7 @@ AUTO = "auto"
 FREE_SHARE = 0.9  # most of the free memory that weights may take
 
 
-class GGUFSession(FedSession):
+class GGUFSession(TokenizingSession):
     """One sequence at a time through llama.cpp.
 
     Prompts and single tokens go through different kernels in llama.cpp, whose results differ in the last bits:

@@ -15,8 +15,6 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,19 +22,14 @@ import numpy.typing as npt
 import torch
 
 from kl_lens.base.errors import TargetError, UnsupportedError, one_line
-from kl_lens.base.files import bytes_digest
 from kl_lens.model import LoadedModel
-from kl_lens.run.records import Artifact, Component, ExportedTensor, Plan
+from kl_lens.run.records import Component
 from kl_lens.targets.abilities import StockRecipe
 from kl_lens.targets.exporting import (
     Choice,
     Entry,
+    Piece,
     checkpoint_settings,
-    file_size,
-    record,
-    write_beside,
-    write_file,
-    write_settings,
 )
 from kl_lens.weights.formats.affine import AffineFormat
 from kl_lens.weights.recipes import FP16, Recipe
@@ -377,7 +370,6 @@ def empty_model(config: dict[str, Any]) -> Any:
 # Bits, group size.
 _UNIFORM = ((4, 64), (4, 32), (4, 128), (3, 64), (5, 64), (6, 64), (8, 64))
 _USUAL = ((4, 64), (8, 64))  # mlx-lm's default, and what is called lossless
-_MIXED = ((2, 6), (3, 4), (3, 6), (4, 6))  # bits, and bits of what is raised
 _GROUP = 64
 
 
@@ -395,13 +387,18 @@ def stock_recipes(model: LoadedModel, layout: Layout) -> tuple[StockRecipe, ...]
         )
         for bits, group in _UNIFORM
     ]
+    from mlx_lm.convert import QUANT_RECIPES, mixed_quant_predicate_builder
+
     names = {matrix.component: matrix.name for matrix in layout.matrices}
     if not any("down_proj" in name for name in names.values()):
         return tuple(recipes)  # mlx_lm.convert refuses its mixtures for such a model
-    raised = {c.name: _raised(names[c.name], c, model.anatomy.blocks) for c in candidates}
-    for bits in _MIXED:
-        name = "mixed_{}_{}".format(*bits)
-        mixed = {c.name: _held(c, bits[raised[c.name]], _GROUP) for c in candidates}
+    runtime = empty_model(layout.config)
+    for name in QUANT_RECIPES:
+        predicate: Any = mixed_quant_predicate_builder(name, runtime, _GROUP)
+        mixed = {
+            c.name: _held(c, predicate(names[c.name], None)["bits"], _GROUP)
+            for c in candidates
+        }
         origin = f"mlx_lm.convert -q --quant-predicate {name} --dtype float16"
         recipes.append(StockRecipe(name, mixed, origin))
     return tuple(recipes)
@@ -412,48 +409,7 @@ def _held(component: Component, bits: int, group: int) -> Recipe:
     return FP16 if recipe.grid.fits(component.shape) else recipe
 
 
-def _raised(name: str, component: Component, layers: int) -> bool:
-    """mlx-lm's `mixed_quant_predicate`: values, outputs of feed-forward parts and the head."""
-    index = component.block or 0
-    first = layers // 8
-    more = index < first or index >= 7 * layers // 8 or (index - first) % 3 == 2
-    raised = any(part in name for part in ("v_proj", "down_proj"))
-    return "lm_head" in name or (more and raised)
-
-
-WEIGHT_FILE = "model.safetensors"
-FORMAT = "mlx"
 PARTS = ("weight", "scales", "biases")  # of a quantized matrix
-_FLOATS = {"F16": np.float16, "F32": np.float32}
-
-
-def export(
-    model: LoadedModel,
-    plan: Plan,
-    layout: Layout,
-    chosen: dict[str, Choice],
-    folder: Path,
-) -> Artifact:
-    """Everything that is not quantized is float16, as after `mlx_lm.convert --dtype float16`."""
-    file = _File(layout, chosen, model.weights)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_file(folder / WEIGHT_FILE, file.entries, FORMAT, file.bytes_of)
-    config = layout.config | quantization(layout, chosen)
-    write_settings(folder, config)
-    notes = write_beside(model, folder)
-    if model.tokenizer is None:
-        notes = [
-            "mlx_lm.load wants a tokenizer, and the checkpoint has none; kl-lens opens the folder"
-        ]
-    versions = {name: metadata.version(name) for name in ("mlx", "mlx-lm")}
-    return record(
-        "mlx", model, plan, folder, file.records(), versions=versions, notes=notes
-    )
-
-
-def file_bytes(model: LoadedModel, layout: Layout, chosen: dict[str, Choice]) -> int:
-    """The exact size of the file that `export` would write, without quantizing anything."""
-    return file_size(_File(layout, chosen, model.weights).entries, FORMAT)
 
 
 def quantization(layout: Layout, chosen: dict[str, Choice]) -> dict[str, Any]:
@@ -476,90 +432,57 @@ def quantization(layout: Layout, chosen: dict[str, Choice]) -> dict[str, Any]:
     return {"quantization": section, "quantization_config": section}
 
 
-class _File:
-    """The tensors of one file."""
+def pieces(layout: Layout, chosen: dict[str, Choice], store: WeightStore) -> list[Piece]:
+    """All that the file holds."""
+    matrices = [_matrix(m, chosen[m.component], store) for m in layout.matrices]
+    values = [
+        _value(name, value, layout.sources[name] or name, name in layout.full_precision)
+        for name, value in layout.values.items()
+    ]
+    return [*matrices, *values]
 
-    def __init__(
-        self, layout: Layout, chosen: dict[str, Choice], store: WeightStore
-    ) -> None:
-        self._layout = layout
-        self._chosen = chosen
-        self._store = store
-        self._matrices = {f"{matrix.name}.weight": matrix for matrix in layout.matrices}
-        # Scales and biases, which come after all matrices.
-        self._waiting: dict[str, npt.NDArray[np.uint8]] = {}
-        # Matrix or other tensor → its bytes, their digest, and the digest in the weight store.
-        self._stored: dict[str, tuple[int, str, str]] = {}
-        entries = [entry for matrix in layout.matrices for entry in self._entries(matrix)]
-        for name, value in layout.values.items():
-            dtype = "F32" if name in layout.full_precision else "F16"
-            entries.append(Entry(name, dtype, value.shape))
-        # Wide types first, so that everything is aligned.
-        self.entries = sorted(entries, key=lambda entry: entry.dtype == "F16")
 
-    def _entries(self, matrix: Matrix) -> list[Entry]:
-        name = matrix.name
-        grid = self._chosen[matrix.component].recipe.grid
-        if not isinstance(grid, AffineFormat):
-            return [Entry(f"{name}.weight", "F16", matrix.shape)]
-        *outer, columns = matrix.shape
+def _matrix(matrix: Matrix, choice: Choice, store: WeightStore) -> Piece:
+    name = matrix.name
+    grid = choice.recipe.grid
+    entries = [Entry(f"{name}.weight", "F16", matrix.shape)]
+    if isinstance(grid, AffineFormat):
         assert grid.group_size is not None
+        *outer, columns = matrix.shape
         groups = (*outer, columns // grid.group_size)
-        return [
+        entries = [
             Entry(f"{name}.weight", "U32", (*outer, columns * grid.bits // 32)),
             Entry(f"{name}.scales", "F16", groups),
             Entry(f"{name}.biases", "F16", groups),
         ]
 
-    def bytes_of(self, entry: Entry) -> npt.NDArray[np.uint8]:
-        if entry.name in self._layout.values:
-            value = self._layout.values[entry.name].astype(_FLOATS[entry.dtype])
-            if not np.isfinite(value).all():
-                raise TargetError(
-                    f"{entry.name}: has values that {entry.dtype} cannot hold; rescale it"
-                )
-            data = _raw(value)
-            self._stored[entry.name] = data.nbytes, bytes_digest(data), ""
-            return data
-        if (matrix := self._matrices.get(entry.name)) is None:
-            return self._waiting.pop(entry.name)
-        recipe = self._chosen[matrix.component].recipe
-        quantized = self._store.quantized(matrix.component, recipe, matrix.factors)
-        unscaled = isinstance(matrix.factors, float) and matrix.factors == 1.0
-        data = recipe.grid.pack(
-            replace(quantized, data=matrix.arranged(quantized.data), shape=matrix.shape)
+    def make() -> tuple[list[npt.NDArray[Any]], str]:
+        quantized = store.quantized(matrix.component, choice.recipe, matrix.factors)
+        codes = replace(
+            quantized, data=matrix.arranged(quantized.data), shape=matrix.shape
         )
         parts = (quantized.scales, quantized.zero_points)
-        more = [
-            _raw(matrix.arranged(part).cpu().numpy())
-            for part in parts
-            if part is not None
+        others = [
+            matrix.arranged(part).cpu().numpy() for part in parts if part is not None
         ]
-        size = data.nbytes + sum(raw.nbytes for raw in more)
-        digest = bytes_digest(data, *more)
-        self._stored[entry.name] = size, digest, quantized.digest if unscaled else ""
-        self._waiting |= {
-            f"{matrix.name}.{part}": raw
-            for part, raw in zip(PARTS[1:], more, strict=False)
-        }
-        return data
+        unscaled = isinstance(matrix.factors, float) and matrix.factors == 1.0
+        return [grid.pack(codes), *others], quantized.digest if unscaled else ""
 
-    def records(self) -> list[ExportedTensor]:
-        """After all bytes were given."""
-        records = []
-        for name, matrix in self._matrices.items():
-            choice = self._chosen[matrix.component]
-            (size, digest, weights) = self._stored[name]
-            names = matrix.component, name, choice.planned, choice.recipe
-            records.append(ExportedTensor(*names, size, choice.reason, digest, weights))
-        for name, component in self._layout.sources.items():
-            kind = "fp32" if name in self._layout.full_precision else FP16
-            size, digest, _ = self._stored[name]
-            records.append(
-                ExportedTensor(component or name, name, FP16, kind, size, None, digest)
-            )
-        return records
+    return Piece(matrix.component, tuple(entries), choice, choice.recipe, make)
 
 
-def _raw(values: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-    return np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+def _value(
+    name: str, value: npt.NDArray[np.float32], component: str, full_precision: bool
+) -> Piece:
+    """A parameter outside plans."""
+    dtype = "F32" if full_precision else "F16"
+
+    def make() -> tuple[list[npt.NDArray[Any]], str]:
+        stored = value if full_precision else value.astype(np.float16)
+        if not np.isfinite(stored).all():
+            raise TargetError(f"{name}: has values that {dtype} cannot hold; rescale it")
+        return [stored], ""
+
+    entries = (Entry(name, dtype, value.shape),)
+    realised = "fp32" if full_precision else FP16
+    return Piece(component, entries, Choice(FP16, FP16), realised, make)

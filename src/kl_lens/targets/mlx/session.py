@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from importlib import metadata
@@ -21,14 +21,19 @@ from safetensors.numpy import load_file
 from kl_lens.base.errors import TargetError, one_line
 from kl_lens.model import LoadedModel
 from kl_lens.model.files import check_sizes
-from kl_lens.targets import dissection
 from kl_lens.targets.abilities import Contents
-from kl_lens.targets.dissection import Disagreement, Dissection, Part, StoredTensor
+from kl_lens.targets.dissection import (
+    FolderDissection,
+    Part,
+    StoredTensor,
+    arrangements,
+    known_name,
+    unpacked,
+)
 from kl_lens.targets.exporting import CONFIG_FILE
 from kl_lens.targets.mlx.layout import PARTS, Layout
-from kl_lens.targets.session import FedSession, Logits, Session, SessionSettings
+from kl_lens.targets.session import Logits, Session, SessionSettings
 from kl_lens.targets.tokenizer import read_json
-from kl_lens.weights.formats import known_formats
 
 # Tokens in one call of the model. The operations of a call wait in memory until it is computed; Mamba-1 has dozens for
 # every token and layer.
@@ -39,7 +44,7 @@ _EMBEDDINGS = ("embeddings", "embed_tokens")
 _EXPERTS = "switch_mlp"
 
 
-class MLXSession(FedSession):
+class MLXSession(Session):
     """One sequence at a time through mlx-lm's model. On a CPU it computes in float32: the CPU kernels add up in the
     type of the activations, and in float16 their rounding would hide the loss of the weights. On a GPU it computes in
     the file's own types, as mlx-lm does, unless `exact` is set. Weights are the same in both cases."""
@@ -150,35 +155,25 @@ def file_contents(folder: Path) -> Contents:
     return Contents(read, fixed // 2, growing / 2)
 
 
-_FLOATS = {mx.float32: "fp32", mx.float16: "fp16", mx.bfloat16: "bf16"}
-# Settings of training and of transformers, which mlx-lm does not compute with.
-_WITHOUT_EFFECT = re.compile(
-    r"^_|dtype|version|use_cache|initializer|_token_id|dropout|architectures|max_position|length"
-)
+class MLXDissection(FolderDissection):
+    # Settings that transformers computes with, and mlx-lm does not.
+    without_effect = re.compile(
+        f"{FolderDissection.without_effect.pattern}|max_position|length"
+    )
 
-
-class MLXDissection(Dissection):
     def __init__(self, folder: Path, layout: Callable[[LoadedModel], Layout]) -> None:
-        self.path = folder
         self._layout = layout
-        self.files = tuple(sorted(folder.glob("model*.safetensors")))
-        self._config = read_json(folder / CONFIG_FILE)
-        check_sizes(folder, self._config)
-        arrays = dict[str, Any]()
-        try:
-            for file in self.files:
-                arrays |= mx.load(str(file))  # type: ignore[arg-type]
-        except Exception as error:  # it raises anything over a damaged file
-            raise TargetError(
-                f"{file} is damaged: {one_line(error)}; export or download it again"
-            ) from error
-        quantized = [
-            name.removesuffix(".scales") for name in arrays if name.endswith(".scales")
-        ]
-        more = {f"{path}.{part}" for path in quantized for part in PARTS[1:]}
-        self.tensors = tuple(
-            self._stored(name, arrays) for name in arrays if name not in more
-        )
+        check_sizes(folder, read_json(folder / CONFIG_FILE))
+        super().__init__(folder)
+
+    def stored(self, tensors: dict[str, torch.Tensor]) -> Iterator[StoredTensor]:
+        for name, tensor in tensors.items():
+            path, _, part = name.rpartition(".")
+            if f"{path}.scales" not in tensors or part not in PARTS:
+                yield unpacked(name, tensor)
+            elif part == PARTS[0]:
+                packed = [tensors.get(f"{path}.{part}") for part in PARTS]
+                yield self._packed(path, [part for part in packed if part is not None])
 
     def parts(self, model: LoadedModel) -> list[Part]:
         layout = self._layout(model)
@@ -199,53 +194,35 @@ class MLXDissection(Dissection):
             if parameter is None or parameter.numel() != values.numel():
                 parts.append(Part(name, stored.get(name), source, constant=values))
                 continue
-            (arrange,) = dissection.arrangements(
+            (arrange,) = arrangements(
                 [(parameter, tuple(values.shape), partial(torch.clone, values), False)]
             )
             parts.append(Part(name, stored.get(name), source, arrange))
         return parts
 
-    def settings(self, model: LoadedModel) -> list[Disagreement]:
-        return dissection.other_settings(
-            self._config, self._layout(model).config, _WITHOUT_EFFECT
-        )
+    def configuration(self, model: LoadedModel) -> dict[str, Any]:
+        return self._layout(model).config
 
     def open(self, settings: SessionSettings) -> Session:
         return MLXSession(self.path, device=settings.device, exact=settings.exact)
 
-    def _stored(self, name: str, arrays: dict[str, Any]) -> StoredTensor:
-        array = arrays[name]
-        path = name.removesuffix(".weight")
-        parts = [arrays[f"{path}.{part}"] for part in PARTS if f"{path}.{part}" in arrays]
-        if f"{path}.scales" not in arrays:
-            kind = _FLOATS.get(array.dtype, "")
-            spelled = kind or str(array.dtype)
-            shape = tuple(array.shape)
-            parts = [array]
-            scheme = {}
-        else:
-            sections: dict[str, Any] = self._config.get("quantization") or {}
-            section = {"mode": "affine", **sections, **(sections.get(path) or {})}
-            scheme = {key: section[key] for key in ("group_size", "bits", "mode")}
-            shape = (*array.shape[:-1], array.shape[-1] * 32 // scheme["bits"])
-            spelled = f"{scheme['mode']}{scheme['bits']}-g{scheme['group_size']}"
-            kind = spelled if spelled in known_formats() else ""
+    def _packed(self, path: str, parts: list[torch.Tensor]) -> StoredTensor:
+        sections: dict[str, Any] = self.config.get("quantization") or {}
+        section = {"mode": "affine", **sections, **(sections.get(path) or {})}
+        scheme = {key: section[key] for key in ("group_size", "bits", "mode")}
+        *rows, words = parts[0].shape
+        shape = (*rows, words * 32 // scheme["bits"])
+        spelled = f"{scheme['mode']}{scheme['bits']}-g{scheme['group_size']}"
         size = sum(part.nbytes for part in parts)
+        read = partial(_values, parts, scheme)
         return StoredTensor(
-            name,
-            spelled,
-            shape,
-            size,
-            partial(_values, parts, scheme),
-            kind,
-            dissection.rounding(kind),
+            f"{path}.weight", spelled, shape, size, read, known_name(spelled)
         )
 
 
-def _values(parts: list[Any], scheme: dict[str, Any]) -> torch.Tensor:
+def _values(parts: list[torch.Tensor], scheme: dict[str, Any]) -> torch.Tensor:
+    codes, *others = parts
+    wide: list[Any] = [mx.array(part.float().numpy()) for part in others]
     with mx.stream(mx.cpu):
-        whole, *more = parts
-        if scheme:
-            wide = (part.astype(mx.float32) for part in more)
-            whole = mx.dequantize(whole, *wide, **scheme)
-        return torch.from_numpy(np.array(whole.astype(mx.float32)))
+        values = mx.dequantize(mx.array(codes.numpy()), *wide, **scheme)
+        return torch.from_numpy(np.array(values.astype(mx.float32)))

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kl_lens.base.errors import TargetError, UnsupportedError
 from kl_lens.base.lazy import lazy_modules
-from kl_lens.run.records import Artifact, Plan
+from kl_lens.run.records import Plan
 from kl_lens.targets.abilities import Contents, Health, StockRecipe
-from kl_lens.targets.base import Target
 from kl_lens.targets.exporting import choices
+from kl_lens.targets.folders import SUFFIX, FolderContents, FolderTarget, folder_of
 from kl_lens.targets.session import SessionSettings
 from kl_lens.targets.tokenizer import read_json
 from kl_lens.weights.formats import Format
@@ -27,22 +27,20 @@ if TYPE_CHECKING:
 else:  # they load MLX and torch
     layout, session = lazy_modules(__package__, "layout", "session")
 
-SUFFIX = ".safetensors"
 CPU = "CPU"
 GPU = "GPU"
 _LONGEST_HEADER = 1 << 26  # bytes of a file's list of tensors
 _LISTED_BYTES = 140  # of one tensor in a file's header: a little more than was seen
 
 
-class MLXTarget(Target):
+class MLXTarget(FolderTarget):
     name = "mlx"
     title = "MLX"
     extra = "mlx"
     packages = ("mlx.core", "mlx_lm")
-    loads = (SUFFIX,)
-    methods = ("gptq", "search")
     recipe_tool = "mlx-lm"
-    usual = False
+    made_for = "mlx"
+    written_with = ("mlx", "mlx-lm")
 
     def __init__(self) -> None:
         self._layouts: dict[str, layout.Layout] = {}  # by fingerprint, the last one only
@@ -80,19 +78,17 @@ class MLXTarget(Target):
 
     # -- files ---------------------------------------------------------------------------------------------
 
-    def write(
-        self, model: LoadedModel, plan: Plan, folder: Path, **options: Any
-    ) -> Artifact:
+    def folder_contents(self, model: LoadedModel, plan: Plan) -> FolderContents:
         if model.classifier is not None:
             raise UnsupportedError("mlx-lm runs language models only")
         chosen = choices(model, plan, self.fit)
-        return layout.export(model, plan, self._layout(model), chosen, folder)
-
-    def file_bytes(self, model: LoadedModel, plan: Plan, *, exact: bool = False) -> int:
-        """Exact, from the header."""
-        return layout.file_bytes(
-            model, self._layout(model), choices(model, plan, self.fit)
-        )
+        plain = self._layout(model)
+        config = plain.config | layout.quantization(plain, chosen)
+        pieces = layout.pieces(plain, chosen, model.weights)
+        if model.tokenizer is not None:
+            return FolderContents(pieces, config)
+        note = "mlx_lm.load wants a tokenizer, and the checkpoint has none; kl-lens opens the folder"
+        return FolderContents(pieces, config, {"notes": [note]})
 
     def overhead(self, fmt: Format) -> int:
         """Scales and biases are two more tensors of the file's list."""
@@ -100,7 +96,7 @@ class MLXTarget(Target):
 
     def dissects(self, path: Path) -> bool:
         """A checkpoint of transformers has files of the same names: only MLX's say `mlx`."""
-        folder = _folder(path)
+        folder = folder_of(path)
         file = next(iter(sorted(folder.glob(f"model*{SUFFIX}"))), None)
         if file is None or not (folder / "config.json").is_file():
             return False
@@ -111,25 +107,21 @@ class MLXTarget(Target):
             )
 
     def dissect(self, path: Path) -> Dissection:
-        return session.MLXDissection(_folder(path), self._layout)
-
-    def loaded_files(self, path: Path) -> list[Path]:
-        """All of a folder, even if only one is given."""
-        return super().loaded_files(_folder(path))
+        return session.MLXDissection(folder_of(path), self._layout)
 
     def contents(self, path: Path) -> Contents:
-        return session.file_contents(_folder(path))
+        return session.file_contents(folder_of(path))
 
     def is_all_floating(self, path: Path) -> bool:
         """From the configuration: a folder may have no record."""
-        config = read_json(_folder(path) / "config.json")
+        config = read_json(folder_of(path) / "config.json")
         return not config.get("quantization") and not config.get("quantization_config")
 
     # -- running -------------------------------------------------------------------------------------------
 
     def open(self, path: Path, settings: SessionSettings) -> session.MLXSession:
         return session.MLXSession(
-            _folder(path), device=settings.device, exact=settings.exact
+            folder_of(path), device=settings.device, exact=settings.exact
         )
 
     @property
@@ -168,7 +160,3 @@ class MLXTarget(Target):
             if settings.exact or settings.device == CPU
             else replace(settings, exact=True)
         )
-
-
-def _folder(path: Path) -> Path:
-    return path.parent if path.suffix == SUFFIX else path

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -238,145 +239,130 @@ class GraphForward(nn.Module):
             self.sites.append(ScanSite(name, kind, ()))
         return next(site for site in self.sites if site.name == name)
 
-    def selective(self, layer: int) -> Callable[..., Any]:
-        # x, Δ (1, channels, time); A (channels, states); B, C (1, states, time)
-        def scan(
-            hidden_states: T,
-            dt: T,
-            A: T,
-            B: T,
-            C: T,
-            D: T | None = None,
-            z: T | None = None,
-            delta_bias: T | None = None,
-            delta_softplus: bool = False,
-            return_last_state: bool = False,
-            **_: Any,
-        ) -> Any:
-            site = self._site(layer, "selective")
-            # Channels innermost from here on: with time innermost, one token leaves the vector units nothing to do.
-            x = hidden_states.transpose(1, 2)
-            dt = dt.transpose(1, 2)
-            if delta_bias is not None:
-                dt = dt + delta_bias
-            if delta_softplus:
-                dt = functional.softplus(dt)
-            site.arguments = [x[0], dt[0], A, B[0].t(), C[0].t()]
-            site.state_shape = (A.shape[0], A.shape[1])
-            site.result_shape = (A.shape[0],)
-            y = self._result_of(site)[None]
-            if D is not None:
-                y = y + x * D
-            if z is not None:
-                y = y * functional.silu(z.transpose(1, 2))
-            y = y.transpose(1, 2)
-            return (y, _NO_STATE) if return_last_state else y
+    def selective(
+        self,
+        layer: int,
+        hidden_states: T,
+        dt: T,
+        A: T,
+        B: T,
+        C: T,
+        D: T | None = None,
+        z: T | None = None,
+        delta_bias: T | None = None,
+        delta_softplus: bool = False,
+        return_last_state: bool = False,
+        **_: Any,
+    ) -> Any:
+        """x, Δ (1, channels, time); A (channels, states); B, C (1, states, time)."""
+        site = self._site(layer, "selective")
+        # Channels innermost from here on: with time innermost, one token leaves the vector units nothing to do.
+        x = hidden_states.transpose(1, 2)
+        dt = dt.transpose(1, 2)
+        if delta_bias is not None:
+            dt = dt + delta_bias
+        if delta_softplus:
+            dt = functional.softplus(dt)
+        site.arguments = [x[0], dt[0], A, B[0].t(), C[0].t()]
+        site.state_shape = (A.shape[0], A.shape[1])
+        site.result_shape = (A.shape[0],)
+        y = self._result_of(site)[None]
+        if D is not None:
+            y = y + x * D
+        if z is not None:
+            y = y * functional.silu(z.transpose(1, 2))
+        y = y.transpose(1, 2)
+        return (y, _NO_STATE) if return_last_state else y
 
-        return scan
+    def chunked(
+        self,
+        layer: int,
+        hidden_states: T,
+        dt: T,
+        A: T,
+        B: T,
+        C: T,
+        chunk_size: int,
+        D: T | None = None,
+        dt_bias: T | None = None,
+        dt_softplus: bool = False,
+        dt_limit: tuple[float, float] = (0.0, float("inf")),
+        return_final_states: bool = False,
+        kind: str = "chunked",
+        **_: Any,
+    ) -> Any:
+        """x (1, time, heads, width); Δ (1, time, heads); A (heads,); B, C (1, time, groups, states)."""
+        site = self._site(layer, kind)
+        if dt_bias is not None:
+            dt = dt + dt_bias
+        if dt_softplus:
+            dt = functional.softplus(dt)
+        if tuple(dt_limit) != (0.0, float("inf")):  # softplus is never negative
+            dt = torch.clamp(dt, dt_limit[0], dt_limit[1])
+        site.arguments = [hidden_states[0], dt[0], A, B[0], C[0]]
+        heads = hidden_states.shape[2]
+        width = hidden_states.shape[3]
+        states = B.shape[3]
+        site.state_shape = (int(heads), int(width), int(states))
+        site.result_shape = (int(heads), int(width))
+        y = self._result_of(site)[None]
+        if D is not None:
+            y = y + hidden_states * D[..., None]
+        return (y, _NO_STATE) if return_final_states else y
 
-    def chunked(self, layer: int, kind: str = "chunked") -> Callable[..., Any]:
-        # x (1, time, heads, width); Δ (1, time, heads); A (heads,); B, C (1, time, groups, states)
-        def scan(
-            hidden_states: T,
-            dt: T,
-            A: T,
-            B: T,
-            C: T,
-            chunk_size: int,
-            D: T | None = None,
-            dt_bias: T | None = None,
-            dt_softplus: bool = False,
-            dt_limit: tuple[float, float] = (0.0, float("inf")),
-            return_final_states: bool = False,
-            **_: Any,
-        ) -> Any:
-            site = self._site(layer, kind)
-            if dt_bias is not None:
-                dt = dt + dt_bias
-            if dt_softplus:
-                dt = functional.softplus(dt)
-            if tuple(dt_limit) != (0.0, float("inf")):  # softplus is never negative
-                dt = torch.clamp(dt, dt_limit[0], dt_limit[1])
-            site.arguments = [hidden_states[0], dt[0], A, B[0], C[0]]
-            heads = hidden_states.shape[2]
-            width = hidden_states.shape[3]
-            states = B.shape[3]
-            site.state_shape = (int(heads), int(width), int(states))
-            site.result_shape = (int(heads), int(width))
-            y = self._result_of(site)[None]
-            if D is not None:
-                y = y + hidden_states * D[..., None]
-            return (y, _NO_STATE) if return_final_states else y
+    def delta(
+        self,
+        layer: int,
+        query: T,
+        key: T,
+        value: T,
+        g: T,
+        beta: T,
+        use_qk_l2norm_in_kernel: bool = False,
+        **_: Any,
+    ) -> Any:
+        """query, key, value (1, time, heads, width); beta (1, time, heads); g, the logarithm of the decay, the same, or
+        with the key's width behind."""
+        site = self._site(layer, "delta")
+        if use_qk_l2norm_in_kernel:
+            query, key = (
+                x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+                for x in (query, key)
+            )
+        query = query * query.shape[-1] ** -0.5
+        site.arguments = [query[0], key[0], value[0], g[0], beta[0]]
+        site.state_shape = (int(key.shape[2]), int(key.shape[3]), int(value.shape[3]))
+        site.result_shape = (int(value.shape[2]), int(value.shape[3]))
+        return self._result_of(site)[None], _NO_STATE
 
-        return scan
+    def weighted(
+        self, layer: int, time_decay: T, time_first: T, key: T, value: T, **_: Any
+    ) -> Any:
+        """decay and first (channels,); key, value (1, time, channels)."""
+        site = self._site(layer, "weighted")
+        site.arguments = [key[0], value[0], -torch.exp(time_decay), time_first]
+        channels = int(time_decay.shape[0])
+        site.state_shape = (3, channels)  # numerator, denominator, largest exponent
+        site.result_shape = (channels,)
+        return self._result_of(site)[None], None
 
-    def delta(self, layer: int) -> Callable[..., Any]:
-        # query, key, value (1, time, heads, width); beta (1, time, heads); g, the logarithm of the decay, the same, or
-        # with the key's width behind
-        def scan(
-            query: T,
-            key: T,
-            value: T,
-            g: T,
-            beta: T,
-            use_qk_l2norm_in_kernel: bool = False,
-            **_: Any,
-        ) -> Any:
-            site = self._site(layer, "delta")
-            if use_qk_l2norm_in_kernel:
-                query, key = (
-                    x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
-                    for x in (query, key)
-                )
-            query = query * query.shape[-1] ** -0.5
-            site.arguments = [query[0], key[0], value[0], g[0], beta[0]]
-            site.state_shape = (int(key.shape[2]), int(key.shape[3]), int(value.shape[3]))
-            site.result_shape = (int(value.shape[2]), int(value.shape[3]))
-            return self._result_of(site)[None], _NO_STATE
-
-        return scan
-
-    def weighted(self, layer: int) -> Callable[..., Any]:
-        # decay and first (channels,); key, value (1, time, channels)
-        def scan(time_decay: T, time_first: T, key: T, value: T, **_: Any) -> Any:
-            site = self._site(layer, "weighted")
-            site.arguments = [key[0], value[0], -torch.exp(time_decay), time_first]
-            site.state_shape = (
-                3,
-                int(time_decay.shape[0]),
-            )  # numerator, denominator, largest exponent
-            site.result_shape = (int(time_decay.shape[0]),)
-            return self._result_of(site)[None], None
-
-        return scan
-
-    def shifted(self, name: str) -> Callable[..., T]:
+    def shifted(self, name: str, _: nn.Module, hidden: T) -> T:
         """RWKV's time shift: the hidden states of the previous token."""
+        joined = self._cache.update_conv_state(
+            hidden.transpose(1, 2), name, conv_kernel_size=2
+        )
+        return joined[:, :, :-1].transpose(1, 2)
 
-        def forward(_: nn.Module, hidden: T) -> T:
-            joined = self._cache.update_conv_state(
-                hidden.transpose(1, 2), name, conv_kernel_size=2
-            )
-            return joined[:, :, :-1].transpose(1, 2)
-
-        return forward
-
-    def lightning(self, layer: int) -> Callable[..., Any]:
+    def lightning(self, layer: int, module: Any, hidden_states: T, **_: Any) -> Any:
         """MiniMax's linear attention: Mamba-2's recurrence with steps of one and a decay for each head."""
-
-        def forward(module: Any, hidden_states: T, **_: Any) -> Any:
-            mixed = module.act_fn(module.qkv_proj(hidden_states))
-            mixed = mixed.unflatten(-1, (module.num_attention_heads, -1))
-            query, key, value = mixed.split(module.head_dim, -1)
-            steps = torch.ones_like(value[..., 0])
-            rates = -module.slope_rate.flatten()
-            y = self.chunked(layer, "lightning")(
-                value, steps, rates, key, query, chunk_size=0
-            )
-            gate = torch.sigmoid(module.output_gate(hidden_states))
-            return module.out_proj(gate * module.norm(y.flatten(2))), None
-
-        return forward
+        mixed = module.act_fn(module.qkv_proj(hidden_states))
+        mixed = mixed.unflatten(-1, (module.num_attention_heads, -1))
+        query, key, value = mixed.split(module.head_dim, -1)
+        steps = torch.ones_like(value[..., 0])
+        rates = -module.slope_rate.flatten()
+        y = self.chunked(layer, value, steps, rates, key, query, 0, kind="lightning")
+        gate = torch.sigmoid(module.output_gate(hidden_states))
+        return module.out_proj(gate * module.norm(y.flatten(2))), None
 
     def _result_of(self, site: ScanSite) -> T:
         """(time, …). Callers add the axis of sequences with [None], not by a reshape: behind the If of Mamba-2's scan
@@ -468,9 +454,9 @@ def _replacement(
             )
         return _dense_experts
     if name.endswith("time_shift") and isinstance(module, nn.ZeroPad2d):
-        return graph.shifted(name)
+        return partial(graph.shifted, name)
     if hasattr(module, "slope_rate"):
-        return graph.lightning(_layer(module))
+        return partial(graph.lightning, _layer(module))
     plain = inspect.unwrap(type(module).forward)
     called = set(plain.__code__.co_names)
     scans = [name for name in _SCANS if name in called & set(plain.__globals__)]
@@ -480,7 +466,8 @@ def _replacement(
             "install that version to export this model to OpenVINO"
         )
     replacements: dict[str, Callable[..., Any]] = {
-        function: getattr(graph, _SCANS[function])(_layer(module)) for function in scans
+        function: partial(getattr(graph, _SCANS[function]), _layer(module))
+        for function in scans
     }
     if "causal_conv1d_fn" in called:
         replacements["causal_conv1d_fn"] = _convolution

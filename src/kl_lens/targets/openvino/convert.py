@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import platform
 import shutil
 import tempfile
 import time
@@ -23,7 +22,8 @@ from kl_lens.base.environment import peak_memory
 from kl_lens.base.errors import TargetError, one_line
 from kl_lens.model import LoadedModel
 from kl_lens.run.records import Artifact, Plan
-from kl_lens.targets.exporting import Choice, record, write_beside
+from kl_lens.targets.base import Target
+from kl_lens.targets.exporting import Choice, choices, record, write_beside
 from kl_lens.targets.openvino import constants, rewrites
 from kl_lens.targets.openvino.folder import (
     ACTIVATION_GROUPS,
@@ -32,31 +32,28 @@ from kl_lens.targets.openvino.folder import (
     TOKENIZER_FILE,
     WEIGHT_FILE,
 )
-from kl_lens.targets.openvino.graph import StaticShape, graph_of, image_graph_of, on_cpu
-from kl_lens.targets.openvino.profiles import (
-    DeviceProfile,
-    expanded,
-    get_profile,
-    realise,
-)
-from kl_lens.targets.openvino.session import HEAD_NODE, read_graph
+from kl_lens.targets.openvino.graph import graph_of, image_graph_of, on_cpu
+from kl_lens.targets.openvino.kernels import expanded
+from kl_lens.targets.openvino.session import read_graph
 from kl_lens.targets.tokenizer import other_ids, varied_strings
 from kl_lens.weights.recipes import FP16
 
+CPU = "cpu"
+GPU = "gpu"
 # Activations that share a scale; "row" is 2^64 − 1.
 GROUP_SIZES = {"0": "0", "32": "32", "64": "64", "128": "128", "row": f"{2**64 - 1}"}
 _CACHES = {"keys": "KEY", "values": "VALUE"}  # in names of OpenVINO's settings
 
 
 def export(
+    target: Target,
     model: LoadedModel,
     plan: Plan,
     folder: Path,
     *,
-    device_profile: str = "cpu",
+    device_profile: str = CPU,
     static_tokens: int | None = None,
     with_head: bool = True,
-    fallback: bool = False,
     activation_groups: str | None = None,
     unplanned: str = FP16,
     with_tokenizer: bool = True,
@@ -64,22 +61,17 @@ def export(
     """Writes the model, the tokenizer and the configuration to a folder.
 
     Args:
+        device_profile: `gpu` computes sums along a sequence as products.
         static_tokens: a forward of exactly this many tokens without state, instead of the stateful graph.
         with_head: False makes the graph end in the last hidden states (static graphs only).
-        fallback: where a format does not fit, use another and record it, instead of refusing.
         activation_groups: a runtime option of the file, GROUP_SIZES; None: the runtime's default.
         unplanned: fp16, or fp32 for a graph that is to be compared with PyTorch.
         with_tokenizer: write the tokenizer's files too; not needed to find out how large the model will be.
     """
     started = time.perf_counter()
-    if activation_groups not in (None, *GROUP_SIZES):
-        raise TargetError(
-            f"--activation-groups {activation_groups}: expected one of {', '.join(GROUP_SIZES)}"
-        )
+    _check_options(model, device_profile, static_tokens, with_head, activation_groups)
     model.require_memory("exporting to OpenVINO")
-    profile = get_profile(device_profile)
-    static = _static_shape(model, profile, static_tokens, with_head)
-    chosen = realise(model, plan, profile, fallback=fallback)
+    chosen = choices(model, plan, target.fit)
 
     # The model as a float32 graph, and where its weights are.
     module = on_cpu(model.model)
@@ -87,11 +79,11 @@ def export(
     graph = (
         image_graph_of(module, task)
         if task
-        else graph_of(module, static=static, with_head=with_head)
+        else graph_of(module, static_tokens=static_tokens, with_head=with_head)
     )
     rewrites.weights_on_the_right(graph)
     if with_head:
-        _name_head(graph)
+        rewrites.name_head(graph)
     nodes, folded = constants.map_weights(
         graph,
         module,
@@ -113,7 +105,7 @@ def export(
             module.__name__: module.__version__ for module in (ov, torch, transformers)
         },
         **({"task": task.name} if task else {}),
-        "rewritten": rewrites.apply(graph, cumba=profile.cumba),
+        "rewritten": rewrites.apply(graph, cumba=device_profile == GPU),
     }
     options = _runtime_options(plan, activation_groups)
     for name, value in options.items():
@@ -127,7 +119,7 @@ def export(
     notes = write_beside(model, folder, with_tokenizer=with_tokenizer)
     if task:
         task.preparation.write(folder)
-    elif with_tokenizer and static is None:
+    elif with_tokenizer and static_tokens is None:
         notes += filter(None, [write_tokenizer(model.tokenizer, folder)])
     if notes := notes + _slow_formats(chosen):
         settings["notes"] = notes
@@ -146,6 +138,32 @@ def export(
     return replace(artifact, settings=artifact.settings | costs)
 
 
+def _check_options(
+    model: LoadedModel,
+    device_profile: str,
+    static_tokens: int | None,
+    with_head: bool,
+    activation_groups: str | None,
+) -> None:
+    """Raises TargetError for settings that make no sense."""
+    if activation_groups not in (None, *GROUP_SIZES):
+        raise TargetError(
+            f"--activation-groups {activation_groups}: expected one of {', '.join(GROUP_SIZES)}"
+        )
+    if device_profile not in (CPU, GPU):
+        raise TargetError(f"--device-profile {device_profile}: expected {CPU} or {GPU}")
+    if model.classifier is not None and not (static_tokens is None and with_head):
+        raise TargetError(
+            "--static-tokens and --without-head are for language models, not for images"
+        )
+    if static_tokens is None and not with_head:
+        raise TargetError(
+            "a graph without its head makes sense only with --static-tokens N"
+        )
+    if static_tokens is not None and static_tokens < 1:
+        raise TargetError(f"--static-tokens has to be at least 1, not {static_tokens}")
+
+
 def _runtime_options(plan: Plan, activation_groups: str | None) -> dict[str, str]:
     """OpenVINO reads them from the file, whichever program opens it."""
     options = {}
@@ -161,7 +179,7 @@ def _runtime_options(plan: Plan, activation_groups: str | None) -> dict[str, str
 def _slow_formats(chosen: Mapping[str, Choice]) -> list[str]:
     """A note if this processor does not multiply with some formats as they are stored."""
     names = {choice.recipe.grid.name for choice in chosen.values()}
-    if not (slow := names.intersection(expanded(platform.machine()))):
+    if not (slow := names.intersection(expanded())):
         return []
     return [
         f"on this processor OpenVINO expands {' and '.join(sorted(slow))} to floats when it loads the file: right "
@@ -178,41 +196,6 @@ def _save(graph: ov.Model, path: Path) -> None:
         raise TargetError(
             f"{path.parent.parent}: OpenVINO cannot write; {free:.1f} MB are free"
         ) from error
-
-
-def _static_shape(
-    model: LoadedModel, profile: DeviceProfile, tokens: int | None, with_head: bool
-) -> StaticShape | None:
-    """None: a graph with state."""
-    if model.classifier is not None and not (tokens is None and with_head):
-        raise TargetError(
-            "--static-tokens and --without-head are for language models, not for images"
-        )
-    if model.classifier is None and tokens is None and profile.static:
-        raise TargetError(
-            f"profile {profile.name} needs fixed shapes: give --static-tokens N"
-        )
-    if tokens is None:
-        if not with_head:
-            raise TargetError(
-                "a graph without its head makes sense only with --static-tokens N"
-            )
-        return None
-    if tokens < 1:
-        raise TargetError(f"--static-tokens has to be at least 1, not {tokens}")
-    return StaticShape(tokens, unroll=profile.static)
-
-
-def _name_head(graph: ov.Model) -> None:
-    """Names the head's product, the last MatMul before the logits, so that sessions find it."""
-    node = graph.get_results()[0]
-    while node.get_type_name() != "MatMul":
-        if node.get_input_size() == 0:
-            raise TargetError(
-                "no matrix product before the logits; this head is not understood"
-            )
-        node = node.input_value(0).get_node()
-    node.set_friendly_name(HEAD_NODE)
 
 
 CHECKED_STRINGS = 300

@@ -41,7 +41,7 @@ from kl_lens.targets.openvino.rewrites import is_constant, operations
 from kl_lens.targets.openvino.session import open_foreign, read_graph
 from kl_lens.targets.session import Session, SessionSettings
 from kl_lens.targets.tokenizer import default_template
-from kl_lens.weights.formats import Format, get_format, known_formats, tables
+from kl_lens.weights.formats import Format, get_format
 from kl_lens.weights.formats.integer import SignedScaleFormat, ZeroPointFormat
 
 if TYPE_CHECKING:
@@ -49,13 +49,9 @@ if TYPE_CHECKING:
 
 _ALIKE = 0.5  # correlation of a constant without a name and its parameter
 _SHAPING = ("Reshape", "Transpose", "Squeeze", "Unsqueeze")
-_BITS = {"u2": 2, "i4": 4, "u4": 4, "nf4": 4, "f4e2m1": 4, "i8": 8, "u8": 8}
-_LEVELS = {
-    "nf4": tables.NF_LEVELS,
-    "f4e2m1": np.concatenate([tables.MAGNITUDES, -tables.MAGNITUDES]),
-}
+_BITS = {"u2": 2, "i4": 4, "u4": 4, "i8": 8, "u8": 8}
+_PACKED = (*_BITS, "nf4", "f4e2m1")
 _EXPONENTS = "f8e8m0"  # scales alone
-_UPPER_BITS = {_EXPONENTS: (np.uint8, 23), "bf16": (np.uint16, 16)}
 _FLOATS = {"f32": "fp32", "f16": "fp16", "bf16": "bf16"}
 _EPSILONS = 1e-9, 1e-2  # what a norm adds lies between
 
@@ -205,7 +201,7 @@ def _weights(graph: Any) -> Iterator[tuple[str, Any]]:
     """(name of the constant, the value that the graph computes with) of everything that may be a weight."""
     ends: dict[tuple[str, int], tuple[Any, Any]] = {}
     for node in operations(graph, "Constant"):
-        if _kind(node) not in (*_BITS, *_FLOATS) or _size(node) < 2:
+        if _kind(node) not in (*_PACKED, *_FLOATS) or _size(node) < 2:
             continue
         end = _end(node.output(0))
         key = end.get_node().get_friendly_name(), end.get_index()
@@ -235,12 +231,14 @@ def _stored(name: str, end: Any) -> StoredTensor:
     constants = list(_constants(end.get_node()))
     weight = max(constants, key=_size)
     kind = _kind(weight)
-    floats = [node for node in constants if _kind(node) in (*_BITS, *_FLOATS, _EXPONENTS)]
+    floats = [
+        node for node in constants if _kind(node) in (*_PACKED, *_FLOATS, _EXPONENTS)
+    ]
     size = sum(raw_bytes(node).nbytes for node in floats)
     shape = tuple(end.get_shape())
     fmt = _format(kind, weight, [node for node in floats if node is not weight])
     spelled = _FLOATS.get(kind) or (fmt.name if fmt is not None else "")
-    format_name = spelled if spelled in (*known_formats(), *dissection.DTYPES) else ""
+    format_name = dissection.known_name(spelled)
     group = f" g{fmt.group_size}" if fmt is not None and fmt.group_size else ""
 
     def read() -> torch.Tensor:
@@ -254,7 +252,7 @@ def _stored(name: str, end: Any) -> StoredTensor:
         size,
         read,
         format_name,
-        dissection.rounding(fmt or format_name),
+        fmt,
     )
 
 
@@ -262,7 +260,7 @@ def _format(kind: str, weight: Any, nodes: list[Any]) -> Format | None:
     """The format of a compressed weight; groups are the last axis of what is stored."""
     if _EXPONENTS in map(_kind, nodes):
         return get_format("mxfp4") if kind == "f4e2m1" else None
-    if kind not in _BITS or kind in _LEVELS:
+    if kind not in _BITS:
         return None
     shape = list(weight.get_output_shape(0))
     scales = max((_size(node) for node in nodes), default=1)
@@ -284,7 +282,7 @@ def _value(node: Any) -> npt.NDArray[Any]:
     """A constant expression in float32: the plugin's own folding would round to half precision."""
     kind = node.get_type_name()
     if kind == "Constant":
-        return _numbers(node)
+        return np.asarray(node.get_data(dtype=np.float32))
     first, *operands = [_value(value.get_node()) for value in node.input_values()]
     if kind == "Multiply":
         return first * operands[0]
@@ -293,25 +291,6 @@ def _value(node: Any) -> npt.NDArray[Any]:
     if kind == "Transpose":
         return first.transpose(operands[0].astype(int))
     return first.reshape(tuple(node.get_output_shape(0))) if kind in _SHAPING else first
-
-
-def _numbers(node: Any) -> npt.NDArray[Any]:
-    kind = _kind(node)
-    shape = tuple(node.get_output_shape(0))
-    if (bits := _BITS.get(kind, 8)) < 8:
-        packed = raw_bytes(node)
-        parts = [packed >> shift & 2**bits - 1 for shift in range(0, 8, bits)]
-        codes = np.stack(parts, -1).reshape(-1)[: math.prod(shape)].reshape(shape)
-        if kind in _LEVELS:
-            return _LEVELS[kind][codes]
-        signs = 16 * ((codes > 7) & (kind == "i4"))
-        return (codes.astype(np.int8) - signs).astype(np.float32)
-    if kind in _UPPER_BITS:  # of a float32
-        stored, shift = _UPPER_BITS[kind]
-        wide = raw_bytes(node).view(stored).astype(np.uint32) << shift
-        return wide.view(np.float32).reshape(shape)
-    numeric = np.float32 if kind in (*_BITS, *_FLOATS) else np.int64
-    return np.asarray(node.data).astype(numeric)
 
 
 def _is_input_major(end: Any) -> bool:

@@ -9,8 +9,7 @@ import logging
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -19,7 +18,6 @@ from unittest import mock
 from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
-import numpy.typing as npt
 import openvino as ov
 import openvino.op as op
 import openvino.opset13 as ops
@@ -36,24 +34,15 @@ from kl_lens.targets.openvino.capture import (
     ScanSite,
     prepared,
 )
+from kl_lens.targets.openvino.folder import IR_FILE
+from kl_lens.targets.session import SessionSettings
+from kl_lens.text.images import Preparation
 from kl_lens.weights.store import state_of
 
 Made = TypeVar("Made")
 PROOF_TOKENS = 24
-PROOF_PARTS = (7, 8, 9)
+PROOF_PARTS = [7, 1, 1, 15]
 PROOF_SHARE = 1e-3  # largest difference from PyTorch: of the logits' range, or of an image's largest logit
-# Tokens of a graph without loops: one chunk of Mamba-2, a large graph of Mamba-1.
-MAX_UNROLLED = scans.CHUNK
-
-
-@dataclass(frozen=True)
-class StaticShape:
-    """A forward of exactly `tokens` tokens from an empty past, without state."""
-
-    tokens: int
-    unroll: bool = False  # without TensorIterator, for devices that cannot run one
-
-
 # What was made of models in memory. Tracing takes seconds, and plans differ only in their constants.
 _built: WeakKeyDictionary[nn.Module, dict[Hashable, Any]] = WeakKeyDictionary()
 _proven: WeakSet[nn.Module] = WeakSet()
@@ -78,16 +67,19 @@ def on_cpu(model: nn.Module) -> nn.Module:
 
 
 def graph_of(
-    model: nn.Module, *, static: StaticShape | None = None, with_head: bool = True
+    model: nn.Module, *, static_tokens: int | None = None, with_head: bool = True
 ) -> ov.Model:
-    """Token ids in, logits (or, without the head, the last hidden states) out; states inside unless static. Raises
-    UnsupportedError unless the family is tested or the graph is proven on this model."""
+    """Token ids in, logits (or, without the head, the last hidden states) out; states inside, or with `static_tokens`
+    a forward of exactly so many tokens from an empty past. Raises UnsupportedError unless the family is tested or the
+    graph is proven on this model."""
     family = str(getattr(model.config, "model_type", type(model).__name__))
     if family not in FAMILIES and model not in _proven:
         _prove(model, family)
         _proven.add(model)
     return _remembered(
-        model, (static, with_head), partial(_build, model, static, with_head)
+        model,
+        (static_tokens, with_head),
+        partial(_build, model, static_tokens, with_head),
     ).clone()
 
 
@@ -113,15 +105,18 @@ def _prove(model: nn.Module, family: str) -> None:
         graph = _build(model, None, True)
         with torch.no_grad():
             expected = model(input_ids=ids, use_cache=False).logits[0].float().numpy()
-        compiled = _compiled(graph)
-        whole = _fed(compiled, [ids.numpy()])
-        parts = _fed(compiled, np.split(ids.numpy(), PROOF_PARTS, 1))
+        opened = _session(graph)
+        whole = opened.logits(ids[0].tolist())
+        opened.reset()
+        parts = [
+            opened.feed(part.tolist(), every=True) for part in ids[0].split(PROOF_PARTS)
+        ]
     except TargetError as error:
         raise UnsupportedError(refused + one_line(error)) from error
     except Exception as error:  # a model's code, meeting our cache, may raise anything
         reason = f"it cannot be traced ({one_line(error)})"
         raise UnsupportedError(refused + reason) from error
-    off = max(float(np.abs(logits - expected).max()) for logits in (whole, parts))
+    off = float(np.abs(np.stack([whole, np.concatenate(parts)]) - expected).max())
     if not off <= PROOF_SHARE * float(np.ptp(expected)):
         raise UnsupportedError(
             f"{refused}the converted graph gives other logits than PyTorch, off by {off:.1e} in a range of "
@@ -129,26 +124,18 @@ def _prove(model: nn.Module, family: str) -> None:
         )
 
 
-def _fed(
-    compiled: ov.CompiledModel, parts: Sequence[npt.NDArray[np.int64]]
-) -> npt.NDArray[np.float32]:
-    """The logits of all tokens, fed part by part to one new request."""
-    request = session.new_request(compiled)
-    logits = []
-    for part in parts:
-        request.infer({session.IDS: part})
-        logits.append(np.array(request.get_output_tensor(0).data[0]))
-    return np.concatenate(logits)
-
-
-def _compiled(graph: ov.Model) -> ov.CompiledModel:
+def _session(
+    graph: ov.Model, preparation: Preparation | None = None
+) -> session.OpenVINOSession:
     """As an export would be: rewritten, saved, read again."""
     shipped = graph.clone()
+    rewrites.name_head(shipped)
     rewrites.apply(shipped)
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "graph.xml"
+        path = Path(folder) / IR_FILE
         ov.save_model(shipped, path, compress_to_fp16=False)
-        return session.compile_graph(session.read_graph(path), "CPU", exact=True)
+        exact = SessionSettings(exact=True)
+        return session.loaded(path, exact, preparation)
 
 
 class _Classifier(nn.Module):
@@ -180,9 +167,7 @@ def _build_images(model: nn.Module, task: ImageTask) -> ov.Model:
     ids = task.sample(model, 1, 4)
     with torch.inference_mode():
         expected = task.forward(model, ids)[0].float().cpu().numpy()
-    logits = session.ImageSession(_compiled(graph), task.preparation, {}).logits(
-        ids[0].tolist()
-    )
+    logits = _session(graph, task.preparation).logits(ids[0].tolist())
     off = float(np.abs(logits - expected).max() / np.abs(expected).max())
     if not off <= PROOF_SHARE:
         raise TargetError(
@@ -192,8 +177,8 @@ def _build_images(model: nn.Module, task: ImageTask) -> ov.Model:
     return graph
 
 
-def _build(model: nn.Module, static: StaticShape | None, with_head: bool) -> ov.Model:
-    tokens = static.tokens if static else SAMPLE_TOKENS
+def _build(model: nn.Module, static: int | None, with_head: bool) -> ov.Model:
+    tokens = static or SAMPLE_TOKENS
     with (
         prepared(model, stateful=static is None, with_head=with_head) as graph,
         torch.no_grad(),
@@ -226,7 +211,7 @@ def convert_quietly(graph: nn.Module, inputs: tuple[torch.Tensor, ...]) -> ov.Mo
 
 
 def _stitch(
-    converted: ov.Model, graph: GraphForward, static: StaticShape | None, with_head: bool
+    converted: ov.Model, graph: GraphForward, static: int | None, with_head: bool
 ) -> ov.Model:
     """Puts the scans back in, and turns the state inputs and outputs into variables."""
     names = graph.state_names
@@ -296,12 +281,12 @@ def _require_one_sequence(ids: Any, beams: Any) -> None:
 
 def _set_shapes(
     graph: GraphForward,
-    static: StaticShape | None,
+    static: int | None,
     ids: Any,
     states: list[Any],
     results: list[Any],
 ) -> None:
-    time = static.tokens if static else -1
+    time = static or -1
     # The CPU plugin (2026.4.1) loses states unless what is assigned to them has the axes of unknown length that the
     # variable has. So the number of sequences is left open everywhere but in the scans, which take one.
     ids.set_partial_shape(ov.PartialShape([1 if static else -1, time]))
@@ -344,9 +329,7 @@ def _assign(value: Any, variable: Any) -> Any:
     return op.assign(node, variable)
 
 
-def _scan_state(
-    site: ScanSite, static: StaticShape | None, beams: Any
-) -> tuple[Any, Any]:
+def _scan_state(site: ScanSite, static: int | None, beams: Any) -> tuple[Any, Any]:
     shape, stored = _shapes(site)
     first = scans.weighted_start(shape[1]) if site.kind == "weighted" else None
     if static is not None:
@@ -367,33 +350,19 @@ def _shapes(site: ScanSite) -> tuple[tuple[int, ...], list[int]]:
     return shape, list(shape)
 
 
-def _scan(
-    site: ScanSite, inputs: scans.Inputs, static: StaticShape | None
-) -> tuple[Any, Any]:
-    unrolled = static.tokens if static is not None and static.unroll else 0
-    if unrolled > MAX_UNROLLED:
-        raise TargetError(
-            f"a graph without loops holds at most {MAX_UNROLLED} tokens, asked for {unrolled}"
-        )
+def _scan(site: ScanSite, inputs: scans.Inputs, static: int | None) -> tuple[Any, Any]:
     if site.kind in ("delta", "weighted"):
-        if unrolled:
-            raise TargetError(
-                f"the {site.kind} scan has no form without a loop; use the profile cpu or gpu"
-            )
         scan = scans.delta_scan if site.kind == "delta" else scans.weighted_scan
         return scan(inputs, site.state_shape)
     if site.kind == "selective":
-        channels, states = site.state_shape
-        if not unrolled:
-            return scans.selective_scan(inputs, channels, states)
-        return scans.unrolled_selective_scan(inputs, states, unrolled)
+        return scans.selective_scan(inputs, *site.state_shape)
     sizes = _sizes(site)
-    if static is not None and static.tokens == 1:
+    if static == 1:
         return scans.one_token_scan(inputs, sizes)
     # The x86 plugin (2026.4.1) computes MiniMax's wrongly inside an If.
     if static is None and site.kind == "chunked":
         return scans.one_or_many_scan(inputs, sizes)
-    single = static is not None and static.tokens <= scans.CHUNK
+    single = static is not None and static <= scans.CHUNK
     return scans.chunked_scan(inputs, sizes, single=single)
 
 

@@ -16,8 +16,10 @@ import numpy as np
 import openvino as ov
 import openvino.opset13 as ops
 
+from kl_lens.base.errors import TargetError
 from kl_lens.targets.openvino.scans import constant, length, replace
 
+HEAD_NODE = "lm_head"  # name of the head's product in the graph
 SOFTPLUS_DEGREE = 9  # relative error of the polynomial: below 1e-7
 
 
@@ -126,6 +128,18 @@ def weights_on_the_right(model: ov.Model) -> int:
         return ops.transpose(ops.matmul(rows, matrix, False, True), order)
 
     return _each(model, "MatMul", turned)
+
+
+def name_head(graph: ov.Model) -> None:
+    """Names the head's product, the last MatMul before the logits, so that sessions find it."""
+    node = graph.get_results()[0]
+    while node.get_type_name() != "MatMul":
+        if node.get_input_size() == 0:
+            raise TargetError(
+                "no matrix product before the logits; this head is not understood"
+            )
+        node = node.input_value(0).get_node()
+    node.set_friendly_name(HEAD_NODE)
 
 
 def equal_batches(model: ov.Model) -> int:

@@ -77,25 +77,6 @@ def selective_scan(inputs: Inputs, channels: int, states: int) -> tuple[Value, V
     return _iterated("selective_scan", (after, y), (before, state), sliced, whole)
 
 
-def unrolled_selective_scan(
-    inputs: Inputs, states: int, tokens: int
-) -> tuple[Value, Value]:
-    """Mamba-1 for a few tokens whose number is fixed: no iterator, for devices that cannot run one."""
-    x, dt, a, b, c, state = inputs
-    rates = ops.transpose(a, [1, 0])
-    inflow = ops.multiply(x, dt)
-    outputs = []
-    for token in range(tokens):
-        step, flow, into, out_of = (
-            ops.slice(value, [token], [token + 1], [1], [0])
-            for value in (dt, inflow, b, c)
-        )
-        state = ops.multiply(ops.exp(step * rates), state)
-        state = state + reshaped(into, [states, 1]) * flow
-        outputs.append(ops.matmul(out_of, state, False, False))
-    return ops.concat(outputs, 0) if tokens > 1 else outputs[0], state
-
-
 def delta_scan(inputs: Inputs, shape: tuple[int, ...]) -> tuple[Value, Value]:
     """Gated delta rule: S ← e^g·S, then S ← S + k ⊗ β(v − k·S), y = q·S, token by token in one TensorIterator.
 

@@ -24,14 +24,13 @@ from kl_lens.targets import quarantine
 from kl_lens.targets.exporting import read_artifact
 from kl_lens.targets.openvino import scans
 from kl_lens.targets.openvino.folder import graph_file
-from kl_lens.targets.openvino.rewrites import is_gated
-from kl_lens.targets.session import CACHES, FedSession, Logits, SessionSettings
+from kl_lens.targets.openvino.rewrites import HEAD_NODE, is_gated
+from kl_lens.targets.session import CACHES, Logits, Session, SessionSettings
 from kl_lens.text.images import Preparation, pixels_of
 
 IDS = "input_ids"
 ATTENTION_MASK = "attention_mask"
 BEAM_IDX = "beam_idx"  # inputs as OpenVINO GenAI names them
-HEAD_NODE = "lm_head"  # name of the head's product in the graph
 TIMEOUT_VARIABLE = "KL_LENS_COMPILE_TIMEOUT"
 COMPILE_TIMEOUT = "600"  # s; the iGPU compiler hangs on Mamba-2
 LOGITS_CHUNK = 512  # tokens per call when all their logits are wanted
@@ -45,50 +44,42 @@ EXACT = {
 }
 
 
-def open_session(
-    folder: Path,
-    *,
-    device: str = "CPU",
-    exact: bool = False,
-    threads: int | None = None,
-) -> OpenVINOSession | ImageSession:
+def open_session(folder: Path, settings: SessionSettings) -> OpenVINOSession:
     """Loads an exported folder. `exact`: compute in float32, for checks, instead of as any other program does."""
     artifact = read_artifact(folder)
-    if artifact.target != "openvino":
+    if artifact.settings.get("static_tokens"):
         raise TargetError(
-            f"{folder} holds a {artifact.target} artifact, not an OpenVINO one"
+            f"{folder} was exported with --static-tokens, for benchmark_app; export it without to run it here"
         )
-    if not artifact.settings.get("with_head", True):
-        raise TargetError(
-            f"{folder} was exported without its head, for benchmark_app: it has no logits"
-        )
-    graph = read_graph(graph_file(folder))
-    static = artifact.settings.get("static_tokens")
-    of_images = artifact.settings.get("task") == "image"
-    length = graph.inputs[0].get_partial_shape()[1]
-    if not of_images and static != (length.get_length() if length.is_static else None):
-        raise TargetError(
-            f"{folder}: its graph and its record ({static=}) do not fit; export it again"
-        )
-    if static is None and not of_images:
+    is_images = artifact.settings.get("task") == "image"
+    preparation = Preparation.of(folder, {}) if is_images else None
+    session = loaded(graph_file(folder), settings, preparation)
+    session.description["mode"] = "exact" if settings.exact else "deployed"
+    session.description["plan"] = artifact.plan
+    if not settings.exact and (caches := artifact.settings.get(CACHES)):
+        session.description[CACHES] = caches
+    return session
+
+
+def loaded(
+    path: Path, settings: SessionSettings, preparation: Preparation | None = None
+) -> OpenVINOSession:
+    """A session of one of our graphs. `preparation`: of the images that it classifies."""
+    graph = read_graph(path)
+    if preparation is None:
         _fix_sequences(graph)
         _choose_rows(graph)
-    compiled = compile_graph(graph, device, exact=exact, threads=threads)
-    about = describe(compiled, device) | {
-        "mode": "exact" if exact else "deployed",
-        "plan": artifact.plan,
-    }
-    if not exact and (caches := artifact.settings.get(CACHES)):
-        about[CACHES] = caches
-    if of_images:
-        return ImageSession(compiled, Preparation.of(folder, {}), about)
-    return OpenVINOSession(compiled, folder, static, about | {"static_tokens": static})
+    compiled = compile_graph(graph, settings)
+    description = describe(compiled, settings.device)
+    if preparation is None:
+        return OpenVINOSession(compiled, path.parent, description)
+    return ImageSession(compiled, path.parent, description, preparation)
 
 
 def try_out(path: Path) -> None:
     """For `quarantine`: opens and runs an exported folder, or a graph from elsewhere."""
     if path.is_dir():
-        session = open_session(path)
+        session = open_session(path, SessionSettings())
     else:
         session = ForeignSession(path, SessionSettings())
     session.logits([0, 0])
@@ -110,47 +101,29 @@ def describe(compiled: ov.CompiledModel, device: str) -> dict[str, Any]:
     return about
 
 
-class OpenVINOSession(FedSession):
+class OpenVINOSession(Session):
     """One sequence at a time; the states are inside the compiled model's request."""
 
     def __init__(
-        self,
-        compiled: ov.CompiledModel,
-        path: Path,
-        static: int | None,
-        description: dict[str, Any],
+        self, compiled: ov.CompiledModel, path: Path, description: dict[str, Any]
     ) -> None:
         self.path = path
-        self.description = description
-        self._static = static
+        self._description = description
         self._at = _logits_index(compiled)
-        self.vocabulary = int(
-            compiled.outputs[self._at].get_partial_shape()[2].get_length()
-        )
-        self._request: Any = new_request(compiled)
+        *_, vocabulary = compiled.outputs[self._at].get_partial_shape()
+        self.vocabulary = int(vocabulary.get_length())
+        self._request: Any = compiled.create_infer_request()
+
+    @property
+    def description(self) -> dict[str, Any]:
+        return self._description
 
     def reset(self) -> None:
         if self._request is None:
             raise self.closed()
-        if self._static is None:
-            self._request.reset_state()
-
-    def step(self, token: int) -> Logits:
-        if self._static is not None:
-            raise TargetError(
-                "a static forward has no state: export it without --static-tokens"
-            )
-        return super().step(token)
+        self._request.reset_state()
 
     def feed(self, tokens: list[int], *, every: bool) -> Logits:
-        if (most := self._static) is not None:
-            if len(tokens) > most:
-                raise TargetError(
-                    f"this model takes {most} tokens at most, got {len(tokens)}"
-                )
-            # Padded at the end, which a causal model does not see.
-            padded = np.array([tokens + [0] * (most - len(tokens))], np.int64)
-            return self._infer({IDS: padded})[: len(tokens)]
         cuts = list(range(LOGITS_CHUNK, len(tokens), LOGITS_CHUNK)) if every else []
         # The first call attends to keys and values as computed; later ones, to those that are kept.
         if every and CACHES in self.description and len(tokens) > 1:
@@ -164,7 +137,9 @@ class OpenVINOSession(FedSession):
     def close(self) -> None:
         self._request = None
 
-    def _infer(self, inputs: dict[str, npt.NDArray[Any]]) -> Logits:
+    def _infer(
+        self, inputs: dict[str, npt.NDArray[Any]] | list[npt.NDArray[Any]]
+    ) -> Logits:
         if self._request is None:
             raise self.closed()
         try:
@@ -176,46 +151,27 @@ class OpenVINOSession(FedSession):
         return np.array(self._request.get_output_tensor(self._at).data[0], np.float32)
 
 
-class ImageSession:
-    """Classifies one image at a time, by the ids of `kl_lens.text.images`. There is no next token."""
+class ImageSession(OpenVINOSession):
+    """Classifies one image at a time, by the ids of `kl_lens.text.images`."""
 
     def __init__(
         self,
         compiled: ov.CompiledModel,
-        preparation: Preparation,
+        path: Path,
         description: dict[str, Any],
+        preparation: Preparation,
     ) -> None:
-        self._request: Any = compiled.create_infer_request()
+        super().__init__(compiled, path, description)
         self._preparation = preparation
-        self.description = description
-        self.vocabulary = int(compiled.outputs[0].get_partial_shape()[1].get_length())
-
-    def reset(self) -> None:
-        """There is nothing to forget."""
 
     def logits(self, ids: Sequence[int]) -> Logits:
-        if self._request is None:
-            raise TargetError("this session is closed")
-        rows = np.empty((len(ids), self.vocabulary), np.float32)
-        for row, image in zip(
-            rows, self._preparation.normalised(pixels_of(ids)), strict=True
-        ):
-            self._request.infer([image[None]])
-            row[:] = self._request.get_output_tensor(0).data[0]
-        return rows
+        images = self._preparation.normalised(pixels_of(ids))
+        return np.stack([self._infer([image[None]]) for image in images])
 
-    def prefill(self, ids: Sequence[int]) -> Logits:
+    def feed(self, tokens: list[int], *, every: bool) -> Logits:
         raise TargetError(
-            "this file classifies images; there are no prompts to feed it or to time"
+            f"{self.path} classifies images: there are no prompts to feed it, and no next token to ask for or to time"
         )
-
-    def step(self, token: int) -> Logits:
-        raise TargetError(
-            "this file classifies images; there is no next token to ask for or to time"
-        )
-
-    def close(self) -> None:
-        self._request = None
 
 
 def _fix_sequences(graph: ov.Model) -> None:
@@ -290,21 +246,17 @@ def read_graph(path: Path) -> ov.Model:
         ) from error
 
 
-def compile_graph(
-    graph: ov.Model,
-    device: str,
-    *,
-    exact: bool = False,
-    threads: int | None = None,
-) -> ov.CompiledModel:
+def compile_graph(graph: ov.Model, settings: SessionSettings) -> ov.CompiledModel:
     """Compiles for a device within a time limit, with the runtime's defaults or (`exact`) in float32."""
+    device = settings.device
+    threads = settings.threads
     require_device(device)
     text = os.environ.get(TIMEOUT_VARIABLE) or COMPILE_TIMEOUT
     if not re.fullmatch(r"\d+(\.\d+)?", text) or not (timeout := float(text)):
         raise TargetError(
             f"{TIMEOUT_VARIABLE}={text}: expected a number of seconds, such as 1800"
         )
-    properties: dict[str, Any] = dict(EXACT if exact else {})
+    properties: dict[str, Any] = dict(EXACT if settings.exact else {})
     if device != "CPU":  # other plugins do not know these two
         properties.pop("KV_CACHE_PRECISION", None)
         properties.pop("DYNAMIC_QUANTIZATION_GROUP_SIZE", None)
@@ -345,19 +297,6 @@ def require_device(device: str) -> None:
         )
 
 
-def new_request(compiled: ov.CompiledModel) -> ov.InferRequest:
-    """For one sequence: sets `beam_idx`, and the mask, which our graphs do not read."""
-    request = compiled.create_infer_request()
-    present = {entry.get_any_name() for entry in compiled.inputs}
-    for name, value in (
-        (ATTENTION_MASK, np.ones((1, 1), np.int64)),
-        (BEAM_IDX, np.zeros(1, np.int32)),
-    ):
-        if name in present:
-            request.set_tensor(name, ov.Tensor(value))
-    return request
-
-
 POSITIONS = "position_ids"
 CACHE_POSITION = "cache_position"
 _PAST = ("past_key_values.", "cache_params.past.")  # states as inputs
@@ -371,10 +310,8 @@ class ForeignSession(OpenVINOSession):
 
     def __init__(self, path: Path, settings: SessionSettings) -> None:
         graph = _feedable(path)
-        compiled = compile_graph(
-            graph, settings.device, exact=settings.exact, threads=settings.threads
-        )
-        super().__init__(compiled, path, None, describe(compiled, settings.device))
+        compiled = compile_graph(graph, settings)
+        super().__init__(compiled, path, describe(compiled, settings.device))
         self._recurrent = bool(graph.get_variables())
         self._inputs = graph.inputs
         self._fed = list[int]()
