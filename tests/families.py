@@ -1,7 +1,8 @@
 """Tiny random models of every supported family, from the real transformers classes."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ import transformers
 from kl_lens.model import LoadedModel, architectures as models
 from kl_lens.model.architectures.hymba import HymbaConfig
 from kl_lens.model.chain import Chain
+from kl_lens.run.records import Artifact, Plan
+from kl_lens.weights.recipes import Recipe
 
 for model_type in (models.HYMBA, models.MAMBAVISION):
     models.register(model_type)
@@ -380,3 +383,19 @@ def tiny_model(
 def token_ids(batch: int, time: int, seed: int = 1) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, VOCABULARY, (batch, time), generator=generator)
+
+
+def in_turn(model: LoadedModel, formats: Sequence[str]) -> Plan:
+    """Every format in turn."""
+    names = [component.name for component in model.anatomy.candidates]
+    return Plan("mixed", dict(zip(names, cycle(formats), strict=False)), "test")
+
+
+def with_stored_weights(model: LoadedModel, artifact: Artifact) -> None:
+    """The model computes with the weights of its file from now on."""
+    realised = {tensor.component: tensor.realised for tensor in artifact.tensors}
+    for component in model.anatomy.candidates:
+        recipe = Recipe.parse(realised[component.name])
+        values = model.weights.values(component.name, recipe)
+        for parameter in model.parameters_of(component):
+            parameter.data.copy_(values)

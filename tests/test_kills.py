@@ -262,7 +262,6 @@ TIMES = {
     "created",
     "started",
     "provenance",
-    "export_seconds",
     "runtime",
     "timings",
     "ratios",

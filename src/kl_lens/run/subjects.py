@@ -61,14 +61,8 @@ def artifact_digest(artifact: Artifact) -> str:
         [t.component, t.runtime_name, t.realised, t.bytes, t.digest, t.weights]
         for t in artifact.tensors
     ]
-    # Not how long the export took.
-    settings = {
-        name: value
-        for name, value in artifact.settings.items()
-        if not name.startswith("export_")
-    }
     return content_digest(
-        [artifact.target, artifact.model_fingerprint, tensors, settings]
+        [artifact.target, artifact.model_fingerprint, tensors, artifact.settings]
     )
 
 

@@ -48,18 +48,17 @@ class Target(
         model.beginning.settle(model)  # the files say it
         with replacing(folder) as draft:
             artifact = self.write(model, plan, draft, **options)
+            settings = artifact.settings | ({CACHES: plan.caches} if plan.caches else {})
             artifact = replace(
                 artifact,
                 digests={name: file_digest(draft / name) for name in artifact.files},
                 realised_bytes=self.loaded_bytes(draft),
-                settings=artifact.settings
-                | ({CACHES: plan.caches} if plan.caches else {}),
+                settings=settings,
             )
             write_record(draft, artifact)
             if notes := [*self._tried(draft, folder), *self._left_out(model, artifact)]:
-                notes = [*artifact.settings.get("notes", ()), *notes]
-                settings = artifact.settings | {"notes": notes}
-                artifact = replace(artifact, settings=settings)
+                notes = [*settings.get("notes", ()), *notes]
+                artifact = replace(artifact, settings=settings | {"notes": notes})
                 write_record(draft, artifact)
         for name in set(earlier.files if earlier else ()) - set(artifact.files):
             (folder / name).unlink(missing_ok=True)

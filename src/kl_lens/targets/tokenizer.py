@@ -1,15 +1,14 @@
-"""The tokenizer of an exported model, with its chat template as transformers renders it; without transformers where
-possible. Also varied strings, to compare two implementations of a tokenizer."""
+"""The tokenizer of an exported model, without loading transformers where possible; it renders chat templates. Also
+varied strings, to compare two implementations of a tokenizer."""
 
 from __future__ import annotations
 
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kl_lens.base.errors import TargetError, one_line
 from kl_lens.base.files import damage
@@ -21,10 +20,6 @@ from kl_lens.targets.session import (
     Session,
     TokenizingSession,
 )
-
-if TYPE_CHECKING:
-    from jinja2 import nodes
-    from jinja2.parser import Parser
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
@@ -101,7 +96,7 @@ def find_tokenizer(
 ) -> ArtifactTokenizer:
     """The tokenizer of an exported folder or a bare file; llama.cpp's sessions can tokenize by themselves.
 
-    `place`: a folder, a tokenizer.json or a hub id (for which transformers loads) to use instead.
+    `source`: a folder, a tokenizer.json or a hub id (for which transformers loads) to use instead.
     """
     if (file := _file(artifact, source)) is not None:
         return _from_file(file)
@@ -272,45 +267,26 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def chat_renderer(template: str, special: Mapping[str, str], source: str) -> Renderer:
     """Messages → the text that the model reads, up to where its answer begins. `special`: texts of the
-    special tokens that templates name (bos_token, eos_token); `where`: the template's file, for errors."""
-    import jinja2
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """`{% generation %}` marks the text that training learns from; here only its content matters."""
-
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser: Parser) -> list[nodes.Node]:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    def refuse(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = lambda value, **options: json.dumps(
-        value, ensure_ascii=False, **options
-    )
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+    special tokens that templates name (bos_token, eos_token); `source`: the template's file, for errors."""
 
     def render(messages: Messages) -> str:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        conversation: Any = list(messages)
+        words: dict[str, Any] = dict(special)
         try:
-            return environment.from_string(template).render(
-                messages=messages,
+            rendered: Any = render_jinja_template(
+                [conversation],
+                chat_template=template,
                 add_generation_prompt=True,
-                tools=None,
-                documents=None,
-                **special,
+                **words,
             )
         except Exception as error:  # a template is third-party code
             raise TargetError(
                 f"{source}: its chat template fails: {one_line(error)}"
             ) from error
+        texts, _ = rendered
+        return str(texts[0])
 
     return render
 

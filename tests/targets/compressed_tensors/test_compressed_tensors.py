@@ -28,9 +28,15 @@ from kl_lens.targets import (
     read_artifact,
 )
 from kl_lens.weights.formats import get_format
-from kl_lens.weights.recipes import FP16, Recipe
+from kl_lens.weights.recipes import FP16
 from tests.cli.conftest import tiny_folder as tiny_folder
-from tests.families import plain, tiny_model, token_ids
+from tests.families import (
+    in_turn,
+    plain,
+    tiny_model,
+    token_ids,
+    with_stored_weights,
+)
 
 pytest.importorskip("compressed_tensors", reason="needs the extra compressed")
 
@@ -71,13 +77,6 @@ def _model(family: str) -> LoadedModel:
     return plain(LoadedModel(family, Path(), tiny_model(family), None))
 
 
-def _in_turn(model: LoadedModel) -> Plan:
-    names = [component.name for component in model.anatomy.candidates]
-    return Plan(
-        "mixed", {name: FORMATS[i % len(FORMATS)] for i, name in enumerate(names)}, "test"
-    )
-
-
 @pytest.mark.parametrize(
     "family",
     [f if f in QUICK else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES],
@@ -86,17 +85,11 @@ def test_transformers_computes_with_exactly_our_weights(
     family: str, tmp_path: Path
 ) -> None:
     model = _model(family)
-    plan = _in_turn(model)
+    plan = in_turn(model, FORMATS)
     artifact = export(model, plan, NAME, tmp_path)
     assert artifact.realised_bytes == get_target(NAME).file_bytes(model, plan)
-    realised = {tensor.component: tensor.realised for tensor in artifact.tensors}
-    assert len(set(realised.values())) >= 4
-    for component in model.anatomy.candidates:
-        values = model.weights.values(
-            component.name, Recipe.parse(realised[component.name])
-        )
-        for parameter in model.parameters_of(component):
-            parameter.data.copy_(values)
+    assert len({tensor.realised for tensor in artifact.tensors}) >= 4
+    with_stored_weights(model, artifact)
     ids = token_ids(1, 24)
     with torch.no_grad():
         expected = model.model(ids, use_cache=False).logits[0].numpy()

@@ -26,7 +26,13 @@ from kl_lens.targets import (
 from kl_lens.targets.registry import target_of
 from kl_lens.weights.formats.affine import AffineFormat
 from kl_lens.weights.recipes import FP16, Recipe
-from tests.families import plain, tiny_model, token_ids
+from tests.families import (
+    in_turn,
+    plain,
+    tiny_model,
+    token_ids,
+    with_stored_weights,
+)
 
 mx = pytest.importorskip("mlx.core", reason="needs the extra mlx")
 
@@ -54,25 +60,6 @@ SLOW = (
     "gemma3_text",
     "gpt_neox",
 )
-
-
-def _in_turn(model: LoadedModel) -> Plan:
-    candidates = model.anatomy.candidates
-    return Plan(
-        "mixed",
-        {c.name: FORMATS[i % len(FORMATS)] for i, c in enumerate(candidates)},
-        "test",
-    )
-
-
-def _with_values(model: LoadedModel, realised: dict[str, str]) -> None:
-    """The model computes with the stored weights from now on."""
-    for component in model.anatomy.candidates:
-        values = model.weights.values(
-            component.name, Recipe.parse(realised[component.name])
-        )
-        for parameter in model.parameters_of(component):
-            parameter.data.copy_(values)
 
 
 def _dequantized(module: Any) -> np.ndarray:
@@ -104,10 +91,9 @@ def test_a_family_as_mlx_lm_opens_it(family: str, tmp_path: Path) -> None:
             (parameter * 512).round() / 512 if "norm" in name else parameter.half()
         )
     model = plain(LoadedModel(family, Path(), net, None))
-    plan = _in_turn(model)
+    plan = in_turn(model, FORMATS)
     artifact = export(model, plan, "mlx", tmp_path)
     assert artifact.realised_bytes == get_target("mlx").file_bytes(model, plan)
-    realised = {tensor.component: tensor.realised for tensor in artifact.tensors}
     modules = dict(load_model(tmp_path)[0].named_modules())
     checked = 0
     for tensor in artifact.tensors:
@@ -132,7 +118,7 @@ def test_a_family_as_mlx_lm_opens_it(family: str, tmp_path: Path) -> None:
     assert checked >= 4
     ids = token_ids(1, 24)
     with torch.no_grad():
-        _with_values(model, realised)
+        with_stored_weights(model, artifact)
         expected = model.chain.full_logits(ids)[0].numpy()
     tokens = ids[0].tolist()
     with get_target("mlx").open(tmp_path, SessionSettings()) as session:
@@ -233,7 +219,7 @@ def test_a_tied_matrix_that_a_checkpoint_holds_twice_is_stored_once(
     model = plain(load(tmp_path / "checkpoint"))
     assert model.anatomy.head == model.anatomy.embedding
     folder = tmp_path / "mlx"
-    export(model, _in_turn(model), "mlx", folder)
+    export(model, in_turn(model, FORMATS), "mlx", folder)
     assert load_model(folder)[1]["tie_word_embeddings"] is True
     with safe_open(get_target("mlx").loaded_files(folder)[0], "np") as file:
         assert not [name for name in file.keys() if "head" in name]  # noqa: SIM118 (not a dict)

@@ -13,7 +13,8 @@ import torch
 from kl_lens.model import LoadedModel
 from kl_lens.run.records import Artifact, Plan
 from kl_lens.targets import get_target
-from tests.families import plain, tiny_model
+from kl_lens.weights.recipes import FP16
+from tests.families import in_turn, plain, tiny_model
 
 pytest.importorskip("openvino", reason="needs the extra kl-lens[openvino]")
 
@@ -42,22 +43,9 @@ def untouched(family: str) -> LoadedModel:
     return loaded(family)
 
 
-def mixed_plan(model: LoadedModel) -> Plan:
-    """Every integer format in turn, some components left alone."""
-    return _in_turn(model, "mixed", ["int4", "int8", "fp16", "int4-g32", "int8"])
-
-
-def unsigned_plan(model: LoadedModel) -> Plan:
-    """Zero points and small floats."""
-    formats = ["uint4-g32", "nf4-g32", "uint4", "nf4", "uint2-g64", "mxfp4", "uint4-g64"]
-    return _in_turn(model, "unsigned", formats)
-
-
-def _in_turn(model: LoadedModel, name: str, formats: list[str]) -> Plan:
-    components = enumerate(model.anatomy.candidates)
-    return Plan(
-        name, {c.name: formats[i % len(formats)] for i, c in components}, made_by="test"
-    )
+# Integers; zero points and small floats.
+MIXED = ("int4", "int8", "fp16", "int4-g32", "int8")
+UNSIGNED = ("uint4-g32", "nf4-g32", "uint4", "nf4", "uint2-g64", "mxfp4", "uint4-g64")
 
 
 @pytest.fixture(scope="session")
@@ -69,8 +57,8 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Exported
         key = (family, kind, *sorted(options.items()))
         if key not in cache:
             model = untouched(family)
-            plans = {"mixed": mixed_plan, "unsigned": unsigned_plan}
-            plan = plans[kind](model) if kind in plans else Plan(kind, {}, made_by="test")
+            formats = {"mixed": MIXED, "unsigned": UNSIGNED}.get(kind, (FP16,))
+            plan = in_turn(model, formats)
             folder = tmp_path_factory.mktemp(f"{family}-{kind}")
             options = {"unplanned": "fp32", **options}
             cache[key] = Exported(model, export(model, plan, folder, **options), folder)

@@ -163,14 +163,9 @@ def test_bytes_on_disk_are_the_plans_and_a_tied_head_is_stored_once(
     files = [tmp_path / f"openvino_model.{ending}" for ending in ("xml", "bin")]
     assert artifact.realised_bytes == sum(path.stat().st_size for path in files)
     binary = files[1].stat().st_size
-    once = artifact.settings[
-        "bytes_stored_once"
-    ]  # A_log of the four layers is the same in a fresh model
-    assert once == 3 * 2 * 128 * 8
+    # A_log of the four layers is the same in a fresh model.
+    once = 3 * 2 * 128 * 8
     assert abs((binary + once) / planned - 1) < 0.01
-    assert artifact.settings["bytes_over_plan"] == pytest.approx(
-        (binary + once) / planned - 1
-    )
     graph = files[0].read_text()
     numbers = [int(number) for number in re.findall(r'name="[A-Za-z]+_(\d+)"', graph)]
     assert max(numbers) < graph.count("<layer "), (

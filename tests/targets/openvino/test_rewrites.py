@@ -38,8 +38,9 @@ def test_activations_meet_a_stack_of_matrices(
         x, ops.convert(weight, "f32") if compressed else weight, False, True
     )
     model = ov.Model([ops.result(product)], [x], "experts")
-    assert rewrites.apply(model)["equal_batches"] == 1
-    assert rewrites.equal_batches(model) == 0  # nothing left to do
+    for _ in range(2):  # the second time, nothing is left to do
+        rewrites.apply(model)
+        assert len(rewrites.operations(model, "Broadcast")) == 1
     for tokens in (6, 1, 9):
         values = np.random.default_rng(1).normal(size=(tokens, 8)).astype(np.float32)
         products = run(
@@ -54,28 +55,27 @@ def _cumulated(x: ov.Node, axis: int) -> ov.Node:
 
 @pytest.mark.parametrize("shape", [[3, 4, 5], [-1, -1, 5]])
 @pytest.mark.parametrize(
-    ("rewrite", "operation", "right"),
+    ("operation", "right", "tiny"),
     [
-        ("exact_softplus", ops.softplus, lambda x: np.logaddexp(0, x.astype(np.float64))),
+        (ops.softplus, lambda x: np.logaddexp(0, x.astype(np.float64)), 1e-12),
         *(
-            ("cumba", partial(_cumulated, axis=a), partial(np.cumsum, axis=a))
+            (partial(_cumulated, axis=a), partial(np.cumsum, axis=a), 1e-5)
             for a in (0, 1, -1)
         ),
     ],
 )
 def test_only_the_operations_change(
-    rewrite: str, operation, right, shape: list[int], tmp_path
+    operation, right, tiny: float, shape: list[int], tmp_path
 ) -> None:
     x = ops.parameter(ov.PartialShape(shape), np.float32)
     model = ov.Model([ops.result(operation(x))], [x], "m")
-    assert rewrites.apply(model, cumba=rewrite == "cumba")[rewrite] == 1
+    rewrites.apply(model, cumba=True)
     assert not rewrites.operations(model, "CumSum", "SoftPlus")
     values = (
         np.concatenate([np.linspace(-9, 9, 58), [-80, 80]])
         .astype(np.float32)
         .reshape(3, 4, 5)
     )
-    tiny = 1e-12 if rewrite == "exact_softplus" else 1e-5
     np.testing.assert_allclose(
         run(model, tmp_path / "m.xml", values), right(values), rtol=1e-6, atol=tiny
     )
@@ -83,8 +83,6 @@ def test_only_the_operations_change(
 
 def test_cumba_keeps_the_models_logits(exported: Callable) -> None:
     case = exported("mamba2", device_profile="gpu")
-    # Inside the branch for many tokens.
-    assert case.artifact.settings["rewritten"]["cumba"] == len(case.model.chain)
     path = case.folder / "openvino_model.xml"
     assert not rewrites.operations(read_graph(path), "CumSum", "SoftPlus")
     # OpenVINO's numbers of nodes differ from process to process, and the file's bytes with them.

@@ -4,8 +4,8 @@ its own parameters. It renames, moves axes, stacks experts, splits matrices, mul
 Numbers in place of weights show what it does to each: numbered components tell which one a parameter comes from,
 numbered rows which of its rows, ones which factors. Then the real weights go the same way, and every parameter is
 compared with what was found, bit for bit. Last, the model made of them runs on a few tokens, whole and one by one; if
-its logits are not those of PyTorch, mlx-lm computes another function and the model is refused. `export` writes a plan
-as a folder that `mlx_lm.load` opens as it is.
+its logits are not those of PyTorch, mlx-lm computes another function and the model is refused. `pieces` is what the
+file of a plan holds, which `mlx_lm.load` opens as it is.
 """
 
 from __future__ import annotations

@@ -45,16 +45,14 @@ def map_weights(
     *,
     without_head: bool = False,
     may_fold: bool = False,
-) -> tuple[Nodes, list[str]]:
-    """Component → the constants of the float32 graph that hold it (one, or one for each use); and the weights that were
-    folded away without effect. `may_fold`: the converter may have multiplied batch norms into the convolutions before
-    them, channel by channel. Raises TargetError that lists candidates without a constant, or constants that are no
-    weight."""
+) -> Nodes:
+    """Component → the constants of the float32 graph that hold it: one, or one for each use; none for weights that the
+    converter folded away. `may_fold`: it may have multiplied batch norms into the convolutions before them, channel by
+    channel. Raises TargetError that lists candidates without a constant, or constants that are no weight."""
     weights = _Weights(model, anatomy, may_fold)
     paths = {c.name: _CONVERTER_PREFIX + c.weight for c in anatomy.components}
     constants: dict[str, list[Any]] = defaultdict(list)
     strangers = []
-    cut_up = set()
     for node in operations(graph, "Constant"):
         label = node.get_friendly_name()
         if node.get_element_type() != ov.Type.f32 or label.startswith(OURS):
@@ -64,8 +62,6 @@ def map_weights(
             # Among weights with the same numbers, such as norms of ones, by the converter's name.
             named = (name for name in names if label == paths[name])
             constants[next(named, names[0])].append(node)
-        elif digest in weights.rows:
-            cut_up.add(weights.rows[digest])
         elif node.data.size > SMALL and not weights.explain(node.data, digest):
             strangers.append(f"{label} {list(node.data.shape)}")
     # Weights with equal numbers have the same constants. That is right only while all of them get the same format;
@@ -86,8 +82,7 @@ def map_weights(
             f"without a constant: {', '.join(missing) or 'none'}; constants that are no weight: "
             f"{', '.join(strangers) or 'none'}"
         )
-    folded = [c.name for c in anatomy.components if c.name not in {*constants, *cut_up}]
-    return dict(constants), folded
+    return dict(constants)
 
 
 class _Weights:
@@ -99,7 +94,7 @@ class _Weights:
         # Norms that multiply by 1 + weight (Gemma, Qwen3-Next).
         self._plus_one: dict[bytes, list[str]] = defaultdict(list)
         # Of small parameters that the converter cut up: Zamba's bias and D, a row for each head.
-        self.rows: dict[bytes, str] = {}
+        self._rows: set[bytes] = set()
         self._decays = {}
         self._convolutions = {}
         parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -110,7 +105,7 @@ class _Weights:
             if value.ndim == 1:
                 self._plus_one[_digest(1 + value)].append(name)
             if value.ndim == 2 and not component.quantizable:
-                self.rows |= {_digest(row): name for row in value}
+                self._rows |= {_digest(row) for row in value}
             if may_fold and value.ndim == 4:
                 self._convolutions[name] = value
             if component.kind == "A_log":
@@ -124,9 +119,9 @@ class _Weights:
         return names or self._decayed(data) or self._scaled(data)
 
     def explain(self, data: npt.NDArray[Any], digest: bytes) -> bool:
-        """Whether it is a buffer, or what folded norms add to each channel."""
+        """Whether it is a buffer, a row of a parameter, or what folded norms add to each channel."""
         vector = max(data.shape, default=1) == data.size
-        return digest in self._buffers or (self._may_fold and vector)
+        return digest in self._buffers | self._rows or (self._may_fold and vector)
 
     def _decayed(self, data: npt.NDArray[Any]) -> list[str]:
         """The converter folds exp(A_log) into a constant, with its own exponential."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
-import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +17,6 @@ import openvino as ov
 import torch
 import transformers
 
-from kl_lens.base.environment import peak_memory
 from kl_lens.base.errors import TargetError, one_line
 from kl_lens.model import LoadedModel
 from kl_lens.run.records import Artifact, Plan
@@ -30,7 +28,6 @@ from kl_lens.targets.openvino.folder import (
     DETOKENIZER_FILE,
     IR_FILE,
     TOKENIZER_FILE,
-    WEIGHT_FILE,
 )
 from kl_lens.targets.openvino.graph import graph_of, image_graph_of, on_cpu
 from kl_lens.targets.openvino.kernels import expanded
@@ -45,31 +42,49 @@ GROUP_SIZES = {"0": "0", "32": "32", "64": "64", "128": "128", "row": f"{2**64 -
 _CACHES = {"keys": "KEY", "values": "VALUE"}  # in names of OpenVINO's settings
 
 
-def export(
-    target: Target,
-    model: LoadedModel,
-    plan: Plan,
-    folder: Path,
-    *,
-    device_profile: str = CPU,
-    static_tokens: int | None = None,
-    with_head: bool = True,
-    activation_groups: str | None = None,
-    unplanned: str = FP16,
-    with_tokenizer: bool = True,
-) -> Artifact:
-    """Writes the model, the tokenizer and the configuration to a folder.
+@dataclass(frozen=True)
+class Options:
+    """Settings of an export."""
 
-    Args:
-        device_profile: `gpu` computes sums along a sequence as products.
-        static_tokens: a forward of exactly this many tokens without state, instead of the stateful graph.
-        with_head: False makes the graph end in the last hidden states (static graphs only).
-        activation_groups: a runtime option of the file, GROUP_SIZES; None: the runtime's default.
-        unplanned: fp16, or fp32 for a graph that is to be compared with PyTorch.
-        with_tokenizer: write the tokenizer's files too; not needed to find out how large the model will be.
-    """
-    started = time.perf_counter()
-    _check_options(model, device_profile, static_tokens, with_head, activation_groups)
+    device_profile: str = CPU  # gpu computes sums along a sequence as products
+    # A forward of exactly this many tokens without state, instead of the stateful graph.
+    static_tokens: int | None = None
+    # False makes a static graph end in the last hidden states.
+    with_head: bool = True
+    # A runtime option of the file, of GROUP_SIZES; None: the runtime's default.
+    activation_groups: str | None = None
+    unplanned: str = FP16  # or fp32, for a graph that is to be compared with PyTorch
+    # Write the tokenizer's files too; not needed to find out how large the model will be.
+    with_tokenizer: bool = True
+
+    def check(self, model: LoadedModel) -> None:
+        """Raises TargetError for settings that make no sense."""
+        tokens = self.static_tokens
+        if self.activation_groups not in (None, *GROUP_SIZES):
+            raise TargetError(
+                f"--activation-groups {self.activation_groups}: expected one of {', '.join(GROUP_SIZES)}"
+            )
+        if self.device_profile not in (CPU, GPU):
+            raise TargetError(
+                f"--device-profile {self.device_profile}: expected {CPU} or {GPU}"
+            )
+        if model.classifier is not None and not (tokens is None and self.with_head):
+            raise TargetError(
+                "--static-tokens and --without-head are for language models, not for images"
+            )
+        if tokens is None and not self.with_head:
+            raise TargetError(
+                "a graph without its head makes sense only with --static-tokens N"
+            )
+        if tokens is not None and tokens < 1:
+            raise TargetError(f"--static-tokens has to be at least 1, not {tokens}")
+
+
+def export(
+    target: Target, model: LoadedModel, plan: Plan, folder: Path, options: Options
+) -> Artifact:
+    """Writes the model, the tokenizer and the configuration to a folder."""
+    options.check(model)
     model.require_memory("exporting to OpenVINO")
     chosen = choices(model, plan, target.fit)
 
@@ -79,89 +94,44 @@ def export(
     graph = (
         image_graph_of(module, task)
         if task
-        else graph_of(module, static_tokens=static_tokens, with_head=with_head)
+        else graph_of(module, options.static_tokens, with_head=options.with_head)
     )
     rewrites.weights_on_the_right(graph)
-    if with_head:
+    if options.with_head:
         rewrites.name_head(graph)
-    nodes, folded = constants.map_weights(
+    nodes = constants.map_weights(
         graph,
         module,
         model.anatomy,
-        without_head=not with_head,
+        without_head=not options.with_head,
         may_fold=task is not None,
     )
     placed = constants.place_weights(
-        nodes, model.weights, model.anatomy.components, chosen, unplanned
+        nodes, model.weights, model.anatomy.components, chosen, options.unplanned
     )
     folder.mkdir(parents=True, exist_ok=True)
-    settings: dict[str, Any] = {
-        "device_profile": device_profile,
-        "static_tokens": static_tokens,
-        "with_head": with_head,
-        "unplanned": unplanned,
-        "folded_away": folded,
-        "versions": {
-            module.__name__: module.__version__ for module in (ov, torch, transformers)
-        },
-        **({"task": task.name} if task else {}),
-        "rewritten": rewrites.apply(graph, cumba=device_profile == GPU),
+    versions = {
+        module.__name__: module.__version__ for module in (ov, torch, transformers)
     }
-    options = _runtime_options(plan, activation_groups)
-    for name, value in options.items():
+    settings = asdict(options) | {"versions": versions}
+    if task:
+        settings["task"] = task.name
+    rewrites.apply(graph, cumba=options.device_profile == GPU)
+    runtime_options = _runtime_options(plan, options.activation_groups)
+    for name, value in runtime_options.items():
         graph.set_rt_info(value, ["runtime_options", name])
-    if activation_groups is not None:
-        settings["activation_groups"] = activation_groups
     _save(graph, folder / IR_FILE)
     del graph
     constants.check_saved(read_graph(folder / IR_FILE), placed)
     model.config.save_pretrained(folder)
-    notes = write_beside(model, folder, with_tokenizer=with_tokenizer)
+    notes = write_beside(model, folder, with_tokenizer=options.with_tokenizer)
     if task:
         task.preparation.write(folder)
-    elif with_tokenizer and static_tokens is None:
+    elif options.with_tokenizer and options.static_tokens is None:
         notes += filter(None, [write_tokenizer(model.tokenizer, folder)])
     if notes := notes + _slow_formats(chosen):
         settings["notes"] = notes
-    # Equal constants are stored once; the record has them all.
-    once = {tensor.digest: tensor.bytes for tensor in placed}
-    shared = sum(tensor.bytes for tensor in placed) - sum(once.values())
-    artifact = record(
-        "openvino", model, plan, folder, placed, **settings, bytes_stored_once=shared
-    )
-    written = (folder / WEIGHT_FILE).stat().st_size + shared
-    costs = {
-        "bytes_over_plan": written / artifact.planned_bytes - 1,
-        "export_seconds": round(time.perf_counter() - started, 2),
-        "export_peak_bytes": peak_memory(),
-    }
-    return replace(artifact, settings=artifact.settings | costs)
-
-
-def _check_options(
-    model: LoadedModel,
-    device_profile: str,
-    static_tokens: int | None,
-    with_head: bool,
-    activation_groups: str | None,
-) -> None:
-    """Raises TargetError for settings that make no sense."""
-    if activation_groups not in (None, *GROUP_SIZES):
-        raise TargetError(
-            f"--activation-groups {activation_groups}: expected one of {', '.join(GROUP_SIZES)}"
-        )
-    if device_profile not in (CPU, GPU):
-        raise TargetError(f"--device-profile {device_profile}: expected {CPU} or {GPU}")
-    if model.classifier is not None and not (static_tokens is None and with_head):
-        raise TargetError(
-            "--static-tokens and --without-head are for language models, not for images"
-        )
-    if static_tokens is None and not with_head:
-        raise TargetError(
-            "a graph without its head makes sense only with --static-tokens N"
-        )
-    if static_tokens is not None and static_tokens < 1:
-        raise TargetError(f"--static-tokens has to be at least 1, not {static_tokens}")
+    return record("openvino", model, plan, folder, placed, **settings)
 
 
 def _runtime_options(plan: Plan, activation_groups: str | None) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,8 +74,7 @@ def _correlation(values: torch.Tensor, parameter: torch.Tensor) -> float:
 
 
 class OpenVINODissection(Dissection):
-    def __init__(self, path: Path, open_own: Callable[..., Session]) -> None:
-        self._open_own = open_own  # of a folder that KL Lens exported
+    def __init__(self, path: Path) -> None:
         self.path = path if path.suffix == ".xml" else path / IR_FILE
         bare = (self.path, self.path.with_suffix(".bin"))
         self.files = tuple(file for file in bare if file.is_file())
@@ -182,13 +181,11 @@ class OpenVINODissection(Dissection):
             yield from dissection.other_texts(stored, expected, lambda *_: again)
 
     def open(self, settings: SessionSettings) -> Session:
-        if self._exported:
-            if self.changed():
-                quarantine.require_opens(
-                    session.try_out, self.folder, self.files, "OpenVINO"
-                )
-            return self._open_own(self.folder, settings)
-        return open_foreign(self.path, settings)
+        if not self._exported:
+            return open_foreign(self.path, settings)
+        if self.changed():
+            quarantine.require_opens(session.try_out, self.folder, self.files, "OpenVINO")
+        return session.open_session(self.folder, settings)
 
 
 def try_out(path: Path) -> None:

@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import openvino as ov
@@ -45,7 +45,6 @@ PROOF_PARTS = [7, 1, 1, 15]
 PROOF_SHARE = 1e-3  # largest difference from PyTorch: of the logits' range, or of an image's largest logit
 # What was made of models in memory. Tracing takes seconds, and plans differ only in their constants.
 _built: WeakKeyDictionary[nn.Module, dict[Hashable, Any]] = WeakKeyDictionary()
-_proven: WeakSet[nn.Module] = WeakSet()
 
 
 def on_cpu(model: nn.Module) -> nn.Module:
@@ -67,20 +66,20 @@ def on_cpu(model: nn.Module) -> nn.Module:
 
 
 def graph_of(
-    model: nn.Module, *, static_tokens: int | None = None, with_head: bool = True
+    model: nn.Module, static_tokens: int | None = None, *, with_head: bool = True
 ) -> ov.Model:
     """Token ids in, logits (or, without the head, the last hidden states) out; states inside, or with `static_tokens`
     a forward of exactly so many tokens from an empty past. Raises UnsupportedError unless the family is tested or the
     graph is proven on this model."""
     family = str(getattr(model.config, "model_type", type(model).__name__))
-    if family not in FAMILIES and model not in _proven:
-        _prove(model, family)
-        _proven.add(model)
-    return _remembered(
-        model,
-        (static_tokens, with_head),
-        partial(_build, model, static_tokens, with_head),
-    ).clone()
+    if family not in FAMILIES:
+        _remembered(model, "proof", partial(_prove, model, family))
+    return _traced(model, static_tokens, with_head).clone()
+
+
+def _traced(model: nn.Module, static: int | None, with_head: bool) -> ov.Model:
+    build = partial(_build, model, static, with_head)
+    return _remembered(model, (static, with_head), build)
 
 
 def _remembered(model: nn.Module, variant: Hashable, build: Callable[[], Made]) -> Made:
@@ -102,7 +101,7 @@ def _prove(model: nn.Module, family: str) -> None:
     vocabulary = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
     ids = torch.randint(0, vocabulary, (1, PROOF_TOKENS), generator=generator)
     try:
-        graph = _build(model, None, True)
+        graph = _traced(model, None, True)
         with torch.no_grad():
             expected = model(input_ids=ids, use_cache=False).logits[0].float().numpy()
         opened = _session(graph)

@@ -47,20 +47,15 @@ def operations(model: ov.Model, *kinds: str) -> list[Any]:
     ]
 
 
-def apply(model: ov.Model, *, cumba: bool = False) -> dict[str, int]:
-    """Rewrites the model in place; returns how many nodes each rewrite replaced."""
-    counts = {
-        "exact_softplus": _each(
-            model, "SoftPlus", lambda node: exact_softplus(node.input_value(0))
-        )
-    }
+def apply(model: ov.Model, *, cumba: bool = False) -> None:
+    """Rewrites the model in place."""
+    _each(model, "SoftPlus", lambda node: exact_softplus(node.input_value(0)))
     if cumba:
-        counts["cumba"] = _each(model, "CumSum", _cumulative_product)
-    counts["equal_batches"] = equal_batches(model)
+        _each(model, "CumSum", _cumulative_product)
+    equal_batches(model)
     for graph in graphs(model):
         graph.validate_nodes_and_infer_types()
     model.validate_nodes_and_infer_types()
-    return counts
 
 
 _MADE_UP = re.compile(r"[A-Za-z]+_\d+")
@@ -80,14 +75,11 @@ def number_names(model: ov.Model) -> None:
                 output.get_tensor().set_names(lasting | {f"{unique}:{index}"})
 
 
-def _each(model: ov.Model, kind: str, replacement: Callable[[Any], Any | None]) -> int:
-    replaced = 0
+def _each(model: ov.Model, kind: str, replacement: Callable[[Any], Any | None]) -> None:
     for node in operations(model, kind):
         if (new := replacement(node)) is not None:
             new.set_friendly_name(node.get_friendly_name())
             replace(node, new)
-            replaced += 1
-    return replaced
 
 
 def exact_softplus(x: Any) -> Any:
@@ -111,7 +103,7 @@ def _log1p_coefficients() -> list[float]:
     return [float(c) for c in series.convert(kind=np.polynomial.Polynomial).coef]
 
 
-def weights_on_the_right(model: ov.Model) -> int:
+def weights_on_the_right(model: ov.Model) -> None:
     """W · x becomes (xᵀ · Wᵀ)ᵀ: plugins have fast kernels for compressed weights on the right only."""
 
     def turned(node: Any) -> Any | None:
@@ -127,7 +119,7 @@ def weights_on_the_right(model: ov.Model) -> int:
         rows = x if attributes["transpose_b"] else ops.transpose(x, order)
         return ops.transpose(ops.matmul(rows, matrix, False, True), order)
 
-    return _each(model, "MatMul", turned)
+    _each(model, "MatMul", turned)
 
 
 def name_head(graph: ov.Model) -> None:
@@ -142,7 +134,7 @@ def name_head(graph: ov.Model) -> None:
     node.set_friendly_name(HEAD_NODE)
 
 
-def equal_batches(model: ov.Model) -> int:
+def equal_batches(model: ov.Model) -> None:
     """Copies activations once for each matrix of a constant stack (the experts of a mixture) before the product. The
     x86 plugin turns such a product into a FullyConnected that does not broadcast: activations of shape (1, tokens,
     width) give no results, wrong ones, or a crash."""
@@ -162,7 +154,7 @@ def equal_batches(model: ov.Model) -> int:
             copies, stack, attributes["transpose_a"], attributes["transpose_b"]
         )
 
-    return _each(model, "MatMul", copied)
+    _each(model, "MatMul", copied)
 
 
 def is_gated(model: ov.Model) -> bool:

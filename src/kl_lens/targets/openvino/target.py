@@ -243,7 +243,7 @@ class OpenVINOTarget(Target):
     def write(
         self, model: LoadedModel, plan: Plan, folder: Path, **options: Any
     ) -> Artifact:
-        return convert.export(self, model, plan, folder, **options)
+        return convert.export(self, model, plan, folder, convert.Options(**options))
 
     def try_out(self, path: Path) -> None:
         """Opens our own graph in this process: another one would take longer."""
@@ -323,7 +323,7 @@ class OpenVINOTarget(Target):
         return path.suffix == ".xml" or (path / IR_FILE).is_file()
 
     def dissect(self, path: Path) -> Dissection:
-        return dissection.OpenVINODissection(path, self.open)
+        return dissection.OpenVINODissection(path)
 
     def require_device(self, device: str) -> None:
         session.require_device(device)
