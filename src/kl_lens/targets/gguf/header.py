@@ -10,7 +10,7 @@ import math
 import mmap
 import re
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,8 @@ _NUMBERS = {
 _STRING = 8
 _ARRAY = 9
 _LONGEST_KEPT_ARRAY = 4096
+_MOST_TEXTS = 1 << 22  # of one list; vocabularies and their merges have a tenth
+_SMALLEST = {"tensor": 24, "key": 12}  # bytes that each takes in a header
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
@@ -70,9 +72,7 @@ class FileInfo:
             "ssm.state_size",
             "embedding_length",
         )
-        experts, chosen, inner, state, width = (
-            self.metadata.get(f"{self.architecture}.{key}") or 0 for key in keys
-        )
+        experts, chosen, inner, state, width = map(self._number, keys)
         shapes = {entry.name: entry.shape for entry in self.tensors}
         read = 0.0
         untied = "output.weight" in shapes
@@ -93,10 +93,16 @@ class FileInfo:
                 growing += 2 * (shape[0] - width)
         return Contents(read, fixed, growing)
 
+    def _number(self, key: str) -> int:
+        """Of the architecture's settings; 0 if it is none."""
+        value = self.metadata.get(f"{self.architecture}.{key}")
+        return value if isinstance(value, int) else 0
+
 
 def parts_of(path: Path) -> tuple[Path, ...]:
     """All parts of a file, in order, found by their names as in llama.cpp."""
-    if not (match := _PART.fullmatch(path.name)):
+    match = _PART.fullmatch(path.name)
+    if match is None or not int(match[3]):
         return (path,)
     stem = match[1]
     count = int(match[3])
@@ -111,17 +117,28 @@ def read_header(path: Path, *, whole: bool = False) -> FileInfo:
 
     `whole`: with the tokenizer's long lists, which are otherwise only counted.
     """
-    first, *further = [_read_part(part, whole) for part in parts_of(path)]
+    paths = parts_of(path)
+    if missing := [part for part in paths[1:] if not part.is_file() and path.is_file()]:
+        raise TargetError(
+            f"{path} is one of {len(paths)} parts, and {missing[0].name} is not beside it; download all parts"
+        )
+    names = set[str]()
+    first, *further = [_read_part(part, whole, names) for part in paths]
     tensors = (*first.tensors, *(entry for part in further for entry in part.tensors))
     count = first.metadata.get("split.tensors.count", len(tensors))
     if further and count != len(tensors):
         raise TargetError(
             f"{path}: its parts hold {len(tensors)} tensors, not {count}; export or download again"
         )
-    return FileInfo(first.metadata, tensors, parts_of(path))
+    parts = first.metadata.get("split.count") or 1
+    if parts != len(paths) and not further:
+        raise TargetError(
+            f"{path} is one of {parts} parts; give all of them their names back: NAME-00001-of-{parts:05}.gguf"
+        )
+    return FileInfo(first.metadata, tensors, paths)
 
 
-def _read_part(path: Path, whole: bool) -> FileInfo:
+def _read_part(path: Path, whole: bool, names: set[str]) -> FileInfo:
     if not path.is_file():
         raise TargetError(
             f"{path}: no such file; give a .gguf file that `kl-lens export` wrote"
@@ -139,7 +156,7 @@ def _read_part(path: Path, whole: bool) -> FileInfo:
                 f"{path} {damage(path)} (not a GGUF file: it begins with {bytes(data[:4])!r})"
             )
         try:
-            return _Reader(data, whole).read(path)
+            return _Reader(data, whole, names).read(path)
         except (_Damaged, struct.error, OverflowError, MemoryError) as error:
             reason = (
                 printable(one_line(error))
@@ -158,42 +175,65 @@ class _Damaged(Exception):
 class _Reader:
     """Reads a header from its beginning to its end."""
 
-    def __init__(self, data: mmap.mmap, whole: bool) -> None:
+    def __init__(self, data: mmap.mmap, whole: bool, names: set[str]) -> None:
         self.data = data
         self.whole = whole
+        self.names = names  # of the tensors so far, of earlier parts too
         self.at = 4
 
     def read(self, path: Path) -> FileInfo:
         if (version := self.number("I")) not in (2, 3):
             raise _Damaged(f"it has GGUF version {version}, not 2 or 3")
-        tensors = self.number("Q")
-        keys = self.number("Q")
+        tensors = self.count("tensor")
+        keys = self.count("key")
         metadata = {}
         for _ in range(keys):
             key = self.text()
+            if key in metadata:
+                raise _Damaged(f"its key {key} comes twice")
             metadata[key] = self.value(self.number("I"))
-        entries = [self.entry() for _ in range(tensors)]
+        entries = [self.entry(path) for _ in range(tensors)]
         alignment = metadata.get("general.alignment", 32)
         if alignment not in [2**power for power in range(3, 17)]:
             raise _Damaged(
                 f"general.alignment is {str(alignment)[:40]!r}, not a power of two from 8 on"
             )
         start = math.ceil(self.at / alignment) * alignment
-        size = len(self.data)
-        for name, _, _, at, count in entries:
-            if (end := start + at + count) > size:
-                raise _Damaged(
-                    f"tensor {name} needs bytes up to {end} but the file has {size}"
-                )
-        placed = (
-            TensorEntry(n, shape, kind, start + at, count, path)
-            for n, shape, kind, at, count in entries
-        )
+        self.check_places(start, entries, alignment)
+        placed = (replace(entry, offset=start + entry.offset) for entry in entries)
         return FileInfo(metadata, tuple(placed), (path,))
 
+    def check_places(
+        self, start: int, entries: list[TensorEntry], alignment: int
+    ) -> None:
+        """Raises if a tensor lies outside the file, between alignments or on another one."""
+        size = len(self.data) - start
+        end = 0
+        for entry in sorted(entries, key=lambda entry: (entry.offset, entry.bytes)):
+            if entry.offset + entry.bytes > size:
+                needed = start + entry.offset + entry.bytes
+                raise _Damaged(
+                    f"tensor {entry.name} needs bytes up to {needed} but the file has {len(self.data)}"
+                )
+            if entry.offset % alignment or entry.offset < end:
+                raise _Damaged(
+                    f"tensor {entry.name} begins at byte {start + entry.offset}, inside another or unaligned"
+                )
+            end = entry.offset + entry.bytes
+
+    def count(self, label: str) -> int:
+        """How many tensors or keys the header announces."""
+        count = int(self.number("Q"))
+        if count > len(self.data) // _SMALLEST[label]:
+            raise _Damaged(f"it announces {count} {label}s, for which it is too short")
+        return count
+
     def take(self, count: int) -> bytes:
-        if count < 0 or self.at + count > len(self.data):
-            raise _Damaged("it ends inside its header")
+        left = len(self.data) - self.at
+        if count > left:
+            raise _Damaged(
+                f"it ends inside its header: {count} bytes are announced at byte {self.at}, {left} are left"
+            )
         self.at += count
         return self.data[self.at - count : self.at]
 
@@ -223,16 +263,21 @@ class _Reader:
             )
         if kind != _STRING:
             raise _Damaged(f"it has an array of unknown type {kind}")
+        if count > _MOST_TEXTS:
+            raise _Damaged(f"it announces a list of {count} texts")
         if self.whole:
             return [self.text() for _ in range(count)]
         for _ in range(count):
             self.take(self.number("Q"))
         return f"[{count} strings]"
 
-    def entry(self) -> tuple[str, tuple[int, ...], str, int, int]:
-        """Name, shape, type, offset from the first tensor, and bytes."""
+    def entry(self, path: Path) -> TensorEntry:
+        """A tensor; its offset counts from the first one."""
         gguf = gguf_module()
         name = self.text()
+        if name in self.names:
+            raise _Damaged(f"two tensors are called {name!r}")
+        self.names.add(name)
         if (dimensions := self.number("I")) > 4:
             raise _Damaged(f"tensor {name} has {dimensions} dimensions")
         shape = tuple(self.number("Q") for _ in range(dimensions))[::-1]
@@ -241,10 +286,9 @@ class _Reader:
         except ValueError:
             raise _Damaged(f"tensor {name} has a type that gguf does not know") from None
         block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-        return (
-            name,
-            shape,
-            kind.name,
-            self.number("Q"),
-            math.prod(shape) // block * block_bytes,
-        )
+        if shape and shape[-1] % block:
+            raise _Damaged(
+                f"tensor {name} has {shape[-1]} columns, which blocks of {block} do not divide ({kind.name})"
+            )
+        size = math.prod(shape) // block * block_bytes
+        return TensorEntry(name, shape, kind.name, self.number("Q"), size, path)
