@@ -105,16 +105,16 @@ class BitsRule:
             moments = statistics.of(name).second_moments
             stacked = moments if moments.dim() == 3 else moments[None]
             importance = torch.stack(
-                [_capped(column_importance(each)) for each in stacked]
+                [_capped(column_importance(matrix)) for matrix in stacked]
             )
             importance = importance.repeat_interleave(len(rows) // len(stacked), 0)
         norms = (importance * rows**2).sum(-1)
         attends = self._parts.get(name) in ("values", "keys", "attention")
-        found = {}
+        choices = {}
         for kind in OTHERS if ends else (*LATTICES, *OTHERS):
             method = "rtn" if ends or kind in ("q8_0", FP16) else "imatrix"
             recipe = fitting_recipe(Recipe(kind, method), weight.shape)[0]
-            if recipe in found:
+            if recipe in choices:
                 continue
             size = recipe.grid.bytes(weight.shape)
             bits = 8 * size / weight.numel()
@@ -124,9 +124,9 @@ class BitsRule:
             if source is rows:
                 values = self._model.weights.values(name, recipe).flatten(0, -2)
             else:
-                known = statistics.of(name)
+                inputs = statistics.of(name)
                 stored = recipe.quantizer.quantize(
-                    source.reshape(weight.shape), recipe.grid, name, known
+                    source.reshape(weight.shape), recipe.grid, name, inputs
                 )
                 values = recipe.grid.dequantize(stored).flatten(0, -2)
             shares = (importance * (values - source) ** 2).sum(-1) / norms.clamp_min(
@@ -135,8 +135,8 @@ class BitsRule:
             error = _trimmed_mean(shares) * len(rows)
             if attends:
                 error *= 1 + 0.5 * 2 ** (3 - bits)
-            found[recipe] = Choice(recipe, size, error)
-        return list(found.values())
+            choices[recipe] = Choice(recipe, size, error)
+        return list(choices.values())
 
     def _favoured(self, name: str, bits: float) -> list[Choice]:
         """With errors multiplied for what it takes to be more important; `bits`: of all that is quantized."""
@@ -162,18 +162,18 @@ class BitsRule:
 
 def _hull(choices: list[Choice]) -> list[Choice]:
     """From the smallest on, those where every further byte gains less than the one before."""
-    kept: list[Choice] = []
-    for each in sorted(choices, key=lambda c: (c.bytes, c.error)):
-        if kept and (each.bytes == kept[-1].bytes or each.error >= kept[-1].error):
+    hull: list[Choice] = []
+    for choice in sorted(choices, key=lambda c: (c.bytes, c.error)):
+        if hull and (choice.bytes == hull[-1].bytes or choice.error >= hull[-1].error):
             continue
-        while len(kept) > 1 and _slope(kept[-2], kept[-1]) >= _slope(kept[-1], each):
-            kept.pop()
-        kept.append(each)
-    return kept
+        while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-1], choice):
+            hull.pop()
+        hull.append(choice)
+    return hull
 
 
-def _slope(one: Choice, other: Choice) -> float:
-    return (other.error - one.error) / (other.bytes - one.bytes)
+def _slope(first: Choice, second: Choice) -> float:
+    return (second.error - first.error) / (second.bytes - first.bytes)
 
 
 def _capped(importance: torch.Tensor) -> torch.Tensor:

@@ -39,12 +39,12 @@ EXPERTS = "granite-4.0-h-tiny"  # 40 blocks, four of them attention; 64 experts;
 
 def models(names: str) -> list[str]:
     """A folder of models stands for all models in it."""
-    found: list[str] = []
+    sources: list[str] = []
     for name in names.split(","):
-        found += sorted(
+        sources += sorted(
             str(config.parent) for config in Path(name).glob("*/config.json")
         ) or [name]
-    return found
+    return sources
 
 
 def shown(name: str) -> str:

@@ -19,33 +19,33 @@ from result_files import Row, options, write
 DAMAGE = {"perplexity": "cross-entropy", "divergence": "divergence"}
 
 
-def row(name: str, found: Correlation, ranking: Ranking, test_windows: int) -> Row:
+def row(name: str, correlation: Correlation, ranking: Ranking, test_windows: int) -> Row:
     # "in domain, 6 of 64 windows", or the name of another text instead of "in domain"
-    text, _, windows = found.calibration.rpartition(", ")
+    text, _, windows = correlation.calibration.rpartition(", ")
     (sure,) = (
         r
         for r in ranking.reliabilities
-        if (r.format, r.with_head) == (found.format, found.with_head)
+        if (r.format, r.with_head) == (correlation.format, correlation.with_head)
     )
-    known = (
-        found.damage == "perplexity"
+    has_spread = (
+        correlation.damage == "perplexity"
     )  # reliability is that of the change in cross-entropy
     return {
         "model": shown(name),
-        "bits": found.format.removeprefix("int"),
-        "damage": DAMAGE[found.damage],
-        "metric": found.metric,
+        "bits": correlation.format.removeprefix("int"),
+        "damage": DAMAGE[correlation.damage],
+        "metric": correlation.metric,
         "calibration": "wikitext2:train" if text == "in domain" else text,
         "windows": windows.split()[0],
-        "components": "with the head" if found.with_head else "without the head",
-        "tau": f"{found.tau:.3f}",
-        "low": f"{found.low:.2f}",
-        "high": f"{found.high:.2f}",
+        "components": "with the head" if correlation.with_head else "without the head",
+        "tau": f"{correlation.tau:.3f}",
+        "low": f"{correlation.low:.2f}",
+        "high": f"{correlation.high:.2f}",
         "spearman": "",
         "pearson": "",
-        "damage_split_half": f"{sure.split_half_tau:.2f}" if known else "",
-        "damage_spread": f"{sure.spread:.1e}" if known else "",
-        "damage_error": f"{sure.median_error:.1e}" if known else "",
+        "damage_split_half": f"{sure.split_half_tau:.2f}" if has_spread else "",
+        "damage_spread": f"{sure.spread:.1e}" if has_spread else "",
+        "damage_error": f"{sure.median_error:.1e}" if has_spread else "",
         "test": f"wikitext2:test, {test_windows} windows",
     }
 
@@ -72,11 +72,11 @@ def main() -> None:
                 other_text=tuple(arguments.texts),
             )
         rows = [
-            row(name, found, ranking, arguments.test_windows)
-            for found in ranking.correlations
+            row(name, correlation, ranking, arguments.test_windows)
+            for correlation in ranking.correlations
         ]
-        for each in rows:
-            print(", ".join(each.values()), flush=True)
+        for line in rows:
+            print(", ".join(line.values()), flush=True)
         key = (
             "model",
             "bits",

@@ -29,36 +29,42 @@ def seconds(clock: bytes) -> float:
 
 def watched(words: list[str]) -> tuple[list[tuple[float, float]], float]:
     """When how much was said to be left, and when the command ended."""
-    told: list[tuple[float, float]] = []
+    forecasts: list[tuple[float, float]] = []
 
     def read(terminal: int) -> bytes:
         data = os.read(terminal, 1 << 16)
-        told.extend((time.monotonic(), seconds(clock)) for clock in _LEFT.findall(data))
+        forecasts.extend(
+            (time.monotonic(), seconds(clock)) for clock in _LEFT.findall(data)
+        )
         return data
 
     os.environ |= {"COLUMNS": "120", "TERM": "xterm"}
     pty.spawn([sys.executable, "-m", "kl_lens.cli.main", *words], read)
-    return told, time.monotonic()
+    return forecasts, time.monotonic()
 
 
 def main() -> None:
-    told, end = watched(sys.argv[1:] or ["--help"])
-    if not told:
+    forecasts, end = watched(sys.argv[1:] or ["--help"])
+    if not forecasts:
         raise SystemExit(__doc__)
-    begin = told[0][0]
-    whole = end - told[0][0]
+    begin = forecasts[0][0]
+    whole = end - forecasts[0][0]
     print(
         f"\n{whole:.0f} s from the first forecast to the end\n\n| done | said, s | left, s | said / left |"
     )
     print("|---|---|---|---|")
     for share in SHARES:
-        said = [left for when, left in told if when <= begin + share * whole][-1]
+        forecast = [
+            remaining
+            for moment, remaining in forecasts
+            if moment <= begin + share * whole
+        ][-1]
         true = (1 - share) * whole
-        print(f"| {share:.0%} | {said:.0f} | {true:.0f} | {said / true:.2f} |")
+        print(f"| {share:.0%} | {forecast:.0f} | {true:.0f} | {forecast / true:.2f} |")
     late = [
-        left / (end - when)
-        for when, left in told
-        if 0.25 <= (when - begin) / whole <= 0.9
+        remaining / (end - moment)
+        for moment, remaining in forecasts
+        if 0.25 <= (moment - begin) / whole <= 0.9
     ]
     inside = sum(1 / FACTOR < ratio < FACTOR for ratio in late) / len(late)
     print(

@@ -18,6 +18,7 @@ import argparse
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from common import opened  # isort: skip  (first: it sets the environment that torch reads)
@@ -76,7 +77,7 @@ def measured(
 
 def rates(width: int) -> dict[str, float]:
     """Operations per second of torch's products with this width."""
-    found = {}
+    flops = {}
     for name, dtype in (
         ("float32", torch.float32),
         ("TF32", torch.float32),
@@ -87,10 +88,10 @@ def rates(width: int) -> dict[str, float]:
         )
         torch.backends.cuda.matmul.allow_tf32 = name == "TF32"
         seconds(lambda a=a, b=b: a @ b.T)  # type: ignore[misc]
-        taken = seconds(lambda a=a, b=b: [a @ b.T for _ in range(10)])  # type: ignore[misc]
-        found[name] = 20 * a.shape[0] * width * 4 * width / taken
+        elapsed = seconds(lambda a=a, b=b: [a @ b.T for _ in range(10)])  # type: ignore[misc]
+        flops[name] = 20 * a.shape[0] * width * 4 * width / elapsed
     torch.backends.cuda.matmul.allow_tf32 = False
-    return found
+    return flops
 
 
 def sweep(name: str, arguments: argparse.Namespace) -> None:
@@ -115,13 +116,13 @@ def sweep(name: str, arguments: argparse.Namespace) -> None:
         engine = FastEngine(model, precision=precision)
         measured(engine, two[:1], ids[:8])  # compiles the kernels
         torch.cuda.reset_peak_memory_stats()
-        some = candidates[:: arguments.every]
-        taken = seconds(lambda engine=engine, some=some: measured(engine, some, ids))  # type: ignore[misc]
-        taken *= len(candidates) / len(some)
-        numbers[precision, "s"] = f"{taken:.1f}"
+        sample = candidates[:: arguments.every]
+        elapsed = seconds(partial(measured, engine, sample, ids))
+        elapsed *= len(candidates) / len(sample)
+        numbers[precision, "s"] = f"{elapsed:.1f}"
         print(
-            f"  fast {precision:7s} {taken:7.1f} s, {taken / len(candidates):.4f} s each, "
-            f"{len(engine.slabs(ids))} slabs, {floors['float32'] / taken:.0%} of float32's floor, "
+            f"  fast {precision:7s} {elapsed:7.1f} s, {elapsed / len(candidates):.4f} s each, "
+            f"{len(engine.slabs(ids))} slabs, {floors['float32'] / elapsed:.0%} of float32's floor, "
             f"peak {torch.cuda.max_memory_allocated() / 1e9:.1f} GB",
             flush=True,
         )
@@ -133,10 +134,12 @@ def sweep(name: str, arguments: argparse.Namespace) -> None:
         engine.prepare(ids[:1])
         engine.measure([two[0].perturbation])
         engine.prepare(ids)
-        taken = seconds(lambda: engine.measure([c.perturbation for c in two])) / len(two)
-        numbers["plain", "s"] = f"{taken * len(candidates):.0f}"
+        elapsed = seconds(lambda: engine.measure([c.perturbation for c in two])) / len(
+            two
+        )
+        numbers["plain", "s"] = f"{elapsed * len(candidates):.0f}"
         print(
-            f"  plain float32 {taken:.3f} s each, {taken * len(candidates):.0f} s for all",
+            f"  plain float32 {elapsed:.3f} s each, {elapsed * len(candidates):.0f} s for all",
             flush=True,
         )
     record(arguments, "gpu sweep", name, numbers)
@@ -151,10 +154,10 @@ def states(name: str, arguments: argparse.Namespace) -> None:
     engine = FastEngine(model)
     numbers = {("", "candidates"): str(len(candidates))}
     for run in ("first", "again"):
-        taken = seconds(lambda: measured(engine, candidates, ids))
-        numbers[run, "s"] = f"{taken:.1f}"
+        elapsed = seconds(lambda: measured(engine, candidates, ids))
+        numbers[run, "s"] = f"{elapsed:.1f}"
         print(
-            f"{name}: {len(candidates)} states and caches, {run}: {taken:.1f} s",
+            f"{name}: {len(candidates)} states and caches, {run}: {elapsed:.1f} s",
             flush=True,
         )
     record(arguments, "gpu states", name, numbers)
@@ -172,21 +175,21 @@ def agreement(name: str, arguments: argparse.Namespace) -> None:
     )
 
     def divergences(engine: Engine) -> np.ndarray:
-        found = measured(engine, candidates, windows.ids)
-        return np.array([summarise(w)["kl_teacher_to_student"].value for w in found])
+        readings = measured(engine, candidates, windows.ids)
+        return np.array([summarise(w)["kl_teacher_to_student"].value for w in readings])
 
     expected = divergences(PlainEngine(model))
     numbers: dict[tuple[str, str], str] = {}
     for precision in ("float32", *arguments.precisions.split(",")):
         engine = FastEngine(model, precision=precision)
         noise = noise_floor(engine, windows.ids)["kl_teacher_to_student"]
-        found = divergences(engine)
+        actual = divergences(engine)
         line = f"{name} {precision:7s} noise {noise:.1e}"
         numbers[precision, "noise floor"] = f"{noise:.1e}"
         for fmt in ("int4", "int8"):
             chosen = np.array([c.recipe == fmt for c in candidates]) & (expected > 1e-8)
-            off = np.abs(found[chosen] / expected[chosen] - 1).max()
-            tau = kendalltau(found[chosen], expected[chosen]).statistic
+            off = np.abs(actual[chosen] / expected[chosen] - 1).max()
+            tau = kendalltau(actual[chosen], expected[chosen]).statistic
             variant = f"{precision}, {fmt.upper()}"
             numbers[variant, "largest relative difference of KL"] = f"{off:.1e}"
             numbers[variant, "τ"] = f"{tau:.4f}"
@@ -219,14 +222,14 @@ def types(name: str, arguments: argparse.Namespace) -> None:
                         for c in model.anatomy.candidates
                     }
                     kl.setdefault(str(recipe), []).append(meter.measure(recipes).kl.value)
-        for label, (here, there) in kl.items():
-            logarithms.setdefault(label, []).append(np.log(there / here))
+        for label, (reference, actual) in kl.items():
+            logarithms.setdefault(label, []).append(np.log(actual / reference))
         if draw:
             numbers = {
                 (label, f"KL over that of the CPU, {draw + 1} draws"): (
-                    f"{np.exp(np.mean(found)):.3f} ± {np.std(found, ddof=1) / len(found) ** 0.5:.3f}"
+                    f"{np.exp(np.mean(ratios)):.3f} ± {np.std(ratios, ddof=1) / len(ratios) ** 0.5:.3f}"
                 )
-                for label, found in logarithms.items()
+                for label, ratios in logarithms.items()
             }
             print(
                 name,
@@ -281,14 +284,14 @@ def gptq(name: str, arguments: argparse.Namespace) -> None:
         moments[fitting[1].shape[-1]],
     )
     torch.cuda.reset_peak_memory_stats()
-    taken = seconds(quantize)
+    elapsed = seconds(quantize)
     peak = torch.cuda.max_memory_allocated() / 1e9
     print(
-        f"{name}: {len(fitting)} components in {fmt.name}+gptq: {taken:.1f} s, peak {peak:.1f} GB",
+        f"{name}: {len(fitting)} components in {fmt.name}+gptq: {elapsed:.1f} s, peak {peak:.1f} GB",
         flush=True,
     )
     variant = f"{fmt.name}+gptq"
-    numbers = {(variant, "s"): f"{taken:.1f}", (variant, "peak GB"): f"{peak:.1f}"}
+    numbers = {(variant, "s"): f"{elapsed:.1f}", (variant, "peak GB"): f"{peak:.1f}"}
     record(arguments, "gpu gptq", name, numbers)
 
 

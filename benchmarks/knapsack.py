@@ -106,7 +106,7 @@ def main() -> None:
             numbers[question, "gap"] = f"{gaps[question]:.1e}"
         print(
             f"{name}, {target}",
-            *(f"{q}, {what} {n}" for (q, what), n in numbers.items()),
+            *(f"{q}, {unit} {n}" for (q, unit), n in numbers.items()),
             sep="\n  ",
         )
         case = {"benchmark": "knapsack", "model": f"{name}, {target}", "threads": "1"}

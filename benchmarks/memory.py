@@ -59,7 +59,7 @@ def opened(name: str) -> LoadedModel:
 def rows(
     name: str, model: LoadedModel, target_name: str, contexts: list[int]
 ) -> list[Row]:
-    found = []
+    table = []
     target = get_target(target_name)
     carried = carried_by(model.config, name)
     for fmt in FORMATS[target_name]:
@@ -68,36 +68,36 @@ def rows(
             for c in model.anatomy.candidates
         }
         with tempfile.TemporaryDirectory() as folder:
-            place = Path(folder) / "file"
+            artifact = Path(folder) / "file"
             target.export(
                 model,
                 Plan("file", {k: str(r) for k, r in recipes.items()}, "memory.py"),
-                place,
+                artifact,
             )
-            file = target.loaded_bytes(place)
+            file = target.loaded_bytes(artifact)
             for context in contexts:
-                held = held_by(target, carried, Usage(context), quantized=fmt != FP16)
+                usage = held_by(target, carried, Usage(context), quantized=fmt != FP16)
                 copies = target.footprint(quantized=fmt != FP16).copies
-                expected = held.bytes({}) + copies * file
+                expected = usage.bytes({}) + copies * file
                 peak = fresh_process(
-                    place, target_name, SessionSettings(threads=1, context=context)
+                    artifact, target_name, SessionSettings(threads=1, context=context)
                 ).peak_bytes
-                found.append(
+                table.append(
                     {
                         "model": name,
                         "runtime": target.title,
                         "weights": fmt,
                         "context": str(context),
                         "file": str(file),
-                        "states": str(held.states),
-                        "caches": str(held.bytes({}) - held.fixed),
+                        "states": str(usage.states),
+                        "caches": str(usage.bytes({}) - usage.fixed),
                         "predicted": f"{expected:.0f}",
                         "measured": str(peak),
                         "off": f"{expected / peak - 1:+.1%}",
                     }
                 )
-                print(*found[-1].values(), sep="; ", flush=True)
-    return found
+                print(*table[-1].values(), sep="; ", flush=True)
+    return table
 
 
 def main() -> None:
@@ -114,7 +114,7 @@ def main() -> None:
                 shown(name),
                 model,
                 target,
-                [int(each) for each in arguments.contexts.split(",")],
+                [int(context) for context in arguments.contexts.split(",")],
             )
             write(
                 arguments.write,

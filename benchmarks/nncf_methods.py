@@ -40,13 +40,13 @@ def put_file(
     """Replaces the graph in an exported folder by NNCF's; returns its bytes. The folder's record says how to run it."""
     import openvino as ov
 
-    others = {ATTENTION_MASK: np.ones((1, 1), np.int64), BEAM_IDX: np.zeros(1, np.int32)}
-    samples = [{"input_ids": window[None].numpy(), **others} for window in ids]
-    with tempfile.TemporaryDirectory() as place:
+    inputs = {ATTENTION_MASK: np.ones((1, 1), np.int64), BEAM_IDX: np.zeros(1, np.int32)}
+    samples = [{"input_ids": window[None].numpy(), **inputs} for window in ids]
+    with tempfile.TemporaryDirectory() as temporary:
         get_target("openvino").export(
-            model, Plan("fp16", {}, "fp16"), Path(place) / "fp16"
+            model, Plan("fp16", {}, "fp16"), Path(temporary) / "fp16"
         )
-        file = graph_file(Path(place) / "fp16")
+        file = graph_file(Path(temporary) / "fp16")
         graph = compressed(file, grid, method, samples, ratio=ratio)
         ov.save_model(graph, folder / file.name, compress_to_fp16=False)
     return get_target("openvino").loaded_bytes(folder)
@@ -69,10 +69,10 @@ def compressed(
 
     nncf.set_log_level(logging.ERROR)
     fmt = get_format(grid)
-    asked = NNCF_METHODS[method]
+    options = NNCF_METHODS[method]
     graph = read_graph(graph_file)
     _untransposed(graph)
-    if any(asked.values()):
+    if any(options.values()):
         options |= {"dataset": nncf.Dataset(list(samples)), "subset_size": len(samples)}
     fallback = nncf.GroupSizeFallbackMode.ADJUST
     with contextlib.redirect_stdout(io.StringIO()):  # its progress bars
@@ -87,7 +87,7 @@ def compressed(
             advanced_parameters=nncf.AdvancedCompressionParameters(
                 group_size_fallback_mode=fallback
             ),
-            **asked,
+            **options,
             **options,
         )
 

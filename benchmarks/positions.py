@@ -50,7 +50,7 @@ def rows(name: str, window: int, windows: int, folder: str) -> list[Row]:
         planning.write_plan(
             plan, planning.plan_path(Path(folder) / "plans", plan.name), table.components
         )
-    found = []
+    table = []
     for score in study.evaluate(
         targets="torch", positions="wikitext2:test", window=window, limit=windows
     ):
@@ -65,7 +65,7 @@ def rows(name: str, window: int, windows: int, folder: str) -> list[Row]:
             )
             bits = planning.cost_of(table.components, stored.assignment).bits_per_weight
         for start, mean in zip(curve.starts, curve.means, strict=True):
-            found.append(
+            table.append(
                 {
                     "model": name,
                     "plan": plan or "original",
@@ -82,7 +82,7 @@ def rows(name: str, window: int, windows: int, folder: str) -> list[Row]:
                 }
             )
         print(name, plan or "original", kind, f"{bits:.2f}", curve.slope, curve.trend)
-    return found
+    return table
 
 
 def main() -> None:
@@ -90,13 +90,13 @@ def main() -> None:
     parser.add_argument("--models", default=REFERENCES)
     parser.add_argument("--window", type=int, default=8192)
     parser.add_argument("--windows", type=int, default=4)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     print(machine())
-    for name in given.models.split(","):
+    for name in arguments.models.split(","):
         with tempfile.TemporaryDirectory() as folder:
             write(
-                given.write,
-                rows(name, given.window, given.windows, folder),
+                arguments.write,
+                rows(name, arguments.window, arguments.windows, folder),
                 ("model", "plan", "quantity", "window", "from"),
             )
 

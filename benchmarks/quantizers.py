@@ -134,21 +134,21 @@ class Judge:
 
     def judged(self, task: Task) -> Judged:
         target = get_target(task.target)
-        ours = task.method not in NNCF_METHODS
-        if ours and Recipe(task.grid, task.method).quantizer.learns:
-            place = (
+        from_store = task.method not in NNCF_METHODS
+        if from_store and Recipe(task.grid, task.method).quantizer.learns:
+            temporary = (
                 self.folder / f"{Path(task.text).name.replace(':', '-')}-{task.windows}"
             )
-            self.model.weights.learn_from(gather(self.model, self.drawn(task), place))
+            self.model.weights.learn_from(gather(self.model, self.drawn(task), temporary))
         plan = Plan(
             "uniform",
-            assignment(task, self.model, task.method if ours else "rtn"),
+            assignment(task, self.model, task.method if from_store else "rtn"),
             "uniform",
         )
-        with tempfile.TemporaryDirectory() as place:
-            folder = Path(place) / "file"
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary) / "file"
             size = target.export(self.model, plan, folder).realised_bytes
-            if not ours:
+            if not from_store:
                 size = put_file(
                     self.model, folder, task.grid, task.method, self.drawn(task).ids
                 )
@@ -175,16 +175,16 @@ def assignment(task: Task, model: LoadedModel, method: str) -> dict[str, str]:
 
 def rows(name: str, files: dict[Task, Judged], test_windows: int) -> Iterator[Row]:
     """`ratio` is the KL over that of the method in `ratio_to`."""
-    for task, found in files.items():
+    for task, judgement in files.items():
         wanted = {"rtn"} if task.part == "calibration" else {BASE[task.target]}
         wanted = set(NNCF_METHODS) if task.part == "nncf" else wanted
-        same = [
+        alike = [
             t
             for t in files
             if (t.part, t.target, t.grid) == (task.part, task.target, task.grid)
         ]
-        others = [t for t in same if t.method in wanted] if task.method == "gptq" else []
-        beside = min(others, key=lambda other: files[other].mean, default=None)
+        rivals = [t for t in alike if t.method in wanted] if task.method == "gptq" else []
+        beside = min(rivals, key=lambda rival: files[rival].mean, default=None)
         yield {
             "part": task.part,
             "target": task.target,
@@ -193,10 +193,10 @@ def rows(name: str, files: dict[Task, Judged], test_windows: int) -> Iterator[Ro
             "method": task.method,
             "text": task.text,
             "windows": str(task.windows),
-            "mb": f"{found.bytes / 1e6:.3f}",
-            "kl": f"{found.mean:.4f}",
-            "kl_se": f"{found.error:.0e}",
-            "ratio": f"{found.mean / files[beside].mean:.2f}" if beside else "",
+            "mb": f"{judgement.bytes / 1e6:.3f}",
+            "kl": f"{judgement.mean:.4f}",
+            "kl_se": f"{judgement.error:.0e}",
+            "ratio": f"{judgement.mean / files[beside].mean:.2f}" if beside else "",
             "ratio_to": ("NNCF's best" if task.part == "nncf" else beside.method)
             if beside
             else "",
@@ -235,9 +235,9 @@ def main() -> None:
                     f"KL {files[task].mean:.5f}",
                     flush=True,
                 )
-        found = list(rows(name, files, arguments.test_windows))
-        write(arguments.write, found, KEY)
-        ratios = [float(row["ratio"]) for row in found if row["ratio"]]
+        table = list(rows(name, files, arguments.test_windows))
+        write(arguments.write, table, KEY)
+        ratios = [float(row["ratio"]) for row in table if row["ratio"]]
         print(
             f"{shown(name)}: KL of gptq over that of the others: median {np.median(ratios):.2f}"
         )

@@ -17,10 +17,10 @@ Row = dict[str, str]
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def options(told: str | None) -> argparse.ArgumentParser:
+def options(description: str | None) -> argparse.ArgumentParser:
     """A parser with what every benchmark takes; `told`: its help."""
     parser = argparse.ArgumentParser(
-        description=told, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     text = "write the rows to this file; a row that was measured before is replaced"
     parser.add_argument("--write", type=Path, metavar="FILE.csv", help=text)
@@ -48,12 +48,12 @@ def provenance() -> Row:
 def processor_name() -> str:
     """The processor's name; on ARM its implementer and part numbers."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    said = {
+    fields = {
         key.strip(): value.strip()
         for key, _, value in (line.partition(":") for line in lines)
     }
-    numbers = (said[key] for key in ("CPU implementer", "CPU part") if key in said)
-    return said.get("model name") or " ".join((platform.machine(), *numbers))
+    numbers = (fields[key] for key in ("CPU implementer", "CPU part") if key in fields)
+    return fields.get("model name") or " ".join((platform.machine(), *numbers))
 
 
 def read(path: Path | None) -> list[Row]:
@@ -75,7 +75,7 @@ def write(path: Path | None, rows: Iterable[Row], key: Sequence[str]) -> None:
             f"{path} has the columns {', '.join(old[0])}; these rows have {', '.join(new[0])}"
         )
     fresh = {tuple(row[name] for name in key) for row in new}
-    with whole(path) as place, place.open("w", encoding="utf-8", newline="") as file:
+    with whole(path) as draft, draft.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, list((old or new)[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(

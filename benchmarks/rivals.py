@@ -63,13 +63,13 @@ class Remembered:
 
     def __init__(self, session: TorchSession) -> None:
         self._session = session
-        self._known = {}
+        self._by_window = {}
 
     def logits(self, ids: Any) -> Any:
         key = tuple(ids)
-        if key not in self._known:
-            self._known[key] = self._session.logits(ids)
-        return self._known[key]
+        if key not in self._by_window:
+            self._by_window[key] = self._session.logits(ids)
+        return self._by_window[key]
 
 
 @dataclass(frozen=True)
@@ -136,24 +136,24 @@ def compare(
     with Run.open(folder) as run:
         table = run.table(target=target.name)
         planner = TargetPlanner(session, run, target.name)
-        known: dict[str, Judged] = {}
+        judgements: dict[str, Judged] = {}
 
         weights = sum(c.parameters for c in model.anatomy.candidates)
-        others = target.file_bytes(model, Plan("fp16", {}, "fp16")) - 2 * weights
+        overhead = target.file_bytes(model, Plan("fp16", {}, "fp16")) - 2 * weights
 
         def bits_of(size: int) -> float:
             """Of each weight that may be quantized: without header, norms and the like."""
-            return 8 * (size - others) / weights
+            return 8 * (size - overhead) / weights
 
         def judged(plan: Plan) -> Judged:
             key = json.dumps(sorted(plan.assignment.items()))
-            if key not in known:
-                with tempfile.TemporaryDirectory() as place:
-                    artifact = target.export(model, plan, Path(place))
-                    known[key] = judge(
-                        target, Path(place), artifact.realised_bytes, text, teacher
+            if key not in judgements:
+                with tempfile.TemporaryDirectory() as temporary:
+                    artifact = target.export(model, plan, Path(temporary))
+                    judgements[key] = judge(
+                        target, Path(temporary), artifact.realised_bytes, text, teacher
                     )
-            return known[key]
+            return judgements[key]
 
         plans = [
             replace(rival, name=rival.name.removeprefix("stock."))
@@ -177,19 +177,19 @@ def compare(
             ids = session.drawn_again(statistics.identity["text"], model.task).ids
             rivals |= with_data(model, target, ids, text, teacher)
         for rival, make_file in rivals.items():
-            theirs = make_file()
+            rival_file = make_file()
             try:
                 within = TargetPlanner(
-                    session, run, target.name, limits=Limits(max_bytes=theirs.bytes)
+                    session, run, target.name, limits=Limits(max_bytes=rival_file.bytes)
                 )
-                ours = judged(plan_within(within, table, Choosing(name="ours")))
+                our_file = judged(plan_within(within, table, Choosing(name="ours")))
             except PlanError as error:
                 print(
                     f"{name}, {target.name}, {rival}: none of our plans is as small: {error}",
                     flush=True,
                 )
                 continue
-            difference = paired_difference(ours.kl, theirs.kl)
+            difference = paired_difference(our_file.kl, rival_file.kl)
             apart = (
                 difference.mean / difference.standard_error
                 if difference.standard_error
@@ -200,19 +200,19 @@ def compare(
                 "model": shown(name),
                 "rival": rival,
                 **(
-                    {"rival_bits": f"{bits_of(theirs.bytes):.2f}"}
+                    {"rival_bits": f"{bits_of(rival_file.bytes):.2f}"}
                     if arguments.below_four
                     else {}
                 ),
-                "rival_mb": f"{theirs.bytes / 1e6:.3f}",
-                "rival_kl": f"{theirs.mean:.5f}",
-                "rival_kl_se": f"{theirs.error:.0e}",
-                "rival_perplexity": f"{theirs.perplexity:.3f}",
-                "our_mb": f"{ours.bytes / 1e6:.3f}",
-                "our_kl": f"{ours.mean:.5f}",
-                "our_kl_se": f"{ours.error:.0e}",
-                "our_perplexity": f"{ours.perplexity:.3f}",
-                "ratio": f"{ours.mean / theirs.mean:.2f}",
+                "rival_mb": f"{rival_file.bytes / 1e6:.3f}",
+                "rival_kl": f"{rival_file.mean:.5f}",
+                "rival_kl_se": f"{rival_file.error:.0e}",
+                "rival_perplexity": f"{rival_file.perplexity:.3f}",
+                "our_mb": f"{our_file.bytes / 1e6:.3f}",
+                "our_kl": f"{our_file.mean:.5f}",
+                "our_kl_se": f"{our_file.error:.0e}",
+                "our_perplexity": f"{our_file.perplexity:.3f}",
+                "ratio": f"{our_file.mean / rival_file.mean:.2f}",
                 "verdict": "lower" if apart < -2 else "higher" if apart > 2 else "level",
                 "windows": str(arguments.windows),
                 "test_windows": str(arguments.test_windows),
@@ -238,8 +238,8 @@ def with_data(
     """NNCF's recipes that learn from text, run by NNCF itself."""
 
     def make(grid: str, ratio: float) -> Judged:
-        with tempfile.TemporaryDirectory() as place:
-            folder = Path(place) / "file"
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary) / "file"
             target.export(model, Plan("fp16", {}, "fp16"), folder)
             size = put_file(model, folder, grid, "nncf awq+scale", ids, ratio)
             return judge(target, folder, size, text, teacher)
@@ -267,15 +267,15 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     print(machine())
-    known = read(arguments.write)
+    former = read(arguments.write)
     commit = provenance()["commit"]
     rows = [
-        row for row in known if row["commit"] == commit and not commit.endswith("-dirty")
+        row for row in former if row["commit"] == commit and not commit.endswith("-dirty")
     ]
-    done = {(row["model"], row["target"]) for row in rows}
+    judged = {(row["model"], row["target"]) for row in rows}
     for name in models(arguments.models):
         for target in arguments.targets.split(","):
-            if (shown(name), target) in done:
+            if (shown(name), target) in judged:
                 continue
             with tempfile.TemporaryDirectory() as folder:
                 new = compare(name, get_target(target), arguments, Path(folder) / "run")

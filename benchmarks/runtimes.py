@@ -61,10 +61,10 @@ def timed(files: dict[str, Path], threads: int, library: str) -> dict[str, Any]:
         *map(str, files.values()),
         *words,
     ]
-    found = json.loads(
+    result = json.loads(
         subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     )
-    return {Path(profile["subject"]).name: profile for profile in found["profiles"]}
+    return {Path(profile["subject"]).name: profile for profile in result["profiles"]}
 
 
 def numbers_of(variant: str, profile: dict[str, Any]) -> Numbers:
@@ -126,10 +126,10 @@ def main() -> None:
                 numbers: Numbers = {}
                 if arguments.target == "openvino":
                     numbers |= eager(model.model, threads)
-                for each in (
+                for runtime in (
                     arguments.libraries.split(",") if arguments.target == "gguf" else [""]
                 ):
-                    label, _, library = each.partition("=")
+                    label, _, library = runtime.partition("=")
                     for fmt, profile in timed(files, threads, library).items():
                         variant = f"{fmt.upper()}, {label}" if label else fmt.upper()
                         numbers |= numbers_of(variant, profile)

@@ -34,9 +34,9 @@ def processor_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def measured(session: Session, **how: Any) -> tuple[MeasureResult, float]:
+def measured(session: Session, **settings: Any) -> tuple[MeasureResult, float]:
     begin = processor_seconds()
-    result = session.do(MeasureSettings.of(**how))
+    result = session.do(MeasureSettings.of(**settings))
     assert isinstance(result, MeasureResult)
     return result, processor_seconds() - begin
 
@@ -45,25 +45,31 @@ def planned(
     session: Session, folder: Path, target: str, **limit: Any
 ) -> tuple[int, Estimate]:
     """The plan's size and its KL on text that the search has not seen."""
-    how = {"run": str(folder), "target": target}
-    session.do(PlanSettings.of(name="plan", held_out_windows=SEARCHED, **how, **limit))
-    check = PlanSettings.of(plan="plan", verify=True, held_out_windows=JUDGING, **how)
+    settings = {"run": str(folder), "target": target}
+    session.do(
+        PlanSettings.of(name="plan", held_out_windows=SEARCHED, **settings, **limit)
+    )
+    check = PlanSettings.of(
+        plan="plan", verify=True, held_out_windows=JUDGING, **settings
+    )
     plan = session.do(check).plans[-1]
     assert plan.measured is not None
     return plan.file_bytes or 0, plan.measured.kl
 
 
-def compare(name: str, arguments: argparse.Namespace, place: Path) -> Row:
+def compare(name: str, arguments: argparse.Namespace, folder: Path) -> Row:
     session = Session(given=opened(name))
-    staged_run = place / "staged"
-    whole_run = place / "whole"
+    staged_run = folder / "staged"
+    whole_run = folder / "whole"
     session.do(CalibrateSettings.of(model=name, run=str(staged_run)))
     shutil.copytree(staged_run, whole_run)
-    how = {"model": name, "target": arguments.target, "windows": arguments.windows}
+    settings = {"model": name, "target": arguments.target, "windows": arguments.windows}
     # The staged search first: what is compiled on the way counts against it.
     limit = {"max_loss": MAX_LOSS, "held_out_windows": SEARCHED}
-    staged, staged_seconds = measured(session, run=str(staged_run), **limit, **how)
-    whole, whole_seconds = measured(session, run=str(whole_run), exhaustive=True, **how)
+    staged, staged_seconds = measured(session, run=str(staged_run), **limit, **settings)
+    whole, whole_seconds = measured(
+        session, run=str(whole_run), exhaustive=True, **settings
+    )
     our_bytes, our_kl = planned(session, staged_run, arguments.target, max_loss=MAX_LOSS)
     best_bytes, best_kl = planned(
         session, whole_run, arguments.target, max_bytes=our_bytes

@@ -29,15 +29,15 @@ from kl_lens.study.session import Session
 from result_files import Row, options, write
 
 
-def rows(name: str, windows: int, place: Path, device: str) -> list[Row]:
+def rows(name: str, windows: int, run_folder: Path, device: str) -> list[Row]:
     model = opened(name, device)
     session = Session(given=model)
     settings = MeasureSettings.of(
-        model=name, run=place, states=True, windows=windows, workers=1
+        model=name, run=run_folder, states=True, windows=windows, workers=1
     )
     session.do(settings)
     alone: dict[tuple[str, str], list[tuple[Component, float]]] = {}
-    with Run.open(place) as run:
+    with Run.open(run_folder) as run:
         for component, measurement, _ in run.state_rows():
             key = component.kind, measurement.format
             alone.setdefault(key, []).append((component, measurement.metrics[KL].value))
@@ -49,16 +49,16 @@ def rows(name: str, windows: int, place: Path, device: str) -> list[Row]:
         states_text(settings.calibration, model), model.task
     ).ids
     engine = FastEngine(model)
-    found = [[] for _ in together]
+    readings = [[] for _ in together]
     for slab in engine.slabs(ids):
         engine.prepare(ids[slab.start : slab.stop])
-        for samples, more in zip(found, engine.measure(together), strict=True):
+        for samples, more in zip(readings, engine.measure(together), strict=True):
             samples += more
     new = []
-    for ((kind, fmt), parts), samples in zip(alone.items(), found, strict=True):
+    for ((kind, fmt), parts), samples in zip(alone.items(), readings, strict=True):
         tokens = [sample.by_token() for sample in samples]
         curve = by_position(tokens)
-        each = [kl for _, kl in parts]
+        losses = [kl for _, kl in parts]
         worst, most = max(parts, key=lambda part: part[1])
         mean = np.array(tokens, np.float64).mean(1)
         bits = StateFormat.parse(fmt, kind).bits(parts[0][0].shape)
@@ -77,9 +77,9 @@ def rows(name: str, windows: int, place: Path, device: str) -> list[Row]:
                     for i, bin in enumerate(curve.means)
                 },
                 "along the text": curve.trend,
-                "sum over blocks": f"{sum(each):.3e}",
+                "sum over blocks": f"{sum(losses):.3e}",
                 "worst block": str(worst.block),
-                "its share": f"{most / max(sum(each), 1e-30):.2f}",
+                "its share": f"{most / max(sum(losses), 1e-30):.2f}",
             }
         )
         print(*new[-1].values(), sep="; ", flush=True)
@@ -96,12 +96,12 @@ def main() -> None:
     print(machine())
     for name in arguments.models.split(","):
         with tempfile.TemporaryDirectory() as folder:
-            place = (arguments.runs or Path(folder)) / name.replace(":", "-").replace(
+            run = (arguments.runs or Path(folder)) / name.replace(":", "-").replace(
                 "/", "-"
             )
             write(
                 arguments.write,
-                rows(name, arguments.windows, place, arguments.device),
+                rows(name, arguments.windows, run, arguments.device),
                 ("model", "kind", "format"),
             )
 

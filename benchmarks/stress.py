@@ -167,7 +167,7 @@ def _gated_mlp_pair(name: str, module: nn.Module) -> Iterator[_Pair]:
 
 
 def _linear(module: nn.Module, path: str) -> nn.Linear | None:
-    found: object = module
+    inner: object = module
     for part in path.split("."):
-        found = getattr(found, part, None)
-    return found if isinstance(found, nn.Linear) else None
+        inner = getattr(inner, part, None)
+    return inner if isinstance(inner, nn.Linear) else None

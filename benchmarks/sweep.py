@@ -50,10 +50,10 @@ def seconds_as_published(
             folder = temporary
             model.model.save_pretrained(folder)
         command = [sys.executable, str(script), folder, weight, str(windows)]
-        done = subprocess.run(
+        process = subprocess.run(
             command, env=environment, check=True, capture_output=True, text=True
         )
-    return float(done.stdout)
+    return float(process.stdout)
 
 
 def floor_seconds(
@@ -100,7 +100,7 @@ def run(name: str, path: Path | None) -> None:
         seconds[engine.name] = (time.perf_counter() - begin) / len(chosen)
         del engine
     fast = seconds["fast"]
-    theirs = seconds_as_published(
+    published = seconds_as_published(
         name, model, every[len(every) // 2].component.weight, windows
     )
     floor = floor_seconds(model, candidates, ids.numel(), rate) / len(candidates)
@@ -111,8 +111,8 @@ def run(name: str, path: Path | None) -> None:
         ("fast", "% of the floor"): f"{100 * floor / fast:.0f}",
         ("plain", "s/candidate"): f"{seconds['plain']:.2f}",
         ("fast", "times as fast as plain"): f"{seconds['plain'] / fast:.2f}",
-        ("as published", "s/candidate"): f"{theirs:.2f}",
-        ("fast", "times as fast as published"): f"{theirs / fast:.1f}",
+        ("as published", "s/candidate"): f"{published:.2f}",
+        ("fast", "times as fast as published"): f"{published / fast:.1f}",
     }
     shown = ", ".join(
         f"{variant} {quantity} {number}"
@@ -134,8 +134,10 @@ def main() -> None:
     for name in arguments.models.split(","):
         # Each model in a process of its own: what one leaves in memory must not slow the next.
         if "," in arguments.models:
-            own = ["--write", str(arguments.write)] if arguments.write else []
-            subprocess.run([sys.executable, __file__, *own, "--models", name], check=True)
+            flags = ["--write", str(arguments.write)] if arguments.write else []
+            subprocess.run(
+                [sys.executable, __file__, *flags, "--models", name], check=True
+            )
         else:
             run(name, arguments.write)
 

@@ -44,7 +44,7 @@ def compare(name: str, arguments: argparse.Namespace, folder: Path) -> Iterator[
         "wikitext2:train", windows=arguments.windows, length=512, seed=7
     )
     apart = [
-        all(abs(start - other) >= 512 for other in learnt["starts"])
+        all(abs(start - begin) >= 512 for begin in learnt["starts"])
         for start in windows.starts
     ]
     ids = windows.ids[torch.tensor(apart)]
@@ -61,15 +61,15 @@ def compare(name: str, arguments: argparse.Namespace, folder: Path) -> Iterator[
             recipes[component.name] = fitting_recipe(wanted, component.shape)[0]
         before = meter.measure(recipes)
         began = time.perf_counter()
-        made = tuned(model, recipes, ids, TuningRates())
+        tensors = tuned(model, recipes, ids, TuningRates())
         seconds = time.perf_counter() - began
         after = {
             component: Recipe(recipe.grid.name, f"tuned-{grid}")
-            if component in made
+            if component in tensors
             else recipe
             for component, recipe in recipes.items()
         }
-        for component, quantized in made.items():
+        for component, quantized in tensors.items():
             model.weights.keep_tuned(component, after[component], quantized)
         result = meter.measure(after)
         difference = paired_difference(result.windows, before.windows)

@@ -53,27 +53,33 @@ def job(words: list[str], card: str | None) -> int:
     return code
 
 
-def write_model(name: str, place: Path, device: str) -> None:
+def write_model(name: str, folder: Path, device: str) -> None:
     from common import opened  # isort: skip  (first: it sets the environment that torch reads)
     import torch
     import transformers
 
     from kl_lens.base.files import reference_path
 
-    opened(name, device).model.half().cpu().save_pretrained(place)
+    opened(name, device).model.half().cpu().save_pretrained(folder)
     torch.cuda.empty_cache()  # for the job
     transformers.AutoTokenizer.from_pretrained(reference_path("mamba")).save_pretrained(
-        place
+        folder
     )
 
 
 def measured(words: list[str], card: str | None) -> dict[str, float]:
     """Seconds and gigabytes of the job; its output is shown."""
     begin = time.perf_counter()
-    taken = dict[str, float]()
-    own = [sys.executable, __file__, *(["--card", card] if card else []), "--job", *words]
+    times = dict[str, float]()
+    command = [
+        sys.executable,
+        __file__,
+        *(["--card", card] if card else []),
+        "--job",
+        *words,
+    ]
     with subprocess.Popen(
-        own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
@@ -81,12 +87,12 @@ def measured(words: list[str], card: str | None) -> dict[str, float]:
             if stage := _STAGE.fullmatch(line.rstrip()):
                 name = f"{stage[1].partition(',')[0].lower()}, s"
                 seconds = 3600 * int(stage[2] or 0) + 60 * int(stage[3]) + int(stage[4])
-                taken[name] = taken.get(name, 0) + seconds
+                times[name] = times.get(name, 0) + seconds
             last = line
     # 1: a file of random weights may differ from PyTorch.
-    if process.returncode not in (0, 1) or "evaluating, s" not in taken:
+    if process.returncode not in (0, 1) or "evaluating, s" not in times:
         raise SystemExit(process.returncode or 1)
-    return {"whole, s": time.perf_counter() - begin, **taken, **json.loads(last)}
+    return {"whole, s": time.perf_counter() - begin, **times, **json.loads(last)}
 
 
 def main() -> None:
@@ -102,7 +108,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             model = Path(folder) / name
             write_model(name, model, arguments.device)
-            how = [
+            flags = [
                 "--device",
                 arguments.device,
                 "--targets",
@@ -110,21 +116,21 @@ def main() -> None:
                 "--without",
                 "benchmark",
             ]
-            found = measured(
-                ["run", str(model), "--run", f"{folder}/run", *how], arguments.card
+            quantities = measured(
+                ["run", str(model), "--run", f"{folder}/run", *flags], arguments.card
             )
         variant = " ".join(filter(None, (arguments.device, arguments.card)))
         print(
             name,
             variant,
-            *(f"{quantity} {number:.1f}" for quantity, number in found.items()),
+            *(f"{quantity} {number:.1f}" for quantity, number in quantities.items()),
             sep="; ",
         )
         case = {"benchmark": "whole run", "model": name, "threads": str(os.cpu_count())}
         write_speed(
             arguments.write,
             case,
-            {(variant, q): f"{number:.1f}" for q, number in found.items()},
+            {(variant, q): f"{number:.1f}" for q, number in quantities.items()},
         )
 
 

@@ -37,8 +37,8 @@ def short(rows: list[Row]) -> Iterator[str]:
             *(not row[target] for target in ("gguf", "openvino", "mlx")),
         )
         groups.setdefault(kind, []).append(_name(row))
-    for (other, *lacking), names in sorted(groups.items()):
-        if not other or not all(lacking):
+    for (target, *lacking), names in sorted(groups.items()):
+        if not target or not all(lacking):
             gguf, openvino, mlx = ("–" if lacks else "✓" for lacks in lacking)
             yield f"| {', '.join(names)} | {openvino} | {gguf} | {mlx} |"
 
@@ -54,7 +54,7 @@ def full(rows: list[Row]) -> Iterator[str]:
         "mlx": "MLX",
     }
     for row in rows:
-        places = [
+        marks = [
             str(row[p] or "–")
             for p in ("blocks", "engines", "float64", "openvino", "gguf", "mlx")
         ]
@@ -62,7 +62,7 @@ def full(rows: list[Row]) -> Iterator[str]:
             f"{titles[part]}{', other configurations' if row.get(part) else ''}: {text}"
             for part, text in row["why"].items()
         )
-        cells = [f"`{row['family']}`", row["kind"], *places, why.replace("|", "\\|")]
+        cells = [f"`{row['family']}`", row["kind"], *marks, why.replace("|", "\\|")]
         yield f"| {' | '.join(cells)} |"
 
 

@@ -92,28 +92,28 @@ class Row:
 
 def recurrent_families() -> list[str]:
     """Model types of transformers' causal classes whose code has a recurrent or convolutional layer."""
-    found = set()
+    names = set()
     for model_type, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
         cls = getattr(transformers, name if isinstance(name, str) else name[0], None)
         if cls is None or _NOT_TEXT.search(cls.__name__):
             continue
         if _RECURRENT.search(inspect.getsource(inspect.getmodule(cls))):  # type: ignore[arg-type]
-            found.add(
+            names.add(
                 str(
                     getattr(getattr(cls, "config_class", None), "model_type", None)
                     or model_type
                 )
             )
-    return sorted(found)
+    return sorted(names)
 
 
 def rows(chosen: list[str] | None = None) -> Iterator[Row]:
-    known = {**families.CONFIGS, **families.UNUSUAL, **families.OTHERS}
+    listed = {**families.CONFIGS, **families.UNUSUAL, **families.OTHERS}
     for family in chosen or [
         *sorted(["hymba", "mamba2_groups", *recurrent_families()]),
         *USED_MOST,
     ]:
-        if family in known:
+        if family in listed:
             yield tried(family)
         else:
             yield Row(
@@ -150,9 +150,9 @@ def tried(family: str) -> Row:
     for target in ("openvino", "gguf", "mlx"):
         try:
             try:
-                found = _parity(target, model, ids[:1])
+                parity = _parity(target, model, ids[:1])
             except UnsupportedError as error:
-                if family not in (others := _OTHER_CONFIGURATIONS.get(target, {})):
+                if family not in (variants := _OTHER_CONFIGURATIONS.get(target, {})):
                     raise
                 # Some configurations of the family have no such file, and others have.
                 row.why[target] = (
@@ -160,8 +160,8 @@ def tried(family: str) -> Row:
                     if target == "mlx"
                     else one_line(error).partition(": ")[2]
                 )
-                found = _parity(target, support.tiny(others[family]()), ids[:1])
-            setattr(row, target, found)
+                parity = _parity(target, support.tiny(variants[family]()), ids[:1])
+            setattr(row, target, parity)
         except KLLensError as error:
             row.why[target] = _short(error, family)
         except Exception as error:
@@ -190,28 +190,28 @@ def _measure(
         component.kind: component.name for component in reversed(model.anatomy.candidates)
     }
     perturbations = [Perturbation.single(name, Recipe("int4")) for name in first.values()]
-    found: dict[str, list[float]] = {}
+    losses: dict[str, list[float]] = {}
     for name, engine_class in ENGINES.items():
         if plain_only and name == "fast":
             continue
         engine = engine_class(model)
         engine.prepare(ids)
-        found[name] = [
+        losses[name] = [
             summarise(w)["kl_teacher_to_student"].value
             for w in engine.measure(perturbations)
         ]
     exact = _float64(model, perturbations, ids)
-    off = _apart(found["plain"], exact)
+    off = _apart(losses["plain"], exact)
     row.float64 = f"{off:.0e}" if off <= AGREE else f"**off by {off:.0e}**"
     if plain_only:
         row.engines = "plain"
     else:
-        off = _apart(found["plain"], found["fast"])
+        off = _apart(losses["plain"], losses["fast"])
         row.engines = f"{off:.0e}" if off <= AGREE else f"**off by {off:.0e}**"
 
 
-def _apart(ours: list[float], theirs: list[float]) -> float:
-    return max(abs(a - b) / max(abs(b), 1e-7) for a, b in zip(ours, theirs, strict=True))
+def _apart(first: list[float], second: list[float]) -> float:
+    return max(abs(a - b) / max(abs(b), 1e-7) for a, b in zip(first, second, strict=True))
 
 
 @torch.no_grad()
@@ -224,25 +224,25 @@ def _float64(
         Exception
     ):  # the grouped products of experts know no float64
         twin.set_experts_implementation("eager")
-    places = {id(p): name for name, p in model.model.named_parameters()}
+    names = {id(p): name for name, p in model.model.named_parameters()}
 
     def log_probabilities() -> torch.Tensor:
         return twin(input_ids=ids, use_cache=False).logits.double().log_softmax(-1)
 
     teacher = log_probabilities()
-    found = []
+    losses = []
     for perturbation in perturbations:
-        kept = []
+        originals = []
         for parameter, weight in replacements(model, perturbation, None):
-            place = twin.get_parameter(places[id(parameter)])
-            kept.append((place, place.clone()))
-            place.copy_(weight.double())
-        found.append(
+            target = twin.get_parameter(names[id(parameter)])
+            originals.append((target, target.clone()))
+            target.copy_(weight.double())
+        losses.append(
             float((teacher.exp() * (teacher - log_probabilities())).sum(-1).mean())
         )
-        for place, value in kept:
-            place.copy_(value)
-    return found
+        for target, value in originals:
+            target.copy_(value)
+    return losses
 
 
 def _parity(target: str, model: LoadedModel, ids: torch.Tensor) -> str:
@@ -276,14 +276,14 @@ def _parity(target: str, model: LoadedModel, ids: torch.Tensor) -> str:
     return f"{off:.0e}" if off <= LOGITS else f"**off by {off:.0e}**"
 
 
-def write(found: list[Row]) -> None:
+def write(fresh: list[Row]) -> None:
     """Puts rows into the file, in the place of earlier ones of the same families."""
     from importlib.metadata import version
 
     packages = ("transformers", "torch", "openvino", "xllamacpp", "mlx-lm")
     before = json.loads(DATA.read_text("utf-8"))["families"] if DATA.exists() else []
     rows = {row["family"]: row for row in before} | {
-        row.family: asdict(row) for row in found
+        row.family: asdict(row) for row in fresh
     }
     content = {
         "made_with": {name: version(name).partition("+")[0] for name in packages},
@@ -296,6 +296,6 @@ def write(found: list[Row]) -> None:
 
 if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
-    for each in rows(sys.argv[1:] or None):
-        print(each, flush=True)
-        write([each])
+    for row in rows(sys.argv[1:] or None):
+        print(row, flush=True)
+        write([row])

@@ -43,12 +43,12 @@ def chosen(name: str, **values: str) -> list[Row]:
 
 def spread(values: Iterable[float]) -> str:
     """Median and range."""
-    found = sorted(values)
-    if not found:
+    ordered = sorted(values)
+    if not ordered:
         return "–"
-    if len(found) == 1:
-        return f"{found[0]:.2f}"
-    return f"{median(found):.2f} ({found[0]:.2f}–{found[-1]:.2f})"
+    if len(ordered) == 1:
+        return f"{ordered[0]:.2f}"
+    return f"{median(ordered):.2f} ({ordered[0]:.2f}–{ordered[-1]:.2f})"
 
 
 def rivals() -> Cells:
@@ -67,8 +67,10 @@ def rivals() -> Cells:
         ("openvino", "int4_sym-g128", "NNCF INT4_SYM, groups of 128, for OpenVINO"),
     ):
         (row,) = chosen("rivals.csv", target=target, model="reference:mamba", rival=rival)
-        ours, theirs = (f"{float(row[key]):.4f}" for key in ("our_kl", "rival_kl"))
-        table.append([name, f"{float(row['rival_mb']):.2f} MB", theirs, f"**{ours}**"])
+        our_kl, rival_kl = (f"{float(row[key]):.4f}" for key in ("our_kl", "rival_kl"))
+        table.append(
+            [name, f"{float(row['rival_mb']):.2f} MB", rival_kl, f"**{our_kl}**"]
+        )
     return table
 
 
@@ -149,21 +151,21 @@ def methods() -> Cells:
         for method, beside in dict.fromkeys(
             (row["method"], row["ratio_to"]) for row in rows
         ):
-            same = [
+            alike = [
                 row
                 for row in rows
                 if (row["method"], row["ratio_to"]) == (method, beside)
             ]
             cells = [
-                spread(float(r["ratio"]) for r in same if has(r["model"]))
+                spread(float(r["ratio"]) for r in alike if has(r["model"]))
                 for has in GROUPS.values()
             ]
             table.append([kind, method, beside, *cells])
     tuning = chosen("tune.csv", rate="0.003")
     for grid in dict.fromkeys(row["grid"] for row in tuning):
-        same = [row for row in tuning if row["grid"] == grid]
+        alike = [row for row in tuning if row["grid"] == grid]
         cells = [
-            spread(float(r["ratio"]) for r in same if has(r["model"]))
+            spread(float(r["ratio"]) for r in alike if has(r["model"]))
             for has in GROUPS.values()
         ]
         table.append([f"weights alone, {grid}", "tuned", "gptq", *cells])
@@ -233,10 +235,10 @@ def positions() -> Cells:
     ]
     rows = read("positions.csv")
     for model, plan in dict.fromkeys((row["model"], row["plan"]) for row in rows):
-        own = chosen("positions.csv", model=model, plan=plan)
-        first = own[0]
-        last = own[-1]
-        what = "original, cross-entropy" if plan == "original" else f"{plan}, KL"
+        curve = chosen("positions.csv", model=model, plan=plan)
+        first = curve[0]
+        last = curve[-1]
+        subject = "original, cross-entropy" if plan == "original" else f"{plan}, KL"
         ends = (
             f"{float(row['mean']):.3g} ± {float(row['error']):.1g}"
             for row in (first, last)
@@ -245,7 +247,7 @@ def positions() -> Cells:
         table.append(
             [
                 model,
-                what,
+                subject,
                 f"{float(first['bits_per_weight']):.2f}",
                 *ends,
                 slope,
@@ -270,14 +272,14 @@ def speed(
 ) -> Cells:
     """One row per model of a benchmark; heading → (variant, quantity) of the columns."""
     rows = chosen("speed.csv", benchmark=benchmark, **values)
-    found = {
+    cells = {
         (row["model"], row["variant"], row["quantity"]): row["value"] for row in rows
     }
     models = dict.fromkeys(row["model"] for row in rows)
     return [
         [name, *columns],
         *(
-            [m, *(found.get((m, *where), "–") for where in columns.values())]
+            [m, *(cells.get((m, *column), "–") for column in columns.values())]
             for m in models
         ),
     ]
@@ -327,18 +329,25 @@ def whole() -> Cells:
             "commit",
         ]
     ]
-    found: dict[tuple[str, ...], dict[str, Row]] = {}
+    runs: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in chosen("speed.csv", benchmark="whole run"):
-        found.setdefault((row["model"], row["variant"], row["machine"]), {})[
+        runs.setdefault((row["model"], row["variant"], row["machine"]), {})[
             row["quantity"]
         ] = row
-    for (model, way, machine), numbers in found.items():
-        known = {quantity: row["value"] for quantity, row in numbers.items()}
-        times = [known.get(f"{name}, s") for name in ("whole", *stages)]
+    for (model, variant, machine), numbers in runs.items():
+        quantities = {quantity: row["value"] for quantity, row in numbers.items()}
+        times = [quantities.get(f"{name}, s") for name in ("whole", *stages)]
         seconds = ["–" if time is None else f"{float(time):.0f}" for time in times]
         commit = numbers["whole, s"]["commit"]
         table.append(
-            [model, way, *seconds, known.get("host memory, GB", "–"), machine, commit]
+            [
+                model,
+                variant,
+                *seconds,
+                quantities.get("host memory, GB", "–"),
+                machine,
+                commit,
+            ]
         )
     return table
 
@@ -401,10 +410,10 @@ def filled(text: str) -> str:
     for name, table in TABLES.items():
         begin = f"<!-- {name} -->\n"
         end = f"<!-- /{name} -->"
-        head, found, rest = text.partition(begin)
-        if found:
-            _, found, tail = rest.partition(end)
-            if not found:
+        head, marker, after = text.partition(begin)
+        if marker:
+            _, marker, tail = after.partition(end)
+            if not marker:
                 raise SystemExit(f"{begin.strip()} has no {end} behind it")
             text = f"{head}{begin}{markdown(table())}\n{end}{tail}"
     return text

@@ -57,15 +57,15 @@ Errors caused by the input are subclasses of `kl_lens.KLLensError`, with a messa
 def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
-    pages = {place: from_root(name) for name, place in FROM_ROOT.items()}
+    pages = {path: from_root(name) for name, path in FROM_ROOT.items()}
     pages["index.md"] = "---\nhide: [navigation]\n---\n" + pages["index.md"]
     pages["tour.md"] = notebook(ROOT / TOUR)
     pages |= {
         "reference/command-line.md": command_line(),
         "reference/python.md": python(),
     }
-    for place, text in pages.items():
-        files.append(File.generated(config, place, content=text))
+    for path, text in pages.items():
+        files.append(File.generated(config, path, content=text))
     return files
 
 
@@ -77,8 +77,8 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 def from_root(name: str) -> str:
     """A page of the repository's root as docs/ would have it."""
     text = (ROOT / name).read_text(encoding="utf-8").replace("](docs/", "](")
-    for there, here in {**FROM_ROOT, TOUR: "tour.md"}.items():
-        text = text.replace(f"]({there}", f"]({here}")
+    for original, local in {**FROM_ROOT, TOUR: "tour.md"}.items():
+        text = text.replace(f"]({original}", f"]({local}")
     return text
 
 
@@ -151,8 +151,8 @@ def command_line() -> str:
 
 def _usage(verb: str, parser: argparse.ArgumentParser) -> str:
     required = [_written(a) for a in parser._actions if a.option_strings and a.required]
-    given = [_values(a) for a in parser._actions if not a.option_strings]
-    return " ".join(["kl-lens", verb, *given, *required, "[OPTIONS]"])
+    positional = [_values(a) for a in parser._actions if not a.option_strings]
+    return " ".join(["kl-lens", verb, *positional, *required, "[OPTIONS]"])
 
 
 def _table(actions: Iterable[argparse.Action]) -> list[str]:
@@ -206,7 +206,7 @@ def _cell(text: str) -> str:
 
 def _plain(text: str) -> str:
     """`<model>` is no tag of HTML."""
-    return re.sub(r"(`[^`]*`)|<", lambda found: found[1] or "&lt;", text)
+    return re.sub(r"(`[^`]*`)|<", lambda match: match[1] or "&lt;", text)
 
 
 # -- Python -----------------------------------------------------------------------------------------------------------
@@ -226,12 +226,12 @@ def packages() -> list[str]:
 
 def public_names(module: Any) -> list[str]:
     """`__all__`, or what a package imports from its own modules."""
-    own = [
+    imported = [
         n
         for n, value in vars(module).items()
         if str(getattr(value, "__module__", "")).startswith("kl_lens.")
     ]
-    return [n for n in getattr(module, "__all__", own) if not n.startswith("_")]
+    return [n for n in getattr(module, "__all__", imported) if not n.startswith("_")]
 
 
 def python() -> str:
@@ -245,24 +245,24 @@ def _package(name: str) -> Iterator[str]:
     module = importlib.import_module(name)
     yield from ("", f"## {name}", "", (inspect.getdoc(module) or "").split("\n\n")[0])
     for public in public_names(module):
-        thing = getattr(module, public)
-        if inspect.ismodule(thing):
+        member = getattr(module, public)
+        if inspect.ismodule(member):
             continue  # it has a section of its own
         yield from ("", f"### {public}", "")
-        if inspect.isclass(thing) and issubclass(thing, Exception):
-            yield inspect.getdoc(thing) or ""
-        elif inspect.isclass(thing) or inspect.isfunction(thing):
-            yield from ("```python", signature(public, thing), "```", "")
-            yield from _described(thing)
+        if inspect.isclass(member) and issubclass(member, Exception):
+            yield inspect.getdoc(member) or ""
+        elif inspect.isclass(member) or inspect.isfunction(member):
+            yield from ("```python", signature(public, member), "```", "")
+            yield from _described(member)
         else:
-            yield f"`{textwrap.shorten(repr(thing), 90)}`"
+            yield f"`{textwrap.shorten(repr(member), 90)}`"
 
 
-def signature(name: str, thing: Any) -> str:
+def signature(name: str, member: Any) -> str:
     """`name(...)` with types, one parameter a line where one line is too short."""
-    found = inspect.signature(thing)
+    inspected = inspect.signature(member)
     parameters = []
-    for parameter in found.parameters.values():
+    for parameter in inspected.parameters.values():
         made_anew = parameter.default is not inspect.Parameter.empty and "<" in repr(
             parameter.default
         )
@@ -272,7 +272,7 @@ def signature(name: str, thing: Any) -> str:
         if isinstance(parameter.annotation, str):
             shown = shown.replace(repr(parameter.annotation), parameter.annotation)
         parameters.append(shown + (" = …" if made_anew else ""))
-    kinds = [p.kind for p in found.parameters.values()]
+    kinds = [p.kind for p in inspected.parameters.values()]
     if (
         inspect.Parameter.KEYWORD_ONLY in kinds
         and inspect.Parameter.VAR_POSITIONAL not in kinds
@@ -280,8 +280,8 @@ def signature(name: str, thing: Any) -> str:
         parameters.insert(kinds.index(inspect.Parameter.KEYWORD_ONLY), "*")
     gives = (
         ""
-        if found.return_annotation in (found.empty, None, "None")
-        else f" -> {found.return_annotation}"
+        if inspected.return_annotation in (inspected.empty, None, "None")
+        else f" -> {inspected.return_annotation}"
     )
     line = f"{name}({', '.join(parameters)}){gives}"
     return (
@@ -291,16 +291,16 @@ def signature(name: str, thing: Any) -> str:
     )
 
 
-def _described(thing: Any) -> Iterator[str]:
-    text = inspect.getdoc(thing) or ""
+def _described(member: Any) -> Iterator[str]:
+    text = inspect.getdoc(member) or ""
     if not text.startswith(
-        f"{thing.__name__}("
+        f"{member.__name__}("
     ):  # dataclasses without one get their signature
         yield from _markdown(text)
-    if inspect.isclass(thing):
+    if inspect.isclass(member):
         methods = [
             (name, method)
-            for name, method in vars(thing).items()
+            for name, method in vars(member).items()
             if inspect.isfunction(method) and not name.startswith("_") and method.__doc__
         ]
         yield from (
@@ -323,7 +323,7 @@ def _markdown(docstring: str) -> Iterator[str]:
         else:
             body = re.sub(
                 r"\n +(?=\S)",
-                lambda found: "\n" + " " * (found.end() - found.start() - 1),
+                lambda match: "\n" + " " * (match.end() - match.start() - 1),
                 f"\n{textwrap.dedent(body)}",
             )
             items = re.sub(r"^(\w+): ", r"- `\1`: ", body, flags=re.MULTILINE)

@@ -119,8 +119,8 @@ def image_folder(
     """`count` images of noise, each under the name of its class."""
     generator = np.random.default_rng(seed)
     for number in range(count):
-        place = folder / f"class {number % classes}"
-        place.mkdir(parents=True, exist_ok=True)
+        class_folder = folder / f"class {number % classes}"
+        class_folder.mkdir(parents=True, exist_ok=True)
         pixels = generator.integers(0, 256, (side, side), dtype=np.uint8)
-        Image.fromarray(pixels).save(place / f"{number}.png")
+        Image.fromarray(pixels).save(class_folder / f"{number}.png")
     return folder

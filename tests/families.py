@@ -57,10 +57,10 @@ _LATENT = {
 
 def _bare(config: str | type, **settings: Any) -> Config:
     def make(**changes: Any) -> transformers.PretrainedConfig:
-        made = (
+        arguments = (
             getattr(transformers, config) if isinstance(config, str) else config
         )  # older versions lack some
-        return made(**{**_COMMON, **settings, **changes})
+        return arguments(**{**_COMMON, **settings, **changes})
 
     return make
 

@@ -100,13 +100,15 @@ def _be_the_command(request: dict[str, Any], writing: int) -> None:
 
 
 def _end_before(moment: int, folder: str) -> None:
-    left = [moment]
+    remaining = [moment]
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        if event in EVENTS and any(str(each).startswith(folder) for each in arguments):
-            if left[0] == 0:
+        if event in EVENTS and any(
+            str(argument).startswith(folder) for argument in arguments
+        ):
+            if remaining[0] == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
-            left[0] -= 1
+            remaining[0] -= 1
 
     sys.addaudithook(hook)
 
@@ -114,7 +116,7 @@ def _end_before(moment: int, folder: str) -> None:
 def _watched(child: int, reading: int, seconds: float) -> Ended:
     """Reads what the fork says until it ends, or kills it when its time has come."""
     begin = time.monotonic()
-    said = b""
+    output = b""
     killed = False
     while True:
         deadline = begin + seconds + 600 * killed
@@ -123,7 +125,7 @@ def _watched(child: int, reading: int, seconds: float) -> Ended:
         )
         part = os.read(reading, 65536) if ready else b""
         if ready and part:
-            said = (said + part)[-20_000:]
+            output = (output + part)[-20_000:]
         elif ready or killed:  # killed: a child of the fork still has its output
             break
         else:
@@ -132,7 +134,7 @@ def _watched(child: int, reading: int, seconds: float) -> Ended:
     os.close(reading)
     _, status, usage = os.wait4(child, 0)
     code = os.waitstatus_to_exitcode(status)
-    words = said.decode(errors="replace")
+    words = output.decode(errors="replace")
     return Ended(code, words, time.monotonic() - begin, usage.ru_maxrss * 1024)
 
 

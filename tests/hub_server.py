@@ -101,16 +101,16 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 return None
             return repository
 
-        def _about(self, name: str, what: str | None, revision: str | None) -> None:
+        def _about(self, name: str, endpoint: str | None, revision: str | None) -> None:
             repository = self._known(name, revision)
             if repository is None:
                 return
             if repository.renamed_to:
-                place = self.path.replace(name, repository.renamed_to)
-                self._json({}, 307, {"Location": place})
+                address = self.path.replace(name, repository.renamed_to)
+                self._json({}, 307, {"Location": address})
                 return
             files = repository.files.items()
-            if what == "tree":
+            if endpoint == "tree":
                 listed = [
                     {"type": "file", "path": p, "size": len(c), "oid": _git_id(c)}
                     for p, c in files
@@ -173,12 +173,12 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             elif "Authorization" not in self.headers:
                 self._json({"error": "Invalid username or password."}, 401)
             elif path == "/api/repos/create":
-                asked = json.loads(body)
-                name = f"{asked['organization']}/{asked['name']}"
-                known = name in hub.repositories
-                if not known:
-                    hub.add(name, private=asked.get("visibility") == "private")
-                self._json({"url": f"{hub.url}/{name}"}, 409 if known else 200)
+                request = json.loads(body)
+                name = f"{request['organization']}/{request['name']}"
+                exists = name in hub.repositories
+                if not exists:
+                    hub.add(name, private=request.get("visibility") == "private")
+                self._json({"url": f"{hub.url}/{name}"}, 409 if exists else 200)
             elif match := re.fullmatch(r"/api/models/(.+)/preupload/main", path):
                 modes = {
                     f["path"]: "lfs" if f["path"].endswith(LARGE) else "regular"
@@ -192,10 +192,12 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             elif path.endswith("/info/lfs/objects/batch"):
                 objects = [
                     {
-                        **one,
-                        "actions": {"upload": {"href": f"{hub.url}/upload/{one['oid']}"}},
+                        **entry,
+                        "actions": {
+                            "upload": {"href": f"{hub.url}/upload/{entry['oid']}"}
+                        },
                     }
-                    for one in json.loads(body)["objects"]
+                    for entry in json.loads(body)["objects"]
                 ]
                 self._json({"transfer": "basic", "objects": objects})
             elif match := re.fullmatch(r"/api/models/(.+)/commit/main", path):

@@ -30,4 +30,4 @@ def growing(kernel: Kernel, factor: float) -> Kernel:
 
 def larger(kernel: Kernel, factor: float) -> Kernel:
     """A kernel whose result is `factor` times too large."""
-    return lambda *given, **options: kernel(*given, **options) * factor
+    return lambda *tensors, **options: kernel(*tensors, **options) * factor

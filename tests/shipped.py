@@ -22,7 +22,7 @@ def shipped_digests(folder: Path) -> dict[str, str]:
         from safetensors.numpy import load_file
 
         arrays = load_file(folder / "model.safetensors")
-        found = {}
+        digests = {}
         for name, array in arrays.items():
             path, _, part = name.rpartition(".")
             if (
@@ -33,11 +33,11 @@ def shipped_digests(folder: Path) -> dict[str, str]:
                     if f"{path}.scales" in arrays
                     else []
                 )
-                found[name] = bytes_digest(array, *(arrays[each] for each in more))
-        return found
+                digests[name] = bytes_digest(array, *(arrays[suffix] for suffix in more))
+        return digests
     from kl_lens.targets.openvino.constants import stored_digests
     from kl_lens.targets.openvino.session import read_graph
 
     names = {tensor.runtime_name for tensor in artifact.tensors}
-    held = stored_digests(read_graph(folder / "openvino_model.xml"))
-    return {name: digest for name, digest in held.items() if name in names}
+    stored = stored_digests(read_graph(folder / "openvino_model.xml"))
+    return {name: digest for name, digest in stored.items() if name in names}

@@ -43,8 +43,8 @@ def _random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).cuda()
 
 
-def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.double() - expected).norm() / expected.norm())
+def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual.double() - expected).norm() / expected.norm())
 
 
 # -- kernels ------------------------------------------------------------------------------------------------
@@ -58,14 +58,14 @@ def test_rounded_scans_equal_those_of_the_cpu(
 ) -> None:
     from kl_lens.model.kernels.triton_rounded_scan import rounded_scan_gpu
 
-    *given, skip = scan_inputs(shape, time=64)
-    how = StateFormat.parse(name)
-    expected = rounded_scan(*given, how, skip=skip)[0]
-    found = rounded_scan_gpu(
-        *(tensor.cuda() for tensor in given), how, skip=skip.cuda()
+    *inputs, skip = scan_inputs(shape, time=64)
+    fmt = StateFormat.parse(name)
+    expected = rounded_scan(*inputs, fmt, skip=skip)[0]
+    actual = rounded_scan_gpu(
+        *(tensor.cuda() for tensor in inputs), fmt, skip=skip.cuda()
     ).cpu()
     # Where a value lies between two levels, the last bit of the arithmetic decides, and later tokens inherit it.
-    off = (found - expected).abs() / expected.abs().amax()
+    off = (actual - expected).abs() / expected.abs().amax()
     assert float(off.median()) < 1e-6
     assert float(off[:, :2].max()) < 1e-5
     assert float(off.max()) < {"4": 0.3, "8": 0.02}.get(name.strip("fpint")[:1], 2e-3)
@@ -117,14 +117,14 @@ def test_scans_convolution_and_norms_equal_double_precision() -> None:
     x = _random(2, 75, 130)[..., 5:55]
     taps = _random(50, 4)
     bias = _random(50)
-    found = triton_scan.causal_convolution_gpu(x, taps, bias, with_silu=True)
+    convolved = triton_scan.causal_convolution_gpu(x, taps, bias, with_silu=True)
     turned = x.double().mT
     filters = taps.double()[:, None]
     offset = bias.double()
     expected = functional.conv1d(turned, filters, offset, padding=3, groups=50)[
         ..., :75
     ].mT
-    assert _error(found, functional.silu(expected)) < 1e-6
+    assert _error(convolved, functional.silu(expected)) < 1e-6
     gated = x.double() * functional.silu(_random(2, 75, 50, seed=5).double())
     expected = bias * gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + 1e-5)
     assert (
@@ -160,11 +160,11 @@ def test_a_kernel_that_is_wrong_on_a_gpu_is_found_and_not_used(
         monkeypatch.setattr(
             "kl_lens.model.kernels.triton_scan.fits_chunks", lambda *_: False
         )
-    said: list[str] = []
-    chain = Chain(tiny_model(family).cuda(), warn=said.append)
+    messages: list[str] = []
+    chain = Chain(tiny_model(family).cuda(), warn=messages.append)
     assert not chain.uses_kernels()
-    assert "is wrong here" in said[0]
-    assert len(said) == 1
+    assert "is wrong here" in messages[0]
+    assert len(messages) == 1
 
 
 @needs_gpu
@@ -183,12 +183,12 @@ def test_wrong_products_are_found_and_torch_s_are_used(
 
     monkeypatch.setattr(triton_products, "linear", larger(triton_products.linear, factor))
     model = loaded("mamba")
-    said = []
+    messages = []
     model.model.cuda()
-    model.warn = said.append
+    model.warn = messages.append
     assert FastEngine(model, precision=precision).precision == "float32"
     assert TorchSession(model).precision == "float32"
-    assert "matrix products" in said[0]
+    assert "matrix products" in messages[0]
 
 
 @needs_gpu
@@ -236,11 +236,11 @@ def test_metrics_equal_those_of_the_cpu(damage: float) -> None:
     )  # a shift of all logits changes nothing
     targets = torch.arange(40).cuda()
     targets[7] = -1
-    found = compare(TeacherRows.of(teacher, targets), student)
+    actual = compare(TeacherRows.of(teacher, targets), student)
     expected = compare(TeacherRows.of(teacher.cpu(), targets.cpu()), student.cpu())
-    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=2e-6)
+    np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=2e-6)
     np.testing.assert_allclose(
-        found[:, :2].mean(0), expected[:, :2].mean(0), rtol=1e-4, atol=1e-11
+        actual[:, :2].mean(0), expected[:, :2].mean(0), rtol=1e-4, atol=1e-11
     )
 
 
@@ -258,15 +258,17 @@ def test_weights_are_made_on_a_gpu_as_well_as_on_the_cpu(name: str, method: str)
     weight = _random(300, 512).cpu()
     inputs = (_random(2000, 512) @ _random(512, 512)).cpu()
     moments = inputs.T @ inputs / 2000
-    made = [
+    stored = [
         quantizer.quantize(w, fmt, "layer", InputStatistics(moments, (10**6,)))
         for w in (weight, weight.cuda())
     ]
-    assert made[1].data.is_cuda
-    here, there = (weight - fmt.dequantize(one).cpu() for one in made)
+    assert stored[1].data.is_cuda
+    cpu_error, gpu_error = (weight - fmt.dequantize(tensors).cpu() for tensors in stored)
     if method == "imatrix":
         moments = moments.diagonal().diag()
-    losses = [float(((errors @ moments) * errors).sum()) for errors in (here, there)]
+    losses = [
+        float(((errors @ moments) * errors).sum()) for errors in (cpu_error, gpu_error)
+    ]
     assert losses[1] < 1.02 * losses[0]
 
 
@@ -304,24 +306,26 @@ def test_on_a_gpu_an_objective_is_computed_beside_the_fused_kl(
 
     model = loaded("mamba")
     model.model.cuda()
-    some = _one_of_each_kind(model)
+    perturbations = _one_of_each_kind(model)
 
     def sums(engine: Engine) -> list[list[dict[str, float]]]:
         engine.prepare(token_ids(5, 24))
-        return [[dict(w.sums) for w in windows] for windows in engine.measure(some)]
+        return [
+            [dict(w.sums) for w in windows] for windows in engine.measure(perturbations)
+        ]
 
     without = sums(FastEngine(model, precision=precision))
     objective = Objective("variation", total_variation)
     monkeypatch.setitem(OBJECTIVES, objective.name, objective)
     expected = sums(PlainEngine(model))
     monkeypatch.setattr("kl_lens.measuring.engines.compare", pytest.fail)
-    found = sums(FastEngine(model, precision=precision))
-    for windows, others in zip(found, expected, strict=True):
-        for window, plain in zip(windows, others, strict=True):
+    fused = sums(FastEngine(model, precision=precision))
+    for windows, plain_windows in zip(fused, expected, strict=True):
+        for window, plain in zip(windows, plain_windows, strict=True):
             assert window.pop(objective.name) == pytest.approx(
                 plain[objective.name], rel=1e-3, abs=1e-5
             )
-    assert found == without
+    assert fused == without
 
 
 @needs_gpu
@@ -339,22 +343,29 @@ def test_as_deployed_tensor_cores_give_what_float32_gives(
     model = loaded(family)
     ids = token_ids(32, 24)
     model.model.cuda()
-    some = [c.perturbation for c in find_candidates(model.anatomy, [Recipe(recipe)])[0]]
-    found = {}
+    singles = [
+        c.perturbation for c in find_candidates(model.anatomy, [Recipe(recipe)])[0]
+    ]
+    kl = {}
     for engine in (
         PlainEngine(model, deployed=deployed(target)),
         FastEngine(model, deployed=deployed(target)),
     ):
         engine.prepare(ids)
         results = engine.measure(
-            [*some, Perturbation({n: r for p in some for n, r in p.recipes.items()})]
+            [
+                *singles,
+                Perturbation({n: r for p in singles for n, r in p.recipes.items()}),
+            ]
         )
-        found[engine.precision] = np.array([[w.kl for w in each] for each in results])
-    np.testing.assert_allclose(found["tf32x3"].sum(1), found["float32"].sum(1), rtol=0.2)
-    by_window = (found["tf32x3"] - found["float32"]).sum(0)
+        kl[engine.precision] = np.array(
+            [[w.kl for w in readings] for readings in results]
+        )
+    np.testing.assert_allclose(kl["tf32x3"].sum(1), kl["float32"].sum(1), rtol=0.2)
+    by_window = (kl["tf32x3"] - kl["float32"]).sum(0)
     error = by_window.std(ddof=1) / np.sqrt(len(by_window))
     assert abs(by_window.mean()) <= 4 * error, "it scatters around zero"
-    assert error < 0.01 * found["float32"].sum(0).mean(), (
+    assert error < 0.01 * kl["float32"].sum(0).mean(), (
         "and a difference of 4 % would be seen"
     )
 
@@ -367,7 +378,7 @@ def test_on_a_gpu_weights_that_stay_on_disk_give_the_numbers_of_those_in_memory(
 ) -> None:
     folder = saved(family)
     windows = some_windows(6, 40)
-    found = []
+    divergences = []
     for options in ({}, {"weights": "disk", "memory_budget": 10}):
         model = load(folder, device="cuda", **options)
         engine = engine_for("fast", model, windows.ids, 10**8, precision=precision)
@@ -380,10 +391,10 @@ def test_on_a_gpu_weights_that_stay_on_disk_give_the_numbers_of_those_in_memory(
                 ]
             ]
         )
-        found.append(
+        divergences.append(
             np.array([summarise(w)["kl_teacher_to_student"].value for w in results])
         )
-    np.testing.assert_allclose(found[1], found[0], rtol=1e-4)
+    np.testing.assert_allclose(divergences[1], divergences[0], rtol=1e-4)
 
 
 @needs_gpu
@@ -413,8 +424,8 @@ def test_the_noise_of_a_precision_is_measured_and_a_run_keeps_its_precision(
         ):
             Sweep(model, run, precision="tf32x3").measure(candidates, windows)
     with Run.create(tmp_path / "chosen") as run:
-        found = Sweep(model, run).measure(candidates, windows)
-        assert found.precision == "tf32x3"
+        result = Sweep(model, run).measure(candidates, windows)
+        assert result.precision == "tf32x3"
         assert run.load("noise", CALIBRATION)["kl_teacher_to_student"] < coarse / 100
 
 
@@ -440,13 +451,15 @@ def test_a_model_on_a_gpu_is_exported_as_from_the_cpu(
             get_target(target).export(model, plan, tmp_path / device, **options)
         )
     if target != "openvino":  # a GPU divides in another way, so single codes may differ
-        here, there = (
-            [(t.runtime_name, t.realised, t.bytes) for t in each.tensors]
-            for each in exported
+        from_cpu, from_gpu = (
+            [(t.runtime_name, t.realised, t.bytes) for t in artifact.tensors]
+            for artifact in exported
         )
     else:
-        here, there = ([t.digest for t in each.tensors] for each in exported)
-    assert here == there
+        from_cpu, from_gpu = (
+            [t.digest for t in artifact.tensors] for artifact in exported
+        )
+    assert from_cpu == from_gpu
 
 
 @needs_gpu
@@ -460,12 +473,12 @@ def test_on_a_gpu_tuning_gives_what_it_gives_on_a_cpu(tmp_path, family) -> None:
             c.name: fitting_recipe(Recipe("int8"), c.shape)[0]
             for c in model.anatomy.candidates
         }
-        made = tuned(
+        tensors = tuned(
             model, plan, token_ids(8, 40), TuningRates(epochs=1, batch=4, steps=1)
         )
         scales.append(
-            {name: quantized.scales.cpu().float() for name, quantized in made.items()}
+            {name: quantized.scales.cpu().float() for name, quantized in tensors.items()}
         )
     assert scales[0].keys() == scales[1].keys()
-    for name, here in scales[0].items():
-        torch.testing.assert_close(scales[1][name], here, rtol=5e-3, atol=0)
+    for name, on_cpu in scales[0].items():
+        torch.testing.assert_close(scales[1][name], on_cpu, rtol=5e-3, atol=0)

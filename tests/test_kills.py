@@ -95,7 +95,7 @@ def commands(model: Path, run: Path) -> dict[str, list[str]]:
         "--window-length",
         "32",
     ]
-    held = ["--held-out", f"{model}/held.txt", "--held-out-windows", "4"]
+    held_out = ["--held-out", f"{model}/held.txt", "--held-out-windows", "4"]
     of_run = ["--run", str(run)]
     return {
         "calibrate": ["calibrate", str(model), *of_run, *text],
@@ -109,7 +109,16 @@ def commands(model: Path, run: Path) -> dict[str, list[str]]:
             "--evaluation-windows",
             "3",
         ],
-        "plan": ["plan", *of_run, "--name", "small", "--max-bpw", "7", "--verify", *held],
+        "plan": [
+            "plan",
+            *of_run,
+            "--name",
+            "small",
+            "--max-bpw",
+            "7",
+            "--verify",
+            *held_out,
+        ],
         "export openvino": [
             "export",
             *of_run,
@@ -162,7 +171,7 @@ def commands(model: Path, run: Path) -> dict[str, list[str]]:
             str(model),
             *of_run,
             *text,
-            *held,
+            *held_out,
             "--evaluation-text",
             f"{model}/judged.txt",
             "--evaluation-windows",
@@ -201,7 +210,7 @@ def stations(
 ) -> dict[str, tuple[Path, Any, Ended]]:
     """Verb → the folder as the verb finds it, what it makes of it undisturbed, and how that went."""
     world = tmp_path_factory.mktemp("stations")
-    made: dict[str, tuple[Path, Any, Ended]] = {}
+    finished: dict[str, tuple[Path, Any, Ended]] = {}
     folder = world / "run"
     for verb, words in commands(model, folder).items():
         if verb == "run":
@@ -212,14 +221,14 @@ def stations(
         ended = forks.call(COMMAND, [words])
         assert ended.code == 0, (verb, ended)
         require_whole(folder)
-        made[verb] = before, results(folder), ended
+        finished[verb] = before, results(folder), ended
         if verb.startswith(
             "export"
         ):  # what is killed later is a second export, over the first
             shutil.copytree(
                 folder / "artifacts", before / "artifacts", dirs_exist_ok=True
             )
-    return made
+    return finished
 
 
 # -- what must hold ------------------------------------------------------------------------------------------
@@ -249,11 +258,11 @@ def require_whole(folder: Path) -> None:
 def held_by(folder: Path) -> str:
     """The digest of an artifact, whose every tensor must be in its files as its record says."""
     artifact = read_artifact(folder)
-    held = shipped_digests(folder)
-    assert len(held) > 5
+    digests = shipped_digests(folder)
+    assert len(digests) > 5
     assert {
-        t.runtime_name: t.digest for t in artifact.tensors if t.runtime_name in held
-    } == held
+        t.runtime_name: t.digest for t in artifact.tensors if t.runtime_name in digests
+    } == digests
     return artifact_digest(artifact)
 
 
@@ -276,11 +285,11 @@ def results(folder: Path) -> dict[str, Any]:
     """All that a run holds, without what a clock made."""
     with Run.open(folder) as run:
         db = run.journal
-        found: dict[str, Any] = {
+        state: dict[str, Any] = {
             table: sorted(map(repr, db.execute(f"SELECT * FROM {table}").fetchall()))
             for table in ("identity", "texts", "windows", "samples")
         }
-        found["effort"] = sorted(
+        state["effort"] = sorted(
             db.execute(
                 "SELECT role, component, format, compute_dtype FROM effort"
             ).fetchall()
@@ -293,7 +302,7 @@ def results(folder: Path) -> dict[str, Any]:
             rows = db.execute(
                 f"SELECT {keys}, value FROM {table} WHERE kind NOT IN ('stage', 'artifact')"
             ).fetchall()
-            found[table] = sorted(
+            state[table] = sorted(
                 repr(
                     (
                         *row[:-1],
@@ -302,39 +311,39 @@ def results(folder: Path) -> dict[str, Any]:
                 )
                 for row in rows
             )
-    found["plans"] = {
+    state["plans"] = {
         path.name: path.read_text() for path in (folder / "plans").glob("*.json")
     }
-    places = [
+    artifacts = [
         record.parent for record in (folder / "artifacts").glob(f"*/*/{RECORD_FILE}")
     ]
-    found["artifacts"] = {
-        str(place.relative_to(folder)): held_by(place) for place in places
+    state["artifacts"] = {
+        str(artifact.relative_to(folder)): held_by(artifact) for artifact in artifacts
     }
     # Byte by byte, but for the record, which says when and how long; what it tells of tensors is in the digest.
-    found["files"] = {
+    state["files"] = {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in (folder / "artifacts").rglob("*")
         if path.is_file() and path.name != RECORD_FILE and ".digests" not in path.parts
     }
     statistics = folder / "statistics/statistics.json"
-    found["statistics"] = (
+    state["statistics"] = (
         json.loads(statistics.read_text())["digest"] if statistics.exists() else None
     )
-    found["report"] = (folder / "report.html").exists()
-    found["leftovers"] = sorted(
+    state["report"] = (folder / "report.html").exists()
+    state["leftovers"] = sorted(
         str(path.relative_to(folder))
         for path in folder.rglob(".*")
         if path.name not in (".lock", ".digests")
     )
-    assert found["leftovers"] == []
-    return found
+    assert state["leftovers"] == []
+    return state
 
 
 def timeless(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: timeless(each) for key, each in value.items() if key not in TIMES}
-    return [timeless(each) for each in value] if isinstance(value, list) else value
+        return {key: timeless(inner) for key, inner in value.items() if key not in TIMES}
+    return [timeless(inner) for inner in value] if isinstance(value, list) else value
 
 
 # -- the kills -----------------------------------------------------------------------------------------------
@@ -354,12 +363,12 @@ def test_a_killed_command_run_again_gives_the_same_results(
     folder = before.parent / "run"
     words = commands(model, folder)[verb]
     events = 64
-    done = 0
-    while done < KILLS[verb]:
+    kills = 0
+    while kills < KILLS[verb]:
         shutil.rmtree(folder, ignore_errors=True)
         if before.exists():
             shutil.copytree(before, folder)
-        for _ in range(min(IN_A_ROW, KILLS[verb] - done)):
+        for _ in range(min(IN_A_ROW, KILLS[verb] - kills)):
             if draw.random() < 0.4:
                 moment = draw.randrange(events)
                 ended = forks.call(COMMAND, [words], kill_before=moment, folder=folder)
@@ -369,7 +378,7 @@ def test_a_killed_command_run_again_gives_the_same_results(
                     COMMAND, [words], kill_after=draw.uniform(0, undisturbed.seconds)
                 )
             assert ended.code in (0, -signal.SIGKILL), (verb, ended)
-            done += ended.code < 0
+            kills += ended.code < 0
             require_whole(folder)
         ended = forks.call(COMMAND, [words])
         assert ended.code == 0, (verb, ended)

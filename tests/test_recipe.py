@@ -22,8 +22,8 @@ PAGE = 6000  # characters: more than one window to judge, of 512 tokens
 
 def _run(program: str, *arguments: object) -> None:
     command = [sys.executable, str(RECIPE / program), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, env=for_child())
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = subprocess.run(command, capture_output=True, text=True, env=for_child())
+    assert process.returncode == 0, process.stdout + process.stderr
 
 
 @pytest.fixture(scope="module")

@@ -83,9 +83,9 @@ def test_both_languages_write_the_same_bytes(study: kl.Study, tmp_path: Path) ->
         == 0
     )
     assert main(["export", "--run", run, "--target", "gguf", "--plan", "small"]) == 0
-    ours = digests(file)
-    theirs = digests(Path(run) / "artifacts/gguf/small")
-    assert ours == theirs
+    from_python = digests(file)
+    from_shell = digests(Path(run) / "artifacts/gguf/small")
+    assert from_python == from_shell
     assert {t.realised for t in read_artifact(file).tensors} >= {"q4_k+gptq", "q8_0"}
 
 
@@ -100,11 +100,11 @@ def test_the_readme_shows_the_same_job_in_both_languages() -> None:
     ]
     typed = {w[0]: settings_from(parse(w)) for w in words}
     (example,) = [block.body for block in blocks(README) if block.tag == "python"]
-    seen: dict[str, object] = {}
+    by_verb: dict[str, object] = {}
 
     class Listening(kl.Study):
         def do(self, settings: Settings) -> object:
-            seen[settings.verb] = settings
+            by_verb[settings.verb] = settings
             raise StopIteration
 
     for line in example.splitlines():
@@ -115,10 +115,10 @@ def test_the_readme_shows_the_same_job_in_both_languages() -> None:
             }
             with pytest.raises(StopIteration):
                 exec(line, names)
-    assert set(seen) == set(typed)
-    for verb, settings in seen.items():
-        known = {"model": None} if verb in ("plan", "export", "evaluate") else {}
-        assert replace(settings, **known) == typed[verb], verb  # type: ignore[type-var]
+    assert set(by_verb) == set(typed)
+    for verb, settings in by_verb.items():
+        opened = {"model": None} if verb in ("plan", "export", "evaluate") else {}
+        assert replace(settings, **opened) == typed[verb], verb  # type: ignore[type-var]
 
 
 def test_a_plan_that_was_changed_in_python_is_what_is_exported(study: kl.Study) -> None:
@@ -166,20 +166,20 @@ def test_plans_are_measured_within_the_memory_of_the_command(
     settings = MeasureSettings.of(model="reference:mamba", memory_budget=10**8)
     monkeypatch.setattr("kl_lens.study.measure.measure", lambda *_: None)
     session.do(settings)
-    monkeypatch.setattr("kl_lens.measuring.joint.PlanMeter", lambda *given: given)
+    monkeypatch.setattr("kl_lens.measuring.joint.PlanMeter", lambda *arguments: arguments)
     model = kl.load("reference:mamba")
     windows = model.task.drawn("wikitext2:valid", windows=1, length=8)
     assert session.meter(model, windows)[2] == 10**8  # type: ignore[index]
 
 
 def test_what_several_stages_find_is_told_once() -> None:
-    told: list[str] = []
+    messages: list[str] = []
 
     class Screen(Events):
         def tell(self, text: str) -> None:
-            told.append(text)
+            messages.append(text)
 
     session = Session(events=Screen())
     for words in ("lost on a", "lost on b", "lost on a"):
         session.tell_once(words)
-    assert told == ["lost on a", "lost on b"]
+    assert messages == ["lost on a", "lost on b"]

@@ -31,9 +31,9 @@ def forks() -> Iterator[Forks]:
 
 
 def export(folder: str, version: str) -> None:
-    with replacing(Path(folder)) as place:
+    with replacing(Path(folder)) as draft:
         for name in FILES:
-            (place / name).write_text(version)
+            (draft / name).write_text(version)
 
 
 def write(path: str, content: str) -> None:
@@ -58,7 +58,7 @@ def test_a_killed_export_leaves_the_old_files_or_the_new_with_their_record(
 ) -> None:
     old = dict.fromkeys(FILES, "old")
     new = dict.fromkeys(FILES, "new")
-    seen = []
+    states = []
     moment = 0
     while True:
         folder = tmp_path / str(moment)
@@ -74,22 +74,22 @@ def test_a_killed_export_leaves_the_old_files_or_the_new_with_their_record(
             raw[RECORD_FILE]
         }
         settle(folder)
-        found = contents(folder)
-        assert found.pop("mine.txt") == "of the user"
-        assert found in (old, new)
+        state = contents(folder)
+        assert state.pop("mine.txt") == "of the user"
+        assert state in (old, new)
         # Remembered digests of the old files do not outlive them.
-        assert (folder / ".digests").exists() == (found == old)
-        with replacing(folder) as place:
-            (place / "graph.bin").write_text("later")
+        assert (folder / ".digests").exists() == (state == old)
+        with replacing(folder) as draft:
+            (draft / "graph.bin").write_text("later")
         assert not [
             p.name for p in folder.iterdir() if p.name.startswith(".")
         ]  # no leftovers
         if not was_killed:
             break
-        seen.append(found)
+        states.append(state)
         moment += 1
-    assert old in seen
-    assert new in seen
+    assert old in states
+    assert new in states
     assert moment > 8
 
 
@@ -115,8 +115,8 @@ def test_a_killed_writer_of_a_file_leaves_the_old_one_or_the_new(
 
 def test_a_failed_export_leaves_what_was_there(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "folder"
-    with pytest.raises(FileNotFoundError), replacing(folder) as place:
-        (place / "nowhere" / "graph.bin").write_text("half")
+    with pytest.raises(FileNotFoundError), replacing(folder) as draft:
+        (draft / "nowhere" / "graph.bin").write_text("half")
     assert not folder.exists()
 
 
@@ -129,8 +129,8 @@ def test_one_process_writes_to_a_folder_at_a_time(tmp_path: Path) -> None:
     ):
         pass
     os.close(handle)
-    with replacing(tmp_path) as place:
-        (place / "x").write_text("1")
+    with replacing(tmp_path) as draft:
+        (draft / "x").write_text("1")
     assert contents(tmp_path) == {"x": "1"}
 
 

@@ -34,12 +34,12 @@ def blocks(page: Path) -> list[Block]:
     text = page.read_text(encoding="utf-8")
     return [
         Block(
-            tag=found["tag"],
-            body=found["body"],
-            line=text.count("\n", 0, found.start()) + 1,
-            reason=bool(_REASON.search(text[: found.start()])),
+            tag=match["tag"],
+            body=match["body"],
+            line=text.count("\n", 0, match.start()) + 1,
+            reason=bool(_REASON.search(text[: match.start()])),
         )
-        for found in _FENCE.finditer(text)
+        for match in _FENCE.finditer(text)
     ]
 
 

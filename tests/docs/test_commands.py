@@ -56,12 +56,12 @@ PARSED_ONLY = ("run", "doctor", "autopsy")
 
 def kl_lens_commands(page: Path, *tags: str) -> list[list[str]]:
     """The words behind `kl-lens` of all commands in blocks with these tags; `./run` is `kl-lens run`."""
-    found = [
+    lines = [
         words for block in blocks(page) if block.tag in tags for words in commands(block)
     ]
     return [
         ["run", *w[1:]] if w[0] == "./run" else w[1:]
-        for w in found
+        for w in lines
         if w[0] in ("./run", "kl-lens")
     ]
 
@@ -72,15 +72,15 @@ def examples(page: Path) -> list[Block]:
 
 def shortened(words: Sequence[str]) -> list[str]:
     verb = words[0]
-    kept = list(words)
+    shorter = list(words)
     for flag, value in INSTEAD.items():
-        if flag in kept:
-            kept[kept.index(flag) + 1] = value
+        if flag in shorter:
+            shorter[shorter.index(flag) + 1] = value
     added = [word for pair in SHORTER.get(verb, {}).items() for word in pair]
     return (
-        kept
+        shorter
         + added
-        + [word for flag, words in ADDED.items() if flag in kept for word in words]
+        + [word for flag, words in ADDED.items() if flag in shorter for word in words]
     )
 
 
@@ -188,18 +188,18 @@ def test_commands_parse(
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_blocks_say_what_they_are(page: Path) -> None:
     for block in blocks(page):
-        where = f"{page.name}:{block.line}"
+        position = f"{page.name}:{block.line}"
         assert block.tag in (RUN, NOT_RUN, PYTHON, OUTPUT, "", "yaml"), (
-            f"{where}: ```{block.tag}"
+            f"{position}: ```{block.tag}"
         )
         if block.tag == RUN:
             assert all(words[0] == "kl-lens" for words in commands(block)), (
-                f"{where}: use ```{NOT_RUN}"
+                f"{position}: use ```{NOT_RUN}"
             )
         if block.tag == NOT_RUN:
-            assert block.reason, f"{where}: say why above it: <!-- not run: why -->"
+            assert block.reason, f"{position}: say why above it: <!-- not run: why -->"
         if block.tag in (OUTPUT, ""):
-            assert not _typed(block), f"{where}: tag commands as ```{RUN}"
+            assert not _typed(block), f"{position}: tag commands as ```{RUN}"
 
 
 def _typed(block: Block) -> bool:

@@ -27,7 +27,7 @@ LITTLE_RUN = [
 
 def example(name: str, *words: str, at: Path) -> str:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    done = subprocess.run(
+    process = subprocess.run(
         ["bash", ROOT / "examples" / name, *words],
         cwd=at,
         env=for_child() | {"PATH": path, "LIMIT": "4"},
@@ -35,8 +35,8 @@ def example(name: str, *words: str, at: Path) -> str:
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
+    assert process.returncode == 0, process.stderr[-2000:]
+    return process.stdout
 
 
 def test_board(tmp_path: Path) -> None:
@@ -65,9 +65,9 @@ def test_private_text(tmp_path: Path) -> None:
         *LITTLE_RUN,
         at=tmp_path,
     )
-    kept = [path for path in (tmp_path / "runs").rglob("*") if path.is_file()]
-    assert any(path.name == "report.html" for path in kept)
-    assert not [path for path in kept if b"tangerine" in path.read_bytes()], (
+    files = [path for path in (tmp_path / "runs").rglob("*") if path.is_file()]
+    assert any(path.name == "report.html" for path in files)
+    assert not [path for path in files if b"tangerine" in path.read_bytes()], (
         "no word of it is kept"
     )
 

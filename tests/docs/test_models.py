@@ -64,6 +64,6 @@ def test_a_row_is_what_the_script_finds(family: str) -> None:
             "why": sorted(row["why"]),
         }
 
-    found = asdict(_script("models").tried(family))
-    assert "**" not in json.dumps(found)
-    assert answers(found) == answers(ROWS[family])
+    row = asdict(_script("models").tried(family))
+    assert "**" not in json.dumps(row)
+    assert answers(row) == answers(ROWS[family])

@@ -16,10 +16,10 @@ SCRIPT = ROOT / "scripts/published.py"
 def test_a_published_model_tells_a_story(tmp_path: Path) -> None:
     folder = tmp_path / "stories15m"
     command = [sys.executable, str(SCRIPT), "stories15m", str(folder)]
-    made = subprocess.run(command, capture_output=True, text=True)
+    process = subprocess.run(command, capture_output=True, text=True)
     if not folder.exists():
-        pytest.skip(f"npm does not hand out the model: {made.stderr.strip()[-200:]}")
-    assert "float32" in made.stdout
+        pytest.skip(f"npm does not hand out the model: {process.stderr.strip()[-200:]}")
+    assert "float32" in process.stdout
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     prompt = tokenizer("Once upon a time, there was a little", return_tensors="pt")

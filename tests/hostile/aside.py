@@ -41,13 +41,13 @@ def forked_quarantine(*modules: str) -> Iterator[None]:
         yield
 
 
-def opens(place: Any) -> None:
+def opens(path: Any) -> None:
     """Opens a file in this process, as evaluation would; a clear error about it is as good."""
-    said = None
+    message = None
     try:
-        session = open_session(place, threads=1)
+        session = open_session(path, threads=1)
         session.logits([0, 1])
         session.close()
     except KLLensError as error:
-        said = str(error)
-    assert said is None or "\n" not in said
+        message = str(error)
+    assert message is None or "\n" not in message

@@ -13,10 +13,10 @@ from kl_lens.cli.main import UNEXPECTED, main
 MOST_MEMORY = 2 << 30  # that a command on hostile input may take
 
 
-def cases(few: int, many: int) -> Callable[[Any], Any]:
+def cases(few: int, all_cases: int) -> Callable[[Any], Any]:
     """For a fuzzer: few cases in `./test`, many in `./test --all`, where they are 10,000 together."""
     return pytest.mark.parametrize(
-        "cases", [few, pytest.param(many, marks=pytest.mark.slow)]
+        "cases", [few, pytest.param(all_cases, marks=pytest.mark.slow)]
     )
 
 

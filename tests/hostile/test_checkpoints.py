@@ -82,10 +82,10 @@ def folder(healthy: Path, tmp_path: Path) -> Path:
 @cases(12, 700)
 def test_changed_configurations(cases: int, folder: Path, healthy: Path, capsys) -> None:
     draw = random.Random(cases)
-    known = json.loads((healthy / "config.json").read_text())
+    config = json.loads((healthy / "config.json").read_text())
     for _ in range(cases):
         (folder / "config.json").write_text(
-            json.dumps(known | {draw.choice(KEYS): draw.choice(ODD)})
+            json.dumps(config | {draw.choice(KEYS): draw.choice(ODD)})
         )
         says_one_line(["inspect", str(folder)], capsys, may_succeed=True)
 
@@ -95,10 +95,10 @@ def test_changed_indexes(cases: int, folder: Path, capsys) -> None:
     draw = random.Random(cases)
     (folder / "model.safetensors").rename(folder / "part.safetensors")
     with safe_open(folder / "part.safetensors", framework="numpy") as file:
-        places = dict.fromkeys(file.keys(), "part.safetensors")
+        files = dict.fromkeys(file.keys(), "part.safetensors")
     for _ in range(cases):
         content = changed_within(
-            {"metadata": {"total_size": 5}, "weight_map": places}, draw
+            {"metadata": {"total_size": 5}, "weight_map": files}, draw
         )
         (folder / "model.safetensors.index.json").write_text(json.dumps(content))
         says_one_line(["inspect", str(folder)], capsys, may_succeed=True)
@@ -107,14 +107,14 @@ def test_changed_indexes(cases: int, folder: Path, capsys) -> None:
 def test_links_to_elsewhere_are_not_followed(
     folder: Path, healthy: Path, tmp_path: Path, capsys
 ) -> None:
-    for place, word in (
+    for outside, word in (
         (tmp_path / "elsewhere", "outside its folder"),
         (tmp_path / "blobs", ""),
     ):
-        place.mkdir()
-        shutil.copy(healthy / "model.safetensors", place / "weights")
+        outside.mkdir()
+        shutil.copy(healthy / "model.safetensors", outside / "weights")
         (folder / "model.safetensors").unlink()
-        (folder / "model.safetensors").symlink_to(place / "weights")
+        (folder / "model.safetensors").symlink_to(outside / "weights")
         assert word in says_one_line(
             ["inspect", str(folder)], capsys, may_succeed=not word
         )
@@ -128,7 +128,7 @@ def test_a_tensor_that_is_missing_is_named(family: str, tmp_path: Path, capsys) 
     kinds = {re.sub(r"\.\d+\.", ".*.", name): name for name in whole}
     for name in kinds.values():
         save_file(
-            {other: tensor for other, tensor in whole.items() if other != name},
+            {key: tensor for key, tensor in whole.items() if key != name},
             file,
             {"format": "pt"},
         )
@@ -138,7 +138,7 @@ def test_a_tensor_that_is_missing_is_named(family: str, tmp_path: Path, capsys) 
             if "experts.3.down_proj" in name
             else f"weights lack {name}"
         )
-        for place in ("memory", "disk")[: 1 + ("experts" in name)]:
+        for residence in ("memory", "disk")[: 1 + ("experts" in name)]:
             words = [
                 "export",
                 str(tmp_path / "model"),
@@ -146,7 +146,7 @@ def test_a_tensor_that_is_missing_is_named(family: str, tmp_path: Path, capsys) 
                 "--out",
                 str(tmp_path / "out"),
             ]
-            assert named in says_one_line([*words, "--weights", place], capsys)
+            assert named in says_one_line([*words, "--weights", residence], capsys)
     assert not (tmp_path / "out").exists()
 
 
@@ -191,18 +191,18 @@ def quantize(
     folder: Path, weight: str, scale: str, dtype: torch.dtype, settings: Any
 ) -> None:
     """The large matrices of a tiny Mamba as other tools store them."""
-    held = load_file(folder / "model.safetensors")
+    tensors = load_file(folder / "model.safetensors")
     for name in [
-        name for name in held if name.endswith(("in_proj.weight", "out_proj.weight"))
+        name for name in tensors if name.endswith(("in_proj.weight", "out_proj.weight"))
     ]:
-        held[name.removesuffix("weight") + weight] = (
-            (matrix := held.pop(name)).mul(100).to(dtype)
+        tensors[name.removesuffix("weight") + weight] = (
+            (matrix := tensors.pop(name)).mul(100).to(dtype)
         )
         if scale:
-            held[name.removesuffix("weight") + scale] = torch.full(
+            tensors[name.removesuffix("weight") + scale] = torch.full(
                 [n // 32 for n in matrix.shape], 0.01
             )
-    save_file(held, folder / "model.safetensors", {"format": "pt"})
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(
         json.dumps(config | ({"quantization_config": settings} if settings else {}))
@@ -213,15 +213,15 @@ def quantize(
 def test_quantized_weights_are_never_taken_for_floats(
     name: str, folder: Path, tmp_path: Path, capsys
 ) -> None:
-    *how, said = QUANTIZED[name]
-    quantize(folder, *how)  # type: ignore[arg-type]
+    *arguments, message = QUANTIZED[name]
+    quantize(folder, *arguments)  # type: ignore[arg-type]
     words = ["measure", str(folder), "--run", str(tmp_path / "out")]
-    for each in (
+    for command in (
         words,
         [*words, "--weights", "disk"],
         ["export", str(folder), *Q8_0, "--out", words[-1]],
     ):
-        assert said in says_one_line(each, capsys)
+        assert message in says_one_line(command, capsys)
     assert not (tmp_path / "out").exists()
 
 

@@ -117,11 +117,11 @@ def test_numbers_of_threads_that_libraries_cannot_use(
 
 def test_closed_standard_output_is_said_before_anything_is_done() -> None:
     command = f"exec {sys.executable} -m kl_lens.cli.main run --write-config >&-"
-    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
-    said = (
+    process = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
+    message = (
         "kl-lens run: standard output is closed; use >/dev/null to discard the result\n"
     )
-    assert (done.returncode, done.stderr) == (1, said)
+    assert (process.returncode, process.stderr) == (1, message)
 
 
 # Values for the fuzzers below.
@@ -243,18 +243,18 @@ def _settings_of(parser: argparse.ArgumentParser, words: list[str]) -> Settings:
 
 def _is_fine_or_says_why(make: Callable[[], Settings], about: object) -> None:
     """Invalid settings raise only a one-line KLLensError, or argparse's own exit."""
-    said = None
+    message = None
     code = 2
     try:
         with within_time(60, about):
             make().check()
     except KLLensError as error:
-        said = str(error)
+        message = str(error)
     except SystemExit as end:
-        said = "argparse"
+        message = "argparse"
         code = end.code
     assert code == 2, about
-    assert said is None or 0 < len(said.strip()) < 8000, about
+    assert message is None or 0 < len(message.strip()) < 8000, about
 
 
 @cases(300, 6000)
@@ -269,13 +269,13 @@ def test_any_word_behind_every_flag(
     for case in range(cases):
         verb, option = flags[case % len(flags)]
         words = [verb, *_needed(verb)]
-        for each in (
+        for flag in (
             option,
             *draw.sample([o for v, o in flags if v == verb], draw.choice([0, 0, 1])),
         ):
             for _ in range(draw.choice([1, 1, 1, 2])):
-                value = [] if each.is_switch else [draw.choice(VALUES)]
-                words += [each.flag, *value] if each.flag else value
+                value = [] if flag.is_switch else [draw.choice(VALUES)]
+                words += [flag.flag, *value] if flag.flag else value
         parse = partial(_settings_of, parsers[verb], words)
         _is_fine_or_says_why(parse, words)
     assert "Traceback" not in capsys.readouterr().err

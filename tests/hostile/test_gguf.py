@@ -42,13 +42,13 @@ def warm() -> Iterator[None]:
         yield
 
 
-def with_number(healthy: Path, place: Path, key: str, code: str, value: float) -> Path:
+def with_number(healthy: Path, path: Path, key: str, code: str, value: float) -> Path:
     """A copy beside which no record lies, with another number behind a key."""
     data = bytearray(healthy.read_bytes())
     at = data.index(struct.pack("<Q", len(key)) + key.encode()) + 8 + len(key) + 4
     data[at : at + struct.calcsize(code)] = struct.pack("<" + code, value)
-    place.write_bytes(data)
-    return place
+    path.write_bytes(data)
+    return path
 
 
 CONTRADICTIONS = {
@@ -77,8 +77,8 @@ def test_a_file_of_ours_is_not_opened_twice(
     monkeypatch.setattr(
         "subprocess.run", lambda *_, **__: pytest.fail("a second process")
     )
-    for place in (healthy, healthy.parent):
-        open_session(place, threads=1).close()
+    for path in (healthy, healthy.parent):
+        open_session(path, threads=1).close()
 
 
 def test_the_other_files_go_on(healthy: Path, tmp_path: Path, capsys) -> None:
@@ -98,10 +98,10 @@ def test_the_other_files_go_on(healthy: Path, tmp_path: Path, capsys) -> None:
 def changed(data: bytes, draw: random.Random) -> bytes:
     """Another byte in the header, another number behind a key, a string of another kind, or less of all."""
     content = bytearray(data)
-    how = draw.random()
-    if how < 0.4:
+    chance = draw.random()
+    if chance < 0.4:
         content[draw.randrange(24, 4000)] = draw.randrange(256)
-    elif how < 0.6:
+    elif chance < 0.6:
         at = draw.choice(
             [
                 match.end()
@@ -111,7 +111,7 @@ def changed(data: bytes, draw: random.Random) -> bytes:
         content[at : at + 4] = struct.pack(
             "<I", draw.choice([0, 1, 3, 255, 2**16, 2**31, 2**32 - 1])
         )
-    elif how < 0.75:
+    elif chance < 0.75:
         at = draw.choice(
             [
                 match.start()
@@ -119,7 +119,7 @@ def changed(data: bytes, draw: random.Random) -> bytes:
             ]
         )
         content[at + draw.randrange(60)] ^= 1 << draw.randrange(8)
-    elif how < 0.9:
+    elif chance < 0.9:
         for _ in range(draw.choice([1, 8, 64])):
             content[draw.randrange(4000, 100_000)] = draw.randrange(256)
     else:

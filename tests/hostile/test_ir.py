@@ -59,17 +59,17 @@ def test_a_record_that_names_files_elsewhere_is_refused(copied: Path) -> None:
 
 def changed_graph(text: str, draw: random.Random) -> str:
     """Another value of an attribute, a word less, a character, or less of all."""
-    how = draw.random()
-    if how < 0.5:
-        place = draw.choice(list(re.finditer(r'="([^"]*)"', text)))
+    chance = draw.random()
+    if chance < 0.5:
+        match = draw.choice(list(re.finditer(r'="([^"]*)"', text)))
         value = draw.choice(
-            ["", "-1", "0", "1", "999999999999", "x", "i64", "f16", "?,1", place[1] + "0"]
+            ["", "-1", "0", "1", "999999999999", "x", "i64", "f16", "?,1", match[1] + "0"]
         )
-        return text[: place.start(1)] + value + text[place.end(1) :]
-    if how < 0.8:
-        place = draw.choice(list(re.finditer(r"<[^>]*>", text)))
-        return text[: place.start()] + text[place.end() :]
-    if how < 0.9:
+        return text[: match.start(1)] + value + text[match.end(1) :]
+    if chance < 0.8:
+        match = draw.choice(list(re.finditer(r"<[^>]*>", text)))
+        return text[: match.start()] + text[match.end() :]
+    if chance < 0.9:
         at = draw.randrange(len(text))
         return text[:at] + chr(draw.randrange(32, 127)) + text[at + 1 :]
     return text[: draw.randrange(len(text))]
@@ -93,7 +93,7 @@ def test_changed_graphs_never_end_the_process(
         (copied / GRAPH).write_text(changed_graph(text, draw))
         with pytest.raises(TargetError, match="was changed after the export"):
             open_session(copied)
-        said = ""
+        message = ""
         try:  # an autopsy opens it all the same
             session = (
                 describe_target("openvino")
@@ -102,8 +102,8 @@ def test_changed_graphs_never_end_the_process(
             )
             session.logits([0, 1])
         except KLLensError as error:
-            said = str(error)
-        assert "\n" not in said
+            message = str(error)
+        assert "\n" not in message
 
 
 @cases(1, 100)

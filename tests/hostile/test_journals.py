@@ -18,7 +18,7 @@ from tests.reporting.sample import make_run
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def healthy_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with measurements, plans, scores and profiles, its journal in one file."""
     folder = tmp_path_factory.mktemp("made") / "run"
     make_run(folder)
@@ -42,12 +42,12 @@ def commands(run: Path) -> list[list[str]]:
 
 @cases(10, 700)
 def test_changed_bytes_are_one_line_or_make_no_difference(
-    made: Path, tmp_path: Path, capsys, cases: int
+    healthy_run: Path, tmp_path: Path, capsys, cases: int
 ) -> None:
     draw = random.Random(cases)
-    healthy = (made / FILE).read_bytes()
+    healthy = (healthy_run / FILE).read_bytes()
     folder = tmp_path / "run"
-    shutil.copytree(made, folder)
+    shutil.copytree(healthy_run, folder)
     for _ in range(cases):
         damaged = bytearray(healthy)
         for _ in range(draw.choice((1, 8, 64))):
@@ -62,12 +62,12 @@ def test_changed_bytes_are_one_line_or_make_no_difference(
 
 @cases(10, 700)
 def test_changed_rows_are_one_line_or_make_no_difference(
-    made: Path, tmp_path: Path, capsys, cases: int
+    healthy_run: Path, tmp_path: Path, capsys, cases: int
 ) -> None:
     draw = random.Random(cases)
     words = ("", "{", "[]", "{}", "null", "5", '"x"', "[[" * 5000, '{"a": NaN}')
     odd = [None, *words, b"\xff\xfe", -1, 2**62, 1e308]
-    with sqlite3.connect(made / FILE) as connection:
+    with sqlite3.connect(healthy_run / FILE) as connection:
         names = connection.execute(
             "SELECT name FROM sqlite_master WHERE type = 'table'"
         ).fetchall()
@@ -77,9 +77,9 @@ def test_changed_rows_are_one_line_or_make_no_difference(
         }
     connection.close()
     folder = tmp_path / "run"
-    shutil.copytree(made, folder)
+    shutil.copytree(healthy_run, folder)
     for _ in range(cases):
-        shutil.copy(made / FILE, folder / FILE)
+        shutil.copy(healthy_run / FILE, folder / FILE)
         table = draw.choice(sorted(columns))
         column = draw.choice(columns[table])[1]
         value = draw.choice(odd)
@@ -101,16 +101,16 @@ def test_a_folder_that_cannot_be_written_is_not_called_another_programs(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "file").write_text("")
-    for place in (
+    for locked in (
         tmp_path / "file",
         tmp_path / "file/below",
         Path("/proc/nowhere"),
         tmp_path / ("x" * 300),
     ):
         with pytest.raises(RunError) as caught:
-            Run.create(place)
+            Run.create(locked)
         assert "not a KL Lens journal" not in str(caught.value)
-        assert str(place) in str(caught.value)
+        assert str(locked) in str(caught.value)
 
 
 WORKS = """
@@ -125,10 +125,10 @@ with Run.open(Path(sys.argv[1])) as run:
 
 
 def test_one_process_works_in_a_run_and_another_is_told_who(
-    made: Path, tmp_path: Path, capsys
+    healthy_run: Path, tmp_path: Path, capsys
 ) -> None:
     folder = tmp_path / "run"
-    shutil.copytree(made, folder)
+    shutil.copytree(healthy_run, folder)
     plan = ["plan", "--run", str(folder), "--max-bpw", "8"]
     worker = subprocess.Popen(
         [sys.executable, "-c", WORKS, str(folder)],

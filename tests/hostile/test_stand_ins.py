@@ -83,11 +83,11 @@ def _loop(path: Path) -> None:
 
 
 def _socket(path: Path) -> None:
-    where = os.getcwd()
+    before = os.getcwd()
     os.chdir(path.parent)  # names of sockets are short
-    with socket.socket(socket.AF_UNIX) as made:
-        made.bind(path.name)
-    os.chdir(where)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(path.name)
+    os.chdir(before)
 
 
 PLACES = {
@@ -264,14 +264,16 @@ def test_texts_that_are_no_files(kind: str, name: str, tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def healthy_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_run(tmp_path_factory.mktemp("made") / "run", stages=("plan",))
 
 
 @pytest.mark.parametrize("name", ["run.sqlite", "plans/small.json"])
 @pytest.mark.parametrize("kind", [*CONTENTS, *PLACES])
-def test_in_a_run(kind: str, name: str, made: Path, tmp_path: Path, capsys) -> None:
-    run = Path(shutil.copytree(made, tmp_path / "run"))
+def test_in_a_run(
+    kind: str, name: str, healthy_run: Path, tmp_path: Path, capsys
+) -> None:
+    run = Path(shutil.copytree(healthy_run, tmp_path / "run"))
     for beside in run.glob("run.sqlite-*"):
         beside.unlink()
     put(run / name, kind)

@@ -37,12 +37,15 @@ def test_same_document_on_both_sides_is_refused_by_name(
     source: TextSource, tokenizer: Tokenizer
 ) -> None:
     """Even where the windows themselves share no token."""
-    both = evaluation_windows(
+    windows = evaluation_windows(
         TextSource("one", None, source.documents[:1]), tokenizer, 64, limit=2
     )
-    begin = both.first(1)
+    begin = windows.first(1)
     end = replace(
-        both, ids=both.ids[1:], starts=both.starts[1:], documents=both.documents[1:]
+        windows,
+        ids=windows.ids[1:],
+        starts=windows.starts[1:],
+        documents=windows.documents[1:],
     )
     with pytest.raises(
         TextError, match="share a document: made-up 1 is made-up 1: use separate texts"

@@ -85,7 +85,7 @@ def test_of_a_long_text_only_the_beginning_is_read(
     write(tmp_path / "a.jsonl", jsonl([{"text": text}] * 1100) + b"no JSON")
     pq.write_table(pa.table({"text": [text] * 1100 + [None]}), tmp_path / "a.parquet")
     opened = open_text(tmp_path / name)
-    assert "".join(each.text for each in opened.documents) == (text * 2)[:1000]
+    assert "".join(document.text for document in opened.documents) == (text * 2)[:1000]
     assert opened.note.endswith("is long: its first 1,000 characters are used")
 
 
