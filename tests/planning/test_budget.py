@@ -198,10 +198,31 @@ def test_no_plan_beats_the_frontier(instance: Instance) -> None:
     plans = list(instance.brute_force())
     points = frontier(build_problem(instance.table))
     for point in points:
-        least = min(p.kl for p in plans if p.bytes <= point.bytes)
-        assert point.kl == pytest.approx(least, rel=1e-9, abs=1e-15)
-    assert points[0].bytes == min(p.bytes for p in plans)
-    assert points[-1].kl == pytest.approx(min(p.kl for p in plans), abs=1e-15)
+        least = min(p.kl for p in plans if p.bytes <= point.file_bytes)
+        assert point.predicted_kl == pytest.approx(least, rel=1e-9, abs=1e-15)
+    assert points[0].file_bytes == min(p.bytes for p in plans)
+    assert points[-1].predicted_kl == pytest.approx(min(p.kl for p in plans), abs=1e-15)
+
+
+@quick
+@given(instances())
+def test_the_interaction_of_a_run_multiplies_every_prediction_and_changes_no_plan(
+    instance: Instance,
+) -> None:
+    plain = build_problem(instance.table)
+    corrected = build_problem(instance.table, interaction=1.25)
+    middle = sum(plain.reach("bytes")) / 2
+    expected = plan_for_budget(plain, max_bytes=middle).plan
+    plan = plan_for_budget(corrected, max_bytes=middle).plan
+    assert plan.predicted_kl == pytest.approx(1.25 * (expected.predicted_kl or 0.0))
+    assert plan.interaction == 1.25
+    assert (plan.bytes or 0) <= middle
+    for point, other in zip(frontier(corrected), frontier(plain), strict=True):
+        assert point.file_bytes == other.file_bytes
+        assert point.predicted_kl == pytest.approx(1.25 * other.predicted_kl)
+    limit = sum(corrected.reach("kl")) / 2
+    smallest = plan_for_budget(corrected, max_kl=limit).plan
+    assert (smallest.predicted_kl or 0.0) <= limit * (1 + 1e-9)
 
 
 def test_everything_counts_and_the_head_can_stay_out() -> None:

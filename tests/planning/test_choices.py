@@ -139,7 +139,7 @@ def test_a_limit_in_bytes_is_the_files() -> None:
         == alone.plan.assignment
     )
     assert (
-        frontier(build_problem(table, fixed_bytes=1000))[0].bytes
+        frontier(build_problem(table, fixed_bytes=1000))[0].file_bytes
         == 1000 + cost_of(PARTS, dict.fromkeys(NAMES, "int4")).bytes
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from kl_lens import planning
 from kl_lens.base.units import human_bytes, human_kl, spell_bytes
 from kl_lens.cli.terminal import Bold, Row, Shown, table
 from kl_lens.model import Anatomy, LoadedModel
-from kl_lens.reporting.names import number, runtime_title
+from kl_lens.reporting.names import number, runtime_title, sum_of_parts
 from kl_lens.run.records import Artifact, Component
 from kl_lens.study.calibrate import CalibrateResult
 from kl_lens.study.export import ExportResult
@@ -277,6 +277,7 @@ def show_merge(result: MergeResult) -> Shown:
 def show_plan(result: PlanResult) -> Shown:
     if result.frontier is not None:
         yield from _frontier(result.table.model, result.frontier)
+        yield from _corrections([result.interaction])
         return
     rows = []
     for plan in result.plans:
@@ -285,7 +286,7 @@ def show_plan(result: PlanResult) -> Shown:
         rows.append(
             {
                 "plan": plan.name,
-                "size": human_bytes(cost.bytes),
+                "size": human_bytes(plan.file_bytes or cost.bytes),
                 "bits/weight": f"{cost.bits_per_weight:.3f}",
                 "predicted KL": ""
                 if plan.predicted_kl is None
@@ -296,6 +297,7 @@ def show_plan(result: PlanResult) -> Shown:
             }
         )
     yield table(f"Plans for {result.table.model}", rows)
+    yield from _corrections(plan.interaction for plan in result.plans)
     count = len(result.plans)
     yield f"{count} plan{'s' if count != 1 else ''}, written to {result.written_to}."
     for handover in result.handovers:
@@ -310,25 +312,42 @@ def _frontier(model: str, frontier: Sequence[planning.FrontierPoint]) -> Shown:
     )
     points = [frontier[index] for index in indices]
     rows = [
-        {"size": human_bytes(point.bytes), "predicted KL": human_kl(point.kl)}
+        {
+            "size": human_bytes(point.file_bytes),
+            "predicted KL": human_kl(point.predicted_kl),
+        }
         for point in points
     ]
     yield table(f"Pareto frontier of {model}: {len(frontier):,} plans", rows)
     yield f"{len(rows)} of them shown; --json gives all. For any size between: --max-bytes SIZE."
 
 
+def _corrections(factors: Iterable[float]) -> Shown:
+    for factor in sorted({*factors} - {1.0}):
+        yield f"Predicted KL is {sum_of_parts(factor)}."
+
+
 def json_plan(result: PlanResult) -> Any:
     if result.frontier is not None:
-        return [
-            {"bytes": point.bytes, "predicted_kl": point.kl} for point in result.frontier
-        ]
+        return [asdict(point) for point in result.frontier]
+    components = result.table.components
+    plans = [
+        plan.to_json()
+        | {
+            "file_bytes": plan.file_bytes,
+            "bits_per_weight": planning.cost_of(
+                components, plan.assignment
+            ).bits_per_weight,
+        }
+        for plan in result.plans
+    ]
     if result.handovers:
         recipes = [
             {"files": handover.files, "use": handover.use}
             for handover in result.handovers
         ]
-        return {"plans": result.plans, "recipes": recipes}
-    return result.plans
+        return {"plans": plans, "recipes": recipes}
+    return plans
 
 
 # -- export --------------------------------------------------------------------------------------------------

@@ -34,8 +34,8 @@ class BudgetSolution:
 
 @dataclass(frozen=True)
 class FrontierPoint:
-    bytes: int
-    kl: float
+    file_bytes: int  # of the weights without a target
+    predicted_kl: float
 
 
 def frontier(problem: Problem) -> tuple[FrontierPoint, ...]:
@@ -132,13 +132,17 @@ def _optimal_plan(
     assert totals.bytes == plan.bytes + fixed + beside, (
         "the plan's bytes must be those that the solver added up"
     )
-    losses = [plan.predicted_kl or 0.0, *(choice.kl for choice in caches.values())]
+    predicted = plan.predicted_kl
+    if predicted is not None:
+        cached = (choice.kl for choice in caches.values())
+        predicted = math.fsum((problem.interaction * predicted, *cached))
     return replace(
         plan,
         fixed_bytes=fixed,
         caches={kind: str(choice.recipe) for kind, choice in caches.items()},
         held_bytes=beside,
-        predicted_kl=math.fsum(losses) if caches else plan.predicted_kl,
+        predicted_kl=predicted,
+        interaction=problem.interaction,
     )
 
 

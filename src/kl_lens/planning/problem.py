@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from kl_lens.base.errors import FormatError, PlanError
 from kl_lens.planning.predict import (
+    PREDICTED_METRIC,
     Predictor,
     component_bytes,
     fp16_bytes,
@@ -89,6 +90,7 @@ class Problem:
     # The last of the groups: keys and values, in memory and not in the file.
     caches: tuple[Group, ...] = ()
     held_bytes: int = 0  # the part of the fixed bytes that is not in the file
+    interaction: float = 1.0  # every KL here is multiplied by it
 
     def chosen(self, selection: Sequence[int]) -> list[tuple[Group, Choice]]:
         pairs = zip(self.groups, selection, strict=True)
@@ -142,6 +144,7 @@ def build_problem(
     target: Target | None = None,
     fixed_bytes: int = 0,
     held: Held | None = None,
+    interaction: float = 1.0,
 ) -> Problem:
     """Builds the problem for `plan`, its frontier and the report's slider.
 
@@ -156,6 +159,7 @@ def build_problem(
         fixed_bytes: bytes of the target's file besides the weights (header, tokenizer, float32 vectors); sizes and
             limits in bytes are then those of the file.
         held: what is in memory beside the file; sizes and limits in bytes are then those of memory.
+        interaction: how many times more than the sum of their parts whole plans lost; other metrics add up.
     """
     predictor = Predictor(table, metric)
     require_sane(table, predictor.metric)
@@ -168,12 +172,16 @@ def build_problem(
     for members in clusters:
         choices = _choices(members, menu, predictor, speed, target)
         groups.append(Group(tuple(c.name for c in members), choices))
+    caches = held.caches if held else ()
+    factor = interaction if predictor.metric == PREDICTED_METRIC else 1.0
+    if factor != 1.0:
+        groups = [_multiplied(group, factor) for group in groups]
+        caches = tuple(_multiplied(group, factor) for group in caches)
     seconds = 0.0
     if speed is not None:  # weights that are never quantized are in its constant
         heads = [c for c in fixed if c.quantizable]
         seconds = sum(speed.of(c.name, FP16, fp16_bytes(c)) for c in heads)
         seconds += speed.constant
-    caches = held.caches if held else ()
     beside = held.fixed if held else 0
     size = fixed_bytes + beside + sum(map(fp16_bytes, fixed))
     return Problem(
@@ -188,7 +196,13 @@ def build_problem(
         keep_fused,
         caches,
         beside,
+        factor,
     )
+
+
+def _multiplied(group: Group, factor: float) -> Group:
+    choices = [replace(choice, kl=factor * choice.kl) for choice in group.choices]
+    return Group(group.members, tuple(choices))
 
 
 def _menu(table: SensitivityTable, recipes: Sequence[str] | None) -> list[Recipe]:

@@ -91,7 +91,6 @@ class Space:
     target: str | None
     table: SensitivityTable
     problem: planning.Problem
-    factor: float  # by which whole plans were seen to lose more than their parts
     noise: float | None  # KL of the original against itself
     speed: planning.SpeedModel | None = None  # where the problem's seconds are from
 
@@ -120,9 +119,7 @@ class Space:
             totals = self.problem.totals(selection)
             stored = self.problem.assignment(selection)
             seconds = totals.seconds if self.speed else None
-            positions.append(
-                Position(totals.bytes, self.factor * totals.kl, stored, seconds)
-            )
+            positions.append(Position(totals.bytes, totals.kl, stored, seconds))
         return positions
 
 
@@ -256,6 +253,13 @@ class RunView:
         )
         return written or plan.file_bytes or 0
 
+    def predicted_kl(self, plan: Plan) -> float | None:
+        """With what the run knows now of how much more whole plans lose than their parts."""
+        space = self.spaces.get(plan.target)
+        if plan.predicted_kl is None or space is None:
+            return plan.predicted_kl
+        return plan.predicted_kl * space.problem.interaction / plan.interaction
+
     def measured_kl(self, plan: Plan, target: str | None) -> tuple[Estimate | None, str]:
         """Of the target's file where it was evaluated, else of the plan in PyTorch; and on which text."""
         score = (
@@ -365,31 +369,28 @@ def read_spaces(
     missing = []
     for target in targets:
         try:
-            spaces[target] = _space(run, target, plans)
+            spaces[target] = _space(run, target)
         except KLLensError as error:
             title = runtime_title(target) if target else "weights alone"
             missing.append(f"No slider for {title}: {error}.")
     return spaces, tuple(missing)
 
 
-def _space(run: Run, name: str | None, plans: Sequence[Plan]) -> Space:
+def _space(run: Run, name: str | None) -> Space:
     table = run.table(target=name, predicted=True)
     target = get_target(name) if name else None
-    candidates = [p for p in plans if p.target == name and p.family != "stock"]
-    chosen = next(
-        (plan for plan in candidates if plan.name == run.recommended(name)),
-        candidates[0] if candidates else None,
-    )
     speed = None
     with suppress(PlanError):  # nothing was timed
         speed = planning.speed_model(run, table, target) if target else None
     fixed_bytes = planning.stored_fixed_bytes(run, target)
     problem = planning.build_problem(
-        table, speed=speed, target=target, fixed_bytes=fixed_bytes
+        table,
+        speed=speed,
+        target=target,
+        fixed_bytes=fixed_bytes,
+        interaction=run.interaction(name),
     )
     noise = (run.load("noise", run.measured_role(name)) or {}).get(
         "kl_teacher_to_student"
     )
-    return Space(
-        name, table, problem, chosen.interaction if chosen else 1.0, noise, speed
-    )
+    return Space(name, table, problem, noise, speed)

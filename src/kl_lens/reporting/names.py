@@ -124,6 +124,15 @@ def percent(share: float, decimals: int = 0) -> str:
     return f"{100 * share:.{decimals}f} %"
 
 
+def sum_of_parts(interaction: float) -> str:
+    """What a predicted KL is: the sum of its parts, times the interaction of the run."""
+    parts = "the sum of what each component loses alone"
+    if interaction == 1.0:
+        return parts
+    share = f"{percent(abs(interaction - 1))} {'more' if interaction > 1 else 'less'}"
+    return f"{parts}, multiplied by {interaction:.3g} because whole plans measured in this run lost {share}"
+
+
 def count(number_: int, noun: str) -> str:
     return f"{number_} {noun}" if number_ == 1 else f"{number_} {noun}s"
 

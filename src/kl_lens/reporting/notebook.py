@@ -37,8 +37,12 @@ class PlottedFrontier(tuple[FrontierPoint, ...]):
 
     def plot(self) -> Chart:
         """Size against predicted KL."""
-        divisor, unit = unit_of(float(self[-1].bytes))
-        points = [(point.bytes / divisor, point.kl) for point in self if point.kl > 0]
+        divisor, unit = unit_of(float(self[-1].file_bytes))
+        points = [
+            (point.file_bytes / divisor, point.predicted_kl)
+            for point in self
+            if point.predicted_kl > 0
+        ]
         x = axis(f"size, {unit}", [point[0] for point in points], log=False)
         y = axis("predicted KL, nats", [point[1] for point in points], log=True)
         return scatter(x, y, [], [Line(points, "s0")])

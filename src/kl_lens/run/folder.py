@@ -44,6 +44,7 @@ STATES = "states"
 COMPONENTS = "components"
 TUNING = "tuning"  # kind of record: a text that a plan was tuned on
 SCREENED = "screened"  # kind of records: what a staged search measured, for which limit, and what it predicts
+INTERACTION = "interaction"  # kind of record: target → by what predictions are multiplied
 KERNELS = "kernels"  # kind of record: why transformers' own code computed, where our kernels should have
 WEIGHTS = "weights"  # measurements without a target's activations
 ALL_PLANS = "all"
@@ -571,6 +572,10 @@ class Run:
         inside = self.folder / "artifacts" / name
         record = self.load("artifact", name)
         return inside if record is None or inside.is_dir() else Path(record["folder"])
+
+    def interaction(self, target: str | None) -> float:
+        """How many times more than the sum of their parts whole plans for a target lost; 1 until any was measured."""
+        return float((target and self.load(INTERACTION, target)) or 1.0)
 
     def recommended(self, target: str | None) -> str:
         """Name of the plan that the last `kl-lens run` recommends for a target."""

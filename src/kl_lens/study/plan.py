@@ -19,7 +19,7 @@ from kl_lens.measuring.statistics import StoredStatistics
 from kl_lens.measuring.tuning import TuningRates, tuned
 from kl_lens.paper.points import PIPELINES, PUBLISHED_METRIC, greedy_plan, paper_points
 from kl_lens.planning.handover import TOOLS, Handover, write_recipe
-from kl_lens.run.folder import RECIPES, TUNING, Run
+from kl_lens.run.folder import INTERACTION, RECIPES, TUNING, Run
 from kl_lens.run.records import Plan, SensitivityTable, require_own_plan_name
 from kl_lens.run.subjects import plan_digest
 from kl_lens.study import settings as of
@@ -210,6 +210,7 @@ class PlanResult:
     plans: list[Plan] = field(default_factory=list)
     written_to: Path | None = None
     frontier: tuple[planning.FrontierPoint, ...] | None = None
+    interaction: float = 1.0  # of the frontier
     handovers: Sequence[Handover] = ()  # of --write-recipe
 
 
@@ -238,7 +239,8 @@ def plan(settings: PlanSettings, session: Session) -> PlanResult:
                 "fixed_bytes": planner.fixed_bytes,
             }
             problem = _problem(planner, table, settings.choosing, **how)
-            return PlanResult(table, frontier=planning.frontier(problem))
+            frontier = planning.frontier(problem)
+            return PlanResult(table, frontier=frontier, interaction=problem.interaction)
         run.note_command(["kl-lens", *of.command_of(settings)])
         return finished(
             planner,
@@ -273,6 +275,7 @@ def finished(
                 f"{plan.name}: the KL of {len(predicted)} of {len(plan.assignment)} components was predicted, not "
                 "measured; kl-lens measure with this limit measures them"
             )
+    plans = [planner.corrected(plan) for plan in plans]
     if tune:
         plans = [with_tuning(plan, tune, planner) for plan in plans]
     if rivals and not plans and not verify:
@@ -280,7 +283,10 @@ def finished(
     elif rivals:
         plans = planner.beside_rivals(table, plans, everything=rivals == ALL)
     elif verify:
-        factor = planner.interaction(table, plans) if planner.target else 1.0
+        factor = 1.0
+        if planner.target:
+            factor = planner.interaction(table, plans)
+            run.store(INTERACTION, planner.target.name, factor)
         plans = [planner.verified(plan, table, factor) for plan in plans]
     if planner.target:
         planning.store_fixed_bytes(run, planner.target, planner.fixed_bytes)
@@ -403,7 +409,7 @@ def plan_within(
     _require_storable(planner, table, choosing)
     if loss := limits.loss:  # on both halves of the held-out text
         found = planning.plan_for_loss(
-            _problem(planner, table, choosing),
+            _problem(planner, table, choosing, interaction=1.0),
             lambda plan: planner.lost(plan, loss),
             max_loss=nats_allowed(loss),
             name=choosing.name,
@@ -442,8 +448,10 @@ def plan_within(
         stock = [recipe.assignment for recipe in target.stock_recipes(planner.model)]
         problem = _problem(planner, table, choosing, metric=metric, keep_fused=False)
         rivals = [
-            planning.finished_plan(
-                table, "stock", assignment, OUR_STOCK, predictor=problem.predictor
+            planner.corrected(
+                planning.finished_plan(
+                    table, "stock", assignment, OUR_STOCK, predictor=problem.predictor
+                )
             )
             for assignment in planning.stock_with_our_methods(problem, stock)
         ]
@@ -493,14 +501,16 @@ def _held(planner: TargetPlanner, plan: Plan) -> str:
 def _problem(
     planner: TargetPlanner, table: SensitivityTable, choosing: Choosing, **how: Any
 ) -> planning.Problem:
+    target = planner.target
     recipes = choosing.formats or None
+    interaction = planner.run.interaction(None if target is None else target.name)
     return planning.build_problem(
         table,
         held=planner.held,
-        target=planner.target,
+        target=target,
         recipes=recipes,
         no_head=choosing.no_head,
-        **how,
+        **{"interaction": interaction} | how,
     )
 
 

@@ -16,7 +16,7 @@ from kl_lens.measuring.perturbation import find_candidates
 from kl_lens.model import LoadedModel
 from kl_lens.model.carried import carried_by
 from kl_lens.planning.predict import spell_estimate
-from kl_lens.run.folder import SCREENED, Run
+from kl_lens.run.folder import INTERACTION, SCREENED, Run
 from kl_lens.run.records import (
     PREDICTED,
     Estimate,
@@ -290,6 +290,8 @@ class TargetPlanner:
         last plan. `everything`: all stock recipes, not only the usual ones."""
         rivals = self.rivals(table, plans[-1] if plans else None, everything=everything)
         factor = self.interaction(table, plans) * self.other_text(rivals)
+        if self.target is not None:
+            self.run.store(INTERACTION, self.target.name, factor)
         measured = [self.verified(plan, table, factor) for plan in (*plans, *rivals)]
         if not plans:
             return measured
@@ -321,6 +323,14 @@ class TargetPlanner:
                 self.sized(taken),
             ]
         return [*measured[: len(plans) - 1], *stock, *recommended]
+
+    def corrected(self, plan: Plan) -> Plan:
+        """With the interaction of the run in its prediction."""
+        target = None if self.target is None else self.target.name
+        factor = self.run.interaction(target)
+        if plan.predicted_kl is None or plan.interaction != 1.0:
+            return plan
+        return replace(plan, predicted_kl=factor * plan.predicted_kl, interaction=factor)
 
     def rivals(
         self, table: SensitivityTable, ours: Plan | None, *, everything: bool

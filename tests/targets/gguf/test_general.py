@@ -103,7 +103,7 @@ def test_names_by_the_convention(tmp_path: Path) -> None:
     for plan, encoding in (
         (Plan("uniform_q8_0", {embedding: "q8_0"}, "test"), "Q8_0"),
         (Plan("stock.q4_k_m", {embedding: "q6_k"}, "test", family="stock"), "Q4_K_M"),
-        (Plan("best", mixed, "test"), "KL-9.2bpw"),
+        (Plan("best", mixed, "test"), "KL-8.9bpw"),
     ):
         artifact = export(model, plan, "gguf", tmp_path)
         assert artifact.files == (f"Mamba2-451K-{encoding}.gguf",)

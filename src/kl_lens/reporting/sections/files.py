@@ -26,6 +26,7 @@ from kl_lens.reporting.names import (
     short_title,
     size,
     subject_title,
+    sum_of_parts,
     with_error,
 )
 from kl_lens.run.records import ARTIFACT, ORIGINAL, Profile, Score, Subject
@@ -120,7 +121,7 @@ def _score_row(view: RunView, subject: Subject, scores: Sequence[Score]) -> list
         subject_title(subject),
         Cell(size(bytes_), bytes_),
         "0" if subject.what == ORIGINAL else with_error(values.get("kl_mean")),
-        number(plan.predicted_kl if plan else None),
+        number(view.predicted_kl(plan) if plan else None),
         *(
             f"{values[name].value:.2f}" if name in values else "–"
             for name in ("token_perplexity", "word_perplexity")
@@ -158,13 +159,13 @@ def _plans(view: RunView, stars: frozenset[str]) -> Html:
     for p in view.plans:
         cost = view.cost(p)
         measured = p.measured
-        bytes_ = view.bytes_of(p)
+        bytes_ = view.bytes_of(p, p.target)
         rows.append(
             [
                 p.name,
                 Cell(size(bytes_), bytes_),
                 with_error(measured.kl if measured else None),
-                number(p.predicted_kl),
+                number(view.predicted_kl(p)),
                 fixed_with_error(measured.perplexity if measured else None),
                 FAMILIES[p.family],
                 Cell(percent(bytes_ / view.fp16_of(p.target), 1), bytes_),
@@ -180,16 +181,11 @@ def _plans(view: RunView, stars: frozenset[str]) -> Html:
 def _protocol(view: RunView) -> str:
     texts = list(dict.fromkeys(p.measured.place for p in view.plans if p.measured))
     words = "KL in nats, ± one standard error; of perplexities, that of the difference from the original. "
-    words += "Predicted KL: the sum of what each component loses alone"
-    factor = next(
-        (space.factor for space in view.spaces.values() if space.factor != 1), None
-    )
-    words += (
-        "."
-        if factor is None
-        else f", times {factor:.3f}: other plans were seen to lose that much more."
-    )
-    held_out = f" Held-out {view.unit.text}: {'; '.join(texts)}, plans in PyTorch that rounds as the runtime does."
+    words += "Bits per weight: of the weights, without the rest of the file. "
+    for space in view.spaces.values():
+        of = f" ({space.title})" if len(view.spaces) > 1 else ""
+        words += f"Predicted KL{of}: {sum_of_parts(space.problem.interaction)}. "
+    held_out = f"Held-out {view.unit.text}: {'; '.join(texts)}, plans in PyTorch that rounds as the runtime does."
     return words + (held_out if texts else "")
 
 

@@ -313,8 +313,12 @@ def file_name(metadata: Any, plan: Plan, jobs: Sequence[TensorJob]) -> str:
     elif len(formats) == 1 and len(set(plan.assignment.values())) == 1:
         encoding = formats.pop().upper()
     else:
-        bits = (
-            8 * sum(job.bytes for job in jobs) / sum(math.prod(job.shape) for job in jobs)
-        )
+        # As in plans: what is not quantizable counts as FP16, though the file has it in float32.
+        weights = [math.prod(job.shape) for job in jobs]
+        stored = [
+            2 * count if job.recipe is None else job.bytes
+            for job, count in zip(jobs, weights, strict=True)
+        ]
+        bits = 8 * sum(stored) / sum(weights)
         encoding = f"KL-{bits:.1f}bpw"
     return f"{tag_of(stem)}-{encoding}.gguf"
