@@ -43,6 +43,9 @@ MANY = (
         ("a.txt", b"\xef\xbb\xbfOne.", ["One."]),
         ("a.jsonl", b'\xef\xbb\xbf{"text": "One."}', ["One."]),
         ("a.jsonl", MANY, ROWS),
+        ("a.json", jsonl([{"text": text} for text in ROWS]), ROWS),
+        ("a.json", json.dumps([{"text": text} for text in ROWS]).encode(), ROWS),
+        ("a.json", b'{"text": "One."}', ["One."]),
     ],
 )
 def test_files_that_can_be_read(
@@ -64,6 +67,7 @@ def test_folder_gives_all_its_text_files_in_order_of_their_paths(tmp_path: Path)
     write(tmp_path / "b.txt", b"from b")
     write(tmp_path / "a" / "rows.jsonl", jsonl([{"text": "from a"}]))
     write(tmp_path / "picture.png", b"\x89PNG")
+    write(tmp_path / "about.json", b'{"rows": 2}')
     write(tmp_path / ".cache" / "c.txt", b"hidden")
     assert texts(f"{tmp_path}/") == ["from a", "from b"]
 
@@ -111,14 +115,30 @@ BAD_FILES = {
     "no text": (
         "a.jsonl",
         b'{"text": "a"}\n{"body": "b", "id": 1}',
-        "line 2: no field `text`.*body, id",
+        "line 2: no text and no chat .found: body, id.: expected `text`",
     ),
     "text is a number": (
         "a.jsonl",
         b'{"text": 7}\n',
-        "line 1: no field `text` with a string",
+        "line 1: no text and no chat .found: text.",
     ),
-    "row is a list": ("a.jsonl", b'["text"]\n', "line 1: no field `text`.*list"),
+    "row is a list": (
+        "a.jsonl",
+        b'["text"]\n',
+        "line 1: no text and no chat .found: list.",
+    ),
+    "broken array": ("a.json", b'[{"text": "a"},', "line 1: not valid JSON"),
+    "latin-1 array": ("a.json", b'["\xe9"]', "a.json: not UTF-8 .byte 0xe9 at offset 2"),
+    "message without a role": (
+        "a.jsonl",
+        b'{"messages": [{"role": "user", "content": "a"}, {"content": "b"}]}',
+        "line 1, `messages`, message 2: no role with a content",
+    ),
+    "no list of messages": (
+        "a.jsonl",
+        b'{"prompt": 1, "completion": "b"}',
+        "line 1, `prompt`, message 1: no role",
+    ),
     "half a surrogate": (
         "a.jsonl",
         b'{"text": "ab\\ud800"}',
@@ -126,7 +146,11 @@ BAD_FILES = {
     ),
     "no parquet at all": ("a.parquet", b"plain text", "not a readable Parquet file"),
     "empty parquet": ("a.parquet", b"", "empty"),
-    "unknown suffix": ("a.docx", b"x", "a.docx: not a text file.*.txt, .jsonl, .parquet"),
+    "unknown suffix": (
+        "a.docx",
+        b"x",
+        "a.docx: not a text file.*.txt, .json, .jsonl, .parquet",
+    ),
 }
 
 
@@ -142,10 +166,12 @@ def test_bad_file_is_refused_in_one_line(case: str, tmp_path: Path) -> None:
 def test_bad_parquet_columns_and_rows_are_named(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"id": [1], "body": ["x"]}), path)
-    with pytest.raises(TextError, match=r"no column `text`: its columns are id, body"):
+    with pytest.raises(
+        TextError, match=r"a.parquet: no text and no chat .found: id, body"
+    ):
         open_text(path)
     pq.write_table(pa.table({"text": ["x", None]}), path)
-    with pytest.raises(TextError, match=r"a.parquet, row 2: column `text` holds None"):
+    with pytest.raises(TextError, match=r"a.parquet, row 2: no text and no chat"):
         open_text(path)
 
 

@@ -472,7 +472,7 @@ class Calibration:
 
     text: str = calibration_text(
         "wikitext2:train",
-        "name:split, or a .txt, .jsonl or .parquet file, or a folder of them",
+        "name:split, or a .txt, .json, .jsonl or .parquet file of texts or chats, or a folder of them",
     )
     windows: Count | None = calibration_text(64, "number of windows")
     window_length: Tokens | None = calibration_text(

@@ -1,11 +1,11 @@
 """Text by name, as the command line gives it, and the documents in it.
 
     wikitext2, wikitext2:test     the shipped copy
-    notes.txt, rows.jsonl, texts/ the user's own files and folders
+    notes.txt, rows.jsonl, texts/ the user's own files and folders; rows may be chats
 
 The known name wins over a file of the same name; write `./wikitext2` for the file.
 
-A document is the unit that calibration and evaluation must never share: a Wikipedia article, a row of a JSONL or
+A document is the unit that calibration and evaluation must never share: a Wikipedia article, a row of a JSON, JSONL or
 Parquet file, a whole text file. It is known by the hash of its text, so that a copied file is the same document.
 """
 
@@ -22,12 +22,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from kl_lens.base.errors import TextError, one_line
 from kl_lens.base.files import LFS_POINTER, damage, reference_path
+from kl_lens.text.chats import Chat, content_of, templated, with_role_names
 
 PARAGRAPH_BREAK = "\n\n"
 # Of a longer text only the beginning is read, on every machine the same: windows are drawn from the tokens of the whole
@@ -39,11 +41,14 @@ MOST_CHARACTERS = 16_000_000
 class Document:
     name: str  # where it comes from, for messages: "wikitext2:test, article 3 (Du Fu)", "notes.jsonl, line 7"
     text: str
+    chat: Chat = ()  # what `text` was made from
 
     @cached_property
     def sha256(self) -> str:
-        """Hash of the stripped text: a trailing newline makes no new document."""
-        return hashlib.sha256(self.text.strip().encode()).hexdigest()
+        """Hash of the stripped text: a trailing newline makes no new document. Of a chat with role names, so that one
+        chat is the same document with every template."""
+        text = with_role_names(self.chat) if self.chat else self.text
+        return hashlib.sha256(text.strip().encode()).hexdigest()
 
 
 def label_of(source: str, split: str | None) -> str:
@@ -59,6 +64,7 @@ class TextSource:
     split: str | None
     documents: tuple[Document, ...]
     whole: bool = True  # False: only the first MOST_CHARACTERS were read
+    warning: str = ""
 
     @property
     def label(self) -> str:
@@ -68,8 +74,23 @@ class TextSource:
     def note(self) -> str:
         """What the user should know."""
         if self.whole:
-            return ""
+            return self.warning
         return f"{self.label} is long: its first {MOST_CHARACTERS:,} characters are used"
+
+    def for_model(self, tokenizer: Any) -> TextSource:
+        """With chats as the model's template writes them."""
+        if not any(document.chat for document in self.documents):
+            return self
+        documents = [
+            replace(document, text=templated(document.chat, tokenizer, document.name))
+            if document.chat
+            else document
+            for document in self.documents
+        ]
+        warning = ""
+        if not getattr(tokenizer, "chat_template", None):
+            warning = f"{self.label} has chats and the model no chat template: role names stand before what is said"
+        return replace(self, documents=tuple(documents), warning=warning)
 
     @cached_property
     def sha256(self) -> str:
@@ -89,9 +110,11 @@ class TextSource:
         return "".join(self.pieces())
 
 
-def documents_of(texts: Iterable[tuple[str, str]]) -> Iterator[Document]:
-    """Documents from (name, text), without blank ones; raises TextError for what is not valid Unicode."""
-    for name, text in texts:
+def documents_of(contents: Iterable[tuple[str, str | Chat]]) -> Iterator[Document]:
+    """Documents from names and texts or chats, without blank ones; raises TextError for what is not valid Unicode."""
+    for name, content in contents:
+        chat = () if isinstance(content, str) else content
+        text = content if isinstance(content, str) else with_role_names(content)
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -99,7 +122,7 @@ def documents_of(texts: Iterable[tuple[str, str]]) -> Iterator[Document]:
             location = f"{name}: half a surrogate pair at character {error.start}"
             raise TextError(f"{location}: expected valid Unicode text") from None
         if text.strip():
-            yield Document(name, text)
+            yield Document(name, text, chat)
 
 
 def open_text(
@@ -137,19 +160,20 @@ def open_text(
 
 # -- the user's files ----------------------------------------------------------------------------------------
 
-# A .txt file is one document. In .jsonl and .parquet every row is one, with its text in this field. Blank rows are
-# skipped; rows without the field are an error, because they usually mean the wrong file.
-TEXT_FIELD = "text"
-Texts = Iterator[tuple[str, str]]  # where it is, and the text
+# A .txt file is one document. In .json, .jsonl and .parquet every row is one: a text or a chat. Blank rows are skipped;
+# rows with neither are an error, because they usually mean the wrong file.
+Texts = Iterator[tuple[str, str | Chat]]  # where it is, and what is there
+_FIELDS = ("text", "messages", "conversations", "prompt", "completion")
 
 
 def read_path(path: Path) -> Iterator[Document]:
-    """The documents of a file, or of every text file in a folder and its subfolders, sorted by path."""
+    """The documents of a file, or of every text file in a folder and its subfolders, sorted by path (without .json,
+    which is often about a folder)."""
     if path.is_dir():
         within = {
             p: p.relative_to(path).parts
             for p in sorted(path.rglob("*"))
-            if p.is_file() and _reader(p)
+            if p.is_file() and _reader(p) and p.suffix.lower() != ".json"
         }
         paths = [
             p
@@ -218,20 +242,29 @@ def _read_jsonl(path: Path) -> Texts:
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
-                expected = f'one object per line, {{"{TEXT_FIELD}": …}}'
+                expected = 'one object per line, such as {"text": …}'
                 raise TextError(
                     f"{location}: not valid JSON ({error}): expected {expected}"
                 ) from None
-            if not isinstance(row, dict) or not isinstance(row.get(TEXT_FIELD), str):
-                fields = (
-                    f"fields {', '.join(row) or 'none'}"
-                    if isinstance(row, dict)
-                    else type(row).__name__
-                )
-                raise TextError(
-                    f"{location}: no field `{TEXT_FIELD}` with a string in it (found: {fields})"
-                )
-            yield location, row[TEXT_FIELD]
+            yield location, content_of(row, location)
+
+
+def _read_json(path: Path) -> Texts:
+    """An array of rows, one row, or rows line by line."""
+    with path.open("rb") as file:
+        raw = file.read(4 * MOST_CHARACTERS + 1)
+    if len(raw) > 4 * MOST_CHARACTERS:
+        raise TextError(f"{path}: too large for .json: write a row per line, as .jsonl")
+    try:
+        rows = json.loads(raw.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise _not_utf8(error, str(path), 0) from None
+    except (ValueError, RecursionError):
+        yield from _read_jsonl(path)
+        return
+    for number, row in enumerate(rows if isinstance(rows, list) else [rows], start=1):
+        location = f"{path}, row {number}"
+        yield location, content_of(row, location)
 
 
 def _read_parquet(path: Path) -> Texts:
@@ -239,23 +272,17 @@ def _read_parquet(path: Path) -> Texts:
     try:
         file = pq.ParquetFile(path)
         columns = file.schema_arrow.names
-        if TEXT_FIELD not in columns:
-            available = ", ".join(columns) or "none"
-            raise TextError(
-                f"{path}: no column `{TEXT_FIELD}`: its columns are {available}"
-            )
-        for batch in file.iter_batches(1024, columns=[TEXT_FIELD]):
-            for value in batch.column(0).to_pylist():
+        readable = [name for name in _FIELDS if name in columns]
+        if not readable:
+            content_of(dict.fromkeys(columns), str(path))
+        for batch in file.iter_batches(1024, columns=readable):
+            for row in batch.to_pylist():
                 number += 1
                 location = f"{path}, row {number}"
-                if not isinstance(value, str):
-                    raise TextError(
-                        f"{location}: column `{TEXT_FIELD}` holds {value!r:.40}: expected a string"
-                    )
-                yield location, value
+                yield location, content_of(row, location)
     except UnicodeDecodeError as error:
         raise TextError(
-            f"{path}: column `{TEXT_FIELD}` is not UTF-8 (byte {error.start} of a row)"
+            f"{path}: a column of text is not UTF-8 (byte {error.start} of a row)"
         ) from None
     except (pa.ArrowException, OSError) as error:
         raise TextError(
@@ -274,6 +301,7 @@ def _not_utf8(error: UnicodeDecodeError, location: str, before: int) -> TextErro
 # In the order they are tried and listed in messages.
 _READERS = {
     ".txt": _read_txt,
+    ".json": _read_json,
     ".jsonl": _read_jsonl,
     ".parquet": _read_parquet,
 }

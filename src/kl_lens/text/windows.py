@@ -403,6 +403,7 @@ def _stream(
             raise TextError(
                 f"{source.label}: {name} {size} is too small: expected at least {least}"
             )
+    source = source.for_model(tokenizer)
     stream = token_stream(source, tokenizer, enough)
     if len(stream.ids) < sizes["length"]:
         raise TextError(
