@@ -1,4 +1,4 @@
-"""Which metric predicts damage: `kl-lens measure` and `kl-lens paper rank` on several models.
+"""Which metric predicts damage: `kl-lens measure` and `kl-lens paper` on several models.
 
     python benchmarks/correlations.py [--models reference:mamba,stressed:reference:mamba,FOLDER,…]
                                       [--texts novels.txt] [--write docs/results/correlations.csv]
@@ -12,7 +12,7 @@ from __future__ import annotations
 import tempfile
 
 from common import ALL, machine, models, opened, shown
-from kl_lens.paper.ranking import Correlation, Ranking
+from kl_lens.judging.ranking import Correlation, Ranking
 from kl_lens.study.study import Study
 from result_files import Row, options, write
 

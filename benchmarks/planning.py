@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from common import ALL, machine, opened
 from kl_lens import planning
 from kl_lens.measuring.joint import PlanMeter
-from kl_lens.paper.points import paper_points
+from kl_lens.planning.points import paper_points
 from kl_lens.run.records import SensitivityTable
 from kl_lens.study.study import Study
 from kl_lens.text.windows import evaluation_windows

@@ -14,4 +14,4 @@ kl-lens run "$model" --run runs/private --targets gguf \
   --text "$text" --held-out "$held_out" --evaluation-text "$test" --without benchmark "$@"
 
 # Does the choice of text matter? The same ranking, calibrated on public text.
-kl-lens paper rank --run runs/private --evaluation-text "$test" --evaluation-windows 2 --other-text wikitext2:train
+kl-lens paper --run runs/private --evaluation-text "$test" --evaluation-windows 2 --other-text wikitext2:train

@@ -188,7 +188,6 @@ def test_text_used_for_calibration_is_refused_for_evaluation(
         main(
             [
                 "paper",
-                "rank",
                 "--run",
                 str(tmp_path / "run"),
                 "--evaluation-text",

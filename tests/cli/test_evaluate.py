@@ -95,16 +95,6 @@ def test_a_whole_run_in_one_command(run_folder: Path, held_out: str, capsys) -> 
         by_name["original"]["protocol"].items()
         >= {"window": 48, "stride": 48, "limit": 4}.items()
     )
-    published = json.loads(next(run_folder.glob("perplexity_results_*.json")).read_text())
-    assert list(published) == ["tiny-mamba"]
-    assert set(published["tiny-mamba"]) == {
-        "original",
-        "large",
-        "small",
-        "openvino/small (exact)",
-    }
-    value = by_name["torch/large"]["values"]["token_perplexity"]["value"]
-    assert published["tiny-mamba"]["large"] == pytest.approx(value)
 
     assert (
         main(["evaluate", *command, "--exact", *SHORT]) == 0

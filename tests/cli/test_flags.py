@@ -16,8 +16,8 @@ COMMANDS = [
     "inspect",
     "inspect some/model --dtype bfloat16",
     "measure some/model --text notes.txt --windows 8 --formats int4,q4_k --memory-budget 1.5GB",
-    "measure --target gguf --exhaustive --legacy-json out.json",
-    "paper rank --run runs/x --other-text a.txt,b.txt",
+    "measure --target gguf --exhaustive",
+    "paper --run runs/x --other-text a.txt,b.txt",
     "plan --paper gpu --metric sqnr --uniform fp16,int8 --max-drop 3% --min-speed 30.5",
     "export --target gguf --plan a,b --without-tokenizer",
     "export some/model --target openvino --format int8 --static-tokens 8",
@@ -29,7 +29,6 @@ COMMANDS = [
     "autopsy a.gguf --against some/model --windows 4",
     "report --out a.html",
     "publish runs/x gguf --to org/name --base-model org/original --private --dry-run",
-    "paper import --model m --int4 a.json --int8 b.json",
     "run some/model --max-bytes 1.234567MB --targets gguf --without rank,report",
 ]
 

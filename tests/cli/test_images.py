@@ -38,7 +38,7 @@ def test_from_images_to_a_proven_file(
     assert "(32 images each)" in out
     for words in (
         "plan --uniform int8,fp16 --verify --held-out-windows 2",
-        "paper rank --evaluation-windows 2",
+        "paper --evaluation-windows 2",
         "export --target openvino --plan uniform_int8",
     ):
         assert main([*words.split(), "--run", str(run)]) == 0, words

@@ -1,4 +1,4 @@
-"""`kl-lens measure` and `rank` as a user runs them."""
+"""`kl-lens measure` as a user runs it."""
 
 import json
 
@@ -7,9 +7,7 @@ import pytest
 from kl_lens.cli.main import main
 
 
-def test_measure_prints_a_table_or_json_and_writes_the_papers_files(
-    measure_arguments, tmp_path, capsys
-) -> None:
+def test_measure_prints_a_table_or_json(measure_arguments, capsys) -> None:
     assert main(measure_arguments) == 0
     out = capsys.readouterr().out
     for part in (
@@ -19,14 +17,9 @@ def test_measure_prints_a_table_or_json_and_writes_the_papers_files(
     ):
         assert part in out
     assert "Next: kl-lens plan --run" in out
-    assert (
-        main([*measure_arguments, "--json", "--legacy-json", str(tmp_path / "out.json")])
-        == 0
-    )
+    assert main([*measure_arguments, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert len(data["measurements"]) == 34
-    assert len(json.loads((tmp_path / "out_4bit.json").read_text())) == 17
-    assert len(json.loads((tmp_path / "out_8bit.json").read_text())) == 17
 
 
 @pytest.mark.parametrize(

@@ -44,8 +44,6 @@ def made(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
                 "recommended-openvino",
                 "--rivals",
                 "usual",
-                "--write-recipe",
-                "nncf",
                 *held_out,
             ],
             [

@@ -78,7 +78,6 @@ SLIPS = [
     ),
     ("measure x --formats int4,int99", "int99"),
     ("measure x --components '('", "--components"),
-    ("paper import --model x", "needs --model MODEL, and --int4 FILE"),
     ("inspect '~nosuch/x'", "~nosuch/x"),
     ("report --run " + 300 * "z", "zzz"),
     ("inspect reference:mamba --tokenizer pyproject.toml", "pyproject.toml"),

@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from kl_lens import planning
-from kl_lens.paper.points import paper_points
-from kl_lens.paper.ranking import rank
+from kl_lens.judging.ranking import rank
+from kl_lens.planning.points import paper_points
 from kl_lens.planning.predict import component_bytes
 from kl_lens.run.folder import CALIBRATION, EVALUATION, Run
 from kl_lens.run.records import (

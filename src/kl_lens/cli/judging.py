@@ -13,9 +13,9 @@ from kl_lens.base.units import human_bytes
 from kl_lens.cli.terminal import Bold, Red, Row, Shown, table
 from kl_lens.judging.choosing import verdicts
 from kl_lens.judging.duel import Entrant
+from kl_lens.judging.ranking import Ranking
 from kl_lens.judging.scoring import AGREES, AS_DEPLOYED, DISAGREES, IN_FLOAT32, Agreement
 from kl_lens.judging.tasks import judge, near_chance
-from kl_lens.paper.ranking import Ranking
 from kl_lens.profiling.benchmark import Report
 from kl_lens.profiling.machine import ratio_of
 from kl_lens.reporting.answer import libraries, unmeasurable
@@ -24,7 +24,6 @@ from kl_lens.run.positions import curve_of, shown_bins
 from kl_lens.run.records import Estimate, Profile, Score, Subject
 from kl_lens.study.autopsy import AutopsyResult
 from kl_lens.study.evaluate import EvaluateResult
-from kl_lens.study.paper import Imported
 
 # -- evaluate ------------------------------------------------------------------------------------------------
 
@@ -488,10 +487,7 @@ def _chain(autopsy: Autopsy) -> Table:
 # -- paper ---------------------------------------------------------------------------------------------------
 
 
-def show_paper(result: Ranking | Imported) -> Shown:
-    if isinstance(result, Imported):
-        yield f"imported {result.measurements} published measurements of {result.model} into {result.folder}"
-        return
+def show_paper(result: Ranking) -> Shown:
     rows = [
         {
             "damage": c.damage,

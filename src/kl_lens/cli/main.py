@@ -54,7 +54,7 @@ VERBS = {
     "generate": "generate text with an exported file",
     "report": "write a run as one HTML page",
     "publish": "share a file with its proof: a model card, its chart, its recipe, on the Hugging Face hub",
-    "paper": "reproduce the paper: rank its metrics, read its published files",
+    "paper": "rank the paper's metrics by how well they predict the loss on other text",
     "doctor": "check what is installed, and say how to fix what is missing",
 }
 
@@ -70,7 +70,7 @@ USUAL = {
     "run": "--run --targets --max-loss --max-drop --max-bytes --budget --windows --text --device --without --estimate",
     "calibrate": "--run --text --windows --window-length --again --device",
     "measure": "--run --target --formats --text --windows --components --states --device --workers --shard",
-    "paper": "--run --evaluation-text --evaluation-windows --other-text --int4 --int8 --model --device",
+    "paper": "--run --evaluation-text --evaluation-windows --other-text --model --device",
     "plan": "--run --target --max-bytes --max-bpw --max-loss --max-drop --rivals --verify --frontier --uniform --name",
     "export": "--run --plan --format --out --weights --device-profile --static-tokens --device",
     "evaluate": "--run --plan --targets --perplexity --divergence --window --limit --tasks --max-drop --threads",

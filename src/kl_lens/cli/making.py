@@ -300,9 +300,6 @@ def show_plan(result: PlanResult) -> Shown:
     yield from _corrections(plan.interaction for plan in result.plans)
     count = len(result.plans)
     yield f"{count} plan{'s' if count != 1 else ''}, written to {result.written_to}."
-    for handover in result.handovers:
-        yield f"Written: {', '.join(map(str, handover.files))}. Use:"
-        yield from handover.use.splitlines()
 
 
 def _frontier(model: str, frontier: Sequence[planning.FrontierPoint]) -> Shown:
@@ -331,7 +328,7 @@ def json_plan(result: PlanResult) -> Any:
     if result.frontier is not None:
         return [asdict(point) for point in result.frontier]
     components = result.table.components
-    plans = [
+    return [
         plan.to_json()
         | {
             "file_bytes": plan.file_bytes,
@@ -341,13 +338,6 @@ def json_plan(result: PlanResult) -> Any:
         }
         for plan in result.plans
     ]
-    if result.handovers:
-        recipes = [
-            {"files": handover.files, "use": handover.use}
-            for handover in result.handovers
-        ]
-        return {"plans": plans, "recipes": recipes}
-    return plans
 
 
 # -- export --------------------------------------------------------------------------------------------------

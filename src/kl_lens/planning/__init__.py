@@ -20,7 +20,6 @@ from kl_lens.planning.predict import (
     cost_of as cost_of,
     finished_plan as finished_plan,
     interaction as interaction,
-    prediction_metric as prediction_metric,
     repredicted as repredicted,
     uniform_plan as uniform_plan,
     verify as verify,

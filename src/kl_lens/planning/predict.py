@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from kl_lens.base.errors import FormatError, PlanError
+from kl_lens.run.readings import KL
 from kl_lens.run.records import (
     PREDICTED,
     Component,
@@ -24,13 +25,11 @@ from kl_lens.run.records import (
 )
 from kl_lens.weights.recipes import FP16, Recipe, fitting_recipe
 
-PREDICTED_METRIC = "kl_teacher_to_student"
-OTHER_KL = "kl_student_to_teacher"
 # Metrics that cannot be summed over components, or where larger is better.
 NOT_ADDITIVE = ("sqnr_db", "same_top", "kl_p99", "kl_max")
 
 # A KL is at most the largest gap between two logits. This many times the entropy of a uniform guess leaves room for
-# ruined models, and for published values, which are sums over a window.
+# ruined models.
 _LARGEST = 1e4
 _NOISE = 1e-4  # nats per token: below zero only by rounding
 MOST_ERRORS = 2.0  # a difference of more standard errors is not explained by them
@@ -43,8 +42,8 @@ class Predictor:
     would collect noise as gain.
     """
 
-    def __init__(self, table: SensitivityTable, metric: str | None = None) -> None:
-        self.metric = metric or prediction_metric(table)[0]
+    def __init__(self, table: SensitivityTable, metric: str = KL) -> None:
+        self.metric = metric
         self._measured: dict[tuple[str, str], Estimate] = {}
         self._predicted: set[tuple[str, str]] = set()
         components = {c.name: c for c in table.components}
@@ -93,35 +92,6 @@ class Predictor:
         return Estimate(math.fsum(estimate.value for estimate in estimates), error)
 
 
-def prediction_metric(table: SensitivityTable) -> tuple[str, str | None]:
-    """The metric whose sum predicts a plan's damage, and why it is not KL(teacher ‖ student) (or None).
-
-    Some published files hold numbers under that name that cannot be a KL; the other direction is right there.
-    """
-    most = _most(table)
-
-    def usable(metric: str) -> bool:
-        """Whether any value is possible; a single wrong one does not disqualify the metric."""
-        return any(
-            metric in m.metrics and not _impossible(m, metric, most)
-            for m in table.measurements
-        )
-
-    if usable(PREDICTED_METRIC) or not usable(OTHER_KL):
-        return PREDICTED_METRIC, None
-    values = [
-        m.metrics[PREDICTED_METRIC].value
-        for m in table.measurements
-        if PREDICTED_METRIC in m.metrics
-    ]
-    why = f"{PREDICTED_METRIC} was not measured"
-    if values:
-        why = f"no value of {PREDICTED_METRIC} can be a KL (about {values[0]:.2g})"
-    published = all(m.compute_dtype == "published" for m in table.measurements)
-    unit = "; published KLs are sums over a window, not per token" if published else ""
-    return OTHER_KL, f"{why}, so plans use {OTHER_KL}{unit}"
-
-
 def require_sane(table: SensitivityTable, metric: str) -> None:
     """Raises if the metric cannot be summed, or if a value is impossible."""
     metrics = dict[str, Estimate]()
@@ -150,7 +120,7 @@ def _impossible(measurement: Measurement, metric: str, most: float) -> str | Non
         return None
     if math.isnan(estimate.value):
         return "which is not a number"
-    if metric not in (PREDICTED_METRIC, OTHER_KL):
+    if metric not in (KL, "kl_student_to_teacher"):
         return None
     error = estimate.standard_error if math.isfinite(estimate.standard_error) else 0.0
     if estimate.value < -(_NOISE + 4 * error):
@@ -192,7 +162,7 @@ def finished_plan(
         remarks["unmeasured"] = predictor.unmeasured(settled)
     if guessed := predictor.predicted(settled):
         remarks["predicted"] = guessed
-    if predictor.metric != PREDICTED_METRIC:
+    if predictor.metric != KL:
         remarks["predicted_by"] = predictor.metric
     learnt = any(recipe.quantizer.learns for recipe in cost.stored.values())
     return Plan(

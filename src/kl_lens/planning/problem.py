@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from kl_lens.base.errors import FormatError, PlanError
 from kl_lens.planning.predict import (
-    PREDICTED_METRIC,
     Predictor,
     component_bytes,
     fp16_bytes,
@@ -18,6 +17,7 @@ from kl_lens.planning.predict import (
     require_sane,
     stored_recipe,
 )
+from kl_lens.run.readings import KL
 from kl_lens.run.records import Component, SensitivityTable
 from kl_lens.weights.recipes import FP16, Recipe
 
@@ -140,7 +140,7 @@ def build_problem(
     no_head: bool = False,
     keep_fused: bool = True,
     speed: SpeedModel | None = None,
-    metric: str | None = None,
+    metric: str = KL,
     target: Target | None = None,
     fixed_bytes: int = 0,
     held: Held | None = None,
@@ -154,7 +154,7 @@ def build_problem(
     Args:
         no_head: the head stays FP16.
         speed: the target's model of speed, for seconds per token.
-        metric: the damage to sum up (default: `prediction_metric`).
+        metric: the damage to sum up (default: KL).
         target: only recipes that it supports; sizes include its overhead per recipe.
         fixed_bytes: bytes of the target's file besides the weights (header, tokenizer, float32 vectors); sizes and
             limits in bytes are then those of the file.
@@ -173,7 +173,7 @@ def build_problem(
         choices = _choices(members, menu, predictor, speed, target)
         groups.append(Group(tuple(c.name for c in members), choices))
     caches = held.caches if held else ()
-    factor = interaction if predictor.metric == PREDICTED_METRIC else 1.0
+    factor = interaction if predictor.metric == KL else 1.0
     if factor != 1.0:
         groups = [_multiplied(group, factor) for group in groups]
         caches = tuple(_multiplied(group, factor) for group in caches)

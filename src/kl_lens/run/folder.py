@@ -49,7 +49,6 @@ KERNELS = "kernels"  # kind of record: why transformers' own code computed, wher
 WEIGHTS = "weights"  # measurements without a target's activations
 ALL_PLANS = "all"
 RECOMMENDED = "recommended"  # name of plans, kind of records: what the last `kl-lens run` recommends
-RECIPES = "recipes"  # folder: plans in the languages of other tools
 STATISTICS = "statistics/statistics.json"  # describes the run's statistics
 # Names for the parts of a run's identity.
 _MEANINGS = {
@@ -433,17 +432,9 @@ class Run:
         """
         components = self.components
         identity = self.identity
-        published = (
-            role == CALIBRATION
-            and target is None
-            and self.load("imported", "measurements")
-        )
         if "@" not in role:
             role = self.measured_role(target, role)
-        if published:
-            measurements = [Measurement.from_json(entry) for entry in published]
-        else:
-            measurements = self.measurements(role, windows)
+        measurements = self.measurements(role, windows)
         if predicted:
             measured = {(m.component, m.format) for m in measurements}
             rows = (self.load(SCREENED, role) or {}).get("predicted", ())

@@ -3,5 +3,5 @@
 Example:
     >>> study = Study("reference:mamba", folder="runs/mine")
     >>> study.measure(windows=8)
-    >>> study.do(PaperSettings(what="rank", run="runs/mine"))
+    >>> study.do(PaperSettings(run="runs/mine"))
 """

@@ -10,9 +10,9 @@ from typing import Annotated
 
 from kl_lens.base.errors import KLLensError
 from kl_lens.base.units import parse_names, tag_of
-from kl_lens.paper.timing import PublishedTiming
 from kl_lens.profiling.benchmark import Benchmark, Report, Timing, UseSettings, run_places
 from kl_lens.profiling.in_use import InUse
+from kl_lens.profiling.published import PublishedTiming
 from kl_lens.run.folder import Run
 from kl_lens.study import settings as of
 from kl_lens.study.session import Session

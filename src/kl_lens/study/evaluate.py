@@ -20,7 +20,6 @@ from kl_lens.judging.evaluator import DIVERGENCE, PERPLEXITY, POSITIONS
 from kl_lens.judging.scoring import DISAGREES
 from kl_lens.judging.tasks import FAIL, chosen_tasks, judge
 from kl_lens.model import LanguageTask, LoadedModel, Task
-from kl_lens.paper.layouts import write_published
 from kl_lens.reporting.charts import sized_chart
 from kl_lens.run.folder import Run
 from kl_lens.run.positions import LONGEST, longest_window
@@ -331,13 +330,6 @@ class Judge:
                     self._session.tell_once(words)
         if DIVERGENCE in kinds:
             self.result.duel[:] = entrants(self._journal, self._subjects, text)
-        if (
-            PERPLEXITY in kinds
-            and self._model is not None
-            and self._kept
-            and self._task.generates
-        ):
-            self.result.written.append(write_published(self._run, self._model.name, text))
 
     def _going_on(self) -> AbstractContextManager[None]:
         return going_on(self._run.folder if self._kept else None)

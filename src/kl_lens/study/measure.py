@@ -50,10 +50,10 @@ from kl_lens.measuring.workers import (
 )
 from kl_lens.model import Anatomy, LoadedModel, own_images
 from kl_lens.model.residency import BLOCKS_AT_ONCE
-from kl_lens.paper.layouts import write_legacy
 from kl_lens.run.folder import CALIBRATION, COMPONENTS, SCREENED, STATES, Run, role_as
 from kl_lens.run.merging import SHARDS
 from kl_lens.run.positions import PositionCurve, longest_window
+from kl_lens.run.readings import KL
 from kl_lens.run.records import (
     PREDICTED,
     Component,
@@ -64,7 +64,7 @@ from kl_lens.run.records import (
 )
 from kl_lens.study import settings as of
 from kl_lens.study.events import Events, going_on
-from kl_lens.study.planner import KL, TargetPlanner, limited_loss, nats_allowed
+from kl_lens.study.planner import TargetPlanner, limited_loss, nats_allowed
 from kl_lens.study.session import Session
 from kl_lens.study.settings import (
     Calibration,
@@ -166,9 +166,6 @@ class MeasureSettings(Settings):
         "measure only the 3rd of 16 shards, into DIR/shards/03-of-16, for `kl-lens merge`",
         metavar="3/16",
     )
-    legacy_json: of.LegacyJson | None = _how(
-        None, "also write the paper's JSON, a file per bit width"
-    )
 
     def check(self) -> None:
         super().check()
@@ -261,7 +258,7 @@ def measure(settings: MeasureSettings, session: Session) -> MeasureResult:
                 formats = get_target(settings.target).cache_formats
                 components = components or CACHES_ONLY
             return measure_states(session, sweep, windows, hire, formats, components)
-        result = measure_recipes(
+        return measure_recipes(
             session,
             sweep,
             menu,
@@ -274,10 +271,6 @@ def measure(settings: MeasureSettings, session: Session) -> MeasureResult:
             exhaustive=settings.exhaustive,
             learnt_in=whole,
         )
-    if settings.legacy_json:
-        for path in write_legacy(settings.legacy_json, result.measurements):
-            session.events.note(f"wrote {path}")
-    return result
 
 
 def states_text(text: Calibration, model: LoadedModel) -> Calibration:
@@ -316,7 +309,7 @@ def measure_states(
         session.events.warn(
             f"blocks {', '.join(without)} are not measured: they have no Mamba scan and no attention of transformers"
         )
-    noise = (run.load("noise", STATES) or {}).get("kl_teacher_to_student", 0.0)
+    noise = (run.load("noise", STATES) or {}).get(KL, 0.0)
     rows = [(m, curve) for _, m, curve in run.state_rows()]
     measurements = [m for m, _ in rows]
     curves = [curve for _, curve in rows]
@@ -423,7 +416,7 @@ def measure_recipes(
         )
     else:
         run.store(SCREENED, role, None)
-    noise = (run.load("noise", role) or {}).get("kl_teacher_to_student", 0.0)
+    noise = (run.load("noise", role) or {}).get(KL, 0.0)
     return MeasureResult(
         run.folder, run.measurements(role), noise, result, model.task.unit, share
     )

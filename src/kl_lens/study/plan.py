@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -17,14 +16,14 @@ from kl_lens.base.units import human_bytes, human_speed, spell_share
 from kl_lens.judging.choosing import paired_difference
 from kl_lens.measuring.statistics import StoredStatistics
 from kl_lens.measuring.tuning import TuningRates, tuned
-from kl_lens.paper.points import PIPELINES, PUBLISHED_METRIC, greedy_plan, paper_points
-from kl_lens.planning.handover import TOOLS, Handover, write_recipe
-from kl_lens.run.folder import INTERACTION, RECIPES, TUNING, Run
+from kl_lens.planning.points import PIPELINES, PUBLISHED_METRIC, greedy_plan, paper_points
+from kl_lens.run.folder import INTERACTION, TUNING, Run
+from kl_lens.run.readings import KL
 from kl_lens.run.records import Plan, SensitivityTable, require_own_plan_name
 from kl_lens.run.subjects import plan_digest
 from kl_lens.study import settings as of
 from kl_lens.study.events import going_on
-from kl_lens.study.planner import KL, TargetPlanner, nats_allowed
+from kl_lens.study.planner import TargetPlanner, nats_allowed
 from kl_lens.study.session import Session
 from kl_lens.study.settings import (
     HeldOut,
@@ -147,9 +146,6 @@ class PlanSettings(Settings):
         excludes="look",
         metavar="NAME",
     )
-    write_recipe: str | None = option(
-        None, "also for another tool, to RUN/recipes", choices=tuple(TOOLS)
-    )
 
     def check(self) -> None:
         super().check()
@@ -177,9 +173,9 @@ class PlanSettings(Settings):
                 raise PlanError(
                     f"--name {name} names a plan made by a limit, such as --max-bytes"
                 )
-        if self.frontier and (writes := self.given("write_recipe", "tune")):
+        if self.frontier and self.tune:
             raise PlanError(
-                f"{writes[0]} needs a plan, and --frontier makes none: leave one of them out"
+                "--tune needs a plan, and --frontier makes none: leave one of them out"
             )
         about = (
             self.given("min_speed", "rivals", "memory")
@@ -211,7 +207,6 @@ class PlanResult:
     written_to: Path | None = None
     frontier: tuple[planning.FrontierPoint, ...] | None = None
     interaction: float = 1.0  # of the frontier
-    handovers: Sequence[Handover] = ()  # of --write-recipe
 
 
 def plan(settings: PlanSettings, session: Session) -> PlanResult:
@@ -235,7 +230,7 @@ def plan(settings: PlanSettings, session: Session) -> PlanResult:
         if settings.frontier:
             _require_storable(planner, table, settings.choosing)
             how = {
-                "metric": _metric(planner, table, settings.choosing),
+                "metric": settings.choosing.metric or KL,
                 "fixed_bytes": planner.fixed_bytes,
             }
             problem = _problem(planner, table, settings.choosing, **how)
@@ -249,7 +244,6 @@ def plan(settings: PlanSettings, session: Session) -> PlanResult:
             rivals=settings.rivals,
             verify=settings.verify,
             tune=settings.tune,
-            tool=settings.write_recipe,
             known=settings.plan,
         )
 
@@ -262,11 +256,10 @@ def finished(
     rivals: str | None = None,
     verify: bool = False,
     tune: int | None = None,
-    tool: str | None = None,
     known: str | None = None,
 ) -> PlanResult:
-    """Tunes, measures and writes plans. `rivals`: stock recipes beside them, USUAL or ALL; `tool`: also for this one;
-    `known`: the plan that is not new."""
+    """Tunes, measures and writes plans. `rivals`: stock recipes beside them, USUAL or ALL; `known`: the plan that is
+    not new."""
     run = planner.run
     note = planner.session.events.note
     for plan in plans:
@@ -296,17 +289,7 @@ def finished(
         planning.write_plan(
             plan, planning.plan_path(run.folder / "plans", plan.name), table.components
         )
-    handovers = [handed_over(planner, plan, tool) for plan in plans] if tool else []
-    for text in (text for handover in handovers for text in handover.notes):
-        note(text)
-    return PlanResult(table, plans, run.folder / "plans", handovers=handovers)
-
-
-def handed_over(planner: TargetPlanner, plan: Plan, tool: str) -> Handover:
-    """The plan for another tool, in RUN/recipes."""
-    folder = planner.run.folder
-    path = folder / RECIPES / f"{plan.name}.{tool}"
-    return write_recipe(tool, planner.model, plan, path, StoredStatistics.held_by(folder))
+    return PlanResult(table, plans, run.folder / "plans")
 
 
 def _read(run: Run, name: str, table: SensitivityTable) -> Plan:
@@ -361,7 +344,7 @@ def _made(
             planner.halves[0].perplexity,
             gamma=settings.gamma,
             name=choosing.name,
-            metric=_metric(planner, table, choosing),
+            metric=choosing.metric or KL,
             no_head=choosing.no_head,
         )
         planner.session.events.note(
@@ -422,7 +405,6 @@ def plan_within(
         )
         return planner.sized(replace(found.plan, limits=loss))
     max_bytes = limits.bytes
-    metric = _metric(planner, table, choosing)
     speed = None
     if target is not None and budgets.by_speed:
         speed = planning.speed_model(planner.run, table, target)
@@ -430,7 +412,12 @@ def plan_within(
 
     def make(fixed_bytes: int) -> Plan:
         problem = _problem(
-            planner, table, choosing, metric=metric, speed=speed, fixed_bytes=fixed_bytes
+            planner,
+            table,
+            choosing,
+            metric=choosing.metric or KL,
+            speed=speed,
+            fixed_bytes=fixed_bytes,
         )
         how = {"max_bytes": max_bytes, "name": choosing.name, **asdict(budgets)}
         solution = planning.plan_for_budget(problem, **how)
@@ -446,7 +433,9 @@ def plan_within(
         and budgets in (Budgets(), Budgets(minimise="kl"))
     ):
         stock = [recipe.assignment for recipe in target.stock_recipes(planner.model)]
-        problem = _problem(planner, table, choosing, metric=metric, keep_fused=False)
+        problem = _problem(
+            planner, table, choosing, metric=choosing.metric or KL, keep_fused=False
+        )
         rivals = [
             planner.corrected(
                 planning.finished_plan(
@@ -530,14 +519,6 @@ def _require_storable(
             f"{target.title} can store none of the measured formats ({', '.join(chosen)}); repeat kl-lens "
             f"measure with --target {target.name} instead of --formats"
         )
-
-
-def _metric(planner: TargetPlanner, table: SensitivityTable, choosing: Choosing) -> str:
-    """--metric, or the metric that predicts damage best here; warns if it is not the usual one."""
-    metric, why = planning.prediction_metric(table)
-    if choosing.metric is None and why is not None:
-        planner.session.events.warn(why)
-    return choosing.metric or metric
 
 
 # -- tuning --------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from kl_lens.model import LoadedModel
 from kl_lens.model.carried import carried_by
 from kl_lens.planning.predict import spell_estimate
 from kl_lens.run.folder import INTERACTION, SCREENED, Run
+from kl_lens.run.readings import KL
 from kl_lens.run.records import (
     PREDICTED,
     Estimate,
@@ -30,7 +31,6 @@ from kl_lens.study.settings import HeldOut, Limits
 from kl_lens.targets import computed_as, get_target
 from kl_lens.weights.recipes import FP16, Recipe, parsed
 
-KL = "kl_teacher_to_student"
 ROUNDS = 4  # of correcting a plan for the size of its file
 
 

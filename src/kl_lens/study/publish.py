@@ -11,7 +11,7 @@ from typing import Any
 from kl_lens import planning
 from kl_lens.base.errors import KLLensError, RunError, one_line
 from kl_lens.base.files import RECORD_FILE, replacing, require_own_folder
-from kl_lens.run.folder import RECIPES, Run, recommended_name
+from kl_lens.run.folder import Run, recommended_name
 from kl_lens.run.records import ARTIFACT
 from kl_lens.study import settings as of
 from kl_lens.study.events import Events
@@ -135,8 +135,6 @@ def _write(
     with replacing(folder) as new:
         for file in (*artifact.files, RECORD_FILE):
             _link(place / file, new / file)
-        for recipe in (run.folder / RECIPES).glob(f"{name}.*"):
-            shutil.copytree(recipe, new / "recipe" / recipe.name.removeprefix(f"{name}."))
         shutil.copyfile(planning.plan_path(run.folder / "plans", name), new / "plan.json")
         rows = run.table(target=settings.target).rows()
         parquet.write_table(

@@ -132,7 +132,6 @@ def _output(mark: str) -> Kind:
 CHART_MARK = "<!-- KL Lens -->"
 Report = Annotated[Path, _output("<title>KL Lens: ")]
 Chart = Annotated[Path, _output(CHART_MARK)]
-LegacyJson = Annotated[Path, _output('"sqnr_db"')]
 
 
 @dataclass(frozen=True)

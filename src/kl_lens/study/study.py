@@ -20,9 +20,9 @@ from kl_lens.targets import describe_target
 
 if TYPE_CHECKING:  # `generate` runs on small devices and loads no torch
     from kl_lens.autopsy import Autopsy
+    from kl_lens.judging.ranking import Ranking
     from kl_lens.measuring.statistics import StoredStatistics
     from kl_lens.model import LoadedModel
-    from kl_lens.paper.ranking import Ranking
     from kl_lens.reporting.notebook import PlottedFrontier, PlottedTable
     from kl_lens.run.records import Plan, Profile, Score, SensitivityTable
     from kl_lens.study.generate import GenerateResult
@@ -164,7 +164,7 @@ class Study:
 
     def rank(self, **flags: Any) -> Ranking:
         """Which metric predicts the damage on held-out text."""
-        return self._done("paper", what="rank", **flags)
+        return self._done("paper", **flags)
 
     def plan(self, **flags: Any) -> Plan:
         """The best plan within `max_bytes="4.5MB"`, `max_loss=0.01`, `max_drop="3%"`, …; the last of several."""

@@ -136,8 +136,6 @@ class Menu(Required):
 
     # Quantization methods, best first.
     methods: ClassVar[tuple[str, ...]] = ()
-    # Of `handover.TOOLS`: the runtime's own quantizer.
-    recipe_tool: ClassVar[str | None] = None
 
     @property
     def small_formats(self) -> tuple[str, ...]:

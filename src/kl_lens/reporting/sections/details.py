@@ -237,8 +237,6 @@ def _pairs(pairs: dict[str, object]) -> Html:
 
 
 def _texts(view: RunView) -> Html:
-    if not view.texts:
-        return note("No text: the measurements were imported.")
     rows = []
     for role, text in view.texts.items():
         values = ["–" if text.get(name) is None else text[name] for name in _TEXT_FIELDS]

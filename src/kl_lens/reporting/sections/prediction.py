@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from kl_lens.paper.ranking import Ranking
+from kl_lens.judging.ranking import Ranking
 from kl_lens.reporting.charts import SERIES, Chart, Dot, Line, axis, scatter
 from kl_lens.reporting.data import KL, RunView
 from kl_lens.reporting.markup import (

@@ -17,12 +17,13 @@ from kl_lens.base.units import human_bytes
 from kl_lens.judging import choosing
 from kl_lens.judging.scoring import COMPARED_WINDOWS
 from kl_lens.model import LoadedModel
-from kl_lens.paper.points import best_paper_point
+from kl_lens.planning.points import best_paper_point
 from kl_lens.run.folder import SCREENED, Run, recommended_name
+from kl_lens.run.readings import KL
 from kl_lens.run.records import Plan
 from kl_lens.run.subjects import current_results
 from kl_lens.study import measure, settings as of
-from kl_lens.study.planner import KL, TargetPlanner
+from kl_lens.study.planner import TargetPlanner
 from kl_lens.study.run.background import Background
 from kl_lens.study.run.settings import RunSettings, supported
 from kl_lens.study.session import Session

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import asdict, replace
 
 from kl_lens import planning
@@ -274,11 +273,6 @@ class Plan(Searched):
     def finish(self, job: Job) -> None:
         name = job.settings.recommended(self.target)
         job.journal.store(RECOMMENDED, recommended_name(self.target), name)
-        # For the runtime's own quantizer too, unless that has no words for it.
-        if (tool := get_target(self.target).recipe_tool) is not None:
-            planner = job.planner(self.target, job.limits(self.target))
-            with suppress(PlanError, TargetError):
-                plan.handed_over(planner, job.plans()[name], tool)
 
     def cost(self, costs: Costs) -> Cost:
         return costs.planning()

@@ -65,7 +65,6 @@ class GGUFTarget(Target):
     streams = True
     cache_formats = (FP16, "q8_0", "q5_1", "q4_0", "iq4_nl")
     methods = ("gptq", "imatrix")
-    recipe_tool = "llama.cpp"
     exact_options = "run it with --flash-attn off --cache-type-k f32 --cache-type-v f32"
     options = (
         ExportOption(

@@ -38,7 +38,6 @@ class MLXTarget(FolderTarget):
     title = "MLX"
     extra = "mlx"
     packages = ("mlx.core", "mlx_lm")
-    recipe_tool = "mlx-lm"
     made_for = "mlx"
     written_with = ("mlx", "mlx-lm")
 

@@ -168,7 +168,6 @@ class OpenVINOTarget(Target):
     methods = ("gptq", "search")
     # Float32 graphs beside PyTorch: a run of 135 million weights used 4.4 GB.
     writing_bytes = 24.0
-    recipe_tool = "nncf"
     exact_options = "set INFERENCE_PRECISION_HINT and KV_CACHE_PRECISION to f32, DYNAMIC_QUANTIZATION_GROUP_SIZE to 0"
     options = (
         ExportOption(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kl_lens.base.errors import TargetError
-from kl_lens.paper import timing
+from kl_lens.profiling import published as timing
 from kl_lens.targets.openvino.target import BenchmarkApp
 
 DATA = Path(__file__).parent / "data"

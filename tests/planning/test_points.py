@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from kl_lens.paper.points import best_paper_point, greedy_plan, paper_points
+from kl_lens.planning.points import best_paper_point, greedy_plan, paper_points
 from kl_lens.run.records import Estimate, Measured, Plan, SensitivityTable
 from tests.planning.tables import component, seed_lists, seed_table, table_of
 

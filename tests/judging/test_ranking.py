@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from kl_lens.paper.ranking import rank
+from kl_lens.judging.ranking import rank
 from kl_lens.run.folder import CALIBRATION, EVALUATION, Run
 from tests.samples import window_of
 

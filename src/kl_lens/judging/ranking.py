@@ -85,7 +85,7 @@ class Point(Record):
 
 @dataclass(frozen=True)
 class Ranking(Record):
-    """The result of `kl-lens paper rank`."""
+    """The result of `kl-lens paper`."""
 
     perplexity: float  # of the original model on the held-out text, per token
     evaluation_tokens: int
@@ -103,7 +103,7 @@ def rank(run: Run, shares: Sequence[float] = (1.0, 0.1, 0.05), seed: int = 0) ->
     windows = _samples(run, EVALUATION)
     if not windows:
         raise RunError(
-            f"{run.folder} holds no damage measurements; run: kl-lens paper rank --run {run.folder}"
+            f"{run.folder} holds no damage measurements; run: kl-lens paper --run {run.folder}"
         )
     damage = {key: summarise(samples) for key, samples in windows.items()}
     entropy, tokens = run.teacher_cross_entropy(EVALUATION)
