@@ -37,11 +37,11 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="package", autouse=True)
 def files_are_weighed_once() -> Iterator[None]:
     """One process that loads a file is enough for each target: each takes seconds to load its libraries."""
-    known: dict[str, MemoryUse] = {}
+    weighed: dict[str, MemoryUse] = {}
 
-    def weigh(place: Path, target: str, settings: SessionSettings) -> MemoryUse:
-        return known.get(target) or known.setdefault(
-            target, fresh_process(place, target, settings)
+    def weigh(path: Path, target: str, settings: SessionSettings) -> MemoryUse:
+        return weighed.get(target) or weighed.setdefault(
+            target, fresh_process(path, target, settings)
         )
 
     with pytest.MonkeyPatch.context() as patch:

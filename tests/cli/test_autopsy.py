@@ -22,21 +22,21 @@ def folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def file(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("file")
-    words = f"export {folder} --target gguf --format q8_0 --out {place}".split()
+    out = tmp_path_factory.mktemp("file")
+    words = f"export {folder} --target gguf --format q8_0 --out {out}".split()
     assert main([*words, "--without-tokenizer"]) == 0
-    return next(place.glob("*.gguf"))
+    return next(out.glob("*.gguf"))
 
 
 @pytest.fixture
-def how(folder: Path) -> list[str]:
+def flags(folder: Path) -> list[str]:
     return (
         f"--text {folder / 'text.txt'} --windows 2 --window-length 32 --threads 1".split()
     )
 
 
 def test_a_run_keeps_it_and_plans_for_the_same_bytes(
-    folder: Path, file: Path, how: list[str], tmp_path: Path, capsys
+    folder: Path, file: Path, flags: list[str], tmp_path: Path, capsys
 ) -> None:
     run = str(tmp_path / "run")
     text = str(folder / "text.txt")
@@ -54,7 +54,7 @@ def test_a_run_keeps_it_and_plans_for_the_same_bytes(
     ]
     assert main([*words, "--target", "gguf", "--formats", "q4_0,q8_0"]) == 0
     capsys.readouterr()
-    assert main(["autopsy", str(file), "--run", run, *how]) == 0
+    assert main(["autopsy", str(file), "--run", run, *flags]) == 0
     shown = capsys.readouterr().out
     assert "the original with the file's weights" in shown
     assert "Our plan from this run: KL" in shown
@@ -67,10 +67,10 @@ def test_a_run_keeps_it_and_plans_for_the_same_bytes(
 
 def test_the_file_alone(file: Path, capsys) -> None:
     assert main(["autopsy", str(file), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["faults"], found["bytes"]) == (0, file.stat().st_size)
-    assert "Nothing is wrong that the file alone could show" in found["headline"]
-    assert {tensor["type"] for tensor in found["tensors"]} >= {"Q8_0", "F32"}
+    report = json.loads(capsys.readouterr().out)
+    assert (report["faults"], report["bytes"]) == (0, file.stat().st_size)
+    assert "Nothing is wrong that the file alone could show" in report["headline"]
+    assert {tensor["type"] for tensor in report["tensors"]} >= {"Q8_0", "F32"}
 
 
 def test_a_fault_is_exit_code_2(file: Path, tmp_path: Path, capsys) -> None:

@@ -76,10 +76,10 @@ def profiles(folder: Path) -> dict[str, Profile]:
     with Run.open(folder) as run:
         records = [result.value for result in current_results(run, "profile")]
     assert all(record.pop("provenance")["versions"] for record in records)
-    found = [Profile.from_json(record) for record in records]
+    profiles_read = [Profile.from_json(record) for record in records]
     return {
         f"{profile.subject.label}|{profile.protocol}|{profile.device}": profile
-        for profile in found
+        for profile in profiles_read
     }
 
 
@@ -92,8 +92,8 @@ def used(run_folder: Path) -> Path:
 
 
 def test_use_keeps_one_profile_for_each_artifact(used: Path) -> None:
-    found = profiles(used)
-    small = found["openvino/small|use|CPU"]
+    profiles_read = profiles(used)
+    small = profiles_read["openvino/small|use|CPU"]
     for name in (
         "load_seconds",
         "first_token_seconds@4",
@@ -134,12 +134,12 @@ def test_a_budget_in_tokens_per_second(used: Path, tmp_path: Path, capsys) -> No
         "int8,int4",
     ]
     assert main([*plan, "--min-speed", "30"]) == 1
-    said = capsys.readouterr().err
+    message = capsys.readouterr().err
     assert (
         "at least 3 timed OpenVINO files of different sizes, and the run has 2; export more plans"
-        in said
+        in message
     )
-    assert f"kl-lens benchmark --run {folder} --targets openvino" in said
+    assert f"kl-lens benchmark --run {folder} --targets openvino" in message
     assert main(["plan", "--run", str(folder), "--uniform", "int8,int4"]) == 0
     exported = ["export", "--run", str(folder), "--target", "openvino"]
     assert main([*exported, "--plan", "uniform_int8,uniform_int4"]) == 0
@@ -162,8 +162,8 @@ def test_a_budget_in_tokens_per_second(used: Path, tmp_path: Path, capsys) -> No
 
     def made(*limits: str) -> dict[str, Any]:
         assert main([*plan, *limits, "--json"]) == 0
-        [found] = json.loads(capsys.readouterr().out)
-        return found
+        [profiles_read] = json.loads(capsys.readouterr().out)
+        return profiles_read
 
     quickest = made("--minimise", "seconds", "--max-bpw", "16")["notes"]
     assert (

@@ -19,12 +19,12 @@ def texts(tiny_folder: Path, tmp_path: Path) -> dict[str, str]:
     """Three texts that share nothing: to measure on and learn from, to learn from, to judge by."""
     paragraphs = (tiny_folder / "text.txt").read_text().split("\n\n")
     third = len(paragraphs) // 3
-    found = {}
+    texts_found = {}
     for index, name in enumerate(("measured", "learnt", "judging")):
         path = tmp_path / f"{name}.txt"
         path.write_text("\n\n".join(paragraphs[index * third : (index + 1) * third]))
-        found[name] = str(path)
-    return found
+        texts_found[name] = str(path)
+    return texts_found
 
 
 @pytest.fixture
@@ -69,8 +69,8 @@ def test_calibrate_keeps_statistics_in_the_run_and_does_nothing_twice(
     calibrate: list[str], tmp_path: Path, capsys
 ) -> None:
     assert main([*calibrate, "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["text"] | {"source": "", "split": ""} == {
+    output = json.loads(capsys.readouterr().out)
+    assert output["text"] | {"source": "", "split": ""} == {
         "source": "",
         "split": "",
         "windows": 4,
@@ -79,7 +79,7 @@ def test_calibrate_keeps_statistics_in_the_run_and_does_nothing_twice(
     }
     written = _written(tmp_path / "run/statistics")
     assert main(calibrate) == 0
-    assert said["digest"] in capsys.readouterr().out
+    assert output["digest"] in capsys.readouterr().out
     assert (
         main(["calibrate", "--run", str(tmp_path / "run")]) == 0
     )  # the run knows its model and its text

@@ -105,11 +105,11 @@ def test_without_a_template_one_line_says_so(tmp_path: Path, capsys) -> None:
         tmp_path,
     )
     assert main(["generate", str(tmp_path), "--chat"]) == 1
-    said = capsys.readouterr().err.strip()
-    assert said.endswith(
+    message = capsys.readouterr().err.strip()
+    assert message.endswith(
         "has no chat template; give it a text with --prompt TEXT instead"
     )
-    assert "\n" not in said
+    assert "\n" not in message
     assert main(["generate", str(tmp_path)]) == 1
     assert "give --prompt some text to go on from, or --chat" in capsys.readouterr().err
 

@@ -49,12 +49,12 @@ def test_a_library_is_named_by_its_path_or_its_folder(tmp_path: Path, capsys) ->
     package = tmp_path / "bins/linux"
     package.mkdir(parents=True)
     file = shutil.copy(library.wheel() or "", package / "libllama.v0.5.0.so")
-    for place in (tmp_path, file):
-        code, parts = doctor(capsys, "--llama-cpp", str(place))
+    for path in (tmp_path, file):
+        code, parts = doctor(capsys, "--llama-cpp", str(path))
         assert code == 0
         assert f"from your choice: {file}" in parts["llama.cpp"]["facts"]
         assert FASTER not in str(parts["llama.cpp"]["facts"])
-        assert os.environ[library.ENVIRONMENT_VARIABLE] == str(place)
+        assert os.environ[library.ENVIRONMENT_VARIABLE] == str(path)
 
 
 def test_what_is_no_library_is_refused_and_not_kept(tmp_path: Path, capsys) -> None:

@@ -73,18 +73,18 @@ def evaluated(capsys, *arguments: str, code: int = 0) -> dict[str, Any]:
 
 def test_a_whole_run_in_one_command(run_folder: Path, held_out: str, capsys) -> None:
     command = ["--run", str(run_folder), "--perplexity", held_out, "--divergence"]
-    found = evaluated(capsys, *command, "--exact")
-    kinds = {(s["subject"], s["kind"]) for s in found["scores"]}
+    result = evaluated(capsys, *command, "--exact")
+    kinds = {(s["subject"], s["kind"]) for s in result["scores"]}
     plans = ("torch/large", "torch/small", "openvino/small (exact)")
     assert kinds == {("original", "perplexity")} | {
         (p, k) for p in plans for k in ("perplexity", "divergence")
     }
-    (agreement,) = found["agreements"]
+    (agreement,) = result["agreements"]
     assert agreement["verdict"] == "agrees"
     assert agreement["counterpart"] == "torch/small", (
         "the plan: the file holds the formats that were planned"
     )
-    by_name = {s["subject"]: s for s in found["scores"] if s["kind"] == "perplexity"}
+    by_name = {s["subject"]: s for s in result["scores"] if s["kind"] == "perplexity"}
     # Norms and convolutions, which no plan names, are FP16 in the file.
     assert by_name["openvino/small (exact)"]["values"]["token_perplexity"][
         "value"
@@ -128,11 +128,11 @@ def test_stopped_and_taken_up_again(
     original = evaluator.score_logits
     scored: list[int] = []
 
-    def interrupted(logits, window, *rest):
+    def interrupted(logits, window, *arguments):
         if len(scored) == 6:
             raise KeyboardInterrupt  # not a signal: with OpenVINO and GenAI loaded, one would end the process
         scored.append(window.targets)
-        return original(logits, window, *rest)
+        return original(logits, window, *arguments)
 
     with monkeypatch.context() as patch:
         patch.setattr(evaluator, "score_logits", interrupted)
@@ -149,8 +149,8 @@ def test_stopped_and_taken_up_again(
 
 def test_a_file_alone(run_folder: Path, held_out: str, capsys) -> None:
     folder = str(run_folder / "artifacts/openvino/small")
-    found = evaluated(capsys, folder, "--perplexity", held_out)
-    assert [s["subject"] for s in found["scores"]] == [folder]
+    result = evaluated(capsys, folder, "--perplexity", held_out)
+    assert [s["subject"] for s in result["scores"]] == [folder]
     model = str(Run.open(run_folder).identity["source"])
     beside = evaluated(
         capsys,
@@ -201,11 +201,11 @@ def test_files_of_others_side_by_side(
             Path(folders[-1], "artifact.json").unlink()
     chart = tmp_path / "duel.svg"
     text = ["--perplexity", held_out, "--divergence", "--exact"]
-    found = evaluated(
+    result = evaluated(
         capsys, *folders, "--model", str(tiny_folder), *text, "--chart", str(chart)
     )
-    entrants = found["duel"]["files"]
-    assert not found["failures"]
+    entrants = result["duel"]["files"]
+    assert not result["failures"]
     assert len(entrants) == len(folders)
     assert [file["bytes"] for file in entrants] == sorted(
         file["bytes"] for file in entrants
@@ -247,13 +247,13 @@ def test_tasks_with_a_limit(run_folder: Path, tmp_path: Path, capsys) -> None:
         "--max-drop",
         "3%",
     ]
-    found = evaluated(capsys, *command)
-    assert [(s["subject"], s["kind"], s["tokens"]) for s in found["scores"]] == [
+    result = evaluated(capsys, *command)
+    assert [(s["subject"], s["kind"], s["tokens"]) for s in result["scores"]] == [
         ("original", "task", 6),
         ("torch/large", "task", 6),
     ]
-    assert found["scores"][1]["values"].keys() >= {"acc", "acc_norm", "acc_drop"}
-    (verdict,) = found["verdicts"]
+    assert result["scores"][1]["values"].keys() >= {"acc", "acc_norm", "acc_drop"}
+    (verdict,) = result["verdicts"]
     assert (
         verdict["verdict"] == "not decided"
     )  # six examples cannot decide about three points

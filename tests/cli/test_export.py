@@ -77,7 +77,7 @@ def test_a_tokenizer_that_llama_cpp_does_not_have_can_be_left_out(
     assert main(words) == 1
     assert "--without-tokenizer" in capsys.readouterr().err
     assert main([*words, "--without-tokenizer"]) == 0
-    said = capsys.readouterr().out
-    assert " for tensors stored as fp16 or fp32 instead + " in said
-    assert f"--tokenizer.\nNext: kl-lens benchmark {tmp_path / 'out'}\n" in said
+    output = capsys.readouterr().out
+    assert " for tensors stored as fp16 or fp32 instead + " in output
+    assert f"--tokenizer.\nNext: kl-lens benchmark {tmp_path / 'out'}\n" in output
     assert len(open_session(tmp_path / "out", threads=1).logits([1, 2])) == 2

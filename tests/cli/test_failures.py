@@ -95,24 +95,24 @@ def test_a_full_card_is_said_in_a_line_with_what_to_do(
 
     monkeypatch.setattr("kl_lens.study.session.Session.do", full)
     assert main(["inspect", "reference:mamba"]) == 1
-    said = capsys.readouterr().err
-    assert "memory is full (CUDA out of memory. Tried to allocate 9 GiB)" in said
-    assert "--memory-budget" in said
+    message = capsys.readouterr().err
+    assert "memory is full (CUDA out of memory. Tried to allocate 9 GiB)" in message
+    assert "--memory-budget" in message
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_output_to_a_full_disk_is_said() -> None:
     with open("/dev/full", "w") as full:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-m", "kl_lens.cli.main", "--version"],
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
             env=os.environ,
         )
-    assert done.returncode == 1
-    assert done.stderr.count("\n") == 1
-    assert "No space left on device; free some space" in done.stderr
+    assert process.returncode == 1
+    assert process.stderr.count("\n") == 1
+    assert "No space left on device; free some space" in process.stderr
 
 
 @pytest.mark.parametrize(
@@ -127,6 +127,6 @@ def test_a_place_that_cannot_be_written_is_said(
         "kl_lens.study.session.Session.do", lambda *_: (tmp_path / name).write_text("")
     )
     assert main(["doctor"]) == 1
-    said = capsys.readouterr().err
-    assert str(tmp_path) in said
-    assert advice in said
+    message = capsys.readouterr().err
+    assert str(tmp_path) in message
+    assert advice in message

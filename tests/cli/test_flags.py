@@ -88,18 +88,18 @@ def flags_of(parser: argparse.ArgumentParser) -> set[str]:
 
 
 def test_messages_name_flags_that_exist() -> None:
-    known = flags_of(build_parser()) | OTHERS
+    flags = flags_of(build_parser()) | OTHERS
     for path in sorted(Path(kl_lens.__file__).parent.rglob("*.py")):
         named = set(
             re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", path.read_text(encoding="utf-8"))
         )
-        assert named <= known, path
+        assert named <= flags, path
 
 
 def test_the_help_shows_the_flags_that_people_use(capsys) -> None:
     for verb, flags in USUAL.items():
-        known = {option.flag for option in options_of(settings_of(verb))}
-        assert set(flags.split()) < known, verb
+        flags = {option.flag for option in options_of(settings_of(verb))}
+        assert set(flags.split()) < flags, verb
         assert len(flags.split()) <= 11, verb
     shown = {}
     for word in ("--help", "--help-all"):

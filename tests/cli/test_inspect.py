@@ -47,6 +47,6 @@ def test_json_gives_the_records_and_exact_bytes(saved, capsys) -> None:
 
 def test_versions(capsys) -> None:
     assert main(["--version"]) == 0
-    first, _, *rest = capsys.readouterr().out.splitlines()
+    first, _, *lines = capsys.readouterr().out.splitlines()
     assert first == f"kl-lens {__version__}"
-    assert {"torch", "transformers"} <= {line.split()[0] for line in rest}
+    assert {"torch", "transformers"} <= {line.split()[0] for line in lines}

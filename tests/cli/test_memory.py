@@ -21,11 +21,11 @@ def test_inspect_says_what_fits_from_the_configuration_alone(
     (folder / "model.safetensors").unlink()
     arguments = ["inspect", str(folder), *USE]
     assert main([*arguments, "--memory", "1GB", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["context"], found["batch"]) == (8192, 4)
+    result = json.loads(capsys.readouterr().out)
+    assert (result["context"], result["batch"]) == (8192, 4)
     row = next(
         row
-        for row in found["rows"]
+        for row in result["rows"]
         if row["target"] == "gguf" and row["format"] == "fp16"
     )
     assert (

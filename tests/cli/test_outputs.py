@@ -37,24 +37,24 @@ def test_an_output_replaces_nothing_that_the_program_did_not_make(
     command: str, measured: Path, tiny_folder: Path, tmp_path: Path, capsys
 ) -> None:
     model = Path(shutil.copytree(tiny_folder, tmp_path / "model"))
-    others = tmp_path / "others"
-    others.mkdir()
-    places = {
+    foreign = tmp_path / "others"
+    foreign.mkdir()
+    paths = {
         "RUN": measured,
-        "PAGE": others / "page.html",
-        "CHART": others / "chart.svg",
-        "OTHERS": others,
+        "PAGE": foreign / "page.html",
+        "CHART": foreign / "chart.svg",
+        "OTHERS": foreign,
         "MODEL": model,
     }
-    places["PAGE"].write_text("<!doctype html><title>A page of mine</title>")
-    places["CHART"].write_text("<svg></svg>")
+    paths["PAGE"].write_text("<!doctype html><title>A page of mine</title>")
+    paths["CHART"].write_text("<svg></svg>")
 
     def spelled(word: str) -> str:
-        first, *rest = word.split("/", 1)
-        return str(places.get(first, Path(first)).joinpath(*rest))
+        first, *parts = word.split("/", 1)
+        return str(paths.get(first, Path(first)).joinpath(*parts))
 
     def files() -> dict[str, bytes]:
-        every = [*model.rglob("*"), *others.rglob("*"), measured / "run.sqlite"]
+        every = [*model.rglob("*"), *foreign.rglob("*"), measured / "run.sqlite"]
         return {str(path): path.read_bytes() for path in every if path.is_file()}
 
     before = files()
@@ -63,8 +63,8 @@ def test_an_output_replaces_nothing_that_the_program_did_not_make(
             spelled(output) if word == "{}" else word if "me/" in word else spelled(word)
             for word in command.split()
         ]
-        said = says_one_line(words, capsys)
-        assert re.search(r"holds a model|not made by|is a folder|did not export", said)
+        message = says_one_line(words, capsys)
+        assert re.search(r"holds a model|not made by|is a folder|did not export", message)
         assert files() == before, words
 
 
@@ -108,13 +108,13 @@ def test_names_and_paths_are_shown_as_they_are(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     """What looks like markup is none, and no terminal is told anything by a name."""
-    place = tmp_path / "a[red]b[/x]"
-    place.mkdir(parents=True)
-    monkeypatch.chdir(place)
+    folder = tmp_path / "a[red]b[/x]"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(folder)
     model = "m[bold]\x1b]0;mine\x07\x1b[31m\nm:smile:"
     shown = r"m[bold]\x1b]0;mine\x07\x1b[31m\nm:smile:"
     shutil.copytree(tiny_folder, model)
-    run = str(place / "run[/]")
+    run = str(folder / "run[/]")
     text = ["--text", f"{model}/text.txt", "--windows", "2", "--window-length", "32"]
     commands: dict[str, list[str]] = {
         shown: ["inspect", model],
@@ -122,10 +122,10 @@ def test_names_and_paths_are_shown_as_they_are(
         f"written to {run}/plans.\n": ["plan", "--run", run, "--max-bpw", "9"],
         f"{run}/report.html\n": ["report", "--run", run],
     }
-    for told, words in commands.items():
+    for reason, words in commands.items():
         assert main(words) == 0, words
         printed = capsys.readouterr()
-        assert told in printed.out, words
+        assert reason in printed.out, words
         assert "\x1b" not in printed.out + printed.err, words
 
 
@@ -142,8 +142,8 @@ def test_a_measure_that_fails_before_measuring_leaves_nothing(
         "--components nothing": "kl-lens inspect MODEL --json` lists their names",
         "--formats q4_k+gptq --window-length 32": "gather them with: kl-lens calibrate",
     }
-    for more, said in wrong.items():
-        assert said in says_one_line([*words, *more.split()], capsys)
+    for more, message in wrong.items():
+        assert message in says_one_line([*words, *more.split()], capsys)
         assert not run.parent.exists()
     run.mkdir(parents=True)
     (run / "notes.txt").write_text("mine")
@@ -163,11 +163,11 @@ def test_a_run_that_is_deleted_meanwhile_is_an_error(
 ) -> None:
     measure: Callable[..., object] = Sweep.measure
 
-    def measure_and_lose(*given: object, **named: object) -> object:
-        result = measure(*given, **named)
+    def measure_and_lose(*arguments: object, **named: object) -> object:
+        result = measure(*arguments, **named)
         shutil.rmtree(tmp_path / "run")
         return result
 
     monkeypatch.setattr(Sweep, "measure", measure_and_lose)
-    said = says_one_line(measure_arguments, capsys)
-    assert "run.sqlite was deleted or moved while this command worked" in said
+    message = says_one_line(measure_arguments, capsys)
+    assert "run.sqlite was deleted or moved while this command worked" in message

@@ -93,10 +93,10 @@ def test_a_limit_on_the_loss_is_kept_where_it_is_judged(
     (tmp_path / "easy.txt").write_text(", . " * 400)
     assert main([*words, str(tmp_path / "easy.txt"), *limit[:-1], "missed"]) == 0
     assert main([*words, str(tmp_path / "hard.txt"), "--plan", "missed"]) == 0
-    said = " ".join(capsys.readouterr().err.split())
+    message = " ".join(capsys.readouterr().err.split())
     assert re.search(
         r"missed misses its target: the KL is 0\.\d+ ± 0\.\d+ on \S+hard\.txt, 4 windows, and at",
-        said,
+        message,
     )
     with Run.open(measured) as run:
         plan = collect(run).plan("missed")

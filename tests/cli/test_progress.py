@@ -17,10 +17,10 @@ from tests.measuring.conftest import loaded
 
 
 class Clock:
-    now = 0.0
+    time = 0.0
 
     def __call__(self) -> float:
-        return self.now
+        return self.time
 
 
 # A run for two targets: what was expected of each stage, and whether it tells how far it is.
@@ -56,22 +56,24 @@ def test_from_a_quarter_on_a_run_is_forecast_within_a_half(
     forecast.expect(
         [StageCost(verb, target, seconds) for verb, target, seconds, _ in RUN]
     )
-    told: list[tuple[float, float]] = []
+    estimates: list[tuple[float, float]] = []
     for verb, target, seconds, tells in RUN:
         forecast.begin(verb, target)
         if tells:
             forecast.start(20.0, 0.0)
         for _ in range(20):
-            clock.now += longer.get(verb, 1.0) * seconds / 20
+            clock.time += longer.get(verb, 1.0) * seconds / 20
             if tells:
                 forecast.advance(1.0)
-            told.append((clock.now, forecast.left or 0.0))
+            estimates.append((clock.time, forecast.left or 0.0))
         forecast.end()
     assert forecast.left == 0
     ratios = [
-        left / (clock.now - now)
-        for now, left in told
-        if clock.now / 4 <= now <= 0.97 * clock.now  # the last seconds are rounded anyway
+        remaining / (clock.time - now)
+        for now, remaining in estimates
+        if clock.time / 4
+        <= now
+        <= 0.97 * clock.time  # the last seconds are rounded anyway
     ]
     assert 1 / 1.5 < min(ratios) <= max(ratios) < 1.5, (min(ratios), max(ratios))
 
@@ -91,10 +93,10 @@ def test_inside_a_stage_of_a_run_the_time_left_is_that_of_the_whole_run(
         with screen.stage("measure", "gguf"), screen.progress("measuring") as shown:
             shown.started(4.0, 0.0)
             for _ in range(4):
-                clock.now += 60
+                clock.time += 60
                 shown.advanced(1.0, "layers.0 int4")
     with screen.stage("report", None):
-        clock.now += 60
+        clock.time += 60
     assert capsys.readouterr().err.splitlines() == [
         "Measuring sensitivity, llama.cpp: 25 %  3:00 left in this stage",
         "Measuring sensitivity, llama.cpp: 50 %  2:00 left in this stage",
@@ -128,10 +130,10 @@ def test_what_makes_a_run_longer_is_said(
     assert capsys.readouterr().err.startswith(sentence)
 
 
-def of_a_run(**given: object) -> RunSettings:
+def of_a_run(**flags: object) -> RunSettings:
     few = {"windows": 4, "window_length": 16, "held_out_windows": 4}
     few |= {"evaluation_windows": 4, "repeats": 1}
-    return RunSettings.of(model="m", exhaustive=True, **few | given)
+    return RunSettings.of(model="m", exhaustive=True, **few | flags)
 
 
 @pytest.mark.parametrize(("busy", "compiled"), [(0.5, True), (0.0, False)])
@@ -146,13 +148,13 @@ def test_a_busy_machine_does_not_multiply_the_forecast_and_kernels_count_once(
         monkeypatch.setattr(costs, "_shortest", lambda *_: seconds)
         monkeypatch.setattr(costs.LoadMeter, "read", lambda meter: {"others": busy})
         monkeypatch.setattr(costs, "_has_kernels", lambda: compiled)
-        found = estimate(settings, model, opened=1.0)
-        assert found.compiling == (0.0 if compiled else costs.COMPILING)
-        return [stage.seconds for stage in found.stages]
+        expected = estimate(settings, model, opened=1.0)
+        assert expected.compiling == (0.0 if compiled else costs.COMPILING)
+        return [stage.seconds for stage in expected.stages]
 
     quiet = seconds_of_stages(1.0, 0.0, True)
-    other = seconds_of_stages(2.0 if busy else 1.0, busy, compiled)
-    more = [b - a for a, b in zip(quiet, other, strict=True) if b != pytest.approx(a)]
+    changed = seconds_of_stages(2.0 if busy else 1.0, busy, compiled)
+    more = [b - a for a, b in zip(quiet, changed, strict=True) if b != pytest.approx(a)]
     assert more == pytest.approx([] if compiled else [costs.COMPILING])
 
 
@@ -161,22 +163,22 @@ def test_stages_are_forecast_in_the_order_in_which_they_are_done(
 ) -> None:
     monkeypatch.setattr(costs, "_shortest", lambda *_: 1.0)
     settings = of_a_run(targets=("gguf", "openvino"), formats=("q8_0", "int8"))
-    found = estimate(settings, loaded("mamba"), opened=1.0)
-    told = [(stage.verb, stage.target) for stage in found.stages]
-    done = [
-        (each.verb, each.target)
-        for each in stages_of(settings, settings.wanted, ahead=False)
+    expected = estimate(settings, loaded("mamba"), opened=1.0)
+    estimates = [(stage.verb, stage.target) for stage in expected.stages]
+    stages = [
+        (stage.verb, stage.target)
+        for stage in stages_of(settings, settings.wanted, ahead=False)
     ]
-    unknown = [stage for stage in done if stage not in told]
+    unknown = [stage for stage in stages if stage not in estimates]
     assert unknown == [("plan", None), ("calibrate", None)]  # at once; not needed
-    assert told == [stage for stage in done if stage not in unknown]
+    assert estimates == [stage for stage in stages if stage not in unknown]
     searched = [
         (verb, target)
         for target in settings.wanted
         for verb in ("measure", "plan", "export")
     ]
-    begin = told.index(searched[0])
-    assert told[begin : begin + len(searched)] == searched
+    begin = estimates.index(searched[0])
+    assert estimates[begin : begin + len(searched)] == searched
 
 
 def test_the_forecast_counts_the_memory_in_which_files_are_written(
@@ -192,5 +194,5 @@ def test_the_forecast_counts_the_memory_in_which_files_are_written(
         settings = of_a_run(
             targets=(target,), formats=("int8" if written else "q8_0",), windows=1
         )
-        found = estimate(settings, model, opened=1.0)
-        assert (found.memory == 10**9 + written) == bool(written)
+        expected = estimate(settings, model, opened=1.0)
+        assert (expected.memory == 10**9 + written) == bool(written)

@@ -17,7 +17,7 @@ from tests.hub_server import Hub
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
+def finished(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
     """A run with a recommended IR, a stock recipe and their scores."""
     run = str(tmp_path_factory.mktemp("publish") / "run")
     text = [
@@ -77,8 +77,8 @@ def made(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
 
 
 @pytest.fixture
-def run(made: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(made, tmp_path / "run")
+def run(finished: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(finished, tmp_path / "run")
 
 
 @pytest.fixture

@@ -39,8 +39,8 @@ SMALL = "--windows 3 --window-length 32 --evaluation-windows 3 --held-out-window
 
 def words(folder: Path, tiny: Path, *more: str) -> list[str]:
     loss = [] if "--budget" in more else ["--max-loss", "0.05"]
-    given = f"run {tiny} --run {folder} --text {tiny / 'text.txt'} --held-out wikitext2:test {SMALL}"
-    return [*given.split(), *loss, *more, "--evaluation-text", "wikitext2:train"]
+    command = f"run {tiny} --run {folder} --text {tiny / 'text.txt'} --held-out wikitext2:test {SMALL}"
+    return [*command.split(), *loss, *more, "--evaluation-text", "wikitext2:train"]
 
 
 @pytest.fixture(scope="module")
@@ -86,8 +86,10 @@ def test_every_stage_leaves_its_records(finished: Path) -> None:
 def test_the_folder_holds_the_settings_that_repeat_the_run(
     finished: Path, tiny_folder: Path
 ) -> None:
-    asked = settings_from(parse(words(finished, tiny_folder, "--paper")))
-    assert settings_from(parse(["run", "--config", str(finished / "run.yaml")])) == asked
+    settings = settings_from(parse(words(finished, tiny_folder, "--paper")))
+    assert (
+        settings_from(parse(["run", "--config", str(finished / "run.yaml")])) == settings
+    )
 
 
 def test_only_what_was_deleted_is_done_again(
@@ -106,15 +108,15 @@ def test_only_what_was_deleted_is_done_again(
     monkeypatch.setattr(
         model,
         "load",
-        lambda source, **how: opened.append(source) or opening(source, **how),
+        lambda source, **options: opened.append(source) or opening(source, **options),
     )
     assert main(words(folder, tiny_folder, "--without", "evaluate,benchmark")) == 0
     assert opened == [str(tiny_folder)]
     out, err = capsys.readouterr()
     assert err.count("already done") >= 3
     plans = [
-        json.loads((place / f"plans/{BEST}.json").read_text())
-        for place in (finished, folder)
+        json.loads((run_folder / f"plans/{BEST}.json").read_text())
+        for run_folder in (finished, folder)
     ]
     assert plans[0]["assignment"] == plans[1]["assignment"]
     assert (folder / "artifacts/openvino" / BEST / "openvino_model.bin").is_file()
@@ -139,12 +141,12 @@ def test_only_what_was_deleted_is_done_again(
     assert re.search(r"^Measuring sensitivity, OpenVINO +\d+:\d\d", err, re.MULTILINE)
     assert len(err.splitlines()) <= 24
     (log,) = (folder / "log").glob("run-*.log")
-    for told in (
+    for message in (
         "== Planning, OpenVINO",
         "Quantizable components",
         "Sensitivity, from least",
     ):
-        assert told in log.read_text(encoding="utf-8")
+        assert message in log.read_text(encoding="utf-8")
 
 
 def read(folder: Path, name: str) -> Plan:
@@ -186,11 +188,11 @@ def test_a_run_with_another_limit_gets_its_own_file_and_replaces_none(
     folder: Path, tiny_folder: Path, capsys
 ) -> None:
     name = "recommended-openvino-90pct"
-    mine = [
+    own_scores = [
         folder / f"plans/{BEST}.json",
         *(folder / "artifacts/openvino" / BEST).glob("*.[xbj]*"),
     ]
-    before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in mine}
+    before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in own_scores}
     quick = [
         "--without",
         "evaluate,benchmark,report",
@@ -201,10 +203,12 @@ def test_a_run_with_another_limit_gets_its_own_file_and_replaces_none(
     ]
     assert main(words(folder, tiny_folder, "--budget", "90%", *quick)) == 0
     assert on_disk(folder, name) <= 0.9 * on_disk(folder, "uniform_fp16")
-    assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in mine} == before
-    said = capsys.readouterr().out
-    assert f"Next: kl-lens generate {folder}/artifacts/openvino/{name} " in said
-    rows = [line for line in said.splitlines() if "│ recommended" in line]
+    assert {
+        path: (path.read_bytes(), path.stat().st_mtime_ns) for path in own_scores
+    } == before
+    output = capsys.readouterr().out
+    assert f"Next: kl-lens generate {folder}/artifacts/openvino/{name} " in output
+    rows = [line for line in output.splitlines() if "│ recommended" in line]
     assert len(rows) == 1
     assert "│ recommended 90pct" in rows[0]
     assert "±" not in rows[0], "the file of the first run was evaluated, this one was not"
@@ -218,21 +222,23 @@ def test_a_run_with_another_limit_gets_its_own_file_and_replaces_none(
         capsys.readouterr().err,
         re.MULTILINE,
     )
-    assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in mine} == before
+    assert {
+        path: (path.read_bytes(), path.stat().st_mtime_ns) for path in own_scores
+    } == before
     with Run.open(folder) as run:
         assert recommended_names(collect(run)) == {BEST}
 
 
 def test_a_plan_of_a_used_name_replaces_it_and_says_so(folder: Path, capsys) -> None:
-    here = ["--run", str(folder)]
-    plan = ["plan", *here, "--target", "openvino", "--name", "mine", "--max-bpw"]
-    export = ["export", *here, "--target", "openvino", "--plan", "mine"]
+    in_run = ["--run", str(folder)]
+    plan = ["plan", *in_run, "--target", "openvino", "--name", "mine", "--max-bpw"]
+    export = ["export", *in_run, "--target", "openvino", "--plan", "mine"]
     text = ["--perplexity", "wikitext2:train", "--window", "32", "--limit"]
-    scored = ["evaluate", *here, "--plan", "mine", "--targets", "openvino", *text, "1"]
+    scored = ["evaluate", *in_run, "--plan", "mine", "--targets", "openvino", *text, "1"]
 
     def labels() -> set[str]:
         with Run.open(folder) as run:
-            return {each.subject.label for each in current_results(run, "score")}
+            return {result.subject.label for result in current_results(run, "score")}
 
     for words in ([*plan, "9"], export, scored):
         assert main(words) == 0
@@ -241,8 +247,8 @@ def test_a_plan_of_a_used_name_replaces_it_and_says_so(folder: Path, capsys) -> 
     before = file.read_bytes()
     capsys.readouterr()
     assert main([*plan, "15"]) == 0
-    said = "mine replaces another plan of this name; until the next export, the earlier one stays in "
-    assert f"{said}{file.parent}" in capsys.readouterr().err
+    message = "mine replaces another plan of this name; until the next export, the earlier one stays in "
+    assert f"{message}{file.parent}" in capsys.readouterr().err
     assert file.read_bytes() == before
     assert main([*plan, "15"]) == 0
     assert "replaces" not in capsys.readouterr().err, "it is the same plan"
@@ -254,12 +260,12 @@ def test_a_plan_of_a_used_name_replaces_it_and_says_so(folder: Path, capsys) -> 
 def test_beside_a_gpu_files_are_read_ahead_with_the_same_results(
     finished: Path, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken: list[tuple[str, int]] = []
+    reads: list[tuple[str, int]] = []
 
     def seen(ahead: Ahead, judged: JudgedArtifact, text: EvaluationText) -> list[Arrived]:
-        found = take(ahead, judged, text)
-        taken.append((judged.path.name, len(found)))
-        return found
+        logits = take(ahead, judged, text)
+        reads.append((judged.path.name, len(logits)))
+        return logits
 
     take = Ahead.take
     folder = tmp_path / "run"
@@ -270,22 +276,22 @@ def test_beside_a_gpu_files_are_read_ahead_with_the_same_results(
     monkeypatch.setattr(f"{beside}.LARGE", 0)  # so that another process quantizes
     for _ in range(2):  # the second time nothing is left to read
         assert main(words(folder, tiny_folder, "--paper", "--without", "benchmark")) == 0
-    assert {("uniform_fp16", 1), (BEST, 3)} < {*taken}
-    assert len(taken) == len({*taken}), "each file once"
-    kept = []
-    for place in (finished, folder):
-        with Run.open(place) as run:
+    assert {("uniform_fp16", 1), (BEST, 3)} < {*reads}
+    assert len(reads) == len({*reads}), "each file once"
+    contents = []
+    for run_folder in (finished, folder):
+        with Run.open(run_folder) as run:
             scores = [
                 (r.subject, r.name, r.value["values"])
                 for r in current_results(run, "score")
             ]
-        kept.append(
+        contents.append(
             (
                 sorted(scores, key=str),
-                read_artifact(place / "artifacts/openvino" / BEST).digests,
+                read_artifact(run_folder / "artifacts/openvino" / BEST).digests,
             )
         )
-    assert kept[0] == kept[1]
+    assert contents[0] == contents[1]
 
 
 def test_what_another_process_quantizes_is_found_by_this_one(tmp_path: Path) -> None:
@@ -295,10 +301,10 @@ def test_what_another_process_quantizes_is_found_by_this_one(tmp_path: Path) -> 
     model = session.in_run(session.model("reference:mamba"), tmp_path)
     begin_apart("reference:mamba", Opening(), tmp_path)
     quantize_apart([(name, recipe), (name, Recipe("int8")), (name, Recipe("q4_k+gptq"))])
-    made = [*(tmp_path / QUANTIZED).iterdir()]
+    quantized = [*(tmp_path / QUANTIZED).iterdir()]
     weight = model.tensor(f"{name}.weight")
     assert model.weights.digest(name, recipe) == recipe.grid.quantize(weight).digest
-    assert [*(tmp_path / QUANTIZED).iterdir()] == made != []
+    assert [*(tmp_path / QUANTIZED).iterdir()] == quantized != []
 
 
 def test_a_stage_that_others_do_not_need_may_fail(
@@ -316,7 +322,7 @@ def test_a_stage_that_others_do_not_need_may_fail(
 def test_an_estimate_names_every_stage_and_does_nothing(
     tiny_folder: Path, tmp_path: Path, capsys
 ) -> None:
-    asked = [
+    settings = [
         "run",
         str(tiny_folder),
         "--run",
@@ -325,17 +331,17 @@ def test_an_estimate_names_every_stage_and_does_nothing(
         "32",
         "--estimate",
     ]
-    assert main([*asked, "--without", "benchmark"]) == 0
-    said = capsys.readouterr().out
-    assert "4 calibration windows" in said
+    assert main([*settings, "--without", "benchmark"]) == 0
+    output = capsys.readouterr().out
+    assert "4 calibration windows" in output
     for part in (
         "Gathering statistics",
         "Measuring sensitivity, OpenVINO",
         "in all",
         "Memory: about",
     ):
-        assert part in said
-    assert "Timing" not in said
+        assert part in output
+    assert "Timing" not in output
     assert not (tmp_path / "run").exists()
 
 
@@ -361,49 +367,49 @@ REFUSED = {
 def test_what_no_file_can_be_is_refused_before_anything_is_measured(
     target: str, tiny_folder: Path, tmp_path: Path, capsys
 ) -> None:
-    asked, said = REFUSED[target]
+    flags, message = REFUSED[target]
     pytest.importorskip(target.replace("-", "_"), reason=f"needs the runtime of {target}")
-    given = words(tmp_path / "run", tiny_folder, "--targets", target)
-    limit = given.index("--max-loss")
-    given[limit : limit + 2] = asked
-    assert main(given) == 1
+    command = words(tmp_path / "run", tiny_folder, "--targets", target)
+    limit = command.index("--max-loss")
+    command[limit : limit + 2] = flags
+    assert main(command) == 1
     line = capsys.readouterr().err.splitlines()[-1]
     assert "no file can be written, so nothing was measured" in line
-    assert re.search(said, line), line
+    assert re.search(message, line), line
     with Run.open(tmp_path / "run") as run:
         assert run.text_identity("calibration") is None
         assert run.measurements() == []
 
 
-@pytest.mark.parametrize("when", ["exported", "judged"])
+@pytest.mark.parametrize("moment", ["exported", "judged"])
 def test_a_file_that_fails_in_its_runtime_is_named_first_and_never_suggested(
-    when: str,
+    moment: str,
     folder: Path,
     tiny_folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys,
 ) -> None:
-    def fail(*given: object, **how: object) -> object:
-        if BEST in str(given[1]):
+    def fail(*arguments: object, **options: object) -> object:
+        if BEST in str(arguments[1]):
             raise TargetError("the kernel wants 64 columns")
-        return working(*given, **how)
+        return working(*arguments, **options)
 
-    method = {"exported": "try_out", "judged": "open"}[when]
+    method = {"exported": "try_out", "judged": "open"}[moment]
     openvino = type(get_target("openvino"))
     working = getattr(openvino, method)
     monkeypatch.setattr(openvino, method, fail)
-    if when == "exported":
+    if moment == "exported":
         shutil.rmtree(folder / "artifacts/openvino" / BEST)
-    other = ["--targets", "openvino", "--paper", "--evaluation-windows", "5"]
-    assert main([*words(folder, tiny_folder), *other]) == 1
+    flags = ["--targets", "openvino", "--paper", "--evaluation-windows", "5"]
+    assert main([*words(folder, tiny_folder), *flags]) == 1
     captured = capsys.readouterr()
     assert captured.err.count("itself is lost on wikitext2:train") == 1
     lines = captured.out.splitlines()
-    what = {"exported": "no file", "judged": "the file does not work"}[when]
-    assert re.match(f"OpenVINO: {what}: .*the kernel wants 64 columns", lines[1])
+    problem = {"exported": "no file", "judged": "the file does not work"}[moment]
+    assert re.match(f"OpenVINO: {problem}: .*the kernel wants 64 columns", lines[1])
     assert not [line for line in lines if "kl-lens generate" in line]
     assert not [line for line in lines if "kl-lens evaluate" in line]
-    failed = {"exported": "export --target openvino", "judged": "evaluate"}[when]
+    failed = {"exported": "export --target openvino", "judged": "evaluate"}[moment]
     assert f"Failed, see the log: {failed}." in lines
     assert f"Report: kl-lens report --run {folder} --open" in lines
 
@@ -457,8 +463,8 @@ def test_a_yaml_file_equals_the_flags_and_flags_win(tmp_path: Path, capsys) -> N
 def test_a_small_size_offers_formats_below_four_bits() -> None:
     # 5.35 million weights that can be quantized: 2.84 MB in IQ4_XS
     anatomy = load("reference:mamba2").anatomy
-    asked: dict[str, Any]
-    for asked, smallest in (
+    settings: dict[str, Any]
+    for settings, smallest in (
         ({"budget": 0.3}, "iq4_xs+gptq"),
         ({"budget": 0.25}, "iq2_xxs+gptq"),
         ({"max_bytes": 3_200_000}, "iq4_xs+gptq"),
@@ -467,11 +473,15 @@ def test_a_small_size_offers_formats_below_four_bits() -> None:
         ({"menu": "small"}, "iq2_xxs+gptq"),
         ({"max_loss": 1.0}, "iq4_xs+gptq"),
     ):
-        assert RunSettings.of(model="m", **asked).menu_of("gguf", anatomy)[0] == smallest
+        assert (
+            RunSettings.of(model="m", **settings).menu_of("gguf", anatomy)[0] == smallest
+        )
         fewest = (
-            "affine2-g128+gptq" if asked.get("menu") == "small" else "affine3-g128+gptq"
+            "affine2-g128+gptq"
+            if settings.get("menu") == "small"
+            else "affine3-g128+gptq"
         )  # 2.17 MB
-        assert RunSettings.of(model="m", **asked).menu_of("mlx", anatomy)[0] == fewest
+        assert RunSettings.of(model="m", **settings).menu_of("mlx", anatomy)[0] == fewest
 
 
 def test_a_limit_that_is_too_small_for_one_runtime_leaves_the_others_their_files(
@@ -480,16 +490,16 @@ def test_a_limit_that_is_too_small_for_one_runtime_leaves_the_others_their_files
     quick = (
         "--targets gguf,openvino,mlx --rivals none --without evaluate,benchmark,report"
     )
-    given = words(tmp_path / "run", tiny_folder, *quick.split())
-    limit = given.index("--max-loss")
-    given[limit : limit + 2] = ["--max-bytes", "200kB"]
-    assert main(given) == 1
-    said = capsys.readouterr()
-    assert "OpenVINO: --max-bytes 200.00 kB cannot be met" in said.err
-    place = tmp_path / "run/artifacts/mlx/recommended-mlx-200kB"
-    assert read_artifact(place).realised_bytes <= 200_000
-    lines = said.out.splitlines()
+    command = words(tmp_path / "run", tiny_folder, *quick.split())
+    limit = command.index("--max-loss")
+    command[limit : limit + 2] = ["--max-bytes", "200kB"]
+    assert main(command) == 1
+    output = capsys.readouterr()
+    assert "OpenVINO: --max-bytes 200.00 kB cannot be met" in output.err
+    run_folder = tmp_path / "run/artifacts/mlx/recommended-mlx-200kB"
+    assert read_artifact(run_folder).realised_bytes <= 200_000
+    lines = output.out.splitlines()
     assert re.match(r"llama.cpp: no file: .*tokenizer", lines[1])
     assert lines[2].startswith("OpenVINO: no file: --max-bytes 200.00 kB cannot be met")
-    assert lines[-1].startswith(f"Next: kl-lens generate {place} ")
+    assert lines[-1].startswith(f"Next: kl-lens generate {run_folder} ")
     assert "Failed, see the log: export --target gguf, plan --target openvino." in lines

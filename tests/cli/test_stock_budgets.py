@@ -71,16 +71,16 @@ def test_our_plan_that_is_no_larger_is_never_worse(
                 within = TargetPlanner(
                     session, run, target, held_out, limits=Limits(max_bytes=limit)
                 )
-                ours = plan_within(within, table, Choosing(name="ours"))
+                plan = plan_within(within, table, Choosing(name="ours"))
             except BudgetError:  # the short menu has nothing as small
                 continue
-            assert (ours.file_bytes or 0) <= (limit or 0), rival.name
+            assert (plan.file_bytes or 0) <= (limit or 0), rival.name
             difference = paired_difference(
-                meter.measure(ours.assignment).windows,
+                meter.measure(plan.assignment).windows,
                 meter.measure(rival.assignment).windows,
             )
             assert difference.mean <= 2 * difference.standard_error, (
                 rival.name,
                 difference,
-                ours.made_by,
+                plan.made_by,
             )

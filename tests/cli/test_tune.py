@@ -26,7 +26,8 @@ def test_tuned_weights_reach_the_file_if_held_out_text_agrees(
     if not helps:
         worse = PairedDifference(1.0, 0.1)
         monkeypatch.setattr(
-            "kl_lens.study.plan.paired_difference", lambda ours, theirs: worse
+            "kl_lens.study.plan.paired_difference",
+            lambda tuned_windows, plain_windows: worse,
         )
     assert main([*measure_arguments, "--formats", "q4_0"]) == 0
     plan = [
@@ -47,8 +48,8 @@ def test_tuned_weights_reach_the_file_if_held_out_text_agrees(
     ]
     capsys.readouterr()
     assert main(plan) == 0
-    said = capsys.readouterr()
-    assert ("tuning did not help" in said.out + said.err) is not helps
+    output = capsys.readouterr()
+    assert ("tuning did not help" in output.out + output.err) is not helps
     written = json.loads((run / "plans/small.json").read_text())
     tuned = {
         name: Recipe.parse(r)
@@ -74,10 +75,10 @@ def test_tuned_weights_reach_the_file_if_held_out_text_agrees(
     assert main(export) == 0
     assert main([*export, "--weights", "disk", "--out", str(tmp_path / "disk")]) == 0
     store = load(str(tiny_folder)).with_store(folder=run / "weights").weights
-    for place in (run / "artifacts/gguf/small", tmp_path / "disk/small"):
+    for folder in (run / "artifacts/gguf/small", tmp_path / "disk/small"):
         shipped = {
             tensor.component: tensor
-            for tensor in read_artifact(place).tensors
+            for tensor in read_artifact(folder).tensors
             if tensor.component in tuned
         }
         assert shipped.keys() == tuned.keys()

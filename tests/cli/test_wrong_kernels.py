@@ -53,15 +53,15 @@ def test_every_verb_says_it_once_and_does_without(
         "evaluate": ["evaluate", "--run", run, "--window", "32", "--limit", "2"],
         "calibrate": f"calibrate {tiny_folder} --run {run} --text {text} --windows 2".split(),
     }
-    for which, command in commands.items():
-        assert main(command) == 0, which
+    for kind, command in commands.items():
+        assert main(command) == 0, kind
         (line,) = warnings_in(capsys)
-        assert wrong in line, which
-        assert "transformers' own code computes this model instead" in line, which
-    with Run.open(tmp_path / "run") as kept:
-        assert kept.load(KERNELS, CALIBRATION) == wrong
-    with Run.open(tmp_path / "sound") as kept:
-        assert kept.load(KERNELS, CALIBRATION) is None
+        assert wrong in line, kind
+        assert "transformers' own code computes this model instead" in line, kind
+    with Run.open(tmp_path / "run") as run:
+        assert run.load(KERNELS, CALIBRATION) == wrong
+    with Run.open(tmp_path / "sound") as run:
+        assert run.load(KERNELS, CALIBRATION) is None
     assert measured(tmp_path / "run") == pytest.approx(
         measured(tmp_path / "sound"), rel=3e-5, abs=5e-9
     )
@@ -86,9 +86,9 @@ def test_doctor_names_each_wrong_kernel_in_a_line(monkeypatch, capsys) -> None:
         for line in part["problem"].removeprefix("wrong: ").split("; ")
     }
     scans = {
-        f"Mamba-{version} scan{how}"
+        f"Mamba-{version} scan{suffix}"
         for version in (1, 2)
-        for how in ("", " (with autograd)")
+        for suffix in ("", " (with autograd)")
     }
     assert wrong >= {*scans, "convolution", "attention", "KL"}
     assert len(part["facts"]) >= len(wrong)

@@ -28,26 +28,26 @@ def rooms() -> tuple[str, ...]:
 @cache
 def modules() -> dict[str, str]:
     """The source of every module by its name; a package's is its `__init__.py`."""
-    found = {}
+    sources = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        found[name] = path.read_text(encoding="utf-8")
-    return found
+        sources[name] = path.read_text(encoding="utf-8")
+    return sources
 
 
 def room_of(module: str) -> str:
     return [*module.split("."), "__init__"][1]
 
 
-def imports(source: str, known: Mapping[str, object]) -> Iterator[str]:
+def imports(source: str, sources: Mapping[str, object]) -> Iterator[str]:
     """The modules of kl_lens that a module names."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, "relative imports hide where they lead"
             if (node.module or "").split(".")[0] == "kl_lens":
                 for name in (f"{node.module}.{alias.name}" for alias in node.names):
-                    yield name if name in known else str(node.module)
+                    yield name if name in sources else str(node.module)
         elif isinstance(node, ast.Import):
             yield from (
                 alias.name
@@ -56,19 +56,19 @@ def imports(source: str, known: Mapping[str, object]) -> Iterator[str]:
             )
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             name = node.value.partition(":")[0].removesuffix(".")
-            if _MODULE.fullmatch(node.value) and name in known:
+            if _MODULE.fullmatch(node.value) and name in sources:
                 yield name
 
 
 def upward(module: str, source: str) -> list[str]:
     """What is wrong with a module's imports, a line for each."""
     order = rooms()
-    here = room_of(module)
-    found = dict.fromkeys(imports(source, modules()))
+    room = room_of(module)
+    named = dict.fromkeys(imports(source, modules()))
     return [
         f"{module} imports {name}, which stands above it"
-        for name in found
-        if order.index(room_of(name)) < order.index(here)
+        for name in named
+        if order.index(room_of(name)) < order.index(room)
     ]
 
 
@@ -94,10 +94,10 @@ def circle(sources: Mapping[str, str]) -> list[str]:
 
 def test_every_room_has_one_place_in_the_table() -> None:
     order = rooms()
-    there = {room_of(module) for module in modules()}
+    seen = {room_of(module) for module in modules()}
     assert len(order) == len(set(order))
-    assert not there - set(order), "docs/architecture.md has no row for these"
-    assert not set(order) - there, "docs/architecture.md has rows for what is not there"
+    assert not seen - set(order), "docs/architecture.md has no row for these"
+    assert not set(order) - seen, "docs/architecture.md has rows for what is not there"
 
 
 def test_imports_point_downwards() -> None:
@@ -106,4 +106,4 @@ def test_imports_point_downwards() -> None:
 
 
 def test_there_are_no_import_cycles() -> None:
-    assert not (found := circle(modules())), " imports ".join(found)
+    assert not (cycle := circle(modules())), " imports ".join(cycle)

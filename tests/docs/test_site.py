@@ -53,10 +53,10 @@ def hook() -> ModuleType:
 class _Text(HTMLParser):
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[str] = []
+        self.links: list[str] = []
 
     def handle_data(self, data: str) -> None:
-        self.found.append(data)
+        self.links.append(data)
 
 
 def text_of(page: Path) -> str:
