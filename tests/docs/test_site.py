@@ -53,16 +53,16 @@ def hook() -> ModuleType:
 class _Text(HTMLParser):
     def __init__(self) -> None:
         super().__init__()
-        self.links: list[str] = []
+        self.words: list[str] = []
 
     def handle_data(self, data: str) -> None:
-        self.links.append(data)
+        self.words.append(data)
 
 
 def text_of(page: Path) -> str:
     parser = _Text()
     parser.feed(page.read_text(encoding="utf-8"))
-    return "".join(parser.found)
+    return "".join(parser.words)
 
 
 def test_every_flag_of_every_verb_is_on_the_site(site: Path) -> None:
