@@ -115,7 +115,7 @@ def compare(
         run=str(folder),
         target=target.name,
         # Below four bits, and for MLX, the short menu; one of MLX's own mixtures has two bits.
-        formats=menu_of(target, full=not small, small=small),
+        formats=menu_of(target, model.anatomy, full=not small, small=small),
         windows=arguments.windows,
     )
     if reason := target.unsupported(model.anatomy.model_type):

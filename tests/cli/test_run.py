@@ -29,6 +29,7 @@ from kl_lens.study.session import QUANTIZED, Session
 from kl_lens.study.settings import Opening
 from kl_lens.targets import get_target, read_artifact
 from kl_lens.weights.recipes import Recipe
+from tests.targets.gguf.support import tiny
 
 pytest.importorskip("gguf", reason="needs the extra gguf")
 pytest.importorskip("openvino", reason="needs the extra openvino")
@@ -482,6 +483,19 @@ def test_a_small_size_offers_formats_below_four_bits() -> None:
             else "affine3-g128+gptq"
         )  # 2.17 MB
         assert RunSettings.of(model="m", **settings).menu_of("mlx", anatomy)[0] == fewest
+
+
+def test_rows_that_256_does_not_divide_get_two_bits_too() -> None:
+    """In the small menu only where they are, in the full one always."""
+    narrow = {"q2_0+gptq", "mxfp4+gptq"}
+    for anatomy, menu, offered in (
+        (load("reference:mamba2").anatomy, "small", False),
+        (load("reference:mamba2").anatomy, "full", True),
+        (tiny("mamba2").anatomy, "small", True),
+        (tiny("mamba2").anatomy, "short", False),
+    ):
+        chosen = RunSettings.of(model="m", menu=menu).menu_of("gguf", anatomy)
+        assert narrow.issubset(chosen) == offered
 
 
 def test_a_limit_that_is_too_small_for_one_runtime_leaves_the_others_their_files(

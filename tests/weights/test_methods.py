@@ -46,6 +46,7 @@ GROUPED = [
     "uint2-g64",
     "nf4-g32",
     "mxfp4",
+    "q2_0",
     "affine3-g32",
 ]
 METHODS = [

@@ -15,11 +15,12 @@ from kl_lens.targets.gguf.export import FORMATS, export
 from kl_lens.targets.gguf.session import open_session
 from kl_lens.text.sources import wikitext2
 from kl_lens.weights.formats import get_format
+from kl_lens.weights.formats.ggml_types import as_blocks, ggml_types
 from kl_lens.weights.formats.gguf_blocks import GGUFFormat, ggml_library
 from tests.families import token_ids
 from tests.targets.gguf.support import kl, matrices, quantize_weights, tiny, torch_logits
 
-gguf = pytest.importorskip("gguf")
+pytest.importorskip("gguf")
 
 
 def _samples() -> Iterator[torch.Tensor]:
@@ -99,24 +100,22 @@ def test_products_are_those_of_llama_cpp_s_kernels(name: str) -> None:
     library.ggml_cpu_init()
     library.ggml_get_type_traits_cpu.restype = ctypes.POINTER(_Kernels)
     fmt = get_format(name)
-    assert isinstance(fmt, GGUFFormat)
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(8, 512, generator=generator)
     values = torch.randn(4, 512, generator=generator)
     stored = (
         fmt.quantize_with(weight, torch.ones(512))
-        if fmt.needs_importance
+        if isinstance(fmt, GGUFFormat) and fmt.needs_importance
         else fmt.quantize(weight)
     )
-    kernels = library.ggml_get_type_traits_cpu(
-        int(gguf.GGMLQuantizationType[fmt.name.upper()])
-    ).contents
+    kernels = library.ggml_get_type_traits_cpu(ggml_types()[name].number).contents
     rounding = library.ggml_get_type_traits_cpu(kernels.vec_dot_type).contents
     blocks = np.zeros(4096, np.uint8)
     results = np.zeros((4, 8), np.float32)
+    rows = as_blocks(stored).numpy()
     for row, found in zip(values.numpy(), results, strict=True):
         rounding.from_float(row.ctypes.data, blocks.ctypes.data, 512)
-        for i, packed in enumerate(stored.data.numpy()):
+        for i, packed in enumerate(rows):
             kernels.vec_dot(
                 512,
                 found[i:].ctypes.data,

@@ -1,5 +1,6 @@
 """Damaged and foreign files, wrong options and wrong libraries: one line each, and the process lives."""
 
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -14,6 +15,7 @@ from kl_lens.targets.gguf import library, paging, session as session_module
 from kl_lens.targets.gguf.export import export
 from kl_lens.targets.gguf.header import read_header
 from kl_lens.targets.gguf.session import open_session
+from kl_lens.weights.formats.ggml_types import ggml_types
 from tests.targets.gguf.support import tiny, uniform
 
 gguf = pytest.importorskip("gguf")
@@ -85,6 +87,21 @@ def test_what_llama_cpp_itself_refuses_is_passed_on(
     (tmp_path / "x.gguf").write_bytes(whole.read_bytes().replace(own, other))
     with pytest.raises(TargetError, match=rf"llama\.cpp cannot load it: .*{reason}"):
         open_session(tmp_path / "x.gguf")
+
+
+def test_a_llama_cpp_that_lacks_a_type_of_the_file_is_named(
+    whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library is asked: a branch of it has Q2_0 in blocks of 128 under the same number."""
+    kind = ggml_types()["q2_0"]
+    assert library.find_library().knows(kind)
+    assert not library.find_library().knows(replace(kind, block=128, bytes=34))
+    other = {"fp32": replace(ggml_types()["fp32"], block=2)}
+    monkeypatch.setattr(session_module, "ggml_types", lambda: other)
+    with pytest.raises(
+        TargetError, match=r"\) does not know F32, the type of \S+; take a"
+    ):
+        open_session(whole)
 
 
 def test_sessions_say_what_is_wrong(whole: Path) -> None:

@@ -43,6 +43,7 @@ every_format = pytest.mark.parametrize(
         ("int5-g64", (2, 3, 64), 6 * 40 + 6 * 2),
         ("uint8-g32", (3, 64), 3 * 64 + 3 * 2 * 3),
         ("mxfp4", (768, 1536), 768 * 1536 // 2 + 768 * 48),  # a byte for every 32 columns
+        ("q2_0", (3, 192), 3 * 3 * 18),
         (
             "affine3-g64",
             (768, 1536),
@@ -87,6 +88,8 @@ def test_bytes_are_those_of_the_packed_weight(name: str) -> None:
         ("q4_k", 96, "q5_0"),
         ("q4_k", 48, "fp16"),
         ("iq2_xxs", 96, "iq4_nl"),
+        ("q2_0", 96, "iq4_nl"),
+        ("q2_0", 48, "fp16"),
     ],
 )
 def test_the_format_that_fits(wanted: str, columns: int, fitting: str) -> None:

@@ -120,7 +120,8 @@ class RunSettings(of.Settings):
         if self.formats is not None:
             return supported(chosen, self.formats)
         if self.menu is not None:
-            return menu_of(chosen, full=self.menu == FULL, small=self.menu == SMALL)
+            full = self.menu == FULL
+            return menu_of(chosen, anatomy, full=full, small=self.menu == SMALL)
         if self.budget is not None:  # without what a file has besides weights
             max_bytes = int(
                 self.budget * sum(2 * c.parameters for c in anatomy.components)

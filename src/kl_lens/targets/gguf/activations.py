@@ -20,8 +20,7 @@ from torch import nn
 
 from kl_lens.base.errors import TargetError
 from kl_lens.targets.inputs import inputs_changed
-from kl_lens.weights.formats import get_format
-from kl_lens.weights.formats.gguf_blocks import GGUFFormat
+from kl_lens.weights.formats.ggml_types import ggml_types
 from kl_lens.weights.recipes import FP16, Recipe
 
 # Q8_1, used with Q4_1 and Q5_1, has the integers and scales of Q8_0, and each block's sum in half precision for the
@@ -38,13 +37,11 @@ def quantize_activations(activations: torch.Tensor, format_name: str) -> torch.T
         return activations
     if format_name in (FP16, "f16"):
         return activations.half().to(activations.dtype)
-    # Kernels multiply a weight with activations in blocks of the same size.
-    fmt = get_format(format_name)
-    if not isinstance(fmt, GGUFFormat):
+    if format_name not in ggml_types():
         raise TargetError(
             f"llama.cpp has no kernel for the weight format {format_name!r}"
         )
-    rounded = _blocks_of_256 if fmt.block_size == 256 else _blocks_of_32
+    rounded = _blocks_of_256 if ggml_types()[format_name].block == 256 else _blocks_of_32
     return rounded(activations)
 
 

@@ -34,7 +34,8 @@ from kl_lens.targets.gguf.tokenizer import (
 from kl_lens.targets.gguf.writer import ModelTensors
 from kl_lens.targets.session import Session, SessionSettings
 from kl_lens.targets.tokenizer import default_template, end_ids
-from kl_lens.weights.formats import Quantized, get_format, known_formats
+from kl_lens.weights.formats import get_format, known_formats
+from kl_lens.weights.formats.ggml_types import from_blocks, ggml_types
 from kl_lens.weights.formats.gguf_blocks import gguf_module
 
 if TYPE_CHECKING:
@@ -165,19 +166,14 @@ def _values(entry: TensorEntry, format_name: str) -> torch.Tensor:
     if format_name in ("fp32", "fp16"):
         values = data.view(np.float32 if format_name == "fp32" else np.float16)
         return torch.from_numpy(values).float().reshape(entry.shape)
-    kind = gguf_module().GGMLQuantizationType[entry.type]
-    blocks = data.reshape(-1, gguf_module().GGML_QUANT_SIZES[kind][1])
+    kind = ggml_types()[entry.type.lower()]
+    blocks = data.reshape(-1, kind.bytes)
     with np.errstate(
         all="ignore"
     ):  # scales may be infinite; that is for the autopsy to say
         if format_name in known_formats():
-            width = gguf_module().GGML_QUANT_SIZES[kind][0]
-            stored = Quantized(
-                format_name, (len(blocks), width), torch.from_numpy(blocks)
-            )
+            shape = (len(blocks), kind.block)
+            stored = from_blocks(format_name, shape, torch.from_numpy(blocks))
             return get_format(format_name).dequantize(stored).reshape(entry.shape)
-        return (
-            torch.from_numpy(gguf_module().dequantize(blocks, kind))
-            .float()
-            .reshape(entry.shape)
-        )
+        values = gguf_module().dequantize(blocks, kind.number)
+        return torch.from_numpy(values).float().reshape(entry.shape)

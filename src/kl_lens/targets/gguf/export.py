@@ -43,12 +43,14 @@ FORMATS = (  # that plans for this target may use
     "q4_1",
     "iq4_nl",
     "iq4_xs",
+    "mxfp4",
     "q3_k",
     "iq3_s",
     "iq3_xxs",
     "q2_k",
     "iq2_s",
     "iq2_xs",
+    "q2_0",
     "iq2_xxs",
 )
 STAND_INS = (
@@ -116,6 +118,13 @@ def _recipes(model: LoadedModel, plan: Plan) -> dict[str, Recipe | None]:
     return chosen
 
 
+def fitting(wanted: Recipe, shape: tuple[int, ...]) -> tuple[Recipe, str | None]:
+    """What a tensor of this shape gets, and why it is not what was planned (or None)."""
+    recipe, reason = fitting_recipe(wanted, shape)
+    # Elsewhere, integers take the place of MXFP4.
+    return (recipe if recipe.grid.name in STAND_INS else FP16), reason
+
+
 def _decide(
     rule: TensorRule, shapes: Shapes, recipes: Mapping[str, Recipe | None], fallback: bool
 ) -> TensorJob:
@@ -129,7 +138,7 @@ def _decide(
     recipe = None
     reason = "llama.cpp computes with it in F32" if rule.float32 else None
     if planned is not None and not rule.float32:
-        recipe, reason = fitting_recipe(planned, rule.stretch(shape))
+        recipe, reason = fitting(planned, rule.stretch(shape))
     if not fallback and reason and not (rule.float32 and planned in (FP16, None)):
         raise FormatError(
             f"{component}: {planned} is not possible: {reason}; change the plan"

@@ -17,7 +17,7 @@ from typing import Any
 from kl_lens.base.errors import TargetError, one_line, printable
 from kl_lens.base.files import damage
 from kl_lens.targets.abilities import Contents
-from kl_lens.weights.formats.gguf_blocks import gguf_module
+from kl_lens.weights.formats.ggml_types import ggml_types
 
 # Number types of metadata by their code, as `struct` spells them.
 _NUMBERS = {
@@ -273,7 +273,6 @@ class _Reader:
 
     def entry(self, path: Path) -> TensorEntry:
         """A tensor; its offset counts from the first one."""
-        gguf = gguf_module()
         name = self.text()
         if name in self.names:
             raise _Damaged(f"two tensors are called {name!r}")
@@ -281,14 +280,13 @@ class _Reader:
         if (dimensions := self.number("I")) > 4:
             raise _Damaged(f"tensor {name} has {dimensions} dimensions")
         shape = tuple(self.number("Q") for _ in range(dimensions))[::-1]
-        try:
-            kind = gguf.GGMLQuantizationType(self.number("I"))
-        except ValueError:
-            raise _Damaged(f"tensor {name} has a type that gguf does not know") from None
-        block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-        if shape and shape[-1] % block:
+        number = self.number("I")
+        kind = next((t for t in ggml_types().values() if t.number == number), None)
+        if kind is None:
+            raise _Damaged(f"tensor {name} has a type that gguf does not know")
+        if shape and shape[-1] % kind.block:
             raise _Damaged(
-                f"tensor {name} has {shape[-1]} columns, which blocks of {block} do not divide ({kind.name})"
+                f"tensor {name} has {shape[-1]} columns, which blocks of {kind.block} do not divide ({kind.name})"
             )
-        size = math.prod(shape) // block * block_bytes
+        size = math.prod(shape) // kind.block * kind.bytes
         return TensorEntry(name, shape, kind.name, self.number("Q"), size, path)

@@ -23,6 +23,7 @@ from typing import Any
 from kl_lens.base.environment import briefly_spinning
 from kl_lens.base.errors import TargetError
 from kl_lens.targets.session import ALL_LAYERS, LOAD_MODES
+from kl_lens.weights.formats.ggml_types import GGMLType
 
 ENVIRONMENT_VARIABLE = "LLAMA_CPP_LIB"
 WHEEL = "xllamacpp"  # of the extra `gguf`: runs everywhere, so it leaves this processor's best instructions unused
@@ -127,6 +128,8 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     # (vocabulary, token, text, its size, leading spaces to drop, write special tokens)
     "llama_token_to_piece": (_INT, (_POINTER, _INT, _TEXT, _INT, _INT, _BOOL)),
 }
+# Of ggml: a type's number → the weights of a block, and its bytes.
+_BLOCKS = ("ggml_blck_size", "ggml_type_size")
 
 
 @dataclass
@@ -160,6 +163,12 @@ class LlamaLibrary:
                 f"--gpu-layers {count}: {self.path} has no GPU backend, or finds no GPU. Leave the option out, or name "
                 f"a llama.cpp built for your GPU with --llama-cpp or {ENVIRONMENT_VARIABLE}"
             )
+
+    def knows(self, kind: GGMLType) -> bool:
+        """Whether it has this type with blocks of the same size. Where its ggml cannot be asked: yes."""
+        ask = [getattr(self.functions, name, None) for name in _BLOCKS]
+        sizes = (kind.block, kind.bytes)
+        return None in ask or tuple(f(kind.number) for f in ask if f) == sizes
 
     @property
     def has_load_modes(self) -> bool:
@@ -317,6 +326,9 @@ def _opened(path: Path, package: str, origin: str) -> LlamaLibrary:
         function = getattr(functions, name)
         function.restype = result
         function.argtypes = list(arguments)
+    for name in _BLOCKS:
+        if hasattr(functions, name):
+            getattr(functions, name).restype = ctypes.c_int64
     version = (
         ", ".join([*([package] if package else []), *_versions(functions)]) or "unknown"
     )

@@ -39,6 +39,7 @@ from kl_lens.targets.session import (
     TokenizingSession,
 )
 from kl_lens.targets.tokenizer import chat_renderer
+from kl_lens.weights.formats.ggml_types import ggml_types
 
 # Tokens in one call of llama_decode. llama.cpp keeps the logits of all of them, so this bounds that memory.
 BATCH = 512
@@ -106,6 +107,7 @@ class GGUFSession(TokenizingSession):
         return "lean" if can_give_back else "read"
 
     def _load(self) -> None:
+        self._require_types()
         self._library.errors.clear()
         lean = (
             ProgressCallback(giving_back(self.file.paths))
@@ -124,6 +126,15 @@ class GGUFSession(TokenizingSession):
             raise TargetError(
                 f"{self.path}: llama.cpp cannot load it: {self._complaint()}"
             )
+
+    def _require_types(self) -> None:
+        names = {tensor.type: tensor.name for tensor in self.file.tensors}
+        for kind in ggml_types().values():
+            if kind.name in names and not self._library.knows(kind):
+                raise TargetError(
+                    f"{self.path}: this llama.cpp ({self._library.version}) does not know {kind.name}, the type of "
+                    f"{names[kind.name]}; take a newer one, or plan with --formats that it has"
+                )
 
     def _make_context(self, wanted: int) -> None:
         functions = self._library.functions

@@ -27,7 +27,7 @@ from kl_lens.targets.gguf import library
 from kl_lens.targets.gguf.header import parts_of, read_header
 from kl_lens.targets.session import CACHES, Session, SessionSettings
 from kl_lens.weights.formats import Format
-from kl_lens.weights.recipes import FP16, Recipe, fitting_recipe
+from kl_lens.weights.recipes import FP16, Recipe
 
 if TYPE_CHECKING:
     from kl_lens.model import LoadedModel
@@ -92,7 +92,17 @@ class GGUFTarget(Target):
 
     @property
     def formats(self) -> tuple[str, ...]:
-        return ("q3_k", "iq4_xs", "q4_k", "q5_k", "q6_k", "q8_0", FP16)
+        return (
+            "q2_0",
+            "q3_k",
+            "mxfp4",
+            "iq4_xs",
+            "q4_k",
+            "q5_k",
+            "q6_k",
+            "q8_0",
+            FP16,
+        )
 
     @property
     def short_menu(self) -> tuple[Recipe, ...]:
@@ -230,7 +240,7 @@ class GGUFTarget(Target):
     ) -> AbstractContextManager[None]:
         shapes = {c.name: c.shape for c in model.anatomy.components}
         realised = {
-            name: fitting_recipe(recipe, shapes[name])[0]
+            name: export.fitting(recipe, shapes[name])[0]
             for name, recipe in recipes.items()
         }
         return activations.as_deployed(model.model, realised)

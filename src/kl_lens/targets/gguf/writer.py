@@ -10,7 +10,7 @@ import re
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kl_lens.base.accelerators import on_host
 from kl_lens.base.errors import TargetError
 from kl_lens.base.files import bytes_digest, naming
 from kl_lens.base.units import tag_of
@@ -29,11 +30,15 @@ from kl_lens.targets.exporting import GENERATION_FILE
 from kl_lens.targets.gguf.architectures.base import TensorRule
 from kl_lens.targets.gguf.tokenizer import CHAT_TEMPLATE, PREFIX, TokenizerData
 from kl_lens.targets.tokenizer import read_json
+from kl_lens.weights.formats import Quantized
+from kl_lens.weights.formats.ggml_types import as_blocks, ggml_types
 from kl_lens.weights.formats.gguf_blocks import gguf_module
 from kl_lens.weights.recipes import FP16, Recipe
 from kl_lens.weights.store import WeightStore
 
 FLOAT32 = "fp32"  # for everything that is not a matrix product; not a format of plans
+# llama.cpp's numbers of kinds of files; of the others, gguf's are taken.
+_FILE_TYPES = {FLOAT32: 0, FP16: 1, "mxfp4": 38, "q2_0": 41}
 
 
 class ModelTensors:
@@ -157,9 +162,9 @@ class Header:
             sizes[job.format] += math.prod(job.shape)
         most = max(sizes, key=lambda name: sizes[name])
         types = gguf_module().LlamaFileType
-        name = {FLOAT32: "ALL_F32", FP16: "MOSTLY_F16"}.get(
-            most, f"MOSTLY_{most.upper()}"
-        )
+        if most in _FILE_TYPES:
+            return _FILE_TYPES[most]
+        name = f"MOSTLY_{most.upper()}"
         return int(types[f"{name}_S" if f"{name}_S" in types.__members__ else name])
 
 
@@ -221,19 +226,19 @@ def _stored(
         quantized = store.quantized(job.component, job.recipe, rule.factors)
     else:  # a head for further tokens
         quantized = job.recipe.grid.quantize(tensors.read(rule.parameter), rule.parameter)
-    rows = rule.arranged(quantized.data)
-    if tuple(rows.shape[:-1]) != job.shape[:-1]:
+    parts = {name: rule.arranged(part) for name, part in quantized.tensors.items()}
+    if tuple(parts["data"].shape[:-1]) != job.shape[:-1]:
         raise TargetError(
-            f"{rule.parameter}: has shape {tuple(rows.shape)} for {rule.name}, not {job.shape}"
+            f"{rule.parameter}: has shape {tuple(parts['data'].shape)} for {rule.name}, not {job.shape}"
         )
-    packed = job.recipe.grid.pack(replace(quantized, data=rows, shape=job.shape))
+    blocks = as_blocks(Quantized(quantized.format, job.shape, **parts))
+    packed = on_host(blocks).contiguous().numpy().reshape(-1).view(np.uint8)
     unchanged = isinstance(rule.factors, float) and rule.factors == 1.0
     return packed, quantized.digest if unchanged else ""
 
 
 def _announce(writer: Any, job: TensorJob) -> None:
-    name = {FLOAT32: "F32", FP16: "F16"}.get(job.format, job.format.upper())
-    kind = gguf_module().GGMLQuantizationType[name]
+    kind = ggml_types()[job.format].number
     writer.add_tensor_info(
         job.rule.name, job.shape, np.dtype(np.float32), job.bytes, raw_dtype=kind
     )

@@ -21,6 +21,7 @@ from kl_lens.weights.formats import packed as packed
 from kl_lens.weights.formats import tables as tables
 from kl_lens.weights.formats import affine as affine
 from kl_lens.weights.formats import gguf_blocks as gguf_blocks
+from kl_lens.weights.formats import ggml_types as ggml_types
 # isort: on
 
 __all__ = [

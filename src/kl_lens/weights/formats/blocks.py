@@ -84,7 +84,7 @@ def _span(field: Field, count: int, device: torch.device) -> tuple[slice, torch.
     return slice(field.start, field.start + count * field.bits // 8), shifts[:, None]
 
 
-def _read(
+def read_codes(
     blocks: torch.Tensor, fields: tuple[Field, ...], zero: int, count: int
 ) -> torch.Tensor:
     """Codes as uint8, (blocks, count). Whole bytes are signed, and `zero` makes them codes."""
@@ -99,7 +99,7 @@ def _read(
     return codes
 
 
-def _write(
+def write_codes(
     blocks: torch.Tensor, fields: tuple[Field, ...], zero: int, codes: torch.Tensor
 ) -> None:
     """Codes as uint8, (blocks, count), put into their bytes."""
@@ -158,7 +158,7 @@ def small_scales(layout: Layout, blocks: torch.Tensor) -> torch.Tensor:
     if layout.six is not None:
         return _read_six(blocks[:, layout.six : layout.six + 12]).float()
     count = layout.size // layout.group * (1 if layout.minimum is None else 2)
-    codes = _read(blocks, layout.small, layout.small_zero, count)
+    codes = read_codes(blocks, layout.small, layout.small_zero, count)
     return codes.float() - layout.small_zero
 
 
@@ -167,7 +167,7 @@ def write_small_scales(layout: Layout, blocks: torch.Tensor, small: torch.Tensor
     if layout.six is not None:
         _write_six(blocks[:, layout.six : layout.six + 12], codes)
     else:
-        _write(blocks, layout.small, layout.small_zero, codes)
+        write_codes(blocks, layout.small, layout.small_zero, codes)
 
 
 def dequantized(layout: Layout, data: torch.Tensor) -> torch.Tensor:
@@ -178,7 +178,7 @@ def dequantized(layout: Layout, data: torch.Tensor) -> torch.Tensor:
     step = (1 << 18 if data.device.type == "cpu" else 1 << 26) // layout.size
     for piece, target in zip(blocks.split(step), values.split(step), strict=True):
         scales, offsets = _scales(layout, piece)
-        codes = _read(piece, layout.codes, layout.zero, layout.size)
+        codes = read_codes(piece, layout.codes, layout.zero, layout.size)
         if layout.table:
             levels = iq4_levels(data.device)[codes.int()]
         else:
@@ -202,7 +202,9 @@ def with_scales(
 ) -> torch.Tensor:
     """Blocks with these scales and every code at 0: scale and minimum (blocks,); small scales as in `small_scales`."""
     blocks = torch.zeros(len(scale), layout.bytes, dtype=torch.uint8, device=scale.device)
-    _write(blocks, layout.codes, layout.zero, blocks.new_zeros(len(blocks), layout.size))
+    write_codes(
+        blocks, layout.codes, layout.zero, blocks.new_zeros(len(blocks), layout.size)
+    )
     for value, start in ((scale, layout.scale), (minimum, layout.minimum)):
         if value is not None and start is not None:
             blocks[:, start : start + 2] = value.half()[:, None].view(torch.uint8)
@@ -215,7 +217,7 @@ def with_codes(quantized: Quantized, codes: torch.Tensor) -> Quantized:
     """The same blocks with other codes, (…, rows, columns)."""
     layout = LAYOUTS[quantized.format]
     blocks = quantized.data.reshape(-1, layout.bytes).clone()
-    _write(
+    write_codes(
         blocks, layout.codes, layout.zero, codes.to(torch.uint8).reshape(-1, layout.size)
     )
     return replace(quantized, data=blocks.reshape(quantized.data.shape))
@@ -244,5 +246,5 @@ def nearest(name: str, weight: torch.Tensor) -> Quantized:
     else:
         codes = (scaled + (layout.zero + 0.5)).trunc().clamp(0, layout.highest)
     blocks = with_scales(layout, scale[:, 0], minimum)
-    _write(blocks, layout.codes, layout.zero, codes.to(torch.uint8))
+    write_codes(blocks, layout.codes, layout.zero, codes.to(torch.uint8))
     return Quantized(name, tuple(weight.shape), blocks.reshape(*weight.shape[:-1], -1))
